@@ -1,0 +1,71 @@
+"""Forward, backward or both of the gated delta rule as one call, whatever the interface."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .baselines import Call, Outputs
+from .inputs import GdnInputs
+from .workloads import Gdn
+
+
+def gradients(
+    dq: Tensor, dk: Tensor, dv: Tensor, dg: Tensor, dbeta: Tensor, dh0: Tensor | None = None
+) -> Outputs:
+    found = {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta, "dh0": dh0}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def through_autograd(
+    function: Callable[..., Any], workload: Gdn, inputs: GdnInputs, **options: Any
+) -> Callable[[], Any]:
+    """A public `chunk_gated_delta_rule` as a model calls it; a backward alone has run forward."""
+    given = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state)
+    leaves = [x.detach().requires_grad_() for x in given if x is not None]
+    upstream = (inputs.do, inputs.dht)
+
+    def forward() -> Any:
+        q, k, v, g, beta, *h0 = leaves
+        options["initial_state"] = h0[0] if h0 else None
+        return function(q, k, v, g, beta, output_final_state=True, **options)
+
+    if workload.direction == "fwd":
+        return torch.no_grad()(forward)
+    if workload.direction == "both":
+        return lambda: torch.autograd.grad(forward(), leaves, upstream)
+    outputs = forward()
+    return lambda: torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
+
+
+def from_autograd(workload: Gdn) -> Callable[[Any], Outputs]:
+    if workload.direction == "fwd":
+        return lambda raw: {"o": raw[0], "ht": raw[1]}
+    return lambda raw: gradients(*raw)
+
+
+def low_level(
+    workload: Gdn,
+    forward: Callable[[bool, bool], Any],
+    backward: Callable[[Any], Any],
+    outputs: Callable[[Any], Outputs],
+    public: Callable[[], Callable[[], Any]],
+    training: bool = False,
+) -> Call:
+    """`forward(save, cache)` and `backward(saved)` as one call of the workload's direction.
+
+    A backward alone gets what every forward leaves behind; only forward and backward together may
+    also pass on what a library caches between the two.
+    """
+    if workload.direction == "fwd":
+        return Call(lambda: forward(training, False), outputs, public)
+
+    def collect(raw: Any) -> Outputs:
+        dq, dk, dv, dbeta, dg, dh0 = raw[:6]
+        return gradients(dq, dk, dv, dg, dbeta, dh0)
+
+    if workload.direction == "both":
+        return Call(lambda: backward(forward(True, True)), collect, public)
+    saved = forward(True, False)
+    return Call(lambda: backward(saved), collect, public)

@@ -1,0 +1,48 @@
+"""What the harness and its worker say to each other."""
+
+from typing import Any, NamedTuple
+
+from .floor import Ceilings
+
+
+class Options(NamedTuple):
+    rounds: int = 5
+    burst_s: float = 0.02
+    idle_s: float = 0.06  # between bursts, so that the chip stays cool
+    cold: bool = False
+    input_sets: int = 0  # 0: as many as outlast the L2 cache
+    compile_only: bool = False  # a first call, neither checked nor timed
+
+
+class Machine(NamedTuple):
+    device: str
+    kind: str
+    environment: dict[str, Any]
+    versions: dict[str, str]
+    labels: dict[str, str]
+    missing: dict[str, str]
+    tuning: tuple[str, ...]  # implementations whose first call times variants
+    ceilings: Ceilings
+
+
+class Begin(NamedTuple):
+    """`implementation` ("" is none) starts `phase`; a silence from here on is its fault."""
+
+    implementation: str
+    phase: str
+
+
+class RowFacts(NamedTuple):
+    flops: float
+    bytes: float
+    input_sets: int
+
+
+class RowFailed(NamedTuple):
+    """Inputs or truth could not be made; nobody is to blame."""
+
+    detail: str
+
+
+class Done(NamedTuple):
+    spoiled: bool = False  # the device context is broken: ask for another worker

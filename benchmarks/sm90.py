@@ -1,0 +1,224 @@
+"""Times this package's operations against whatever rivals are installed.
+
+    python -m benchmarks.sm90                        gated delta net, all default workloads
+    python -m benchmarks.sm90 gdn --quick --plot     the anchor rows; a table and figures in out/
+    python -m benchmarks.sm90 gdn --set backward,short --impl ours,flash_qla --save
+
+Without a GPU the same workloads run at reduced length through the CPU path. Results are checked
+before they are timed; what is wrong, missing or too slow to compile says so in the table.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from . import records, tables
+from .baselines import implementations
+from .harness import LIMITS, Harness
+from .messages import Machine, Options
+from .progress import Progress
+from .records import Row, Run
+from .workloads import GDN, GDN_DEFAULT
+from .workloads_attention import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
+
+SETS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "gdn": dict(GDN), "dualkv": dict(DUALKV), "sparse_ring": dict(SPARSE_RING),
+}  # fmt: skip
+DEFAULT = {"gdn": GDN_DEFAULT, "dualkv": DUALKV_DEFAULT, "sparse_ring": SPARSE_RING_DEFAULT}
+QUICK = {"gdn": ("anchors",), "dualkv": ("long",), "sparse_ring": ("anchor",)}
+
+# Without a GPU sequences are this much shorter: a chunk of 64 tokens becomes one token, or four.
+CPU_QUICK_FACTOR, CPU_FACTOR = 64, 16
+
+
+def _names(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sm90",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("family", nargs="?", default="gdn", choices=sorted(SETS))
+    add("--quick", action="store_true", help="the anchor rows, fewer repetitions")
+    add(
+        "--set",
+        dest="sets",
+        metavar="NAME,...",
+        help="sets of workloads; see --list",
+        type=_names,
+        default=[],
+    )
+    add("--only", metavar="PATTERN", help="workloads whose name matches, e.g. '*16x32*'")
+    add(
+        "--impl",
+        metavar="NAME,...",
+        help="e.g. ours,flash_qla,fla,flashinfer",
+        type=_names,
+        default=[],
+    )
+    add(
+        "--direction",
+        metavar="fwd,bwd,both",
+        help="default: as each set says",
+        type=_names,
+        default=[],
+    )
+    add("--save", action="store_true", help="append the record to benchmarks/results")
+    add("--json", action="store_true", help="print the record as JSON instead of a table")
+    add("--plot", action="store_true", help="draw the figures")
+    add("--out", type=Path, default=Path("out"), help="folder for table, figures and log")
+    add("--list", action="store_true", help="print the workloads and stop")
+    add("--cold", action="store_true", help="fill the L2 cache with other data before each call")
+    add("--input-sets", type=int, default=0, help="0: as many as outlast the L2 cache")
+    add("--limit", type=float, default=LIMITS["first call"], help="seconds for a first call")
+    add("--warm", type=int, metavar="JOBS", help="only compile, in so many processes at once")
+    options = parser.parse_args(arguments)
+    unknown = set(options.sets) - set(SETS[options.family])
+    if unknown:
+        parser.error(
+            f"no set {sorted(unknown)} in {options.family}; {sorted(SETS[options.family])}"
+        )
+    if set(options.direction) - {"fwd", "bwd", "both"}:
+        parser.error(f"--direction {','.join(options.direction)}; need fwd, bwd or both")
+    try:
+        implementations(options.family, options.impl)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def select(options: argparse.Namespace) -> list[Any]:
+    """The workloads asked for, each once, in order."""
+    names = options.sets or (QUICK if options.quick else DEFAULT)[options.family]
+    found: dict[str, Any] = {}
+    for workload in (w for name in names for w in SETS[options.family][name]):
+        for wanted in options.direction or [workload.direction]:
+            if wanted == "both" and workload.direction == "bwd":
+                workload = replace(workload, direction="both")
+            if wanted == workload.direction and fnmatch(workload.name, options.only or "*"):
+                found[workload.name] = workload
+    return list(found.values())
+
+
+def for_cpu(workloads: Sequence[Any], quick: bool, asked_for: bool) -> list[Any]:
+    """Shortened, except those meant for the CPU, which join unless sets were named.
+
+    Single kernels have no CPU path.
+    """
+    factor, meant = CPU_QUICK_FACTOR if quick else CPU_FACTOR, list(GDN["cpu"])
+    whole = [w for w in workloads if w.kind in ("fwd", "bwd", "both")]
+    shortened = [w if w in meant else w.reduced(factor) for w in whole]
+    return shortened if asked_for else [*shortened, *(w for w in meant if w not in workloads)]
+
+
+def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, bool]:
+    """The run, and whether it went to the end: Ctrl-C keeps the rows there are."""
+    settings = Options(
+        rounds=3 if options.quick else 5, cold=options.cold, input_sets=options.input_sets
+    )
+    log = options.out / f"{options.family}.log"
+    log.unlink(missing_ok=True)
+    rows: list[Row] = []
+    progress = Progress()
+    with Harness(
+        options.family, options.impl, settings, log,
+        first_call_limit=options.limit, listener=progress.step,
+    ) as harness:  # fmt: skip
+        machine = harness.machine
+        if machine.kind == "cpu" and options.family == "gdn":
+            workloads = for_cpu(workloads, options.quick, bool(options.sets or options.only))
+        progress.start(len(workloads), machine)
+        try:
+            for workload in workloads:
+                progress.row(workload.name)
+                rows.append(harness.row(workload))
+        except KeyboardInterrupt:
+            progress.say(f"stopped after {len(rows)} of {len(workloads)} workloads")
+        progress.close()
+    return describe_run(options, machine, rows), len(rows) == len(workloads)
+
+
+def describe_run(options: argparse.Namespace, machine: Machine, rows: list[Row]) -> Run:
+    commit, dirty = records.git_state()
+    date = records.now()
+    notes = []
+    if machine.kind == "cpu" and options.family == "gdn":
+        factor = CPU_QUICK_FACTOR if options.quick else CPU_FACTOR
+        notes.append(f"No GPU: float32 on the CPU path, lengths {factor} times shorter.")
+    if options.cold:
+        notes.append("L2 cache filled with other data before each call.")
+    return Run(
+        id=f"{options.family}-{date:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}",
+        family=options.family,
+        date=date.isoformat(timespec="seconds"),
+        device=machine.device,
+        device_kind=machine.kind,
+        environment=machine.environment,
+        environment_after=records.device_environment(machine.kind),
+        versions=machine.versions,
+        labels=machine.labels,
+        missing=machine.missing,
+        ceilings=dataclasses.asdict(machine.ceilings),
+        commit=commit,
+        dirty=dirty,
+        command=records.command_line(),
+        fingerprint=records.fingerprint(options.family),
+        rows=tuple(rows),
+        notes=" ".join(notes),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    workloads = select(options)
+    if options.list:
+        print("\n".join(w.name for w in workloads))
+        return 0
+    if not workloads:
+        print("no workload matches; see --list", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    # for the worker: OpenMP threads that spin while they wait cost 10x where cores are shared
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if options.warm:
+        from .warm import compile_all
+
+        return compile_all(options, workloads)
+    started = time.monotonic()
+    run, complete = measure(options, workloads)
+    files = [_write(options.out / f"{run.family}.md", tables.page(run))]
+    files.append(_write(options.out / f"{run.family}.json", json.dumps(dataclasses.asdict(run))))
+    if options.save:
+        files.append(records.append(run))
+    if options.plot:
+        from .figures import draw
+
+        files += draw(run, options.out)
+    print(json.dumps(dataclasses.asdict(run)) if options.json else "\n" + tables.page(run))
+    took = time.monotonic() - started
+    lines = [f"Ran {len(run.rows)} workloads on {run.device} in {took:.0f} s."]
+    lines += [f"  {path}" for path in files]
+    print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
+    return 0 if complete else 130
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text + "\n")
+    return path
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,180 @@
+"""A run as Markdown: ours, the best rival and the ratio, row by row; slower rows are marked."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from .records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
+
+SLOWER = "▼"
+_TITLES = {"fwd": "Forward", "bwd": "Backward", "both": "Forward and backward"}
+
+
+def title_of(kind: str) -> str:
+    return _TITLES.get(kind, f"{kind} alone")
+
+
+def best_rival(row: Row, ours: Sequence[str]) -> tuple[str, float] | None:
+    """Name and time of the fastest correct implementation that is not ours."""
+    times = [
+        (r.p50_ms, r.implementation)
+        for r in row.results
+        if r.implementation not in ours and r.status == OK and r.p50_ms is not None
+    ]
+    return None if not times else (min(times)[1], min(times)[0])
+
+
+def ratio(row: Row, ours: Sequence[str]) -> float | None:
+    """Time of the best rival over ours: above 1 we are faster."""
+    mine, rival = row.time_ms("ours"), best_rival(row, ours)
+    return None if mine is None or rival is None else rival[1] / mine
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def our_names(run: Run) -> tuple[str, ...]:
+    return tuple(name for name in run.labels if name.startswith("ours"))
+
+
+def timed(run: Run) -> list[str]:
+    """Implementations that this machine has, in order."""
+    return [name for name in run.labels if name not in run.missing]
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, no exponent."""
+    if value is None:
+        return "–"
+    digits = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
+    return f"{value:.{min(digits, 4)}f}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the first `left` columns are text, the others numbers."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+
+    def render(cells: Sequence[str]) -> str:
+        padded = (
+            c.ljust(w) if i < left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
+        return f"| {' | '.join(padded)} |"
+
+    return "\n".join([render(lines[0]), render(rule), *(render(line) for line in lines[1:])])
+
+
+def page(run: Run) -> str:
+    """What the benchmark prints."""
+    ceilings = run.ceilings
+    rates = f"{ceilings['flops'] / 1e12:.3g} TFLOP/s ({ceilings['matmul']})"
+    copy = f"{ceilings['bandwidth'] / 1e9:.0f} GB/s (copy)"
+    head = f"{run.device}, record {run.id}. Ceilings of this run: {rates}, {copy}."
+    return "\n\n".join([f"{head} {run.notes}".strip(), summary(run)])
+
+
+def summary(run: Run) -> str:
+    """Milliseconds (medians) of everyone, one table a direction, geometric mean last."""
+    parts = []
+    for kind in dict.fromkeys(row.kind for row in run.rows):
+        rows = [row for row in run.rows if row.kind == kind]
+        whats = {row.what for row in rows}
+        common = f", {rows[0].what}" if len(whats) == 1 else ""
+        parts.append(f"{title_of(kind)}{common}; ms")
+        parts.append(_summary_table(run, rows, with_what=not common))
+    notes = footnotes(run)
+    return "\n\n".join([*parts, *([notes] if notes else [])])
+
+
+def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
+    ours = our_names(run)
+    names = [n for n in timed(run) if any(_worth_a_column(r.result(n)) for r in rows)]
+    said = ["heads", "lengths", *([""] if with_what else [])]
+    header = [*said, *(run.labels[n] for n in names), "rival / ours", "of floor"]
+    body = []
+    for row in rows:
+        times = {name: row.time_ms(name) for name in names}
+        fastest = min((t for t in times.values() if t is not None), default=None)
+        cells = [_cell(run, row.result(n), best=times[n] == fastest) for n in names]
+        subject = [row.heads, row.layout, row.what][: len(said)]
+        body.append([*subject, *cells, _ratio_cell(row, ours), _floor(row)])
+    ratios = [r for r in (ratio(row, ours) for row in rows) if r is not None]
+    mean = geometric_mean(ratios)
+    if mean is not None:
+        count = f"geometric mean of {len(ratios)}"
+        body.append([count, *[""] * (len(header) - 3), f"{mean:.2f}", ""])
+    return markdown(header, body, left=len(said))
+
+
+def _worth_a_column(result: Result | None) -> bool:
+    return result is not None and result.status != NOT_APPLICABLE
+
+
+def _cell(run: Run, result: Result | None, best: bool) -> str:
+    """The median; bold if it is the row's best, with a star if launch gaps are in it."""
+    if result is None:
+        return ""
+    if result.status != OK:
+        return "–" if result.status == NOT_APPLICABLE else result.status
+    time = number(result.p50_ms)
+    mark = "*" if run.device_kind == "cuda" and not result.graph else ""
+    return f"**{time}**{mark}" if best else f"{time}{mark}"
+
+
+def _ratio_cell(row: Row, ours: Sequence[str]) -> str:
+    value = ratio(row, ours)
+    if value is None:
+        return "–"
+    return f"{value:.2f} {SLOWER}" if value < 1 else f"{value:.2f}"
+
+
+def _floor(row: Row) -> str:
+    """How near the floor the row's fastest of ours, or else the fastest of all, comes."""
+    times = [row.time_ms(r.implementation) for r in row.results]
+    mine = row.time_ms("ours")
+    best = mine if mine is not None else min((t for t in times if t is not None), default=None)
+    return "–" if best is None or row.floor_ms == 0 else f"{row.floor_ms / best:.0%}"
+
+
+def footnotes(run: Run) -> str:
+    """What is missing and why a cell has no number; each reason once."""
+    lines = [f"- {run.labels.get(n, n)} is missing: {why}" for n, why in run.missing.items()]
+    reasons = Counter(
+        (r.implementation, r.status, r.detail)
+        for row in run.rows
+        for r in row.results
+        if r.detail and r.status not in (MISSING, NOT_APPLICABLE)
+    )
+    for (name, status, detail), count in reasons.items():
+        rows = "1 row" if count == 1 else f"{count} rows"
+        said = "" if status == OK else f" {status}:"
+        lines.append(f"- {run.labels.get(name, name)}, {rows}:{said} {detail}")
+    return "\n".join(lines)
+
+
+def details(run: Run) -> str:
+    """Everything that was measured, one line for each implementation of each row."""
+    header = [
+        "workload", "implementation", "p20", "p50", "p80", "eager", "TFLOP/s", "GB/s", "of floor",
+        "peak MiB", "first call s", "worst error",
+    ]  # fmt: skip
+    body = []
+    for row in run.rows:
+        for r in row.results:
+            if r.status != OK or r.p50_ms is None:
+                continue
+            worst = max((e for e in r.errors.values() if e is not None), default=None)
+            body.append([
+                row.name, run.labels.get(r.implementation, r.implementation),
+                *(number(x) for x in (r.p20_ms, r.p50_ms, r.p80_ms, r.eager_ms)),
+                number(row.flops / r.p50_ms / 1e9), number(row.bytes / r.p50_ms / 1e6),
+                f"{row.floor_ms / r.p50_ms:.0%}",
+                "–" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}",
+                "–" if r.first_call_s is None else f"{r.first_call_s:.1f}",
+                "–" if worst is None else f"{worst:.1e}",
+            ])  # fmt: skip
+    return markdown(header, body, left=2)

@@ -1,0 +1,57 @@
+"""Compiles what workloads need in several processes at once, so that a benchmark finds it cached.
+
+Libraries whose first call times variants against each other are left out: they would choose on a
+busy GPU.
+"""
+
+import argparse
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from typing import Any
+
+from .harness import Harness
+from .messages import Options
+from .progress import Progress
+from .records import OK
+
+Task = tuple[str, list[Any]]  # an implementation and workloads that share most kernels
+
+
+def compile_all(options: argparse.Namespace, workloads: Sequence[Any]) -> int:
+    """Exit status: 0 when every first call worked."""
+    progress = Progress()
+    settings = Options(compile_only=True, input_sets=1)
+    log = options.out / f"{options.family}-warm.log"
+
+    def harness(names: Sequence[str]) -> Harness:
+        return Harness(options.family, names, settings, log, first_call_limit=options.limit)
+
+    with harness(options.impl) as scout:
+        machine = scout.machine
+    names = [n for n in machine.labels if n not in machine.missing and n not in machine.tuning]
+    tasks = [(name, group) for name in names for group in _alike(workloads)]
+    progress.start(len(tasks), machine)
+    failures = []
+
+    def work(task: Task) -> None:
+        name, group = task
+        progress.row(f"{name} {group[0].heads_label} {group[0].kind}")
+        with harness([name]) as worker:
+            for workload in group:
+                result = worker.row(workload).result(name)
+                if result is not None and result.status not in (OK, "not applicable"):
+                    failures.append(f"{workload.name}, {name}: {result.status} {result.detail}")
+
+    with ThreadPoolExecutor(options.warm) as pool:
+        list(pool.map(work, tasks))
+    progress.close()
+    print("\n".join(failures) or f"compiled for {len(workloads)} workloads: {', '.join(names)}")
+    return 1 if failures else 0
+
+
+def _alike(workloads: Sequence[Any]) -> list[list[Any]]:
+    def kind(workload: Any) -> tuple[str, str]:
+        return workload.heads_label, workload.kind
+
+    return [list(group) for _, group in groupby(sorted(workloads, key=kind), key=kind)]

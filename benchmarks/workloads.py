@@ -1,0 +1,177 @@
+"""The gated-delta-net shapes, named. Tests and benchmarks draw from the same list.
+
+A name says all that changes the work: `gdn-fwd-16x64-24576+8192-published-h0` is a forward over 16
+key and 64 value heads, two packed sequences, gates as FlashQLA publishes with, initial state given.
+Attention shapes are in `workloads_attention`.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Direction = Literal["fwd", "bwd", "both"]
+Gate = Literal["model", "published"]
+Lengths = tuple[int, ...]
+Heads = tuple[int, int]  # key heads, value heads
+
+# Qwen3.5 and 3.6: (key heads, value heads) per GPU.
+HEADS: dict[Heads, str] = {
+    (2, 8): "397B, 122B at TP 8",
+    (4, 16): "397B, 122B at TP 4",
+    (8, 32): "397B, 122B at TP 2",
+    (16, 64): "397B, 122B",
+    (16, 32): "35B, 9B, 4B",
+    (8, 24): "27B at TP 2",
+    (16, 48): "27B",
+    (16, 16): "2B, 0.8B",
+    (32, 32): "as many key as value heads",
+}
+BACKWARD_HEADS: tuple[Heads, ...] = ((16, 64), (16, 32), (8, 16), (4, 8), (2, 4))
+
+# 32k tokens in 8 sequences as training packs them; our anchor, so it is spelled out.
+RAGGED_32K: Lengths = (3274, 1029, 2909, 5061, 2011, 3793, 9932, 4759)
+
+_LONG = ("1x32768", "1x16384", "1x8192", "1x4096", "1x2048")
+_PAIRS_32K = ("28672+4096", "24576+8192", "16384+16384", "8192+24576", "4096+28672")
+_PAIRS_8K = ("12288+4096", "6144+2048", "4096+4096", "2048+6144", "1024+7168")
+_BATCHES = ("8192x4", "4096x8", "2048x4", "1024x8")
+FORWARD_LENGTHS = (*_LONG, *_PAIRS_32K, *_PAIRS_8K, *_BATCHES)
+ANCHOR_LENGTHS = ("1x32768", "1x8192", "1x2048", "24576+8192", "8192x4", "4096x8", "1024x8")
+ANCHOR_HEADS: tuple[Heads, ...] = ((2, 8), (16, 32), (16, 64))
+
+
+def parse_lengths(text: str) -> Lengths:
+    """'1x32768' is one sequence of 32768, '8192x4' four of 8192, '24576+8192' one of each."""
+    if "x" in text:
+        a, b = (int(part) for part in text.split("x"))
+        return (b,) if a == 1 else (a,) * b
+    return tuple(int(part) for part in text.split("+"))
+
+
+def label_lengths(lengths: Lengths) -> str:
+    if len(lengths) == 1:
+        return f"1x{lengths[0]}"
+    if len(lengths) == 2:
+        return "+".join(map(str, lengths))
+    if len(set(lengths)) == 1:
+        return f"{lengths[0]}x{len(lengths)}"
+    return f"{sum(lengths)} in {len(lengths)}"
+
+
+def random_lengths(total: int, count: int, seed: int = 0) -> Lengths:
+    """`count` sequences of random length that fill `total` tokens; each at least one token."""
+    cuts = sorted(random.Random(f"{seed}:{total}:{count}").sample(range(1, total), count - 1))
+    return tuple(b - a for a, b in zip((0, *cuts), (*cuts, total), strict=True))
+
+
+def short_responses(count: int, low: int = 1, high: int = 600, seed: int = 0) -> Lengths:
+    """A pack of many short sequences, as a rollout or a reinforcement-learning step makes them."""
+    draw = random.Random(f"{seed}:{count}")
+    return tuple(draw.randint(low, high) for _ in range(count))
+
+
+@dataclass(frozen=True)
+class Gdn:
+    """One call of the gated delta rule, or of one of its kernels, on packed sequences."""
+
+    heads: Heads
+    lengths: Lengths
+    direction: Direction = "fwd"
+    gate: Gate = "model"
+    initial_state: bool = False
+    head_dim: int = 128
+    kernel: str = ""  # a single kernel's launch instead of the whole operation
+
+    family = "gdn"
+
+    @property
+    def name(self) -> str:
+        state = "-h0" if self.initial_state else ""
+        size = f"-d{self.head_dim}" if self.head_dim != 128 else ""
+        layout = self.layout.replace(" ", "")
+        return f"gdn-{self.kind}-{self.heads_label}-{layout}-{self.gate}{state}{size}"
+
+    @property
+    def kind(self) -> str:
+        """What is timed: a direction, or a kernel alone."""
+        return self.kernel or self.direction
+
+    @property
+    def heads_label(self) -> str:
+        return f"{self.heads[0]}x{self.heads[1]}"
+
+    @property
+    def layout(self) -> str:
+        return label_lengths(self.lengths)
+
+    @property
+    def what(self) -> str:
+        """What the heads and lengths do not say."""
+        state = ", initial state" if self.initial_state else ""
+        return f"{self.gate} gates{state}"
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    def reduced(self, factor: int) -> "Gdn":
+        """The same shape with every sequence `factor` times shorter, for machines without a GPU."""
+        return replace(self, lengths=tuple(max(1, n // factor) for n in self.lengths))
+
+
+def _forward(
+    heads: Iterable[Heads], lengths: Iterable[str], gate: Gate, initial_state: bool
+) -> Iterator[Gdn]:
+    for h in heads:
+        for text in lengths:
+            yield Gdn(h, parse_lengths(text), "fwd", gate, initial_state)
+
+
+def _backward_lengths() -> Iterator[Lengths]:
+    for total in (8192, 32768):
+        yield (total,)
+        for count in (2, 4, 8):
+            ragged_anchor = (total, count) == (32768, 8)
+            yield RAGGED_32K if ragged_anchor else random_lengths(total, count)
+
+
+def _anchors() -> Iterator[Gdn]:
+    yield from _forward(ANCHOR_HEADS, ANCHOR_LENGTHS, "published", True)
+    for heads in ((16, 32), (4, 8)):
+        for lengths in ((8192,), (32768,), RAGGED_32K):
+            yield Gdn(heads, lengths, "bwd", "published", True)
+
+
+def _short() -> Iterator[Gdn]:
+    for heads in ((4, 16), (16, 32), (16, 64)):
+        for count in (128, 256, 512):
+            yield Gdn(heads, short_responses(count), "fwd", "model", False)
+    for heads in ((4, 8), (16, 32)):
+        yield Gdn(heads, short_responses(256), "bwd", "model", False)
+
+
+def _kernels() -> Iterator[Gdn]:
+    for heads in ANCHOR_HEADS:
+        for text in ("1x32768", "1x8192", "1x2048", "1024x8"):
+            yield Gdn(heads, parse_lengths(text), kernel="kkt_solve")
+
+
+GDN: dict[str, tuple[Gdn, ...]] = {
+    # what design targets were set on; `--quick`
+    "anchors": tuple(_anchors()),
+    "forward": tuple(_forward(HEADS, FORWARD_LENGTHS, "model", False)),
+    "forward-h0": tuple(_forward(HEADS, FORWARD_LENGTHS, "model", True)),
+    "published": tuple(_forward(HEADS, FORWARD_LENGTHS, "published", False)),
+    "published-h0": tuple(_forward(HEADS, FORWARD_LENGTHS, "published", True)),
+    "backward": tuple(
+        Gdn(heads, lengths, "bwd", "model", True)
+        for heads in BACKWARD_HEADS
+        for lengths in _backward_lengths()
+    ),
+    "short": tuple(_short()),
+    "kernels": tuple(_kernels()),
+    # never shortened: how long the path without a GPU takes at a real length
+    "cpu": (Gdn((16, 16), (4096,), "fwd", "model", False),),
+}
+GDN_DEFAULT = ("forward", "backward", "short")

@@ -1,0 +1,222 @@
+"""The attention shapes, named: shared prompts (dualkv) and vertical-slash masks (sparse_ring)."""
+
+import random
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from .workloads import Heads, Lengths
+
+Group = tuple[int, Lengths]  # a prompt's tokens, and each response's
+Span = tuple[int, int]  # the bounds of random.randint
+Dtype = Literal["bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Groups of responses, each with one prompt. A group without responses is plain causal."""
+
+    label: str
+    groups: tuple[Group, ...]
+    direction: Literal["fwd", "bwd"] = "fwd"
+    heads: Heads = (8, 32)  # key-value heads, query heads
+    head_dim: int = 128
+    dtype: Dtype = "bfloat16"
+
+    family = "dualkv"
+
+    @property
+    def name(self) -> str:
+        kind = "-fp16" if self.dtype == "float16" else ""
+        return f"dualkv-{self.direction}-{self.heads_label}-{self.label}{kind}"
+
+    @property
+    def kind(self) -> str:
+        return self.direction
+
+    @property
+    def heads_label(self) -> str:
+        return f"{self.heads[0]}x{self.heads[1]}"
+
+    @property
+    def layout(self) -> str:
+        return self.label
+
+    @property
+    def what(self) -> str:
+        return self.dtype
+
+    @property
+    def tokens(self) -> int:
+        return sum(prompt + sum(responses) for prompt, responses in self.groups)
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of one head."""
+        return sum(
+            p * (p + 1) // 2 + sum(p * r + r * (r + 1) // 2 for r in responses)
+            for p, responses in self.groups
+        )
+
+    def sequences(self) -> Iterator[tuple[range, range]]:
+        """Packed tokens of each sequence's prompt and of its response, empty if it has none."""
+        start = 0
+        for tokens, responses in self.groups:
+            prompt = range(start, start + tokens)
+            end = prompt.stop
+            for length in responses or (0,):
+                yield prompt, range(end, end + length)
+                end += length
+            start = end
+
+
+def _same(count: int, prompt: int, response: int) -> tuple[Group, ...]:
+    return ((prompt, (response,) * count),)
+
+
+def _random_groups(
+    seed: int, num: int, count: int, prompt: Span, response: Span
+) -> tuple[Group, ...]:
+    """Per group its prompt's length, then its responses', from one stream of random numbers."""
+    draw = random.Random(seed)
+    return tuple(
+        (draw.randint(*prompt), tuple(draw.randint(*response) for _ in range(count)))
+        for _ in range(num)
+    )
+
+
+SharedPromptSet = tuple[SharedPrompts, ...]
+
+LONG_PROMPTS: dict[str, tuple[Group, ...]] = {
+    "A": _same(28, 4096, 2048),
+    "B": _same(28, 16384, 2048),
+    "C": _same(16, 32768, 2048),
+    "D": _same(32, 8192, 1024),
+}
+SHORT_BATCHES: dict[str, tuple[Group, ...]] = {
+    "S1": _random_groups(1, 16, 8, (80, 300), (100, 500)),
+    "S2": _random_groups(2, 8, 16, (100, 400), (64, 1024)),
+    "S3": _random_groups(3, 4, 8, (200, 200), (100, 500)),
+    "S4": _random_groups(4, 1, 8, (512, 512), (32, 512)),
+    "S5": _random_groups(5, 32, 4, (300, 900), (8, 64)),
+    "S6": _random_groups(6, 4, 16, (1500, 3000), (16, 256)),
+    "S7": _random_groups(7, 1, 64, (2048, 2048), (16, 256)),
+    "S8": _random_groups(42, 1, 32, (5059, 5059), (131, 2048)),
+}
+DENSE: dict[str, tuple[Group, ...]] = {
+    "causal-4096x8": ((4096, ()),) * 8,
+    "causal-16384x2": ((16384, ()),) * 2,
+    "causal-1x65536": ((65536, ()),),
+}
+PUBLISHED: dict[str, tuple[Group, ...]] = {
+    f"{n}x{p}+2048": _same(n, p, 2048)
+    for n, p in ((28, 4096), (28, 16384), (16, 32768), (28, 32768), (16, 65536))
+}
+
+
+def _both(shapes: dict[str, tuple[Group, ...]], dtype: Dtype = "bfloat16") -> SharedPromptSet:
+    directions: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
+    return tuple(
+        SharedPrompts(label, groups, direction, dtype=dtype)
+        for direction in directions
+        for label, groups in shapes.items()
+    )
+
+
+DUALKV: dict[str, SharedPromptSet] = {
+    "long": _both(LONG_PROMPTS),
+    "short": _both(SHORT_BATCHES),
+    "dense": _both(DENSE),
+    "published": _both(PUBLISHED, "float16"),
+}
+DUALKV_DEFAULT = ("long", "short")
+
+
+@dataclass(frozen=True)
+class VerticalSlash:
+    """Causal attention of one sequence under a mask of whole diagonals (64 wide) and of columns."""
+
+    tokens: int
+    density: float  # share of the causal triangle
+    run: int  # neighbouring diagonals that are active together
+    column_share: float = 0.15  # of the density; the rest is diagonals
+    direction: Literal["fwd", "bwd"] = "fwd"
+    heads: Heads = (8, 32)  # key-value heads, query heads
+    head_dim: int = 128
+
+    family = "sparse_ring"
+    dtype: Dtype = "bfloat16"
+    block = 64
+
+    @property
+    def name(self) -> str:
+        return f"sparse_ring-{self.direction}-{self.heads_label}-{self.layout}"
+
+    @property
+    def kind(self) -> str:
+        return self.direction
+
+    @property
+    def heads_label(self) -> str:
+        return f"{self.heads[0]}x{self.heads[1]}"
+
+    @property
+    def layout(self) -> str:
+        return f"{self.tokens // 1024}k-{self.density:.0%}-run{self.run}"
+
+    @property
+    def what(self) -> str:
+        return f"{self.density:.0%} dense, runs of {self.run}"
+
+    def mask(self, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(active diagonals, active columns), integers only: the same on every machine.
+
+        Diagonals 0 and 1, and runs of diagonals, one at a random place of each equal cell of the
+        rest. On average a diagonal is 1 / blocks of the triangle and a column 1 / tokens.
+        """
+        blocks = self.tokens // self.block
+        draw = random.Random(f"{seed}:{self.tokens}:{self.density}:{self.run}")
+        slashes = self.density * (1 - self.column_share) * blocks - 2
+        runs = max(0, min(round(slashes / self.run), (blocks - 2) // self.run))
+        diagonals = {0, 1}
+        for i in range(runs):
+            low, high = (2 + (blocks - 2) * j // runs for j in (i, i + 1))
+            first = draw.randint(low, max(low, high - self.run))
+            diagonals.update(range(first, min(blocks, first + self.run)))
+        num_columns = round(self.density * self.column_share * self.tokens)
+        columns = draw.sample(range(self.tokens), num_columns)
+        return tuple(sorted(diagonals)), tuple(sorted(columns))
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of one head; a column inside an active block counts once."""
+        diagonals, columns = self.mask()
+        n, blocks = self.block, self.tokens // self.block
+        slashes = blocks * n * (n + 1) // 2 + sum((blocks - d) * n * n for d in diagonals if d)
+        alone = 0  # rows of a column outside the active blocks it crosses
+        for c in columns:
+            below = bisect_left(diagonals, blocks - c // n) - 1  # active blocks under the diagonal
+            alone += self.tokens - c - (n - c % n) - below * n
+        return slashes + alone
+
+
+VerticalSlashSet = tuple[VerticalSlash, ...]
+
+
+def _presets(tokens: tuple[int, ...], densities: tuple[float, ...]) -> VerticalSlashSet:
+    directions: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
+    return tuple(
+        VerticalSlash(t, density, run, direction=direction)
+        for direction in directions
+        for t in tokens
+        for density in densities
+        for run in (1, 4, 16)
+    )
+
+
+SPARSE_RING: dict[str, VerticalSlashSet] = {
+    "anchor": _presets((131072,), (0.05,)),
+    "grid": _presets((32768, 65536, 131072, 262144), (0.01, 0.02, 0.05, 0.10, 0.20)),
+}
+SPARSE_RING_DEFAULT = ("anchor",)

@@ -1,0 +1,74 @@
+"""Warp-specialised Hopper kernels for linear and sparse attention.
+
+    from qla_kernels import chunk_gated_delta_rule
+
+    o, final_state = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
+
+CUDA tensors run our kernels, CPU tensors the reference, under one signature. What cannot be run is
+refused with `Unsupported`, never handed to something slower.
+
+Importing this package imports neither torch nor TileLang and touches no GPU: names load when first
+used. Environment: QLA_LOG=debug|info|warning|error prints what was chosen and compiled, QLA_CHECK=1
+reads and checks the contents of tensors (slow), QLA_DUMP=folder keeps generated code.
+"""
+
+import importlib
+import logging
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qla_kernels import gdn
+    from qla_kernels.errors import Unsupported
+    from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
+    from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Unsupported",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_bwd",
+    "chunk_gated_delta_rule_fwd",
+    "chunk_gdn",
+    "gdn",
+]
+
+_HOME = {
+    "Unsupported": "qla_kernels.errors",
+    "chunk_gated_delta_rule": "qla_kernels.gdn.api",
+    "chunk_gated_delta_rule_bwd": "qla_kernels.gdn.low_level",
+    "chunk_gated_delta_rule_fwd": "qla_kernels.gdn.low_level",
+    "chunk_gdn": "qla_kernels.gdn.api",
+}
+_FAMILIES = ("gdn",)
+
+
+def __getattr__(name: str) -> object:
+    if name in _FAMILIES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _HOME:
+        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _log_to_stderr(level: str) -> None:
+    """Give the package's logger a handler of its own, for programs that set up no logging."""
+    log = logging.getLogger(__name__)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+    log.addHandler(handler)
+    log.propagate = False  # a root handler would print each line again
+    known = level.upper() in ("DEBUG", "INFO", "WARNING", "ERROR")
+    log.setLevel(level.upper() if known else logging.INFO)
+    if not known:
+        log.warning("QLA_LOG=%s; need debug, info, warning or error; using info", level)
+
+
+if os.environ.get("QLA_LOG"):
+    _log_to_stderr(os.environ["QLA_LOG"])

@@ -1,0 +1,52 @@
+"""The only file that asks questions of torch.cuda, and only when called.
+
+torch caches a device's properties, and Dynamo takes them as constants of a graph, so nothing is
+cached here and nothing needs hiding from a trace.
+"""
+
+import functools
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def available() -> bool:
+    """Whether there is a GPU that torch can use."""
+    return torch.cuda.is_available()
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor): (9, 0) is Hopper."""
+    found = torch.cuda.get_device_properties(device)
+    return found.major, found.minor
+
+
+def sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def name(device: torch.device) -> str:
+    return torch.cuda.get_device_properties(device).name
+
+
+@functools.cache
+def driver() -> str | None:
+    """The NVIDIA driver's release, such as 580.65.06; None where there is no driver."""
+    try:  # "NVRM version: NVIDIA UNIX ... Kernel Module  580.65.06  Release Build ..."
+        words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        words = []
+    release = next((w for w in words if w[0].isdigit() and "." in w), None)
+    return release or _driver_from_nvidia_smi()
+
+
+def _driver_from_nvidia_smi() -> str | None:
+    """Containers may hide /proc/driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    releases = done.stdout.split()
+    return releases[0] if releases else None

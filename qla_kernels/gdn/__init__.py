@@ -1,0 +1,18 @@
+"""The gated delta net.
+
+Reading order: api.py (what a call means) and low_level.py, validate.py (what is refused, and why),
+autograd.py and ops.py (what torch sees), then cpu.py or launch.py (what runs), and kernels/.
+"""
+
+from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
+from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+from qla_kernels.gdn.validate import refusal, wants_gradients
+
+__all__ = [
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_bwd",
+    "chunk_gated_delta_rule_fwd",
+    "chunk_gdn",
+    "refusal",
+    "wants_gradients",
+]

@@ -1,0 +1,145 @@
+"""The public function. A call is checked, refused or run by the operators; nothing computes here.
+
+Names, order and defaults are those of FLA 0.6.0, so that one can be exchanged for the other.
+"""
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from qla_kernels.errors import need
+from qla_kernels.gdn.autograd import GatedDeltaRule, L2Norm
+from qla_kernels.gdn.validate import (
+    OP,
+    Gate,
+    check_activations,
+    check_tensors,
+    refusal,
+    require,
+    scale_of,
+    wants_gradients,
+)
+from qla_kernels.varlen import CHUNK
+
+CHUNK_SIZES = (16, 32, 64)  # FLA's; results do not depend on it, and 64 is always used
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule over whole sequences, differentiable in every tensor.
+
+    Each value head keeps a state S [K, V], and reads key head h // (HV / H):
+
+        S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
+        o_t = scale S_t^T q_t
+
+    q, k and v share a dtype; any strides will do, such as slices of one projection. g, beta and
+    states have any float dtype. Gradients come in the dtype of what they belong to.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV], natural log of each token's decay, at most 0.
+        beta: [B, T, HV].
+        scale: K ** -0.5 if None.
+        initial_state: [N, HV, K, V], a state for each sequence; 0 if None. N is B, or the number
+            of sequences in cu_seqlens.
+        output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first.
+        use_beta_sigmoid_in_kernel: beta holds logits; use sigmoid(beta).
+        allow_neg_eigval: with the sigmoid, use 2 sigmoid(beta).
+        state_v_first: states are [N, HV, V, K].
+        cu_seqlens: [N + 1] int32 or int64 on q's device. B is 1, and sequence n has the tokens
+            cu_seqlens[n] to cu_seqlens[n + 1]; it may have none. Tokens past the last sequence are
+            not read, and their results are 0.
+        cu_seqlens_cpu: the same on the CPU; saves planning on the device, never needed.
+        chunk_indices: accepted for FLA's sake, unused.
+        cp_context: refused: sequences cut over ranks are not supported yet.
+        use_gate_in_kernel, A_log, dt_bias: by keyword. g holds the input of the gate; use
+            -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+        chunk_size: by keyword; 16, 32 or 64, which all mean 64.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 or None.
+
+    Raises:
+        ValueError: arguments do not fit together.
+        Unsupported: they do, but this version cannot run them; see `qla_kernels.gdn.refusal`.
+    """
+    state_v_first, gate = _take_keywords(kwargs, state_v_first)
+    check_tensors(OP, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
+    check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    A_log, dt_bias = gate.parameters()
+    is_train = wants_gradients((q, k, v, g, beta, initial_state, A_log, dt_bias))
+    require(refusal(q, k, v, cp_context=cp_context, needs_backward=is_train))
+    if use_qk_l2norm_in_kernel:
+        q, k = (L2Norm.apply(x, cu_seqlens) for x in (q, k))  # type: ignore[no-untyped-call]
+    o, final_state = GatedDeltaRule.apply(  # type: ignore[no-untyped-call]
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        initial_state,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        scale_of(scale, q),
+        bool(use_beta_sigmoid_in_kernel),
+        bool(allow_neg_eigval),
+        bool(state_v_first),
+        bool(output_final_state),
+        is_train,
+    )
+    return o, final_state
+
+
+chunk_gdn = chunk_gated_delta_rule
+
+
+def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> tuple[bool, Gate]:
+    """FLA's **kwargs; a keyword that FLA would ignore in silence is an error."""
+    if "head_first" in kwargs:
+        needs = "[B, T, heads, size] tensors and no flag"
+        raise DeprecationWarning(need(OP, "head_first is gone", needs, "transpose the tensors"))
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            got = "state_v_first and transpose_state_layout, its old name, are given"
+            raise ValueError(need(OP, got, "one of them", "drop transpose_state_layout"))
+        warnings.warn(
+            "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
+            DeprecationWarning,
+            stacklevel=3,  # the line that called chunk_gated_delta_rule
+        )
+        state_v_first = kwargs.pop("transpose_state_layout")
+    chunk_size = kwargs.pop("chunk_size", CHUNK)
+    if chunk_size not in CHUNK_SIZES:
+        raise ValueError(need(OP, f"chunk_size is {chunk_size}", "16, 32 or 64", "leave it out"))
+    gate = Gate(
+        kwargs.pop("use_gate_in_kernel", False),
+        kwargs.pop("A_log", None),
+        kwargs.pop("dt_bias", None),
+    )
+    if kwargs:
+        got = f"unknown keyword {', '.join(sorted(kwargs))}"
+        raise TypeError(need(OP, got, "the names of FLA 0.6.0", "remove or correct it"))
+    return state_v_first, gate

@@ -1,0 +1,124 @@
+"""The operators as differentiable steps.
+
+Nothing is cast under autocast: custom_fwd and custom_bwd only give a backward the autocast state
+that its forward had. A backward is not differentiable in turn.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qla_kernels.gdn import ops
+from qla_kernels.gdn.ops import Backward, Forward
+
+
+class GatedDeltaRule(torch.autograd.Function):
+    """gdn_fwd and gdn_bwd."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_cpu: Tensor | None,
+        scale: float,
+        use_beta_sigmoid_in_kernel: bool,
+        allow_neg_eigval: bool,
+        state_v_first: bool,
+        output_final_state: bool,
+        is_train: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.scale = scale
+        ctx.flags = {
+            "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+            "allow_neg_eigval": allow_neg_eigval,
+            "state_v_first": state_v_first,
+            "auto_cp": True,
+        }
+        done = Forward(
+            *ops.gdn_fwd(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                scale,
+                initial_state,
+                cu_seqlens,
+                cu_seqlens_cpu,
+                A_log,
+                dt_bias,
+                output_final_state=output_final_state,
+                output_h=False,
+                is_train=is_train,
+                **ctx.flags,
+            )
+        )
+        ctx.set_materialize_grads(False)  # an unused final state costs no tensor of zeros
+        raw_g = g if A_log is not None else None
+        ctx.g_dtype = g.dtype
+        ctx.save_for_backward(
+            q, k, v, raw_g, beta, A_log, dt_bias, initial_state, cu_seqlens, done.g_cum, done.A
+        )
+        return done.o, done.final_state
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(  # type: ignore[override]
+        ctx: Any, do: Tensor | None, dht: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, g_cum, A = ctx.saved_tensors
+        if do is None:  # only the final state was used
+            do = v.new_zeros(()).expand(v.shape)
+        grads = Backward(
+            *ops.gdn_bwd(
+                q,
+                k,
+                v,
+                g_cum,
+                beta,
+                A,
+                do,
+                dht,
+                ctx.scale,
+                h0,
+                cu_seqlens,
+                g,
+                A_log,
+                dt_bias,
+                **ctx.flags,
+            )
+        )
+        dg = grads.dg.to(ctx.g_dtype)
+        dh0 = None if grads.dh0 is None else grads.dh0.to(h0.dtype)
+        tensors = (grads.dq, grads.dk, grads.dv, dg, grads.dbeta, grads.dA_log, grads.ddt_bias, dh0)
+        return *tensors, *[None] * 8
+
+
+class L2Norm(torch.autograd.Function):
+    """l2norm_fwd and l2norm_bwd; x is often a slice of a projection that is alive anyway."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, cu_seqlens)
+        y: Tensor = ops.l2norm_fwd(x)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        x, cu_seqlens = ctx.saved_tensors
+        return ops.l2norm_bwd(x, dy, cu_seqlens), None

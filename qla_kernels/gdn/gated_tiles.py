@@ -1,0 +1,10 @@
+"""A and P of a chunk from the accumulators of K K^T and Q K^T, as CUDA: see gated_tiles.cuh."""
+
+from pathlib import Path
+
+from qla_kernels.tile.triangular import SCRATCH
+from qla_kernels.tile.triangular import SOURCE as TRIANGULAR
+
+__all__ = ["SCRATCH", "SOURCE"]
+
+SOURCE = TRIANGULAR + Path(__file__).with_suffix(".cuh").read_text()

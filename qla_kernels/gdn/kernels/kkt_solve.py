@@ -1,0 +1,302 @@
+"""kkt_solve -- the gated inverse A and the cumulated gates of every chunk.
+
+Per chunk (C = 64 tokens, rows are tokens) and value head, with n tokens in the chunk:
+    gamma_i = sum_{j <= i} max(g_j, floor)                         [C]
+    L_ij    = beta_i e^{gamma_i - gamma_j} <k_i, k_j>   for i > j  [C, C]
+    A       = (I + L)^-1                                           [C, C], rounded once to 16 bits
+Gating comes before solving: every exponent is <= 0, so keys of any norm stay finite under decay.
+
+Steps (numbers appear again in the roles), for each chunk this CTA visits with its key head:
+    1 load   k of the chunk
+    2 solve  K K^T, kept in registers for all value heads of the key head
+      and for each of them:
+    3 gate   g, beta of 64 tokens; cumulative sum in base 2; gamma out
+    4 solve  L to scratch, its inverse to s_a
+    5 store  A out: one TMA store, or predicated rows where the chunk is a tail
+
+Bounded by memory: 8 KB of A and 16/r KB of k (K = 128, r value heads a key head) per value head.
+Why this shape: one solve is a chain of small dependent steps that leaves every unit idle, so four
+CTAs share an SM and hide each other's latency; K K^T is formed once per key head; CTAs stay and
+walk the chunks, since a chunk takes about as long as starting a CTA. Rows of k past a chunk's end
+may hold anything: they only reach rows and columns of L that are replaced by zero.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from qla_kernels.gdn.gated_tiles import SCRATCH, SOURCE
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.math import CHUNK, GATE_FLOOR, LN2, LOG2E
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import ONE, Role, Schedule
+
+
+class Variant(NamedTuple):
+    dtype: str  # of k and A
+    K: int  # head size
+
+
+VARIANTS = tuple(Variant(dtype, K) for dtype in ("bfloat16", "float16") for K in (128, 64))
+
+# mbarriers order everything that crosses warps here; automatic barriers would only slow it down
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by `rows` or by the tables
+}
+
+SOLVE_BARRIER = 8  # named barrier of the solve warpgroup
+GATE_SLOTS, A_SLOTS = 2, 2
+GAMMA, BETA, FALL = range(3)  # rows of a gate slot, as gated_tiles.cuh reads them
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(
+            Role(
+                "solve",
+                warps=4,
+                regs=80,
+                waits=("k_full", "gate_full", "a_free"),
+                signals=("k_free", "gate_free", "a_full"),
+                computes="k k^T; L; A = (I + L)^-1",
+                uses=("wgmma", "mma"),
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=48,
+                waits=("k_free",),
+                signals=(("k_full", ONE),),
+                computes="k",
+                uses=("tma_load",),
+            ),
+            Role(
+                "gate",
+                warps=1,
+                regs=48,
+                waits=("gate_free",),
+                signals=("gate_full",),
+                computes="gamma = cumsum(g), beta",
+            ),
+            Role(
+                "store",
+                warps=1,
+                regs=48,
+                waits=("a_full",),
+                signals=("a_free",),
+                computes="A out",
+                uses=("tma_store",),
+            ),
+            Role("spare", warps=1, regs=48, computes="fills the warpgroup"),
+        ),
+        rings={"k": 1, "gate": GATE_SLOTS, "a": A_SLOTS},
+        # k, scratch, A and gate slots; barriers and alignment
+        smem_bytes=CHUNK * v.K * 2 + 18432 + A_SLOTS * CHUNK * CHUNK * 2 + 1536 + 1024,
+        ctas_per_sm=4,
+    )
+
+
+@T.macro
+def load(k, chunks, s_k, k_ring, head, first, step, num_steps):
+    for i in rolled(num_steps):
+        tok0 = chunks[first + i * step, 0]
+        k_ring.acquire(i)  # 1
+        T.tma_copy(
+            k[tok0 : tok0 + CHUNK, head, :],
+            s_k[k_ring.slot(i), :, :],
+            barrier=k_ring.barrier(i),
+        )
+        if T.shuffle_elect(32):
+            k_ring.commit(i)
+
+
+@T.macro
+def read_gates(g, beta, r_gate, tok0, rows, head, r):
+    """g and beta of tokens 2 lane and 2 lane + 1; 0 past the chunk's end, so gamma stays level."""
+    lane = T.get_thread_binding() % 32
+    for e in T.unroll(2):
+        r_gate[e] = 0
+        r_gate[2 + e] = 0
+        if 2 * lane + e < rows:
+            r_gate[e] = g[tok0 + 2 * lane + e, head, r]
+            r_gate[2 + e] = beta[tok0 + 2 * lane + e, head, r]
+
+
+@T.macro
+def gate(g, beta, gamma, chunks, s_gate, ring, head, first, step, num_steps, group):
+    lane = T.get_thread_binding() % 32
+    r_gate = T.alloc_local((4,), "float32")  # of the value head to come: two g, two beta
+    g2 = T.alloc_local((2,), "float32")
+    b = T.alloc_local((2,), "float32")
+    total = T.alloc_var("float32")
+    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
+    next_tok0, next_rows = T.alloc_var("int32"), T.alloc_var("int32")  # where r_gate is from
+    next_rows = 0
+    if num_steps > 0:
+        next_tok0 = chunks[first, 0]
+        next_rows = chunks[first, 1]
+    read_gates(g, beta, r_gate, next_tok0, next_rows, head, 0)
+    for i in rolled(num_steps):
+        tok0 = next_tok0
+        rows = next_rows
+        for r in rolled(group):
+            step_i = i * group + r
+            slot = ring.slot(step_i)
+            for e in T.unroll(2):
+                g2[e] = T.max(r_gate[e] * LOG2E, GATE_FLOOR)
+                b[e] = r_gate[2 + e]
+            if r + 1 == group:
+                next_rows = 0
+                if i + 1 < num_steps:
+                    next_tok0 = chunks[first + (i + 1) * step, 0]
+                    next_rows = chunks[first + (i + 1) * step, 1]
+            # the next head's arrive while this one's are made
+            read_gates(g, beta, r_gate, next_tok0, next_rows, head, T.if_then_else(r + 1 < group, r + 1, 0))
+            total = g2[0] + g2[1]  # inclusive scan of the pairs over the warp
+            for d in T.unroll(5):
+                below = T.shfl_up(total, 1 << d)
+                if lane >= 1 << d:
+                    total += below
+            g2[0] = total - g2[1]
+            g2[1] = total
+            end = T.shfl_sync(total, lane // 8 * 8 + 7)  # gamma of the last token of the 16
+            ring.acquire(step_i)  # 3
+            for e in T.unroll(2):
+                s_gate[slot, GAMMA, 2 * lane + e] = g2[e]
+                s_gate[slot, BETA, 2 * lane + e] = b[e]
+                s_gate[slot, FALL, 2 * lane + e] = T.exp2(end - g2[e])
+            ring.commit(step_i)
+            for e in T.unroll(2):
+                if 2 * lane + e < rows:
+                    gamma[tok0 + 2 * lane + e, head, r] = g2[e] * LN2
+
+
+@T.macro
+def solve(
+    chunks, s_k, s_gate, s_l, s_a, r_kk, k_ring, gate_ring, a_ring,
+    first, step, num_steps, group,
+):  # fmt: skip
+    thread = T.get_thread_binding()
+    for slot, j in T.grid(A_SLOTS, CHUNK // 2):  # above the diagonal A stays zero for good
+        s_a[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
+    for i in T.serial(num_steps):
+        rows = chunks[first + i * step, 1]
+        k_ring.wait(i)
+        T.wgmma_gemm(  # 2
+            s_k[k_ring.slot(i), :, :],
+            s_k[k_ring.slot(i), :, :],
+            r_kk,
+            transpose_B=True,
+            clear_accum=True,
+        )
+        T.wait_wgmma(0)
+        k_ring.release(i)
+        for r in T.serial(group):
+            step_i = i * group + r
+            gate_ring.wait(step_i)
+            a_ring.acquire(step_i)
+            T.call_extern(  # 4
+                "handle",
+                "qla::gated_inverse",
+                r_kk.data,
+                T.access_ptr(s_gate[gate_ring.slot(step_i), 0, 0], "r", 3 * CHUNK),
+                T.access_ptr(s_l[0, 0], "rw", SCRATCH[0] * SCRATCH[1]),
+                T.access_ptr(s_a[a_ring.slot(step_i), 0, 0], "w", CHUNK * CHUNK),
+                rows,
+                SOLVE_BARRIER,
+            )
+            gate_ring.release(step_i)
+            T.fence_proxy_async()  # s_a: written by threads, read by the TMA store
+            a_ring.commit(step_i)
+
+
+@T.macro
+def store(A, chunks, s_a, ring, head, first, step, num_steps, group):
+    lane = T.get_thread_binding() % 32
+    for i in rolled(num_steps):
+        tok0 = chunks[first + i * step, 0]
+        rows = chunks[first + i * step, 1]
+        for r in rolled(group):
+            step_i = i * group + r
+            slot = ring.slot(step_i)
+            ring.wait(step_i)
+            if rows == CHUNK:  # 5
+                T.tma_copy(s_a[slot, :, :], A[tok0 : tok0 + CHUNK, head, r, :])
+                T.tma_store_wait(0)
+            else:
+                for q in rolled(T.ceildiv(rows, 4)):  # 4 rows of 8 pieces of 16 bytes
+                    if q * 4 + lane // 8 < rows:
+                        for e in T.vectorized(8):
+                            A[tok0 + q * 4 + lane // 8, head, r, lane % 8 * 8 + e] = s_a[
+                                slot, q * 4 + lane // 8, lane % 8 * 8 + e
+                            ]
+            ring.release(step_i)
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
+    capacity, k_token, k_head = T.dynamic("capacity, k_token, k_head")
+
+    @T.prim_func
+    def kkt_solve(
+        k: T.StridedTensor((num_tokens, num_heads, v.K), (k_token, k_head, 1), v.dtype),
+        g: T.Tensor((num_tokens, num_heads, group), "float32"),
+        beta: T.Tensor((num_tokens, num_heads, group), "float32"),
+        chunks: T.Tensor((capacity, 2), "int32"),
+        num_chunks: T.Tensor((1,), "int32"),
+        gamma: T.Tensor((num_tokens, num_heads, group), "float32"),
+        A: T.Tensor((num_tokens, num_heads, group, CHUNK), v.dtype),
+        walkers: T.int32,
+    ):
+        with T.Kernel(num_heads, walkers, threads=plan.threads) as (head, first):
+            T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
+            T.import_source(SOURCE)
+            s_k = T.alloc_shared((plan.rings["k"], CHUNK, v.K), v.dtype)
+            s_a = T.alloc_shared((A_SLOTS, CHUNK, CHUNK), v.dtype)
+            s_l = T.alloc_shared(SCRATCH, "float32")
+            s_gate = T.alloc_shared((GATE_SLOTS, 3, CHUNK), "float32")
+            T.annotate_layout({s_a: make_full_bank_swizzled_layout(s_a)})
+            r_kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            k_full = T.alloc_barrier([plan.arrivals("k_full")] * plan.slots("k_full"))
+            k_free = T.alloc_barrier([plan.arrivals("k_free")] * plan.slots("k_free"))
+            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * GATE_SLOTS)
+            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * GATE_SLOTS)
+            a_full = T.alloc_barrier([plan.arrivals("a_full")] * A_SLOTS)
+            a_free = T.alloc_barrier([plan.arrivals("a_free")] * A_SLOTS)
+            k_ring = Ring(k_full, k_free, plan.rings["k"])
+            gate_ring = Ring(gate_full, gate_free, GATE_SLOTS)
+            a_ring = Ring(a_full, a_free, A_SLOTS)
+            num_steps = T.alloc_var("int32")  # chunks this CTA visits: first, first + walkers, ...
+            num_steps = T.ceildiv(num_chunks[0] - first, walkers)
+
+            tx = T.get_thread_binding()
+            walk = (first, walkers, num_steps)
+            if tx < plan.end("solve"):
+                T.set_max_nreg(plan.role("solve").regs, 1)
+                solve(
+                    chunks,
+                    s_k,
+                    s_gate,
+                    s_l,
+                    s_a,
+                    r_kk,
+                    k_ring,
+                    gate_ring,
+                    a_ring,
+                    *walk,
+                    group,
+                )
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if tx < plan.end("load"):
+                    load(k, chunks, s_k, k_ring, head, *walk)
+                elif tx < plan.end("gate"):
+                    gate(g, beta, gamma, chunks, s_gate, gate_ring, head, *walk, group)
+                elif tx < plan.end("store"):
+                    store(A, chunks, s_a, a_ring, head, *walk, group)
+
+    return kkt_solve.with_attr("global_symbol", f"kkt_solve_{v.dtype}_k{v.K}")

@@ -1,0 +1,163 @@
+"""One direction at a time, without autograd: FlashQLA 0.1.3's positional order."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.gdn import ops
+from qla_kernels.gdn.ops import Backward, Forward
+from qla_kernels.gdn.validate import (
+    Gate,
+    check_activations,
+    check_state,
+    check_tensors,
+    expect_shape,
+    refusal,
+    require,
+    scale_of,
+)
+from qla_kernels.varlen import CHUNK
+
+
+@torch.no_grad()
+def chunk_gated_delta_rule_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = True,
+    output_h: bool = False,
+    auto_cp: bool = True,
+    state_v_first: bool = False,
+    enable_fwd_cp_cache: bool = False,
+    cp_context: Any = None,
+    is_train: bool | None = None,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, None]:
+    """The forward alone, with what the backward needs; not differentiable.
+
+    Arguments are those of `chunk_gated_delta_rule`; q and k are normalised if they are to be.
+
+    Args:
+        output_h: also return the state before each chunk.
+        auto_cp: sequences may be cut into segments. False never cuts: results are then the same
+            bits whatever the batch.
+        enable_fwd_cp_cache: keep what segments need for the backward.
+        is_train: False returns no g_cum and no A, which is faster. None means True.
+        out: [B, T, HV, V], receives o.
+
+    Returns:
+        g_cum [B, T, HV]: gates cumulated within each chunk of 64 tokens, natural log, fp32.
+        A [B, T, HV, 64]: row t of its chunk's (I + tril(beta decay k k^T, -1))^-1, q's dtype.
+            Pairs of different libraries do not mix: FlashQLA's A holds no decay, FLA's g is base 2.
+        o [B, T, HV, V].
+        h [B, chunks, HV, K, V] in q's dtype, or None.
+        final_state [N, HV, K, V], or None.
+        cp_cache: None, since nothing was cut.
+    """
+    op = "chunk_gated_delta_rule_fwd"
+    check_tensors(op, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
+    gate = Gate(use_gate_in_kernel, A_log, dt_bias)
+    check_activations(op, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if out is not None:
+        expect_shape(op, "out", out, tuple(v.shape), "[B, T, HV, V]")
+    require(refusal(q, k, v, cp_context=cp_context, op=op))
+    done = Forward(
+        *ops.gdn_fwd(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale_of(scale, q),
+            initial_state,
+            cu_seqlens,
+            cu_seqlens_cpu,
+            *gate.parameters(),
+            use_beta_sigmoid_in_kernel=bool(use_beta_sigmoid_in_kernel),
+            allow_neg_eigval=bool(allow_neg_eigval),
+            state_v_first=bool(state_v_first),
+            output_final_state=bool(output_final_state),
+            output_h=bool(output_h),
+            is_train=is_train is None or bool(is_train),
+            auto_cp=bool(auto_cp),
+        )
+    )
+    o = done.o if out is None else out.copy_(done.o)
+    return done.g_cum, done.A, o, done.h, done.final_state, None
+
+
+@torch.no_grad()
+def chunk_gated_delta_rule_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    cp_cache: None = None,
+    cp_context: Any = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The backward alone, from the results of `chunk_gated_delta_rule_fwd`.
+
+    Args:
+        q, k: as the forward saw them, normalised.
+        g: g_cum of the forward.
+        beta: after its activation.
+        A: A of the forward.
+        do: [B, T, HV, V], any strides.
+        dht: [N, HV, K, V], gradient of the final state; 0 if None.
+
+    Returns:
+        dq, dk, dv and dbeta in the dtype of their input; dg [B, T, HV], fp32, of each token's
+        natural log gate; dh0 [N, HV, K, V], fp32, or None without an initial state.
+    """
+    op = "chunk_gated_delta_rule_bwd"
+    check_tensors(op, q, k, v, g, beta, initial_state, cu_seqlens, None, state_v_first)
+    expect_shape(op, "A", A, (*v.shape[:3], CHUNK), "[B, T, HV, 64]")
+    expect_shape(op, "do", do, tuple(v.shape), "[B, T, HV, V]")
+    if dht is not None:
+        check_state(op, "dht", dht, q, v, cu_seqlens, state_v_first)
+    require(refusal(q, k, v, cp_context=cp_context, needs_backward=True, op=op))
+    done = Backward(
+        *ops.gdn_bwd(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A,
+            do,
+            dht,
+            scale_of(scale, q),
+            initial_state,
+            cu_seqlens,
+            None,
+            None,
+            None,
+            use_beta_sigmoid_in_kernel=False,
+            allow_neg_eigval=False,
+            state_v_first=bool(state_v_first),
+            auto_cp=bool(auto_cp),
+        )
+    )
+    return done.dq, done.dk, done.dv, done.dbeta, done.dg, done.dh0

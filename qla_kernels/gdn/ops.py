@@ -1,0 +1,183 @@
+"""The operators torch sees: schemas, shapes of the results, and where each device goes.
+
+    gdn_fwd, gdn_bwd         the gated delta rule, with the activations of g and beta inside
+    l2norm_fwd, l2norm_bwd   the normalisation of q and k before it
+
+CPU tensors go to cpu.py and CUDA tensors to launch.py. Each has a function named like the operator,
+with its arguments and results, and is imported when an operator first meets such a tensor. Results
+that were not asked for are None, and no result shares memory with an argument.
+
+Autograd lives above, in api.py. For selective activation checkpointing name the operator:
+`torch.ops.qla_kernels.gdn_fwd.default`.
+"""
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.gdn.validate import OP, check_contents
+from qla_kernels.varlen import CHUNK
+
+SCHEMAS = {
+    "gdn_fwd": """(
+        Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor? initial_state,
+        Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? A_log, Tensor? dt_bias, *,
+        bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first,
+        bool output_final_state, bool output_h, bool is_train, bool auto_cp
+    ) -> (Tensor o, Tensor? final_state, Tensor? g_cum, Tensor? A, Tensor? h)""",
+    # g is the raw gate, given together with A_log; without them dg is that of each token's gate
+    "gdn_bwd": """(
+        Tensor q, Tensor k, Tensor v, Tensor g_cum, Tensor beta, Tensor A, Tensor do, Tensor? dht,
+        float scale, Tensor? initial_state, Tensor? cu_seqlens,
+        Tensor? g, Tensor? A_log, Tensor? dt_bias, *,
+        bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, bool auto_cp
+    ) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dg,
+          Tensor? dh0, Tensor? dA_log, Tensor? ddt_bias)""",
+    "l2norm_fwd": "(Tensor x) -> Tensor",
+    "l2norm_bwd": "(Tensor x, Tensor dy, Tensor? cu_seqlens) -> Tensor",
+}
+
+
+class Forward(NamedTuple):
+    """Results of gdn_fwd; fp32 is fp64 where q is fp64."""
+
+    o: Tensor  # [B, T, HV, V] in q's dtype
+    final_state: Tensor | None  # [N, HV, K, V], or [N, HV, V, K] if state_v_first; fp32
+    g_cum: Tensor | None  # [B, T, HV] natural log, cumulated within each chunk; fp32
+    A: Tensor | None  # [B, T, HV, 64] gated inverse, in q's dtype
+    h: Tensor | None  # [B, chunks, HV, K, V] before each chunk, in q's dtype; or [.., V, K]
+
+
+class Backward(NamedTuple):
+    """Results of gdn_bwd, each like its input, but dh0 and the dg of a token's gate are fp32."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbeta: Tensor
+    dg: Tensor
+    dh0: Tensor | None
+    dA_log: Tensor | None
+    ddt_bias: Tensor | None
+
+
+def state_dtype(x: Tensor) -> torch.dtype:
+    """What gates and states are kept in: fp32, or fp64 for fp64 tensors."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _implementation(module: str, op: str) -> Callable[..., Any]:
+    def run(*args: Any, **flags: Any) -> Any:
+        if op == "gdn_fwd" and os.environ.get("QLA_CHECK", "0") not in ("", "0"):
+            _, _, _, g, beta, _, _, cu_seqlens, cu_seqlens_cpu, *_ = args
+            check_contents(OP, g, beta, cu_seqlens, cu_seqlens_cpu)
+        home = importlib.import_module(f"qla_kernels.gdn.{module}")
+        return getattr(home, op)(*args, **flags)
+
+    return run
+
+
+def _fake_gdn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *_: Tensor | None,
+    state_v_first: bool,
+    output_final_state: bool,
+    output_h: bool,
+    is_train: bool,
+    **__: bool,
+) -> Forward:
+    B, T, HV, V = v.shape
+    K = q.shape[-1]
+    state = (HV, V, K) if state_v_first else (HV, K, V)
+    wide = state_dtype(q)
+    num_seqs: int | torch.SymInt = B
+    num_chunks: int | torch.SymInt = -(-T // CHUNK)
+    if cu_seqlens is not None:
+        num_seqs = cu_seqlens.shape[0] - 1
+        if output_h:  # how many chunks a packed batch has depends on its lengths
+            num_chunks = torch.library.get_ctx().new_dynamic_size()
+    return Forward(
+        o=q.new_empty(v.shape),
+        final_state=q.new_empty(num_seqs, *state, dtype=wide) if output_final_state else None,
+        g_cum=q.new_empty(g.shape, dtype=wide) if is_train else None,
+        A=q.new_empty(B, T, HV, CHUNK) if is_train else None,
+        h=q.new_empty(B, num_chunks, *state) if output_h else None,
+    )
+
+
+def _fake_gdn_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    do: Tensor,
+    dht: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    g: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    **_: bool,
+) -> Backward:
+    h0, wide = initial_state, state_dtype(q)
+    dg = g_cum.new_empty(g_cum.shape, dtype=wide) if g is None else _like(g)
+    return Backward(
+        dq=_like(q),
+        dk=_like(k),
+        dv=_like(v),
+        dbeta=_like(beta),
+        dg=dg,
+        dh0=None if h0 is None else h0.new_empty(h0.shape, dtype=wide),
+        dA_log=None if A_log is None else _like(A_log),
+        ddt_bias=None if dt_bias is None else _like(dt_bias),
+    )
+
+
+def _fake_l2norm_fwd(x: Tensor) -> Tensor:
+    return _like(x)
+
+
+def _fake_l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return _like(x)
+
+
+def _like(x: Tensor) -> Tensor:
+    """Uninitialised and contiguous; empty_like would keep x's strides."""
+    return x.new_empty(x.shape)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "gdn_fwd": _fake_gdn_fwd,
+    "gdn_bwd": _fake_gdn_bwd,
+    "l2norm_fwd": _fake_l2norm_fwd,
+    "l2norm_bwd": _fake_l2norm_bwd,
+}
+
+# The strides of a call are accepted or refused when it is traced: Inductor must keep them.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+LIBRARY: Any = torch.library.Library("qla_kernels", "DEF")  # type: ignore[no-untyped-call]
+for _op, _schema in SCHEMAS.items():
+    LIBRARY.define(_op + _schema, tags=_TAGS)
+    LIBRARY.impl(_op, _implementation("cpu", _op), "CPU")
+    LIBRARY.impl(_op, _implementation("launch", _op), "CUDA")
+    torch.library.register_fake(f"qla_kernels::{_op}", _FAKES[_op], lib=LIBRARY)
+
+gdn_fwd = torch.ops.qla_kernels.gdn_fwd.default
+gdn_bwd = torch.ops.qla_kernels.gdn_bwd.default
+l2norm_fwd = torch.ops.qla_kernels.l2norm_fwd.default
+l2norm_bwd = torch.ops.qla_kernels.l2norm_bwd.default

@@ -1,0 +1,290 @@
+"""What a call must satisfy: one `refusal`, and the checks that every implementation shares.
+
+    check_*      the call is malformed: a ValueError, on every device
+    refusal      the call is well formed, but this version cannot run it: the text of an Unsupported
+
+Both decide from shapes, dtypes, strides and the device's capability, which all ranks of a job
+share; `check_contents` alone reads values, and runs only under QLA_CHECK=1.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device
+from qla_kernels.errors import Unsupported, need
+
+OP = "chunk_gated_delta_rule"
+
+# The directions that have CUDA kernels; each is added by the change that adds its launch.
+CUDA_DIRECTIONS: tuple[str, ...] = ()
+
+CAPABILITY = (9, 0)
+HEAD_SIZES = (64, 128)
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
+CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
+ELSEWHERE = "use fla.ops.gated_delta_rule"
+
+Reason = tuple[str, str, str]  # got, need, fix
+
+
+class Gate(NamedTuple):
+    """How g is made from what the caller passes."""
+
+    use_gate_in_kernel: bool
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+
+    def parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """A_log and dt_bias if they are used; like FLA, they are ignored without the flag."""
+        return (self.A_log, self.dt_bias) if self.use_gate_in_kernel else (None, None)
+
+
+def refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cp_context: object | None = None,
+    needs_backward: bool = False,
+    capability: tuple[int, int] | None = None,
+    op: str = OP,
+) -> str | None:
+    """Why this call cannot be run, or None when it can.
+
+    Anything else about a call is never a reason: g, beta and states come in any float dtype and
+    with any strides. Pass a capability to ask what a GPU would answer, with tensors of any device.
+    """
+    reason = _refused_everywhere(q, k, v, cp_context)
+    if reason is None:
+        if q.is_cuda or capability is not None:
+            capability = capability or device.capability(q.device)
+            reason = _refused_on_cuda(q, k, v, needs_backward, capability)
+        else:
+            reason = _refused_on_cpu(q)
+    return None if reason is None else need(op, *reason)
+
+
+def require(reason: str | None) -> None:
+    if reason is not None:
+        raise Unsupported(reason)
+
+
+def wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd will ask for gradients of a call on these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, cp_context: object) -> Reason | None:
+    if cp_context is not None:
+        return (
+            "got cp_context",
+            "None: sequences cut over ranks are not supported yet",
+            f"gather the sequence on one rank, or {ELSEWHERE}",
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        return (
+            f"q is {_short(q.dtype)}, k is {_short(k.dtype)}, v is {_short(v.dtype)}",
+            "one dtype",
+            f"cast k and v to {_short(q.dtype)}",
+        )
+    return None
+
+
+def _refused_on_cpu(q: Tensor) -> Reason | None:
+    if q.device.type not in ("cpu", "meta"):
+        return f"tensors are on {q.device.type}", "cpu or cuda", "move them"
+    if q.dtype not in CPU_DTYPES:
+        return f"q, k and v are {_short(q.dtype)}", _one_of(CPU_DTYPES), "cast them"
+    return None
+
+
+def _refused_on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, needs_backward: bool, capability: tuple[int, int]
+) -> Reason | None:
+    for direction in ("forward", "backward") if needs_backward else ("forward",):
+        if direction not in CUDA_DIRECTIONS:
+            return (
+                "got CUDA tensors",
+                f"CPU tensors in this version: the CUDA {direction} is not built yet",
+                f"{ELSEWHERE} for now",
+            )
+    if capability != CAPABILITY:
+        return (
+            f"device capability {capability[0]}.{capability[1]}",
+            f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)",
+            f"run on an H100, H200 or H20, or {ELSEWHERE}",
+        )
+    if q.dtype not in CUDA_DTYPES:
+        fix = f"cast them, or {ELSEWHERE}"
+        return f"q, k and v are {_short(q.dtype)}", _one_of(CUDA_DTYPES) + " on SM90", fix
+    for size, letter, padded in ((q.shape[-1], "K", "q and k"), (v.shape[-1], "V", "v")):
+        if size not in HEAD_SIZES:
+            room = [s for s in HEAD_SIZES if s > size]
+            fix = f"pad {padded} to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
+            needs = f"{HEAD_SIZES[0]} or {HEAD_SIZES[1]} on SM90"
+            return f"head dimension {letter}={size}", needs, fix
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not _tma_readable(x):
+            return (
+                f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
+                f"a last stride of 1 and the rest multiples of {TMA_ALIGNMENT} bytes",
+                f"pass {name}.contiguous()",
+            )
+    return None
+
+
+def _tma_readable(x: Tensor) -> bool:
+    if x.numel() == 0:
+        return True  # nothing is launched
+    # A dimension of one element is never stepped over, so its stride says nothing.
+    strides = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*strides, x.storage_offset()))
+    return aligned and x.stride(-1) == 1
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    *head, last = (_short(d) for d in dtypes)
+    return f"{', '.join(head)} or {last}"
+
+
+def scale_of(scale: float | None, q: Tensor) -> float:
+    return float(scale) if scale is not None else float(q.shape[-1] ** -0.5)
+
+
+def check_activations(
+    op: str, v: Tensor, gate: Gate, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
+) -> None:
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        got = "allow_neg_eigval without use_beta_sigmoid_in_kernel"
+        fix = "pass use_beta_sigmoid_in_kernel=True, or beta in [0, 2] and neither flag"
+        raise ValueError(need(op, got, "both: it doubles the sigmoid", fix))
+    if gate.use_gate_in_kernel and gate.A_log is None:
+        fix = "pass A_log of shape [HV], or activated gates and no flag"
+        raise ValueError(need(op, "use_gate_in_kernel without A_log", "A_log", fix))
+    for name, x in zip(("A_log", "dt_bias"), gate.parameters(), strict=True):
+        if x is not None:
+            expect_shape(op, name, x, (v.shape[2],), "[HV]")
+            _expect_float(op, name, x)
+            _expect_device(op, name, x, v.device)
+
+
+def check_tensors(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    state_v_first: bool = False,
+) -> None:
+    """Shapes, devices and dtypes that fit together; every tensor may have any strides."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            needs = "4: [B, T, heads, size]"
+            raise ValueError(need(op, f"{name} has {x.dim()} dimensions", needs, "reshape it"))
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    if k.shape[2] != H:
+        got = f"q has {H} heads and k has {k.shape[2]}"
+        raise ValueError(need(op, got, "the same number", "repeat or group the smaller one"))
+    if H == 0 or HV == 0 or HV % H != 0:
+        fix = "give q and k a number of heads that divides HV"
+        raise ValueError(need(op, f"HV={HV} and H={H}", "HV to be a multiple of H", fix))
+    if K == 0 or V == 0:
+        raise ValueError(need(op, f"head sizes K={K} and V={V}", "at least 1", "drop such heads"))
+    expect_shape(op, "k", k, (B, T, H, K), "[B, T, H, K]")
+    expect_shape(op, "v", v, (B, T, HV, V), "[B, T, HV, V]")
+    for name, x in (("g", g), ("beta", beta)):
+        expect_shape(op, name, x, (B, T, HV), "[B, T, HV]")
+        _expect_float(op, name, x)
+    if cu_seqlens is not None:
+        _check_cu_seqlens(op, q, cu_seqlens, cu_seqlens_cpu)
+    elif cu_seqlens_cpu is not None:  # FLA runs this as one sequence per batch row, in silence
+        fix = "pass both"
+        raise ValueError(need(op, "cu_seqlens_cpu alone", "cu_seqlens on q's device", fix))
+    if initial_state is not None:
+        check_state(op, "initial_state", initial_state, q, v, cu_seqlens, state_v_first)
+    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _expect_device(op, name, x, q.device)
+
+
+def check_state(
+    op: str,
+    name: str,
+    state: Tensor,
+    q: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+) -> None:
+    K, (HV, V) = q.shape[-1], v.shape[2:]
+    num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    size, letters = ((V, K), "[N, HV, V, K]") if state_v_first else ((K, V), "[N, HV, K, V]")
+    expect_shape(op, name, state, (num_seqs, HV, *size), letters)
+    _expect_float(op, name, state)
+    _expect_device(op, name, state, q.device)
+
+
+def _check_cu_seqlens(
+    op: str, q: Tensor, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None
+) -> None:
+    if q.shape[0] != 1:
+        got = f"batch size {q.shape[0]} with cu_seqlens"
+        raise ValueError(need(op, got, "1", "flatten the batch to [1, B * T, ...]"))
+    x = cu_seqlens
+    if x.dim() != 1 or x.shape[0] == 0 or x.dtype not in (torch.int32, torch.int64):
+        got = f"cu_seqlens is {_short(x.dtype)} {tuple(x.shape)}"
+        raise ValueError(need(op, got, "int32 or int64 [N+1]", "start it with 0"))
+    _expect_device(op, "cu_seqlens", x, q.device)
+    if cu_seqlens_cpu is not None:
+        expect_shape(op, "cu_seqlens_cpu", cu_seqlens_cpu, (cu_seqlens.shape[0],), "[N+1]")
+        _expect_device(op, "cu_seqlens_cpu", cu_seqlens_cpu, torch.device("cpu"))
+
+
+def expect_shape(op: str, name: str, x: Tensor, want: tuple[int, ...], letters: str) -> None:
+    if tuple(x.shape) != want:
+        got = f"{name} has shape {tuple(x.shape)}"
+        raise ValueError(need(op, got, f"{letters} = {want}", f"reshape or expand {name}"))
+
+
+def _expect_device(op: str, name: str, x: Tensor, want: torch.device) -> None:
+    if x.device != want:
+        raise ValueError(need(op, f"{name} is on {x.device}", f"{want}", f"move {name} there"))
+
+
+def _expect_float(op: str, name: str, x: Tensor) -> None:
+    if not x.is_floating_point():
+        raise ValueError(need(op, f"{name} is {_short(x.dtype)}", "a float dtype", "cast it"))
+
+
+def check_contents(
+    op: str, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+) -> None:
+    """QLA_CHECK=1: what no shape can tell. Reads the device, so it waits for it."""
+    num_tokens = g.shape[1]
+    live = num_tokens
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        live = ends[-1]
+        if ends[0] != 0 or live > num_tokens or ends != sorted(ends):
+            needs = f"to start at 0, never fall, and end at or before T={num_tokens}"
+            raise ValueError(need(op, f"cu_seqlens {ends}", needs, "rebuild it from the lengths"))
+        if cu_seqlens_cpu is not None and cu_seqlens_cpu.tolist() != ends:
+            got = f"cu_seqlens_cpu {cu_seqlens_cpu.tolist()} and cu_seqlens {ends}"
+            raise ValueError(need(op, got, "equal values", "copy one from the other"))
+    for name, x in (("g", g), ("beta", beta)):
+        if x[:, :live].isnan().any():  # tokens past the last sequence are nobody's
+            token = int(x[:, :live].isnan().nonzero()[0, 1])
+            got = f"{name} is NaN, first at token {token}"
+            raise ValueError(need(op, got, "numbers", f"look at what made {name}"))

@@ -1,0 +1,292 @@
+"""The doctor: what this machine has, and what would run on it. The first lines of any bug report.
+
+    python -m qla_kernels.info                  everything below
+    python -m qla_kernels.info --json           the same, for programs
+    python -m qla_kernels.info --fingerprint    one hash a family: which code a record is about
+    python -m qla_kernels.info --selftest       small cases against the reference
+    python -m qla_kernels.info gdn.kkt_solve    a kernel's schedules
+
+No probe can stop another: one that fails reports its own failure. Nothing is compiled.
+"""
+
+import argparse
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import qla_kernels
+from qla_kernels import jit
+from qla_kernels.errors import need
+
+PACKAGE = Path(__file__).parent
+
+# What the tests ran with, here and on a GPU; pyproject.toml accepts more. A test compares this with
+# the constraints that CI installs from.
+TESTED = {"torch": ("2.11", "2.13"), "tilelang": ("0.1.15",), "nvcc": ("13.0",)}
+
+# Whom the benchmarks compare with: the module, and the distributions that may bring it.
+RIVALS = {
+    "fla": ("flash-linear-attention", "fla-core"),
+    "flash_qla": ("flash-qla",),
+    "flashinfer": ("flashinfer-python",),
+    "flash_attn.cute": ("flash-attn-4",),
+}
+
+HOOKS = {
+    "FLA registry": "qla_kernels.integrations.fla",
+    "transformers": "qla_kernels.integrations.transformers",
+}
+
+# A family's files that decide nothing about what runs on the GPU.
+HOST_ONLY = ("__init__.py", "api.py", "cpu.py", "ops.py", "validate.py")
+
+Section = dict[str, object]
+
+
+def report() -> dict[str, Section]:
+    """Every section of the doctor's report, by name; values are what JSON can hold."""
+    return {
+        "qla_kernels": {
+            "version": qla_kernels.__version__,
+            "folder": str(PACKAGE),
+            "python": f"{platform.python_version()} on {platform.platform()}",
+        },
+        "device": _probed({"driver": _driver, "GPUs": _gpus}),
+        "versions": _versions(),
+        "kernel cache": _probed({"folder": lambda: str(jit.cache_dir()), "size": _cache_size}),
+        "paths": _probed(
+            {"CPU tensors": _cpu_path}
+            | {f"CUDA, gdn {d}": _cuda_path(d) for d in ("forward", "backward")}
+            | {f"{name} hook": _hook(module) for name, module in HOOKS.items()}
+        ),
+        "rivals": _probed({name: _rival(name) for name in RIVALS} | {"cuDNN SDPA": _cudnn}),
+        "fingerprints": {family: fingerprint(family) for family in families()},
+    }
+
+
+def families() -> list[str]:
+    """Every family that has kernels."""
+    return sorted({family for family, _ in jit.kernel_names()})
+
+
+def fingerprint(family: str) -> str:
+    """A hash over all that decides what the family runs on a GPU; the same on every machine.
+
+    That is its kernels and its launch code, the shared device vocabulary, the chunk tables and the
+    compiler settings. A record with another fingerprint is about other code.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(_device_files(family)):
+        digest.update(f"{file.relative_to(PACKAGE).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _device_files(family: str) -> Iterator[Path]:
+    yield from (PACKAGE / "jit.py", PACKAGE / "varlen.py")
+    for file in (*(PACKAGE / "tile").rglob("*"), *(PACKAGE / family).rglob("*")):
+        of_host = file.parent == PACKAGE / family and file.name in HOST_ONLY
+        if file.suffix in (".py", ".cuh") and not of_host:
+            yield file
+
+
+def schedules(kernel: str) -> dict[str, list[str]]:
+    """A kernel's schedule tables, each with the variants that have it."""
+    family, _, name = kernel.partition(".")
+    if (family, name) not in jit.kernel_names():
+        known = ", ".join(".".join(names) for names in jit.kernel_names())
+        raise ValueError(need("info", f"no kernel {kernel!r}", f"one of {known}", "check the name"))
+    found = next(k for k in jit.kernel_modules(family) if k.name == name)
+    tables: dict[str, list[str]] = {}
+    for variant in found.module.VARIANTS:
+        plan = found.module.schedule(variant)
+        facts = f"{plan.threads} threads, {plan.smem_bytes} B shared memory, "
+        facts += f"{plan.ctas_per_sm} CTAs an SM"
+        label = jit.label(found.module, variant)
+        tables.setdefault(f"{plan.table()}\n\n{facts}", []).append(label)
+    return tables
+
+
+def _probed(probes: Mapping[str, Callable[[], object]]) -> Section:
+    """Each probe's answer, or how it failed."""
+    answers: Section = {}
+    for name, probe in probes.items():
+        try:
+            answers[name] = probe()
+        except Exception as error:  # whatever is wrong with this machine is what we report
+            answers[name] = f"unknown ({type(error).__name__}: {error})"
+    return answers
+
+
+def _driver() -> str | None:
+    from qla_kernels import device
+
+    return device.driver()
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    from qla_kernels import device
+
+    found = []
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.device("cuda", i)
+        major, minor = device.capability(gpu)
+        found.append(f"{device.name(gpu)}, capability {major}.{minor}, {device.sm_count(gpu)} SMs")
+    return found
+
+
+def _versions() -> Section:
+    versions = _probed(
+        {
+            "torch": lambda: _version("torch"),
+            "tilelang": lambda: _version("tilelang"),
+            "apache-tvm-ffi": lambda: _version("tvm_ffi", "apache-tvm-ffi"),
+            "nvcc": jit.nvcc_version,
+            "CUDA of torch": _torch_cuda,
+        }
+    )
+    return versions | {"tested together": tested({k: str(v) for k, v in versions.items()})}
+
+
+def tested(versions: dict[str, str]) -> str:
+    """Whether these are versions that the tests ran with: yes, or which are not."""
+    strangers = []
+    for name, series in TESTED.items():
+        release = versions[name].removeprefix("release ").partition("+")[0]
+        if not any(f"{release}.".startswith((f"{s}.", f"{s},")) for s in series):
+            strangers.append(f"{name} {versions[name]} (tested: {', '.join(series)})")
+    return f"no: {'; '.join(strangers)}; run --selftest" if strangers else "yes"
+
+
+def _version(module: str, *distributions: str) -> str | None:
+    """Of an installed module, without importing it; None where it is not installed."""
+    if not _installed(module):
+        return None
+    for name in distributions or (module,):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "installed, version unknown"
+
+
+def _installed(module: str) -> bool:
+    """Looks for the file: importing a parent package could take seconds, or fail."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    return bool(spec) and (not rest or any(folder.joinpath(*rest).exists() for folder in folders))
+
+
+def _torch_cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
+def _cache_size() -> str:
+    return f"{jit.cache_size() / 2**20:.1f} MiB"
+
+
+def _cpu_path() -> str:
+    from qla_kernels.cpu import reference
+
+    return f"{reference().__name__}, chunked"
+
+
+def _cuda_path(direction: str) -> Callable[[], str]:
+    """What a standard gdn call gets here; where there is no GPU, what Hopper would answer."""
+
+    def probe() -> str:
+        import torch
+
+        from qla_kernels import device
+        from qla_kernels.gdn.validate import CAPABILITY, refusal
+
+        x = torch.empty(1, 64, 2, 128, dtype=torch.bfloat16)
+        here = device.available()
+        capability = device.capability(torch.device("cuda", 0)) if here else CAPABILITY
+        backward = direction == "backward"
+        reason = refusal(x, x, x, capability=capability, needs_backward=backward)
+        answer = f"refused: {reason}" if reason else "our kernels"
+        return answer if here else f"(no GPU here; on Hopper) {answer}"
+
+    return probe
+
+
+def _hook(module: str) -> Callable[[], str]:
+    def probe() -> str:
+        parent = importlib.util.find_spec(module.rpartition(".")[0])
+        if parent is None or importlib.util.find_spec(module) is None:
+            return "none in this version: calls stay where they go now"
+        return f"{module}.register() routes what `refusal` lets through to us"
+
+    return probe
+
+
+def _rival(name: str) -> Callable[[], str]:
+    return lambda: _version(name, *RIVALS[name]) or "not installed"
+
+
+def _cudnn() -> str:
+    from torch.backends import cudnn
+
+    version = cudnn.version()  # type: ignore[no-untyped-call]
+    return f"cuDNN {version}" if version else "not in this torch build"
+
+
+def text(sections: dict[str, Section]) -> str:
+    lines = []
+    for title, section in sections.items():
+        lines.append(title)
+        width = max(map(len, section))
+        for name, value in section.items():
+            values = value if isinstance(value, list) else [value]
+            shown = [str(v) for v in values if v is not None] or ["none"]
+            lines += [f"  {name if i == 0 else '':{width}}  {v}" for i, v in enumerate(shown)]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m qla_kernels.info", description="The doctor.")
+    parser.add_argument("kernel", nargs="?", help="such as gdn.kkt_solve: print its schedules")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--fingerprint", action="store_true", help="one hash a kernel family")
+    what.add_argument("--selftest", action="store_true", help="small cases against the reference")
+    options = parser.parse_args(arguments)
+    passed = True
+    if options.kernel:
+        try:
+            tables = schedules(options.kernel)
+        except ValueError as error:  # an unknown kernel, or TileLang missing
+            parser.error(str(error))
+        found: object = [{"variants": names, "table": table} for table, names in tables.items()]
+        shown = "\n\n".join("\n".join((*names, "", table)) for table, names in tables.items())
+    elif options.fingerprint:
+        found = {family: fingerprint(family) for family in families()}
+        shown = "\n".join(f"{family} {value}" for family, value in found.items())
+    elif options.selftest:
+        from qla_kernels import selftest
+
+        results = selftest.run()
+        passed = all(result.passed for result in results)
+        found = [result.__dict__ | {"passed": result.passed} for result in results]
+        shown = "\n".join(map(str, results))
+    else:
+        sections = report()
+        found, shown = sections, text(sections)
+    sys.stdout.write((json.dumps(found, indent=2) if options.json else shown) + "\n")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

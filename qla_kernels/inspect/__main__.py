@@ -1,0 +1,102 @@
+"""The inspector's command line; see `python -m qla_kernels.inspect --help`.
+
+Exit status: 0 when every variant agrees with its schedule, 1 when one does not, 2 when something
+needed is missing or does not compile.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from qla_kernels import jit
+from qla_kernels.errors import Unsupported
+from qla_kernels.inspect.gather import Facts, facts
+from qla_kernels.inspect.rules import check
+from qla_kernels.tile.schedule import Schedule
+
+# instructions worth a count, in this order
+SHOWN = (
+    "HGMMA", "QGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "LDGSTS", "LDSM", "STSM",
+    "LDL", "STL", "LDG", "STG", "LDS", "STS", "MUFU", "SHFL", "BAR", "SYNCS", "WARPGROUP", "FENCE",
+    "RED", "ATOM",
+)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m qla_kernels.inspect",
+        description="Compile kernels for sm_90a, without a GPU, and compare them with schedules.",
+    )
+    parser.add_argument("kernel", nargs="?", help="family or family.kernel; all when left out")
+    parser.add_argument("--variant", default="", help="only variants whose name contains this")
+    parser.add_argument("--order", action="store_true", help="print each role's instruction order")
+    parser.add_argument("--json", action="store_true", help="print facts as JSON")
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="keep source, cubin, SASS, report")
+    options = parser.parse_args(arguments)
+    failed, records = 0, []
+    try:
+        for kernel, variant in _selected(options.kernel, options.variant):
+            name = jit.label(kernel.module, variant)
+            keep = (
+                options.dump / jit.function_name(kernel.module, variant) if options.dump else None
+            )
+            found = facts(kernel, variant, keep)
+            schedule = kernel.module.schedule(variant)
+            violations = check(found, schedule)
+            failed += bool(violations)
+            records.append(asdict(found) | {"violations": violations})
+            if not options.json:
+                print("\n".join(_report(name, found, schedule, violations, options.order)))
+    except (Unsupported, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not records:
+        print(f"no variant matches; kernels: {', '.join(map('.'.join, jit.kernel_names()))}")
+        return 2
+    if options.json:
+        print(json.dumps(records, indent=1))
+    return 1 if failed else 0
+
+
+def _selected(wanted: str | None, text: str) -> Iterator[tuple[jit.Kernel, Any]]:
+    family, _, name = (wanted or "").partition(".")
+    for kernel in jit.kernel_modules(family or None):
+        if name in ("", kernel.name):
+            for variant in kernel.module.VARIANTS:
+                if text in jit.label(kernel.module, variant):
+                    yield kernel, variant
+
+
+def _report(
+    name: str, found: Facts, schedule: Schedule, violations: list[str], order: bool
+) -> Iterator[str]:
+    yield f"{name}  ->  {found.function}"
+    yield (
+        f"  {found.threads} threads, {schedule.ctas_per_sm} CTAs per SM; {found.registers} "
+        f"registers a thread at launch; spills {found.spill_stores} + {found.spill_loads} B; "
+        f"shared memory {found.dynamic_smem} + {found.static_smem} = {found.smem} B"
+    )
+    for role in schedule.roles:
+        its = found.roles[role.name]
+        total = f"{sum(its.instructions.values())} instructions"
+        counts = [f"{op} {its.instructions[op]}" for op in SHOWN if op in its.instructions]
+        span = f"{schedule.start(role.name)}-{schedule.end(role.name) - 1}"
+        yield (
+            f"  {role.name:10} threads {span:9} registers {role.regs:3}, highest named "
+            f"R{its.top_register}: {', '.join([total, *counts])}"
+        )
+        if order:
+            yield from (f"    {count:5} x {shown}" for shown, count in its.order)
+    for barrier, slots in found.barriers.items():
+        waiting = [name for name, its in found.roles.items() if barrier in its.waits]
+        yield f"  barrier {barrier}: arrive count {slots}, waited on by {', '.join(waiting)}"
+    yield from (f"  not checked: {reason}" for reason in found.unchecked)
+    yield from (f"  VIOLATION {violation}" for violation in violations)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The rules: where the compiled code may not differ from the schedule.
+
+Each violation is one sentence that names the thing, what was found and what was expected.
+"""
+
+from collections.abc import Iterator
+
+from qla_kernels.inspect.gather import Facts, RoleFacts
+from qla_kernels.tile.schedule import REGISTERS_PER_SM, SMEM_PER_CTA, Role, Schedule
+
+
+def check(facts: Facts, schedule: Schedule) -> list[str]:
+    """Every violation, in the order in which one would look for its cause."""
+    return [
+        *_roles(facts, schedule),
+        *_barriers(facts, schedule),
+        *_named_barriers(facts),
+        *_sharing(facts),
+        *_resources(facts, schedule),
+    ]
+
+
+def _roles(facts: Facts, schedule: Schedule) -> Iterator[str]:
+    if facts.threads != schedule.threads:
+        yield f"{facts.threads} threads a CTA; the schedule's roles have {schedule.threads}"
+    for role in schedule.roles:
+        found = facts.roles[role.name]
+        yield from _max_registers(facts, role, found, schedule.specialised)
+        waits = dict.fromkeys(role.waits, role.threads)
+        yield from _protocol(role, "wait", found.waits, waits)
+        yield from _protocol(role, "arrive", found.arrives, dict(role.arrivals))
+        if not _disassembled(facts):
+            continue
+        for unit in sorted(set(role.uses) - set(found.units)):
+            yield f"role {role.name}: no {unit} instruction, though the schedule says it uses one"
+        for unit in sorted(set(found.units) - set(role.uses)):
+            yield f"role {role.name}: has {unit} instructions; the schedule does not say so"
+
+
+def _max_registers(facts: Facts, role: Role, found: RoleFacts, specialised: bool) -> Iterator[str]:
+    if not specialised:
+        if found.set_max_nreg:
+            yield f"role {role.name}: set_max_nreg, though all roles have {role.regs} registers"
+        return
+    values = {registers for _, registers, _ in found.set_max_nreg}
+    if values != {role.regs}:
+        said = ", ".join(map(str, sorted(values))) or "missing"
+        yield f"role {role.name}: set_max_nreg {said}; the schedule says {role.regs}"
+    covered = sum(threads for _, _, threads in found.set_max_nreg)
+    if found.set_max_nreg and covered != role.threads:
+        yield (
+            f"role {role.name}: set_max_nreg runs in {covered} of {role.threads} threads; "
+            "every warp of a warpgroup has to execute it once"
+        )
+    for kind, registers, _ in found.set_max_nreg:
+        needed = "alloc" if registers >= facts.registers else "dealloc"
+        if kind != needed and registers != facts.registers:
+            yield (
+                f"role {role.name}: set_max_nreg {registers} as {kind}; "
+                f"from {facts.registers} at launch it is a {needed}"
+            )
+
+
+def _protocol(
+    role: Role, verb: str, found: dict[str, int], wanted: dict[str, int]
+) -> Iterator[str]:
+    for barrier, threads in wanted.items():
+        if barrier not in found:
+            yield f"barrier {barrier}: role {role.name} should {verb} on it and never does"
+        elif found[barrier] != threads:
+            yield (
+                f"barrier {barrier}: {found[barrier]} threads of role {role.name} {verb} on it; "
+                f"the schedule says {threads}"
+            )
+    for barrier in sorted(found.keys() - wanted.keys()):
+        yield f"barrier {barrier}: role {role.name} {verb}s on it; the schedule does not say so"
+
+
+def _barriers(facts: Facts, schedule: Schedule) -> Iterator[str]:
+    for name in schedule.barriers:
+        if name not in facts.barriers:
+            yield f"barrier {name}: in the schedule, not in the code"
+            continue
+        counts, slots = facts.barriers[name], schedule.slots(name)
+        if len(counts) != slots:
+            yield f"barrier {name}: {len(counts)} slots in the code; the schedule says {slots}"
+        if set(counts) != {schedule.arrivals(name)}:
+            said = ", ".join(map(str, sorted(set(counts))))
+            yield (
+                f"barrier {name}: initialised with arrive count {said}; "
+                f"the schedule's signals add up to {schedule.arrivals(name)}"
+            )
+    for name in sorted(facts.barriers.keys() - set(schedule.barriers)):
+        yield f"barrier {name}: in the code, not in the schedule"
+    for name, counts in facts.barriers.items():
+        waiting = [role for role, found in facts.roles.items() if name in found.waits]
+        arriving = sum(found.arrives.get(name, 0) for found in facts.roles.values())
+        if not waiting:
+            yield f"barrier {name}: nobody waits on it"
+        if not arriving:
+            yield f"barrier {name}: nobody arrives on it"
+        elif set(counts) != {arriving}:
+            yield (
+                f"barrier {name}: {arriving} threads arrive in the code, its arrive count is "
+                f"{counts[0]}: a phase ends early or never"
+            )
+
+
+def _named_barriers(facts: Facts) -> Iterator[str]:
+    for number, barrier in facts.named_barriers.items():
+        taking = sum(barrier.roles.values())
+        if barrier.counts != [taking]:
+            counts = " and ".join(map(str, barrier.counts))
+            roles = ", ".join(f"{role} ({n} threads)" for role, n in barrier.roles.items())
+            yield (
+                f"named barrier {number}: for {counts} threads, executed by {roles}: "
+                "they release each other, or wait for ever"
+            )
+
+
+def _sharing(facts: Facts) -> Iterator[str]:
+    for name, roles in facts.shared_fragments.items():
+        yield (
+            f"fragment {name}: used by roles {', '.join(roles)}; a fragment belongs to one set of "
+            "threads, and the others' code is dropped silently: give each role its own"
+        )
+    for first, second, roles in facts.overlaps:
+        yield (
+            f"shared memory: {first} and {second} overlap and belong to roles {', '.join(roles)}; "
+            "dispatch roles in one if/else chain, or set tl.disable_shared_memory_reuse"
+        )
+
+
+def _resources(facts: Facts, schedule: Schedule) -> Iterator[str]:
+    yield from _registers(facts, schedule)
+    if facts.spills > schedule.spill_bytes:
+        allowed = f"{schedule.spill_bytes} B declared" if schedule.spill_bytes else "none declared"
+        yield f"spills: {facts.spill_stores} B stored, {facts.spill_loads} B loaded; {allowed}"
+    if not schedule.spill_bytes:
+        for role, found in facts.roles.items():
+            local = {op: n for op in ("LDL", "STL") if (n := found.instructions.get(op))}
+            if local and not facts.spills:
+                said = ", ".join(f"{n} {op}" for op, n in local.items())
+                yield f"role {role}: local memory ({said}): an array indexed at run time?"
+    if facts.smem != schedule.smem_bytes:
+        yield (
+            f"shared memory: {facts.dynamic_smem} B dynamic + {facts.static_smem} B static = "
+            f"{facts.smem} B; the schedule says {schedule.smem_bytes} B"
+        )
+    if facts.smem > SMEM_PER_CTA:
+        yield f"shared memory: {facts.smem} B; a CTA has {SMEM_PER_CTA} B"
+    for warning in facts.warnings:
+        yield f"ptxas: {warning}"
+
+
+def _registers(facts: Facts, schedule: Schedule) -> Iterator[str]:
+    resident = -(-facts.registers // 8) * 8 * facts.threads * schedule.ctas_per_sm
+    if resident > REGISTERS_PER_SM:
+        yield (
+            f"registers: {facts.registers} a thread at launch x {facts.threads} threads x "
+            f"{schedule.ctas_per_sm} CTAs per SM = {resident}; an SM has {REGISTERS_PER_SM}; "
+            f"T.annotate_min_blocks_per_sm({schedule.ctas_per_sm}) tells the compiler"
+        )
+    if not schedule.specialised:
+        most = schedule.roles[0].regs
+        if facts.registers > most:
+            yield f"registers: {facts.registers} a thread; the schedule allows {most}"
+        return
+    wanted = sum(role.threads * role.regs for role in schedule.roles)
+    if wanted > facts.registers * facts.threads:
+        yield (
+            f"registers: roles ask for {wanted}, a CTA starts with {facts.registers} x "
+            f"{facts.threads} = {facts.registers * facts.threads}: set_max_nreg waits for ever"
+        )
+
+
+def _disassembled(facts: Facts) -> bool:
+    return any(found.instructions for found in facts.roles.values())

@@ -1,0 +1,88 @@
+"""Reads TileLang's IR before lowering, for what lowering forgets: fragments and buffer sizes.
+
+TileLang gives a fragment one layout over one set of threads. Where two roles share a fragment, the
+code of one of them is dropped without a word, so it has to be seen before it is gone.
+"""
+
+import ast
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from qla_kernels.inspect.threads import THREAD, Threads, split
+
+
+@dataclass
+class Script:
+    fragments: dict[str, set[Threads]] = field(default_factory=dict)  # the threads at each use
+    shared_bytes: dict[str, int] = field(default_factory=dict)  # of each shared buffer
+
+
+def read(script: str, num_threads: int) -> Script:
+    """`script` is the text of a PrimFunc, which is Python that nobody runs."""
+    walk = _Walk(frozenset(range(num_threads)))
+    walk.visit(ast.parse(script))
+    return Script(dict(walk.fragments), walk.shared_bytes)
+
+
+class _Walk(ast.NodeVisitor):
+    def __init__(self, everyone: Threads) -> None:
+        self.threads = everyone
+        self.definitions: dict[str, ast.expr] = {}
+        self.fragments: defaultdict[str, set[Threads]] = defaultdict(set)
+        self.shared_bytes: dict[str, int] = {}
+        self._fragment_names: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        self.visit(node.test)
+        outside = self.threads
+        taken, skipped = split(node.test, outside, self.definitions)
+        for self.threads, statements in ((taken, node.body), (skipped, node.orelse)):
+            for statement in statements if self.threads else ():
+                self.visit(statement)
+        self.threads = outside
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if isinstance(node.target, ast.Name) and node.value is not None:
+            first_index = ast.unparse(node.value) == "T.launch_thread_idx(0)"
+            self.definitions[node.target.id] = ast.Name(THREAD) if first_index else node.value
+        self.generic_visit(node)
+
+    def visit_For(self, node: ast.For) -> None:
+        for name in ast.walk(node.target):  # may reuse the name of an earlier definition
+            if isinstance(name, ast.Name):
+                self.definitions.pop(name.id, None)
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        match node:
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.Call(func=ast.Attribute(attr="sblock_alloc_buffer")) as call,
+            ):
+                self._allocate(name, call)
+            case _:
+                self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in self._fragment_names:
+            self.fragments[node.id].add(self.threads)
+
+    def _allocate(self, name: str, call: ast.Call) -> None:
+        options = {keyword.arg: keyword.value for keyword in call.keywords}
+        scope = ast.literal_eval(options.get("scope", ast.Constant("global")))
+        if scope == "local.fragment":
+            self._fragment_names.add(name)
+        elif scope in ("shared", "shared.dyn"):
+            shape = ast.literal_eval(call.args[0])
+            dtype = ast.literal_eval(call.args[1]) if len(call.args) > 1 else "float32"
+            data = options.get("data")  # an annotated buffer is known by its data's name
+            name = data.id if isinstance(data, ast.Name) else name
+            self.shared_bytes[name] = math.prod(shape) * _bits(dtype) // 8
+
+
+def _bits(dtype: str) -> int:
+    """`bfloat16`, `float8_e4m3`, `int32`; a bool takes a byte."""
+    size = re.search(r"\d+", dtype)
+    return int(size[0]) if size else 8

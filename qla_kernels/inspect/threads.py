@@ -1,0 +1,104 @@
+"""Which threads of a CTA take which branch.
+
+Generated CUDA and TileLang's own IR both choose roles with `if`s on the thread index. A condition
+is read as a Python expression and evaluated for every thread; what it does not say (run-time
+values) is unknown, and an unknown condition sends a thread down both branches.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+
+Threads = frozenset[int]
+Definitions = Mapping[str, ast.expr]
+
+THREAD = "threadIdx_x"  # how conditions spell threadIdx.x
+ELECT = "tl_shuffle_elect"  # true in one thread of every n, or of the whole CTA for n = 0
+
+_OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,  # C's; thread indices are never negative
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+
+_CAST = re.compile(r"\((?:bool|u?int(?:\d+_t)?)\)")
+
+
+def split(
+    condition: ast.expr | None, threads: Threads, definitions: Definitions
+) -> tuple[Threads, Threads]:
+    """The threads that may take the branch, and those that may not."""
+    if condition is None:
+        return threads, threads
+    values = {thread: _evaluate(condition, thread, definitions) for thread in threads}
+    taken = frozenset(thread for thread, value in values.items() if value is None or value)
+    skipped = frozenset(thread for thread, value in values.items() if not value)
+    return taken, skipped
+
+
+def parse_c(condition: str) -> ast.expr | None:
+    """A C condition as a Python expression; None where it is beyond this small subset."""
+    text = re.sub(rf"tl::{ELECT}<(\d+)>\(\)", rf"{ELECT}(\1)", _CAST.sub("", condition))
+    text = text.replace("threadIdx.x", THREAD).replace("&&", " and ").replace("||", " or ")
+    text = re.sub(r"!(?!=)", " not ", text)
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def _evaluate(node: ast.expr, thread: int, definitions: Definitions) -> int | None:
+    def value(child: ast.expr) -> int | None:
+        return _evaluate(child, thread, definitions)
+
+    match node:
+        case ast.Constant(value=int(constant)):
+            return constant
+        case ast.Name(id=name):
+            if name == THREAD:
+                return thread
+            return value(definitions[name]) if name in definitions else None
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            inner = value(operand)
+            return None if inner is None else not inner
+        case ast.BoolOp(op=op, values=children):
+            decided = not isinstance(op, ast.And)  # the value that settles an `or`; else an `and`
+            parts = [value(child) for child in children]
+            if any(part is not None and bool(part) is decided for part in parts):
+                return decided
+            return None if None in parts else not decided
+        case ast.BinOp(left=left, op=op, right=right):
+            return _apply(op, value(left), value(right))
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            return _apply(op, value(left), value(right))
+        case ast.Call(
+            func=ast.Name(id=name) | ast.Attribute(attr=name), args=[ast.Constant(every)]
+        ):
+            if name == ELECT and isinstance(every, int):
+                return thread % every == 0 if every else thread == 0
+    return None
+
+
+def _apply(op: ast.AST, left: int | None, right: int | None) -> int | None:
+    apply = _OPERATIONS.get(type(op))
+    if apply is None or left is None or right is None:
+        return None
+    try:
+        return apply(left, right)
+    except ArithmeticError:
+        return None

@@ -1,0 +1,280 @@
+"""How kernels are found and compiled: the only file that knows how TileLang does it.
+
+A kernel module, `qla_kernels/<family>/kernels/<verb>.py`, says what to build. This file says for
+which target, with which tool, and where the results are kept.
+
+Compiling needs no GPU. The target is always spelled out, so a cache folder (`TILELANG_CACHE_DIR`)
+filled on a machine without one is hit, key for key, on a Hopper machine with the same TileLang:
+kernels then load in milliseconds there, and neither nvcc nor a C++ compiler is needed.
+"""
+
+import importlib
+import logging
+import os
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.tile.schedule import Schedule
+
+TARGET = {"kind": "cuda", "arch": "sm_90a"}  # the a: wgmma and setmaxnreg exist only there
+
+log = logging.getLogger("qla_kernels")
+
+Launch = Callable[..., None]
+
+_tracing = threading.Lock()
+
+
+class KernelModule(Protocol):
+    """What a kernel file provides. A variant is the file's own NamedTuple."""
+
+    __name__: str
+    VARIANTS: tuple[Any, ...]
+    PASS_CONFIGS: Mapping[str, object]
+
+    def __hash__(self) -> int: ...  # modules hash by identity; `compile` remembers by module
+
+    def schedule(self, variant: Any, /) -> Schedule: ...
+
+    def build(self, variant: Any, /) -> Any: ...
+
+
+class Kernel(NamedTuple):
+    family: str
+    name: str
+    module: KernelModule
+
+    def __str__(self) -> str:
+        return f"{self.family}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A variant's device code before assembly."""
+
+    source: str  # CUDA C++
+    function: str  # the __global__ function's name
+    threads: int
+    dyn_smem: int
+    prim_func: Any
+
+
+@dataclass(frozen=True)
+class Assembled:
+    cubin: Path
+    report: str  # what nvcc and ptxas said
+
+
+def kernel_names(family: str | None = None) -> Iterator[tuple[str, str]]:
+    """(family, kernel) for every entry of every KERNELS tuple. Does not import TileLang."""
+    package = Path(__file__).parent
+    for listed in sorted(package.glob("*/kernels/__init__.py")):
+        owner = listed.parent.parent.name
+        if family in (None, owner):
+            names = importlib.import_module(f"{package.name}.{owner}.kernels").KERNELS
+            yield from ((owner, name) for name in names)
+
+
+def kernel_modules(family: str | None = None) -> Iterator[Kernel]:
+    """Every kernel, each imported when the iterator reaches it."""
+    for owner, name in kernel_names(family):
+        _tilelang()
+        module = importlib.import_module(f"{__package__}.{owner}.kernels.{name}")
+        yield Kernel(owner, name, cast(KernelModule, module))
+
+
+def lower(kernel: Kernel, variant: Any) -> Lowered:
+    """TileLang to CUDA C++, without assembling it."""
+    tilelang = _tilelang()
+    from tilelang.transform.pass_config import normalize_pass_configs
+    from tvm.ir.transform import PassContext
+    from tvm.target import Target
+
+    prim_func = trace(kernel.module, variant)
+    target = Target(TARGET)
+    config = normalize_pass_configs(dict(kernel.module.PASS_CONFIGS))
+    with PassContext(opt_level=3, config=config), target:
+        artifact = tilelang.lower(prim_func, target=target)
+    functions = [function.attrs for function in artifact.device_mod.functions.values()]
+    if len(functions) != 1:
+        names = ", ".join(str(attrs["global_symbol"]) for attrs in functions)
+        raise ValueError(f"{kernel}: builds {len(functions)} device functions ({names}); need one")
+    (attrs,) = functions
+    extent = attrs["thread_extent"]
+    return Lowered(
+        source=artifact.kernel_source,
+        function=str(attrs["global_symbol"]),
+        threads=int(extent["threadIdx.x"]),
+        dyn_smem=int(attrs.get("dyn_shared_memory_buf", 0)),
+        prim_func=prim_func,
+    )
+
+
+@cache
+def compile(module: KernelModule, variant: Any) -> Launch:
+    """The function that launches a variant on torch's current stream.
+
+    It takes the tensors and scalars of the kernel's signature, outputs included, and returns
+    nothing. It is TileLang's generated host function itself: the Python wrapper that TileLang puts
+    around it allocates outputs, which ours never ask for, and costs 2-4 us a call.
+    """
+    tilelang = _tilelang()
+    started = time.perf_counter()
+    prim_func = trace(module, variant)
+    configs = dict(module.PASS_CONFIGS)
+    try:
+        kernel = tilelang.compile(
+            prim_func, target=TARGET, execution_backend="tvm_ffi", pass_configs=configs
+        )
+    except Exception:
+        nvcc()  # not in the cache, and no compiler: this says so better than what TileLang raises
+        raise
+    executable = kernel.adapter.get_exportable_executable()
+    # A fresh compile gives an executable that links on demand; a cache hit gives a loaded library.
+    library = executable.jit() if hasattr(executable, "jit") else executable
+    launch = cast(Launch, library.get_function("main", query_imports=True))
+    seconds = time.perf_counter() - started
+    log.info("compiled %s in %.2f s", label(module, variant), seconds)
+    if folder := os.environ.get("QLA_DUMP"):
+        _dump(Path(folder), module, variant, kernel.get_kernel_source())
+    return launch
+
+
+def compile_all(
+    jobs: Iterable[tuple[KernelModule, Any]], workers: int | None = None, progress: bool = True
+) -> list[Launch]:
+    """`compile` for each (module, variant), several at a time, results in order.
+
+    Threads are enough: most of the time goes to nvcc, and TileLang's passes release the GIL.
+    """
+    from tqdm.auto import tqdm
+
+    pending = list(jobs)
+    workers = workers or len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(min(workers, len(pending)) or 1, "qla-compile") as pool:
+        futures = {
+            pool.submit(compile, module, variant): label(module, variant)
+            for module, variant in pending
+        }
+        try:
+            with tqdm(total=len(pending), desc="compile", disable=not progress) as bar:
+                for future in as_completed(futures):
+                    future.result()  # the first failure ends the wait
+                    bar.set_postfix_str(futures[future])
+                    bar.update()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
+def assemble(source: str, pass_configs: Mapping[str, object], folder: Path) -> Assembled:
+    """CUDA C++ to a cubin in `folder`, with the flags that TileLang uses."""
+    code, cubin = folder / "kernel.cu", folder / "kernel.cubin"
+    code.write_text(source)
+    command = [str(nvcc()), *nvcc_flags(pass_configs), "-o", str(cubin), str(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+    return Assembled(cubin, done.stdout + done.stderr)
+
+
+def nvcc_flags(pass_configs: Mapping[str, object]) -> list[str]:
+    _tilelang()
+    from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
+
+    flags = ["--cubin", "-O3", "-lineinfo", f"-arch={TARGET['arch']}", "-std=c++20"]
+    flags += [f"-I{TILELANG_TEMPLATE_PATH}", f"-I{CUTLASS_INCLUDE_DIR}"]
+    # ptxas reports registers and spills; the suppressed warnings are about TileLang's own headers
+    flags += ["--ptxas-options=--verbose", "-diag-suppress=1444,20012"]
+    if pass_configs.get("tl.enable_fast_math"):
+        flags.append("--use_fast_math")
+    if (level := pass_configs.get("tl.ptxas_register_usage_level")) is not None:
+        flags.append(f"--ptxas-options=--register-usage-level={level}")
+    extra = pass_configs.get("tl.device_compile_flags") or ()
+    for flag in (extra,) if isinstance(extra, str) else cast(Iterable[str], extra):
+        flags += shlex.split(flag)
+    return flags
+
+
+@cache
+def nvcc() -> Path:
+    """The compiler TileLang itself would call."""
+    _tilelang()
+    from tilelang.env import CUDA_HOME
+
+    path = Path(CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
+    if not path.exists():
+        fix = "install the CUDA toolkit and set CUDA_HOME, or pip install nvidia-cuda-nvcc"
+        raise Unsupported(need("qla_kernels.jit", f"no nvcc at {path}", "CUDA 12 or later", fix))
+    return path
+
+
+@cache
+def nvcc_version() -> str:
+    """`release 13.0, V13.0.88`, or whatever this nvcc says in that place."""
+    said = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+    return next((line.partition(", ")[2] for line in said.splitlines() if "release" in line), said)
+
+
+def cache_dir() -> Path:
+    """Where TileLang keeps compiled kernels, whether or not it is installed."""
+    return Path(os.environ.get("TILELANG_CACHE_DIR", "~/.tilelang/cache")).expanduser()
+
+
+def cache_size() -> int:
+    """Bytes in `cache_dir()`."""
+    return sum(file.stat().st_size for file in cache_dir().rglob("*") if file.is_file())
+
+
+def label(module: KernelModule, variant: Any) -> str:
+    """`gdn.kkt_solve(dtype='bfloat16', k=128)`: how logs and tests name a variant."""
+    family, _, name = module.__name__.removeprefix(f"{__package__}.").rpartition(".kernels.")
+    fields = ", ".join(f"{k}={v!r}" for k, v in variant._asdict().items())
+    return f"{family}.{name}({fields})" if family else f"{name}({fields})"
+
+
+def function_name(module: KernelModule, variant: Any) -> str:
+    """The PrimFunc's name, unique among all variants; the device function adds `_kernel`."""
+    return str(trace(module, variant).attrs["global_symbol"])
+
+
+def trace(module: KernelModule, variant: Any) -> Any:
+    """Run `build`, one at a time: TileLang does not promise that its builder is thread-safe."""
+    with _tracing:
+        return module.build(variant)
+
+
+def _tilelang() -> Any:
+    # TileLang announces every compile on stderr by default; the log line in `compile` is enough
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+    try:
+        return importlib.import_module("tilelang")
+    except ImportError as error:
+        fix = "pip install 'tilelang>=0.1.13,<0.2'"
+        got = f"tilelang cannot be imported ({error})"
+        raise Unsupported(
+            need("qla_kernels.jit", got, "TileLang to compile kernels", fix)
+        ) from error
+
+
+def _dump(folder: Path, module: KernelModule, variant: Any, source: str) -> None:
+    """QLA_DUMP: what was compiled, next to what was intended."""
+    folder = folder / function_name(module, variant)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "schedule.md").write_text(module.schedule(variant).table() + "\n")
+    try:
+        report = assemble(source, module.PASS_CONFIGS, folder).report
+    except Unsupported as missing:
+        (folder / "kernel.cu").write_text(source)
+        report = f"not assembled: {missing}\n"
+    (folder / "ptxas.txt").write_text(report)

@@ -1,0 +1,51 @@
+"""Shared-memory slots handed from producers to consumers and back.
+
+Step i of either side uses slot i % stages. Its phase is i // stages, and a barrier's parity is the
+phase mod 2; a producer's first pass over the slots falls through, because parity 1 of a fresh
+barrier counts as passed. Both sides must count i from 0, without a gap, over the life of the CTA.
+
+Each method returns the operation it emits; TileLang's builder places it where it is called.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+
+class Ring:
+    """`stages` slots with one `full` and one `free` barrier each."""
+
+    def __init__(self, full: Any, free: Any, stages: int) -> None:
+        for name, barrier in (("full", full), ("free", free)):
+            if tuple(barrier.shape) != (stages,):
+                raise ValueError(
+                    f"ring of {stages} stages: its {name} barrier has shape {list(barrier.shape)}; "
+                    f"allocate [arrivals] * {stages}"
+                )
+        self.full, self.free, self.stages = full, free, stages
+
+    def slot(self, i: Any) -> Any:
+        return i % self.stages
+
+    def acquire(self, i: Any) -> Any:
+        """Producer: wait until consumers are done with the slot's previous contents."""
+        return T.barrier_wait(self.free[i % self.stages], (i // self.stages + 1) % 2)
+
+    def barrier(self, i: Any) -> Any:
+        """Producer: the barrier that TMA reports its bytes to."""
+        return self.full[i % self.stages]
+
+    def commit(self, i: Any) -> Any:
+        """Producer: the slot is filled, or its TMA loads are issued.
+
+        Every thread that executes this arrives; under `if T.shuffle_elect(32)` that is one.
+        """
+        return T.barrier_arrive(self.full[i % self.stages])
+
+    def wait(self, i: Any) -> Any:
+        """Consumer: wait until the slot is filled."""
+        return T.barrier_wait(self.full[i % self.stages], (i // self.stages) % 2)
+
+    def release(self, i: Any) -> Any:
+        """Consumer: done with the slot. Every thread that executes this arrives."""
+        return T.barrier_arrive(self.free[i % self.stages])

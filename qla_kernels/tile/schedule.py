@@ -1,0 +1,210 @@
+"""Warp-specialised schedules as data: who waits, who signals, and what it costs.
+
+A kernel file states its `Schedule` once and takes thread counts, role spans, `set_max_nreg` values
+and barrier arrive counts from it. `Schedule` refuses what cannot run when the kernel file is
+imported; `qla_kernels.inspect` compares the rest with the code the compiler produced.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+REGISTERS_PER_SM = 65_536
+SMEM_PER_SM = 233_472  # 228 KiB
+SMEM_PER_CTA = 232_448  # 227 KiB: what one CTA may ask for
+SMEM_RESERVED = 1_024  # the system's share of every resident CTA
+THREADS_PER_CTA = 1_024
+WARP = 32
+WARPGROUP = 4  # warps; setmaxnreg and wgmma act on whole warpgroups
+
+ONE = 1  # a signal sent by one elected thread, e.g. together with a TMA load
+
+HARDWARE = ("wgmma", "mma", "tma_load", "tma_store", "cp_async")  # what `Role.uses` may name
+
+Signal = str | tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Role:
+    """Consecutive warps that run the same macro.
+
+    regs      registers per thread: the role's `set_max_nreg` value, or, in a schedule whose roles
+              all have the same number, the most that the compiler may use (no `set_max_nreg` then)
+    waits     barriers that every thread of the role waits on
+    signals   barriers it arrives on: a plain name when every thread arrives, `(name, ONE)` when
+              one elected thread does. Warps that only fill up a warpgroup are a role of their own
+    computes  for the reader, in the words of the kernel's docstring
+    uses      the units it drives, from `HARDWARE`; checked against the generated code
+    """
+
+    name: str
+    warps: int
+    regs: int
+    waits: tuple[str, ...] = ()
+    signals: tuple[Signal, ...] = ()
+    computes: str = ""
+    uses: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.warps < 1:
+            raise ValueError(f"role {self.name}: {self.warps} warps; need at least 1")
+        if unknown := sorted(set(self.uses) - set(HARDWARE)):
+            raise ValueError(f"role {self.name} uses {unknown}; known are {', '.join(HARDWARE)}")
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    @property
+    def arrivals(self) -> Iterator[tuple[str, int]]:
+        """(barrier, arrivals per phase) for each signal."""
+        for signal in self.signals:
+            yield (signal, self.threads) if isinstance(signal, str) else signal
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The roles of one CTA in thread order, and the budgets they share.
+
+    rings         datum -> slots: every barrier `<datum>_<event>` has that many copies; others one
+    smem_bytes    dynamic plus static shared memory, as assembled
+    ctas_per_sm   CTAs meant to be resident together; registers and shared memory must allow it
+    spill_bytes   spill stores plus loads that are tolerated, and only with a `spill_reason`
+    """
+
+    roles: tuple[Role, ...]
+    rings: Mapping[str, int] = field(default_factory=dict)
+    smem_bytes: int = 0
+    ctas_per_sm: int = 1
+    spill_bytes: int = 0
+    spill_reason: str = ""
+
+    def __post_init__(self) -> None:
+        self._check_roles()
+        self._check_barriers()
+        self._check_budgets()
+
+    @property
+    def threads(self) -> int:
+        return sum(role.threads for role in self.roles)
+
+    @property
+    def specialised(self) -> bool:
+        """Roles have different register counts, so each begins with a `set_max_nreg`."""
+        return len({role.regs for role in self.roles}) > 1
+
+    def role(self, name: str) -> Role:
+        for role in self.roles:
+            if role.name == name:
+                return role
+        raise KeyError(f"no role {name!r}; roles are {', '.join(r.name for r in self.roles)}")
+
+    def start(self, name: str) -> int:
+        """The first thread of a role."""
+        return self.end(name) - self.role(name).threads
+
+    def end(self, name: str) -> int:
+        """One past the last thread of a role: `if tx < schedule.end("mma")`."""
+        last = self.roles.index(self.role(name))
+        return sum(role.threads for role in self.roles[: last + 1])
+
+    @property
+    def barriers(self) -> tuple[str, ...]:
+        """Every barrier, in the order in which roles first mention it."""
+        named = [b for r in self.roles for b in (*r.waits, *(name for name, _ in r.arrivals))]
+        return tuple(dict.fromkeys(named))
+
+    def arrivals(self, barrier: str) -> int:
+        """The arrive count to initialise a barrier with: all its signals in one phase."""
+        if barrier not in self.barriers:
+            raise KeyError(f"no barrier {barrier!r}; barriers are {', '.join(self.barriers)}")
+        return sum(n for role in self.roles for name, n in role.arrivals if name == barrier)
+
+    def slots(self, barrier: str) -> int:
+        """How many copies of a barrier there are: one per slot of its ring."""
+        datum, _, _ = barrier.rpartition("_")
+        return self.rings.get(datum, 1)
+
+    def table(self) -> str:
+        """The schedule as people read it, in Markdown."""
+        rows = [
+            "| role | warps | regs | waits for | computes | signals | uses |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for role in self.roles:
+            first, last = self.start(role.name) // WARP, self.end(role.name) // WARP - 1
+            cells = (
+                role.name,
+                f"{first}-{last}" if last > first else f"{first}",
+                f"{role.regs}",
+                ", ".join(role.waits),
+                role.computes,
+                ", ".join(s if isinstance(s, str) else f"{s[0]} ({s[1]})" for s in role.signals),
+                ", ".join(role.uses),
+            )
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        return "\n".join(rows)
+
+    def _check_roles(self) -> None:
+        if not self.roles:
+            raise ValueError("a schedule without roles; need at least one")
+        names = [role.name for role in self.roles]
+        if len(set(names)) < len(names):
+            raise ValueError(f"role names repeat: {', '.join(names)}")
+        if self.threads > THREADS_PER_CTA:
+            raise ValueError(f"{self.threads} threads; a CTA has at most {THREADS_PER_CTA}")
+        if not self.specialised:
+            if not 1 <= self.roles[0].regs <= 255:
+                raise ValueError(f"{self.roles[0].regs} registers a thread; need 1 to 255")
+            return
+        owners = [role for role in self.roles for _ in range(role.warps)]
+        if len(owners) % WARPGROUP:
+            raise ValueError(
+                f"{len(owners)} warps; roles with different registers fill whole warpgroups of 4"
+            )
+        for first in range(0, len(owners), WARPGROUP):
+            regs = {role.name: role.regs for role in owners[first : first + WARPGROUP]}
+            if len(set(regs.values())) > 1:
+                raise ValueError(
+                    f"warpgroup {first // WARPGROUP}: set_max_nreg acts on whole warpgroups, "
+                    f"but its roles ask for {regs}"
+                )
+        for role in self.roles:
+            if role.regs % 8 or not 24 <= role.regs <= 256:
+                raise ValueError(
+                    f"role {role.name}: set_max_nreg {role.regs}; need a multiple of 8, 24 to 256"
+                )
+
+    def _check_barriers(self) -> None:
+        waited = {name for role in self.roles for name in role.waits}
+        signalled = {name for role in self.roles for name, _ in role.arrivals}
+        if unsignalled := sorted(waited - signalled):
+            raise ValueError(f"waited on but never signalled: {', '.join(unsignalled)}")
+        if unwaited := sorted(signalled - waited):
+            raise ValueError(f"signalled but never waited on: {', '.join(unwaited)}")
+        for datum, slots in self.rings.items():
+            if slots < 1:
+                raise ValueError(f"ring {datum}: {slots} slots; need at least 1")
+            if not any(name.rpartition("_")[0] == datum for name in self.barriers):
+                raise ValueError(f"ring {datum}: no barrier {datum}_<event> in any role")
+
+    def _check_budgets(self) -> None:
+        per_role = ", ".join(f"{role.name} {role.threads}x{role.regs}" for role in self.roles)
+        registers = sum(role.threads * role.regs for role in self.roles) * self.ctas_per_sm
+        if registers > REGISTERS_PER_SM:
+            raise ValueError(
+                f"{self.ctas_per_sm} CTAs per SM need {registers} registers ({per_role}); "
+                f"an SM has {REGISTERS_PER_SM}"
+            )
+        if self.smem_bytes > SMEM_PER_CTA:
+            raise ValueError(f"{self.smem_bytes} B shared memory; a CTA has {SMEM_PER_CTA}")
+        smem = (self.smem_bytes + SMEM_RESERVED) * self.ctas_per_sm
+        if smem > SMEM_PER_SM:
+            raise ValueError(
+                f"{self.ctas_per_sm} CTAs per SM need {smem} B shared memory "
+                f"({SMEM_RESERVED} B reserved for each); an SM has {SMEM_PER_SM}"
+            )
+        if bool(self.spill_bytes) != bool(self.spill_reason):
+            raise ValueError(
+                f"spill_bytes={self.spill_bytes}, spill_reason={self.spill_reason!r}; "
+                "spills need both a number and a reason"
+            )

@@ -1,0 +1,11 @@
+"""The inverse of a 64x64 unit lower triangular tile, as CUDA: see triangular.cuh.
+
+Inline CUDA because the work is per warp, on 16x16 blocks held in mma registers, which tile
+operations cannot address. A kernel imports `SOURCE` and calls these functions from one of its own,
+which writes the matrix from the form that its accumulators have.
+"""
+
+from pathlib import Path
+
+SOURCE = Path(__file__).with_suffix(".cuh").read_text()
+SCRATCH = (64, 72)  # fp32; 72 = qla::kLd

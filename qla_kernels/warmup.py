@@ -1,0 +1,133 @@
+"""Compile kernels before they are needed, several at a time; results stay in TileLang's cache.
+
+    python -m qla_kernels.warmup                              every variant there is
+    python -m qla_kernels.warmup --model qwen3-next --tp 4    what one model needs
+    python -m qla_kernels.warmup --list                       only say what would be compiled
+
+Needs nvcc but no GPU: a cache folder filled here (TILELANG_CACHE_DIR) serves a Hopper machine that
+has the same TileLang. Ctrl-C stops it; kernels that were finished stay in the cache.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from qla_kernels import jit
+from qla_kernels.errors import need
+
+INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+
+
+class Model(NamedTuple):
+    """The linear-attention layers of a model, as far as they decide which variants run."""
+
+    family: str
+    key_heads: int
+    value_heads: int
+    K: int
+    V: int
+    dtype: str = "bfloat16"
+
+
+MODELS = {
+    "qwen3-next": Model("gdn", 16, 32, 128, 128),
+    "qwen3.5-397b": Model("gdn", 16, 64, 128, 128),
+    "qwen3.5-122b": Model("gdn", 16, 64, 128, 128),
+    "qwen3.5-35b": Model("gdn", 16, 32, 128, 128),
+    "qwen3.5-27b": Model("gdn", 16, 48, 128, 128),
+    "qwen3.5-9b": Model("gdn", 16, 32, 128, 128),
+    "qwen3.5-4b": Model("gdn", 16, 32, 128, 128),
+    "qwen3.5-2b": Model("gdn", 16, 16, 128, 128),
+    "qwen3.5-0.8b": Model("gdn", 16, 16, 128, 128),
+}
+
+Job = tuple[jit.KernelModule, Any]
+
+
+def jobs(models: Iterable[Model] = ()) -> Iterator[Job]:
+    """Every (kernel, variant) that one of the models needs; all of them if there is no model."""
+    wanted = list(models)
+    for kernel in jit.kernel_modules():
+        for variant in kernel.module.VARIANTS:
+            if not wanted or any(_needs(model, kernel.family, variant) for model in wanted):
+                yield kernel.module, variant
+
+
+def _needs(model: Model, family: str, variant: Any) -> bool:
+    """A variant fits when every field that a model decides has the model's value."""
+    fields = variant._asdict()
+    return model.family == family and all(
+        fields.get(name, value) == value
+        for name, value in (("dtype", model.dtype), ("K", model.K), ("V", model.V))
+    )
+
+
+def sharded(name: str, tp: int) -> Model:
+    """A named model's layers on one of `tp` GPUs."""
+    model = MODELS[name]
+    if tp < 1 or model.key_heads % tp:
+        fix = f"use a divisor of {model.key_heads}"
+        raise ValueError(need("warmup", f"--tp {tp}", "whole key heads a GPU", fix))
+    return model._replace(key_heads=model.key_heads // tp, value_heads=model.value_heads // tp)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m qla_kernels.warmup", description="Compile kernels before they are needed."
+    )
+    model_help = f"may be repeated; default: every variant; known: {', '.join(MODELS)}"
+    parser.add_argument(
+        "--model", action="append", default=[], choices=MODELS, metavar="NAME", help=model_help
+    )
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share a layer's heads")
+    parser.add_argument("--list", action="store_true", help="only say what would be compiled")
+    parser.add_argument("--workers", type=int, help="compiles at a time; default: one a core")
+    parser.add_argument(
+        "--in-process", action="store_true", help="for debuggers; Ctrl-C may then be lost"
+    )
+    options = parser.parse_args(arguments)
+    if not options.in_process:
+        return run_apart([*arguments, "--in-process"])
+    try:
+        found = list(jobs([sharded(name, options.tp) for name in options.model]))
+        if options.list:
+            sys.stdout.writelines(f"{jit.label(*job)}\n" for job in found)
+        else:
+            compile_jobs(found, options.workers)
+    except ValueError as error:  # --tp does not fit, TileLang or nvcc is missing
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def run_apart(arguments: Sequence[str]) -> int:
+    """Do it in a session of its own, which Ctrl-C ends at once, compilers included.
+
+    In one process Ctrl-C would often be lost: TileLang simplifies terms with Z3, which catches
+    SIGINT for itself. The cache is written by renames, so stopping leaves nothing half done.
+    """
+    command = [sys.executable, "-m", "qla_kernels.warmup", *arguments]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        sys.stderr.write(f"\nstopped; finished kernels are in {jit.cache_dir()}\n")
+        return INTERRUPTED
+
+
+def compile_jobs(found: list[Job], workers: int | None) -> None:
+    started = time.perf_counter()
+    jit.compile_all(found, workers)
+    seconds = time.perf_counter() - started
+    sys.stdout.write(f"{len(found)} kernels in {seconds:.1f} s; cache: {jit.cache_dir()}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

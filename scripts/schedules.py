@@ -1,0 +1,76 @@
+"""Write docs/kernels.md from every kernel's schedule; with --check, only say whether it is current.
+
+Needs TileLang, because kernel files import it; neither nvcc nor a GPU.
+"""
+
+import argparse
+import inspect
+import sys
+from pathlib import Path
+
+from qla_kernels import jit
+from qla_kernels.tile.schedule import Schedule
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "kernels.md"
+
+HEADER = """\
+# Kernels
+
+Generated from the schedules in the kernel files by `python scripts/schedules.py`; do not edit. The
+static tests compile every variant and compare barriers, arrive counts, registers, shared memory and
+instructions with these tables; `python -m qla_kernels.inspect` prints what they found.
+
+A role is a group of consecutive warps. `regs` are registers per thread after `set_max_nreg`. A
+number in brackets after a signal is how many threads arrive; without one, all of the role do.
+"""
+
+
+def document() -> str:
+    return "\n".join([HEADER, *map(section, jit.kernel_modules())])
+
+
+def section(kernel: jit.Kernel) -> str:
+    """Title, then for each table of roles the variants that share it and what each costs."""
+    title = (inspect.getdoc(kernel.module) or "").partition("\n\n")[0].partition(" -- ")[2]
+    parts = [f"## {kernel}\n", f"{title[:1].upper()}{title[1:]}\n"]
+    by_table: dict[str, list[str]] = {}
+    for variant in kernel.module.VARIANTS:
+        schedule = kernel.module.schedule(variant)
+        fields = ", ".join(f"{field}={value}" for field, value in variant._asdict().items())
+        by_table.setdefault(schedule.table(), []).append(f"- `{fields}`: {budget(schedule)}")
+    for table, variants in by_table.items():
+        parts += ["\n".join(variants) + "\n", table + "\n"]
+    return "\n".join(parts)
+
+
+def budget(schedule: Schedule) -> str:
+    rings = ", ".join(f"{datum} {slots}" for datum, slots in schedule.rings.items()) or "none"
+    spills = "no spills"
+    if schedule.spill_bytes:
+        spills = f"{schedule.spill_bytes} B of spills ({schedule.spill_reason})"
+    return (
+        f"{schedule.threads} threads, {schedule.ctas_per_sm} per SM, "
+        f"{schedule.smem_bytes} B shared memory, {spills}; ring slots: {rings}."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit 1 if docs/kernels.md is stale")
+    check = parser.parse_args().check
+    text = document()
+    current = DOCUMENT.read_text() if DOCUMENT.exists() else ""
+    if text == current:
+        print(f"{DOCUMENT.name} is current")
+        return 0
+    if check:
+        print(f"{DOCUMENT.name} differs from the schedules; run python scripts/schedules.py")
+        return 1
+    DOCUMENT.parent.mkdir(exist_ok=True)
+    DOCUMENT.write_text(text)
+    print(f"wrote {DOCUMENT.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

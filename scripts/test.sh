@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Everything CI runs: lint, types, tests, generated documents, the wheel. Sets up .venv when needed.
+#
+#   bash scripts/test.sh
+#
+# Runs every step whatever came before it, ends with a table, and exits with 1 if a step failed.
+# A GPU is not used: scripts/device_check.sh is for machines that have one.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+setup_env
+cd "$root"
+
+workers=$(nproc)
+[ "$workers" -le 8 ] || workers=8 # each holds a GB: torch and TileLang
+export OMP_NUM_THREADS=1     # the workers share the cores already
+export CUDA_VISIBLE_DEVICES= # the same tests on every machine
+
+trap 'exit 130' INT # pytest ends tidily on Ctrl-C; so do we
+
+table=()
+notes=()
+failed=0
+
+step() { # name, command...
+  local name=$1 started=$SECONDS result=ok
+  shift
+  printf '\n== %s\n' "$name"
+  "$@" || { result=FAILED; failed=1; }
+  table+=("$(printf '%-22s %-7s %4d s' "$name" "$result" $((SECONDS - started)))")
+}
+
+# Their tests skip themselves; a line at the end keeps that from going unnoticed.
+missing=$("$python" -c 'from qla_kernels import jit; jit.nvcc()' 2>&1) ||
+  notes+=("NOT RUN: the static tier. ${missing##*$'\n'}")
+command -v g++ >/dev/null || notes+=("NOT RUN: the emulated tier. no g++; apt install g++")
+
+step "ruff check" "$python" -m ruff check .
+step "ruff format" "$python" -m ruff format --check .
+step "mypy" "$python" -m mypy
+step "pytest" "$python" -m pytest -q -m "not hopper" -n "$workers" --dist worksteal --durations=10
+step "docs/kernels.md" "$python" scripts/schedules.py --check
+step "performance tables" "$python" -m benchmarks.report --check
+
+printf '\n'
+printf '%s\n' "${table[@]}" "total $SECONDS s"
+[ ${#notes[@]} = 0 ] || printf '%s\n' "${notes[@]}"
+exit $failed

@@ -1,0 +1,48 @@
+"""Seeds, poisoned memory, and which tests this machine can run."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+HOPPER = (9, 0)
+
+
+def pytest_configure() -> None:
+    # Test tensors are small: on two cores, two threads took twice the CPU time of one.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    hopper = any(torch.cuda.get_device_capability(i) == HOPPER for i in range(gpus))
+    for item in items:
+        if "hopper" in item.keywords and not hopper:
+            item.add_marker(pytest.mark.skip(reason="needs an SM90 GPU"))
+        if "multi_gpu" in item.keywords and gpus < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs several GPUs, found {gpus}"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Fresh memory is NaN (integers: their largest value): reading what nobody wrote shows.
+
+    This is torch's own switch: it covers torch.empty and its relatives, called from anywhere.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@pytest.fixture(autouse=True)
+def _poison_on_the_gpu(request: pytest.FixtureRequest) -> None:
+    """On a GPU always: its fresh memory is mostly zeros, or an earlier test's right answer."""
+    if "hopper" in request.keywords:
+        request.getfixturevalue("poison")

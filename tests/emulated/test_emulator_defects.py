@@ -1,0 +1,169 @@
+"""Kernels with one mistake each: the emulator reports it, or the numbers are wrong; none hangs."""
+
+import math
+import re
+
+import pytest
+import tilelang
+import torch
+from torch import Tensor
+
+from tests.compare import relative_l2
+from tests.emulator import (
+    EmulatedKernel,
+    EmulationError,
+    UnknownCodeError,
+    cases,
+    inline_samples,
+    samples,
+)
+from tests.emulator.cases import Case
+
+SEEDS = range(6)
+WRONG = 0.02  # a relative error that no rounding explains
+
+
+def outcome(kernel: EmulatedKernel, case: Case, seed: int) -> str:
+    """The report; "wrong numbers" without one; "" when nothing was noticed."""
+    case.output.fill_(math.nan)
+    try:
+        kernel(*case.arguments, seed=seed)
+    except EmulationError as error:
+        return str(error)
+    return "" if relative_l2(case.output, case.want) < WRONG else "wrong numbers"
+
+
+RING_REPORTS = {
+    # slots count as free at half the arrivals, twice as often: what follows depends on the seed
+    "arrive count": r"full\[\d\]: more arrivals than its count of 1|deadlock|wrong numbers",
+    "parity": r"deadlock(?s:.*)threads 128\.\.159: waiting for free\[0\], parity 0: phase 0 is open"
+    r" and needs 128 of 128 arrivals",
+    "no full wait": r"full\[\d\]: more arrivals than its count of 1 in phase|full\[\d\]: data was"
+    r" loaded in phase \d, but no thread waited for it|wrong numbers",
+    "no wgmma wait": r"thread 0 ends without waiting for its wgmma",
+    "early release": r"wrong numbers",
+    "load too much": r"full\[1\]: data was loaded in phase 2, but no thread waited for it",
+    "load too little": r"deadlock(?s:.*)threads 0\.\.127: waiting for full\[0\], parity 0: phase 2",
+    "no store wait": r"thread 0 ends without waiting for its TMA store",
+}
+
+
+@pytest.mark.parametrize("defect", samples.RING_DEFECTS)
+def test_mistakes_with_a_ring_are_noticed_by_every_seed(defect: str) -> None:
+    kernel = EmulatedKernel(samples.ring_gemm(defect), samples.FAST)
+    case = cases.ring_gemm()
+    for seed in SEEDS:
+        assert re.search(RING_REPORTS[defect], outcome(kernel, case, seed)), f"seed {seed}"
+
+
+def test_a_seed_reproduces_its_interleaving() -> None:
+    kernel = EmulatedKernel(samples.ring_gemm("early release"), samples.FAST)
+    case = cases.ring_gemm()
+    results = []
+    for seed in (1, 1, 3):
+        kernel(*case.arguments, seed=seed)
+        results.append(case.output.clone())
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_a_producer_two_phases_off_is_noticed() -> None:
+    kernel = EmulatedKernel(samples.blocks_then_columns("two phases off"), samples.FAST)
+    case = cases.blocks_then_columns(num_blocks=4, num_columns=192)
+    assert all(outcome(kernel, case, seed) for seed in SEEDS)
+
+
+def test_a_named_barrier_with_two_uses_is_reported() -> None:
+    kernel = EmulatedKernel(samples.reverse_halves("named barrier"))
+    case = cases.reverse_halves()
+    for seed in SEEDS:
+        assert re.search(
+            r"named barrier 8 is shared: warps .* and warps", outcome(kernel, case, seed)
+        )
+
+
+def test_a_shared_named_barrier_can_be_allowed_and_then_shows_in_the_numbers() -> None:
+    kernel = EmulatedKernel(samples.reverse_halves("named barrier"), share_named_barriers=True)
+    case = cases.reverse_halves()
+    assert {outcome(kernel, case, seed) for seed in SEEDS} == {"wrong numbers"}
+
+
+@pytest.fixture(scope="module")
+def misuse() -> EmulatedKernel:
+    return EmulatedKernel(inline_samples.misuse())
+
+
+def mode(number: int) -> Tensor:
+    x = torch.ones(128)
+    x[0] = number
+    return x
+
+
+@pytest.mark.parametrize(
+    ("number", "report"),
+    [
+        (1, r"time limit of 0\.5 s, threads still move\n  threads"),
+        (2, r"time limit of 0\.5 s\n  block \(0, 0, 0\): thread \d+ computes and never waits"),
+        (3, r"deadlock(?s:.*)waiting in __syncwarp for lanes ffff0000 of the warp"),
+        (4, r"executes __s\w+ .*while other lanes execute __s\w+"),
+        (5, r"thread \d+: memory fault at byte \d+ of x, which has 512 bytes"),
+        (6, r"wrote before the start of x"),
+        (8, r"thread \d+: integer division by zero"),
+        (9, r"deadlock(?s:.*)waiting at named barrier 0: 96 of 128 threads are there"),
+        (11, r"named barrier 8 is shared: warps .* count 64"),
+        (13, r"thread \d+ ends without waiting for its cp\.async"),
+    ],
+)
+def test_misuse_is_reported(misuse: EmulatedKernel, number: int, report: str) -> None:
+    with pytest.raises(EmulationError, match=report):
+        misuse(mode(number), seed=1, time_limit=0.5)
+
+
+def test_uninitialised_shared_memory_is_nan(misuse: EmulatedKernel) -> None:
+    x = mode(7)
+    misuse(x)
+    assert x.isnan().all()
+
+
+def test_waiting_for_cp_async_by_inline_assembly_works(misuse: EmulatedKernel) -> None:
+    x = mode(12)
+    misuse(x)
+    assert torch.equal(x, mode(12) + 1)
+
+
+def test_failed_launches_leave_the_tensors_alone(misuse: EmulatedKernel) -> None:
+    x = mode(6)
+    with pytest.raises(EmulationError):
+        misuse(x)
+    assert torch.equal(x, mode(6))
+
+
+def test_prints_are_passed_on(misuse: EmulatedKernel, capsys: pytest.CaptureFixture[str]) -> None:
+    misuse(mode(10))
+    assert capsys.readouterr().out == "block (0, 0, 0), thread 0: mode 10\n"
+
+
+def test_the_host_wrapper_and_the_tensor_maps_refuse_bad_arguments() -> None:
+    kernel = EmulatedKernel(samples.ring_gemm(), samples.FAST)
+    a, b, c = cases.ring_gemm().arguments
+    with pytest.raises(EmulationError, match="input A dtype mismatch, expected bfloat16"):
+        kernel(a.half(), b, c)
+    odd = torch.zeros(192 * 320 + 1, dtype=torch.bfloat16)[1:].view(192, 320)
+    with pytest.raises(EmulationError, match="tensor map refused: the address is not 16-byte"):
+        kernel(odd, b, c)
+    with pytest.raises(TypeError, match=r"takes 3 arguments \(A, B, C\), got 2"):
+        kernel(a, b)
+
+
+def test_unknown_functions_are_named() -> None:
+    source = "__device__ void f(float* x) { tl::warp_dance(x); *x = __sinpif(*x); }"
+    with pytest.raises(UnknownCodeError) as error:
+        EmulatedKernel(inline_samples.calling(source, "f"))
+    for part in ("tl::warp_dance; __sinpif", tilelang.__version__, "tests/emulator/device"):
+        assert part in str(error.value)
+
+
+def test_unknown_assembly_is_named() -> None:
+    source = '__device__ void f(float* x) { asm volatile("nanosleep.u32 5;"); }'
+    with pytest.raises(UnknownCodeError, match=r"know: nanosleep\.u32 5 .*ASSEMBLY"):
+        EmulatedKernel(inline_samples.calling(source, "f"))

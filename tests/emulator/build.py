@@ -1,0 +1,134 @@
+"""Translated sources to one executable per kernel, with g++, kept on disk and keyed by content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import tilelang
+
+from tests.emulator import translate
+from tests.emulator.cache import folder, locked, write
+from tests.emulator.errors import EmulationError, UnknownCodeError
+from tests.emulator.lowering import Lowered
+
+HERE = Path(__file__).parent
+FLAGS = ["-std=c++20", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
+# Uninitialised registers hold a pattern (-1.7e38 as float), so that using one shows.
+DEVICE_FLAGS = ["-O2", "-ftrivial-auto-var-init=pattern"]
+HOST_FLAGS = ["-O0"]
+RUNTIME_FLAGS = ["-O3"]
+
+# What g++ says when the translated source uses a name that no header of ours has.
+UNKNOWN = [
+    (r"error: '(\w+)' is not a member of '(\w+)'", r"\2::\1"),
+    (r"error: '(\w+)' was not declared", r"\1"),
+    (r"error: '(\w+)' does not name a type", r"\1"),
+    (r"error: there are no arguments to '(\w+)'", r"\1"),
+    (r"error: '[^\n]*?' has no member named '(\w+)'", r"a member \1"),
+    (r"error: no matching function for call to '([^'\n]*)'", r"\1"),
+    (r"error: static assertion failed: ([^\n]*)", r"\1"),
+    (r"undefined reference to `(\w+)'", r"\1"),
+]
+
+
+def build(lowered: Lowered) -> Path:
+    """The executable of a lowered kernel; its folder also holds the translated sources."""
+    sources = {
+        "kernel.cpp": translate.device(lowered.device, lowered.launch_parameters),
+        "host.cpp": translate.host(lowered.host),
+    }
+    runtime = _runtime()
+    key = _digest([*sources.values(), runtime.name, *DEVICE_FLAGS])
+    place = folder() / "kernels" / f"{lowered.name}-{key}"
+    executable = place / "kernel"
+    with locked(place):
+        if executable.exists():
+            return executable
+        for name, text in sources.items():
+            write(place / name, text)
+        with tempfile.TemporaryDirectory(dir=place) as scratch:
+            objects = [Path(scratch) / "kernel.o", Path(scratch) / "host.o"]
+            _compile(place / "kernel.cpp", objects[0], DEVICE_FLAGS, lowered)
+            _compile(place / "host.cpp", objects[1], HOST_FLAGS, lowered)
+            linked = Path(scratch) / "kernel"
+            inputs = map(str, [*objects, *runtime.glob("*.o")])
+            _run([*inputs, "-pthread", "-o", str(linked)], lowered, place)
+            os.replace(linked, executable)
+    return executable
+
+
+@cache
+def _runtime() -> Path:
+    """The folder of the runtime's object files, compiled once for all kernels."""
+    files = sorted([*HERE.glob("device/*.h"), *HERE.glob("runtime/*")])
+    key = _digest([*(file.read_text() for file in files), *_architecture(), *FLAGS, *RUNTIME_FLAGS])
+    place = folder() / f"runtime-{key}"
+    with locked(place), ThreadPoolExecutor(max_workers=2) as pool:
+        if place.exists():
+            return place
+        scratch = place.with_name(place.name + ".new")
+        scratch.mkdir(exist_ok=True)
+
+        def compile_one(source: Path) -> None:
+            _compile(source, scratch / f"{source.stem}.o", RUNTIME_FLAGS)
+
+        list(pool.map(compile_one, HERE.glob("runtime/*.cpp")))
+        os.rename(scratch, place)
+    return place
+
+
+def _compile(source: Path, target: Path, flags: list[str], lowered: Lowered | None = None) -> None:
+    arguments = [*FLAGS, *flags, *_architecture()[1:], f"-I{HERE}", "-c", str(source)]
+    _run([*arguments, "-o", str(target)], lowered, source)
+
+
+def _run(arguments: list[str], lowered: Lowered | None, source: Path) -> None:
+    command = [_architecture()[0], *arguments]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}, check=False
+    )
+    if result.returncode == 0:
+        return
+    names = list(
+        dict.fromkeys(
+            found.expand(name)
+            for pattern, name in UNKNOWN
+            for found in re.finditer(pattern, result.stderr)
+        )
+    )
+    first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr)
+    if lowered is None or not names:
+        raise EmulationError(f"g++ failed on {source}:\n{result.stderr[:4000]}")
+    raise UnknownCodeError(
+        f"{lowered.name}: TileLang {tilelang.__version__} generated code that the emulator does"
+        f" not know: {'; '.join(names)}. Add it under tests/emulator/device (README.md, 'Teaching"
+        f" it something new'). Translated source: {source}. First message: {first}"
+    )
+
+
+@cache
+def _architecture() -> tuple[str, ...]:
+    """The compiler's path, and flags for this processor."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise EmulationError("the emulator needs g++ 11 or newer, found none; apt install g++")
+    version = subprocess.run(
+        [compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if int(version.split(".")[0]) < 11:
+        raise EmulationError(f"the emulator needs g++ 11 or newer, found {version} at {compiler}")
+    processor = Path("/proc/cpuinfo").read_text()
+    wide = all(re.search(rf"\b{flag}\b", processor) for flag in ("avx2", "fma", "f16c", "bmi2"))
+    return (compiler, "-march=x86-64-v3") if wide else (compiler,)
+
+
+def _digest(texts: list[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

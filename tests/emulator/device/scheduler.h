@@ -1,0 +1,149 @@
+// What runs: blocks of fibers, one fiber per CUDA thread, and the asynchronous copies between them.
+//
+// A fiber runs until it waits for something; the scheduler (runtime/scheduler.cpp) then picks, from
+// a seeded random stream, which warp goes next, which warp is slow, and when a copy lands. Nothing
+// is ever preempted, so a seed reproduces an interleaving exactly.
+#pragma once
+
+#include <csetjmp>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <source_location>
+#include <string>
+#include <ucontext.h>
+#include <unordered_map>
+#include <vector>
+
+#include "cuda.h"
+
+namespace emu {
+
+constexpr int kWarp = 32;
+constexpr int kWarpgroup = 128;
+using Where = std::source_location;  // the line of the generated kernel, for reports
+
+// Reports the mistake with the state of every thread of the block, and ends the process.
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+std::string format(const char* format, ...) __attribute__((format(printf, 1, 2)));
+std::string at(const Where& where);  // " (kernel.cpp:57)"
+
+// ---- asynchronous operations ----
+
+// Commit groups of one kind in one thread: cp.async, bulk stores, wgmma.
+struct Groups {
+  int open = 0;         // the group that the next operation joins
+  int last_used = -1;   // the latest group holding an operation
+  int last_waited = -1; // the latest group that a wait has covered
+  void commit() { ++open; }
+  bool unwaited() const { return last_used > last_waited; }
+};
+
+enum class Copy { TmaLoad, TmaStore, CpAsync, CpAsyncArrive };
+
+struct Thread;
+struct Pending {
+  Copy kind;
+  Thread* issuer;
+  int group;
+  std::function<void()> land;
+};
+
+// ---- threads ----
+
+// Why a fiber is suspended: asked again by the scheduler, described in reports.
+struct Waiting {
+  const void* state;
+  bool (*ready)(const void* state);
+  std::string (*describe)(const void* state);
+};
+
+struct Thread {
+  int index = 0;
+  bool started = false;
+  bool done = false;
+  const Waiting* waiting = nullptr;
+  jmp_buf registers;
+  ucontext_t entry;
+
+  Groups stores, cp_asyncs, wgmmas;
+  std::vector<long> wgmmas_committed;  // wgmma instructions issued up to the end of each open group
+  long wgmmas_issued = 0;
+};
+
+struct Meeting;       // warp.h
+struct MBarrier;      // mbarrier.h
+struct NamedBarrier;  // named_barrier.h
+struct SharedMemory;  // shared_memory.h
+struct WgmmaQueue;    // wgmma.h
+
+enum class Schedule {
+  Random,  // copies land at random times
+  Late,    // copies land only when no thread can move: exposes every missing wait
+  Eager,   // copies land at once: tells a race from wrong arithmetic
+};
+
+struct Block {
+  dim3 index, grid, shape;
+  Schedule schedule;
+  uint64_t random;
+  std::deque<Thread> threads;
+  std::deque<Pending> pending;
+  const Pending* landing = nullptr;  // the copy being carried out, when no thread runs
+
+  SharedMemory* shared = nullptr;
+  std::unordered_map<const void*, void*> static_shared;  // declaration -> array
+
+  std::vector<std::vector<std::shared_ptr<Meeting>>> meetings;  // per warp
+  std::deque<WgmmaQueue> warpgroups;
+  std::vector<NamedBarrier> named_barriers;
+  std::deque<MBarrier> mbarriers;
+  std::unordered_map<const void*, std::string> mbarrier_names;
+
+  Block(dim3 index, dim3 grid, dim3 shape, Schedule schedule, uint64_t seed);
+  ~Block();
+  int size() const { return int(shape.x * shape.y * shape.z); }
+};
+
+extern thread_local Block* block;     // the block that this host thread runs
+extern thread_local Thread* current;  // the CUDA thread that runs now, if one does
+
+void suspend();  // back to the scheduler; returns when the thread is picked again
+
+// Suspends the running thread until ready(); describe() says what it waits for.
+template <class Ready, class Describe>
+void wait_until(Ready ready, Describe describe) {
+  if (ready()) return;
+  struct State {
+    Ready& ready;
+    Describe& describe;
+  } state{ready, describe};
+  Waiting waiting{
+      &state, [](const void* s) { return static_cast<const State*>(s)->ready(); },
+      [](const void* s) { return std::string(static_cast<const State*>(s)->describe()); }};
+  current->waiting = &waiting;
+  suspend();
+  current->waiting = nullptr;
+}
+
+inline uint64_t random_bits() {  // xorshift64
+  uint64_t& state = block->random;
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return state;
+}
+inline bool one_in(int n) { return random_bits() % n == 0; }
+
+// Starts an asynchronous operation of the running thread.
+inline void start(Copy kind, int group, std::function<void()> land) {
+  if (block->schedule == Schedule::Eager) return land();
+  block->pending.push_back({kind, current, group, std::move(land)});
+}
+
+// Carries out this thread's operations of a kind, in order, up to and including a group.
+void finish(Thread* issuer, Copy kind, int up_to_group);
+
+}  // namespace emu

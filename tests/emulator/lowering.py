@@ -1,0 +1,66 @@
+"""TileLang to sources, without nvcc or a GPU: the device's CUDA and the host wrapper's C."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tilelang  # first: it makes its own tvm importable
+from tilelang.transform.pass_config import normalize_pass_configs
+from tvm import transform
+from tvm.target import Target
+
+from tests.emulator.cache import folder, write
+
+TARGET = {"kind": "cuda", "arch": "sm_90a"}
+
+
+@dataclass(frozen=True)
+class Lowered:
+    name: str
+    parameters: list[str]
+    device: str
+    host: str
+    launch_parameters: dict[str, list[str]]  # device function -> what the host passes last
+
+
+def lower(prim_func: Any, pass_configs: Mapping[str, object]) -> Lowered:
+    """Lowers for sm_90a; the result is kept on disk, keyed by the function's text."""
+    configs = normalize_pass_configs(dict(pass_configs))
+    name = str(prim_func.attrs["global_symbol"])
+    options = str(sorted(map(str, configs.items())))
+    text = prim_func.script(show_meta=True)
+    key = "\n".join([Path(__file__).read_text(), tilelang.__version__, options, name, text])
+    path = folder() / "lowered" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    if path.exists():
+        return Lowered(**json.loads(path.read_text()))
+
+    target = Target(TARGET)
+    with transform.PassContext(opt_level=3, config=configs), target:
+        artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=True)
+    lowered = Lowered(
+        name=name,
+        parameters=[
+            prim_func.buffer_map[p].name if p in prim_func.buffer_map else p.name
+            for p in prim_func.params
+        ],
+        device=artifact.kernel_source,
+        host=artifact.rt_mod.inspect_source(),
+        launch_parameters={
+            str(function.attrs["global_symbol"]): _launch_parameters(function)
+            for function in artifact.device_mod.functions.values()
+        },
+    )
+    write(path, json.dumps(asdict(lowered)))
+    return lowered
+
+
+def _launch_parameters(function: Any) -> list[str]:
+    for name, value in function.attrs.items():
+        if name.endswith("kernel_launch_params"):
+            return [str(parameter) for parameter in value]
+    raise RuntimeError(f"TileLang {tilelang.__version__}: {function} has no launch parameters")

@@ -1,0 +1,137 @@
+// The tensor cores: instructions queue per warpgroup and run when a wait asks for them.
+#include "../device/wgmma.h"
+
+namespace emu {
+
+namespace {
+
+constexpr int kRows = 64, kMaxColumns = 256, kMaxDepth = 16;
+
+// Where element (mn, k) of a shared operand is. Tiles are made of core matrices of 8 rows; with a
+// swizzle, a row spans `span` bytes. K-major: rows run along mn; MN-major: rows run along k.
+uint32_t element_address(uint64_t descriptor, bool mn_major, int bytes, int mn, int k) {
+  constexpr uint32_t spans[] = {16, 128, 64, 32};  // by layout: none, 128B, 64B, 32B
+  uint32_t start = uint32_t(descriptor & 0x3fff) << 4;
+  uint32_t leading = uint32_t(descriptor >> 16 & 0x3fff) << 4;
+  uint32_t stride = uint32_t(descriptor >> 32 & 0x3fff) << 4;
+  uint32_t layout = uint32_t(descriptor >> 62);
+  uint32_t span = spans[layout];
+  uint32_t row = mn_major ? k : mn, column = (mn_major ? mn : k) * bytes;
+  uint32_t address = start + row % 8 * span;
+  if (layout && !mn_major) address += row / 8 * stride + column;
+  else if (layout) address += row / 8 * stride + column / span * leading + column % span;
+  else if (!mn_major) address += row / 8 * stride + column / 16 * leading + column % 16;
+  else address += row / 8 * leading + column / 16 * stride + column % 16;
+  return layout ? swizzled(address, span) : address;
+}
+
+float shared_element(tl::DataType type, uint64_t descriptor, bool mn_major, int mn, int k) {
+  uint32_t address = element_address(descriptor, mn_major, bytes_of(type), mn, k);
+  return matrix_element(type, shared_pointer(address));
+}
+
+// Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 below.
+int row_of(int thread, int half) { return thread / 32 * 16 + thread % 32 / 4 + half * 8; }
+
+float register_element(const Wgmma& w, int row, int k) {
+  int per = 4 / bytes_of(w.shape.a);  // elements per 32-bit register
+  int pair = k / per;
+  int thread = row / 16 * 32 + row % 8 * 4 + pair % 4;
+  int r = row % 16 / 8 + pair / 4 * 2;
+  auto* bytes = reinterpret_cast<const uint8_t*>(w.a_registers[thread] + r);
+  return matrix_element(w.shape.a, bytes + k % per * bytes_of(w.shape.a));
+}
+
+void execute(const Wgmma& w) {
+  static thread_local float a[kRows][kMaxDepth], b[kMaxDepth][kMaxColumns];
+  static thread_local float d[kRows][kMaxColumns];
+  const WgmmaShape& shape = w.shape;
+  for (int k = 0; k < shape.k; ++k) {
+    for (int m = 0; m < kRows; ++m)
+      a[m][k] = shape.a_sign * (shape.a_in_registers
+                                    ? register_element(w, m, k)
+                                    : shared_element(shape.a, w.a, shape.a_mn_major, m, k));
+    for (int n = 0; n < shape.n; ++n)
+      b[k][n] = shape.b_sign * shared_element(shape.b, w.b, shape.b_mn_major, n, k);
+  }
+  for (int m = 0; m < kRows; ++m) {
+    std::fill(d[m], d[m] + shape.n, 0.0f);
+    for (int k = 0; k < shape.k; ++k)
+      for (int n = 0; n < shape.n; ++n) d[m][n] += a[m][k] * b[k][n];
+  }
+  for (int t = 0; t < kWarpgroup; ++t)
+    for (int i = 0; i < shape.n / 2; ++i) {  // registers of a thread: 2 columns, 2 rows, next 8
+      float sum = d[row_of(t, i / 2 % 2)][i / 4 * 8 + t % 4 * 2 + i % 2];
+      float& c = w.accumulators[t][i];
+      c = w.accumulate[t] ? c + sum : sum;
+    }
+}
+
+WgmmaQueue& my_queue() { return block->warpgroups[current->index / kWarpgroup]; }
+
+// Instructions that every thread of the warpgroup has issued and waited past are forgotten.
+void drop_finished(WgmmaQueue& queue) {
+  while (!queue.instructions.empty() && queue.instructions.front().done) {
+    queue.instructions.pop_front();
+    ++queue.first;
+  }
+}
+
+}  // namespace
+
+void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_registers, uint64_t b,
+                 float* accumulators, bool accumulate) {
+  if (block->size() % kWarpgroup) fail("wgmma in a block of %d threads", block->size());
+  WgmmaQueue& queue = my_queue();
+  size_t position = size_t(current->wgmmas_issued++ - queue.first);
+  if (position >= queue.instructions.size()) queue.instructions.resize(position + 1);
+  Wgmma& w = queue.instructions[position];
+  if (w.issued && !(w.shape == shape && w.a == a && w.b == b))
+    fail("wgmma: threads of one warpgroup issue different instructions");
+  int t = current->index % kWarpgroup;
+  w.shape = shape;
+  w.a = a;
+  w.b = b;
+  w.a_registers[t] = a_registers;
+  w.accumulators[t] = accumulators;
+  w.accumulate[t] = accumulate;
+  ++w.issued;
+  current->wgmmas.last_used = current->wgmmas.open;
+}
+
+void commit_wgmmas() {
+  current->wgmmas_committed.push_back(current->wgmmas_issued);
+  current->wgmmas.commit();
+}
+
+void wait_for_wgmmas(int in_flight, Where where) {
+  Groups& groups = current->wgmmas;
+  int last = groups.open - 1 - in_flight;
+  if (last <= groups.last_waited) return;
+  long needed = current->wgmmas_committed[last];
+  groups.last_waited = last;
+
+  WgmmaQueue& queue = my_queue();
+  auto all_issued = [&] {
+    for (long i = queue.first; i < needed; ++i)
+      if (queue.instructions[i - queue.first].issued < kWarpgroup) return false;
+    return true;
+  };
+  wait_until(all_issued, [&] {
+    return "waiting for the rest of the warpgroup to issue its wgmma" + at(where);
+  });
+  if (queue.requested < needed) {
+    queue.requested = needed;
+    bool at_once = block->schedule == Schedule::Eager || one_in(2);
+    queue.busy = at_once ? 0 : int(random_bits() % 32);
+  }
+  wait_until([&] { return queue.busy == 0; }, [&] { return "waiting for wgmma" + at(where); });
+  for (long i = queue.first; i < needed; ++i) {
+    Wgmma& w = queue.instructions[i - queue.first];
+    if (!w.done) execute(w);
+    w.done = true;
+  }
+  drop_finished(queue);
+}
+
+}  // namespace emu

@@ -1,0 +1,203 @@
+"""The harness survives whatever an implementation does, and the command runs to its end."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from benchmarks import records, sm90
+from benchmarks.harness import Harness
+from benchmarks.messages import Options
+from benchmarks.records import (
+    DIED,
+    FAILED,
+    MEMORY,
+    MISSING,
+    NOT_APPLICABLE,
+    OK,
+    TIME_LIMIT,
+    UNSUPPORTED,
+    WRONG,
+)
+from benchmarks.timing import CpuTimer, measure_ceilings, spread
+from benchmarks.workloads import GDN, Gdn
+from tests.host.bench_fakes import EVERYONE
+
+WORKLOAD = Gdn((1, 2), (70, 5), head_dim=16)
+PROVIDER = "tests.host.bench_fakes:implementations"
+QUICKLY = Options(rounds=1, burst_s=0.0)
+
+
+def harness(tmp_path, names=(), options=QUICKLY, **more):
+    return Harness("gdn", names, options, tmp_path / "log", provider=PROVIDER, **more)
+
+
+WHAT_BECOMES_OF = {
+    "right": (OK, ""),
+    "wrong_chunk": (WRONG, "o is off by"),
+    "unwritten": (WRONG, "ht is off by nan"),
+    "forgets": (WRONG, "ht is missing"),
+    "raises": (FAILED, "first call: RuntimeError: no such variant"),
+    "refuses": (UNSUPPORTED, "got this; need that; do this"),
+    "hungry": (MEMORY, "tried to allocate everything"),
+    "lacks": (NOT_APPLICABLE, "it has no forward"),
+    "absent": (MISSING, "ModuleNotFoundError"),
+    "hangs": (TIME_LIMIT, "first call: nothing happened for 5 s"),
+    "dies": (DIED, "first call: the process ended with SIGKILL"),
+    "dies_on_import": (MISSING, "import: the process ended with SIGKILL"),
+}
+
+
+def test_whatever_an_implementation_does_the_rest_goes_on(tmp_path):
+    """One test, because replacing workers takes seconds and every check looks at the same rows."""
+    said = []
+    with harness(
+        tmp_path,
+        first_call_limit=5.0,
+        listener=lambda implementation, phase: said.append((implementation, phase)),
+    ) as running:
+        rows = [running.row(WORKLOAD) for _ in range(3)]
+
+    # each says what became of it, and only what is right has a time
+    assert set(WHAT_BECOMES_OF) == {fake.name for fake in EVERYONE}
+    for name, (status, detail) in WHAT_BECOMES_OF.items():
+        result = rows[0].result(name)
+        assert result.status == status, result
+        assert detail in result.detail
+        assert (result.p50_ms is not None) == (status == OK)
+    assert {name for name, phase in said if phase == "timing"} == {"right"}
+
+    # every implementation has a result in every row
+    for row in rows:
+        assert {r.implementation for r in row.results} == set(WHAT_BECOMES_OF)
+        assert row.result("right").status == OK
+
+    # who ends the worker twice is not tried a third time
+    for name in ("hangs", "dies"):
+        assert rows[1].result(name).status in (TIME_LIMIT, DIED)
+        assert rows[2].result(name).detail == "not tried: ended the worker 2 times"
+        assert said.count((name, "first call")) == 2
+
+    # what is right comes with its errors and the counted work
+    right = rows[0].result("right")
+    assert set(right.errors) == {"o", "ht"}
+    assert max(right.errors.values()) < 1e-5
+    assert right.p20_ms <= right.p50_ms <= right.p80_ms
+    assert rows[0].flops > 0
+    assert rows[0].floor_ms > 0
+
+
+def test_compiling_only_times_nothing(tmp_path):
+    said = []
+    options = QUICKLY._replace(compile_only=True)
+    with harness(
+        tmp_path, ["right", "wrong_chunk"], options, listener=lambda *step: said.append(step)
+    ) as running:
+        row = running.row(WORKLOAD)
+    assert {r.status for r in row.results} == {OK}  # what is not checked is not called wrong
+    assert {phase for _, phase in said}.isdisjoint({"truth", "timing", "capture"})
+
+
+def test_the_worker_goes_when_the_harness_is_left(tmp_path):
+    with harness(tmp_path, ["right"]) as running:
+        process = running._process
+        assert process.is_alive()
+    process.join(10)
+    assert not process.is_alive()
+
+
+def test_a_workload_that_cannot_be_made_fails_for_everyone_and_the_next_one_runs(tmp_path):
+    impossible = Gdn((2, 3), (5,), head_dim=16)  # 3 value heads cannot share 2 key heads
+    with harness(tmp_path, ["right"]) as running:
+        assert running.row(impossible).result("right").status == FAILED
+        assert running.row(WORKLOAD).result("right").status == OK
+
+
+def test_spread_is_quantiles():
+    assert spread([3.0]) == (3.0, 3.0, 3.0)
+    assert spread([float(i) for i in range(101)]) == (20.0, 50.0, 80.0)
+
+
+def test_a_burst_has_at_least_one_sample_and_takes_turns():
+    calls = []
+    timer = CpuTimer([lambda: calls.append("a"), lambda: calls.append("b")])
+    assert len(timer.burst(0.0)) == 1
+    timer.burst(0.0)
+    assert calls == ["a", "b"]
+
+
+def test_ceilings_are_measured_not_assumed():
+    ceilings = measure_ceilings(torch.device("cpu"))
+    assert 1e8 < ceilings.flops < 1e14
+    assert 1e8 < ceilings.bandwidth < 1e13
+    assert "float32" in ceilings.matmul
+
+
+# --- the command
+
+
+def test_select_by_set_direction_and_name():
+    def names(*arguments):
+        return [w.name for w in sm90.select(sm90.parse(["gdn", *arguments]))]
+
+    assert len(names("--quick")) == 27
+    assert len(names("--quick", "--direction", "bwd")) == 6
+    assert all("both" in name for name in names("--quick", "--direction", "both"))
+    assert names("--quick", "--only", "*fwd-16x64-1x2048*") == ["gdn-fwd-16x64-1x2048-published-h0"]
+    assert set(names("--set", "kernels,cpu")) == {w.name for w in GDN["kernels"] + GDN["cpu"]}
+    assert len(names()) == sum(len(GDN[s]) for s in ("forward", "backward", "short"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "there_is"),
+    [
+        (["--set", "nonsense"], "'anchors'"),
+        (["--direction", "up"], "need fwd, bwd or both"),
+        (["--impl", "fastest"], "'flash_qla'"),
+    ],
+)
+def test_bad_arguments_are_refused_with_what_there_is(arguments, there_is, capsys):
+    with pytest.raises(SystemExit):
+        sm90.parse(["gdn", *arguments])
+    assert there_is in capsys.readouterr().err
+
+
+def test_without_a_gpu_workloads_are_shorter_and_kernels_left_out():
+    found = sm90.for_cpu([*GDN["anchors"], *GDN["kernels"]], quick=True, asked_for=False)
+    assert len(found) == 28
+    assert found[0].lengths == (512,)
+    assert found[-1] == GDN["cpu"][0]
+    assert sm90.for_cpu([GDN["cpu"][0]], quick=True, asked_for=True) == [GDN["cpu"][0]]
+
+
+def test_the_command_runs_to_the_end(tmp_path, capsys):
+    """One forward and one backward row through the CPU path: table, JSON, figures, record."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: this is the path without one")
+    out = tmp_path / "out"
+    started = time.monotonic()
+    status = sm90.main([
+        "gdn", "--quick", "--only", "gdn-?wd-2x8-1x2048-*", "--out", str(out), "--plot",
+    ])  # fmt: skip
+    assert status == 0
+    printed = capsys.readouterr().out
+    assert "token loop" in printed
+    assert "FlashQLA is missing: needs a CUDA device" in printed
+    assert "Ran 1 workloads on" in printed
+    for name in ("gdn.md", "gdn.json", "gdn-fwd-latency.png", "gdn-fwd-latency.svg"):
+        assert (out / name).stat().st_size > 0
+        assert str(out / name) in printed
+    entry = json.loads((out / "gdn.json").read_text())
+    assert entry["device_kind"] == "cpu"
+    assert entry["rows"][0]["results"][0]["status"] == OK
+    assert entry["fingerprint"] == records.fingerprint("gdn")
+    assert time.monotonic() - started < 120
+
+
+def test_warming_compiles_in_processes_and_reports_failures(tmp_path, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: this is the path without one")
+    quick = ["gdn", "--quick", "--only", "gdn-fwd-2x8-1x2048-*", "--out", str(tmp_path)]
+    assert sm90.main([*quick, "--impl", "ours", "--warm", "2"]) == 0
+    assert "compiled for 1 workloads: ours" in capsys.readouterr().out

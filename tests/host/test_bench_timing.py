@@ -1,0 +1,238 @@
+"""The GPU's side of the benchmark on a pretended device: graphs, events, poison, replay checks.
+
+What CUDA does is replaced by the least that lets the code run: a graph replays by calling again, an
+event reads a counter. That the numbers mean something, only a GPU can show.
+"""
+
+import contextlib
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import worker as worker_module
+from benchmarks.baselines import Call
+from benchmarks.messages import Begin, Options, RowFacts
+from benchmarks.records import FAILED, OK, WRONG, Result
+from benchmarks.timing import EventTimer, GraphTimer, eager_seconds
+from benchmarks.worker import Worker
+from benchmarks.workloads import Gdn
+from tests.host.bench_fakes import Raises, Refuses, Right, WrongChunk
+
+WORKLOAD = Gdn((1, 2), (70, 5), head_dim=16)
+
+
+class Pretended:
+    """One pretended device: what was captured, and a clock that runs a millisecond per reading."""
+
+    def __init__(self):
+        self.clock = itertools.count()
+        self.capturing = None
+        self.empty_replays = False  # as when a library launches on a stream of its own
+        self.capture_fails = False
+        self.broken = False
+
+    def install(self, monkeypatch):
+        device = self
+
+        class Graph:
+            def __init__(self):
+                self.calls = []
+
+            def replay(self):
+                for call in [] if device.empty_replays else self.calls:
+                    call()
+
+        @contextlib.contextmanager
+        def capture(graph):
+            if device.capture_fails:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            device.capturing = graph
+            yield
+            device.capturing = None
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.time = next(device.clock)
+
+            def elapsed_time(self, end):
+                return float(end.time - self.time)
+
+        def synchronize():
+            if device.broken:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, value in {
+            "CUDAGraph": Graph, "graph": capture, "Event": Event, "synchronize": synchronize,
+            "Stream": lambda: stream, "current_stream": lambda: stream,
+            "stream": lambda s: contextlib.nullcontext(), "empty_cache": lambda: None,
+            "mem_get_info": lambda: (1 << 20, 1 << 20), "reset_peak_memory_stats": lambda: None,
+            "memory_allocated": lambda: 100, "max_memory_allocated": lambda: 350,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+        return self
+
+    def captured(self, function):
+        """`function`, which a capture remembers instead of only calling."""
+
+        def run():
+            if self.capturing is not None:
+                self.capturing.calls.append(function)
+            return function()
+
+        return run
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Pretended().install(monkeypatch)
+
+
+class Graphable(Right):
+    """Writes into tensors of its own, so that a replay can be seen."""
+
+    name = label = "graphable"
+
+    def __init__(self, device):
+        self.device = device
+
+    def prepare(self, workload, inputs):
+        call = super().prepare(workload, inputs)
+        kept = call.collect(call.run())
+
+        def compute():
+            for name, value in call.collect(call.run()).items():
+                kept[name].copy_(value)
+            return kept
+
+        run = self.device.captured(compute)
+        return Call(run, lambda raw: raw, lambda: run)
+
+
+def heard(implementations, options):
+    said = []
+    worker = Worker(said.append, implementations)
+    worker._on_gpu = True
+    usable = worker.row(WORKLOAD, [i.name for i in implementations], options)
+    return usable, said, {m.implementation: m for m in said if isinstance(m, Result)}
+
+
+OPTIONS = Options(rounds=2, burst_s=0.01, idle_s=0.0)
+
+
+def test_a_row_from_first_call_to_eager(device):
+    usable, said, results = heard([Graphable(device)], OPTIONS)
+    result = results["graphable"]
+    assert usable
+    assert result.status == OK, result.detail
+    assert result.graph
+    assert result.peak_bytes == 250
+    assert result.eager_ms > 0
+    assert result.p20_ms == result.p50_ms == result.p80_ms == 1.0
+    assert result.samples >= 2 * 3
+    phases = [m.phase for m in said if isinstance(m, Begin)]
+    assert phases == ["inputs", "truth", "first call", "capture", "timing", "timing", "eager"]
+    assert sum(isinstance(m, RowFacts) for m in said) == 1
+
+
+def test_a_graph_that_computes_nothing_is_not_timed(device):
+    device.empty_replays = True
+    _, _, results = heard([Graphable(device)], OPTIONS)
+    assert results["graphable"].status == FAILED
+    assert "a replay of its graph does not write" in results["graphable"].detail
+
+
+def test_what_cannot_be_captured_is_timed_with_events_and_says_so(device):
+    device.capture_fails = True
+    _, _, results = heard([Graphable(device)], OPTIONS)
+    result = results["graphable"]
+    assert result.status == OK
+    assert not result.graph
+    assert "launch gaps are in its time" in result.detail
+
+
+def test_implementations_take_turns(device):
+    others = [Graphable(device), Graphable(device)]
+    others[1].name = "second"
+    _, said, _ = heard(others, OPTIONS)
+    turns = [m.implementation for m in said if isinstance(m, Begin) and m.phase == "timing"]
+    assert turns == ["graphable", "second"] * 2
+
+
+def test_a_broken_context_ends_the_worker_after_naming_the_culprit(device):
+    class Illegal(Raises):
+        name = "illegal"
+
+        def prepare(self, workload, inputs):
+            device.broken = True
+            return super().prepare(workload, inputs)
+
+    usable, _, results = heard([Illegal(), Graphable(device)], OPTIONS)
+    assert not usable
+    assert results["illegal"].status == FAILED
+    assert "graphable" not in results
+
+
+def test_the_others_go_on_after_a_wrong_a_raising_and_a_refusing_one(device):
+    usable, _, results = heard([WrongChunk(), Raises(), Refuses(), Graphable(device)], OPTIONS)
+    assert usable
+    assert results["wrong_chunk"].status == WRONG
+    assert results["graphable"].status == OK
+
+
+def test_a_sample_is_a_replay_over_its_calls(device):
+    counts = [0, 0, 0]
+
+    def call(i):
+        def run():
+            counts[i] += 1
+
+        return device.captured(run)
+
+    timer = GraphTimer([call(i) for i in range(3)])
+    assert timer.calls_per_step == 3
+    before = list(counts)
+    samples = timer.burst(0.0)
+    assert samples == [pytest.approx(1e-3 / 3)] * 3  # 1 ms on the pretended clock
+    assert [a - b for a, b in zip(counts, before, strict=True)] == [4, 4, 4]  # one to wake up
+
+
+def test_cold_takes_one_call_a_graph_and_fills_the_cache_before_each(device, monkeypatch):
+    filled = []
+    monkeypatch.setattr(
+        "benchmarks.timing._twice_l2", lambda: SimpleNamespace(zero_=lambda: filled.append(1))
+    )
+    timer = GraphTimer([device.captured(lambda: None)] * 2, cold=True)
+    assert timer.calls_per_step == 1
+    assert len(timer.burst(0.0)) == 3
+    assert len(filled) == 4
+
+
+def test_events_without_a_graph_take_turns_over_the_inputs(device):
+    seen = []
+    timer = EventTimer([lambda: seen.append(0), lambda: seen.append(1)])
+    timer.burst(0.0)
+    assert seen == [0, 0, 1, 0]
+
+
+def test_poison_is_bounded_by_free_memory(device, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        worker_module.torch, "full", lambda shape, value, device: made.append((shape, value))
+    )
+    worker = Worker(lambda message: None, [])
+    worker._on_gpu = True
+    worker._poison(1e12)
+    (shape, value), = made  # fmt: skip
+    assert shape == ((1 << 19) // 4,)
+    assert math.isnan(value)
+
+
+def test_eager_time_is_per_call():
+    assert 0 <= eager_seconds(lambda: None, seconds=0.001) < 0.01

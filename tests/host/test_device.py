@@ -1,0 +1,70 @@
+"""What is asked of the machine, and that a machine without a GPU has an answer too."""
+
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from qla_kernels import device
+
+DRIVER = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root)\n"
+    "GCC version:  gcc version 13.3.0\n"
+)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """device.driver, not cached, on a machine whose driver says `text`."""
+
+    def ask(text: str | None) -> str | None:
+        def read_text(path: Path) -> str:
+            if text is None:
+                raise FileNotFoundError(path)
+            return text
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+        return device.driver.__wrapped__()
+
+    return ask
+
+
+def test_driver_from_proc(driver):
+    assert driver(DRIVER) == "580.65.06"
+
+
+@pytest.mark.parametrize("text", [None, ""])
+def test_driver_where_proc_is_hidden(driver, monkeypatch, tmp_path, text):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert driver(text) is None
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 570.86.10\necho 570.86.10\n")
+    smi.chmod(smi.stat().st_mode | stat.S_IEXEC)
+    assert driver(text) == "570.86.10"
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert driver(text) is None
+
+
+def test_properties_are_those_of_the_asked_device(monkeypatch):
+    class Properties:
+        major, minor, multi_processor_count, name = 9, 0, 132, "H200"
+
+    asked = []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda d: asked.append(d) or Properties
+    )
+    one = torch.device("cuda", 1)
+    assert device.capability(one) == (9, 0)
+    assert device.sm_count(one) == 132
+    assert device.name(one) == "H200"
+    assert asked == [one] * 3
+
+
+def test_fresh_memory_can_be_poisoned(request):
+    """The fixture of conftest.py, which GPU tests always run under."""
+    request.getfixturevalue("poison")
+    x = torch.zeros(3, 4, dtype=torch.bfloat16)
+    fresh = (torch.empty(5), torch.empty_like(x), x.new_empty(2), torch.empty_strided((2,), (3,)))
+    assert all(t.isnan().all() for t in fresh)
+    assert (torch.empty(3, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()

@@ -1,0 +1,64 @@
+"""torch.compile on the CPU: one graph, forward and backward, equal to eager.
+
+aot_eager traces, functionalises and partitions as Inductor does, but generates no code.
+"""
+
+import shutil
+
+import pytest
+import torch
+
+from qla_kernels import chunk_gated_delta_rule
+from tests.compare import assert_close
+from tests.gdn_calls import CALLS, Call, call, gradients, leaves
+
+
+@pytest.mark.parametrize(
+    "kind", ["dense", "packed", "activated and packed", "V first", "FLA's keywords"]
+)
+def test_compiles_to_one_graph(kind):
+    x = call(**CALLS[kind])
+    eager, traced = leaves(x), leaves(x)
+    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    want = chunk_gated_delta_rule(**eager, output_final_state=True)
+    got = compiled(**traced, output_final_state=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    got_grads, want_grads = gradients(got, traced), gradients(want, eager)
+    assert all(torch.equal(got_grads[n], want_grads[n]) for n in want_grads)
+
+
+def test_compiles_without_gradients():
+    x = call(activations=True)
+    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(**leaves(x))[0], chunk_gated_delta_rule(**x)[0])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_compiles_with_inductor_among_other_work():
+    def layer(x: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        x = {**x, "q": x["q"].sin(), "v": 2 * x["v"]}
+        o, state = chunk_gated_delta_rule(**x, output_final_state=True)
+        return o.tanh(), state
+
+    x = call(dtype=torch.float32, activations=True)
+    eager, traced = leaves(x), leaves(x)
+    want, got = layer(eager), torch.compile(layer, fullgraph=True)(traced)
+    got_grads, want_grads = gradients(got, traced), gradients(want, eager)
+    for a, b in zip((*got, *got_grads.values()), (*want, *want_grads.values()), strict=True):
+        assert_close("compiled", a.detach(), b.detach(), 1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_graph_serves_every_shape(packed):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, dynamic=True, backend=counter)
+    shapes = ([5, 60], [64, 7, 200], [3, 1, 2, 90]) if packed else (70, 128, 201)
+    for batch, shape in enumerate(shapes, 2):
+        x = call(shape) if packed else call(batch=batch, tokens=shape)
+        eager, traced = leaves(x), leaves(x)
+        got = compiled(**traced, output_final_state=True)
+        want = chunk_gated_delta_rule(**eager, output_final_state=True)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(gradients(got, traced)["k"], gradients(want, eager)["k"])
+    assert counter.frame_count == 1

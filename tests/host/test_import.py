@@ -1,0 +1,119 @@
+"""Importing the package: quick, with neither a GPU nor TileLang; each test in a fresh process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What `import` finds here is what it finds where the package was never installed.
+WITHOUT_TILELANG = "import sys; sys.modules.update(tilelang=None, tvm=None, tvm_ffi=None)"
+
+
+def fresh(code: str, path: str = str(ROOT), **env: str) -> str:
+    """What a new interpreter says when it runs this code."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("QLA_", "PYTHON"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(sys.executable).parent,  # so that only `path` can provide modules
+        env={**kept, "PYTHONPATH": path, **env},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_import_brings_neither_torch_nor_tilelang():
+    fresh("""
+import sys, qla_kernels
+assert qla_kernels.__version__
+assert not {"torch", "tilelang", "einops", "reference"} & set(sys.modules), sorted(sys.modules)
+""")
+
+
+def test_a_cpu_call_does_not_import_tilelang():
+    fresh("""
+import sys, torch
+from qla_kernels import chunk_gated_delta_rule
+x = torch.randn(1, 5, 2, 8)
+chunk_gated_delta_rule(x, x, x, -torch.rand(1, 5, 2), torch.rand(1, 5, 2))
+assert not {"tilelang", "tvm", "triton", "torch._dynamo"} & set(sys.modules)
+""")
+
+
+def test_a_cpu_call_needs_neither_tilelang_nor_a_gpu():
+    fresh(
+        WITHOUT_TILELANG
+        + """
+import torch
+from qla_kernels import chunk_gated_delta_rule
+q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3))
+o, state = chunk_gated_delta_rule(q, k, v, -torch.rand(1, 5, 2), torch.rand(1, 5, 2))
+o.sum().backward()
+assert o.isfinite().all() and q.grad.isfinite().all() and state is None
+assert sys.modules["tilelang"] is None  # nobody found another
+assert not torch.cuda.is_initialized()
+"""
+    )
+
+
+def test_import_adds_little_to_torch():
+    out = fresh("""
+import time, torch
+start = time.perf_counter()
+import qla_kernels
+qla_kernels.chunk_gated_delta_rule
+print(time.perf_counter() - start)
+""")
+    assert float(out) < 0.3  # seconds; 0.005 where this was written
+
+
+def test_every_public_name_resolves_and_others_do_not():
+    fresh("""
+import qla_kernels
+for name in qla_kernels.__all__:
+    assert getattr(qla_kernels, name) is getattr(qla_kernels, name), name
+    assert name in dir(qla_kernels)
+assert qla_kernels.gdn.refusal and qla_kernels.chunk_gdn is qla_kernels.chunk_gated_delta_rule
+try:
+    qla_kernels.no_such_name
+except AttributeError as error:
+    assert "no_such_name" in str(error)
+else:
+    raise AssertionError("no_such_name was found")
+""")
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        ("debug", "[qla_kernels] fine\n"),
+        ("warning", ""),
+        ("loud", "[qla_kernels] QLA_LOG=loud; need debug, info, warning or error; using info\n"),
+    ],
+)
+def test_qla_log_sets_the_level_of_the_packages_logger(level, said):
+    code = "import logging, qla_kernels; logging.getLogger('qla_kernels').debug('fine')"
+    assert fresh(code, QLA_LOG=level) == said
+
+
+def test_a_foreign_package_called_reference_is_not_used(tmp_path):
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "__init__.py").touch()
+    out = fresh(
+        """
+from qla_kernels.cpu import reference
+try:
+    reference()
+except ImportError as error:
+    print(error)
+""",
+        path=os.pathsep.join([str(tmp_path), str(ROOT)]),
+    )
+    assert out.startswith("CPU tensors: `import reference` found")
+    assert f"need the one in {ROOT}" in out

@@ -1,0 +1,184 @@
+"""The doctor works on any machine, and its fingerprint follows the device code, nothing else."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qla_kernels import device, info, jit, selftest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A machine where TileLang is not installed.
+WITHOUT_TILELANG = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("tilelang", "tvm", "tvm_ffi"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from qla_kernels import info
+sys.exit(info.main(sys.argv[1:]))
+"""
+
+
+def without_tilelang(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TILELANG, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_report_for_people_names_every_section(capsys):
+    assert info.main([]) == 0
+    said = capsys.readouterr().out
+    for title in info.report():
+        assert re.search(rf"^{title}$", said, re.M), title
+    assert info.fingerprint("gdn") in said
+
+
+def test_report_without_tilelang_is_complete():
+    done = without_tilelang("--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert set(report) == set(info.report())
+    assert "tilelang" in report["versions"]["nvcc"]  # why it is not known
+    assert report["paths"]["CPU tensors"] == "reference, chunked"
+
+
+def test_schedules_without_tilelang_are_refused_in_words():
+    done = without_tilelang("gdn.kkt_solve")
+    assert done.returncode == 2
+    assert "tilelang cannot be imported" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_probe_that_fails_reports_itself_and_stops_no_other():
+    def broken():
+        raise RuntimeError("bad driver")
+
+    found = info._probed({"first": broken, "second": lambda: 2})
+    assert found == {"first": "unknown (RuntimeError: bad driver)", "second": 2}
+
+
+def test_cuda_path_is_what_refusal_says(monkeypatch):
+    said = info._cuda_path("forward")()
+    monkeypatch.setattr(device, "available", lambda: True)
+    monkeypatch.setattr(device, "capability", lambda _: (8, 0))
+    monkeypatch.setattr("qla_kernels.gdn.validate.CUDA_DIRECTIONS", ("forward", "backward"))
+    ampere = info._cuda_path("forward")()
+    assert ampere.startswith("refused: chunk_gated_delta_rule: device capability 8.0")
+    monkeypatch.setattr(device, "capability", lambda _: (9, 0))
+    assert info._cuda_path("backward")() == "our kernels"
+    assert said != ampere
+
+
+@pytest.mark.parametrize(
+    ("versions", "answer"),
+    [
+        ({"torch": "2.13.0+cpu", "tilelang": "0.1.15", "nvcc": "release 13.0, V13.0.88"}, "yes"),
+        ({"torch": "2.11.0", "tilelang": "0.1.15", "nvcc": "release 13.0, V13.0.1"}, "yes"),
+        ({"torch": "2.1.0", "tilelang": "0.1.15", "nvcc": "release 13.0"}, "no: torch 2.1.0"),
+        ({"torch": "2.13.0", "tilelang": "0.1.150", "nvcc": "release 13.0"}, "no: tilelang 0.1.1"),
+        ({"torch": "2.13.0", "tilelang": "None", "nvcc": "unknown (x)"}, "no: tilelang None"),
+    ],
+)
+def test_tested_versions(versions, answer):
+    assert info.tested(versions).startswith(answer)
+
+
+def test_tested_versions_are_the_constraints():
+    pins = "".join(file.read_text() for file in (ROOT / "constraints").glob("*.txt"))
+    (tilelang,) = re.findall(r"^tilelang==(.*)$", pins, re.M)
+    (torch,) = re.findall(r"^torch==(.*)$", pins, re.M)
+    answer = info.tested({"torch": torch, "tilelang": tilelang, "nvcc": "release 13.0"})
+    assert answer == "yes"
+
+
+def test_rivals_are_looked_up_without_importing_them(tmp_path, monkeypatch):
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('built for another torch')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert info._rival("flash_attn.cute")() == "not installed"
+    (package / "cute").mkdir()
+    assert info._rival("flash_attn.cute")() == "installed, version unknown"
+
+
+def test_schedules_of_a_kernel_name_every_variant(capsys):
+    assert info.main(["gdn.kkt_solve"]) == 0
+    said = capsys.readouterr().out
+    (kernel,) = (k for k in jit.kernel_modules("gdn") if k.name == "kkt_solve")
+    for variant in kernel.module.VARIANTS:
+        assert jit.label(kernel.module, variant) in said
+    assert kernel.module.schedule(kernel.module.VARIANTS[0]).table() in said
+
+
+def test_an_unknown_kernel_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        info.main(["gdn.kkt"])
+    assert "no kernel 'gdn.kkt'; need one of gdn.kkt_solve" in capsys.readouterr().err
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """A copy of the package, and the doctor looking at it."""
+    copy = tmp_path / "elsewhere" / "qla_kernels"
+    shutil.copytree(info.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(info, "PACKAGE", copy)
+    return copy
+
+
+def test_fingerprint_is_the_same_elsewhere(package, monkeypatch):
+    elsewhere = info.fingerprint("gdn")
+    monkeypatch.undo()
+    assert info.fingerprint("gdn") == elsewhere
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["gdn/kernels/kkt_solve.py", "gdn/launch.py", "tile/ring.py", "jit.py", "varlen.py"]
+    + [path.relative_to(info.PACKAGE).as_posix() for path in info.PACKAGE.rglob("*.cuh")],
+)
+def test_fingerprint_follows_device_code(package, file):
+    before = info.fingerprint("gdn")
+    with (package / file).open("a") as code:
+        code.write("\n")
+    assert info.fingerprint("gdn") != before
+
+
+def test_fingerprint_follows_the_place_of_the_code(package):
+    before = info.fingerprint("gdn")
+    (package / "tile" / "ring.py").rename(package / "tile" / "rings.py")
+    assert info.fingerprint("gdn") != before
+
+
+@pytest.mark.parametrize("file", ["gdn/api.py", "gdn/validate.py", "errors.py", "info.py"])
+def test_fingerprint_ignores_host_code(package, file):
+    before = info.fingerprint("gdn")
+    with (package / file).open("a") as code:
+        code.write("\n")
+    (package / "tile" / "__pycache__").mkdir()
+    (package / "tile" / "__pycache__" / "ring.pyc").touch()
+    assert info.fingerprint("gdn") == before
+
+
+def test_selftest_has_a_case_for_every_kernel():
+    assert set(selftest.KERNELS) == {".".join(names) for names in jit.kernel_names()}
+
+
+def test_selftest_passes_here(capsys):
+    assert info.main(["--selftest"]) == 0
+    assert capsys.readouterr().out.count("ok  ") >= 2
+
+
+@pytest.mark.parametrize("error", [1.0, float("nan")])
+def test_selftest_fails_on_a_wrong_result(monkeypatch, capsys, error):
+    monkeypatch.setattr(selftest, "run", lambda: [selftest.Result("broken", error, 1e-3)])
+    assert info.main(["--selftest", "--json"]) == 1
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["passed"] is False

@@ -1,0 +1,168 @@
+"""The operators: schemas that hold, fakes that tell the truth, results that torch can keep."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from qla_kernels import chunk_gated_delta_rule, gdn
+from qla_kernels.cpu import reference
+from qla_kernels.gdn import ops
+from tests.gdn_calls import Call, call, gradients, leaves
+
+PLAIN = dict.fromkeys(("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"), False)
+TRAIN = {"output_final_state": True, "output_h": False, "is_train": True, "auto_cp": True}
+
+
+def forward_arguments(x: Call, **flags: bool) -> tuple[tuple[Any, ...], dict[str, bool]]:
+    """Of gdn_fwd, for a call."""
+    names = ("initial_state", "cu_seqlens", "cu_seqlens_cpu", "A_log", "dt_bias")
+    activated = {n: x[n] for n in PLAIN if n in x}
+    args = (*(x[n] for n in ("q", "k", "v", "g", "beta")), 0.25, *(x.get(n) for n in names))
+    return args, {**PLAIN, **TRAIN, **activated, **flags}
+
+
+def backward_arguments(x: Call) -> tuple[tuple[Any, ...], dict[str, bool]]:
+    """Of gdn_bwd, for a call."""
+    args, flags = forward_arguments(x)
+    done = ops.Forward(*ops.gdn_fwd(*args, **flags))
+    q, k, v, g, beta, scale, h0, cu_seqlens, _, A_log, dt_bias = args
+    do, dht = torch.randn_like(done.o), torch.randn_like(done.final_state)
+    raw = (None, None, None) if A_log is None else (g, A_log, dt_bias)
+    kept = {n: flags[n] for n in (*PLAIN, "auto_cp")}
+    return (q, k, v, done.g_cum, beta, done.A, do, dht, scale, h0, cu_seqlens, *raw), kept
+
+
+CALLS = {
+    "dense": {},
+    "bf16, packed, activated": {
+        "lengths": [65, 0, 3],
+        "dtype": torch.bfloat16,
+        "gates": torch.float32,
+        "activations": True,
+        "allow_neg_eigval": True,
+    },
+    "fp32, V first, bf16 gates": {
+        "dtype": torch.float32,
+        "gates": torch.bfloat16,
+        "state_v_first": True,
+    },
+    "no tokens": {"tokens": 0},
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_opcheck_gdn(kind):
+    """Schema, shapes and strides of the fakes, and tracing with symbolic shapes."""
+    x = call(**CALLS[kind])
+    torch.library.opcheck(ops.gdn_fwd, *forward_arguments(x))
+    torch.library.opcheck(ops.gdn_bwd, *backward_arguments(x))
+
+
+def test_opcheck_gdn_with_absent_results():
+    x = call(dtype=torch.float16)
+    del x["initial_state"]
+    only_o = {"output_final_state": False, "is_train": False}
+    torch.library.opcheck(ops.gdn_fwd, *forward_arguments(x, **only_o))
+    torch.library.opcheck(ops.gdn_bwd, *backward_arguments(x))
+
+
+@pytest.mark.parametrize("lengths", [None, [65, 3]])
+def test_opcheck_gdn_with_chunk_states(lengths):
+    """How many chunks a packed batch has is known only when the operator runs."""
+    torch.library.opcheck(ops.gdn_fwd, *forward_arguments(call(lengths), output_h=True))
+
+
+def test_opcheck_l2norm():
+    fused = torch.randn(2, 70, 6, 16, dtype=torch.bfloat16)
+    x = fused[:, :, 2:4]
+    torch.library.opcheck(ops.l2norm_fwd, (x,))
+    torch.library.opcheck(ops.l2norm_bwd, (x, torch.randn_like(x), None))
+    packed = (x[:1], torch.randn_like(x[:1]), torch.tensor([0, 3, 60]))
+    torch.library.opcheck(ops.l2norm_bwd, packed)
+
+
+def test_absent_results_are_none():
+    args, flags = forward_arguments(call(), output_final_state=False, is_train=False)
+    done = ops.Forward(*ops.gdn_fwd(*args, **flags))
+    assert [name for name, x in done._asdict().items() if x is not None] == ["o"]
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_no_result_shares_memory_with_an_argument(tokens, state_v_first):
+    x = call(tokens=tokens, state_v_first=state_v_first)
+    for op, (args, flags) in (
+        (ops.gdn_fwd, forward_arguments(x, output_h=True)),
+        (ops.gdn_bwd, backward_arguments(x)),
+    ):
+        taken = {
+            a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor) and a.numel()
+        }
+        for result in op(*args, **flags):
+            if result is not None and result.numel():
+                assert result.untyped_storage().data_ptr() not in taken
+                assert result.is_contiguous()
+
+
+def test_meta_tensors_give_shapes():
+    x = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in call().items()}
+    o, state = chunk_gated_delta_rule(**x, output_final_state=True)
+    assert o.is_meta
+    assert state.shape == x["initial_state"].shape
+
+
+# Activation checkpointing.
+
+
+class Count:
+    """How often the forward ran."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs = 0
+        self.chunked = reference().gdn.chunked
+        monkeypatch.setattr(reference().gdn, "chunked", self)
+
+    def __call__(self, *args: Any) -> Any:
+        self.runs += 1
+        return self.chunked(*args)
+
+
+def layer(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A block with work around the operator, so that there is something to recompute."""
+    names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+    flags = dict.fromkeys(
+        ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True
+    )
+    x = dict(zip(names, tensors, strict=True), q=tensors[0].sin())
+    o, state = chunk_gated_delta_rule(**x, **flags, output_final_state=True)
+    return o.tanh(), state
+
+
+def keep_operator(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = op is torch.ops.qla_kernels.gdn_fwd.default
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(("selective", "runs"), [(True, 1), (False, 2)])
+def test_checkpointing_by_operator_name_runs_the_forward_once(monkeypatch, selective, runs):
+    x = leaves(call(activations=True))
+    tensors = [x[n] for n in ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")]
+    want = gradients(layer(*tensors), x)
+    count = Count(monkeypatch)
+    context = functools.partial(create_selective_checkpoint_contexts, keep_operator)
+    kept = {"context_fn": context} if selective else {}
+    got = gradients(checkpoint(layer, *tensors, use_reentrant=False, **kept), x)
+    assert count.runs == runs
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+def test_gdn_is_reachable_by_family_name():
+    assert gdn.chunk_gated_delta_rule is chunk_gated_delta_rule

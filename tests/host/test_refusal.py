@@ -1,0 +1,166 @@
+"""Well-formed calls that this version cannot run. A GPU's answer is asked for by its capability."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
+from qla_kernels.gdn import refusal, validate, wants_gradients
+from tests.gdn_calls import call
+
+HOPPER = (9, 0)
+ELSEWHERE = "or use fla.ops.gated_delta_rule"
+
+
+def tensors(K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Any:
+    """q, k, v of a call that a Hopper GPU takes."""
+    q, k = (torch.empty(2, 8, 2, K, dtype=dtype, device="meta") for _ in range(2))
+    v = torch.empty(2, 8, 4, V, dtype=dtype, device="meta")
+    return {"q": q, "k": k, "v": v, **changed}
+
+
+def strided(stride: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    room = torch.empty(1 << 16, dtype=torch.bfloat16, device="meta")
+    return room.as_strided((2, 8, 2, 128), stride, offset)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """As if both directions had CUDA kernels."""
+    monkeypatch.setattr(validate, "CUDA_DIRECTIONS", ("forward", "backward"))
+
+
+STRIDES = "need a last stride of 1 and the rest multiples of 16 bytes; pass {0}.contiguous()"
+REFUSED = {
+    "capability": (
+        {"capability": (10, 0)},
+        "device capability 10.0; need 9.0 (Hopper); run on an H100, H200 or H20, " + ELSEWHERE,
+    ),
+    "K": (
+        tensors(K=96),
+        "head dimension K=96; need 64 or 128 on SM90; pad q and k to 128, " + ELSEWHERE,
+    ),
+    "small V": (
+        tensors(V=32),
+        "head dimension V=32; need 64 or 128 on SM90; pad v to 64, " + ELSEWHERE,
+    ),
+    "large V": (
+        tensors(V=256),
+        "head dimension V=256; need 64 or 128 on SM90; use fla.ops.gated_delta_rule",
+    ),
+    "fp32": (
+        tensors(dtype=torch.float32),
+        "q, k and v are float32; need bfloat16 or float16 on SM90; cast them, " + ELSEWHERE,
+    ),
+    "mixed": (
+        tensors(v=tensors(dtype=torch.float16)["v"]),
+        "q is bfloat16, k is bfloat16, v is float16; need one dtype; cast k and v to bfloat16",
+    ),
+    "last stride": (
+        tensors(q=strided((4096, 512, 256, 2))),
+        "q has strides (4096, 512, 256, 2) and offset 0; " + STRIDES.format("q"),
+    ),
+    "stride": (
+        tensors(k=strided((4096, 260, 128, 1))),
+        "k has strides (4096, 260, 128, 1) and offset 0; " + STRIDES.format("k"),
+    ),
+    "base": (
+        tensors(q=strided((4096, 256, 128, 1), 4)),
+        "q has strides (4096, 256, 128, 1) and offset 4; " + STRIDES.format("q"),
+    ),
+    "cp_context": (
+        {"cp_context": SimpleNamespace()},
+        "got cp_context; need None: sequences cut over ranks are not supported yet; "
+        "gather the sequence on one rank, " + ELSEWHERE,
+    ),
+}
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("row", REFUSED)
+def test_refusal_on_a_gpu(row):
+    change, text = REFUSED[row]
+    assert refusal(**{**tensors(), "capability": HOPPER, **change}) == (
+        f"chunk_gated_delta_rule: {text}"
+    )
+
+
+@pytest.mark.usefixtures("built")
+def test_no_refusal_on_hopper():
+    for K in (64, 128):
+        for V in (64, 128):
+            for dtype in (torch.bfloat16, torch.float16):
+                x = tensors(K, V, dtype)
+                assert refusal(**x, capability=HOPPER, needs_backward=True) is None
+    slices = tensors(q=strided((8192, 1024, 128, 1)), k=strided((8192, 1024, 128, 1), 256))
+    assert refusal(**slices, capability=HOPPER) is None
+    transposed = tensors(q=strided((4096, 128, 1024, 1)))  # head-major memory
+    assert refusal(**transposed, capability=HOPPER) is None
+
+
+@pytest.mark.usefixtures("built")
+def test_the_stride_of_a_single_element_is_no_reason():
+    one_head = torch.empty(1, 8, 1, 128, dtype=torch.bfloat16).as_strided(
+        (1, 8, 1, 128), (3, 128, 5, 1)
+    )
+    assert refusal(one_head, one_head, one_head, capability=HOPPER) is None
+    nothing = one_head[:, :0]
+    assert refusal(nothing, nothing, nothing, capability=HOPPER) is None
+
+
+@pytest.mark.parametrize(
+    ("directions", "backward", "missing"),
+    [
+        ((), False, "forward"),
+        ((), True, "forward"),
+        (("forward",), True, "backward"),
+        (("forward",), False, None),
+    ],
+)
+def test_what_is_not_built_is_refused(monkeypatch, directions, backward, missing):
+    monkeypatch.setattr(validate, "CUDA_DIRECTIONS", directions)
+    want = missing and (
+        f"chunk_gated_delta_rule: got CUDA tensors; need CPU tensors in this version: the CUDA "
+        f"{missing} is not built yet; use fla.ops.gated_delta_rule for now"
+    )
+    assert refusal(**tensors(), capability=HOPPER, needs_backward=backward) == want
+
+
+def test_directions_said_to_be_built_have_a_launch():
+    for direction in validate.CUDA_DIRECTIONS:
+        from qla_kernels.gdn import launch
+
+        assert hasattr(launch, {"forward": "gdn_fwd", "backward": "gdn_bwd"}[direction])
+
+
+def test_cpu_takes_every_float_dtype_and_head_size():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        x = torch.empty(1, 3, 2, 7, dtype=dtype)
+        assert refusal(x, x, x, needs_backward=True) is None
+    x = torch.empty(1, 3, 2, 7, dtype=torch.float8_e4m3fn)
+    assert refusal(x, x, x) == (
+        "chunk_gated_delta_rule: q, k and v are float8_e4m3fn; "
+        "need bfloat16, float16, float32 or float64; cast them"
+    )
+
+
+def test_the_public_functions_raise_what_refusal_says():
+    x = call(lengths=[70])
+    q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
+    context = SimpleNamespace(cu_seqlens=torch.tensor([0, 70]))
+    half = (q.float(), k, v, g, beta)
+    for op in (chunk_gated_delta_rule, chunk_gated_delta_rule_fwd):
+        for args, others in ((half, {}), ((q, k, v, g, beta), {"cp_context": context})):
+            with pytest.raises(Unsupported) as error:
+                op(*args, **others)
+            assert str(error.value) == refusal(*args[:3], **others, op=op.__name__)
+
+
+def test_wants_gradients():
+    x, leaf = torch.zeros(1), torch.zeros(1, requires_grad=True)
+    assert wants_gradients((x, None, leaf))
+    assert not wants_gradients((x, None))
+    with torch.no_grad():
+        assert not wants_gradients((leaf,))

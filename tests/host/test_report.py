@@ -1,0 +1,220 @@
+"""Records, tables, figures and generated pages say what was measured, and what was not."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from benchmarks import records, report, tables
+from benchmarks.figures import draw
+from benchmarks.records import OK, Result
+from benchmarks.workloads import GDN
+from tests.host.made_up_runs import anchor_run, run_of
+
+
+def current(family):
+    return "made-up"
+
+
+def other(family):
+    return "something else"
+
+
+# --- records
+
+
+def test_records_come_back_as_they_were_appended(tmp_path):
+    first, second = anchor_run(failures=True), run_of(GDN["kernels"], id="gdn-2", date="2026-02-03")
+    for run in (second, first):
+        path = records.append(run, tmp_path)
+    assert path.name == "2026-01-02-nvidia-h200.jsonl"
+    assert records.load(tmp_path) == [first, second]
+
+
+def test_a_record_file_is_only_appended_to_and_other_lines_are_passed_over(tmp_path):
+    path = records.append(anchor_run(), tmp_path)
+    before = path.read_text()
+    with path.open("a") as file:
+        file.write(json.dumps({"entry": "device_check", "passed": 3}) + "\n")
+    records.append(anchor_run(id="again"), tmp_path)
+    assert path.read_text().startswith(before)
+    assert [run.id for run in records.load(tmp_path)] == [anchor_run().id, "again"]
+
+
+def test_every_line_is_strict_json(tmp_path):
+    row = anchor_run().rows[0]
+    broken = dataclasses.replace(
+        row, results=(Result("ours", "wrong", "ht is off by nan", errors={"ht": None}),)
+    )
+    path = records.append(run_of([], rows=(broken,)), tmp_path)
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_committed_records_can_be_read():
+    for run in records.load():
+        assert run.rows
+        assert run.fingerprint
+
+
+# --- tables
+
+
+def test_the_table_marks_slower_rows_and_ends_in_the_geometric_mean():
+    run = anchor_run()
+    text = tables.summary(run)
+    ratios = [tables.ratio(row, tables.our_names(run)) for row in run.rows if row.kind == "fwd"]
+    assert text.count(tables.SLOWER) == sum(r < 1 for r in ratios)
+    mean = math.prod(ratios) ** (1 / len(ratios))
+    assert f"geometric mean of {len(ratios)}" in text
+    assert f"{mean:.2f}" in text
+
+
+def test_the_ratio_is_of_the_best_rival_and_never_of_our_own_variants():
+    row = anchor_run().rows[0]
+    rivals = [r.p50_ms for r in row.results if not r.implementation.startswith("ours")]
+    name, time = tables.best_rival(row, ("ours", "ours_train"))
+    assert (name, time) == ("flashinfer", min(rivals))
+    assert tables.ratio(row, ("ours", "ours_train")) == pytest.approx(time / row.time_ms("ours"))
+
+
+def test_failures_stand_in_their_cells_and_their_reasons_below():
+    text = tables.summary(anchor_run(failures=True))
+    for word in ("wrong", "time limit", "out of memory", "failed"):
+        assert f" {word} |" in text
+    assert "- FLA, " in text
+    assert "made up for row" in text
+
+
+def test_without_ours_there_is_no_ratio_and_it_says_unsupported():
+    text = tables.summary(anchor_run(with_ours=False))
+    assert " unsupported |" in text
+    assert "no CUDA kernel yet" in text
+    assert "geometric mean" not in text
+
+
+def test_missing_libraries_are_announced():
+    run = anchor_run(missing={"fla": "ModuleNotFoundError: No module named 'fla'"})
+    assert "- FLA is missing: ModuleNotFoundError" in tables.summary(run)
+    assert "| FLA |" not in tables.summary(run)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0623, "0.0623"), (0.392, "0.392"), (1.534, "1.53"), (34.5, "34.5"), (1700.0, "1700"),
+     (0.0, "0"), (None, "–")],
+)  # fmt: skip
+def test_numbers_have_three_digits_and_no_exponent(value, text):
+    assert tables.number(value) == text
+
+
+def test_details_have_every_measurement():
+    run = anchor_run(failures=True)
+    measured = sum(r.status == OK for row in run.rows for r in row.results)
+    assert len(tables.details(run).splitlines()) == measured + 2
+
+
+# --- figures
+
+
+def drawn(run, folder):
+    return {path.name for path in draw(run, folder)}
+
+
+def test_figures_come_as_png_and_svg_by_direction(tmp_path):
+    names = drawn(anchor_run(), tmp_path)
+    assert names == {
+        f"gdn-{kind}-{what}.{ending}"
+        for kind in ("fwd", "bwd")
+        for what in ("latency", "ratio", "floor")
+        for ending in ("png", "svg")
+    }
+    assert all((tmp_path / name).stat().st_size > 2000 for name in names)
+
+
+def test_svg_figures_are_the_same_each_time(tmp_path):
+    run = run_of(GDN["anchors"][:7])
+    texts = []
+    for _ in range(2):
+        draw(run, tmp_path)
+        texts.append((tmp_path / "gdn-fwd-latency.svg").read_text())
+    assert texts[0] == texts[1]
+
+
+def test_no_ratio_figure_without_ours(tmp_path):
+    names = drawn(anchor_run(with_ours=False), tmp_path)
+    assert "gdn-fwd-latency.png" in names
+    assert not any("ratio" in name for name in names)
+
+
+def test_different_gates_are_different_figures_and_a_lone_row_is_none(tmp_path):
+    workloads = [*GDN["forward"][:3], *GDN["published"][:3], *GDN["published-h0"][:1]]
+    names = drawn(run_of(workloads), tmp_path)
+    assert "gdn-fwd-model-gates-latency.png" in names
+    assert "gdn-fwd-published-gates-latency.png" in names
+    assert not any("initial" in name for name in names)
+    lone = drawn(run_of(GDN["cpu"]), tmp_path)
+    assert "gdn-fwd-latency.png" in lone
+
+
+# --- generated pages
+
+
+def test_without_a_record_the_pages_say_so():
+    for text in (report.readme_section([], current), report.performance_page([], current)):
+        assert "No record on an SM90 GPU yet" in text
+        assert "python -m benchmarks.sm90 gdn --quick --save" in text
+
+
+def test_a_record_of_other_kernels_is_stale():
+    run = anchor_run()
+    assert "Stale" not in report.readme_section([run], current)
+    assert "**Stale:** the kernels changed since" in report.readme_section([run], other)
+    assert "| stale" in report.performance_page([run], other)
+
+
+def test_a_record_without_every_anchor_row_makes_no_headline():
+    partial = run_of(GDN["anchors"][:5])
+    assert report.headline([partial], "gdn") is None
+    older = anchor_run()
+    assert report.headline([older, partial], "gdn") is older
+    on_cpu = anchor_run(device_kind="cpu")
+    assert report.headline([on_cpu], "gdn") is None
+
+
+def test_the_newest_complete_record_is_the_headline():
+    runs = [anchor_run(id="old"), anchor_run(id="new")]
+    assert "`new`" in report.readme_section(runs, current)
+    assert "`old`" not in report.readme_section(runs, current)
+    assert "`old`" in report.performance_page(runs, current)
+
+
+def test_rivals_alone_are_said_to_be_alone():
+    assert "rivals only" in report.readme_section([anchor_run(with_ours=False)], current)
+
+
+def test_single_kernels_and_the_cpu_path_have_their_own_sections():
+    kernels = run_of(GDN["kernels"], id="alone")
+    cpu = run_of(GDN["cpu"], id="cpu", device_kind="cpu", device="a laptop")
+    text = report.performance_page([kernels, cpu], current)
+    assert "### Kernels alone" in text
+    assert "kkt_solve alone, model gates; ms" in text
+    assert "Forward of 4096 tokens, 16/16 heads of 128, float32" in text
+    assert "on a laptop (record `cpu`)" in text
+
+
+def test_text_outside_the_markers_stays():
+    text = f"before\n{report.START}\nold\n{report.END}\nafter\n"
+    assert report.between_markers(text, "new") == (
+        f"before\n{report.START}\nnew\n{report.END}\nafter\n"
+    )
+    with pytest.raises(ValueError, match=r"README\.md lacks"):
+        report.between_markers("no markers", "new")
+
+
+def test_readme_and_performance_page_are_what_the_records_say():
+    """If this fails: `python -m benchmarks.report`."""
+    for path, text in report.texts(records.load()).items():
+        assert path.exists(), f"{path.name} is missing: run `python -m benchmarks.report`"
+        assert path.read_text() == text, f"{path.name}: run `python -m benchmarks.report`"

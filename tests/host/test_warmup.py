@@ -1,0 +1,83 @@
+"""Compiling ahead of time: the right variants, and a clean end whatever happens."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qla_kernels import jit, warmup
+from qla_kernels.errors import Unsupported
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def labels(models=()) -> list[str]:
+    return [jit.label(*job) for job in warmup.jobs(models)]
+
+
+def test_without_a_model_every_variant_is_compiled():
+    every = [jit.label(k.module, v) for k in jit.kernel_modules() for v in k.module.VARIANTS]
+    assert labels() == every
+
+
+def test_a_model_needs_its_own_dtype_and_head_size():
+    found = labels([warmup.MODELS["qwen3-next"]])
+    assert "gdn.kkt_solve(dtype='bfloat16', K=128)" in found
+    assert not [label for label in found if "'float16'" in label or "K=64" in label]
+
+
+@pytest.mark.parametrize("name", warmup.MODELS)
+def test_every_model_needs_something_and_shards(name):
+    assert labels([warmup.MODELS[name]])
+    half = warmup.sharded(name, 2)
+    assert 2 * half.value_heads == warmup.MODELS[name].value_heads
+
+
+def test_models_share_what_they_have_in_common():
+    assert labels(warmup.MODELS.values()) == labels([warmup.MODELS["qwen3-next"]])
+
+
+def test_list_compiles_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(jit, "compile_all", lambda *_: pytest.fail("compiled"))
+    assert warmup.main(["--in-process", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == labels()
+
+
+@pytest.mark.parametrize("tp", ["0", "3", "32"])
+def test_heads_that_do_not_divide_are_refused(tp, capsys):
+    assert warmup.main(["--in-process", "--list", "--model", "qwen3-next", "--tp", tp]) == 1
+    assert f"--tp {tp}; need whole key heads a GPU" in capsys.readouterr().err
+
+
+def test_a_missing_compiler_is_said_in_one_line(monkeypatch, capsys):
+    def compile_all(found, workers):
+        raise Unsupported("qla_kernels.jit: no nvcc; need nvcc; install it")
+
+    monkeypatch.setattr(jit, "compile_all", compile_all)
+    assert warmup.main(["--in-process"]) == 1
+    assert capsys.readouterr().err == "qla_kernels.jit: no nvcc; need nvcc; install it\n"
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5])
+def test_ctrl_c_ends_it_cleanly(tmp_path, seconds):
+    """As a terminal does it: a signal to the process group, in the middle of a compile."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qla_kernels.warmup", "--model", "qwen3-next"],
+        cwd=ROOT,
+        env=os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    said = process.stderr.read(1)  # the progress bar: compiling has begun
+    time.sleep(seconds)
+    started = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    said += process.communicate(timeout=60)[1]
+    assert process.returncode == warmup.INTERRUPTED, said.decode()
+    assert f"stopped; finished kernels are in {tmp_path}" in said.decode()
+    assert b"Traceback" not in said
+    assert time.monotonic() - started < 5  # nobody waited for a compiler

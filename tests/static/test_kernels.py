@@ -1,0 +1,75 @@
+"""Every variant of every kernel compiles for sm_90a and is what its schedule says it is."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tilelang", reason="kernel files import TileLang")
+
+from qla_kernels import inspect, jit
+from qla_kernels.errors import Unsupported
+from scripts import schedules
+
+KERNELS = list(jit.kernel_modules())
+CASES = [
+    pytest.param(kernel, variant, id=jit.label(kernel.module, variant))
+    for kernel in KERNELS
+    for variant in kernel.module.VARIANTS
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiler() -> None:
+    try:
+        jit.nvcc()
+    except Unsupported as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize(("kernel", "variant"), CASES)
+def test_variant_agrees_with_its_schedule(kernel: jit.Kernel, variant: Any) -> None:
+    facts = inspect.facts(kernel, variant)
+    violations = inspect.check(facts, kernel.module.schedule(variant))
+    assert not violations, "\n".join([facts.kernel, *violations])
+    if facts.unchecked:
+        pytest.skip("the rest agrees, but " + "; ".join(facts.unchecked))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_variants_are_distinct_and_few(kernel: jit.Kernel) -> None:
+    variants = kernel.module.VARIANTS
+    assert len(set(variants)) == len(variants)
+    # each costs every user a compile, and CI seconds; more than this wants run-time arguments
+    assert 1 <= len(variants) <= 12
+
+
+def test_no_two_variants_share_a_function_name() -> None:
+    """TileLang's disk cache has mixed up kernels of one name before."""
+    named: dict[str, str] = {}
+    for kernel, variant in _variants():
+        name, label = jit.function_name(kernel.module, variant), jit.label(kernel.module, variant)
+        assert name not in named, f"{label} and {named[name]} are both {name}"
+        named[name] = label
+
+
+def test_every_kernel_file_is_listed() -> None:
+    package = Path(jit.__file__).parent
+    files = {
+        (file.parent.parent.name, file.stem)
+        for file in package.glob("*/kernels/*.py")
+        if file.stem != "__init__"
+    }
+    assert files == set(jit.kernel_names()), "KERNELS in kernels/__init__.py and the files differ"
+
+
+def test_document_is_current() -> None:
+    written = schedules.DOCUMENT.read_text()
+    assert written == schedules.document(), "run python scripts/schedules.py"
+
+
+def _variants() -> Iterator[tuple[jit.Kernel, Any]]:
+    for kernel in KERNELS:
+        for variant in kernel.module.VARIANTS:
+            yield kernel, variant
