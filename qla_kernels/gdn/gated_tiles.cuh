@@ -46,9 +46,9 @@ __device__ __forceinline__ Block scaled(const float *x, const float *fall, float
   return y;
 }
 
-// Warp W's rows of L into the scratch, in the form that triangular.cuh wants.
+// Warp W's rows of L into the scratch.
 template <int W>
-__device__ __forceinline__ void put_lower(const float *kk, const float *gates, float *s) {
+__device__ __forceinline__ void put_lower(const float *kk, const float *gates, Scratch *s) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const float *gamma = gates, *beta = gates + 64, *fall = gates + 128;
   const float row_beta[2] = {beta[16 * W + g], beta[16 * W + 8 + g]};
@@ -62,15 +62,14 @@ __device__ __forceinline__ void put_lower(const float *kk, const float *gates, f
         const int i = 4 * n + 2 * h + e;
         l.c[i] = 8 * n + 2 * t + e < 8 * h + g ? row_beta[h] * l.c[i] * kk[8 * W + i] : 0.f;
       }
-  store_block(block_at(s, W, W), l);
+  store_block(s->diagonal[W], l);
 #pragma unroll
   for (int b = 0; b < W; ++b) {
     const float end = gamma[16 * b + 15];
-    Block x = scaled(kk + 8 * b, fall + 16 * b, -row_beta[0] * exp2f(gamma[16 * W + g] - end),
-                     -row_beta[1] * exp2f(gamma[16 * W + 8 + g] - end));
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x.c[i] = __uint_as_float(tf32(x.c[i]));
-    store_block(block_at(s, W, b), x);
+    put_block<false>(s->tile, W, b,
+                     scaled(kk + 8 * b, fall + 16 * b,
+                            -row_beta[0] * exp2f(gamma[16 * W + g] - end),
+                            -row_beta[1] * exp2f(gamma[16 * W + 8 + g] - end)));
   }
 }
 
@@ -108,28 +107,30 @@ __device__ __forceinline__ void clear_rows(float *kk, int rows) {
 }
 
 template <int W, class T>
-__device__ __forceinline__ void gated_inverse_of_warp(const float *kk, const float *gates, float *s,
-                                                      T *a, int barrier) {
+__device__ __forceinline__ void put_diagonal(const float *kk, const float *gates, Scratch *s, T *a) {
   put_lower<W>(kk, gates, s);
   __syncwarp();
-  const Block dt = invert_diagonal(block_at(s, W, W));
-  tl::__sync_thread_partial(barrier, 128);
-  solve_column<W>(s, a, dt);
+  const Block dt = invert_diagonal(s->diagonal[W]);
+  put_block<true>(s->tile, W, W, dt);
   put_block<true>(a, W, W, dt);
 }
 
 // A. All 128 threads of a warpgroup; the named barrier is this warpgroup's own. The tile is complete
-// once all threads have returned.
+// once all threads have returned. Column 0 is the longest to solve and column 3 takes no work; warps
+// of one number share a quarter of the SM, so `turn` deals columns out anew at each call.
 template <class T>
-__device__ __forceinline__ void gated_inverse(float *kk, const float *gates, float *scratch, T *a,
-                                              int rows, int barrier) {
+__device__ __forceinline__ void gated_inverse(float *kk, const float *gates, void *scratch, T *a,
+                                              int rows, int barrier, int turn) {
   const int w = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);  // in every lane the same, and known so
+  Scratch *s = static_cast<Scratch *>(scratch);
   if (rows < 64) clear_rows(kk, rows);
-  tl::__sync_thread_partial(barrier, 128);  // the previous column solves have left the scratch
-  if (w == 0) gated_inverse_of_warp<0>(kk, gates, scratch, a, barrier);
-  else if (w == 1) gated_inverse_of_warp<1>(kk, gates, scratch, a, barrier);
-  else if (w == 2) gated_inverse_of_warp<2>(kk, gates, scratch, a, barrier);
-  else gated_inverse_of_warp<3>(kk, gates, scratch, a, barrier);
+  tl::__sync_thread_partial(barrier, 128);  // the columns solved before have left the scratch
+  if (w == 0) put_diagonal<0>(kk, gates, s, a);
+  else if (w == 1) put_diagonal<1>(kk, gates, s, a);
+  else if (w == 2) put_diagonal<2>(kk, gates, s, a);
+  else put_diagonal<3>(kk, gates, s, a);
+  tl::__sync_thread_partial(barrier, 128);
+  solve_columns(s->tile, a, (w + turn) & 3);
 }
 
 // P. All 128 threads of a warpgroup; complete once all have returned.

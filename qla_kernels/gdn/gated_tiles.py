@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from qla_kernels.tile.triangular import SCRATCH
+from qla_kernels.tile.triangular import SCRATCH_BYTES
 from qla_kernels.tile.triangular import SOURCE as TRIANGULAR
 
-__all__ = ["SCRATCH", "SOURCE"]
+__all__ = ["SCRATCH_BYTES", "SOURCE"]
 
 SOURCE = TRIANGULAR + Path(__file__).with_suffix(".cuh").read_text()

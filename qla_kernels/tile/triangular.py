@@ -8,4 +8,4 @@ which writes the matrix from the form that its accumulators have.
 from pathlib import Path
 
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
-SCRATCH = (64, 72)  # fp32; 72 = qla::kLd
+SCRATCH_BYTES = 4 * 16 * 24 * 4 + 64 * 64 * 2  # qla::Scratch

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.gated_tiles import SCRATCH, SOURCE
+from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.ring import Ring
@@ -94,7 +94,7 @@ def schedule(v: Variant) -> Schedule:
         ),
         rings={"k": 1, "gate": GATE_SLOTS, "a": A_SLOTS},
         # k, scratch, A and gate slots; barriers and alignment
-        smem_bytes=CHUNK * v.K * 2 + 18432 + A_SLOTS * CHUNK * CHUNK * 2 + 1536 + 1024,
+        smem_bytes=CHUNK * v.K * 2 + SCRATCH_BYTES + A_SLOTS * CHUNK * CHUNK * 2 + 1536 + 1024,
         ctas_per_sm=4,
     )
 
@@ -154,7 +154,9 @@ def gate(g, beta, gamma, chunks, s_gate, ring, head, first, step, num_steps, gro
                     next_tok0 = chunks[first + (i + 1) * step, 0]
                     next_rows = chunks[first + (i + 1) * step, 1]
             # the next head's arrive while this one's are made
-            read_gates(g, beta, r_gate, next_tok0, next_rows, head, T.if_then_else(r + 1 < group, r + 1, 0))
+            read_gates(
+                g, beta, r_gate, next_tok0, next_rows, head, T.if_then_else(r + 1 < group, r + 1, 0)
+            )
             total = g2[0] + g2[1]  # inclusive scan of the pairs over the warp
             for d in T.unroll(5):
                 below = T.shfl_up(total, 1 << d)
@@ -203,10 +205,11 @@ def solve(
                 "qla::gated_inverse",
                 r_kk.data,
                 T.access_ptr(s_gate[gate_ring.slot(step_i), 0, 0], "r", 3 * CHUNK),
-                T.access_ptr(s_l[0, 0], "rw", SCRATCH[0] * SCRATCH[1]),
+                T.access_ptr(s_l[0], "rw", SCRATCH_BYTES // 4),
                 T.access_ptr(s_a[a_ring.slot(step_i), 0, 0], "w", CHUNK * CHUNK),
                 rows,
                 SOLVE_BARRIER,
+                step_i,
             )
             gate_ring.release(step_i)
             T.fence_proxy_async()  # s_a: written by threads, read by the TMA store
@@ -257,7 +260,7 @@ def build(v: Variant):
             T.import_source(SOURCE)
             s_k = T.alloc_shared((plan.rings["k"], CHUNK, v.K), v.dtype)
             s_a = T.alloc_shared((A_SLOTS, CHUNK, CHUNK), v.dtype)
-            s_l = T.alloc_shared(SCRATCH, "float32")
+            s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
             s_gate = T.alloc_shared((GATE_SLOTS, 3, CHUNK), "float32")
             T.annotate_layout({s_a: make_full_bank_swizzled_layout(s_a)})
             r_kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
