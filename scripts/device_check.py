@@ -132,7 +132,8 @@ def benchmark_counts(rows: Path) -> Counts | None:
     if not rows.exists():
         return None
     run = json.loads(rows.read_text())
-    return Counter(result["status"] for row in run["rows"] for result in row["results"])
+    # a plain dict: dataclasses.asdict rebuilds a Counter from pairs, which it then counts
+    return dict(Counter(result["status"] for row in run["rows"] for result in row["results"]))
 
 
 def all_timed(counts: Counts) -> bool:

@@ -112,6 +112,8 @@ def test_a_wrong_result_fails_the_benchmark(check, tmp_path):
     assert counts == {"ok": 1, "wrong": 1}
     assert not check.all_timed(counts)
     assert check.all_timed({"ok": 1, "not applicable": 5})
+    outcome = check.Outcome("benchmark", "FAILED", 1.0, counts)
+    assert check.asdict(outcome)["counts"] == counts, "the record could not be written"
 
 
 def test_every_family_has_device_tests(check, monkeypatch):
