@@ -7,6 +7,7 @@ compute-sanitizer, large enough for a partial chunk, a chunk of one token and sh
 Hopper GPU each kernel is launched by itself; a GPU it was not built for is left alone.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,6 +119,24 @@ def _api(where: str, dtype: torch.dtype, limit: float) -> Result:
     return Result(name, max(_error(o, want_o), _error(final_state, want_state)), limit)
 
 
+def _gate() -> list[Result]:
+    from qla_kernels.gdn import launch
+    from qla_kernels.varlen import chunk_table
+
+    x = inputs()
+    _, _, _, g, beta = x.tensors(torch.float32, "cuda")
+    table = chunk_table(g.shape[1], x.cu_seqlens.cuda())
+    g_cum = torch.empty_like(g)
+    gates = launch.gate(g, beta, table, g_cum)
+    want = reference().gdn.chunked(*x.tensors(torch.float64), cu_seqlens=x.cu_seqlens).g_cum
+    tok0, rows = table.chunks[0].tolist()
+    gamma = gates[0, :, 0, :rows].T * math.log(2)
+    return [
+        Result("gdn.gate g_cum", _error(g_cum, want), 1e-6),
+        Result("gdn.gate gamma", _error(gamma, want[0, tok0 : tok0 + rows]), 1e-6),
+    ]
+
+
 def _kkt_solve() -> list[Result]:
     from qla_kernels.gdn import launch
 
@@ -133,7 +152,10 @@ def _kkt_solve() -> list[Result]:
     return results
 
 
-KERNELS: dict[str, Callable[[], list[Result]]] = {"gdn.kkt_solve": _kkt_solve}
+KERNELS: dict[str, Callable[[], list[Result]]] = {
+    "gdn.gate": _gate,
+    "gdn.kkt_solve": _kkt_solve,
+}
 
 
 def _error(got: Tensor | None, want: Tensor) -> float:

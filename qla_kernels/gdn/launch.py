@@ -4,8 +4,28 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
+from qla_kernels.gdn.kernels import gate as gate_kernel
 from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
 from qla_kernels.varlen import CHUNK, ChunkTable, chunk_table
+
+
+def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
+    """Cumulated gates of every chunk, into g_cum and in the layout that the other kernels fetch.
+
+    Args:
+        g, beta: [B, T, HV] fp32, g in natural log; any strides that flatten to tokens.
+        g_cum: [B, T, HV] fp32, natural log.
+
+    Returns:
+        [capacity of the table, HV, 3, 64] fp32: gamma in base 2, beta and fall of each chunk.
+    """
+    tokens, HV = g.shape[0] * g.shape[1], g.shape[2]
+    gates = g.new_empty(table.chunks.shape[0], HV, 3, CHUNK)
+    flat = (x.view(tokens, HV) for x in (g, beta))
+    jit.compile(gate_kernel, gate_kernel.Variant("float32"))(
+        *flat, table.chunks, g_cum.view(tokens, HV), gates
+    )
+    return gates
 
 
 def kkt_solve(
@@ -37,15 +57,14 @@ def kkt_solve(
         return g_cum, A
     if table is None:
         table = chunk_table(T, cu_seqlens, batch=B, device=k.device)
+    gates = gate(g, beta, table, g_cum)
     variant = kkt_solve_kernel.Variant(str(k.dtype).removeprefix("torch."), K)
     capacity = table.chunks.shape[0]
     jit.compile(kkt_solve_kernel, variant)(
         k.view(B * T, H, K),
-        g.view(B * T, H, HV // H),
-        beta.view(B * T, H, HV // H),
+        gates.view(capacity, H, HV // H, 3, CHUNK),
         table.chunks,
         table.num_chunks,
-        g_cum.view(B * T, H, HV // H),
         A.view(B * T, H, HV // H, CHUNK),
         walkers(variant, capacity, H, device.sm_count(k.device)),
     )

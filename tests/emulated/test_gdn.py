@@ -2,33 +2,66 @@
 
 import pytest
 import torch
+from torch import Tensor
 
-from qla_kernels.gdn.kernels import kkt_solve
-from qla_kernels.varlen import chunk_table
+from qla_kernels.gdn.kernels import gate, kkt_solve
+from qla_kernels.tile.math import GATE_FLOOR, LN2
+from qla_kernels.varlen import ChunkTable, chunk_table
 from tests import kkt_solve_check
+from tests.compare import assert_close
 from tests.emulator import EmulatedKernel
 from tests.gdn_inputs import Inputs, inputs
 
 
-def run_kkt_solve(variant, x: Inputs, walkers: int, seed: int):
+def run_gate(x: Inputs, table: ChunkTable, g_cum: Tensor, seed: int) -> Tensor:
+    """As launch.gate launches it."""
+    HV = x.g.shape[2]
+    gates = torch.full((table.chunks.shape[0], HV, 3, 64), torch.nan)
+    kernel = EmulatedKernel(gate.build(gate.VARIANTS[0]), gate.PASS_CONFIGS)
+    kernel(x.g[0], x.beta[0], table.chunks, g_cum[0], gates, seed=seed)
+    return gates
+
+
+def run_kkt_solve(variant, x: Inputs, walkers: int, seed: int) -> tuple[Tensor, Tensor]:
     """As launch.kkt_solve launches it."""
     H, HV = x.k.shape[2], x.g.shape[2]
     g_cum, A = kkt_solve_check.poisoned(x)
     table = chunk_table(x.k.shape[1], x.cu_seqlens)
+    gates = run_gate(x, table, g_cum, seed)
     kernel = EmulatedKernel(kkt_solve.build(variant), kkt_solve.PASS_CONFIGS)
-    heads = (-1, H, HV // H)
     kernel(
         x.k[0],
-        x.g.view(heads),
-        x.beta.view(heads),
+        gates.view(-1, H, HV // H, 3, 64),
         table.chunks,
         table.num_chunks,
-        g_cum.view(heads),
-        A.view(*heads, 64),
+        A.view(-1, H, HV // H, 64),
         walkers,
         seed=seed,
     )
     return g_cum, A
+
+
+@pytest.mark.parametrize("heads", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("kind", ["model", "total"])
+def test_gate(heads, kind):
+    """Any number of heads; strided inputs; rows past a chunk's end level and without weight."""
+    x = inputs([70, 0, 64, 1], (1, heads), 64, torch.bfloat16, kind)
+    both = torch.stack([x.g, x.beta], -1)
+    x = x._replace(g=both[..., 0], beta=both[..., 1])
+    table = chunk_table(x.g.shape[1], x.cu_seqlens)
+    g_cum, _ = kkt_solve_check.poisoned(x)
+    gates = run_gate(x, table, g_cum, seed=heads)
+    assert g_cum[:, x.tokens :].isnan().all()
+    for chunk, (tok0, rows) in enumerate(table.chunks[: table.num_chunks].tolist()):
+        g = (x.g[0, tok0 : tok0 + rows].double() / LN2).clamp(min=GATE_FLOOR)
+        gamma = torch.cat([g.cumsum(0), g.sum(0).expand(64 - rows, -1)])
+        end = gamma[15::16].repeat_interleave(16, 0)
+        beta = torch.zeros(64, heads)
+        beta[:rows] = x.beta[0, tok0 : tok0 + rows]
+        assert_close("gamma", gates[chunk, :, 0], gamma.T, rel=1e-6)
+        assert torch.equal(gates[chunk, :, 1], beta.T)
+        assert_close("fall", gates[chunk, :, 2], (end - gamma).exp2().T, rel=1e-5)
+        assert_close("g_cum", g_cum[0, tok0 : tok0 + rows], gamma[:rows] * LN2, rel=1e-6)
 
 
 @pytest.mark.parametrize("variant", kkt_solve.VARIANTS, ids=str)

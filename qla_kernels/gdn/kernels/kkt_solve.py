@@ -1,7 +1,6 @@
-"""kkt_solve -- the gated inverse A and the cumulated gates of every chunk.
+"""kkt_solve -- the gated inverse A of every chunk.
 
-Per chunk (C = 64 tokens, rows are tokens) and value head, with n tokens in the chunk:
-    gamma_i = sum_{j <= i} max(g_j, floor)                         [C]
+Per chunk (C = 64 tokens, rows are tokens) and value head:
     L_ij    = beta_i e^{gamma_i - gamma_j} <k_i, k_j>   for i > j  [C, C]
     A       = (I + L)^-1                                           [C, C], rounded once to 16 bits
 Gating comes before solving: every exponent is <= 0, so keys of any norm stay finite under decay.
@@ -10,7 +9,7 @@ Steps (numbers appear again in the roles), for each chunk this CTA visits with i
     1 load   k of the chunk
     2 solve  K K^T, kept in registers for all value heads of the key head
       and for each of them:
-    3 gate   g, beta of 64 tokens; cumulative sum in base 2; gamma out
+    3 gates  the head's gamma, beta and fall, as `gate` made them
     4 solve  L to scratch, its inverse to s_a
     5 store  A out: one TMA store, or predicated rows where the chunk is a tail
 
@@ -28,7 +27,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.math import CHUNK, GATE_FLOOR, LN2, LOG2E
+from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
 
@@ -48,8 +47,7 @@ PASS_CONFIGS = {
 }
 
 SOLVE_BARRIER = 8  # named barrier of the solve warpgroup
-GATE_SLOTS, A_SLOTS = 2, 2
-GAMMA, BETA, FALL = range(3)  # rows of a gate slot, as gated_tiles.cuh reads them
+GATE_SLOTS, A_SLOTS = 4, 2
 
 
 def schedule(v: Variant) -> Schedule:
@@ -58,7 +56,7 @@ def schedule(v: Variant) -> Schedule:
             Role(
                 "solve",
                 warps=4,
-                regs=80,
+                regs=96,
                 waits=("k_full", "gate_full", "a_free"),
                 signals=("k_free", "gate_free", "a_full"),
                 computes="k k^T; L; A = (I + L)^-1",
@@ -67,34 +65,39 @@ def schedule(v: Variant) -> Schedule:
             Role(
                 "load",
                 warps=1,
-                regs=48,
+                regs=32,
                 waits=("k_free",),
                 signals=(("k_full", ONE),),
                 computes="k",
                 uses=("tma_load",),
             ),
             Role(
-                "gate",
+                "gates",
                 warps=1,
-                regs=48,
+                regs=32,
                 waits=("gate_free",),
-                signals=("gate_full",),
-                computes="gamma = cumsum(g), beta",
+                signals=(("gate_full", ONE),),
+                computes="gamma, beta, fall",
+                uses=("tma_load",),
             ),
             Role(
                 "store",
                 warps=1,
-                regs=48,
+                regs=32,
                 waits=("a_full",),
                 signals=("a_free",),
                 computes="A out",
                 uses=("tma_store",),
             ),
-            Role("spare", warps=1, regs=48, computes="fills the warpgroup"),
+            Role("spare", warps=1, regs=32, computes="fills the warpgroup"),
         ),
         rings={"k": 1, "gate": GATE_SLOTS, "a": A_SLOTS},
         # k, scratch, A and gate slots; barriers and alignment
-        smem_bytes=CHUNK * v.K * 2 + SCRATCH_BYTES + A_SLOTS * CHUNK * CHUNK * 2 + 1536 + 1024,
+        smem_bytes=CHUNK * v.K * 2
+        + SCRATCH_BYTES
+        + A_SLOTS * CHUNK * CHUNK * 2
+        + GATE_SLOTS * 768
+        + 1024,
         ctas_per_sm=4,
     )
 
@@ -114,66 +117,18 @@ def load(k, chunks, s_k, k_ring, head, first, step, num_steps):
 
 
 @T.macro
-def read_gates(g, beta, r_gate, tok0, rows, head, r):
-    """g and beta of tokens 2 lane and 2 lane + 1; 0 past the chunk's end, so gamma stays level."""
-    lane = T.get_thread_binding() % 32
-    for e in T.unroll(2):
-        r_gate[e] = 0
-        r_gate[2 + e] = 0
-        if 2 * lane + e < rows:
-            r_gate[e] = g[tok0 + 2 * lane + e, head, r]
-            r_gate[2 + e] = beta[tok0 + 2 * lane + e, head, r]
-
-
-@T.macro
-def gate(g, beta, gamma, chunks, s_gate, ring, head, first, step, num_steps, group):
-    lane = T.get_thread_binding() % 32
-    r_gate = T.alloc_local((4,), "float32")  # of the value head to come: two g, two beta
-    g2 = T.alloc_local((2,), "float32")
-    b = T.alloc_local((2,), "float32")
-    total = T.alloc_var("float32")
-    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
-    next_tok0, next_rows = T.alloc_var("int32"), T.alloc_var("int32")  # where r_gate is from
-    next_rows = 0
-    if num_steps > 0:
-        next_tok0 = chunks[first, 0]
-        next_rows = chunks[first, 1]
-    read_gates(g, beta, r_gate, next_tok0, next_rows, head, 0)
+def gates_in(gates, s_gate, ring, head, first, step, num_steps, group):
     for i in rolled(num_steps):
-        tok0 = next_tok0
-        rows = next_rows
         for r in rolled(group):
             step_i = i * group + r
-            slot = ring.slot(step_i)
-            for e in T.unroll(2):
-                g2[e] = T.max(r_gate[e] * LOG2E, GATE_FLOOR)
-                b[e] = r_gate[2 + e]
-            if r + 1 == group:
-                next_rows = 0
-                if i + 1 < num_steps:
-                    next_tok0 = chunks[first + (i + 1) * step, 0]
-                    next_rows = chunks[first + (i + 1) * step, 1]
-            # the next head's arrive while this one's are made
-            read_gates(
-                g, beta, r_gate, next_tok0, next_rows, head, T.if_then_else(r + 1 < group, r + 1, 0)
-            )
-            total = g2[0] + g2[1]  # inclusive scan of the pairs over the warp
-            for d in T.unroll(5):
-                below = T.shfl_up(total, 1 << d)
-                if lane >= 1 << d:
-                    total += below
-            g2[0] = total - g2[1]
-            g2[1] = total
-            end = T.shfl_sync(total, lane // 8 * 8 + 7)  # gamma of the last token of the 16
             ring.acquire(step_i)  # 3
-            for e in T.unroll(2):
-                s_gate[slot, GAMMA, 2 * lane + e] = g2[e]
-                s_gate[slot, BETA, 2 * lane + e] = b[e]
-                s_gate[slot, FALL, 2 * lane + e] = T.exp2(end - g2[e])
-            ring.commit(step_i)
-            for e in T.unroll(2):
-                if 2 * lane + e < rows:
-                    gamma[tok0 + 2 * lane + e, head, r] = g2[e] * LN2
+            T.tma_copy(
+                gates[first + i * step, head, r, :, :],
+                s_gate[ring.slot(step_i), :, :],
+                barrier=ring.barrier(step_i),
+            )
+            if T.shuffle_elect(32):
+                ring.commit(step_i)
 
 
 @T.macro
@@ -247,11 +202,9 @@ def build(v: Variant):
     @T.prim_func
     def kkt_solve(
         k: T.StridedTensor((num_tokens, num_heads, v.K), (k_token, k_head, 1), v.dtype),
-        g: T.Tensor((num_tokens, num_heads, group), "float32"),
-        beta: T.Tensor((num_tokens, num_heads, group), "float32"),
+        gates: T.Tensor((capacity, num_heads, group, 3, CHUNK), "float32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
-        gamma: T.Tensor((num_tokens, num_heads, group), "float32"),
         A: T.Tensor((num_tokens, num_heads, group, CHUNK), v.dtype),
         walkers: T.int32,
     ):
@@ -297,8 +250,8 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
                     load(k, chunks, s_k, k_ring, head, *walk)
-                elif tx < plan.end("gate"):
-                    gate(g, beta, gamma, chunks, s_gate, gate_ring, head, *walk, group)
+                elif tx < plan.end("gates"):
+                    gates_in(gates, s_gate, gate_ring, head, *walk, group)
                 elif tx < plan.end("store"):
                     store(A, chunks, s_a, a_ring, head, *walk, group)
 

@@ -1,0 +1,107 @@
+"""gate -- cumulated gates of every chunk, laid out for the kernels that solve and scan.
+
+Per chunk (C = 64 tokens) and value head, with n tokens in the chunk:
+    gamma_i = sum_{j <= i} max(g_j, floor), in base 2; level past the chunk's end      [C]
+    beta_i, 0 past the chunk's end                                                     [C]
+    fall_i  = 2^(gamma_end - gamma_i), end the last token of i's block of 16           [C]
+written as one row of 3 x 64 numbers, which others fetch with a single bulk copy, and gamma once
+more as g_cum [tokens, value heads], in natural log, for the backward.
+
+Steps (numbers appear again in the code); a CTA owns one chunk and 32 value heads:
+    1  a lane is a value head and a warp 16 tokens: g and beta are read along the heads
+    2  sums within the 16 tokens, then over the four warps
+    3  the rows, turned in shared memory, leave along the tokens
+
+Bounded by memory, and small: 8 bytes in and 16 out per token and value head. Why this shape: g is
+stored token by token, and a kernel that wants one head's 64 tokens reads a 32-byte sector for each
+4 bytes; here whole sectors are used and the turn happens on chip.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.tile.math import CHUNK, GATE_FLOOR, LN2, LOG2E
+from qla_kernels.tile.schedule import Role, Schedule
+
+HEADS = 32  # value heads a CTA
+BLOCK = 16  # tokens a warp
+GAMMA, BETA, FALL = range(3)  # the numbers of a row, in order: gated_tiles.cuh reads them so
+
+
+class Variant(NamedTuple):
+    dtype: str  # of g and beta
+
+
+VARIANTS = (Variant("float32"),)
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by `rows` or by num_heads
+    "tl.disable_shared_memory_reuse": True,  # sums are read while rows are written
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(Role("scan", warps=CHUNK // BLOCK, regs=128, computes="gamma, beta, fall, g_cum"),),
+        smem_bytes=HEADS * (3 * CHUNK + 1) * 4 + CHUNK // BLOCK * HEADS * 4,
+        ctas_per_sm=4,
+    )
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    num_tokens, num_heads, capacity = T.dynamic("num_tokens, num_heads, capacity")
+    g_token, g_head, b_token, b_head = T.dynamic("g_token, g_head, b_token, b_head")
+
+    @T.prim_func
+    def gate(
+        g: T.StridedTensor((num_tokens, num_heads), (g_token, g_head), v.dtype),
+        beta: T.StridedTensor((num_tokens, num_heads), (b_token, b_head), v.dtype),
+        chunks: T.Tensor((capacity, 2), "int32"),
+        g_cum: T.Tensor((num_tokens, num_heads), "float32"),
+        gates: T.Tensor((capacity, num_heads, 3, CHUNK), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(num_heads, HEADS), capacity, threads=plan.threads) as (tile, chunk):
+            s_rows = T.alloc_shared((HEADS, 3 * CHUNK + 1), "float32")  # + 1: no bank twice
+            s_total = T.alloc_shared((CHUNK // BLOCK, HEADS), "float32")
+            gamma = T.alloc_local((BLOCK,), "float32")
+            b = T.alloc_local((BLOCK,), "float32")
+            before = T.alloc_var("float32")
+            thread = T.get_thread_binding()
+            lane, warp = thread % HEADS, thread // HEADS
+            head = tile * HEADS + lane
+            tok0, rows = chunks[chunk, 0], chunks[chunk, 1]
+            for i in T.unroll(BLOCK):  # 1
+                gamma[i] = 0
+                b[i] = 0
+                if (warp * BLOCK + i < rows) & (head < num_heads):
+                    gamma[i] = T.max(
+                        T.cast(g[tok0 + warp * BLOCK + i, head], "float32") * LOG2E, GATE_FLOOR
+                    )
+                    b[i] = T.cast(beta[tok0 + warp * BLOCK + i, head], "float32")
+            for i in T.unroll(1, BLOCK):  # 2
+                gamma[i] += gamma[i - 1]
+            s_total[warp, lane] = gamma[BLOCK - 1]
+            T.sync_threads()
+            before = 0
+            for w in T.unroll(CHUNK // BLOCK - 1):
+                if w < warp:
+                    before += s_total[w, lane]
+            for i in T.unroll(BLOCK):  # 3
+                s_rows[lane, FALL * CHUNK + warp * BLOCK + i] = T.exp2(gamma[BLOCK - 1] - gamma[i])
+                gamma[i] += before
+                s_rows[lane, GAMMA * CHUNK + warp * BLOCK + i] = gamma[i]
+                s_rows[lane, BETA * CHUNK + warp * BLOCK + i] = b[i]
+                if (warp * BLOCK + i < rows) & (head < num_heads):
+                    g_cum[tok0 + warp * BLOCK + i, head] = gamma[i] * LN2
+            T.sync_threads()
+            for i in T.serial(HEADS * 3 * CHUNK // plan.threads):
+                at = i * plan.threads + thread
+                if tile * HEADS + at // (3 * CHUNK) < num_heads:
+                    gates[chunk, tile * HEADS + at // (3 * CHUNK), at // CHUNK % 3, at % CHUNK] = (
+                        s_rows[at // (3 * CHUNK), at % (3 * CHUNK)]
+                    )
+
+    return gate.with_attr("global_symbol", f"gate_{v.dtype}")
