@@ -13,7 +13,7 @@ LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [15, 16, 17, 63, 128], [1])
 # (keys, gates, what the error of A may be, in units of rounding the exact A). The solve rounds the
 # operands of its products to 10 mantissa bits, 3 more than bf16 has and as many as fp16: next to
 # a bf16 rounding that is nothing, unless dependent keys without decay make products cancel; next to
-# an fp16 rounding it is several times as much. They are fp16 operands, so entries below the smallest
+# an fp16 rounding it is several times as much. They are fp16 operands: entries below the smallest
 # normal number lose bits: half a step of 2^-24 each is granted, next to a diagonal of 1.
 CASES = (
     ("unit", "model", {torch.bfloat16: 1.1, torch.float16: 2.5}),
