@@ -6,6 +6,7 @@ cached here and nothing needs hiding from a trace.
 
 import functools
 import subprocess
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -20,6 +21,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     """(major, minor): (9, 0) is Hopper."""
     found = torch.cuda.get_device_properties(device)
     return found.major, found.minor
+
+
+def of(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes x's GPU the current one, where kernels are launched; nothing for a CPU tensor."""
+    return torch.cuda.device_of(x)  # type: ignore[no-untyped-call]
 
 
 def sm_count(device: torch.device) -> int:

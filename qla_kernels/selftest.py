@@ -152,9 +152,31 @@ def _kkt_solve() -> list[Result]:
     return results
 
 
+def _fused_fwd() -> list[Result]:
+    from qla_kernels.gdn import launch
+
+    x = inputs()
+    h0, cu_seqlens, scale = x.initial_state.float().cuda(), x.cu_seqlens.cuda(), SIZE**-0.5
+    want = reference().gdn.chunked(
+        *x.tensors(torch.float64), scale, x.initial_state, cu_seqlens=x.cu_seqlens
+    )
+    results = []
+    for dtype, limit in ((torch.bfloat16, 6e-3), (torch.float16, 1e-3)):
+        q, k, v, g, beta = x.tensors(dtype, "cuda")
+        A = want.A.to("cuda", dtype)
+        for tile_v in (128, 64):
+            o, ht = torch.empty_like(v), torch.empty_like(h0)
+            launch.fused_fwd(q, k, v, g, beta, A, scale, h0, cu_seqlens, o, ht, tile_v)
+            name = f"gdn.fused_fwd {str(dtype).removeprefix('torch.')}, V tile {tile_v}"
+            results.append(Result(f"{name} o", _error(o, want.o), limit))
+            results.append(Result(f"{name} final state", _error(ht, want.final_state), limit))
+    return results
+
+
 KERNELS: dict[str, Callable[[], list[Result]]] = {
     "gdn.gate": _gate,
     "gdn.kkt_solve": _kkt_solve,
+    "gdn.fused_fwd": _fused_fwd,
 }
 
 

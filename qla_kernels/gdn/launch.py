@@ -2,11 +2,73 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from qla_kernels import device, jit
+from qla_kernels.gdn import heuristics
+from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
 from qla_kernels.gdn.kernels import gate as gate_kernel
 from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
+from qla_kernels.gdn.ops import Forward
 from qla_kernels.varlen import CHUNK, ChunkTable, chunk_table
+
+
+@torch.no_grad()
+def gdn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    output_final_state: bool,
+    output_h: bool,
+    is_train: bool,
+    auto_cp: bool,
+) -> Forward:
+    assert not output_h, "`refusal` says that this is not built"
+    B, T, HV, V = v.shape
+    K = q.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+    with device.of(q):
+        o = q.new_empty(v.shape)
+        final = q.new_empty(state, dtype=torch.float32) if output_final_state else None
+        # one cast at most, and a pack where the caller's are strided: 1/64 of v or less
+        g = _gate(g, A_log, dt_bias).contiguous()
+        beta = _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
+        h0 = None if initial_state is None else initial_state.float()
+        if B == 1 or all(_flattens(x) for x in (q, k, v)):
+            rows = [slice(None)]
+        else:  # a head-major batch: its rows do not lie a constant distance apart
+            rows = [slice(b, b + 1) for b in range(B)]
+        inverses = (torch.empty_like(g), q.new_empty(B, T, HV, CHUNK))  # g_cum and A
+        for b in rows:
+            table = chunk_table(T, cu_seqlens, len(q[b]), q.device)
+            kkt_solve(k[b], g[b], beta[b], cu_seqlens, table, (inverses[0][b], inverses[1][b]))
+            fused_fwd(
+                q[b], k[b], v[b], g[b], beta[b], inverses[1][b], scale,
+                _key_first(h0, b, state_v_first), cu_seqlens, o[b],
+                _key_first(final, b, state_v_first),
+            )  # fmt: skip
+    g_cum, A = inverses if is_train else (None, None)
+    return Forward(o, final, g_cum, A, None)
+
+
+@torch.no_grad()
+def l2norm_fwd(x: Tensor) -> Tensor:
+    wide = x.float()
+    rstd = (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return (wide * rstd).to(x.dtype, memory_format=torch.contiguous_format)
 
 
 def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
@@ -53,15 +115,15 @@ def kkt_solve(
     B, T, H, K = k.shape
     HV = g.shape[-1]
     g_cum, A = out or (torch.empty_like(g), k.new_empty(B, T, HV, CHUNK))
-    if not g.numel():
-        return g_cum, A
     if table is None:
         table = chunk_table(T, cu_seqlens, batch=B, device=k.device)
-    gates = gate(g, beta, table, g_cum)
-    variant = kkt_solve_kernel.Variant(str(k.dtype).removeprefix("torch."), K)
     capacity = table.chunks.shape[0]
+    if not g.numel() or not capacity:
+        return g_cum, A
+    gates = gate(g, beta, table, g_cum)
+    variant = kkt_solve_kernel.Variant(_name(k.dtype), K)
     jit.compile(kkt_solve_kernel, variant)(
-        k.view(B * T, H, K),
+        _tokens(k),
         gates.view(capacity, H, HV // H, 3, CHUNK),
         table.chunks,
         table.num_chunks,
@@ -75,3 +137,103 @@ def walkers(variant: kkt_solve_kernel.Variant, chunks: int, heads: int, sm_count
     """CTAs a key head: as many as are resident together, and no more than there are chunks."""
     resident = kkt_solve_kernel.schedule(variant).ctas_per_sm * sm_count
     return max(1, min(chunks, resident // heads))
+
+
+def fused_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    scale: float,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    ht: Tensor | None,
+    tile_v: int | None = None,
+) -> None:
+    """The chain over each sequence's chunks.
+
+    Args:
+        q, k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
+        g, beta: [B, T, HV] fp32.
+        A: [B, T, HV, 64] of kkt_solve.
+        h0: [N, HV, K, V] fp32, any strides; zeros if None.
+        o: [B, T, HV, V], written; rows at or past cu_seqlens[-1] with zeros.
+        ht: [N, HV, K, V] fp32, any strides, written if given.
+        tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
+    """
+    B, T, HV, V = v.shape
+    K = q.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if not N or not o.numel():  # no token to compute, or none that a sequence owns
+        o.zero_()
+        if ht is not None:
+            ht.zero_() if h0 is None else ht.copy_(h0)
+        return
+    if cu_seqlens is None:
+        bounds = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
+    else:
+        bounds = cu_seqlens.int().contiguous()
+    if tile_v is None:
+        tile_v = heuristics.tile_v(N, HV, V, device.sm_count(q.device))
+    nothing = g.as_strided((1, HV, K, V), (0, 0, 0, 0))  # for a state that is not there: untouched
+    jit.compile(fused_fwd_kernel, fused_fwd_kernel.Variant(_name(q.dtype), K, tile_v))(
+        _tokens(q),
+        _tokens(k),
+        torch.unflatten(_tokens(v), -1, (-1, tile_v)),
+        g.view(B * T, HV),
+        beta.view(B * T, HV),
+        A.view(B * T, HV, CHUNK),
+        bounds,
+        nothing if h0 is None else h0,
+        o.view(B * T, HV, -1, tile_v),
+        nothing if ht is None else ht,
+        scale,
+        int(h0 is not None),
+        int(ht is not None),
+    )
+
+
+def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+    """g fp32, activated if there is an A_log."""
+    g = g.float()
+    if A_log is None:
+        return g
+    z = g if dt_bias is None else g + dt_bias.float()
+    return -A_log.float().exp() * softplus(z)
+
+
+def _beta(beta: Tensor, use_sigmoid: bool, allow_neg_eigval: bool) -> Tensor:
+    beta = beta.float()
+    if use_sigmoid:
+        beta = beta.sigmoid()
+    return 2 * beta if allow_neg_eigval else beta
+
+
+def _key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor | None:
+    """A view [.., K, V] of the caller's states: their layout is a matter of strides."""
+    if state is None:
+        return None
+    return state[rows].mT if state_v_first else state[rows]
+
+
+def _flattens(x: Tensor) -> bool:
+    B, T, *_ = x.shape
+    return B == 1 or T == 1 or x.stride(0) == T * x.stride(1)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[B, T, heads, size] as [B T, heads, size].
+
+    A dimension of one element may have any stride in torch, but not in a TMA descriptor.
+    """
+    B, T, heads, size = x.shape
+    token = x.stride(1) if T > 1 else x.stride(0) if B > 1 else heads * size
+    head = x.stride(2) if heads > 1 else size
+    return x.as_strided((B * T, heads, size), (token, head, 1))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -73,7 +73,7 @@ def chunk_gated_delta_rule_fwd(
     check_activations(op, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if out is not None:
         expect_shape(op, "out", out, tuple(v.shape), "[B, T, HV, V]")
-    require(refusal(q, k, v, cp_context=cp_context, op=op))
+    require(refusal(q, k, v, cp_context=cp_context, output_h=bool(output_h), op=op))
     done = Forward(
         *ops.gdn_fwd(
             q,

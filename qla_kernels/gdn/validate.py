@@ -19,7 +19,7 @@ from qla_kernels.errors import Unsupported, need
 OP = "chunk_gated_delta_rule"
 
 # The directions that have CUDA kernels; each is added by the change that adds its launch.
-CUDA_DIRECTIONS: tuple[str, ...] = ()
+CUDA_DIRECTIONS: tuple[str, ...] = ("forward",)
 
 CAPABILITY = (9, 0)
 HEAD_SIZES = (64, 128)
@@ -50,6 +50,7 @@ def refusal(
     *,
     cp_context: object | None = None,
     needs_backward: bool = False,
+    output_h: bool = False,
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
@@ -62,7 +63,7 @@ def refusal(
     if reason is None:
         if q.is_cuda or capability is not None:
             capability = capability or device.capability(q.device)
-            reason = _refused_on_cuda(q, k, v, needs_backward, capability)
+            reason = _refused_on_cuda(q, k, v, needs_backward, output_h, capability)
         else:
             reason = _refused_on_cpu(q)
     return None if reason is None else need(op, *reason)
@@ -103,7 +104,12 @@ def _refused_on_cpu(q: Tensor) -> Reason | None:
 
 
 def _refused_on_cuda(
-    q: Tensor, k: Tensor, v: Tensor, needs_backward: bool, capability: tuple[int, int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    needs_backward: bool,
+    output_h: bool,
+    capability: tuple[int, int],
 ) -> Reason | None:
     for direction in ("forward", "backward") if needs_backward else ("forward",):
         if direction not in CUDA_DIRECTIONS:
@@ -127,6 +133,9 @@ def _refused_on_cuda(
             fix = f"pad {padded} to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
             needs = f"{HEAD_SIZES[0]} or {HEAD_SIZES[1]} on SM90"
             return f"head dimension {letter}={size}", needs, fix
+    if output_h:
+        needs = "False: the CUDA forward keeps no states yet"
+        return "output_h=True", needs, f"leave it out, or {ELSEWHERE}"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not _tma_readable(x):
             return (

@@ -70,6 +70,11 @@ REFUSED = {
         tensors(q=strided((4096, 256, 128, 1), 4)),
         "q has strides (4096, 256, 128, 1) and offset 4; " + STRIDES.format("q"),
     ),
+    "output_h": (
+        {"output_h": True},
+        "output_h=True; need False: the CUDA forward keeps no states yet; leave it out, "
+        + ELSEWHERE,
+    ),
     "cp_context": (
         {"cp_context": SimpleNamespace()},
         "got cp_context; need None: sequences cut over ranks are not supported yet; "

@@ -1,0 +1,179 @@
+"""The whole CUDA forward, emulated: launch.gdn_fwd on CPU tensors, kernel by kernel."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from qla_kernels import device, jit
+from qla_kernels.gdn import launch
+from qla_kernels.gdn.kernels import fused_fwd
+from qla_kernels.gdn.ops import Forward
+from tests.emulator import EmulatedKernel
+from tests.gdn_calls import Call, call
+from tests.gdn_forward_check import check
+from tests.gdn_inputs import gates, keys
+
+# Lengths 0, 1 and around 64; empty sequences first, in the middle, last; several chunks.
+LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [63, 128, 200], [1], [0, 0], [2, 321])
+WITHOUT = {"initial_state": None}
+
+
+@functools.cache
+def emulated(module: Any, variant: Any) -> EmulatedKernel:
+    return EmulatedKernel(module.build(variant), module.PASS_CONFIGS)
+
+
+@pytest.fixture(autouse=True)
+def seeds(monkeypatch):
+    """Kernels are emulated, on a GPU of four SMs; the dictionary holds the seed of each launch."""
+    settings = {"seed": 0}
+
+    def compile(module: Any, variant: Any) -> Any:
+        return lambda *arguments: emulated(module, variant)(*arguments, seed=settings["seed"])
+
+    monkeypatch.setattr(jit, "compile", compile)
+    monkeypatch.setattr(device, "sm_count", lambda _: 4)
+    return settings
+
+
+def forward(x: Call, **changed: Any) -> Forward:
+    """As the operator is called, with fresh memory full of NaN."""
+    x = {**x, **changed}
+    flags = {
+        name: x.get(name, False)
+        for name in ("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first")
+    }
+    q, k = x["q"], x["k"]
+    if x.get("use_qk_l2norm_in_kernel"):
+        q, k = launch.l2norm_fwd(q), launch.l2norm_fwd(k)
+    scale = x.get("scale")
+    return launch.gdn_fwd(
+        q, k, x["v"], x["g"], x["beta"], q.shape[-1] ** -0.5 if scale is None else scale,
+        x.get("initial_state"), x.get("cu_seqlens"), None, x.get("A_log"), x.get("dt_bias"),
+        **flags,
+        output_final_state=x.get("output_final_state", True),
+        output_h=False,
+        is_train=x.get("is_train", False),
+        auto_cp=True,
+    )  # fmt: skip
+
+
+def small(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **others: Any) -> Call:
+    others = {"heads": (1, 2), "sizes": (size, size), **others}
+    padding = others.pop("padding", 3 if lengths else 0)
+    return call(lengths, dtype=dtype, gates=torch.float32, padding=padding, **others)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("variant", fused_fwd.VARIANTS, ids=str)
+def test_every_variant(variant, seeds, monkeypatch):
+    monkeypatch.setattr(launch.heuristics, "tile_v", lambda *_: variant.tile_v)
+    for seed, lengths in enumerate(LENGTHS):
+        seeds["seed"] = seed
+        V = 64 if variant.tile_v == 64 and seed % 2 else 128
+        x = small(lengths, getattr(torch, variant.dtype), sizes=(variant.K, V))
+        if seed % 2:
+            x |= WITHOUT
+        done = forward(x)
+        check(x, done.o, done.final_state)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("gate", ["none", "mild", "strong", "total", "positive"])
+@pytest.mark.parametrize("key", ["unit", "low rank"])
+def test_gates_and_keys_at_the_edge(gate, key):
+    x = small([130, 65])
+    g = gates("none", 195, 2) + 0.05 if gate == "positive" else gates(gate, 195, 2)
+    x["g"][0, :195] = g
+    x["k"][0, :195] = keys(key, 195, 1, 128).bfloat16()
+    done = forward(x)
+    check(x, done.o, done.final_state)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("seed", range(6))
+def test_interleavings(seed, seeds):
+    """Five value heads of three sequences: more CTAs than SMs, both widths by the heuristic."""
+    seeds["seed"] = seed
+    x = small([70, 1, 200], heads=(1, 5))
+    done = forward(x)
+    check(x, done.o, done.final_state)
+
+
+@pytest.mark.usefixtures("poison")
+def test_activations_as_a_model_uses_them():
+    x = small([33, 0, 100], heads=(2, 4), activations=True, allow_neg_eigval=True)
+    done = forward(x)
+    check(x, done.o, done.final_state)
+
+
+@pytest.mark.usefixtures("poison")
+def test_low_precision_gates_and_states():
+    x = small([70])
+    for name in ("g", "beta", "initial_state"):
+        x[name] = x[name].bfloat16()
+    check(x, *forward(x)[:2])
+
+
+@pytest.mark.usefixtures("poison")
+def test_state_v_first_is_the_same_bits():
+    x = small([100, 3])
+    want = forward(x)
+    got = forward(x, state_v_first=True, initial_state=x["initial_state"].mT.contiguous())
+    assert torch.equal(got.o, want.o)
+    assert got.final_state.is_contiguous()
+    assert torch.equal(got.final_state.mT, want.final_state)
+
+
+@pytest.mark.usefixtures("poison")
+def test_a_batch_is_its_rows_and_its_packing():
+    x = small(batch=3, tokens=70)
+    want = forward(x)
+    check(x, want.o, want.final_state)
+    packed = {
+        name: value.flatten(0, 1)[None] if name != "initial_state" else value
+        for name, value in x.items()
+    }
+    packed["cu_seqlens"] = torch.tensor([0, 70, 140, 210])
+    got = forward(packed)
+    assert torch.equal(got.o.view_as(want.o), want.o)
+    assert torch.equal(got.final_state, want.final_state)
+    for b in range(3):
+        row = forward({name: value[b : b + 1] for name, value in x.items()})
+        assert torch.equal(row.o[0], want.o[b])
+        assert torch.equal(row.final_state[0], want.final_state[b])
+
+
+@pytest.mark.usefixtures("poison")
+def test_strides_are_read_in_place():
+    x = small(batch=2, tokens=70, heads=(2, 2))
+    want = forward(x, is_train=True)
+    fused = torch.cat([x["q"], x["k"], x["v"]], 2)  # slices of one projection
+    slices = dict(zip("qkv", fused.split(2, 2), strict=True))
+    head_major = {n: x[n].transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"}
+    gates_last = {n: x[n].mT.contiguous().mT for n in ("g", "beta")}
+    for changed in (slices, head_major, gates_last):
+        got = forward(x, **changed, is_train=True)
+        for name in ("o", "final_state", "g_cum", "A"):
+            assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
+@pytest.mark.usefixtures("poison")
+def test_one_token_of_one_head_may_have_any_stride():
+    x = small(batch=1, tokens=1, heads=(1, 1))
+    want = forward(x)
+    odd = {n: x[n].as_strided((1, 1, 1, 128), (3, 5, 7, 1)) for n in "qkv"}
+    assert torch.equal(forward(x, **odd).o, want.o)
+
+
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"tokens": 0}, {"lengths": [], "padding": 5}])
+def test_nothing_to_do(shape, monkeypatch):
+    monkeypatch.setattr(jit, "compile", None)  # no kernel runs
+    x = small(**shape)
+    done = forward(x)
+    assert done.o.shape == x["v"].shape
+    assert not done.o.any()
+    assert torch.equal(done.final_state, x["initial_state"])
+    assert not forward(x, **WITHOUT).final_state.any()
