@@ -119,13 +119,26 @@ def _api(where: str, dtype: torch.dtype, limit: float) -> Result:
     return Result(name, max(_error(o, want_o), _error(final_state, want_state)), limit)
 
 
-def _gate() -> list[Result]:
+def _chunk_table() -> list[Result]:
     from qla_kernels.gdn import launch
     from qla_kernels.varlen import chunk_table
 
+    results = []
+    for dtype in (torch.int32, torch.int64):
+        bounds = inputs().cu_seqlens.to(dtype)
+        want = chunk_table(sum(LENGTHS), bounds)
+        got = launch.chunk_table(sum(LENGTHS), bounds.cuda(), 1, torch.device("cuda"))
+        error = max(_error(a, b.double()) for a, b in zip(got, want, strict=True))
+        results.append(Result(f"gdn.chunk_table {str(dtype).removeprefix('torch.')}", error, 0))
+    return results
+
+
+def _gate() -> list[Result]:
+    from qla_kernels.gdn import launch
+
     x = inputs()
     _, _, _, g, beta = x.tensors(torch.float32, "cuda")
-    table = chunk_table(g.shape[1], x.cu_seqlens.cuda())
+    table = launch.chunk_table(g.shape[1], x.cu_seqlens.cuda(), 1, g.device)
     g_cum = torch.empty_like(g)
     gates = launch.gate(g, beta, table, g_cum)
     want = reference().gdn.chunked(*x.tensors(torch.float64), cu_seqlens=x.cu_seqlens).g_cum
@@ -174,6 +187,7 @@ def _fused_fwd() -> list[Result]:
 
 
 KERNELS: dict[str, Callable[[], list[Result]]] = {
+    "gdn.chunk_table": _chunk_table,
     "gdn.gate": _gate,
     "gdn.kkt_solve": _kkt_solve,
     "gdn.fused_fwd": _fused_fwd,

@@ -6,11 +6,12 @@ from torch.nn.functional import softplus
 
 from qla_kernels import device, jit
 from qla_kernels.gdn import heuristics
+from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
 from qla_kernels.gdn.kernels import gate as gate_kernel
 from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
 from qla_kernels.gdn.ops import Forward
-from qla_kernels.varlen import CHUNK, ChunkTable, chunk_table
+from qla_kernels.varlen import CHUNK, ChunkTable, capacity
 
 
 @torch.no_grad()
@@ -71,6 +72,22 @@ def l2norm_fwd(x: Tensor) -> Tensor:
     return (wide * rstd).to(x.dtype, memory_format=torch.contiguous_format)
 
 
+def chunk_table(
+    num_tokens: int, cu_seqlens: Tensor | None, batch: int, where: torch.device
+) -> ChunkTable:
+    """varlen.chunk_table in one launch: of packed sequences, or of `batch` rows of `num_tokens`."""
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=where) * num_tokens
+    N = cu_seqlens.shape[0] - 1
+    chunks = cu_seqlens.new_empty(capacity(num_tokens * batch, N), 2, dtype=torch.int32)
+    num_chunks, first_chunk = (cu_seqlens.new_empty(n, dtype=torch.int32) for n in (1, N + 1))
+    table = ChunkTable(chunks, num_chunks, first_chunk)
+    if chunks.numel():
+        variant = chunk_table_kernel.Variant(_name(cu_seqlens.dtype))
+        jit.compile(chunk_table_kernel, variant)(cu_seqlens.contiguous(), *table)
+    return table
+
+
 def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
     """Cumulated gates of every chunk, into g_cum and in the layout that the other kernels fetch.
 
@@ -116,19 +133,19 @@ def kkt_solve(
     HV = g.shape[-1]
     g_cum, A = out or (torch.empty_like(g), k.new_empty(B, T, HV, CHUNK))
     if table is None:
-        table = chunk_table(T, cu_seqlens, batch=B, device=k.device)
-    capacity = table.chunks.shape[0]
-    if not g.numel() or not capacity:
+        table = chunk_table(T, cu_seqlens, B, k.device)
+    room = table.chunks.shape[0]
+    if not g.numel() or not room:
         return g_cum, A
     gates = gate(g, beta, table, g_cum)
     variant = kkt_solve_kernel.Variant(_name(k.dtype), K)
     jit.compile(kkt_solve_kernel, variant)(
         _tokens(k),
-        gates.view(capacity, H, HV // H, 3, CHUNK),
+        gates.view(room, H, HV // H, 3, CHUNK),
         table.chunks,
         table.num_chunks,
         A.view(B * T, H, HV // H, CHUNK),
-        walkers(variant, capacity, H, device.sm_count(k.device)),
+        walkers(variant, room, H, device.sm_count(k.device)),
     )
     return g_cum, A
 

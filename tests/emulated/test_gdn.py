@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.kernels import gate, kkt_solve
 from qla_kernels.tile.math import GATE_FLOOR, LN2
 from qla_kernels.varlen import ChunkTable, chunk_table
@@ -39,6 +40,21 @@ def run_kkt_solve(variant, x: Inputs, walkers: int, seed: int) -> tuple[Tensor, 
         seed=seed,
     )
     return g_cum, A
+
+
+@pytest.mark.parametrize("variant", chunk_table_kernel.VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[64], [0, 65, 0, 1, 130, 0], [0, 0], [5000], [1] * 1500, list(range(200))], ids=len
+)
+def test_chunk_table(variant, lengths):
+    """One launch, or tensor operations: the same table, for any number of sequences."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(getattr(torch, variant.dtype))
+    want = chunk_table(sum(lengths) + 7, cu_seqlens)
+    got = [torch.full_like(x, -1) for x in want]
+    kernel = EmulatedKernel(chunk_table_kernel.build(variant), chunk_table_kernel.PASS_CONFIGS)
+    kernel(cu_seqlens, *got, seed=len(lengths))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("heads", [1, 31, 32, 33, 70])
