@@ -8,9 +8,9 @@ Steps (numbers appear again in the code):
     1  counts are summed, 1024 sequences at a time: in each warp, then over the warps
     2  a thread finds the sequence of its chunk by bisection of first_chunk
 
-Bounded by latency: a few microseconds whatever the lengths are. Why this shape: as tensor operations
-the table costs ten launches, which is what a short forward takes altogether. `varlen.chunk_table` is
-the same table for any device.
+Bounded by latency: a few microseconds whatever the lengths are. Why this shape: as tensor
+operations the table costs ten launches, which is what a short forward takes altogether.
+`varlen.chunk_table` is the same table for any device.
 """
 
 from typing import NamedTuple
