@@ -83,11 +83,12 @@ def test_every_variant(variant, seeds, monkeypatch):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("gate", ["none", "mild", "strong", "total", "positive"])
 @pytest.mark.parametrize("key", ["unit", "low rank"])
-def test_gates_and_keys_at_the_edge(gate, key):
-    x = small([130, 65])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_and_keys_at_the_edge(gate, key, dtype):
+    x = small([130, 65], dtype)
     g = gates("none", 195, 2) + 0.05 if gate == "positive" else gates(gate, 195, 2)
     x["g"][0, :195] = g
-    x["k"][0, :195] = keys(key, 195, 1, 128).bfloat16()
+    x["k"][0, :195] = keys(key, 195, 1, 128).to(dtype)
     done = forward(x)
     check(x, done.o, done.final_state)
 
@@ -125,6 +126,18 @@ def test_state_v_first_is_the_same_bits():
     assert torch.equal(got.o, want.o)
     assert got.final_state.is_contiguous()
     assert torch.equal(got.final_state.mT, want.final_state)
+
+
+@pytest.mark.usefixtures("poison")
+def test_neighbours_of_a_sequence_do_not_matter():
+    x = small([70, 100, 33])
+    want = forward(x)
+    for name in ("q", "k", "v", "g", "beta"):
+        x[name][:, 70:170] = torch.nan
+    got = forward(x)
+    for part in (slice(0, 70), slice(170, None)):
+        assert torch.equal(got.o[:, part], want.o[:, part])
+    assert torch.equal(got.final_state[[0, 2]], want.final_state[[0, 2]])
 
 
 @pytest.mark.usefixtures("poison")
