@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
+from reference import gdn
 from tests import kkt_solve_check
-from tests.compare import assert_close
+from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import Call, call
 from tests.gdn_forward_check import check
 from tests.gdn_inputs import Inputs, gates, keys
@@ -146,6 +147,17 @@ def test_activations(lengths, allow_neg_eigval):
     check(x, *run(x))
     x["dt_bias"] = None
     check(x, *run(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 128])
+def test_l2norm(size, dtype):
+    from qla_kernels.gdn import launch
+
+    room = 4 * torch.randn(3, 8, 5000, 2 * size, device=GPU).to(dtype)  # head-major, and wider
+    x = room[..., size:].transpose(1, 2)
+    want = gdn.l2norm(x.double())
+    assert_close("y", launch.l2norm_fwd(x), want, 1.01 * relative_l2(want.to(dtype), want))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -10,6 +10,8 @@ from qla_kernels import device, jit
 from qla_kernels.gdn import launch
 from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.ops import Forward
+from reference import gdn
+from tests.compare import assert_close, relative_l2
 from tests.emulator import EmulatedKernel
 from tests.gdn_calls import Call, call
 from tests.gdn_forward_check import check
@@ -179,6 +181,22 @@ def test_one_token_of_one_head_may_have_any_stride():
     want = forward(x)
     odd = {n: x[n].as_strided((1, 1, 1, 128), (3, 5, 7, 1)) for n in "qkv"}
     assert torch.equal(forward(x, **odd).o, want.o)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 128])
+def test_l2norm(size, dtype):
+    room = 4 * torch.randn(2, 3, 90, 2 * size).to(dtype)  # [B, H, T, ..]: head-major, and wider
+    room[:, :, 60:70] = 0
+    room[:, :, 80:] = torch.nan
+    x = room[..., size:].transpose(1, 2)
+    y = launch.l2norm_fwd(x)
+    assert y.is_contiguous()
+    assert y[:, 80:].isnan().all()
+    want = gdn.l2norm(x[:, :80].double())
+    rounding = relative_l2(want.to(dtype), want)
+    assert_close("y", y[:, :80], want, 1.01 * rounding)
 
 
 @pytest.mark.parametrize("shape", [{"batch": 0}, {"tokens": 0}, {"lengths": [], "padding": 5}])

@@ -1,3 +1,3 @@
 """The kernels of the gated delta net: module names, in the order in which a forward runs them."""
 
-KERNELS = ("kkt_solve", "fused_fwd")
+KERNELS = ("l2norm", "kkt_solve", "fused_fwd")
