@@ -186,7 +186,20 @@ def _fused_fwd() -> list[Result]:
     return results
 
 
+def _l2norm() -> list[Result]:
+    from qla_kernels.gdn import launch
+
+    results = []
+    for dtype, limit in ((torch.bfloat16, 3e-3), (torch.float16, 4e-4)):
+        x = 3 * inputs().k
+        y = launch.l2norm_fwd(x.to("cuda", dtype))
+        name = f"gdn.l2norm {str(dtype).removeprefix('torch.')}"
+        results.append(Result(name, _error(y, reference().gdn.l2norm(x)), limit))
+    return results
+
+
 KERNELS: dict[str, Callable[[], list[Result]]] = {
+    "gdn.l2norm": _l2norm,
     "gdn.chunk_table": _chunk_table,
     "gdn.gate": _gate,
     "gdn.kkt_solve": _kkt_solve,

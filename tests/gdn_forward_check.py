@@ -10,6 +10,7 @@ from tests.gdn_calls import Call
 # Errors are counted in units of what rounding the operands of every product costs by itself.
 RATIO = 1.5
 RATIO_OF_A_HEAD = 2.0
+FP32 = 1e-5  # what sums and decays in fp32 cost where no product's rounding shows
 
 
 def exact(x: Call, operand_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -47,7 +48,7 @@ def check(x: Call, o: Tensor, final_state: Tensor | None = None) -> None:
 
 
 def _compare(name: str, got: Tensor, want: Tensor, rounded: Tensor, head_axis: int) -> None:
-    assert_close(name, got, want, RATIO * relative_l2(rounded, want))
+    assert_close(name, got, want, RATIO * relative_l2(rounded, want) + FP32)
     for head in range(want.shape[head_axis]):
         a, b, c = (t.select(head_axis, head) for t in (got, want, rounded))
-        assert_close(f"{name} of head {head}", a, b, RATIO_OF_A_HEAD * relative_l2(c, b))
+        assert_close(f"{name} of head {head}", a, b, RATIO_OF_A_HEAD * relative_l2(c, b) + FP32)

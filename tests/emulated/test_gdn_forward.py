@@ -10,6 +10,8 @@ from qla_kernels import device, jit
 from qla_kernels.gdn import launch
 from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.ops import Forward
+from reference import gdn
+from tests.compare import assert_close, relative_l2
 from tests.emulator import EmulatedKernel
 from tests.gdn_calls import Call, call
 from tests.gdn_forward_check import check
@@ -83,11 +85,12 @@ def test_every_variant(variant, seeds, monkeypatch):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("gate", ["none", "mild", "strong", "total", "positive"])
 @pytest.mark.parametrize("key", ["unit", "low rank"])
-def test_gates_and_keys_at_the_edge(gate, key):
-    x = small([130, 65])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_and_keys_at_the_edge(gate, key, dtype):
+    x = small([130, 65], dtype)
     g = gates("none", 195, 2) + 0.05 if gate == "positive" else gates(gate, 195, 2)
     x["g"][0, :195] = g
-    x["k"][0, :195] = keys(key, 195, 1, 128).bfloat16()
+    x["k"][0, :195] = keys(key, 195, 1, 128).to(dtype)
     done = forward(x)
     check(x, done.o, done.final_state)
 
@@ -125,6 +128,18 @@ def test_state_v_first_is_the_same_bits():
     assert torch.equal(got.o, want.o)
     assert got.final_state.is_contiguous()
     assert torch.equal(got.final_state.mT, want.final_state)
+
+
+@pytest.mark.usefixtures("poison")
+def test_neighbours_of_a_sequence_do_not_matter():
+    x = small([70, 100, 33])
+    want = forward(x)
+    for name in ("q", "k", "v", "g", "beta"):
+        x[name][:, 70:170] = torch.nan
+    got = forward(x)
+    for part in (slice(0, 70), slice(170, None)):
+        assert torch.equal(got.o[:, part], want.o[:, part])
+    assert torch.equal(got.final_state[[0, 2]], want.final_state[[0, 2]])
 
 
 @pytest.mark.usefixtures("poison")
@@ -166,6 +181,22 @@ def test_one_token_of_one_head_may_have_any_stride():
     want = forward(x)
     odd = {n: x[n].as_strided((1, 1, 1, 128), (3, 5, 7, 1)) for n in "qkv"}
     assert torch.equal(forward(x, **odd).o, want.o)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 128])
+def test_l2norm(size, dtype):
+    room = 4 * torch.randn(2, 3, 90, 2 * size).to(dtype)  # [B, H, T, ..]: head-major, and wider
+    room[:, :, 60:70] = 0
+    room[:, :, 80:] = torch.nan
+    x = room[..., size:].transpose(1, 2)
+    y = launch.l2norm_fwd(x)
+    assert y.is_contiguous()
+    assert y[:, 80:].isnan().all()
+    want = gdn.l2norm(x[:, :80].double())
+    rounding = relative_l2(want.to(dtype), want)
+    assert_close("y", y[:, :80], want, 1.01 * rounding)
 
 
 @pytest.mark.parametrize("shape", [{"batch": 0}, {"tokens": 0}, {"lengths": [], "padding": 5}])

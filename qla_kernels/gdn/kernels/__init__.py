@@ -1,3 +1,3 @@
 """The kernels of the gated delta net: module names, in the order in which a forward runs them."""
 
-KERNELS = ("chunk_table", "gate", "kkt_solve", "fused_fwd")
+KERNELS = ("l2norm", "chunk_table", "gate", "kkt_solve", "fused_fwd")

@@ -1,0 +1,114 @@
+"""l2norm -- q or k with each head's vector divided by its L2 norm.
+
+Per row (one head of one token): y = x (sum x^2 + 1e-6)^-1/2                         [K]
+
+Steps (numbers appear again in the role), for 8 threads a row:
+    1 norm   8 elements of each 64 of the row into every thread
+    2 norm   sum of squares in fp32, over the row's threads
+    3 norm   scaled, rounded once, out
+
+Bounded by memory: x is read once and y written once, 16 bytes a thread at a time.
+Why this shape: a row's sum stays in a warp, and the number of 64s is a runtime value, so that one
+compiled kernel serves both head sizes. x has any strides of whole 16 bytes, which the compiler
+cannot know, hence the hand-written load.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.tile.schedule import Role, Schedule
+
+PIECE = 8  # elements of 16 bits in a 16-byte access
+SPAN = 64  # elements of a row that its threads cover at a time
+MOST_SPANS = 2  # K is 64 or 128
+EPSILON = 1e-6
+
+SOURCE = """
+namespace qla {
+template <class T>
+__device__ __forceinline__ void load_16_bytes(T *to, const T *from) {
+  *reinterpret_cast<uint4 *>(to) = __ldg(reinterpret_cast<const uint4 *>(from));
+}
+}  // namespace qla
+"""
+
+
+class Variant(NamedTuple):
+    dtype: str  # of x and y
+
+
+VARIANTS = (Variant("bfloat16"), Variant("float16"))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_safe_memory_legalize": True,  # rows and spans past the last are guarded
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(Role("norm", warps=8, regs=32, computes="y"),),
+        ctas_per_sm=8,  # all the threads an SM holds: they hide memory's latency
+    )
+
+
+@T.macro
+def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_spans, column):
+    r_x = T.alloc_local((MOST_SPANS, PIECE), dtype)
+    r_y = T.alloc_local((PIECE,), dtype)
+    total = T.alloc_var("float32")
+    # variables, so that they are divided as 32-bit numbers, and once
+    i_batch, i_token, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    total = 0.0
+    if row < num_rows:
+        i_token = T.truncdiv(row, num_heads)
+        head = row - i_token * num_heads
+        i_batch = T.truncdiv(i_token, num_tokens)
+        i_token = i_token - i_batch * num_tokens
+        for span in T.unroll(MOST_SPANS):
+            if span < num_spans:
+                T.call_extern(  # 1
+                    "handle",
+                    "qla::load_16_bytes",
+                    T.access_ptr(r_x[span, 0], "w", PIECE),
+                    T.access_ptr(x[i_batch, i_token, head, span, column], "r", PIECE),
+                )
+                for e in T.unroll(PIECE):
+                    total += T.cast(r_x[span, e], "float32") * T.cast(r_x[span, e], "float32")
+    for step in T.unroll(3):  # 2
+        total += T.shfl_xor(total, 1 << step)
+    total = T.rsqrt(total + EPSILON)
+    if row < num_rows:
+        for span in T.unroll(MOST_SPANS):
+            if span < num_spans:
+                for e in T.unroll(PIECE):
+                    r_y[e] = T.cast(r_x[span, e], "float32") * total
+                for e in T.vectorized(PIECE):  # 3
+                    y[row, span, column + e] = r_y[e]
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    rows = plan.threads // (SPAN // PIECE)  # a CTA
+    batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
+    num_rows, x_batch, x_token, x_head = T.dynamic("num_rows, x_batch, x_token, x_head")
+
+    @T.prim_func
+    def l2norm(
+        x: T.StridedTensor(
+            (batch, num_tokens, num_heads, num_spans, SPAN),
+            (x_batch, x_token, x_head, SPAN, 1),
+            v.dtype,
+        ),
+        y: T.Tensor((num_rows, num_spans, SPAN), v.dtype),
+    ):
+        with T.Kernel(T.ceildiv(num_rows, rows), threads=plan.threads) as block:
+            T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
+            T.import_source(SOURCE)
+            tx = T.get_thread_binding()
+            row = block * rows + tx // (SPAN // PIECE)
+            column = tx % (SPAN // PIECE) * PIECE
+            norm(x, y, v.dtype, row, num_rows, num_tokens, num_heads, num_spans, column)
+
+    return l2norm.with_attr("global_symbol", f"l2norm_{v.dtype}")
