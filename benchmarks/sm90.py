@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -181,7 +182,13 @@ def describe_run(options: argparse.Namespace, machine: Machine, rows: list[Row])
     )
 
 
+def _stop(*_: object) -> None:
+    """SIGTERM is Ctrl-C: a time limit from outside keeps the rows there are, too."""
+    raise KeyboardInterrupt
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, _stop)
     options = parse(arguments)
     workloads = select(options)
     if options.list:

@@ -35,9 +35,10 @@ from .chunks import Chunks, cut, sequence_spans
 # legal and keeps |gamma| small enough for differences of cumulated gates to keep their digits.
 MIN_GATE = -200 * math.log(2)
 
-# About the largest temporary. glibc returns allocations above 32 MiB to the system when freed, and
-# a pack of 300 short sequences then takes two to three times as long, in page faults.
-TEMPORARY_BYTES = 16 * 2**20
+# About the largest temporary. On a CPU, glibc returns allocations above 32 MiB to the system when
+# freed, and a pack of 300 short sequences then takes two to three times as long, in page faults.
+# On a GPU small temporaries mean many launches, which is what takes the time there.
+TEMPORARY_BYTES = {"cpu": 16 * 2**20, "cuda": 2**30}
 
 Round = Callable[[Tensor], Tensor]
 
@@ -180,7 +181,8 @@ def head_groups(chunks: Chunks, q: Tensor, v: Tensor) -> list[tuple[slice, slice
     H, K, HV, V = *q.shape[2:], *v.shape[2:]
     num_chunks, C = chunks.rows.shape
     elements = num_chunks * (HV // H) * max(K * V, C * K, C * V, C * C)  # of one key head
-    size = max(1, TEMPORARY_BYTES // max(1, elements * compute_dtype(q).itemsize))
+    room = TEMPORARY_BYTES[q.device.type]
+    size = max(1, room // max(1, elements * compute_dtype(q).itemsize))
     starts = range(0, H, size)
     return [(slice(i, i + size), slice(i * (HV // H), (i + size) * (HV // H))) for i in starts]
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from qla_kernels import device, jit
+from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
@@ -12,6 +13,7 @@ from qla_kernels.gdn.kernels import gate as gate_kernel
 from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
 from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
 from qla_kernels.gdn.ops import Forward
+from qla_kernels.gdn.validate import OP, TMA_ALIGNMENT
 from qla_kernels.varlen import CHUNK, ChunkTable, capacity
 
 
@@ -38,6 +40,7 @@ def gdn_fwd(
     auto_cp: bool,
 ) -> Forward:
     assert not output_h, "`refusal` says that this is not built"
+    _require_aligned(q=q, k=k, v=v)
     B, T, HV, V = v.shape
     K = q.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -242,6 +245,15 @@ def _key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor
     if state is None:
         return None
     return state[rows].mT if state_v_first else state[rows]
+
+
+def _require_aligned(**tensors: Tensor) -> None:
+    """What `refusal` could not ask of a call that torch.compile traced."""
+    for name, x in tensors.items():
+        if past := x.data_ptr() % TMA_ALIGNMENT:
+            got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
+            fix = f"pass {name}.contiguous()"
+            raise Unsupported(need(OP, got, "an aligned first element", fix))
 
 
 def _flattens(x: Tensor) -> bool:

@@ -150,9 +150,10 @@ def _tma_readable(x: Tensor) -> bool:
     if x.numel() == 0:
         return True  # nothing is launched
     # A dimension of one element is never stepped over, so its stride says nothing.
-    strides = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*strides, x.storage_offset()))
-    return aligned and x.stride(-1) == 1
+    steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    if not torch.compiler.is_compiling():  # untraceable; launch.py looks at the address itself
+        steps.append(int(x.storage_offset()))
+    return x.stride(-1) == 1 and all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in steps)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -208,7 +208,7 @@ def test_what_is_not_built_is_refused():
     with pytest.raises(Unsupported, match="the CUDA forward keeps no states yet"):
         chunk_gated_delta_rule_fwd(*args, output_h=True)
     with pytest.raises(Unsupported, match="the CUDA backward is not built yet"):
-        chunk_gated_delta_rule(x["q"].requires_grad_(), *args[1:])
+        chunk_gated_delta_rule(x["q"].clone().requires_grad_(), *args[1:])
     with pytest.raises(Unsupported, match=r"pass v\.contiguous"):
         chunk_gated_delta_rule(*args[:2], args[2].mT.contiguous().mT, *args[3:])
 

@@ -63,7 +63,8 @@ def build(v: Variant):
         g_cum: T.Tensor((num_tokens, num_heads), "float32"),
         gates: T.Tensor((capacity, num_heads, 3, CHUNK), "float32"),
     ):
-        with T.Kernel(T.ceildiv(num_heads, HEADS), capacity, threads=plan.threads) as (tile, chunk):
+        # chunks on x: there may be more than the 65535 that y can count
+        with T.Kernel(capacity, T.ceildiv(num_heads, HEADS), threads=plan.threads) as (chunk, tile):
             s_rows = T.alloc_shared((HEADS, 3 * CHUNK + 1), "float32")  # + 1: no bank twice
             s_total = T.alloc_shared((CHUNK // BLOCK, HEADS), "float32")
             gamma = T.alloc_local((BLOCK,), "float32")
