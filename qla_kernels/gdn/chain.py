@@ -7,6 +7,7 @@ apart from it because every such kernel has these roles, and copies of them woul
 import tilelang.language as T
 
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.mask import clear_tail
 from qla_kernels.tile.math import CHUNK, GATE_FLOOR, LOG2E
 
 TILE = 64  # columns of V that one state warpgroup owns
@@ -37,7 +38,6 @@ def load(
     q, k, v, A, s_q, s_k, s_v, s_a, ring, tail_full,
     begin, length, num_chunks, h, hv, i_tile, tile_v, K,
 ):  # fmt: skip
-    lane = T.get_thread_binding() % 32
     for i in rolled(num_chunks):
         tok0 = begin + i * CHUNK
         rows = length - i * CHUNK
@@ -60,13 +60,9 @@ def load(
             if T.shuffle_elect(32):
                 T.barrier_arrive(tail_full[0])
             T.barrier_wait(tail_full[0], 0)
-            for row in rolled(rows, CHUNK):
-                for e in T.vectorized(K // 32):
-                    s_k[slot, row, lane * (K // 32) + e] = 0
-                for e in T.vectorized(tile_v // 32):
-                    s_v[slot, row, lane * (tile_v // 32) + e] = 0
-                for e in T.vectorized(2):
-                    s_a[slot, row, lane * 2 + e] = 0
+            clear_tail(s_k, slot, rows, K)
+            clear_tail(s_v, slot, rows, tile_v)
+            clear_tail(s_a, slot, rows, CHUNK)
             T.fence_proxy_async()  # k, v and A: written by threads, read by wgmma
             T.sync_warp()
             if T.shuffle_elect(32):
