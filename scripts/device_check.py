@@ -80,7 +80,7 @@ def steps(family: str) -> list[Step]:
         Step(
             "benchmark",
             150,
-            [*benchmark, *kernels, f"--out={LOGS.relative_to(ROOT)}"],
+            [*benchmark, *kernels, f"--out={os.path.relpath(LOGS, ROOT)}"],
             lambda _: benchmark_counts(rows),
             all_timed,
         ),
