@@ -127,7 +127,7 @@ def _chunk_table() -> list[Result]:
     for dtype in (torch.int32, torch.int64):
         bounds = inputs().cu_seqlens.to(dtype)
         want = chunk_table(sum(LENGTHS), bounds)
-        got = launch.chunk_table(sum(LENGTHS), bounds.cuda(), 1, torch.device("cuda"))
+        got = launch.chunk_table(sum(LENGTHS), bounds.cuda())
         error = max(_error(a, b.double()) for a, b in zip(got, want, strict=True))
         results.append(Result(f"gdn.chunk_table {str(dtype).removeprefix('torch.')}", error, 0))
     return results
@@ -138,7 +138,7 @@ def _gate() -> list[Result]:
 
     x = inputs()
     _, _, _, g, beta = x.tensors(torch.float32, "cuda")
-    table = launch.chunk_table(g.shape[1], x.cu_seqlens.cuda(), 1, g.device)
+    table = launch.chunk_table(g.shape[1], x.cu_seqlens.cuda())
     g_cum = torch.empty_like(g)
     gates = launch.gate(g, beta, table, g_cum)
     want = reference().gdn.chunked(*x.tensors(torch.float64), cu_seqlens=x.cu_seqlens).g_cum

@@ -58,11 +58,12 @@ def gdn_fwd(
             rows = [slice(b, b + 1) for b in range(B)]
         inverses = (torch.empty_like(g), q.new_empty(B, T, HV, CHUNK))  # g_cum and A
         for b in rows:
-            table = chunk_table(T, cu_seqlens, len(q[b]), q.device)
-            kkt_solve(k[b], g[b], beta[b], cu_seqlens, table, (inverses[0][b], inverses[1][b]))
+            bounds = sequence_bounds(q[b], cu_seqlens)
+            table = chunk_table(len(q[b]) * T, bounds)
+            kkt_solve(k[b], g[b], beta[b], bounds, table, (inverses[0][b], inverses[1][b]))
             fused_fwd(
                 q[b], k[b], v[b], g[b], beta[b], inverses[1][b], scale,
-                _key_first(h0, b, state_v_first), cu_seqlens, o[b],
+                _key_first(h0, b, state_v_first), bounds, o[b],
                 _key_first(final, b, state_v_first),
             )  # fmt: skip
     g_cum, A = inverses if is_train else (None, None)
@@ -83,14 +84,17 @@ def l2norm_fwd(x: Tensor) -> Tensor:
     return y
 
 
-def chunk_table(
-    num_tokens: int, cu_seqlens: Tensor | None, batch: int, where: torch.device
-) -> ChunkTable:
-    """varlen.chunk_table in one launch: of packed sequences, or of `batch` rows of `num_tokens`."""
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=where) * num_tokens
+def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """cu_seqlens, or what it would be if the rows of x [B, T, ..] lay packed."""
+    if cu_seqlens is not None:
+        return cu_seqlens
+    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+
+
+def chunk_table(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
+    """varlen.chunk_table of packed sequences, in one launch."""
     N = cu_seqlens.shape[0] - 1
-    chunks = cu_seqlens.new_empty(capacity(num_tokens * batch, N), 2, dtype=torch.int32)
+    chunks = cu_seqlens.new_empty(capacity(num_tokens, N), 2, dtype=torch.int32)
     num_chunks, first_chunk = (cu_seqlens.new_empty(n, dtype=torch.int32) for n in (1, N + 1))
     table = ChunkTable(chunks, num_chunks, first_chunk)
     if chunks.numel():
@@ -144,7 +148,7 @@ def kkt_solve(
     HV = g.shape[-1]
     g_cum, A = out or (torch.empty_like(g), k.new_empty(B, T, HV, CHUNK))
     if table is None:
-        table = chunk_table(T, cu_seqlens, B, k.device)
+        table = chunk_table(B * T, sequence_bounds(k, cu_seqlens))
     room = table.chunks.shape[0]
     if not g.numel() or not room:
         return g_cum, A
@@ -176,7 +180,7 @@ def fused_fwd(
     A: Tensor,
     scale: float,
     h0: Tensor | None,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: Tensor,
     o: Tensor,
     ht: Tensor | None,
     tile_v: int | None = None,
@@ -194,16 +198,12 @@ def fused_fwd(
     """
     B, T, HV, V = v.shape
     K = q.shape[-1]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = cu_seqlens.shape[0] - 1
     if not N or not o.numel():  # no token to compute, or none that a sequence owns
         o.zero_()
         if ht is not None:
             ht.zero_() if h0 is None else ht.copy_(h0)
         return
-    if cu_seqlens is None:
-        bounds = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
-    else:
-        bounds = cu_seqlens.int().contiguous()
     if tile_v is None:
         tile_v = heuristics.tile_v(N, HV, V, device.sm_count(q.device))
     nothing = g.as_strided((1, HV, K, V), (0, 0, 0, 0))  # for a state that is not there: untouched
@@ -214,7 +214,7 @@ def fused_fwd(
         g.view(B * T, HV),
         beta.view(B * T, HV),
         A.view(B * T, HV, CHUNK),
-        bounds,
+        cu_seqlens.int().contiguous(),
         nothing if h0 is None else h0,
         o.view(B * T, HV, -1, tile_v),
         nothing if ht is None else ht,
