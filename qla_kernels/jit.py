@@ -10,6 +10,7 @@ kernels then load in milliseconds there, and neither nvcc nor a C++ compiler is 
 
 import importlib
 import logging
+import math
 import os
 import shlex
 import subprocess
@@ -63,9 +64,13 @@ class Lowered:
 
     source: str  # CUDA C++
     function: str  # the __global__ function's name
-    threads: int
+    block: tuple[int, ...]  # threads of a CTA along x, y and z
     dyn_smem: int
     prim_func: Any
+
+    @property
+    def threads(self) -> int:
+        return math.prod(self.block)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def lower(kernel: Kernel, variant: Any) -> Lowered:
     return Lowered(
         source=artifact.kernel_source,
         function=str(attrs["global_symbol"]),
-        threads=int(extent["threadIdx.x"]),
+        block=tuple(int(extent.get(f"threadIdx.{axis}", 1)) for axis in "xyz"),
         dyn_smem=int(attrs.get("dyn_shared_memory_buf", 0)),
         prim_func=prim_func,
     )

@@ -94,6 +94,9 @@ def _report(
     for barrier, slots in found.barriers.items():
         waiting = [name for name, its in found.roles.items() if barrier in its.waits]
         yield f"  barrier {barrier}: arrive count {slots}, waited on by {', '.join(waiting)}"
+    for number, named in found.named_barriers.items():
+        threads = " and ".join(map(str, named.counts))
+        yield f"  named barrier {number}: for {threads} threads, used by {', '.join(named.roles)}"
     yield from (f"  not checked: {reason}" for reason in found.unchecked)
     yield from (f"  VIOLATION {violation}" for violation in violations)
 

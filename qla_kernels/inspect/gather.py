@@ -41,6 +41,7 @@ class NamedBarrier:
 
     counts: list[int]
     roles: dict[str, int]
+    computed: bool = False  # its number, at run time: several barriers, one of them at a time
 
 
 @dataclass
@@ -122,8 +123,8 @@ def _gather(kernel: jit.Kernel, variant: Any, folder: Path) -> Facts:
     assembled = jit.assemble(lowered.source, kernel.module.PASS_CONFIGS, folder)
     (folder / "ptxas.txt").write_text(assembled.report)
     spent = sass.spent(assembled.report, lowered.function)
-    code = source.read(lowered.source, lowered.function, lowered.threads)
-    ir = script.read(lowered.prim_func.script(), lowered.threads)
+    code = source.read(lowered.source, lowered.function, lowered.block)
+    ir = script.read(lowered.prim_func.script(), lowered.block)
     found = Facts(
         kernel=jit.label(kernel.module, variant),
         function=lowered.function,
@@ -187,15 +188,16 @@ def _add_instructions(
 
 def _add_named_barrier(found: Facts, schedule: Schedule, who: Threads, operands: str) -> None:
     number, _, count = operands.partition(", ")
-    if not number.startswith("0x") or (count and not count.startswith("0x")):
-        roles = ", ".join(_names(schedule, who))
-        found.unchecked.append(f"a named barrier with run-time operands in {roles}")
+    computed, roles = not number.startswith("0x"), ", ".join(_names(schedule, who))
+    if not count.startswith("0x") and (count or computed):
+        found.unchecked.append(f"a named barrier with a run-time thread count in {roles}")
         return
-    name = str(int(number, 16))
+    threads = int(count, 16) if count else found.threads
+    name = f"(computed, {threads})" if computed else str(int(number, 16))
     if not count and len(who) < found.threads:  # __syncthreads that not all threads reach
-        name += f" ({', '.join(_names(schedule, who))} only)"
-    barrier = found.named_barriers.setdefault(name, NamedBarrier([], {}))
-    barrier.counts = sorted({*barrier.counts, int(count, 16) if count else found.threads})
+        name += f" ({roles} only)"
+    barrier = found.named_barriers.setdefault(name, NamedBarrier([], {}, computed))
+    barrier.counts = sorted({*barrier.counts, threads})
     taking = {role: len(who & _span(schedule, role)) for role in found.roles}
     barrier.roles = {
         role: most for role in taking if (most := max(taking[role], barrier.roles.get(role, 0)))

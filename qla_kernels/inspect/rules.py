@@ -3,10 +3,11 @@
 Each violation is one sentence that names the thing, what was found and what was expected.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 from qla_kernels.inspect.gather import Facts, RoleFacts
-from qla_kernels.tile.schedule import REGISTERS_PER_SM, SMEM_PER_CTA, Role, Schedule
+from qla_kernels.tile.schedule import ONE, REGISTERS_PER_SM, SMEM_PER_CTA, Role, Schedule
 
 
 def check(facts: Facts, schedule: Schedule) -> list[str]:
@@ -28,7 +29,7 @@ def _roles(facts: Facts, schedule: Schedule) -> Iterator[str]:
         yield from _max_registers(facts, role, found, schedule.specialised)
         waits = dict.fromkeys(role.waits, role.threads)
         yield from _protocol(role, "wait", found.waits, waits)
-        yield from _protocol(role, "arrive", found.arrives, dict(role.arrivals))
+        yield from _protocol(role, "arrive", _per_phase(role, found), dict(role.arrivals))
         if not _disassembled(facts):
             continue
         for unit in sorted(set(role.uses) - set(found.units)):
@@ -59,6 +60,15 @@ def _max_registers(facts: Facts, role: Role, found: RoleFacts, specialised: bool
                 f"role {role.name}: set_max_nreg {registers} as {kind}; "
                 f"from {facts.registers} at launch it is a {needed}"
             )
+
+
+def _per_phase(role: Role, found: RoleFacts) -> dict[str, int]:
+    """Arriving threads by barrier; of groups that take turns, as the signal says, one group's."""
+    wanted = dict(role.arrivals)
+    return {
+        barrier: n if (n := wanted.get(barrier, ONE)) > ONE and threads % n == 0 else threads
+        for barrier, threads in found.arrives.items()
+    }
 
 
 def _protocol(
@@ -94,7 +104,9 @@ def _barriers(facts: Facts, schedule: Schedule) -> Iterator[str]:
         yield f"barrier {name}: in the code, not in the schedule"
     for name, counts in facts.barriers.items():
         waiting = [role for role, found in facts.roles.items() if name in found.waits]
-        arriving = sum(found.arrives.get(name, 0) for found in facts.roles.values())
+        arriving = sum(
+            _per_phase(role, facts.roles[role.name]).get(name, 0) for role in schedule.roles
+        )
         if not waiting:
             yield f"barrier {name}: nobody waits on it"
         if not arriving:
@@ -107,9 +119,13 @@ def _barriers(facts: Facts, schedule: Schedule) -> Iterator[str]:
 
 
 def _named_barriers(facts: Facts) -> Iterator[str]:
+    computed = {b.counts[0]: b.roles for b in facts.named_barriers.values() if b.computed}
     for number, barrier in facts.named_barriers.items():
-        taking = sum(barrier.roles.values())
-        if barrier.counts != [taking]:
+        count, taking = barrier.counts[0], Counter(barrier.roles)
+        possible = taking.total() == count
+        if count in computed:  # to this number perhaps: all who use such must split evenly
+            possible |= (taking | Counter(computed[count])).total() % count == 0
+        if len(barrier.counts) > 1 or not possible:
             counts = " and ".join(map(str, barrier.counts))
             roles = ", ".join(f"{role} ({n} threads)" for role, n in barrier.roles.items())
             yield (

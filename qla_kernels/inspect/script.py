@@ -10,7 +10,9 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from qla_kernels.inspect.threads import THREAD, Threads, split
+from qla_kernels.inspect.threads import THREAD, Block, Threads, everyone, split
+
+_INDICES = {f"T.launch_thread_idx({i})": ast.Name(name) for i, name in enumerate(THREAD)}
 
 
 @dataclass
@@ -19,16 +21,17 @@ class Script:
     shared_bytes: dict[str, int] = field(default_factory=dict)  # of each shared buffer
 
 
-def read(script: str, num_threads: int) -> Script:
+def read(script: str, block: Block) -> Script:
     """`script` is the text of a PrimFunc, which is Python that nobody runs."""
-    walk = _Walk(frozenset(range(num_threads)))
+    walk = _Walk(block)
     walk.visit(ast.parse(script))
     return Script(dict(walk.fragments), walk.shared_bytes)
 
 
 class _Walk(ast.NodeVisitor):
-    def __init__(self, everyone: Threads) -> None:
-        self.threads = everyone
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.threads = everyone(block)
         self.definitions: dict[str, ast.expr] = {}
         self.fragments: defaultdict[str, set[Threads]] = defaultdict(set)
         self.shared_bytes: dict[str, int] = {}
@@ -37,7 +40,7 @@ class _Walk(ast.NodeVisitor):
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)
         outside = self.threads
-        taken, skipped = split(node.test, outside, self.definitions)
+        taken, skipped = split(node.test, outside, self.block, self.definitions)
         for self.threads, statements in ((taken, node.body), (skipped, node.orelse)):
             for statement in statements if self.threads else ():
                 self.visit(statement)
@@ -45,8 +48,8 @@ class _Walk(ast.NodeVisitor):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if isinstance(node.target, ast.Name) and node.value is not None:
-            first_index = ast.unparse(node.value) == "T.launch_thread_idx(0)"
-            self.definitions[node.target.id] = ast.Name(THREAD) if first_index else node.value
+            index = _INDICES.get(ast.unparse(node.value))
+            self.definitions[node.target.id] = index or node.value
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from qla_kernels.inspect.threads import Threads, parse_c, split
+from qla_kernels.inspect.threads import Block, Threads, everyone, parse_c, split
 
 NOBODY: Threads = frozenset()
 
@@ -44,13 +44,13 @@ class Code:
     buffers: dict[str, Buffer] = field(default_factory=dict)
 
 
-def read(source: str, function: str, num_threads: int) -> Code:
+def read(source: str, function: str, block: Block) -> Code:
     """Walk the body of `function` in `source`."""
     code = Code()
     waits: defaultdict[str, Threads] = defaultdict(frozenset)
     arrives: defaultdict[str, Threads] = defaultdict(frozenset)
     slots: defaultdict[str, list[int]] = defaultdict(list)
-    for number, text, threads in _walk(source, function, frozenset(range(num_threads))):
+    for number, text, threads in _walk(source, function, block):
         code.lines[number] = threads
         for name, count in _INIT.findall(text):
             slots[name].append(int(count))
@@ -72,14 +72,14 @@ def read(source: str, function: str, num_threads: int) -> Code:
     return code
 
 
-def _walk(source: str, function: str, everyone: Threads) -> Iterator[tuple[int, str, Threads]]:
+def _walk(source: str, function: str, block: Block) -> Iterator[tuple[int, str, Threads]]:
     """(line number, statement, threads that may run it) for the lines of the function's body."""
     stack: list[tuple[Threads, Threads]] = []  # who is inside, who an `else` would take
     for number, raw in enumerate(source.splitlines(), 1):
         text = _COMMENT.sub("", raw).strip()
         if not stack:
             if text.endswith("{") and re.search(rf"__global__ .*\b{function}\(", text):
-                stack.append((everyone, NOBODY))
+                stack.append((everyone(block), NOBODY))
             continue
         if text.startswith("}"):
             _, otherwise = stack.pop()
@@ -91,7 +91,7 @@ def _walk(source: str, function: str, everyone: Threads) -> Iterator[tuple[int, 
         else:
             threads, _ = stack[-1]
         if condition := _IF.search(text):
-            stack.append(split(parse_c(condition[1]), threads, {}))
+            stack.append(split(parse_c(condition[1]), threads, block, {}))
         elif text.endswith("{"):
             stack.append((threads, NOBODY))
         yield number, text, threads

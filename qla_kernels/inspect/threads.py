@@ -3,18 +3,25 @@
 Generated CUDA and TileLang's own IR both choose roles with `if`s on the thread index. A condition
 is read as a Python expression and evaluated for every thread; what it does not say (run-time
 values) is unknown, and an unknown condition sends a thread down both branches.
+
+A thread goes by its linear number, x first, as warps and roles count: in a block of (128, 4), y is
+the warpgroup.
 """
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
 
+from qla_kernels.tile.schedule import WARP
+
 Threads = frozenset[int]
+Block = tuple[int, ...]  # threads along x, y, z
 Definitions = Mapping[str, ast.expr]
 
-THREAD = "threadIdx_x"  # how conditions spell threadIdx.x
-ELECT = "tl_shuffle_elect"  # true in one thread of every n, or of the whole CTA for n = 0
+THREAD = ("threadIdx_x", "threadIdx_y", "threadIdx_z")  # how conditions spell threadIdx
+ELECT = "tl_shuffle_elect"
 
 _OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -39,13 +46,19 @@ _OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
 _CAST = re.compile(r"\((?:bool|u?int(?:\d+_t)?)\)")
 
 
+def everyone(block: Block) -> Threads:
+    return frozenset(range(math.prod(block)))
+
+
 def split(
-    condition: ast.expr | None, threads: Threads, definitions: Definitions
+    condition: ast.expr | None, threads: Threads, block: Block, definitions: Definitions
 ) -> tuple[Threads, Threads]:
     """The threads that may take the branch, and those that may not."""
     if condition is None:
         return threads, threads
-    values = {thread: _evaluate(condition, thread, definitions) for thread in threads}
+    values = {
+        thread: _evaluate(condition, _indices(thread, block), definitions) for thread in threads
+    }
     taken = frozenset(thread for thread, value in values.items() if value is None or value)
     skipped = frozenset(thread for thread, value in values.items() if not value)
     return taken, skipped
@@ -54,7 +67,8 @@ def split(
 def parse_c(condition: str) -> ast.expr | None:
     """A C condition as a Python expression; None where it is beyond this small subset."""
     text = re.sub(rf"tl::{ELECT}<(\d+)>\(\)", rf"{ELECT}(\1)", _CAST.sub("", condition))
-    text = text.replace("threadIdx.x", THREAD).replace("&&", " and ").replace("||", " or ")
+    text = re.sub(r"threadIdx\.([xyz])", r"threadIdx_\1", text)
+    text = text.replace("&&", " and ").replace("||", " or ")
     text = re.sub(r"!(?!=)", " not ", text)
     try:
         return ast.parse(text.strip(), mode="eval").body
@@ -62,16 +76,23 @@ def parse_c(condition: str) -> ast.expr | None:
         return None
 
 
-def _evaluate(node: ast.expr, thread: int, definitions: Definitions) -> int | None:
+def _indices(thread: int, block: Block) -> dict[str, int]:
+    indices = {}
+    for name, extent in zip(THREAD, block, strict=False):
+        thread, indices[name] = divmod(thread, extent)
+    return indices
+
+
+def _evaluate(node: ast.expr, indices: Mapping[str, int], definitions: Definitions) -> int | None:
     def value(child: ast.expr) -> int | None:
-        return _evaluate(child, thread, definitions)
+        return _evaluate(child, indices, definitions)
 
     match node:
         case ast.Constant(value=int(constant)):
             return constant
         case ast.Name(id=name):
-            if name == THREAD:
-                return thread
+            if name in indices:
+                return indices[name]
             return value(definitions[name]) if name in definitions else None
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             inner = value(operand)
@@ -90,8 +111,13 @@ def _evaluate(node: ast.expr, thread: int, definitions: Definitions) -> int | No
             func=ast.Name(id=name) | ast.Attribute(attr=name), args=[ast.Constant(every)]
         ):
             if name == ELECT and isinstance(every, int):
-                return thread % every == 0 if every else thread == 0
+                return _elected(indices[THREAD[0]], every)
     return None
+
+
+def _elected(x: int, every: int) -> bool:
+    """ELECT: one thread of each `every`, or of all for 0; knows x alone: every row has its own."""
+    return x % (-(-every // WARP) * WARP) == 0 if every else x == 0
 
 
 def _apply(op: ast.AST, left: int | None, right: int | None) -> int | None:

@@ -30,8 +30,10 @@ class Role:
     regs      registers per thread: the role's `set_max_nreg` value, or, in a schedule whose roles
               all have the same number, the most that the compiler may use (no `set_max_nreg` then)
     waits     barriers that every thread of the role waits on
-    signals   barriers it arrives on: a plain name when every thread arrives, `(name, ONE)` when
-              one elected thread does. Warps that only fill up a warpgroup are a role of their own
+    signals   barriers it arrives on, in each phase: a plain name when every thread arrives,
+              `(name, ONE)` when one elected thread does, `(name, n)` when n do, such as 128 of
+              256 threads whose warpgroups take turns or have slots of their own. Warps that only
+              fill up a warpgroup are a role of their own
     computes  for the reader, in the words of the kernel's docstring
     uses      the units it drives, from `HARDWARE`; checked against the generated code
     """
@@ -49,6 +51,11 @@ class Role:
             raise ValueError(f"role {self.name}: {self.warps} warps; need at least 1")
         if unknown := sorted(set(self.uses) - set(HARDWARE)):
             raise ValueError(f"role {self.name} uses {unknown}; known are {', '.join(HARDWARE)}")
+        for barrier, n in self.arrivals:
+            if not 1 <= n <= self.threads:
+                raise ValueError(
+                    f"role {self.name}: {n} arrivals on {barrier}; need 1 to its {self.threads}"
+                )
 
     @property
     def threads(self) -> int:

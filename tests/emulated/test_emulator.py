@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tests.compare import assert_close
-from tests.emulator import EmulatedKernel, EmulationError, cases, inline_samples, samples
+from tests.emulator import (
+    EmulatedKernel,
+    EmulationError,
+    cases,
+    inline_samples,
+    row_samples,
+    samples,
+)
 from tests.emulator.cases import nan, tf32
 
 SEEDS = range(6)
@@ -39,6 +46,15 @@ def test_warp_products_agree_with_torch(dtype: torch.dtype) -> None:
     kernel(a, b, c)
     want = tf32(a) @ tf32(b) if dtype is torch.float32 else a.float() @ b.float()
     assert_close("product", c, want, 1e-6)
+
+
+def test_warpgroups_of_one_code_agree_with_torch_for_every_seed() -> None:
+    kernel = EmulatedKernel(row_samples.twins(), samples.FAST)
+    case = cases.twins()
+    for seed in SEEDS:
+        case.output.fill_(torch.nan)
+        kernel(*case.arguments, seed=seed)
+        assert_close(f"seed {seed}", case.output, case.want, BF16_STEP / 2)
 
 
 @pytest.mark.parametrize("schedule", ["random", "late", "eager"])

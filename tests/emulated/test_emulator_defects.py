@@ -15,6 +15,7 @@ from tests.emulator import (
     UnknownCodeError,
     cases,
     inline_samples,
+    row_samples,
     samples,
 )
 from tests.emulator.cases import Case
@@ -71,6 +72,22 @@ def test_a_producer_two_phases_off_is_noticed() -> None:
     kernel = EmulatedKernel(samples.blocks_then_columns("two phases off"), samples.FAST)
     case = cases.blocks_then_columns(num_blocks=4, num_columns=192)
     assert all(outcome(kernel, case, seed) for seed in SEEDS)
+
+
+@pytest.mark.parametrize(
+    ("defect", "report"),
+    [
+        ("count of both", r"c_full\[0\], parity 0: phase 0 is open and needs 128 of 256 arrivals"),
+        # slot 0 has both phases of its two arrivals: before or after anyone looks
+        ("slot of both", r"c_full\[(0\], parity 0: phase 2|1\], parity 0: phase 0) is open"),
+    ],
+)
+def test_twins_that_signal_wrongly_are_noticed_by_every_seed(defect: str, report: str) -> None:
+    kernel = EmulatedKernel(row_samples.twins(defect), samples.FAST)
+    case = cases.twins()
+    for seed in SEEDS:
+        said = outcome(kernel, case, seed)
+        assert re.search(rf"deadlock(?s:.*)threads 288\.\.319: waiting for {report}", said), said
 
 
 def test_a_named_barrier_with_two_uses_is_reported() -> None:

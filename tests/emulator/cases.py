@@ -32,6 +32,12 @@ def ring_gemm() -> Case:
     return Case([a, b, c], c, a.float() @ b.float().T)
 
 
+def twins() -> Case:
+    a, b = bf16(128, 192), bf16(192, 192)
+    c = nan(128, 192, dtype=torch.bfloat16)
+    return Case([a, b, c], c, a.float() @ b.float().T)
+
+
 def gemm_forms() -> Case:
     a, b, p, c = bf16(64, 64), bf16(2, 128, 64), bf16(64, 64), nan(64, 128)
     b0, b1 = b.float().mT

@@ -37,6 +37,22 @@ def test_arrivals_add_up_all_signals() -> None:
         GOOD.arrivals("q_full")
 
 
+def test_groups_that_take_turns_arrive_one_at_a_time() -> None:
+    twins = Role("twins", 8, 112, ("ab_full", "c_free"), ("ab_free", ("c_full", 128)))
+    helper = Role("helper", 1, 112, ("ab_free", "c_full"), ("ab_full", "c_free", "c_full"))
+    schedule = Schedule((twins, helper))
+    assert (schedule.arrivals("ab_free"), schedule.arrivals("c_full")) == (256, 128 + 32)
+    assert "| ab_free, c_full (128) |" in schedule.table()
+
+
+@pytest.mark.parametrize("arrivals", [0, 129])
+def test_refuses_arrivals_that_a_role_has_no_threads_for(arrivals: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"role a: {arrivals} arrivals on x_full; need 1 to its 128"
+    ):
+        Role("a", 4, 64, (), (("x_full", arrivals),))
+
+
 def test_table() -> None:
     assert GOOD.table().splitlines() == [
         "| role | warps | regs | waits for | computes | signals | uses |",

@@ -15,7 +15,7 @@ from qla_kernels.errors import Unsupported
 from qla_kernels.inspect import sass
 from qla_kernels.inspect.__main__ import main
 from qla_kernels.inspect.gather import Facts
-from tests.static import broken
+from tests.static import broken, broken_rows
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,8 +28,8 @@ def _tools() -> None:
         pytest.skip(f"no nvdisasm; {sass.HOW_TO_GET}")
 
 
-def facts_of(defect: str) -> tuple[Facts, list[str]]:
-    kernel = broken.kernel(defect)
+def facts_of(defect: str, sample: Any = broken) -> tuple[Facts, list[str]]:
+    kernel = sample.kernel(defect)
     (variant,) = kernel.module.VARIANTS
     facts = inspect.facts(kernel, variant)
     return facts, inspect.check(facts, kernel.module.schedule(variant))
@@ -46,6 +46,25 @@ def sound() -> Facts:
 def test_refuses(defect: str) -> None:
     _, violations = facts_of(defect)
     assert any(broken.DEFECTS[defect] in violation for violation in violations), violations
+
+
+@pytest.mark.parametrize("defect", broken_rows.DEFECTS)
+def test_refuses_in_a_block_of_rows(defect: str) -> None:
+    _, violations = facts_of(defect, broken_rows)
+    assert any(broken_rows.DEFECTS[defect] in violation for violation in violations), violations
+
+
+def test_reads_a_block_of_rows() -> None:
+    facts, violations = facts_of("", broken_rows)
+    assert violations == facts.unchecked == []
+    assert facts.threads == 384
+    assert facts.barriers == {"ab_full": [1, 1], "ab_free": [256, 256], "c_full": [128, 128]}
+    twins, load = facts.roles["twins"], facts.roles["load"]
+    assert twins.arrives == {"ab_free": 256, "c_full": 256}
+    assert load.arrives == {"ab_full": 1}
+    assert (twins.units, load.units) == (["wgmma"], ["tma_load"])
+    assert facts.named_barriers["(computed, 256)"].roles == {"twins": 256}
+    assert facts.named_barriers["8"].roles == {"twins": 128}  # the others by a computed number
 
 
 def test_reads_a_sound_kernel(sound: Facts) -> None:

@@ -32,13 +32,29 @@ def span(start: int, end: int) -> Threads:
 )
 def test_split(condition: str, taken: Threads, skipped: Threads | None) -> None:
     rest = CTA - taken if skipped is None else skipped
-    assert split(parse_c(condition), CTA, {}) == (taken, rest)
+    assert split(parse_c(condition), CTA, (256,), {}) == (taken, rest)
 
 
 def test_split_follows_definitions() -> None:
-    definitions = {"warp": ast.parse(f"{THREAD} // 32", mode="eval").body}
+    definitions = {"warp": ast.parse(f"{THREAD[0]} // 32", mode="eval").body}
     condition = ast.parse("warp == 3", mode="eval").body
-    assert split(condition, CTA, definitions) == (span(96, 128), CTA - span(96, 128))
+    assert split(condition, CTA, (256,), definitions) == (span(96, 128), CTA - span(96, 128))
+
+
+@pytest.mark.parametrize(
+    ("condition", "taken"),
+    [
+        ("((int)threadIdx.y) < 1", span(0, 128)),
+        ("((int)threadIdx.x) < 32", span(0, 32) | span(128, 160)),
+        ("(((int)threadIdx.y) == 1) && ((((int)threadIdx.x) >> 5) == 3)", span(224, 256)),
+        ("((int)threadIdx.z) == 0", CTA),
+        ("tl::tl_shuffle_elect<0>()", {0, 128}),  # one thread a row
+        ("tl::tl_shuffle_elect<32>()", set(range(0, 256, 32))),
+        ("tl::tl_shuffle_elect<256>()", {0, 128}),
+    ],
+)
+def test_split_in_a_block_of_two_rows(condition: str, taken: Threads) -> None:
+    assert split(parse_c(condition), CTA, (128, 2, 1), {}) == (taken, CTA - taken)
 
 
 CUDA = """
@@ -78,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) k(float* x) {
 
 
 def test_source() -> None:
-    code = source.read(CUDA, "k", 256)
+    code = source.read(CUDA, "k", (256,))
     assert code.barriers == {"a_full": [1, 1], "b_ready": [128]}
     assert code.waits == {"a_full": span(0, 128), "b_ready": span(160, 256)}
     assert code.arrives == {"b_ready": span(0, 128), "a_full": {128} | span(160, 256)}
@@ -108,8 +124,16 @@ def k(x_handle: T.handle):
 
 
 def test_script() -> None:
-    ir = script.read(IR, 256)
+    ir = script.read(IR, (256,))
     assert ir.shared_bytes == {"s_a": 2 * 64 * 64 * 2, "s_b": 64 * 4}
+    assert ir.fragments == {"r_a": {span(0, 128), span(128, 256)}, "r_b": {span(128, 256)}}
+
+
+def test_script_of_a_block_of_two_rows() -> None:
+    rows = IR.replace(
+        "tx: T.int32 = T.launch_thread_idx(0)", "ty: T.int32 = T.launch_thread_idx(1)"
+    )
+    ir = script.read(rows.replace("tx // 32", "ty * 4"), (128, 2, 1))
     assert ir.fragments == {"r_a": {span(0, 128), span(128, 256)}, "r_b": {span(128, 256)}}
 
 

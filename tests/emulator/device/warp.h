@@ -140,11 +140,12 @@ T shfl_xor_sync(uint32_t mask, T value, int bits, EMU_WHERE) {
   return __shfl_xor_sync(mask, value, bits, 32, where);
 }
 
-// One thread of every `extent` consecutive ones; 0: of the whole block.
+// One thread of every `extent` along x, 0: of all along x. In a block with more dimensions every row
+// elects its own, on the device too.
 template <int extent>
 bool tl_shuffle_elect() {
-  if constexpr (extent == 0) return emu::current->index == 0;
-  return emu::current->index % ((extent + 31) / 32 * 32) == 0;
+  if constexpr (extent == 0) return threadIdx.x == 0;
+  return threadIdx.x % ((extent + 31) / 32 * 32) == 0;
 }
 
 inline int get_lane_idx(int warp = 32) { return emu::current->index % warp; }
