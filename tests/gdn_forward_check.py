@@ -47,6 +47,19 @@ def check(x: Call, o: Tensor, final_state: Tensor | None = None) -> None:
         _compare("final state", state, want_state, rounded_state, 1)
 
 
+def check_saved(x: Call, g_cum: Tensor, A: Tensor) -> None:
+    """What the backward will want, of calls with activated gates and normalised keys."""
+    bounds = x.get("cu_seqlens")
+    live = slice(None, x["q"].shape[1] if bounds is None else int(bounds[-1]))
+    for name, value in (("g_cum", g_cum), ("A", A)):
+        assert not value[:, live.stop :].any(), f"rows of padding tokens of {name} are not 0"
+    q, k, v, g, beta = (x[name][:, live].double() for name in ("q", "k", "v", "g", "beta"))
+    want = gdn.chunked(q, k, v, g, beta, cu_seqlens=bounds)
+    assert_close("g_cum", g_cum[:, live], want.g_cum, FP32)
+    rounding = relative_l2(want.A.to(A.dtype), want.A)
+    assert_close("A", A[:, live], want.A, RATIO * rounding + FP32)
+
+
 def _compare(name: str, got: Tensor, want: Tensor, rounded: Tensor, head_axis: int) -> None:
     assert_close(name, got, want, RATIO * relative_l2(rounded, want) + FP32)
     for head in range(want.shape[head_axis]):

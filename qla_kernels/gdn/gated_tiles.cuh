@@ -8,18 +8,30 @@
 // base 2; beta; and fall_j = 2^(gamma_r - gamma_j), r the last token of j's block of 16. Needs
 // triangular.cuh.
 #pragma once
+#include <tl_templates/cuda/instruction/wgmma.h>
+#include <tl_templates/cuda/intrin.h>
 
 namespace qla {
 
-// 2^(gamma_i - gamma_j) of a diagonal block.
-template <int W>
+// The block of a warp's rows that lies on the diagonal. Selected, not indexed: x is in registers.
+__device__ __forceinline__ Block diagonal_block(const float *x, int w) {
+  Block y;
+#pragma unroll
+  for (int b = 0; b < 4; ++b)
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (b == 0 || b == w) y.c[i] = x[8 * b + i];
+  return y;
+}
+
+// 2^(gamma_i - gamma_j) of a diagonal block, with its 16 gammas.
 __device__ __forceinline__ Block diagonal_decay(const float *gamma) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const float row[2] = {gamma[16 * W + g], gamma[16 * W + 8 + g]};
+  const float row[2] = {gamma[g], gamma[8 + g]};
   Block decay;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const float2 column = *reinterpret_cast<const float2 *>(gamma + 16 * W + 8 * n + 2 * t);
+    const float2 column = *reinterpret_cast<const float2 *>(gamma + 8 * n + 2 * t);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       decay.c[4 * n + 2 * h] = exp2f(row[h] - column.x);
@@ -46,46 +58,30 @@ __device__ __forceinline__ Block scaled(const float *x, const float *fall, float
   return y;
 }
 
-// Warp W's rows of L into the scratch.
-template <int W>
-__device__ __forceinline__ void put_lower(const float *kk, const float *gates, Scratch *s) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const float *gamma = gates, *beta = gates + 64, *fall = gates + 128;
-  const float row_beta[2] = {beta[16 * W + g], beta[16 * W + 8 + g]};
-  Block l = diagonal_decay<W>(gamma);
+// Blocks left of the diagonal of a warp's rows: x_ij factor_i 2^(gamma_i - gamma_j).
+template <class T>
+__device__ __forceinline__ void put_left(const float *x, const float *gates, T *tile, int w,
+                                         float factor0, float factor1) {
+  const int g = (threadIdx.x & 31) >> 2;
+  const float *gamma = gates, *fall = gates + 128;
+  const float gamma0 = gamma[16 * w + g], gamma1 = gamma[16 * w + 8 + g];
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int i = 4 * n + 2 * h + e;
-        l.c[i] = 8 * n + 2 * t + e < 8 * h + g ? row_beta[h] * l.c[i] * kk[8 * W + i] : 0.f;
-      }
-  store_block(s->diagonal[W], l);
-#pragma unroll
-  for (int b = 0; b < W; ++b) {
+  for (int b = 0; b < 3; ++b) {
+    if (b >= w) break;
     const float end = gamma[16 * b + 15];
-    put_block<false>(s->tile, W, b,
-                     scaled(kk + 8 * b, fall + 16 * b,
-                            -row_beta[0] * exp2f(gamma[16 * W + g] - end),
-                            -row_beta[1] * exp2f(gamma[16 * W + 8 + g] - end)));
+    put_block<false>(tile, w, b,
+                     scaled(x + 8 * b, fall + 16 * b, factor0 * exp2f(gamma0 - end),
+                            factor1 * exp2f(gamma1 - end)));
   }
 }
 
-// Warp W's rows of P into its tile.
-template <int W, class T>
-__device__ __forceinline__ void put_scores(const float *qk, const float *gates, T *p, float scale) {
+// A warp's rows of L into the scratch.
+__device__ __forceinline__ void put_lower(const float *kk, const float *gates, Scratch *s, int w) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const float *gamma = gates, *fall = gates + 128;
-#pragma unroll
-  for (int b = 0; b < W; ++b) {
-    const float end = gamma[16 * b + 15];
-    put_block<false>(p, W, b,
-                     scaled(qk + 8 * b, fall + 16 * b, scale * exp2f(gamma[16 * W + g] - end),
-                            scale * exp2f(gamma[16 * W + 8 + g] - end)));
-  }
-  Block score = diagonal_decay<W>(gamma);
+  const float *beta = gates + 64 + 16 * w;
+  const float row_beta[2] = {beta[g], beta[8 + g]};
+  Block l = diagonal_decay(gates + 16 * w);
+  const Block x = diagonal_block(kk, w);
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -93,9 +89,30 @@ __device__ __forceinline__ void put_scores(const float *qk, const float *gates, 
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int i = 4 * n + 2 * h + e;
-        score.c[i] = 8 * n + 2 * t + e <= 8 * h + g ? scale * score.c[i] * qk[8 * W + i] : 0.f;
+        l.c[i] = 8 * n + 2 * t + e < 8 * h + g ? row_beta[h] * l.c[i] * x.c[i] : 0.f;
       }
-  put_block<false>(p, W, W, score);
+  store_block(s->diagonal[w], l);
+  put_left(kk, gates, s->tile, w, -row_beta[0], -row_beta[1]);
+}
+
+// A warp's rows of P into its tile.
+template <class T>
+__device__ __forceinline__ void put_scores(const float *qk, const float *gates, T *p, float scale,
+                                           int w) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  Block score = diagonal_decay(gates + 16 * w);
+  const Block x = diagonal_block(qk, w);
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int i = 4 * n + 2 * h + e;
+        score.c[i] = 8 * n + 2 * t + e <= 8 * h + g ? scale * score.c[i] * x.c[i] : 0.f;
+      }
+  put_block<false>(p, w, w, score);
+  put_left(qk, gates, p, w, scale, scale);
 }
 
 // Rows of K past the end of a tail may hold anything; zero times that need not be zero.
@@ -106,42 +123,93 @@ __device__ __forceinline__ void clear_rows(float *kk, int rows) {
     if (first + 8 * (i >> 1 & 1) >= rows) kk[i] = 0.f;
 }
 
-template <int W, class T>
-__device__ __forceinline__ void put_diagonal(const float *kk, const float *gates, Scratch *s, T *a) {
-  put_lower<W>(kk, gates, s);
-  __syncwarp();
-  const Block dt = invert_diagonal(s->diagonal[W]);
-  put_block<true>(s->tile, W, W, dt);
-  put_block<true>(a, W, W, dt);
+__device__ __forceinline__ int warp_in_group() {
+  return __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);  // in every lane the same, and known so
 }
 
-// A. All 128 threads of a warpgroup; the named barrier is this warpgroup's own. The tile is complete
-// once all threads have returned. Column 0 is the longest to solve and column 3 takes no work; warps
-// of one number share a quarter of the SM, so `turn` deals columns out anew at each call.
+// The steps towards A; all 128 threads of a warpgroup, whose own the named barrier is. The scratch
+// and the tile belong to the warpgroup from the first step to the last.
+
+// L into the scratch, from K K^T. What was solved there before is read no more.
+__device__ __forceinline__ void gated_lower(const float *kk, const float *gates, void *scratch) {
+  put_lower(kk, gates, static_cast<Scratch *>(scratch), warp_in_group());
+}
+
+// The inverses of the diagonal blocks, each by the warp that put the block there.
+template <class T> __device__ __forceinline__ void invert_diagonals(void *scratch, T *a) {
+  const int w = warp_in_group();
+  Scratch *s = static_cast<Scratch *>(scratch);
+  __syncwarp();
+  const Block dt = invert_diagonal(s->diagonal[w]);
+  put_block<true>(s->tile, w, w, dt);
+  put_block<true>(a, w, w, dt);
+}
+
+// The blocks below. Column 0 is the longest to solve and column 3 takes no work; warps of one number
+// share a quarter of the SM, so `turn` deals columns out anew at each call.
+template <class T>
+__device__ __forceinline__ void solve_below(void *scratch, T *a, int barrier, int turn) {
+  tl::__sync_thread_partial(barrier, 128);
+  solve_column(static_cast<Scratch *>(scratch)->tile, a, warp_in_group() + turn & 3);
+}
+
+// All of A at once, with the rows of k past a tail's end taken out.
 template <class T>
 __device__ __forceinline__ void gated_inverse(float *kk, const float *gates, void *scratch, T *a,
                                               int rows, int barrier, int turn) {
-  const int w = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);  // in every lane the same, and known so
-  Scratch *s = static_cast<Scratch *>(scratch);
   if (rows < 64) clear_rows(kk, rows);
   tl::__sync_thread_partial(barrier, 128);  // the columns solved before have left the scratch
-  if (w == 0) put_diagonal<0>(kk, gates, s, a);
-  else if (w == 1) put_diagonal<1>(kk, gates, s, a);
-  else if (w == 2) put_diagonal<2>(kk, gates, s, a);
-  else put_diagonal<3>(kk, gates, s, a);
-  tl::__sync_thread_partial(barrier, 128);
-  solve_columns(s->tile, a, (w + turn) & 3);
+  gated_lower(kk, gates, scratch);
+  invert_diagonals(scratch, a);
+  solve_below(scratch, a, barrier, turn);
 }
 
 // P. All 128 threads of a warpgroup; complete once all have returned.
 template <class T>
 __device__ __forceinline__ void gated_scores(const float *qk, const float *gates, T *p,
                                              float scale) {
-  const int w = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
-  if (w == 0) put_scores<0>(qk, gates, p, scale);
-  else if (w == 1) put_scores<1>(qk, gates, p, scale);
-  else if (w == 2) put_scores<2>(qk, gates, p, scale);
-  else put_scores<3>(qk, gates, p, scale);
+  put_scores(qk, gates, p, scale, warp_in_group());
+}
+
+template <class T> struct Kind;
+template <> struct Kind<bfloat16_t> {
+  static constexpr tl::DataType value = tl::DataType::kBFloat16;
+};
+template <> struct Kind<half_t> {
+  static constexpr tl::DataType value = tl::DataType::kFloat16;
+};
+
+// c = a b^T, asynchronously, for two [64][K] tiles in 128-byte swizzled panels of 64 columns.
+template <int K, class T>
+__device__ __forceinline__ void start_product(float *c, const T *a, const T *b) {
+  tl::GmmaDescriptor at, bt;
+  tl::initialize_wgmma_descriptor<1, 1, 64>(at, const_cast<T *>(a));
+  tl::initialize_wgmma_descriptor<1, 1, 64>(bt, const_cast<T *>(b));
+  tl::warpgroup_fence_operand(c, 32);
+  tl::warpgroup_arrive();
+#pragma unroll
+  for (int i = 0; i < K / 16; ++i) {
+    const int step = (i / 4 * 64 * 128 + i % 4 * 32) >> 4;  // in the descriptor's 16-byte units
+    tl::wgmma_ss<Kind<T>::value, Kind<T>::value, tl::DataType::kFloat32, 64, 64, 16, false, false,
+                 1, 1>(uint64_t(at + step), uint64_t(bt + step),
+                       reinterpret_cast<uint32_t *>(c), i > 0);
+  }
+  tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(c, 32);
+}
+
+__device__ __forceinline__ void finish_product(float *c) {
+  tl::wait_wgmma<0>();
+  tl::warpgroup_fence_operand(c, 32);
+}
+
+// The transpose of a [64][64] accumulator, rounded already, into a swizzled tile.
+template <class T> __device__ __forceinline__ void stage_transposed(const T *x, T *tile) {
+  const int *pairs = reinterpret_cast<const int *>(x), w = threadIdx.x >> 5 & 3;
+#pragma unroll
+  for (int b = 0; b < 4; ++b)
+    tl::ptx_stmatrix_m8n8_x4_trans(quarter_row<false>(tile, b, w), pairs[4 * b], pairs[4 * b + 1],
+                                   pairs[4 * b + 2], pairs[4 * b + 3]);
 }
 
 }  // namespace qla

@@ -1,20 +1,58 @@
-"""Which variant runs a shape: pure functions of ints."""
+"""Which variant runs a shape: pure functions of ints.
 
-# us per chunk of one CTA that computes 128 or 64 columns of V, measured on an H200 with every SM
-# busy (docs/notes/gdn-forward.md, 6). Half the columns take more than half the time: what a chunk
-# waits for is not the columns.
-STEP_US = {128: 2.3, 64: 1.45}
+Times in us, fitted to an H200 (docs/notes/gdn-forward.md).
+"""
+
+from typing import NamedTuple
+
+from qla_kernels.varlen import CHUNK
+
+
+class Forward(NamedTuple):
+    tile_v: int  # columns of V a CTA computes
+    solves: bool  # or is given A by kkt_solve
+
+
+# A chunk of a CTA. Half the columns take more than half the time: what a chunk waits for is not the
+# columns; and a chunk whose A is solved for in the same CTA waits longest of all.
+STEP = {Forward(64, True): 1.8, Forward(128, True): 2.9, Forward(128, False): 2.15}
+# whatever the batch: plans differ in the order of sums
+BATCH_INVARIANT = Forward(64, True)
+LAUNCH, START = 6.0, 8.0  # of the kernel; of each CTA, before its first chunk and after its last
+# gate and kkt_solve: launches, and a chunk of a value head on one SM
+SOLVE_START, SOLVE_STEP = 28.0, 0.5
+
+
+def forward(
+    num_sequences: int, num_tokens: int, num_value_heads: int, V: int, sm_count: int
+) -> Forward:
+    """The fastest way through a batch. Sequences count as equally long: lengths are on the device.
+
+    One CTA fills an SM.
+    """
+    heads = num_sequences * num_value_heads
+    chunks = -(-num_tokens // (max(num_sequences, 1) * CHUNK))
+
+    def duration(plan: Forward) -> float:
+        waves = -(-heads * (V // plan.tile_v) // sm_count)
+        alone = LAUNCH + waves * (START + chunks * STEP[plan])
+        return (
+            alone if plan.solves else alone + SOLVE_START + SOLVE_STEP * heads * chunks / sm_count
+        )
+
+    return min((plan for plan in STEP if V % plan.tile_v == 0), key=duration)
+
+
+# us per chunk of the backward's chains, as STEP
+CHAIN_STEP = {128: 2.3, 64: 1.45}
 
 
 def tile_v(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> int:
-    """Columns of V a CTA computes: the width whose waves of CTAs take less time.
-
-    One CTA fills an SM. Sequences count as equally long, since their lengths are on the device.
-    """
-    widths = [width for width in STEP_US if V % width == 0]
+    """Columns of V a CTA of a backward chain computes: the width whose waves take less time."""
+    widths = [width for width in CHAIN_STEP if V % width == 0]
 
     def duration(width: int) -> float:
         ctas = num_sequences * num_value_heads * (V // width)
-        return -(-ctas // sm_count) * STEP_US[width]
+        return -(-ctas // sm_count) * CHAIN_STEP[width]
 
     return min(widths, key=duration)

@@ -2,19 +2,29 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from qla_kernels import device, jit
-from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn import heuristics
-from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
+from qla_kernels.gdn import activations, heuristics
 from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
 from qla_kernels.gdn.kernels import gate as gate_kernel
 from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
 from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
+from qla_kernels.gdn.launch_backward import gdn_bwd, l2norm_bwd
+from qla_kernels.gdn.launch_chains import public_states
 from qla_kernels.gdn.ops import Forward
-from qla_kernels.gdn.validate import OP, TMA_ALIGNMENT
-from qla_kernels.varlen import CHUNK, ChunkTable, capacity
+from qla_kernels.gdn.packing import (
+    chunk_table,
+    dtype_name,
+    flat_parts,
+    key_first,
+    no_state,
+    require_aligned,
+    sequence_bounds,
+    tokens,
+)
+from qla_kernels.varlen import CHUNK, ChunkTable
+
+__all__ = ["gdn_bwd", "gdn_fwd", "l2norm_bwd", "l2norm_fwd"]
 
 
 @torch.no_grad()
@@ -39,8 +49,7 @@ def gdn_fwd(
     is_train: bool,
     auto_cp: bool,
 ) -> Forward:
-    assert not output_h, "`refusal` says that this is not built"
-    _require_aligned(q=q, k=k, v=v)
+    require_aligned(q=q, k=k, v=v)
     B, T, HV, V = v.shape
     K = q.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -49,58 +58,45 @@ def gdn_fwd(
         o = q.new_empty(v.shape)
         final = q.new_empty(state, dtype=torch.float32) if output_final_state else None
         # one cast at most, and a pack where the caller's are strided: 1/64 of v or less
-        g = _gate(g, A_log, dt_bias).contiguous()
-        beta = _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
+        g = activations.gate(g, A_log, dt_bias).contiguous()
+        beta = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
         h0 = None if initial_state is None else initial_state.float()
-        if B == 1 or all(_flattens(x) for x in (q, k, v)):
-            rows = [slice(None)]
-        else:  # a head-major batch: its rows do not lie a constant distance apart
-            rows = [slice(b, b + 1) for b in range(B)]
-        inverses = (torch.empty_like(g), q.new_empty(B, T, HV, CHUNK))  # g_cum and A
-        for b in rows:
+        plan = heuristics.BATCH_INVARIANT
+        if auto_cp:
+            plan = heuristics.forward(N, T * B, HV, V, device.sm_count(q.device))
+        saved: tuple[Tensor, Tensor] | None = None  # g_cum and A
+        if is_train or output_h or not plan.solves:
+            saved = (torch.empty_like(g), q.new_empty(B, T, HV, CHUNK))
+        for b in flat_parts(q, k, v):
             bounds = sequence_bounds(q[b], cu_seqlens)
-            table = chunk_table(len(q[b]) * T, bounds)
-            kkt_solve(k[b], g[b], beta[b], bounds, table, (inverses[0][b], inverses[1][b]))
+            mine = None if saved is None else (saved[0][b], saved[1][b])
+            if not plan.solves:
+                kkt_solve(k[b], g[b], beta[b], bounds, out=mine)
             fused_fwd(
-                q[b], k[b], v[b], g[b], beta[b], inverses[1][b], scale,
-                _key_first(h0, b, state_v_first), bounds, o[b],
-                _key_first(final, b, state_v_first),
+                q[b], k[b], v[b], g[b], beta[b], scale, key_first(h0, b, state_v_first), bounds,
+                o[b], key_first(final, b, state_v_first), mine, plan,
             )  # fmt: skip
-    g_cum, A = inverses if is_train else (None, None)
-    return Forward(o, final, g_cum, A, None)
+        h = None
+        if output_h:
+            assert saved is not None
+            h = public_states(k, v, beta, saved, h0, cu_seqlens, cu_seqlens_cpu, state_v_first)
+    g_cum, A = saved if is_train and saved is not None else (None, None)
+    return Forward(o, final, g_cum, A, h)
 
 
 @torch.no_grad()
 def l2norm_fwd(x: Tensor) -> Tensor:
     """x [B, T, H, K], bf16 or fp16, K 64 or 128: strides of whole 16 bytes, unit last stride."""
+    require_aligned(x=x)
     B, T, H, _ = x.shape
     y = x.new_empty(x.shape)
     if y.numel():
         with device.of(x):
-            jit.compile(l2norm_kernel, l2norm_kernel.Variant(_name(x.dtype)))(
+            jit.compile(l2norm_kernel, l2norm_kernel.Variant(dtype_name(x.dtype)))(
                 torch.unflatten(x, -1, (-1, l2norm_kernel.SPAN)),
                 y.view(B * T * H, -1, l2norm_kernel.SPAN),
             )
     return y
-
-
-def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """cu_seqlens, or what it would be if the rows of x [B, T, ..] lay packed."""
-    if cu_seqlens is not None:
-        return cu_seqlens
-    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
-
-
-def chunk_table(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
-    """varlen.chunk_table of packed sequences, in one launch."""
-    N = cu_seqlens.shape[0] - 1
-    chunks = cu_seqlens.new_empty(capacity(num_tokens, N), 2, dtype=torch.int32)
-    num_chunks, first_chunk = (cu_seqlens.new_empty(n, dtype=torch.int32) for n in (1, N + 1))
-    table = ChunkTable(chunks, num_chunks, first_chunk)
-    if chunks.numel():
-        variant = chunk_table_kernel.Variant(_name(cu_seqlens.dtype))
-        jit.compile(chunk_table_kernel, variant)(cu_seqlens.contiguous(), *table)
-    return table
 
 
 def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
@@ -113,11 +109,11 @@ def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
     Returns:
         [capacity of the table, HV, 3, 64] fp32: gamma in base 2, beta and fall of each chunk.
     """
-    tokens, HV = g.shape[0] * g.shape[1], g.shape[2]
+    num_tokens, HV = g.shape[0] * g.shape[1], g.shape[2]
     gates = g.new_empty(table.chunks.shape[0], HV, 3, CHUNK)
-    flat = (x.view(tokens, HV) for x in (g, beta))
+    flat = (x.view(num_tokens, HV) for x in (g, beta))
     jit.compile(gate_kernel, gate_kernel.Variant("float32"))(
-        *flat, table.chunks, g_cum.view(tokens, HV), gates
+        *flat, table.chunks, g_cum.view(num_tokens, HV), gates
     )
     return gates
 
@@ -153,9 +149,9 @@ def kkt_solve(
     if not g.numel() or not room:
         return g_cum, A
     gates = gate(g, beta, table, g_cum)
-    variant = kkt_solve_kernel.Variant(_name(k.dtype), K)
+    variant = kkt_solve_kernel.Variant(dtype_name(k.dtype), K)
     jit.compile(kkt_solve_kernel, variant)(
-        _tokens(k),
+        tokens(k),
         gates.view(room, H, HV // H, 3, CHUNK),
         table.chunks,
         table.num_chunks,
@@ -177,100 +173,54 @@ def fused_fwd(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    A: Tensor,
     scale: float,
     h0: Tensor | None,
     cu_seqlens: Tensor,
     o: Tensor,
     ht: Tensor | None,
-    tile_v: int | None = None,
+    saved: tuple[Tensor, Tensor] | None,
+    plan: heuristics.Forward,
 ) -> None:
     """The chain over each sequence's chunks.
 
     Args:
         q, k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
         g, beta: [B, T, HV] fp32.
-        A: [B, T, HV, 64] of kkt_solve.
         h0: [N, HV, K, V] fp32, any strides; zeros if None.
         o: [B, T, HV, V], written; rows at or past cu_seqlens[-1] with zeros.
         ht: [N, HV, K, V] fp32, any strides, written if given.
-        tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
+        saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64], for the backward: written, if given,
+            or, where the plan does not solve, read, having come from kkt_solve.
     """
     B, T, HV, V = v.shape
     K = q.shape[-1]
     N = cu_seqlens.shape[0] - 1
     if not N or not o.numel():  # no token to compute, or none that a sequence owns
-        o.zero_()
+        for x in (o, *(saved or ())):
+            x.zero_()
         if ht is not None:
             ht.zero_() if h0 is None else ht.copy_(h0)
         return
-    if tile_v is None:
-        tile_v = heuristics.tile_v(N, HV, V, device.sm_count(q.device))
-    nothing = g.as_strided((1, HV, K, V), (0, 0, 0, 0))  # for a state that is not there: untouched
-    jit.compile(fused_fwd_kernel, fused_fwd_kernel.Variant(_name(q.dtype), K, tile_v))(
-        _tokens(q),
-        _tokens(k),
-        torch.unflatten(_tokens(v), -1, (-1, tile_v)),
+    if saved is None:  # nothing is written there
+        g_cum, A = g.view(B * T, HV)[:1], o.view(-1)[: HV * CHUNK].view(1, HV, 1, CHUNK)
+    else:
+        g_cum, A = saved[0].view(B * T, HV), saved[1].view(B * T, HV, 1, CHUNK)
+    nothing = no_state(g, K, V)
+    variant = fused_fwd_kernel.Variant(dtype_name(q.dtype), K, plan.tile_v, plan.solves)
+    jit.compile(fused_fwd_kernel, variant)(
+        tokens(q),
+        tokens(k),
+        torch.unflatten(tokens(v), -1, (-1, plan.tile_v)),
         g.view(B * T, HV),
         beta.view(B * T, HV),
-        A.view(B * T, HV, CHUNK),
         cu_seqlens.int().contiguous(),
         nothing if h0 is None else h0,
-        o.view(B * T, HV, -1, tile_v),
+        o.view(B * T, HV, -1, 64),
         nothing if ht is None else ht,
+        g_cum,
+        A,
         scale,
         int(h0 is not None),
         int(ht is not None),
+        int(saved is not None),
     )
-
-
-def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
-    """g fp32, activated if there is an A_log."""
-    g = g.float()
-    if A_log is None:
-        return g
-    z = g if dt_bias is None else g + dt_bias.float()
-    return -A_log.float().exp() * softplus(z)
-
-
-def _beta(beta: Tensor, use_sigmoid: bool, allow_neg_eigval: bool) -> Tensor:
-    beta = beta.float()
-    if use_sigmoid:
-        beta = beta.sigmoid()
-    return 2 * beta if allow_neg_eigval else beta
-
-
-def _key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor | None:
-    """A view [.., K, V] of the caller's states: their layout is a matter of strides."""
-    if state is None:
-        return None
-    return state[rows].mT if state_v_first else state[rows]
-
-
-def _require_aligned(**tensors: Tensor) -> None:
-    """What `refusal` could not ask of a call that torch.compile traced."""
-    for name, x in tensors.items():
-        if past := x.data_ptr() % TMA_ALIGNMENT:
-            got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
-            fix = f"pass {name}.contiguous()"
-            raise Unsupported(need(OP, got, "an aligned first element", fix))
-
-
-def _flattens(x: Tensor) -> bool:
-    B, T, *_ = x.shape
-    return B == 1 or T == 1 or x.stride(0) == T * x.stride(1)
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """[B, T, heads, size] as [B T, heads, size].
-
-    A dimension of one element may have any stride in torch, but not in a TMA descriptor.
-    """
-    B, T, heads, size = x.shape
-    token = x.stride(1) if T > 1 else x.stride(0) if B > 1 else heads * size
-    head = x.stride(2) if heads > 1 else size
-    return x.as_strided((B * T, heads, size), (token, head, 1))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

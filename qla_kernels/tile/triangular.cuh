@@ -148,25 +148,22 @@ __device__ __forceinline__ Block invert_diagonal(float (*d)[kLd]) {
   return {x00[0], x00[1], 0.f, 0.f, y[0], y[1], d[8 + 2 * t][8 + g], d[9 + 2 * t][8 + g]};
 }
 
-// Block column J of X below its diagonal block.
-template <int J, class T> __device__ __forceinline__ void solve_column(half_t *s, T *tile) {
-  Operand x[4 - J];  // X_kJ^T
-  tl::ptx_ldmatrix_x4_trans(quarter_row<false>(s, J, J), x[0].r);
+// One block column of X below its diagonal block. The column is not a template argument: the code of
+// a kernel's roles together has to fit the SM's instruction cache, 32 KB, or all of them wait for it.
+template <class T> __device__ __forceinline__ void solve_column(half_t *s, T *tile, int column) {
+  Operand x[3];  // X_kj^T, from the diagonal down
+  tl::ptx_ldmatrix_x4_trans(quarter_row<false>(s, column, column), x[0].r);
 #pragma unroll
-  for (int i = J + 1; i < 4; ++i) {
+  for (int below = 1; below < 4; ++below) {
+    const int row = column + below;
+    if (row > 3) return;
     Block sum = {}, y = {};
 #pragma unroll
-    for (int k = J; k < i; ++k) multiply_add(sum, x[k - J], s, i, k);
-    multiply_add(y, rounded<half_t>(sum), s, i, i);
-    put_block<true>(tile, i, J, y);
-    x[i - J] = rounded<half_t>(y);
+    for (int k = 0; k < below; ++k) multiply_add(sum, x[k], s, row, column + k);
+    multiply_add(y, rounded<half_t>(sum), s, row, row);
+    put_block<true>(tile, row, column, y);
+    if (below < 3) x[below] = rounded<half_t>(y);
   }
-}
-
-template <class T> __device__ __forceinline__ void solve_columns(half_t *s, T *tile, int column) {
-  if (column == 0) solve_column<0>(s, tile);
-  else if (column == 1) solve_column<1>(s, tile);
-  else if (column == 2) solve_column<2>(s, tile);
 }
 
 }  // namespace qla

@@ -11,7 +11,7 @@ from reference import gdn
 from tests import kkt_solve_check
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import Call, call
-from tests.gdn_forward_check import check
+from tests.gdn_forward_check import check, check_saved
 from tests.gdn_inputs import Inputs, gates, keys
 
 pytestmark = pytest.mark.hopper
@@ -94,14 +94,33 @@ def test_head_sizes_and_groups(sizes, heads, dtype):
     check(x, *run(x))
 
 
-@pytest.mark.parametrize("tile_v", [64, 128])
+@pytest.mark.parametrize(("tile_v", "solves"), [(64, True), (128, True), (128, False)])
 @pytest.mark.parametrize("tokens", [64, 1000, 20_000])
-def test_both_widths(tile_v, tokens, monkeypatch):
+def test_every_plan(tile_v, solves, tokens, monkeypatch):
     from qla_kernels.gdn import heuristics
 
-    monkeypatch.setattr(heuristics, "tile_v", lambda *_: tile_v)
+    plan = heuristics.Forward(tile_v, solves)
+    monkeypatch.setattr(heuristics, "forward", lambda *_: plan)
     x = mild(on_gpu([tokens, 65], heads=(2, 4)))
     check(x, *run(x))
+    names = ("q", "k", "v", "g", "beta", "scale", "initial_state", "cu_seqlens")
+    g_cum, A, *_ = chunk_gated_delta_rule_fwd(*(x.get(name) for name in names))
+    check_saved(x, g_cum, A)
+
+
+def test_without_cuts_a_sequence_is_the_same_bits_in_any_batch():
+    x = mild(on_gpu([300] * 60, heads=(4, 8)))
+    names = ("q", "k", "v", "g", "beta")
+
+    def low_level(batch: slice, h0: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+        rows = (x[name][:, batch].contiguous() for name in names)
+        return chunk_gated_delta_rule_fwd(*rows, None, h0, bounds, auto_cp=False)[:5]
+
+    many = low_level(slice(0, 18_000), x["initial_state"], x["cu_seqlens"])
+    one = low_level(slice(300, 600), x["initial_state"][1:2], x["cu_seqlens"][:2])
+    for a, b in zip(many[:3], one[:3], strict=True):
+        assert torch.equal(a[:, 300:600], b)
+    assert torch.equal(many[4][1:2], one[4])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -202,13 +221,11 @@ def test_what_the_backward_needs():
     assert torch.equal(slim[4], state)
 
 
-def test_what_is_not_built_is_refused():
+def test_what_cannot_run_is_refused():
     x = on_gpu([70])
     args = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    with pytest.raises(Unsupported, match="the CUDA forward keeps no states yet"):
-        chunk_gated_delta_rule_fwd(*args, output_h=True)
-    with pytest.raises(Unsupported, match="the CUDA backward is not built yet"):
-        chunk_gated_delta_rule(x["q"].clone().requires_grad_(), *args[1:])
+    with pytest.raises(Unsupported, match="pass cu_seqlens_cpu"):
+        chunk_gated_delta_rule_fwd(*args, cu_seqlens=x["cu_seqlens"], output_h=True)
     with pytest.raises(Unsupported, match=r"pass v\.contiguous"):
         chunk_gated_delta_rule(*args[:2], args[2].mT.contiguous().mT, *args[3:])
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from qla_kernels import device, jit
-from qla_kernels.gdn import launch
+from qla_kernels.gdn import heuristics, launch
 from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.ops import Forward
 from reference import gdn
 from tests.compare import assert_close, relative_l2
 from tests.emulator import EmulatedKernel
 from tests.gdn_calls import Call, call
-from tests.gdn_forward_check import check
+from tests.gdn_forward_check import check, check_saved
 from tests.gdn_inputs import gates, keys
 
 # Lengths 0, 1 and around 64; empty sequences first, in the middle, last; several chunks.
@@ -71,15 +71,18 @@ def small(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **ot
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("variant", fused_fwd.VARIANTS, ids=str)
 def test_every_variant(variant, seeds, monkeypatch):
-    monkeypatch.setattr(launch.heuristics, "tile_v", lambda *_: variant.tile_v)
+    plan = heuristics.Forward(variant.tile_v, variant.solves)
+    monkeypatch.setattr(heuristics, "forward", lambda *_: plan)
     for seed, lengths in enumerate(LENGTHS):
         seeds["seed"] = seed
         V = 64 if variant.tile_v == 64 and seed % 2 else 128
         x = small(lengths, getattr(torch, variant.dtype), sizes=(variant.K, V))
         if seed % 2:
             x |= WITHOUT
-        done = forward(x)
+        done = forward(x, is_train=seed < 3)
         check(x, done.o, done.final_state)
+        if seed < 3:
+            check_saved(x, done.g_cum, done.A)
 
 
 @pytest.mark.usefixtures("poison")
@@ -98,7 +101,7 @@ def test_gates_and_keys_at_the_edge(gate, key, dtype):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("seed", range(6))
 def test_interleavings(seed, seeds):
-    """Five value heads of three sequences: more CTAs than SMs, both widths by the heuristic."""
+    """Five value heads of three sequences: more CTAs than SMs."""
     seeds["seed"] = seed
     x = small([70, 1, 200], heads=(1, 5))
     done = forward(x)

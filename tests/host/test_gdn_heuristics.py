@@ -2,15 +2,36 @@
 
 import pytest
 
-from qla_kernels.gdn.heuristics import STEP_US, tile_v
+from qla_kernels.gdn.heuristics import CHAIN_STEP, Forward, forward, tile_v
 
 SMS = 132
+NARROW, WIDE, GIVEN = Forward(64, True), Forward(128, True), Forward(128, False)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "heads", "plan"),
+    [
+        (1, 8192, 16, NARROW),  # 32 CTAs instead of 16: nobody waits
+        (4, 8192, 16, NARROW),  # 128 CTAs, still one wave
+        (4, 2048, 32, WIDE),  # one wide wave, too short to be worth two more launches
+        (4, 8192, 64, GIVEN),  # long and full: a cheap chunk counts most
+        (1, 64, 1, NARROW),
+    ],
+)
+def test_the_plan_that_takes_less_time(sequences, tokens, heads, plan):
+    assert forward(sequences, sequences * tokens, heads, 128, SMS) == plan
+
+
+def test_narrow_values_have_narrow_tiles():
+    for sequences in (0, 1, 50, 70_000):
+        assert forward(sequences, 100 * sequences, 32, 64, SMS) == NARROW
+        assert tile_v(sequences, 32, 64, SMS) == 64
 
 
 @pytest.mark.parametrize(
     ("sequences", "heads", "width"),
     [
-        (1, 16, 64),  # 32 CTAs instead of 16: nobody waits
+        (1, 16, 64),
         (2, 33, 64),  # the last size at which the narrow tiles fit in one wave
         (2, 34, 128),  # two narrow waves take longer than a wide one
         (4, 32, 128),
@@ -19,16 +40,11 @@ SMS = 132
         (1000, 64, 128),
     ],
 )
-def test_the_width_with_the_shorter_waves(sequences, heads, width):
+def test_the_width_of_a_backward_chain(sequences, heads, width):
     assert tile_v(sequences, heads, 128, SMS) == width
 
 
-def test_narrow_values_have_narrow_tiles():
-    for sequences in (1, 50, 70_000):
-        assert tile_v(sequences, 32, 64, SMS) == 64
-
-
-def test_a_batch_that_fills_the_gpu_many_times_has_wide_tiles():
+def test_a_backward_that_fills_the_gpu_many_times_has_wide_tiles():
     """Only the rate counts there."""
-    assert STEP_US[128] < 2 * STEP_US[64]
+    assert CHAIN_STEP[128] < 2 * CHAIN_STEP[64]
     assert all(tile_v(n, 32, 128, SMS) == 128 for n in range(60, 200))

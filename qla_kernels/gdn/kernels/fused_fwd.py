@@ -2,7 +2,8 @@
 
 Per chunk (C = 64 tokens; gamma, e = e^gamma and d = e^(gamma_last - gamma) restart in each; S is
 the state, kept transposed, [V, K], in fp32 registers from the first chunk to the last):
-    A     from kkt_solve                                                            [C, C]
+    L_ij  = beta_i e^(gamma_i - gamma_j) <k_i, k_j>, i > j                          [C, C]
+    A     = (I + L)^-1                                                              [C, C]
     P_ij  = scale e^(gamma_i - gamma_j) <q_i, k_j>, i >= j                          [C, C]
     W^T   = beta V^T - (beta e) S K^T                                               [V, C]
     V'^T  = W^T A^T                                                                 [V, C]
@@ -10,21 +11,22 @@ the state, kept transposed, [V, K], in fp32 registers from the first chunk to th
     S     = e^gamma_last S + (d V'^T) K                                             [V, K]
 
 Steps (numbers appear again in the roles):
-    1 load    q, k, v, A of a chunk; in a tail, rows past the end of k, v and A become zero
-    2 gate    gamma, beta, beta e, scale e, d, e^gamma_last of a chunk
-    3 score   Q K^T, then P, one chunk ahead of the state
+    1 load    q, k, v of a chunk, and A where it is given; rows past a tail's end become zero
+    2 gate    gamma, beta, fall, beta e, scale e, d, e^gamma_last of a chunk
+    3 solve   K K^T, then A, unless given; Q K^T, then P: up to two chunks ahead of the state
     4 state   S to 16 bits; S K^T and S Q^T
     5 state   W^T; V'^T
     6 state   S and O^T
-    7 store   O out: TMA, or predicated rows where the chunk is a tail
+    7 out     O, and A if the backward will want it: TMA, or predicated rows of a tail
 
 Bounded by latency, then by shared memory, which the right operands of all products come from.
 Why this shape: the chain S -> W -> V' -> S is what a chunk waits for, so nothing on it leaves the
 registers: every product's left operand is the previous accumulator, rounded in place, and its right
 operand a tile that both state warpgroups share. A state warpgroup owns 64 columns of V for the
-whole sequence; two of them alternate on the tensor cores, each computing while the other's products
-run. P is made a chunk ahead by a third warpgroup, which only has to keep up. Solving for A there as
-well makes that warpgroup the slowest: see docs/notes/gdn-forward.md.
+whole sequence. Two of them alternate on the tensor cores, each computing while the other's products
+run, and leave registers for one warpgroup that solves; beside a single one there is room for two,
+which take alternate chunks. The solve's small dependent products wait for the state's large ones,
+so where CTAs come in several waves it pays to solve beforehand, in kkt_solve, and be given A.
 """
 
 from typing import NamedTuple
@@ -32,25 +34,39 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.chain import GATE_ROWS, TILE, gate, load, state, store
-from qla_kernels.gdn.gated_tiles import SOURCE
+from qla_kernels.gdn.chain import GATE_ROWS, TILE
+from qla_kernels.gdn.chain_forward import gate, inverse_out, load, state, store
+from qla_kernels.gdn.chain_solve import score, solve
+from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule
+
+GROUP = 128  # threads of a warpgroup
 
 
 class Variant(NamedTuple):
-    dtype: str  # of q, k, v, o
+    dtype: str  # of q, k, v, o, A
     K: int
     tile_v: int  # columns of V a CTA computes: 64 or 128
+    solves: bool  # or is given A
+
+    @property
+    def states(self) -> int:
+        return self.tile_v // TILE
+
+    @property
+    def teams(self) -> int:
+        """Warpgroups that solve, each its own chunks."""
+        return 3 - self.states
 
 
 VARIANTS = tuple(
-    Variant(dtype, K, tile_v)
+    Variant(dtype, K, tile_v, solves)
     for dtype in ("bfloat16", "float16")
     for K in (128, 64)
-    for tile_v in (128, 64)
+    for tile_v, solves in ((64, True), (128, True), (128, False))
 )
 
 PASS_CONFIGS = {
@@ -59,133 +75,136 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
 }
 
-RINGS = {"qkv": 3, "gate": 4, "p": 2}
+
+# of the variant that is given A: the head's and the sequence's number, needed before and after the
+# loop over the chunks; ptxas keeps them out of the way in between
+SPILLS = {"spill_bytes": 64, "spill_reason": "two indices, stored and read outside all loops"}
 
 
 def schedule(v: Variant) -> Schedule:
-    states = v.tile_v // TILE
-    state_regs, score_regs, load_regs = (192, 96, 32) if states == 2 else (240, 120, 40)
+    state_regs, solve_regs, load_regs = 232, 120, 40
+    if v.states == 2:
+        state_regs, solve_regs, load_regs = (192, 88, 40) if v.K == 128 else (176, 104, 56)
+    rings = {"qk": 3 if v.states == 2 else 4, "v": 2, "gate": 4, "a": 2, "p": 2, "o": v.states}
+    state_role = Role(
+        "state",
+        warps=4 * v.states,
+        regs=state_regs,
+        waits=("qk_full", "v_full", "gate_full", "a_full", "p_full", "o_free"),
+        signals=("qk_free", "v_free", "gate_free", "a_free", "p_free", ("o_full", GROUP)),
+        computes="S, W, V', O",
+        uses=("wgmma",),
+    )
+    if v.solves:
+        solve_role = Role(
+            "solve",
+            warps=4 * v.teams,
+            regs=solve_regs,
+            waits=("qk_full", "gate_full", "a_free", "p_free"),
+            signals=tuple((name, GROUP) for name in ("qk_free", "gate_free", "a_full", "p_full")),
+            computes="A, P",
+            uses=("wgmma", "mma"),
+        )
+        load_role = Role(
+            "load",
+            warps=1,
+            regs=load_regs,
+            waits=("qk_free", "v_free", "tail_full"),
+            signals=("qk_full", "v_full", "tail_full"),
+            computes="q, k, v",
+            uses=("tma_load",),
+        )
+        last_role = Role(
+            "inverse_out",
+            warps=1,
+            regs=load_regs,
+            waits=("a_full",),
+            signals=("a_free",),
+            computes="A out; zeros into rows of no sequence",
+            uses=("tma_store",),
+        )
+    else:
+        solve_role = Role(
+            "score",
+            warps=4,
+            regs=solve_regs,
+            waits=("qk_full", "gate_full", "p_free"),
+            signals=("qk_free", "gate_free", "p_full"),
+            computes="P",
+            uses=("wgmma",),
+        )
+        load_role = Role(
+            "load",
+            warps=1,
+            regs=load_regs,
+            waits=("qk_free", "v_free", "a_free", "tail_full"),
+            signals=("qk_full", "v_full", "a_full", "tail_full"),
+            computes="q, k, v, A",
+            uses=("tma_load",),
+        )
+        last_role = Role("padding", warps=1, regs=load_regs, computes="zeros into rows of nobody")
     return Schedule(
         roles=(
-            *(
-                Role(
-                    f"state{w}",
-                    warps=4,
-                    regs=state_regs,
-                    waits=("qkv_full", "gate_full", "p_full", f"o{w}_free"),
-                    signals=("qkv_free", "gate_free", "p_free", f"o{w}_full"),
-                    computes=f"S, W, V', O of columns {TILE * w} to {TILE * w + TILE - 1}",
-                    uses=("wgmma",),
-                )
-                for w in range(states)
-            ),
-            Role(
-                "score",
-                warps=4,
-                regs=score_regs,
-                waits=("qkv_full", "gate_full", "p_free"),
-                signals=("qkv_free", "gate_free", "p_full"),
-                computes="P",
-                uses=("wgmma",),
-            ),
-            Role(
-                "load",
-                warps=1,
-                regs=load_regs,
-                waits=("qkv_free", "tail_full"),
-                signals=(("qkv_full", ONE), ("tail_full", ONE)),
-                computes="q, k, v, A",
-                uses=("tma_load",),
-            ),
+            state_role,
+            solve_role,
+            load_role,
             Role(
                 "gate",
                 warps=1,
                 regs=load_regs,
                 waits=("gate_free",),
                 signals=("gate_full",),
-                computes="gamma and its exponentials, beta",
+                computes="gamma and its exponentials, beta" + "; g_cum out" * v.solves,
             ),
             Role(
                 "store",
                 warps=1,
                 regs=load_regs,
-                waits=tuple(f"o{w}_full" for w in range(states)),
-                signals=tuple(f"o{w}_free" for w in range(states)),
+                waits=("o_full",),
+                signals=("o_free",),
                 computes="O out",
                 uses=("tma_store",),
             ),
-            Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
+            last_role,
         ),
-        rings=RINGS,
-        # q, k, v, A; P; O; gates; barriers and alignment
-        smem_bytes=RINGS["qkv"] * CHUNK * (2 * v.K + v.tile_v + CHUNK) * 2
-        + RINGS["p"] * CHUNK * CHUNK * 2
-        + CHUNK * v.tile_v * 2
-        + RINGS["gate"] * GATE_ROWS * CHUNK * 4
+        rings=rings,
+        # q and k; v and O; A and P; gates; scratch; barriers and alignment
+        smem_bytes=rings["qk"] * CHUNK * 2 * v.K * 2
+        + (rings["v"] + 1) * CHUNK * v.tile_v * 2
+        + (rings["a"] + rings["p"]) * CHUNK * CHUNK * 2
+        + rings["gate"] * GATE_ROWS * CHUNK * 4
+        + 2 * SCRATCH_BYTES * v.solves
         + 1024,
+        **({} if v.solves or v.K == 64 else SPILLS),
     )
 
 
 @T.macro
-def score(s_q, s_k, s_gate, s_p, qkv, gate_ring, p_ring, num_chunks, scale, first_thread):
-    r_next = T.alloc_fragment((CHUNK, CHUNK), "float32")  # Q K^T of the chunk after
-    r_qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
-    thread = T.get_thread_binding() - first_thread
-    for slot, j in T.grid(p_ring.stages, CHUNK // 2):  # above the diagonal P stays zero for good
-        s_p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
-    if num_chunks > 0:
-        qkv.wait(0)
-        T.wgmma_gemm(s_q[0, :, :], s_k[0, :, :], r_qk, transpose_B=True, clear_accum=True)
-        T.wait_wgmma(0)
-        qkv.release(0)
-    for i in T.serial(num_chunks):
-        after = T.alloc_var("int32")
-        after = T.min(i + 1, num_chunks - 1)  # the last pass repeats its own product, for no use
-        qkv.wait(after)
-        T.wgmma_gemm(  # 3
-            s_q[qkv.slot(after), :, :],
-            s_k[qkv.slot(after), :, :],
-            r_next,
-            transpose_B=True,
-            clear_accum=True,
-        )
-        gate_ring.wait(i)
-        p_ring.acquire(i)
-        T.call_extern(
-            "handle",
-            "qla::gated_scores",
-            r_qk.data,
-            T.access_ptr(s_gate[gate_ring.slot(i), 0, 0], "r", 3 * CHUNK),
-            T.access_ptr(s_p[p_ring.slot(i), 0, 0], "w", CHUNK * CHUNK),
-            scale,
-        )
-        gate_ring.release(i)
-        T.fence_proxy_async()  # P: written by threads, read by wgmma
-        p_ring.commit(i)
-        T.wait_wgmma(0)
-        if i + 1 < num_chunks:
-            qkv.release(after)
-        T.copy(r_next, r_qk)
-
-
-@T.macro
-def clear_padding(o, cu_seqlens, num_tokens, num_sequences, n, hv, i_tile, tile_v):
-    """Rows of no sequence are zero; the sequences' CTAs share them."""
+def clear_padding(x, cu_seqlens, num_tokens, num_sequences, n, hv, column):
+    """Rows of no sequence, of a [tokens, HV, columns, 64] tensor, are zero; the CTAs share them."""
     lane = T.get_thread_binding() % 32
     first_row = cu_seqlens[num_sequences] + n
     for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
-        if lane < tile_v // 8:
+        if lane < TILE // 8:
             for e in T.vectorized(8):
-                o[first_row + j * num_sequences, hv, i_tile, lane * 8 + e] = 0
+                x[first_row + j * num_sequences, hv, column, lane * 8 + e] = 0
+
+
+@T.macro
+def clear_saved(A, g_cum, cu_seqlens, num_tokens, num_sequences, n, hv):
+    clear_padding(A, cu_seqlens, num_tokens, num_sequences, n, hv, 0)
+    first_row = cu_seqlens[num_sequences] + n
+    for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
+        if T.get_thread_binding() % 32 == 0:
+            g_cum[first_row + j * num_sequences, hv] = 0
 
 
 def build(v: Variant):
     plan = schedule(v)
-    K, states = v.K, v.tile_v // TILE
+    K, states, rings = v.K, v.states, plan.rings
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
-    V, num_bounds = T.dynamic("V, num_bounds")
-    num_tiles = T.dynamic("num_tiles") if v.tile_v == 64 else 1  # V is 64 or 128
-    num_h0, num_ht = T.dynamic("num_h0, num_ht")
+    V, num_tiles, num_columns, num_bounds = T.dynamic("V, num_tiles, num_columns, num_bounds")
+    num_h0, num_ht, saved_tokens = T.dynamic("num_h0, num_ht, saved_tokens")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
     h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
@@ -202,95 +221,105 @@ def build(v: Variant):
         ),
         g: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), v.dtype),
         cu_seqlens: T.Tensor((num_bounds,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
-        o: T.Tensor((num_tokens, num_value_heads, num_tiles, v.tile_v), v.dtype),
+        o: T.Tensor((num_tokens, num_value_heads, num_columns, TILE), v.dtype),
         ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), "float32"),
+        g_cum: T.Tensor((saved_tokens, num_value_heads), "float32"),
+        A: T.Tensor((saved_tokens, num_value_heads, 1, CHUNK), v.dtype),
         scale: T.float32,
         has_h0: T.int32,
         has_ht: T.int32,
+        training: T.int32,
     ):
         with T.Kernel(
-            (num_bounds - 1) * num_value_heads * num_tiles, threads=plan.threads
+            (num_bounds - 1) * num_value_heads * num_tiles, threads=(GROUP, plan.threads // GROUP)
         ) as block:
             T.import_source(SOURCE)
-            s_k = T.alloc_shared((RINGS["qkv"], CHUNK, K), v.dtype)
-            s_q = T.alloc_shared((RINGS["qkv"], CHUNK, K), v.dtype)
-            s_v = T.alloc_shared((RINGS["qkv"], CHUNK, v.tile_v), v.dtype)
-            s_a = T.alloc_shared((RINGS["qkv"], CHUNK, CHUNK), v.dtype)
-            s_p = T.alloc_shared((RINGS["p"], CHUNK, CHUNK), v.dtype)
-            s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
-            qkv_full = T.alloc_barrier([plan.arrivals("qkv_full")] * RINGS["qkv"])
-            qkv_free = T.alloc_barrier([plan.arrivals("qkv_free")] * RINGS["qkv"])
-            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * RINGS["gate"])
-            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * RINGS["gate"])
-            p_full = T.alloc_barrier([plan.arrivals("p_full")] * RINGS["p"])
-            p_free = T.alloc_barrier([plan.arrivals("p_free")] * RINGS["p"])
+            s_k = T.alloc_shared((rings["qk"], CHUNK, K), v.dtype)
+            s_q = T.alloc_shared((rings["qk"], CHUNK, K), v.dtype)
+            s_v = T.alloc_shared((rings["v"], CHUNK, v.tile_v), v.dtype)
+            s_a = T.alloc_shared((rings["a"], CHUNK, CHUNK), v.dtype)
+            s_p = T.alloc_shared((rings["p"], CHUNK, CHUNK), v.dtype)
+            s_gate = T.alloc_shared((rings["gate"], GATE_ROWS, CHUNK), "float32")
+            s_o = T.alloc_shared((rings["o"], CHUNK, TILE), v.dtype)
+            tiles = (s_k, s_q, s_v, s_a, s_p, s_o)
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in tiles})
+            qk_full = T.alloc_barrier([plan.arrivals("qk_full")] * rings["qk"])
+            qk_free = T.alloc_barrier([plan.arrivals("qk_free")] * rings["qk"])
+            v_full = T.alloc_barrier([plan.arrivals("v_full")] * rings["v"])
+            v_free = T.alloc_barrier([plan.arrivals("v_free")] * rings["v"])
+            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * rings["gate"])
+            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * rings["gate"])
+            a_full = T.alloc_barrier([plan.arrivals("a_full")] * rings["a"])
+            a_free = T.alloc_barrier([plan.arrivals("a_free")] * rings["a"])
+            p_full = T.alloc_barrier([plan.arrivals("p_full")] * rings["p"])
+            p_free = T.alloc_barrier([plan.arrivals("p_free")] * rings["p"])
+            o_full = T.alloc_barrier([plan.arrivals("o_full")] * rings["o"])
+            o_free = T.alloc_barrier([plan.arrivals("o_free")] * rings["o"])
             tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
-            s_o0 = T.alloc_shared((CHUNK, TILE), v.dtype)
-            o0_full = T.alloc_barrier([plan.arrivals("o0_full")])
-            o0_free = T.alloc_barrier([plan.arrivals("o0_free")])
-            s_o = [s_o0]
-            o_rings = [Ring(o0_full, o0_free, 1)]
-            if states == 2:
-                s_o1 = T.alloc_shared((CHUNK, TILE), v.dtype)
-                o1_full = T.alloc_barrier([plan.arrivals("o1_full")])
-                o1_free = T.alloc_barrier([plan.arrivals("o1_free")])
-                s_o.append(s_o1)
-                o_rings.append(Ring(o1_full, o1_free, 1))
-            swizzled = (s_v, s_p, *s_o)
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
-            qkv = Ring(qkv_full, qkv_free, RINGS["qkv"])
-            gates = Ring(gate_full, gate_free, RINGS["gate"])
-            p_ring = Ring(p_full, p_free, RINGS["p"])
+            qk = Ring(qk_full, qk_free, rings["qk"])
+            v_ring = Ring(v_full, v_free, rings["v"])
+            gates = Ring(gate_full, gate_free, rings["gate"])
+            a_ring = Ring(a_full, a_free, rings["a"])
+            p_ring = Ring(p_full, p_free, rings["p"])
+            o_ring = Ring(o_full, o_free, rings["o"])
 
             hv, n, h = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             begin, length = T.alloc_var("int32"), T.alloc_var("int32")
             num_chunks = T.alloc_var("int32")
-            i_tile, v0 = T.alloc_var("int32"), T.alloc_var("int32")
+            i_tile, saves = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile = block % num_tiles
-            v0 = i_tile * v.tile_v
             hv = block // num_tiles % num_value_heads
             n = block // num_tiles // num_value_heads
             h = hv // (num_value_heads // num_heads)
             begin = cu_seqlens[n]
             length = cu_seqlens[n + 1] - cu_seqlens[n]
             num_chunks = T.ceildiv(length, CHUNK)
+            saves = 0  # one of a head's CTAs saves what they all have
+            if i_tile == 0:
+                saves = training
 
-            tx = T.get_thread_binding()
-            if tx < plan.end("state0"):
-                T.set_max_nreg(plan.role("state0").regs, 1)
+            tx, group = T.get_thread_binding(0), T.get_thread_binding(1)
+            if group < states:
+                T.set_max_nreg(plan.role("state").regs, 1)
                 state(
-                    0, states, K, v.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o[0],
-                    qkv, gates, p_ring, o_rings[0], num_chunks, n, hv, v0, has_h0, has_ht,
+                    states, K, v.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
+                    qk, v_ring, gates, a_ring, p_ring, o_ring,
+                    num_chunks, n, hv, i_tile * v.tile_v, has_h0, has_ht,
                 )  # fmt: skip
-            elif tx < plan.start("score"):  # nobody where a CTA has one state warpgroup
-                T.set_max_nreg(plan.role("state0").regs, 1)
-                state(
-                    1, states, K, v.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o[-1],
-                    qkv, gates, p_ring, o_rings[-1], num_chunks, n, hv, v0, has_h0, has_ht,
-                )  # fmt: skip
-            elif tx < plan.end("score"):
-                T.set_max_nreg(plan.role("score").regs, 0)
-                score(
-                    s_q, s_k, s_gate, s_p, qkv, gates, p_ring, num_chunks, scale,
-                    plan.start("score"),
-                )  # fmt: skip
+            elif group < states + v.teams:
+                T.set_max_nreg(plan.roles[1].regs, 0)
+                if v.solves:
+                    s_l = T.alloc_shared((2, SCRATCH_BYTES // 4), "float32")
+                    solve(
+                        states, v.teams, K, s_q, s_k, s_gate, s_l, s_a, s_p,
+                        qk, gates, a_ring, p_ring, num_chunks, scale,
+                    )  # fmt: skip
+                else:
+                    score(K, s_q, s_k, s_gate, s_p, qk, gates, p_ring, num_chunks, scale)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
-                if tx < plan.end("load"):
+                if tx < 32:
                     load(
-                        q, k, val, A, s_q, s_k, s_v, s_a, qkv, tail_full,
-                        begin, length, num_chunks, h, hv, i_tile, v.tile_v, K,
+                        q, k, val, A, s_q, s_k, s_v, s_a, qk, v_ring, a_ring, tail_full,
+                        begin, length, num_chunks, h, hv, i_tile, K, v.tile_v, v.solves,
                     )  # fmt: skip
-                elif tx < plan.end("gate"):
-                    gate(g, beta, s_gate, gates, begin, length, num_chunks, hv, scale)
-                elif tx < plan.end("store"):
-                    store(o, s_o, o_rings, begin, length, num_chunks, hv, i_tile)
+                elif tx < 64:
+                    gate(
+                        g, beta, g_cum, s_gate, gates, begin, length, num_chunks, hv, scale,
+                        saves if v.solves else 0,
+                    )  # fmt: skip
+                elif tx < 96:
+                    store(o, s_o, o_ring, begin, length, num_chunks, hv, i_tile * states)
                 else:
-                    clear_padding(
-                        o, cu_seqlens, num_tokens, num_bounds - 1, n, hv, i_tile, v.tile_v
-                    )
+                    padding = (cu_seqlens, num_tokens, num_bounds - 1, n, hv)
+                    if v.solves:
+                        inverse_out(A, s_a, a_ring, begin, length, num_chunks, hv, saves)
+                    for w in rolled(states):
+                        clear_padding(o, *padding, i_tile * states + w)
+                    if saves != 0:
+                        clear_saved(A, g_cum, *padding)
 
-    return fused_fwd.with_attr("global_symbol", f"fused_fwd_{v.dtype}_k{v.K}_v{v.tile_v}")
+    name = f"fused_fwd_{v.dtype}_k{v.K}_v{v.tile_v}" + "_given" * (not v.solves)
+    return fused_fwd.with_attr("global_symbol", name)

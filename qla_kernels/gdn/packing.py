@@ -1,0 +1,81 @@
+"""How a call's tensors look to the kernels: packed tokens, states [N, HV, K, V], bounds."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels import jit
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
+from qla_kernels.gdn.validate import OP, TMA_ALIGNMENT
+from qla_kernels.varlen import ChunkTable, capacity
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def flattens(x: Tensor) -> bool:
+    """Whether the tokens of x [B, T, ..] lie a constant distance apart."""
+    B, T, *_ = x.shape
+    return B == 1 or T == 1 or x.stride(0) == T * x.stride(1)
+
+
+def flat_parts(*tensors: Tensor) -> list[slice]:
+    """The batch rows that one launch takes: all, or each alone where a tensor does not flatten.
+
+    That is a head-major batch.
+    """
+    if all(map(flattens, tensors)):
+        return [slice(None)]
+    return [slice(b, b + 1) for b in range(len(tensors[0]))]
+
+
+def tokens(x: Tensor) -> Tensor:
+    """[B, T, heads, size] as [B T, heads, size].
+
+    A dimension of one element may have any stride in torch, but not in a TMA descriptor.
+    """
+    B, T, heads, size = x.shape
+    token = x.stride(1) if T > 1 else x.stride(0) if B > 1 else heads * size
+    head = x.stride(2) if heads > 1 else size
+    return x.as_strided((B * T, heads, size), (token, head, 1))
+
+
+def key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor | None:
+    """A view [.., K, V] of the caller's states: their layout is a matter of strides."""
+    if state is None:
+        return None
+    return state[rows].mT if state_v_first else state[rows]
+
+
+def no_state(like: Tensor, K: int, V: int) -> Tensor:
+    """For a state [N, HV, K, V] that is not there, never touched; `like` is [.., HV], fp32."""
+    return like.as_strided((1, like.shape[-1], K, V), (0, 0, 0, 0))
+
+
+def require_aligned(**tensors: Tensor) -> None:
+    """What `refusal` could not ask of a call that torch.compile traced."""
+    for name, x in tensors.items():
+        if past := x.data_ptr() % TMA_ALIGNMENT:
+            got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
+            fix = f"pass {name}.contiguous()"
+            raise Unsupported(need(OP, got, "an aligned first element", fix))
+
+
+def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """cu_seqlens, or what it would be if the rows of x [B, T, ..] lay packed."""
+    if cu_seqlens is not None:
+        return cu_seqlens
+    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+
+
+def chunk_table(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
+    """varlen.chunk_table of packed sequences, in one launch."""
+    N = cu_seqlens.shape[0] - 1
+    chunks = cu_seqlens.new_empty(capacity(num_tokens, N), 2, dtype=torch.int32)
+    num_chunks, first_chunk = (cu_seqlens.new_empty(n, dtype=torch.int32) for n in (1, N + 1))
+    table = ChunkTable(chunks, num_chunks, first_chunk)
+    if chunks.numel():
+        variant = chunk_table_kernel.Variant(dtype_name(cu_seqlens.dtype))
+        jit.compile(chunk_table_kernel, variant)(cu_seqlens.contiguous(), *table)
+    return table
