@@ -33,7 +33,7 @@ class Implementation:
     distribution: str  # on the package index
     module: str  # imported to see whether it is there
     needs_cuda = True
-    tunes = False  # its first call times variants: nothing else may run beside it
+    tunes = False  # its first call times variants, and what it chose stays on disk
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine at all; None when it can."""

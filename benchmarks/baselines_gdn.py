@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,23 @@ from .timing import one_thread
 from .workloads import Gdn
 
 
+def decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
+    """`module`'s token-by-token function on a batch as a server has it; FLA's signature."""
+    function = importlib.import_module(module).fused_recurrent_gated_delta_rule
+    batch, packed = len(workload.lengths), inputs.v.shape
+    q, k, v, g, beta = (torch.unflatten(x[0], 0, (batch, -1)) for x in inputs[:5])
+
+    def run() -> Any:
+        return function(
+            q, k, v, g, beta=beta, scale=workload.head_dim**-0.5,
+            initial_state=inputs.initial_state, output_final_state=True,
+        )  # fmt: skip
+
+    return Call(run, lambda raw: {"o": raw[0].view(packed), "ht": raw[1]}, lambda: run)
+
+
 class Ours(Implementation):
-    """The low-level calls on CUDA tensors, the public function on CPU tensors."""
+    """The low-level calls on CUDA tensors, the public functions on CPU tensors."""
 
     name, label, module, distribution = "ours", "ours", "qla_kernels", "qla-kernels"
     needs_cuda = False
@@ -25,27 +41,32 @@ class Ours(Implementation):
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
         if workload.kernel:
             return self._kernel(workload, inputs)
+        if workload.decode:
+            return decoding(self.module, workload, inputs)
+        if inputs.q.is_cuda:
+            return self._low_level(workload, inputs)
+        return Call(self._public(workload, inputs), from_autograd(workload))
+
+    def _public(self, workload: Gdn, inputs: GdnInputs) -> Callable[[], Any]:
+        function = importlib.import_module(self.module).chunk_gated_delta_rule
+        bounds = {"cu_seqlens": inputs.cu_seqlens, "cu_seqlens_cpu": _on_host(inputs)}
+        return through_autograd(function, workload, inputs, **bounds)
+
+    def _low_level(self, workload: Gdn, inputs: GdnInputs) -> Call:
         ops = importlib.import_module(self.module)
         q, k, v, g, beta, h0, cu, *_ = inputs
-        public = partial(
-            through_autograd, ops.chunk_gated_delta_rule, workload, inputs, cu_seqlens=cu
-        )
-        if not q.is_cuda:
-            return Call(public(), from_autograd(workload))
-        scale = workload.head_dim**-0.5
-        cu_seqlens_cpu = torch.tensor([0, *inputs.lengths]).cumsum(0)
+        scale, cu_seqlens_cpu = workload.head_dim**-0.5, _on_host(inputs)
+        public = partial(self._public, workload, inputs)
 
-        def forward(save: bool, cache: bool) -> Any:
+        def forward(save: bool) -> Any:
             return ops.chunk_gated_delta_rule_fwd(
-                q, k, v, g, beta, scale, h0, cu,
-                enable_fwd_cp_cache=cache, is_train=save, cu_seqlens_cpu=cu_seqlens_cpu,
-            )  # fmt: skip
+                q, k, v, g, beta, scale, h0, cu, is_train=save, cu_seqlens_cpu=cu_seqlens_cpu
+            )
 
         def backward(saved: Any) -> Any:
             return ops.chunk_gated_delta_rule_bwd(
-                q, k, v, saved[0], beta, saved[1], inputs.do, inputs.dht, scale, h0, cu,
-                cp_cache=saved[5],
-            )  # fmt: skip
+                q, k, v, saved[0], beta, saved[1], inputs.do, inputs.dht, scale, h0, cu
+            )
 
         return low_level(workload, forward, backward, _six_tuple, public, self.training)
 
@@ -67,8 +88,12 @@ class OursTraining(Ours):
     needs_cuda = True
 
     def inapplicable(self, workload: Gdn) -> str | None:
-        same = workload.kernel or workload.direction != "fwd"
-        return "the same as ours" if same else None
+        return None if workload.kind == "fwd" else "the same as ours"
+
+
+def _on_host(inputs: GdnInputs) -> Tensor:
+    """cu_seqlens, as a caller knows them who packed the sequences."""
+    return torch.tensor([0, *inputs.lengths]).cumsum(0)
 
 
 def _six_tuple(raw: Any) -> Outputs:
@@ -81,6 +106,8 @@ class FlashQLA(Implementation):
     module, distribution = "flash_qla", "flash-qla"
 
     def inapplicable(self, workload: Gdn) -> str | None:
+        if workload.decode:
+            return "it has no token-by-token form"
         return None if workload.head_dim == 128 else "it has head size 128 only"
 
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
@@ -93,16 +120,15 @@ class FlashQLA(Implementation):
         )
         scale = workload.head_dim**-0.5
 
-        def forward(save: bool, cache: bool) -> Any:
+        def forward(save: bool) -> Any:
             return ops.chunk_gated_delta_rule_fwd(
-                q, k, v, g, beta, scale, h0, cu,
-                auto_cp=True, enable_fwd_cp_cache=cache, is_train=save,
-            )  # fmt: skip
+                q, k, v, g, beta, scale, h0, cu, auto_cp=True, is_train=save
+            )
 
         def backward(saved: Any) -> Any:
             return ops.chunk_gated_delta_rule_bwd(
                 q, k, v, saved[0], beta, saved[1], inputs.do, inputs.dht, scale, h0, cu,
-                auto_cp=True, cp_cache=saved[5],
+                auto_cp=True,
             )  # fmt: skip
 
         return low_level(workload, forward, backward, _six_tuple, public)
@@ -144,7 +170,6 @@ class FLA(Implementation):
 
     name, label = "fla", "FLA"
     module, distribution = "fla.ops.gated_delta_rule", "fla-core"
-    tunes = True
     _tables: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def inapplicable(self, workload: Gdn) -> str | None:
@@ -164,13 +189,15 @@ class FLA(Implementation):
         return self._tables[1]
 
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
+        if workload.decode:  # no dispatch there
+            return decoding(self.module, workload, inputs)
         os.environ["FLA_FLASH_QLA"] = "0"  # FLA reads it at each call of the public function
         ops = importlib.import_module("fla.ops.gated_delta_rule.chunk")
         q, k, v, g, beta, h0, cu, *_ = inputs
         options = {"scale": workload.head_dim**-0.5, **self._packing(cu)}
         public = partial(through_autograd, ops.chunk_gated_delta_rule, workload, inputs, **options)
 
-        def forward(save: bool, cache: bool) -> Any:  # it knows neither
+        def forward(save: bool) -> Any:  # it always saves
             return ops.chunk_gated_delta_rule_fwd(
                 q=q, k=k, v=v, g=g, beta=beta,
                 initial_state=h0, output_final_state=True, **options,
@@ -197,6 +224,8 @@ class FlashInfer(Implementation):
     def inapplicable(self, workload: Gdn) -> str | None:
         if workload.kernel:
             return "it has no kernel that does only this"
+        if workload.decode:
+            return "only its prefill is measured here"
         if workload.direction != "fwd":
             return "it has no backward"
         return None if workload.head_dim == 128 else "it has head size 128 only"

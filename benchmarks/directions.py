@@ -47,25 +47,25 @@ def from_autograd(workload: Gdn) -> Callable[[Any], Outputs]:
 
 def low_level(
     workload: Gdn,
-    forward: Callable[[bool, bool], Any],
+    forward: Callable[[bool], Any],
     backward: Callable[[Any], Any],
     outputs: Callable[[Any], Outputs],
     public: Callable[[], Callable[[], Any]],
     training: bool = False,
 ) -> Call:
-    """`forward(save, cache)` and `backward(saved)` as one call of the workload's direction.
+    """`forward(save)` or `backward(saved)` as one call; a backward alone has run forward.
 
-    A backward alone gets what every forward leaves behind; only forward and backward together may
-    also pass on what a library caches between the two.
+    Both together are a training step through autograd, with whatever a library passes on from one
+    to the other there.
     """
+    if workload.direction == "both":
+        return Call(public(), from_autograd(workload), public)
     if workload.direction == "fwd":
-        return Call(lambda: forward(training, False), outputs, public)
+        return Call(lambda: forward(training), outputs, public)
 
     def collect(raw: Any) -> Outputs:
         dq, dk, dv, dbeta, dg, dh0 = raw[:6]
         return gradients(dq, dk, dv, dg, dbeta, dh0)
 
-    if workload.direction == "both":
-        return Call(lambda: backward(forward(True, True)), collect, public)
-    saved = forward(True, False)
+    saved = forward(True)
     return Call(lambda: backward(saved), collect, public)

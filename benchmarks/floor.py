@@ -1,9 +1,10 @@
 """Counted work and the time it takes at best: FLOPs and bytes against ceilings of the same machine.
 
 FLOPs are those of the chunked algorithm over the rows that exist, each product once and triangular
-tiles in full. Bytes are each input read once and each output written once. Recomputation and
-workspaces do not count: the floor is the same for all implementations. Waiting for the chunk before
-is not in it, so a few short sequences cannot come near it on any design.
+tiles in full. Bytes are each input read once and each output written once; when decoding, that is
+nearly all states. Recomputation and workspaces do not count: the floor is the same for all
+implementations. Waiting for the chunk before is not in it, so a few short sequences cannot come
+near it on any design.
 """
 
 from dataclasses import dataclass

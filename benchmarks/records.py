@@ -54,7 +54,7 @@ class Row:
 
     name: str
     family: str
-    kind: str  # fwd, bwd, both, or the name of a kernel timed alone
+    kind: str  # fwd, bwd, both, decode, or the name of a kernel timed alone
     heads: str
     layout: str
     tokens: int

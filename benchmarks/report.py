@@ -43,7 +43,19 @@ workloads, `--quick` means `anchors`. `--warm 8` only compiles, in eight process
 run after it finds everything cached; `--cold` fills the L2 cache with other data before each
 call. Gates are `model` (-exp(A_log) softplus(a + dt_bias), from hardly any to nearly total decay)
 or `published` (as FlashQLA publishes with: logsigmoid(x) / 16, and 0 for a quarter of the heads).
-Heads are key heads / value heads, of size 128."""
+Heads are key heads / value heads, of size 128. `8192x4` is four sequences of 8192 tokens, and
+`64 of 2` is 64 sequences of two.
+
+`forward` is every head configuration at every length, `backward` training's, `short` rollouts of
+many short sequences. `filled` has the rows whose sequences and heads fill the GPU without cutting
+any. `decode` is `fused_recurrent_gated_delta_rule` on batches of a few tokens, with fp32 states
+given and returned, nearly all of its bytes. `kernels` times single kernels."""
+
+# Sections of their own beside the headline's, each from the newest GPU record with such a row.
+ASIDE: dict[str, Callable[[str], bool]] = {
+    "Decoding": lambda kind: kind == "decode",
+    "Kernels alone": lambda kind: kind not in tables.TITLES,
+}
 
 
 def headline(runs: Sequence[Run], family: str) -> Run | None:
@@ -79,10 +91,11 @@ def performance_page(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
         if run is not None:
             parts += [tables.page(run), *_pictures(_figures(run), Path("docs"))]
             parts += [_provenance(run), _details(run)]
-        alone = _kernels_alone(runs, family)
-        if alone is not None:
-            parts += ["### Kernels alone", _headline_text(alone, family, fingerprint)]
-            parts += [tables.page(alone), _provenance(alone)]
+        for heading, belongs in ASIDE.items():
+            aside = _newest_with(runs, family, belongs)
+            if aside is not None and (run is None or aside.id != run.id):
+                parts += [f"### {heading}", _headline_text(aside, family, fingerprint)]
+                parts += [tables.page(aside), _provenance(aside)]
         without = _without_gpu(runs, family)
         if without is not None:
             parts += ["### Without a GPU", without]
@@ -98,8 +111,7 @@ def _headline_text(run: Run | None, family: str, fingerprint: Fingerprint) -> st
     text.append("with uncommitted changes." if run.dirty else "as committed.")
     if run.fingerprint != fingerprint(family):
         text.append(f"**Stale:** the kernels changed since. `{run.command}` measures today's.")
-    ours = [tables.ratio(row, tables.our_names(run)) for row in run.rows]
-    if not any(ours):
+    if all(row.time_ms("ours") is None for row in run.rows):
         text.append("It holds the rivals only: this version has no kernel of ours for these rows.")
     return " ".join(text)
 
@@ -133,10 +145,10 @@ def _pictures(paths: Sequence[Path], seen_from: Path) -> list[str]:
     return [f"![{path.stem}]({path.relative_to(seen_from)})" for path in paths]
 
 
-def _kernels_alone(runs: Sequence[Run], family: str) -> Run | None:
-    """The newest GPU record of single kernels, reduced to their rows."""
+def _newest_with(runs: Sequence[Run], family: str, belongs: Callable[[str], bool]) -> Run | None:
+    """The newest GPU record that has rows of these kinds, reduced to them."""
     for run in reversed(runs):
-        rows = tuple(row for row in run.rows if row.kind not in ("fwd", "bwd", "both"))
+        rows = tuple(row for row in run.rows if belongs(row.kind))
         if rows and run.family == family and run.device_kind == "cuda":
             return replace(run, rows=rows)
     return None

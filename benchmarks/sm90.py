@@ -38,6 +38,7 @@ DEFAULT = {"gdn": GDN_DEFAULT, "dualkv": DUALKV_DEFAULT, "sparse_ring": SPARSE_R
 QUICK = {"gdn": ("anchors",), "dualkv": ("long",), "sparse_ring": ("anchor",)}
 
 # Without a GPU sequences are this much shorter: a chunk of 64 tokens becomes one token, or four.
+# As many times fewer are decoded.
 CPU_QUICK_FACTOR, CPU_FACTOR = 64, 16
 
 
@@ -120,7 +121,7 @@ def for_cpu(workloads: Sequence[Any], quick: bool, asked_for: bool) -> list[Any]
     Single kernels have no CPU path.
     """
     factor, meant = CPU_QUICK_FACTOR if quick else CPU_FACTOR, list(GDN["cpu"])
-    whole = [w for w in workloads if w.kind in ("fwd", "bwd", "both")]
+    whole = [w for w in workloads if not w.kernel]
     shortened = [w if w in meant else w.reduced(factor) for w in whole]
     return shortened if asked_for else [*shortened, *(w for w in meant if w not in workloads)]
 
@@ -158,7 +159,10 @@ def describe_run(options: argparse.Namespace, machine: Machine, rows: list[Row])
     notes = []
     if machine.kind == "cpu" and options.family == "gdn":
         factor = CPU_QUICK_FACTOR if options.quick else CPU_FACTOR
-        notes.append(f"No GPU: float32 on the CPU path, lengths {factor} times shorter.")
+        smaller = f"lengths {factor} times shorter"
+        if any(row.kind == "decode" for row in rows):
+            smaller += f", {factor} times fewer sequences to decode"
+        notes.append(f"No GPU: float32 on the CPU path, {smaller}.")
     if options.cold:
         notes.append("L2 cache filled with other data before each call.")
     return Run(

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from .records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
 
 SLOWER = "▼"
-_TITLES = {"fwd": "Forward", "bwd": "Backward", "both": "Forward and backward"}
+TITLES = {
+    "fwd": "Forward", "bwd": "Backward", "both": "Forward and backward", "decode": "Decoding",
+}  # fmt: skip
 
 
 def title_of(kind: str) -> str:
-    return _TITLES.get(kind, f"{kind} alone")
+    return TITLES.get(kind, f"{kind} alone")
 
 
 def best_rival(row: Row, ours: Sequence[str]) -> tuple[str, float] | None:

@@ -1,10 +1,11 @@
 """Compiles what workloads need in several processes at once, so that a benchmark finds it cached.
 
-Libraries whose first call times variants against each other are left out: they would choose on a
-busy GPU.
+Libraries whose first call times variants against each other, and that keep what they chose, are
+left out: they would choose on a busy GPU. FLA can be told not to keep it, and compiles here.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -20,6 +21,7 @@ Task = tuple[str, list[Any]]  # an implementation and workloads that share most 
 
 def compile_all(options: argparse.Namespace, workloads: Sequence[Any]) -> int:
     """Exit status: 0 when every first call worked."""
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # for the workers
     progress = Progress()
     settings = Options(compile_only=True, input_sets=1)
     log = options.out / f"{options.family}-warm.log"

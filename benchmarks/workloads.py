@@ -42,7 +42,13 @@ ANCHOR_HEADS: tuple[Heads, ...] = ((2, 8), (16, 32), (16, 64))
 
 
 def parse_lengths(text: str) -> Lengths:
-    """'1x32768' is one sequence of 32768, '8192x4' four of 8192, '24576+8192' one of each."""
+    """'1x32768' is one sequence of 32768, '8192x4' four of 8192, '24576+8192' one of each.
+
+    More sequences than each has tokens are said as '64 of 1': '1x64' is one sequence.
+    """
+    if " of " in text:
+        count, length = (int(part) for part in text.split(" of "))
+        return (length,) * count
     if "x" in text:
         a, b = (int(part) for part in text.split("x"))
         return (b,) if a == 1 else (a,) * b
@@ -55,7 +61,8 @@ def label_lengths(lengths: Lengths) -> str:
     if len(lengths) == 2:
         return "+".join(map(str, lengths))
     if len(set(lengths)) == 1:
-        return f"{lengths[0]}x{len(lengths)}"
+        count, length = len(lengths), lengths[0]
+        return f"{count} of {length}" if count > length else f"{length}x{count}"
     return f"{sum(lengths)} in {len(lengths)}"
 
 
@@ -82,6 +89,7 @@ class Gdn:
     initial_state: bool = False
     head_dim: int = 128
     kernel: str = ""  # a single kernel's launch instead of the whole operation
+    decode: bool = False  # a forward token by token, of a batch of equally long sequences
 
     family = "gdn"
 
@@ -94,8 +102,8 @@ class Gdn:
 
     @property
     def kind(self) -> str:
-        """What is timed: a direction, or a kernel alone."""
-        return self.kernel or self.direction
+        """What is timed: a direction, decoding, or a kernel alone."""
+        return self.kernel or ("decode" if self.decode else self.direction)
 
     @property
     def heads_label(self) -> str:
@@ -116,7 +124,9 @@ class Gdn:
         return sum(self.lengths)
 
     def reduced(self, factor: int) -> "Gdn":
-        """The same shape with every sequence `factor` times shorter, for machines without a GPU."""
+        """Every sequence `factor` times shorter, or fewer to decode, for machines without a GPU."""
+        if self.decode:
+            return replace(self, lengths=self.lengths[: max(1, len(self.lengths) // factor)])
         return replace(self, lengths=tuple(max(1, n // factor) for n in self.lengths))
 
 
@@ -143,12 +153,26 @@ def _anchors() -> Iterator[Gdn]:
             yield Gdn(heads, lengths, "bwd", "published", True)
 
 
+def _filled() -> Iterator[Gdn]:
+    """Rows whose sequences and heads fill the GPU, or nearly: what the uncut forward is for."""
+    lengths = ("8192x4", "4096x8", "2048x4", "1024x8", "4096+4096", "16384+16384")
+    yield from _forward(((16, 16), (16, 32), (16, 48), (16, 64)), lengths, "published", True)
+
+
 def _short() -> Iterator[Gdn]:
     for heads in ((4, 16), (16, 32), (16, 64)):
         for count in (128, 256, 512):
             yield Gdn(heads, short_responses(count), "fwd", "model", False)
     for heads in ((4, 8), (16, 32)):
         yield Gdn(heads, short_responses(256), "bwd", "model", False)
+
+
+def _decode() -> Iterator[Gdn]:
+    """Batches that a server decodes, a token at a time or a few that were guessed ahead."""
+    for heads in ((2, 8), (4, 16), (16, 32), (16, 64)):
+        for count in (64, 128, 256):
+            for tokens in (1, 2, 4):
+                yield Gdn(heads, (tokens,) * count, initial_state=True, decode=True)
 
 
 def _kernels() -> Iterator[Gdn]:
@@ -169,7 +193,9 @@ GDN: dict[str, tuple[Gdn, ...]] = {
         for heads in BACKWARD_HEADS
         for lengths in _backward_lengths()
     ),
+    "filled": tuple(_filled()),
     "short": tuple(_short()),
+    "decode": tuple(_decode()),
     "kernels": tuple(_kernels()),
     # never shortened: how long the path without a GPU takes at a real length
     "cpu": (Gdn((16, 16), (4096,), "fwd", "model", False),),

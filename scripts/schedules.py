@@ -21,7 +21,8 @@ static tests compile every variant and compare barriers, arrive counts, register
 instructions with these tables; `python -m qla_kernels.inspect` prints what they found.
 
 A role is a group of consecutive warps. `regs` are registers per thread after `set_max_nreg`. A
-number in brackets after a signal is how many threads arrive; without one, all of the role do.
+number in brackets after a signal is how many threads arrive in a phase; without one, all of the
+role do.
 """
 
 

@@ -146,6 +146,7 @@ def test_select_by_set_direction_and_name():
     assert all("both" in name for name in names("--quick", "--direction", "both"))
     assert names("--quick", "--only", "*fwd-16x64-1x2048*") == ["gdn-fwd-16x64-1x2048-published-h0"]
     assert set(names("--set", "kernels,cpu")) == {w.name for w in GDN["kernels"] + GDN["cpu"]}
+    assert len(names("--set", "decode,filled", "--direction", "fwd")) == 36 + 24
     assert len(names()) == sum(len(GDN[s]) for s in ("forward", "backward", "short"))
 
 
@@ -169,6 +170,8 @@ def test_without_a_gpu_workloads_are_shorter_and_kernels_left_out():
     assert found[0].lengths == (512,)
     assert found[-1] == GDN["cpu"][0]
     assert sm90.for_cpu([GDN["cpu"][0]], quick=True, asked_for=True) == [GDN["cpu"][0]]
+    decoded = sm90.for_cpu(list(GDN["decode"]), quick=True, asked_for=True)
+    assert [w.lengths for w in decoded[:4]] == [(1,), (2,), (4,), (1, 1)]
 
 
 def test_the_command_runs_to_the_end(tmp_path, capsys):
@@ -193,6 +196,20 @@ def test_the_command_runs_to_the_end(tmp_path, capsys):
     assert entry["rows"][0]["results"][0]["status"] == OK
     assert entry["fingerprint"] == records.fingerprint("gdn")
     assert time.monotonic() - started < 120
+
+
+def test_decoding_runs_without_a_gpu(tmp_path, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: this is the path without one")
+    only = ["--quick", "--set", "decode", "--only", "gdn-decode-2x8-128of2-*"]
+    assert sm90.main(["gdn", *only, "--out", str(tmp_path), "--plot"]) == 0
+    printed = capsys.readouterr().out
+    assert "Decoding, model gates, initial state; ms" in printed
+    assert "64 times fewer sequences to decode" in printed
+    row = json.loads((tmp_path / "gdn.json").read_text())["rows"][0]
+    assert (row["kind"], row["layout"], row["tokens"]) == ("decode", "2+2", 4)
+    assert [r["status"] for r in row["results"][:2]] == [OK, OK]  # ours and the token loop
+    assert (tmp_path / "gdn-decode-latency.svg").stat().st_size > 0
 
 
 def test_warming_compiles_in_processes_and_reports_failures(tmp_path, capsys):

@@ -106,6 +106,36 @@ def test_ours_on_cpu_tensors(direction):
     assert judged(Ours(), small(direction)).complaint is None
 
 
+@pytest.mark.parametrize("h0", [True, False])
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "both"])
+def test_our_low_level_calls(direction, h0):
+    """What is timed on a GPU; the calls take CPU tensors, too."""
+    workload = small(direction, h0)
+    inputs = gdn_inputs(workload, CPU, torch.float32)
+    call = Ours()._low_level(workload, inputs)
+    verdict = gdn_truth(workload, inputs).judge(call.collect(call.run()), torch.float32)
+    assert verdict.complaint is None
+    call.eager()()
+
+
+def test_a_backward_alone_runs_no_forward_when_it_is_timed(monkeypatch):
+    import qla_kernels
+
+    forwards, backwards = [], []
+
+    def counted(function, calls):
+        return lambda *args, **options: (calls.append(1), function(*args, **options))[1]
+
+    for name, calls in (("fwd", forwards), ("bwd", backwards)):
+        name = f"chunk_gated_delta_rule_{name}"
+        monkeypatch.setattr(qla_kernels, name, counted(getattr(qla_kernels, name), calls))
+    workload = small("bwd")
+    call = Ours()._low_level(workload, gdn_inputs(workload, CPU, torch.float32))
+    for _ in range(3):
+        call.run()
+    assert (len(forwards), len(backwards)) == (1, 3)
+
+
 def test_the_definition():
     assert judged(Definition(), small("fwd", gate="published")).complaint is None
 

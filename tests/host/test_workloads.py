@@ -52,7 +52,26 @@ def test_backward_set_is_8k_and_32k_in_up_to_8_sequences():
     )
 
 
-@pytest.mark.parametrize("text", [*FORWARD_LENGTHS, "1x1", "64x3"])
+def test_decode_set_is_every_batch_by_every_number_of_tokens():
+    shapes = [(w.heads, len(w.lengths), *set(w.lengths)) for w in GDN["decode"]]
+    assert sorted(shapes) == sorted(
+        (heads, count, tokens)
+        for heads in ((2, 8), (4, 16), (16, 32), (16, 64))
+        for count in (64, 128, 256)
+        for tokens in (1, 2, 4)
+    )
+    first = GDN["decode"][0]
+    assert (first.kind, first.layout) == ("decode", "64 of 1")
+    assert first.name == "gdn-decode-2x8-64of1-model-h0"
+    assert all(w.initial_state and w.direction == "fwd" for w in GDN["decode"])
+
+
+def test_filled_set_has_several_sequences_in_every_row():
+    assert {w.heads[1] for w in GDN["filled"]} == {16, 32, 48, 64}
+    assert min(len(w.lengths) for w in GDN["filled"]) == 2
+
+
+@pytest.mark.parametrize("text", [*FORWARD_LENGTHS, "1x1", "64x3", "1x64", "64 of 1", "64 of 4"])
 def test_length_labels_round_trip(text):
     assert label_lengths(parse_lengths(text)) == text
 
@@ -74,6 +93,16 @@ def test_reduced_keeps_the_number_of_sequences():
         assert len(smaller.lengths) == len(workload.lengths)
         assert min(smaller.lengths) >= 1
         assert smaller.heads == workload.heads
+
+
+def test_reduced_decodes_as_many_tokens_of_fewer_sequences():
+    for factor in (16, 64):
+        names = {w.reduced(factor).name for w in GDN["decode"]}
+        assert len(names) == len(GDN["decode"])
+        for workload in GDN["decode"]:
+            smaller = workload.reduced(factor)
+            assert len(smaller.lengths) == len(workload.lengths) // factor
+            assert set(smaller.lengths) == set(workload.lengths)
 
 
 def test_model_gates_reach_from_hardly_any_to_nearly_total_decay():
@@ -109,6 +138,9 @@ def test_enough_input_sets_to_outlast_the_cache():
     assert num_input_sets(10 << 20, 50 << 20) == 10
     assert num_input_sets(1 << 30, 50 << 20) == 2
     assert num_input_sets(1, 50 << 20) == 16
+    smallest = min(gdn_work(w).bytes for w in GDN["decode"])
+    given = int(smallest / 2)  # as many states are given as returned
+    assert num_input_sets(given, 50 << 20) * given >= 100 << 20
 
 
 def test_counted_work_is_the_design_s():
@@ -123,6 +155,17 @@ def test_counted_work_is_the_design_s():
         assert work.bytes - final_states == chunks * 1024 * (32 / group + 32.375)
         backward = gdn_work(Gdn(heads, (640,), "bwd"))
         assert backward.flops == pytest.approx(chunks * (11 + 2.5 / group) * unit)
+
+
+def test_work_of_decoding_is_states_in_and_out_and_the_tokens():
+    for heads, count, tokens in (((2, 8), 64, 1), ((16, 32), 256, 4)):
+        work = gdn_work(Gdn(heads, (tokens,) * count, initial_state=True, decode=True))
+        states = 2 * count * heads[1] * 128 * 128 * 4
+        q_k, v_o, gate, beta = 2 * heads[0] * 128 * 2, 2 * heads[1] * 128 * 2, 4, 2
+        assert work.bytes == states + count * tokens * (q_k + v_o + heads[1] * (gate + beta))
+        assert states > 0.9 * work.bytes
+        h200 = Ceilings(780e12, 4.27e12)
+        assert work.floor_seconds(h200) == work.bytes / h200.bandwidth
 
 
 def test_floor_is_the_larger_of_compute_and_memory():

@@ -1,0 +1,126 @@
+"""The benchmark's decode rows: both adapters, what counts as wrong, and their place on the page."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import report, tables
+from benchmarks.baselines_gdn import FLA, Definition, FlashInfer, FlashQLA, Ours, OursTraining
+from benchmarks.inputs import gdn_inputs
+from benchmarks.truth import gdn_truth
+from benchmarks.workloads import GDN, Gdn
+from reference import gdn
+from tests.host.made_up_runs import anchor_run, run_of
+from tests.host.rival_stand_ins import installed
+
+CPU = torch.device("cpu")
+
+
+def fla_recurrent(
+    q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None,
+    output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None,
+    dt_bias=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False,
+    cu_seqlens=None, **kwargs,
+):  # fmt: skip
+    """FLA 0.6.0's signature around the definition."""
+    assert not kwargs, "FLA ignores unknown keywords; we must not pass any"
+    assert output_final_state, "the benchmark asks everyone for the final state"
+    assert all(x.is_contiguous() for x in (q, k, v, g, beta, initial_state)), "FLA would copy"
+    return gdn.recurrent(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+
+
+def fla(function=fla_recurrent):
+    return installed(fla__ops__gated_delta_rule={"fused_recurrent_gated_delta_rule": function})
+
+
+def batch(count, tokens):
+    return Gdn((2, 4), (tokens,) * count, initial_state=True, head_dim=16, decode=True)
+
+
+def complaint_of(implementation, workload, dtype=torch.float32):
+    assert implementation.inapplicable(workload) is None
+    inputs = gdn_inputs(workload, CPU, dtype)
+    call = implementation.prepare(workload, inputs)
+    call.eager()()
+    return gdn_truth(workload, inputs).judge(call.collect(call.run()), dtype).complaint
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_ours_and_fla_decode_a_batch(count, tokens):
+    assert complaint_of(Ours(), batch(count, tokens)) is None
+    with fla():
+        assert complaint_of(FLA(), batch(count, tokens)) is None
+
+
+def test_operands_in_bf16_and_states_in_fp32():
+    assert complaint_of(Ours(), batch(5, 4), torch.bfloat16) is None
+
+
+def test_results_are_views_of_what_the_call_returned():
+    """The harness overwrites them with NaN to see whether a replay writes them again."""
+    workload = batch(3, 2)
+    call = Ours().prepare(workload, gdn_inputs(workload, CPU, torch.float32))
+    o, state = raw = call.run()
+    for x in call.collect(raw).values():
+        x.fill_(torch.nan)
+    assert o.isnan().all()
+    assert state.isnan().all()
+
+
+def _rounded_state(*args, **options):
+    o, state = fla_recurrent(*args, **options)
+    return o, state.bfloat16().float()
+
+
+def _weak_correction(*args, beta, **options):
+    return fla_recurrent(*args, beta=0.99 * beta, **options)
+
+
+def _next_sequence(*args, **options):
+    o, state = fla_recurrent(*args, **options)
+    return o, state.roll(1, 0)
+
+
+@pytest.mark.parametrize("wrong", [_rounded_state, _weak_correction, _next_sequence])
+def test_a_state_that_is_nearly_right_is_wrong(wrong):
+    with fla(wrong):
+        assert "ht is off by" in complaint_of(FLA(), batch(4, 1), torch.bfloat16)
+
+
+def test_who_does_not_decode_says_so():
+    for implementation in (FlashQLA(), FlashInfer(), OursTraining()):
+        assert implementation.inapplicable(GDN["decode"][0]) is not None
+    assert Definition().inapplicable(GDN["decode"][0]) is None
+
+
+def test_bandwidth_and_share_of_the_floor_are_of_the_counted_bytes():
+    run = run_of(GDN["decode"][:1])
+    row = run.rows[0]
+    time = row.time_ms("ours")
+    line = next(x for x in tables.details(run).splitlines() if "| ours  " in x)
+    assert f"| {tables.number(row.bytes / time / 1e6)} |" in " ".join(line.split())
+    share = row.bytes / run.ceilings["bandwidth"] / (time / 1e3)
+    assert f"| {share:.0%} |" in " ".join(line.split())
+
+
+def test_decoding_has_a_section_unless_the_headline_shows_it():
+    decode = run_of(GDN["decode"], id="decode")
+    kernels = run_of(GDN["kernels"], id="kernels")
+    page = report.performance_page([decode, kernels], lambda family: "made-up")
+    assert page.index("### Decoding") < page.index("### Kernels alone")
+    assert "| 2/8 " in page
+    assert "| 64 of 1 " in page
+    both = anchor_run(rows=(*anchor_run().rows, *decode.rows))
+    page = report.performance_page([both], lambda family: "made-up")
+    assert "Decoding, model gates, initial state; ms" in page
+    assert "### Decoding" not in page
+
+
+def test_a_record_without_rivals_is_not_called_one_of_rivals():
+    run = run_of(GDN["decode"][:2], id="decode")
+    alone = tuple(replace(row, results=row.results[:1]) for row in run.rows)
+    page = report.performance_page([replace(run, rows=alone)], lambda family: "made-up")
+    assert "### Decoding" in page
+    assert "rivals only" not in page
