@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qla_kernels.errors import Unsupported
     from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
     from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+    from qla_kernels.gdn.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,8 @@ __all__ = [
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "chunk_gdn",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
     "gdn",
 ]
 
@@ -40,6 +43,8 @@ _HOME = {
     "chunk_gated_delta_rule_bwd": "qla_kernels.gdn.low_level",
     "chunk_gated_delta_rule_fwd": "qla_kernels.gdn.low_level",
     "chunk_gdn": "qla_kernels.gdn.api",
+    "fused_recurrent_gated_delta_rule": "qla_kernels.gdn.recurrent",
+    "fused_recurrent_gdn": "qla_kernels.gdn.recurrent",
 }
 _FAMILIES = ("gdn",)
 

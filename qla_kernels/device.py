@@ -1,12 +1,13 @@
 """The only file that asks questions of torch.cuda, and only when called.
 
-torch caches a device's properties, and Dynamo takes them as constants of a graph, so nothing is
-cached here and nothing needs hiding from a trace.
+torch caches a device's properties, and Dynamo takes them as constants of a graph, so they are not
+cached here and need no hiding from a trace.
 """
 
 import functools
 import subprocess
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -26,6 +27,32 @@ def capability(device: torch.device) -> tuple[int, int]:
 def of(x: torch.Tensor) -> AbstractContextManager[object]:
     """Makes x's GPU the current one, where kernels are launched; nothing for a CPU tensor."""
     return torch.cuda.device_of(x)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
+    """Launches that may run beside each other, on x's GPU: `with fork(x) as aside`.
+
+    What is launched within `with aside` runs on a second stream: after all that was launched before
+    the block, before all that follows it, and beside the rest of the block. Results of `aside` are
+    to be allocated before the block: memory then belongs to the caller's stream, which waits for
+    the second one, and torch's allocator need not know of it. A CUDA graph captures both branches.
+    """
+    if not x.is_cuda:
+        yield nullcontext()
+        return
+    here, second = torch.cuda.current_stream(x.device), _second_stream(x.device)
+    second.wait_stream(here)
+    try:
+        yield torch.cuda.stream(second)
+    finally:
+        here.wait_stream(second)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a GPU: torch hands its few streams out in turn, and a new one could be anybody's."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def sm_count(device: torch.device) -> int:

@@ -61,8 +61,7 @@ def report() -> dict[str, Section]:
         "versions": _versions(),
         "kernel cache": _probed({"folder": lambda: str(jit.cache_dir()), "size": _cache_size}),
         "paths": _probed(
-            {"CPU tensors": _cpu_path}
-            | {f"CUDA, gdn {d}": _cuda_path(d) for d in ("forward", "backward")}
+            {"CPU tensors": _cpu_path, "CUDA, gdn": _cuda_path}
             | {f"{name} hook": _hook(module) for name, module in HOOKS.items()}
         ),
         "rivals": _probed({name: _rival(name) for name in RIVALS} | {"cuDNN SDPA": _cudnn}),
@@ -202,24 +201,19 @@ def _cpu_path() -> str:
     return f"{reference().__name__}, chunked"
 
 
-def _cuda_path(direction: str) -> Callable[[], str]:
+def _cuda_path() -> str:
     """What a standard gdn call gets here; where there is no GPU, what Hopper would answer."""
+    import torch
 
-    def probe() -> str:
-        import torch
+    from qla_kernels import device
+    from qla_kernels.gdn.validate import CAPABILITY, refusal
 
-        from qla_kernels import device
-        from qla_kernels.gdn.validate import CAPABILITY, refusal
-
-        x = torch.empty(1, 64, 2, 128, dtype=torch.bfloat16)
-        here = device.available()
-        capability = device.capability(torch.device("cuda", 0)) if here else CAPABILITY
-        backward = direction == "backward"
-        reason = refusal(x, x, x, capability=capability, needs_backward=backward)
-        answer = f"refused: {reason}" if reason else "our kernels"
-        return answer if here else f"(no GPU here; on Hopper) {answer}"
-
-    return probe
+    x = torch.empty(1, 64, 2, 128, dtype=torch.bfloat16)
+    here = device.available()
+    capability = device.capability(torch.device("cuda", 0)) if here else CAPABILITY
+    reason = refusal(x, x, x, capability=capability)
+    answer = f"refused: {reason}" if reason else "our kernels"
+    return answer if here else f"(no GPU here; on Hopper) {answer}"
 
 
 def _hook(module: str) -> Callable[[], str]:

@@ -46,8 +46,9 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:
     """S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T;  o_t = scale S_t^T q_t.
 
-    Decay first, then the delta correction: S <- e^g S;  S <- S + k (beta (v - k^T S))^T.
-    Returns o and the state after each sequence. Differentiable by autograd.
+    Decay first, then the delta correction: S <- e^g S;  S <- S + k (beta (v - k^T S))^T. Here beta
+    may also be [B,T,HV,V], one for each column. Returns o and the state after each sequence.
+    Differentiable by autograd.
     """
     B, T, H, K = q.shape
     dtype = compute_dtype(q)
@@ -55,7 +56,8 @@ def recurrent(
     query, key = (rearrange(x.to(dtype), "b t h k -> (b t) h k") for x in (q, k))
     value = rearrange(v.to(dtype), "b t (h r) v -> (b t) h r v", h=H)
     decay = rearrange(g.to(dtype).exp(), "b t (h r) -> (b t) h r 1 1", h=H)
-    weight = rearrange(beta.to(dtype), "b t (h r) -> (b t) h r 1", h=H)
+    weight = beta if beta.ndim == v.ndim else beta[..., None]
+    weight = rearrange(weight.to(dtype), "b t (h r) v -> (b t) h r v", h=H)
 
     spans = sequence_spans(B, T, cu_seqlens).tolist()
     o, final = [value[:0]], []

@@ -89,7 +89,7 @@ def chunk_gated_delta_rule(
     check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     A_log, dt_bias = gate.parameters()
     is_train = wants_gradients((q, k, v, g, beta, initial_state, A_log, dt_bias))
-    require(refusal(q, k, v, cp_context=cp_context, needs_backward=is_train))
+    require(refusal(q, k, v, cp_context=cp_context))
     if use_qk_l2norm_in_kernel:
         q, k = (L2Norm.apply(x, cu_seqlens) for x in (q, k))  # type: ignore[no-untyped-call]
     o, final_state = GatedDeltaRule.apply(  # type: ignore[no-untyped-call]

@@ -15,7 +15,11 @@ from qla_kernels.gdn.ops import Backward, Forward
 
 
 class GatedDeltaRule(torch.autograd.Function):
-    """gdn_fwd and gdn_bwd."""
+    """gdn_fwd and gdn_bwd.
+
+    Beside its inputs, which are alive anyway, it keeps g_cum and A: 4 + 64 * 2 bytes per token and
+    value head. The backward needs 4 K V bytes per chunk and value head for as long as it runs.
+    """
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]

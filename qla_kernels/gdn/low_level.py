@@ -51,7 +51,8 @@ def chunk_gated_delta_rule_fwd(
     Arguments are those of `chunk_gated_delta_rule`; q and k are normalised if they are to be.
 
     Args:
-        output_h: also return the state before each chunk.
+        output_h: also return the state before each chunk. On a GPU, packed sequences need
+            cu_seqlens_cpu for it: the number of chunks depends on the lengths.
         auto_cp: sequences may be cut into segments. False never cuts: results are then the same
             bits whatever the batch.
         enable_fwd_cp_cache: keep what segments need for the backward.
@@ -73,7 +74,18 @@ def chunk_gated_delta_rule_fwd(
     check_activations(op, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if out is not None:
         expect_shape(op, "out", out, tuple(v.shape), "[B, T, HV, V]")
-    require(refusal(q, k, v, cp_context=cp_context, output_h=bool(output_h), op=op))
+    require(
+        refusal(
+            q,
+            k,
+            v,
+            cp_context=cp_context,
+            output_h=bool(output_h),
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            op=op,
+        )
+    )
     done = Forward(
         *ops.gdn_fwd(
             q,
@@ -137,7 +149,7 @@ def chunk_gated_delta_rule_bwd(
     expect_shape(op, "do", do, tuple(v.shape), "[B, T, HV, V]")
     if dht is not None:
         check_state(op, "dht", dht, q, v, cu_seqlens, state_v_first)
-    require(refusal(q, k, v, cp_context=cp_context, needs_backward=True, op=op))
+    require(refusal(q, k, v, cp_context=cp_context, op=op))
     done = Backward(
         *ops.gdn_bwd(
             q,

@@ -18,9 +18,6 @@ from qla_kernels.errors import Unsupported, need
 
 OP = "chunk_gated_delta_rule"
 
-# The directions that have CUDA kernels; each is added by the change that adds its launch.
-CUDA_DIRECTIONS: tuple[str, ...] = ("forward",)
-
 CAPABILITY = (9, 0)
 HEAD_SIZES = (64, 128)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
@@ -49,12 +46,13 @@ def refusal(
     v: Tensor,
     *,
     cp_context: object | None = None,
-    needs_backward: bool = False,
     output_h: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Why this call cannot be run, or None when it can.
+    """Why this call cannot be run, or None when it can, with gradients or without.
 
     Anything else about a call is never a reason: g, beta and states come in any float dtype and
     with any strides. Pass a capability to ask what a GPU would answer, with tensors of any device.
@@ -63,7 +61,8 @@ def refusal(
     if reason is None:
         if q.is_cuda or capability is not None:
             capability = capability or device.capability(q.device)
-            reason = _refused_on_cuda(q, k, v, needs_backward, output_h, capability)
+            reason = _refused_on_cuda(q, k, v, capability)
+            reason = reason or _uncounted_states(output_h, cu_seqlens, cu_seqlens_cpu)
         else:
             reason = _refused_on_cpu(q)
     return None if reason is None else need(op, *reason)
@@ -103,21 +102,7 @@ def _refused_on_cpu(q: Tensor) -> Reason | None:
     return None
 
 
-def _refused_on_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    needs_backward: bool,
-    output_h: bool,
-    capability: tuple[int, int],
-) -> Reason | None:
-    for direction in ("forward", "backward") if needs_backward else ("forward",):
-        if direction not in CUDA_DIRECTIONS:
-            return (
-                "got CUDA tensors",
-                f"CPU tensors in this version: the CUDA {direction} is not built yet",
-                f"{ELSEWHERE} for now",
-            )
+def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
     if capability != CAPABILITY:
         return (
             f"device capability {capability[0]}.{capability[1]}",
@@ -133,9 +118,6 @@ def _refused_on_cuda(
             fix = f"pad {padded} to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
             needs = f"{HEAD_SIZES[0]} or {HEAD_SIZES[1]} on SM90"
             return f"head dimension {letter}={size}", needs, fix
-    if output_h:
-        needs = "False: the CUDA forward keeps no states yet"
-        return "output_h=True", needs, f"leave it out, or {ELSEWHERE}"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not _tma_readable(x):
             return (
@@ -143,6 +125,15 @@ def _refused_on_cuda(
                 f"a last stride of 1 and the rest multiples of {TMA_ALIGNMENT} bytes",
                 f"pass {name}.contiguous()",
             )
+    return None
+
+
+def _uncounted_states(
+    output_h: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+) -> Reason | None:
+    if output_h and cu_seqlens is not None and cu_seqlens_cpu is None:
+        needs = "cu_seqlens_cpu too: how many states there are depends on the lengths"
+        return "output_h=True with cu_seqlens", needs, "pass cu_seqlens_cpu"
     return None
 
 

@@ -1,7 +1,9 @@
 """What is asked of the machine, and that a machine without a GPU has an answer too."""
 
+import contextlib
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +61,45 @@ def test_properties_are_those_of_the_asked_device(monkeypatch):
     assert device.sm_count(one) == 132
     assert device.name(one) == "H200"
     assert asked == [one] * 3
+
+
+def test_a_fork_is_ordered_with_the_caller_s_stream(monkeypatch):
+    """Both ways, also where the block fails; a CPU tensor needs no streams."""
+    events = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            events.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def stream(entered):
+        events.append(f"to {entered.name}")
+        try:
+            yield
+        finally:
+            events.append("back")
+
+    device._second_stream.cache_clear()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("first"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("second"))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+
+    def launches():
+        with device.fork(x) as aside, aside:
+            events.append("launch")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        launches()
+    entered = ["second waits for first", "to second", "launch", "back"]
+    assert events == [*entered, "first waits for second"]
+    with device.fork(torch.zeros(1)) as aside, aside:
+        assert len(events) == 5
+    device._second_stream.cache_clear()
 
 
 def test_fresh_memory_can_be_poisoned(request):

@@ -66,14 +66,13 @@ def test_a_probe_that_fails_reports_itself_and_stops_no_other():
 
 
 def test_cuda_path_is_what_refusal_says(monkeypatch):
-    said = info._cuda_path("forward")()
+    said = info._cuda_path()
     monkeypatch.setattr(device, "available", lambda: True)
     monkeypatch.setattr(device, "capability", lambda _: (8, 0))
-    monkeypatch.setattr("qla_kernels.gdn.validate.CUDA_DIRECTIONS", ("forward", "backward"))
-    ampere = info._cuda_path("forward")()
+    ampere = info._cuda_path()
     assert ampere.startswith("refused: chunk_gated_delta_rule: device capability 8.0")
     monkeypatch.setattr(device, "capability", lambda _: (9, 0))
-    assert info._cuda_path("backward")() == "our kernels"
+    assert info._cuda_path() == "our kernels"
     assert said != ampere
 
 

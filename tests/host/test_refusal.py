@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
-from qla_kernels.gdn import refusal, validate, wants_gradients
+from qla_kernels.gdn import refusal, wants_gradients
 from tests.gdn_calls import call
 
 HOPPER = (9, 0)
@@ -24,12 +24,6 @@ def tensors(K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16, **c
 def strided(stride: tuple[int, ...], offset: int = 0) -> torch.Tensor:
     room = torch.empty(1 << 16, dtype=torch.bfloat16, device="meta")
     return room.as_strided((2, 8, 2, 128), stride, offset)
-
-
-@pytest.fixture
-def built(monkeypatch):
-    """As if both directions had CUDA kernels."""
-    monkeypatch.setattr(validate, "CUDA_DIRECTIONS", ("forward", "backward"))
 
 
 STRIDES = "need a last stride of 1 and the rest multiples of 16 bytes; pass {0}.contiguous()"
@@ -71,9 +65,9 @@ REFUSED = {
         "q has strides (4096, 256, 128, 1) and offset 4; " + STRIDES.format("q"),
     ),
     "output_h": (
-        {"output_h": True},
-        "output_h=True; need False: the CUDA forward keeps no states yet; leave it out, "
-        + ELSEWHERE,
+        {"output_h": True, "cu_seqlens": torch.tensor([0, 8])},
+        "output_h=True with cu_seqlens; need cu_seqlens_cpu too: how many states there are depends "
+        "on the lengths; pass cu_seqlens_cpu",
     ),
     "cp_context": (
         {"cp_context": SimpleNamespace()},
@@ -83,7 +77,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("row", REFUSED)
 def test_refusal_on_a_gpu(row):
     change, text = REFUSED[row]
@@ -92,20 +85,18 @@ def test_refusal_on_a_gpu(row):
     )
 
 
-@pytest.mark.usefixtures("built")
 def test_no_refusal_on_hopper():
     for K in (64, 128):
         for V in (64, 128):
             for dtype in (torch.bfloat16, torch.float16):
                 x = tensors(K, V, dtype)
-                assert refusal(**x, capability=HOPPER, needs_backward=True) is None
+                assert refusal(**x, capability=HOPPER) is None
     slices = tensors(q=strided((8192, 1024, 128, 1)), k=strided((8192, 1024, 128, 1), 256))
     assert refusal(**slices, capability=HOPPER) is None
     transposed = tensors(q=strided((4096, 128, 1024, 1)))  # head-major memory
     assert refusal(**transposed, capability=HOPPER) is None
 
 
-@pytest.mark.usefixtures("built")
 def test_the_stride_of_a_single_element_is_no_reason():
     one_head = torch.empty(1, 8, 1, 128, dtype=torch.bfloat16).as_strided(
         (1, 8, 1, 128), (3, 128, 5, 1)
@@ -115,35 +106,17 @@ def test_the_stride_of_a_single_element_is_no_reason():
     assert refusal(nothing, nothing, nothing, capability=HOPPER) is None
 
 
-@pytest.mark.parametrize(
-    ("directions", "backward", "missing"),
-    [
-        ((), False, "forward"),
-        ((), True, "forward"),
-        (("forward",), True, "backward"),
-        (("forward",), False, None),
-    ],
-)
-def test_what_is_not_built_is_refused(monkeypatch, directions, backward, missing):
-    monkeypatch.setattr(validate, "CUDA_DIRECTIONS", directions)
-    want = missing and (
-        f"chunk_gated_delta_rule: got CUDA tensors; need CPU tensors in this version: the CUDA "
-        f"{missing} is not built yet; use fla.ops.gated_delta_rule for now"
-    )
-    assert refusal(**tensors(), capability=HOPPER, needs_backward=backward) == want
-
-
-def test_directions_said_to_be_built_have_a_launch():
-    for direction in validate.CUDA_DIRECTIONS:
-        from qla_kernels.gdn import launch
-
-        assert hasattr(launch, {"forward": "gdn_fwd", "backward": "gdn_bwd"}[direction])
+def test_states_are_counted_where_the_host_knows_the_lengths():
+    bounds = torch.tensor([0, 8])
+    for lengths in ({}, {"cu_seqlens": bounds, "cu_seqlens_cpu": bounds}):
+        assert refusal(**tensors(), capability=HOPPER, output_h=True, **lengths) is None
+    assert refusal(**tensors(), capability=HOPPER, cu_seqlens=bounds) is None
 
 
 def test_cpu_takes_every_float_dtype_and_head_size():
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         x = torch.empty(1, 3, 2, 7, dtype=dtype)
-        assert refusal(x, x, x, needs_backward=True) is None
+        assert refusal(x, x, x) is None
     x = torch.empty(1, 3, 2, 7, dtype=torch.float8_e4m3fn)
     assert refusal(x, x, x) == (
         "chunk_gated_delta_rule: q, k and v are float8_e4m3fn; "

@@ -1,3 +1,14 @@
-"""The kernels of the gated delta net: module names, in the order in which a forward runs them."""
+"""The kernels of the gated delta net: module names, in the order of a training step."""
 
-KERNELS = ("l2norm", "chunk_table", "gate", "kkt_solve", "fused_fwd")
+KERNELS = (
+    "l2norm",
+    "chunk_table",
+    "gate",
+    "kkt_solve",
+    "fused_fwd",
+    "chunk_states",
+    "dstate_chain",
+    "chunk_grads",
+    "l2norm_bwd",
+    "recurrent",
+)

@@ -22,6 +22,8 @@ from qla_kernels.tile.schedule import Role, Schedule
 PIECE = 8  # elements of 16 bits in a 16-byte access
 SPAN = 64  # elements of a row that its threads cover at a time
 MOST_SPANS = 2  # K is 64 or 128
+ROW_THREADS = SPAN // PIECE
+ROW_STEPS = 3  # log2(ROW_THREADS): a sum over a row's threads
 EPSILON = 1e-6
 
 SOURCE = """
@@ -54,29 +56,37 @@ def schedule(v: Variant) -> Schedule:
 
 
 @T.macro
+def load_row(x, r_x, row, num_tokens, num_heads, num_spans, column):
+    """A thread's pieces of one head of one token of x [B, T, H, spans, 64]."""
+    # variables, so that they are divided as 32-bit numbers, and once
+    i_batch, i_token, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    i_token = T.truncdiv(row, num_heads)
+    head = row - i_token * num_heads
+    i_batch = T.truncdiv(i_token, num_tokens)
+    i_token = i_token - i_batch * num_tokens
+    for span in T.unroll(MOST_SPANS):
+        if span < num_spans:
+            T.call_extern(
+                "handle",
+                "qla::load_16_bytes",
+                T.access_ptr(r_x[span, 0], "w", PIECE),
+                T.access_ptr(x[i_batch, i_token, head, span, column], "r", PIECE),
+            )
+
+
+@T.macro
 def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_spans, column):
     r_x = T.alloc_local((MOST_SPANS, PIECE), dtype)
     r_y = T.alloc_local((PIECE,), dtype)
     total = T.alloc_var("float32")
-    # variables, so that they are divided as 32-bit numbers, and once
-    i_batch, i_token, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     total = 0.0
     if row < num_rows:
-        i_token = T.truncdiv(row, num_heads)
-        head = row - i_token * num_heads
-        i_batch = T.truncdiv(i_token, num_tokens)
-        i_token = i_token - i_batch * num_tokens
+        load_row(x, r_x, row, num_tokens, num_heads, num_spans, column)  # 1
         for span in T.unroll(MOST_SPANS):
             if span < num_spans:
-                T.call_extern(  # 1
-                    "handle",
-                    "qla::load_16_bytes",
-                    T.access_ptr(r_x[span, 0], "w", PIECE),
-                    T.access_ptr(x[i_batch, i_token, head, span, column], "r", PIECE),
-                )
                 for e in T.unroll(PIECE):
                     total += T.cast(r_x[span, e], "float32") * T.cast(r_x[span, e], "float32")
-    for step in T.unroll(3):  # 2
+    for step in T.unroll(ROW_STEPS):  # 2
         total += T.shfl_xor(total, 1 << step)
     total = T.rsqrt(total + EPSILON)
     if row < num_rows:
@@ -90,7 +100,7 @@ def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_spans, column):
 
 def build(v: Variant):
     plan = schedule(v)
-    rows = plan.threads // (SPAN // PIECE)  # a CTA
+    rows = plan.threads // ROW_THREADS  # a CTA
     batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
     num_rows, x_batch, x_token, x_head = T.dynamic("num_rows, x_batch, x_token, x_head")
 
@@ -107,8 +117,8 @@ def build(v: Variant):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
             tx = T.get_thread_binding()
-            row = block * rows + tx // (SPAN // PIECE)
-            column = tx % (SPAN // PIECE) * PIECE
+            row = block * rows + tx // ROW_THREADS
+            column = tx % ROW_THREADS * PIECE
             norm(x, y, v.dtype, row, num_rows, num_tokens, num_heads, num_spans, column)
 
     return l2norm.with_attr("global_symbol", f"l2norm_{v.dtype}")

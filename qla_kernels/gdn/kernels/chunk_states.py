@@ -1,0 +1,284 @@
+"""chunk_states -- the state that enters each chunk, again: fused_fwd's chain without its output.
+
+One CTA per sequence, value head and V tile. Per chunk, with S kept transposed, [V, K], in fp32
+registers from the first chunk to the last, and e and d as in fused_fwd:
+    h     = S, rounded, for every chunk whose number in the sequence is a multiple of `every`
+    W^T   = beta V^T - (beta e) S K^T                                               [V, C]
+    V'^T  = W^T A^T                                                                 [V, C]
+    S     = e^gamma_last S + (d V'^T) K                                             [V, K]
+
+Steps (numbers appear again in the roles):
+    1 load    k, v, A of a chunk; in a tail, rows past the end become zero
+    2 gate    beta, beta e, d, e^gamma_last of a chunk
+    3 state   S K^T from S in 16 bits; W^T
+    4 state   V'^T; meanwhile S decayed
+    5 state   S; meanwhile S in 16 bits, as it was, to the staging tile
+    6 store   h out by TMA
+
+Bounded by the latency of the chain 3, 4, 5, and by writing h, half of all bytes.
+Why this shape: as fused_fwd. What leaves the chip must not delay the chain: a staging tile has two
+slots, and is filled while the last product of the chunk runs.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from qla_kernels.gdn.chain import (
+    BETA,
+    BETA_E,
+    GATE_ROWS,
+    LAST,
+    TILE,
+    TURN,
+    D,
+    accumulator_layout,
+    give_turn,
+    load_transposed,
+    take_turn,
+)
+from qla_kernels.gdn.chain_backward import SOURCE, Rows, gate, load, put_state, stage, store
+from qla_kernels.tile.math import CHUNK
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import ONE, Role, Schedule
+
+
+class Variant(NamedTuple):
+    dtype: str  # of k, v, h
+    K: int
+    tile_v: int  # columns of V a CTA computes: 64 or 128
+
+
+VARIANTS = tuple(
+    Variant(dtype, K, tile_v)
+    for dtype in ("bfloat16", "float16")
+    for K in (128, 64)
+    for tile_v in (128, 64)
+)
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
+}
+
+RINGS = {"kva": 3, "gate": 4, "h": 2}
+
+
+def schedule(v: Variant) -> Schedule:
+    states = v.tile_v // TILE
+    rings = {"kva": RINGS["kva"], "gate": RINGS["gate"]}
+    rings |= {f"h{w}": RINGS["h"] for w in range(states)}
+    return Schedule(
+        roles=(
+            *(
+                Role(
+                    f"state{w}",
+                    warps=4,
+                    regs=232,
+                    waits=("kva_full", "gate_full", f"h{w}_free"),
+                    signals=("kva_free", "gate_free", f"h{w}_full"),
+                    computes=f"S, W, V' of columns {TILE * w} to {TILE * w + TILE - 1}",
+                    uses=("wgmma",),
+                )
+                for w in range(states)
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=40,
+                waits=("kva_free", "tail_full"),
+                signals=(("kva_full", ONE), ("tail_full", ONE)),
+                computes="k, v, A",
+                uses=("tma_load",),
+            ),
+            Role(
+                "gate",
+                warps=1,
+                regs=40,
+                waits=("gate_free",),
+                signals=("gate_full",),
+                computes="exponentials of gamma, beta",
+            ),
+            Role(
+                "store",
+                warps=1,
+                regs=40,
+                waits=tuple(f"h{w}_full" for w in range(states)),
+                signals=tuple(f"h{w}_free" for w in range(states)),
+                computes="h out",
+                uses=("tma_store",),
+            ),
+            Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
+        ),
+        rings=rings,
+        # k, v, A; staged states; gates; barriers and alignment
+        smem_bytes=RINGS["kva"] * CHUNK * (v.K + v.tile_v + CHUNK) * 2
+        + RINGS["h"] * v.tile_v * v.K * 2
+        + RINGS["gate"] * GATE_ROWS * CHUNK * 4
+        + 1024,
+    )
+
+
+@T.macro
+def state(
+    w, states, K, dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h, kva, gate_ring, h_ring,
+    num_chunks, every, n, hv, v0, has_h0, has_ht,
+):  # fmt: skip
+    r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
+    r_s16 = T.alloc_fragment((TILE, K), dtype)
+    r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # S K^T, then W^T
+    r_n = T.alloc_fragment((TILE, CHUNK), "float32")  # V'^T
+    r_w16 = T.alloc_fragment((TILE, CHUNK), dtype)
+    r_dn16 = T.alloc_fragment((TILE, CHUNK), dtype)
+    r_vt = T.alloc_fragment((CHUNK, TILE), dtype)
+    T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
+    stored = T.alloc_var("int32")
+    if has_h0 != 0:
+        for r, c in T.Parallel(TILE, K):
+            r_s[r, c] = h0[n, hv, c, v0 + w * TILE + r]
+    else:
+        T.clear(r_s)
+    T.copy(r_s, r_s16)
+    stored = 0
+    if states == 2 and w == 1:
+        T.named_barrier_arrive(TURN, 256)
+    for i in T.serial(num_chunks):
+        slot = kva.slot(i)
+        gate_slot = gate_ring.slot(i)
+        kva.wait(i)
+        take_turn(w, states)
+        T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 3
+        give_turn(w, states)
+        gate_ring.wait(i)
+        load_transposed(s_v, slot, w, r_vt)
+        T.wait_wgmma(0)
+        for r, c in T.Parallel(TILE, CHUNK):
+            r_x[r, c] = (
+                s_gate[gate_slot, BETA, c] * r_vt[c, r] - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
+            )
+        T.copy(r_x, r_w16)
+        take_turn(w, states)
+        T.wgmma_gemm(r_w16, s_a[slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 4
+        give_turn(w, states)
+        for r, c in T.Parallel(TILE, K):
+            r_s[r, c] *= s_gate[gate_slot, LAST, 0]
+        T.wait_wgmma(0)
+        for r, c in T.Parallel(TILE, CHUNK):
+            r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
+        gate_ring.release(i)
+        take_turn(w, states)
+        T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 5
+        give_turn(w, states)
+        if i == stored * every:
+            stage(r_s16, s_h, h_ring, stored, K)
+            stored += 1
+        T.wait_wgmma(0)
+        kva.release(i)
+        T.copy(r_s, r_s16)
+    if states == 2 and w == 0:
+        T.sync_threads(TURN, 256)  # take the partner's last turn
+    if has_ht != 0:
+        put_state(r_s, ht, n, hv, v0 + w * TILE, K)
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    K, states = v.K, v.tile_v // TILE
+    num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
+    V, num_bounds, num_slots = T.dynamic("V, num_bounds, num_slots")
+    num_tiles = T.dynamic("num_tiles") if v.tile_v == 64 else 1  # V is 64 or 128
+    num_h0, num_ht = T.dynamic("num_h0, num_ht")
+    k_token, k_head = T.dynamic("k_token, k_head")
+    v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
+    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
+    ht_n, ht_h, ht_k, ht_v = T.dynamic("ht_n, ht_h, ht_k, ht_v")
+
+    @T.prim_func
+    def chunk_states(
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
+        val: T.StridedTensor(
+            (num_tokens, num_value_heads, num_tiles, v.tile_v),
+            (v_token, v_head, v_tile, 1),
+            v.dtype,
+        ),
+        g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
+        beta: T.Tensor((num_tokens, num_value_heads), "float32"),
+        A: T.Tensor((num_tokens, num_value_heads, CHUNK), v.dtype),
+        cu_seqlens: T.Tensor((num_bounds,), "int32"),
+        first_slot: T.Tensor((num_bounds,), "int32"),
+        h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
+        h: T.Tensor((num_slots, num_value_heads, V, K), v.dtype),
+        ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), "float32"),
+        every: T.int32,
+        has_h0: T.int32,
+        has_ht: T.int32,
+    ):
+        with T.Kernel(
+            (num_bounds - 1) * num_value_heads * num_tiles, threads=plan.threads
+        ) as block:
+            T.import_source(SOURCE)
+            s_k = T.alloc_shared((RINGS["kva"], CHUNK, K), v.dtype)
+            s_v = T.alloc_shared((RINGS["kva"], CHUNK, v.tile_v), v.dtype)
+            s_a = T.alloc_shared((RINGS["kva"], CHUNK, CHUNK), v.dtype)
+            s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
+            kva_full = T.alloc_barrier([plan.arrivals("kva_full")] * RINGS["kva"])
+            kva_free = T.alloc_barrier([plan.arrivals("kva_free")] * RINGS["kva"])
+            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * RINGS["gate"])
+            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * RINGS["gate"])
+            tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
+            s_h0 = T.alloc_shared((RINGS["h"], TILE, K), v.dtype)
+            h0_full = T.alloc_barrier([plan.arrivals("h0_full")] * RINGS["h"])
+            h0_free = T.alloc_barrier([plan.arrivals("h0_free")] * RINGS["h"])
+            s_h = [s_h0]
+            h_rings = [Ring(h0_full, h0_free, RINGS["h"])]
+            if states == 2:
+                s_h1 = T.alloc_shared((RINGS["h"], TILE, K), v.dtype)
+                h1_full = T.alloc_barrier([plan.arrivals("h1_full")] * RINGS["h"])
+                h1_free = T.alloc_barrier([plan.arrivals("h1_free")] * RINGS["h"])
+                s_h.append(s_h1)
+                h_rings.append(Ring(h1_full, h1_free, RINGS["h"]))
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_v, *s_h)})
+            kva = Ring(kva_full, kva_free, RINGS["kva"])
+            gates = Ring(gate_full, gate_free, RINGS["gate"])
+
+            hv, n, kh = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            begin, length = T.alloc_var("int32"), T.alloc_var("int32")
+            num_chunks = T.alloc_var("int32")
+            i_tile, v0 = T.alloc_var("int32"), T.alloc_var("int32")
+            i_tile = block % num_tiles
+            v0 = i_tile * v.tile_v
+            hv = block // num_tiles % num_value_heads
+            n = block // num_tiles // num_value_heads
+            kh = hv // (num_value_heads // num_heads)
+            begin = cu_seqlens[n]
+            length = cu_seqlens[n + 1] - cu_seqlens[n]
+            num_chunks = T.ceildiv(length, CHUNK)
+
+            tx = T.get_thread_binding()
+            if tx < plan.end("state0"):
+                T.set_max_nreg(plan.role("state0").regs, 1)
+                state(
+                    0, states, K, v.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[0], kva, gates,
+                    h_rings[0], num_chunks, every, n, hv, v0, has_h0, has_ht,
+                )  # fmt: skip
+            elif tx < plan.start("load"):  # nobody where a CTA has one state warpgroup
+                T.set_max_nreg(plan.role("state0").regs, 1)
+                state(
+                    1, states, K, v.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[-1], kva, gates,
+                    h_rings[-1], num_chunks, every, n, hv, v0, has_h0, has_ht,
+                )  # fmt: skip
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if tx < plan.end("load"):
+                    load(
+                        [Rows(k, (kh,), s_k), Rows(val, (hv, i_tile), s_v), Rows(A, (hv,), s_a)],
+                        kva, tail_full, begin, length, num_chunks, False,
+                    )  # fmt: skip
+                elif tx < plan.end("gate"):
+                    gate(g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, False, None)
+                elif tx < plan.end("store"):
+                    store(h, s_h, h_rings, T.ceildiv(num_chunks, every), first_slot[n], 1, hv, v0)
+
+    return chunk_states.with_attr("global_symbol", f"chunk_states_{v.dtype}_k{v.K}_v{v.tile_v}")

@@ -1,0 +1,342 @@
+"""dstate_chain -- the gradient of the state that leaves each chunk, last chunk first.
+
+One CTA per sequence, value head and V tile. Per chunk (C = 64 tokens; gamma, e = e^gamma and
+d = e^(gamma_last - gamma) restart in each; dS is kept transposed, [V, K], in fp32 registers for the
+whole sequence), with A and P as in fused_fwd:
+    dS_out  = dS, rounded, for every chunk                                          [V, K]
+    dV'^T   = d dS K^T + dO^T P                                                     [V, C]
+    Y^T     = dV'^T A                                                               [V, C]
+    dS      = e^gamma_last dS - (beta e Y^T) K + (scale e dO^T) Q                   [V, K]
+
+Steps (numbers appear again in the roles):
+    1 load    q, k, dO, A of a chunk; in a tail, rows past the end become zero
+    2 gate    gamma, fall, beta e, scale e, d, e^gamma_last of a chunk
+    3 score   Q K^T, then P, one chunk ahead of the state
+    4 state   dS K^T from dS in 16 bits, and dO^T P; dV'^T
+    5 state   Y^T; meanwhile dS in 16 bits to the staging tile, scale e dO^T, dS decayed
+    6 state   dS += (scale e dO^T) Q; meanwhile beta e Y^T; then the product with K
+    7 store   dS_out by TMA
+
+Bounded by latency, then by shared memory, which the right operands of all products come from.
+Why this shape: fused_fwd, turned round. The right operands are the same four tiles, q, k, A and P,
+read the other way up. dO^T is a left operand twice: once transposed by wgmma itself, from shared
+memory, because registers are short while dS K^T is formed, and once by ldmatrix, to be scaled. Only
+dV', Y and beta e Y wait for dS; all else is done while a product runs. It needs neither v nor a
+state of the forward: chunk_states may run beside it.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from qla_kernels.gdn.chain import (
+    BETA_E,
+    GATE_ROWS,
+    LAST,
+    SCALE_E,
+    TILE,
+    TURN,
+    D,
+    accumulator_layout,
+    give_turn,
+    load_transposed,
+    take_turn,
+)
+from qla_kernels.gdn.chain_backward import (
+    SOURCE,
+    Rows,
+    gate,
+    load,
+    put_state,
+    score,
+    stage,
+    store,
+)
+from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.tile.math import CHUNK
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import ONE, Role, Schedule
+
+
+class Variant(NamedTuple):
+    dtype: str  # of q, k, dO, dS
+    K: int
+    tile_v: int  # columns of V a CTA computes: 64 or 128
+
+
+VARIANTS = tuple(
+    Variant(dtype, K, tile_v)
+    for dtype in ("bfloat16", "float16")
+    for K in (128, 64)
+    for tile_v in (128, 64)
+)
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
+}
+
+RINGS = {"rows": 3, "gate": 4, "p": 2, "ds": 1}
+
+
+def schedule(v: Variant) -> Schedule:
+    states = v.tile_v // TILE
+    state_regs, score_regs, load_regs = (192, 96, 32) if states == 2 else (240, 120, 40)
+    rings = {datum: RINGS[datum] for datum in ("rows", "gate", "p")}
+    rings |= {f"ds{w}": RINGS["ds"] for w in range(states)}
+    return Schedule(
+        roles=(
+            *(
+                Role(
+                    f"state{w}",
+                    warps=4,
+                    regs=state_regs,
+                    waits=("rows_full", "gate_full", "p_full", f"ds{w}_free"),
+                    signals=("rows_free", "gate_free", "p_free", f"ds{w}_full"),
+                    computes=f"dS, dV', Y of columns {TILE * w} to {TILE * w + TILE - 1}",
+                    uses=("wgmma",),
+                )
+                for w in range(states)
+            ),
+            Role(
+                "score",
+                warps=4,
+                regs=score_regs,
+                waits=("rows_full", "gate_full", "p_free"),
+                signals=("rows_free", "gate_free", "p_full"),
+                computes="P",
+                uses=("wgmma",),
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=load_regs,
+                waits=("rows_free", "tail_full"),
+                signals=(("rows_full", ONE), ("tail_full", ONE)),
+                computes="q, k, dO, A",
+                uses=("tma_load",),
+            ),
+            Role(
+                "gate",
+                warps=1,
+                regs=load_regs,
+                waits=("gate_free",),
+                signals=("gate_full",),
+                computes="gamma and its exponentials, beta",
+            ),
+            Role(
+                "store",
+                warps=1,
+                regs=load_regs,
+                waits=tuple(f"ds{w}_full" for w in range(states)),
+                signals=tuple(f"ds{w}_free" for w in range(states)),
+                computes="dS out",
+                uses=("tma_store",),
+            ),
+            Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
+        ),
+        rings=rings,
+        # q, k, dO, A; P; staged gradients; gates; barriers and alignment
+        smem_bytes=RINGS["rows"] * CHUNK * (2 * v.K + v.tile_v + CHUNK) * 2
+        + RINGS["p"] * CHUNK * CHUNK * 2
+        + RINGS["ds"] * v.tile_v * v.K * 2
+        + RINGS["gate"] * GATE_ROWS * CHUNK * 4
+        + 1024,
+    )
+
+
+@T.macro
+def state(
+    w, states, K, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds,
+    rows, gate_ring, p_ring, ds_ring, num_chunks, n, hv, v0, has_dht, has_dh0,
+):  # fmt: skip
+    r_ds = T.alloc_fragment((TILE, K), "float32")  # dS^T: stays here from last to first chunk
+    r_ds16 = T.alloc_fragment((TILE, K), dtype)
+    r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # dS K^T, then dV'^T
+    r_d = T.alloc_fragment((TILE, CHUNK), "float32")  # dO^T P
+    r_y = T.alloc_fragment((TILE, CHUNK), "float32")  # Y^T
+    r_dot = T.alloc_fragment((CHUNK, TILE), dtype)
+    r_do16 = T.alloc_fragment((TILE, CHUNK), dtype)  # scale e dO^T
+    r_dn16 = T.alloc_fragment((TILE, CHUNK), dtype)
+    r_du16 = T.alloc_fragment((TILE, CHUNK), dtype)  # -beta e Y^T
+    T.annotate_layout({r_dot: accumulator_layout(TILE, CHUNK)})
+    if has_dht != 0:
+        for r, c in T.Parallel(TILE, K):
+            r_ds[r, c] = dht[n, hv, c, v0 + w * TILE + r]
+    else:
+        T.clear(r_ds)
+    T.copy(r_ds, r_ds16)
+    if states == 2 and w == 1:
+        T.named_barrier_arrive(TURN, 256)
+    for step in T.serial(num_chunks):
+        slot = rows.slot(step)
+        gate_slot = gate_ring.slot(step)
+        rows.wait(step)
+        p_ring.wait(step)
+        take_turn(w, states)
+        T.wgmma_gemm(r_ds16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 4
+        T.wgmma_gemm(
+            s_do[slot, :, w * TILE : w * TILE + TILE],
+            s_p[p_ring.slot(step), :, :],
+            r_d,
+            transpose_A=True,
+            clear_accum=True,
+        )
+        give_turn(w, states)
+        gate_ring.wait(step)
+        T.wait_wgmma(0)
+        p_ring.release(step)
+        for r, c in T.Parallel(TILE, CHUNK):
+            r_x[r, c] = s_gate[gate_slot, D, c] * r_x[r, c] + r_d[r, c]
+        T.copy(r_x, r_dn16)
+        take_turn(w, states)
+        T.wgmma_gemm(r_dn16, s_a[slot, :, :], r_y, clear_accum=True)  # 5
+        give_turn(w, states)
+        stage(r_ds16, s_ds, ds_ring, step, K)
+        load_transposed(s_do, slot, w, r_dot)
+        for r, c in T.Parallel(TILE, CHUNK):
+            r_do16[r, c] = s_gate[gate_slot, SCALE_E, c] * r_dot[c, r]
+        for r, c in T.Parallel(TILE, K):
+            r_ds[r, c] *= s_gate[gate_slot, LAST, 0]
+        take_turn(w, states)
+        T.wgmma_gemm(r_do16, s_q[slot, :, :], r_ds)  # 6
+        T.wait_wgmma(1)  # Y is ready, dO'^T Q in flight
+        for r, c in T.Parallel(TILE, CHUNK):
+            r_du16[r, c] = -s_gate[gate_slot, BETA_E, c] * r_y[r, c]
+        T.wgmma_gemm(r_du16, s_k[slot, :, :], r_ds)
+        give_turn(w, states)
+        gate_ring.release(step)
+        T.wait_wgmma(0)
+        rows.release(step)
+        T.copy(r_ds, r_ds16)
+    if states == 2 and w == 0:
+        T.sync_threads(TURN, 256)  # take the partner's last turn
+    if has_dh0 != 0:
+        put_state(r_ds, dh0, n, hv, v0 + w * TILE, K)
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    K, states = v.K, v.tile_v // TILE
+    num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
+    V, num_bounds, num_slots = T.dynamic("V, num_bounds, num_slots")
+    num_tiles = T.dynamic("num_tiles") if v.tile_v == 64 else 1  # V is 64 or 128
+    num_dht, num_dh0 = T.dynamic("num_dht, num_dh0")
+    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
+    do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
+    dht_n, dht_h, dht_k, dht_v = T.dynamic("dht_n, dht_h, dht_k, dht_v")
+    dh0_n, dh0_h, dh0_k, dh0_v = T.dynamic("dh0_n, dh0_h, dh0_k, dh0_v")
+
+    @T.prim_func
+    def dstate_chain(
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), v.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
+        do: T.StridedTensor(
+            (num_tokens, num_value_heads, num_tiles, v.tile_v),
+            (do_token, do_head, do_tile, 1),
+            v.dtype,
+        ),
+        g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
+        beta: T.Tensor((num_tokens, num_value_heads), "float32"),
+        A: T.Tensor((num_tokens, num_value_heads, CHUNK), v.dtype),
+        cu_seqlens: T.Tensor((num_bounds,), "int32"),
+        first_chunk: T.Tensor((num_bounds,), "int32"),
+        dht: T.StridedTensor(
+            (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
+        ),
+        dS: T.Tensor((num_slots, num_value_heads, V, K), v.dtype),
+        dh0: T.StridedTensor(
+            (num_dh0, num_value_heads, K, V), (dh0_n, dh0_h, dh0_k, dh0_v), "float32"
+        ),
+        scale: T.float32,
+        has_dht: T.int32,
+        has_dh0: T.int32,
+    ):
+        with T.Kernel(
+            (num_bounds - 1) * num_value_heads * num_tiles, threads=plan.threads
+        ) as block:
+            T.import_source(GATED_TILES + SOURCE)
+            s_k = T.alloc_shared((RINGS["rows"], CHUNK, K), v.dtype)
+            s_q = T.alloc_shared((RINGS["rows"], CHUNK, K), v.dtype)
+            s_do = T.alloc_shared((RINGS["rows"], CHUNK, v.tile_v), v.dtype)
+            s_a = T.alloc_shared((RINGS["rows"], CHUNK, CHUNK), v.dtype)
+            s_p = T.alloc_shared((RINGS["p"], CHUNK, CHUNK), v.dtype)
+            s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
+            rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * RINGS["rows"])
+            rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * RINGS["rows"])
+            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * RINGS["gate"])
+            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * RINGS["gate"])
+            p_full = T.alloc_barrier([plan.arrivals("p_full")] * RINGS["p"])
+            p_free = T.alloc_barrier([plan.arrivals("p_free")] * RINGS["p"])
+            tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
+            s_ds0 = T.alloc_shared((RINGS["ds"], TILE, K), v.dtype)
+            ds0_full = T.alloc_barrier([plan.arrivals("ds0_full")] * RINGS["ds"])
+            ds0_free = T.alloc_barrier([plan.arrivals("ds0_free")] * RINGS["ds"])
+            s_ds = [s_ds0]
+            ds_rings = [Ring(ds0_full, ds0_free, RINGS["ds"])]
+            if states == 2:
+                s_ds1 = T.alloc_shared((RINGS["ds"], TILE, K), v.dtype)
+                ds1_full = T.alloc_barrier([plan.arrivals("ds1_full")] * RINGS["ds"])
+                ds1_free = T.alloc_barrier([plan.arrivals("ds1_free")] * RINGS["ds"])
+                s_ds.append(s_ds1)
+                ds_rings.append(Ring(ds1_full, ds1_free, RINGS["ds"]))
+            swizzled = (s_do, s_p, *s_ds)
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
+            rows = Ring(rows_full, rows_free, RINGS["rows"])
+            gates = Ring(gate_full, gate_free, RINGS["gate"])
+            p_ring = Ring(p_full, p_free, RINGS["p"])
+
+            hv, n, h = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            begin, length = T.alloc_var("int32"), T.alloc_var("int32")
+            num_chunks = T.alloc_var("int32")
+            i_tile, v0 = T.alloc_var("int32"), T.alloc_var("int32")
+            i_tile = block % num_tiles
+            v0 = i_tile * v.tile_v
+            hv = block // num_tiles % num_value_heads
+            n = block // num_tiles // num_value_heads
+            h = hv // (num_value_heads // num_heads)
+            begin = cu_seqlens[n]
+            length = cu_seqlens[n + 1] - cu_seqlens[n]
+            num_chunks = T.ceildiv(length, CHUNK)
+
+            tx = T.get_thread_binding()
+            if tx < plan.end("state0"):
+                T.set_max_nreg(plan.role("state0").regs, 1)
+                state(
+                    0, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[0],
+                    rows, gates, p_ring, ds_rings[0], num_chunks, n, hv, v0, has_dht, has_dh0,
+                )  # fmt: skip
+            elif tx < plan.start("score"):  # nobody where a CTA has one state warpgroup
+                T.set_max_nreg(plan.role("state0").regs, 1)
+                state(
+                    1, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[-1],
+                    rows, gates, p_ring, ds_rings[-1], num_chunks, n, hv, v0, has_dht, has_dh0,
+                )  # fmt: skip
+            elif tx < plan.end("score"):
+                T.set_max_nreg(plan.role("score").regs, 0)
+                score(
+                    s_q, s_k, s_gate, s_p, rows, gates, p_ring, num_chunks, scale,
+                    plan.start("score"),
+                )  # fmt: skip
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if tx < plan.end("load"):
+                    load(
+                        [
+                            Rows(k, (h,), s_k),
+                            Rows(q, (h,), s_q),
+                            Rows(do, (hv, i_tile), s_do),
+                            Rows(A, (hv,), s_a),
+                        ],
+                        rows, tail_full, begin, length, num_chunks, True,
+                    )  # fmt: skip
+                elif tx < plan.end("gate"):
+                    gate(g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, True, scale)
+                elif tx < plan.end("store"):
+                    store(
+                        dS, s_ds, ds_rings, num_chunks, first_chunk[n] + num_chunks - 1, -1, hv, v0
+                    )
+
+    return dstate_chain.with_attr("global_symbol", f"dstate_chain_{v.dtype}_k{v.K}_v{v.tile_v}")

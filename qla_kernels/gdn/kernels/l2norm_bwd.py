@@ -1,0 +1,134 @@
+"""l2norm_bwd -- the gradient of q or k before the norm, from that of what the norm made of it.
+
+Per row (one head of one token), with r = (sum x^2 + 1e-6)^-1/2:
+    dx = r dy - r^3 <dy, x> x                                                         [K]
+
+Steps (numbers appear again in the role), for 8 threads a row:
+    1 norm   8 elements of each 64 of both rows into every thread
+    2 norm   both sums in fp32, over the row's threads
+    3 norm   dx, rounded once, out; 0 for a token of no sequence, whose x may be NaN
+
+Bounded by memory: x and dy are read once and dx written once, 16 bytes a thread at a time.
+Why this shape: as l2norm, which saves nothing for this: the norm costs less to sum again than to
+read. x and dy have strides of their own.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.gdn.kernels.l2norm import (
+    EPSILON,
+    MOST_SPANS,
+    PIECE,
+    ROW_STEPS,
+    ROW_THREADS,
+    SOURCE,
+    SPAN,
+    load_row,
+)
+from qla_kernels.tile.schedule import Role, Schedule
+
+
+class Variant(NamedTuple):
+    dtype: str  # of x, dy and dx
+
+
+VARIANTS = (Variant("bfloat16"), Variant("float16"))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_safe_memory_legalize": True,  # rows and spans past the last are guarded
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(Role("norm", warps=8, regs=40, computes="dx"),),
+        ctas_per_sm=6,  # three quarters of an SM's threads: two rows need more registers than one
+    )
+
+
+@T.macro
+def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_spans, column):
+    r_x = T.alloc_local((MOST_SPANS, PIECE), dtype)
+    r_dy = T.alloc_local((MOST_SPANS, PIECE), dtype)
+    r_dx = T.alloc_local((PIECE,), dtype)
+    square, dot = T.alloc_var("float32"), T.alloc_var("float32")
+    square = 0.0
+    dot = 0.0
+    if row < num_live:
+        load_row(x, r_x, row, num_tokens, num_heads, num_spans, column)  # 1
+        load_row(dy, r_dy, row, num_tokens, num_heads, num_spans, column)
+        for span in T.unroll(MOST_SPANS):
+            if span < num_spans:
+                for e in T.unroll(PIECE):
+                    square += T.cast(r_x[span, e], "float32") * T.cast(r_x[span, e], "float32")
+                    dot += T.cast(r_dy[span, e], "float32") * T.cast(r_x[span, e], "float32")
+    for step in T.unroll(ROW_STEPS):  # 2
+        square += T.shfl_xor(square, 1 << step)
+        dot += T.shfl_xor(dot, 1 << step)
+    square = T.rsqrt(square + EPSILON)
+    dot *= square * square * square
+    if row < num_rows:
+        for span in T.unroll(MOST_SPANS):
+            if span < num_spans:
+                for e in T.unroll(PIECE):
+                    r_dx[e] = 0
+                    if row < num_live:
+                        r_dx[e] = (
+                            T.cast(r_dy[span, e], "float32") * square
+                            - T.cast(r_x[span, e], "float32") * dot
+                        )
+                for e in T.vectorized(PIECE):  # 3
+                    dx[row, span, column + e] = r_dx[e]
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    rows = plan.threads // ROW_THREADS  # a CTA
+    batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
+    num_rows, x_batch, x_token, x_head = T.dynamic("num_rows, x_batch, x_token, x_head")
+    dy_batch, dy_token, dy_head = T.dynamic("dy_batch, dy_token, dy_head")
+
+    @T.prim_func
+    def l2norm_bwd(
+        x: T.StridedTensor(
+            (batch, num_tokens, num_heads, num_spans, SPAN),
+            (x_batch, x_token, x_head, SPAN, 1),
+            v.dtype,
+        ),
+        dy: T.StridedTensor(
+            (batch, num_tokens, num_heads, num_spans, SPAN),
+            (dy_batch, dy_token, dy_head, SPAN, 1),
+            v.dtype,
+        ),
+        dx: T.Tensor((num_rows, num_spans, SPAN), v.dtype),
+        end: T.Tensor((1,), "int32"),  # tokens that belong to a sequence, if `packed`
+        packed: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(num_rows, rows), threads=plan.threads) as block:
+            T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
+            T.import_source(SOURCE)
+            tx = T.get_thread_binding()
+            row = block * rows + tx // ROW_THREADS
+            column = tx % ROW_THREADS * PIECE
+            num_live = T.alloc_var("int32")
+            num_live = num_rows
+            if packed != 0:
+                num_live = end[0] * num_heads
+            norm(
+                x,
+                dy,
+                dx,
+                v.dtype,
+                row,
+                num_live,
+                num_rows,
+                num_tokens,
+                num_heads,
+                num_spans,
+                column,
+            )
+
+    return l2norm_bwd.with_attr("global_symbol", f"l2norm_bwd_{v.dtype}")

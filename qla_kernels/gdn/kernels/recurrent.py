@@ -1,0 +1,365 @@
+"""recurrent -- the gated delta rule token by token: decoding, where sequences grow by a few tokens.
+
+Per token and value head, S [K, V] in fp32 from a sequence's first token to its last:
+    d = e^g;  q is scale q, or scale q / |q|;  k is k, or k / |k|
+    u = beta (v - d S^T k)                                                          [V]
+    o = d S^T q + <q, k> u                                                          [V]
+    S = d S + k u^T                                                                 [K, V]
+
+Steps (numbers appear again in the code); a CTA owns 64 columns of V, a warp 16 of them:
+    1 in      S of the sequence's slot
+    2 token   a warp a token: q, k, v, beta, d and <q, k>, ready for use, into shared memory
+    3 step    S^T k and S^T q: in the lane, then over the 8 lanes that share columns
+    4 step    u; o out; S
+    5 out     S
+
+Bounded by memory: S is read once and written once, 8 bytes an element for 4 FMAs a token.
+Why this shape: a warp sees all of K, so sums over K stay in it, and while some warps wait for their
+S others write theirs. A lane holds blocks of 4 x 4, so that an access is 4 numbers along whichever
+of K and V is contiguous; the two layouts of a state differ in which lanes share columns.
+o is made from the S before the update: one pass over S instead of two. Tokens are prepared four at
+a time and not by each warp for itself: in registers, q and k of this token and the next take as
+much room as S does.
+"""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.math import LOG2E
+from qla_kernels.tile.schedule import Role, Schedule
+
+WARPS = 4  # a CTA; also the tokens that are prepared together
+COLUMNS = 16  # of V, a warp
+GROUPS = 8  # lanes that share columns of V and divide K
+PIECE = 4  # numbers in an access, and the edge of a lane's blocks
+SPAN = GROUPS * PIECE  # rows of K that a warp's lanes cover with one block each
+EPSILON = 1e-6  # of the l2norm
+DECAY, QK = range(2)  # of a token's two scalars in shared memory
+
+# What a call has or wants, as bits of `flags`.
+V_FIRST, L2NORM, GATE, DENSE, INDICES, H0, HT = (1 << i for i in range(7))
+
+SOURCE = """
+namespace qla {
+template <class T>
+struct alignas(4 * sizeof(T)) Four { T x[4]; };
+
+// Strides are known to be whole accesses only at run time: the compiler would take single numbers.
+template <class To, class From>
+__device__ __forceinline__ void move_four(To *to, const From *from) {
+  const Four<From> in = *reinterpret_cast<const Four<From> *>(from);
+  Four<To> out;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out.x[i] = To(in.x[i]);
+  *reinterpret_cast<Four<To> *>(to) = out;
+}
+
+// A lane's blocks, from accesses that lie `across` apart within a block to such accesses elsewhere.
+template <int Blocks, class To, class From>
+__device__ __forceinline__ void move_blocks(To *to, int to_span, int to_across, const From *from,
+                                            int from_span, int from_across) {
+#pragma unroll
+  for (int b = 0; b < Blocks; ++b)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      move_four(to + b * to_span + i * to_across, from + b * from_span + i * from_across);
+}
+
+// A number that is fp32 or Half, by its size.
+template <class Half>
+__device__ __forceinline__ float number(const unsigned char *at, int size) {
+  return size == 4 ? *reinterpret_cast<const float *>(at)
+                   : float(*reinterpret_cast<const Half *>(at));
+}
+}  // namespace qla
+"""
+
+CUDA_NAMES = {"bfloat16": "bfloat16_t", "float16": "half_t"}
+
+
+class Variant(NamedTuple):
+    dtype: str  # of q, k, v, o
+    K: int
+    state: str  # dtype of S in memory
+
+
+VARIANTS = tuple(
+    Variant(dtype, K, state)
+    for dtype, state in (("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16"))
+    for K in (128, 64)
+)
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # written out: once before tokens are used, once after
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    resident, regs = {128: (3, 168), 64: (6, 80)}[v.K]
+    return Schedule(
+        roles=(Role("step", warps=WARPS, regs=regs, computes="S and o of 16 columns a warp"),),
+        smem_bytes=WARPS * (2 * v.K + 2 * WARPS * COLUMNS + 2) * 4,
+        ctas_per_sm=resident,
+    )
+
+
+class Token(NamedTuple):
+    """Prepared tokens, in shared memory: what `step` reads."""
+
+    q: Any  # [4, K]
+    k: Any  # [4, K]
+    v: Any  # [4, 64]
+    beta: Any  # [4, 64]
+    scalars: Any  # [4, 2]
+
+
+def move_four(to, from_):
+    """4 numbers, to another dtype if need be."""
+    to, from_ = T.access_ptr(to, "w", PIECE), T.access_ptr(from_, "r", PIECE)
+    return T.call_extern("handle", "qla::move_four", to, from_)
+
+
+def move_blocks(blocks, to, from_):
+    """All of a lane's blocks; an end is (where the first begins, span, across)."""
+    (to, *to_steps), (from_, *from_steps) = to, from_
+    return T.call_extern(
+        "handle",
+        f"qla::move_blocks<{blocks}>",
+        T.access_ptr(to, "w", PIECE),
+        *to_steps,
+        T.access_ptr(from_, "r", PIECE),
+        *from_steps,
+    )
+
+
+def number(at, size, dtype):
+    """The number of `size` bytes that begins at a byte."""
+    read = f"qla::number<{CUDA_NAMES[dtype]}>"
+    return T.call_extern("float32", read, T.access_ptr(at, "r", 1), size)
+
+
+def has(flags, bit):
+    return T.bitwise_and(flags, bit) != 0
+
+
+@T.macro
+def prepare(
+    q, k, val, g, beta, A_log, dt_bias, sizes, dtype, s, slot,
+    row, t, h, hv, v0, scale, beta_range, flags,
+):  # fmt: skip
+    """One warp, one token."""
+    lane = T.get_thread_binding() % 32
+    g_size, beta_size, A_size, dt_size = sizes
+    keys, values = s.q.shape[1] // 32, s.v.shape[1] // 32  # numbers a lane
+    r_q = T.alloc_local((keys,), "float32")
+    r_k = T.alloc_local((keys,), "float32")
+    r_v = T.alloc_local((values,), "float32")
+    r_beta = T.alloc_local((values,), "float32")
+    qq, kk, qk = (T.alloc_var("float32") for _ in range(3))
+    level, bias, strength = (T.alloc_var("float32") for _ in range(3))
+    for i in T.unroll(keys):  # 2: everything is asked for before anything is used
+        r_q[i] = q[row, t, h, i * 32 + lane]
+        r_k[i] = k[row, t, h, i * 32 + lane]
+    for i in T.unroll(values):
+        r_v[i] = val[row, t, hv, v0 + i * 32 + lane]
+        r_beta[i] = number(beta[row, t, hv, v0 + i * 32 + lane, 0], beta_size, dtype)
+    level = number(g[row, t, hv, 0], g_size, dtype)
+    if has(flags, GATE):
+        bias = number(dt_bias[hv, 0], dt_size, dtype)
+        strength = number(A_log[hv, 0], A_size, dtype)
+    qq = 0.0
+    kk = 0.0
+    qk = 0.0
+    for i in T.unroll(keys):
+        qq += r_q[i] * r_q[i]
+        kk += r_k[i] * r_k[i]
+        qk += r_q[i] * r_k[i]
+    for d in T.unroll(5):
+        qq += T.shfl_xor(qq, 1 << d)
+        kk += T.shfl_xor(kk, 1 << d)
+        qk += T.shfl_xor(qk, 1 << d)
+    if has(flags, L2NORM):
+        qq = T.rsqrt(qq + EPSILON) * scale  # from here on, what q and k are multiplied by
+        kk = T.rsqrt(kk + EPSILON)
+    else:
+        qq = scale
+        kk = 1.0
+    for i in T.unroll(keys):
+        s.q[slot, i * 32 + lane] = r_q[i] * qq
+        s.k[slot, i * 32 + lane] = r_k[i] * kk
+    for i in T.unroll(values):
+        if beta_range > 0:
+            r_beta[i] = beta_range / (1 + T.exp2(-LOG2E * r_beta[i]))
+        s.v[slot, i * 32 + lane] = r_v[i]
+        s.beta[slot, i * 32 + lane] = r_beta[i]
+    level *= LOG2E
+    if has(flags, GATE):  # -exp(A_log) softplus(g + dt_bias)
+        level += bias * LOG2E
+        level = T.max(level, 0.0) + T.log2(1 + T.exp2(-T.abs(level)))
+        level *= -T.exp2(LOG2E * strength)
+    s.scalars[slot, DECAY] = T.exp2(level)
+    s.scalars[slot, QK] = qk * qq * kk
+
+
+def block(b, e, j, v_first):
+    """Where a lane holds row e and column j of its block b."""
+    return (b, j, e) if v_first else (b, e, j)
+
+
+@T.macro
+def step(r_s, r_o, s, slot, k0, column, v_first):
+    """One token, all warps; o of a lane's columns is complete in each of the lanes that share."""
+    r_u = T.alloc_local((PIECE,), "float32")
+    reach = 1 if v_first else PIECE  # from a lane to the next that shares its columns
+    for j in T.unroll(PIECE):
+        r_u[j] = 0
+        r_o[j] = 0
+    for b in T.unroll(r_s.shape[0]):
+        for e in T.unroll(PIECE):
+            for j in T.unroll(PIECE):  # 3
+                r_u[j] += s.k[slot, k0 + b * SPAN + e] * r_s[block(b, e, j, v_first)]
+                r_o[j] += s.q[slot, k0 + b * SPAN + e] * r_s[block(b, e, j, v_first)]
+    for d in T.unroll(3):
+        for j in T.unroll(PIECE):
+            r_u[j] += T.shfl_xor(r_u[j], reach << d)
+            r_o[j] += T.shfl_xor(r_o[j], reach << d)
+    decay, qk = s.scalars[slot, DECAY], s.scalars[slot, QK]
+    for j in T.unroll(PIECE):  # 4
+        r_u[j] = s.beta[slot, column + j] * (s.v[slot, column + j] - decay * r_u[j])
+        r_o[j] = decay * r_o[j] + qk * r_u[j]
+    for b in T.unroll(r_s.shape[0]):
+        for e in T.unroll(PIECE):
+            for j in T.unroll(PIECE):
+                r_s[block(b, e, j, v_first)] = (
+                    decay * r_s[block(b, e, j, v_first)] + s.k[slot, k0 + b * SPAN + e] * r_u[j]
+                )
+
+
+@T.macro
+def clear_rows(o, r_o, row, first, stride, count, hv, k0, v0):
+    for j in T.unroll(PIECE):
+        r_o[j] = 0
+    if k0 == 0:
+        for i in rolled(count):
+            move_four(o[row, first + i * stride, hv, v0], r_o[0])
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    blocks = v.K // SPAN  # a lane
+    columns = WARPS * COLUMNS  # a CTA
+    B, num_tokens, H, HV, V = T.dynamic("B, num_tokens, H, HV, V")
+    num_bounds, num_indices, num_h0, num_ht = T.dynamic("num_bounds, num_indices, num_h0, num_ht")
+    sizes = g_size, beta_size, A_size, dt_size = T.dynamic("g_size, beta_size, A_size, dt_size")
+    q_b, q_t, q_h, k_b, k_t, k_h = T.dynamic("q_b, q_t, q_h, k_b, k_t, k_h")
+    v_b, v_t, v_h, g_b, g_t, g_h = T.dynamic("v_b, v_t, v_h, g_b, g_t, g_h")
+    beta_b, beta_t, beta_h, beta_v = T.dynamic("beta_b, beta_t, beta_h, beta_v")
+    A_h, dt_h, bound, index = T.dynamic("A_h, dt_h, bound, index")
+    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
+    ht_n, ht_h, ht_k, ht_v = T.dynamic("ht_n, ht_h, ht_k, ht_v")
+
+    @T.prim_func
+    def recurrent(
+        q: T.StridedTensor((B, num_tokens, H, v.K), (q_b, q_t, q_h, 1), v.dtype),
+        k: T.StridedTensor((B, num_tokens, H, v.K), (k_b, k_t, k_h, 1), v.dtype),
+        val: T.StridedTensor((B, num_tokens, HV, V), (v_b, v_t, v_h, 1), v.dtype),
+        # as bytes: fp32, or the dtype of q
+        g: T.StridedTensor((B, num_tokens, HV, g_size), (g_b, g_t, g_h, 1), "uint8"),
+        beta: T.StridedTensor(
+            (B, num_tokens, HV, V, beta_size), (beta_b, beta_t, beta_h, beta_v, 1), "uint8"
+        ),
+        A_log: T.StridedTensor((HV, A_size), (A_h, 1), "uint8"),
+        dt_bias: T.StridedTensor((HV, dt_size), (dt_h, 1), "uint8"),
+        cu_seqlens: T.StridedTensor((num_bounds,), (bound,), "int32"),
+        state_indices: T.StridedTensor((num_indices,), (index,), "int32"),
+        h0: T.StridedTensor((num_h0, HV, v.K, V), (h0_n, h0_h, h0_k, h0_v), v.state),
+        ht: T.StridedTensor((num_ht, HV, v.K, V), (ht_n, ht_h, ht_k, ht_v), v.state),
+        o: T.Tensor((B, num_tokens, HV, V), v.dtype),
+        num_sequences: T.int32,
+        scale: T.float32,
+        beta_range: T.float32,  # 1 or 2 where beta goes through a sigmoid, else 0
+        flags: T.int32,
+    ):
+        with T.Kernel(num_sequences * HV * (V // columns), threads=plan.threads) as cta:
+            T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
+            T.import_source(SOURCE)
+            s_q = T.alloc_shared((WARPS, v.K), "float32")
+            s_k = T.alloc_shared((WARPS, v.K), "float32")
+            s_v = T.alloc_shared((WARPS, columns), "float32")
+            s_beta = T.alloc_shared((WARPS, columns), "float32")
+            s_scalars = T.alloc_shared((WARPS, 2), "float32")
+            s = Token(s_q, s_k, s_v, s_beta, s_scalars)
+            r_s = T.alloc_local((blocks, PIECE, PIECE), "float32")
+            r_o = T.alloc_local((PIECE,), "float32")
+            # variables, so that they are divided as 32-bit numbers, and once
+            n, hv, h, slot, row = (T.alloc_var("int32") for _ in range(5))
+            k0, column, v0, begin, length, t = (T.alloc_var("int32") for _ in range(6))
+            lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
+            v_first = T.bitwise_and(flags, V_FIRST)
+
+            n = T.truncdiv(cta, V // columns)
+            v0 = (cta - n * (V // columns)) * columns
+            hv = n
+            n = T.truncdiv(n, HV)
+            hv -= n * HV
+            h = T.truncdiv(hv, T.truncdiv(HV, H))
+            k0 = T.if_then_else(v_first == 0, lane // PIECE, lane % GROUPS) * PIECE
+            column = T.if_then_else(v_first == 0, lane % PIECE, lane // GROUPS) * PIECE
+            column += warp * COLUMNS
+            slot = n
+            if has(flags, INDICES):
+                slot = state_indices[n]
+            if has(flags, DENSE):
+                row = n
+                begin = 0
+                length = num_tokens
+            else:
+                row = 0
+                t = cu_seqlens[num_sequences] + n  # tokens of no sequence, shared out
+                length = T.truncdiv(num_tokens - t + num_sequences - 1, num_sequences)
+                clear_rows(o, r_o, 0, t, num_sequences, length, hv, k0, v0 + column)
+                begin = cu_seqlens[n]
+                length = cu_seqlens[n + 1] - begin
+
+            if slot < 0:
+                clear_rows(o, r_o, row, begin, 1, length, hv, k0, v0 + column)
+            else:
+                if has(flags, H0):
+                    across = T.if_then_else(v_first == 0, h0_k, h0_v)
+                    move_blocks(  # 1
+                        blocks,
+                        (r_s[0, 0, 0], PIECE * PIECE, PIECE),
+                        (h0[slot, hv, k0, v0 + column], SPAN * h0_k, across),
+                    )
+                else:
+                    T.clear(r_s)
+                for tile in rolled(T.ceildiv(length, WARPS)):
+                    if tile > 0:
+                        T.sync_threads()
+                    if tile * WARPS + warp < length:
+                        t = begin + tile * WARPS + warp
+                        prepare(
+                            q, k, val, g, beta, A_log, dt_bias, sizes, v.dtype, s, warp,
+                            row, t, h, hv, v0, scale, beta_range, flags,
+                        )  # fmt: skip
+                    T.sync_threads()
+                    for i in rolled(T.min(WARPS, length - tile * WARPS)):
+                        if v_first == 0:
+                            step(r_s, r_o, s, i, k0, column, False)
+                        else:
+                            step(r_s, r_o, s, i, k0, column, True)
+                        if k0 == 0:
+                            move_four(o[row, begin + tile * WARPS + i, hv, v0 + column], r_o[0])
+                if has(flags, HT):
+                    across = T.if_then_else(v_first == 0, ht_k, ht_v)
+                    move_blocks(  # 5
+                        blocks,
+                        (ht[slot, hv, k0, v0 + column], SPAN * ht_k, across),
+                        (r_s[0, 0, 0], PIECE * PIECE, PIECE),
+                    )
+
+    return recurrent.with_attr("global_symbol", f"recurrent_{v.dtype}_k{v.K}_{v.state}")

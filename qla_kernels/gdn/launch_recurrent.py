@@ -1,0 +1,182 @@
+"""What runs on the GPU for the token-by-token form: one kernel, and usually nothing else.
+
+Decoding calls it for every layer and token, so nothing is cast, packed or computed around it: the
+kernel reads gates in their own dtype, activates them, and takes either layout of a state.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn.kernels import recurrent as kernel
+from qla_kernels.gdn.recurrent import in_whole_pieces
+from qla_kernels.gdn.recurrent_ops import OP
+
+
+@torch.no_grad()
+def gdn_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    B, _, HV, V = v.shape
+    K = q.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    o = v.new_empty(v.shape)
+    size = (V, K) if state_v_first else (K, V)
+    ht = v.new_empty(N, HV, *size, dtype=torch.float32) if output_final_state else None
+    h0 = initial_state
+    if h0 is not None and (h0.dtype != torch.float32 or not in_whole_pieces(h0) or _past(h0)):
+        h0 = h0.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if o.numel() and N:
+        _launch(
+            *arguments(
+                q, k, v, g, beta, A_log, dt_bias, scale, h0, ht, None, cu_seqlens, o,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
+            )
+        )  # fmt: skip
+    else:  # no token to compute, or none that a sequence owns
+        o.zero_()
+        if ht is not None:
+            ht.zero_() if h0 is None else ht.copy_(h0)
+    return o, ht
+
+
+@torch.no_grad()
+def gdn_recurrent_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float,
+    states: Tensor,
+    state_indices: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+) -> Tensor:
+    if past := _past(states):  # what a refusal could not ask of a call that torch.compile traced
+        got = f"the pool of states begins {past} bytes past a multiple of 4 numbers"
+        raise Unsupported(need(OP, got, "an aligned first element", "allocate it by itself"))
+    o = v.new_empty(v.shape)
+    if o.numel() and state_indices.numel():
+        # one pool in two places: a warp has read all that it owns before it writes any of it
+        _launch(
+            *arguments(
+                q, k, v, g, beta, A_log, dt_bias, scale, states, states, state_indices,
+                cu_seqlens, o, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
+            )
+        )  # fmt: skip
+    else:
+        o.zero_()
+    return o
+
+
+def _launch(variant: kernel.Variant, packed: tuple[Any, ...]) -> None:
+    with device.of(packed[0]):
+        jit.compile(kernel, variant)(*packed)
+
+
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float,
+    h0: Tensor | None,
+    ht: Tensor | None,
+    state_indices: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+) -> tuple[kernel.Variant, tuple[Any, ...]]:
+    """The variant for a call with at least one token, and what to launch it with."""
+    K, (HV, V) = q.shape[-1], v.shape[2:]
+    has = {
+        kernel.V_FIRST: state_v_first,
+        kernel.L2NORM: use_qk_l2norm_in_kernel,
+        kernel.GATE: A_log is not None,
+        kernel.DENSE: cu_seqlens is None,
+        kernel.INDICES: state_indices is not None,
+        kernel.H0: h0 is not None,
+        kernel.HT: ht is not None,
+    }
+    unread = o.view(-1)[:2]  # stands for what is not there
+    no_index = unread.view(torch.int32)
+    no_state = unread.view(torch.float32).as_strided((1, HV, K, V), (0, 0, 0, 0))
+    states = [x.mT if state_v_first else x for x in (h0, ht) if x is not None] or [no_state]
+    if A_log is None:
+        A_log = dt_bias = g[0, 0]
+    elif dt_bias is None:
+        dt_bias = torch.zeros_like(A_log)
+    if beta.dim() < v.dim():
+        beta = beta[..., None].expand(v.shape)
+    beta_range = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
+    return kernel.Variant(_name(q.dtype), K, _name(states[0].dtype)), (
+        q,
+        k,
+        v,
+        *(_bytes(x, q.dtype) for x in (g, beta, A_log, dt_bias)),
+        no_index if cu_seqlens is None else _low_words(cu_seqlens),
+        no_index if state_indices is None else _low_words(state_indices),
+        states[0],
+        states[-1],
+        o,
+        q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        scale,
+        beta_range,
+        sum(bit for bit, given in has.items() if given),
+    )
+
+
+def _bytes(x: Tensor, half: torch.dtype) -> Tensor:
+    """x [..] as bytes [.., 4 or 2]; cast if it is neither fp32 nor `half`, which is unusual."""
+    x = x if x.dtype in (torch.float32, half) else x.float()
+    return x[..., None].view(torch.uint8)
+
+
+def _low_words(x: Tensor) -> Tensor:
+    """int64 as int32, without a copy."""
+    return x if x.dtype == torch.int32 else x[..., None].view(torch.int32)[..., 0]
+
+
+def _past(state: Tensor) -> int:
+    """How many bytes past a whole access a state begins."""
+    return state.data_ptr() % (kernel.PIECE * state.element_size())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,218 @@
+"""The gated delta rule token by token: for decoding, where sequences grow by a few tokens a call.
+
+Names, order and defaults are those of FLA 0.6.0's function, with one argument more. Forward only.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn.recurrent_ops import OP, gdn_recurrent, gdn_recurrent_slots
+from qla_kernels.gdn.validate import (
+    ELSEWHERE,
+    Gate,
+    check_activations,
+    check_tensors,
+    expect_shape,
+    refusal,
+    require,
+    scale_of,
+    wants_gradients,
+)
+
+PIECE = 4  # numbers of a state that a kernel's thread reads or writes at once
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    state_indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule of `chunk_gated_delta_rule`, one token after the other.
+
+    Everything is computed in fp32 from the values passed; the state is read once and written once.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV], natural log of each token's decay; None for no decay.
+        gk, gv: refused: decays of rows or columns of the state are another operation.
+        beta: [B, T, HV], or [B, T, HV, V] for each column of V; 1 if None.
+        scale: K ** -0.5 if None.
+        initial_state: [N, HV, K, V], a state for each sequence; 0 if None. In another dtype than
+            fp32, or with other strides than a state has, it is copied first. With state_indices:
+            the pool [slots, HV, K, V], which stays where it is.
+        output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
+        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
+            -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+        use_beta_sigmoid_in_kernel: beta holds logits; use sigmoid(beta).
+        allow_neg_eigval: with the sigmoid, use 2 sigmoid(beta).
+        state_v_first: states are [N, HV, V, K].
+        cu_seqlens: [N + 1] int32 or int64 on q's device; B is 1. Tokens past the last sequence are
+            not read, and their results are 0.
+        state_indices: [N] int32 or int64 on q's device: sequence n starts from slot
+            state_indices[n] of the pool, and its final state replaces what is there. No two
+            sequences may share a slot. A negative index is a sequence of padding: no state is
+            touched, and its results are 0.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 or None; with
+        state_indices, the pool or None.
+
+    Raises:
+        ValueError: arguments do not fit together.
+        Unsupported: they do, but this version cannot run them. A backward raises it, too.
+    """
+    state_v_first = _take_keywords(kwargs, state_v_first)
+    g = v.new_zeros(()).expand(v.shape[:3]) if g is None else g
+    beta = v.new_ones(()).expand(v.shape[:3]) if beta is None else beta
+    h0 = initial_state if state_indices is None else None
+    check_tensors(OP, q, k, v, g, _per_head(beta, v), h0, cu_seqlens, None, state_v_first)
+    gate = Gate(use_gate_in_kernel, A_log, dt_bias)
+    check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    pool = None
+    if state_indices is not None:
+        pool = _checked_pool(q, v, initial_state, state_indices, cu_seqlens, state_v_first)
+    require(recurrent_refusal(q, k, v, gk=gk, gv=gv, pool=pool))
+    tensors = (q, k, v, g, beta, *gate.parameters(), scale_of(scale, q))
+    options = {
+        "use_qk_l2norm_in_kernel": bool(use_qk_l2norm_in_kernel),
+        "use_beta_sigmoid_in_kernel": bool(use_beta_sigmoid_in_kernel),
+        "allow_neg_eigval": bool(allow_neg_eigval),
+        "state_v_first": bool(state_v_first),
+    }
+    if pool is None:
+        o, final_state = gdn_recurrent(
+            *tensors,
+            initial_state,
+            cu_seqlens,
+            **options,
+            output_final_state=bool(output_final_state),
+        )
+        return o, final_state
+    if wants_gradients((q, k, v, g, beta, pool, *gate.parameters())):
+        got, fix = "state_indices while gradients are recorded", "call it under torch.no_grad()"
+        raise Unsupported(need(OP, got, "no gradients: the pool is overwritten", fix))
+    o = gdn_recurrent_slots(*tensors, pool, state_indices, cu_seqlens, **options)
+    return o, pool if output_final_state else None
+
+
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def in_whole_pieces(state: Tensor) -> bool:
+    """Whether a kernel can read a state in its own layout, apart from where it begins."""
+    steps = [s for n, s in zip(state.shape[:-1], state.stride()[:-1], strict=True) if n > 1]
+    return state.stride(-1) == 1 and all(s % PIECE == 0 for s in steps)
+
+
+def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> bool:
+    """FLA's **kwargs; a keyword that FLA would ignore in silence is an error."""
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            got = "state_v_first and transpose_state_layout, its old name, are given"
+            raise ValueError(need(OP, got, "one of them", "drop transpose_state_layout"))
+        warnings.warn(
+            "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
+            DeprecationWarning,
+            stacklevel=3,  # the line that called fused_recurrent_gated_delta_rule
+        )
+        state_v_first = kwargs.pop("transpose_state_layout")
+    if kwargs:
+        got = f"unknown keyword {', '.join(sorted(kwargs))}"
+        raise TypeError(need(OP, got, "the names of FLA 0.6.0", "remove or correct it"))
+    return state_v_first
+
+
+def _per_head(beta: Tensor, v: Tensor) -> Tensor:
+    """One column of a beta that has V of them."""
+    if beta.dim() != 4:
+        return beta
+    expect_shape(OP, "beta", beta, tuple(v.shape), "[B, T, HV, V]")
+    return beta[..., :1].squeeze(-1)
+
+
+def _checked_pool(
+    q: Tensor,
+    v: Tensor,
+    pool: Tensor | None,
+    state_indices: Tensor,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+) -> Tensor:
+    if pool is None:
+        fix = "pass the pool of states"
+        raise ValueError(need(OP, "state_indices without initial_state", "both", fix))
+    num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    expect_shape(OP, "state_indices", state_indices, (num_seqs,), "[N]")
+    if state_indices.dtype not in (torch.int32, torch.int64):
+        got = f"state_indices is {_name(state_indices.dtype)}"
+        raise ValueError(need(OP, got, "int32 or int64", "cast it"))
+    K, (HV, V) = q.shape[-1], v.shape[2:]
+    size, letters = (
+        ((V, K), "[slots, HV, V, K]") if state_v_first else ((K, V), "[slots, HV, K, V]")
+    )
+    expect_shape(OP, "initial_state", pool, (*pool.shape[:1], HV, *size), letters)
+    for name, x in (("initial_state", pool), ("state_indices", state_indices)):
+        if x.device != q.device:
+            fix = f"move {name} there"
+            raise ValueError(need(OP, f"{name} is on {x.device}", f"{q.device}", fix))
+    return pool
+
+
+def recurrent_refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    pool: Tensor | None = None,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """Why `fused_recurrent_gated_delta_rule` cannot run this call, or None when it can.
+
+    `pool` is initial_state where it is updated in place. Pass a capability to ask what a GPU would
+    answer, with tensors of any device.
+    """
+    for name, x in (("gk", gk), ("gv", gv)):
+        if x is not None:
+            return need(OP, f"got {name}", "None: one decay a head and token", ELSEWHERE)
+    if reason := refusal(q, k, v, capability=capability, op=OP):
+        return reason
+    if pool is None or not (q.is_cuda or capability is not None):
+        return None
+    if pool.dtype != torch.float32 and not pool.dtype == q.dtype == torch.bfloat16:
+        needs = "float32, or bfloat16 with q in bfloat16"
+        return need(OP, f"the pool of states is {_name(pool.dtype)}", needs, "keep it in float32")
+    if not in_whole_pieces(pool):
+        got = f"the pool of states has strides {tuple(pool.stride())}"
+        needs = f"a last stride of 1 and the rest multiples of {PIECE}"
+        return need(OP, got, needs, "allocate it contiguous, or set state_v_first")
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,133 @@
+"""A backend for flash-linear-attention: `fla.ops.gated_delta_rule.chunk_gated_delta_rule` by us.
+
+    from qla_kernels.integrations import fla
+    fla.register()
+
+FLA asks its backends in order of their priority, at each call: FlashQLA has 3 and we take 4, or 2
+with `prefer=True`. What this version cannot run is declined, with the reason, and FLA runs it by
+itself; so is what is malformed, and FLA says so. FLA_QLA_KERNELS=0 switches the backend off. FLA
+logs, once, who runs a function and why others were not asked to.
+"""
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn import chunk_gated_delta_rule, refusal
+from qla_kernels.gdn.api import CHUNK_SIZES
+from qla_kernels.gdn.validate import OP, Gate, check_activations, check_tensors
+
+OPERATION = "gated_delta_rule"
+SWITCH = "FLA_QLA_KERNELS"
+PRIORITY, PREFERRED = 4, 2  # FlashQLA's is 3; the lowest is asked first
+
+log = logging.getLogger("qla_kernels")
+
+
+def register(prefer: bool = False) -> bool:
+    """Offer our gated delta rule to FLA, before FlashQLA if `prefer`. Again replaces the last time.
+
+    Returns:
+        Whether FLA will ask us. If not, a warning says what switched it off.
+
+    Raises:
+        Unsupported: FLA cannot be imported.
+    """
+    base, add = _registry()
+    add(_backend(base, PREFERRED if prefer else PRIORITY))
+    off = []
+    if getattr(sys.modules[base.__module__], "_DISPATCH_DISABLED", False):  # read when imported
+        off.append("FLA_DISABLE_BACKEND_DISPATCH=1")
+    if os.environ.get(SWITCH) == "0":
+        off.append(f"{SWITCH}=0")
+    if off:
+        log.warning("fla will not ask qla_kernels: %s", " and ".join(off))
+    return not off
+
+
+def declined(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = CHUNK_SIZES[-1],
+    **others: Any,
+) -> str | None:
+    """Why a call of FLA's function, which may be malformed, is not ours to run; None when it is."""
+    if chunk_indices is not None and not isinstance(chunk_indices, Tensor):
+        others["cp_context"] = (
+            chunk_indices  # in its place in FLA 0.5.2, where it is passed by place
+        )
+    if others:
+        names = ", ".join(sorted(others))
+        return need(OP, f"got {names}", "keywords of ours", "left to FLA")
+    if chunk_size not in CHUNK_SIZES:
+        return need(OP, f"chunk_size is {chunk_size}", "16, 32 or 64", "left to FLA")
+    gate = Gate(use_gate_in_kernel, A_log, dt_bias)
+    try:
+        check_tensors(
+            OP, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first
+        )
+        check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    except ValueError as error:
+        return str(error)
+    return refusal(q, k, v, cp_context=cp_context)
+
+
+def _registry() -> tuple[type, Callable[[type], object]]:
+    """FLA's base class of backends, and what a class derived from it is given to."""
+    try:
+        importlib.import_module(f"fla.ops.{OPERATION}")  # whoever calls it finds its backends then
+    except ImportError as error:
+        got = f"fla cannot be imported ({error})"
+        fix = "pip install flash-linear-attention"
+        raise Unsupported(
+            need("qla_kernels.integrations.fla", got, "0.5.2 or later", fix)
+        ) from error
+    try:
+        backends: Any = importlib.import_module("fla.backends")  # 0.6
+    except ModuleNotFoundError:
+        backends = importlib.import_module("fla.ops.backends")  # 0.5.2
+        registry: Any = importlib.import_module(f"fla.ops.{OPERATION}.backends").gdr_registry
+        return backends.BaseBackend, lambda backend: registry.register(backend())
+    return backends.BaseBackend, backends.register(OPERATION)
+
+
+def _backend(base: type, order: int) -> type:
+    class QlaKernels(base):  # type: ignore[misc]
+        backend_type = "qla_kernels"
+        package_name = "qla_kernels"
+        env_var = SWITCH
+        priority = order
+
+        def chunk_gated_delta_rule_verifier(
+            self, *args: Any, **kwargs: Any
+        ) -> tuple[bool, str | None]:
+            reason = declined(*args, **kwargs)
+            return reason is None, reason
+
+        def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            return chunk_gated_delta_rule(*args, **kwargs)
+
+    return QlaKernels

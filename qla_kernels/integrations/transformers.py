@@ -1,0 +1,94 @@
+"""Gated-delta-net layers of Hugging Face transformers (Qwen3-Next, Qwen3.5, OLMo hybrid).
+
+    from qla_kernels.integrations import transformers
+    transformers.swap(model)  # how many layers run our kernels now
+
+Until transformers 5.14 a layer holds the functions it calls, `chunk_gated_delta_rule` for prefill
+and training and `recurrent_gated_delta_rule` for decoding: they are replaced layer by layer. Since
+5.15 it calls functions of its module, which all models of that kind share: those are replaced.
+transformers itself is not imported.
+
+There is no fallback: what our functions refuse, such as fp32 on a GPU, raises where it is called.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from qla_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+HOLDS, SHARES = "chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"
+HELD: dict[str, Callable[..., Any]] = {  # by a layer
+    HOLDS: chunk_gated_delta_rule,
+    "recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+}
+SHARED: dict[str, Callable[..., Any]] = {  # by the layers of a module
+    SHARES: chunk_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+}
+BEFORE = "before_qla_kernels"  # where a layer keeps what it held
+
+
+def swap(model: nn.Module) -> int:
+    """Let the gated-delta-net layers of `model` call our functions; once more changes nothing.
+
+    Returns:
+        How many layers of `model` do. Where functions are shared, other models' layers do, too.
+    """
+    holders = list(_holders(model))
+    for layer in holders:
+        before = layer.__dict__.setdefault(BEFORE, {})
+        for name, ours in HELD.items():
+            if getattr(layer, name, ours) is not ours:
+                before[name] = getattr(layer, name)
+                setattr(layer, name, ours)
+    sharers = list(_sharers(model))
+    for _, home in sharers:
+        for name, ours in SHARED.items():
+            if hasattr(home, name) and not hasattr(getattr(home, name), BEFORE):
+                setattr(home, name, _in_place_of(getattr(home, name), ours))
+    return len(holders) + len(sharers)
+
+
+def restore(model: nn.Module) -> int:
+    """Undo `swap`, and return how many layers it was undone for."""
+    layers = [layer for layer in _holders(model) if BEFORE in layer.__dict__]
+    for layer in layers:
+        for name, theirs in layer.__dict__.pop(BEFORE).items():
+            setattr(layer, name, theirs)
+    sharers = list(_sharers(model))
+    undone = [home for _, home in sharers if hasattr(getattr(home, SHARES), BEFORE)]
+    for home in undone:
+        for name in SHARED:
+            if theirs := getattr(getattr(home, name, None), BEFORE, None):
+                setattr(home, name, theirs)
+    return len(layers) + len(undone)
+
+
+def _holders(model: nn.Module) -> Iterator[nn.Module]:
+    return (m for m in model.modules() if callable(getattr(m, HOLDS, None)))
+
+
+def _sharers(model: nn.Module) -> Iterator[tuple[nn.Module, ModuleType]]:
+    for layer in model.modules():
+        home = sys.modules[type(layer).__module__]
+        is_one = type(layer).__name__.endswith("GatedDeltaNet")
+        if is_one and not hasattr(layer, HOLDS) and hasattr(home, SHARES):
+            yield layer, home
+
+
+def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours, called as a layer calls theirs: with keywords that are for other implementations."""
+    known = [p.name for p in inspect.signature(ours).parameters.values() if p.kind != p.VAR_KEYWORD]
+
+    @functools.wraps(theirs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **{name: x for name, x in kwargs.items() if name in known})
+
+    setattr(run, BEFORE, theirs)
+    return run

@@ -1,0 +1,42 @@
+"""Small cases of everything that can run on this machine, against the definition in fp64.
+
+    python -m qla_kernels.selftest      also: python -m qla_kernels.info --selftest
+
+The inputs, in cases.py, are small enough to run under compute-sanitizer and large enough for a
+partial chunk, a chunk of one token and shared key heads. On a Hopper GPU each kernel is launched by
+itself; a GPU it was not built for is left alone.
+"""
+
+import sys
+
+import torch
+
+from qla_kernels import device, jit
+from qla_kernels.gdn.validate import CAPABILITY
+from qla_kernels.selftest import gdn_backward, gdn_forward, gdn_public
+from qla_kernels.selftest.cases import Result
+
+__all__ = ["KERNELS", "Result", "main", "run"]
+
+KERNELS = gdn_forward.KERNELS | gdn_backward.KERNELS
+
+
+def run() -> list[Result]:
+    results = [*gdn_public.run("cpu", torch.float32), *gdn_public.run("cpu", torch.bfloat16)]
+    if not device.available():
+        return [*results, Result("GPU", None, 0, "torch sees none")]
+    capability = device.capability(torch.device("cuda"))
+    if capability != CAPABILITY:
+        note = f"capability {capability[0]}.{capability[1]}, kernels are for Hopper (9.0)"
+        return [*results, Result("GPU", None, 0, note)]
+    results += gdn_public.run("cuda", torch.bfloat16)
+    for family, name in jit.kernel_names():
+        check = KERNELS.get(f"{family}.{name}")
+        results += check() if check else [Result(f"{family}.{name}", None, 0, "no case")]
+    return results
+
+
+def main() -> int:
+    results = run()
+    sys.stdout.write("\n".join(map(str, results)) + "\n")
+    return 0 if all(result.passed for result in results) else 1

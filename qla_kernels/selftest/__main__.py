@@ -1,0 +1,7 @@
+"""python -m qla_kernels.selftest"""
+
+import sys
+
+from qla_kernels.selftest import main
+
+sys.exit(main())

@@ -1,0 +1,105 @@
+"""Each kernel of the backward."""
+
+from collections.abc import Callable
+
+import torch
+
+from qla_kernels.cpu import reference
+from qla_kernels.selftest.cases import SIZE, Result, error_of, inputs, label
+
+
+def _chunk_states() -> list[Result]:
+    from qla_kernels.gdn import launch_chains, packing
+
+    x = inputs()
+    h0, cu_seqlens = x.initial_state.float().cuda(), x.cu_seqlens.cuda()
+    want = reference().gdn.chunked(
+        *x.tensors(torch.float64), initial_state=x.initial_state, cu_seqlens=x.cu_seqlens
+    )
+    results = []
+    for dtype, limit in ((torch.bfloat16, 6e-3), (torch.float16, 1e-3)):
+        _, k, v, _, beta = x.tensors(dtype, "cuda")
+        table = packing.chunk_table(k.shape[1], cu_seqlens)
+        g_cum, A = want.g_cum.float().cuda(), want.A.to("cuda", dtype)
+        for tile_v in (128, 64):
+            h = launch_chains.chunk_states(
+                k, v, g_cum, beta, A, h0, cu_seqlens, table.first_chunk, tile_v=tile_v
+            )
+            name = label("gdn.chunk_states", dtype, f", V tile {tile_v}")
+            results.append(Result(name, error_of(h[: want.h.shape[1]].mT, want.h[0]), limit))
+    return results
+
+
+def _dstate_chain() -> list[Result]:
+    from qla_kernels.gdn import launch_chains, packing
+
+    x = inputs()
+    cu_seqlens, scale = x.cu_seqlens.cuda(), SIZE**-0.5
+    q, k, v, g, beta = x.tensors(torch.float64)
+    made = reference().gdn.chunked(q, k, v, g, beta, scale, cu_seqlens=x.cu_seqlens)
+    do, dht = v, x.initial_state  # any values will do
+    want = reference().gdn.chunked_backward(
+        q, k, v, made.g_cum, beta, made.A, do, dht, scale, dht, x.cu_seqlens
+    )
+    results = []
+    for dtype, limit in ((torch.bfloat16, 6e-3), (torch.float16, 1e-3)):
+        q, k, v, _, beta = x.tensors(dtype, "cuda")
+        table = packing.chunk_table(k.shape[1], cu_seqlens)
+        g_cum, A = made.g_cum.float().cuda(), made.A.to("cuda", dtype)
+        for tile_v in (128, 64):
+            dh0 = torch.empty_like(dht, dtype=torch.float32, device="cuda")
+            dS = launch_chains.dstate_chain(
+                q, k, v, g_cum, beta, A, dht.float().cuda(), scale, cu_seqlens,
+                table.first_chunk, dh0, tile_v,
+            )  # fmt: skip
+            last = dS[table.first_chunk[1:].long() - 1].mT
+            name = label("gdn.dstate_chain", dtype, f", V tile {tile_v}")
+            results.append(Result(f"{name} dh0", error_of(dh0, want.dh0), limit))
+            results.append(Result(f"{name} last chunks", error_of(last, dht), limit))
+    return results
+
+
+def _chunk_grads() -> list[Result]:
+    from qla_kernels.gdn import launch_backward, launch_chains, packing
+
+    x = inputs()
+    h0, cu_seqlens, scale = x.initial_state, x.cu_seqlens.cuda(), SIZE**-0.5
+    q, k, v, g, beta = x.tensors(torch.float64)
+    made = reference().gdn.chunked(q, k, v, g, beta, scale, h0, x.cu_seqlens)
+    want = reference().gdn.chunked_backward(
+        q, k, v, made.g_cum, beta, made.A, v, h0, scale, h0, x.cu_seqlens
+    )  # do and dht: any values will do
+    results = []
+    for dtype, limit in ((torch.bfloat16, 1e-2), (torch.float16, 1.5e-3)):
+        q, k, v, g, beta = x.tensors(dtype, "cuda")
+        table = packing.chunk_table(k.shape[1], cu_seqlens)
+        g_cum, A, first = made.g_cum.float().cuda(), made.A.to("cuda", dtype), table.first_chunk
+        state = h0.float().cuda()
+        h = launch_chains.chunk_states(k, v, g_cum, beta, A, state, cu_seqlens, first)
+        dS = launch_chains.dstate_chain(q, k, v, g_cum, beta, A, state, scale, cu_seqlens, first)
+        out = tuple(torch.empty_like(like) for like in (q, k, v, g, beta))
+        launch_backward.chunk_grads(q, k, v, v, g_cum, beta, A, h, dS, table, scale, out)
+        for name, got in zip(("dq", "dk", "dv", "dg", "dbeta"), out, strict=True):
+            error = error_of(got, getattr(want, name))
+            results.append(Result(label("gdn.chunk_grads", dtype, f" {name}"), error, limit))
+    return results
+
+
+def _l2norm_bwd() -> list[Result]:
+    from qla_kernels.gdn import launch
+
+    results = []
+    for dtype, limit in ((torch.bfloat16, 3e-3), (torch.float16, 4e-4)):
+        x, dy = 4 * inputs().k, inputs().q
+        dx = launch.l2norm_bwd(x.to("cuda", dtype), dy.to("cuda", dtype), None)
+        want = reference().gdn.l2norm_backward(x, dy)
+        results.append(Result(label("gdn.l2norm_bwd", dtype), error_of(dx, want), limit))
+    return results
+
+
+KERNELS: dict[str, Callable[[], list[Result]]] = {
+    "gdn.chunk_states": _chunk_states,
+    "gdn.dstate_chain": _dstate_chain,
+    "gdn.chunk_grads": _chunk_grads,
+    "gdn.l2norm_bwd": _l2norm_bwd,
+}

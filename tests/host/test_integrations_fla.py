@@ -1,0 +1,169 @@
+"""Our backend in flash-linear-attention's registries: who runs a call, and why not we."""
+
+import inspect
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import qla_kernels
+from qla_kernels import Unsupported, gdn
+from qla_kernels.integrations import fla
+from tests.gdn_calls import CALLS, call
+from tests.host import fla_stand_ins
+
+VERSIONS = ("0.6", "0.5.2")
+
+
+@pytest.fixture(params=VERSIONS)
+def installed(request, monkeypatch):
+    """fla, of either version; `of` of another state."""
+
+    def of(disabled: bool = False) -> SimpleNamespace:
+        modules, registry = fla_stand_ins.build(request.param, disabled)
+        for name in [n for n in sys.modules if n.partition(".")[0] == "fla"]:
+            monkeypatch.delitem(sys.modules, name)
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        functions = modules["fla.ops.gated_delta_rule"]
+        return SimpleNamespace(registry=registry, **vars(functions), of=of)
+
+    for switch in (fla.SWITCH, "FLA_FLASH_QLA", "FLA_DISABLE_BACKEND_DISPATCH"):
+        monkeypatch.delenv(switch, raising=False)
+    return of()
+
+
+def ran_by(result: Any) -> str:
+    return result if isinstance(result, str) else "ours"
+
+
+def test_flash_qla_goes_first_unless_we_are_preferred(installed, monkeypatch):
+    x = call()
+    assert fla.register()
+    assert ran_by(installed.chunk_gated_delta_rule(**x)) == "FlashQLA"
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    assert ran_by(installed.chunk_gated_delta_rule(**x)) == "ours"
+    monkeypatch.delenv("FLA_FLASH_QLA")
+    assert fla.register(prefer=True)
+    assert ran_by(installed.chunk_gated_delta_rule(**x)) == "ours"
+    assert fla.register()
+    assert ran_by(installed.chunk_gated_delta_rule(**x)) == "FlashQLA"
+    ours = [b for b in installed.registry.backends.values() if b.backend_type == "qla_kernels"]
+    assert len(ours) == 1
+    assert ours[0].package_name == "qla_kernels"
+
+
+def test_functions_that_we_do_not_offer_fall_through(installed):
+    fla.register(prefer=True)
+    result = installed.fused_recurrent_gated_delta_rule(**call(tokens=1))
+    assert ran_by(result) == "FLA, recurrent"
+
+
+@pytest.mark.parametrize("kind", [*CALLS, "by place"])
+def test_what_we_run_is_our_function(installed, kind):
+    fla.register(prefer=True)
+    x = call(**CALLS.get(kind, {}))
+    want = qla_kernels.chunk_gated_delta_rule(**x, output_final_state=True)
+    if kind == "by place":
+        got = installed.chunk_gated_delta_rule(
+            *(x[n] for n in ("q", "k", "v", "g", "beta")), None, x["initial_state"], True
+        )
+    else:
+        got = installed.chunk_gated_delta_rule(**x, output_final_state=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_gradients_are_ours(installed):
+    fla.register(prefer=True)
+    x = call()
+    x["q"].requires_grad_()
+    installed.chunk_gated_delta_rule(**x)[0].sum().backward()
+    assert x["q"].grad.any()
+
+
+HALF = torch.zeros(2, 70, 2, 16, dtype=torch.bfloat16)
+DECLINED = {
+    "mixed dtypes": ({"k": HALF}, "q is float64, k is bfloat16, v is float64; need one dtype"),
+    "ranks": ({"cp_context": SimpleNamespace()}, "got cp_context; need None"),
+    "its old place": (
+        {"chunk_indices": SimpleNamespace()},
+        "got cp_context; need keywords of ours",
+    ),
+    "old keyword": ({"transpose_state_layout": True}, "got transpose_state_layout; need keywords"),
+    "removed keyword": ({"head_first": False}, "got head_first; need keywords of ours"),
+    "keyword that FLA ignores": ({"layer_idx": 3}, "got layer_idx; need keywords of ours"),
+    "chunk size": ({"chunk_size": 128}, "chunk_size is 128; need 16, 32 or 64"),
+    "state that FLA does not look at": (
+        {"initial_state": torch.zeros(2, 2, 16, 8)},
+        "initial_state has shape (2, 2, 16, 8); need [N, HV, K, V] = (2, 4, 16, 8)",
+    ),
+    "gate": ({"use_gate_in_kernel": True}, "use_gate_in_kernel without A_log; need A_log"),
+    "eigenvalues": ({"allow_neg_eigval": True}, "allow_neg_eigval without"),
+    "missing argument": ({"beta": None}, "'NoneType' object has no attribute"),
+}
+
+
+@pytest.mark.parametrize("kind", DECLINED)
+def test_the_rest_is_fla_s(installed, kind):
+    fla.register(prefer=True)
+    installed.registry.backends.pop("flash_qla")
+    changed, reason = DECLINED[kind]
+    assert ran_by(installed.chunk_gated_delta_rule(**{**call(), **changed})) == "FLA"
+    (said,) = installed.registry.said
+    assert said.removeprefix("chunk_gated_delta_rule: ").startswith(reason)
+
+
+def test_the_reason_is_what_refusal_says(installed, monkeypatch):
+    """Of a well-formed call."""
+    fla.register(prefer=True)
+    monkeypatch.setattr(fla, "refusal", lambda *args, **facts: "not today")
+    x = call()
+    assert fla.declined(**x) == "not today"
+    assert ran_by(installed.chunk_gated_delta_rule(**x)) == "FlashQLA"
+
+
+def test_parameters_are_those_of_our_function():
+    ours = inspect.signature(gdn.chunk_gated_delta_rule).parameters.values()
+    names = [p.name for p in ours if p.kind is not p.VAR_KEYWORD]
+    assert list(inspect.signature(fla.declined).parameters)[: len(names)] == names
+
+
+def test_the_switch(installed, monkeypatch, caplog):
+    monkeypatch.setenv(fla.SWITCH, "0")
+    with caplog.at_level(logging.WARNING, "qla_kernels"):
+        assert not fla.register(prefer=True)
+    assert caplog.messages == ["fla will not ask qla_kernels: FLA_QLA_KERNELS=0"]
+    assert ran_by(installed.chunk_gated_delta_rule(**call())) == "FlashQLA"
+    monkeypatch.setenv(fla.SWITCH, "1")  # read at each call
+    assert ran_by(installed.chunk_gated_delta_rule(**call())) == "ours"
+
+
+def test_disabled_dispatch_is_noticed(installed, caplog):
+    bare = installed.of(disabled=True)
+    with caplog.at_level(logging.WARNING, "qla_kernels"):
+        assert not fla.register(prefer=True)
+    assert caplog.messages == ["fla will not ask qla_kernels: FLA_DISABLE_BACKEND_DISPATCH=1"]
+    assert ran_by(bare.chunk_gated_delta_rule(**call())) == "FLA"
+
+
+def test_without_fla(monkeypatch):
+    for name in [n for n in sys.modules if n.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(
+        Unsupported, match=r"fla cannot be imported .*pip install flash-linear-atten"
+    ):
+        fla.register()
+
+
+def test_with_an_installed_fla(monkeypatch):
+    ops = pytest.importorskip("fla.ops.gated_delta_rule", exc_type=ImportError)
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    assert fla.register()
+    x = call(dtype=torch.float32)
+    got = ops.chunk_gated_delta_rule(**x, output_final_state=True)
+    want = qla_kernels.chunk_gated_delta_rule(**x, output_final_state=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

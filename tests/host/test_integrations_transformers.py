@@ -1,0 +1,223 @@
+"""Models of transformers with our functions in their gated-delta-net layers, on the CPU.
+
+Stand-in layers of both kinds always run: some hold the functions they call, some share them. Models
+of an installed transformers, of whichever kind, run as well. They compute in fp32.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qla_kernels import Unsupported, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from qla_kernels.integrations import transformers as integration
+from reference import gdn
+from tests.compare import relative_l2
+
+
+def torch_chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if use_qk_l2norm_in_kernel:
+        query, key = gdn.l2norm(query), gdn.l2norm(key)
+    o, state = gdn.recurrent(query, key, value, g, beta, initial_state=initial_state)
+    return o, state if output_final_state else None
+
+
+torch_recurrent_gated_delta_rule = torch_chunk_gated_delta_rule
+
+
+class GatedDeltaNet(nn.Module):
+    """Since transformers 5.15: calls functions of its module, with keywords that not all take."""
+
+    H, HV, K, V = 2, 4, 16, 8
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.sizes = (self.H * self.K, self.H * self.K, self.HV * self.V, self.HV, self.HV)
+        self.project = nn.Linear(width, sum(self.sizes), bias=False)
+        self.A_log = nn.Parameter(torch.rand(self.HV))
+        self.dt_bias = nn.Parameter(torch.zeros(self.HV))
+        self.out = nn.Linear(self.HV * self.V, width, bias=False)
+
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        return torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        q, k, v, a, b = self.project(x).split(self.sizes, -1)
+        q, k = (F.silu(t).unflatten(-1, (self.H, self.K)) for t in (q, k))
+        v = F.silu(v).unflatten(-1, (self.HV, self.V))
+        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        whole, single = self.functions()
+        function = single if state is not None and x.shape[1] == 1 else whole
+        o, state = function(
+            q, k, v, g=g, beta=b.sigmoid(), initial_state=state, output_final_state=True,
+            use_qk_l2norm_in_kernel=True, **self.others(),
+        )  # fmt: skip
+        return self.out(o.flatten(-2)), state
+
+    def others(self) -> dict[str, Any]:
+        return {"cu_seqlens": None, "position_ids": torch.zeros(1)}
+
+
+class HoldingGatedDeltaNet(GatedDeltaNet):
+    """Until 5.14: calls what it holds."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.chunk_gated_delta_rule = torch_chunk_gated_delta_rule
+        self.recurrent_gated_delta_rule = torch_recurrent_gated_delta_rule
+
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        return self.chunk_gated_delta_rule, self.recurrent_gated_delta_rule
+
+    def others(self) -> dict[str, Any]:
+        return {}
+
+
+class Model(nn.Module):
+    def __init__(self, layer: type[GatedDeltaNet]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList([layer(32), layer(32)])
+
+    def forward(self, ids: Tensor, states: list[Tensor | None] | None = None) -> Any:
+        x, out = self.embed(ids), []
+        for layer, state in zip(self.layers, states or [None, None], strict=True):
+            y, state = layer(x, state)
+            x = x + y
+            out.append(state)
+        return x @ self.embed.weight.T, out
+
+
+@pytest.fixture(params=[HoldingGatedDeltaNet, GatedDeltaNet])
+def model(request):
+    made = Model(request.param)
+    yield made
+    integration.restore(made)  # this module's functions
+
+
+def step(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, loss and every parameter's gradient."""
+    model.zero_grad()
+    out = model(ids)
+    logits = out[0] if isinstance(out, tuple) else out.logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), loss.detach(), grads
+
+
+def assert_agree(got: Any, want: Any) -> None:
+    assert relative_l2(got[0], want[0]) < 1e-5
+    assert relative_l2(got[1], want[1]) < 1e-6
+    assert got[2].keys() == want[2].keys()
+    largest = max(x.norm() for x in want[2].values())
+    for name, x in want[2].items():  # one that vanishes is judged next to the others
+        assert (got[2][name] - x).norm() < 2e-5 * x.norm() + 1e-7 * largest, name
+
+
+def test_a_training_step_agrees(model):
+    ids = torch.randint(50, (2, 70))
+    want = step(model, ids)
+    assert integration.swap(model) == 2
+    assert_agree(step(model, ids), want)
+
+
+def test_decoding_agrees(model):
+    ids = torch.randint(50, (2, 9))
+    with torch.no_grad():
+        want, _ = model(ids)
+        integration.swap(model)
+        parts, states = [], None
+        for piece in ids.split([5, 1, 1, 1, 1], 1):
+            logits, states = model(piece, states)
+            parts.append(logits)
+    assert relative_l2(torch.cat(parts, 1), want) < 1e-6
+
+
+def test_layers_call_our_functions(model):
+    """Which refuse what theirs would not."""
+    integration.swap(model)
+    q, v, gate = torch.zeros(1, 3, 2, 16), torch.zeros(1, 3, 4, 8), torch.zeros(1, 3, 4)
+    for function in model.layers[0].functions():
+        with pytest.raises(Unsupported, match="need one dtype"):
+            function(q, q.half(), v, g=gate, beta=gate)
+
+
+def test_restore_brings_the_same_functions_back(model):
+    before = [layer.functions() for layer in model.layers]
+    assert integration.restore(model) == 0
+    integration.swap(model)
+    assert integration.swap(model) == 2
+    for layer, functions in zip(model.layers, before, strict=True):
+        assert not set(layer.functions()) & set(functions)
+    assert integration.restore(model) == 2
+    assert [layer.functions() for layer in model.layers] == before
+    assert integration.restore(model) == 0
+
+
+def test_what_a_layer_holds_goes_with_it():
+    model = Model(HoldingGatedDeltaNet)
+    integration.swap(model)
+    other = copy.deepcopy(model)
+    for layer in other.layers:
+        held = (layer.chunk_gated_delta_rule, layer.recurrent_gated_delta_rule)
+        assert held == (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule)
+    assert integration.restore(other) == 2
+    assert integration.restore(model) == 2
+
+
+def test_other_layers_are_left_alone():
+    assert integration.swap(nn.Sequential(nn.Linear(3, 3), nn.GELU())) == 0
+
+
+def tiny(kind: str) -> nn.Module:
+    """One layer with the gated delta net, one with attention."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": 128,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+    if kind == "Qwen3Next":
+        experts = {"num_experts": 2, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+        experts |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+        return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**sizes, **experts))
+    if not hasattr(transformers, "Qwen3_5ForCausalLM"):
+        pytest.skip("this transformers has no Qwen3.5")
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes))
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3_5"])
+def test_a_model_of_an_installed_transformers(kind):
+    model, ids = tiny(kind), torch.randint(50, (2, 70))
+    want = step(model, ids)
+    decode = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    decode |= {"return_dict_in_generate": True}
+    want_new = model.generate(ids[:, :5], **decode)
+    assert integration.swap(model) == 1
+    try:
+        assert_agree(step(model, ids), want)
+        new = model.generate(ids[:, :5], **decode)
+        assert torch.equal(new.sequences, want_new.sequences)
+        for a, b in zip(new.logits, want_new.logits, strict=True):
+            assert relative_l2(a, b) < 1e-5
+    finally:
+        assert integration.restore(model) == 1
+    assert torch.equal(step(model, ids)[0], want[0])
