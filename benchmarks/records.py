@@ -196,6 +196,11 @@ def load(folder: Path = RESULTS) -> list[Run]:
     return sorted(found, key=lambda run: run.date)
 
 
+def run_from_json(values: dict[str, Any]) -> Run:
+    """A run as `--out` has it, in one piece."""
+    return Run(**{**values, "rows": tuple(row_from_json(row) for row in values["rows"])})
+
+
 def row_from_json(values: dict[str, Any]) -> Row:
     results = tuple(Result(**result) for result in values.pop("results"))
     return Row(**values, results=results)

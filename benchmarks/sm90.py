@@ -27,7 +27,7 @@ from .baselines import implementations
 from .harness import LIMITS, Harness
 from .messages import Machine, Options
 from .progress import Progress
-from .records import Row, Run
+from .records import Run
 from .workloads import GDN, GDN_DEFAULT
 from .workloads_attention import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
 
@@ -86,6 +86,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--cold", action="store_true", help="fill the L2 cache with other data before each call")
     add("--input-sets", type=int, default=0, help="0: as many as outlast the L2 cache")
     add("--limit", type=float, default=LIMITS["first call"], help="seconds for a first call")
+    add("--recover", type=Path, metavar="FILE", help="put on record a run that was cut off")
     add("--warm", type=int, metavar="JOBS", help="only compile, in so many processes at once")
     options = parser.parse_args(arguments)
     unknown = set(options.sets) - set(SETS[options.family])
@@ -133,7 +134,6 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
     )
     log = options.out / f"{options.family}.log"
     log.unlink(missing_ok=True)
-    rows: list[Row] = []
     progress = Progress()
     with Harness(
         options.family, options.impl, settings, log,
@@ -142,25 +142,28 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
         machine = harness.machine
         if machine.kind == "cpu" and options.family == "gdn":
             workloads = for_cpu(workloads, options.quick, bool(options.sets or options.only))
+        run = describe_run(options, machine, workloads)
         progress.start(len(workloads), machine)
         try:
             for workload in workloads:
                 progress.row(workload.name)
-                rows.append(harness.row(workload))
+                run = replace(run, rows=(*run.rows, harness.row(workload)))
+                _write_record(options, run)
         except KeyboardInterrupt:
-            progress.say(f"stopped after {len(rows)} of {len(workloads)} workloads")
+            progress.say(f"stopped after {len(run.rows)} of {len(workloads)} workloads")
         progress.close()
-    return describe_run(options, machine, rows), len(rows) == len(workloads)
+    run = replace(run, environment_after=records.device_environment(machine.kind))
+    return run, len(run.rows) == len(workloads)
 
 
-def describe_run(options: argparse.Namespace, machine: Machine, rows: list[Row]) -> Run:
+def describe_run(options: argparse.Namespace, machine: Machine, workloads: Sequence[Any]) -> Run:
     commit, dirty = records.git_state()
     date = records.now()
     notes = []
     if machine.kind == "cpu" and options.family == "gdn":
         factor = CPU_QUICK_FACTOR if options.quick else CPU_FACTOR
         smaller = f"lengths {factor} times shorter"
-        if any(row.kind == "decode" for row in rows):
+        if any(workload.kind == "decode" for workload in workloads):
             smaller += f", {factor} times fewer sequences to decode"
         notes.append(f"No GPU: float32 on the CPU path, {smaller}.")
     if options.cold:
@@ -172,7 +175,7 @@ def describe_run(options: argparse.Namespace, machine: Machine, rows: list[Row])
         device=machine.device,
         device_kind=machine.kind,
         environment=machine.environment,
-        environment_after=records.device_environment(machine.kind),
+        environment_after={},
         versions=machine.versions,
         labels=machine.labels,
         missing=machine.missing,
@@ -181,7 +184,6 @@ def describe_run(options: argparse.Namespace, machine: Machine, rows: list[Row])
         dirty=dirty,
         command=records.command_line(),
         fingerprint=records.fingerprint(options.family),
-        rows=tuple(rows),
         notes=" ".join(notes),
     )
 
@@ -201,6 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not workloads:
         print("no workload matches; see --list", file=sys.stderr)
         return 2
+    if options.recover:
+        print(records.append(records.run_from_json(json.loads(options.recover.read_text()))))
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
     # for the worker: OpenMP threads that spin while they wait cost 10x where cores are shared
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -211,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     run, complete = measure(options, workloads)
     files = [_write(options.out / f"{run.family}.md", tables.page(run))]
-    files.append(_write(options.out / f"{run.family}.json", json.dumps(dataclasses.asdict(run))))
+    files.append(_write_record(options, run))
     if options.save:
         files.append(records.append(run))
     if options.plot:
@@ -224,6 +229,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines += [f"  {path}" for path in files]
     print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
     return 0 if complete else 130
+
+
+def _write_record(options: argparse.Namespace, run: Run) -> Path:
+    """After every row: whatever ends the process, `--recover` finds what was measured."""
+    return _write(options.out / f"{run.family}.json", json.dumps(dataclasses.asdict(run)))
 
 
 def _write(path: Path, text: str) -> Path:

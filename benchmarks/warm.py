@@ -5,11 +5,14 @@ left out: they would choose on a busy GPU. FLA can be told not to keep it, and c
 """
 
 import argparse
+import multiprocessing
 import os
+import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 from .harness import Harness
 from .messages import Options
@@ -46,10 +49,26 @@ def compile_all(options: argparse.Namespace, workloads: Sequence[Any]) -> int:
                     failures.append(f"{workload.name}, {name}: {result.status} {result.detail}")
 
     with ThreadPoolExecutor(options.warm) as pool:
-        list(pool.map(work, tasks))
+        try:
+            list(pool.map(work, tasks))
+        except KeyboardInterrupt:
+            _abandon()
     progress.close()
     print("\n".join(failures) or f"compiled for {len(workloads)} workloads: {', '.join(names)}")
     return 1 if failures else 0
+
+
+def _abandon() -> NoReturn:
+    """Ends the workers, and the compilers that they started; what they finished is on disk.
+
+    Leaving the pool would wait for each to end by itself.
+    """
+    for worker in multiprocessing.active_children():
+        if worker.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+    print("stopped: not everything is compiled", flush=True)
+    os._exit(130)
 
 
 def _alike(workloads: Sequence[Any]) -> list[list[Any]]:

@@ -1,6 +1,8 @@
 """The harness survives whatever an implementation does, and the command runs to its end."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -218,3 +220,38 @@ def test_warming_compiles_in_processes_and_reports_failures(tmp_path, capsys):
     quick = ["gdn", "--quick", "--only", "gdn-fwd-2x8-1x2048-*", "--out", str(tmp_path)]
     assert sm90.main([*quick, "--impl", "ours", "--warm", "2"]) == 0
     assert "compiled for 1 workloads: ours" in capsys.readouterr().out
+
+
+def command(*arguments: str) -> subprocess.Popen[str]:
+    """The command in a process of its own, which a test can end."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.sm90", *arguments],
+        cwd=records.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def test_a_run_that_is_killed_leaves_its_rows(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: this is the path without one")
+    only = ("--only", "gdn-fwd-2x8-*", "--impl", "ours")
+    process = command("gdn", "--quick", *only, "--out", str(tmp_path))
+    partial = tmp_path / "gdn.json"
+    deadline = time.monotonic() + 60
+    while not partial.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    run = records.run_from_json(json.loads(partial.read_text()))
+    records.append(run, tmp_path / "results")
+    (found,) = records.load(tmp_path / "results")
+    assert 1 <= len(found.rows) <= 7
+    assert found.rows[0].time_ms("ours") > 0
+
+
+def test_warming_ends_when_told_to(tmp_path):
+    process = command("gdn", "--quick", "--impl", "ours", "--warm", "2", "--out", str(tmp_path))
+    for line in process.stdout:
+        if "[1/" in line:
+            break
+    process.terminate()
+    assert process.wait(20) == 130
