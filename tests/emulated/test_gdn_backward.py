@@ -1,22 +1,22 @@
 """The whole CUDA backward, emulated: launch_backward.gdn_bwd on CPU tensors, kernel by kernel."""
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
+from qla_kernels import jit
 from qla_kernels.gdn import launch, launch_backward
 from qla_kernels.gdn.kernels import chunk_grads
 from qla_kernels.gdn.ops import Backward
 from reference import gdn
 from tests.compare import assert_close, relative_l2
-from tests.emulator import EmulatedKernel
 from tests.gdn_backward_check import Saved, check, saved
 from tests.gdn_calls import Call, call
 from tests.gdn_inputs import gates, keys
+
+pytestmark = pytest.mark.usefixtures("seeds")
 
 # Lengths 0, 1 and around 64; empty sequences first, in the middle, last; several chunks.
 LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [63, 128, 200], [1], [0, 0], [2, 321])
@@ -24,24 +24,6 @@ LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [63, 128, 200], [1], [0, 0], [2, 321])
 # roundings.
 HEADS = ((1, 2), (2, 4), (1, 4), (2, 2), (1, 1), (1, 2))
 FLAGS = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first")
-
-
-@functools.cache
-def emulated(module: Any, variant: Any) -> EmulatedKernel:
-    return EmulatedKernel(module.build(variant), module.PASS_CONFIGS)
-
-
-@pytest.fixture(autouse=True)
-def seeds(monkeypatch):
-    """Kernels are emulated, on a GPU of four SMs; the dictionary holds the seed of each launch."""
-    settings = {"seed": 0}
-
-    def compile(module: Any, variant: Any) -> Any:
-        return lambda *arguments: emulated(module, variant)(*arguments, seed=settings["seed"])
-
-    monkeypatch.setattr(jit, "compile", compile)
-    monkeypatch.setattr(device, "sm_count", lambda _: 4)
-    return settings
 
 
 def backward(

@@ -1,22 +1,22 @@
 """The backward's two chains, emulated: launch_chains on CPU tensors."""
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from qla_kernels import device, jit
+from qla_kernels import jit
 from qla_kernels.gdn import launch_chains
 from qla_kernels.gdn.kernels import chunk_states, dstate_chain
 from qla_kernels.varlen import chunk_table
 from reference import gdn, gdn_backward, gdn_chunked
 from reference.chunks import cut, sequence_spans
 from tests.compare import assert_close, relative_l2
-from tests.emulator import EmulatedKernel
 from tests.gdn_inputs import gates, keys
+
+pytestmark = pytest.mark.usefixtures("seeds")
 
 # Lengths 0, 1 and around 64; empty sequences first, in the middle, last; several chunks.
 LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [63, 128, 200], [1], [0, 0], [2, 321])
@@ -52,24 +52,6 @@ class Chains(NamedTuple):
     ht: Tensor  # [N, HV, K, V]
     dS: Tensor  # [NC, HV, V, K]
     dh0: Tensor  # [N, HV, K, V]
-
-
-@functools.cache
-def emulated(module: Any, variant: Any) -> EmulatedKernel:
-    return EmulatedKernel(module.build(variant), module.PASS_CONFIGS)
-
-
-@pytest.fixture(autouse=True)
-def seeds(monkeypatch):
-    """Kernels are emulated, on a GPU of four SMs; the dictionary holds the seed of each launch."""
-    settings = {"seed": 0}
-
-    def compile(module: Any, variant: Any) -> Any:
-        return lambda *arguments: emulated(module, variant)(*arguments, seed=settings["seed"])
-
-    monkeypatch.setattr(jit, "compile", compile)
-    monkeypatch.setattr(device, "sm_count", lambda _: 4)
-    return settings
 
 
 def case(

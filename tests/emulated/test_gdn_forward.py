@@ -1,43 +1,25 @@
 """The whole CUDA forward, emulated: launch.gdn_fwd on CPU tensors, kernel by kernel."""
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 
-from qla_kernels import device, jit
+from qla_kernels import jit
 from qla_kernels.gdn import heuristics, launch
 from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.ops import Forward
 from reference import gdn
 from tests.compare import assert_close, relative_l2
-from tests.emulator import EmulatedKernel
 from tests.gdn_calls import Call, call
 from tests.gdn_forward_check import check, check_saved
 from tests.gdn_inputs import gates, keys
 
+pytestmark = pytest.mark.usefixtures("seeds")
+
 # Lengths 0, 1 and around 64; empty sequences first, in the middle, last; several chunks.
 LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [63, 128, 200], [1], [0, 0], [2, 321])
 WITHOUT = {"initial_state": None}
-
-
-@functools.cache
-def emulated(module: Any, variant: Any) -> EmulatedKernel:
-    return EmulatedKernel(module.build(variant), module.PASS_CONFIGS)
-
-
-@pytest.fixture(autouse=True)
-def seeds(monkeypatch):
-    """Kernels are emulated, on a GPU of four SMs; the dictionary holds the seed of each launch."""
-    settings = {"seed": 0}
-
-    def compile(module: Any, variant: Any) -> Any:
-        return lambda *arguments: emulated(module, variant)(*arguments, seed=settings["seed"])
-
-    monkeypatch.setattr(jit, "compile", compile)
-    monkeypatch.setattr(device, "sm_count", lambda _: 4)
-    return settings
 
 
 def forward(x: Call, **changed: Any) -> Forward:
