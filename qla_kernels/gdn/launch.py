@@ -18,6 +18,7 @@ from qla_kernels.gdn.packing import (
     flat_parts,
     key_first,
     no_state,
+    of_part,
     require_aligned,
     sequence_bounds,
     tokens,
@@ -68,13 +69,17 @@ def gdn_fwd(
         if is_train or output_h or not plan.solves:
             saved = (torch.empty_like(g), q.new_empty(B, T, HV, CHUNK))
         for b in flat_parts(q, k, v):
-            bounds = sequence_bounds(q[b], cu_seqlens)
-            mine = None if saved is None else (saved[0][b], saved[1][b])
+            q_b, k_b, v_b, g_b, beta_b, o_b = of_part(b, q, k, v, g, beta, o)
+            bounds = sequence_bounds(q_b, cu_seqlens)
+            saved_b = None
+            if saved is not None:
+                g_cum_b, A_b = of_part(b, *saved)
+                saved_b = (g_cum_b, A_b)
             if not plan.solves:
-                kkt_solve(k[b], g[b], beta[b], bounds, out=mine)
+                kkt_solve(k_b, g_b, beta_b, bounds, out=saved_b)
             fused_fwd(
-                q[b], k[b], v[b], g[b], beta[b], scale, key_first(h0, b, state_v_first), bounds,
-                o[b], key_first(final, b, state_v_first), mine, plan,
+                q_b, k_b, v_b, g_b, beta_b, scale, key_first(h0, b, state_v_first), bounds,
+                o_b, key_first(final, b, state_v_first), saved_b, plan,
             )  # fmt: skip
         h = None
         if output_h:

@@ -30,6 +30,11 @@ def flat_parts(*tensors: Tensor) -> list[slice]:
     return [slice(b, b + 1) for b in range(len(tensors[0]))]
 
 
+def of_part(rows: slice, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Those batch rows; a view of all of them would cost the host 2 us a tensor."""
+    return tensors if rows == slice(None) else tuple(x[rows] for x in tensors)
+
+
 def tokens(x: Tensor) -> Tensor:
     """[B, T, heads, size] as [B T, heads, size].
 
@@ -45,7 +50,8 @@ def key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor 
     """A view [.., K, V] of the caller's states: their layout is a matter of strides."""
     if state is None:
         return None
-    return state[rows].mT if state_v_first else state[rows]
+    (state,) = of_part(rows, state)
+    return state.mT if state_v_first else state
 
 
 def no_state(like: Tensor, K: int, V: int) -> Tensor:
