@@ -235,6 +235,8 @@ def build(v: Variant):
         with T.Kernel(
             (num_bounds - 1) * num_value_heads * num_tiles, threads=(GROUP, plan.threads // GROUP)
         ) as block:
+            # TileLang lets one thread of each row initialise the barriers: the same values, before
+            # the whole block meets for the first time
             T.import_source(SOURCE)
             s_k = T.alloc_shared((rings["qk"], CHUNK, K), v.dtype)
             s_q = T.alloc_shared((rings["qk"], CHUNK, K), v.dtype)
