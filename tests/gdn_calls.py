@@ -105,3 +105,13 @@ def gradients(outputs: tuple[Tensor | None, ...], inputs: Call) -> dict[str, Ten
     )
     found = torch.autograd.grad(loss, [inputs[n] for n in names])
     return dict(zip(names, found, strict=True))
+
+
+def on_gpu(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **others: Any) -> Call:
+    """A call's arguments on a GPU; packed ones are followed by padding tokens full of NaN."""
+    others = {"sizes": (size, size), "gates": torch.float32, **others}
+    padding = others.pop("padding", 3 if lengths else 0)
+    x = call(lengths, dtype=dtype, padding=padding, **others)
+    return {
+        name: value.to("cuda") if torch.is_tensor(value) else value for name, value in x.items()
+    }

@@ -16,11 +16,12 @@ class Forward(NamedTuple):
 # A chunk of a CTA. Half the columns take more than half the time: what a chunk waits for is not the
 # columns; and a chunk whose A is solved for in the same CTA waits longest of all.
 STEP = {Forward(64, True): 1.8, Forward(128, True): 2.9, Forward(128, False): 2.15}
-# whatever the batch: plans differ in the order of sums
-BATCH_INVARIANT = Forward(64, True)
 LAUNCH, START = 6.0, 8.0  # of the kernel; of each CTA, before its first chunk and after its last
 # gate and kkt_solve: launches, and a chunk of a value head on one SM
 SOLVE_START, SOLVE_STEP = 28.0, 0.5
+
+# Whatever the batch: plans differ in the order of sums.
+BATCH_INVARIANT = Forward(64, True)
 
 
 def forward(
@@ -35,10 +36,8 @@ def forward(
 
     def duration(plan: Forward) -> float:
         waves = -(-heads * (V // plan.tile_v) // sm_count)
-        alone = LAUNCH + waves * (START + chunks * STEP[plan])
-        return (
-            alone if plan.solves else alone + SOLVE_START + SOLVE_STEP * heads * chunks / sm_count
-        )
+        before = 0.0 if plan.solves else SOLVE_START + SOLVE_STEP * heads * chunks / sm_count
+        return before + LAUNCH + waves * (START + chunks * STEP[plan])
 
     return min((plan for plan in STEP if V % plan.tile_v == 0), key=duration)
 

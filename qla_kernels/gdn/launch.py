@@ -5,6 +5,7 @@ from torch import Tensor
 
 from qla_kernels import device, jit
 from qla_kernels.gdn import activations, heuristics
+from qla_kernels.gdn.chain import TILE
 from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
 from qla_kernels.gdn.kernels import gate as gate_kernel
 from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
@@ -16,6 +17,7 @@ from qla_kernels.gdn.packing import (
     chunk_table,
     dtype_name,
     flat_parts,
+    hand_on,
     key_first,
     no_state,
     of_part,
@@ -203,8 +205,7 @@ def fused_fwd(
     if not N or not o.numel():  # no token to compute, or none that a sequence owns
         for x in (o, *(saved or ())):
             x.zero_()
-        if ht is not None:
-            ht.zero_() if h0 is None else ht.copy_(h0)
+        hand_on(h0, ht)
         return
     if saved is None:  # nothing is written there
         g_cum, A = g.view(B * T, HV)[:1], o.view(-1)[: HV * CHUNK].view(1, HV, 1, CHUNK)
@@ -220,7 +221,7 @@ def fused_fwd(
         beta.view(B * T, HV),
         cu_seqlens.int().contiguous(),
         nothing if h0 is None else h0,
-        o.view(B * T, HV, -1, 64),
+        o.view(B * T, HV, -1, TILE),
         nothing if ht is None else ht,
         g_cum,
         A,

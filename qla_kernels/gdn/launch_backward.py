@@ -15,7 +15,9 @@ from qla_kernels.gdn.packing import (
     dtype_name,
     flat_parts,
     flattens,
+    hand_on,
     key_first,
+    of_part,
     require_aligned,
     sequence_bounds,
     tokens,
@@ -55,13 +57,14 @@ def gdn_bwd(
         parts = flat_parts(q, k, v)
         do = _readable(do.to(v.dtype), flat=len(parts) == 1)
         for b in parts:
+            inputs = of_part(b, q, k, v, do, g_cum, active, A)
             _packed(
-                (q[b], k[b], v[b], do[b], g_cum[b], active[b], A[b]),
+                inputs,
                 key_first(h0, b, state_v_first),
                 key_first(end, b, state_v_first),
                 scale,
-                sequence_bounds(q[b], cu_seqlens),
-                tuple(x[b] for x in grads),
+                sequence_bounds(inputs[0], cu_seqlens),
+                of_part(b, *grads),
                 key_first(dh0, b, state_v_first),
             )
         dq, dk, dv, dg, dbeta = grads
@@ -165,8 +168,7 @@ def _packed(
     if not out[2].numel() or len(bounds) == 1:  # no token, or none that a sequence owns
         for x in out:
             x.zero_()
-        if dh0 is not None:
-            dh0.zero_() if dht is None else dh0.copy_(dht)
+        hand_on(dht, dh0)
         return
     bounds = bounds.int()
     table = chunk_table(B * T, bounds)

@@ -11,8 +11,10 @@ from qla_kernels.gdn.packing import (
     chunk_table,
     dtype_name,
     flat_parts,
+    hand_on,
     key_first,
     no_state,
+    of_part,
     sequence_bounds,
     tokens,
 )
@@ -55,8 +57,7 @@ def chunk_states(
     N = cu_seqlens.shape[0] - 1
     h = k.new_empty(capacity(B * T, N, CHUNK * every), HV, V, K) if out is None else out
     if not h.numel():  # no chunk
-        if ht is not None:
-            ht.zero_() if h0 is None else ht.copy_(h0)
+        hand_on(h0, ht)
         return h
     variant = chunk_states_kernel.Variant(dtype_name(k.dtype), K, _tile_v(N, v, tile_v))
     nothing = no_state(g_cum, K, V)
@@ -102,10 +103,11 @@ def public_states(
         num_chunks = int((-(-cu_seqlens_cpu.diff() // CHUNK)).sum())
     h = k.new_empty(B, num_chunks, HV, V, k.shape[-1])
     for b in flat_parts(k, v):
-        bounds = sequence_bounds(k[b], cu_seqlens).int()
-        first_chunk = chunk_table(len(k[b]) * T, bounds).first_chunk
-        start, out = key_first(h0, b, state_v_first), h[b].flatten(0, 1)
-        chunk_states(k[b], v[b], g_cum[b], beta[b], A[b], start, bounds, first_chunk, out=out)
+        k_b, v_b, g_cum_b, beta_b, A_b, h_b = of_part(b, k, v, g_cum, beta, A, h)
+        bounds = sequence_bounds(k_b, cu_seqlens).int()
+        first_chunk = chunk_table(len(k_b) * T, bounds).first_chunk
+        start, out = key_first(h0, b, state_v_first), h_b.flatten(0, 1)
+        chunk_states(k_b, v_b, g_cum_b, beta_b, A_b, start, bounds, first_chunk, out=out)
     return h if state_v_first else h.mT.contiguous()
 
 
@@ -142,8 +144,7 @@ def dstate_chain(
     N = cu_seqlens.shape[0] - 1
     dS = k.new_empty(capacity(B * T, N), HV, V, K)
     if not dS.numel():  # no chunk
-        if dh0 is not None:
-            dh0.zero_() if dht is None else dh0.copy_(dht)
+        hand_on(dht, dh0)
         return dS
     variant = dstate_chain_kernel.Variant(dtype_name(k.dtype), K, _tile_v(N, do, tile_v))
     nothing = no_state(g_cum, K, V)

@@ -12,6 +12,7 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.kernels import recurrent as kernel
+from qla_kernels.gdn.packing import dtype_name, hand_on
 from qla_kernels.gdn.recurrent import in_whole_pieces
 from qla_kernels.gdn.recurrent_ops import OP
 
@@ -55,8 +56,7 @@ def gdn_recurrent(
         )  # fmt: skip
     else:  # no token to compute, or none that a sequence owns
         o.zero_()
-        if ht is not None:
-            ht.zero_() if h0 is None else ht.copy_(h0)
+        hand_on(h0, ht)
     return o, ht
 
 
@@ -145,7 +145,7 @@ def arguments(
     if beta.dim() < v.dim():
         beta = beta[..., None].expand(v.shape)
     beta_range = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
-    return kernel.Variant(_name(q.dtype), K, _name(states[0].dtype)), (
+    return kernel.Variant(dtype_name(q.dtype), K, dtype_name(states[0].dtype)), (
         q,
         k,
         v,
@@ -176,7 +176,3 @@ def _low_words(x: Tensor) -> Tensor:
 def _past(state: Tensor) -> int:
     """How many bytes past a whole access a state begins."""
     return state.data_ptr() % (kernel.PIECE * state.element_size())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

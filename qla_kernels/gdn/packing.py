@@ -54,6 +54,12 @@ def key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor 
     return state.mT if state_v_first else state
 
 
+def hand_on(state: Tensor | None, to: Tensor | None) -> None:
+    """Where there is no token, states and their gradients pass as they are, or as zeros."""
+    if to is not None:
+        to.zero_() if state is None else to.copy_(state)
+
+
 def no_state(like: Tensor, K: int, V: int) -> Tensor:
     """For a state [N, HV, K, V] that is not there, never touched; `like` is [.., HV], fp32."""
     return like.as_strided((1, like.shape[-1], K, V), (0, 0, 0, 0))

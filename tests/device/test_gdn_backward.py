@@ -20,7 +20,7 @@ from qla_kernels.gdn.ops import Backward
 from reference import gdn
 from tests.compare import assert_close, relative_l2
 from tests.gdn_backward_check import check
-from tests.gdn_calls import DIFFERENTIABLE, Call, call
+from tests.gdn_calls import DIFFERENTIABLE, Call, on_gpu
 from tests.gdn_inputs import gates, keys
 
 pytestmark = pytest.mark.hopper
@@ -29,14 +29,6 @@ GPU = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
 # whose gradients the fields of a Backward are
 OF = ("q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias")
-
-
-def on_gpu(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **others: Any) -> Call:
-    """A call's arguments there; packed ones are followed by padding tokens full of NaN."""
-    others = {"sizes": (size, size), "gates": torch.float32, **others}
-    padding = others.pop("padding", 3 if lengths else 0)
-    x = call(lengths, dtype=dtype, padding=padding, **others)
-    return {name: value.to(GPU) if torch.is_tensor(value) else value for name, value in x.items()}
 
 
 def gated(x: Call, normalizer: float = 16, decaying: float = 1) -> Call:

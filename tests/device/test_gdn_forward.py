@@ -10,7 +10,7 @@ from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_r
 from reference import gdn
 from tests import kkt_solve_check
 from tests.compare import assert_close, relative_l2
-from tests.gdn_calls import Call, call
+from tests.gdn_calls import Call, on_gpu
 from tests.gdn_forward_check import check, check_saved
 from tests.gdn_inputs import Inputs, gates, keys
 
@@ -18,14 +18,6 @@ pytestmark = pytest.mark.hopper
 
 GPU = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def on_gpu(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **others: Any) -> Call:
-    """A call's arguments there; packed ones are followed by padding tokens full of NaN."""
-    others = {"sizes": (size, size), "gates": torch.float32, **others}
-    padding = others.pop("padding", 3 if lengths else 0)
-    x = call(lengths, dtype=dtype, padding=padding, **others)
-    return {name: value.to(GPU) if torch.is_tensor(value) else value for name, value in x.items()}
 
 
 def run(x: Call, **changed: Any) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,10 @@ def schedule(v: Variant) -> Schedule:
     if v.states == 2:
         state_regs, solve_regs, load_regs = (192, 88, 40) if v.K == 128 else (176, 104, 56)
     rings = {"qk": 3 if v.states == 2 else 4, "v": 2, "gate": 4, "a": 2, "p": 2, "o": v.states}
+
+    def given(barrier: str) -> tuple[str, ...]:
+        return () if v.solves else (barrier,)
+
     state_role = Role(
         "state",
         warps=4 * v.states,
@@ -104,15 +108,6 @@ def schedule(v: Variant) -> Schedule:
             signals=tuple((name, GROUP) for name in ("qk_free", "gate_free", "a_full", "p_full")),
             computes="A, P",
             uses=("wgmma", "mma"),
-        )
-        load_role = Role(
-            "load",
-            warps=1,
-            regs=load_regs,
-            waits=("qk_free", "v_free", "tail_full"),
-            signals=("qk_full", "v_full", "tail_full"),
-            computes="q, k, v",
-            uses=("tma_load",),
         )
         last_role = Role(
             "inverse_out",
@@ -133,21 +128,20 @@ def schedule(v: Variant) -> Schedule:
             computes="P",
             uses=("wgmma",),
         )
-        load_role = Role(
-            "load",
-            warps=1,
-            regs=load_regs,
-            waits=("qk_free", "v_free", "a_free", "tail_full"),
-            signals=("qk_full", "v_full", "a_full", "tail_full"),
-            computes="q, k, v, A",
-            uses=("tma_load",),
-        )
         last_role = Role("padding", warps=1, regs=load_regs, computes="zeros into rows of nobody")
     return Schedule(
         roles=(
             state_role,
             solve_role,
-            load_role,
+            Role(
+                "load",
+                warps=1,
+                regs=load_regs,
+                waits=("qk_free", "v_free", *given("a_free"), "tail_full"),
+                signals=("qk_full", "v_full", *given("a_full"), "tail_full"),
+                computes="q, k, v" + ", A" * (not v.solves),
+                uses=("tma_load",),
+            ),
             Role(
                 "gate",
                 warps=1,
