@@ -3,13 +3,13 @@
 Names, order and defaults are those of FLA 0.6.0, so that one can be exchanged for the other.
 """
 
-import warnings
 from typing import Any
 
 from torch import Tensor
 
 from qla_kernels.errors import need
 from qla_kernels.gdn.autograd import GatedDeltaRule, L2Norm
+from qla_kernels.gdn.keywords import refuse_unknown, take_layout
 from qla_kernels.gdn.validate import (
     OP,
     Gate,
@@ -117,20 +117,11 @@ chunk_gdn = chunk_gated_delta_rule
 
 
 def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> tuple[bool, Gate]:
-    """FLA's **kwargs; a keyword that FLA would ignore in silence is an error."""
+    """What FLA takes as **kwargs."""
     if "head_first" in kwargs:
         needs = "[B, T, heads, size] tensors and no flag"
         raise DeprecationWarning(need(OP, "head_first is gone", needs, "transpose the tensors"))
-    if "transpose_state_layout" in kwargs:
-        if state_v_first:
-            got = "state_v_first and transpose_state_layout, its old name, are given"
-            raise ValueError(need(OP, got, "one of them", "drop transpose_state_layout"))
-        warnings.warn(
-            "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
-            DeprecationWarning,
-            stacklevel=3,  # the line that called chunk_gated_delta_rule
-        )
-        state_v_first = kwargs.pop("transpose_state_layout")
+    state_v_first = take_layout(OP, kwargs, state_v_first)
     chunk_size = kwargs.pop("chunk_size", CHUNK)
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(need(OP, f"chunk_size is {chunk_size}", "16, 32 or 64", "leave it out"))
@@ -139,7 +130,5 @@ def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> tuple[bool, G
         kwargs.pop("A_log", None),
         kwargs.pop("dt_bias", None),
     )
-    if kwargs:
-        got = f"unknown keyword {', '.join(sorted(kwargs))}"
-        raise TypeError(need(OP, got, "the names of FLA 0.6.0", "remove or correct it"))
+    refuse_unknown(OP, kwargs)
     return state_v_first, gate

@@ -15,7 +15,6 @@ from qla_kernels.gdn.launch_chains import public_states
 from qla_kernels.gdn.ops import Forward
 from qla_kernels.gdn.packing import (
     chunk_table,
-    dtype_name,
     flat_parts,
     hand_on,
     key_first,
@@ -25,6 +24,7 @@ from qla_kernels.gdn.packing import (
     sequence_bounds,
     tokens,
 )
+from qla_kernels.gdn.validate import dtype_name
 from qla_kernels.varlen import CHUNK, ChunkTable
 
 __all__ = ["gdn_bwd", "gdn_fwd", "l2norm_bwd", "l2norm_fwd"]

@@ -12,7 +12,6 @@ from qla_kernels.gdn.launch_chains import chunk_states, dstate_chain
 from qla_kernels.gdn.ops import Backward
 from qla_kernels.gdn.packing import (
     chunk_table,
-    dtype_name,
     flat_parts,
     flattens,
     hand_on,
@@ -22,7 +21,7 @@ from qla_kernels.gdn.packing import (
     sequence_bounds,
     tokens,
 )
-from qla_kernels.gdn.validate import TMA_ALIGNMENT
+from qla_kernels.gdn.validate import TMA_ALIGNMENT, dtype_name
 from qla_kernels.varlen import CHUNK, ChunkTable
 
 

@@ -9,7 +9,6 @@ from qla_kernels.gdn.kernels import chunk_states as chunk_states_kernel
 from qla_kernels.gdn.kernels import dstate_chain as dstate_chain_kernel
 from qla_kernels.gdn.packing import (
     chunk_table,
-    dtype_name,
     flat_parts,
     hand_on,
     key_first,
@@ -18,6 +17,7 @@ from qla_kernels.gdn.packing import (
     sequence_bounds,
     tokens,
 )
+from qla_kernels.gdn.validate import dtype_name
 from qla_kernels.varlen import CHUNK, capacity
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.kernels import recurrent as kernel
-from qla_kernels.gdn.packing import dtype_name, hand_on
+from qla_kernels.gdn.packing import hand_on
 from qla_kernels.gdn.recurrent import in_whole_pieces
 from qla_kernels.gdn.recurrent_ops import OP
+from qla_kernels.gdn.validate import dtype_name
 
 
 @torch.no_grad()

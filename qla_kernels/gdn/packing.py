@@ -6,12 +6,8 @@ from torch import Tensor
 from qla_kernels import jit
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
-from qla_kernels.gdn.validate import OP, TMA_ALIGNMENT
+from qla_kernels.gdn.validate import OP, TMA_ALIGNMENT, dtype_name
 from qla_kernels.varlen import ChunkTable, capacity
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def flattens(x: Tensor) -> bool:

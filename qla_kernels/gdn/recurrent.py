@@ -3,19 +3,20 @@
 Names, order and defaults are those of FLA 0.6.0's function, with one argument more. Forward only.
 """
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn.keywords import refuse_unknown, take_layout
 from qla_kernels.gdn.recurrent_ops import OP, gdn_recurrent, gdn_recurrent_slots
 from qla_kernels.gdn.validate import (
     ELSEWHERE,
     Gate,
     check_activations,
     check_tensors,
+    dtype_name,
     expect_shape,
     refusal,
     require,
@@ -129,20 +130,8 @@ def in_whole_pieces(state: Tensor) -> bool:
 
 
 def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> bool:
-    """FLA's **kwargs; a keyword that FLA would ignore in silence is an error."""
-    if "transpose_state_layout" in kwargs:
-        if state_v_first:
-            got = "state_v_first and transpose_state_layout, its old name, are given"
-            raise ValueError(need(OP, got, "one of them", "drop transpose_state_layout"))
-        warnings.warn(
-            "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
-            DeprecationWarning,
-            stacklevel=3,  # the line that called fused_recurrent_gated_delta_rule
-        )
-        state_v_first = kwargs.pop("transpose_state_layout")
-    if kwargs:
-        got = f"unknown keyword {', '.join(sorted(kwargs))}"
-        raise TypeError(need(OP, got, "the names of FLA 0.6.0", "remove or correct it"))
+    state_v_first = take_layout(OP, kwargs, state_v_first)
+    refuse_unknown(OP, kwargs)
     return state_v_first
 
 
@@ -168,7 +157,7 @@ def _checked_pool(
     num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     expect_shape(OP, "state_indices", state_indices, (num_seqs,), "[N]")
     if state_indices.dtype not in (torch.int32, torch.int64):
-        got = f"state_indices is {_name(state_indices.dtype)}"
+        got = f"state_indices is {dtype_name(state_indices.dtype)}"
         raise ValueError(need(OP, got, "int32 or int64", "cast it"))
     K, (HV, V) = q.shape[-1], v.shape[2:]
     size, letters = (
@@ -206,13 +195,11 @@ def recurrent_refusal(
         return None
     if pool.dtype != torch.float32 and not pool.dtype == q.dtype == torch.bfloat16:
         needs = "float32, or bfloat16 with q in bfloat16"
-        return need(OP, f"the pool of states is {_name(pool.dtype)}", needs, "keep it in float32")
+        return need(
+            OP, f"the pool of states is {dtype_name(pool.dtype)}", needs, "keep it in float32"
+        )
     if not in_whole_pieces(pool):
         got = f"the pool of states has strides {tuple(pool.stride())}"
         needs = f"a last stride of 1 and the rest multiples of {PIECE}"
         return need(OP, got, needs, "allocate it contiguous, or set state_v_first")
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -87,9 +87,9 @@ def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, cp_context: object) -> 
         )
     if not q.dtype == k.dtype == v.dtype:
         return (
-            f"q is {_short(q.dtype)}, k is {_short(k.dtype)}, v is {_short(v.dtype)}",
+            f"q is {dtype_name(q.dtype)}, k is {dtype_name(k.dtype)}, v is {dtype_name(v.dtype)}",
             "one dtype",
-            f"cast k and v to {_short(q.dtype)}",
+            f"cast k and v to {dtype_name(q.dtype)}",
         )
     return None
 
@@ -98,7 +98,7 @@ def _refused_on_cpu(q: Tensor) -> Reason | None:
     if q.device.type not in ("cpu", "meta"):
         return f"tensors are on {q.device.type}", "cpu or cuda", "move them"
     if q.dtype not in CPU_DTYPES:
-        return f"q, k and v are {_short(q.dtype)}", _one_of(CPU_DTYPES), "cast them"
+        return f"q, k and v are {dtype_name(q.dtype)}", _one_of(CPU_DTYPES), "cast them"
     return None
 
 
@@ -111,7 +111,7 @@ def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int
         )
     if q.dtype not in CUDA_DTYPES:
         fix = f"cast them, or {ELSEWHERE}"
-        return f"q, k and v are {_short(q.dtype)}", _one_of(CUDA_DTYPES) + " on SM90", fix
+        return f"q, k and v are {dtype_name(q.dtype)}", _one_of(CUDA_DTYPES) + " on SM90", fix
     for size, letter, padded in ((q.shape[-1], "K", "q and k"), (v.shape[-1], "V", "v")):
         if size not in HEAD_SIZES:
             room = [s for s in HEAD_SIZES if s > size]
@@ -147,12 +147,12 @@ def _tma_readable(x: Tensor) -> bool:
     return x.stride(-1) == 1 and all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in steps)
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
-    *head, last = (_short(d) for d in dtypes)
+    *head, last = (dtype_name(d) for d in dtypes)
     return f"{', '.join(head)} or {last}"
 
 
@@ -245,7 +245,7 @@ def _check_cu_seqlens(
         raise ValueError(need(op, got, "1", "flatten the batch to [1, B * T, ...]"))
     x = cu_seqlens
     if x.dim() != 1 or x.shape[0] == 0 or x.dtype not in (torch.int32, torch.int64):
-        got = f"cu_seqlens is {_short(x.dtype)} {tuple(x.shape)}"
+        got = f"cu_seqlens is {dtype_name(x.dtype)} {tuple(x.shape)}"
         raise ValueError(need(op, got, "int32 or int64 [N+1]", "start it with 0"))
     _expect_device(op, "cu_seqlens", x, q.device)
     if cu_seqlens_cpu is not None:
@@ -266,7 +266,7 @@ def _expect_device(op: str, name: str, x: Tensor, want: torch.device) -> None:
 
 def _expect_float(op: str, name: str, x: Tensor) -> None:
     if not x.is_floating_point():
-        raise ValueError(need(op, f"{name} is {_short(x.dtype)}", "a float dtype", "cast it"))
+        raise ValueError(need(op, f"{name} is {dtype_name(x.dtype)}", "a float dtype", "cast it"))
 
 
 def check_contents(
