@@ -18,26 +18,47 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qla_kernels import gdn
+    from qla_kernels import dualkv, gdn, sparse_ring
+    from qla_kernels.dualkv.api import shared_prefix_attention
+    from qla_kernels.dualkv.batch import SharedBatch
+    from qla_kernels.dualkv.microbatch import plan_microbatches
+    from qla_kernels.dualkv.padded import pack_padded
+    from qla_kernels.dualkv.plan import SharedLayout
+    from qla_kernels.dualkv.prefix_tree import pack_prefix_tree
+    from qla_kernels.dualkv.prompts import pack_shared_prompts
     from qla_kernels.errors import Unsupported
     from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
     from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
     from qla_kernels.gdn.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
+    from qla_kernels.sparse_ring.api import sparse_attention, sparse_ring_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SharedBatch",
+    "SharedLayout",
     "Unsupported",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "chunk_gdn",
+    "dualkv",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "gdn",
+    "pack_padded",
+    "pack_prefix_tree",
+    "pack_shared_prompts",
+    "plan_microbatches",
+    "shared_prefix_attention",
+    "sparse_attention",
+    "sparse_ring",
+    "sparse_ring_attention",
 ]
 
 _HOME = {
+    "SharedBatch": "qla_kernels.dualkv.batch",
+    "SharedLayout": "qla_kernels.dualkv.plan",
     "Unsupported": "qla_kernels.errors",
     "chunk_gated_delta_rule": "qla_kernels.gdn.api",
     "chunk_gated_delta_rule_bwd": "qla_kernels.gdn.low_level",
@@ -45,8 +66,15 @@ _HOME = {
     "chunk_gdn": "qla_kernels.gdn.api",
     "fused_recurrent_gated_delta_rule": "qla_kernels.gdn.recurrent",
     "fused_recurrent_gdn": "qla_kernels.gdn.recurrent",
+    "pack_padded": "qla_kernels.dualkv.padded",
+    "pack_prefix_tree": "qla_kernels.dualkv.prefix_tree",
+    "pack_shared_prompts": "qla_kernels.dualkv.prompts",
+    "plan_microbatches": "qla_kernels.dualkv.microbatch",
+    "shared_prefix_attention": "qla_kernels.dualkv.api",
+    "sparse_attention": "qla_kernels.sparse_ring.api",
+    "sparse_ring_attention": "qla_kernels.sparse_ring.api",
 }
-_FAMILIES = ("gdn",)
+_FAMILIES = ("dualkv", "gdn", "sparse_ring")
 
 
 def __getattr__(name: str) -> object:

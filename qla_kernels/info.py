@@ -41,6 +41,8 @@ RIVALS = {
 HOOKS = {
     "FLA registry": "qla_kernels.integrations.fla",
     "transformers": "qla_kernels.integrations.transformers",
+    "transformers attention": "qla_kernels.integrations.transformers_dualkv",
+    "transformers ring": "qla_kernels.integrations.transformers_sparse_ring",
 }
 
 # A family's files that decide nothing about what runs on the GPU.

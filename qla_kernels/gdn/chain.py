@@ -6,6 +6,7 @@ kernel files, which state the maths and number the steps, because copies of them
 
 import functools
 import operator
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
@@ -32,6 +33,18 @@ def accumulator_layout(rows: int, columns: int) -> T.Fragment:
             c // 8 * 4 + r % 16 // 8 * 2 + c % 2,
         ),
     )
+
+
+class Rows(NamedTuple):
+    """Rows of one head, a chunk at a time, and where they go."""
+
+    tensor: Any  # [tokens, .., width]
+    head: tuple[Any, ...]  # an index for each dimension between
+    shared: Any  # [slots, CHUNK, width]
+
+    def copy(self, tok0, slot, barrier):
+        rows = self.tensor[(slice(tok0, tok0 + CHUNK), *self.head, slice(None))]
+        return T.tma_copy(rows, self.shared[slot, :, :], barrier=barrier)
 
 
 def slot_of(tiles, slot):

@@ -42,20 +42,16 @@ def load(tiles, ring, tail_full, begin, length, num_chunks, reverse):
         if rows >= CHUNK:  # 1
             for tile in tiles:
                 tile.copy(tok0, slot, ring.barrier(step))
-            if T.shuffle_elect(32):
-                ring.commit(step)
+            ring.commit(step)
         else:  # the next sequence's rows, or nobody's, must not meet a product: 0 * NaN is NaN
             for tile in tiles:
                 tile.copy(tok0, slot, tail_full[0])
-            if T.shuffle_elect(32):
-                T.barrier_arrive(tail_full[0])
+            T.barrier_arrive(tail_full[0])
             T.barrier_wait(tail_full[0], 0)
             for tile in tiles:
                 clear_tail(tile.shared, slot, rows, tile.shared.shape[-1])
             T.fence_proxy_async()  # the tiles: written by threads, read by wgmma
-            T.sync_warp()
-            if T.shuffle_elect(32):
-                ring.commit(step)
+            ring.commit(step)
 
 
 @T.macro

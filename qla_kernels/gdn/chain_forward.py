@@ -30,56 +30,36 @@ from qla_kernels.tile.math import CHUNK, GATE_FLOOR, LN2, LOG2E
 
 
 @T.macro
-def load(
-    q, k, v, A, s_q, s_k, s_v, s_a, qk, v_ring, a_ring, tail_full,
-    begin, length, num_chunks, h, hv, i_tile, K, tile_v, solves,
-):  # fmt: skip
-    for i in rolled(num_chunks):
-        tok0 = begin + i * CHUNK
-        rows = length - i * CHUNK
-        slot = qk.slot(i)
-        v_slot = v_ring.slot(i)
-        qk.acquire(i)
-        if rows >= CHUNK:  # 1
-            T.tma_copy(k[tok0 : tok0 + CHUNK, h, :], s_k[slot, :, :], barrier=qk.barrier(i))
-            T.tma_copy(q[tok0 : tok0 + CHUNK, h, :], s_q[slot, :, :], barrier=qk.barrier(i))
-            qk.commit(i)
-            if not solves:
-                a_slot = a_ring.slot(i)
-                a_ring.acquire(i)
-                T.tma_copy(
-                    A[tok0 : tok0 + CHUNK, hv, 0, :], s_a[a_slot, :, :], barrier=a_ring.barrier(i)
-                )
-                a_ring.commit(i)
-            v_ring.acquire(i)
-            T.tma_copy(
-                v[tok0 : tok0 + CHUNK, hv, i_tile, :], s_v[v_slot, :, :], barrier=v_ring.barrier(i)
-            )
-            v_ring.commit(i)
-        else:  # the next sequence's rows, or nobody's, must not meet a product: 0 * NaN is NaN
-            v_ring.acquire(i)
-            T.tma_copy(k[tok0 : tok0 + CHUNK, h, :], s_k[slot, :, :], barrier=tail_full[0])
-            T.tma_copy(q[tok0 : tok0 + CHUNK, h, :], s_q[slot, :, :], barrier=tail_full[0])
-            T.tma_copy(
-                v[tok0 : tok0 + CHUNK, hv, i_tile, :], s_v[v_slot, :, :], barrier=tail_full[0]
-            )
-            if not solves:
-                a_slot = a_ring.slot(i)
-                a_ring.acquire(i)
-                T.tma_copy(
-                    A[tok0 : tok0 + CHUNK, hv, 0, :], s_a[a_slot, :, :], barrier=tail_full[0]
-                )
-            T.barrier_arrive(tail_full[0])
-            T.barrier_wait(tail_full[0], 0)
-            clear_tail(s_k, slot, rows, K)
-            clear_tail(s_v, v_slot, rows, tile_v)
-            if not solves:
-                clear_tail(s_a, a_slot, rows, CHUNK)
-            T.fence_proxy_async()  # k and A: written by threads, read by wgmma
-            qk.commit(i)
-            v_ring.commit(i)
-            if not solves:
-                a_ring.commit(i)
+def fetch(rows, ring, tail_full, tail, i, begin, length):
+    """Chunk i of one tensor. A tail's other rows, the next sequence's or nobody's, must not meet a
+    product: 0 * NaN is NaN."""
+    tok0 = begin + i * CHUNK
+    left = length - i * CHUNK
+    slot = ring.slot(i)
+    ring.acquire(i)
+    if left >= CHUNK:  # 1
+        rows.copy(tok0, slot, ring.barrier(i))
+        ring.commit(i)
+    else:
+        rows.copy(tok0, slot, tail_full[tail])
+        T.barrier_arrive(tail_full[tail])
+        T.barrier_wait(tail_full[tail], 0)
+        clear_tail(rows.shared, slot, left, rows.shared.shape[-1])
+        T.fence_proxy_async()  # written by threads, read by wgmma
+        ring.commit(i)
+
+
+@T.macro
+def load(leading, others, ahead, tail_full, begin, length, num_chunks):
+    """`leading` and `others` are (rows, ring). What A and P are made of runs `ahead` chunks ahead of
+    what only the state reads, and never waits behind it."""
+    for j in rolled(num_chunks + ahead):
+        if j >= ahead:
+            for n, (rows, ring) in enumerate(others):
+                fetch(rows, ring, tail_full, len(leading) + n, j - ahead, begin, length)
+        if j < num_chunks:
+            for n, (rows, ring) in enumerate(leading):
+                fetch(rows, ring, tail_full, n, j, begin, length)
 
 
 @T.macro
@@ -144,7 +124,8 @@ def put_out(r_o16, s_o, ring, w, i):
 @T.macro
 def state(
     states, K, dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
-    qk, v_ring, gate_ring, a_ring, p_ring, o_ring, num_chunks, n, hv, v0, has_h0, has_ht,
+    q_ring, k_ring, v_ring, gate_ring, a_ring, p_ring, o_ring,
+    num_chunks, n, hv, v0, has_h0, has_ht, ends_of,
 ):  # fmt: skip
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
@@ -171,15 +152,16 @@ def state(
         if w == 1:
             T.call_extern("handle", "tl::__named_barrier_arrive", TURN, 256)
     for i in T.serial(num_chunks):
-        slot = qk.slot(i)
+        slot = k_ring.slot(i)
         gate_slot = gate_ring.slot(i)
-        qk.wait(i)
+        k_ring.wait(i)
+        q_ring.wait(i)
         take_turn(w, states)
         T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 4
         give_turn(w, states)
         if states == 1:
             T.copy(r_o, r_o16)  # of the chunk before; at first nobody's
-        T.wgmma_gemm(r_s16, s_q[slot, :, :], r_o, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(r_s16, s_q[q_ring.slot(i), :, :], r_o, transpose_B=True, clear_accum=True)
         if states == 1:
             if i > 0:
                 put_out(r_o16, s_o, o_ring, w, i - 1)
@@ -190,6 +172,7 @@ def state(
             T.wait_wgmma(1)  # S K^T is ready, S Q^T in flight
         else:
             T.wait_wgmma(0)
+            q_ring.release(i)
         for r, c in T.Parallel(TILE, CHUNK):  # 5
             r_x[r, c] = (
                 s_gate[gate_slot, BETA, c] * r_vt[c, r] - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
@@ -204,6 +187,7 @@ def state(
             r_s[r, c] *= s_gate[gate_slot, LAST, 0]
         if states == 1:
             T.wait_wgmma(1)
+            q_ring.release(i)
         for r, c in T.Parallel(TILE, CHUNK):
             r_o[r, c] *= s_gate[gate_slot, SCALE_E, c]
         T.wait_wgmma(0)
@@ -227,7 +211,7 @@ def state(
         T.wait_wgmma(1)  # S is ready, V'^T P^T in flight
         T.copy(r_s, r_s16)
         T.wait_wgmma(0)  # nothing may be in flight across the back edge: ptxas would serialise all
-        qk.release(i)
+        k_ring.release(i)
         p_ring.release(i)
         if states == 2:
             T.copy(r_o, r_o16)
@@ -241,49 +225,47 @@ def state(
             T.call_extern(
                 "handle", "tl::__sync_thread_partial", TURN, 256
             )  # the partner's last turn
-    if has_ht != 0:
+    row = T.alloc_var("int32")  # of ht
+    row = -1
+    if has_ht == 1:
+        row = n
+    if has_ht == 2:
+        row = ends_of[n]  # the sequence that this segment ends, if any
+    if row >= 0:
         for r, c in T.Parallel(TILE, K):
-            ht[n, hv, c, v0 + w * TILE + r] = r_s[r, c]
+            ht[row, hv, c, v0 + w * TILE + r] = r_s[r, c]
 
 
 @T.macro
-def inverse_out(A, s_a, ring, begin, length, num_chunks, hv, saves):
+def rows_out(x, tile, slot, tok0, rows, hv, column):
+    """A [64, 64] slot into rows of x [tokens, HV, columns, 64]."""
     lane = T.get_thread_binding() % 32
+    if rows >= CHUNK:
+        T.tma_copy(tile[slot, :, :], x[tok0 : tok0 + CHUNK, hv, column, :])
+        T.tma_store_wait(0)
+    else:
+        for step in rolled(T.ceildiv(rows, 4)):  # 4 rows of 8 pieces of 16 bytes
+            if step * 4 + lane // 8 < rows:
+                for e in T.vectorized(8):
+                    x[tok0 + step * 4 + lane // 8, hv, column, lane % 8 * 8 + e] = tile[
+                        slot, step * 4 + lane // 8, lane % 8 * 8 + e
+                    ]
+
+
+@T.macro
+def store(
+    o, A, s_o, s_a, o_ring, a_ring, begin, length, num_chunks, hv, first_column, solves, saves
+):
     for i in rolled(num_chunks):
         tok0 = begin + i * CHUNK
         rows = length - i * CHUNK
-        slot = ring.slot(i)
-        ring.wait(i)
-        if saves != 0:
-            if rows >= CHUNK:  # 7
-                T.tma_copy(s_a[slot, :, :], A[tok0 : tok0 + CHUNK, hv, 0, :])
-                T.tma_store_wait(0)
-            else:
-                for step in rolled(T.ceildiv(rows, 4)):  # 4 rows of 8 pieces of 16 bytes
-                    if step * 4 + lane // 8 < rows:
-                        for e in T.vectorized(8):
-                            A[tok0 + step * 4 + lane // 8, hv, 0, lane % 8 * 8 + e] = s_a[
-                                slot, step * 4 + lane // 8, lane % 8 * 8 + e
-                            ]
-        ring.release(i)
-
-
-@T.macro
-def store(o, s_o, ring, begin, length, num_chunks, hv, first_column):
-    lane = T.get_thread_binding() % 32
-    for j in rolled(num_chunks * ring.stages):
-        tok0 = begin + j // ring.stages * CHUNK
-        rows = length - j // ring.stages * CHUNK
-        slot = ring.slot(j)
-        ring.wait(j)
-        if rows >= CHUNK:  # 7
-            T.tma_copy(s_o[slot, :, :], o[tok0 : tok0 + CHUNK, hv, first_column + slot, :])
-            T.tma_store_wait(0)
-        else:
-            for step in rolled(T.ceildiv(rows, 4)):  # 4 rows of 8 pieces of 16 bytes
-                if step * 4 + lane // 8 < rows:
-                    for e in T.vectorized(8):
-                        o[
-                            tok0 + step * 4 + lane // 8, hv, first_column + slot, lane % 8 * 8 + e
-                        ] = s_o[slot, step * 4 + lane // 8, lane % 8 * 8 + e]
-        ring.release(j)
+        if solves:
+            a_ring.wait(i)
+            if saves != 0:
+                rows_out(A, s_a, a_ring.slot(i), tok0, rows, hv, 0)  # 7
+            a_ring.release(i)
+        for w in rolled(o_ring.stages):
+            j = i * o_ring.stages + w
+            o_ring.wait(j)
+            rows_out(o, s_o, w, tok0, rows, hv, first_column + w)  # 7
+            o_ring.release(j)

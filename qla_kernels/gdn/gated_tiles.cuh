@@ -127,30 +127,28 @@ __device__ __forceinline__ int warp_in_group() {
   return __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);  // in every lane the same, and known so
 }
 
-// The steps towards A; all 128 threads of a warpgroup, whose own the named barrier is. The scratch
-// and the tile belong to the warpgroup from the first step to the last.
+// The steps towards A, by a warpgroup; between the first and the last somebody inverts the diagonal
+// blocks. The scratch and the tile are A's from the first step to the last.
 
-// L into the scratch, from K K^T. What was solved there before is read no more.
+// L into the scratch, from K K^T.
 __device__ __forceinline__ void gated_lower(const float *kk, const float *gates, void *scratch) {
   put_lower(kk, gates, static_cast<Scratch *>(scratch), warp_in_group());
 }
 
-// The inverses of the diagonal blocks, each by the warp that put the block there.
-template <class T> __device__ __forceinline__ void invert_diagonals(void *scratch, T *a) {
+// The blocks below. Column 0 is the longest to solve and column 3 takes no work; warps of one number
+// share a quarter of the SM, so `turn` deals columns out anew at each call.
+template <class T> __device__ __forceinline__ void solve_below(void *scratch, T *a, int turn) {
+  solve_column(static_cast<Scratch *>(scratch)->tile, a, warp_in_group() + turn & 3);
+}
+
+// Instead of one warp inverting all the diagonal blocks: each the one that it put there.
+template <class T>
+__device__ __forceinline__ void invert_own_diagonal(void *scratch, T *a) {
   const int w = warp_in_group();
   Scratch *s = static_cast<Scratch *>(scratch);
   __syncwarp();
-  const Block dt = invert_diagonal(s->diagonal[w]);
-  put_block<true>(s->tile, w, w, dt);
-  put_block<true>(a, w, w, dt);
-}
-
-// The blocks below. Column 0 is the longest to solve and column 3 takes no work; warps of one number
-// share a quarter of the SM, so `turn` deals columns out anew at each call.
-template <class T>
-__device__ __forceinline__ void solve_below(void *scratch, T *a, int barrier, int turn) {
-  tl::__sync_thread_partial(barrier, 128);
-  solve_column(static_cast<Scratch *>(scratch)->tile, a, warp_in_group() + turn & 3);
+  substitute<1>({s->diagonal[w]}, (threadIdx.x & 16) == 0);
+  put_inverse(s, a, w);
 }
 
 // All of A at once, with the rows of k past a tail's end taken out.
@@ -160,8 +158,9 @@ __device__ __forceinline__ void gated_inverse(float *kk, const float *gates, voi
   if (rows < 64) clear_rows(kk, rows);
   tl::__sync_thread_partial(barrier, 128);  // the columns solved before have left the scratch
   gated_lower(kk, gates, scratch);
-  invert_diagonals(scratch, a);
-  solve_below(scratch, a, barrier, turn);
+  invert_own_diagonal(scratch, a);
+  tl::__sync_thread_partial(barrier, 128);
+  solve_below(scratch, a, turn);
 }
 
 // P. All 128 threads of a warpgroup; complete once all have returned.

@@ -11,40 +11,42 @@ from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.mask import clear_tail
 from qla_kernels.tile.math import CHUNK, LOG2E
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role
+from qla_kernels.tile.schedule import Role
 
-# rows of a gate slot; gated_tiles.cuh reads the first three
-GATE_ROWS = 7
-GAMMA, BETA, FALL, E, BETA_E, SCALE_E, D = range(GATE_ROWS)
+GROUP = 128  # threads of a warpgroup
+PANEL = 64  # columns of V and of K that a panel warpgroup has
 
-# Rows of a value head's sums, a number a token. The column sums of dP o P and of F o K K^T come in
-# one row a warp, which holds nothing right of the warp's own rows.
-SUM_ROWS = 14
-Y_W = 0  # <Y, W>
-OF_Q = 1  # <Q, dQi> and the row sums of dP o P
-OF_K = 2  # <K, dKu> and the row sums of F o K K^T
-K_DKI = 3  # <K, dKi>
-E_KK = 4  # row sums of e^(gamma_i - gamma_j) E o K K^T
-STATE = 5  # e^gamma_last <dS, S0>, a number a warp
-COLUMNS_Q, COLUMNS_K = 6, 10
+# Slots that hold different things, so that one piece of code reads them by number.
+QUERY, KEY = range(2)  # of Tiles.qk
+DO, VN, Y = range(3)  # of Tiles.tok; Y's slot holds dV' first
+DS = 2  # of Tiles.state; 0 and 1 are S0, of alternate value heads
+P, F = range(2)  # of Tiles.scores; behind a pair's last value head P's slot holds dP0
+
+# Rows of a gate slot. From FACTORS on they scale the products of DO, VN and Y with a state.
+GATE_ROWS = 6
+GAMMA, BETA, E, SCALE_E, D, MINUS_BETA_E = range(GATE_ROWS)
+FACTORS = SCALE_E
+
+# Rows of a value head's sums, a number a token. Column sums come in one row a warp, which holds
+# nothing right of the warp's own rows.
+SUM_ROWS = 20
+Y_W = 0  # <Y, W>, a row a panel
+DOTS = 2  # <Q, dQi>, <K, dKi>, <K, dKu>, for each panel
+X_ROWS = 8  # row sums of X: of dP0 o Q K^T and of F o K K^T
+E_KK = 10  # row sums of -G o E o K K^T
+STATE = 11  # e^gamma_last <dS, S0>, a number a warp
+COLUMNS = 12  # column sums like X_ROWS
 
 
 class Tiles(NamedTuple):
-    """Shared memory. Loaded tiles have slots; the others are worked on in place."""
+    """Shared memory; slots by the numbers above."""
 
-    q: Any  # [slots, 64, K]
-    k: Any  # [slots, 64, K]
-    v: Any  # [slots, 64, V] v, then beta W, then dV
-    do: Any  # [slots, 64, V]
-    a: Any  # [slots, 64, 64]
-    h: Any  # [slots, V, K] S0^T
-    ds: Any  # [slots, V, K] dS^T
-    vn: Any  # [64, V] V'
-    y: Any  # [64, V] dV', then Y
-    p: Any  # [64, 64] P, then dP0
-    qk: Any  # [64, 64] Q K^T
-    kk: Any  # [64, 64] K K^T
-    f: Any  # [64, 64] F + F^T
+    qk: Any  # [2, 64, K] q, k
+    v: Any  # [1, 64, V] v, then beta W, then dV
+    tok: Any  # [3, 64, V] dO; V'; dV', then Y
+    a: Any  # [1, 64, 64]
+    state: Any  # [3, V, K] S0^T, S0^T, dS^T
+    scores: Any  # [2, 64, 64] P; behind all value heads the sums of dP0 and F
     gate: Any  # [slots, GATE_ROWS, 64] fp32
     sums: Any  # [SUM_ROWS, 64] fp32
 
@@ -52,18 +54,14 @@ class Tiles(NamedTuple):
 class Rings(NamedTuple):
     """A step is a value head; for q and k it is a pair of chunk and key head."""
 
-    q: Ring
-    k: Ring
-    v: Ring
-    do: Ring
-    a: Ring
+    qk: Ring
+    rows: Ring  # v, dO, A
     h: Ring
     ds: Ring
     vn: Ring
-    dvn: Ring  # y from the query to the value warpgroup
-    y: Ring  # y from there to the key warpgroup
-    dv: Ring  # v from the value warpgroup to the store warp
-    dp0: Ring  # p from the query to the key warpgroup
+    y: Ring
+    dv: Ring  # v from the panel warpgroups to the store warp
+    scores: Ring  # a step a value head and one more a pair
     gate: Ring
     sums: Ring
 
@@ -79,22 +77,22 @@ class Walk(NamedTuple):
     group: Any  # value heads a key head
 
     def chunk(self, i: Any) -> Any:
-        return (self.first + i * self.stride) // self.num_heads
+        return T.truncdiv(self.first + i * self.stride, self.num_heads)
 
     def head(self, i: Any) -> Any:
-        return (self.first + i * self.stride) % self.num_heads
+        return T.truncmod(self.first + i * self.stride, self.num_heads)
 
 
 def serving_roles(regs: int) -> tuple[Role, ...]:
     """Of the warpgroup that has the four warps below."""
-    loaded = ("q", "k", "v", "do", "a", "h", "ds")
+    loaded = ("qk", "rows", "h", "ds")
     return (
         Role(
             "load",
             warps=1,
             regs=regs,
             waits=(*free(*loaded), "tail_full"),
-            signals=tuple((barrier, ONE) for barrier in (*full(*loaded), "tail_full")),
+            signals=(*full(*loaded), "tail_full"),
             computes="q, k, v, dO, A, S0, dS",
             uses=("tma_load",),
         ),
@@ -111,7 +109,7 @@ def serving_roles(regs: int) -> tuple[Role, ...]:
             warps=1,
             regs=regs,
             waits=("dv_full",),
-            signals=("v_free",),
+            signals=("rows_free",),
             computes="dV out",
             uses=("tma_store",),
         ),
@@ -135,17 +133,23 @@ def free(*data: str) -> tuple[str, ...]:
 
 
 @T.macro
-def fetch(source, tile, ring, i):
-    ring.acquire(i)
-    T.tma_copy(source, tile, barrier=ring.barrier(i))
-    if T.shuffle_elect(32):
-        ring.commit(i)
+def fetch(source, tile, ring, step):
+    ring.acquire(step)
+    T.tma_copy(source, tile, barrier=ring.barrier(step))
+    ring.commit(step)
 
 
 @T.macro
-def fetch_tail(source, tile, ring, i, tail_full):
-    ring.acquire(i)
-    T.tma_copy(source, tile, barrier=tail_full[0])
+def fetch_rows(v, do, A, s, tok0, head, r, barriers):
+    T.tma_copy(v[tok0 : tok0 + CHUNK, head, r, :], s.v[0, :, :], barrier=barriers[0])
+    T.tma_copy(do[tok0 : tok0 + CHUNK, head, r, :], s.tok[DO, :, :], barrier=barriers[0])
+    T.tma_copy(A[tok0 : tok0 + CHUNK, head, r, :], s.a[0, :, :], barrier=barriers[0])
+
+
+@T.macro
+def fetch_heads(q, k, s, tok0, head, barriers):
+    T.tma_copy(q[tok0 : tok0 + CHUNK, head, :], s.qk[QUERY, :, :], barrier=barriers[0])
+    T.tma_copy(k[tok0 : tok0 + CHUNK, head, :], s.qk[KEY, :, :], barrier=barriers[0])
 
 
 @T.macro
@@ -160,83 +164,45 @@ def load(q, k, v, do, A, h, ds, s, ring, tail_full, walk, K, V):
         rows = walk.chunks[chunk, 1]
         for r in rolled(walk.group):
             step = i * walk.group + r
-            fetch(ds[chunk, head, r, :, :], s.ds[ring.ds.slot(step), :, :], ring.ds, step)  # 1
+            fetch(h[chunk, head, r, :, :], s.state[ring.h.slot(step), :, :], ring.h, step)  # 1
+            ring.rows.acquire(step)
             if rows == CHUNK:
-                fetch(
-                    v[tok0 : tok0 + CHUNK, head, r, :], s.v[ring.v.slot(step), :, :], ring.v, step
-                )
-                fetch(
-                    A[tok0 : tok0 + CHUNK, head, r, :], s.a[ring.a.slot(step), :, :], ring.a, step
-                )
-                fetch(
-                    do[tok0 : tok0 + CHUNK, head, r, :],
-                    s.do[ring.do.slot(step), :, :],
-                    ring.do,
-                    step,
-                )
+                fetch_rows(v, do, A, s, tok0, head, r, ring.rows.full)
             else:  # the next sequence's rows, or nobody's, must not meet a product: 0 * NaN is NaN
+                fetch_rows(v, do, A, s, tok0, head, r, tail_full)
                 if r == 0:
-                    fetch_tail(
-                        k[tok0 : tok0 + CHUNK, head, :],
-                        s.k[ring.k.slot(i), :, :], ring.k, i, tail_full,
-                    )  # fmt: skip
-                    fetch_tail(
-                        q[tok0 : tok0 + CHUNK, head, :],
-                        s.q[ring.q.slot(i), :, :], ring.q, i, tail_full,
-                    )  # fmt: skip
-                fetch_tail(
-                    v[tok0 : tok0 + CHUNK, head, r, :],
-                    s.v[ring.v.slot(step), :, :], ring.v, step, tail_full,
-                )  # fmt: skip
-                fetch_tail(
-                    A[tok0 : tok0 + CHUNK, head, r, :],
-                    s.a[ring.a.slot(step), :, :], ring.a, step, tail_full,
-                )  # fmt: skip
-                fetch_tail(
-                    do[tok0 : tok0 + CHUNK, head, r, :],
-                    s.do[ring.do.slot(step), :, :], ring.do, step, tail_full,
-                )  # fmt: skip
-                if T.shuffle_elect(32):
-                    T.barrier_arrive(tail_full[0])
+                    ring.qk.acquire(i)
+                    fetch_heads(q, k, s, tok0, head, tail_full)
+                T.barrier_arrive(tail_full[0])
                 T.barrier_wait(tail_full[0], tails % 2)
                 tails += 1
+                clear_tail(s.v, 0, rows, V)
+                clear_tail(s.tok, DO, rows, V)
+                clear_tail(s.a, 0, rows, CHUNK)
                 if r == 0:
-                    clear_tail(s.k, ring.k.slot(i), rows, K)
-                    clear_tail(s.q, ring.q.slot(i), rows, K)
-                clear_tail(s.v, ring.v.slot(step), rows, V)
-                clear_tail(s.a, ring.a.slot(step), rows, CHUNK)
-                clear_tail(s.do, ring.do.slot(step), rows, V)
+                    clear_tail(s.qk, QUERY, rows, K)
+                    clear_tail(s.qk, KEY, rows, K)
                 T.fence_proxy_async()  # zeros: written by threads, read by wgmma
-                T.sync_warp()
-                if T.shuffle_elect(32):
-                    if r == 0:
-                        ring.k.commit(i)
-                        ring.q.commit(i)
-                    ring.v.commit(step)
-                    ring.a.commit(step)
-                    ring.do.commit(step)
-            fetch(h[chunk, head, r, :, :], s.h[ring.h.slot(step), :, :], ring.h, step)
+                if r == 0:
+                    ring.qk.commit(i)
+            ring.rows.commit(step)
+            fetch(ds[chunk, head, r, :, :], s.state[DS, :, :], ring.ds, step)
             if (r == 0) & (rows == CHUNK):  # after the others: of all tiles these leave last
-                fetch(k[tok0 : tok0 + CHUNK, head, :], s.k[ring.k.slot(i), :, :], ring.k, i)
-                fetch(q[tok0 : tok0 + CHUNK, head, :], s.q[ring.q.slot(i), :, :], ring.q, i)
+                ring.qk.acquire(i)
+                fetch_heads(q, k, s, tok0, head, ring.qk.full)
+                ring.qk.commit(i)
 
 
 @T.macro
-def read_gates(g_cum, beta, r_gate, walk, i, r):
+def read_gates(g_cum, beta, r_gate, tok0, rows, head, r):
     """gamma and beta of tokens 2 lane and 2 lane + 1 of a chunk; past its end gamma stays level."""
     lane = T.get_thread_binding() % 32
-    chunk, head = T.alloc_var("int32"), T.alloc_var("int32")
-    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
-    if i < walk.num_pairs:
-        chunk = walk.chunk(i)
-        head = walk.head(i)
-        tok0 = walk.chunks[chunk, 0]
-        rows = walk.chunks[chunk, 1]
-        for e in T.unroll(2):
-            r_gate[e] = g_cum[tok0 + T.min(2 * lane + e, rows - 1), head, r]
-            r_gate[2 + e] = 0
-            if 2 * lane + e < rows:
-                r_gate[2 + e] = beta[tok0 + 2 * lane + e, head, r]
+    row, token = T.alloc_var("int32"), T.alloc_var("int32")  # in 32 bits, as sums are not
+    for e in T.unroll(2):
+        row = 2 * lane + e
+        token = tok0 + T.min(row, rows - 1)
+        r_gate[e] = g_cum[token, head, r]
+        r_gate[2 + e] = T.if_then_else(row < rows, beta[token, head, r], 0)
 
 
 @T.macro
@@ -245,8 +211,15 @@ def gates(g_cum, beta, s_gate, ring, walk, scale):
     r_gate = T.alloc_local((4,), "float32")  # of the value head to come: two gamma, two beta
     gamma = T.alloc_local((2,), "float32")
     b = T.alloc_local((2,), "float32")
-    step = T.alloc_var("int32")
-    read_gates(g_cum, beta, r_gate, walk, 0, 0)
+    step, after = T.alloc_var("int32"), T.alloc_var("int32")
+    chunk, head = T.alloc_var("int32"), T.alloc_var("int32")
+    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
+    chunk = walk.chunk(0)
+    head = walk.head(0)
+    if walk.num_pairs > 0:
+        tok0 = walk.chunks[chunk, 0]
+        rows = walk.chunks[chunk, 1]
+        read_gates(g_cum, beta, r_gate, tok0, rows, head, 0)
     for i in rolled(walk.num_pairs):
         for r in rolled(walk.group):
             step = i * walk.group + r
@@ -254,17 +227,23 @@ def gates(g_cum, beta, s_gate, ring, walk, scale):
             for e in T.unroll(2):
                 gamma[e] = r_gate[e] * LOG2E
                 b[e] = r_gate[2 + e]
+            after = r + 1
+            if after == walk.group:
+                after = 0
+                if i + 1 < walk.num_pairs:  # the last time it reads the last pair again, for no use
+                    chunk = walk.chunk(i + 1)
+                    head = walk.head(i + 1)
+                    tok0 = walk.chunks[chunk, 0]
+                    rows = walk.chunks[chunk, 1]
             # arrives while this value head's numbers are made
-            read_gates(g_cum, beta, r_gate, walk, (step + 1) // walk.group, (step + 1) % walk.group)
-            end = T.shfl_sync(gamma[1], lane // 8 * 8 + 7)  # of the last token of the 16
+            read_gates(g_cum, beta, r_gate, tok0, rows, head, after)
             last = T.shfl_sync(gamma[1], 31)
             ring.acquire(step)  # 2
             for e in T.unroll(2):
                 s_gate[slot, GAMMA, 2 * lane + e] = gamma[e]
                 s_gate[slot, BETA, 2 * lane + e] = b[e]
-                s_gate[slot, FALL, 2 * lane + e] = T.exp2(end - gamma[e])
                 s_gate[slot, E, 2 * lane + e] = T.exp2(gamma[e])
-                s_gate[slot, BETA_E, 2 * lane + e] = b[e] * T.exp2(gamma[e])
                 s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])
                 s_gate[slot, D, 2 * lane + e] = T.exp2(last - gamma[e])
+                s_gate[slot, MINUS_BETA_E, 2 * lane + e] = -b[e] * T.exp2(gamma[e])
             ring.commit(step)

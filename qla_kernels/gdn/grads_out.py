@@ -6,16 +6,7 @@ chunk_grads states the maths and what each step is for, under the numbers used h
 import tilelang.language as T
 
 from qla_kernels.gdn import grad_tiles as tiles
-from qla_kernels.gdn.grads import (
-    COLUMNS_K,
-    COLUMNS_Q,
-    E_KK,
-    K_DKI,
-    OF_K,
-    OF_Q,
-    STATE,
-    Y_W,
-)
+from qla_kernels.gdn.grads import COLUMNS, DOTS, E_KK, PANEL, STATE, X_ROWS, Y_W
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import CHUNK
 
@@ -33,10 +24,9 @@ def store(dv, s_v, ring, walk, V):
         rows = walk.chunks[chunk, 1]
         for r in rolled(walk.group):
             step = i * walk.group + r
-            slot = ring.slot(step)
             ring.wait(step)
-            if rows == CHUNK:  # 13
-                T.tma_copy(s_v[slot, :, :], dv[tok0 : tok0 + CHUNK, head, r, :])
+            if rows == CHUNK:  # 9
+                T.tma_copy(s_v[0, :, :], dv[tok0 : tok0 + CHUNK, head, r, :])
                 T.tma_store_wait(0)
             else:
                 for piece in rolled(T.ceildiv(rows * lanes, 32)):
@@ -44,28 +34,30 @@ def store(dv, s_v, ring, walk, V):
                     if row < rows:
                         for e in T.vectorized(8):
                             dv[tok0 + row, head, r, lane % lanes * 8 + e] = s_v[
-                                slot, row, lane % lanes * 8 + e
+                                0, row, lane % lanes * 8 + e
                             ]
             ring.release(step)
 
 
 @T.macro
-def put_rows(out, r_x, walk, i, K):
-    """A key head's gradient, from the accumulator to global memory."""
-    chunk, head = T.alloc_var("int32"), T.alloc_var("int32")
+def put_rows(dq, dk, r_dq, r_dk, walk, i, w):
+    """Panel w of a key head's gradients, from accumulators to global memory."""
+    chunk, head, tok0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     chunk = walk.chunk(i)
     head = walk.head(i)
+    tok0 = walk.chunks[chunk, 0]
     tiles.store_rows(
-        r_x,
-        out[walk.chunks[chunk, 0], head, 0],
-        K,
-        walk.num_heads * K,
+        r_dq,
+        r_dk,
+        dq[tok0, head, w * PANEL],
+        dk[tok0, head, w * PANEL],
+        dq.strides[0],
         walk.chunks[chunk, 1],
     )
 
 
 @T.macro
-def sums(dg, dbeta, s_sums, ring, walk):
+def sums(dg, dbeta, s_sums, ring, walk, K, V):
     lane = T.get_thread_binding() % 32
     r_gamma = T.alloc_local((2,), "float32")  # dgamma, then its sum over the rows from this one on
     before = T.alloc_local((2,), "float32")  # <K, dKi>, then its sum over the rows before this one
@@ -82,23 +74,29 @@ def sums(dg, dbeta, s_sums, ring, walk):
             step = i * walk.group + r
             ring.wait(step)
             for e in T.unroll(2):
-                r_beta[e] = s_sums[Y_W, 2 * lane + e] + s_sums[E_KK, 2 * lane + e]
-                r_gamma[e] = s_sums[OF_Q, 2 * lane + e] + s_sums[OF_K, 2 * lane + e]
-                before[e] = s_sums[K_DKI, 2 * lane + e]
-                for w in T.unroll(CHUNK // 16):
-                    if w >= lane // 8:  # a warp's rows have no columns right of their own
-                        r_gamma[e] -= (
-                            s_sums[COLUMNS_Q + w, 2 * lane + e]
-                            + s_sums[COLUMNS_K + w, 2 * lane + e]
-                        )
+                r_beta[e] = -s_sums[E_KK, 2 * lane + e]
+                for w in T.unroll(V // PANEL):
+                    r_beta[e] += s_sums[Y_W + w, 2 * lane + e]
+                r_gamma[e] = s_sums[X_ROWS, 2 * lane + e] + s_sums[X_ROWS + 1, 2 * lane + e]
+                before[e] = 0
+                for w in T.unroll(K // PANEL):
+                    r_gamma[e] += (
+                        s_sums[DOTS + 3 * w, 2 * lane + e] + s_sums[DOTS + 3 * w + 2, 2 * lane + e]
+                    )
+                    before[e] += s_sums[DOTS + 3 * w + 1, 2 * lane + e]
+            for w in rolled(lane // 8, CHUNK // 16):  # a warp has no columns right of its own rows
+                for e in T.unroll(2):
+                    r_gamma[e] -= (
+                        s_sums[COLUMNS + w, 2 * lane + e] + s_sums[COLUMNS + 4 + w, 2 * lane + e]
+                    )
             state = 0
-            for w in T.unroll(4):
+            for w in T.unroll(4 * (V // PANEL)):
                 state += s_sums[STATE, w]
             ring.release(step)
             # By sums of other rows only: one less its own row would lose what decay makes small.
             after = r_gamma[0] + r_gamma[1]
             earlier = before[0] + before[1]
-            for d in T.unroll(5):
+            for d in rolled(5):
                 above = T.shfl_down(after, 1 << d)
                 below = T.shfl_up(earlier, 1 << d)
                 if lane + (1 << d) < 32:
@@ -116,7 +114,7 @@ def sums(dg, dbeta, s_sums, ring, walk):
             before[1] = earlier + before[0]
             before[0] = earlier
             for e in T.unroll(2):
-                if 2 * lane + e < rows:  # 14
+                if 2 * lane + e < rows:  # 10
                     dg[tok0 + 2 * lane + e, head, r] = r_gamma[e] + before[e] + state
                     dbeta[tok0 + 2 * lane + e, head, r] = r_beta[e]
 

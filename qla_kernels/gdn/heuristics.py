@@ -15,8 +15,8 @@ class Forward(NamedTuple):
 
 # A chunk of a CTA. Half the columns take more than half the time: what a chunk waits for is not the
 # columns; and a chunk whose A is solved for in the same CTA waits longest of all.
-STEP = {Forward(64, True): 1.8, Forward(128, True): 2.9, Forward(128, False): 2.15}
-LAUNCH, START = 6.0, 8.0  # of the kernel; of each CTA, before its first chunk and after its last
+STEP = {Forward(64, True): 1.7, Forward(128, True): 2.7, Forward(128, False): 2.2}
+LAUNCH, START = 4.0, 10.0  # of the kernel; of each CTA, before its first chunk and after its last
 # gate and kkt_solve: launches, and a chunk of a value head on one SM
 SOLVE_START, SOLVE_STEP = 28.0, 0.5
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
-from qla_kernels.gdn import activations, heuristics
+from qla_kernels.gdn import activations, heuristics, segments
+from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.chain import TILE
 from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
 from qla_kernels.gdn.kernels import gate as gate_kernel
@@ -24,6 +25,7 @@ from qla_kernels.gdn.packing import (
     sequence_bounds,
     tokens,
 )
+from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan, sequence_chunks
 from qla_kernels.gdn.validate import dtype_name
 from qla_kernels.varlen import CHUNK, ChunkTable
 
@@ -64,11 +66,12 @@ def gdn_fwd(
         g = activations.gate(g, A_log, dt_bias).contiguous()
         beta = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
         h0 = None if initial_state is None else initial_state.float()
-        plan = heuristics.BATCH_INVARIANT
+        plan = Plan(heuristics.BATCH_INVARIANT, None)
         if auto_cp:
-            plan = heuristics.forward(N, T * B, HV, V, device.sm_count(q.device))
+            chunks = sequence_chunks(N, T * B)
+            plan = gdn_plan.forward(chunks, HV, K, V, device.sm_count(q.device))
         saved: tuple[Tensor, Tensor] | None = None  # g_cum and A
-        if is_train or output_h or not plan.solves:
+        if is_train or output_h or not plan.kernel.solves:
             saved = (torch.empty_like(g), q.new_empty(B, T, HV, CHUNK))
         for b in flat_parts(q, k, v):
             q_b, k_b, v_b, g_b, beta_b, o_b = of_part(b, q, k, v, g, beta, o)
@@ -77,11 +80,18 @@ def gdn_fwd(
             if saved is not None:
                 g_cum_b, A_b = of_part(b, *saved)
                 saved_b = (g_cum_b, A_b)
-            if not plan.solves:
-                kkt_solve(k_b, g_b, beta_b, bounds, out=saved_b)
+            start, ends_of = key_first(h0, b, state_v_first), None
+            g_read, A_read = g_b, None  # by what comes before the chains
+            if not plan.kernel.solves:
+                g_read, A_read = kkt_solve(k_b, g_b, beta_b, bounds, out=saved_b)
+            if plan.segment_chunks is not None:
+                cut = segments.cut(len(q_b) * T, bounds, plan.segment_chunks)
+                found = segments.maps(k_b, v_b, g_read, beta_b, A_read, start, cut, WARM_LOG_BOUND)
+                start = segments.start_states(found, start, cut)
+                bounds, ends_of = cut.bounds, cut.ends_of
             fused_fwd(
-                q_b, k_b, v_b, g_b, beta_b, scale, key_first(h0, b, state_v_first), bounds,
-                o_b, key_first(final, b, state_v_first), saved_b, plan,
+                q_b, k_b, v_b, g_b, beta_b, scale, start, bounds,
+                o_b, key_first(final, b, state_v_first), saved_b, plan.kernel, ends_of,
             )  # fmt: skip
         h = None
         if output_h:
@@ -187,6 +197,7 @@ def fused_fwd(
     ht: Tensor | None,
     saved: tuple[Tensor, Tensor] | None,
     plan: heuristics.Forward,
+    ends_of: Tensor | None = None,
 ) -> None:
     """The chain over each sequence's chunks.
 
@@ -220,6 +231,7 @@ def fused_fwd(
         g.view(B * T, HV),
         beta.view(B * T, HV),
         cu_seqlens.int().contiguous(),
+        cu_seqlens.int() if ends_of is None else ends_of,
         nothing if h0 is None else h0,
         o.view(B * T, HV, -1, TILE),
         nothing if ht is None else ht,
@@ -227,6 +239,6 @@ def fused_fwd(
         A,
         scale,
         int(h0 is not None),
-        int(ht is not None),
+        0 if ht is None else 1 if ends_of is None else 2,
         int(saved is not None),
     )

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
-from qla_kernels.gdn import activations
+from qla_kernels.gdn import activations, segments
+from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.kernels import chunk_grads as chunk_grads_kernel
 from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
 from qla_kernels.gdn.kernels import l2norm_bwd as l2norm_bwd_kernel
@@ -21,6 +22,7 @@ from qla_kernels.gdn.packing import (
     sequence_bounds,
     tokens,
 )
+from qla_kernels.gdn.plan import WARM_LOG_BOUND, sequence_chunks
 from qla_kernels.gdn.validate import TMA_ALIGNMENT, dtype_name
 from qla_kernels.varlen import CHUNK, ChunkTable
 
@@ -65,6 +67,7 @@ def gdn_bwd(
                 sequence_bounds(inputs[0], cu_seqlens),
                 of_part(b, *grads),
                 key_first(dh0, b, state_v_first),
+                auto_cp,
             )
         dq, dk, dv, dg, dbeta = grads
         if use_beta_sigmoid_in_kernel:
@@ -160,6 +163,7 @@ def _packed(
     bounds: Tensor,
     out: tuple[Tensor, ...],
     dh0: Tensor | None,
+    auto_cp: bool,
 ) -> None:
     """One set of launches; tensors of tokens flatten, states are [N, HV, K, V]."""
     q, k, v, do, g_cum, beta, A = inputs
@@ -169,8 +173,31 @@ def _packed(
             x.zero_()
         hand_on(dht, dh0)
         return
-    bounds = bounds.int()
-    table = chunk_table(B * T, bounds)
+    most = None
+    if auto_cp:
+        sequences = sequence_chunks(len(bounds) - 1, B * T)
+        HV, V = v.shape[2:]
+        most = gdn_plan.backward(sequences, HV, k.shape[-1], V, device.sm_count(q.device))
+    bounds, around = bounds.int(), (h0, dht, dh0)
+    if most is None:
+        h, dS, table = _chains(inputs, *around, scale, bounds)
+    else:
+        cut = segments.cut(B * T, bounds, most)
+        h, dS, table = _chains_in_segments(inputs, *around, scale, cut)
+    chunk_grads(q, k, v, do, g_cum, beta, A, h, dS, table, scale, out)
+
+
+def _chains(
+    inputs: tuple[Tensor, ...],
+    h0: Tensor | None,
+    dht: Tensor | None,
+    dh0: Tensor | None,
+    scale: float,
+    bounds: Tensor,
+) -> tuple[Tensor, Tensor, ChunkTable]:
+    """The states before and the gradients after each chunk, and where the chunks lie."""
+    q, k, v, do, g_cum, beta, A = inputs
+    table = chunk_table(q.shape[0] * q.shape[1], bounds)
     first = table.first_chunk
     h = k.new_empty(len(table.chunks), *v.shape[2:], k.shape[-1])  # before the fork: see there
     # Neither chain needs the other, and where sequences and heads are few, each leaves SMs idle.
@@ -178,7 +205,31 @@ def _packed(
         with aside:
             chunk_states(k, v, g_cum, beta, A, h0, bounds, first, out=h)
         dS = dstate_chain(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dh0)
-    chunk_grads(q, k, v, do, g_cum, beta, A, h, dS, table, scale, out)
+    return h, dS, table
+
+
+def _chains_in_segments(
+    inputs: tuple[Tensor, ...],
+    h0: Tensor | None,
+    dht: Tensor | None,
+    dh0: Tensor | None,
+    scale: float,
+    cut: segments.Segments,
+) -> tuple[Tensor, Tensor, ChunkTable]:
+    """The same: chunks of segments are those of their sequences, in the same order."""
+    q, k, v, do, g_cum, beta, A = inputs
+    found = segments.maps(k, v, g_cum, beta, A, h0, cut, WARM_LOG_BOUND)
+    with device.fork(q) as aside:
+        with aside:
+            starts = segments.start_states(found, h0, cut)  # in memory that `found` has
+        ends = segments.end_gradients(
+            q, k, do, g_cum, beta, A, dht, scale, found, cut, WARM_LOG_BOUND
+        )
+    before = None if dh0 is None else torch.empty_like(found.left).mT  # of every segment
+    done = _chains(inputs, starts, ends, before, scale, cut.bounds)
+    if dh0 is not None and before is not None:
+        dh0.copy_(before[cut.first_segment[:-1]])
+    return done
 
 
 def _readable(x: Tensor, flat: bool = False) -> Tensor:

@@ -13,12 +13,12 @@ import torch
 
 from qla_kernels import device, jit
 from qla_kernels.gdn.validate import CAPABILITY
-from qla_kernels.selftest import gdn_backward, gdn_forward, gdn_public
+from qla_kernels.selftest import gdn_backward, gdn_forward, gdn_public, gdn_segments
 from qla_kernels.selftest.cases import Result
 
 __all__ = ["KERNELS", "Result", "main", "run"]
 
-KERNELS = gdn_forward.KERNELS | gdn_backward.KERNELS
+KERNELS = gdn_forward.KERNELS | gdn_backward.KERNELS | gdn_segments.KERNELS
 
 
 def run() -> list[Result]:

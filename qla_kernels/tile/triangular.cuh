@@ -1,13 +1,13 @@
-// The inverse X of a 64x64 unit lower triangular matrix I + L, by one warpgroup.
+// The inverse X of a 64x64 unit lower triangular matrix I + L.
 //
 // In blocks of 16x16, X has diagonal blocks D_i = (I + L_ii)^-1, and below them
 //
 //   X_ij = -D_i (L_ij D_j + sum_{j < k < i} L_ik X_kj)
 //
-// Each warp first inverts one diagonal block. After one meeting of the warpgroup, each warp works
-// down one block column, so nothing more crosses warps. It works on transposes: the running X_kj^T
-// is then always a product's left operand, which comes straight out of the accumulator of the
-// product before, and L_ik and D_i are right operands that ldmatrix reads as they lie.
+// The diagonal blocks first; then each warp of a warpgroup works down one block column, so nothing
+// more crosses warps. It works on transposes: the running X_kj^T is then always a product's left
+// operand, which comes straight out of the accumulator of the product before, and L_ik and D_i are
+// right operands that ldmatrix reads as they lie.
 //
 // The products' operands are rounded to fp16: as many mantissa bits as TF32 in half the
 // instructions, and these tensor instructions are what the solve takes longest for. Next to the unit
@@ -114,31 +114,40 @@ __device__ __forceinline__ void multiply_8x8(float *c, float a0, float a1, float
   c[1] = wide[1];
 }
 
-// D^T for the diagonal block d = L_ii, by one warp; d is overwritten. The two 8x8 blocks on the
-// diagonal by forward substitution in fp32, one column a lane (both halves of the warp alike), then
-// the one below them as -X11 L10 X00.
-__device__ __forceinline__ Block invert_diagonal(float (*d)[kLd]) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int column = lane & 7, first = lane & 8;
-  float x[8];
+// Forward substitution in fp32 of one of the two 8x8 blocks on the diagonal of each of kBlocks L_ii,
+// one column a lane: half a warp inverts both blocks of each, in place. The other half may do so for
+// others, or look on.
+template <int kBlocks>
+__device__ __forceinline__ void substitute(float (*const (&d)[kBlocks])[kLd], bool writes) {
+  const int lane = threadIdx.x & 31, column = lane & 7, first = lane & 8;
+  float x[kBlocks][8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float sum = i == column ? 1.f : 0.f;
+  for (int i = 0; i < 8; ++i)
 #pragma unroll
-    for (int q = 0; 4 * q < i; ++q) {
-      const float4 l = *reinterpret_cast<const float4 *>(&d[first + i][first + 4 * q]);
-      sum -= l.x * x[4 * q];
-      if (4 * q + 1 < i) sum -= l.y * x[4 * q + 1];
-      if (4 * q + 2 < i) sum -= l.z * x[4 * q + 2];
-      if (4 * q + 3 < i) sum -= l.w * x[4 * q + 3];
+    for (int b = 0; b < kBlocks; ++b) {
+      float sum = i == column ? 1.f : 0.f;
+#pragma unroll
+      for (int q = 0; 4 * q < i; ++q) {
+        const float4 l = *reinterpret_cast<const float4 *>(&d[b][first + i][first + 4 * q]);
+        sum -= l.x * x[b][4 * q];
+        if (4 * q + 1 < i) sum -= l.y * x[b][4 * q + 1];
+        if (4 * q + 2 < i) sum -= l.z * x[b][4 * q + 2];
+        if (4 * q + 3 < i) sum -= l.w * x[b][4 * q + 3];
+      }
+      x[b][i] = sum;
     }
-    x[i] = sum;
-  }
   __syncwarp();
-  if (lane < 16)
+  if (writes)
 #pragma unroll
-    for (int i = 0; i < 8; ++i) d[first + i][first + column] = x[i];
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) d[b][first + i][first + column] = x[b][i];
   __syncwarp();
+}
+
+// D^T, from the inverses of the two 8x8 blocks and the block of L between them: -X11 L10 X00.
+__device__ __forceinline__ Block join(float (*d)[kLd]) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const float2 l10 = *reinterpret_cast<const float2 *>(&d[8 + g][2 * t]);
   const float2 x11 = *reinterpret_cast<const float2 *>(&d[8 + g][8 + 2 * t]);
   const float x00[2] = {d[2 * t][g], d[2 * t + 1][g]};  // X00^T
@@ -146,6 +155,25 @@ __device__ __forceinline__ Block invert_diagonal(float (*d)[kLd]) {
   multiply_8x8(z, x00[0], x00[1], -l10.x, -l10.y);
   multiply_8x8(y, z[0], z[1], x11.x, x11.y);
   return {x00[0], x00[1], 0.f, 0.f, y[0], y[1], d[8 + 2 * t][8 + g], d[9 + 2 * t][8 + g]};
+}
+
+// D_i into the scratch's tile and into X's.
+template <class T> __device__ __forceinline__ void put_inverse(Scratch *s, T *tile, int i) {
+  const Block dt = join(s->diagonal[i]);
+  put_block<true>(s->tile, i, i, dt);
+  put_block<true>(tile, i, i, dt);
+}
+
+// All four at once, by one warp.
+template <class T> __device__ __forceinline__ void invert_diagonals(void *scratch, T *tile) {
+  Scratch *s = static_cast<Scratch *>(scratch);
+  const int half = threadIdx.x >> 4 & 1;
+  substitute<2>({s->diagonal[half], s->diagonal[2 + half]}, true);
+#pragma unroll 1
+  for (int i = 0; i < 4; i += 2) {
+    put_inverse(s, tile, i);
+    put_inverse(s, tile, i + 1);
+  }
 }
 
 // One block column of X below its diagonal block. The column is not a template argument: the code of

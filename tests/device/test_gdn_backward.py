@@ -15,7 +15,7 @@ from qla_kernels import (
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
 )
-from qla_kernels.gdn import heuristics
+from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.ops import Backward
 from reference import gdn
 from tests.compare import assert_close, relative_l2
@@ -369,7 +369,8 @@ def test_nothing_to_do(shape):
 
 def test_more_than_two_to_the_31_elements(monkeypatch):
     """Of v, of the states and of their gradients: the last sequence, as if it were alone."""
-    monkeypatch.setattr(heuristics, "forward", lambda *_: heuristics.BATCH_INVARIANT)
+    monkeypatch.setattr(plan, "forward", lambda *_: plan.Plan(heuristics.BATCH_INVARIANT, None))
+    monkeypatch.setattr(plan, "backward", lambda *_: None)
     if torch.cuda.mem_get_info()[0] < 64 * 2**30:
         pytest.skip("needs 64 GiB")
     filler, last = 140_000, 200

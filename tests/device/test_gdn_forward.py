@@ -89,10 +89,10 @@ def test_head_sizes_and_groups(sizes, heads, dtype):
 @pytest.mark.parametrize(("tile_v", "solves"), [(64, True), (128, True), (128, False)])
 @pytest.mark.parametrize("tokens", [64, 1000, 20_000])
 def test_every_plan(tile_v, solves, tokens, monkeypatch):
-    from qla_kernels.gdn import heuristics
+    from qla_kernels.gdn import heuristics, plan
 
-    plan = heuristics.Forward(tile_v, solves)
-    monkeypatch.setattr(heuristics, "forward", lambda *_: plan)
+    whole = plan.Plan(heuristics.Forward(tile_v, solves), None)
+    monkeypatch.setattr(plan, "forward", lambda *_: whole)
     x = mild(on_gpu([tokens, 65], heads=(2, 4)))
     check(x, *run(x))
     names = ("q", "k", "v", "g", "beta", "scale", "initial_state", "cu_seqlens")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qla_kernels import jit
-from qla_kernels.gdn import heuristics, launch
+from qla_kernels.gdn import heuristics, launch, plan
 from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.ops import Forward
 from reference import gdn
@@ -53,8 +53,8 @@ def small(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **ot
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("variant", fused_fwd.VARIANTS, ids=str)
 def test_every_variant(variant, seeds, monkeypatch):
-    plan = heuristics.Forward(variant.tile_v, variant.solves)
-    monkeypatch.setattr(heuristics, "forward", lambda *_: plan)
+    whole = plan.Plan(heuristics.Forward(variant.tile_v, variant.solves), None)
+    monkeypatch.setattr(plan, "forward", lambda *_: whole)
     for seed, lengths in enumerate(LENGTHS):
         seeds["seed"] = seed
         V = 64 if variant.tile_v == 64 and seed % 2 else 128

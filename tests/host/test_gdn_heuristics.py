@@ -14,7 +14,8 @@ NARROW, WIDE, GIVEN = Forward(64, True), Forward(128, True), Forward(128, False)
         (1, 8192, 16, NARROW),  # 32 CTAs instead of 16: nobody waits
         (4, 8192, 16, NARROW),  # 128 CTAs, still one wave
         (4, 2048, 32, WIDE),  # one wide wave, too short to be worth two more launches
-        (4, 8192, 64, GIVEN),  # long and full: a cheap chunk counts most
+        (4, 32768, 16, NARROW),
+        (4, 8192, 64, WIDE),  # full: A for so many heads costs more than the cheaper chunk saves
         (1, 64, 1, NARROW),
     ],
 )

@@ -41,7 +41,7 @@ from qla_kernels.gdn.chain import (
 from qla_kernels.gdn.chain_backward import SOURCE, Rows, gate, load, put_state, stage, store
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -89,7 +89,7 @@ def schedule(v: Variant) -> Schedule:
                 warps=1,
                 regs=40,
                 waits=("kva_free", "tail_full"),
-                signals=(("kva_full", ONE), ("tail_full", ONE)),
+                signals=("kva_full", "tail_full"),
                 computes="k, v, A",
                 uses=("tma_load",),
             ),

@@ -56,7 +56,7 @@ from qla_kernels.gdn.chain_backward import (
 from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -114,7 +114,7 @@ def schedule(v: Variant) -> Schedule:
                 warps=1,
                 regs=load_regs,
                 waits=("rows_free", "tail_full"),
-                signals=(("rows_full", ONE), ("tail_full", ONE)),
+                signals=("rows_full", "tail_full"),
                 computes="q, k, dO, A",
                 uses=("tma_load",),
             ),

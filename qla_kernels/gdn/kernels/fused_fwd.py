@@ -13,7 +13,9 @@ the state, kept transposed, [V, K], in fp32 registers from the first chunk to th
 Steps (numbers appear again in the roles):
     1 load    q, k, v of a chunk, and A where it is given; rows past a tail's end become zero
     2 gate    gamma, beta, fall, beta e, scale e, d, e^gamma_last of a chunk
-    3 solve   K K^T, then A, unless given; Q K^T, then P: up to two chunks ahead of the state
+    3 solve   K K^T, then A, unless given; Q K^T, then P: up to two chunks ahead of the state.
+              The inverses of A's diagonal blocks are a long chain of small steps: a warp of its
+              own works on them while the solving warpgroup is a chunk further
     4 state   S to 16 bits; S K^T and S Q^T
     5 state   W^T; V'^T
     6 state   S and O^T
@@ -24,9 +26,9 @@ Why this shape: the chain S -> W -> V' -> S is what a chunk waits for, so nothin
 registers: every product's left operand is the previous accumulator, rounded in place, and its right
 operand a tile that both state warpgroups share. A state warpgroup owns 64 columns of V for the
 whole sequence. Two of them alternate on the tensor cores, each computing while the other's products
-run, and leave registers for one warpgroup that solves; beside a single one there is room for two,
-which take alternate chunks. The solve's small dependent products wait for the state's large ones,
-so where CTAs come in several waves it pays to solve beforehand, in kkt_solve, and be given A.
+run, and leave registers for one warpgroup that solves. The solve's small dependent products wait
+for the state's large ones, so where CTAs come in several waves it may pay to solve beforehand, in
+kkt_solve, and be given A.
 """
 
 from typing import NamedTuple
@@ -34,14 +36,14 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.chain import GATE_ROWS, TILE
-from qla_kernels.gdn.chain_forward import gate, inverse_out, load, state, store
-from qla_kernels.gdn.chain_solve import score, solve
+from qla_kernels.gdn.chain import GATE_ROWS, TILE, Rows
+from qla_kernels.gdn.chain_forward import gate, load, state, store
+from qla_kernels.gdn.chain_solve import invert, score, solve, solve_in_teams
 from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule, Signal
 
 GROUP = 128  # threads of a warpgroup
 
@@ -58,8 +60,13 @@ class Variant(NamedTuple):
 
     @property
     def teams(self) -> int:
-        """Warpgroups that solve, each its own chunks."""
-        return 3 - self.states
+        """Warpgroups that make A and P, each of its own chunks."""
+        return 2 if self.solves and self.states == 1 else 1
+
+    @property
+    def inverts(self) -> bool:
+        """A warp of its own inverts A's diagonal blocks."""
+        return self.solves and self.states == 2
 
 
 VARIANTS = tuple(
@@ -76,69 +83,75 @@ PASS_CONFIGS = {
 }
 
 
-# of the variant that is given A: the head's and the sequence's number, needed before and after the
-# loop over the chunks; ptxas keeps them out of the way in between
-SPILLS = {"spill_bytes": 64, "spill_reason": "two indices, stored and read outside all loops"}
+# one index that every role needs, read again behind the loops over the chunks
+SPILLS = {"spill_bytes": 16, "spill_reason": "an index, stored and read outside all loops"}
 
 
 def schedule(v: Variant) -> Schedule:
     state_regs, solve_regs, load_regs = 232, 120, 40
     if v.states == 2:
-        state_regs, solve_regs, load_regs = (192, 88, 40) if v.K == 128 else (176, 104, 56)
-    rings = {"qk": 3 if v.states == 2 else 4, "v": 2, "gate": 4, "a": 2, "p": 2, "o": v.states}
+        state_regs, solve_regs, load_regs = (192, 88, 40) if v.K == 128 else (176, 96, 64)
+    rings = {"k": 3, "q": 3, "v": 2, "gate": 4, "a": 2, "p": 2, "o": v.states}
+    rings["tail"] = 3 if v.solves else 4  # tensors
+    if v.inverts:
+        rings |= {"k": 4, "q": 2, "l": 2}
+    elif v.solves:
+        rings |= {"k": 4, "q": 4}
 
-    def given(barrier: str) -> tuple[str, ...]:
-        return () if v.solves else (barrier,)
+    def solving(*signals: Signal) -> tuple[Signal, ...]:
+        return signals if v.solves else ()
 
-    state_role = Role(
-        "state",
-        warps=4 * v.states,
-        regs=state_regs,
-        waits=("qk_full", "v_full", "gate_full", "a_full", "p_full", "o_free"),
-        signals=("qk_free", "v_free", "gate_free", "a_free", "p_free", ("o_full", GROUP)),
-        computes="S, W, V', O",
-        uses=("wgmma",),
-    )
-    if v.solves:
-        solve_role = Role(
-            "solve",
-            warps=4 * v.teams,
-            regs=solve_regs,
-            waits=("qk_full", "gate_full", "a_free", "p_free"),
-            signals=tuple((name, GROUP) for name in ("qk_free", "gate_free", "a_full", "p_full")),
-            computes="A, P",
-            uses=("wgmma", "mma"),
-        )
-        last_role = Role(
-            "inverse_out",
-            warps=1,
-            regs=load_regs,
-            waits=("a_full",),
-            signals=("a_free",),
-            computes="A out; zeros into rows of no sequence",
-            uses=("tma_store",),
-        )
-    else:
-        solve_role = Role(
-            "score",
-            warps=4,
-            regs=solve_regs,
-            waits=("qk_full", "gate_full", "p_free"),
-            signals=("qk_free", "gate_free", "p_full"),
-            computes="P",
-            uses=("wgmma",),
-        )
-        last_role = Role("padding", warps=1, regs=load_regs, computes="zeros into rows of nobody")
+    def given(*names: str) -> tuple[str, ...]:
+        return () if v.solves else names
+
+    def inverting(*names: str) -> tuple[str, ...]:
+        return names if v.inverts else ()
+
     return Schedule(
         roles=(
-            state_role,
-            solve_role,
+            Role(
+                "state",
+                warps=4 * v.states,
+                regs=state_regs,
+                waits=("q_full", "k_full", "v_full", "gate_full", "a_full", "p_full", "o_free"),
+                signals=(
+                    "q_free",
+                    "k_free",
+                    "v_free",
+                    "gate_free",
+                    "a_free",
+                    "p_free",
+                    ("o_full", GROUP),
+                ),
+                computes="S, W, V', O",
+                uses=("wgmma",),
+            ),
+            Role(
+                "solve" if v.solves else "score",
+                warps=4 * v.teams,
+                regs=solve_regs,
+                waits=(
+                    "q_full",
+                    "k_full",
+                    "gate_full",
+                    *inverting("l_free"),
+                    *(("a_free",) if v.solves and not v.inverts else ()),
+                    "p_free",
+                ),
+                signals=(
+                    *((s, GROUP) for s in ("q_free", "k_free", "gate_free", "p_full")),
+                    *inverting("l_full"),
+                    *solving(("a_full", GROUP)),
+                ),
+                computes="A, P" if v.solves else "P",
+                uses=("wgmma", *solving("mma")),
+            ),
             Role(
                 "load",
                 warps=1,
                 regs=load_regs,
-                waits=("qk_free", "v_free", *given("a_free"), "tail_full"),
-                signals=("qk_full", "v_full", *given("a_full"), "tail_full"),
+                waits=("q_free", "k_free", "v_free", *given("a_free"), "tail_full"),
+                signals=("q_full", "k_full", "v_full", *given("a_full"), "tail_full"),
                 computes="q, k, v" + ", A" * (not v.solves),
                 uses=("tma_load",),
             ),
@@ -154,22 +167,31 @@ def schedule(v: Variant) -> Schedule:
                 "store",
                 warps=1,
                 regs=load_regs,
-                waits=("o_full",),
-                signals=("o_free",),
-                computes="O out",
+                waits=("o_full", *solving("a_full")),
+                signals=("o_free", *solving("a_free")),
+                computes="O" + " and A" * v.solves + " out",
                 uses=("tma_store",),
             ),
-            last_role,
+            Role(
+                "invert" if v.inverts else "padding",
+                warps=1,
+                regs=load_regs,
+                waits=inverting("l_full", "a_free"),
+                signals=inverting("l_free"),
+                computes="A's diagonal blocks; " * v.inverts + "zeros into rows of no sequence",
+                uses=inverting("mma"),
+            ),
         ),
         rings=rings,
         # q and k; v and O; A and P; gates; scratch; barriers and alignment
-        smem_bytes=rings["qk"] * CHUNK * 2 * v.K * 2
-        + (rings["v"] + 1) * CHUNK * v.tile_v * 2
+        smem_bytes=(rings["q"] + rings["k"]) * CHUNK * v.K * 2
+        + rings["v"] * CHUNK * v.tile_v * 2
+        + rings["o"] * CHUNK * TILE * 2
         + (rings["a"] + rings["p"]) * CHUNK * CHUNK * 2
         + rings["gate"] * GATE_ROWS * CHUNK * 4
         + 2 * SCRATCH_BYTES * v.solves
         + 1024,
-        **({} if v.solves or v.K == 64 else SPILLS),
+        **(SPILLS if v.inverts and v.K == 128 else {}),
     )
 
 
@@ -199,6 +221,7 @@ def build(v: Variant):
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, num_columns, num_bounds = T.dynamic("V, num_tiles, num_columns, num_bounds")
     num_h0, num_ht, saved_tokens = T.dynamic("num_h0, num_ht, saved_tokens")
+    num_ends = T.dynamic("num_ends")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
     h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
@@ -216,6 +239,7 @@ def build(v: Variant):
         g: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
         cu_seqlens: T.Tensor((num_bounds,), "int32"),
+        ends_of: T.Tensor((num_ends,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
         o: T.Tensor((num_tokens, num_value_heads, num_columns, TILE), v.dtype),
         ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), "float32"),
@@ -232,8 +256,8 @@ def build(v: Variant):
             # TileLang lets one thread of each row initialise the barriers: the same values, before
             # the whole block meets for the first time
             T.import_source(SOURCE)
-            s_k = T.alloc_shared((rings["qk"], CHUNK, K), v.dtype)
-            s_q = T.alloc_shared((rings["qk"], CHUNK, K), v.dtype)
+            s_k = T.alloc_shared((rings["k"], CHUNK, K), v.dtype)
+            s_q = T.alloc_shared((rings["q"], CHUNK, K), v.dtype)
             s_v = T.alloc_shared((rings["v"], CHUNK, v.tile_v), v.dtype)
             s_a = T.alloc_shared((rings["a"], CHUNK, CHUNK), v.dtype)
             s_p = T.alloc_shared((rings["p"], CHUNK, CHUNK), v.dtype)
@@ -241,8 +265,10 @@ def build(v: Variant):
             s_o = T.alloc_shared((rings["o"], CHUNK, TILE), v.dtype)
             tiles = (s_k, s_q, s_v, s_a, s_p, s_o)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in tiles})
-            qk_full = T.alloc_barrier([plan.arrivals("qk_full")] * rings["qk"])
-            qk_free = T.alloc_barrier([plan.arrivals("qk_free")] * rings["qk"])
+            q_full = T.alloc_barrier([plan.arrivals("q_full")] * rings["q"])
+            q_free = T.alloc_barrier([plan.arrivals("q_free")] * rings["q"])
+            k_full = T.alloc_barrier([plan.arrivals("k_full")] * rings["k"])
+            k_free = T.alloc_barrier([plan.arrivals("k_free")] * rings["k"])
             v_full = T.alloc_barrier([plan.arrivals("v_full")] * rings["v"])
             v_free = T.alloc_barrier([plan.arrivals("v_free")] * rings["v"])
             gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * rings["gate"])
@@ -253,12 +279,19 @@ def build(v: Variant):
             p_free = T.alloc_barrier([plan.arrivals("p_free")] * rings["p"])
             o_full = T.alloc_barrier([plan.arrivals("o_full")] * rings["o"])
             o_free = T.alloc_barrier([plan.arrivals("o_free")] * rings["o"])
-            tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
-            qk = Ring(qk_full, qk_free, rings["qk"])
+            tail_full = T.alloc_barrier([plan.arrivals("tail_full")] * rings["tail"])
+            q_ring = Ring(q_full, q_free, rings["q"])
+            k_ring = Ring(k_full, k_free, rings["k"])
             v_ring = Ring(v_full, v_free, rings["v"])
             gates = Ring(gate_full, gate_free, rings["gate"])
             a_ring = Ring(a_full, a_free, rings["a"])
             p_ring = Ring(p_full, p_free, rings["p"])
+            if v.solves:
+                s_l = T.alloc_shared((2, SCRATCH_BYTES // 4), "float32")
+            if v.inverts:
+                l_full = T.alloc_barrier([plan.arrivals("l_full")] * rings["l"])
+                l_free = T.alloc_barrier([plan.arrivals("l_free")] * rings["l"])
+                l_ring = Ring(l_full, l_free, rings["l"])
             o_ring = Ring(o_full, o_free, rings["o"])
 
             hv, n, h = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -281,37 +314,52 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("state").regs, 1)
                 state(
                     states, K, v.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
-                    qk, v_ring, gates, a_ring, p_ring, o_ring,
-                    num_chunks, n, hv, i_tile * v.tile_v, has_h0, has_ht,
+                    q_ring, k_ring, v_ring, gates, a_ring, p_ring, o_ring,
+                    num_chunks, n, hv, i_tile * v.tile_v, has_h0, has_ht, ends_of,
                 )  # fmt: skip
             elif group < states + v.teams:
                 T.set_max_nreg(plan.roles[1].regs, 0)
-                if v.solves:
-                    s_l = T.alloc_shared((2, SCRATCH_BYTES // 4), "float32")
+                if v.inverts:
                     solve(
-                        states, v.teams, K, s_q, s_k, s_gate, s_l, s_a, s_p,
-                        qk, gates, a_ring, p_ring, num_chunks, scale,
+                        K, s_q, s_k, s_gate, s_l, s_a, s_p,
+                        q_ring, k_ring, gates, l_ring, a_ring, p_ring, num_chunks, scale,
+                    )  # fmt: skip
+                elif v.solves:
+                    solve_in_teams(
+                        v.teams, states, K, s_q, s_k, s_gate, s_l, s_a, s_p,
+                        q_ring, k_ring, gates, a_ring, p_ring, num_chunks, scale,
                     )  # fmt: skip
                 else:
-                    score(K, s_q, s_k, s_gate, s_p, qk, gates, p_ring, num_chunks, scale)
+                    score(
+                        K, s_q, s_k, s_gate, s_p, q_ring, k_ring, gates, p_ring, num_chunks, scale
+                    )
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
-                    load(
-                        q, k, val, A, s_q, s_k, s_v, s_a, qk, v_ring, a_ring, tail_full,
-                        begin, length, num_chunks, h, hv, i_tile, K, v.tile_v, v.solves,
-                    )  # fmt: skip
+                    leading = [(Rows(k, (h,), s_k), k_ring)]
+                    others = [(Rows(val, (hv, i_tile), s_v), v_ring)]
+                    if v.inverts:  # P comes late, and there is no room for more of Q
+                        others.insert(0, (Rows(q, (h,), s_q), q_ring))
+                    else:
+                        leading.append((Rows(q, (h,), s_q), q_ring))
+                    if not v.solves:
+                        others.append((Rows(A, (hv, 0), s_a), a_ring))
+                    ahead = rings["k"] - rings["v"]
+                    load(leading, others, ahead, tail_full, begin, length, num_chunks)
                 elif tx < 64:
                     gate(
                         g, beta, g_cum, s_gate, gates, begin, length, num_chunks, hv, scale,
                         saves if v.solves else 0,
                     )  # fmt: skip
                 elif tx < 96:
-                    store(o, s_o, o_ring, begin, length, num_chunks, hv, i_tile * states)
+                    store(
+                        o, A, s_o, s_a, o_ring, a_ring, begin, length, num_chunks, hv,
+                        i_tile * states, v.solves, saves,
+                    )  # fmt: skip
                 else:
+                    if v.inverts:
+                        invert(s_l, s_a, l_ring, a_ring, num_chunks)
                     padding = (cu_seqlens, num_tokens, num_bounds - 1, n, hv)
-                    if v.solves:
-                        inverse_out(A, s_a, a_ring, begin, length, num_chunks, hv, saves)
                     for w in rolled(states):
                         clear_padding(o, *padding, i_tile * states + w)
                     if saves != 0:

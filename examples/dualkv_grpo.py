@@ -1,0 +1,249 @@
+"""One GRPO update with every prompt run once, against the same update with whole sequences.
+
+    python examples/dualkv_grpo.py                  a tiny Qwen3 written out below
+    python examples/dualkv_grpo.py --transformers   one of Hugging Face transformers
+
+Both updates start from the same random weights and the same rollouts. They must agree on every
+log-probability, on the loss and on the gradient of every parameter; the exit status says whether
+they do. What differs is how many tokens the model had to run.
+"""
+
+import argparse
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qla_kernels import (
+    SharedLayout,
+    pack_shared_prompts,
+    plan_microbatches,
+    shared_prefix_attention,
+)
+from qla_kernels.integrations import transformers_dualkv
+
+VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 32, 3, 4, 2, 16
+CLIP, KL = 0.2, 0.05
+AGREE = 1e-5  # fp32: relative difference of log-probabilities, loss and gradients
+
+
+class Layer(nn.Module):
+    """Qwen3's: normalised queries and keys, rotary positions, few key heads, a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
+        self.q_norm, self.k_norm = nn.RMSNorm(HEAD_DIM), nn.RMSNorm(HEAD_DIM)
+        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
+        self.gate_up = nn.Linear(WIDTH, 6 * WIDTH, bias=False)
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, positions: Tensor, layout: SharedLayout | None) -> Tensor:
+        heads = self.qkv(self.before(x)).unflatten(-1, (-1, HEAD_DIM))  # [T, heads, D]
+        q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        q, k = rotate(self.q_norm(q), positions), rotate(self.k_norm(k), positions)
+        if layout is not None:
+            o = shared_prefix_attention(q, k, v, layout)
+        else:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            o = o.transpose(0, 1)
+        x = x + self.out(o.flatten(1))
+        gate, up = self.gate_up(self.between(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    angle = positions[:, None] * 1e4 ** -torch.linspace(0, 1, HEAD_DIM // 2)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class Qwen3(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, layout: SharedLayout | None = None
+    ) -> Tensor:
+        """Logits of some rows of packed tokens; without a layout, of one sequence."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, positions, layout)
+        logits: Tensor = self.head(self.norm(x[rows]))
+        return logits
+
+
+class TransformersQwen3(nn.Module):
+    """The same of transformers, unmodified, called in the same way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        sizes = {
+            "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH,
+            "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": HEAD_DIM,
+            "num_key_value_heads": KV_HEADS,
+        }  # fmt: skip
+        self.model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+        transformers_dualkv.register()
+        transformers_dualkv.check(self.model.config)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, layout: SharedLayout | None = None
+    ) -> Tensor:
+        self.model.set_attn_implementation("eager" if layout is None else "shared_prefix")
+        packed = {} if layout is None else {"shared_prefix": layout}
+        done = self.model(
+            ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows, **packed
+        )
+        logits: Tensor = done.logits[0]
+        return logits
+
+
+class Rollouts(NamedTuple):
+    """Prompts, the responses sampled from each, and what GRPO knows of them, [S, W] padded."""
+
+    prompts: list[Tensor]
+    responses: list[list[Tensor]]
+    mask: Tensor  # where a response has a token
+    advantages: Tensor  # of each response, less its group's mean
+    old: Tensor  # log-probabilities when it was sampled
+    reference: Tensor  # and under the model that the policy shall stay close to
+
+
+def sample(model: nn.Module) -> Rollouts:
+    """Random tokens in the place of sampled ones: groups of any size, some responses cut short."""
+    lengths = [(13, [7, 1, 0, 11]), (1, [5]), (9, [4, 4])]
+    prompts = [torch.randint(VOCABULARY, (p,)) for p, _ in lengths]
+    responses = [[torch.randint(VOCABULARY, (r,)) for r in rs] for _, rs in lengths]
+    longest = torch.tensor([r for _, rs in lengths for r in rs])
+    mask = torch.arange(int(longest.max())) < longest[:, None]
+    rewards = [torch.randn(len(rs)) for _, rs in lengths]
+    advantages = torch.cat([r - r.mean() for r in rewards])[:, None].expand(mask.shape)
+    with torch.no_grad():
+        now = whole_sequences(model, prompts, responses)
+    old, reference = (now + 0.3 * torch.randn_like(now) for _ in range(2))
+    return Rollouts(prompts, responses, mask, advantages, old, reference)
+
+
+def loss_of(logprobs: Tensor, data: Rollouts, rows: slice | Tensor = slice(None)) -> Tensor:
+    """The clipped objective and a penalty on leaving the reference, a mean over all tokens."""
+    ratio = (logprobs - data.old[rows]).exp()
+    gain = data.advantages[rows]
+    objective = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
+    behind = data.reference[rows] - logprobs
+    penalty = behind.exp() - behind - 1
+    return ((KL * penalty - objective) * data.mask[rows]).sum() / data.mask.sum()
+
+
+def whole_sequences(
+    model: nn.Module, prompts: list[Tensor], responses: list[list[Tensor]]
+) -> Tensor:
+    """Log-probabilities [S, W] as they are usually computed: prompt and response, each alone."""
+    logprobs, width = [], max(len(answer) for answers in responses for answer in answers)
+    for prompt, answers in zip(prompts, responses, strict=True):
+        for answer in answers:
+            ids = torch.cat([prompt, answer])
+            positions = torch.arange(len(ids))
+            logits = model(ids, positions, positions[len(prompt) - 1 : -1])
+            of_tokens = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+            logprobs.append(F.pad(of_tokens, (0, width - len(answer))))
+    return torch.stack(logprobs)
+
+
+class Update(NamedTuple):
+    logprobs: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    tokens: int
+
+
+def usual_update(model: nn.Module, data: Rollouts) -> Update:
+    logprobs = whole_sequences(model, data.prompts, data.responses)
+    loss = loss_of(logprobs, data)
+    loss.backward()
+    tokens = sum(len(p) + len(r) for p, rs in zip(*data[:2], strict=True) for r in rs)
+    return Update(logprobs.detach(), loss.detach(), gradients_of(model), tokens)
+
+
+def packed_update(model: nn.Module, data: Rollouts, max_tokens: int) -> Update:
+    """Micro-batches of at most max_tokens, whose gradients add up."""
+    lengths = [(len(p), [len(r) for r in rs]) for p, rs in zip(*data[:2], strict=True)]
+    first = [sum(len(rs) for rs in data.responses[:g]) for g in range(len(lengths))]
+    logprobs, loss, tokens = torch.zeros(data.mask.shape), torch.zeros(()), 0
+    (micro_batches,) = plan_microbatches(lengths, max_tokens)
+    for pieces in micro_batches:
+        batch = pack_shared_prompts(
+            [data.prompts[g] for g, _ in pieces],
+            [[data.responses[g][i] for i in chosen] for g, chosen in pieces],
+        )
+        logits = model(batch.input_ids, batch.position_ids, batch.src_rows, batch.layout)
+        found = batch.to_padded(batch.gather_logprobs(logits), width=data.mask.shape[1])
+        rows = torch.tensor([first[g] + i for g, chosen in pieces for i in chosen])
+        part = loss_of(found, data, rows)
+        part.backward()
+        logprobs[rows] = found.detach()
+        loss += part.detach()
+        tokens += batch.num_tokens
+    return Update(logprobs, loss, gradients_of(model), tokens)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(make: Callable[[], nn.Module], max_tokens: int) -> dict[str, Any]:
+    """Both updates, and the largest relative difference of each of their results."""
+    model = make()
+    data = sample(model)
+    usual = usual_update(copy.deepcopy(model), data)
+    packed = packed_update(model, data, max_tokens)
+
+    def differ(a: Tensor, b: Tensor) -> float:
+        return float((a - b).norm() / b.norm())
+
+    gradients = {name: differ(packed.gradients[name], x) for name, x in usual.gradients.items()}
+    return {
+        "tokens": (usual.tokens, packed.tokens),
+        "log-probabilities": differ(packed.logprobs, usual.logprobs),
+        "loss": differ(packed.loss, usual.loss),
+        **{f"gradient of {name}": x for name, x in gradients.items()},
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--transformers", action="store_true", help="their Qwen3")
+    parser.add_argument("--max-tokens", type=int, default=32, help="of a micro-batch")
+    options = parser.parse_args(arguments)
+    make: Callable[[], nn.Module] = Qwen3
+    if options.transformers:
+        if importlib.util.find_spec("transformers") is None:
+            print("skipped: transformers is not installed; pip install transformers")
+            return 0
+        make = TransformersQwen3
+    torch.manual_seed(0)
+    found = compare(make, options.max_tokens)
+    whole, packed = found.pop("tokens")
+    print(f"{whole} tokens in whole sequences, {packed} packed: {whole / packed:.2f} times fewer")
+    for name, difference in found.items():
+        print(f"{difference:.1e}  {name}{'' if difference < AGREE else '  DIFFERS'}")
+    return int(max(found.values()) >= AGREE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Train a tiny model on a sequence that two processes share, and get the losses of one process.
+
+    python examples/sparse_ring_train.py
+    python examples/sparse_ring_train.py --world 4 --steps 8 --schedule ring
+
+The model is a random Qwen2.5 in small: grouped heads, rotary positions, RMS norms, gated MLPs. It
+runs in the layout from the embedding to the loss, so nothing is rearranged between layers; only
+attention sends anything. A rank needs three things that a single process does not:
+
+    its tokens, dealt by the layout, and labels that were shifted before they were dealt;
+    their positions in the whole sequence, for the rotary embedding;
+    the sum of all ranks' gradients, each of the loss over all tokens.
+
+Processes talk over gloo on the CPU.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, multiprocessing, nn
+
+from qla_kernels.sparse_ring import (
+    RingGroups,
+    StripedLayout,
+    VerticalSlash,
+    sparse_attention,
+    sparse_ring_attention,
+)
+
+PATTERN = VerticalSlash(recall_v=0.3, recall_s=0.5, max_v=64)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    vocabulary: int = 64
+    width: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    hidden: int = 64
+    layers: int = 2
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank knows about the sequence: who holds what, and how many tokens are real."""
+
+    layout: StripedLayout
+    group: RingGroups | None  # None: this process has the whole sequence
+    schedule: str
+    seqlen: int
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options: dict[str, Any] = {"pattern": PATTERN, "seqlen": self.seqlen}
+        if self.group is None:
+            return sparse_attention(q, k, v, **options)
+        options |= {"group": self.group, "layout": self.layout, "schedule": self.schedule}
+        return sparse_ring_attention(q, k, v, **options)
+
+
+def rotated(x: Tensor, position: Tensor) -> Tensor:
+    """Rotary embedding of x [B, L, H, D] at positions [L] of the whole sequence."""
+    half = x.shape[-1] // 2
+    frequency = 1e4 ** -(torch.arange(half, dtype=torch.float64) / half)
+    angle = (position[:, None] * frequency).to(x.dtype)[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+class Layer(nn.Module):
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        self.size = size
+        qkv = (size.heads + 2 * size.kv_heads) * size.head_dim
+        self.before_attention, self.before_mlp = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
+        self.qkv = nn.Linear(size.width, qkv)
+        self.out = nn.Linear(size.heads * size.head_dim, size.width, bias=False)
+        self.gate, self.up = (nn.Linear(size.width, size.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: Tensor, position: Tensor, shard: Shard) -> Tensor:
+        size = self.size
+        heads = self.qkv(self.before_attention(x)).unflatten(-1, (-1, size.head_dim))
+        q, k, v = heads.split([size.heads, size.kv_heads, size.kv_heads], 2)
+        q, k = rotated(q, position), rotated(k, position)
+        x = x + self.out(shard.attention(q, k, v.contiguous()).flatten(2))
+        y = self.before_mlp(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        nn.init.normal_(self.embedding.weight, std=size.width**-0.5)
+        self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width)
+
+    def forward(self, tokens: Tensor, position: Tensor, shard: Shard) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, position, shard)
+        return self.norm(x) @ self.embedding.weight.T
+
+
+def sequence(seqlen: int, T: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Tokens that repeat with noise, padded; labels shifted, and ignored past the end."""
+    generator = torch.Generator().manual_seed(0)
+    motif = torch.randint(vocabulary, (37,), generator=generator)
+    tokens = torch.zeros(T, dtype=torch.long)
+    tokens[:seqlen] = motif.repeat(-(-seqlen // 37))[:seqlen]
+    noise = torch.rand(seqlen, generator=generator) < 0.1
+    tokens[:seqlen][noise] = torch.randint(vocabulary, (int(noise.sum()),), generator=generator)
+    labels = torch.full_like(tokens, -100)
+    labels[: seqlen - 1] = tokens[1:seqlen]
+    return tokens[None], labels[None]
+
+
+def train(shard: Shard, T: int, steps: int, dtype: torch.dtype) -> list[float]:
+    """The loss of every step, over the tokens of all ranks."""
+    torch.manual_seed(0)  # the same weights on every rank
+    size = Sizes()
+    model = Model(size).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens, labels = sequence(shard.seqlen, T, size.vocabulary)
+    count = int((labels != -100).sum())
+    tokens, labels = (shard.layout.shard(x, 1, shard.rank) for x in (tokens, labels))
+    position = shard.layout.positions(T, shard.rank)
+    losses = []
+    for _ in range(steps):
+        logits = model(tokens, position, shard)
+        loss = F.cross_entropy(logits[0], labels[0], reduction="sum") / count
+        optimizer.zero_grad()
+        loss.backward()
+        loss = loss.detach()
+        if shard.group is not None:
+            for x in (loss, *(p.grad for p in model.parameters())):
+                dist.all_reduce(x)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def run_rank(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.world)
+    layout = StripedLayout(options.world)
+    shard = Shard(layout, RingGroups.create(), options.schedule, options.tokens)
+    losses = train(shard, padded(options), options.steps, getattr(torch, options.dtype))
+    if rank == 0:
+        results.put(losses)
+    dist.destroy_process_group()
+
+
+def padded(options: argparse.Namespace) -> int:
+    """One length for both runs: whole tiles on every rank."""
+    return StripedLayout(options.world).pad_len(options.tokens)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--world", type=int, default=2, help="processes")
+    parser.add_argument("--tokens", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--schedule", default="auto", help="auto, allgather, ring or double_ring")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    options = parser.parse_args()
+
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = (store.port, options, results)
+    ranks = multiprocessing.spawn(run_rank, arguments, nprocs=options.world, join=False)
+    alone = Shard(StripedLayout(1), None, options.schedule, options.tokens)
+    want = train(alone, padded(options), options.steps, getattr(torch, options.dtype))
+    while not ranks.join():
+        pass
+    got = results.get()
+
+    print(f"step  one process  {options.world} processes")
+    for step, (a, b) in enumerate(zip(want, got, strict=True)):
+        print(f"{step:4}  {a:11.6f}  {b:11.6f}")
+    difference = max(abs(a - b) for a, b in zip(want, got, strict=True))
+    equal = difference < (1e-4 if options.dtype == "float32" else 1e-10)
+    print(f"largest difference {difference:.1e}: {'equal' if equal else 'NOT equal'}")
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The public function: a call is checked, then refused or handed to the operators."""
+
+import os
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from qla_kernels.dualkv.autograd import SharedPrefixAttention
+from qla_kernels.dualkv.plan import SharedLayout
+from qla_kernels.dualkv.validate import OP, check_contents, check_tensors, refusal, require
+
+
+@overload
+def shared_prefix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SharedLayout,
+    *,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def shared_prefix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SharedLayout,
+    *,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def shared_prefix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SharedLayout,
+    *,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed sequences whose shared beginnings are stored once, differentiable.
+
+    A response sees its prompt and, causally, itself; a prompt sees itself:
+
+        o_q = sum_k softmax_k(scale q_q . k_k) v_k    over the k with k <= q < layout.tout[k]
+
+    Results and gradients are those of every sequence run alone, where the gradients of a shared
+    token are summed over its sequences. q, k and v have one dtype and any strides.
+
+    Args:
+        q: [T, H, D] packed tokens.
+        k, v: [T, Hk, D], H a multiple of Hk; query head h reads key head h // (H / Hk).
+        layout: of a packed batch (`batch.layout`), or SharedLayout.from_lengths; on q's device.
+        scale: D ** -0.5 if None.
+        deterministic: whether gradients must repeat bit for bit, at a cost. If None, what
+            torch.use_deterministic_algorithms says. Results, and those of CPU tensors, always do.
+        return_lse: also return the log of the sum of exponentials, natural, differentiable too.
+
+    Returns:
+        o [T, H, D] in q's dtype; with return_lse also lse [H, T] in fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: arguments do not fit together.
+        Unsupported: they do, but this version cannot run them; see `qla_kernels.dualkv.refusal`.
+    """
+    check_tensors(OP, q, k, v, layout)
+    require(refusal(q, k, v, scale=scale))
+    o, lse = attend(q, k, v, layout, scale, deterministic, return_lse)
+    return o if lse is None else (o, lse)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SharedLayout,
+    scale: float | None,
+    deterministic: bool | None,
+    return_lse: bool,
+    q_shift: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """A call that has been checked; lse is None unless asked for."""
+    if os.environ.get("QLA_CHECK", "0") not in ("", "0"):
+        check_contents(OP, layout)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    scale = float(scale) if scale is not None else float(q.shape[-1] ** -0.5)
+    o, lse = SharedPrefixAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, scale, q_shift, bool(deterministic), bool(return_lse), layout.nodes
+    )
+    return o, lse

@@ -1,0 +1,121 @@
+"""What all packers end with: the packed batch of nodes, and of sequences that run through them."""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.dualkv.batch import SharedBatch, taken
+from qla_kernels.dualkv.plan import SharedLayout, moved
+from qla_kernels.errors import need
+
+Tokens = Tensor | Sequence[int]
+
+
+class Node(NamedTuple):
+    """A run of tokens that belong to the same sequences."""
+
+    first: int  # among the caller's tokens, laid end to end
+    length: int
+    parent: int  # -1 for a root
+
+
+class Member(NamedTuple):
+    """One of the caller's sequences."""
+
+    nodes: list[int]  # that it runs through
+    targets: Tensor  # [n] which of its tokens
+    origin: int  # the token whose column is 0
+    number: int  # the caller's
+    group: int
+
+
+def assemble(
+    op: str,
+    source: Tensor,
+    nodes: Sequence[Node],
+    members: Sequence[Member],
+    position_ids: Tensor | None,
+    pad_to: int | None,
+) -> SharedBatch:
+    """The batch of these nodes, in packed order, on the device of `source`, the caller's tokens.
+
+    `position_ids` are the caller's too, [.., *source.shape]. Indices are made on the host, from
+    lengths alone, and sent.
+    """
+    lengths = [node.length for node in nodes]
+    layout = SharedLayout.from_forest(lengths, [node.parent for node in nodes], pad_to=pad_to)
+    ends = [0, *accumulate(lengths)]
+    padding = layout.num_tokens - ends[-1]
+    take = _cat(torch.arange(node.first, node.first + node.length) for node in nodes)
+    take = torch.cat([take, torch.full((padding,), -1)])
+    paths = [_cat(torch.arange(ends[n], ends[n + 1]) for n in member.nodes) for member in members]
+    on_path = list(zip(paths, members, strict=True))
+    sources = _cat(path[member.targets - 1] for path, member in on_path)
+    is_source = torch.zeros(layout.num_tokens, dtype=torch.bool).index_fill(0, sources, True)
+    target_rows = _cat(path[member.targets] for path, member in on_path)
+    counts = _long(len(member.targets) for member in members)
+    order = _long(member.number for member in members)
+
+    there = source.device
+    input_ids = taken(source.flatten(), moved(take, there))
+    if position_ids is None:
+        positions = moved(_positions(nodes, padding), there)
+    else:
+        given = _flat_positions(op, position_ids, source).movedim(-1, 0)
+        positions = taken(given, moved(take, there)).movedim(0, -1)
+    return SharedBatch(
+        layout=layout.to(there),
+        input_ids=input_ids,
+        position_ids=positions,
+        take=moved(take, there),
+        multiplicity=moved(_multiplicity(nodes, members, padding), there),
+        src_rows=moved(is_source.nonzero()[:, 0], there),
+        src_inv=moved(is_source.cumsum(0)[sources] - 1, there),
+        targets=input_ids[moved(target_rows, there)],
+        target_cu=moved(_long([0, *accumulate(counts.tolist())]), there),
+        order=moved(order, there),
+        group_of=moved(_long(member.group for member in members), there),
+        row=moved(order.repeat_interleave(counts), there),
+        column=moved(_cat(member.targets - member.origin for member in members), there),
+        paths=tuple(paths),
+        source_shape=tuple(source.shape),
+        width=max((len(path) - member.origin for path, member in on_path), default=0),
+    )
+
+
+def _positions(nodes: Sequence[Node], padding: int) -> Tensor:
+    """Of each token, in the sequences that it belongs to."""
+    starts: list[int] = []
+    for node in nodes:
+        above = 0 if node.parent < 0 else starts[node.parent] + nodes[node.parent].length
+        starts.append(above)
+    runs = (torch.arange(x, x + node.length) for x, node in zip(starts, nodes, strict=True))
+    return torch.cat([_cat(runs), torch.arange(padding)])
+
+
+def _multiplicity(nodes: Sequence[Node], members: Sequence[Member], padding: int) -> Tensor:
+    times = [0] * len(nodes)
+    for i in chain.from_iterable(member.nodes for member in members):
+        times[i] += 1
+    lengths = _long([*(node.length for node in nodes), padding])
+    return torch.tensor([*times, 0], dtype=torch.int32).repeat_interleave(lengths)
+
+
+def _flat_positions(op: str, position_ids: Tensor, source: Tensor) -> Tensor:
+    dims = source.dim()
+    if position_ids.dim() < dims or position_ids.shape[position_ids.dim() - dims :] != source.shape:
+        got = f"position_ids of shape {tuple(position_ids.shape)}"
+        needs = f"[..., {', '.join(map(str, source.shape))}]"
+        raise ValueError(need(op, got, needs, "give one for each token that is packed"))
+    return position_ids.flatten(position_ids.dim() - dims)
+
+
+def _cat(parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat([_long([]), *parts])
+
+
+def _long(numbers: Iterable[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.long)

@@ -1,0 +1,59 @@
+"""The operators as one differentiable step.
+
+Nothing is cast under autocast: custom_fwd and custom_bwd only give the backward the autocast state
+that the forward had. The backward is not differentiable in turn.
+"""
+
+import math
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qla_kernels.dualkv import ops
+from qla_kernels.dualkv.ops import Backward, Forward
+
+
+class SharedPrefixAttention(torch.autograd.Function):
+    """dualkv_fwd and dualkv_bwd. Beside its inputs it keeps o, and lse2: 4 bytes a token and head.
+
+    Both results have gradients; lse is None unless it is asked for.
+    """
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        q_shift: int,
+        deterministic: bool,
+        return_lse: bool,
+        *tables: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        done = Forward(*ops.dualkv_fwd(q, k, v, tables, scale, q_shift))
+        ctx.set_materialize_grads(False)  # an unused lse costs no tensor of zeros
+        ctx.scale, ctx.q_shift, ctx.deterministic = scale, q_shift, deterministic
+        ctx.save_for_backward(q, k, v, done.o, done.lse2, *tables)
+        lse = rearrange(done.lse2, "s t p -> (s p) t") * math.log(2) if return_lse else None
+        return done.o, lse
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(  # type: ignore[override]
+        ctx: Any, do: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse2, *tables = ctx.saved_tensors
+        if do is None:  # only lse was used
+            do = o.new_zeros(()).expand(o.shape)
+        grads = Backward(
+            *ops.dualkv_bwd(
+                do, q, k, v, o, lse2, dlse, tables, ctx.scale, ctx.q_shift, ctx.deterministic
+            )
+        )
+        return *grads, *[None] * (4 + len(tables))

@@ -1,0 +1,154 @@
+"""A packed batch: its tokens, their layout, and the way back to the caller's sequences.
+
+Built by the packers. Once it is there, nothing waits for a device: sizes are numbers on the host,
+and everything else is an index that lies beside the tokens.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from qla_kernels.dualkv.logprobs import target_logprobs
+from qla_kernels.dualkv.plan import SharedLayout, moved
+from qla_kernels.errors import need
+
+
+@dataclass(frozen=True, eq=False)
+class SharedBatch:
+    """T packed tokens of S sequences, which have L targets: tokens whose log-probability counts.
+
+    A target is predicted at the token before it. The last token of a prompt so predicts the first
+    of every response, and its row of logits is computed once: M rows serve L targets.
+
+    Targets lie sequence by sequence in packed order. Their columns are those of the caller's padded
+    tensors: a token's place in its response, or in its whole sequence if it came from a tree.
+    """
+
+    layout: SharedLayout
+    input_ids: Tensor  # [T]
+    position_ids: Tensor  # [T], or [.., T] as given; restarts in each node where its parent ended
+    take: Tensor  # [T] which of the caller's tokens, laid end to end, each is; -1 for padding
+    multiplicity: Tensor  # [T] int32, in how many sequences each occurs; 0 for padding
+    src_rows: Tensor  # [M] packed tokens that predict a target, ascending
+    src_inv: Tensor  # [L] each target's place in src_rows
+    targets: Tensor  # [L] token ids
+    target_cu: Tensor  # [S + 1] sequence s has the targets target_cu[s] to target_cu[s + 1]
+    order: Tensor  # [S] the caller's number of each sequence
+    group_of: Tensor  # [S] the group of each sequence, counted in packed order
+    row: Tensor  # [L] the caller's number of each target's sequence
+    column: Tensor  # [L]
+    paths: tuple[Tensor, ...]  # S times, on the CPU: the packed tokens of a sequence
+    source_shape: tuple[int, ...]  # of the caller's tokens
+    width: int  # of the caller's padded tensors, at least
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layout.num_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.paths)
+
+    @property
+    def rho(self) -> float:
+        """Tokens of the sequences, each by itself, over packed tokens."""
+        return _ratio(sum(len(path) for path in self.paths), self.num_tokens)
+
+    @property
+    def pair_ratio(self) -> float:
+        """The same of visible pairs, which attention takes time for."""
+        replicated = sum(len(path) * (len(path) + 1) // 2 for path in self.paths)
+        return _ratio(replicated, self.layout.pairs)
+
+    def to(self, device: torch.device | str) -> "SharedBatch":
+        """The batch on that device; to a GPU without waiting for it."""
+        there: dict[str, Any] = {"layout": self.layout.to(device)}
+        for field in fields(self):
+            if isinstance(x := getattr(self, field.name), Tensor):
+                there[field.name] = moved(x, device)
+        return replace(self, **there)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """A tensor with an entry for each of the caller's tokens, as [T, ...]; padding is 0.
+
+        Of a token that several sequences have, the first sequence's entry is taken.
+        """
+        dims = len(self.source_shape)
+        if x.shape[:dims] != self.source_shape:
+            needs = f"{self.source_shape} and further dimensions: an entry for each token packed"
+            fix = "pass a tensor shaped like the tokens that were packed"
+            raise ValueError(need("SharedBatch.pack", f"shape {tuple(x.shape)}", needs, fix))
+        return taken(x.flatten(0, dims - 1), self.take)
+
+    @overload
+    def gather_logprobs(
+        self, logits: Tensor, *, temperature: float = 1.0, entropy: Literal[False] = False
+    ) -> Tensor: ...
+
+    @overload
+    def gather_logprobs(
+        self, logits: Tensor, *, temperature: float = 1.0, entropy: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def gather_logprobs(
+        self, logits: Tensor, *, temperature: float = 1.0, entropy: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Log-probabilities of the targets, [L] in fp32 (fp64 of fp64), differentiable.
+
+        Args:
+            logits: [M, vocabulary], of the rows src_rows; any float dtype.
+            temperature: divides the logits.
+            entropy: also return the entropy of the distribution that each target was drawn from.
+        """
+        if logits.dim() != 2 or logits.shape[0] != self.src_rows.shape[0]:
+            needs = f"[{self.src_rows.shape[0]}, vocabulary], the rows src_rows"
+            fix = "pass logits_to_keep=batch.src_rows, or hidden[batch.src_rows] to the head"
+            got = f"logits of shape {tuple(logits.shape)}"
+            raise ValueError(need("SharedBatch.gather_logprobs", got, needs, fix))
+        found = target_logprobs(logits, self.src_inv, self.targets, temperature, entropy)
+        return found if entropy else found[0]
+
+    def to_padded(self, x: Tensor, width: int | None = None, fill: float = 0.0) -> Tensor:
+        """[L, ...] of targets as [S, width, ...] in the caller's order; `fill` between them."""
+        if x.shape[:1] != self.targets.shape:
+            got, needs = f"{x.shape[0]} rows", f"{self.targets.shape[0]}, one for each target"
+            fix = "pass what gather_logprobs returned, or from_padded"
+            raise ValueError(need("SharedBatch.to_padded", got, needs, fix))
+        width = self.width if width is None else width
+        if width < self.width:
+            got = f"width={width}"
+            fix = "pass the width of the tensors that were packed"
+            needs = f"at least {self.width}, for the longest"
+            raise ValueError(need("SharedBatch.to_padded", got, needs, fix))
+        padded = x.new_full((self.num_sequences, width, *x.shape[1:]), fill)
+        return padded.index_put((self.row, self.column), x)
+
+    def from_padded(self, x: Tensor) -> Tensor:
+        """The inverse: [S, width, ...] of the caller's, such as advantages, as [L, ...]."""
+        if x.dim() < 2 or x.shape[0] != self.num_sequences or x.shape[1] < self.width:
+            needs = f"({self.num_sequences}, at least {self.width}), a row for each sequence"
+            fix = "expand what is per sequence to [S, 1] and then to [S, width]"
+            got = f"shape {tuple(x.shape)}"
+            raise ValueError(need("SharedBatch.from_padded", got, needs, fix))
+        return x[self.row, self.column]
+
+    def to_replicated(self, x: Tensor) -> list[Tensor]:
+        """[T, ...] as every sequence alone would have it, in the caller's order; for comparisons.
+
+        The only method that makes replicas, and that waits for a device.
+        """
+        alone = dict(zip(self.order.tolist(), self.paths, strict=True))
+        return [x[alone[i].to(x.device)] for i in sorted(alone)]
+
+
+def taken(x: Tensor, take: Tensor) -> Tensor:
+    """Rows of x [n, ...]; 0 where `take` is -1, as all of it is if there are none."""
+    rows = x if len(x) else x.new_zeros(1, *x.shape[1:])
+    is_padding = (take < 0).reshape(-1, *[1] * (x.dim() - 1))
+    return rows[take.clamp(min=0)].masked_fill(is_padding, 0)
+
+
+def _ratio(replicated: int, packed: int) -> float:
+    return replicated / packed if packed else 1.0

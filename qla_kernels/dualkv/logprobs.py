@@ -1,0 +1,78 @@
+"""Log-probabilities of many targets from few rows of logits, without a wide copy of the logits.
+
+With z = logits / temperature and, of row r, lse = log sum_j e^z_j and p = e^(z - lse):
+
+    logprob of target t = z[r, t] - lse        entropy = -sum_j p_j log p_j
+    dz_j = sum_t g_t ([j = t] - p_j)  +  h (-p_j log p_j - p_j entropy)
+
+where g_t are the gradients of the row's targets, and h is the sum of those of their entropies.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ELEMENTS = 1 << 25  # of logits that are held in fp32 at a time: 128 MiB
+
+
+def target_logprobs(
+    logits: Tensor, rows: Tensor, targets: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, entropies) [L] of the targets, drawn from rows [L] of logits [M, vocab].
+
+    Entropies that are not asked for are 0.
+    """
+    logprobs, entropies = TargetLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, rows, targets, temperature, entropy
+    )
+    return logprobs, entropies
+
+
+class TargetLogprobs(torch.autograd.Function):
+    """Keeps the logits, which are alive anyway, and two numbers a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        lse = logits.new_empty(logits.shape[0], dtype=wide)
+        entropies = torch.zeros_like(lse)
+        for part in _parts(logits):
+            z = logits[part].to(wide) / temperature
+            lse[part] = z.logsumexp(-1)
+            if entropy:
+                entropies[part] = torch.special.entr((z - lse[part, None]).exp()).sum(-1)
+        ctx.save_for_backward(logits, rows, targets, lse, entropies)
+        ctx.temperature, ctx.entropy = temperature, entropy
+        return logits[rows, targets].to(wide) / temperature - lse[rows], entropies[rows]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        logits, rows, targets, lse, entropies = ctx.saved_tensors
+        dlogits = torch.empty_like(logits)
+        g, g_entropy = g / ctx.temperature, g_entropy / ctx.temperature
+        of_row = torch.zeros_like(lse).index_put((rows,), g, accumulate=True)
+        of_entropy = torch.zeros_like(lse).index_put((rows,), g_entropy, accumulate=True)
+        for part in _parts(logits):
+            p = (logits[part].to(lse.dtype) / ctx.temperature - lse[part, None]).exp()
+            dz = -of_row[part, None] * p
+            if ctx.entropy:
+                per_token = torch.special.entr(p) - p * entropies[part, None]
+                dz += of_entropy[part, None] * per_token
+            here = (rows >= part.start) & (rows < part.stop)
+            row = (rows - part.start).clamp(0, part.stop - part.start - 1)
+            dz.index_put_((row, targets), g.masked_fill(~here, 0), accumulate=True)
+            dlogits[part] = dz.to(logits.dtype)
+        return dlogits, None, None, None, None
+
+
+def _parts(logits: Tensor) -> Iterator[slice]:
+    """Of the rows, as many as may be wide at a time."""
+    num_rows, vocabulary = logits.shape
+    step = max(1, ELEMENTS // max(1, vocabulary))
+    return (slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step))

@@ -1,0 +1,107 @@
+"""From sequences that share beginnings of any kind: turns of a dialogue, branches of a search."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from qla_kernels.dualkv.assemble import Member, Node, Tokens, assemble
+from qla_kernels.dualkv.batch import SharedBatch
+from qla_kernels.errors import need
+
+OP = "pack_prefix_tree"
+
+
+def pack_prefix_tree(
+    sequences: Sequence[Tokens],
+    *,
+    loss_mask: Sequence[Tensor | Sequence[bool]] | None = None,
+    position_ids: Tensor | None = None,
+    pad_to: int | None = None,
+) -> SharedBatch:
+    """Every shared beginning once, however the sequences fork.
+
+    Args:
+        sequences: token ids, [n] tensors or lists. One may begin another, or equal it.
+        loss_mask: of each sequence, which of its tokens are targets: never the first, which nothing
+            predicts. All others if None. A shared token is a target of each sequence that says so.
+        position_ids: [.., tokens of all sequences, laid end to end], for models that do not count
+            from 0. Those of a shared token's first sequence are taken.
+        pad_to: add tokens up to this many. They have id 0 and see only each other.
+
+    Sequences are numbered as given; a group is a tree. `batch.pack` takes tensors over all tokens,
+    sequence after sequence. Contents are compared on the host: tensors on a GPU are read back.
+    """
+    source = _end_to_end(sequences)
+    starts = torch.tensor([0, *(len(x) for x in sequences)]).cumsum(0).tolist()
+    contents = source.cpu()
+    texts = [contents[a:b] for a, b in pairwise(starts)]
+    masks = _masks(texts, loss_mask)
+    nodes, paths = _tree(texts, starts)
+    roots: dict[int, int] = {}
+    members = [
+        Member(path, mask.nonzero()[:, 0], 0, number, roots.setdefault(path[0], len(roots)))
+        for number, (path, mask) in enumerate(zip(paths, masks, strict=True))
+    ]
+    return assemble(OP, source, nodes, members, position_ids, pad_to)
+
+
+def _tree(texts: Sequence[Tensor], starts: Sequence[int]) -> tuple[list[Node], list[list[int]]]:
+    """Nodes depth first, and those that each text runs through; siblings in order of appearance."""
+    nodes: list[Node] = []
+    paths: list[list[int]] = [[] for _ in texts]
+    waiting = [(branch, 0, -1) for branch in reversed(_branches(range(len(texts)), texts, 0))]
+    while waiting:
+        together, depth, parent = waiting.pop()
+        leader = together[0]
+        end = min(_agreement(texts[leader], texts[i], depth) for i in together)
+        for i in together:
+            paths[i].append(len(nodes))
+        onward = [i for i in together if len(texts[i]) > end]
+        children = _branches(onward, texts, end)
+        waiting += [(branch, end, len(nodes)) for branch in reversed(children)]
+        nodes.append(Node(starts[leader] + depth, end - depth, parent))
+    return nodes, paths
+
+
+def _branches(which: Sequence[int], texts: Sequence[Tensor], depth: int) -> list[list[int]]:
+    """Those texts by their token at that depth."""
+    found: dict[int, list[int]] = {}
+    for i in which:
+        found.setdefault(int(texts[i][depth]), []).append(i)
+    return list(found.values())
+
+
+def _agreement(a: Tensor, b: Tensor, depth: int) -> int:
+    """How many tokens a and b begin with alike, given that they do up to depth."""
+    end = min(len(a), len(b))
+    differ = (a[depth:end] != b[depth:end]).nonzero()
+    return depth + int(differ[0]) if len(differ) else end
+
+
+def _end_to_end(sequences: Sequence[Tokens]) -> Tensor:
+    parts = [torch.as_tensor(x) for x in sequences]
+    for i, x in enumerate(parts):
+        if x.dim() != 1 or x.is_floating_point() or not len(x):
+            got = f"sequence {i} has shape {tuple(x.shape)} and {x.dtype}"
+            raise ValueError(need(OP, got, "[n] integers, n at least 1", "pass its token ids"))
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
+
+
+def _masks(
+    texts: Sequence[Tensor], loss_mask: Sequence[Tensor | Sequence[bool]] | None
+) -> list[Tensor]:
+    if loss_mask is None:
+        return [torch.arange(len(text)) > 0 for text in texts]
+    masks = [torch.as_tensor(x).cpu() != 0 for x in loss_mask]
+    lengths, wanted = [tuple(x.shape) for x in masks], [(len(text),) for text in texts]
+    if lengths != wanted:
+        got = f"loss_mask of shapes {lengths}"
+        raise ValueError(need(OP, got, f"{wanted}", "give a flag for each token of each sequence"))
+    for i, mask in enumerate(masks):
+        if mask[0]:
+            got = f"the first token of sequence {i} is a target"
+            fix = "set its loss_mask to 0, or begin the sequence with a BOS token"
+            raise ValueError(need(OP, got, "a token before each target, to predict it", fix))
+    return masks

@@ -1,0 +1,101 @@
+"""What a call must satisfy: one `refusal`, and the checks that every implementation shares.
+
+    check_tensors   the call is malformed: a ValueError, on every device
+    refusal         it is well formed, but this version cannot run it: the text of an Unsupported
+
+Both decide from shapes, dtypes and devices, which all ranks of a job share; `check_contents` alone
+reads values, and runs only under QLA_CHECK=1.
+"""
+
+import torch
+from torch import Tensor
+
+from qla_kernels.dualkv.plan import SharedLayout
+from qla_kernels.errors import Unsupported, need
+
+OP = "shared_prefix_attention"
+
+CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+Reason = tuple[str, str, str]  # got, need, fix
+
+
+def refusal(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, op: str = OP
+) -> str | None:
+    """Why this call cannot be run, or None when it can, with gradients or without."""
+    reason = _reason(q, k, v, scale)
+    return None if reason is None else need(op, *reason)
+
+
+def require(reason: str | None) -> None:
+    if reason is not None:
+        raise Unsupported(reason)
+
+
+def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | None:
+    names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
+    if len(set(names)) > 1:
+        got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
+        return got, "one dtype", f"cast k and v to {names[0]}"
+    if q.dtype not in CPU_DTYPES:
+        return f"q, k and v are {names[0]}", "bfloat16, float16, float32 or float64", "cast them"
+    if scale is not None and not 0 < scale < float("inf"):
+        return f"scale={scale}", "a positive number", "scale q instead, or leave it out"
+    if q.device.type not in ("cpu", "meta"):
+        return (
+            f"tensors are on {q.device.type}",
+            "cpu: this version has no kernels for shared prompts yet",
+            "move them, or use torch's flex_attention with the mask k <= q < layout.tout[k]",
+        )
+    return None
+
+
+def check_tensors(
+    op: str, q: Tensor, k: Tensor, v: Tensor, layout: SharedLayout, q_shift: int = 0
+) -> None:
+    """Shapes and devices that fit together; every tensor may have any strides."""
+    if not isinstance(layout, SharedLayout):
+        got, fix = f"layout is {type(layout).__name__}", "pass batch.layout"
+        raise ValueError(need(op, got, "a SharedLayout", fix))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            got, needs = f"{name} has {x.dim()} dimensions", "3: [T, heads, size]"
+            fix = f"pass {name}[0] if there is a batch dimension"
+            raise ValueError(need(op, got, needs, fix))
+    tokens, (_, H, D), Hk = layout.num_tokens, q.shape, k.shape[1]
+    if H == 0 or Hk == 0 or D == 0 or H % Hk:
+        got = f"H={H}, Hk={Hk}, D={D}"
+        fix = "give k and v a number of heads that divides that of q"
+        raise ValueError(need(op, got, "H a multiple of Hk, and none of them 0", fix))
+    for name, x, shape, letters in (
+        ("q", q, (tokens - q_shift, H, D), "[T, H, D]"),
+        ("k", k, (tokens, Hk, D), "[T, Hk, D]"),
+        ("v", v, (tokens, Hk, D), "[T, Hk, D]"),
+    ):
+        if x.shape != shape:
+            got, needs = f"{name} has shape {tuple(x.shape)}", f"{letters} = {shape}"
+            fix = "pass the packed tokens of this layout, and heads of one size"
+            raise ValueError(need(op, got, needs, fix))
+    for name, x in (("k", k), ("v", v), ("layout", layout.tout)):
+        if x.device != q.device:
+            got, fix = f"{name} is on {x.device}", f"move it: {name}.to(q.device)"
+            raise ValueError(need(op, got, f"{q.device}, as q", fix))
+
+
+def check_contents(op: str, layout: SharedLayout) -> None:
+    """QLA_CHECK=1: a layout that was made by hand. Reads the device, so it waits for it."""
+    nodes, end = layout.nodes.tolist(), 0
+    path: list[int] = [layout.num_tokens]  # ends of the subtrees that are open
+    for first, stop, tout in nodes:
+        while len(path) > 1 and path[-1] <= first:
+            path.pop()
+        if first != end or not first < stop <= tout <= path[-1]:
+            got, needs = f"node {(first, stop, tout)} after token {end}", "nodes depth first"
+            raise ValueError(need(op, got, needs, "make layouts by SharedLayout.from_forest"))
+        path.append(tout)
+        end = stop
+    want = [tout for first, stop, tout in nodes for _ in range(first, stop)]
+    if end != layout.num_tokens or layout.tout.tolist() != want:
+        got, needs = "tout that is not that of the nodes", "both of one forest"
+        raise ValueError(need(op, got, needs, "make layouts by SharedLayout.from_forest"))

@@ -1,0 +1,259 @@
+"""segment_map -- what a segment does to the state that enters it: S_end = M S_start + b.
+
+One CTA per segment, value head and 64 columns of [b | M]: columns of V of b, the state that the
+segment leaves when it starts from 0; or columns of K of M, what it makes of the identity where all
+values are 0. A sequence's last segment has nobody to tell and is skipped; its first one starts from
+the initial state, so that its b is the state itself and needs no M.
+
+Per chunk, with X, 64 columns of b or M, kept transposed in fp32 registers from the first chunk to
+the last, and e and d as in fused_fwd:
+    W^T   = beta V^T - (beta e) X K^T                                               [64, C]
+    V'^T  = W^T A^T                                                                 [64, C]
+    X     = e^gamma_last X + (d V'^T) K                                             [64, K]
+
+Most heads forget: |M| <= prod_t e^{g_t} max(1, |1 - beta_t |k_t|^2|), and where that bound over the
+last w chunks is below e^limit, b of those chunks alone is the state that the segment leaves. Such a
+head is warm: it runs w chunks, mostly a few, and needs no M. The others are cold: they run all of
+the segment, with V / 64 + K / 64 CTAs, and segment_scan folds what they leave.
+
+Steps (numbers appear again in the code):
+    1 all     w: the gates of the segment, summed from its end; then the norms of the keys in w
+    2 load    k, v, and A where it is given, of a chunk; zeros for v in columns of M
+    3 gate    beta, beta e, d, e^gamma_last of a chunk
+    4 solve   K K^T, then A, unless given
+    5 state   X K^T from X in 16 bits; W^T
+    6 state   V'^T; meanwhile X decayed
+    7 state   X
+    8 state   b to where the next segment starts from; M in two terms of 16 bits
+
+Bounded by the latency of the chain 5, 6, 7. Why this shape: it is chunk_states' chain, with one
+state warpgroup and, given A, room for two CTAs on an SM, each computing while the other waits. Long
+batches are given A, which fused_fwd takes as well; short ones solve for it here, in the few chunks
+of a window, rather than wait for three more launches.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from qla_kernels.gdn.chain import GATE_ROWS, TILE
+from qla_kernels.gdn.chain_backward import Rows, gate, load
+from qla_kernels.gdn.chain_forward import gate as raw_gate
+from qla_kernels.gdn.chain_segment import SOURCE, columns, solve, warm_chunks
+from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES
+from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.tile.mask import clear_tail
+from qla_kernels.tile.math import CHUNK
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import Role, Schedule
+
+
+class Variant(NamedTuple):
+    dtype: str  # of k, v
+    K: int
+    solves: bool  # from g, or is given A and cumulated gates
+
+
+VARIANTS = tuple(
+    Variant(dtype, K, solves)
+    for dtype in ("bfloat16", "float16")
+    for K in (128, 64)
+    for solves in (True, False)
+)
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order what crosses warps, but for step 1
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the segment's length
+    "tl.disable_shared_memory_reuse": True,  # copies are under way while a slow warp reads s_sum
+}
+
+RINGS = {"rows": 3, "gate": 4}
+
+
+def schedule(v: Variant) -> Schedule:
+    rings, waits, releases = dict(RINGS), ("rows_full", "gate_full"), ("rows_free", "gate_free")
+    solve_roles: tuple[Role, ...] = ()
+    if v.solves:
+        rings["a"] = 2
+        solve_roles = (
+            Role(
+                "solve",
+                warps=4,
+                regs=120,
+                waits=(*waits, "a_free"),
+                signals=(*releases, "a_full"),
+                computes="A",
+                uses=("wgmma", "mma"),
+            ),
+        )
+        waits, releases = (*waits, "a_full"), (*releases, "a_free")
+    return Schedule(
+        roles=(
+            Role(
+                "state",
+                warps=4,
+                regs=208,
+                waits=waits,
+                signals=releases,
+                computes="X, W, V'; b or M out",
+                uses=("wgmma",),
+            ),
+            *solve_roles,
+            Role(
+                "load",
+                warps=1,
+                regs=40,
+                waits=("rows_free", "tail_full"),
+                signals=("rows_full", "tail_full"),
+                computes="k, v" + ", A" * (not v.solves),
+                uses=("tma_load",),
+            ),
+            Role(
+                "gate",
+                warps=1,
+                regs=40,
+                waits=("gate_free",),
+                signals=("gate_full",),
+                computes="exponentials of gamma, beta",
+            ),
+            Role("spare", warps=2, regs=40, computes="fills the warpgroup"),
+        ),
+        rings=rings,
+        # k, v; A; gates; sums, on a kilobyte of their own; scratch; barriers and alignment
+        smem_bytes=rings["rows"] * CHUNK * (v.K + TILE) * 2
+        + rings["a" if v.solves else "rows"] * CHUNK * CHUNK * 2
+        + rings["gate"] * GATE_ROWS * CHUNK * 4
+        + 1024
+        + SCRATCH_BYTES * v.solves
+        + 1024,
+        ctas_per_sm=1 if v.solves else 2,
+    )
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    K, rings, warps = v.K, plan.rings, plan.threads // 32
+    num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
+    V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
+    num_h0, num_bounds, saved_tokens = T.dynamic("num_h0, num_bounds, saved_tokens")
+    k_token, k_head = T.dynamic("k_token, k_head")
+    v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
+    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
+
+    @T.prim_func
+    def segment_map(
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
+        val: T.StridedTensor(
+            (num_tokens, num_value_heads, num_tiles, TILE), (v_token, v_head, v_tile, 1), v.dtype
+        ),
+        g: T.Tensor((num_tokens, num_value_heads), "float32"),
+        beta: T.Tensor((num_tokens, num_value_heads), "float32"),
+        A: T.Tensor((saved_tokens, num_value_heads, CHUNK), v.dtype),
+        bounds: T.Tensor((num_bounds,), "int32"),
+        starts_of: T.Tensor((num_bounds,), "int32"),
+        ends_of: T.Tensor((num_bounds,), "int32"),
+        h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
+        starts: T.Tensor((capacity, num_value_heads, V, K), "float32"),
+        maps: T.Tensor((capacity, num_value_heads, 2, K, K), "bfloat16"),
+        cold: T.Tensor((capacity, num_value_heads), "int32"),
+        limit: T.float32,
+        has_h0: T.int32,
+    ):
+        with T.Kernel(
+            capacity * num_value_heads * (num_tiles + K // TILE), threads=plan.threads
+        ) as block:
+            T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
+            T.import_source((GATED_TILES if v.solves else "") + SOURCE)
+            s_k = T.alloc_shared((rings["rows"], CHUNK, K), v.dtype)
+            s_v = T.alloc_shared((rings["rows"], CHUNK, TILE), v.dtype)
+            s_a = T.alloc_shared((rings["a" if v.solves else "rows"], CHUNK, CHUNK), v.dtype)
+            s_gate = T.alloc_shared((rings["gate"], GATE_ROWS, CHUNK), "float32")
+            s_sum = T.alloc_shared((warps,), "float32")
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_v, s_a)})
+            rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * rings["rows"])
+            rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * rings["rows"])
+            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * rings["gate"])
+            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * rings["gate"])
+            tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
+            rows = Ring(rows_full, rows_free, rings["rows"])
+            gates = Ring(gate_full, gate_free, rings["gate"])
+            a_ring = None
+            if v.solves:
+                s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
+                a_full = T.alloc_barrier([plan.arrivals("a_full")] * rings["a"])
+                a_free = T.alloc_barrier([plan.arrivals("a_free")] * rings["a"])
+                a_ring = Ring(a_full, a_free, rings["a"])
+
+            p, n, h, hv = (T.alloc_var("int32") for _ in range(4))
+            i_slice, column, of_map = (T.alloc_var("int32") for _ in range(3))
+            begin, end, num_chunks = (T.alloc_var("int32") for _ in range(3))
+            warm, has_start = T.alloc_var("int32"), T.alloc_var("int32")
+            i_slice = block % (num_tiles + K // TILE)
+            hv = block // (num_tiles + K // TILE) % num_value_heads
+            p = block // (num_tiles + K // TILE) // num_value_heads
+            h = hv // (num_value_heads // num_heads)
+            of_map = 0
+            column = i_slice * TILE
+            if i_slice >= num_tiles:
+                of_map = 1
+                column = (i_slice - num_tiles) * TILE
+            n = starts_of[p]
+            begin = bounds[p]
+            end = bounds[p + 1]
+            num_chunks = 0
+            warm = 0
+            has_start = 0
+            if ends_of[p] < 0:
+                num_chunks = (end - begin) // CHUNK
+            tx = T.get_thread_binding()
+            if num_chunks > 0:
+                warm = warm_chunks(  # 1
+                    k, g, beta, s_sum, begin, end - begin, h, hv, limit,
+                    at_end=True, cumulated=not v.solves,
+                )  # fmt: skip
+                if warm > 0:
+                    begin = end - warm * CHUNK
+                    num_chunks = warm
+                elif n >= 0:
+                    has_start = has_h0
+                if (i_slice == 0) & (tx == 0):
+                    cold[p, hv] = T.if_then_else((warm == 0) & (n < 0), 1, 0)
+                if (of_map != 0) & ((warm > 0) | (n >= 0)):
+                    num_chunks = 0  # nobody asks for M
+
+            if tx < plan.end("state"):
+                T.set_max_nreg(plan.role("state").regs, 1)
+                columns(
+                    K, v.dtype, h0, starts, maps, s_k, s_v, s_a, s_gate, rows, gates, a_ring,
+                    num_chunks, p, n, hv, column, of_map, has_start,
+                )  # fmt: skip
+            elif tx < plan.start("load"):  # nobody where A is given
+                if v.solves:
+                    T.set_max_nreg(plan.role("solve").regs, 0)
+                    solve(
+                        s_k, s_gate, s_l, s_a, rows, gates, a_ring, num_chunks, plan.start("solve")
+                    )
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                where = (begin, end - begin, num_chunks)
+                if tx < plan.end("load"):
+                    always = [Rows(k, (h,), s_k)]
+                    if not v.solves:
+                        always.append(Rows(A, (hv,), s_a))
+                    if of_map == 0:
+                        values = Rows(val, (hv, i_slice), s_v)
+                        load([values, *always], rows, tail_full, *where, False)
+                    else:
+                        for slot in T.serial(rings["rows"]):
+                            clear_tail(s_v, slot, 0, TILE)
+                        load(always, rows, tail_full, *where, False)
+                elif tx < plan.end("gate"):
+                    if v.solves:
+                        raw_gate(g, beta, g, s_gate, gates, *where, hv, 1.0, 0)
+                    else:
+                        gate(g, beta, s_gate, gates, *where, hv, False, None)
+
+    name = f"segment_map_{v.dtype}_k{v.K}" + "_given" * (not v.solves)
+    return segment_map.with_attr("global_symbol", name)

@@ -1,0 +1,220 @@
+"""segment_map_bwd -- the gradient of the state that enters a segment: dS_start = M^T dS_end + b'.
+
+One CTA per segment, value head and 64 columns of V. b' is dS_start where dS_end is 0; a sequence's
+last segment starts from dht instead, so that its b' is the gradient itself. Its first segment has
+nobody to tell and is skipped. M is segment_map's.
+
+Per chunk, last one first, with dS kept transposed, [64, K], in fp32 registers, and A and P as in
+fused_fwd:
+    dV'^T   = d dS K^T + dO^T P                                                     [64, C]
+    Y^T     = dV'^T A                                                               [64, C]
+    dS      = e^gamma_last dS - (beta e Y^T) K + (scale e dO^T) Q                   [64, K]
+
+Only the fewest first chunks whose map is below e^limit are walked, or all where none are few
+enough. What a warm head of segment_map leaves out is that small from this end too: the map of all
+chunks contains the one that is. A cold one is folded, whatever was walked.
+
+Steps (numbers appear again in the code):
+    1 all     how many first chunks
+    2 load    q, k, dO, A of a chunk; in a tail, rows past the end become zero
+    3 gate    gamma, fall, beta e, scale e, d, e^gamma_last of a chunk
+    4 score   Q K^T, then P, one chunk ahead of the state
+    5 state   dS K^T from dS in 16 bits, and dO^T P; dV'^T
+    6 state   Y^T; meanwhile scale e dO^T, dS decayed
+    7 state   dS += (scale e dO^T) Q; meanwhile beta e Y^T; then the product with K
+    8 state   b' to where the gradient of the segment before ends
+
+Bounded by the latency of the chain 5, 6, 7. Why this shape: it is dstate_chain's chain.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from qla_kernels.gdn.chain import GATE_ROWS, TILE
+from qla_kernels.gdn.chain_backward import Rows, gate, load, score
+from qla_kernels.gdn.chain_segment import SOURCE, gradient_columns, warm_chunks
+from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.tile.math import CHUNK
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import Role, Schedule
+
+
+class Variant(NamedTuple):
+    dtype: str  # of q, k, dO
+    K: int
+
+
+VARIANTS = tuple(Variant(dtype, K) for dtype in ("bfloat16", "float16") for K in (128, 64))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order what crosses warps, but for step 1
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the segment's length
+    "tl.disable_shared_memory_reuse": True,  # copies are under way while a slow warp reads s_sum
+}
+
+RINGS = {"rows": 3, "gate": 4, "p": 2}
+WARPS = 12  # of the CTA
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(
+            Role(
+                "state",
+                warps=4,
+                regs=240,
+                waits=("rows_full", "gate_full", "p_full"),
+                signals=("rows_free", "gate_free", "p_free"),
+                computes="dS, dV', Y; b' out",
+                uses=("wgmma",),
+            ),
+            Role(
+                "score",
+                warps=4,
+                regs=120,
+                waits=("rows_full", "gate_full", "p_free"),
+                signals=("rows_free", "gate_free", "p_full"),
+                computes="P",
+                uses=("wgmma",),
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=40,
+                waits=("rows_free", "tail_full"),
+                signals=("rows_full", "tail_full"),
+                computes="q, k, dO, A",
+                uses=("tma_load",),
+            ),
+            Role(
+                "gate",
+                warps=1,
+                regs=40,
+                waits=("gate_free",),
+                signals=("gate_full",),
+                computes="gamma and its exponentials, beta",
+            ),
+            Role("spare", warps=2, regs=40, computes="fills the warpgroup"),
+        ),
+        rings=RINGS,
+        # q, k, dO, A; P; gates; sums; barriers and alignment
+        smem_bytes=RINGS["rows"] * CHUNK * (2 * v.K + TILE + CHUNK) * 2
+        + RINGS["p"] * CHUNK * CHUNK * 2
+        + RINGS["gate"] * GATE_ROWS * CHUNK * 4
+        + WARPS * 4
+        + 1024,
+    )
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    K = v.K
+    num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
+    V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
+    num_dht, num_bounds = T.dynamic("num_dht, num_bounds")
+    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
+    do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
+    dht_n, dht_h, dht_k, dht_v = T.dynamic("dht_n, dht_h, dht_k, dht_v")
+
+    @T.prim_func
+    def segment_map_bwd(
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), v.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
+        do: T.StridedTensor(
+            (num_tokens, num_value_heads, num_tiles, TILE),
+            (do_token, do_head, do_tile, 1),
+            v.dtype,
+        ),
+        g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
+        beta: T.Tensor((num_tokens, num_value_heads), "float32"),
+        A: T.Tensor((num_tokens, num_value_heads, CHUNK), v.dtype),
+        bounds: T.Tensor((num_bounds,), "int32"),
+        starts_of: T.Tensor((num_bounds,), "int32"),
+        ends_of: T.Tensor((num_bounds,), "int32"),
+        dht: T.StridedTensor(
+            (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
+        ),
+        ends: T.Tensor((capacity, num_value_heads, V, K), "float32"),
+        scale: T.float32,
+        limit: T.float32,
+        has_dht: T.int32,
+    ):
+        with T.Kernel(capacity * num_value_heads * num_tiles, threads=plan.threads) as block:
+            T.import_source(GATED_TILES + SOURCE)
+            s_k = T.alloc_shared((RINGS["rows"], CHUNK, K), v.dtype)
+            s_q = T.alloc_shared((RINGS["rows"], CHUNK, K), v.dtype)
+            s_do = T.alloc_shared((RINGS["rows"], CHUNK, TILE), v.dtype)
+            s_a = T.alloc_shared((RINGS["rows"], CHUNK, CHUNK), v.dtype)
+            s_p = T.alloc_shared((RINGS["p"], CHUNK, CHUNK), v.dtype)
+            s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
+            s_sum = T.alloc_shared((WARPS,), "float32")
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_do, s_p)})
+            rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * RINGS["rows"])
+            rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * RINGS["rows"])
+            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * RINGS["gate"])
+            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * RINGS["gate"])
+            p_full = T.alloc_barrier([plan.arrivals("p_full")] * RINGS["p"])
+            p_free = T.alloc_barrier([plan.arrivals("p_free")] * RINGS["p"])
+            tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
+            rows = Ring(rows_full, rows_free, RINGS["rows"])
+            gates = Ring(gate_full, gate_free, RINGS["gate"])
+            p_ring = Ring(p_full, p_free, RINGS["p"])
+
+            p, n, h, hv = (T.alloc_var("int32") for _ in range(4))
+            i_tile, column, has_end = (T.alloc_var("int32") for _ in range(3))
+            begin, length, num_chunks = (T.alloc_var("int32") for _ in range(3))
+            warm = T.alloc_var("int32")
+            i_tile = block % num_tiles
+            column = i_tile * TILE
+            hv = block // num_tiles % num_value_heads
+            p = block // num_tiles // num_value_heads
+            h = hv // (num_value_heads // num_heads)
+            n = ends_of[p]
+            begin = bounds[p]
+            length = 0
+            if starts_of[p] < 0:
+                length = bounds[p + 1] - begin
+            has_end = 0
+            tx = T.get_thread_binding()
+            if length > 0:
+                warm = warm_chunks(  # 1
+                    k, g_cum, beta, s_sum, begin, length, h, hv, limit,
+                    at_end=False, cumulated=True,
+                )  # fmt: skip
+                if warm > 0:
+                    length = T.min(length, warm * CHUNK)
+                elif n >= 0:
+                    has_end = has_dht
+            num_chunks = T.ceildiv(length, CHUNK)
+
+            if tx < plan.end("state"):
+                T.set_max_nreg(plan.role("state").regs, 1)
+                gradient_columns(
+                    K, v.dtype, dht, ends, s_q, s_k, s_do, s_a, s_p, s_gate, rows, gates, p_ring,
+                    num_chunks, p, n, hv, column, has_end,
+                )  # fmt: skip
+            elif tx < plan.end("score"):
+                T.set_max_nreg(plan.role("score").regs, 0)
+                score(
+                    s_q, s_k, s_gate, s_p, rows, gates, p_ring, num_chunks, scale,
+                    plan.start("score"),
+                )  # fmt: skip
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if tx < plan.end("load"):
+                    load(
+                        [
+                            Rows(k, (h,), s_k),
+                            Rows(q, (h,), s_q),
+                            Rows(do, (hv, i_tile), s_do),
+                            Rows(A, (hv,), s_a),
+                        ],
+                        rows, tail_full, begin, length, num_chunks, True,
+                    )  # fmt: skip
+                elif tx < plan.end("gate"):
+                    gate(g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, True, scale)
+
+    return segment_map_bwd.with_attr("global_symbol", f"segment_map_bwd_{v.dtype}_k{v.K}")

@@ -1,0 +1,120 @@
+"""segment_plan -- where long sequences are cut into segments, by one CTA.
+
+Sequence n has c_n = ceil(length_n / 64) chunks and p_n = max(1, ceil(c_n / segment_chunks))
+segments of nearly the same number of chunks: segment j begins at chunk floor(j c_n / p_n).
+    first_segment[n] = sum_{m < n} p_m, and first_segment[N] = num_segments
+    bounds[p]        = the first token of segment p; segments lie end to end, as sequences do
+    starts_of[p]     = n where segment p begins sequence n, else -1
+    ends_of[p]       = n where segment p ends sequence n, else -1
+Behind the last segment there are empty ones, of no sequence, up to the capacity of the table.
+
+Steps (numbers appear again in the code):
+    1  counts are summed, 1024 sequences at a time: in each warp, then over the warps
+    2  a thread finds the sequence of its segment by bisection of first_segment
+
+Bounded by latency. Why this shape: as chunk_table. An empty sequence has one empty segment, because
+its state has to be handed on; and every segment but a sequence's last is whole chunks, so cutting
+moves no chunk's bounds.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.tile.math import CHUNK
+from qla_kernels.tile.schedule import Role, Schedule
+
+THREADS = 1024
+WARPS = THREADS // 32
+
+
+class Variant(NamedTuple):
+    dtype: str  # of cu_seqlens
+
+
+VARIANTS = (Variant("int32"), Variant("int64"))
+
+PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by N and the rows
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(Role("table", warps=WARPS, regs=64, computes="first_segment, bounds"),),
+        smem_bytes=WARPS * 4,
+    )
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    num_bounds, rows = T.dynamic("num_bounds, rows")
+
+    @T.prim_func
+    def segment_plan(
+        cu_seqlens: T.Tensor((num_bounds,), v.dtype),
+        first_segment: T.Tensor((num_bounds,), "int32"),
+        bounds: T.Tensor((rows,), "int32"),
+        starts_of: T.Tensor((rows,), "int32"),
+        ends_of: T.Tensor((rows,), "int32"),
+        segment_chunks: T.int32,
+    ):
+        with T.Kernel(1, threads=plan.threads) as _:
+            s_sum = T.alloc_shared((WARPS,), "int32")
+            count, total, before, all_before = (T.alloc_var("int32") for _ in range(4))
+            low, high = T.alloc_var("int32"), T.alloc_var("int32")
+            begin, end = T.alloc_var("int32"), T.alloc_var("int32")
+            thread = T.get_thread_binding()
+            lane, warp = thread % 32, thread // 32
+            N = num_bounds - 1
+            all_before = 0
+            for base in T.serial(T.ceildiv(N, THREADS)):  # 1
+                n = base * THREADS + thread
+                count = 0
+                if n < N:
+                    begin = T.cast(cu_seqlens[n], "int32")
+                    end = T.cast(cu_seqlens[n + 1], "int32")
+                    count = T.max(1, T.ceildiv(T.ceildiv(end - begin, CHUNK), segment_chunks))
+                total = count
+                for d in T.unroll(5):
+                    below = T.shfl_up(total, 1 << d)
+                    if lane >= 1 << d:
+                        total += below
+                if lane == 31:
+                    s_sum[warp] = total
+                T.sync_threads()
+                before = all_before
+                for w in T.serial(WARPS):
+                    if w < warp:
+                        before += s_sum[w]
+                    all_before += s_sum[w]
+                if n < N:
+                    first_segment[n] = before + total - count
+                T.sync_threads()
+            if thread == 0:
+                first_segment[N] = all_before
+            T.sync_threads()
+            for i in T.serial(T.ceildiv(rows, THREADS)):  # 2
+                p = i * THREADS + thread
+                if p < rows:
+                    bounds[p] = T.cast(cu_seqlens[N], "int32")
+                    starts_of[p] = -1
+                    ends_of[p] = -1
+                    if p < all_before:
+                        low = 0
+                        high = N
+                        while low + 1 < high:  # first_segment[low] <= p < first_segment[high]
+                            middle = (low + high) // 2
+                            if first_segment[middle] <= p:
+                                low = middle
+                            else:
+                                high = middle
+                        begin = T.cast(cu_seqlens[low], "int32")
+                        end = T.cast(cu_seqlens[low + 1], "int32")
+                        before = p - first_segment[low]  # segments of this sequence, here and all
+                        count = first_segment[low + 1] - first_segment[low]
+                        bounds[p] = begin + before * T.ceildiv(end - begin, CHUNK) // count * CHUNK
+                        if before == 0:
+                            starts_of[p] = low
+                        if before + 1 == count:
+                            ends_of[p] = low
+
+    return segment_plan.with_attr("global_symbol", f"segment_plan_{v.dtype}")

@@ -1,0 +1,207 @@
+"""Whether long sequences are cut into segments, and how far apart: pure functions of ints.
+
+A sequence in segments has several CTAs a head and tile, for the price of finding out the states in
+between (docs/notes/gdn-segments.md). Times in us, on an H200.
+"""
+
+import bisect
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from qla_kernels.gdn.heuristics import (
+    CHAIN_STEP,
+    LAUNCH,
+    SOLVE_START,
+    SOLVE_STEP,
+    START,
+    STEP,
+    Forward,
+)
+from qla_kernels.varlen import CHUNK
+
+# How much of the state before them the chunks at a segment's end may leave for them to stand for
+# the whole segment, log: 6e-6. A state as an operand, in bf16, is rounded by 2e-3.
+WARM_LOG_BOUND = -12.0
+
+# The kernels around the chains: a launch, and what each wave of CTAs takes until all of its SMs are
+# busy with chunks; forward maps, whose cold and warm CTAs differ most, and gradient maps
+PLAN, SHORT = 2.5, 4.0
+MAP_WAVE, GRADIENT_MAP_WAVE = 18.0, 12.0
+AROUND_BACKWARD = 10.0  # gathering the gradients of sequences' first states, and joining streams
+# a chunk of a CTA of segment_map, by whether it solves; given A, the two CTAs of an SM finish 1.4
+# chunks in the time of one alone
+MAP_STEP, MAP_OVERLAP = {True: 1.75, False: 1.45}, {True: 1.0, False: 1.4}
+MAP_TILE = 64  # columns of a CTA
+SCAN_STEP = 2.4  # a cold segment in segment_scan
+COLD_SHARE = 0.25  # of the heads: those to be folded, at gates as FlashQLA publishes
+WARM_CHUNKS = 4  # of the others: 256 tokens that keep 95 % of the state each
+GAIN = 0.95  # of the time of whole sequences at most, or they stay whole
+WAVES = (0.5, 1, 2, 3)  # of CTAs that segments are made to fill
+
+Lengths = tuple[tuple[int, int], ...]  # (chunks, how many have so many)
+
+
+class Plan(NamedTuple):
+    kernel: Forward  # which solves for A if segment_map does, and is given it if that is
+    segment_chunks: int | None  # the most chunks of a segment; None leaves sequences whole
+
+
+def capacity(num_tokens: int, num_sequences: int, segment_chunks: int) -> int:
+    """The most segments there can be: a sequence of no token has one too."""
+    return num_sequences + num_tokens // (segment_chunks * CHUNK)
+
+
+def sequence_chunks(
+    num_sequences: int, num_tokens: int, lengths: Sequence[int] | None = None
+) -> Lengths:
+    """The chunks of the sequences of a batch; of unknown length, as if all were equally long."""
+    if lengths is None:
+        mean = -(-num_tokens // (max(num_sequences, 1) * CHUNK))
+        return ((mean, num_sequences),) if num_sequences else ()
+    return tuple(sorted(Counter(-(-length // CHUNK) for length in lengths).items()))
+
+
+def segment_chunks(sequences: Lengths, most: int) -> Lengths:
+    """The chunks of their segments, as segment_plan cuts them."""
+    found: Counter[int] = Counter()
+    for chunks, count in sequences:
+        segments = max(1, -(-chunks // most))
+        found[chunks // segments + 1] += chunks % segments * count
+        found[chunks // segments] += (segments - chunks % segments) * count
+    return tuple(sorted((+found).items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def forward(
+    sequences: Lengths, num_value_heads: int, K: int, V: int, sm_count: int, exact: bool = False
+) -> Plan:
+    """The fastest way through a batch. exact: every head is folded, whatever its gates."""
+    kernels = [kernel for kernel in STEP if V % kernel.tile_v == 0]
+    solving = _solve(sequences, num_value_heads, sm_count)
+
+    def duration(plan: Plan) -> float:
+        before, pieces = 0.0 if plan.kernel.solves else solving, sequences
+        if plan.segment_chunks is not None:
+            pieces = segment_chunks(sequences, plan.segment_chunks)
+            solves = plan.kernel.solves
+            before += _maps(sequences, pieces, num_value_heads, K, V, sm_count, exact, solves)
+            before += _folds(sequences, pieces)
+        step, ctas = STEP[plan.kernel], num_value_heads * V // plan.kernel.tile_v
+        return before + _chains(pieces, step, ctas, sm_count)
+
+    whole = min((Plan(kernel, None) for kernel in kernels), key=duration)
+    cut = [
+        Plan(kernel, most)
+        for kernel in kernels
+        for most in _spacings(sequences, num_value_heads * V // kernel.tile_v, sm_count)
+    ]
+    best = min(cut, key=duration, default=whole)
+    return best if duration(best) < GAIN * duration(whole) else whole
+
+
+@functools.lru_cache(maxsize=4096)
+def backward(
+    sequences: Lengths, num_value_heads: int, K: int, V: int, sm_count: int, exact: bool = False
+) -> int | None:
+    """The most chunks of a segment in a backward, or None to leave sequences whole.
+
+    Its two chains run beside each other: the longer one counts, as if it had half the GPU.
+    """
+    half = sm_count // 2
+    ctas = {step: num_value_heads * V // tile for tile, step in CHAIN_STEP.items() if tile <= V}
+
+    def chains(pieces: Lengths) -> float:
+        return min(_chains(pieces, step, ctas[step], half) for step in ctas)
+
+    def duration(most: int) -> float:
+        pieces = segment_chunks(sequences, most)
+        found = _maps(sequences, pieces, num_value_heads, K, V, sm_count, exact, solves=False)
+        found += _gradient_maps(sequences, pieces, num_value_heads, V, sm_count, exact)
+        return AROUND_BACKWARD + found + _folds(sequences, pieces) + chains(pieces)
+
+    wanted = (_spacings(sequences, tiles, half) for tiles in ctas.values())
+    best = min(set().union(*wanted), key=duration, default=None)
+    if best is None or duration(best) > GAIN * chains(sequences):
+        return None
+    return best
+
+
+def _spacings(sequences: Lengths, ctas: int, sm_count: int) -> set[int]:
+    """The shortest segments, of `ctas` each, that go into so many waves of the GPU."""
+
+    def segments(most: int) -> int:
+        return sum(max(1, -(-chunks // most)) * count for chunks, count in sequences)
+
+    longest = max((chunks for chunks, _ in sequences), default=0)
+    room = [int(waves * sm_count) // ctas for waves in WAVES]
+    found = (
+        1 + bisect.bisect_left(range(1, longest), True, key=lambda most: segments(most) <= n)
+        for n in room
+    )
+    return {most for most in found if most < longest}
+
+
+def _solve(sequences: Lengths, heads: int, sm_count: int) -> float:
+    """gate and kkt_solve."""
+    total = sum(chunks * count for chunks, count in sequences)
+    return SOLVE_START + SOLVE_STEP * heads * total / sm_count
+
+
+def _chains(pieces: Lengths, step: float, ctas: int, sm_count: int) -> float:
+    """A chain's kernel, with so many CTAs a piece: one fills an SM, and waves are of equal ones."""
+    durations = [(START + step * chunks, ctas * count) for chunks, count in pieces]
+    total = sum(count for _, count in durations)
+    mean = sum(time * count for time, count in durations) / max(1, total)
+    longest = max((time for time, _ in durations), default=0.0)
+    return LAUNCH + max(longest, -(-total // sm_count) * mean)
+
+
+def _maps(
+    sequences: Lengths,
+    pieces: Lengths,
+    heads: int,
+    K: int,
+    V: int,
+    sm_count: int,
+    exact: bool,
+    solves: bool,
+) -> float:
+    """segment_plan and segment_map, where every segment but a sequence's last is mapped."""
+    length, mapped = _mapped(sequences, pieces)
+    cold = 1.0 if exact else COLD_SHARE
+    columns = _mean_chunks(length, exact) * V + cold * length * K
+    room = MAP_OVERLAP[solves] * sm_count
+    steps, ctas = mapped * heads * columns / MAP_TILE, mapped * heads * (V + cold * K) / MAP_TILE
+    walk = MAP_STEP[solves] * max(length, steps / room)
+    return PLAN + SHORT + MAP_WAVE * ctas / room + walk
+
+
+def _gradient_maps(
+    sequences: Lengths, pieces: Lengths, heads: int, V: int, sm_count: int, exact: bool
+) -> float:
+    """segment_map_bwd: all but a sequence's first segment, one CTA on an SM."""
+    length, mapped = _mapped(sequences, pieces)
+    ctas = mapped * heads * V / MAP_TILE
+    steps = ctas * _mean_chunks(length, exact)
+    waves = GRADIENT_MAP_WAVE * ctas / sm_count
+    return SHORT + waves + CHAIN_STEP[MAP_TILE] * max(length, steps / sm_count)
+
+
+def _folds(sequences: Lengths, pieces: Lengths) -> float:
+    """segment_scan: neither the first nor the last segment of a sequence is folded."""
+    most = max(chunks for chunks, _ in sequences) / max(chunks for chunks, _ in pieces)
+    return SHORT + SCAN_STEP * max(0.0, most - 2)
+
+
+def _mapped(sequences: Lengths, pieces: Lengths) -> tuple[int, int]:
+    """Chunks of the longest segment, and how many segments have a map."""
+    segments, of_sequence = (sum(count for _, count in x) for x in (pieces, sequences))
+    return max(chunks for chunks, _ in pieces), segments - of_sequence
+
+
+def _mean_chunks(length: int, exact: bool) -> float:
+    """That a head of a segment walks for its map."""
+    cold = 1.0 if exact else COLD_SHARE
+    return cold * length + (1 - cold) * min(WARM_CHUNKS, length)

@@ -1,0 +1,116 @@
+"""Shared-prompt attention for the models of Hugging Face transformers, which stay as they are.
+
+    from qla_kernels.integrations import transformers_dualkv
+    transformers_dualkv.register()
+    model.set_attn_implementation("shared_prefix")
+    transformers_dualkv.check(model.config)
+    out = model(
+        batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
+        shared_prefix=batch.layout, logits_to_keep=batch.src_rows,
+    )
+    logprobs = batch.gather_logprobs(out.logits[0])
+
+The layout goes with the call, as a keyword that transformers hands down to every layer: activation
+checkpointing then finds it again, as it would not find a global or a context. A call without it is
+an error. It has to be: other implementations read packed positions as they understand them, and
+cut a batch where positions restart, which lets responses see each other or lose their prompt.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
+from qla_kernels.errors import Unsupported, need
+
+OP = "shared_prefix attention"
+TRANSFORMERS = "4.57 or later"  # as tested; it has to leave masks to those it does not know
+
+
+def register(name: str = "shared_prefix") -> None:
+    """Let `model.set_attn_implementation(name)` choose us. Once more changes nothing.
+
+    Raises:
+        Unsupported: transformers cannot be imported, or is too old.
+    """
+    try:
+        theirs: Any = importlib.import_module("transformers")
+        interface, _ = theirs.AttentionInterface, theirs.PreTrainedModel.set_attn_implementation
+    except (ImportError, AttributeError) as error:
+        got = f"transformers cannot be used ({error})"
+        fix = "pip install -U transformers"
+        op = "qla_kernels.integrations.transformers_dualkv"
+        raise Unsupported(need(op, got, TRANSFORMERS, fix)) from error
+    interface.register(name, attend)
+
+
+def check(config: Any) -> None:
+    """Refuse a model whose tokens meet by other means than full attention, before its first step.
+
+    Raises:
+        Unsupported: some layers slide a window, cap scores, recur or convolve.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = getattr(text, "layer_types", None)
+    others = sorted({*(kinds or ())} - {"full_attention"})
+    if others:
+        _refuse(f"layers of {', '.join(others)}", "layers of full_attention alone")
+    if kinds is None and getattr(text, "sliding_window", None) is not None:
+        _refuse(f"sliding_window={text.sliding_window}", "None")
+    for name in ("attn_logit_softcapping", "attention_dropout"):
+        if getattr(text, name, None):
+            _refuse(f"{name}={getattr(text, name)}", "none")
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    shared_prefix: SharedLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What a layer calls: query [1, H, T, D], key and value [1, Hk, T, D]; returns [1, T, H, D]."""
+    if shared_prefix is None:
+        got, fix = "a call without shared_prefix", "pass shared_prefix=batch.layout to the model"
+        raise ValueError(need(OP, got, "the layout of the packed batch", fix))
+    if query.shape[0] != 1:
+        got, fix = f"a batch of {query.shape[0]} rows", "pack them, and pass batch.input_ids[None]"
+        raise ValueError(need(OP, got, "one packed row", fix))
+    if attention_mask is not None:
+        got, fix = "an attention_mask", "leave it out: the layout says who sees whom"
+        raise ValueError(need(OP, got, "None", fix))
+    if cache is not None or key.shape[2] != query.shape[2]:
+        raise ValueError(need(OP, "a cache of keys", "none", "pass use_cache=False"))
+    active = {
+        "dropout": dropout or None,
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "attention sinks": s_aux,
+        "position_bias": position_bias,
+        "is_causal": None if is_causal in (None, True) else is_causal,
+    }
+    for name, given in active.items():
+        if given is not None:
+            _refuse(name if isinstance(given, Tensor) else f"{name}={given}", "plain attention")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # q and k come in fp32 from their norms, v from its product
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    return shared_prefix_attention(q, k, v, shared_prefix, scale=scaling)[None], None
+
+
+def _refuse(got: str, needs: str) -> None:
+    fix = "run such a model on sequences that are not packed, or switch it off in its config"
+    raise Unsupported(need(OP, got, needs, fix))

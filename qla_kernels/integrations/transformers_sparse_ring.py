@@ -1,0 +1,103 @@
+"""Attention of Hugging Face transformers' models as vertical-slash attention over a ring.
+
+    from qla_kernels.integrations import transformers_sparse_ring as hook
+    hook.register()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sparse_ring")
+    settings = hook.SparseRingConfig(group, layout, VerticalSlash())
+    model(ids_local, position_ids=layout.positions(T, rank)[None], use_cache=False,
+          sparse_ring=settings)
+
+Each rank passes the tokens of its shard, and labels that were shifted before they were dealt. The
+settings are an argument of the call, because a context manager would not cover the recomputation of
+activations. transformers is imported by `register` alone, and nothing falls back: what cannot be
+run raises `Unsupported` where it is called.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.sparse_ring import (
+    Dense,
+    RingGroups,
+    VerticalSlash,
+    sparse_attention,
+    sparse_ring_attention,
+)
+from qla_kernels.sparse_ring.heuristics import Schedule
+from qla_kernels.sparse_ring.layouts import Layout
+from qla_kernels.sparse_ring.patterns import Pattern
+
+NAME = "sparse_ring"
+
+
+@dataclass(frozen=True)
+class SparseRingConfig:
+    """How the attention layers of a call run; without a group, on this rank alone."""
+
+    group: RingGroups | None = None
+    layout: Layout | None = None
+    pattern: Pattern | Mapping[int, Pattern] = field(default_factory=VerticalSlash)  # or by layer
+    schedule: Schedule = "auto"
+    dense_layers: Sequence[int] = ()  # by index; the others follow the pattern
+    seqlen: int | None = None  # tokens of the whole sequence before the padding
+
+
+def register() -> None:
+    """Make `attn_implementation="sparse_ring"` known to transformers; once more changes nothing."""
+    importlib.import_module("transformers").AttentionInterface.register(NAME, attention)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    sparse_ring: SparseRingConfig | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: query [B, H, L, D], key and value [B, Hk, L, D]; o [B, L, H, D]."""
+    if sparse_ring is None:
+        fix = "pass sparse_ring=SparseRingConfig(...) to the model's call"
+        raise Unsupported(need(NAME, "no settings", "them in every call of the model", fix))
+    for name, given in (
+        ("an attention mask", attention_mask),
+        ("dropout", dropout or None),
+        ("a sliding window", sliding_window),
+        ("softcap", softcap),
+        ("is_causal=False", is_causal is False or None),
+    ):
+        if given is not None:
+            fix = "change the model's configuration, or use another attn_implementation"
+            raise Unsupported(need(NAME, f"got {name}", "plain causal attention", fix))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    pattern = _pattern(sparse_ring, getattr(module, "layer_idx", None))
+    common: dict[str, Any] = {"pattern": pattern, "seqlen": sparse_ring.seqlen, "scale": scaling}
+    if sparse_ring.group is None or sparse_ring.layout is None:
+        return sparse_attention(q, k, v, **common), None
+    # what is sent has to be contiguous, and models transpose: nothing is copied where they do not
+    k, v = k.contiguous(), v.contiguous()
+    common |= {"group": sparse_ring.group, "layout": sparse_ring.layout}
+    return sparse_ring_attention(q, k, v, schedule=sparse_ring.schedule, **common), None
+
+
+def _pattern(settings: SparseRingConfig, layer: int | None) -> Pattern:
+    if layer is not None and layer in settings.dense_layers:
+        return Dense()
+    if not isinstance(settings.pattern, Mapping):
+        return settings.pattern
+    if layer is None or layer not in settings.pattern:
+        fix = "add it, or name it in dense_layers"
+        got = f"no pattern for layer {layer}"
+        raise Unsupported(need(NAME, got, "one for each layer", fix))
+    return settings.pattern[layer]

@@ -1,0 +1,213 @@
+"""The public functions. A call is checked, agreed on by all ranks, and run."""
+
+import logging
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import Unsupported
+from qla_kernels.sparse_ring import ops
+from qla_kernels.sparse_ring.autograd import Around, SparseAttention
+from qla_kernels.sparse_ring.build import build
+from qla_kernels.sparse_ring.groups import RingGroups
+from qla_kernels.sparse_ring.heuristics import Schedule, schedule_of
+from qla_kernels.sparse_ring.heuristics import chunks_per_launch as launch_size
+from qla_kernels.sparse_ring.index import VSIndex, given
+from qla_kernels.sparse_ring.layouts import Layout, StripedLayout
+from qla_kernels.sparse_ring.patterns import Pattern, VerticalSlash
+from qla_kernels.sparse_ring.route import route_of
+from qla_kernels.sparse_ring.validate import (
+    BUILD_OP,
+    OP,
+    RING_OP,
+    RingCall,
+    check_group,
+    check_lines,
+    check_tensors,
+    checking,
+    refusal,
+)
+
+log = logging.getLogger(__name__)
+
+Result = Any  # o, or a tuple of o and what was asked for besides
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern | None = None,
+    index: VSIndex | None = None,
+    seqlen: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    return_index: bool = False,
+) -> Result:
+    """Causal attention under a mask of vertical and slash lines, on one device; differentiable.
+
+    Query head h reads key head h // (H / Hk), and token i sees token j <= i if the 64-token blocks
+    of i and j are at a distance that is one of the head's diagonals, or if j is one of its columns.
+    The lines are constants to autograd; the gradients follow the same lines.
+
+    Args:
+        q: [B, T, H, D], T a multiple of 128; pad at the end, with finite numbers.
+        k, v: [B, T, Hk, D], in q's dtype.
+        pattern: how lines are found: VerticalSlash(), FixedVerticalSlash(...) or Dense().
+        index: the lines themselves, of `build_index`. One of pattern and index is given.
+        seqlen: tokens before the padding; T if None. Results of padding are 0, its LSE is -inf.
+        scale: D ** -0.5 if None.
+        return_lse: also return the log-sum-exp of each row's scores, fp32 [B, H, T].
+        return_index: also return the index.
+
+    Returns:
+        o [B, T, H, D] in q's dtype, or a tuple of it and what was asked for besides.
+
+    Raises:
+        ValueError: arguments do not fit together.
+        Unsupported: they do, but this version cannot run them; `sparse_ring.refusal` says why.
+    """
+    check_tensors(OP, q, k, v)
+    T, seqlen, scale = _defaults(q, 1, seqlen, scale)
+    check_lines(OP, q, T, seqlen, pattern, index)
+    _require(refusal(q, k, v))
+    if index is None:
+        index = _local_index(q, k, pattern, seqlen, scale)
+    elif checking():
+        index.check(OP)
+    o, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, index.v_idx, index.v_cnt, index.d_bits, seqlen, scale, None
+    )
+    return _result(o, lse, index, return_lse, return_index)
+
+
+def sparse_ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: RingGroups,
+    layout: Layout,
+    pattern: Pattern | None = None,
+    index: VSIndex | None = None,
+    schedule: Schedule = "auto",
+    chunks_per_launch: int | None = None,
+    seqlen: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    return_index: bool = False,
+) -> Result:
+    """`sparse_attention` of a sequence that is dealt to the ranks of a group; collective.
+
+    Every rank passes its shard and gets the results of its rows. T is world x L. The mask is that
+    of the whole sequence, and rounding is that of one device, whatever the number of ranks.
+
+    Args:
+        q: [B, L, H, D], the rows that `layout` gives this rank.
+        k, v: [B, L, Hk, D], contiguous.
+        group: of `RingGroups.create`, made once.
+        layout: StripedLayout(world), ZigZagLayout(world) or ContiguousLayout(world).
+        pattern, index, seqlen, scale: as in `sparse_attention`; seqlen counts the whole sequence.
+        schedule: how chunks of k and v reach a rank. "allgather": all at once; "ring": from rank to
+            rank; "double_ring": around each node, and between nodes once a turn; "auto": what
+            the group and the size of k and v suggest.
+        chunks_per_launch: chunks that a launch meets, after the first; None for enough to make the
+            merging of partial results cheap.
+        return_lse: also return the LSE of this rank's rows, fp32 [B, H, L].
+        return_index: also return the index, which is the same on every rank.
+
+    Raises:
+        ValueError: arguments do not fit together, or differ between ranks; on every rank.
+        Unsupported: this version cannot run the call; on every rank.
+        RingError: a rank died, hangs, or makes other calls; on every other rank, within the
+            timeouts of the group.
+    """
+    check_group(RING_OP, group)
+    T, seqlen, scale = _defaults(q, group.world, seqlen, scale)
+    lines = (pattern, index, seqlen, scale)
+    world, settings = group.world, (schedule, chunks_per_launch)
+    _agree(group, RingCall(RING_OP, q, k, v, T, layout, world, *lines, *settings))
+    striped = isinstance(layout, StripedLayout)
+    gathered = 2 * group.world * k.numel() * k.element_size()
+    chosen = schedule_of(schedule, group.world, group.inner.size, gathered, striped)
+    if index is None:
+        assert pattern is not None, "check_lines asks for one of the two"
+        index = build(q, k, pattern, layout, seqlen, scale, group.whole)
+    per_launch = launch_size(chunks_per_launch, q.shape[1])
+    log.debug("%s: %s, up to %d chunks a launch", RING_OP, chosen, per_launch)
+    route = route_of(group, chosen, per_launch)
+    o, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, index.v_idx, index.v_cnt, index.d_bits, seqlen, scale, Around(layout, route)
+    )
+    return _result(o, lse, index, return_lse, return_index)
+
+
+def build_index(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    *,
+    layout: Layout | None = None,
+    group: RingGroups | None = None,
+    seqlen: int | None = None,
+    scale: float | None = None,
+) -> VSIndex:
+    """The lines that a pattern means for these q and k; with `group`, collective.
+
+    The index is a constant to autograd. Building it twice gives the same bits, on every rank.
+    """
+    if group is None or layout is None:
+        check_tensors(BUILD_OP, q, k, k)
+        T, seqlen, scale = _defaults(q, 1, seqlen, scale)
+        check_lines(BUILD_OP, q, T, seqlen, pattern, None)
+        _require(refusal(q, k, k, op=BUILD_OP))
+        return _local_index(q, k, pattern, seqlen, scale)
+    check_group(BUILD_OP, group)
+    T, seqlen, scale = _defaults(q, group.world, seqlen, scale)
+    lines = (pattern, None, seqlen, scale)
+    _agree(group, RingCall(BUILD_OP, q, k, k, T, layout, group.world, *lines, "auto", None))
+    return build(q, k, pattern, layout, seqlen, scale, group.whole)
+
+
+def _agree(group: RingGroups, call: RingCall) -> None:
+    """All ranks raise what any of them found, or none does."""
+    problem = call.problem()
+    group.agree(call.op, {**call.facts(), "what is wrong": problem}, checking())
+    if problem is not None:
+        raise problem
+
+
+def _defaults(
+    q: Tensor, world: int, seqlen: int | None, scale: float | None
+) -> tuple[int, int, float]:
+    """T, seqlen and scale, of whatever q is."""
+    T = world * q.shape[1] if q.dim() > 1 else 0
+    scale = float(scale) if scale is not None else float(q.shape[-1] ** -0.5)
+    return T, T if seqlen is None else seqlen, scale
+
+
+def _local_index(
+    q: Tensor, k: Tensor, pattern: Pattern | None, seqlen: int, scale: float
+) -> VSIndex:
+    T = q.shape[1]
+    if isinstance(pattern, VerticalSlash):
+        with torch.no_grad():
+            found = ops.vertical_slash_index(q, k, seqlen, scale, *astuple(pattern))
+        v_idx, v_cnt, d_bits, window_recall = found
+        return VSIndex(v_idx, v_cnt, d_bits, window_recall, T)
+    assert pattern is not None, "check_lines asks for one of the two"
+    return given(pattern, q.shape[0], q.shape[2], T, q.device)
+
+
+def _require(reason: str | None) -> None:
+    if reason is not None:
+        raise Unsupported(reason)
+
+
+def _result(o: Tensor, lse: Tensor, index: VSIndex, return_lse: bool, return_index: bool) -> Result:
+    if not (return_lse or return_index):
+        return o
+    return (o, *([lse] if return_lse else []), *([index] if return_index else []))

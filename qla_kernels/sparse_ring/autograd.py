@@ -1,0 +1,78 @@
+"""Attention under given lines as a differentiable step: operators on one rank, else the ring.
+
+Saved are q, k, v, o, LSE, the index, and the rows of k and v that verticals need: nothing of other
+ranks' chunks. The table of diagonals is made again. Nothing is cast under autocast. A backward is
+not differentiable in turn.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qla_kernels.sparse_ring import ops, ring
+from qla_kernels.sparse_ring.layouts import Layout
+from qla_kernels.sparse_ring.route import Route
+from qla_kernels.sparse_ring.shard import Columns, Shard, shard_of
+
+
+class Around(NamedTuple):
+    """Who holds what, and how it travels."""
+
+    layout: Layout
+    route: Route
+
+    def shard(self, q: Tensor, lines: list[Tensor], seqlen: int, scale: float) -> Shard:
+        T, rank = self.layout.world * q.shape[1], self.route.whole.rank
+        return shard_of(self.layout, rank, T, seqlen, scale, lines)
+
+
+class SparseAttention(torch.autograd.Function):
+    """o and LSE of the rows that this rank holds; `around` is None where nothing is sent."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        v_idx: Tensor,
+        v_cnt: Tensor,
+        d_bits: Tensor,
+        seqlen: int,
+        scale: float,
+        around: Around | None,
+    ) -> tuple[Tensor, Tensor]:
+        lines = [v_idx, v_cnt, d_bits]
+        with torch.autocast("cpu", enabled=False):
+            if around is None:
+                done = ops.vertical_slash_fwd(q, k, v, *lines, seqlen, scale)
+            else:
+                shard = around.shard(q, lines, seqlen, scale)
+                o, lse, columns = ring.forward(shard, around.route, q, k, v)
+                done = (o, lse, *columns)
+        ctx.set_materialize_grads(False)  # an unused LSE costs no tensor of zeros
+        ctx.seqlen, ctx.scale, ctx.around = seqlen, scale, around
+        ctx.save_for_backward(q, k, v, *lines, *done)
+        return done[0], done[1]
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(  # type: ignore[override]
+        ctx: Any, do: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, *lines, o, lse, columns_k, columns_v = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        settings = (ctx.seqlen, ctx.scale)
+        with torch.autocast("cpu", enabled=False):
+            if ctx.around is None:
+                done = (o, lse, columns_k, columns_v)
+                dq, dk, dv = ops.vertical_slash_bwd(q, k, v, *lines, *settings, *done, do, dlse)
+            else:
+                shard = ctx.around.shard(q, lines, *settings)
+                forward = ring.Forward(o, lse, Columns(columns_k, columns_v))
+                dq, dk, dv = ring.backward(shard, ctx.around.route, q, k, v, forward, do, dlse)
+        return dq, dk, dv, None, None, None, None, None, None

@@ -1,0 +1,264 @@
+"""The launches for CPU tensors: the table walked tile by tile, as the kernels walk it, in torch.
+
+A tile is 128 query rows, or 128 keys where gradients of keys are made. Blocks that no head of a
+tile sees are skipped; the others are computed for all heads, and masked.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from einops import einsum, rearrange, repeat
+from torch import Tensor
+
+from qla_kernels.sparse_ring.layouts import TILE
+from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.plan import Visit, key_walk, query_walk
+from qla_kernels.sparse_ring.select import UNIT
+from qla_kernels.sparse_ring.shard import Columns, Partial, Saved, Shard, wide
+
+KEYS = 8192  # of the window's scores that are held at a time
+
+
+def window_lse(q_obs: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+    parts = [
+        _scores(q_obs, keys, scale).masked_fill(~visible, -torch.inf).logsumexp(-1)
+        for keys, visible in zip(torch.split(k, KEYS, 1), torch.split(seen, KEYS, 1), strict=True)
+    ]
+    return torch.stack(parts).logsumexp(0)
+
+
+def window_mass(q_obs: Tensor, k: Tensor, seen: Tensor, lse: Tensor, scale: float) -> Tensor:
+    unit = (1 << UNIT) / q_obs.shape[1]
+    parts = []
+    for keys, visible in zip(torch.split(k, KEYS, 1), torch.split(seen, KEYS, 1), strict=True):
+        S = _scores(q_obs, keys, scale).masked_fill(~visible, -torch.inf)
+        parts.append((S - lse[..., None]).exp().sum(2).mul(unit).round().int())
+    return torch.cat(parts, -1)
+
+
+def compact(shard: Shard, k: Tensor, v: Tensor, owner: int, slot: int, columns: Columns) -> None:
+    mine, row = _rows_of(shard, owner)
+    for rows, chunk in zip(columns, (k[slot], v[slot]), strict=True):
+        here = _per_head(chunk, shard).gather(2, repeat(row, "b h n -> b h n d", d=k.shape[-1]))
+        rows.copy_(torch.where(mine[..., None], here, rows))
+
+
+def forward(
+    shard: Shard,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visited: list[Visit],
+    partial: Partial,
+    first: bool,
+    columns: Columns | None,
+    out: Tensor | None,
+) -> None:
+    o, lse = partial
+    if first:
+        o.zero_()
+        lse.fill_(-torch.inf)
+    for tile in _query_tiles(shard):
+        query = q[:, tile.rows]
+        for part in _seen_by(shard, tile, k, v, visited, columns):
+            S = _scores(query, part.k, shard.scale, part.grouped)
+            S = S.masked_fill(~part.seen, -torch.inf)
+            new = S.logsumexp(-1)
+            P = (S - new.masked_fill(new == -torch.inf, 0)[..., None]).exp()
+            o_new = _weighted(P, part.v, part.grouped)
+            old = lse[..., tile.rows]
+            both = torch.logaddexp(old, new)
+            safe = both.masked_fill(both == -torch.inf, 0)  # e^-inf for both, not e^nan
+            a, b = (rearrange((x - safe).exp(), "b h t -> b t h 1") for x in (old, new))
+            o[:, tile.rows] = a * o[:, tile.rows] + b * o_new
+            lse[..., tile.rows] = both
+    if out is not None:
+        out.copy_(o)
+
+
+def delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+    rows = einsum(o.to(wide(o)), do.to(wide(o)), "b t h d, b t h d -> b h t")
+    return rows if dlse is None else rows - dlse
+
+
+def backward_queries(
+    shard: Shard,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    saved: Saved,
+    visited: list[Visit],
+    dq: Tensor,
+    first: bool,
+    columns: Columns | None,
+) -> None:
+    if first:
+        dq.zero_()
+    for tile in _query_tiles(shard):
+        query, upstream = q[:, tile.rows], do[:, tile.rows]
+        for part in _seen_by(shard, tile, k, v, visited, columns):
+            _, dS = _gradients(shard, query, upstream, saved, tile.rows, part)
+            dq[:, tile.rows] += shard.scale * _weighted(dS, part.k, part.grouped)
+
+
+def backward_keys(
+    shard: Shard,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    saved: Saved,
+    owner: int,
+    slot: int,
+    dkv: Tensor,
+    first: bool,
+) -> None:
+    if first:
+        dkv.zero_()
+    queries, keys = shard.positions(shard.rank), shard.positions(owner)
+    for t, j0 in enumerate(shard.first_blocks(owner)):
+        rows = slice(t * TILE, (t + 1) * TILE)
+        walks = (key_walk(shard.table, visit, j0, shard.blocks) for visit in shard.returns(owner))
+        blocks = torch.stack(list(walks)).any(0).mT  # [B, H, query blocks, 2]
+        near = blocks.flatten(0, 1).any(0).any(-1).repeat_interleave(BLOCK).nonzero()[:, 0]
+        seen = _elements(blocks)[..., near, :] & (keys[rows] <= queries[near, None])
+        seen &= (queries < shard.seqlen)[near, None]
+        part = Part(k[slot][:, rows], v[slot][:, rows], seen, True)
+        query, upstream = q[:, near], do[:, near]
+        P, dS = _gradients(shard, query, upstream, saved, near, part)
+        dkv[0, :, rows] += shard.scale * _group_sum(_transposed(dS, query), k.shape[-2])
+        dkv[1, :, rows] += _group_sum(_transposed(P, upstream), k.shape[-2])
+
+
+def backward_columns(
+    shard: Shard, q: Tensor, do: Tensor, saved: Saved, columns: Columns
+) -> Columns:
+    dk, dv = (torch.zeros_like(x, dtype=wide(q)) for x in columns)
+    for tile in _query_tiles(shard):
+        query, upstream = q[:, tile.rows], do[:, tile.rows]
+        part = _columns_seen_by(shard, tile, columns)
+        P, dS = _gradients(shard, query, upstream, saved, tile.rows, part)
+        n = P.shape[-1]
+        dk[:, :, :n] += shard.scale * rearrange(_transposed(dS, query), "b n h d -> b h n d")
+        dv[:, :, :n] += rearrange(_transposed(P, upstream), "b n h d -> b h n d")
+    return Columns(dk, dv)
+
+
+def scatter(shard: Shard, of_columns: Columns, owner: int, dkv: Tensor) -> None:
+    mine, row = _rows_of(shard, owner)
+    for total, part in zip(dkv, of_columns, strict=True):
+        spread = part.new_zeros(*part.shape[:2], shard.rows, part.shape[-1])
+        where = repeat(row, "b h n -> b h n d", d=part.shape[-1])
+        spread.scatter_add_(2, where, torch.where(mine[..., None], part, 0))
+        total += _group_sum(rearrange(spread, "b h l d -> b l h d"), total.shape[-2])
+
+
+class _Tile(NamedTuple):
+    rows: slice
+    i0: int  # its first block in the sequence
+    token: Tensor  # [128]
+
+
+class Part(NamedTuple):
+    """Keys and values that a tile meets."""
+
+    k: Tensor  # [B, n, Hk, D], or [B, H, n, D] for the columns
+    v: Tensor
+    seen: Tensor  # bool [B, H, queries, n]
+    grouped: bool  # heads of a group share k and v
+
+
+def _query_tiles(shard: Shard) -> Iterator[_Tile]:
+    token = shard.positions(shard.rank)
+    for t, i0 in enumerate(shard.first_blocks(shard.rank)):
+        rows = slice(t * TILE, (t + 1) * TILE)
+        yield _Tile(rows, i0, token[rows])
+
+
+def _seen_by(
+    shard: Shard,
+    tile: _Tile,
+    k: Tensor,
+    v: Tensor,
+    visited: list[Visit],
+    columns: Columns | None,
+) -> Iterator[Part]:
+    for visit in visited:
+        blocks = query_walk(shard.table, visit, tile.i0, shard.blocks)
+        near = blocks.flatten(0, 2).any(0).repeat_interleave(BLOCK).nonzero()[:, 0]
+        if len(near):
+            key = shard.positions(visit.owner)[near]
+            seen = _elements(blocks)[..., near] & (key <= tile.token[:, None])
+            seen &= (tile.token < shard.seqlen)[:, None]
+            yield Part(k[visit.slot][:, near], v[visit.slot][:, near], seen, True)
+    if columns is not None and columns.k.shape[2]:
+        yield _columns_seen_by(shard, tile, columns)
+
+
+def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> Part:
+    """The columns above a row's block that no slash covers; those of its own block never count."""
+    most = int(shard.lines.v_cnt.max())
+    block = (shard.lines.v_idx[..., :most] // BLOCK).long()[..., None, :]
+    distance = (tile.token // BLOCK)[:, None] - block
+    active = shard.lines.diagonals()[..., None, :].expand(*distance.shape[:-1], -1)
+    covered = active.gather(-1, distance.clamp(min=0))
+    seen = (distance > 0) & ~covered & (tile.token < shard.seqlen)[:, None]
+    return Part(columns.k[:, :, :most], columns.v[:, :, :most], seen, False)
+
+
+def _gradients(
+    shard: Shard, q: Tensor, do: Tensor, saved: Saved, rows: slice | Tensor, part: Part
+) -> tuple[Tensor, Tensor]:
+    """P = e^{S - LSE} and dS / scale = P (dO v^T - delta), by head."""
+    lse, delta = (x[..., rows, None] for x in saved)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing: P = 0
+    S = _scores(q, part.k, shard.scale, part.grouped)
+    P = (S - lse).exp().masked_fill(~part.seen, 0)
+    return P, P * (_scores(do, part.v, 1.0, part.grouped) - delta)
+
+
+def _rows_of(shard: Shard, owner: int) -> tuple[Tensor, Tensor]:
+    """Which verticals lie in a rank's chunk, and in which of its rows: both [B, H, max_v]."""
+    token = shard.lines.v_idx.long()
+    mine = (token < shard.T) & (shard.layout.owner(token, shard.T) == owner)
+    return mine, torch.where(mine, shard.layout.local(token, shard.T), 0)
+
+
+def _elements(blocks: Tensor) -> Tensor:
+    return blocks.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, grouped: bool = True) -> Tensor:
+    """scale q k^T, [B, H, queries, keys]; also dO v^T."""
+    dtype = wide(q)
+    if not grouped:
+        return scale * einsum(q.to(dtype), k.to(dtype), "b i h d, b h j d -> b h i j")
+    per_group = rearrange(q.to(dtype), "b i (n g) d -> b n g i d", n=k.shape[2])
+    S = einsum(per_group, k.to(dtype), "b n g i d, b j n d -> b n g i j")
+    return scale * rearrange(S, "b n g i j -> b (n g) i j")
+
+
+def _weighted(P: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    """P v, [B, queries, H, D]; also dS k."""
+    if not grouped:
+        return einsum(P, v.to(P.dtype), "b h i j, b h j d -> b i h d")
+    per_group = rearrange(P, "b (n g) i j -> b n g i j", n=v.shape[2])
+    o = einsum(per_group, v.to(P.dtype), "b n g i j, b j n d -> b i n g d")
+    return rearrange(o, "b i n g d -> b i (n g) d")
+
+
+def _transposed(P: Tensor, x: Tensor) -> Tensor:
+    """P^T x, [B, keys, H, D]."""
+    return einsum(P, x.to(P.dtype), "b h i j, b i h d -> b j h d")
+
+
+def _group_sum(per_head: Tensor, num_kv_heads: int) -> Tensor:
+    return rearrange(per_head, "b j (n g) d -> b j n g d", n=num_kv_heads).sum(3)
+
+
+def _per_head(chunk: Tensor, shard: Shard) -> Tensor:
+    """[B, H, L, D], a view of keys or values for each query head."""
+    group = shard.lines.v_cnt.shape[1] // chunk.shape[2]
+    return repeat(chunk, "b l n d -> b (n g) l d", g=group)

@@ -1,0 +1,232 @@
+"""The process groups of a ring, the transfers over them, and the agreement that comes before.
+
+A call that went wrong on one rank must not leave the others waiting: facts are compared on every
+rank before the first transfer, each group has a timeout, and whatever a lost rank makes of a
+transfer becomes one kind of error.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from qla_kernels.errors import need
+
+GROUPS = "RingGroups"
+Said = tuple[tuple[str, str], ...]  # facts of a call: names and values
+
+# its name until torch 2.13, where the old one warns
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class RingError(RuntimeError):
+    """A transfer or an agreement failed: a rank died, hangs, or makes other calls than this one."""
+
+
+class Pending:
+    """Transfers under way, and what they fill."""
+
+    def __init__(self, works: Sequence[dist.Work], received: Sequence[Tensor]) -> None:
+        self._works, self._received = list(works), received
+
+    def wait(self) -> Sequence[Tensor]:
+        """On a GPU the current stream waits, not the host."""
+        while self._works:  # each is waited for once: gloo would wait for another transfer
+            with _explained("a transfer between ranks failed"):
+                self._works.pop(0).wait()
+        return self._received
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that pass tensors around; `group` is None for a single rank, which passes nothing."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a transfer sees what the one posted before it received, without a wait."""
+        return dist.get_backend(self.group) == dist.Backend.NCCL
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> Pending:
+        """Send tensors to the next rank, and receive as many from the one before it."""
+        return self.swap(send, receive, self.rank + 1, self.rank - 1, tag)
+
+    def swap(
+        self,
+        send: Sequence[Tensor],
+        receive: Sequence[Tensor],
+        to: int,
+        source: int,
+        tag: int,
+    ) -> Pending:
+        """Send each tensor to rank `to`, and fill receive[n] with the n-th that `source` sends.
+
+        Transfers under way at the same time need tags that differ by at least len(send).
+        """
+        to, source = to % self.size, source % self.size
+        ops = []
+        for n, (x, room) in enumerate(zip(send, receive, strict=True)):
+            ops.append(dist.P2POp(dist.isend, x, None, self.group, tag + n, to))
+            ops.append(dist.P2POp(dist.irecv, room, None, self.group, tag + n, source))
+        with _explained("a transfer between ranks could not be posted"):
+            return Pending(dist.batch_isend_irecv(ops), receive)
+
+    def gather(self, *tensors: Tensor) -> Pending:
+        """Of each tensor that of every rank, [size, ...], on every rank."""
+        if self.group is None:
+            return Pending([], [x[None] for x in tensors])
+        rooms, works = [x.new_empty(self.size, *x.shape) for x in tensors], []
+        with _explained("a gather over all ranks could not be posted"):
+            for room, x in zip(rooms, tensors, strict=True):
+                works.append(_all_gather(room.view(-1), x.view(-1), self.group, async_op=True))
+        return Pending(works, rooms)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """x of rank `source`, in place."""
+        if self.group is not None:
+            with _explained("a broadcast to all ranks failed"):
+                dist.broadcast(x, group=self.group, group_src=source)
+        return x
+
+
+ALONE = Ring(None, 0, 1)
+
+
+@dataclass(frozen=True)
+class RingGroups:
+    """The ranks of a ring, as one ring and as a double ring; made once, by all ranks together.
+
+    Rank r is number r % inner.size of node r // inner.size. Inner and outer rings have groups of
+    their own, because transfers of one group wait for each other, and a hop inside a node must not
+    wait for one between nodes. `side` carries host messages.
+    """
+
+    whole: Ring
+    inner: Ring
+    outer: Ring
+    side: dist.ProcessGroup | None
+    _agreed: set[Said] = field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def world(self) -> int:
+        return self.whole.size
+
+    @property
+    def rank(self) -> int:
+        return self.whole.rank
+
+    @classmethod
+    def create(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        inner_size: int | None = None,
+        timeout: timedelta = timedelta(seconds=120),
+        side_timeout: timedelta = timedelta(seconds=30),
+    ) -> "RingGroups":
+        """Collective over all ranks of the job, each of which names the ring that it is in.
+
+        Args:
+            group: whose ranks make this rank's ring, in their order; None for all ranks.
+            inner_size: ranks a node; they are neighbours in `group`. None: all are on one node.
+            timeout: how long a transfer may take before it is an error on the ranks it concerns.
+            side_timeout: how long ranks wait for each other to compare what they were asked for.
+        """
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        return cls._of_ranks(ranks, inner_size or len(ranks), timeout, side_timeout)
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: Any,
+        timeout: timedelta = timedelta(seconds=120),
+        side_timeout: timedelta = timedelta(seconds=30),
+    ) -> "RingGroups":
+        """`create` for a DeviceMesh of dimension (ring) or dimensions (nodes, ranks of a node)."""
+        if mesh.ndim > 2:
+            fix = "pass a slice of it, such as mesh['node', 'ring']"
+            got = f"a mesh of {mesh.ndim} dimensions"
+            raise ValueError(need(GROUPS, got, "1 or 2", fix))
+        ranks, inner = mesh.mesh.flatten().tolist(), mesh.mesh.shape[-1]
+        return cls._of_ranks(ranks, inner, timeout, side_timeout)
+
+    @classmethod
+    def _of_ranks(
+        cls, ranks: list[int], inner: int, timeout: timedelta, side_timeout: timedelta
+    ) -> "RingGroups":
+        if ranks != sorted(ranks):
+            fix = "make the ring of a group whose ranks ascend"
+            raise ValueError(need(GROUPS, f"ranks {ranks}", "ranks in ascending order", fix))
+        if inner < 1 or len(ranks) % inner:
+            fix = "pass the number of ranks on each node"
+            got = f"inner_size is {inner} for {len(ranks)} ranks"
+            raise ValueError(need(GROUPS, got, "a divisor of the number of ranks", fix))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (tuple(ranks), inner))
+        mine = cls(ALONE, ALONE, ALONE, None)
+        # torch wants every group made on every rank, in the same order
+        for members, size in dict.fromkeys(everyone):
+            if len(members) == 1:
+                continue
+            num = len(members)
+            whole = _ring(members, timeout)
+            inners = [_ring(members[n : n + size], timeout) for n in range(0, num, size)]
+            outers = [_ring(members[n::size], timeout) for n in range(size)]
+            side = dist.new_group(list(members), side_timeout, dist.Backend.GLOO)
+            if dist.get_rank() in members:
+                rank = members.index(dist.get_rank())
+                mine = cls(whole, inners[rank // size], outers[rank % size], side)
+        return mine
+
+    def agree(self, op: str, facts: Mapping[str, object], again: bool = False) -> None:
+        """Raise on every rank, naming rank and fact, unless all ranks were asked for the same.
+
+        Facts that were agreed on before cost nothing, unless they are to be compared `again`.
+        """
+        said = tuple((name, str(fact)) for name, fact in facts.items())
+        if self.side is None or (said in self._agreed and not again):
+            return
+        everyone: list[Any] = [None] * self.world
+        with _explained("ranks could not compare what they were asked for"):
+            dist.all_gather_object(everyone, said, group=self.side)
+        for rank, theirs in enumerate(everyone):
+            for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
+                if first != other:
+                    got = f"{name} is {first} on rank 0 and {other} on rank {rank}"
+                    fix = f"look at what rank {rank} was given"
+                    raise ValueError(need(op, got, "the same call on every rank", fix))
+        self._agreed.add(said)
+
+
+def _ring(members: Sequence[int], timeout: timedelta) -> Ring:
+    """A group of these ranks, made on every rank of the job; of use on these alone."""
+    if len(members) == 1:
+        return ALONE
+    options = None
+    if dist.get_backend() == dist.Backend.NCCL:  # transfers should not queue behind attention
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    group = dist.new_group(list(members), timeout, pg_options=options, group_desc="qla_ring")
+    rank = members.index(dist.get_rank()) if dist.get_rank() in members else -1
+    return Ring(group, rank, len(members))
+
+
+class _explained:
+    """Makes torch's error of a lost peer one of ours."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            first = str(error).strip().splitlines()[0] if str(error) else kind.__name__
+            needs = "every rank of the group alive and in the same call"
+            fix = "look at the rank that failed first"
+            raise RingError(need(GROUPS, f"{self._what} ({first})", needs, fix)) from error

@@ -1,0 +1,139 @@
+"""The lines of a mask as tensors: small, of a shape that depends on no contents, and the same on
+every rank.
+
+A 512K-token head takes 17 KB: 4096 columns of 4 bytes and a bit for each of 8192 diagonals.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import need
+from qla_kernels.sparse_ring.patterns import BLOCK, Dense, FixedVerticalSlash, Lines
+from qla_kernels.sparse_ring.plan import diagonals, pack
+
+
+class VSIndex(NamedTuple):
+    """What each query head computes; methods read the tensors, and so wait for a GPU."""
+
+    v_idx: Tensor  # int32 [B, H, max_v] columns, ascending, then T
+    v_cnt: Tensor  # int32 [B, H]
+    d_bits: Tensor  # int32 [B, H, ceil(blocks / 32)], bit d % 32 of word d // 32: diagonal d
+    window_recall: Tensor  # fp32 [B, H], the window's attention that the lines hold; NaN if given
+    T: int  # tokens, with padding
+
+    @property
+    def blocks(self) -> int:
+        return self.T // BLOCK
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self[:4])
+
+    def diagonals(self) -> Tensor:
+        """bool [B, H, blocks]."""
+        return diagonals(self.d_bits, self.blocks)
+
+    def density(self) -> Tensor:
+        """Pairs of the mask by pairs of the causal triangle, fp64 [B, H]; each pair counts once."""
+        active, blocks = self.diagonals(), self.blocks
+        size = torch.full((blocks,), BLOCK * BLOCK, device=active.device)
+        size[0] = BLOCK * (BLOCK + 1) // 2
+        tiles = torch.arange(blocks, 0, -1, device=active.device)
+        slashes = (active * size * tiles).sum(-1)
+        block = self.v_idx.long() // BLOCK
+        below = (blocks - 1 - block).clamp(min=0)  # row blocks that see all of the column's block
+        covered = (active[..., 1:].cumsum(-1)).long()
+        covered = torch.nn.functional.pad(covered, (1, 0)).gather(-1, below)
+        alone = (below - covered) * BLOCK * (self.v_idx < self.T)
+        return (slashes + alone.sum(-1)).double() / (self.T * (self.T + 1) // 2)
+
+    def to_mask(self) -> Tensor:
+        """bool [B, H, T, T]: for small T, to look at."""
+        token = torch.arange(self.T, device=self.v_idx.device)
+        distance = (token[:, None] // BLOCK - token // BLOCK).clamp(min=0)
+        columns = torch.zeros(*self.v_idx.shape[:2], self.T + 1, device=token.device).bool()
+        columns = columns.scatter(-1, self.v_idx.long(), True)[..., None, : self.T]
+        return (self.diagonals()[..., distance] | columns) & (token <= token[:, None])
+
+    def to_lists(self) -> list[list[tuple[list[int], list[int]]]]:
+        """(columns, diagonals) of each head of each batch row."""
+        active = self.diagonals()
+        return [
+            [
+                (v[:n].tolist(), d.nonzero()[:, 0].tolist())
+                for v, n, d in zip(rows, counts.tolist(), of_row, strict=True)
+            ]
+            for rows, counts, of_row in zip(self.v_idx, self.v_cnt, active, strict=True)
+        ]
+
+    def runs(self) -> Tensor:
+        """Mean number of neighbouring diagonals that are active together, fp64 [B, H]."""
+        active = self.diagonals()
+        starts = active & ~torch.nn.functional.pad(active, (1, 0))[..., :-1]
+        return active.sum(-1).double() / starts.sum(-1)
+
+    def described(self, contents: bool) -> str:
+        """What ranks compare: shapes, or everything."""
+        shapes = f"{[tuple(x.shape) for x in self[:3]]} for {self.T} tokens"
+        if not contents:
+            return shapes
+        said = b"".join(x.cpu().numpy().tobytes() for x in self[:3])
+        return f"{shapes}, contents {hashlib.sha256(said).hexdigest()}"
+
+    def check(self, op: str) -> None:
+        """QLA_CHECK=1: what no shape can tell."""
+        v, n = self.v_idx, self.v_cnt[..., None]
+        slot = torch.arange(v.shape[-1], device=v.device)
+        rising = (v[..., 1:] > v[..., :-1]) | (slot[1:] >= n)
+        inside = torch.where(slot < n, (v >= 0) & (v < self.T), v == self.T)
+        if not (rising.all() and inside.all()):
+            needs = f"ascending columns below {self.T}, then {self.T}"
+            raise ValueError(need(op, "v_idx is out of order", needs, "use build_index"))
+        if not (self.d_bits[..., 0] & 1).all():
+            fix = "set bit 0 of word 0, or use build_index"
+            raise ValueError(need(op, "a head without diagonal 0", "it in every head", fix))
+
+
+def given(pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: object) -> VSIndex:
+    """The index of lines that the caller names."""
+    on = torch.device(str(device))
+    nan = torch.full((B, H), float("nan"), device=on)
+    if isinstance(pattern, Dense):
+        v_idx = torch.empty(B, H, 0, dtype=torch.int32, device=on)
+        active = torch.ones(B, H, T // BLOCK, dtype=torch.bool, device=on)
+        return VSIndex(
+            v_idx, v_idx.sum(-1, dtype=torch.int32), pack(active), torch.ones_like(nan), T
+        )
+    v_idx = torch.stack([_padded(head, T, pattern.v_idx) for head in _each(pattern.v_idx, H)])
+    active = torch.zeros(H, T // BLOCK, dtype=torch.bool)
+    active[:, 0] = True
+    for h, head in enumerate(_each(pattern.d_idx, H)):
+        active[h, list(head)] = True
+    count = (v_idx < T).sum(-1, dtype=torch.int32)
+    v, n, d = (x.to(on).expand(B, *x.shape).contiguous() for x in (v_idx, count, pack(active)))
+    return VSIndex(v, n, d, nan, T)
+
+
+def _each(lines: Lines, H: int) -> Lines:
+    return lines * H if len(lines) == 1 else lines
+
+
+def _padded(head: tuple[int, ...], T: int, lines: Lines) -> Tensor:
+    room = max(map(len, lines)) - len(head)
+    return torch.tensor([*head, *[T] * room], dtype=torch.int32)
+
+
+def fits(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | None:
+    """Why these lines are not lines of such a mask, or None."""
+    for name, lines, end in (("v_idx", pattern.v_idx, T), ("d_idx", pattern.d_idx, T // BLOCK)):
+        if len(lines) not in (1, H):
+            fix = "give one list for all heads, or one for each"
+            return f"{name} has lines of {len(lines)} heads", f"1 or {H}", fix
+        last = max((head[-1] for head in lines if head), default=0)
+        if last >= end:
+            unit = "tokens" if name == "v_idx" else "blocks of 64 tokens"
+            return f"{name} has line {last}", f"lines below {end} ({unit})", "drop such lines"
+    return None

@@ -1,0 +1,202 @@
+"""Who holds which token: three ways to deal a sequence to ranks.
+
+Tokens, ranks and rows are ints or int tensors. A layout that stripes blocks gives every rank the
+same share of every diagonal, and every step of a ring the same work.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qla_kernels.errors import need
+from qla_kernels.sparse_ring.groups import RingGroups
+from qla_kernels.sparse_ring.patterns import BLOCK
+
+TILE = 128  # rows of a query tile: a shard is a whole number of them
+Numbers = TypeVar("Numbers", int, Tensor)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What all layouts share. T, the number of tokens with padding, is that of `pad_len`."""
+
+    world: int
+
+    def __post_init__(self) -> None:
+        if self.world < 1:
+            got = f"world is {self.world}"
+            raise ValueError(need(type(self).__name__, got, "at least 1 rank", "pass the number"))
+
+    def owner(self, token: Numbers, T: int) -> Numbers:
+        """The rank that holds a token."""
+        raise NotImplementedError
+
+    def local(self, token: Numbers, T: int) -> Numbers:
+        """The row of its shard that a token is in."""
+        raise NotImplementedError
+
+    def position(self, rank: Numbers, row: Numbers, T: int) -> Numbers:
+        """The token in a row of a rank's shard."""
+        raise NotImplementedError
+
+    def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
+        """(first block, end, local block of the first): where the rank's blocks lie.
+
+        A striped shard is one range over all blocks, of which the rank has every world-th stripe.
+        """
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> int:
+        """T is a multiple of this."""
+        return self.world * TILE
+
+    @property
+    def stripe_blocks(self) -> int:
+        """Neighbouring blocks that lie together in a shard, where that is not a range."""
+        return 1
+
+    @property
+    def buckets(self) -> int:
+        """Ranks that stripes are dealt to; 1 where shards are ranges."""
+        return 1
+
+    @property
+    def gap(self) -> int:
+        """Distance of the two blocks of a query tile, in blocks of the sequence."""
+        return 1
+
+    def pad_len(self, length: int) -> int:
+        """The least T for `length` tokens; the padding goes to the end of the sequence."""
+        return -(-max(length, 1) // self.unit) * self.unit
+
+    def positions(self, T: int, rank: int) -> Tensor:
+        """The tokens of a rank's shard, int64 [T / world]: a model's position_ids."""
+        self._require_padded(T)
+        return self.position(torch.tensor(rank), torch.arange(T // self.world), T)
+
+    def perm(self, T: int) -> Tensor:
+        """The tokens in the order of all shards, one after the other; int64 [T]."""
+        return torch.cat([self.positions(T, rank) for rank in range(self.world)])
+
+    def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """What a rank holds of a whole tensor."""
+        return x.index_select(dim, self.positions(x.shape[dim], rank).to(x.device))
+
+    def unshard(self, x: Tensor, dim: int, group: RingGroups) -> Tensor:
+        """The whole tensor from every rank's shard, on every rank; not differentiable."""
+        (parts,) = group.whole.gather(x.detach().movedim(dim, 0).contiguous()).wait()
+        order = self.perm(self.world * x.shape[dim]).argsort().to(x.device)
+        return parts.flatten(0, 1).index_select(0, order).movedim(0, dim)
+
+    def exchange(self, x: Tensor, dim: int, source: "Layout", group: RingGroups) -> Tensor:
+        """A shard of layout `source` as a shard of this one, by one all_to_all; no autograd."""
+        T, rank = self.world * x.shape[dim], group.rank
+        mine = source.positions(T, rank)
+        order = self.owner(mine, T).argsort(stable=True)
+        sent = self.owner(mine, T).bincount(minlength=self.world).tolist()
+        theirs = [source.positions(T, r) for r in range(self.world)]
+        theirs = [tokens[self.owner(tokens, T) == rank] for tokens in theirs]
+        rows = x.detach().movedim(dim, 0).index_select(0, order.to(x.device))
+        received = torch.empty_like(rows)
+        counts = [len(tokens) for tokens in theirs]
+        dist.all_to_all_single(received, rows, counts, sent, group=group.whole.group)
+        place = self.local(torch.cat(theirs), T).argsort().to(x.device)
+        return received.index_select(0, place).movedim(0, dim)
+
+    def _require_padded(self, T: int) -> None:
+        if T % self.unit or T < 1:
+            fix = f"pad the sequence to {self.pad_len(T)} and pass seqlen={T}"
+            raise ValueError(need(str(self), f"T={T}", f"a multiple of {self.unit}", fix))
+
+
+@dataclass(frozen=True)
+class ContiguousLayout(Layout):
+    """Rank r holds the r-th of `world` parts."""
+
+    def owner(self, token: Numbers, T: int) -> Numbers:
+        return token // (T // self.world)
+
+    def local(self, token: Numbers, T: int) -> Numbers:
+        return token % (T // self.world)
+
+    def position(self, rank: Numbers, row: Numbers, T: int) -> Numbers:
+        return rank * (T // self.world) + row
+
+    def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
+        blocks = T // self.world // BLOCK
+        return [(rank * blocks, (rank + 1) * blocks, 0)]
+
+
+@dataclass(frozen=True)
+class ZigZagLayout(Layout):
+    """Of 2 world parts, rank r holds the r-th and the r-th from the end: even for dense masks."""
+
+    @property
+    def unit(self) -> int:
+        return 2 * self.world * TILE
+
+    def owner(self, token: Numbers, T: int) -> Numbers:
+        return self._mirrored(token // self._part(T))
+
+    def local(self, token: Numbers, T: int) -> Numbers:
+        part = self._part(T)
+        return token % part + token // part // self.world * part
+
+    def position(self, rank: Numbers, row: Numbers, T: int) -> Numbers:
+        part = self._part(T)
+        second = row // part
+        return (rank + second * (2 * self.world - 1 - 2 * rank)) * part + row % part
+
+    def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
+        blocks, mirror = self._part(T) // BLOCK, 2 * self.world - 1 - rank
+        first = (rank * blocks, (rank + 1) * blocks, 0)
+        return [first, (mirror * blocks, (mirror + 1) * blocks, blocks)]
+
+    def _part(self, T: int) -> int:
+        return T // (2 * self.world)
+
+    def _mirrored(self, part: Numbers) -> Numbers:
+        """Parts from `world` on are counted from the end: part where it is small, else mirror."""
+        return part + part // self.world * (2 * self.world - 1 - 2 * part)
+
+
+@dataclass(frozen=True)
+class StripedLayout(Layout):
+    """Stripes of 64 or 128 tokens, dealt to the ranks in turn: even for diagonals, too."""
+
+    stripe: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stripe not in (BLOCK, TILE):
+            fix = "use 128; shorter stripes would cut blocks of the mask"
+            raise ValueError(need("StripedLayout", f"stripe is {self.stripe}", "64 or 128", fix))
+
+    @property
+    def stripe_blocks(self) -> int:
+        return self.stripe // BLOCK
+
+    @property
+    def buckets(self) -> int:
+        return self.world
+
+    @property
+    def gap(self) -> int:
+        return self.world if self.stripe == BLOCK else 1
+
+    def owner(self, token: Numbers, T: int) -> Numbers:
+        return token // self.stripe % self.world
+
+    def local(self, token: Numbers, T: int) -> Numbers:
+        return token // (self.stripe * self.world) * self.stripe + token % self.stripe
+
+    def position(self, rank: Numbers, row: Numbers, T: int) -> Numbers:
+        turn = row // self.stripe * self.world + rank
+        return turn * self.stripe + row % self.stripe
+
+    def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
+        return [(0, T // BLOCK, 0)]

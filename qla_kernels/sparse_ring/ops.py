@@ -1,0 +1,118 @@
+"""The operators torch sees where nothing is sent: an index, attention, and its gradients.
+
+    vertical_slash_index   lines from the attention of one block of queries
+    vertical_slash_fwd     attention under them
+    vertical_slash_bwd     its gradients
+
+They run the engine of the ring with a single rank, so one device and many share every launch. For
+selective activation checkpointing name `torch.ops.qla_kernels.vertical_slash_fwd.default`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.sparse_ring import ring
+from qla_kernels.sparse_ring.build import build
+from qla_kernels.sparse_ring.layouts import StripedLayout
+from qla_kernels.sparse_ring.patterns import BLOCK, VerticalSlash
+from qla_kernels.sparse_ring.plan import WORD
+from qla_kernels.sparse_ring.route import LOCAL
+from qla_kernels.sparse_ring.shard import Columns, shard_of, wide
+
+SCHEMAS = {
+    "vertical_slash_index": """(
+        Tensor q, Tensor k, int seqlen, float scale, float recall_v, float recall_s, int max_v,
+        int? max_s, int sink, int window, str estimator, int kappa, int gap_close
+    ) -> (Tensor v_idx, Tensor v_cnt, Tensor d_bits, Tensor window_recall)""",
+    "vertical_slash_fwd": """(
+        Tensor q, Tensor k, Tensor v, Tensor v_idx, Tensor v_cnt, Tensor d_bits, int seqlen,
+        float scale
+    ) -> (Tensor o, Tensor lse, Tensor columns_k, Tensor columns_v)""",
+    "vertical_slash_bwd": """(
+        Tensor q, Tensor k, Tensor v, Tensor v_idx, Tensor v_cnt, Tensor d_bits, int seqlen,
+        float scale, Tensor o, Tensor lse, Tensor columns_k, Tensor columns_v, Tensor do,
+        Tensor? dlse
+    ) -> (Tensor dq, Tensor dk, Tensor dv)""",
+}
+
+ALONE = StripedLayout(1)
+
+
+def _index(q: Tensor, k: Tensor, seqlen: int, scale: float, *budget: Any) -> tuple[Tensor, ...]:
+    return build(q, k, VerticalSlash(*budget), ALONE, seqlen, scale)[:4]
+
+
+def _fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    v_idx: Tensor,
+    v_cnt: Tensor,
+    d_bits: Tensor,
+    seqlen: int,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
+    done = ring.forward(shard, LOCAL, q, k, v)
+    return (done.o, done.lse, *done.columns)
+
+
+def _bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    v_idx: Tensor,
+    v_cnt: Tensor,
+    d_bits: Tensor,
+    seqlen: int,
+    scale: float,
+    o: Tensor,
+    lse: Tensor,
+    columns_k: Tensor,
+    columns_v: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+) -> ring.Backward:
+    shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
+    done = ring.Forward(o, lse, Columns(columns_k, columns_v))
+    return ring.backward(shard, LOCAL, q, k, v, done, do, dlse)
+
+
+def _fake_index(
+    q: Tensor, k: Tensor, seqlen: int, scale: float, recall_v: float, recall_s: float, max_v: int,
+    *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    B, T, H = q.shape[:3]
+    of_head = q.new_empty(B, H, dtype=torch.int32)
+    v_idx = q.new_empty(B, H, min(max_v, T), dtype=torch.int32)
+    d_bits = q.new_empty(B, H, -(-T // (BLOCK * WORD)), dtype=torch.int32)
+    return v_idx, of_head, d_bits, of_head.float()
+
+
+def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, v_idx: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    B, T, H, D = q.shape
+    lse = q.new_empty(B, H, T, dtype=wide(q))
+    columns = (k.new_empty(B, H, v_idx.shape[-1], D) for _ in range(2))
+    return q.new_empty(q.shape), lse, *columns
+
+
+def _fake_bwd(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+LIBRARY: Any = torch.library.Library("qla_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _op, _run, _fake in (
+    ("vertical_slash_index", _index, _fake_index),
+    ("vertical_slash_fwd", _fwd, _fake_fwd),
+    ("vertical_slash_bwd", _bwd, _fake_bwd),
+):
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    LIBRARY.define(_op + SCHEMAS[_op], tags=tags)
+    LIBRARY.impl(_op, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"qla_kernels::{_op}", _fake, lib=LIBRARY)
+
+vertical_slash_index = torch.ops.qla_kernels.vertical_slash_index.default
+vertical_slash_fwd = torch.ops.qla_kernels.vertical_slash_fwd.default
+vertical_slash_bwd = torch.ops.qla_kernels.vertical_slash_bwd.default

@@ -1,0 +1,124 @@
+"""A mask as kernels walk it: one sorted table of diagonals a head, and where its blocks lie.
+
+A query tile is two local blocks of 64 rows, at blocks i0 and i0 + gap of the sequence. A table
+entry is (e, b0, b1): key block i0 - e is seen by the first 64 rows if b0, by the other 64 if b1, so
+
+    b0 = [e in D]        b1 = [e + gap in D]        -gap <= e < blocks.
+
+Under stripes of s blocks, entry e of any tile of rank r meets keys of rank r - ceil(e / s) mod
+world. Entries are sorted by that number, their bucket, and then by e: a tile finds what it has to
+do with a visiting chunk in one bucket, between two bounds. The same table serves the backward,
+where key tile (j0, j0 + gap) meets query block j0 + e + gap with the bits swapped.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.sparse_ring.layouts import Layout
+from qla_kernels.sparse_ring.patterns import BLOCK
+
+WORD = 32
+
+
+class Table(NamedTuple):
+    """The diagonals of every head, as a layout needs them; rebuilt by each call, never saved."""
+
+    entries: Tensor  # int32 [B, H, blocks + gap]: (e + gap) << 2 | b1 << 1 | b0; unused ones are 0
+    bounds: Tensor  # int32 [B, H, buckets + 1]: bucket b has entries bounds[b] to bounds[b + 1]
+    gap: int
+    stripe_blocks: int
+    buckets: int
+
+
+class Visit(NamedTuple):
+    """Blocks of a range that a launch meets: which entries, and where the blocks lie."""
+
+    owner: int  # rank of the chunk
+    slot: int  # of the buffer that the chunk is in
+    bucket: int
+    first: int  # block of the sequence
+    end: int
+    row0: int  # local block of `first`
+
+
+def visits(layout: Layout, T: int, rank: int, owner: int, slot: int) -> list[Visit]:
+    """How queries of `rank` meet the chunk of `owner`."""
+    bucket = (rank - owner) % layout.buckets
+    return [Visit(owner, slot, bucket, *where) for where in layout.ranges(owner, T)]
+
+
+def returns(layout: Layout, T: int, rank: int, owner: int) -> list[Visit]:
+    """How keys of `owner` meet the queries of `rank`: the same entries, the other's blocks."""
+    bucket = (rank - owner) % layout.buckets
+    return [Visit(rank, 0, bucket, *where) for where in layout.ranges(rank, T)]
+
+
+def diagonals(d_bits: Tensor, blocks: int) -> Tensor:
+    """bool [B, H, blocks] of the packed bits."""
+    bit = torch.arange(WORD, dtype=torch.int32, device=d_bits.device)
+    return (d_bits[..., None] >> bit & 1).bool().flatten(-2)[..., :blocks]
+
+
+def pack(active: Tensor) -> Tensor:
+    """int32 [B, H, ceil(blocks / 32)], bit d % 32 of word d // 32 for diagonal d."""
+    room = -active.shape[-1] % WORD
+    padded = torch.nn.functional.pad(active, (0, room)).view(*active.shape[:-1], -1, WORD)
+    weight = torch.arange(WORD, device=active.device)
+    return (padded.long() << weight).sum(-1).int()  # bit 31 becomes the sign
+
+
+def table(d_bits: Tensor, T: int, layout: Layout) -> Table:
+    blocks, gap, s = T // BLOCK, layout.gap, layout.stripe_blocks
+    e = torch.arange(-gap, blocks, device=d_bits.device)
+    bucket = -(-e // s) % layout.buckets
+    order = (bucket * len(e) + e + gap).argsort()  # known to the host: no sort of contents
+    e, bucket = e[order], bucket[order]
+    active = torch.nn.functional.pad(diagonals(d_bits, blocks), (gap, gap))  # from -gap on
+    b0, b1 = active[..., e + gap], active[..., e + 2 * gap]
+    kept = b0 | b1
+    place = torch.where(kept, kept.cumsum(-1) - 1, len(e))
+    entries = kept.new_zeros(*kept.shape[:-1], len(e) + 1, dtype=torch.int32)  # the last is dropped
+    words = ((e + gap) << 2).int() | b1.int() << 1 | b0.int()
+    entries.scatter_(-1, place, words)
+    ends = torch.arange(layout.buckets, device=e.device)[:, None] >= bucket  # [buckets, entries]
+    bounds = (kept[..., None, :] & ends).sum(-1, dtype=torch.int32)
+    bounds = torch.nn.functional.pad(bounds, (1, 0))
+    return Table(entries[..., :-1], bounds, gap, s, layout.buckets)
+
+
+def query_walk(table: Table, visit: Visit, i0: int, chunk_blocks: int) -> Tensor:
+    """Which of a chunk's blocks the rows of a query tile see: bool [B, H, 2, chunk_blocks]."""
+    e, bits, mine = _bucket(table, visit)
+    return _seen(table, visit, i0 - e, bits, mine, chunk_blocks)
+
+
+def key_walk(table: Table, visit: Visit, j0: int, shard_blocks: int) -> Tensor:
+    """Which of a shard's query blocks see a key tile's blocks: bool [B, H, 2, shard_blocks]."""
+    e, bits, mine = _bucket(table, visit)
+    return _seen(table, visit, j0 + e + table.gap, bits.flip(-2), mine, shard_blocks)
+
+
+def _bucket(table: Table, visit: Visit) -> tuple[Tensor, Tensor, Tensor]:
+    """e [B,H,entries], (b0, b1) [B,H,2,entries], and which entries are in the bucket."""
+    x = table.entries
+    at = torch.arange(x.shape[-1], device=x.device)
+    start, end = (table.bounds[..., visit.bucket + n, None] for n in (0, 1))
+    return (
+        (x >> 2) - table.gap,
+        torch.stack([x & 1, x >> 1 & 1], -2).bool(),
+        (start <= at) & (at < end),
+    )
+
+
+def _seen(
+    table: Table, visit: Visit, block: Tensor, bits: Tensor, mine: Tensor, num_blocks: int
+) -> Tensor:
+    mine = mine & (visit.first <= block) & (block < visit.end)
+    inside = block - visit.first
+    turn = table.stripe_blocks * table.buckets
+    local = visit.row0 + inside // turn * table.stripe_blocks + inside % table.stripe_blocks
+    place = torch.where(mine, local, num_blocks).long()[..., None, :].expand(bits.shape)
+    seen = bits.new_zeros(*bits.shape[:-1], num_blocks + 1)
+    return seen.scatter_(-1, place, bits)[..., :-1]

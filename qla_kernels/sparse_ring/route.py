@@ -1,0 +1,148 @@
+"""In which order chunks of k and v reach a rank, and how: the three schedules.
+
+A schedule is an iterator over batches: chunks that are here, and that one launch may visit. The
+transfers of the next batch are posted before a batch is handed out, and awaited after it was
+launched, so that they run beside it.
+
+    allgather     the rank's own chunk; then all others, gathered in one buffer
+    ring          one ring over all ranks: at step s the chunk of rank - s
+    double_ring   a turn of the inner ring for each step of the outer one
+
+The ring is the double ring with one node.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from qla_kernels.sparse_ring.groups import ALONE, Pending, Ring, RingGroups
+
+KV_TAG, GRADIENT_TAG = 0, 2  # k and v take two
+
+
+class Chunk(NamedTuple):
+    owner: int
+    slot: int
+    turn: int  # outer step
+    step: int  # inner step
+
+
+class Batch(NamedTuple):
+    k: Tensor  # [slots, B, L, Hk, D]
+    v: Tensor
+    chunks: list[Chunk]
+    first: bool
+    last: bool
+
+
+class Route(NamedTuple):
+    """How a call's chunks travel; `allgather` has no inner or outer ring."""
+
+    whole: Ring
+    inner: Ring
+    outer: Ring
+    gathers: bool
+    per_launch: int  # chunks
+
+    def batches(self, k: Tensor, v: Tensor) -> Iterator[Batch]:
+        return _gathered(self.whole, k, v) if self.gathers else _circulated(self, k, v)
+
+    def owner(self, turn: int, step: int) -> int:
+        """Whose chunk is here at (outer step, inner step)."""
+        node = (self.outer.rank - turn) % self.outer.size
+        return node * self.inner.size + (self.inner.rank - step) % self.inner.size
+
+
+LOCAL = Route(ALONE, ALONE, ALONE, gathers=False, per_launch=1)
+
+
+def route_of(groups: RingGroups | None, schedule: str, per_launch: int) -> Route:
+    if groups is None or groups.world == 1:
+        return LOCAL
+    if schedule == "allgather":
+        return Route(groups.whole, ALONE, ALONE, True, per_launch)
+    if schedule == "ring":
+        return Route(groups.whole, groups.whole, ALONE, False, per_launch)
+    return Route(groups.whole, groups.inner, groups.outer, False, per_launch)
+
+
+def _gathered(ring: Ring, k: Tensor, v: Tensor) -> Iterator[Batch]:
+    arriving = ring.gather(k, v)
+    yield Batch(k[None], v[None], [Chunk(ring.rank, 0, 0, 0)], first=True, last=False)
+    k_all, v_all = arriving.wait()
+    owners = [(ring.rank - s) % ring.size for s in range(ring.size)]
+    chunks = [Chunk(owner, owner, 0, s) for s, owner in enumerate(owners)]
+    yield Batch(k_all, v_all, chunks[1:], first=False, last=True)
+
+
+class _Place(NamedTuple):
+    """A chunk in a buffer."""
+
+    k: Tensor
+    v: Tensor
+    slot: int
+
+
+def _circulated(route: Route, k: Tensor, v: Tensor) -> Iterator[Batch]:
+    inner, outer = route.inner, route.outer
+    turn_k, turn_v = _rooms(k, v, min(2 * route.per_launch, inner.size - 1))
+    node_k, node_v = _rooms(k, v, min(2, outer.size - 1))
+    batches = _batched(inner.size, route.per_launch)
+    held = _Place(k[None], v[None], 0)  # the chunk that this turn begins with
+    for turn in range(outer.size):
+        places = [held]
+        for step in range(inner.size - 1):
+            places.append(_Place(turn_k, turn_v, step % len(turn_k)))
+        from_node, following = None, held
+        if turn + 1 < outer.size:
+            following = _Place(node_k, node_v, turn % len(node_k))
+            from_node = _hop(outer, held, following)()
+        for n, steps in enumerate(batches):
+            then = batches[n + 1] if n + 1 < len(batches) else range(0)
+            relay = _Relay([_hop(inner, places[i - 1], places[i]) for i in then], inner)
+            here = places[steps[0]]
+            chunks = [Chunk(route.owner(turn, i), places[i].slot, turn, i) for i in steps]
+            last = turn + 1 == outer.size and n + 1 == len(batches)
+            yield Batch(here.k, here.v, chunks, first=turn == n == 0, last=last)
+            relay.wait()
+        if from_node is not None:
+            from_node.wait()
+        held = following
+
+
+def _batched(size: int, per_launch: int) -> list[range]:
+    """Steps of a turn by launch: the first alone, since only the chunk of step 0 is there yet."""
+    later = [range(i, min(i + per_launch, size)) for i in range(1, size, per_launch)]
+    return [range(1), *later]
+
+
+def _rooms(k: Tensor, v: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    return k.new_empty(slots, *k.shape), v.new_empty(slots, *v.shape)
+
+
+def _hop(ring: Ring, source: _Place, to: _Place) -> Callable[[], Pending]:
+    """Passes what lies in one place to the next rank, while another chunk comes to the other."""
+
+    def post() -> Pending:
+        sent, received = ([x.k[x.slot], x.v[x.slot]] for x in (source, to))
+        return ring.shift(sent, received, KV_TAG)
+
+    return post
+
+
+class _Relay:
+    """Hops of which each passes on what the one before it received."""
+
+    def __init__(self, hops: list[Callable[[], Pending]], ring: Ring) -> None:
+        # Where transfers follow each other by themselves, all can be posted before the launch.
+        at_once = len(hops) if len(hops) > 1 and ring.in_order else 1
+        self._posted = [hop() for hop in hops[:at_once]]
+        self._later = hops[at_once:]
+
+    def wait(self) -> None:
+        for hop in self._later:
+            self._posted.pop().wait()
+            self._posted.append(hop())
+        for pending in self._posted:
+            pending.wait()

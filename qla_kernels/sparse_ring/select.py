@@ -1,0 +1,133 @@
+"""From attention masses to lines: sorts and sums of integers, on any device, without a host sync.
+
+Integer sums do not depend on their order, so every rank that has the same masses chooses the same
+lines, bit by bit. Masses are below 2^31; keys of sorting hold a mass and, for ties, an index.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.sparse_ring.index import VSIndex
+from qla_kernels.sparse_ring.patterns import BLOCK, OBSERVED, VerticalSlash
+from qla_kernels.sparse_ring.plan import pack
+
+UNIT = 30  # the masses of a window are 2^UNIT together
+SHARE = 20  # recall targets are integers of 2^-SHARE
+INDEX_BITS = 31
+FORCED = 1 << 31  # a key above every mass
+
+
+class Candidates(NamedTuple):
+    """The columns that may be chosen, best first or in any order."""
+
+    column: Tensor  # int32 [B, H, n]; T where there is none
+    mass: Tensor  # int32 [B, H, n]; 0 where there is none
+
+
+def last_block(seqlen: int) -> int:
+    """The block that is observed: the last complete one, or block 0."""
+    return max(seqlen // BLOCK - 1, 0)
+
+
+def observed_rows(seqlen: int) -> int:
+    return min(seqlen, OBSERVED)
+
+
+def cut(mass: Tensor, position: Tensor, tile: Tensor, T: int, pattern: VerticalSlash) -> Candidates:
+    """A rank's best columns: all that can be among the best max_v of all ranks.
+
+    mass is int32 [B, H, L] at the tokens `position`, tile int32 [B, H, L / 64] sums it.
+    """
+    m, around = mass.long(), tile.long().repeat_interleave(BLOCK, -1)
+    forced = position < pattern.sink
+    stands_out = m > 0
+    if pattern.estimator == "residual":
+        stands_out = (BLOCK - 1 + pattern.kappa) * m > pattern.kappa * around
+    index = torch.where(forced | stands_out, position.int(), T)
+    found = Candidates(index, torch.where(index < T, mass, 0))
+    best = _best_first(found, T, pattern)[..., : pattern.max_v]
+    return Candidates(*(x.gather(-1, best) for x in found))
+
+
+def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash) -> VSIndex:
+    """The lines that the pattern's budget buys.
+
+    Args:
+        found: the candidates of all ranks.
+        tile: int32 [B, H, T / 64], masses of all tiles in the order of the sequence.
+        seqlen, T: tokens without and with padding.
+    """
+    tile = tile.long()
+    total = tile.sum(-1, keepdim=True)
+    order = _best_first(found, T, pattern)
+    index, mass = (x.gather(-1, order) for x in found)
+    mass = mass.long()
+    real = (index < T).sum(-1, keepdim=True)
+    forced = (index < pattern.sink).sum(-1, keepdim=True)
+    count = _fewest(mass, 0, _need(total, pattern.recall_v))
+    count = count.clamp(max=pattern.max_v).minimum(real).maximum(forced)
+    chosen = torch.arange(index.shape[-1], device=index.device) < count
+    of_columns = torch.where(chosen, mass, 0)
+    capacity = min(pattern.max_v, T)
+    v_idx = torch.where(chosen, index, T).sort(-1).values[..., :capacity]
+    v_idx = torch.nn.functional.pad(v_idx, (0, capacity - v_idx.shape[-1]), value=T)
+
+    block = torch.where(chosen, index // BLOCK, 0).long()
+    in_columns = torch.zeros_like(tile).scatter_add(-1, block, of_columns)
+    left, start = tile, torch.zeros_like(total)
+    if pattern.estimator == "residual":
+        left, start = tile - in_columns, of_columns.sum(-1, keepdim=True)
+    active = _diagonals(left, start, _need(total, pattern.recall_s), seqlen, pattern)
+    held = torch.where(_by_distance(active, seqlen), tile, in_columns).sum(-1)
+    recall = (held.double() / total[..., 0].clamp(min=1)).float()
+    return VSIndex(v_idx, count[..., 0].int(), pack(active), recall, T)
+
+
+def _diagonals(
+    left: Tensor, start: Tensor, need: Tensor, seqlen: int, pattern: VerticalSlash
+) -> Tensor:
+    """bool [B, H, blocks]: the fewest that hold what the columns leave of the target."""
+    distance = torch.arange(left.shape[-1], device=left.device)
+    last = last_block(seqlen)
+    mass = torch.where(distance <= last, left[..., (last - distance).clamp(min=0)], 0)
+    key = torch.where(distance < pattern.window, FORCED, mass)
+    order = _descending(key, distance)
+    count = _fewest(mass.gather(-1, order), start, need)
+    count = count.clamp(pattern.window, pattern.max_s)
+    active = torch.zeros_like(key, dtype=torch.bool).scatter(-1, order, distance < count)
+    active[..., 0] = True
+    if pattern.gap_close:
+        before = torch.where(active, distance, -len(distance) * 2).cummax(-1).values
+        after = torch.where(active, distance, len(distance) * 3).flip(-1).cummin(-1).values.flip(-1)
+        active |= after - before - 1 <= pattern.gap_close
+    return active
+
+
+def _by_distance(active: Tensor, seqlen: int) -> Tensor:
+    """For each tile, whether the observed block's diagonal through it is active."""
+    back = last_block(seqlen) - torch.arange(active.shape[-1], device=active.device)
+    return active[..., back.clamp(min=0)] & (back >= 0)
+
+
+def _need(total: Tensor, recall: float) -> Tensor:
+    """A share of the mass, rounded up."""
+    return (total * round(recall * (1 << SHARE)) + (1 << SHARE) - 1) >> SHARE
+
+
+def _fewest(mass: Tensor, start: Tensor | int, need: Tensor) -> Tensor:
+    """How many of the first it takes for start + their sum to reach `need`; at least 1."""
+    return (mass.cumsum(-1) + start < need).sum(-1, keepdim=True) + 1
+
+
+def _best_first(found: Candidates, T: int, pattern: VerticalSlash) -> Tensor:
+    """Forced columns by index, then the others by mass; ties by index, and none last."""
+    key = torch.where(found.column < pattern.sink, FORCED, found.mass.long())
+    return _descending(torch.where(found.column < T, key, -1), found.column)
+
+
+def _descending(key: Tensor, index: Tensor) -> Tensor:
+    """The order of falling keys, below 2^32, and where they tie of rising indices."""
+    ties = (1 << INDEX_BITS) - 1 - index.long()
+    return (key << INDEX_BITS | ties).argsort(-1, descending=True)

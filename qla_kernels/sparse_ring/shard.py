@@ -1,0 +1,174 @@
+"""What every launch of a call on one rank has in common, and which module has the launches."""
+
+import importlib
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from qla_kernels.sparse_ring.index import VSIndex
+from qla_kernels.sparse_ring.layouts import TILE, Layout
+from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.plan import Table, Visit, returns, table, visits
+
+
+class Shard(NamedTuple):
+    """One rank's view of a call. Rows from seqlen on are padding: their o is 0, their LSE -inf."""
+
+    layout: Layout
+    rank: int
+    T: int  # tokens of all ranks, with padding
+    seqlen: int
+    scale: float
+    lines: VSIndex
+    table: Table
+
+    @property
+    def rows(self) -> int:
+        return self.T // self.layout.world
+
+    @property
+    def blocks(self) -> int:
+        return self.rows // BLOCK
+
+    def first_blocks(self, rank: int) -> list[int]:
+        """The block of the sequence that each tile of a rank's shard begins with."""
+        rows = range(0, self.rows, TILE)
+        return [self.layout.position(rank, row, self.T) // BLOCK for row in rows]
+
+    def positions(self, rank: int) -> Tensor:
+        return self.layout.positions(self.T, rank).to(self.lines.v_idx.device)
+
+    def visits(self, owner: int, slot: int = 0) -> list[Visit]:
+        return visits(self.layout, self.T, self.rank, owner, slot)
+
+    def returns(self, owner: int) -> list[Visit]:
+        return returns(self.layout, self.T, self.rank, owner)
+
+
+def shard_of(
+    layout: Layout, rank: int, T: int, seqlen: int, scale: float, lines: Sequence[Tensor]
+) -> Shard:
+    """`lines` are v_idx, v_cnt and d_bits of an index, as operators and autograd hand them on."""
+    v_idx, v_cnt, d_bits = lines
+    index = VSIndex(v_idx, v_cnt, d_bits, v_cnt.float(), T)  # no launch reads the recall
+    return Shard(layout, rank, T, seqlen, scale, index, table(d_bits, T, layout))
+
+
+class Columns(NamedTuple):
+    """The rows of k and v that each head's verticals need, in the order of v_idx; the rest is 0."""
+
+    k: Tensor  # [B, H, max_v, D]
+    v: Tensor  # [B, H, max_v, D]
+
+
+class Partial(NamedTuple):
+    """The attention to what was visited so far."""
+
+    o: Tensor  # [B, L, H, D], fp32 until the last launch
+    lse: Tensor  # [B, H, L], natural log, fp32
+
+
+class Saved(NamedTuple):
+    """What a launch of the backward reads of the forward."""
+
+    lse: Tensor  # [B, H, L]
+    delta: Tensor  # [B, H, L], rowsum(dO O) - dLSE
+
+
+class Tiles(Protocol):
+    """The launches. cpu.py has them for CPU tensors.
+
+    A chunk is k or v of one rank, [B, L, Hk, D]; several lie in the slots of a buffer, and a visit
+    names its slot. `first` says that accumulators hold nothing yet and are not to be read.
+    """
+
+    def window_lse(self, q_obs: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+        """LSE of the observed queries over local keys, fp32 [B, H, rows]; seen is [rows, L]."""
+        ...
+
+    def window_mass(
+        self, q_obs: Tensor, k: Tensor, seen: Tensor, lse: Tensor, scale: float
+    ) -> Tensor:
+        """Column sums of the window's attention, 2^30 in total, int32 [B, H, L]."""
+        ...
+
+    def compact(
+        self, shard: Shard, k: Tensor, v: Tensor, owner: int, slot: int, columns: Columns
+    ) -> None:
+        """Copy the rows that verticals need of one chunk."""
+        ...
+
+    def forward(
+        self,
+        shard: Shard,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visited: list[Visit],
+        partial: Partial,
+        first: bool,
+        columns: Columns | None,
+        out: Tensor | None,
+    ) -> None:
+        """Merge the attention to the visited slashes, and to the columns, into `partial`.
+
+        The last launch of a call has `out`, and writes o to it, rounded once.
+        """
+        ...
+
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor: ...
+
+    def backward_queries(
+        self,
+        shard: Shard,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        saved: Saved,
+        visited: list[Visit],
+        dq: Tensor,
+        first: bool,
+        columns: Columns | None,
+    ) -> None:
+        """Add dQ of the visited slashes, and of the columns; dq is fp32."""
+        ...
+
+    def backward_keys(
+        self,
+        shard: Shard,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        saved: Saved,
+        owner: int,
+        slot: int,
+        dkv: Tensor,
+        first: bool,
+    ) -> None:
+        """Add this rank's part of dK and dV of a chunk; dkv is fp32 [2, B, L, Hk, D]."""
+        ...
+
+    def backward_columns(
+        self, shard: Shard, q: Tensor, do: Tensor, saved: Saved, columns: Columns
+    ) -> Columns:
+        """This rank's part of dK and dV of every vertical, fp32."""
+        ...
+
+    def scatter(self, shard: Shard, of_columns: Columns, owner: int, dkv: Tensor) -> None:
+        """Add the gradients of the verticals that lie in a chunk to those of the chunk."""
+        ...
+
+
+def tiles(device: torch.device) -> Tiles:
+    """The module that launches for a device; one file for each, imported when first used."""
+    home = "launch" if device.type == "cuda" else "cpu"
+    return cast(Tiles, importlib.import_module(f"qla_kernels.sparse_ring.{home}"))
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """What partial results are kept in: fp32, or fp64 for fp64 tensors."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,183 @@
+"""What a call must satisfy: one `refusal`, and the checks that every implementation shares.
+
+    check_*   the call is malformed: a ValueError, on every device
+    refusal   the call is well formed, but this version cannot run it: the text of an Unsupported
+
+Both decide from shapes, dtypes, strides and settings. What is wrong with a `RingCall` is found
+without raising it: the ranks agree on it first, and then all of them raise.
+"""
+
+import os
+from typing import NamedTuple
+
+from torch import Tensor, dtype
+
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.sparse_ring.groups import RingGroups
+from qla_kernels.sparse_ring.heuristics import SCHEDULES
+from qla_kernels.sparse_ring.index import VSIndex, fits
+from qla_kernels.sparse_ring.layouts import TILE, Layout, StripedLayout
+from qla_kernels.sparse_ring.patterns import Dense, FixedVerticalSlash, Pattern, VerticalSlash
+
+OP, RING_OP, BUILD_OP = "sparse_attention", "sparse_ring_attention", "build_index"
+
+Reason = tuple[str, str, str]  # got, need, fix
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, *, world: int = 1, op: str = OP) -> str | None:
+    """Why this call cannot be run, or None when it can, with gradients or without.
+
+    Tensors are one rank's, [B, L, H, D] and [B, L, Hk, D]; a GPU's answer needs tensors on it.
+    """
+    reason = _refused_on_device(q) or _refused_everywhere(q, k, v, world)
+    return None if reason is None else need(op, *reason)
+
+
+def _refused_on_device(q: Tensor) -> Reason | None:
+    """Where kernels are missing. When there is a launch.py, its limits are stated here."""
+    if q.device.type not in ("cpu", "meta"):
+        got = f"tensors are on {q.device.type}"
+        return got, "cpu: this version has no kernels of this family for GPUs", "move them to cpu"
+    return None
+
+
+def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, world: int) -> Reason | None:
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        got = f"q is {_name(q.dtype)}, k is {_name(k.dtype)}, v is {_name(v.dtype)}"
+        return got, "one float dtype", "cast them"
+    L = q.shape[1]
+    if L % TILE or L == 0:
+        got = f"{L} tokens a rank"
+        fix = "pad the sequence to layout.pad_len(tokens), and pass seqlen=tokens"
+        return got, f"a multiple of {TILE}", fix
+    for name, x in (("k", k), ("v", v)):
+        if world > 1 and not x.is_contiguous():
+            got = f"{name} has strides {x.stride()}"
+            return got, "a contiguous tensor, which can be sent", f"pass {name}.contiguous()"
+    return None
+
+
+def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            needs = "4: [B, tokens, heads, size]"
+            raise ValueError(need(op, f"{name} has {x.dim()} dimensions", needs, "reshape it"))
+        if x.device != q.device:
+            fix = f"move {name} there"
+            raise ValueError(need(op, f"{name} is on {x.device}", f"{q.device}", fix))
+    B, L, H, D = q.shape
+    Hk = k.shape[2]
+    if not Hk or not H or H % Hk:
+        fix = "give k and v a number of heads that divides q's"
+        raise ValueError(need(op, f"H={H} and Hk={Hk}", "H to be a multiple of Hk", fix))
+    for name, x in (("k", k), ("v", v)):
+        if tuple(x.shape) != (B, L, Hk, D):
+            got, needs = f"{name} has shape {tuple(x.shape)}", f"[B, L, Hk, D] = {(B, L, Hk, D)}"
+            raise ValueError(need(op, got, needs, f"reshape or slice {name}"))
+
+
+def check_lines(
+    op: str, q: Tensor, T: int, seqlen: int, pattern: Pattern | None, index: VSIndex | None
+) -> None:
+    if (pattern is None) == (index is None):
+        got = "neither pattern nor index" if pattern is None else "pattern and index"
+        fix = "pass pattern=VerticalSlash(), or the index of build_index"
+        raise ValueError(need(op, got, "one of them", fix))
+    if not 1 <= seqlen <= T:
+        fix = "count the tokens before the padding"
+        raise ValueError(need(op, f"seqlen is {seqlen}", f"1 to {T}, the tokens there are", fix))
+    B, H = q.shape[0], q.shape[2]
+    if index is not None:
+        mine = (tuple(index.v_cnt.shape), index.T, index.v_cnt.device)
+        if mine != ((B, H), T, q.device):
+            got = f"an index of {mine[0]} heads and {mine[1]} tokens on {mine[2]}"
+            needs = f"[B, H] = {(B, H)}, {T} and {q.device}"
+            raise ValueError(need(op, got, needs, "build it for this call"))
+    if pattern is not None and not isinstance(pattern, VerticalSlash | FixedVerticalSlash | Dense):
+        needs = "VerticalSlash, FixedVerticalSlash or Dense"
+        got = f"a pattern of type {type(pattern).__name__}"
+        raise ValueError(need(op, got, needs, "make one, such as VerticalSlash()"))
+    if isinstance(pattern, FixedVerticalSlash):
+        reason = fits(pattern, H, T)
+        if reason is not None:
+            raise ValueError(need(op, *reason))
+
+
+def check_group(op: str, group: RingGroups) -> None:
+    """The one thing that cannot be agreed on: without a group there is nobody to ask."""
+    if not isinstance(group, RingGroups):
+        got = f"group is a {type(group).__name__}"
+        fix = "make one, once: RingGroups.create(group)"
+        raise ValueError(need(op, got, "RingGroups", fix))
+
+
+def check_ring(
+    op: str, layout: Layout, world: int, schedule: str, chunks_per_launch: int | None
+) -> None:
+    if not isinstance(layout, Layout):
+        got, fix = f"layout is a {type(layout).__name__}", f"pass StripedLayout({world})"
+        raise ValueError(need(op, got, "a layout", fix))
+    if layout.world != world:
+        got = f"a layout for {layout.world} ranks and a group of {world}"
+        raise ValueError(need(op, got, "the same number", f"make the layout for {world}"))
+    if schedule not in SCHEDULES:
+        got, needs = f"schedule is {schedule!r}", ", ".join(SCHEDULES)
+        raise ValueError(need(op, got, f"one of {needs}", "leave it out for auto"))
+    if schedule == "double_ring" and not isinstance(layout, StripedLayout):
+        got = f"double_ring with {type(layout).__name__}"
+        fix = "use StripedLayout, or the ring schedule"
+        raise ValueError(need(op, got, "stripes: other shards leave most of a turn idle", fix))
+    if chunks_per_launch is not None and chunks_per_launch < 1:
+        got = f"chunks_per_launch is {chunks_per_launch}"
+        raise ValueError(need(op, got, "at least 1", "leave it out"))
+
+
+class RingCall(NamedTuple):
+    """A collective call, as one rank was asked for it."""
+
+    op: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    T: int
+    layout: Layout
+    world: int
+    pattern: Pattern | None
+    lines: VSIndex | None  # an index that was given
+    seqlen: int
+    scale: float
+    schedule: str
+    chunks_per_launch: int | None
+
+    def problem(self) -> ValueError | None:
+        """What is wrong with it, for all ranks to raise."""
+        try:
+            check_ring(self.op, self.layout, self.world, self.schedule, self.chunks_per_launch)
+            check_tensors(self.op, self.q, self.k, self.v)
+            check_lines(self.op, self.q, self.T, self.seqlen, self.pattern, self.lines)
+            if self.lines is not None and checking():
+                self.lines.check(self.op)
+        except ValueError as error:
+            return error
+        reason = refusal(self.q, self.k, self.v, world=self.world, op=self.op)
+        return None if reason is None else Unsupported(reason)
+
+    def facts(self) -> dict[str, object]:
+        """What has to be the same on every rank."""
+        facts: dict[str, object] = {"the call": self.op}
+        for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
+            facts[name] = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
+        for name in ("layout", "pattern", "seqlen", "scale", "schedule", "chunks_per_launch"):
+            facts[name] = getattr(self, name)
+        facts["index"] = None if self.lines is None else self.lines.described(checking())
+        wanted = any(x.requires_grad for x in (self.q, self.k, self.v))
+        return {**facts, "whether gradients are asked for": wanted}
+
+
+def checking() -> bool:
+    """QLA_CHECK=1: contents are read, and every call is agreed on."""
+    return os.environ.get("QLA_CHECK", "0") not in ("", "0")
+
+
+def _name(kind: dtype) -> str:
+    return str(kind).removeprefix("torch.")

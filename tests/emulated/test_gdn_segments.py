@@ -1,0 +1,238 @@
+"""Sequences in segments, emulated: where they are cut, the states that enter them, the whole."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from qla_kernels.gdn import segments
+from qla_kernels.gdn.kernels import segment_map, segment_plan, segment_scan
+from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from qla_kernels.varlen import CHUNK
+from tests.compare import assert_close, relative_l2
+from tests.gdn_segments_check import GIVEN, SOLVING, Batch, Cut, batch, expected, run
+
+pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
+
+# Errors are counted in units of what rounding the operands of every product costs by itself.
+RATIO = 1.2
+FP32 = 1e-5  # what sums and decays in fp32 cost, and what a warm head leaves out
+EXACT = -math.inf
+
+
+def maps(x: Batch, cut: segments.Segments, limit: float, solves: bool) -> segments.Maps:
+    """From g, or from a g_cum and A without errors, in memory full of NaN."""
+    if solves:
+        return segments.maps(x.k, x.v, x.g, x.beta, None, x.h0, cut, limit)
+    saved = expected(x)
+    g_cum, A = saved.g_cum.float(), saved.A.to(x.k.dtype)
+    for y in (g_cum, A):
+        y[:, x.bounds[-1] :] = torch.nan
+    return segments.maps(x.k, x.v, g_cum, x.beta, A, x.h0, cut, limit)
+
+
+def starts(x: Batch, most: int, limit: float, solves: bool = False) -> Tensor:
+    """Of the segments that there are, [P, HV, K, V]."""
+    cut = segments.cut(x.k.shape[1], x.cu_seqlens, most)
+    found = maps(x, cut, limit, solves)
+    return segments.start_states(found, x.h0, cut)[: int(cut.first_segment[-1])]
+
+
+def states_between(x: Batch, most: int, operand_dtype: torch.dtype | None = None) -> Tensor:
+    """What `starts` should be: some of the states before chunks, and those before sequences."""
+    done = expected(x, operand_dtype)
+    before = iter(done.h[0])
+    found = []
+    for n, (a, b) in enumerate(zip(x.bounds, x.bounds[1:], strict=False)):
+        start = torch.zeros_like(done.final_state[n]) if x.h0 is None else x.h0[n].double()
+        states = [next(before) for _ in range(-(-(b - a) // CHUNK))] or [start]
+        pieces = max(1, -(-len(states) // most))
+        found += [start, *(states[i * len(states) // pieces] for i in range(1, pieces))]
+    return torch.stack(found)
+
+
+def check_starts(x: Batch, got: Tensor, most: int) -> None:
+    want, rounded = states_between(x, most), states_between(x, most, x.k.dtype)
+    for head in range(x.v.shape[2]):
+        limit = RATIO * relative_l2(rounded[:, head], want[:, head]) + FP32
+        assert_close(f"head {head}", got[:, head], want[:, head], limit)
+
+
+def check(x: Batch, got: Cut) -> None:
+    want, rounded = expected(x), expected(x, x.q.dtype)
+    assert not got.o[:, x.bounds[-1] :].any(), "rows of padding tokens are not 0"
+    for head in range(x.v.shape[2]):
+        for name, a, b, c in (
+            ("o", got.o[:, :, head], want.o[:, :, head], rounded.o[:, :, head].to(x.q.dtype)),
+            (
+                "final state",
+                *(y[:, head] for y in (got.final, want.final_state, rounded.final_state)),
+            ),
+        ):
+            limit = RATIO * relative_l2(c, b) + FP32
+            assert_close(f"{name} of head {head}", a, b, limit)
+
+
+@pytest.mark.parametrize("variant", segment_plan.VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[64], [0, 65, 0, 1, 1300, 0], [0, 0], [5000, 576], [1] * 1500], ids=len
+)
+@pytest.mark.parametrize("most", [1, 3])
+def test_where_sequences_are_cut(variant, lengths, most):
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(getattr(torch, variant.dtype))
+    got = segments.cut(sum(lengths) + 5, cu_seqlens, most)
+    bounds, starts_of, ends_of, first = [], [], [], [0]
+    for n, length in enumerate(lengths):
+        chunks = -(-length // CHUNK)
+        pieces = max(1, -(-chunks // most))
+        bounds += [int(cu_seqlens[n]) + i * chunks // pieces * CHUNK for i in range(pieces)]
+        starts_of += [n, *[-1] * (pieces - 1)]
+        ends_of += [*[-1] * (pieces - 1), n]
+        first.append(first[-1] + pieces)
+    rest = got.capacity + 1 - len(bounds)
+    assert rest >= 1
+    assert got.bounds.tolist() == bounds + [sum(lengths)] * rest
+    assert got.starts_of.tolist() == starts_of + [-1] * rest
+    assert got.ends_of.tolist() == ends_of + [-1] * rest
+    assert got.first_segment.tolist() == first
+
+
+@pytest.mark.parametrize("variant", segment_map.VARIANTS, ids=str)
+@pytest.mark.parametrize("limit", [WARM_LOG_BOUND, EXACT])
+def test_every_variant(variant, limit, seeds):
+    assert segment_scan.Variant(variant.K, reverse=False) in segment_scan.VARIANTS
+    for seed, (lengths, most) in enumerate((([321], 2), ([64, 300, 0, 500], 2), ([130, 0], 1))):
+        seeds["seed"] = seed
+        sizes = variant.K, 64 if seed else 128
+        x = batch(lengths, getattr(torch, variant.dtype), sizes=sizes, h0=seed != 1)
+        check_starts(x, starts(x, most, limit, variant.solves), most)
+
+
+@pytest.mark.parametrize("gate", ["none", "mild", "strong", "total"])
+@pytest.mark.parametrize("solves", [True, False])
+def test_gates_and_keys_at_the_edge(gate, solves):
+    x = batch([450, 70], gate=gate, key="low rank")
+    check_starts(x, starts(x, 2, WARM_LOG_BOUND, solves), 2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("solves", [True, False])
+def test_interleavings(seed, solves, seeds):
+    """Heads of which some fold, of three sequences: more CTAs than SMs."""
+    seeds["seed"] = seed
+    x = batch([250, 1, 190], heads=(1, 3))
+    x.g[..., 2] = 0
+    check_starts(x, starts(x, 1, WARM_LOG_BOUND, solves), 1)
+
+
+@pytest.mark.parametrize("solves", [True, False])
+def test_warm_and_cold_heads_and_segments_side_by_side(solves):
+    """Head 0 forgets everywhere, head 1 nowhere, head 2 in the middle of the sequence."""
+    x = batch([10 * 64], heads=(1, 3), gate="none")
+    x.g[..., 0] = -0.2
+    x.g[:, 4 * 64 : 6 * 64, 2] = -0.2
+    check_starts(x, starts(x, 2, WARM_LOG_BOUND, solves), 2)
+
+
+@pytest.mark.parametrize("solves", [True, False])
+def test_a_warm_head_reads_its_window_alone(solves):
+    """64 tokens leave e^-12.8: what comes before them may be anything, unless all is asked for."""
+    x = batch([8 * 64])
+    x.g[..., 0] = -0.2
+    x.g[..., 1] = 0
+    want = starts(x, 4, WARM_LOG_BOUND, solves)
+    cut = segments.cut(x.k.shape[1], x.cu_seqlens, 4)
+
+    def entered(limit: float) -> Tensor:
+        found = maps(x, cut, limit, solves)
+        return segments.start_states(found, x.h0, cut)[1]
+
+    x.v[:, : 3 * 64] = torch.nan
+    assert torch.equal(entered(WARM_LOG_BOUND)[0], want[1, 0])
+    assert entered(WARM_LOG_BOUND)[1].isnan().all()
+    assert entered(-13.0)[0].isnan().all()
+    assert entered(EXACT)[0].isnan().all()
+
+
+@pytest.mark.parametrize("length", [9, 33])
+@pytest.mark.parametrize("solves", [True, False])
+def test_a_window_may_be_anywhere_in_a_long_segment(length, solves):
+    """The decay of one chunk, e^-12.8, lies so many chunks before the end of a segment of 41."""
+    x = batch([82 * 64], heads=(1, 1), sizes=(64, 64), gate="none", h0=False)
+    first = (41 - length) * 64
+    x.g[:, first : first + 64] = -0.2
+    x.v[:, :first] = torch.nan
+    assert starts(x, 41, WARM_LOG_BOUND, solves)[1].isfinite().all()
+    x.v[:, first] = torch.nan
+    assert starts(x, 41, WARM_LOG_BOUND, solves)[1].isnan().any()
+
+
+@pytest.mark.parametrize("solves", [True, False])
+def test_keys_that_grow_the_state_lengthen_the_window(solves):
+    """One chunk decays by e^-13, but the last three tokens multiply the state by up to 11 each.
+
+    What was written before that chunk is the whole state: nothing is written after it.
+    """
+    x = batch([8 * 64], heads=(1, 1), gate="none", h0=False)
+    x.g[:] = -13 / 64
+    x.k[:] = torch.nn.functional.normalize(torch.randn(128), dim=-1).to(x.k.dtype)
+    x.beta[:, : 8 * 64] = 1
+    x.beta[:, 3 * 64 : 4 * 64] = 0
+    x.k[:, 4 * 64 - 3 : 4 * 64] *= 12**0.5
+    x.beta[:, 4 * 64 - 3 : 4 * 64] = 1
+    x.v[:, 3 * 64 :] = 0
+    want = states_between(x, 4)[1]
+    got = starts(x, 4, WARM_LOG_BOUND, solves)[1]
+    assert want.abs().max() > 1e-4
+    assert relative_l2(got, want) < 0.1
+    x.k[:, 4 * 64 - 3 : 4 * 64] /= 12**0.5
+    assert not starts(x, 4, WARM_LOG_BOUND, solves)[1].any(), "by its gates one chunk was enough"
+
+
+@pytest.mark.parametrize("key", ["unit", "low rank"])
+def test_many_segments_that_forget_nothing(key):
+    """A rounding a segment would add up; 33 segments, each of one chunk."""
+    x = batch([33 * 64], heads=(1, 1), gate="none", key=key)
+    want, rounded = states_between(x, 1)[-1], states_between(x, 1, x.k.dtype)[-1]
+    got = starts(x, 1, WARM_LOG_BOUND)[-1]
+    assert relative_l2(got, want) < RATIO * relative_l2(rounded, want)
+
+
+@pytest.mark.parametrize("limit", [WARM_LOG_BOUND, EXACT])
+@pytest.mark.parametrize("kernel", [GIVEN, SOLVING])
+def test_a_forward_in_segments(limit, kernel, seeds):
+    for seed, (lengths, most) in enumerate((([400], 3), ([64, 200, 0, 300], 2), ([0, 65], 1))):
+        seeds["seed"] = seed
+        x = batch(lengths, h0=seed != 1)
+        x.g[..., 1] = 0
+        check(x, run(x, most, limit, kernel))
+
+
+def test_keys_of_one_head_and_values_of_several():
+    x = batch([400, 100], heads=(2, 6))
+    check(x, run(x, 2, WARM_LOG_BOUND))
+
+
+def test_neighbours_of_a_sequence_do_not_matter():
+    x = batch([200, 300, 200])
+    want = run(x, 2, WARM_LOG_BOUND)
+    for rows in (x.q, x.k, x.v, x.g, x.beta):
+        rows[:, 200:500] = torch.nan
+    got = run(x, 2, WARM_LOG_BOUND)
+    for part in (slice(0, 200), slice(500, None)):
+        assert torch.equal(got.o[:, part], want.o[:, part])
+    assert torch.equal(got.final[[0, 2]], want.final[[0, 2]])
+
+
+def test_strides_are_read_in_place():
+    x = batch([300], heads=(2, 2))
+    want = starts(x, 2, WARM_LOG_BOUND)
+    wide = torch.cat([x.q, x.k, x.v], 2)  # slices of one projection
+    _, k, v = wide.split(2, 2)
+    head_major = {
+        name: getattr(x, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "kv"
+    }
+    v_first = {"h0": x.h0.mT.contiguous().mT}
+    for changed in ({"k": k, "v": v}, head_major, v_first):
+        assert torch.equal(starts(x._replace(**changed), 2, WARM_LOG_BOUND), want)

@@ -1,0 +1,320 @@
+"""Packers against loops over whole sequences: tokens, positions, visibility, targets."""
+
+import random
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qla_kernels import SharedBatch, SharedLayout, pack_padded, pack_prefix_tree
+from qla_kernels import pack_shared_prompts as pack
+from qla_kernels.dualkv import padded_groups
+from reference import dualkv
+from tests.dualkv_inputs import GROUPS, any_forest, any_groups, forest, grown
+
+token = st.integers(0, 2)  # few, so that sequences agree by chance
+text = st.lists(token, min_size=1, max_size=9)
+grpo = st.lists(st.tuples(text, st.lists(st.lists(token, max_size=6), max_size=4)), max_size=4)
+
+
+def assert_packed(
+    batch: SharedBatch,
+    sequences: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[bool]],
+    columns: Sequence[Sequence[int]],
+) -> None:
+    """The batch holds these sequences of the caller's, whatever their packed order."""
+    seen = dualkv.visible(batch.layout.tout)
+    ids, positions, counts = batch.input_ids, batch.position_ids, torch.zeros(batch.num_tokens)
+    found = [x.tolist() for x in batch.to_replicated(ids)]
+    assert found == [list(x) for x in sequences]
+    assert [x.tolist() for x in batch.to_replicated(positions)] == [[*range(len(x))] for x in found]
+    starts = batch.target_cu.tolist()
+    for s, path in enumerate(batch.paths):
+        counts[path] += 1
+        for t, row in enumerate(path.tolist()):
+            assert seen[row].nonzero()[:, 0].tolist() == path[: t + 1].tolist()
+        caller = int(batch.order[s])
+        mine = slice(starts[s], starts[s + 1])
+        wanted = [t for t, yes in enumerate(targets[caller]) if yes]
+        assert batch.src_rows[batch.src_inv[mine]].tolist() == [int(path[t - 1]) for t in wanted]
+        assert batch.targets[mine].tolist() == [sequences[caller][t] for t in wanted]
+        assert batch.row[mine].tolist() == [caller] * len(wanted)
+        assert batch.column[mine].tolist() == [columns[caller][t] for t in wanted]
+    assert sorted(batch.order.tolist()) == [*range(len(sequences))]
+    assert batch.src_rows.unique().tolist() == batch.src_rows.tolist()
+    assert batch.multiplicity.tolist() == counts.tolist()
+
+
+def whole(
+    prompts: Sequence[list[int]], responses: Sequence[Sequence[list[int]]]
+) -> list[list[int]]:
+    return [p + r for p, answers in zip(prompts, responses, strict=True) for r in answers]
+
+
+def after_prompts(prompts, responses):
+    """Targets and columns of whole sequences: their responses."""
+    pairs = [(len(p), len(r)) for p, rs in zip(prompts, responses, strict=True) for r in rs]
+    columns = [[*range(-p, r)] for p, r in pairs]
+    return [[c >= 0 for c in column] for column in columns], columns
+
+
+@settings(max_examples=60, deadline=None)
+@given(grpo)
+def test_shared_prompts(groups):
+    prompts, responses = [p for p, _ in groups], [rs for _, rs in groups]
+    batch = pack(prompts, responses)
+    assert_packed(batch, whole(prompts, responses), *after_prompts(prompts, responses))
+    packed = [t for p, rs in groups for x in (p, *rs) for t in x]
+    assert batch.input_ids.tolist() == packed
+    assert batch.pack(torch.tensor(packed)).tolist() == packed
+    filled = [sum(map(len, rs)) for rs in responses]
+    some = [r for rs in responses for r in rs if r]
+    assert len(batch.src_rows) == sum(filled) - len(some) + sum(n > 0 for n in filled)
+    groups_of = [g for g, rs in enumerate(responses) for _ in rs]
+    assert batch.group_of.tolist() == groups_of
+
+
+@settings(max_examples=60, deadline=None)
+@given(sequences=st.lists(text, max_size=7))
+def test_prefix_tree(sequences):
+    batch = pack_prefix_tree(sequences)
+    targets = [[t > 0 for t in range(len(x))] for x in sequences]
+    assert_packed(batch, sequences, targets, [[*range(len(x))] for x in sequences])
+    # every distinct beginning is stored once, and those that begin alike are one group
+    assert batch.num_tokens == len({tuple(x[: t + 1]) for x in sequences for t in range(len(x))})
+    firsts = [sequences[i][0] for i in batch.order.tolist()]
+    labels = batch.group_of.tolist()
+    assert len(set(labels)) == len(set(firsts)) == len(set(zip(firsts, labels, strict=True)))
+    flat = [t for x in sequences for t in x]
+    assert batch.pack(torch.tensor(flat)).tolist() == batch.input_ids.tolist()
+
+
+def test_prefix_tree_of_prompts_and_responses_is_the_same_batch():
+    """Where responses differ in their first token."""
+    prompts = [[1, 2, 3], [4]]
+    responses = [[[5, 6], [7], [8, 8, 8]], [[1, 2], [2]]]
+    flat, tree = pack(prompts, responses), pack_prefix_tree(whole(prompts, responses))
+    assert torch.equal(flat.input_ids, tree.input_ids)
+    assert torch.equal(flat.layout.nodes, tree.layout.nodes)
+    assert torch.equal(flat.multiplicity, tree.multiplicity)
+
+
+def test_prefix_tree_loss_mask_chooses_targets():
+    """Of two dialogues that part after the first answer; its tokens count in one of them."""
+    sequences = [[1, 2, 3, 4, 5], [1, 2, 3, 6]]
+    masks = [[0, 0, 1, 0, 1], torch.tensor([False, False, False, True])]
+    batch = pack_prefix_tree(sequences, loss_mask=masks)
+    assert_packed(batch, sequences, [list(map(bool, m)) for m in masks], [[*range(5)], [*range(4)]])
+    assert batch.targets.tolist() == [3, 5, 6]
+    assert batch.to_padded(torch.tensor([0.3, 0.5, 0.6])).tolist() == [
+        pytest.approx([0, 0, 0.3, 0, 0.5]),
+        pytest.approx([0, 0, 0, 0.6, 0]),
+    ]
+
+
+def rows_of(prompts: list[list[int]], responses: list[list[int]], widths: tuple[int, int]):
+    """veRL's and TRL's tensors, with rubbish where there is padding."""
+    ids = torch.full((len(prompts), sum(widths)), 77)
+    mask = torch.zeros(len(prompts), sum(widths), dtype=torch.long)
+    for row, (p, r) in enumerate(zip(prompts, responses, strict=True)):
+        span = slice(widths[0] - len(p), widths[0] + len(r))
+        ids[row, span], mask[row, span] = torch.tensor(p + r, dtype=torch.long), 1
+    return ids, mask
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups=grpo, seed=st.integers(0, 9), slack=st.integers(0, 2))
+def test_padded(groups, seed, slack):
+    """Shuffled rows, found by content or by label: the same batch."""
+    rows = [(p, r, str(g)) for g, (p, rs) in enumerate(groups) for r in rs]
+    random.Random(seed).shuffle(rows)
+    prompts, responses = [p for p, _, _ in rows], [r for _, r, _ in rows]
+    widths = tuple(slack + max(map(len, x), default=1) for x in (prompts, responses))
+    ids, mask = rows_of(prompts, responses, widths)
+    answers = [[r] for r in responses]
+    for labels in (None, [label for _, _, label in rows]):
+        batch = pack_padded(ids, mask, widths[0], group_ids=labels)
+        assert_packed(batch, whole(prompts, answers), *after_prompts(prompts, answers))
+        assert torch.equal(batch.pack(ids), batch.input_ids)
+        kept = {*map(tuple, prompts)} if labels is None else {label for _, _, label in rows}
+        assert int(batch.group_of.max() + 1 if rows else 0) == len(kept)
+        padded = batch.to_padded(batch.targets, widths[1], fill=77)
+        assert torch.equal(padded, ids[:, widths[0] :])
+
+
+def test_equal_length_is_not_equal_content():
+    ids, mask = rows_of([[1, 2], [1, 3], [1, 2]], [[4], [5], [6]], (3, 1))
+    assert [g.rows for g in padded_groups(ids, mask, 3)] == [[0, 2], [1]]
+    assert padded_groups(ids, mask.bool(), 3)[0] == ([0, 2], 2, [1, 1])
+    apart = pack_padded(ids, mask, 3, group_ids=torch.tensor([5, 6, 7]))
+    assert apart.num_tokens == 9
+
+
+def test_labels_may_be_taken_on_trust():
+    ids, mask = rows_of([[1, 2], [1, 3]], [[4], [5]], (2, 1))
+    batch = pack_padded(ids, mask, 2, group_ids=["a", "a"], verify=False)
+    assert batch.input_ids.tolist() == [1, 2, 4, 5]
+
+
+def test_given_positions_are_kept():
+    """Three coordinates a token, as vision models have, at any offset."""
+    positions = 100 + torch.arange(18).reshape(3, 6)
+    batch = pack([[1, 2], [3]], [[[4], [5, 6]], []], position_ids=positions, pad_to=8)
+    assert torch.equal(batch.position_ids[:, :6], positions)
+    assert not batch.position_ids[:, 6:].any()
+    ids, mask = rows_of([[1, 2], [1, 2]], [[3], [4, 5]], (3, 2))
+    grid = torch.arange(10).repeat(2, 1).reshape(2, 2, 5).transpose(0, 1) % 5
+    padded = pack_padded(ids, mask, 3, position_ids=grid)
+    assert padded.position_ids.tolist() == [[1, 2, 3, 3, 4]] * 2
+    with pytest.raises(ValueError, match=r"position_ids of shape \(3, 5\); need \[..., 6\]"):
+        pack([[1, 2], [3]], [[[4], [5, 6]], []], position_ids=positions[:, :5])
+    grid = torch.arange(10).reshape(2, 5)
+    with pytest.raises(ValueError, match="rows 0 and 1 have other position_ids"):
+        pack_padded(ids, mask, 3, position_ids=grid)
+
+
+def test_padding_sees_itself_alone_and_counts_nowhere():
+    batch = pack([[1, 2]], [[[3], [4]]], pad_to=7)
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 0, 0, 0]
+    assert batch.multiplicity.tolist() == [2, 2, 1, 1, 0, 0, 0]
+    assert batch.pack(torch.tensor([9, 9, 9, 9])).tolist() == [9, 9, 9, 9, 0, 0, 0]
+    assert batch.layout.tout.tolist() == [4, 4, 3, 4, 7, 7, 7]
+    assert pack([[1, 2]], [[[3], [4]]], pad_to=4).num_tokens == 4
+    with pytest.raises(ValueError, match="4 tokens and pad_to=3; need room for all"):
+        pack([[1, 2]], [[[3], [4]]], pad_to=3)
+    empty = pack([], [], pad_to=2)
+    assert (empty.num_tokens, empty.num_sequences, len(empty.targets)) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_layout_from_lengths(name):
+    want, got = grown(GROUPS[name]), SharedLayout.from_lengths(GROUPS[name])
+    assert torch.equal(got.tout, want.tout)
+    assert torch.equal(got.nodes, want.nodes)
+    assert got.pairs == int(dualkv.visible(want.tout).sum())
+
+
+@settings(max_examples=40, deadline=None)
+@given(any_forest)
+def test_layout_from_forest(trees):
+    lengths, parents = [], []
+
+    def walk(tree, parent):
+        here = len(lengths)
+        lengths.append(tree[0])
+        parents.append(parent)
+        for child in tree[1]:
+            walk(child, here)
+
+    for tree in trees:
+        walk(tree, -1)
+    want, got = forest(trees), SharedLayout.from_forest(lengths, parents)
+    assert torch.equal(got.tout, want.tout)
+    assert torch.equal(got.nodes, want.nodes)
+
+
+@settings(max_examples=20, deadline=None)
+@given(any_groups)
+def test_figures(groups):
+    prompts = [[7] * (p + 1) for p, _ in groups]
+    responses = [[[i] * r for i, r in enumerate(rs)] for _, rs in groups]
+    batch = pack(prompts, responses)
+    alone = [len(x) for x in whole(prompts, responses)]
+    assert batch.rho == (sum(alone) / batch.num_tokens if groups else 1)
+    pairs = int(dualkv.visible(batch.layout.tout).sum())
+    assert batch.pair_ratio == (sum(n * (n + 1) // 2 for n in alone) / pairs if groups else 1)
+    assert int(batch.multiplicity.sum()) == sum(alone)
+
+
+MALFORMED = {
+    "an empty prompt": (
+        lambda: pack([[1], []], [[], [[2]]]),
+        "pack_shared_prompts: the prompt of group 1 is empty; need at least one token; ",
+    ),
+    "lists that do not match": (
+        lambda: pack([[1]], []),
+        "pack_shared_prompts: 1 prompts and 0 lists of responses; need a list for each prompt",
+    ),
+    "floats": (
+        lambda: pack([torch.rand(3)], [[]]),
+        "pack_shared_prompts: tokens of shape (3,) and torch.float32; need one dimension of int",
+    ),
+    "an empty sequence": (
+        lambda: pack_prefix_tree([[1], []]),
+        "pack_prefix_tree: sequence 1 has shape (0,) and torch.float32; need [n] integers, n at",
+    ),
+    "a first token as target": (
+        lambda: pack_prefix_tree([[1, 2]], loss_mask=[[1, 1]]),
+        "pack_prefix_tree: the first token of sequence 0 is a target; need a token before each",
+    ),
+    "a mask of another length": (
+        lambda: pack_prefix_tree([[1, 2]], loss_mask=[[1]]),
+        "pack_prefix_tree: loss_mask of shapes [(1,)]; need [(2,)]; give a flag for each token",
+    ),
+    "unequal prompts": (
+        lambda: pack_padded(*rows_of([[1, 2], [3, 4, 5], [3, 4, 6]], [[9]] * 3, (4, 1)), 4,
+                            group_ids=[0, 1, 1]),
+        "pack_padded: group 1: rows 1 and 2 differ at prompt token 2; "
+        "need one prompt in a group; give them different group_ids",
+    ),
+    "prompts of unequal length": (
+        lambda: pack_padded(*rows_of([[1, 2], [2]], [[9]] * 2, (4, 1)), 4, group_ids=[0, 0],
+                            verify=False),
+        "pack_padded: group 0: rows 0 and 1 have prompts of 2 and 1 tokens; need one prompt",
+    ),
+    "a row of padding": (
+        lambda: pack_padded(torch.zeros(2, 4).long(), torch.tensor([[1] * 4, [0, 0, 1, 1]]), 2),
+        "pack_padded: row 1 has no prompt; need at least one token left of prompt_width; ",
+    ),
+    "a gap in a prompt": (
+        lambda: pack_padded(torch.zeros(1, 5).long(), torch.tensor([[1, 0, 1, 1, 0]]), 3),
+        "pack_padded: row 0 has padding inside its prompt; need prompts padded on the left",
+    ),
+    "a prompt padded on the right": (
+        lambda: pack_padded(torch.zeros(1, 5).long(), torch.tensor([[1, 1, 0, 1, 0]]), 3),
+        "pack_padded: row 0 has padding inside its prompt; need prompts padded on the left",
+    ),
+    "a response padded on the left": (
+        lambda: pack_padded(torch.zeros(1, 5).long(), torch.tensor([[1, 1, 1, 0, 1]]), 3),
+        "pack_padded: row 0 has padding inside its response; need prompts padded on the left",
+    ),
+    "one dimension": (
+        lambda: pack_padded(torch.zeros(4).long(), torch.ones(4), 2),
+        "pack_padded: input_ids of shape (4,) and torch.int64; need [B, W] integers",
+    ),
+    "a mask of another shape": (
+        lambda: pack_padded(torch.zeros(1, 4).long(), torch.ones(1, 2), 2),
+        "pack_padded: attention_mask of shape (1, 2); need (1, 4), as input_ids",
+    ),
+    "prompt_width": (
+        lambda: pack_padded(torch.zeros(1, 4).long(), torch.ones(1, 4), 5),
+        "pack_padded: prompt_width=5; need 1 to W=4",
+    ),
+    "too few labels": (
+        lambda: pack_padded(torch.zeros(2, 4).long(), torch.ones(2, 4), 2, group_ids=[1]),
+        "pack_padded: 1 group_ids; need 2, one for each row",
+    ),
+    "not depth first": (
+        lambda: SharedLayout.from_forest([1, 1, 1, 1], [-1, 0, -1, 1]),
+        "SharedLayout: node 3 lies outside the subtree of its parent 1; need depth-first order",
+    ),
+    "a parent for each": (
+        lambda: SharedLayout.from_forest([1, 1], [-1]),
+        "SharedLayout: 2 lengths and 1 parents; need one of each for a node",
+    ),
+    "a negative length": (
+        lambda: SharedLayout.from_lengths([(3, [-1])]),
+        "SharedLayout: a node of -1 tokens; need 0 or more",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_malformed(what):
+    call, text = MALFORMED[what]
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        call()

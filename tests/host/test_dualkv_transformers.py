@@ -1,0 +1,144 @@
+"""The hook for transformers: what a layer passes, what is refused, models of an installed one."""
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from examples import dualkv_grpo
+from qla_kernels import SharedLayout, Unsupported, pack_shared_prompts
+from qla_kernels.integrations import transformers_dualkv as integration
+from reference import dualkv
+from tests.compare import assert_close
+from tests.dualkv_inputs import qkv
+
+LAYOUT = SharedLayout.from_lengths([(5, [3, 4])])
+
+
+def as_a_layer_passes(**changed: Any) -> dict[str, Any]:
+    """Head-major tensors with a batch dimension, and keywords that are for others."""
+    query, key, value = (x.transpose(0, 1)[None] for x in qkv(12))
+    return {
+        "module": None, "query": query, "key": key, "value": value, "attention_mask": None,
+        "scaling": 0.3, "dropout": 0.0, "sliding_window": None, "shared_prefix": LAYOUT,
+        "position_ids": torch.zeros(1, 12), "use_cache": False, **changed,
+    }  # fmt: skip
+
+
+def test_a_layer_gets_what_it_would_get_from_others():
+    call = as_a_layer_passes()
+    o, weights = integration.attend(**call)
+    q, k, v = (call[name][0].transpose(0, 1) for name in ("query", "key", "value"))
+    assert_close("o", o[0], dualkv.attention(q, k, v, LAYOUT.tout, 0.3).o, 1e-12)
+    assert (o.shape, weights) == ((1, 12, 4, 8), None)
+
+
+def test_under_autocast_all_have_its_dtype():
+    """As torch's own attention does; a layer whose weights are fp32 passes fp32 q and k there."""
+    call = as_a_layer_passes()
+    call["query"], call["key"] = call["query"].float(), call["key"].float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, _ = integration.attend(**{**call, "value": call["value"].bfloat16()})
+    assert o.dtype == torch.bfloat16
+
+
+MALFORMED = {
+    "shared_prefix": (None, "a call without shared_prefix; need the layout of the packed batch"),
+    "query": (torch.zeros(2, 4, 12, 8), "a batch of 2 rows; need one packed row; pack them"),
+    "attention_mask": (torch.ones(1, 1, 12, 12), "an attention_mask; need None; leave it out"),
+    "key": (torch.zeros(1, 2, 15, 8), "a cache of keys; need none; pass use_cache=False"),
+}
+REFUSED = {
+    "dropout": (0.1, "dropout=0.1; need plain attention"),
+    "sliding_window": (4096, "sliding_window=4096; need plain attention"),
+    "softcap": (50.0, "softcap=50.0; need plain attention"),
+    "s_aux": (torch.zeros(4), "attention sinks; need plain attention"),
+    "position_bias": (torch.zeros(1, 4, 12, 12), "position_bias; need plain attention"),
+    "is_causal": (False, "is_causal=False; need plain attention"),
+}
+
+
+@pytest.mark.parametrize("name", [*MALFORMED, *REFUSED])
+def test_calls_that_are_refused(name):
+    value, text = (MALFORMED | REFUSED)[name]
+    with pytest.raises(ValueError, match=f"^shared_prefix attention: {text}") as error:
+        integration.attend(**as_a_layer_passes(**{name: value}))
+    assert (error.type is Unsupported) == (name in REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": 512}, None),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 512}, "sliding_window=512; need None"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
+        ({"layer_types": ["linear_attention", "conv"]}, "layers of conv, linear_attention; need"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0; need none"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1; need none"),
+    ],
+)
+def test_models_are_refused_before_the_first_step(config, text):
+    text_config = SimpleNamespace(**config)
+    for given in (text_config, SimpleNamespace(get_text_config=lambda: text_config)):
+        if text is None:
+            integration.check(given)
+            continue
+        with pytest.raises(Unsupported, match=text):
+            integration.check(given)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is not None, reason="it is installed")
+def test_without_transformers_the_hook_says_so():
+    with pytest.raises(Unsupported, match=r"transformers cannot be used .* need 4\.57 or later"):
+        integration.register()
+
+
+# Models of an installed transformers.
+
+
+@pytest.fixture
+def model():
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    made = dualkv_grpo.TransformersQwen3().model
+    made.set_attn_implementation("shared_prefix")
+    return made
+
+
+def packed():
+    ids = torch.arange(30) % dualkv_grpo.VOCABULARY
+    return pack_shared_prompts([ids[:9], ids[20:21]], [[ids[9:13], ids[13:20]], [ids[21:30]]])
+
+
+def arguments(batch) -> dict[str, Any]:
+    return {
+        "input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None],
+        "use_cache": False, "shared_prefix": batch.layout, "logits_to_keep": batch.src_rows,
+    }  # fmt: skip
+
+
+def test_recomputation_finds_the_layout(model):
+    """Activation checkpointing runs layers again long after the call that brought the layout."""
+    batch, grads = packed(), []
+    for kept in (False, True):
+        model.train().zero_grad()
+        if kept:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        logits = model(**arguments(batch)).logits[0]
+        batch.gather_logprobs(logits).sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_model_that_is_called_as_usual_is_stopped(model):
+    batch = packed()
+    call = arguments(batch)
+    del call["shared_prefix"]
+    with pytest.raises(ValueError, match="a call without shared_prefix"):
+        model(**call)
+    cache = model(**{**arguments(batch), "use_cache": True}).past_key_values
+    with pytest.raises(ValueError, match="a cache of keys"):
+        model(batch.input_ids[None], past_key_values=cache, shared_prefix=batch.layout)

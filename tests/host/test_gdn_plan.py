@@ -1,0 +1,108 @@
+"""When sequences are cut, and how far apart: decided from ints alone."""
+
+import itertools
+
+import pytest
+
+from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn.plan import Plan, capacity, segment_chunks, sequence_chunks
+
+SMS = 132
+
+
+def choose(lengths: list[int], heads: int, V: int = 128, **options) -> Plan:
+    return plan.forward(sequence_chunks(0, 0, lengths), heads, 128, V, SMS, **options)
+
+
+def segments(lengths: list[int], most: int) -> int:
+    return sum(count for _, count in segment_chunks(sequence_chunks(0, 0, lengths), most))
+
+
+def test_sequences_are_counted_by_their_chunks():
+    assert sequence_chunks(0, 0, [0, 1, 64, 65, 130, 0]) == ((0, 2), (1, 2), (2, 1), (3, 1))
+    assert sequence_chunks(3, 3 * 65) == ((2, 3),)
+    assert sequence_chunks(2, 24576 + 8192) == ((256, 2),)  # unknown lengths: alike
+    assert sequence_chunks(0, 0) == ()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5])
+def test_segments_share_a_sequence_evenly(most):
+    for chunks in range(14):
+        pieces = [length for length, count in segment_chunks(((chunks, 1),), most)
+                  for _ in range(count)]  # fmt: skip
+        assert sum(pieces) == chunks
+        assert max(pieces) <= most
+        assert max(pieces) - min(pieces) <= 1
+        assert len(pieces) == max(1, -(-chunks // most))
+
+
+def test_no_batch_has_more_segments_than_its_capacity():
+    for lengths in itertools.product([0, 1, 64, 65, 128, 129, 300], repeat=3):
+        for most in (1, 2, 3):
+            assert segments(list(lengths), most) <= capacity(sum(lengths), len(lengths), most)
+
+
+@pytest.mark.parametrize("heads", [4, 8, 16, 24, 32])
+@pytest.mark.parametrize("lengths", [[32768], [24576, 8192]])
+def test_long_sequences_of_few_heads_are_cut_to_fill_the_gpu(lengths, heads):
+    chosen = choose(lengths, heads)
+    assert chosen.segment_chunks is not None
+    tiles = heads * 128 // chosen.kernel.tile_v
+    waves = segments(lengths, chosen.segment_chunks) * tiles / SMS
+    assert 0.7 < waves <= 3
+    exact = choose(lengths, heads, exact=True).segment_chunks  # each fold costs more then
+    assert exact is None or exact >= chosen.segment_chunks
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [([], 8), ([0], 8), ([1], 8), ([64], 8), ([1024], 8), ([1024] * 8, 64), ([8192] * 4, 64)],
+)
+def test_what_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
+    assert choose(lengths, heads).segment_chunks is None
+
+
+def test_a_batch_that_stays_whole_takes_the_kernel_it_always_took():
+    for N, T, heads, V in itertools.product(
+        (1, 2, 8, 64), (64, 1024, 8192), (2, 32, 64), (64, 128)
+    ):
+        chosen = plan.forward(sequence_chunks(N, N * T), heads, 128, V, SMS)
+        if chosen.segment_chunks is None:
+            assert chosen.kernel == heuristics.forward(N, N * T, heads, V, SMS)
+
+
+def test_only_the_long_sequence_of_a_ragged_batch_is_cut():
+    lengths = [32768, *[640] * 8]
+    most = choose(lengths, 4).segment_chunks
+    assert most is not None
+    assert most >= 10  # chunks of the short ones
+    assert segments(lengths, most) > len(lengths)
+
+
+def test_cutting_has_to_pay(monkeypatch):
+    """The same batch is cut or not as the price of finding the states goes up."""
+    row = sequence_chunks(1, 8192), 8, 128, 128, SMS
+    plan.forward.cache_clear()
+    assert plan.forward(*row).segment_chunks is not None
+    plan.forward.cache_clear()
+    monkeypatch.setattr(plan, "PLAN", 200.0)
+    assert plan.forward(*row).segment_chunks is None
+    plan.forward.cache_clear()
+
+
+def test_64_columns_of_v_take_a_kernel_that_has_them():
+    assert choose([32768], 8, V=64).kernel.tile_v == 64
+
+
+@pytest.mark.parametrize("heads", [4, 8, 16])
+def test_a_backward_is_cut_for_the_same_reasons(heads):
+    """Each of its chains has half the GPU to fill."""
+    long = sequence_chunks(0, 0, [32768])
+    most = plan.backward(long, heads, 128, 128, SMS)
+    assert most is not None
+    assert 0.7 < segments([32768], most) * heads / (SMS // 2) <= 3
+
+
+@pytest.mark.parametrize(("lengths", "heads"), [([], 8), ([0], 8), ([1024], 8), ([8192] * 4, 32)])
+def test_a_backward_that_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
+    assert plan.backward(sequence_chunks(0, 0, lengths), heads, 128, 128, SMS) is None

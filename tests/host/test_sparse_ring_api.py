@@ -1,0 +1,279 @@
+"""The public functions on CPU tensors: right, differentiable, traceable, or refused in words."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from qla_kernels import Unsupported
+from qla_kernels.sparse_ring import (
+    PAPER,
+    Dense,
+    FixedVerticalSlash,
+    RingGroups,
+    StripedLayout,
+    VerticalSlash,
+    ZigZagLayout,
+    build_index,
+    ops,
+    refusal,
+    sparse_attention,
+    sparse_ring_attention,
+)
+from qla_kernels.sparse_ring.groups import ALONE
+from qla_kernels.sparse_ring.heuristics import chunks_per_launch, schedule_of
+from reference import sparse_ring
+from tests.compare import assert_close, relative_l2
+
+EXACT = 1e-12
+SOLO = RingGroups(ALONE, ALONE, ALONE, None)
+
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def tensors(
+    T: int = 256, B: int = 2, heads: tuple[int, int] = (4, 2), D: int = 16, dtype=torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    H, Hk = heads
+    mean = torch.randn(H, D, dtype=torch.float64)
+    q, k, v = (torch.randn(B, T, h, D, dtype=torch.float64) for h in (H, Hk, Hk))
+    leaves = (q + mean, k + mean[:: H // Hk], v)
+    return tuple(x.to(dtype).requires_grad_() for x in leaves)
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, do: Tensor, dlse: Tensor) -> list[Tensor]:
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o, lse = sparse_ring.attention(*leaves, mask)
+    seen = lse > -torch.inf
+    loss = (o * do).sum() + (lse[seen] * dlse[seen]).sum()
+    return [o.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def check(x: tuple[Tensor, Tensor, Tensor], rel: float, seqlen: int, **lines) -> None:
+    T = x[0].shape[1]
+    o, lse, index = sparse_attention(*x, seqlen=seqlen, return_lse=True, return_index=True, **lines)
+    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    dlse[..., seqlen:] = 0
+    mask = index.to_mask() & (torch.arange(T) < seqlen)[:, None]
+    want = truth(*x, mask, do, dlse)
+    live = slice(None, seqlen)
+    assert (lse[..., seqlen:] == -torch.inf).all()
+    loss = (o * do).sum() + (lse[..., live] * dlse[..., live]).sum()
+    got = [o, lse, *torch.autograd.grad(loss, x)]
+    assert [t.dtype for t in got] == [o.dtype, lse.dtype, *(t.dtype for t in x)]
+    got[1], want[1] = got[1][..., live], want[1][..., live]
+    for name, a, b in zip(("o", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert_close(name, a, b, rel)
+
+
+@pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 127, 128, 200, 256])
+def test_any_length(seqlen):
+    check(tensors(), EXACT, seqlen, pattern=VerticalSlash(0.5, 0.6))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2)])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Dense(),
+        FixedVerticalSlash([], [0]),
+        FixedVerticalSlash([0, 1, 70, 130, 255], [2]),
+        FixedVerticalSlash(range(256), []),
+        VerticalSlash(0.9, 0.9, max_v=4),
+    ],
+)
+def test_any_lines(heads, pattern):
+    check(tensors(heads=heads), EXACT, 250, pattern=pattern)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rel"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)]
+)
+def test_a_result_is_rounded_once(dtype, rel):
+    """Half a unit of rounding spread evenly is 0.29 units: 2.2e-3 in bf16; q in grads adds some."""
+    check(tensors(dtype=dtype), rel, 256, pattern=VerticalSlash(0.5, 0.6))
+
+
+def test_large_logits_and_shared_strides():
+    q, k, v = (x.detach() for x in tensors())
+    packed = torch.cat([60 * q, k, v], 2)  # slices of one projection
+    views = packed.split([4, 2, 2], 2)
+    leaves = [x.detach().clone().requires_grad_() for x in views]
+    o = sparse_attention(*views, pattern=VerticalSlash())
+    assert o.isfinite().all()
+    assert torch.equal(o, sparse_attention(*leaves, pattern=VerticalSlash()))
+    o = sparse_attention(*leaves, pattern=VerticalSlash())
+    o.sum().backward()  # an expanded gradient
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
+def test_dense_is_what_torch_has():
+    q, k, v = tensors()
+    o = sparse_attention(q, k, v, pattern=Dense(), scale=0.3)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True, scale=0.3
+    )
+    assert relative_l2(o, want.transpose(1, 2)) < EXACT
+
+
+def test_an_index_serves_many_calls():
+    q, k, v = tensors()
+    pattern = VerticalSlash(0.4, 0.5)
+    index = build_index(q, k, pattern, seqlen=200)
+    a, lse = sparse_attention(q, k, v, index=index, seqlen=200, return_lse=True)
+    b = sparse_attention(q, k, v, pattern=pattern, seqlen=200)
+    assert torch.equal(a, b)
+    assert not index.window_recall.requires_grad
+    (dq,) = torch.autograd.grad(lse[..., :200].sum(), q)  # the LSE alone
+    assert dq.abs().sum() > 0
+
+
+def test_a_ring_of_one_rank_is_the_same_call():
+    q, k, v = tensors()
+    pattern = VerticalSlash(0.4, 0.5)
+    want = sparse_attention(q, k, v, pattern=pattern)
+    o = sparse_ring_attention(q, k, v, group=SOLO, layout=StripedLayout(1), pattern=pattern)
+    assert torch.equal(o, want)
+    o = sparse_ring_attention(q, k, v, group=SOLO, layout=ZigZagLayout(1), pattern=pattern)
+    assert relative_l2(o, want) < EXACT  # two ranges, merged
+
+
+def test_recomputation_changes_nothing():
+    x = tensors()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse_attention(q, k, v, pattern=VerticalSlash(0.4, 0.5)).square()
+
+    want = torch.autograd.grad(layer(*x).sum(), x)
+    got = torch.autograd.grad(checkpoint(layer, *x, use_reentrant=False).sum(), x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_autocast_rounds_nothing():
+    x = tensors(dtype=torch.float32)
+    want = sparse_attention(*x, pattern=VerticalSlash(0.4, 0.5))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = sparse_attention(*x, pattern=VerticalSlash(0.4, 0.5))
+    assert torch.equal(got, want)
+    assert all(map(torch.equal, *(torch.autograd.grad(o.sum(), x) for o in (got, want))))
+
+
+def test_one_graph_without_breaks():
+    x = tensors(T=128, B=1, dtype=torch.float32)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse_attention(q, k, v, pattern=VerticalSlash(0.4, 0.5)).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    want = torch.autograd.grad(loss(*x), x)
+    got = torch.autograd.grad(compiled(*x), x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_operators_have_the_shapes_they_promise():
+    q, k, v = (x.detach().float() for x in tensors(T=128, B=1))
+    budget = (128, 0.25, 0.5, 0.6, 16, None, 4, 2, "residual", 8, 0)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.vertical_slash_index, (q, k, *budget), test_utils=checks)
+    v_idx, v_cnt, d_bits, _ = ops.vertical_slash_index(q, k, *budget)
+    call = (q, k, v, v_idx, v_cnt, d_bits, 128, 0.25)
+    torch.library.opcheck(ops.vertical_slash_fwd, call, test_utils=checks)
+    done = ops.vertical_slash_fwd(*call)
+    call = (*call, *done, torch.randn_like(q), None)
+    torch.library.opcheck(ops.vertical_slash_bwd, call, test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"pattern": None}, "neither pattern nor index; need one of them"),
+        ({"seqlen": 0}, "seqlen is 0; need 1 to 256"),
+        ({"seqlen": 257}, "seqlen is 257; need 1 to 256"),
+        ({"pattern": VerticalSlash}, "a pattern of type type; need VerticalSlash"),
+        ({"pattern": FixedVerticalSlash([256], [0])}, "v_idx has line 256; need lines below 256"),
+        ({"pattern": FixedVerticalSlash([[1], [2]], [0])}, "v_idx has lines of 2 heads; need 1 or"),
+        ({"k": torch.zeros(2, 256, 3, 16)}, "H=4 and Hk=3; need H to be a multiple of Hk"),
+        ({"v": torch.zeros(2, 256, 2, 8)}, "v has shape (2, 256, 2, 8); need [B, L, Hk, D]"),
+        ({"q": torch.zeros(256, 4, 16)}, "q has 3 dimensions; need 4"),
+    ],
+)
+def test_a_malformed_call(change, text):
+    q, k, v = tensors(dtype=torch.float32)
+    call = {"q": q, "k": k, "v": v, "pattern": Dense(), **change}
+    with pytest.raises(ValueError, match=r"^sparse_attention: ") as error:
+        sparse_attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+    assert text in str(error.value)
+    assert not isinstance(error.value, Unsupported)
+
+
+def test_an_index_of_another_call():
+    q, k, v = tensors()
+    index = build_index(q, k, Dense())
+    with pytest.raises(
+        ValueError, match=r"\(2, 4\) heads and 256 tokens on cpu; need \[B, H\] = \(1, 4\)"
+    ):
+        sparse_attention(q[:1], k[:1], v[:1], index=index)
+
+
+@pytest.mark.parametrize(
+    ("T", "change", "text"),
+    [
+        (200, {}, "200 tokens a rank; need a multiple of 128; pad the sequence"),
+        (256, {"k": torch.float32}, "q is float64, k is float32, v is float64; need one float"),
+    ],
+)
+def test_a_refused_call(T, change, text):
+    call = dict(zip("qkv", tensors(T), strict=True))
+    call = {n: x.to(change.get(n, x.dtype)) for n, x in call.items()}
+    with pytest.raises(Unsupported) as error:
+        sparse_attention(**call, pattern=Dense())
+    assert str(error.value) == refusal(**call)
+    assert text in str(error.value)
+
+
+def test_gpus_have_no_kernels_yet():
+    class OnGpu:
+        device = torch.device("cuda")
+
+    assert "tensors are on cuda; need cpu: this version has no kernels" in refusal(*[OnGpu()] * 3)
+
+
+def test_what_is_sent_has_to_be_contiguous():
+    q, k, v = tensors()
+    text = refusal(q, k.transpose(0, 1).contiguous().transpose(0, 1), v, world=2)
+    assert "need a contiguous tensor, which can be sent; pass k.contiguous()" in text
+    assert refusal(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, world=2) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"layout": StripedLayout(2)}, "a layout for 2 ranks and a group of 1; need the same"),
+        ({"layout": "striped"}, "layout is a str; need a layout; pass StripedLayout(1)"),
+        ({"group": "cp"}, "group is a str; need RingGroups; make one, once"),
+        ({"schedule": "all"}, "schedule is 'all'; need one of auto, allgather, ring, double_ring"),
+        ({"schedule": "double_ring", "layout": ZigZagLayout(1)}, "double_ring with ZigZagLayout"),
+        ({"chunks_per_launch": 0}, "chunks_per_launch is 0; need at least 1"),
+    ],
+)
+def test_a_ring_that_makes_no_sense(change, text):
+    options = {"group": SOLO, "layout": StripedLayout(1), "pattern": Dense(), **change}
+    with pytest.raises(ValueError, match=r"^sparse_ring_attention: ") as error:
+        sparse_ring_attention(*tensors(), **options)
+    assert text in str(error.value)
+
+
+def test_schedules_are_chosen_from_what_all_ranks_know():
+    choices = itertools.product((4, 32), (4, 8, 32), (1 << 20, 1 << 34), (True, False))
+    found = {c: schedule_of("auto", *c) for c in choices if c[0] % c[1] == 0}
+    assert found[4, 4, 1 << 20, True] == found[32, 32, 1 << 20, False] == "allgather"
+    assert found[4, 4, 1 << 34, True] == "ring"
+    assert found[32, 8, 1 << 20, True] == found[32, 8, 1 << 34, True] == "double_ring"
+    assert found[32, 8, 1 << 20, False] == "ring"
+    assert schedule_of("ring", 4, 4, 1, True) == "ring"
+    assert [chunks_per_launch(None, n) for n in (16384, 65536, 131072, 1 << 20)] == [8, 2, 1, 1]
+    assert chunks_per_launch(1, 128) == 1
+    assert StripedLayout(2, PAPER["stripe"]).gap == 2

@@ -1,0 +1,86 @@
+"""Four processes over gloo: every schedule is the definition in fp64, and nobody waits for ever.
+
+One test, because one start of the processes serves all of it, wherever tests are run in parallel.
+"""
+
+from typing import Any
+
+from tests.sparse_ring_ranks import DEADLINE, WORLD, run
+
+Said = list[dict[str, Any]]  # by rank and case
+
+DIFFERENCES = {
+    "dtype": "q is torch.float64 (1, 256, 2, 16) on cpu on rank 0 and torch.float32",
+    "heads": "k is torch.float64 (1, 256, 1, 16) on cpu on rank 0 and",
+    "mixed": "k is torch.float64 (1, 256, 1, 16) on cpu on rank 0 and torch.float32",
+    "seqlen": "seqlen is 954 on rank 0 and 5 on rank 2",
+    "pattern": "recall_s=0.7",
+    "contents": "for 1024 tokens, contents ",
+    "layout": "stripe=128) on rank 0 and StripedLayout(world=4, stripe=64) on rank 1",
+}
+
+
+def test_four_processes(tmp_path):
+    said = run(tmp_path)
+    assert not [r["no end"] for r in said if "no end" in r]
+    every_schedule_is_attention(said)
+    every_rank_has_the_same_index(said)
+    calls_repeat_and_touch_nothing(said)
+    shards_become_whole_and_change_layout(said)
+    a_difference_is_an_error_on_every_rank(said)
+    nobody_waits_long_for_one_that_is_not_there(said)
+
+
+def every_schedule_is_attention(said: Said) -> None:
+    errors = {name: e for r in said for name, e in r.items() if "Layout(" in name}
+    assert max(errors.values()) < 1e-12, {n: e for n, e in errors.items() if not e < 1e-12}
+    for world in (2, 3, 4):
+        for layout in ("Striped", "ZigZag", "Contiguous"):
+            for schedule in ("allgather", "ring"):
+                done = [n for n in errors if n.startswith(f"{layout}Layout(world={world}")]
+                assert [n for n in done if f" {schedule} {world}x1 1" in n], (layout, schedule)
+    ways = ("double_ring 4x1 1", "double_ring 2x2 1", "double_ring 1x4 1", "ring 4x1 2")
+    for way in (*ways, "double_ring 2x2 2", "stripe=64) double_ring 2x2 1"):
+        assert [name for name in errors if way in name], way
+    # rounded once, whatever the number of ranks: the bound of a single one
+    assert max(r["bf16"] for r in said) < 6e-3
+
+
+def every_rank_has_the_same_index(said: Said) -> None:
+    for name in {name for r in said for name in r if name.startswith("index of a ring")}:
+        assert len({r[name] for r in said if name in r}) == 1, name
+    assert all(r["index of one rank"] for r in said)
+
+
+def calls_repeat_and_touch_nothing(said: Said) -> None:
+    """The observed queries were once broadcast into a view of q."""
+    for r in said:
+        assert all(r[f"twice {schedule}"] for schedule in ("allgather", "ring", "double_ring"))
+        assert r["untouched"]
+
+
+def shards_become_whole_and_change_layout(said: Said) -> None:
+    assert all(r["unshard"] and r["exchange"] for r in said)
+
+
+def a_difference_is_an_error_on_every_rank(said: Said) -> None:
+    for case, fact in DIFFERENCES.items():
+        assert len({r[case] for r in said}) == 1
+        assert said[0][case].startswith("ValueError: sparse_ring_attention: ")
+        assert fact in said[0][case]
+    assert {r["everybody"] for r in said} == {
+        "ValueError: sparse_ring_attention: seqlen is 0; need 1 to 1024, the tokens there are; "
+        "count the tokens before the padding"
+    }
+    assert [r["afterwards"] for r in said] == [None] * WORLD  # the group is as good as before
+
+
+def nobody_waits_long_for_one_that_is_not_there(said: Said) -> None:
+    for r in (said[0], said[1], said[3]):
+        assert r["absent"].startswith("RingError: RingGroups: ranks could not compare")
+        assert r["absent for"] < 5 * DEADLINE
+    assert "death" not in said[3]
+    for r in said[:3]:
+        assert r["before a death"] is None
+        assert r["death"].startswith("RingError: RingGroups: a transfer between ranks")
+        assert r["death for"] < 5 * DEADLINE

@@ -1,0 +1,128 @@
+"""The example, and the hook for transformers, on the CPU; a stand-in where it is not installed."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qla_kernels import Unsupported
+from qla_kernels.integrations import transformers_sparse_ring as hook
+from qla_kernels.integrations.transformers_sparse_ring import SparseRingConfig, attention
+from qla_kernels.sparse_ring import (
+    Dense,
+    FixedVerticalSlash,
+    RingGroups,
+    StripedLayout,
+    VerticalSlash,
+    sparse_attention,
+)
+from qla_kernels.sparse_ring.groups import ALONE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_two_processes_train_as_one_does(monkeypatch, capfd):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = importlib.import_module("sparse_ring_train")
+    monkeypatch.setattr(sys, "argv", ["-", "--steps=3", "--tokens=300", "--dtype=float64"])
+    assert example.main() == 0
+    said = capfd.readouterr().out
+    losses = [[float(x) for x in line.split()] for line in said.splitlines()[1:-1]]
+    assert [int(step) for step, _, _ in losses] == [0, 1, 2]
+    assert losses[2][1] < losses[0][1]  # it learns
+    assert said.endswith(": equal\n")
+
+
+def call(T: int = 128) -> dict[str, torch.Tensor]:
+    """As transformers calls: heads before tokens, views of projections."""
+    q, k, v = (torch.randn(1, T, h, 8).transpose(1, 2) for h in (4, 2, 2))
+    return {"query": q, "key": k, "value": v}
+
+
+def as_ours(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [t.transpose(1, 2) for t in x.values()]
+
+
+LAYER = SimpleNamespace(layer_idx=1)
+
+
+def test_the_hook_is_the_public_function():
+    x, pattern = call(), VerticalSlash(0.3, 0.5)
+    settings = SparseRingConfig(pattern=pattern, seqlen=100)
+    options = {"attention_mask": None, "scaling": 0.2, "position_ids": None}
+    o, weights = attention(LAYER, **x, **options, sparse_ring=settings)
+    assert weights is None
+    assert torch.equal(o, sparse_attention(*as_ours(x), pattern=pattern, seqlen=100, scale=0.2))
+
+
+def test_the_hook_around_a_ring():
+    """Heads before tokens in memory, too: what is sent is made contiguous here."""
+    x = {name: t.contiguous() for name, t in call().items()}
+    solo = RingGroups(ALONE, ALONE, ALONE, None)
+    settings = SparseRingConfig(solo, StripedLayout(1), Dense())
+    o, _ = attention(LAYER, **x, attention_mask=None, sparse_ring=settings)
+    assert torch.equal(o, sparse_attention(*as_ours(x), pattern=Dense()))
+
+
+def test_layers_have_patterns_of_their_own():
+    x = call(256)
+    narrow = FixedVerticalSlash([], [0])
+    settings = SparseRingConfig(pattern={1: narrow}, dense_layers=(0,))
+    for layer, pattern in ((0, Dense()), (1, narrow)):
+        module = SimpleNamespace(layer_idx=layer)
+        o, _ = attention(module, **x, attention_mask=None, sparse_ring=settings)
+        assert torch.equal(o, sparse_attention(*as_ours(x), pattern=pattern))
+    with pytest.raises(Unsupported, match="no pattern for layer 2"):
+        attention(SimpleNamespace(layer_idx=2), **x, attention_mask=None, sparse_ring=settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"sparse_ring": None}, "no settings; need them in every call of the model"),
+        ({"attention_mask": torch.ones(1)}, "got an attention mask; need plain causal"),
+        ({"dropout": 0.1}, "got dropout"),
+        ({"sliding_window": 64}, "got a sliding window"),
+        ({"softcap": 30.0}, "got softcap"),
+        ({"is_causal": False}, "got is_causal=False"),
+    ],
+)
+def test_what_the_hook_refuses(change, text):
+    options = {"attention_mask": None, "sparse_ring": SparseRingConfig(), **change}
+    with pytest.raises(Unsupported) as error:
+        attention(LAYER, **call(), **options)
+    assert text in str(error.value)
+
+
+def test_registering_names_our_function(monkeypatch):
+    known = {}
+    library = SimpleNamespace(AttentionInterface=SimpleNamespace(register=known.__setitem__))
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    hook.register()
+    hook.register()
+    assert known == {"sparse_ring": attention}
+
+
+def test_a_model_of_transformers_runs_on_the_hook():
+    """Its own attention against ours, with every diagonal: logits and gradients."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    hook.register()
+    found = []
+    tokens = torch.randint(64, (1, 128))
+    for implementation in ("sdpa", "sparse_ring"):
+        config = transformers.Qwen2Config(**sizes, attn_implementation=implementation)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).double()
+        extra = {"sparse_ring": SparseRingConfig(pattern=Dense())}
+        logits = model(
+            tokens, use_cache=False, **(extra if implementation == "sparse_ring" else {})
+        ).logits
+        logits.square().mean().backward()
+        found.append([logits.detach(), *(p.grad for p in model.parameters())])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,191 @@
+"""The schedules over stand-in rings: what is where when, posted before what, and any world size.
+
+A chunk is filled with the number of its owner, so what a neighbour sends is known without one. A
+transfer may land the moment it is posted, or not before it is awaited; both must be right.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import Queue
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from qla_kernels.sparse_ring import FixedVerticalSlash, StripedLayout, build_index, ring
+from qla_kernels.sparse_ring.route import Route
+from qla_kernels.sparse_ring.shard import shard_of
+from reference import sparse_ring
+from tests.compare import assert_close
+
+NAN = float("nan")
+
+
+@dataclass
+class FakeRing:
+    """Of a double ring with `inner` ranks a node, this rank's inner ring or outer ring."""
+
+    rank: int
+    size: int
+    inner: int
+    is_outer: bool
+    early: bool
+    in_order: bool
+    log: list[str] = field(default_factory=list)
+
+    def before(self, owner: float) -> float:
+        """Whose chunk the rank before holds while this one holds `owner`'s."""
+        node, number = divmod(int(owner), self.inner)
+        if self.is_outer:
+            return ((node - 1) % self.size) * self.inner + number
+        return node * self.inner + (number - 1) % self.size
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> object:
+        name = "outer" if self.is_outer else "inner"
+        self.log.append(f"post {name}")
+        coming = [self.before(x.flatten()[0].item()) if self.in_order else None for x in send]
+
+        def land() -> None:
+            for x, room, owner in zip(send, receive, coming, strict=True):
+                room.fill_(self.before(x.flatten()[0].item()) if owner is None else owner)
+
+        def wait() -> None:
+            self.log.append(f"wait {name}")
+            if not self.early:
+                land()
+
+        for room in receive:
+            room.fill_(NAN)
+        if self.early or self.in_order:
+            land()
+        return SimpleNamespace(wait=wait)
+
+
+def route(inner: int, outer: int, rank: int, per_launch: int, early: bool, in_order: bool) -> Route:
+    log: list[str] = []
+    of_node = FakeRing(rank % inner, inner, inner, False, early, in_order, log)
+    of_nodes = FakeRing(rank // inner, outer, inner, True, early, in_order, log)
+    return Route(of_node, of_node, of_nodes, False, per_launch)
+
+
+@pytest.mark.parametrize(("early", "in_order"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("per_launch", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(1, 1), (2, 1), (5, 1), (8, 1), (1, 4), (2, 3), (4, 2)]
+)
+def test_a_batch_is_where_it_says_for_as_long_as_it_is_used(
+    inner, outer, per_launch, early, in_order
+):
+    for rank in range(inner * outer):
+        way = route(inner, outer, rank, per_launch, early, in_order)
+        k = torch.full((1, 2, 1, 1), float(rank))
+        met, flags = [], []
+        for batch in way.batches(k, k + 0):
+            for chunk in batch.chunks:
+                assert (batch.k[chunk.slot] == chunk.owner).all()
+                assert (batch.v[chunk.slot] == chunk.owner).all()
+                met.append(chunk.owner)
+            flags.append((batch.first, batch.last))
+            assert len(batch.chunks) <= per_launch
+            assert len(batch.k) <= max(1, 2 * per_launch)  # memory: two launches' worth
+        assert met[0] == rank
+        assert sorted(met) == list(range(inner * outer))
+        assert [first for first, _ in flags] == [True] + [False] * (len(flags) - 1)
+        assert [last for _, last in flags] == [False] * (len(flags) - 1) + [True]
+
+
+def test_transfers_are_posted_before_the_launch_they_hide_behind():
+    way = route(inner=2, outer=2, rank=0, per_launch=1, early=False, in_order=False)
+    k = torch.zeros(1, 2, 1, 1)
+    for batch in way.batches(k, k + 0):
+        way.inner.log.append(f"launch {batch.chunks[0].owner}")
+    assert way.inner.log == [
+        "post outer", "post inner", "launch 0", "wait inner", "launch 1", "wait outer",
+        "post inner", "launch 2", "wait inner", "launch 3",
+    ]  # fmt: skip
+
+
+def test_where_transfers_follow_by_themselves_all_of_a_launch_are_posted():
+    way = route(inner=5, outer=1, rank=0, per_launch=4, early=True, in_order=True)
+    k = torch.zeros(1, 2, 1, 1)
+    for batch in way.batches(k, k + 0):
+        way.inner.log.append(f"launch {len(batch.chunks)}")
+    posted, waited = ["post inner"] * 4, ["wait inner"] * 4
+    assert way.inner.log == [*posted, "launch 1", *waited, "launch 4"]
+
+
+class Mail:
+    """A ring whose ranks are threads: what is sent lies in the receiver's box until it waits."""
+
+    in_order = False
+
+    def __init__(self, boxes: dict[object, Queue], members: list[int], rank: int) -> None:
+        self.boxes, self.members = boxes, members
+        self.rank, self.size = members.index(rank), len(members)
+
+    def _box(self, source: int, to: int, tag: int) -> Queue:
+        ends = (self.members[source % self.size], self.members[to % self.size])
+        return self.boxes.setdefault((tuple(self.members), ends, tag), Queue())  # atomic
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> object:
+        return self.swap(send, receive, self.rank + 1, self.rank - 1, tag)
+
+    def swap(self, send, receive, to: int, source: int, tag: int) -> object:
+        for n, x in enumerate(send):
+            self._box(self.rank, to, tag + n).put(x.clone())
+
+        def wait() -> Sequence[Tensor]:
+            for n, room in enumerate(receive):
+                room.copy_(self._box(source, self.rank, tag + n).get(timeout=20))
+            return receive
+
+        for room in receive:
+            room.fill_(NAN)
+        return SimpleNamespace(wait=wait)
+
+    def gather(self, *tensors: Tensor) -> object:
+        for to in range(self.size):
+            self._box(self.rank, to, -1).put([x.clone() for x in tensors])
+
+        def wait() -> list[Tensor]:
+            all_of = [self._box(r, self.rank, -1).get(timeout=20) for r in range(self.size)]
+            return [torch.stack(parts) for parts in zip(*all_of, strict=True)]
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "gathers", "per_launch"),
+    [(5, 1, False, 1), (5, 1, True, 1), (2, 3, False, 1), (3, 2, False, 2), (2, 4, False, 3)],
+)
+def test_any_number_of_ranks_is_one_rank(inner, outer, gathers, per_launch):
+    """The engine itself, each rank a thread, against the definition in fp64."""
+    world = inner * outer
+    T = 128 * world
+    q, k, v, do = (torch.randn(1, T, h, 8, dtype=torch.float64) for h in (2, 1, 1, 2))
+    index = build_index(q, k, FixedVerticalSlash([[3, 70, T - 9], []], [[1, 4], [2, 3, world]]))
+    layout, seqlen = StripedLayout(world), T - 70
+    boxes: dict[object, Queue] = {}
+
+    def one(rank: int) -> list[Tensor]:
+        everybody, node = list(range(world)), rank // inner * inner
+        whole = Mail(boxes, everybody, rank)
+        of_node = Mail(boxes, everybody[node : node + inner], rank)
+        of_nodes = Mail(boxes, everybody[rank % inner :: inner], rank)
+        way = Route(whole, of_node, of_nodes, gathers, per_launch)
+        shard = shard_of(layout, rank, T, seqlen, 0.3, index[:3])
+        mine = [layout.shard(x, 1, rank) for x in (q, k, v, do)]
+        done = ring.forward(shard, way, *mine[:3])
+        return [done.o, *ring.backward(shard, way, *mine[:3], done, mine[3], None)]
+
+    with ThreadPoolExecutor(world) as ranks:
+        parts = zip(*ranks.map(one, range(world)), strict=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    visible = index.to_mask() & (torch.arange(T) < seqlen)[:, None]
+    o, _ = sparse_ring.attention(*leaves, visible, 0.3)
+    want = [o.detach(), *torch.autograd.grad(o, leaves, do)]
+    order = layout.perm(T).argsort()
+    for name, part, whole in zip(("o", "dq", "dk", "dv"), parts, want, strict=True):
+        assert_close(name, torch.cat(part, 1)[:, order], whole, 1e-12)

@@ -1,0 +1,305 @@
+"""Ranks as processes over gloo, for the tests of the ring: one start, every case, results as JSON.
+
+Starting four interpreters takes longer than the cases, so four ranks run all of them, smaller
+worlds in groups of some of the four. The last case kills one.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+ROOT = Path(__file__).resolve().parents[1]
+WORLD = 4
+LIMIT = 100  # seconds for everything; a deadlock is a failure
+DEADLINE = 3.0  # seconds, of the groups in which somebody is missing
+
+
+def run(folder: Path) -> list[dict[str, Any]]:
+    """What each rank has to say, by case."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here
+    command = (sys.executable, "-m", "tests.sparse_ring_ranks", str(folder), str(store.port))
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(r)], cwd=ROOT, env=env, stderr=(folder / f"{r}.err").open("w")
+        )
+        for r in range(WORLD)
+    ]
+    end = time.monotonic() + LIMIT
+    for rank in ranks:
+        try:
+            rank.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+    said = []
+    for r in range(WORLD):
+        file = folder / f"{r}.json"
+        errors = (folder / f"{r}.err").read_text()[-3000:]
+        said.append(json.loads(file.read_text()) if file.exists() else {"no end": errors})
+    return said
+
+
+def main(folder: Path, port: int, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    said: dict[str, Any] = {}
+    for case in (results, agreements, repeats, absences, deaths):
+        for name, found in case(rank):
+            said[name] = found
+        (folder / f"{rank}.json").write_text(json.dumps(said))
+    os._exit(0)  # torch would wait for the dead
+
+
+def problem(world: int, dtype: Any = None) -> dict[str, Any]:
+    """A whole sequence, the same on every rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(world)
+    T, H, Hk, D = 256 * world, 2, 1, 16
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    mean = normal(H, D)
+    q, k = normal(1, T, H, D) + mean, normal(1, T, Hk, D) + mean[:Hk]
+    do, dlse = normal(1, T, H, D), normal(1, H, T)
+    seqlen = T - 70
+    dlse[..., seqlen:] = 0  # the LSE of padding is a constant
+    return {"q": q, "k": k, "v": normal(1, T, Hk, D), "do": do, "dlse": dlse, "seqlen": seqlen}
+
+
+def truth(x: dict[str, Any], index: Any) -> list[Any]:
+    """o, LSE, dq, dk, dv of the definition, in fp64."""
+    import torch
+
+    from reference import sparse_ring as definition
+
+    token = torch.arange(index.T)
+    visible = index.to_mask() & (token < x["seqlen"])[:, None]
+    leaves = [x[n].double().requires_grad_() for n in "qkv"]
+    o, lse = definition.attention(*leaves, visible)
+    live = lse[..., : x["seqlen"]]
+    loss = (o * x["do"]).sum() + (live * x["dlse"][..., : x["seqlen"]]).sum()
+    return [o.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def shards(x: dict[str, Any], layout: Any, rank: int) -> list[Any]:
+    return [layout.shard(x[n], 1, rank).requires_grad_() for n in "qkv"]
+
+
+def attend(x: dict[str, Any], layout: Any, group: Any, **options: Any) -> list[Any]:
+    """o, LSE, dq, dk, dv of this rank's rows, and the index."""
+    import torch
+
+    from qla_kernels.sparse_ring import VerticalSlash, sparse_ring_attention
+
+    leaves = shards(x, layout, group.rank)
+    options = {"pattern": VerticalSlash(0.5, 0.6), "seqlen": x["seqlen"], **options}
+    o, lse, index = sparse_ring_attention(
+        *leaves, group=group, layout=layout, return_lse=True, return_index=True, **options
+    )
+    mine = layout.positions(index.T, group.rank)
+    loss = (o * x["do"][:, mine]).sum()
+    live = mine < x["seqlen"]
+    loss = loss + (lse * x["dlse"][..., mine])[..., live].sum()
+    return [o.detach(), lse.detach(), *torch.autograd.grad(loss, leaves), index]
+
+
+def results(rank: int) -> Iterator[tuple[str, Any]]:
+    """The largest relative error of every tensor, for each way to compute it."""
+    import torch
+
+    from tests.compare import relative_l2
+
+    wanted: dict[int, list[torch.Tensor]] = {}
+    for group in _groups(rank):
+        world = group.world
+        x = problem(world, torch.float64)
+        for layout, schedule, per_launch in _ways(group):
+            options = {"schedule": schedule, "chunks_per_launch": per_launch}
+            *got, index = attend(x, layout, group, **options)
+            if world not in wanted:
+                wanted[world] = truth(x, index)
+            mine = layout.positions(index.T, group.rank)
+            rows = [t[..., mine] if t.dim() == 3 else t[:, mine] for t in wanted[world]]
+            rows[1], got[1] = (t.exp() for t in (rows[1], got[1]))  # no infinities
+            error = max(relative_l2(a, b) for a, b in zip(got, rows, strict=True))
+            name = f"{layout} {schedule} {group.inner.size}x{group.outer.size} {per_launch}"
+            yield name, error
+        digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in index[:3])).hexdigest()
+        yield f"index of a ring {world} {group.inner.size}", digest
+
+
+def _ways(group: Any) -> Iterator[tuple[Any, str, int]]:
+    """(layout, schedule, chunks a launch): what a group is there for."""
+    from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, ZigZagLayout
+
+    world = group.world
+    if group.inner.size < world:
+        for layout in (StripedLayout(world), StripedLayout(world, 64)):
+            yield from ((layout, "double_ring", per_launch) for per_launch in (1, 2))
+        return
+    yield StripedLayout(world), "double_ring", 1
+    yield StripedLayout(world), "ring", 2
+    layouts = (StripedLayout(world), StripedLayout(world, 64), ZigZagLayout(world))
+    for layout in (*layouts, ContiguousLayout(world)):
+        yield layout, "ring", 1
+        yield layout, "allgather", 1
+
+
+def _groups(rank: int) -> Iterator[Any]:
+    """Two rings of 2 ranks, one of 3, and of 4 ranks a ring and two double rings."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from qla_kernels.sparse_ring import RingGroups
+
+    for size in (2, 3):
+        rings = [list(range(n, min(n + size, WORLD))) for n in range(0, WORLD, size)]
+        groups = [dist.new_group(ranks) for ranks in rings]
+        group = RingGroups.create(groups[rank // size])
+        if group.world == size:
+            yield group
+    yield RingGroups.create()
+    yield RingGroups.create(inner_size=1)
+    yield RingGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "ring")))
+
+
+def agreements(rank: int) -> Iterator[tuple[str, Any]]:
+    """What each rank raises when one of them was given something else."""
+    import torch
+
+    from qla_kernels.sparse_ring import RingGroups, StripedLayout, VerticalSlash
+
+    group, layout = RingGroups.create(), StripedLayout(WORLD)
+    x = problem(WORLD, torch.float64)
+    wrong: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "dtype": lambda x: {**x, **{n: x[n].float() for n in ("q", "k", "v", "do", "dlse")}},
+        "heads": lambda x: {**x, **{n: torch.cat([x[n], x[n]], 2) for n in "kv"}},
+        "mixed": lambda x: {**x, "k": x["k"].float()},
+        "seqlen": lambda x: {**x, "seqlen": 5},
+    }
+    for name, change in wrong.items():
+        mine = change(x) if rank == 2 else x
+        yield name, _raised(functools.partial(attend, mine, layout, group))
+    options = {"pattern": VerticalSlash(0.5, 0.7)} if rank == 1 else {}
+    yield "pattern", _raised(lambda: attend(x, layout, group, **options))
+    mine = StripedLayout(WORLD, 64 if rank == 1 else 128)
+    yield "layout", _raised(lambda: attend(x, mine, group))
+    yield "everybody", _raised(lambda: attend({**x, "seqlen": 0}, layout, group))
+    index = attend(x, layout, group)[-1]
+    changed = index._replace(d_bits=index.d_bits | 2**30) if rank == 1 else index
+    os.environ["QLA_CHECK"] = "1"
+    options = {"pattern": None, "index": changed}
+    yield "contents", _raised(lambda: attend(x, layout, group, **options))
+    del os.environ["QLA_CHECK"]
+    yield "afterwards", _raised(lambda: attend(x, layout, group))
+
+
+def repeats(rank: int) -> Iterator[tuple[str, Any]]:
+    """Calls that are made twice, and what they leave alone; an index, and shards moved about."""
+    import torch
+
+    from qla_kernels.sparse_ring import (
+        ContiguousLayout,
+        RingGroups,
+        StripedLayout,
+        VerticalSlash,
+        build_index,
+        sparse_ring_attention,
+    )
+    from tests.compare import relative_l2
+
+    group, layout = RingGroups.create(inner_size=2), StripedLayout(WORLD)
+    x = problem(WORLD, torch.float32)
+    for schedule in ("allgather", "ring", "double_ring"):
+        a, b = (attend(x, layout, group, schedule=schedule) for _ in range(2))
+        yield (
+            f"twice {schedule}",
+            all(torch.equal(s, t) for s, t in zip(a[:-1], b[:-1], strict=True)),
+        )
+    x = problem(WORLD, torch.bfloat16)
+    *got, index = attend(x, layout, group)
+    want, mine = truth(x, index), layout.positions(index.T, rank)
+    yield "bf16", max(relative_l2(got[n], want[n][:, mine]) for n in (0, 2, 3, 4))
+    x = problem(WORLD, torch.float32)
+    leaves = shards(x, layout, rank)
+    before = [t.detach().clone() for t in leaves]
+    pattern, seqlen = VerticalSlash(0.5, 0.6), x["seqlen"]
+
+    attention = sparse_ring_attention(
+        *leaves, group=group, layout=layout, pattern=pattern, seqlen=seqlen
+    )
+    attention.sum().backward()
+    yield "untouched", all(torch.equal(s, t) for s, t in zip(before, leaves, strict=True))
+    here = build_index(leaves[0], leaves[1], pattern, layout=layout, group=group, seqlen=seqlen)
+    alone = build_index(x["q"], x["k"], pattern, seqlen=seqlen)
+    yield (
+        "index of one rank",
+        all(torch.equal(s, t) for s, t in zip(here[:3], alone[:3], strict=True)),
+    )
+    yield "unshard", torch.equal(layout.unshard(leaves[1], 1, group), x["k"])
+    other = ContiguousLayout(WORLD)
+    moved = layout.exchange(other.shard(x["k"], 1, rank), 1, other, group)
+    yield "exchange", torch.equal(moved, leaves[1])
+
+
+def absences(rank: int) -> Iterator[tuple[str, Any]]:
+    """Rank 2 does not call."""
+    import torch
+
+    from qla_kernels.sparse_ring import RingGroups, StripedLayout
+
+    limit = timedelta(seconds=DEADLINE)
+    layout, x = StripedLayout(WORLD), problem(WORLD, torch.float64)
+    group = RingGroups.create(timeout=limit, side_timeout=limit)
+    started = time.monotonic()
+    if rank == 2:
+        time.sleep(DEADLINE + 1)
+        yield "absent", None
+    else:
+        yield "absent", _raised(lambda: attend(x, layout, group))
+    yield "absent for", time.monotonic() - started
+
+
+def deaths(rank: int) -> Iterator[tuple[str, Any]]:
+    """Rank 3 dies in the middle of a ring."""
+    import torch
+
+    from qla_kernels.sparse_ring import RingGroups, StripedLayout, cpu
+
+    group = RingGroups.create(timeout=timedelta(seconds=2 * DEADLINE))
+    layout, x = StripedLayout(WORLD), problem(WORLD, torch.float64)
+    yield "before a death", _raised(lambda: attend(x, layout, group, schedule="ring"))
+    if rank == 3:
+        cpu.forward = lambda *_: os._exit(0)
+    started = time.monotonic()
+    yield "death", _raised(lambda: attend(x, layout, group, schedule="ring"))
+    yield "death for", time.monotonic() - started
+
+
+def _raised(call: Callable[[], object]) -> str | None:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
