@@ -51,8 +51,8 @@ def fetch(rows, ring, tail_full, tail, i, begin, length):
 
 @T.macro
 def load(leading, others, ahead, tail_full, begin, length, num_chunks):
-    """`leading` and `others` are (rows, ring). What A and P are made of runs `ahead` chunks ahead of
-    what only the state reads, and never waits behind it."""
+    """`leading` and `others` are (rows, ring). What A and P are made of runs `ahead` chunks ahead
+    of what only the state reads, and never waits behind it."""
     for j in rolled(num_chunks + ahead):
         if j >= ahead:
             for n, (rows, ring) in enumerate(others):
