@@ -127,6 +127,7 @@ class GraphTimer(DeviceTimer):
                 run()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
+        self._runs = runs  # a graph reads their tensors, and does not keep them
         groups = [[run] for run in runs] if cold else [list(runs)]
         self._graphs = [self._capture(group) for group in groups]
         self.calls_per_step = len(groups[0])

@@ -5,8 +5,10 @@ event reads a counter. That the numbers mean something, only a GPU can show.
 """
 
 import contextlib
+import gc
 import itertools
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -201,6 +203,26 @@ def test_a_sample_is_a_replay_over_its_calls(device):
     samples = timer.burst(0.0)
     assert samples == [pytest.approx(1e-3 / 3)] * 3  # 1 ms on the pretended clock
     assert [a - b for a, b in zip(counts, before, strict=True)] == [4, 4, 4]  # one to wake up
+
+
+def test_a_graph_keeps_what_its_calls_read(device):
+    """Inputs made for a rival, such as its form of a gate, belong to its calls alone."""
+
+    class Inputs:
+        pass
+
+    def call():
+        inputs = Inputs()
+        made.append(weakref.ref(inputs))
+        return lambda: len(vars(inputs))
+
+    made = []
+    timer = GraphTimer([call() for _ in range(2)])
+    gc.collect()
+    assert all(inputs() is not None for inputs in made)
+    del timer
+    gc.collect()
+    assert not any(inputs() is not None for inputs in made)
 
 
 def test_cold_takes_one_call_a_graph_and_fills_the_cache_before_each(device, monkeypatch):
