@@ -6,7 +6,6 @@ the chunks in the order in which a chain meets them.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import tilelang.language as T
 
@@ -16,18 +15,6 @@ from qla_kernels.tile.mask import clear_tail
 from qla_kernels.tile.math import CHUNK, LOG2E
 
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
-
-
-class Rows(NamedTuple):
-    """A chunk's rows of one head, and where they go."""
-
-    tensor: Any  # [tokens, .., width]
-    head: tuple[Any, ...]  # an index for each dimension between
-    shared: Any  # [slots, CHUNK, width]
-
-    def copy(self, tok0, slot, barrier):
-        rows = self.tensor[(slice(tok0, tok0 + CHUNK), *self.head, slice(None))]
-        return T.tma_copy(rows, self.shared[slot, :, :], barrier=barrier)
 
 
 @T.macro

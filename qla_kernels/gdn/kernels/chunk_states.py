@@ -33,12 +33,13 @@ from qla_kernels.gdn.chain import (
     TILE,
     TURN,
     D,
+    Rows,
     accumulator_layout,
     give_turn,
     load_transposed,
     take_turn,
 )
-from qla_kernels.gdn.chain_backward import SOURCE, Rows, gate, load, put_state, stage, store
+from qla_kernels.gdn.chain_backward import SOURCE, gate, load, put_state, stage, store
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule

@@ -38,6 +38,7 @@ from qla_kernels.gdn.chain import (
     TILE,
     TURN,
     D,
+    Rows,
     accumulator_layout,
     give_turn,
     load_transposed,
@@ -45,7 +46,6 @@ from qla_kernels.gdn.chain import (
 )
 from qla_kernels.gdn.chain_backward import (
     SOURCE,
-    Rows,
     gate,
     load,
     put_state,

@@ -37,8 +37,8 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.chain import GATE_ROWS, TILE
-from qla_kernels.gdn.chain_backward import Rows, gate, load
+from qla_kernels.gdn.chain import GATE_ROWS, TILE, Rows
+from qla_kernels.gdn.chain_backward import gate, load
 from qla_kernels.gdn.chain_forward import gate as raw_gate
 from qla_kernels.gdn.chain_segment import SOURCE, columns, solve, warm_chunks
 from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES

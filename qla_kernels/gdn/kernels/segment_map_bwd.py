@@ -32,8 +32,8 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.chain import GATE_ROWS, TILE
-from qla_kernels.gdn.chain_backward import Rows, gate, load, score
+from qla_kernels.gdn.chain import GATE_ROWS, TILE, Rows
+from qla_kernels.gdn.chain_backward import gate, load, score
 from qla_kernels.gdn.chain_segment import SOURCE, gradient_columns, warm_chunks
 from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.tile.math import CHUNK
