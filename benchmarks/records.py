@@ -8,6 +8,7 @@ another kind (device checks) may stand between and are passed over.
 import dataclasses
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -164,7 +165,9 @@ def now() -> datetime:
 
 
 def command_line() -> str:
-    return " ".join(["python -m benchmarks.sm90", *sys.argv[1:]])
+    """Without --out: where this machine keeps files is no part of what was measured."""
+    command = " ".join(["python -m benchmarks.sm90", *sys.argv[1:]])
+    return re.sub(r" --out[ =]\S+", "", command)
 
 
 def append(run: Run, folder: Path = RESULTS) -> Path:

@@ -8,7 +8,6 @@ than today's is called stale.
 """
 
 import argparse
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -111,7 +110,7 @@ def _headline_text(run: Run | None, family: str, fingerprint: Fingerprint) -> st
     text = [f"Record `{run.id}`, {run.device}, {run.date[:10]}, commit {run.commit[:10]}"]
     text.append("with uncommitted changes." if run.dirty else "as committed.")
     if run.fingerprint != fingerprint(family):
-        text.append(f"**Stale:** the kernels changed since. `{_command(run)}` measures today's.")
+        text.append(f"**Stale:** the kernels changed since. `{run.command}` measures today's.")
     if all(row.time_ms("ours") is None for row in run.rows):
         text.append("It holds the rivals only: this version has no kernel of ours for these rows.")
     return " ".join(text)
@@ -155,11 +154,6 @@ def _newest_with(runs: Sequence[Run], family: str, belongs: Callable[[str], bool
     return None
 
 
-def _command(run: Run) -> str:
-    """Without the folder that one machine's files went to."""
-    return re.sub(r" --out[ =]\S+", "", run.command)
-
-
 def _provenance(run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     states = [
@@ -167,7 +161,7 @@ def _provenance(run: Run) -> str:
         for state in (run.environment, run.environment_after)
     ]
     return "\n".join([
-        f"- Command: `{_command(run)}`", f"- Versions: {versions}", f"- Before: {states[0]}",
+        f"- Command: `{run.command}`", f"- Versions: {versions}", f"- Before: {states[0]}",
         f"- After: {states[1]}", f"- Fingerprint: `{run.fingerprint}`",
     ])  # fmt: skip
 

@@ -176,6 +176,12 @@ def test_without_a_gpu_workloads_are_shorter_and_kernels_left_out():
     assert [w.lengths for w in decoded[:4]] == [(1,), (2,), (4,), (1, 1)]
 
 
+@pytest.mark.parametrize("out", [["--out", "/a/folder"], ["--out=/a/folder"], []])
+def test_a_record_names_no_folder_of_its_machine(out, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sm90.py", "gdn", *out, "--save"])
+    assert records.command_line() == "python -m benchmarks.sm90 gdn --save"
+
+
 def test_the_command_runs_to_the_end(tmp_path, capsys):
     """One forward and one backward row through the CPU path: table, JSON, figures, record."""
     if torch.cuda.is_available():

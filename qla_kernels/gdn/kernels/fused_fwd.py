@@ -15,7 +15,7 @@ Steps (numbers appear again in the roles):
     2 gate    gamma, beta, fall, beta e, scale e, d, e^gamma_last of a chunk
     3 solve   K K^T, then A, unless given; Q K^T, then P: up to two chunks ahead of the state.
               The inverses of A's diagonal blocks are a long chain of small steps: a warp of its
-              own works on them while the solving warpgroup is a chunk further
+              own works on them while a single solving warpgroup is a chunk further
     4 state   S to 16 bits; S K^T and S Q^T
     5 state   W^T; V'^T
     6 state   S and O^T
@@ -26,9 +26,9 @@ Why this shape: the chain S -> W -> V' -> S is what a chunk waits for, so nothin
 registers: every product's left operand is the previous accumulator, rounded in place, and its right
 operand a tile that both state warpgroups share. A state warpgroup owns 64 columns of V for the
 whole sequence. Two of them alternate on the tensor cores, each computing while the other's products
-run, and leave registers for one warpgroup that solves. The solve's small dependent products wait
-for the state's large ones, so where CTAs come in several waves it may pay to solve beforehand, in
-kkt_solve, and be given A.
+run, and leave registers for one warpgroup that solves; beside a single one there is room for two,
+which take alternate chunks. The solve's small dependent products wait for the state's large ones,
+so for long chains it may pay to solve beforehand, in kkt_solve, and be given A.
 """
 
 from typing import NamedTuple
