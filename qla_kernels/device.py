@@ -1,14 +1,11 @@
-"""The only file that asks questions of torch.cuda, and only when called.
-
-torch caches a device's properties, and Dynamo takes them as constants of a graph, so they are not
-cached here and need no hiding from a trace.
-"""
+"""The only file that asks questions of torch.cuda, and only when called."""
 
 import functools
 import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +17,7 @@ def available() -> bool:
 
 def capability(device: torch.device) -> tuple[int, int]:
     """(major, minor): (9, 0) is Hopper."""
-    found = torch.cuda.get_device_properties(device)
+    found = _properties(device)
     return found.major, found.minor
 
 
@@ -56,11 +53,27 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return int(_properties(device).multi_processor_count)
 
 
 def name(device: torch.device) -> str:
-    return torch.cuda.get_device_properties(device).name
+    return str(_properties(device).name)
+
+
+def _properties(device: torch.device) -> Any:
+    """torch remembers them, but finding its way there takes as long as a launch.
+
+    Not by heart for "cuda", which is whichever GPU is the current one, nor while Dynamo traces: it
+    takes what torch says as constants, and does not look into caches.
+    """
+    if device.index is None or torch.compiler.is_compiling():
+        return torch.cuda.get_device_properties(device)
+    return _remembered_properties(device)
+
+
+@functools.cache
+def _remembered_properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
 
 
 @functools.cache

@@ -33,6 +33,9 @@ def chunk_gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
+    exact: bool = False,
+    warm_log_bound: float | None = None,
+    enable_fwd_cp_cache: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule with the activations around it: o, and the final states if asked for."""
     if use_qk_l2norm_in_kernel:
@@ -84,6 +87,8 @@ def chunk_gated_delta_rule_fwd(
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    exact: bool = False,
+    warm_log_bound: float | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, None]:
     """g_cum, A, o, h, final_state and an empty cache; what was not asked for is None."""
@@ -122,8 +127,12 @@ def chunk_gated_delta_rule_bwd(
     cu_seqlens: Tensor | None = None,
     state_v_first: bool = False,
     auto_cp: bool = True,
-    cp_cache: None = None,
+    cp_cache: Any = None,
     cp_context: Any = None,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    exact: bool = False,
+    warm_log_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv, dbeta, dg, dh0 from what the forward saw and returned; g is its g_cum."""
     if cp_context is not None:

@@ -1,7 +1,8 @@
 """The gated delta rule: its definition, and the activations around it.
 
 Reading order: `recurrent` below is what the operation means; `gdn_chunked` is the algorithm,
-`gdn_backward` its gradients written out by hand, `gdn_segments` the form that cuts long sequences.
+`gdn_backward` its gradients written out by hand, `gdn_segments` the form that cuts long sequences,
+`gdn_shards` what ranks that hold parts of sequences tell each other.
 
 Everywhere: q, k [B,T,H,K]; v, o [B,T,HV,V]; g, beta [B,T,HV]; states [N,HV,K,V]. Value head h
 reads key head h // (HV / H). With cu_seqlens [N+1], B is 1 and N sequences lie end to end in T;
@@ -17,14 +18,17 @@ from .chunks import sequence_spans
 from .gdn_backward import Backward, chunked_backward
 from .gdn_chunked import Forward, chunked, compute_dtype
 from .gdn_segments import segmented
+from .gdn_shards import backward_link, forward_link
 
 __all__ = [
     "Backward",
     "Forward",
+    "backward_link",
     "beta_sigmoid",
     "beta_sigmoid_backward",
     "chunked",
     "chunked_backward",
+    "forward_link",
     "gate",
     "gate_backward",
     "l2norm",

@@ -60,19 +60,22 @@ def cut_segments(sequences: Tensor, segment_size: int) -> Segments:
     return Segments(torch.stack([start, end], 1), first, first + counts - 1)
 
 
-def warm_windows(chunks: Chunks, tiles: Tiles, gamma: Tensor) -> tuple[Tensor, Tensor]:
+def warm_windows(
+    chunks: Chunks, k: Tensor, beta: Tensor, gamma: Tensor, warm_log_bound: float = WARM_LOG_BOUND
+) -> tuple[Tensor, Tensor]:
     """The fewest last chunks of each segment whose map is negligible, by the bound on |M|.
 
-    Returns which chunks are in their segment's window [n h r], and which segments are warm [P h r];
-    every chunk of a segment that is not warm is in.
+    k [n h i k], beta [n h r i] and gamma [n h r i] are tiles. Returns which chunks are in their
+    segment's window [n h r], and which segments are warm [P h r]; every chunk of a segment that is
+    not warm is in.
     """
-    growth = 1 - tiles.beta[..., 0] * tiles.k.square().sum(-1)[:, :, None]
+    growth = 1 - beta * k.square().sum(-1)[:, :, None]
     log_bound = gamma[..., -1] + growth.abs().clamp(min=1).log().sum(-1)  # [n h r]
     grid = log_bound.new_zeros(
         len(chunks.longest_first), len(chunks.counts), *log_bound.shape[1:]
     )  # [P, steps, h, r]
     log_bound = grid.index_put((chunks.sequence, chunks.step), log_bound)
-    below = log_bound.flip(1).cumsum(1).flip(1) < WARM_LOG_BOUND  # bound over chunk i to the end
+    below = log_bound.flip(1).cumsum(1).flip(1) < warm_log_bound  # bound over chunk i to the end
     starts_later = below.flip(1).cumsum(1).flip(1) - below.long()
     return (starts_later == 0)[chunks.sequence, chunks.step], below.any(1)
 
@@ -93,7 +96,7 @@ def segment_maps(
     to the window, so dropping the values before it is the same as starting there.
     """
     K, V = tiles.k.shape[-1], v.shape[-1]
-    in_window, is_warm = warm_windows(chunks, tiles, gamma)  # [n h r], [P h r]
+    in_window, is_warm = warm_windows(chunks, tiles.k, tiles.beta[..., 0], gamma)
     is_first = torch.zeros(len(segments.spans), dtype=torch.bool, device=v.device)
     is_first = is_first.index_fill(0, segments.first.to(v.device), True)
     kept = in_window | is_first[chunks.sequence, None, None] | (not warm)

@@ -68,7 +68,7 @@ def run(
     scale = x.q.shape[-1] ** -0.5
     saved = None if kernel.solves else launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens)
     g, A = saved or (x.g, None)
-    cut = segments.cut(x.q.shape[1], x.cu_seqlens, most)
+    cut = segments.cut(x.g, x.cu_seqlens, most)
     found = segments.maps(x.k, x.v, g, x.beta, A, x.h0, cut, limit)
     starts = segments.start_states(found, x.h0, cut)
     o, ends = torch.empty_like(x.v), torch.empty_like(starts)

@@ -5,11 +5,14 @@ Names, order and defaults are those of FLA 0.6.0, so that one can be exchanged f
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qla_kernels.errors import need
+from qla_kernels.gdn import ops
 from qla_kernels.gdn.autograd import GatedDeltaRule, L2Norm
-from qla_kernels.gdn.keywords import refuse_unknown, take_layout
+from qla_kernels.gdn.keywords import refuse_unknown, take_layout, warm_bound
+from qla_kernels.gdn.shard_api import sharded
 from qla_kernels.gdn.validate import (
     OP,
     Gate,
@@ -72,10 +75,22 @@ def chunk_gated_delta_rule(
             not read, and their results are 0.
         cu_seqlens_cpu: the same on the CPU; saves planning on the device, never needed.
         chunk_indices: accepted for FLA's sake, unused.
-        cp_context: refused: sequences cut over ranks are not supported yet.
+        cp_context: tensors hold this rank's part of sequences that are cut over ranks, as FLA's
+            build_cp_context says, or `qla_kernels.gdn.build_cp_context`; cu_seqlens are the
+            context's. B is 1, and there are no states. Every rank of the group makes the same call,
+            and the same backward. Gradients of A_log and dt_bias are those of this rank's tokens.
         use_gate_in_kernel, A_log, dt_bias: by keyword. g holds the input of the gate; use
             -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
         chunk_size: by keyword; 16, 32 or 64, which all mean 64.
+        exact, warm_log_bound: by keyword. Where sequences are long and heads few, they are cut into
+            segments that run beside each other. A segment then leaves out what the tokens before it
+            add to the state that enters it, where that is less than e^warm_log_bound of the state
+            that they found, and warm_log_bound is -12: 6e-6. exact=True leaves out nothing, and
+            takes longer; what is rounded is the same.
+        enable_fwd_cp_cache: by keyword. Keep what the forward has found out about segments for the
+            backward, which need not find it out again: 4 K (K + V) bytes, which is 128 KB for K and
+            V of 128, for each segment and value head; those fill a GPU once or a few times. Ignored
+            in a compiled graph, which would have to know how many they are.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 or None.
@@ -84,32 +99,46 @@ def chunk_gated_delta_rule(
         ValueError: arguments do not fit together.
         Unsupported: they do, but this version cannot run them; see `qla_kernels.gdn.refusal`.
     """
+    exact, warm_log_bound = (kwargs.pop(name, None) for name in ("exact", "warm_log_bound"))
+    bound = warm_bound(OP, bool(exact), warm_log_bound)
+    keep = bool(kwargs.pop("enable_fwd_cp_cache", False)) and not torch.compiler.is_compiling()
     state_v_first, gate = _take_keywords(kwargs, state_v_first)
+    if cp_context is not None:
+        o = sharded(
+            q, k, v, g, beta, scale, cp_context, gate, bound,
+            states=initial_state is not None or output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=bool(use_beta_sigmoid_in_kernel),
+            allow_neg_eigval=bool(allow_neg_eigval),
+        )  # fmt: skip
+        return o, None
     check_tensors(OP, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
     check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     A_log, dt_bias = gate.parameters()
-    is_train = wants_gradients((q, k, v, g, beta, initial_state, A_log, dt_bias))
-    require(refusal(q, k, v, cp_context=cp_context))
+    require(refusal(q, k, v))
+    scale = scale_of(scale, q)
+    flags = {
+        "use_beta_sigmoid_in_kernel": bool(use_beta_sigmoid_in_kernel),
+        "allow_neg_eigval": bool(allow_neg_eigval),
+        "state_v_first": bool(state_v_first),
+        "warm_log_bound": bound,
+        "output_final_state": bool(output_final_state),
+    }
+    bounds = cu_seqlens, cu_seqlens_cpu
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    if not wants_gradients(inputs):  # autograd's wrappers cost the host as much as the operators
+        if use_qk_l2norm_in_kernel:
+            q, k = ops.l2norm_fwd(q), ops.l2norm_fwd(k)
+        o, final_state, *_ = ops.gdn_fwd(
+            q, k, v, g, beta, scale, initial_state, *bounds, A_log, dt_bias,
+            output_h=False, is_train=False, auto_cp=True, enable_fwd_cp_cache=False, **flags,
+        )  # fmt: skip
+        return o, final_state
     if use_qk_l2norm_in_kernel:
         q, k = (L2Norm.apply(x, cu_seqlens) for x in (q, k))  # type: ignore[no-untyped-call]
     o, final_state = GatedDeltaRule.apply(  # type: ignore[no-untyped-call]
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        initial_state,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        scale_of(scale, q),
-        bool(use_beta_sigmoid_in_kernel),
-        bool(allow_neg_eigval),
-        bool(state_v_first),
-        bool(output_final_state),
-        is_train,
-    )
+        q, k, v, g, beta, A_log, dt_bias, initial_state, *bounds, scale, *flags.values(), keep
+    )  # fmt: skip
     return o, final_state
 
 

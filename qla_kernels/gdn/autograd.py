@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qla_kernels.gdn import ops
+from qla_kernels.gdn import ops, shard_ops
 from qla_kernels.gdn.ops import Backward, Forward
 
 
@@ -18,7 +18,8 @@ class GatedDeltaRule(torch.autograd.Function):
     """gdn_fwd and gdn_bwd.
 
     Beside its inputs, which are alive anyway, it keeps g_cum and A: 4 + 64 * 2 bytes per token and
-    value head. The backward needs 4 K V bytes per chunk and value head for as long as it runs.
+    value head; with enable_fwd_cp_cache, also 4 K (K + V) bytes per segment and value head. The
+    backward needs 4 K V bytes per chunk and value head for as long as it runs.
     """
 
     @staticmethod
@@ -39,8 +40,9 @@ class GatedDeltaRule(torch.autograd.Function):
         use_beta_sigmoid_in_kernel: bool,
         allow_neg_eigval: bool,
         state_v_first: bool,
+        warm_log_bound: float,
         output_final_state: bool,
-        is_train: bool,
+        enable_fwd_cp_cache: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.scale = scale
         ctx.flags = {
@@ -48,6 +50,7 @@ class GatedDeltaRule(torch.autograd.Function):
             "allow_neg_eigval": allow_neg_eigval,
             "state_v_first": state_v_first,
             "auto_cp": True,
+            "warm_log_bound": warm_log_bound,
         }
         done = Forward(
             *ops.gdn_fwd(
@@ -64,16 +67,19 @@ class GatedDeltaRule(torch.autograd.Function):
                 dt_bias,
                 output_final_state=output_final_state,
                 output_h=False,
-                is_train=is_train,
+                is_train=True,
+                enable_fwd_cp_cache=enable_fwd_cp_cache,
                 **ctx.flags,
             )
         )
         ctx.set_materialize_grads(False)  # an unused final state costs no tensor of zeros
         raw_g = g if A_log is not None else None
         ctx.g_dtype = g.dtype
+        bounds = cu_seqlens, cu_seqlens_cpu
         ctx.save_for_backward(
-            q, k, v, raw_g, beta, A_log, dt_bias, initial_state, cu_seqlens, done.g_cum, done.A
-        )
+            q, k, v, raw_g, beta, A_log, dt_bias, initial_state, *bounds, done.g_cum, done.A,
+            *done.cp_cache,
+        )  # fmt: skip
         return done.o, done.final_state
 
     @staticmethod
@@ -82,7 +88,9 @@ class GatedDeltaRule(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, do: Tensor | None, dht: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, g_cum, A = ctx.saved_tensors
+        q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, cu_seqlens_cpu, g_cum, A, *cp_cache = (
+            ctx.saved_tensors
+        )
         if do is None:  # only the final state was used
             do = v.new_zeros(()).expand(v.shape)
         grads = Backward(
@@ -98,16 +106,66 @@ class GatedDeltaRule(torch.autograd.Function):
                 ctx.scale,
                 h0,
                 cu_seqlens,
+                cu_seqlens_cpu,
                 g,
                 A_log,
                 dt_bias,
+                cp_cache=cp_cache,
                 **ctx.flags,
             )
         )
         dg = grads.dg.to(ctx.g_dtype)
         dh0 = None if grads.dh0 is None else grads.dh0.to(h0.dtype)
         tensors = (grads.dq, grads.dk, grads.dv, dg, grads.dbeta, grads.dA_log, grads.ddt_bias, dh0)
-        return *tensors, *[None] * 8
+        return *tensors, *[None] * 9
+
+
+class ShardedGatedDeltaRule(torch.autograd.Function):
+    """gdn_shard_fwd and gdn_shard_bwd. Keeps what GatedDeltaRule keeps, and one state.
+
+    Gradients of A_log and dt_bias are those of this rank's tokens.
+    """
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        cu_seqlens: Tensor,
+        cu_seqlens_cpu: Tensor | None,
+        scale: float,
+        options: dict[str, Any],
+        is_train: bool,
+    ) -> Tensor:
+        ctx.scale, ctx.options, ctx.g_dtype = scale, options, g.dtype
+        bounds, parameters = (cu_seqlens, cu_seqlens_cpu), (A_log, dt_bias)
+        done = shard_ops.Forward(
+            *shard_ops.gdn_shard_fwd(
+                q, k, v, g, beta, scale, *bounds, *parameters, is_train=is_train, **options
+            )
+        )
+        raw_g = g if A_log is not None else None
+        ctx.save_for_backward(
+            q, k, v, raw_g, beta, *parameters, *bounds, done.entered, done.g_cum, done.A
+        )
+        return done.o
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, g, beta, A_log, dt_bias, *bounds, entered, g_cum, A = ctx.saved_tensors
+        dq, dk, dv, dbeta, dg, dA_log, ddt_bias = shard_ops.gdn_shard_bwd(
+            q, k, v, g_cum, beta, A, do, ctx.scale, *bounds, entered, g, A_log, dt_bias,
+            **ctx.options,
+        )  # fmt: skip
+        return dq, dk, dv, dg.to(ctx.g_dtype), dbeta, dA_log, ddt_bias, *[None] * 5
 
 
 class L2Norm(torch.autograd.Function):

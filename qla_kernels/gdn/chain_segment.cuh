@@ -34,12 +34,13 @@ __device__ __forceinline__ int chunks_by_gates(const float *g_cum, int64_t token
 template <int kWarps>
 __device__ __forceinline__ int chunks_by_raw_gates(const float *g, int64_t token, int length,
                                                    float limit, float *s_sum) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_chunks = length / 64;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_chunks = (length + 63) / 64;
   float total = 0.f;
 #pragma unroll 1
   for (int base = 0; base < num_chunks; base += kWarps) {
     const int t = 64 * (num_chunks - 1 - base - warp) + lane;
-    float sum = t >= 0 ? g[token * t] + g[token * (t + 32)] : 0.f;
+    float sum = t >= 0 && t < length ? g[token * t] : 0.f;
+    sum += t >= 0 && t + 32 < length ? g[token * (t + 32)] : 0.f;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
     __syncthreads();  // the sums before have been read

@@ -147,7 +147,7 @@ def solve(s_k, s_gate, s_l, s_a, rows, gate_ring, a_ring, num_chunks, first_thre
 @T.macro
 def gradient_columns(
     K, dtype, dht, ends, s_q, s_k, s_do, s_a, s_p, s_gate, rows, gate_ring, p_ring,
-    num_chunks, p, n, hv, column, has_end,
+    num_chunks, p, n, hv, column, has_end, unit,
 ):  # fmt: skip
     """The state role: 64 columns of the gradient of the state that enters a segment."""
     r_ds = T.alloc_fragment((TILE, K), "float32")  # dS^T: stays here from last to first chunk
@@ -162,7 +162,7 @@ def gradient_columns(
     T.annotate_layout({r_dot: accumulator_layout(TILE, CHUNK)})
     if has_end != 0:
         for r, c in T.Parallel(TILE, K):
-            r_ds[r, c] = dht[n, hv, c, column + r]
+            r_ds[r, c] = dht[n, hv, c, column + r] / unit
     else:
         T.clear(r_ds)
     T.copy(r_ds, r_ds16)
@@ -198,4 +198,4 @@ def gradient_columns(
         T.copy(r_ds, r_ds16)
     if num_chunks > 0:
         for r, c in T.Parallel(TILE, K):  # 8
-            ends[p - 1, hv, column + r, c] = r_ds[r, c]
+            ends[p - 1, hv, column + r, c] = r_ds[r, c] * unit

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.cpu import reference
-from qla_kernels.gdn.ops import Backward, Forward
+from qla_kernels.gdn.ops import Backward, Forward, empty_cache
 from qla_kernels.varlen import CHUNK
 
 
@@ -32,6 +32,8 @@ def gdn_fwd(
     output_h: bool,
     is_train: bool,
     auto_cp: bool,
+    enable_fwd_cp_cache: bool,
+    warm_log_bound: float,
 ) -> Forward:
     gdn = reference().gdn
     if A_log is not None:
@@ -47,6 +49,7 @@ def gdn_fwd(
         g_cum=out.g_cum if is_train else None,
         A=out.A if is_train else None,
         h=_swapped(out.h, state_v_first) if output_h else None,
+        cp_cache=empty_cache(q, *v.shape[2:]) if enable_fwd_cp_cache else [],
     )
 
 
@@ -63,6 +66,7 @@ def gdn_bwd(
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
     g: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
@@ -71,6 +75,8 @@ def gdn_bwd(
     allow_neg_eigval: bool,
     state_v_first: bool,
     auto_cp: bool,
+    warm_log_bound: float,
+    cp_cache: list[Tensor],
 ) -> Backward:
     gdn = reference().gdn
     active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta

@@ -1,9 +1,15 @@
-"""FLA's **kwargs, as the public functions take them."""
+"""What the public functions take by keyword: FLA's **kwargs, and our own."""
 
+import math
 import warnings
 from typing import Any
 
 from qla_kernels.errors import need
+from qla_kernels.gdn.plan import WARM_LOG_BOUND
+
+# To Dynamo a global float is an input of a dynamic graph, which it compiles twice; an int is not.
+_WHOLE_BOUND = int(WARM_LOG_BOUND)
+assert _WHOLE_BOUND == WARM_LOG_BOUND, "say how else Dynamo is to take it for a constant"
 
 
 def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
@@ -27,3 +33,19 @@ def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
     if kwargs:
         got = f"unknown keyword {', '.join(sorted(kwargs))}"
         raise TypeError(need(op, got, "the names of FLA 0.6.0", "remove or correct it"))
+
+
+def warm_bound(op: str, exact: bool, warm_log_bound: float | None) -> float:
+    """What segments may leave out of the state before them, natural log; -inf for nothing."""
+    if warm_log_bound is None:
+        return -math.inf if exact else float(_WHOLE_BOUND)
+    if exact:
+        fix = "pass one of them"
+        raise ValueError(
+            need(op, "exact and warm_log_bound", "exact=True to leave out nothing", fix)
+        )
+    if not warm_log_bound < 0:
+        needs = "less than 0, the log of a part of the state"
+        fix = f"leave it out for {WARM_LOG_BOUND}, or pass exact=True"
+        raise ValueError(need(op, f"warm_log_bound is {warm_log_bound}", needs, fix))
+    return float(warm_log_bound)

@@ -1,10 +1,12 @@
 """What runs on the GPU, in order. Allocates, chooses variants, launches; reads nothing back."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
-from qla_kernels.gdn import activations, heuristics, segments
+from qla_kernels.gdn import activations, heuristics, ops, segments
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.chain import TILE
 from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
@@ -25,7 +27,7 @@ from qla_kernels.gdn.packing import (
     sequence_bounds,
     tokens,
 )
-from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan, sequence_chunks
+from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.validate import dtype_name
 from qla_kernels.varlen import CHUNK, ChunkTable
 
@@ -53,6 +55,8 @@ def gdn_fwd(
     output_h: bool,
     is_train: bool,
     auto_cp: bool,
+    enable_fwd_cp_cache: bool,
+    warm_log_bound: float,
 ) -> Forward:
     require_aligned(q=q, k=k, v=v)
     B, T, HV, V = v.shape
@@ -68,12 +72,14 @@ def gdn_fwd(
         h0 = None if initial_state is None else initial_state.float()
         plan = Plan(heuristics.BATCH_INVARIANT, None)
         if auto_cp:
-            chunks = sequence_chunks(N, T * B)
-            plan = gdn_plan.forward(chunks, HV, K, V, device.sm_count(q.device))
+            chunks = segments.chunks_of(N, T * B, cu_seqlens_cpu)
+            exact = warm_log_bound == -math.inf
+            plan = gdn_plan.forward(chunks, HV, K, V, device.sm_count(q.device), exact)
         saved: tuple[Tensor, Tensor] | None = None  # g_cum and A
         if is_train or output_h or not plan.kernel.solves:
             saved = (torch.empty_like(g), q.new_empty(B, T, HV, CHUNK))
-        for b in flat_parts(q, k, v):
+        parts, kept = flat_parts(q, k, v), None
+        for b in parts:
             q_b, k_b, v_b, g_b, beta_b, o_b = of_part(b, q, k, v, g, beta, o)
             bounds = sequence_bounds(q_b, cu_seqlens)
             saved_b = None
@@ -85,10 +91,12 @@ def gdn_fwd(
             if not plan.kernel.solves:
                 g_read, A_read = kkt_solve(k_b, g_b, beta_b, bounds, out=saved_b)
             if plan.segment_chunks is not None:
-                cut = segments.cut(len(q_b) * T, bounds, plan.segment_chunks)
-                found = segments.maps(k_b, v_b, g_read, beta_b, A_read, start, cut, WARM_LOG_BOUND)
-                start = segments.start_states(found, start, cut)
+                cut = segments.cut(g_read, bounds, plan.segment_chunks)
+                found = segments.maps(k_b, v_b, g_read, beta_b, A_read, start, cut, warm_log_bound)
+                start = segments.start_states(found, start, cut)  # in memory that `found` has
                 bounds, ends_of = cut.bounds, cut.ends_of
+                if len(parts) == 1:
+                    kept = (*cut, *found)
             fused_fwd(
                 q_b, k_b, v_b, g_b, beta_b, scale, start, bounds,
                 o_b, key_first(final, b, state_v_first), saved_b, plan.kernel, ends_of,
@@ -97,8 +105,11 @@ def gdn_fwd(
         if output_h:
             assert saved is not None
             h = public_states(k, v, beta, saved, h0, cu_seqlens, cu_seqlens_cpu, state_v_first)
+        cp_cache = []
+        if enable_fwd_cp_cache:
+            cp_cache = ops.empty_cache(q, HV, V) if kept is None else list(kept)
     g_cum, A = saved if is_train and saved is not None else (None, None)
-    return Forward(o, final, g_cum, A, h)
+    return Forward(o, final, g_cum, A, h, cp_cache)
 
 
 @torch.no_grad()

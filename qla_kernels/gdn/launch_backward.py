@@ -1,5 +1,7 @@
 """The backward on the GPU: two chains over the chunks, then every chunk's gradients by itself."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,6 @@ from qla_kernels.gdn.packing import (
     sequence_bounds,
     tokens,
 )
-from qla_kernels.gdn.plan import WARM_LOG_BOUND, sequence_chunks
 from qla_kernels.gdn.validate import TMA_ALIGNMENT, dtype_name
 from qla_kernels.varlen import CHUNK, ChunkTable
 
@@ -40,6 +41,7 @@ def gdn_bwd(
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
     g: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
@@ -48,6 +50,8 @@ def gdn_bwd(
     allow_neg_eigval: bool,
     state_v_first: bool,
     auto_cp: bool,
+    warm_log_bound: float,
+    cp_cache: list[Tensor],
 ) -> Backward:
     require_aligned(q=q, k=k, v=v)
     with device.of(q):
@@ -56,7 +60,7 @@ def gdn_bwd(
         dh0 = None if h0 is None else h0.new_empty(h0.shape)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v, g_cum, g_cum))
         parts = flat_parts(q, k, v)
-        do = _readable(do.to(v.dtype), flat=len(parts) == 1)
+        do = readable(do.to(v.dtype), flat=len(parts) == 1)
         for b in parts:
             inputs = of_part(b, q, k, v, do, g_cum, active, A)
             _packed(
@@ -67,17 +71,38 @@ def gdn_bwd(
                 sequence_bounds(inputs[0], cu_seqlens),
                 of_part(b, *grads),
                 key_first(dh0, b, state_v_first),
+                cu_seqlens_cpu,
                 auto_cp,
+                warm_log_bound,
+                cp_cache,
             )
-        dq, dk, dv, dg, dbeta = grads
-        if use_beta_sigmoid_in_kernel:
-            raw = activations.live(beta, cu_seqlens)
-            dbeta = activations.beta_backward(raw, allow_neg_eigval, dbeta)
-        dA_log = ddt_bias = None
-        if g is not None:
-            assert A_log is not None, "a raw gate comes with its A_log"
-            raw = activations.live(g, cu_seqlens)
-            dg, dA_log, ddt_bias = activations.gate_backward(raw, A_log, dt_bias, dg)
+        return through_activations(
+            grads, dh0, beta, g, A_log, dt_bias, cu_seqlens,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        )  # fmt: skip
+
+
+def through_activations(
+    grads: tuple[Tensor, ...],
+    dh0: Tensor | None,
+    beta: Tensor,
+    g: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+) -> Backward:
+    """dq, dk, dv, dg and dbeta of what the kernels read become those of what the caller passed."""
+    dq, dk, dv, dg, dbeta = grads
+    if use_beta_sigmoid_in_kernel:
+        raw = activations.live(beta, cu_seqlens)
+        dbeta = activations.beta_backward(raw, allow_neg_eigval, dbeta)
+    dA_log = ddt_bias = None
+    if g is not None:
+        assert A_log is not None, "a raw gate comes with its A_log"
+        raw = activations.live(g, cu_seqlens)
+        dg, dA_log, ddt_bias = activations.gate_backward(raw, A_log, dt_bias, dg)
     return Backward(dq, dk, dv, dbeta.to(beta.dtype), dg, dh0, dA_log, ddt_bias)
 
 
@@ -93,7 +118,7 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         with device.of(x):
             jit.compile(l2norm_bwd_kernel, l2norm_bwd_kernel.Variant(dtype_name(x.dtype)))(
                 torch.unflatten(x, -1, pieces),
-                torch.unflatten(_readable(dy.to(x.dtype)), -1, pieces),
+                torch.unflatten(readable(dy.to(x.dtype)), -1, pieces),
                 dx.view(B * T * H, *pieces),
                 end.view(torch.int32)[:1],
                 int(cu_seqlens is not None),
@@ -163,7 +188,10 @@ def _packed(
     bounds: Tensor,
     out: tuple[Tensor, ...],
     dh0: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
     auto_cp: bool,
+    warm_log_bound: float,
+    cp_cache: list[Tensor],
 ) -> None:
     """One set of launches; tensors of tokens flatten, states are [N, HV, K, V]."""
     q, k, v, do, g_cum, beta, A = inputs
@@ -173,21 +201,26 @@ def _packed(
             x.zero_()
         hand_on(dht, dh0)
         return
-    most = None
-    if auto_cp:
-        sequences = sequence_chunks(len(bounds) - 1, B * T)
-        HV, V = v.shape[2:]
-        most = gdn_plan.backward(sequences, HV, k.shape[-1], V, device.sm_count(q.device))
     bounds, around = bounds.int(), (h0, dht, dh0)
-    if most is None:
-        h, dS, table = _chains(inputs, *around, scale, bounds)
+    kept = segments.of_cache(cp_cache)
+    most = None
+    if auto_cp and kept is None:
+        sequences = segments.chunks_of(len(bounds) - 1, B * T, cu_seqlens_cpu)
+        HV, V = v.shape[2:]
+        sms, exact = device.sm_count(q.device), warm_log_bound == -math.inf
+        most = gdn_plan.backward(sequences, HV, k.shape[-1], V, sms, exact)
+    if kept is not None:
+        done = _chains_in_segments(inputs, *around, scale, *kept, warm_log_bound)
+    elif most is not None:
+        cut = segments.cut(g_cum, bounds, most)
+        done = _chains_in_segments(inputs, *around, scale, cut, None, warm_log_bound)
     else:
-        cut = segments.cut(B * T, bounds, most)
-        h, dS, table = _chains_in_segments(inputs, *around, scale, cut)
+        done = chains(inputs, *around, scale, bounds)
+    h, dS, table = done
     chunk_grads(q, k, v, do, g_cum, beta, A, h, dS, table, scale, out)
 
 
-def _chains(
+def chains(
     inputs: tuple[Tensor, ...],
     h0: Tensor | None,
     dht: Tensor | None,
@@ -215,24 +248,31 @@ def _chains_in_segments(
     dh0: Tensor | None,
     scale: float,
     cut: segments.Segments,
+    kept: segments.Maps | None,
+    warm_log_bound: float,
 ) -> tuple[Tensor, Tensor, ChunkTable]:
-    """The same: chunks of segments are those of their sequences, in the same order."""
+    """The same: chunks of segments are those of their sequences, in the same order.
+
+    kept: of the forward, whose `left` holds start states by now.
+    """
     q, k, v, do, g_cum, beta, A = inputs
-    found = segments.maps(k, v, g_cum, beta, A, h0, cut, WARM_LOG_BOUND)
+    found = kept or segments.maps(k, v, g_cum, beta, A, h0, cut, warm_log_bound)
+    starts = found.left.mT
     with device.fork(q) as aside:
-        with aside:
-            starts = segments.start_states(found, h0, cut)  # in memory that `found` has
+        if kept is None:
+            with aside:
+                segments.start_states(found, h0, cut)  # in memory that `found` has
         ends = segments.end_gradients(
-            q, k, do, g_cum, beta, A, dht, scale, found, cut, WARM_LOG_BOUND
+            q, k, do, g_cum, beta, A, dht, scale, found, cut, warm_log_bound
         )
     before = None if dh0 is None else torch.empty_like(found.left).mT  # of every segment
-    done = _chains(inputs, starts, ends, before, scale, cut.bounds)
+    done = chains(inputs, starts, ends, before, scale, cut.bounds)
     if dh0 is not None and before is not None:
         dh0.copy_(before[cut.first_segment[:-1]])
     return done
 
 
-def _readable(x: Tensor, flat: bool = False) -> Tensor:
+def readable(x: Tensor, flat: bool = False) -> Tensor:
     """x [B, T, heads, size] in whole 16 bytes: a gradient comes in whatever strides it has."""
     step = TMA_ALIGNMENT // x.element_size()
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]

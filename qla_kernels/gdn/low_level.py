@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import ops
+from qla_kernels.gdn.keywords import warm_bound
 from qla_kernels.gdn.ops import Backward, Forward
 from qla_kernels.gdn.validate import (
     Gate,
@@ -18,6 +20,8 @@ from qla_kernels.gdn.validate import (
     scale_of,
 )
 from qla_kernels.varlen import CHUNK
+
+Cache = tuple[Tensor, ...]  # opaque: `ops.Forward` says what is in it
 
 
 @torch.no_grad()
@@ -44,8 +48,10 @@ def chunk_gated_delta_rule_fwd(
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    exact: bool = False,
+    warm_log_bound: float | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Cache | None]:
     """The forward alone, with what the backward needs; not differentiable.
 
     Arguments are those of `chunk_gated_delta_rule`; q and k are normalised if they are to be.
@@ -55,7 +61,7 @@ def chunk_gated_delta_rule_fwd(
             cu_seqlens_cpu for it: the number of chunks depends on the lengths.
         auto_cp: sequences may be cut into segments. False never cuts: results are then the same
             bits whatever the batch.
-        enable_fwd_cp_cache: keep what segments need for the backward.
+        enable_fwd_cp_cache: also return what segments need for the backward.
         is_train: False returns no g_cum and no A, which is faster. None means True.
         out: [B, T, HV, V], receives o.
 
@@ -66,20 +72,21 @@ def chunk_gated_delta_rule_fwd(
         o [B, T, HV, V].
         h [B, chunks, HV, K, V] in q's dtype, or None.
         final_state [N, HV, K, V], or None.
-        cp_cache: None, since nothing was cut.
+        cp_cache: for chunk_gated_delta_rule_bwd; None if not asked for. Empty if nothing was cut.
     """
     op = "chunk_gated_delta_rule_fwd"
+    bound = warm_bound(op, exact, warm_log_bound)
     check_tensors(op, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
     gate = Gate(use_gate_in_kernel, A_log, dt_bias)
     check_activations(op, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if out is not None:
         expect_shape(op, "out", out, tuple(v.shape), "[B, T, HV, V]")
+    _refuse_shards(op, cp_context)
     require(
         refusal(
             q,
             k,
             v,
-            cp_context=cp_context,
             output_h=bool(output_h),
             cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu,
@@ -105,10 +112,13 @@ def chunk_gated_delta_rule_fwd(
             output_h=bool(output_h),
             is_train=is_train is None or bool(is_train),
             auto_cp=bool(auto_cp),
+            enable_fwd_cp_cache=bool(enable_fwd_cp_cache),
+            warm_log_bound=bound,
         )
     )
     o = done.o if out is None else out.copy_(done.o)
-    return done.g_cum, done.A, o, done.h, done.final_state, None
+    cp_cache = tuple(done.cp_cache) if enable_fwd_cp_cache else None
+    return done.g_cum, done.A, o, done.h, done.final_state, cp_cache
 
 
 @torch.no_grad()
@@ -126,8 +136,12 @@ def chunk_gated_delta_rule_bwd(
     cu_seqlens: Tensor | None = None,
     state_v_first: bool = False,
     auto_cp: bool = True,
-    cp_cache: None = None,
+    cp_cache: Cache | None = None,
     cp_context: Any = None,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    exact: bool = False,
+    warm_log_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The backward alone, from the results of `chunk_gated_delta_rule_fwd`.
 
@@ -138,18 +152,21 @@ def chunk_gated_delta_rule_bwd(
         A: A of the forward.
         do: [B, T, HV, V], any strides.
         dht: [N, HV, K, V], gradient of the final state; 0 if None.
+        cp_cache: of a forward of the same batch: its segments are not looked for again.
 
     Returns:
         dq, dk, dv and dbeta in the dtype of their input; dg [B, T, HV], fp32, of each token's
         natural log gate; dh0 [N, HV, K, V], fp32, or None without an initial state.
     """
     op = "chunk_gated_delta_rule_bwd"
-    check_tensors(op, q, k, v, g, beta, initial_state, cu_seqlens, None, state_v_first)
+    bound = warm_bound(op, exact, warm_log_bound)
+    check_tensors(op, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
     expect_shape(op, "A", A, (*v.shape[:3], CHUNK), "[B, T, HV, 64]")
     expect_shape(op, "do", do, tuple(v.shape), "[B, T, HV, V]")
     if dht is not None:
         check_state(op, "dht", dht, q, v, cu_seqlens, state_v_first)
-    require(refusal(q, k, v, cp_context=cp_context, op=op))
+    _refuse_shards(op, cp_context)
+    require(refusal(q, k, v, op=op))
     done = Backward(
         *ops.gdn_bwd(
             q,
@@ -163,6 +180,7 @@ def chunk_gated_delta_rule_bwd(
             scale_of(scale, q),
             initial_state,
             cu_seqlens,
+            cu_seqlens_cpu,
             None,
             None,
             None,
@@ -170,6 +188,14 @@ def chunk_gated_delta_rule_bwd(
             allow_neg_eigval=False,
             state_v_first=bool(state_v_first),
             auto_cp=bool(auto_cp),
+            warm_log_bound=bound,
+            cp_cache=list(cp_cache or ()),
         )
     )
     return done.dq, done.dk, done.dv, done.dbeta, done.dg, done.dh0
+
+
+def _refuse_shards(op: str, cp_context: object) -> None:
+    if cp_context is not None:
+        needs = "None: a backward alone does not know the state that came from other ranks"
+        raise Unsupported(need(op, "got cp_context", needs, "call chunk_gated_delta_rule"))

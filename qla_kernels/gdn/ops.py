@@ -27,14 +27,16 @@ SCHEMAS = {
         Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor? initial_state,
         Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? A_log, Tensor? dt_bias, *,
         bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first,
-        bool output_final_state, bool output_h, bool is_train, bool auto_cp
-    ) -> (Tensor o, Tensor? final_state, Tensor? g_cum, Tensor? A, Tensor? h)""",
+        bool output_final_state, bool output_h, bool is_train,
+        bool auto_cp, bool enable_fwd_cp_cache, float warm_log_bound
+    ) -> (Tensor o, Tensor? final_state, Tensor? g_cum, Tensor? A, Tensor? h, Tensor[] cp_cache)""",
     # g is the raw gate, given together with A_log; without them dg is that of each token's gate
     "gdn_bwd": """(
         Tensor q, Tensor k, Tensor v, Tensor g_cum, Tensor beta, Tensor A, Tensor do, Tensor? dht,
-        float scale, Tensor? initial_state, Tensor? cu_seqlens,
+        float scale, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu,
         Tensor? g, Tensor? A_log, Tensor? dt_bias, *,
-        bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, bool auto_cp
+        bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first,
+        bool auto_cp, float warm_log_bound, Tensor[] cp_cache
     ) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dg,
           Tensor? dh0, Tensor? dA_log, Tensor? ddt_bias)""",
     "l2norm_fwd": "(Tensor x) -> Tensor",
@@ -50,6 +52,9 @@ class Forward(NamedTuple):
     g_cum: Tensor | None  # [B, T, HV] natural log, cumulated within each chunk; fp32
     A: Tensor | None  # [B, T, HV, 64] gated inverse, in q's dtype
     h: Tensor | None  # [B, chunks, HV, K, V] before each chunk, in q's dtype; or [.., V, K]
+    # fields of Segments and of Maps, with start states for `left`; without elements where nothing
+    # was cut; no tensors where nothing was to be kept
+    cp_cache: list[Tensor]
 
 
 class Backward(NamedTuple):
@@ -95,12 +100,16 @@ def _fake_gdn_fwd(
     output_final_state: bool,
     output_h: bool,
     is_train: bool,
-    **__: bool,
+    enable_fwd_cp_cache: bool,
+    **__: bool | float,
 ) -> Forward:
     B, T, HV, V = v.shape
     K = q.shape[-1]
     state = (HV, V, K) if state_v_first else (HV, K, V)
     wide = state_dtype(q)
+    kept = []
+    if enable_fwd_cp_cache:  # whether and where sequences are cut is known only when it runs
+        kept = empty_cache(q, HV, V, torch.library.get_ctx().new_dynamic_size)
     num_seqs: int | torch.SymInt = B
     num_chunks: int | torch.SymInt = -(-T // CHUNK)
     if cu_seqlens is not None:
@@ -113,7 +122,17 @@ def _fake_gdn_fwd(
         g_cum=q.new_empty(g.shape, dtype=wide) if is_train else None,
         A=q.new_empty(B, T, HV, CHUNK) if is_train else None,
         h=q.new_empty(B, num_chunks, *state) if output_h else None,
+        cp_cache=kept,
     )
+
+
+def empty_cache(q: Tensor, HV: int, V: int, size: Callable[[], Any] = int) -> list[Tensor]:
+    """The tensors of a cache, of no segments, or of as many as `size` says."""
+    K = q.shape[-1]
+    tables = [q.new_empty(size(), dtype=torch.int32) for _ in range(5)]
+    starts = q.new_empty(size(), HV, V, K, dtype=state_dtype(q))
+    M = q.new_empty(size(), HV, 2, K, K, dtype=torch.bfloat16)
+    return [*tables, starts, M, q.new_empty(size(), HV, dtype=torch.int32)]
 
 
 def _fake_gdn_bwd(
@@ -128,10 +147,11 @@ def _fake_gdn_bwd(
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
     g: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    **_: bool,
+    **_: Any,
 ) -> Backward:
     h0, wide = initial_state, state_dtype(q)
     dg = g_cum.new_empty(g_cum.shape, dtype=wide) if g is None else _like(g)
@@ -177,7 +197,38 @@ for _op, _schema in SCHEMAS.items():
     LIBRARY.impl(_op, _implementation("launch", _op), "CUDA")
     torch.library.register_fake(f"qla_kernels::{_op}", _FAKES[_op], lib=LIBRARY)
 
-gdn_fwd = torch.ops.qla_kernels.gdn_fwd.default
-gdn_bwd = torch.ops.qla_kernels.gdn_bwd.default
-l2norm_fwd = torch.ops.qla_kernels.l2norm_fwd.default
-l2norm_bwd = torch.ops.qla_kernels.l2norm_bwd.default
+OPERATORS: Any = torch.ops.qla_kernels
+
+
+def _shortened(op: str) -> Callable[..., Any]:
+    """A forward as this package calls it, for the sake of servers that run without graphs.
+
+    The dispatcher takes the host as long as two or three launches. Where nobody would see the
+    operator pass, its implementation is called directly.
+    """
+    operator = getattr(OPERATORS, op).default
+    homes = {"cpu": _implementation("cpu", op), "cuda": _implementation("launch", op)}
+
+    def call(x: Tensor, *args: Any, **flags: Any) -> Any:
+        if _is_watched(x) or x.device.type not in homes:
+            return operator(x, *args, **flags)
+        return homes[x.device.type](x, *args, **flags)
+
+    return call
+
+
+def _is_watched(x: Tensor) -> bool:
+    """By a compiler, a tracer, a mode (fake tensors, selective checkpointing), functorch, or x."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+gdn_fwd = _shortened("gdn_fwd")
+gdn_bwd = OPERATORS.gdn_bwd.default
+l2norm_fwd = _shortened("l2norm_fwd")
+l2norm_bwd = OPERATORS.l2norm_bwd.default

@@ -26,19 +26,17 @@ from qla_kernels.varlen import CHUNK
 WARM_LOG_BOUND = -12.0
 
 # The kernels around the chains: a launch, and what each wave of CTAs takes until all of its SMs are
-# busy with chunks; forward maps, whose cold and warm CTAs differ most, and gradient maps
-PLAN, SHORT = 2.5, 4.0
-MAP_WAVE, GRADIENT_MAP_WAVE = 18.0, 12.0
+# busy with chunks. Given A, as many CTAs of segment_map are under way as 1.6 for each SM.
+PLAN, SHORT = 5.0, 4.0
+MAP_WAVE, GRADIENT_MAP_WAVE = {True: 15.0, False: 9.0}, 12.0  # by whether it solves
 AROUND_BACKWARD = 10.0  # gathering the gradients of sequences' first states, and joining streams
-# a chunk of a CTA of segment_map, by whether it solves; given A, the two CTAs of an SM finish 1.4
-# chunks in the time of one alone
-MAP_STEP, MAP_OVERLAP = {True: 1.75, False: 1.45}, {True: 1.0, False: 1.4}
+MAP_STEP, MAP_OVERLAP = {True: 1.6, False: 1.2}, {True: 1.0, False: 1.6}  # a chunk of a CTA
 MAP_TILE = 64  # columns of a CTA
-SCAN_STEP = 2.4  # a cold segment in segment_scan
+SCAN_STEP = 1.75  # a cold segment in segment_scan
 COLD_SHARE = 0.25  # of the heads: those to be folded, at gates as FlashQLA publishes
 WARM_CHUNKS = 4  # of the others: 256 tokens that keep 95 % of the state each
 GAIN = 0.95  # of the time of whole sequences at most, or they stay whole
-WAVES = (0.5, 1, 2, 3)  # of CTAs that segments are made to fill
+WAVES = (0.5, 0.75, 1, 2, 3)  # of CTAs that segments are made to fill
 
 Lengths = tuple[tuple[int, int], ...]  # (chunks, how many have so many)
 
@@ -56,11 +54,19 @@ def capacity(num_tokens: int, num_sequences: int, segment_chunks: int) -> int:
 def sequence_chunks(
     num_sequences: int, num_tokens: int, lengths: Sequence[int] | None = None
 ) -> Lengths:
-    """The chunks of the sequences of a batch; of unknown length, as if all were equally long."""
+    """The chunks of the sequences of a batch; of unknown length, as if all were equally long.
+
+    Of known lengths four digits count, in base 2: plans are then soon found, and found again.
+    """
     if lengths is None:
         mean = -(-num_tokens // (max(num_sequences, 1) * CHUNK))
         return ((mean, num_sequences),) if num_sequences else ()
-    return tuple(sorted(Counter(-(-length // CHUNK) for length in lengths).items()))
+    return tuple(sorted(Counter(_rounded(-(-length // CHUNK)) for length in lengths).items()))
+
+
+def _rounded(chunks: int) -> int:
+    unit = 1 << max(0, chunks.bit_length() - 4)
+    return (chunks + unit // 2) // unit * unit
 
 
 def segment_chunks(sequences: Lengths, most: int) -> Lengths:
@@ -75,9 +81,19 @@ def segment_chunks(sequences: Lengths, most: int) -> Lengths:
 
 @functools.lru_cache(maxsize=4096)
 def forward(
-    sequences: Lengths, num_value_heads: int, K: int, V: int, sm_count: int, exact: bool = False
+    sequences: Lengths,
+    num_value_heads: int,
+    K: int,
+    V: int,
+    sm_count: int,
+    exact: bool = False,
+    mapped: bool = False,
 ) -> Plan:
-    """The fastest way through a batch. exact: every head is folded, whatever its gates."""
+    """The fastest way through a batch.
+
+    exact: every head is folded, whatever its gates. mapped: other ranks ask for maps, so that there
+    are segments in any case, if only one a sequence.
+    """
     kernels = [kernel for kernel in STEP if V % kernel.tile_v == 0]
     solving = _solve(sequences, num_value_heads, sm_count)
 
@@ -97,17 +113,28 @@ def forward(
         for kernel in kernels
         for most in _spacings(sequences, num_value_heads * V // kernel.tile_v, sm_count)
     ]
+    if mapped:
+        longest = max((chunks for chunks, _ in sequences), default=0)
+        uncut = [Plan(kernel, max(1, longest)) for kernel in kernels]
+        return min(cut + uncut, key=duration)
     best = min(cut, key=duration, default=whole)
     return best if duration(best) < GAIN * duration(whole) else whole
 
 
 @functools.lru_cache(maxsize=4096)
 def backward(
-    sequences: Lengths, num_value_heads: int, K: int, V: int, sm_count: int, exact: bool = False
+    sequences: Lengths,
+    num_value_heads: int,
+    K: int,
+    V: int,
+    sm_count: int,
+    exact: bool = False,
+    mapped: bool = False,
 ) -> int | None:
     """The most chunks of a segment in a backward, or None to leave sequences whole.
 
-    Its two chains run beside each other: the longer one counts, as if it had half the GPU.
+    Its two chains run beside each other: the longer one counts, as if it had half the GPU. Where
+    it is `mapped`, there are segments in any case.
     """
     half = sm_count // 2
     ctas = {step: num_value_heads * V // tile for tile, step in CHAIN_STEP.items() if tile <= V}
@@ -121,8 +148,11 @@ def backward(
         found += _gradient_maps(sequences, pieces, num_value_heads, V, sm_count, exact)
         return AROUND_BACKWARD + found + _folds(sequences, pieces) + chains(pieces)
 
-    wanted = (_spacings(sequences, tiles, half) for tiles in ctas.values())
-    best = min(set().union(*wanted), key=duration, default=None)
+    wanted = set().union(*(_spacings(sequences, tiles, half) for tiles in ctas.values()))
+    if mapped:
+        longest = max((chunks for chunks, _ in sequences), default=0)
+        return min(wanted | {max(1, longest)}, key=duration)
+    best = min(wanted, key=duration, default=None)
     if best is None or duration(best) > GAIN * chains(sequences):
         return None
     return best
@@ -175,7 +205,7 @@ def _maps(
     room = MAP_OVERLAP[solves] * sm_count
     steps, ctas = mapped * heads * columns / MAP_TILE, mapped * heads * (V + cold * K) / MAP_TILE
     walk = MAP_STEP[solves] * max(length, steps / room)
-    return PLAN + SHORT + MAP_WAVE * ctas / room + walk
+    return PLAN + SHORT + MAP_WAVE[solves] * ctas / room + walk
 
 
 def _gradient_maps(

@@ -2,8 +2,13 @@
 
 A segment begins a multiple of 64 tokens into its sequence, so to every other kernel it is a
 sequence like any other: with `bounds` for cu_seqlens, and its start state for an initial state.
+
+The first sequence of a shard may come from another rank, and the last one go on at another. Such an
+open end has an empty segment of its own: what enters or leaves there is the state between two
+segments. A `link` is what the sequence does to a state or gradient on its way through.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +21,7 @@ from qla_kernels.gdn.kernels import segment_map_bwd as segment_map_bwd_kernel
 from qla_kernels.gdn.kernels import segment_plan as segment_plan_kernel
 from qla_kernels.gdn.kernels import segment_scan as segment_scan_kernel
 from qla_kernels.gdn.packing import no_state, tokens
-from qla_kernels.gdn.plan import capacity
+from qla_kernels.gdn.plan import Lengths, capacity, sequence_chunks
 from qla_kernels.gdn.validate import dtype_name
 from qla_kernels.varlen import CHUNK
 
@@ -31,6 +36,7 @@ class Segments(NamedTuple):
     starts_of: Tensor  # [capacity + 1] int32: the sequence that segment p begins, or -1
     ends_of: Tensor  # [capacity + 1] int32: the sequence that segment p ends, or -1
     first_segment: Tensor  # [N + 1] int32
+    heads: Tensor  # [HV] int32: those first that look as if they forget least
 
     @property
     def capacity(self) -> int:
@@ -45,22 +51,49 @@ class Maps(NamedTuple):
     cold: Tensor  # [capacity, HV] int32: whether M is needed; unwritten for a sequence's last one
 
 
-def cut(num_tokens: int, cu_seqlens: Tensor, segment_chunks: int) -> Segments:
-    """Sequences of more than `segment_chunks` chunks, cut into segments of nearly equal length."""
+def of_cache(cp_cache: Sequence[Tensor]) -> tuple[Segments, Maps] | None:
+    """What a forward kept, with start states in place of `left`; None if it cut nothing."""
+    if not cp_cache or not cp_cache[0].numel():
+        return None
+    num = len(Segments._fields)
+    return Segments(*cp_cache[:num]), Maps(*cp_cache[num:])
+
+
+def chunks_of(num_sequences: int, num_tokens: int, cu_seqlens_cpu: Tensor | None) -> Lengths:
+    """What is known of the sequences' chunks without asking the device."""
+    lengths = None if cu_seqlens_cpu is None else cu_seqlens_cpu.diff().tolist()
+    return sequence_chunks(num_sequences, num_tokens, lengths)
+
+
+def cut(
+    g: Tensor,
+    cu_seqlens: Tensor,
+    segment_chunks: int,
+    open_start: bool = False,
+    open_end: bool = False,
+) -> Segments:
+    """Sequences of more than `segment_chunks` chunks, cut into segments of nearly equal length.
+
+    g: [B, T, HV] fp32, gates or their sums within chunks.
+    """
+    B, T, HV = g.shape
     N = cu_seqlens.shape[0] - 1
-    rows = capacity(num_tokens, N, segment_chunks) + 1
-    bounds, starts_of, ends_of = (
-        cu_seqlens.new_empty(rows, dtype=torch.int32) for _ in Segments._fields[:3]
-    )
-    segments = Segments(bounds, starts_of, ends_of, cu_seqlens.new_empty(N + 1, dtype=torch.int32))
+    rows = capacity(B * T, N, segment_chunks) + open_start + open_end + 1
+    sizes = (rows, rows, rows, N + 1, HV)
+    segments = Segments(*(cu_seqlens.new_empty(n, dtype=torch.int32) for n in sizes))
     variant = segment_plan_kernel.Variant(dtype_name(cu_seqlens.dtype))
     jit.compile(segment_plan_kernel, variant)(
         cu_seqlens.contiguous(),
         segments.first_segment,
-        bounds,
-        starts_of,
-        ends_of,
+        segments.bounds,
+        segments.starts_of,
+        segments.ends_of,
+        g.view(B * T, HV),
+        g.new_empty(HV),
+        segments.heads,
         segment_chunks,
+        int(open_start),
+        int(open_end),
     )
     return segments
 
@@ -102,6 +135,7 @@ def maps(
         segments.bounds,
         segments.starts_of,
         segments.ends_of,
+        segments.heads,
         no_state(g, K, V) if h0 is None else h0,
         *found,
         warm_log_bound,
@@ -110,12 +144,18 @@ def maps(
     return found
 
 
-def start_states(found: Maps, h0: Tensor | None, segments: Segments) -> Tensor:
+def start_states(
+    found: Maps, h0: Tensor | None, segments: Segments, entering: Tensor | None = None
+) -> Tensor:
     """The state that enters each segment, from what `maps` found; takes the place of `left`.
+
+    entering: [HV, V, K] fp32, the state that enters the tokens at an open start.
 
     Returns [capacity, HV, K, V] fp32; rows of no segment are not written.
     """
-    return _fold(found.left, h0, found, segments, reverse=False)
+    if entering is not None:
+        found.left[1].copy_(entering)
+    return _fold(found.left, h0, found, segments.first_segment, reverse=False).mT
 
 
 def end_gradients(
@@ -133,17 +173,39 @@ def end_gradients(
 ) -> Tensor:
     """The gradient of the state that leaves each segment.
 
+    Args: as `left_gradients`; found: of `maps`, with the same bound.
+
+    Returns [capacity, HV, K, V] fp32; rows of no segment are not written.
+    """
+    left = left_gradients(q, k, do, g_cum, beta, A, dht, scale, segments, warm_log_bound)
+    return fold_gradients(left, dht, found, segments)
+
+
+def left_gradients(
+    q: Tensor,
+    k: Tensor,
+    do: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    dht: Tensor | None,
+    scale: float,
+    segments: Segments,
+    warm_log_bound: float,
+) -> Tensor:
+    """The gradient of the state that enters each segment, as if nothing came after it.
+
     Args:
         q, k, do: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
         dht: [N, HV, K, V] fp32, any strides; zeros if None.
-        found: of `maps`, with the same bound.
 
     Returns:
-        [capacity, HV, K, V] fp32; rows of no segment are not written.
+        [capacity, HV, V, K] fp32: in row p - 1, that of segment p, or, where segment p is warm or
+        a sequence's last, all there is.
     """
     B, T, HV, V = do.shape
     K = k.shape[-1]
-    ends = torch.empty_like(found.left)
+    left = do.new_empty(segments.capacity, HV, V, K, dtype=torch.float32)
     variant = segment_map_bwd_kernel.Variant(dtype_name(k.dtype), K)
     jit.compile(segment_map_bwd_kernel, variant)(
         tokens(q),
@@ -155,26 +217,71 @@ def end_gradients(
         segments.bounds,
         segments.starts_of,
         segments.ends_of,
+        segments.heads,
         no_state(g_cum, K, V) if dht is None else dht,
-        ends,
+        left,
         scale,
         warm_log_bound,
         int(dht is not None),
     )
-    return _fold(ends, dht, found, segments, reverse=True)
+    return left
+
+
+def fold_gradients(
+    left: Tensor,
+    dht: Tensor | None,
+    found: Maps,
+    segments: Segments,
+    entering: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the state that leaves each segment; takes the place of `left`.
+
+    entering: [HV, V, K] fp32, the gradient of the state that leaves the tokens at an open end.
+
+    Returns [capacity, HV, K, V] fp32; rows of no segment are not written.
+    """
+    if entering is not None:
+        left.index_copy_(0, segments.first_segment[-1:].long() - 2, entering[None])
+    return _fold(left, dht, found, segments.first_segment, reverse=True).mT
+
+
+def link(left: Tensor, found: Maps, segments: Segments, through: bool, reverse: bool) -> Tensor:
+    """What the sequence at the open end that is left makes of what enters at the other one.
+
+    Args:
+        left: that of `maps`, or, in reverse, `left_gradients`; not changed.
+        through: whether the sequence comes in at the other end, so that there is such a thing.
+
+    Returns:
+        [HV, V + K, K] fp32, transposed: rows of what leaves when nothing enters, then rows of the
+        map from what enters to what leaves; zeros where nothing can come through.
+    """
+    HV, V, K = left.shape[1:]
+    states = left.new_zeros(segments.capacity, HV, V + K, K)
+    states[:, :, :V] = left
+    bounds = segments.first_segment
+    last = bounds[-1:].long() - 1  # the empty segment at an open end
+    if through:
+        identity = torch.cat([left.new_zeros(V, K), torch.eye(K, device=left.device)])
+        if reverse:
+            states.index_copy_(0, last - 1, identity.expand(1, HV, V + K, K))
+        else:
+            states[1] = identity
+    _fold(states, None, found, bounds[:2] if reverse else bounds[-2:], reverse)
+    return states[0] if reverse else states.index_select(0, last)[0]
 
 
 def _fold(
-    states: Tensor, given: Tensor | None, found: Maps, segments: Segments, reverse: bool
+    states: Tensor, given: Tensor | None, found: Maps, first_segment: Tensor, reverse: bool
 ) -> Tensor:
     K = states.shape[-1]
     variant = segment_scan_kernel.Variant(K, reverse)
     jit.compile(segment_scan_kernel, variant)(
-        segments.first_segment,
+        first_segment,
         no_state(states[0, :, 0, 0], K, states.shape[-2]) if given is None else given,
         states,
         found.M,
         found.cold,
         int(given is not None),
     )
-    return states.mT
+    return states

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn.context_parallel import layout_refused
 
 OP = "chunk_gated_delta_rule"
 
@@ -79,12 +80,8 @@ def wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, cp_context: object) -> Reason | None:
-    if cp_context is not None:
-        return (
-            "got cp_context",
-            "None: sequences cut over ranks are not supported yet",
-            f"gather the sequence on one rank, or {ELSEWHERE}",
-        )
+    if (reason := layout_refused(cp_context)) is not None:
+        return reason
     if not q.dtype == k.dtype == v.dtype:
         return (
             f"q is {dtype_name(q.dtype)}, k is {dtype_name(k.dtype)}, v is {dtype_name(v.dtype)}",
@@ -140,6 +137,8 @@ def _uncounted_states(
 def _tma_readable(x: Tensor) -> bool:
     if x.numel() == 0:
         return True  # nothing is launched
+    if x.is_contiguous() and not torch.compiler.is_compiling():  # the rule, and host time counts
+        return bool(x.storage_offset() * x.element_size() % TMA_ALIGNMENT == 0)
     # A dimension of one element is never stepped over, so its stride says nothing.
     steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     if not torch.compiler.is_compiling():  # untraceable; launch.py looks at the address itself

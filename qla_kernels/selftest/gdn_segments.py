@@ -25,7 +25,7 @@ def _one_sequence() -> Inputs:
 def _cut(x: Inputs) -> Any:
     from qla_kernels.gdn import segments
 
-    return segments.cut(x.q.shape[1], x.cu_seqlens.cuda(), segment_chunks=1)
+    return segments.cut(x.g.float().cuda(), x.cu_seqlens.cuda(), segment_chunks=1)
 
 
 def _maps(x: Inputs, cut: Any, dtype: torch.dtype, solves: bool) -> Any:

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import launch, launch_chains, segments
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from qla_kernels.varlen import chunk_table
 from tests.compare import assert_close, relative_l2
+from tests.gdn_calls import gradients, leaves, on_gpu
 from tests.gdn_segments_check import GIVEN, SOLVING, Batch, batch, expected, run, whole
 
 pytestmark = pytest.mark.hopper
@@ -38,7 +40,7 @@ def backward_chains(x: Batch, do: Tensor, most: int | None) -> tuple[Tensor, ...
     g_cum, A = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens)
     bounds, h0, ends, scale = x.cu_seqlens, x.h0, x.h0, x.q.shape[-1] ** -0.5
     if most is not None:
-        cut = segments.cut(x.q.shape[1], x.cu_seqlens, most)
+        cut = segments.cut(x.g, x.cu_seqlens, most)
         found = segments.maps(x.k, x.v, g_cum, x.beta, A, h0, cut, WARM_LOG_BOUND)
         ends = segments.end_gradients(
             x.q, x.k, do, g_cum, x.beta, A, ends, scale, found, cut, WARM_LOG_BOUND
@@ -116,7 +118,7 @@ def test_a_graph_follows_new_lengths_without_a_sync():
     g_cum, A = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens)
 
     def start_states() -> tuple[Tensor, segments.Segments]:
-        cut = segments.cut(x.q.shape[1], x.cu_seqlens, 3)
+        cut = segments.cut(x.g, x.cu_seqlens, 3)
         found = segments.maps(x.k, x.v, g_cum, x.beta, A, x.h0, cut, WARM_LOG_BOUND)
         return segments.start_states(found, x.h0, cut), cut
 
@@ -140,3 +142,22 @@ def test_a_graph_follows_new_lengths_without_a_sync():
         num = int(cut.first_segment[-1])
         assert torch.equal(starts[:num], want[:num])
         assert starts[:num].isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": True}], ids=str)
+def test_a_kept_cache_and_known_lengths_change_no_gradient(options):
+    """Both directions are cut: 4 heads, of which one forgets nothing, and 16384 tokens."""
+    lengths = [12000, 0, 4384]
+    x = on_gpu(lengths, heads=(2, 4), padding=0)
+    x["g"] *= torch.tensor([0.0, 0.002, 0.02, 1.0], device=GPU)
+    known = {**x, "cu_seqlens_cpu": x["cu_seqlens"].cpu(), "enable_fwd_cp_cache": True}
+    found = []
+    for call in (x, known):
+        inputs = leaves(call)
+        outputs = chunk_gated_delta_rule(**inputs, **options, output_final_state=True)
+        found.append((outputs, gradients(outputs, inputs)))
+    (want, want_grads), (got, got_grads) = found
+    for a, b in zip(got, want, strict=True):
+        assert_close("output", a.detach(), b.detach(), 5e-3)
+    for name, gradient in want_grads.items():
+        assert_close(name, got_grads[name], gradient, 1e-2)

@@ -10,6 +10,7 @@ from qla_kernels import jit
 from qla_kernels.gdn import launch, launch_backward
 from qla_kernels.gdn.kernels import chunk_grads
 from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from reference import gdn
 from tests.compare import assert_close, relative_l2
 from tests.gdn_backward_check import Saved, check, saved
@@ -41,9 +42,11 @@ def backward(
     done = launch_backward.gdn_bwd(
         q, k, x["v"], g_cum, x["beta"], A, do, dht,
         x["q"].shape[-1] ** -0.5 if scale is None else scale,
-        x.get("initial_state"), bounds, raw, x.get("A_log"), x.get("dt_bias"),
+        x.get("initial_state"), bounds, None, raw, x.get("A_log"), x.get("dt_bias"),
         **{name: x.get(name, False) for name in FLAGS},
         auto_cp=True,
+        warm_log_bound=WARM_LOG_BOUND,
+        cp_cache=[],
     )  # fmt: skip
     if not norm:
         return done

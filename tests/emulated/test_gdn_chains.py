@@ -104,17 +104,18 @@ def expected(x: Case, operand_dtype: torch.dtype | None = None) -> Chains:
     q, k = (gdn_chunked.key_tiles(chunks, y, torch.float64) for y in (x.q, x.k))
     do, A = (gdn_chunked.value_tiles(chunks, y, H, torch.float64) for y in (x.do, done.A))
     tiles = gdn_chunked.Tiles(q, k, beta, A, G, e, d, last)
+    unit = x.scale if operand_dtype == torch.bfloat16 else 1.0  # of all that the chain rounds
     back = gdn_backward.reverse_chain(
         chunks,
         tiles,
-        x.scale * e * do,
-        rounded(gdn_chunked.attention_in_chunk(tiles, x.scale)).mT @ do,
-        gdn_chunked.start_states(x.dht, do, chunks, K),
+        x.scale / unit * e * do,
+        rounded(gdn_chunked.attention_in_chunk(tiles, x.scale / unit)).mT @ do,
+        gdn_chunked.start_states(x.dht, do, chunks, K) / unit,
         rounded,
     )
-    dS = rearrange(chunks.in_sequence_order(back.dh), "n h r k v -> n (h r) v k")
+    dS = rearrange(unit * chunks.in_sequence_order(back.dh), "n h r k v -> n (h r) v k")
     h = rearrange(done.h[0], "n hv k v -> n hv v k")
-    dh0 = gdn_chunked.end_states(back.start, chunks)
+    dh0 = unit * gdn_chunked.end_states(back.start, chunks)
     return Chains(rounded(h), done.final_state, rounded(dS), dh0)
 
 

@@ -41,6 +41,8 @@ def forward(x: Call, **changed: Any) -> Forward:
         output_h=False,
         is_train=x.get("is_train", False),
         auto_cp=True,
+        enable_fwd_cp_cache=False,
+        warm_log_bound=plan.WARM_LOG_BOUND,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def maps(x: Batch, cut: segments.Segments, limit: float, solves: bool) -> segmen
 
 def starts(x: Batch, most: int, limit: float, solves: bool = False) -> Tensor:
     """Of the segments that there are, [P, HV, K, V]."""
-    cut = segments.cut(x.k.shape[1], x.cu_seqlens, most)
+    cut = segments.cut(x.g, x.cu_seqlens, most)
     found = maps(x, cut, limit, solves)
     return segments.start_states(found, x.h0, cut)[: int(cut.first_segment[-1])]
 
@@ -81,7 +81,8 @@ def check(x: Batch, got: Cut) -> None:
 @pytest.mark.parametrize("most", [1, 3])
 def test_where_sequences_are_cut(variant, lengths, most):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(getattr(torch, variant.dtype))
-    got = segments.cut(sum(lengths) + 5, cu_seqlens, most)
+    g = torch.randn(1, sum(lengths) + 5, 3)
+    got = segments.cut(g, cu_seqlens, most)
     bounds, starts_of, ends_of, first = [], [], [], [0]
     for n, length in enumerate(lengths):
         chunks = -(-length // CHUNK)
@@ -96,6 +97,31 @@ def test_where_sequences_are_cut(variant, lengths, most):
     assert got.starts_of.tolist() == starts_of + [-1] * rest
     assert got.ends_of.tolist() == ends_of + [-1] * rest
     assert got.first_segment.tolist() == first
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 4000])
+def test_heads_that_forget_least_come_first(tokens):
+    """Of equals the first one; what is no number comes last, and nobody is left out."""
+    keep = torch.tensor([-3.0, 0.0, torch.nan, -0.01, 0.0, -torch.inf, -3.0])
+    g = keep.expand(1, tokens + 2, 7).clone()
+    g[:, tokens:] = torch.nan
+    cut = segments.cut(g, torch.tensor([0, tokens]), 2)
+    assert cut.heads.tolist() == [1, 4, 3, 0, 6, 2, 5]
+    many = torch.randn(40).sort(descending=True).values
+    cut = segments.cut(
+        many.flip(0).expand(1, tokens, 40).contiguous(), torch.tensor([0, tokens]), 2
+    )
+    assert cut.heads.tolist() == list(range(39, -1, -1))
+
+
+def test_open_ends_have_segments_of_their_own():
+    """Two sequences of 3 and 2 chunks, the last of which is cut short."""
+    cu_seqlens = torch.tensor([0, 192, 300])
+    cut = segments.cut(torch.zeros(1, 300, 1), cu_seqlens, 2, open_start=True, open_end=True)
+    assert cut.bounds.tolist()[:7] == [0, 0, 64, 192, 300, 300, 300]
+    assert cut.starts_of.tolist()[:6] == [0, -1, -1, 1, -1, -1]
+    assert cut.ends_of.tolist()[:6] == [-1, -1, 0, -1, 1, -1]
+    assert cut.first_segment.tolist() == [0, 3, 5]
 
 
 @pytest.mark.parametrize("variant", segment_map.VARIANTS, ids=str)
@@ -142,7 +168,7 @@ def test_a_warm_head_reads_its_window_alone(solves):
     x.g[..., 0] = -0.2
     x.g[..., 1] = 0
     want = starts(x, 4, WARM_LOG_BOUND, solves)
-    cut = segments.cut(x.k.shape[1], x.cu_seqlens, 4)
+    cut = segments.cut(x.g, x.cu_seqlens, 4)
 
     def entered(limit: float) -> Tensor:
         found = maps(x, cut, limit, solves)

@@ -6,12 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import launch_chains, segments
+from qla_kernels.gdn import (
+    heuristics,
+    launch,
+    launch_backward,
+    launch_chains,
+    plan,
+    segments,
+)
 from qla_kernels.gdn.kernels import segment_map_bwd, segment_scan
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from qla_kernels.varlen import chunk_table
 from tests.compare import assert_close, relative_l2
 from tests.emulated.test_gdn_chains import Case, Chains, case, expected, prepared
+from tests.gdn_backward_check import check as check_gradients
+from tests.gdn_calls import call
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
 
@@ -35,7 +44,7 @@ def end_gradients(x: Case, cut: segments.Segments, limit: float) -> tuple[Tensor
 
 def run(x: Case, most: int, limit: float) -> Chains:
     """Both chains over segments: chunks are those of the sequences, in the same order."""
-    cut = segments.cut(x.k.shape[1], x.cu_seqlens, most)
+    cut = segments.cut(x.g, x.cu_seqlens, most)
     starts, ends = end_gradients(x, cut, limit)
     g_cum, A = prepared(x)
     first_chunk = chunk_table(x.k.shape[1], cut.bounds).first_chunk
@@ -108,7 +117,7 @@ def test_a_warm_head_reads_its_window_alone():
     x = case([8 * 64])
     x.g[..., 0] = -0.2
     x.g[..., 1] = 0
-    cut = segments.cut(x.k.shape[1], x.cu_seqlens, 4)
+    cut = segments.cut(x.g, x.cu_seqlens, 4)
     want = end_gradients(x, cut, WARM_LOG_BOUND)[1][0]
     x.do[:, 5 * 64 :] = torch.nan
     x.dht[:] = torch.nan
@@ -117,3 +126,28 @@ def test_a_warm_head_reads_its_window_alone():
     assert got[1].isnan().all()
     for limit in (-13.0, EXACT):
         assert end_gradients(x, cut, limit)[1][0, 0].isnan().all()
+
+
+def test_a_backward_that_is_given_the_forwards_segments_looks_for_none(monkeypatch):
+    x = call([300, 70], heads=(1, 2), sizes=(128, 128), dtype=torch.bfloat16, gates=torch.float32)
+    x["g"][..., 0] *= 0.01  # a head that is folded, beside one that is not
+    cut = plan.Plan(heuristics.Forward(64, True), 2)
+    monkeypatch.setattr(plan, "forward", lambda *_: cut)
+    rows, h0 = [x[n] for n in ("q", "k", "v", "g", "beta")], x["initial_state"]
+    flags = dict.fromkeys(
+        ("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"), False
+    ) | {"auto_cp": True, "warm_log_bound": WARM_LOG_BOUND}
+    scale = 128**-0.5
+    done = launch.gdn_fwd(
+        *rows, scale, h0, x["cu_seqlens"], None, None, None, **flags, output_final_state=False,
+        output_h=False, is_train=True, enable_fwd_cp_cache=True,
+    )  # fmt: skip
+    monkeypatch.setattr(segments, "cut", None)
+    monkeypatch.setattr(segments, "maps", None)
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(h0)
+    rows[3] = done.g_cum
+    got = launch_backward.gdn_bwd(
+        *rows, done.A, do, dht, scale, h0, x["cu_seqlens"], None, None, None, None, **flags,
+        cp_cache=done.cp_cache,
+    )  # fmt: skip
+    check_gradients(x, do, dht, got)

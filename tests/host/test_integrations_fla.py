@@ -87,7 +87,7 @@ def test_gradients_are_ours(installed):
 HALF = torch.zeros(2, 70, 2, 16, dtype=torch.bfloat16)
 DECLINED = {
     "mixed dtypes": ({"k": HALF}, "q is float64, k is bfloat16, v is float64; need one dtype"),
-    "ranks": ({"cp_context": SimpleNamespace()}, "got cp_context; need None"),
+    "ranks": ({"cp_context": SimpleNamespace(layout="zigzag")}, "cp_context with layout 'zigzag'"),
     "its old place": (
         {"chunk_indices": SimpleNamespace()},
         "got cp_context; need keywords of ours",

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -15,29 +17,34 @@ from torch.utils.checkpoint import (
 from qla_kernels import chunk_gated_delta_rule, gdn
 from qla_kernels.cpu import reference
 from qla_kernels.gdn import ops
+from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from tests.gdn_calls import Call, call, gradients, leaves
 
+OPERATORS: Any = torch.ops.qla_kernels
 PLAIN = dict.fromkeys(("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"), False)
-TRAIN = {"output_final_state": True, "output_h": False, "is_train": True, "auto_cp": True}
+TRAIN = {"output_final_state": True, "output_h": False, "is_train": True}
+SEGMENTS = {"auto_cp": True, "warm_log_bound": WARM_LOG_BOUND}
 
 
-def forward_arguments(x: Call, **flags: bool) -> tuple[tuple[Any, ...], dict[str, bool]]:
+def forward_arguments(x: Call, **flags: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of gdn_fwd, for a call."""
     names = ("initial_state", "cu_seqlens", "cu_seqlens_cpu", "A_log", "dt_bias")
     activated = {n: x[n] for n in PLAIN if n in x}
     args = (*(x[n] for n in ("q", "k", "v", "g", "beta")), 0.25, *(x.get(n) for n in names))
-    return args, {**PLAIN, **TRAIN, **activated, **flags}
+    return args, {
+        **PLAIN, **TRAIN, **SEGMENTS, "enable_fwd_cp_cache": False, **activated, **flags
+    }  # fmt: skip
 
 
-def backward_arguments(x: Call) -> tuple[tuple[Any, ...], dict[str, bool]]:
+def backward_arguments(x: Call, **flags: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of gdn_bwd, for a call."""
-    args, flags = forward_arguments(x)
+    args, flags = forward_arguments(x, **flags)
     done = ops.Forward(*ops.gdn_fwd(*args, **flags))
-    q, k, v, g, beta, scale, h0, cu_seqlens, _, A_log, dt_bias = args
+    q, k, v, g, beta, scale, h0, *bounds, A_log, dt_bias = args
     do, dht = torch.randn_like(done.o), torch.randn_like(done.final_state)
     raw = (None, None, None) if A_log is None else (g, A_log, dt_bias)
-    kept = {n: flags[n] for n in (*PLAIN, "auto_cp")}
-    return (q, k, v, done.g_cum, beta, done.A, do, dht, scale, h0, cu_seqlens, *raw), kept
+    kept = {n: flags[n] for n in (*PLAIN, *SEGMENTS)} | {"cp_cache": done.cp_cache}
+    return (q, k, v, done.g_cum, beta, done.A, do, dht, scale, h0, *bounds, *raw), kept
 
 
 CALLS = {
@@ -62,37 +69,50 @@ CALLS = {
 def test_opcheck_gdn(kind):
     """Schema, shapes and strides of the fakes, and tracing with symbolic shapes."""
     x = call(**CALLS[kind])
-    torch.library.opcheck(ops.gdn_fwd, *forward_arguments(x))
-    torch.library.opcheck(ops.gdn_bwd, *backward_arguments(x))
+    torch.library.opcheck(OPERATORS.gdn_fwd.default, *forward_arguments(x))
+    torch.library.opcheck(OPERATORS.gdn_bwd.default, *backward_arguments(x))
 
 
 def test_opcheck_gdn_with_absent_results():
     x = call(dtype=torch.float16)
     del x["initial_state"]
     only_o = {"output_final_state": False, "is_train": False}
-    torch.library.opcheck(ops.gdn_fwd, *forward_arguments(x, **only_o))
-    torch.library.opcheck(ops.gdn_bwd, *backward_arguments(x))
+    torch.library.opcheck(OPERATORS.gdn_fwd.default, *forward_arguments(x, **only_o))
+    torch.library.opcheck(OPERATORS.gdn_bwd.default, *backward_arguments(x))
 
 
 @pytest.mark.parametrize("lengths", [None, [65, 3]])
 def test_opcheck_gdn_with_chunk_states(lengths):
     """How many chunks a packed batch has is known only when the operator runs."""
-    torch.library.opcheck(ops.gdn_fwd, *forward_arguments(call(lengths), output_h=True))
+    torch.library.opcheck(
+        OPERATORS.gdn_fwd.default, *forward_arguments(call(lengths), output_h=True)
+    )
+
+
+def test_opcheck_gdn_with_a_cache():
+    """What is kept of segments, and whether there are any, is known only when it runs."""
+    x = call(dtype=torch.bfloat16)
+    torch.library.opcheck(
+        OPERATORS.gdn_fwd.default, *forward_arguments(x, enable_fwd_cp_cache=True)
+    )
+    torch.library.opcheck(
+        OPERATORS.gdn_bwd.default, *backward_arguments(x, enable_fwd_cp_cache=True)
+    )
 
 
 def test_opcheck_l2norm():
     fused = torch.randn(2, 70, 6, 16, dtype=torch.bfloat16)
     x = fused[:, :, 2:4]
-    torch.library.opcheck(ops.l2norm_fwd, (x,))
-    torch.library.opcheck(ops.l2norm_bwd, (x, torch.randn_like(x), None))
+    torch.library.opcheck(OPERATORS.l2norm_fwd.default, (x,))
+    torch.library.opcheck(OPERATORS.l2norm_bwd.default, (x, torch.randn_like(x), None))
     packed = (x[:1], torch.randn_like(x[:1]), torch.tensor([0, 3, 60]))
-    torch.library.opcheck(ops.l2norm_bwd, packed)
+    torch.library.opcheck(OPERATORS.l2norm_bwd.default, packed)
 
 
 def test_absent_results_are_none():
     args, flags = forward_arguments(call(), output_final_state=False, is_train=False)
     done = ops.Forward(*ops.gdn_fwd(*args, **flags))
-    assert [name for name, x in done._asdict().items() if x is not None] == ["o"]
+    assert [name for name, x in done._asdict().items() if isinstance(x, Tensor)] == ["o"]
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
@@ -107,9 +127,37 @@ def test_no_result_shares_memory_with_an_argument(tokens, state_v_first):
             a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor) and a.numel()
         }
         for result in op(*args, **flags):
-            if result is not None and result.numel():
+            if isinstance(result, Tensor) and result.numel():
                 assert result.untyped_storage().data_ptr() not in taken
                 assert result.is_contiguous()
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_looks_at_operators_sees_them():
+    """Eager calls do without the dispatcher; a mode, a tracer and vmap meet the operator."""
+    x = call(activations=True)
+    x = {**x, "use_qk_l2norm_in_kernel": True}
+    want = chunk_gated_delta_rule(**x)[0]
+    with Seen() as seen:
+        assert torch.equal(chunk_gated_delta_rule(**x)[0], want)
+    assert OPERATORS.gdn_fwd.default in seen.ops
+    assert seen.ops.count(OPERATORS.l2norm_fwd.default) == 2
+    traced = make_fx(lambda q: chunk_gated_delta_rule(**{**x, "q": q})[0])(x["q"])
+    assert OPERATORS.gdn_fwd.default in {node.target for node in traced.graph.nodes}
+    both = torch.stack([x["q"], -x["q"]])  # vmap falls back to one call each
+    assert torch.equal(torch.vmap(ops.l2norm_fwd)(both), torch.stack([*map(ops.l2norm_fwd, both)]))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as eager:
+        assert torch.equal(chunk_gated_delta_rule(**x)[0], want)
+    assert "qla_kernels::gdn_fwd" not in {event.name for event in eager.events()}
 
 
 def test_meta_tensors_give_shapes():

@@ -11,6 +11,7 @@ from qla_kernels.gdn import refusal, wants_gradients
 from tests.gdn_calls import call
 
 HOPPER = (9, 0)
+ZIGZAG = SimpleNamespace(layout="zigzag")
 ELSEWHERE = "or use fla.ops.gated_delta_rule"
 
 
@@ -70,9 +71,9 @@ REFUSED = {
         "on the lengths; pass cu_seqlens_cpu",
     ),
     "cp_context": (
-        {"cp_context": SimpleNamespace()},
-        "got cp_context; need None: sequences cut over ranks are not supported yet; "
-        "gather the sequence on one rank, " + ELSEWHERE,
+        {"cp_context": ZIGZAG},
+        "cp_context with layout 'zigzag'; need 'contiguous': tokens in order; "
+        "build the context with layout='contiguous'",
     ),
 }
 
@@ -127,13 +128,15 @@ def test_cpu_takes_every_float_dtype_and_head_size():
 def test_the_public_functions_raise_what_refusal_says():
     x = call(lengths=[70])
     q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
-    context = SimpleNamespace(cu_seqlens=torch.tensor([0, 70]))
     half = (q.float(), k, v, g, beta)
-    for op in (chunk_gated_delta_rule, chunk_gated_delta_rule_fwd):
-        for args, others in ((half, {}), ((q, k, v, g, beta), {"cp_context": context})):
-            with pytest.raises(Unsupported) as error:
-                op(*args, **others)
-            assert str(error.value) == refusal(*args[:3], **others, op=op.__name__)
+    for op, args, others in (
+        (chunk_gated_delta_rule, half, {}),
+        (chunk_gated_delta_rule_fwd, half, {}),
+        (chunk_gated_delta_rule, (q, k, v, g, beta), {"cp_context": ZIGZAG}),
+    ):
+        with pytest.raises(Unsupported) as error:
+            op(*args, **others)
+        assert str(error.value) == refusal(*args[:3], **others, op=op.__name__)
 
 
 def test_wants_gradients():

@@ -51,7 +51,7 @@ def parts(x: Inputs, segment_chunks: int) -> Parts:
     v = value_tiles(chunks, x.v, x.q.shape[2], torch.float64)
     nothing = start_states(None, v, chunks, x.q.shape[3])
     maps = segment_maps(chunks, tiles, gamma, v, segments, nothing, False, rounded)
-    in_window, warm = warm_windows(chunks, tiles, gamma)
+    in_window, warm = warm_windows(chunks, tiles.k, tiles.beta[..., 0], gamma)
     grid = torch.zeros(len(segments.spans), len(chunks.counts), x.v.shape[2], dtype=torch.bool)
     grid[chunks.sequence, chunks.step] = in_window.flatten(1)
     group = x.v.shape[2] // x.k.shape[2]

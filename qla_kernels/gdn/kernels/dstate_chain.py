@@ -23,6 +23,9 @@ read the other way up. dO^T is a left operand twice: once transposed by wgmma it
 memory, because registers are short while dS K^T is formed, and once by ldmatrix, to be scaled. Only
 dV', Y and beta e Y wait for dS; all else is done while a product runs. It needs neither v nor a
 state of the forward: chunk_states may run beside it.
+
+In bf16 everything but what comes in and goes out is in units of scale: e dO is then exact where
+nothing is forgotten, and there most errors add up. fp16 has no room for numbers so much larger.
 """
 
 from typing import NamedTuple
@@ -150,7 +153,7 @@ def schedule(v: Variant) -> Schedule:
 @T.macro
 def state(
     w, states, K, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds,
-    rows, gate_ring, p_ring, ds_ring, num_chunks, n, hv, v0, has_dht, has_dh0,
+    rows, gate_ring, p_ring, ds_ring, num_chunks, n, hv, v0, has_dht, has_dh0, unit,
 ):  # fmt: skip
     r_ds = T.alloc_fragment((TILE, K), "float32")  # dS^T: stays here from last to first chunk
     r_ds16 = T.alloc_fragment((TILE, K), dtype)
@@ -164,7 +167,7 @@ def state(
     T.annotate_layout({r_dot: accumulator_layout(TILE, CHUNK)})
     if has_dht != 0:
         for r, c in T.Parallel(TILE, K):
-            r_ds[r, c] = dht[n, hv, c, v0 + w * TILE + r]
+            r_ds[r, c] = dht[n, hv, c, v0 + w * TILE + r] / unit
     else:
         T.clear(r_ds)
     T.copy(r_ds, r_ds16)
@@ -194,6 +197,8 @@ def state(
         take_turn(w, states)
         T.wgmma_gemm(r_dn16, s_a[slot, :, :], r_y, clear_accum=True)  # 5
         give_turn(w, states)
+        for r, c in T.Parallel(TILE, K):
+            r_ds16[r, c] = r_ds[r, c] * unit
         stage(r_ds16, s_ds, ds_ring, step, K)
         load_transposed(s_do, slot, w, r_dot)
         for r, c in T.Parallel(TILE, CHUNK):
@@ -214,6 +219,8 @@ def state(
     if states == 2 and w == 0:
         T.sync_threads(TURN, 256)  # take the partner's last turn
     if has_dh0 != 0:
+        for r, c in T.Parallel(TILE, K):
+            r_ds[r, c] *= unit
         put_state(r_ds, dh0, n, hv, v0 + w * TILE, K)
 
 
@@ -301,23 +308,30 @@ def build(v: Variant):
             length = cu_seqlens[n + 1] - cu_seqlens[n]
             num_chunks = T.ceildiv(length, CHUNK)
 
+            unit = T.alloc_var("float32")
+            unit = 1
+            if v.dtype == "bfloat16":
+                if scale != 0:
+                    unit = scale
+
             tx = T.get_thread_binding()
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
                     0, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[0],
-                    rows, gates, p_ring, ds_rings[0], num_chunks, n, hv, v0, has_dht, has_dh0,
+                    rows, gates, p_ring, ds_rings[0], num_chunks, n, hv, v0, has_dht, has_dh0, unit,
                 )  # fmt: skip
             elif tx < plan.start("score"):  # nobody where a CTA has one state warpgroup
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
                     1, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[-1],
                     rows, gates, p_ring, ds_rings[-1], num_chunks, n, hv, v0, has_dht, has_dh0,
+                    unit,
                 )  # fmt: skip
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)
                 score(
-                    s_q, s_k, s_gate, s_p, rows, gates, p_ring, num_chunks, scale,
+                    s_q, s_k, s_gate, s_p, rows, gates, p_ring, num_chunks, scale / unit,
                     plan.start("score"),
                 )  # fmt: skip
             else:
@@ -333,7 +347,10 @@ def build(v: Variant):
                         rows, tail_full, begin, length, num_chunks, True,
                     )  # fmt: skip
                 elif tx < plan.end("gate"):
-                    gate(g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, True, scale)
+                    gate(
+                        g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, True,
+                        scale / unit,
+                    )  # fmt: skip
                 elif tx < plan.end("store"):
                     store(
                         dS, s_ds, ds_rings, num_chunks, first_chunk[n] + num_chunks - 1, -1, hv, v0

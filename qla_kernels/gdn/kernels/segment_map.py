@@ -26,7 +26,8 @@ Steps (numbers appear again in the code):
     7 state   X
     8 state   b to where the next segment starts from; M in two terms of 16 bits
 
-Bounded by the latency of the chain 5, 6, 7. Why this shape: it is chunk_states' chain, with one
+Bounded by the latency of the chain 5, 6, 7, and by when CTAs of cold heads begin: heads come in an
+order in which those that look cold are first. Why this shape: it is chunk_states' chain, with one
 state warpgroup and, given A, room for two CTAs on an SM, each computing while the other waits. Long
 batches are given A, which fused_fwd takes as well; short ones solve for it here, in the few chunks
 of a window, rather than wait for three more launches.
@@ -154,6 +155,7 @@ def build(v: Variant):
         bounds: T.Tensor((num_bounds,), "int32"),
         starts_of: T.Tensor((num_bounds,), "int32"),
         ends_of: T.Tensor((num_bounds,), "int32"),
+        heads: T.Tensor((num_value_heads,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
         starts: T.Tensor((capacity, num_value_heads, V, K), "float32"),
         maps: T.Tensor((capacity, num_value_heads, 2, K, K), "bfloat16"),
@@ -191,8 +193,8 @@ def build(v: Variant):
             begin, end, num_chunks = (T.alloc_var("int32") for _ in range(3))
             warm, has_start = T.alloc_var("int32"), T.alloc_var("int32")
             i_slice = block % (num_tiles + K // TILE)
-            hv = block // (num_tiles + K // TILE) % num_value_heads
-            p = block // (num_tiles + K // TILE) // num_value_heads
+            hv = heads[block // (num_tiles + K // TILE) // capacity]
+            p = block // (num_tiles + K // TILE) % capacity
             h = hv // (num_value_heads // num_heads)
             of_map = 0
             column = i_slice * TILE
@@ -206,7 +208,7 @@ def build(v: Variant):
             warm = 0
             has_start = 0
             if ends_of[p] < 0:
-                num_chunks = (end - begin) // CHUNK
+                num_chunks = T.ceildiv(end - begin, CHUNK)
             tx = T.get_thread_binding()
             if num_chunks > 0:
                 warm = warm_chunks(  # 1
@@ -214,7 +216,7 @@ def build(v: Variant):
                     at_end=True, cumulated=not v.solves,
                 )  # fmt: skip
                 if warm > 0:
-                    begin = end - warm * CHUNK
+                    begin += (num_chunks - warm) * CHUNK
                     num_chunks = warm
                 elif n >= 0:
                     has_start = has_h0

@@ -24,7 +24,8 @@ Steps (numbers appear again in the code):
     7 state   dS += (scale e dO^T) Q; meanwhile beta e Y^T; then the product with K
     8 state   b' to where the gradient of the segment before ends
 
-Bounded by the latency of the chain 5, 6, 7. Why this shape: it is dstate_chain's chain.
+Bounded by the latency of the chain 5, 6, 7; heads come in segment_map's order. Why this shape: it
+is dstate_chain's chain, in the same units.
 """
 
 from typing import NamedTuple
@@ -134,6 +135,7 @@ def build(v: Variant):
         bounds: T.Tensor((num_bounds,), "int32"),
         starts_of: T.Tensor((num_bounds,), "int32"),
         ends_of: T.Tensor((num_bounds,), "int32"),
+        heads: T.Tensor((num_value_heads,), "int32"),
         dht: T.StridedTensor(
             (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
         ),
@@ -169,8 +171,8 @@ def build(v: Variant):
             warm = T.alloc_var("int32")
             i_tile = block % num_tiles
             column = i_tile * TILE
-            hv = block // num_tiles % num_value_heads
-            p = block // num_tiles // num_value_heads
+            hv = heads[block // num_tiles // capacity]
+            p = block // num_tiles % capacity
             h = hv // (num_value_heads // num_heads)
             n = ends_of[p]
             begin = bounds[p]
@@ -189,17 +191,22 @@ def build(v: Variant):
                 elif n >= 0:
                     has_end = has_dht
             num_chunks = T.ceildiv(length, CHUNK)
+            unit = T.alloc_var("float32")  # as in dstate_chain
+            unit = 1
+            if v.dtype == "bfloat16":
+                if scale != 0:
+                    unit = scale
 
             if tx < plan.end("state"):
                 T.set_max_nreg(plan.role("state").regs, 1)
                 gradient_columns(
                     K, v.dtype, dht, ends, s_q, s_k, s_do, s_a, s_p, s_gate, rows, gates, p_ring,
-                    num_chunks, p, n, hv, column, has_end,
+                    num_chunks, p, n, hv, column, has_end, unit,
                 )  # fmt: skip
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)
                 score(
-                    s_q, s_k, s_gate, s_p, rows, gates, p_ring, num_chunks, scale,
+                    s_q, s_k, s_gate, s_p, rows, gates, p_ring, num_chunks, scale / unit,
                     plan.start("score"),
                 )  # fmt: skip
             else:
@@ -215,6 +222,9 @@ def build(v: Variant):
                         rows, tail_full, begin, length, num_chunks, True,
                     )  # fmt: skip
                 elif tx < plan.end("gate"):
-                    gate(g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, True, scale)
+                    gate(
+                        g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, True,
+                        scale / unit,
+                    )  # fmt: skip
 
     return segment_map_bwd.with_attr("global_symbol", f"segment_map_bwd_{v.dtype}_k{v.K}")

@@ -1,0 +1,221 @@
+"""Sequences cut over ranks: what a rank holds, what ranks agree on, and what they exchange.
+
+Tokens are dealt out in order, as many to each rank, as FLA's contiguous layout has it. A rank's
+first sequence may have begun on the ranks before it, and its last one may go on behind it; FLA's
+FLACPContext says so, and so does `build_cp_context` where there is no FLA. Each rank finds out what
+its part of such a sequence does to a state or gradient that comes through, a link; one gather hands
+all links to all ranks, and each of them folds those it needs.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qla_kernels.errors import need
+
+Reason = tuple[str, str, str]  # got, need, fix
+LAYOUT = "contiguous"
+
+# its name until torch 2.13, where the old one warns
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# What a group's ranks have agreed on, so that a GPU does not wait for them to agree again.
+_agreed: "WeakKeyDictionary[dist.ProcessGroup, set[str]]" = WeakKeyDictionary()
+
+
+class ShardError(RuntimeError):
+    """Ranks could not exchange what they have to: one died, hangs, or makes other calls."""
+
+
+@dataclass(frozen=True)
+class CPContext:
+    """A rank's part of a packed batch, under the names of FLA's FLACPContext."""
+
+    group: dist.ProcessGroup | None  # all ranks of the job if None
+    cu_seqlens: Tensor  # [n + 1] of the sequences that have tokens here, counted from the first one
+    cu_seqlens_cpu: Tensor
+    pre_num_ranks: int  # ranks before this one that hold its first sequence
+    post_num_ranks: int  # ranks behind it that hold its last one
+    layout: str = LAYOUT
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.pre_num_ranks == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.post_num_ranks == 0
+
+
+def build_cp_context(
+    cu_seqlens: Tensor,
+    group: dist.ProcessGroup | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> CPContext:
+    """This rank's part of a batch; rank r of W has the tokens r T / W to (r + 1) T / W.
+
+    Args:
+        cu_seqlens: [N + 1] of the whole batch, of T tokens; the context's own is on its device.
+        group: the ranks that share the batch; None for all of the job.
+        cu_seqlens_cpu: the same on the CPU; without it a GPU is waited for.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    bounds = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
+    if bounds[-1] % world:
+        fix = "pad the last sequence"
+        got = f"{bounds[-1]} tokens for {world} ranks"
+        raise ValueError(need("build_cp_context", got, "as many tokens on every rank", fix))
+    held, before, after = held_by(rank, bounds, bounds[-1] // world)
+    local = torch.tensor(held, dtype=cu_seqlens.dtype)
+    return CPContext(group, local.to(cu_seqlens.device), local, before, after)
+
+
+def held_by(rank: int, bounds: Sequence[int], size: int) -> tuple[list[int], int, int]:
+    """The bounds of the sequences that have some of this rank's `size` tokens, counted from its
+    first one, and how many ranks before it and behind it hold the first and the last of them.
+    """
+    if not size:
+        return [0], 0, 0
+    begin, end = rank * size, (rank + 1) * size
+    inside = sorted({x for x in bounds if begin < x < end})
+    before = rank - max(x for x in bounds if x <= begin) // size
+    after = (min(x for x in bounds if x >= end) - 1) // size - rank
+    return [0, *(x - begin for x in inside), size], before, after
+
+
+class Shard(NamedTuple):
+    """What a call needs of a context."""
+
+    group: dist.ProcessGroup
+    rank: int
+    world: int
+    before: int  # ranks
+    after: int
+    through: bool
+
+
+def goes_through(cu_seqlens: Tensor, before: int, after: int) -> bool:
+    """Whether one sequence comes in and goes on: what comes in has to do with what leaves."""
+    return cu_seqlens.shape[0] == 2 and before > 0 and after > 0
+
+
+def layout_refused(cp_context: Any) -> Reason | None:
+    layout = getattr(cp_context, "layout", LAYOUT)
+    if layout == LAYOUT:
+        return None
+    fix = "build the context with layout='contiguous'"
+    return f"cp_context with layout {layout!r}", f"{LAYOUT!r}: tokens in order", fix
+
+
+def shard_of(op: str, cp_context: Any) -> Shard:
+    """Its group has to be there, and its tables; what they say is compared by `agree`."""
+    names = ("cu_seqlens", "pre_num_ranks", "post_num_ranks")
+    absent = [name for name in names if getattr(cp_context, name, None) is None]
+    if absent:
+        fix = "make it with build_cp_context"
+        got = f"cp_context without {', '.join(absent)}"
+        raise ValueError(need(op, got, "what FLA's build_cp_context makes", fix))
+    group = getattr(cp_context, "group", None)
+    if group is None:
+        if not dist.is_initialized():
+            fix = "call torch.distributed.init_process_group, or drop cp_context"
+            raise ValueError(need(op, "cp_context without a process group", "one", fix))
+        group = dist.group.WORLD
+    assert group is not None, "torch is initialized"
+    return Shard(
+        group,
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        int(cp_context.pre_num_ranks),
+        int(cp_context.post_num_ranks),
+        goes_through(cp_context.cu_seqlens, cp_context.pre_num_ranks, cp_context.post_num_ranks),
+    )
+
+
+def agree(
+    op: str, shard: Shard, facts: Mapping[str, object], problem: ValueError | None, on_gpu: bool
+) -> None:
+    """Raise on every rank unless all were asked for the same, in one line of ranks.
+
+    `problem` is what is wrong with this rank's call alone. A GPU's ranks compare what they have not
+    compared before, because they wait for each other and for the GPU; a rank whose call is wrong
+    may then find no one to tell, and its group's timeout ends the others.
+    """
+    said = (
+        {name: str(fact) for name, fact in facts.items()},
+        (shard.before, shard.after, shard.through),
+        None if problem is None else str(problem),
+    )
+    known = _agreed.setdefault(shard.group, set())
+    if on_gpu and repr(said) in known:
+        return
+    everyone: list[Any] = [None] * shard.world
+    explained(op, lambda: dist.all_gather_object(everyone, said, group=shard.group))
+    first = everyone[0][0]
+    for rank, (theirs, _, wrong) in enumerate(everyone):
+        if wrong is not None:
+            raise problem or ValueError(f"rank {rank}: {wrong}")
+        for name, fact in theirs.items():
+            if fact != first[name]:
+                got = f"{name} is {first[name]} on rank 0 and {fact} on rank {rank}"
+                fix = f"look at what rank {rank} was given"
+                raise ValueError(need(op, got, "the same call on every rank", fix))
+    _expect_one_line(op, [line for _, line, _ in everyone])
+    known.add(repr(said))
+
+
+def _expect_one_line(op: str, line: list[tuple[int, int, bool]]) -> None:
+    """Of (ranks before, ranks after, whether one sequence comes through): neighbours must fit."""
+    ends = [(0, 0, False), *line, (0, 0, False)]
+    for rank, (left, right) in enumerate(itertools.pairwise(ends)):
+        before = 1 + left[0] * left[2] if left[1] else 0
+        after = 1 + right[1] * right[2] if right[0] else 0
+        if (before, after) != (right[0], left[1]):
+            got = (
+                f"{left[1]} ranks after rank {rank - 1} and {right[0]} before rank {rank} hold the "
+                "sequence between them"
+            )
+            fix = "make every rank's cp_context of the same cu_seqlens"
+            raise ValueError(need(op, got, f"{after} and {before}", fix))
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """An operator is given its group by name, as torch's own collectives are."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore
+
+
+def gather(link: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The links of all ranks, [ranks, HV, V + K, K]."""
+    links = link.new_empty(dist.get_world_size(group), *link.shape)
+    explained("cp_context", lambda: _all_gather(links.view(-1), link.reshape(-1), group))
+    return links
+
+
+def folded(links: Tensor, ranks: Iterable[int], V: int) -> Tensor:
+    """What has come through these ranks, in the order in which it meets them: [HV, V, K].
+
+    In fp64, which is the same whatever precision torch is told to multiply fp32 in.
+    """
+    state = links.new_zeros(links.shape[1], V, links.shape[3], dtype=torch.float64)
+    for rank in ranks:
+        link = links[rank].double()
+        state = state @ link[:, V:] + link[:, :V]
+    return state.to(links.dtype)
+
+
+def explained(op: str, exchange: Callable[[], Any]) -> None:
+    """Makes torch's error of a lost rank one of ours."""
+    try:
+        exchange()
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        needs = "every rank of the group alive and in the same call"
+        fix = "look at the rank that failed first"
+        got = f"ranks could not exchange links ({first})"
+        raise ShardError(need(op, got, needs, fix)) from error

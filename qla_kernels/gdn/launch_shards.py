@@ -1,0 +1,156 @@
+"""A rank's part of sequences on the GPU: segments, with one gather between maps and chains.
+
+The open ends of a shard are segments' ends like any other: what the sequence does on its way
+through this rank is folded from the maps of its segments, and what the ranks before it did to the
+state that enters here takes the place of an initial state. The host waits for nothing.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device
+from qla_kernels.gdn import activations, segments
+from qla_kernels.gdn import plan as gdn_plan
+from qla_kernels.gdn.context_parallel import folded, gather, goes_through, group_named
+from qla_kernels.gdn.launch import fused_fwd, kkt_solve
+from qla_kernels.gdn.launch_backward import (
+    chains,
+    chunk_grads,
+    readable,
+    through_activations,
+)
+from qla_kernels.gdn.packing import require_aligned
+from qla_kernels.gdn.shard_ops import Forward, without_dh0
+from qla_kernels.varlen import CHUNK
+
+
+@torch.no_grad()
+def gdn_shard_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    is_train: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    warm_log_bound: float,
+    group: str,
+    before: int,
+    after: int,
+) -> Forward:
+    require_aligned(q=q, k=k, v=v)
+    (_, T, HV, V), K, N = v.shape, q.shape[-1], len(cu_seqlens) - 1
+    saved: tuple[Tensor, Tensor] | None
+    with device.of(q):
+        o = q.new_empty(v.shape)
+        g = activations.gate(g, A_log, dt_bias).contiguous()
+        beta = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
+        if not T or not N:  # no sequence comes here
+            gather(g.new_zeros(HV, V + K, K), group_named(group))
+            saved = (torch.zeros_like(g), q.new_zeros(1, T, HV, CHUNK))
+            return Forward(o.zero_(), None, *(saved if is_train else (None, None)))
+        shape = segments.chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
+        plan = gdn_plan.forward(*shape, warm_log_bound == -math.inf, mapped=True)
+        assert plan.segment_chunks is not None, "a shard is always mapped"
+        saved = None  # g_cum and A
+        if is_train or not plan.kernel.solves:
+            saved = (torch.empty_like(g), q.new_empty(1, T, HV, CHUNK))
+        g_read, A_read = g, None
+        if not plan.kernel.solves:
+            g_read, A_read = kkt_solve(k, g, beta, cu_seqlens, out=saved)
+        cut = segments.cut(g_read, cu_seqlens, plan.segment_chunks, before > 0, after > 0)
+        found = segments.maps(k, v, g_read, beta, A_read, None, cut, warm_log_bound)
+        ranks = group_named(group)
+        here, link = ranks.rank(), _link(found.left, found, cut, before, after, reverse=False)
+        links = gather(link, ranks)
+        entered = folded(links, range(here - before, here), V) if before else None
+        starts = segments.start_states(found, None, cut, entered)
+        fused_fwd(
+            q, k, v, g, beta, scale, starts, cut.bounds, o, None, saved, plan.kernel, cut.ends_of
+        )
+    g_cum, A = saved if is_train and saved is not None else (None, None)
+    return Forward(o, entered, g_cum, A)
+
+
+@torch.no_grad()
+def gdn_shard_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    do: Tensor,
+    scale: float,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor | None,
+    entered: Tensor | None,
+    g: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    warm_log_bound: float,
+    group: str,
+    before: int,
+    after: int,
+) -> tuple[Tensor | None, ...]:
+    require_aligned(q=q, k=k, v=v)
+    (_, T, HV, V), K, N = v.shape, q.shape[-1], len(cu_seqlens) - 1
+    with device.of(q):
+        active = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
+        grads = tuple(x.new_empty(x.shape) for x in (q, k, v, g_cum, g_cum))
+        ranks = group_named(group)
+        if not T or not N:
+            gather(g_cum.new_zeros(HV, V + K, K), ranks)
+            for x in grads:
+                x.zero_()
+        else:
+            do = readable(do.to(v.dtype), flat=True)
+            inputs = q, k, v, do, g_cum, active, A
+            shape = segments.chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
+            most = gdn_plan.backward(*shape, warm_log_bound == -math.inf, mapped=True)
+            assert most is not None, "a shard is always mapped"
+            cut = segments.cut(g_cum, cu_seqlens, most, before > 0, after > 0)
+            found = segments.maps(k, v, g_cum, active, A, None, cut, warm_log_bound)
+            left = segments.left_gradients(
+                q, k, do, g_cum, active, A, None, scale, cut, warm_log_bound
+            )
+            here, link = ranks.rank(), _link(left, found, cut, before, after, reverse=True)
+            links = gather(link, ranks)
+            leaving = folded(links, range(here + after, here, -1), V) if after else None
+            starts = segments.start_states(found, None, cut, entered)
+            ends = segments.fold_gradients(left, None, found, cut, leaving)
+            h, dS, table = chains(inputs, starts, ends, None, scale, cut.bounds)
+            chunk_grads(*inputs, h, dS, table, scale, grads)
+        done = through_activations(
+            grads, None, beta, g, A_log, dt_bias, cu_seqlens,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        )  # fmt: skip
+    return without_dh0(done)
+
+
+def _link(
+    left: Tensor,
+    found: segments.Maps,
+    cut: segments.Segments,
+    before: int,
+    after: int,
+    reverse: bool,
+) -> Tensor:
+    """Of the sequence that goes on at another rank, [HV, V + K, K]; zeros where none does."""
+    if not (before if reverse else after):
+        HV, V, K = left.shape[1:]
+        return left.new_zeros(HV, V + K, K)
+    through = goes_through(cut.first_segment, before, after)
+    return segments.link(left, found, cut, through, reverse)

@@ -1,0 +1,98 @@
+"""The public function on a rank's part of sequences: checked, agreed on by all ranks, then run.
+
+A call that is wrong on one rank must not leave the others waiting for it: each rank tells the
+others what is wrong with its own call, and all raise.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn.autograd import L2Norm, ShardedGatedDeltaRule
+from qla_kernels.gdn.context_parallel import Shard, agree, layout_refused, shard_of
+from qla_kernels.gdn.validate import (
+    OP,
+    Gate,
+    check_activations,
+    check_tensors,
+    dtype_name,
+    refusal,
+    require,
+    scale_of,
+    wants_gradients,
+)
+
+
+def sharded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    cp_context: Any,
+    gate: Gate,
+    warm_log_bound: float,
+    *,
+    states: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+) -> Tensor:
+    """o. `states`: whether the caller gave or wants any."""
+    if (reason := layout_refused(cp_context)) is not None:
+        raise Unsupported(need(OP, *reason))
+    shard = shard_of(OP, cp_context)
+    bounds = cp_context.cu_seqlens, getattr(cp_context, "cu_seqlens_cpu", None)
+    parameters = gate.parameters()
+    is_train = wants_gradients((q, k, v, g, beta, *parameters))
+    problem = None
+    try:
+        _check_states(states)
+        check_tensors(OP, q, k, v, g, beta, None, *bounds)
+        check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        require(refusal(q, k, v, cp_context=cp_context))
+        _check_open_ends(shard, q.shape[1], len(bounds[0]))
+    except ValueError as error:
+        problem = error
+    if not torch.compiler.is_compiling():
+        facts = {
+            "gradients": is_train,
+            "heads and sizes": (*v.shape[2:], q.shape[-1]),
+            "dtype": dtype_name(q.dtype),
+            "scale": scale,
+            "warm_log_bound": warm_log_bound,
+        }
+        agree(OP, shard, facts, problem, q.is_cuda)
+    elif problem is not None:
+        raise problem
+    if use_qk_l2norm_in_kernel:
+        q, k = (L2Norm.apply(x, bounds[0]) for x in (q, k))  # type: ignore[no-untyped-call]
+    options = {
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+        "warm_log_bound": warm_log_bound,
+        "group": shard.group.group_name,
+        "before": shard.before,
+        "after": shard.after,
+    }
+    o: Tensor = ShardedGatedDeltaRule.apply(  # type: ignore[no-untyped-call]
+        q, k, v, g, beta, *parameters, *bounds, scale_of(scale, q), options, is_train
+    )
+    return o
+
+
+def _check_states(states: bool) -> None:
+    if states:
+        got = "initial_state or output_final_state with cp_context"
+        needs = "neither: a sequence's ends may be on other ranks"
+        raise ValueError(need(OP, got, needs, "drop it, or gather the sequence on one rank"))
+
+
+def _check_open_ends(shard: Shard, num_tokens: int, num_bounds: int) -> None:
+    if (shard.before or shard.after) and (num_tokens == 0 or num_bounds < 2):
+        got = "no token on a rank that a sequence goes through"
+        fix = "make cp_context with build_cp_context"
+        raise ValueError(need(OP, got, "at least one", fix))

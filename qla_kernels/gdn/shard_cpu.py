@@ -1,0 +1,100 @@
+"""A rank's part of sequences on CPU tensors: the reference, told what links say of the others."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels.cpu import reference
+from qla_kernels.gdn import cpu
+from qla_kernels.gdn.context_parallel import folded, gather, goes_through, group_named
+from qla_kernels.gdn.shard_ops import Forward, without_dh0
+
+
+@torch.no_grad()
+def gdn_shard_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    is_train: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    warm_log_bound: float,
+    group: str,
+    before: int,
+    after: int,
+) -> Forward:
+    gdn, num = reference().gdn, len(cu_seqlens) - 1
+    active_g = g if A_log is None else gdn.gate(g, A_log, dt_bias)
+    active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
+    with torch.autocast("cpu", enabled=False):
+        through = goes_through(cu_seqlens, before, after)
+        link = gdn.forward_link(k, v, active_g, active, cu_seqlens, through).mT
+    ranks = group_named(group)
+    links, here = gather(link, ranks), ranks.rank()
+    entered = folded(links, range(here - before, here), v.shape[-1])
+    done = cpu.gdn_fwd(
+        q, k, v, g, beta, scale, _alone(entered, num, 0), cu_seqlens, cu_seqlens_cpu,
+        A_log, dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=True, output_final_state=False, output_h=False, is_train=is_train,
+        auto_cp=False, enable_fwd_cp_cache=False, warm_log_bound=warm_log_bound,
+    )  # fmt: skip
+    return Forward(done.o, entered if before else None, done.g_cum, done.A)
+
+
+@torch.no_grad()
+def gdn_shard_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    do: Tensor,
+    scale: float,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor | None,
+    entered: Tensor | None,
+    g: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    warm_log_bound: float,
+    group: str,
+    before: int,
+    after: int,
+) -> tuple[Tensor | None, ...]:
+    gdn, num = reference().gdn, len(cu_seqlens) - 1
+    active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
+    with torch.autocast("cpu", enabled=False):
+        through = goes_through(cu_seqlens, before, after)
+        link = gdn.backward_link(
+            q, k, v, g_cum, active, A, do, scale, cu_seqlens, through
+        ).mT  # fmt: skip
+    ranks = group_named(group)
+    links, here = gather(link, ranks), ranks.rank()
+    left = folded(links, range(here + after, here, -1), v.shape[-1])
+    h0 = _alone(torch.zeros_like(left) if entered is None else entered, num, 0)
+    done = cpu.gdn_bwd(
+        q, k, v, g_cum, beta, A, do, _alone(left, num, -1), scale, h0, cu_seqlens, cu_seqlens_cpu,
+        g, A_log, dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=True, auto_cp=False, warm_log_bound=warm_log_bound, cp_cache=[],
+    )  # fmt: skip
+    return without_dh0(done)
+
+
+def _alone(state: Tensor, num: int, n: int) -> Tensor:
+    """States of `num` sequences, [num, HV, V, K]: `state` of sequence n, zeros of the others."""
+    states = state.new_zeros(num, *state.shape)
+    states[n] = state
+    return states

@@ -1,0 +1,38 @@
+"""Sequences cut over ranks on GPUs: ranks in turn on one, and as processes over NCCL on two."""
+
+import pytest
+import torch
+
+from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from tests import gdn_shard_gpus
+from tests.gdn_backward_check import check as check_gradients
+from tests.gdn_calls import on_gpu
+from tests.gdn_forward_check import check as check_output
+from tests.gdn_shards_check import run
+
+pytestmark = pytest.mark.hopper
+
+
+@pytest.mark.parametrize(
+    ("world", "lengths"), [(2, [4000]), (4, [6000]), (4, [100, 4500, 300, 0, 1100]), (2, [65, 65])]
+)
+@pytest.mark.parametrize("limit", [WARM_LOG_BOUND, -torch.inf])
+def test_ranks_in_turn_are_one(world, lengths, limit, monkeypatch):
+    x = on_gpu(lengths, heads=(2, 4), padding=0)
+    del x["initial_state"]
+    x["g"] *= torch.tensor([0.0, 0.002, 0.02, 1.0], device="cuda")  # what heads remember
+    do = torch.randn_like(x["v"])
+    o, grads = run(x, do, world, limit, monkeypatch)
+    host = {n: t.cpu() if torch.is_tensor(t) else t for n, t in x.items()}
+    check_output(host, o.cpu())
+    on_host = (None if t is None else t.cpu() for t in grads)
+    check_gradients(host, do.cpu(), None, type(grads)(*on_host))
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_are_one(tmp_path):
+    """Against one GPU, whose rounding errors are as large and not the same."""
+    for rank in gdn_shard_gpus.run(tmp_path):
+        assert "no end" not in rank, rank["no end"]
+        assert rank.pop("again"), "the second time there are other bits"
+        assert {n: e for n, e in rank.items() if e > 1e-2} == {}

@@ -1,0 +1,54 @@
+"""Sequences cut over ranks, emulated: a GPU's launches, with links handed on by the test."""
+
+import math
+
+import pytest
+import torch
+
+from qla_kernels.gdn import heuristics, launch_shards, plan
+from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
+from tests.gdn_backward_check import check as check_gradients
+from tests.gdn_calls import call
+from tests.gdn_forward_check import check as check_output
+from tests.gdn_shards_check import run
+
+pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
+
+GIVEN, SOLVING = heuristics.Forward(128, False), heuristics.Forward(64, True)
+
+
+@pytest.mark.parametrize(
+    ("world", "lengths", "most", "kernel", "limit"),
+    [
+        (3, [3 * 150], 2, SOLVING, WARM_LOG_BOUND),  # through the second rank, in two segments
+        (3, [3 * 150], 1, GIVEN, -math.inf),
+        (2, [40, 220, 0, 60], 2, GIVEN, WARM_LOG_BOUND),
+        (2, [130, 1, 129], 3, SOLVING, WARM_LOG_BOUND),  # nothing comes through
+    ],
+)
+def test_ranks_are_one(world, lengths, most, kernel, limit, monkeypatch):
+    x = call(lengths, heads=(1, 2), sizes=(128, 128), dtype=torch.bfloat16, gates=torch.float32)
+    del x["initial_state"]
+    x["g"][..., 0] *= 0.01  # a head that forgets little, beside one that forgets all
+    monkeypatch.setattr(plan, "forward", lambda *_, **__: Plan(kernel, most))
+    monkeypatch.setattr(plan, "backward", lambda *_, **__: most)
+    do = torch.randn_like(x["v"])
+    o, grads = run(x, do, world, limit, monkeypatch)
+    check_output(x, o)
+    check_gradients(x, do, None, grads)
+
+
+def test_a_rank_of_no_tokens_tells_the_others_nothing(monkeypatch):
+    x = call([0], heads=(1, 2), sizes=(128, 128), dtype=torch.bfloat16, gates=torch.float32)
+    told = []
+    monkeypatch.setattr(launch_shards, "group_named", lambda _: None)
+    monkeypatch.setattr(launch_shards, "gather", lambda link, _: told.append(link))
+    rows = (x[n] for n in ("q", "k", "v", "g", "beta"))
+    done = launch_shards.gdn_shard_fwd(
+        *rows, 1.0, x["cu_seqlens"], None, None, None, is_train=False,
+        use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, warm_log_bound=WARM_LOG_BOUND,
+        group="", before=0, after=0,
+    )  # fmt: skip
+    assert done.o.shape == x["v"].shape
+    assert told[0].shape == (2, 256, 128)
+    assert not told[0].any()

@@ -1,0 +1,206 @@
+"""Ranks as processes over gloo, for the tests of sequences cut over ranks: one start, every case.
+
+Starting interpreters takes longer than the cases, so four ranks run all of them, smaller worlds in
+groups of two. Results are JSON. The last case kills one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed import TCPStore
+
+ROOT = Path(__file__).resolve().parents[1]
+WORLD = 4
+LIMIT = 100  # seconds for everything; a deadlock is a failure
+DEADLINE = 3.0  # seconds, of the group in which somebody is missing
+TOKENS = 280  # divisible by 4, and not by 64
+
+LENGTHS = {
+    "one sequence": [280],
+    "ends within ranks": [30, 170, 80],
+    "ends between ranks": [140, 0, 140],
+    "several on a rank": [3, 4, 200, 0, 1, 72],
+    "none on two ranks": [70, 70, 70, 70],
+}
+
+
+def run(folder: Path) -> list[dict[str, Any]]:
+    """What each rank has to say, by case."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here
+    command = (sys.executable, "-m", "tests.gdn_shard_ranks", str(folder), str(store.port))
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(r)], cwd=ROOT, env=env, stderr=(folder / f"{r}.err").open("w")
+        )
+        for r in range(WORLD)
+    ]
+    end = time.monotonic() + LIMIT
+    for rank in ranks:
+        try:
+            rank.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+    said = []
+    for r in range(WORLD):
+        file = folder / f"{r}.json"
+        errors = (folder / f"{r}.err").read_text()[-3000:]
+        said.append(json.loads(file.read_text()) if file.exists() else {"no end": errors})
+    return said
+
+
+def main(folder: Path, port: int, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    said: dict[str, Any] = {}
+    for case in (results, refusals, deaths):
+        for name, found in case(rank):
+            said[name] = found
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+    os._exit(0)  # torch would wait for the dead
+
+
+def batch(lengths: list[int], **others: Any) -> dict[str, Any]:
+    """A whole batch, the same on every rank, and the gradient of its output."""
+    import torch
+
+    from tests.gdn_calls import call
+
+    torch.manual_seed(len(lengths))
+    x = call(lengths, heads=(1, 2), sizes=(16, 8), **others)
+    del x["initial_state"]
+    return {**x, "do": torch.randn_like(x["v"])}
+
+
+def part(x: dict[str, Any], context: Any, group: Any) -> dict[str, Any]:
+    """This rank's arguments of the call."""
+    import torch
+
+    size = x["v"].shape[1] // group.size()
+    mine = slice(group.rank() * size, (group.rank() + 1) * size)
+    names = ("q", "k", "v", "g", "beta", "do", "o")
+    tokens = {n: x[n][:, mine] for n in names if n in x}
+    others = {n: t for n, t in x.items() if n not in (*tokens, "cu_seqlens")}
+    call = {**others, **tokens, "cp_context": context}
+    return {n: t.clone() if torch.is_tensor(t) else t for n, t in call.items()}
+
+
+def gradients(call: dict[str, Any]) -> dict[str, Any]:
+    """o, and the gradient of every tensor."""
+    import torch
+
+    from qla_kernels import chunk_gated_delta_rule
+    from tests.gdn_calls import leaves
+
+    do = call["do"]
+    x = leaves({n: t for n, t in call.items() if n != "do"})
+    o, state = chunk_gated_delta_rule(**x)
+    assert state is None
+    names = [n for n, t in x.items() if torch.is_tensor(t) and t.requires_grad]
+    found = torch.autograd.grad(o, [x[n] for n in names], do)
+    return {"o": o.detach(), **dict(zip(names, found, strict=True))}
+
+
+def groups(rank: int) -> Iterator[Any]:
+    """All four ranks, and this rank's half of them."""
+    import torch.distributed as dist
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    yield dist.group.WORLD
+    yield pairs[rank // 2]
+
+
+def results(rank: int) -> Iterator[tuple[str, Any]]:
+    """The largest relative error of every tensor, by how the batch is cut."""
+    import torch.distributed as dist
+
+    from qla_kernels.gdn import build_cp_context
+    from tests.compare import relative_l2
+
+    for group in groups(rank):
+        for name, lengths in LENGTHS.items():
+            x = batch(lengths, activations=name == "ends within ranks")
+            context = build_cp_context(x["cu_seqlens"], group)
+            got, want = gradients(part(x, context, group)), gradients(x)
+            want = part({**x, **want}, context, group)
+            errors = []
+            for n in got:
+                if n in ("A_log", "dt_bias"):  # sums over tokens, so over ranks
+                    dist.all_reduce(got[n], group=group)
+                errors.append(relative_l2(got[n], want[n]))
+            yield f"{name}, {group.size()} ranks", max(errors)
+        fla = SimpleNamespace(**{n: getattr(context, n) for n in (
+            "cu_seqlens", "is_first_rank", "is_last_rank", "pre_num_ranks", "post_num_ranks")},
+            group=group, conv1d_kernel_size=None)  # fmt: skip
+        same = gradients(part(x, fla, group))
+        yield f"FLA's context, {group.size()} ranks", max(relative_l2(same[n], got[n]) for n in got)
+
+
+def refusals(rank: int) -> Iterator[tuple[str, Any]]:
+    """What each rank raises when one of them was given something else, and how soon."""
+    import torch
+    import torch.distributed as dist
+
+    from qla_kernels import chunk_gated_delta_rule
+    from qla_kernels.gdn import build_cp_context
+
+    group = dist.group.WORLD
+    x = batch(LENGTHS["one sequence"])
+    context = build_cp_context(x["cu_seqlens"], group)
+    other = build_cp_context(torch.tensor([0, 140, 280]), group)
+    mine = {n: t for n, t in part(x, context, group).items() if n != "do"}
+    wrong: dict[str, Callable[[], dict[str, Any]]] = {
+        "dtype": lambda: {n: t.float() if torch.is_tensor(t) else t for n, t in mine.items()},
+        "gradients": lambda: {**mine, "q": mine["q"].clone().requires_grad_()},
+        "malformed": lambda: {**mine, "g": mine["g"][:, :5]},
+        "states": lambda: {**mine, "output_final_state": True},
+        "bound": lambda: {**mine, "exact": True},
+        "context": lambda: {**mine, "cp_context": other},
+        "nothing": lambda: mine,
+    }
+    for name, change in wrong.items():
+        call = change() if rank == 2 else mine
+        yield name, raised(lambda call=call: chunk_gated_delta_rule(**call))
+
+
+def deaths(rank: int) -> Iterator[tuple[str, Any]]:
+    """What is raised by those that are left, and when, once a rank is gone."""
+    import torch.distributed as dist
+
+    from qla_kernels import chunk_gated_delta_rule
+    from qla_kernels.gdn import build_cp_context
+
+    group = dist.new_group(timeout=timedelta(seconds=DEADLINE))
+    x = batch(LENGTHS["one sequence"])
+    call = part(x, build_cp_context(x["cu_seqlens"], group), group)
+    del call["do"]
+    if rank == 3:
+        return
+    started = time.monotonic()
+    yield "a death", raised(lambda: chunk_gated_delta_rule(**call))
+    yield "seconds until it is noticed", time.monotonic() - started
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

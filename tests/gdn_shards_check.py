@@ -1,0 +1,79 @@
+"""Ranks one after the other in one process, each through the launches of a GPU's rank."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.gdn import launch_shards
+from qla_kernels.gdn.context_parallel import held_by
+from qla_kernels.gdn.ops import Backward
+from tests.gdn_calls import Call
+
+
+class _Told(Exception):
+    """A rank's link, on its way to the others."""
+
+
+def run(
+    x: Call, do: Tensor, world: int, warm_log_bound: float, monkeypatch: Any
+) -> tuple[Tensor, Backward]:
+    """o and the gradients of a whole batch, put together from those of its ranks."""
+    scale, size = x["q"].shape[-1] ** -0.5, x["q"].shape[1] // world
+    held = [held_by(r, x["cu_seqlens"].tolist(), size) for r in range(world)]
+
+    def arguments(r: int, *names: str) -> list[Tensor]:
+        return [x[n][:, r * size : (r + 1) * size] for n in names]
+
+    def options(r: int) -> dict[str, Any]:
+        flags = {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False, "group": ""}
+        return {
+            **flags, "warm_log_bound": warm_log_bound, "before": held[r][1], "after": held[r][2]
+        }  # fmt: skip
+
+    def bounds(r: int) -> Tensor:
+        return torch.tensor(held[r][0], dtype=torch.int32, device=x["q"].device)
+
+    def forward(r: int) -> Any:
+        rows = arguments(r, "q", "k", "v", "g", "beta")
+        return launch_shards.gdn_shard_fwd(
+            *rows, scale, bounds(r), None, None, None, is_train=True, **options(r)
+        )
+
+    saved = _in_turn(forward, world, monkeypatch)
+
+    def backward(r: int) -> Any:
+        q, k, v, beta = arguments(r, "q", "k", "v", "beta")
+        (_, entered, g_cum, A), mine = saved[r], do[:, r * size : (r + 1) * size]
+        return launch_shards.gdn_shard_bwd(
+            q, k, v, g_cum, beta, A, mine, scale, bounds(r), None, entered, None, None, None,
+            **options(r),
+        )  # fmt: skip
+
+    done = _in_turn(backward, world, monkeypatch)
+    grads = (torch.cat(parts, 1) for parts in list(zip(*done, strict=True))[:5])
+    return torch.cat([rank.o for rank in saved], 1), Backward(*grads, None, None, None)
+
+
+def _in_turn(call: Callable[[int], Any], world: int, monkeypatch: Any) -> list[Any]:
+    """Each rank up to the gather, to hear what it tells the others; then each with all links."""
+    links: list[Tensor] = []
+
+    def gather(link: Tensor, _: Any) -> Tensor:
+        if len(links) < world:
+            raise _Told(link)
+        return torch.stack(links)
+
+    def here(r: int) -> Any:
+        monkeypatch.setattr(launch_shards, "group_named", lambda _: SimpleNamespace(rank=lambda: r))
+        return call(r)
+
+    monkeypatch.setattr(launch_shards, "gather", gather)
+    for r in range(world):
+        try:
+            here(r)
+        except _Told as told:
+            links.append(told.args[0])
+    return [here(r) for r in range(world)]
