@@ -1,0 +1,1 @@
+"""What the attention families share: their backward's statistics of a row."""

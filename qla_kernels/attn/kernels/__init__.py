@@ -1,0 +1,3 @@
+"""Kernels that belong to every attention family: module names."""
+
+KERNELS = ("delta",)

@@ -1,0 +1,133 @@
+"""delta -- what an attention's backward knows of a query row before it meets a key.
+
+Per row (one head of one token):
+    delta = sum_d dO O - dLSE        dS = P (dP - delta) follows, for the gradient of LSE as well
+    lse2  = LSE in base 2            P = exp2(scale log2(e) S - lse2)
+A row that saw no key (LSE = -inf) gets lse2 = +inf, hence P = 0; so do the rows of padding.
+
+Steps (numbers appear again in the role), for 8 threads a row:
+    1 rows   8 elements of each 64 of both rows into every thread
+    2 rows   the sum in fp32, over the row's threads
+    3 rows   lse2 and delta out
+
+Bounded by memory: O and dO are read once, 16 bytes a thread at a time; 8 bytes a row are written.
+Why this shape: as gdn.l2norm_bwd, two rows of a token and head to 8 threads. `stats` has a head's
+tokens in a row, so that one TMA box takes both numbers of consecutive queries, and is padded to
+whole 16 bytes, which TMA needs. Every other tensor has strides of its own.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.tile.schedule import Role, Schedule
+
+PIECE = 8  # elements of 16 bits in a 16-byte access
+SPAN = 64  # elements of a row that its threads cover at a time
+MOST_SPANS = 2  # D is 64 or 128
+ROW_THREADS = SPAN // PIECE
+ROW_STEPS = 3  # log2(ROW_THREADS): a sum over a row's threads
+
+LSE2, DELTA = 0, 1  # rows of `stats`
+
+SOURCE = """
+namespace qla {
+template <class T>
+__device__ __forceinline__ void load_16_bytes(T *to, const T *from) {
+  *reinterpret_cast<uint4 *>(to) = __ldg(reinterpret_cast<const uint4 *>(from));
+}
+}  // namespace qla
+"""
+
+
+class Variant(NamedTuple):
+    dtype: str  # of o and do
+
+
+VARIANTS = (Variant("bfloat16"), Variant("float16"))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_safe_memory_legalize": True,  # rows and spans past the last are guarded
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(Role("rows", warps=8, regs=40, computes="lse2, delta"),),
+        ctas_per_sm=6,  # three quarters of an SM's threads: two rows need their registers
+    )
+
+
+@T.macro
+def rows(o, do, lse, dlse, stats, dtype, row, lse_factor, with_dlse, column):
+    num_tokens, num_spans = o.shape[1], o.shape[3]
+    batch, num_heads, num_padded = stats.shape[0], stats.shape[1], stats.shape[3]
+    r_o = T.alloc_local((MOST_SPANS, PIECE), dtype)
+    r_do = T.alloc_local((MOST_SPANS, PIECE), dtype)
+    total, row_lse = T.alloc_var("float32"), T.alloc_var("float32")
+    # variables, so that they are divided as 32-bit numbers, and once
+    b, token, head = (T.alloc_var("int32") for _ in range(3))
+    token = T.truncdiv(row, num_heads)
+    head = row - token * num_heads
+    b = T.truncdiv(token, num_padded)
+    token = token - b * num_padded
+    total = 0.0
+    row_lse = -T.infinity("float32")
+    if (b < batch) & (token < num_tokens):
+        for span in T.unroll(MOST_SPANS):  # 1
+            if span < num_spans:
+                for x, r_x in ((o, r_o), (do, r_do)):
+                    T.call_extern(
+                        "handle",
+                        "qla::load_16_bytes",
+                        T.access_ptr(r_x[span, 0], "w", PIECE),
+                        T.access_ptr(x[b, token, head, span, column], "r", PIECE),
+                    )
+        row_lse = lse[b, head, token] * lse_factor
+        if (with_dlse != 0) & (column == 0):
+            total = -dlse[b, head, token]
+        for span in T.unroll(MOST_SPANS):
+            if span < num_spans:
+                for e in T.unroll(PIECE):
+                    total += T.cast(r_o[span, e], "float32") * T.cast(r_do[span, e], "float32")
+    for step in T.unroll(ROW_STEPS):  # 2
+        total += T.shfl_xor(total, 1 << step)
+    if (b < batch) & (column == 0):  # 3
+        if row_lse == -T.infinity("float32"):
+            row_lse = T.infinity("float32")
+        stats[b, head, LSE2, token] = row_lse
+        stats[b, head, DELTA, token] = total
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    block_rows = plan.threads // ROW_THREADS
+    batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
+    num_padded, o_batch, o_token, o_head = T.dynamic("num_padded, o_batch, o_token, o_head")
+    do_batch, do_token, do_head = T.dynamic("do_batch, do_token, do_head")
+    lse_batch, lse_head, lse_token = T.dynamic("lse_batch, lse_head, lse_token")
+    dlse_batch, dlse_head, dlse_token = T.dynamic("dlse_batch, dlse_head, dlse_token")
+    row_shape = (batch, num_tokens, num_heads, num_spans, SPAN)
+    lse_shape = (batch, num_heads, num_tokens)
+
+    @T.prim_func
+    def delta(
+        o: T.StridedTensor(row_shape, (o_batch, o_token, o_head, SPAN, 1), v.dtype),
+        do: T.StridedTensor(row_shape, (do_batch, do_token, do_head, SPAN, 1), v.dtype),
+        lse: T.StridedTensor(lse_shape, (lse_batch, lse_head, lse_token), "float32"),
+        dlse: T.StridedTensor(lse_shape, (dlse_batch, dlse_head, dlse_token), "float32"),
+        stats: T.Tensor((batch, num_heads, 2, num_padded), "float32"),
+        lse_factor: T.float32,  # log2(e) if lse is natural, 1 if it is in base 2
+        with_dlse: T.int32,  # 0: dlse is not read
+    ):
+        num_rows = batch * num_padded * num_heads
+        with T.Kernel(T.ceildiv(num_rows, block_rows), threads=plan.threads) as block:
+            T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
+            T.import_source(SOURCE)
+            tx = T.get_thread_binding()
+            row = block * block_rows + tx // ROW_THREADS
+            column = tx % ROW_THREADS * PIECE
+            rows(o, do, lse, dlse, stats, v.dtype, row, lse_factor, with_dlse, column)
+
+    return delta.with_attr("global_symbol", f"delta_{v.dtype}")
