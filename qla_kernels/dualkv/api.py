@@ -54,7 +54,12 @@ def shared_prefix_attention(
         o_q = sum_k softmax_k(scale q_q . k_k) v_k    over the k with k <= q < layout.tout[k]
 
     Results and gradients are those of every sequence run alone, where the gradients of a shared
-    token are summed over its sequences. q, k and v have one dtype and any strides.
+    token are summed over its sequences. q, k and v have one dtype. CPU tensors may have any strides
+    and float dtype. On a GPU, a Hopper, they are bf16 or fp16 with D 64 or 128, a last stride of 1
+    and the others of whole 16 bytes.
+
+    The first call with a layout builds the tables that its kernels work off, on the host;
+    `layout.prepare` does that ahead of time, as torch.compile wants.
 
     Args:
         q: [T, H, D] packed tokens.
@@ -94,7 +99,8 @@ def attend(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     scale = float(scale) if scale is not None else float(q.shape[-1] ** -0.5)
+    tables = layout.prepare(q.shape[1], k.shape[1], q_shift) if q.is_cuda else (layout.nodes,)
     o, lse = SharedPrefixAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, scale, q_shift, bool(deterministic), bool(return_lse), layout.nodes
+        q, k, v, scale, q_shift, bool(deterministic), bool(return_lse), *tables
     )
     return o, lse

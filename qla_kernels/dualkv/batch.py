@@ -70,6 +70,10 @@ class SharedBatch:
                 there[field.name] = moved(x, device)
         return replace(self, **there)
 
+    def prepare(self, num_heads: int, kv_heads: int) -> None:
+        """Build what attention with these heads works off, so that its first call need not."""
+        self.layout.prepare(num_heads, kv_heads)
+
     def pack(self, x: Tensor) -> Tensor:
         """A tensor with an entry for each of the caller's tokens, as [T, ...]; padding is 0.
 

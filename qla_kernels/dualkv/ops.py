@@ -2,10 +2,10 @@
 
     dualkv_fwd, dualkv_bwd   attention of packed tokens, and its gradients
 
-`tables` describe the batch: for CPU tensors, the layout's nodes alone. Row i of q is token
-i + q_shift. CPU tensors go to cpu.py, whose functions are named like the operators and imported
-when one first meets a tensor. CUDA tensors have no kernels yet: `validate.refusal` says so before
-an operator is called. No result shares memory with an argument.
+`tables` describe the batch: for CPU tensors the layout's nodes alone, for CUDA tensors what
+tables.py builds of them. Row i of q is token i + q_shift. CPU tensors go to cpu.py and CUDA tensors
+to launch.py. Each has a function named like the operator, and is imported when an operator first
+meets such a tensor. No result shares memory with an argument.
 
 Autograd lives above, in autograd.py. For selective activation checkpointing name the operator:
 `torch.ops.qla_kernels.dualkv_fwd.default`.
@@ -33,7 +33,7 @@ class Forward(NamedTuple):
     """Results of dualkv_fwd; fp32 is fp64 where q is fp64."""
 
     o: Tensor  # [Tq, H, D] in q's dtype
-    lse2: Tensor  # [H / pack, Tq, pack] base 2, fp32: the heads of a query tile's rows together
+    lse2: Tensor  # [H, Tq] base 2, fp32
 
 
 class Backward(NamedTuple):
@@ -44,15 +44,9 @@ class Backward(NamedTuple):
     dv: Tensor
 
 
-def head_pack(num_heads: int, kv_heads: int) -> int:
-    """How many query heads of one key head a tile takes: a power of two up to 8."""
-    group = num_heads // kv_heads
-    return next(pack for pack in (8, 4, 2, 1) if group % pack == 0)
-
-
-def _on_cpu(op: str) -> Callable[..., Any]:
+def _implementation(module: str, op: str) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        return getattr(importlib.import_module("qla_kernels.dualkv.cpu"), op)(*args)
+        return getattr(importlib.import_module(f"qla_kernels.dualkv.{module}"), op)(*args)
 
     return run
 
@@ -61,8 +55,8 @@ def _fake_dualkv_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
 ) -> Forward:
     Tq, H, _ = q.shape
-    pack, wide = head_pack(H, k.shape[1]), torch.promote_types(q.dtype, torch.float32)
-    return Forward(q.new_empty(q.shape), q.new_empty(H // pack, Tq, pack, dtype=wide))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return Forward(q.new_empty(q.shape), q.new_empty(H, Tq, dtype=wide))
 
 
 def _fake_dualkv_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Backward:
@@ -80,7 +74,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 LIBRARY: Any = torch.library.Library("qla_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _op, _schema in SCHEMAS.items():
     LIBRARY.define(_op + _schema, tags=_TAGS)
-    LIBRARY.impl(_op, _on_cpu(_op), "CPU")
+    LIBRARY.impl(_op, _implementation("cpu", _op), "CPU")
+    LIBRARY.impl(_op, _implementation("launch", _op), "CUDA")
     torch.library.register_fake(f"qla_kernels::{_op}", _FAKES[_op], lib=LIBRARY)
 
 dualkv_fwd = torch.ops.qla_kernels.dualkv_fwd.default

@@ -6,11 +6,13 @@ Everything here is arithmetic on lengths, which the host knows: nothing waits fo
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from qla_kernels.dualkv import tables
+from qla_kernels.dualkv.tables import Tables
 from qla_kernels.errors import need
 
 
@@ -24,6 +26,9 @@ class SharedLayout:
 
     tout: Tensor  # int32 [T]
     nodes: Tensor  # int32 [n, 3], on the CPU: first token, one past the last, tout; none is empty
+    prepared: dict[tuple[int, int, int], Tables] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @classmethod
     def from_lengths(
@@ -78,6 +83,22 @@ class SharedLayout:
         """Visible (query, key) pairs of a head: key k is seen by the tokens k..tout[k]-1."""
         first, end, tout = self.nodes.long().unbind(1)
         return int(((end - first) * (2 * tout - first - end + 1)).sum()) // 2
+
+    def prepare(self, num_heads: int, kv_heads: int, q_shift: int = 0) -> Tables:
+        """The tables that kernels for these heads work off, beside `tout`; built once.
+
+        All layers and the backward share them. Copied without waiting, and nothing is read back.
+        """
+        key = num_heads, kv_heads, q_shift
+        if key not in self.prepared:
+            if torch.compiler.is_compiling():
+                fix = f"call layout.prepare({num_heads}, {kv_heads}) before what is compiled"
+                needs = "them, which are built on the host"
+                raise ValueError(need("SharedLayout", "no tables yet", needs, fix))
+            built = tables.build(self.nodes, *key)
+            there = moved(tables.one_buffer(built), self.tout.device)
+            self.prepared[key] = tables.views(there, built)
+        return self.prepared[key]
 
     def to(self, device: torch.device | str) -> "SharedLayout":
         return SharedLayout(moved(self.tout, device), self.nodes)

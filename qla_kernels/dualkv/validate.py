@@ -10,21 +10,38 @@ reads values, and runs only under QLA_CHECK=1.
 import torch
 from torch import Tensor
 
+from qla_kernels import device
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.errors import Unsupported, need
 
 OP = "shared_prefix_attention"
 
-CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+CAPABILITY = (9, 0)
+HEAD_SIZES = (64, 128)
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
+CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
+ELSEWHERE = "use torch's flex_attention with the mask k <= q < layout.tout[k]"
 
 Reason = tuple[str, str, str]  # got, need, fix
 
 
 def refusal(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, op: str = OP
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    capability: tuple[int, int] | None = None,
+    op: str = OP,
 ) -> str | None:
-    """Why this call cannot be run, or None when it can, with gradients or without."""
+    """Why this call cannot be run, or None when it can, with gradients or without.
+
+    Pass a capability to ask what a GPU would answer, with tensors of any device.
+    """
     reason = _reason(q, k, v, scale)
+    if reason is None and (q.is_cuda or capability is not None):
+        reason = _refused_on_cuda(q, k, v, capability or device.capability(q.device))
     return None if reason is None else need(op, *reason)
 
 
@@ -34,7 +51,7 @@ def require(reason: str | None) -> None:
 
 
 def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | None:
-    names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
+    names = [dtype_name(x.dtype) for x in (q, k, v)]
     if len(set(names)) > 1:
         got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
         return got, "one dtype", f"cast k and v to {names[0]}"
@@ -42,13 +59,54 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | No
         return f"q, k and v are {names[0]}", "bfloat16, float16, float32 or float64", "cast them"
     if scale is not None and not 0 < scale < float("inf"):
         return f"scale={scale}", "a positive number", "scale q instead, or leave it out"
-    if q.device.type not in ("cpu", "meta"):
-        return (
-            f"tensors are on {q.device.type}",
-            "cpu: this version has no kernels for shared prompts yet",
-            "move them, or use torch's flex_attention with the mask k <= q < layout.tout[k]",
-        )
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        return f"tensors are on {q.device.type}", "cpu or cuda", f"move them, or {ELSEWHERE}"
     return None
+
+
+def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
+    if capability != CAPABILITY:
+        got, needs = f"device capability {capability[0]}.{capability[1]}", "9.0 (Hopper)"
+        return got, needs, f"run on an H100, H200 or H20, or {ELSEWHERE}"
+    if q.dtype not in CUDA_DTYPES:
+        got = f"q, k and v are {dtype_name(q.dtype)}"
+        return got, "bfloat16 or float16 on SM90", f"cast them, or {ELSEWHERE}"
+    if (size := q.shape[-1]) not in HEAD_SIZES:
+        room = [s for s in HEAD_SIZES if s > size]
+        fix = f"pad q, k and v to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
+        return f"head dimension D={size}", "64 or 128 on SM90", fix
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not tma_readable(x):
+            return (
+                f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
+                f"a last stride of 1 and the rest positive multiples of {TMA_ALIGNMENT} bytes",
+                f"pass {name}.contiguous()",
+            )
+    return None
+
+
+def tma_readable(x: Tensor) -> bool:
+    """Whether TMA can step through x; `require_aligned` looks at its address."""
+    if x.numel() == 0:
+        return True  # nothing is launched
+    # A dimension of one element is never stepped over, so its stride says nothing.
+    steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    offset = 0 if torch.compiler.is_compiling() else int(x.storage_offset())  # untraceable
+    aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
+    return x.stride(-1) == 1 and aligned and all(s > 0 for s in steps)
+
+
+def require_aligned(**tensors: Tensor) -> None:
+    """What `refusal` could not ask of a call that torch.compile traced."""
+    for name, x in tensors.items():
+        if past := x.data_ptr() % TMA_ALIGNMENT:
+            got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
+            fix = f"pass {name}.contiguous()"
+            raise Unsupported(need(OP, got, "an aligned first element", fix))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_tensors(

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 from qla_kernels import SharedLayout, Unsupported, dualkv, shared_prefix_attention
 from qla_kernels.cpu import reference
 from qla_kernels.dualkv import ops, refusal
+from qla_kernels.dualkv.heuristics import head_pack
 from reference import dualkv as forms
 from tests.compare import assert_close
 from tests.dualkv_inputs import GROUPS, gradients, qkv
@@ -128,7 +129,7 @@ def test_opcheck(dtype, heads, q_shift):
     args = (q[q_shift:], k, v, [layout().nodes], 0.25, q_shift)
     torch.library.opcheck(ops.dualkv_fwd, args)
     o, lse2 = ops.dualkv_fwd(*args)
-    do, dlse = torch.randn_like(o), torch.randn_like(lse2.permute(0, 2, 1).flatten(0, 1))
+    do, dlse = torch.randn_like(o), torch.randn_like(lse2)
     for absent in (None, dlse):
         rest = (o, lse2, absent, *args[3:], True)
         torch.library.opcheck(ops.dualkv_bwd, (do, q[q_shift:], k, v, *rest))
@@ -138,10 +139,7 @@ def test_opcheck(dtype, heads, q_shift):
     ("group", "pack"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 8), (16, 8)]
 )
 def test_heads_that_share_a_tile(group, pack):
-    q, k, v = qkv(20, heads=(2, 2 * group))
-    assert ops.head_pack(2 * group, 2) == pack
-    _, lse2 = ops.dualkv_fwd(q, k, v, [layout().nodes], 1.0, 0)
-    assert lse2.shape == (2 * group // pack, 20, pack)
+    assert head_pack(2 * group, 2) == pack
 
 
 def test_meta_tensors_give_shapes():
@@ -237,17 +235,69 @@ def test_refusals():
         shared_prefix_attention(q, k, v, layout(), scale=-1.0)
 
 
-def test_other_devices_are_refused_in_words():
-    """A GPU's tensors, whose kernels this version does not have; no GPU is needed to be told."""
+def cuda(**changed) -> list[torch.Tensor]:
+    """What a Hopper GPU takes, with changes; no GPU is needed to be told."""
+    return [
+        changed.get(name, torch.empty(20, h, 128, dtype=torch.bfloat16, device="meta"))
+        for name, h in (("q", 4), ("k", 2), ("v", 2))
+    ]
 
-    class OnCuda(torch.Tensor):
-        device = torch.device("cuda", 0)
 
-    q, k, v = (x.as_subclass(OnCuda) for x in on("cpu"))
-    assert refusal(q, k, v) == (
-        "shared_prefix_attention: tensors are on cuda; need cpu: this version has no kernels for "
-        "shared prompts yet; move them, or use torch's flex_attention with the mask "
-        "k <= q < layout.tout[k]"
+def of_size(size: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.empty(20, h, size, dtype=dtype, device="meta") for h in (4, 2, 2)]
+
+
+def strided(*stride: int, offset: int = 0) -> torch.Tensor:
+    room = torch.empty(1 << 16, dtype=torch.bfloat16, device="meta")
+    return room.as_strided((20, 2, 128), stride, offset)
+
+
+ELSEWHERE = "use torch's flex_attention with the mask k <= q < layout.tout[k]"
+STRIDES = (
+    "need a last stride of 1 and the rest positive multiples of 16 bytes; pass {0}.contiguous()"
+)
+ON_CUDA = {
+    "fp32": (
+        of_size(128, torch.float32),
+        f"q, k and v are float32; need bfloat16 or float16 on SM90; cast them, or {ELSEWHERE}",
+    ),
+    "small D": (
+        of_size(96),
+        "head dimension D=96; need 64 or 128 on SM90; pad q, k and v to 128, or " + ELSEWHERE,
+    ),
+    "large D": (of_size(256), f"head dimension D=256; need 64 or 128 on SM90; {ELSEWHERE}"),
+    "last stride": (
+        cuda(k=strided(512, 256, 2)),
+        "k has strides (512, 256, 2) and offset 0; " + STRIDES.format("k"),
+    ),
+    "stride": (
+        cuda(v=strided(260, 128, 1)),
+        "v has strides (260, 128, 1) and offset 0; " + STRIDES.format("v"),
+    ),
+    "expanded": (
+        cuda(k=strided(128, 0, 1)),
+        "k has strides (128, 0, 1) and offset 0; " + STRIDES.format("k"),
+    ),
+    "offset": (
+        cuda(v=strided(256, 128, 1, offset=4)),
+        "v has strides (256, 128, 1) and offset 4; " + STRIDES.format("v"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ON_CUDA)
+def test_what_a_hopper_gpu_refuses(what):
+    tensors, text = ON_CUDA[what]
+    assert refusal(*tensors, capability=(9, 0)) == f"shared_prefix_attention: {text}"
+
+
+def test_what_a_hopper_gpu_takes():
+    assert refusal(*cuda(), capability=(9, 0)) is None
+    assert refusal(*of_size(64, torch.float16), capability=(9, 0)) is None
+    assert refusal(*cuda(k=strided(128, 20 * 128, 1)), capability=(9, 0)) is None
+    assert refusal(*cuda(), capability=(10, 0)) == (
+        "shared_prefix_attention: device capability 10.0; need 9.0 (Hopper); "
+        f"run on an H100, H200 or H20, or {ELSEWHERE}"
     )
 
 

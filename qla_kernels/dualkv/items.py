@@ -1,0 +1,174 @@
+"""Roles of kernels whose CTAs draw query tiles, the tables' items, and walk their key tiles.
+
+A warp draws items well ahead of their turn and passes them on; the others follow, and all walk an
+item's tiles in one order: its last own tile, the spans' partial tiles, the other own tiles, and the
+spans' full tiles.
+"""
+
+import tilelang.language as T
+
+from qla_kernels.dualkv.columns import (
+    FULL_TILES,
+    ITEM_COLUMNS,
+    NODE,
+    ORDERED,
+    OWN_KEYS,
+    OWN_TILES,
+    PARTIALS,
+    SPAN0,
+    SPAN_K0,
+    SPANS,
+    TAIL,
+    TILES,
+    TOK0,
+)
+from qla_kernels.tile.loops import rolled
+
+ITEM_ROWS = 128  # rows of a query tile: tokens times heads
+KEYS = 128  # keys of a tile
+BOX, PANEL = 16, 64  # rows and columns that one copy of Q or O moves; a tile has 16 tokens or more
+
+# What the drawing warp passes on: an item's row of the table, and its head slot, or -1 at the end.
+HEAD_SLOT = ITEM_COLUMNS
+WORK = ITEM_COLUMNS + 1
+
+
+def uniform(x):
+    """x, which all lanes have alike. Told so, the compiler makes a wgmma's descriptors once a warp,
+    and not in every thread, from where they would have to be moved for each wgmma."""
+    return T.shfl_sync(x, 0)
+
+
+@T.macro
+def draw(header, item, order, next_order, s_work, work, slots):
+    lane = T.get_thread_binding() % 32
+    drawn, j = T.alloc_var("int32"), T.alloc_var("int32")
+    drawn = T.get_block_binding()
+    j = 0
+    while drawn < header[ORDERED]:
+        entry = order[drawn]
+        work.acquire(j)
+        if lane < ITEM_COLUMNS:
+            s_work[work.slot(j), lane] = item[entry // slots, lane]
+        if lane == HEAD_SLOT:
+            s_work[work.slot(j), HEAD_SLOT] = entry % slots
+        work.commit(j)
+        if lane == 0:
+            drawn = T.atomic_add(next_order[0], 1, return_prev=True)
+        drawn = T.shfl_sync(drawn, 0)
+        j += 1
+    work.acquire(j)
+    s_work[work.slot(j), HEAD_SLOT] = -1
+    work.commit(j)
+
+
+@T.macro
+def load(
+    q, k, v, span, s_q, s_k, s_v, s_work, work, q_ring, k_ring, v_ring, tile_log2, group, q_shift
+):
+    i, j = T.alloc_var("int32"), T.alloc_var("int32")  # tiles and items so far
+    slot, head = T.alloc_var("int32"), T.alloc_var("int32")
+    tok0, node, own_tiles = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    span0, spans, partials = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    i = 0
+    j = 0
+    work.wait(0)
+    slot = s_work[0, HEAD_SLOT]
+    while slot >= 0:
+        tok0 = s_work[work.slot(j), TOK0] - q_shift
+        node = s_work[work.slot(j), NODE]
+        own_tiles = s_work[work.slot(j), OWN_TILES]
+        span0 = s_work[work.slot(j), SPAN0]
+        spans = s_work[work.slot(j), SPANS]
+        partials = s_work[work.slot(j), PARTIALS]
+        work.release(j)
+        q_ring.acquire(j)
+        for b in rolled(ITEM_ROWS // BOX):
+            tok = tok0 + (b * BOX & (1 << tile_log2) - 1)
+            for c in T.unroll(q.shape[2] // PANEL):
+                T.tma_copy(
+                    q[
+                        tok : tok + BOX,
+                        head_of(slot, b * BOX, tile_log2),
+                        c * PANEL : c * PANEL + PANEL,
+                    ],
+                    s_q[
+                        q_ring.slot(j) * 2 + b // 4,
+                        b % 4 * BOX : b % 4 * BOX + BOX,
+                        c * PANEL : c * PANEL + PANEL,
+                    ],
+                    barrier=q_ring.barrier(j),
+                )
+        q_ring.commit(j)
+        head = head_of(slot, 0, tile_log2) // group
+        to = (k, v, s_k, s_v, k_ring, v_ring, head)
+        fetch(*to, i, node + (own_tiles - 1) * KEYS)
+        i += 1
+        for x in rolled(span0, span0 + partials):
+            fetch(*to, i, span[x, SPAN_K0] + span[x, FULL_TILES] * KEYS)
+            i += 1
+        for t in rolled(own_tiles - 1):
+            fetch(*to, i, node + t * KEYS)
+            i += 1
+        for x in rolled(span0, span0 + spans):
+            for t in rolled(span[x, FULL_TILES]):
+                fetch(*to, i, span[x, SPAN_K0] + t * KEYS)
+                i += 1
+        j += 1
+        work.wait(j)
+        slot = s_work[work.slot(j), HEAD_SLOT]
+
+
+def head_of(slot, row, tile_log2):
+    """The query head of a row of a head slot's tile."""
+    return (slot * ITEM_ROWS + row) >> tile_log2
+
+
+@T.macro
+def fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0):
+    k_ring.acquire(i)
+    T.tma_copy(k[key0 : key0 + KEYS, head, :], s_k[k_ring.slot(i), :, :], barrier=k_ring.barrier(i))
+    k_ring.commit(i)
+    v_ring.acquire(i)
+    T.tma_copy(v[key0 : key0 + KEYS, head, :], s_v[v_ring.slot(i), :, :], barrier=v_ring.barrier(i))
+    v_ring.commit(i)
+
+
+@T.macro
+def scrub(span, s_v, s_work, work, v_ring, clean):
+    i, j, c = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    keys, span0 = T.alloc_var("int32"), T.alloc_var("int32")
+    masked, tiles = T.alloc_var("int32"), T.alloc_var("int32")
+    i = 0
+    j = 0
+    c = 0
+    work.wait(0)
+    while s_work[work.slot(j), HEAD_SLOT] >= 0:
+        keys = s_work[work.slot(j), OWN_KEYS]
+        span0 = s_work[work.slot(j), SPAN0]
+        masked = s_work[work.slot(j), PARTIALS] + 1
+        tiles = s_work[work.slot(j), TILES]
+        work.release(j)
+        for t in rolled(tiles):  # of every tile: who leaves out a phase may mistake the next
+            v_ring.wait(i)
+            if t < masked:
+                if t > 0:
+                    keys = span[span0 + t - 1, TAIL]
+                clear_rows(s_v, v_ring.slot(i), keys)  # 2
+                clean.commit(c)
+                c += 1
+            v_ring.release(i)
+            i += 1
+        j += 1
+        work.wait(j)
+
+
+@T.macro
+def clear_rows(s_v, slot, first):
+    lane = T.get_thread_binding() % 32
+    pieces = s_v.shape[2] // 8  # of 16 bytes, in a row
+    for b in T.unroll(T.ceildiv((KEYS - first) * pieces, 32), unroll_factor=4):
+        if first * pieces + b * 32 + lane < KEYS * pieces:
+            for e in T.vectorized(8):
+                s_v[slot, first + (b * 32 + lane) // pieces, lane % pieces * 8 + e] = 0
+    T.fence_proxy_async()  # written by threads, read by wgmma

@@ -1,0 +1,338 @@
+"""bwd_dkv -- the gradients of 128 keys and values of one node, over all queries that see them.
+
+Per item (128 keys of one key head) and tile of 64 rows, tokens times query heads of the key head:
+    P^T  = exp2(s2 K Q^T - lse2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)    [128, 64]
+    dV  += P^T dO                   dK  += dS^T Q                                 [128, D]
+with s2 = scale log2(e), and dK times scale at the end. P is 0 where a query comes before the key.
+
+The keys of a node are seen by one contiguous run of queries, from themselves to the end of the
+node's subtree, which is walked once for each `pack` heads, pack <= 4 of the key head's. Row r of a
+tile is token r % tile_tokens of head r // tile_tokens, tile_tokens = 64 / pack. Tiles are aligned
+to the run's end, so only those in front need a mask, and only the first may begin before the run.
+
+Steps (numbers appear again in the roles):
+    1 load   K and V
+    2 load   a tile's Q and dO; stats its lse2 and delta; rows before the run become zero
+    3 mma    S^T and dP^T, both operands in shared memory
+    4 mma    P^T, while dP^T and the other warpgroup's products run; dS^T
+    5 mma    dV and dK, with P^T and dS^T in registers
+    6 mma    dK and dV out, rounded once; in fp32 where other CTAs have parts of the run
+
+Bounded by the tensor cores, closely followed by shared memory (2048 and 1920 clocks a tile for
+D = 128). Why this shape: transposed, P and dS are where wgmma wants its first operand, so neither
+touches shared memory and the two warpgroups, 64 keys each, never meet; and as a CTA has all the
+queries of its keys, nothing is added up across CTAs, without which no two runs would agree. Numbers
+of rows come by threads: they begin at any token, and TMA takes fp32 from whole 16 bytes on only.
+"""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.attn.kernels.delta import DELTA, LSE2
+from qla_kernels.dualkv.columns import (
+    KV_ITEM_COLUMNS,
+    KV_K0,
+    KV_KEYS,
+    KV_MASKED,
+    KV_ORDERED,
+    KV_PART,
+    KV_Q0,
+    KV_TILES,
+)
+from qla_kernels.dualkv.items import BOX, PANEL, uniform
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.math import LOG2E
+from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import ONE, Role, Schedule
+
+GROUP = 128  # threads of a warpgroup
+GROUP_KEYS = 64  # of a warpgroup; an item has 128
+ROWS = 64  # of a query tile
+SLOTS = 4  # query tiles in flight
+
+
+class Variant(NamedTuple):
+    dtype: str  # of everything but statistics and parts
+    D: int
+
+
+VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
+    "tl.disable_safe_memory_legalize": True,  # stores are guarded by the item's number of keys
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    mma_regs, serving_regs = (240, 24) if v.D == 128 else (224, 56)
+    return Schedule(
+        roles=(
+            Role(
+                "mma",
+                warps=8,
+                regs=mma_regs,
+                waits=("kv_full", "q_full"),
+                signals=("q_free",),
+                computes="P^T, dS^T; dV, dK",
+                uses=("wgmma",),
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=serving_regs,
+                waits=("q_free", "front_full"),
+                signals=(("kv_full", ONE), ("front_full", ONE), "q_full"),
+                computes="K, V; Q, dO",
+                uses=("tma_load",),
+            ),
+            Role(
+                "stats",
+                warps=2,
+                regs=serving_regs,
+                waits=("q_free",),
+                signals=("q_full",),
+                computes="lse2, delta",
+            ),
+            Role("spare", warps=1, regs=serving_regs, computes="fills the warpgroup"),
+        ),
+        rings={"q": SLOTS},
+        # K, V; Q, dO; lse2, delta; barriers and alignment
+        smem_bytes=4 * GROUP_KEYS * v.D * 2 + SLOTS * 2 * ROWS * (v.D * 2 + 4) + 1024,
+    )
+
+
+class Tiles(NamedTuple):
+    """Shared memory."""
+
+    k: Any  # [2, 64, D]; at the end dK
+    v: Any  # [2, 64, D]; at the end dV
+    q: Any  # [SLOTS, 64, D]
+    do: Any  # [SLOTS, 64, D]
+    stats: Any  # [SLOTS, 2, 64] lse2 and delta
+
+
+class Walk(NamedTuple):
+    """An item, as both roles walk over it."""
+
+    k0: Any
+    keys: Any
+    q0: Any  # first token of the first tile; may lie before k0, or before all tokens
+    tiles: Any
+    kv_head: Any
+    turns: Any  # how often the run is walked
+    tile_log2: Any  # log2(tile_tokens)
+
+
+@T.macro
+def fetch(q, do, s, i, token, head, tile_log2, full, j):
+    """A tile to slot i; the bytes are reported to full[j]."""
+    for b in rolled(ROWS // BOX):
+        tok = token + (b * BOX & (1 << tile_log2) - 1)
+        of_box = head + (b * BOX >> tile_log2)
+        for c in T.unroll(q.shape[2] // PANEL):
+            for rows, tile in ((q, s.q), (do, s.do)):
+                T.tma_copy(
+                    rows[tok : tok + BOX, of_box, c * PANEL : c * PANEL + PANEL],
+                    tile[i, b * BOX : b * BOX + BOX, c * PANEL : c * PANEL + PANEL],
+                    barrier=full[j],
+                )
+
+
+@T.macro
+def load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift, D):
+    lane = T.get_thread_binding() % 32
+    step, head, token, before = (T.alloc_var("int32") for _ in range(4))
+    for w in T.unroll(2):  # 1
+        first = walk.k0 + w * GROUP_KEYS
+        T.tma_copy(k[first : first + GROUP_KEYS, walk.kv_head, :], s.k[w, :, :], barrier=kv_full)
+        T.tma_copy(v[first : first + GROUP_KEYS, walk.kv_head, :], s.v[w, :, :], barrier=kv_full)
+    if T.shuffle_elect(32):
+        T.barrier_arrive(kv_full)
+    step = 0
+    for turn in rolled(walk.turns):
+        head = walk.kv_head * walk.turns + turn << 6 - walk.tile_log2
+        for tile in rolled(walk.tiles):
+            token = walk.q0 + (tile << walk.tile_log2)
+            before = walk.k0 - token
+            token -= q_shift
+            ring.acquire(step)  # 2
+            if before <= 0:
+                fetch(
+                    q, do, s, ring.slot(step), token, head, walk.tile_log2, ring.full,
+                    ring.slot(step),
+                )  # fmt: skip
+            else:
+                fetch(q, do, s, ring.slot(step), token, head, walk.tile_log2, front_full, 0)
+                if T.shuffle_elect(32):
+                    T.barrier_arrive(front_full)
+                T.barrier_wait(front_full, turn % 2)
+                for row in rolled(ROWS):
+                    if row & (1 << walk.tile_log2) - 1 < before:
+                        for e in T.vectorized(D // 32):
+                            s.q[ring.slot(step), row, lane * (D // 32) + e] = 0
+                        for e in T.vectorized(D // 32):
+                            s.do[ring.slot(step), row, lane * (D // 32) + e] = 0
+                T.fence_proxy_async()  # zeros: written by threads, read by wgmma
+            ring.commit(step)
+            step += 1
+
+
+@T.macro
+def row_stats(stats, s, ring, walk, row, q_shift):
+    """Two warps, a row a thread."""
+    step, token, head = (T.alloc_var("int32") for _ in range(3))
+    r_stats = T.alloc_local((2,), "float32")
+    step = 0
+    for turn in rolled(walk.turns):
+        head = (walk.kv_head * walk.turns + turn) * ROWS + row >> walk.tile_log2
+        token = walk.q0 - q_shift + (row & (1 << walk.tile_log2) - 1)
+        for _ in rolled(walk.tiles):
+            for which in T.unroll(2):
+                r_stats[which] = 0
+                if token >= T.max(walk.k0 - q_shift, 0):
+                    r_stats[which] = stats[head, which, token]
+            ring.acquire(step)  # 2
+            for which in T.unroll(2):
+                s.stats[ring.slot(step), which, row] = r_stats[which]
+            ring.commit(step)
+            token += 1 << walk.tile_log2
+            step += 1
+
+
+@T.macro
+def mma(dk, dv, parts, s, ring, kv_full, walk, masked, part, scale, D, dtype):
+    w = T.alloc_var("int32")
+    w = uniform(T.get_thread_binding(1))
+    r_dk = T.alloc_fragment((GROUP_KEYS, D), "float32")
+    r_dv = T.alloc_fragment((GROUP_KEYS, D), "float32")
+    r_s = T.alloc_fragment((GROUP_KEYS, ROWS), "float32")  # S^T, P^T
+    r_dp = T.alloc_fragment((GROUP_KEYS, ROWS), "float32")  # dP^T, dS^T
+    r_p = T.alloc_fragment((GROUP_KEYS, ROWS), dtype)
+    r_ds = T.alloc_fragment((GROUP_KEYS, ROWS), dtype)
+    step, slot, first = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    T.clear(r_dk)
+    T.clear(r_dv)
+    step = 0
+    T.barrier_wait(kv_full, 0)
+    for _ in T.serial(walk.turns):
+        first = walk.q0 - walk.k0 - w * GROUP_KEYS  # of the tile's tokens, from the first key
+        for tile in T.serial(walk.tiles):
+            slot = uniform(ring.slot(step))
+            ring.wait(step)
+            T.wgmma_gemm(
+                s.k[w, :, :], s.q[slot, :, :], r_s, transpose_B=True, clear_accum=True
+            )  # 3
+            T.wgmma_gemm(s.v[w, :, :], s.do[slot, :, :], r_dp, transpose_B=True, clear_accum=True)
+            T.wait_wgmma(1)
+            probs_from_lse(  # 4
+                r_s, lambda _, row: s.stats[slot, LSE2, row], scale * LOG2E
+            )
+            if tile < masked:
+                clear_hidden(r_s, lambda key, row: key > first + (row & (1 << walk.tile_log2) - 1))
+            T.wait_wgmma(0)
+            ds_from_dp(r_dp, r_s, lambda _, row: s.stats[slot, DELTA, row])
+            T.copy(r_s, r_p)
+            T.copy(r_dp, r_ds)
+            T.wgmma_gemm(r_p, s.do[slot, :, :], r_dv)  # 5
+            T.wgmma_gemm(r_ds, s.q[slot, :, :], r_dk)
+            T.wait_wgmma(0)
+            ring.release(step)
+            first += 1 << walk.tile_log2
+            step += 1
+    for key, d in T.Parallel(GROUP_KEYS, D):
+        r_dk[key, d] *= scale
+    if part < 0:  # 6
+        store(r_dk, s.k, dk, walk, w, D, dtype)
+        store(r_dv, s.v, dv, walk, w, D, dtype)
+    else:
+        rows = slice(w * GROUP_KEYS, w * GROUP_KEYS + GROUP_KEYS)
+        T.copy(r_dk, parts[part, walk.kv_head, 0, rows, :])
+        T.copy(r_dv, parts[part, walk.kv_head, 1, rows, :])
+
+
+@T.macro
+def store(r_grad, s_grad, grad, walk, w, D, dtype):
+    """A warpgroup's rows by way of the tile that it alone has read; a warp's are its own."""
+    lane = T.get_thread_binding() % 32
+    row0 = T.get_thread_binding() // 32 * 16
+    lanes = D // 8  # a row in pieces of 16 bytes
+    r_out = T.alloc_fragment((GROUP_KEYS, D), dtype)
+    T.copy(r_grad, r_out)
+    T.copy(r_out, s_grad[w, :, :])
+    T.sync_warp()
+    for piece in T.unroll(16 * lanes // 32):
+        row = row0 + piece * (32 // lanes) + lane // lanes
+        if w * GROUP_KEYS + row < walk.keys:
+            for e in T.vectorized(8):
+                grad[walk.k0 + w * GROUP_KEYS + row, walk.kv_head, lane % lanes * 8 + e] = s_grad[
+                    w, row, lane % lanes * 8 + e
+                ]
+
+
+def build(v: Variant):
+    plan, D = schedule(v), v.D
+    num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
+    num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
+    num_items, capacity = T.dynamic("num_items, capacity")
+    q_token, q_head, do_token, do_head = T.dynamic("q_token, q_head, do_token, do_head")
+    k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
+
+    @T.prim_func
+    def bwd_dkv(
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
+        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), v.dtype),
+        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), v.dtype),
+        val: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        stats: T.Tensor((num_heads, 2, num_padded), "float32"),
+        header: T.Tensor((8,), "int32"),
+        kv_item: T.Tensor((num_items, KV_ITEM_COLUMNS), "int32"),
+        kv_order: T.Tensor((capacity,), "int32"),
+        dk: T.Tensor((num_tokens, kv_heads, D), v.dtype),
+        dv: T.Tensor((num_tokens, kv_heads, D), v.dtype),
+        parts: T.Tensor((num_parts, kv_heads, 2, 2 * GROUP_KEYS, D), "float32"),
+        tile_log2: T.int32,
+        q_shift: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(capacity, threads=(GROUP, plan.threads // GROUP)) as block:
+            s_k = T.alloc_shared((2, GROUP_KEYS, D), v.dtype)
+            s_v = T.alloc_shared((2, GROUP_KEYS, D), v.dtype)
+            s_q = T.alloc_shared((SLOTS, ROWS, D), v.dtype)
+            s_do = T.alloc_shared((SLOTS, ROWS, D), v.dtype)
+            s_stats = T.alloc_shared((SLOTS, 2, ROWS), "float32")
+            s = Tiles(s_k, s_v, s_q, s_do, s_stats)
+            kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
+            front_full = T.alloc_barrier([plan.arrivals("front_full")])
+            q_full = T.alloc_barrier([plan.arrivals("q_full")] * SLOTS)
+            q_free = T.alloc_barrier([plan.arrivals("q_free")] * SLOTS)
+            ring = Ring(q_full, q_free, SLOTS)
+            item, kv_head, k0, keys = (T.alloc_var("int32") for _ in range(4))
+            q0, tiles, masked, part, turns = (T.alloc_var("int32") for _ in range(5))
+            item = T.truncdiv(kv_order[block], kv_heads)
+            kv_head = kv_order[block] - item * kv_heads
+            k0 = kv_item[item, KV_K0]
+            keys = kv_item[item, KV_KEYS]
+            q0 = kv_item[item, KV_Q0]
+            tiles = kv_item[item, KV_TILES]
+            masked = kv_item[item, KV_MASKED]
+            part = kv_item[item, KV_PART]
+            turns = T.truncdiv(num_heads, kv_heads) << tile_log2 >> 6
+            walk = Walk(k0, keys, q0, tiles, kv_head, turns, tile_log2)
+
+            tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
+            if block < header[KV_ORDERED]:
+                if warpgroup < 2:
+                    T.set_max_nreg(plan.role("mma").regs, 1)
+                    mma(dk, dv, parts, s, ring, kv_full, walk, masked, part, scale, D, v.dtype)
+                else:
+                    T.set_max_nreg(plan.role("load").regs, 0)
+                    if tx < 32:
+                        load(k, val, q, do, s, ring, kv_full, front_full, walk, q_shift, D)
+                    elif tx < 96:
+                        row_stats(stats, s, ring, walk, tx - 32, q_shift)
+
+    return bwd_dkv.with_attr("global_symbol", f"dualkv_bwd_dkv_{v.dtype}_d{D}")

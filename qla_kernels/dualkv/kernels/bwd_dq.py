@@ -1,0 +1,335 @@
+"""bwd_dq -- the gradients of a tile of queries, over the key tiles that it sees.
+
+Items are those of the forward: 128 rows, tokens of one node times the heads of a head slot; row r
+is token r % tile_tokens of head r // tile_tokens. For each of an item's key tiles (128 keys):
+    P  = exp2(s2 Q K^T - lse2)    dP = dO V^T    dS = P (dP - delta)              [128, 128]
+    dQ += dS K                                                                    [128, D]
+with s2 = scale log2(e), and dQ times scale at the end. dS is 0 where a key is not seen.
+
+The order of key tiles is the forward's: the last own tile, which is causal, spans' partial tiles,
+whose last keys are not seen, then all the others, which need no mask. Steps:
+    1 load   Q and dO, then K and V of each tile
+    2 scrub  zero the rows of K behind a tile's last key: they may be NaN, and dS is 0 there
+    3 mma    S and dP
+    4 mma    P, while dP and the other warpgroup's products run; dS
+    5 mma    dQ, with dS in registers
+    6 mma    dQ out, rounded once
+
+Bounded by the tensor cores (3072 clocks a key tile for D = 128). Why this shape: a query's gradient
+has one owner, so a second pass over the scores costs two products more than adding dQ up while
+bwd_dkv runs, and neither atomics nor memory for sums in fp32.
+"""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.attn.kernels.delta import DELTA, LSE2
+from qla_kernels.dualkv.columns import (
+    FULL_TILES,
+    ITEM_COLUMNS,
+    NODE,
+    ORDERED,
+    OWN_KEYS,
+    OWN_TILES,
+    PARTIALS,
+    ROWS,
+    SPAN0,
+    SPAN_COLUMNS,
+    SPAN_K0,
+    SPANS,
+    TAIL,
+    TILES,
+    TOK0,
+)
+from qla_kernels.dualkv.items import (
+    BOX,
+    ITEM_ROWS,
+    KEYS,
+    PANEL,
+    clear_rows,
+    fetch,
+    uniform,
+)
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.math import LOG2E
+from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import Role, Schedule
+
+GROUP = 128  # threads of a warpgroup
+GROUP_ROWS = 64  # of a warpgroup
+
+
+class Variant(NamedTuple):
+    dtype: str
+    D: int
+
+
+VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the item's rows
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(
+            Role(
+                "mma",
+                warps=8,
+                regs=240,
+                waits=("q_full", "k_full", "v_full", "clean_full"),
+                signals=("k_free", "v_free"),
+                computes="P, dS; dQ",
+                uses=("wgmma",),
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=24,
+                waits=("k_free", "v_free"),
+                signals=("q_full", "k_full", "v_full"),
+                computes="Q, dO; K, V",
+                uses=("tma_load",),
+            ),
+            Role(
+                "scrub",
+                warps=1,
+                regs=24,
+                waits=("k_full",),
+                signals=("clean_full",),
+                computes="zeros into K behind the last key",
+            ),
+            Role("spare", warps=2, regs=24, computes="fills the warpgroup"),
+        ),
+        rings={"k": 2, "v": 2, "clean": 2},
+        # Q, dO, two slots each of K and V; barriers and alignment
+        smem_bytes=6 * KEYS * v.D * 2 + 1024,
+    )
+
+
+class Item(NamedTuple):
+    """What the roles know of an item."""
+
+    token: Any  # row of q and do
+    rows: Any  # tokens
+    node: Any  # first key of its own node
+    own_tiles: Any
+    own_keys: Any  # of the last own tile
+    span0: Any
+    spans: Any
+    masked: Any  # tiles in front of those that need no mask
+    tiles: Any
+    diagonal: Any  # its first token, as a key of the last own tile
+    head0: Any
+    tile_log2: Any  # log2(tile_tokens)
+
+
+@T.macro
+def load(q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x, group):
+    i, key0, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    for b in rolled(ITEM_ROWS // BOX):  # 1
+        tok = x.token + (b * BOX & (1 << x.tile_log2) - 1)
+        of_box = x.head0 + (b * BOX >> x.tile_log2)
+        for c in T.unroll(q.shape[2] // PANEL):
+            for rows, tile in ((q, s_q), (do, s_do)):
+                T.tma_copy(
+                    rows[tok : tok + BOX, of_box, c * PANEL : c * PANEL + PANEL],
+                    tile[b // 4, b % 4 * BOX : b % 4 * BOX + BOX, c * PANEL : c * PANEL + PANEL],
+                    barrier=q_full,
+                )
+    T.barrier_arrive(q_full)
+    head = x.head0 // group
+    key0 = x.node + (x.own_tiles - 1) * KEYS
+    fetch(k, v, s_k, s_v, k_ring, v_ring, head, 0, key0)
+    i = 1
+    for n in rolled(x.span0, x.span0 + x.masked - 1):
+        key0 = span[n, SPAN_K0] + span[n, FULL_TILES] * KEYS
+        fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0)
+        i += 1
+    for t in rolled(x.own_tiles - 1):
+        fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, x.node + t * KEYS)
+        i += 1
+    for n in rolled(x.span0, x.span0 + x.spans):
+        key0 = span[n, SPAN_K0]
+        for t in rolled(span[n, FULL_TILES]):
+            fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0 + t * KEYS)
+            i += 1
+
+
+@T.macro
+def scrub(span, s_k, k_ring, clean, x):
+    keys = T.alloc_var("int32")
+    keys = x.own_keys
+    for i in rolled(x.masked):
+        if i > 0:
+            keys = span[x.span0 + i - 1, TAIL]
+        k_ring.wait(i)
+        clear_rows(s_k, k_ring.slot(i), keys)  # 2
+        clean.commit(i)
+
+
+@T.macro
+def mma(dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, x, scale, D, dtype):
+    w, slot = T.alloc_var("int32"), T.alloc_var("int32")
+    w = uniform(T.get_thread_binding(1))
+    r_dq = T.alloc_fragment((GROUP_ROWS, D), "float32")
+    r_s = T.alloc_fragment((GROUP_ROWS, KEYS), "float32")  # S, P
+    r_dp = T.alloc_fragment((GROUP_ROWS, KEYS), "float32")  # dP, dS
+    r_ds = T.alloc_fragment((GROUP_ROWS, KEYS), dtype)
+    r_lse2 = T.alloc_fragment((GROUP_ROWS,), "float32")
+    r_delta = T.alloc_fragment((GROUP_ROWS,), "float32")
+    last, later = T.alloc_var("int32"), T.alloc_var("int32")
+    T.clear(r_dq)
+    for r in T.Parallel(GROUP_ROWS):
+        tok = w * GROUP_ROWS + r & (1 << x.tile_log2) - 1
+        head = x.head0 + (w * GROUP_ROWS + r >> x.tile_log2)
+        r_lse2[r] = 0
+        r_delta[r] = 0
+        if tok < x.rows:
+            r_lse2[r] = stats[head, LSE2, x.token + tok]
+            r_delta[r] = stats[head, DELTA, x.token + tok]
+    T.barrier_wait(q_full, 0)
+    last = x.diagonal  # the last key that the first token sees in a masked tile
+    later = -1  # whether later tokens see more
+    for i in T.serial(x.tiles):
+        slot = uniform(k_ring.slot(i))
+        if i < x.masked:
+            clean.wait(i)
+        k_ring.wait(i)
+        T.wgmma_gemm(  # 3
+            s_q[w, :, :], s_k[slot, :, :], r_s, transpose_B=True, clear_accum=True
+        )
+        v_ring.wait(i)
+        T.wgmma_gemm(s_do[w, :, :], s_v[slot, :, :], r_dp, transpose_B=True, clear_accum=True)
+        T.wait_wgmma(1)
+        probs_from_lse(r_s, lambda r, _: r_lse2[r], scale * LOG2E)  # 4
+        if i < x.masked:
+            clear_hidden(
+                r_s,
+                lambda r, key: key > last + (w * GROUP_ROWS + r & (1 << x.tile_log2) - 1 & later),
+            )
+        T.wait_wgmma(0)
+        v_ring.release(i)
+        ds_from_dp(r_dp, r_s, lambda r, _: r_delta[r])
+        if i < x.masked:
+            clear_hidden(
+                r_dp,
+                lambda r, key: key > last + (w * GROUP_ROWS + r & (1 << x.tile_log2) - 1 & later),
+            )
+            if i + 1 < x.masked:
+                last = span[x.span0 + i, TAIL] - 1
+                later = 0
+        T.copy(r_dp, r_ds)
+        T.wgmma_gemm(r_ds, s_k[slot, :, :], r_dq)  # 5
+        T.wait_wgmma(0)
+        k_ring.release(i)
+    for r, d in T.Parallel(GROUP_ROWS, D):
+        r_dq[r, d] *= scale
+    store(r_dq, s_q, dq, x, w, D, dtype)  # 6
+
+
+@T.macro
+def store(r_dq, s_out, dq, x, w, D, dtype):
+    """A warp's 16 rows, of one head, by way of the rows of Q that its warpgroup alone has read."""
+    lane = T.get_thread_binding() % 32
+    row0 = T.get_thread_binding() // 32 * BOX
+    lanes = D // 8  # a row in pieces of 16 bytes
+    r_out = T.alloc_fragment((GROUP_ROWS, D), dtype)
+    tok, head = T.alloc_var("int32"), T.alloc_var("int32")
+    tok = w * GROUP_ROWS + row0 & (1 << x.tile_log2) - 1
+    head = x.head0 + (w * GROUP_ROWS + row0 >> x.tile_log2)
+    T.copy(r_dq, r_out)
+    T.copy(r_out, s_out[w, :, :])
+    T.sync_threads(8 + w, GROUP)
+    for piece in T.unroll(BOX * lanes // 32):
+        row = piece * (32 // lanes) + lane // lanes
+        if tok + row < x.rows:
+            for e in T.vectorized(8):
+                dq[x.token + tok + row, head, lane % lanes * 8 + e] = s_out[
+                    w, row0 + row, lane % lanes * 8 + e
+                ]
+
+
+def build(v: Variant):
+    plan, D = schedule(v), v.D
+    num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
+    num_keys, kv_heads = T.dynamic("num_keys, kv_heads")
+    num_items, num_spans, capacity = T.dynamic("num_items, num_spans, capacity")
+    q_token, q_head, do_token, do_head = T.dynamic("q_token, q_head, do_token, do_head")
+    k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
+
+    @T.prim_func
+    def bwd_dq(
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
+        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), v.dtype),
+        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), v.dtype),
+        val: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        stats: T.Tensor((num_heads, 2, num_padded), "float32"),
+        header: T.Tensor((8,), "int32"),
+        item: T.Tensor((num_items, ITEM_COLUMNS), "int32"),
+        span: T.Tensor((num_spans, SPAN_COLUMNS), "int32"),
+        order: T.Tensor((capacity,), "int32"),
+        dq: T.Tensor((num_queries, num_heads, D), v.dtype),
+        tile_log2: T.int32,
+        q_shift: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(capacity, threads=(GROUP, plan.threads // GROUP)) as block:
+            s_q = T.alloc_shared((2, GROUP_ROWS, D), v.dtype)
+            s_do = T.alloc_shared((2, GROUP_ROWS, D), v.dtype)
+            s_k = T.alloc_shared((plan.rings["k"], KEYS, D), v.dtype)
+            s_v = T.alloc_shared((plan.rings["v"], KEYS, D), v.dtype)
+            q_full = T.alloc_barrier([plan.arrivals("q_full")])
+            k_full = T.alloc_barrier([plan.arrivals("k_full")] * plan.rings["k"])
+            k_free = T.alloc_barrier([plan.arrivals("k_free")] * plan.rings["k"])
+            v_full = T.alloc_barrier([plan.arrivals("v_full")] * plan.rings["v"])
+            v_free = T.alloc_barrier([plan.arrivals("v_free")] * plan.rings["v"])
+            clean_full = T.alloc_barrier([plan.arrivals("clean_full")] * plan.rings["clean"])
+            k_ring = Ring(k_full, k_free, plan.rings["k"])
+            v_ring = Ring(v_full, v_free, plan.rings["v"])
+            clean = Ring(clean_full, clean_full, plan.rings["clean"])
+            slots, row, head0 = (T.alloc_var("int32") for _ in range(3))
+            slots = num_heads << tile_log2 >> 7
+            row = T.truncdiv(order[block], slots)
+            head0 = order[block] - row * slots << 7 - tile_log2
+            token, rows, node, own_tiles, own_keys = (T.alloc_var("int32") for _ in range(5))
+            span0, spans, masked, tiles, diagonal = (T.alloc_var("int32") for _ in range(5))
+            token = item[row, TOK0] - q_shift
+            rows = item[row, ROWS]
+            node = item[row, NODE]
+            own_tiles = item[row, OWN_TILES]
+            own_keys = item[row, OWN_KEYS]
+            span0 = item[row, SPAN0]
+            spans = item[row, SPANS]
+            masked = item[row, PARTIALS] + 1
+            tiles = item[row, TILES]
+            diagonal = item[row, TOK0] - node - (own_tiles - 1) * KEYS
+            x = Item(
+                token, rows, node, own_tiles, own_keys, span0, spans, masked, tiles, diagonal,
+                head0, tile_log2,
+            )  # fmt: skip
+
+            tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
+            if block < header[ORDERED]:
+                if warpgroup < 2:
+                    T.set_max_nreg(plan.role("mma").regs, 1)
+                    mma(
+                        dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring,
+                        x, scale, D, v.dtype,
+                    )  # fmt: skip
+                else:
+                    T.set_max_nreg(plan.role("load").regs, 0)
+                    if tx < 32:
+                        load(
+                            q, k, val, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x,
+                            T.truncdiv(num_heads, kv_heads),
+                        )  # fmt: skip
+                    elif tx < 64:
+                        scrub(span, s_k, k_ring, clean, x)
+
+    return bwd_dq.with_attr("global_symbol", f"dualkv_bwd_dq_{v.dtype}_d{D}")

@@ -1,0 +1,96 @@
+"""dkv_combine -- dK and dV of keys whose run of queries was cut into parts.
+
+Per split (up to 128 keys of a node) and key head, in the order of the queries:
+    dK = sum over its parts of dK      dV likewise                                    [keys, D]
+
+Steps (numbers appear again in the role):
+    1 sum   8 numbers of each part into every thread, added in fp32
+    2 sum   rounded once, out
+
+Bounded by memory: 4 bytes read for each number of each part. Why this shape: what one thread adds
+in a fixed order is the same in every run; atomics would not be. Nothing depends on D.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.dualkv.columns import (
+    SPLIT_COLUMNS,
+    SPLIT_K0,
+    SPLIT_KEYS,
+    SPLIT_PART0,
+    SPLIT_PARTS,
+    SPLIT_ROWS,
+)
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.schedule import Role, Schedule
+
+KEYS = 128  # of a part
+PIECE = 8  # numbers of a thread: 16 bytes of the result
+
+
+class Variant(NamedTuple):
+    dtype: str  # of dk and dv
+
+
+VARIANTS = (Variant("bfloat16"), Variant("float16"))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_safe_memory_legalize": True,  # rows past the last key are guarded
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(roles=(Role("sum", warps=8, regs=64, computes="dK, dV"),), ctas_per_sm=4)
+
+
+@T.macro
+def sum_parts(parts, grad, split, i, kv_head, which, at):
+    r_sum = T.alloc_local((PIECE,), "float32")
+    r_part = T.alloc_local((PIECE,), "float32")
+    r_out = T.alloc_local((PIECE,), grad.dtype)
+    pieces = grad.shape[2]
+    key, piece = T.alloc_var("int32"), T.alloc_var("int32")
+    key = T.truncdiv(at, pieces)
+    piece = at - key * pieces
+    if key < split[i, SPLIT_KEYS]:
+        for e in T.unroll(PIECE):
+            r_sum[e] = 0
+        for part in rolled(split[i, SPLIT_PART0], split[i, SPLIT_PART0] + split[i, SPLIT_PARTS]):
+            for half in T.unroll(2):  # 1
+                for e in T.vectorized(PIECE // 2):
+                    r_part[half * (PIECE // 2) + e] = parts[
+                        part, kv_head, which, key, piece, half * (PIECE // 2) + e
+                    ]
+            for e in T.unroll(PIECE):
+                r_sum[e] += r_part[e]
+        for e in T.unroll(PIECE):  # 2
+            r_out[e] = r_sum[e]
+        for e in T.vectorized(PIECE):
+            grad[split[i, SPLIT_K0] + key, kv_head, piece, e] = r_out[e]
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
+    pieces, num_splits = T.dynamic("pieces, num_splits")
+
+    @T.prim_func
+    def dkv_combine(
+        parts: T.Tensor((num_parts, kv_heads, 2, KEYS, pieces, PIECE), "float32"),
+        header: T.Tensor((8,), "int32"),
+        split: T.Tensor((num_splits, SPLIT_COLUMNS), "int32"),
+        dk: T.Tensor((num_tokens, kv_heads, pieces, PIECE), v.dtype),
+        dv: T.Tensor((num_tokens, kv_heads, pieces, PIECE), v.dtype),
+    ):
+        blocks = T.ceildiv(KEYS * pieces, plan.threads)
+        with T.Kernel(blocks, kv_heads, num_splits, threads=plan.threads) as (block, kv_head, i):
+            T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
+            at = block * plan.threads + T.get_thread_binding()
+            if i < header[SPLIT_ROWS]:
+                for which, grad in enumerate((dk, dv)):
+                    sum_parts(parts, grad, split, i, kv_head, which, at)
+
+    return dkv_combine.with_attr("global_symbol", f"dualkv_dkv_combine_{v.dtype}")

@@ -1,0 +1,415 @@
+"""fwd -- shared-prompt attention, forward: every CTA draws tiles of queries until none are left.
+
+An item is a tile of queries of one node, 128 rows: 2^tile_log2 tokens of each head of a head slot,
+whose heads share a key head; row r is token r % 2^tile_log2 of head r // 2^tile_log2. For each key
+tile that it sees (N = 128 keys):
+    S  = Q K^T                                          [128, N]
+    m' = max(m, rowmax S);  a = 2^((m - m') scale2);  P = 2^(S scale2 - m' scale2)
+    O  = a O + P V                                      [128, D]
+and at its end o = O / l and lse2 = m scale2 + log2 l, l being the sum of P along the rows.
+
+Which tiles, and in which order, see tables.py: first the last own tile, which is causal and shows
+every row its own key, so m is finite from then on; then partial tiles, whose last keys are not
+seen; then, without a mask, all the others. Steps:
+    1 draw   an item, well before it is needed; load Q, then K and V of each tile
+    2 scrub  zero the rows of V that lie behind a tile's last key: they may be NaN, and P is 0 there
+    3 mma    S of tile i, and behind it P V of tile i - 1
+    4 mma    softmax of tile i, under the products of the other warpgroup
+    5 mma    in an item's first step, when that P V was the last of the item before: its o and lse2
+    6 store  o, a full tile by TMA, a partial one by rows: what lies behind it is another node's
+
+Why this shape: a step's products are 2048 clocks of the tensor cores and its exponentials 1024 of
+an SM, so both must run at once. Two warpgroups take turns at issuing products, and one's softmax
+then runs under the other's products. P V is issued a tile late, behind S of the next, so it runs
+under the maxima of its own warpgroup; in the few masked steps under the exponentials too, which
+takes a pin, see pin.py. P stays in registers.
+The pipeline does not end with an item: S of the next begins while the last P V runs, because short
+responses have few tiles, and filling and draining took as long as two of them.
+The mask is a second copy of the step's code, for a few tiles of each item, so the loop that nearly
+all time is spent in has none.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.dualkv.columns import (
+    ITEM_COLUMNS,
+    NODE,
+    OWN_TILES,
+    PARTIALS,
+    ROWS,
+    SPAN0,
+    SPAN_COLUMNS,
+    TAIL,
+    TILES,
+    TOK0,
+)
+from qla_kernels.dualkv.items import (
+    BOX,
+    HEAD_SLOT,
+    ITEM_ROWS,
+    KEYS,
+    PANEL,
+    WORK,
+    draw,
+    head_of,
+    load,
+    scrub,
+    uniform,
+)
+from qla_kernels.tile import pin as pinned
+from qla_kernels.tile import softmax
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import Role, Schedule
+
+GROUP = 128  # threads of a warpgroup
+TURN = 8  # named barriers 8 and 9: the warpgroups' turns on the tensor cores
+
+
+class Variant(NamedTuple):
+    dtype: str  # of q, k, v, o
+    D: int
+
+
+VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # barriers order everything that crosses warps
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(
+            Role(
+                "mma",
+                warps=8,
+                regs=232,
+                waits=("work_full", "q_full", "k_full", "v_full", "clean_full", "o_free"),
+                signals=("work_free", "q_free", "k_free", "v_free", ("o_full", GROUP)),
+                computes="S, P, O, lse2",
+                uses=("wgmma",),
+            ),
+            Role(
+                "draw",
+                warps=1,
+                regs=40,
+                waits=("work_free",),
+                signals=("work_full",),
+                computes="who does what",
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=40,
+                waits=("work_full", "q_free", "k_free", "v_free"),
+                signals=("work_free", "q_full", "k_full", "v_full"),
+                computes="Q, K, V",
+                uses=("tma_load",),
+            ),
+            Role(
+                "scrub",
+                warps=1,
+                regs=40,
+                waits=("work_full", "v_full"),
+                signals=("work_free", "v_free", "clean_full"),
+                computes="zeros into V behind the last key",
+            ),
+            Role(
+                "store",
+                warps=1,
+                regs=40,
+                waits=("work_full", "o_full"),
+                signals=("work_free", "o_free"),
+                computes="O out",
+                uses=("tma_store",),
+            ),
+        ),
+        rings={"work": 2, "q": 2, "k": 2, "v": 2, "clean": 2, "o": 2},
+        # two slots each of Q, K and V, and O; work, barriers and alignment
+        smem_bytes=7 * KEYS * v.D * 2 + 2 * WORK * 4 + 1024,
+    )
+
+
+@T.macro
+def mma(
+    v, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring, clean, o_ring,
+    tile_log2, q_shift, scale2,
+):  # fmt: skip
+    w = T.alloc_var("int32")
+    w = uniform(T.get_thread_binding(1))
+    r_s = T.alloc_fragment((64, KEYS), "float32")
+    r_p = T.alloc_fragment((64, KEYS), v.dtype)
+    r_o = T.alloc_fragment((64, v.D), "float32")
+    r_o16 = T.alloc_fragment((64, v.D), v.dtype)
+    m = T.alloc_local((2,), "float32")
+    l = T.alloc_local((2,), "float32")
+    a = T.alloc_local((2,), "float32")
+    first_m = T.alloc_local((2,), "float32")
+    first_l = T.alloc_local((2,), "float32")
+    i, j, c = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    token, rows, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    diagonal, span0 = T.alloc_var("int32"), T.alloc_var("int32")
+    masked, tiles, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    products = (s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w)
+    out = (r_o, r_o16, m, l, s_o, lse2, o_ring, w, scale2, tile_log2)
+    i = 0
+    j = 0
+    c = 0
+    token = 0  # of the item before: its results go out in the step that begins the next
+    rows = 0
+    slot = 0
+    T.clear(r_p)
+    T.clear(r_o)
+    if w == 1:
+        T.call_extern("handle", "tl::__named_barrier_arrive", TURN, 2 * GROUP)
+    work.wait(0)
+    next_slot = uniform(s_work[0, HEAD_SLOT])
+    while next_slot >= 0:
+        row = s_work[work.slot(j), OWN_TILES]
+        diagonal = s_work[work.slot(j), TOK0] - s_work[work.slot(j), NODE] - (row - 1) * KEYS
+        masked = uniform(s_work[work.slot(j), PARTIALS]) + 1
+        tiles = uniform(s_work[work.slot(j), TILES])
+        span0 = s_work[work.slot(j), SPAN0]
+        q_ring.wait(j)
+        start_products(*products, q_ring.slot(j), i)  # of the item, and the last of the one before
+        for r, x in T.Parallel(64, KEYS):
+            if x > diagonal + (w * 64 + r & (1 << tile_log2) - 1):
+                r_s[r, x] = -T.infinity("float32")
+        softmax.begin(first_m, first_l)
+        softmax.grow_max(r_s, first_m, a, scale2)
+        softmax.exponentiate(r_s, first_m, a, first_l, scale2)
+        pinned.pin(first_l[0] + first_l[1])
+        T.wait_wgmma(0)
+        if j > 0:
+            v_ring.release(i - 1)
+            put_out(*out, j - 1, token, rows, slot)  # 5
+        T.copy(r_s, r_p)
+        T.clear(r_o)
+        for h in T.unroll(2):
+            m[h] = first_m[h]
+            l[h] = first_l[h]
+        slot = next_slot
+        token = s_work[work.slot(j), TOK0] - q_shift
+        rows = s_work[work.slot(j), ROWS]
+        work.release(j)
+        clean.wait(c)
+        c += 1
+        for t in rolled(1, masked):
+            step(products, m, l, a, q_ring.slot(j), i + t, scale2, span[span0 + t - 1, TAIL])
+            clean.wait(c)
+            c += 1
+        for t in rolled(masked, tiles):
+            step(products, m, l, a, q_ring.slot(j), i + t, scale2, None)
+        i += tiles
+        q_ring.release(j)
+        j += 1
+        work.wait(j)
+        next_slot = uniform(s_work[work.slot(j), HEAD_SLOT])
+    if j > 0:
+        v_ring.wait(i - 1)
+        T.wgmma_gemm(r_p, s_v[v_ring.slot(i - 1), :, :], r_o)
+        T.wait_wgmma(0)
+        put_out(*out, j - 1, token, rows, slot)
+    if w == 0:
+        T.call_extern("handle", "tl::__sync_thread_partial", TURN, 2 * GROUP)
+
+
+@T.macro
+def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w, q_slot, i):
+    """3: S of tile i, and P V of tile i - 1, which is in flight still when this is done.
+
+    There is no tile in front of the first: P is 0, and that product is thrown away.
+    """
+    before = T.max(i - 1, 0)
+    k_ring.wait(i)
+    T.call_extern("handle", "tl::__sync_thread_partial", TURN + w, 2 * GROUP)  # my turn
+    T.wgmma_gemm(
+        s_q[q_slot * 2 + w, :, :],
+        s_k[k_ring.slot(i), :, :],
+        r_s,
+        transpose_B=True,
+        clear_accum=True,
+    )
+    v_ring.wait(before)
+    T.wgmma_gemm(r_p, s_v[v_ring.slot(before), :, :], r_o)
+    T.call_extern("handle", "tl::__named_barrier_arrive", TURN + 1 - w, 2 * GROUP)  # the other's
+    T.wait_wgmma(1)
+    k_ring.release(i)
+
+
+@T.macro
+def step(products, m, l, a, q_slot, i, scale2, keys):
+    (_, _, _, r_s, r_p, r_o, _, v_ring, _) = products
+    start_products(*products, q_slot, i)
+    if keys is not None:
+        for r, x in T.Parallel(64, KEYS):
+            if x >= keys:
+                r_s[r, x] = -T.infinity("float32")
+        softmax.grow_max(r_s, m, a, scale2)  # 4
+        softmax.exponentiate(r_s, m, a, l, scale2)
+        pinned.pin(l[0] + l[1])
+        T.wait_wgmma(0)
+        v_ring.release(i - 1)
+    else:  # V's slot is wanted soon: to keep it for the exponentials cost 3 to 5 %
+        softmax.grow_max(r_s, m, a, scale2)
+        T.wait_wgmma(0)
+        v_ring.release(i - 1)
+        softmax.exponentiate(r_s, m, a, l, scale2)
+    T.copy(r_s, r_p)
+    softmax.rescale(r_o, a)
+
+
+@T.macro
+def put_out(
+    r_o, r_o16, m, l, s_o, lse2, o_ring, w, scale2, tile_log2, j, token, rows, slot
+):  # fmt: skip
+    r_lse2 = T.alloc_local((2,), "float32")
+    softmax.finish(r_o, m, l, r_lse2, scale2)
+    T.copy(r_o, r_o16)
+    o_ring.acquire(2 * j + w)
+    T.copy(r_o16, s_o[w, :, :])
+    T.fence_proxy_async()  # written by threads, read by the TMA store
+    o_ring.commit(2 * j + w)
+    put_lse2(lse2, r_lse2, w, token, rows, slot, tile_log2)
+
+
+@T.macro
+def put_lse2(lse2, r_lse2, w, token, rows, slot, tile_log2):
+    """Of each row once, by the first thread of its quad."""
+    thread = T.get_thread_binding()
+    for h in T.unroll(2):
+        row = w * 64 + thread // 32 * 16 + h * 8 + thread % 32 // 4
+        tok = row & (1 << tile_log2) - 1
+        if (thread % 4 == 0) & (tok < rows):
+            lse2[head_of(slot, row, tile_log2), token + tok] = r_lse2[h]
+
+
+@T.macro
+def store(o, s_o, s_work, work, o_ring, tile_log2, q_shift):
+    j = T.alloc_var("int32")
+    token, rows, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    j = 0
+    work.wait(0)
+    slot = s_work[0, HEAD_SLOT]
+    while slot >= 0:
+        token = s_work[work.slot(j), TOK0] - q_shift
+        rows = s_work[work.slot(j), ROWS]
+        work.release(j)
+        for w in rolled(2):
+            o_ring.wait(2 * j + w)
+            if rows == 1 << tile_log2:  # 6
+                for b in rolled(64 // BOX):
+                    row = w * 64 + b * BOX
+                    tok = token + (row & (1 << tile_log2) - 1)
+                    for c in T.unroll(o.shape[2] // PANEL):
+                        T.tma_copy(
+                            s_o[w, b * BOX : b * BOX + BOX, c * PANEL : c * PANEL + PANEL],
+                            o[
+                                tok : tok + BOX,
+                                head_of(slot, row, tile_log2),
+                                c * PANEL : c * PANEL + PANEL,
+                            ],
+                        )
+                T.tma_store_wait(0)
+            else:
+                store_rows(o, s_o, w, slot, token, rows, tile_log2)
+            o_ring.release(2 * j + w)
+        j += 1
+        work.wait(j)
+        slot = s_work[work.slot(j), HEAD_SLOT]
+
+
+@T.macro
+def store_rows(o, s_o, w, slot, token, rows, tile_log2):
+    pieces = o.shape[2] // 8  # of 16 bytes, in a row
+    lane = T.get_thread_binding() % 32
+    for b in rolled(64 * pieces // 32):
+        r = (b * 32 + lane) // pieces
+        tok = w * 64 + r & (1 << tile_log2) - 1
+        if tok < rows:
+            for e in T.vectorized(8):
+                o[token + tok, head_of(slot, w * 64 + r, tile_log2), lane % pieces * 8 + e] = s_o[
+                    w, r, lane % pieces * 8 + e
+                ]
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    rings, D = plan.rings, v.D
+    num_queries, num_keys, num_heads, kv_heads = T.dynamic(
+        "num_queries, num_keys, num_heads, kv_heads"
+    )
+    num_items, num_spans, num_order = T.dynamic("num_items, num_spans, num_order")
+    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
+    v_token, v_head = T.dynamic("v_token, v_head")
+
+    @T.prim_func
+    def fwd(
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
+        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), v.dtype),
+        val: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        header: T.Tensor((8,), "int32"),
+        item: T.Tensor((num_items, ITEM_COLUMNS), "int32"),
+        span: T.Tensor((num_spans, SPAN_COLUMNS), "int32"),
+        order: T.Tensor((num_order,), "int32"),
+        next_order: T.Tensor((1,), "int32"),
+        o: T.Tensor((num_queries, num_heads, D), v.dtype),
+        lse2: T.Tensor((num_heads, num_queries), "float32"),
+        tile_log2: T.int32,
+        group: T.int32,
+        q_shift: T.int32,
+        scale2: T.float32,
+        ctas: T.int32,
+    ):
+        with T.Kernel(ctas, threads=(GROUP, plan.threads // GROUP)) as block:
+            T.import_source(softmax.SOURCE + pinned.SOURCE)
+            s_q = T.alloc_shared((2 * rings["q"], 64, D), v.dtype)
+            s_k = T.alloc_shared((2, KEYS, D), v.dtype)
+            s_v = T.alloc_shared((2, KEYS, D), v.dtype)
+            s_o = T.alloc_shared((2, 64, D), v.dtype)
+            s_work = T.alloc_shared((2, WORK), "int32")
+            q_full = T.alloc_barrier([plan.arrivals("q_full")] * rings["q"])
+            q_free = T.alloc_barrier([plan.arrivals("q_free")] * rings["q"])
+            k_full = T.alloc_barrier([plan.arrivals("k_full")] * rings["k"])
+            k_free = T.alloc_barrier([plan.arrivals("k_free")] * rings["k"])
+            v_full = T.alloc_barrier([plan.arrivals("v_full")] * rings["v"])
+            v_free = T.alloc_barrier([plan.arrivals("v_free")] * rings["v"])
+            o_full = T.alloc_barrier([plan.arrivals("o_full")] * rings["o"])
+            o_free = T.alloc_barrier([plan.arrivals("o_free")] * rings["o"])
+            work_full = T.alloc_barrier([plan.arrivals("work_full")] * rings["work"])
+            work_free = T.alloc_barrier([plan.arrivals("work_free")] * rings["work"])
+            clean_full = T.alloc_barrier([plan.arrivals("clean_full")] * rings["clean"])
+            work = Ring(work_full, work_free, rings["work"])
+            q_ring = Ring(q_full, q_free, rings["q"])
+            k_ring, v_ring = Ring(k_full, k_free, rings["k"]), Ring(v_full, v_free, rings["v"])
+            o_ring = Ring(o_full, o_free, rings["o"])
+            clean = Ring(clean_full, clean_full, rings["clean"])
+
+            tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
+            if warpgroup < 2:
+                T.set_max_nreg(plan.role("mma").regs, 1)
+                mma(
+                    v, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring,
+                    clean, o_ring, tile_log2, q_shift, scale2,
+                )  # fmt: skip
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if tx < 32:
+                    slots = (num_heads << tile_log2) // ITEM_ROWS
+                    draw(header, item, order, next_order, s_work, work, slots)
+                elif tx < 64:
+                    load(
+                        q, k, val, span, s_q, s_k, s_v, s_work, work, q_ring, k_ring, v_ring,
+                        tile_log2, group, q_shift,
+                    )  # fmt: skip
+                elif tx < 96:
+                    scrub(span, s_v, s_work, work, v_ring, clean)
+                else:
+                    store(o, s_o, s_work, work, o_ring, tile_log2, q_shift)
+
+    return fwd.with_attr("global_symbol", f"dualkv_fwd_{v.dtype}_d{D}")

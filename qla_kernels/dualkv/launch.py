@@ -1,0 +1,59 @@
+"""What runs on the GPU. Allocates, chooses variants, launches; reads nothing back."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.dualkv.heuristics import head_pack
+from qla_kernels.dualkv.kernels import fwd as fwd_kernel
+from qla_kernels.dualkv.ops import Backward, Forward
+from qla_kernels.dualkv.tables import ROWS, Tables
+from qla_kernels.dualkv.validate import dtype_name, require_aligned, tma_readable
+
+
+@torch.no_grad()
+def dualkv_fwd(
+    q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
+) -> Forward:
+    require_aligned(q=q, k=k, v=v)
+    work = Tables(*tables)
+    num_queries, num_heads, D = q.shape
+    pack = head_pack(num_heads, k.shape[1])
+    with device.of(q):
+        o = q.new_empty(q.shape)
+        lse2 = q.new_empty(num_heads, num_queries, dtype=torch.float32)
+        if num_queries:
+            ctas = min(device.sm_count(q.device), work.order.shape[0])
+            next_order = work.order.new_full((1,), ctas)  # CTAs begin with an item each
+            jit.compile(fwd_kernel, fwd_kernel.Variant(dtype_name(q.dtype), D))(
+                q, k, v, work.header, work.item, work.span, work.order, next_order, o, lse2,
+                (ROWS // pack).bit_length() - 1, num_heads // k.shape[1], q_shift,
+                scale * math.log2(math.e), ctas,
+            )  # fmt: skip
+    return Forward(o, lse2)
+
+
+@torch.no_grad()
+def dualkv_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse2: Tensor,
+    dlse: Tensor | None,
+    tables: list[Tensor],
+    scale: float,
+    q_shift: int,
+    deterministic: bool,
+) -> Backward:
+    from qla_kernels.dualkv.launch_backward import backward
+
+    require_aligned(q=q, k=k, v=v)
+    with device.of(q):
+        if not tma_readable(do):  # such as that of a sum, which is one number
+            do = do.contiguous()
+        work = Tables(*tables)
+        return Backward(*backward(do, q, k, v, o, lse2, dlse, work, scale, q_shift, deterministic))

@@ -1,0 +1,207 @@
+"""The kernels' work, as int32 tables: built on the host from a layout's nodes, copied once.
+
+A table depends on the layout and on how heads are packed: `pack` query heads of one key head share
+a tile of 128 rows, so a forward query tile has 128 / pack tokens. A query tile of the backward has
+64 rows, of up to 4 heads. The tables of a layout serve all layers, recomputation and the backward.
+No tile crosses a node, so nothing of one response reaches another, not even a NaN.
+
+The columns, for whose names see columns.py. `slots` is H / pack, head slot j has the query heads
+j pack .. (j + 1) pack, a token's number is its packed one, and a key tile has 128 keys:
+
+header [8]      entries of order, items, spans; entries of kv_order, kv_items, splits; parts; 0
+
+item [n, 9]     a query tile and the key tiles it sees: first its last own tile, which is causal,
+                then each span's partial tile, then full own tiles, then the spans' full tiles
+    tok0        first query token
+    rows        query tokens, up to 128 / pack; less only at a node's end
+    node        first token of its node, where its own key tiles begin
+    own_tiles   own key tiles; the last shows every row its own key
+    own_keys    keys of the node in the last own tile, 128 unless the node ends there
+    span0       its first span
+    spans       and how many
+    partials    spans that end in a partial tile; they are the first ones
+    tiles       own tiles, partial tiles and the spans' full tiles
+span [m, 3]     keys that all rows see: first key, full tiles, keys of the partial tile or 0
+order [n slots] item * slots + head slot, in the order in which they are to begin
+
+kv_item [n, 6]  a key tile and the run of queries that see it, or a part of the run
+    k0, keys    first key, and how many, up to 128; of one node
+    q0          first token of the first query tile. A run's last tile ends where the run does, so
+                the first may begin before the run, in front of k0 or of token q_shift or of all
+    q_tiles     query tiles of 64 / min(pack, 4) tokens from q0 on; 0 where nobody sees the keys
+    masked      how many of them, the first ones, have a query in front of a key
+    part        where the part's sums go, or -1: the item is whole and writes dk and dv
+split [s, 4]    k0, keys, first part, parts: items to be summed from parts, in that order
+kv_order [n Hk] kv_item * Hk + key head, in the order in which they are to begin
+
+A kernel reads a table as far as the header says. Without spans, `span` is a row of zeros: a tensor
+of no elements has no address.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qla_kernels.dualkv.heuristics import head_pack
+
+KEYS = 128  # keys of a tile
+ROWS = 128  # rows of a forward query tile: tokens times packed heads
+KV_ROWS = 64  # rows of a backward query tile
+KV_PACK = 4  # heads that share one, at most
+SM_COUNT = 132  # of an H100 or H200: how finely the backward's work is cut
+SHORTEST_PART = 16  # query tiles: parts are summed in global memory, which takes time too
+
+Lines = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Tables(NamedTuple):
+    """On the device of the tensors they describe; views of one buffer."""
+
+    header: Tensor
+    item: Tensor
+    span: Tensor
+    order: Tensor
+    kv_item: Tensor
+    split: Tensor
+    kv_order: Tensor
+
+
+def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tuple[Tensor, ...]:
+    """The tables on the host, in the order of `Tables`; queries begin at token q_shift.
+
+    Args:
+        nodes: int32 [n, 3] on the CPU, as in a layout; q_shift is one's first token, or 0.
+    """
+    pack = head_pack(num_heads, kv_heads)
+    lines = nodes.numpy().astype(np.int64)
+    rank = _by_cost_of_tree(lines)
+    item, span, order = _forward(lines, rank, ROWS // pack, num_heads // pack, q_shift)
+    kv_tokens = KV_ROWS // min(pack, KV_PACK)
+    kv_item, split, kv_order = _backward(lines, rank, kv_tokens, kv_heads, q_shift)
+    counts = [*map(len, (order, item, span, kv_order, kv_item, split)), int(split[:, 3].sum()), 0]
+    found = (np.array(counts), item, span, order, kv_item, split, kv_order)
+    return tuple(torch.from_numpy(table.astype(np.int32)) for table in found)
+
+
+def one_buffer(tables: tuple[Tensor, ...]) -> Tensor:
+    """The tables one behind the other, to be copied at once."""
+    return torch.cat([table.flatten() for table in tables])
+
+
+def views(buffer: Tensor, tables: tuple[Tensor, ...]) -> Tables:
+    """The tables in a buffer that lies elsewhere."""
+    parts = torch.split(buffer, [table.numel() for table in tables])
+    return Tables(*(part.view(table.shape) for part, table in zip(parts, tables, strict=True)))
+
+
+def _by_cost_of_tree(nodes: Lines) -> Lines:
+    """For each node, how many trees have more visible pairs than its own."""
+    first, end, tout = nodes.T
+    roots = np.maximum.accumulate(np.r_[0, tout][: len(tout)]) <= first
+    tree = roots.cumsum() - 1
+    pairs = (end - first) * (2 * tout - first - end + 1)
+    by_cost = np.argsort(-np.bincount(tree, pairs), kind="stable")
+    rank: Lines = np.argsort(by_cost)[tree]
+    return rank
+
+
+def _forward(
+    nodes: Lines, rank: Lines, tokens: int, slots: int, q_shift: int
+) -> tuple[Lines, Lines, Lines]:
+    """item, span and order for query tiles of so many tokens."""
+    span, of_node = _spans(nodes)
+    node, i = _tiles(nodes, tokens)
+    first, end, _ = nodes[node].T
+    tok0 = first + i * tokens
+    rows = np.minimum(tokens, end - tok0)
+    own_tiles = -(-(tok0 + rows - first) // KEYS)
+    own_keys = np.minimum(KEYS, end - first - (own_tiles - 1) * KEYS)
+    span0, spans, partials, full_tiles = of_node[node].T
+    tiles = own_tiles + partials + full_tiles
+    item = np.stack(
+        [tok0, rows, first, own_tiles, own_keys, span0, spans, partials, tiles], 1
+    )[tok0 >= q_shift]  # fmt: skip
+    order = _order(rank[node][tok0 >= q_shift], item[:, -1], slots)
+    return item, span, order
+
+
+def _spans(nodes: Lines) -> tuple[Lines, Lines]:
+    """The span table, and for each node: its first span, spans, partial tiles and full tiles.
+
+    Siblings see the same spans; ancestors that lie side by side are one.
+    """
+    table: list[tuple[int, int, int]] = []
+    of_node: list[tuple[int, int, int, int]] = []
+    path: list[tuple[int, list[tuple[int, int]], tuple[int, int, int, int]]] = []
+    for first, end, tout in nodes.tolist():
+        while path and path[-1][0] <= first:
+            path.pop()
+        _, seen, below = path[-1] if path else (0, [], (0, 0, 0, 0))
+        of_node.append(below)
+        if tout > end:  # it has children, and they see this
+            if seen and seen[-1][1] == first:
+                seen = [*seen[:-1], (seen[-1][0], end)]
+            else:
+                seen = [*seen, (first, end)]
+            cut = [(k0, *divmod(stop - k0, KEYS)) for k0, stop in seen]
+            cut.sort(key=lambda span: span[2] == 0)
+            partials = sum(tail > 0 for _, _, tail in cut)
+            below = (len(table), len(cut), partials, sum(full for _, full, _ in cut))
+            table += cut
+        path.append((tout, seen, below))
+    return _lines(table or [(0, 0, 0)], 3), _lines(of_node, 4)
+
+
+def _backward(
+    nodes: Lines, rank: Lines, tokens: int, kv_heads: int, q_shift: int
+) -> tuple[Lines, Lines, Lines]:
+    """kv_item, split and kv_order for query tiles of so many tokens."""
+    node, i = _tiles(nodes, KEYS)
+    first, end, tout = nodes[node].T
+    k0 = first + i * KEYS
+    keys = np.minimum(KEYS, end - k0)
+    q_tiles = -(-np.maximum(tout - np.maximum(k0, q_shift), 0) // tokens)
+    limit = max(SHORTEST_PART, int(q_tiles.sum()) * kv_heads // (4 * SM_COUNT))
+    parts = np.maximum(-(-q_tiles // limit), 1)
+    whole, p = _counted(parts)  # each part: of which item, and which part of it
+    per_part = -(-q_tiles // parts)[whole]
+    part_tiles = np.minimum(per_part, q_tiles[whole] - p * per_part)
+    q0 = tout[whole] - (q_tiles[whole] - p * per_part) * tokens
+    masked = np.clip(-(-((k0 + keys)[whole] - 1 - q0) // tokens), 0, part_tiles)
+    is_split = parts[whole] > 1
+    part = np.where(is_split, is_split.cumsum() - 1, -1)
+    kv_item = np.stack([k0[whole], keys[whole], q0, part_tiles, masked, part], 1)
+    cut = parts > 1
+    first_part = np.r_[0, parts[cut].cumsum()][:-1]
+    split = np.stack([k0[cut], keys[cut], first_part, parts[cut]], 1)
+    return kv_item, split, _order(rank[node][whole], part_tiles, kv_heads)
+
+
+def _tiles(nodes: Lines, tokens: int) -> tuple[Lines, Lines]:
+    """Every tile of so many tokens: its node, and which of the node's tiles it is."""
+    return _counted(-(-(nodes[:, 1] - nodes[:, 0]) // tokens))
+
+
+def _counted(counts: Lines) -> tuple[Lines, Lines]:
+    """0 .. counts[i] - 1 for each i: the i's, and the numbers."""
+    of = np.repeat(np.arange(len(counts)), counts)
+    return of, np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
+
+
+def _order(rank: Lines, cost: Lines, heads: int) -> Lines:
+    """item * heads + head: the dearest tree first, in it head after head, dear items first.
+
+    All SMs so stream the keys of one head, which stay in the L2 cache, and cheap items come last.
+    """
+    by_tree = np.lexsort((-cost, rank))
+    ends = np.flatnonzero(np.diff(rank[by_tree], append=-1)) + 1
+    head = np.arange(heads)[:, None]
+    trees = np.split(by_tree, ends[:-1])
+    return np.concatenate([(tree * heads + head).ravel() for tree in trees])
+
+
+def _lines(rows: Sequence[tuple[int, ...]], columns: int) -> Lines:
+    return np.array(rows, np.int64).reshape(-1, columns)

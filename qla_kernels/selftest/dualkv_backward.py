@@ -1,0 +1,75 @@
+"""Each kernel of the backward of shared-prompt attention."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.cpu import reference
+from qla_kernels.selftest.cases import Result, error_of, label
+
+GROUPS = ((70, (33, 5)), (1, (40,)))  # tokens of a prompt and of its responses
+LONG = ((130, (400,)),)  # a prompt whose queries are cut into parts
+LIMITS = ((torch.bfloat16, 4e-3), (torch.float16, 6e-4))
+
+
+@functools.cache
+def _gradients(groups: Any, dtype: torch.dtype, D: int) -> tuple[dict[str, Tensor], Any]:
+    """What the GPU makes of random tensors, and what there is to be made, in fp64."""
+    from qla_kernels.dualkv import SharedLayout, ops
+
+    layout = SharedLayout.from_lengths(groups, device="cuda")
+    random = torch.Generator().manual_seed(0)
+    q, k, v, do = (
+        torch.randn(layout.num_tokens, heads, D, generator=random).to(dtype)
+        for heads in (8, 2, 2, 8)
+    )
+    exact = [x.double() for x in (q, k, v)]
+    made = reference().dualkv.by_nodes(*exact, layout.nodes, D**-0.5, 0)
+    o, lse2 = made.o.to(dtype), (made.lse / math.log(2)).float()
+    want = reference().dualkv.by_nodes_backward(
+        do.double(), *exact, o.double(), made.lse, None, layout.nodes, D**-0.5, 0
+    )
+    on_gpu = (x.cuda() for x in (do, q, k, v, o, lse2))
+    got = ops.dualkv_bwd(*on_gpu, None, layout.prepare(8, 2), D**-0.5, 0, True)
+    return dict(zip(("dq", "dk", "dv"), got, strict=True)), want
+
+
+def _check(kernel: str, groups: Any, *names: str) -> list[Result]:
+    results = []
+    for dtype, limit in LIMITS:
+        for D in (128, 64):
+            got, want = _gradients(groups, dtype, D)
+            for name in names:
+                error = error_of(got[name], getattr(want, name))
+                results.append(Result(label(kernel, dtype, f", D={D} {name}"), error, limit))
+    return results
+
+
+def _delta() -> list[Result]:
+    from qla_kernels.attn.kernels.delta import DELTA, LSE2
+    from qla_kernels.attn.launch import row_stats
+
+    random = torch.Generator().manual_seed(0)
+    lse = torch.randn(2, 3, 13, generator=random)
+    results = []
+    for dtype in (torch.bfloat16, torch.float16):
+        o, do = (torch.randn(2, 13, 3, 128, generator=random).to(dtype) for _ in range(2))
+        stats = row_stats(o.cuda(), do.cuda(), lse.cuda(), lse.cuda(), base2=False)[..., :13]
+        want = (o.double() * do.double()).sum(-1).transpose(1, 2) - lse
+        name = label("attn.delta", dtype)
+        results.append(Result(f"{name} delta", error_of(stats[:, :, DELTA], want), 1e-6))
+        lse2 = lse.double() / math.log(2)
+        results.append(Result(f"{name} lse2", error_of(stats[:, :, LSE2], lse2), 1e-6))
+    return results
+
+
+KERNELS: dict[str, Callable[[], list[Result]]] = {
+    "attn.delta": _delta,
+    "dualkv.bwd_dq": lambda: _check("dualkv.bwd_dq", GROUPS, "dq"),
+    "dualkv.bwd_dkv": lambda: _check("dualkv.bwd_dkv", GROUPS, "dk", "dv"),
+    "dualkv.dkv_combine": lambda: _check("dualkv.dkv_combine", LONG, "dk", "dv"),
+}

@@ -1,0 +1,172 @@
+"""The forward of shared-prompt attention on a GPU: against fp64, and against torch's own."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from qla_kernels import SharedLayout, Unsupported, shared_prefix_attention
+from qla_kernels.dualkv import ops
+from qla_kernels.dualkv.ops import Forward
+from tests.dualkv_forward_check import FOREST, GROUPS, Call, call, check, wanted
+from tests.dualkv_inputs import GROUPS as EDGE_CASES
+from tests.dualkv_inputs import folded, grown
+
+pytestmark = pytest.mark.hopper
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def forward(x: Call) -> Forward:
+    return Forward(*ops.dualkv_fwd(*x.arguments()))
+
+
+def on_gpu(layout, heads=(2, 8), **others) -> Call:
+    return call(layout, heads, device="cuda", **others)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("groups", [*GROUPS, *EDGE_CASES])
+def test_groups(groups, size, dtype):
+    x = on_gpu((GROUPS | EDGE_CASES)[groups], size=size, dtype=dtype)
+    check(x, forward(x))
+
+
+AROUND = [n + d for n in (32, 64, 128, 160) for d in (-1, 0, 1)]
+
+
+@pytest.mark.parametrize("prompt", [1, *AROUND])
+def test_lengths_around_a_tile(prompt):
+    x = on_gpu([(prompt, AROUND), (prompt, [1])])
+    check(x, forward(x))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_query_heads_of_a_key_head(group, size):
+    x = on_gpu([(150, [40, 200, 0, 1])], (2, 2 * group), size=size)
+    check(x, forward(x))
+
+
+def test_a_tree():
+    x = on_gpu(SharedLayout.from_forest(*FOREST))
+    check(x, forward(x))
+
+
+def test_queries_of_the_responses_alone():
+    whole = on_gpu([(140, [33, 5, 70])])
+    x = whole._replace(q=whole.q[140:], q_shift=140)
+    check(x, forward(x))
+
+
+@pytest.mark.parametrize("changed", [{"spread": 50.0}, {"spread": 0.0}, {"scale": 0.5}], ids=str)
+def test_scores_of_any_size(changed):
+    x = on_gpu([(300, [100, 30])], **changed)
+    check(x, forward(x))
+
+
+def test_offsets_past_2_to_the_31():
+    """The last group lies behind 2^31 elements of q and of o."""
+    last = [(400, [150])]
+    layout = SharedLayout.from_lengths([(1024, [])] * 257 + last, device="cuda")
+    q, k, v = (
+        torch.randn(layout.num_tokens, heads, 128, device="cuda", dtype=torch.bfloat16)
+        for heads in (64, 1, 1)
+    )
+    assert q[:-550].numel() > 2**31
+    done = forward(Call(q, k, v, layout, 0.1))
+    x = Call(q[-550:], k[-550:], v[-550:], SharedLayout.from_lengths(last, device="cuda"), 0.1)
+    check(x, Forward(done.o[-550:], done.lse2[:, -550:]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "groups", [[(1000, [200] * 4)], [(300, [700, 33]), (64, [1, 500])]], ids=str
+)
+def test_as_accurate_as_torch(groups, dtype):
+    """Errors against fp64 beside those of torch's attention of every sequence alone."""
+    x = on_gpu(groups, dtype=dtype)
+    paths = grown(groups).paths
+    outs = []
+    for path in paths:
+        q, k, v = (t[torch.tensor(path)].transpose(0, 1)[None] for t in (x.q, x.k, x.v))
+        o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        outs.append(o[0].transpose(0, 1).double().cpu())
+    want = wanted(x).o.cpu()
+    theirs = folded(outs, paths, len(want)) - want
+    ours = forward(x).o.double().cpu() - want
+    assert ours.norm() <= 1.25 * theirs.norm()
+    assert ours.abs().max() <= 2 * theirs.abs().max()
+
+
+def test_repeats_bit_for_bit():
+    """With more items than CTAs, which so draw other items in each run."""
+    x = on_gpu([(700, [300] * 12), (50, [400] * 5)], (8, 32))
+    want = forward(x)
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(forward(x), want, strict=True))
+
+
+def test_nan_in_a_response_stays_there():
+    x = on_gpu([(150, [20, 40, 9])])
+    clean = forward(x)
+    for name in "qkv":
+        getattr(x, name)[170:210] = torch.nan
+    done = forward(x)
+    kept = [*range(170), *range(210, 219)]
+    assert torch.equal(done.o[kept], clean.o[kept])
+    assert torch.equal(done.lse2[:, kept], clean.lse2[:, kept])
+    assert done.o[170:210].isnan().all()
+
+
+def test_strides_are_taken_as_they_are():
+    x = on_gpu([(40, [33, 50])])
+    fused = torch.cat([x.q, x.k, x.v], 1)
+    sliced = x._replace(**dict(zip("qkv", fused.split([8, 2, 2], 1), strict=True)))
+    head_major = x._replace(q=x.q.transpose(0, 1).contiguous().transpose(0, 1))
+    want = forward(x)
+    for other in (sliced, head_major):
+        assert all(torch.equal(a, b) for a, b in zip(forward(other), want, strict=True))
+
+
+def test_an_address_that_tma_cannot_take():
+    x = on_gpu([(40, [33])])
+    shifted = torch.empty(x.q.numel() + 1, dtype=x.q.dtype, device="cuda")[1:].view(x.q.shape)
+    with pytest.raises(Unsupported, match=r"pass q\.contiguous\(\)"):
+        shared_prefix_attention(shifted, x.k, x.v, x.layout)
+
+
+def test_does_not_synchronise():
+    x = on_gpu([(40, [33])])
+    forward(x)  # compiled, loaded
+    fresh = SharedLayout.from_lengths([(40, [30, 3])], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = shared_prefix_attention(x.q, x.k, x.v, fresh, return_lse=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert got[1].shape == (8, 73)
+
+
+def test_in_a_graph():
+    x = on_gpu([(140, [33, 70])])
+    forward(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        done = forward(x)
+    for _ in range(2):  # replays draw from the start again
+        for t in (x.q, x.k, x.v):
+            t.normal_()
+        done.o.fill_(torch.nan)
+        graph.replay()
+        check(x, done)
+
+
+def test_compiles_to_one_graph():
+    x = on_gpu([(40, [33])])
+    x.layout.prepare(8, 2)
+    compiled = torch.compile(shared_prefix_attention, fullgraph=True, backend="aot_eager")
+    want = shared_prefix_attention(x.q, x.k, x.v, x.layout)
+    assert torch.equal(compiled(x.q, x.k, x.v, x.layout), want)

@@ -1,0 +1,181 @@
+"""The tables that the kernels work off: every visible pair once, by brute force."""
+
+import random
+
+import pytest
+import torch
+
+from qla_kernels import SharedLayout, pack_shared_prompts
+from qla_kernels.dualkv import columns as c
+from qla_kernels.dualkv import tables
+from qla_kernels.dualkv.heuristics import head_pack
+from qla_kernels.dualkv.tables import KEYS, KV_ROWS, ROWS, Tables
+from tests.dualkv_inputs import GROUPS
+
+LAYOUTS = {name: SharedLayout.from_lengths(groups) for name, groups in GROUPS.items()} | {
+    "ragged": SharedLayout.from_lengths([(300, [3, 129, 64]), (128, [256, 1])]),
+    "a deep tree": SharedLayout.from_forest(
+        [5, 130, 256, 3, 70, 20, 150, 9], [-1, 0, 1, 2, 1, 0, -1, 6]
+    ),
+    "many long queries": SharedLayout.from_lengths([(40, [700] * 3)]),
+}
+HEADS = [(1, 1), (4, 1), (8, 1), (32, 8), (6, 2), (16, 1)]
+
+
+def random_forest(seed: int) -> SharedLayout:
+    draw = random.Random(seed)
+    lengths, parents, path = [], [], [-1]
+    for node in range(draw.randint(1, 12)):
+        path = path[: draw.randint(1, len(path))]
+        lengths.append(draw.choice([0, 1, 31, 32, 33, 64, 127, 128, 129, 200]))
+        parents.append(path[-1])
+        path.append(node)
+    return SharedLayout.from_forest(lengths, parents)
+
+
+def every(layouts):
+    return {**layouts, **{f"forest {seed}": random_forest(seed) for seed in range(12)}}
+
+
+def built(layout: SharedLayout, heads: tuple[int, int], q_shift: int = 0) -> Tables:
+    return Tables(*tables.build(layout.nodes, *heads, q_shift))
+
+
+def visible(layout: SharedLayout) -> torch.Tensor:
+    """[query, key]"""
+    token = torch.arange(layout.num_tokens)
+    return (token <= token[:, None]) & (token[:, None] < layout.tout)
+
+
+@pytest.mark.parametrize("name", every(LAYOUTS))
+@pytest.mark.parametrize("heads", [(4, 1), (2, 2)])
+def test_forward_items_cover_every_pair_once(name, heads):
+    layout = every(LAYOUTS)[name]
+    work = built(layout, heads)
+    tokens = ROWS // head_pack(*heads)
+    seen = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int)
+    for item in work.item[: work.header[c.ITEM_ROWS]].tolist():
+        rows = slice(item[c.TOK0], item[c.TOK0] + item[c.ROWS])
+        assert 0 < item[c.ROWS] <= tokens
+        query = torch.arange(rows.start, rows.stop)[:, None]
+        last0 = item[c.NODE] + (item[c.OWN_TILES] - 1) * KEYS
+        assert last0 <= rows.start < rows.stop <= last0 + item[c.OWN_KEYS] <= last0 + KEYS
+        own = torch.arange(item[c.NODE], last0 + item[c.OWN_KEYS])
+        seen[rows, own] += (own <= query).int()
+        assert (item[c.NODE] + torch.arange(last0 - item[c.NODE]) <= query).all()  # no mask there
+        spans = work.span[item[c.SPAN0] : item[c.SPAN0] + item[c.SPANS]].tolist()
+        for k0, full_tiles, tail in spans:
+            seen[rows, k0 : k0 + full_tiles * KEYS + tail] += 1
+        tails = [tail > 0 for _, _, tail in spans]
+        assert tails == sorted(tails, reverse=True)
+        assert item[c.PARTIALS] == sum(tails)
+        full = sum(span[c.FULL_TILES] for span in spans)
+        assert item[c.TILES] == item[c.OWN_TILES] + sum(tails) + full
+    assert torch.equal(seen, visible(layout).int())
+
+
+@pytest.mark.parametrize("name", every(LAYOUTS))
+@pytest.mark.parametrize("heads", [(4, 1), (16, 1), (1, 1)])
+def test_backward_items_cover_every_pair_once(name, heads):
+    layout = every(LAYOUTS)[name]
+    work = built(layout, heads)
+    tokens = KV_ROWS // min(head_pack(*heads), 4)
+    seen = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int)
+    parts: dict[int, tuple[int, int]] = {}
+    for k0, keys, q0, q_tiles, masked, part in work.kv_item[: work.header[c.KV_ITEM_ROWS]].tolist():
+        assert 0 < keys <= KEYS
+        key = torch.arange(k0, k0 + keys)
+        for tile in range(q_tiles):
+            first = q0 + tile * tokens
+            query = torch.arange(max(first, k0), first + tokens)
+            pairs = key <= query[:, None]
+            assert tile < masked or (first >= k0 and pairs.all())
+            seen[query[0] : first + tokens, k0 : k0 + keys] += pairs.int()
+        if part >= 0:
+            parts[part] = (k0, keys)
+    assert torch.equal(seen, visible(layout).int())
+    assert sorted(parts) == list(range(work.header[c.PARTS]))
+    of_split = [
+        (k0, keys)
+        for k0, keys, part0, num_parts in work.split[: work.header[c.SPLIT_ROWS]].tolist()
+        for part in range(part0, part0 + num_parts)
+        if parts[part] == (k0, keys)
+    ]
+    assert len(of_split) == len(parts)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_item_is_ordered_once_for_each_head(heads):
+    work = built(LAYOUTS["ragged"], heads)
+    num_heads, kv_heads = heads
+    slots = num_heads // head_pack(*heads)
+    assert sorted(work.order.tolist()) == list(range(len(work.item) * slots))
+    assert sorted(work.kv_order.tolist()) == list(range(len(work.kv_item) * kv_heads))
+    assert work.header[c.ORDERED] == len(work.order)
+    assert work.header[c.KV_ORDERED] == len(work.kv_order)
+
+
+def test_the_dearest_tree_comes_first_and_in_it_head_after_head():
+    work = built(LAYOUTS["ragged"], (8, 2))
+    entries = [(entry % 2, *work.item[entry // 2].tolist()) for entry in work.order.tolist()]
+    split = 300 + 3 + 129 + 64  # the first tree has more pairs
+    trees = [entry[1 + c.TOK0] >= split for entry in entries]
+    assert trees == sorted(trees)
+    for tree in (False, True):
+        heads = [entry[0] for entry, of in zip(entries, trees, strict=True) if of == tree]
+        assert heads == sorted(heads)
+        costs = [
+            entry[1 + c.TILES]
+            for entry, of in zip(entries, trees, strict=True)
+            if of == tree and entry[0] == 0
+        ]
+        assert costs == sorted(costs, reverse=True)
+
+
+def test_a_small_batch_is_cut_finely():
+    """One prompt's keys, seen by thousands of queries, must not be the work of a few SMs."""
+    work = built(SharedLayout.from_lengths([(128, [2000] * 8)]), (32, 8))
+    runs = work.kv_item[:, c.KV_TILES]
+    assert runs.max() <= max(16, int(runs.sum()) * 8 // (4 * 132))
+    assert work.header[c.PARTS] > 1
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (1, 1)])
+def test_queries_that_begin_later(heads):
+    """All keys, but queries of the responses alone; keys that nobody sees are still written."""
+    layout = SharedLayout.from_lengths([(200, [70, 3, 140])])
+    work = built(layout, heads, q_shift=200)
+    assert work.item[:, c.TOK0].min() == 200
+    assert work.item[:, c.ROWS].sum() == 213
+    assert work.kv_item[:, c.KV_KEYS].sum() == 413
+    tokens = KV_ROWS // min(head_pack(*heads), 4)
+    prompt = work.kv_item[work.kv_item[:, c.KV_K0] < 200]
+    assert (prompt[:, c.KV_Q0] > 200 - tokens).all()
+    assert (prompt[:, c.KV_Q0] + prompt[:, c.KV_TILES] * tokens <= 413).all()
+    unseen = built(SharedLayout.from_lengths([(200, [])]), heads, q_shift=200)
+    assert unseen.kv_item[:, c.KV_TILES].tolist() == [0, 0]
+    assert unseen.header[c.ORDERED] == 0
+
+
+def test_a_layout_keeps_its_tables():
+    layout = SharedLayout.from_lengths([(30, [5, 6])])
+    first = layout.prepare(8, 2)
+    assert layout.prepare(8, 2) is first
+    assert layout.prepare(8, 8) is not first
+    assert layout.to("cpu").prepare(8, 2) is not first
+    assert len({table.untyped_storage().data_ptr() for table in first}) == 1  # one copy
+
+
+def test_a_batch_prepares_its_layout():
+    batch = pack_shared_prompts([[1, 2, 3]], [[[4, 5], [6]]])
+    batch.prepare(8, 2)
+    assert list(batch.layout.prepared) == [(8, 2, 0)]
+
+
+def test_a_trace_does_not_build_them(monkeypatch):
+    layout = SharedLayout.from_lengths([(30, [5, 6])])
+    ready = layout.prepare(8, 2)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert layout.prepare(8, 2) is ready
+    with pytest.raises(ValueError, match=r"call layout\.prepare\(4, 2\) before what is compiled"):
+        layout.prepare(4, 2)
