@@ -104,12 +104,11 @@ def load(file: Path) -> tuple[int, dict[str, Lines]]:
 def index_of(head: Head, pattern: VerticalSlash) -> VSIndex:
     """What `build_index` chooses, of the window's queries alone."""
     T = len(head.k)
-    first = last_block(T) * BLOCK
     q, k = head.q[None, :BLOCK, None], head.k[None, :, None]
     position = torch.arange(T)
-    seen = position <= torch.arange(first, T)[:, None]
+    window = (torch.arange(T // BLOCK), last_block(T))
     scale = head.q.shape[1] ** -0.5
-    mass = window_mass(q, k, seen, window_lse(q, k, seen, scale), scale)
+    mass = window_mass(q, k, *window, window_lse(q, k, *window, scale), scale)
     tile = mass.view(1, 1, -1, BLOCK).sum(-1, dtype=torch.int32)
     return select(cut(mass, position, tile, T, pattern), tile, T, T, pattern)
 

@@ -196,19 +196,19 @@ def agreements(rank: int) -> Iterator[tuple[str, Any]]:
     }
     for name, change in wrong.items():
         mine = change(x) if rank == 2 else x
-        yield name, _raised(functools.partial(attend, mine, layout, group))
+        yield name, raised(functools.partial(attend, mine, layout, group))
     options = {"pattern": VerticalSlash(0.5, 0.7)} if rank == 1 else {}
-    yield "pattern", _raised(lambda: attend(x, layout, group, **options))
+    yield "pattern", raised(lambda: attend(x, layout, group, **options))
     mine = StripedLayout(WORLD, 64 if rank == 1 else 128)
-    yield "layout", _raised(lambda: attend(x, mine, group))
-    yield "everybody", _raised(lambda: attend({**x, "seqlen": 0}, layout, group))
+    yield "layout", raised(lambda: attend(x, mine, group))
+    yield "everybody", raised(lambda: attend({**x, "seqlen": 0}, layout, group))
     index = attend(x, layout, group)[-1]
     changed = index._replace(d_bits=index.d_bits | 2**30) if rank == 1 else index
     os.environ["QLA_CHECK"] = "1"
     options = {"pattern": None, "index": changed}
-    yield "contents", _raised(lambda: attend(x, layout, group, **options))
+    yield "contents", raised(lambda: attend(x, layout, group, **options))
     del os.environ["QLA_CHECK"]
-    yield "afterwards", _raised(lambda: attend(x, layout, group))
+    yield "afterwards", raised(lambda: attend(x, layout, group))
 
 
 def repeats(rank: int) -> Iterator[tuple[str, Any]]:
@@ -273,7 +273,7 @@ def absences(rank: int) -> Iterator[tuple[str, Any]]:
         time.sleep(DEADLINE + 1)
         yield "absent", None
     else:
-        yield "absent", _raised(lambda: attend(x, layout, group))
+        yield "absent", raised(lambda: attend(x, layout, group))
     yield "absent for", time.monotonic() - started
 
 
@@ -285,15 +285,15 @@ def deaths(rank: int) -> Iterator[tuple[str, Any]]:
 
     group = RingGroups.create(timeout=timedelta(seconds=2 * DEADLINE))
     layout, x = StripedLayout(WORLD), problem(WORLD, torch.float64)
-    yield "before a death", _raised(lambda: attend(x, layout, group, schedule="ring"))
+    yield "before a death", raised(lambda: attend(x, layout, group, schedule="ring"))
     if rank == 3:
         cpu.forward = lambda *_: os._exit(0)
     started = time.monotonic()
-    yield "death", _raised(lambda: attend(x, layout, group, schedule="ring"))
+    yield "death", raised(lambda: attend(x, layout, group, schedule="ring"))
     yield "death for", time.monotonic() - started
 
 
-def _raised(call: Callable[[], object]) -> str | None:
+def raised(call: Callable[[], object]) -> str | None:
     try:
         call()
     except Exception as error:

@@ -73,7 +73,7 @@ def sparse_attention(
     check_tensors(OP, q, k, v)
     T, seqlen, scale = _defaults(q, 1, seqlen, scale)
     check_lines(OP, q, T, seqlen, pattern, index)
-    _require(refusal(q, k, v))
+    _require(refusal(q, k, v, scale=scale))
     if index is None:
         index = _local_index(q, k, pattern, seqlen, scale)
     elif checking():
@@ -163,7 +163,7 @@ def build_index(
         check_tensors(BUILD_OP, q, k, k)
         T, seqlen, scale = _defaults(q, 1, seqlen, scale)
         check_lines(BUILD_OP, q, T, seqlen, pattern, None)
-        _require(refusal(q, k, k, op=BUILD_OP))
+        _require(refusal(q, k, k, scale=scale, op=BUILD_OP))
         return _local_index(q, k, pattern, seqlen, scale)
     check_group(BUILD_OP, group)
     T, seqlen, scale = _defaults(q, group.world, seqlen, scale)

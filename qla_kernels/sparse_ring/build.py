@@ -9,6 +9,8 @@ Scores are never held for more than a few thousand keys. Across numbers of ranks
 in its last bit, so a line at the very edge may; on the ranks of one call nothing can.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from qla_kernels.sparse_ring.groups import ALONE, Ring
 from qla_kernels.sparse_ring.index import VSIndex, given
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.patterns import BLOCK, Pattern, VerticalSlash
-from qla_kernels.sparse_ring.select import Candidates, cut, last_block, observed_rows, select
+from qla_kernels.sparse_ring.select import Candidates, last_block, observed_rows
 from qla_kernels.sparse_ring.shard import tiles
 
 
@@ -47,26 +49,37 @@ def _estimated(
 ) -> VSIndex:
     T = layout.world * q.shape[1]
     run = tiles(q.device)
-    first, rows = last_block(seqlen) * BLOCK, observed_rows(seqlen)
-    owner, at = layout.owner(first, T), layout.local(first, T)
-    room = q[:, at : at + rows].clone(memory_format=torch.contiguous_format)  # q is the caller's
-    q_obs = ring.broadcast(room, owner)
+    last, rows = last_block(seqlen), observed_rows(seqlen)
+    owner, at = layout.owner(last * BLOCK, T), layout.local(last * BLOCK, T)
+    q_obs = q[:, at : at + rows]
+    if ring.size > 1:  # q is the caller's
+        q_obs = ring.broadcast(q_obs.clone(memory_format=torch.contiguous_format), owner)
 
-    position = layout.positions(T, ring.rank).to(q.device)
-    seen = position <= torch.arange(first, first + rows, device=q.device)[:, None]
-    (lse,) = ring.gather(run.window_lse(q_obs, k, seen, scale)).wait()
-    lse = lse.logsumexp(0)
-    mass = run.window_mass(q_obs, k, seen, lse, scale)
-    tile = mass.view(*mass.shape[:2], -1, BLOCK).sum(-1, dtype=torch.int32)
+    block, place = _blocks(layout, ring.rank, T, q.device)
+    lse = run.window_lse(q_obs, k, block, last, scale)
+    if ring.size > 1:
+        (lse,) = ring.gather(lse.logsumexp(0)).wait()
+    mass = run.window_mass(q_obs, k, block, last, lse, scale)
+    found, tile = _gathered(ring, *run.cut(mass, block, T, pattern))
+    return run.select(found, tile.index_select(-1, place), seqlen, T, pattern)
 
-    mine = cut(mass, position, tile, T, pattern)
-    found, of_tiles = _gathered(ring, mine, tile)
-    order = layout.perm(T)[::BLOCK].argsort().to(q.device)  # gathered tiles in their sequence
-    return select(found, of_tiles.index_select(-1, order), seqlen, T, pattern)
+
+@functools.lru_cache(maxsize=16)
+def _blocks(layout: Layout, rank: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The blocks of a rank's shard; and where each block of the sequence is among all shards'.
+
+    Kept, because making them on the host and copying them would make it wait for the device.
+    """
+    block = layout.positions(T, rank)[::BLOCK] // BLOCK
+    first = torch.arange(0, T, BLOCK)
+    place = (layout.owner(first, T) * (T // layout.world) + layout.local(first, T)) // BLOCK
+    return block.int().to(device), place.to(device)
 
 
 def _gathered(ring: Ring, mine: Candidates, tile: Tensor) -> tuple[Candidates, Tensor]:
     """Candidates and tiles of all ranks, by one collective, [B, H, world x ...]."""
+    if ring.size == 1:
+        return mine, tile
     widths = [mine.column.shape[-1], mine.mass.shape[-1], tile.shape[-1]]
     (everything,) = ring.gather(torch.cat([*mine, tile], -1)).wait()
     column, mass, of_tiles = (

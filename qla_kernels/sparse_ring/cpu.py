@@ -11,30 +11,52 @@ import torch
 from einops import einsum, rearrange, repeat
 from torch import Tensor
 
+from qla_kernels.sparse_ring import select as chosen
+from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import TILE
-from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.patterns import BLOCK, VerticalSlash
 from qla_kernels.sparse_ring.plan import Visit, key_walk, query_walk
-from qla_kernels.sparse_ring.select import UNIT
+from qla_kernels.sparse_ring.plan import table as table  # one of the launches
+from qla_kernels.sparse_ring.select import UNIT, Candidates
 from qla_kernels.sparse_ring.shard import Columns, Partial, Saved, Shard, wide
 
 KEYS = 8192  # of the window's scores that are held at a time
 
 
-def window_lse(q_obs: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Tensor:
+    return torch.stack([S.logsumexp(-1) for S in _window(q_obs, k, block, last, scale)])
+
+
+def window_mass(
+    q_obs: Tensor, k: Tensor, block: Tensor, last: int, lse: Tensor, scale: float
+) -> Tensor:
+    unit, lse = (1 << UNIT) / q_obs.shape[1], lse.logsumexp(0)
     parts = [
-        _scores(q_obs, keys, scale).masked_fill(~visible, -torch.inf).logsumexp(-1)
-        for keys, visible in zip(torch.split(k, KEYS, 1), torch.split(seen, KEYS, 1), strict=True)
+        (S - lse[..., None]).exp().sum(2).mul(unit).round().int()
+        for S in _window(q_obs, k, block, last, scale)
     ]
-    return torch.stack(parts).logsumexp(0)
-
-
-def window_mass(q_obs: Tensor, k: Tensor, seen: Tensor, lse: Tensor, scale: float) -> Tensor:
-    unit = (1 << UNIT) / q_obs.shape[1]
-    parts = []
-    for keys, visible in zip(torch.split(k, KEYS, 1), torch.split(seen, KEYS, 1), strict=True):
-        S = _scores(q_obs, keys, scale).masked_fill(~visible, -torch.inf)
-        parts.append((S - lse[..., None]).exp().sum(2).mul(unit).round().int())
     return torch.cat(parts, -1)
+
+
+def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Candidates, Tensor]:
+    tile = mass.view(*mass.shape[:2], -1, BLOCK).sum(-1, dtype=torch.int32)
+    return chosen.cut(mass, _tokens(block), tile, T, pattern), tile
+
+
+def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash) -> VSIndex:
+    return chosen.select(found, tile, seqlen, T, pattern)
+
+
+def _window(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Iterator[Tensor]:
+    """Scores of the observed queries, some keys at a time; -inf where a key is not seen."""
+    query = last * BLOCK + torch.arange(q_obs.shape[1])[:, None]
+    parts = zip(torch.split(k, KEYS, 1), torch.split(_tokens(block), KEYS), strict=True)
+    for keys, token in parts:
+        yield _scores(q_obs, keys, scale).masked_fill(token > query, -torch.inf)
+
+
+def _tokens(block: Tensor) -> Tensor:
+    return (block[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
 
 
 def compact(shard: Shard, k: Tensor, v: Tensor, owner: int, slot: int, columns: Columns) -> None:
@@ -77,9 +99,10 @@ def forward(
         out.copy_(o)
 
 
-def delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
-    rows = einsum(o.to(wide(o)), do.to(wide(o)), "b t h d, b t h d -> b h t")
-    return rows if dlse is None else rows - dlse
+def saved(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Saved:
+    delta = einsum(o.to(wide(o)), do.to(wide(o)), "b t h d, b t h d -> b h t")
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing: P = 0
+    return Saved(lse, delta if dlse is None else delta - dlse, do)
 
 
 def backward_queries(
@@ -87,20 +110,22 @@ def backward_queries(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    do: Tensor,
     saved: Saved,
     visited: list[Visit],
     dq: Tensor,
     first: bool,
     columns: Columns | None,
+    out: Tensor | None,
 ) -> None:
     if first:
         dq.zero_()
     for tile in _query_tiles(shard):
-        query, upstream = q[:, tile.rows], do[:, tile.rows]
+        query = q[:, tile.rows]
         for part in _seen_by(shard, tile, k, v, visited, columns):
-            _, dS = _gradients(shard, query, upstream, saved, tile.rows, part)
+            _, dS = _gradients(shard, query, saved, tile.rows, part)
             dq[:, tile.rows] += shard.scale * _weighted(dS, part.k, part.grouped)
+    if out is not None:
+        out.copy_(dq)
 
 
 def backward_keys(
@@ -108,7 +133,6 @@ def backward_keys(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    do: Tensor,
     saved: Saved,
     owner: int,
     slot: int,
@@ -126,20 +150,18 @@ def backward_keys(
         seen = _elements(blocks)[..., near, :] & (keys[rows] <= queries[near, None])
         seen &= (queries < shard.seqlen)[near, None]
         part = Part(k[slot][:, rows], v[slot][:, rows], seen, True)
-        query, upstream = q[:, near], do[:, near]
-        P, dS = _gradients(shard, query, upstream, saved, near, part)
+        query, upstream = q[:, near], saved.do[:, near]
+        P, dS = _gradients(shard, query, saved, near, part)
         dkv[0, :, rows] += shard.scale * _group_sum(_transposed(dS, query), k.shape[-2])
         dkv[1, :, rows] += _group_sum(_transposed(P, upstream), k.shape[-2])
 
 
-def backward_columns(
-    shard: Shard, q: Tensor, do: Tensor, saved: Saved, columns: Columns
-) -> Columns:
+def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) -> Columns:
     dk, dv = (torch.zeros_like(x, dtype=wide(q)) for x in columns)
     for tile in _query_tiles(shard):
-        query, upstream = q[:, tile.rows], do[:, tile.rows]
+        query, upstream = q[:, tile.rows], saved.do[:, tile.rows]
         part = _columns_seen_by(shard, tile, columns)
-        P, dS = _gradients(shard, query, upstream, saved, tile.rows, part)
+        P, dS = _gradients(shard, query, saved, tile.rows, part)
         n = P.shape[-1]
         dk[:, :, :n] += shard.scale * rearrange(_transposed(dS, query), "b n h d -> b h n d")
         dv[:, :, :n] += rearrange(_transposed(P, upstream), "b n h d -> b h n d")
@@ -209,14 +231,13 @@ def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> Part:
 
 
 def _gradients(
-    shard: Shard, q: Tensor, do: Tensor, saved: Saved, rows: slice | Tensor, part: Part
+    shard: Shard, q: Tensor, saved: Saved, rows: slice | Tensor, part: Part
 ) -> tuple[Tensor, Tensor]:
     """P = e^{S - LSE} and dS / scale = P (dO v^T - delta), by head."""
-    lse, delta = (x[..., rows, None] for x in saved)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing: P = 0
+    lse, delta = (x[..., rows, None] for x in (saved.lse, saved.delta))
     S = _scores(q, part.k, shard.scale, part.grouped)
     P = (S - lse).exp().masked_fill(~part.seen, 0)
-    return P, P * (_scores(do, part.v, 1.0, part.grouped) - delta)
+    return P, P * (_scores(saved.do[:, rows], part.v, 1.0, part.grouped) - delta)
 
 
 def _rows_of(shard: Shard, owner: int) -> tuple[Tensor, Tensor]:

@@ -48,10 +48,12 @@ class Ring:
     rank: int
     size: int
 
-    @property
-    def in_order(self) -> bool:
-        """Whether a transfer sees what the one posted before it received, without a wait."""
-        return dist.get_backend(self.group) == dist.Backend.NCCL
+    def in_order(self, x: Tensor) -> bool:
+        """Whether a transfer sees what the one posted before it received, without a wait.
+
+        NCCL's of a group do, on a stream that they share; gloo's do not.
+        """
+        return x.is_cuda
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> Pending:
         """Send tensors to the next rank, and receive as many from the one before it."""
@@ -208,8 +210,9 @@ def _ring(members: Sequence[int], timeout: timedelta) -> Ring:
     if len(members) == 1:
         return ALONE
     options = None
-    if dist.get_backend() == dist.Backend.NCCL:  # transfers should not queue behind attention
+    if "nccl" in dist.get_backend_config():  # its transfers should not queue behind attention
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout  # else torch warns that it takes the group's
     group = dist.new_group(list(members), timeout, pg_options=options, group_desc="qla_ring")
     rank = members.index(dist.get_rank()) if dist.get_rank() in members else -1
     return Ring(group, rank, len(members))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qla_kernels.sparse_ring.gradients import gradients_of
 from qla_kernels.sparse_ring.route import Route
-from qla_kernels.sparse_ring.shard import Columns, Partial, Saved, Shard, tiles, wide
+from qla_kernels.sparse_ring.shard import Columns, Partial, Shard, tiles, wide
 
 
 class Forward(NamedTuple):
@@ -57,24 +57,22 @@ def backward(
     long.
     """
     run = tiles(q.device)
-    saved = Saved(done.lse, run.delta(done.o, do, dlse))
-    of_columns = run.backward_columns(shard, q, do, saved, done.columns)
-    dq = _wide(q, *q.shape)
+    saved = run.saved(done.o, done.lse, do, dlse)
+    of_columns = run.backward_columns(shard, q, saved, done.columns)
+    dq, out = _wide(q, *q.shape), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     gradients = gradients_of(route, k)
     for batch in route.batches(k, v):
         visited = [v for chunk in batch.chunks for v in shard.visits(chunk.owner, chunk.slot)]
-        columns = done.columns if batch.last else None
-        run.backward_queries(
-            shard, q, batch.k, batch.v, do, saved, visited, dq, batch.first, columns
-        )
+        last = (done.columns, out) if batch.last else (None, None)
+        run.backward_queries(shard, q, batch.k, batch.v, saved, visited, dq, batch.first, *last)
         for chunk in batch.chunks:
             dkv, first = gradients.arrive(chunk)
             where = (chunk.owner, chunk.slot)
-            run.backward_keys(shard, q, batch.k, batch.v, do, saved, *where, dkv, first)
+            run.backward_keys(shard, q, batch.k, batch.v, saved, *where, dkv, first)
             run.scatter(shard, of_columns, chunk.owner, dkv)
             gradients.leave(chunk)
     dk, dv = gradients.home()  # views of one tensor, which travelled
-    return Backward(dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True))
+    return Backward(out, dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True))
 
 
 def _wide(x: Tensor, *shape: int) -> Tensor:

@@ -100,7 +100,8 @@ def _circulated(route: Route, k: Tensor, v: Tensor) -> Iterator[Batch]:
             from_node = _hop(outer, held, following)()
         for n, steps in enumerate(batches):
             then = batches[n + 1] if n + 1 < len(batches) else range(0)
-            relay = _Relay([_hop(inner, places[i - 1], places[i]) for i in then], inner)
+            hops = [_hop(inner, places[i - 1], places[i]) for i in then]
+            relay = _Relay(hops, inner.in_order(k))
             here = places[steps[0]]
             chunks = [Chunk(route.owner(turn, i), places[i].slot, turn, i) for i in steps]
             last = turn + 1 == outer.size and n + 1 == len(batches)
@@ -134,9 +135,9 @@ def _hop(ring: Ring, source: _Place, to: _Place) -> Callable[[], Pending]:
 class _Relay:
     """Hops of which each passes on what the one before it received."""
 
-    def __init__(self, hops: list[Callable[[], Pending]], ring: Ring) -> None:
+    def __init__(self, hops: list[Callable[[], Pending]], in_order: bool) -> None:
         # Where transfers follow each other by themselves, all can be posted before the launch.
-        at_once = len(hops) if len(hops) > 1 and ring.in_order else 1
+        at_once = len(hops) if in_order else 1
         self._posted = [hop() for hop in hops[:at_once]]
         self._later = hops[at_once:]
 

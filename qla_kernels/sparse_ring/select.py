@@ -111,9 +111,13 @@ def _by_distance(active: Tensor, seqlen: int) -> Tensor:
     return active[..., back.clamp(min=0)] & (back >= 0)
 
 
+def share(recall: float) -> int:
+    return round(recall * (1 << SHARE))
+
+
 def _need(total: Tensor, recall: float) -> Tensor:
     """A share of the mass, rounded up."""
-    return (total * round(recall * (1 << SHARE)) + (1 << SHARE) - 1) >> SHARE
+    return (total * share(recall) + (1 << SHARE) - 1) >> SHARE
 
 
 def _fewest(mass: Tensor, start: Tensor | int, need: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import TILE, Layout
-from qla_kernels.sparse_ring.patterns import BLOCK
-from qla_kernels.sparse_ring.plan import Table, Visit, returns, table, visits
+from qla_kernels.sparse_ring.patterns import BLOCK, VerticalSlash
+from qla_kernels.sparse_ring.plan import Table, Visit, returns, visits
+from qla_kernels.sparse_ring.select import Candidates
 
 
 class Shard(NamedTuple):
@@ -53,7 +54,8 @@ def shard_of(
     """`lines` are v_idx, v_cnt and d_bits of an index, as operators and autograd hand them on."""
     v_idx, v_cnt, d_bits = lines
     index = VSIndex(v_idx, v_cnt, d_bits, v_cnt.float(), T)  # no launch reads the recall
-    return Shard(layout, rank, T, seqlen, scale, index, table(d_bits, T, layout))
+    made = tiles(d_bits.device).table(d_bits, T, layout)
+    return Shard(layout, rank, T, seqlen, scale, index, made)
 
 
 class Columns(NamedTuple):
@@ -71,10 +73,11 @@ class Partial(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a launch of the backward reads of the forward."""
+    """What a launch of the backward reads of the forward, as `saved` made it."""
 
-    lse: Tensor  # [B, H, L]
+    lse: Tensor  # [B, H, L], +inf for a row that sees nothing; base 2 on a GPU
     delta: Tensor  # [B, H, L], rowsum(dO O) - dLSE
+    do: Tensor  # [B, L, H, D]
 
 
 class Tiles(Protocol):
@@ -84,14 +87,36 @@ class Tiles(Protocol):
     names its slot. `first` says that accumulators hold nothing yet and are not to be read.
     """
 
-    def window_lse(self, q_obs: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-        """LSE of the observed queries over local keys, fp32 [B, H, rows]; seen is [rows, L]."""
+    def table(self, d_bits: Tensor, T: int, layout: Layout) -> Table:
+        """The diagonals of every head, as plan.table has them."""
+        ...
+
+    def window_lse(
+        self, q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float
+    ) -> Tensor:
+        """LSE of the observed queries over local keys, fp32 [B, H, rows].
+
+        `block` is int32 [L / 64], the number in the sequence of each block of keys; the observed
+        block is `last`.
+        """
         ...
 
     def window_mass(
-        self, q_obs: Tensor, k: Tensor, seen: Tensor, lse: Tensor, scale: float
+        self, q_obs: Tensor, k: Tensor, block: Tensor, last: int, lse: Tensor, scale: float
     ) -> Tensor:
         """Column sums of the window's attention, 2^30 in total, int32 [B, H, L]."""
+        ...
+
+    def cut(
+        self, mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash
+    ) -> tuple[Candidates, Tensor]:
+        """A rank's best columns, and int32 [B, H, L / 64], the mass of each block."""
+        ...
+
+    def select(
+        self, found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash
+    ) -> VSIndex:
+        """The lines that the pattern's budget buys; `tile` is in the order of the sequence."""
         ...
 
     def compact(
@@ -118,7 +143,7 @@ class Tiles(Protocol):
         """
         ...
 
-    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor: ...
+    def saved(self, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Saved: ...
 
     def backward_queries(
         self,
@@ -126,14 +151,17 @@ class Tiles(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        do: Tensor,
         saved: Saved,
         visited: list[Visit],
         dq: Tensor,
         first: bool,
         columns: Columns | None,
+        out: Tensor | None,
     ) -> None:
-        """Add dQ of the visited slashes, and of the columns; dq is fp32."""
+        """Add dQ of the visited slashes, and of the columns; dq is fp32.
+
+        The last launch of a call has `out`, and writes dQ to it, rounded once, and not to dq.
+        """
         ...
 
     def backward_keys(
@@ -142,7 +170,6 @@ class Tiles(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        do: Tensor,
         saved: Saved,
         owner: int,
         slot: int,
@@ -152,10 +179,8 @@ class Tiles(Protocol):
         """Add this rank's part of dK and dV of a chunk; dkv is fp32 [2, B, L, Hk, D]."""
         ...
 
-    def backward_columns(
-        self, shard: Shard, q: Tensor, do: Tensor, saved: Saved, columns: Columns
-    ) -> Columns:
-        """This rank's part of dK and dV of every vertical, fp32."""
+    def backward_columns(self, shard: Shard, q: Tensor, saved: Saved, columns: Columns) -> Columns:
+        """This rank's part of dK and dV of every vertical, fp32, in a form that scatter reads."""
         ...
 
     def scatter(self, shard: Shard, of_columns: Columns, owner: int, dkv: Tensor) -> None:

@@ -10,41 +10,60 @@ without raising it: the ranks agree on it first, and then all of them raise.
 import os
 from typing import NamedTuple
 
-from torch import Tensor, dtype
+import torch
+from torch import Tensor
 
+from qla_kernels import device
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.heuristics import SCHEDULES
 from qla_kernels.sparse_ring.index import VSIndex, fits
 from qla_kernels.sparse_ring.layouts import TILE, Layout, StripedLayout
+from qla_kernels.sparse_ring.operands import dtype_name
 from qla_kernels.sparse_ring.patterns import Dense, FixedVerticalSlash, Pattern, VerticalSlash
 
 OP, RING_OP, BUILD_OP = "sparse_attention", "sparse_ring_attention", "build_index"
 
+CAPABILITY = (9, 0)
+HEAD_SIZES = (64, 128)
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
+TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
+
 Reason = tuple[str, str, str]  # got, need, fix
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, *, world: int = 1, op: str = OP) -> str | None:
+def refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    world: int = 1,
+    scale: float | None = None,
+    capability: tuple[int, int] | None = None,
+    op: str = OP,
+) -> str | None:
     """Why this call cannot be run, or None when it can, with gradients or without.
 
-    Tensors are one rank's, [B, L, H, D] and [B, L, Hk, D]; a GPU's answer needs tensors on it.
+    Tensors are one rank's, [B, L, H, D] and [B, L, Hk, D]. Pass a capability to ask what a GPU
+    would answer, with tensors of any device.
     """
-    reason = _refused_on_device(q) or _refused_everywhere(q, k, v, world)
+    reason = _refused_everywhere(q, k, v, world, scale)
+    if reason is None and (q.is_cuda or capability is not None):
+        reason = _refused_on_cuda(q, k, v, capability or device.capability(q.device))
     return None if reason is None else need(op, *reason)
 
 
-def _refused_on_device(q: Tensor) -> Reason | None:
-    """Where kernels are missing. When there is a launch.py, its limits are stated here."""
-    if q.device.type not in ("cpu", "meta"):
-        got = f"tensors are on {q.device.type}"
-        return got, "cpu: this version has no kernels of this family for GPUs", "move them to cpu"
-    return None
-
-
-def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, world: int) -> Reason | None:
+def _refused_everywhere(
+    q: Tensor, k: Tensor, v: Tensor, world: int, scale: float | None
+) -> Reason | None:
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        got = f"q is {_name(q.dtype)}, k is {_name(k.dtype)}, v is {_name(v.dtype)}"
+        names = [dtype_name(x) for x in (q, k, v)]
+        got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
         return got, "one float dtype", "cast them"
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        return f"tensors are on {q.device.type}", "cpu or cuda", "move them"
+    if scale is not None and not 0 < scale < float("inf"):
+        return f"scale={scale}", "a positive number", "scale q instead, or leave it out"
     L = q.shape[1]
     if L % TILE or L == 0:
         got = f"{L} tokens a rank"
@@ -55,6 +74,44 @@ def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, world: int) -> Reason |
             got = f"{name} has strides {x.stride()}"
             return got, "a contiguous tensor, which can be sent", f"pass {name}.contiguous()"
     return None
+
+
+def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
+    if capability != CAPABILITY:
+        got, needs = f"device capability {capability[0]}.{capability[1]}", "9.0 (Hopper)"
+        return got, needs, "run on an H100, H200 or H20, or on CPU tensors"
+    if q.dtype not in CUDA_DTYPES:
+        got = f"q, k and v are {dtype_name(q)}"
+        return got, "bfloat16 or float16 on SM90", "cast them"
+    if (size := q.shape[-1]) not in HEAD_SIZES:
+        room = [s for s in HEAD_SIZES if s > size]
+        fix = f"pad q, k and v to {room[0]}" if room else "split the heads"
+        return f"head dimension D={size}", "64 or 128 on SM90", fix
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not _tma_readable(x):
+            return (
+                f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
+                f"a last stride of 1 and the rest multiples of {TMA_ALIGNMENT} bytes",
+                f"pass {name}.contiguous()",
+            )
+    return None
+
+
+def _tma_readable(x: Tensor) -> bool:
+    # A dimension of one element is never stepped over, so its stride says nothing.
+    steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    if not torch.compiler.is_compiling():  # untraceable; `require_aligned` looks at the address
+        steps.append(int(x.storage_offset()))
+    return x.stride(-1) == 1 and all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in steps)
+
+
+def require_aligned(**tensors: Tensor) -> None:
+    """What `refusal` could not ask of a call that torch.compile traced."""
+    for name, x in tensors.items():
+        if past := x.data_ptr() % TMA_ALIGNMENT:
+            got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
+            fix = f"pass {name}.contiguous()"
+            raise Unsupported(need(OP, got, "an aligned first element", fix))
 
 
 def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -159,7 +216,8 @@ class RingCall(NamedTuple):
                 self.lines.check(self.op)
         except ValueError as error:
             return error
-        reason = refusal(self.q, self.k, self.v, world=self.world, op=self.op)
+        tensors = (self.q, self.k, self.v)
+        reason = refusal(*tensors, world=self.world, scale=self.scale, op=self.op)
         return None if reason is None else Unsupported(reason)
 
     def facts(self) -> dict[str, object]:
@@ -177,7 +235,3 @@ class RingCall(NamedTuple):
 def checking() -> bool:
     """QLA_CHECK=1: contents are read, and every call is agreed on."""
     return os.environ.get("QLA_CHECK", "0") not in ("", "0")
-
-
-def _name(kind: dtype) -> str:
-    return str(kind).removeprefix("torch.")

@@ -234,11 +234,25 @@ def test_a_refused_call(T, change, text):
     assert text in str(error.value)
 
 
-def test_gpus_have_no_kernels_yet():
-    class OnGpu:
-        device = torch.device("cuda")
-
-    assert "tensors are on cuda; need cpu: this version has no kernels" in refusal(*[OnGpu()] * 3)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"capability": (8, 0)}, "device capability 8.0; need 9.0"),
+        ({"dtype": torch.float32}, "q, k and v are float32; need bfloat16 or float16"),
+        ({"D": 96}, "head dimension D=96; need 64 or 128 on SM90; pad q, k and v to 128"),
+        ({"D": 256}, "head dimension D=256; need 64 or 128 on SM90; split the heads"),
+        ({"stride": 2}, "a last stride of 1 and the rest multiples of 16 bytes; pass k.contig"),
+        ({"scale": -1.0}, "scale=-1.0; need a positive number"),
+        ({}, None),
+    ],
+)
+def test_what_a_gpu_would_answer(change, text):
+    call = {"capability": (9, 0), **change}
+    stride, D = call.pop("stride", 1), call.pop("D", 64)
+    q, k, v = (x.detach() for x in tensors(dtype=call.pop("dtype", torch.bfloat16), D=D))
+    k = k.repeat_interleave(stride, -1)[..., ::stride]
+    answer = refusal(q, k, v, **call)
+    assert answer is None if text is None else text in answer
 
 
 def test_what_is_sent_has_to_be_contiguous():

@@ -19,6 +19,7 @@ from qla_kernels.sparse_ring.route import Route
 from qla_kernels.sparse_ring.shard import shard_of
 from reference import sparse_ring
 from tests.compare import assert_close
+from tests.mail import Mail
 
 NAN = float("nan")
 
@@ -32,8 +33,11 @@ class FakeRing:
     inner: int
     is_outer: bool
     early: bool
-    in_order: bool
+    ordered: bool
     log: list[str] = field(default_factory=list)
+
+    def in_order(self, x: Tensor) -> bool:
+        return self.ordered
 
     def before(self, owner: float) -> float:
         """Whose chunk the rank before holds while this one holds `owner`'s."""
@@ -45,7 +49,7 @@ class FakeRing:
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> object:
         name = "outer" if self.is_outer else "inner"
         self.log.append(f"post {name}")
-        coming = [self.before(x.flatten()[0].item()) if self.in_order else None for x in send]
+        coming = [self.before(x.flatten()[0].item()) if self.ordered else None for x in send]
 
         def land() -> None:
             for x, room, owner in zip(send, receive, coming, strict=True):
@@ -58,7 +62,7 @@ class FakeRing:
 
         for room in receive:
             room.fill_(NAN)
-        if self.early or self.in_order:
+        if self.early or self.ordered:
             land()
         return SimpleNamespace(wait=wait)
 
@@ -114,46 +118,6 @@ def test_where_transfers_follow_by_themselves_all_of_a_launch_are_posted():
         way.inner.log.append(f"launch {len(batch.chunks)}")
     posted, waited = ["post inner"] * 4, ["wait inner"] * 4
     assert way.inner.log == [*posted, "launch 1", *waited, "launch 4"]
-
-
-class Mail:
-    """A ring whose ranks are threads: what is sent lies in the receiver's box until it waits."""
-
-    in_order = False
-
-    def __init__(self, boxes: dict[object, Queue], members: list[int], rank: int) -> None:
-        self.boxes, self.members = boxes, members
-        self.rank, self.size = members.index(rank), len(members)
-
-    def _box(self, source: int, to: int, tag: int) -> Queue:
-        ends = (self.members[source % self.size], self.members[to % self.size])
-        return self.boxes.setdefault((tuple(self.members), ends, tag), Queue())  # atomic
-
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> object:
-        return self.swap(send, receive, self.rank + 1, self.rank - 1, tag)
-
-    def swap(self, send, receive, to: int, source: int, tag: int) -> object:
-        for n, x in enumerate(send):
-            self._box(self.rank, to, tag + n).put(x.clone())
-
-        def wait() -> Sequence[Tensor]:
-            for n, room in enumerate(receive):
-                room.copy_(self._box(source, self.rank, tag + n).get(timeout=20))
-            return receive
-
-        for room in receive:
-            room.fill_(NAN)
-        return SimpleNamespace(wait=wait)
-
-    def gather(self, *tensors: Tensor) -> object:
-        for to in range(self.size):
-            self._box(self.rank, to, -1).put([x.clone() for x in tensors])
-
-        def wait() -> list[Tensor]:
-            all_of = [self._box(r, self.rank, -1).get(timeout=20) for r in range(self.size)]
-            return [torch.stack(parts) for parts in zip(*all_of, strict=True)]
-
-        return SimpleNamespace(wait=wait)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,15 @@
+"""The kernels of sparse ring attention: module names, in the order of a training step."""
+
+KERNELS = (
+    "window_lse",
+    "window_mass",
+    "cut",
+    "select",
+    "diagonals",
+    "compact",
+    "fwd",
+    "bwd_dkv_columns",
+    "bwd_dq",
+    "bwd_dkv",
+    "scatter",
+)

@@ -1,0 +1,172 @@
+"""bwd_dkv -- dK and dV of one chunk of keys, from the slashes that a rank's queries see.
+
+Per tile of 128 keys, blocks j0 and j0 + gap of the sequence, and KV head: over its query heads and
+the blocks of 64 queries that see either half. Per half, keys as rows, S^T and dP^T are [64, 64]:
+    P^T  = exp2(scale log2(e) K Q^T - lse2), 0 where a query comes before the key
+    dS^T = P^T (V dO^T - delta)
+    dV  += P^T dO        dK += scale dS^T Q          [64, D], fp32
+
+Steps (numbers appear again in the roles):
+    1 load   K and V of the tile
+    2 load   walks the table of diagonals, head by head: entry e is query block j0 + e + gap, with
+             the bits swapped, since b1 is about j0 and b0 about j0 + gap; Q, dO, lse2, delta
+    3 grads  S^T and dP^T; P^T; dS^T; dV, dK
+    4 grads  dK and dV out, added to what came with the chunk
+
+Bounded by the tensor cores: four products of a block, 8 64 64 D operations for 32 KB. Why this
+shape: see grads.py. A CTA has all query heads of a KV head, in order, so each gradient has one
+writer and a fixed order of sums. The halves of a tile see mostly the same blocks, and share them; a
+half that does not see one lets it pass. Only `load` reads the table: it sends with each block what
+the halves see of it, and with the last that it was the last.
+"""
+
+import tilelang.language as T
+
+from qla_kernels.sparse_ring import grads
+from qla_kernels.sparse_ring.grads import GROUP, HALVES, TILE, Queries, Shared
+from qla_kernels.sparse_ring.walk import BLOCK, END, TRIANGLE, UNSEEN, VISIT, WHOLE, Table
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import ONE, Role, Schedule
+
+Variant, VARIANTS, PASS_CONFIGS = grads.Variant, grads.VARIANTS, grads.PASS_CONFIGS
+
+
+def schedule(v: Variant) -> Schedule:
+    return grads.schedule(
+        v,
+        1,
+        Role(
+            "load",
+            warps=1,
+            regs=24,
+            waits=("q_free",),
+            signals=(("keys_full", ONE), "q_full"),
+            computes="k, v; the walk: q, dO, lse2, delta",
+            uses=("tma_load",),
+        ),
+        Role("spare", warps=3, regs=24, computes="fills the warpgroup"),
+    )
+
+
+@T.macro
+def load(x, k, v, table, visits, s, ring, keys_full, b, kv_head, row0, j0, group):
+    lane = T.get_thread_binding() % 32
+    half = lane % HALVES
+    i, at, end, ahead, word, what = (T.alloc_var("int32") for _ in range(6))
+    first, count, row, of_head = (T.alloc_var("int32") for _ in range(4))
+    grads.load_keys(k, v, s, keys_full, b, row0, kv_head)  # 1
+    i = 0
+    for g in rolled(group):
+        head = kv_head * group + g
+        of_head = b * x.q.shape[2] + head  # a variable: 32 bits
+        for n in rolled(visits.shape[0]):
+            at = table.bounds[of_head, visits[n, 1]]
+            end = table.bounds[of_head, visits[n, 1] + 1]
+            first = visits[n, 2]
+            count = visits[n, 3] - first
+            row = visits[n, 4]
+            ahead = 0
+            if at + lane < end:
+                ahead = table.entries[of_head, at + lane]
+            while at < end:
+                word = ahead
+                if at + 32 + lane < end:
+                    ahead = table.entries[of_head, at + 32 + lane]  # while these are walked
+                for y in rolled(T.min(32, end - at)):
+                    entry = T.shfl_sync(word, y)
+                    inside = j0 + (entry >> 2) - first
+                    if (0 <= inside) & (inside < count):
+                        what = UNSEEN
+                        if (entry >> (1 - half)) & 1 == 1:
+                            what = T.if_then_else(entry >> 2 == half * table.gap, TRIANGLE, WHOLE)
+                        turn = table.stripe_blocks * table.buckets
+                        local = T.truncdiv(inside, turn) * table.stripe_blocks
+                        local += row + T.truncmod(inside, table.stripe_blocks)
+                        grads.put_queries(x, s, ring, i, b, local * BLOCK, head)  # 2
+                        grads.put_seen(s, ring, i, what)
+                        i += 1
+                    if inside >= count:
+                        end = at  # entries ascend
+                at += 32
+    ring.acquire(i)
+    grads.put_seen(s, ring, i, END)
+
+
+@T.macro
+def gradients(dkv, s, ring, keys_full, w, b, kv_head, row0, scale, scale2, first, v):
+    r_dk = T.alloc_fragment((BLOCK, v.D), "float32")
+    r_dv = T.alloc_fragment((BLOCK, v.D), "float32")
+    grads.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v)  # 3
+    row = row0 + w * BLOCK
+    if first == 0:  # 4
+        for key, e in T.Parallel(BLOCK, v.D):
+            r_dk[key, e] += dkv[0, b, row + key, kv_head, e]
+            r_dv[key, e] += dkv[1, b, row + key, kv_head, e]
+    for key, e in T.Parallel(BLOCK, v.D):
+        dkv[0, b, row + key, kv_head, e] = r_dk[key, e]
+        dkv[1, b, row + key, kv_head, e] = r_dv[key, e]
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    slots, D = v.slots, v.D
+    B, L, H, Hk, chunk, num_tiles = T.dynamic("B, L, H, Hk, chunk, num_tiles")
+    heads, room, num_bounds, num_visits = T.dynamic("heads, room, num_bounds, num_visits")
+    q_b, q_l, q_h = T.dynamic("q_b, q_l, q_h")
+    do_b, do_l, do_h = T.dynamic("do_b, do_l, do_h")
+    k_b, k_l, k_h = T.dynamic("k_b, k_l, k_h")
+    v_b, v_l, v_h = T.dynamic("v_b, v_l, v_h")
+    row_b, row_h = T.dynamic("row_b, row_h")
+
+    @T.prim_func
+    def bwd_dkv(
+        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), v.dtype),
+        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), v.dtype),
+        lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
+        delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
+        k: T.StridedTensor((B, chunk, Hk, D), (k_b, k_l, k_h, 1), v.dtype),
+        val: T.StridedTensor((B, chunk, Hk, D), (v_b, v_l, v_h, 1), v.dtype),
+        entries: T.Tensor((heads, room), "int32"),
+        bounds: T.Tensor((heads, num_bounds), "int32"),
+        visits: T.Tensor((num_visits, VISIT), "int32"),
+        first_block: T.Tensor((num_tiles,), "int32"),
+        dkv: T.Tensor((2, B, chunk, Hk, D), "float32"),
+        gap: T.int32,
+        stripe_blocks: T.int32,
+        scale: T.float32,
+        scale2: T.float32,  # scale log2(e)
+        first: T.int32,
+    ):
+        threads = (GROUP, plan.threads // GROUP)
+        with T.Kernel(num_tiles, Hk, B, threads=threads) as (tile, kv_head, b):
+            s = Shared(
+                k=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
+                v=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
+                q=T.alloc_shared((slots, BLOCK, D), v.dtype),
+                do=T.alloc_shared((slots, BLOCK, D), v.dtype),
+                rows=T.alloc_shared((slots, 2, BLOCK), "float32"),
+                seen=T.alloc_shared((slots, HALVES, 1), "int32"),
+            )
+            keys_full = T.alloc_barrier(plan.arrivals("keys_full"))
+            q_full = T.alloc_barrier([plan.arrivals("q_full")] * slots)
+            q_free = T.alloc_barrier([plan.arrivals("q_free")] * slots)
+            ring = Ring(q_full, q_free, slots)
+            group = T.alloc_var("int32")
+            group = H // Hk
+            tx, w = T.get_thread_binding(0), T.get_thread_binding(1)
+            if w < HALVES:
+                T.set_max_nreg(plan.role("grads").regs, 1)
+                gradients(
+                    dkv, s, ring, keys_full, w, b, kv_head, tile * TILE, scale, scale2, first, v
+                )
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if tx < 32:
+                    table = Table(entries, bounds, gap, stripe_blocks, num_bounds - 1)
+                    load(
+                        Queries(q, do, lse2, delta), k, val, table, visits, s, ring, keys_full,
+                        b, kv_head, tile * TILE, first_block[tile], group,
+                    )  # fmt: skip
+
+    return bwd_dkv.with_attr("global_symbol", f"bwd_dkv_{v.dtype}_d{D}")

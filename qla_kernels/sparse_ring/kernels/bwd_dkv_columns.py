@@ -1,0 +1,206 @@
+"""bwd_dkv_columns -- dK and dV of the verticals' keys, from all later queries of a rank.
+
+Per tile of 128 columns and query head, over the rank's blocks of 64 queries behind the first column
+or, in slices, every n-th of them. Per half, keys as rows, S^T and dP^T are [64, 64]:
+    P^T  = exp2(scale log2(e) K Q^T - lse2), 0 where a slash covers the column, and in its own block
+    dS^T = P^T (V dO^T - delta)
+    dV  += P^T dO        dK += scale dS^T Q          [64, D], fp32
+
+Steps (numbers appear again in the roles):
+    1 load   K and V of the tile, rows of `compact`
+    2 load   Q, dO, lse2 and delta of one block after the other
+    3 keep   which columns of each half the block sees: d = block - column's > 0, and not in D
+    4 grads  S^T and dP^T; P^T; dS^T; dV, dK
+    5 grads  dK and dV out, of this slice
+
+Bounded by the tensor cores, as bwd_dkv; see grads.py. Columns are few, and each meets all queries:
+slices make enough CTAs of them. They are interleaved, so that they weigh the same, and what walks
+at the same time walks over the same queries. Each has sums of its own, and `scatter` adds those in
+order.
+"""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.sparse_ring import grads
+from qla_kernels.sparse_ring.grads import GROUP, HALVES, TILE, Queries, Shared
+from qla_kernels.sparse_ring.walk import BLOCK, COLUMNS, END, SEEN, UNSEEN, WHOLE, WORD
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import ONE, Role, Schedule
+
+Variant, VARIANTS, PASS_CONFIGS = grads.Variant, grads.VARIANTS, grads.PASS_CONFIGS
+
+WORDS = TILE // WORD  # of a bit for each column
+LOG2_BLOCK, LOG2_WORD = 6, 5
+NEVER = 1 << 24  # a block behind all
+
+
+def schedule(v: Variant) -> Schedule:
+    return grads.schedule(
+        v,
+        SEEN,
+        Role(
+            "load",
+            warps=1,
+            regs=24,
+            waits=("q_free",),
+            signals=(("keys_full", ONE), ("q_full", ONE)),
+            computes="k, v; q, dO, lse2, delta",
+            uses=("tma_load",),
+        ),
+        Role(
+            "keep",
+            warps=1,
+            regs=24,
+            waits=("q_free",),
+            signals=("q_full",),
+            computes="which columns a block sees",
+        ),
+        Role("spare", warps=2, regs=24, computes="fills the warpgroup"),
+    )
+
+
+class Walk(NamedTuple):
+    """`count` local blocks: start, start + step, .."""
+
+    start: Any
+    step: Any
+    count: Any
+
+
+@T.macro
+def load(x, k, v, s, ring, keys_full, b, head, col0, walk):
+    grads.load_keys(k, v, s, keys_full, b * x.q.shape[2] + head, col0, 0)  # 1
+    for i in rolled(walk.count):
+        row = (walk.start + i * walk.step) * BLOCK
+        grads.put_queries(x, s, ring, i, b, row, head)  # 2
+        if T.shuffle_elect(32):
+            ring.commit(i)
+    ring.acquire(walk.count)
+    if T.shuffle_elect(32):
+        ring.commit(walk.count)
+
+
+@T.macro
+def keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk):
+    lane = T.get_thread_binding() % 32
+    local, ahead, d, what = (T.alloc_var("int32") for _ in range(4))
+    at = T.alloc_local((WORDS,), "int32")  # the blocks of this lane's columns
+    seen = T.alloc_local((WORDS,), "int32")
+    for n in T.unroll(WORDS):
+        at[n] = NEVER
+        if col0 + n * WORD + lane < v_idx.shape[1]:
+            at[n] = v_idx[of_head, col0 + n * WORD + lane] >> LOG2_BLOCK
+    for i in rolled(walk.count):
+        if i % 32 == 0:
+            local = walk.start + T.min(i + lane, walk.count - 1) * walk.step
+            ahead = first_block[local >> 1] + (local & 1) * gap
+        for n in T.unroll(WORDS):  # 3
+            d = T.shfl_sync(ahead, i % 32) - at[n]
+            seen[n] = 0
+            if d > 0:
+                seen[n] = ~(d_bits[of_head, d >> LOG2_WORD] >> (d & (WORD - 1))) & 1
+            seen[n] = T.cast(T.ballot(seen[n]), "int32")
+        low = T.if_then_else(lane % 2 == 0, seen[0], seen[2])
+        high = T.if_then_else(lane % 2 == 0, seen[1], seen[3])
+        what = COLUMNS
+        if (low | high) == 0:
+            what = UNSEEN
+        if (low & high) == -1:
+            what = WHOLE
+        ring.acquire(i)
+        grads.put_seen(s, ring, i, what, low, high)
+    ring.acquire(walk.count)
+    grads.put_seen(s, ring, walk.count, END)
+
+
+@T.macro
+def gradients(dk, dv, s, ring, keys_full, w, part, of_head, col0, live, scale, scale2, v):
+    r_dk = T.alloc_fragment((BLOCK, v.D), "float32")
+    r_dv = T.alloc_fragment((BLOCK, v.D), "float32")
+    grads.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v)  # 4
+    column = col0 + w * BLOCK
+    if live:  # 5
+        for key, e in T.Parallel(BLOCK, v.D):
+            dk[part, of_head, column + key, e] = r_dk[key, e]
+            dv[part, of_head, column + key, e] = r_dv[key, e]
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    slots, D = v.slots, v.D
+    B, L, H, num_tiles = T.dynamic("B, L, H, num_tiles")
+    heads, num_columns, words = T.dynamic("heads, num_columns, words")
+    slices, room = T.dynamic("slices, room")  # room for columns: whole tiles
+    q_b, q_l, q_h = T.dynamic("q_b, q_l, q_h")
+    do_b, do_l, do_h = T.dynamic("do_b, do_l, do_h")
+    row_b, row_h = T.dynamic("row_b, row_h")
+
+    @T.prim_func
+    def bwd_dkv_columns(
+        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), v.dtype),
+        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), v.dtype),
+        lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
+        delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
+        k: T.Tensor((heads, num_columns, 1, D), v.dtype),
+        val: T.Tensor((heads, num_columns, 1, D), v.dtype),
+        d_bits: T.Tensor((heads, words), "int32"),
+        v_idx: T.Tensor((heads, num_columns), "int32"),
+        first_block: T.Tensor((num_tiles,), "int32"),
+        dk: T.Tensor((slices, heads, room, D), "float32"),
+        dv: T.Tensor((slices, heads, room, D), "float32"),
+        gap: T.int32,
+        tokens: T.int32,
+        scale: T.float32,
+        scale2: T.float32,  # scale log2(e)
+    ):
+        threads = (GROUP, plan.threads // GROUP)
+        with T.Kernel(slices, room // TILE, heads, threads=threads) as (
+            part,
+            tile,
+            of_head,
+        ):
+            s = Shared(
+                k=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
+                v=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
+                q=T.alloc_shared((slots, BLOCK, D), v.dtype),
+                do=T.alloc_shared((slots, BLOCK, D), v.dtype),
+                rows=T.alloc_shared((slots, 2, BLOCK), "float32"),
+                seen=T.alloc_shared((slots, HALVES, SEEN), "int32"),
+            )
+            keys_full = T.alloc_barrier(plan.arrivals("keys_full"))
+            q_full = T.alloc_barrier([plan.arrivals("q_full")] * slots)
+            q_free = T.alloc_barrier([plan.arrivals("q_free")] * slots)
+            ring = Ring(q_full, q_free, slots)
+            col0 = tile * TILE
+            tx, w = T.get_thread_binding(0), T.get_thread_binding(1)
+            if w < HALVES:
+                T.set_max_nreg(plan.role("grads").regs, 1)
+                live = v_idx[of_head, col0] < tokens
+                gradients(
+                    dk, dv, s, ring, keys_full, w, part, of_head, col0, live, scale, scale2, v
+                )
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                low, high, middle = (T.alloc_var("int32") for _ in range(3))
+                column = v_idx[of_head, col0] // BLOCK
+                low = 0
+                high = HALVES * num_tiles
+                while low < high:  # the first local block behind the first column
+                    middle = (low + high) // 2
+                    if first_block[middle // HALVES] + middle % HALVES * gap > column:
+                        high = middle
+                    else:
+                        low = middle + 1
+                low += (part - low % slices + slices) % slices
+                high = T.max(0, T.ceildiv(HALVES * num_tiles - low, slices))
+                walk = Walk(low, slices, high)
+                if tx < 32:
+                    x = Queries(q, do, lse2, delta)
+                    load(x, k, val, s, ring, keys_full, of_head // H, of_head % H, col0, walk)
+                elif tx < 64:
+                    keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk)
+
+    return bwd_dkv_columns.with_attr("global_symbol", f"bwd_dkv_columns_{v.dtype}_d{D}")

@@ -1,0 +1,83 @@
+"""compact -- the keys and values of a head's columns, gathered from a chunk, in the order of v_idx.
+
+    columns[h, n] = k[row of v_idx[h, n]], if that row is in the chunk
+
+Block j of the sequence is in the chunk if a visit's range holds it and, of stripes, if the chunk
+has its stripe; its place is what walk computes. Rows of other chunks are left as they are.
+
+Bounded by memory: reads of a row each, 256 B. A warp copies a row, 8 B a lane at a time: any 16-bit
+type and any size of a head is then the same kernel.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.sparse_ring.walk import BLOCK, VISIT
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.schedule import Role, Schedule
+
+WARPS = 8
+COLUMNS = 64  # a CTA's
+
+
+class Variant(NamedTuple):
+    dtype: str = "int64"  # four elements
+
+
+VARIANTS = (Variant(),)
+
+PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by num_columns
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(roles=(Role("copy", warps=WARPS, regs=64, computes="rows of k and v"),))
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    slots, chunk, Hk, words, num_visits = T.dynamic("slots, chunk, Hk, words, num_visits")
+    B, H, num_columns = T.dynamic("B, H, num_columns")
+    k_b, k_l, k_h = T.dynamic("k_b, k_l, k_h")
+    v_b, v_l, v_h = T.dynamic("v_b, v_l, v_h")
+
+    @T.prim_func
+    def compact(
+        k: T.StridedTensor((slots, chunk, Hk, words), (k_b, k_l, k_h, 1), v.dtype),
+        val: T.StridedTensor((slots, chunk, Hk, words), (v_b, v_l, v_h, 1), v.dtype),
+        v_idx: T.Tensor((B, H, num_columns), "int32"),
+        visits: T.Tensor((num_visits, VISIT), "int32"),
+        k_columns: T.Tensor((B, H, num_columns, words), v.dtype),
+        v_columns: T.Tensor((B, H, num_columns, words), v.dtype),
+        num_blocks: T.int32,
+        stripe_blocks: T.int32,
+        buckets: T.int32,
+        owner: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(num_columns, COLUMNS), H, B, threads=plan.threads) as (tile, h, b):
+            lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
+            column, block, row = (T.alloc_var("int32") for _ in range(3))
+            for n in rolled(COLUMNS // WARPS):
+                column = tile * COLUMNS + n * WARPS + warp
+                row = -1
+                if column < num_columns:
+                    block = v_idx[b, h, column] // BLOCK
+                    if (block < num_blocks) & (block // stripe_blocks % buckets == owner):
+                        for i in rolled(num_visits):
+                            inside = block - visits[i, 2]
+                            if (0 <= inside) & (block < visits[i, 3]):
+                                turn = inside // (stripe_blocks * buckets)
+                                row = turn * stripe_blocks + inside % stripe_blocks + visits[i, 4]
+                                row = row * BLOCK + v_idx[b, h, column] % BLOCK
+                if row >= 0:
+                    x = visits[0, 0] + b
+                    for e in rolled(T.ceildiv(words, 32)):
+                        if e * 32 + lane < words:
+                            k_columns[b, h, column, e * 32 + lane] = k[
+                                x, row, h // (H // Hk), e * 32 + lane
+                            ]
+                            v_columns[b, h, column, e * 32 + lane] = val[
+                                x, row, h // (H // Hk), e * 32 + lane
+                            ]
+
+    return compact.with_attr("global_symbol", "sparse_ring_compact")

@@ -1,0 +1,111 @@
+"""diagonals -- the table that kernels walk, from the bits of the index: one CTA per head.
+
+    entries  (e + gap) << 2 | b1 << 1 | b0, for -gap <= e < blocks where b0 or b1,
+             b0 = [e in D], b1 = [e + gap in D]; by bucket ceil(e / s) mod buckets, then by e
+    bounds   bucket b has entries bounds[b] to bounds[b + 1]
+
+Steps (numbers appear again in the code):
+    1  thread by thread, the candidates of one bucket after the other, e ascending in each
+    2  those that are kept are counted, in each warp, then over the warps
+    3  bounds where a bucket begins; behind the last entry, zeros
+
+Bounded by latency: a few microseconds, whatever the mask. Why this shape: as tensor operations the
+table costs some twenty launches; plan.table is the same for any device.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.sparse_ring.walk import WORD
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.schedule import Role, Schedule
+
+WARPS = 16
+THREADS = WARPS * 32
+
+
+class Variant(NamedTuple):
+    pass
+
+
+VARIANTS = (Variant(),)
+
+PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by num_blocks
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(Role("table", warps=WARPS, regs=64, computes="entries, bounds"),),
+        smem_bytes=WARPS * 4,
+    )
+
+
+@T.macro
+def active(d_bits, head, d, num_blocks, bit):
+    bit[0] = 0
+    if (0 <= d) & (d < num_blocks):
+        bit[0] = (d_bits[head, d // WORD] >> (d % WORD)) & 1
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    heads, words, room, num_bounds = T.dynamic("heads, words, room, num_bounds")
+
+    @T.prim_func
+    def diagonals(
+        d_bits: T.Tensor((heads, words), "int32"),
+        entries: T.Tensor((heads, room), "int32"),
+        bounds: T.Tensor((heads, num_bounds), "int32"),
+        num_blocks: T.int32,
+        gap: T.int32,
+        stripe_blocks: T.int32,
+    ):
+        with T.Kernel(heads, threads=plan.threads) as head:
+            s_sum = T.alloc_shared((WARPS,), "int32")
+            b0, b1 = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
+            e, total, kept, before, all_before = (T.alloc_var("int32") for _ in range(5))
+            thread = T.get_thread_binding()
+            lane, warp = thread % 32, thread // 32
+            buckets = num_bounds - 1
+            # of a bucket: turns of stripe_blocks candidates; the first turn is of e <= 0
+            turns = T.ceildiv(num_blocks - 1, stripe_blocks) // buckets + 2
+            size = turns * stripe_blocks
+            all_before = 0
+            for i in rolled(T.ceildiv(buckets * size, THREADS)):
+                y = i * THREADS + thread
+                bucket = y // size
+                turn = y % size // stripe_blocks - 1
+                e = (turn * buckets + bucket - 1) * stripe_blocks + 1 + y % stripe_blocks  # 1
+                b0[0] = 0
+                b1[0] = 0
+                if (bucket < buckets) & (e >= -gap) & (e < num_blocks):
+                    active(d_bits, head, e, num_blocks, b0)
+                    active(d_bits, head, e + gap, num_blocks, b1)
+                kept = b0[0] | b1[0]
+                total = kept  # 2
+                for d in T.unroll(5):
+                    below = T.shfl_up(total, 1 << d)
+                    if lane >= 1 << d:
+                        total += below
+                if lane == 31:
+                    s_sum[warp] = total
+                T.sync_threads()
+                before = all_before
+                for w in T.serial(WARPS):
+                    if w < warp:
+                        before += s_sum[w]
+                    all_before += s_sum[w]
+                before += total - kept
+                if kept != 0:
+                    entries[head, before] = (e + gap) << 2 | b1[0] << 1 | b0[0]
+                if (bucket < buckets) & (y % size == 0):  # 3
+                    bounds[head, bucket] = before
+                T.sync_threads()
+            if thread == 0:
+                bounds[head, buckets] = all_before
+            for i in rolled(T.ceildiv(room - all_before, THREADS)):
+                if all_before + i * THREADS + thread < room:
+                    entries[head, all_before + i * THREADS + thread] = 0
+
+    return diagonals.with_attr("global_symbol", "sparse_ring_diagonals")

@@ -1,0 +1,333 @@
+"""fwd -- attention to vertical and slash lines, forward: one CTA per 128 query rows and query head.
+
+Per 64 rows and 64 keys that see each other (walk says which, and which keys of them):
+    S   = Q K^T, keys that are not seen: -inf                    [64, 64]
+    m   = max(m, rows of S);  a = 2^{scale2 (old m - m)}         [64]
+    P   = 2^{scale2 (S - m)};  l = a l + rowsum P                [64, 64]
+    O   = a O + P V                                              [64, D]
+then O / l and LSE = scale2 m + log2 l, merged with what earlier launches of the call have found:
+    LSE' = log2(2^LSE + 2^l);  O' = 2^{LSE - LSE'} O + 2^{l - LSE'} o
+
+Steps (numbers appear again in the roles):
+    1 load   Q; K and V of every block that either half of the tile sees, then of the columns
+    2 rows   S of the next step, and P V of the one before
+    3 rows   the mask, m, a, P, l
+    4 rows   a O
+    5 rows   merge, write O and LSE
+
+Bounded by the tensor cores, and for masks of single diagonals by L2: K and V of a step are 32 KB,
+for 64 rows then 64 FLOP a byte. Why this shape: blocks of 64 are what the mask is made of, so the
+two warpgroups of a tile have rows of their own, walk the same steps, and let those pass that the
+other sees alone; where diagonals lie together, a step serves both. They run the same code, on
+threads of two dimensions: its loops, twice, would not fit the instruction cache. Q stays in
+registers: with it in shared memory, S of 64 keys would ask for all that shared memory can deliver.
+P is the left operand of its product as it lies in the accumulators, and that product runs beside
+the softmax of the next step. K is handed back earlier than V, so it has fewer slots.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from qla_kernels.sparse_ring.walk import (
+    BLOCK,
+    COLUMNS,
+    END,
+    SEEN,
+    TRIANGLE,
+    VISIT,
+    Steps,
+    Table,
+    advance,
+    walk_columns,
+    walk_end,
+    walk_slashes,
+)
+from qla_kernels.tile import pin, softmax
+from qla_kernels.tile.math import LN2, LOG2E
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import Role, Schedule
+
+GROUP = 128  # threads of a warpgroup
+TILE = 2 * BLOCK
+MEET = 8  # named barriers 8 and 9: the warps of a warpgroup
+
+
+class Variant(NamedTuple):
+    dtype: str  # of q, k, v, o
+    D: int
+
+
+VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
+    "tl.disable_safe_memory_legalize": True,  # tiles are whole
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    rings = {"k": 4, "v": 8} if v.D == 128 else {"k": 8, "v": 16}
+    return Schedule(
+        roles=(
+            Role(
+                "rows",
+                warps=8,
+                regs=232,
+                waits=("q_full", "k_full", "v_full"),
+                signals=("k_free", "v_free"),
+                computes="S, P, O, LSE",
+                uses=("wgmma", "tma_store"),
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=40,
+                waits=("k_free", "v_free"),
+                signals=("q_full", "k_full", "v_full"),
+                computes="q, k, v; what is seen of them",
+                uses=("tma_load",),
+            ),
+            Role("spare", warps=3, regs=40, computes="fills the warpgroup"),
+        ),
+        rings=rings,
+        # q, in whose place o leaves; k and v; what is seen; barriers and alignment
+        smem_bytes=(2 + rings["k"] + rings["v"]) * BLOCK * v.D * 2
+        + rings["k"] * 2 * SEEN * 4
+        + 1024,
+    )
+
+
+@T.macro
+def load(
+    q, k, v, k_columns, v_columns, table, d_bits, v_idx, visits, s_q, q_full, steps,
+    i0, row0, b, h, row_of_table, head, seqlen, columns,
+):  # fmt: skip
+    walked = T.alloc_local((2,), "int32")
+    for w in T.unroll(2):  # 1
+        rows = q[b, row0 + w * BLOCK : row0 + (w + 1) * BLOCK, h, :]
+        T.tma_copy(rows, s_q[w, :, :], barrier=q_full)
+    T.barrier_arrive(q_full)
+    walked[0] = 0
+    walked[1] = 0
+    if i0 * BLOCK < seqlen:  # else all rows are padding
+        walk_slashes(steps, walked, table, visits, k, v, row_of_table, i0, b, head)
+        if columns != 0:
+            walk_columns(
+                steps, walked, v_idx, d_bits, k_columns, v_columns, row_of_table, i0, table.gap
+            )
+    walk_end(steps, walked)
+
+
+@T.macro
+def hide(r_s, seen):
+    """Keys that are not seen get -inf."""
+    if seen[0] == TRIANGLE:
+        for r, c in T.Parallel(BLOCK, BLOCK):
+            r_s[r, c] = T.if_then_else(c <= r, r_s[r, c], -T.infinity("float32"))
+    if seen[0] == COLUMNS:
+        for r, c in T.Parallel(BLOCK, BLOCK):
+            mask = T.if_then_else(c < 32, seen[1], seen[2])
+            r_s[r, c] = T.if_then_else((mask >> c % 32) & 1 == 1, r_s[r, c], -T.infinity("float32"))
+
+
+@T.macro
+def attend(s_q, q_full, steps, w, r_o, m, l, met, scale2, D, dtype):
+    r_q = T.alloc_fragment((BLOCK, D), dtype)
+    r_s = T.alloc_fragment((BLOCK, BLOCK), "float32")
+    r_p = T.alloc_fragment((BLOCK, BLOCK), dtype)
+    a = T.alloc_local((2,), "float32")
+    seen = T.alloc_local((SEEN,), "int32")
+    at = T.alloc_local((1,), "int32")
+    before = T.alloc_var("int32")
+    softmax.begin(m, l)
+    T.clear(r_o)
+    T.barrier_wait(q_full, 0)
+    T.copy(s_q[w, :, :], r_q)
+    at[0] = -1
+    advance(steps, at, w, seen)
+    met[0] = 0
+    if seen[0] != END:
+        met[0] = 1
+        T.wgmma_gemm(
+            r_q, steps.s_k[steps.k.slot(at[0]), :, :], r_s, transpose_B=True, clear_accum=True
+        )
+        T.wait_wgmma(0)
+        steps.k.release(at[0])
+        hide(r_s, seen)
+        softmax.grow_max(r_s, m, a, scale2)
+        softmax.exponentiate(r_s, m, a, l, scale2)
+        T.copy(r_s, r_p)
+        before = at[0]
+        advance(steps, at, w, seen)
+        while seen[0] != END:
+            T.wgmma_gemm(  # 2
+                r_q, steps.s_k[steps.k.slot(at[0]), :, :], r_s, transpose_B=True, clear_accum=True
+            )
+            steps.v.wait(before)
+            T.wgmma_gemm(r_p, steps.s_v[steps.v.slot(before), :, :], r_o)
+            T.wait_wgmma(1)
+            steps.k.release(at[0])
+            hide(r_s, seen)  # 3
+            softmax.grow_max(r_s, m, a, scale2)
+            softmax.exponentiate(r_s, m, a, l, scale2)
+            pin.pin(l[0] + l[1])
+            T.wait_wgmma(0)
+            steps.v.release(before)
+            T.copy(r_s, r_p)
+            softmax.rescale(r_o, a)  # 4
+            before = at[0]
+            advance(steps, at, w, seen)
+        steps.v.wait(before)
+        T.wgmma_gemm(r_p, steps.s_v[steps.v.slot(before), :, :], r_o)
+        T.wait_wgmma(0)
+        steps.v.release(before)
+
+
+@T.macro
+def weigh(lse, b, h, row0, token0, seqlen, first, old, now):
+    """LSE of a warpgroup's rows from `now`, in base 2, and before; then what each part's o weighs.
+
+    Rows from seqlen on are padding.
+    """
+    lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32 % 4
+    both = T.alloc_local((2,), "float32")
+    for n in T.unroll(2):
+        row = warp * 16 + n * 8 + lane // 4
+        old[n] = -T.infinity("float32")
+        if first == 0:
+            old[n] = lse[b, h, row0 + row] * LOG2E
+        if token0 + row >= seqlen:
+            now[n] = -T.infinity("float32")
+        both[n] = T.max(old[n], now[n])
+        if both[n] != -T.infinity("float32"):
+            both[n] += T.log2(T.exp2(old[n] - both[n]) + T.exp2(now[n] - both[n]))
+            old[n] = T.exp2(old[n] - both[n])
+            now[n] = T.exp2(now[n] - both[n])
+        else:
+            old[n] = 0
+            now[n] = 0
+    T.sync_warp()  # the four lanes of a row have read its LSE
+    for n in T.unroll(2):
+        if lane % 4 == 0:
+            lse[b, h, row0 + warp * 16 + n * 8 + lane // 4] = both[n] * LN2
+
+
+@T.macro
+def rows(
+    o, lse, out, s_q, q_full, steps, i0, row0, o0, b, h, gap, seqlen, scale2, first, finish,
+    D, dtype,
+):  # fmt: skip
+    r_o = T.alloc_fragment((BLOCK, D), "float32")
+    r_old = T.alloc_fragment((BLOCK, D), "float32")
+    r_o16 = T.alloc_fragment((BLOCK, D), dtype)
+    m = T.alloc_local((2,), "float32")
+    l = T.alloc_local((2,), "float32")
+    now = T.alloc_local((2,), "float32")  # LSE, then a weight
+    old = T.alloc_local((2,), "float32")
+    met = T.alloc_local((1,), "int32")
+    w, above = T.alloc_var("int32"), T.alloc_var("int32")
+    w = T.shfl_sync(T.get_thread_binding(1), 0)  # for ptxas: one value in the warp
+    above = w * BLOCK
+    attend(s_q, q_full, steps, w, r_o, m, l, met, scale2, D, dtype)
+    if (met[0] | first | finish) != 0:  # 5, or what is there stays
+        softmax.finish(r_o, m, l, now, scale2)
+        weigh(lse, b, h, row0 + above, (i0 + w * gap) * BLOCK, seqlen, first, old, now)
+        softmax.rescale(r_o, now)
+        if first == 0:
+            for r, c in T.Parallel(BLOCK, D):
+                r_old[r, c] = o[o0 + above + r, h, c]
+            softmax.rescale(r_old, old)
+            for r, c in T.Parallel(BLOCK, D):
+                r_o[r, c] += r_old[r, c]
+        if finish != 0:
+            T.copy(r_o, r_o16)
+            T.copy(r_o16, s_q[w, :, :])
+            T.fence_proxy_async()  # s_q: written by threads, read by the TMA store
+            T.call_extern("handle", "tl::__sync_thread_partial", MEET + w, GROUP)
+            T.tma_copy(s_q[w, :, :], out[o0 + above : o0 + above + BLOCK, h, :])
+            T.tma_store_wait(0)
+        else:
+            for r, c in T.Parallel(BLOCK, D):
+                o[o0 + above + r, h, c] = r_o[r, c]
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    D, rings = v.D, plan.rings
+    B, L, H, Hk, num_tiles = T.dynamic("B, L, H, Hk, num_tiles")
+    slots, chunk, num_columns, num_visits = T.dynamic("slots, chunk, num_columns, num_visits")
+    heads, room, num_bounds, words = T.dynamic("heads, room, num_bounds, words")
+    num_idx, o_rows, out_rows = T.dynamic("num_idx, o_rows, out_rows")
+    q_b, q_l, q_h = T.dynamic("q_b, q_l, q_h")
+    k_b, k_l, k_h = T.dynamic("k_b, k_l, k_h")
+    v_b, v_l, v_h = T.dynamic("v_b, v_l, v_h")
+
+    @T.prim_func
+    def fwd(
+        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), v.dtype),
+        k: T.StridedTensor((slots, chunk, Hk, D), (k_b, k_l, k_h, 1), v.dtype),
+        val: T.StridedTensor((slots, chunk, Hk, D), (v_b, v_l, v_h, 1), v.dtype),
+        k_columns: T.Tensor((heads, num_columns, 1, D), v.dtype),
+        v_columns: T.Tensor((heads, num_columns, 1, D), v.dtype),
+        entries: T.Tensor((heads, room), "int32"),
+        bounds: T.Tensor((heads, num_bounds), "int32"),
+        d_bits: T.Tensor((heads, words), "int32"),
+        v_idx: T.Tensor((heads, num_idx), "int32"),
+        visits: T.Tensor((num_visits, VISIT), "int32"),
+        first_block: T.Tensor((num_tiles,), "int32"),
+        o: T.Tensor((o_rows, H, D), "float32"),
+        lse: T.Tensor((B, H, L), "float32"),
+        out: T.Tensor((out_rows, H, D), v.dtype),
+        gap: T.int32,
+        stripe_blocks: T.int32,
+        seqlen: T.int32,
+        scale2: T.float32,
+        first: T.int32,
+        columns: T.int32,
+        finish: T.int32,
+    ):
+        with T.Kernel(B * H * num_tiles, threads=(GROUP, plan.threads // GROUP)) as block:
+            T.import_source(softmax.SOURCE + pin.SOURCE)
+            s_q = T.alloc_shared((2, BLOCK, D), v.dtype)
+            s_k = T.alloc_shared((rings["k"], BLOCK, D), v.dtype)
+            s_v = T.alloc_shared((rings["v"], BLOCK, D), v.dtype)
+            s_seen = T.alloc_shared((rings["k"], 2, SEEN), "int32")
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k, s_v)})
+            q_full = T.alloc_barrier(plan.arrivals("q_full"))
+            k_full = T.alloc_barrier([plan.arrivals("k_full")] * rings["k"])
+            k_free = T.alloc_barrier([plan.arrivals("k_free")] * rings["k"])
+            v_full = T.alloc_barrier([plan.arrivals("v_full")] * rings["v"])
+            v_free = T.alloc_barrier([plan.arrivals("v_free")] * rings["v"])
+            k_ring = Ring(k_full, k_free, rings["k"])
+            v_ring = Ring(v_full, v_free, rings["v"])
+            steps = Steps(s_k, s_v, s_seen, k_ring, v_ring)
+            table = Table(entries, bounds, gap, stripe_blocks, num_bounds - 1)
+
+            # heads of a group beside each other, long tiles first: keys and values stay in L2
+            group, head, tile = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            b, h, i0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            group = H // Hk
+            tile = num_tiles - 1 - block // group % num_tiles
+            head = block // group // num_tiles % Hk
+            b = block // group // num_tiles // Hk
+            h = head * group + block % group
+            i0 = first_block[tile]
+
+            if T.get_thread_binding(1) < 2:
+                T.set_max_nreg(plan.role("rows").regs, 1)
+                rows(
+                    o, lse, out, s_q, q_full, steps, i0, tile * TILE, b * L + tile * TILE, b, h,
+                    gap, seqlen, scale2, first, finish, D, v.dtype,
+                )  # fmt: skip
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if T.get_thread_binding(0) < 32:
+                    load(
+                        q, k, val, k_columns, v_columns, table, d_bits, v_idx, visits,
+                        s_q, q_full, steps, i0, tile * TILE, b, h, b * H + h, head, seqlen, columns,
+                    )  # fmt: skip
+
+    return fwd.with_attr("global_symbol", f"sparse_ring_fwd_{v.dtype}_d{D}")

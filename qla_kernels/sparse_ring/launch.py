@@ -1,0 +1,129 @@
+"""The launches for CUDA tensors: what cpu.py does in torch, by kernels; nothing is read back."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.sparse_ring.kernels import compact as compact_kernel
+from qla_kernels.sparse_ring.kernels import diagonals as diagonals_kernel
+from qla_kernels.sparse_ring.kernels import fwd as fwd_kernel
+from qla_kernels.sparse_ring.launch_backward import (
+    backward_columns,
+    backward_keys,
+    backward_queries,
+    saved,
+    scatter,
+)
+from qla_kernels.sparse_ring.launch_index import cut, select, window_lse, window_mass
+from qla_kernels.sparse_ring.layouts import Layout
+from qla_kernels.sparse_ring.operands import (
+    chunks,
+    dtype_name,
+    first_blocks_on,
+    per_head,
+    rows,
+    visits_on,
+)
+from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.plan import Table, Visit
+from qla_kernels.sparse_ring.shard import Columns, Partial, Shard
+from qla_kernels.sparse_ring.validate import require_aligned
+from qla_kernels.tile.math import LOG2E
+
+__all__ = [
+    "backward_columns",
+    "backward_keys",
+    "backward_queries",
+    "compact",
+    "cut",
+    "forward",
+    "saved",
+    "scatter",
+    "select",
+    "table",
+    "window_lse",
+    "window_mass",
+]
+
+
+def table(d_bits: Tensor, T: int, layout: Layout) -> Table:
+    """plan.table, in one launch."""
+    B, H, _ = d_bits.shape
+    blocks = T // BLOCK
+    made = Table(
+        d_bits.new_empty(B, H, blocks + layout.gap),
+        d_bits.new_empty(B, H, layout.buckets + 1),
+        layout.gap,
+        layout.stripe_blocks,
+        layout.buckets,
+    )
+    with device.of(d_bits):
+        jit.compile(diagonals_kernel, diagonals_kernel.Variant())(
+            per_head(d_bits),
+            per_head(made.entries),
+            per_head(made.bounds),
+            blocks,
+            layout.gap,
+            layout.stripe_blocks,
+        )
+    return made
+
+
+def compact(shard: Shard, k: Tensor, v: Tensor, owner: int, slot: int, columns: Columns) -> None:
+    if not columns.k.numel():
+        return
+    where = visits_on(k.device, k.shape[1], tuple(shard.visits(owner, slot)))
+    with device.of(k):
+        jit.compile(compact_kernel, compact_kernel.Variant())(
+            chunks(k).view(torch.int64),
+            chunks(v).view(torch.int64),
+            shard.lines.v_idx,
+            where,
+            *(x.view(torch.int64) for x in columns),
+            shard.T // BLOCK,
+            shard.table.stripe_blocks,
+            shard.table.buckets,
+            owner % shard.table.buckets,
+        )
+
+
+def forward(
+    shard: Shard,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visited: list[Visit],
+    partial: Partial,
+    first: bool,
+    columns: Columns | None,
+    out: Tensor | None,
+) -> None:
+    require_aligned(q=q, k=k, v=v)
+    B, _, H, D = q.shape
+    lines, o = shard.lines, partial.o.view(-1, H, D)
+    # a launch without columns, or without out, is given something in their place, never touched
+    given = columns if columns is not None and columns.k.numel() else None
+    gathered = given or Columns(*2 * [q.new_empty(B, H, 1, D)])
+    with device.of(q):
+        jit.compile(fwd_kernel, fwd_kernel.Variant(dtype_name(q), D))(
+            rows(q),
+            chunks(k),
+            chunks(v),
+            *(x.view(B * H, -1, 1, D) for x in gathered),
+            per_head(shard.table.entries),
+            per_head(shard.table.bounds),
+            per_head(lines.d_bits),
+            per_head(lines.v_idx),
+            visits_on(q.device, B, tuple(visited)),
+            first_blocks_on(q.device, shard.layout, shard.rank, shard.T),
+            o,
+            partial.lse,
+            o.view(q.dtype).view(-1, H, D) if out is None else out.view(-1, H, D),
+            shard.table.gap,
+            shard.table.stripe_blocks,
+            shard.seqlen,
+            shard.scale * LOG2E,
+            int(first),
+            int(given is not None),
+            int(out is not None),
+        )

@@ -1,0 +1,154 @@
+"""The launches of the backward on a GPU."""
+
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.attn.kernels.delta import DELTA, LSE2
+from qla_kernels.attn.launch import row_stats
+from qla_kernels.sparse_ring.kernels import bwd_dkv as dkv_kernel
+from qla_kernels.sparse_ring.kernels import bwd_dkv_columns as columns_kernel
+from qla_kernels.sparse_ring.kernels import bwd_dq as dq_kernel
+from qla_kernels.sparse_ring.kernels import scatter as scatter_kernel
+from qla_kernels.sparse_ring.layouts import TILE
+from qla_kernels.sparse_ring.operands import (
+    chunks,
+    dtype_name,
+    first_blocks_on,
+    per_head,
+    rows,
+    visits_on,
+)
+from qla_kernels.sparse_ring.plan import Visit
+from qla_kernels.sparse_ring.shard import Columns, Saved, Shard
+from qla_kernels.tile.math import LOG2E
+
+ROWS_A_SLICE = 32768  # of queries; more slices than MOST_SLICES cost more memory than time
+MOST_SLICES = 4
+ALIGNMENT = 16  # bytes: what TMA needs of a tensor and its strides
+
+
+def saved(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Saved:
+    """The LSE in base 2."""
+    with device.of(o):
+        do = _readable(do)
+        numbers = row_stats(o, do, lse, dlse, base2=False)
+    return Saved(numbers[:, :, LSE2], numbers[:, :, DELTA], do)
+
+
+def backward_queries(
+    shard: Shard,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: Saved,
+    visited: list[Visit],
+    dq: Tensor,
+    first: bool,
+    columns: Columns | None,
+    out: Tensor | None,
+) -> None:
+    B, _, H, D = q.shape
+    table, lines = shard.table, shard.lines
+    # a launch without columns, or without out, is given something in their place, never touched
+    given = columns if columns is not None and columns.k.numel() else None
+    gathered = given or Columns(*2 * [q.new_empty(B, H, 1, D)])
+    with device.of(q):
+        jit.compile(dq_kernel, dq_kernel.Variant(dtype_name(q), D))(
+            *_queries(q, saved),
+            chunks(k),
+            chunks(v),
+            *(x.view(B * H, -1, 1, D) for x in gathered),
+            *(per_head(x) for x in (table.entries, table.bounds, lines.d_bits, lines.v_idx)),
+            visits_on(q.device, B, tuple(visited)),
+            first_blocks_on(q.device, shard.layout, shard.rank, shard.T),
+            dq,
+            dq.view(q.dtype).view(-1)[: q.numel()].view(q.shape) if out is None else out,
+            table.gap,
+            table.stripe_blocks,
+            shard.scale,
+            shard.scale * LOG2E,
+            int(first),
+            int(given is not None),
+            int(out is not None),
+        )
+
+
+def backward_keys(
+    shard: Shard,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: Saved,
+    owner: int,
+    slot: int,
+    dkv: Tensor,
+    first: bool,
+) -> None:
+    table = shard.table
+    with device.of(q):
+        jit.compile(dkv_kernel, dkv_kernel.Variant(dtype_name(q), q.shape[3]))(
+            *_queries(q, saved),
+            rows(k[slot]),
+            rows(v[slot]),
+            per_head(table.entries),
+            per_head(table.bounds),
+            visits_on(q.device, 0, tuple(shard.returns(owner))),
+            first_blocks_on(q.device, shard.layout, owner, shard.T),
+            dkv,
+            table.gap,
+            table.stripe_blocks,
+            shard.scale,
+            shard.scale * LOG2E,
+            int(first),
+        )
+
+
+def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) -> Columns:
+    """Of a slice of the queries each, [slices, B H, max_v in whole tiles, D]: scatter sums them."""
+    B, H, max_v, D = columns.k.shape
+    slices = min(MOST_SLICES, -(-shard.rows // ROWS_A_SLICE))
+    room = -(-max_v // TILE) * TILE
+    grads = Columns(*saved.lse.new_empty(2, slices, B * H, room, D))
+    if max_v:
+        with device.of(q):
+            jit.compile(columns_kernel, columns_kernel.Variant(dtype_name(q), D))(
+                *_queries(q, saved),
+                *(x.view(B * H, max_v, 1, D) for x in columns),
+                per_head(shard.lines.d_bits),
+                per_head(shard.lines.v_idx),
+                first_blocks_on(q.device, shard.layout, shard.rank, shard.T),
+                *grads,
+                shard.table.gap,
+                shard.T,
+                shard.scale,
+                shard.scale * LOG2E,
+            )
+    return grads
+
+
+def scatter(shard: Shard, of_columns: Columns, owner: int, dkv: Tensor) -> None:
+    Hk, D = dkv.shape[3:]
+    H, max_v = shard.lines.v_idx.shape[1:]
+    if max_v:
+        with device.of(dkv):
+            jit.compile(scatter_kernel, scatter_kernel.Variant(D))(
+                *of_columns,
+                per_head(shard.lines.v_idx),
+                first_blocks_on(dkv.device, shard.layout, owner, shard.T),
+                dkv,
+                shard.table.gap,
+                H // Hk,
+            )
+
+
+def _queries(q: Tensor, saved: Saved) -> tuple[Tensor, ...]:
+    return rows(q), rows(saved.do), saved.lse, saved.delta
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x [B, L, H, D] in whole 16 bytes: a gradient comes in whatever strides it has."""
+    step = ALIGNMENT // x.element_size()
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    in_whole_pieces = all(s > 0 and s % step == 0 for s in strides)
+    aligned = x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0
+    return x if in_whole_pieces and aligned else x.contiguous()

@@ -1,0 +1,121 @@
+"""The launches of an index on a GPU. They take strided keys and read nothing back."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.sparse_ring.index import VSIndex
+from qla_kernels.sparse_ring.kernels import cut as cut_kernel
+from qla_kernels.sparse_ring.kernels import select as select_kernel
+from qla_kernels.sparse_ring.kernels import window_lse as lse_kernel
+from qla_kernels.sparse_ring.kernels import window_mass as mass_kernel
+from qla_kernels.sparse_ring.operands import dtype_name, rows
+from qla_kernels.sparse_ring.patterns import BLOCK, OBSERVED, VerticalSlash
+from qla_kernels.sparse_ring.plan import WORD
+from qla_kernels.sparse_ring.select import UNIT, Candidates, last_block, share
+
+NOBODY = 1e30  # the LSE of a row without a query: its attention is 0
+
+
+def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Tensor:
+    B, num, H, D = q_obs.shape
+    tiles = k.shape[1] // lse_kernel.KEYS
+    with device.of(k):
+        q = _packed(q_obs, k.shape[2])
+        parts = min(tiles, _parts(q, lse_kernel.ROWS))
+        lse = q.new_empty(parts, *q.shape[:2], dtype=torch.float32)
+        variant = lse_kernel.Variant(dtype_name(k), D)
+        jit.compile(lse_kernel, variant)(q, rows(k), block, lse, last, scale)
+        return lse.view(parts, B, H, OBSERVED)[..., :num]
+
+
+def window_mass(
+    q_obs: Tensor, k: Tensor, block: Tensor, last: int, lse: Tensor, scale: float
+) -> Tensor:
+    B, num, H, D = q_obs.shape
+    L, Hk = k.shape[1:3]
+    tiles = -(-L // mass_kernel.KEYS)
+    with device.of(k):
+        q = _packed(q_obs, Hk)
+        mass = q.new_empty(B * Hk, H // Hk, L, dtype=torch.int32)
+        if num < OBSERVED:
+            lse = torch.nn.functional.pad(lse, (0, OBSERVED - num), value=NOBODY)
+        jit.compile(mass_kernel, mass_kernel.Variant(dtype_name(k), D))(
+            q,
+            rows(k),
+            block,
+            lse.view(-1, *q.shape[:2]),
+            mass,
+            last,
+            scale,
+            (1 << UNIT) / num,
+            min(tiles, _parts(q, mass_kernel.ROWS)),
+        )
+        return mass.view(B, H, L)
+
+
+def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Candidates, Tensor]:
+    B, H, L = mass.shape
+    with device.of(mass):
+        tile = mass.new_empty(B, H, L // BLOCK)
+        found = [mass.new_empty(B * H, L) for _ in range(2)]
+        best = Candidates(*(mass.new_empty(B, H, min(pattern.max_v, L)) for _ in range(2)))
+        jit.compile(cut_kernel, cut_kernel.Variant())(
+            mass.view(B * H, L),
+            block,
+            tile.view(B * H, -1),
+            *found,
+            *(x.view(B * H, -1) for x in best),
+            pattern.sink,
+            pattern.kappa if pattern.estimator == "residual" else -1,
+            T,
+        )
+        return best, tile
+
+
+def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash) -> VSIndex:
+    B, H, blocks = tile.shape
+    num = found.column.shape[-1]
+    with device.of(tile):
+        v_idx = tile.new_empty(B, H, min(pattern.max_v, T))
+        v_cnt = tile.new_empty(B, H)
+        d_bits = tile.new_empty(B, H, -(-blocks // WORD))
+        recall = tile.new_empty(B, H, dtype=torch.float32)
+        marks = tile.new_empty(B * H, T // WORD)
+        of_columns, active = (tile.new_empty(B * H, blocks) for _ in range(2))
+        jit.compile(select_kernel, select_kernel.Variant())(
+            *(x.reshape(B * H, num).contiguous() for x in found),
+            tile.view(B * H, blocks),
+            v_idx.view(B * H, -1),
+            v_cnt.view(-1),
+            d_bits.view(B * H, -1),
+            recall.view(-1),
+            marks,
+            of_columns,
+            active,
+            last_block(seqlen),
+            share(pattern.recall_v),
+            share(pattern.recall_s),
+            pattern.max_v,
+            blocks if pattern.max_s is None else pattern.max_s,
+            pattern.sink,
+            pattern.window,
+            int(pattern.estimator == "residual"),
+            pattern.gap_close,
+        )
+        return VSIndex(v_idx, v_cnt, d_bits, recall, T)
+
+
+def _packed(q_obs: Tensor, num_kv_heads: int) -> Tensor:
+    """[B Hk, g 64, D]: the observed queries of all heads that share keys; zeros where none are."""
+    B, num, _, D = q_obs.shape
+    if num < OBSERVED:
+        q_obs = torch.nn.functional.pad(q_obs, (0, 0, 0, 0, 0, OBSERVED - num))
+    by_head = torch.unflatten(q_obs, 2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    return by_head.reshape(B * num_kv_heads, -1, D).contiguous()  # reshape may return a view
+
+
+def _parts(q: Tensor, of_cta: int) -> int:
+    """Of the keys: as many as give every SM one CTA."""
+    units, num_rows, _ = q.shape
+    return max(1, device.sm_count(q.device) // (units * -(-num_rows // of_cta)))

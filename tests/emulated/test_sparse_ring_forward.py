@@ -1,0 +1,137 @@
+"""The CUDA forward, emulated: the launches of every rank of a ring, in turn."""
+
+import inspect
+
+import pytest
+import torch
+
+from qla_kernels.sparse_ring import cpu, launch, plan, shard
+from qla_kernels.sparse_ring.index import given
+from qla_kernels.sparse_ring.kernels import fwd
+from qla_kernels.sparse_ring.layouts import ContiguousLayout, StripedLayout, ZigZagLayout
+from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
+from qla_kernels.sparse_ring.shard import Columns
+from tests.sparse_ring_forward_check import check, forward, lines, problem
+
+pytestmark = pytest.mark.usefixtures("seeds", "poison", "by_kernels")
+
+ALONE = StripedLayout(1)
+LAYOUTS = (
+    StripedLayout(2),
+    StripedLayout(3, 64),
+    StripedLayout(4, 64),
+    ZigZagLayout(2),
+    ContiguousLayout(3),
+)
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """CPU tensors take the launches of a GPU."""
+    monkeypatch.setattr(shard, "tiles", lambda _: launch)
+
+
+@pytest.mark.parametrize("module", [cpu, launch], ids=["cpu", "gpu"])
+def test_a_device_has_every_launch(module):
+    names = {name for name in vars(shard.Tiles) if not name.startswith("_")}
+    assert names == set(launch.__all__)
+    for name in names:
+        _, *wanted = inspect.signature(getattr(shard.Tiles, name)).parameters
+        assert list(inspect.signature(getattr(module, name)).parameters) == wanted
+
+
+@pytest.mark.parametrize(
+    "layout", [ALONE, StripedLayout(1, 64), *LAYOUTS, StripedLayout(8)], ids=str
+)
+def test_the_table_is_that_of_the_plan(layout):
+    for blocks in (1, 9, 40):
+        T = layout.pad_len(blocks * 64)
+        active = torch.rand(1, 3, T // 64) < torch.tensor([0.1, 0.5, 1.0])[:, None]
+        active[..., 0] = True
+        bits = plan.pack(active)
+        got, want = launch.table(bits, T, layout), plan.table(bits, T, layout)
+        assert torch.equal(got.bounds, want.bounds)
+        assert torch.equal(got.entries, want.entries)
+
+
+@pytest.mark.parametrize("layout", [ALONE, *LAYOUTS], ids=str)
+def test_columns_are_gathered_from_every_chunk(layout):
+    T = layout.pad_len(500)
+    x = problem(T, lines(T, 4, (0.1, 0, 0.3), (0.2,)), B=2, heads=(4, 2))
+    mine = shard.shard_of(layout, 0, T, T, 1.0, x.lines[:3])
+    k, v = (torch.stack([layout.shard(t, 1, rank) for rank in range(layout.world)]) for t in x[1:3])
+    max_v = x.lines.v_idx.shape[-1]
+    got, want = (Columns(*(k.new_zeros(2, 4, max_v, 64) for _ in range(2))) for _ in range(2))
+    for owner in range(layout.world):
+        launch.compact(mine, k, v, owner, owner, got)
+        cpu.compact(mine, k, v, owner, owner, want)
+    assert torch.equal(got.k, want.k)
+    assert torch.equal(got.v, want.v)
+
+
+@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=str)
+def test_every_variant(variant):
+    dtype = getattr(torch, variant.dtype)
+    x = problem(512, B=2, heads=(4, 2), D=variant.D, dtype=dtype, seqlen=470)
+    check(x, *forward(x, ALONE))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_ring(layout, seeds):
+    for seed, per_launch in enumerate((1, 4)):
+        seeds["seed"] = seed
+        x = problem(layout.pad_len(600), seqlen=580)
+        check(x, *forward(x, layout, per_launch))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_interleavings(seed, seeds):
+    """Of rank 7, one half of the tile sees 8 times 64 columns that the other does not."""
+    seeds["seed"] = seed
+    layout = StripedLayout(8, 64)
+    pattern = FixedVerticalSlash((tuple(range(1024)),), ((0,),))
+    x = problem(1024, pattern, heads=(1, 1), D=128)
+    check(x, *forward(x, layout, 8))
+
+
+@pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 127, 128])
+def test_short_sequences(seqlen):
+    x = problem(128, seqlen=seqlen)
+    check(x, *forward(x, ALONE))
+
+
+@pytest.mark.parametrize(
+    ("columns", "diagonals"),
+    [
+        ((), (0,)),
+        (range(384), (0,)),
+        ((), range(6)),
+        (range(384), range(6)),
+        ((0, 63, 64, 383), (0, 5)),
+    ],
+    ids=["own block", "every column", "every diagonal", "everything", "edges"],
+)
+def test_lines_at_the_edge(columns, diagonals):
+    x = problem(384, FixedVerticalSlash((tuple(columns),), (tuple(diagonals),)))
+    check(x, *forward(x, ALONE))
+
+
+def test_large_scores():
+    """Probabilities of 1 and of 0: of scores up to 100 in size."""
+    x = problem(256, gain=20, dtype=torch.float16)
+    o, lse = forward(x, ALONE)
+    assert lse.max() > 60
+    check(x, o, lse, lse_limit=1e-4)
+
+
+def test_what_no_line_reaches_is_not_read():
+    """NaN in the values of a block that is not seen, and in columns past the last one."""
+    x = problem(384, FixedVerticalSlash(((3,),), ((0, 1),)))
+    want = forward(x, ALONE)
+    index = given(FixedVerticalSlash(((3,),), ((0, 1),)), 1, 2, 384, "cpu")
+    padded = index._replace(v_idx=torch.nn.functional.pad(index.v_idx, (0, 200), value=384))
+    got = forward(x._replace(lines=padded), ALONE)
+    assert torch.equal(got[0], want[0])
+    x.v[:, 4:64] = torch.nan  # seen by blocks 0 and 1 alone
+    got = forward(x, ALONE)
+    assert torch.equal(got[0][:, 128:], want[0][:, 128:])

@@ -1,0 +1,123 @@
+"""The kernels of an index, emulated: LSE and masses of a window, and the lines they are worth."""
+
+import types
+
+import pytest
+import torch
+
+from qla_kernels.sparse_ring import (
+    ContiguousLayout,
+    StripedLayout,
+    VerticalSlash,
+    ZigZagLayout,
+    build,
+    build_index,
+    cpu,
+    launch_index,
+)
+from qla_kernels.sparse_ring.kernels import window_lse, window_mass
+from qla_kernels.sparse_ring.select import Candidates
+from tests.sparse_ring_index_check import (
+    ONE,
+    assert_same,
+    budget,
+    check_lines,
+    check_window,
+    some_masses,
+    window,
+)
+
+pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
+
+
+@pytest.mark.parametrize(
+    "variant", [window_lse.Variant("float16", 64), window_lse.Variant("bfloat16", 128)], ids=str
+)
+def test_dtypes_and_sizes(variant, seeds):
+    """Parts of one tile and of several; heads that share keys, of which some are not there."""
+    dtype, D = variant
+    assert variant in window_lse.VARIANTS
+    assert variant in window_mass.VARIANTS
+    for seed, (L, heads) in enumerate(((384, (1, 4)), (1152, (1, 5)), (640, (2, 2)))):
+        seeds["seed"] = seed
+        check_window(window(L, heads, D, getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_interleavings(seed, seeds):
+    seeds["seed"] = seed
+    check_window(window(1280, (2, 6), B=2))
+
+
+@pytest.mark.parametrize("rows", [1, 17, 63])
+def test_less_than_a_block_is_observed(rows):
+    check_window(window(256, (2, 2), rows=rows, blocks=[0, 1, 2, 3]))
+
+
+def test_blocks_lie_in_any_order():
+    check_window(window(512, (1, 2), blocks=[-7, 1, -6, 0, 3, -1, 2, -2]))
+    check_window(window(256, (1, 2), blocks=[5, 4, -9, -3]))
+
+
+def test_scores_that_fp32_has_to_be_careful_with():
+    check_window(window(512, (1, 3), size=20.0))
+
+
+def test_a_rank_that_sees_nothing():
+    x = window(256, (1, 2), blocks=[1, 2, 3, 4])
+    lse = launch_index.window_lse(x.q, x.k, x.block, x.last, x.scale)
+    assert (lse == -torch.inf).all()
+    mass = launch_index.window_mass(x.q, x.k, x.block, x.last, lse.zero_(), x.scale)
+    assert not mass.any()
+
+
+def test_strides_are_read_in_place():
+    x = window(384, (2, 4))
+    wide = torch.randn(1, 384, 6, 64, dtype=x.k.dtype)  # a slice of one projection
+    wide[:, :, 3:5] = x.k
+    one = x._replace(q=x.q[:, :, :2], k=x.k[:, :, :1])
+    for y in (x._replace(k=wide[:, :, 3:5]), one):
+        check_window(y)
+
+
+@pytest.mark.parametrize("estimator", ["residual", "independent"])
+@pytest.mark.parametrize(
+    ("kind", "seqlen", "recall", "caps", "layout"),
+    [
+        ("outliers", 1024, (0.5, 0.95), (4096, None), ONE),
+        ("outliers", 1021, (0.9, 0.3), (8, 3), StripedLayout(2, 64)),
+        ("ties", 1024, (0.3, 0.9), (500, None), ZigZagLayout(4)),
+        ("one sink", 200, (0.95, 0.95), (64, None), ContiguousLayout(2)),
+        ("alone", 64, (0.0, 0.0), (1, 1), ONE),
+        ("flat", 1, (1.0, 1.0), (4096, None), StripedLayout(2)),
+    ],
+)
+def test_kernels_choose_what_sorts_choose(kind, seqlen, recall, caps, layout, estimator):
+    gap = 2 if kind == "outliers" else 0
+    pattern = budget(estimator, recall, caps, gap_close=gap)
+    check_lines(some_masses(1024, seqlen, kind), seqlen, pattern, layout)
+
+
+def test_nothing_is_forced_and_nothing_stands_out():
+    pattern = VerticalSlash(0.0, 0.0, sink=0, window=0)
+    check_lines(torch.zeros(1, 1, 512, dtype=torch.int32), 512, pattern, ONE)
+
+
+def test_a_call_chooses_of_its_own_masses(monkeypatch):
+    """The launches of a GPU under build_index, against torch with the masses they found."""
+    mean = torch.randn(4, 64)
+    q = (torch.randn(1, 640, 4, 64) + mean).half()
+    k = (torch.randn(1, 640, 2, 64) + mean[::2]).half()
+    k[:, ::97] += mean[::2].half()
+    pattern, found = VerticalSlash(0.5, 0.7), {}
+
+    def window_mass(*arguments):
+        found["mass"] = launch_index.window_mass(*arguments)
+        return found["mass"]
+
+    launches = types.SimpleNamespace(**{**vars(launch_index), "window_mass": window_mass})
+    monkeypatch.setattr(build, "tiles", lambda _: launches)
+    got = build_index(q, k, pattern, seqlen=600)
+    columns, tile = cpu.cut(found["mass"], torch.arange(10), 640, pattern)
+    assert_same(got, cpu.select(Candidates(*columns), tile, 600, 640, pattern))
+    assert got.window_recall.min() > 0.69

@@ -1,0 +1,116 @@
+"""An index, launch by launch, and what it must be: emulated and device tiers."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.sparse_ring import StripedLayout, VerticalSlash, VSIndex, cpu, launch_index
+from qla_kernels.sparse_ring.layouts import Layout
+from qla_kernels.sparse_ring.patterns import BLOCK, OBSERVED
+from qla_kernels.sparse_ring.select import UNIT, Candidates, last_block
+
+# Masses are counted in units of 2^-30 of a window. A sum of fp32 numbers is rounded to one of them
+# in the end; before that, exponents are fp32, of up to 64 here, and their errors become relative.
+RELATIVE = 2e-5
+LSE = 2e-5
+
+
+class Window(NamedTuple):
+    q: Tensor  # [B, rows, H, D]
+    k: Tensor  # [B, L, Hk, D]
+    block: Tensor  # int32 [L / 64]
+    last: int
+    scale: float
+
+
+def window(
+    L: int,
+    heads: tuple[int, int] = (1, 2),
+    D: int = 64,
+    dtype: torch.dtype = torch.float16,
+    B: int = 1,
+    rows: int = OBSERVED,
+    blocks: list[int] | None = None,
+    size: float = 1.0,
+    device: str = "cpu",
+) -> Window:
+    """The last block but one is observed, or `blocks` are counted from the observed one."""
+    Hk, H = heads
+    q = torch.randn(B, rows, H, D) * size
+    k = torch.randn(B, L, Hk, D)
+    numbers = list(range(2 - L // BLOCK, 2)) if blocks is None else blocks
+    first = max(0, -min(numbers))
+    block = torch.tensor([first + n for n in numbers], dtype=torch.int32)
+    return Window(q.to(device, dtype), k.to(device, dtype), block.to(device), first, D**-0.5)
+
+
+def check_window(x: Window) -> None:
+    """LSE and masses are those of fp64, as far as fp32 tells them apart."""
+    lse = launch_index.window_lse(x.q, x.k, x.block, x.last, x.scale)
+    mass = launch_index.window_mass(x.q, x.k, x.block, x.last, lse, x.scale)
+    wide = (x.q.double().cpu(), x.k.double().cpu(), x.block.cpu(), x.last)
+    want_lse = cpu.window_lse(*wide, x.scale)
+    assert (lse.cpu().logsumexp(0) - want_lse.logsumexp(0)).abs().max() < LSE
+    want = cpu.window_mass(*wide, want_lse, x.scale)
+    error = (mass.cpu().long() - want).abs()
+    assert (error <= 1 + RELATIVE * want).all(), int(error.max())
+    later = wide[2].repeat_interleave(BLOCK) > x.last
+    assert not mass.cpu()[..., later].any()
+
+
+def some_masses(T: int, seqlen: int, kind: str, heads: int = 2) -> Tensor:
+    """int32 [1, heads, T] as of a window: nothing after it, 2^30 together."""
+    x = torch.rand(1, heads, T).double()
+    if kind == "outliers":
+        x += 30 * (torch.rand(1, heads, T) < 0.02)
+    if kind == "ties":
+        x = (3 * x).round()
+    if kind == "one sink":
+        x[..., 2] += 20 * T
+    if kind == "alone":
+        x = torch.zeros_like(x)
+        x[..., 0] = 1
+    x[..., last_block(seqlen) * BLOCK + min(seqlen, BLOCK) :] = 0
+    return (x / x.sum(-1, keepdim=True).clamp(min=1e-9) * (1 << UNIT)).round().int()
+
+
+def check_lines(mass: Tensor, seqlen: int, pattern: VerticalSlash, layout: Layout) -> None:
+    """The kernels choose, of the same masses, what sorts and sums of torch choose, bit by bit."""
+    T = mass.shape[-1]
+    parts: tuple[list[Candidates], list[Tensor]] = ([], [])
+    for rank in range(layout.world):
+        token = layout.positions(T, rank).to(mass.device)
+        mine, block = mass[..., token].contiguous(), (token[::BLOCK] // BLOCK).int()
+        got, tile = launch_index.cut(mine, block, T, pattern)
+        want, want_tile = cpu.cut(mine.cpu(), block.cpu(), T, pattern)
+        assert torch.equal(tile.cpu(), want_tile)
+        assert torch.equal(_by_column(got, T), _by_column(want, T))
+        parts[0].append(got)
+        parts[1].append(tile)
+    found = Candidates(*(torch.cat(x, -1) for x in zip(*parts[0], strict=True)))
+    order = layout.perm(T)[::BLOCK].argsort().to(mass.device)
+    tiles = torch.cat(parts[1], -1)[..., order].contiguous()
+    chosen = launch_index.select(found, tiles, seqlen, T, pattern)
+    want = cpu.select(Candidates(*(x.cpu() for x in found)), tiles.cpu(), seqlen, T, pattern)
+    assert_same(chosen, want)
+
+
+def assert_same(got: VSIndex, want: VSIndex) -> None:
+    for name, a, b in zip(VSIndex._fields[:4], got, want, strict=False):
+        assert torch.equal(a.cpu(), b.cpu()), name
+
+
+def _by_column(found: Candidates, T: int) -> Tensor:
+    """Masses at their columns; -1 where there is no candidate."""
+    table = torch.full((*found.column.shape[:2], T + 1), -1, dtype=torch.int32)
+    return table.scatter(-1, found.column.cpu().long(), found.mass.cpu())[..., :T]
+
+
+def budget(estimator: str, recall: tuple[float, float], caps: tuple[int, int | None], **others):
+    """A pattern whose forced lines fit under its caps."""
+    sink, slashes = min(4, caps[0]), min(2, caps[1] or 2)
+    return VerticalSlash(*recall, *caps, sink, slashes, estimator, **others)
+
+
+ONE = StripedLayout(1)
