@@ -1,4 +1,9 @@
-"""Attention workloads made concrete: inputs, who sees whom, counted work and truth."""
+"""Attention workloads made concrete: inputs, who sees whom, counted work and truth.
+
+Truth covers all heads of short workloads, and those of the first and the last key head of long
+ones: a dense mask of 128K tokens takes fp32 a second a head. An index is judged by what its lines
+hold, beside what the definition's lines hold, for the queries of the first key head.
+"""
 
 from typing import NamedTuple
 
@@ -12,6 +17,8 @@ from .workloads_attention import SharedPrompts, VerticalSlash
 
 AttentionWorkload = SharedPrompts | VerticalSlash
 QUERY_BLOCK = 512  # rows of the score matrix that truth holds at a time
+BLOCK = OBSERVED = 64  # tokens of a block, and queries that an index is made of
+ALL_HEADS = 1 << 15  # tokens up to which truth has every head
 
 
 class AttentionInputs(NamedTuple):
@@ -58,7 +65,7 @@ def attention_inputs(
         q=normal(heads),
         k=normal(kv_heads),
         v=normal(kv_heads),
-        do=normal(heads) if workload.direction != "fwd" else None,
+        do=normal(heads) if workload.direction == "bwd" else None,
         visible=visibility(workload, device),
     )
 
@@ -85,6 +92,8 @@ def attention_work(workload: AttentionWorkload, element_size: int) -> Work:
     per_token = workload.head_dim * element_size
     queries, keys = workload.tokens * heads * per_token, workload.tokens * kv_heads * per_token
     lse = workload.tokens * heads * 4
+    if workload.direction == "index":
+        return Work(2.0 * OBSERVED * workload.tokens * workload.head_dim * heads, keys)
     pairs = 2.0 * workload.pairs * workload.head_dim * heads
     if workload.direction == "fwd":
         return Work(2 * pairs, 2 * queries + 2 * keys)
@@ -93,30 +102,71 @@ def attention_work(workload: AttentionWorkload, element_size: int) -> Work:
 
 def attention_truth(workload: AttentionWorkload, inputs: AttentionInputs) -> Truth:
     """Softmax attention as defined, a block of queries at a time; fp64 on a CPU, else fp32."""
+    if workload.direction == "index":
+        return _index_truth(workload, inputs)
     dtype = torch.float32 if inputs.q.is_cuda else torch.float64
     kv_heads, heads = workload.heads
-    scale = workload.head_dim**-0.5
-    q, k, v = (x.to(dtype).transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v))  # [H, T, D]
-    do = None if inputs.do is None else inputs.do.to(dtype).transpose(0, 1)
+    key_heads = tuple(range(kv_heads))
+    if workload.tokens > ALL_HEADS:
+        key_heads = tuple(sorted({0, kv_heads - 1}))
+    group, scale = heads // kv_heads, workload.head_dim**-0.5
+
+    def wide(x: Tensor, of_each: int) -> Tensor:
+        """[heads, T, D] of those key heads, which have so many heads each."""
+        chosen = torch.unflatten(x, 1, (kv_heads, of_each))[:, list(key_heads)]
+        return chosen.flatten(1, 2).to(dtype).transpose(0, 1)
+
+    q, k, v = wide(inputs.q, group), wide(inputs.k, 1), wide(inputs.v, 1)
+    do = None if inputs.do is None else wide(inputs.do, group)
     o, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
     token = torch.arange(workload.tokens, device=q.device)
-    for head in range(heads):
-        keys, values = k[head * kv_heads // heads], v[head * kv_heads // heads]
-        for start in range(0, workload.tokens, QUERY_BLOCK):
-            rows = slice(start, min(start + QUERY_BLOCK, workload.tokens))
-            seen = inputs.visible(token[rows, None], token[None, : rows.stop])
-            scores = scale * q[head, rows] @ keys[: rows.stop].T
-            p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-            o[head, rows] = p @ values[: rows.stop]
+    for start in range(0, workload.tokens, QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, workload.tokens))
+        hidden = ~inputs.visible(token[rows, None], token[None, : rows.stop])
+        for head in range(len(q)):
+            of = head // group
+            keys, values = k[of, : rows.stop], v[of, : rows.stop]
+            scores = scale * q[head, rows] @ keys.T
+            p = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+            o[head, rows] = p @ values
             if do is None:
                 continue
             upstream = do[head, rows]
-            dp = upstream @ values[: rows.stop].T
             delta = (upstream * o[head, rows]).sum(-1, keepdim=True)
-            ds = scale * p * (dp - delta)
-            dq[head, rows] = ds @ keys[: rows.stop]
-            dk[head * kv_heads // heads, : rows.stop] += ds.T @ q[head, rows]
-            dv[head * kv_heads // heads, : rows.stop] += p.T @ upstream
+            ds = (upstream @ values.T).sub_(delta).mul_(p).mul_(scale)
+            dq[head, rows] = ds @ keys
+            dk[of, : rows.stop] += ds.T @ q[head, rows]
+            dv[of, : rows.stop] += p.T @ upstream
     found = {"o": o} if do is None else {"dq": dq, "dk": dk, "dv": dv}
     want: Outputs = {name: x.transpose(0, 1)[None].float() for name, x in found.items()}
-    return Truth(want, tuple(range(kv_heads)), kv_heads)
+    return Truth(want, key_heads, kv_heads)
+
+
+def recall(
+    inputs: AttentionInputs, columns: Tensor, diagonals: Tensor, heads: slice = slice(None)
+) -> Outputs:
+    """Share of the last block's attention that lines hold, [1, 1, heads].
+
+    columns is bool [heads, T], diagonals bool [heads, T / 64].
+    """
+    held = torch.zeros(len(columns), dtype=torch.float64, device=columns.device)
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    key = torch.arange(len(inputs.k), device=columns.device)
+    distance = (len(key) - 1) // BLOCK - key // BLOCK
+    for n, head in enumerate(range(inputs.q.shape[1])[heads]):
+        q, k = inputs.q[-OBSERVED:, head].double(), inputs.k[:, head // group].double()
+        scores = q.shape[-1] ** -0.5 * q @ k.T
+        p = scores.masked_fill(key > key[-OBSERVED:, None], -torch.inf).softmax(-1).mean(0)
+        held[n] = p[columns[n] | diagonals[n][distance]].sum()
+    return {"recall": held[None, None]}
+
+
+def _index_truth(workload: AttentionWorkload, inputs: AttentionInputs) -> Truth:
+    from reference import sparse_ring_index
+
+    kv_heads, heads = workload.heads
+    group = heads // kv_heads
+    masses = sparse_ring_index.masses(inputs.q[None, :, :group], inputs.k[None, :, :1])
+    index = sparse_ring_index.select(masses, workload.tokens, sparse_ring_index.Budget())
+    want = recall(inputs, index.columns[0], index.diagonals[0], slice(group))
+    return Truth(want, (0,), kv_heads)

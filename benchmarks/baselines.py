@@ -33,6 +33,7 @@ class Implementation:
     distribution: str  # on the package index
     module: str  # imported to see whether it is there
     needs_cuda = True
+    on_request = False  # left out unless it is named
     tunes = False  # its first call times variants, and what it chose stays on disk
 
     def missing(self) -> str | None:
@@ -74,4 +75,4 @@ def implementations(family: str, names: Sequence[str] = ()) -> list[Implementati
     unknown = [name for name in names if name not in by_name]
     if unknown:
         raise ValueError(f"no implementation {unknown} of {family}; there are {sorted(by_name)}")
-    return [by_name[name] for name in names] if names else known
+    return [by_name[name] for name in names or by_name if names or not by_name[name].on_request]

@@ -1,4 +1,4 @@
-"""Attention by flash-attn-4, cuDNN and FlexAttention. Ours join with their families.
+"""Attention by flash-attn-4, cuDNN and FlexAttention. Ours are in ours_attention.
 
 A library that cannot share prompts is given every sequence in full, which is what its users do.
 flash-attn-4 is also given the work without the repetition, as three calls and a merge: that is the
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .attention import AttentionInputs, AttentionWorkload
 from .baselines import Call, Implementation, Outputs
+from .ours_attention import ours
 from .workloads_attention import SharedPrompts
 
 
@@ -42,7 +43,7 @@ class Replicas(NamedTuple):
         return torch.where(self.first[:, None, None], do[self.source], 0)
 
 
-def replicas(workload: SharedPrompts, device: torch.device) -> Replicas:
+def replicas(workload: AttentionWorkload, device: torch.device) -> Replicas:
     source, first, lengths = [], [], []
     before = range(0)
     for prompt, response in workload.sequences():
@@ -69,14 +70,11 @@ def _outputs(*tensors: Tensor) -> Outputs:
     return {name: x[None] for name, x in zip(names, tensors, strict=True)}
 
 
-class OursLater(Implementation):
-    """Keeps our column in the tables until the family's kernels are there."""
-
-    label, distribution = "ours", "qla-kernels"
-    name = "ours"
-
-    def __init__(self, family: str) -> None:
-        self.module = f"qla_kernels.{family}"
+def _unmasked(workload: AttentionWorkload) -> bool:
+    """Causal attention of whole sequences is all that it takes."""
+    if workload.direction == "index":
+        return False
+    return isinstance(workload, SharedPrompts) or workload.dense
 
 
 class FlashAttention4(Implementation):
@@ -86,9 +84,9 @@ class FlashAttention4(Implementation):
     module, distribution = "flash_attn.cute.interface", "flash-attn-4"
 
     def inapplicable(self, workload: AttentionWorkload) -> str | None:
-        return None if isinstance(workload, SharedPrompts) else "it has no such mask"
+        return None if _unmasked(workload) else "it has no such mask"
 
-    def prepare(self, workload: SharedPrompts, inputs: AttentionInputs) -> Call:
+    def prepare(self, workload: AttentionWorkload, inputs: AttentionInputs) -> Call:
         ops = importlib.import_module(self.module)
         full = replicas(workload, inputs.q.device)
         q, k, v = (x[full.source] for x in (inputs.q, inputs.k, inputs.v))
@@ -209,12 +207,12 @@ class CudnnAttention(Implementation):
         return str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
 
     def inapplicable(self, workload: AttentionWorkload) -> str | None:
-        if not isinstance(workload, SharedPrompts):
+        if not _unmasked(workload):
             return "it has no such mask"
         lengths = {len(prompt) + len(response) for prompt, response in workload.sequences()}
         return None if len(lengths) == 1 else "it has no packed sequences"
 
-    def prepare(self, workload: SharedPrompts, inputs: AttentionInputs) -> Call:
+    def prepare(self, workload: AttentionWorkload, inputs: AttentionInputs) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         full = replicas(workload, inputs.q.device)
@@ -247,6 +245,9 @@ class FlexAttention(Implementation):
     module, distribution = "torch.nn.attention.flex_attention", "torch"
     tunes = True
     compiled = True
+
+    def inapplicable(self, workload: AttentionWorkload) -> str | None:
+        return "it is given its lines" if workload.direction == "index" else None
 
     def prepare(self, workload: AttentionWorkload, inputs: AttentionInputs) -> Call:
         flex = importlib.import_module(self.module)
@@ -284,5 +285,5 @@ def _gradients(
 
 
 def known(family: str) -> list[Implementation]:
-    rivals = [FlashAttention4(), FlashAttention4Shared(), CudnnAttention(), FlexAttention()]
-    return [OursLater(family), *(rivals if family == "dualkv" else rivals[-1:])]
+    shared = [FlashAttention4Shared()] if family == "dualkv" else []
+    return [*ours(family), FlashAttention4(), *shared, CudnnAttention(), FlexAttention()]

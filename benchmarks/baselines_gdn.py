@@ -1,8 +1,7 @@
-"""The gated delta rule by us, FlashQLA, FlashInfer, FLA, and by its definition."""
+"""The gated delta rule by FlashQLA, FlashInfer, FLA, and by its definition; by us in ours_gdn."""
 
 import importlib
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,95 +9,11 @@ import torch
 from torch import Tensor
 
 from .baselines import Call, Implementation, Outputs
-from .directions import from_autograd, low_level, through_autograd
+from .directions import decoding, low_level, six_tuple, through_autograd
 from .inputs import GdnInputs
+from .ours_gdn import Ours, ours
 from .timing import one_thread
 from .workloads import Gdn
-
-
-def decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
-    """`module`'s token-by-token function on a batch as a server has it; FLA's signature."""
-    function = importlib.import_module(module).fused_recurrent_gated_delta_rule
-    batch, packed = len(workload.lengths), inputs.v.shape
-    q, k, v, g, beta = (torch.unflatten(x[0], 0, (batch, -1)) for x in inputs[:5])
-
-    def run() -> Any:
-        return function(
-            q, k, v, g, beta=beta, scale=workload.head_dim**-0.5,
-            initial_state=inputs.initial_state, output_final_state=True,
-        )  # fmt: skip
-
-    return Call(run, lambda raw: {"o": raw[0].view(packed), "ht": raw[1]}, lambda: run)
-
-
-class Ours(Implementation):
-    """The low-level calls on CUDA tensors, the public functions on CPU tensors."""
-
-    name, label, module, distribution = "ours", "ours", "qla_kernels", "qla-kernels"
-    needs_cuda = False
-    training = False
-
-    def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
-        if workload.kernel:
-            return self._kernel(workload, inputs)
-        if workload.decode:
-            return decoding(self.module, workload, inputs)
-        if inputs.q.is_cuda:
-            return self._low_level(workload, inputs)
-        return Call(self._public(workload, inputs), from_autograd(workload))
-
-    def _public(self, workload: Gdn, inputs: GdnInputs) -> Callable[[], Any]:
-        function = importlib.import_module(self.module).chunk_gated_delta_rule
-        bounds = {"cu_seqlens": inputs.cu_seqlens, "cu_seqlens_cpu": _on_host(inputs)}
-        return through_autograd(function, workload, inputs, **bounds)
-
-    def _low_level(self, workload: Gdn, inputs: GdnInputs) -> Call:
-        ops = importlib.import_module(self.module)
-        q, k, v, g, beta, h0, cu, *_ = inputs
-        scale, cu_seqlens_cpu = workload.head_dim**-0.5, _on_host(inputs)
-        public = partial(self._public, workload, inputs)
-
-        def forward(save: bool) -> Any:
-            return ops.chunk_gated_delta_rule_fwd(
-                q, k, v, g, beta, scale, h0, cu, is_train=save, cu_seqlens_cpu=cu_seqlens_cpu
-            )
-
-        def backward(saved: Any) -> Any:
-            return ops.chunk_gated_delta_rule_bwd(
-                q, k, v, saved[0], beta, saved[1], inputs.do, inputs.dht, scale, h0, cu
-            )
-
-        return low_level(workload, forward, backward, _six_tuple, public, self.training)
-
-    def _kernel(self, workload: Gdn, inputs: GdnInputs) -> Call:
-        launch = importlib.import_module("qla_kernels.gdn.launch")
-        varlen = importlib.import_module("qla_kernels.varlen")
-        kernel, k, g = getattr(launch, workload.kernel), inputs.k, inputs.g
-        beta, cu = inputs.beta.float(), inputs.cu_seqlens
-        table = varlen.chunk_table(workload.tokens, cu, batch=1, device=k.device)
-        return Call(
-            lambda: kernel(k, g, beta, cu, table), lambda raw: {"g_cum": raw[0], "A": raw[1]}
-        )
-
-
-class OursTraining(Ours):
-    """The forward that also writes gamma and A for its backward; peers always write them."""
-
-    name, label, training = "ours_train", "ours, training", True
-    needs_cuda = True
-
-    def inapplicable(self, workload: Gdn) -> str | None:
-        return None if workload.kind == "fwd" else "the same as ours"
-
-
-def _on_host(inputs: GdnInputs) -> Tensor:
-    """cu_seqlens, as a caller knows them who packed the sequences."""
-    return torch.tensor([0, *inputs.lengths]).cumsum(0)
-
-
-def _six_tuple(raw: Any) -> Outputs:
-    """(g_cum, A, o, h, final_state, cp_cache), ours and FlashQLA's."""
-    return {"o": raw[2], "ht": raw[4]}
 
 
 class FlashQLA(Implementation):
@@ -131,7 +46,7 @@ class FlashQLA(Implementation):
                 auto_cp=True,
             )  # fmt: skip
 
-        return low_level(workload, forward, backward, _six_tuple, public)
+        return low_level(workload, forward, backward, six_tuple, public)
 
     def _kkt_solve(self, inputs: GdnInputs) -> Call:
         """Its inverse has no gates in it; times e^(gamma_i - gamma_j) it is ours."""
@@ -274,5 +189,5 @@ class Definition(Implementation):
 def known(family: str) -> list[Implementation]:
     rivals: list[Implementation] = [FlashQLA(), FlashInfer(), FLA()]
     if torch.cuda.is_available():
-        return [Ours(), OursTraining(), *rivals]
+        return [*ours(), *rivals]
     return [Ours(), Definition(), *rivals]  # on a GPU the loop is 100,000 launches a row

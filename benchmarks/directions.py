@@ -1,5 +1,6 @@
 """Forward, backward or both of the gated delta rule as one call, whatever the interface."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -69,3 +70,23 @@ def low_level(
 
     saved = forward(True)
     return Call(lambda: backward(saved), collect, public)
+
+
+def six_tuple(raw: Any) -> Outputs:
+    """(g_cum, A, o, h, final_state, cp_cache), ours and FlashQLA's."""
+    return {"o": raw[2], "ht": raw[4]}
+
+
+def decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
+    """`module`'s token-by-token function on a batch as a server has it; FLA's signature."""
+    function = importlib.import_module(module).fused_recurrent_gated_delta_rule
+    batch, packed = len(workload.lengths), inputs.v.shape
+    q, k, v, g, beta = (torch.unflatten(x[0], 0, (batch, -1)) for x in inputs[:5])
+
+    def run() -> Any:
+        return function(
+            q, k, v, g, beta=beta, scale=workload.head_dim**-0.5,
+            initial_state=inputs.initial_state, output_final_state=True,
+        )  # fmt: skip
+
+    return Call(run, lambda raw: {"o": raw[0].view(packed), "ht": raw[1]}, lambda: run)

@@ -9,6 +9,7 @@ from .records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
 SLOWER = "▼"
 TITLES = {
     "fwd": "Forward", "bwd": "Backward", "both": "Forward and backward", "decode": "Decoding",
+    "index": "Index",
 }  # fmt: skip
 
 
@@ -96,7 +97,9 @@ def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
     ours = our_names(run)
     names = [n for n in timed(run) if any(_worth_a_column(r.result(n)) for r in rows)]
     said = ["heads", "lengths", *([""] if with_what else [])]
-    header = [*said, *(run.labels[n] for n in names), "rival / ours", "of floor"]
+    dense = dense_times(rows, ours)
+    more = ["dense rival / ours"] if dense else []
+    header = [*said, *(run.labels[n] for n in names), "rival / ours", "of floor", *more]
     body = []
     for row in rows:
         times = {name: row.time_ms(name) for name in names}
@@ -104,12 +107,22 @@ def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
         cells = [_cell(run, row.result(n), best=times[n] == fastest) for n in names]
         subject = [row.heads, row.layout, row.what][: len(said)]
         body.append([*subject, *cells, _ratio_cell(row, ours), _floor(row)])
+        if dense:
+            without, mine = dense.get((row.heads, row.tokens)), row.time_ms("ours")
+            body[-1].append("–" if without is None or mine is None else f"{without / mine:.2f}")
     ratios = [r for r in (ratio(row, ours) for row in rows) if r is not None]
     mean = geometric_mean(ratios)
     if mean is not None:
         count = f"geometric mean of {len(ratios)}"
-        body.append([count, *[""] * (len(header) - 3), f"{mean:.2f}", ""])
+        blank = len(header) - 3 - len(more)
+        body.append([count, *[""] * blank, f"{mean:.2f}", "", *[""] * len(more)])
     return markdown(header, body, left=len(said))
+
+
+def dense_times(rows: Sequence[Row], ours: Sequence[str]) -> dict[tuple[str, int], float]:
+    """By heads and tokens: the best rival's time without the mask that other rows have."""
+    found = {(row.heads, row.tokens): best_rival(row, ours) for row in rows if row.what == "dense"}
+    return {key: rival[1] for key, rival in found.items() if rival is not None}
 
 
 def _worth_a_column(result: Result | None) -> bool:

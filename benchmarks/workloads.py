@@ -159,6 +159,17 @@ def _filled() -> Iterator[Gdn]:
     yield from _forward(((16, 16), (16, 32), (16, 48), (16, 64)), lengths, "published", True)
 
 
+def _segments() -> Iterator[Gdn]:
+    """One sequence and few heads: what cutting it into segments is for."""
+    few: tuple[Heads, ...] = ((2, 4), (2, 8), (4, 16), (8, 32), (12, 48))
+    for heads in few:
+        for text in _LONG:
+            yield Gdn(heads, parse_lengths(text), "fwd", "published", True)
+    for heads in few[:3]:
+        for text in _LONG:
+            yield Gdn(heads, parse_lengths(text), "bwd", "published", True)
+
+
 def _short() -> Iterator[Gdn]:
     for heads in ((4, 16), (16, 32), (16, 64)):
         for count in (128, 256, 512):
@@ -194,6 +205,7 @@ GDN: dict[str, tuple[Gdn, ...]] = {
         for lengths in _backward_lengths()
     ),
     "filled": tuple(_filled()),
+    "segments": tuple(_segments()),
     "short": tuple(_short()),
     "decode": tuple(_decode()),
     "kernels": tuple(_kernels()),

@@ -135,13 +135,16 @@ DUALKV_DEFAULT = ("long", "short")
 
 @dataclass(frozen=True)
 class VerticalSlash:
-    """Causal attention of one sequence under a mask of whole diagonals (64 wide) and of columns."""
+    """Causal attention of one sequence under a mask of whole diagonals (64 wide) and of columns.
+
+    Direction `index` is the choice of lines itself, whatever the mask: its budget is the default.
+    """
 
     tokens: int
-    density: float  # share of the causal triangle
-    run: int  # neighbouring diagonals that are active together
+    density: float = 1.0  # share of the causal triangle; 1: all of it
+    run: int = 1  # neighbouring diagonals that are active together
     column_share: float = 0.15  # of the density; the rest is diagonals
-    direction: Literal["fwd", "bwd"] = "fwd"
+    direction: Literal["fwd", "bwd", "index"] = "fwd"
     heads: Heads = (8, 32)  # key-value heads, query heads
     head_dim: int = 128
 
@@ -162,12 +165,25 @@ class VerticalSlash:
         return f"{self.heads[0]}x{self.heads[1]}"
 
     @property
+    def dense(self) -> bool:
+        return self.density == 1
+
+    @property
     def layout(self) -> str:
-        return f"{self.tokens // 1024}k-{self.density:.0%}-run{self.run}"
+        length = f"{self.tokens // 1024}k"
+        if self.direction == "index":
+            return length
+        return f"{length}-dense" if self.dense else f"{length}-{self.density:.0%}-run{self.run}"
 
     @property
     def what(self) -> str:
-        return f"{self.density:.0%} dense, runs of {self.run}"
+        if self.direction == "index":
+            return "an index"
+        return "dense" if self.dense else f"{self.density:.0%} dense"
+
+    def sequences(self) -> Iterator[tuple[range, range]]:
+        """Without a mask it is one causal sequence, as those of SharedPrompts."""
+        yield range(self.tokens), range(self.tokens, self.tokens)
 
     def mask(self, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(active diagonals, active columns), integers only: the same on every machine.
@@ -176,6 +192,8 @@ class VerticalSlash:
         rest. On average a diagonal is 1 / blocks of the triangle and a column 1 / tokens.
         """
         blocks = self.tokens // self.block
+        if self.dense:
+            return tuple(range(blocks)), ()
         draw = random.Random(f"{seed}:{self.tokens}:{self.density}:{self.run}")
         slashes = self.density * (1 - self.column_share) * blocks - 2
         runs = max(0, min(round(slashes / self.run), (blocks - 2) // self.run))
@@ -215,8 +233,23 @@ def _presets(tokens: tuple[int, ...], densities: tuple[float, ...]) -> VerticalS
     )
 
 
+def _dense(*tokens: int) -> VerticalSlashSet:
+    return tuple(VerticalSlash(t, direction=d) for d in ("fwd", "bwd") for t in tokens)
+
+
+LENGTHS = (32768, 65536, 131072, 262144)
+INDEX_HEADS: tuple[Heads, ...] = ((8, 32), (2, 16))
+
 SPARSE_RING: dict[str, VerticalSlashSet] = {
-    "anchor": _presets((131072,), (0.05,)),
-    "grid": _presets((32768, 65536, 131072, 262144), (0.01, 0.02, 0.05, 0.10, 0.20)),
+    "anchor": (
+        *_presets((131072,), (0.05,)),
+        *_dense(131072),
+        VerticalSlash(131072, direction="index"),
+    ),
+    "grid": _presets(LENGTHS, (0.01, 0.02, 0.05, 0.10, 0.20)),
+    "dense": _dense(*LENGTHS),
+    "index": tuple(
+        VerticalSlash(t, direction="index", heads=heads) for heads in INDEX_HEADS for t in LENGTHS
+    ),
 }
 SPARSE_RING_DEFAULT = ("anchor",)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import baselines_attention, baselines_gdn
+from benchmarks import attention, baselines_attention, baselines_gdn, ours_gdn
 from benchmarks.attention import attention_inputs, attention_truth
 from benchmarks.baselines import implementations
 from benchmarks.baselines_attention import (
@@ -13,8 +13,10 @@ from benchmarks.baselines_attention import (
     FlexAttention,
     merge,
 )
-from benchmarks.baselines_gdn import FLA, Definition, FlashInfer, FlashQLA, Ours
+from benchmarks.baselines_gdn import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.inputs import gdn_inputs
+from benchmarks.ours_attention import OursDualKV, OursDualKVRepeatable, OursSparse
+from benchmarks.ours_gdn import Ours
 from benchmarks.truth import gdn_truth
 from benchmarks.workloads import Gdn
 from benchmarks.workloads_attention import SharedPrompts, VerticalSlash
@@ -106,13 +108,13 @@ def test_ours_on_cpu_tensors(direction):
     assert judged(Ours(), small(direction)).complaint is None
 
 
-@pytest.mark.parametrize("h0", [True, False])
+@pytest.mark.parametrize("adapter", ours_gdn.ours(), ids=lambda x: x.name)
 @pytest.mark.parametrize("direction", ["fwd", "bwd", "both"])
-def test_our_low_level_calls(direction, h0):
+def test_our_low_level_calls(direction, adapter):
     """What is timed on a GPU; the calls take CPU tensors, too."""
-    workload = small(direction, h0)
+    workload = small(direction, h0=adapter.name != "ours_whole")
     inputs = gdn_inputs(workload, CPU, torch.float32)
-    call = Ours()._low_level(workload, inputs)
+    call = adapter._low_level(workload, inputs)
     verdict = gdn_truth(workload, inputs).judge(call.collect(call.run()), torch.float32)
     assert verdict.complaint is None
     call.eager()()
@@ -177,12 +179,20 @@ def test_a_library_that_fails_on_import_is_missing_with_its_reason(monkeypatch):
     assert "ModuleNotFoundError" in Broken().missing()
 
 
+def test_what_is_for_one_question_only_is_left_out_unless_it_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "ours_whole" not in [i.name for i in implementations("gdn")]
+    assert [i.name for i in implementations("gdn", ["ours_whole"])] == ["ours_whole"]
+
+
 def test_unknown_implementations_are_refused():
     with pytest.raises(ValueError, match=r"no implementation \['fastest'\] of gdn"):
         implementations("gdn", ["ours", "fastest"])
     assert [i.name for i in implementations("gdn", ["fla", "ours"])] == ["fla", "ours"]
     assert {i.name for i in baselines_gdn.known("gdn")} >= {"ours", "fla"}
-    assert [i.name for i in baselines_attention.known("sparse_ring")] == ["ours", "flex"]
+    assert {i.name for i in baselines_attention.known("sparse_ring")} == {
+        "ours", "fa4", "cudnn", "flex",
+    }  # fmt: skip
 
 
 # --- attention
@@ -198,6 +208,49 @@ def attention_verdict(implementation, workload):
     call = implementation.prepare(workload, inputs)
     truth = attention_truth(workload, inputs)
     return truth.judge(call.collect(call.run()), torch.float32)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_our_attention(direction):
+    shared = SharedPrompts("test", GROUPS[0], direction, heads=(2, 4), head_dim=16)
+    for adapter in (OursDualKV(), OursDualKVRepeatable()):
+        assert attention_verdict(adapter, shared).complaint is None
+    for density in (0.6, 1.0):
+        masked = VerticalSlash(512, density, 1, direction=direction, heads=(1, 2), head_dim=16)
+        assert attention_verdict(OursSparse(), masked).complaint is None
+
+
+def test_our_index_holds_what_the_definitions_holds(monkeypatch):
+    workload = VerticalSlash(1024, direction="index", heads=(2, 4), head_dim=16)
+    assert attention_verdict(OursSparse(), workload).complaint is None
+    assert FlexAttention().inapplicable(workload) is not None
+    assert FlashAttention4().inapplicable(workload) is not None
+    calls = OursSparse().prepare(workload, attention_inputs(workload, CPU, torch.float32))
+    v_idx, v_cnt, d_bits, held = calls.run()
+    truth = attention_truth(workload, attention_inputs(workload, CPU, torch.float32))
+    fewer = calls.collect((v_idx, v_cnt, torch.ones_like(d_bits), held))
+    assert "recall is off" in truth.judge(fewer, torch.float32).complaint
+
+
+def test_a_dense_mask_is_a_rivals_causal_attention():
+    workload = VerticalSlash(256, heads=(2, 4), head_dim=16)
+    assert workload.pairs == 256 * 257 // 2
+    with rivals.installed(**rivals.flash_attn_4()):
+        assert FlashAttention4().inapplicable(workload) is None
+        assert attention_verdict(FlashAttention4(), workload).complaint is None
+
+
+def test_truth_of_a_long_workload_is_of_two_key_heads(monkeypatch):
+    workload = VerticalSlash(256, direction="bwd", heads=(3, 6), head_dim=16)
+    inputs = attention_inputs(workload, CPU, torch.float32)
+    whole = attention_truth(workload, inputs)
+    monkeypatch.setattr(attention, "ALL_HEADS", 255)
+    part = attention_truth(workload, inputs)
+    assert part.key_heads == (0, 2)
+    for name, heads in (("dq", [0, 1, 4, 5]), ("dk", [0, 2]), ("dv", [0, 2])):
+        assert torch.equal(part.want[name], whole.want[name][:, :, heads])
+    call = OursSparse().prepare(workload, inputs)
+    assert part.judge(call.collect(call.run()), torch.float32).complaint is None
 
 
 @pytest.mark.parametrize("groups", GROUPS)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from benchmarks import report, tables
-from benchmarks.baselines_gdn import FLA, Definition, FlashInfer, FlashQLA, Ours, OursTraining
+from benchmarks.baselines_gdn import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.inputs import gdn_inputs
+from benchmarks.ours_gdn import Ours, OursTraining
 from benchmarks.truth import gdn_truth
 from benchmarks.workloads import GDN, Gdn
 from reference import gdn

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.attention import attention_work
 from benchmarks.floor import Ceilings, gdn_work
 from benchmarks.inputs import gdn_inputs, num_input_sets
 from benchmarks.workloads import (
@@ -192,3 +193,22 @@ def test_sparse_pairs_equal_the_mask_counted(density):
         (i // 64 - j // 64) in diagonals or j in columns for i in range(1024) for j in range(i + 1)
     )
     assert workload.pairs == count
+
+
+def test_a_dense_workload_is_the_causal_triangle():
+    workload = VerticalSlash(1024)
+    assert workload.mask() == (tuple(range(16)), ())
+    assert workload.pairs == 1024 * 1025 // 2
+    assert [(len(p), len(r)) for p, r in workload.sequences()] == [(1024, 0)]
+    assert "dense" in workload.name
+
+
+def test_the_anchor_has_a_row_for_every_target():
+    """Forward and backward under three masks, beside the dense ones, and an index."""
+    anchor = SPARSE_RING["anchor"]
+    assert {w.tokens for w in anchor} == {131072}
+    kinds = sorted((w.direction, w.dense, w.run) for w in anchor)
+    sparse = [(d, False, run) for d in ("bwd", "fwd") for run in (1, 4, 16)]
+    dense = [(d, True, 1) for d in ("bwd", "fwd", "index")]
+    assert kinds == sorted([*sparse, *dense])
+    assert attention_work(anchor[-1], 2).flops == 2 * 64 * 131072 * 128 * 32
