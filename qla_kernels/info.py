@@ -46,7 +46,13 @@ HOOKS = {
 }
 
 # A family's files that decide nothing about what runs on the GPU.
-HOST_ONLY = ("__init__.py", "api.py", "cpu.py", "ops.py", "validate.py")
+HOST_ONLY = (
+    "__init__.py", "api.py", "assemble.py", "balance.py", "batch.py", "compat.py", "cpu.py",
+    "groups.py", "logprobs.py", "microbatch.py", "ops.py", "padded.py", "patterns.py",
+    "prefix_tree.py", "prompts.py", "validate.py",
+)  # fmt: skip
+ATTENTION = ("dualkv", "sparse_ring")  # they share attn
+STANDARD = {"gdn": (1, 64, 2, 128), "dualkv": (64, 2, 128), "sparse_ring": (1, 128, 2, 128)}
 
 Section = dict[str, object]
 
@@ -63,7 +69,8 @@ def report() -> dict[str, Section]:
         "versions": _versions(),
         "kernel cache": _probed({"folder": lambda: str(jit.cache_dir()), "size": _cache_size}),
         "paths": _probed(
-            {"CPU tensors": _cpu_path, "CUDA, gdn": _cuda_path}
+            {"CPU tensors": _cpu_path}
+            | {f"CUDA, {family}": _cuda_path(family) for family in STANDARD}
             | {f"{name} hook": _hook(module) for name, module in HOOKS.items()}
         ),
         "rivals": _probed({name: _rival(name) for name in RIVALS} | {"cuDNN SDPA": _cudnn}),
@@ -79,8 +86,8 @@ def families() -> list[str]:
 def fingerprint(family: str) -> str:
     """A hash over all that decides what the family runs on a GPU; the same on every machine.
 
-    That is its kernels and its launch code, the shared device vocabulary, the chunk tables and the
-    compiler settings. A record with another fingerprint is about other code.
+    That is kernels, launch code, what families share on the device, chunk tables and compiler
+    settings. A record with another fingerprint is about other code.
     """
     digest = hashlib.sha256()
     for file in sorted(_device_files(family)):
@@ -91,10 +98,11 @@ def fingerprint(family: str) -> str:
 
 def _device_files(family: str) -> Iterator[Path]:
     yield from (PACKAGE / "jit.py", PACKAGE / "varlen.py")
-    for file in (*(PACKAGE / "tile").rglob("*"), *(PACKAGE / family).rglob("*")):
-        of_host = file.parent == PACKAGE / family and file.name in HOST_ONLY
-        if file.suffix in (".py", ".cuh") and not of_host:
-            yield file
+    for folder in ("tile", family, *(("attn",) if family in ATTENTION else ())):
+        for file in (PACKAGE / folder).rglob("*"):
+            of_host = file.parent == PACKAGE / family and file.name in HOST_ONLY
+            if file.suffix in (".py", ".cuh") and not of_host:
+                yield file
 
 
 def schedules(kernel: str) -> dict[str, list[str]]:
@@ -198,24 +206,28 @@ def _cache_size() -> str:
 
 
 def _cpu_path() -> str:
-    from qla_kernels.cpu import reference
-
+    reference = importlib.import_module("qla_kernels.cpu").reference
     return f"{reference().__name__}, chunked"
 
 
-def _cuda_path() -> str:
-    """What a standard gdn call gets here; where there is no GPU, what Hopper would answer."""
-    import torch
+def _cuda_path(family: str) -> Callable[[], str]:
+    """What q, k and v of a standard call get here; without a GPU, what Hopper would answer."""
 
-    from qla_kernels import device
-    from qla_kernels.gdn.validate import CAPABILITY, refusal
+    def probe() -> str:
+        import torch
 
-    x = torch.empty(1, 64, 2, 128, dtype=torch.bfloat16)
-    here = device.available()
-    capability = device.capability(torch.device("cuda", 0)) if here else CAPABILITY
-    reason = refusal(x, x, x, capability=capability)
-    answer = f"refused: {reason}" if reason else "our kernels"
-    return answer if here else f"(no GPU here; on Hopper) {answer}"
+        from qla_kernels import device
+        from qla_kernels.gdn.validate import CAPABILITY
+
+        x = torch.empty(STANDARD[family], dtype=torch.bfloat16)
+        here = device.available()
+        capability = device.capability(torch.device("cuda", 0)) if here else CAPABILITY
+        validate = importlib.import_module(f"qla_kernels.{family}.validate")
+        reason = validate.refusal(x, x, x, capability=capability)
+        answer = "our kernels" if reason is None else f"refused: {reason}"
+        return answer if here else f"(no GPU here; on Hopper) {answer}"
+
+    return probe
 
 
 def _hook(module: str) -> Callable[[], str]:

@@ -13,12 +13,31 @@ import torch
 
 from qla_kernels import device, jit
 from qla_kernels.gdn.validate import CAPABILITY
-from qla_kernels.selftest import gdn_backward, gdn_forward, gdn_public, gdn_segments
+from qla_kernels.selftest import (
+    dualkv_backward,
+    dualkv_forward,
+    gdn_backward,
+    gdn_forward,
+    gdn_public,
+    gdn_segments,
+    sparse_ring_backward,
+    sparse_ring_forward,
+    sparse_ring_index,
+)
 from qla_kernels.selftest.cases import Result
 
 __all__ = ["KERNELS", "Result", "main", "run"]
 
-KERNELS = gdn_forward.KERNELS | gdn_backward.KERNELS | gdn_segments.KERNELS
+KERNELS = {
+    **gdn_forward.KERNELS,
+    **gdn_backward.KERNELS,
+    **gdn_segments.KERNELS,
+    **dualkv_forward.KERNELS,
+    **dualkv_backward.KERNELS,
+    **sparse_ring_index.KERNELS,
+    **sparse_ring_forward.KERNELS,
+    **sparse_ring_backward.KERNELS,
+}
 
 
 def run() -> list[Result]:

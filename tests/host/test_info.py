@@ -65,14 +65,23 @@ def test_a_probe_that_fails_reports_itself_and_stops_no_other():
     assert found == {"first": "unknown (RuntimeError: bad driver)", "second": 2}
 
 
-def test_cuda_path_is_what_refusal_says(monkeypatch):
-    said = info._cuda_path()
+@pytest.mark.parametrize(
+    ("family", "op"),
+    [
+        ("gdn", "chunk_gated_delta_rule"),
+        ("dualkv", "shared_prefix_attention"),
+        ("sparse_ring", "sparse_attention"),
+    ],
+)
+def test_cuda_path_is_what_refusal_says(monkeypatch, family, op):
+    answer = info._cuda_path(family)
+    said = answer()
     monkeypatch.setattr(device, "available", lambda: True)
     monkeypatch.setattr(device, "capability", lambda _: (8, 0))
-    ampere = info._cuda_path()
-    assert ampere.startswith("refused: chunk_gated_delta_rule: device capability 8.0")
+    ampere = answer()
+    assert ampere.startswith(f"refused: {op}: device capability 8.0")
     monkeypatch.setattr(device, "capability", lambda _: (9, 0))
-    assert info._cuda_path() == "our kernels"
+    assert answer() == "our kernels"
     assert said != ampere
 
 
@@ -120,7 +129,9 @@ def test_schedules_of_a_kernel_name_every_variant(capsys):
 def test_an_unknown_kernel_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         info.main(["gdn.kkt"])
-    assert "no kernel 'gdn.kkt'; need one of gdn.l2norm, gdn.chunk_table" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no kernel 'gdn.kkt'; need one of attn.delta, dualkv.fwd" in said
+    assert "gdn.l2norm, gdn.chunk_table, " in said
 
 
 @pytest.fixture
