@@ -92,9 +92,10 @@ def test_no_launch_waits_for_the_host_and_a_graph_records_it():
     want = sparse_attention(x.q, x.k, x.v, index=index)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        assert torch.equal(sparse_attention(x.q, x.k, x.v, index=index), want)
+        got = sparse_attention(x.q, x.k, x.v, index=index)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = sparse_attention(x.q, x.k, x.v, index=index)

@@ -311,7 +311,7 @@ def build(v: Variant):
             unit = T.alloc_var("float32")
             unit = 1
             if v.dtype == "bfloat16":
-                if scale != 0:
+                if (scale != 0) & (num_chunks > 0):  # what only passes stays as it is, bit for bit
                     unit = scale
 
             tx = T.get_thread_binding()

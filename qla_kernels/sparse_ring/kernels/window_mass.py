@@ -115,10 +115,10 @@ def add_parts(lse, s_lse, unit, row0, num_rows, num_parts):
         s_lse[row] = T.infinity("float32")
         if row0 + row < num_rows:
             for p in rolled(num_parts):
-                peak = T.max(peak, lse[p, unit, row0 + row] * LOG2E)
-            for p in rolled(num_parts):
-                total += T.exp2(lse[p, unit, row0 + row] * LOG2E - peak)
-            s_lse[row] = peak + T.log2(total)
+                peak = T.max(peak, lse[p, unit, row0 + row])
+            for p in rolled(num_parts):  # the difference first: it is exactly 0 of the largest
+                total += T.exp2((lse[p, unit, row0 + row] - peak) * LOG2E)
+            s_lse[row] = peak * LOG2E + T.log2(total)
     T.sync_threads(LSE_READY, THREADS)
 
 
