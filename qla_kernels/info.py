@@ -79,8 +79,8 @@ def report() -> dict[str, Section]:
 
 
 def families() -> list[str]:
-    """Every family that has kernels."""
-    return sorted({family for family, _ in jit.kernel_names()})
+    """Every family that has kernels; attn is what others share."""
+    return sorted({family for family, _ in jit.kernel_names()} - {"attn"})
 
 
 def fingerprint(family: str) -> str:
