@@ -1,10 +1,12 @@
 """Attention workloads made concrete: inputs, who sees whom, counted work and truth.
 
 Truth covers all heads of short workloads, and those of the first and the last key head of long
-ones: a dense mask of 128K tokens takes fp32 a second a head. An index is judged by what its lines
-hold, beside what the definition's lines hold, for the queries of the first key head.
+ones, or of the last alone: 128K tokens without a mask take fp32 a second a head, three backward.
+An index is judged by what its lines hold, beside what the definition's lines hold, for the queries
+of the first key head.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,10 @@ AttentionWorkload = SharedPrompts | VerticalSlash
 QUERY_BLOCK = 512  # rows of the score matrix that truth holds at a time
 BLOCK = OBSERVED = 64  # tokens of a block, and queries that an index is made of
 ALL_HEADS = 1 << 15  # tokens up to which truth has every head
+TWO_HEADS = 1 << 16  # of one sequence without a mask, up to which truth has two
+
+# whether query i sees key j, of index tensors that broadcast
+Visible = Callable[[Tensor, Tensor], Tensor]
 
 
 class AttentionInputs(NamedTuple):
@@ -26,29 +32,12 @@ class AttentionInputs(NamedTuple):
     k: Tensor  # [T, Hk, D]
     v: Tensor  # [T, Hk, D]
     do: Tensor | None  # [T, H, D], backward only
-    visible: "Visible"
+    visible: Visible
 
     @property
     def num_bytes(self) -> int:
         tensors = (self.q, self.k, self.v, self.do)
         return sum(x.numel() * x.element_size() for x in tensors if x is not None)
-
-
-class Visible(NamedTuple):
-    """Query i sees key j if j <= i < until[j], and if the mask has a line through (i, j)."""
-
-    until: Tensor  # int32 [T], one past the last token that sees the key
-    diagonals: Tensor | None  # bool [T / 64], active block distances; None: all
-    columns: Tensor | None  # bool [T], keys that every later token sees
-    block: int
-
-    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
-        seen = (key <= query) & (query < self.until[key])
-        if self.diagonals is None or self.columns is None:
-            return seen
-        # a key above the diagonal has a negative distance, which is not a distance to look up
-        distance = (query // self.block - key // self.block).clamp(min=0)
-        return seen & (self.diagonals[distance] | self.columns[key])
 
 
 def attention_inputs(
@@ -71,19 +60,34 @@ def attention_inputs(
 
 
 def visibility(workload: AttentionWorkload, device: torch.device) -> Visible:
+    """Closures over tensors, which a compiler of masks can read."""
     if isinstance(workload, VerticalSlash):
-        until = torch.full((workload.tokens,), workload.tokens, dtype=torch.int32)
-        diagonals, columns = workload.mask()
-        active = torch.zeros(workload.tokens // workload.block, dtype=torch.bool)
-        active[list(diagonals)] = True
-        always = torch.zeros(workload.tokens, dtype=torch.bool)
-        always[list(columns)] = True
-        return Visible(until.to(device), active.to(device), always.to(device), workload.block)
-    until = torch.zeros(workload.tokens, dtype=torch.int32)
+        return _on_lines(workload, device)
+    last = torch.zeros(workload.tokens, dtype=torch.int32)  # one past who sees a key
     for prompt, response in workload.sequences():
-        until[prompt.start : prompt.stop] = response.stop  # of its last response, in the end
-        until[response.start : response.stop] = response.stop
-    return Visible(until.to(device), None, None, 1)
+        last[prompt.start : prompt.stop] = response.stop  # of its last response, in the end
+        last[response.start : response.stop] = response.stop
+    until = last.to(device)
+
+    def visible(query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < until[key])
+
+    return visible
+
+
+def _on_lines(workload: VerticalSlash, device: torch.device) -> Visible:
+    block = workload.block
+    diagonals = torch.zeros(workload.tokens // block, dtype=torch.bool, device=device)
+    columns = torch.zeros(workload.tokens, dtype=torch.bool, device=device)
+    for lines, active in zip((diagonals, columns), workload.mask(), strict=True):
+        lines[torch.tensor(active, dtype=torch.int64, device=device)] = True
+
+    def visible(query: Tensor, key: Tensor) -> Tensor:
+        # a key above the diagonal has a negative distance, which is not one to look up
+        distance = (query // block - key // block).clamp(min=0)
+        return (key <= query) & (diagonals[distance] | columns[key])
+
+    return visible
 
 
 def attention_work(workload: AttentionWorkload, element_size: int) -> Work:
@@ -108,7 +112,9 @@ def attention_truth(workload: AttentionWorkload, inputs: AttentionInputs) -> Tru
     kv_heads, heads = workload.heads
     key_heads = tuple(range(kv_heads))
     if workload.tokens > ALL_HEADS:
-        key_heads = tuple(sorted({0, kv_heads - 1}))
+        unmasked = isinstance(workload, VerticalSlash) and workload.dense
+        first = kv_heads - 1 if unmasked and workload.tokens > TWO_HEADS else 0
+        key_heads = tuple(sorted({first, kv_heads - 1}))
     group, scale = heads // kv_heads, workload.head_dim**-0.5
 
     def wide(x: Tensor, of_each: int) -> Tensor:
@@ -122,10 +128,12 @@ def attention_truth(workload: AttentionWorkload, inputs: AttentionInputs) -> Tru
     token = torch.arange(workload.tokens, device=q.device)
     for start in range(0, workload.tokens, QUERY_BLOCK):
         rows = slice(start, min(start + QUERY_BLOCK, workload.tokens))
-        hidden = ~inputs.visible(token[rows, None], token[None, : rows.stop])
+        seen = inputs.visible(token[rows, None], token[None, : rows.stop])
+        near = seen.any(0).nonzero()[:, 0]  # under a sparse mask few of the keys
+        hidden = ~seen[:, near]
         for head in range(len(q)):
             of = head // group
-            keys, values = k[of, : rows.stop], v[of, : rows.stop]
+            keys, values = k[of, near], v[of, near]
             scores = scale * q[head, rows] @ keys.T
             p = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
             o[head, rows] = p @ values
@@ -135,8 +143,8 @@ def attention_truth(workload: AttentionWorkload, inputs: AttentionInputs) -> Tru
             delta = (upstream * o[head, rows]).sum(-1, keepdim=True)
             ds = (upstream @ values.T).sub_(delta).mul_(p).mul_(scale)
             dq[head, rows] = ds @ keys
-            dk[of, : rows.stop] += ds.T @ q[head, rows]
-            dv[of, : rows.stop] += p.T @ upstream
+            dk[of, near] += ds.T @ q[head, rows]
+            dv[of, near] += p.T @ upstream
     found = {"o": o} if do is None else {"dq": dq, "dk": dk, "dv": dv}
     want: Outputs = {name: x.transpose(0, 1)[None].float() for name, x in found.items()}
     return Truth(want, key_heads, kv_heads)

@@ -1,4 +1,4 @@
-"""Attention by flash-attn-4, cuDNN and FlexAttention. Ours are in ours_attention.
+"""Attention by flash-attn-4 and cuDNN. Ours are in ours_attention, FlexAttention has its own file.
 
 A library that cannot share prompts is given every sequence in full, which is what its users do.
 flash-attn-4 is also given the work without the repetition, as three calls and a merge: that is the
@@ -7,57 +7,21 @@ rival to beat.
 
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from .attention import AttentionInputs, AttentionWorkload
 from .baselines import Call, Implementation, Outputs
+from .baselines_flex import FlexAttention
+from .layer import replicated
 from .ours_attention import ours
+from .replicas import replicas
 from .workloads_attention import SharedPrompts
-
-
-class Replicas(NamedTuple):
-    """Every sequence in full, end to end: which packed token each of their tokens is."""
-
-    source: Tensor  # int64 [tokens of all sequences]
-    first: Tensor  # bool: the packed token's first copy
-    cu_seqlens: Tensor  # int32 [S + 1]
-    lengths: tuple[int, ...]
-    tokens: int  # packed
-
-    def once(self, x: Tensor) -> Tensor:
-        """Each packed token's row, from its first copy."""
-        packed = x.new_empty(self.tokens, *x.shape[1:])
-        packed[self.source[self.first]] = x[self.first]
-        return packed
-
-    def summed(self, x: Tensor) -> Tensor:
-        """Each packed token's row, summed over its copies."""
-        packed = x.new_zeros(self.tokens, *x.shape[1:], dtype=torch.float32)
-        return packed.index_add_(0, self.source, x.float()).to(x.dtype)
-
-    def upstream(self, do: Tensor) -> Tensor:
-        """Only first copies are outputs, so only they have a gradient."""
-        return torch.where(self.first[:, None, None], do[self.source], 0)
-
-
-def replicas(workload: AttentionWorkload, device: torch.device) -> Replicas:
-    source, first, lengths = [], [], []
-    before = range(0)
-    for prompt, response in workload.sequences():
-        source += [torch.arange(r.start, r.stop) for r in (prompt, response)]
-        first += [torch.full((len(prompt),), prompt != before), torch.ones(len(response)).bool()]
-        lengths.append(len(prompt) + len(response))
-        before = prompt
-    return Replicas(
-        torch.cat(source).to(device),
-        torch.cat(first).to(device),
-        torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
-        tuple(lengths),
-        workload.tokens,
-    )
+from .workloads_layer import DecoderLayer
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
@@ -68,6 +32,10 @@ def _outputs(*tensors: Tensor) -> Outputs:
     """o, or dq, dk, dv, as the truth has them."""
     names = ("o",) if len(tensors) == 1 else ("dq", "dk", "dv")
     return {name: x[None] for name, x in zip(names, tensors, strict=True)}
+
+
+def _length(sequence: tuple[range, range]) -> int:
+    return sum(map(len, sequence))
 
 
 def _unmasked(workload: AttentionWorkload) -> bool:
@@ -86,12 +54,19 @@ class FlashAttention4(Implementation):
     def inapplicable(self, workload: AttentionWorkload) -> str | None:
         return None if _unmasked(workload) else "it has no such mask"
 
-    def prepare(self, workload: AttentionWorkload, inputs: AttentionInputs) -> Call:
+    def prepare(self, workload: AttentionWorkload, inputs: Any) -> Call:
         ops = importlib.import_module(self.module)
-        full = replicas(workload, inputs.q.device)
-        q, k, v = (x[full.source] for x in (inputs.q, inputs.k, inputs.v))
+        is_layer = isinstance(workload, DecoderLayer)
+        full = replicas(workload, (inputs.x if is_layer else inputs.q).device)
         spans = _spans(full.cu_seqlens, max(full.lengths), full.cu_seqlens, max(full.lengths))
         options = {"causal": True, "softmax_scale": workload.head_dim**-0.5, **spans}
+        if is_layer:
+            return replicated(
+                inputs,
+                full,
+                lambda *qkv: ops.flash_attn_varlen_func(*qkv, return_lse=True, **options)[0],
+            )
+        q, k, v = (x[full.source] for x in inputs[:3])
 
         def forward() -> Any:
             return ops.flash_attn_varlen_func(q, k, v, return_lse=True, **options)
@@ -122,10 +97,13 @@ class FlashAttention4Shared(Implementation):
 
     name, label = "fa4_shared", "flash-attn-4, 3 calls"
     module, distribution = "flash_attn.cute.interface", "flash-attn-4"
+    merges = True  # in the time
 
     def inapplicable(self, workload: AttentionWorkload) -> str | None:
         if not isinstance(workload, SharedPrompts):
             return "it has no such mask"
+        if isinstance(workload, DecoderLayer):
+            return "it is timed as attention alone"
         return None if any(r for _, r in workload.groups) else "nothing is shared"
 
     def prepare(self, workload: SharedPrompts, inputs: AttentionInputs) -> Call:
@@ -149,14 +127,18 @@ class FlashAttention4Shared(Implementation):
         r = [x[in_response] for x in (inputs.q, inputs.k, inputs.v)]
         operands = (p, [r[0], p[1], p[2]], r)
 
+        merged = torch.compile(merge, fullgraph=True) if inputs.q.is_cuda else merge
+
         def forward() -> Any:
-            parts = [
+            return [
                 ops.flash_attn_varlen_func(
                     *qkv, return_lse=True, causal=causal, softmax_scale=scale, **spans
                 )
                 for qkv, (spans, causal) in zip(operands, calls, strict=True)
             ]
-            return parts[0], merge(parts[1], parts[2])
+
+        def joined(parts: Any) -> Any:
+            return parts[0], merged(parts[1], parts[2])
 
         def collect(raw: Any) -> Outputs:
             o = torch.empty_like(inputs.q)
@@ -164,20 +146,22 @@ class FlashAttention4Shared(Implementation):
             return _outputs(o)
 
         if inputs.do is None:
-            return Call(forward, collect, lambda: forward)
-        of_prompt, of_response = forward()
+            call = self._call(forward, joined, collect)
+            return replace(call, eager=lambda: call.run)
+        of_prompt, of_response = joined(forward())
         do_prompt, do_response = inputs.do[in_prompt], inputs.do[in_response]
         results = (
             (*of_prompt, do_prompt), (*of_response, do_response), (*of_response, do_response),
         )  # fmt: skip
 
         def backward() -> Any:
-            a, b, c = (
-                ops._flash_attn_bwd(*qkv, o, do, lse, causal=causal, softmax_scale=scale, **spans)[
-                    :3
-                ]
+            return [
+                ops._flash_attn_bwd(*qkv, o, do, lse, causal=causal, softmax_scale=scale, **spans)
                 for qkv, (spans, causal), (o, lse, do) in zip(operands, calls, results, strict=True)
-            )
+            ]
+
+        def added(parts: Any) -> Any:
+            a, b, c = (part[:3] for part in parts)
             return (a[0], b[0] + c[0]), (a[1] + b[1], c[1]), (a[2] + b[2], c[2])
 
         def collect_gradients(raw: Any) -> Outputs:
@@ -186,7 +170,25 @@ class FlashAttention4Shared(Implementation):
                 x[in_prompt], x[in_response] = prompt, response
             return _outputs(*packed)
 
-        return Call(backward, collect_gradients)
+        return self._call(backward, added, collect_gradients)
+
+    def _call(
+        self,
+        parts: Callable[[], Any],
+        together: Callable[[Any], Any],
+        collect: Callable[[Any], Outputs],
+    ) -> Call:
+        if self.merges:
+            return Call(lambda: together(parts()), collect)
+        return Call(parts, lambda raw: collect(together(raw)))
+
+
+class FlashAttention4Calls(FlashAttention4Shared):
+    """The calls alone, which nobody can use as they are: what comes together does so untimed."""
+
+    name, label = "fa4_calls", "flash-attn-4, 3 calls, not merged"
+    merges = False
+    on_request = True
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -198,7 +200,11 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 
 
 class CudnnAttention(Implementation):
-    """PyTorch's scaled_dot_product_attention on its cuDNN backend; equal lengths only."""
+    """PyTorch's scaled_dot_product_attention on its cuDNN backend; every sequence in full.
+
+    It has no packed sequences: they are padded to the longest. A layer is not, because its products
+    would take the padding as well.
+    """
 
     name, label = "cudnn", "cuDNN"
     module, distribution = "torch", "torch"
@@ -209,81 +215,40 @@ class CudnnAttention(Implementation):
     def inapplicable(self, workload: AttentionWorkload) -> str | None:
         if not _unmasked(workload):
             return "it has no such mask"
-        lengths = {len(prompt) + len(response) for prompt, response in workload.sequences()}
-        return None if len(lengths) == 1 else "it has no packed sequences"
+        if isinstance(workload, DecoderLayer) and len(set(map(_length, workload.sequences()))) > 1:
+            return "it has no packed sequences"
+        return None
 
-    def prepare(self, workload: AttentionWorkload, inputs: AttentionInputs) -> Call:
+    def prepare(self, workload: AttentionWorkload, inputs: Any) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        full = replicas(workload, inputs.q.device)
+        is_layer = isinstance(workload, DecoderLayer)
+        full = replicas(workload, (inputs.x if is_layer else inputs.q).device, padded=True)
         batch = len(full.lengths)
 
-        def batched(x: Tensor) -> Tensor:
-            return x.view(batch, -1, *x.shape[1:]).transpose(1, 2).contiguous()
-
-        def packed(x: Tensor) -> Tensor:
-            return x.transpose(1, 2).flatten(0, 1)
-
-        q, k, v = (batched(x[full.source]).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-
-        def forward() -> Any:
+        def attend(*packed: Tensor) -> Tensor:
+            q, k, v = (torch.unflatten(x, 0, (batch, -1)).transpose(1, 2) for x in packed)
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, enable_gqa=True
-                )
+                o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return o.transpose(1, 2).flatten(0, 1)
+
+        if is_layer:
+            return replicated(inputs, full, attend)
+        # with gradients, so that a forward keeps its log-sum-exp as everyone's does
+        leaves = [x[full.source].requires_grad_() for x in inputs[:3]]
+
+        def forward() -> Tensor:
+            return attend(*leaves)
 
         if inputs.do is None:
-            return Call(forward, lambda raw: _outputs(full.once(packed(raw))), lambda: forward)
-        do = batched(full.upstream(inputs.do))
-        return _gradients(forward(), (q, k, v), do, lambda x: full.summed(packed(x)))
-
-
-class FlexAttention(Implementation):
-    """torch's compiled FlexAttention with the workload's own mask; the block mask made before."""
-
-    name, label = "flex", "FlexAttention"
-    module, distribution = "torch.nn.attention.flex_attention", "torch"
-    tunes = True
-    compiled = True
-
-    def inapplicable(self, workload: AttentionWorkload) -> str | None:
-        return "it is given its lines" if workload.direction == "index" else None
-
-    def prepare(self, workload: AttentionWorkload, inputs: AttentionInputs) -> Call:
-        flex = importlib.import_module(self.module)
-        visible, tokens = inputs.visible, workload.tokens
-
-        def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return visible(query, key)
-
-        build = torch.compile(flex.create_block_mask) if self.compiled else flex.create_block_mask
-        attend = torch.compile(flex.flex_attention) if self.compiled else flex.flex_attention
-        blocks = build(mask, None, None, tokens, tokens, device=inputs.q.device)
-        q, k, v = (
-            x.transpose(0, 1)[None].contiguous().requires_grad_(inputs.do is not None)
-            for x in (inputs.q, inputs.k, inputs.v)
+            return Call(forward, lambda raw: _outputs(full.once(raw.detach())), lambda: forward)
+        o, do = forward(), full.upstream(inputs.do)
+        return Call(
+            lambda: torch.autograd.grad(o, leaves, do, retain_graph=True),
+            lambda raw: _outputs(*(full.summed(x) for x in raw)),
         )
-
-        def forward() -> Any:
-            return attend(q, k, v, block_mask=blocks, enable_gqa=True)
-
-        def packed(x: Tensor) -> Tensor:
-            return x[0].transpose(0, 1)
-
-        if inputs.do is None:
-            return Call(forward, lambda raw: _outputs(packed(raw)), lambda: forward)
-        return _gradients(forward(), (q, k, v), inputs.do.transpose(0, 1)[None], packed)
-
-
-def _gradients(
-    o: Tensor, leaves: tuple[Tensor, ...], do: Tensor, packed: Callable[[Tensor], Tensor]
-) -> Call:
-    def run() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(o, leaves, do, retain_graph=True)
-
-    return Call(run, lambda raw: _outputs(*(packed(x) for x in raw)))
 
 
 def known(family: str) -> list[Implementation]:
-    shared = [FlashAttention4Shared()] if family == "dualkv" else []
+    shared = [FlashAttention4Shared(), FlashAttention4Calls()] if family == "dualkv" else []
     return [*ours(family), FlashAttention4(), *shared, CudnnAttention(), FlexAttention()]

@@ -1,6 +1,10 @@
-"""A run as figures: latency, ratio to the best rival, share of the floor; PNG and SVG of each."""
+"""A run as figures: latency, ratio to the best rival, share of the floor; PNG and SVG of each.
+
+And, for shared prompts, time against the number of responses.
+"""
 
 import math
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,7 +57,54 @@ def draw(run: Run, folder: Path) -> list[Path]:
             ):
                 if figure is not None:
                     written += _save(figure, folder / f"{stem}-{name}")
-    return written
+    return written + draw_growth(run, folder)
+
+
+def draw_growth(run: Run, folder: Path) -> list[Path]:
+    """Time against the number of responses, if enough rows differ only in that."""
+    with plt.rc_context(STYLE):
+        figure = growth(run)
+        return [] if figure is None else _save(figure, folder / f"{run.family}-responses")
+
+
+def growth(run: Run) -> Any:
+    """Milliseconds over the number of responses, both log: a panel for each direction."""
+    by_shape: dict[str, dict[str, dict[int, Row]]] = {}
+    for row in run.rows:
+        found = re.fullmatch(r"(\d+)x(\d+\+\d+)", row.layout)
+        if run.family == "dualkv" and found is not None:
+            kinds = by_shape.setdefault(found[2], {})
+            kinds.setdefault(row.kind, {})[int(found[1])] = row
+    many = [(s, kinds) for s, kinds in by_shape.items() if max(map(len, kinds.values())) > 2]
+    if not many:
+        return None
+    (shape, kinds), *_ = many
+    figure: Any
+    figure, grid = plt.subplots(
+        1, len(kinds), figsize=(1.5 + 3.2 * len(kinds), 3.9), sharex=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    looks, shown = _looks(run), {}
+    for axes, (kind, rows) in zip(grid.flat, kinds.items(), strict=True):
+        axes.set_title(title_of(kind), loc="left")
+        axes.grid(color=FAINT, linewidth=0.6)
+        for name in timed(run):
+            times = {n: t for n, row in sorted(rows.items()) if (t := row.time_ms(name))}
+            if times:
+                colour, marker = looks[name]
+                (shown[name],) = axes.loglog(
+                    list(times), list(times.values()), color=colour, marker=marker,
+                    markersize=5, linewidth=1.4, label=run.labels[name],
+                )  # fmt: skip
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(sorted(rows), [str(n) for n in sorted(rows)])
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.set_xlabel("responses")
+        axes.set_ylabel("ms")
+    prompt, response = shape.split("+")
+    _head(figure, run, f"Responses of {response} tokens to a prompt of {prompt}: time per call")
+    figure.legend(handles=list(shown.values()), loc="outside lower left", ncols=4, frameon=False)
+    return figure
 
 
 def latency(run: Run, rows: Sequence[Row], subject: str) -> Any:

@@ -85,5 +85,10 @@ def _gate(workload: Gdn, generator: torch.Generator, device: torch.device) -> Te
 
 
 def num_input_sets(bytes_per_set: int, l2_bytes: int, largest: int = 16) -> int:
-    """Enough sets that by the time one returns, the L2 cache holds none of it any more."""
+    """Enough sets that by the time one returns, the L2 cache holds none of it any more.
+
+    A set of many times the cache's size needs no other: a call finds a few percent of it there.
+    """
+    if bytes_per_set >= 16 * l2_bytes:
+        return 1
     return max(2, min(largest, math.ceil(2 * l2_bytes / max(1, bytes_per_set))))

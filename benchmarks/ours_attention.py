@@ -9,10 +9,13 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from . import layer
 from .attention import AttentionInputs, recall
 from .baselines import Call, Implementation, Outputs
 from .workloads_attention import SharedPrompts, VerticalSlash
+from .workloads_layer import DecoderLayer
 
 
 class Ours(Implementation):
@@ -24,7 +27,9 @@ class OursDualKV(Ours):
     module = "qla_kernels.dualkv"
     deterministic = False
 
-    def prepare(self, workload: SharedPrompts, inputs: AttentionInputs) -> Call:
+    def prepare(self, workload: SharedPrompts, inputs: Any) -> Call:
+        if isinstance(workload, DecoderLayer):
+            return self._layer(workload, inputs)
         family = importlib.import_module(self.module)
         ops = importlib.import_module(f"{self.module}.ops")
         q, k, v, do = inputs[:4]
@@ -50,6 +55,18 @@ class OursDualKV(Ours):
             lambda raw: _outputs(*raw),
         )
 
+    def _layer(self, workload: DecoderLayer, inputs: layer.LayerInputs) -> Call:
+        family = importlib.import_module(self.module)
+        layout = family.SharedLayout.from_lengths(workload.groups, device=inputs.x.device)
+        if inputs.x.is_cuda:
+            kv_heads, heads = workload.heads
+            layout.prepare(heads, kv_heads)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.as_tensor(family.shared_prefix_attention(q, k, v, layout))
+
+        return layer.packed(workload, inputs, attend)
+
 
 class OursDualKVRepeatable(OursDualKV):
     """Gradients that are the same bits each time."""
@@ -58,6 +75,8 @@ class OursDualKVRepeatable(OursDualKV):
     deterministic = True
 
     def inapplicable(self, workload: SharedPrompts) -> str | None:
+        if isinstance(workload, DecoderLayer):
+            return "it is timed as attention alone"
         return "results always are" if workload.direction == "fwd" else None
 
 
@@ -105,7 +124,7 @@ def _recall(inputs: AttentionInputs, raw: Any) -> Outputs:
     return recall(inputs, columns.scatter(-1, v_idx.long(), True)[:, :-1], bits.flatten(1).bool())
 
 
-def _outputs(*tensors: torch.Tensor) -> Outputs:
+def _outputs(*tensors: Tensor) -> Outputs:
     names = ("o",) if len(tensors) == 1 else ("dq", "dk", "dv")
     return {name: x[None] for name, x in zip(names, tensors, strict=True)}
 

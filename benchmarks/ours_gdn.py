@@ -102,6 +102,9 @@ class OursKept(OursWhole):
     name, label, keeps = "ours_kept", "ours, segments kept", True
     choices: ClassVar[dict[str, Any]] = {}
 
+    def inapplicable(self, workload: Gdn) -> str | None:
+        return None if workload.kind == "bwd" else "a forward has none to take"
+
 
 def _on_host(inputs: GdnInputs) -> Tensor:
     """cu_seqlens, as a caller knows them who packed the sequences."""

@@ -8,8 +8,10 @@ import torch
 from .attention import attention_inputs, attention_truth, attention_work
 from .floor import Work, gdn_work
 from .inputs import GdnInputs, gdn_inputs, num_input_sets
+from .layer import layer_inputs, layer_truth, layer_work
 from .truth import Truth, gdn_truth
 from .workloads import Gdn
+from .workloads_layer import DecoderLayer
 
 
 class Problem(NamedTuple):
@@ -22,8 +24,9 @@ class Problem(NamedTuple):
 
 def problem_of(workload: Any, device: torch.device, input_sets: int = 0) -> Problem:
     """`input_sets` 0 takes as many as outlast the L2 cache; without a GPU there is one."""
-    of_family = _gdn if isinstance(workload, Gdn) else _attention
-    first, more, dtype, work, truth = of_family(workload, device)
+    kinds: tuple[tuple[type, Callable[..., Made]], ...] = ((Gdn, _gdn), (DecoderLayer, _layer))
+    of_kind = next((make for kind, make in kinds if isinstance(workload, kind)), _attention)
+    first, more, dtype, work, truth = of_kind(workload, device)
     if device.type != "cuda":
         input_sets = 1
     elif not input_sets:
@@ -56,3 +59,14 @@ def _attention(workload: Any, device: torch.device) -> Made:
         return attention_inputs(workload, device, dtype, seed)._replace(visible=first.visible)
 
     return first, more, dtype, work, lambda: attention_truth(workload, first)
+
+
+def _layer(workload: DecoderLayer, device: torch.device) -> Made:
+    dtype = getattr(torch, workload.dtype) if device.type == "cuda" else torch.float32
+    first = layer_inputs(workload, device, dtype)
+
+    def more(seed: int) -> Any:
+        return layer_inputs(workload, device, dtype, seed)._replace(weights=first.weights)
+
+    work = layer_work(workload, dtype.itemsize)
+    return first, more, dtype, work, lambda: layer_truth(workload, first)

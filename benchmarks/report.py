@@ -16,6 +16,7 @@ from pathlib import Path
 
 from . import records, tables
 from .records import ROOT, Run
+from .report_texts import METHOD, WORKLOADS
 from .sm90 import QUICK, SETS
 from .workloads import GDN
 
@@ -30,58 +31,60 @@ FAMILIES = {
 
 Fingerprint = Callable[[str], str]
 
-METHOD = """\
-Every result is checked before it is timed. A gated delta net: against the chunked algorithm in
-fp64 over all heads on a GPU, against the token loop in fp64 without one. Attention: against its
-definition in fp32 on a GPU, of the first and the last key head where there are more than 32768
-tokens. An index: by the share of attention that its lines hold, beside what the definition's
-lines hold. Times are medians over replays of CUDA graphs, in bursts of 20 ms that alternate
-between implementations with the device idle in between, because a GPU under sustained load lowers
-its clock. Input sets rotate so that no call finds its inputs in the L2 cache. Layouts and gates
-that a library wants otherwise are converted outside the timed region. The floor is the larger of
-counted FLOPs over the rate of a large matrix product and of bytes (inputs once, outputs once) over
-the rate of a large copy, both measured in the same run. `eager` is the time through the public
-Python function; `first call` includes compilation where no cache had it."""
-
-WORKLOADS = """\
-`python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their
-workloads, `--quick` means `anchors`. `--warm 8` only compiles, in eight processes, so that the
-run after it finds everything cached; `--cold` fills the L2 cache with other data before each
-call. Gates are `model` (-exp(A_log) softplus(a + dt_bias), from hardly any to nearly total decay)
-or `published` (as FlashQLA publishes with: logsigmoid(x) / 16, and 0 for a quarter of the heads).
-Heads are key heads / value heads, of size 128. `8192x4` is four sequences of 8192 tokens, and
-`64 of 2` is 64 sequences of two.
-
-`forward` is every head configuration at every length, `backward` training's, `short` rollouts of
-many short sequences. `filled` has the rows whose sequences and heads fill the GPU without cutting
-any, `segments` single sequences of few heads, which are cut; `--impl ours,ours_whole` times them
-uncut, too. `decode` is `fused_recurrent_gated_delta_rule` on batches of a few tokens, with fp32
-states given and returned, nearly all of its bytes. `kernels` times single kernels.
-
-Attention has 32 query and 8 key heads of size 128. `dualkv` rows are groups of responses, each with
-one prompt: `long` prompts of 4096 to 32768 tokens (A to D), `short` batches (S1 to S8), `dense`
-sequences that share nothing, and shapes that others published. `sparse_ring` rows are one sequence
-under a mask of diagonals of 64-token blocks and of single columns, which are 15 % of it; `run4` has
-diagonals that come in fours. `dense` has no mask, and `index` is the choice of lines.
-`torchrun --nproc-per-node N -m benchmarks.ring` times rings of N GPUs, sparse and dense."""
-
-# Sections of their own beside the headline's, each from the newest GPU record with such a row.
-ASIDE: dict[str, Callable[[str], bool]] = {
-    "Decoding": lambda kind: kind == "decode",
-    "Kernels alone": lambda kind: kind not in tables.TITLES,
-}
+# Sections of their own beside the headline's: a set each, from the record with most of its rows.
+ASIDE = {
+    "gdn": {
+        "filled": "Sequences that fill the GPU", "segments": "Few heads, cut into segments",
+        "short": "Rollouts of many short sequences", "decode": "Decoding",
+        "kernels": "Kernels alone",
+    },
+    "dualkv": {
+        "short": "Short batches", "largest": "The largest", "layer": "A decoder layer",
+        "responses": "More and more responses to one prompt",
+        "dense": "Sequences that share nothing", "published": "Shapes that others published",
+    },
+    "sparse_ring": {
+        "grid": "Lengths and densities", "dense": "Without a mask", "index": "The choice of lines",
+    },
+}  # fmt: skip
 
 
 def headline(runs: Sequence[Run], family: str) -> Run | None:
-    """The newest GPU record that has every row of the family's quick set."""
-    wanted = {w.name for name in QUICK[family] for w in SETS[family][name]}
+    """The newest GPU record with every row of the family's quick set, less what is aside."""
+    quick = _quick(family)
+    elsewhere = {name for of_set in ASIDE[family] for name in _names(family, of_set)} - quick
     complete = [
         run
         for run in runs
         if run.family == family and run.device_kind == "cuda"
-        if wanted <= {row.name for row in run.rows}
+        if quick <= {row.name for row in run.rows}
     ]
-    return complete[-1] if complete else None
+    return _with_rows(complete[-1], lambda name: name not in elsewhere) if complete else None
+
+
+def aside(runs: Sequence[Run], family: str, of_set: str) -> Run | None:
+    """The set's rows, of the newest GPU record with most of those that are not quick."""
+    names = _names(family, of_set)
+    found = {
+        run.id: sum(row.name in names - _quick(family) for row in run.rows)
+        for run in runs
+        if run.family == family and run.device_kind == "cuda"
+    }
+    most = max(found.values(), default=0)
+    best = [run for run in runs if most and found.get(run.id) == most]
+    return _with_rows(best[-1], names.__contains__) if best else None
+
+
+def _quick(family: str) -> set[str]:
+    return {name for quick in QUICK[family] for name in _names(family, quick)}
+
+
+def _names(family: str, of_set: str) -> set[str]:
+    return {workload.name for workload in SETS[family][of_set]}
+
+
+def _with_rows(run: Run, belongs: Callable[[str], bool]) -> Run:
+    return replace(run, rows=tuple(row for row in run.rows if belongs(row.name)))
 
 
 def readme_section(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
@@ -91,7 +94,7 @@ def readme_section(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
         parts.append(f"**{title}.** {_headline_text(run, family, fingerprint)}")
         if run is not None:
             parts += filter(None, [_by_heads(run)])
-            parts += _pictures(_figures(run, "fwd*latency"), Path())
+            parts += _pictures(_figures(f"{family}-fwd*latency"), Path())
     page = "[docs/performance.md](docs/performance.md)"
     parts.append(f"All rows, errors and how they were measured: {page}.")
     return "\n\n".join(parts)
@@ -103,13 +106,17 @@ def performance_page(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
         run = headline(runs, family)
         parts += [f"## {title}", _headline_text(run, family, fingerprint)]
         if run is not None:
-            parts += [tables.page(run), *_pictures(_figures(run), Path("docs"))]
+            kinds = sorted({row.kind for row in run.rows})
+            figures = [path for kind in kinds for path in _figures(f"{family}-{kind}-*")]
+            parts += [tables.page(run), *_pictures(figures, Path("docs"))]
             parts += [_provenance(run), _details(run)]
-        for heading, belongs in ASIDE.items():
-            aside = _newest_with(runs, family, belongs)
-            if aside is not None and (run is None or aside.id != run.id):
-                parts += [f"### {heading}", _headline_text(aside, family, fingerprint)]
-                parts += [tables.page(aside), _provenance(aside)]
+        for of_set, heading in ASIDE[family].items():
+            other = aside(runs, family, of_set)
+            if other is not None:
+                parts += [f"### {heading}", _headline_text(other, family, fingerprint)]
+                parts += [tables.page(other)]
+                parts += _pictures(_figures(f"{family}-{of_set}"), Path("docs"))
+                parts += [_provenance(other), _details(other)]
         without = _without_gpu(runs, family)
         if without is not None:
             parts += ["### Without a GPU", without]
@@ -149,23 +156,14 @@ def _by_heads(run: Run) -> str:
     return tables.markdown(header, lines, left=2)
 
 
-def _figures(run: Run, pattern: str = "*") -> list[Path]:
-    """The family's committed figures, as paths from the repository's root."""
-    found = sorted((ROOT / FIGURES).glob(f"{run.family}-{pattern}.svg"))
+def _figures(pattern: str) -> list[Path]:
+    """Committed figures, as paths from the repository's root."""
+    found = sorted((ROOT / FIGURES).glob(f"{pattern}.svg"))
     return [path.relative_to(ROOT) for path in found]
 
 
 def _pictures(paths: Sequence[Path], seen_from: Path) -> list[str]:
     return [f"![{path.stem}]({path.relative_to(seen_from)})" for path in paths]
-
-
-def _newest_with(runs: Sequence[Run], family: str, belongs: Callable[[str], bool]) -> Run | None:
-    """The newest GPU record that has rows of these kinds, reduced to them."""
-    for run in reversed(runs):
-        rows = tuple(row for row in run.rows if belongs(row.kind))
-        if rows and run.family == family and run.device_kind == "cuda":
-            return replace(run, rows=rows)
-    return None
 
 
 def _provenance(run: Run) -> str:
@@ -263,15 +261,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _draw_figures(runs: Sequence[Run]) -> None:
-    from .figures import draw
+    from .figures import draw, draw_growth
 
+    folder = ROOT / FIGURES
+    folder.mkdir(parents=True, exist_ok=True)
     for family in FAMILIES:
         run = headline(runs, family)
         if run is not None:
-            (ROOT / FIGURES).mkdir(parents=True, exist_ok=True)
-            for old in (ROOT / FIGURES).glob(f"{family}-*"):
-                old.unlink()
-            draw(run, ROOT / FIGURES)
+            for kind in {row.kind for row in run.rows}:
+                for old in folder.glob(f"{family}-{kind}-*"):
+                    old.unlink()
+            draw(run, folder)
+    growing = aside(runs, "dualkv", "responses")
+    if growing is not None:
+        draw_growth(growing, folder)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,12 @@ from .harness import LIMITS, Harness
 from .messages import Machine, Options
 from .progress import Progress
 from .records import Run
-from .workloads import GDN, GDN_DEFAULT
+from .workloads import GDN, GDN_DEFAULT, Gdn
 from .workloads_attention import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
+from .workloads_layer import LAYER
 
 SETS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gdn": dict(GDN), "dualkv": dict(DUALKV), "sparse_ring": dict(SPARSE_RING),
+    "gdn": dict(GDN), "dualkv": {**DUALKV, "layer": LAYER}, "sparse_ring": dict(SPARSE_RING),
 }  # fmt: skip
 DEFAULT = {"gdn": GDN_DEFAULT, "dualkv": DUALKV_DEFAULT, "sparse_ring": SPARSE_RING_DEFAULT}
 QUICK = {"gdn": ("anchors",), "dualkv": ("long",), "sparse_ring": ("anchor",)}
@@ -74,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--direction",
         metavar="fwd,bwd,both",
-        help="default: as each set says",
+        help="default: as each set says; both in one call: gdn only",
         type=_names,
         default=[],
     )
@@ -109,7 +110,7 @@ def select(options: argparse.Namespace) -> list[Any]:
     found: dict[str, Any] = {}
     for workload in (w for name in names for w in SETS[options.family][name]):
         for wanted in options.direction or [workload.direction]:
-            if wanted == "both" and workload.direction == "bwd":
+            if wanted == "both" and isinstance(workload, Gdn) and workload.direction == "bwd":
                 workload = replace(workload, direction="both")
             if wanted == workload.direction and fnmatch(workload.name, options.only or "*"):
                 found[workload.name] = workload

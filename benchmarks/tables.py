@@ -5,11 +5,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from .records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
+from .workloads_attention import REQUIRED
 
 SLOWER = "▼"
+UNFINISHED = ("fa4_calls",)  # parts of a result, for comparison: no rival that anyone can use
 TITLES = {
     "fwd": "Forward", "bwd": "Backward", "both": "Forward and backward", "decode": "Decoding",
-    "index": "Index",
+    "index": "Index", "layer": "Decoder layer",
 }  # fmt: skip
 
 
@@ -22,7 +24,8 @@ def best_rival(row: Row, ours: Sequence[str]) -> tuple[str, float] | None:
     times = [
         (r.p50_ms, r.implementation)
         for r in row.results
-        if r.implementation not in ours and r.status == OK and r.p50_ms is not None
+        if r.implementation not in (*ours, *UNFINISHED)
+        if r.status == OK and r.p50_ms is not None
     ]
     return None if not times else (min(times)[1], min(times)[0])
 
@@ -89,6 +92,10 @@ def summary(run: Run) -> str:
         common = f", {rows[0].what}" if len(whats) == 1 else ""
         parts.append(f"{title_of(kind)}{common}; ms")
         parts.append(_summary_table(run, rows, with_what=not common))
+        if kind in ("both", "layer") or run.family != "gdn":
+            parts.append(f"{title_of(kind)}; useful TFLOP/s, and peak MiB beyond the inputs")
+            parts.append(_rates_and_memory(run, rows))
+    parts += filter(None, [steps(run)])
     notes = footnotes(run)
     return "\n\n".join([*parts, *([notes] if notes else [])])
 
@@ -117,6 +124,79 @@ def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
         blank = len(header) - 3 - len(more)
         body.append([count, *[""] * blank, f"{mean:.2f}", "", *[""] * len(more)])
     return markdown(header, body, left=len(said))
+
+
+def _rates_and_memory(run: Run, rows: Sequence[Row]) -> str:
+    """Operations that the problem has, not those that someone computes."""
+    names = [n for n in timed(run) if any(row.time_ms(n) for row in rows)]
+    body = []
+    for row in rows:
+        cells = []
+        for name in names:
+            time, result = row.time_ms(name), row.result(name)
+            peak = None if result is None or result.peak_bytes is None else result.peak_bytes >> 20
+            rate = number(None if not time else row.flops / time / 1e9)
+            cells.append("–" if not time else f"{rate}, {'–' if peak is None else peak}")
+        body.append([row.heads, row.layout, *cells])
+    return markdown(["heads", "lengths", *(run.labels[n] for n in names)], body, left=2)
+
+
+def steps(run: Run) -> str:
+    """Shared prompts that have both directions in this run: flash-attn-4's times over ours.
+
+    The sum is a training step's. What a batch has to reach is against the three calls.
+    """
+    directions: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in run.rows:
+        if run.family == "dualkv" and row.kind in ("fwd", "bwd"):
+            directions.setdefault((row.heads, row.layout, row.what), {})[row.kind] = row
+    found = [
+        (pair["fwd"], pair["bwd"])
+        for pair in directions.values()
+        if len(pair) == 2 and all(row.time_ms("ours") for row in pair.values())
+    ]
+    rivals = [
+        name
+        for name in ("fa4_shared", "fa4_calls", "fa4")
+        if any(row.time_ms(name) for pair in found for row in pair)
+    ]
+    if not rivals:
+        return ""
+    header = ["lengths"]
+    for name in rivals:
+        header += [f"{run.labels[name]}: forward", "backward", "sum"]
+    body = []
+    for pair in found:
+        required = REQUIRED.get(pair[0].layout)
+        said = ""
+        if required is not None:
+            said = f"{required.ratio} {'each' if required.apart else 'in sum'}"
+        cells = [_step_cells(pair, name, name == "fa4_shared") for name in rivals]
+        body.append([pair[0].layout, *(c for three in cells for c in three), said])
+    title = "Forward, backward and their sum; time of flash-attn-4 / ours"
+    return "\n\n".join([title, markdown([*header, "required"], body)])
+
+
+def _step_cells(pair: tuple[Row, Row], rival: str, judged: bool) -> list[str]:
+    """Ratios forward, backward and of the sums, marked where they miss what is required."""
+    ours = [row.time_ms("ours") for row in pair]
+    theirs = [row.time_ms(rival) for row in pair]
+    (forward, backward), (their_forward, their_backward) = ours, theirs
+    if not (forward and backward and their_forward and their_backward):
+        return ["–"] * 3
+    ratios = [
+        their_forward / forward,
+        their_backward / backward,
+        (their_forward + their_backward) / (forward + backward),
+    ]
+    each = together = 1.0
+    required = REQUIRED.get(pair[0].layout) if judged else None
+    if required is not None:
+        each, together = (required.ratio, 1.0) if required.apart else (1.0, required.ratio)
+    least = (each, each, together)
+    return [
+        f"{r:.2f} {SLOWER}" if r < n else f"{r:.2f}" for r, n in zip(ratios, least, strict=True)
+    ]
 
 
 def dense_times(rows: Sequence[Row], ours: Sequence[str]) -> dict[tuple[str, int], float]:

@@ -84,7 +84,9 @@ class DeviceTimer(Timer):
 
     def burst(self, seconds: float) -> list[float]:
         first = self._time(1)[0]  # wakes the clocks, and shows how many fit
-        return self._time(max(3, min(200, int(seconds / (first * self.calls_per_step)))))
+        step = first * self.calls_per_step
+        # a step that is longer than a burst shall not heat the device more often than it has to
+        return self._time(max(3 if step < seconds else 1, min(200, int(seconds / step))))
 
     def _time(self, count: int) -> list[float]:
         events = [(_event(), _event()) for _ in range(count)]
@@ -115,17 +117,15 @@ class GraphTimer(DeviceTimer):
     """One graph of a call per input set; a sample is a replay's time divided by the calls in it.
 
     `cold` takes a graph for each set instead, and fills the L2 cache with other data before each.
+    The current stream must not be the default one, which cannot be captured: autograd runs a
+    backward on the stream that its forward was on.
     """
 
     graph = True
 
     def __init__(self, runs: Sequence[Run], cold: bool = False) -> None:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # allocations and tables that a capture must not see
-            for run in runs:
-                run()
-        torch.cuda.current_stream().wait_stream(side)
+        for run in runs:  # allocations and tables that a capture must not see
+            run()
         torch.cuda.synchronize()
         self._runs = runs  # a graph reads their tensors, and does not keep them
         groups = [[run] for run in runs] if cold else [list(runs)]
@@ -135,7 +135,7 @@ class GraphTimer(DeviceTimer):
 
     def _capture(self, runs: Sequence[Run]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for run in runs:
                 self.results = run()  # of the last input set: to be checked after a replay
         return graph

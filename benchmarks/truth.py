@@ -24,6 +24,7 @@ from .workloads import Gdn
 _BF16_LIMITS = {
     "o": 1e-2, "ht": 1e-2, "A": 1e-2,
     "dq": 1.5e-2, "dk": 1.5e-2, "dv": 1.5e-2, "dh0": 1.5e-2, "dg": 3e-2, "dbeta": 3e-2,
+    "y": 1e-2, "dx": 1.5e-2, "dw": 3e-2,  # a layer's, and the gradients of its weights
     "recall": 1e-3,  # of an index: two lines of the same mass may be taken for each other
 }  # fmt: skip
 _OF_BF16 = {torch.bfloat16: 1.0, torch.float16: 0.25, torch.float32: 1e-2}
@@ -58,7 +59,7 @@ class Truth(NamedTuple):
                 )
             limit = _FP32_LIMIT
             if name not in self.in_fp32:
-                limit = _BF16_LIMITS[name] * _OF_BF16[dtype]
+                limit = _BF16_LIMITS[name.partition(".")[0]] * _OF_BF16[dtype]
             whole, worst, head = head_errors(found, want, _head_axis(name))
             errors[name] = whole
             if not whole <= limit:  # NaN does not pass

@@ -86,6 +86,8 @@ class Worker:
         self._implementations = {i.name: i for i in implementations}
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._on_gpu = self._device.type == "cuda"
+        if self._on_gpu:  # autograd runs a backward on its forward's stream: one to be captured
+            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
     def greet(self) -> None:
         kind = self._device.type

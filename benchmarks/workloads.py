@@ -160,13 +160,11 @@ def _filled() -> Iterator[Gdn]:
 
 
 def _segments() -> Iterator[Gdn]:
-    """One sequence and few heads: what cutting it into segments is for."""
-    few: tuple[Heads, ...] = ((2, 4), (2, 8), (4, 16), (8, 32), (12, 48))
-    for heads in few:
-        for text in _LONG:
-            yield Gdn(heads, parse_lengths(text), "fwd", "published", True)
-    for heads in few[:3]:
-        for text in _LONG:
+    """One or two sequences and few heads: what cutting them into segments is for."""
+    lengths = (*_LONG, "24576+8192", "16384+16384", "4096+4096")
+    yield from _forward(((2, 8), (4, 16), (8, 24), (8, 32), (16, 48)), lengths, "published", True)
+    for heads in ((2, 4), (4, 8), (4, 16)):
+        for text in lengths:
             yield Gdn(heads, parse_lengths(text), "bwd", "published", True)
 
 

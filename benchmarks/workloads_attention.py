@@ -4,13 +4,14 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .workloads import Heads, Lengths
 
 Group = tuple[int, Lengths]  # a prompt's tokens, and each response's
 Span = tuple[int, int]  # the bounds of random.randint
 Dtype = Literal["bfloat16", "float16"]
+Direction = Literal["fwd", "bwd", "both"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class SharedPrompts:
 
     label: str
     groups: tuple[Group, ...]
-    direction: Literal["fwd", "bwd"] = "fwd"
+    direction: Direction = "fwd"
     heads: Heads = (8, 32)  # key-value heads, query heads
     head_dim: int = 128
     dtype: Dtype = "bfloat16"
@@ -29,7 +30,7 @@ class SharedPrompts:
     @property
     def name(self) -> str:
         kind = "-fp16" if self.dtype == "float16" else ""
-        return f"dualkv-{self.direction}-{self.heads_label}-{self.label}{kind}"
+        return f"dualkv-{self.kind}-{self.heads_label}-{self.label}{kind}"
 
     @property
     def kind(self) -> str:
@@ -113,10 +114,29 @@ PUBLISHED: dict[str, tuple[Group, ...]] = {
     f"{n}x{p}+2048": _same(n, p, 2048)
     for n, p in ((28, 4096), (28, 16384), (16, 32768), (28, 32768), (16, 65536))
 }
+# what many responses to one prompt cost: their number is all that changes
+RESPONSES: dict[str, tuple[Group, ...]] = {
+    f"{n}x4096+512": _same(n, 4096, 512) for n in (1, 2, 4, 8, 16, 32, 64)
+}
+
+
+class Required(NamedTuple):
+    """How much faster than the calls of `fa4_shared` a batch has to be."""
+
+    ratio: float
+    apart: bool  # forward and backward each; else their sum
+
+
+REQUIRED = {
+    **dict.fromkeys(("S1", "S2", "S3", "S4"), Required(1.3, apart=True)),
+    "S5": Required(1.3, apart=False),
+    **dict.fromkeys(("S6", "S7"), Required(1.2, apart=False)),
+    "S8": Required(1.0, apart=False),
+}
 
 
 def _both(shapes: dict[str, tuple[Group, ...]], dtype: Dtype = "bfloat16") -> SharedPromptSet:
-    directions: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
+    directions: tuple[Direction, ...] = ("fwd", "bwd")
     return tuple(
         SharedPrompts(label, groups, direction, dtype=dtype)
         for direction in directions
@@ -126,7 +146,9 @@ def _both(shapes: dict[str, tuple[Group, ...]], dtype: Dtype = "bfloat16") -> Sh
 
 DUALKV: dict[str, SharedPromptSet] = {
     "long": _both(LONG_PROMPTS),
+    "largest": _both({"28x32768+2048": _same(28, 32768, 2048)}),
     "short": _both(SHORT_BATCHES),
+    "responses": _both(RESPONSES),
     "dense": _both(DENSE),
     "published": _both(PUBLISHED, "float16"),
 }
@@ -222,15 +244,10 @@ class VerticalSlash:
 VerticalSlashSet = tuple[VerticalSlash, ...]
 
 
-def _presets(tokens: tuple[int, ...], densities: tuple[float, ...]) -> VerticalSlashSet:
+def _both_ways(*presets: tuple[int, float, int]) -> VerticalSlashSet:
+    """(tokens, density, run) each."""
     directions: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
-    return tuple(
-        VerticalSlash(t, density, run, direction=direction)
-        for direction in directions
-        for t in tokens
-        for density in densities
-        for run in (1, 4, 16)
-    )
+    return tuple(VerticalSlash(*preset, direction=d) for d in directions for preset in presets)
 
 
 def _dense(*tokens: int) -> VerticalSlashSet:
@@ -238,15 +255,20 @@ def _dense(*tokens: int) -> VerticalSlashSet:
 
 
 LENGTHS = (32768, 65536, 131072, 262144)
+RUNS = (1, 4, 16)
 INDEX_HEADS: tuple[Heads, ...] = ((8, 32), (2, 16))
 
 SPARSE_RING: dict[str, VerticalSlashSet] = {
     "anchor": (
-        *_presets((131072,), (0.05,)),
+        *_both_ways(*((131072, 0.05, run) for run in RUNS)),
         *_dense(131072),
         VerticalSlash(131072, direction="index"),
     ),
-    "grid": _presets(LENGTHS, (0.01, 0.02, 0.05, 0.10, 0.20)),
+    "grid": _both_ways(  # lengths, densities and runs, each around one mask of 128K tokens
+        *((tokens, 0.05, 4) for tokens in LENGTHS),
+        *((131072, density, 4) for density in (0.01, 0.02, 0.10, 0.20)),
+        *((131072, 0.05, run) for run in RUNS if run != 4),
+    ),
     "dense": _dense(*LENGTHS),
     "index": tuple(
         VerticalSlash(t, direction="index", heads=heads) for heads in INDEX_HEADS for t in LENGTHS

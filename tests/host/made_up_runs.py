@@ -1,6 +1,7 @@
 """Benchmark runs that nobody measured, for tests of tables, figures and reports."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks.floor import Ceilings, gdn_work
 from benchmarks.records import (
@@ -43,6 +44,32 @@ def run_of(
 
 def anchor_run(**options: object) -> Run:
     return run_of(GDN["anchors"], **options)  # type: ignore[arg-type]
+
+
+SHARED_LABELS = {
+    "ours": "ours", "fa4_shared": "flash-attn-4, 3 calls", "fa4_calls": "not merged",
+    "fa4": "flash-attn-4",
+}  # fmt: skip
+
+
+def shared_run(workloads: Sequence[Any], times: Mapping[str, float], **changes: object) -> Run:
+    """Shared prompts; `times` in ms by implementation, or by direction and implementation."""
+
+    def result(kind: str, name: str) -> Result:
+        ms = times.get(f"{kind} {name}", times.get(name))
+        if ms is None:
+            return Result(name, NOT_APPLICABLE, "not asked for")
+        return Result(name, OK, p20_ms=ms, p50_ms=ms, p80_ms=ms, samples=9, peak_bytes=3 << 20)
+
+    rows = tuple(
+        Row(
+            name=w.name, family="dualkv", kind=w.kind, heads="8/32", layout=w.layout,
+            tokens=w.tokens, what=w.what, flops=2e12, bytes=1.0, floor_ms=0.5,
+            results=tuple(result(w.kind, name) for name in SHARED_LABELS),
+        )
+        for w in workloads
+    )  # fmt: skip
+    return run_of([], family="dualkv", rows=rows, **{"labels": SHARED_LABELS, **changes})
 
 
 def _row(workload: Gdn, index: int, with_ours: bool, failures: bool) -> Row:

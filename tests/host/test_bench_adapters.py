@@ -3,23 +3,13 @@
 import pytest
 import torch
 
-from benchmarks import attention, baselines_attention, baselines_gdn, ours_gdn
-from benchmarks.attention import attention_inputs, attention_truth
+from benchmarks import baselines_attention, baselines_gdn, ours_gdn
 from benchmarks.baselines import implementations
-from benchmarks.baselines_attention import (
-    CudnnAttention,
-    FlashAttention4,
-    FlashAttention4Shared,
-    FlexAttention,
-    merge,
-)
 from benchmarks.baselines_gdn import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.inputs import gdn_inputs
-from benchmarks.ours_attention import OursDualKV, OursDualKVRepeatable, OursSparse
 from benchmarks.ours_gdn import Ours
 from benchmarks.truth import gdn_truth
 from benchmarks.workloads import Gdn
-from benchmarks.workloads_attention import SharedPrompts, VerticalSlash
 from tests.host import rival_stand_ins as rivals
 
 CPU = torch.device("cpu")
@@ -193,106 +183,3 @@ def test_unknown_implementations_are_refused():
     assert {i.name for i in baselines_attention.known("sparse_ring")} == {
         "ours", "fa4", "cudnn", "flex",
     }  # fmt: skip
-
-
-# --- attention
-
-GROUPS = (
-    ((5, (3, 7, 1)), (4, (2,)), (6, ())),  # unequal groups, one without responses
-    ((8, (4, 4)), (8, (4, 4))),  # equal lengths, which cuDNN needs
-)
-
-
-def attention_verdict(implementation, workload):
-    inputs = attention_inputs(workload, CPU, torch.float32)
-    call = implementation.prepare(workload, inputs)
-    truth = attention_truth(workload, inputs)
-    return truth.judge(call.collect(call.run()), torch.float32)
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_our_attention(direction):
-    shared = SharedPrompts("test", GROUPS[0], direction, heads=(2, 4), head_dim=16)
-    for adapter in (OursDualKV(), OursDualKVRepeatable()):
-        assert attention_verdict(adapter, shared).complaint is None
-    for density in (0.6, 1.0):
-        masked = VerticalSlash(512, density, 1, direction=direction, heads=(1, 2), head_dim=16)
-        assert attention_verdict(OursSparse(), masked).complaint is None
-
-
-def test_our_index_holds_what_the_definitions_holds(monkeypatch):
-    workload = VerticalSlash(1024, direction="index", heads=(2, 4), head_dim=16)
-    assert attention_verdict(OursSparse(), workload).complaint is None
-    assert FlexAttention().inapplicable(workload) is not None
-    assert FlashAttention4().inapplicable(workload) is not None
-    calls = OursSparse().prepare(workload, attention_inputs(workload, CPU, torch.float32))
-    v_idx, v_cnt, d_bits, held = calls.run()
-    truth = attention_truth(workload, attention_inputs(workload, CPU, torch.float32))
-    fewer = calls.collect((v_idx, v_cnt, torch.ones_like(d_bits), held))
-    assert "recall is off" in truth.judge(fewer, torch.float32).complaint
-
-
-def test_a_dense_mask_is_a_rivals_causal_attention():
-    workload = VerticalSlash(256, heads=(2, 4), head_dim=16)
-    assert workload.pairs == 256 * 257 // 2
-    with rivals.installed(**rivals.flash_attn_4()):
-        assert FlashAttention4().inapplicable(workload) is None
-        assert attention_verdict(FlashAttention4(), workload).complaint is None
-
-
-def test_truth_of_a_long_workload_is_of_two_key_heads(monkeypatch):
-    workload = VerticalSlash(256, direction="bwd", heads=(3, 6), head_dim=16)
-    inputs = attention_inputs(workload, CPU, torch.float32)
-    whole = attention_truth(workload, inputs)
-    monkeypatch.setattr(attention, "ALL_HEADS", 255)
-    part = attention_truth(workload, inputs)
-    assert part.key_heads == (0, 2)
-    for name, heads in (("dq", [0, 1, 4, 5]), ("dk", [0, 2]), ("dv", [0, 2])):
-        assert torch.equal(part.want[name], whole.want[name][:, :, heads])
-    call = OursSparse().prepare(workload, inputs)
-    assert part.judge(call.collect(call.run()), torch.float32).complaint is None
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("adapter", [FlashAttention4, FlashAttention4Shared])
-def test_flash_attention_4(adapter, direction, groups):
-    workload = SharedPrompts("test", groups, direction, heads=(2, 4), head_dim=16)
-    with rivals.installed(**rivals.flash_attn_4()):
-        assert attention_verdict(adapter(), workload).complaint is None
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_cudnn(direction, monkeypatch):
-    monkeypatch.setattr(
-        torch.nn.attention.SDPBackend, "CUDNN_ATTENTION", torch.nn.attention.SDPBackend.MATH
-    )
-    workload = SharedPrompts("test", GROUPS[1], direction, heads=(2, 4), head_dim=16)
-    assert attention_verdict(CudnnAttention(), workload).complaint is None
-    ragged = SharedPrompts("test", GROUPS[0], direction)
-    assert "packed" in CudnnAttention().inapplicable(ragged)
-
-
-@pytest.mark.parametrize(
-    "workload",
-    [
-        SharedPrompts("test", GROUPS[0], "fwd", heads=(2, 4), head_dim=16),
-        VerticalSlash(256, 0.6, 1, heads=(1, 2), head_dim=16),
-    ],
-)
-def test_flex_attention(workload, monkeypatch):
-    monkeypatch.setattr(FlexAttention, "compiled", False)
-    assert attention_verdict(FlexAttention(), workload).complaint is None
-
-
-def test_merge_of_disjoint_keys_is_attention_over_all():
-    q, k, v = torch.randn(3, 2, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
-
-    def attend(keys):
-        scores = torch.einsum("qhd,khd->hqk", q, k[keys])
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys]), scores.logsumexp(-1)
-
-    o, lse = merge(attend(slice(0, 4)), attend(slice(4, 10)))
-    whole = attend(slice(0, 10))
-    torch.testing.assert_close(o, whole[0])
-    torch.testing.assert_close(lse, whole[1])

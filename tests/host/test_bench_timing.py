@@ -48,7 +48,8 @@ class Pretended:
                     call()
 
         @contextlib.contextmanager
-        def capture(graph):
+        def capture(graph, stream):
+            assert stream is own
             if device.capture_fails:
                 raise RuntimeError("operation not permitted when stream is capturing")
             device.capturing = graph
@@ -69,11 +70,10 @@ class Pretended:
             if device.broken:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-        stream = SimpleNamespace(wait_stream=lambda other: None)
+        own = object()
         for name, value in {
             "CUDAGraph": Graph, "graph": capture, "Event": Event, "synchronize": synchronize,
-            "Stream": lambda: stream, "current_stream": lambda: stream,
-            "stream": lambda s: contextlib.nullcontext(), "empty_cache": lambda: None,
+            "current_stream": lambda: own, "empty_cache": lambda: None,
             "mem_get_info": lambda: (1 << 20, 1 << 20), "reset_peak_memory_stats": lambda: None,
             "memory_allocated": lambda: 100, "max_memory_allocated": lambda: 350,
         }.items():  # fmt: skip
@@ -200,7 +200,7 @@ def test_a_sample_is_a_replay_over_its_calls(device):
     timer = GraphTimer([call(i) for i in range(3)])
     assert timer.calls_per_step == 3
     before = list(counts)
-    samples = timer.burst(0.0)
+    samples = timer.burst(0.0011)
     assert samples == [pytest.approx(1e-3 / 3)] * 3  # 1 ms on the pretended clock
     assert [a - b for a, b in zip(counts, before, strict=True)] == [4, 4, 4]  # one to wake up
 
@@ -232,14 +232,31 @@ def test_cold_takes_one_call_a_graph_and_fills_the_cache_before_each(device, mon
     )
     timer = GraphTimer([device.captured(lambda: None)] * 2, cold=True)
     assert timer.calls_per_step == 1
-    assert len(timer.burst(0.0)) == 3
+    assert len(timer.burst(0.0011)) == 3
     assert len(filled) == 4
+
+
+def test_a_call_longer_than_a_burst_is_sampled_once(device):
+    timer = GraphTimer([device.captured(lambda: None)])
+    assert len(timer.burst(0.001)) == 1
+    assert len(timer.burst(0.0011)) == 3
+    assert len(timer.burst(0.0101)) == 10
+
+
+def test_a_gpu_worker_is_not_on_the_default_stream(monkeypatch):
+    """A backward runs on its forward's stream, and the default one cannot be captured."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "a stream of its own")
+    monkeypatch.setattr(torch.cuda, "set_stream", chosen.append)
+    Worker(lambda message: None, [])
+    assert chosen == ["a stream of its own"]
 
 
 def test_events_without_a_graph_take_turns_over_the_inputs(device):
     seen = []
     timer = EventTimer([lambda: seen.append(0), lambda: seen.append(1)])
-    timer.burst(0.0)
+    timer.burst(0.0011)
     assert seen == [0, 0, 1, 0]
 
 

@@ -7,10 +7,12 @@ import math
 import pytest
 
 from benchmarks import records, report, tables
-from benchmarks.figures import draw
+from benchmarks.figures import draw, draw_growth
 from benchmarks.records import OK, Result
+from benchmarks.sm90 import SETS
 from benchmarks.workloads import GDN
-from tests.host.made_up_runs import anchor_run, run_of
+from benchmarks.workloads_attention import DUALKV, REQUIRED
+from tests.host.made_up_runs import anchor_run, run_of, shared_run
 
 
 def current(family):
@@ -115,6 +117,40 @@ def test_details_have_every_measurement():
     assert len(tables.details(run).splitlines()) == measured + 2
 
 
+TIMES = {"ours": 1.0, "fwd fa4_shared": 1.45, "bwd fa4_shared": 1.1, "fa4": 3.0}
+
+
+def test_shared_prompts_have_ratios_of_both_directions_and_of_their_sum():
+    text = tables.summary(shared_run(DUALKV["short"], TIMES))
+    lines = text[text.index("Forward, backward and their sum") :].splitlines()
+    cells = {c[1]: c[2:] for c in ([x.strip() for x in line.split("|")] for line in lines[4:])}
+    assert cells["S1"][:6] == ["1.45", "1.10 ▼", "1.27", "3.00", "3.00", "3.00"]
+    assert cells["S5"][:3] == ["1.45", "1.10", "1.27 ▼"]  # 1.3 in sum
+    assert cells["S6"][:3] == ["1.45", "1.10", "1.27"]  # 1.2 in sum
+    required = {label: row[6] for label, row in cells.items()}
+    assert required["S1"] == "1.3 each"
+    assert [required[label] for label in ("S5", "S8")] == ["1.3 in sum", "1.0 in sum"]
+    assert set(REQUIRED) == {w.label for w in DUALKV["short"]}
+    one_way = shared_run([w for w in DUALKV["short"] if w.direction == "fwd"], TIMES)
+    assert "their sum" not in tables.summary(one_way)
+
+
+def test_calls_that_are_not_merged_are_shown_and_are_no_rival():
+    rows = shared_run(DUALKV["short"], {**TIMES, "fa4_calls": 0.5}).rows
+    assert tables.best_rival(rows[0], ("ours",)) == ("fa4_shared", 1.45)
+    text = tables.summary(shared_run(DUALKV["short"], {**TIMES, "fa4_calls": 0.5}))
+    assert "0.50 ▼" in text
+
+
+def test_memory_and_useful_rates_stand_below_the_times_of_shared_prompts():
+    text = tables.summary(shared_run(DUALKV["short"][:1], TIMES))
+    assert "Forward; useful TFLOP/s, and peak MiB beyond the inputs" in text
+    assert "| 2000, 3 |" in text  # 2 TFLOP in 1 ms
+    assert "peak MiB" not in tables.summary(anchor_run())
+    step = [dataclasses.replace(GDN["anchors"][-1], direction="both")]
+    assert "peak MiB" in tables.summary(run_of(step))
+
+
 # --- figures
 
 
@@ -158,6 +194,15 @@ def test_different_gates_are_different_figures_and_a_lone_row_is_none(tmp_path):
     assert "gdn-fwd-latency.png" in lone
 
 
+def test_time_against_the_number_of_responses(tmp_path):
+    (png, svg) = draw_growth(shared_run(DUALKV["responses"], TIMES), tmp_path)
+    assert png.stat().st_size > 2000
+    text = svg.read_text()
+    assert all(f">{word}<" in text for word in ("Forward", "Backward", "64", "responses"))
+    too_few = [w for w in DUALKV["responses"] if w.label in ("1x4096+512", "2x4096+512")]
+    assert draw_growth(shared_run(too_few, TIMES), tmp_path) == []
+
+
 # --- generated pages
 
 
@@ -178,7 +223,7 @@ def test_a_record_without_every_anchor_row_makes_no_headline():
     partial = run_of(GDN["anchors"][:5])
     assert report.headline([partial], "gdn") is None
     older = anchor_run()
-    assert report.headline([older, partial], "gdn") is older
+    assert report.headline([older, partial], "gdn") == older
     on_cpu = anchor_run(device_kind="cpu")
     assert report.headline([on_cpu], "gdn") is None
 
@@ -202,6 +247,28 @@ def test_single_kernels_and_the_cpu_path_have_their_own_sections():
     assert "kkt_solve alone, model gates; ms" in text
     assert "Forward of 4096 tokens, 16/16 heads of 128, float32" in text
     assert "on a laptop (record `cpu`)" in text
+
+
+def test_every_set_beside_the_headlines_has_one_section_and_a_row_stands_in_one():
+    both = shared_run([*DUALKV["long"], *DUALKV["short"]], TIMES, id="long-and-short")
+    fewer = shared_run(DUALKV["short"][:4], TIMES, id="fewer")
+    again = shared_run(DUALKV["short"], TIMES, id="short-again")
+    layer = shared_run(SETS["dualkv"]["layer"], TIMES, id="whole-layers")
+    text = report.performance_page([both, again, fewer, layer], current)
+    head, shared = text.split("## Attention over shared prompts\n")
+    shared = shared.split("## Vertical-slash attention")[0]
+    anchors, short, layers = shared.split("### ")
+    assert "### Short batches" not in head
+    assert "long-and-short" in anchors
+    assert "S1" not in anchors
+    assert short.startswith("Short batches")
+    assert "`short-again`" in short  # as many rows as there are, and the newest of those
+    assert "S8" in short
+    assert layers.startswith("A decoder layer")
+    assert "`whole-layers`" in layers
+    assert set(report.ASIDE) == set(SETS)
+    for family, sets in report.ASIDE.items():
+        assert set(sets) <= set(SETS[family])
 
 
 def test_text_outside_the_markers_stays():
