@@ -1,17 +1,26 @@
 """Times sparse and dense ring attention on the GPUs of one machine.
 
     torchrun --nproc-per-node 2 -m benchmarks.ring
-    torchrun --nproc-per-node 4 -m benchmarks.ring --tokens 131072,524288 --dense fa4
+    torchrun --nproc-per-node 4 -m benchmarks.ring --tokens 131072,524288 --dense fa4 --nodes 2
+    torchrun --nproc-per-node 2 -m benchmarks.ring --device cpu --tokens 2048 --dense none
 
 Forward and backward of one layer through the engine, for each schedule and layout, beside the same
-mask on one GPU and beside a dense ring. A time is the slowest rank's, a median over calls. Overhead
-is what a ring takes beyond its share of the time on one GPU. Everything is checked before.
+mask on one GPU and beside a dense ring. A time is the slowest rank's, a median over samples; in a
+sample calls follow each other, as layers do (`--queued 1`: a call begins when the one before it has
+ended on every rank, and its start shows). Every way is checked first. Of each:
+
+    overhead   what it takes beyond its share of the time on one GPU
+    compute    its launches alone, nothing sent
+    hidden     of its transfers alone, what it does not take beyond compute
+    makespan   compute of the slowest rank by the mean of all: 1 is ideal
+
+`--slow GB/s` adds rings whose ranks are on `--nodes` nodes with links of that rate between them;
+the links are emulated, by delays.
 """
 
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,28 +28,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from qla_kernels.sparse_ring import (
     ContiguousLayout,
-    FixedVerticalSlash,
     RingGroups,
     StripedLayout,
     VerticalSlash,
-    VSIndex,
     ZigZagLayout,
     build_index,
-    ring,
 )
-from qla_kernels.sparse_ring.autograd import Around
 from qla_kernels.sparse_ring.heuristics import chunks_per_launch
-from qla_kernels.sparse_ring.layouts import Layout
-from qla_kernels.sparse_ring.route import LOCAL, Route, route_of
+from qla_kernels.sparse_ring.route import route_of
 
 from . import dense_ring
+from .ring_layer import ALONE, Layer, Way, agree, check
+from .ring_links import silent, slow, transfers
+from .ring_timing import Clock
 from .workloads_attention import VerticalSlash as Workload
 
-DENSE_LIMIT = 5e-3  # relative L2 error of a dense ring beside one call of its kernel
+CHECKED = 512  # tokens a rank
 
 
 @dataclass
@@ -52,28 +58,50 @@ class Row:
     backward_ms: float
     tflops: float  # of both together, all GPUs, of pairs that the mask has
     overhead: float | None = None  # beyond one GPU's time / world
+    compute_ms: float | None = None  # of both together
+    transfers_ms: float | None = None  # alone
+    makespan: float | None = None  # compute, slowest by mean of the ranks
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the transfers."""
+        if self.compute_ms is None or not self.transfers_ms:
+            return None
+        shown = self.forward_ms + self.backward_ms - self.compute_ms
+        return 1 - min(1.0, max(0.0, shown) / self.transfers_ms)
 
     def __str__(self) -> str:
-        more = "" if self.overhead is None else f"  overhead {self.overhead:+.1%}"
-        times = f"{self.forward_ms:8.2f} + {self.backward_ms:8.2f} ms {self.tflops:7.0f} TFLOP/s"
-        return f"{self.tokens // 1024:4}k x{self.world}  {self.what:34} {times}{more}"
+        times = f"{self.forward_ms:8.2f} + {self.backward_ms:8.2f} ms {self.tflops:7.1f} TFLOP/s"
+        said = f"{self.tokens // 1024:4}k x{self.world}  {self.what:32} {times}"
+        for name, value, form in (
+            ("overhead", self.overhead, "+.1%"),
+            ("compute", self.compute_ms, ".2f"),
+            ("transfers", self.transfers_ms, ".2f"),
+            ("hidden", self.hidden, ".0%"),
+            ("makespan", self.makespan, ".3f"),
+        ):
+            said += "" if value is None else f"  {name} {value:{form}}"
+        return said
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl")
-    group = RingGroups.create()
+    if options.device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    group, nodes = RingGroups.create(), RingGroups.create(inner_size=_inner(options))
     rows: list[Row] = []
     for tokens in options.tokens:
-        for row in measured(options, group, tokens):
+        for row in measured(options, group, nodes, tokens):
             rows.append(row)
             if rank == 0:
                 print(row, flush=True)
-        torch.cuda.empty_cache()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
     if rank == 0 and options.out:
-        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        told = [{**asdict(row), "hidden": row.hidden} for row in rows]
+        options.out.write_text(json.dumps(told, indent=1) + "\n")
     dist.destroy_process_group()
 
 
@@ -86,148 +114,138 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--tokens", type=lambda x: [int(n) for n in x.split(",")], default=[131072])
     add("--heads", type=lambda x: tuple(map(int, x.split("x"))), default=(2, 16), metavar="HKxH")
+    add("--head-dim", type=int, default=128)
     add("--density", type=float, default=0.05)
     add("--run-length", type=int, default=4, help="neighbouring diagonals that are active together")
     add("--dense", default="fa4", choices=("fa4", "cudnn", "flash", "none"))
-    add("--calls", type=int, default=10)
+    add("--samples", type=int, default=7)
+    add("--queued", type=int, default=4, help="calls of a sample, one behind the other")
+    add("--nodes", type=int, default=2, help="of the double ring, and of slow links")
+    add("--slow", type=float, help="GB/s of emulated links between nodes")
+    add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--out", type=Path, help="also write the rows as JSON")
     return parser.parse_args(arguments)
 
 
-def measured(options: argparse.Namespace, group: RingGroups, tokens: int) -> Iterator[Row]:
-    workload = Workload(tokens, options.density, options.run_length, heads=options.heads)
-    index = lines(workload)
+def _inner(options: argparse.Namespace) -> int:
+    return max(1, dist.get_world_size() // int(options.nodes))
+
+
+def measured(
+    options: argparse.Namespace, group: RingGroups, nodes: RingGroups, tokens: int
+) -> Iterator[Row]:
+    layer, small = (_layer(options, n) for n in (tokens, CHECKED * group.world))
+    workload = layer.workload
+    clock = Clock(options.device, options.samples, options.queued)
     pairs = 14.0 * workload.pairs * workload.head_dim * options.heads[1]  # 2 + 5 products
-
-    def row(what: str, world: int, calls: Sequence[Callable[[], Any]], work: float) -> Row:
-        forward, backward = (timed(call, options.calls) for call in calls)
-        return Row(what, tokens, world, forward, backward, work / (forward + backward) / 1e9)
-
-    one = row("sparse, one GPU", 1, sparse(workload, index, StripedLayout(1), LOCAL), pairs)
-    yield one
-    for what, layout, route in ways(group, tokens):
-        done = row(what, group.world, sparse(workload, index, layout, route), pairs)
-        share = (one.forward_ms + one.backward_ms) / group.world
-        done.overhead = (done.forward_ms + done.backward_ms) / share - 1
-        yield done
-    q, k, _, _ = shards(workload, 1)
-    index_ms = timed(lambda: build_index(q, k, VerticalSlash()), options.calls)
-    yield Row("index, one GPU", tokens, 1, index_ms, 0.0, 0.0)
-    q, k, _, _ = shards(workload, group.world)
-    layout, pattern = StripedLayout(group.world), VerticalSlash()
-    index_ms = timed(lambda: build_index(q, k, pattern, layout=layout, group=group), options.calls)
-    yield Row("index, striped", tokens, group.world, index_ms, 0.0, 0.0)
+    forward, backward = (clock.slowest(call) for call in layer.calls(ALONE))
+    one = forward + backward
+    yield Row(ALONE.what, tokens, 1, forward, backward, pairs / one / 1e9)
+    for way in ways(group, nodes, tokens, options.slow):
+        check(small, way, group.rank)
+        yield timed(layer, way, clock, one, pairs)
+    yield from indices(layer, group, clock)
     if options.dense != "none":
         kernel = dense_ring.kernel_of(options.dense)
-        check_dense(kernel, group, options.heads, workload.head_dim)
+        check_dense(kernel, small, group)
+        calls = dense(kernel, layer, group)
+        forward, backward = (clock.slowest(call) for call in calls)
         all_pairs = 7.0 * tokens * (tokens + 1) * workload.head_dim * options.heads[1]
-        calls = dense(kernel, workload, group)
-        yield row(f"dense ring, zigzag, {kernel.name}", group.world, calls, all_pairs)
+        rate = all_pairs / (forward + backward) / 1e9
+        what = f"dense ring, zigzag, {kernel.name}"
+        yield Row(what, tokens, group.world, forward, backward, rate)
 
 
-def lines(workload: Workload) -> VSIndex:
-    diagonals, columns = workload.mask()
-    q = torch.empty(1, workload.tokens, workload.heads[1], 64, device="cuda", dtype=torch.bfloat16)
-    return build_index(q, q, FixedVerticalSlash(columns, diagonals))
+def _layer(options: argparse.Namespace, tokens: int) -> Layer:
+    mask = (options.density, options.run_length)
+    workload = Workload(tokens, *mask, heads=options.heads, head_dim=options.head_dim)
+    return Layer(workload, options.device)
 
 
-def ways(group: RingGroups, tokens: int) -> Iterator[tuple[str, Layout, Route]]:
+def ways(group: RingGroups, nodes: RingGroups, tokens: int, rate: float | None) -> Iterator[Way]:
+    """Every layout and schedule; the double ring is for stripes. Then the slow links."""
     world = group.world
     per_launch = chunks_per_launch(None, tokens // world)
-    striped = StripedLayout(world)
-    nodes = RingGroups.create(inner_size=max(1, world // 2))
-    yield "striped, allgather", striped, route_of(group, "allgather", per_launch)
-    yield "striped, ring", striped, route_of(group, "ring", per_launch)
-    yield "striped, ring, a chunk a launch", striped, route_of(group, "ring", 1)
-    yield "striped, double ring", striped, route_of(nodes, "double_ring", per_launch)
-    yield "striped by 64, ring", StripedLayout(world, 64), route_of(group, "ring", per_launch)
-    yield "zigzag, ring", ZigZagLayout(world), route_of(group, "ring", per_launch)
-    yield "contiguous, ring", ContiguousLayout(world), route_of(group, "ring", per_launch)
+    layouts = {
+        "striped": StripedLayout(world),
+        "striped by 64": StripedLayout(world, 64),
+        "zigzag": ZigZagLayout(world),
+        "contiguous": ContiguousLayout(world),
+    }
+    gathered, circulated, double = (
+        route_of(groups, name, per_launch)
+        for groups, name in ((group, "allgather"), (group, "ring"), (nodes, "double_ring"))
+    )
+    for name, layout in layouts.items():
+        yield Way(f"{name}, allgather", layout, gathered)
+        yield Way(f"{name}, ring", layout, circulated)
+        if isinstance(layout, StripedLayout):
+            yield Way(f"{name}, double ring", layout, double)
+    if per_launch > 1 and world > 2:
+        route = circulated._replace(per_launch=1)
+        yield Way("striped, ring, a chunk a launch", layouts["striped"], route)
+    if rate is not None:
+        for name, route in (("allgather", gathered), ("ring", circulated), ("double ring", double)):
+            links = slow(route, nodes.inner.size, rate * 1e9)
+            what = f"{name}, emulated {rate:g} GB/s"
+            yield Way(f"striped, {what}", layouts["striped"], links)
 
 
-def shards(workload: Workload, world: int) -> list[Tensor]:
-    """q, k, v, do of a rank; what is in them does not matter for how long it takes."""
-    kv_heads, heads = workload.heads
-    rows = workload.tokens // world
+def timed(layer: Layer, way: Way, clock: Clock, one: float, work: float) -> Row:
+    world = way.layout.world
+    forward, backward = (clock.slowest(call) for call in layer.calls(way))
+    calls = layer.calls(way._replace(route=silent(way.route)))
+    alone = [sum(of_rank) for of_rank in zip(*map(clock.of_ranks, calls), strict=True)]
+    _, k, v, _ = layer.tensors(world)
+    sent = clock.slowest(lambda: transfers(way.route, k, v))
+    sent += clock.slowest(lambda: transfers(way.route, k, v, gradients=False))
+    both = forward + backward
+    return Row(
+        way.what,
+        layer.workload.tokens,
+        world,
+        forward,
+        backward,
+        work / both / 1e9,
+        overhead=both / (one / world) - 1,
+        compute_ms=max(alone),
+        transfers_ms=sent,
+        makespan=max(alone) / (sum(alone) / world),
+    )
 
-    def normal(num: int) -> Tensor:
-        return torch.randn(1, rows, num, workload.head_dim, device="cuda", dtype=torch.bfloat16)
 
-    return [normal(heads), normal(kv_heads), normal(kv_heads), normal(heads)]
-
-
-def sparse(
-    workload: Workload, index: VSIndex, layout: Layout, route: Route
-) -> list[Callable[[], Any]]:
-    q, k, v, do = shards(workload, layout.world)
-    scale = workload.head_dim**-0.5
-
-    def shard() -> Any:  # made by every call, as its tables are
-        return Around(layout, route).shard(q, list(index[:3]), workload.tokens, scale)
-
-    def forward() -> Any:
-        return ring.forward(shard(), route, q, k, v)
-
-    done = forward()
-    return [forward, lambda: ring.backward(shard(), route, q, k, v, done, do, None)]
+def indices(layer: Layer, group: RingGroups, clock: Clock) -> Iterator[Row]:
+    q, k, _, _ = layer.tensors()
+    tokens, pattern = layer.workload.tokens, VerticalSlash()
+    alone = clock.slowest(lambda: build_index(q, k, pattern))
+    yield Row("index, one device", tokens, 1, alone, 0.0, 0.0)
+    q, k, _, _ = layer.tensors(group.world)
+    layout = StripedLayout(group.world)
+    shared = clock.slowest(lambda: build_index(q, k, pattern, layout=layout, group=group))
+    yield Row("index, striped", tokens, group.world, shared, 0.0, 0.0)
 
 
 def dense(
-    kernel: dense_ring.Kernel, workload: Workload, group: RingGroups
-) -> list[Callable[[], Any]]:
-    q, k, v, do = shards(workload, group.world)
+    kernel: dense_ring.Kernel, layer: Layer, group: RingGroups
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    q, k, v, do = layer.tensors(group.world)
     o, lse = dense_ring.forward(kernel, group.whole, q, k, v)
-    return [
+    return (
         lambda: dense_ring.forward(kernel, group.whole, q, k, v),
         lambda: dense_ring.backward(kernel, group.whole, do, q, k, v, o, lse),
-    ]
+    )
 
 
-def check_dense(
-    kernel: dense_ring.Kernel, group: RingGroups, heads: tuple[int, int], head_dim: int
-) -> None:
+def check_dense(kernel: dense_ring.Kernel, layer: Layer, group: RingGroups) -> None:
     """A dense ring gives what one call of its kernel gives."""
-    layout, generator = ZigZagLayout(group.world), torch.Generator("cuda").manual_seed(0)
-    tokens = layout.pad_len(4096)
-
-    def normal(num: int) -> Tensor:
-        shape = (1, tokens, num, head_dim)
-        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
-
-    whole = [normal(n) for n in (heads[1], heads[0], heads[0], heads[1])]
+    layout, whole = ZigZagLayout(group.world), layer.tensors(seed=0)
     q, k, v, do = (layout.shard(x, 1, group.rank) for x in whole)
     o, lse = dense_ring.forward(kernel, group.whole, q, k, v)
     found = [o, *dense_ring.backward(kernel, group.whole, do, q, k, v, o, lse)]
     q, k, v, do = whole
     o, lse = kernel.forward(q, k, v, True)
     want = [o, *kernel.backward(do, q, k, v, o, lse, True)]
-    for name, got, right in zip(("o", "dq", "dk", "dv"), found, want, strict=True):
-        right = layout.shard(right, 1, group.rank).double()
-        error = float((got.double() - right).norm() / right.norm())
-        if not error < DENSE_LIMIT:
-            raise RuntimeError(f"the dense ring's {name} is off by {error:.1e}")
-
-
-def timed(call: Callable[[], Any], calls: int) -> float:
-    """Milliseconds of the slowest rank."""
-    samples = []
-    for n in range(calls + 2):
-        start, end = _event(), _event()
-        torch.cuda.synchronize()
-        dist.barrier()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor(start.elapsed_time(end), device="cuda")
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        if n >= 2:
-            samples.append(float(slowest))
-    return statistics.median(samples)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    agree("the dense ring", layout, group.rank, found, want)
 
 
 if __name__ == "__main__":

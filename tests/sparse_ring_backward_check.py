@@ -91,7 +91,8 @@ def backward(x: Case) -> Gradients:
         q, o, do = (whole[:, rows] for whole in (x.q, x.o, x.do))
         saved = launch_backward.saved(o, x.lse[..., rows], do, x.dlse[..., rows])
         of_columns = launch_backward.backward_columns(shard, q, saved, columns)
-        sums, out = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape)
+        sums = q.new_empty(q.shape, dtype=torch.float32) if world > 1 else None
+        out = q.new_empty(q.shape)
         owners = [(rank - step) % world for step in range(world)]
         for n, batch in enumerate(filter(len, (owners[:1], owners[1:]))):
             visited = [visit for owner in batch for visit in shard.visits(owner, owner)]
@@ -119,7 +120,7 @@ def check(x: Case, got: Gradients) -> None:
 def _shard(x: Case, rank: int) -> Shard:
     T = x.q.shape[1]
     table = launch.table(x.lines.d_bits, T, x.layout)
-    return Shard(x.layout, rank, T, x.seqlen, x.scale, x.lines, table)
+    return Shard(x.layout, rank, T, x.seqlen, x.scale, *x.lines[:3], table)
 
 
 def _columns(x: Tensor, v_idx: Tensor, T: int) -> Tensor:

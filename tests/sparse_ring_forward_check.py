@@ -76,15 +76,13 @@ def forward(x: Problem, layout: Layout, per_launch: int = 1) -> tuple[Tensor, Te
         shard = shard_of(layout, rank, T, x.seqlen, D**-0.5, x.lines[:3])
         q = x.q if layout.world == 1 else layout.shard(x.q, 1, rank)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        partial = Partial(
-            out.new_empty(q.shape, dtype=torch.float32), lse.new_empty(B, H, shard.rows)
-        )
+        sums = out.new_empty(q.shape, dtype=torch.float32) if layout.world > 1 else None
+        partial = Partial(sums, lse.new_empty(B, H, shard.rows))
         max_v = x.lines.v_idx.shape[-1]
-        columns = Columns(*(out.new_zeros(B, H, max_v, D) for _ in range(2)))
+        columns = Columns(*(out.new_full((B, H, max_v, D), torch.nan) for _ in range(2)))
         for owners, first, last in _batches(rank, layout.world, per_launch):
-            for owner in owners:
-                launch.compact(shard, k, v, owner, owner, columns)
             visited = [visit for owner in owners for visit in shard.visits(owner, owner)]
+            launch.compact(shard, k, v, visited, columns)
             ending = (columns, out) if last else (None, None)
             launch.forward(shard, q, k, v, visited, partial, first, *ending)
         mine = layout.positions(T, rank).to(q.device)

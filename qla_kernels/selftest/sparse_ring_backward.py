@@ -63,9 +63,8 @@ def _cases(dtype: torch.dtype, D: int) -> tuple[_Case, _Case]:
 
 def _dq(x: _Case) -> Tensor:
     visits = [visit for owner in (1, 0) for visit in x.shard.visits(owner, owner)]
-    sums, out = torch.empty_like(x.q, dtype=wide(x.q)), torch.empty_like(x.q)
-    run = tiles(x.q.device)
-    run.backward_queries(x.shard, x.q, x.k, x.v, x.saved, visits, sums, True, x.columns, out)
+    run, out = tiles(x.q.device), torch.empty_like(x.q)
+    run.backward_queries(x.shard, x.q, x.k, x.v, x.saved, visits, None, True, x.columns, out)
     return out
 
 

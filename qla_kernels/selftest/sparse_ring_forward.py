@@ -59,9 +59,9 @@ def _attended(dtype: torch.dtype, D: int) -> tuple[torch.Tensor, ...]:
     partial = Partial(torch.empty_like(mine, dtype=torch.float32), lse)
     columns = Columns(*(mine.new_zeros(*lines.v_idx.shape, D) for _ in range(2)))
     for owner in (rank, 0):
-        launch.compact(shard, k_all, v_all, owner, owner, columns)
-        ending = (columns, out) if owner == 0 else (None, None)
         visits = shard.visits(owner, owner)
+        launch.compact(shard, k_all, v_all, visits, columns)
+        ending = (columns, out) if owner == 0 else (None, None)
         launch.forward(shard, mine, k_all, v_all, visits, partial, owner == rank, *ending)
     index = definition.Index(_columns_of(lines), lines.diagonals().cpu())
     seen = definition.mask(index, SEQLEN)

@@ -133,14 +133,15 @@ def sparse_ring_attention(
     striped = isinstance(layout, StripedLayout)
     gathered = 2 * group.world * k.numel() * k.element_size()
     chosen = schedule_of(schedule, group.world, group.inner.size, gathered, striped)
-    if index is None:
-        assert pattern is not None, "check_lines asks for one of the two"
-        index = build(q, k, pattern, layout, seqlen, scale, group.whole)
     per_launch = launch_size(chunks_per_launch, q.shape[1])
     log.debug("%s: %s, up to %d chunks a launch", RING_OP, chosen, per_launch)
     route = route_of(group, chosen, per_launch)
+    begun = route.batches(k.detach(), v.detach())  # an index hides it
+    if index is None:
+        assert pattern is not None, "check_lines asks for one of the two"
+        index = build(q, k, pattern, layout, seqlen, scale, group.whole)
     o, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, index.v_idx, index.v_cnt, index.d_bits, seqlen, scale, Around(layout, route)
+        q, k, v, index.v_idx, index.v_cnt, index.d_bits, seqlen, scale, Around(layout, route, begun)
     )
     return _result(o, lse, index, return_lse, return_index)
 

@@ -5,6 +5,7 @@ ranks' chunks. The table of diagonals is made again. Nothing is cast under autoc
 not differentiable in turn.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +14,16 @@ from torch.autograd.function import once_differentiable
 
 from qla_kernels.sparse_ring import ops, ring
 from qla_kernels.sparse_ring.layouts import Layout
-from qla_kernels.sparse_ring.route import Route
+from qla_kernels.sparse_ring.route import Batch, Route
 from qla_kernels.sparse_ring.shard import Columns, Shard, shard_of
 
 
 class Around(NamedTuple):
-    """Who holds what, and how it travels."""
+    """Who holds what, how it travels, and for the forward what travels already."""
 
     layout: Layout
     route: Route
+    begun: Iterator[Batch]
 
     def shard(self, q: Tensor, lines: list[Tensor], seqlen: int, scale: float) -> Shard:
         T, rank = self.layout.world * q.shape[1], self.route.whole.rank
@@ -51,7 +53,7 @@ class SparseAttention(torch.autograd.Function):
                 done = ops.vertical_slash_fwd(q, k, v, *lines, seqlen, scale)
             else:
                 shard = around.shard(q, lines, seqlen, scale)
-                o, lse, columns = ring.forward(shard, around.route, q, k, v)
+                o, lse, columns = ring.forward(shard, q, around.begun)
                 done = (o, lse, *columns)
         ctx.set_materialize_grads(False)  # an unused LSE costs no tensor of zeros
         ctx.seqlen, ctx.scale, ctx.around = seqlen, scale, around

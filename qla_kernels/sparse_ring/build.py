@@ -60,8 +60,11 @@ def _estimated(
     if ring.size > 1:
         (lse,) = ring.gather(lse.logsumexp(0)).wait()
     mass = run.window_mass(q_obs, k, block, last, lse, scale)
-    found, tile = _gathered(ring, *run.cut(mass, block, T, pattern))
-    return run.select(found, tile.index_select(-1, place), seqlen, T, pattern)
+    found, tile = run.cut(mass, block, T, pattern)
+    if ring.size > 1:
+        found, tile = _gathered(ring, found, tile)
+        tile = tile.index_select(-1, place)
+    return run.select(found, tile, seqlen, T, pattern)
 
 
 @functools.lru_cache(maxsize=16)
@@ -78,8 +81,6 @@ def _blocks(layout: Layout, rank: int, T: int, device: torch.device) -> tuple[Te
 
 def _gathered(ring: Ring, mine: Candidates, tile: Tensor) -> tuple[Candidates, Tensor]:
     """Candidates and tiles of all ranks, by one collective, [B, H, world x ...]."""
-    if ring.size == 1:
-        return mine, tile
     widths = [mine.column.shape[-1], mine.mass.shape[-1], tile.shape[-1]]
     (everything,) = ring.gather(torch.cat([*mine, tile], -1)).wait()
     column, mass, of_tiles = (

@@ -15,7 +15,7 @@ from qla_kernels.sparse_ring import select as chosen
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import TILE
 from qla_kernels.sparse_ring.patterns import BLOCK, VerticalSlash
-from qla_kernels.sparse_ring.plan import Visit, key_walk, query_walk
+from qla_kernels.sparse_ring.plan import Visit, diagonals, key_walk, query_walk
 from qla_kernels.sparse_ring.plan import table as table  # one of the launches
 from qla_kernels.sparse_ring.select import UNIT, Candidates
 from qla_kernels.sparse_ring.shard import Columns, Partial, Saved, Shard, wide
@@ -59,11 +59,13 @@ def _tokens(block: Tensor) -> Tensor:
     return (block[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
 
 
-def compact(shard: Shard, k: Tensor, v: Tensor, owner: int, slot: int, columns: Columns) -> None:
-    mine, row = _rows_of(shard, owner)
-    for rows, chunk in zip(columns, (k[slot], v[slot]), strict=True):
-        here = _per_head(chunk, shard).gather(2, repeat(row, "b h n -> b h n d", d=k.shape[-1]))
-        rows.copy_(torch.where(mine[..., None], here, rows))
+def compact(shard: Shard, k: Tensor, v: Tensor, visited: list[Visit], columns: Columns) -> None:
+    for owner, slot in dict.fromkeys((visit.owner, visit.slot) for visit in visited):
+        mine, row = _rows_of(shard, owner)
+        for rows, chunk in zip(columns, (k[slot], v[slot]), strict=True):
+            here = _per_head(chunk, shard).gather(2, repeat(row, "b h n -> b h n d", d=k.shape[-1]))
+            rows.copy_(torch.where(mine[..., None], here, rows))
+            rows.masked_fill_((shard.v_idx == shard.T)[..., None], 0)
 
 
 def forward(
@@ -78,6 +80,8 @@ def forward(
     out: Tensor | None,
 ) -> None:
     o, lse = partial
+    if o is None:
+        o = torch.empty(q.shape, dtype=wide(q))
     if first:
         o.zero_()
         lse.fill_(-torch.inf)
@@ -112,11 +116,13 @@ def backward_queries(
     v: Tensor,
     saved: Saved,
     visited: list[Visit],
-    dq: Tensor,
+    dq: Tensor | None,
     first: bool,
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
+    if dq is None:
+        dq = torch.empty(q.shape, dtype=wide(q))
     if first:
         dq.zero_()
     for tile in _query_tiles(shard):
@@ -221,10 +227,12 @@ def _seen_by(
 
 def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> Part:
     """The columns above a row's block that no slash covers; those of its own block never count."""
-    most = int(shard.lines.v_cnt.max())
-    block = (shard.lines.v_idx[..., :most] // BLOCK).long()[..., None, :]
+    most = int(shard.v_cnt.max())
+    block = (shard.v_idx[..., :most] // BLOCK).long()[..., None, :]
     distance = (tile.token // BLOCK)[:, None] - block
-    active = shard.lines.diagonals()[..., None, :].expand(*distance.shape[:-1], -1)
+    active = diagonals(shard.d_bits, shard.T // BLOCK)[..., None, :].expand(
+        *distance.shape[:-1], -1
+    )
     covered = active.gather(-1, distance.clamp(min=0))
     seen = (distance > 0) & ~covered & (tile.token < shard.seqlen)[:, None]
     return Part(columns.k[:, :, :most], columns.v[:, :, :most], seen, False)
@@ -242,7 +250,7 @@ def _gradients(
 
 def _rows_of(shard: Shard, owner: int) -> tuple[Tensor, Tensor]:
     """Which verticals lie in a rank's chunk, and in which of its rows: both [B, H, max_v]."""
-    token = shard.lines.v_idx.long()
+    token = shard.v_idx.long()
     mine = (token < shard.T) & (shard.layout.owner(token, shard.T) == owner)
     return mine, torch.where(mine, shard.layout.local(token, shard.T), 0)
 
@@ -281,5 +289,5 @@ def _group_sum(per_head: Tensor, num_kv_heads: int) -> Tensor:
 
 def _per_head(chunk: Tensor, shard: Shard) -> Tensor:
     """[B, H, L, D], a view of keys or values for each query head."""
-    group = shard.lines.v_cnt.shape[1] // chunk.shape[2]
+    group = shard.v_cnt.shape[1] // chunk.shape[2]
     return repeat(chunk, "b l n d -> b (n g) l d", g=group)

@@ -21,7 +21,9 @@ class Gradients(Protocol):
 
     def leave(self, chunk: Chunk) -> None: ...
 
-    def home(self) -> Tensor: ...
+    def home(self, dtype: torch.dtype) -> list[Tensor]:
+        """dK and dV of the rank's own chunk, rounded once, in memory of their own."""
+        ...
 
 
 def gradients_of(route: Route, k: Tensor) -> Gradients:
@@ -57,10 +59,11 @@ class Travelling:
             if self._outer.size > 1:
                 self._leave_node()
 
-    def home(self) -> Tensor:
+    def home(self, dtype: torch.dtype) -> list[Tensor]:
         if self._across is not None:
             self._across.wait()
-        return self._received if self._outer.size > 1 else self._here
+        own = self._received if self._outer.size > 1 else self._here
+        return [x.to(dtype, copy=True) for x in own]
 
     def _land(self) -> None:
         if self._around is not None:
@@ -82,32 +85,34 @@ class Direct:
 
     def __init__(self, route: Route, k: Tensor) -> None:
         self._ring = route.whole
-        self._own = _room(k)
-        self._sent = [_room(k), _room(k)]
-        self._received = [_room(k), _room(k)]
+        self._own, others = _room(k), route.whole.size - 1
+        self._sent, self._received = ([_room(k) for _ in range(min(2, others))] for _ in range(2))
         self._arriving: Pending | None = None
 
     def arrive(self, chunk: Chunk) -> tuple[Tensor, bool]:
-        return (self._sent[chunk.step % 2] if chunk.step else self._own), True
+        return (self._sent[self._slot(chunk)] if chunk.step else self._own), True
 
     def leave(self, chunk: Chunk) -> None:
         if chunk.step == 0:
             return
-        before, n, rank = self._arriving, chunk.step % 2, self._ring.rank
+        before, n, rank = self._arriving, self._slot(chunk), self._ring.rank
         to, source = rank - chunk.step, rank + chunk.step
         sent, received = [self._sent[n]], [self._received[n]]
         self._arriving = self._ring.swap(sent, received, to, source, GRADIENT_TAG)
         if before is not None:
-            self._add(before)
+            (part,) = before.wait()
+            self._own += part
 
-    def home(self) -> Tensor:
-        if self._arriving is not None:
-            self._add(self._arriving)
-        return self._own
+    def home(self, dtype: torch.dtype) -> list[Tensor]:
+        assert self._arriving is not None, "more than one rank"
+        (last,) = self._arriving.wait()
+        return [
+            torch.add(own, part, out=torch.empty_like(own, dtype=dtype))
+            for own, part in zip(self._own, last, strict=True)
+        ]
 
-    def _add(self, arriving: Pending) -> None:
-        (part,) = arriving.wait()
-        self._own += part
+    def _slot(self, chunk: Chunk) -> int:
+        return chunk.step % len(self._sent)
 
 
 def _room(k: Tensor) -> Tensor:

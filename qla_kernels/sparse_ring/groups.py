@@ -18,9 +18,6 @@ from qla_kernels.errors import need
 GROUPS = "RingGroups"
 Said = tuple[tuple[str, str], ...]  # facts of a call: names and values
 
-# its name until torch 2.13, where the old one warns
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 class RingError(RuntimeError):
     """A transfer or an agreement failed: a rank died, hangs, or makes other calls than this one."""
@@ -83,11 +80,12 @@ class Ring:
         """Of each tensor that of every rank, [size, ...], on every rank."""
         if self.group is None:
             return Pending([], [x[None] for x in tensors])
-        rooms, works = [x.new_empty(self.size, *x.shape) for x in tensors], []
-        with _explained("a gather over all ranks could not be posted"):
-            for room, x in zip(rooms, tensors, strict=True):
-                works.append(_all_gather(room.view(-1), x.view(-1), self.group, async_op=True))
-        return Pending(works, rooms)
+        rooms = [x.new_empty(self.size, *x.shape) for x in tensors]
+        with _explained("a gather over all ranks could not be posted"):  # one transfer
+            work = self.group.allgather_into_tensor_coalesced(
+                [x.view(-1) for x in rooms], [x.view(-1) for x in tensors]
+            )
+        return Pending([work], rooms)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """x of rank `source`, in place."""

@@ -18,8 +18,10 @@ from qla_kernels.sparse_ring.launch_index import cut, select, window_lse, window
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.operands import (
     chunks,
+    columns_of,
     dtype_name,
     first_blocks_on,
+    or_nothing,
     per_head,
     rows,
     visits_on,
@@ -69,21 +71,20 @@ def table(d_bits: Tensor, T: int, layout: Layout) -> Table:
     return made
 
 
-def compact(shard: Shard, k: Tensor, v: Tensor, owner: int, slot: int, columns: Columns) -> None:
+def compact(shard: Shard, k: Tensor, v: Tensor, visited: list[Visit], columns: Columns) -> None:
     if not columns.k.numel():
         return
-    where = visits_on(k.device, k.shape[1], tuple(shard.visits(owner, slot)))
     with device.of(k):
         jit.compile(compact_kernel, compact_kernel.Variant())(
             chunks(k).view(torch.int64),
             chunks(v).view(torch.int64),
-            shard.lines.v_idx,
-            where,
+            shard.v_idx,
+            visits_on(k.device, k.shape[1], tuple(visited)),
             *(x.view(torch.int64) for x in columns),
             shard.T // BLOCK,
             shard.table.stripe_blocks,
             shard.table.buckets,
-            owner % shard.table.buckets,
+            shard.rank,
         )
 
 
@@ -99,31 +100,27 @@ def forward(
     out: Tensor | None,
 ) -> None:
     require_aligned(q=q, k=k, v=v)
-    B, _, H, D = q.shape
-    lines, o = shard.lines, partial.o.view(-1, H, D)
-    # a launch without columns, or without out, is given something in their place, never touched
-    given = columns if columns is not None and columns.k.numel() else None
-    gathered = given or Columns(*2 * [q.new_empty(B, H, 1, D)])
+    *gathered, any_columns = columns_of(columns, q)
     with device.of(q):
-        jit.compile(fwd_kernel, fwd_kernel.Variant(dtype_name(q), D))(
+        jit.compile(fwd_kernel, fwd_kernel.Variant(dtype_name(q), q.shape[3]))(
             rows(q),
             chunks(k),
             chunks(v),
-            *(x.view(B * H, -1, 1, D) for x in gathered),
+            *gathered,
             per_head(shard.table.entries),
             per_head(shard.table.bounds),
-            per_head(lines.d_bits),
-            per_head(lines.v_idx),
-            visits_on(q.device, B, tuple(visited)),
+            per_head(shard.d_bits),
+            per_head(shard.v_idx),
+            visits_on(q.device, q.shape[0], tuple(visited)),
             first_blocks_on(q.device, shard.layout, shard.rank, shard.T),
-            o,
+            or_nothing(partial.o, q, torch.float32),
             partial.lse,
-            o.view(q.dtype).view(-1, H, D) if out is None else out.view(-1, H, D),
+            or_nothing(out, q, q.dtype),
             shard.table.gap,
             shard.table.stripe_blocks,
             shard.seqlen,
             shard.scale * LOG2E,
             int(first),
-            int(given is not None),
+            int(any_columns),
             int(out is not None),
         )

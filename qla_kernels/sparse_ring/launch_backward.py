@@ -1,5 +1,6 @@
 """The launches of the backward on a GPU."""
 
+import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
@@ -12,8 +13,10 @@ from qla_kernels.sparse_ring.kernels import scatter as scatter_kernel
 from qla_kernels.sparse_ring.layouts import TILE
 from qla_kernels.sparse_ring.operands import (
     chunks,
+    columns_of,
     dtype_name,
     first_blocks_on,
+    or_nothing,
     per_head,
     rows,
     visits_on,
@@ -22,8 +25,8 @@ from qla_kernels.sparse_ring.plan import Visit
 from qla_kernels.sparse_ring.shard import Columns, Saved, Shard
 from qla_kernels.tile.math import LOG2E
 
-ROWS_A_SLICE = 32768  # of queries; more slices than MOST_SLICES cost more memory than time
-MOST_SLICES = 4
+ROWS_A_SLICE, MOST_SLICES = 8192, 4  # of the queries that columns meet; scatter waits for each
+NUMBERS = 1 << 27  # fp32, of dK and dV of columns, that slices may hold together
 ALIGNMENT = 16  # bytes: what TMA needs of a tensor and its strides
 
 
@@ -42,33 +45,30 @@ def backward_queries(
     v: Tensor,
     saved: Saved,
     visited: list[Visit],
-    dq: Tensor,
+    dq: Tensor | None,
     first: bool,
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
-    B, _, H, D = q.shape
-    table, lines = shard.table, shard.lines
-    # a launch without columns, or without out, is given something in their place, never touched
-    given = columns if columns is not None and columns.k.numel() else None
-    gathered = given or Columns(*2 * [q.new_empty(B, H, 1, D)])
+    table = shard.table
+    *gathered, any_columns = columns_of(columns, q)
     with device.of(q):
-        jit.compile(dq_kernel, dq_kernel.Variant(dtype_name(q), D))(
+        jit.compile(dq_kernel, dq_kernel.Variant(dtype_name(q), q.shape[3]))(
             *_queries(q, saved),
             chunks(k),
             chunks(v),
-            *(x.view(B * H, -1, 1, D) for x in gathered),
-            *(per_head(x) for x in (table.entries, table.bounds, lines.d_bits, lines.v_idx)),
-            visits_on(q.device, B, tuple(visited)),
+            *gathered,
+            *(per_head(x) for x in (table.entries, table.bounds, shard.d_bits, shard.v_idx)),
+            visits_on(q.device, q.shape[0], tuple(visited)),
             first_blocks_on(q.device, shard.layout, shard.rank, shard.T),
-            dq,
-            dq.view(q.dtype).view(-1)[: q.numel()].view(q.shape) if out is None else out,
+            or_nothing(dq, q, torch.float32),
+            or_nothing(out, q, q.dtype),
             table.gap,
             table.stripe_blocks,
             shard.scale,
             shard.scale * LOG2E,
             int(first),
-            int(given is not None),
+            int(any_columns),
             int(out is not None),
         )
 
@@ -106,16 +106,17 @@ def backward_keys(
 def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) -> Columns:
     """Of a slice of the queries each, [slices, B H, max_v in whole tiles, D]: scatter sums them."""
     B, H, max_v, D = columns.k.shape
-    slices = min(MOST_SLICES, -(-shard.rows // ROWS_A_SLICE))
     room = -(-max_v // TILE) * TILE
+    most = max(1, NUMBERS // max(1, 2 * B * H * room * D))
+    slices = min(MOST_SLICES, most, -(-shard.rows // ROWS_A_SLICE))
     grads = Columns(*saved.lse.new_empty(2, slices, B * H, room, D))
     if max_v:
         with device.of(q):
             jit.compile(columns_kernel, columns_kernel.Variant(dtype_name(q), D))(
                 *_queries(q, saved),
                 *(x.view(B * H, max_v, 1, D) for x in columns),
-                per_head(shard.lines.d_bits),
-                per_head(shard.lines.v_idx),
+                per_head(shard.d_bits),
+                per_head(shard.v_idx),
                 first_blocks_on(q.device, shard.layout, shard.rank, shard.T),
                 *grads,
                 shard.table.gap,
@@ -128,12 +129,12 @@ def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) ->
 
 def scatter(shard: Shard, of_columns: Columns, owner: int, dkv: Tensor) -> None:
     Hk, D = dkv.shape[3:]
-    H, max_v = shard.lines.v_idx.shape[1:]
+    H, max_v = shard.v_idx.shape[1:]
     if max_v:
         with device.of(dkv):
             jit.compile(scatter_kernel, scatter_kernel.Variant(D))(
                 *of_columns,
-                per_head(shard.lines.v_idx),
+                per_head(shard.v_idx),
                 first_blocks_on(dkv.device, shard.layout, owner, shard.T),
                 dkv,
                 shard.table.gap,

@@ -55,7 +55,7 @@ def _fwd(
     scale: float,
 ) -> tuple[Tensor, ...]:
     shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
-    done = ring.forward(shard, LOCAL, q, k, v)
+    done = ring.forward(shard, q, LOCAL.batches(k, v))
     return (done.o, done.lse, *done.columns)
 
 

@@ -2,15 +2,18 @@
 
 Every schedule and every device runs these two functions. Partial results are fp32 from the first
 launch to the last, so accuracy does not depend on the number of ranks; each tensor is rounded once.
+Where one launch meets everything there are none.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qla_kernels.sparse_ring.gradients import gradients_of
-from qla_kernels.sparse_ring.route import Route
+from qla_kernels.sparse_ring.plan import Visit
+from qla_kernels.sparse_ring.route import Batch, Chunk, Route
 from qla_kernels.sparse_ring.shard import Columns, Partial, Shard, tiles, wide
 
 
@@ -26,17 +29,21 @@ class Backward(NamedTuple):
     dv: Tensor
 
 
-def forward(shard: Shard, route: Route, q: Tensor, k: Tensor, v: Tensor) -> Forward:
+def forward(shard: Shard, q: Tensor, batches: Iterable[Batch]) -> Forward:
+    """`batches` are those of a route, begun when the caller had k and v."""
     run = tiles(q.device)
     B, L, H, D = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    partial = Partial(_wide(q, B, L, H, D), _wide(q, B, H, L))
-    columns = Columns(*(k.new_zeros(B, H, shard.lines.v_idx.shape[-1], D) for _ in range(2)))
-    for batch in route.batches(k, v):
-        for chunk in batch.chunks:
-            run.compact(shard, batch.k, batch.v, chunk.owner, chunk.slot, columns)
-        visited = [v for chunk in batch.chunks for v in shard.visits(chunk.owner, chunk.slot)]
+    partial = Partial(None, _wide(q, B, H, L))
+    columns = Columns(*(q.new_empty(B, H, shard.v_idx.shape[-1], D) for _ in range(2)))
+    for batch in batches:
+        if not batch.visited:
+            continue
+        if not batch.last and partial.o is None:
+            partial = partial._replace(o=_wide(q, B, L, H, D))
+        visited = _visits(shard, batch.visited)
         last = (columns, out) if batch.last else (None, None)
+        run.compact(shard, batch.k, batch.v, visited, columns)
         run.forward(shard, q, batch.k, batch.v, visited, partial, batch.first, *last)
     return Forward(out, partial.lse, columns)
 
@@ -53,26 +60,33 @@ def backward(
 ) -> Backward:
     """Verticals first: their gradients then join those of each chunk while it is here.
 
-    A step runs the pass for dQ before the pass for dK and dV, whose accumulator is under way for as
-    long.
+    A step runs the pass for dK and dV before the pass for dQ, which hides their way, the last one's
+    home as well.
     """
     run = tiles(q.device)
+    batches, gradients = route.batches(k, v), gradients_of(route, k)
     saved = run.saved(done.o, done.lse, do, dlse)
     of_columns = run.backward_columns(shard, q, saved, done.columns)
-    dq, out = _wide(q, *q.shape), torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    gradients = gradients_of(route, k)
-    for batch in route.batches(k, v):
-        visited = [v for chunk in batch.chunks for v in shard.visits(chunk.owner, chunk.slot)]
-        last = (done.columns, out) if batch.last else (None, None)
-        run.backward_queries(shard, q, batch.k, batch.v, saved, visited, dq, batch.first, *last)
-        for chunk in batch.chunks:
+    dq, out = None, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for batch in batches:
+        for chunk in batch.came:
             dkv, first = gradients.arrive(chunk)
             where = (chunk.owner, chunk.slot)
             run.backward_keys(shard, q, batch.k, batch.v, saved, *where, dkv, first)
             run.scatter(shard, of_columns, chunk.owner, dkv)
             gradients.leave(chunk)
-    dk, dv = gradients.home()  # views of one tensor, which travelled
-    return Backward(out, dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True))
+        if not batch.visited:
+            continue
+        if not batch.last and dq is None:
+            dq = _wide(q, *q.shape)
+        visited = _visits(shard, batch.visited)
+        last = (done.columns, out) if batch.last else (None, None)
+        run.backward_queries(shard, q, batch.k, batch.v, saved, visited, dq, batch.first, *last)
+    return Backward(out, *gradients.home(k.dtype))
+
+
+def _visits(shard: Shard, chunks: list[Chunk]) -> list[Visit]:
+    return [visit for chunk in chunks for visit in shard.visits(chunk.owner, chunk.slot)]
 
 
 def _wide(x: Tensor, *shape: int) -> Tensor:

@@ -1,10 +1,11 @@
 """In which order chunks of k and v reach a rank, and how: the three schedules.
 
-A schedule is an iterator over batches: chunks that are here, and that one launch may visit. The
+A schedule is an iterator over batches: chunks that came, and those that one launch is to visit. The
 transfers of the next batch are posted before a batch is handed out, and awaited after it was
 launched, so that they run beside it.
 
-    allgather     the rank's own chunk; then all others, gathered in one buffer
+    allgather     all at once, in one buffer: there are no partial results; what a call can do with
+                  the rank's own chunk alone hides the transfer
     ring          one ring over all ranks: at step s the chunk of rank - s
     double_ring   a turn of the inner ring for each step of the outer one
 
@@ -12,6 +13,7 @@ The ring is the double ring with one node.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,8 +33,9 @@ class Chunk(NamedTuple):
 class Batch(NamedTuple):
     k: Tensor  # [slots, B, L, Hk, D]
     v: Tensor
-    chunks: list[Chunk]
-    first: bool
+    came: list[Chunk]
+    visited: list[Chunk]  # by one launch over the queries; none: no launch
+    first: bool  # of those launches
     last: bool
 
 
@@ -46,7 +49,12 @@ class Route(NamedTuple):
     per_launch: int  # chunks
 
     def batches(self, k: Tensor, v: Tensor) -> Iterator[Batch]:
-        return _gathered(self.whole, k, v) if self.gathers else _circulated(self, k, v)
+        """The transfers that the first batch hides are posted when this returns."""
+        if self.inner.size == self.outer.size == 1 and not self.gathers:
+            own = [Chunk(0, 0, 0, 0)]
+            return iter([Batch(k[None], v[None], own, own, first=True, last=True)])
+        to_come = _gathered(self.whole, k, v) if self.gathers else _circulated(self, k, v)
+        return chain([next(to_come)], to_come)
 
     def owner(self, turn: int, step: int) -> int:
         """Whose chunk is here at (outer step, inner step)."""
@@ -60,20 +68,22 @@ LOCAL = Route(ALONE, ALONE, ALONE, gathers=False, per_launch=1)
 def route_of(groups: RingGroups | None, schedule: str, per_launch: int) -> Route:
     if groups is None or groups.world == 1:
         return LOCAL
+    if schedule == "double_ring":
+        return Route(groups.whole, groups.inner, groups.outer, False, per_launch)
+    # where it has all ranks the inner ring's group, for which an index's collectives do not wait
+    ring = groups.inner if groups.inner.size == groups.world else groups.whole
     if schedule == "allgather":
-        return Route(groups.whole, ALONE, ALONE, True, per_launch)
-    if schedule == "ring":
-        return Route(groups.whole, groups.whole, ALONE, False, per_launch)
-    return Route(groups.whole, groups.inner, groups.outer, False, per_launch)
+        return Route(ring, ALONE, ALONE, True, per_launch)
+    return Route(ring, ring, ALONE, False, per_launch)
 
 
 def _gathered(ring: Ring, k: Tensor, v: Tensor) -> Iterator[Batch]:
     arriving = ring.gather(k, v)
-    yield Batch(k[None], v[None], [Chunk(ring.rank, 0, 0, 0)], first=True, last=False)
+    yield Batch(k[None], v[None], [Chunk(ring.rank, 0, 0, 0)], [], first=False, last=False)
     k_all, v_all = arriving.wait()
     owners = [(ring.rank - s) % ring.size for s in range(ring.size)]
     chunks = [Chunk(owner, owner, 0, s) for s, owner in enumerate(owners)]
-    yield Batch(k_all, v_all, chunks[1:], first=False, last=True)
+    yield Batch(k_all, v_all, chunks[1:], chunks, first=True, last=True)
 
 
 class _Place(NamedTuple):
@@ -105,7 +115,7 @@ def _circulated(route: Route, k: Tensor, v: Tensor) -> Iterator[Batch]:
             here = places[steps[0]]
             chunks = [Chunk(route.owner(turn, i), places[i].slot, turn, i) for i in steps]
             last = turn + 1 == outer.size and n + 1 == len(batches)
-            yield Batch(here.k, here.v, chunks, first=turn == n == 0, last=last)
+            yield Batch(here.k, here.v, chunks, chunks, first=turn == n == 0, last=last)
             relay.wait()
         if from_node is not None:
             from_node.wait()

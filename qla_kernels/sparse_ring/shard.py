@@ -22,7 +22,9 @@ class Shard(NamedTuple):
     T: int  # tokens of all ranks, with padding
     seqlen: int
     scale: float
-    lines: VSIndex
+    v_idx: Tensor  # the lines, as VSIndex has them
+    v_cnt: Tensor
+    d_bits: Tensor
     table: Table
 
     @property
@@ -39,7 +41,7 @@ class Shard(NamedTuple):
         return [self.layout.position(rank, row, self.T) // BLOCK for row in rows]
 
     def positions(self, rank: int) -> Tensor:
-        return self.layout.positions(self.T, rank).to(self.lines.v_idx.device)
+        return self.layout.positions(self.T, rank).to(self.v_idx.device)
 
     def visits(self, owner: int, slot: int = 0) -> list[Visit]:
         return visits(self.layout, self.T, self.rank, owner, slot)
@@ -53,9 +55,8 @@ def shard_of(
 ) -> Shard:
     """`lines` are v_idx, v_cnt and d_bits of an index, as operators and autograd hand them on."""
     v_idx, v_cnt, d_bits = lines
-    index = VSIndex(v_idx, v_cnt, d_bits, v_cnt.float(), T)  # no launch reads the recall
     made = tiles(d_bits.device).table(d_bits, T, layout)
-    return Shard(layout, rank, T, seqlen, scale, index, made)
+    return Shard(layout, rank, T, seqlen, scale, v_idx, v_cnt, d_bits, made)
 
 
 class Columns(NamedTuple):
@@ -68,7 +69,7 @@ class Columns(NamedTuple):
 class Partial(NamedTuple):
     """The attention to what was visited so far."""
 
-    o: Tensor  # [B, L, H, D], fp32 until the last launch
+    o: Tensor | None  # [B, L, H, D], fp32; None where one launch meets everything
     lse: Tensor  # [B, H, L], natural log, fp32
 
 
@@ -120,9 +121,9 @@ class Tiles(Protocol):
         ...
 
     def compact(
-        self, shard: Shard, k: Tensor, v: Tensor, owner: int, slot: int, columns: Columns
+        self, shard: Shard, k: Tensor, v: Tensor, visited: list[Visit], columns: Columns
     ) -> None:
-        """Copy the rows that verticals need of one chunk."""
+        """Copy the rows that verticals need of the visited chunks; rows of no vertical become 0."""
         ...
 
     def forward(
@@ -153,14 +154,15 @@ class Tiles(Protocol):
         v: Tensor,
         saved: Saved,
         visited: list[Visit],
-        dq: Tensor,
+        dq: Tensor | None,
         first: bool,
         columns: Columns | None,
         out: Tensor | None,
     ) -> None:
         """Add dQ of the visited slashes, and of the columns; dq is fp32.
 
-        The last launch of a call has `out`, and writes dQ to it, rounded once, and not to dq.
+        The last launch of a call has `out`, and writes dQ to it, rounded once, and not to dq, which
+        is None where it is the first as well.
         """
         ...
 

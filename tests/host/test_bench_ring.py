@@ -1,6 +1,12 @@
 """What sparse attention is compared with: a dense ring, any number of ranks, and a dense row."""
 
+import json
+import os
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import Queue
 
 import pytest
@@ -8,9 +14,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import dense_ring, tables
+from benchmarks import ring as bench
 from benchmarks.records import OK, Result, Row
-from benchmarks.ring import parse
+from benchmarks.ring_links import Slow
 from qla_kernels.sparse_ring import ZigZagLayout
+from qla_kernels.sparse_ring.groups import Pending, Ring
 from reference import sparse_ring
 from tests.host.made_up_runs import run_of
 from tests.mail import Mail
@@ -55,9 +63,61 @@ def test_any_number_of_ranks_is_one_call(world):
 
 
 def test_what_is_asked_for():
-    options = parse(["--tokens", "65536,131072", "--heads", "8x32"])
+    options = bench.parse(["--tokens", "65536,131072", "--heads", "8x32"])
     assert options.tokens == [65536, 131072]
     assert options.heads == (8, 32)
+
+
+def test_two_processes_time_every_layout_and_schedule(tmp_path):
+    """Over gloo. Every way is compared with one device before it is timed."""
+    out = tmp_path / "rows.json"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "benchmarks.ring", "--device", "cpu"),
+            *("--tokens", "512", "--heads", "1x2"),
+            *("--head-dim", "16", "--density", "0.5", "--dense", "none", "--samples", "1"),
+            *("--queued", "1", "--slow", "1", "--out", str(out)),
+        ],
+        cwd=Path(bench.__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=150,
+    )
+    rows = {row["what"]: row for row in json.loads(out.read_text())}
+    for layout in ("striped", "striped by 64", "zigzag", "contiguous"):
+        for schedule in ("allgather", "ring"):
+            row = rows[f"{layout}, {schedule}"]
+            assert row["forward_ms"] > 0
+            assert row["backward_ms"] > 0
+            assert row["makespan"] >= 1
+            assert 0 <= row["hidden"] <= 1
+    assert "striped, double ring" in rows
+    assert "striped, ring, emulated 1 GB/s" in rows
+
+
+def test_of_transfers_what_shows_is_what_compute_does_not_take():
+    row = bench.Row("", 1024, 2, 3.0, 4.0, 1.0, compute_ms=6.0, transfers_ms=2.0)
+    assert row.hidden == 0.5
+    assert bench.Row("", 1024, 2, 3.0, 4.0, 1.0, compute_ms=7.1, transfers_ms=2.0).hidden == 1
+    assert bench.Row("", 1024, 1, 3.0, 4.0, 1.0).hidden is None
+
+
+def test_only_what_crosses_nodes_is_late(monkeypatch):
+    """Of four ranks in nodes of two, rank 2 is the first of a node; 5 ms are 5000 bytes."""
+    monkeypatch.setattr(Ring, "swap", lambda self, sent, received, *_: Pending([], received))
+    monkeypatch.setattr(Ring, "gather", lambda self, *x: Pending([], x))
+    x = torch.zeros(5000, dtype=torch.int8)
+    for rank, transfer, milliseconds in (
+        (2, lambda ring: ring.shift([x], [x], 0), 5),
+        (3, lambda ring: ring.shift([x], [x], 0), 0),
+        (3, lambda ring: ring.gather(x), 10),
+    ):
+        start = time.perf_counter()
+        transfer(Slow(None, rank, 4, node=2, rate=1e6)).wait()
+        taken = (time.perf_counter() - start) * 1e3
+        assert taken >= milliseconds
+        assert milliseconds or taken < 5
 
 
 def test_rows_under_a_mask_stand_beside_the_best_rival_without_one():

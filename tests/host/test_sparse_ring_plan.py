@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, ZigZagLayout
+from qla_kernels.sparse_ring.operands import rows
 from qla_kernels.sparse_ring.patterns import BLOCK
 from qla_kernels.sparse_ring.plan import (
     diagonals,
@@ -124,3 +125,18 @@ def test_a_chunk_is_met_through_one_bucket_in_the_order_of_distance():
         assert e.tolist() == sorted(set(e.tolist()))
         assert {-(-n // 2) % 4 for n in e.tolist()} <= {bucket}
     assert not made.entries[0, 0, bounds[-1] :].any()
+
+
+def test_a_dimension_of_one_element_has_a_stride_that_a_kernel_can_hold():
+    """Of a sequence of more than 2^31 elements, and of what `expand` or a slice makes."""
+    for x in (
+        torch.empty(1, 1 << 20, 32, 128, device="meta"),
+        torch.empty(1, 256, 1, 128, device="meta").expand(1, 256, 1, 128)[:, ::2],
+        torch.empty(256, 3, 128, device="meta").as_strided((1, 256, 1, 128), (0, 384, 5, 1)),
+    ):
+        seen = rows(x)
+        assert seen.shape == x.shape
+        assert all(0 < s < 2**31 for s in seen.stride())
+        assert all(s % 128 == 0 for s in seen.stride()[:-1])
+        kept = [n for n, size in enumerate(x.shape) if size > 1]
+        assert [seen.stride(n) for n in kept] == [x.stride(n) for n in kept]

@@ -14,8 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.sparse_ring import FixedVerticalSlash, StripedLayout, build_index, ring
-from qla_kernels.sparse_ring.route import Route
+from qla_kernels.sparse_ring import (
+    FixedVerticalSlash,
+    RingGroups,
+    StripedLayout,
+    build_index,
+    ring,
+)
+from qla_kernels.sparse_ring.groups import ALONE, Ring
+from qla_kernels.sparse_ring.route import Route, route_of
 from qla_kernels.sparse_ring.shard import shard_of
 from reference import sparse_ring
 from tests.compare import assert_close
@@ -87,12 +94,13 @@ def test_a_batch_is_where_it_says_for_as_long_as_it_is_used(
         k = torch.full((1, 2, 1, 1), float(rank))
         met, flags = [], []
         for batch in way.batches(k, k + 0):
-            for chunk in batch.chunks:
+            assert batch.visited == batch.came
+            for chunk in batch.came:
                 assert (batch.k[chunk.slot] == chunk.owner).all()
                 assert (batch.v[chunk.slot] == chunk.owner).all()
                 met.append(chunk.owner)
             flags.append((batch.first, batch.last))
-            assert len(batch.chunks) <= per_launch
+            assert len(batch.came) <= per_launch
             assert len(batch.k) <= max(1, 2 * per_launch)  # memory: two launches' worth
         assert met[0] == rank
         assert sorted(met) == list(range(inner * outer))
@@ -104,7 +112,7 @@ def test_transfers_are_posted_before_the_launch_they_hide_behind():
     way = route(inner=2, outer=2, rank=0, per_launch=1, early=False, in_order=False)
     k = torch.zeros(1, 2, 1, 1)
     for batch in way.batches(k, k + 0):
-        way.inner.log.append(f"launch {batch.chunks[0].owner}")
+        way.inner.log.append(f"launch {batch.came[0].owner}")
     assert way.inner.log == [
         "post outer", "post inner", "launch 0", "wait inner", "launch 1", "wait outer",
         "post inner", "launch 2", "wait inner", "launch 3",
@@ -115,9 +123,36 @@ def test_where_transfers_follow_by_themselves_all_of_a_launch_are_posted():
     way = route(inner=5, outer=1, rank=0, per_launch=4, early=True, in_order=True)
     k = torch.zeros(1, 2, 1, 1)
     for batch in way.batches(k, k + 0):
-        way.inner.log.append(f"launch {len(batch.chunks)}")
+        way.inner.log.append(f"launch {len(batch.came)}")
     posted, waited = ["post inner"] * 4, ["wait inner"] * 4
     assert way.inner.log == [*posted, "launch 1", *waited, "launch 4"]
+
+
+def test_a_gather_is_under_way_before_a_batch_is_asked_for():
+    posted = []
+
+    def gather(*tensors: Tensor) -> object:
+        posted.append(len(tensors))
+        return SimpleNamespace(wait=lambda: [x.expand(3, *x.shape) for x in tensors])
+
+    k = torch.zeros(1, 2, 1, 1)
+    way = Route(SimpleNamespace(rank=1, size=3, gather=gather), ALONE, ALONE, True, 1)
+    batches = way.batches(k, k)
+    assert posted == [2]
+    own, others = batches
+    assert [chunk.owner for chunk in own.came] == [1]
+    assert not own.visited
+    assert [chunk.owner for chunk in others.came] == [0, 2]
+    assert [chunk.owner for chunk in others.visited] == [1, 0, 2]
+    assert others.first
+    assert others.last
+
+
+def test_one_node_has_a_group_for_attention_and_one_for_its_index():
+    whole, inner, half = Ring(None, 0, 4), Ring(None, 0, 4), Ring(None, 0, 2)
+    for schedule in ("allgather", "ring"):
+        assert route_of(RingGroups(whole, inner, ALONE, None), schedule, 1).whole is inner
+        assert route_of(RingGroups(whole, half, half, None), schedule, 1).whole is whole
 
 
 @pytest.mark.parametrize(
@@ -141,7 +176,7 @@ def test_any_number_of_ranks_is_one_rank(inner, outer, gathers, per_launch):
         way = Route(whole, of_node, of_nodes, gathers, per_launch)
         shard = shard_of(layout, rank, T, seqlen, 0.3, index[:3])
         mine = [layout.shard(x, 1, rank) for x in (q, k, v, do)]
-        done = ring.forward(shard, way, *mine[:3])
+        done = ring.forward(shard, mine[0], way.batches(*mine[1:3]))
         return [done.o, *ring.backward(shard, way, *mine[:3], done, mine[3], None)]
 
     with ThreadPoolExecutor(world) as ranks:

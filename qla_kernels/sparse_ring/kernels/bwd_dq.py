@@ -126,11 +126,13 @@ def hide(r_p, seen):
 
 @T.macro
 def rows(
-    lse2, delta, dq, out, s_q, s_do, q_full, steps, row0, b, h, scale, scale2, first, finish, v
-):
+    lse2, delta, dq, out, s_q, s_do, q_full, steps, row0, q_rows, b, h,
+    scale, scale2, first, finish, v,
+):  # fmt: skip
     w = T.alloc_var("int32")
     w = T.shfl_sync(T.get_thread_binding(1), 0)
     row = row0 + w * BLOCK
+    out0 = b * q_rows + row
     r_s = T.alloc_fragment((BLOCK, BLOCK), "float32")
     r_dp = T.alloc_fragment((BLOCK, BLOCK), "float32")
     r_ds = T.alloc_fragment((BLOCK, BLOCK), v.dtype)
@@ -168,17 +170,17 @@ def rows(
         r_dq[r, c] *= scale
     if first == 0:  # 3
         for r, c in T.Parallel(BLOCK, v.D):
-            r_dq[r, c] += dq[b, row + r, h, c]
+            r_dq[r, c] += dq[out0 + r, h, c]
     if finish != 0:
         T.copy(r_dq, r_dq16)
         T.copy(r_dq16, s_do[w, :, :])
         T.fence_proxy_async()  # s_do: written by threads, read by the TMA store
         T.call_extern("handle", "tl::__sync_thread_partial", MEET + w, GROUP)
-        T.tma_copy(s_do[w, :, :], out[b, row : row + BLOCK, h, :])
+        T.tma_copy(s_do[w, :, :], out[out0 : out0 + BLOCK, h, :])
         T.tma_store_wait(0)
     else:
         for r, c in T.Parallel(BLOCK, v.D):
-            dq[b, row + r, h, c] = r_dq[r, c]
+            dq[out0 + r, h, c] = r_dq[r, c]
 
 
 def build(v: Variant):
@@ -193,6 +195,7 @@ def build(v: Variant):
     k_b, k_l, k_h = T.dynamic("k_b, k_l, k_h")
     v_b, v_l, v_h = T.dynamic("v_b, v_l, v_h")
     row_b, row_h = T.dynamic("row_b, row_h")
+    dq_rows, out_rows = T.dynamic("dq_rows, out_rows")
 
     @T.prim_func
     def bwd_dq(
@@ -210,8 +213,8 @@ def build(v: Variant):
         v_idx: T.Tensor((heads, num_columns), "int32"),
         visits: T.Tensor((num_visits, VISIT), "int32"),
         first_block: T.Tensor((num_tiles,), "int32"),
-        dq: T.Tensor((B, L, H, D), "float32"),
-        out: T.Tensor((B, L, H, D), v.dtype),
+        dq: T.Tensor((dq_rows, H, D), "float32"),
+        out: T.Tensor((out_rows, H, D), v.dtype),
         gap: T.int32,
         stripe_blocks: T.int32,
         scale: T.float32,
@@ -249,7 +252,7 @@ def build(v: Variant):
             if T.get_thread_binding(1) < HALVES:
                 T.set_max_nreg(plan.role("rows").regs, 1)
                 rows(
-                    lse2, delta, dq, out, s_q, s_do, q_full, steps, tile * TILE, b, h,
+                    lse2, delta, dq, out, s_q, s_do, q_full, steps, tile * TILE, L, b, h,
                     scale, scale2, first, finish, v,
                 )  # fmt: skip
             else:

@@ -1,9 +1,10 @@
-"""compact -- the keys and values of a head's columns, gathered from a chunk, in the order of v_idx.
+"""compact -- the keys and values of a head's columns, gathered from chunks, in the order of v_idx.
 
-    columns[h, n] = k[row of v_idx[h, n]], if that row is in the chunk
+    columns[h, n] = k[row of v_idx[h, n]], if that row is in one of the chunks
 
-Block j of the sequence is in the chunk if a visit's range holds it and, of stripes, if the chunk
-has its stripe; its place is what walk computes. Rows of other chunks are left as they are.
+Block j of the sequence is in a chunk if a visit's range holds it and, of stripes, if the chunk has
+its stripe: the owner of stripe x is bucket (rank - x) mod buckets away. Its place is what walk
+computes. Rows of other chunks are left as they are; behind the last column rows are 0.
 
 Bounded by memory: reads of a row each, 256 B. A warp copies a row, 8 B a lane at a time: any 16-bit
 type and any size of a head is then the same kernel.
@@ -19,6 +20,7 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 WARPS = 8
 COLUMNS = 64  # a CTA's
+KEPT, NONE = -2, -1  # of rows: in another chunk, and in none
 
 
 class Variant(NamedTuple):
@@ -52,32 +54,35 @@ def build(v: Variant):
         num_blocks: T.int32,
         stripe_blocks: T.int32,
         buckets: T.int32,
-        owner: T.int32,
+        rank: T.int32,
     ):
         with T.Kernel(T.ceildiv(num_columns, COLUMNS), H, B, threads=plan.threads) as (tile, h, b):
             lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
-            column, block, row = (T.alloc_var("int32") for _ in range(3))
+            column, block, row, slot = (T.alloc_var("int32") for _ in range(4))
             for n in rolled(COLUMNS // WARPS):
                 column = tile * COLUMNS + n * WARPS + warp
-                row = -1
+                row = KEPT
                 if column < num_columns:
                     block = v_idx[b, h, column] // BLOCK
-                    if (block < num_blocks) & (block // stripe_blocks % buckets == owner):
+                    if block >= num_blocks:
+                        row = NONE
+                    else:
                         for i in rolled(num_visits):
                             inside = block - visits[i, 2]
-                            if (0 <= inside) & (block < visits[i, 3]):
+                            away = rank - block // stripe_blocks - visits[i, 1]  # of its owner
+                            if (0 <= inside) & (block < visits[i, 3]) & (away % buckets == 0):
                                 turn = inside // (stripe_blocks * buckets)
                                 row = turn * stripe_blocks + inside % stripe_blocks + visits[i, 4]
                                 row = row * BLOCK + v_idx[b, h, column] % BLOCK
-                if row >= 0:
-                    x = visits[0, 0] + b
+                                slot = visits[i, 0] + b
+                if row != KEPT:
                     for e in rolled(T.ceildiv(words, 32)):
                         if e * 32 + lane < words:
-                            k_columns[b, h, column, e * 32 + lane] = k[
-                                x, row, h // (H // Hk), e * 32 + lane
-                            ]
-                            v_columns[b, h, column, e * 32 + lane] = val[
-                                x, row, h // (H // Hk), e * 32 + lane
-                            ]
+                            for to, x in ((k_columns, k), (v_columns, val)):
+                                to[b, h, column, e * 32 + lane] = T.if_then_else(
+                                    row == NONE,
+                                    T.int64(0),
+                                    x[slot, row, h // (H // Hk), e * 32 + lane],
+                                )
 
     return compact.with_attr("global_symbol", "sparse_ring_compact")

@@ -20,30 +20,21 @@ Why this shape: keys are read once for four heads. No product is in flight where
 ptxas would serialise them all.
 """
 
-from typing import NamedTuple
-
 import tilelang.language as T
 
+from qla_kernels.sparse_ring import window
 from qla_kernels.sparse_ring.patterns import BLOCK, OBSERVED
-from qla_kernels.tile.loops import rolled
+from qla_kernels.sparse_ring.window import FLOOR, LOADING, ROW, load
 from qla_kernels.tile.math import LN2, LOG2E
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule
 
 HALF = 128  # rows of a product: each warpgroup has 64
 ROWS = 2 * HALF  # of queries a CTA has
 KEYS = 128  # of a tile
 BLOCKS = KEYS // BLOCK
-FLOOR = -1e30  # a row that has seen nothing: its maximum is finite, its sum 0
-ROW = T.GemmWarpPolicy.FullRow
 
-
-class Variant(NamedTuple):
-    dtype: str
-    D: int
-
-
-VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
+Variant, VARIANTS = window.Variant, window.VARIANTS
 
 PASS_CONFIGS = {"tl.enable_fast_math": True}
 
@@ -62,38 +53,11 @@ def schedule(v: Variant) -> Schedule:
                 computes="S, m, l",
                 uses=("wgmma",),
             ),
-            Role(
-                "load",
-                warps=1,
-                regs=24,
-                waits=("k_free",),
-                signals=(("q_full", ONE), ("k_full", ONE)),
-                computes="Q, K",
-                uses=("tma_load",),
-            ),
-            Role("spare", warps=3, regs=24, computes="fills the warpgroup"),
+            *LOADING,
         ),
         rings={"k": SLOTS},
         smem_bytes=(ROWS + SLOTS * KEYS) * v.D * 2 + 1024,  # Q, K; barriers and alignment
     )
-
-
-@T.macro
-def load(q, k, s_q, s_k, q_full, ring, unit, row0, b, head, first, num_tiles):
-    for e in T.unroll(2):  # 1
-        T.tma_copy(
-            q[unit, row0 + e * HALF : row0 + (e + 1) * HALF, :], s_q[e, :, :], barrier=q_full
-        )
-    if T.shuffle_elect(32):
-        T.barrier_arrive(q_full)
-    for i in rolled(num_tiles):
-        key0 = (first + i) * KEYS
-        ring.acquire(i)
-        T.tma_copy(
-            k[b, key0 : key0 + KEYS, head, :], s_k[ring.slot(i), :, :], barrier=ring.barrier(i)
-        )
-        if T.shuffle_elect(32):
-            ring.commit(i)
 
 
 @T.macro

@@ -20,30 +20,22 @@ once for four heads. Two warpgroups with all four heads' products in flight were
 four with one each, 243 us for 214 (docs/notes).
 """
 
-from typing import NamedTuple
-
 import tilelang.language as T
 
+from qla_kernels.sparse_ring import window
 from qla_kernels.sparse_ring.patterns import BLOCK, OBSERVED
+from qla_kernels.sparse_ring.window import FLOOR, LOADING, ROW, load
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import LOG2E
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule
 
 KEYS = 256  # of a tile
 BLOCKS = KEYS // BLOCK  # one for each warpgroup
 HEADS = 4  # of a CTA
-FLOOR = -1e30  # a row that has seen nothing: its maximum is finite, its sum 0
 ROWS = HEADS * OBSERVED
-ROW = T.GemmWarpPolicy.FullRow
 
-
-class Variant(NamedTuple):
-    dtype: str
-    D: int
-
-
-VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
+Variant, VARIANTS = window.Variant, window.VARIANTS
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -67,41 +59,12 @@ def schedule(v: Variant) -> Schedule:
                 computes="P^T, mass",
                 uses=("wgmma",),
             ),
-            Role(
-                "load",
-                warps=1,
-                regs=24,
-                waits=("k_free",),
-                signals=(("q_full", ONE), ("k_full", ONE)),
-                computes="Q, K",
-                uses=("tma_load",),
-            ),
-            Role("spare", warps=3, regs=24, computes="fills the warpgroup"),
+            *LOADING,
         ),
         rings={"k": SLOTS},
         # Q, K; LSE; barriers and alignment
         smem_bytes=(ROWS + SLOTS * KEYS) * v.D * 2 + ROWS * 4 + 1024,
     )
-
-
-@T.macro
-def load(q, k, s_q, s_k, q_full, ring, unit, row0, b, head, first, num_tiles):
-    for h in T.unroll(HEADS):  # 1
-        T.tma_copy(
-            q[unit, row0 + h * OBSERVED : row0 + (h + 1) * OBSERVED, :],
-            s_q[h, :, :],
-            barrier=q_full,
-        )
-    if T.shuffle_elect(32):
-        T.barrier_arrive(q_full)
-    for i in rolled(num_tiles):
-        key0 = (first + i) * KEYS
-        ring.acquire(i)
-        T.tma_copy(
-            k[b, key0 : key0 + KEYS, head, :], s_k[ring.slot(i), :, :], barrier=ring.barrier(i)
-        )
-        if T.shuffle_elect(32):
-            ring.commit(i)
 
 
 @T.macro
