@@ -21,9 +21,27 @@ def capability(device: torch.device) -> tuple[int, int]:
     return found.major, found.minor
 
 
-def of(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes x's GPU the current one, where kernels are launched; nothing for a CPU tensor."""
-    return torch.cuda.device_of(x)  # type: ignore[no-untyped-call]
+class of:
+    """Where kernels are launched: `with device.of(x)`.
+
+    x's GPU becomes the current one, unless x is a CPU tensor. And autograd does not look on: it
+    takes as long over a view as the view itself, even where nothing has a gradient. Tensors made
+    here have none, and what is written here counts as no change of a tensor.
+    """
+
+    __slots__ = ("_index", "_unwatched")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._index = x.get_device()  # -1 for a CPU tensor: nothing to change
+        self._unwatched = torch._C._AutoDispatchBelowADInplaceOrView()
+
+    def __enter__(self) -> None:
+        self._index = torch.cuda._exchange_device(self._index)
+        self._unwatched.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self._unwatched.__exit__(*error)
+        torch.cuda._maybe_exchange_device(self._index)
 
 
 @contextmanager
@@ -53,6 +71,14 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def sm_count(device: torch.device) -> int:
+    """Every launch asks, and no tracer sees it: remembered by itself."""
+    if device.index is None:
+        return int(_properties(device).multi_processor_count)
+    return _remembered_sm_count(device)
+
+
+@functools.cache
+def _remembered_sm_count(device: torch.device) -> int:
     return int(_properties(device).multi_processor_count)
 
 

@@ -1,7 +1,7 @@
 """The operators as one differentiable step.
 
-Nothing is cast under autocast: custom_fwd and custom_bwd only give the backward the autocast state
-that the forward had. The backward is not differentiable in turn.
+Autocast has no say: it knows neither operator, and they call nothing that it casts. The backward is
+not differentiable in turn.
 """
 
 import math
@@ -15,6 +15,11 @@ from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.ops import Backward, Forward
 
 
+def natural(lse2: Tensor) -> Tensor:
+    """The log of the sum of exponentials that a caller gets."""
+    return lse2 * math.log(2)
+
+
 class SharedPrefixAttention(torch.autograd.Function):
     """dualkv_fwd and dualkv_bwd. Beside its inputs it keeps o, and lse2: 4 bytes a token and head.
 
@@ -22,7 +27,6 @@ class SharedPrefixAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def forward(
         ctx: Any,
         q: Tensor,
@@ -38,14 +42,11 @@ class SharedPrefixAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an unused lse costs no tensor of zeros
         ctx.scale, ctx.q_shift, ctx.deterministic = scale, q_shift, deterministic
         ctx.save_for_backward(q, k, v, done.o, done.lse2, *tables)
-        return done.o, done.lse2 * math.log(2) if return_lse else None
+        return done.o, natural(done.lse2) if return_lse else None
 
     @staticmethod
     @once_differentiable
-    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def backward(  # type: ignore[override]
-        ctx: Any, do: Tensor | None, dlse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse2, *tables = ctx.saved_tensors
         if do is None:  # only lse was used
             do = o.new_zeros(()).expand(o.shape)

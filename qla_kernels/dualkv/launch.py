@@ -13,7 +13,6 @@ from qla_kernels.dualkv.tables import ROWS, Tables
 from qla_kernels.dualkv.validate import dtype_name, require_aligned, tma_readable
 
 
-@torch.no_grad()
 def dualkv_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
 ) -> Forward:
@@ -22,7 +21,7 @@ def dualkv_fwd(
     num_queries, num_heads, D = q.shape
     pack = head_pack(num_heads, k.shape[1])
     with device.of(q):
-        o = q.new_empty(q.shape)
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse2 = q.new_empty(num_heads, num_queries, dtype=torch.float32)
         if num_queries:
             ctas = min(device.sm_count(q.device), work.order.shape[0])

@@ -1,13 +1,13 @@
-"""The backward on the GPU: statistics of rows, then queries meet their keys, then keys queries."""
+"""The backward on the GPU: statistics of rows, then one pass over the scores, or two."""
 
 import torch
 from torch import Tensor
 
 from qla_kernels import jit
 from qla_kernels.attn.launch import row_stats
-from qla_kernels.dualkv.heuristics import head_pack
-from qla_kernels.dualkv.kernels import bwd_dkv, bwd_dq, dkv_combine
-from qla_kernels.dualkv.tables import KEYS, KV_PACK, KV_ROWS, ROWS, SM_COUNT, Tables
+from qla_kernels.dualkv.heuristics import head_pack, one_pass
+from qla_kernels.dualkv.kernels import bwd, bwd_dkv, bwd_dq, dkv_combine, dq_cast
+from qla_kernels.dualkv.tables import KEYS, KV_PACK, KV_ROWS, ROWS, SHARES, Tables
 from qla_kernels.dualkv.validate import TMA_ALIGNMENT, dtype_name
 
 
@@ -22,31 +22,39 @@ def backward(
     tables: Tables,
     scale: float,
     q_shift: int,
-    deterministic: bool,  # it always is
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, contiguous, of tensors whose device is the current one."""
-    num_heads, kv_heads = q.shape[1], k.shape[1]
+    (num_tokens, num_heads, D), kv_heads = q.shape, k.shape[1]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    if not q.shape[0]:
+    if not num_tokens:
         return dq, dk.zero_(), dv.zero_()
     do = _readable(do.to(q.dtype))
     rows = row_stats(
         o[None], do[None], lse2[None], None if dlse is None else dlse[None], base2=True
     )[0]
-    pack, sizes = head_pack(num_heads, kv_heads), (dtype_name(q.dtype), q.shape[2])
-    jit.compile(bwd_dq, bwd_dq.Variant(*sizes))(
-        q, do, k, v, rows, tables.header, tables.item, tables.span, tables.order, dq,
-        (ROWS // pack).bit_length() - 1, q_shift, scale,
-    )  # fmt: skip
-    splits = tables.split.shape[0]
-    parts = rows.new_empty(_most_parts(tables, kv_heads), kv_heads, 2, KEYS, q.shape[2])
-    jit.compile(bwd_dkv, bwd_dkv.Variant(*sizes))(
-        q, do, k, v, rows, tables.header, tables.kv_item, tables.kv_order, dk, dv, parts,
-        (KV_ROWS // min(pack, KV_PACK)).bit_length() - 1, q_shift, scale,
-    )  # fmt: skip
-    if splits:
+    pack, dtype = head_pack(num_heads, kv_heads), dtype_name(q.dtype)
+    parts = rows.new_empty(_most_parts(tables, kv_heads), kv_heads, 2, KEYS, D)
+    given = (q, do, k, v, rows, tables.header)
+    by_keys = (*given, tables.kv_item, tables.kv_order)
+    numbers = ((KV_ROWS // min(pack, KV_PACK)).bit_length() - 1, q_shift, scale)
+    if one_pass(deterministic, D):
+        sums = rows.new_zeros(num_heads * num_tokens, D)
+        jit.compile(bwd, bwd.Variant(dtype))(*by_keys, sums, dk, dv, parts, *numbers)
+        jit.compile(dq_cast, dq_cast.Variant(dtype))(
+            sums.view(num_heads, num_tokens, *dq_cast.PIECES),
+            torch.unflatten(dq, -1, (-1, dq_cast.PIECE)),
+            scale,
+        )
+    else:
+        jit.compile(bwd_dq, bwd_dq.Variant(dtype, D))(
+            *given, tables.item, tables.span, tables.order, dq,
+            (ROWS // pack).bit_length() - 1, q_shift, scale,
+        )  # fmt: skip
+        jit.compile(bwd_dkv, bwd_dkv.Variant(dtype, D))(*by_keys, dk, dv, parts, *numbers)
+    if tables.split.shape[0]:
         pieces = (-1, dkv_combine.PIECE)
-        jit.compile(dkv_combine, dkv_combine.Variant(sizes[0]))(
+        jit.compile(dkv_combine, dkv_combine.Variant(dtype))(
             torch.unflatten(parts, -1, pieces),
             tables.header,
             tables.split,
@@ -59,12 +67,13 @@ def backward(
 def _most_parts(tables: Tables, kv_heads: int) -> int:
     """How many parts there may be; how many there are, only the device knows.
 
-    A part has a quarter of an SM's share or more, unless it is its tile's last: fewer than two for
-    each quarter, then. Parts are of one tile and all key heads.
+    A run that is cut has two stretches, and each as many parts as it has shares, rounded up. All
+    runs of all key heads are `SHARES` shares, or less.
     """
-    if not tables.split.shape[0]:
+    splits = tables.split.shape[0]
+    if not splits:
         return 1  # never written
-    return min(tables.kv_item.shape[0], 2 * 4 * (SM_COUNT + 1) // kv_heads + 1)
+    return min(tables.kv_item.shape[0], 2 * splits + SHARES // kv_heads)
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -11,12 +11,15 @@ Autograd lives above, in autograd.py. For selective activation checkpointing nam
 `torch.ops.qla_kernels.dualkv_fwd.default`.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from qla_kernels.direct import direct
 
 SCHEMAS = {
     "dualkv_fwd": """(
@@ -45,10 +48,8 @@ class Backward(NamedTuple):
 
 
 def _implementation(module: str, op: str) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        return getattr(importlib.import_module(f"qla_kernels.dualkv.{module}"), op)(*args)
-
-    return run
+    home = functools.cache(lambda: importlib.import_module(f"qla_kernels.dualkv.{module}"))
+    return lambda *args: getattr(home(), op)(*args)
 
 
 def _fake_dualkv_fwd(
@@ -78,5 +79,14 @@ for _op, _schema in SCHEMAS.items():
     LIBRARY.impl(_op, _implementation("launch", _op), "CUDA")
     torch.library.register_fake(f"qla_kernels::{_op}", _FAKES[_op], lib=LIBRARY)
 
-dualkv_fwd = torch.ops.qla_kernels.dualkv_fwd.default
-dualkv_bwd = torch.ops.qla_kernels.dualkv_bwd.default
+OPERATORS: Any = torch.ops.qla_kernels
+
+
+def _direct(op: str) -> Callable[..., Any]:
+    operator = getattr(OPERATORS, op).default
+    return direct(operator, _implementation("launch", op), _implementation("cpu", op))
+
+
+# As this package calls them
+dualkv_fwd = _direct("dualkv_fwd")
+dualkv_bwd = _direct("dualkv_bwd")

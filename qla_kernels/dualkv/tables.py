@@ -52,7 +52,10 @@ ROWS = 128  # rows of a forward query tile: tokens times packed heads
 KV_ROWS = 64  # rows of a backward query tile
 KV_PACK = 4  # heads that share one, at most
 SM_COUNT = 132  # of an H100 or H200: how finely the backward's work is cut
+SHARES = 4 * SM_COUNT  # of the backward's work; no part is longer than one of them
 SHORTEST_PART = 16  # query tiles: parts are summed in global memory, which takes time too
+PARTS_OF_TREE = SM_COUNT // 3  # and key head, on average, that trees count as large
+SHORTEST_CUT = 64  # query tiles on both sides of a node's end, for a run to be cut there
 
 Lines = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -158,26 +161,53 @@ def _spans(nodes: Lines) -> tuple[Lines, Lines]:
 def _backward(
     nodes: Lines, rank: Lines, tokens: int, kv_heads: int, q_shift: int
 ) -> tuple[Lines, Lines, Lines]:
-    """kv_item, split and kv_order for query tiles of so many tokens."""
+    """kv_item, split and kv_order for query tiles of so many tokens.
+
+    A long run is cut where its node ends. What is behind is the same for all keys of the node, so
+    CTAs that begin together stay together, and what they read and add up stays in the L2 cache.
+    """
     node, i = _tiles(nodes, KEYS)
     first, end, tout = nodes[node].T
     k0 = first + i * KEYS
     keys = np.minimum(KEYS, end - k0)
-    q_tiles = -(-np.maximum(tout - np.maximum(k0, q_shift), 0) // tokens)
-    limit = max(SHORTEST_PART, int(q_tiles.sum()) * kv_heads // (4 * SM_COUNT))
-    parts = np.maximum(-(-q_tiles // limit), 1)
-    whole, p = _counted(parts)  # each part: of which item, and which part of it
-    per_part = -(-q_tiles // parts)[whole]
-    part_tiles = np.minimum(per_part, q_tiles[whole] - p * per_part)
-    q0 = tout[whole] - (q_tiles[whole] - p * per_part) * tokens
+    q_tiles, behind = (
+        -(-np.maximum(tout - np.maximum(begin, q_shift), 0) // tokens) for begin in (k0, end)
+    )
+    is_cut = np.minimum(q_tiles - behind, behind) >= SHORTEST_CUT
+    front = np.where(is_cut, q_tiles - behind, 0)
+    lengths = np.stack([front, q_tiles - front], 1)
+    limit = max(SHORTEST_PART, -(-int(q_tiles.sum()) * kv_heads // SHARES))
+    parts = np.maximum(-(-lengths // limit), [0, 1])
+    stretch, p = _counted(parts.ravel())  # each part: of which front or rest, and its number there
+    whole, is_rest = np.divmod(stretch, 2)
+    length = lengths.ravel()[stretch]
+    per_part = -(-length // parts.ravel()[stretch])
+    part_tiles = np.minimum(per_part, length - p * per_part)
+    before = front[whole] * is_rest + p * per_part
+    q0 = tout[whole] - (q_tiles[whole] - before) * tokens
     masked = np.clip(-(-((k0 + keys)[whole] - 1 - q0) // tokens), 0, part_tiles)
-    is_split = parts[whole] > 1
-    part = np.where(is_split, is_split.cumsum() - 1, -1)
+    num_parts = parts.sum(1)
+    cut = num_parts > 1
+    part = np.where(cut[whole], cut[whole].cumsum() - 1, -1)
     kv_item = np.stack([k0[whole], keys[whole], q0, part_tiles, masked, part], 1)
-    cut = parts > 1
-    first_part = np.r_[0, parts[cut].cumsum()][:-1]
-    split = np.stack([k0[cut], keys[cut], first_part, parts[cut]], 1)
-    return kv_item, split, _order(rank[node][whole], part_tiles, kv_heads)
+    first_part = np.r_[0, num_parts[cut].cumsum()][:-1]
+    split = np.stack([k0[cut], keys[cut], first_part, num_parts[cut]], 1)
+    by_cost = _rank_of_parts(rank[node][whole], part_tiles)
+    return kv_item, split, _order(by_cost, part_tiles, kv_heads)
+
+
+def _rank_of_parts(rank: Lines, cost: Lines) -> Lines:
+    """Ranks by a part's cost, in powers of two, before those of trees, if trees have many parts.
+
+    SMs would idle behind a dear part of the last tree. Of small trees, though, queries would have
+    left the L2 cache before the last of their few keys meets them.
+    """
+    trees = rank.max(initial=0) + 1
+    if len(rank) < PARTS_OF_TREE * trees:
+        return rank
+    halvings = np.frexp(cost.max())[1] - np.frexp(cost)[1]
+    by_cost: Lines = halvings * trees + rank
+    return by_cost
 
 
 def _tiles(nodes: Lines, tokens: int) -> tuple[Lines, Lines]:

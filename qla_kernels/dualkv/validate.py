@@ -51,12 +51,16 @@ def require(reason: str | None) -> None:
 
 
 def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | None:
-    names = [dtype_name(x.dtype) for x in (q, k, v)]
-    if len(set(names)) > 1:
+    if not q.dtype == k.dtype == v.dtype:
+        names = [dtype_name(x.dtype) for x in (q, k, v)]
         got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
         return got, "one dtype", f"cast k and v to {names[0]}"
     if q.dtype not in CPU_DTYPES:
-        return f"q, k and v are {names[0]}", "bfloat16, float16, float32 or float64", "cast them"
+        got, needs = (
+            f"q, k and v are {dtype_name(q.dtype)}",
+            "bfloat16, float16, float32 or float64",
+        )
+        return got, needs, "cast them"
     if scale is not None and not 0 < scale < float("inf"):
         return f"scale={scale}", "a positive number", "scale q instead, or leave it out"
     if q.device.type not in ("cpu", "cuda", "meta"):
@@ -87,11 +91,15 @@ def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int
 
 def tma_readable(x: Tensor) -> bool:
     """Whether TMA can step through x; `require_aligned` looks at its address."""
+    offset = 0  # untraceable
+    if not torch.compiler.is_compiling():
+        offset = int(x.storage_offset())
+        if x.is_contiguous() and offset % TMA_ALIGNMENT == 0:
+            return True  # nearly every call, and host time counts
     if x.numel() == 0:
         return True  # nothing is launched
     # A dimension of one element is never stepped over, so its stride says nothing.
     steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    offset = 0 if torch.compiler.is_compiling() else int(x.storage_offset())  # untraceable
     aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
     return x.stride(-1) == 1 and aligned and all(s > 0 for s in steps)
 

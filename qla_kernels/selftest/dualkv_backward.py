@@ -17,7 +17,9 @@ LIMITS = ((torch.bfloat16, 4e-3), (torch.float16, 6e-4))
 
 
 @functools.cache
-def _gradients(groups: Any, dtype: torch.dtype, D: int) -> tuple[dict[str, Tensor], Any]:
+def _gradients(
+    groups: Any, dtype: torch.dtype, D: int, deterministic: bool
+) -> tuple[dict[str, Tensor], Any]:
     """What the GPU makes of random tensors, and what there is to be made, in fp64."""
     from qla_kernels.dualkv import SharedLayout, ops
 
@@ -34,15 +36,15 @@ def _gradients(groups: Any, dtype: torch.dtype, D: int) -> tuple[dict[str, Tenso
         do.double(), *exact, o.double(), made.lse, None, layout.nodes, D**-0.5, 0
     )
     on_gpu = (x.cuda() for x in (do, q, k, v, o, lse2))
-    got = ops.dualkv_bwd(*on_gpu, None, layout.prepare(8, 2), D**-0.5, 0, True)
+    got = ops.dualkv_bwd(*on_gpu, None, layout.prepare(8, 2), D**-0.5, 0, deterministic)
     return dict(zip(("dq", "dk", "dv"), got, strict=True)), want
 
 
-def _check(kernel: str, groups: Any, *names: str) -> list[Result]:
+def _check(kernel: str, groups: Any, *names: str, one_pass: bool = False) -> list[Result]:
     results = []
     for dtype, limit in LIMITS:
-        for D in (128, 64):
-            got, want = _gradients(groups, dtype, D)
+        for D in (128,) if one_pass else (128, 64):
+            got, want = _gradients(groups, dtype, D, not one_pass)
             for name in names:
                 error = error_of(got[name], getattr(want, name))
                 results.append(Result(label(kernel, dtype, f", D={D} {name}"), error, limit))
@@ -71,5 +73,7 @@ KERNELS: dict[str, Callable[[], list[Result]]] = {
     "attn.delta": _delta,
     "dualkv.bwd_dq": lambda: _check("dualkv.bwd_dq", GROUPS, "dq"),
     "dualkv.bwd_dkv": lambda: _check("dualkv.bwd_dkv", GROUPS, "dk", "dv"),
+    "dualkv.bwd": lambda: _check("dualkv.bwd", GROUPS, "dk", "dv", one_pass=True),
+    "dualkv.dq_cast": lambda: _check("dualkv.dq_cast", GROUPS, "dq", one_pass=True),
     "dualkv.dkv_combine": lambda: _check("dualkv.dkv_combine", LONG, "dk", "dv"),
 }

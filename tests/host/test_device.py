@@ -56,14 +56,47 @@ def test_properties_are_those_of_the_asked_device(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda d: asked.append(d) or Properties
     )
-    device._remembered_properties.cache_clear()
+    remembered = device._remembered_properties, device._remembered_sm_count
+    for cache in remembered:
+        cache.cache_clear()
     for any_one in (torch.device("cuda", 1), torch.device("cuda")):
         assert device.capability(any_one) == (9, 0)
         assert device.sm_count(any_one) == 132
         assert device.name(any_one) == "H200"
-    device._remembered_properties.cache_clear()
+    for cache in remembered:
+        cache.cache_clear()
     # once of a GPU; "cuda" is whichever is the current one
     assert asked == [torch.device("cuda", 1)] + [torch.device("cuda")] * 3
+
+
+def test_where_kernels_are_launched_the_gpu_is_current_and_autograd_away(monkeypatch):
+    """And both as they were afterwards, also where the block fails."""
+    current = [3]
+
+    def exchange(index):
+        current.append(index)
+        return current[-2]
+
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
+    x = torch.zeros(2, 3, requires_grad=True)
+
+    def launches():
+        with device.of(SimpleNamespace(get_device=lambda: 1)):
+            assert current[-1] == 1
+            assert not x.view(6).requires_grad
+            assert not (2 * x).requires_grad
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        launches()
+    assert current == [3, 1, 3]
+    assert (2 * x).requires_grad
+
+
+def test_a_cpu_tensor_changes_no_device():
+    with device.of(torch.zeros(1)):
+        assert not torch.ones(1, requires_grad=True).exp().requires_grad
 
 
 def test_a_fork_is_ordered_with_the_caller_s_stream(monkeypatch):

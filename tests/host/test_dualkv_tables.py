@@ -140,6 +140,31 @@ def test_a_small_batch_is_cut_finely():
     assert work.header[c.PARTS] > 1
 
 
+def test_cheap_runs_come_last():
+    """Or SMs would wait for one that began a dear run at the end."""
+    work = built(SharedLayout.from_lengths([(5000, [400, 30, 260]), (6000, [70] * 9)]), (8, 2))
+    costs = work.kv_item[work.kv_order // 2, c.KV_TILES]
+    assert costs.unique().numel() > 5, "all cost the same; the test is wrong"
+    assert (costs[1:] < 2 * costs[:-1].cummin(0).values).all()
+
+
+def test_the_runs_of_small_trees_stay_together():
+    work = built(SharedLayout.from_lengths([(90, [400, 30, 260]), (300, [70] * 9)]), (8, 2))
+    of_first = work.kv_item[work.kv_order // 2, c.KV_K0] < 780
+    assert of_first.diff().sum() == 1
+
+
+def test_a_long_run_is_cut_where_its_node_ends():
+    """So that what is behind is as long for all keys of the prompt."""
+    work = built(SharedLayout.from_lengths([(4000, [1500] * 2)]), (32, 8))
+    tokens, cut = 16, 7000 - 188 * 16  # tiles are counted from the end
+    of_prompt = work.kv_item[work.kv_item[:, c.KV_K0] < 2900]
+    begin = of_prompt[:, c.KV_Q0]
+    end = begin + of_prompt[:, c.KV_TILES] * tokens
+    assert ((begin < cut) == (end <= cut)).all()
+    assert {cut, 7000} <= set(end.tolist())
+
+
 @pytest.mark.parametrize("heads", [(4, 1), (1, 1)])
 def test_queries_that_begin_later(heads):
     """All keys, but queries of the responses alone; keys that nobody sees are still written."""

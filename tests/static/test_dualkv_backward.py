@@ -12,7 +12,7 @@ KERNELS = {kernel.name: kernel for kernel in jit.kernel_modules("dualkv")}
 WAIT = "WARPGROUP.DEPBAR.LE"
 
 
-@pytest.mark.parametrize(("name", "exponentials"), [("bwd_dkv", 32), ("bwd_dq", 64)])
+@pytest.mark.parametrize(("name", "exponentials"), [("bwd", 32), ("bwd_dkv", 32), ("bwd_dq", 64)])
 def test_exponentials_run_under_the_product_of_dp(name: str, exponentials: int) -> None:
     """All of them stand between the wait for S and the wait for dP; dtypes differ elsewhere."""
     kernel: jit.Kernel = KERNELS[name]

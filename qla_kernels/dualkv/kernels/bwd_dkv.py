@@ -6,9 +6,7 @@ Per item (128 keys of one key head) and tile of 64 rows, tokens times query head
 with s2 = scale log2(e), and dK times scale at the end. P is 0 where a query comes before the key.
 
 The keys of a node are seen by one contiguous run of queries, from themselves to the end of the
-node's subtree, which is walked once for each `pack` heads, pack <= 4 of the key head's. Row r of a
-tile is token r % tile_tokens of head r // tile_tokens, tile_tokens = 64 / pack. Tiles are aligned
-to the run's end, so only those in front need a mask, and only the first may begin before the run.
+node's subtree. walk.py has how it is walked, and of what rows a tile consists.
 
 Steps (numbers appear again in the roles):
     1 load   K and V
@@ -21,8 +19,7 @@ Steps (numbers appear again in the roles):
 Bounded by the tensor cores, closely followed by shared memory (2048 and 1920 clocks a tile for
 D = 128). Why this shape: transposed, P and dS are where wgmma wants its first operand, so neither
 touches shared memory and the two warpgroups, 64 keys each, never meet; and as a CTA has all the
-queries of its keys, nothing is added up across CTAs, without which no two runs would agree. Numbers
-of rows come by threads: they begin at any token, and TMA takes fp32 from whole 16 bytes on only.
+queries of its keys, nothing is added up across CTAs, without which no two runs would agree.
 """
 
 from typing import Any, NamedTuple
@@ -30,18 +27,9 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
-from qla_kernels.dualkv.columns import (
-    KV_ITEM_COLUMNS,
-    KV_K0,
-    KV_KEYS,
-    KV_MASKED,
-    KV_ORDERED,
-    KV_PART,
-    KV_Q0,
-    KV_TILES,
-)
-from qla_kernels.dualkv.items import BOX, PANEL, uniform
-from qla_kernels.tile.loops import rolled
+from qla_kernels.dualkv.columns import KV_ITEM_COLUMNS, KV_ORDERED
+from qla_kernels.dualkv.items import uniform
+from qla_kernels.dualkv.walk import ROWS, load_rows, row_stats, walk_of
 from qla_kernels.tile.math import LOG2E
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
@@ -49,7 +37,6 @@ from qla_kernels.tile.schedule import ONE, Role, Schedule
 
 GROUP = 128  # threads of a warpgroup
 GROUP_KEYS = 64  # of a warpgroup; an item has 128
-ROWS = 64  # of a query tile
 SLOTS = 4  # query tiles in flight
 
 
@@ -115,96 +102,19 @@ class Tiles(NamedTuple):
     stats: Any  # [SLOTS, 2, 64] lse2 and delta
 
 
-class Walk(NamedTuple):
-    """An item, as both roles walk over it."""
-
-    k0: Any
-    keys: Any
-    q0: Any  # first token of the first tile; may lie before k0, or before all tokens
-    tiles: Any
-    kv_head: Any
-    turns: Any  # how often the run is walked
-    tile_log2: Any  # log2(tile_tokens)
-
-
 @T.macro
-def fetch(q, do, s, i, token, head, tile_log2, full, j):
-    """A tile to slot i; the bytes are reported to full[j]."""
-    for b in rolled(ROWS // BOX):
-        tok = token + (b * BOX & (1 << tile_log2) - 1)
-        of_box = head + (b * BOX >> tile_log2)
-        for c in T.unroll(q.shape[2] // PANEL):
-            for rows, tile in ((q, s.q), (do, s.do)):
-                T.tma_copy(
-                    rows[tok : tok + BOX, of_box, c * PANEL : c * PANEL + PANEL],
-                    tile[i, b * BOX : b * BOX + BOX, c * PANEL : c * PANEL + PANEL],
-                    barrier=full[j],
-                )
-
-
-@T.macro
-def load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift, D):
-    lane = T.get_thread_binding() % 32
-    step, head, token, before = (T.alloc_var("int32") for _ in range(4))
+def load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift):
     for w in T.unroll(2):  # 1
         first = walk.k0 + w * GROUP_KEYS
         T.tma_copy(k[first : first + GROUP_KEYS, walk.kv_head, :], s.k[w, :, :], barrier=kv_full)
         T.tma_copy(v[first : first + GROUP_KEYS, walk.kv_head, :], s.v[w, :, :], barrier=kv_full)
     if T.shuffle_elect(32):
         T.barrier_arrive(kv_full)
-    step = 0
-    for turn in rolled(walk.turns):
-        head = walk.kv_head * walk.turns + turn << 6 - walk.tile_log2
-        for tile in rolled(walk.tiles):
-            token = walk.q0 + (tile << walk.tile_log2)
-            before = walk.k0 - token
-            token -= q_shift
-            ring.acquire(step)  # 2
-            if before <= 0:
-                fetch(
-                    q, do, s, ring.slot(step), token, head, walk.tile_log2, ring.full,
-                    ring.slot(step),
-                )  # fmt: skip
-            else:
-                fetch(q, do, s, ring.slot(step), token, head, walk.tile_log2, front_full, 0)
-                if T.shuffle_elect(32):
-                    T.barrier_arrive(front_full)
-                T.barrier_wait(front_full, turn % 2)
-                for row in rolled(ROWS):
-                    if row & (1 << walk.tile_log2) - 1 < before:
-                        for e in T.vectorized(D // 32):
-                            s.q[ring.slot(step), row, lane * (D // 32) + e] = 0
-                        for e in T.vectorized(D // 32):
-                            s.do[ring.slot(step), row, lane * (D // 32) + e] = 0
-                T.fence_proxy_async()  # zeros: written by threads, read by wgmma
-            ring.commit(step)
-            step += 1
+    load_rows(q, do, s, ring, front_full, walk, q_shift)  # 2
 
 
 @T.macro
-def row_stats(stats, s, ring, walk, row, q_shift):
-    """Two warps, a row a thread."""
-    step, token, head = (T.alloc_var("int32") for _ in range(3))
-    r_stats = T.alloc_local((2,), "float32")
-    step = 0
-    for turn in rolled(walk.turns):
-        head = (walk.kv_head * walk.turns + turn) * ROWS + row >> walk.tile_log2
-        token = walk.q0 - q_shift + (row & (1 << walk.tile_log2) - 1)
-        for _ in rolled(walk.tiles):
-            for which in T.unroll(2):
-                r_stats[which] = 0
-                if token >= T.max(walk.k0 - q_shift, 0):
-                    r_stats[which] = stats[head, which, token]
-            ring.acquire(step)  # 2
-            for which in T.unroll(2):
-                s.stats[ring.slot(step), which, row] = r_stats[which]
-            ring.commit(step)
-            token += 1 << walk.tile_log2
-            step += 1
-
-
-@T.macro
-def mma(dk, dv, parts, s, ring, kv_full, walk, masked, part, scale, D, dtype):
+def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
     w = T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
     r_dk = T.alloc_fragment((GROUP_KEYS, D), "float32")
@@ -231,7 +141,7 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, masked, part, scale, D, dtype):
             probs_from_lse(  # 4
                 r_s, lambda _, row: s.stats[slot, LSE2, row], scale * LOG2E
             )
-            if tile < masked:
+            if tile < walk.masked:
                 clear_hidden(r_s, lambda key, row: key > first + (row & (1 << walk.tile_log2) - 1))
             T.wait_wgmma(0)
             ds_from_dp(r_dp, r_s, lambda _, row: s.stats[slot, DELTA, row])
@@ -245,13 +155,13 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, masked, part, scale, D, dtype):
             step += 1
     for key, d in T.Parallel(GROUP_KEYS, D):
         r_dk[key, d] *= scale
-    if part < 0:  # 6
+    if walk.part < 0:  # 6
         store(r_dk, s.k, dk, walk, w, D, dtype)
         store(r_dv, s.v, dv, walk, w, D, dtype)
     else:
         rows = slice(w * GROUP_KEYS, w * GROUP_KEYS + GROUP_KEYS)
-        T.copy(r_dk, parts[part, walk.kv_head, 0, rows, :])
-        T.copy(r_dv, parts[part, walk.kv_head, 1, rows, :])
+        T.copy(r_dk, parts[walk.part, walk.kv_head, 0, rows, :])
+        T.copy(r_dv, parts[walk.part, walk.kv_head, 1, rows, :])
 
 
 @T.macro
@@ -310,28 +220,17 @@ def build(v: Variant):
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * SLOTS)
             q_free = T.alloc_barrier([plan.arrivals("q_free")] * SLOTS)
             ring = Ring(q_full, q_free, SLOTS)
-            item, kv_head, k0, keys = (T.alloc_var("int32") for _ in range(4))
-            q0, tiles, masked, part, turns = (T.alloc_var("int32") for _ in range(5))
-            item = T.truncdiv(kv_order[block], kv_heads)
-            kv_head = kv_order[block] - item * kv_heads
-            k0 = kv_item[item, KV_K0]
-            keys = kv_item[item, KV_KEYS]
-            q0 = kv_item[item, KV_Q0]
-            tiles = kv_item[item, KV_TILES]
-            masked = kv_item[item, KV_MASKED]
-            part = kv_item[item, KV_PART]
-            turns = T.truncdiv(num_heads, kv_heads) << tile_log2 >> 6
-            walk = Walk(k0, keys, q0, tiles, kv_head, turns, tile_log2)
-
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             if block < header[KV_ORDERED]:
                 if warpgroup < 2:
                     T.set_max_nreg(plan.role("mma").regs, 1)
-                    mma(dk, dv, parts, s, ring, kv_full, walk, masked, part, scale, D, v.dtype)
+                    walk = walk_of(kv_item, kv_order[block], num_heads, kv_heads, tile_log2)
+                    mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, v.dtype)
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
+                    walk = walk_of(kv_item, kv_order[block], num_heads, kv_heads, tile_log2)
                     if tx < 32:
-                        load(k, val, q, do, s, ring, kv_full, front_full, walk, q_shift, D)
+                        load(k, val, q, do, s, ring, kv_full, front_full, walk, q_shift)
                     elif tx < 96:
                         row_stats(stats, s, ring, walk, tx - 32, q_shift)
 

@@ -1,0 +1,36 @@
+"""Operators called past torch's dispatcher, for the sake of those who run without graphs.
+
+The dispatcher takes the host as long as two or three launches.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def direct(
+    operator: Callable[..., Any], on_cuda: Callable[..., Any], on_cpu: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`operator`, whose first argument is a tensor: by its implementations where nobody looks."""
+
+    def call(x: Tensor, *args: Any, **flags: Any) -> Any:
+        if _is_watched(x):
+            return operator(x, *args, **flags)
+        if x.is_cuda:
+            return on_cuda(x, *args, **flags)
+        return (on_cpu if x.is_cpu else operator)(x, *args, **flags)
+
+    return call
+
+
+def _is_watched(x: Tensor) -> bool:
+    """By a compiler, a tracer, a mode (fake tensors, selective checkpointing), functorch, or x."""
+    return (
+        torch.compiler.is_compiling()
+        or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )

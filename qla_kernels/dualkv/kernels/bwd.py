@@ -1,0 +1,399 @@
+"""bwd -- every gradient in one pass: 128 keys and values of a node, all queries that see them.
+
+Per item (128 keys of one key head) and tile of 64 rows, tokens times query heads of the key head:
+    P^T  = exp2(s2 K Q^T - lse2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)    [128, 64]
+    dV  += P^T dO                   dK  += dS^T Q                                 [128, D]
+    dQ  += dS K                     in global memory, to which other CTAs add     [64, D]
+with s2 = scale log2(e); dK times scale at the end, dQ in dq_cast. P is 0 where a query comes before
+the key, and for keys behind the node's end. Items, tiles and their order are those of bwd_dkv.
+
+Steps (numbers appear again in the roles):
+    1 load    K and V; reduce zeroes rows behind the node's end: dQ adds up over all 128 keys
+    2 load    a tile's Q and dO; stats its lse2 and delta; rows before the run become zero
+    3 mma     S^T and dP^T, both operands in shared memory
+    4 mma     P^T, while dP^T runs
+    5 mma     dV, with P^T in registers; dS^T, while it runs, for itself and to shared memory
+    6 mma     dQ of the tile before, all its keys and half its columns; dK, with dS^T in registers
+    7 mma     dQ to shared memory, while dK runs
+    8 reduce  dQ added to the sums, by TMA
+    9 mma     dK and dV out, rounded once; in fp32 where other CTAs have parts of the run
+
+Bounded by shared memory and the tensor cores (3072 and 2560 clocks a tile). Why this shape: five
+products where two passes take seven. The price is that the last bits of dQ depend on the order in
+which CTAs add: these are the family's only float atomics, and not for callers who want gradients
+that repeat. dK and dV do. Only dS crosses the warpgroups, one tile late, so neither waits for the
+other. A row's columns are permuted in the sums, see `SOURCE`.
+"""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.attn.kernels.delta import DELTA, LSE2
+from qla_kernels.dualkv.columns import KV_ITEM_COLUMNS, KV_ORDERED
+from qla_kernels.dualkv.items import clear_rows, uniform
+from qla_kernels.dualkv.walk import ROWS, load_rows, row_stats, walk_of
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.math import LOG2E
+from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import ONE, Role, Schedule
+
+GROUP = 128  # threads of a warpgroup
+GROUP_KEYS = 64  # of a warpgroup
+KEYS = 2 * GROUP_KEYS  # of an item
+SLOTS = 3  # query tiles in flight
+
+
+class Variant(NamedTuple):
+    dtype: str  # of everything but statistics, sums and parts
+
+
+D = 128  # with 64, a warpgroup's columns of dQ would be half of what K is swizzled in
+
+VARIANTS = tuple(Variant(dtype) for dtype in ("bfloat16", "float16"))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
+    "tl.disable_safe_memory_legalize": True,  # stores are guarded by the item's number of keys
+}
+
+# A thread has rows r and r + 8 of dQ, and of both the columns 8 n + 2 (lane % 4), and their
+# neighbours. Those of n = 2 j and 2 j + 1 are 16 bytes of the sums: piece j of the warpgroup's, for
+# every other token piece j ^ 1, so that the two rows of 8 lanes lie in different banks.
+SOURCE = """
+namespace qla {
+__device__ __forceinline__ int pair(const void *r_ds, int i) {
+  return static_cast<const int *>(r_ds)[i];
+}
+__device__ __forceinline__ void stage(float *row, const float *r_dq, int odd) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float *x = r_dq + 8 * j + 2 * half;
+      *reinterpret_cast<float4 *>(row + half * 8 * 128 + (j ^ odd) * 16) =
+          make_float4(x[0], x[1], x[4], x[5]);
+    }
+  }
+}
+}  // namespace qla
+"""
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(
+            Role(
+                "mma",
+                warps=8,
+                regs=240,
+                waits=("kv_full", "q_full", "ds_full", "ds_free", "dq_free"),
+                signals=("q_free", "ds_full", "ds_free", "dq_full"),
+                computes="P^T, dS^T; dV, dQ, dK",
+                uses=("wgmma",),
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=24,
+                waits=("q_free", "front_full"),
+                signals=(("kv_landed", ONE), ("front_full", ONE), "q_full"),
+                computes="K, V; Q, dO",
+                uses=("tma_load",),
+            ),
+            Role(
+                "stats",
+                warps=2,
+                regs=24,
+                waits=("q_free",),
+                signals=("q_full",),
+                computes="lse2, delta",
+            ),
+            Role(
+                "reduce",
+                warps=1,
+                regs=24,
+                waits=("kv_landed", "dq_full"),
+                signals=("kv_full", "dq_free"),
+                computes="zeros behind the last key; sums of dQ",
+            ),
+        ),
+        rings={"q": SLOTS, "ds": 2},
+        # K, V; Q, dO, lse2, delta; dS; dQ; barriers and alignment
+        smem_bytes=2 * KEYS * D * 2
+        + SLOTS * 2 * ROWS * (D * 2 + 4)
+        + 2 * KEYS * ROWS * 2
+        + ROWS * D * 4
+        + 1024,
+    )
+
+
+class Tiles(NamedTuple):
+    """Shared memory."""
+
+    kv: Any  # [2, 128, D] K, V; V's at the end dK, then dV
+    q: Any  # [SLOTS, 64, D]
+    do: Any  # [SLOTS, 64, D]
+    stats: Any  # [SLOTS, 2, 64] lse2 and delta
+    ds: Any  # [2, 128, 64] dS^T, of two tiles
+    dq: Any  # [64, D] fp32, its columns permuted
+
+
+class Meets(NamedTuple):
+    """Barriers of what warpgroups exchange and hand over, tile by tile."""
+
+    ds: Any  # a ring of two slots
+    dq_full: Any
+    dq_free: Any
+
+
+@T.macro
+def load(k, v, q, do, s, ring, kv_landed, front_full, walk, q_shift):
+    for i, keys in enumerate((k, v)):  # 1
+        T.tma_copy(
+            keys[walk.k0 : walk.k0 + KEYS, walk.kv_head, :], s.kv[i, :, :], barrier=kv_landed
+        )
+    if T.shuffle_elect(32):
+        T.barrier_arrive(kv_landed)
+    load_rows(q, do, s, ring, front_full, walk, q_shift)  # 2
+
+
+@T.macro
+def reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift):
+    """A lane adds the rows of one head; those before the run are left out."""
+    lane = T.get_thread_binding() % 32
+    step, begin, token0, token, row = (T.alloc_var("int32") for _ in range(5))
+    T.barrier_wait(kv_landed, 0)
+    for i in T.unroll(2):
+        clear_rows(s.kv, i, walk.keys)  # 1
+    T.barrier_arrive(kv_full)
+    begin = T.max(walk.k0 - q_shift, 0)
+    token0 = walk.q0 - q_shift
+    row = ((walk.kv_head * walk.turns << 6 - walk.tile_log2) + lane) * num_queries
+    step = 0
+    for _ in rolled(walk.turns):
+        for tile in rolled(walk.tiles):
+            token = token0 + (tile << walk.tile_log2)
+            before = T.max(begin - token, 0)
+            T.barrier_wait(meets.dq_full, step % 2)
+            if lane << walk.tile_log2 < ROWS:  # 8
+                T.call_extern(
+                    "handle",
+                    "tl::tma_store_add",
+                    T.access_ptr(s.dq[(lane << walk.tile_log2) + before, 0], "r", D),
+                    T.access_ptr(sums[row + token + before, 0], "rw", D),
+                    ((1 << walk.tile_log2) - before) * (D * 4),
+                )
+                T.call_extern("handle", "tl::tma_store_arrive")
+                T.call_extern("handle", "tl::tma_store_wait<0>")
+            T.barrier_arrive(meets.dq_free)
+            step += 1
+        row += (ROWS >> walk.tile_log2) * num_queries
+
+
+@T.macro
+def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
+    w, odd, keys = (T.alloc_var("int32") for _ in range(3))
+    w = uniform(T.get_thread_binding(1))
+    lane = T.get_thread_binding() % 32
+    key = T.get_thread_binding() // 32 * 16 + lane % 16  # of dS^T, whose 16 bytes it addresses
+    r_dk = T.alloc_fragment((GROUP_KEYS, D), "float32")
+    r_dv = T.alloc_fragment((GROUP_KEYS, D), "float32")
+    r_s = T.alloc_fragment((GROUP_KEYS, ROWS), "float32")  # S^T, P^T
+    r_dp = T.alloc_fragment((GROUP_KEYS, ROWS), "float32")  # dP^T, dS^T
+    r_p = T.alloc_fragment((GROUP_KEYS, ROWS), dtype)
+    r_ds = T.alloc_fragment((GROUP_KEYS, ROWS), dtype)
+    r_dq = T.alloc_fragment((ROWS, D // 2), "float32")
+    slot, first, begin, end = (T.alloc_var("int32") for _ in range(4))
+    T.clear(r_dk)
+    T.clear(r_dv)
+    keys = walk.keys - w * GROUP_KEYS  # of the warpgroup's; none or less, if it has none
+    odd = walk.q0 - q_shift & 1
+    begin = walk.q0 - walk.k0 - w * GROUP_KEYS  # of the tile's tokens, from the first key
+    end = begin + (walk.tiles << walk.tile_log2)
+    first = begin
+    T.barrier_wait(kv_full, 0)
+    for step in T.serial(walk.turns * walk.tiles):
+        slot = uniform(ring.slot(step))
+        ring.wait(step)
+        T.wgmma_gemm(  # 3
+            s.kv[0, w * GROUP_KEYS : w * GROUP_KEYS + GROUP_KEYS, :],
+            s.q[slot, :, :],
+            r_s,
+            transpose_B=True,
+            clear_accum=True,
+        )
+        T.wgmma_gemm(
+            s.kv[1, w * GROUP_KEYS : w * GROUP_KEYS + GROUP_KEYS, :],
+            s.do[slot, :, :],
+            r_dp,
+            transpose_B=True,
+            clear_accum=True,
+        )
+        T.wait_wgmma(1)
+        probs_from_lse(  # 4
+            r_s, lambda _, row: s.stats[slot, LSE2, row], scale * LOG2E
+        )
+        if (first < GROUP_KEYS - 1) | (keys < GROUP_KEYS):
+            clear_hidden(
+                r_s,
+                lambda key, row: (key > first + (row & (1 << walk.tile_log2) - 1)) | (key >= keys),
+            )
+        T.copy(r_s, r_p)
+        T.wgmma_gemm(r_p, s.do[slot, :, :], r_dv)  # 5
+        T.wait_wgmma(1)
+        ds_from_dp(r_dp, r_s, lambda _, row: s.stats[slot, DELTA, row])
+        T.copy(r_dp, r_ds)
+        meets.ds.acquire(step)
+        for block in T.unroll(ROWS // 16):
+            T.call_extern(
+                "handle",
+                "tl::ptx_stmatrix_m8n8_x4",
+                T.access_ptr(
+                    s.ds[step % 2, w * GROUP_KEYS + key, block * 16 + lane // 16 * 8], "w", 8
+                ),
+                *(T.call_extern("int32", "qla::pair", r_ds.data, block * 4 + i) for i in range(4)),
+            )
+        T.fence_proxy_async()  # dS: written by threads, read by wgmma
+        meets.ds.commit(step)
+        multiply(s, meets.ds, step - 1, w, r_dq)  # 6
+        T.wgmma_gemm(r_ds, s.q[slot, :, :], r_dk)
+        T.wait_wgmma(1)
+        hand_over(s, meets, step - 1, w, r_dq, odd)  # 7
+        T.wait_wgmma(0)
+        ring.release(step)
+        first += 1 << walk.tile_log2
+        if first == end:
+            first = begin  # the run again, for the next heads
+    multiply(s, meets.ds, walk.turns * walk.tiles - 1, w, r_dq)
+    T.wait_wgmma(0)
+    hand_over(s, meets, walk.turns * walk.tiles - 1, w, r_dq, odd)
+    for key, d in T.Parallel(GROUP_KEYS, D):
+        r_dk[key, d] *= scale
+    if walk.part < 0:  # 9
+        store(r_dk, s.kv, dk, walk, w, keys, dtype)
+        T.sync_warp()
+        store(r_dv, s.kv, dv, walk, w, keys, dtype)
+    else:
+        rows = slice(w * GROUP_KEYS, w * GROUP_KEYS + GROUP_KEYS)
+        T.copy(r_dk, parts[walk.part, walk.kv_head, 0, rows, :])
+        T.copy(r_dv, parts[walk.part, walk.kv_head, 1, rows, :])
+
+
+@T.macro
+def multiply(s, ds, step, w, r_dq):
+    """dQ of a step, half its columns; of step -1, of whatever is in the slot, to no avail."""
+    if step >= 0:
+        ds.wait(step)
+    T.wgmma_gemm(
+        s.ds[uniform((step + 2) % 2), :, :],
+        s.kv[0, :, w * (D // 2) : w * (D // 2) + D // 2],
+        r_dq,
+        transpose_A=True,
+        clear_accum=True,
+    )
+
+
+@T.macro
+def hand_over(s, meets, step, w, r_dq, odd):
+    """dQ of a step to the reducing warp, and dS back to who makes it."""
+    lane = T.get_thread_binding() % 32
+    row = T.get_thread_binding() // 32 * 16 + lane // 4  # the thread's first
+    if step >= 0:
+        meets.ds.release(step)
+        T.barrier_wait(meets.dq_free, (step + 1) % 2)
+        T.call_extern(
+            "handle",
+            "qla::stage",
+            T.access_ptr(s.dq[row, w * (D // 2) + lane % 4 * 4], "w", 1),
+            r_dq.data,
+            odd ^ row & 1,
+        )
+        T.fence_proxy_async()  # written by threads, read by TMA
+        T.barrier_arrive(meets.dq_full)
+
+
+@T.macro
+def store(r_grad, s_kv, grad, walk, w, keys, dtype):
+    """A warpgroup's rows by way of the rows of V that it alone has read; a warp's are its own."""
+    lane = T.get_thread_binding() % 32
+    row0 = T.get_thread_binding() // 32 * 16
+    lanes = D // 8  # a row in pieces of 16 bytes
+    r_out = T.alloc_fragment((GROUP_KEYS, D), dtype)
+    T.copy(r_grad, r_out)
+    T.copy(r_out, s_kv[1, w * GROUP_KEYS : w * GROUP_KEYS + GROUP_KEYS, :])
+    T.sync_warp()
+    for piece in T.unroll(16 * lanes // 32):
+        row = row0 + piece * (32 // lanes) + lane // lanes
+        if row < keys:
+            for e in T.vectorized(8):
+                grad[walk.k0 + w * GROUP_KEYS + row, walk.kv_head, lane % lanes * 8 + e] = s_kv[
+                    1, w * GROUP_KEYS + row, lane % lanes * 8 + e
+                ]
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
+    num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
+    num_items, capacity = T.dynamic("num_items, capacity")
+    q_token, q_head, do_token, do_head = T.dynamic("q_token, q_head, do_token, do_head")
+    k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
+
+    @T.prim_func
+    def bwd(
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
+        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), v.dtype),
+        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), v.dtype),
+        val: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        stats: T.Tensor((num_heads, 2, num_padded), "float32"),
+        header: T.Tensor((8,), "int32"),
+        kv_item: T.Tensor((num_items, KV_ITEM_COLUMNS), "int32"),
+        kv_order: T.Tensor((capacity,), "int32"),
+        sums: T.Tensor((num_heads * num_queries, D), "float32"),
+        dk: T.Tensor((num_tokens, kv_heads, D), v.dtype),
+        dv: T.Tensor((num_tokens, kv_heads, D), v.dtype),
+        parts: T.Tensor((num_parts, kv_heads, 2, KEYS, D), "float32"),
+        tile_log2: T.int32,
+        q_shift: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(capacity, threads=(GROUP, plan.threads // GROUP)) as block:
+            T.import_source(SOURCE)
+            s_kv = T.alloc_shared((2, KEYS, D), v.dtype)
+            s_q = T.alloc_shared((SLOTS, ROWS, D), v.dtype)
+            s_do = T.alloc_shared((SLOTS, ROWS, D), v.dtype)
+            s_stats = T.alloc_shared((SLOTS, 2, ROWS), "float32")
+            s_ds = T.alloc_shared((2, KEYS, ROWS), v.dtype)
+            s_dq = T.alloc_shared((ROWS, D), "float32")
+            s = Tiles(s_kv, s_q, s_do, s_stats, s_ds, s_dq)
+            kv_landed = T.alloc_barrier([plan.arrivals("kv_landed")])
+            kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
+            front_full = T.alloc_barrier([plan.arrivals("front_full")])
+            q_full = T.alloc_barrier([plan.arrivals("q_full")] * SLOTS)
+            q_free = T.alloc_barrier([plan.arrivals("q_free")] * SLOTS)
+            ds_full = T.alloc_barrier([plan.arrivals("ds_full")] * 2)
+            ds_free = T.alloc_barrier([plan.arrivals("ds_free")] * 2)
+            dq_full = T.alloc_barrier([plan.arrivals("dq_full")])
+            dq_free = T.alloc_barrier([plan.arrivals("dq_free")])
+            ring = Ring(q_full, q_free, SLOTS)
+            meets = Meets(Ring(ds_full, ds_free, 2), dq_full, dq_free)
+            tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
+            if block < header[KV_ORDERED]:
+                if warpgroup < 2:
+                    T.set_max_nreg(plan.role("mma").regs, 1)
+                    walk = walk_of(kv_item, kv_order[block], num_heads, kv_heads, tile_log2)
+                    mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, v.dtype)
+                else:
+                    T.set_max_nreg(plan.role("load").regs, 0)
+                    walk = walk_of(kv_item, kv_order[block], num_heads, kv_heads, tile_log2)
+                    if tx < 32:
+                        load(k, val, q, do, s, ring, kv_landed, front_full, walk, q_shift)
+                    elif tx < 96:
+                        row_stats(stats, s, ring, walk, tx - 32, q_shift)
+                    else:
+                        reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift)
+
+    return bwd.with_attr("global_symbol", f"dualkv_bwd_{v.dtype}")

@@ -1,0 +1,57 @@
+"""Operators called directly: only where nobody would have seen them pass."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qla_kernels import chunk_gated_delta_rule, shared_prefix_attention
+from qla_kernels.direct import direct
+from qla_kernels.dualkv import SharedLayout
+from tests.dualkv_inputs import qkv
+from tests.gdn_calls import call, gradients, leaves
+
+taken = direct(lambda _: "operator", lambda _: "cuda", lambda _: "cpu")
+
+
+class Subclass(Tensor):
+    pass
+
+
+class Watcher(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_tensors_take_the_short_way():
+    assert taken(torch.zeros(1)) == taken(torch.nn.Parameter(torch.zeros(1))) == "cpu"
+
+
+@pytest.mark.parametrize("x", [torch.zeros(1, device="meta"), Subclass([0.0])])
+def test_other_tensors_do_not(x):
+    assert taken(x) == "operator"
+
+
+def test_nor_do_calls_that_are_watched():
+    ways = []
+
+    def watched(x: Tensor) -> Tensor:
+        ways.append(taken(x))
+        return x + 1
+
+    torch.vmap(watched)(torch.zeros(2))
+    torch.jit.trace(watched, torch.zeros(1), check_trace=False)
+    with Watcher():
+        watched(torch.zeros(1))
+    assert set(ways) == {"operator"}
+    assert torch.compile(lambda x: x + len(taken(x)), backend="eager")(torch.zeros(1)) == 8
+
+
+def test_families_take_it_forward_and_backward():
+    x = leaves({**call(), "use_qk_l2norm_in_kernel": True})
+    tensors = [t.requires_grad_() for t in qkv(9)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as eager:
+        gradients(chunk_gated_delta_rule(**x, output_final_state=True), x)
+        layout = SharedLayout.from_lengths([(5, [4])])
+        shared_prefix_attention(*tensors, layout).sum().backward()
+    assert not [event.name for event in eager.events() if event.name.startswith("qla_kernels::")]
