@@ -22,6 +22,7 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import chunk_gated_delta_rule, refusal
 from qla_kernels.gdn.api import CHUNK_SIZES
 from qla_kernels.gdn.validate import OP, Gate, check_activations, check_tensors
+from qla_kernels.integrations.layout import readable
 
 OPERATION = "gated_delta_rule"
 SWITCH = "FLA_QLA_KERNELS"
@@ -92,7 +93,8 @@ def declined(
         check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     except ValueError as error:
         return str(error)
-    return refusal(q, k, v, cp_context=cp_context)
+    lying = [x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v)]  # as `readable`
+    return refusal(*lying, cp_context=cp_context)
 
 
 def _registry() -> tuple[type, Callable[[type], object]]:
@@ -127,7 +129,9 @@ def _backend(base: type, order: int) -> type:
             reason = declined(*args, **kwargs)
             return reason is None, reason
 
-        def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-            return chunk_gated_delta_rule(*args, **kwargs)
+        def chunk_gated_delta_rule(
+            self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor | None]:
+            return chunk_gated_delta_rule(*readable(q, k, v), *args, **kwargs)
 
     return QlaKernels

@@ -18,18 +18,33 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from qla_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from qla_kernels.integrations.layout import readable
+
+
+def _of_readable(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours, of q, k and v as a convolution leaves them: without its kernel they lie by channel."""
+
+    @functools.wraps(ours)
+    def run(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return ours(*readable(q, k, v), *args, **kwargs)
+
+    return run
+
+
+CHUNK = _of_readable(chunk_gated_delta_rule)
+RECURRENT = _of_readable(fused_recurrent_gated_delta_rule)
 
 HOLDS, SHARES = "chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"
 HELD: dict[str, Callable[..., Any]] = {  # by a layer
-    HOLDS: chunk_gated_delta_rule,
-    "recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    HOLDS: CHUNK,
+    "recurrent_gated_delta_rule": RECURRENT,
 }
 SHARED: dict[str, Callable[..., Any]] = {  # by the layers of a module
-    SHARES: chunk_gated_delta_rule,
-    "torch_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    SHARES: CHUNK,
+    "torch_recurrent_gated_delta_rule": RECURRENT,
 }
 BEFORE = "before_qla_kernels"  # where a layer keeps what it held
 

@@ -1,5 +1,6 @@
 """Our backend in flash-linear-attention's registries: who runs a call, and why not we."""
 
+import functools
 import inspect
 import logging
 import sys
@@ -123,6 +124,21 @@ def test_the_reason_is_what_refusal_says(installed, monkeypatch):
     x = call()
     assert fla.declined(**x) == "not today"
     assert ran_by(installed.chunk_gated_delta_rule(**x)) == "FlashQLA"
+
+
+def test_tensors_that_lie_by_channel_are_ours_too(installed, monkeypatch):
+    """As a convolution leaves them; FLA copies them, and so do we. Other strides we decline."""
+    on_hopper = functools.partial(gdn.refusal, capability=(9, 0))
+    monkeypatch.setattr(fla, "refusal", on_hopper)
+    fla.register(prefer=True)
+    x = call(sizes=(64, 64), dtype=torch.bfloat16)
+    want = qla_kernels.chunk_gated_delta_rule(**x)[0]
+    by_channel = {n: x[n].transpose(1, 3).contiguous().transpose(1, 3) for n in ("q", "k", "v")}
+    assert "strides" in on_hopper(**by_channel)
+    assert fla.declined(**{**x, **by_channel}) is None
+    assert torch.equal(installed.chunk_gated_delta_rule(**{**x, **by_channel})[0], want)
+    unaligned = torch.zeros(2, 70, 2, 65, dtype=torch.bfloat16)[..., :64]
+    assert "strides" in fla.declined(**{**x, "q": unaligned})
 
 
 def test_parameters_are_those_of_our_function():

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qla_kernels import Unsupported, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from qla_kernels import Unsupported
 from qla_kernels.integrations import transformers as integration
 from reference import gdn
 from tests.compare import relative_l2
+from tests.tiny_models import KINDS, step, tiny
 
 
 def torch_chunk_gated_delta_rule(
@@ -109,17 +110,6 @@ def model(request):
     integration.restore(made)  # this module's functions
 
 
-def step(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Logits, loss and every parameter's gradient."""
-    model.zero_grad()
-    out = model(ids)
-    logits = out[0] if isinstance(out, tuple) else out.logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return logits.detach(), loss.detach(), grads
-
-
 def assert_agree(got: Any, want: Any) -> None:
     assert relative_l2(got[0], want[0]) < 1e-5
     assert relative_l2(got[1], want[1]) < 1e-6
@@ -157,6 +147,24 @@ def test_layers_call_our_functions(model):
             function(q, q.half(), v, g=gate, beta=gate)
 
 
+def test_tensors_that_lie_by_channel_are_copied():
+    """Our functions refuse them on a GPU, and a model's convolution leaves no others."""
+    given = []
+
+    def ours(*args: Any) -> None:
+        given.extend(args)
+
+    x = torch.randn(2, 3, 64, 5).transpose(1, 3)
+    wide = torch.randn(2, 5, 9, 64)[:, :, :3]
+    integration._of_readable(ours)(x, wide, x, x)
+    q, k, v, g = given
+    assert q.is_contiguous()
+    assert torch.equal(q, x)
+    assert v.is_contiguous()
+    assert k is wide
+    assert g is x
+
+
 def test_restore_brings_the_same_functions_back(model):
     before = [layer.functions() for layer in model.layers]
     assert integration.restore(model) == 0
@@ -175,7 +183,7 @@ def test_what_a_layer_holds_goes_with_it():
     other = copy.deepcopy(model)
     for layer in other.layers:
         held = (layer.chunk_gated_delta_rule, layer.recurrent_gated_delta_rule)
-        assert held == (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule)
+        assert held == tuple(integration.HELD.values())
     assert integration.restore(other) == 2
     assert integration.restore(model) == 2
 
@@ -184,27 +192,7 @@ def test_other_layers_are_left_alone():
     assert integration.swap(nn.Sequential(nn.Linear(3, 3), nn.GELU())) == 0
 
 
-def tiny(kind: str) -> nn.Module:
-    """One layer with the gated delta net, one with attention."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": 128,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
-        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-    }  # fmt: skip
-    if kind == "Qwen3Next":
-        experts = {"num_experts": 2, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
-        experts |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-        return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**sizes, **experts))
-    if not hasattr(transformers, "Qwen3_5ForCausalLM"):
-        pytest.skip("this transformers has no Qwen3.5")
-    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes))
-
-
-@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3_5"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_of_an_installed_transformers(kind):
     model, ids = tiny(kind), torch.randint(50, (2, 70))
     want = step(model, ids)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.compare import assert_close, bias_of, relative_l2
+from tests.compare import assert_close, bias_of, no_worse, relative_l2
 
 
 @pytest.fixture
@@ -79,3 +79,21 @@ def test_zero_and_empty_tensors():
     with pytest.raises(AssertionError, match="relative L2 inf"):
         assert_close("o", zero + 1e-9, zero, 1e-3)
     assert_close("o", zero + 1e-9, zero, 1e-3, at_least=1e-3)
+
+
+def test_no_worse_than_another(want):
+    rounded, coarse = (
+        {"o": want.to(dtype), "few": want[0, 0]} for dtype in (torch.half, torch.bfloat16)
+    )
+    truth = {"o": want, "few": want[0, 0]}
+    no_worse(rounded, coarse, truth, ratio=1.1, limit=0.02)
+    no_worse(coarse, coarse, truth, ratio=1.0, limit=0.02)
+    with pytest.raises(AssertionError, match=r"o: relative L2 1\.\d+e-03 > 2\.\d+e-04; theirs 2"):
+        no_worse(coarse, rounded, truth, ratio=1.1, limit=0.02)
+    with pytest.raises(AssertionError, match=r"o: relative L2 1\.\d+e-03 > 1.000e-03; theirs 1"):
+        no_worse(coarse, coarse, truth, ratio=1.1, limit=1e-3)
+    no_worse(coarse, rounded, truth, ratio=1.1, limit=0.02, floor=2e-3)
+    off = {**coarse, "few": 1.01 * want[0, 0]}
+    no_worse(off, coarse, truth, ratio=1.1, limit=0.02)
+    with pytest.raises(AssertionError, match=r"few: relative L2 nan > 2.000e-02; theirs 0"):
+        no_worse({**coarse, "few": want[0, 0] / 0 * 0}, coarse, truth, ratio=1.1, limit=0.02)

@@ -1,0 +1,40 @@
+"""Models of an installed transformers, small and random, with a gated-delta-net layer in them."""
+
+import pytest
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+KINDS = ("Qwen3Next", "Qwen3_5")
+VOCABULARY = 50
+
+
+def tiny(kind: str, width: int = 32, head_sizes: tuple[int, int] = (16, 8)) -> nn.Module:
+    """One layer with the gated delta net, one with attention."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": width, "intermediate_size": 48,
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        "max_position_embeddings": 256,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": head_sizes[0], "linear_value_head_dim": head_sizes[1],
+        "linear_conv_kernel_dim": 4, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+    if kind == "Qwen3Next":
+        experts = {"num_experts": 2, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+        experts |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+        return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**sizes, **experts))
+    if not hasattr(transformers, "Qwen3_5ForCausalLM"):
+        pytest.skip("this transformers has no Qwen3.5")
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes))
+
+
+def step(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, loss and every parameter's gradient."""
+    model.zero_grad()
+    out = model(ids)
+    logits = out[0] if isinstance(out, tuple) else out.logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), loss.detach(), grads
