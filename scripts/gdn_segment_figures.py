@@ -137,8 +137,8 @@ def gain_figure(rows: Sequence[Row]) -> Any:
         panel.set_xticks(lengths, [str(n) for n in lengths])
         panel.minorticks_off()
         panel.axhline(1, color="#8a8a8a", lw=0.8, zorder=0)
+        panel.legend(frameon=False, title="heads")
     panels[0][0].set_ylabel("whole / in segments")
-    panels[0][0].legend(frameon=False, title="heads")
     return figure
 
 

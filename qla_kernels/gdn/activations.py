@@ -8,9 +8,14 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 
+def fp32(x: Tensor) -> Tensor:
+    """x.float(), which takes the host a while even where there is nothing to do."""
+    return x if x.dtype == torch.float32 else x.float()
+
+
 def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
     """g fp32, activated if there is an A_log: -e^A_log softplus(g + dt_bias)."""
-    g = g.float()
+    g = fp32(g)
     if A_log is None:
         return g
     return -A_log.float().exp() * softplus(_shifted(g, dt_bias))
@@ -30,7 +35,7 @@ def gate_backward(
 
 def beta(x: Tensor, use_sigmoid: bool, allow_neg_eigval: bool) -> Tensor:
     """beta fp32, activated if it is to be."""
-    x = x.float()
+    x = fp32(x)
     if use_sigmoid:
         x = x.sigmoid()
     return 2 * x if allow_neg_eigval else x

@@ -25,6 +25,7 @@ from qla_kernels.gdn.validate import (
 )
 from qla_kernels.varlen import CHUNK
 
+NO_GATE = Gate(False, None, None)
 CHUNK_SIZES = (16, 32, 64)  # FLA's; results do not depend on it, and 64 is always used
 
 
@@ -99,10 +100,11 @@ def chunk_gated_delta_rule(
         ValueError: arguments do not fit together.
         Unsupported: they do, but this version cannot run them; see `qla_kernels.gdn.refusal`.
     """
-    exact, warm_log_bound = (kwargs.pop(name, None) for name in ("exact", "warm_log_bound"))
-    bound = warm_bound(OP, bool(exact), warm_log_bound)
+    bound = warm_bound(OP, bool(kwargs.pop("exact", False)), kwargs.pop("warm_log_bound", None))
     keep = bool(kwargs.pop("enable_fwd_cp_cache", False)) and not torch.compiler.is_compiling()
-    state_v_first, gate = _take_keywords(kwargs, state_v_first)
+    gate = NO_GATE
+    if kwargs:
+        state_v_first, gate = _take_keywords(kwargs, state_v_first)
     if cp_context is not None:
         o = sharded(
             q, k, v, g, beta, scale, cp_context, gate, bound,

@@ -1,7 +1,7 @@
 """The operators as differentiable steps.
 
-Nothing is cast under autocast: custom_fwd and custom_bwd only give a backward the autocast state
-that its forward had. A backward is not differentiable in turn.
+Autocast has no say: it knows none of these operators, and they call nothing that it casts. A
+backward is not differentiable in turn.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ class GatedDeltaRule(torch.autograd.Function):
 
     Beside its inputs, which are alive anyway, it keeps g_cum and A: 4 + 64 * 2 bytes per token and
     value head; with enable_fwd_cp_cache, also 4 K (K + V) bytes per segment and value head. The
-    backward needs 4 K V bytes per chunk and value head for as long as it runs.
+    backward needs 4 K V bytes per chunk and value head, 3 K V where K = V = 128, for as long as it
+    runs.
     """
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def forward(
         ctx: Any,
         q: Tensor,
@@ -84,10 +84,7 @@ class GatedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def backward(  # type: ignore[override]
-        ctx: Any, do: Tensor | None, dht: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, cu_seqlens_cpu, g_cum, A, *cp_cache = (
             ctx.saved_tensors
         )
@@ -127,7 +124,6 @@ class ShardedGatedDeltaRule(torch.autograd.Function):
     """
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def forward(
         ctx: Any,
         q: Tensor,
@@ -141,13 +137,12 @@ class ShardedGatedDeltaRule(torch.autograd.Function):
         cu_seqlens_cpu: Tensor | None,
         scale: float,
         options: dict[str, Any],
-        is_train: bool,
     ) -> Tensor:
         ctx.scale, ctx.options, ctx.g_dtype = scale, options, g.dtype
         bounds, parameters = (cu_seqlens, cu_seqlens_cpu), (A_log, dt_bias)
         done = shard_ops.Forward(
             *shard_ops.gdn_shard_fwd(
-                q, k, v, g, beta, scale, *bounds, *parameters, is_train=is_train, **options
+                q, k, v, g, beta, scale, *bounds, *parameters, is_train=True, **options
             )
         )
         raw_g = g if A_log is not None else None
@@ -158,21 +153,19 @@ class ShardedGatedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, A_log, dt_bias, *bounds, entered, g_cum, A = ctx.saved_tensors
         dq, dk, dv, dbeta, dg, dA_log, ddt_bias = shard_ops.gdn_shard_bwd(
             q, k, v, g_cum, beta, A, do, ctx.scale, *bounds, entered, g, A_log, dt_bias,
             **ctx.options,
         )  # fmt: skip
-        return dq, dk, dv, dg.to(ctx.g_dtype), dbeta, dA_log, ddt_bias, *[None] * 5
+        return dq, dk, dv, dg.to(ctx.g_dtype), dbeta, dA_log, ddt_bias, *[None] * 4
 
 
 class L2Norm(torch.autograd.Function):
     """l2norm_fwd and l2norm_bwd; x is often a slice of a projection that is alive anyway."""
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, cu_seqlens)
         y: Tensor = ops.l2norm_fwd(x)
@@ -180,7 +173,6 @@ class L2Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         x, cu_seqlens = ctx.saved_tensors
         return ops.l2norm_bwd(x, dy, cu_seqlens), None

@@ -23,7 +23,7 @@ __device__ __forceinline__ void stage_state(const T *registers, T *tile) {
 // this thread's first element goes. One address that moves: nvcc would form all 64 first, more than
 // a thread can hold beside the state.
 template <int kColumns>
-__device__ __forceinline__ void store_state(const float *registers, float *at, int64_t row,
+__device__ __forceinline__ void scatter_state(const float *registers, float *at, int64_t row,
                                             int64_t column) {
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j, at += 8 * column) {

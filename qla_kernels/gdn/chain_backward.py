@@ -6,6 +6,7 @@ the chunks in the order in which a chain meets them.
 """
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
@@ -139,7 +140,7 @@ def put_state(r_s, state, n, hv, v0, K):
     warp = T.get_thread_binding() // 32 % 4
     T.call_extern(
         "handle",
-        f"qla::store_state<{K}>",
+        f"qla::scatter_state<{K}>",
         r_s.data,
         T.access_ptr(state[n, hv, lane % 4 * 2, v0 + warp * 16 + lane // 4], "w", 1),
         state.strides[3],
@@ -162,8 +163,51 @@ def stage(r_s16, s_h, ring, step, K):
 
 
 @T.macro
-def store(h, s_h, rings, num_states, first, direction, hv, v0):
-    """State `step` of every state warpgroup to h[first + direction step], [.., HV, V, K].
+def longest_first(cu_seqlens, num_sequences, rank, n):
+    """n[0]: the sequence that as many as `rank` others come before, when the longest come first.
+
+    Every warp finds it by itself. Of more sequences than 64 none is so long that it would matter.
+    """
+    lane = T.get_thread_binding() % 32
+    length = T.alloc_local((2,), "int32")  # of sequences lane and lane + 32
+    before = T.alloc_local((2,), "int32")
+    other = T.alloc_var("int32")
+    n[0] = rank
+    if (num_sequences > 1) & (num_sequences <= 64):
+        for e in T.unroll(2):
+            length[e] = -1
+            before[e] = 0
+            if lane + 32 * e < num_sequences:
+                length[e] = cu_seqlens[lane + 32 * e + 1] - cu_seqlens[lane + 32 * e]
+        for m in rolled(num_sequences):
+            other = cu_seqlens[m + 1] - cu_seqlens[m]
+            for e in T.unroll(2):
+                if (other > length[e]) | ((other == length[e]) & (m < lane + 32 * e)):
+                    before[e] += 1
+        n[0] = -1
+        for e in T.unroll(2):
+            if (length[e] >= 0) & (before[e] == rank):
+                n[0] = lane + 32 * e
+        for d in T.unroll(5):
+            n[0] = T.max(n[0], T.shfl_xor(n[0], 1 << d))
+
+
+class States(NamedTuple):
+    """States of a head to h[first], h[first + 1], ...; [.., HV, V, K]."""
+
+    h: Any
+    first: Any
+    hv: Any
+    v0: Any
+
+    def put(self, tile, step, w):
+        v = self.v0 + w * TILE
+        return T.tma_copy(tile, self.h[self.first + step, self.hv, v : v + TILE, :])
+
+
+@T.macro
+def store(out, s_h, rings, num_states):
+    """State `step` of every state warpgroup to where `out` puts it.
 
     A slot is handed back once a later store has been issued, when there is a second slot: reading
     it takes a while, and nobody waits for that.
@@ -172,10 +216,7 @@ def store(h, s_h, rings, num_states, first, direction, hv, v0):
     for step in rolled(num_states):
         for w, ring in enumerate(rings):
             ring.wait(step)
-            T.tma_copy(
-                s_h[w][ring.slot(step), :, :],
-                h[first + direction * step, hv, v0 + w * TILE : v0 + w * TILE + TILE, :],
-            )
+            out.put(s_h[w][ring.slot(step), :, :], step, w)
             T.tma_store_wait(behind * len(rings))
             if step >= behind:
                 ring.release(step - behind)

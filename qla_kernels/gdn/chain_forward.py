@@ -1,4 +1,4 @@
-"""Roles of the forward: all but the solve, which is in chain_solve.
+"""Roles of the forward: gates and the state; chain_solve and chain_transfer have the others.
 
 fused_fwd states the maths and what each step is for, under the numbers used here. The block is
 two-dimensional: threadIdx.x is a thread of its warpgroup and threadIdx.y the warpgroup, so that
@@ -25,68 +25,46 @@ from qla_kernels.gdn.chain import (
     take_turn,
 )
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.mask import clear_tail
 from qla_kernels.tile.math import CHUNK, GATE_FLOOR, LN2, LOG2E
 
 
 @T.macro
-def fetch(rows, ring, tail_full, tail, i, begin, length):
-    """Chunk i of one tensor. A tail's other rows, the next sequence's or nobody's, must not meet a
-    product: 0 * NaN is NaN."""
-    tok0 = begin + i * CHUNK
-    left = length - i * CHUNK
-    slot = ring.slot(i)
-    ring.acquire(i)
-    if left >= CHUNK:  # 1
-        rows.copy(tok0, slot, ring.barrier(i))
-        ring.commit(i)
-    else:
-        rows.copy(tok0, slot, tail_full[tail])
-        T.barrier_arrive(tail_full[tail])
-        T.barrier_wait(tail_full[tail], 0)
-        clear_tail(rows.shared, slot, left, rows.shared.shape[-1])
-        T.fence_proxy_async()  # written by threads, read by wgmma
-        ring.commit(i)
-
-
-@T.macro
-def load(leading, others, ahead, tail_full, begin, length, num_chunks):
-    """`leading` and `others` are (rows, ring). What A and P are made of runs `ahead` chunks ahead
-    of what only the state reads, and never waits behind it."""
-    for j in rolled(num_chunks + ahead):
-        if j >= ahead:
-            for n, (rows, ring) in enumerate(others):
-                fetch(rows, ring, tail_full, len(leading) + n, j - ahead, begin, length)
-        if j < num_chunks:
-            for n, (rows, ring) in enumerate(leading):
-                fetch(rows, ring, tail_full, n, j, begin, length)
-
-
-@T.macro
-def read_gates(g, beta, r_gate, begin, length, i, hv):
-    """g and beta of tokens 2 lane and 2 lane + 1 of chunk i; 0 past the end: gamma stays level."""
-    lane = T.get_thread_binding() % 32
+def read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token, end, hv):
+    """g and beta of this lane's two tokens of a chunk, as they are: to convert would be to wait.
+    0 past the end: gamma stays level."""
     for e in T.unroll(2):
         r_gate[e] = 0
         r_gate[2 + e] = 0
-        if i * CHUNK + 2 * lane + e < length:
-            r_gate[e] = g[begin + i * CHUNK + 2 * lane + e, hv]
-            r_gate[2 + e] = beta[begin + i * CHUNK + 2 * lane + e, hv]
+        r_beta16[e] = 0
+        if token + e < end:
+            r_gate[e] = g[token + e, hv]
+            if is_16 != 0:
+                r_beta16[e] = beta16[token + e, hv]
+            else:
+                r_gate[2 + e] = beta[token + e, hv]
 
 
 @T.macro
-def gate(g, beta, g_cum, s_gate, ring, begin, length, num_chunks, hv, scale, saves):
+def gate(
+    g, beta, beta16, is_16, g_cum, s_gate, ring, begin, length, num_chunks, hv, scale, saves
+):  # fmt: skip
+    """beta is in fp32; or, where is_16, 16 bits wide in beta16."""
     lane = T.get_thread_binding() % 32
     r_gate = T.alloc_local((4,), "float32")  # of the chunk to come: two g, two beta
+    r_beta16 = T.alloc_local((2,), beta16.dtype)
     g2 = T.alloc_local((2,), "float32")
     b = T.alloc_local((2,), "float32")
     total = T.alloc_var("float32")
-    read_gates(g, beta, r_gate, begin, length, 0, hv)
+    token, end = T.alloc_var("int32"), T.alloc_var("int32")
+    token = begin + 2 * lane
+    end = begin + length
+    read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token, end, hv)
     for i in rolled(num_chunks):
         for e in T.unroll(2):
             g2[e] = T.max(r_gate[e] * LOG2E, GATE_FLOOR)
-            b[e] = r_gate[2 + e]
-        read_gates(g, beta, r_gate, begin, length, i + 1, hv)  # arrives while this chunk is made
+            b[e] = r_gate[2 + e] + r_beta16[e]  # one of them is 0
+        # arrive while this chunk is made
+        read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token + CHUNK, end, hv)
         total = g2[0] + g2[1]  # inclusive scan of the pairs over the warp
         for d in T.unroll(5):
             below = T.shfl_up(total, 1 << d)
@@ -94,14 +72,14 @@ def gate(g, beta, g_cum, s_gate, ring, begin, length, num_chunks, hv, scale, sav
                 total += below
         g2[0] = total - g2[1]
         g2[1] = total
-        end = T.shfl_sync(total, lane // 8 * 8 + 7)  # gamma of the last token of the 16
+        fall0 = T.shfl_sync(total, lane // 8 * 8 + 7)  # gamma of the last token of the 16
         last = T.shfl_sync(total, 31)
         ring.acquire(i)  # 2
         slot = ring.slot(i)
         for e in T.unroll(2):
             s_gate[slot, GAMMA, 2 * lane + e] = g2[e]
             s_gate[slot, BETA, 2 * lane + e] = b[e]
-            s_gate[slot, FALL, 2 * lane + e] = T.exp2(end - g2[e])
+            s_gate[slot, FALL, 2 * lane + e] = T.exp2(fall0 - g2[e])
             s_gate[slot, BETA_E, 2 * lane + e] = b[e] * T.exp2(g2[e])
             s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(g2[e])
             s_gate[slot, D, 2 * lane + e] = T.exp2(last - g2[e])
@@ -109,8 +87,21 @@ def gate(g, beta, g_cum, s_gate, ring, begin, length, num_chunks, hv, scale, sav
         ring.commit(i)
         if saves != 0:
             for e in T.unroll(2):
-                if i * CHUNK + 2 * lane + e < length:
-                    g_cum[begin + i * CHUNK + 2 * lane + e, hv] = g2[e] * LN2
+                if token + e < end:
+                    g_cum[token + e, hv] = g2[e] * LN2
+        token += CHUNK
+
+
+def move_state(function, K, r_s, state, n, hv, v):
+    """S^T from or to 64 columns of a [n, HV, K, V] tensor, by inline CUDA: in a loop here, each of
+    the 64 addresses is found on its own, which takes 5 KB of instructions."""
+    return T.call_extern(
+        "handle",
+        f"qla::{function}<{K}>",
+        r_s.data,
+        T.access_ptr(state[n, hv, 0, v], "rw", 1),
+        *(T.cast(stride, "int64") for stride in state.strides[2:]),
+    )
 
 
 @T.macro
@@ -119,6 +110,22 @@ def put_out(r_o16, s_o, ring, w, i):
     T.call_extern("handle", "qla::stage_transposed", r_o16.data, slot_of(s_o, w))
     T.fence_proxy_async()  # s_o: written by threads, read by the TMA store
     ring.commit(i)
+
+
+@T.macro
+def first_turn(w, states):
+    """Two state warpgroups start with the first one's turn on the tensor cores .."""
+    if states == 2:
+        if w == 1:
+            T.call_extern("handle", "tl::__named_barrier_arrive", TURN, 256)
+
+
+@T.macro
+def last_turn(w, states):
+    """.. and end with the second one's."""
+    if states == 2:
+        if w == 0:
+            T.call_extern("handle", "tl::__sync_thread_partial", TURN, 256)
 
 
 @T.macro
@@ -141,16 +148,12 @@ def state(
     w = T.alloc_var("int32")
     w = T.get_thread_binding(1)
     if has_h0 != 0:
-        for r, c in T.Parallel(TILE, K):
-            r_s[r, c] = h0[n, hv, c, v0 + w * TILE + r]
+        move_state("load_state", K, r_s, h0, n, hv, v0 + w * TILE)
     else:
         T.clear(r_s)
     T.copy(r_s, r_s16)
     if states == 1:
         T.clear(r_o)
-    else:
-        if w == 1:
-            T.call_extern("handle", "tl::__named_barrier_arrive", TURN, 256)
     for i in T.serial(num_chunks):
         slot = k_ring.slot(i)
         gate_slot = gate_ring.slot(i)
@@ -220,11 +223,6 @@ def state(
         if num_chunks > 0:
             T.copy(r_o, r_o16)
             put_out(r_o16, s_o, o_ring, w, num_chunks - 1)
-    else:
-        if w == 0:
-            T.call_extern(
-                "handle", "tl::__sync_thread_partial", TURN, 256
-            )  # the partner's last turn
     row = T.alloc_var("int32")  # of ht
     row = -1
     if has_ht == 1:
@@ -232,40 +230,4 @@ def state(
     if has_ht == 2:
         row = ends_of[n]  # the sequence that this segment ends, if any
     if row >= 0:
-        for r, c in T.Parallel(TILE, K):
-            ht[row, hv, c, v0 + w * TILE + r] = r_s[r, c]
-
-
-@T.macro
-def rows_out(x, tile, slot, tok0, rows, hv, column):
-    """A [64, 64] slot into rows of x [tokens, HV, columns, 64]."""
-    lane = T.get_thread_binding() % 32
-    if rows >= CHUNK:
-        T.tma_copy(tile[slot, :, :], x[tok0 : tok0 + CHUNK, hv, column, :])
-        T.tma_store_wait(0)
-    else:
-        for step in rolled(T.ceildiv(rows, 4)):  # 4 rows of 8 pieces of 16 bytes
-            if step * 4 + lane // 8 < rows:
-                for e in T.vectorized(8):
-                    x[tok0 + step * 4 + lane // 8, hv, column, lane % 8 * 8 + e] = tile[
-                        slot, step * 4 + lane // 8, lane % 8 * 8 + e
-                    ]
-
-
-@T.macro
-def store(
-    o, A, s_o, s_a, o_ring, a_ring, begin, length, num_chunks, hv, first_column, solves, saves
-):
-    for i in rolled(num_chunks):
-        tok0 = begin + i * CHUNK
-        rows = length - i * CHUNK
-        if solves:
-            a_ring.wait(i)
-            if saves != 0:
-                rows_out(A, s_a, a_ring.slot(i), tok0, rows, hv, 0)  # 7
-            a_ring.release(i)
-        for w in rolled(o_ring.stages):
-            j = i * o_ring.stages + w
-            o_ring.wait(j)
-            rows_out(o, s_o, w, tok0, rows, hv, first_column + w)  # 7
-            o_ring.release(j)
+        move_state("store_state", K, r_s, ht, row, hv, v0 + w * TILE)

@@ -47,7 +47,7 @@ def put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale):
 
 @T.macro
 def clear_above(tile, first, step):
-    """Zero a team's slots: nothing is ever written above the diagonal."""
+    """Zero a team's slots, once: nothing is ever written above the diagonal."""
     thread = T.get_thread_binding()
     for slot in rolled(first, tile.shape[0], step):
         for j in T.unroll(CHUNK // 16):
@@ -78,7 +78,6 @@ def put_below(s_l, scratch, s_a, a_ring, i, turn):
 def score(K, s_q, s_k, s_gate, s_p, q_ring, k_ring, gate_ring, p_ring, num_chunks, scale):
     """P alone, where A is given."""
     c = T.alloc_local((32,), "float32")  # Q K^T in accumulator registers
-    clear_above(s_p, 0, 1)
     for i in T.serial(num_chunks):
         q_ring.wait(i)
         k_ring.wait(i)
@@ -103,8 +102,6 @@ def solve(
     """
     c = T.alloc_local((32,), "float32")  # K K^T, then Q K^T, in accumulator registers
     now, before, passes = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    clear_above(s_a, 0, 1)
-    clear_above(s_p, 0, 1)
     passes = T.if_then_else(num_chunks > 0, num_chunks + 1, 0)
     for i in T.serial(passes):
         now = T.min(i, num_chunks - 1)
@@ -160,8 +157,6 @@ def solve_in_teams(
     team = T.shfl_sync(T.get_thread_binding(1) - first_group, 0)  # uniform, and known to be
     steps = T.ceildiv(num_chunks - team, teams)
     last = team + (steps - 1) * teams
-    clear_above(s_a, team, teams)
-    clear_above(s_p, team, teams)
     if steps > 0:
         k_ring.wait(team)
         start_product(c, s_k, k_ring.slot(team), s_k, k_ring.slot(team), K)

@@ -211,4 +211,31 @@ template <class T> __device__ __forceinline__ void stage_transposed(const T *x, 
                                    pairs[4 * b + 2], pairs[4 * b + 3]);
 }
 
+// A state is [K][V] in fp32, with any strides; a warpgroup has 64 columns of V, transposed, in the
+// registers of a [64][K] accumulator. This thread's first element:
+__device__ __forceinline__ int64_t first_of_state(int64_t k_stride, int64_t v_stride) {
+  const int lane = threadIdx.x & 31;
+  return (16 * (threadIdx.x >> 5 & 3) + (lane >> 2)) * v_stride + 2 * (lane & 3) * k_stride;
+}
+
+template <int K>
+__device__ __forceinline__ void load_state(float *s, const float *at, int64_t k_stride,
+                                           int64_t v_stride) {
+  at += first_of_state(k_stride, v_stride);
+#pragma unroll
+  for (int j = 0; j < K / 8; ++j, at += 8 * k_stride)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[4 * j + i] = at[i / 2 * 8 * v_stride + i % 2 * k_stride];
+}
+
+template <int K>
+__device__ __forceinline__ void store_state(const float *s, float *at, int64_t k_stride,
+                                            int64_t v_stride) {
+  at += first_of_state(k_stride, v_stride);
+#pragma unroll
+  for (int j = 0; j < K / 8; ++j, at += 8 * k_stride)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) at[i / 2 * 8 * v_stride + i % 2 * k_stride] = s[4 * j + i];
+}
+
 }  // namespace qla

@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
     v: Any  # [1, 64, V] v, then beta W, then dV
     tok: Any  # [3, 64, V] dO; V'; dV', then Y
     a: Any  # [1, 64, 64]
-    state: Any  # [3, V, K] S0^T, S0^T, dS^T
+    state: Any  # [3, V / 64, 64, K] S0^T, S0^T, dS^T
     scores: Any  # [2, 64, 64] P; behind all value heads the sums of dP0 and F
     gate: Any  # [slots, GATE_ROWS, 64] fp32
     sums: Any  # [SUM_ROWS, 64] fp32
@@ -133,13 +133,6 @@ def free(*data: str) -> tuple[str, ...]:
 
 
 @T.macro
-def fetch(source, tile, ring, step):
-    ring.acquire(step)
-    T.tma_copy(source, tile, barrier=ring.barrier(step))
-    ring.commit(step)
-
-
-@T.macro
 def fetch_rows(v, do, A, s, tok0, head, r, barriers):
     T.tma_copy(v[tok0 : tok0 + CHUNK, head, r, :], s.v[0, :, :], barrier=barriers[0])
     T.tma_copy(do[tok0 : tok0 + CHUNK, head, r, :], s.tok[DO, :, :], barrier=barriers[0])
@@ -152,8 +145,49 @@ def fetch_heads(q, k, s, tok0, head, barriers):
     T.tma_copy(k[tok0 : tok0 + CHUNK, head, :], s.qk[KEY, :, :], barrier=barriers[0])
 
 
+class StateGradients(NamedTuple):
+    """dS of all chunks, as dstate_chain has left it."""
+
+    ds: Any  # [capacity, H, r, V - 64 held, K]
+    dv: Any
+    tails: Any
+    owner: Any
+    held: Any
+
+
 @T.macro
-def load(q, k, v, do, A, h, ds, s, ring, tail_full, walk, K, V):
+def fetch_state(h, s, ring, chunk, head, r, step):
+    ring.acquire(step)
+    for t in T.unroll(s.state.shape[1]):
+        T.tma_copy(
+            h[chunk, head, r, t * PANEL : t * PANEL + PANEL, :],
+            s.state[ring.slot(step), t, :, :],
+            barrier=ring.barrier(step),
+        )
+    ring.commit(step)
+
+
+@T.macro
+def fetch_gradient(of, s, ring, chunk, tok0, rows, head, r, step):
+    row, n, K = T.alloc_var("int32"), T.alloc_var("int32"), s.state.shape[3]
+    ring.acquire(step)
+    for t in T.unroll(s.state.shape[1]):
+        row = t * PANEL - of.held * PANEL
+        tile = s.state[DS, t, :, :]
+        if row >= 0:
+            T.tma_copy(
+                of.ds[chunk, head, r, row : row + PANEL, :], tile, barrier=ring.barrier(step)
+            )
+        elif rows == CHUNK:
+            T.tma_copy(of.dv[tok0 : tok0 + CHUNK, head, r, 0:K], tile, barrier=ring.barrier(step))
+        else:
+            n = of.owner[chunk]
+            T.tma_copy(of.tails[n, head, r, :, :], tile, barrier=ring.barrier(step))
+    ring.commit(step)
+
+
+@T.macro
+def load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V):
     chunk, head, step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     tok0, rows, tails = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     tails = 0
@@ -164,7 +198,7 @@ def load(q, k, v, do, A, h, ds, s, ring, tail_full, walk, K, V):
         rows = walk.chunks[chunk, 1]
         for r in rolled(walk.group):
             step = i * walk.group + r
-            fetch(h[chunk, head, r, :, :], s.state[ring.h.slot(step), :, :], ring.h, step)  # 1
+            fetch_state(h, s, ring.h, chunk, head, r, step)  # 1
             ring.rows.acquire(step)
             if rows == CHUNK:
                 fetch_rows(v, do, A, s, tok0, head, r, ring.rows.full)
@@ -186,7 +220,7 @@ def load(q, k, v, do, A, h, ds, s, ring, tail_full, walk, K, V):
                 if r == 0:
                     ring.qk.commit(i)
             ring.rows.commit(step)
-            fetch(ds[chunk, head, r, :, :], s.state[DS, :, :], ring.ds, step)
+            fetch_gradient(gradients, s, ring.ds, chunk, tok0, rows, head, r, step)
             if (r == 0) & (rows == CHUNK):  # after the others: of all tiles these leave last
                 ring.qk.acquire(i)
                 fetch_heads(q, k, s, tok0, head, ring.qk.full)

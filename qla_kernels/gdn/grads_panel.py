@@ -38,14 +38,14 @@ def sync_own(w):
 
 
 @T.macro
-def of_values(r_x, r_w, s, ring, i, r, step, w, group, K, V):
+def of_values(r_x, r_w, s, ring, i, step, w, K):
     """Panel w of W, V', dV', Y and dV."""
-    p_step = i * (group + 1) + r
+    p_step = step + i
     gate, h = ring.gate.slot(step), ring.h.slot(step)
     ring.h.wait(step)
     T.wgmma_gemm(
         s.qk[KEY, :, :],
-        s.state[h, w * PANEL : w * PANEL + PANEL, :],
+        s.state[h, w, :, :],
         r_w,
         transpose_B=True,
         clear_accum=True,
@@ -65,15 +65,15 @@ def of_values(r_x, r_w, s, ring, i, r, step, w, group, K, V):
     ring.ds.wait(step)
     T.wgmma_gemm(
         s.qk[KEY, :, :],
-        s.state[DS, w * PANEL : w * PANEL + PANEL, :],
+        s.state[DS, w, :, :],
         r_x,
         transpose_B=True,
         clear_accum=True,
     )
     ring.sums.acquire(step)
     tiles.put_tile_dot(
-        s.state[h, 0, 0],
-        s.state[DS, 0, 0],
+        s.state[h, 0, 0, 0],
+        s.state[DS, 0, 0, 0],
         K * PANEL,
         w,
         s.gate[gate, E, CHUNK - 1],
@@ -114,14 +114,14 @@ def of_values(r_x, r_w, s, ring, i, r, step, w, group, K, V):
 
 
 @T.macro
-def arrive(ring, i, r, step, group):
+def arrive(ring, i, step):
     """In place of `of_values`, for a warpgroup that has no panel of V."""
     ring.h.wait(step)
     ring.gate.wait(step)
     ring.ds.wait(step)
     ring.rows.wait(step)
     ring.sums.acquire(step)
-    ring.scores.wait(i * (group + 1) + r)
+    ring.scores.wait(step + i)
 
 
 @T.macro
@@ -136,12 +136,13 @@ def of_keys(r_dq, r_dk, r_x, s, ring, step):
             ring.vn.wait(step)
         elif j == Y:
             ring.y.wait(step)
-        T.wgmma_gemm(
-            s.tok[j, :, :],
-            s.state[state, :, w * PANEL : w * PANEL + PANEL],
-            r_x,
-            clear_accum=True,
-        )
+        for t in T.unroll(s.state.shape[1]):
+            T.wgmma_gemm(
+                s.tok[j, :, t * PANEL : t * PANEL + PANEL],
+                s.state[state, t, :, w * PANEL : w * PANEL + PANEL],
+                r_x,
+                clear_accum=t == 0,
+            )
         T.wait_wgmma(0)
         if j == DO:
             ring.rows.release(step)
@@ -197,22 +198,22 @@ def panel(dq, dk, s, ring, walk, K, V):
     r_dq = T.alloc_fragment((CHUNK, PANEL), "float32")
     r_dk = T.alloc_fragment((CHUNK, PANEL), "float32")
     w, step, p_step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    step = 0
     for i in T.serial(walk.num_pairs):
         ring.qk.wait(i)
         T.clear(r_dq)
         T.clear(r_dk)
-        for r in T.serial(walk.group):
-            step = i * walk.group + r
+        for _ in T.serial(walk.group):
             # again and again: descriptors kept over the loops would take accumulators' registers
             w = T.shfl_sync(T.get_thread_binding(1), 0)
             if V < K:
                 if w < V // PANEL:
-                    of_values(r_x, r_w, s, ring, i, r, step, w, walk.group, K, V)
+                    of_values(r_x, r_w, s, ring, i, step, w, K)
                 else:
-                    arrive(ring, i, r, step, walk.group)
+                    arrive(ring, i, step)
             else:
-                of_values(r_x, r_w, s, ring, i, r, step, w, walk.group, K, V)
-            ring.scores.release(i * (walk.group + 1) + r)
+                of_values(r_x, r_w, s, ring, i, step, w, K)
+            ring.scores.release(step + i)
             if K < V:
                 if w < K // PANEL:
                     of_keys(r_dq, r_dk, r_x, s, ring, step)
@@ -221,7 +222,8 @@ def panel(dq, dk, s, ring, walk, K, V):
             else:
                 of_keys(r_dq, r_dk, r_x, s, ring, step)
             ring.sums.commit(step)
-        p_step = i * (walk.group + 1) + walk.group
+            step += 1
+        p_step = step + i
         ring.scores.wait(p_step)
         w = T.shfl_sync(T.get_thread_binding(1), 0)
         if K < V:

@@ -42,6 +42,15 @@ def forward(
     return min((plan for plan in STEP if V % plan.tile_v == 0), key=duration)
 
 
+def ctas(items: int, alike: bool, sm_count: int) -> int:
+    """How many CTAs walk so many sequences, heads and tiles.
+
+    One each SM hides how an item starts behind the end of the one before. Which items it has is
+    settled beforehand, though: where they are not alike, the hardware deals them out better.
+    """
+    return min(items, sm_count) if alike else items
+
+
 # us per chunk of the backward's chains, as STEP
 CHAIN_STEP = {128: 2.3, 64: 1.45}
 

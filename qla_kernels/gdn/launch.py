@@ -19,6 +19,7 @@ from qla_kernels.gdn.ops import Forward
 from qla_kernels.gdn.packing import (
     chunk_table,
     flat_parts,
+    fresh_like,
     hand_on,
     key_first,
     no_state,
@@ -34,7 +35,6 @@ from qla_kernels.varlen import CHUNK, ChunkTable
 __all__ = ["gdn_bwd", "gdn_fwd", "l2norm_bwd", "l2norm_fwd"]
 
 
-@torch.no_grad()
 def gdn_fwd(
     q: Tensor,
     k: Tensor,
@@ -62,19 +62,27 @@ def gdn_fwd(
     B, T, HV, V = v.shape
     K = q.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = (N, HV, V, K) if state_v_first else (N, HV, K, V)
     with device.of(q):
-        o = q.new_empty(v.shape)
-        final = q.new_empty(state, dtype=torch.float32) if output_final_state else None
-        # one cast at most, and a pack where the caller's are strided: 1/64 of v or less
-        g = activations.gate(g, A_log, dt_bias).contiguous()
-        beta = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
-        h0 = None if initial_state is None else initial_state.float()
-        plan = Plan(heuristics.BATCH_INVARIANT, None)
+        plan, alike = Plan(heuristics.BATCH_INVARIANT, None), False
         if auto_cp:
             chunks = segments.chunks_of(N, T * B, cu_seqlens_cpu)
             exact = warm_log_bound == -math.inf
             plan = gdn_plan.forward(chunks, HV, K, V, device.sm_count(q.device), exact)
+            known = cu_seqlens is None or cu_seqlens_cpu is not None
+            alike = known and len(chunks) == 1 and plan.segment_chunks is None
+        # one cast at most, and a pack where the caller's are strided: 1/64 of v or less
+        g = activations.gate(g, A_log, dt_bias).contiguous()
+        raw = use_beta_sigmoid_in_kernel or allow_neg_eigval
+        alone = plan.kernel.solves and plan.segment_chunks is None and not output_h
+        if raw or not alone or beta.dtype != q.dtype:  # or else fused_fwd reads it as it is
+            beta = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        beta = beta.contiguous()
+        h0 = None if initial_state is None else activations.fp32(initial_state)
+        o, final = fresh_like(v), None
+        if output_final_state and h0 is not None:
+            final = fresh_like(h0)
+        elif output_final_state:
+            final = g.new_empty((N, HV, V, K) if state_v_first else (N, HV, K, V))
         saved: tuple[Tensor, Tensor] | None = None  # g_cum and A
         if is_train or output_h or not plan.kernel.solves:
             saved = (torch.empty_like(g), q.new_empty(B, T, HV, CHUNK))
@@ -99,7 +107,7 @@ def gdn_fwd(
                     kept = (*cut, *found)
             fused_fwd(
                 q_b, k_b, v_b, g_b, beta_b, scale, start, bounds,
-                o_b, key_first(final, b, state_v_first), saved_b, plan.kernel, ends_of,
+                o_b, key_first(final, b, state_v_first), saved_b, plan.kernel, ends_of, alike,
             )  # fmt: skip
         h = None
         if output_h:
@@ -112,17 +120,17 @@ def gdn_fwd(
     return Forward(o, final, g_cum, A, h, cp_cache)
 
 
-@torch.no_grad()
 def l2norm_fwd(x: Tensor) -> Tensor:
     """x [B, T, H, K], bf16 or fp16, K 64 or 128: strides of whole 16 bytes, unit last stride."""
     require_aligned(x=x)
-    B, T, H, _ = x.shape
-    y = x.new_empty(x.shape)
-    if y.numel():
-        with device.of(x):
+    B, T, H, K = x.shape
+    span = l2norm_kernel.SPAN
+    with device.of(x):
+        y = fresh_like(x)
+        if y.numel():
             jit.compile(l2norm_kernel, l2norm_kernel.Variant(dtype_name(x.dtype)))(
-                torch.unflatten(x, -1, (-1, l2norm_kernel.SPAN)),
-                y.view(B * T * H, -1, l2norm_kernel.SPAN),
+                x.as_strided((B, T, H, K // span, span), (*x.stride()[:3], span, 1)),
+                y.view(B * T * H, K // span, span),
             )
     return y
 
@@ -209,17 +217,20 @@ def fused_fwd(
     saved: tuple[Tensor, Tensor] | None,
     plan: heuristics.Forward,
     ends_of: Tensor | None = None,
+    alike: bool = False,
 ) -> None:
     """The chain over each sequence's chunks.
 
     Args:
         q, k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
-        g, beta: [B, T, HV] fp32.
+        g: [B, T, HV] fp32.
+        beta: [B, T, HV], fp32 or as q.
         h0: [N, HV, K, V] fp32, any strides; zeros if None.
         o: [B, T, HV, V], written; rows at or past cu_seqlens[-1] with zeros.
         ht: [N, HV, K, V] fp32, any strides, written if given.
         saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64], for the backward: written, if given,
             or, where the plan does not solve, read, having come from kkt_solve.
+        alike: whether the sequences are known to be of one length, or nearly so.
     """
     B, T, HV, V = v.shape
     K = q.shape[-1]
@@ -229,22 +240,26 @@ def fused_fwd(
             x.zero_()
         hand_on(h0, ht)
         return
+    g, beta, bounds = g.view(B * T, HV), beta.view(B * T, HV), cu_seqlens.int().contiguous()
+    is_16 = beta.dtype != torch.float32
+    items = N * HV * (V // plan.tile_v)
     if saved is None:  # nothing is written there
-        g_cum, A = g.view(B * T, HV)[:1], o.view(-1)[: HV * CHUNK].view(1, HV, 1, CHUNK)
+        g_cum, A = g, o.as_strided((B * T, HV, 1, CHUNK), (HV * CHUNK, CHUNK, CHUNK, 1))
     else:
         g_cum, A = saved[0].view(B * T, HV), saved[1].view(B * T, HV, 1, CHUNK)
-    nothing = no_state(g, K, V)
+    nothing = no_state(g, K, V) if h0 is None or ht is None else None
     variant = fused_fwd_kernel.Variant(dtype_name(q.dtype), K, plan.tile_v, plan.solves)
     jit.compile(fused_fwd_kernel, variant)(
         tokens(q),
         tokens(k),
-        torch.unflatten(tokens(v), -1, (-1, plan.tile_v)),
-        g.view(B * T, HV),
-        beta.view(B * T, HV),
-        cu_seqlens.int().contiguous(),
-        cu_seqlens.int() if ends_of is None else ends_of,
+        tokens(v, plan.tile_v),
+        g,
+        g if is_16 else beta,
+        beta if is_16 else o.as_strided((B * T, HV), (HV, 1)),
+        bounds,
+        bounds if ends_of is None else ends_of,
         nothing if h0 is None else h0,
-        o.view(B * T, HV, -1, TILE),
+        o.view(B * T, HV, V // TILE, TILE),
         nothing if ht is None else ht,
         g_cum,
         A,
@@ -252,4 +267,6 @@ def fused_fwd(
         int(h0 is not None),
         0 if ht is None else 1 if ends_of is None else 2,
         int(saved is not None),
+        int(is_16),
+        heuristics.ctas(items, alike, device.sm_count(q.device)),
     )

@@ -1,10 +1,13 @@
 """The two chains of the backward, one state a chunk each; and the states that a caller asks for."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
 from qla_kernels.gdn import heuristics
+from qla_kernels.gdn.chain import TILE
 from qla_kernels.gdn.kernels import chunk_states as chunk_states_kernel
 from qla_kernels.gdn.kernels import dstate_chain as dstate_chain_kernel
 from qla_kernels.gdn.packing import (
@@ -19,6 +22,25 @@ from qla_kernels.gdn.packing import (
 )
 from qla_kernels.gdn.validate import dtype_name
 from qla_kernels.varlen import CHUNK, capacity
+
+
+class Held(NamedTuple):
+    """The first 64 rows (of V) of each dS, where they need no memory: until chunk_grads has read
+    them, they are as large as the chunk's dV, which it will write there.
+    """
+
+    dv: Tensor  # [B, T, HV, V]: of chunks of 64 tokens
+    tails: Tensor  # [N, HV, 64, K]: of a sequence's last chunk, if it has fewer
+    owner: Tensor  # [capacity of the chunk table] int32: the sequence of such a chunk
+
+
+def held_by(dv: Tensor, K: int, num_sequences: int) -> Held | None:
+    """Room for it in dv; None where sizes differ, or 64 rows are all there are."""
+    B, T, HV, V = dv.shape
+    if not K == V == 2 * TILE:
+        return None
+    owner = dv.new_empty(capacity(B * T, num_sequences), dtype=torch.int32)
+    return Held(dv, dv.new_empty(num_sequences, HV, TILE, K), owner)
 
 
 def chunk_states(
@@ -124,6 +146,7 @@ def dstate_chain(
     first_chunk: Tensor,
     dh0: Tensor | None = None,
     tile_v: int | None = None,
+    held: Held | None = None,
 ) -> Tensor:
     """The gradient of the state that leaves each chunk.
 
@@ -135,14 +158,16 @@ def dstate_chain(
         first_chunk: [N + 1] of the chunk table.
         dh0: [N, HV, K, V] fp32, any strides, written if given.
         tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
+        held: where the first 64 rows of V go, if given.
 
     Returns:
-        [capacity of the chunk table, HV, V, K] in k's dtype; what no chunk owns is not written.
+        [capacity of the chunk table, HV, V, K] in k's dtype, without the rows that are held; what
+        no chunk owns is not written.
     """
     B, T, HV, V = do.shape
     K = k.shape[-1]
     N = cu_seqlens.shape[0] - 1
-    dS = k.new_empty(capacity(B * T, N), HV, V, K)
+    dS = k.new_empty(capacity(B * T, N), HV, V if held is None else V - TILE, K)
     if not dS.numel():  # no chunk
         hand_on(dht, dh0)
         return dS
@@ -160,11 +185,22 @@ def dstate_chain(
         nothing if dht is None else dht,
         dS,
         nothing if dh0 is None else dh0,
+        *held_rows(held, dS, do, first_chunk),
         scale,
         int(dht is not None),
         int(dh0 is not None),
+        int(held is not None),
     )
     return dS
+
+
+def held_rows(
+    held: Held | None, dS: Tensor, values: Tensor, integers: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dv, tails and owner for a kernel; if there are none, others of such shapes, not touched."""
+    if held is None:
+        return tokens(values), dS.view(-1, dS.shape[1], TILE, dS.shape[3]), integers
+    return tokens(held.dv), held.tails, held.owner
 
 
 def _first_slot(first_chunk: Tensor, every: int) -> Tensor:

@@ -15,12 +15,8 @@ from qla_kernels.gdn import activations, segments
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.context_parallel import folded, gather, goes_through, group_named
 from qla_kernels.gdn.launch import fused_fwd, kkt_solve
-from qla_kernels.gdn.launch_backward import (
-    chains,
-    chunk_grads,
-    readable,
-    through_activations,
-)
+from qla_kernels.gdn.launch_backward import chunk_grads, readable, through_activations
+from qla_kernels.gdn.launch_states import chains
 from qla_kernels.gdn.packing import require_aligned
 from qla_kernels.gdn.shard_ops import Forward, without_dh0
 from qla_kernels.varlen import CHUNK
@@ -131,8 +127,8 @@ def gdn_shard_bwd(
             leaving = folded(links, range(here + after, here, -1), V) if after else None
             starts = segments.start_states(found, None, cut, entered)
             ends = segments.fold_gradients(left, None, found, cut, leaving)
-            h, dS, table = chains(inputs, starts, ends, None, scale, cut.bounds)
-            chunk_grads(*inputs, h, dS, table, scale, grads)
+            states = chains(inputs, starts, ends, None, scale, cut.bounds, grads[2])
+            chunk_grads(inputs, states, scale, grads)
         done = through_activations(
             grads, None, beta, g, A_log, dt_bias, cu_seqlens,
             use_beta_sigmoid_in_kernel, allow_neg_eigval,

@@ -11,6 +11,7 @@ Autograd lives above, in api.py. For selective activation checkpointing name the
 `torch.ops.qla_kernels.gdn_fwd.default`.
 """
 
+import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qla_kernels.direct import direct
 from qla_kernels.gdn.validate import OP, check_contents
 from qla_kernels.varlen import CHUNK
 
@@ -76,12 +78,13 @@ def state_dtype(x: Tensor) -> torch.dtype:
 
 
 def _implementation(module: str, op: str) -> Callable[..., Any]:
+    home = functools.cache(lambda: importlib.import_module(f"qla_kernels.gdn.{module}"))
+
     def run(*args: Any, **flags: Any) -> Any:
         if op == "gdn_fwd" and os.environ.get("QLA_CHECK", "0") not in ("", "0"):
             _, _, _, g, beta, _, _, cu_seqlens, cu_seqlens_cpu, *_ = args
             check_contents(OP, g, beta, cu_seqlens, cu_seqlens_cpu)
-        home = importlib.import_module(f"qla_kernels.gdn.{module}")
-        return getattr(home, op)(*args, **flags)
+        return getattr(home(), op)(*args, **flags)
 
     return run
 
@@ -200,35 +203,13 @@ for _op, _schema in SCHEMAS.items():
 OPERATORS: Any = torch.ops.qla_kernels
 
 
-def _shortened(op: str) -> Callable[..., Any]:
-    """A forward as this package calls it, for the sake of servers that run without graphs.
-
-    The dispatcher takes the host as long as two or three launches. Where nobody would see the
-    operator pass, its implementation is called directly.
-    """
+def _direct(op: str) -> Callable[..., Any]:
     operator = getattr(OPERATORS, op).default
-    homes = {"cpu": _implementation("cpu", op), "cuda": _implementation("launch", op)}
-
-    def call(x: Tensor, *args: Any, **flags: Any) -> Any:
-        if _is_watched(x) or x.device.type not in homes:
-            return operator(x, *args, **flags)
-        return homes[x.device.type](x, *args, **flags)
-
-    return call
+    return direct(operator, _implementation("launch", op), _implementation("cpu", op))
 
 
-def _is_watched(x: Tensor) -> bool:
-    """By a compiler, a tracer, a mode (fake tensors, selective checkpointing), functorch, or x."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-gdn_fwd = _shortened("gdn_fwd")
-gdn_bwd = OPERATORS.gdn_bwd.default
-l2norm_fwd = _shortened("l2norm_fwd")
-l2norm_bwd = OPERATORS.l2norm_bwd.default
+# As this package calls them
+gdn_fwd = _direct("gdn_fwd")
+gdn_bwd = _direct("gdn_bwd")
+l2norm_fwd = _direct("l2norm_fwd")
+l2norm_bwd = _direct("l2norm_bwd")

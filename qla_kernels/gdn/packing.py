@@ -9,10 +9,12 @@ from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.validate import OP, TMA_ALIGNMENT, dtype_name
 from qla_kernels.varlen import ChunkTable, capacity
 
+WHOLE = slice(None)
+
 
 def flattens(x: Tensor) -> bool:
     """Whether the tokens of x [B, T, ..] lie a constant distance apart."""
-    B, T, *_ = x.shape
+    B, T = x.shape[:2]
     return B == 1 or T == 1 or x.stride(0) == T * x.stride(1)
 
 
@@ -21,25 +23,30 @@ def flat_parts(*tensors: Tensor) -> list[slice]:
 
     That is a head-major batch.
     """
-    if all(map(flattens, tensors)):
-        return [slice(None)]
+    if tensors[0].shape[0] == 1 or all(map(flattens, tensors)):
+        return [WHOLE]
     return [slice(b, b + 1) for b in range(len(tensors[0]))]
 
 
 def of_part(rows: slice, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Those batch rows; a view of all of them would cost the host 2 us a tensor."""
-    return tensors if rows == slice(None) else tuple(x[rows] for x in tensors)
+    """Those batch rows; a view of all of them would cost the host 1 us a tensor."""
+    return tensors if rows == WHOLE else tuple(x[rows] for x in tensors)
 
 
-def tokens(x: Tensor) -> Tensor:
-    """[B, T, heads, size] as [B T, heads, size].
+def tokens(x: Tensor, tile: int | None = None) -> Tensor:
+    """[B, T, heads, size] as [B T, heads, size], or as [B T, heads, size / tile, tile].
 
     A dimension of one element may have any stride in torch, but not in a TMA descriptor.
     """
     B, T, heads, size = x.shape
-    token = x.stride(1) if T > 1 else x.stride(0) if B > 1 else heads * size
-    head = x.stride(2) if heads > 1 else size
-    return x.as_strided((B * T, heads, size), (token, head, 1))
+    row, token, head, _ = x.stride()
+    if T == 1:
+        token = row if B > 1 else heads * size
+    if heads == 1:
+        head = size
+    if tile is None:
+        return x.as_strided((B * T, heads, size), (token, head, 1))
+    return x.as_strided((B * T, heads, size // tile, tile), (token, head, tile, 1))
 
 
 def key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor | None:
@@ -48,6 +55,11 @@ def key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor 
         return None
     (state,) = of_part(rows, state)
     return state.mT if state_v_first else state
+
+
+def fresh_like(x: Tensor) -> Tensor:
+    """Uninitialised and contiguous; new_empty takes the host twice as long."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def hand_on(state: Tensor | None, to: Tensor | None) -> None:
@@ -74,7 +86,10 @@ def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """cu_seqlens, or what it would be if the rows of x [B, T, ..] lay packed."""
     if cu_seqlens is not None:
         return cu_seqlens
-    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+    B, T = x.shape[:2]
+    if T == 0:
+        return x.new_zeros(B + 1, dtype=torch.int32)
+    return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=x.device)
 
 
 def chunk_table(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:

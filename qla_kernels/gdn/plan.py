@@ -26,13 +26,14 @@ from qla_kernels.varlen import CHUNK
 WARM_LOG_BOUND = -12.0
 
 # The kernels around the chains: a launch, and what each wave of CTAs takes until all of its SMs are
-# busy with chunks. Given A, as many CTAs of segment_map are under way as 1.6 for each SM.
-PLAN, SHORT = 5.0, 4.0
-MAP_WAVE, GRADIENT_MAP_WAVE = {True: 15.0, False: 9.0}, 12.0  # by whether it solves
+# busy with chunks. By whether segment_map solves: one CTA on an SM, or else two.
+PLAN, SHORT = 3.5, 3.5
+MAP_WAVE, GRADIENT_MAP_WAVE = {True: 12.0, False: 9.0}, 12.0
 AROUND_BACKWARD = 10.0  # gathering the gradients of sequences' first states, and joining streams
-MAP_STEP, MAP_OVERLAP = {True: 1.6, False: 1.2}, {True: 1.0, False: 1.6}  # a chunk of a CTA
+MAP_CTAS = {True: 1, False: 2}
+MAP_STEP = {True: (1.6, 1.6), False: (1.15, 1.25)}  # a chunk of a CTA alone, or among so many
 MAP_TILE = 64  # columns of a CTA
-SCAN_STEP = 1.75  # a cold segment in segment_scan
+SCAN_STEP = 1.35  # a cold segment in segment_scan
 COLD_SHARE = 0.25  # of the heads: those to be folded, at gates as FlashQLA publishes
 WARM_CHUNKS = 4  # of the others: 256 tokens that keep 95 % of the state each
 GAIN = 0.95  # of the time of whole sequences at most, or they stay whole
@@ -198,14 +199,22 @@ def _maps(
     exact: bool,
     solves: bool,
 ) -> float:
-    """segment_plan and segment_map, where every segment but a sequence's last is mapped."""
+    """segment_plan and segment_map, where every segment but a sequence's last is mapped.
+
+    CTAs of cold heads come first, and walk a segment each. Those of warm heads walk a few chunks
+    or, for M, none. A sequence's first segment needs no M.
+    """
     length, mapped = _mapped(sequences, pieces)
-    cold = 1.0 if exact else COLD_SHARE
-    columns = _mean_chunks(length, exact) * V + cold * length * K
-    room = MAP_OVERLAP[solves] * sm_count
-    steps, ctas = mapped * heads * columns / MAP_TILE, mapped * heads * (V + cold * K) / MAP_TILE
-    walk = MAP_STEP[solves] * max(length, steps / room)
-    return PLAN + SHORT + MAP_WAVE[solves] * ctas / room + walk
+    firsts = sum(count for chunks, count in sequences if chunks > length)
+    share = 1.0 if exact else COLD_SHARE
+    ctas = heads * (mapped * V + (mapped - firsts) * K) / MAP_TILE
+    warm = heads * (1 - share) * mapped * V / MAP_TILE * min(WARM_CHUNKS, length)
+    alone, among = MAP_STEP[solves]
+    resident = MAP_CTAS[solves] * sm_count
+    waves, rest = divmod(share * ctas, resident)
+    last = (alone if rest <= sm_count else among) if rest else 0.0
+    walk = length * (waves * among + last) + among * warm / resident
+    return PLAN + SHORT + MAP_WAVE[solves] * ctas / resident + walk
 
 
 def _gradient_maps(

@@ -128,7 +128,7 @@ def maps(
     variant = segment_map_kernel.Variant(dtype_name(k.dtype), K, A is None)
     jit.compile(segment_map_kernel, variant)(
         tokens(k),
-        torch.unflatten(tokens(v), -1, (-1, TILE)),
+        tokens(v, TILE),
         g.view(B * T, HV),
         beta.view(B * T, HV),
         v.new_empty(0, HV, CHUNK) if A is None else A.view(B * T, HV, CHUNK),
@@ -210,7 +210,7 @@ def left_gradients(
     jit.compile(segment_map_bwd_kernel, variant)(
         tokens(q),
         tokens(k),
-        torch.unflatten(tokens(do), -1, (-1, TILE)),
+        tokens(do, TILE),
         g_cum.view(B * T, HV),
         beta.view(B * T, HV),
         A.view(B * T, HV, CHUNK),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn import ops, shard_ops
 from qla_kernels.gdn.autograd import L2Norm, ShardedGatedDeltaRule
 from qla_kernels.gdn.context_parallel import Shard, agree, layout_refused, shard_of
 from qla_kernels.gdn.validate import (
@@ -68,8 +69,7 @@ def sharded(
         agree(OP, shard, facts, problem, q.is_cuda)
     elif problem is not None:
         raise problem
-    if use_qk_l2norm_in_kernel:
-        q, k = (L2Norm.apply(x, bounds[0]) for x in (q, k))  # type: ignore[no-untyped-call]
+    scale = scale_of(scale, q)
     options = {
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
         "allow_neg_eigval": allow_neg_eigval,
@@ -78,8 +78,17 @@ def sharded(
         "before": shard.before,
         "after": shard.after,
     }
+    if not is_train:
+        if use_qk_l2norm_in_kernel:
+            q, k = ops.l2norm_fwd(q), ops.l2norm_fwd(k)
+        done = shard_ops.gdn_shard_fwd(
+            q, k, v, g, beta, scale, *bounds, *parameters, is_train=False, **options
+        )
+        return shard_ops.Forward(*done).o
+    if use_qk_l2norm_in_kernel:
+        q, k = (L2Norm.apply(x, bounds[0]) for x in (q, k))  # type: ignore[no-untyped-call]
     o: Tensor = ShardedGatedDeltaRule.apply(  # type: ignore[no-untyped-call]
-        q, k, v, g, beta, *parameters, *bounds, scale_of(scale, q), options, is_train
+        q, k, v, g, beta, *parameters, *bounds, scale, options
     )
     return o
 

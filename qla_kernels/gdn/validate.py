@@ -63,7 +63,8 @@ def refusal(
         if q.is_cuda or capability is not None:
             capability = capability or device.capability(q.device)
             reason = _refused_on_cuda(q, k, v, capability)
-            reason = reason or _uncounted_states(output_h, cu_seqlens, cu_seqlens_cpu)
+            if reason is None and output_h:
+                reason = _uncounted_states(cu_seqlens, cu_seqlens_cpu)
         else:
             reason = _refused_on_cpu(q)
     return None if reason is None else need(op, *reason)
@@ -80,7 +81,7 @@ def wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, cp_context: object) -> Reason | None:
-    if (reason := layout_refused(cp_context)) is not None:
+    if cp_context is not None and (reason := layout_refused(cp_context)) is not None:
         return reason
     if not q.dtype == k.dtype == v.dtype:
         return (
@@ -115,8 +116,9 @@ def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int
             fix = f"pad {padded} to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
             needs = f"{HEAD_SIZES[0]} or {HEAD_SIZES[1]} on SM90"
             return f"head dimension {letter}={size}", needs, fix
+    traced = torch.compiler.is_compiling()
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not _tma_readable(x):
+        if not _tma_readable(x, traced):
             return (
                 f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
                 f"a last stride of 1 and the rest multiples of {TMA_ALIGNMENT} bytes",
@@ -125,25 +127,25 @@ def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int
     return None
 
 
-def _uncounted_states(
-    output_h: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
-) -> Reason | None:
-    if output_h and cu_seqlens is not None and cu_seqlens_cpu is None:
+def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Reason | None:
+    if cu_seqlens is not None and cu_seqlens_cpu is None:
         needs = "cu_seqlens_cpu too: how many states there are depends on the lengths"
         return "output_h=True with cu_seqlens", needs, "pass cu_seqlens_cpu"
     return None
 
 
-def _tma_readable(x: Tensor) -> bool:
+def _tma_readable(x: Tensor, traced: bool) -> bool:
+    offset = 0  # untraceable; launch.py looks at the address itself
+    if not traced:
+        offset = int(x.storage_offset())
+        if x.is_contiguous() and offset % TMA_ALIGNMENT == 0:
+            return True  # nearly every call, and host time counts
     if x.numel() == 0:
         return True  # nothing is launched
-    if x.is_contiguous() and not torch.compiler.is_compiling():  # the rule, and host time counts
-        return bool(x.storage_offset() * x.element_size() % TMA_ALIGNMENT == 0)
     # A dimension of one element is never stepped over, so its stride says nothing.
     steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    if not torch.compiler.is_compiling():  # untraceable; launch.py looks at the address itself
-        steps.append(int(x.storage_offset()))
-    return x.stride(-1) == 1 and all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in steps)
+    aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
+    return x.stride(-1) == 1 and aligned
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -166,14 +168,14 @@ def check_activations(
         got = "allow_neg_eigval without use_beta_sigmoid_in_kernel"
         fix = "pass use_beta_sigmoid_in_kernel=True, or beta in [0, 2] and neither flag"
         raise ValueError(need(op, got, "both: it doubles the sigmoid", fix))
-    if gate.use_gate_in_kernel and gate.A_log is None:
+    if not gate.use_gate_in_kernel:
+        return
+    if gate.A_log is None:
         fix = "pass A_log of shape [HV], or activated gates and no flag"
         raise ValueError(need(op, "use_gate_in_kernel without A_log", "A_log", fix))
-    for name, x in zip(("A_log", "dt_bias"), gate.parameters(), strict=True):
+    for name, x in (("A_log", gate.A_log), ("dt_bias", gate.dt_bias)):
         if x is not None:
-            expect_shape(op, name, x, (v.shape[2],), "[HV]")
-            _expect_float(op, name, x)
-            _expect_device(op, name, x, v.device)
+            _expect_tensor(op, name, x, (v.shape[2],), "[HV]", v.device, floats=True)
 
 
 def check_tensors(
@@ -189,13 +191,12 @@ def check_tensors(
     state_v_first: bool = False,
 ) -> None:
     """Shapes, devices and dtypes that fit together; every tensor may have any strides."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            needs = "4: [B, T, heads, size]"
-            raise ValueError(need(op, f"{name} has {x.dim()} dimensions", needs, "reshape it"))
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    if k.shape[2] != H:
+    if not q.dim() == k.dim() == v.dim() == 4:
+        name, x = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if x.dim() != 4)
+        needs = "4: [B, T, heads, size]"
+        raise ValueError(need(op, f"{name} has {x.dim()} dimensions", needs, "reshape it"))
+    (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
+    if k.shape != q.shape and k.shape[2] != H:
         got = f"q has {H} heads and k has {k.shape[2]}"
         raise ValueError(need(op, got, "the same number", "repeat or group the smaller one"))
     if H == 0 or HV == 0 or HV % H != 0:
@@ -203,11 +204,11 @@ def check_tensors(
         raise ValueError(need(op, f"HV={HV} and H={H}", "HV to be a multiple of H", fix))
     if K == 0 or V == 0:
         raise ValueError(need(op, f"head sizes K={K} and V={V}", "at least 1", "drop such heads"))
-    expect_shape(op, "k", k, (B, T, H, K), "[B, T, H, K]")
-    expect_shape(op, "v", v, (B, T, HV, V), "[B, T, HV, V]")
-    for name, x in (("g", g), ("beta", beta)):
-        expect_shape(op, name, x, (B, T, HV), "[B, T, HV]")
-        _expect_float(op, name, x)
+    where = q.device
+    _expect_tensor(op, "k", k, (B, T, H, K), "[B, T, H, K]", where)
+    _expect_tensor(op, "v", v, (B, T, HV, V), "[B, T, HV, V]", where)
+    _expect_tensor(op, "g", g, (B, T, HV), "[B, T, HV]", where, floats=True)
+    _expect_tensor(op, "beta", beta, (B, T, HV), "[B, T, HV]", where, floats=True)
     if cu_seqlens is not None:
         _check_cu_seqlens(op, q, cu_seqlens, cu_seqlens_cpu)
     elif cu_seqlens_cpu is not None:  # FLA runs this as one sequence per batch row, in silence
@@ -215,8 +216,6 @@ def check_tensors(
         raise ValueError(need(op, "cu_seqlens_cpu alone", "cu_seqlens on q's device", fix))
     if initial_state is not None:
         check_state(op, "initial_state", initial_state, q, v, cu_seqlens, state_v_first)
-    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
-        _expect_device(op, name, x, q.device)
 
 
 def check_state(
@@ -231,9 +230,7 @@ def check_state(
     K, (HV, V) = q.shape[-1], v.shape[2:]
     num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     size, letters = ((V, K), "[N, HV, V, K]") if state_v_first else ((K, V), "[N, HV, K, V]")
-    expect_shape(op, name, state, (num_seqs, HV, *size), letters)
-    _expect_float(op, name, state)
-    _expect_device(op, name, state, q.device)
+    _expect_tensor(op, name, state, (num_seqs, HV, *size), letters, q.device, floats=True)
 
 
 def _check_cu_seqlens(
@@ -248,12 +245,12 @@ def _check_cu_seqlens(
         raise ValueError(need(op, got, "int32 or int64 [N+1]", "start it with 0"))
     _expect_device(op, "cu_seqlens", x, q.device)
     if cu_seqlens_cpu is not None:
-        expect_shape(op, "cu_seqlens_cpu", cu_seqlens_cpu, (cu_seqlens.shape[0],), "[N+1]")
-        _expect_device(op, "cu_seqlens_cpu", cu_seqlens_cpu, torch.device("cpu"))
+        shape, on_cpu = (cu_seqlens.shape[0],), torch.device("cpu")
+        _expect_tensor(op, "cu_seqlens_cpu", cu_seqlens_cpu, shape, "[N+1]", on_cpu)
 
 
 def expect_shape(op: str, name: str, x: Tensor, want: tuple[int, ...], letters: str) -> None:
-    if tuple(x.shape) != want:
+    if x.shape != want:
         got = f"{name} has shape {tuple(x.shape)}"
         raise ValueError(need(op, got, f"{letters} = {want}", f"reshape or expand {name}"))
 
@@ -263,9 +260,22 @@ def _expect_device(op: str, name: str, x: Tensor, want: torch.device) -> None:
         raise ValueError(need(op, f"{name} is on {x.device}", f"{want}", f"move {name} there"))
 
 
-def _expect_float(op: str, name: str, x: Tensor) -> None:
-    if not x.is_floating_point():
+def _expect_tensor(
+    op: str,
+    name: str,
+    x: Tensor,
+    shape: tuple[int, ...],
+    letters: str,
+    device: torch.device,
+    floats: bool = False,
+) -> None:
+    """All at once: a call has many tensors, and its host time counts."""
+    if x.shape != shape:
+        expect_shape(op, name, x, shape, letters)
+    if floats and not x.is_floating_point():
         raise ValueError(need(op, f"{name} is {dtype_name(x.dtype)}", "a float dtype", "cast it"))
+    if x.device != device:
+        _expect_device(op, name, x, device)
 
 
 def check_contents(

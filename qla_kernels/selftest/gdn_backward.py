@@ -60,7 +60,7 @@ def _dstate_chain() -> list[Result]:
 
 
 def _chunk_grads() -> list[Result]:
-    from qla_kernels.gdn import launch_backward, launch_chains, packing
+    from qla_kernels.gdn import launch_backward, launch_states
 
     x = inputs()
     h0, cu_seqlens, scale = x.initial_state, x.cu_seqlens.cuda(), SIZE**-0.5
@@ -72,13 +72,11 @@ def _chunk_grads() -> list[Result]:
     results = []
     for dtype, limit in ((torch.bfloat16, 1e-2), (torch.float16, 1.5e-3)):
         q, k, v, g, beta = x.tensors(dtype, "cuda")
-        table = packing.chunk_table(k.shape[1], cu_seqlens)
-        g_cum, A, first = made.g_cum.float().cuda(), made.A.to("cuda", dtype), table.first_chunk
         state = h0.float().cuda()
-        h = launch_chains.chunk_states(k, v, g_cum, beta, A, state, cu_seqlens, first)
-        dS = launch_chains.dstate_chain(q, k, v, g_cum, beta, A, state, scale, cu_seqlens, first)
+        given = q, k, v, v, made.g_cum.float().cuda(), beta, made.A.to("cuda", dtype)
         out = tuple(torch.empty_like(like) for like in (q, k, v, g, beta))
-        launch_backward.chunk_grads(q, k, v, v, g_cum, beta, A, h, dS, table, scale, out)
+        states = launch_states.chains(given, state, state, None, scale, cu_seqlens, out[2])
+        launch_backward.chunk_grads(given, states, scale, out)
         for name, got in zip(("dq", "dk", "dv", "dg", "dbeta"), out, strict=True):
             error = error_of(got, getattr(want, name))
             results.append(Result(label("gdn.chunk_grads", dtype, f" {name}"), error, limit))

@@ -202,6 +202,15 @@ class Schedule:
                 f"{self.ctas_per_sm} CTAs per SM need {registers} registers ({per_role}); "
                 f"an SM has {REGISTERS_PER_SM}"
             )
+        # the compiler gives every thread the same share of an SM; set_max_nreg only passes it on
+        launch = REGISTERS_PER_SM // (self.threads * self.ctas_per_sm) // 8 * 8
+        asked, held = registers // self.ctas_per_sm, launch * self.threads
+        if self.specialised and asked > held:
+            raise ValueError(
+                f"roles ask for {asked} registers ({per_role}); a CTA starts with at most "
+                f"{launch} x {self.threads} = {held}, and set_max_nreg would wait for ever: "
+                f"take {asked - held} from some role, in steps of 8 a thread"
+            )
         if self.smem_bytes > SMEM_PER_CTA:
             raise ValueError(f"{self.smem_bytes} B shared memory; a CTA has {SMEM_PER_CTA}")
         smem = (self.smem_bytes + SMEM_RESERVED) * self.ctas_per_sm

@@ -186,6 +186,14 @@ def test_interleavings(seed, tile_v, seeds):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("others", [61, 62])
+def test_longest_first_or_too_many_for_that(others):
+    """Of 64 sequences the longest come first, of 65 the first."""
+    x = case([1, 65, *[0] * others, 70], heads=(1, 1), padding=0)
+    check(x, run(x))
+
+
+@pytest.mark.usefixtures("poison")
 def test_groups_of_value_heads():
     x = case([33, 0, 100], heads=(2, 6))
     check(x, run(x))
@@ -270,6 +278,29 @@ def test_a_batch_is_its_packing():
     want = run(x)
     assert torch.equal(h, want.h)
     assert torch.equal(dS, want.dS)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("tile_v", [64, 128])
+def test_rows_that_are_held_are_the_same_bits(tile_v):
+    """A chunk of 64 tokens holds them in its dV, another one in its sequence's tail."""
+    x = case([70, 0, 128, 1], heads=(1, 3))
+    want = run(x).dS
+    table, (g_cum, A) = chunk_table(x.k.shape[1], x.cu_seqlens), prepared(x)
+    held = launch_chains.held_by(torch.empty_like(x.v), 128, 4)
+    rest = launch_chains.dstate_chain(
+        x.q, x.k, x.do, g_cum, x.beta, A, x.dht, x.scale, x.cu_seqlens, table.first_chunk,
+        tile_v=tile_v, held=held,
+    )  # fmt: skip
+    assert torch.equal(rest[: len(want)], want[:, :, 64:])
+    chunks = table.chunks[: len(want)].tolist()
+    assert [int(held.owner[i]) for i, (_, rows) in enumerate(chunks) if rows < 64] == [0, 3]
+    for i, (token, rows) in enumerate(chunks):
+        in_dv = rearrange(held.dv[0, token : token + 64], "v hv k -> hv v k")
+        assert torch.equal(in_dv if rows == 64 else held.tails[held.owner[i]], want[i, :, :64])
+    assert held.dv[0, 64:70].isnan().all(), "a tail's rows belong to the next sequence, too"
+    assert held.dv[0, 198:].isnan().all()
+    assert launch_chains.held_by(torch.empty(1, 64, 2, 64), 128, 1) is None
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])

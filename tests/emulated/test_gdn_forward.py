@@ -93,6 +93,30 @@ def test_interleavings(seed, seeds):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("kernel", heuristics.STEP, ids=str)
+def test_ctas_that_walk_from_item_to_item(kernel, monkeypatch):
+    """Rings, tails and turns go on where the item before has left them."""
+    x = small([70, 0, 1, 200, 128], heads=(1, 3))
+    monkeypatch.setattr(plan, "forward", lambda *_: plan.Plan(kernel, None))
+    want = forward(x, is_train=True)
+    monkeypatch.setattr(heuristics, "ctas", lambda items, *_: 4)
+    done = forward(x, is_train=True)
+    check(x, done.o, done.final_state)
+    for name in ("o", "final_state", "g_cum", "A"):
+        tokens = 399 if name in ("g_cum", "A") else None  # what is past them is nobody's
+        assert torch.equal(getattr(done, name)[:, :tokens], getattr(want, name)[:, :tokens]), name
+
+
+@pytest.mark.usefixtures("poison")
+def test_a_beta_of_16_bits_is_the_same_as_in_32():
+    x = small([100, 64])
+    x["beta"] = x["beta"].bfloat16()
+    done, want = forward(x), forward(x, beta=x["beta"].float())
+    assert torch.equal(done.o, want.o)
+    assert torch.equal(done.final_state, want.final_state)
+
+
+@pytest.mark.usefixtures("poison")
 def test_activations_as_a_model_uses_them():
     x = small([33, 0, 100], heads=(2, 4), activations=True, allow_neg_eigval=True)
     done = forward(x)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qla_kernels.gdn.heuristics import CHAIN_STEP, Forward, forward, tile_v
+from qla_kernels.gdn.heuristics import CHAIN_STEP, Forward, ctas, forward, tile_v
 
 SMS = 132
 NARROW, WIDE, GIVEN = Forward(64, True), Forward(128, True), Forward(128, False)
@@ -43,6 +43,14 @@ def test_narrow_values_have_narrow_tiles():
 )
 def test_the_width_of_a_backward_chain(sequences, heads, width):
     assert tile_v(sequences, heads, 128, SMS) == width
+
+
+@pytest.mark.parametrize(
+    ("items", "alike", "found"),
+    [(512, True, SMS), (512, False, 512), (100, True, 100), (100, False, 100)],
+)
+def test_items_of_one_length_are_walked_by_one_cta_an_sm(items, alike, found):
+    assert ctas(items, alike, SMS) == found
 
 
 def test_a_backward_that_fills_the_gpu_many_times_has_wide_tiles():

@@ -68,6 +68,22 @@ def test_long_sequences_of_few_heads_are_cut_to_fill_the_gpu(lengths, heads):
 
 
 @pytest.mark.parametrize(
+    ("tokens", "heads", "exact", "most"),
+    [
+        (2048, 8, False, 8),
+        (4096, 8, False, 11),
+        (32768, 8, False, 32),
+        (32768, 24, False, 47),
+        (32768, 24, True, 128),
+        (32768, 32, True, 171),
+    ],
+)
+def test_what_was_measured_fastest_is_chosen(tokens, heads, exact, most):
+    """docs/notes/gdn-segments.md, sections 5 and 13."""
+    assert choose([tokens], heads, exact=exact).segment_chunks == most
+
+
+@pytest.mark.parametrize(
     ("lengths", "heads"),
     [([], 8), ([0], 8), ([1], 8), ([64], 8), ([1024], 8), ([1024] * 8, 64), ([8192] * 4, 64)],
 )

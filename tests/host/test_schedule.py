@@ -120,6 +120,25 @@ def test_budgets_count_every_resident_cta() -> None:
         Schedule((Role("a", 4, 128),), smem_bytes=232_449)
 
 
+def test_roles_share_what_the_cta_starts_with() -> None:
+    """An SM has 65536 registers, 170.7 for each of 384 threads; a thread starts with 168."""
+    full = (replace(STATE, regs=240), replace(VALUE, regs=240), LOAD, SPARE)
+    assert Schedule(full).threads * 168 == 240 * 256 + 24 * 128
+    over = (*full[:2], replace(LOAD, regs=32), replace(SPARE, regs=32))
+    with pytest.raises(
+        ValueError,
+        match=r"roles ask for 65536 registers \(.*\); a CTA starts with at most 168 x 384 = 64512, "
+        r"and set_max_nreg would wait for ever: take 1024 from some role",
+    ):
+        Schedule(over)
+    alike = Schedule((Role("row", 12, 170),))  # no set_max_nreg: nothing to wait for
+    assert not alike.specialised
+    half = (Role("a", 4, 104), Role("b", 4, 152))  # 128 a thread where two CTAs share an SM
+    assert Schedule(half, ctas_per_sm=2).threads == 256
+    with pytest.raises(ValueError, match="starts with at most 80 x 256 = 20480"):
+        Schedule((Role("a", 4, 48), Role("b", 4, 120)), ctas_per_sm=3)
+
+
 def test_spills_need_a_number_and_a_reason() -> None:
     declared = replace(GOOD, spill_bytes=16, spill_reason="once per CTA, outside the loop")
     assert declared.spill_bytes == 16

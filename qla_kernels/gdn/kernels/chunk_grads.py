@@ -38,6 +38,8 @@ falls apart into panels of 64 columns, of V as far as Y and of K from there on, 
 other only by the tiles that they fill together. So two warpgroups, one a panel, run one loop: code
 counts, because an SM's instruction cache holds 32 KB for all roles at once. For the same reason the
 three products with a state, and the three 64x64 tiles that decay, are one piece of code each.
+States come in tiles of 64 rows, because dstate_chain may leave those of a dS in two places, one of
+them where dV of the same chunk and value head is to be.
 """
 
 from typing import NamedTuple
@@ -212,7 +214,8 @@ def build(v: Variant):
     plan = schedule(v)
     K, V = v.K, v.V
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
-    capacity = T.dynamic("capacity")
+    capacity, num_rows, num_tails = T.dynamic("capacity, num_rows, num_tails")
+    num_owners = T.dynamic("num_owners")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     v_token, v_head, v_r = T.dynamic("v_token, v_head, v_r")
     do_token, do_head, do_r = T.dynamic("do_token, do_head, do_r")
@@ -235,7 +238,9 @@ def build(v: Variant):
         beta: T.Tensor((num_tokens, num_heads, group), "float32"),
         A: T.Tensor((num_tokens, num_heads, group, CHUNK), v.dtype),
         h: T.Tensor((capacity, num_heads, group, V, K), v.dtype),
-        ds: T.Tensor((capacity, num_heads, group, V, K), v.dtype),
+        ds: T.Tensor((capacity, num_heads, group, num_rows, K), v.dtype),
+        tails: T.Tensor((num_tails, num_heads, group, PANEL, K), v.dtype),
+        owner: T.Tensor((num_owners,), "int32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
         dq: T.Tensor((num_tokens, num_heads, K), v.dtype),
@@ -245,13 +250,15 @@ def build(v: Variant):
         dbeta: T.Tensor((num_tokens, num_heads, group), "float32"),
         scale: T.float32,
         walkers: T.int32,
+        held: T.int32,  # of dstate_chain: 0 or 1
     ):
         with T.Kernel(walkers, threads=(GROUP, plan.threads // GROUP)) as first:
             # TileLang lets one thread of each row initialise the barriers: the same values, before
             # the whole block meets for the first time
             T.import_source(tiles.SOURCE)
             s_qk, s_v, s_tok = tile(2, CHUNK, K), tile(1, CHUNK, V), tile(3, CHUNK, V)
-            s_a, s_state, s_scores = tile(1, CHUNK, CHUNK), tile(3, V, K), tile(2, CHUNK, CHUNK)
+            s_a, s_scores = tile(1, CHUNK, CHUNK), tile(2, CHUNK, CHUNK)
+            s_state = tile(3, V // PANEL, PANEL, K)
             s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
             s_sums = T.alloc_shared((SUM_ROWS, CHUNK), "float32")
             swizzled = (s_qk, s_v, s_tok, s_a, s_state, s_scores)
@@ -293,7 +300,8 @@ def build(v: Variant):
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
-                    grads.load(q, k, val, do, A, h, ds, s, ring, tail_full, walk, K, V)
+                    gradients = grads.StateGradients(ds, dv, tails, owner, held)
+                    grads.load(q, k, val, do, A, h, gradients, s, ring, tail_full, walk, K, V)
                 elif tx < 64:
                     grads.gates(g_cum, beta, s_gate, ring.gate, walk, scale)
                     grads_out.clear_padding(

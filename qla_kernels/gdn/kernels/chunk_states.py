@@ -39,7 +39,16 @@ from qla_kernels.gdn.chain import (
     load_transposed,
     take_turn,
 )
-from qla_kernels.gdn.chain_backward import SOURCE, gate, load, put_state, stage, store
+from qla_kernels.gdn.chain_backward import (
+    SOURCE,
+    States,
+    gate,
+    load,
+    longest_first,
+    put_state,
+    stage,
+    store,
+)
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
@@ -251,7 +260,9 @@ def build(v: Variant):
             i_tile = block % num_tiles
             v0 = i_tile * v.tile_v
             hv = block // num_tiles % num_value_heads
-            n = block // num_tiles // num_value_heads
+            place = T.alloc_local((1,), "int32")
+            longest_first(cu_seqlens, num_bounds - 1, block // num_tiles // num_value_heads, place)
+            n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
             kh = hv // (num_value_heads // num_heads)
             begin = cu_seqlens[n]
             length = cu_seqlens[n + 1] - cu_seqlens[n]
@@ -280,6 +291,7 @@ def build(v: Variant):
                 elif tx < plan.end("gate"):
                     gate(g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, False, None)
                 elif tx < plan.end("store"):
-                    store(h, s_h, h_rings, T.ceildiv(num_chunks, every), first_slot[n], 1, hv, v0)
+                    out = States(h, first_slot[n], hv, v0)
+                    store(out, s_h, h_rings, T.ceildiv(num_chunks, every))
 
     return chunk_states.with_attr("global_symbol", f"chunk_states_{v.dtype}_k{v.K}_v{v.tile_v}")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.schedule import Role, Schedule
 
@@ -57,6 +58,7 @@ def build(v: Variant):
             low, high = T.alloc_var("int32"), T.alloc_var("int32")
             thread = T.get_thread_binding()
             lane, warp = thread % 32, thread // 32
+            await_previous()
             N = num_bounds - 1
             all_before = 0
             for base in T.serial(T.ceildiv(N, THREADS)):  # 1

@@ -26,9 +26,12 @@ state of the forward: chunk_states may run beside it.
 
 In bf16 everything but what comes in and goes out is in units of scale: e dO is then exact where
 nothing is forgotten, and there most errors add up. fp16 has no room for numbers so much larger.
+
+Of the two tiles of 64 rows (of V) that a dS of 128x128 has, the first one can do without memory: it
+has as many bytes as dV of its chunk, which chunk_grads writes after it has read dS.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
@@ -51,6 +54,7 @@ from qla_kernels.gdn.chain_backward import (
     SOURCE,
     gate,
     load,
+    longest_first,
     put_state,
     score,
     stage,
@@ -150,6 +154,42 @@ def schedule(v: Variant) -> Schedule:
     )
 
 
+class Gradients(NamedTuple):
+    """dS of a head's chunks, last chunk first. See `held` of the kernel."""
+
+    dS: Any
+    dv: Any
+    tails: Any
+    owner: Any
+    begin: Any
+    length: Any
+    num_chunks: Any
+    first_chunk: Any
+    n: Any
+    hv: Any
+    v0: Any
+    held: Any
+
+    def put(self, tile, step, w):
+        return put_gradient(self, tile, self.num_chunks - 1 - step, self.v0 + w * TILE)
+
+
+@T.macro
+def put_gradient(out, tile, i, v):
+    K = out.dS.shape[-1]
+    row, tok0, chunk = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    row = v - out.held * TILE
+    tok0 = out.begin + i * CHUNK
+    chunk = out.first_chunk + i
+    if row >= 0:  # 7
+        T.tma_copy(tile, out.dS[chunk, out.hv, row : row + TILE, :])
+    elif out.length - i * CHUNK >= CHUNK:
+        T.tma_copy(tile, out.dv[tok0 : tok0 + CHUNK, out.hv, 0:K])
+    else:
+        T.tma_copy(tile, out.tails[out.n, out.hv, :, :])
+        out.owner[chunk] = out.n
+
+
 @T.macro
 def state(
     w, states, K, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds,
@@ -230,7 +270,9 @@ def build(v: Variant):
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_bounds, num_slots = T.dynamic("V, num_bounds, num_slots")
     num_tiles = T.dynamic("num_tiles") if v.tile_v == 64 else 1  # V is 64 or 128
-    num_dht, num_dh0 = T.dynamic("num_dht, num_dh0")
+    num_dht, num_dh0, num_rows = T.dynamic("num_dht, num_dh0, num_rows")
+    num_tails, num_owners = T.dynamic("num_tails, num_owners")
+    dv_token, dv_head = T.dynamic("dv_token, dv_head")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
     dht_n, dht_h, dht_k, dht_v = T.dynamic("dht_n, dht_h, dht_k, dht_v")
@@ -253,13 +295,17 @@ def build(v: Variant):
         dht: T.StridedTensor(
             (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
         ),
-        dS: T.Tensor((num_slots, num_value_heads, V, K), v.dtype),
+        dS: T.Tensor((num_slots, num_value_heads, num_rows, K), v.dtype),
         dh0: T.StridedTensor(
             (num_dh0, num_value_heads, K, V), (dh0_n, dh0_h, dh0_k, dh0_v), "float32"
         ),
+        dv: T.StridedTensor((num_tokens, num_value_heads, V), (dv_token, dv_head, 1), v.dtype),
+        tails: T.Tensor((num_tails, num_value_heads, TILE, K), v.dtype),
+        owner: T.Tensor((num_owners,), "int32"),
         scale: T.float32,
         has_dht: T.int32,
         has_dh0: T.int32,
+        held: T.int32,  # tiles of 64 rows of V that lie in dv and tails, not in dS: 0 or 1
     ):
         with T.Kernel(
             (num_bounds - 1) * num_value_heads * num_tiles, threads=plan.threads
@@ -302,7 +348,9 @@ def build(v: Variant):
             i_tile = block % num_tiles
             v0 = i_tile * v.tile_v
             hv = block // num_tiles % num_value_heads
-            n = block // num_tiles // num_value_heads
+            place = T.alloc_local((1,), "int32")
+            longest_first(cu_seqlens, num_bounds - 1, block // num_tiles // num_value_heads, place)
+            n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
             h = hv // (num_value_heads // num_heads)
             begin = cu_seqlens[n]
             length = cu_seqlens[n + 1] - cu_seqlens[n]
@@ -353,7 +401,11 @@ def build(v: Variant):
                     )  # fmt: skip
                 elif tx < plan.end("store"):
                     store(
-                        dS, s_ds, ds_rings, num_chunks, first_chunk[n] + num_chunks - 1, -1, hv, v0
-                    )
+                        Gradients(
+                            dS, dv, tails, owner, begin, length, num_chunks, first_chunk[n],
+                            n, hv, v0, held,
+                        ),
+                        s_ds, ds_rings, num_chunks,
+                    )  # fmt: skip
 
     return dstate_chain.with_attr("global_symbol", f"dstate_chain_{v.dtype}_k{v.K}_v{v.tile_v}")

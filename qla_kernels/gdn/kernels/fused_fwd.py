@@ -37,8 +37,10 @@ import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla_kernels.gdn.chain import GATE_ROWS, TILE, Rows
-from qla_kernels.gdn.chain_forward import gate, load, state, store
-from qla_kernels.gdn.chain_solve import invert, score, solve, solve_in_teams
+from qla_kernels.gdn.chain_forward import first_turn, gate, last_turn, state
+from qla_kernels.gdn.chain_items import After, count_chunks, find
+from qla_kernels.gdn.chain_solve import clear_above, invert, score, solve, solve_in_teams
+from qla_kernels.gdn.chain_transfer import load, store
 from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import CHUNK
@@ -81,10 +83,6 @@ PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
 }
-
-
-# one index that every role needs, read again behind the loops over the chunks
-SPILLS = {"spill_bytes": 16, "spill_reason": "an index, stored and read outside all loops"}
 
 
 def schedule(v: Variant) -> Schedule:
@@ -191,7 +189,6 @@ def schedule(v: Variant) -> Schedule:
         + rings["gate"] * GATE_ROWS * CHUNK * 4
         + 2 * SCRATCH_BYTES * v.solves
         + 1024,
-        **(SPILLS if v.inverts and v.K == 128 else {}),
     )
 
 
@@ -238,6 +235,7 @@ def build(v: Variant):
         ),
         g: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
+        beta16: T.Tensor((num_tokens, num_value_heads), v.dtype),
         cu_seqlens: T.Tensor((num_bounds,), "int32"),
         ends_of: T.Tensor((num_ends,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
@@ -249,10 +247,10 @@ def build(v: Variant):
         has_h0: T.int32,
         has_ht: T.int32,
         training: T.int32,
+        beta_is_16: T.int32,
+        ctas: T.int32,
     ):
-        with T.Kernel(
-            (num_bounds - 1) * num_value_heads * num_tiles, threads=(GROUP, plan.threads // GROUP)
-        ) as block:
+        with T.Kernel(ctas, threads=(GROUP, plan.threads // GROUP)) as block:
             # TileLang lets one thread of each row initialise the barriers: the same values, before
             # the whole block meets for the first time
             T.import_source(SOURCE)
@@ -296,29 +294,41 @@ def build(v: Variant):
 
             hv, n, h = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             begin, length = T.alloc_var("int32"), T.alloc_var("int32")
-            num_chunks = T.alloc_var("int32")
+            num_chunks, first = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile, saves = T.alloc_var("int32"), T.alloc_var("int32")
-            i_tile = block % num_tiles
-            hv = block // num_tiles % num_value_heads
-            n = block // num_tiles // num_value_heads
-            h = hv // (num_value_heads // num_heads)
-            begin = cu_seqlens[n]
-            length = cu_seqlens[n + 1] - cu_seqlens[n]
-            num_chunks = T.ceildiv(length, CHUNK)
-            saves = 0  # one of a head's CTAs saves what they all have
-            if i_tile == 0:
-                saves = training
+            tails, items = T.alloc_var("int32"), T.alloc_var("int32")
+            shape = (cu_seqlens, num_heads, num_value_heads, num_tiles, training)
+            first = 0  # chunks of the items before: what the rings have counted
+            items = T.ceildiv((num_bounds - 1) * num_value_heads * num_tiles - block, ctas)
 
             tx, group = T.get_thread_binding(0), T.get_thread_binding(1)
             if group < states:
                 T.set_max_nreg(plan.role("state").regs, 1)
-                state(
-                    states, K, v.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
-                    q_ring, k_ring, v_ring, gates, a_ring, p_ring, o_ring,
-                    num_chunks, n, hv, i_tile * v.tile_v, has_h0, has_ht, ends_of,
-                )  # fmt: skip
+                first_turn(group, states)
+                for j in rolled(items):
+                    find(
+                        block + j * ctas, *shape,
+                        n, h, hv, i_tile, begin, length, num_chunks, saves,
+                    )  # fmt: skip
+                    num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
+                    state(
+                        states, K, v.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
+                        After(q_ring, first), After(k_ring, first), After(v_ring, first),
+                        After(gates, first), After(a_ring, first), After(p_ring, first),
+                        After(o_ring, first * states), num_chunks, n, hv, i_tile * v.tile_v,
+                        has_h0, has_ht, ends_of,
+                    )  # fmt: skip
+                    first += num_chunks
+                last_turn(group, states)
             elif group < states + v.teams:
                 T.set_max_nreg(plan.roles[1].regs, 0)
+                if v.solves:
+                    clear_above(s_a, group - states, v.teams)
+                clear_above(s_p, group - states, v.teams)
+                count_chunks(
+                    cu_seqlens, num_value_heads * num_tiles, block, ctas, items, num_chunks
+                )
+                num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
                 if v.inverts:
                     solve(
                         K, s_q, s_k, s_gate, s_l, s_a, s_p,
@@ -336,34 +346,64 @@ def build(v: Variant):
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
-                    leading = [(Rows(k, (h,), s_k), k_ring)]
-                    others = [(Rows(val, (hv, i_tile), s_v), v_ring)]
-                    if v.inverts:  # P comes late, and there is no room for more of Q
-                        others.insert(0, (Rows(q, (h,), s_q), q_ring))
-                    else:
-                        leading.append((Rows(q, (h,), s_q), q_ring))
-                    if not v.solves:
-                        others.append((Rows(A, (hv, 0), s_a), a_ring))
-                    ahead = rings["k"] - rings["v"]
-                    load(leading, others, ahead, tail_full, begin, length, num_chunks)
+                    tails = 0
+                    for j in rolled(items):
+                        find(
+                            block + j * ctas, *shape,
+                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                        )  # fmt: skip
+                        leading = [(Rows(k, (h,), s_k), After(k_ring, first))]
+                        others = [(Rows(val, (hv, i_tile), s_v), After(v_ring, first))]
+                        queries = (Rows(q, (h,), s_q), After(q_ring, first))
+                        if v.inverts:  # P comes late, and there is no room for more of Q
+                            others.insert(0, queries)
+                        else:
+                            leading.append(queries)
+                        if not v.solves:
+                            others.append((Rows(A, (hv, 0), s_a), After(a_ring, first)))
+                        ahead = rings["k"] - rings["v"]
+                        load(leading, others, ahead, tail_full, begin, length, tails)
+                        first += num_chunks
+                        if length % CHUNK != 0:
+                            tails += 1
                 elif tx < 64:
-                    gate(
-                        g, beta, g_cum, s_gate, gates, begin, length, num_chunks, hv, scale,
-                        saves if v.solves else 0,
-                    )  # fmt: skip
+                    for j in rolled(items):
+                        find(
+                            block + j * ctas, *shape,
+                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                        )  # fmt: skip
+                        gate(
+                            g, beta, beta16, beta_is_16, g_cum, s_gate, After(gates, first),
+                            begin, length, num_chunks, hv, scale, saves if v.solves else 0,
+                        )  # fmt: skip
+                        first += num_chunks
                 elif tx < 96:
-                    store(
-                        o, A, s_o, s_a, o_ring, a_ring, begin, length, num_chunks, hv,
-                        i_tile * states, v.solves, saves,
-                    )  # fmt: skip
+                    for j in rolled(items):
+                        find(
+                            block + j * ctas, *shape,
+                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                        )  # fmt: skip
+                        store(
+                            o, A, s_o, s_a, After(o_ring, first * states), After(a_ring, first),
+                            begin, length, hv, i_tile * states, v.solves, saves,
+                        )  # fmt: skip
+                        first += num_chunks
                 else:
                     if v.inverts:
+                        count_chunks(
+                            cu_seqlens, num_value_heads * num_tiles, block, ctas, items, num_chunks
+                        )
                         invert(s_l, s_a, l_ring, a_ring, num_chunks)
-                    padding = (cu_seqlens, num_tokens, num_bounds - 1, n, hv)
-                    for w in rolled(states):
-                        clear_padding(o, *padding, i_tile * states + w)
-                    if saves != 0:
-                        clear_saved(A, g_cum, *padding)
+                    for j in rolled(items):
+                        find(
+                            block + j * ctas, *shape,
+                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                        )  # fmt: skip
+                        padding = (cu_seqlens, num_tokens, num_bounds - 1, n, hv)
+                        for w in rolled(states):
+                            clear_padding(o, *padding, i_tile * states + w)
+                        if saves != 0:
+                            clear_saved(A, g_cum, *padding)
 
     name = f"fused_fwd_{v.dtype}_k{v.K}_v{v.tile_v}" + "_given" * (not v.solves)
     return fused_fwd.with_attr("global_symbol", name)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.math import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.schedule import Role, Schedule
 
@@ -73,6 +74,7 @@ def build(v: Variant):
             thread = T.get_thread_binding()
             lane, warp = thread % HEADS, thread // HEADS
             head = tile * HEADS + lane
+            await_previous()
             tok0, rows = chunks[chunk, 0], chunks[chunk, 1]
             for i in T.unroll(BLOCK):  # 1
                 gamma[i] = 0
@@ -98,11 +100,12 @@ def build(v: Variant):
                 if (warp * BLOCK + i < rows) & (head < num_heads):
                     g_cum[tok0 + warp * BLOCK + i, head] = gamma[i] * LN2
             T.sync_threads()
-            for i in T.serial(HEADS * 3 * CHUNK // plan.threads):
-                at = i * plan.threads + thread
-                if tile * HEADS + at // (3 * CHUNK) < num_heads:
-                    gates[chunk, tile * HEADS + at // (3 * CHUNK), at // CHUNK % 3, at % CHUNK] = (
-                        s_rows[at // (3 * CHUNK), at % (3 * CHUNK)]
-                    )
+            for i in T.serial(T.ceildiv(T.min(HEADS, num_heads - tile * HEADS), CHUNK // BLOCK)):
+                row = i * (CHUNK // BLOCK) + warp
+                if tile * HEADS + row < num_heads:
+                    for j in T.unroll(3 * CHUNK // 32):
+                        gates[chunk, tile * HEADS + row, j // 2, j % 2 * 32 + lane] = s_rows[
+                            row, j * 32 + lane
+                        ]
 
     return gate.with_attr("global_symbol", f"gate_{v.dtype}")

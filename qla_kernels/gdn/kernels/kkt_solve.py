@@ -26,6 +26,7 @@ import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES, SOURCE
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
@@ -226,6 +227,7 @@ def build(v: Variant):
             k_ring = Ring(k_full, k_free, plan.rings["k"])
             gate_ring = Ring(gate_full, gate_free, GATE_SLOTS)
             a_ring = Ring(a_full, a_free, A_SLOTS)
+            await_previous()
             num_steps = T.alloc_var("int32")  # chunks this CTA visits: first, first + walkers, ...
             num_steps = T.ceildiv(num_chunks[0] - first, walkers)
 

@@ -44,6 +44,7 @@ from qla_kernels.gdn.chain_forward import gate as raw_gate
 from qla_kernels.gdn.chain_segment import SOURCE, columns, solve, warm_chunks
 from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES
 from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.mask import clear_tail
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
@@ -192,6 +193,7 @@ def build(v: Variant):
             i_slice, column, of_map = (T.alloc_var("int32") for _ in range(3))
             begin, end, num_chunks = (T.alloc_var("int32") for _ in range(3))
             warm, has_start = T.alloc_var("int32"), T.alloc_var("int32")
+            await_previous()
             i_slice = block % (num_tiles + K // TILE)
             hv = heads[block // (num_tiles + K // TILE) // capacity]
             p = block // (num_tiles + K // TILE) % capacity
@@ -253,7 +255,7 @@ def build(v: Variant):
                         load(always, rows, tail_full, *where, False)
                 elif tx < plan.end("gate"):
                     if v.solves:
-                        raw_gate(g, beta, g, s_gate, gates, *where, hv, 1.0, 0)
+                        raw_gate(g, beta, beta, 0, g, s_gate, gates, *where, hv, 1.0, 0)
                     else:
                         gate(g, beta, s_gate, gates, *where, hv, False, None)
 

@@ -37,6 +37,7 @@ from qla_kernels.gdn.chain import GATE_ROWS, TILE, Rows
 from qla_kernels.gdn.chain_backward import gate, load, score
 from qla_kernels.gdn.chain_segment import SOURCE, gradient_columns, warm_chunks
 from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
@@ -169,6 +170,7 @@ def build(v: Variant):
             i_tile, column, has_end = (T.alloc_var("int32") for _ in range(3))
             begin, length, num_chunks = (T.alloc_var("int32") for _ in range(3))
             warm = T.alloc_var("int32")
+            await_previous()
             i_tile = block % num_tiles
             column = i_tile * TILE
             hv = heads[block // num_tiles // capacity]

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.schedule import Role, Schedule
 
@@ -82,6 +83,7 @@ def build(v: Variant):
             begin, end = T.alloc_var("int32"), T.alloc_var("int32")
             thread = T.get_thread_binding()
             lane, warp = thread % 32, thread // 32
+            await_previous()
             N = num_bounds - 1
             all_before = 0
             for base in T.serial(T.ceildiv(N, THREADS)):  # 1
@@ -103,13 +105,15 @@ def build(v: Variant):
                 if lane == 31:
                     s_sum[warp] = total
                 T.sync_threads()
-                before = all_before
-                for w in T.serial(WARPS):
-                    if w < warp:
-                        before += s_sum[w]
-                    all_before += s_sum[w]
+                before = s_sum[lane]
+                for d in T.unroll(5):
+                    below = T.shfl_up(before, 1 << d)
+                    if lane >= 1 << d:
+                        before += below
+                total += all_before + T.shfl_sync(before - s_sum[lane], warp)
+                all_before += T.shfl_sync(before, 31)
                 if n < N:
-                    first_segment[n] = before + total - count
+                    first_segment[n] = total - count
                 T.sync_threads()
             if thread == 0:
                 first_segment[N] = all_before
@@ -158,13 +162,20 @@ def build(v: Variant):
                 if (lane == 0) & (hv < num_value_heads):
                     kept[hv] = total_g
             T.sync_threads()
-            for i in T.serial(T.ceildiv(num_value_heads, THREADS)):
-                p = i * THREADS + thread
-                if p < num_value_heads:
-                    before = 0
-                    for other in T.serial(num_value_heads):
-                        if (kept[other] > kept[p]) | ((kept[other] == kept[p]) & (other < p)):
-                            before += 1
-                    heads[before] = p
+            for i in T.serial(T.ceildiv(num_value_heads, WARPS)):
+                hv = i * WARPS + warp
+                before = 0
+                if hv < num_value_heads:
+                    for j in T.serial(T.ceildiv(num_value_heads, 32)):
+                        other = j * 32 + lane
+                        if other < num_value_heads:
+                            if (kept[other] > kept[hv]) | (
+                                (kept[other] == kept[hv]) & (other < hv)
+                            ):
+                                before += 1
+                for d in T.unroll(5):
+                    before += T.shfl_xor(before, 1 << d)
+                if (lane == 0) & (hv < num_value_heads):
+                    heads[before] = hv
 
     return segment_plan.with_attr("global_symbol", f"segment_plan_{v.dtype}")

@@ -12,21 +12,25 @@ rounding to 16 bits a segment would add up. The terms of S lie side by side, so 
 is read once for both.
 
 Steps (numbers appear again in the roles):
-    1 load    M of a cold segment
-    2 fold    M S; meanwhile S out, b in
+    1 load    M of a cold segment, and b
+    2 fold    M S; meanwhile S on its way out, and b
     3 fold    M S + b in two terms, for both warpgroups
+    4 store   S
 
-Bounded by latency, and by reading M. Why this shape: only cold heads take a product, and those of
-one head depend on one another. Which segments they are is read 32 at a time, a lane each; M is
-fetched for the segment after while the one before is folded. A warpgroup has 64 rows of what comes
-out and needs all of what went in, by way of shared memory: 1.7 us a segment, where 64 columns whose
-state stays in registers took 2.5.
+Bounded by latency, and by shared memory's port, which each term of M and of S passes for every
+warpgroup. Why this shape: only cold heads take a product, and those of one head depend on one
+another. Which segments they are is read 32 at a time, a lane each; M and b are fetched for the
+segment after while the one before is folded. A warpgroup has 64 rows of what comes out and needs
+all of what went in, by way of shared memory. So do S and b in fp32: threads that read and wrote
+`states` themselves, four rows of it an instruction, were half of the time.
 """
 
 from typing import NamedTuple
 
 import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
 
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
@@ -45,7 +49,7 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is one of a segment that there is
 }
 
-SLOTS = 3
+SLOTS = 2
 ROWS, COLUMNS = 64, 32  # of S that a warpgroup, and a CTA, computes
 TERM = "bfloat16"  # of M and S, whatever the dtype of k: fp32's range, and 16 digits in two terms
 FOLDED = 8  # the folding warpgroups' named barrier
@@ -57,8 +61,8 @@ def schedule(v: Variant) -> Schedule:
             f"fold{w}",
             warps=4,
             regs=168,
-            waits=("m_full",),
-            signals=("m_free",),
+            waits=("m_full", "s_free"),
+            signals=("m_free", "s_full"),
             computes="64 rows of M S + b",
             uses=("wgmma",),
         )
@@ -73,14 +77,24 @@ def schedule(v: Variant) -> Schedule:
                 regs=168,
                 waits=("m_free",),
                 signals=("m_full",),
-                computes="M",
+                computes="M, b",
                 uses=("tma_load",),
             ),
-            Role("spare", warps=3, regs=168, computes="fills the warpgroup"),
+            Role(
+                "store",
+                warps=1,
+                regs=168,
+                waits=("s_full",),
+                signals=("s_free",),
+                computes="S out",
+                uses=("tma_store",),
+            ),
+            Role("spare", warps=2, regs=168, computes="fills the warpgroup"),
         ),
-        rings={"m": SLOTS},
-        # M; S twice; barriers and alignment
-        smem_bytes=SLOTS * 2 * v.K * v.K * 2 + 2 * v.K * 2 * COLUMNS * 2 + 1024,
+        rings={"m": SLOTS, "s": SLOTS},
+        # M; S in terms, S on its way out, b; barriers and alignment
+        smem_bytes=SLOTS * (2 * v.K * v.K * 2 + v.K * 2 * COLUMNS * 2 + 2 * v.K * COLUMNS * 4)
+        + 1024,
     )
 
 
@@ -91,7 +105,7 @@ def rows_of(reverse, w):
 
 
 @T.macro
-def load(v, maps, cold, s_m, ring, origin, direction, num_steps, hv):
+def load(v, states, maps, cold, s_m, s_b, ring, origin, direction, num_steps, hv, v0):
     lane = T.get_thread_binding() % 32
     flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     p = T.alloc_var("int32")
@@ -110,7 +124,33 @@ def load(v, maps, cold, s_m, ring, origin, direction, num_steps, hv):
                             s_m[ring.slot(step), term, w, :, :],
                             barrier=ring.barrier(step),
                         )
+                T.tma_copy(
+                    states[p + direction, hv, v0 : v0 + COLUMNS, :],
+                    s_b[ring.slot(step), :, :],
+                    barrier=ring.barrier(step),
+                )
                 ring.commit(step)
+                step += 1
+
+
+@T.macro
+def store(states, cold, s_out, ring, origin, direction, num_steps, hv, v0):
+    """The state that enters a folded segment; the fold's warpgroups write the others."""
+    lane = T.get_thread_binding() % 32
+    flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    step = 0
+    for base in rolled(T.ceildiv(num_steps, 32)):
+        i = T.min(base * 32 + lane + 1, num_steps)
+        flag = cold[origin + direction * i, hv]
+        for j in rolled(T.min(32, num_steps - base * 32)):
+            if T.shfl_sync(flag, j) != 0:
+                ring.wait(step)
+                T.tma_copy(  # 4
+                    s_out[ring.slot(step), :, :],
+                    states[origin + direction * (base * 32 + j + 1), hv, v0 : v0 + COLUMNS, :],
+                )
+                T.tma_store_wait(0)
+                ring.release(step)
                 step += 1
 
 
@@ -140,8 +180,8 @@ def hand_round(r_s, s_s, slot, w, threads):
 
 @T.macro
 def fold(
-    v, w, given, states, cold, s_m, s_s, ring, origin, direction, num_steps, n, hv, v0, has_given,
-    threads,
+    v, w, given, states, cold, s_m, s_b, s_s, s_out, ring, out_ring, origin, direction, num_steps,
+    n, hv, v0, has_given, threads,
 ):  # fmt: skip
     lane = T.get_thread_binding() % 32
     r_x = T.alloc_fragment((ROWS, 2 * COLUMNS), "float32")  # M times each term of S
@@ -176,13 +216,18 @@ def fold(
                         transpose_A=not v.reverse,
                         clear_accum=term == 0,
                     )
-                put(r_s, states, p, hv, v0, k0)  # meanwhile: a fence would wait for these two
-                take(r_b, states, p + direction, hv, v0, k0)
+                out_ring.acquire(step)
+                for r, c in T.Parallel(ROWS, COLUMNS):
+                    s_out[out_ring.slot(step), c, k0 + r] = r_s[r, c]
+                for r, c in T.Parallel(ROWS, COLUMNS):
+                    r_b[r, c] = s_b[ring.slot(step), c, k0 + r]
+                T.fence_proxy_async()  # S: written by threads, read by the TMA store
+                out_ring.commit(step)
                 T.wait_wgmma(0)
-                ring.release(step)
-                step += 1
                 for r, c in T.Parallel(ROWS, COLUMNS):
                     r_s[r, c] = r_x[r, c] + r_b[r, c]
+                ring.release(step)
+                step += 1
                 for r, c in T.Parallel(ROWS, COLUMNS):
                     r_s[r, c] += r_x[r, COLUMNS + c]
                 hand_round(r_s, s_s, step % 2, w, threads)
@@ -214,11 +259,18 @@ def build(v: Variant):
             panel = (ROWS, K) if v.reverse else (K, ROWS)
             s_m = T.alloc_shared((SLOTS, 2, K // ROWS, *panel), TERM)
             s_s = T.alloc_shared((2, K, 2 * COLUMNS), TERM)
+            s_b = T.alloc_shared((SLOTS, COLUMNS, K), "float32")
+            s_out = T.alloc_shared((SLOTS, COLUMNS, K), "float32")
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_b, s_out)})
             m_full = T.alloc_barrier([plan.arrivals("m_full")] * SLOTS)
             m_free = T.alloc_barrier([plan.arrivals("m_free")] * SLOTS)
+            s_full = T.alloc_barrier([plan.arrivals("s_full")] * SLOTS)
+            s_free = T.alloc_barrier([plan.arrivals("s_free")] * SLOTS)
             ring = Ring(m_full, m_free, SLOTS)
+            out_ring = Ring(s_full, s_free, SLOTS)
             n, hv, v0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first, last = T.alloc_var("int32"), T.alloc_var("int32")
+            await_previous()
             v0 = block % (V // COLUMNS) * COLUMNS
             hv = block // (V // COLUMNS) % num_value_heads
             n = block // (V // COLUMNS) // num_value_heads
@@ -229,14 +281,17 @@ def build(v: Variant):
 
             tx = T.get_thread_binding()
             threads = plan.start("load")
-            whole = (given, states, cold, s_m, s_s, ring, *walk, n, hv, v0, has_given, threads)
+            tiles, rings = (s_m, s_b, s_s, s_out), (ring, out_ring)
+            whole = (given, states, cold, *tiles, *rings, *walk, n, hv, v0, has_given, threads)
             if tx < plan.end("fold0"):
                 fold(v, 0, *whole)
             elif tx < plan.start("load"):  # nobody where K is 64
                 if K > ROWS:
                     fold(v, 1, *whole)
             elif tx < plan.end("load"):
-                load(v, maps, cold, s_m, ring, *walk, hv)
+                load(v, states, maps, cold, s_m, s_b, ring, *walk, hv, v0)
+            elif tx < plan.end("store"):
+                store(states, cold, s_out, out_ring, *walk, hv, v0)
 
     name = f"segment_scan_k{v.K}" + "_reverse" * v.reverse
     return segment_scan.with_attr("global_symbol", name)
