@@ -14,6 +14,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What takes longest goes first, so that no worker is left alone with it at the end.
+    items.sort(key=lambda item: item.path.name != "test_kernels.py")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hopper = any(torch.cuda.get_device_capability(i) == HOPPER for i in range(gpus))
     for item in items:

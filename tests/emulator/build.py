@@ -25,6 +25,7 @@ FLAGS = ["-std=c++20", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 DEVICE_FLAGS = ["-O2", "-ftrivial-auto-var-init=pattern"]
 HOST_FLAGS = ["-O0"]
 RUNTIME_FLAGS = ["-O3"]
+HEADER = "device/emulator.h"  # the first line of every kernel: compiled once, as g++ calls it
 
 # What g++ says when the translated source uses a name that no header of ours has.
 UNKNOWN = [
@@ -56,7 +57,8 @@ def build(lowered: Lowered) -> Path:
             write(place / name, text)
         with tempfile.TemporaryDirectory(dir=place) as scratch:
             objects = [Path(scratch) / "kernel.o", Path(scratch) / "host.o"]
-            _compile(place / "kernel.cpp", objects[0], DEVICE_FLAGS, lowered)
+            flags = [f"-I{runtime}", *DEVICE_FLAGS]  # there g++ finds the compiled header first
+            _compile(place / "kernel.cpp", objects[0], flags, lowered)
             _compile(place / "host.cpp", objects[1], HOST_FLAGS, lowered)
             linked = Path(scratch) / "kernel"
             inputs = map(str, [*objects, *runtime.glob("*.o")])
@@ -67,26 +69,31 @@ def build(lowered: Lowered) -> Path:
 
 @cache
 def _runtime() -> Path:
-    """The folder of the runtime's object files, compiled once for all kernels."""
+    """The folder of the runtime's object files and of `HEADER`, compiled once for all kernels."""
     files = sorted([*HERE.glob("device/*.h"), *HERE.glob("runtime/*")])
-    key = _digest([*(file.read_text() for file in files), *_architecture(), *FLAGS, *RUNTIME_FLAGS])
+    flags = [*_architecture(), *FLAGS, *RUNTIME_FLAGS, *DEVICE_FLAGS]
+    key = _digest([*(file.read_text() for file in files), *flags])
     place = folder() / f"runtime-{key}"
     with locked(place), ThreadPoolExecutor(max_workers=2) as pool:
         if place.exists():
             return place
         scratch = place.with_name(place.name + ".new")
-        scratch.mkdir(exist_ok=True)
+        (scratch / HEADER).parent.mkdir(parents=True, exist_ok=True)
 
         def compile_one(source: Path) -> None:
-            _compile(source, scratch / f"{source.stem}.o", RUNTIME_FLAGS)
+            if source.suffix == ".h":
+                header = ["-x", "c++-header", *DEVICE_FLAGS]
+                _compile(source, scratch / f"{HEADER}.gch", header)
+            else:
+                _compile(source, scratch / f"{source.stem}.o", RUNTIME_FLAGS)
 
-        list(pool.map(compile_one, HERE.glob("runtime/*.cpp")))
+        list(pool.map(compile_one, [HERE / HEADER, *HERE.glob("runtime/*.cpp")]))
         os.rename(scratch, place)
     return place
 
 
 def _compile(source: Path, target: Path, flags: list[str], lowered: Lowered | None = None) -> None:
-    arguments = [*FLAGS, *flags, *_architecture()[1:], f"-I{HERE}", "-c", str(source)]
+    arguments = [*FLAGS, *_architecture()[1:], *flags, f"-I{HERE}", "-c", str(source)]
     _run([*arguments, "-o", str(target)], lowered, source)
 
 

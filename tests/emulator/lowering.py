@@ -26,6 +26,9 @@ class Lowered:
     device: str
     host: str
     launch_parameters: dict[str, list[str]]  # device function -> what the host passes last
+    functions: dict[
+        str, tuple[tuple[int, ...], int]
+    ]  # of them: threads along x, y, z; shared memory
 
 
 def lower(prim_func: Any, pass_configs: Mapping[str, object]) -> Lowered:
@@ -54,6 +57,10 @@ def lower(prim_func: Any, pass_configs: Mapping[str, object]) -> Lowered:
             str(function.attrs["global_symbol"]): _launch_parameters(function)
             for function in artifact.device_mod.functions.values()
         },
+        functions={
+            str(function.attrs["global_symbol"]): _launched_with(function.attrs)
+            for function in artifact.device_mod.functions.values()
+        },
     )
     write(path, json.dumps(asdict(lowered)))
     return lowered
@@ -64,3 +71,10 @@ def _launch_parameters(function: Any) -> list[str]:
         if name.endswith("kernel_launch_params"):
             return [str(parameter) for parameter in value]
     raise RuntimeError(f"TileLang {tilelang.__version__}: {function} has no launch parameters")
+
+
+def _launched_with(attrs: Any) -> tuple[tuple[int, ...], int]:
+    """The threads of a CTA along each axis, and the bytes of its dynamic shared memory."""
+    extent = attrs["thread_extent"]
+    block = tuple(int(extent.get(f"threadIdx.{axis}", 1)) for axis in "xyz")
+    return block, int(attrs.get("dyn_shared_memory_buf", 0))

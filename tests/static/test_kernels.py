@@ -11,13 +11,9 @@ pytest.importorskip("tilelang", reason="kernel files import TileLang")
 from qla_kernels import inspect, jit
 from qla_kernels.errors import Unsupported
 from scripts import schedules
+from tests.static.one_unit import one_unit
 
 KERNELS = list(jit.kernel_modules())
-CASES = [
-    pytest.param(kernel, variant, id=jit.label(kernel.module, variant))
-    for kernel in KERNELS
-    for variant in kernel.module.VARIANTS
-]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,13 +24,27 @@ def _compiler() -> None:
         pytest.skip(str(missing))
 
 
-@pytest.mark.parametrize(("kernel", "variant"), CASES)
-def test_variant_agrees_with_its_schedule(kernel: jit.Kernel, variant: Any) -> None:
-    facts = inspect.facts(kernel, variant)
-    violations = inspect.check(facts, kernel.module.schedule(variant))
-    assert not violations, "\n".join([facts.kernel, *violations])
-    if facts.unchecked:
-        pytest.skip("the rest agrees, but " + "; ".join(facts.unchecked))
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_variants_agree_with_their_schedules(kernel: jit.Kernel) -> None:
+    said, unchecked = [], set()
+    with one_unit(kernel):
+        for variant in kernel.module.VARIANTS:
+            facts = inspect.facts(kernel, variant)
+            if violations := inspect.check(facts, kernel.module.schedule(variant)):
+                said += [facts.kernel, *violations]
+            unchecked |= set(facts.unchecked)
+    assert not said, "\n".join(said)
+    if unchecked:
+        pytest.skip("the rest agrees, but " + "; ".join(sorted(unchecked)))
+
+
+def test_a_variant_among_others_is_what_it_is_alone(monkeypatch, tmp_path) -> None:
+    (kernel,) = (k for k in KERNELS if str(k) == "gdn.chunk_table")
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    with one_unit(kernel):
+        among = [inspect.facts(kernel, variant) for variant in kernel.module.VARIANTS]
+    alone = [inspect.facts(kernel, v, tmp_path / str(v)) for v in kernel.module.VARIANTS]
+    assert among == alone
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)

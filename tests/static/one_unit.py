@@ -1,0 +1,54 @@
+"""The variants of a kernel through nvcc in one go: most of what it takes for one is the headers."""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qla_kernels import jit
+from qla_kernels.inspect import sass
+from tests.emulator.lowering import lower
+
+INCLUDE = re.compile(r"^#include .*|^#pragma once", re.MULTILINE)
+
+
+@contextmanager
+def one_unit(kernel: jit.Kernel) -> Iterator[None]:
+    """Meanwhile `inspect.facts` reads a variant in the code of all, made when first needed."""
+    module = kernel.module
+
+    @cache
+    def lowered(variant: Any) -> jit.Lowered:
+        prim_func = jit.trace(module, variant)
+        found = lower(prim_func, module.PASS_CONFIGS)  # what the emulator runs
+        ((function, (block, dyn_smem)),) = found.functions.items()
+        return jit.Lowered(found.device, function, tuple(block), dyn_smem, prim_func)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        assemble = jit.assemble
+
+        @cache
+        def assembled() -> jit.Assembled:
+            text = joined([lowered(variant).source for variant in module.VARIANTS])
+            return assemble(text, module.PASS_CONFIGS, Path(folder))
+
+        patch.setattr(jit, "trace", cache(jit.trace))
+        patch.setattr(jit, "lower", lambda _, variant: lowered(variant))
+        patch.setattr(jit, "assemble", lambda *_: assembled())
+        patch.setattr(sass, "disassemble", cache(sass.disassemble))
+        yield
+
+
+def joined(sources: list[str]) -> str:
+    """The sources one behind the other: every line keeps its number, every source its own names."""
+    headers = dict.fromkeys(line for source in sources for line in INCLUDE.findall(source))
+    parts = [line for line in headers if line.startswith("#include")]
+    for i, source in enumerate(sources):
+        body = INCLUDE.sub("", source)
+        parts += [f"namespace variant_{i} {{", f'#line 1 "{i}/kernel.cu"', body, "}"]
+    return "\n".join(parts)
