@@ -391,7 +391,8 @@ def test_more_than_two_to_the_31_elements(monkeypatch):
     for name in ("dq", "dk", "dv", "dg", "dbeta"):
         assert torch.equal(getattr(got, name)[:, -last:], getattr(want, name)), name
     assert torch.equal(got.dh0[2:], want.dh0)
-    assert torch.equal(got.dh0[0], dht[0]), "a filler passes its state on"
+    # a filler passes its state on, in units of scale and back: two roundings in fp32
+    torch.testing.assert_close(got.dh0[0], dht[0], rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize(

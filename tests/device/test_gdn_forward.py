@@ -308,6 +308,15 @@ def test_repeats_bitwise():
             assert all(torch.equal(a, b) for a, b in zip(run(x), first, strict=True))
 
 
+def test_ctas_that_walk_from_item_to_item():
+    """One CTA an SM where the host knows that lengths are alike, and one an item where not."""
+    x = mild(on_gpu([300] * 8, heads=(16, 64)))
+    want, on_host = run(x), x["cu_seqlens"].cpu()
+    for _ in range(50):
+        walked = run(x, cu_seqlens_cpu=on_host)
+        assert all(torch.equal(a, b) for a, b in zip(walked, want, strict=True))
+
+
 def test_does_not_synchronise():
     calls = [on_gpu([300, 100]), on_gpu(batch=2, tokens=200), on_gpu([90], activations=True)]
     calls[0] |= {"initial_state": calls[0]["initial_state"].bfloat16()}
