@@ -181,12 +181,17 @@ def _solve(sequences: Lengths, heads: int, sm_count: int) -> float:
 
 
 def _chains(pieces: Lengths, step: float, ctas: int, sm_count: int) -> float:
-    """A chain's kernel, with so many CTAs a piece: one fills an SM, and waves are of equal ones."""
+    """A chain's kernel, with so many CTAs a piece, of which one fills an SM.
+
+    Equal ones go in waves; short ones among long ones fill what a wave leaves empty.
+    """
     durations = [(START + step * chunks, ctas * count) for chunks, count in pieces]
     total = sum(count for _, count in durations)
     mean = sum(time * count for time, count in durations) / max(1, total)
-    longest = max((time for time, _ in durations), default=0.0)
-    return LAUNCH + max(longest, -(-total // sm_count) * mean)
+    shortest, longest = (f((time for time, _ in durations), default=1.0) for f in (min, max))
+    alike = shortest / longest
+    waves = alike * -(-total // sm_count) + (1 - alike) * total / sm_count
+    return LAUNCH + max(longest, waves * mean)
 
 
 def _maps(

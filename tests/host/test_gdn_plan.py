@@ -91,6 +91,11 @@ def test_what_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
     assert choose(lengths, heads).segment_chunks is None
 
 
+def test_short_sequences_fill_the_wave_of_a_long_one():
+    """docs/notes/gdn-segments.md, section 14: cut, 755 us; whole, 644."""
+    assert choose([24576, 8192], 48).segment_chunks is None
+
+
 def test_a_batch_that_stays_whole_takes_the_kernel_it_always_took():
     for N, T, heads, V in itertools.product(
         (1, 2, 8, 64), (64, 1024, 8192), (2, 32, 64), (64, 128)

@@ -1,4 +1,4 @@
-"""fused_fwd -- the gated delta rule, forward: one CTA per sequence, value head and V tile.
+"""fused_fwd -- the gated delta rule, forward: CTAs walk items, a sequence, value head and V tile.
 
 Per chunk (C = 64 tokens; gamma, e = e^gamma and d = e^(gamma_last - gamma) restart in each; S is
 the state, kept transposed, [V, K], in fp32 registers from the first chunk to the last):
