@@ -1,26 +1,13 @@
-"""Ranks as processes over gloo, for the tests of sequences cut over ranks: one start, every case.
+"""What ranks find where sequences are cut over them, for tests.ranks. The last case kills one."""
 
-Starting interpreters takes longer than the cases, so four ranks run all of them, smaller worlds in
-groups of two. Results are JSON. The last case kills one.
-"""
-
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed import TCPStore
+from tests.ranks import DEADLINE, raised, serve
 
-ROOT = Path(__file__).resolve().parents[1]
-WORLD = 4
-LIMIT = 100  # seconds for everything; a deadlock is a failure
-DEADLINE = 3.0  # seconds, of the group in which somebody is missing
 TOKENS = 280  # divisible by 4, and not by 64
 
 LENGTHS = {
@@ -30,47 +17,6 @@ LENGTHS = {
     "several on a rank": [3, 4, 200, 0, 1, 72],
     "none on two ranks": [70, 70, 70, 70],
 }
-
-
-def run(folder: Path) -> list[dict[str, Any]]:
-    """What each rank has to say, by case."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here
-    command = (sys.executable, "-m", "tests.gdn_shard_ranks", str(folder), str(store.port))
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(r)], cwd=ROOT, env=env, stderr=(folder / f"{r}.err").open("w")
-        )
-        for r in range(WORLD)
-    ]
-    end = time.monotonic() + LIMIT
-    for rank in ranks:
-        try:
-            rank.wait(max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-    said = []
-    for r in range(WORLD):
-        file = folder / f"{r}.json"
-        errors = (folder / f"{r}.err").read_text()[-3000:]
-        said.append(json.loads(file.read_text()) if file.exists() else {"no end": errors})
-    return said
-
-
-def main(folder: Path, port: int, rank: int) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    said: dict[str, Any] = {}
-    for case in (results, refusals, deaths):
-        for name, found in case(rank):
-            said[name] = found
-    (folder / f"{rank}.json").write_text(json.dumps(said))
-    os._exit(0)  # torch would wait for the dead
 
 
 def batch(lengths: list[int], **others: Any) -> dict[str, Any]:
@@ -194,13 +140,5 @@ def deaths(rank: int) -> Iterator[tuple[str, Any]]:
     yield "seconds until it is noticed", time.monotonic() - started
 
 
-def raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    serve(results, refusals, deaths)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.sparse_ring_ranks import raised
+from tests.ranks import raised
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 240  # seconds for everything; a deadlock is a failure

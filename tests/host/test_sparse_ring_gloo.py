@@ -5,7 +5,7 @@ One test, because one start of the processes serves all of it, wherever tests ar
 
 from typing import Any
 
-from tests.sparse_ring_ranks import DEADLINE, WORLD, run
+from tests.ranks import DEADLINE, WORLD, start
 
 Said = list[dict[str, Any]]  # by rank and case
 
@@ -21,7 +21,7 @@ DIFFERENCES = {
 
 
 def test_four_processes(tmp_path):
-    said = run(tmp_path)
+    said = start("tests.sparse_ring_ranks", tmp_path)
     assert not [r["no end"] for r in said if "no end" in r]
     every_schedule_is_attention(said)
     every_rank_has_the_same_index(said)
