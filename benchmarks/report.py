@@ -138,18 +138,27 @@ def _headline_text(run: Run | None, family: str, fingerprint: Fingerprint) -> st
 
 
 def _by_heads(run: Run) -> str:
-    """Geometric mean and worst row of best rival / ours, by direction and heads."""
-    ours = tables.our_names(run)
-    lines = []
+    """Geometric mean and worst row of best rival / ours, by direction and heads.
+
+    Rows with a mask that no rival has also count beside the best rival without one.
+    """
+    ours, lines = tables.our_names(run), []
     for kind, heads in dict.fromkeys((row.kind, row.heads) for row in run.rows):
         rows = [row for row in run.rows if (row.kind, row.heads) == (kind, heads)]
-        found = [r for r in (tables.ratio(row, ours) for row in rows) if r is not None]
-        mean = tables.geometric_mean(found)
-        if mean is not None:
-            slower = sum(r < 1 for r in found)
-            worst = f"{min(found):.2f}{f' {tables.SLOWER}' if slower else ''}"
-            title, counted = tables.title_of(kind), f"{len(found)} of {len(rows)}"
-            lines.append([title, heads, counted, f"{mean:.2f}", worst, str(slower)])
+        dense, title = tables.dense_times(rows, ours), tables.title_of(kind)
+        masked = [row for row in rows if dense and row.what != "dense"]
+        counts = (
+            (title, rows, [tables.ratio(row, ours) for row in rows]),
+            (f"{title}, rival dense", masked, [tables.dense_ratio(r, dense) for r in masked]),
+        )
+        for name, of, ratios in counts:
+            found = [r for r in ratios if r is not None]
+            mean = tables.geometric_mean(found)
+            if mean is not None:
+                slower = sum(r < 1 for r in found)
+                worst = f"{min(found):.2f}{f' {tables.SLOWER}' if slower else ''}"
+                counted = f"{len(found)} of {len(of)}"
+                lines.append([name, heads, counted, f"{mean:.2f}", worst, str(slower)])
     if not lines:
         return ""
     header = ["", "heads", "rows", "best rival / ours", "worst row", "slower rows"]

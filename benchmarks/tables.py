@@ -115,8 +115,8 @@ def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
         subject = [row.heads, row.layout, row.what][: len(said)]
         body.append([*subject, *cells, _ratio_cell(row, ours), _floor(row)])
         if dense:
-            without, mine = dense.get((row.heads, row.tokens)), row.time_ms("ours")
-            body[-1].append("–" if without is None or mine is None else f"{without / mine:.2f}")
+            beside = dense_ratio(row, dense)
+            body[-1].append("–" if beside is None else f"{beside:.2f}")
     ratios = [r for r in (ratio(row, ours) for row in rows) if r is not None]
     mean = geometric_mean(ratios)
     if mean is not None:
@@ -203,6 +203,12 @@ def dense_times(rows: Sequence[Row], ours: Sequence[str]) -> dict[tuple[str, int
     """By heads and tokens: the best rival's time without the mask that other rows have."""
     found = {(row.heads, row.tokens): best_rival(row, ours) for row in rows if row.what == "dense"}
     return {key: rival[1] for key, rival in found.items() if rival is not None}
+
+
+def dense_ratio(row: Row, dense: dict[tuple[str, int], float]) -> float | None:
+    """That time over ours."""
+    without, mine = dense.get((row.heads, row.tokens)), row.time_ms("ours")
+    return None if without is None or mine is None else without / mine
 
 
 def _worth_a_column(result: Result | None) -> bool:

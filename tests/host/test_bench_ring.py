@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import dense_ring, tables
+from benchmarks import dense_ring, report, tables
 from benchmarks import ring as bench
 from benchmarks.records import OK, Result, Row
 from benchmarks.ring_links import Slow
@@ -139,3 +139,6 @@ def test_rows_under_a_mask_stand_beside_the_best_rival_without_one():
     ]
     assert dense.split("|")[-2].strip() == "0.91"
     assert len({line.count("|") for line in (header, sparse, dense, mean)}) == 1
+    rows = [[cell.strip() for cell in x.split("|")] for x in report._by_heads(run).splitlines()]
+    assert rows[2][1:5] == ["Forward", "8/32", "2 of 2", "1.65"]  # FlexAttention, and dense
+    assert rows[3][1:5] == ["Forward, rival dense", "8/32", "1 of 1", "15.00"]
