@@ -11,15 +11,13 @@ Autograd lives above, in autograd.py. For selective activation checkpointing nam
 `torch.ops.qla_kernels.dualkv_fwd.default`.
 """
 
-import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qla_kernels.direct import direct
+from qla_kernels.direct import direct, imported_late
 
 SCHEMAS = {
     "dualkv_fwd": """(
@@ -47,11 +45,6 @@ class Backward(NamedTuple):
     dv: Tensor
 
 
-def _implementation(module: str, op: str) -> Callable[..., Any]:
-    home = functools.cache(lambda: importlib.import_module(f"qla_kernels.dualkv.{module}"))
-    return lambda *args: getattr(home(), op)(*args)
-
-
 def _fake_dualkv_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
 ) -> Forward:
@@ -75,8 +68,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 LIBRARY: Any = torch.library.Library("qla_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _op, _schema in SCHEMAS.items():
     LIBRARY.define(_op + _schema, tags=_TAGS)
-    LIBRARY.impl(_op, _implementation("cpu", _op), "CPU")
-    LIBRARY.impl(_op, _implementation("launch", _op), "CUDA")
+    LIBRARY.impl(_op, imported_late("qla_kernels.dualkv.cpu", _op), "CPU")
+    LIBRARY.impl(_op, imported_late("qla_kernels.dualkv.launch", _op), "CUDA")
     torch.library.register_fake(f"qla_kernels::{_op}", _FAKES[_op], lib=LIBRARY)
 
 OPERATORS: Any = torch.ops.qla_kernels
@@ -84,7 +77,8 @@ OPERATORS: Any = torch.ops.qla_kernels
 
 def _direct(op: str) -> Callable[..., Any]:
     operator = getattr(OPERATORS, op).default
-    return direct(operator, _implementation("launch", op), _implementation("cpu", op))
+    homes = (imported_late(f"qla_kernels.dualkv.{home}", op) for home in ("launch", "cpu"))
+    return direct(operator, *homes)
 
 
 # As this package calls them

@@ -11,8 +11,6 @@ Autograd lives above, in api.py. For selective activation checkpointing name the
 `torch.ops.qla_kernels.gdn_fwd.default`.
 """
 
-import functools
-import importlib
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.direct import direct
+from qla_kernels.direct import direct, imported_late
 from qla_kernels.gdn.validate import OP, check_contents
 from qla_kernels.varlen import CHUNK
 
@@ -78,15 +76,18 @@ def state_dtype(x: Tensor) -> torch.dtype:
 
 
 def _implementation(module: str, op: str) -> Callable[..., Any]:
-    home = functools.cache(lambda: importlib.import_module(f"qla_kernels.gdn.{module}"))
+    run = imported_late(f"qla_kernels.gdn.{module}", op)
+    return _checked(run) if op == "gdn_fwd" else run
 
-    def run(*args: Any, **flags: Any) -> Any:
-        if op == "gdn_fwd" and os.environ.get("QLA_CHECK", "0") not in ("", "0"):
+
+def _checked(run: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, **flags: Any) -> Any:
+        if os.environ.get("QLA_CHECK", "0") not in ("", "0"):
             _, _, _, g, beta, _, _, cu_seqlens, cu_seqlens_cpu, *_ = args
             check_contents(OP, g, beta, cu_seqlens, cu_seqlens_cpu)
-        return getattr(home(), op)(*args, **flags)
+        return run(*args, **flags)
 
-    return run
+    return checked
 
 
 def _fake_gdn_fwd(

@@ -7,13 +7,12 @@ They are collective: every rank of `group`, by name, calls them, in the same ord
 tensors go to shard_cpu.py and CUDA tensors to launch_shards.py.
 """
 
-import importlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qla_kernels.direct import imported_late
 from qla_kernels.gdn.ops import LIBRARY, Backward, state_dtype
 from qla_kernels.varlen import CHUNK
 
@@ -93,18 +92,11 @@ def _fake_bwd(
     return tuple(None if x is None else x.new_empty(x.shape) for x in like)
 
 
-def _implementation(module: str, op: str) -> Callable[..., Any]:
-    def run(*args: Any, **options: Any) -> Any:
-        return getattr(importlib.import_module(f"qla_kernels.gdn.{module}"), op)(*args, **options)
-
-    return run
-
-
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 for _op, _fake in (("gdn_shard_fwd", _fake_fwd), ("gdn_shard_bwd", _fake_bwd)):
     LIBRARY.define(_op + SCHEMAS[_op], tags=_TAGS)
-    LIBRARY.impl(_op, _implementation("shard_cpu", _op), "CPU")
-    LIBRARY.impl(_op, _implementation("launch_shards", _op), "CUDA")
+    LIBRARY.impl(_op, imported_late("qla_kernels.gdn.shard_cpu", _op), "CPU")
+    LIBRARY.impl(_op, imported_late("qla_kernels.gdn.launch_shards", _op), "CUDA")
     torch.library.register_fake(f"qla_kernels::{_op}", _fake, lib=LIBRARY)
 
 gdn_shard_fwd = torch.ops.qla_kernels.gdn_shard_fwd.default
