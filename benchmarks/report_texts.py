@@ -38,4 +38,6 @@ others published. Rivals that cannot share prompts get every sequence in full, c
 Useful TFLOP/s count what is visible once, whatever is repeated. `sparse_ring` rows are one sequence
 under a mask of diagonals of 64-token blocks and of single columns, which are 15 % of it; `run4` has
 diagonals that come in fours. `dense` has no mask, and `index` is the choice of lines.
-`torchrun --nproc-per-node N -m benchmarks.ring` times rings of N GPUs, sparse and dense."""
+`torchrun --nproc-per-node N -m benchmarks.ring` times rings of N GPUs, sparse and dense;
+`python -m benchmarks.ring_ranks` takes the ranks of larger rings in turn on one, without
+transfers."""

@@ -111,20 +111,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    mask_options(parser)
+    add = parser.add_argument
+    add("--dense", default="fa4", choices=("fa4", "cudnn", "flash", "none"))
+    add("--slow", type=float, help="GB/s of emulated links between nodes")
+    return parser.parse_args(arguments)
+
+
+def mask_options(parser: argparse.ArgumentParser) -> None:
+    """What is timed, how often and where; `layer_of` reads it."""
     add = parser.add_argument
     add("--tokens", type=lambda x: [int(n) for n in x.split(",")], default=[131072])
     add("--heads", type=lambda x: tuple(map(int, x.split("x"))), default=(2, 16), metavar="HKxH")
     add("--head-dim", type=int, default=128)
     add("--density", type=float, default=0.05)
     add("--run-length", type=int, default=4, help="neighbouring diagonals that are active together")
-    add("--dense", default="fa4", choices=("fa4", "cudnn", "flash", "none"))
     add("--samples", type=int, default=7)
     add("--queued", type=int, default=4, help="calls of a sample, one behind the other")
     add("--nodes", type=int, default=2, help="of the double ring, and of slow links")
-    add("--slow", type=float, help="GB/s of emulated links between nodes")
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--out", type=Path, help="also write the rows as JSON")
-    return parser.parse_args(arguments)
 
 
 def _inner(options: argparse.Namespace) -> int:
@@ -134,29 +140,27 @@ def _inner(options: argparse.Namespace) -> int:
 def measured(
     options: argparse.Namespace, group: RingGroups, nodes: RingGroups, tokens: int
 ) -> Iterator[Row]:
-    layer, small = (_layer(options, n) for n in (tokens, CHECKED * group.world))
-    workload = layer.workload
-    clock = Clock(options.device, options.samples, options.queued)
-    pairs = 14.0 * workload.pairs * workload.head_dim * options.heads[1]  # 2 + 5 products
+    layer, small = (layer_of(options, n) for n in (tokens, CHECKED * group.world))
+    clock, work = Clock(options.device, options.samples, options.queued), layer.work
     forward, backward = (clock.slowest(call) for call in layer.calls(ALONE))
     one = forward + backward
-    yield Row(ALONE.what, tokens, 1, forward, backward, pairs / one / 1e9)
+    yield Row(ALONE.what, tokens, 1, forward, backward, work / one / 1e9)
     for way in ways(group, nodes, tokens, options.slow):
         check(small, way, group.rank)
-        yield timed(layer, way, clock, one, pairs)
+        yield timed(layer, way, clock, one, work)
     yield from indices(layer, group, clock)
     if options.dense != "none":
         kernel = dense_ring.kernel_of(options.dense)
         check_dense(kernel, small, group)
         calls = dense(kernel, layer, group)
         forward, backward = (clock.slowest(call) for call in calls)
-        all_pairs = 7.0 * tokens * (tokens + 1) * workload.head_dim * options.heads[1]
+        all_pairs = 7.0 * tokens * (tokens + 1) * options.head_dim * options.heads[1]
         rate = all_pairs / (forward + backward) / 1e9
         what = f"dense ring, zigzag, {kernel.name}"
         yield Row(what, tokens, group.world, forward, backward, rate)
 
 
-def _layer(options: argparse.Namespace, tokens: int) -> Layer:
+def layer_of(options: argparse.Namespace, tokens: int) -> Layer:
     mask = (options.density, options.run_length)
     workload = Workload(tokens, *mask, heads=options.heads, head_dim=options.head_dim)
     return Layer(workload, options.device)

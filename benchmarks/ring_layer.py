@@ -34,6 +34,11 @@ class Layer:
         q = torch.empty(1, workload.tokens, workload.heads[1], 64, device=device).bfloat16()
         self.index = build_index(q, q, FixedVerticalSlash(columns, diagonals))
 
+    @property
+    def work(self) -> float:
+        """FLOPs of forward and backward: 2 + 5 products over the mask's pairs."""
+        return 14.0 * self.workload.pairs * self.workload.head_dim * self.workload.heads[1]
+
     def tensors(self, world: int = 1, seed: int | None = None) -> list[Tensor]:
         """q, k, v, do of a rank, or with `seed` of the whole sequence, on every rank the same."""
         kv_heads, heads = self.workload.heads

@@ -121,12 +121,14 @@ def errors(got: list[Tensor], want: list[Tensor], mine: Tensor | slice) -> list[
     return [*found, float((lse - right)[live].abs().max())]
 
 
-def results(rank: int, world: int) -> Iterator[tuple[str, Any]]:
+def results(
+    rank: int, world: int, adapted: Callable[[Any], Any] = lambda groups: groups
+) -> Iterator[tuple[str, Any]]:
     """The errors of each way to compute it, beside those of one GPU that has everything."""
     from qla_kernels.sparse_ring import RingGroups, sparse_attention
 
     for inner in [n for n in range(1, world + 1) if world % n == 0]:
-        group = RingGroups.create(inner_size=inner)
+        group = adapted(RingGroups.create(inner_size=inner))
         x, want = problem(world), None
         for layout, schedule, per_launch in ways(world, inner):
             options = {"schedule": schedule, "chunks_per_launch": per_launch}

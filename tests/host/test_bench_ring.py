@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import dense_ring, report, tables
+from benchmarks import dense_ring, report, ring_ranks, tables
 from benchmarks import ring as bench
 from benchmarks.records import OK, Result, Row
 from benchmarks.ring_links import Slow
@@ -94,6 +94,25 @@ def test_two_processes_time_every_layout_and_schedule(tmp_path):
             assert 0 <= row["hidden"] <= 1
     assert "striped, double ring" in rows
     assert "striped, ring, emulated 1 GB/s" in rows
+
+
+def test_ranks_one_after_the_other_without_transfers(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    ring_ranks.main(
+        [
+            *("--worlds", "4", "--device", "cpu", "--tokens", "512", "--heads", "1x2"),
+            *("--head-dim", "16", "--density", "0.5", "--samples", "1", "--queued", "1"),
+            *("--out", str(out)),
+        ]
+    )
+    one, *rows = json.loads(out.read_text())
+    assert (one["world"], one["overhead"]) == (1, None)
+    assert "striped, double ring" in {row["what"] for row in rows}
+    for row in rows:
+        share = (one["forward_ms"] + one["backward_ms"]) / 4
+        assert row["makespan"] >= 1
+        assert row["overhead"] <= (row["forward_ms"] + row["backward_ms"]) / share - 1 + 1e-6
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
 def test_of_transfers_what_shows_is_what_compute_does_not_take():

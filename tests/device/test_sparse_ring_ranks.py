@@ -1,6 +1,7 @@
-"""A process a GPU over NCCL: every schedule is the definition, and nobody waits for ever.
+"""Ranks with the kernels: every schedule is the definition, and nobody waits for ever.
 
-One test, because one start of the processes serves all of it.
+A process a GPU over NCCL, and four that share one GPU, whose tensors cross through host memory.
+One test each, because one start of the processes serves all of it.
 """
 
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks import start
 from tests.sparse_ring_gpus import DEADLINE, run
 
-pytestmark = [pytest.mark.hopper, pytest.mark.multi_gpu]
+pytestmark = pytest.mark.hopper
 
 Said = list[dict[str, Any]]  # by rank and case
 
@@ -18,6 +20,15 @@ LIMITS = {"o": 5e-3, "dq": 1e-2, "dk": 1e-2, "dv": 1e-2, "lse": 1e-3}  # of any 
 MORE = 1.2  # times the error of one GPU: partial results are fp32 on their way
 
 
+@pytest.mark.timeout(120)
+def test_four_processes_on_one_gpu(tmp_path):
+    said = start("tests.sparse_ring_one_gpu", tmp_path)
+    assert not [r["no end"] for r in said if "no end" in r]
+    every_schedule_is_attention(said)
+    every_rank_has_the_same_index(said)
+
+
+@pytest.mark.multi_gpu
 @pytest.mark.timeout(300)
 def test_a_process_for_each_gpu(tmp_path):
     world = min(torch.cuda.device_count(), 8)
