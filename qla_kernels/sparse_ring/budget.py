@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import tilelang.language as T
 
+from qla_kernels.sparse_ring.plan import WORD
 from qla_kernels.tile.loops import rolled
 
 THREADS = 1024
@@ -17,7 +18,6 @@ WARPS = THREADS // 32
 HELD = 8  # keys of a thread
 BITS = 31  # of a mass, and of a number: a key is FORCED or not, the mass, and a number from the end
 FORCED = 1 << (2 * BITS)
-ONE_LINE = 1 << 32  # as counted, beside masses that together are below 2^31
 
 
 def key_of(mass: Any, number: Any, forced: Any) -> Any:
@@ -27,7 +27,12 @@ def key_of(mass: Any, number: Any, forced: Any) -> Any:
 
 
 def mass_of(key: Any) -> Any:
-    return key >> BITS & T.int64((1 << BITS) - 1)
+    return T.cast(key >> BITS & T.int64((1 << BITS) - 1), "int32")
+
+
+def warp_sum(x: Any) -> Any:
+    """int32, by one instruction."""
+    return T.call_extern("int32", "__reduce_add_sync", T.uint32(0xFFFFFFFF), x)
 
 
 class Lines(Protocol):
@@ -80,6 +85,28 @@ def block_scan(count: Any, sums: Any, s_part: Any, lane: Any, warp: Any) -> None
 
 
 @T.macro
+def in_order(
+    words: Any, head: Any, num: Any, to: Any, place: Any, s_part: Any, thread: Any
+) -> None:
+    """The numbers of set bits of `num` words of a head, ascending; place[0]: how many they are."""
+    sums = T.alloc_local((2,), "int32")
+    word, at = T.alloc_var("int32"), T.alloc_var("int32")
+    place[0] = 0
+    for i in rolled(T.ceildiv(num, THREADS)):
+        w = i * THREADS + thread
+        word = 0
+        if w < num:
+            word = words[head, w]
+        block_scan(T.call_extern("int32", "__popc", word), sums, s_part, thread % 32, thread // 32)
+        at = place[0] + sums[0]
+        while word != 0:
+            to[head, at] = w * WORD + T.call_extern("int32", "__ffs", word) - 1
+            word = word & (word - 1)
+            at += 1
+        place[0] += sums[1]
+
+
+@T.macro
 def fewest(
     level: Any,
     lines: Lines,
@@ -91,40 +118,50 @@ def fewest(
 ) -> None:
     """level[0]: lines with keys from it on are at least one, and hold `need` or are `cap` lines.
 
-    `num` lines by their place; s_sum is int64 [2, WARPS].
+    `num` lines by their place; s_sum is int32 [2, 2, WARPS].
     """
     lane, warp = thread % 32, thread // 32
     held = T.alloc_local((HELD,), "int64")
-    mine = T.alloc_local((1,), "int64")  # lines, and in the low 32 bits their mass
+    mine = T.alloc_local((2,), "int32")  # lines, and their mass
     kept, missed = T.alloc_var("int32"), T.alloc_var("int32")  # lines at two levels
+    least = T.alloc_var("int64")
     for u in T.unroll(HELD):
         held[u] = -1
         if u * THREADS + thread < num:
             held[u] = lines.key(u * THREADS + thread)
     level[0] = 0
-    kept = num
-    for i in rolled(2 * BITS + 1):
-        least = level[0] | T.int64(1) << T.cast(2 * BITS - i, "int64")
-        mine[0] = 0
+    for i in rolled(2 * BITS + 2):
+        least = 0  # first, whether all are too few
+        if i > 0:
+            least = level[0] | T.int64(1) << T.cast(2 * BITS + 1 - i, "int64")
+        for n in T.unroll(2):
+            mine[n] = 0
         for u in T.unroll(HELD):
-            if held[u] >= least:
-                mine[0] += ONE_LINE + mass_of(held[u])
+            if u * THREADS < num:  # of all threads
+                if held[u] >= least:
+                    mine[0] += 1
+                    mine[1] += mass_of(held[u])
         for n in rolled(HELD, T.ceildiv(num, THREADS)):
             key = lines.key(T.min(n * THREADS + thread, num - 1))
             if (n * THREADS + thread < num) & (key >= least):
-                mine[0] += ONE_LINE + mass_of(key)
-        mine[0] = T.warp_reduce_sum(mine[0])
-        if lane == 0:
-            s_sum[i % 2, warp] = mine[0]
+                mine[0] += 1
+                mine[1] += mass_of(key)
+        for n in T.unroll(2):
+            mine[n] = warp_sum(mine[n])
+            if lane == 0:
+                s_sum[i % 2, n, warp] = mine[n]
         T.sync_threads()
-        mine[0] = T.warp_reduce_sum(s_sum[i % 2, lane])
-        count = T.cast(mine[0] >> 32, "int32")
-        mass = mine[0] & (ONE_LINE - 1)
-        if ((count >= 1) & (mass >= need)) | (count >= cap):
+        for n in T.unroll(2):
+            mine[n] = warp_sum(s_sum[i % 2, n, lane])
+        enough = (mine[0] >= 1) & (mine[1] >= need)
+        if (i == 0) | enough | (mine[0] >= cap):
             level[0] = least
-            kept = count
+            kept = mine[0]
         else:
-            missed = count
-        if (level[0] >= T.int64(FORCED)) | ((i > 0) & (kept - missed == 1)):
+            missed = mine[0]
+        if i == 0:
+            if (mine[0] == 0) | ((mine[1] < need) & (mine[0] <= cap)):
+                T.loop_break()
+        elif (level[0] >= T.int64(FORCED)) | (kept - missed == 1):
             T.loop_break()
     T.sync_threads()

@@ -132,7 +132,7 @@ def fits(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | 
         if len(lines) not in (1, H):
             fix = "give one list for all heads, or one for each"
             return f"{name} has lines of {len(lines)} heads", f"1 or {H}", fix
-        last = max((head[-1] for head in lines if head), default=0)
+        last = max([0, *[head[-1] for head in lines if head]])  # as torch.compile can trace it
         if last >= end:
             unit = "tokens" if name == "v_idx" else "blocks of 64 tokens"
             return f"{name} has line {last}", f"lines below {end} ({unit})", "drop such lines"

@@ -6,6 +6,7 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.kernels import cut as cut_kernel
+from qla_kernels.sparse_ring.kernels import mark as mark_kernel
 from qla_kernels.sparse_ring.kernels import select as select_kernel
 from qla_kernels.sparse_ring.kernels import window_lse as lse_kernel
 from qla_kernels.sparse_ring.kernels import window_mass as mass_kernel
@@ -58,16 +59,24 @@ def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Ca
     B, H, L = mass.shape
     with device.of(mass):
         tile = mass.new_empty(B, H, L // BLOCK)
+        marks = mass.new_empty(B * H, L // WORD)
         found = [mass.new_empty(B * H, L) for _ in range(2)]
         best = Candidates(*(mass.new_empty(B, H, min(pattern.max_v, L)) for _ in range(2)))
-        jit.compile(cut_kernel, cut_kernel.Variant())(
+        jit.compile(mark_kernel, mark_kernel.Variant())(
             mass.view(B * H, L),
             block,
             tile.view(B * H, -1),
+            marks,
+            pattern.sink,
+            pattern.kappa if pattern.estimator == "residual" else -1,
+        )
+        jit.compile(cut_kernel, cut_kernel.Variant())(
+            mass.view(B * H, L),
+            block,
+            marks,
             *found,
             *(x.view(B * H, -1) for x in best),
             pattern.sink,
-            pattern.kappa if pattern.estimator == "residual" else -1,
             T,
         )
         return best, tile

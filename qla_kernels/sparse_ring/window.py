@@ -1,14 +1,23 @@
-"""What the kernels of the observed window share: its queries stay, keys come tile by tile."""
+"""What the kernels of the observed window share: its queries stay, keys come tile by tile.
 
-from typing import NamedTuple
+Scores of two heads' queries and of a tile are a product, and one is always in flight beside the
+exponentials of the one before, also where the loop closes. For that, accumulators are only read:
+`fold` and `weigh` are CUDA, in window.cuh.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.tile import softmax
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import ONE, Role
 
 FLOOR = -1e30  # a row that has seen nothing: its maximum is finite, its sum 0
-ROW = T.GemmWarpPolicy.FullRow
+GROUP = 128  # threads of a warpgroup
+HEADS = 4  # of a CTA, whose queries are a warpgroup's rows, or columns, two at a time
+SOURCE = softmax.SOURCE + Path(__file__).with_suffix(".cuh").read_text()
 
 LOADING = (
     Role(
@@ -31,6 +40,12 @@ class Variant(NamedTuple):
 
 VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
 
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # barriers order everything that crosses warps
+    "tl.disable_safe_memory_legalize": True,  # indices are clamped, or guarded
+}
+
 
 @T.macro
 def load(q, k, s_q, s_k, q_full, ring, unit, row0, b, head, first, num_tiles):
@@ -50,3 +65,18 @@ def load(q, k, s_q, s_k, q_full, ring, unit, row0, b, head, first, num_tiles):
         )
         if T.shuffle_elect(32):
             ring.commit(i)
+
+
+def fold(r_s: Any, m: Any, l: Any, b0: Any, b1: Any, last: Any, scale2: Any) -> Any:
+    """m, l <- the maximum and the sum of a row's scores so far, of this thread's quarter of it."""
+    return T.call_extern("handle", "qla::fold", r_s.data, m.data, l.data, b0, b1, last, scale2)
+
+
+def fold_quad(m: Any, l: Any, scale2: Any) -> Any:
+    """m, l <- those of the whole row."""
+    return T.call_extern("handle", "qla::fold_quad", m.data, l.data, scale2)
+
+
+def weigh(r_s: Any, lse2: Any, b: Any, last: Any, scale2: Any) -> Any:
+    """The sum of a key's 2^(score - LSE) over a head's queries: which key and head, see there."""
+    return T.call_extern("float32", "qla::weigh", r_s.data, lse2, b, last, scale2)

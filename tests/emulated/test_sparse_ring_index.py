@@ -45,8 +45,10 @@ def test_dtypes_and_sizes(variant, seeds):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_interleavings(seed, seeds):
+    """A CTA has every tile: 10 of two pairs of heads, 9 of a single pair."""
     seeds["seed"] = seed
     check_window(window(1280, (2, 6), B=2))
+    check_window(window(1152, (4, 8)))
 
 
 @pytest.mark.parametrize("rows", [1, 17, 63])

@@ -1,5 +1,6 @@
 """The choice of lines by sorts and sums, against the loops of the reference; and the index."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,6 +127,10 @@ def test_lines_as_given():
     q, k = torch.randn(2, 2, 256, 2, 8)
     index = build_index(q, k, FixedVerticalSlash([[7, 3], []], [1]))
     assert index.to_lists()[1] == [([3, 7], [0, 1]), ([], [0, 1])]
+    for kind in (torch.tensor, np.array):  # as an index or a file has them
+        lines = FixedVerticalSlash([kind([7, 3]), kind([0])[:0]], kind([1]))
+        assert lines == FixedVerticalSlash([[7, 3], []], [1])
+        assert FixedVerticalSlash(kind([[7, 3], [5, 5]]), []).v_idx == ((3, 7), (5,))
     dense = build_index(q, k, Dense())
     assert dense.v_idx.shape == (2, 2, 0)
     assert (dense.density() == 1).all()

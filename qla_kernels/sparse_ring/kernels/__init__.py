@@ -3,6 +3,7 @@
 KERNELS = (
     "window_lse",
     "window_mass",
+    "mark",
     "cut",
     "select",
     "diagonals",

@@ -21,10 +21,19 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.budget import THREADS, WARPS, Found, block_scan, fewest, key_of
+from qla_kernels.sparse_ring.budget import (
+    THREADS,
+    WARPS,
+    Found,
+    block_scan,
+    fewest,
+    in_order,
+    key_of,
+)
 from qla_kernels.sparse_ring.patterns import BLOCK
 from qla_kernels.sparse_ring.plan import WORD
 from qla_kernels.sparse_ring.select import SHARE
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
@@ -44,7 +53,7 @@ PASS_CONFIGS = {
 def schedule(v: Variant) -> Schedule:
     return Schedule(
         roles=(Role("lines", warps=WARPS, regs=64, computes="V, D"),),
-        smem_bytes=WARPS * 4 + 2 * WARPS * 8,
+        smem_bytes=(1 + 2 * 2) * WARPS * 4,
     )
 
 
@@ -98,10 +107,11 @@ def build(v: Variant):
     ):
         with T.Kernel(heads, threads=plan.threads) as head:
             s_part = T.alloc_shared((WARPS,), "int32")
-            s_sum = T.alloc_shared((2, WARPS), "int64")
+            s_sum = T.alloc_shared((2, 2, WARPS), "int32")
             sums = T.alloc_local((2,), "int32")  # of threads before, and of all
             level = T.alloc_local((1,), "int64")
-            total, held, count, place, word = (T.alloc_var("int32") for _ in range(5))
+            total, held, count, word = (T.alloc_var("int32") for _ in range(4))
+            place = T.alloc_local((1,), "int32")
             before, after = T.alloc_var("int32"), T.alloc_var("int32")
             thread = T.get_thread_binding()
             lane, warp = thread % 32, thread // 32
@@ -109,6 +119,7 @@ def build(v: Variant):
 
             columns = Found(column, mass, head, sink, end)
             slashes = Slashes(tile, of_columns, head, last, window, residual)
+            await_previous()
             count = 0
             for i in rolled(T.ceildiv(blocks, THREADS)):  # 1
                 b = i * THREADS + thread
@@ -119,19 +130,7 @@ def build(v: Variant):
                     marks[head, 2 * b + 1] = 0
             block_scan(count, sums, s_part, lane, warp)
             total = sums[1]
-            count = 0
-            for i in rolled(T.ceildiv(num, THREADS)):
-                at = i * THREADS + thread
-                if at < num:
-                    if column[head, at] < end:
-                        count += 1
-            block_scan(count, sums, s_part, lane, warp)
-            num_real = T.alloc_var("int32")
-            num_real = sums[1]
-            fewest(  # 2
-                level, columns, num, need(total, share_v), T.min(max_v, num_real), s_sum, thread
-            )
-            count = 0
+            fewest(level, columns, num, need(total, share_v), max_v, s_sum, thread)  # 2
             held = 0
             for i in rolled(T.ceildiv(num, THREADS)):
                 at = i * THREADS + thread
@@ -143,26 +142,12 @@ def build(v: Variant):
                         held += mass[head, at]
             block_scan(held, sums, s_part, lane, warp)
             held = T.if_then_else(residual != 0, sums[1], 0)
-            place = 0
-            for i in rolled(T.ceildiv(column_words, THREADS)):  # 3
-                w = i * THREADS + thread
-                word = 0
-                if w < column_words:
-                    word = marks[head, w]
-                block_scan(
-                    T.cast(T.popcount(T.cast(word, "uint32")), "int32"), sums, s_part, lane, warp
-                )
-                count = place + sums[0]
-                for bit in rolled(WORD):
-                    if word >> bit & 1 != 0:
-                        v_idx[head, count] = w * WORD + bit
-                        count += 1
-                place += sums[1]
+            in_order(marks, head, column_words, v_idx, place, s_part, thread)  # 3
             if thread == 0:
-                v_cnt[head] = place
+                v_cnt[head] = place[0]
             for i in rolled(T.ceildiv(capacity, THREADS)):
                 at = i * THREADS + thread
-                if (at >= place) & (at < capacity):
+                if (at >= place[0]) & (at < capacity):
                     v_idx[head, at] = end
             fewest(  # 4
                 level, slashes, blocks, need(total, share_s) - held, max_s, s_sum, thread

@@ -1,9 +1,9 @@
 """window_lse -- the log-sum-exp of the observed queries over keys, one CTA per part of the keys.
 
-A CTA has 256 rows of queries that share a key head: 64 observed queries of each of four heads, in
-two halves. Per tile of 128 keys and half, in base 2, with m and l in registers from the first tile
-to the last:
-    S   = scale Q K^T                                         [128, 128], masked
+A CTA has 256 rows of queries that share a key head: 64 observed queries of each of four heads, of
+which a warpgroup has two. Per tile of 128 keys and head, in base 2, with m and l in registers from
+the first tile to the last, and of their own in each of the four threads that share a row:
+    S   = scale Q K^T                                         [64, 128], masked
     m'  = max(m, rowmax S)
     l   = 2^{m - m'} l + rowsum 2^{S - m'}
 and at the end LSE = m + log2 l of these keys, as a natural logarithm. What parts have found is
@@ -11,32 +11,34 @@ added by who reads it.
 
 Steps (numbers appear again in the roles):
     1 load    Q once; K of a tile
-    2 rows    S of one half
+    2 rows    S of the one head
     3 rows    meanwhile, of the other: the mask, where keys are not before the observed block
     4 rows    and m and l
 
 Bounded by the tensor cores and, as closely, by exp2: one for each of the 128 multiplications.
-Why this shape: keys are read once for four heads. No product is in flight where the loop closes:
-ptxas would serialise them all.
+Why this shape: keys are read once for four heads. A product is in flight from one `wait_wgmma(0)`
+to the next, beside the exponentials of the product before, also where the loop closes: accumulators
+are only read meanwhile, or ptxas would serialise every product (C7514).
 """
 
 import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla_kernels.sparse_ring import window
-from qla_kernels.sparse_ring.patterns import BLOCK, OBSERVED
-from qla_kernels.sparse_ring.window import FLOOR, LOADING, ROW, load
+from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.window import FLOOR, GROUP, HEADS, LOADING, load
+from qla_kernels.tile import pin
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.math import LN2, LOG2E
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 
-HALF = 128  # rows of a product: each warpgroup has 64
-ROWS = 2 * HALF  # of queries a CTA has
 KEYS = 128  # of a tile
 BLOCKS = KEYS // BLOCK
+ROWS = HEADS * BLOCK  # of queries a CTA has
+GROUPS = HEADS // 2  # warpgroups: each has two heads
 
-Variant, VARIANTS = window.Variant, window.VARIANTS
-
-PASS_CONFIGS = {"tl.enable_fast_math": True}
+Variant, VARIANTS, PASS_CONFIGS = window.Variant, window.VARIANTS, window.PASS_CONFIGS
 
 SLOTS = 4
 
@@ -46,7 +48,7 @@ def schedule(v: Variant) -> Schedule:
         roles=(
             Role(
                 "rows",
-                warps=8,
+                warps=4 * GROUPS,
                 regs=240,
                 waits=("q_full", "k_full"),
                 signals=("k_free",),
@@ -61,83 +63,66 @@ def schedule(v: Variant) -> Schedule:
 
 
 @T.macro
-def multiply(s_q, s_k, ring, e, i, r_s):
+def multiply(s_q, s_k, ring, head, i, r_s):
     T.wgmma_gemm(  # 2
-        s_q[e, :, :],
-        s_k[ring.slot(i), :, :],
-        r_s,
-        transpose_B=True,
-        clear_accum=True,
-        policy=ROW,
+        s_q[head, :, :], s_k[ring.slot(i), :, :], r_s, transpose_B=True, clear_accum=True
     )
 
 
 @T.macro
-def fold(r_s, r_m, r_l, b0, b1, last, scale2):
-    r_old = T.alloc_fragment((HALF,), "float32")
-    r_sum = T.alloc_fragment((HALF,), "float32")
-    if T.max(b0, b1) >= last:
-        for r, c in T.Parallel(HALF, KEYS):  # 3
-            b = T.if_then_else(c < BLOCK, b0, b1)
-            seen = (b < last) | ((b == last) & (c % BLOCK <= r % OBSERVED))
-            r_s[r, c] = T.if_then_else(seen, r_s[r, c], -T.infinity("float32"))
-    T.copy(r_m, r_old)  # 4
-    T.reduce_max(r_s, r_m, dim=1, clear=False)
-    for r, c in T.Parallel(HALF, KEYS):
-        r_s[r, c] = T.exp2(r_s[r, c] * scale2 - r_m[r] * scale2)
-    T.reduce_sum(r_s, r_sum, dim=1)
-    for r in T.Parallel(HALF):
-        r_l[r] = r_l[r] * T.exp2((r_old[r] - r_m[r]) * scale2) + r_sum[r]
-
-
-@T.macro
-def put(lse, r_m, r_l, part, unit, row0, num_rows, scale2):
-    for r in T.Parallel(HALF):
-        if row0 + r < num_rows:
-            lse[part, unit, row0 + r] = T.if_then_else(
-                r_l[r] > 0, (r_m[r] * scale2 + T.log2(r_l[r])) * LN2, -T.infinity("float32")
+def put(lse, m, l, part, unit, row0, num_rows, scale2):
+    lane, warp = T.get_thread_binding(0) % 32, T.get_thread_binding(0) // 32
+    window.fold_quad(m, l, scale2)
+    for h in T.unroll(2):
+        row = row0 + warp * 16 + h * 8 + lane // 4
+        if (lane % 4 == 0) & (row < num_rows):
+            lse[part, unit, row] = T.if_then_else(
+                l[h] > 0, (m[h] * scale2 + T.log2(l[h])) * LN2, -T.infinity("float32")
             )
 
 
 @T.macro
 def rows(
     block, lse, s_q, s_k, q_full, ring,
-    part, unit, row0, first, num_tiles, last, scale, num_rows,
+    part, unit, row0, first, num_tiles, last, scale2, num_rows,
 ):  # fmt: skip
-    r_s0 = T.alloc_fragment((HALF, KEYS), "float32")
-    r_s1 = T.alloc_fragment((HALF, KEYS), "float32")
-    r_m0 = T.alloc_fragment((HALF,), "float32")
-    r_m1 = T.alloc_fragment((HALF,), "float32")
-    r_l0 = T.alloc_fragment((HALF,), "float32")
-    r_l1 = T.alloc_fragment((HALF,), "float32")
-    scale2 = T.alloc_var("float32")
+    r_s0 = T.alloc_fragment((BLOCK, KEYS), "float32")
+    r_s1 = T.alloc_fragment((BLOCK, KEYS), "float32")
+    m0, m1 = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+    l0, l1 = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
     b0, b1 = T.alloc_var("int32"), T.alloc_var("int32")  # the tile's two blocks
-    next_b0, next_b1 = T.alloc_var("int32"), T.alloc_var("int32")
-    scale2 = scale * LOG2E
-    T.fill(r_m0, FLOOR)
-    T.fill(r_m1, FLOOR)
-    T.clear(r_l0)
-    T.clear(r_l1)
+    next_b0, next_b1, following = (T.alloc_var("int32") for _ in range(3))
+    w = T.alloc_var("int32")
+    w = T.shfl_sync(T.get_thread_binding(1), 0)  # for ptxas: one value in the warp
+    for h in T.unroll(2):
+        m0[h] = FLOOR
+        m1[h] = FLOOR
+        l0[h] = 0
+        l1[h] = 0
     b0 = block[first * BLOCKS]
     b1 = block[first * BLOCKS + 1]
     T.barrier_wait(q_full, 0)
+    ring.wait(0)
+    multiply(s_q, s_k, ring, w, 0, r_s0)
     for i in T.serial(num_tiles):
-        following = T.min(first + i + 1, first + num_tiles - 1) * BLOCKS
-        next_b0 = block[following]  # arrives meanwhile
-        next_b1 = block[following + 1]
-        ring.wait(i)
-        multiply(s_q, s_k, ring, 0, i, r_s0)
-        multiply(s_q, s_k, ring, 1, i, r_s1)
-        T.wait_wgmma(1)
-        fold(r_s0, r_m0, r_l0, b0, b1, last, scale2)
-        T.barrier_wait(q_full, 0)  # passed: it keeps the next wait from being moved up
+        following = T.min(i + 1, num_tiles - 1)
+        next_b0 = block[(first + following) * BLOCKS]  # arrives meanwhile
+        next_b1 = block[(first + following) * BLOCKS + 1]
+        T.wait_wgmma(0)
+        multiply(s_q, s_k, ring, GROUPS + w, i, r_s1)
+        window.fold(r_s0, m0, l0, b0, b1, last, scale2)  # 3, 4
+        pin.pin(l0[0] + l0[1])
+        ring.wait(following)
         T.wait_wgmma(0)
         ring.release(i)
-        fold(r_s1, r_m1, r_l1, b0, b1, last, scale2)
+        multiply(s_q, s_k, ring, w, following, r_s0)
+        window.fold(r_s1, m1, l1, b0, b1, last, scale2)
+        pin.pin(l1[0] + l1[1])
         b0 = next_b0
         b1 = next_b1
-    put(lse, r_m0, r_l0, part, unit, row0, num_rows, scale2)
-    put(lse, r_m1, r_l1, part, unit, row0 + HALF, num_rows, scale2)
+    T.wait_wgmma(0)
+    put(lse, m0, l0, part, unit, row0 + w * BLOCK, num_rows, scale2)
+    put(lse, m1, l1, part, unit, row0 + (GROUPS + w) * BLOCK, num_rows, scale2)
 
 
 def build(v: Variant):
@@ -155,11 +140,13 @@ def build(v: Variant):
         last: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(T.ceildiv(num_rows, ROWS), units, parts, threads=plan.threads) as (
-            tile, unit, part,
-        ):  # fmt: skip
-            s_q = T.alloc_shared((2, HALF, v.D), v.dtype)
+        with T.Kernel(
+            T.ceildiv(num_rows, ROWS), units, parts, threads=(GROUP, plan.threads // GROUP)
+        ) as (tile, unit, part):
+            T.import_source(window.SOURCE + pin.SOURCE)
+            s_q = T.alloc_shared((HEADS, BLOCK, v.D), v.dtype)
             s_k = T.alloc_shared((SLOTS, KEYS, v.D), v.dtype)
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k)})
             q_full = T.alloc_barrier([plan.arrivals("q_full")])
             k_full = T.alloc_barrier([plan.arrivals("k_full")] * SLOTS)
             k_free = T.alloc_barrier([plan.arrivals("k_free")] * SLOTS)
@@ -170,16 +157,16 @@ def build(v: Variant):
             num_tiles = L // KEYS * (part + 1) // parts - first
             row0 = tile * ROWS
 
-            tx = T.get_thread_binding()
-            if tx < plan.end("rows"):
+            await_previous()
+            if T.get_thread_binding(1) < GROUPS:
                 T.set_max_nreg(plan.role("rows").regs, 1)
                 rows(
                     block, lse, s_q, s_k, q_full, ring,
-                    part, unit, row0, first, num_tiles, last, scale, num_rows,
+                    part, unit, row0, first, num_tiles, last, scale * LOG2E, num_rows,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
-                if tx < plan.end("load"):
+                if T.get_thread_binding(0) < 32:
                     load(
                         q, k, s_q, s_k, q_full, ring,
                         unit, row0, unit // Hk, unit % Hk, first, num_tiles,

@@ -1,49 +1,47 @@
 """window_mass -- how much of the observed queries' attention each key gets, as integers.
 
 A CTA has 64 observed queries of each of up to four heads that share a key head, and a part of the
-keys. Per tile of 256 keys and per head, in base 2:
-    P^T  = 2^{scale K Q^T - LSE}                              [256, 64], masked
-    mass = round(2^30 / rows * rowsum P^T)
+keys, of which each of three warpgroups has 64 of a tile's 192. Per tile and pair of heads, base 2:
+    P^T  = 2^{scale K Q^T - LSE}                              [64, 2 x 64], masked
+    mass = round(2^30 / rows * rowsum P^T), of each head
 
 Steps (numbers appear again in the roles):
     1 load    Q once; K of a tile
     2 keys    LSE once: the sum of what was found of parts of the keys
-    3 keys    K to registers, for all heads
-    4 keys    K Q^T of a head
-    5 keys    the mask, where a block of keys is not before the observed one
-    6 keys    mass
+    3 keys    K Q^T of a pair of heads
+    4 keys    meanwhile, of the pair before: the mask, where keys are not before the observed block
+    5 keys    and mass
 
-Bounded by the tensor cores and exp2, which take turns more than they overlap. A sum has a fixed
-order: 16 queries in a thread, then four threads; all sums after it are of integers.
+Bounded by the tensor cores and exp2. A sum has a fixed order: 16 queries in a thread, even ones and
+odd ones, then four threads; all sums after it are of integers.
 Why this shape: keys are rows, so that a sum over queries stays within four threads, and are read
-once for four heads. Two warpgroups with all four heads' products in flight were slower than these
-four with one each, 243 us for 214 (docs/notes).
+once for four heads. A product is always in flight, as in window_lse; where a CTA has one pair of
+heads, or a single one, it is of the next tile. Three warpgroups with 160 registers hide what two
+with 240 do not, 142 us for 163, and take turns to start their products, 136 us; four that waited
+for a product each took 222 (docs/notes).
 """
 
 import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla_kernels.sparse_ring import window
-from qla_kernels.sparse_ring.patterns import BLOCK, OBSERVED
-from qla_kernels.sparse_ring.window import FLOOR, LOADING, ROW, load
+from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.window import FLOOR, GROUP, HEADS, LOADING, load
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import LOG2E
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 
-KEYS = 256  # of a tile
-BLOCKS = KEYS // BLOCK  # one for each warpgroup
-HEADS = 4  # of a CTA
-ROWS = HEADS * OBSERVED
+GROUPS = 3  # warpgroups, with a block of keys each
+KEYS = GROUPS * BLOCK  # of a tile
+ROWS = HEADS * BLOCK  # of queries a CTA has
+PAIR = 2 * BLOCK
 
-Variant, VARIANTS = window.Variant, window.VARIANTS
+Variant, VARIANTS, PASS_CONFIGS = window.Variant, window.VARIANTS, window.PASS_CONFIGS
 
-PASS_CONFIGS = {
-    "tl.enable_fast_math": True,
-    "tl.disable_thread_storage_sync": True,  # s_lse, written once, has its own
-}
-
-SLOTS = 2
-THREADS = 512  # that have keys
+SLOTS = 3
+LOADS = 8  # of parts of a row's LSE at a time
 LSE_READY = 8  # named barrier
 
 
@@ -52,78 +50,113 @@ def schedule(v: Variant) -> Schedule:
         roles=(
             Role(
                 "keys",
-                warps=16,
-                regs=112,
-                waits=("q_full", "k_full"),
-                signals=("k_free",),
+                warps=4 * GROUPS,
+                regs=160,
+                waits=("q_full", "k_full", "turn_free"),
+                signals=("k_free", ("turn_free", GROUP)),
                 computes="P^T, mass",
                 uses=("wgmma",),
             ),
             *LOADING,
         ),
-        rings={"k": SLOTS},
+        rings={"k": SLOTS, "turn": GROUPS},
         # Q, K; LSE; barriers and alignment
         smem_bytes=(ROWS + SLOTS * KEYS) * v.D * 2 + ROWS * 4 + 1024,
     )
 
 
 @T.macro
-def add_parts(lse, s_lse, unit, row0, num_rows, num_parts):
-    """2: the LSE of each row over all keys, in base 2; +inf where no query is: its P is 0."""
+def add_parts(lse, s_lse, unit, row0, row, num_rows, num_parts):
+    """2: the LSE of a row over all keys, in base 2; +inf where no query is: its P is 0."""
+    found = T.alloc_local((LOADS,), "float32")
     peak, total = T.alloc_var("float32"), T.alloc_var("float32")
-    row = T.get_thread_binding()
     if row < ROWS:
         peak = FLOOR
         total = 0
         s_lse[row] = T.infinity("float32")
         if row0 + row < num_rows:
-            for p in rolled(num_parts):
-                peak = T.max(peak, lse[p, unit, row0 + row])
-            for p in rolled(num_parts):  # the difference first: it is exactly 0 of the largest
-                total += T.exp2((lse[p, unit, row0 + row] - peak) * LOG2E)
+            for n in rolled(T.ceildiv(num_parts, LOADS)):
+                for u in T.unroll(LOADS):  # again and again the last: no other than it is
+                    found[u] = lse[T.min(n * LOADS + u, num_parts - 1), unit, row0 + row]
+                for u in T.unroll(LOADS):
+                    peak = T.max(peak, found[u])
+            for n in rolled(T.ceildiv(num_parts, LOADS)):
+                for u in T.unroll(LOADS):
+                    found[u] = -T.infinity("float32")
+                    if n * LOADS + u < num_parts:
+                        found[u] = lse[n * LOADS + u, unit, row0 + row]
+                for u in T.unroll(LOADS):  # the difference first: it is exactly 0 of the largest
+                    total += T.exp2((found[u] - peak) * LOG2E)
             s_lse[row] = peak * LOG2E + T.log2(total)
-    T.sync_threads(LSE_READY, THREADS)
+
+
+@T.macro
+def multiply(s_q, s_k, ring, turn, w, i, pair, step, r_s):
+    """In turn: one warpgroup after the other."""
+    T.barrier_wait(turn[w], (step + T.cast(w == 0, "int32")) % 2)  # nobody is before the first
+    T.wgmma_gemm(  # 3
+        s_k[ring.slot(i), w * BLOCK : (w + 1) * BLOCK, :],
+        s_q[pair, :, :],
+        r_s,
+        transpose_B=True,
+        clear_accum=True,
+    )
+    T.barrier_arrive(turn[(w + 1) % GROUPS])
+
+
+@T.macro
+def put(mass, of_key, key0, unit, head0, share):
+    """Of two rows and two heads in four threads each has one: see `weigh`."""
+    lane, warp = T.get_thread_binding(0) % 32, T.get_thread_binding(0) // 32
+    head = head0 + lane // 2 % 2
+    key = key0 + warp * 16 + lane % 2 * 8 + lane // 4
+    if (head < mass.shape[1]) & (key < mass.shape[2]):
+        mass[unit, head, key] = T.cast(T.nearbyint(of_key * share), "int32")
 
 
 @T.macro
 def keys(
-    v, lse, block, mass, s_q, s_k, s_lse, q_full, ring,
-    unit, row0, first, num_tiles, last, scale, share, num_rows, num_parts, L,
+    lse, block, mass, s_q, s_k, s_lse, q_full, ring, turn,
+    unit, row0, first, num_tiles, last, scale2, share, num_rows, num_parts,
 ):  # fmt: skip
-    r_k = T.alloc_fragment((KEYS, v.D), v.dtype)
-    r_s = T.alloc_fragment((KEYS, OBSERVED), "float32")
-    r_sum = T.alloc_fragment((KEYS,), "float32")
-    scale2 = T.alloc_var("float32")
-    b, next_b = T.alloc_var("int32"), T.alloc_var("int32")  # of this warpgroup
-    mine, end = T.get_thread_binding() // 128, L // BLOCK - 1
-    scale2 = scale * LOG2E
-    add_parts(lse, s_lse, unit, row0, num_rows, num_parts)
-    next_b = block[T.min(first * BLOCKS + mine, end)]
+    r_s0 = T.alloc_fragment((BLOCK, PAIR), "float32")
+    r_s1 = T.alloc_fragment((BLOCK, PAIR), "float32")
+    of_key = T.alloc_var("float32")
+    b0, b1, next_b0, next_b1 = (T.alloc_var("int32") for _ in range(4))
+    tile0, tile1, following, two = (T.alloc_var("int32") for _ in range(4))
+    w, head0, end = T.alloc_var("int32"), row0 // BLOCK, block.shape[0] - 1
+    w = T.shfl_sync(T.get_thread_binding(1), 0)  # for ptxas: one value in the warp
+    add_parts(lse, s_lse, unit, row0, w * GROUP + T.get_thread_binding(0), num_rows, num_parts)
+    T.call_extern("handle", "tl::__sync_thread_partial", LSE_READY, GROUPS * GROUP)
+    two = T.cast(num_rows - row0 > PAIR, "int32")  # pairs of heads, less one
+    next_b0 = block[T.min(first * GROUPS + w, end)]
+    next_b1 = block[T.min((first + T.min(1 >> two, num_tiles - 1)) * GROUPS + w, end)]
     T.barrier_wait(q_full, 0)
-    for i in T.serial(num_tiles):
-        b = next_b
-        next_b = block[T.min((first + i + 1) * BLOCKS + mine, end)]  # arrives meanwhile
-        ring.wait(i)
-        T.copy(s_k[ring.slot(i), :, :], r_k)  # 3
-        for h in T.serial(T.min(HEADS, (num_rows - row0) // OBSERVED)):
-            T.wgmma_gemm(  # 4
-                r_k, s_q[h, :, :], r_s, transpose_B=True, clear_accum=True, policy=ROW
-            )
-            T.wait_wgmma(0)
-            if h == 0:  # K is used, so it has arrived
-                ring.release(i)
-            if b >= last:
-                for j, r in T.Parallel(KEYS, OBSERVED):  # 5
-                    seen = (b == last) & (j % BLOCK <= r)
-                    r_s[j, r] = T.if_then_else(seen, r_s[j, r], -T.infinity("float32"))
-            for j, r in T.Parallel(KEYS, OBSERVED):  # 6
-                r_s[j, r] = T.exp2(r_s[j, r] * scale2 - s_lse[h * OBSERVED + r])
-            T.reduce_sum(r_s, r_sum, dim=1)
-            for j in T.Parallel(KEYS):
-                if (first + i) * KEYS + j < L:
-                    mass[unit, row0 // OBSERVED + h, (first + i) * KEYS + j] = T.cast(
-                        T.nearbyint(r_sum[j] * share), "int32"
-                    )
+    ring.wait(0)
+    multiply(s_q, s_k, ring, turn, w, 0, 0, 0, r_s0)
+    for n in T.serial(T.ceildiv(num_tiles << two, 2)):
+        tile0 = 2 * n >> two
+        tile1 = T.min((2 * n + 1) >> two, num_tiles - 1)  # of an odd number the last, twice
+        following = T.min((2 * n + 2) >> two, num_tiles - 1)
+        b0 = next_b0
+        b1 = next_b1
+        next_b0 = block[T.min((first + following) * GROUPS + w, end)]  # arrive meanwhile
+        ahead = T.min((2 * n + 3) >> two, num_tiles - 1)
+        next_b1 = block[T.min((first + ahead) * GROUPS + w, end)]
+        ring.wait(tile1)
+        T.wait_wgmma(0)
+        if two == 0:
+            ring.release(tile0)
+        multiply(s_q, s_k, ring, turn, w, tile1, two, 2 * n + 1, r_s1)
+        of_key = window.weigh(r_s0, T.address_of(s_lse[0]), b0, last, scale2)  # 4, 5
+        put(mass, of_key, ((first + tile0) * GROUPS + w) * BLOCK, unit, head0, share)
+        ring.wait(following)
+        T.wait_wgmma(0)
+        ring.release(tile1)
+        multiply(s_q, s_k, ring, turn, w, following, 0, 2 * n + 2, r_s0)
+        of_key = window.weigh(r_s1, T.address_of(s_lse[two * PAIR]), b1, last, scale2)
+        put(mass, of_key, ((first + tile1) * GROUPS + w) * BLOCK, unit, head0 + 2 * two, share)
+    T.wait_wgmma(0)
 
 
 def build(v: Variant):
@@ -144,15 +177,18 @@ def build(v: Variant):
         share: T.float32,
         parts: T.int32,
     ):
-        with T.Kernel(T.ceildiv(num_rows, ROWS), units, parts, threads=plan.threads) as (
-            tile, unit, part,
-        ):  # fmt: skip
-            s_q = T.alloc_shared((HEADS, OBSERVED, v.D), v.dtype)
+        with T.Kernel(
+            T.ceildiv(num_rows, ROWS), units, parts, threads=(GROUP, plan.threads // GROUP)
+        ) as (tile, unit, part):
+            T.import_source(window.SOURCE)
+            s_q = T.alloc_shared((HEADS // 2, PAIR, v.D), v.dtype)
             s_k = T.alloc_shared((SLOTS, KEYS, v.D), v.dtype)
             s_lse = T.alloc_shared((ROWS,), "float32")
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k)})
             q_full = T.alloc_barrier([plan.arrivals("q_full")])
             k_full = T.alloc_barrier([plan.arrivals("k_full")] * SLOTS)
             k_free = T.alloc_barrier([plan.arrivals("k_free")] * SLOTS)
+            turn_free = T.alloc_barrier([plan.arrivals("turn_free")] * GROUPS)
             ring = Ring(k_full, k_free, SLOTS)
             first, num_tiles = T.alloc_var("int32"), T.alloc_var("int32")
             row0 = T.alloc_var("int32")
@@ -160,16 +196,16 @@ def build(v: Variant):
             num_tiles = T.ceildiv(L, KEYS) * (part + 1) // parts - first
             row0 = tile * ROWS
 
-            tx = T.get_thread_binding()
-            if tx < plan.end("keys"):
+            await_previous()
+            if T.get_thread_binding(1) < GROUPS:
                 T.set_max_nreg(plan.role("keys").regs, 1)
                 keys(
-                    v, lse, block, mass, s_q, s_k, s_lse, q_full, ring,
-                    unit, row0, first, num_tiles, last, scale, share, num_rows, num_parts, L,
+                    lse, block, mass, s_q, s_k, s_lse, q_full, ring, turn_free, unit, row0, first,
+                    num_tiles, last, scale * LOG2E, share, num_rows, num_parts,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
-                if tx < plan.end("load"):
+                if T.get_thread_binding(0) < 32:
                     load(
                         q, k, s_q, s_k, q_full, ring,
                         unit, row0, unit // Hk, unit % Hk, first, num_tiles,

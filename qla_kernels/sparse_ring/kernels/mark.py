@@ -1,0 +1,84 @@
+"""mark -- of each block of 64 keys the mass, and which keys stand out of it, as bits.
+
+    tile  = the sum of a block's masses
+    marks = (63 + kappa) mass > kappa tile, or, without kappa, mass > 0; and columns below `sink`
+
+A warp has eight blocks at a time, a lane two keys of each. Bounded by memory, and by the launch.
+Why this shape: cut has one SM for a head, on which this alone took 30 us; here it has them all.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.sparse_ring.budget import warp_sum
+from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.plan import WORD
+from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.schedule import Role, Schedule
+
+WARPS = 8
+TILES = 8  # blocks of a warp
+BLOCKS = WARPS * TILES  # of a CTA
+HALVES = BLOCK // WORD
+
+
+class Variant(NamedTuple):
+    pass
+
+
+VARIANTS = (Variant(),)
+
+PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # guarded by the number of blocks
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(Role("blocks", warps=WARPS, regs=64, computes="sums, and bits"),), ctas_per_sm=4
+    )
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    heads, L, blocks, words = T.dynamic("heads, L, blocks, words")
+
+    @T.prim_func
+    def mark(
+        mass: T.Tensor((heads, L), "int32"),
+        block: T.Tensor((blocks,), "int32"),
+        tile: T.Tensor((heads, blocks), "int32"),
+        marks: T.Tensor((heads, words), "int32"),
+        sink: T.int32,
+        kappa: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(blocks, BLOCKS), heads, threads=plan.threads) as (part, head):
+            m = T.alloc_local((TILES, HALVES), "int32")
+            of_tile, bits, b = (T.alloc_var("int32") for _ in range(3))
+            lane, warp = T.get_thread_binding() % WORD, T.get_thread_binding() // WORD
+            block0 = part * BLOCKS + warp * TILES
+            await_previous()
+            for u in T.unroll(TILES):
+                b = T.min(block0 + u, blocks - 1)
+                for e in T.unroll(HALVES):
+                    m[u, e] = mass[head, b * BLOCK + e * WORD + lane]
+            for u in T.unroll(TILES):
+                if block0 + u < blocks:  # of a whole warp
+                    of_tile = warp_sum(m[u, 0] + m[u, 1])
+                    token = block[block0 + u] * BLOCK + lane
+                    for e in T.unroll(HALVES):
+                        stands_out = T.if_then_else(
+                            kappa < 0,
+                            m[u, e] > 0,
+                            T.cast(m[u, e], "int64") * T.cast(BLOCK - 1 + kappa, "int64")
+                            > T.cast(of_tile, "int64") * T.cast(kappa, "int64"),
+                        )
+                        bits = T.cast(
+                            T.ballot(T.cast(stands_out | (token + e * WORD < sink), "int32")),
+                            "int32",
+                        )
+                        if lane == e:
+                            marks[head, (block0 + u) * HALVES + e] = bits
+                    if lane == 0:
+                        tile[head, block0 + u] = of_tile
+
+    return mark.with_attr("global_symbol", "mark")
