@@ -1,8 +1,8 @@
 """Roles of kernels whose CTAs draw query tiles, the tables' items, and walk their key tiles.
 
-A warp draws items well ahead of their turn and passes them on; the others follow, and all walk an
-item's tiles in one order: its last own tile, the spans' partial tiles, the other own tiles, and the
-spans' full tiles.
+A warp draws items well ahead of their turn, loads their Q and passes them on. The others follow,
+and all walk an item's tiles in one order: its last own tile, the spans' partial tiles, the other
+own tiles, and the spans' full tiles.
 """
 
 import tilelang.language as T
@@ -40,8 +40,10 @@ def uniform(x):
 
 
 @T.macro
-def draw(header, item, order, next_order, s_work, work, slots):
+def draw(q, header, item, order, next_order, s_q, s_work, work, q_ring, tile_log2, q_shift):
+    """Q comes with its item, a whole item ahead: its 16 copies would hold up the next K."""
     lane = T.get_thread_binding() % 32
+    slots = (q.shape[1] << tile_log2) // ITEM_ROWS
     drawn, j = T.alloc_var("int32"), T.alloc_var("int32")
     drawn = T.get_block_binding()
     j = 0
@@ -53,6 +55,9 @@ def draw(header, item, order, next_order, s_work, work, slots):
         if lane == HEAD_SLOT:
             s_work[work.slot(j), HEAD_SLOT] = entry % slots
         work.commit(j)
+        q_ring.acquire(j)
+        fetch_q(q, s_q, q_ring, item[entry // slots, TOK0] - q_shift, entry % slots, j, tile_log2)
+        q_ring.commit(j)
         if lane == 0:
             drawn = T.atomic_add(next_order[0], 1, return_prev=True)
         drawn = T.shfl_sync(drawn, 0)
@@ -63,43 +68,42 @@ def draw(header, item, order, next_order, s_work, work, slots):
 
 
 @T.macro
-def load(
-    q, k, v, span, s_q, s_k, s_v, s_work, work, q_ring, k_ring, v_ring, tile_log2, group, q_shift
-):
+def fetch_q(q, s_q, q_ring, tok0, slot, j, tile_log2):
+    for b in rolled(ITEM_ROWS // BOX):
+        tok = tok0 + (b * BOX & (1 << tile_log2) - 1)
+        for c in T.unroll(q.shape[2] // PANEL):
+            T.tma_copy(
+                q[
+                    tok : tok + BOX,
+                    head_of(slot, b * BOX, tile_log2),
+                    c * PANEL : c * PANEL + PANEL,
+                ],
+                s_q[
+                    q_ring.slot(j) * 2 + b // 4,
+                    b % 4 * BOX : b % 4 * BOX + BOX,
+                    c * PANEL : c * PANEL + PANEL,
+                ],
+                barrier=q_ring.barrier(j),
+            )
+
+
+@T.macro
+def load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group):
     i, j = T.alloc_var("int32"), T.alloc_var("int32")  # tiles and items so far
     slot, head = T.alloc_var("int32"), T.alloc_var("int32")
-    tok0, node, own_tiles = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    node, own_tiles = T.alloc_var("int32"), T.alloc_var("int32")
     span0, spans, partials = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     i = 0
     j = 0
     work.wait(0)
     slot = s_work[0, HEAD_SLOT]
     while slot >= 0:
-        tok0 = s_work[work.slot(j), TOK0] - q_shift
         node = s_work[work.slot(j), NODE]
         own_tiles = s_work[work.slot(j), OWN_TILES]
         span0 = s_work[work.slot(j), SPAN0]
         spans = s_work[work.slot(j), SPANS]
         partials = s_work[work.slot(j), PARTIALS]
         work.release(j)
-        q_ring.acquire(j)
-        for b in rolled(ITEM_ROWS // BOX):
-            tok = tok0 + (b * BOX & (1 << tile_log2) - 1)
-            for c in T.unroll(q.shape[2] // PANEL):
-                T.tma_copy(
-                    q[
-                        tok : tok + BOX,
-                        head_of(slot, b * BOX, tile_log2),
-                        c * PANEL : c * PANEL + PANEL,
-                    ],
-                    s_q[
-                        q_ring.slot(j) * 2 + b // 4,
-                        b % 4 * BOX : b % 4 * BOX + BOX,
-                        c * PANEL : c * PANEL + PANEL,
-                    ],
-                    barrier=q_ring.barrier(j),
-                )
-        q_ring.commit(j)
         head = head_of(slot, 0, tile_log2) // group
         to = (k, v, s_k, s_v, k_ring, v_ring, head)
         fetch(*to, i, node + (own_tiles - 1) * KEYS)

@@ -67,8 +67,8 @@ def backward(
 def _most_parts(tables: Tables, kv_heads: int) -> int:
     """How many parts there may be; how many there are, only the device knows.
 
-    A run that is cut has two stretches, and each as many parts as it has shares, rounded up. All
-    runs of all key heads are `SHARES` shares, or less.
+    A run that is cut has two stretches, and each as many parts as it has shares, rounded, or one.
+    All runs of all key heads are `SHARES` shares, or less.
     """
     splits = tables.split.shape[0]
     if not splits:

@@ -26,10 +26,11 @@ order [n slots] item * slots + head slot, in the order in which they are to begi
 
 kv_item [n, 6]  a key tile and the run of queries that see it, or a part of the run
     k0, keys    first key, and how many, up to 128; of one node
-    q0          first token of the first query tile. A run's last tile ends where the run does, so
-                the first may begin before the run, in front of k0 or of token q_shift or of all
-    q_tiles     query tiles of 64 / min(pack, 4) tokens from q0 on; 0 where nobody sees the keys
-    masked      how many of them, the first ones, have a query in front of a key
+    last        first token of the last query tile, from which the others are walked backwards. It
+                ends where the run does, so the run's first tile may begin before the run, in front
+                of k0 or of token q_shift or of all
+    q_tiles     query tiles of 64 / min(pack, 4) tokens; 0 where nobody sees the keys
+    dense       how many of them, the first of the walk, have no query in front of a key
     part        where the part's sums go, or -1: the item is whole and writes dk and dv
 split [s, 4]    k0, keys, first part, parts: items to be summed from parts, in that order
 kv_order [n Hk] kv_item * Hk + key head, in the order in which they are to begin
@@ -52,10 +53,9 @@ ROWS = 128  # rows of a forward query tile: tokens times packed heads
 KV_ROWS = 64  # rows of a backward query tile
 KV_PACK = 4  # heads that share one, at most
 SM_COUNT = 132  # of an H100 or H200: how finely the backward's work is cut
-SHARES = 4 * SM_COUNT  # of the backward's work; no part is longer than one of them
+SHARES = 6 * SM_COUNT  # of the backward's work; a part is about one of them, if not a whole run
 SHORTEST_PART = 16  # query tiles: parts are summed in global memory, which takes time too
-PARTS_OF_TREE = SM_COUNT // 3  # and key head, on average, that trees count as large
-SHORTEST_CUT = 64  # query tiles on both sides of a node's end, for a run to be cut there
+SHORTEST_CUT = 384  # query tiles on both sides of a node's end, for a run to be cut there
 
 Lines = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -83,7 +83,7 @@ def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tup
     rank = _by_cost_of_tree(lines)
     item, span, order = _forward(lines, rank, ROWS // pack, num_heads // pack, q_shift)
     kv_tokens = KV_ROWS // min(pack, KV_PACK)
-    kv_item, split, kv_order = _backward(lines, rank, kv_tokens, kv_heads, q_shift)
+    kv_item, split, kv_order = _backward(lines, kv_tokens, kv_heads, q_shift)
     counts = [*map(len, (order, item, span, kv_order, kv_item, split)), int(split[:, 3].sum()), 0]
     found = (np.array(counts), item, span, order, kv_item, split, kv_order)
     return tuple(torch.from_numpy(table.astype(np.int32)) for table in found)
@@ -158,13 +158,12 @@ def _spans(nodes: Lines) -> tuple[Lines, Lines]:
     return _lines(table or [(0, 0, 0)], 3), _lines(of_node, 4)
 
 
-def _backward(
-    nodes: Lines, rank: Lines, tokens: int, kv_heads: int, q_shift: int
-) -> tuple[Lines, Lines, Lines]:
+def _backward(nodes: Lines, tokens: int, kv_heads: int, q_shift: int) -> tuple[Lines, Lines, Lines]:
     """kv_item, split and kv_order for query tiles of so many tokens.
 
-    A long run is cut where its node ends. What is behind is the same for all keys of the node, so
-    CTAs that begin together stay together, and what they read and add up stays in the L2 cache.
+    A node's runs end together and are cut at the same distances from there, so that CTAs that begin
+    together walk the same queries. Where a node is long, its first keys have runs much longer than
+    the last: those are cut where the node ends, and begin together once more.
     """
     node, i = _tiles(nodes, KEYS)
     first, end, tout = nodes[node].T
@@ -174,40 +173,34 @@ def _backward(
         -(-np.maximum(tout - np.maximum(begin, q_shift), 0) // tokens) for begin in (k0, end)
     )
     is_cut = np.minimum(q_tiles - behind, behind) >= SHORTEST_CUT
-    front = np.where(is_cut, q_tiles - behind, 0)
-    lengths = np.stack([front, q_tiles - front], 1)
+    rear = np.where(is_cut, behind, q_tiles)
+    lengths = np.stack([rear, q_tiles - rear], 1)
     limit = max(SHORTEST_PART, -(-int(q_tiles.sum()) * kv_heads // SHARES))
-    parts = np.maximum(-(-lengths // limit), [0, 1])
-    stretch, p = _counted(parts.ravel())  # each part: of which front or rest, and its number there
-    whole, is_rest = np.divmod(stretch, 2)
-    length = lengths.ravel()[stretch]
-    per_part = -(-length // parts.ravel()[stretch])
-    part_tiles = np.minimum(per_part, length - p * per_part)
-    before = front[whole] * is_rest + p * per_part
-    q0 = tout[whole] - (q_tiles[whole] - before) * tokens
-    masked = np.clip(-(-((k0 + keys)[whole] - 1 - q0) // tokens), 0, part_tiles)
+    fewest = np.stack([np.ones_like(rear), is_cut], 1)
+    parts = np.maximum((lengths + limit // 2) // limit, fewest)
+    stretch, p = _counted(parts.ravel())  # each part: of which rear or front, and its number there
+    whole, is_front = np.divmod(stretch, 2)
+    is_last = p + 1 == parts.ravel()[stretch]  # the foremost: it takes what is left
+    part_tiles = np.where(is_last, lengths.ravel()[stretch] - p * limit, limit)
+    last = tout[whole] - (rear[whole] * is_front + p * limit + 1) * tokens
+    dense = np.clip((last - (k0 + keys)[whole] + 1) // tokens + 1, 0, part_tiles)
     num_parts = parts.sum(1)
     cut = num_parts > 1
     part = np.where(cut[whole], cut[whole].cumsum() - 1, -1)
-    kv_item = np.stack([k0[whole], keys[whole], q0, part_tiles, masked, part], 1)
+    kv_item = np.stack([k0[whole], keys[whole], last, part_tiles, dense, part], 1)
     first_part = np.r_[0, num_parts[cut].cumsum()][:-1]
     split = np.stack([k0[cut], keys[cut], first_part, num_parts[cut]], 1)
-    by_cost = _rank_of_parts(rank[node][whole], part_tiles)
-    return kv_item, split, _order(by_cost, part_tiles, kv_heads)
+    together = (node[whole] * 2 + is_front) * (1 + p.max(initial=0)) + p
+    return kv_item, split, _order(_by_dearest(together, part_tiles), part_tiles, kv_heads)
 
 
-def _rank_of_parts(rank: Lines, cost: Lines) -> Lines:
-    """Ranks by a part's cost, in powers of two, before those of trees, if trees have many parts.
-
-    SMs would idle behind a dear part of the last tree. Of small trees, though, queries would have
-    left the L2 cache before the last of their few keys meets them.
-    """
-    trees = rank.max(initial=0) + 1
-    if len(rank) < PARTS_OF_TREE * trees:
-        return rank
-    halvings = np.frexp(cost.max())[1] - np.frexp(cost)[1]
-    by_cost: Lines = halvings * trees + rank
-    return by_cost
+def _by_dearest(group: Lines, cost: Lines) -> Lines:
+    """For each item its group's rank: the group with the dearest item comes first."""
+    groups, group = np.unique(group, return_inverse=True)
+    dearest = np.zeros(len(groups), np.int64)
+    np.maximum.at(dearest, group, cost)
+    rank: Lines = np.argsort(np.argsort(-dearest, kind="stable"))[group]
+    return rank
 
 
 def _tiles(nodes: Lines, tokens: int) -> tuple[Lines, Lines]:
@@ -222,9 +215,10 @@ def _counted(counts: Lines) -> tuple[Lines, Lines]:
 
 
 def _order(rank: Lines, cost: Lines, heads: int) -> Lines:
-    """item * heads + head: the dearest tree first, in it head after head, dear items first.
+    """item * heads + head by rank, of a rank head after head, of a head dear items first.
 
-    All SMs so stream the keys of one head, which stay in the L2 cache, and cheap items come last.
+    All SMs so stream what one head's items share, and it stays in the L2 cache; cheap items come
+    last, or SMs would wait for one that began a dear item at the end.
     """
     by_tree = np.lexsort((-cost, rank))
     ends = np.flatnonzero(np.diff(rank[by_tree], append=-1)) + 1

@@ -1,17 +1,18 @@
 """Roles of kernels whose CTAs own 128 keys of a key head and walk the queries that see them.
 
 A run is walked once for each `pack` heads, pack <= 4 of the key head's, in tiles of 64 rows. Row r
-of a tile is token r % tile_tokens of head r // tile_tokens, tile_tokens = 64 / pack. Tiles are
-aligned to the run's end, so only the first may begin before the run: there Q, dO and their
-statistics are zeros. Numbers of rows come by threads: they begin at any token, and TMA takes fp32
-from whole 16 bytes on only.
+of a tile is token r % tile_tokens of head r // tile_tokens, tile_tokens = 64 / pack. A walk begins
+at the run's end, which the keys of a node have in common: CTAs that begin together read, and add
+to, the same rows at about the same time, while these are in the L2 cache. Only the tile walked last
+may begin before the run: there Q, dO and their statistics are zeros. Numbers of rows come by
+threads: they begin at any token, and TMA takes fp32 from whole 16 bytes on only.
 """
 
 from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.dualkv.columns import KV_K0, KV_KEYS, KV_MASKED, KV_PART, KV_Q0, KV_TILES
+from qla_kernels.dualkv.columns import KV_DENSE, KV_K0, KV_KEYS, KV_LAST, KV_PART, KV_TILES
 from qla_kernels.dualkv.items import BOX, PANEL
 from qla_kernels.tile.loops import rolled
 
@@ -23,9 +24,9 @@ class Walk(NamedTuple):
 
     k0: Any
     keys: Any
-    q0: Any  # first token of the first tile; may lie before k0, or before all tokens
+    last: Any  # first token of the run's last tile, with which the walk begins
     tiles: Any
-    masked: Any  # tiles with a query in front of a key: the first ones
+    dense: Any  # tiles without a query in front of a key: the first of the walk
     part: Any  # where sums go, or -1: the item is whole
     kv_head: Any
     turns: Any  # how often the run is walked
@@ -35,7 +36,7 @@ class Walk(NamedTuple):
 def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2):
     """The item of an entry of kv_order; each role calls it, to hold what it needs and no more."""
     item = T.truncdiv(entry, kv_heads)
-    columns = (KV_K0, KV_KEYS, KV_Q0, KV_TILES, KV_MASKED, KV_PART)
+    columns = (KV_K0, KV_KEYS, KV_LAST, KV_TILES, KV_DENSE, KV_PART)
     numbers = [kv_item[item, column] for column in columns]
     numbers += [entry - item * kv_heads, T.truncdiv(num_heads, kv_heads) << tile_log2 >> 6]
     return Walk(*(T.alloc_var("int32", init=number)[0] for number in numbers), tile_log2)
@@ -66,7 +67,7 @@ def load_rows(q, do, s, ring, front_full, walk, q_shift):
     head = walk.kv_head * walk.turns << 6 - walk.tile_log2
     for turn in rolled(walk.turns):
         for tile in rolled(walk.tiles):
-            token = walk.q0 + (tile << walk.tile_log2)
+            token = walk.last - (tile << walk.tile_log2)  # may lie before k0, or before all tokens
             before = walk.k0 - token
             token -= q_shift
             ring.acquire(step)
@@ -97,13 +98,13 @@ def row_stats(stats, s, ring, walk, row, q_shift):
     """Two warps, a row a thread: lse2 and delta of every tile."""
     step, token0, token, begin, head = (T.alloc_var("int32") for _ in range(5))
     r_stats = T.alloc_local((2,), "float32")
-    token0 = walk.q0 - q_shift + (row & (1 << walk.tile_log2) - 1)
+    token0 = walk.last - q_shift + (row & (1 << walk.tile_log2) - 1)
     begin = T.max(walk.k0 - q_shift, 0)
     step = 0
     head = walk.kv_head * walk.turns * ROWS + row >> walk.tile_log2
     for _ in rolled(walk.turns):
         for tile in rolled(walk.tiles):
-            token = token0 + (tile << walk.tile_log2)
+            token = token0 - (tile << walk.tile_log2)
             for which in T.unroll(2):
                 r_stats[which] = 0
                 if token >= begin:

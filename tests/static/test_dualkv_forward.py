@@ -13,8 +13,8 @@ ONE_IN_FLIGHT, NONE_IN_FLIGHT = "WARPGROUP.DEPBAR.LE 0x1", "WARPGROUP.DEPBAR.LE 
 
 
 @pytest.mark.parametrize("variant", fwd.VARIANTS, ids=str)
-def test_the_exponentials_of_masked_steps_stand_between_the_waits(variant):
-    """Of each of a thread's 64 scores, and of two maxima; the dense step waits in front of them."""
+def test_v_is_let_go_before_the_exponentials(variant):
+    """Of an item's first step and of the dense one; in the few masked ones ptxas may choose."""
     try:
         jit.nvcc()
     except Unsupported as missing:
@@ -31,4 +31,5 @@ def test_the_exponentials_of_masked_steps_stand_between_the_waits(variant):
             between = None
         elif name == "MUFU.EX2" and between is not None:
             between += times
-    assert [n > 60 for n in counts] == [True, True, False]
+    first, _, dense = counts
+    assert first == dense == 0

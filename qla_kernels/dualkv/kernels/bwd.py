@@ -170,12 +170,12 @@ def reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift):
         clear_rows(s.kv, i, walk.keys)  # 1
     T.barrier_arrive(kv_full)
     begin = T.max(walk.k0 - q_shift, 0)
-    token0 = walk.q0 - q_shift
+    token0 = walk.last - q_shift
     row = ((walk.kv_head * walk.turns << 6 - walk.tile_log2) + lane) * num_queries
     step = 0
     for _ in rolled(walk.turns):
         for tile in rolled(walk.tiles):
-            token = token0 + (tile << walk.tile_log2)
+            token = token0 - (tile << walk.tile_log2)
             before = T.max(begin - token, 0)
             T.barrier_wait(meets.dq_full, step % 2)
             if lane << walk.tile_log2 < ROWS:  # 8
@@ -210,9 +210,9 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
     T.clear(r_dk)
     T.clear(r_dv)
     keys = walk.keys - w * GROUP_KEYS  # of the warpgroup's; none or less, if it has none
-    odd = walk.q0 - q_shift & 1
-    begin = walk.q0 - walk.k0 - w * GROUP_KEYS  # of the tile's tokens, from the first key
-    end = begin + (walk.tiles << walk.tile_log2)
+    odd = walk.last - q_shift & 1
+    begin = walk.last - walk.k0 - w * GROUP_KEYS  # of the tile's tokens, from the first key
+    end = begin - (walk.tiles << walk.tile_log2)
     first = begin
     T.barrier_wait(kv_full, 0)
     for step in T.serial(walk.turns * walk.tiles):
@@ -264,7 +264,7 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
         hand_over(s, meets, step - 1, w, r_dq, odd)  # 7
         T.wait_wgmma(0)
         ring.release(step)
-        first += 1 << walk.tile_log2
+        first -= 1 << walk.tile_log2
         if first == end:
             first = begin  # the run again, for the next heads
     multiply(s, meets.ds, walk.turns * walk.tiles - 1, w, r_dq)

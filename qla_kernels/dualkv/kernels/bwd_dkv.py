@@ -129,7 +129,7 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
     step = 0
     T.barrier_wait(kv_full, 0)
     for _ in T.serial(walk.turns):
-        first = walk.q0 - walk.k0 - w * GROUP_KEYS  # of the tile's tokens, from the first key
+        first = walk.last - walk.k0 - w * GROUP_KEYS  # of the tile's tokens, from the first key
         for tile in T.serial(walk.tiles):
             slot = uniform(ring.slot(step))
             ring.wait(step)
@@ -141,7 +141,7 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
             probs_from_lse(  # 4
                 r_s, lambda _, row: s.stats[slot, LSE2, row], scale * LOG2E
             )
-            if tile < walk.masked:
+            if tile >= walk.dense:
                 clear_hidden(r_s, lambda key, row: key > first + (row & (1 << walk.tile_log2) - 1))
             T.wait_wgmma(0)
             ds_from_dp(r_dp, r_s, lambda _, row: s.stats[slot, DELTA, row])
@@ -151,7 +151,7 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
             T.wgmma_gemm(r_ds, s.q[slot, :, :], r_dk)
             T.wait_wgmma(0)
             ring.release(step)
-            first += 1 << walk.tile_log2
+            first -= 1 << walk.tile_log2
             step += 1
     for key, d in T.Parallel(GROUP_KEYS, D):
         r_dk[key, d] *= scale

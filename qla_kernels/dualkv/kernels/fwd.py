@@ -11,7 +11,7 @@ and at its end o = O / l and lse2 = m scale2 + log2 l, l being the sum of P alon
 Which tiles, and in which order, see tables.py: first the last own tile, which is causal and shows
 every row its own key, so m is finite from then on; then partial tiles, whose last keys are not
 seen; then, without a mask, all the others. Steps:
-    1 draw   an item, well before it is needed; load Q, then K and V of each tile
+    1 draw   an item and its Q, well before they are needed; load K and V of each tile
     2 scrub  zero the rows of V that lie behind a tile's last key: they may be NaN, and P is 0 there
     3 mma    S of tile i, and behind it P V of tile i - 1
     4 mma    softmax of tile i, under the products of the other warpgroup
@@ -21,8 +21,7 @@ seen; then, without a mask, all the others. Steps:
 Why this shape: a step's products are 2048 clocks of the tensor cores and its exponentials 1024 of
 an SM, so both must run at once. Two warpgroups take turns at issuing products, and one's softmax
 then runs under the other's products. P V is issued a tile late, behind S of the next, so it runs
-under the maxima of its own warpgroup; in the few masked steps under the exponentials too, which
-takes a pin, see pin.py. P stays in registers.
+under the maxima of its own warpgroup. P stays in registers.
 The pipeline does not end with an item: S of the next begins while the last P V runs, because short
 responses have few tiles, and filling and draining took as long as two of them.
 The mask is a second copy of the step's code, for a few tiles of each item, so the loop that nearly
@@ -48,7 +47,6 @@ from qla_kernels.dualkv.columns import (
 from qla_kernels.dualkv.items import (
     BOX,
     HEAD_SLOT,
-    ITEM_ROWS,
     KEYS,
     PANEL,
     WORK,
@@ -58,7 +56,6 @@ from qla_kernels.dualkv.items import (
     scrub,
     uniform,
 )
-from qla_kernels.tile import pin as pinned
 from qla_kernels.tile import softmax
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
@@ -98,17 +95,18 @@ def schedule(v: Variant) -> Schedule:
                 "draw",
                 warps=1,
                 regs=40,
-                waits=("work_free",),
-                signals=("work_full",),
-                computes="who does what",
+                waits=("work_free", "q_free"),
+                signals=("work_full", "q_full"),
+                computes="who does what; Q",
+                uses=("tma_load",),
             ),
             Role(
                 "load",
                 warps=1,
                 regs=40,
-                waits=("work_full", "q_free", "k_free", "v_free"),
-                signals=("work_free", "q_full", "k_full", "v_full"),
-                computes="Q, K, V",
+                waits=("work_full", "k_free", "v_free"),
+                signals=("work_free", "k_full", "v_full"),
+                computes="K, V",
                 uses=("tma_load",),
             ),
             Role(
@@ -182,12 +180,11 @@ def mma(
                 r_s[r, x] = -T.infinity("float32")
         softmax.begin(first_m, first_l)
         softmax.grow_max(r_s, first_m, a, scale2)
-        softmax.exponentiate(r_s, first_m, a, first_l, scale2)
-        pinned.pin(first_l[0] + first_l[1])
         T.wait_wgmma(0)
         if j > 0:
             v_ring.release(i - 1)
             put_out(*out, j - 1, token, rows, slot)  # 5
+        softmax.exponentiate(r_s, first_m, a, first_l, scale2)
         T.copy(r_s, r_p)
         T.clear(r_o)
         for h in T.unroll(2):
@@ -250,16 +247,10 @@ def step(products, m, l, a, q_slot, i, scale2, keys):
         for r, x in T.Parallel(64, KEYS):
             if x >= keys:
                 r_s[r, x] = -T.infinity("float32")
-        softmax.grow_max(r_s, m, a, scale2)  # 4
-        softmax.exponentiate(r_s, m, a, l, scale2)
-        pinned.pin(l[0] + l[1])
-        T.wait_wgmma(0)
-        v_ring.release(i - 1)
-    else:  # V's slot is wanted soon: to keep it for the exponentials cost 3 to 5 %
-        softmax.grow_max(r_s, m, a, scale2)
-        T.wait_wgmma(0)
-        v_ring.release(i - 1)
-        softmax.exponentiate(r_s, m, a, l, scale2)
+    softmax.grow_max(r_s, m, a, scale2)  # 4
+    T.wait_wgmma(0)  # not behind the exponentials: V's slot is wanted soon
+    v_ring.release(i - 1)
+    softmax.exponentiate(r_s, m, a, l, scale2)
     T.copy(r_s, r_p)
     softmax.rescale(r_o, a)
 
@@ -367,7 +358,7 @@ def build(v: Variant):
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=(GROUP, plan.threads // GROUP)) as block:
-            T.import_source(softmax.SOURCE + pinned.SOURCE)
+            T.import_source(softmax.SOURCE)
             s_q = T.alloc_shared((2 * rings["q"], 64, D), v.dtype)
             s_k = T.alloc_shared((2, KEYS, D), v.dtype)
             s_v = T.alloc_shared((2, KEYS, D), v.dtype)
@@ -400,13 +391,12 @@ def build(v: Variant):
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
-                    slots = (num_heads << tile_log2) // ITEM_ROWS
-                    draw(header, item, order, next_order, s_work, work, slots)
-                elif tx < 64:
-                    load(
-                        q, k, val, span, s_q, s_k, s_v, s_work, work, q_ring, k_ring, v_ring,
-                        tile_log2, group, q_shift,
+                    draw(
+                        q, header, item, order, next_order, s_q, s_work, work, q_ring, tile_log2,
+                        q_shift,
                     )  # fmt: skip
+                elif tx < 64:
+                    load(k, val, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group)
                 elif tx < 96:
                     scrub(span, s_v, s_work, work, v_ring, clean)
                 else:
