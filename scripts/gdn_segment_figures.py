@@ -4,7 +4,8 @@
     python scripts/gdn_segment_figures.py --tokens 8192 --out elsewhere
 
 Windows come from the reference, on gates drawn as models and benchmarks draw them. Times come from
-the newest record that has rows with and without segments; without one that figure stays as it is.
+the newest records of one day and device that have rows with and without segments, forward and
+backward each; without one that figure stays as it is.
 Needs the bench extra (matplotlib).
 """
 
@@ -103,11 +104,16 @@ def window_figure(tokens: int) -> Any:
 
 
 def newest_rows() -> list[Row]:
+    """Of each kind those of the newest run that has any; all of one device and day."""
+    found: dict[str, list[Row]] = {}
+    where = None
     for run in reversed(load()):
         rows = [row for row in run.rows if row.time_ms(CUT) and row.time_ms(WHOLE)]
-        if rows:
-            return rows
-    return []
+        if rows and where in (None, (run.device, run.date[:10])):
+            where = run.device, run.date[:10]
+            for kind in {row.kind for row in rows} - found.keys():
+                found[kind] = [row for row in rows if row.kind == kind]
+    return [row for rows in found.values() for row in rows]
 
 
 def gain_figure(rows: Sequence[Row]) -> Any:

@@ -63,11 +63,11 @@ template <class T> __device__ __forceinline__ float sum_of_squares(const T *eigh
 }
 
 // sum_t log max(1, |1 - beta_t |k_t|^2|) over the chunks `first` to `last`, by all threads of the
-// CTA and the same in all.
+// CTA and the same in all. beta is in fp32; or, where is_16, 16 bits wide in beta16.
 template <bool kAtEnd, int K, int kWarps, class T>
 __device__ __forceinline__ float growth(const T *k, int64_t k_token, const float *beta,
-                                        int64_t beta_token, int length, int first, int last,
-                                        float *s_sum) {
+                                        const T *beta16, bool is_16, int64_t beta_token,
+                                        int length, int first, int last, float *s_sum) {
   constexpr int kLanes = K / 8, kTokens = 32 * kWarps / kLanes, kRounds = 4;  // of a token, at once
   const int part = threadIdx.x % kLanes, which = threadIdx.x / kLanes;
   const int begin = 64 * (kAtEnd ? (length + 63) / 64 - last : first);
@@ -80,7 +80,7 @@ __device__ __forceinline__ float growth(const T *k, int64_t k_token, const float
     for (int j = 0; j < kRounds; ++j) {
       const int t = base + j * kTokens + which;
       norm[j] = t < end ? sum_of_squares(k + k_token * t + 8 * part) : 0.f;
-      weight[j] = t < end ? beta[beta_token * t] : 0.f;
+      weight[j] = t >= end ? 0.f : is_16 ? float(beta16[beta_token * t]) : beta[beta_token * t];
     }
 #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
@@ -104,16 +104,18 @@ __device__ __forceinline__ float growth(const T *k, int64_t k_token, const float
 // read where the gates alone would do, and as far as they would.
 template <bool kAtEnd, bool kCumulated, int K, int kWarps, class T>
 __device__ __forceinline__ int warm_chunks(const T *k, int64_t k_token, const float *g,
-                                           const float *beta, int64_t token, int length,
-                                           float limit, float *s_sum) {
+                                           const float *beta, const T *beta16, bool is_16,
+                                           int64_t token, int length, float limit, float *s_sum) {
   static_assert(kAtEnd || kCumulated, "nobody looks at raw gates from the beginning on");
   int found = 0, seen = 0;
+  if (limit == -INFINITY) return 0;  // as no bound is below it: gates need not be read
 #pragma unroll 1
   for (;;) {
     if constexpr (kCumulated) found = chunks_by_gates<kAtEnd>(g, token, length, limit);
     else found = chunks_by_raw_gates<kWarps>(g, token, length, limit, s_sum);
     if (found <= seen) return found;
-    limit -= growth<kAtEnd, K, kWarps>(k, k_token, beta, token, length, seen, found, s_sum);
+    limit -= growth<kAtEnd, K, kWarps>(k, k_token, beta, beta16, is_16, token, length, seen, found,
+                                       s_sum);
     seen = found;
   }
 }

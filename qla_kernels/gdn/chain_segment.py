@@ -26,21 +26,41 @@ SOLVE_BARRIER = 10  # the solving warpgroup's own named barrier
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
 
-def warm_chunks(k, g, beta, s_sum, begin, length, h, hv, limit, at_end, cumulated):
-    """See chain_segment.cuh. All threads of the CTA, which meet in it."""
+def warm_chunks(k, g, beta, beta16, is_16, s_sum, begin, length, h, hv, limit, at_end, cumulated):
+    """See chain_segment.cuh. All threads of the CTA, which meet in it.
+
+    beta is in fp32; or, where is_16, 16 bits wide in beta16, which is None where it never is.
+    """
     K, warps = k.shape[-1], s_sum.shape[0]
+    k_begin = T.access_ptr(k[begin, h, 0], "r", K)
     return T.call_extern(
         "int32",
         f"qla::warm_chunks<{int(at_end)}, {int(cumulated)}, {K}, {warps}>",
-        T.access_ptr(k[begin, h, 0], "r", K),
+        k_begin,
         k.strides[0],
         T.access_ptr(g[begin, hv], "r", 1),
         T.access_ptr(beta[begin, hv], "r", 1),
+        T.access_ptr(beta16[begin, hv], "r", 1) if beta16 is not None else k_begin,
+        is_16,
         g.shape[1],
         length,
         limit,
         T.access_ptr(s_sum[0], "rw", warps),
     )
+
+
+@T.macro
+def read_values(s_v, s_gate, r_vt, r_v, r_e, rows, gate_ring, i, of_map):
+    """What W^T of chunk i is made of besides X K^T, read while another product is under way."""
+    gate_slot = gate_ring.slot(i)
+    rows.wait(i)
+    gate_ring.wait(i)
+    if of_map == 0:
+        load_transposed(s_v, rows.slot(i), 0, r_vt)
+        for r, c in T.Parallel(TILE, CHUNK):
+            r_v[r, c] = s_gate[gate_slot, BETA, c] * r_vt[c, r]
+    for r, c in T.Parallel(TILE, CHUNK):
+        r_e[r, c] = s_gate[gate_slot, BETA_E, c]
 
 
 @T.macro
@@ -50,17 +70,22 @@ def columns(
 ):  # fmt: skip
     """The state role: 64 columns of b, or, where of_map is set, of M.
 
-    a_ring is None where A comes with the rows of k and v.
+    A pass begins behind X K^T of its chunk and ends with that of the next, so that what else this
+    one waits for is read behind step 7. a_ring is None where A comes with the rows of k and v.
     """
     r_s = T.alloc_fragment((TILE, K), "float32")  # X^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # X K^T, then W^T
     r_n = T.alloc_fragment((TILE, CHUNK), "float32")  # V'^T
+    r_v = T.alloc_fragment((TILE, CHUNK), "float32")  # beta V^T
+    r_e = T.alloc_fragment((TILE, CHUNK), "float32")  # beta e, the same in all rows
+    r_d = T.alloc_fragment((TILE, CHUNK), "float32")  # d, likewise
     r_w16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_dn16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_vt = T.alloc_fragment((CHUNK, TILE), dtype)
     r_term = T.alloc_fragment((TILE, K), maps.dtype)
     T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
+    T.clear(r_v)  # and so it stays in columns of M
     if of_map != 0:
         for r, c in T.Parallel(TILE, K):
             r_s[r, c] = T.if_then_else(c == column + r, 1.0, 0.0)
@@ -69,36 +94,40 @@ def columns(
             r_s[r, c] = h0[n, hv, c, column + r]
     else:
         T.clear(r_s)
-    T.copy(r_s, r_s16)
+    if num_chunks > 0:
+        read_values(s_v, s_gate, r_vt, r_v, r_e, rows, gate_ring, 0, of_map)
+        T.copy(r_s, r_s16)
+        T.wgmma_gemm(r_s16, s_k[rows.slot(0), :, :], r_x, transpose_B=True, clear_accum=True)  # 5
+        T.wait_wgmma(0)
     for i in T.serial(num_chunks):
         slot = rows.slot(i)
         gate_slot = gate_ring.slot(i)
         a_slot = slot if a_ring is None else a_ring.slot(i)
-        rows.wait(i)
-        T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 5
-        gate_ring.wait(i)
-        load_transposed(s_v, slot, 0, r_vt)
-        T.wait_wgmma(0)
         for r, c in T.Parallel(TILE, CHUNK):
-            r_x[r, c] = (
-                s_gate[gate_slot, BETA, c] * r_vt[c, r] - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
-            )
-        T.copy(r_x, r_w16)
+            r_w16[r, c] = r_v[r, c] - r_e[r, c] * r_x[r, c]
         if a_ring is not None:
             a_ring.wait(i)
         T.wgmma_gemm(r_w16, s_a[a_slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 6
+        for r, c in T.Parallel(TILE, CHUNK):
+            r_d[r, c] = s_gate[gate_slot, D, c]
         for r, c in T.Parallel(TILE, K):
             r_s[r, c] *= s_gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
         if a_ring is not None:
             a_ring.release(i)
         for r, c in T.Parallel(TILE, CHUNK):
-            r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
+            r_dn16[r, c] = r_n[r, c] * r_d[r, c]
         gate_ring.release(i)
         T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 7
+        after = T.min(i + 1, num_chunks - 1)  # the last pass repeats its own product, for no use
+        read_values(s_v, s_gate, r_vt, r_v, r_e, rows, gate_ring, after, of_map)
         T.wait_wgmma(0)
-        rows.release(i)
         T.copy(r_s, r_s16)
+        T.wgmma_gemm(
+            r_s16, s_k[rows.slot(after), :, :], r_x, transpose_B=True, clear_accum=True
+        )  # 5
+        rows.release(i)
+        T.wait_wgmma(0)
     if num_chunks > 0:
         if of_map != 0:  # 8
             T.copy(r_s, r_term)

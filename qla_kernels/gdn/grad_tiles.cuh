@@ -16,12 +16,21 @@ __device__ __forceinline__ float2 widened(const half_t *, unsigned pair) {
   return __half22float2(*reinterpret_cast<const __half2 *>(&pair));
 }
 
+// The number of this thread in its warpgroup, by a shuffle, which no compiler moves: addresses kept
+// over the loops would take accumulators' registers.
+__device__ __forceinline__ int thread_in_group() {
+  return __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 127;
+}
+
+// The number of its warp, in every lane the same, and known so.
+__device__ __forceinline__ int own_warp() { return __shfl_sync(~0u, threadIdx.x, 0) / 32 % 4; }
+
 // Where this lane's row of 8 elements lies for an instruction on the blocks of its warp's rows, as
 // quarter_row<true> has it, but as one address for all four blocks: tiles begin at multiples of 1 KB,
-// so a block's two pieces of 16 bytes are found by changing bits. `w` comes from warp_in_group, here
-// and below, which no compiler moves: addresses kept over the loops would take accumulators' registers.
-template <class T> __device__ __forceinline__ T *lane_row(T *tile, int w) {
-  return quarter_row<true>(tile, w, 0);
+// so a block's two pieces of 16 bytes are found by changing bits.
+template <class T> __device__ __forceinline__ T *lane_row(T *tile, int thread) {
+  const int row = thread / 32 * 16 + thread % 16;
+  return tile + 64 * row + 8 * (thread / 16 % 2 ^ row % 8);
 }
 
 template <class T> __device__ __forceinline__ T *block_of(T *row, int column) {
@@ -47,44 +56,57 @@ __device__ __forceinline__ void put_block(T *row, int column, const Block &x) {
   tl::ptx_stmatrix_m8n8_x4(block_of(row, column), p.r[0], p.r[1], p.r[2], p.r[3]);
 }
 
+// The first of a thread's two rows of an accumulator; the other is 8 further on.
+__device__ __forceinline__ int first_row(int thread) { return thread / 32 * 16 + thread / 4 % 8; }
+
 // Of 64 numbers, one a row, those of this thread's two rows.
-__device__ __forceinline__ float2 of_rows(const float *per_row, int w) {
-  const int first = 16 * w + ((threadIdx.x & 31) >> 2);
+__device__ __forceinline__ float2 of_rows(const float *per_row, int thread) {
+  const int first = first_row(thread);
   return make_float2(per_row[first], per_row[first + 8]);
 }
 
-// Sums over each row of the numbers that its four lanes hold, x[0] and x[1] for the thread's two.
-__device__ __forceinline__ void put_row_sums(const float *x, float *out) {
-  const int lane = threadIdx.x & 31, first = 16 * warp_in_group() + (lane >> 2);
+// The sum of what the four lanes of a row hold.
+__device__ __forceinline__ float row_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Such sums, x[0] and x[1] being for the thread's two rows.
+__device__ __forceinline__ void put_row_sums(const float *x, float *out, int thread) {
+  const int first = first_row(thread);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float sum = x[h] + __shfl_xor_sync(~0u, x[h], 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if ((lane & 3) == 0) out[first + 8 * h] = sum;
+    const float sum = row_sum(x[h]);
+    if (thread % 4 == 0) out[first + 8 * h] = sum;
   }
 }
 
-// Sums over the rows of a block of x, x[2n + e] being what the lane has of column 8n + 2t + e. Lanes
-// halve what they hold with each exchange.
-__device__ __forceinline__ void put_column_sums(float *out, const float *x) {
-  const int lane = threadIdx.x & 31, n = lane >> 4, e = lane >> 3 & 1;
-  float pair[2];
+// Adds what another lane has of half the 2 kHalf numbers in x, and gives it the other half.
+template <int kHalf> __device__ __forceinline__ void halve(float *x, int lane) {
+  const bool high = lane & 2 * kHalf;
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
-    pair[i] = (n ? x[2 + i] : x[i]) + __shfl_xor_sync(~0u, n ? x[i] : x[2 + i], 16);
-  float sum = (e ? pair[1] : pair[0]) + __shfl_xor_sync(~0u, e ? pair[0] : pair[1], 8);
-  sum += __shfl_xor_sync(~0u, sum, 4);
-  if ((lane & 4) == 0) out[8 * n + 2 * (lane & 3) + e] = sum;
+  for (int i = 0; i < kHalf; ++i) {
+    const float given = __shfl_xor_sync(~0u, high ? x[i] : x[kHalf + i], 2 * kHalf);
+    x[i] = (high ? x[kHalf + i] : x[i]) + given;
+  }
+}
+
+// Sums over a warp's rows of x, x[2j + e] being what the lane has of column 8j + 2t + e.
+__device__ __forceinline__ void put_column_sums(float *out, float *x, int lane) {
+  halve<8>(x, lane);
+  halve<4>(x, lane);
+  halve<2>(x, lane);
+  *reinterpret_cast<float2 *>(out + 8 * (lane >> 2) + 2 * (lane & 3)) = make_float2(x[0], x[1]);
 }
 
 // An accumulator, rounded, as a tile.
 template <class T> __device__ __forceinline__ void put_tile(const float *x, T *tile) {
-  T *row = lane_row(tile, warp_in_group());
+  T *row = lane_row(tile, thread_in_group());
 #pragma unroll
   for (int b = 0; b < 4; ++b) put_block(row, b, *reinterpret_cast<const Block *>(x + 8 * b));
 }
 
-// Two accumulators as two tiles. The loop here, and in store_rows, is for code to be short.
+// Two accumulators as two tiles. The loop is for code to be short.
 template <class T>
 __device__ __forceinline__ void put_tiles(const float *x, const float *y, T *tiles) {
 #pragma unroll 1
@@ -96,12 +118,19 @@ __device__ __forceinline__ void put_tiles(const float *x, const float *y, T *til
   }
 }
 
+// x times `scale` by rows, in place.
+__device__ __forceinline__ void scale_rows(float *x, const float *scale) {
+  const float2 factor = of_rows(scale, thread_in_group());
+#pragma unroll
+  for (int i = 0; i < 32; ++i) x[i] *= i & 2 ? factor.y : factor.x;
+}
+
 // W = v - e U in place of U, and beta W in place of v.
 template <class T>
 __device__ __forceinline__ void correct_values(float *u, T *v, const float *e, const float *beta) {
-  const int w = warp_in_group();
-  T *row = lane_row(v, w);
-  const float2 row_e = of_rows(e, w), row_beta = of_rows(beta, w);
+  const int thread = thread_in_group();
+  T *row = lane_row(v, thread);
+  const float2 row_e = of_rows(e, thread), row_beta = of_rows(beta, thread);
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     Block x = get_block(row, b);
@@ -119,9 +148,9 @@ __device__ __forceinline__ void correct_values(float *u, T *v, const float *e, c
 template <class T>
 __device__ __forceinline__ void finish_values(const float *y, const float *w_fp32, T *s_y, T *s_dv,
                                               const float *beta, float *sums) {
-  const int w = warp_in_group();
-  T *row_y = lane_row(s_y, w), *row_dv = lane_row(s_dv, w);
-  const float2 row_beta = of_rows(beta, w);
+  const int thread = thread_in_group();
+  T *row_y = lane_row(s_y, thread), *row_dv = lane_row(s_dv, thread);
+  const float2 row_beta = of_rows(beta, thread);
   float dot[2] = {};
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
@@ -134,18 +163,17 @@ __device__ __forceinline__ void finish_values(const float *y, const float *w_fp3
     }
     put_block(row_dv, b, x);
   }
-  put_row_sums(dot, sums);
+  put_row_sums(dot, sums, thread);
 }
 
-// <a, b> of one part of two tiles with the same layout, times `factor`: one number a warp.
+// <a, b> of one part of two tiles with the same layout: a summand in each thread.
 template <int kElements, class T>
-__device__ __forceinline__ void put_tile_dot(const T *a, const T *b, int part, float factor,
-                                             float *sums) {
-  const int thread = threadIdx.x & 127;
+__device__ __forceinline__ void tile_dot(float *out, const T *a, const T *b, int part) {
+  const int thread = thread_in_group();
   const uint4 *left = reinterpret_cast<const uint4 *>(a + part * kElements) + thread;
   const uint4 *right = reinterpret_cast<const uint4 *>(b + part * kElements) + thread;
   float dot = 0.f;
-#pragma unroll 2
+#pragma unroll 1
   for (int i = 0; i < kElements / 8; i += 128) {
     const uint4 x = left[i], y = right[i];
     const unsigned xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
@@ -155,113 +183,130 @@ __device__ __forceinline__ void put_tile_dot(const T *a, const T *b, int part, f
       dot += p.x * q.x + p.y * q.y;
     }
   }
-#pragma unroll
-  for (int d = 16; d; d /= 2) dot += __shfl_xor_sync(~0u, dot, d);
-  if ((thread & 31) == 0) sums[thread >> 5] = factor * dot;
+  *out = dot;
 }
 
-// y = x times `scale` by rows: to sum0 or, if `second`, to sum1; <y, panel> of each row.
+// `factor` times the sum of x over the threads: one number a warp.
+__device__ __forceinline__ void put_number(const float *x, float factor, float *out) {
+  const int thread = thread_in_group();
+  float sum = *x;
+#pragma unroll
+  for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if (thread % 32 == 0) out[thread / 32] = factor * sum;
+}
+
+// y = x times `scale` by rows is added to `sum`; <y, panel> of each row.
 template <class T>
-__device__ __forceinline__ void add_scaled(float *sum0, float *sum1, const float *x, int second,
-                                           const float *scale, T *panel, float *sums) {
-  const int w = warp_in_group();
-  T *row = lane_row(panel, w);
-  const float2 factor = of_rows(scale, w);
+__device__ __forceinline__ void add_scaled(float *sum, const float *x, const float *scale, T *panel,
+                                           float *sums) {
+  const int thread = thread_in_group();
+  T *row = lane_row(panel, thread);
+  const float2 factor = of_rows(scale, thread);
   float dot[2] = {};
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     const Block other = get_block(row, b);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) dot[i >> 1 & 1] += x[8 * b + i] * other.c[i];
+    for (int i = 0; i < 8; ++i) {
+      dot[i >> 1 & 1] += x[8 * b + i] * other.c[i];
+      sum[8 * b + i] += (i & 2 ? factor.y : factor.x) * x[8 * b + i];
+    }
   }
   dot[0] *= factor.x;
   dot[1] *= factor.y;
-  if (second) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) sum1[i] += (i & 2 ? factor.y : factor.x) * x[i];
-  } else {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) sum0[i] += (i & 2 ? factor.y : factor.x) * x[i];
-  }
-  put_row_sums(dot, sums);
+  put_row_sums(dot, sums, thread);
 }
 
-// G_ij x_ij in place below the diagonal and, if `diagonal`, on it; 0 above.
-__device__ __forceinline__ void decay_scores(float *x, const float *gamma, int diagonal) {
-  const int w = warp_in_group(), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const float2 row = of_rows(gamma, w);
-#pragma unroll
-  for (int b = 0; b < 4; ++b)
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float2 column = *reinterpret_cast<const float2 *>(gamma + 16 * b + 8 * n + 2 * t);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int h = i >> 1, e = i & 1;
-        const bool low = n < h || n == h && 2 * t + e < g + diagonal;  // in a block on the diagonal
-        const float decay = exp2f((h ? row.y : row.x) - (e ? column.y : column.x));
-        const float y = x[8 * b + 4 * n + i] * decay;
-        x[8 * b + 4 * n + i] = b < w || b == w && low ? y : 0.f;
-      }
-    }
-}
-
-// y = scale x is added to dp0 or, for the system, y = -beta x to f. Of X = strict_lower(y o other), row
-// sums and column sums; `plain` receives row sums of x o other.
-__device__ __forceinline__ void scores_backward(float *dp0, float *f, const float *x,
-                                                const float *other, int system, float scale,
-                                                const float *beta, float *rows, float *plain,
-                                                float *columns) {
-  const int w = warp_in_group(), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const float2 row_beta = of_rows(beta, w);
-  const float factor[2] = {system ? -row_beta.x : scale, system ? -row_beta.y : scale};
-  float dot[2] = {};
+// G_ij x_ij in place below the diagonal and, if `diagonal`, on it; 0 above. `gates` are gamma and, as
+// `scaled` needs them, the falls to the ends of blocks.
+__device__ __forceinline__ void decay_scores(float *x, const float *gates, int diagonal) {
+  const int w = own_warp(), lane = thread_in_group() % 32, g = lane / 4, t = lane % 4;
+  const float *gamma = gates, *fall = gates + 64;
+  const float2 row = of_rows(gamma, 32 * w + lane);
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
-    if (b > w) break;
-    float sums[4] = {};
+    if (b < w) {
+      const float end = gamma[16 * b + 15];
+      *reinterpret_cast<Block *>(x + 8 * b) =
+          scaled(x + 8 * b, fall + 16 * b, exp2f(row.x - end), exp2f(row.y - end));
+    } else if (b > w) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int n = i >> 2, h = i >> 1 & 1, e = i & 1;
-      const bool on_diagonal = n == h && b == w && 2 * t + e == g;
-      const float y = on_diagonal ? 0.f : x[8 * b + i] * other[8 * b + i];
-      dot[h] += y;
-      sums[2 * n + e] += factor[h] * y;
-    }
-    put_column_sums(columns + 64 * w + 16 * b, sums);
-  }
-  if (system) {
+      for (int i = 0; i < 8; ++i) x[8 * b + i] = 0.f;
+    } else {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) f[i] += factor[i >> 1 & 1] * x[i];
-  } else {
+      for (int n = 0; n < 2; ++n) {
+        const float2 column = *reinterpret_cast<const float2 *>(gamma + 16 * b + 8 * n + 2 * t);
 #pragma unroll
-    for (int i = 0; i < 32; ++i) dp0[i] += factor[i >> 1 & 1] * x[i];
-  }
-  put_row_sums(dot, plain);
-  dot[0] *= factor[0];
-  dot[1] *= factor[1];
-  put_row_sums(dot, rows);
-}
-
-// The first rows of two accumulators to global memory, rounded.
-template <class T>
-__device__ __forceinline__ void store_rows(const float *x, const float *y, T *out_x, T *out_y,
-                                           int64_t stride, int rows) {
-  const int lane = threadIdx.x & 31, first = 16 * warp_in_group() + (lane >> 2);
-#pragma unroll 1
-  for (int second = 0; second < 2; ++second) {
-    T *row = (second ? out_y : out_x) + first * stride + 2 * (lane & 3);
-#pragma unroll
-    for (int h = 0; h < 2; ++h, row += 8 * stride)
-      if (first + 8 * h < rows) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const int at = 4 * j + 2 * h;
-          *reinterpret_cast<unsigned *>(row + 8 * j) = round_pair(
-              row, second ? y[at] : x[at], second ? y[at + 1] : x[at + 1]);
+        for (int i = 0; i < 4; ++i) {
+          const int h = i >> 1, e = i & 1;
+          const float decay = exp2f((h ? row.y : row.x) - (e ? column.y : column.x));
+          const bool low = n < h || n == h && 2 * t + e < g + diagonal;
+          x[8 * b + 4 * n + i] = low ? x[8 * b + 4 * n + i] * decay : 0.f;
         }
       }
+    }
   }
+}
+
+// y = scale x is added to dp0 or, for the system, y = -beta x to f.
+__device__ __forceinline__ void add_scores(float *dp0, float *f, const float *x, int system,
+                                           float scale, const float *beta) {
+  if (system) {
+    const float2 row_beta = of_rows(beta, thread_in_group());
+#pragma unroll
+    for (int i = 0; i < 32; ++i) f[i] -= (i & 2 ? row_beta.y : row_beta.x) * x[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) dp0[i] += scale * x[i];
+  }
+}
+
+// Of X = strict_lower(y o other), y as above, row sums and column sums; `plain` receives row sums of
+// x o other.
+__device__ __forceinline__ void sum_scores(const float *x, const float *other, int system,
+                                           float scale, const float *beta, float *rows,
+                                           float *plain, float *columns) {
+  const int w = own_warp(), lane = thread_in_group() % 32, g = lane / 4, t = lane % 4;
+  const float2 row_beta = of_rows(beta, 32 * w + lane);
+  const float factor[2] = {system ? -row_beta.x : scale, system ? -row_beta.y : scale};
+  float dot[2] = {}, sums[16] = {};
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const int b = i >> 3, n = i >> 2 & 1, h = i >> 1 & 1, e = i & 1;
+    const bool on_diagonal = n == h && b == w && 2 * t + e == g;
+    const float y = on_diagonal ? 0.f : x[i] * other[i];
+    dot[h] += y;
+    sums[i / 4 * 2 + e] += factor[h] * y;
+  }
+  put_column_sums(columns + 64 * w, sums, lane);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float sum = row_sum(dot[h]);
+    const int row = first_row(32 * w + lane) + 8 * h;
+    if (t == 0) {
+      plain[row] = sum;
+      rows[row] = factor[h] * sum;
+    }
+  }
+}
+
+// An accumulator, rounded, to `rows` rows of global memory, in pieces of 16 bytes by way of a tile, of
+// which each warp writes and reads its own rows. They are number first, first + step, .. of rows of
+// kSize elements.
+template <int kSize, class T>
+__device__ __forceinline__ void store_rows(const float *x, T *tile, T *out, int first, int step,
+                                           int rows) {
+  put_tile(x, tile);
+  __syncwarp();
+  const int thread = thread_in_group(), piece = thread % 8;
+  int row = thread / 32 * 16 + thread / 8 % 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i, row += 4) {
+    const uint4 *from = reinterpret_cast<const uint4 *>(tile + 64 * row) + (piece ^ (row & 7));
+    const int64_t to = int64_t(first + row * step) * kSize + 8 * piece;
+    if (row < rows) *reinterpret_cast<uint4 *>(out + to) = *from;
+  }
+  __syncwarp();
 }
 
 }  // namespace qla

@@ -27,10 +27,20 @@ def put_tiles(r_x: Any, r_y: Any, tiles: Any) -> Any:
     return _call("put_tiles", r_x.data, r_y.data, _write(tiles, 2 * TILE))
 
 
-def put_tile_dot(a: Any, b: Any, elements: int, part: Any, factor: Any, out: Any) -> Any:
-    """factor <a, b> of part number `part`, `elements` long: one number a warp."""
+def tile_dot(r_dot: Any, a: Any, b: Any, elements: int, part: Any) -> Any:
+    """<a, b> of part number `part`, `elements` long: a summand in each thread."""
     tiles = _read(a, elements), _read(b, elements)
-    return _call(f"put_tile_dot<{elements}>", *tiles, part, factor, _write(out, 4))
+    return _call(f"tile_dot<{elements}>", r_dot.data, *tiles, part)
+
+
+def put_number(r_x: Any, factor: Any, out: Any) -> Any:
+    """factor times the sum of r_x over the threads: one number a warp."""
+    return _call("put_number", r_x.data, factor, _write(out, 4))
+
+
+def scale_rows(r_x: Any, row: Any) -> Any:
+    """row x in place."""
+    return _call("scale_rows", r_x.data, _read(row, CHUNK))
 
 
 def correct_values(r_u: Any, v: Any, e: Any, beta: Any) -> Any:
@@ -46,32 +56,38 @@ def finish_values(r_y: Any, r_w: Any, y: Any, dv: Any, beta: Any, out: Any) -> A
     )
 
 
-def add_scaled(r_0: Any, r_1: Any, r_x: Any, which: Any, row: Any, panel: Any, dot: Any) -> Any:
-    """y = row x is added to r_0 or, where `which` is not 0, to r_1; <y, panel> of each row."""
+def add_scaled(r_sum: Any, r_x: Any, row: Any, panel: Any, dot: Any) -> Any:
+    """y = row x is added to r_sum; <y, panel> of each row."""
     rows = _read(row, CHUNK), _read(panel, TILE), _write(dot, CHUNK)
-    return _call("add_scaled", r_0.data, r_1.data, r_x.data, which, *rows)
+    return _call("add_scaled", r_sum.data, r_x.data, *rows)
 
 
-def decay_scores(r_x: Any, gamma: Any, diagonal: Any) -> Any:
-    """G o r_x in place: below the diagonal and, if `diagonal`, on it; 0 above."""
-    return _call("decay_scores", r_x.data, _read(gamma, CHUNK), diagonal)
+def decay_scores(r_x: Any, gates: Any, diagonal: Any) -> Any:
+    """G o r_x in place: below the diagonal and, if `diagonal`, on it; 0 above. `gates`: gamma and
+    the falls.
+    """
+    return _call("decay_scores", r_x.data, _read(gates, 2 * CHUNK), diagonal)
 
 
-def scores_backward(
-    r_dp0: Any, r_f: Any, r_x: Any, r_other: Any, system: Any, scale: Any, beta: Any,
-    rows: Any, plain: Any, columns: Any,
-) -> Any:  # fmt: skip
-    """y = scale x is added to r_dp0 or, for the system, y = -beta x to r_f. Below the diagonal, row
-    and column sums of y o other; row sums of x o other."""
-    registers = r_dp0.data, r_f.data, r_x.data, r_other.data
+def add_scores(r_dp0: Any, r_f: Any, r_x: Any, system: Any, scale: Any, beta: Any) -> Any:
+    """y = scale x is added to r_dp0 or, for the system, y = -beta x to r_f."""
+    registers = r_dp0.data, r_f.data, r_x.data
+    return _call("add_scores", *registers, system, scale, _read(beta, CHUNK))
+
+
+def sum_scores(
+    r_x: Any, r_other: Any, system: Any, scale: Any, beta: Any, rows: Any, plain: Any, columns: Any
+) -> Any:
+    """Below the diagonal, row and column sums of y o other, y as above; row sums of x o other."""
     out = _write(rows, CHUNK), _write(plain, CHUNK), _write(columns, 4 * CHUNK)
-    return _call("scores_backward", *registers, system, scale, _read(beta, CHUNK), *out)
+    return _call("sum_scores", r_x.data, r_other.data, system, scale, _read(beta, CHUNK), *out)
 
 
-def store_rows(r_x: Any, r_y: Any, x: Any, y: Any, stride: Any, rows: Any) -> Any:
-    """The first `rows` rows of both to global memory, `stride` elements apart, rounded."""
-    out = _write(x, 64), _write(y, 64)
-    return _call("store_rows", r_x.data, r_y.data, *out, stride, rows)
+def store_rows(r_x: Any, tile: Any, x: Any, size: int, first: Any, step: Any, rows: Any) -> Any:
+    """Rounded, by way of a tile, to rows of global memory: `rows` of them, first, first + step, ..,
+    of those that lie `size` elements apart from x on."""
+    out = _write(tile, TILE), _write(x, 64)
+    return _call(f"store_rows<{size}>", r_x.data, *out, first, step, rows)
 
 
 def _call(name: str, *arguments: Any) -> Any:

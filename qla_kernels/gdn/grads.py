@@ -17,18 +17,17 @@ GROUP = 128  # threads of a warpgroup
 PANEL = 64  # columns of V and of K that a panel warpgroup has
 
 # Slots that hold different things, so that one piece of code reads them by number.
-QUERY, KEY = range(2)  # of Tiles.qk
+QUERY, KEY = range(2)  # of a turn's two tiles
 DO, VN, Y = range(3)  # of Tiles.tok; Y's slot holds dV' first
-DS = 2  # of Tiles.state; 0 and 1 are S0, of alternate value heads
 P, F = range(2)  # of Tiles.scores; behind a pair's last value head P's slot holds dP0
 
 # Rows of a gate slot. From FACTORS on they scale the products of DO, VN and Y with a state.
-GATE_ROWS = 6
-GAMMA, BETA, E, SCALE_E, D, MINUS_BETA_E = range(GATE_ROWS)
+GATE_ROWS = 7
+GAMMA, FALL, BETA, E, SCALE_E, D, MINUS_BETA_E = range(GATE_ROWS)
 FACTORS = SCALE_E
 
-# Rows of a value head's sums, a number a token. Column sums come in one row a warp, which holds
-# nothing right of the warp's own rows.
+# Rows of a value head's sums, a number a token. Column sums come in one row a warp, which is zero
+# right of the warp's own rows.
 SUM_ROWS = 20
 Y_W = 0  # <Y, W>, a row a panel
 DOTS = 2  # <Q, dQi>, <K, dKi>, <K, dKu>, for each panel
@@ -41,14 +40,19 @@ COLUMNS = 12  # column sums like X_ROWS
 class Tiles(NamedTuple):
     """Shared memory; slots by the numbers above."""
 
-    qk: Any  # [2, 64, K] q, k
+    turns: Any  # [4, 64, K] q, k of a pair; dS^T of its value heads; of the next pair vice versa
     v: Any  # [1, 64, V] v, then beta W, then dV
-    tok: Any  # [3, 64, V] dO; V'; dV', then Y
+    tok: Any  # [3 or, if V < K, 4, 64, V] dO; V'; dV', then Y
     a: Any  # [1, 64, 64]
-    state: Any  # [3, V / 64, 64, K] S0^T, S0^T, dS^T
+    state: Any  # [2 V / 64, 64, K] S0^T, of alternate value heads
     scores: Any  # [2, 64, 64] P; behind all value heads the sums of dP0 and F
     gate: Any  # [slots, GATE_ROWS, 64] fp32
     sums: Any  # [SUM_ROWS, 64] fp32
+
+    @property
+    def panels(self) -> Any:
+        """Of V: tiles of a state."""
+        return self.tok.shape[2] // PANEL
 
 
 class Rings(NamedTuple):
@@ -72,9 +76,14 @@ class Walk(NamedTuple):
     chunks: Any  # [capacity, 2] first token and rows of each chunk
     first: Any
     stride: Any
-    num_pairs: Any
+    num_chunks: Any  # [1]
     num_heads: Any
     group: Any  # value heads a key head
+
+    @property
+    def num_pairs(self) -> Any:
+        pairs = self.num_chunks[0] * self.num_heads
+        return T.truncdiv(pairs - self.first + self.stride - 1, self.stride)
 
     def chunk(self, i: Any) -> Any:
         return T.truncdiv(self.first + i * self.stride, self.num_heads)
@@ -140,9 +149,11 @@ def fetch_rows(v, do, A, s, tok0, head, r, barriers):
 
 
 @T.macro
-def fetch_heads(q, k, s, tok0, head, barriers):
-    T.tma_copy(q[tok0 : tok0 + CHUNK, head, :], s.qk[QUERY, :, :], barrier=barriers[0])
-    T.tma_copy(k[tok0 : tok0 + CHUNK, head, :], s.qk[KEY, :, :], barrier=barriers[0])
+def fetch_heads(q, k, s, turn, tok0, head, barriers):
+    T.tma_copy(
+        q[tok0 : tok0 + CHUNK, head, :], s.turns[2 * turn + QUERY, :, :], barrier=barriers[0]
+    )
+    T.tma_copy(k[tok0 : tok0 + CHUNK, head, :], s.turns[2 * turn + KEY, :, :], barrier=barriers[0])
 
 
 class StateGradients(NamedTuple):
@@ -158,22 +169,21 @@ class StateGradients(NamedTuple):
 @T.macro
 def fetch_state(h, s, ring, chunk, head, r, step):
     ring.acquire(step)
-    for t in T.unroll(s.state.shape[1]):
+    for t in T.unroll(s.panels):
         T.tma_copy(
             h[chunk, head, r, t * PANEL : t * PANEL + PANEL, :],
-            s.state[ring.slot(step), t, :, :],
+            s.state[ring.slot(step) * s.panels + t, :, :],
             barrier=ring.barrier(step),
         )
     ring.commit(step)
 
 
 @T.macro
-def fetch_gradient(of, s, ring, chunk, tok0, rows, head, r, step):
-    row, n, K = T.alloc_var("int32"), T.alloc_var("int32"), s.state.shape[3]
-    ring.acquire(step)
-    for t in T.unroll(s.state.shape[1]):
+def fetch_gradient(of, s, turn, ring, chunk, tok0, rows, head, r, step):
+    row, n, K = T.alloc_var("int32"), T.alloc_var("int32"), s.state.shape[2]
+    for t in T.unroll(s.panels):
         row = t * PANEL - of.held * PANEL
-        tile = s.state[DS, t, :, :]
+        tile = s.turns[2 * turn + t, :, :]
         if row >= 0:
             T.tma_copy(
                 of.ds[chunk, head, r, row : row + PANEL, :], tile, barrier=ring.barrier(step)
@@ -199,14 +209,19 @@ def load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V):
         for r in rolled(walk.group):
             step = i * walk.group + r
             fetch_state(h, s, ring.h, chunk, head, r, step)  # 1
-            ring.rows.acquire(step)
             if rows == CHUNK:
+                if r == 0:
+                    ring.ds.acquire(step)  # where q and k go now
+                    fetch_heads(q, k, s, i % 2, tok0, head, ring.qk.full)
+                    ring.qk.commit(i)
+                ring.rows.acquire(step)
                 fetch_rows(v, do, A, s, tok0, head, r, ring.rows.full)
             else:  # the next sequence's rows, or nobody's, must not meet a product: 0 * NaN is NaN
+                ring.rows.acquire(step)
                 fetch_rows(v, do, A, s, tok0, head, r, tail_full)
                 if r == 0:
-                    ring.qk.acquire(i)
-                    fetch_heads(q, k, s, tok0, head, tail_full)
+                    ring.ds.acquire(step)
+                    fetch_heads(q, k, s, i % 2, tok0, head, tail_full)
                 T.barrier_arrive(tail_full[0])
                 T.barrier_wait(tail_full[0], tails % 2)
                 tails += 1
@@ -214,17 +229,17 @@ def load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V):
                 clear_tail(s.tok, DO, rows, V)
                 clear_tail(s.a, 0, rows, CHUNK)
                 if r == 0:
-                    clear_tail(s.qk, QUERY, rows, K)
-                    clear_tail(s.qk, KEY, rows, K)
+                    clear_tail(s.turns, 2 * (i % 2) + QUERY, rows, K)
+                    clear_tail(s.turns, 2 * (i % 2) + KEY, rows, K)
                 T.fence_proxy_async()  # zeros: written by threads, read by wgmma
                 if r == 0:
                     ring.qk.commit(i)
             ring.rows.commit(step)
-            fetch_gradient(gradients, s, ring.ds, chunk, tok0, rows, head, r, step)
-            if (r == 0) & (rows == CHUNK):  # after the others: of all tiles these leave last
-                ring.qk.acquire(i)
-                fetch_heads(q, k, s, tok0, head, ring.qk.full)
-                ring.qk.commit(i)
+            if r == 0:
+                ring.qk.acquire(i)  # the pair before has left its q and k
+            else:
+                ring.ds.acquire(step)
+            fetch_gradient(gradients, s, (i + 1) % 2, ring.ds, chunk, tok0, rows, head, r, step)
 
 
 @T.macro
@@ -272,9 +287,11 @@ def gates(g_cum, beta, s_gate, ring, walk, scale):
             # arrives while this value head's numbers are made
             read_gates(g_cum, beta, r_gate, tok0, rows, head, after)
             last = T.shfl_sync(gamma[1], 31)
+            end = T.shfl_sync(gamma[1], lane | 7)  # of 16 rows
             ring.acquire(step)  # 2
             for e in T.unroll(2):
                 s_gate[slot, GAMMA, 2 * lane + e] = gamma[e]
+                s_gate[slot, FALL, 2 * lane + e] = T.exp2(end - gamma[e])
                 s_gate[slot, BETA, 2 * lane + e] = b[e]
                 s_gate[slot, E, 2 * lane + e] = T.exp2(gamma[e])
                 s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])

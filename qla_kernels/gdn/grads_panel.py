@@ -11,7 +11,6 @@ from qla_kernels.gdn.grads import (
     BETA,
     DO,
     DOTS,
-    DS,
     FACTORS,
     GROUP,
     KEY,
@@ -26,7 +25,6 @@ from qla_kernels.gdn.grads import (
     P,
     Y,
 )
-from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import CHUNK
 
 OWN = 8  # named barriers, one a warpgroup
@@ -37,15 +35,25 @@ def sync_own(w):
     T.call_extern("handle", "tl::__sync_thread_partial", OWN + w, GROUP)
 
 
+def first_tile(i):
+    """Of q and k of pair i in Tiles.turns; its dS has the other two tiles. By a shuffle, again and
+    again, as the number of a panel: descriptors kept over the loops would take accumulators'
+    registers.
+    """
+    return T.shfl_sync(i, 0) % 2 * 2
+
+
 @T.macro
-def of_values(r_x, r_w, s, ring, i, step, w, K):
+def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
     """Panel w of W, V', dV', Y and dV."""
     p_step = step + i
     gate, h = ring.gate.slot(step), ring.h.slot(step)
+    turn = T.alloc_var("int32")
+    turn = first_tile(i)
     ring.h.wait(step)
     T.wgmma_gemm(
-        s.qk[KEY, :, :],
-        s.state[h, w, :, :],
+        s.turns[turn + KEY, :, :],
+        s.state[h * s.panels + w, :, :],
         r_w,
         transpose_B=True,
         clear_accum=True,
@@ -64,24 +72,21 @@ def of_values(r_x, r_w, s, ring, i, step, w, K):
     ring.vn.commit(step)
     ring.ds.wait(step)
     T.wgmma_gemm(
-        s.qk[KEY, :, :],
-        s.state[DS, w, :, :],
+        s.turns[turn + KEY, :, :],
+        s.turns[2 - turn + w, :, :],
         r_x,
         transpose_B=True,
         clear_accum=True,
     )
-    ring.sums.acquire(step)
-    tiles.put_tile_dot(
-        s.state[h, 0, 0, 0],
-        s.state[DS, 0, 0, 0],
+    tiles.tile_dot(
+        r_dot,
+        s.state[h * s.panels, 0, 0],
+        s.turns[2 - turn, 0, 0],
         K * PANEL,
         w,
-        s.gate[gate, E, CHUNK - 1],
-        s.sums[STATE, 4 * w],
     )
     T.wait_wgmma(0)
-    for row, column in T.Parallel(CHUNK, PANEL):
-        r_x[row, column] *= s.gate[gate, D, row]
+    tiles.scale_rows(r_x, s.gate[gate, D, 0])
     ring.scores.wait(p_step)
     T.wgmma_gemm(  # 5
         s.scores[P, :, :], s.tok[DO, :, w * PANEL : w * PANEL + PANEL], r_x, transpose_A=True
@@ -100,6 +105,8 @@ def of_values(r_x, r_w, s, ring, i, step, w, K):
     )
     T.wait_wgmma(0)
     sync_own(w)  # all warps' products have read dV' and beta W
+    ring.sums.acquire(step)
+    tiles.put_number(r_dot, s.gate[gate, E, CHUNK - 1], s.sums[STATE, 4 * w])
     tiles.finish_values(  # 6
         r_x,
         r_w,
@@ -125,55 +132,72 @@ def arrive(ring, i, step):
 
 
 @T.macro
-def of_keys(r_dq, r_dk, r_x, s, ring, step):
-    """Panel w of dQi, dKi and dKu."""
-    gate, h = ring.gate.slot(step), ring.h.slot(step)
-    w, state = T.alloc_var("int32"), T.alloc_var("int32")
-    for j in rolled(3):  # 7
-        w = T.shfl_sync(T.get_thread_binding(1), 0)
-        state = T.if_then_else(j == VN, DS, h)
-        if j == VN:
-            ring.vn.wait(step)
-        elif j == Y:
-            ring.y.wait(step)
-        for t in T.unroll(s.state.shape[1]):
-            T.wgmma_gemm(
-                s.tok[j, :, t * PANEL : t * PANEL + PANEL],
-                s.state[state, t, :, w * PANEL : w * PANEL + PANEL],
-                r_x,
-                clear_accum=t == 0,
-            )
-        T.wait_wgmma(0)
-        if j == DO:
-            ring.rows.release(step)
-        elif j == VN:
-            ring.vn.release(step)
-            ring.ds.release(step)
-        else:
-            ring.y.release(step)
-            ring.h.release(step)
-        tiles.add_scaled(
-            r_dq,
-            r_dk,
+def of_state(r_x, s, j, state, first, w):
+    """Tile j times a state: panel w of columns, in flight as `panels` products."""
+    for t in T.unroll(s.panels):
+        T.wgmma_gemm(
+            s.tok[j, :, t * PANEL : t * PANEL + PANEL],
+            state[first + t, :, w * PANEL : w * PANEL + PANEL],
             r_x,
-            j,
-            s.gate[gate, FACTORS + j, 0],
-            s.qk[T.min(j, KEY), 0, w * PANEL],
-            s.sums[DOTS + 3 * w + j, 0],
+            clear_accum=t == 0,
         )
+
+
+@T.macro
+def add_keys(r_sum, r_x, s, turn, j, gate, w):
+    tiles.add_scaled(
+        r_sum,
+        r_x,
+        s.gate[gate, FACTORS + j, 0],
+        s.turns[turn + min(j, KEY), 0, w * PANEL],
+        s.sums[DOTS + 3 * w + j, 0],
+    )
+
+
+@T.macro
+def of_keys(r_dq, r_dk, r_x, r_y, s, ring, i, step):
+    """Panel w of dQi, dKi and dKu: each product runs beside what is done to the one before."""
+    gate, h = ring.gate.slot(step), ring.h.slot(step)
+    w, turn = T.alloc_var("int32"), T.alloc_var("int32")
+    w = T.shfl_sync(T.get_thread_binding(1), 0)
+    turn = first_tile(i)
+    of_state(r_x, s, DO, s.state, h * s.panels, w)  # 7
+    ring.vn.wait(step)
+    of_state(r_y, s, VN, s.turns, 2 - turn, w)
+    T.wait_wgmma(s.panels)
+    ring.rows.release(step)
+    add_keys(r_dq, r_x, s, turn, DO, gate, w)
+    ring.y.wait(step)
+    of_state(r_x, s, Y, s.state, h * s.panels, w)
+    T.wait_wgmma(s.panels)
+    ring.vn.release(step)
+    ring.ds.release(step)
+    add_keys(r_dk, r_y, s, turn, VN, gate, w)
+    T.wait_wgmma(0)
+    ring.y.release(step)
+    ring.h.release(step)
+    add_keys(r_dk, r_x, s, turn, Y, gate, w)
     ring.gate.release(step)
 
 
 @T.macro
-def finish_keys(r_dq, r_dk, s, w):
+def finish_keys(r_dq, r_dk, s, i, w):
     """To panel w of dQ and dK, what dP0 and F of all value heads give."""
-    T.wgmma_gemm(s.scores[P, :, :], s.qk[KEY, :, w * PANEL : w * PANEL + PANEL], r_dq)
+    turn = T.alloc_var("int32")
+    turn = first_tile(i)
+    T.wgmma_gemm(s.scores[P, :, :], s.turns[turn + KEY, :, w * PANEL : w * PANEL + PANEL], r_dq)
     T.wgmma_gemm(
-        s.scores[P, :, :], s.qk[QUERY, :, w * PANEL : w * PANEL + PANEL], r_dk, transpose_A=True
+        s.scores[P, :, :],
+        s.turns[turn + QUERY, :, w * PANEL : w * PANEL + PANEL],
+        r_dk,
+        transpose_A=True,
     )
-    T.wgmma_gemm(s.scores[F, :, :], s.qk[KEY, :, w * PANEL : w * PANEL + PANEL], r_dk)
+    T.wgmma_gemm(s.scores[F, :, :], s.turns[turn + KEY, :, w * PANEL : w * PANEL + PANEL], r_dk)
     T.wgmma_gemm(
-        s.scores[F, :, :], s.qk[KEY, :, w * PANEL : w * PANEL + PANEL], r_dk, transpose_A=True
+        s.scores[F, :, :],
+        s.turns[turn + KEY, :, w * PANEL : w * PANEL + PANEL],
+        r_dk,
+        transpose_A=True,
     )
     T.wait_wgmma(0)
 
@@ -195,46 +219,51 @@ def leave(ring, step):
 def panel(dq, dk, s, ring, walk, K, V):
     r_x = T.alloc_fragment((CHUNK, PANEL), "float32")
     r_w = T.alloc_fragment((CHUNK, PANEL), "float32")  # K S0, then W
+    r_dot = T.alloc_local((1,), "float32")  # <dS, S0>
     r_dq = T.alloc_fragment((CHUNK, PANEL), "float32")
     r_dk = T.alloc_fragment((CHUNK, PANEL), "float32")
     w, step, p_step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    chunk, first, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     step = 0
     for i in T.serial(walk.num_pairs):
         ring.qk.wait(i)
         T.clear(r_dq)
         T.clear(r_dk)
         for _ in T.serial(walk.group):
-            # again and again: descriptors kept over the loops would take accumulators' registers
             w = T.shfl_sync(T.get_thread_binding(1), 0)
             if V < K:
                 if w < V // PANEL:
-                    of_values(r_x, r_w, s, ring, i, step, w, K)
+                    of_values(r_x, r_w, r_dot, s, ring, i, step, w, K)
                 else:
                     arrive(ring, i, step)
             else:
-                of_values(r_x, r_w, s, ring, i, step, w, K)
+                of_values(r_x, r_w, r_dot, s, ring, i, step, w, K)
             ring.scores.release(step + i)
             if K < V:
                 if w < K // PANEL:
-                    of_keys(r_dq, r_dk, r_x, s, ring, step)
+                    of_keys(r_dq, r_dk, r_x, r_w, s, ring, i, step)
                 else:
                     leave(ring, step)
             else:
-                of_keys(r_dq, r_dk, r_x, s, ring, step)
+                of_keys(r_dq, r_dk, r_x, r_w, s, ring, i, step)
             ring.sums.commit(step)
             step += 1
         p_step = step + i
+        chunk = walk.chunk(i)  # looked up while dP0 and F are made
+        first = walk.chunks[chunk, 0] * walk.num_heads + walk.head(i)
+        rows = walk.chunks[chunk, 1]
         ring.scores.wait(p_step)
         w = T.shfl_sync(T.get_thread_binding(1), 0)
         if K < V:
             if w < K // PANEL:
-                finish_keys(r_dq, r_dk, s, w)
+                finish_keys(r_dq, r_dk, s, i, w)
         else:
-            finish_keys(r_dq, r_dk, s, w)
+            finish_keys(r_dq, r_dk, s, i, w)
         ring.scores.release(p_step)
         ring.qk.release(i)
+        ring.vn.acquire(step)  # by way of V' they leave
         if K < V:
             if w < K // PANEL:
-                grads_out.put_rows(dq, dk, r_dq, r_dk, walk, i, w)
+                grads_out.put_rows(dq, dk, r_dq, r_dk, s, first, walk.num_heads, rows, w)
         else:
-            grads_out.put_rows(dq, dk, r_dq, r_dk, walk, i, w)
+            grads_out.put_rows(dq, dk, r_dq, r_dk, s, first, walk.num_heads, rows, w)

@@ -73,8 +73,8 @@ def gdn_fwd(
         # one cast at most, and a pack where the caller's are strided: 1/64 of v or less
         g = activations.gate(g, A_log, dt_bias).contiguous()
         raw = use_beta_sigmoid_in_kernel or allow_neg_eigval
-        alone = plan.kernel.solves and plan.segment_chunks is None and not output_h
-        if raw or not alone or beta.dtype != q.dtype:  # or else fused_fwd reads it as it is
+        solving = plan.kernel.solves and not output_h  # only by kernels that read beta as it is
+        if raw or not solving or beta.dtype != q.dtype:
             beta = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         beta = beta.contiguous()
         h0 = None if initial_state is None else activations.fp32(initial_state)

@@ -28,16 +28,17 @@ WARM_LOG_BOUND = -12.0
 # The kernels around the chains: a launch, and what each wave of CTAs takes until all of its SMs are
 # busy with chunks. By whether segment_map solves: one CTA on an SM, or else two.
 PLAN, SHORT = 3.5, 3.5
-MAP_WAVE, GRADIENT_MAP_WAVE = {True: 12.0, False: 9.0}, 12.0
+MAP_WAVE, GRADIENT_MAP_WAVE = {True: 12.0, False: 10.0}, 12.0
 AROUND_BACKWARD = 10.0  # gathering the gradients of sequences' first states, and joining streams
 MAP_CTAS = {True: 1, False: 2}
-MAP_STEP = {True: (1.6, 1.6), False: (1.15, 1.25)}  # a chunk of a CTA alone, or among so many
+MAP_STEP = {True: (1.6, 1.6), False: (1.05, 1.3)}  # a chunk of a CTA alone, or among so many
 MAP_TILE = 64  # columns of a CTA
 SCAN_STEP = 1.35  # a cold segment in segment_scan
 COLD_SHARE = 0.25  # of the heads: those to be folded, at gates as FlashQLA publishes
 WARM_CHUNKS = 4  # of the others: 256 tokens that keep 95 % of the state each
 GAIN = 0.95  # of the time of whole sequences at most, or they stay whole
-WAVES = (0.5, 0.75, 1, 2, 3)  # of CTAs that segments are made to fill
+WAVES = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 3)  # of CTAs that segments are made to fill
+QUIET, BUSY = 0.92, 0.9  # of a chunk's time in the forward; unless more of the SMs have a CTA
 
 Lengths = tuple[tuple[int, int], ...]  # (chunks, how many have so many)
 
@@ -99,13 +100,15 @@ def forward(
     solving = _solve(sequences, num_value_heads, sm_count)
 
     def duration(plan: Plan) -> float:
+        ctas, step = num_value_heads * V // plan.kernel.tile_v, STEP[plan.kernel]
         before, pieces = 0.0 if plan.kernel.solves else solving, sequences
         if plan.segment_chunks is not None:
             pieces = segment_chunks(sequences, plan.segment_chunks)
             solves = plan.kernel.solves
             before += _maps(sequences, pieces, num_value_heads, K, V, sm_count, exact, solves)
             before += _folds(sequences, pieces)
-        step, ctas = STEP[plan.kernel], num_value_heads * V // plan.kernel.tile_v
+            if ctas * sum(count for _, count in pieces) <= BUSY * sm_count:
+                step *= QUIET
         return before + _chains(pieces, step, ctas, sm_count)
 
     whole = min((Plan(kernel, None) for kernel in kernels), key=duration)

@@ -112,7 +112,8 @@ def maps(
 
     Args:
         k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
-        g, beta: [B, T, HV] fp32, g in natural log: g_cum of kkt_solve where A is given, else gates.
+        g: [B, T, HV] fp32, natural log: g_cum of kkt_solve where A is given, else gates.
+        beta: [B, T, HV] fp32; where A is None, it may also be as k.
         A: [B, T, HV, 64] of kkt_solve; solved for again, and not kept, if None.
         h0: [N, HV, K, V] fp32, any strides; zeros if None.
         warm_log_bound: where the chunks at a segment's end leave less than e^this of the state that
@@ -125,12 +126,15 @@ def maps(
         v.new_empty(segments.capacity, HV, 2, K, K, dtype=torch.bfloat16),
         v.new_empty(segments.capacity, HV, dtype=torch.int32),
     )
+    g, beta = g.view(B * T, HV), beta.view(B * T, HV)
+    is_16 = beta.dtype != torch.float32
     variant = segment_map_kernel.Variant(dtype_name(k.dtype), K, A is None)
     jit.compile(segment_map_kernel, variant)(
         tokens(k),
         tokens(v, TILE),
-        g.view(B * T, HV),
-        beta.view(B * T, HV),
+        g,
+        g if is_16 else beta,
+        beta if is_16 else k.new_empty(0, HV),
         v.new_empty(0, HV, CHUNK) if A is None else A.view(B * T, HV, CHUNK),
         segments.bounds,
         segments.starts_of,
@@ -140,6 +144,7 @@ def maps(
         *found,
         warm_log_bound,
         int(h0 is not None),
+        int(is_16),
     )
     return found
 

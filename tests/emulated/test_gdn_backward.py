@@ -47,6 +47,7 @@ def backward(
         auto_cp=True,
         warm_log_bound=WARM_LOG_BOUND,
         cp_cache=[],
+        output_dh0=x.get("output_dh0", True),
     )  # fmt: skip
     if not norm:
         return done
@@ -147,6 +148,16 @@ def test_absent_gradients_are_zeros():
     check(x, do, None, backward(x, do))
     nothing = x["v"].new_zeros(()).expand(x["v"].shape)
     check(x, nothing, dht, backward(x, nothing, dht))
+
+
+@pytest.mark.usefixtures("poison")
+def test_a_state_that_needs_no_gradient_gets_none():
+    x = small([70, 3])
+    do, dht = gradients(x)
+    want = backward(x, do, dht)
+    got = backward(x, do, dht, output_dh0=False)
+    assert got.dh0 is None
+    same(got, want._replace(dh0=None))
 
 
 @pytest.mark.usefixtures("poison")

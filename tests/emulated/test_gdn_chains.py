@@ -105,17 +105,17 @@ def expected(x: Case, operand_dtype: torch.dtype | None = None) -> Chains:
     do, A = (gdn_chunked.value_tiles(chunks, y, H, torch.float64) for y in (x.do, done.A))
     tiles = gdn_chunked.Tiles(q, k, beta, A, G, e, d, last)
     unit = x.scale if operand_dtype == torch.bfloat16 else 1.0  # of all that the chain rounds
-    back = gdn_backward.reverse_chain(
-        chunks,
-        tiles,
-        x.scale / unit * e * do,
-        rounded(gdn_chunked.attention_in_chunk(tiles, x.scale / unit)).mT @ do,
-        gdn_chunked.start_states(x.dht, do, chunks, K) / unit,
-        rounded,
-    )
-    dS = rearrange(unit * chunks.in_sequence_order(back.dh), "n h r k v -> n (h r) v k")
+    do_scaled = x.scale / unit * e * do
+    through_P = rounded(gdn_chunked.attention_in_chunk(tiles, x.scale / unit)).mT @ do
+    end = gdn_chunked.start_states(x.dht, do, chunks, K) / unit
+    back = gdn_backward.reverse_chain(chunks, tiles, do_scaled, through_P, end, rounded)
+    first = (chunks.step < dstate_chain.EXACT).view(-1, 1, 1, 1, 1)
+    left = torch.where(first, do_scaled - rounded(do_scaled), 0.0)  # by rounding, and added then
+    added = gdn_backward.reverse_chain(chunks, tiles, left, 0 * through_P, 0 * end, lambda y: y)
+    dh, start = back.dh + added.dh, back.start + added.start
+    dS = rearrange(unit * chunks.in_sequence_order(dh), "n h r k v -> n (h r) v k")
     h = rearrange(done.h[0], "n hv k v -> n hv v k")
-    dh0 = unit * gdn_chunked.end_states(back.start, chunks)
+    dh0 = unit * gdn_chunked.end_states(start, chunks)
     return Chains(rounded(h), done.final_state, rounded(dS), dh0)
 
 

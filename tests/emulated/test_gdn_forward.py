@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qla_kernels import jit
-from qla_kernels.gdn import heuristics, launch, plan
+from qla_kernels.gdn import activations, heuristics, launch, plan
 from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.ops import Forward
 from reference import gdn
@@ -108,10 +108,15 @@ def test_ctas_that_walk_from_item_to_item(kernel, monkeypatch):
 
 
 @pytest.mark.usefixtures("poison")
-def test_a_beta_of_16_bits_is_the_same_as_in_32():
+@pytest.mark.parametrize("most", [None, 1])
+def test_a_beta_of_16_bits_is_read_as_it_is(most, monkeypatch):
+    solving = plan.Plan(heuristics.Forward(64, True), most)
+    monkeypatch.setattr(plan, "forward", lambda *_: solving)
     x = small([100, 64])
     x["beta"] = x["beta"].bfloat16()
-    done, want = forward(x), forward(x, beta=x["beta"].float())
+    want = forward(x, beta=x["beta"].float())
+    monkeypatch.delattr(activations, "beta")  # which makes fp32 of it
+    done = forward(x)
     assert torch.equal(done.o, want.o)
     assert torch.equal(done.final_state, want.final_state)
 

@@ -68,19 +68,23 @@ def test_long_sequences_of_few_heads_are_cut_to_fill_the_gpu(lengths, heads):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "exact", "most"),
+    ("lengths", "heads", "exact", "most"),
     [
-        (2048, 8, False, 8),
-        (4096, 8, False, 11),
-        (32768, 8, False, 32),
-        (32768, 24, False, 47),
-        (32768, 24, True, 128),
-        (32768, 32, True, 171),
+        ([2048], 8, False, 8),
+        ([4096], 8, False, 11),
+        ([4096], 8, True, 13),
+        ([32768], 8, False, 32),
+        ([16384], 24, False, 52),
+        ([32768], 24, False, 47),
+        ([32768], 24, True, 128),
+        ([32768], 32, True, 171),
+        ([24576, 8192], 16, True, 77),
+        ([24576, 8192], 24, True, 128),
     ],
 )
-def test_what_was_measured_fastest_is_chosen(tokens, heads, exact, most):
-    """docs/notes/gdn-segments.md, sections 5 and 13."""
-    assert choose([tokens], heads, exact=exact).segment_chunks == most
+def test_what_was_measured_fastest_is_chosen(lengths, heads, exact, most):
+    """docs/notes/gdn-segments.md, sections 5, 13 and 15."""
+    assert choose(lengths, heads, exact=exact).segment_chunks == most
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,18 +34,35 @@ def test_a_models_gates_are_between_keeping_all_and_forgetting_all(figures):
     assert mean.min() < -0.5
 
 
-def test_figures_are_drawn(figures, tmp_path, monkeypatch):
-    def result(name, ms):
-        return Result(name, OK, p50_ms=ms)
+def row(kind, heads="2/8", tokens=2048, **times):
+    results = tuple(Result(name, OK, p50_ms=ms) for name, ms in times.items())
+    name = f"{kind} {heads} {tokens}"
+    return Row(name, "gdn", kind, heads, f"1x{tokens}", tokens, results=results)
 
+
+def test_directions_may_come_from_different_runs_of_a_day(figures, monkeypatch):
+    forward, backward = (row(kind, ours=1.0, ours_whole=2.0) for kind in ("fwd", "bwd"))
+    slower = row("fwd", ours=1.5, ours_whole=2.0)
+
+    def run(day, *rows, device="H200"):
+        return SimpleNamespace(device=device, date=f"2026-11-{day}T02:17:33+00:00", rows=rows)
+
+    old = [run(21, backward), run(22, backward, device="H100"), run(22, slower)]
+    for newer, drawn in (
+        ([run(22, forward), run(22, row("bwd", ours=1.0))], [forward]),
+        ([run(22, forward), run(22, backward)], [backward, forward]),
+        ([run(22, backward, forward)], [backward, forward]),
+    ):
+        monkeypatch.setattr(figures, "load", lambda runs=(*old, *newer): runs)
+        assert sorted(figures.newest_rows(), key=lambda row: row.kind) == drawn
+
+
+def test_figures_are_drawn(figures, tmp_path, monkeypatch):
     rows = [
-        Row(
-            f"{kind} {heads} {tokens}", "gdn", kind, heads, f"1x{tokens}", tokens,
-            results=(result("ours", 1.0), result("ours_whole", whole)),
-        )
+        row(kind, heads, tokens, ours=1.0, ours_whole=whole)
         for kind, heads in (("fwd", "2/8"), ("fwd", "4/16"), ("bwd", "2/4"))
         for tokens, whole in ((2048, 1.0), (8192, 2.0))
-    ]  # fmt: skip
+    ]
     monkeypatch.setattr(figures, "newest_rows", lambda: rows)
     monkeypatch.setattr("sys.argv", ["", "--tokens", "1024", "--out", str(tmp_path)])
     assert figures.main() == 0

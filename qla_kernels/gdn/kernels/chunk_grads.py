@@ -37,9 +37,12 @@ until they are whole, and neither atomics nor a second pass adds anything up. Wh
 falls apart into panels of 64 columns, of V as far as Y and of K from there on, which know of each
 other only by the tiles that they fill together. So two warpgroups, one a panel, run one loop: code
 counts, because an SM's instruction cache holds 32 KB for all roles at once. For the same reason the
-three products with a state, and the three 64x64 tiles that decay, are one piece of code each.
-States come in tiles of 64 rows, because dstate_chain may leave those of a dS in two places, one of
-them where dV of the same chunk and value head is to be.
+three 64x64 tiles that decay are one piece of code. The three products with a state are not: each
+runs while the one before is added up. q and k of a pair, and dS of its value heads, take turns in
+two slots: the next pair's q and k come to where the last dS was, which leaves long before q and k
+do, so they are there when the next pair begins. States come in tiles of 64 rows, because
+dstate_chain may leave those of a dS in two places, one of them where dV of the same chunk and value
+head is to be.
 """
 
 from typing import NamedTuple
@@ -78,6 +81,11 @@ class Variant(NamedTuple):
     def panels(self) -> int:
         """Panel warpgroups; where V and K differ, one has a panel of the larger only."""
         return max(self.K, self.V) // PANEL
+
+    @property
+    def tok(self) -> int:
+        """Tiles of dO, V' and Y, and one that dQ and dK leave by where a panel has none of V'."""
+        return 4 if self.V < self.K else 3
 
 
 VARIANTS = tuple(
@@ -127,11 +135,11 @@ def schedule(v: Variant) -> Schedule:
             *grads.serving_roles(regs=40),
         ),
         rings=RINGS,
-        # q, k; v; dO, V', Y; A; S0 twice, dS; P and F; gates, sums; barriers, alignment
-        smem_bytes=2 * CHUNK * v.K * 2
-        + 4 * CHUNK * v.V * 2
+        # q, k and dS; v; dO, V', Y; A; S0 twice; P and F; gates, sums; barriers, alignment
+        smem_bytes=4 * CHUNK * v.K * 2
+        + (1 + v.tok) * CHUNK * v.V * 2
         + CHUNK * CHUNK * 2
-        + 3 * v.V * v.K * 2
+        + 2 * v.V * v.K * 2
         + 2 * CHUNK * CHUNK * 2
         + (RINGS["gate"] * GATE_ROWS + SUM_ROWS) * CHUNK * 4
         + 1024,
@@ -157,8 +165,8 @@ def score(s, ring, walk, scale):
             for j in rolled(3):  # 8
                 if j != 1:
                     T.wgmma_gemm(
-                        s.qk[j // 2, :, :],  # QUERY, then KEY
-                        s.qk[KEY, :, :],
+                        s.turns[2 * (i % 2) + j // 2, :, :],  # QUERY, then KEY
+                        s.turns[2 * (i % 2) + KEY, :, :],
                         r_other,
                         transpose_B=True,
                         clear_accum=True,
@@ -182,6 +190,11 @@ def score(s, ring, walk, scale):
                         clear_accum=True,
                     )
                     T.wait_wgmma(0)
+                    if j == 1:
+                        ring.rows.release(step)
+                    else:
+                        ring.vn.release(step)
+                        ring.y.release(step)
                 tiles.decay_scores(r_x, s.gate[gate, grads.GAMMA, 0], T.if_then_else(j == 2, 0, 1))
                 if j == 0:
                     ring.scores.acquire(p_step)
@@ -190,24 +203,21 @@ def score(s, ring, walk, scale):
                     ring.scores.commit(p_step)
                 else:
                     if j == 1:
-                        ring.rows.release(step)
                         ring.sums.acquire(step)
-                    else:
-                        ring.vn.release(step)
-                        ring.y.release(step)
-                    tiles.scores_backward(
-                        r_dp0, r_f, r_x, r_other, j - 1, scale, s.gate[gate, grads.BETA, 0],
+                    tiles.add_scores(r_dp0, r_f, r_x, j - 1, scale, s.gate[gate, grads.BETA, 0])
+                    if (j == 2) & (r == walk.group - 1):  # first of all what panels wait for
+                        ring.qk.release(i)
+                        ring.scores.acquire(p_step + 1)
+                        tiles.put_tiles(r_dp0, r_f, s.scores[P, 0, 0])
+                        T.fence_proxy_async()  # dP0 and F: written by threads, read by wgmma
+                        ring.scores.commit(p_step + 1)
+                    tiles.sum_scores(
+                        r_x, r_other, j - 1, scale, s.gate[gate, grads.BETA, 0],
                         s.sums[grads.X_ROWS - 1 + j, 0], s.sums[grads.E_KK, 0],
                         s.sums[grads.COLUMNS - 4 + 4 * j, 0],
                     )  # fmt: skip
             ring.gate.release(step)
             ring.sums.commit(step)
-        ring.qk.release(i)
-        p_step = i * (walk.group + 1) + walk.group
-        ring.scores.acquire(p_step)
-        tiles.put_tiles(r_dp0, r_f, s.scores[P, 0, 0])
-        T.fence_proxy_async()  # dP0 and F: written by threads, read by wgmma
-        ring.scores.commit(p_step)
 
 
 def build(v: Variant):
@@ -256,12 +266,12 @@ def build(v: Variant):
             # TileLang lets one thread of each row initialise the barriers: the same values, before
             # the whole block meets for the first time
             T.import_source(tiles.SOURCE)
-            s_qk, s_v, s_tok = tile(2, CHUNK, K), tile(1, CHUNK, V), tile(3, CHUNK, V)
+            s_turns, s_v, s_tok = tile(4, CHUNK, K), tile(1, CHUNK, V), tile(v.tok, CHUNK, V)
             s_a, s_scores = tile(1, CHUNK, CHUNK), tile(2, CHUNK, CHUNK)
-            s_state = tile(3, V // PANEL, PANEL, K)
+            s_state = tile(2 * (V // PANEL), PANEL, K)
             s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
             s_sums = T.alloc_shared((SUM_ROWS, CHUNK), "float32")
-            swizzled = (s_qk, s_v, s_tok, s_a, s_state, s_scores)
+            swizzled = (s_turns, s_v, s_tok, s_a, s_state, s_scores)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
             qk_full, qk_free = barrier("qk_full"), barrier("qk_free")
             rows_full, rows_free = barrier("rows_full"), barrier("rows_free")
@@ -273,7 +283,7 @@ def build(v: Variant):
             scores_full, scores_free = barrier("scores_full"), barrier("scores_free")
             gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
             sums_full, sums_free = barrier("sums_full"), barrier("sums_free")
-            s = Tiles(s_qk, s_v, s_tok, s_a, s_state, s_scores, s_gate, s_sums)
+            s = Tiles(s_turns, s_v, s_tok, s_a, s_state, s_scores, s_gate, s_sums)
             ring = Rings(
                 qk=Ring(qk_full, qk_free, RINGS["qk"]),
                 rows=Ring(rows_full, rows_free, RINGS["rows"]),
@@ -286,9 +296,7 @@ def build(v: Variant):
                 gate=Ring(gate_full, gate_free, RINGS["gate"]),
                 sums=Ring(sums_full, sums_free, 1),
             )
-            num_pairs = T.alloc_var("int32")
-            num_pairs = T.ceildiv(num_chunks[0] * num_heads - first, walkers)
-            walk = Walk(chunks, first, walkers, num_pairs, num_heads, group)
+            walk = Walk(chunks, first, walkers, num_chunks, num_heads, group)
 
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             if warpgroup < v.panels:

@@ -16,6 +16,7 @@ Steps (numbers appear again in the roles):
     5 state   Y^T; meanwhile dS in 16 bits to the staging tile, scale e dO^T, dS decayed
     6 state   dS += (scale e dO^T) Q; meanwhile beta e Y^T; then the product with K
     7 store   dS_out by TMA
+    8 state   in a sequence's first two chunks: dS += (scale e dO^T - its rounding) Q
 
 Bounded by latency, then by shared memory, which the right operands of all products come from.
 Why this shape: fused_fwd, turned round. The right operands are the same four tiles, q, k, A and P,
@@ -26,6 +27,8 @@ state of the forward: chunk_states may run beside it.
 
 In bf16 everything but what comes in and goes out is in units of scale: e dO is then exact where
 nothing is forgotten, and there most errors add up. fp16 has no room for numbers so much larger.
+Where much is forgotten, (scale e dO^T) Q of the first chunks is nearly all of dh0, and its rounding
+would be nearly all of the error: there a second product (8) adds what rounding has left.
 
 Of the two tiles of 64 rows (of V) that a dS of 128x128 has, the first one can do without memory: it
 has as many bytes as dV of its chunk, which chunk_grads writes after it has read dS.
@@ -86,6 +89,7 @@ PASS_CONFIGS = {
 }
 
 RINGS = {"rows": 3, "gate": 4, "p": 2, "ds": 1}
+EXACT = 2  # chunks with (8): their slots are not filled again
 
 
 def schedule(v: Variant) -> Schedule:
@@ -255,6 +259,15 @@ def state(
         gate_ring.release(step)
         T.wait_wgmma(0)
         rows.release(step)
+        if step >= num_chunks - EXACT:  # 8
+            load_transposed(s_do, slot, w, r_dot)
+            for r, c in T.Parallel(TILE, CHUNK):
+                r_x[r, c] = s_gate[gate_slot, SCALE_E, c] * r_dot[c, r]
+            T.copy(r_x, r_dn16)
+            for r, c in T.Parallel(TILE, CHUNK):
+                r_do16[r, c] = r_x[r, c] - r_dn16[r, c]
+            T.wgmma_gemm(r_do16, s_q[slot, :, :], r_ds)
+            T.wait_wgmma(0)
         T.copy(r_ds, r_ds16)
     if states == 2 and w == 0:
         T.sync_threads(TURN, 256)  # take the partner's last turn

@@ -18,7 +18,7 @@ the segment, with V / 64 + K / 64 CTAs, and segment_scan folds what they leave.
 
 Steps (numbers appear again in the code):
     1 all     w: the gates of the segment, summed from its end; then the norms of the keys in w
-    2 load    k, v, and A where it is given, of a chunk; zeros for v in columns of M
+    2 load    k, A where it is given, and v for columns of b, of a chunk
     3 gate    beta, beta e, d, e^gamma_last of a chunk
     4 solve   K K^T, then A, unless given
     5 state   X K^T from X in 16 bits; W^T
@@ -45,7 +45,6 @@ from qla_kernels.gdn.chain_segment import SOURCE, columns, solve, warm_chunks
 from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES
 from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.mask import clear_tail
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
@@ -139,7 +138,8 @@ def build(v: Variant):
     K, rings, warps = v.K, plan.rings, plan.threads // 32
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
-    num_h0, num_bounds, saved_tokens = T.dynamic("num_h0, num_bounds, saved_tokens")
+    num_h0, num_bounds = T.dynamic("num_h0, num_bounds")
+    narrow_tokens, saved_tokens = T.dynamic("narrow_tokens, saved_tokens")
     k_token, k_head = T.dynamic("k_token, k_head")
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
     h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
@@ -152,6 +152,7 @@ def build(v: Variant):
         ),
         g: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
+        beta16: T.Tensor((narrow_tokens, num_value_heads), v.dtype),
         A: T.Tensor((saved_tokens, num_value_heads, CHUNK), v.dtype),
         bounds: T.Tensor((num_bounds,), "int32"),
         starts_of: T.Tensor((num_bounds,), "int32"),
@@ -163,10 +164,13 @@ def build(v: Variant):
         cold: T.Tensor((capacity, num_value_heads), "int32"),
         limit: T.float32,
         has_h0: T.int32,
+        beta_is_16: T.int32,
     ):
-        with T.Kernel(
-            capacity * num_value_heads * (num_tiles + K // TILE), threads=plan.threads
-        ) as block:
+        with T.Kernel(capacity, num_tiles + K // TILE, num_value_heads, threads=plan.threads) as (
+            p,
+            i_slice,
+            place,
+        ):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source((GATED_TILES if v.solves else "") + SOURCE)
             s_k = T.alloc_shared((rings["rows"], CHUNK, K), v.dtype)
@@ -189,14 +193,12 @@ def build(v: Variant):
                 a_free = T.alloc_barrier([plan.arrivals("a_free")] * rings["a"])
                 a_ring = Ring(a_full, a_free, rings["a"])
 
-            p, n, h, hv = (T.alloc_var("int32") for _ in range(4))
-            i_slice, column, of_map = (T.alloc_var("int32") for _ in range(3))
+            n, h, hv = (T.alloc_var("int32") for _ in range(3))
+            column, of_map = T.alloc_var("int32"), T.alloc_var("int32")
             begin, end, num_chunks = (T.alloc_var("int32") for _ in range(3))
             warm, has_start = T.alloc_var("int32"), T.alloc_var("int32")
             await_previous()
-            i_slice = block % (num_tiles + K // TILE)
-            hv = heads[block // (num_tiles + K // TILE) // capacity]
-            p = block // (num_tiles + K // TILE) % capacity
+            hv = heads[place]
             h = hv // (num_value_heads // num_heads)
             of_map = 0
             column = i_slice * TILE
@@ -209,12 +211,12 @@ def build(v: Variant):
             num_chunks = 0
             warm = 0
             has_start = 0
-            if ends_of[p] < 0:
+            if (ends_of[p] < 0) & ((of_map == 0) | (n < 0)):  # a first segment needs no M
                 num_chunks = T.ceildiv(end - begin, CHUNK)
             tx = T.get_thread_binding()
             if num_chunks > 0:
                 warm = warm_chunks(  # 1
-                    k, g, beta, s_sum, begin, end - begin, h, hv, limit,
+                    k, g, beta, beta16, beta_is_16, s_sum, begin, end - begin, h, hv, limit,
                     at_end=True, cumulated=not v.solves,
                 )  # fmt: skip
                 if warm > 0:
@@ -224,8 +226,8 @@ def build(v: Variant):
                     has_start = has_h0
                 if (i_slice == 0) & (tx == 0):
                     cold[p, hv] = T.if_then_else((warm == 0) & (n < 0), 1, 0)
-                if (of_map != 0) & ((warm > 0) | (n >= 0)):
-                    num_chunks = 0  # nobody asks for M
+                if (of_map != 0) & (warm > 0):
+                    num_chunks = 0  # nor does a warm one
 
             if tx < plan.end("state"):
                 T.set_max_nreg(plan.role("state").regs, 1)
@@ -250,12 +252,10 @@ def build(v: Variant):
                         values = Rows(val, (hv, i_slice), s_v)
                         load([values, *always], rows, tail_full, *where, False)
                     else:
-                        for slot in T.serial(rings["rows"]):
-                            clear_tail(s_v, slot, 0, TILE)
                         load(always, rows, tail_full, *where, False)
                 elif tx < plan.end("gate"):
                     if v.solves:
-                        raw_gate(g, beta, beta, 0, g, s_gate, gates, *where, hv, 1.0, 0)
+                        raw_gate(g, beta, beta16, beta_is_16, g, s_gate, gates, *where, hv, 1.0, 0)
                     else:
                         gate(g, beta, s_gate, gates, *where, hv, False, None)
 
