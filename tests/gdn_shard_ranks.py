@@ -1,5 +1,6 @@
 """What ranks find where sequences are cut over them, for tests.ranks. The last case kills one."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -112,14 +113,18 @@ def refusals(rank: int) -> Iterator[tuple[str, Any]]:
         "dtype": lambda: {n: t.float() if torch.is_tensor(t) else t for n, t in mine.items()},
         "gradients": lambda: {**mine, "q": mine["q"].clone().requires_grad_()},
         "malformed": lambda: {**mine, "g": mine["g"][:, :5]},
+        "missing": lambda: {**mine, "q": None},
         "states": lambda: {**mine, "output_final_state": True},
+        "contents": lambda: {**mine, "beta": mine["beta"] * torch.nan},
         "bound": lambda: {**mine, "exact": True},
         "context": lambda: {**mine, "cp_context": other},
         "nothing": lambda: mine,
     }
+    os.environ["QLA_CHECK"] = "1"
     for name, change in wrong.items():
         call = change() if rank == 2 else mine
         yield name, raised(lambda call=call: chunk_gated_delta_rule(**call))
+    del os.environ["QLA_CHECK"]
 
 
 def deaths(rank: int) -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,9 @@
 """The gated delta net.
 
-Reading order: api.py (what a call means) and low_level.py, validate.py (what is refused, and why),
-autograd.py and ops.py (what torch sees), then cpu.py or launch.py (what runs), and kernels/. The
-form for decoding is apart: recurrent.py, recurrent_ops.py, launch_recurrent.py; and so are
-sequences cut over ranks: context_parallel.py, shard_api.py, shard_ops.py, shard_cpu.py,
+Reading order: api.py (what a call means) and low_level.py, validate.py and contents.py (what is
+refused, and why), autograd.py and ops.py (what torch sees), then cpu.py or launch.py (what runs),
+and kernels/. The form for decoding is apart: recurrent.py, recurrent_ops.py, launch_recurrent.py;
+and so are sequences cut over ranks: context_parallel.py, shard_api.py, shard_ops.py, shard_cpu.py,
 launch_shards.py.
 """
 

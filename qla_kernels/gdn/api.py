@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qla_kernels.errors import need
 from qla_kernels.gdn import ops
-from qla_kernels.gdn.autograd import GatedDeltaRule, L2Norm
+from qla_kernels.gdn.autograd import GatedDeltaRule, L2Norm, apart
 from qla_kernels.gdn.keywords import refuse_unknown, take_layout, warm_bound
 from qla_kernels.gdn.shard_api import sharded
 from qla_kernels.gdn.validate import (
@@ -139,8 +139,11 @@ def chunk_gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = (L2Norm.apply(x, cu_seqlens) for x in (q, k))  # type: ignore[no-untyped-call]
     o, final_state = GatedDeltaRule.apply(  # type: ignore[no-untyped-call]
-        q, k, v, g, beta, A_log, dt_bias, initial_state, *bounds, scale, *flags.values(), keep
-    )  # fmt: skip
+        *apart(q, k, v, g, beta, A_log, dt_bias, initial_state, *bounds),
+        scale,
+        *flags.values(),
+        keep,
+    )
     return o, final_state
 
 
@@ -155,7 +158,7 @@ def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> tuple[bool, G
     state_v_first = take_layout(OP, kwargs, state_v_first)
     chunk_size = kwargs.pop("chunk_size", CHUNK)
     if chunk_size not in CHUNK_SIZES:
-        raise ValueError(need(OP, f"chunk_size is {chunk_size}", "16, 32 or 64", "leave it out"))
+        raise ValueError(need(OP, f"chunk_size is {chunk_size!r}", "16, 32 or 64", "leave it out"))
     gate = Gate(
         kwargs.pop("use_gate_in_kernel", False),
         kwargs.pop("A_log", None),

@@ -14,6 +14,18 @@ from qla_kernels.gdn import ops, shard_ops
 from qla_kernels.gdn.ops import Backward, Forward
 
 
+def apart(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same tensors, each a variable of its own: Dynamo hands none to a function twice."""
+    if not torch.compiler.is_compiling():
+        return tensors
+    found: list[Tensor | None] = []
+    for x in tensors:
+        if x is not None and any(x is y for y in found):
+            x = x.view_as(x)
+        found.append(x)
+    return tuple(found)
+
+
 class GatedDeltaRule(torch.autograd.Function):
     """gdn_fwd and gdn_bwd.
 
@@ -108,6 +120,7 @@ class GatedDeltaRule(torch.autograd.Function):
                 A_log,
                 dt_bias,
                 cp_cache=cp_cache,
+                output_dh0=ctx.needs_input_grad[7],  # of initial_state: as large as all states
                 **ctx.flags,
             )
         )

@@ -67,6 +67,9 @@ def build_cp_context(
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     bounds = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
+    if bounds[:1] != [0] or bounds != sorted(bounds):
+        needs, fix = "to start at 0 and never fall", "rebuild it from the lengths"
+        raise ValueError(need("build_cp_context", f"cu_seqlens {bounds}", needs, fix))
     if bounds[-1] % world:
         fix = "pad the last sequence"
         got = f"{bounds[-1]} tokens for {world} ranks"

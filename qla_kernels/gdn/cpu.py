@@ -77,6 +77,7 @@ def gdn_bwd(
     auto_cp: bool,
     warm_log_bound: float,
     cp_cache: list[Tensor],
+    output_dh0: bool = True,
 ) -> Backward:
     gdn = reference().gdn
     active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
@@ -90,7 +91,7 @@ def gdn_bwd(
         dbeta = gdn.beta_sigmoid_backward(_live(beta, cu_seqlens), dbeta, allow_neg_eigval)
     if g is not None:
         dg, dA_log, ddt_bias = gdn.gate_backward(_live(g, cu_seqlens), A_log, dt_bias, dg)
-    dh0 = _swapped(grads.dh0, state_v_first)
+    dh0 = _swapped(grads.dh0, state_v_first) if output_dh0 else None
     return Backward(grads.dq, grads.dk, grads.dv, dbeta, dg, dh0, dA_log, ddt_bias)
 
 

@@ -48,12 +48,13 @@ def gdn_bwd(
     auto_cp: bool,
     warm_log_bound: float,
     cp_cache: list[Tensor],
+    output_dh0: bool = True,
 ) -> Backward:
     require_aligned(q=q, k=k, v=v)
     with device.of(q):
         active = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
         h0, end = (None if x is None else x.float() for x in (initial_state, dht))
-        dh0 = None if h0 is None else h0.new_empty(h0.shape)
+        dh0 = h0.new_empty(h0.shape) if h0 is not None and output_dh0 else None
         dv, others = v.new_empty(v.shape), None
         parts = flat_parts(q, k, v) or [slice(0, 0)]
         do = readable(do.to(v.dtype), flat=len(parts) == 1)

@@ -14,7 +14,8 @@ from qla_kernels.gdn.validate import (
     check_activations,
     check_state,
     check_tensors,
-    expect_shape,
+    dtype_name,
+    expect_tensor,
     refusal,
     require,
     scale_of,
@@ -80,7 +81,7 @@ def chunk_gated_delta_rule_fwd(
     gate = Gate(use_gate_in_kernel, A_log, dt_bias)
     check_activations(op, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if out is not None:
-        expect_shape(op, "out", out, tuple(v.shape), "[B, T, HV, V]")
+        expect_tensor(op, "out", out, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
     _refuse_shards(op, cp_context)
     require(
         refusal(
@@ -161,8 +162,12 @@ def chunk_gated_delta_rule_bwd(
     op = "chunk_gated_delta_rule_bwd"
     bound = warm_bound(op, exact, warm_log_bound)
     check_tensors(op, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
-    expect_shape(op, "A", A, (*v.shape[:3], CHUNK), "[B, T, HV, 64]")
-    expect_shape(op, "do", do, tuple(v.shape), "[B, T, HV, V]")
+    expect_tensor(op, "A", A, (*v.shape[:3], CHUNK), "[B, T, HV, 64]", v.device)
+    expect_tensor(op, "do", do, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
+    for name, x, dtype in (("g", g, ops.state_dtype(q)), ("A", A, q.dtype)):
+        if x.dtype != dtype:
+            got, fix = f"{name} is {dtype_name(x.dtype)}", "pass what the forward returned"
+            raise ValueError(need(op, got, dtype_name(dtype), fix))
     if dht is not None:
         check_state(op, "dht", dht, q, v, cu_seqlens, state_v_first)
     _refuse_shards(op, cp_context)

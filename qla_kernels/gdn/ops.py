@@ -11,7 +11,6 @@ Autograd lives above, in api.py. For selective activation checkpointing name the
 `torch.ops.qla_kernels.gdn_fwd.default`.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qla_kernels.direct import direct, imported_late
-from qla_kernels.gdn.validate import OP, check_contents
+from qla_kernels.gdn import contents
+from qla_kernels.gdn.validate import OP
 from qla_kernels.varlen import CHUNK
 
 SCHEMAS = {
@@ -36,7 +36,7 @@ SCHEMAS = {
         float scale, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu,
         Tensor? g, Tensor? A_log, Tensor? dt_bias, *,
         bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first,
-        bool auto_cp, float warm_log_bound, Tensor[] cp_cache
+        bool auto_cp, float warm_log_bound, Tensor[] cp_cache, bool output_dh0=True
     ) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dg,
           Tensor? dh0, Tensor? dA_log, Tensor? ddt_bias)""",
     "l2norm_fwd": "(Tensor x) -> Tensor",
@@ -82,9 +82,9 @@ def _implementation(module: str, op: str) -> Callable[..., Any]:
 
 def _checked(run: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **flags: Any) -> Any:
-        if os.environ.get("QLA_CHECK", "0") not in ("", "0"):
+        if contents.asked_for():
             _, _, _, g, beta, _, _, cu_seqlens, cu_seqlens_cpu, *_ = args
-            check_contents(OP, g, beta, cu_seqlens, cu_seqlens_cpu)
+            contents.check_contents(OP, g, beta, cu_seqlens, cu_seqlens_cpu)
         return run(*args, **flags)
 
     return checked
@@ -155,9 +155,11 @@ def _fake_gdn_bwd(
     g: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    *,
+    output_dh0: bool = True,
     **_: Any,
 ) -> Backward:
-    h0, wide = initial_state, state_dtype(q)
+    h0, wide = initial_state if output_dh0 else None, state_dtype(q)
     dg = g_cum.new_empty(g_cum.shape, dtype=wide) if g is None else _like(g)
     return Backward(
         dq=_like(q),

@@ -18,6 +18,7 @@ from qla_kernels.gdn.validate import (
     check_tensors,
     dtype_name,
     expect_shape,
+    expect_tensor,
     refusal,
     require,
     scale_of,
@@ -87,6 +88,9 @@ def fused_recurrent_gated_delta_rule(
         Unsupported: they do, but this version cannot run them. A backward raises it, too.
     """
     state_v_first = _take_keywords(kwargs, state_v_first)
+    if g is None and use_gate_in_kernel:
+        fix = "pass g, or no flag for no decay"
+        raise ValueError(need(OP, "use_gate_in_kernel without g", "the gate's input", fix))
     g = v.new_zeros(()).expand(v.shape[:3]) if g is None else g
     beta = v.new_ones(()).expand(v.shape[:3]) if beta is None else beta
     h0 = initial_state if state_indices is None else None
@@ -155,7 +159,7 @@ def _checked_pool(
         fix = "pass the pool of states"
         raise ValueError(need(OP, "state_indices without initial_state", "both", fix))
     num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    expect_shape(OP, "state_indices", state_indices, (num_seqs,), "[N]")
+    expect_tensor(OP, "state_indices", state_indices, (num_seqs,), "[N]", q.device)
     if state_indices.dtype not in (torch.int32, torch.int64):
         got = f"state_indices is {dtype_name(state_indices.dtype)}"
         raise ValueError(need(OP, got, "int32 or int64", "cast it"))
@@ -163,11 +167,8 @@ def _checked_pool(
     size, letters = (
         ((V, K), "[slots, HV, V, K]") if state_v_first else ((K, V), "[slots, HV, K, V]")
     )
-    expect_shape(OP, "initial_state", pool, (*pool.shape[:1], HV, *size), letters)
-    for name, x in (("initial_state", pool), ("state_indices", state_indices)):
-        if x.device != q.device:
-            fix = f"move {name} there"
-            raise ValueError(need(OP, f"{name} is on {x.device}", f"{q.device}", fix))
+    shape = (*pool.shape[:1], HV, *size)
+    expect_tensor(OP, "initial_state", pool, shape, letters, q.device, floats=True)
     return pool
 
 

@@ -7,7 +7,6 @@ CUDA tensors go to launch_recurrent.py, imported when an operator first meets on
 """
 
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from qla_kernels.cpu import reference
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn import contents
 from qla_kernels.gdn.ops import LIBRARY, state_dtype
-from qla_kernels.gdn.validate import check_contents
 
 OP = "fused_recurrent_gated_delta_rule"
 
@@ -125,12 +124,13 @@ def _fake_slots(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: bool) -> Tensor:
 
 
 def _check_gates(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *args: Any) -> None:
-    check_contents(OP, g, beta, args[-1], None)
+    contents.check_contents(OP, g, beta, args[-1])
 
 
-def _check_indices(*args: Any) -> None:
+def _check_indices(q: Tensor, *args: Any) -> None:
     """Gates are left alone: tokens of a sequence that is skipped may hold anything."""
-    states, state_indices, _ = args[-3:]
+    states, state_indices, cu_seqlens = args[-3:]
+    contents.check_bounds(OP, q.shape[1], cu_seqlens)
     used = [i for i in state_indices.tolist() if i >= 0]
     if len(set(used)) < len(used) or max(used, default=-1) >= states.shape[0]:
         needs = f"different ones below {states.shape[0]}, or negative"
@@ -142,7 +142,7 @@ def _implementation(
     op: str, on_cpu: Callable[..., Any], check: Callable[..., None]
 ) -> Callable[..., Any]:
     def run(*args: Any, **options: bool) -> Any:
-        if os.environ.get("QLA_CHECK", "0") not in ("", "0"):
+        if contents.asked_for():
             check(*args)
         if not args[0].is_cuda:
             return on_cpu(*args, **options)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn import ops, shard_ops
-from qla_kernels.gdn.autograd import L2Norm, ShardedGatedDeltaRule
+from qla_kernels.gdn import contents, ops, shard_ops
+from qla_kernels.gdn.autograd import L2Norm, ShardedGatedDeltaRule, apart
 from qla_kernels.gdn.context_parallel import Shard, agree, layout_refused, shard_of
 from qla_kernels.gdn.validate import (
     OP,
@@ -49,6 +49,7 @@ def sharded(
     bounds = cp_context.cu_seqlens, getattr(cp_context, "cu_seqlens_cpu", None)
     parameters = gate.parameters()
     is_train = wants_gradients((q, k, v, g, beta, *parameters))
+    facts: dict[str, object] = {}
     problem = None
     try:
         _check_states(states)
@@ -56,9 +57,8 @@ def sharded(
         check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         require(refusal(q, k, v, cp_context=cp_context))
         _check_open_ends(shard, q.shape[1], len(bounds[0]))
-    except ValueError as error:
-        problem = error
-    if not torch.compiler.is_compiling():
+        if contents.asked_for() and not torch.compiler.is_compiling():
+            contents.check_contents(OP, g, beta, *bounds)
         facts = {
             "gradients": is_train,
             "heads and sizes": (*v.shape[2:], q.shape[-1]),
@@ -66,7 +66,10 @@ def sharded(
             "scale": scale,
             "warm_log_bound": warm_log_bound,
         }
-        agree(OP, shard, facts, problem, q.is_cuda)
+    except ValueError as error:
+        problem = error
+    if not torch.compiler.is_compiling():
+        agree(OP, shard, facts, problem, bounds[0].is_cuda)
     elif problem is not None:
         raise problem
     scale = scale_of(scale, q)
@@ -88,7 +91,7 @@ def sharded(
     if use_qk_l2norm_in_kernel:
         q, k = (L2Norm.apply(x, bounds[0]) for x in (q, k))  # type: ignore[no-untyped-call]
     o: Tensor = ShardedGatedDeltaRule.apply(  # type: ignore[no-untyped-call]
-        q, k, v, g, beta, *parameters, *bounds, scale, options
+        *apart(q, k, v, g, beta, *parameters, *bounds), scale, options
     )
     return o
 

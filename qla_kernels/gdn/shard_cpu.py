@@ -6,6 +6,7 @@ from torch import Tensor
 from qla_kernels.cpu import reference
 from qla_kernels.gdn import cpu
 from qla_kernels.gdn.context_parallel import folded, gather, goes_through, group_named
+from qla_kernels.gdn.ops import state_dtype
 from qla_kernels.gdn.shard_ops import Forward, without_dh0
 
 
@@ -33,9 +34,11 @@ def gdn_shard_fwd(
     gdn, num = reference().gdn, len(cu_seqlens) - 1
     active_g = g if A_log is None else gdn.gate(g, A_log, dt_bias)
     active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
-    with torch.autocast("cpu", enabled=False):
-        through = goes_through(cu_seqlens, before, after)
-        link = gdn.forward_link(k, v, active_g, active, cu_seqlens, through).mT
+    link = _no_link(k, v)
+    if num:
+        with torch.autocast("cpu", enabled=False):
+            through = goes_through(cu_seqlens, before, after)
+            link = gdn.forward_link(k, v, active_g, active, cu_seqlens, through).mT
     ranks = group_named(group)
     links, here = gather(link, ranks), ranks.rank()
     entered = folded(links, range(here - before, here), v.shape[-1])
@@ -75,11 +78,13 @@ def gdn_shard_bwd(
 ) -> tuple[Tensor | None, ...]:
     gdn, num = reference().gdn, len(cu_seqlens) - 1
     active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
-    with torch.autocast("cpu", enabled=False):
-        through = goes_through(cu_seqlens, before, after)
-        link = gdn.backward_link(
-            q, k, v, g_cum, active, A, do, scale, cu_seqlens, through
-        ).mT  # fmt: skip
+    link = _no_link(k, v)
+    if num:
+        with torch.autocast("cpu", enabled=False):
+            through = goes_through(cu_seqlens, before, after)
+            link = gdn.backward_link(
+                q, k, v, g_cum, active, A, do, scale, cu_seqlens, through
+            ).mT  # fmt: skip
     ranks = group_named(group)
     links, here = gather(link, ranks), ranks.rank()
     left = folded(links, range(here + after, here, -1), v.shape[-1])
@@ -93,8 +98,15 @@ def gdn_shard_bwd(
     return without_dh0(done)
 
 
+def _no_link(k: Tensor, v: Tensor) -> Tensor:
+    """Of a rank that has no sequence."""
+    (HV, V), K = v.shape[2:], k.shape[-1]
+    return k.new_zeros(HV, V + K, K, dtype=state_dtype(k))
+
+
 def _alone(state: Tensor, num: int, n: int) -> Tensor:
     """States of `num` sequences, [num, HV, V, K]: `state` of sequence n, zeros of the others."""
     states = state.new_zeros(num, *state.shape)
-    states[n] = state
+    if num:
+        states[n] = state
     return states

@@ -4,7 +4,7 @@
     refusal      the call is well formed, but this version cannot run it: the text of an Unsupported
 
 Both decide from shapes, dtypes, strides and the device's capability, which all ranks of a job
-share; `check_contents` alone reads values, and runs only under QLA_CHECK=1.
+share. contents.py reads values.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from qla_kernels import device
 from qla_kernels.errors import Unsupported, need
@@ -77,6 +78,8 @@ def require(reason: str | None) -> None:
 
 def wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
     """Whether autograd will ask for gradients of a call on these tensors."""
+    if forward_ad._current_level >= 0:  # forward mode: kernels would lose tangents, wrappers refuse
+        return True
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -121,7 +124,7 @@ def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int
         if not _tma_readable(x, traced):
             return (
                 f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
-                f"a last stride of 1 and the rest multiples of {TMA_ALIGNMENT} bytes",
+                f"a last stride of 1 and the rest positive multiples of {TMA_ALIGNMENT} bytes",
                 f"pass {name}.contiguous()",
             )
     return None
@@ -145,7 +148,9 @@ def _tma_readable(x: Tensor, traced: bool) -> bool:
     # A dimension of one element is never stepped over, so its stride says nothing.
     steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
-    return x.stride(-1) == 1 and aligned
+    # No descriptor has a stride of 0; rows of several tokens have one each if they do not flatten.
+    inner = steps[1:] if x.shape[0] > 1 and x.shape[1] > 1 else steps
+    return x.stride(-1) == 1 and aligned and 0 not in inner
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -175,7 +180,7 @@ def check_activations(
         raise ValueError(need(op, "use_gate_in_kernel without A_log", "A_log", fix))
     for name, x in (("A_log", gate.A_log), ("dt_bias", gate.dt_bias)):
         if x is not None:
-            _expect_tensor(op, name, x, (v.shape[2],), "[HV]", v.device, floats=True)
+            expect_tensor(op, name, x, (v.shape[2],), "[HV]", v.device, floats=True)
 
 
 def check_tensors(
@@ -191,6 +196,8 @@ def check_tensors(
     state_v_first: bool = False,
 ) -> None:
     """Shapes, devices and dtypes that fit together; every tensor may have any strides."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        expect_tensors(op, q=q, k=k, v=v)
     if not q.dim() == k.dim() == v.dim() == 4:
         name, x = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if x.dim() != 4)
         needs = "4: [B, T, heads, size]"
@@ -205,10 +212,10 @@ def check_tensors(
     if K == 0 or V == 0:
         raise ValueError(need(op, f"head sizes K={K} and V={V}", "at least 1", "drop such heads"))
     where = q.device
-    _expect_tensor(op, "k", k, (B, T, H, K), "[B, T, H, K]", where)
-    _expect_tensor(op, "v", v, (B, T, HV, V), "[B, T, HV, V]", where)
-    _expect_tensor(op, "g", g, (B, T, HV), "[B, T, HV]", where, floats=True)
-    _expect_tensor(op, "beta", beta, (B, T, HV), "[B, T, HV]", where, floats=True)
+    expect_tensor(op, "k", k, (B, T, H, K), "[B, T, H, K]", where)
+    expect_tensor(op, "v", v, (B, T, HV, V), "[B, T, HV, V]", where)
+    expect_tensor(op, "g", g, (B, T, HV), "[B, T, HV]", where, floats=True)
+    expect_tensor(op, "beta", beta, (B, T, HV), "[B, T, HV]", where, floats=True)
     if cu_seqlens is not None:
         _check_cu_seqlens(op, q, cu_seqlens, cu_seqlens_cpu)
     elif cu_seqlens_cpu is not None:  # FLA runs this as one sequence per batch row, in silence
@@ -230,7 +237,7 @@ def check_state(
     K, (HV, V) = q.shape[-1], v.shape[2:]
     num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     size, letters = ((V, K), "[N, HV, V, K]") if state_v_first else ((K, V), "[N, HV, K, V]")
-    _expect_tensor(op, name, state, (num_seqs, HV, *size), letters, q.device, floats=True)
+    expect_tensor(op, name, state, (num_seqs, HV, *size), letters, q.device, floats=True)
 
 
 def _check_cu_seqlens(
@@ -239,17 +246,31 @@ def _check_cu_seqlens(
     if q.shape[0] != 1:
         got = f"batch size {q.shape[0]} with cu_seqlens"
         raise ValueError(need(op, got, "1", "flatten the batch to [1, B * T, ...]"))
-    x = cu_seqlens
-    if x.dim() != 1 or x.shape[0] == 0 or x.dtype not in (torch.int32, torch.int64):
-        got = f"cu_seqlens is {dtype_name(x.dtype)} {tuple(x.shape)}"
-        raise ValueError(need(op, got, "int32 or int64 [N+1]", "start it with 0"))
-    _expect_device(op, "cu_seqlens", x, q.device)
+    _expect_bounds(op, "cu_seqlens", cu_seqlens)
+    _expect_device(op, "cu_seqlens", cu_seqlens, q.device)
     if cu_seqlens_cpu is not None:
+        _expect_bounds(op, "cu_seqlens_cpu", cu_seqlens_cpu)
         shape, on_cpu = (cu_seqlens.shape[0],), torch.device("cpu")
-        _expect_tensor(op, "cu_seqlens_cpu", cu_seqlens_cpu, shape, "[N+1]", on_cpu)
+        expect_tensor(op, "cu_seqlens_cpu", cu_seqlens_cpu, shape, "[N+1]", on_cpu)
+
+
+def _expect_bounds(op: str, name: str, x: Tensor) -> None:
+    expect_tensors(op, **{name: x})
+    if x.dim() != 1 or x.shape[0] == 0 or x.dtype not in (torch.int32, torch.int64):
+        got = f"{name} is {dtype_name(x.dtype)} {tuple(x.shape)}"
+        fix = "pass 0 and where each sequence ends, as int32"
+        raise ValueError(need(op, got, "int32 or int64 [N+1]", fix))
+
+
+def expect_tensors(op: str, **given: object) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            got = f"{name} is of type {type(x).__name__}"
+            raise ValueError(need(op, got, "a tensor", f"pass {name} as one"))
 
 
 def expect_shape(op: str, name: str, x: Tensor, want: tuple[int, ...], letters: str) -> None:
+    expect_tensors(op, **{name: x})
     if x.shape != want:
         got = f"{name} has shape {tuple(x.shape)}"
         raise ValueError(need(op, got, f"{letters} = {want}", f"reshape or expand {name}"))
@@ -260,7 +281,7 @@ def _expect_device(op: str, name: str, x: Tensor, want: torch.device) -> None:
         raise ValueError(need(op, f"{name} is on {x.device}", f"{want}", f"move {name} there"))
 
 
-def _expect_tensor(
+def expect_tensor(
     op: str,
     name: str,
     x: Tensor,
@@ -270,31 +291,9 @@ def _expect_tensor(
     floats: bool = False,
 ) -> None:
     """All at once: a call has many tensors, and its host time counts."""
-    if x.shape != shape:
+    if not isinstance(x, Tensor) or x.shape != shape:
         expect_shape(op, name, x, shape, letters)
     if floats and not x.is_floating_point():
         raise ValueError(need(op, f"{name} is {dtype_name(x.dtype)}", "a float dtype", "cast it"))
     if x.device != device:
         _expect_device(op, name, x, device)
-
-
-def check_contents(
-    op: str, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
-) -> None:
-    """QLA_CHECK=1: what no shape can tell. Reads the device, so it waits for it."""
-    num_tokens = g.shape[1]
-    live = num_tokens
-    if cu_seqlens is not None:
-        ends = cu_seqlens.tolist()
-        live = ends[-1]
-        if ends[0] != 0 or live > num_tokens or ends != sorted(ends):
-            needs = f"to start at 0, never fall, and end at or before T={num_tokens}"
-            raise ValueError(need(op, f"cu_seqlens {ends}", needs, "rebuild it from the lengths"))
-        if cu_seqlens_cpu is not None and cu_seqlens_cpu.tolist() != ends:
-            got = f"cu_seqlens_cpu {cu_seqlens_cpu.tolist()} and cu_seqlens {ends}"
-            raise ValueError(need(op, got, "equal values", "copy one from the other"))
-    for name, x in (("g", g), ("beta", beta)):
-        if x[:, :live].isnan().any():  # tokens past the last sequence are nobody's
-            token = int(x[:, :live].isnan().nonzero()[0, 1])
-            got = f"{name} is NaN, first at token {token}"
-            raise ValueError(need(op, got, "numbers", f"look at what made {name}"))

@@ -83,8 +83,11 @@ def declined(
     if others:
         names = ", ".join(sorted(others))
         return need(OP, f"got {names}", "keywords of ours", "left to FLA")
+    if cp_context is not None and getattr(cp_context, "group", None) is None:
+        # ours would take all ranks of the job for its group, or ask where its tables are
+        return need(OP, "cp_context without a group", "one: FLA runs it as none", "left to FLA")
     if chunk_size not in CHUNK_SIZES:
-        return need(OP, f"chunk_size is {chunk_size}", "16, 32 or 64", "left to FLA")
+        return need(OP, f"chunk_size is {chunk_size!r}", "16, 32 or 64", "left to FLA")
     gate = Gate(use_gate_in_kernel, A_log, dt_bias)
     try:
         check_tensors(

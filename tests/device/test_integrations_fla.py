@@ -1,9 +1,9 @@
 """flash-linear-attention on a GPU with our backend in it, beside its own kernels.
 
-Both are measured against fp64: ours may be no further off than FLA's, unless by less than rounding
-a tensor to 16 bits may cost: sums of products of 16-bit operands differ by that, most where terms
-cancel, in the gradients of gates and states. FLA's backward needs Triton 3.7.1 or TileLang, which
-takes half a minute to compile it for each kind of call.
+Both are measured against the definition: ours may be no further off than FLA's, unless by less than
+rounding a tensor to 16 bits may cost: sums of products of 16-bit operands differ by that, most
+where terms cancel, in the gradients of gates and states. FLA takes half a minute to compile the
+backward of a kind of call, by TileLang unless Triton is 3.7.1 or later, so there are few kinds.
 """
 
 import copy
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.hopper
 
 LIMIT = 0.02  # relative L2, of anything in 16 bits
 RATIO = 1.1
+LAYER_LIMIT, LAYER_RATIO = 0.05, 1.5  # of products in 16 bits through a layer and back
 
 
 @pytest.fixture
@@ -81,13 +82,13 @@ def definition_of(output_final_state: bool, **x: Any) -> tuple[Tensor, Tensor]:
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES: dict[str, Call] = {
-    "dense": {"batch": 2, "tokens": 300},
-    "one head per group, fp16": {"tokens": 200, "heads": (3, 3), "size": 64, "dtype": FP16},
-    "packed": {"lengths": [1, 63, 200, 130], "heads": (2, 8)},
-    "activated": {"tokens": 300, "activations": True},
-    "activated, packed, V first": {
-        "lengths": [100, 17, 250], "activations": True, "state_v_first": True,
-        "allow_neg_eigval": True,
+    "dense": {"tokens": 300},
+    "activated, V first": {"tokens": 300, "activations": True, "state_v_first": True},
+    "activated, packed": {
+        "lengths": [100, 1, 17, 250], "activations": True, "allow_neg_eigval": True,
+    },
+    "one head per group, packed, fp16": {
+        "lengths": [1, 63, 130, 200], "heads": (3, 3), "dtype": FP16,
     },
 }  # fmt: skip
 
@@ -147,19 +148,17 @@ def step(layer: torch.nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]
     return {"loss": loss.detach(), "out": out.detach(), "x": x.grad} | grads
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (2, 4)], ids=str)
-def test_a_training_step_of_its_layer(ran, heads):
-    """In fp32, which we decline, the layer is the measure of both."""
-    layers = pytest.importorskip("fla.layers", exc_type=ImportError)
-    layer = layers.GatedDeltaNet(
-        256, expand_v=2, head_dim=64, num_heads=heads[0], num_v_heads=heads[1]
-    )
+def test_a_training_step_of_its_layer(ran, monkeypatch):
+    """In fp32, with the definition in the place of FLA's function, it is the measure of both."""
+    layers = pytest.importorskip("fla.layers.gated_deltanet", exc_type=ImportError)
+    layer = layers.GatedDeltaNet(256, expand_v=1, head_dim=128, num_heads=2, num_v_heads=4)
     layer = layer.to("cuda", BF16)
     x, target = (torch.randn(2, 200, 256, device="cuda", dtype=BF16) for _ in range(2))
     ours = step(layer, x, target)
     assert ran == ["ours"]
     with left_to_fla():
         fla = step(layer, x, target)
-    truth = step(copy.deepcopy(layer).float(), x.float(), target)
     assert ran == ["ours"]
-    no_worse(ours, fla, truth, RATIO, LIMIT, half_ulp(BF16))
+    monkeypatch.setattr(layers, "chunk_gated_delta_rule", definition_of)
+    truth = step(copy.deepcopy(layer).float(), x.float(), target)
+    no_worse(ours, fla, truth, LAYER_RATIO, LAYER_LIMIT, half_ulp(BF16))

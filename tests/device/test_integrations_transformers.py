@@ -1,10 +1,11 @@
 """Models of an installed transformers on a GPU, with our functions in their gated-delta-net layers.
 
-In fp32 the model is the measure. In bf16 ours must be about as close as what it comes with, which
-is flash-linear-attention where that is installed and PyTorch elsewhere.
+In fp32, with the definition in those layers, the model is the measure. In bf16 ours must be about
+as close as what it comes with: flash-linear-attention where that is installed, PyTorch elsewhere.
 """
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from qla_kernels import Unsupported
 from qla_kernels.integrations import transformers as integration
 from tests.compare import assert_close, no_worse
+from tests.gdn_calls import definition
 from tests.tiny_models import KINDS, VOCABULARY, step, tiny
 
 pytestmark = pytest.mark.hopper
@@ -41,12 +43,31 @@ def tokens(length: int) -> Tensor:
     return torch.randint(VOCABULARY, (2, length), device="cuda")
 
 
-def test_a_training_step(model):
+def definition_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The definition, called as a layer calls its function."""
+    x = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return definition({**x, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel})
+
+
+def test_a_training_step(model, monkeypatch):
     ids = tokens(200)
     theirs = results(model, ids)
-    truth = results(copy.deepcopy(model).float(), ids)
     assert integration.swap(model) == 1
     ours = results(model, ids)
+    assert integration.restore(model) == 1
+    monkeypatch.setitem(integration.HELD, integration.HOLDS, definition_of)
+    monkeypatch.setitem(integration.SHARED, integration.SHARES, definition_of)
+    wide = copy.deepcopy(model).float()
+    assert integration.swap(wide) == 1
+    truth = results(wide, ids)
     no_worse(ours, theirs, truth, ratio=1.5, limit=LIMIT)
 
 
@@ -63,9 +84,7 @@ def test_prefill_and_decoding_are_one_long_call(model):
 
 
 def test_it_is_ours_that_run(model):
-    """They refuse fp32, which what the model comes with computes."""
-    ids, wide = tokens(70), model.float()
-    wide(ids)
-    integration.swap(wide)
+    """They refuse fp32, which what the model comes with would compute."""
+    integration.swap(model.float())
     with pytest.raises(Unsupported, match="float32"):
-        wide(ids)
+        model(tokens(70))

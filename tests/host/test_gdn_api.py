@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from qla_kernels import (
     chunk_gated_delta_rule,
@@ -13,6 +14,7 @@ from qla_kernels import (
     chunk_gated_delta_rule_fwd,
     chunk_gdn,
 )
+from qla_kernels.gdn import ops
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import CALLS, DIFFERENTIABLE, call, definition, gradients, leaves
 
@@ -94,6 +96,7 @@ def test_names_order_and_defaults(ours, theirs):
 
 
 def test_signature_equals_that_of_an_installed_fla():
+    pytest.importorskip("fla.backends", exc_type=ImportError)  # 0.5.2 has no chunk_indices
     fla = pytest.importorskip("fla.ops.gated_delta_rule", exc_type=ImportError)
     wrapped = inspect.unwrap(fla.chunk_gated_delta_rule)
     theirs = inspect.signature(wrapped).parameters.values()
@@ -222,6 +225,38 @@ def test_autocast_changes_nothing():
         got_grads = gradients(got, y)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert all(torch.equal(got_grads[n], want_grads[n]) for n in want_grads)
+
+
+def test_a_state_that_needs_no_gradient_gets_none(monkeypatch):
+    """dh0 is as large as all states together."""
+    made = []
+
+    def backward(*args: Any, **flags: Any) -> Any:
+        made.append(ops.Backward(*gdn_bwd(*args, **flags)).dh0)
+        return gdn_bwd(*args, **flags)
+
+    gdn_bwd = ops.gdn_bwd
+    monkeypatch.setattr(ops, "gdn_bwd", backward)
+    x = leaves(call())
+    want = gradients(chunk_gated_delta_rule(**x, output_final_state=True), x)
+    x["initial_state"].requires_grad_(False)
+    got = gradients(chunk_gated_delta_rule(**x, output_final_state=True), x)
+    assert [dh0 is None for dh0 in made] == [False, True]
+    assert want.keys() - got.keys() == {"initial_state"}
+    assert all(torch.equal(got[n], want[n]) for n in got)
+
+
+def test_forward_mode_is_refused():
+    """Kernels know nothing of tangents, which would be lost in silence."""
+    x = call()
+
+    def o(q: torch.Tensor) -> torch.Tensor:
+        return chunk_gated_delta_rule(**{**x, "q": q})[0]
+
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode AD"):
+        o(forward_ad.make_dual(x["q"], x["q"]))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.jvp(o, (x["q"],), (x["q"],))
 
 
 def test_gradients_are_not_differentiable_again():

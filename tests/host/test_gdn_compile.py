@@ -28,6 +28,22 @@ def test_compiles_to_one_graph(kind):
     assert all(torch.equal(got_grads[n], want_grads[n]) for n in want_grads)
 
 
+def test_a_tensor_may_come_twice():
+    """Dynamo hands none to an autograd.Function twice."""
+    x = call([30, 40])
+    x["cu_seqlens_cpu"] = x["cu_seqlens"]
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        return chunk_gated_delta_rule(**{**x, "q": q, "k": q})[0]
+
+    eager, traced = (x["q"].clone().requires_grad_() for _ in range(2))
+    want, got = layer(eager), torch.compile(layer, fullgraph=True, backend="aot_eager")(traced)
+    assert torch.equal(got, want)
+    assert torch.equal(
+        *(torch.autograd.grad(o.square().sum(), q)[0] for o, q in ((got, traced), (want, eager)))
+    )
+
+
 def test_compiles_without_gradients():
     x = call(activations=True)
     compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
-from qla_kernels.gdn import ShardError
-from tests.gdn_calls import call
+from qla_kernels.gdn import ShardError, build_cp_context
+from tests.gdn_calls import Call, call, gradients, leaves
 from tests.gdn_shard_ranks import LENGTHS
 from tests.ranks import DEADLINE, WORLD, start
 
@@ -16,6 +17,8 @@ RAISED = {
     "dtype": "dtype is float64 on rank 0 and float32 on rank 2",
     "gradients": "gradients is False on rank 0 and True on rank 2",
     "malformed": "g has shape (1, 5, 2)",
+    "contents": "beta is NaN, first at token 0",
+    "missing": "q is of type NoneType",
     "states": "initial_state or output_final_state with cp_context",
     "bound": "warm_log_bound is -12.0 on rank 0 and -inf on rank 2",
     "context": "ranks after rank 1 and",
@@ -53,6 +56,40 @@ def test_a_lost_rank_is_an_error_in_time(said):
         assert rank["seconds until it is noticed"] < 3 * DEADLINE
 
 
+@pytest.fixture
+def alone():
+    """A group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_compiles_to_one_graph(alone):
+    x = call([30, 40], activations=True)
+    del x["initial_state"]
+    x["cp_context"] = build_cp_context(x.pop("cu_seqlens"))
+
+    def layer(x: Call) -> tuple[torch.Tensor, None]:
+        return chunk_gated_delta_rule(**x)
+
+    eager, traced = leaves(x), leaves(x)
+    want, got = layer(eager), torch.compile(layer, fullgraph=True, backend="aot_eager")(traced)
+    assert torch.equal(got[0], want[0])
+    got_grads, want_grads = gradients(got, traced), gradients(want, eager)
+    assert all(torch.equal(got_grads[n], want_grads[n]) for n in want_grads)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]], ids=str)
+def test_ranks_without_a_token(alone, lengths):
+    x = call(lengths, activations=True)
+    del x["initial_state"]
+    x["cp_context"] = build_cp_context(x.pop("cu_seqlens"))
+    x = leaves(x)
+    result = chunk_gated_delta_rule(**x)
+    assert result[0].shape == x["v"].shape
+    assert all(dx.shape == x[n].shape and not dx.any() for n, dx in gradients(result, x).items())
+
+
 def test_contexts_that_say_too_little():
     x = call([70])
     del x["initial_state"], x["cu_seqlens"]
@@ -65,6 +102,14 @@ def test_contexts_that_say_too_little():
     ):
         with pytest.raises(ValueError, match=text):
             chunk_gated_delta_rule(**x, cp_context=context)
+
+
+@pytest.mark.parametrize("bounds", [[], [1, 70], [0, 40, 30, 70]], ids=str)
+def test_contexts_of_bounds_that_are_none(bounds, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    with pytest.raises(ValueError, match=r"cu_seqlens .* need to start at 0 and never fall"):
+        build_cp_context(torch.tensor(bounds, dtype=torch.int32))
 
 
 def test_a_forward_alone_takes_no_context():

@@ -137,22 +137,18 @@ MALFORMED = {
         "state_indices without initial_state; need both",
     ),
     "number of indices": ({"state_indices": INDICES[:1]}, "state_indices has shape (1,); need [N]"),
-    "dtype of indices": (
-        {"state_indices": INDICES.float()},
-        "state_indices is float32; need",
-    ),
+    "dtype of indices": ({"state_indices": INDICES.float()}, "state_indices is float32; need"),
     "shape of the pool": (
         {"state_indices": INDICES, "initial_state": torch.zeros(7, 4, 8, 16)},
         "initial_state has shape (7, 4, 8, 16); need [slots, HV, K, V] = (7, 4, 16, 8)",
     ),
-    "number of states": (
-        {"initial_state": torch.zeros(7, 4, 16, 8)},
-        "initial_state has shape (7, 4, 16, 8); need [N, HV, K, V] = (2, 4, 16, 8)",
+    "dtype of the pool": (
+        {"state_indices": INDICES, "initial_state": torch.zeros(7, 4, 16, 8).int()},
+        "initial_state is int32; need a float dtype",
     ),
-    "beta": (
-        {"beta": torch.zeros(2, 70, 4, 7)},
-        "beta has shape (2, 70, 4, 7); need [B, T, HV, V]",
-    ),
+    "number of states": ({"initial_state": torch.zeros(7, 4, 16, 8)}, "initial_state has shape (7"),
+    "beta": ({"beta": torch.zeros(2, 70, 4, 7)}, "beta has shape (2, 70, 4, 7); need [B, T, HV"),
+    "no input": ({"g": None, "use_gate_in_kernel": True}, "use_gate_in_kernel without g;"),
     "gate": ({"use_gate_in_kernel": True}, "use_gate_in_kernel without A_log; need A_log"),
     "eigenvalues": (
         {"allow_neg_eigval": True},
@@ -246,6 +242,9 @@ def test_contents_are_checked_on_request(monkeypatch):
         with pytest.raises(ValueError, match="need different ones below 3, or negative"):
             run(x, state_indices=torch.tensor(slots))
     run(x, state_indices=torch.tensor([2, -1, -1]))
+    fallen = {**call([3, 2]), "cu_seqlens": torch.tensor([0, 4, 3])}
+    with pytest.raises(ValueError, match="never fall"):
+        run(fallen, state_indices=INDICES)
     x["g"][1, 3] = torch.nan
     with pytest.raises(ValueError, match="g is NaN, first at token 3"):
         run(x)

@@ -88,7 +88,14 @@ def test_gradients_are_ours(installed):
 HALF = torch.zeros(2, 70, 2, 16, dtype=torch.bfloat16)
 DECLINED = {
     "mixed dtypes": ({"k": HALF}, "q is float64, k is bfloat16, v is float64; need one dtype"),
-    "ranks": ({"cp_context": SimpleNamespace(layout="zigzag")}, "cp_context with layout 'zigzag'"),
+    "ranks": (
+        {"cp_context": SimpleNamespace(layout="zigzag", group="ranks")},
+        "cp_context with layout 'zigzag'",
+    ),
+    "no ranks": (
+        {"cp_context": SimpleNamespace(layout="contiguous", group=None)},
+        "cp_context without a group",
+    ),
     "its old place": (
         {"chunk_indices": SimpleNamespace()},
         "got cp_context; need keywords of ours",
@@ -103,7 +110,7 @@ DECLINED = {
     ),
     "gate": ({"use_gate_in_kernel": True}, "use_gate_in_kernel without A_log; need A_log"),
     "eigenvalues": ({"allow_neg_eigval": True}, "allow_neg_eigval without"),
-    "missing argument": ({"beta": None}, "'NoneType' object has no attribute"),
+    "missing argument": ({"beta": None}, "beta is of type NoneType; need a tensor"),
 }
 
 

@@ -27,7 +27,9 @@ def strided(stride: tuple[int, ...], offset: int = 0) -> torch.Tensor:
     return room.as_strided((2, 8, 2, 128), stride, offset)
 
 
-STRIDES = "need a last stride of 1 and the rest multiples of 16 bytes; pass {0}.contiguous()"
+STRIDES = (
+    "need a last stride of 1 and the rest positive multiples of 16 bytes; pass {0}.contiguous()"
+)
 REFUSED = {
     "capability": (
         {"capability": (10, 0)},
@@ -96,6 +98,17 @@ def test_no_refusal_on_hopper():
     assert refusal(**slices, capability=HOPPER) is None
     transposed = tensors(q=strided((4096, 128, 1024, 1)))  # head-major memory
     assert refusal(**transposed, capability=HOPPER) is None
+
+
+def test_elements_that_share_memory():
+    """As of expand: no TMA descriptor has a stride of 0, but rows of a batch may have one each."""
+    for dim, tokens in ((1, 8), (2, 8), (0, 1)):
+        x = tensors(v=torch.empty(2, tokens, 2, 128, dtype=torch.bfloat16, device="meta"))
+        x["v"] = x["v"].narrow(dim, 0, 1).expand(2, tokens, 2, 128)
+        assert "positive multiples of 16 bytes; pass v.contiguous()" in refusal(
+            **x, capability=HOPPER
+        )
+    assert refusal(**tensors(q=strided((0, 512, 128, 1))), capability=HOPPER) is None
 
 
 def test_the_stride_of_a_single_element_is_no_reason():

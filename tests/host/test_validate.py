@@ -63,6 +63,11 @@ MALFORMED = {
         {"beta": zeros(2, 70, 4, dtype=torch.int64)},
         "beta is int64; need a float dtype; cast it",
     ),
+    "no gate": ({"g": None}, "g is of type NoneType; need a tensor; pass g as one"),
+    "no tensor": (
+        {"q": [0.0]},
+        "q is of type list; need a tensor; pass q as one",
+    ),
     "state": (
         {"initial_state": zeros(2, 4, 8, 16)},
         "initial_state has shape (2, 4, 8, 16); need [N, HV, K, V] = (2, 4, 16, 8); "
@@ -122,16 +127,27 @@ def test_a_malformed_call_is_a_value_error(row):
 PACKED = {
     "dtype": (
         {"cu_seqlens": torch.tensor([0.0, 70.0])},
-        "cu_seqlens is float32 (2,); need int32 or int64 [N+1]; start it with 0",
+        "cu_seqlens is float32 (2,); need int32 or int64 [N+1]; "
+        "pass 0 and where each sequence ends, as int32",
     ),
     "empty": (
         {"cu_seqlens": torch.tensor([], dtype=torch.int32)},
-        "cu_seqlens is int32 (0,); need int32 or int64 [N+1]; start it with 0",
+        "cu_seqlens is int32 (0,); need int32 or int64 [N+1]; "
+        "pass 0 and where each sequence ends, as int32",
     ),
     "states": (
         {"cu_seqlens": torch.tensor([0, 10, 70])},
         "initial_state has shape (1, 4, 16, 8); need [N, HV, K, V] = (2, 4, 16, 8); "
         "reshape or expand initial_state",
+    ),
+    "list": (
+        {"cu_seqlens": [0, 70]},
+        "cu_seqlens is of type list; need a tensor; pass cu_seqlens as one",
+    ),
+    "dtype on the CPU": (
+        {"cu_seqlens_cpu": torch.tensor([0.0, 70.0])},
+        "cu_seqlens_cpu is float32 (2,); need int32 or int64 [N+1]; "
+        "pass 0 and where each sequence ends, as int32",
     ),
     "cu_seqlens_cpu": (
         {"cu_seqlens_cpu": torch.tensor([0, 10, 70])},
@@ -179,6 +195,15 @@ def test_low_level_checks_name_their_function():
         chunk_gated_delta_rule_bwd(q, k, v, g_cum, beta, g_cum, o)
     with pytest.raises(ValueError, match=r"^chunk_gated_delta_rule_bwd: dht has shape"):
         chunk_gated_delta_rule_bwd(q, k, v, g_cum, beta, A, o, o)
+    for changed, text in (
+        ({"g": g_cum.float()}, "g is float32; need float64; pass what the forward returned"),
+        ({"A": A.half()}, "A is float16; need float64; pass what the forward returned"),
+        ({"do": o.to("meta")}, "do is on meta; need cpu; move do there"),
+        ({"do": None}, "do is of type NoneType; need a tensor; pass do as one"),
+    ):
+        saved = {"g": g_cum, "A": A, "do": o, **changed}
+        with pytest.raises(ValueError, match=f"^chunk_gated_delta_rule_bwd: {text}$"):
+            chunk_gated_delta_rule_bwd(q, k, v, beta=beta, **saved)
 
 
 # QLA_CHECK=1 reads what shapes cannot tell.

@@ -1,0 +1,69 @@
+"""docs/gdn.md: its code runs, says what it should, and its numbers are counted."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qla_kernels import chunk_gated_delta_rule
+from tests.gdn_calls import call, leaves
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "gdn.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def code() -> dict[str, Any]:
+    """What the document's code defines, all of it run from top to bottom."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S):
+        exec(compile(block, "docs/gdn.md", "exec"), names)
+    return names
+
+
+def test_every_input_has_a_gradient(code):
+    assert all(code[n].grad.any() for n in ("q", "k", "v", "a", "b", "A_log", "dt_bias"))
+
+
+def test_a_rank_s_part_of_one_rank_is_all(code):
+    x = call([30, 40])
+    del x["initial_state"]
+    want, _ = chunk_gated_delta_rule(**x)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert torch.equal(code["on_this_rank"](**x, rank=0, world=1), want)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_what_is_kept_for_the_backward_is_as_it_says(normalised):
+    H, HV, K, T = 16, 32, 128, 64
+    x = call(
+        batch=1, tokens=T, heads=(H, HV), sizes=(K, K), dtype=torch.bfloat16, gates=torch.float32
+    )
+    x = leaves(x)
+    given = {t.untyped_storage().data_ptr() for t in x.values()}
+    kept: dict[int, int] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if (start := t.untyped_storage().data_ptr()) not in given:
+            kept[start] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        o, _ = chunk_gated_delta_rule(**x, use_qk_l2norm_in_kernel=normalised)
+    assert o.requires_grad
+    norms = 4 * H * K if normalised else 0
+    assert sum(kept.values()) / T == 132 * HV + norms
+    assert "132 HV a token" in TEXT
+    assert "4 H K a token" in TEXT
+    assert f"{132 * HV / 1e3:.1f} KB and {4 * H * K / 1e3:.1f} KB a token" in TEXT
+
+
+def test_every_file_it_names_exists():
+    for name in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
+        assert (ROOT / "docs" / name).exists(), name
