@@ -34,7 +34,7 @@ class Implementation:
     module: str  # imported to see whether it is there
     needs_cuda = True
     on_request = False  # left out unless it is named
-    tunes = False  # its first call times variants, and what it chose stays on disk
+    by_length = False  # it compiles for every workload anew, and keeps what it compiled on disk
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine at all; None when it can."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch.nn.functional import pad
 
@@ -13,18 +14,20 @@ from .baselines import Call, Implementation
 from .workloads_layer import DecoderLayer
 
 BLOCK = 128  # rows and columns of its blocks
+LENGTHS = 256  # that a process may compile it for; torch gives up after 8
 
 
 class FlexAttention(Implementation):
     """The block mask is made before, as a model makes it once for all layers.
 
-    A graph break, or one shape too many to compile for, is an error here: it would go on without
-    its kernels otherwise.
+    Compiled for each length by itself, as it is fastest: left to itself, torch would do so for the
+    first row alone, and time all others with lengths that its kernels do not know. A graph break
+    is an error: it would go on without its kernels otherwise.
     """
 
     name, label = "flex", "FlexAttention"
     module, distribution = "torch.nn.attention.flex_attention", "torch"
-    tunes = True
+    by_length = True
     compiled = True
 
     def inapplicable(self, workload: AttentionWorkload) -> str | None:
@@ -38,7 +41,8 @@ class FlexAttention(Implementation):
         if self.compiled:
             # a backward that runs again must not have overwritten what it was given
             functorch_config.donated_buffer = False
-            attend = torch.compile(attend, fullgraph=True)
+            dynamo_config.recompile_limit = LENGTHS
+            attend = torch.compile(attend, fullgraph=True, dynamic=False)
         mask = block_mask(flex, inputs.visible, workload.tokens, inputs.q.device)
         q, k, v = (_heads_first(x) for x in inputs[:3])
 

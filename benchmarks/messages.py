@@ -21,7 +21,7 @@ class Machine(NamedTuple):
     versions: dict[str, str]
     labels: dict[str, str]
     missing: dict[str, str]
-    tuning: tuple[str, ...]  # implementations whose first call times variants
+    by_length: tuple[str, ...]  # implementations that compile for every workload anew
     ceilings: Ceilings
 
 

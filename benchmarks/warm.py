@@ -1,7 +1,7 @@
 """Compiles what workloads need in several processes at once, so that a benchmark finds it cached.
 
-Libraries whose first call times variants against each other, and that keep what they chose, are
-left out: they would choose on a busy GPU. FLA can be told not to keep it, and compiles here.
+FLA times variants against each other in its first call. It is told not to keep what it chose on a
+GPU as busy as this.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 from .harness import Harness
-from .messages import Options
+from .messages import Machine, Options
 from .progress import Progress
 from .records import OK
 
-Task = tuple[str, list[Any]]  # an implementation and workloads that share most kernels
+Task = tuple[str, list[Any]]  # an implementation, and workloads for which kernels are the same
 
 
 def compile_all(options: argparse.Namespace, workloads: Sequence[Any]) -> int:
@@ -34,8 +34,7 @@ def compile_all(options: argparse.Namespace, workloads: Sequence[Any]) -> int:
 
     with harness(options.impl) as scout:
         machine = scout.machine
-    names = [n for n in machine.labels if n not in machine.missing and n not in machine.tuning]
-    tasks = [(name, group) for name in names for group in _alike(workloads)]
+    tasks = tasks_for(machine, workloads)
     progress.start(len(tasks), machine)
     failures = []
 
@@ -54,7 +53,8 @@ def compile_all(options: argparse.Namespace, workloads: Sequence[Any]) -> int:
         except KeyboardInterrupt:
             _abandon()
     progress.close()
-    print("\n".join(failures) or f"compiled for {len(workloads)} workloads: {', '.join(names)}")
+    names = ", ".join(name for name in machine.labels if name not in machine.missing)
+    print("\n".join(failures) or f"compiled for {len(workloads)} workloads: {names}")
     return 1 if failures else 0
 
 
@@ -69,6 +69,12 @@ def _abandon() -> NoReturn:
                 os.killpg(worker.pid, signal.SIGKILL)
     print("stopped: not everything is compiled", flush=True)
     os._exit(130)
+
+
+def tasks_for(machine: Machine, workloads: Sequence[Any]) -> list[Task]:
+    names = [name for name in machine.labels if name not in machine.missing]
+    each, alike = [[workload] for workload in workloads], _alike(workloads)
+    return [(n, group) for n in names for group in (each if n in machine.by_length else alike)]
 
 
 def _alike(workloads: Sequence[Any]) -> list[list[Any]]:

@@ -103,11 +103,11 @@ class Worker:
         ceilings = measure_ceilings(self._device)
         everyone = self._implementations.values()
         labels = {i.name: i.label for i in everyone}
-        tuning = tuple(i.name for i in everyone if i.tunes)
+        by_length = tuple(i.name for i in everyone if i.by_length)
         environment = device_environment(kind)
         self._send(
             Machine(
-                device_name(kind), kind, environment, versions, labels, missing, tuning, ceilings
+                device_name(kind), kind, environment, versions, labels, missing, by_length, ceilings
             )
         )
 

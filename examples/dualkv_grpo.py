@@ -98,7 +98,7 @@ class TransformersQwen3(nn.Module):
         }  # fmt: skip
         self.model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
         transformers_dualkv.register()
-        transformers_dualkv.check(self.model.config)
+        transformers_dualkv.check(self.model)
 
     def forward(
         self, ids: Tensor, positions: Tensor, rows: Tensor, layout: SharedLayout | None = None

@@ -47,8 +47,8 @@ HOOKS = {
 
 # A family's files that decide nothing about what runs on the GPU.
 HOST_ONLY = (
-    "__init__.py", "api.py", "assemble.py", "balance.py", "batch.py", "compat.py", "cpu.py",
-    "groups.py", "logprobs.py", "microbatch.py", "ops.py", "padded.py", "patterns.py",
+    "__init__.py", "api.py", "assemble.py", "balance.py", "batch.py", "compat.py", "contents.py",
+    "cpu.py", "groups.py", "logprobs.py", "microbatch.py", "ops.py", "padded.py", "patterns.py",
     "prefix_tree.py", "prompts.py", "validate.py",
 )  # fmt: skip
 ATTENTION = ("dualkv", "sparse_ring")  # they share attn

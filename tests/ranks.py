@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLD = 4
-LIMIT = 100  # seconds for everything; a deadlock is a failure
+LIMIT = 240  # seconds for everything; a deadlock is a failure
 DEADLINE = 3.0  # seconds, of the groups in which somebody is missing
 
 Case = Callable[[int], Iterator[tuple[str, Any]]]  # what a rank finds, with its name

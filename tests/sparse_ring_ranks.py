@@ -148,6 +148,9 @@ def agreements(rank: int) -> Iterator[tuple[str, Any]]:
     mine = StripedLayout(WORLD, 64 if rank == 1 else 128)
     yield "layout", raised(lambda: attend(x, mine, group))
     yield "everybody", raised(lambda: attend({**x, "seqlen": 0}, layout, group))
+    for name, odd, inner in (("rings", 3, 2), ("nodes", 3, 3)):
+        mine = odd if rank == 2 else inner
+        yield name, raised(functools.partial(RingGroups.create, inner_size=mine))
     index = attend(x, layout, group)[-1]
     changed = index._replace(d_bits=index.d_bits | 2**30) if rank == 1 else index
     os.environ["QLA_CHECK"] = "1"

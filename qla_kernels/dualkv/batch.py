@@ -111,6 +111,9 @@ class SharedBatch:
             fix = "pass logits_to_keep=batch.src_rows, or hidden[batch.src_rows] to the head"
             got = f"logits of shape {tuple(logits.shape)}"
             raise ValueError(need("SharedBatch.gather_logprobs", got, needs, fix))
+        if not 0 < temperature < float("inf"):
+            got, fix = f"temperature={temperature}", "pass the one that responses were sampled with"
+            raise ValueError(need("SharedBatch.gather_logprobs", got, "a positive number", fix))
         found = target_logprobs(logits, self.src_inv, self.targets, temperature, entropy)
         return found if entropy else found[0]
 

@@ -61,12 +61,22 @@ def dualkv_varlen(
         responses = cu_seqlens_k_decoded.diff().tolist()
         _check_queries(cu_seqlens_q.diff().tolist(), responses, context_seqlen)
         layout = SharedLayout.from_lengths([(context_seqlen, responses)], device=q.device)
+    elif not torch.compiler.is_compiling():  # untraceable
+        _check_prompt(layout, context_seqlen)
     k, v = torch.cat([k_context, k_decoded]), torch.cat([v_context, v_decoded])
     q_shift = context_seqlen if len(q) == len(k) - context_seqlen else 0
     check_tensors(OP, q, k, v, layout, q_shift)
     require(refusal(q, k, v, scale=softmax_scale, op=OP))
     o, _ = attend(q, k, v, layout, softmax_scale, None, False, q_shift)
     return o
+
+
+def _check_prompt(layout: SharedLayout, prompt: int) -> None:
+    """The first node lies on the host. Bounds may lie on a device, and are not read."""
+    if prompt and layout.nodes[:1].tolist() != [[0, prompt, layout.num_tokens]]:
+        fix = f"pass SharedLayout.from_lengths([({prompt}, responses)])"
+        needs = f"one prompt of {prompt} tokens, which all others see"
+        raise ValueError(need(OP, "a layout of other lengths", needs, fix))
 
 
 def _check_queries(queries: list[int], responses: list[int], prompt: int) -> None:

@@ -3,7 +3,7 @@
     from qla_kernels.integrations import transformers_dualkv
     transformers_dualkv.register()
     model.set_attn_implementation("shared_prefix")
-    transformers_dualkv.check(model.config)
+    transformers_dualkv.check(model)
     out = model(
         batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
         shared_prefix=batch.layout, logits_to_keep=batch.src_rows,
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.integrations.full_attention import anything_else
 
 OP = "shared_prefix attention"
 TRANSFORMERS = "4.57 or later"  # as tested; it has to leave masks to those it does not know
@@ -46,22 +47,18 @@ def register(name: str = "shared_prefix") -> None:
     interface.register(name, attend)
 
 
-def check(config: Any) -> None:
+def check(model: Any) -> None:
     """Refuse a model whose tokens meet by other means than full attention, before its first step.
 
+    Of a config, which will do, what cannot be seen is whether the model would call us at all.
+
     Raises:
-        Unsupported: some layers slide a window, cap scores, recur or convolve.
+        Unsupported: some layers slide a window, cap scores, recur or convolve, or all have an
+            attention of their own.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = getattr(text, "layer_types", None)
-    others = sorted({*(kinds or ())} - {"full_attention"})
-    if others:
-        _refuse(f"layers of {', '.join(others)}", "layers of full_attention alone")
-    if kinds is None and getattr(text, "sliding_window", None) is not None:
-        _refuse(f"sliding_window={text.sliding_window}", "None")
-    for name in ("attn_logit_softcapping", "attention_dropout"):
-        if getattr(text, name, None):
-            _refuse(f"{name}={getattr(text, name)}", "none")
+    complaint = anything_else(model)
+    if complaint is not None:
+        _refuse(*complaint)
 
 
 def attend(

@@ -3,6 +3,7 @@
     from qla_kernels.integrations import transformers_sparse_ring as hook
     hook.register()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sparse_ring")
+    hook.check(model)
     settings = hook.SparseRingConfig(group, layout, VerticalSlash())
     model(ids_local, position_ids=layout.positions(T, rank)[None], use_cache=False,
           sparse_ring=settings)
@@ -18,9 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.integrations.full_attention import anything_else
 from qla_kernels.sparse_ring import (
     Dense,
     RingGroups,
@@ -37,7 +40,7 @@ NAME = "sparse_ring"
 
 @dataclass(frozen=True)
 class SparseRingConfig:
-    """How the attention layers of a call run; without a group, on this rank alone."""
+    """How the attention layers of a call run; without group and layout, on this rank alone."""
 
     group: RingGroups | None = None
     layout: Layout | None = None
@@ -52,6 +55,22 @@ def register() -> None:
     importlib.import_module("transformers").AttentionInterface.register(NAME, attention)
 
 
+def check(model: Any) -> None:
+    """Refuse a model whose tokens meet by other means than full attention, before its first step.
+
+    Other layers would take a shard for a sequence, and nothing would say so. A config will do, but
+    does not tell whether the model would call us at all.
+
+    Raises:
+        Unsupported: some layers slide a window, cap scores, recur or convolve, or all have an
+            attention of their own.
+    """
+    complaint = anything_else(model)
+    if complaint is not None:
+        fix = "run such a model without a ring, or switch it off in its config"
+        raise Unsupported(need(NAME, *complaint, fix))
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -63,6 +82,9 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
     sparse_ring: SparseRingConfig | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -76,19 +98,25 @@ def attention(
         ("a sliding window", sliding_window),
         ("softcap", softcap),
         ("is_causal=False", is_causal is False or None),
+        ("attention sinks", s_aux),
+        ("position_bias", position_bias),
+        ("a cache of keys", cache),
     ):
         if given is not None:
             fix = "change the model's configuration, or use another attn_implementation"
             raise Unsupported(need(NAME, f"got {name}", "plain causal attention", fix))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # q and k come in fp32 from their norms, v from its product
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     pattern = _pattern(sparse_ring, getattr(module, "layer_idx", None))
     common: dict[str, Any] = {"pattern": pattern, "seqlen": sparse_ring.seqlen, "scale": scaling}
-    if sparse_ring.group is None or sparse_ring.layout is None:
+    group, layout = sparse_ring.group, sparse_ring.layout
+    if group is None and layout is None:
         return sparse_attention(q, k, v, **common), None
     # what is sent has to be contiguous, and models transpose: nothing is copied where they do not
-    k, v = k.contiguous(), v.contiguous()
-    common |= {"group": sparse_ring.group, "layout": sparse_ring.layout}
-    return sparse_ring_attention(q, k, v, schedule=sparse_ring.schedule, **common), None
+    common |= {"group": group, "layout": layout, "schedule": sparse_ring.schedule}
+    return sparse_ring_attention(q, k.contiguous(), v.contiguous(), **common), None
 
 
 def _pattern(settings: SparseRingConfig, layer: int | None) -> Pattern:

@@ -156,20 +156,21 @@ def build_index(
     seqlen: int | None = None,
     scale: float | None = None,
 ) -> VSIndex:
-    """The lines that a pattern means for these q and k; with `group`, collective.
+    """The lines that a pattern means for these q and k; with `group` and `layout`, collective.
 
     The index is a constant to autograd. Building it twice gives the same bits, on every rank.
     """
-    if group is None or layout is None:
+    if group is None and layout is None:
         check_tensors(BUILD_OP, q, k, k)
         T, seqlen, scale = _defaults(q, 1, seqlen, scale)
         check_lines(BUILD_OP, q, T, seqlen, pattern, None)
         _require(refusal(q, k, k, scale=scale, op=BUILD_OP))
         return _local_index(q, k, pattern, seqlen, scale)
-    check_group(BUILD_OP, group)
+    group = check_group(BUILD_OP, group)
     T, seqlen, scale = _defaults(q, group.world, seqlen, scale)
     lines = (pattern, None, seqlen, scale)
     _agree(group, RingCall(BUILD_OP, q, k, k, T, layout, group.world, *lines, "auto", None))
+    assert layout is not None, "check_ring asks for one"
     return build(q, k, pattern, layout, seqlen, scale, group.whole)
 
 
@@ -186,7 +187,8 @@ def _defaults(
 ) -> tuple[int, int, float]:
     """T, seqlen and scale, of whatever q is."""
     T = world * q.shape[1] if q.dim() > 1 else 0
-    scale = float(scale) if scale is not None else float(q.shape[-1] ** -0.5)
+    size = max((1, *q.shape[-1:]))
+    scale = float(scale) if scale is not None else float(size**-0.5)
     return T, T if seqlen is None else seqlen, scale
 
 

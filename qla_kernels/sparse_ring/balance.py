@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from qla_kernels.errors import need
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.patterns import BLOCK
@@ -71,16 +72,18 @@ def balance_report(
 
     Args:
         mask: an index, (columns, diagonals) of each head, or a block mask [T / 64, T / 64].
-        T: tokens, a multiple of layout.unit.
+        T: tokens: whole blocks of 64, and at least one for every rank.
         layout: who holds what.
-        inner_size: ranks a node of a double ring; None for the plain ring.
+        inner_size: ranks a node of a double ring, a divisor of all ranks; None for the plain ring.
         t: time of a tile.
         x, x_outer: time of a transfer to the next rank, and to the next node.
         columns_last: columns are attended to in the last step, as our launches do, instead of where
             their rows are.
     """
     world = layout.world
-    met = owners(world, inner_size or world)  # [world, steps]
+    inner_size = world if inner_size is None else inner_size
+    _check(mask, T, layout, inner_size)
+    met = owners(world, inner_size)  # [world, steps]
     tiles, of_columns = _work(mask, T, layout)
     rank = np.arange(world)[:, None]
     steps = tiles[rank, met]
@@ -88,8 +91,28 @@ def balance_report(
         steps[:, -1] += of_columns.sum(1)
     else:
         steps += of_columns[rank, met]
-    start, end = _timeline(t * steps, inner_size or world, x, x_outer)
+    start, end = _timeline(t * steps, inner_size, x, x_outer)
     return Balance(steps, start, end)
+
+
+def _check(mask: Any, T: int, layout: Layout, inner_size: int) -> None:
+    ranks = set(range(layout.world))
+    blocks, rest = divmod(T, BLOCK)
+    if rest or blocks < layout.world or set(_owner_of_blocks(T, layout).tolist()) != ranks:
+        got, needs = f"T={T} for {layout}", f"a multiple of {BLOCK} with a block for every rank"
+        raise ValueError(need("balance_report", got, needs, f"try {layout.pad_len(T)}"))
+    if inner_size < 1 or layout.world % inner_size:
+        got = f"inner_size is {inner_size} for {layout.world} ranks"
+        fix = "pass the number of ranks on each node"
+        raise ValueError(need("balance_report", got, "a divisor of the number of ranks", fix))
+    of_another = ""
+    if isinstance(mask, VSIndex) and mask.T != T:
+        of_another = f"an index of {mask.T} tokens"
+    if isinstance(mask, np.ndarray) and mask.shape != (T // BLOCK, T // BLOCK):
+        of_another = f"a block mask {mask.shape}"
+    if of_another:
+        needs, fix = f"one of {T} tokens, {T // BLOCK} blocks", "pass the T that it was made for"
+        raise ValueError(need("balance_report", of_another, needs, fix))
 
 
 def owners(world: int, inner: int) -> npt.NDArray[np.int64]:
@@ -102,7 +125,7 @@ def owners(world: int, inner: int) -> npt.NDArray[np.int64]:
 def _work(mask: Any, T: int, layout: Layout) -> tuple[Array, Array]:
     """Tiles, and columns / 64 over row blocks, of each (query rank, key rank)."""
     world, blocks = layout.world, T // BLOCK
-    own = layout.owner(torch.arange(0, T, BLOCK), T).numpy()
+    own = _owner_of_blocks(T, layout)
     if isinstance(mask, np.ndarray):
         i, j = np.nonzero(mask)
         return _counted(own[i], own[j], np.ones(len(i)), world), np.zeros((world, world))
@@ -121,6 +144,10 @@ def _work(mask: Any, T: int, layout: Layout) -> tuple[Array, Array]:
             if d:  # where a slash covers a column, the column is not alone
                 of_columns -= _counted(i, j, held[: blocks - d], world)
     return tiles, of_columns
+
+
+def _owner_of_blocks(T: int, layout: Layout) -> npt.NDArray[np.int64]:
+    return np.asarray(layout.owner(torch.arange(0, T, BLOCK), T))
 
 
 def _counted(i: Any, j: Any, weight: Any, world: int) -> Array:

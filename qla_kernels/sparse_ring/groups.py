@@ -159,15 +159,9 @@ class RingGroups:
     def _of_ranks(
         cls, ranks: list[int], inner: int, timeout: timedelta, side_timeout: timedelta
     ) -> "RingGroups":
-        if ranks != sorted(ranks):
-            fix = "make the ring of a group whose ranks ascend"
-            raise ValueError(need(GROUPS, f"ranks {ranks}", "ranks in ascending order", fix))
-        if inner < 1 or len(ranks) % inner:
-            fix = "pass the number of ranks on each node"
-            got = f"inner_size is {inner} for {len(ranks)} ranks"
-            raise ValueError(need(GROUPS, got, "a divisor of the number of ranks", fix))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (tuple(ranks), inner))
+        _check_rings(everyone)
         mine = cls(ALONE, ALONE, ALONE, None)
         # torch wants every group made on every rank, in the same order
         for members, size in dict.fromkeys(everyone):
@@ -201,6 +195,25 @@ class RingGroups:
                     fix = f"look at what rank {rank} was given"
                     raise ValueError(need(op, got, "the same call on every rank", fix))
         self._agreed.add(said)
+
+
+def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
+    """What each rank of the job said of its ring: all see all of it, so that all raise."""
+    for rank, (ranks, inner) in enumerate(everyone):
+        if list(ranks) != sorted(ranks):
+            fix = "make the ring of a group whose ranks ascend"
+            raise ValueError(need(GROUPS, f"ranks {list(ranks)}", "them in ascending order", fix))
+        if inner < 1 or len(ranks) % inner:
+            fix = "pass the number of ranks on each node"
+            got = f"inner_size is {inner} for {len(ranks)} ranks"
+            raise ValueError(need(GROUPS, got, "a divisor of the number of ranks", fix))
+        for member in ranks:
+            if everyone[member] != (ranks, inner):
+                rings = ((rank, ranks, inner), (member, *everyone[member]))
+                said = (f"{list(r)} in nodes of {n} on rank {at}" for at, r, n in rings)
+                got = f"a ring of ranks {' and '.join(said)}"
+                fix = f"look at what rank {member} was given"
+                raise ValueError(need(GROUPS, got, "one ring on all of its ranks", fix))
 
 
 def _ring(members: Sequence[int], timeout: timedelta) -> Ring:

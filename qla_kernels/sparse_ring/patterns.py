@@ -56,7 +56,8 @@ class VerticalSlash:
 class FixedVerticalSlash:
     """Lines as given: columns by token, diagonals by distance in blocks; diagonal 0 is always on.
 
-    Each argument is one list for every query head, or a list of lists, one for each head.
+    Each argument is one list for every query head, or a list of lists, one for each head; arrays
+    and tensors are lists, too.
     """
 
     v_idx: Any
@@ -84,7 +85,8 @@ PAPER: dict[str, Any] = {
 
 
 def _lines(given: Sequence[Any]) -> Lines:
-    heads: Sequence[Any] = given if any(isinstance(x, Sequence) for x in given) else [given]
+    by_head = any(getattr(x, "ndim", isinstance(x, Sequence)) for x in given)
+    heads: Sequence[Any] = given if by_head else [given]
     lines = tuple(tuple(sorted({int(i) for i in head})) for head in heads)
     if any(i < 0 for head in lines for i in head):
         got = f"lines {min(i for head in lines for i in head)}"

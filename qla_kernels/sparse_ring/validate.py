@@ -91,7 +91,7 @@ def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int
         if not _tma_readable(x):
             return (
                 f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
-                f"a last stride of 1 and the rest multiples of {TMA_ALIGNMENT} bytes",
+                f"a last stride of 1 and the rest positive multiples of {TMA_ALIGNMENT} bytes",
                 f"pass {name}.contiguous()",
             )
     return None
@@ -100,9 +100,10 @@ def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int
 def _tma_readable(x: Tensor) -> bool:
     # A dimension of one element is never stepped over, so its stride says nothing.
     steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    if not torch.compiler.is_compiling():  # untraceable; `require_aligned` looks at the address
-        steps.append(int(x.storage_offset()))
-    return x.stride(-1) == 1 and all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in steps)
+    # untraceable; `require_aligned` looks at the address
+    offset = 0 if torch.compiler.is_compiling() else int(x.storage_offset())
+    aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
+    return x.stride(-1) == 1 and aligned and all(s > 0 for s in steps)
 
 
 def require_aligned(**tensors: Tensor) -> None:
@@ -124,9 +125,10 @@ def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(need(op, f"{name} is on {x.device}", f"{q.device}", fix))
     B, L, H, D = q.shape
     Hk = k.shape[2]
-    if not Hk or not H or H % Hk:
+    if 0 in (B, H, Hk, D) or H % Hk:
+        got, needs = f"B={B}, H={H}, Hk={Hk}, D={D}", "H a multiple of Hk, and none of them 0"
         fix = "give k and v a number of heads that divides q's"
-        raise ValueError(need(op, f"H={H} and Hk={Hk}", "H to be a multiple of Hk", fix))
+        raise ValueError(need(op, got, needs, fix))
     for name, x in (("k", k), ("v", v)):
         if tuple(x.shape) != (B, L, Hk, D):
             got, needs = f"{name} has shape {tuple(x.shape)}", f"[B, L, Hk, D] = {(B, L, Hk, D)}"
@@ -160,16 +162,17 @@ def check_lines(
             raise ValueError(need(op, *reason))
 
 
-def check_group(op: str, group: RingGroups) -> None:
+def check_group(op: str, group: RingGroups | None) -> RingGroups:
     """The one thing that cannot be agreed on: without a group there is nobody to ask."""
     if not isinstance(group, RingGroups):
         got = f"group is a {type(group).__name__}"
         fix = "make one, once: RingGroups.create(group)"
         raise ValueError(need(op, got, "RingGroups", fix))
+    return group
 
 
 def check_ring(
-    op: str, layout: Layout, world: int, schedule: str, chunks_per_launch: int | None
+    op: str, layout: Layout | None, world: int, schedule: str, chunks_per_launch: int | None
 ) -> None:
     if not isinstance(layout, Layout):
         got, fix = f"layout is a {type(layout).__name__}", f"pass StripedLayout({world})"
@@ -197,7 +200,7 @@ class RingCall(NamedTuple):
     k: Tensor
     v: Tensor
     T: int
-    layout: Layout
+    layout: Layout | None
     world: int
     pattern: Pattern | None
     lines: VSIndex | None  # an index that was given

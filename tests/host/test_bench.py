@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks import records, sm90
+from benchmarks.floor import Ceilings
 from benchmarks.harness import Harness
-from benchmarks.messages import Options
+from benchmarks.messages import Machine, Options
 from benchmarks.records import (
     DIED,
     FAILED,
@@ -23,7 +24,9 @@ from benchmarks.records import (
     WRONG,
 )
 from benchmarks.timing import CpuTimer, measure_ceilings, spread
+from benchmarks.warm import tasks_for
 from benchmarks.workloads import GDN, Gdn
+from benchmarks.workloads_attention import DUALKV
 from tests.host.bench_fakes import EVERYONE
 
 WORKLOAD = Gdn((1, 2), (70, 5), head_dim=16)
@@ -228,6 +231,14 @@ def test_warming_compiles_in_processes_and_reports_failures(tmp_path, capsys):
     assert "compiled for 1 workloads: ours" in capsys.readouterr().out
 
 
+def test_what_compiles_for_each_workload_anew_is_warmed_in_as_many_tasks():
+    ceilings = Ceilings(1.0, 1.0, "")
+    labels = {name: name for name in ("ours", "fa4", "flex")}
+    machine = Machine("", "cuda", {}, {}, labels, {"fa4": "is not here"}, ("flex",), ceilings)
+    tasks = tasks_for(machine, DUALKV["long"])
+    assert [(name, len(group)) for name, group in tasks] == [("ours", 4)] * 2 + [("flex", 1)] * 8
+
+
 def command(*arguments: str) -> subprocess.Popen[str]:
     """The command in a process of its own, which a test can end."""
     return subprocess.Popen(
@@ -260,4 +271,4 @@ def test_warming_ends_when_told_to(tmp_path):
         if "[1/" in line:
             break
     process.terminate()
-    assert process.wait(20) == 130
+    assert process.wait(60) == 130

@@ -1,9 +1,11 @@
 """The attention adapters, ours and rivals' stand-ins, and what they are judged by."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
 from benchmarks import attention, baselines_attention, sm90
@@ -127,6 +129,19 @@ def test_flex_attention(masked, direction, monkeypatch):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda q, k, v: None)
     workload = dataclasses.replace(masked, direction=direction)
     assert attention_verdict(FlexAttention(), workload).complaint is None
+
+
+def test_flex_attention_is_compiled_for_each_length_by_itself(monkeypatch):
+    counter = CompileCounterWithBackend("eager")
+    compiled = functools.partial(torch.compile, backend=counter)
+    monkeypatch.setattr(torch, "compile", compiled)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in (40, 41, 42):
+            for seed in (0, 1):  # which needs no kernel of its own
+                workload = SharedPrompts("test", ((length, (5, 6)),), heads=(1, 2), head_dim=16)
+                inputs = attention_inputs(workload, CPU, torch.float32, seed)
+                FlexAttention().prepare(workload, inputs).run()
+    assert counter.frame_count == 3
 
 
 @pytest.mark.parametrize("masked", MASKED, ids=lambda w: w.family)

@@ -88,6 +88,14 @@ def test_logits_of_other_rows_are_refused():
         batch.gather_logprobs(torch.zeros(batch.num_tokens, VOCABULARY))
 
 
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan")])
+def test_a_temperature_that_is_none(temperature):
+    batch = some_batch()
+    logits = torch.zeros(len(batch.src_rows), VOCABULARY)
+    with pytest.raises(ValueError, match=f"temperature={temperature}; need a positive number"):
+        batch.gather_logprobs(logits, temperature=temperature)
+
+
 def test_to_padded_is_from_padded_backwards():
     batch = some_batch()
     grid = torch.randn(6, 7, 2, requires_grad=True)

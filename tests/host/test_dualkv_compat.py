@@ -55,5 +55,8 @@ def test_published_arguments_that_are_refused():
         dualkv_varlen(*args, causal=False)
     with pytest.raises(ValueError, match=r"need \[6, Hk, D\]; pass context_seqlen"):
         dualkv_varlen(*args[:8], 6, 4)
+    for groups in ([(6, [2, 4])], [(5, [3]), (0, [4])]):  # as many tokens in all
+        with pytest.raises(ValueError, match="a layout of other lengths; need one prompt of 5"):
+            dualkv_varlen(*args, layout=SharedLayout.from_lengths(groups))
     with pytest.raises(ValueError, match="1 sequences in cu_seqlens_q, 2 in cu_seqlens_k_decoded"):
         dualkv_varlen(*args[:5], args[5][[0, 2]], *args[6:])

@@ -1,15 +1,18 @@
 """docs/dualkv.md: its code runs, recipes give what whole sequences give, the figure is current."""
 
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from examples import dualkv_grpo
 from qla_kernels import SharedLayout
+from qla_kernels.dualkv import padded_groups
 from scripts import dualkv_mask
 from tests.compare import assert_close
 
@@ -60,19 +63,59 @@ def rollouts():
     return model, ids, mask, uid, prompt_width, whole[rows].detach()
 
 
-def test_verl_recipe(code, rollouts):
-    model, ids, mask, uid, prompt_width, whole = rollouts
-    actor = SimpleNamespace(actor_module=model, device_name="cpu")
-    call = {
-        "input_ids": ids,
+def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.fixture(params=["padded", "nested"])
+def rows_of_verl(rollouts, request):
+    """As its engine has them: sequences without padding, prompts and responses with it or not."""
+    _, ids, mask, _, width, _ = rollouts
+    real = mask.bool()
+    data = {
+        "input_ids": jagged([x[m] for x, m in zip(ids, real, strict=True)]),
+        "prompts": ids[:, :width],
+        "responses": ids[:, width:],
         "attention_mask": mask,
-        "uid": uid,
-        "responses": ids[:, prompt_width:],
+        "temperature": 1.0,
+        "max_token_len_per_gpu": 28,
     }
-    entropy, logprobs = code["forward_micro_batch"](actor, call, 1.0, calculate_entropy=True)
-    assert_close("log-probabilities", logprobs.detach(), whole, 1e-6)
-    assert entropy.shape == whole.shape
-    assert code["forward_micro_batch"](actor, call, 0.7)[0] is None
+    if request.param == "nested":
+        for name, part in (("prompts", slice(width)), ("responses", slice(width, None))):
+            data[name] = jagged([x[part][m[part]] for x, m in zip(ids, real, strict=True)])
+    return data
+
+
+def test_verl_recipe(code, rollouts, rows_of_verl):
+    model, _, mask, _, width, whole = rollouts
+    data, lengths = rows_of_verl, mask[:, width:].sum(1).tolist()
+    inputs, kept = code["prepare_model_inputs"](None, data)
+    output = model(**inputs, use_cache=False)
+    found = code["prepare_model_outputs"](None, output, kept, data, None)
+    assert set(found) == {"log_probs"}
+    for values, want, n in zip(found["log_probs"].unbind(), whole, lengths, strict=True):
+        got = values[len(values) - n - 1 : -1]  # as its losses take them
+        assert_close("log-probabilities", got.detach(), want[:n], 1e-6)
+    more = {**data, "calculate_entropy": True}
+    entropy = code["prepare_model_outputs"](None, output, kept, more, None)["entropy"]
+    assert torch.equal(entropy.offsets(), data["input_ids"].offsets())
+
+
+@pytest.mark.parametrize("most", [0, 5])
+def test_verl_recipe_for_micro_batches(code, rows_of_verl, most, monkeypatch):
+    """Another rank has `most` of them."""
+    stand_in = SimpleNamespace(
+        device=SimpleNamespace(get_device_name=lambda: "cpu"),
+        tensordict_utils=SimpleNamespace(index_select_tensor_dict=lambda data, rows: rows),
+    )
+    monkeypatch.setitem(sys.modules, "verl", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "verl.utils", stand_in)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, *_, **__: x.clamp_(min=most))
+    taken, found = code["prepare_micro_batches"](rows_of_verl)
+    assert taken == found
+    assert sorted(row for rows in found for row in rows) == list(range(7))
+    assert all(found)
+    assert len(found) == max(3, most)  # of 60 tokens, with prompts
 
 
 def test_trl_recipe(code, rollouts):
@@ -83,18 +126,23 @@ def test_trl_recipe(code, rollouts):
 
     trainer = code["shared_prefix_trainer"](Base)()
     method = trainer._get_per_token_logps_and_entropies
-    logprobs, entropy = method(model, ids, mask, whole.shape[1], batch_size=4, pixel_values=None)
+    call = (model, ids, mask, whole.shape[1])
+    logprobs, *others = method(*call, batch_size=4, pixel_values=None, compute_aux_loss=False)
     assert_close("log-probabilities", logprobs.detach(), whole, 1e-6)
-    assert entropy is None
-    _, entropy = method(model, ids, mask, whole.shape[1], compute_entropy=True)
-    assert not entropy.requires_grad
+    assert others == [None, None]
+    assert not method(*call, compute_entropy=True)[1].requires_grad
+    trainer._entropy_bonus_enabled = True
+    assert method(*call, compute_entropy=True)[1].requires_grad
+    for given in ({"pixel_values": torch.zeros(1)}, {"compute_aux_loss": True}):
+        with pytest.raises(NotImplementedError, match=f"shared prompts and {next(iter(given))}"):
+            method(*call, **given)
 
 
 @pytest.mark.parametrize("by_label", [False, True])
 def test_recipe_for_micro_batches(code, rollouts, by_label):
-    _, ids, mask, uid, prompt_width, _ = rollouts
-    labels = uid if by_label else None
-    found = code["micro_batches"](ids, mask, prompt_width, 28, labels)
+    _, ids, mask, uid, width, _ = rollouts
+    groups = padded_groups(ids, mask, width, group_ids=uid if by_label else None)
+    found = code["micro_batches"](groups, 28)
     assert sorted(row for rows in found for row in rows) == list(range(len(ids)))
     assert len(found) > 1
 

@@ -76,18 +76,30 @@ def test_calls_that_are_refused(name):
         ({"sliding_window": 512}, "sliding_window=512; need None"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
         ({"layer_types": ["linear_attention", "conv"]}, "layers of conv, linear_attention; need"),
+        ({"layers_block_type": ["attention", "mamba"]}, "layers of mamba; need"),
+        ({"layers_block_type": ["attention"]}, None),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0; need none"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1; need none"),
     ],
 )
 def test_models_are_refused_before_the_first_step(config, text):
     text_config = SimpleNamespace(**config)
-    for given in (text_config, SimpleNamespace(get_text_config=lambda: text_config)):
+    outer = SimpleNamespace(get_text_config=lambda: text_config)
+    for given in (text_config, outer, SimpleNamespace(config=outer)):
         if text is None:
             integration.check(given)
             continue
         with pytest.raises(Unsupported, match=text):
             integration.check(given)
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused():
+    """As Bloom's: transformers runs it on packed tokens, as if they were one sequence."""
+    model = SimpleNamespace(config=SimpleNamespace(), _supports_attention_backend=False)
+    with pytest.raises(Unsupported, match="whose attention cannot be exchanged; need a model that"):
+        integration.check(model)
+    model._supports_attention_backend = True
+    integration.check(model)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is not None, reason="it is installed")

@@ -161,11 +161,14 @@ def test_autocast_rounds_nothing():
     assert all(map(torch.equal, *(torch.autograd.grad(o.sum(), x) for o in (got, want))))
 
 
-def test_one_graph_without_breaks():
+@pytest.mark.parametrize(
+    "pattern", [VerticalSlash(0.4, 0.5), FixedVerticalSlash([3], [[], [1], [], [1]]), Dense()]
+)
+def test_one_graph_without_breaks(pattern):
     x = tensors(T=128, B=1, dtype=torch.float32)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sparse_attention(q, k, v, pattern=VerticalSlash(0.4, 0.5)).square().sum()
+        return sparse_attention(q, k, v, pattern=pattern).square().sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     want = torch.autograd.grad(loss(*x), x)
@@ -195,7 +198,9 @@ def test_operators_have_the_shapes_they_promise():
         ({"pattern": VerticalSlash}, "a pattern of type type; need VerticalSlash"),
         ({"pattern": FixedVerticalSlash([256], [0])}, "v_idx has line 256; need lines below 256"),
         ({"pattern": FixedVerticalSlash([[1], [2]], [0])}, "v_idx has lines of 2 heads; need 1 or"),
-        ({"k": torch.zeros(2, 256, 3, 16)}, "H=4 and Hk=3; need H to be a multiple of Hk"),
+        ({"k": torch.zeros(2, 256, 3, 16)}, "H=4, Hk=3, D=16; need H a multiple of Hk, and none"),
+        ({"q": torch.zeros(0, 256, 4, 16)}, "B=0, H=4"),
+        ({"q": torch.zeros(2, 256, 4, 0)}, "Hk=2, D=0; need H a multiple of Hk, and none of them"),
         ({"v": torch.zeros(2, 256, 2, 8)}, "v has shape (2, 256, 2, 8); need [B, L, Hk, D]"),
         ({"q": torch.zeros(256, 4, 16)}, "q has 3 dimensions; need 4"),
     ],
@@ -241,16 +246,19 @@ def test_a_refused_call(T, change, text):
         ({"dtype": torch.float32}, "q, k and v are float32; need bfloat16 or float16"),
         ({"D": 96}, "head dimension D=96; need 64 or 128 on SM90; pad q, k and v to 128"),
         ({"D": 256}, "head dimension D=256; need 64 or 128 on SM90; split the heads"),
-        ({"stride": 2}, "a last stride of 1 and the rest multiples of 16 bytes; pass k.contig"),
+        ({"stride": 2}, "a last stride of 1 and the rest positive multiples of 16 bytes; pass k."),
+        ({"shared": True}, "k has strides (16384, 64, 0, 1) and offset 0; need a last stride of 1"),
         ({"scale": -1.0}, "scale=-1.0; need a positive number"),
         ({}, None),
     ],
 )
 def test_what_a_gpu_would_answer(change, text):
     call = {"capability": (9, 0), **change}
-    stride, D = call.pop("stride", 1), call.pop("D", 64)
+    stride, D, shared = call.pop("stride", 1), call.pop("D", 64), call.pop("shared", False)
     q, k, v = (x.detach() for x in tensors(dtype=call.pop("dtype", torch.bfloat16), D=D))
     k = k.repeat_interleave(stride, -1)[..., ::stride]
+    if shared:  # one head of keys, taken for all: a stride of 0
+        k = k[:, :, :1].contiguous().expand_as(k)
     answer = refusal(q, k, v, **call)
     assert answer is None if text is None else text in answer
 
@@ -278,6 +286,14 @@ def test_a_ring_that_makes_no_sense(change, text):
     with pytest.raises(ValueError, match=r"^sparse_ring_attention: ") as error:
         sparse_ring_attention(*tensors(), **options)
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("half", [{"layout": StripedLayout(2)}, {"group": SOLO}])
+def test_an_index_of_a_ring_of_which_half_is_missing(half):
+    """It was once that of this rank's shard."""
+    q, k, _ = tensors()
+    with pytest.raises(ValueError, match=r"^build_index: (group|layout) is a NoneType; need"):
+        build_index(q, k, Dense(), **half)
 
 
 def test_schedules_are_chosen_from_what_all_ranks_know():

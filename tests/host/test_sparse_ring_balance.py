@@ -1,5 +1,7 @@
 """The simulator: work counted pair by pair, time step by step, and the published arithmetic."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from qla_kernels.sparse_ring.balance import (
 )
 from reference import sparse_ring
 
+EMPTY = build_index(*[torch.zeros(1, 512, 1, 8)] * 2, FixedVerticalSlash([], []))
 HEADS = [([3, 64, 65, 700], [0, 1, 4, 5]), ([], [0, 9])]
 
 
@@ -68,6 +71,25 @@ def test_an_index_and_a_block_mask_count_like_their_lines():
 @pytest.mark.parametrize(("world", "inner"), [(4, 4), (4, 2), (6, 3), (6, 1)])
 def test_every_rank_meets_every_chunk(world, inner):
     assert (np.sort(owners(world, inner), 1) == np.arange(world)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"T": 384}, "stripe=128); need a multiple of 64 with a block for every rank; try 512"),
+        ({"T": 0}, "T=0 for StripedLayout"),
+        ({"T": 500}, "T=500 for StripedLayout(world=4"),
+        ({"T": 320, "layout": ContiguousLayout(6)}, "T=320 for ContiguousLayout(world=6)"),
+        ({"inner_size": 3}, "inner_size is 3 for 4 ranks; need a divisor of the number of ranks"),
+        ({"inner_size": 0}, "inner_size is 0"),
+        ({"mask": np.ones((4, 4), bool)}, "a block mask (4, 4); need one of 512 tokens, 8"),
+        ({"T": 1024, "mask": EMPTY}, "an index of 512 tokens; need one of 1024 tokens"),
+    ],
+)
+def test_what_cannot_be_simulated(change, text):
+    call = {"mask": EMPTY, "T": 512, "layout": StripedLayout(4), **change}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        balance_report(call.pop("mask"), call.pop("T"), **call)
 
 
 def test_even_work_takes_as_long_as_it_is():

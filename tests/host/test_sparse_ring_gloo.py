@@ -68,6 +68,13 @@ def a_difference_is_an_error_on_every_rank(said: Said) -> None:
         assert len({r[case] for r in said}) == 1
         assert said[0][case].startswith("ValueError: sparse_ring_attention: ")
         assert fact in said[0][case]
+    assert {r["rings"] for r in said} == {
+        "ValueError: RingGroups: a ring of ranks [0, 1, 2, 3] in nodes of 2 on rank 0 and "
+        "[0, 1, 2, 3] in nodes of 3 on rank 2; need one ring on all of its ranks; "
+        "look at what rank 2 was given"
+    }
+    (nodes,) = {r["nodes"] for r in said}
+    assert nodes.startswith("ValueError: RingGroups: inner_size is 3 for 4 ranks; need a divisor")
     assert {r["everybody"] for r in said} == {
         "ValueError: sparse_ring_attention: seqlen is 0; need 1 to 1024, the tokens there are; "
         "count the tokens before the padding"

@@ -47,6 +47,7 @@ def as_ours(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 LAYER = SimpleNamespace(layer_idx=1)
+SOLO = RingGroups(ALONE, ALONE, ALONE, None)
 
 
 def test_the_hook_is_the_public_function():
@@ -61,10 +62,28 @@ def test_the_hook_is_the_public_function():
 def test_the_hook_around_a_ring():
     """Heads before tokens in memory, too: what is sent is made contiguous here."""
     x = {name: t.contiguous() for name, t in call().items()}
-    solo = RingGroups(ALONE, ALONE, ALONE, None)
-    settings = SparseRingConfig(solo, StripedLayout(1), Dense())
+    settings = SparseRingConfig(SOLO, StripedLayout(1), Dense())
     o, _ = attention(LAYER, **x, attention_mask=None, sparse_ring=settings)
     assert torch.equal(o, sparse_attention(*as_ours(x), pattern=Dense()))
+
+
+@pytest.mark.parametrize("half", [{"layout": StripedLayout(2)}, {"group": SOLO}])
+def test_a_ring_of_which_half_is_missing(half):
+    """It once meant this rank alone: each rank attended to its own shard."""
+    settings = SparseRingConfig(pattern=Dense(), **half)
+    with pytest.raises(ValueError, match=r"(group|layout) is a NoneType; need"):
+        attention(LAYER, **call(), attention_mask=None, sparse_ring=settings)
+
+
+def test_under_autocast_all_have_its_dtype():
+    """Norms give q and k in fp32, and v comes as a product gives it."""
+    x = call()
+    x["value"] = x["value"].bfloat16()
+    settings = SparseRingConfig(pattern=Dense())
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _ = attention(LAYER, **x, attention_mask=None, sparse_ring=settings)
+    rounded = [t.bfloat16() for t in as_ours(x)]
+    assert torch.equal(o, sparse_attention(*rounded, pattern=Dense()))
 
 
 def test_layers_have_patterns_of_their_own():
@@ -88,6 +107,9 @@ def test_layers_have_patterns_of_their_own():
         ({"sliding_window": 64}, "got a sliding window"),
         ({"softcap": 30.0}, "got softcap"),
         ({"is_causal": False}, "got is_causal=False"),
+        ({"s_aux": torch.zeros(4)}, "got attention sinks"),
+        ({"position_bias": torch.zeros(1)}, "got position_bias"),
+        ({"cache": object()}, "got a cache of keys"),
     ],
 )
 def test_what_the_hook_refuses(change, text):
@@ -95,6 +117,19 @@ def test_what_the_hook_refuses(change, text):
     with pytest.raises(Unsupported) as error:
         attention(LAYER, **call(), **options)
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_attention"),
+        ({"sliding_window": 512}, "sliding_window=512; need None; run such a model without a ring"),
+    ],
+)
+def test_models_are_refused_before_the_first_step(config, text):
+    hook.check(SimpleNamespace(layer_types=["full_attention"]))
+    with pytest.raises(Unsupported, match=f"^sparse_ring: {text}"):
+        hook.check(SimpleNamespace(**config))
 
 
 def test_registering_names_our_function(monkeypatch):
