@@ -71,6 +71,8 @@ def test_ctrl_c_ends_it_cleanly(tmp_path, seconds):
         env=os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         start_new_session=True,
+        # what a shell runs in the background ignores it, and so would this
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     said = process.stderr.read(1)  # the progress bar: compiling has begun
     time.sleep(seconds)
