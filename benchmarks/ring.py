@@ -90,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    group, nodes = RingGroups.create(), RingGroups.create(inner_size=_inner(options))
+    group, nodes = (
+        RingGroups.create(),
+        RingGroups.create(inner_size=node_size(dist.get_world_size(), options.nodes)),
+    )
     rows: list[Row] = []
     for tokens in options.tokens:
         for row in measured(options, group, nodes, tokens):
@@ -133,8 +136,8 @@ def mask_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, help="also write the rows as JSON")
 
 
-def _inner(options: argparse.Namespace) -> int:
-    return max(1, dist.get_world_size() // int(options.nodes))
+def node_size(world: int, nodes: int) -> int:
+    return max(1, world // nodes)
 
 
 def measured(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from qla_kernels.sparse_ring import RingGroups
 
-from .ring import Row, layer_of, mask_options, ways
+from .ring import Row, layer_of, mask_options, node_size, ways
 from .ring_layer import ALONE
 from .ring_links import Silent
 from .ring_timing import Clock
@@ -80,7 +80,7 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
 
 def ring_of(rank: int, world: int, nodes: int) -> RingGroups:
     """A rank of a ring that nobody else is in."""
-    inner = max(1, world // nodes)
+    inner = node_size(world, nodes)
     return RingGroups(
         Silent(None, rank, world),
         Silent(None, rank % inner, inner),

@@ -2,14 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from torch.distributed import TCPStore
-
-ROOT = Path(__file__).resolve().parents[1]
 WORLD = 2
 LIMIT = 150  # seconds for everything; a deadlock is a failure
 LENGTHS = {
@@ -18,27 +13,6 @@ LENGTHS = {
     "cut between": [4096, 0, 4096],
     "odd": [3, 4000, 187],
 }
-
-
-def run(folder: Path) -> list[dict[str, Any]]:
-    """What each rank has to say, by case; what it printed, where it did not come to an end."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = (sys.executable, "-m", "tests.gdn_shard_gpus", str(folder), str(store.port))
-    ranks = []
-    for r in range(WORLD):
-        with (folder / f"{r}.err").open("w") as errors:
-            ranks.append(subprocess.Popen([*command, str(r)], cwd=ROOT, stderr=errors))
-    for rank in ranks:
-        try:
-            rank.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            rank.kill()
-    said = []
-    for r in range(WORLD):
-        file = folder / f"{r}.json"
-        errors = (folder / f"{r}.err").read_text()[-3000:]
-        said.append(json.loads(file.read_text()) if file.exists() else {"no end": errors})
-    return said
 
 
 def main(folder: Path, port: int, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks as processes over gloo: one start, every case, what they found as JSON.
+"""Ranks as processes: one start, every case, what they found as JSON. Those of `serve` use gloo.
 
 Starting interpreters takes longer than the cases, so four ranks run all of them, smaller worlds in
 groups of some of the four. The last case may kill one.
@@ -25,27 +25,43 @@ Case = Callable[[int], Iterator[tuple[str, Any]]]  # what a rank finds, with its
 
 def start(module: str, folder: Path) -> list[dict[str, Any]]:
     """What each rank of a module that ends in `serve` has to say."""
+    said, _ = launched(module, folder, WORLD)
+    return said
+
+
+def launched(
+    module: str, folder: Path, world: int, limit: float = LIMIT
+) -> tuple[list[dict[str, Any]], list[int | None]]:
+    """What each rank has to say, by case, and how it ended; None if it had to be killed.
+
+    A rank is told the folder for what it has to say, the store's port, its number, and how many
+    there are.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here
     command = (sys.executable, "-m", module, str(folder), str(store.port))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [*command, str(r)], cwd=ROOT, env=env, stderr=(folder / f"{r}.err").open("w")
+            [*command, str(r), str(world)],
+            cwd=ROOT,
+            env=env,
+            stderr=(folder / f"{r}.err").open("w"),
         )
-        for r in range(WORLD)
+        for r in range(world)
     ]
-    end = time.monotonic() + LIMIT
+    end, codes = time.monotonic() + limit, []
     for rank in ranks:
         try:
-            rank.wait(max(0.1, end - time.monotonic()))
+            codes.append(rank.wait(max(0.1, end - time.monotonic())))
         except subprocess.TimeoutExpired:
             rank.kill()
+            codes.append(None)
     said = []
-    for r in range(WORLD):
+    for r in range(world):
         file = folder / f"{r}.json"
         errors = (folder / f"{r}.err").read_text()[-3000:]
         said.append(json.loads(file.read_text()) if file.exists() else {"no end": errors})
-    return said
+    return said, codes
 
 
 def serve(*cases: Case) -> None:

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,33 +20,7 @@ from torch import Tensor
 
 from tests.ranks import raised
 
-ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 240  # seconds for everything; a deadlock is a failure
 DEADLINE = 5.0  # seconds, of the groups in which somebody is missing
-
-
-def run(folder: Path, world: int) -> tuple[list[dict[str, Any]], list[int | None]]:
-    """What each rank has to say, by case, and how it ended; None if it had to be killed."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here
-    command = (sys.executable, "-m", "tests.sparse_ring_gpus", str(folder), str(store.port))
-    ranks = [
-        subprocess.Popen(
-            [*command, str(r), str(world)], cwd=ROOT, stderr=(folder / f"{r}.err").open("w")
-        )
-        for r in range(world)
-    ]
-    end, codes = time.monotonic() + LIMIT, []
-    for rank in ranks:
-        try:
-            codes.append(rank.wait(max(0.1, end - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            codes.append(None)
-    said = []
-    for r in range(world):
-        file, errors = folder / f"{r}.json", (folder / f"{r}.err").read_text()[-3000:]
-        said.append(json.loads(file.read_text()) if file.exists() else {"no end": errors})
-    return said, codes
 
 
 def main(folder: Path, port: int, rank: int, world: int) -> None:

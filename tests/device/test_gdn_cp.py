@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
-from tests import gdn_shard_gpus
 from tests.gdn_backward_check import check as check_gradients
 from tests.gdn_calls import on_gpu
 from tests.gdn_forward_check import check as check_output
+from tests.gdn_shard_gpus import LIMIT, WORLD
 from tests.gdn_shards_check import run
+from tests.ranks import launched
 
 pytestmark = pytest.mark.hopper
 
@@ -32,7 +33,8 @@ def test_ranks_in_turn_are_one(world, lengths, limit, monkeypatch):
 @pytest.mark.multi_gpu
 def test_two_gpus_are_one(tmp_path):
     """Against one GPU, whose rounding errors are as large and not the same."""
-    for rank in gdn_shard_gpus.run(tmp_path):
+    said, _ = launched("tests.gdn_shard_gpus", tmp_path, WORLD, LIMIT)
+    for rank in said:
         assert "no end" not in rank, rank["no end"]
         assert rank.pop("again"), "the second time there are other bits"
         assert {n: e for n, e in rank.items() if e > 1e-2} == {}

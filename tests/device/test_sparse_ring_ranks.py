@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import start
-from tests.sparse_ring_gpus import DEADLINE, run
+from tests.ranks import launched, start
+from tests.sparse_ring_gpus import DEADLINE
 
 pytestmark = pytest.mark.hopper
 
@@ -32,7 +32,7 @@ def test_four_processes_on_one_gpu(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_process_for_each_gpu(tmp_path):
     world = min(torch.cuda.device_count(), 8)
-    said, codes = run(tmp_path, world)
+    said, codes = launched("tests.sparse_ring_gpus", tmp_path, world)
     assert not [r["no end"] for r in said if "no end" in r]
     every_schedule_is_attention(said)
     every_rank_has_the_same_index(said)

@@ -15,6 +15,7 @@ from qla_kernels import SharedLayout
 from qla_kernels.dualkv import padded_groups
 from scripts import dualkv_mask
 from tests.compare import assert_close
+from tests.readme import names_in
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "dualkv.md").read_text()
@@ -22,11 +23,7 @@ TEXT = (ROOT / "docs" / "dualkv.md").read_text()
 
 @pytest.fixture(scope="module")
 def code() -> dict[str, Any]:
-    """What the document's code defines, all of it run from top to bottom."""
-    names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S):
-        exec(compile(block, "docs/dualkv.md", "exec"), names)
-    return names
+    return names_in("docs/dualkv.md")
 
 
 class Model(torch.nn.Module):

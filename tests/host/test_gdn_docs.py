@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from qla_kernels import chunk_gated_delta_rule
 from tests.gdn_calls import call, leaves
+from tests.readme import names_in
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "gdn.md").read_text()
@@ -17,11 +18,7 @@ TEXT = (ROOT / "docs" / "gdn.md").read_text()
 
 @pytest.fixture(scope="module")
 def code() -> dict[str, Any]:
-    """What the document's code defines, all of it run from top to bottom."""
-    names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S):
-        exec(compile(block, "docs/gdn.md", "exec"), names)
-    return names
+    return names_in("docs/gdn.md")
 
 
 def test_every_input_has_a_gradient(code):

@@ -6,21 +6,14 @@ pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
 from qla_kernels import inspect, jit
 from qla_kernels.dualkv.kernels import fwd
-from qla_kernels.errors import Unsupported
-from qla_kernels.inspect import sass
 
+pytestmark = pytest.mark.usefixtures("disassembler")
 ONE_IN_FLIGHT, NONE_IN_FLIGHT = "WARPGROUP.DEPBAR.LE 0x1", "WARPGROUP.DEPBAR.LE 0x0"
 
 
 @pytest.mark.parametrize("variant", fwd.VARIANTS, ids=str)
 def test_v_is_let_go_before_the_exponentials(variant):
     """Of an item's first step and of the dense one; in the few masked ones ptxas may choose."""
-    try:
-        jit.nvcc()
-    except Unsupported as missing:
-        pytest.skip(str(missing))
-    if sass.nvdisasm() is None:
-        pytest.skip(f"no nvdisasm: {sass.HOW_TO_GET}")
     found = inspect.facts(jit.Kernel("dualkv", "fwd", fwd), variant)
     between, counts = None, []
     for name, times in found.roles["mma"].order:

@@ -11,21 +11,12 @@ import pytest
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
 from qla_kernels import inspect, jit
-from qla_kernels.errors import Unsupported
 from qla_kernels.inspect import sass
 from qla_kernels.inspect.__main__ import main
 from qla_kernels.inspect.gather import Facts
 from tests.static import broken, broken_rows
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _tools() -> None:
-    try:
-        jit.nvcc()
-    except Unsupported as missing:
-        pytest.skip(str(missing))
-    if sass.nvdisasm() is None:
-        pytest.skip(f"no nvdisasm; {sass.HOW_TO_GET}")
+pytestmark = pytest.mark.usefixtures("disassembler")
 
 
 def facts_of(defect: str, sample: Any = broken) -> tuple[Facts, list[str]]:

@@ -7,10 +7,9 @@ import pytest
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
 from qla_kernels import inspect, jit
-from qla_kernels.errors import Unsupported
-from qla_kernels.inspect import sass
 from qla_kernels.sparse_ring.kernels import bwd_dkv, bwd_dkv_columns, bwd_dq
 
+pytestmark = pytest.mark.usefixtures("disassembler")
 PRODUCTS = ("HGMMA", "WARPGROUP.DEPBAR.LE 0x0", "WARPGROUP.DEPBAR.LE 0x1")
 CASES = [
     pytest.param(module, role, variant, id=jit.label(module, variant))
@@ -26,12 +25,6 @@ def test_products_and_exponentials_overlap(module, role, variant):
     And descriptors of operands are computed in uniform registers: where ptxas does not know that
     all lanes are at the same step, several R2UR stand before each wgmma.
     """
-    try:
-        jit.nvcc()
-    except Unsupported as missing:
-        pytest.skip(str(missing))
-    if sass.nvdisasm() is None:
-        pytest.skip(f"no nvdisasm: {sass.HOW_TO_GET}")
     name = module.__name__.rpartition(".")[2]
     found = inspect.facts(jit.Kernel("sparse_ring", name, module), variant).roles[role]
     order = iter(found.order)

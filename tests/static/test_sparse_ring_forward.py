@@ -9,16 +9,10 @@ import pytest
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
 from qla_kernels import inspect, jit
-from qla_kernels.inspect import sass
 from qla_kernels.sparse_ring.kernels import fwd
 
+pytestmark = pytest.mark.usefixtures("disassembler")
 KERNEL = jit.Kernel("sparse_ring", "fwd", fwd)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tools() -> None:
-    if sass.nvdisasm() is None:
-        pytest.skip(sass.HOW_TO_GET)
 
 
 def test_the_softmax_runs_beside_the_product_before() -> None:

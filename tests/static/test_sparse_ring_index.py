@@ -7,10 +7,9 @@ import pytest
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
 from qla_kernels import inspect, jit
-from qla_kernels.errors import Unsupported
-from qla_kernels.inspect import sass
 from qla_kernels.sparse_ring.kernels import window_lse, window_mass
 
+pytestmark = pytest.mark.usefixtures("disassembler")
 WAIT = "WARPGROUP.DEPBAR.LE 0x0"
 CASES = [
     pytest.param(module, role, id=module.__name__)
@@ -23,12 +22,6 @@ def test_a_product_is_in_flight_beside_all_exponentials(module, role):
     """The loop's two waits are each followed by the next product, and that by the exponentials of
     64 scores a thread, in a branch with a mask and in one without.
     """
-    try:
-        jit.nvcc()
-    except Unsupported as missing:
-        pytest.skip(str(missing))
-    if sass.nvdisasm() is None:
-        pytest.skip(f"no nvdisasm: {sass.HOW_TO_GET}")
     name = module.__name__.rpartition(".")[2]
     kernel = jit.Kernel("sparse_ring", name, module)
     order = inspect.facts(kernel, module.VARIANTS[0]).roles[role].order
