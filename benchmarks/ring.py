@@ -28,12 +28,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from qla_kernels.sparse_ring import (
     ContiguousLayout,
     RingGroups,
     StripedLayout,
     VerticalSlash,
+    VSIndex,
     ZigZagLayout,
     build_index,
 )
@@ -130,7 +132,7 @@ def mask_options(parser: argparse.ArgumentParser) -> None:
     add("--density", type=float, default=0.05)
     add("--run-length", type=int, default=4, help="neighbouring diagonals that are active together")
     add("--samples", type=int, default=7)
-    add("--queued", type=int, default=4, help="calls of a sample, one behind the other")
+    add("--queued", type=int, default=8, help="calls of a sample, one behind the other")
     add("--nodes", type=int, default=2, help="of the double ring, and of slow links")
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--out", type=Path, help="also write the rows as JSON")
@@ -151,7 +153,14 @@ def measured(
     for way in ways(group, nodes, tokens, options.slow):
         check(small, way, group.rank)
         yield timed(layer, way, clock, one, work)
-    yield from indices(layer, group, clock)
+    gathered = next(ways(group, nodes, tokens, None))
+    yield from indices(layer, ALONE, lambda q, k: build_index(q, k, VerticalSlash()), clock)
+    yield from indices(
+        layer,
+        gathered,
+        lambda q, k: build_index(q, k, VerticalSlash(), layout=gathered.layout, group=group),
+        clock,
+    )
     if options.dense != "none":
         kernel = dense_ring.kernel_of(options.dense)
         check_dense(kernel, small, group)
@@ -221,15 +230,16 @@ def timed(layer: Layer, way: Way, clock: Clock, one: float, work: float) -> Row:
     )
 
 
-def indices(layer: Layer, group: RingGroups, clock: Clock) -> Iterator[Row]:
-    q, k, _, _ = layer.tensors()
-    tokens, pattern = layer.workload.tokens, VerticalSlash()
-    alone = clock.slowest(lambda: build_index(q, k, pattern))
-    yield Row("index, one device", tokens, 1, alone, 0.0, 0.0)
-    q, k, _, _ = layer.tensors(group.world)
-    layout = StripedLayout(group.world)
-    shared = clock.slowest(lambda: build_index(q, k, pattern, layout=layout, group=group))
-    yield Row("index, striped", tokens, group.world, shared, 0.0, 0.0)
+def indices(
+    layer: Layer, way: Way, index: Callable[[Tensor, Tensor], VSIndex], clock: Clock
+) -> Iterator[Row]:
+    """An index by itself, and what it adds to a forward, whose gather it hides."""
+    q, k, _, _ = layer.tensors(way.layout.world)
+    tokens, world = layer.workload.tokens, way.layout.world
+    alone = clock.slowest(lambda: index(q, k))
+    yield Row(f"index: {way.what}", tokens, world, alone, 0.0, 0.0)
+    without, with_it = (clock.slowest(layer.calls(way, index=x)[0]) for x in (None, index))
+    yield Row(f"index, added: {way.what}", tokens, world, with_it - without, 0.0, 0.0)
 
 
 def dense(

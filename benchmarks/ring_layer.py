@@ -53,8 +53,12 @@ class Layer:
         ]
 
     def calls(
-        self, way: Way, tensors: Sequence[Tensor] = ()
+        self,
+        way: Way,
+        tensors: Sequence[Tensor] = (),
+        index: Callable[[Tensor, Tensor], object] | None = None,
     ) -> tuple[Callable[[], ring.Forward], Callable[[], ring.Backward]]:
+        """`index` runs where one is built, beside what is gathered; its lines are not taken."""
         q, k, v, do = tensors or self.tensors(way.layout.world)
 
         T, rank = self.workload.tokens, way.route.whole.rank
@@ -64,6 +68,8 @@ class Layer:
 
         def forward() -> ring.Forward:
             batches = way.route.batches(k, v)
+            if index is not None:
+                index(q, k)
             return ring.forward(shard(), q, batches)
 
         done = forward()

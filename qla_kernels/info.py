@@ -38,11 +38,14 @@ RIVALS = {
     "flash_attn.cute": ("flash-attn-4",),
 }
 
-HOOKS = {
-    "FLA registry": "qla_kernels.integrations.fla",
-    "transformers": "qla_kernels.integrations.transformers",
-    "transformers attention": "qla_kernels.integrations.transformers_dualkv",
-    "transformers ring": "qla_kernels.integrations.transformers_sparse_ring",
+HOOKS = {  # of qla_kernels.integrations: what makes it work, and what it does then
+    "FLA registry": ("fla.register()", "FLA asks us, and runs what we refuse"),
+    "transformers": ("transformers.swap(model)", "gated-delta-net layers call us"),
+    "transformers attention": (
+        "transformers_dualkv.register()",
+        'attention "shared_prefix" is ours',
+    ),
+    "transformers ring": ("transformers_sparse_ring.register()", 'attention "sparse_ring" is ours'),
 }
 
 # A family's files that decide nothing about what runs on the GPU.
@@ -71,8 +74,8 @@ def report() -> dict[str, Section]:
         "paths": _probed(
             {"CPU tensors": _cpu_path}
             | {f"CUDA, {family}": _cuda_path(family) for family in STANDARD}
-            | {f"{name} hook": _hook(module) for name, module in HOOKS.items()}
-        ),
+        )
+        | {f"{name} hook": f"integrations.{call}: {then}" for name, (call, then) in HOOKS.items()},
         "rivals": _probed({name: _rival(name) for name in RIVALS} | {"cuDNN SDPA": _cudnn}),
         "fingerprints": {family: fingerprint(family) for family in families()},
     }
@@ -226,16 +229,6 @@ def _cuda_path(family: str) -> Callable[[], str]:
         reason = validate.refusal(x, x, x, capability=capability)
         answer = "our kernels" if reason is None else f"refused: {reason}"
         return answer if here else f"(no GPU here; on Hopper) {answer}"
-
-    return probe
-
-
-def _hook(module: str) -> Callable[[], str]:
-    def probe() -> str:
-        parent = importlib.util.find_spec(module.rpartition(".")[0])
-        if parent is None or importlib.util.find_spec(module) is None:
-            return "none in this version: calls stay where they go now"
-        return f"{module}.register() routes what `refusal` lets through to us"
 
     return probe
 

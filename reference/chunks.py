@@ -48,7 +48,7 @@ class Chunks(NamedTuple):
 def sequence_spans(batch: int, num_tokens: int, cu_seqlens: Tensor | None) -> Tensor:
     """First and one-past-last flat token of each sequence, [N, 2] on the CPU."""
     if cu_seqlens is None:
-        ends = torch.arange(1, batch + 1) * num_tokens
+        ends = torch.arange(1, batch + 1, device="cpu") * num_tokens
         return torch.stack([ends - num_tokens, ends], 1)
     bounds = cu_seqlens.detach().long().cpu()
     return torch.stack([bounds[:-1], bounds[1:]], 1)
@@ -56,13 +56,14 @@ def sequence_spans(batch: int, num_tokens: int, cu_seqlens: Tensor | None) -> Te
 
 def cut(spans: Tensor, chunk_size: int, device: torch.device) -> Chunks:
     """Chunks of `chunk_size` tokens over each span; a span's last chunk may be partial."""
-    starts, ends = spans.unbind(1)
+    (starts, ends), here = spans.unbind(1), spans.device
     lengths = (ends - starts + chunk_size - 1) // chunk_size  # [N] in chunks
     longest_first = torch.argsort(lengths, descending=True, stable=True)
     counts = [int((lengths > i).sum()) for i in range(max(lengths.tolist(), default=0))]
     sequence = torch.cat([longest_first[:n] for n in (0, *counts)])
-    step = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long))
-    rows = (starts[sequence] + step * chunk_size)[:, None] + torch.arange(chunk_size)
+    repeats = torch.tensor(counts, dtype=torch.long, device=here)
+    step = torch.arange(len(counts), device=here).repeat_interleave(repeats)
+    rows = (starts[sequence] + step * chunk_size)[:, None] + torch.arange(chunk_size, device=here)
     last = ends[sequence][:, None] - 1
     return Chunks(
         rows=rows.minimum(last).to(device),

@@ -54,7 +54,7 @@ def cut_segments(sequences: Tensor, segment_size: int) -> Segments:
     starts, ends = sequences.unbind(1)
     counts = ((ends - starts + segment_size - 1) // segment_size).clamp(min=1)
     first = counts.cumsum(0) - counts
-    index = torch.arange(int(counts.sum())) - first.repeat_interleave(counts)
+    index = torch.arange(int(counts.sum()), device=starts.device) - first.repeat_interleave(counts)
     start = starts.repeat_interleave(counts) + index * segment_size
     end = (start + segment_size).minimum(ends.repeat_interleave(counts))
     return Segments(torch.stack([start, end], 1), first, first + counts - 1)

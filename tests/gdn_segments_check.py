@@ -1,11 +1,13 @@
 """A forward in segments, launch by launch, and what it must produce: emulated and device tiers."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qla_kernels.gdn import heuristics, launch, segments
+from qla_kernels.gdn.packing import room_for_chunks
 from reference import gdn
 from tests.gdn_inputs import gates, keys
 
@@ -63,20 +65,32 @@ def run(
     most: int,
     limit: float,
     kernel: heuristics.Forward = GIVEN,
+    grows: bool = False,
+    between: Callable[[], None] = lambda: None,
 ) -> Cut:
-    """Segments of at most so many chunks."""
-    scale = x.q.shape[-1] ** -0.5
-    saved = None if kernel.solves else launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens)
-    g, A = saved or (x.g, None)
-    cut = segments.cut(x.g, x.cu_seqlens, most)
-    found = segments.maps(x.k, x.v, g, x.beta, A, x.h0, cut, limit)
+    """Segments of at most so many chunks, launched as launch.gdn_fwd does; `between` launches."""
+    N, HV, K, V = len(x.cu_seqlens) - 1, x.v.shape[2], x.k.shape[3], x.v.shape[3]
+    o, final = torch.empty_like(x.v), x.g.new_empty(N, HV, K, V)
+    g, A, saved, growth = x.g, None, None, None
+    table = None if kernel.solves else room_for_chunks(x.q.shape[1], x.cu_seqlens)
+    cut = segments.cut(x.g, x.cu_seqlens, most, table=table)
+    between()
+    if not kernel.solves:
+        growth = torch.empty_like(x.g) if grows else None
+        g, A = saved = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens, table, growth=growth)
+    between()
+    found = segments.maps(
+        x.k, x.v, g, x.beta, A, x.h0, cut, limit, growth, not kernel.solves
+    )  # fmt: skip
+    between()
     starts = segments.start_states(found, x.h0, cut)
-    o, ends = torch.empty_like(x.v), torch.empty_like(starts)
+    between()
     launch.fused_fwd(
-        x.q, x.k, x.v, x.g, x.beta, scale, starts, cut.bounds, o, ends, saved, kernel
+        x.q, x.k, x.v, x.g, x.beta, K**-0.5, starts, cut.bounds, o, final, saved, kernel,
+        cut.ends_of,
     )  # fmt: skip
     num = int(cut.first_segment[-1])
-    return Cut(o, starts[:num], cut.bounds[:num], ends[cut.first_segment[1:].long() - 1])
+    return Cut(o, starts[:num], cut.bounds[:num], final)
 
 
 def whole(x: Batch, kernel: heuristics.Forward = GIVEN) -> tuple[Tensor, Tensor]:

@@ -114,6 +114,8 @@ def refusals(rank: int) -> Iterator[tuple[str, Any]]:
         "gradients": lambda: {**mine, "q": mine["q"].clone().requires_grad_()},
         "malformed": lambda: {**mine, "g": mine["g"][:, :5]},
         "missing": lambda: {**mine, "q": None},
+        "flags": lambda: {**mine, "use_qk_l2norm_in_kernel": True},
+        "whole batch": lambda: {**mine, **{n: x[n] for n in ("q", "k", "v", "g", "beta")}},
         "states": lambda: {**mine, "output_final_state": True},
         "contents": lambda: {**mine, "beta": mine["beta"] * torch.nan},
         "bound": lambda: {**mine, "exact": True},

@@ -9,6 +9,7 @@ from qla_kernels.sparse_ring import launch, launch_backward
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.plan import pack
+from qla_kernels.sparse_ring.route import Chunk
 from qla_kernels.sparse_ring.shard import Columns, Shard
 from reference import sparse_ring
 from reference.sparse_ring import Gradients
@@ -76,7 +77,7 @@ def case(
 
 
 def backward(x: Case) -> Gradients:
-    """dQ in two launches where there are several ranks; dK and dV travel from rank to rank."""
+    """dQ in two launches where there are several ranks, dK and dV of a chunk, then of the rest."""
     world, T = x.layout.world, x.q.shape[1]
     if world == 1:  # as they are, with their strides
         held, k, v = [slice(None)], x.k[None], x.v[None]
@@ -84,7 +85,7 @@ def backward(x: Case) -> Gradients:
         held = [x.layout.positions(T, rank).to(x.q.device) for rank in range(world)]
         k, v = (torch.stack([whole[:, rows] for rows in held]) for whole in (x.k, x.v))
     columns = Columns(*(_columns(whole, x.lines.v_idx, T) for whole in (x.k, x.v)))
-    dkv = [x.q.new_empty(2, *k.shape[1:], dtype=torch.float32) for _ in range(world)]
+    dkv = x.q.new_empty(world, 2, *k.shape[1:], dtype=torch.float32)
     dq = []
     for rank, rows in enumerate(held):
         shard = _shard(x, rank)
@@ -99,11 +100,11 @@ def backward(x: Case) -> Gradients:
             last = (columns, out) if owners[-1] in batch else (None, None)
             launch_backward.backward_queries(shard, q, k, v, saved, visited, sums, n == 0, *last)
         dq.append(out)
-        for owner in owners:
-            launch_backward.backward_keys(
-                shard, q, k, v, saved, owner, owner, dkv[owner], rank == 0
-            )
-            launch_backward.scatter(shard, of_columns, owner, dkv[owner])
+        chunks = [Chunk(owner, owner, 0, 0) for owner in range(world)]
+        for of in filter(len, (chunks[:1], chunks[1:])):  # a chunk alone, and several
+            part = dkv[of[0].owner :][: len(of)]
+            launch_backward.backward_keys(shard, q, k, v, saved, of, part, rank == 0)
+            launch_backward.scatter(shard, of_columns, [chunk.owner for chunk in of], part)
     parts = [dq, [dk for dk, _ in dkv], [dv for _, dv in dkv]]
     if world == 1:
         return Gradients(*(x for (x,) in parts))

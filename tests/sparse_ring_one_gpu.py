@@ -42,6 +42,10 @@ class ThroughHost(Ring):
         gathered = super().gather(*(x.cpu() for x in tensors)).wait()
         return Pending([], [x.to(tensors[0].device) for x in gathered])
 
+    def sum(self, x: Tensor) -> Pending:
+        (own,) = super().sum(x.cpu()).wait()
+        return Pending([], [own.to(x.device)])
+
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return x.copy_(super().broadcast(x.cpu(), source))
 

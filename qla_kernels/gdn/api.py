@@ -18,6 +18,7 @@ from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
     check_tensors,
+    expect_tensors,
     refusal,
     require,
     scale_of,
@@ -56,7 +57,7 @@ def chunk_gated_delta_rule(
         o_t = scale S_t^T q_t
 
     q, k and v share a dtype; any strides will do, such as slices of one projection. g, beta and
-    states have any float dtype. Gradients come in the dtype of what they belong to.
+    states are bf16, fp16, fp32 or fp64. Gradients come in the dtype of what they belong to.
 
     Args:
         q, k: [B, T, H, K].
@@ -86,12 +87,14 @@ def chunk_gated_delta_rule(
         exact, warm_log_bound: by keyword. Where sequences are long and heads few, they are cut into
             segments that run beside each other. A segment then leaves out what the tokens before it
             add to the state that enters it, where that is less than e^warm_log_bound of the state
-            that they found, and warm_log_bound is -12: 6e-6. exact=True leaves out nothing, and
-            takes longer; what is rounded is the same.
+            that they found, and warm_log_bound is -12: 6e-6. exact=True is -104, and takes longer:
+            what maps the one state to the other is then 0 in fp32, and of states up to 1e7 nothing
+            is left that is a normal number of fp32. -inf leaves out nothing. What is rounded is the
+            same.
         enable_fwd_cp_cache: by keyword. Keep what the forward has found out about segments for the
             backward, which need not find it out again: 4 K (K + V) bytes, which is 128 KB for K and
             V of 128, for each segment and value head; those fill a GPU once or a few times. Ignored
-            in a compiled graph, which would have to know how many they are.
+            in a compiled graph, which would have to know how many they are, and with cp_context.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 or None.
@@ -105,6 +108,8 @@ def chunk_gated_delta_rule(
     gate = NO_GATE
     if kwargs:
         state_v_first, gate = _take_keywords(kwargs, state_v_first)
+    if chunk_indices is not None:  # FLA 0.5.2 has cp_context in its place
+        expect_tensors(OP, chunk_indices=chunk_indices)
     if cp_context is not None:
         o = sharded(
             q, k, v, g, beta, scale, cp_context, gate, bound,

@@ -150,15 +150,18 @@ def put_state(r_s, state, n, hv, v0, K):
 
 @T.macro
 def stage(r_s16, s_h, ring, step, K):
-    """A state warpgroup's rows, in 16 bits, into its staging tile [slots, TILE, K], for `store`."""
+    """A state warpgroup's rows, in 16 bits, into its staging tile [slots, TILE, K], for `store`.
+
+    Neither fenced nor, for TileLang, written here: before the next product it would put a fence of
+    its own, which waits for the products in flight.
+    """
     ring.acquire(step)
     T.call_extern(
         "handle",
         f"qla::stage_state<{K}>",
         r_s16.data,
-        T.access_ptr(s_h[ring.slot(step), 0, 0], "w", TILE * K),
+        T.access_ptr(s_h[ring.slot(step), 0, 0], "r", TILE * K),
     )
-    T.fence_proxy_async()  # s_h: written by threads, read by the TMA store
     ring.commit(step)
 
 
@@ -216,6 +219,7 @@ def store(out, s_h, rings, num_states):
     for step in rolled(num_states):
         for w, ring in enumerate(rings):
             ring.wait(step)
+            T.fence_proxy_async()  # s_h: written by threads, read by the TMA store
             out.put(s_h[w][ring.slot(step), :, :], step, w)
             T.tma_store_wait(behind * len(rings))
             if step >= behind:

@@ -6,17 +6,47 @@
 
 namespace qla {
 
-// The fewest chunks whose gates sum to less than `limit`, or 0 if no number of them do. Every warp
-// by itself.
+// log max(1, |1 - beta |k|^2|)
+__device__ __forceinline__ float token_growth(float beta, float square) {
+  return logf(fmaxf(1.f, fabsf(1.f - beta * square)));
+}
+
+// Its sum over every 16 tokens of a chunk, from K K^T as a warpgroup has it (gated_tiles.cuh says
+// where), to growth's row of the last of them. `growth` is given from the chunk's first token on.
+__device__ __forceinline__ void put_growth(const float *kk, const float *beta, float *growth,
+                                           int64_t token, int rows) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, w = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
+  float sum = 0.f;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = 16 * w + 8 * h + g;
+    float square;
+#pragma unroll
+    for (int b = 0; b < 4; ++b)  // selected, not indexed: kk is in registers
+      if (b == 0 || b == w) square = g & 1 ? kk[8 * b + 6 * h + 1] : kk[8 * b + 6 * h];
+    if ((lane & 3) == g >> 1 && row < rows) sum += token_growth(beta[row], square);
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if (lane == 0 && 16 * w < rows) growth[token * min(16 * w + 15, rows - 1)] = sum;
+}
+
+// The fewest chunks whose gates, and what put_growth has put of them if it `grows`, sum to less than
+// `limit`, or 0 if no number of them do. Every warp by itself.
 template <bool kAtEnd>
-__device__ __forceinline__ int chunks_by_gates(const float *g_cum, int64_t token, int length,
-                                               float limit) {
+__device__ __forceinline__ int chunks_by_gates(const float *g_cum, const float *growth, bool grows,
+                                               int64_t token, int length, float limit) {
   const int lane = threadIdx.x & 31, num_chunks = (length + 63) / 64;
   float before = 0.f;  // gates of the chunks that the warp has passed
 #pragma unroll 1
   for (int base = 0; base < num_chunks; base += 32) {
     const int i = base + lane, chunk = kAtEnd ? num_chunks - 1 - i : i;
     float total = i < num_chunks ? g_cum[token * min(64 * chunk + 63, length - 1)] : 0.f;
+    if (grows) {
+#pragma unroll
+      for (int t = 64 * chunk; t < 64 * chunk + 64; t += 16)
+        if (i < num_chunks && t < length) total += growth[token * min(t + 15, length - 1)];
+    }
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const float x = __shfl_up_sync(~0u, total, d);
@@ -65,10 +95,10 @@ template <class T> __device__ __forceinline__ float sum_of_squares(const T *eigh
 // sum_t log max(1, |1 - beta_t |k_t|^2|) over the chunks `first` to `last`, by all threads of the
 // CTA and the same in all. beta is in fp32; or, where is_16, 16 bits wide in beta16.
 template <bool kAtEnd, int K, int kWarps, class T>
-__device__ __forceinline__ float growth(const T *k, int64_t k_token, const float *beta,
+__device__ __forceinline__ float read_growth(const T *k, int64_t k_token, const float *beta,
                                         const T *beta16, bool is_16, int64_t beta_token,
                                         int length, int first, int last, float *s_sum) {
-  constexpr int kLanes = K / 8, kTokens = 32 * kWarps / kLanes, kRounds = 4;  // of a token, at once
+  constexpr int kLanes = K / 8, kTokens = 32 * kWarps / kLanes, kRounds = 8;  // of a token, at once
   const int part = threadIdx.x % kLanes, which = threadIdx.x / kLanes;
   const int begin = 64 * (kAtEnd ? (length + 63) / 64 - last : first);
   const int end = min(begin + 64 * (last - first), length);
@@ -86,7 +116,7 @@ __device__ __forceinline__ float growth(const T *k, int64_t k_token, const float
     for (int j = 0; j < kRounds; ++j) {
 #pragma unroll
       for (int d = 1; d < kLanes; d *= 2) norm[j] += __shfl_xor_sync(~0u, norm[j], d);
-      sum += logf(fmaxf(1.f, fabsf(1.f - weight[j] * norm[j])));
+      sum += token_growth(weight[j], norm[j]);
     }
   }
 #pragma unroll
@@ -100,22 +130,24 @@ __device__ __forceinline__ float growth(const T *k, int64_t k_token, const float
   return sum;
 }
 
-// The fewest chunks over which the bound on |M| is below e^limit, or 0 if it never is. Keys are only
-// read where the gates alone would do, and as far as they would.
+// The fewest chunks over which the bound on |M| is below e^limit, or 0 if it never is. Where nobody
+// has put_growth, keys are read where the gates alone would do, and as far as they would.
 template <bool kAtEnd, bool kCumulated, int K, int kWarps, class T>
 __device__ __forceinline__ int warm_chunks(const T *k, int64_t k_token, const float *g,
-                                           const float *beta, const T *beta16, bool is_16,
-                                           int64_t token, int length, float limit, float *s_sum) {
+                                           const float *growth, bool grows, const float *beta,
+                                           const T *beta16, bool is_16, int64_t token, int length,
+                                           float limit, float *s_sum) {
   static_assert(kAtEnd || kCumulated, "nobody looks at raw gates from the beginning on");
   int found = 0, seen = 0;
   if (limit == -INFINITY) return 0;  // as no bound is below it: gates need not be read
+  if (grows) return chunks_by_gates<kAtEnd>(g, growth, true, token, length, limit);
 #pragma unroll 1
   for (;;) {
-    if constexpr (kCumulated) found = chunks_by_gates<kAtEnd>(g, token, length, limit);
+    if constexpr (kCumulated) found = chunks_by_gates<kAtEnd>(g, g, false, token, length, limit);
     else found = chunks_by_raw_gates<kWarps>(g, token, length, limit, s_sum);
     if (found <= seen) return found;
-    limit -= growth<kAtEnd, K, kWarps>(k, k_token, beta, beta16, is_16, token, length, seen, found,
-                                       s_sum);
+    limit -= read_growth<kAtEnd, K, kWarps>(k, k_token, beta, beta16, is_16, token, length, seen,
+                                            found, s_sum);
     seen = found;
   }
 }

@@ -26,10 +26,13 @@ SOLVE_BARRIER = 10  # the solving warpgroup's own named barrier
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
 
-def warm_chunks(k, g, beta, beta16, is_16, s_sum, begin, length, h, hv, limit, at_end, cumulated):
+def warm_chunks(
+    k, g, growth, grows, beta, beta16, is_16, s_sum, begin, length, h, hv, limit, at_end, cumulated
+):  # fmt: skip
     """See chain_segment.cuh. All threads of the CTA, which meet in it.
 
-    beta is in fp32; or, where is_16, 16 bits wide in beta16, which is None where it never is.
+    growth is of kkt_solve where `grows`, and None where it never does; beta is in fp32, or, where
+    is_16, 16 bits wide in beta16, which is None where it never is.
     """
     K, warps = k.shape[-1], s_sum.shape[0]
     k_begin = T.access_ptr(k[begin, h, 0], "r", K)
@@ -39,6 +42,8 @@ def warm_chunks(k, g, beta, beta16, is_16, s_sum, begin, length, h, hv, limit, a
         k_begin,
         k.strides[0],
         T.access_ptr(g[begin, hv], "r", 1),
+        T.access_ptr((g if growth is None else growth)[begin, hv], "r", 1),
+        grows,
         T.access_ptr(beta[begin, hv], "r", 1),
         T.access_ptr(beta16[begin, hv], "r", 1) if beta16 is not None else k_begin,
         is_16,

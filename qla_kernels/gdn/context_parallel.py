@@ -65,7 +65,7 @@ def build_cp_context(
         group: the ranks that share the batch; None for all of the job.
         cu_seqlens_cpu: the same on the CPU; without it a GPU is waited for.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank, world = _place_in("build_cp_context", group)
     bounds = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
     if bounds[:1] != [0] or bounds != sorted(bounds):
         needs, fix = "to start at 0 and never fall", "rebuild it from the lengths"
@@ -75,8 +75,17 @@ def build_cp_context(
         got = f"{bounds[-1]} tokens for {world} ranks"
         raise ValueError(need("build_cp_context", got, "as many tokens on every rank", fix))
     held, before, after = held_by(rank, bounds, bounds[-1] // world)
-    local = torch.tensor(held, dtype=cu_seqlens.dtype)
+    local = torch.tensor(held, dtype=cu_seqlens.dtype, device="cpu")  # whatever the default is
     return CPContext(group, local.to(cu_seqlens.device), local, before, after)
+
+
+def _place_in(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank among the ranks of `group`, and how many those are."""
+    rank = dist.get_rank(group)
+    if rank < 0:  # torch answers those outside, and hands them a group that is none
+        fix = "call it on the group's ranks alone"
+        raise ValueError(need(op, "a group without this process", "one that it is in", fix))
+    return rank, dist.get_world_size(group)
 
 
 def held_by(rank: int, bounds: Sequence[int], size: int) -> tuple[list[int], int, int]:
@@ -133,8 +142,7 @@ def shard_of(op: str, cp_context: Any) -> Shard:
     assert group is not None, "torch is initialized"
     return Shard(
         group,
-        dist.get_rank(group),
-        dist.get_world_size(group),
+        *_place_in(op, group),
         int(cp_context.pre_num_ranks),
         int(cp_context.post_num_ranks),
         goes_through(cp_context.cu_seqlens, cp_context.pre_num_ranks, cp_context.post_num_ranks),

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels.cpu import reference
+from qla_kernels.gdn.contents import check_bounds
 from qla_kernels.gdn.ops import Backward, Forward, empty_cache
+from qla_kernels.gdn.validate import OP
 from qla_kernels.varlen import CHUNK
 
 
@@ -36,6 +38,7 @@ def gdn_fwd(
     warm_log_bound: float,
 ) -> Forward:
     gdn = reference().gdn
+    check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)  # nobody waits for them here
     if A_log is not None:
         g = gdn.gate(g, A_log, dt_bias)
     if use_beta_sigmoid_in_kernel:
@@ -44,7 +47,7 @@ def gdn_fwd(
     with torch.autocast("cpu", enabled=False):
         out = gdn.chunked(q, k, v, g, beta, scale, h0, cu_seqlens, CHUNK)
     return Forward(
-        o=out.o,
+        o=out.o.clone(),  # a view, and autograd lets nobody add to a view among several results
         final_state=_swapped(out.final_state, state_v_first) if output_final_state else None,
         g_cum=out.g_cum if is_train else None,
         A=out.A if is_train else None,
@@ -80,6 +83,7 @@ def gdn_bwd(
     output_dh0: bool = True,
 ) -> Backward:
     gdn = reference().gdn
+    check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)
     active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
     dht, h0 = _swapped(dht, state_v_first), _swapped(initial_state, state_v_first)
     with torch.autocast("cpu", enabled=False):

@@ -290,23 +290,17 @@ __device__ __forceinline__ void sum_scores(const float *x, const float *other, i
   }
 }
 
-// An accumulator, rounded, to `rows` rows of global memory, in pieces of 16 bytes by way of a tile, of
-// which each warp writes and reads its own rows. They are number first, first + step, .. of rows of
-// kSize elements.
+// Rows of a tile, `rows` of them, to global memory in pieces of 16 bytes: to number first, first +
+// step, .. of rows of kSize elements.
 template <int kSize, class T>
-__device__ __forceinline__ void store_rows(const float *x, T *tile, T *out, int first, int step,
-                                           int rows) {
-  put_tile(x, tile);
-  __syncwarp();
+__device__ __forceinline__ void store_rows(const T *tile, T *out, int first, int step, int rows) {
   const int thread = thread_in_group(), piece = thread % 8;
-  int row = thread / 32 * 16 + thread / 8 % 4;
-#pragma unroll
-  for (int i = 0; i < 4; ++i, row += 4) {
+#pragma unroll 1
+  for (int row = thread / 8; row < rows; row += 16) {
     const uint4 *from = reinterpret_cast<const uint4 *>(tile + 64 * row) + (piece ^ (row & 7));
     const int64_t to = int64_t(first + row * step) * kSize + 8 * piece;
-    if (row < rows) *reinterpret_cast<uint4 *>(out + to) = *from;
+    *reinterpret_cast<uint4 *>(out + to) = *from;
   }
-  __syncwarp();
 }
 
 }  // namespace qla

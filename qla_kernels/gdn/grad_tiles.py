@@ -83,11 +83,10 @@ def sum_scores(
     return _call("sum_scores", r_x.data, r_other.data, system, scale, _read(beta, CHUNK), *out)
 
 
-def store_rows(r_x: Any, tile: Any, x: Any, size: int, first: Any, step: Any, rows: Any) -> Any:
-    """Rounded, by way of a tile, to rows of global memory: `rows` of them, first, first + step, ..,
-    of those that lie `size` elements apart from x on."""
-    out = _write(tile, TILE), _write(x, 64)
-    return _call(f"store_rows<{size}>", r_x.data, *out, first, step, rows)
+def store_rows(tile: Any, x: Any, size: int, first: Any, step: Any, rows: Any) -> Any:
+    """A tile's rows to global memory: `rows` of them, first, first + step, .. of those that lie
+    `size` elements apart from x on."""
+    return _call(f"store_rows<{size}>", _read(tile, TILE), _write(x, 64), first, step, rows)
 
 
 def _call(name: str, *arguments: Any) -> Any:

@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
 
     turns: Any  # [4, 64, K] q, k of a pair; dS^T of its value heads; of the next pair vice versa
     v: Any  # [1, 64, V] v, then beta W, then dV
-    tok: Any  # [3 or, if V < K, 4, 64, V] dO; V'; dV', then Y
+    tok: Any  # [3 or, if V < K, 5, 64, V] dO; V'; dV', then Y; by the last two dQ and dK leave
     a: Any  # [1, 64, 64]
     state: Any  # [2 V / 64, 64, K] S0^T, of alternate value heads
     scores: Any  # [2, 64, 64] P; behind all value heads the sums of dP0 and F

@@ -5,8 +5,7 @@ chunk_grads states the maths and what each step is for, under the numbers used h
 
 import tilelang.language as T
 
-from qla_kernels.gdn import grad_tiles as tiles
-from qla_kernels.gdn.grads import COLUMNS, DOTS, E_KK, PANEL, STATE, VN, X_ROWS, Y_W
+from qla_kernels.gdn.grads import COLUMNS, DOTS, E_KK, PANEL, STATE, X_ROWS, Y_W
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import CHUNK
 
@@ -37,17 +36,6 @@ def store(dv, s_v, ring, walk, V):
                                 0, row, lane % lanes * 8 + e
                             ]
             ring.release(step)
-
-
-@T.macro
-def put_rows(dq, dk, r_dq, r_dk, s, first, step, rows, w):
-    """Panel w of a key head's gradients to global memory, by way of its tile of V' or, where it has
-    none, a tile more.
-    """
-    K = dq.shape[2]
-    tile = s.tok[VN, 0, w * PANEL] if s.tok.shape[2] >= K else s.tok[VN + 2 * w, 0, 0]
-    tiles.store_rows(r_dq, tile, dq[0, 0, w * PANEL], K, first, step, rows)
-    tiles.store_rows(r_dk, tile, dk[0, 0, w * PANEL], K, first, step, rows)
 
 
 @T.macro

@@ -6,7 +6,6 @@ chunk_grads states the maths and what each step is for, under the numbers used h
 import tilelang.language as T
 
 from qla_kernels.gdn import grad_tiles as tiles
-from qla_kernels.gdn import grads_out
 from qla_kernels.gdn.grads import (
     BETA,
     DO,
@@ -63,6 +62,7 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
     T.wait_wgmma(0)
     tiles.correct_values(r_w, s.v[0, 0, w * PANEL], s.gate[gate, E, 0], s.gate[gate, BETA, 0])  # 3
     T.fence_proxy_async()  # beta W: written by threads, read by wgmma
+    T.tma_store_wait(0)  # V' and Y's tiles: dQ and dK of the pair before have left
     sync_own(w)
     T.wgmma_gemm(s.a[0, :, :], s.v[0, :, w * PANEL : w * PANEL + PANEL], r_x, clear_accum=True)
     ring.vn.acquire(step)
@@ -121,8 +121,10 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
 
 
 @T.macro
-def arrive(ring, i, step):
+def arrive(ring, i, step, w):
     """In place of `of_values`, for a warpgroup that has no panel of V."""
+    T.tma_store_wait(0)  # as there, of its own tiles
+    sync_own(w)
     ring.h.wait(step)
     ring.gate.wait(step)
     ring.ds.wait(step)
@@ -203,6 +205,30 @@ def finish_keys(r_dq, r_dk, s, i, w):
 
 
 @T.macro
+def put_rows(dq, dk, r_dq, r_dk, s, tok0, head, num_heads, rows, w):
+    """Panel w of a key head's gradients, by way of its tiles of V' and Y or, where it has none, two
+    tiles more.
+    """
+    panel = w * PANEL
+    slot, column = (VN, panel) if s.tok.shape[2] >= dq.shape[2] else (VN + 2 * w, 0)
+    tiles.put_tile(r_dq, s.tok[slot, 0, column])
+    tiles.put_tile(r_dk, s.tok[slot + 1, 0, column])
+    T.fence_proxy_async()  # dQ and dK: written by threads, read by TMA
+    sync_own(w)
+    if rows == CHUNK:
+        for n, x in enumerate((dq, dk)):
+            T.tma_copy(
+                s.tok[slot + n, :, column : column + PANEL],
+                x[tok0 : tok0 + CHUNK, head, panel : panel + PANEL],
+            )
+    else:
+        first = tok0 * num_heads + head
+        for n, x in enumerate((dq, dk)):
+            tile = s.tok[slot + n, 0, column]
+            tiles.store_rows(tile, x[0, 0, panel], x.shape[2], first, num_heads, rows)
+
+
+@T.macro
 def leave(ring, step):
     """In place of `of_keys`, for a warpgroup that has no panel of K."""
     ring.vn.wait(step)
@@ -223,7 +249,8 @@ def panel(dq, dk, s, ring, walk, K, V):
     r_dq = T.alloc_fragment((CHUNK, PANEL), "float32")
     r_dk = T.alloc_fragment((CHUNK, PANEL), "float32")
     w, step, p_step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    chunk, first, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    chunk, head = T.alloc_var("int32"), T.alloc_var("int32")
+    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
     step = 0
     for i in T.serial(walk.num_pairs):
         ring.qk.wait(i)
@@ -235,7 +262,7 @@ def panel(dq, dk, s, ring, walk, K, V):
                 if w < V // PANEL:
                     of_values(r_x, r_w, r_dot, s, ring, i, step, w, K)
                 else:
-                    arrive(ring, i, step)
+                    arrive(ring, i, step, w)
             else:
                 of_values(r_x, r_w, r_dot, s, ring, i, step, w, K)
             ring.scores.release(step + i)
@@ -250,7 +277,7 @@ def panel(dq, dk, s, ring, walk, K, V):
             step += 1
         p_step = step + i
         chunk = walk.chunk(i)  # looked up while dP0 and F are made
-        first = walk.chunks[chunk, 0] * walk.num_heads + walk.head(i)
+        tok0 = walk.chunks[chunk, 0]
         rows = walk.chunks[chunk, 1]
         ring.scores.wait(p_step)
         w = T.shfl_sync(T.get_thread_binding(1), 0)
@@ -261,9 +288,12 @@ def panel(dq, dk, s, ring, walk, K, V):
             finish_keys(r_dq, r_dk, s, i, w)
         ring.scores.release(p_step)
         ring.qk.release(i)
-        ring.vn.acquire(step)  # by way of V' they leave
+        ring.vn.acquire(step)
+        ring.y.acquire(step)
+        head = walk.head(i)
         if K < V:
             if w < K // PANEL:
-                grads_out.put_rows(dq, dk, r_dq, r_dk, s, first, walk.num_heads, rows, w)
+                put_rows(dq, dk, r_dq, r_dk, s, tok0, head, walk.num_heads, rows, w)
         else:
-            grads_out.put_rows(dq, dk, r_dq, r_dk, s, first, walk.num_heads, rows, w)
+            put_rows(dq, dk, r_dq, r_dk, s, tok0, head, walk.num_heads, rows, w)
+    T.tma_store_wait(0)  # shared memory goes when the CTA does

@@ -51,6 +51,14 @@ def ctas(items: int, alike: bool, sm_count: int) -> int:
     return min(items, sm_count) if alike else items
 
 
+def scan_columns(columns: int, sm_count: int) -> int:
+    """How many of all heads' columns of V a CTA of segment_scan folds.
+
+    Fewer take less time, as long as all CTAs fit the GPU at once.
+    """
+    return 16 if columns // 16 <= sm_count else 32
+
+
 # us per chunk of the backward's chains, as STEP
 CHAIN_STEP = {128: 2.3, 64: 1.45}
 

@@ -1,15 +1,17 @@
 """What the public functions take by keyword: FLA's **kwargs, and our own."""
 
-import math
 import warnings
 from typing import Any
 
+import torch
+
 from qla_kernels.errors import need
-from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 
 # To Dynamo a global float is an input of a dynamic graph, which it compiles twice; an int is not.
-_WHOLE_BOUND = int(WARM_LOG_BOUND)
-assert _WHOLE_BOUND == WARM_LOG_BOUND, "say how else Dynamo is to take it for a constant"
+_WHOLE_BOUND, _WHOLE_EXACT_BOUND = int(WARM_LOG_BOUND), int(EXACT_LOG_BOUND)
+_WHOLE = _WHOLE_BOUND == WARM_LOG_BOUND and _WHOLE_EXACT_BOUND == EXACT_LOG_BOUND
+assert _WHOLE, "say how else Dynamo is to take them for constants"
 
 
 def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
@@ -19,11 +21,12 @@ def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
     if state_v_first:
         got = "state_v_first and transpose_state_layout, its old name, are given"
         raise ValueError(need(op, got, "one of them", "drop transpose_state_layout"))
-    warnings.warn(
-        "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
-        DeprecationWarning,
-        stacklevel=4,  # the line that called the public function, which took its keywords
-    )
+    if not torch.compiler.is_compiling():  # Dynamo does not trace it
+        warnings.warn(
+            "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
+            DeprecationWarning,
+            stacklevel=4,  # the line that called the public function, which took its keywords
+        )
     layout: bool = kwargs.pop("transpose_state_layout")
     return layout
 
@@ -38,7 +41,7 @@ def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
 def warm_bound(op: str, exact: bool, warm_log_bound: float | None) -> float:
     """What segments may leave out of the state before them, natural log; -inf for nothing."""
     if warm_log_bound is None:
-        return -math.inf if exact else float(_WHOLE_BOUND)
+        return float(_WHOLE_EXACT_BOUND if exact else _WHOLE_BOUND)
     if exact:
         fix = "pass one of them"
         raise ValueError(

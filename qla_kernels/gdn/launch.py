@@ -1,7 +1,5 @@
 """What runs on the GPU, in order. Allocates, chooses variants, launches; reads nothing back."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -25,6 +23,7 @@ from qla_kernels.gdn.packing import (
     no_state,
     of_part,
     require_aligned,
+    room_for_chunks,
     sequence_bounds,
     tokens,
 )
@@ -66,18 +65,14 @@ def gdn_fwd(
         plan, alike = Plan(heuristics.BATCH_INVARIANT, None), False
         if auto_cp:
             chunks = segments.chunks_of(N, T * B, cu_seqlens_cpu)
-            exact = warm_log_bound == -math.inf
-            plan = gdn_plan.forward(chunks, HV, K, V, device.sm_count(q.device), exact)
+            plan = gdn_plan.forward(chunks, HV, K, V, device.sm_count(q.device), warm_log_bound)
             known = cu_seqlens is None or cu_seqlens_cpu is not None
             alike = known and len(chunks) == 1 and plan.segment_chunks is None
-        # one cast at most, and a pack where the caller's are strided: 1/64 of v or less
-        g = activations.gate(g, A_log, dt_bias).contiguous()
-        raw = use_beta_sigmoid_in_kernel or allow_neg_eigval
-        solving = plan.kernel.solves and not output_h  # only by kernels that read beta as it is
-        if raw or not solving or beta.dtype != q.dtype:
-            beta = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-        beta = beta.contiguous()
-        h0 = None if initial_state is None else activations.fp32(initial_state)
+        beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        # only kernels that solve read a beta of 16 bits
+        as_is = q.dtype if plan.kernel.solves and not output_h else torch.float32
+        g, beta = activations.activate(g, beta, A_log, dt_bias, beta_range, as_is)
+        h0 = None if initial_state is None else initial_state.float()
         o, final = fresh_like(v), None
         if output_final_state and h0 is not None:
             final = fresh_like(h0)
@@ -96,11 +91,19 @@ def gdn_fwd(
                 saved_b = (g_cum_b, A_b)
             start, ends_of = key_first(h0, b, state_v_first), None
             g_read, A_read = g_b, None  # by what comes before the chains
-            if not plan.kernel.solves:
-                g_read, A_read = kkt_solve(k_b, g_b, beta_b, bounds, out=saved_b)
+            cut = table = growth = None
             if plan.segment_chunks is not None:
-                cut = segments.cut(g_read, bounds, plan.segment_chunks)
-                found = segments.maps(k_b, v_b, g_read, beta_b, A_read, start, cut, warm_log_bound)
+                if not plan.kernel.solves:  # which chunks there are is found out beside that
+                    table = room_for_chunks(q_b.shape[0] * q_b.shape[1], bounds)
+                    growth = torch.empty_like(g_b) if plan.grows else None
+                cut = segments.cut(g_b, bounds, plan.segment_chunks, table=table)
+            if not plan.kernel.solves:
+                g_read, A_read = kkt_solve(k_b, g_b, beta_b, bounds, table, saved_b, growth)
+            if cut is not None:
+                found = segments.maps(
+                    k_b, v_b, g_read, beta_b, A_read, start, cut, plan.warm_log_bound, growth,
+                    early=not plan.kernel.solves,
+                )  # fmt: skip
                 start = segments.start_states(found, start, cut)  # in memory that `found` has
                 bounds, ends_of = cut.bounds, cut.ends_of
                 if len(parts) == 1:
@@ -161,6 +164,7 @@ def kkt_solve(
     cu_seqlens: Tensor | None = None,
     table: ChunkTable | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    growth: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The cumulated gates and the gated inverse of every chunk.
 
@@ -171,6 +175,8 @@ def kkt_solve(
         cu_seqlens: [N + 1], B = 1.
         table: the chunks, where the caller has them already.
         out: g_cum and A to write into.
+        growth: [B, T, HV] fp32: at the last of every 16 tokens of a chunk, the sum over them of
+            log max(1, |1 - beta |k|^2|), written if given, for segments.maps.
 
     Returns:
         g_cum [B, T, HV] fp32, natural log, inclusive within each chunk, and A [B, T, HV, 64] in k's
@@ -192,7 +198,9 @@ def kkt_solve(
         table.chunks,
         table.num_chunks,
         A.view(B * T, H, HV // H, CHUNK),
+        (g_cum if growth is None else growth).view(B * T, H, HV // H),
         walkers(variant, room, H, device.sm_count(k.device)),
+        int(growth is not None),
     )
     return g_cum, A
 
@@ -230,6 +238,8 @@ def fused_fwd(
         ht: [N, HV, K, V] fp32, any strides, written if given.
         saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64], for the backward: written, if given,
             or, where the plan does not solve, read, having come from kkt_solve.
+        ends_of: where sequences are segments, whose h0 segment_scan was launched for right before:
+            what else is read was there before that began. See tile/dependent.py.
         alike: whether the sequences are known to be of one length, or nearly so.
     """
     B, T, HV, V = v.shape
@@ -269,4 +279,5 @@ def fused_fwd(
         int(saved is not None),
         int(is_16),
         heuristics.ctas(items, alike, device.sm_count(q.device)),
+        int(ends_of is not None),
     )

@@ -15,6 +15,7 @@ from qla_kernels.gdn.packing import (
     flat_parts,
     flattens,
     key_first,
+    live_end,
     of_part,
     require_aligned,
     sequence_bounds,
@@ -52,7 +53,8 @@ def gdn_bwd(
 ) -> Backward:
     require_aligned(q=q, k=k, v=v)
     with device.of(q):
-        active = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
+        beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        active = activations.activate_beta(beta, beta_range)
         h0, end = (None if x is None else x.float() for x in (initial_state, dht))
         dh0 = h0.new_empty(h0.shape) if h0 is not None and output_dh0 else None
         dv, others = v.new_empty(v.shape), None
@@ -86,34 +88,10 @@ def gdn_bwd(
             del states  # before the next part's
         assert others is not None, "there is a part, if an empty one"
         dq, dk, dg, dbeta = others
-        return through_activations(
-            (dq, dk, dv, dg, dbeta), dh0, beta, g, A_log, dt_bias, cu_seqlens,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        )  # fmt: skip
-
-
-def through_activations(
-    grads: tuple[Tensor, ...],
-    dh0: Tensor | None,
-    beta: Tensor,
-    g: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-) -> Backward:
-    """dq, dk, dv, dg and dbeta of what the kernels read become those of what the caller passed."""
-    dq, dk, dv, dg, dbeta = grads
-    if use_beta_sigmoid_in_kernel:
-        raw = activations.live(beta, cu_seqlens)
-        dbeta = activations.beta_backward(raw, allow_neg_eigval, dbeta)
-    dA_log = ddt_bias = None
-    if g is not None:
-        assert A_log is not None, "a raw gate comes with its A_log"
-        raw = activations.live(g, cu_seqlens)
-        dg, dA_log, ddt_bias = activations.gate_backward(raw, A_log, dt_bias, dg)
-    return Backward(dq, dk, dv, dbeta.to(beta.dtype), dg, dh0, dA_log, ddt_bias)
+        dg, dbeta, *parameters = activations.backward(
+            g, beta, A_log, dt_bias, dg, dbeta, beta_range, cu_seqlens
+        )
+    return Backward(dq, dk, dv, dbeta, dg, dh0, *parameters)
 
 
 @torch.no_grad()
@@ -123,14 +101,12 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     dx = x.new_empty(x.shape)
     if dx.numel():
         pieces = (-1, l2norm_kernel.SPAN)
-        # the last bound's low word, where there is one
-        end = dx.view(-1)[:2] if cu_seqlens is None else cu_seqlens[-1:]
         with device.of(x):
             jit.compile(l2norm_bwd_kernel, l2norm_bwd_kernel.Variant(dtype_name(x.dtype)))(
                 torch.unflatten(x, -1, pieces),
                 torch.unflatten(readable(dy.to(x.dtype)), -1, pieces),
                 dx.view(B * T * H, *pieces),
-                end.view(torch.int32)[:1],
+                live_end(cu_seqlens, dx),
                 int(cu_seqlens is not None),
             )
     return dx

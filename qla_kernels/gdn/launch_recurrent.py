@@ -13,7 +13,7 @@ from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.kernels import recurrent as kernel
 from qla_kernels.gdn.packing import hand_on
-from qla_kernels.gdn.recurrent import in_whole_pieces
+from qla_kernels.gdn.recurrent import PIECE, in_whole_pieces
 from qla_kernels.gdn.recurrent_ops import OP
 from qla_kernels.gdn.validate import dtype_name
 
@@ -81,7 +81,7 @@ def gdn_recurrent_slots(
     state_v_first: bool,
 ) -> Tensor:
     if past := _past(states):  # what a refusal could not ask of a call that torch.compile traced
-        got = f"the pool of states begins {past} bytes past a multiple of 4 numbers"
+        got = f"the pool of states begins {past} bytes past a multiple of {PIECE} numbers"
         raise Unsupported(need(OP, got, "an aligned first element", "allocate it by itself"))
     o = v.new_empty(v.shape)
     if o.numel() and state_indices.numel():
@@ -96,6 +96,7 @@ def gdn_recurrent_slots(
         )  # fmt: skip
     else:
         o.zero_()
+    torch.autograd.graph.increment_version(states)  # no dispatcher may have seen the call
     return o
 
 
@@ -135,22 +136,26 @@ def arguments(
         kernel.H0: h0 is not None,
         kernel.HT: ht is not None,
     }
-    unread = o.view(-1)[:2]  # stands for what is not there
-    no_index = unread.view(torch.int32)
-    no_state = unread.view(torch.float32).as_strided((1, HV, K, V), (0, 0, 0, 0))
-    states = [x.mT if state_v_first else x for x in (h0, ht) if x is not None] or [no_state]
+    no_index = o.view(-1)[:2].view(torch.int32)  # stands for what is not there
+    states = [x.mT if state_v_first else x for x in (h0, ht) if x is not None]
+    if not states:
+        states = [v.new_empty((), dtype=torch.float32).expand(1, HV, K, V)]
+    gates = _bytes(g, q.dtype)
     if A_log is None:
-        A_log = dt_bias = g[0, 0]
-    elif dt_bias is None:
-        dt_bias = torch.zeros_like(A_log)
+        of_head = [gates[0, 0]] * 2
+    else:
+        biases = torch.zeros_like(A_log) if dt_bias is None else dt_bias
+        of_head = [_bytes(A_log, q.dtype), _bytes(biases, q.dtype)]
     if beta.dim() < v.dim():
-        beta = beta[..., None].expand(v.shape)
+        beta = beta.unsqueeze(-1).expand(v.shape)
     beta_range = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
     return kernel.Variant(dtype_name(q.dtype), K, dtype_name(states[0].dtype)), (
         q,
         k,
         v,
-        *(_bytes(x, q.dtype) for x in (g, beta, A_log, dt_bias)),
+        gates,
+        _bytes(beta, q.dtype),
+        *of_head,
         no_index if cu_seqlens is None else _low_words(cu_seqlens),
         no_index if state_indices is None else _low_words(state_indices),
         states[0],
@@ -166,14 +171,14 @@ def arguments(
 def _bytes(x: Tensor, half: torch.dtype) -> Tensor:
     """x [..] as bytes [.., 4 or 2]; cast if it is neither fp32 nor `half`, which is unusual."""
     x = x if x.dtype in (torch.float32, half) else x.float()
-    return x[..., None].view(torch.uint8)
+    return x.unsqueeze(-1).view(torch.uint8)
 
 
 def _low_words(x: Tensor) -> Tensor:
     """int64 as int32, without a copy."""
-    return x if x.dtype == torch.int32 else x[..., None].view(torch.int32)[..., 0]
+    return x if x.dtype == torch.int32 else x.unsqueeze(-1).view(torch.int32).select(-1, 0)
 
 
 def _past(state: Tensor) -> int:
     """How many bytes past a whole access a state begins."""
-    return state.data_ptr() % (kernel.PIECE * state.element_size())
+    return state.data_ptr() % (PIECE * state.element_size())

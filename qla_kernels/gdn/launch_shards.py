@@ -5,8 +5,6 @@ through this rank is folded from the maps of its segments, and what the ranks be
 state that enters here takes the place of an initial state. The host waits for nothing.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -15,9 +13,10 @@ from qla_kernels.gdn import activations, segments
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.context_parallel import folded, gather, goes_through, group_named
 from qla_kernels.gdn.launch import fused_fwd, kkt_solve
-from qla_kernels.gdn.launch_backward import chunk_grads, readable, through_activations
+from qla_kernels.gdn.launch_backward import chunk_grads, readable
 from qla_kernels.gdn.launch_states import chains
-from qla_kernels.gdn.packing import require_aligned
+from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.packing import require_aligned, room_for_chunks
 from qla_kernels.gdn.shard_ops import Forward, without_dh0
 from qla_kernels.varlen import CHUNK
 
@@ -48,23 +47,37 @@ def gdn_shard_fwd(
     saved: tuple[Tensor, Tensor] | None
     with device.of(q):
         o = q.new_empty(v.shape)
-        g = activations.gate(g, A_log, dt_bias).contiguous()
-        beta = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
+        beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        g, beta = activations.activate(g, beta, A_log, dt_bias, beta_range)
         if not T or not N:  # no sequence comes here
             gather(g.new_zeros(HV, V + K, K), group_named(group))
             saved = (torch.zeros_like(g), q.new_zeros(1, T, HV, CHUNK))
             return Forward(o.zero_(), None, *(saved if is_train else (None, None)))
         shape = segments.chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
-        plan = gdn_plan.forward(*shape, warm_log_bound == -math.inf, mapped=True)
+        plan = gdn_plan.forward(*shape, warm_log_bound, mapped=True)
         assert plan.segment_chunks is not None, "a shard is always mapped"
         saved = None  # g_cum and A
         if is_train or not plan.kernel.solves:
             saved = (torch.empty_like(g), q.new_empty(1, T, HV, CHUNK))
-        g_read, A_read = g, None
+        open_ends = before > 0, after > 0
+        table = None if plan.kernel.solves else room_for_chunks(T, cu_seqlens)
+        cut = segments.cut(g, cu_seqlens, plan.segment_chunks, *open_ends, table)
+        g_read, A_read, growth = g, None, None
         if not plan.kernel.solves:
-            g_read, A_read = kkt_solve(k, g, beta, cu_seqlens, out=saved)
-        cut = segments.cut(g_read, cu_seqlens, plan.segment_chunks, before > 0, after > 0)
-        found = segments.maps(k, v, g_read, beta, A_read, None, cut, warm_log_bound)
+            growth = torch.empty_like(g) if plan.grows else None
+            g_read, A_read = kkt_solve(k, g, beta, cu_seqlens, table, saved, growth)
+        found = segments.maps(
+            k,
+            v,
+            g_read,
+            beta,
+            A_read,
+            None,
+            cut,
+            plan.warm_log_bound,
+            growth,
+            early=not plan.kernel.solves,
+        )
         ranks = group_named(group)
         here, link = ranks.rank(), _link(found.left, found, cut, before, after, reverse=False)
         links = gather(link, ranks)
@@ -104,7 +117,8 @@ def gdn_shard_bwd(
     require_aligned(q=q, k=k, v=v)
     (_, T, HV, V), K, N = v.shape, q.shape[-1], len(cu_seqlens) - 1
     with device.of(q):
-        active = activations.beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval).contiguous()
+        beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        active = activations.activate_beta(beta, beta_range)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v, g_cum, g_cum))
         ranks = group_named(group)
         if not T or not N:
@@ -115,7 +129,8 @@ def gdn_shard_bwd(
             do = readable(do.to(v.dtype), flat=True)
             inputs = q, k, v, do, g_cum, active, A
             shape = segments.chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
-            most = gdn_plan.backward(*shape, warm_log_bound == -math.inf, mapped=True)
+            warm_log_bound = gdn_plan.gradient_bound(warm_log_bound)
+            most = gdn_plan.backward(*shape, warm_log_bound, mapped=True)
             assert most is not None, "a shard is always mapped"
             cut = segments.cut(g_cum, cu_seqlens, most, before > 0, after > 0)
             found = segments.maps(k, v, g_cum, active, A, None, cut, warm_log_bound)
@@ -129,11 +144,11 @@ def gdn_shard_bwd(
             ends = segments.fold_gradients(left, None, found, cut, leaving)
             states = chains(inputs, starts, ends, None, scale, cut.bounds, grads[2])
             chunk_grads(inputs, states, scale, grads)
-        done = through_activations(
-            grads, None, beta, g, A_log, dt_bias, cu_seqlens,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        )  # fmt: skip
-    return without_dh0(done)
+        dq, dk, dv, dg, dbeta = grads
+        dg, dbeta, *parameters = activations.backward(
+            g, beta, A_log, dt_bias, dg, dbeta, beta_range, cu_seqlens
+        )
+    return without_dh0(Backward(dq, dk, dv, dbeta, dg, None, *parameters))
 
 
 def _link(

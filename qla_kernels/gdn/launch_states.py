@@ -1,6 +1,5 @@
 """What chunk_grads starts from: the states around each chunk, of whole sequences or of segments."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -45,14 +44,15 @@ def states_around(
         hand_on(dht, dh0)
         return None
     bounds, around = bounds.int(), (h0, dht, dh0)
+    warm_log_bound = gdn_plan.gradient_bound(warm_log_bound)
     kept = segments.of_cache(cp_cache)
     if kept is not None:
         return _in_segments(inputs, *around, scale, dv, *kept, warm_log_bound)
     sequences = segments.chunks_of(len(bounds) - 1, B * T, cu_seqlens_cpu)
-    sms, exact = device.sm_count(dv.device), warm_log_bound == -math.inf
+    sms = device.sm_count(dv.device)
     most = None
     if auto_cp:
-        most = gdn_plan.backward(sequences, HV, inputs[1].shape[-1], V, sms, exact)
+        most = gdn_plan.backward(sequences, HV, inputs[1].shape[-1], V, sms, warm_log_bound)
     if most is None:
         return chains(inputs, *around, scale, bounds, dv, _columns(sequences, HV, V, sms))
     cut = segments.cut(inputs[4], bounds, most)

@@ -92,13 +92,29 @@ def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=x.device)
 
 
-def chunk_table(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
-    """varlen.chunk_table of packed sequences, in one launch."""
+def room_for_chunks(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
+    """A table to be written."""
     N = cu_seqlens.shape[0] - 1
     chunks = cu_seqlens.new_empty(capacity(num_tokens, N), 2, dtype=torch.int32)
-    num_chunks, first_chunk = (cu_seqlens.new_empty(n, dtype=torch.int32) for n in (1, N + 1))
-    table = ChunkTable(chunks, num_chunks, first_chunk)
-    if chunks.numel():
+    return ChunkTable(chunks, *(cu_seqlens.new_empty(n, dtype=torch.int32) for n in (1, N + 1)))
+
+
+def live_end(cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
+    """How many tokens belong to a sequence, int32 [1]; any number where all do."""
+    if cu_seqlens is None:
+        return like.new_empty(1, dtype=torch.int32)
+    return cu_seqlens[-1:].view(torch.int32)[:1]  # an int64's low word
+
+
+def no_chunks(first: Tensor) -> ChunkTable:
+    """A table that is not there, never touched; `first` is [N + 1] int32."""
+    return ChunkTable(first.as_strided((0, 2), (2, 1)), first[:1], first)
+
+
+def chunk_table(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
+    """varlen.chunk_table of packed sequences, in one launch."""
+    table = room_for_chunks(num_tokens, cu_seqlens)
+    if table.chunks.numel():
         variant = chunk_table_kernel.Variant(dtype_name(cu_seqlens.dtype))
         jit.compile(chunk_table_kernel, variant)(cu_seqlens.contiguous(), *table)
     return table

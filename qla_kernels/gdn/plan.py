@@ -6,6 +6,7 @@ between (docs/notes/gdn-segments.md). Times in us, on an H200.
 
 import bisect
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,19 +25,28 @@ from qla_kernels.varlen import CHUNK
 # How much of the state before them the chunks at a segment's end may leave for them to stand for
 # the whole segment, log: 6e-6. A state as an operand, in bf16, is rounded by 2e-3.
 WARM_LOG_BOUND = -12.0
+# Where no entry of such a map reaches 2^-150, half of the least number, the map is 0 in fp32.
+EXACT_LOG_BOUND = -104.0
+LONG_LOG_BOUND = 2 * WARM_LOG_BOUND  # windows are long from there on, and so is reading their keys
 
-# The kernels around the chains: a launch, and what each wave of CTAs takes until all of its SMs are
-# busy with chunks. By whether segment_map solves: one CTA on an SM, or else two.
-PLAN, SHORT = 3.5, 3.5
-MAP_WAVE, GRADIENT_MAP_WAVE = {True: 12.0, False: 10.0}, 12.0
-AROUND_BACKWARD = 10.0  # gathering the gradients of sequences' first states, and joining streams
+# The kernels around the chains: launches, and what each CTA or wave of CTAs takes until it is busy
+# with chunks. By whether segment_map solves: one CTA on an SM, or else two, for which there is less
+# to launch, since segment_plan is chunk_table too, and more that begins beside another kernel.
+CUT = {True: 6.0, False: -10.0}
+MAP_START, GRADIENT_MAP_WAVE = {True: 1.6, False: 7.5}, 12.0
+LOOK, LOOK_STEP = 2.3, 1.3  # what a CTA does to find a window: gates; norms of a chunk's keys
+GROWTH = 0.03  # or what kkt_solve does: a chunk of a value head on one SM
+SHORT = 3.5  # a launch in the backward
+AROUND_BACKWARD = 20.0  # segment_plan, gradients of sequences' first states, and joining streams
 MAP_CTAS = {True: 1, False: 2}
-MAP_STEP = {True: (1.6, 1.6), False: (1.05, 1.3)}  # a chunk of a CTA alone, or among so many
+MAP_STEP = {True: (1.4, 1.6), False: (1.15, 1.28)}  # a chunk of a CTA alone, or among so many
 MAP_TILE = 64  # columns of a CTA
-SCAN_STEP = 1.35  # a cold segment in segment_scan
+SCAN_STEP = 0.65  # a cold segment in segment_scan
 COLD_SHARE = 0.25  # of the heads: those to be folded, at gates as FlashQLA publishes
-WARM_CHUNKS = 4  # of the others: 256 tokens that keep 95 % of the state each
+FORGOTTEN = 3.2  # by the others in a chunk: 64 tokens that keep 95 % of the state each
 GAIN = 0.95  # of the time of whole sequences at most, or they stay whole
+WHOLE = 0.94, -8.0  # of the model's time of whole sequences, and more: what they take
+CUT_KERNELS = (Forward(64, True), Forward(128, False))  # the others of STEP never gained
 WAVES = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 3)  # of CTAs that segments are made to fill
 QUIET, BUSY = 0.92, 0.9  # of a chunk's time in the forward; unless more of the SMs have a CTA
 
@@ -46,6 +56,13 @@ Lengths = tuple[tuple[int, int], ...]  # (chunks, how many have so many)
 class Plan(NamedTuple):
     kernel: Forward  # which solves for A if segment_map does, and is given it if that is
     segment_chunks: int | None  # the most chunks of a segment; None leaves sequences whole
+    warm_log_bound: float = -math.inf  # the caller's, or -inf: every head is folded, unasked
+
+    @property
+    def grows(self) -> bool:
+        """Whether kkt_solve is to sum what keys add to the bound, for which it takes 7 % longer:
+        where windows are short, segment_map has read them itself as soon."""
+        return not self.kernel.solves and -math.inf < self.warm_log_bound < LONG_LOG_BOUND
 
 
 def capacity(num_tokens: int, num_sequences: int, segment_chunks: int) -> int:
@@ -88,13 +105,13 @@ def forward(
     K: int,
     V: int,
     sm_count: int,
-    exact: bool = False,
+    warm_log_bound: float = WARM_LOG_BOUND,
     mapped: bool = False,
 ) -> Plan:
     """The fastest way through a batch.
 
-    exact: every head is folded, whatever its gates. mapped: other ranks ask for maps, so that there
-    are segments in any case, if only one a sequence.
+    warm_log_bound: what maps may leave out, log; they leave out nothing where that is faster.
+    mapped: other ranks ask for maps, so that there are segments in any case, if one a sequence.
     """
     kernels = [kernel for kernel in STEP if V % kernel.tile_v == 0]
     solving = _solve(sequences, num_value_heads, sm_count)
@@ -104,25 +121,37 @@ def forward(
         before, pieces = 0.0 if plan.kernel.solves else solving, sequences
         if plan.segment_chunks is not None:
             pieces = segment_chunks(sequences, plan.segment_chunks)
-            solves = plan.kernel.solves
-            before += _maps(sequences, pieces, num_value_heads, K, V, sm_count, exact, solves)
-            before += _folds(sequences, pieces)
+            shape = sequences, pieces, num_value_heads, K, V, sm_count
+            before += CUT[plan.kernel.solves] + _folds(sequences, pieces)
+            before += _maps(*shape, plan.warm_log_bound, plan.kernel.solves, not plan.grows)
+            if plan.grows:
+                before += GROWTH * num_value_heads * _total(sequences) / sm_count
             if ctas * sum(count for _, count in pieces) <= BUSY * sm_count:
                 step *= QUIET
         return before + _chains(pieces, step, ctas, sm_count)
 
     whole = min((Plan(kernel, None) for kernel in kernels), key=duration)
+    bounds = dict.fromkeys((warm_log_bound, -math.inf))  # once, if they are the same
     cut = [
-        Plan(kernel, most)
+        Plan(kernel, most, bound)
         for kernel in kernels
+        if kernel in CUT_KERNELS
         for most in _spacings(sequences, num_value_heads * V // kernel.tile_v, sm_count)
+        for bound in bounds
     ]
     if mapped:
         longest = max((chunks for chunks, _ in sequences), default=0)
-        uncut = [Plan(kernel, max(1, longest)) for kernel in kernels]
-        return min(cut + uncut, key=duration)
+        cut += [Plan(kernel, max(1, longest), bound) for kernel in kernels for bound in bounds]
+        return min(cut, key=duration)
     best = min(cut, key=duration, default=whole)
-    return best if duration(best) < GAIN * duration(whole) else whole
+    share, more = WHOLE
+    return best if duration(best) < GAIN * (share * duration(whole) + more) else whole
+
+
+def gradient_bound(warm_log_bound: float) -> float:
+    """The one to make maps with in a backward, which has no sums of what keys add: where windows
+    are long, folding every head takes less time than looking for them."""
+    return warm_log_bound if warm_log_bound >= LONG_LOG_BOUND else -math.inf
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,7 +161,7 @@ def backward(
     K: int,
     V: int,
     sm_count: int,
-    exact: bool = False,
+    warm_log_bound: float = WARM_LOG_BOUND,
     mapped: bool = False,
 ) -> int | None:
     """The most chunks of a segment in a backward, or None to leave sequences whole.
@@ -148,8 +177,9 @@ def backward(
 
     def duration(most: int) -> float:
         pieces = segment_chunks(sequences, most)
-        found = _maps(sequences, pieces, num_value_heads, K, V, sm_count, exact, solves=False)
-        found += _gradient_maps(sequences, pieces, num_value_heads, V, sm_count, exact)
+        shape = sequences, pieces, num_value_heads
+        found = _maps(*shape, K, V, sm_count, warm_log_bound, False, True)
+        found += _gradient_maps(*shape, V, sm_count, warm_log_bound)
         return AROUND_BACKWARD + found + _folds(sequences, pieces) + chains(pieces)
 
     wanted = set().union(*(_spacings(sequences, tiles, half) for tiles in ctas.values()))
@@ -179,8 +209,11 @@ def _spacings(sequences: Lengths, ctas: int, sm_count: int) -> set[int]:
 
 def _solve(sequences: Lengths, heads: int, sm_count: int) -> float:
     """gate and kkt_solve."""
-    total = sum(chunks * count for chunks, count in sequences)
-    return SOLVE_START + SOLVE_STEP * heads * total / sm_count
+    return SOLVE_START + SOLVE_STEP * heads * _total(sequences) / sm_count
+
+
+def _total(sequences: Lengths) -> int:
+    return sum(chunks * count for chunks, count in sequences)
 
 
 def _chains(pieces: Lengths, step: float, ctas: int, sm_count: int) -> float:
@@ -204,34 +237,41 @@ def _maps(
     K: int,
     V: int,
     sm_count: int,
-    exact: bool,
+    warm_log_bound: float,
     solves: bool,
+    reads_keys: bool,
 ) -> float:
-    """segment_plan and segment_map, where every segment but a sequence's last is mapped.
+    """segment_map, where every segment but a sequence's last is mapped.
 
-    CTAs of cold heads come first, and walk a segment each. Those of warm heads walk a few chunks
-    or, for M, none. A sequence's first segment needs no M.
+    CTAs of cold heads come first, and walk a segment each. Those of warm heads walk a window or,
+    for M, none: they fill up the last wave. A sequence's first segment needs no M.
     """
     length, mapped = _mapped(sequences, pieces)
     firsts = sum(count for chunks, count in sequences if chunks > length)
-    share = 1.0 if exact else COLD_SHARE
-    ctas = heads * (mapped * V + (mapped - firsts) * K) / MAP_TILE
-    warm = heads * (1 - share) * mapped * V / MAP_TILE * min(WARM_CHUNKS, length)
+    share, window = _windows(warm_log_bound, length)
+    for_b, for_M = heads * mapped * V / MAP_TILE, heads * (mapped - firsts) * K / MAP_TILE
     alone, among = MAP_STEP[solves]
+    start = MAP_START[solves]
+    if warm_log_bound > -math.inf:
+        start += LOOK
+    look = start + LOOK_STEP * window * reads_keys
+    warm = (1 - share) * (for_b * (look + among * window) + for_M * look)
     resident = MAP_CTAS[solves] * sm_count
-    waves, rest = divmod(share * ctas, resident)
-    last = (alone if rest <= sm_count else among) if rest else 0.0
-    walk = length * (waves * among + last) + among * warm / resident
-    return PLAN + SHORT + MAP_WAVE[solves] * ctas / resident + walk
+    waves, rest = divmod(share * (for_b + for_M), resident)
+    at_once = rest + warm / (start + among * length)
+    walk = start + (alone if at_once <= sm_count else among) * length
+    last = max(walk if rest else look + among * window, (rest * walk + warm) / resident)
+    return waves * (start + among * length) + last
 
 
 def _gradient_maps(
-    sequences: Lengths, pieces: Lengths, heads: int, V: int, sm_count: int, exact: bool
+    sequences: Lengths, pieces: Lengths, heads: int, V: int, sm_count: int, warm_log_bound: float
 ) -> float:
     """segment_map_bwd: all but a sequence's first segment, one CTA on an SM."""
     length, mapped = _mapped(sequences, pieces)
     ctas = mapped * heads * V / MAP_TILE
-    steps = ctas * _mean_chunks(length, exact)
+    share, window = _windows(warm_log_bound, length)
+    steps = ctas * (share * length + (1 - share) * window)
     waves = GRADIENT_MAP_WAVE * ctas / sm_count
     return SHORT + waves + CHAIN_STEP[MAP_TILE] * max(length, steps / sm_count)
 
@@ -239,7 +279,7 @@ def _gradient_maps(
 def _folds(sequences: Lengths, pieces: Lengths) -> float:
     """segment_scan: neither the first nor the last segment of a sequence is folded."""
     most = max(chunks for chunks, _ in sequences) / max(chunks for chunks, _ in pieces)
-    return SHORT + SCAN_STEP * max(0.0, most - 2)
+    return SCAN_STEP * max(0.0, most - 2)
 
 
 def _mapped(sequences: Lengths, pieces: Lengths) -> tuple[int, int]:
@@ -248,7 +288,9 @@ def _mapped(sequences: Lengths, pieces: Lengths) -> tuple[int, int]:
     return max(chunks for chunks, _ in pieces), segments - of_sequence
 
 
-def _mean_chunks(length: int, exact: bool) -> float:
-    """That a head of a segment walks for its map."""
-    cold = 1.0 if exact else COLD_SHARE
-    return cold * length + (1 - cold) * min(WARM_CHUNKS, length)
+def _windows(warm_log_bound: float, length: int) -> tuple[float, int]:
+    """The share of heads that are cold in segments of so many chunks; how many others walk."""
+    if warm_log_bound == -math.inf:
+        return 1.0, length
+    window = math.ceil(-warm_log_bound / FORGOTTEN)
+    return (COLD_SHARE, window) if window < length else (1.0, length)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.keywords import refuse_unknown, take_layout
+from qla_kernels.gdn.ops import OPERATORS
 from qla_kernels.gdn.recurrent_ops import OP, gdn_recurrent, gdn_recurrent_slots
 from qla_kernels.gdn.validate import (
     ELSEWHERE,
@@ -19,6 +20,7 @@ from qla_kernels.gdn.validate import (
     dtype_name,
     expect_shape,
     expect_tensor,
+    expect_tensors,
     refusal,
     require,
     scale_of,
@@ -91,6 +93,7 @@ def fused_recurrent_gated_delta_rule(
     if g is None and use_gate_in_kernel:
         fix = "pass g, or no flag for no decay"
         raise ValueError(need(OP, "use_gate_in_kernel without g", "the gate's input", fix))
+    expect_tensors(OP, q=q, k=k, v=v)
     g = v.new_zeros(()).expand(v.shape[:3]) if g is None else g
     beta = v.new_ones(()).expand(v.shape[:3]) if beta is None else beta
     h0 = initial_state if state_indices is None else None
@@ -108,8 +111,10 @@ def fused_recurrent_gated_delta_rule(
         "allow_neg_eigval": bool(allow_neg_eigval),
         "state_v_first": bool(state_v_first),
     }
+    recorded = wants_gradients((q, k, v, g, beta, initial_state, *gate.parameters()))
     if pool is None:
-        o, final_state = gdn_recurrent(
+        run = OPERATORS.gdn_recurrent.default if recorded else gdn_recurrent
+        o, final_state = run(
             *tensors,
             initial_state,
             cu_seqlens,
@@ -117,7 +122,7 @@ def fused_recurrent_gated_delta_rule(
             output_final_state=bool(output_final_state),
         )
         return o, final_state
-    if wants_gradients((q, k, v, g, beta, pool, *gate.parameters())):
+    if recorded:
         got, fix = "state_indices while gradients are recorded", "call it under torch.no_grad()"
         raise Unsupported(need(OP, got, "no gradients: the pool is overwritten", fix))
     o = gdn_recurrent_slots(*tensors, pool, state_indices, cu_seqlens, **options)
@@ -158,6 +163,7 @@ def _checked_pool(
     if pool is None:
         fix = "pass the pool of states"
         raise ValueError(need(OP, "state_indices without initial_state", "both", fix))
+    expect_tensors(OP, initial_state=pool)
     num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     expect_tensor(OP, "state_indices", state_indices, (num_seqs,), "[N]", q.device)
     if state_indices.dtype not in (torch.int32, torch.int64):
@@ -192,7 +198,12 @@ def recurrent_refusal(
             return need(OP, f"got {name}", "None: one decay a head and token", ELSEWHERE)
     if reason := refusal(q, k, v, capability=capability, op=OP):
         return reason
-    if pool is None or not (q.is_cuda or capability is not None):
+    if pool is None:
+        return None
+    if any(n > 1 and s == 0 for n, s in zip(pool.shape, pool.stride(), strict=True)):
+        got, needs = "states of the pool share memory", "a place for each: they are overwritten"
+        return need(OP, got, needs, "pass it .contiguous()")
+    if not (q.is_cuda or capability is not None):
         return None
     if pool.dtype != torch.float32 and not pool.dtype == q.dtype == torch.bfloat16:
         needs = "float32, or bfloat16 with q in bfloat16"

@@ -6,17 +6,17 @@
 CUDA tensors go to launch_recurrent.py, imported when an operator first meets one.
 """
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qla_kernels.cpu import reference
+from qla_kernels.direct import direct, imported_late
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import contents
-from qla_kernels.gdn.ops import LIBRARY, state_dtype
+from qla_kernels.gdn.ops import LIBRARY, OPERATORS, state_dtype
 
 OP = "fused_recurrent_gated_delta_rule"
 
@@ -54,6 +54,7 @@ def _recurrent_on_cpu(
     state_v_first: bool,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    contents.check_bounds(OP, q.shape[1], cu_seqlens)
     gdn, wide = reference().gdn, state_dtype(q)
     q, k = q.to(wide), k.to(wide)  # a norm is not rounded
     if use_qk_l2norm_in_kernel:
@@ -85,6 +86,7 @@ def _slots_on_cpu(
     cu_seqlens: Tensor | None,
     **options: bool,
 ) -> Tensor:
+    _check_indices(q, states, state_indices, cu_seqlens)
     live = state_indices >= 0
     slots = state_indices[live].long()
     h0 = states.new_zeros(live.shape[0], *states.shape[1:])
@@ -138,18 +140,13 @@ def _check_indices(q: Tensor, *args: Any) -> None:
         raise ValueError(need(OP, f"state_indices {state_indices.tolist()}", needs, fix))
 
 
-def _implementation(
-    op: str, on_cpu: Callable[..., Any], check: Callable[..., None]
-) -> Callable[..., Any]:
-    def run(*args: Any, **options: bool) -> Any:
+def _checked(run: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    def checked(*args: Any, **options: bool) -> Any:
         if contents.asked_for():
             check(*args)
-        if not args[0].is_cuda:
-            return on_cpu(*args, **options)
-        launch = importlib.import_module("qla_kernels.gdn.launch_recurrent")
-        return getattr(launch, op)(*args, **options)
+        return run(*args, **options)
 
-    return run
+    return checked
 
 
 def _no_backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -163,12 +160,27 @@ _PARTS: dict[str, tuple[Callable[..., Any], Callable[..., None], Callable[..., A
     "gdn_recurrent": (_recurrent_on_cpu, _check_gates, _fake_recurrent),
     "gdn_recurrent_slots": (_slots_on_cpu, _check_indices, _fake_slots),
 }
-for _op, (_on_cpu, _check, _fake) in _PARTS.items():
+
+
+def _implementations(op: str) -> Iterator[Callable[..., Any]]:
+    """On CUDA tensors and on CPU tensors."""
+    on_cpu, check, _ = _PARTS[op]
+    for run in (imported_late("qla_kernels.gdn.launch_recurrent", op), on_cpu):
+        yield _checked(run, check)
+
+
+for _op, (_, _, _fake) in _PARTS.items():
     LIBRARY.define(_op + SCHEMAS[_op], tags=_TAGS)
-    for _device in ("CPU", "CUDA"):
-        LIBRARY.impl(_op, _implementation(_op, _on_cpu, _check), _device)
+    for _device, _run in zip(("CUDA", "CPU"), _implementations(_op), strict=True):
+        LIBRARY.impl(_op, _run, _device)
     torch.library.register_fake(f"qla_kernels::{_op}", _fake, lib=LIBRARY)
 torch.library.register_autograd("qla_kernels::gdn_recurrent", _no_backward, lib=LIBRARY)
 
-gdn_recurrent = torch.ops.qla_kernels.gdn_recurrent.default
-gdn_recurrent_slots = torch.ops.qla_kernels.gdn_recurrent_slots.default
+
+def _direct(op: str) -> Callable[..., Any]:
+    return direct(getattr(OPERATORS, op).default, *_implementations(op))
+
+
+# As this package calls them where no gradients are recorded
+gdn_recurrent = _direct("gdn_recurrent")
+gdn_recurrent_slots = _direct("gdn_recurrent_slots")

@@ -14,16 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
+from qla_kernels import device, jit
+from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.chain import TILE
 from qla_kernels.gdn.kernels import segment_map as segment_map_kernel
 from qla_kernels.gdn.kernels import segment_map_bwd as segment_map_bwd_kernel
 from qla_kernels.gdn.kernels import segment_plan as segment_plan_kernel
 from qla_kernels.gdn.kernels import segment_scan as segment_scan_kernel
-from qla_kernels.gdn.packing import no_state, tokens
+from qla_kernels.gdn.packing import no_chunks, no_state, tokens
 from qla_kernels.gdn.plan import Lengths, capacity, sequence_chunks
 from qla_kernels.gdn.validate import dtype_name
-from qla_kernels.varlen import CHUNK
+from qla_kernels.varlen import CHUNK, ChunkTable
 
 
 class Segments(NamedTuple):
@@ -71,13 +72,15 @@ def cut(
     segment_chunks: int,
     open_start: bool = False,
     open_end: bool = False,
+    table: ChunkTable | None = None,
 ) -> Segments:
     """Sequences of more than `segment_chunks` chunks, cut into segments of nearly equal length.
 
-    g: [B, T, HV] fp32, gates or their sums within chunks.
+    Args:
+        g: [B, T, HV] fp32, gates or their sums within chunks.
+        table: room for the chunks of the sequences, written in the same launch.
     """
-    B, T, HV = g.shape
-    N = cu_seqlens.shape[0] - 1
+    (B, T, HV), N = g.shape, cu_seqlens.shape[0] - 1
     rows = capacity(B * T, N, segment_chunks) + open_start + open_end + 1
     sizes = (rows, rows, rows, N + 1, HV)
     segments = Segments(*(cu_seqlens.new_empty(n, dtype=torch.int32) for n in sizes))
@@ -91,6 +94,7 @@ def cut(
         g.view(B * T, HV),
         g.new_empty(HV),
         segments.heads,
+        *(table or no_chunks(segments.first_segment)),
         segment_chunks,
         int(open_start),
         int(open_end),
@@ -107,6 +111,8 @@ def maps(
     h0: Tensor | None,
     segments: Segments,
     warm_log_bound: float,
+    growth: Tensor | None = None,
+    early: bool = False,
 ) -> Maps:
     """What each segment does to the state that enters it.
 
@@ -117,17 +123,17 @@ def maps(
         A: [B, T, HV, 64] of kkt_solve; solved for again, and not kept, if None.
         h0: [N, HV, K, V] fp32, any strides; zeros if None.
         warm_log_bound: where the chunks at a segment's end leave less than e^this of the state that
-            enters them, those chunks alone are taken. -inf: nowhere.
+            enters them, those chunks alone are taken.
+        growth: [B, T, HV] fp32 of kkt_solve; found out here, from the keys, if None.
+        early: A and growth come from the launch right before, all else from older ones.
     """
-    B, T, HV, V = v.shape
-    K = k.shape[-1]
+    (B, T, HV, V), K = v.shape, k.shape[-1]
     found = Maps(
         v.new_empty(segments.capacity, HV, V, K, dtype=torch.float32),
         v.new_empty(segments.capacity, HV, 2, K, K, dtype=torch.bfloat16),
         v.new_empty(segments.capacity, HV, dtype=torch.int32),
     )
-    g, beta = g.view(B * T, HV), beta.view(B * T, HV)
-    is_16 = beta.dtype != torch.float32
+    g, beta, is_16 = g.view(B * T, HV), beta.view(B * T, HV), beta.dtype != torch.float32
     variant = segment_map_kernel.Variant(dtype_name(k.dtype), K, A is None)
     jit.compile(segment_map_kernel, variant)(
         tokens(k),
@@ -135,6 +141,7 @@ def maps(
         g,
         g if is_16 else beta,
         beta if is_16 else k.new_empty(0, HV),
+        g if growth is None else growth.view(B * T, HV),
         v.new_empty(0, HV, CHUNK) if A is None else A.view(B * T, HV, CHUNK),
         segments.bounds,
         segments.starts_of,
@@ -145,6 +152,8 @@ def maps(
         warm_log_bound,
         int(h0 is not None),
         int(is_16),
+        int(growth is not None),
+        int(early),
     )
     return found
 
@@ -178,9 +187,7 @@ def end_gradients(
 ) -> Tensor:
     """The gradient of the state that leaves each segment.
 
-    Args: as `left_gradients`; found: of `maps`, with the same bound.
-
-    Returns [capacity, HV, K, V] fp32; rows of no segment are not written.
+    As `left_gradients`, and then `fold_gradients`; found: of `maps`, with the same bound.
     """
     left = left_gradients(q, k, do, g_cum, beta, A, dht, scale, segments, warm_log_bound)
     return fold_gradients(left, dht, found, segments)
@@ -208,8 +215,7 @@ def left_gradients(
         [capacity, HV, V, K] fp32: in row p - 1, that of segment p, or, where segment p is warm or
         a sequence's last, all there is.
     """
-    B, T, HV, V = do.shape
-    K = k.shape[-1]
+    (B, T, HV, V), K = do.shape, k.shape[-1]
     left = do.new_empty(segments.capacity, HV, V, K, dtype=torch.float32)
     variant = segment_map_bwd_kernel.Variant(dtype_name(k.dtype), K)
     jit.compile(segment_map_bwd_kernel, variant)(
@@ -280,7 +286,9 @@ def _fold(
     states: Tensor, given: Tensor | None, found: Maps, first_segment: Tensor, reverse: bool
 ) -> Tensor:
     K = states.shape[-1]
-    variant = segment_scan_kernel.Variant(K, reverse)
+    columns = (len(first_segment) - 1) * states.shape[1] * states.shape[2]
+    each = heuristics.scan_columns(columns, device.sm_count(states.device))
+    variant = segment_scan_kernel.Variant(K, reverse, each)
     jit.compile(segment_scan_kernel, variant)(
         first_segment,
         no_state(states[0, :, 0, 0], K, states.shape[-2]) if given is None else given,

@@ -57,12 +57,19 @@ def sharded(
         check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         require(refusal(q, k, v, cp_context=cp_context))
         _check_open_ends(shard, q.shape[1], len(bounds[0]))
-        if contents.asked_for() and not torch.compiler.is_compiling():
-            contents.check_contents(OP, g, beta, *bounds)
+        scale = scale_of(scale, q)
+        if not torch.compiler.is_compiling():
+            if contents.asked_for():
+                contents.check_contents(OP, g, beta, *bounds)
+            _check_part(q.shape[1], *bounds)
         facts = {
             "gradients": is_train,
-            "heads and sizes": (*v.shape[2:], q.shape[-1]),
+            "heads and sizes": (q.shape[2], *v.shape[2:], q.shape[-1]),
             "dtype": dtype_name(q.dtype),
+            "use_qk_l2norm_in_kernel": bool(use_qk_l2norm_in_kernel),
+            "use_gate_in_kernel": bool(gate.use_gate_in_kernel),
+            "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+            "allow_neg_eigval": allow_neg_eigval,
             "scale": scale,
             "warm_log_bound": warm_log_bound,
         }
@@ -72,7 +79,6 @@ def sharded(
         agree(OP, shard, facts, problem, bounds[0].is_cuda)
     elif problem is not None:
         raise problem
-    scale = scale_of(scale, q)
     options = {
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
         "allow_neg_eigval": allow_neg_eigval,
@@ -108,3 +114,14 @@ def _check_open_ends(shard: Shard, num_tokens: int, num_bounds: int) -> None:
         got = "no token on a rank that a sequence goes through"
         fix = "make cp_context with build_cp_context"
         raise ValueError(need(OP, got, "at least one", fix))
+
+
+def _check_part(num_tokens: int, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> None:
+    """Where the host knows the bounds: they are those of the tokens that are here."""
+    known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    if not known.is_cpu:
+        return
+    if contents.check_bounds(OP, num_tokens, known) != num_tokens:
+        got = f"{num_tokens} tokens, and cp_context says that {int(known[-1])} are here"
+        fix = "pass each rank its part of q, k, v, g and beta"
+        raise ValueError(need(OP, got, "this rank's tokens", fix))

@@ -23,7 +23,7 @@ OP = "chunk_gated_delta_rule"
 CAPABILITY = (9, 0)
 HEAD_SIZES = (64, 128)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
-CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+FLOATS = (*CUDA_DTYPES, torch.float32, torch.float64)
 TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
 ELSEWHERE = "use fla.ops.gated_delta_rule"
 
@@ -98,8 +98,8 @@ def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, cp_context: object) -> 
 def _refused_on_cpu(q: Tensor) -> Reason | None:
     if q.device.type not in ("cpu", "meta"):
         return f"tensors are on {q.device.type}", "cpu or cuda", "move them"
-    if q.dtype not in CPU_DTYPES:
-        return f"q, k and v are {dtype_name(q.dtype)}", _one_of(CPU_DTYPES), "cast them"
+    if q.dtype not in FLOATS:
+        return f"q, k and v are {dtype_name(q.dtype)}", _one_of(FLOATS), "cast them"
     return None
 
 
@@ -293,7 +293,7 @@ def expect_tensor(
     """All at once: a call has many tensors, and its host time counts."""
     if not isinstance(x, Tensor) or x.shape != shape:
         expect_shape(op, name, x, shape, letters)
-    if floats and not x.is_floating_point():
-        raise ValueError(need(op, f"{name} is {dtype_name(x.dtype)}", "a float dtype", "cast it"))
+    if floats and x.dtype not in FLOATS:
+        raise ValueError(need(op, f"{name} is {dtype_name(x.dtype)}", _one_of(FLOATS), "cast it"))
     if x.device != device:
         _expect_device(op, name, x, device)

@@ -5,8 +5,9 @@
 
 FLA asks its backends in order of their priority, at each call: FlashQLA has 3 and we take 4, or 2
 with `prefer=True`. What this version cannot run is declined, with the reason, and FLA runs it by
-itself; so is what is malformed, and FLA says so. FLA_QLA_KERNELS=0 switches the backend off. FLA
-logs, once, who runs a function and why others were not asked to.
+itself; so is what is malformed, and FLA says so, unless other ranks are to hear it, too: from us.
+FLA_QLA_KERNELS=0 switches the backend off. FLA logs, once, who runs a function and why others were
+not asked to.
 """
 
 import importlib
@@ -82,7 +83,7 @@ def declined(
         )
     if others:
         names = ", ".join(sorted(others))
-        return need(OP, f"got {names}", "keywords of ours", "left to FLA")
+        return need(OP, f"got {names}", "keywords that both know", "left to FLA")
     if cp_context is not None and getattr(cp_context, "group", None) is None:
         # ours would take all ranks of the job for its group, or ask where its tables are
         return need(OP, "cp_context without a group", "one: FLA runs it as none", "left to FLA")
@@ -95,7 +96,8 @@ def declined(
         )
         check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     except ValueError as error:
-        return str(error)
+        # The ranks beside this one have taken the call: ours says on all of them what is wrong.
+        return str(error) if cp_context is None else None
     lying = [x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v)]  # as `readable`
     return refusal(*lying, cp_context=cp_context)
 

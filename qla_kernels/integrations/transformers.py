@@ -91,10 +91,15 @@ def _holders(model: nn.Module) -> Iterator[nn.Module]:
 
 def _sharers(model: nn.Module) -> Iterator[tuple[nn.Module, ModuleType]]:
     for layer in model.modules():
-        home = sys.modules[type(layer).__module__]
-        is_one = type(layer).__name__.endswith("GatedDeltaNet")
-        if is_one and not hasattr(layer, HOLDS) and hasattr(home, SHARES):
-            yield layer, home
+        if hasattr(layer, HOLDS):
+            continue
+        for kind in type(layer).__mro__:  # FSDP2 derives a class of its own from a layer's
+            home = sys.modules.get(kind.__module__)
+            if home is None or not hasattr(home, SHARES):
+                continue
+            if kind.__name__.endswith("GatedDeltaNet"):
+                yield layer, home
+                break
 
 
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -72,6 +72,14 @@ def label(what: str, dtype: torch.dtype, rest: str = "") -> str:
     return f"{what} {str(dtype).removeprefix('torch.')}{rest}"
 
 
+def raw_gates() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """g and beta [1, T, HV] before their activations, A_log and dt_bias [HV], fp64, as inputs()."""
+    random = torch.Generator().manual_seed(1)
+    g, beta = torch.randn(2, 1, sum(LENGTHS), VALUE_HEADS, generator=random).bfloat16().double()
+    A_log, dt_bias = torch.randn(2, VALUE_HEADS, generator=random).bfloat16().double()
+    return g, beta, A_log, dt_bias
+
+
 def error_of(got: Tensor | None, want: Tensor) -> float:
     """Relative L2, in fp64 on the CPU: a broken GPU must not check itself."""
     if got is None:

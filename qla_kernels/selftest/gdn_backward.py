@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from qla_kernels.cpu import reference
-from qla_kernels.selftest.cases import SIZE, Result, error_of, inputs, label
+from qla_kernels.selftest.cases import SIZE, Result, error_of, inputs, label, raw_gates
 
 
 def _chunk_states() -> list[Result]:
@@ -83,6 +83,32 @@ def _chunk_grads() -> list[Result]:
     return results
 
 
+def _raw_gradients() -> dict[str, float]:
+    """Errors of what activate_bwd and gate_sums make together."""
+    from qla_kernels.gdn import activations
+
+    g, beta, A_log, dt_bias = raw_gates()
+    dg, dbeta = beta.sin(), g.sin()  # any values will do
+    half = [x.to("cuda", torch.bfloat16) for x in (g, beta, A_log, dt_bias)]
+    given = dg.float().cuda(), dbeta.float().cuda()
+    got = activations.backward(half[0], half[1], half[2], half[3], *given, 2.0, None)
+    gdn = reference().gdn
+    dx, *of_parameters = gdn.gate_backward(g, A_log, dt_bias, dg)
+    want = dx, gdn.beta_sigmoid_backward(beta, dbeta, True), *of_parameters
+    names = "dg", "dbeta", "dA_log", "ddt_bias"
+    return dict(zip(names, map(error_of, got, want), strict=True))
+
+
+def _activate_bwd() -> list[Result]:
+    errors = _raw_gradients()
+    return [Result(f"gdn.activate_bwd {name}", errors[name], 3e-3) for name in ("dg", "dbeta")]
+
+
+def _gate_sums() -> list[Result]:
+    errors = _raw_gradients()
+    return [Result(f"gdn.gate_sums {name}", errors[name], 6e-3) for name in ("dA_log", "ddt_bias")]
+
+
 def _l2norm_bwd() -> list[Result]:
     from qla_kernels.gdn import launch
 
@@ -99,5 +125,7 @@ KERNELS: dict[str, Callable[[], list[Result]]] = {
     "gdn.chunk_states": _chunk_states,
     "gdn.dstate_chain": _dstate_chain,
     "gdn.chunk_grads": _chunk_grads,
+    "gdn.activate_bwd": _activate_bwd,
+    "gdn.gate_sums": _gate_sums,
     "gdn.l2norm_bwd": _l2norm_bwd,
 }

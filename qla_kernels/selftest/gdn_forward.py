@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from qla_kernels.cpu import reference
-from qla_kernels.selftest.cases import LENGTHS, SIZE, Result, error_of, inputs, label
+from qla_kernels.selftest.cases import LENGTHS, SIZE, Result, error_of, inputs, label, raw_gates
 
 
 def _l2norm() -> list[Result]:
@@ -19,6 +19,19 @@ def _l2norm() -> list[Result]:
         name = label("gdn.l2norm", dtype)
         results.append(Result(name, error_of(y, reference().gdn.l2norm(x)), limit))
     return results
+
+
+def _activate() -> list[Result]:
+    from qla_kernels.gdn import activations
+
+    g, beta, A_log, dt_bias = raw_gates()
+    half = [x.to("cuda", torch.bfloat16) for x in (g, beta, A_log, dt_bias)]
+    got_g, got_beta = activations.activate(half[0], half[1], half[2], half[3], 2.0)
+    gdn = reference().gdn
+    return [
+        Result("gdn.activate g", error_of(got_g, gdn.gate(g, A_log, dt_bias)), 1e-6),
+        Result("gdn.activate beta", error_of(got_beta, gdn.beta_sigmoid(beta, True)), 1e-6),
+    ]
 
 
 def _chunk_table() -> list[Result]:
@@ -115,6 +128,7 @@ def _recurrent() -> list[Result]:
 
 KERNELS: dict[str, Callable[[], list[Result]]] = {
     "gdn.l2norm": _l2norm,
+    "gdn.activate": _activate,
     "gdn.chunk_table": _chunk_table,
     "gdn.gate": _gate,
     "gdn.kkt_solve": _kkt_solve,

@@ -13,6 +13,7 @@ from qla_kernels.sparse_ring import cpu
 from qla_kernels.sparse_ring.index import given
 from qla_kernels.sparse_ring.layouts import StripedLayout
 from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
+from qla_kernels.sparse_ring.route import Chunk
 from qla_kernels.sparse_ring.shard import Columns, Saved, Shard, shard_of, tiles, wide
 
 LAYOUT, RANK = StripedLayout(2), 1
@@ -70,16 +71,17 @@ def _dq(x: _Case) -> Tensor:
 
 def _dkv(x: _Case) -> Tensor:
     """Of the other rank's chunk."""
-    dkv = torch.empty(2, *x.k.shape[1:], dtype=wide(x.q), device=x.q.device)
-    tiles(x.q.device).backward_keys(x.shard, x.q, x.k, x.v, x.saved, 0, 0, dkv, True)
+    dkv = torch.empty(1, 2, *x.k.shape[1:], dtype=wide(x.q), device=x.q.device)
+    other = [Chunk(0, 0, 0, 0)]
+    tiles(x.q.device).backward_keys(x.shard, x.q, x.k, x.v, x.saved, other, dkv, True)
     return dkv
 
 
 def _dkv_columns(x: _Case) -> Tensor:
     """Where the other chunk has them, the rest being zeros: with `scatter`."""
-    run, dkv = tiles(x.q.device), torch.zeros(2, *x.k.shape[1:], dtype=wide(x.q)).to(x.q.device)
+    run, dkv = tiles(x.q.device), torch.zeros(1, 2, *x.k.shape[1:], dtype=wide(x.q)).to(x.q.device)
     of_columns = run.backward_columns(x.shard, x.q, x.saved, x.columns)
-    run.scatter(x.shard, of_columns, 0, dkv)
+    run.scatter(x.shard, of_columns, [0], dkv)
     return dkv
 
 

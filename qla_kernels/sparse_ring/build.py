@@ -81,9 +81,6 @@ def _blocks(layout: Layout, rank: int, T: int, device: torch.device) -> tuple[Te
 
 def _gathered(ring: Ring, mine: Candidates, tile: Tensor) -> tuple[Candidates, Tensor]:
     """Candidates and tiles of all ranks, by one collective, [B, H, world x ...]."""
-    widths = [mine.column.shape[-1], mine.mass.shape[-1], tile.shape[-1]]
-    (everything,) = ring.gather(torch.cat([*mine, tile], -1)).wait()
-    column, mass, of_tiles = (
-        x.movedim(0, -2).flatten(-2) for x in torch.split(everything, widths, -1)
-    )
+    everyones = ring.gather(*mine, tile).wait()
+    column, mass, of_tiles = (x.movedim(0, -2).flatten(-2) for x in everyones)
     return Candidates(column, mass), of_tiles

@@ -17,6 +17,7 @@ from qla_kernels.sparse_ring.layouts import TILE
 from qla_kernels.sparse_ring.patterns import BLOCK, VerticalSlash
 from qla_kernels.sparse_ring.plan import Visit, diagonals, key_walk, query_walk
 from qla_kernels.sparse_ring.plan import table as table  # one of the launches
+from qla_kernels.sparse_ring.route import Chunk
 from qla_kernels.sparse_ring.select import UNIT, Candidates
 from qla_kernels.sparse_ring.shard import Columns, Partial, Saved, Shard, wide
 
@@ -140,13 +141,19 @@ def backward_keys(
     k: Tensor,
     v: Tensor,
     saved: Saved,
-    owner: int,
-    slot: int,
+    met: list[Chunk],
     dkv: Tensor,
     first: bool,
 ) -> None:
     if first:
         dkv.zero_()
+    for chunk, total in zip(met, dkv, strict=True):
+        _keys_of(shard, q, k[chunk.slot], v[chunk.slot], saved, chunk.owner, total)
+
+
+def _keys_of(
+    shard: Shard, q: Tensor, k: Tensor, v: Tensor, saved: Saved, owner: int, dkv: Tensor
+) -> None:
     queries, keys = shard.positions(shard.rank), shard.positions(owner)
     for t, j0 in enumerate(shard.first_blocks(owner)):
         rows = slice(t * TILE, (t + 1) * TILE)
@@ -155,7 +162,7 @@ def backward_keys(
         near = blocks.flatten(0, 1).any(0).any(-1).repeat_interleave(BLOCK).nonzero()[:, 0]
         seen = _elements(blocks)[..., near, :] & (keys[rows] <= queries[near, None])
         seen &= (queries < shard.seqlen)[near, None]
-        part = Part(k[slot][:, rows], v[slot][:, rows], seen, True)
+        part = Part(k[:, rows], v[:, rows], seen, True)
         query, upstream = q[:, near], saved.do[:, near]
         P, dS = _gradients(shard, query, saved, near, part)
         dkv[0, :, rows] += shard.scale * _group_sum(_transposed(dS, query), k.shape[-2])
@@ -174,13 +181,14 @@ def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) ->
     return Columns(dk, dv)
 
 
-def scatter(shard: Shard, of_columns: Columns, owner: int, dkv: Tensor) -> None:
-    mine, row = _rows_of(shard, owner)
-    for total, part in zip(dkv, of_columns, strict=True):
-        spread = part.new_zeros(*part.shape[:2], shard.rows, part.shape[-1])
-        where = repeat(row, "b h n -> b h n d", d=part.shape[-1])
-        spread.scatter_add_(2, where, torch.where(mine[..., None], part, 0))
-        total += _group_sum(rearrange(spread, "b h l d -> b l h d"), total.shape[-2])
+def scatter(shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
+    for owner, of_chunk in zip(owners, dkv, strict=True):
+        mine, row = _rows_of(shard, owner)
+        for total, part in zip(of_chunk, of_columns, strict=True):
+            spread = part.new_zeros(*part.shape[:2], shard.rows, part.shape[-1])
+            where = repeat(row, "b h n -> b h n d", d=part.shape[-1])
+            spread.scatter_add_(2, where, torch.where(mine[..., None], part, 0))
+            total += _group_sum(rearrange(spread, "b h l d -> b l h d"), total.shape[-2])
 
 
 class _Tile(NamedTuple):

@@ -1,10 +1,11 @@
 """How the gradients of chunks come home: dK and dV in fp32, from every rank that met the chunk.
 
-Both ways have one use: `arrive` gives the accumulator for a chunk, the caller adds its part,
-`leave` hands it on, and `home` waits for the rank's own. Each sum has a fixed order.
+Both ways have one use: `of` gives the accumulators of chunks, the caller adds its part before it
+asks for more, which hands it on, and `home` waits for the rank's own. Each sum has a fixed order.
 """
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +15,18 @@ from qla_kernels.sparse_ring.route import GRADIENT_TAG, Chunk, Route
 from qla_kernels.sparse_ring.shard import wide
 
 
-class Gradients(Protocol):
-    def arrive(self, chunk: Chunk) -> tuple[Tensor, bool]:
-        """dK and dV of this chunk so far, [2, B, L, Hk, D], and whether there is nothing yet."""
-        ...
+class Part(NamedTuple):
+    """To be added up in one launch."""
 
-    def leave(self, chunk: Chunk) -> None: ...
+    chunks: list[Chunk]
+    dkv: Tensor  # fp32 [chunks, 2, B, L, Hk, D], dK and dV so far
+    first: bool  # nothing yet
+
+
+class Gradients(Protocol):
+    def of(self, chunks: list[Chunk]) -> Iterator[Part]:
+        """Each part is on its way when the next is asked for."""
+        ...
 
     def home(self, dtype: torch.dtype) -> list[Tensor]:
         """dK and dV of the rank's own chunk, rounded once, in memory of their own."""
@@ -41,25 +48,33 @@ class Travelling:
         self._inner, self._outer = route.inner, route.outer
         self._here = _room(k)
         self._next = _room(k) if route.inner.size > 1 else self._here
+        shared = route.per_launch > 1 and route.inner.size > 2  # a launch's chunks are several
+        self._mine = _room(k) if shared else self._here
         self._sum = _room(k) if route.outer.size > 1 else self._here
         self._received = _room(k) if route.outer.size > 1 else self._here
         self._around: Pending | None = None
         self._across: Pending | None = None
 
-    def arrive(self, chunk: Chunk) -> tuple[Tensor, bool]:
-        if chunk.step:
-            self._land()
-        return self._here, chunk.step == 0
+    def of(self, chunks: list[Chunk]) -> Iterator[Part]:
+        for n, chunk in enumerate(chunks):
+            if n == 0:  # what was launched since the last batch hid the way
+                self._land()
+                yield Part([chunk], self._here[None], chunk.step == 0)
+            else:  # this part does
+                yield Part([chunk], self._mine[None], True)
+                self._land()
+                self._here += self._mine
+            self._leave(chunk)
 
-    def leave(self, chunk: Chunk) -> None:
+    def _leave(self, chunk: Chunk) -> None:
         if self._inner.size > 1:
             self._around = self._inner.shift([self._here], [self._next], GRADIENT_TAG)
-        if chunk.step + 1 == self._inner.size:
+        if chunk.step + 1 == self._inner.size and self._outer.size > 1:
             self._land()
-            if self._outer.size > 1:
-                self._leave_node()
+            self._leave_node()
 
     def home(self, dtype: torch.dtype) -> list[Tensor]:
+        self._land()
         if self._across is not None:
             self._across.wait()
         own = self._received if self._outer.size > 1 else self._here
@@ -81,39 +96,22 @@ class Travelling:
 
 
 class Direct:
-    """Each rank sends its part straight to the owner, which adds them in the order of steps."""
+    """Each rank's parts of all chunks at once, straight to the owners, which get their sums."""
 
     def __init__(self, route: Route, k: Tensor) -> None:
         self._ring = route.whole
-        self._own, others = _room(k), route.whole.size - 1
-        self._sent, self._received = ([_room(k) for _ in range(min(2, others))] for _ in range(2))
-        self._arriving: Pending | None = None
+        self._parts = _room(k, self._ring.size)
+        self._coming: Pending | None = None
 
-    def arrive(self, chunk: Chunk) -> tuple[Tensor, bool]:
-        return (self._sent[self._slot(chunk)] if chunk.step else self._own), True
-
-    def leave(self, chunk: Chunk) -> None:
-        if chunk.step == 0:
-            return
-        before, n, rank = self._arriving, self._slot(chunk), self._ring.rank
-        to, source = rank - chunk.step, rank + chunk.step
-        sent, received = [self._sent[n]], [self._received[n]]
-        self._arriving = self._ring.swap(sent, received, to, source, GRADIENT_TAG)
-        if before is not None:
-            (part,) = before.wait()
-            self._own += part
+    def of(self, chunks: list[Chunk]) -> Iterator[Part]:
+        yield Part(chunks, self._parts, True)
+        self._coming = self._ring.sum(self._parts)
 
     def home(self, dtype: torch.dtype) -> list[Tensor]:
-        assert self._arriving is not None, "more than one rank"
-        (last,) = self._arriving.wait()
-        return [
-            torch.add(own, part, out=torch.empty_like(own, dtype=dtype))
-            for own, part in zip(self._own, last, strict=True)
-        ]
-
-    def _slot(self, chunk: Chunk) -> int:
-        return chunk.step % len(self._sent)
+        assert self._coming is not None, "its chunks came"
+        (own,) = self._coming.wait()
+        return [x.to(dtype, copy=True) for x in own]
 
 
-def _room(k: Tensor) -> Tensor:
-    return torch.empty(2, *k.shape, dtype=wide(k), device=k.device)
+def _room(k: Tensor, *chunks: int) -> Tensor:
+    return torch.empty(*chunks, 2, *k.shape, dtype=wide(k), device=k.device)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -86,6 +87,14 @@ class Ring:
                 [x.view(-1) for x in rooms], [x.view(-1) for x in tensors]
             )
         return Pending([work], rooms)
+
+    def sum(self, x: Tensor) -> Pending:
+        """Of x [size, ...] of all ranks the sum of x[rank], each rank's to that rank."""
+        own = torch.empty_like(x[0])
+        assert self.group is not None, "more than one rank"
+        with _explained("a sum over all ranks could not be posted"):
+            work = self.group.reduce_scatter_tensor_coalesced([own.view(-1)], [x.view(-1)])
+        return Pending([work], [own])
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """x of rank `source`, in place."""

@@ -8,7 +8,7 @@ from typing import Literal
 Schedule = Literal["auto", "allgather", "ring", "double_ring"]
 SCHEDULES = ("auto", "allgather", "ring", "double_ring")
 
-GATHERED_BYTES = 2 << 30  # of k and v that a GPU may hold beside its shard
+GATHERED_BYTES = 2 << 30  # of k and v, beside a GPU's shard; a backward holds twice that more
 LAUNCH_TOKENS = 131072  # that a launch meets: below it, merging partial results costs over 5 %
 
 

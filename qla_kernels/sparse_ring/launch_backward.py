@@ -15,6 +15,7 @@ from qla_kernels.sparse_ring.operands import (
     chunks,
     columns_of,
     dtype_name,
+    first_blocks_of,
     first_blocks_on,
     or_nothing,
     per_head,
@@ -22,6 +23,7 @@ from qla_kernels.sparse_ring.operands import (
     visits_on,
 )
 from qla_kernels.sparse_ring.plan import Visit
+from qla_kernels.sparse_ring.route import Chunk
 from qla_kernels.sparse_ring.shard import Columns, Saved, Shard
 from qla_kernels.tile.math import LOG2E
 
@@ -79,21 +81,21 @@ def backward_keys(
     k: Tensor,
     v: Tensor,
     saved: Saved,
-    owner: int,
-    slot: int,
+    met: list[Chunk],
     dkv: Tensor,
     first: bool,
 ) -> None:
     table = shard.table
+    visits = tuple(visit for x in met for visit in shard.returns(x.owner, x.slot))
     with device.of(q):
         jit.compile(dkv_kernel, dkv_kernel.Variant(dtype_name(q), q.shape[3]))(
             *_queries(q, saved),
-            rows(k[slot]),
-            rows(v[slot]),
+            chunks(k),
+            chunks(v),
             per_head(table.entries),
             per_head(table.bounds),
-            visits_on(q.device, 0, tuple(shard.returns(owner))),
-            first_blocks_on(q.device, shard.layout, owner, shard.T),
+            torch.unflatten(visits_on(q.device, q.shape[0], visits), 0, (len(met), -1)),
+            first_blocks_of(q.device, shard.layout, tuple(x.owner for x in met), shard.T),
             dkv,
             table.gap,
             table.stripe_blocks,
@@ -127,15 +129,15 @@ def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) ->
     return grads
 
 
-def scatter(shard: Shard, of_columns: Columns, owner: int, dkv: Tensor) -> None:
-    Hk, D = dkv.shape[3:]
+def scatter(shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
+    Hk, D = dkv.shape[4:]
     H, max_v = shard.v_idx.shape[1:]
     if max_v:
         with device.of(dkv):
             jit.compile(scatter_kernel, scatter_kernel.Variant(D))(
                 *of_columns,
                 per_head(shard.v_idx),
-                first_blocks_on(dkv.device, shard.layout, owner, shard.T),
+                first_blocks_of(dkv.device, shard.layout, tuple(owners), shard.T),
                 dkv,
                 shard.table.gap,
                 H // Hk,

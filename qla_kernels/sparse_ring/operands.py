@@ -75,3 +75,9 @@ def first_blocks_on(device: torch.device, layout: Layout, rank: int, T: int) -> 
     """int32 [tiles]: the block of the sequence that each tile of a rank's shard begins with."""
     row = torch.arange(0, T // layout.world, TILE, device=device)
     return (layout.position(torch.tensor(rank), row, T) // BLOCK).int()
+
+
+@lru_cache(maxsize=KEPT)
+def first_blocks_of(device: torch.device, layout: Layout, ranks: tuple[int, ...], T: int) -> Tensor:
+    """int32 [ranks, tiles]."""
+    return torch.stack([first_blocks_on(device, layout, rank, T) for rank in ranks])

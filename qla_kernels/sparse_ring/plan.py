@@ -35,7 +35,7 @@ class Table(NamedTuple):
 class Visit(NamedTuple):
     """Blocks of a range that a launch meets: which entries, and where the blocks lie."""
 
-    owner: int  # rank of the chunk
+    owner: int  # rank whose blocks they are
     slot: int  # of the buffer that the chunk is in
     bucket: int
     first: int  # block of the sequence
@@ -49,10 +49,10 @@ def visits(layout: Layout, T: int, rank: int, owner: int, slot: int) -> list[Vis
     return [Visit(owner, slot, bucket, *where) for where in layout.ranges(owner, T)]
 
 
-def returns(layout: Layout, T: int, rank: int, owner: int) -> list[Visit]:
-    """How keys of `owner` meet the queries of `rank`: the same entries, the other's blocks."""
+def returns(layout: Layout, T: int, rank: int, owner: int, slot: int = 0) -> list[Visit]:
+    """How a chunk of `owner` meets the queries of `rank`: the same entries, the other's blocks."""
     bucket = (rank - owner) % layout.buckets
-    return [Visit(rank, 0, bucket, *where) for where in layout.ranges(rank, T)]
+    return [Visit(rank, slot, bucket, *where) for where in layout.ranges(rank, T)]
 
 
 def diagonals(d_bits: Tensor, blocks: int) -> Tensor:

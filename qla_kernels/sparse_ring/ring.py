@@ -37,11 +37,9 @@ def forward(shard: Shard, q: Tensor, batches: Iterable[Batch]) -> Forward:
     partial = Partial(None, _wide(q, B, H, L))
     columns = Columns(*(q.new_empty(B, H, shard.v_idx.shape[-1], D) for _ in range(2)))
     for batch in batches:
-        if not batch.visited:
-            continue
         if not batch.last and partial.o is None:
             partial = partial._replace(o=_wide(q, B, L, H, D))
-        visited = _visits(shard, batch.visited)
+        visited = _visits(shard, batch.chunks)
         last = (columns, out) if batch.last else (None, None)
         run.compact(shard, batch.k, batch.v, visited, columns)
         run.forward(shard, q, batch.k, batch.v, visited, partial, batch.first, *last)
@@ -58,7 +56,7 @@ def backward(
     do: Tensor,
     dlse: Tensor | None,
 ) -> Backward:
-    """Verticals first: their gradients then join those of each chunk while it is here.
+    """Verticals first, which hides what is gathered: their gradients join those of each chunk.
 
     A step runs the pass for dK and dV before the pass for dQ, which hides their way, the last one's
     home as well.
@@ -69,17 +67,12 @@ def backward(
     of_columns = run.backward_columns(shard, q, saved, done.columns)
     dq, out = None, torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for batch in batches:
-        for chunk in batch.came:
-            dkv, first = gradients.arrive(chunk)
-            where = (chunk.owner, chunk.slot)
-            run.backward_keys(shard, q, batch.k, batch.v, saved, *where, dkv, first)
-            run.scatter(shard, of_columns, chunk.owner, dkv)
-            gradients.leave(chunk)
-        if not batch.visited:
-            continue
+        for chunks, dkv, first in gradients.of(batch.chunks):
+            run.backward_keys(shard, q, batch.k, batch.v, saved, chunks, dkv, first)
+            run.scatter(shard, of_columns, [chunk.owner for chunk in chunks], dkv)
         if not batch.last and dq is None:
             dq = _wide(q, *q.shape)
-        visited = _visits(shard, batch.visited)
+        visited = _visits(shard, batch.chunks)
         last = (done.columns, out) if batch.last else (None, None)
         run.backward_queries(shard, q, batch.k, batch.v, saved, visited, dq, batch.first, *last)
     return Backward(out, *gradients.home(k.dtype))

@@ -1,11 +1,11 @@
 """In which order chunks of k and v reach a rank, and how: the three schedules.
 
-A schedule is an iterator over batches: chunks that came, and those that one launch is to visit. The
-transfers of the next batch are posted before a batch is handed out, and awaited after it was
-launched, so that they run beside it.
+A schedule is an iterator over batches: chunks that one launch is to visit. The transfers of the
+next batch are posted before a batch is handed out, and awaited after it was launched, so that they
+run beside it.
 
-    allgather     all at once, in one buffer: there are no partial results; what a call can do with
-                  the rank's own chunk alone hides the transfer
+    allgather     all at once, in one buffer: there are no partial results; what a call does before
+                  it asks for the batch hides the transfer
     ring          one ring over all ranks: at step s the chunk of rank - s
     double_ring   a turn of the inner ring for each step of the outer one
 
@@ -33,9 +33,8 @@ class Chunk(NamedTuple):
 class Batch(NamedTuple):
     k: Tensor  # [slots, B, L, Hk, D]
     v: Tensor
-    came: list[Chunk]
-    visited: list[Chunk]  # by one launch over the queries; none: no launch
-    first: bool  # of those launches
+    chunks: list[Chunk]
+    first: bool  # of a call's launches over the queries
     last: bool
 
 
@@ -52,8 +51,10 @@ class Route(NamedTuple):
         """The transfers that the first batch hides are posted when this returns."""
         if self.inner.size == self.outer.size == 1 and not self.gathers:
             own = [Chunk(0, 0, 0, 0)]
-            return iter([Batch(k[None], v[None], own, own, first=True, last=True)])
-        to_come = _gathered(self.whole, k, v) if self.gathers else _circulated(self, k, v)
+            return iter([Batch(k[None], v[None], own, first=True, last=True)])
+        if self.gathers:
+            return _gathered(self.whole, self.whole.gather(k, v))
+        to_come = _circulated(self, k, v)
         return chain([next(to_come)], to_come)
 
     def owner(self, turn: int, step: int) -> int:
@@ -77,13 +78,10 @@ def route_of(groups: RingGroups | None, schedule: str, per_launch: int) -> Route
     return Route(ring, ring, ALONE, False, per_launch)
 
 
-def _gathered(ring: Ring, k: Tensor, v: Tensor) -> Iterator[Batch]:
-    arriving = ring.gather(k, v)
-    yield Batch(k[None], v[None], [Chunk(ring.rank, 0, 0, 0)], [], first=False, last=False)
+def _gathered(ring: Ring, arriving: Pending) -> Iterator[Batch]:
     k_all, v_all = arriving.wait()
-    owners = [(ring.rank - s) % ring.size for s in range(ring.size)]
-    chunks = [Chunk(owner, owner, 0, s) for s, owner in enumerate(owners)]
-    yield Batch(k_all, v_all, chunks[1:], chunks, first=True, last=True)
+    chunks = [Chunk(owner, owner, 0, 0) for owner in range(ring.size)]
+    yield Batch(k_all, v_all, chunks, first=True, last=True)
 
 
 class _Place(NamedTuple):
@@ -115,7 +113,7 @@ def _circulated(route: Route, k: Tensor, v: Tensor) -> Iterator[Batch]:
             here = places[steps[0]]
             chunks = [Chunk(route.owner(turn, i), places[i].slot, turn, i) for i in steps]
             last = turn + 1 == outer.size and n + 1 == len(batches)
-            yield Batch(here.k, here.v, chunks, chunks, first=turn == n == 0, last=last)
+            yield Batch(here.k, here.v, chunks, first=turn == n == 0, last=last)
             relay.wait()
         if from_node is not None:
             from_node.wait()

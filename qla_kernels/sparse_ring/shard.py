@@ -11,6 +11,7 @@ from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import TILE, Layout
 from qla_kernels.sparse_ring.patterns import BLOCK, VerticalSlash
 from qla_kernels.sparse_ring.plan import Table, Visit, returns, visits
+from qla_kernels.sparse_ring.route import Chunk
 from qla_kernels.sparse_ring.select import Candidates
 
 
@@ -46,8 +47,8 @@ class Shard(NamedTuple):
     def visits(self, owner: int, slot: int = 0) -> list[Visit]:
         return visits(self.layout, self.T, self.rank, owner, slot)
 
-    def returns(self, owner: int) -> list[Visit]:
-        return returns(self.layout, self.T, self.rank, owner)
+    def returns(self, owner: int, slot: int = 0) -> list[Visit]:
+        return returns(self.layout, self.T, self.rank, owner, slot)
 
 
 def shard_of(
@@ -173,20 +174,19 @@ class Tiles(Protocol):
         k: Tensor,
         v: Tensor,
         saved: Saved,
-        owner: int,
-        slot: int,
+        met: list[Chunk],
         dkv: Tensor,
         first: bool,
     ) -> None:
-        """Add this rank's part of dK and dV of a chunk; dkv is fp32 [2, B, L, Hk, D]."""
+        """Add this rank's part of dK and dV of chunks; dkv is fp32 [met, 2, B, L, Hk, D]."""
         ...
 
     def backward_columns(self, shard: Shard, q: Tensor, saved: Saved, columns: Columns) -> Columns:
         """This rank's part of dK and dV of every vertical, fp32, in a form that scatter reads."""
         ...
 
-    def scatter(self, shard: Shard, of_columns: Columns, owner: int, dkv: Tensor) -> None:
-        """Add the gradients of the verticals that lie in a chunk to those of the chunk."""
+    def scatter(self, shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
+        """Add the gradients of the verticals that lie in these ranks' chunks to the chunks'."""
         ...
 
 

@@ -7,6 +7,7 @@ from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, ZigZagLayou
 from qla_kernels.sparse_ring.index import given
 from qla_kernels.sparse_ring.kernels import bwd_dq
 from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
+from qla_kernels.sparse_ring.route import Chunk
 from qla_kernels.sparse_ring.shard import Saved, shard_of
 from tests.sparse_ring_backward_check import backward, case, check
 
@@ -99,11 +100,12 @@ def test_more_than_two_to_the_31_elements():
         lse, delta = (torch.full((1, heads, rows), n, device=GPU) for n in (10.0, 0.5))
         around = (x[1][None], x[2][None], Saved(lse, delta, x[3]))
         dq = torch.empty(x[0].shape, device=GPU)
-        dkv = torch.empty(2, *x[1].shape, device=GPU)
+        dkv = torch.empty(1, 2, *x[1].shape, device=GPU)
+        own = [Chunk(0, 0, 0, 0)]
         visits = shard.visits(0)
         launch_backward.backward_queries(shard, x[0], *around, visits, dq, True, None, None)
-        launch_backward.backward_keys(shard, x[0], *around, 0, 0, dkv, True)
-        return dq[:, -tile:], dkv[:, :, -tile:]
+        launch_backward.backward_keys(shard, x[0], *around, own, dkv, True)
+        return dq[:, -tile:], dkv[:, :, :, -tile:]
 
     assert all(map(torch.equal, last(L), last(tile)))
 

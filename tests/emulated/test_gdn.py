@@ -23,7 +23,9 @@ def run_gate(x: Inputs, table: ChunkTable, g_cum: Tensor, seed: int) -> Tensor:
     return gates
 
 
-def run_kkt_solve(variant, x: Inputs, walkers: int, seed: int) -> tuple[Tensor, Tensor]:
+def run_kkt_solve(
+    variant, x: Inputs, walkers: int, seed: int, growth: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As launch.kkt_solve launches it."""
     H, HV = x.k.shape[2], x.g.shape[2]
     g_cum, A = kkt_solve_check.poisoned(x)
@@ -36,7 +38,9 @@ def run_kkt_solve(variant, x: Inputs, walkers: int, seed: int) -> tuple[Tensor, 
         table.chunks,
         table.num_chunks,
         A.view(-1, H, HV // H, 64),
+        g_cum.view(-1, H, HV // H) if growth is None else growth.view(-1, H, HV // H),
         walkers,
+        int(growth is not None),
         seed=seed,
     )
     return g_cum, A
@@ -88,6 +92,22 @@ def test_kkt_solve(variant, key, gate, ratio):
         x = inputs(lengths, (2, 4), variant.K, dtype, gate, key, seed=seed)
         g_cum, A = run_kkt_solve(variant, x, walkers=2, seed=seed)
         kkt_solve_check.check(x, g_cum, A, ratio[dtype])
+
+
+@pytest.mark.parametrize("variant", kkt_solve.VARIANTS, ids=str)
+def test_how_much_keys_let_a_state_grow(variant):
+    """At the last of every 16 tokens of a chunk; other rows are left alone."""
+    x = inputs([0, 65, 0, 1, 130, 0], (2, 4), variant.K, getattr(torch, variant.dtype), key="long")
+    growth = torch.full_like(x.g, torch.nan)
+    run_kkt_solve(variant, x, walkers=2, seed=0, growth=growth)
+    squares = x.k.double().square().sum(-1).repeat_interleave(2, -1)
+    each, want = (1 - x.beta * squares).abs().clamp(min=1).log(), torch.full_like(x.g, torch.nan)
+    for first, rows in chunk_table(x.k.shape[1], x.cu_seqlens).chunks.tolist():
+        for a in range(first, first + rows, 16):
+            b = min(a + 16, first + rows)
+            want[:, b - 1] = each[:, a:b].sum(1)
+    assert want.nansum() > 10
+    torch.testing.assert_close(growth, want, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("seed", range(6))

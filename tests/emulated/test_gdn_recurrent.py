@@ -69,9 +69,10 @@ def test_a_pool_is_updated_in_place(variant, v_first, launches):
     ):
         x = decode(lengths, dtype, (variant.K, 128), state_v_first=v_first)
         x = pooled(x, slots, 9, state)
-        before = x["initial_state"].clone()
+        before, version = x["initial_state"].clone(), x["initial_state"]._version
         o, pool = run(x)
         assert pool is x["initial_state"]
+        assert pool._version > version
         check_pool(x, before, o)
     assert set(launches.variants) == {variant}
 

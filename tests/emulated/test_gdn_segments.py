@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import segments
+from qla_kernels.gdn import heuristics, segments
 from qla_kernels.gdn.kernels import segment_map, segment_plan, segment_scan
-from qla_kernels.gdn.plan import WARM_LOG_BOUND
-from qla_kernels.varlen import CHUNK
+from qla_kernels.gdn.packing import room_for_chunks
+from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
+from qla_kernels.varlen import CHUNK, chunk_table
 from tests.compare import assert_close, relative_l2
 from tests.gdn_segments_check import GIVEN, SOLVING, Batch, Cut, batch, expected, run
 
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison"
 # Errors are counted in units of what rounding the operands of every product costs by itself.
 RATIO = 1.2
 FP32 = 1e-5  # what sums and decays in fp32 cost, and what a warm head leaves out
-EXACT = -math.inf
+NEVER = -math.inf
 
 
 def maps(x: Batch, cut: segments.Segments, limit: float, solves: bool) -> segments.Maps:
@@ -82,7 +83,10 @@ def check(x: Batch, got: Cut) -> None:
 def test_where_sequences_are_cut(variant, lengths, most):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(getattr(torch, variant.dtype))
     g = torch.randn(1, sum(lengths) + 5, 3)
-    got = segments.cut(g, cu_seqlens, most)
+    table = room_for_chunks(sum(lengths) + 5, cu_seqlens)
+    got = segments.cut(g, cu_seqlens, most, table=table)
+    for a, b in zip(table, chunk_table(sum(lengths) + 5, cu_seqlens), strict=True):
+        assert torch.equal(a, b)
     bounds, starts_of, ends_of, first = [], [], [], [0]
     for n, length in enumerate(lengths):
         chunks = -(-length // CHUNK)
@@ -125,10 +129,13 @@ def test_open_ends_have_segments_of_their_own():
 
 
 @pytest.mark.parametrize("variant", segment_map.VARIANTS, ids=str)
-@pytest.mark.parametrize("limit", [WARM_LOG_BOUND, EXACT])
-def test_every_variant(variant, limit, seeds):
-    assert segment_scan.Variant(variant.K, reverse=False) in segment_scan.VARIANTS
+@pytest.mark.parametrize("limit", [WARM_LOG_BOUND, NEVER])
+def test_every_variant(variant, limit, seeds, monkeypatch):
+    """And segment_scan's, by turns."""
+    scans = [x for x in segment_scan.VARIANTS if x.K == variant.K and not x.reverse]
     for seed, (lengths, most) in enumerate((([321], 2), ([64, 300, 0, 500], 2), ([130, 0], 1))):
+        columns = scans[seed % len(scans)].columns
+        monkeypatch.setattr(heuristics, "scan_columns", lambda *_, columns=columns: columns)
         seeds["seed"] = seed
         sizes = variant.K, 64 if seed else 128
         x = batch(lengths, getattr(torch, variant.dtype), sizes=sizes, h0=seed != 1)
@@ -178,7 +185,22 @@ def test_a_warm_head_reads_its_window_alone(solves):
     assert torch.equal(entered(WARM_LOG_BOUND)[0], want[1, 0])
     assert entered(WARM_LOG_BOUND)[1].isnan().all()
     assert entered(-13.0)[0].isnan().all()
-    assert entered(EXACT)[0].isnan().all()
+    assert entered(NEVER)[0].isnan().all()
+
+
+@pytest.mark.parametrize("solves", [True, False])
+def test_exact_leaves_out_only_maps_that_are_zero(solves):
+    """Head 0 leaves e^-104.5 of a state after two chunks, head 1 e^-103."""
+    x = batch([6 * 64], gate="none")
+    x.g[..., 0] = -104.5 / 128
+    x.g[..., 1] = -103 / 128
+    cut = segments.cut(x.g, x.cu_seqlens, 2)
+    never, exact = (maps(x, cut, limit, solves) for limit in (NEVER, EXACT_LOG_BOUND))
+    assert never.cold[1].tolist() == [1, 1]
+    assert exact.cold[1].tolist() == [0, 1]
+    assert not never.M[1, 0].any()
+    states = (segments.start_states(found, x.h0, cut)[:3] for found in (never, exact))
+    assert torch.equal(*states)
 
 
 @pytest.mark.parametrize("length", [9, 33])
@@ -215,8 +237,12 @@ def test_keys_that_grow_the_state_lengthen_the_window(solves):
     if solves:  # 0 and 1 are the same in 16 bits
         narrow = x._replace(beta=x.beta.to(x.k.dtype))
         assert torch.equal(starts(narrow, 4, WARM_LOG_BOUND, solves)[1], got)
+    else:  # squares of keys as kkt_solve has found them
+        assert relative_l2(run(x, 4, WARM_LOG_BOUND, grows=True).starts[1], want) < 0.1
     x.k[:, 4 * 64 - 3 : 4 * 64] /= 12**0.5
     assert not starts(x, 4, WARM_LOG_BOUND, solves)[1].any(), "by its gates one chunk was enough"
+    if not solves:
+        assert not run(x, 4, WARM_LOG_BOUND, grows=True).starts[1].any()
 
 
 @pytest.mark.parametrize("key", ["unit", "low rank"])
@@ -228,7 +254,7 @@ def test_many_segments_that_forget_nothing(key):
     assert relative_l2(got, want) < RATIO * relative_l2(rounded, want)
 
 
-@pytest.mark.parametrize("limit", [WARM_LOG_BOUND, EXACT])
+@pytest.mark.parametrize("limit", [WARM_LOG_BOUND, NEVER])
 @pytest.mark.parametrize("kernel", [GIVEN, SOLVING])
 def test_a_forward_in_segments(limit, kernel, seeds):
     for seed, (lengths, most) in enumerate((([400], 3), ([64, 200, 0, 300], 2), ([0, 65], 1))):

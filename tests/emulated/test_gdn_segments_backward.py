@@ -21,6 +21,7 @@ from tests.compare import assert_close, relative_l2
 from tests.emulated.test_gdn_chains import Case, Chains, case, expected, prepared
 from tests.gdn_backward_check import check as check_gradients
 from tests.gdn_calls import call
+from tests.gdn_segments_check import GIVEN, SOLVING
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
 
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison"
 RATIO = 1.2
 FP32 = 1e-5  # what sums and decays in fp32 cost, and what a warm head leaves out
 SMALLEST = torch.finfo(torch.float16).tiny  # strong decay leaves less: as an operand in fp16, 0
-EXACT = -math.inf
+NEVER = -math.inf
 
 
 def end_gradients(x: Case, cut: segments.Segments, limit: float) -> tuple[Tensor, Tensor]:
@@ -69,10 +70,13 @@ def check(x: Case, got: Chains) -> None:
 
 
 @pytest.mark.parametrize("variant", segment_map_bwd.VARIANTS, ids=str)
-@pytest.mark.parametrize("limit", [WARM_LOG_BOUND, EXACT])
-def test_every_variant(variant, limit, seeds):
-    assert segment_scan.Variant(variant.K, reverse=True) in segment_scan.VARIANTS
+@pytest.mark.parametrize("limit", [WARM_LOG_BOUND, NEVER])
+def test_every_variant(variant, limit, seeds, monkeypatch):
+    """And segment_scan's, by turns."""
+    scans = [x for x in segment_scan.VARIANTS if x.K == variant.K and x.reverse]
     for seed, (lengths, most) in enumerate((([321], 2), ([64, 0, 200], 1))):
+        columns = scans[seed % len(scans)].columns
+        monkeypatch.setattr(heuristics, "scan_columns", lambda *_, columns=columns: columns)
         seeds["seed"] = seed
         sizes = variant.K, 64 if seed else 128
         x = case(lengths, getattr(torch, variant.dtype), sizes=sizes, states=seed == 0)
@@ -124,14 +128,15 @@ def test_a_warm_head_reads_its_window_alone():
     got = end_gradients(x, cut, WARM_LOG_BOUND)[1][0]
     assert torch.equal(got[0], want[0])
     assert got[1].isnan().all()
-    for limit in (-13.0, EXACT):
+    for limit in (-13.0, NEVER):
         assert end_gradients(x, cut, limit)[1][0, 0].isnan().all()
 
 
-def test_a_backward_that_is_given_the_forwards_segments_looks_for_none(monkeypatch):
+@pytest.mark.parametrize("kernel", [GIVEN, SOLVING])
+def test_a_backward_that_is_given_the_forwards_segments_looks_for_none(kernel, monkeypatch):
     x = call([300, 70], heads=(1, 2), sizes=(128, 128), dtype=torch.bfloat16, gates=torch.float32)
     x["g"][..., 0] *= 0.01  # a head that is folded, beside one that is not
-    cut = plan.Plan(heuristics.Forward(64, True), 2)
+    cut = plan.Plan(kernel, 2, WARM_LOG_BOUND)
     monkeypatch.setattr(plan, "forward", lambda *_: cut)
     rows, h0 = [x[n] for n in ("q", "k", "v", "g", "beta")], x["initial_state"]
     flags = dict.fromkeys(

@@ -23,7 +23,11 @@ def test_variants_on_rings(variant):
 
 
 def test_more_ranks_and_heads():
-    for layout, heads in ((ContiguousLayout(3), (3, 3)), (StripedLayout(3), (8, 1))):
+    for layout, heads in (
+        (ContiguousLayout(3), (3, 3)),
+        (StripedLayout(3), (8, 1)),
+        (ALONE, (34, 1)),
+    ):
         x = case(layout, 128, heads, dtype=torch.float16, B=2)
         check(x, backward(x))
 

@@ -126,11 +126,13 @@ def test_only_what_crosses_nodes_is_late(monkeypatch):
     """Of four ranks in nodes of two, rank 2 is the first of a node; 5 ms are 5000 bytes."""
     monkeypatch.setattr(Ring, "swap", lambda self, sent, received, *_: Pending([], received))
     monkeypatch.setattr(Ring, "gather", lambda self, *x: Pending([], x))
+    monkeypatch.setattr(Ring, "sum", lambda self, x: Pending([], [x[0]]))
     x = torch.zeros(5000, dtype=torch.int8)
     for rank, transfer, milliseconds in (
         (2, lambda ring: ring.shift([x], [x], 0), 5),
         (3, lambda ring: ring.shift([x], [x], 0), 0),
         (3, lambda ring: ring.gather(x), 10),
+        (3, lambda ring: ring.sum(x.expand(4, 5000)), 10),
     ):
         start = time.perf_counter()
         transfer(Slow(None, rank, 4, node=2, rate=1e6)).wait()

@@ -13,6 +13,7 @@ from qla_kernels import (
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
     chunk_gdn,
+    fused_recurrent_gated_delta_rule,
 )
 from qla_kernels.gdn import ops
 from tests.compare import assert_close, relative_l2
@@ -213,6 +214,28 @@ def test_packed_is_one_by_one(dtype):
         o_one, state_one = chunk_gated_delta_rule(**one, output_final_state=True)
         assert_close("o", o[:, start:end], o_one, 1e-13)
         assert_close("state", state[n : n + 1], state_one, 1e-13)
+
+
+def test_the_default_device_is_not_asked():
+    x = leaves(call([3, 0, 70], activations=True, padding=2))
+    with torch.device("meta"):
+        o, state = chunk_gated_delta_rule(**x, output_final_state=True)
+        (o.sum() + state.sum()).backward()
+        with torch.no_grad():
+            assert fused_recurrent_gated_delta_rule(**x)[0].is_cpu
+    assert all(x[name].grad.is_cpu for name in DIFFERENTIABLE)
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_results_may_be_written_to(state_v_first):
+    """As torch allows for what is no view."""
+    x = leaves(call(dtype=torch.float32, state_v_first=state_v_first))
+    results = chunk_gated_delta_rule(**x, output_final_state=True)
+    want = gradients(results, x)
+    written = chunk_gated_delta_rule(**x, output_final_state=True)
+    written = tuple(y.add_(1).sub_(1) for y in written)
+    got = gradients(written, x)
+    assert all(torch.equal(got[n], want[n]) for n in want)
 
 
 def test_autocast_changes_nothing():

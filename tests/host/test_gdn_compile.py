@@ -14,6 +14,12 @@ from tests.compare import assert_close
 from tests.gdn_calls import CALLS, Call, call, gradients, leaves
 
 
+@pytest.fixture(autouse=True)
+def none_compiled_yet():
+    """Dynamo compiles a function so many times, and no more."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     "kind", ["dense", "packed", "activated and packed", "V first", "FLA's keywords"]
 )
@@ -44,6 +50,15 @@ def test_a_tensor_may_come_twice():
     )
 
 
+def test_a_keyword_that_warns_is_no_break_of_a_graph():
+    x = call(state_v_first=True)
+    want = chunk_gated_delta_rule(**x, output_final_state=True)
+    del x["state_v_first"]
+    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    got = compiled(**x, output_final_state=True, transpose_state_layout=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_compiles_without_gradients():
     x = call(activations=True)
     compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
@@ -70,8 +85,9 @@ def test_compiles_with_inductor_among_other_work():
 def test_one_graph_serves_every_shape(packed):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, dynamic=True, backend=counter)
-    shapes = ([5, 60], [64, 7, 200], [3, 1, 2, 90]) if packed else (70, 128, 201)
-    for batch, shape in enumerate(shapes, 3):  # no size is equal to another one by chance
+    # no size is equal to another one by chance: heads are 2 and 4
+    shapes = ([5, 60, 1, 2, 3], [64, 7, 200, 0, 0, 9], [90] * 3) if packed else (70, 128, 201)
+    for batch, shape in enumerate(shapes, 3):
         x = call(shape) if packed else call(batch=batch, tokens=shape)
         eager, traced = leaves(x), leaves(x)
         got = compiled(**traced, output_final_state=True)

@@ -1,13 +1,20 @@
 """Sequences cut over ranks: 2 and 4 processes over gloo against one; contexts and refusals."""
 
+import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
-from qla_kernels.gdn import ShardError, build_cp_context
+from qla_kernels.gdn import ShardError, build_cp_context, shard_cpu
 from tests.gdn_calls import Call, call, gradients, leaves
 from tests.gdn_shard_ranks import LENGTHS
 from tests.ranks import DEADLINE, WORLD, start
@@ -19,8 +26,10 @@ RAISED = {
     "malformed": "g has shape (1, 5, 2)",
     "contents": "beta is NaN, first at token 0",
     "missing": "q is of type NoneType",
+    "flags": "use_qk_l2norm_in_kernel is False on rank 0 and True on rank 2",
+    "whole batch": "280 tokens, and cp_context says that 70 are here; need this rank's tokens",
     "states": "initial_state or output_final_state with cp_context",
-    "bound": "warm_log_bound is -12.0 on rank 0 and -inf on rank 2",
+    "bound": "warm_log_bound is -12.0 on rank 0 and -104.0 on rank 2",
     "context": "ranks after rank 1 and",
 }
 
@@ -79,6 +88,32 @@ def test_compiles_to_one_graph(alone):
     assert all(torch.equal(got_grads[n], want_grads[n]) for n in want_grads)
 
 
+def keep(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    ours = operator is torch.ops.qla_kernels.gdn_shard_fwd.default
+    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_checkpointing_by_operator_name_exchanges_once(alone, monkeypatch):
+    runs, run = [], shard_cpu.gdn_shard_fwd
+
+    def counted(*args: object, **options: object) -> object:
+        runs.append(1)
+        return run(*args, **options)
+
+    monkeypatch.setattr(shard_cpu, "gdn_shard_fwd", counted)
+    x = call([30, 40], activations=True)
+    del x["initial_state"]
+    x["cp_context"] = build_cp_context(x.pop("cu_seqlens"))
+    whole, again = leaves(x), leaves(x)
+    want = gradients(chunk_gated_delta_rule(**whole), whole)
+    runs.clear()
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep)
+    options = {"use_reentrant": False, "context_fn": contexts}
+    got = gradients(checkpoint(chunk_gated_delta_rule, **again, **options), again)
+    assert len(runs) == 1
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0]], ids=str)
 def test_ranks_without_a_token(alone, lengths):
     x = call(lengths, activations=True)
@@ -110,6 +145,27 @@ def test_contexts_of_bounds_that_are_none(bounds, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     with pytest.raises(ValueError, match=r"cu_seqlens .* need to start at 0 and never fall"):
         build_cp_context(torch.tensor(bounds, dtype=torch.int32))
+
+
+def test_contexts_where_the_default_is_a_gpu(alone):
+    bounds = torch.tensor([0, 70])
+    with torch.device("meta"):  # as one, but there
+        context = build_cp_context(bounds)
+    assert context.cu_seqlens.is_cpu
+    assert context.cu_seqlens_cpu.is_cpu
+
+
+def test_a_group_of_others(alone):
+    """torch hands one to a process that is not in it."""
+    text = "a group without this process; need one that it is in"
+    with pytest.raises(ValueError, match=text):
+        build_cp_context(torch.tensor([0, 70]), dist.GroupMember.NON_GROUP_MEMBER)
+    x = call([70])
+    del x["initial_state"]
+    context = build_cp_context(x.pop("cu_seqlens"))
+    outside = replace(context, group=dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(ValueError, match=text):
+        chunk_gated_delta_rule(**x, cp_context=outside)
 
 
 def test_a_forward_alone_takes_no_context():

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import qla_kernels
 from qla_kernels import chunk_gated_delta_rule
+from tests.compare import assert_close
 from tests.gdn_calls import call, leaves
-from tests.readme import names_in
+from tests.readme import names_in, snippets
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "gdn.md").read_text()
@@ -59,6 +61,22 @@ def test_what_is_kept_for_the_backward_is_as_it_says(normalised):
     assert "132 HV a token" in TEXT
     assert "4 H K a token" in TEXT
     assert f"{132 * HV / 1e3:.1f} KB and {4 * H * K / 1e3:.1f} KB a token" in TEXT
+
+
+def test_serving_is_prefill_and_decoding():
+    """The last block of docs/integrations.md: its sequences twice, one call after the other."""
+    x = call([5, 3])
+    del x["initial_state"]
+    pool, slots = torch.randn(4, 4, 16, 8, dtype=torch.float64), torch.tensor([2, 0])
+    before = pool.clone()
+    names = {**x, "pool": pool, "slots": slots, **vars(qla_kernels.gdn)}
+    (code,) = [block for block in snippets("docs/integrations.md") if "slots" in block]
+    exec(compile(code, "docs/integrations.md", "exec"), names)
+    _, once = chunk_gated_delta_rule(**x, output_final_state=True)
+    want, twice = chunk_gated_delta_rule(**x, initial_state=once, output_final_state=True)
+    assert_close("o", names["o"], want, 1e-12)
+    assert_close("states", pool[slots], twice, 1e-12)
+    assert torch.equal(pool[[1, 3]], before[[1, 3]])
 
 
 def test_every_file_it_names_exists():

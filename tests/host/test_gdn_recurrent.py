@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, fused_recurrent_gdn
-from qla_kernels.gdn import recurrent_ops as ops
 from qla_kernels.gdn import recurrent_refusal
+from qla_kernels.gdn.ops import OPERATORS
 from tests.compare import assert_close
 from tests.gdn_calls import CALLS, call, definition
 from tests.gdn_recurrent_check import check_pool, decode, pooled
@@ -144,8 +144,19 @@ MALFORMED = {
     ),
     "dtype of the pool": (
         {"state_indices": INDICES, "initial_state": torch.zeros(7, 4, 16, 8).int()},
-        "initial_state is int32; need a float dtype",
+        "initial_state is int32; need bfloat16, float16, float32 or float64",
     ),
+    "no pool": (
+        {"state_indices": INDICES, "initial_state": [0.0]},
+        "initial_state is of type list; need a tensor",
+    ),
+    "no queries": ({"q": None, "g": None}, "q is of type NoneType; need a tensor"),
+    "bounds": (
+        {**call([9]), "cu_seqlens": torch.tensor([0, 10])},
+        "cu_seqlens [0, 10]; need to start at 0, never fall, and end at or before T=9",
+    ),
+    "a slot twice": ({"state_indices": torch.tensor([1, 1])}, "state_indices [1, 1]; need diff"),
+    "a slot past the pool": ({"state_indices": INDICES + 1}, "state_indices [1, 2]; need diff"),
     "number of states": ({"initial_state": torch.zeros(7, 4, 16, 8)}, "initial_state has shape (7"),
     "beta": ({"beta": torch.zeros(2, 70, 4, 7)}, "beta has shape (2, 70, 4, 7); need [B, T, HV"),
     "no input": ({"g": None, "use_gate_in_kernel": True}, "use_gate_in_kernel without g;"),
@@ -184,6 +195,9 @@ def test_refusals():
     for name in ("gk", "gv"):
         with pytest.raises(Unsupported, match=f"got {name}; need None: one decay a head and token"):
             run(x, **{name: x["v"]})
+    shared = x["initial_state"][:1].expand_as(x["initial_state"])
+    with pytest.raises(Unsupported, match="states of the pool share memory; need a place for each"):
+        run(x, initial_state=shared, state_indices=INDICES)
     leaf = {**x, "v": x["v"].clone().requires_grad_()}
     with pytest.raises(Unsupported, match="state_indices while gradients are recorded"):
         run(leaf, state_indices=INDICES)
@@ -238,13 +252,7 @@ def test_refusal_on_a_gpu():
 def test_contents_are_checked_on_request(monkeypatch):
     monkeypatch.setenv("QLA_CHECK", "1")
     x = call(batch=3)
-    for slots in ([0, 1, 0], [0, 1, 3]):
-        with pytest.raises(ValueError, match="need different ones below 3, or negative"):
-            run(x, state_indices=torch.tensor(slots))
     run(x, state_indices=torch.tensor([2, -1, -1]))
-    fallen = {**call([3, 2]), "cu_seqlens": torch.tensor([0, 4, 3])}
-    with pytest.raises(ValueError, match="never fall"):
-        run(fallen, state_indices=INDICES)
     x["g"][1, 3] = torch.nan
     with pytest.raises(ValueError, match="g is NaN, first at token 3"):
         run(x)
@@ -264,14 +272,16 @@ FLAGS |= {"allow_neg_eigval": False, "state_v_first": False}
 def test_opcheck(lengths, final):
     x = call(lengths, tokens=3, activations=True, dtype=torch.float32)
     args = (*operands(x), x["initial_state"] if final else None, x.get("cu_seqlens"))
-    torch.library.opcheck(ops.gdn_recurrent, args, {**FLAGS, "output_final_state": final})
+    torch.library.opcheck(
+        OPERATORS.gdn_recurrent.default, args, {**FLAGS, "output_final_state": final}
+    )
 
 
 @pytest.mark.parametrize("lengths", [None, [5, 0]])
 def test_opcheck_of_a_pool(lengths):
     x = call(lengths, tokens=3, activations=True, dtype=torch.bfloat16, gates=torch.float32)
     args = (*operands(x), x["initial_state"], torch.tensor([1, -1]), x.get("cu_seqlens"))
-    torch.library.opcheck(ops.gdn_recurrent_slots, args, FLAGS)
+    torch.library.opcheck(OPERATORS.gdn_recurrent_slots.default, args, FLAGS)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

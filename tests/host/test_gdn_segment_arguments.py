@@ -11,12 +11,12 @@ from qla_kernels import (
     chunk_gated_delta_rule_fwd,
 )
 from qla_kernels.gdn import cpu
-from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 from tests.gdn_calls import call, gradients, leaves
 
 BOUNDS = {
     "default": ({}, WARM_LOG_BOUND),
-    "exact": ({"exact": True}, -math.inf),
+    "exact": ({"exact": True}, EXACT_LOG_BOUND),
     "not exact": ({"exact": False}, WARM_LOG_BOUND),
     "bound": ({"warm_log_bound": -20}, -20.0),
     "none": ({"warm_log_bound": -math.inf}, -math.inf),

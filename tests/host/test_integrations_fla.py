@@ -98,11 +98,12 @@ DECLINED = {
     ),
     "its old place": (
         {"chunk_indices": SimpleNamespace()},
-        "got cp_context; need keywords of ours",
+        "got cp_context; need keywords that both know",
     ),
     "old keyword": ({"transpose_state_layout": True}, "got transpose_state_layout; need keywords"),
-    "removed keyword": ({"head_first": False}, "got head_first; need keywords of ours"),
-    "keyword that FLA ignores": ({"layer_idx": 3}, "got layer_idx; need keywords of ours"),
+    "removed keyword": ({"head_first": False}, "got head_first; need keywords that both know"),
+    "keyword that FLA does not know": ({"exact": True}, "got exact; need keywords that both know"),
+    "keyword that FLA ignores": ({"layer_idx": 3}, "got layer_idx; need keywords that both know"),
     "chunk size": ({"chunk_size": 128}, "chunk_size is 128; need 16, 32 or 64"),
     "state that FLA does not look at": (
         {"initial_state": torch.zeros(2, 2, 16, 8)},
@@ -122,6 +123,13 @@ def test_the_rest_is_fla_s(installed, kind):
     assert ran_by(installed.chunk_gated_delta_rule(**{**call(), **changed})) == "FLA"
     (said,) = installed.registry.said
     assert said.removeprefix("chunk_gated_delta_rule: ").startswith(reason)
+
+
+def test_ranks_hear_of_a_malformed_call_from_us(installed):
+    """FLA alone, on the one rank that it is malformed on, would leave the others waiting."""
+    x = {**call([70]), "g": None}
+    assert fla.declined(**x) is not None
+    assert fla.declined(**x, cp_context=SimpleNamespace(layout="contiguous", group="ranks")) is None
 
 
 def test_the_reason_is_what_refusal_says(installed, monkeypatch):

@@ -21,8 +21,9 @@ from qla_kernels.sparse_ring import (
     build_index,
     ring,
 )
+from qla_kernels.sparse_ring.gradients import Travelling
 from qla_kernels.sparse_ring.groups import ALONE, Ring
-from qla_kernels.sparse_ring.route import Route, route_of
+from qla_kernels.sparse_ring.route import Chunk, Route, route_of
 from qla_kernels.sparse_ring.shard import shard_of
 from reference import sparse_ring
 from tests.compare import assert_close
@@ -94,13 +95,12 @@ def test_a_batch_is_where_it_says_for_as_long_as_it_is_used(
         k = torch.full((1, 2, 1, 1), float(rank))
         met, flags = [], []
         for batch in way.batches(k, k + 0):
-            assert batch.visited == batch.came
-            for chunk in batch.came:
+            for chunk in batch.chunks:
                 assert (batch.k[chunk.slot] == chunk.owner).all()
                 assert (batch.v[chunk.slot] == chunk.owner).all()
                 met.append(chunk.owner)
             flags.append((batch.first, batch.last))
-            assert len(batch.came) <= per_launch
+            assert len(batch.chunks) <= per_launch
             assert len(batch.k) <= max(1, 2 * per_launch)  # memory: two launches' worth
         assert met[0] == rank
         assert sorted(met) == list(range(inner * outer))
@@ -112,7 +112,7 @@ def test_transfers_are_posted_before_the_launch_they_hide_behind():
     way = route(inner=2, outer=2, rank=0, per_launch=1, early=False, in_order=False)
     k = torch.zeros(1, 2, 1, 1)
     for batch in way.batches(k, k + 0):
-        way.inner.log.append(f"launch {batch.came[0].owner}")
+        way.inner.log.append(f"launch {batch.chunks[0].owner}")
     assert way.inner.log == [
         "post outer", "post inner", "launch 0", "wait inner", "launch 1", "wait outer",
         "post inner", "launch 2", "wait inner", "launch 3",
@@ -123,7 +123,7 @@ def test_where_transfers_follow_by_themselves_all_of_a_launch_are_posted():
     way = route(inner=5, outer=1, rank=0, per_launch=4, early=True, in_order=True)
     k = torch.zeros(1, 2, 1, 1)
     for batch in way.batches(k, k + 0):
-        way.inner.log.append(f"launch {len(batch.came)}")
+        way.inner.log.append(f"launch {len(batch.chunks)}")
     posted, waited = ["post inner"] * 4, ["wait inner"] * 4
     assert way.inner.log == [*posted, "launch 1", *waited, "launch 4"]
 
@@ -139,13 +139,26 @@ def test_a_gather_is_under_way_before_a_batch_is_asked_for():
     way = Route(SimpleNamespace(rank=1, size=3, gather=gather), ALONE, ALONE, True, 1)
     batches = way.batches(k, k)
     assert posted == [2]
-    own, others = batches
-    assert [chunk.owner for chunk in own.came] == [1]
-    assert not own.visited
-    assert [chunk.owner for chunk in others.came] == [0, 2]
-    assert [chunk.owner for chunk in others.visited] == [1, 0, 2]
-    assert others.first
-    assert others.last
+    (batch,) = batches
+    assert [(chunk.owner, chunk.slot) for chunk in batch.chunks] == [(0, 0), (1, 1), (2, 2)]
+    assert batch.first
+    assert batch.last
+
+
+def test_every_way_of_a_gradient_is_beside_a_launch():
+    """Of a launch's chunks each but the first is added up while the sum so far is on its way."""
+    way = route(inner=4, outer=1, rank=0, per_launch=3, early=False, in_order=False)
+    gradients, log = Travelling(way, torch.zeros(1, 2, 1, 1)), way.inner.log
+    for steps in (range(1), range(1, 4)):
+        for part in gradients.of([Chunk(-step % 4, 0, 0, step) for step in steps]):
+            log.append("keys")
+            part.dkv.fill_(0)
+        log.append("queries")
+    gradients.home(torch.float32)
+    assert log == [
+        "keys", "post inner", "queries", "wait inner", "keys", "post inner", "keys", "wait inner",
+        "post inner", "keys", "wait inner", "post inner", "queries", "wait inner",
+    ]  # fmt: skip
 
 
 def test_one_node_has_a_group_for_attention_and_one_for_its_index():
@@ -157,7 +170,7 @@ def test_one_node_has_a_group_for_attention_and_one_for_its_index():
 
 @pytest.mark.parametrize(
     ("inner", "outer", "gathers", "per_launch"),
-    [(5, 1, False, 1), (5, 1, True, 1), (2, 3, False, 1), (3, 2, False, 2), (2, 4, False, 3)],
+    [(5, 1, False, 3), (5, 1, True, 1), (2, 3, False, 1), (3, 2, False, 2), (2, 4, False, 3)],
 )
 def test_any_number_of_ranks_is_one_rank(inner, outer, gathers, per_launch):
     """The engine itself, each rank a thread, against the definition in fp64."""

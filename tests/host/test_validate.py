@@ -61,7 +61,11 @@ MALFORMED = {
     ),
     "beta dtype": (
         {"beta": zeros(2, 70, 4, dtype=torch.int64)},
-        "beta is int64; need a float dtype; cast it",
+        "beta is int64; need bfloat16, float16, float32 or float64; cast it",
+    ),
+    "gate dtype": (
+        {"g": zeros(2, 70, 4).to(torch.float8_e5m2)},
+        "g is float8_e5m2; need bfloat16, float16, float32 or float64; cast it",
     ),
     "no gate": ({"g": None}, "g is of type NoneType; need a tensor; pass g as one"),
     "no tensor": (
@@ -107,6 +111,10 @@ MALFORMED = {
     "chunk_size": (
         {"chunk_size": 128},
         "chunk_size is 128; need 16, 32 or 64; leave it out",
+    ),
+    "cp_context where FLA 0.5.2 has it": (
+        {"chunk_indices": object()},
+        "chunk_indices is of type object; need a tensor; pass chunk_indices as one",
     ),
     "both layouts": (
         {"state_v_first": True, "transpose_state_layout": True},
@@ -206,6 +214,39 @@ def test_low_level_checks_name_their_function():
             chunk_gated_delta_rule_bwd(q, k, v, beta=beta, **saved)
 
 
+NO_BOUNDS = "need to start at 0, never fall, and end at or before T=70; rebuild it from the lengths"
+BOUNDS = [
+    (
+        {**call(lengths=[3, 67]), "cu_seqlens": torch.tensor([0, 70, 3])},
+        f"cu_seqlens [0, 70, 3]; {NO_BOUNDS}",
+    ),
+    (
+        {**call(lengths=[3, 67]), "cu_seqlens": torch.tensor([1, 3, 70])},
+        f"cu_seqlens [1, 3, 70]; {NO_BOUNDS}",
+    ),
+    (
+        {**call(lengths=[3, 67]), "cu_seqlens": torch.tensor([0, 3, 71])},
+        f"cu_seqlens [0, 3, 71]; {NO_BOUNDS}",
+    ),
+    (
+        {**call(lengths=[3, 67]), "cu_seqlens_cpu": torch.tensor([0, 4, 70])},
+        "cu_seqlens_cpu [0, 4, 70] and cu_seqlens [0, 3, 70]; need equal values; "
+        "copy one from the other",
+    ),
+]
+
+
+@pytest.mark.parametrize(("x", "text"), BOUNDS)
+def test_bounds_on_the_cpu_are_always_read(x, text):
+    with pytest.raises(ValueError, match=exactly(text)):
+        chunk_gated_delta_rule(**x)
+    positional = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    bounds = {name: x[name] for name in ("cu_seqlens", "cu_seqlens_cpu") if name in x}
+    _, A, o, *_ = chunk_gated_delta_rule_fwd(*positional)
+    with pytest.raises(ValueError, match=exactly(text)):
+        chunk_gated_delta_rule_bwd(*positional, A, o, **bounds)
+
+
 # QLA_CHECK=1 reads what shapes cannot tell.
 
 
@@ -223,26 +264,7 @@ def broken(name: str, where: tuple[int, ...]) -> Any:
             broken("beta", (0, 69, 0)),
             "beta is NaN, first at token 69; need numbers; look at what made beta",
         ),
-        (
-            {**call(lengths=[3, 67]), "cu_seqlens": torch.tensor([0, 70, 3])},
-            "cu_seqlens [0, 70, 3]; need to start at 0, never fall, and end at or before T=70; "
-            "rebuild it from the lengths",
-        ),
-        (
-            {**call(lengths=[3, 67]), "cu_seqlens": torch.tensor([1, 3, 70])},
-            "cu_seqlens [1, 3, 70]; need to start at 0, never fall, and end at or before T=70; "
-            "rebuild it from the lengths",
-        ),
-        (
-            {**call(lengths=[3, 67]), "cu_seqlens": torch.tensor([0, 3, 71])},
-            "cu_seqlens [0, 3, 71]; need to start at 0, never fall, and end at or before T=70; "
-            "rebuild it from the lengths",
-        ),
-        (
-            {**call(lengths=[3, 67]), "cu_seqlens_cpu": torch.tensor([0, 4, 70])},
-            "cu_seqlens_cpu [0, 4, 70] and cu_seqlens [0, 3, 70]; need equal values; "
-            "copy one from the other",
-        ),
+        *BOUNDS,
     ],
 )
 def test_qla_check_reads_contents(monkeypatch, x, text):

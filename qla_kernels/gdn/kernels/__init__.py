@@ -2,6 +2,7 @@
 
 KERNELS = (
     "l2norm",
+    "activate",
     "chunk_table",
     "gate",
     "kkt_solve",
@@ -13,6 +14,8 @@ KERNELS = (
     "chunk_states",
     "dstate_chain",
     "chunk_grads",
+    "activate_bwd",
+    "gate_sums",
     "l2norm_bwd",
     "recurrent",
 )

@@ -84,8 +84,8 @@ class Variant(NamedTuple):
 
     @property
     def tok(self) -> int:
-        """Tiles of dO, V' and Y, and one that dQ and dK leave by where a panel has none of V'."""
-        return 4 if self.V < self.K else 3
+        """Tiles of dO, V' and Y, and two by which dQ and dK leave where a panel has none of V'."""
+        return 5 if self.V < self.K else 3
 
 
 VARIANTS = tuple(
@@ -121,7 +121,7 @@ def schedule(v: Variant) -> Schedule:
                     *((name, of_values) for name in full("vn", "y", "dv")),
                 ),
                 computes="W, V', dV', Y, dV; dQ, dK",
-                uses=("wgmma",),
+                uses=("wgmma", "tma_store"),
             ),
             Role(
                 "score",

@@ -4,7 +4,7 @@ Sequence n has c_n = ceil(length_n / 64) chunks:
     first_chunk[n] = sum_{m < n} c_m, and first_chunk[N] = num_chunks
     chunks[c]      = (first token, tokens) of chunk c; (0, 0) from num_chunks on
 
-Steps (numbers appear again in the code):
+Steps (numbers appear again in gdn/tables.py):
     1  counts are summed, 1024 sequences at a time: in each warp, then over the warps
     2  a thread finds the sequence of its chunk by bisection of first_chunk
 
@@ -17,12 +17,9 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.gdn.tables import WARPS, place_chunks
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.schedule import Role, Schedule
-
-THREADS = 1024
-WARPS = THREADS // 32
 
 
 class Variant(NamedTuple):
@@ -54,54 +51,7 @@ def build(v: Variant):
     ):
         with T.Kernel(1, threads=plan.threads) as _:
             s_sum = T.alloc_shared((WARPS,), "int32")
-            count, total, before, all_before = (T.alloc_var("int32") for _ in range(4))
-            low, high = T.alloc_var("int32"), T.alloc_var("int32")
-            thread = T.get_thread_binding()
-            lane, warp = thread % 32, thread // 32
             await_previous()
-            N = num_bounds - 1
-            all_before = 0
-            for base in T.serial(T.ceildiv(N, THREADS)):  # 1
-                n = base * THREADS + thread
-                count = 0
-                if n < N:
-                    count = T.cast(T.ceildiv(cu_seqlens[n + 1] - cu_seqlens[n], CHUNK), "int32")
-                total = count
-                for d in T.unroll(5):
-                    below = T.shfl_up(total, 1 << d)
-                    if lane >= 1 << d:
-                        total += below
-                if lane == 31:
-                    s_sum[warp] = total
-                T.sync_threads()
-                before = all_before
-                for w in T.serial(WARPS):
-                    if w < warp:
-                        before += s_sum[w]
-                    all_before += s_sum[w]
-                if n < N:
-                    first_chunk[n] = before + total - count
-                T.sync_threads()
-            if thread == 0:
-                first_chunk[N] = all_before
-                num_chunks[0] = all_before
-            for i in T.serial(T.ceildiv(capacity, THREADS)):  # 2
-                c = i * THREADS + thread
-                if c < capacity:
-                    if c < all_before:
-                        low = 0
-                        high = N
-                        while low + 1 < high:  # first_chunk[low] <= c < first_chunk[high]
-                            middle = (low + high) // 2
-                            if first_chunk[middle] <= c:
-                                low = middle
-                            else:
-                                high = middle
-                        begin = T.cast(cu_seqlens[low], "int32") + (c - first_chunk[low]) * CHUNK
-                        chunks[c, 0] = begin
-                        chunks[c, 1] = T.min(CHUNK, T.cast(cu_seqlens[low + 1], "int32") - begin)
-                    else:
-                        chunks[c, 0] = 0
-                        chunks[c, 1] = 0
+            place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, s_sum)
 
     return chunk_table.with_attr("global_symbol", f"chunk_table_{v.dtype}")

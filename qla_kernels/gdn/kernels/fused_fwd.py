@@ -249,6 +249,7 @@ def build(v: Variant):
         training: T.int32,
         beta_is_16: T.int32,
         ctas: T.int32,
+        early: T.int32,
     ):
         with T.Kernel(ctas, threads=(GROUP, plan.threads // GROUP)) as block:
             # TileLang lets one thread of each row initialise the barriers: the same values, before
@@ -302,9 +303,15 @@ def build(v: Variant):
             items = T.ceildiv((num_bounds - 1) * num_value_heads * num_tiles - block, ctas)
 
             tx, group = T.get_thread_binding(0), T.get_thread_binding(1)
+            # A kernel is let in by one that has itself waited, in every CTA: what was launched two
+            # before it, or earlier, has ended. `early` says that q, k, v, gates and A are as old.
+            if early == 0:
+                T.pdl_sync()
             if group < states:
                 T.set_max_nreg(plan.role("state").regs, 1)
                 first_turn(group, states)
+                if early != 0:  # only h0 comes from the kernel before; o is written after it
+                    T.pdl_sync()
                 for j in rolled(items):
                     find(
                         block + j * ctas, *shape,

@@ -3,6 +3,7 @@
 Per chunk (C = 64 tokens, rows are tokens) and value head:
     L_ij    = beta_i e^{gamma_i - gamma_j} <k_i, k_j>   for i > j  [C, C]
     A       = (I + L)^-1                                           [C, C], rounded once to 16 bits
+    growth  = sum log max(1, |1 - beta_i |k_i|^2|), if asked for   of 16 tokens, at the last of them
 Gating comes before solving: every exponent is <= 0, so keys of any norm stay finite under decay.
 
 Steps (numbers appear again in the roles), for each chunk this CTA visits with its key head:
@@ -10,7 +11,7 @@ Steps (numbers appear again in the roles), for each chunk this CTA visits with i
     2 solve  K K^T, kept in registers for all value heads of the key head
       and for each of them:
     3 gates  the head's gamma, beta and fall, as `gate` made them
-    4 solve  L to scratch, its inverse to s_a
+    4 solve  growth, by the diagonal of K K^T; L to scratch, its inverse to s_a
     5 store  A out: one TMA store, or predicated rows where the chunk is a tail
 
 Bounded by memory: 8 KB of A and 16/r KB of k (K = 128, r value heads a key head) per value head.
@@ -25,6 +26,7 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
+from qla_kernels.gdn.chain_segment import SOURCE as GROWTH
 from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
@@ -135,7 +137,7 @@ def gates_in(gates, s_gate, ring, head, first, step, num_steps, group):
 @T.macro
 def solve(
     chunks, s_k, s_gate, s_l, s_a, r_kk, k_ring, gate_ring, a_ring,
-    first, step, num_steps, group,
+    first, step, num_steps, group, growth, grows, head,
 ):  # fmt: skip
     thread = T.get_thread_binding()
     for slot, j in T.grid(A_SLOTS, CHUNK // 2):  # above the diagonal A stays zero for good
@@ -156,6 +158,16 @@ def solve(
             step_i = i * group + r
             gate_ring.wait(step_i)
             a_ring.acquire(step_i)
+            if grows != 0:
+                T.call_extern(  # 4
+                    "handle",
+                    "qla::put_growth",
+                    r_kk.data,
+                    T.access_ptr(s_gate[gate_ring.slot(step_i), 1, 0], "r", CHUNK),
+                    T.access_ptr(growth[chunks[first + i * step, 0], head, r], "w", 1),
+                    growth.shape[1] * group,
+                    rows,
+                )
             T.call_extern(  # 4
                 "handle",
                 "qla::gated_inverse",
@@ -199,6 +211,7 @@ def build(v: Variant):
     plan = schedule(v)
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
     capacity, k_token, k_head = T.dynamic("capacity, k_token, k_head")
+    grown_tokens = T.dynamic("grown_tokens")
 
     @T.prim_func
     def kkt_solve(
@@ -207,11 +220,13 @@ def build(v: Variant):
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
         A: T.Tensor((num_tokens, num_heads, group, CHUNK), v.dtype),
+        growth: T.Tensor((grown_tokens, num_heads, group), "float32"),
         walkers: T.int32,
+        grows: T.int32,
     ):
         with T.Kernel(num_heads, walkers, threads=plan.threads) as (head, first):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
-            T.import_source(SOURCE)
+            T.import_source(SOURCE + GROWTH)
             s_k = T.alloc_shared((plan.rings["k"], CHUNK, v.K), v.dtype)
             s_a = T.alloc_shared((A_SLOTS, CHUNK, CHUNK), v.dtype)
             s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
@@ -247,6 +262,9 @@ def build(v: Variant):
                     a_ring,
                     *walk,
                     group,
+                    growth,
+                    grows,
+                    head,
                 )
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)

@@ -14,9 +14,11 @@ Steps (numbers appear again in the code); a CTA owns 64 columns of V, a warp 16 
     5 out     S
 
 Bounded by memory: S is read once and written once, 8 bytes an element for 4 FMAs a token.
-Why this shape: a warp sees all of K, so sums over K stay in it, and while some warps wait for their
-S others write theirs. A lane holds blocks of 4 x 4, so that an access is 4 numbers along whichever
-of K and V is contiguous; the two layouts of a state differ in which lanes share columns.
+Why this shape: a warp sees all of K, so sums over K stay in it, and while some CTAs wait for their
+S others step or write theirs: there are as many as registers allow without a spill, and S is asked
+for first. CTAs that stay, with the next S on its way into shared memory, are slower
+(docs/notes/gdn-decoding.md). A lane holds blocks of 4 x 4, so that an access is 4 numbers along
+whichever of K and V is contiguous; the two layouts of a state differ in which lanes share columns.
 o is made from the S before the update: one pass over S instead of two. Tokens are prepared four at
 a time and not by each warp for itself: in registers, q and k of this token and the next take as
 much room as S does.
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import LOG2E
 from qla_kernels.tile.schedule import Role, Schedule
@@ -99,7 +102,7 @@ PASS_CONFIGS = {
 
 
 def schedule(v: Variant) -> Schedule:
-    resident, regs = {128: (3, 168), 64: (6, 80)}[v.K]
+    resident, regs = {128: (4, 128), 64: (6, 80)}[v.K]
     return Schedule(
         roles=(Role("step", warps=WARPS, regs=regs, computes="S and o of 16 columns a warp"),),
         smem_bytes=WARPS * (2 * v.K + 2 * WARPS * COLUMNS + 2) * 4,
@@ -311,32 +314,36 @@ def build(v: Variant):
             column = T.if_then_else(v_first == 0, lane % PIECE, lane // GROUPS) * PIECE
             column += warp * COLUMNS
             slot = n
+            await_previous()
             if has(flags, INDICES):
                 slot = state_indices[n]
-            if has(flags, DENSE):
-                row = n
-                begin = 0
-                length = num_tokens
-            else:
-                row = 0
-                t = cu_seqlens[num_sequences] + n  # tokens of no sequence, shared out
-                length = T.truncdiv(num_tokens - t + num_sequences - 1, num_sequences)
-                clear_rows(o, r_o, 0, t, num_sequences, length, hv, k0, v0 + column)
-                begin = cu_seqlens[n]
-                length = cu_seqlens[n + 1] - begin
-
-            if slot < 0:
-                clear_rows(o, r_o, row, begin, 1, length, hv, k0, v0 + column)
-            else:
-                if has(flags, H0):
+            if has(flags, H0):
+                if slot >= 0:
                     across = T.if_then_else(v_first == 0, h0_k, h0_v)
                     move_blocks(  # 1
                         blocks,
                         (r_s[0, 0, 0], PIECE * PIECE, PIECE),
                         (h0[slot, hv, k0, v0 + column], SPAN * h0_k, across),
                     )
-                else:
-                    T.clear(r_s)
+            else:
+                T.clear(r_s)
+            row = n
+            begin = 0
+            length = num_tokens
+            if not has(flags, DENSE):
+                row = 0
+                t = cu_seqlens[num_sequences] + n  # tokens of no sequence, shared out
+                clear_rows(
+                    o, r_o, 0, t, num_sequences,
+                    T.truncdiv(num_tokens - t + num_sequences - 1, num_sequences),
+                    hv, k0, v0 + column,
+                )  # fmt: skip
+                begin = cu_seqlens[n]
+                length = cu_seqlens[n + 1] - begin
+
+            if slot < 0:
+                clear_rows(o, r_o, row, begin, 1, length, hv, k0, v0 + column)
+            else:
                 for tile in rolled(T.ceildiv(length, WARPS)):
                     if tile > 0:
                         T.sync_threads()

@@ -17,7 +17,8 @@ head is warm: it runs w chunks, mostly a few, and needs no M. The others are col
 the segment, with V / 64 + K / 64 CTAs, and segment_scan folds what they leave.
 
 Steps (numbers appear again in the code):
-    1 all     w: the gates of the segment, summed from its end; then the norms of the keys in w
+    1 all     w: the gates of the segment, summed from its end, with what keys add; or, where
+              kkt_solve has not found that out, then the norms of the keys in w
     2 load    k, A where it is given, and v for columns of b, of a chunk
     3 gate    beta, beta e, d, e^gamma_last of a chunk
     4 solve   K K^T, then A, unless given
@@ -140,6 +141,7 @@ def build(v: Variant):
     V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
     num_h0, num_bounds = T.dynamic("num_h0, num_bounds")
     narrow_tokens, saved_tokens = T.dynamic("narrow_tokens, saved_tokens")
+    grown_tokens = T.dynamic("grown_tokens")
     k_token, k_head = T.dynamic("k_token, k_head")
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
     h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
@@ -153,6 +155,7 @@ def build(v: Variant):
         g: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta16: T.Tensor((narrow_tokens, num_value_heads), v.dtype),
+        growth: T.Tensor((grown_tokens, num_value_heads), "float32"),
         A: T.Tensor((saved_tokens, num_value_heads, CHUNK), v.dtype),
         bounds: T.Tensor((num_bounds,), "int32"),
         starts_of: T.Tensor((num_bounds,), "int32"),
@@ -165,6 +168,8 @@ def build(v: Variant):
         limit: T.float32,
         has_h0: T.int32,
         beta_is_16: T.int32,
+        grows: T.int32,
+        early: T.int32,
     ):
         with T.Kernel(capacity, num_tiles + K // TILE, num_value_heads, threads=plan.threads) as (
             p,
@@ -197,7 +202,9 @@ def build(v: Variant):
             column, of_map = T.alloc_var("int32"), T.alloc_var("int32")
             begin, end, num_chunks = (T.alloc_var("int32") for _ in range(3))
             warm, has_start = T.alloc_var("int32"), T.alloc_var("int32")
-            await_previous()
+            is_cold = T.alloc_var("int32")
+            if early == 0:
+                await_previous()
             hv = heads[place]
             h = hv // (num_value_heads // num_heads)
             of_map = 0
@@ -209,23 +216,26 @@ def build(v: Variant):
             begin = bounds[p]
             end = bounds[p + 1]
             num_chunks = 0
+            is_cold = -1  # not for this CTA to say
             warm = 0
             has_start = 0
             if (ends_of[p] < 0) & ((of_map == 0) | (n < 0)):  # a first segment needs no M
                 num_chunks = T.ceildiv(end - begin, CHUNK)
             tx = T.get_thread_binding()
+            if (early != 0) & (grows != 0):  # growth comes from the kernel before
+                await_previous()
             if num_chunks > 0:
                 warm = warm_chunks(  # 1
-                    k, g, beta, beta16, beta_is_16, s_sum, begin, end - begin, h, hv, limit,
-                    at_end=True, cumulated=not v.solves,
+                    k, g, growth, grows, beta, beta16, beta_is_16, s_sum, begin, end - begin,
+                    h, hv, limit, at_end=True, cumulated=not v.solves,
                 )  # fmt: skip
                 if warm > 0:
                     begin += (num_chunks - warm) * CHUNK
                     num_chunks = warm
                 elif n >= 0:
                     has_start = has_h0
-                if (i_slice == 0) & (tx == 0):
-                    cold[p, hv] = T.if_then_else((warm == 0) & (n < 0), 1, 0)
+                if i_slice == 0:
+                    is_cold = T.if_then_else((warm == 0) & (n < 0), 1, 0)
                 if (of_map != 0) & (warm > 0):
                     num_chunks = 0  # nor does a warm one
 
@@ -245,6 +255,10 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("load").regs, 0)
                 where = (begin, end - begin, num_chunks)
                 if tx < plan.end("load"):
+                    if (early != 0) & (grows == 0):  # A does
+                        await_previous()
+                    if (is_cold >= 0) & (tx == plan.start("load")):
+                        cold[p, hv] = is_cold
                     always = [Rows(k, (h,), s_k)]
                     if not v.solves:
                         always.append(Rows(A, (hv,), s_a))

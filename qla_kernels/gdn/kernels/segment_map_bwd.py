@@ -185,7 +185,7 @@ def build(v: Variant):
             tx = T.get_thread_binding()
             if length > 0:
                 warm = warm_chunks(  # 1
-                    k, g_cum, beta, None, 0, s_sum, begin, length, h, hv, limit,
+                    k, g_cum, None, 0, beta, None, 0, s_sum, begin, length, h, hv, limit,
                     at_end=False, cumulated=True,
                 )  # fmt: skip
                 if warm > 0:

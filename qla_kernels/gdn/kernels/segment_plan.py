@@ -1,4 +1,5 @@
-"""segment_plan -- where long sequences are cut into segments, by one CTA.
+"""segment_plan -- where long sequences are cut into segments, in which order heads come, and where
+chunks lie: three tables, by a CTA each.
 
 Sequence n has c_n = ceil(length_n / 64) chunks and p_n = max(1, ceil(c_n / segment_chunks))
 segments of nearly the same number of chunks: segment j begins at chunk floor(j c_n / p_n).
@@ -14,28 +15,29 @@ then have neighbours, and what enters or leaves the sequence has a row of its ow
 
 The order of heads is for the kernels that map segments: heads that forget least come first, because
 what they forget little of has to be walked in full. It is a guess from a few gates of each, and
-nothing but time depends on it.
+nothing but time depends on it. The table of chunks is chunk_table's, where there is room for one.
 
 Steps (numbers appear again in the code):
     1  counts are summed, 1024 sequences at a time: in each warp, then over the warps
     2  a thread finds the sequence of its segment by bisection of first_segment
     3  each warp sums gates of some heads; a head's place is the number of those with larger sums
 
-Bounded by latency. Why this shape: as chunk_table. An empty sequence has one empty segment, because
-its state has to be handed on; and every segment but a sequence's last is whole chunks, so cutting
-moves no chunk's bounds.
+Bounded by latency. Why this shape: as chunk_table; and three CTAs are done as soon as the slowest
+of them, where one after the other they took a launch more. An empty sequence has one empty segment,
+because its state has to be handed on; and every segment but a sequence's last is whole chunks, so
+cutting moves no chunk's bounds.
 """
 
 from typing import NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.gdn.tables import THREADS, WARPS, count_on, find, place_chunks
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.schedule import Role, Schedule
 
-THREADS = 1024
-WARPS = THREADS // 32
+TABLES = 3  # a CTA each
 SAMPLES = 4 * 32  # gates of a head
 LEAST = -200.0  # what a gate counts for at least, and what one that is no number counts for
 
@@ -51,14 +53,107 @@ PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded 
 
 def schedule(v: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("table", warps=WARPS, regs=64, computes="first_segment, bounds, heads"),),
+        roles=(Role("table", warps=WARPS, regs=64, computes="segments, heads or chunks"),),
         smem_bytes=WARPS * 4,
     )
 
 
+@T.macro
+def place_segments(
+    cu_seqlens, first_segment, bounds, starts_of, ends_of, s_sum, segment_chunks, open_start,
+    open_end,
+):  # fmt: skip
+    thread = T.get_thread_binding()
+    total, all_before = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
+    low = T.alloc_local((1,), "int32")
+    count, before = T.alloc_var("int32"), T.alloc_var("int32")
+    begin, end = T.alloc_var("int32"), T.alloc_var("int32")
+    N = cu_seqlens.shape[0] - 1
+    rows = bounds.shape[0]
+    all_before[0] = 0
+    for base in T.serial(T.ceildiv(N, THREADS)):  # 1
+        n = base * THREADS + thread
+        count = 0
+        if n < N:
+            begin = T.cast(cu_seqlens[n], "int32")
+            end = T.cast(cu_seqlens[n + 1], "int32")
+            count = T.max(1, T.ceildiv(T.ceildiv(end - begin, CHUNK), segment_chunks))
+            if n == 0:
+                count += open_start
+            if n == N - 1:
+                count += open_end
+        total[0] = count
+        count_on(total, all_before, s_sum)
+        if n < N:
+            first_segment[n] = total[0] - count
+    if thread == 0:
+        first_segment[N] = all_before[0]
+    T.sync_threads()
+    for i in T.serial(T.ceildiv(rows, THREADS)):  # 2
+        p = i * THREADS + thread
+        if p < rows:
+            bounds[p] = T.cast(cu_seqlens[N], "int32")
+            starts_of[p] = -1
+            ends_of[p] = -1
+            if p < all_before[0]:
+                find(low, first_segment, N, p)
+                n = low[0]
+                begin = T.cast(cu_seqlens[n], "int32")
+                end = T.cast(cu_seqlens[n + 1], "int32")
+                before = p - first_segment[n]  # segments of this sequence, here and all
+                count = first_segment[n + 1] - first_segment[n]
+                if before == 0:
+                    starts_of[p] = n
+                if before + 1 == count:
+                    ends_of[p] = n
+                if n == 0:  # the same without the empty ones at open ends
+                    before = T.max(0, before - open_start)
+                    count -= open_start
+                if n == N - 1:
+                    count -= open_end
+                bounds[p] = T.min(
+                    end, begin + before * T.ceildiv(end - begin, CHUNK) // count * CHUNK
+                )
+
+
+@T.macro
+def order_heads(g, kept, heads, end):
+    """By gates of the first `end` tokens."""
+    thread = T.get_thread_binding()
+    lane, warp = thread % 32, thread // 32
+    before = T.alloc_var("int32")
+    sample, total = T.alloc_var("float32"), T.alloc_var("float32")
+    num_value_heads = g.shape[1]
+    for i in T.serial(T.ceildiv(num_value_heads, WARPS)):  # 3
+        hv = i * WARPS + warp
+        total = 0
+        if (hv < num_value_heads) & (end > 0):
+            for j in T.unroll(SAMPLES // 32):
+                sample = g[(j * 32 + lane) * (end // SAMPLES), hv]
+                total += T.if_then_else(sample > LEAST, sample, LEAST)
+        for d in T.unroll(5):
+            total += T.shfl_xor(total, 1 << d)
+        if (lane == 0) & (hv < num_value_heads):
+            kept[hv] = total
+    T.sync_threads()
+    for i in T.serial(T.ceildiv(num_value_heads, WARPS)):
+        hv = i * WARPS + warp
+        before = 0
+        if hv < num_value_heads:
+            for j in T.serial(T.ceildiv(num_value_heads, 32)):
+                other = j * 32 + lane
+                if other < num_value_heads:
+                    if (kept[other] > kept[hv]) | ((kept[other] == kept[hv]) & (other < hv)):
+                        before += 1
+        for d in T.unroll(5):
+            before += T.shfl_xor(before, 1 << d)
+        if (lane == 0) & (hv < num_value_heads):
+            heads[before] = hv
+
+
 def build(v: Variant):
     plan = schedule(v)
-    num_bounds, rows = T.dynamic("num_bounds, rows")
+    num_bounds, rows, capacity = T.dynamic("num_bounds, rows, capacity")
     num_tokens, num_value_heads = T.dynamic("num_tokens, num_value_heads")
 
     @T.prim_func
@@ -71,111 +166,24 @@ def build(v: Variant):
         g: T.Tensor((num_tokens, num_value_heads), "float32"),
         kept: T.Tensor((num_value_heads,), "float32"),
         heads: T.Tensor((num_value_heads,), "int32"),
+        chunks: T.Tensor((capacity, 2), "int32"),
+        num_chunks: T.Tensor((1,), "int32"),
+        first_chunk: T.Tensor((num_bounds,), "int32"),
         segment_chunks: T.int32,
         open_start: T.int32,
         open_end: T.int32,
     ):
-        with T.Kernel(1, threads=plan.threads) as _:
+        with T.Kernel(TABLES, threads=plan.threads) as table:
             s_sum = T.alloc_shared((WARPS,), "int32")
-            count, total, before, all_before = (T.alloc_var("int32") for _ in range(4))
-            low, high = T.alloc_var("int32"), T.alloc_var("int32")
-            sample, total_g = T.alloc_var("float32"), T.alloc_var("float32")
-            begin, end = T.alloc_var("int32"), T.alloc_var("int32")
-            thread = T.get_thread_binding()
-            lane, warp = thread % 32, thread // 32
             await_previous()
-            N = num_bounds - 1
-            all_before = 0
-            for base in T.serial(T.ceildiv(N, THREADS)):  # 1
-                n = base * THREADS + thread
-                count = 0
-                if n < N:
-                    begin = T.cast(cu_seqlens[n], "int32")
-                    end = T.cast(cu_seqlens[n + 1], "int32")
-                    count = T.max(1, T.ceildiv(T.ceildiv(end - begin, CHUNK), segment_chunks))
-                    if n == 0:
-                        count += open_start
-                    if n == N - 1:
-                        count += open_end
-                total = count
-                for d in T.unroll(5):
-                    below = T.shfl_up(total, 1 << d)
-                    if lane >= 1 << d:
-                        total += below
-                if lane == 31:
-                    s_sum[warp] = total
-                T.sync_threads()
-                before = s_sum[lane]
-                for d in T.unroll(5):
-                    below = T.shfl_up(before, 1 << d)
-                    if lane >= 1 << d:
-                        before += below
-                total += all_before + T.shfl_sync(before - s_sum[lane], warp)
-                all_before += T.shfl_sync(before, 31)
-                if n < N:
-                    first_segment[n] = total - count
-                T.sync_threads()
-            if thread == 0:
-                first_segment[N] = all_before
-            T.sync_threads()
-            for i in T.serial(T.ceildiv(rows, THREADS)):  # 2
-                p = i * THREADS + thread
-                if p < rows:
-                    bounds[p] = T.cast(cu_seqlens[N], "int32")
-                    starts_of[p] = -1
-                    ends_of[p] = -1
-                    if p < all_before:
-                        low = 0
-                        high = N
-                        while low + 1 < high:  # first_segment[low] <= p < first_segment[high]
-                            middle = (low + high) // 2
-                            if first_segment[middle] <= p:
-                                low = middle
-                            else:
-                                high = middle
-                        begin = T.cast(cu_seqlens[low], "int32")
-                        end = T.cast(cu_seqlens[low + 1], "int32")
-                        before = p - first_segment[low]  # segments of this sequence, here and all
-                        count = first_segment[low + 1] - first_segment[low]
-                        if before == 0:
-                            starts_of[p] = low
-                        if before + 1 == count:
-                            ends_of[p] = low
-                        if low == 0:  # the same without the empty ones at open ends
-                            before = T.max(0, before - open_start)
-                            count -= open_start
-                        if low == N - 1:
-                            count -= open_end
-                        bounds[p] = T.min(
-                            end, begin + before * T.ceildiv(end - begin, CHUNK) // count * CHUNK
-                        )
-            for i in T.serial(T.ceildiv(num_value_heads, WARPS)):  # 3
-                hv = i * WARPS + warp
-                total_g = 0
-                end = T.cast(cu_seqlens[N], "int32")
-                if (hv < num_value_heads) & (end > 0):
-                    for j in T.unroll(SAMPLES // 32):
-                        sample = g[(j * 32 + lane) * (end // SAMPLES), hv]
-                        total_g += T.if_then_else(sample > LEAST, sample, LEAST)
-                for d in T.unroll(5):
-                    total_g += T.shfl_xor(total_g, 1 << d)
-                if (lane == 0) & (hv < num_value_heads):
-                    kept[hv] = total_g
-            T.sync_threads()
-            for i in T.serial(T.ceildiv(num_value_heads, WARPS)):
-                hv = i * WARPS + warp
-                before = 0
-                if hv < num_value_heads:
-                    for j in T.serial(T.ceildiv(num_value_heads, 32)):
-                        other = j * 32 + lane
-                        if other < num_value_heads:
-                            if (kept[other] > kept[hv]) | (
-                                (kept[other] == kept[hv]) & (other < hv)
-                            ):
-                                before += 1
-                for d in T.unroll(5):
-                    before += T.shfl_xor(before, 1 << d)
-                if (lane == 0) & (hv < num_value_heads):
-                    heads[before] = hv
+            if table == 0:
+                place_segments(
+                    cu_seqlens, first_segment, bounds, starts_of, ends_of, s_sum, segment_chunks,
+                    open_start, open_end,
+                )  # fmt: skip
+            elif table == 1:
+                order_heads(g, kept, heads, T.cast(cu_seqlens[num_bounds - 1], "int32"))
+            elif capacity > 0:
+                place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, s_sum)
 
     return segment_plan.with_attr("global_symbol", f"segment_plan_{v.dtype}")

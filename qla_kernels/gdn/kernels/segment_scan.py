@@ -1,9 +1,9 @@
 """segment_scan -- the state that enters each segment, from what segment_map left of each.
 
-One CTA per sequence, value head and 32 columns of V. The first segment starts from h0 or 0. What
-enters any other, `states` has already where the segment before it is warm or first; where that one
-is cold, `states` has its b, and
-    S_{p+1} = M_p S_p + b_p                                                         [K, 32]
+One CTA per sequence, value head and 16 or 32 columns of V. The first segment starts from h0 or 0.
+What enters any other, `states` has already where the segment before it is warm or first; where that
+one is cold, `states` has its b, and
+    S_{p+1} = M_p S_p + b_p                                                    [K, columns]
 In reverse it is the gradient of the state that leaves each segment, from what segment_map_bwd left:
 the last segment ends in dht or 0, and dS_{p-1} = M_p^T dS_p + b'_p.
 
@@ -22,7 +22,8 @@ warpgroup. Why this shape: only cold heads take a product, and those of one head
 another. Which segments they are is read 32 at a time, a lane each; M and b are fetched for the
 segment after while the one before is folded. A warpgroup has 64 rows of what comes out and needs
 all of what went in, by way of shared memory. So do S and b in fp32: threads that read and wrote
-`states` themselves, four rows of it an instruction, were half of the time.
+`states` themselves, four rows of it an instruction, were half of the time. 16 columns are folded a
+quarter sooner than 32, where the GPU has room for as many CTAs.
 """
 
 from typing import NamedTuple
@@ -39,9 +40,15 @@ from qla_kernels.tile.schedule import Role, Schedule
 class Variant(NamedTuple):
     K: int
     reverse: bool
+    columns: int  # of S that a CTA computes
 
 
-VARIANTS = tuple(Variant(K, reverse) for K in (128, 64) for reverse in (False, True))
+VARIANTS = tuple(
+    Variant(K, reverse, columns)
+    for K in (128, 64)
+    for reverse in (False, True)
+    for columns in (16, 32)
+)
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -50,7 +57,7 @@ PASS_CONFIGS = {
 }
 
 SLOTS = 2
-ROWS, COLUMNS = 64, 32  # of S that a warpgroup, and a CTA, computes
+ROWS = 64  # of S that a warpgroup computes
 TERM = "bfloat16"  # of M and S, whatever the dtype of k: fp32's range, and 16 digits in two terms
 FOLDED = 8  # the folding warpgroups' named barrier
 
@@ -93,7 +100,7 @@ def schedule(v: Variant) -> Schedule:
         ),
         rings={"m": SLOTS, "s": SLOTS},
         # M; S in terms, S on its way out, b; barriers and alignment
-        smem_bytes=SLOTS * (2 * v.K * v.K * 2 + v.K * 2 * COLUMNS * 2 + 2 * v.K * COLUMNS * 4)
+        smem_bytes=SLOTS * (2 * v.K * v.K * 2 + v.K * 2 * v.columns * 2 + 2 * v.K * v.columns * 4)
         + 1024,
     )
 
@@ -125,7 +132,7 @@ def load(v, states, maps, cold, s_m, s_b, ring, origin, direction, num_steps, hv
                             barrier=ring.barrier(step),
                         )
                 T.tma_copy(
-                    states[p + direction, hv, v0 : v0 + COLUMNS, :],
+                    states[p + direction, hv, v0 : v0 + v.columns, :],
                     s_b[ring.slot(step), :, :],
                     barrier=ring.barrier(step),
                 )
@@ -134,7 +141,7 @@ def load(v, states, maps, cold, s_m, s_b, ring, origin, direction, num_steps, hv
 
 
 @T.macro
-def store(states, cold, s_out, ring, origin, direction, num_steps, hv, v0):
+def store(v, states, cold, s_out, ring, origin, direction, num_steps, hv, v0):
     """The state that enters a folded segment; the fold's warpgroups write the others."""
     lane = T.get_thread_binding() % 32
     flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -147,7 +154,7 @@ def store(states, cold, s_out, ring, origin, direction, num_steps, hv, v0):
                 ring.wait(step)
                 T.tma_copy(  # 4
                     s_out[ring.slot(step), :, :],
-                    states[origin + direction * (base * 32 + j + 1), hv, v0 : v0 + COLUMNS, :],
+                    states[origin + direction * (base * 32 + j + 1), hv, v0 : v0 + v.columns, :],
                 )
                 T.tma_store_wait(0)
                 ring.release(step)
@@ -156,22 +163,23 @@ def store(states, cold, s_out, ring, origin, direction, num_steps, hv, v0):
 
 @T.macro
 def put(r_s, states, p, hv, v0, k0):
-    for r, c in T.Parallel(ROWS, COLUMNS):
+    for r, c in T.Parallel(*r_s.shape):
         states[p, hv, v0 + c, k0 + r] = r_s[r, c]
 
 
 @T.macro
 def take(r_s, states, p, hv, v0, k0):
-    for r, c in T.Parallel(ROWS, COLUMNS):
+    for r, c in T.Parallel(*r_s.shape):
         r_s[r, c] = states[p, hv, v0 + c, k0 + r]
 
 
 @T.macro
 def hand_round(r_s, s_s, slot, w, threads):
-    for r, c in T.Parallel(ROWS, COLUMNS):  # 3
+    columns = r_s.shape[1]
+    for r, c in T.Parallel(ROWS, columns):  # 3
         s_s[slot, w * ROWS + r, c] = r_s[r, c]
-    for r, c in T.Parallel(ROWS, COLUMNS):
-        s_s[slot, w * ROWS + r, COLUMNS + c] = r_s[r, c] - T.cast(
+    for r, c in T.Parallel(ROWS, columns):
+        s_s[slot, w * ROWS + r, columns + c] = r_s[r, c] - T.cast(
             T.cast(r_s[r, c], TERM), "float32"
         )
     T.fence_proxy_async()  # S: written by threads, read by wgmma
@@ -184,14 +192,14 @@ def fold(
     n, hv, v0, has_given, threads,
 ):  # fmt: skip
     lane = T.get_thread_binding() % 32
-    r_x = T.alloc_fragment((ROWS, 2 * COLUMNS), "float32")  # M times each term of S
-    r_s = T.alloc_fragment((ROWS, COLUMNS), "float32")
-    r_b = T.alloc_fragment((ROWS, COLUMNS), "float32")
+    r_x = T.alloc_fragment((ROWS, 2 * v.columns), "float32")  # M times each term of S
+    r_s = T.alloc_fragment((ROWS, v.columns), "float32")
+    r_b = T.alloc_fragment((ROWS, v.columns), "float32")
     flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     p, known = T.alloc_var("int32"), T.alloc_var("int32")
     k0 = w * ROWS
     if has_given != 0:
-        for r, c in T.Parallel(ROWS, COLUMNS):
+        for r, c in T.Parallel(ROWS, v.columns):
             r_s[r, c] = given[n, hv, k0 + r, v0 + c]
     else:
         T.clear(r_s)
@@ -217,19 +225,19 @@ def fold(
                         clear_accum=term == 0,
                     )
                 out_ring.acquire(step)
-                for r, c in T.Parallel(ROWS, COLUMNS):
+                for r, c in T.Parallel(ROWS, v.columns):
                     s_out[out_ring.slot(step), c, k0 + r] = r_s[r, c]
-                for r, c in T.Parallel(ROWS, COLUMNS):
+                for r, c in T.Parallel(ROWS, v.columns):
                     r_b[r, c] = s_b[ring.slot(step), c, k0 + r]
                 T.fence_proxy_async()  # S: written by threads, read by the TMA store
                 out_ring.commit(step)
                 T.wait_wgmma(0)
-                for r, c in T.Parallel(ROWS, COLUMNS):
+                for r, c in T.Parallel(ROWS, v.columns):
                     r_s[r, c] = r_x[r, c] + r_b[r, c]
                 ring.release(step)
                 step += 1
-                for r, c in T.Parallel(ROWS, COLUMNS):
-                    r_s[r, c] += r_x[r, COLUMNS + c]
+                for r, c in T.Parallel(ROWS, v.columns):
+                    r_s[r, c] += r_x[r, v.columns + c]
                 hand_round(r_s, s_s, step % 2, w, threads)
                 known = p + direction
     put(r_s, states, known, hv, v0, k0)
@@ -254,13 +262,13 @@ def build(v: Variant):
         has_given: T.int32,
     ):
         with T.Kernel(
-            (num_bounds - 1) * num_value_heads * (V // COLUMNS), threads=plan.threads
+            (num_bounds - 1) * num_value_heads * (V // v.columns), threads=plan.threads
         ) as block:
             panel = (ROWS, K) if v.reverse else (K, ROWS)
             s_m = T.alloc_shared((SLOTS, 2, K // ROWS, *panel), TERM)
-            s_s = T.alloc_shared((2, K, 2 * COLUMNS), TERM)
-            s_b = T.alloc_shared((SLOTS, COLUMNS, K), "float32")
-            s_out = T.alloc_shared((SLOTS, COLUMNS, K), "float32")
+            s_s = T.alloc_shared((2, K, 2 * v.columns), TERM)
+            s_b = T.alloc_shared((SLOTS, v.columns, K), "float32")
+            s_out = T.alloc_shared((SLOTS, v.columns, K), "float32")
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_b, s_out)})
             m_full = T.alloc_barrier([plan.arrivals("m_full")] * SLOTS)
             m_free = T.alloc_barrier([plan.arrivals("m_free")] * SLOTS)
@@ -271,9 +279,9 @@ def build(v: Variant):
             n, hv, v0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first, last = T.alloc_var("int32"), T.alloc_var("int32")
             await_previous()
-            v0 = block % (V // COLUMNS) * COLUMNS
-            hv = block // (V // COLUMNS) % num_value_heads
-            n = block // (V // COLUMNS) // num_value_heads
+            v0 = block % (V // v.columns) * v.columns
+            hv = block // (V // v.columns) % num_value_heads
+            n = block // (V // v.columns) // num_value_heads
             first = first_segment[n]
             last = first_segment[n + 1] - 1
             # neither the first nor the last segment is folded
@@ -291,7 +299,7 @@ def build(v: Variant):
             elif tx < plan.end("load"):
                 load(v, states, maps, cold, s_m, s_b, ring, *walk, hv, v0)
             elif tx < plan.end("store"):
-                store(states, cold, s_out, out_ring, *walk, hv, v0)
+                store(v, states, cold, s_out, out_ring, *walk, hv, v0)
 
-    name = f"segment_scan_k{v.K}" + "_reverse" * v.reverse
+    name = f"segment_scan_k{v.K}_v{v.columns}" + "_reverse" * v.reverse
     return segment_scan.with_attr("global_symbol", name)

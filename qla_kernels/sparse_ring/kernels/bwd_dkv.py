@@ -1,4 +1,4 @@
-"""bwd_dkv -- dK and dV of one chunk of keys, from the slashes that a rank's queries see.
+"""bwd_dkv -- dK and dV of chunks of keys, from the slashes that a rank's queries see.
 
 Per tile of 128 keys, blocks j0 and j0 + gap of the sequence, and KV head: over its query heads and
 the blocks of 64 queries that see either half. Per half, keys as rows, S^T and dP^T are [64, 64]:
@@ -50,22 +50,22 @@ def schedule(v: Variant) -> Schedule:
 
 
 @T.macro
-def load(x, k, v, table, visits, s, ring, keys_full, b, kv_head, row0, j0, group):
+def load(x, k, v, table, visits, s, ring, keys_full, chunk, b, kv_head, row0, j0, group):
     lane = T.get_thread_binding() % 32
     half = lane % HALVES
     i, at, end, ahead, word, what = (T.alloc_var("int32") for _ in range(6))
     first, count, row, of_head = (T.alloc_var("int32") for _ in range(4))
-    grads.load_keys(k, v, s, keys_full, b, row0, kv_head)  # 1
+    grads.load_keys(k, v, s, keys_full, visits[chunk, 0, 0] + b, row0, kv_head)  # 1
     i = 0
     for g in rolled(group):
         head = kv_head * group + g
         of_head = b * x.q.shape[2] + head  # a variable: 32 bits
-        for n in rolled(visits.shape[0]):
-            at = table.bounds[of_head, visits[n, 1]]
-            end = table.bounds[of_head, visits[n, 1] + 1]
-            first = visits[n, 2]
-            count = visits[n, 3] - first
-            row = visits[n, 4]
+        for n in rolled(visits.shape[1]):
+            at = table.bounds[of_head, visits[chunk, n, 1]]
+            end = table.bounds[of_head, visits[chunk, n, 1] + 1]
+            first = visits[chunk, n, 2]
+            count = visits[chunk, n, 3] - first
+            row = visits[chunk, n, 4]
             ahead = 0
             if at + lane < end:
                 ahead = table.entries[of_head, at + lane]
@@ -94,24 +94,25 @@ def load(x, k, v, table, visits, s, ring, keys_full, b, kv_head, row0, j0, group
 
 
 @T.macro
-def gradients(dkv, s, ring, keys_full, w, b, kv_head, row0, scale, scale2, first, v):
+def gradients(dkv, s, ring, keys_full, w, chunk, b, kv_head, row0, scale, scale2, first, v):
     r_dk = T.alloc_fragment((BLOCK, v.D), "float32")
     r_dv = T.alloc_fragment((BLOCK, v.D), "float32")
     grads.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v)  # 3
     row = row0 + w * BLOCK
     if first == 0:  # 4
         for key, e in T.Parallel(BLOCK, v.D):
-            r_dk[key, e] += dkv[0, b, row + key, kv_head, e]
-            r_dv[key, e] += dkv[1, b, row + key, kv_head, e]
+            r_dk[key, e] += dkv[chunk, 0, b, row + key, kv_head, e]
+            r_dv[key, e] += dkv[chunk, 1, b, row + key, kv_head, e]
     for key, e in T.Parallel(BLOCK, v.D):
-        dkv[0, b, row + key, kv_head, e] = r_dk[key, e]
-        dkv[1, b, row + key, kv_head, e] = r_dv[key, e]
+        dkv[chunk, 0, b, row + key, kv_head, e] = r_dk[key, e]
+        dkv[chunk, 1, b, row + key, kv_head, e] = r_dv[key, e]
 
 
 def build(v: Variant):
     plan = schedule(v)
     slots, D = v.slots, v.D
-    B, L, H, Hk, chunk, num_tiles = T.dynamic("B, L, H, Hk, chunk, num_tiles")
+    B, L, H, Hk = T.dynamic("B, L, H, Hk")
+    buffers, num_chunks, rows, num_tiles = T.dynamic("buffers, num_chunks, rows, num_tiles")
     heads, room, num_bounds, num_visits = T.dynamic("heads, room, num_bounds, num_visits")
     q_b, q_l, q_h = T.dynamic("q_b, q_l, q_h")
     do_b, do_l, do_h = T.dynamic("do_b, do_l, do_h")
@@ -125,13 +126,13 @@ def build(v: Variant):
         do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), v.dtype),
         lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
-        k: T.StridedTensor((B, chunk, Hk, D), (k_b, k_l, k_h, 1), v.dtype),
-        val: T.StridedTensor((B, chunk, Hk, D), (v_b, v_l, v_h, 1), v.dtype),
+        k: T.StridedTensor((buffers, rows, Hk, D), (k_b, k_l, k_h, 1), v.dtype),
+        val: T.StridedTensor((buffers, rows, Hk, D), (v_b, v_l, v_h, 1), v.dtype),
         entries: T.Tensor((heads, room), "int32"),
         bounds: T.Tensor((heads, num_bounds), "int32"),
-        visits: T.Tensor((num_visits, VISIT), "int32"),
-        first_block: T.Tensor((num_tiles,), "int32"),
-        dkv: T.Tensor((2, B, chunk, Hk, D), "float32"),
+        visits: T.Tensor((num_chunks, num_visits, VISIT), "int32"),
+        first_block: T.Tensor((num_chunks, num_tiles), "int32"),
+        dkv: T.Tensor((num_chunks, 2, B, rows, Hk, D), "float32"),
         gap: T.int32,
         stripe_blocks: T.int32,
         scale: T.float32,
@@ -139,7 +140,8 @@ def build(v: Variant):
         first: T.int32,
     ):
         threads = (GROUP, plan.threads // GROUP)
-        with T.Kernel(num_tiles, Hk, B, threads=threads) as (tile, kv_head, b):
+        # long tiles of all chunks first
+        with T.Kernel(num_chunks, num_tiles, Hk * B, threads=threads) as (chunk, tile, head):
             s = Shared(
                 k=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
                 v=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
@@ -152,21 +154,24 @@ def build(v: Variant):
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * slots)
             q_free = T.alloc_barrier([plan.arrivals("q_free")] * slots)
             ring = Ring(q_full, q_free, slots)
-            group = T.alloc_var("int32")
+            group, b, kv_head = (T.alloc_var("int32") for _ in range(3))
             group = H // Hk
+            b = head // Hk
+            kv_head = head % Hk
             tx, w = T.get_thread_binding(0), T.get_thread_binding(1)
             if w < HALVES:
                 T.set_max_nreg(plan.role("grads").regs, 1)
                 gradients(
-                    dkv, s, ring, keys_full, w, b, kv_head, tile * TILE, scale, scale2, first, v
-                )
+                    dkv, s, ring, keys_full, w, chunk, b, kv_head, tile * TILE,
+                    scale, scale2, first, v,
+                )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
                     table = Table(entries, bounds, gap, stripe_blocks, num_bounds - 1)
                     load(
                         Queries(q, do, lse2, delta), k, val, table, visits, s, ring, keys_full,
-                        b, kv_head, tile * TILE, first_block[tile], group,
+                        chunk, b, kv_head, tile * TILE, first_block[chunk, tile], group,
                     )  # fmt: skip
 
     return bwd_dkv.with_attr("global_symbol", f"bwd_dkv_{v.dtype}_d{D}")

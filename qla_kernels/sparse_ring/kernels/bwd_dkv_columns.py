@@ -157,11 +157,8 @@ def build(v: Variant):
         scale2: T.float32,  # scale log2(e)
     ):
         threads = (GROUP, plan.threads // GROUP)
-        with T.Kernel(slices, room // TILE, heads, threads=threads) as (
-            part,
-            tile,
-            of_head,
-        ):
+        # long tiles of all heads first
+        with T.Kernel(slices, heads, room // TILE, threads=threads) as (part, of_head, tile):
             s = Shared(
                 k=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
                 v=T.alloc_shared((HALVES, BLOCK, D), v.dtype),

@@ -1,0 +1,186 @@
+"""activate -- gates and betas as the other kernels read them: activated, fp32, contiguous.
+
+Per token and value head:
+    g     = -e^A_log softplus(g + dt_bias), or g as it is
+    beta  = c / (1 + e^-beta), or beta as it is
+
+Steps (numbers appear again in the role); a CTA owns a block of tokens of up to 256 value heads:
+    1 raw    4 tokens of one value head into every thread, of g and of beta
+    2 raw    activated in fp32, out
+
+Bounded by memory, and small. Why this shape: raw gates come in any float dtype and with any
+strides, often as slices of a projection, and several kernels read them; so this is a kernel of its
+own, and there is one compiled for all dtypes. A call whose g and beta are fp32, contiguous and
+activated does without it.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.gdn.raw_gates import SOURCE, decode, fetch, rate, sigmoid, softplus
+from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.schedule import Role, Schedule
+
+THREADS = 256
+TOKENS = 4  # a thread
+G, BETA, GATE, BIAS = (1 << i for i in range(4))  # what a call has or wants, as bits of `flags`
+ROW, BATCH, TOKEN, HEAD, COUNT, BESIDE = range(6)  # of a thread's place
+
+
+class Variant(NamedTuple):
+    dtype: str  # of what is written
+
+
+VARIANTS = (Variant("float32"),)
+
+PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # tokens and heads are counted
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(Role("raw", warps=THREADS // 32, regs=32, computes="g, beta"),),
+        ctas_per_sm=8,  # all the threads an SM holds
+    )
+
+
+def shape(num_tokens: int, num_heads: int) -> tuple[int, int]:
+    """Tokens that a CTA has beside each other, and CTAs along a row of the batch."""
+    beside = THREADS // min(num_heads, THREADS)
+    return beside, -(-num_tokens // (beside * TOKENS))
+
+
+def has(flags, bit):
+    return T.bitwise_and(flags, bit) != 0
+
+
+def tokens_before(end, place):
+    """How many of a thread's tokens are; 0 or less, if none is."""
+    return T.truncdiv(end - place[TOKEN] + place[BESIDE] - 1, place[BESIDE])
+
+
+def step(place, token):
+    """From one of a thread's tokens to the next, `token` being from a token to its neighbour."""
+    return T.cast(place[BESIDE], "int64") * token
+
+
+def far(place, head):
+    """From a token's first head to a thread's, `head` being from a head to its neighbour."""
+    return T.cast(place[HEAD], "int64") * head
+
+
+@T.macro
+def find(place, block, tile, beside, blocks, num_tokens, num_heads):
+    """Which tokens are a thread's: the first of them, how many, and how far apart they are."""
+    thread, width = T.get_thread_binding(), T.min(num_heads, THREADS)
+    place[BESIDE] = beside
+    place[ROW] = T.truncdiv(thread, width)
+    place[HEAD] = tile * THREADS + thread - place[ROW] * width
+    place[BATCH] = T.truncdiv(block, blocks)
+    place[TOKEN] = (block - place[BATCH] * blocks) * beside * TOKENS + place[ROW]
+    place[COUNT] = 0
+    if (place[ROW] < beside) & (place[HEAD] < num_heads):
+        place[COUNT] = tokens_before(num_tokens, place)
+
+
+@T.macro
+def fetch_parameters(A_log, dt_bias, heads, dtypes, r_A, r_bias, place, flags):
+    """dt_bias is 0 where there is none."""
+    (A_head, bias_head), (A_dtype, bias_dtype) = heads, dtypes
+    if has(flags, GATE):
+        fetch(r_A, A_log[0], far(place, A_head), 0, T.min(place[COUNT], 1), A_dtype)
+    r_bias[0] = 0
+    if has(flags, BIAS):
+        fetch(r_bias, dt_bias[0], far(place, bias_head), 0, T.min(place[COUNT], 1), bias_dtype)
+
+
+@T.macro
+def raw(
+    g, beta, A_log, dt_bias, g_out, beta_out, g_token, beta_token, heads, dtypes, beta_range,
+    place, flags,
+):  # fmt: skip
+    g_head, beta_head = heads[:2]
+    g_dtype, beta_dtype, A_dtype, bias_dtype = dtypes
+    batch, token, head, count = place[BATCH], place[TOKEN], place[HEAD], place[COUNT]
+    r_g = T.alloc_local((TOKENS,), "float32")
+    r_beta = T.alloc_local((TOKENS,), "float32")
+    r_A = T.alloc_local((1,), "float32")
+    r_bias = T.alloc_local((1,), "float32")
+    if has(flags, G):  # 1
+        fetch(r_g, g[batch, token, 0], far(place, g_head), step(place, g_token), count, g_dtype)
+    if has(flags, BETA):
+        fetch(
+            r_beta, beta[batch, token, 0], far(place, beta_head), step(place, beta_token), count,
+            beta_dtype,
+        )  # fmt: skip
+    fetch_parameters(A_log, dt_bias, heads[2:], dtypes[2:], r_A, r_bias, place, flags)
+    for i in T.unroll(TOKENS):  # 2
+        r_g[i] = decode(r_g[i], g_dtype)
+        r_beta[i] = decode(r_beta[i], beta_dtype)
+    if has(flags, GATE):
+        r_A[0] = rate(decode(r_A[0], A_dtype))
+        r_bias[0] = decode(r_bias[0], bias_dtype)
+        for i in T.unroll(TOKENS):
+            r_g[i] = r_A[0] * softplus(r_g[i] + r_bias[0])
+    if beta_range > 0:
+        for i in T.unroll(TOKENS):
+            r_beta[i] = beta_range * sigmoid(r_beta[i])
+    for i in T.unroll(TOKENS):
+        if i < count:
+            if has(flags, G):
+                g_out[batch, token + i * place[BESIDE], head] = r_g[i]
+            if has(flags, BETA):
+                beta_out[batch, token + i * place[BESIDE], head] = r_beta[i]
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    batch, num_tokens, num_heads = T.dynamic("batch, num_tokens, num_heads")
+    g_row, g_batch, g_token, g_byte = T.dynamic("g_row, g_batch, g_token, g_byte")
+    beta_row, beta_batch, beta_token, beta_byte = T.dynamic(
+        "beta_row, beta_batch, beta_token, beta_byte"
+    )
+    A_row, A_byte, bias_row, bias_byte = T.dynamic("A_row, A_byte, bias_row, bias_byte")
+
+    @T.prim_func
+    def activate(
+        # as bytes of any float dtype: see `heads`
+        g: T.StridedTensor((batch, num_tokens, g_row), (g_batch, g_token, g_byte), "uint8"),
+        beta: T.StridedTensor(
+            (batch, num_tokens, beta_row), (beta_batch, beta_token, beta_byte), "uint8"
+        ),
+        A_log: T.StridedTensor((A_row,), (A_byte,), "uint8"),
+        dt_bias: T.StridedTensor((bias_row,), (bias_byte,), "uint8"),
+        g_out: T.Tensor((batch, num_tokens, num_heads), v.dtype),
+        beta_out: T.Tensor((batch, num_tokens, num_heads), v.dtype),
+        # bytes from a head to the next
+        g_head: T.int32,
+        beta_head: T.int32,
+        A_head: T.int32,
+        bias_head: T.int32,
+        g_dtype: T.int32,
+        beta_dtype: T.int32,
+        A_dtype: T.int32,
+        bias_dtype: T.int32,
+        beta_range: T.float32,  # 1 or 2 where beta goes through a sigmoid, else 0
+        flags: T.int32,
+        beside: T.int32,
+        blocks: T.int32,
+    ):
+        with T.Kernel(batch * blocks, T.ceildiv(num_heads, THREADS), threads=plan.threads) as (
+            block,
+            tile,
+        ):
+            T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
+            T.import_source(SOURCE)
+            place = T.alloc_local((6,), "int32")
+            find(place, block, tile, beside, blocks, num_tokens, num_heads)
+            await_previous()
+            raw(
+                g, beta, A_log, dt_bias, g_out, beta_out, g_token, beta_token,
+                (g_head, beta_head, A_head, bias_head),
+                (g_dtype, beta_dtype, A_dtype, bias_dtype),
+                beta_range, place, flags,
+            )  # fmt: skip
+
+    return activate.with_attr("global_symbol", f"activate_{v.dtype}")

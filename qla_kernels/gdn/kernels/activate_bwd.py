@@ -1,0 +1,213 @@
+"""activate_bwd -- gradients of raw g and beta, and what each block adds to A_log's and dt_bias's.
+
+Per token and value head, with x = g + dt_bias, from dg and dbeta of what `activate` wrote:
+    dg    = -e^A_log sigmoid(x) dg
+    dbeta = c sigmoid(beta) (1 - sigmoid(beta)) dbeta, or dbeta as it is
+and per block of tokens and value head:
+    sums  = sum of -e^A_log softplus(x) dg, for A_log; sum of the new dg, for dt_bias      [2]
+
+Steps (numbers appear again in the role); a CTA owns a block of tokens of up to 256 value heads:
+    1 raw    4 tokens of one value head into every thread: g, beta, dg, dbeta
+    2 raw    dg and dbeta out, in any float dtype; 0 for tokens of no sequence, which may hold NaN
+    3 raw    sums over a thread's tokens, then over the threads of a head, half of them each time
+
+Bounded by memory, and small. Why this shape: as activate. dg and dbeta may be written over those
+that came, which each thread has read by then. No sum depends on the order in which CTAs run:
+gate_sums adds the blocks.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.gdn.kernels.activate import (
+    BATCH,
+    BESIDE,
+    COUNT,
+    GATE,
+    HEAD,
+    ROW,
+    THREADS,
+    TOKEN,
+    TOKENS,
+    far,
+    fetch_parameters,
+    find,
+    has,
+    step,
+    tokens_before,
+)
+from qla_kernels.gdn.raw_gates import (
+    SOURCE,
+    decode,
+    fetch,
+    put,
+    rate,
+    sigmoid,
+    sigmoid_slope,
+    softplus,
+)
+from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.schedule import Role, Schedule
+
+HALVINGS = 8  # log2(THREADS)
+
+
+class Variant(NamedTuple):
+    dtype: str  # of the gradients that come
+
+
+VARIANTS = (Variant("float32"),)
+
+PASS_CONFIGS = {
+    "tl.disable_safe_memory_legalize": True,  # tokens and heads are counted
+    "tl.disable_thread_storage_sync": True,  # written out: once before each halving
+}
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(Role("raw", warps=THREADS // 32, regs=64, computes="dg, dbeta, sums"),),
+        smem_bytes=2 * THREADS * 4,
+        ctas_per_sm=4,
+    )
+
+
+@T.macro
+def raw(
+    g, beta, A_log, dt_bias, dg, dbeta, dg_out, dbeta_out, tokens, heads, dtypes, beta_range,
+    r_sums, place, num_live, flags,
+):  # fmt: skip
+    g_token, beta_token, dg_token, dbeta_token = tokens
+    g_head, beta_head = heads[:2]
+    g_dtype, beta_dtype, A_dtype, bias_dtype = dtypes
+    batch, token, head, count = place[BATCH], place[TOKEN], place[HEAD], place[COUNT]
+    r_g = T.alloc_local((TOKENS,), "float32")
+    r_beta = T.alloc_local((TOKENS,), "float32")
+    r_dg = T.alloc_local((TOKENS,), "float32")
+    r_dbeta = T.alloc_local((TOKENS,), "float32")
+    r_A = T.alloc_local((1,), "float32")
+    r_bias = T.alloc_local((1,), "float32")
+    live = T.min(count, tokens_before(num_live, place))
+    if has(flags, GATE):  # 1
+        fetch(r_g, g[batch, token, 0], far(place, g_head), step(place, g_token), live, g_dtype)
+        fetch_parameters(A_log, dt_bias, heads[2:], dtypes[2:], r_A, r_bias, place, flags)
+    if beta_range > 0:
+        fetch(
+            r_beta, beta[batch, token, 0], far(place, beta_head), step(place, beta_token), live,
+            beta_dtype,
+        )  # fmt: skip
+    for i in T.unroll(TOKENS):
+        r_dg[i] = 0
+        r_dbeta[i] = 0
+        if i < live:
+            r_dg[i] = dg[batch, token + i * place[BESIDE], head]
+            r_dbeta[i] = dbeta[batch, token + i * place[BESIDE], head]
+    for i in T.unroll(TOKENS):  # 2, 3
+        r_g[i] = decode(r_g[i], g_dtype)
+        r_beta[i] = decode(r_beta[i], beta_dtype)
+    if has(flags, GATE):
+        r_A[0] = rate(decode(r_A[0], A_dtype))
+        r_bias[0] = decode(r_bias[0], bias_dtype)
+        for i in T.unroll(TOKENS):
+            r_g[i] += r_bias[0]
+            r_dg[i] *= r_A[0]
+            r_sums[0] += softplus(r_g[i]) * r_dg[i]
+            r_dg[i] *= sigmoid(r_g[i])
+            r_sums[1] += r_dg[i]
+        put(dg_out[batch, token, 0], r_dg, head, step(place, dg_token), count, g_dtype)
+    if beta_range > 0:
+        for i in T.unroll(TOKENS):
+            r_dbeta[i] *= beta_range * sigmoid_slope(r_beta[i])
+    put(dbeta_out[batch, token, 0], r_dbeta, head, step(place, dbeta_token), count, beta_dtype)
+
+
+@T.macro
+def add_up(sums, r_sums, s_sums, place, block, num_heads):
+    """Over the threads that have the same head: `reach` tokens beside each other are left."""
+    thread, width = T.get_thread_binding(), T.min(num_heads, THREADS)
+    reach = T.alloc_var("int32")
+    reach = place[BESIDE]
+    for _ in rolled(HALVINGS):
+        if reach > 1:
+            for j in T.unroll(2):
+                s_sums[j, thread] = r_sums[j]
+            T.sync_threads()
+            if place[ROW] + T.truncdiv(reach + 1, 2) < reach:
+                for j in T.unroll(2):
+                    r_sums[j] += s_sums[j, thread + T.truncdiv(reach + 1, 2) * width]
+            T.sync_threads()
+            reach = T.truncdiv(reach + 1, 2)
+    if (place[ROW] == 0) & (place[HEAD] < num_heads):
+        for j in T.unroll(2):
+            sums[block, j, place[HEAD]] = r_sums[j]
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    batch, num_tokens, num_heads, num_blocks = T.dynamic("batch, num_tokens, num_heads, num_blocks")
+    g_row, g_batch, g_token, g_byte = T.dynamic("g_row, g_batch, g_token, g_byte")
+    beta_row, beta_batch, beta_token, beta_byte = T.dynamic(
+        "beta_row, beta_batch, beta_token, beta_byte"
+    )
+    A_row, A_byte, bias_row, bias_byte = T.dynamic("A_row, A_byte, bias_row, bias_byte")
+    dg_row, dbeta_row = T.dynamic("dg_row, dbeta_row")
+
+    @T.prim_func
+    def activate_bwd(
+        # as bytes of any float dtype: see `heads`; gradients have those of what they are of
+        g: T.StridedTensor((batch, num_tokens, g_row), (g_batch, g_token, g_byte), "uint8"),
+        beta: T.StridedTensor(
+            (batch, num_tokens, beta_row), (beta_batch, beta_token, beta_byte), "uint8"
+        ),
+        A_log: T.StridedTensor((A_row,), (A_byte,), "uint8"),
+        dt_bias: T.StridedTensor((bias_row,), (bias_byte,), "uint8"),
+        dg: T.Tensor((batch, num_tokens, num_heads), v.dtype),
+        dbeta: T.Tensor((batch, num_tokens, num_heads), v.dtype),
+        dg_out: T.Tensor((batch, num_tokens, dg_row), "uint8"),
+        dbeta_out: T.Tensor((batch, num_tokens, dbeta_row), "uint8"),
+        sums: T.Tensor((num_blocks, 2, num_heads), "float32"),
+        end: T.Tensor((1,), "int32"),  # tokens that belong to a sequence, if `packed`
+        # bytes from a head to the next
+        g_head: T.int32,
+        beta_head: T.int32,
+        A_head: T.int32,
+        bias_head: T.int32,
+        g_dtype: T.int32,
+        beta_dtype: T.int32,
+        A_dtype: T.int32,
+        bias_dtype: T.int32,
+        beta_range: T.float32,  # 1 or 2 where beta went through a sigmoid, else 0
+        packed: T.int32,
+        flags: T.int32,
+        beside: T.int32,
+        blocks: T.int32,
+    ):
+        with T.Kernel(batch * blocks, T.ceildiv(num_heads, THREADS), threads=plan.threads) as (
+            block,
+            tile,
+        ):
+            T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
+            T.import_source(SOURCE)
+            place = T.alloc_local((6,), "int32")
+            r_sums = T.alloc_local((2,), "float32")
+            s_sums = T.alloc_shared((2, THREADS), "float32")
+            num_live = T.alloc_var("int32")
+            find(place, block, tile, beside, blocks, num_tokens, num_heads)
+            T.clear(r_sums)
+            num_live = num_tokens
+            await_previous()
+            if packed != 0:
+                num_live = end[0]
+            raw(
+                g, beta, A_log, dt_bias, dg, dbeta, dg_out, dbeta_out,
+                (g_token, beta_token, dg_row, dbeta_row),
+                (g_head, beta_head, A_head, bias_head),
+                (g_dtype, beta_dtype, A_dtype, bias_dtype),
+                beta_range, r_sums, place, num_live, flags,
+            )  # fmt: skip
+            if has(flags, GATE):
+                add_up(sums, r_sums, s_sums, place, block, num_heads)
+
+    return activate_bwd.with_attr("global_symbol", f"activate_bwd_{v.dtype}")

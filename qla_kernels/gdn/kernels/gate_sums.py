@@ -1,0 +1,104 @@
+"""gate_sums -- the gradients of A_log and dt_bias from each block's share of them.
+
+    out[j] = sum over blocks of sums[block, j], in A_log's and in dt_bias's dtype      [value heads]
+
+Steps (numbers appear again in the role); a CTA owns 8 value heads of one parameter:
+    1 sum    a lane takes every 128th block, 8 of them at a time
+    2 sum    over the lanes of a warp that share a head, then over the warps
+
+Bounded by latency, and small. Why this shape: the order of a sum is fixed by the number of blocks;
+8 value heads are a 32-byte sector, and 8 blocks a lane are 1024 that are on their way together.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.gdn.raw_gates import SOURCE, put
+from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.schedule import Role, Schedule
+
+WARPS = 32
+HEADS = 8  # a CTA
+LANES = 32 // HEADS  # of a warp that share a head
+AHEAD = 8  # blocks that a lane asks for before it adds
+
+
+class Variant(NamedTuple):
+    dtype: str  # of the sums
+
+
+VARIANTS = (Variant("float32"),)
+
+PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # blocks and heads are guarded
+
+
+def schedule(v: Variant) -> Schedule:
+    return Schedule(
+        roles=(Role("sum", warps=WARPS, regs=64, computes="the two gradients"),),
+        smem_bytes=WARPS * HEADS * 4,
+    )
+
+
+@T.macro
+def add_up(sums, which, s_sum, r_sum, head, num_blocks, num_heads):
+    """To the first lanes of the first warp."""
+    lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
+    r_ahead = T.alloc_local((AHEAD,), "float32")
+    r_sum[0] = 0
+    for step in rolled(T.ceildiv(num_blocks, WARPS * LANES * AHEAD)):  # 1
+        for i in T.unroll(AHEAD):
+            block = ((step * AHEAD + i) * WARPS + warp) * LANES + lane // HEADS
+            r_ahead[i] = 0
+            if (block < num_blocks) & (head < num_heads):
+                r_ahead[i] = sums[block, which, head]
+        for i in T.unroll(AHEAD):
+            r_sum[0] += r_ahead[i]
+    over_lanes(r_sum)  # 2
+    if lane < HEADS:
+        s_sum[warp, lane] = r_sum[0]
+    T.sync_threads()
+    if warp == 0:
+        r_sum[0] = 0
+        for w in T.unroll(WARPS // LANES):
+            r_sum[0] += s_sum[w * LANES + lane // HEADS, lane % HEADS]
+        over_lanes(r_sum)
+
+
+@T.macro
+def over_lanes(r_sum):
+    for d in T.unroll(2):  # log2(LANES)
+        r_sum[0] += T.shfl_xor(r_sum[0], HEADS << d)
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    num_blocks, num_heads, A_row, bias_row = T.dynamic("num_blocks, num_heads, A_row, bias_row")
+
+    @T.prim_func
+    def gate_sums(
+        sums: T.Tensor((num_blocks, 2, num_heads), v.dtype),
+        dA_log: T.Tensor((A_row,), "uint8"),  # as bytes of any float dtype
+        ddt_bias: T.Tensor((bias_row,), "uint8"),
+        A_dtype: T.int32,
+        bias_dtype: T.int32,
+        num_parameters: T.int32,  # 2, or 1 where there is no dt_bias
+    ):
+        with T.Kernel(T.ceildiv(num_heads, HEADS), num_parameters, threads=plan.threads) as (
+            tile,
+            which,
+        ):
+            T.import_source(SOURCE)
+            s_sum = T.alloc_shared((WARPS, HEADS), v.dtype)
+            r_sum = T.alloc_local((1,), v.dtype)
+            head = tile * HEADS + T.get_thread_binding() % HEADS
+            await_previous()
+            add_up(sums, which, s_sum, r_sum, head, num_blocks, num_heads)
+            if (T.get_thread_binding() < HEADS) & (head < num_heads):
+                if which == 0:
+                    put(dA_log[0], r_sum, head, 0, 1, A_dtype)
+                else:
+                    put(ddt_bias[0], r_sum, head, 0, 1, bias_dtype)
+
+    return gate_sums.with_attr("global_symbol", f"gate_sums_{v.dtype}")
