@@ -16,63 +16,63 @@ from pathlib import Path
 
 from . import records, tables
 from .records import ROOT, Run
-from .report_texts import METHOD, WORKLOADS
+from .report_texts import ASIDE, FAMILIES, METHOD, WORKLOADS
 from .sm90 import QUICK, SETS
 from .workloads import GDN
 
 START, END = "<!-- performance:start -->", "<!-- performance:end -->"
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 FIGURES = Path("docs/figures")
-FAMILIES = {
-    "gdn": "Gated delta net",
-    "dualkv": "Attention over shared prompts",
-    "sparse_ring": "Vertical-slash attention",
-}
-
 Fingerprint = Callable[[str], str]
 
-# Sections of their own beside the headline's: a set each, from the record with most of its rows.
-ASIDE = {
-    "gdn": {
-        "filled": "Sequences that fill the GPU", "segments": "Few heads, cut into segments",
-        "short": "Rollouts of many short sequences", "decode": "Decoding",
-        "kernels": "Kernels alone",
-    },
-    "dualkv": {
-        "short": "Short batches", "largest": "The largest", "layer": "A decoder layer",
-        "responses": "More and more responses to one prompt",
-        "dense": "Sequences that share nothing", "published": "Shapes that others published",
-    },
-    "sparse_ring": {
-        "grid": "Lengths and densities", "dense": "Without a mask", "index": "The choice of lines",
-    },
-}  # fmt: skip
 
+def headline(
+    runs: Sequence[Run], family: str, fingerprint: Fingerprint = records.fingerprint
+) -> Run | None:
+    """The GPU record to show first, of the family's quick set, less what is aside.
 
-def headline(runs: Sequence[Run], family: str) -> Run | None:
-    """The newest GPU record with every row of the family's quick set, less what is aside."""
+    Of today's kernels, if it has half of the rows at least; else the newest with every row. Among
+    today's with as many rows the one with most implementations: a lone rival is easily beaten.
+    """
     quick = _quick(family)
     elsewhere = {name for of_set in ASIDE[family] for name in _names(family, of_set)} - quick
-    complete = [
-        run
-        for run in runs
-        if run.family == family and run.device_kind == "cuda"
-        if quick <= {row.name for row in run.rows}
-    ]
-    return _with_rows(complete[-1], lambda name: name not in elsewhere) if complete else None
+    found = _on_a_gpu(runs, family)
+    today = [run for run in found if run.fingerprint == fingerprint(family)]
+    half = [run for run in today if 2 * _count(run, quick) >= len(quick)]
+    complete = [run for run in found if _count(run, quick) == len(quick)]
+    if half:
+        best = max(reversed(half), key=lambda run: (_count(run, quick), len(run.labels)))
+    elif complete:
+        best = complete[-1]
+    else:
+        return None
+    return _with_rows(best, lambda name: name not in elsewhere)
 
 
-def aside(runs: Sequence[Run], family: str, of_set: str) -> Run | None:
-    """The set's rows, of the newest GPU record with most of those that are not quick."""
+def aside(
+    runs: Sequence[Run], family: str, of_set: str, fingerprint: Fingerprint = records.fingerprint
+) -> Run | None:
+    """The set's rows, of the newest GPU record with most of those that are not quick.
+
+    One of today's kernels comes first if it has half as many.
+    """
     names = _names(family, of_set)
-    found = {
-        run.id: sum(row.name in names - _quick(family) for row in run.rows)
-        for run in runs
-        if run.family == family and run.device_kind == "cuda"
-    }
-    most = max(found.values(), default=0)
-    best = [run for run in runs if most and found.get(run.id) == most]
-    return _with_rows(best[-1], names.__contains__) if best else None
+    wanted, found = names - _quick(family), _on_a_gpu(runs, family)
+    most = max((_count(run, wanted) for run in found), default=0)
+    if not most:
+        return None
+    today = [run for run in found if run.fingerprint == fingerprint(family)]
+    half = [run for run in today if 2 * _count(run, wanted) >= most]
+    best = max(reversed(half or found), key=lambda run: _count(run, wanted))
+    return _with_rows(best, names.__contains__)
+
+
+def _on_a_gpu(runs: Sequence[Run], family: str) -> list[Run]:
+    return [run for run in runs if run.family == family and run.device_kind == "cuda"]
+
+
+def _count(run: Run, names: set[str]) -> int:
+    return len(names & {row.name for row in run.rows})
 
 
 def _quick(family: str) -> set[str]:
@@ -90,7 +90,7 @@ def _with_rows(run: Run, belongs: Callable[[str], bool]) -> Run:
 def readme_section(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
     parts = [NOTICE]
     for family, title in FAMILIES.items():
-        run = headline(runs, family)
+        run = headline(runs, family, fingerprint)
         parts.append(f"**{title}.** {_headline_text(run, family, fingerprint)}")
         if run is not None:
             parts += filter(None, [_by_heads(run)])
@@ -103,7 +103,7 @@ def readme_section(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
 def performance_page(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
     parts = ["# Performance", NOTICE, METHOD]
     for family, title in FAMILIES.items():
-        run = headline(runs, family)
+        run = headline(runs, family, fingerprint)
         parts += [f"## {title}", _headline_text(run, family, fingerprint)]
         if run is not None:
             kinds = sorted({row.kind for row in run.rows})
@@ -111,7 +111,7 @@ def performance_page(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
             parts += [tables.page(run), *_pictures(figures, Path("docs"))]
             parts += [_provenance(run), _details(run)]
         for of_set, heading in ASIDE[family].items():
-            other = aside(runs, family, of_set)
+            other = aside(runs, family, of_set, fingerprint)
             if other is not None:
                 parts += [f"### {heading}", _headline_text(other, family, fingerprint)]
                 parts += [tables.page(other)]

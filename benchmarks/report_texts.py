@@ -1,5 +1,28 @@
 """What the generated pages say about how it was measured, and what."""
 
+FAMILIES = {
+    "gdn": "Gated delta net",
+    "dualkv": "Attention over shared prompts",
+    "sparse_ring": "Vertical-slash attention",
+}
+
+# Sections of their own beside the headline's: a set each, from the record with most of its rows.
+ASIDE = {
+    "gdn": {
+        "filled": "Sequences that fill the GPU", "segments": "Few heads, cut into segments",
+        "short": "Rollouts of many short sequences", "decode": "Decoding",
+        "kernels": "Kernels alone",
+    },
+    "dualkv": {
+        "short": "Short batches", "largest": "The largest", "layer": "A decoder layer",
+        "responses": "More and more responses to one prompt",
+        "dense": "Sequences that share nothing", "published": "Shapes that others published",
+    },
+    "sparse_ring": {
+        "grid": "Lengths and densities", "dense": "Without a mask", "index": "The choice of lines",
+    },
+}  # fmt: skip
+
 METHOD = """\
 Every result is checked before it is timed. A gated delta net: against the chunked algorithm in
 fp64 over all heads on a GPU, against the token loop in fp64 without one. Attention: against its

@@ -183,11 +183,10 @@ def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) ->
 
 def scatter(shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
     for owner, of_chunk in zip(owners, dkv, strict=True):
-        mine, row = _rows_of(shard, owner)
+        mine, row = (x[..., None] for x in _rows_of(shard, owner))
         for total, part in zip(of_chunk, of_columns, strict=True):
             spread = part.new_zeros(*part.shape[:2], shard.rows, part.shape[-1])
-            where = repeat(row, "b h n -> b h n d", d=part.shape[-1])
-            spread.scatter_add_(2, where, torch.where(mine[..., None], part, 0))
+            spread.scatter_add_(2, row.expand_as(part), torch.where(mine, part, 0))
             total += _group_sum(rearrange(spread, "b h l d -> b l h d"), total.shape[-2])
 
 

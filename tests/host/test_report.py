@@ -235,6 +235,32 @@ def test_the_newest_complete_record_is_the_headline():
     assert "`old`" in report.performance_page(runs, current)
 
 
+def test_half_of_the_rows_of_todays_kernels_are_the_headline_before_older_ones():
+    quick = GDN["anchors"]
+    older, least = anchor_run(id="older"), len(quick) // 2 + 1
+    half, too_few = (run_of(quick[:n], id=f"{n}", fingerprint="today") for n in (least, 3))
+
+    def today(family):
+        return "today"
+
+    assert report.headline([half, older, too_few], "gdn", today).id == half.id
+    assert report.headline([too_few, older], "gdn", today).id == "older"
+
+
+def test_of_two_records_alike_the_headline_has_more_rivals():
+    many, few = anchor_run(id="many"), anchor_run(id="few", labels={"ours": "ours"})
+    assert report.headline([many, few], "gdn", current).id == "many"
+    assert report.headline([few, many], "gdn", current).id == "many"
+
+
+def test_a_section_beside_the_headline_is_about_todays_kernels_if_half_of_it_is():
+    rows = GDN["decode"]
+    older = run_of(rows, id="older", fingerprint="before")
+    half, few = run_of(rows[: len(rows) // 2], id="half"), run_of(rows[:2], id="few")
+    assert report.aside([half, older, few], "gdn", "decode", current).id == "half"
+    assert report.aside([few, older], "gdn", "decode", current).id == "older"
+
+
 def test_rivals_alone_are_said_to_be_alone():
     assert "rivals only" in report.readme_section([anchor_run(with_ours=False)], current)
 
