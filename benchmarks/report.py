@@ -23,6 +23,7 @@ from .workloads import GDN
 START, END = "<!-- performance:start -->", "<!-- performance:end -->"
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 FIGURES = Path("docs/figures")
+
 Fingerprint = Callable[[str], str]
 
 
@@ -37,8 +38,7 @@ def headline(
     quick = _quick(family)
     elsewhere = {name for of_set in ASIDE[family] for name in _names(family, of_set)} - quick
     found = _on_a_gpu(runs, family)
-    today = [run for run in found if run.fingerprint == fingerprint(family)]
-    half = [run for run in today if 2 * _count(run, quick) >= len(quick)]
+    half = _of_today(found, quick, len(quick), fingerprint(family))
     complete = [run for run in found if _count(run, quick) == len(quick)]
     if half:
         best = max(reversed(half), key=lambda run: (_count(run, quick), len(run.labels)))
@@ -61,14 +61,19 @@ def aside(
     most = max((_count(run, wanted) for run in found), default=0)
     if not most:
         return None
-    today = [run for run in found if run.fingerprint == fingerprint(family)]
-    half = [run for run in today if 2 * _count(run, wanted) >= most]
+    half = _of_today(found, wanted, most, fingerprint(family))
     best = max(reversed(half or found), key=lambda run: _count(run, wanted))
     return _with_rows(best, names.__contains__)
 
 
 def _on_a_gpu(runs: Sequence[Run], family: str) -> list[Run]:
     return [run for run in runs if run.family == family and run.device_kind == "cuda"]
+
+
+def _of_today(runs: Sequence[Run], names: set[str], most: int, fingerprint: str) -> list[Run]:
+    """Those of these kernels that have half as many of the rows as there may be, or more."""
+    of_these = [run for run in runs if run.fingerprint == fingerprint]
+    return [run for run in of_these if 2 * _count(run, names) >= most]
 
 
 def _count(run: Run, names: set[str]) -> int:

@@ -45,7 +45,7 @@ def raw(
 
 
 def check_forward(x: Raw, beta_range: float) -> None:
-    g, beta = activations.activate(*x[:2], *x[2:], beta_range)
+    g, beta = activations.activate(*x, beta_range)
     assert (g.dtype, beta.dtype) == (torch.float32,) * 2
     assert g.is_contiguous()
     assert beta.is_contiguous()
