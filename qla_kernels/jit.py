@@ -256,7 +256,38 @@ def function_name(module: KernelModule, variant: Any) -> str:
 def trace(module: KernelModule, variant: Any) -> Any:
     """Run `build`, one at a time: TileLang does not promise that its builder is thread-safe."""
     with _tracing:
-        return module.build(variant)
+        prim_func = module.build(variant)
+    for name, buffers in _shared_buffers(prim_func).items():
+        for i, buffer in enumerate(buffers[1:], 1):
+            _rename(buffer, f"{name}_{i}")
+    return prim_func
+
+
+def _shared_buffers(prim_func: Any) -> dict[str, list[Any]]:
+    """The buffers in shared memory by name, those of one name in the order of their allocation.
+
+    TileLang gives a buffer the name that it was last bound to, be it a variable or the parameter
+    of a macro, and none where it was allocated inside an expression. Its plan of shared memory
+    orders buffers by lifetime, size and name, and equal names by their addresses in this process:
+    `trace` gives every buffer a name of its own, so that the generated code is always the same.
+    """
+    from tilelang import tvm
+
+    named: dict[str, list[Any]] = {}
+
+    def visit(node: Any) -> None:
+        for buffer in getattr(node, "alloc_buffers", ()):
+            if buffer.scope().startswith("shared"):
+                named.setdefault(str(buffer.name), []).append(buffer)
+
+    tvm.tirx.stmt_functor.post_order_visit(prim_func.body, visit)
+    return named
+
+
+def _rename(buffer: Any, name: str) -> None:
+    from tvm.script.ir_builder import IRBuilder
+
+    IRBuilder.name(name, buffer)
 
 
 def _tilelang() -> Any:

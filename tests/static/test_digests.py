@@ -1,0 +1,71 @@
+"""The generated code is the same in every process: what runs is what was tested."""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("tilelang", reason="kernel files import TileLang")
+
+import tilelang.language as T
+
+from qla_kernels import jit
+from scripts import digests
+
+
+class Variant(NamedTuple):
+    size: int = 64
+
+
+def build(variant: Variant) -> Any:
+    @T.macro
+    def fill(buffer: Any, value: Any) -> None:
+        tile = buffer  # renames the buffer
+        for i in T.Parallel(variant.size):
+            tile[i] = value
+
+    def both() -> Any:
+        return T.alloc_shared((64,), "float32"), T.alloc_shared((64,), "float32")
+
+    @T.prim_func
+    def sample(out: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=64):
+            first = T.alloc_shared((64,), "float32")
+            second = T.alloc_shared((64,), "float32")
+            pair = both()
+            fill(first, 1.0)
+            fill(second, 2.0)
+            for i in T.Parallel(64):
+                out[i] = first[i] + second[i] + pair[0][i] + pair[1][i]
+
+    return sample
+
+
+def test_every_shared_buffer_has_a_name_of_its_own() -> None:
+    module: Any = SimpleNamespace(build=build)
+    names = {name: len(same) for name, same in jit._shared_buffers(build(Variant())).items()}
+    assert sorted(names.values()) == [2, 2], f"the sample's names do not collide: {names}"
+    traced = jit.trace(module, Variant())
+    assert {len(same) for same in jit._shared_buffers(traced).values()} == {1}
+    assert [*jit._shared_buffers(traced)] == [*jit._shared_buffers(jit.trace(module, Variant()))]
+
+
+def test_every_kernel_names_its_shared_buffers_apart() -> None:
+    for kernel in jit.kernel_modules():
+        for variant in kernel.module.VARIANTS:
+            named = jit._shared_buffers(jit.trace(kernel.module, variant))
+            shared = [name for name, same in named.items() if len(same) > 1]
+            assert not shared, f"{jit.label(kernel.module, variant)}: {shared}"
+
+
+def test_two_processes_generate_the_same_code() -> None:
+    """bwd_dkv differed where several of its buffers had one name."""
+    sample = ["sparse_ring.bwd_dkv", "gdn.chunk_table"]
+    runs = [digests.in_a_process(sample) for _ in range(2)]
+    assert len(runs[0]) == 5
+    assert not digests.differences(runs)
+
+
+def test_a_difference_is_told() -> None:
+    runs = [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}, {"a": "1"}]
+    assert digests.differences(runs) == ["b: 2 x 1, 3 x 1, absent x 1"]
