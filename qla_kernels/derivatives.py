@@ -1,0 +1,102 @@
+"""Refusals of derivatives that no kernel computes, and that torch would take to be 0.
+
+    refuse_forward_mode         tangents of inputs: nothing here carries them
+    refuse_second_derivative    derivatives of gradients: a backward is a kernel, too
+
+Both cost nothing where nobody asks for such a derivative.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.autograd import forward_ad
+
+from qla_kernels.errors import Unsupported, need
+
+
+def refuse_forward_mode(op: str, *tensors: object) -> None:
+    """Raises Unsupported if any of these has a tangent; what is no tensor is passed over."""
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return
+    if any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors):
+        fix = "use reverse mode, such as torch.autograd.grad or functional.jacobian"
+        got, needs = "an input has a forward-mode tangent", "tensors without tangents"
+        raise Unsupported(need(op, got, needs, fix))
+
+
+def _has_tangent(x: Tensor) -> bool:
+    """Of torch.autograd.forward_ad, or of any jvp of torch.func that is under way."""
+    transform = _functorch.peek_interpreter_stack()
+    batched = transform is not None and transform.key() == _functorch.TransformType.Vmap
+    unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
+    if not batched and unpack(x).tangent is not None:
+        return True
+    if transform is None:
+        return False
+    if _functorch.maybe_get_level(x) == transform.level():
+        x = _functorch.get_unwrapped(x)
+    with temporarily_pop_interpreter_stack():
+        return _has_tangent(x)
+
+
+def refuse_second_derivative(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates `backward` of an autograd.Function, in place of torch's once_differentiable.
+
+    It runs without grad mode. With create_graph=True its gradients can be used, but raise
+    Unsupported where they are differentiated in turn, with respect to any tensor that was saved or
+    any incoming gradient. once_differentiable looks at incoming gradients alone: where these are
+    constants, as those of a sum are, second derivatives become 0.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def once(ctx: Any, *incoming: Any) -> Any:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                with torch.no_grad():  # a compiled backward refuses by itself
+                    return backward(ctx, *incoming)
+            ctx = _Unpacked(ctx)
+            with torch.no_grad():
+                grads = backward(ctx, *incoming)
+            sources = [x for x in (*ctx.saved_tensors, *incoming) if _needs_gradient(x)]
+            if not sources:
+                return grads
+            several = grads if isinstance(grads, tuple) else (grads,)
+            return _Last.apply(op, len(several), *several, *sources)  # type: ignore[no-untyped-call]
+
+        return once
+
+    return decorate
+
+
+def _needs_gradient(x: object) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+class _Unpacked:
+    """A ctx whose saved tensors can be asked for twice; activation checkpointing hands out once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _Last(torch.autograd.Function):
+    """Gradients as they are, and where they came from; no way leads back."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, num: int, *tensors: Tensor | None) -> Any:
+        ctx.op = op
+        return tuple(None if x is None else x.detach() for x in tensors[:num])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        got, needs = "a derivative of its gradients is asked for", "first derivatives alone"
+        fix = "detach the gradients, or differentiate the definition in `reference`"
+        raise Unsupported(need(ctx.op, got, needs, fix))
