@@ -2,7 +2,7 @@
 
 import functools
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,34 @@ def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
     """One a GPU: torch hands its few streams out in turn, and a new one could be anybody's."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+DEFAULT_STREAM = 0  # as `stream` has it; it cannot be captured
+
+
+def stream(gpu: int) -> int:
+    """The current stream of a GPU, as CUDA's number: of the two ways to ask the quick one."""
+    return int(torch._C._cuda_getCurrentRawStream(gpu))
+
+
+def capturing() -> bool:
+    """Whether the current stream records a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+def reached() -> torch.cuda.Event:
+    """An event at which all is done that was launched on the current stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def follow(event: torch.cuda.Event, read: Sequence[torch.Tensor]) -> None:
+    """The current stream waits for an event, the host does not, and then reads these tensors."""
+    here = torch.cuda.current_stream()
+    here.wait_event(event)
+    for x in read:
+        x.record_stream(here)
 
 
 def sm_count(device: torch.device) -> int:
