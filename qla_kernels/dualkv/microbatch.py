@@ -5,12 +5,15 @@ pieces of n responses pays for m prompts and keeps (n - m) / (n - 1) of the toke
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from numbers import Integral, Real
 from typing import NamedTuple, TypeVar
 
 from qla_kernels.errors import need
 
 OP = "plan_microbatches"
 
+MOST_RANKS = 1 << 17  # data-parallel: more than there are
 TOKEN_COST = 24_000.0  # Qwen3-8B: 193e6 weights of a layer / (2 * 32 heads * 128)
 
 Group = tuple[int, Sequence[int]]  # tokens of the prompt, and of each response
@@ -48,8 +51,7 @@ def plan_microbatches(
         token_cost: what a token costs outside attention, in visible (query, key) pairs: weights of
             a layer / (2 H D). 0 counts attention alone.
     """
-    if ranks < 1:
-        raise ValueError(need(OP, f"ranks={ranks}", "at least 1", "pass the number of ranks"))
+    _check(groups, max_tokens, ranks, token_cost)
     pieces = [piece for g, group in enumerate(groups) for piece in _cut(g, group, max_tokens)]
     tokens = {piece: _tokens(groups, piece) for piece in pieces}
     costs = {p: token_cost * tokens[p] + _pairs(groups, p) for p in pieces}
@@ -57,13 +59,45 @@ def plan_microbatches(
     def cost(batch: MicroBatch) -> float:
         return sum(costs[piece] for piece in batch)
 
-    batches = _first_fit(tokens, max_tokens)
-    while len(batches) % ranks and any(len(batch) > 1 for batch in batches):
-        widest = max((batch for batch in batches if len(batch) > 1), key=cost)
-        batches.remove(widest)
-        batches += _spread(widest, 2, len(widest), costs.__getitem__)
-    batches += [[] for _ in range(-len(batches) % ranks)]
-    return _spread(batches, ranks, len(batches) // ranks, cost)
+    batches = _halved(_first_fit(tokens, max_tokens), ranks, costs)
+    most = -(-len(batches) // ranks)
+    return [
+        dealt + [[] for _ in range(most - len(dealt))]
+        for dealt in _spread(batches, ranks, most, cost)
+    ]
+
+
+def _check(groups: Sequence[Group], max_tokens: float, ranks: int, token_cost: float) -> None:
+    if not isinstance(ranks, Integral) or not 1 <= ranks <= MOST_RANKS:
+        needs = f"at least 1 and at most {MOST_RANKS}"
+        raise ValueError(need(OP, f"ranks={ranks}", needs, "pass the number of ranks"))
+    if not isinstance(max_tokens, Real) or not max_tokens >= 0:
+        fix = "pass the tokens that a micro-batch may have"
+        raise ValueError(need(OP, f"max_tokens={max_tokens}", "a number", fix))
+    if not isinstance(token_cost, Real) or not 0 <= token_cost < float("inf"):
+        fix = "leave it out, or see the docstring"
+        raise ValueError(need(OP, f"token_cost={token_cost}", "a number from 0 on", fix))
+    for g, (prompt, responses) in enumerate(groups):
+        if not all(isinstance(n, Integral) and n >= 0 for n in (prompt, *responses)):
+            got = f"group {g} has lengths {prompt} and {list(responses)}"
+            raise ValueError(need(OP, got, "whole numbers of tokens", "check the lengths"))
+
+
+def _halved(
+    batches: list[MicroBatch], ranks: int, costs: Mapping[Piece, float]
+) -> list[MicroBatch]:
+    """The costliest in halves, until their number divides or each is one piece."""
+    found = dict(enumerate(batches))
+    heap = [(-sum(costs[p] for p in batch), i) for i, batch in found.items() if len(batch) > 1]
+    heapify(heap)
+    last = len(found)
+    while len(found) % ranks and heap:
+        widest = found.pop(heappop(heap)[1])
+        for half in _spread(widest, 2, len(widest), costs.__getitem__):
+            found[last := last + 1] = half
+            if len(half) > 1:
+                heappush(heap, (-sum(costs[p] for p in half), last))
+    return list(found.values())
 
 
 def _cut(index: int, group: Group, max_tokens: int) -> list[Piece]:
@@ -82,16 +116,18 @@ def _cut(index: int, group: Group, max_tokens: int) -> list[Piece]:
 
 def _first_fit(sizes: Mapping[Key, int], room: int) -> list[list[Key]]:
     """Largest first, each into the first bin that has room for it."""
-    bins: list[list[Key]] = []
-    free: list[int] = []
+    leaves = 1 << max(0, len(sizes) - 1).bit_length()
+    free = [room] * (2 * leaves)  # of bin i in free[leaves + i]; free[n] = max of 2n and 2n + 1
+    bins: list[list[Key]] = [[] for _ in sizes]
     for item in sorted(sizes, key=lambda item: -sizes[item]):
-        fits = next((i for i, left in enumerate(free) if sizes[item] <= left), len(bins))
-        if fits == len(bins):
-            bins.append([])
-            free.append(room)
-        bins[fits].append(item)
-        free[fits] -= sizes[item]
-    return bins
+        node = 1
+        while node < leaves:
+            node = 2 * node if sizes[item] <= free[2 * node] else 2 * node + 1
+        bins[node - leaves].append(item)
+        free[node] -= sizes[item]
+        while node := node // 2:
+            free[node] = max(free[2 * node], free[2 * node + 1])
+    return [found for found in bins if found]
 
 
 def _spread(
@@ -99,11 +135,12 @@ def _spread(
 ) -> list[list[Item]]:
     """Costliest first, each to the lightest part that has fewer than `most` items."""
     found: list[list[Item]] = [[] for _ in range(parts)]
-    loads = [0.0] * parts
+    open_parts = [(0.0, i) for i in range(parts)]  # a heap: the lightest comes first
     for item in sorted(items, key=lambda item: -cost(item)):
-        lightest = min((i for i in range(parts) if len(found[i]) < most), key=loads.__getitem__)
+        load, lightest = heappop(open_parts)
         found[lightest].append(item)
-        loads[lightest] += cost(item)
+        if len(found[lightest]) < most:
+            heappush(open_parts, (load + cost(item), lightest))
     return found
 
 
