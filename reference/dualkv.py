@@ -134,19 +134,24 @@ def _query_blocks(nodes: Tensor, q_shift: int) -> Iterator[tuple[Tensor, Tensor]
     for node in nodes.tolist():
         first, end, _ = node
         path = [above for above in path if above[2] > first]  # the others' subtrees have ended
-        before = [torch.arange(*above[:2]) for above in path]
+        before = [_run(*above[:2]) for above in path]
         path.append(node)
         for start in range(max(first, q_shift), end, BLOCK):
             stop = min(start + BLOCK, end)
-            yield torch.arange(start, stop), torch.cat([*before, torch.arange(first, stop)])
+            yield _run(start, stop), torch.cat([*before, _run(first, stop)])
 
 
 def _key_blocks(nodes: Tensor, q_shift: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(queries, keys), in the order of keys: the run of queries from the first key to tout."""
     for first, end, tout in nodes.tolist():
         for start in range(first, end, BLOCK):
-            rows = torch.arange(min(max(start, q_shift), tout), tout)
-            yield rows, torch.arange(start, min(start + BLOCK, end))
+            rows = _run(min(max(start, q_shift), tout), tout)
+            yield rows, _run(start, min(start + BLOCK, end))
+
+
+def _run(first: int, end: int) -> Tensor:
+    """Indices on the CPU, whatever torch's default device is."""
+    return torch.arange(first, end, device="cpu")
 
 
 def _scores(query: Tensor, key: Tensor, seen: Tensor, scale: float) -> Tensor:

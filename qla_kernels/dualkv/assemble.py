@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from qla_kernels.dualkv.batch import SharedBatch, taken
-from qla_kernels.dualkv.plan import SharedLayout, moved
-from qla_kernels.errors import need
-
-Tokens = Tensor | Sequence[int]
+from qla_kernels.dualkv.plan import SharedLayout, moved, run, whole
+from qla_kernels.dualkv.tokens import check_positions, check_targets
 
 
 class Node(NamedTuple):
@@ -39,32 +37,36 @@ def assemble(
     members: Sequence[Member],
     position_ids: Tensor | None,
     pad_to: int | None,
+    read: Tensor | None = None,
 ) -> SharedBatch:
     """The batch of these nodes, in packed order, on the device of `source`, the caller's tokens.
 
     `position_ids` are the caller's too, [.., *source.shape]. Indices are made on the host, from
-    lengths alone, and sent.
+    lengths alone, and sent. `read` is `source` on the CPU, where a packer has it there.
     """
     lengths = [node.length for node in nodes]
     layout = SharedLayout.from_forest(lengths, [node.parent for node in nodes], pad_to=pad_to)
     ends = [0, *accumulate(lengths)]
     padding = layout.num_tokens - ends[-1]
-    take = _cat(torch.arange(node.first, node.first + node.length) for node in nodes)
-    take = torch.cat([take, torch.full((padding,), -1)])
-    paths = [_cat(torch.arange(ends[n], ends[n + 1]) for n in member.nodes) for member in members]
+    take = _cat(run(node.first, node.first + node.length) for node in nodes)
+    take = torch.cat([take, take.new_full((padding,), -1)])
+    paths = [_cat(run(ends[n], ends[n + 1]) for n in member.nodes) for member in members]
     on_path = list(zip(paths, members, strict=True))
     sources = _cat(path[member.targets - 1] for path, member in on_path)
-    is_source = torch.zeros(layout.num_tokens, dtype=torch.bool).index_fill(0, sources, True)
+    is_source = sources.new_zeros(layout.num_tokens, dtype=torch.bool).index_fill(0, sources, True)
     target_rows = _cat(path[member.targets] for path, member in on_path)
-    counts = _long(len(member.targets) for member in members)
-    order = _long(member.number for member in members)
+    counts = whole(len(member.targets) for member in members)
+    order = whole(member.number for member in members)
 
     there = source.device
+    if (read := source if read is None else read).is_cpu:
+        check_targets(op, read.flatten()[take[target_rows]])
     input_ids = taken(source.flatten(), moved(take, there))
     if position_ids is None:
         positions = moved(_positions(nodes, padding), there)
     else:
-        given = _flat_positions(op, position_ids, source).movedim(-1, 0)
+        check_positions(op, position_ids, source)
+        given = position_ids.flatten(position_ids.dim() - source.dim()).movedim(-1, 0)
         positions = taken(given, moved(take, there)).movedim(0, -1)
     return SharedBatch(
         layout=layout.to(there),
@@ -75,9 +77,9 @@ def assemble(
         src_rows=moved(is_source.nonzero()[:, 0], there),
         src_inv=moved(is_source.cumsum(0)[sources] - 1, there),
         targets=input_ids[moved(target_rows, there)],
-        target_cu=moved(_long([0, *accumulate(counts.tolist())]), there),
+        target_cu=moved(whole([0, *accumulate(counts.tolist())]), there),
         order=moved(order, there),
-        group_of=moved(_long(member.group for member in members), there),
+        group_of=moved(whole(member.group for member in members), there),
         row=moved(order.repeat_interleave(counts), there),
         column=moved(_cat(member.targets - member.origin for member in members), there),
         paths=tuple(paths),
@@ -92,30 +94,17 @@ def _positions(nodes: Sequence[Node], padding: int) -> Tensor:
     for node in nodes:
         above = 0 if node.parent < 0 else starts[node.parent] + nodes[node.parent].length
         starts.append(above)
-    runs = (torch.arange(x, x + node.length) for x, node in zip(starts, nodes, strict=True))
-    return torch.cat([_cat(runs), torch.arange(padding)])
+    runs = (run(x, x + node.length) for x, node in zip(starts, nodes, strict=True))
+    return torch.cat([_cat(runs), run(0, padding)])
 
 
 def _multiplicity(nodes: Sequence[Node], members: Sequence[Member], padding: int) -> Tensor:
     times = [0] * len(nodes)
     for i in chain.from_iterable(member.nodes for member in members):
         times[i] += 1
-    lengths = _long([*(node.length for node in nodes), padding])
-    return torch.tensor([*times, 0], dtype=torch.int32).repeat_interleave(lengths)
-
-
-def _flat_positions(op: str, position_ids: Tensor, source: Tensor) -> Tensor:
-    dims = source.dim()
-    if position_ids.dim() < dims or position_ids.shape[position_ids.dim() - dims :] != source.shape:
-        got = f"position_ids of shape {tuple(position_ids.shape)}"
-        needs = f"[..., {', '.join(map(str, source.shape))}]"
-        raise ValueError(need(op, got, needs, "give one for each token that is packed"))
-    return position_ids.flatten(position_ids.dim() - dims)
+    lengths = whole([*(node.length for node in nodes), padding])
+    return whole([*times, 0]).int().repeat_interleave(lengths)
 
 
 def _cat(parts: Iterable[Tensor]) -> Tensor:
-    return torch.cat([_long([]), *parts])
-
-
-def _long(numbers: Iterable[int]) -> Tensor:
-    return torch.tensor(list(numbers), dtype=torch.long)
+    return torch.cat([whole([]), *parts])

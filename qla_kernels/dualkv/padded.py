@@ -1,6 +1,7 @@
 """From the padded tensors of RL trainers: prompts left-padded to one width, responses after it."""
 
 from collections.abc import Hashable, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor
 
 from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
+from qla_kernels.dualkv.plan import run
+from qla_kernels.dualkv.tokens import check_positions, is_whole
+from qla_kernels.dualkv.validate import expect_tensors
 from qla_kernels.errors import need
 
 OP = "pack_padded"
@@ -46,12 +50,13 @@ def pack_padded(
 
     Sequences are numbered by row. Tensors on a GPU are read back: one wait for all layers.
     """
-    groups = padded_groups(
-        input_ids, attention_mask, prompt_width, group_ids=group_ids, verify=verify
-    )
-    width = input_ids.shape[1]
+    _check_shapes(input_ids, attention_mask, prompt_width, group_ids)
+    if position_ids is not None:
+        check_positions(OP, position_ids, input_ids)
+    ids, width = input_ids.cpu(), input_ids.shape[1]
+    groups = padded_groups(ids, attention_mask, prompt_width, group_ids=group_ids, verify=verify)
     if verify and position_ids is not None:
-        _check_positions(groups, position_ids.cpu(), prompt_width)
+        _compare_positions(groups, position_ids.cpu(), prompt_width)
     nodes: list[Node] = []
     members: list[Member] = []
     for number, group in enumerate(groups):
@@ -59,10 +64,10 @@ def pack_padded(
         first = group.rows[0] * width + prompt_width - group.prompt
         nodes.append(Node(first, group.prompt, -1))
         for row, response in zip(group.rows, group.responses, strict=True):
-            targets = torch.arange(group.prompt, group.prompt + response)
+            targets = run(group.prompt, group.prompt + response)
             members.append(Member([above, len(nodes)], targets, group.prompt, row, number))
             nodes.append(Node(row * width + prompt_width, response, above))
-    return assemble(OP, input_ids, nodes, members, position_ids, pad_to)
+    return assemble(OP, input_ids, nodes, members, position_ids, pad_to, ids)
 
 
 def padded_groups(
@@ -110,7 +115,7 @@ def _check_prompts(number: int, a: int, b: int, contents: Sequence[Tensor], veri
         raise ValueError(need(OP, f"group {number}: rows {a} and {b} {got}", needs, fix))
 
 
-def _check_positions(groups: Sequence[PaddedGroup], position_ids: Tensor, width: int) -> None:
+def _compare_positions(groups: Sequence[PaddedGroup], position_ids: Tensor, width: int) -> None:
     for number, group in enumerate(groups):
         prompts = position_ids[..., width - group.prompt : width]
         for row in group.rows[1:]:
@@ -143,7 +148,8 @@ def _check_shapes(
     prompt_width: int,
     group_ids: Sequence[Hashable] | Tensor | None,
 ) -> None:
-    if input_ids.dim() != 2 or input_ids.is_floating_point():
+    expect_tensors(OP, input_ids=input_ids, attention_mask=attention_mask)
+    if input_ids.dim() != 2 or not is_whole(input_ids):
         got = f"input_ids of shape {tuple(input_ids.shape)} and {input_ids.dtype}"
         raise ValueError(need(OP, got, "[B, W] integers", "pass token ids, a row a sequence"))
     if attention_mask.shape != input_ids.shape:
@@ -151,7 +157,7 @@ def _check_shapes(
         needs = f"{tuple(input_ids.shape)}, as input_ids"
         raise ValueError(need(OP, got, needs, "pass the mask of prompts and responses"))
     B, W = input_ids.shape
-    if not 0 < prompt_width <= W:
+    if not isinstance(prompt_width, Integral) or not 0 < prompt_width <= W:
         got, needs = f"prompt_width={prompt_width}", f"1 to W={W}"
         raise ValueError(need(OP, got, needs, "pass the columns that prompts were padded to"))
     if group_ids is not None and len(group_ids) != B:

@@ -5,12 +5,16 @@ tree, then its children. A key is seen from itself to the end of its node's subt
 Everything here is arithmetic on lengths, which the host knows: nothing waits for a device.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qla_kernels import device
+from qla_kernels.device_tables import Kept
 from qla_kernels.dualkv import tables
 from qla_kernels.dualkv.tables import Tables
 from qla_kernels.errors import need
@@ -26,7 +30,7 @@ class SharedLayout:
 
     tout: Tensor  # int32 [T]
     nodes: Tensor  # int32 [n, 3], on the CPU: first token, one past the last, tout; none is empty
-    prepared: dict[tuple[int, int, int], Tables] = field(
+    prepared: dict[tuple[int, int, int], tuple[Tables, Kept[Tables]]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -62,14 +66,15 @@ class SharedLayout:
         device: torch.device | str | None = None,
     ) -> "SharedLayout":
         """Of nodes in depth-first order: the tokens of each, and its parent's index, or -1."""
+        lengths, parents = _integers("lengths", lengths), _integers("parents", parents)
         _check_forest(lengths, parents)
         lengths, parents = _padded(lengths, parents, pad_to)
-        ends = torch.tensor([0, *lengths]).cumsum(0)
+        ends = whole([0, *lengths]).cumsum(0)
         tout: list[int] = ends[1:].tolist()
         for node in reversed(range(len(lengths))):
             if parents[node] >= 0:  # the last child, seen first, has the latest end
                 tout[parents[node]] = max(tout[parents[node]], tout[node])
-        spans = torch.stack([ends[:-1], ends[1:], torch.tensor(tout, dtype=torch.long)], 1).int()
+        spans = torch.stack([ends[:-1], ends[1:], whole(tout)], 1).int()
         spans = spans[spans[:, 0] < spans[:, 1]]
         per_token = spans[:, 2].repeat_interleave(spans[:, 1] - spans[:, 0])
         return cls(moved(per_token, device), spans)
@@ -87,21 +92,47 @@ class SharedLayout:
     def prepare(self, num_heads: int, kv_heads: int, q_shift: int = 0) -> Tables:
         """The tables that kernels for these heads work off, beside `tout`; built once.
 
-        All layers and the backward share them. Copied without waiting, and nothing is read back.
+        All layers and the backward share them. Copied without waiting, and nothing is read back: a
+        call on another stream lets that stream wait for the copy. Compiled code does not; there, or
+        in a capture, the tables have to be built before, on the same stream.
         """
         key = num_heads, kv_heads, q_shift
-        if key not in self.prepared:
-            if torch.compiler.is_compiling():
-                fix = f"call layout.prepare({num_heads}, {kv_heads}) before what is compiled"
-                needs = "them, which are built on the host"
-                raise ValueError(need("SharedLayout", "no tables yet", needs, fix))
-            built = tables.build(self.nodes, *key)
-            there = moved(tables.one_buffer(built), self.tout.device)
-            self.prepared[key] = tables.views(there, built)
-        return self.prepared[key]
+        if torch.compiler.is_compiling():
+            if key not in self.prepared:
+                raise ValueError(_not_prepared(key, "what is compiled"))
+            return self.prepared[key][0]
+        with device.of(self.tout):
+            if key not in self.prepared:
+                if self.tout.is_cuda and device.capturing():
+                    raise ValueError(_not_prepared(key, "the capture of a CUDA graph"))
+                built = tables.build(self.nodes, *key)
+                there = moved(tables.one_buffer(built), self.tout.device)
+                found = tables.views(there, built)
+                self.prepared[key] = found, Kept(found, there)
+            return self.prepared[key][1].here()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies, and other processes, build tables of their own."""
+        return SharedLayout, (self.tout, self.nodes)
 
     def to(self, device: torch.device | str) -> "SharedLayout":
         return SharedLayout(moved(self.tout, device), self.nodes)
+
+
+def _not_prepared(key: tuple[int, int, int], before: str) -> str:
+    heads = ", ".join(map(str, key if key[2] else key[:2]))
+    fix = f"call layout.prepare({heads}) before {before}"
+    return need("SharedLayout", "no tables yet", "them, which are built on the host", fix)
+
+
+def whole(numbers: Iterable[int]) -> Tensor:
+    """int64, on the CPU whatever torch's default device is, as all that the host reads."""
+    return torch.tensor(list(numbers), dtype=torch.long, device="cpu")
+
+
+def run(first: int, end: int) -> Tensor:
+    """first .. end - 1, on the CPU."""
+    return torch.arange(first, end, device="cpu")
 
 
 def moved(x: Tensor, device: torch.device | str | None) -> Tensor:
@@ -122,6 +153,14 @@ def _padded(
         got = f"{sum(lengths)} tokens and pad_to={pad_to}"
         raise ValueError(need("SharedLayout", got, "room for all", "raise pad_to, or pack less"))
     return ([*lengths, padding], [*parents, -1]) if padding else (list(lengths), list(parents))
+
+
+def _integers(name: str, given: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(n) for n in given]
+    except TypeError as error:
+        got, fix = f"{name} {given}", "pass whole numbers of tokens"
+        raise ValueError(need("SharedLayout", got, "integers", fix)) from error
 
 
 def _check_forest(lengths: Sequence[int], parents: Sequence[int]) -> None:

@@ -1,13 +1,14 @@
 """From sequences that share beginnings of any kind: turns of a dialogue, branches of a search."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor
 
-from qla_kernels.dualkv.assemble import Member, Node, Tokens, assemble
+from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
+from qla_kernels.dualkv.plan import run
+from qla_kernels.dualkv.tokens import Tokens, as_tensor, end_to_end, token_ids
 from qla_kernels.errors import need
 
 OP = "pack_prefix_tree"
@@ -33,9 +34,10 @@ def pack_prefix_tree(
     Sequences are numbered as given; a group is a tree. `batch.pack` takes tensors over all tokens,
     sequence after sequence. Contents are compared on the host: tensors on a GPU are read back.
     """
-    source = _end_to_end(sequences)
-    starts = torch.tensor([0, *(len(x) for x in sequences)]).cumsum(0).tolist()
+    parts = [token_ids(OP, f"sequence {i}", x, fewest=1) for i, x in enumerate(sequences)]
+    source = end_to_end(OP, parts)
     contents = source.cpu()
+    starts = [0, *accumulate(map(len, parts))]
     texts = [contents[a:b] for a, b in pairwise(starts)]
     masks = _masks(texts, loss_mask)
     nodes, paths = _tree(texts, starts)
@@ -44,7 +46,7 @@ def pack_prefix_tree(
         Member(path, mask.nonzero()[:, 0], 0, number, roots.setdefault(path[0], len(roots)))
         for number, (path, mask) in enumerate(zip(paths, masks, strict=True))
     ]
-    return assemble(OP, source, nodes, members, position_ids, pad_to)
+    return assemble(OP, source, nodes, members, position_ids, pad_to, contents)
 
 
 def _tree(texts: Sequence[Tensor], starts: Sequence[int]) -> tuple[list[Node], list[list[int]]]:
@@ -80,21 +82,12 @@ def _agreement(a: Tensor, b: Tensor, depth: int) -> int:
     return depth + int(differ[0]) if len(differ) else end
 
 
-def _end_to_end(sequences: Sequence[Tokens]) -> Tensor:
-    parts = [torch.as_tensor(x) for x in sequences]
-    for i, x in enumerate(parts):
-        if x.dim() != 1 or x.is_floating_point() or not len(x):
-            got = f"sequence {i} has shape {tuple(x.shape)} and {x.dtype}"
-            raise ValueError(need(OP, got, "[n] integers, n at least 1", "pass its token ids"))
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
-
-
 def _masks(
     texts: Sequence[Tensor], loss_mask: Sequence[Tensor | Sequence[bool]] | None
 ) -> list[Tensor]:
     if loss_mask is None:
-        return [torch.arange(len(text)) > 0 for text in texts]
-    masks = [torch.as_tensor(x).cpu() != 0 for x in loss_mask]
+        return [run(0, len(text)) > 0 for text in texts]
+    masks = [as_tensor(x).cpu() != 0 for x in loss_mask]
     lengths, wanted = [tuple(x.shape) for x in masks], [(len(text),) for text in texts]
     if lengths != wanted:
         got = f"loss_mask of shapes {lengths}"

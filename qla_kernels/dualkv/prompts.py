@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from qla_kernels.dualkv.assemble import Member, Node, Tokens, assemble
+from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
+from qla_kernels.dualkv.plan import run
+from qla_kernels.dualkv.tokens import Tokens, end_to_end, token_ids
 from qla_kernels.errors import need
 
 OP = "pack_shared_prompts"
@@ -37,26 +38,22 @@ def pack_shared_prompts(
     nodes: list[Node] = []
     members: list[Member] = []
     parts: list[Tensor] = []
+    total = 0
     for group, (prompt, answers) in enumerate(zip(prompts, responses, strict=True)):
-        above, length = len(nodes), len(prompt)
+        ids = token_ids(OP, f"the prompt of group {group}", prompt)
+        above, length = len(nodes), len(ids)
         if length == 0:
             got, needs = f"the prompt of group {group} is empty", "at least one token"
             fix = "begin it with a BOS token, which then predicts each response's first"
             raise ValueError(need(OP, got, needs, fix))
-        for tokens in (prompt, *answers):
-            first = nodes[-1].first + nodes[-1].length if nodes else 0
-            nodes.append(Node(first, len(tokens), -1 if len(nodes) == above else above))
-            parts.append(_ids(tokens))
-        for i, answer in enumerate(answers, above + 1):
-            targets = torch.arange(length, length + len(answer))
-            members.append(Member([above, i], targets, length, len(members), group))
-    source = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
-    return assemble(OP, source, nodes, members, position_ids, pad_to)
-
-
-def _ids(tokens: Tokens) -> Tensor:
-    ids = torch.as_tensor(tokens, dtype=None if len(tokens) else torch.long)
-    if ids.dim() != 1 or ids.is_floating_point():
-        got = f"tokens of shape {tuple(ids.shape)} and {ids.dtype}"
-        raise ValueError(need(OP, got, "one dimension of integers", "pass token ids"))
-    return ids
+        nodes.append(Node(total, length, -1))
+        parts.append(ids)
+        total += length
+        for i, answer in enumerate(answers):
+            ids = token_ids(OP, f"response {i} of group {group}", answer)
+            targets = run(length, length + len(ids))
+            members.append(Member([above, len(nodes)], targets, length, len(members), group))
+            nodes.append(Node(total, len(ids), above))
+            parts.append(ids)
+            total += len(ids)
+    return assemble(OP, end_to_end(OP, parts), nodes, members, position_ids, pad_to)

@@ -7,10 +7,13 @@ Both decide from shapes, dtypes and devices, which all ranks of a job share; `ch
 reads values, and runs only under QLA_CHECK=1.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from qla_kernels import device
+from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.errors import Unsupported, need
 
@@ -61,11 +64,23 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | No
             "bfloat16, float16, float32 or float64",
         )
         return got, needs, "cast them"
-    if scale is not None and not 0 < scale < float("inf"):
-        return f"scale={scale}", "a positive number", "scale q instead, or leave it out"
+    if scale is not None and (got := unfit_factor("scale", scale)) is not None:
+        return got, "a positive number", "scale q instead, or leave it out"
     if q.device.type not in ("cpu", "cuda", "meta"):
         return f"tensors are on {q.device.type}", "cpu or cuda", f"move them, or {ELSEWHERE}"
     return None
+
+
+def unfit_factor(name: str, x: Any) -> str | None:
+    """What is wrong with a number that divides or multiplies; a tensor gets no gradient."""
+    if isinstance(x, Tensor):
+        if x.requires_grad:
+            return f"{name} is a tensor that requires a gradient, and would get none"
+        if x.numel() != 1:
+            return f"{name} is a tensor of shape {tuple(x.shape)}"
+    elif not (isinstance(x, int | float) or hasattr(x, "__float__")):
+        return f"{name} is of type {type(x).__name__}"
+    return None if 0 < x < float("inf") else f"{name}={x}"
 
 
 def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
@@ -117,13 +132,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def expect_tensors(op: str, **given: object) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            got = f"{name} is of type {type(x).__name__}"
+            raise ValueError(need(op, got, "a tensor", f"pass {name} as one"))
+
+
 def check_tensors(
     op: str, q: Tensor, k: Tensor, v: Tensor, layout: SharedLayout, q_shift: int = 0
 ) -> None:
-    """Shapes and devices that fit together; every tensor may have any strides."""
+    """Shapes and devices that fit together, no tangents; every tensor may have any strides."""
     if not isinstance(layout, SharedLayout):
         got, fix = f"layout is {type(layout).__name__}", "pass batch.layout"
         raise ValueError(need(op, got, "a SharedLayout", fix))
+    expect_tensors(op, q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             got, needs = f"{name} has {x.dim()} dimensions", "3: [T, heads, size]"
@@ -147,6 +170,7 @@ def check_tensors(
         if x.device != q.device:
             got, fix = f"{name} is on {x.device}", f"move it: {name}.to(q.device)"
             raise ValueError(need(op, got, f"{q.device}, as q", fix))
+    refuse_forward_mode(op, q, k, v)
 
 
 def check_contents(op: str, layout: SharedLayout) -> None:

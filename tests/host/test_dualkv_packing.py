@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 
 import pytest
 import torch
@@ -241,7 +242,35 @@ MALFORMED = {
     ),
     "floats": (
         lambda: pack([torch.rand(3)], [[]]),
-        "pack_shared_prompts: tokens of shape (3,) and torch.float32; need one dimension of int",
+        "pack_shared_prompts: the prompt of group 0 has shape (3,) and torch.float32; need [n] ",
+    ),
+    "complex tokens": (
+        lambda: pack([[1]], [[torch.ones(2).cfloat()]]),
+        "pack_shared_prompts: response 0 of group 0 has shape (2,) and torch.complex64; need [n] ",
+    ),
+    "a mask for tokens": (
+        lambda: pack_prefix_tree([[1], [True, False]]),
+        "pack_prefix_tree: sequence 1 has shape (2,) and torch.bool; need [n] integers, n at least",
+    ),
+    "no tokens": (
+        lambda: pack([None], [[]]), "pack_shared_prompts: the prompt of group 0 is NoneType; need ["
+    ),
+    "text": (lambda: pack_prefix_tree(["abc"]), "pack_prefix_tree: sequence 0 is str; need [n]"),
+    "a label for a token": (
+        lambda: pack([[1]], [[[4, -100, 3]]]),
+        "pack_shared_prompts: a target of -100; need token ids from 0 on; pass the ids themselves",
+    ),
+    "a label in a tree": (
+        lambda: pack_prefix_tree([[1, 2], [1, -100]]),
+        "pack_prefix_tree: a target of -100; need token ids",
+    ),
+    "a label in a row": (
+        lambda: pack_padded(*rows_of([[1, 2]], [[3, -100]], (2, 2)), 2),
+        "pack_padded: a target of -100; need token ids",
+    ),
+    "tokens in two places": (
+        lambda: pack_prefix_tree([[1, 2], torch.ones(2, device="meta").long()]),
+        "pack_prefix_tree: tokens on cpu and meta; need one device; move them to one",
     ),
     "an empty sequence": (
         lambda: pack_prefix_tree([[1], []]),
@@ -286,6 +315,27 @@ MALFORMED = {
         lambda: pack_padded(torch.zeros(4).long(), torch.ones(4), 2),
         "pack_padded: input_ids of shape (4,) and torch.int64; need [B, W] integers",
     ),
+    "complex rows": (
+        lambda: pack_padded(torch.zeros(1, 4).cfloat(), torch.ones(1, 4), 2),
+        "pack_padded: input_ids of shape (1, 4) and torch.complex64; need [B, W] integers",
+    ),
+    "rows of a list": (
+        lambda: pack_padded([[1, 2]], torch.ones(1, 2), 1),
+        "pack_padded: input_ids is of type list; need a tensor; pass input_ids as one",
+    ),
+    "positions of one row": (
+        lambda: pack_padded(torch.zeros(1, 4).long(), torch.ones(1, 4), 2,
+                            position_ids=torch.arange(4)),
+        "pack_padded: position_ids of shape (4,); need [..., 1, 4]; give one for each token",
+    ),
+    "positions elsewhere": (
+        lambda: pack([[1]], [[]], position_ids=torch.zeros(1, device="meta")),
+        "pack_shared_prompts: position_ids on meta; need cpu, as the tokens; move them",
+    ),
+    "half a column": (
+        lambda: pack_padded(torch.zeros(1, 4).long(), torch.ones(1, 4), 1.5),
+        "pack_padded: prompt_width=1.5; need 1 to W=4",
+    ),
     "a mask of another shape": (
         lambda: pack_padded(torch.zeros(1, 4).long(), torch.ones(1, 2), 2),
         "pack_padded: attention_mask of shape (1, 2); need (1, 4), as input_ids",
@@ -306,6 +356,10 @@ MALFORMED = {
         lambda: SharedLayout.from_forest([1, 1], [-1]),
         "SharedLayout: 2 lengths and 1 parents; need one of each for a node",
     ),
+    "half a token": (
+        lambda: SharedLayout.from_lengths([(3, [1.5])]),
+        "SharedLayout: lengths [3, 1.5]; need integers; pass whole numbers of tokens",
+    ),
     "a negative length": (
         lambda: SharedLayout.from_lengths([(3, [-1])]),
         "SharedLayout: a node of -1 tokens; need 0 or more",
@@ -318,3 +372,42 @@ def test_malformed(what):
     call, text = MALFORMED[what]
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         call()
+
+
+def test_negative_ids_that_are_no_targets():
+    """Some models mark the place of an image so, and padding may hold anything."""
+    assert pack([[-1, 2]], [[[3]]]).input_ids.tolist() == [-1, 2, 3]
+    ids, mask = rows_of([[1, 2]], [[3]], (2, 3))
+    ids[mask == 0] = -100
+    assert pack_padded(ids, mask, 2).input_ids.tolist() == [1, 2, 3]
+    masks = [[False, False, True]]
+    assert pack_prefix_tree([[1, -100, 3]], loss_mask=masks).targets.tolist() == [3]
+
+
+def test_the_host_s_tensors_are_on_the_cpu_whatever_the_default_device():
+    """Many programs set it to their GPU; on the meta device nothing could be read either."""
+    ids, mask = rows_of([[1, 2], [1, 2]], [[3], [4, 5]], (3, 2))
+    calls = {
+        "lists": lambda: pack([[1, 2], [3]], [[[4], [5, 6]], []], pad_to=9),
+        "tensors": lambda: pack([ids[0]], [[ids[1], ids[1, :0]]]),
+        "nothing": lambda: pack([], []),
+        "rows": lambda: pack_padded(ids, mask, 3, position_ids=ids),
+        "a tree": lambda: pack_prefix_tree(
+            [[1, 2], ids[0]], loss_mask=[[False, True], ids[0] == 3]
+        ),
+        "layout": lambda: SharedLayout.from_lengths([(3, [4])]).prepare(4, 2),
+    }
+    for name, call in calls.items():
+        want = call()
+        with torch.device("meta"):
+            got = call()
+        tensors = got if name == "layout" else [getattr(got, f.name) for f in fields(got)]
+        wanted = want if name == "layout" else [getattr(want, f.name) for f in fields(want)]
+        for a, b in zip(tensors, wanted, strict=True):
+            if isinstance(b, torch.Tensor):
+                assert a.device.type == "cpu", name
+                assert torch.equal(a, b), name
+        if name != "layout":
+            assert torch.equal(got.layout.nodes, want.layout.nodes)
+            assert torch.equal(got.layout.tout, want.layout.tout)
+            assert all(map(torch.equal, got.paths, want.paths))

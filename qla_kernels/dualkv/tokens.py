@@ -1,0 +1,70 @@
+"""Token ids and positions as callers pass them to the packers, checked before they are packed.
+
+What the host makes of them lies on the CPU, whatever torch's default device is.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qla_kernels.dualkv.validate import expect_tensors
+from qla_kernels.errors import need
+
+Tokens = Tensor | Sequence[int]
+
+
+def token_ids(op: str, name: str, tokens: Tokens, fewest: int = 0) -> Tensor:
+    """[n] integers, where they are; those of a list on the CPU."""
+    got = f"{name} is {type(tokens).__name__}"
+    try:
+        ids = as_tensor(tokens)
+        got = f"{name} has shape {tuple(ids.shape)} and {ids.dtype}"
+        if ids.dim() == 1 and not len(ids) and not isinstance(tokens, Tensor):
+            ids = ids.long()  # of an empty list
+        fits = ids.dim() == 1 and is_whole(ids) and len(ids) >= fewest
+    except (TypeError, ValueError, RuntimeError):  # torch cannot make a tensor of it
+        fits = False
+    if not fits:
+        needs = f"[n] integers{', n at least 1' * fewest}"
+        raise ValueError(need(op, got, needs, "pass its token ids"))
+    return ids
+
+
+def as_tensor(x: Tensor | Sequence[int] | Sequence[bool]) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
+
+
+def is_whole(x: Tensor) -> bool:
+    """Whether x has integers; a mask has none."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def end_to_end(op: str, parts: Sequence[Tensor]) -> Tensor:
+    """All tokens in one tensor."""
+    places = sorted({str(x.device) for x in parts})
+    if len(places) > 1:
+        fix = "move them to one; a list counts as the CPU's"
+        raise ValueError(need(op, f"tokens on {' and '.join(places)}", "one device", fix))
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long, device="cpu")
+
+
+def check_positions(op: str, position_ids: Tensor, source: Tensor) -> None:
+    """An entry for each of the caller's tokens, `source`, in the last dimensions."""
+    expect_tensors(op, position_ids=position_ids)
+    dims = source.dim()
+    if position_ids.dim() < dims or position_ids.shape[position_ids.dim() - dims :] != source.shape:
+        got = f"position_ids of shape {tuple(position_ids.shape)}"
+        needs = f"[..., {', '.join(map(str, source.shape))}]"
+        raise ValueError(need(op, got, needs, "give one for each token that is packed"))
+    if position_ids.device != source.device:
+        got, needs = f"position_ids on {position_ids.device}", f"{source.device}, as the tokens"
+        raise ValueError(need(op, got, needs, "move them"))
+
+
+def check_targets(op: str, targets: Tensor) -> None:
+    """Of targets that the host can read: a negative one would take another token's logit."""
+    if targets.is_cpu and len(targets) and int(lowest := targets.min()) < 0:
+        needs = "token ids from 0 on"
+        fix = "pass the ids themselves, not labels; loss_mask of pack_prefix_tree leaves some out"
+        raise ValueError(need(op, f"a target of {int(lowest)}", needs, fix))
