@@ -1,7 +1,7 @@
 """The operators as one differentiable step.
 
 Autocast has no say: it knows neither operator, and they call nothing that it casts. The backward is
-not differentiable in turn.
+not differentiable in turn, and refuses to be.
 """
 
 import math
@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.ops import Backward, Forward
+from qla_kernels.dualkv.validate import OP
 
 
 def natural(lse2: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         return done.o, natural(done.lse2) if return_lse else None
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivative(OP)
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse2, *tables = ctx.saved_tensors
         if do is None:  # only lse was used

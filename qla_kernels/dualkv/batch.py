@@ -4,18 +4,20 @@ Built by the packers. Once it is there, nothing waits for a device: sizes are nu
 and everything else is an index that lies beside the tokens.
 """
 
+import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from qla_kernels.dualkv.logprobs import target_logprobs
+from qla_kernels.dualkv.logprobs import OP, target_logprobs
 from qla_kernels.dualkv.plan import SharedLayout, moved
+from qla_kernels.dualkv.validate import expect_tensors, unfit_factor
 from qla_kernels.errors import need
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SharedBatch:
     """T packed tokens of S sequences, which have L targets: tokens whose log-probability counts.
 
@@ -42,6 +44,12 @@ class SharedBatch:
     paths: tuple[Tensor, ...]  # S times, on the CPU: the packed tokens of a sequence
     source_shape: tuple[int, ...]  # of the caller's tokens
     width: int  # of the caller's padded tensors, at least
+
+    def __repr__(self) -> str:
+        """Reads nothing that may lie on a GPU."""
+        groups = len({int(path[0]) for path in self.paths})
+        sizes = f"{self.num_sequences} sequences of {groups} groups in {self.num_tokens} tokens"
+        return f"SharedBatch({sizes} on {self.layout.tout.device}, {self.rho:.2f} times fewer)"
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +87,7 @@ class SharedBatch:
 
         Of a token that several sequences have, the first sequence's entry is taken.
         """
+        expect_tensors("SharedBatch.pack", x=x)
         dims = len(self.source_shape)
         if x.shape[:dims] != self.source_shape:
             needs = f"{self.source_shape} and further dimensions: an entry for each token packed"
@@ -106,19 +115,39 @@ class SharedBatch:
             temperature: divides the logits.
             entropy: also return the entropy of the distribution that each target was drawn from.
         """
+        expect_tensors(OP, logits=logits)
         if logits.dim() != 2 or logits.shape[0] != self.src_rows.shape[0]:
             needs = f"[{self.src_rows.shape[0]}, vocabulary], the rows src_rows"
             fix = "pass logits_to_keep=batch.src_rows, or hidden[batch.src_rows] to the head"
             got = f"logits of shape {tuple(logits.shape)}"
-            raise ValueError(need("SharedBatch.gather_logprobs", got, needs, fix))
-        if not 0 < temperature < float("inf"):
-            got, fix = f"temperature={temperature}", "pass the one that responses were sampled with"
-            raise ValueError(need("SharedBatch.gather_logprobs", got, "a positive number", fix))
+            raise ValueError(need(OP, got, needs, fix))
+        if not logits.is_floating_point():
+            fix = "pass what the model's head returns"
+            raise ValueError(need(OP, f"logits of {logits.dtype}", "floats", fix))
+        if logits.device != self.targets.device:
+            got, needs = f"logits on {logits.device}", f"{self.targets.device}, as the batch"
+            raise ValueError(need(OP, got, needs, "move the batch: batch.to(logits.device)"))
+        if (wrong := unfit_factor("temperature", temperature)) is not None:
+            fix = "pass the one that responses were sampled with; one that is learned divides them"
+            raise ValueError(need(OP, wrong, "a positive number", fix))
+        self._check_targets(logits.shape[1])
         found = target_logprobs(logits, self.src_inv, self.targets, temperature, entropy)
         return found if entropy else found[0]
 
+    def _check_targets(self, vocabulary: int) -> None:
+        """Of the CPU, or under QLA_CHECK=1: a negative one would take another token's logit."""
+        if torch.compiler.is_compiling() or not len(self.targets):
+            return
+        if self.targets.is_cpu or os.environ.get("QLA_CHECK", "0") not in ("", "0"):
+            for token in (int(self.targets.min()), int(self.targets.max())):
+                if not 0 <= token < vocabulary:
+                    needs = f"0 to {vocabulary - 1}, as there are logits"
+                    fix = "pass logits of the whole vocabulary, and pack token ids"
+                    raise ValueError(need(OP, f"a target of {token}", needs, fix))
+
     def to_padded(self, x: Tensor, width: int | None = None, fill: float = 0.0) -> Tensor:
         """[L, ...] of targets as [S, width, ...] in the caller's order; `fill` between them."""
+        expect_tensors("SharedBatch.to_padded", x=x)
         if x.shape[:1] != self.targets.shape:
             got, needs = f"{x.shape[0]} rows", f"{self.targets.shape[0]}, one for each target"
             fix = "pass what gather_logprobs returned, or from_padded"
@@ -134,6 +163,7 @@ class SharedBatch:
 
     def from_padded(self, x: Tensor) -> Tensor:
         """The inverse: [S, width, ...] of the caller's, such as advantages, as [L, ...]."""
+        expect_tensors("SharedBatch.from_padded", x=x)
         if x.dim() < 2 or x.shape[0] != self.num_sequences or x.shape[1] < self.width:
             needs = f"({self.num_sequences}, at least {self.width}), a row for each sequence"
             fix = "expand what is per sequence to [S, 1] and then to [S, width]"

@@ -4,12 +4,14 @@ One group a call, its keys and values in two tensors. They are laid end to end h
 heads of them; code that can change should pack its batch and call `shared_prefix_attention`.
 """
 
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor
 
 from qla_kernels.dualkv.api import attend
 from qla_kernels.dualkv.plan import SharedLayout
-from qla_kernels.dualkv.validate import check_tensors, refusal, require
+from qla_kernels.dualkv.validate import check_tensors, expect_tensors, refusal, require
 from qla_kernels.errors import Unsupported, need
 
 OP = "dualkv_varlen"
@@ -50,17 +52,31 @@ def dualkv_varlen(
     Returns:
         o [sum q_i, H, D].
     """
+    parts = {"k_context": k_context, "v_context": v_context}
+    parts |= {"k_decoded": k_decoded, "v_decoded": v_decoded}
+    _check_parts(q, parts, layout)
     if not causal:
         fix = "run responses that see their own future through another kernel"
         raise Unsupported(need(OP, "causal=False", "True", fix))
-    if len(k_context) != context_seqlen or k_context.shape != v_context.shape:
-        got = f"k_context {tuple(k_context.shape)} and v_context {tuple(v_context.shape)}"
+    if len(k_context) != context_seqlen:
+        got = f"k_context has shape {tuple(k_context.shape)}"
         needs, fix = f"[{context_seqlen}, Hk, D]", "pass context_seqlen=k_context.shape[0]"
         raise ValueError(need(OP, got, needs, fix))
-    if layout is None:
-        responses = cu_seqlens_k_decoded.diff().tolist()
-        _check_queries(cu_seqlens_q.diff().tolist(), responses, context_seqlen)
-        layout = SharedLayout.from_lengths([(context_seqlen, responses)], device=q.device)
+    expect_tensors(OP, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_decoded=cu_seqlens_k_decoded)
+    if layout is None or _on_the_host(cu_seqlens_q, cu_seqlens_k_decoded):
+        queries = _lengths("cu_seqlens_q", cu_seqlens_q)
+        responses = _lengths("cu_seqlens_k_decoded", cu_seqlens_k_decoded)
+        _check_queries(queries, responses, context_seqlen)
+        for name, x, lengths in (("q", q, queries), ("k_decoded", k_decoded, responses)):
+            if len(x) != sum(lengths):
+                fix = "pass the tokens of the sequences of cu_seqlens, and no others"
+                raise ValueError(need(OP, f"{len(x)} tokens of {name}", str(sum(lengths)), fix))
+        if layout is None:
+            layout = SharedLayout.from_lengths([(context_seqlen, responses)], device=q.device)
+        elif layout.nodes.tolist() != _nodes(context_seqlen, responses):
+            fix = f"pass SharedLayout.from_lengths([({context_seqlen}, {responses})])"
+            needs = f"responses of {responses} on a prompt of {context_seqlen}, as in cu_seqlens"
+            raise ValueError(need(OP, "a layout of other lengths", needs, fix))
     elif not torch.compiler.is_compiling():  # untraceable
         _check_prompt(layout, context_seqlen)
     k, v = torch.cat([k_context, k_decoded]), torch.cat([v_context, v_decoded])
@@ -77,6 +93,48 @@ def _check_prompt(layout: SharedLayout, prompt: int) -> None:
         fix = f"pass SharedLayout.from_lengths([({prompt}, responses)])"
         needs = f"one prompt of {prompt} tokens, which all others see"
         raise ValueError(need(OP, "a layout of other lengths", needs, fix))
+
+
+def _nodes(prompt: int, responses: list[int]) -> list[list[int]]:
+    """Those of a layout of this group."""
+    ends = [0, *accumulate([prompt, *responses])]
+    found = [[a, b, b] for a, b in pairwise(ends) if a < b]
+    if prompt:
+        found[0][2] = ends[-1]
+    return found
+
+
+def _check_parts(q: Tensor, parts: dict[str, Tensor], layout: SharedLayout | None) -> None:
+    """What has to fit before the prompt's keys and the responses' are laid end to end."""
+    if not isinstance(layout, SharedLayout | None):
+        got, fix = f"layout is {type(layout).__name__}", "pass SharedLayout.from_lengths(...)"
+        raise ValueError(need(OP, got, "a SharedLayout or None", fix))
+    expect_tensors(OP, q=q, **parts)
+    like = parts["k_context"]
+    for name, x in parts.items():
+        other = parts["k" + name[1:]]
+        if x.dim() != 3 or x.shape[1:] != like.shape[1:] or len(x) != len(other):
+            got, needs = f"{name} has shape {tuple(x.shape)}", "[tokens, Hk, D], k's and v's alike"
+            fix = f"pass keys and values of the same tokens; k_context has {tuple(like.shape)}"
+            raise ValueError(need(OP, got, needs, fix))
+        if (x.dtype, x.device) != (q.dtype, q.device):
+            got, needs = f"{name} is {x.dtype} on {x.device}", f"{q.dtype} on {q.device}, as q"
+            raise ValueError(need(OP, got, needs, f"pass {name}.to(q)"))
+
+
+def _on_the_host(*bounds: Tensor) -> bool:
+    return all(x.is_cpu for x in bounds) and not torch.compiler.is_compiling()
+
+
+def _lengths(name: str, bounds: Tensor) -> list[int]:
+    """Of sequences; reads the bounds."""
+    found: list[int] = bounds.tolist() if bounds.dim() == 1 else []
+    lengths = [b - a for a, b in pairwise(found)]
+    if not found or found[0] != 0 or min(lengths, default=0) < 0:
+        got = f"{name} = {bounds.tolist()}"
+        needs, fix = "[N + 1] bounds from 0 on, ascending", "pass sums of the lengths"
+        raise ValueError(need(OP, got, needs, fix))
+    return lengths
 
 
 def _check_queries(queries: list[int], responses: list[int], prompt: int) -> None:

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from qla_kernels.derivatives import refuse_forward_mode, refuse_second_derivative
+
+OP = "SharedBatch.gather_logprobs"
 
 ELEMENTS = 1 << 25  # of logits that are held in fp32 at a time: 128 MiB
 
@@ -25,6 +28,7 @@ def target_logprobs(
 
     Entropies that are not asked for are 0.
     """
+    refuse_forward_mode(OP, logits)
     logprobs, entropies = TargetLogprobs.apply(  # type: ignore[no-untyped-call]
         logits, rows, targets, temperature, entropy
     )
@@ -51,7 +55,7 @@ class TargetLogprobs(torch.autograd.Function):
         return logits[rows, targets].to(wide) / temperature - lse[rows], entropies[rows]
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivative(OP)
     def backward(ctx: Any, g: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, ...]:
         logits, rows, targets, lse, entropies = ctx.saved_tensors
         dlogits = torch.empty_like(logits)

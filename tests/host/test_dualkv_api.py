@@ -306,6 +306,9 @@ MALFORMED = {
     "a batch for its layout": (
         lambda q, k, v: (q, k, v, "layout"), "layout is str; need a SharedLayout; pass batch.layout"
     ),
+    "a list": (
+        lambda q, k, v: (q, [k], v, layout()), "k is of type list; need a tensor; pass k as one"
+    ),
     "a batch dimension": (
         lambda q, k, v: (q[None], k, v, layout()), "q has 4 dimensions; need 3: [T, heads, size]"
     ),
@@ -344,6 +347,56 @@ def test_qla_check_reads_the_layout(monkeypatch, broken):
     shared_prefix_attention(q, k, v, good)
     with pytest.raises(ValueError, match="make layouts by"):
         shared_prefix_attention(q, k, v, SharedLayout(**contents))
+
+
+def test_second_derivatives_are_refused():
+    """They were 0, in silence, where the gradient that came in was a constant."""
+    q, k, v = tensors()
+    (first,) = torch.autograd.grad(
+        shared_prefix_attention(q, k, v, layout()).sum(), q, create_graph=True
+    )
+    with pytest.raises(Unsupported, match="shared_prefix_attention: a derivative of its gradients"):
+        first.square().sum().backward()
+    with pytest.raises(Unsupported, match="a derivative of its gradients is asked for"):
+        torch.autograd.functional.hessian(
+            lambda k: shared_prefix_attention(q, k, v, layout(), return_lse=True)[1].sum(), k
+        )
+
+
+def test_forward_mode_is_refused():
+    """Tangents were 0, in silence."""
+    leaf = tensors()[0]
+    q, k, v = (x.detach() for x in tensors())
+    calls = [
+        (q, lambda q: shared_prefix_attention(q, k, v, layout())),
+        (v, lambda v: shared_prefix_attention(leaf, k, v, layout())),
+    ]
+    for x, call in calls:
+        with pytest.raises(Unsupported, match="shared_prefix_attention: an input has a forward-"):
+            torch.func.jvp(call, (x,), (torch.ones_like(x),))
+
+
+def test_a_scale_that_is_learned():
+    """It once got no gradient, and nobody said so."""
+    q, k, v = tensors()
+    for scale, text in (
+        (torch.ones((), requires_grad=True), "scale is a tensor that requires a gradient"),
+        (torch.ones(2), r"scale is a tensor of shape \(2,\); need a positive number"),
+        ("1", "scale is of type str; need a positive number; scale q instead"),
+    ):
+        with pytest.raises(Unsupported, match=text):
+            shared_prefix_attention(q, k, v, layout(), scale=scale)
+    want = shared_prefix_attention(q, k, v, layout(), scale=0.5)
+    assert torch.equal(shared_prefix_attention(q, k, v, layout(), scale=torch.tensor(0.5)), want)
+
+
+def test_cpu_tensors_whatever_the_default_device():
+    leaves = tensors()
+    weight = torch.ones_like(leaves[0])
+    want = torch.autograd.grad(shared_prefix_attention(*leaves, layout()), leaves, weight)
+    with torch.device("meta"):
+        got = torch.autograd.grad(shared_prefix_attention(*leaves, layout()), leaves, weight)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_a_cpu_call_needs_no_tilelang():

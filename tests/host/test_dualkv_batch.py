@@ -1,5 +1,9 @@
 """What a packed batch gives back: log-probabilities, padded tensors; and plans of micro-batches."""
 
+import copy
+import pickle
+import random
+import time
 from dataclasses import fields
 
 import pytest
@@ -7,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qla_kernels import pack_shared_prompts, plan_microbatches
+from qla_kernels import Unsupported, pack_shared_prompts, plan_microbatches
 from qla_kernels.dualkv import Piece, logprobs
 from tests.compare import assert_close
 
 VOCABULARY = 11
+ROWS = 10  # of logits that some_batch needs
 
 
 def some_batch(seed: int = 0, **others):
@@ -96,6 +101,68 @@ def test_a_temperature_that_is_none(temperature):
         batch.gather_logprobs(logits, temperature=temperature)
 
 
+def test_a_temperature_that_is_learned():
+    """It once got no gradient, and nobody said so."""
+    batch = some_batch()
+    logits = torch.zeros(len(batch.src_rows), VOCABULARY)
+    learned = torch.ones((), requires_grad=True)
+    with pytest.raises(ValueError, match="temperature is a tensor that requires a gradient"):
+        batch.gather_logprobs(logits, temperature=learned)
+    want = batch.gather_logprobs(logits, temperature=2.0)
+    assert torch.equal(batch.gather_logprobs(logits, temperature=torch.tensor(2.0)), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"logits": [[1.0]]}, "logits is of type list; need a tensor"),
+        ({"logits": torch.zeros(ROWS, VOCABULARY).long()}, "logits of torch.int64; need floats"),
+        (
+            {"logits": torch.zeros(ROWS, VOCABULARY, device="meta")},
+            "logits on meta; need cpu",
+        ),
+        ({"logits": torch.zeros(ROWS, 3)}, r"a target of \d+; need 0 to 2, as there are logits"),
+        ({"temperature": "1"}, "temperature is of type str; need a positive number"),
+        ({"temperature": torch.ones(2)}, r"temperature is a tensor of shape \(2,\); need"),
+    ],
+)
+def test_malformed_logits(change, text):
+    batch = some_batch()
+    call = {"logits": torch.zeros(ROWS, VOCABULARY), **change}
+    with pytest.raises(ValueError, match=f"^SharedBatch.gather_logprobs: {text}"):
+        batch.gather_logprobs(call.pop("logits"), **call)
+
+
+def test_a_label_that_no_packer_has_read():
+    """It once took the logit of another token. Those on a GPU are read under QLA_CHECK=1 alone."""
+    batch = some_batch()
+    batch.targets[3] = -100
+    with pytest.raises(ValueError, match="a target of -100; need 0 to 10, as there are logits"):
+        batch.gather_logprobs(torch.zeros(ROWS, VOCABULARY))
+
+
+def test_second_derivatives_are_refused():
+    """They were 0, in silence, where the gradient that came in was a constant."""
+    logits = torch.randn(ROWS, VOCABULARY, dtype=torch.float64, requires_grad=True)
+    found = some_batch().gather_logprobs(logits)
+    (first,) = torch.autograd.grad(found.sum(), logits, create_graph=True)
+    with pytest.raises(Unsupported, match=r"gather_logprobs: a derivative of its grad"):
+        first.square().sum().backward()
+
+
+def test_forward_mode_is_refused():
+    logits = torch.randn(ROWS, VOCABULARY, dtype=torch.float64)
+    with pytest.raises(Unsupported, match=r"gather_logprobs: an input has a forward-"):
+        torch.func.jvp(some_batch().gather_logprobs, (logits,), (logits,))
+
+
+def test_a_batch_says_what_it_is():
+    here = some_batch(pad_to=32)
+    text = "SharedBatch(6 sequences of 2 groups in 32 tokens on {}, 1.09 times fewer)"
+    assert repr(here) == text.format("cpu")
+    assert repr(here.to("meta")) == text.format("meta")
+
+
 def test_to_padded_is_from_padded_backwards():
     batch = some_batch()
     grid = torch.randn(6, 7, 2, requires_grad=True)
@@ -160,6 +227,17 @@ def test_nothing_is_read_back_once_it_is_built():
     assert logits.grad.shape == logits.shape
     assert batch.pack(torch.zeros(21, device="meta")).shape == (21,)
     assert (batch.rho, batch.pair_ratio) == (some_batch().rho, some_batch().pair_ratio)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_batch_goes_to_other_processes_without_its_tables(copied):
+    batch = some_batch()
+    batch.prepare(4, 2)
+    other = copied(batch)
+    assert not other.layout.prepared
+    assert torch.equal(other.layout.tout, batch.layout.tout)
+    assert torch.equal(other.layout.nodes, batch.layout.nodes)
+    assert torch.equal(other.targets, batch.targets)
 
 
 # Micro-batches.
@@ -229,3 +307,32 @@ def test_what_cannot_fit_is_refused():
         plan_microbatches([(15, [])], 14)
     with pytest.raises(ValueError, match="ranks=0; need at least 1"):
         plan_microbatches([], 14, ranks=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"max_tokens": float("nan")}, "max_tokens=nan; need a number"),
+        ({"max_tokens": "8"}, "max_tokens=8; need a number"),
+        ({"max_tokens": -1}, "max_tokens=-1; need a number"),
+        ({"ranks": 1.5}, "ranks=1.5; need at least 1 and at most 131072"),
+        ({"ranks": 10**7}, "ranks=10000000; need at least 1 and at most 131072; pass the number"),
+        ({"token_cost": float("nan")}, "token_cost=nan; need a number from 0 on"),
+        ({"groups": [(3, [1]), (3, [-1])]}, r"group 1 has lengths 3 and \[-1\]; need whole numb"),
+        ({"groups": [(3.5, [1])]}, r"group 0 has lengths 3.5 and \[1\]; need whole numbers of"),
+    ],
+)
+def test_malformed_plans(change, text):
+    with pytest.raises(ValueError, match=f"^plan_microbatches: {text}"):
+        plan_microbatches(**{"groups": [(3, [1])], "max_tokens": 14, **change})
+
+
+def test_a_plan_of_many_groups_is_quick():
+    """It took 9 s: each group looked at each micro-batch, and each micro-batch at each rank."""
+    draw = random.Random(0)
+    groups = [(draw.randint(1, 2000), [draw.randint(1, 2000)] * 4) for _ in range(20_000)]
+    started = time.process_time()
+    plan = plan_microbatches(groups, 20_000, ranks=4096)
+    assert time.process_time() - started < 5
+    assert sum(len(batch) for batches in plan for batch in batches) == len(groups)
+    assert sum(map(len, plan_microbatches([(10, [5])], 20, ranks=1 << 17))) == 1 << 17
