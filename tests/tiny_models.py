@@ -1,11 +1,13 @@
-"""Models of an installed transformers, small and random, with a gated-delta-net layer in them."""
+"""Models of an installed transformers, small and random: with a gated-delta-net layer, or none."""
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 KINDS = ("Qwen3Next", "Qwen3_5")
 VOCABULARY = 50
+ENCODERS = ("Bert", "ModernBert", "Gemma", "Splinter", "Bart's decoder")  # and cross-attention
 
 
 def tiny(kind: str, width: int = 32, head_sizes: tuple[int, int] = (16, 8)) -> nn.Module:
@@ -27,6 +29,27 @@ def tiny(kind: str, width: int = 32, head_sizes: tuple[int, int] = (16, 8)) -> n
     if not hasattr(transformers, "Qwen3_5ForCausalLM"):
         pytest.skip("this transformers has no Qwen3.5")
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes))
+
+
+def encoder(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model whose tokens see later ones, or those of another sequence; what it is called with."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "attention_dropout": 0.0}
+    if kind == "Bart's decoder":
+        sizes |= {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "dropout": 0.0}
+        made = transformers.BartConfig(**sizes, decoder_ffn_dim=48)
+        decoder = transformers.models.bart.modeling_bart.BartDecoder(made)
+        return decoder, {"encoder_hidden_states": torch.randn(1, 128, 32)}
+    if kind == "Gemma":
+        heads = {"num_key_value_heads": 1, "head_dim": 16, "use_bidirectional_attention": True}
+        return transformers.GemmaModel(transformers.GemmaConfig(**sizes, **heads)), {}
+    sizes |= {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    if kind == "ModernBert":
+        sizes |= {"cls_token_id": 0, "sep_token_id": 0}
+    made = getattr(transformers, f"{kind}Config")(**sizes)
+    return getattr(transformers, f"{kind}Model")(made), {}
 
 
 def step(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.integrations.full_attention import anything_else
+from qla_kernels.integrations.full_attention import anything_else, looks_ahead
 
 OP = "shared_prefix attention"
 TRANSFORMERS = "4.57 or later"  # as tested; it has to leave masks to those it does not know
@@ -50,11 +50,12 @@ def register(name: str = "shared_prefix") -> None:
 def check(model: Any) -> None:
     """Refuse a model whose tokens meet by other means than full attention, before its first step.
 
-    Of a config, which will do, what cannot be seen is whether the model would call us at all.
+    Of a config, which will do, what cannot be seen is whether the model would call us at all, and
+    whether it is causal.
 
     Raises:
-        Unsupported: some layers slide a window, cap scores, recur or convolve, or all have an
-            attention of their own.
+        Unsupported: some layers slide a window, cap scores, recur, convolve or look ahead, or all
+            have an attention of their own.
     """
     complaint = anything_else(model)
     if complaint is not None:
@@ -96,11 +97,12 @@ def attend(
         "softcap": softcap,
         "attention sinks": s_aux,
         "position_bias": position_bias,
-        "is_causal": None if is_causal in (None, True) else is_causal,
     }
     for name, given in active.items():
         if given is not None:
             _refuse(name if isinstance(given, Tensor) else f"{name}={given}", "plain attention")
+    if (ahead := looks_ahead(module, is_causal)) is not None:
+        _refuse(ahead, "causal attention")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # q and k come in fp32 from their norms, v from its product

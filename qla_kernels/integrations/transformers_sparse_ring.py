@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.integrations.full_attention import anything_else
+from qla_kernels.integrations.full_attention import anything_else, looks_ahead
 from qla_kernels.sparse_ring import (
     Dense,
     RingGroups,
@@ -59,11 +59,11 @@ def check(model: Any) -> None:
     """Refuse a model whose tokens meet by other means than full attention, before its first step.
 
     Other layers would take a shard for a sequence, and nothing would say so. A config will do, but
-    does not tell whether the model would call us at all.
+    does not tell whether the model would call us at all, and whether it is causal.
 
     Raises:
-        Unsupported: some layers slide a window, cap scores, recur or convolve, or all have an
-            attention of their own.
+        Unsupported: some layers slide a window, cap scores, recur, convolve or look ahead, or all
+            have an attention of their own.
     """
     complaint = anything_else(model)
     if complaint is not None:
@@ -92,12 +92,13 @@ def attention(
     if sparse_ring is None:
         fix = "pass sparse_ring=SparseRingConfig(...) to the model's call"
         raise Unsupported(need(NAME, "no settings", "them in every call of the model", fix))
+    ahead = looks_ahead(module, is_causal)
     for name, given in (
+        (ahead, ahead),
         ("an attention mask", attention_mask),
         ("dropout", dropout or None),
         ("a sliding window", sliding_window),
         ("softcap", softcap),
-        ("is_causal=False", is_causal is False or None),
         ("attention sinks", s_aux),
         ("position_bias", position_bias),
         ("a cache of keys", cache),

@@ -10,10 +10,14 @@ import torch
 from examples import dualkv_grpo
 from qla_kernels import SharedLayout, Unsupported, pack_shared_prompts
 from qla_kernels.integrations import transformers_dualkv as integration
+from qla_kernels.integrations import transformers_sparse_ring
+from qla_kernels.sparse_ring import Dense
 from reference import dualkv
 from tests.compare import assert_close
 from tests.dualkv_inputs import qkv
+from tests.tiny_models import ENCODERS, KINDS, VOCABULARY, encoder, tiny
 
+CAUSAL = SimpleNamespace(is_causal=True)  # as an attention layer says it
 LAYOUT = SharedLayout.from_lengths([(5, [3, 4])])
 
 
@@ -21,7 +25,7 @@ def as_a_layer_passes(**changed: Any) -> dict[str, Any]:
     """Head-major tensors with a batch dimension, and keywords that are for others."""
     query, key, value = (x.transpose(0, 1)[None] for x in qkv(12))
     return {
-        "module": None, "query": query, "key": key, "value": value, "attention_mask": None,
+        "module": CAUSAL, "query": query, "key": key, "value": value, "attention_mask": None,
         "scaling": 0.3, "dropout": 0.0, "sliding_window": None, "shared_prefix": LAYOUT,
         "position_ids": torch.zeros(1, 12), "use_cache": False, **changed,
     }  # fmt: skip
@@ -56,7 +60,8 @@ REFUSED = {
     "softcap": (50.0, "softcap=50.0; need plain attention"),
     "s_aux": (torch.zeros(4), "attention sinks; need plain attention"),
     "position_bias": (torch.zeros(1, 4, 12, 12), "position_bias; need plain attention"),
-    "is_causal": (False, "is_causal=False; need plain attention"),
+    "is_causal": (False, "SimpleNamespace with is_causal=False; need causal attention; run such"),
+    "module": (SimpleNamespace(is_causal=False), "SimpleNamespace with is_causal=False; need caus"),
 }
 
 
@@ -75,7 +80,13 @@ def test_calls_that_are_refused(name):
         ({"sliding_window": None}, None),
         ({"sliding_window": 512}, "sliding_window=512; need None"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
-        ({"layer_types": ["linear_attention", "conv"]}, "layers of conv, linear_attention; need"),
+        (
+            {"layer_types": ["linear_attention", "conv"]},
+            "layers of conv, linear_attention, as gated delta nets, that carry a state from token",
+        ),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder=True; need none"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True; need none"),
+        ({"is_causal": False}, "is_causal=False; need causal attention"),
         ({"layers_block_type": ["attention", "mamba"]}, "layers of mamba; need"),
         ({"layers_block_type": ["attention"]}, None),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0; need none"),
@@ -108,7 +119,67 @@ def test_without_transformers_the_hook_says_so(monkeypatch):
         integration.register()
 
 
+def test_the_keyword_goes_before_what_a_layer_says():
+    """As in transformers; a layer that says nothing may be one of an encoder."""
+    other = SimpleNamespace(is_causal=False)
+    want = integration.attend(**as_a_layer_passes())[0]
+    call = as_a_layer_passes(module=other, is_causal=True)
+    assert integration.attend(**call)[0].shape == want.shape
+    with pytest.raises(Unsupported, match="SimpleNamespace that does not say is_causal; need"):
+        integration.attend(**as_a_layer_passes(module=SimpleNamespace()))
+
+
 # Models of an installed transformers.
+
+
+@pytest.mark.parametrize("hook", [integration, transformers_sparse_ring])
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_models_that_look_ahead_are_refused(kind, hook):
+    """They ran as if they were causal, and nothing said so."""
+    model, others = encoder(kind)
+    hook.register()
+    model.set_attn_implementation(
+        "shared_prefix" if hook is integration else transformers_sparse_ring.NAME
+    )
+    with pytest.raises(Unsupported):
+        hook.check(model)
+    given = {
+        "shared_prefix": SharedLayout.from_lengths([(128, [])]),
+        "sparse_ring": transformers_sparse_ring.SparseRingConfig(pattern=Dense()),
+    }
+    with pytest.raises(Unsupported, match="is_causal"):
+        model(torch.arange(128)[None] % VOCABULARY, **others, **given)
+
+
+def test_a_decoder_beside_an_encoder_of_images_is_not_refused():
+    """What looks ahead there takes no part in a text."""
+
+    class Layer(torch.nn.Module):
+        config = SimpleNamespace()
+
+        def __init__(self, is_causal: bool) -> None:
+            super().__init__()
+            self.is_causal = is_causal
+
+    class Both(torch.nn.Module):
+        config = SimpleNamespace()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.images, self.language_model = Layer(False), Layer(True)
+
+        def get_decoder(self) -> torch.nn.Module:
+            return self.language_model
+
+    integration.check(Both())
+    with pytest.raises(Unsupported, match="Layer with is_causal=False; need causal attention"):
+        integration.check(Both().images)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_delta_nets_are_refused_by_name(kind):
+    with pytest.raises(Unsupported, match="layers of linear_attention, as gated delta nets"):
+        integration.check(tiny(kind))
 
 
 @pytest.fixture

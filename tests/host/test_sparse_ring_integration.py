@@ -46,7 +46,7 @@ def as_ours(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [t.transpose(1, 2) for t in x.values()]
 
 
-LAYER = SimpleNamespace(layer_idx=1)
+LAYER = SimpleNamespace(layer_idx=1, is_causal=True)
 SOLO = RingGroups(ALONE, ALONE, ALONE, None)
 
 
@@ -91,11 +91,16 @@ def test_layers_have_patterns_of_their_own():
     narrow = FixedVerticalSlash([], [0])
     settings = SparseRingConfig(pattern={1: narrow}, dense_layers=(0,))
     for layer, pattern in ((0, Dense()), (1, narrow)):
-        module = SimpleNamespace(layer_idx=layer)
+        module = SimpleNamespace(layer_idx=layer, is_causal=True)
         o, _ = attention(module, **x, attention_mask=None, sparse_ring=settings)
         assert torch.equal(o, sparse_attention(*as_ours(x), pattern=pattern))
     with pytest.raises(Unsupported, match="no pattern for layer 2"):
-        attention(SimpleNamespace(layer_idx=2), **x, attention_mask=None, sparse_ring=settings)
+        attention(
+            SimpleNamespace(layer_idx=2, is_causal=True),
+            **x,
+            attention_mask=None,
+            sparse_ring=settings,
+        )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,10 @@ def test_layers_have_patterns_of_their_own():
         ({"dropout": 0.1}, "got dropout"),
         ({"sliding_window": 64}, "got a sliding window"),
         ({"softcap": 30.0}, "got softcap"),
-        ({"is_causal": False}, "got is_causal=False"),
+        (
+            {"is_causal": False},
+            "got SimpleNamespace with is_causal=False; need plain",
+        ),
         ({"s_aux": torch.zeros(4)}, "got attention sinks"),
         ({"position_bias": torch.zeros(1)}, "got position_bias"),
         ({"cache": object()}, "got a cache of keys"),
