@@ -13,6 +13,7 @@ There is no fallback: what our functions refuse, such as fp32 on a GPU, raises w
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -23,29 +24,30 @@ from torch import Tensor, nn
 from qla_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from qla_kernels.integrations.layout import readable
 
-
-def _of_readable(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours, of q, k and v as a convolution leaves them: without its kernel they lie by channel."""
-
-    @functools.wraps(ours)
-    def run(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return ours(*readable(q, k, v), *args, **kwargs)
-
-    return run
+# Ours, of q, k and v as a convolution leaves them: without its kernel they lie by channel. Layers
+# hold these functions, and a layer is pickled by their names in this module.
 
 
-CHUNK = _of_readable(chunk_gated_delta_rule)
-RECURRENT = _of_readable(fused_recurrent_gated_delta_rule)
+def chunk(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return chunk_gated_delta_rule(*readable(q, k, v), *args, **kwargs)
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return fused_recurrent_gated_delta_rule(*readable(q, k, v), *args, **kwargs)
+
+
+log = logging.getLogger("qla_kernels")
 
 HOLDS, SHARES = "chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"
 HELD: dict[str, Callable[..., Any]] = {  # by a layer
-    HOLDS: CHUNK,
-    "recurrent_gated_delta_rule": RECURRENT,
+    HOLDS: chunk,
+    "recurrent_gated_delta_rule": recurrent,
 }
 SHARED: dict[str, Callable[..., Any]] = {  # by the layers of a module
-    SHARES: CHUNK,
-    "torch_recurrent_gated_delta_rule": RECURRENT,
+    SHARES: chunk,
+    "torch_recurrent_gated_delta_rule": recurrent,
 }
+TAKES = {chunk: chunk_gated_delta_rule, recurrent: fused_recurrent_gated_delta_rule}  # keywords
 BEFORE = "before_qla_kernels"  # where a layer keeps what it held
 
 
@@ -53,7 +55,8 @@ def swap(model: nn.Module) -> int:
     """Let the gated-delta-net layers of `model` call our functions; once more changes nothing.
 
     Returns:
-        How many layers of `model` do. Where functions are shared, other models' layers do, too.
+        How many layers of `model` do; a warning says so if none does. Where functions are shared,
+        other models' layers do, too.
     """
     holders = list(_holders(model))
     for layer in holders:
@@ -67,6 +70,11 @@ def swap(model: nn.Module) -> int:
         for name, ours in SHARED.items():
             if hasattr(home, name) and not hasattr(getattr(home, name), BEFORE):
                 setattr(home, name, _in_place_of(getattr(home, name), ours))
+    if not holders and not sharers:
+        log.warning(
+            "%s has no layer to swap: none holds %s, and none is a %s of a module with %s",
+            type(model).__name__, HOLDS, "...GatedDeltaNet", SHARES,
+        )  # fmt: skip
     return len(holders) + len(sharers)
 
 
@@ -104,7 +112,8 @@ def _sharers(model: nn.Module) -> Iterator[tuple[nn.Module, ModuleType]]:
 
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """Ours, called as a layer calls theirs: with keywords that are for other implementations."""
-    known = [p.name for p in inspect.signature(ours).parameters.values() if p.kind != p.VAR_KEYWORD]
+    taken = inspect.signature(TAKES[ours]).parameters.values()
+    known = [p.name for p in taken if p.kind != p.VAR_KEYWORD]
 
     @functools.wraps(theirs)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,8 @@ of an installed transformers, of whichever kind, run as well. They compute in fp
 
 import copy
 import importlib.util
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -148,7 +150,8 @@ def test_layers_call_our_functions(model):
             function(q, q.half(), v, g=gate, beta=gate)
 
 
-def test_tensors_that_lie_by_channel_are_copied():
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_tensors_that_lie_by_channel_are_copied(monkeypatch, name):
     """Our functions refuse them on a GPU, and a model's convolution leaves no others."""
     given = []
 
@@ -157,7 +160,8 @@ def test_tensors_that_lie_by_channel_are_copied():
 
     x = torch.randn(2, 3, 64, 5).transpose(1, 3)
     wide = torch.randn(2, 5, 9, 64)[:, :, :3]
-    integration._of_readable(ours)(x, wide, x, x)
+    monkeypatch.setattr(integration, name, ours)
+    (integration.chunk if name.startswith("chunk") else integration.recurrent)(x, wide, x, x)
     q, k, v, g = given
     assert q.is_contiguous()
     assert torch.equal(q, x)
@@ -189,6 +193,17 @@ def test_what_a_layer_holds_goes_with_it():
     assert integration.restore(model) == 2
 
 
+def test_a_swapped_model_can_be_pickled(model):
+    """It could not: what a layer held bore the name of another function."""
+    integration.swap(model)
+    other = pickle.loads(pickle.dumps(model))
+    torch.save(model, io.BytesIO())
+    ids = torch.randint(50, (2, 9))
+    assert torch.equal(other(ids)[0], model(ids)[0])
+    for a, b in zip(other.layers, model.layers, strict=True):
+        assert a.functions() == b.functions()
+
+
 def test_layers_of_a_derived_class(model):
     """As FSDP2 makes one, in a module of its own; this one's module cannot be found."""
     theirs = set(model.layers[0].functions())
@@ -200,8 +215,17 @@ def test_layers_of_a_derived_class(model):
     assert integration.restore(model) == 2
 
 
-def test_other_layers_are_left_alone():
+def test_other_layers_are_left_alone(caplog):
     assert integration.swap(nn.Sequential(nn.Linear(3, 3), nn.GELU())) == 0
+    assert caplog.messages == [
+        "Sequential has no layer to swap: none holds chunk_gated_delta_rule, and none is a "
+        "...GatedDeltaNet of a module with torch_chunk_gated_delta_rule"
+    ]
+
+
+def test_a_model_that_is_swapped_warns_of_nothing(model, caplog):
+    integration.swap(model)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("kind", KINDS)
