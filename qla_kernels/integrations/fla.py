@@ -26,6 +26,7 @@ from qla_kernels.gdn.validate import OP, Gate, check_activations, check_tensors
 from qla_kernels.integrations.layout import readable
 
 OPERATION = "gated_delta_rule"
+NAME, RELEASES = "qla_kernels.integrations.fla", "0.5.2 or later"
 SWITCH = "FLA_QLA_KERNELS"
 PRIORITY, PREFERRED = 4, 2  # FlashQLA's is 3; the lowest is asked first
 
@@ -39,7 +40,7 @@ def register(prefer: bool = False) -> bool:
         Whether FLA will ask us. If not, a warning says what switched it off.
 
     Raises:
-        Unsupported: FLA cannot be imported.
+        Unsupported: FLA cannot be imported, or is too old to have backends.
     """
     base, add = _registry()
     add(_backend(base, PREFERRED if prefer else PRIORITY))
@@ -109,16 +110,24 @@ def _registry() -> tuple[type, Callable[[type], object]]:
     except ImportError as error:
         got = f"fla cannot be imported ({error})"
         fix = "pip install flash-linear-attention"
-        raise Unsupported(
-            need("qla_kernels.integrations.fla", got, "0.5.2 or later", fix)
-        ) from error
+        raise Unsupported(need(NAME, got, RELEASES, fix)) from error
     try:
         backends: Any = importlib.import_module("fla.backends")  # 0.6
     except ModuleNotFoundError:
-        backends = importlib.import_module("fla.ops.backends")  # 0.5.2
-        registry: Any = importlib.import_module(f"fla.ops.{OPERATION}.backends").gdr_registry
-        return backends.BaseBackend, lambda backend: registry.register(backend())
+        return _older_registry()
     return backends.BaseBackend, backends.register(OPERATION)
+
+
+def _older_registry() -> tuple[type, Callable[[type], object]]:
+    """That of 0.5.2; releases before had none for this function."""
+    try:
+        base: type = importlib.import_module("fla.ops.backends").BaseBackend
+        registry: Any = importlib.import_module(f"fla.ops.{OPERATION}.backends").gdr_registry
+    except (ImportError, AttributeError) as error:
+        release = getattr(sys.modules["fla"], "__version__", "of an unknown release")
+        got, fix = f"fla {release}, which asks no backends", "pip install -U flash-linear-attention"
+        raise Unsupported(need(NAME, got, RELEASES, fix)) from error
+    return base, lambda backend: registry.register(backend())
 
 
 def _backend(base: type, order: int) -> type:

@@ -190,6 +190,22 @@ def test_without_fla(monkeypatch):
         fla.register()
 
 
+@pytest.mark.parametrize("missing", ["fla.ops.backends", "fla.ops.gated_delta_rule.backends"])
+@pytest.mark.parametrize("release", ["0.5.1", None])
+def test_a_release_without_backends(monkeypatch, missing, release):
+    """It once ended in a ModuleNotFoundError for a module of fla."""
+    modules, _ = fla_stand_ins.build("0.5.2")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in modules.keys() - {missing}:
+        monkeypatch.setitem(sys.modules, name, modules[name])
+    if release is not None:
+        modules["fla"].__version__ = release
+    text = f"fla {release or 'of an unknown release'}, which asks no backends; need 0.5.2 or later"
+    with pytest.raises(Unsupported, match=f"^qla_kernels.integrations.fla: {text}; pip install -U"):
+        fla.register()
+
+
 def test_with_an_installed_fla(monkeypatch):
     ops = pytest.importorskip("fla.ops.gated_delta_rule", exc_type=ImportError)
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
