@@ -135,6 +135,28 @@ def test_trl_recipe(code, rollouts):
             method(*call, **given)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_trl_recipe_generates_by_torch_s_attention(code, fails):
+    """It once failed at the first step: TRL generates with the model that it trains."""
+    chosen = ["shared_prefix"]
+
+    class Base:
+        model = SimpleNamespace(set_attn_implementation=chosen.append)
+        accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+
+        def _generate(self, prompts):
+            assert chosen[-1] == "sdpa"
+            return prompts if not fails else 1 / 0
+
+    trainer = code["shared_prefix_trainer"](Base)()
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            trainer._generate([1, 2])
+    else:
+        assert trainer._generate([1, 2]) == [1, 2]
+    assert chosen == ["shared_prefix", "sdpa", "shared_prefix"]
+
+
 @pytest.mark.parametrize("by_label", [False, True])
 def test_recipe_for_micro_batches(code, rollouts, by_label):
     _, ids, mask, uid, width, _ = rollouts
