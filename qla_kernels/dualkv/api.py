@@ -60,15 +60,18 @@ def shared_prefix_attention(
     and the others of whole 16 bytes.
 
     The first call with a layout builds the tables that its kernels work off, on the host;
-    `layout.prepare` does that ahead of time, as torch.compile wants.
+    `layout.prepare` does that ahead of time, as torch.compile and captures of CUDA graphs want.
+    No gradient is differentiable in turn, nothing carries forward-mode tangents, and `scale` gets
+    no gradient: asking for these raises Unsupported.
 
     Args:
         q: [T, H, D] packed tokens.
         k, v: [T, Hk, D], H a multiple of Hk; query head h reads key head h // (H / Hk).
         layout: of a packed batch (`batch.layout`), or SharedLayout.from_lengths; on q's device.
         scale: D ** -0.5 if None.
-        deterministic: whether gradients must repeat bit for bit, at a cost. If None, what
-            torch.use_deterministic_algorithms says. Results, and those of CPU tensors, always do.
+        deterministic: whether all gradients must repeat bit for bit, at a cost: at D = 128 dq is
+            otherwise added up by atomics. If None, what torch.use_deterministic_algorithms says.
+            Results, dk and dv always repeat, and so do dq at D = 64 and that of CPU tensors.
         return_lse: also return the log of the sum of exponentials, natural, differentiable too.
 
     Returns:

@@ -40,7 +40,7 @@ def is_whole(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def end_to_end(op: str, parts: Sequence[Tensor]) -> Tensor:
+def end_to_end(op: str, parts: list[Tensor]) -> Tensor:
     """All tokens in one tensor."""
     places = sorted({str(x.device) for x in parts})
     if len(places) > 1:

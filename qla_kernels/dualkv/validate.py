@@ -64,8 +64,8 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | No
             "bfloat16, float16, float32 or float64",
         )
         return got, needs, "cast them"
-    if scale is not None and (got := unfit_factor("scale", scale)) is not None:
-        return got, "a positive number", "scale q instead, or leave it out"
+    if scale is not None and (wrong := unfit_factor("scale", scale)) is not None:
+        return wrong, "a positive number", "scale q instead, or leave it out"
     if q.device.type not in ("cpu", "cuda", "meta"):
         return f"tensors are on {q.device.type}", "cpu or cuda", f"move them, or {ELSEWHERE}"
     return None

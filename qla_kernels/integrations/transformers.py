@@ -47,7 +47,10 @@ SHARED: dict[str, Callable[..., Any]] = {  # by the layers of a module
     SHARES: chunk,
     "torch_recurrent_gated_delta_rule": recurrent,
 }
-TAKES = {chunk: chunk_gated_delta_rule, recurrent: fused_recurrent_gated_delta_rule}  # keywords
+TAKES: dict[Callable[..., Any], Callable[..., Any]] = {  # whose keywords
+    chunk: chunk_gated_delta_rule,
+    recurrent: fused_recurrent_gated_delta_rule,
+}
 BEFORE = "before_qla_kernels"  # where a layer keeps what it held
 
 

@@ -1,13 +1,21 @@
 """The forward of shared-prompt attention on a GPU: against fp64, and against torch's own."""
 
+import gc
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from qla_kernels import SharedLayout, Unsupported, shared_prefix_attention
+from qla_kernels import (
+    SharedLayout,
+    Unsupported,
+    pack_shared_prompts,
+    shared_prefix_attention,
+)
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.ops import Forward
-from tests.dualkv_forward_check import FOREST, GROUPS, Call, call, check, wanted
+from tests.compare import assert_close
+from tests.dualkv_forward_check import FOREST, GROUPS, LIMITS, Call, call, check, wanted
 from tests.dualkv_inputs import GROUPS as EDGE_CASES
 from tests.dualkv_inputs import folded, grown
 
@@ -170,3 +178,96 @@ def test_compiles_to_one_graph():
     compiled = torch.compile(shared_prefix_attention, fullgraph=True, backend="aot_eager")
     want = shared_prefix_attention(x.q, x.k, x.v, x.layout)
     assert torch.equal(compiled(x.q, x.k, x.v, x.layout), want)
+
+
+# The tables of a layout.
+
+
+def test_a_capture_does_not_build_tables():
+    """Their copy would read, at each replay, host memory that is gone."""
+    x = on_gpu([(140, [33, 70])])
+    x.layout.prepare(8, 2)
+    fresh = SharedLayout.from_lengths([(140, [33, 70])], device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = x.q * 2
+        with pytest.raises(ValueError, match=r"call layout\.prepare\(8, 2\) before the capture of"):
+            shared_prefix_attention(x.q, x.k, x.v, fresh)
+    assert not fresh.prepared
+    graph.replay()
+    assert torch.equal(kept, x.q * 2)
+
+
+def test_a_graph_keeps_the_tables_of_a_layout_that_is_gone():
+    """First used under capture, then dropped, and their memory taken by others."""
+    forward(on_gpu([(140, [33, 70])]))  # compiled, loaded
+    x = on_gpu([(140, [70, 33])])
+    x.layout.prepare(8, 2)
+    want = wanted(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = shared_prefix_attention(x.q, x.k, x.v, x.layout, return_lse=True)
+    q, k, v = x.q, x.k, x.v  # the graph reads these; the layout goes
+    sizes = [t.numel() for t in x.layout.prepare(8, 2)]
+    del x
+    gc.collect()
+    taken = [torch.full((n,), 1 << 20, dtype=torch.int32, device="cuda") for n in sizes * 50]
+    taken.append(torch.full((sum(sizes),), 1 << 20, dtype=torch.int32, device="cuda"))
+    o.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_close("o", o.double(), want.o, LIMITS[q.dtype])
+    assert_close("lse", lse.double(), want.lse, 1e-4)
+    assert k.isfinite().all()
+    assert v.isfinite().all()
+
+
+def test_another_stream_waits_for_the_tables():
+    """They are filled on the stream of the first caller, which may be busy."""
+    forward(on_gpu([(140, [33, 70])]))  # compiled, loaded
+    x = on_gpu([(140, [70, 33])])
+    want = wanted(x)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(500_000_000)  # cycles: about a quarter of a second
+            x.layout.prepare(8, 2)
+        with torch.cuda.stream(second):
+            o = shared_prefix_attention(x.q, x.k, x.v, x.layout)
+        assert not first.query()  # nor did the host wait
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert_close("o", o.double(), want.o, LIMITS[x.q.dtype])
+
+
+def test_the_default_stream_waits_for_tables_of_another():
+    forward(on_gpu([(140, [33, 70])]))
+    x = on_gpu([(140, [70, 33])])
+    want = wanted(x)
+    first = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(500_000_000)
+        x.layout.prepare(8, 2)
+    o = shared_prefix_attention(x.q, x.k, x.v, x.layout)
+    torch.cuda.synchronize()
+    assert_close("o", o.double(), want.o, LIMITS[x.q.dtype])
+
+
+def test_with_the_gpu_as_the_default_device():
+    """The host's tensors were made there, and could not be read."""
+    with torch.device("cuda"):
+        batch = pack_shared_prompts([torch.arange(40)], [[torch.arange(33), torch.arange(9)]])
+        assert batch.input_ids.is_cuda
+        assert batch.layout.nodes.device.type == "cpu"
+        x = on_gpu(batch.layout)
+        q = x.q.requires_grad_()
+        o = shared_prefix_attention(q, x.k, x.v, batch.layout)
+        o.sum().backward()
+    assert_close("o", o.detach().double(), wanted(x).o.detach(), LIMITS[q.dtype])
+    assert q.grad.isfinite().all()
