@@ -1,9 +1,9 @@
 """Shared-prompt attention: prompts that many responses have in common are stored and run once.
 
-Reading order: prompts.py, padded.py and prefix_tree.py (from sequences to a batch), batch.py (the
-batch), plan.py (who sees whom), logprobs.py and microbatch.py; then api.py (what a call means),
-validate.py, autograd.py and ops.py (what torch sees), and cpu.py (what runs). compat.py takes the
-arguments of other kernels.
+Reading order: tokens.py (what packers take), prompts.py, padded.py and prefix_tree.py (from
+sequences to a batch), batch.py (the batch), plan.py (who sees whom), logprobs.py and microbatch.py;
+then api.py (what a call means), validate.py, autograd.py and ops.py (what torch sees), and cpu.py
+(what runs). compat.py takes the arguments of other kernels.
 """
 
 from qla_kernels.dualkv.api import shared_prefix_attention

@@ -23,6 +23,7 @@ CAPABILITY = (9, 0)
 HEAD_SIZES = (64, 128)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+NUMBERS = (int, float)
 TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
 ELSEWHERE = "use torch's flex_attention with the mask k <= q < layout.tout[k]"
 
@@ -78,7 +79,7 @@ def unfit_factor(name: str, x: Any) -> str | None:
             return f"{name} is a tensor that requires a gradient, and would get none"
         if x.numel() != 1:
             return f"{name} is a tensor of shape {tuple(x.shape)}"
-    elif not (isinstance(x, int | float) or hasattr(x, "__float__")):
+    elif not isinstance(x, NUMBERS) and not hasattr(x, "__float__"):
         return f"{name} is of type {type(x).__name__}"
     return None if 0 < x < float("inf") else f"{name}={x}"
 
@@ -146,8 +147,9 @@ def check_tensors(
     if not isinstance(layout, SharedLayout):
         got, fix = f"layout is {type(layout).__name__}", "pass batch.layout"
         raise ValueError(need(op, got, "a SharedLayout", fix))
-    expect_tensors(op, q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            expect_tensors(op, **{name: x})
         if x.dim() != 3:
             got, needs = f"{name} has {x.dim()} dimensions", "3: [T, heads, size]"
             fix = f"pass {name}[0] if there is a batch dimension"

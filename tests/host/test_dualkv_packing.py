@@ -324,9 +324,9 @@ MALFORMED = {
         "pack_padded: input_ids is of type list; need a tensor; pass input_ids as one",
     ),
     "positions of one row": (
-        lambda: pack_padded(torch.zeros(1, 4).long(), torch.ones(1, 4), 2,
+        lambda: pack_padded(torch.zeros(2, 4).long(), torch.ones(2, 4), 2,
                             position_ids=torch.arange(4)),
-        "pack_padded: position_ids of shape (4,); need [..., 1, 4]; give one for each token",
+        "pack_padded: position_ids of shape (4,); need [..., 2, 4]; give one for each token",
     ),
     "positions elsewhere": (
         lambda: pack([[1]], [[]], position_ids=torch.zeros(1, device="meta")),
