@@ -9,11 +9,11 @@ Scores are never held for more than a few thousand keys. Across numbers of ranks
 in its last bit, so a line at the very edge may; on the ranks of one call nothing can.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
+from qla_kernels import device
+from qla_kernels.device_tables import kept
 from qla_kernels.sparse_ring.groups import ALONE, Ring
 from qla_kernels.sparse_ring.index import VSIndex, given
 from qla_kernels.sparse_ring.layouts import Layout
@@ -55,7 +55,8 @@ def _estimated(
     if ring.size > 1:  # q is the caller's
         q_obs = ring.broadcast(q_obs.clone(memory_format=torch.contiguous_format), owner)
 
-    block, place = _blocks(layout, ring.rank, T, q.device)
+    with device.of(q):
+        block, place = _blocks(q.device, layout, ring.rank, T)
     lse = run.window_lse(q_obs, k, block, last, scale)
     if ring.size > 1:
         (lse,) = ring.gather(lse.logsumexp(0)).wait()
@@ -67,16 +68,14 @@ def _estimated(
     return run.select(found, tile, seqlen, T, pattern)
 
 
-@functools.lru_cache(maxsize=16)
-def _blocks(layout: Layout, rank: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The blocks of a rank's shard; and where each block of the sequence is among all shards'.
-
-    Kept, because making them on the host and copying them would make it wait for the device.
-    """
-    block = layout.positions(T, rank)[::BLOCK] // BLOCK
-    first = torch.arange(0, T, BLOCK)
-    place = (layout.owner(first, T) * (T // layout.world) + layout.local(first, T)) // BLOCK
-    return block.int().to(device), place.to(device)
+@kept(16)
+def _blocks(on: torch.device, layout: Layout, rank: int, T: int) -> tuple[Tensor, Tensor]:
+    """The blocks of a rank's shard; and where each block of the sequence is among all shards'."""
+    rows = T // layout.world
+    block = layout.position(rank, torch.arange(0, rows, BLOCK, device=on), T) // BLOCK
+    first = torch.arange(0, T, BLOCK, device=on)
+    place = (layout.owner(first, T) * rows + layout.local(first, T)) // BLOCK
+    return block.int(), place
 
 
 def _gathered(ring: Ring, mine: Candidates, tile: Tensor) -> tuple[Candidates, Tensor]:

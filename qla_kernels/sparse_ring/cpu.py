@@ -50,14 +50,14 @@ def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: Vertic
 
 def _window(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Iterator[Tensor]:
     """Scores of the observed queries, some keys at a time; -inf where a key is not seen."""
-    query = last * BLOCK + torch.arange(q_obs.shape[1])[:, None]
+    query = last * BLOCK + torch.arange(q_obs.shape[1], device="cpu")[:, None]
     parts = zip(torch.split(k, KEYS, 1), torch.split(_tokens(block), KEYS), strict=True)
     for keys, token in parts:
         yield _scores(q_obs, keys, scale).masked_fill(token > query, -torch.inf)
 
 
 def _tokens(block: Tensor) -> Tensor:
-    return (block[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    return (block[:, None] * BLOCK + torch.arange(BLOCK, device="cpu")).flatten()
 
 
 def compact(shard: Shard, k: Tensor, v: Tensor, visited: list[Visit], columns: Columns) -> None:
@@ -82,7 +82,7 @@ def forward(
 ) -> None:
     o, lse = partial
     if o is None:
-        o = torch.empty(q.shape, dtype=wide(q))
+        o = torch.empty(q.shape, dtype=wide(q), device=q.device)
     if first:
         o.zero_()
         lse.fill_(-torch.inf)
@@ -123,7 +123,7 @@ def backward_queries(
     out: Tensor | None,
 ) -> None:
     if dq is None:
-        dq = torch.empty(q.shape, dtype=wide(q))
+        dq = torch.empty(q.shape, dtype=wide(q), device=q.device)
     if first:
         dq.zero_()
     for tile in _query_tiles(shard):

@@ -108,7 +108,7 @@ def given(pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: o
             v_idx, v_idx.sum(-1, dtype=torch.int32), pack(active), torch.ones_like(nan), T
         )
     v_idx = torch.stack([_padded(head, T, pattern.v_idx) for head in _each(pattern.v_idx, H)])
-    active = torch.zeros(H, T // BLOCK, dtype=torch.bool)
+    active = torch.zeros(H, T // BLOCK, dtype=torch.bool, device="cpu")
     active[:, 0] = True
     for h, head in enumerate(_each(pattern.d_idx, H)):
         active[h, list(head)] = True
@@ -123,7 +123,7 @@ def _each(lines: Lines, H: int) -> Lines:
 
 def _padded(head: tuple[int, ...], T: int, lines: Lines) -> Tensor:
     room = max(map(len, lines)) - len(head)
-    return torch.tensor([*head, *[T] * room], dtype=torch.int32)
+    return torch.tensor([*head, *[T] * room], dtype=torch.int32, device="cpu")
 
 
 def fits(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | None:

@@ -12,6 +12,7 @@ from qla_kernels.sparse_ring.kernels import bwd_dq as dq_kernel
 from qla_kernels.sparse_ring.kernels import scatter as scatter_kernel
 from qla_kernels.sparse_ring.layouts import TILE
 from qla_kernels.sparse_ring.operands import (
+    INT32,
     chunks,
     columns_of,
     dtype_name,
@@ -152,6 +153,6 @@ def _readable(x: Tensor) -> Tensor:
     """x [B, L, H, D] in whole 16 bytes: a gradient comes in whatever strides it has."""
     step = ALIGNMENT // x.element_size()
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-    in_whole_pieces = all(s > 0 and s % step == 0 for s in strides)
+    in_whole_pieces = all(0 < s <= INT32 and s % step == 0 for s in strides)
     aligned = x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0
     return x if in_whole_pieces and aligned else x.contiguous()

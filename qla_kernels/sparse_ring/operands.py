@@ -5,6 +5,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from qla_kernels.device_tables import kept, numbers
+from qla_kernels.errors import Unsupported, need
 from qla_kernels.sparse_ring.layouts import TILE, Layout
 from qla_kernels.sparse_ring.patterns import BLOCK
 from qla_kernels.sparse_ring.plan import Visit
@@ -25,6 +27,9 @@ def rows(x: Tensor) -> Tensor:
     shape, strides, size = x.shape, x.stride(), x.shape[-1]
     if strides[-1] == 1 and all(0 < s <= INT32 and s % size == 0 for s in strides[:-1]):
         return x  # a view costs as much as the rest of this, and there are many
+    if any(n > 1 and s > INT32 for n, s in zip(shape, strides, strict=True)):
+        got, fix = f"strides {tuple(strides)} for a shape {tuple(shape)}", "pass fewer sequences"
+        raise Unsupported(need("sparse attention", got, f"strides of at most {INT32}", fix))
     mended = [s if n > 1 else size for n, s in zip(shape[:-1], strides, strict=False)]
     return x.as_strided(shape, (*mended, 1))
 
@@ -60,24 +65,21 @@ def _nothing(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=KEPT)
+@kept(KEPT)
 def visits_on(device: torch.device, B: int, visits: tuple[Visit, ...]) -> Tensor:
-    """int32 [visits, 5]: the slot's first row of `chunks`, bucket, first block, end, its place.
-
-    Kept, so that it is copied to the device once, and a CUDA graph finds it there.
-    """
+    """int32 [visits, 5]: the slot's first row of `chunks`, bucket, first block, end, its place."""
     fields = [[x.slot * B, x.bucket, x.first, x.end, x.row0] for x in visits]
-    return torch.tensor(fields, dtype=torch.int32, device=device)
+    return numbers(fields, device)
 
 
-@lru_cache(maxsize=KEPT)
+@kept(KEPT)
 def first_blocks_on(device: torch.device, layout: Layout, rank: int, T: int) -> Tensor:
     """int32 [tiles]: the block of the sequence that each tile of a rank's shard begins with."""
     row = torch.arange(0, T // layout.world, TILE, device=device)
-    return (layout.position(torch.tensor(rank), row, T) // BLOCK).int()
+    return (layout.position(rank, row, T) // BLOCK).int()
 
 
-@lru_cache(maxsize=KEPT)
+@kept(KEPT)
 def first_blocks_of(device: torch.device, layout: Layout, ranks: tuple[int, ...], T: int) -> Tensor:
     """int32 [ranks, tiles]."""
     return torch.stack([first_blocks_on(device, layout, rank, T) for rank in ranks])
