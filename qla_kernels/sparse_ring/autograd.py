@@ -2,7 +2,7 @@
 
 Saved are q, k, v, o, LSE, the index, and the rows of k and v that verticals need: nothing of other
 ranks' chunks. The table of diagonals is made again. Nothing is cast under autocast. A backward is
-not differentiable in turn.
+not differentiable in turn, and raises where it is asked to be.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.sparse_ring import ops, ring
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.route import Batch, Route
@@ -61,11 +61,9 @@ class SparseAttention(torch.autograd.Function):
         return done[0], done[1]
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivative("sparse_attention")
     @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def backward(  # type: ignore[override]
-        ctx: Any, do: Tensor | None, dlse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, *lines, o, lse, columns_k, columns_v = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         settings = (ctx.seqlen, ctx.scale)

@@ -23,15 +23,15 @@ from qla_kernels.sparse_ring.shard import Columns, shard_of, wide
 
 SCHEMAS = {
     "vertical_slash_index": """(
-        Tensor q, Tensor k, int seqlen, float scale, float recall_v, float recall_s, int max_v,
+        Tensor q, Tensor k, SymInt seqlen, float scale, float recall_v, float recall_s, int max_v,
         int? max_s, int sink, int window, str estimator, int kappa, int gap_close
     ) -> (Tensor v_idx, Tensor v_cnt, Tensor d_bits, Tensor window_recall)""",
     "vertical_slash_fwd": """(
-        Tensor q, Tensor k, Tensor v, Tensor v_idx, Tensor v_cnt, Tensor d_bits, int seqlen,
+        Tensor q, Tensor k, Tensor v, Tensor v_idx, Tensor v_cnt, Tensor d_bits, SymInt seqlen,
         float scale
     ) -> (Tensor o, Tensor lse, Tensor columns_k, Tensor columns_v)""",
     "vertical_slash_bwd": """(
-        Tensor q, Tensor k, Tensor v, Tensor v_idx, Tensor v_cnt, Tensor d_bits, int seqlen,
+        Tensor q, Tensor k, Tensor v, Tensor v_idx, Tensor v_cnt, Tensor d_bits, SymInt seqlen,
         float scale, Tensor o, Tensor lse, Tensor columns_k, Tensor columns_v, Tensor do,
         Tensor? dlse
     ) -> (Tensor dq, Tensor dk, Tensor dv)""",
