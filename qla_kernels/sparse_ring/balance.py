@@ -27,7 +27,7 @@ class Balance:
     """What a call costs; `work` sums the heads, because a launch runs them together."""
 
     work: Array  # [world, steps] tiles of each rank in each step of its ring
-    start: Array  # [world, steps] when each step begins, in units of t
+    start: Array  # [world, steps] when each step begins, in the unit of t, x and x_outer
     end: Array  # [world, steps]
 
     @property
@@ -68,17 +68,28 @@ def balance_report(
     x_outer: float = 0.0,
     columns_last: bool = False,
 ) -> Balance:
-    """Simulate one attention call.
+    """Simulate one attention call: when each rank computes which chunk, and for how long.
+
+    A rank starts a step when it is done with the one before and the chunk of this one has come.
+    Time has no unit of its own: `t`, `x` and `x_outer` are in the same one, such as milliseconds,
+    and the result's times are in it, too. With the defaults a tile takes 1 and a transfer nothing.
 
     Args:
         mask: an index, (columns, diagonals) of each head, or a block mask [T / 64, T / 64].
         T: tokens: whole blocks of 64, and at least one for every rank.
         layout: who holds what.
         inner_size: ranks a node of a double ring, a divisor of all ranks; None for the plain ring.
-        t: time of a tile.
-        x, x_outer: time of a transfer to the next rank, and to the next node.
+        t: time that a rank takes for a 64 x 64 tile, of one head.
+        x: time that a chunk of k and v takes from a rank to the next one of its node.
+        x_outer: the same from node to node; it has a whole turn of the inner ring to arrive.
         columns_last: columns are attended to in the last step, as our launches do, instead of where
             their rows are.
+
+    Returns:
+        Balance: `work`, `start` and `end` of each rank's steps, [world, world]; three imbalances,
+        busiest by mean, 1 if even: `id_total` of ranks, `id_step` of the ranks in each step,
+        `id_within` of a rank's steps; and `makespan`, the time until the last rank is done by
+        the mean time that a rank computes, which is what waiting costs. It prints as one line.
     """
     world = layout.world
     inner_size = world if inner_size is None else inner_size
@@ -147,7 +158,7 @@ def _work(mask: Any, T: int, layout: Layout) -> tuple[Array, Array]:
 
 
 def _owner_of_blocks(T: int, layout: Layout) -> npt.NDArray[np.int64]:
-    return np.asarray(layout.owner(torch.arange(0, T, BLOCK), T))
+    return np.asarray(layout.owner(torch.arange(0, T, BLOCK, device="cpu"), T))
 
 
 def _counted(i: Any, j: Any, weight: Any, world: int) -> Array:
