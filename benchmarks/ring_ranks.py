@@ -85,7 +85,7 @@ def ring_of(rank: int, world: int, nodes: int) -> RingGroups:
         Silent(None, rank, world),
         Silent(None, rank % inner, inner),
         Silent(None, rank // inner, world // inner),
-        side=None,
+        agreement=None,
     )
 
 

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported
 from qla_kernels.sparse_ring import ops
+from qla_kernels.sparse_ring.agreement import ends_a_graph
 from qla_kernels.sparse_ring.autograd import Around, SparseAttention
 from qla_kernels.sparse_ring.build import build
+from qla_kernels.sparse_ring.call import RingCall
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.heuristics import Schedule, schedule_of
 from qla_kernels.sparse_ring.heuristics import chunks_per_launch as launch_size
@@ -22,11 +25,11 @@ from qla_kernels.sparse_ring.validate import (
     BUILD_OP,
     OP,
     RING_OP,
-    RingCall,
     check_group,
     check_lines,
     check_tensors,
     checking,
+    defaults,
     refusal,
 )
 
@@ -71,7 +74,8 @@ def sparse_attention(
         Unsupported: they do, but this version cannot run them; `sparse_ring.refusal` says why.
     """
     check_tensors(OP, q, k, v)
-    T, seqlen, scale = _defaults(q, 1, seqlen, scale)
+    refuse_forward_mode(OP, q, k, v)
+    T, seqlen, scale = defaults(OP, q, 1, seqlen, scale)
     check_lines(OP, q, T, seqlen, pattern, index)
     _require(refusal(q, k, v, scale=scale))
     if index is None:
@@ -84,6 +88,7 @@ def sparse_attention(
     return _result(o, lse, index, return_lse, return_index)
 
 
+@ends_a_graph
 def sparse_ring_attention(
     q: Tensor,
     k: Tensor,
@@ -126,10 +131,10 @@ def sparse_ring_attention(
             timeouts of the group.
     """
     check_group(RING_OP, group)
-    T, seqlen, scale = _defaults(q, group.world, seqlen, scale)
     lines = (pattern, index, seqlen, scale)
-    world, settings = group.world, (schedule, chunks_per_launch)
-    _agree(group, RingCall(RING_OP, q, k, v, T, layout, world, *lines, *settings))
+    settings = (schedule, chunks_per_launch)
+    call = RingCall(RING_OP, q, k, v, layout, group.world, *lines, *settings)
+    seqlen, scale = call.agreed(group)
     striped = isinstance(layout, StripedLayout)
     gathered = 2 * group.world * k.numel() * k.element_size()
     chosen = schedule_of(schedule, group.world, group.inner.size, gathered, striped)
@@ -162,34 +167,29 @@ def build_index(
     """
     if group is None and layout is None:
         check_tensors(BUILD_OP, q, k, k)
-        T, seqlen, scale = _defaults(q, 1, seqlen, scale)
+        T, seqlen, scale = defaults(BUILD_OP, q, 1, seqlen, scale)
         check_lines(BUILD_OP, q, T, seqlen, pattern, None)
         _require(refusal(q, k, k, scale=scale, op=BUILD_OP))
         return _local_index(q, k, pattern, seqlen, scale)
+    return _index_of_ring(q, k, pattern, layout, group, seqlen, scale)
+
+
+@ends_a_graph
+def _index_of_ring(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    layout: Layout | None,
+    group: RingGroups | None,
+    seqlen: int | None,
+    scale: float | None,
+) -> VSIndex:
     group = check_group(BUILD_OP, group)
-    T, seqlen, scale = _defaults(q, group.world, seqlen, scale)
     lines = (pattern, None, seqlen, scale)
-    _agree(group, RingCall(BUILD_OP, q, k, k, T, layout, group.world, *lines, "auto", None))
+    call = RingCall(BUILD_OP, q, k, k, layout, group.world, *lines, "auto", None)
+    seqlen, scale = call.agreed(group)
     assert layout is not None, "check_ring asks for one"
     return build(q, k, pattern, layout, seqlen, scale, group.whole)
-
-
-def _agree(group: RingGroups, call: RingCall) -> None:
-    """All ranks raise what any of them found, or none does."""
-    problem = call.problem()
-    group.agree(call.op, {**call.facts(), "what is wrong": problem}, checking())
-    if problem is not None:
-        raise problem
-
-
-def _defaults(
-    q: Tensor, world: int, seqlen: int | None, scale: float | None
-) -> tuple[int, int, float]:
-    """T, seqlen and scale, of whatever q is."""
-    T = world * q.shape[1] if q.dim() > 1 else 0
-    size = max((1, *q.shape[-1:]))
-    scale = float(scale) if scale is not None else float(size**-0.5)
-    return T, T if seqlen is None else seqlen, scale
 
 
 def _local_index(

@@ -1,10 +1,12 @@
-"""The process groups of a ring, the transfers over them, and the agreement that comes before.
+"""The process groups of a ring, and the transfers over them.
 
 A call that went wrong on one rank must not leave the others waiting: facts are compared on every
 rank before the first transfer, each group has a timeout, and whatever a lost rank makes of a
 transfer becomes one kind of error.
 """
 
+import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,13 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.errors import need
+from qla_kernels.sparse_ring.agreement import GROUPS, Agreement, RingError, explained
 
-GROUPS = "RingGroups"
-Said = tuple[tuple[str, str], ...]  # facts of a call: names and values
+__all__ = ["ALONE", "Pending", "Ring", "RingError", "RingGroups"]
 
-
-class RingError(RuntimeError):
-    """A transfer or an agreement failed: a rank died, hangs, or makes other calls than this one."""
+_created = itertools.count()  # rings of this process: all ranks make them together
 
 
 class Pending:
@@ -33,7 +33,7 @@ class Pending:
     def wait(self) -> Sequence[Tensor]:
         """On a GPU the current stream waits, not the host."""
         while self._works:  # each is waited for once: gloo would wait for another transfer
-            with _explained("a transfer between ranks failed"):
+            with explained("a transfer between ranks failed"):
                 self._works.pop(0).wait()
         return self._received
 
@@ -74,7 +74,7 @@ class Ring:
         for n, (x, room) in enumerate(zip(send, receive, strict=True)):
             ops.append(dist.P2POp(dist.isend, x, None, self.group, tag + n, to))
             ops.append(dist.P2POp(dist.irecv, room, None, self.group, tag + n, source))
-        with _explained("a transfer between ranks could not be posted"):
+        with explained("a transfer between ranks could not be posted"):
             return Pending(dist.batch_isend_irecv(ops), receive)
 
     def gather(self, *tensors: Tensor) -> Pending:
@@ -82,7 +82,7 @@ class Ring:
         if self.group is None:
             return Pending([], [x[None] for x in tensors])
         rooms = [x.new_empty(self.size, *x.shape) for x in tensors]
-        with _explained("a gather over all ranks could not be posted"):  # one transfer
+        with explained("a gather over all ranks could not be posted"):  # one transfer
             work = self.group.allgather_into_tensor_coalesced(
                 [x.view(-1) for x in rooms], [x.view(-1) for x in tensors]
             )
@@ -92,16 +92,25 @@ class Ring:
         """Of x [size, ...] of all ranks the sum of x[rank], each rank's to that rank."""
         own = torch.empty_like(x[0])
         assert self.group is not None, "more than one rank"
-        with _explained("a sum over all ranks could not be posted"):
+        with explained("a sum over all ranks could not be posted"):
             work = self.group.reduce_scatter_tensor_coalesced([own.view(-1)], [x.view(-1)])
         return Pending([work], [own])
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """x of rank `source`, in place."""
         if self.group is not None:
-            with _explained("a broadcast to all ranks failed"):
+            with explained("a broadcast to all ranks failed"):
                 dist.broadcast(x, group=self.group, group_src=source)
         return x
+
+    def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Rows of x, so many for each rank in turn; the rows that the others have for this one."""
+        if self.group is None:
+            return x
+        rows = x.new_empty(sum(received), *x.shape[1:])
+        with explained("an exchange between all ranks failed"):
+            dist.all_to_all_single(rows, x, received, sent, group=self.group)
+        return rows
 
 
 ALONE = Ring(None, 0, 1)
@@ -113,14 +122,13 @@ class RingGroups:
 
     Rank r is number r % inner.size of node r // inner.size. Inner and outer rings have groups of
     their own, because transfers of one group wait for each other, and a hop inside a node must not
-    wait for one between nodes. `side` carries host messages.
+    wait for one between nodes. Hosts compare their calls over groups of their own, in `agreement`.
     """
 
     whole: Ring
     inner: Ring
     outer: Ring
-    side: dist.ProcessGroup | None
-    _agreed: set[Said] = field(default_factory=set, repr=False, compare=False)
+    agreement: Agreement | None = field(repr=False, compare=False)
 
     @property
     def world(self) -> int:
@@ -143,11 +151,17 @@ class RingGroups:
         Args:
             group: whose ranks make this rank's ring, in their order; None for all ranks.
             inner_size: ranks a node; they are neighbours in `group`. None: all are on one node.
-            timeout: how long a transfer may take before it is an error on the ranks it concerns.
+            timeout: how long a transfer may take before it is an error on the ranks it concerns,
+                and how long ranks wait for each other in this function.
             side_timeout: how long ranks wait for each other to compare what they were asked for.
+
+        Raises:
+            ValueError: the rings that ranks name do not fit together; on every rank.
+            RingError: a rank did not come; on every rank that did.
         """
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        return cls._of_ranks(ranks, inner_size or len(ranks), timeout, side_timeout)
+        inner = len(ranks) if inner_size is None else inner_size
+        return cls._of_ranks(ranks, inner, timeout, side_timeout)
 
     @classmethod
     def from_mesh(
@@ -168,8 +182,7 @@ class RingGroups:
     def _of_ranks(
         cls, ranks: list[int], inner: int, timeout: timedelta, side_timeout: timedelta
     ) -> "RingGroups":
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (tuple(ranks), inner))
+        everyone = _named_by_all(ranks, inner, timeout)
         _check_rings(everyone)
         mine = cls(ALONE, ALONE, ALONE, None)
         # torch wants every group made on every rank, in the same order
@@ -180,30 +193,54 @@ class RingGroups:
             whole = _ring(members, timeout)
             inners = [_ring(members[n : n + size], timeout) for n in range(0, num, size)]
             outers = [_ring(members[n::size], timeout) for n in range(size)]
-            side = dist.new_group(list(members), side_timeout, dist.Backend.GLOO)
+            side, behind = (
+                dist.new_group(list(members), limit, dist.Backend.GLOO)
+                for limit in (side_timeout, timeout)
+            )
             if dist.get_rank() in members:
                 rank = members.index(dist.get_rank())
-                mine = cls(whole, inners[rank // size], outers[rank % size], side)
+                agreement = Agreement(side, behind)
+                mine = cls(whole, inners[rank // size], outers[rank % size], agreement)
         return mine
 
-    def agree(self, op: str, facts: Mapping[str, object], again: bool = False) -> None:
-        """Raise on every rank, naming rank and fact, unless all ranks were asked for the same.
+    def agree(
+        self,
+        op: str,
+        facts: Mapping[str, object],
+        problem: Exception | None = None,
+        again: bool = False,
+    ) -> None:
+        """Raise on every rank if any has a problem, or if they were asked for different things.
 
-        Facts that were agreed on before cost nothing, unless they are to be compared `again`.
+        Facts that were agreed on before are not compared at once unless `again`; see agreement.py.
         """
-        said = tuple((name, str(fact)) for name, fact in facts.items())
-        if self.side is None or (said in self._agreed and not again):
-            return
-        everyone: list[Any] = [None] * self.world
-        with _explained("ranks could not compare what they were asked for"):
-            dist.all_gather_object(everyone, said, group=self.side)
-        for rank, theirs in enumerate(everyone):
-            for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
-                if first != other:
-                    got = f"{name} is {first} on rank 0 and {other} on rank {rank}"
-                    fix = f"look at what rank {rank} was given"
-                    raise ValueError(need(op, got, "the same call on every rank", fix))
-        self._agreed.add(said)
+        if self.agreement is not None:
+            said = None if problem is None else f"{type(problem).__name__}: {problem}"
+            self.agreement.on({"the call": op, **facts, "what is wrong": said}, again)
+        if problem is not None:
+            raise problem
+
+
+def _named_by_all(
+    ranks: list[int], inner: int, timeout: timedelta
+) -> list[tuple[tuple[int, ...], int]]:
+    """What each rank of the job says of its ring, through the job's store: it takes a limit."""
+    store, number = dist.distributed_c10d._get_default_store(), next(_created)
+    keys = [f"qla_ring/{number}/{rank}" for rank in range(dist.get_world_size())]
+    said = inner if type(inner) is int else repr(inner)
+    store.set(keys[dist.get_rank()], json.dumps([ranks, said]))
+    try:
+        with explained("ranks did not all make their ring"):
+            store.wait(keys, timeout)
+    except RingError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        got, fix = (
+            f"no ring of ranks {missing} within {timeout}",
+            "call it on every rank of the job",
+        )
+        raise RingError(need(GROUPS, got, "RingGroups.create on every rank", fix)) from error
+    everyone = [json.loads(store.get(key)) for key in keys]
+    return [(tuple(members), size) for members, size in everyone]
 
 
 def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
@@ -212,7 +249,7 @@ def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
         if list(ranks) != sorted(ranks):
             fix = "make the ring of a group whose ranks ascend"
             raise ValueError(need(GROUPS, f"ranks {list(ranks)}", "them in ascending order", fix))
-        if inner < 1 or len(ranks) % inner:
+        if type(inner) is not int or inner < 1 or len(ranks) % inner:
             fix = "pass the number of ranks on each node"
             got = f"inner_size is {inner} for {len(ranks)} ranks"
             raise ValueError(need(GROUPS, got, "a divisor of the number of ranks", fix))
@@ -236,20 +273,3 @@ def _ring(members: Sequence[int], timeout: timedelta) -> Ring:
     group = dist.new_group(list(members), timeout, pg_options=options, group_desc="qla_ring")
     rank = members.index(dist.get_rank()) if dist.get_rank() in members else -1
     return Ring(group, rank, len(members))
-
-
-class _explained:
-    """Makes torch's error of a lost peer one of ours."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            first = str(error).strip().splitlines()[0] if str(error) else kind.__name__
-            needs = "every rank of the group alive and in the same call"
-            fix = "look at the rank that failed first"
-            raise RingError(need(GROUPS, f"{self._what} ({first})", needs, fix)) from error

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.errors import need
+from qla_kernels.sparse_ring.agreement import ends_a_graph, looks
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.patterns import BLOCK
 
@@ -38,7 +38,7 @@ class Layout:
         """The row of its shard that a token is in."""
         raise NotImplementedError
 
-    def position(self, rank: Numbers, row: Numbers, T: int) -> Numbers:
+    def position(self, rank: int, row: Numbers, T: int) -> Numbers:
         """The token in a row of a rank's shard."""
         raise NotImplementedError
 
@@ -76,7 +76,8 @@ class Layout:
     def positions(self, T: int, rank: int) -> Tensor:
         """The tokens of a rank's shard, int64 [T / world]: a model's position_ids."""
         self._require_padded(T)
-        return self.position(torch.tensor(rank), torch.arange(T // self.world), T)
+        self._require_rank(rank)
+        return self.position(rank, torch.arange(T // self.world, device="cpu"), T)
 
     def perm(self, T: int) -> Tensor:
         """The tokens in the order of all shards, one after the other; int64 [T]."""
@@ -86,14 +87,24 @@ class Layout:
         """What a rank holds of a whole tensor."""
         return x.index_select(dim, self.positions(x.shape[dim], rank).to(x.device))
 
+    @ends_a_graph
     def unshard(self, x: Tensor, dim: int, group: RingGroups) -> Tensor:
-        """The whole tensor from every rank's shard, on every rank; not differentiable."""
+        """The whole tensor from every rank's shard, on every rank; not differentiable.
+
+        Raises like `sparse_ring_attention` where shards of ranks do not fit together.
+        """
+        self._agree("unshard", x, dim, group, self)
         (parts,) = group.whole.gather(x.detach().movedim(dim, 0).contiguous()).wait()
         order = self.perm(self.world * x.shape[dim]).argsort().to(x.device)
         return parts.flatten(0, 1).index_select(0, order).movedim(0, dim)
 
+    @ends_a_graph
     def exchange(self, x: Tensor, dim: int, source: "Layout", group: RingGroups) -> Tensor:
-        """A shard of layout `source` as a shard of this one, by one all_to_all; no autograd."""
+        """A shard of layout `source` as a shard of this one, by one all_to_all; no autograd.
+
+        Raises like `unshard`.
+        """
+        self._agree("exchange", x, dim, group, source)
         T, rank = self.world * x.shape[dim], group.rank
         mine = source.positions(T, rank)
         order = self.owner(mine, T).argsort(stable=True)
@@ -101,11 +112,38 @@ class Layout:
         theirs = [source.positions(T, r) for r in range(self.world)]
         theirs = [tokens[self.owner(tokens, T) == rank] for tokens in theirs]
         rows = x.detach().movedim(dim, 0).index_select(0, order.to(x.device))
-        received = torch.empty_like(rows)
-        counts = [len(tokens) for tokens in theirs]
-        dist.all_to_all_single(received, rows, counts, sent, group=group.whole.group)
+        received = group.whole.exchange(rows, sent, [len(tokens) for tokens in theirs])
         place = self.local(torch.cat(theirs), T).argsort().to(x.device)
         return received.index_select(0, place).movedim(0, dim)
+
+    def _agree(self, op: str, x: Tensor, dim: int, group: RingGroups, source: "Layout") -> None:
+        """What all ranks have to say before shards of `source` are rearranged."""
+        if not isinstance(group, RingGroups):
+            got, fix = f"group is a {type(group).__name__}", "make one: RingGroups.create(group)"
+            raise ValueError(need(op, got, "RingGroups", fix))
+        problem = None
+        try:
+            for layout in (self, source):
+                layout._require_shard(op, x, dim, group.world)
+        except Exception as error:  # whatever it is, for all ranks to raise
+            problem = error
+        facts = {"x": looks(x), "dim": str(dim), "layout": self, "from layout": repr(source)}
+        group.agree(op, facts, problem, again=True)  # the host waits for such a call anyway
+
+    def _require_shard(self, op: str, x: Tensor, dim: int, world: int) -> None:
+        if self.world != world:
+            got = f"a layout for {self.world} ranks and a group of {world}"
+            raise ValueError(need(op, got, "the same number", f"make the layout for {world}"))
+        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+            fix = "pass a rank's shard, and the dimension of its tokens"
+            raise ValueError(need(op, f"{looks(x)} and dim={dim}", "a tensor that has it", fix))
+        self._require_padded(self.world * x.shape[dim])
+
+    def _require_rank(self, rank: int) -> None:
+        if not (isinstance(rank, int) and 0 <= rank < self.world):
+            fix = "number the ranks within their ring, such as group.rank of RingGroups"
+            needs = f"a rank from 0 to {self.world - 1}"
+            raise ValueError(need(str(self), f"rank={rank!r}", needs, fix))
 
     def _require_padded(self, T: int) -> None:
         if T % self.unit or T < 1:
@@ -123,7 +161,7 @@ class ContiguousLayout(Layout):
     def local(self, token: Numbers, T: int) -> Numbers:
         return token % (T // self.world)
 
-    def position(self, rank: Numbers, row: Numbers, T: int) -> Numbers:
+    def position(self, rank: int, row: Numbers, T: int) -> Numbers:
         return rank * (T // self.world) + row
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
@@ -146,7 +184,7 @@ class ZigZagLayout(Layout):
         part = self._part(T)
         return token % part + token // part // self.world * part
 
-    def position(self, rank: Numbers, row: Numbers, T: int) -> Numbers:
+    def position(self, rank: int, row: Numbers, T: int) -> Numbers:
         part = self._part(T)
         second = row // part
         return (rank + second * (2 * self.world - 1 - 2 * rank)) * part + row % part
@@ -194,7 +232,7 @@ class StripedLayout(Layout):
     def local(self, token: Numbers, T: int) -> Numbers:
         return token // (self.stripe * self.world) * self.stripe + token % self.stripe
 
-    def position(self, rank: Numbers, row: Numbers, T: int) -> Numbers:
+    def position(self, rank: int, row: Numbers, T: int) -> Numbers:
         turn = row // self.stripe * self.world + rank
         return turn * self.stripe + row % self.stripe
 

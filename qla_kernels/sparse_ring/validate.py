@@ -3,12 +3,13 @@
     check_*   the call is malformed: a ValueError, on every device
     refusal   the call is well formed, but this version cannot run it: the text of an Unsupported
 
-Both decide from shapes, dtypes, strides and settings. What is wrong with a `RingCall` is found
-without raising it: the ranks agree on it first, and then all of them raise.
+Both decide from shapes, dtypes, strides and settings.
 """
 
+import operator
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.heuristics import SCHEDULES
 from qla_kernels.sparse_ring.index import VSIndex, fits
 from qla_kernels.sparse_ring.layouts import TILE, Layout, StripedLayout
-from qla_kernels.sparse_ring.operands import dtype_name
+from qla_kernels.sparse_ring.operands import INT32, dtype_name
 from qla_kernels.sparse_ring.patterns import Dense, FixedVerticalSlash, Pattern, VerticalSlash
 
 OP, RING_OP, BUILD_OP = "sparse_attention", "sparse_ring_attention", "build_index"
@@ -49,7 +50,7 @@ def refusal(
     """
     reason = _refused_everywhere(q, k, v, world, scale)
     if reason is None and (q.is_cuda or capability is not None):
-        reason = _refused_on_cuda(q, k, v, capability or device.capability(q.device))
+        reason = _refused_on_cuda(q, k, v, world, capability or device.capability(q.device))
     return None if reason is None else need(op, *reason)
 
 
@@ -76,7 +77,9 @@ def _refused_everywhere(
     return None
 
 
-def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
+def _refused_on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, world: int, capability: tuple[int, int]
+) -> Reason | None:
     if capability != CAPABILITY:
         got, needs = f"device capability {capability[0]}.{capability[1]}", "9.0 (Hopper)"
         return got, needs, "run on an H100, H200 or H20, or on CPU tensors"
@@ -88,6 +91,14 @@ def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int
         fix = f"pad q, k and v to {room[0]}" if room else "split the heads"
         return f"head dimension D={size}", "64 or 128 on SM90", fix
     for name, x in (("q", q), ("k", k), ("v", v)):
+        steps = [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
+        sequence = x.shape[1] * x.shape[2] * x.shape[3]  # the step of results and of buffers
+        if max(steps, default=0) > INT32 or (sequence > INT32 and (world > 1 or x.shape[0] > 1)):
+            return (
+                f"{name} has shape {tuple(x.shape)} and strides {tuple(x.stride())}",
+                f"at most {INT32} elements from one sequence, token or head to the next",
+                "pass sequences one by one, or copy a view, or split the heads",
+            )
         if not _tma_readable(x):
             return (
                 f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
@@ -117,6 +128,9 @@ def require_aligned(**tensors: Tensor) -> None:
 
 def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            got = f"{name} is of type {type(x).__name__}"
+            raise ValueError(need(op, got, "a tensor [B, tokens, heads, size]", f"make {name} one"))
         if x.dim() != 4:
             needs = "4: [B, tokens, heads, size]"
             raise ValueError(need(op, f"{name} has {x.dim()} dimensions", needs, "reshape it"))
@@ -135,6 +149,36 @@ def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(need(op, got, needs, f"reshape or slice {name}"))
 
 
+def defaults(
+    op: str, q: Tensor, world: int, seqlen: int | None, scale: float | None
+) -> tuple[int, int, float]:
+    """T, seqlen and scale, of what `check_tensors` let pass."""
+    T = world * q.shape[1]
+    if seqlen is None:
+        seqlen = T
+    elif not isinstance(seqlen, int | torch.SymInt):
+        seqlen = _number(op, "seqlen", seqlen, operator.index, "an int")
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    elif not isinstance(scale, float):
+        scale = _number(op, "scale", scale, float, "a number")
+    return T, seqlen, scale
+
+
+def _number(op: str, name: str, x: Any, kind: Callable[[Any], Any], needs: str) -> Any:
+    """As NumPy has them, and CPU tensors without gradients."""
+    try:
+        if isinstance(x, str) or (isinstance(x, Tensor) and (x.requires_grad or not x.is_cpu)):
+            raise TypeError
+        return kind(x)
+    except (TypeError, ValueError):
+        got = f"{name} is {x!r} of type {type(x).__name__}"
+        if isinstance(x, Tensor):
+            got = f"{name} is a tensor on {x.device}{' that needs a gradient' * x.requires_grad}"
+        fix = f"pass {needs}; to learn a scale, multiply q by it"
+        raise ValueError(need(op, got, needs, fix)) from None
+
+
 def check_lines(
     op: str, q: Tensor, T: int, seqlen: int, pattern: Pattern | None, index: VSIndex | None
 ) -> None:
@@ -146,6 +190,9 @@ def check_lines(
         fix = "count the tokens before the padding"
         raise ValueError(need(op, f"seqlen is {seqlen}", f"1 to {T}, the tokens there are", fix))
     B, H = q.shape[0], q.shape[2]
+    if index is not None and not isinstance(index, VSIndex):
+        got = f"an index of type {type(index).__name__}"
+        raise ValueError(need(op, got, "a VSIndex", "build it: build_index(q, k, pattern)"))
     if index is not None:
         mine = (tuple(index.v_cnt.shape), index.T, index.v_cnt.device)
         if mine != ((B, H), T, q.device):
@@ -190,49 +237,6 @@ def check_ring(
     if chunks_per_launch is not None and chunks_per_launch < 1:
         got = f"chunks_per_launch is {chunks_per_launch}"
         raise ValueError(need(op, got, "at least 1", "leave it out"))
-
-
-class RingCall(NamedTuple):
-    """A collective call, as one rank was asked for it."""
-
-    op: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    T: int
-    layout: Layout | None
-    world: int
-    pattern: Pattern | None
-    lines: VSIndex | None  # an index that was given
-    seqlen: int
-    scale: float
-    schedule: str
-    chunks_per_launch: int | None
-
-    def problem(self) -> ValueError | None:
-        """What is wrong with it, for all ranks to raise."""
-        try:
-            check_ring(self.op, self.layout, self.world, self.schedule, self.chunks_per_launch)
-            check_tensors(self.op, self.q, self.k, self.v)
-            check_lines(self.op, self.q, self.T, self.seqlen, self.pattern, self.lines)
-            if self.lines is not None and checking():
-                self.lines.check(self.op)
-        except ValueError as error:
-            return error
-        tensors = (self.q, self.k, self.v)
-        reason = refusal(*tensors, world=self.world, scale=self.scale, op=self.op)
-        return None if reason is None else Unsupported(reason)
-
-    def facts(self) -> dict[str, object]:
-        """What has to be the same on every rank."""
-        facts: dict[str, object] = {"the call": self.op}
-        for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
-            facts[name] = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
-        for name in ("layout", "pattern", "seqlen", "scale", "schedule", "chunks_per_launch"):
-            facts[name] = getattr(self, name)
-        facts["index"] = None if self.lines is None else self.lines.described(checking())
-        wanted = any(x.requires_grad for x in (self.q, self.k, self.v))
-        return {**facts, "whether gradients are asked for": wanted}
 
 
 def checking() -> bool:

@@ -1,10 +1,13 @@
 """The public functions on CPU tensors: right, differentiable, traceable, or refused in words."""
 
+import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from qla_kernels import Unsupported
@@ -15,6 +18,7 @@ from qla_kernels.sparse_ring import (
     RingGroups,
     StripedLayout,
     VerticalSlash,
+    VSIndex,
     ZigZagLayout,
     build_index,
     ops,
@@ -203,15 +207,159 @@ def test_operators_have_the_shapes_they_promise():
         ({"q": torch.zeros(2, 256, 4, 0)}, "Hk=2, D=0; need H a multiple of Hk, and none of them"),
         ({"v": torch.zeros(2, 256, 2, 8)}, "v has shape (2, 256, 2, 8); need [B, L, Hk, D]"),
         ({"q": torch.zeros(256, 4, 16)}, "q has 3 dimensions; need 4"),
+        ({"q": [1.0]}, "q is of type list; need a tensor [B, tokens, heads, size]; make q one"),
+        ({"k": None}, "k is of type NoneType; need a tensor"),
+        ({"seqlen": "x"}, "seqlen is 'x' of type str; need an int; pass an int"),
+        ({"seqlen": 1.5}, "seqlen is 1.5 of type float; need an int"),
+        ({"scale": "0.5"}, "scale is '0.5' of type str; need a number; pass a number"),
+        ({"scale": [1]}, "scale is [1] of type list; need a number"),
+        (
+            {"scale": torch.ones((), requires_grad=True)},
+            "scale is a tensor on cpu that needs a gradient; need a number; pass a number; to learn"
+            " a scale, multiply q by it",
+        ),
+        ({"pattern": None, "index": (1, 2)}, "an index of type tuple; need a VSIndex; build it"),
     ],
 )
 def test_a_malformed_call(change, text):
     q, k, v = tensors(dtype=torch.float32)
     call = {"q": q, "k": k, "v": v, "pattern": Dense(), **change}
-    with pytest.raises(ValueError, match=r"^sparse_attention: ") as error:
-        sparse_attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+    around = {"group": SOLO, "layout": StripedLayout(1)}
+    for name, options in (("sparse_attention", {}), ("sparse_ring_attention", around)):
+        x = {**call, **options}
+        with pytest.raises(ValueError, match=rf"^{name}: ") as error:
+            globals()[name](x.pop("q"), x.pop("k"), x.pop("v"), **x)
+        assert text in str(error.value)
+        assert not isinstance(error.value, Unsupported)
+
+
+def test_numbers_of_other_libraries():
+    x = tensors(T=128, B=1)
+    want = sparse_attention(*x, pattern=Dense(), seqlen=100, scale=0.5)
+    for seqlen, scale in ((np.int64(100), np.float32(0.5)), (torch.tensor(100), torch.tensor(0.5))):
+        got = sparse_attention(*x, pattern=Dense(), seqlen=seqlen, scale=scale)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: VerticalSlash(max_v=8.0), "max_v is 8.0 of type float; need an int; pass one"),
+        (lambda: VerticalSlash(max_s=True), "max_s is True of type bool; need an int"),
+        (lambda: VerticalSlash(kappa="8"), "kappa is '8' of type str; need an int"),
+        (lambda: VerticalSlash(recall_v="all"), "recall_v is 'all' of type str; need a share"),
+        (lambda: FixedVerticalSlash([0.5], [0]), "v_idx with 0.5, which is no int; need ints in"),
+        (lambda: FixedVerticalSlash([0], [[1], [1.25]]), "d_idx with 1.25, which is no int"),
+        (lambda: FixedVerticalSlash(["7"], [0]), "v_idx with '7', which is no int; need ints"),
+        (lambda: FixedVerticalSlash(7, [0]), "v_idx with 'int' object is not iterable"),
+        (lambda: FixedVerticalSlash([float("nan")], [0]), "v_idx with cannot convert float NaN"),
+    ],
+)
+def test_a_pattern_that_makes_no_sense(make, text):
+    with pytest.raises(ValueError, match="VerticalSlash: ") as error:
+        make()
     assert text in str(error.value)
-    assert not isinstance(error.value, Unsupported)
+
+
+def test_whole_lines_of_any_type():
+    want = FixedVerticalSlash([3, 70], [[1], [2]])
+    lines = (torch.tensor([70.0, 3.0]), np.array([[1], [2]]))
+    assert FixedVerticalSlash(*lines) == want
+    assert FixedVerticalSlash(*lines).described == want.described
+    assert want.described != FixedVerticalSlash([3, 70], [[1, 2], []]).described
+
+
+@pytest.mark.parametrize("pattern", [VerticalSlash(0.4, 0.5), FixedVerticalSlash([3], [1])])
+def test_any_default_device(pattern):
+    """What is made on the host was once made on the default device."""
+    x = tensors(dtype=torch.float32)
+    around = {"group": SOLO, "layout": ZigZagLayout(1)}
+    calls = (
+        lambda: sparse_attention(*x, pattern=pattern, return_index=True),
+        lambda: sparse_ring_attention(*x, pattern=pattern, return_index=True, **around),
+    )
+    for call in calls:
+        want, index = call()
+        grads = torch.autograd.grad(want.sum(), x)
+        with torch.device("meta"):
+            got, again = call()
+            assert torch.equal(got, want)
+            assert all(map(torch.equal, torch.autograd.grad(got.sum(), x), grads))
+            assert torch.equal(again.to_mask(), index.to_mask())
+            assert torch.equal(again.density(), index.density())
+
+
+def test_derivatives_that_no_kernel_computes():
+    """They were once 0: behind a sum the incoming gradient is a constant."""
+    x = tensors(T=128, B=1)
+
+    def loss(q: Tensor) -> Tensor:
+        return sparse_attention(q, *x[1:], pattern=Dense()).sum()
+
+    (dq,) = torch.autograd.grad(loss(x[0]), x[0], create_graph=True)
+    with pytest.raises(Unsupported, match="sparse_attention: a derivative of its gradients is"):
+        (loss(x[0]) + dq.square().sum()).backward()
+    with pytest.raises(Unsupported, match="sparse_attention"):
+        torch.autograd.functional.hessian(loss, x[0].detach())
+    (again,) = torch.autograd.grad(loss(x[0]), x[0])
+    assert torch.equal(again, dq)
+
+
+def test_forward_mode_is_refused():
+    q, k, v = (x.detach() for x in tensors(T=128, B=1))
+    around = {"group": SOLO, "layout": StripedLayout(1)}
+    for call, options in ((sparse_attention, {}), (sparse_ring_attention, around)):
+        attend = functools.partial(call, pattern=VerticalSlash(), **options)
+        with pytest.raises(Unsupported, match="an input has a forward-mode tangent"):
+            torch.func.jvp(lambda k, attend=attend: attend(q, k, v), (k,), (k,))
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(Unsupported, match="an input has a forward-mode tangent"),
+        ):
+            attend(torch.autograd.forward_ad.make_dual(q, q), k, v)
+
+
+@pytest.mark.parametrize("what", ["T", "T of an index", "seqlen"])
+def test_lengths_are_not_compiled_in(what):
+    """Each length was once a graph of its own, and the ninth an error."""
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    pattern = VerticalSlash(0.4, 0.5, max_v=16)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, index: VSIndex | None, seqlen: int | None) -> Tensor:
+        lines = {"pattern": pattern} if index is None else {"index": index}
+        return sparse_attention(q, k, v, seqlen=seqlen, **lines).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    for n in range(1, 13):
+        x = tensors(T=256 if what == "seqlen" else 128 * n, B=1, dtype=torch.float32)
+        index = build_index(*x[:2], pattern) if "index" in what else None
+        call = (*x, index, 100 + n if what == "seqlen" else None)
+        want = torch.autograd.grad(loss(*call), x)
+        got = torch.autograd.grad(compiled(*call), x)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert counter.frame_count <= 4
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "world", "text"),
+    [
+        ((2, 1 << 20, 16, 128), None, 1, "q has shape (2, 1048576, 16, 128) and strides (21474"),
+        ((2, 128, 16, 128), (1 << 31, 2048, 128, 1), 1, "need at most 2147483647 elements from"),
+        ((1, 1 << 20, 16, 128), None, 2, "pass sequences one by one, or copy a view, or split"),
+        ((1, 1 << 20, 16, 128), None, 1, None),
+        ((1, 128, 16, 128), (1 << 31, 2048, 128, 1), 1, None),
+        ((2, 1 << 19, 16, 128), None, 1, None),
+    ],
+)
+def test_strides_past_32_bits(shape, strides, world, text):
+    """Kernels take a stride in 32 bits; a larger one was once cut short."""
+    few = torch.empty(1, dtype=torch.bfloat16, device="meta")
+    packed = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    q = few.as_strided(shape, strides or packed.stride())
+    answer = refusal(q, packed, packed, world=world, capability=(9, 0))
+    assert answer is None if text is None else text in answer
 
 
 def test_an_index_of_another_call():

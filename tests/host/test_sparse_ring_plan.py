@@ -5,7 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, ZigZagLayout
+from qla_kernels import Unsupported
+from qla_kernels.sparse_ring import (
+    ContiguousLayout,
+    StripedLayout,
+    ZigZagLayout,
+    balance_report,
+)
 from qla_kernels.sparse_ring.operands import rows
 from qla_kernels.sparse_ring.patterns import BLOCK
 from qla_kernels.sparse_ring.plan import (
@@ -65,6 +71,35 @@ def test_a_layout_refuses_what_it_cannot_deal():
         ZigZagLayout(0)
     with pytest.raises(ValueError, match="pad the sequence to 512 and pass seqlen=300"):
         StripedLayout(2).positions(300, 0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("rank", [2, 3, -1, 1.0, None])
+def test_a_rank_of_another_ring(name, rank):
+    """A rank of the job, past the ring's, once got the tokens of another one, halves swapped."""
+    layout, x = LAYOUTS[name](2), torch.zeros(1, 1024)
+    calls = (lambda: layout.positions(1024, rank), lambda: layout.shard(x, 1, rank))
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"rank={rank}; need a rank from 0 to 1; number the"):
+            call()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_on_any_default_device(name):
+    """What is made on the host was once made on the default device."""
+    layout, x = LAYOUTS[name](2), torch.randn(1, 1024)
+    want = layout.perm(1024), layout.shard(x, 1, 1)
+    with torch.device("meta"):
+        assert all(map(torch.equal, (layout.perm(1024), layout.shard(x, 1, 1)), want))
+        report = balance_report([([0], [0, 3])], 1024, layout=layout)
+    assert str(report) == str(balance_report([([0], [0, 3])], 1024, layout=layout))
+
+
+def test_strides_that_kernels_have_no_bits_for():
+    few = torch.empty(1, 8, dtype=torch.bfloat16, device="meta")
+    assert rows(few.as_strided((1, 128, 1, 8), (2**31, 8, 8, 1))).stride(0) == 8
+    with pytest.raises(Unsupported, match=r"need strides of at most 2147483647; pass fewer"):
+        rows(few.as_strided((2, 128, 1, 8), (2**31, 8, 8, 1)))
 
 
 def test_bits_of_diagonals_come_back():

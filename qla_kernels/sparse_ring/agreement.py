@@ -1,0 +1,177 @@
+"""What ranks compare on their hosts before they exchange tensors, and what happens if they differ.
+
+Facts of a call are compared when they first occur: a digest of 8 bytes from every rank, and their
+text where digests differ. Later calls with the same facts compare nothing at once, because a host
+that runs ahead of its GPU must not wait for other hosts. That leaves one gap: facts A and B are
+both known, one rank calls with A and another with B. Three ways to close it were weighed:
+
+    a digest in tensors that travel   Not every call has small ones; making one, comparing it on the
+                                      device and poisoning the result takes four launches a call.
+    an exchange of hosts each call    It makes every host wait for the slowest at each layer.
+    a running hash of all calls       Taken. It costs a multiplication, and is compared with every
+                                      digest, and every LOOK_BACK calls besides, by a message that
+                                      is awaited LOOK_BACK calls later and has long arrived.
+
+So a mix is a RingError on every rank at the next new facts, or after 2 LOOK_BACK calls at the
+latest; results in between are wrong. Where hosts wait for each transfer anyway, as with CPU tensors
+over gloo, every call is compared before it runs, and under QLA_CHECK=1 on GPUs as well.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qla_kernels.errors import need
+
+GROUPS = "RingGroups"
+KNOWN = 1024  # facts whose digests are kept: the oldest are compared again, on every rank alike
+LOOK_BACK = 64  # calls
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RingError(RuntimeError):
+    """A transfer or an agreement failed: a rank died, hangs, or makes other calls than this one."""
+
+
+class Agreement:
+    """Of the ranks of a ring. `side` carries comparisons, `behind` those of the past."""
+
+    def __init__(self, side: dist.ProcessGroup, behind: dist.ProcessGroup) -> None:
+        self._side, self._behind = side, behind
+        self._forget()
+
+    def _forget(self) -> None:
+        self._known: dict[object, int] = {}
+        self._history, self._unseen = 0, 0
+        self._posted: tuple[dist.Work, Tensor] | None = None
+
+    def on(self, facts: Mapping[str, object], again: bool) -> None:
+        """Facts can be hashed, and are the same if they are equal. The first is the call's name."""
+        said = tuple(facts.values())
+        digest = self._known.get(said)
+        if digest is None:
+            digest = _digest(facts)
+            self._compare(facts, digest)
+            if len(self._known) >= KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[said] = digest
+        elif again:
+            self._compare(facts, digest)
+        else:
+            self._unseen += 1
+        self._history = (self._history * 1000003 + digest) & (2**63 - 1)
+        if self._unseen == LOOK_BACK:
+            self._look_back(said[0])
+
+    def _compare(self, facts: Mapping[str, object], digest: int) -> None:
+        with explained("ranks could not compare what they were asked for"):
+            work, everyones = _gathered(self._side, self._history, digest)
+            work.wait()
+        if (everyones[:, 1] != digest).any():
+            self._forget()  # on every rank, so that the group is as good as before
+            self._explain(facts)
+        self._require_one_past(facts, everyones)
+
+    def _explain(self, facts: Mapping[str, object]) -> None:
+        everyone: list[Any] = [None] * self._side.size()
+        with explained("ranks could not compare what they were asked for"):
+            dist.all_gather_object(everyone, _text(facts), group=self._side)
+        for rank, theirs in enumerate(everyone):
+            for (name, first), (_, other) in zip(everyone[0], theirs, strict=False):
+                if first != other:
+                    got = f"{name} is {first} on rank 0 and {other} on rank {rank}"
+                    fix = f"look at what rank {rank} was given"
+                    raise ValueError(
+                        need(everyone[0][0][1], got, "the same call on every rank", fix)
+                    )
+
+    def _look_back(self, op: object) -> None:
+        if self._posted is not None:
+            work, everyones = self._posted
+            with explained("ranks could not compare the calls that they made"):
+                work.wait()
+            self._require_one_past({"the call": op}, everyones)
+        self._posted = _gathered(self._behind, self._history, 0)
+        self._unseen = 0
+
+    def _require_one_past(self, facts: Mapping[str, object], everyones: Tensor) -> None:
+        histories = everyones[:, 0].tolist()
+        odd = [rank for rank, history in enumerate(histories) if history != histories[0]]
+        if odd:
+            self._forget()
+            got = f"rank {odd[0]} made other calls before this one than rank 0"
+            fix = "discard what was computed since the last comparison; QLA_CHECK=1 finds the call"
+            raise RingError(need(str(facts["the call"]), got, "the same calls on every rank", fix))
+
+
+def _gathered(group: dist.ProcessGroup, *mine: int) -> tuple[dist.Work, Tensor]:
+    everyones = torch.empty(group.size(), len(mine), dtype=torch.int64, device="cpu")
+    sent = torch.tensor(mine, dtype=torch.int64, device="cpu")
+    return group.allgather_into_tensor_coalesced([everyones.view(-1)], [sent]), everyones
+
+
+def _text(facts: Mapping[str, object]) -> list[tuple[str, str]]:
+    return [(name, str(fact)) for name, fact in facts.items()]
+
+
+def _digest(facts: Mapping[str, object]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(_text(facts)).encode()).digest()[:7], "big")
+
+
+class Looks(NamedTuple):
+    """How a tensor looks, as a fact."""
+
+    dtype: object
+    shape: tuple[int, ...]
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {tuple(self.shape)} on {self.device}"
+
+
+def looks(x: object) -> Looks | str:
+    """What is no tensor looks like its type."""
+    if isinstance(x, Tensor):
+        return Looks(x.dtype, x.shape, x.device.type)
+    return f"of type {type(x).__name__}"
+
+
+def ends_a_graph(collective: Callable[P, R]) -> Callable[P, R]:
+    """Of torch.compile: hosts compare, and torch cannot trace these transfers."""
+    outside: list[Callable[P, R]] = []
+
+    @functools.wraps(collective)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            return collective(*args, **options)
+        if not outside:  # not before: it imports the compiler
+            why = f"{collective.__name__} is collective"
+            disabled = torch.compiler.disable(collective, reason=why)  # type: ignore[no-untyped-call]
+            outside.append(disabled)
+        return outside[0](*args, **options)
+
+    return call
+
+
+class explained:
+    """Makes torch's error of a lost peer one of ours."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            first = str(error).strip().splitlines()[0] if str(error) else kind.__name__
+            needs = "every rank of the group alive and in the same call"
+            fix = "look at the rank that failed first"
+            raise RingError(need(GROUPS, f"{self._what} ({first})", needs, fix)) from error

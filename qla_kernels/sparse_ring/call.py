@@ -1,0 +1,99 @@
+"""A collective call as one rank was asked for it: what is wrong with it, and what all must share.
+
+Nothing is raised before the ranks agreed: one that was given nonsense must not leave the others
+waiting, so that all of them raise what any of them found.
+"""
+
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.derivatives import refuse_forward_mode
+from qla_kernels.errors import Unsupported
+from qla_kernels.sparse_ring.agreement import looks
+from qla_kernels.sparse_ring.groups import RingGroups
+from qla_kernels.sparse_ring.index import VSIndex
+from qla_kernels.sparse_ring.layouts import Layout
+from qla_kernels.sparse_ring.patterns import Dense, FixedVerticalSlash, Pattern, VerticalSlash
+from qla_kernels.sparse_ring.validate import (
+    BUILD_OP,
+    check_lines,
+    check_ring,
+    check_tensors,
+    checking,
+    defaults,
+    refusal,
+)
+
+
+class RingCall(NamedTuple):
+    """A collective call, as one rank was asked for it; anything may be anything."""
+
+    op: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: Layout | None
+    world: int
+    pattern: Pattern | None
+    lines: VSIndex | None  # an index that was given
+    seqlen: int | None
+    scale: float | None
+    schedule: str
+    chunks_per_launch: int | None
+
+    def agreed(self, group: RingGroups) -> tuple[int, float]:
+        """seqlen and scale; or all ranks raise."""
+        problem, seqlen, scale = None, self.seqlen, self.scale
+        try:
+            self._check()
+        except Exception as error:
+            problem = error
+        with suppress(Exception):
+            _, seqlen, scale = self._defaults()
+        waits = not getattr(self.q, "is_cuda", False)  # for transfers, so for a comparison as well
+        group.agree(self.op, self._facts(seqlen, scale), problem, again=waits or checking())
+        assert seqlen is not None, "a problem was raised"
+        assert scale is not None, "a problem was raised"
+        return seqlen, scale
+
+    def _check(self) -> None:
+        check_ring(self.op, self.layout, self.world, self.schedule, self.chunks_per_launch)
+        check_tensors(self.op, self.q, self.k, self.v)
+        if self.op != BUILD_OP:  # an index is a constant
+            refuse_forward_mode(self.op, self.q, self.k, self.v)
+        T, seqlen, scale = self._defaults()
+        check_lines(self.op, self.q, T, seqlen, self.pattern, self.lines)
+        if self.lines is not None and checking():
+            self.lines.check(self.op)
+        reason = refusal(self.q, self.k, self.v, world=self.world, scale=scale, op=self.op)
+        if reason is not None:
+            raise Unsupported(reason)
+
+    def _defaults(self) -> tuple[int, int, float]:
+        return defaults(self.op, self.q, self.world, self.seqlen, self.scale)
+
+    def _facts(self, seqlen: int | None, scale: float | None) -> dict[str, object]:
+        """What has to be the same on every rank: hashed at every call, and rarely written out."""
+        tensors = (self.q, self.k, self.v)
+        wanted = torch.is_grad_enabled() and any(getattr(x, "requires_grad", 0) for x in tensors)
+        return {
+            **dict(zip("qkv", map(looks, tensors), strict=True)),
+            "layout": _said(self.layout, Layout),
+            "pattern": _said(self.pattern, VerticalSlash | Dense),
+            "seqlen": _said(seqlen, int | None),
+            "scale": _said(scale, float | None),
+            "schedule": _said(self.schedule, str),
+            "chunks_per_launch": _said(self.chunks_per_launch, int | None),
+            "index": self.lines.described(checking()) if isinstance(self.lines, VSIndex) else None,
+            "whether gradients are asked for": wanted,
+        }
+
+
+def _said(x: object, simple: Any) -> object:
+    """x where it can be hashed soon, else its text."""
+    if isinstance(x, FixedVerticalSlash):
+        return x.described
+    return x if isinstance(x, simple) else f"{x} of type {type(x).__name__}"
