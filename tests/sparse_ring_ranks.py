@@ -143,6 +143,11 @@ def agreements(rank: int) -> Iterator[tuple[str, Any]]:
     for name, change in wrong.items():
         mine = change(x) if rank == 2 else x
         yield name, raised(functools.partial(attend, mine, layout, group))
+    for name, value in {"q": "none", "seqlen": "x", "scale": "x", "index": (1, 2)}.items():
+        odd = {name: value} if rank == 2 else {}
+        yield f"odd {name}", raised(functools.partial(asked, x, layout, group, **odd))
+    with torch.set_grad_enabled(rank != 2):
+        yield "no_grad", raised(lambda: asked(x, layout, group))
     options = {"pattern": VerticalSlash(0.5, 0.7)} if rank == 1 else {}
     yield "pattern", raised(lambda: attend(x, layout, group, **options))
     mine = StripedLayout(WORLD, 64 if rank == 1 else 128)
@@ -151,6 +156,9 @@ def agreements(rank: int) -> Iterator[tuple[str, Any]]:
     for name, odd, inner in (("rings", 3, 2), ("nodes", 3, 3)):
         mine = odd if rank == 2 else inner
         yield name, raised(functools.partial(RingGroups.create, inner_size=mine))
+    for odd in (0, 2.0):
+        mine = odd if rank == 2 else 4
+        yield f"inner_size {odd}", raised(functools.partial(RingGroups.create, inner_size=mine))
     index = attend(x, layout, group)[-1]
     changed = index._replace(d_bits=index.d_bits | 2**30) if rank == 1 else index
     os.environ["QLA_CHECK"] = "1"
@@ -158,6 +166,84 @@ def agreements(rank: int) -> Iterator[tuple[str, Any]]:
     yield "contents", raised(lambda: attend(x, layout, group, **options))
     del os.environ["QLA_CHECK"]
     yield "afterwards", raised(lambda: attend(x, layout, group))
+
+
+def asked(x: dict[str, Any], layout: Any, group: Any, **odd: Any) -> None:
+    """A call with one argument in the place of what it should be."""
+    from qla_kernels.sparse_ring import VerticalSlash, sparse_ring_attention
+
+    leaves = dict(zip("qkv", shards(x, layout, group.rank), strict=True))
+    options = {**leaves, "pattern": VerticalSlash(0.5, 0.6), "seqlen": x["seqlen"], **odd}
+    sparse_ring_attention(group=group, layout=layout, **options)
+
+
+def mixes(rank: int) -> Iterator[tuple[str, Any]]:
+    """Facts that all ranks know, asked for on some ranks each; by the rule of CPUs, and of GPUs."""
+    import torch
+
+    from qla_kernels.sparse_ring import FixedVerticalSlash, RingGroups, StripedLayout
+    from qla_kernels.sparse_ring.agreement import KNOWN, LOOK_BACK
+
+    group, layout = RingGroups.create(), StripedLayout(WORLD)
+    x = problem(WORLD, torch.float64)
+    for scale in (0.3, 0.5):
+        asked(x, layout, group, scale=scale)
+    mine = 0.5 if rank == 1 else 0.3
+    yield "known scale", raised(lambda: asked(x, layout, group, scale=mine))
+    yield "known scale afterwards", raised(lambda: asked(x, layout, group, scale=0.3))
+
+    def gpu(fact: object) -> None:
+        group.agree("call", {"fact": fact})
+
+    for fact in "AB":
+        gpu(fact)
+    gpu("B" if rank == 3 else "A")  # nobody can know yet
+    yield "mixed and then new", raised(lambda: gpu("C"))
+    for fact in "AB":
+        gpu(fact)
+    gpu("B" if rank == 3 else "A")
+    calls = 0
+    said = None
+    while said is None and calls < 3 * LOOK_BACK:
+        said, calls = raised(lambda: gpu("A")), calls + 1
+    yield "mixed long ago", said
+    yield "mixed calls ago", calls
+    yield "mixed afterwards", raised(lambda: [gpu("AB"[n % 2]) for n in range(3 * LOOK_BACK)])
+    for n in range(KNOWN + 10):  # lengths without end
+        gpu(n)
+    yield "facts kept", len(group.agreement._known) - KNOWN
+    pattern, made = FixedVerticalSlash(range(300), [0, 1]), []
+    described = type(pattern).described.func
+    type(pattern).described.func = lambda self: made.append(self) or described(self)
+    for _ in range(3):
+        asked(x, layout, group, pattern=pattern)
+    type(pattern).described.func = described
+    yield "patterns described", len(made)
+
+
+def moves(rank: int) -> Iterator[tuple[str, Any]]:
+    """Shards that do not fit together."""
+    import torch
+
+    from qla_kernels.sparse_ring import ContiguousLayout, RingGroups, StripedLayout
+
+    group, layout, other = RingGroups.create(), StripedLayout(WORLD), ContiguousLayout(WORLD)
+    x = torch.arange(256.0)[None]
+    odd = {
+        "shape": (x[:, :128], 1, layout),
+        "dtype": (x.double(), 1, layout),
+        "dim": (x, 2, layout),
+        "type": ([1.0], 1, layout),
+        "layout": (x, 1, StripedLayout(2)),
+        "stripe": (x, 1, StripedLayout(WORLD, 64)),
+    }
+    for name, call in odd.items():
+        a, dim, by = call if rank == 1 else (x, 1, layout)
+        yield f"unshard {name}", raised(lambda a=a, dim=dim, by=by: by.unshard(a, dim, group))
+        moved = functools.partial(other.exchange, a, dim, by, group)
+        yield f"exchange {name}", raised(moved)
+    yield "unshard to nobody", raised(lambda: layout.unshard(x, 1, None))
+    yield "moved afterwards", raised(lambda: layout.unshard(x, 1, group))
 
 
 def repeats(rank: int) -> Iterator[tuple[str, Any]]:
@@ -226,6 +312,20 @@ def absences(rank: int) -> Iterator[tuple[str, Any]]:
     yield "absent for", time.monotonic() - started
 
 
+def missing(rank: int) -> Iterator[tuple[str, Any]]:
+    """Rank 2 makes no ring."""
+    from qla_kernels.sparse_ring import RingGroups, groups
+
+    started = time.monotonic()
+    if rank == 2:
+        next(groups._created)  # and all make the next one
+        time.sleep(DEADLINE + 1)
+    else:
+        limit = timedelta(seconds=DEADLINE)
+        yield "missing", raised(lambda: RingGroups.create(timeout=limit))
+        yield "missing for", time.monotonic() - started
+
+
 def deaths(rank: int) -> Iterator[tuple[str, Any]]:
     """Rank 3 dies in the middle of a ring."""
     import torch
@@ -243,4 +343,4 @@ def deaths(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 if __name__ == "__main__":
-    serve(results, agreements, repeats, absences, deaths)
+    serve(results, agreements, mixes, moves, repeats, absences, missing, deaths)

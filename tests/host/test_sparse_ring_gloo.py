@@ -5,6 +5,7 @@ One test, because one start of the processes serves all of it, wherever tests ar
 
 from typing import Any
 
+from qla_kernels.sparse_ring.agreement import LOOK_BACK
 from tests.ranks import DEADLINE, WORLD, start
 
 Said = list[dict[str, Any]]  # by rank and case
@@ -17,6 +18,21 @@ DIFFERENCES = {
     "pattern": "recall_s=0.7",
     "contents": "for 1024 tokens, contents ",
     "layout": "stripe=128) on rank 0 and StripedLayout(world=4, stripe=64) on rank 1",
+    "odd q": "q is torch.float64 (1, 256, 2, 16) on cpu on rank 0 and of type str on rank 2",
+    "odd seqlen": "seqlen is 954 on rank 0 and x of type str on rank 2",
+    "odd scale": "scale is 0.25 on rank 0 and x of type str on rank 2",
+    "odd index": "what is wrong is None on rank 0 and ValueError: sparse_ring_attention: pat",
+    "no_grad": "whether gradients are asked for is True on rank 0 and False on rank 2",
+    "known scale": "scale is 0.3 on rank 0 and 0.5 on rank 1",
+}
+
+MOVES = {
+    "shape": "(1, 256) on cpu on rank 0 and torch.float32 (1, 128) on cpu on rank 1",
+    "dtype": "on cpu on rank 0 and torch.float64 (1, 256) on cpu on rank 1",
+    "dim": "dim is 1 on rank 0 and 2 on rank 1",
+    "type": "x is torch.float32 (1, 256) on cpu on rank 0 and of type list on rank 1",
+    "layout": "stripe=128) on rank 0 and StripedLayout(world=2, stripe=128) on rank 1",
+    "stripe": "stripe=128) on rank 0 and StripedLayout(world=4, stripe=64) on rank 1",
 }
 
 
@@ -27,8 +43,22 @@ def test_four_processes(tmp_path):
     every_rank_has_the_same_index(said)
     calls_repeat_and_touch_nothing(said)
     shards_become_whole_and_change_layout(said)
+    shards_that_do_not_fit_are_an_error_on_every_rank(said)
+    known_facts_that_are_mixed_are_an_error_on_every_rank(said)
     a_difference_is_an_error_on_every_rank(said)
     nobody_waits_long_for_one_that_is_not_there(said)
+
+
+def test_two_processes_within_torch_compile(tmp_path):
+    """Dynamo once failed on their transfers, with an error of its own."""
+    said = start("tests.sparse_ring_compiled", tmp_path)
+    assert not [r["no end"] for r in said if "no end" in r]
+    for r in said[:2]:
+        assert r == {
+            **{f"compiled VerticalSlash {schedule}": True for schedule in ("allgather", "ring")},
+            **{f"compiled Dense {schedule}": True for schedule in ("allgather", "ring")},
+            "compiled unshard": True,
+        }
 
 
 def every_schedule_is_attention(said: Said) -> None:
@@ -63,6 +93,32 @@ def shards_become_whole_and_change_layout(said: Said) -> None:
     assert all(r["unshard"] and r["exchange"] for r in said)
 
 
+def shards_that_do_not_fit_are_an_error_on_every_rank(said: Said) -> None:
+    """The missing half of a whole tensor was once what lay in memory."""
+    for op in ("unshard", "exchange"):
+        for case, fact in MOVES.items():
+            assert len({r[f"{op} {case}"] for r in said}) == 1
+            assert said[0][f"{op} {case}"].startswith(f"ValueError: {op}: "), said[0]
+            assert fact in said[0][f"{op} {case}"]
+    for r in said:
+        assert r["unshard to nobody"].startswith("ValueError: unshard: group is a NoneType; need")
+        assert r["moved afterwards"] is None
+
+
+def known_facts_that_are_mixed_are_an_error_on_every_rank(said: Said) -> None:
+    """Facts that had been agreed on were once compared no more."""
+    for r in said:
+        assert r["known scale afterwards"] is None
+        for case in ("mixed and then new", "mixed long ago"):
+            text = "RingError: call: rank 3 made other calls before this one than rank 0; need the"
+            assert r[case].startswith(text), r[case]
+        assert r["mixed calls ago"] <= 2 * LOOK_BACK
+        assert r["mixed afterwards"] is None
+        assert r["facts kept"] == 0
+        assert r["patterns described"] == 1
+    assert len({r["mixed calls ago"] for r in said}) == 1
+
+
 def a_difference_is_an_error_on_every_rank(said: Said) -> None:
     for case, fact in DIFFERENCES.items():
         assert len({r[case] for r in said}) == 1
@@ -75,6 +131,10 @@ def a_difference_is_an_error_on_every_rank(said: Said) -> None:
     }
     (nodes,) = {r["nodes"] for r in said}
     assert nodes.startswith("ValueError: RingGroups: inner_size is 3 for 4 ranks; need a divisor")
+    for odd in ("0", "2.0"):
+        (nodes,) = {r[f"inner_size {odd}"] for r in said}
+        assert nodes.startswith("ValueError: RingGroups: ")
+        assert odd in nodes
     assert {r["everybody"] for r in said} == {
         "ValueError: sparse_ring_attention: seqlen is 0; need 1 to 1024, the tokens there are; "
         "count the tokens before the padding"
@@ -86,6 +146,9 @@ def nobody_waits_long_for_one_that_is_not_there(said: Said) -> None:
     for r in (said[0], said[1], said[3]):
         assert r["absent"].startswith("RingError: RingGroups: ranks could not compare")
         assert r["absent for"] < 5 * DEADLINE
+    for r in (said[0], said[1], said[3]):
+        assert r["missing"].startswith("RingError: RingGroups: no ring of ranks [2] within 0:00:03")
+        assert r["missing for"] < 5 * DEADLINE
     assert "death" not in said[3]
     for r in said[:3]:
         assert r["before a death"] is None
