@@ -29,7 +29,7 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world)
     said: dict[str, Any] = {}
-    for case in (results, repeats, agreements, absences):
+    for case in (results, repeats, agreements, mixes, compiles, absences):
         for name, found in case(rank, world):
             said[name] = found
         (folder / f"{rank}.json").write_text(json.dumps(said))
@@ -176,6 +176,53 @@ def agreements(rank: int, world: int) -> Iterator[tuple[str, Any]]:
     }
     for name, call in wrong.items():
         yield name, raised(call)
+
+
+def mixes(rank: int, world: int) -> Iterator[tuple[str, Any]]:
+    """Two calls that all ranks know, one of them on the last rank: an error, if a later one."""
+    from qla_kernels.sparse_ring import RingGroups, StripedLayout, VerticalSlash
+    from qla_kernels.sparse_ring import sparse_ring_attention as attention
+    from qla_kernels.sparse_ring.agreement import LOOK_BACK
+
+    group, layout, x = RingGroups.create(), StripedLayout(world), problem(world)
+    leaves = [layout.shard(x[n], 1, rank) for n in "qkv"]
+
+    def of(scale: float) -> Tensor:
+        options = {"layout": layout, "pattern": VerticalSlash(0.5, 0.6), "scale": scale}
+        return attention(*leaves, group=group, **options)
+
+    for scale in (0.1, 0.2):
+        of(scale)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # nor does a look back wait for the GPU
+    yield "unmixed", raised(lambda: [of(0.1) for _ in range(3 * LOOK_BACK)])
+    of(0.2 if rank + 1 == world else 0.1)
+    yield "mixed", raised(lambda: [of(0.1) for _ in range(2 * LOOK_BACK)])
+    torch.cuda.set_sync_debug_mode("default")
+    yield "mixed afterwards", raised(lambda: of(0.1))
+    odd = leaves[0][:, :128] if rank + 1 == world else leaves[0]
+    yield "unshard of another shape", raised(lambda: layout.unshard(odd, 1, group))
+
+
+def compiles(rank: int, world: int) -> Iterator[tuple[str, Any]]:
+    """Within torch.compile, whose graph ends there."""
+    from qla_kernels.sparse_ring import Dense, RingGroups, StripedLayout, VerticalSlash
+    from qla_kernels.sparse_ring import sparse_ring_attention as attention
+
+    group, layout, x = RingGroups.create(), StripedLayout(world), problem(world)
+    leaves = [layout.shard(x[n], 1, rank).requires_grad_() for n in "qkv"]
+    for pattern in (VerticalSlash(0.5, 0.6), Dense()):
+        for schedule in ("allgather", "ring"):
+            options = {"layout": layout, "pattern": pattern, "schedule": schedule}
+
+            def layer(q: Tensor, k: Tensor, v: Tensor, options: Any = options) -> Tensor:
+                return attention(2 * q, k * 1, v * 1, group=group, **options) * 3
+
+            want = layer(*leaves)
+            got = torch.compile(layer, backend="aot_eager")(*leaves)
+            both = (torch.autograd.grad(o.sum(), leaves) for o in (got, want))
+            same = torch.equal(got, want) and all(map(torch.equal, *both))
+            yield f"compiled {type(pattern).__name__} {schedule}", same
 
 
 def absences(rank: int, world: int) -> Iterator[tuple[str, Any]]:

@@ -38,6 +38,8 @@ def test_a_process_for_each_gpu(tmp_path):
     every_rank_has_the_same_index(said)
     calls_repeat_and_wait_for_nothing(said)
     a_difference_is_an_error_on_every_rank(said)
+    a_mix_of_known_calls_is_an_error_on_every_rank(said)
+    a_graph_of_torch_compile_ends_there(said)
     nobody_waits_long_for_one_that_is_not_there(said)
     assert codes[-1] == 0
     assert None not in codes, "a rank waits for a dead one"
@@ -85,6 +87,23 @@ def a_difference_is_an_error_on_every_rank(said: Said) -> None:
         assert fact in said[0][case]
         assert "on rank 1" in said[0][case]
     assert [r["afterwards"] for r in said] == [None] * len(said)
+
+
+def a_mix_of_known_calls_is_an_error_on_every_rank(said: Said) -> None:
+    for r in said:
+        assert r["unmixed"] is None
+        assert r["mixed"].startswith("RingError: sparse_ring_attention: rank ")
+        assert "made other calls before this one than rank 0" in r["mixed"]
+        assert r["mixed afterwards"] is None
+        assert r["unshard of another shape"].startswith(
+            "ValueError: unshard: x is torch.bfloat16 ("
+        )
+
+
+def a_graph_of_torch_compile_ends_there(said: Said) -> None:
+    for r in said:
+        compiled = [same for name, same in r.items() if name.startswith("compiled")]
+        assert compiled == [True] * 4
 
 
 def nobody_waits_long_for_one_that_is_not_there(said: Said) -> None:
