@@ -1,17 +1,18 @@
 """The operators as differentiable steps.
 
 Autocast has no say: it knows none of these operators, and they call nothing that it casts. A
-backward is not differentiable in turn.
+backward is not differentiable in turn, and says so where it would have to be.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.gdn import ops, shard_ops
 from qla_kernels.gdn.ops import Backward, Forward
+from qla_kernels.gdn.validate import OP
 
 
 def apart(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -95,7 +96,7 @@ class GatedDeltaRule(torch.autograd.Function):
         return done.o, done.final_state
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivative(OP)
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, cu_seqlens_cpu, g_cum, A, *cp_cache = (
             ctx.saved_tensors
@@ -165,7 +166,7 @@ class ShardedGatedDeltaRule(torch.autograd.Function):
         return done.o
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivative(OP)
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, A_log, dt_bias, *bounds, entered, g_cum, A = ctx.saved_tensors
         dq, dk, dv, dbeta, dg, dA_log, ddt_bias = shard_ops.gdn_shard_bwd(
@@ -185,7 +186,7 @@ class L2Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivative(OP)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         x, cu_seqlens = ctx.saved_tensors
         return ops.l2norm_bwd(x, dy, cu_seqlens), None
