@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,14 @@ def refusals(rank: int) -> Iterator[tuple[str, Any]]:
         "contents": lambda: {**mine, "beta": mine["beta"] * torch.nan},
         "bound": lambda: {**mine, "exact": True},
         "context": lambda: {**mine, "cp_context": other},
+        "chunk size": lambda: {**mine, "chunk_size": 7},
+        "keyword": lambda: {**mine, "head_dim": 64},
+        "both bounds": lambda: {**mine, "exact": True, "warm_log_bound": -5.0},
+        "scale": lambda: {**mine, "scale": [1]},
+        "flag": lambda: {**mine, "allow_neg_eigval": "no"},
+        "layout": lambda: {**mine, "cp_context": replace(context, layout="zigzag")},
+        "place": lambda: {**mine, "cp_context": replace(context, pre_num_ranks=3)},
+        "no bounds": lambda: {**mine, "cp_context": replace(context, cu_seqlens=None)},
         "nothing": lambda: mine,
     }
     os.environ["QLA_CHECK"] = "1"

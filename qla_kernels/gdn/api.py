@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import need
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.autograd import GatedDeltaRule, L2Norm, apart
-from qla_kernels.gdn.keywords import refuse_unknown, take_layout, warm_bound
-from qla_kernels.gdn.shard_api import sharded
+from qla_kernels.gdn.keywords import flag, refuse_unknown, scale_of, take_layout, warm_bound
+from qla_kernels.gdn.shard_api import sharded, tell
 from qla_kernels.gdn.validate import (
     OP,
     Gate,
@@ -21,7 +22,6 @@ from qla_kernels.gdn.validate import (
     expect_tensors,
     refusal,
     require,
-    scale_of,
     wants_gradients,
 )
 from qla_kernels.varlen import CHUNK
@@ -103,51 +103,59 @@ def chunk_gated_delta_rule(
         ValueError: arguments do not fit together.
         Unsupported: they do, but this version cannot run them; see `qla_kernels.gdn.refusal`.
     """
-    bound = warm_bound(OP, bool(kwargs.pop("exact", False)), kwargs.pop("warm_log_bound", None))
-    keep = bool(kwargs.pop("enable_fwd_cp_cache", False)) and not torch.compiler.is_compiling()
-    gate = NO_GATE
-    if kwargs:
-        state_v_first, gate = _take_keywords(kwargs, state_v_first)
-    if chunk_indices is not None:  # FLA 0.5.2 has cp_context in its place
-        expect_tensors(OP, chunk_indices=chunk_indices)
+    try:
+        bound = warm_bound(OP, kwargs.pop("exact", False), kwargs.pop("warm_log_bound", None))
+        keep = flag(OP, "enable_fwd_cp_cache", kwargs.pop("enable_fwd_cp_cache", False))
+        gate = NO_GATE
+        if kwargs:
+            state_v_first, gate = _take_keywords(kwargs, state_v_first)
+        if chunk_indices is not None:  # FLA 0.5.2 has cp_context in its place
+            expect_tensors(OP, chunk_indices=chunk_indices)
+        normalise = flag(OP, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+        beta_flags = {
+            "use_beta_sigmoid_in_kernel": flag(
+                OP, "use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel
+            ),
+            "allow_neg_eigval": flag(OP, "allow_neg_eigval", allow_neg_eigval),
+        }
+        flags = {
+            **beta_flags,
+            "state_v_first": flag(OP, "state_v_first", state_v_first),
+            "output_final_state": flag(OP, "output_final_state", output_final_state),
+        }
+    except Exception as problem:
+        if cp_context is not None:
+            tell(problem, cp_context, q)
+        raise
     if cp_context is not None:
-        o = sharded(
-            q, k, v, g, beta, scale, cp_context, gate, bound,
-            states=initial_state is not None or output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=bool(use_beta_sigmoid_in_kernel),
-            allow_neg_eigval=bool(allow_neg_eigval),
-        )  # fmt: skip
-        return o, None
+        states = initial_state is not None or flags["output_final_state"]
+        options = {**beta_flags, "warm_log_bound": bound, "use_qk_l2norm_in_kernel": normalise}
+        return sharded(q, k, v, g, beta, scale, cp_context, gate, states, options), None
     check_tensors(OP, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
     check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     A_log, dt_bias = gate.parameters()
     require(refusal(q, k, v))
-    scale = scale_of(scale, q)
-    flags = {
-        "use_beta_sigmoid_in_kernel": bool(use_beta_sigmoid_in_kernel),
-        "allow_neg_eigval": bool(allow_neg_eigval),
-        "state_v_first": bool(state_v_first),
-        "warm_log_bound": bound,
-        "output_final_state": bool(output_final_state),
-    }
+    scale = scale_of(OP, scale, q)
     bounds = cu_seqlens, cu_seqlens_cpu
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    refuse_forward_mode(OP, *inputs)
     if not wants_gradients(inputs):  # autograd's wrappers cost the host as much as the operators
-        if use_qk_l2norm_in_kernel:
+        if normalise:
             q, k = ops.l2norm_fwd(q), ops.l2norm_fwd(k)
         o, final_state, *_ = ops.gdn_fwd(
             q, k, v, g, beta, scale, initial_state, *bounds, A_log, dt_bias,
-            output_h=False, is_train=False, auto_cp=True, enable_fwd_cp_cache=False, **flags,
+            output_h=False, is_train=False, auto_cp=True, enable_fwd_cp_cache=False,
+            warm_log_bound=bound, **flags,
         )  # fmt: skip
         return o, final_state
-    if use_qk_l2norm_in_kernel:
+    if normalise:
         q, k = (L2Norm.apply(x, cu_seqlens) for x in (q, k))  # type: ignore[no-untyped-call]
     o, final_state = GatedDeltaRule.apply(  # type: ignore[no-untyped-call]
         *apart(q, k, v, g, beta, A_log, dt_bias, initial_state, *bounds),
         scale,
         *flags.values(),
-        keep,
+        bound,
+        keep and not torch.compiler.is_compiling(),
     )
     return o, final_state
 
@@ -165,7 +173,7 @@ def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> tuple[bool, G
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(need(OP, f"chunk_size is {chunk_size!r}", "16, 32 or 64", "leave it out"))
     gate = Gate(
-        kwargs.pop("use_gate_in_kernel", False),
+        flag(OP, "use_gate_in_kernel", kwargs.pop("use_gate_in_kernel", False)),
         kwargs.pop("A_log", None),
         kwargs.pop("dt_bias", None),
     )

@@ -53,8 +53,8 @@ class GatedDeltaRule(torch.autograd.Function):
         use_beta_sigmoid_in_kernel: bool,
         allow_neg_eigval: bool,
         state_v_first: bool,
-        warm_log_bound: float,
         output_final_state: bool,
+        warm_log_bound: float,
         enable_fwd_cp_cache: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.scale = scale

@@ -7,8 +7,10 @@ its part of such a sequence does to a state or gradient that comes through, a li
 all links to all ranks, and each of them folds those it needs.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,6 +22,7 @@ from torch import Tensor
 from qla_kernels.errors import need
 
 Reason = tuple[str, str, str]  # got, need, fix
+Facts = tuple[object, ...]  # what has to be the same on all ranks
 LAYOUT = "contiguous"
 
 # its name until torch 2.13, where the old one warns
@@ -125,14 +128,8 @@ def layout_refused(cp_context: Any) -> Reason | None:
     return f"cp_context with layout {layout!r}", f"{LAYOUT!r}: tokens in order", fix
 
 
-def shard_of(op: str, cp_context: Any) -> Shard:
-    """Its group has to be there, and its tables; what they say is compared by `agree`."""
-    names = ("cu_seqlens", "pre_num_ranks", "post_num_ranks")
-    absent = [name for name in names if getattr(cp_context, name, None) is None]
-    if absent:
-        fix = "make it with build_cp_context"
-        got = f"cp_context without {', '.join(absent)}"
-        raise ValueError(need(op, got, "what FLA's build_cp_context makes", fix))
+def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
+    """The ranks that share the call, which is all that it takes to tell them what is wrong."""
     group = getattr(cp_context, "group", None)
     if group is None:
         if not dist.is_initialized():
@@ -140,31 +137,55 @@ def shard_of(op: str, cp_context: Any) -> Shard:
             raise ValueError(need(op, "cp_context without a process group", "one", fix))
         group = dist.group.WORLD
     assert group is not None, "torch is initialized"
-    return Shard(
-        group,
-        *_place_in(op, group),
-        int(cp_context.pre_num_ranks),
-        int(cp_context.post_num_ranks),
-        goes_through(cp_context.cu_seqlens, cp_context.pre_num_ranks, cp_context.post_num_ranks),
-    )
+    return group
+
+
+def shard_of(op: str, cp_context: Any) -> Shard:
+    """Its tables have to be there; whether they fit other ranks' is found out by `agree`."""
+    names = ("cu_seqlens", "pre_num_ranks", "post_num_ranks")
+    absent = [name for name in names if getattr(cp_context, name, None) is None]
+    if absent:
+        fix = "make it with build_cp_context"
+        got = f"cp_context without {', '.join(absent)}"
+        raise ValueError(need(op, got, "what FLA's build_cp_context makes", fix))
+    group = group_of(op, cp_context)
+    rank, world = _place_in(op, group)
+    before, after = int(cp_context.pre_num_ranks), int(cp_context.post_num_ranks)
+    if not (0 <= before <= rank and 0 <= after < world - rank):
+        got = f"cp_context with {before} ranks before and {after} behind rank {rank} of {world}"
+        needs = f"at most {rank} and {world - 1 - rank}"
+        raise ValueError(need(op, got, needs, "make it with build_cp_context on this rank"))
+    through = goes_through(cp_context.cu_seqlens, before, after)
+    return Shard(group, rank, world, before, after, through)
 
 
 def agree(
-    op: str, shard: Shard, facts: Mapping[str, object], problem: ValueError | None, on_gpu: bool
+    op: str, shard: Shard, facts: Mapping[str, object], problem: Exception | None, on_gpu: bool
 ) -> None:
     """Raise on every rank unless all were asked for the same, in one line of ranks.
 
-    `problem` is what is wrong with this rank's call alone. A GPU's ranks compare what they have not
-    compared before, because they wait for each other and for the GPU; a rank whose call is wrong
-    may then find no one to tell, and its group's timeout ends the others.
+    `problem` is what is wrong with this rank's call alone.
+
+    On a GPU, ranks compare only facts that are new to the group, because they wait for each other
+    and for the GPU. No rank waits here for one that has gone on:
+
+    * Facts alone decide, and those of one call are equal on all ranks, or the call is wrong. The
+      line (before, after, through) has no say: it differs by rank and by batch.
+    * What is known is the same on all ranks: it grows after an exchange in which all took part, and
+      what all heard decides whether it does, and whether all raise.
+
+    So in a program whose ranks make the same calls, they exchange together or not at all. A rank
+    with a problem, or with facts that are new to it alone, may find no one to tell: its group's
+    timeout ends the others. What is not compared here, facts that are mixed later and lines of
+    later batches, travels with the links: see `signed`.
     """
     said = (
         {name: str(fact) for name, fact in facts.items()},
         (shard.before, shard.after, shard.through),
         None if problem is None else str(problem),
     )
-    known = _agreed.setdefault(shard.group, set())
-    if on_gpu and repr(said) in known:
+    known, mine = _agreed.setdefault(shard.group, set()), repr(said[0])
+    if on_gpu and problem is None and mine in known:
         return
     everyone: list[Any] = [None] * shard.world
     explained(op, lambda: dist.all_gather_object(everyone, said, group=shard.group))
@@ -178,7 +199,7 @@ def agree(
                 fix = f"look at what rank {rank} was given"
                 raise ValueError(need(op, got, "the same call on every rank", fix))
     _expect_one_line(op, [line for _, line, _ in everyone])
-    known.add(repr(said))
+    known.add(mine)
 
 
 def _expect_one_line(op: str, line: list[tuple[int, int, bool]]) -> None:
@@ -202,22 +223,49 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def gather(link: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The links of all ranks, [ranks, HV, V + K, K]."""
+    """The links of all ranks, [ranks, HV, V + K + 1, K]."""
     links = link.new_empty(dist.get_world_size(group), *link.shape)
     explained("cp_context", lambda: _all_gather(links.view(-1), link.reshape(-1), group))
     return links
 
 
-def folded(links: Tensor, ranks: Iterable[int], V: int) -> Tensor:
+def signed(link: Tensor, facts: Facts, sent: int, came: int) -> Tensor:
+    """A link [HV, V + K, K] with one more row, by which those that fold it know what it is.
+
+    sent: how many ranks are to fold it.
+    came: how many ranks its sequence has come through before, if it comes through here.
+    """
+    HV, _, K = link.shape
+    row = link.new_full((1, 1, 1), _signature(facts, sent, came)).expand(HV, 1, K)
+    return torch.cat([link, row], 1)
+
+
+def folded(links: Tensor, ranks: Sequence[int], V: int, facts: Facts, onward: int) -> Tensor:
     """What has come through these ranks, in the order in which it meets them: [HV, V, K].
 
-    In fp64, which is the same whatever precision torch is told to multiply fp32 in.
+    In fp64, which is the same whatever precision torch is told to multiply fp32 in. A link of
+    another call, or of another line of ranks, is an error; on a GPU, which nobody waits for, NaN.
+
+    onward: how many ranks fold this one's own link with the same sequence in it.
     """
-    state = links.new_zeros(links.shape[1], V, links.shape[3], dtype=torch.float64)
-    for rank in ranks:
+    K, num = links.shape[3], len(ranks)
+    state = links.new_zeros(links.shape[1], V, K, dtype=torch.float64)
+    for passed, rank in enumerate(ranks):
         link = links[rank].double()
-        state = state @ link[:, V:] + link[:, :V]
+        state = state @ link[:, V:-1] + link[:, :V]
+        foreign = link[0, -1, 0] != _signature(facts, num - passed + onward, passed)
+        if foreign.is_cpu and foreign:
+            got = f"the link of rank {rank} is not of this call"
+            needs, fix = "the same calls on all ranks, in one order", f"look at rank {rank}"
+            raise ShardError(need("cp_context", got, needs, fix))
+        state.masked_fill_(foreign, torch.nan)
     return state.to(links.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _signature(*said: object) -> int:
+    """Exact in fp32."""
+    return zlib.crc32(repr(said).encode()) >> 8
 
 
 def explained(op: str, exchange: Callable[[], Any]) -> None:

@@ -1,9 +1,12 @@
-"""What the public functions take by keyword: FLA's **kwargs, and our own."""
+"""What the public functions take beside tensors: numbers, flags, FLA's **kwargs, and our own."""
 
 import warnings
+from collections.abc import Sized
+from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qla_kernels.errors import need
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
@@ -38,8 +41,9 @@ def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
         raise TypeError(need(op, got, "the names of FLA 0.6.0", "remove or correct it"))
 
 
-def warm_bound(op: str, exact: bool, warm_log_bound: float | None) -> float:
+def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
     """What segments may leave out of the state before them, natural log; -inf for nothing."""
+    exact = flag(op, "exact", exact)
     if warm_log_bound is None:
         return float(_WHOLE_EXACT_BOUND if exact else _WHOLE_BOUND)
     if exact:
@@ -47,8 +51,42 @@ def warm_bound(op: str, exact: bool, warm_log_bound: float | None) -> float:
         raise ValueError(
             need(op, "exact and warm_log_bound", "exact=True to leave out nothing", fix)
         )
+    warm_log_bound = number(op, "warm_log_bound", warm_log_bound)
     if not warm_log_bound < 0:
         needs = "less than 0, the log of a part of the state"
         fix = f"leave it out for {WARM_LOG_BOUND}, or pass exact=True"
         raise ValueError(need(op, f"warm_log_bound is {warm_log_bound}", needs, fix))
-    return float(warm_log_bound)
+    return warm_log_bound
+
+
+def scale_of(op: str, scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return float(q.shape[-1] ** -0.5)
+    if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
+        fix = "multiply q by it"
+        raise ValueError(need(op, "a scale that requires grad", "a number: it gets none", fix))
+    return number(op, "scale", scale)
+
+
+def number(op: str, name: str, x: Any) -> float:
+    """x as a float; of tensors, only what the CPU holds."""
+    if type(x) is float:
+        return x
+    if isinstance(x, Tensor) and x.is_cpu and x.dim() == 0 and not x.is_complex():
+        return float(x)
+    if not isinstance(x, (Real, torch.SymFloat, torch.SymInt)):
+        got = f"{name} is on {x.device}" if isinstance(x, Tensor) else f"{name} is {x!r}"
+        raise ValueError(need(op, got[:200], "a number", f"pass float({name})"))
+    return float(x)
+
+
+def flag(op: str, name: str, x: Any) -> bool:
+    """x as a bool; None for False, as callers have it."""
+    if x is True or x is False:
+        return x
+    if x is None:
+        return False
+    if isinstance(x, (Tensor, Sized)) or x not in (0, 1):
+        got = f"{name} is of type {type(x).__name__}"
+        raise ValueError(need(op, got, "True or False", f"pass bool({name})"))
+    return bool(x)

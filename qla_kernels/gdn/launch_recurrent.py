@@ -12,7 +12,7 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.kernels import recurrent as kernel
-from qla_kernels.gdn.packing import hand_on
+from qla_kernels.gdn.packing import hand_on, low_words
 from qla_kernels.gdn.recurrent import PIECE, in_whole_pieces
 from qla_kernels.gdn.recurrent_ops import OP
 from qla_kernels.gdn.validate import dtype_name
@@ -156,8 +156,8 @@ def arguments(
         gates,
         _bytes(beta, q.dtype),
         *of_head,
-        no_index if cu_seqlens is None else _low_words(cu_seqlens),
-        no_index if state_indices is None else _low_words(state_indices),
+        no_index if cu_seqlens is None else low_words(cu_seqlens),
+        no_index if state_indices is None else low_words(state_indices),
         states[0],
         states[-1],
         o,
@@ -172,11 +172,6 @@ def _bytes(x: Tensor, half: torch.dtype) -> Tensor:
     """x [..] as bytes [.., 4 or 2]; cast if it is neither fp32 nor `half`, which is unusual."""
     x = x if x.dtype in (torch.float32, half) else x.float()
     return x.unsqueeze(-1).view(torch.uint8)
-
-
-def _low_words(x: Tensor) -> Tensor:
-    """int64 as int32, without a copy."""
-    return x if x.dtype == torch.int32 else x.unsqueeze(-1).view(torch.int32).select(-1, 0)
 
 
 def _past(state: Tensor) -> int:

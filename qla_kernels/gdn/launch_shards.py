@@ -11,13 +11,19 @@ from torch import Tensor
 from qla_kernels import device
 from qla_kernels.gdn import activations, segments
 from qla_kernels.gdn import plan as gdn_plan
-from qla_kernels.gdn.context_parallel import folded, gather, goes_through, group_named
+from qla_kernels.gdn.context_parallel import (
+    folded,
+    gather,
+    goes_through,
+    group_named,
+    signed,
+)
 from qla_kernels.gdn.launch import fused_fwd, kkt_solve
 from qla_kernels.gdn.launch_backward import chunk_grads, readable
 from qla_kernels.gdn.launch_states import chains
 from qla_kernels.gdn.ops import Backward
 from qla_kernels.gdn.packing import require_aligned, room_for_chunks
-from qla_kernels.gdn.shard_ops import Forward, without_dh0
+from qla_kernels.gdn.shard_ops import Forward, facts_of, without_dh0
 from qla_kernels.varlen import CHUNK
 
 
@@ -41,16 +47,21 @@ def gdn_shard_fwd(
     group: str,
     before: int,
     after: int,
+    use_qk_l2norm_in_kernel: bool = False,
 ) -> Forward:
     require_aligned(q=q, k=k, v=v)
     (_, T, HV, V), K, N = v.shape, q.shape[-1], len(cu_seqlens) - 1
     saved: tuple[Tensor, Tensor] | None
+    facts = facts_of(
+        "forward", q, v, scale, is_train, A_log is None, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, warm_log_bound, use_qk_l2norm_in_kernel,
+    )  # fmt: skip
     with device.of(q):
         o = q.new_empty(v.shape)
         beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
         g, beta = activations.activate(g, beta, A_log, dt_bias, beta_range)
         if not T or not N:  # no sequence comes here
-            gather(g.new_zeros(HV, V + K, K), group_named(group))
+            gather(signed(g.new_zeros(HV, V + K, K), facts, 0, 0), group_named(group))
             saved = (torch.zeros_like(g), q.new_zeros(1, T, HV, CHUNK))
             return Forward(o.zero_(), None, *(saved if is_train else (None, None)))
         shape = segments.chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
@@ -78,10 +89,11 @@ def gdn_shard_fwd(
             growth,
             early=not plan.kernel.solves,
         )
-        ranks = group_named(group)
-        here, link = ranks.rank(), _link(found.left, found, cut, before, after, reverse=False)
-        links = gather(link, ranks)
-        entered = folded(links, range(here - before, here), V) if before else None
+        ranks, through = group_named(group), goes_through(cu_seqlens, before, after)
+        here, link = ranks.rank(), _link(found.left, found, cut, after, through, reverse=False)
+        links, entered = gather(signed(link, facts, after, before * through), ranks), None
+        if before:
+            entered = folded(links, range(here - before, here), V, facts, after * through)
         starts = segments.start_states(found, None, cut, entered)
         fused_fwd(
             q, k, v, g, beta, scale, starts, cut.bounds, o, None, saved, plan.kernel, cut.ends_of
@@ -113,16 +125,21 @@ def gdn_shard_bwd(
     group: str,
     before: int,
     after: int,
+    use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor | None, ...]:
     require_aligned(q=q, k=k, v=v)
     (_, T, HV, V), K, N = v.shape, q.shape[-1], len(cu_seqlens) - 1
+    facts = facts_of(
+        "backward", q, v, scale, A_log is None, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        warm_log_bound, use_qk_l2norm_in_kernel,
+    )  # fmt: skip
     with device.of(q):
         beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
         active = activations.activate_beta(beta, beta_range)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v, g_cum, g_cum))
         ranks = group_named(group)
         if not T or not N:
-            gather(g_cum.new_zeros(HV, V + K, K), ranks)
+            gather(signed(g_cum.new_zeros(HV, V + K, K), facts, 0, 0), ranks)
             for x in grads:
                 x.zero_()
         else:
@@ -137,9 +154,12 @@ def gdn_shard_bwd(
             left = segments.left_gradients(
                 q, k, do, g_cum, active, A, None, scale, cut, warm_log_bound
             )
-            here, link = ranks.rank(), _link(left, found, cut, before, after, reverse=True)
-            links = gather(link, ranks)
-            leaving = folded(links, range(here + after, here, -1), V) if after else None
+            through = goes_through(cu_seqlens, before, after)
+            here, link = ranks.rank(), _link(left, found, cut, before, through, reverse=True)
+            links, leaving = gather(signed(link, facts, before, after * through), ranks), None
+            if after:
+                onward = before * through
+                leaving = folded(links, range(here + after, here, -1), V, facts, onward)
             starts = segments.start_states(found, None, cut, entered)
             ends = segments.fold_gradients(left, None, found, cut, leaving)
             states = chains(inputs, starts, ends, None, scale, cut.bounds, grads[2])
@@ -155,13 +175,12 @@ def _link(
     left: Tensor,
     found: segments.Maps,
     cut: segments.Segments,
-    before: int,
-    after: int,
+    sent: int,
+    through: bool,
     reverse: bool,
 ) -> Tensor:
-    """Of the sequence that goes on at another rank, [HV, V + K, K]; zeros where none does."""
-    if not (before if reverse else after):
+    """Of the sequence that goes on at `sent` other ranks, [HV, V + K, K]; zeros if none does."""
+    if not sent:
         HV, V, K = left.shape[1:]
         return left.new_zeros(HV, V + K, K)
-    through = goes_through(cut.first_segment, before, after)
     return segments.link(left, found, cut, through, reverse)

@@ -1,13 +1,15 @@
 """One direction at a time, without autograd: FlashQLA 0.1.3's positional order."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import ops
-from qla_kernels.gdn.keywords import warm_bound
+from qla_kernels.gdn.keywords import flag, scale_of, warm_bound
 from qla_kernels.gdn.ops import Backward, Forward
 from qla_kernels.gdn.validate import (
     Gate,
@@ -16,9 +18,9 @@ from qla_kernels.gdn.validate import (
     check_tensors,
     dtype_name,
     expect_tensor,
+    expect_tensors,
     refusal,
     require,
-    scale_of,
 )
 from qla_kernels.varlen import CHUNK
 
@@ -77,23 +79,27 @@ def chunk_gated_delta_rule_fwd(
     """
     op = "chunk_gated_delta_rule_fwd"
     bound = warm_bound(op, exact, warm_log_bound)
+    state_v_first = flag(op, "state_v_first", state_v_first)
+    output_h = flag(op, "output_h", output_h)
+    flags = {
+        "use_beta_sigmoid_in_kernel": flag(
+            op, "use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel
+        ),
+        "allow_neg_eigval": flag(op, "allow_neg_eigval", allow_neg_eigval),
+        "output_final_state": flag(op, "output_final_state", output_final_state),
+        "is_train": is_train is None or flag(op, "is_train", is_train),
+        "auto_cp": flag(op, "auto_cp", auto_cp),
+        "enable_fwd_cp_cache": flag(op, "enable_fwd_cp_cache", enable_fwd_cp_cache),
+    }
     check_tensors(op, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
-    gate = Gate(use_gate_in_kernel, A_log, dt_bias)
+    gate = Gate(flag(op, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
     check_activations(op, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if out is not None:
         expect_tensor(op, "out", out, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
     _refuse_shards(op, cp_context)
-    require(
-        refusal(
-            q,
-            k,
-            v,
-            output_h=bool(output_h),
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu,
-            op=op,
-        )
-    )
+    refuse_forward_mode(op, q, k, v, g, beta, initial_state, *gate.parameters(), out)
+    bounds = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
+    require(refusal(q, k, v, output_h=output_h, op=op, **bounds))
     done = Forward(
         *ops.gdn_fwd(
             q,
@@ -101,24 +107,19 @@ def chunk_gated_delta_rule_fwd(
             v,
             g,
             beta,
-            scale_of(scale, q),
+            scale_of(op, scale, q),
             initial_state,
             cu_seqlens,
             cu_seqlens_cpu,
             *gate.parameters(),
-            use_beta_sigmoid_in_kernel=bool(use_beta_sigmoid_in_kernel),
-            allow_neg_eigval=bool(allow_neg_eigval),
-            state_v_first=bool(state_v_first),
-            output_final_state=bool(output_final_state),
-            output_h=bool(output_h),
-            is_train=is_train is None or bool(is_train),
-            auto_cp=bool(auto_cp),
-            enable_fwd_cp_cache=bool(enable_fwd_cp_cache),
+            state_v_first=state_v_first,
+            output_h=output_h,
             warm_log_bound=bound,
+            **flags,
         )
     )
     o = done.o if out is None else out.copy_(done.o)
-    cp_cache = tuple(done.cp_cache) if enable_fwd_cp_cache else None
+    cp_cache = tuple(done.cp_cache) if flags["enable_fwd_cp_cache"] else None
     return done.g_cum, done.A, o, done.h, done.final_state, cp_cache
 
 
@@ -161,6 +162,8 @@ def chunk_gated_delta_rule_bwd(
     """
     op = "chunk_gated_delta_rule_bwd"
     bound = warm_bound(op, exact, warm_log_bound)
+    state_v_first = flag(op, "state_v_first", state_v_first)
+    auto_cp = flag(op, "auto_cp", auto_cp)
     check_tensors(op, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
     expect_tensor(op, "A", A, (*v.shape[:3], CHUNK), "[B, T, HV, 64]", v.device)
     expect_tensor(op, "do", do, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
@@ -171,7 +174,9 @@ def chunk_gated_delta_rule_bwd(
     if dht is not None:
         check_state(op, "dht", dht, q, v, cu_seqlens, state_v_first)
     _refuse_shards(op, cp_context)
+    refuse_forward_mode(op, q, k, v, g, beta, A, do, dht, initial_state)
     require(refusal(q, k, v, op=op))
+    _check_cache(op, cp_cache or (), q, v, cu_seqlens)
     done = Backward(
         *ops.gdn_bwd(
             q,
@@ -182,7 +187,7 @@ def chunk_gated_delta_rule_bwd(
             A,
             do,
             dht,
-            scale_of(scale, q),
+            scale_of(op, scale, q),
             initial_state,
             cu_seqlens,
             cu_seqlens_cpu,
@@ -191,13 +196,34 @@ def chunk_gated_delta_rule_bwd(
             None,
             use_beta_sigmoid_in_kernel=False,
             allow_neg_eigval=False,
-            state_v_first=bool(state_v_first),
-            auto_cp=bool(auto_cp),
+            state_v_first=state_v_first,
+            auto_cp=auto_cp,
             warm_log_bound=bound,
             cp_cache=list(cp_cache or ()),
         )
     )
     return done.dq, done.dk, done.dv, done.dbeta, done.dg, done.dh0
+
+
+def _check_cache(
+    op: str, cp_cache: Sequence[Tensor], q: Tensor, v: Tensor, cu_seqlens: Tensor | None
+) -> None:
+    """As far as shapes tell: whether it is of a batch like this one, or of none that was cut."""
+    if not len(cp_cache) or torch.compiler.is_compiling():  # sizes may be data
+        return
+    expect_tensors(op, **{f"cp_cache[{n}]": x for n, x in enumerate(cp_cache)})
+    (B, T, HV, V), K = v.shape, q.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    rows = len(cp_cache[0])
+    most, extra = B * T // CHUNK, rows - 1 - N  # sequences of one segment, and cuts
+    fits = not rows or extra == 0 or (0 < extra <= most and most // (most // extra) == extra)
+    slots = max(rows - 1, 0)
+    tables = (rows,), (rows,), (rows,), (N + 1,) if rows else (0,), (HV,) if rows else (0,)
+    want = [*tables, (slots, HV, V, K), (slots, HV, 2, K, K), (slots, HV)]
+    if not fits or [tuple(x.shape) for x in cp_cache] != want or cp_cache[0].device != q.device:
+        got = f"cp_cache of {len(cp_cache)} tensors, of {rows} places for segments"
+        needs = f"that of a forward of {N} sequences in {B * T} tokens, HV={HV}, K={K}, V={V}"
+        raise ValueError(need(op, got, needs, "pass what this batch's forward returned, or None"))
 
 
 def _refuse_shards(op: str, cp_context: object) -> None:

@@ -103,7 +103,12 @@ def live_end(cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
     """How many tokens belong to a sequence, int32 [1]; any number where all do."""
     if cu_seqlens is None:
         return like.new_empty(1, dtype=torch.int32)
-    return cu_seqlens[-1:].view(torch.int32)[:1]  # an int64's low word
+    return low_words(cu_seqlens)[-1:]
+
+
+def low_words(x: Tensor) -> Tensor:
+    """int64 as int32, of any strides and without a copy."""
+    return x if x.dtype == torch.int32 else x.unsqueeze(-1).view(torch.int32).select(-1, 0)
 
 
 def no_chunks(first: Tensor) -> ChunkTable:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn.keywords import refuse_unknown, take_layout
+from qla_kernels.gdn.keywords import flag, refuse_unknown, scale_of, take_layout
 from qla_kernels.gdn.ops import OPERATORS
 from qla_kernels.gdn.recurrent_ops import OP, gdn_recurrent, gdn_recurrent_slots
 from qla_kernels.gdn.validate import (
@@ -23,7 +24,6 @@ from qla_kernels.gdn.validate import (
     expect_tensors,
     refusal,
     require,
-    scale_of,
     wants_gradients,
 )
 
@@ -89,8 +89,18 @@ def fused_recurrent_gated_delta_rule(
         ValueError: arguments do not fit together.
         Unsupported: they do, but this version cannot run them. A backward raises it, too.
     """
-    state_v_first = _take_keywords(kwargs, state_v_first)
-    if g is None and use_gate_in_kernel:
+    state_v_first = flag(OP, "state_v_first", _take_keywords(kwargs, state_v_first))
+    options = {
+        "use_qk_l2norm_in_kernel": flag(OP, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        "use_beta_sigmoid_in_kernel": flag(
+            OP, "use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel
+        ),
+        "allow_neg_eigval": flag(OP, "allow_neg_eigval", allow_neg_eigval),
+        "state_v_first": state_v_first,
+    }
+    output_final_state = flag(OP, "output_final_state", output_final_state)
+    gate = Gate(flag(OP, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
+    if g is None and gate.use_gate_in_kernel:
         fix = "pass g, or no flag for no decay"
         raise ValueError(need(OP, "use_gate_in_kernel without g", "the gate's input", fix))
     expect_tensors(OP, q=q, k=k, v=v)
@@ -98,20 +108,15 @@ def fused_recurrent_gated_delta_rule(
     beta = v.new_ones(()).expand(v.shape[:3]) if beta is None else beta
     h0 = initial_state if state_indices is None else None
     check_tensors(OP, q, k, v, g, _per_head(beta, v), h0, cu_seqlens, None, state_v_first)
-    gate = Gate(use_gate_in_kernel, A_log, dt_bias)
     check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     pool = None
     if state_indices is not None:
         pool = _checked_pool(q, v, initial_state, state_indices, cu_seqlens, state_v_first)
     require(recurrent_refusal(q, k, v, gk=gk, gv=gv, pool=pool))
-    tensors = (q, k, v, g, beta, *gate.parameters(), scale_of(scale, q))
-    options = {
-        "use_qk_l2norm_in_kernel": bool(use_qk_l2norm_in_kernel),
-        "use_beta_sigmoid_in_kernel": bool(use_beta_sigmoid_in_kernel),
-        "allow_neg_eigval": bool(allow_neg_eigval),
-        "state_v_first": bool(state_v_first),
-    }
-    recorded = wants_gradients((q, k, v, g, beta, initial_state, *gate.parameters()))
+    inputs = (q, k, v, g, beta, *gate.parameters())
+    refuse_forward_mode(OP, *inputs, initial_state)
+    tensors = (*inputs, scale_of(OP, scale, q))
+    recorded = wants_gradients((*inputs, initial_state))
     if pool is None:
         run = OPERATORS.gdn_recurrent.default if recorded else gdn_recurrent
         o, final_state = run(
@@ -119,7 +124,7 @@ def fused_recurrent_gated_delta_rule(
             initial_state,
             cu_seqlens,
             **options,
-            output_final_state=bool(output_final_state),
+            output_final_state=output_final_state,
         )
         return o, final_state
     if recorded:
@@ -146,7 +151,7 @@ def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> bool:
 
 def _per_head(beta: Tensor, v: Tensor) -> Tensor:
     """One column of a beta that has V of them."""
-    if beta.dim() != 4:
+    if not isinstance(beta, Tensor) or beta.dim() != 4:
         return beta
     expect_shape(OP, "beta", beta, tuple(v.shape), "[B, T, HV, V]")
     return beta[..., :1].squeeze(-1)

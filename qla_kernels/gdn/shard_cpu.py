@@ -5,9 +5,15 @@ from torch import Tensor
 
 from qla_kernels.cpu import reference
 from qla_kernels.gdn import cpu
-from qla_kernels.gdn.context_parallel import folded, gather, goes_through, group_named
+from qla_kernels.gdn.context_parallel import (
+    folded,
+    gather,
+    goes_through,
+    group_named,
+    signed,
+)
 from qla_kernels.gdn.ops import state_dtype
-from qla_kernels.gdn.shard_ops import Forward, without_dh0
+from qla_kernels.gdn.shard_ops import Forward, facts_of, without_dh0
 
 
 @torch.no_grad()
@@ -30,18 +36,23 @@ def gdn_shard_fwd(
     group: str,
     before: int,
     after: int,
+    use_qk_l2norm_in_kernel: bool = False,
 ) -> Forward:
     gdn, num = reference().gdn, len(cu_seqlens) - 1
     active_g = g if A_log is None else gdn.gate(g, A_log, dt_bias)
     active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
-    link = _no_link(k, v)
+    link, through = _no_link(k, v), goes_through(cu_seqlens, before, after)
     if num:
         with torch.autocast("cpu", enabled=False):
-            through = goes_through(cu_seqlens, before, after)
             link = gdn.forward_link(k, v, active_g, active, cu_seqlens, through).mT
     ranks = group_named(group)
-    links, here = gather(link, ranks), ranks.rank()
-    entered = folded(links, range(here - before, here), v.shape[-1])
+    facts = facts_of(
+        "forward", q, v, scale, is_train, A_log is None, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, warm_log_bound, use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    links = gather(signed(link, facts, after, before * through), ranks)
+    here, onward = ranks.rank(), after * through
+    entered = folded(links, range(here - before, here), v.shape[-1], facts, onward)
     done = cpu.gdn_fwd(
         q, k, v, g, beta, scale, _alone(entered, num, 0), cu_seqlens, cu_seqlens_cpu,
         A_log, dt_bias,
@@ -75,19 +86,24 @@ def gdn_shard_bwd(
     group: str,
     before: int,
     after: int,
+    use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor | None, ...]:
     gdn, num = reference().gdn, len(cu_seqlens) - 1
     active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
-    link = _no_link(k, v)
+    link, through = _no_link(k, v), goes_through(cu_seqlens, before, after)
     if num:
         with torch.autocast("cpu", enabled=False):
-            through = goes_through(cu_seqlens, before, after)
             link = gdn.backward_link(
                 q, k, v, g_cum, active, A, do, scale, cu_seqlens, through
             ).mT  # fmt: skip
     ranks = group_named(group)
-    links, here = gather(link, ranks), ranks.rank()
-    left = folded(links, range(here + after, here, -1), v.shape[-1])
+    facts = facts_of(
+        "backward", q, v, scale, A_log is None, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        warm_log_bound, use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    links = gather(signed(link, facts, before, after * through), ranks)
+    here, onward = ranks.rank(), before * through
+    left = folded(links, range(here + after, here, -1), v.shape[-1], facts, onward)
     h0 = _alone(torch.zeros_like(left) if entered is None else entered, num, 0)
     done = cpu.gdn_bwd(
         q, k, v, g_cum, beta, A, do, _alone(left, num, -1), scale, h0, cu_seqlens, cu_seqlens_cpu,

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from qla_kernels.direct import imported_late
+from qla_kernels.gdn.context_parallel import Facts
 from qla_kernels.gdn.ops import LIBRARY, Backward, state_dtype
 from qla_kernels.varlen import CHUNK
 
+# use_qk_l2norm_in_kernel: whether q and k come from there; compared with other ranks', nothing else
 _OPTIONS = """bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, float warm_log_bound,
-    str group, int before, int after"""
+    str group, int before, int after, bool use_qk_l2norm_in_kernel=False"""
 SCHEMAS = {
     "gdn_shard_fwd": f"""(
         Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale,
@@ -41,6 +43,11 @@ class Forward(NamedTuple):
     entered: Tensor | None  # [HV, V, K] fp32, the state that enters the first sequence here, if any
     g_cum: Tensor | None  # as of gdn_fwd
     A: Tensor | None
+
+
+def facts_of(step: str, q: Tensor, v: Tensor, scale: float, *settings: object) -> Facts:
+    """Of a rank's call: what links of the same call have in common."""
+    return step, str(q.dtype), tuple(q.shape[2:]), tuple(v.shape[2:]), scale, *settings
 
 
 def without_dh0(done: Backward) -> tuple[Tensor | None, ...]:

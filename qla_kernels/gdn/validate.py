@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from qla_kernels import device
 from qla_kernels.errors import Unsupported, need
@@ -78,8 +77,6 @@ def require(reason: str | None) -> None:
 
 def wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
     """Whether autograd will ask for gradients of a call on these tensors."""
-    if forward_ad._current_level >= 0:  # forward mode: kernels would lose tangents, wrappers refuse
-        return True
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -160,10 +157,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     *head, last = (dtype_name(d) for d in dtypes)
     return f"{', '.join(head)} or {last}"
-
-
-def scale_of(scale: float | None, q: Tensor) -> float:
-    return float(scale) if scale is not None else float(q.shape[-1] ** -0.5)
 
 
 def check_activations(

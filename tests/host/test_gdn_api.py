@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from qla_kernels import (
     chunk_gated_delta_rule,
@@ -267,24 +266,3 @@ def test_a_state_that_needs_no_gradient_gets_none(monkeypatch):
     assert [dh0 is None for dh0 in made] == [False, True]
     assert want.keys() - got.keys() == {"initial_state"}
     assert all(torch.equal(got[n], want[n]) for n in got)
-
-
-def test_forward_mode_is_refused():
-    """Kernels know nothing of tangents, which would be lost in silence."""
-    x = call()
-
-    def o(q: torch.Tensor) -> torch.Tensor:
-        return chunk_gated_delta_rule(**{**x, "q": q})[0]
-
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode AD"):
-        o(forward_ad.make_dual(x["q"], x["q"]))
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.jvp(o, (x["q"],), (x["q"],))
-
-
-def test_gradients_are_not_differentiable_again():
-    x = leaves(call())
-    o, _ = chunk_gated_delta_rule(**x)
-    (dq,) = torch.autograd.grad(o.square().sum(), x["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()

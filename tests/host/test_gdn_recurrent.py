@@ -159,6 +159,8 @@ MALFORMED = {
     "a slot past the pool": ({"state_indices": INDICES + 1}, "state_indices [1, 2]; need diff"),
     "number of states": ({"initial_state": torch.zeros(7, 4, 16, 8)}, "initial_state has shape (7"),
     "beta": ({"beta": torch.zeros(2, 70, 4, 7)}, "beta has shape (2, 70, 4, 7); need [B, T, HV"),
+    "a number for beta": ({"beta": 1.0}, "beta is of type float; need a tensor"),
+    "a number for g": ({"g": 0.0}, "g is of type float; need a tensor"),
     "no input": ({"g": None, "use_gate_in_kernel": True}, "use_gate_in_kernel without g;"),
     "gate": ({"use_gate_in_kernel": True}, "use_gate_in_kernel without A_log; need A_log"),
     "eigenvalues": (
