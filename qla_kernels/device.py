@@ -56,7 +56,8 @@ def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
     if not x.is_cuda:
         yield nullcontext()
         return
-    here, second = torch.cuda.current_stream(x.device), _second_stream(x.device)
+    here = torch.cuda.current_stream(x.device)
+    second = _second_stream(here)
     second.wait_stream(here)
     try:
         yield torch.cuda.stream(second)
@@ -64,10 +65,16 @@ def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
         here.wait_stream(second)
 
 
-@functools.cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a GPU: torch hands its few streams out in turn, and a new one could be anybody's."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+@functools.lru_cache(maxsize=64)
+def _second_stream(first: torch.cuda.Stream) -> torch.cuda.Stream:
+    """One for each: where one is captured, its second is too, until the capture ends.
+
+    Kept, because torch hands its few streams out in turn, and a new one could be anybody's.
+    """
+    while True:
+        second: torch.cuda.Stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]
+        if second != first:
+            return second
 
 
 DEFAULT_STREAM = 0  # as `stream` has it; it cannot be captured

@@ -23,21 +23,28 @@ def direct(
 ) -> Callable[..., Any]:
     """`operator`, whose first argument is a tensor: by its implementations where nobody looks."""
 
-    def call(x: Tensor, *args: Any, **flags: Any) -> Any:
-        if _is_watched(x):
-            return operator(x, *args, **flags)
+    def call(*args: Any, **flags: Any) -> Any:
+        if _is_watched(args):
+            return operator(*args, **flags)
+        x = args[0]
         if x.is_cuda:
-            return on_cuda(x, *args, **flags)
-        return (on_cpu if x.is_cpu else operator)(x, *args, **flags)
+            return on_cuda(*args, **flags)
+        return (on_cpu if x.is_cpu else operator)(*args, **flags)
 
     return call
 
 
-def _is_watched(x: Tensor) -> bool:
-    """By a compiler, a tracer, a mode (fake tensors, selective checkpointing), functorch, or x."""
+# A list or tuple holds tensors that this package has made.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple))
+
+
+def _is_watched(args: tuple[Any, ...]) -> bool:
+    """By a compiler, a tracer, a mode (fake tensors, selective checkpointing), functorch, or by an
+    argument: any tensor may be a subclass that has something to say.
+    """
     return (
         torch.compiler.is_compiling()
-        or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
+        or not _PLAIN.issuperset(map(type, args))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None

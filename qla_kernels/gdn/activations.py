@@ -10,7 +10,7 @@ from qla_kernels import jit
 from qla_kernels.gdn.kernels import activate as activate_kernel
 from qla_kernels.gdn.kernels import activate_bwd as activate_bwd_kernel
 from qla_kernels.gdn.kernels import gate_sums as gate_sums_kernel
-from qla_kernels.gdn.packing import live_end
+from qla_kernels.gdn.packing import live_end, of_part, parts_in_reach
 from qla_kernels.gdn.raw_gates import DTYPES
 
 _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
@@ -57,16 +57,18 @@ def _activate(
     """What is not wanted is None."""
     if (g_out is None and beta_out is None) or not beta.numel():
         return
-    call, layout = _described(g, beta, A_log, dt_bias)
-    jit.compile(activate_kernel, activate_kernel.Variant("float32"))(
-        *call,
-        beta_out if g_out is None else g_out,
-        g_out if beta_out is None else beta_out,
-        *layout,
-        beta_range,
-        _flags(g_out, beta_out, A_log, dt_bias),
-        *activate_kernel.shape(*beta.shape[1:]),
-    )
+    out = beta_out if g_out is None else g_out, g_out if beta_out is None else beta_out
+    for part in parts_in_reach(g, beta):
+        g_b, beta_b, *out_b = of_part(part, g, beta, *out)
+        call, layout = _described(g_b, beta_b, A_log, dt_bias)
+        jit.compile(activate_kernel, activate_kernel.Variant("float32"))(
+            *call,
+            *out_b,
+            *layout,
+            beta_range,
+            _flags(g_out, beta_out, A_log, dt_bias),
+            *activate_kernel.shape(*beta.shape[1:]),
+        )
 
 
 def backward(
@@ -101,27 +103,30 @@ def backward(
         return dg_out, dbeta_out, dA_log, ddt_bias
     B, T, HV = beta.shape
     beside, blocks = activate_kernel.shape(T, HV)
-    sums = dg.new_empty(B * blocks, 2, HV)
-    call, layout = _described(beta if g is None else g, beta, A_log, dt_bias)
-    jit.compile(activate_bwd_kernel, activate_bwd_kernel.Variant("float32"))(
-        *call,
-        dg,
-        dbeta,
-        dg_out.view(torch.uint8),
-        dbeta_out.view(torch.uint8),
-        sums,
-        live_end(cu_seqlens, dg),
-        *layout,
-        beta_range,
-        int(cu_seqlens is not None),
-        _flags(g, beta, A_log, dt_bias),
-        beside,
-        blocks,
-    )
+    sums = dg.new_empty(B, blocks, 2, HV)
+    raw = beta if g is None else g
+    for part in parts_in_reach(raw, beta):
+        read, written = of_part(part, raw, beta), of_part(part, dg_out, dbeta_out, sums)
+        call, layout = _described(*read, A_log, dt_bias)
+        dg_b, dbeta_b, sums_b = written
+        jit.compile(activate_bwd_kernel, activate_bwd_kernel.Variant("float32"))(
+            *call,
+            *of_part(part, dg, dbeta),
+            dg_b.view(torch.uint8),
+            dbeta_b.view(torch.uint8),
+            sums_b.view(-1, 2, HV),
+            live_end(cu_seqlens, dg),
+            *layout,
+            beta_range,
+            int(cu_seqlens is not None),
+            _flags(g, beta, A_log, dt_bias),
+            beside,
+            blocks,
+        )
     if dA_log is not None:
         of_dA_log = dA_log.view(torch.uint8)
         jit.compile(gate_sums_kernel, gate_sums_kernel.Variant("float32"))(
-            sums,
+            sums.view(-1, 2, HV),
             of_dA_log,
             of_dA_log if ddt_bias is None else ddt_bias.view(torch.uint8),
             *layout[-2:],

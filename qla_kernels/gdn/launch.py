@@ -22,6 +22,7 @@ from qla_kernels.gdn.packing import (
     key_first,
     no_state,
     of_part,
+    parts_in_reach,
     require_aligned,
     room_for_chunks,
     sequence_bounds,
@@ -126,14 +127,15 @@ def gdn_fwd(
 def l2norm_fwd(x: Tensor) -> Tensor:
     """x [B, T, H, K], bf16 or fp16, K 64 or 128: strides of whole 16 bytes, unit last stride."""
     require_aligned(x=x)
-    B, T, H, K = x.shape
-    span = l2norm_kernel.SPAN
+    K, span = x.shape[3], l2norm_kernel.SPAN
     with device.of(x):
         y = fresh_like(x)
-        if y.numel():
+        for part in parts_in_reach(x) if y.numel() else ():
+            x_b, y_b = of_part(part, x, y)
+            B, T, H, _ = x_b.shape
             jit.compile(l2norm_kernel, l2norm_kernel.Variant(dtype_name(x.dtype)))(
-                x.as_strided((B, T, H, K // span, span), (*x.stride()[:3], span, 1)),
-                y.view(B * T * H, K // span, span),
+                x_b.as_strided((B, T, H, K // span, span), (*x.stride()[:3], span, 1)),
+                y_b.view(B * T * H, K // span, span),
             )
     return y
 

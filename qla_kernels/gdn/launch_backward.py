@@ -17,6 +17,7 @@ from qla_kernels.gdn.packing import (
     key_first,
     live_end,
     of_part,
+    parts_in_reach,
     require_aligned,
     sequence_bounds,
     tokens,
@@ -53,6 +54,7 @@ def gdn_bwd(
 ) -> Backward:
     require_aligned(q=q, k=k, v=v)
     with device.of(q):
+        g_cum, A = g_cum.contiguous(), A.contiguous()  # as the forward made them
         beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
         active = activations.activate_beta(beta, beta_range)
         h0, end = (None if x is None else x.float() for x in (initial_state, dht))
@@ -97,18 +99,20 @@ def gdn_bwd(
 @torch.no_grad()
 def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The gradient of x [B, T, H, K] of l2norm_fwd; tokens of no sequence get 0."""
-    B, T, H, _ = x.shape
     dx = x.new_empty(x.shape)
     if dx.numel():
         pieces = (-1, l2norm_kernel.SPAN)
         with device.of(x):
-            jit.compile(l2norm_bwd_kernel, l2norm_bwd_kernel.Variant(dtype_name(x.dtype)))(
-                torch.unflatten(x, -1, pieces),
-                torch.unflatten(readable(dy.to(x.dtype)), -1, pieces),
-                dx.view(B * T * H, *pieces),
-                live_end(cu_seqlens, dx),
-                int(cu_seqlens is not None),
-            )
+            dy = readable(dy.to(x.dtype))
+            for part in parts_in_reach(x, dy):
+                x_b, dy_b, dx_b = of_part(part, x, dy, dx)
+                jit.compile(l2norm_bwd_kernel, l2norm_bwd_kernel.Variant(dtype_name(x.dtype)))(
+                    torch.unflatten(x_b, -1, pieces),
+                    torch.unflatten(dy_b, -1, pieces),
+                    dx_b.view(-1, x.shape[3] // l2norm_kernel.SPAN, l2norm_kernel.SPAN),
+                    live_end(cu_seqlens, dx),
+                    int(cu_seqlens is not None),
+                )
     return dx
 
 

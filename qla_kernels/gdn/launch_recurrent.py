@@ -12,7 +12,7 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.kernels import recurrent as kernel
-from qla_kernels.gdn.packing import hand_on, low_words
+from qla_kernels.gdn.packing import hand_on, low_words, of_part, parts_in_reach
 from qla_kernels.gdn.recurrent import PIECE, in_whole_pieces
 from qla_kernels.gdn.recurrent_ops import OP
 from qla_kernels.gdn.validate import dtype_name
@@ -48,12 +48,10 @@ def gdn_recurrent(
         h0 = h0.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if o.numel() and N:
         _launch(
-            *arguments(
-                q, k, v, g, beta, A_log, dt_bias, scale, h0, ht, None, cu_seqlens, o,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
-            )
+            q, k, v, g, beta, A_log, dt_bias, scale, h0, ht, None, cu_seqlens, o,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
         )  # fmt: skip
     else:  # no token to compute, or none that a sequence owns
         o.zero_()
@@ -87,12 +85,10 @@ def gdn_recurrent_slots(
     if o.numel() and state_indices.numel():
         # one pool in two places: a warp has read all that it owns before it writes any of it
         _launch(
-            *arguments(
-                q, k, v, g, beta, A_log, dt_bias, scale, states, states, state_indices,
-                cu_seqlens, o, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
-            )
+            q, k, v, g, beta, A_log, dt_bias, scale, states, states, state_indices,
+            cu_seqlens, o, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
         )  # fmt: skip
     else:
         o.zero_()
@@ -100,9 +96,34 @@ def gdn_recurrent_slots(
     return o
 
 
-def _launch(variant: kernel.Variant, packed: tuple[Any, ...]) -> None:
-    with device.of(packed[0]):
-        jit.compile(kernel, variant)(*packed)
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float,
+    h0: Tensor | None,
+    ht: Tensor | None,
+    state_indices: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    **flags: bool,
+) -> None:
+    with device.of(q):
+        for part in parts_in_reach(q, k, v, g, beta):
+            rows, states, indices = of_part(part, q, k, v, g, beta), (h0, ht), state_indices
+            if indices is not None:
+                (indices,) = of_part(part, indices)
+            else:
+                states = tuple(None if x is None else of_part(part, x)[0] for x in states)
+            (o_b,) = of_part(part, o)
+            variant, packed = arguments(
+                *rows, A_log, dt_bias, scale, *states, indices, cu_seqlens, o_b, **flags
+            )
+            jit.compile(kernel, variant)(*packed)
 
 
 def arguments(

@@ -10,12 +10,15 @@ from qla_kernels.gdn.validate import OP, TMA_ALIGNMENT, dtype_name
 from qla_kernels.varlen import ChunkTable, capacity
 
 WHOLE = slice(None)
+REACH = 1 << 31  # bytes
 
 
 def flattens(x: Tensor) -> bool:
     """Whether the tokens of x [B, T, ..] lie a constant distance apart."""
     B, T = x.shape[:2]
-    return B == 1 or T == 1 or x.stride(0) == T * x.stride(1)
+    if T == 1 < B:  # the distance is that of rows
+        return x.stride(0) * x.element_size() < REACH
+    return B == 1 or x.stride(0) == T * x.stride(1)
 
 
 def flat_parts(*tensors: Tensor) -> list[slice]:
@@ -26,6 +29,17 @@ def flat_parts(*tensors: Tensor) -> list[slice]:
     if tensors[0].shape[0] == 1 or all(map(flattens, tensors)):
         return [WHOLE]
     return [slice(b, b + 1) for b in range(len(tensors[0]))]
+
+
+def parts_in_reach(*tensors: Tensor) -> list[slice]:
+    """The batch rows that one launch takes which is told the step from row to row, as an int32.
+
+    All, or each alone where that is too far: 2 GiB, in whatever unit a kernel counts.
+    """
+    for x in tensors:
+        if x.stride(0) * x.element_size() >= REACH:
+            return [slice(b, b + 1) for b in range(len(x))]
+    return [WHOLE]
 
 
 def of_part(rows: slice, *tensors: Tensor) -> tuple[Tensor, ...]:

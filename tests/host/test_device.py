@@ -105,7 +105,13 @@ def test_a_fork_is_ordered_with_the_caller_s_stream(monkeypatch):
 
     class Stream:
         def __init__(self, name):
-            self.name = name
+            self.name, self.device = name, torch.device("cuda", 0)
+
+        def __eq__(self, other):
+            return self.name == other.name
+
+        def __hash__(self):
+            return hash(self.name)
 
         def wait_stream(self, other):
             events.append(f"{self.name} waits for {other.name}")
@@ -120,7 +126,8 @@ def test_a_fork_is_ordered_with_the_caller_s_stream(monkeypatch):
 
     device._second_stream.cache_clear()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("first"))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("second"))
+    handed_out = iter(("first", "second", "third", "fourth"))  # streams in use among them
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream(next(handed_out)))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
 
@@ -135,6 +142,11 @@ def test_a_fork_is_ordered_with_the_caller_s_stream(monkeypatch):
     assert events == [*entered, "first waits for second"]
     with device.fork(torch.zeros(1)) as aside, aside:
         assert len(events) == 5
+    for here, second in (("other", "third"), ("first", "second"), ("other", "third")):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, here=here: Stream(here))
+        events.clear()
+        with device.fork(x):
+            assert events == [f"{second} waits for {here}"]
     device._second_stream.cache_clear()
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from qla_kernels import chunk_gated_delta_rule, shared_prefix_attention
 from qla_kernels.direct import direct
@@ -11,11 +12,32 @@ from qla_kernels.dualkv import SharedLayout
 from tests.dualkv_inputs import qkv
 from tests.gdn_calls import call, gradients, leaves
 
-taken = direct(lambda _: "operator", lambda _: "cuda", lambda _: "cpu")
+taken = direct(lambda *_: "operator", lambda *_: "cuda", lambda *_: "cpu")
 
 
 class Subclass(Tensor):
     pass
+
+
+heard = []  # by wrappers
+
+
+class Wrapper(Tensor):
+    """Without memory of its own, as a DTensor."""
+
+    @staticmethod
+    def __new__(cls, x: Tensor) -> Tensor:
+        wrapper = Tensor._make_wrapper_subclass(
+            cls, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device
+        )
+        wrapper.inner = x
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        heard.append(func)
+        args, kwargs = tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class Watcher(TorchDispatchMode):
@@ -30,6 +52,23 @@ def test_plain_tensors_take_the_short_way():
 @pytest.mark.parametrize("x", [torch.zeros(1, device="meta"), Subclass([0.0])])
 def test_other_tensors_do_not(x):
     assert taken(x) == "operator"
+
+
+@pytest.mark.parametrize("x", [Subclass([0.0]), 1j], ids=["tensor", "number"])
+def test_others_behind_the_first_do_not(x):
+    """A gate that is a DTensor had gone past the dispatcher beside plain queries."""
+    plain = torch.zeros(1)
+    assert taken(plain, None, 0.5, [plain], plain) == "cpu"
+    assert taken(plain, None, x) == "operator"
+
+
+@pytest.mark.parametrize("name", ["g", "beta", "A_log", "cu_seqlens"])
+def test_a_subclass_hears_of_operators_whatever_it_is_passed_as(name):
+    heard.clear()
+    x = call([30, 40], activations=True)
+    want = chunk_gated_delta_rule(**x)[0]
+    assert torch.equal(chunk_gated_delta_rule(**{**x, name: Wrapper(x[name])})[0], want)
+    assert torch.ops.qla_kernels.gdn_fwd.default in heard
 
 
 def test_nor_do_calls_that_are_watched():
