@@ -1,5 +1,7 @@
 """What runs on the GPU, in order. Allocates, chooses variants, launches; reads nothing back."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from qla_kernels.gdn.launch_chains import public_states
 from qla_kernels.gdn.ops import Forward
 from qla_kernels.gdn.packing import (
     chunk_table,
+    chunks_of,
     flat_parts,
     fresh_like,
     hand_on,
@@ -65,7 +68,7 @@ def gdn_fwd(
     with device.of(q):
         plan, alike = Plan(heuristics.BATCH_INVARIANT, None), False
         if auto_cp:
-            chunks = segments.chunks_of(N, T * B, cu_seqlens_cpu)
+            chunks = chunks_of(N, T * B, cu_seqlens_cpu)
             plan = gdn_plan.forward(chunks, HV, K, V, device.sm_count(q.device), warm_log_bound)
             known = cu_seqlens is None or cu_seqlens_cpu is not None
             alike = known and len(chunks) == 1 and plan.segment_chunks is None
@@ -209,8 +212,13 @@ def kkt_solve(
 
 def walkers(variant: kkt_solve_kernel.Variant, chunks: int, heads: int, sm_count: int) -> int:
     """CTAs a key head: as many as are resident together, and no more than there are chunks."""
-    resident = kkt_solve_kernel.schedule(variant).ctas_per_sm * sm_count
-    return max(1, min(chunks, resident // heads))
+    return max(1, min(chunks, _ctas_per_sm(variant) * sm_count // heads))
+
+
+@functools.cache
+def _ctas_per_sm(variant: kkt_solve_kernel.Variant) -> int:
+    """Making a schedule, which checks itself, takes the host as long as ten launches."""
+    return kkt_solve_kernel.schedule(variant).ctas_per_sm
 
 
 def fused_fwd(

@@ -22,7 +22,7 @@ from qla_kernels.gdn.launch import fused_fwd, kkt_solve
 from qla_kernels.gdn.launch_backward import chunk_grads, readable
 from qla_kernels.gdn.launch_states import chains
 from qla_kernels.gdn.ops import Backward
-from qla_kernels.gdn.packing import require_aligned, room_for_chunks
+from qla_kernels.gdn.packing import chunks_of, require_aligned, room_for_chunks
 from qla_kernels.gdn.shard_ops import Forward, facts_of, without_dh0
 from qla_kernels.varlen import CHUNK
 
@@ -64,7 +64,7 @@ def gdn_shard_fwd(
             gather(signed(g.new_zeros(HV, V + K, K), facts, 0, 0), group_named(group))
             saved = (torch.zeros_like(g), q.new_zeros(1, T, HV, CHUNK))
             return Forward(o.zero_(), None, *(saved if is_train else (None, None)))
-        shape = segments.chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
+        shape = chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
         plan = gdn_plan.forward(*shape, warm_log_bound, mapped=True)
         assert plan.segment_chunks is not None, "a shard is always mapped"
         saved = None  # g_cum and A
@@ -145,7 +145,7 @@ def gdn_shard_bwd(
         else:
             do = readable(do.to(v.dtype), flat=True)
             inputs = q, k, v, do, g_cum, active, A
-            shape = segments.chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
+            shape = chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
             warm_log_bound = gdn_plan.gradient_bound(warm_log_bound)
             most = gdn_plan.backward(*shape, warm_log_bound, mapped=True)
             assert most is not None, "a shard is always mapped"

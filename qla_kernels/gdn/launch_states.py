@@ -10,7 +10,7 @@ from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn import segments
 from qla_kernels.gdn.heuristics import CHAIN_STEP
 from qla_kernels.gdn.launch_chains import Held, chunk_states, dstate_chain, held_by
-from qla_kernels.gdn.packing import chunk_table, hand_on
+from qla_kernels.gdn.packing import chunk_table, chunks_of, hand_on
 from qla_kernels.varlen import ChunkTable
 
 
@@ -48,7 +48,7 @@ def states_around(
     kept = segments.of_cache(cp_cache)
     if kept is not None:
         return _in_segments(inputs, *around, scale, dv, *kept, warm_log_bound)
-    sequences = segments.chunks_of(len(bounds) - 1, B * T, cu_seqlens_cpu)
+    sequences = chunks_of(len(bounds) - 1, B * T, cu_seqlens_cpu)
     sms = device.sm_count(dv.device)
     most = None
     if auto_cp:

@@ -1,16 +1,20 @@
 """How a call's tensors look to the kernels: packed tokens, states [N, HV, K, V], bounds."""
 
+import functools
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
+from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
+from qla_kernels.gdn.plan import Lengths, sequence_chunks
 from qla_kernels.gdn.validate import OP, TMA_ALIGNMENT, dtype_name
 from qla_kernels.varlen import ChunkTable, capacity
 
 WHOLE = slice(None)
-REACH = 1 << 31  # bytes
+REACH = 1 << 31  # bytes; numbers have 8 at most
 
 
 def flattens(x: Tensor) -> bool:
@@ -37,7 +41,8 @@ def parts_in_reach(*tensors: Tensor) -> list[slice]:
     All, or each alone where that is too far: 2 GiB, in whatever unit a kernel counts.
     """
     for x in tensors:
-        if x.stride(0) * x.element_size() >= REACH:
+        step = x.stride()[0]  # the host has the tuple sooner than the number
+        if step >= REACH >> 3 and step * x.element_size() >= REACH:
             return [slice(b, b + 1) for b in range(len(x))]
     return [WHOLE]
 
@@ -103,7 +108,21 @@ def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     B, T = x.shape[:2]
     if T == 0:
         return x.new_zeros(B + 1, dtype=torch.int32)
-    return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=x.device)
+    return device.multiples(x, T, B + 1)
+
+
+def chunks_of(num_sequences: int, num_tokens: int, cu_seqlens_cpu: Tensor | None) -> Lengths:
+    """What is known of the sequences' chunks without asking the device."""
+    if cu_seqlens_cpu is None:
+        return sequence_chunks(num_sequences, num_tokens)
+    return _chunks_between(cu_seqlens_cpu.numpy().tobytes(), cu_seqlens_cpu.element_size())
+
+
+@functools.lru_cache(maxsize=64)
+def _chunks_between(bounds: bytes, size: int) -> Lengths:
+    """Of bounds as int32 or int64: every layer of a model asks for the same ones."""
+    ends = np.frombuffer(bounds, np.int32 if size == 4 else np.int64)
+    return sequence_chunks(0, 0, np.diff(ends).tolist())
 
 
 def room_for_chunks(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:

@@ -22,7 +22,7 @@ from qla_kernels.gdn.kernels import segment_map_bwd as segment_map_bwd_kernel
 from qla_kernels.gdn.kernels import segment_plan as segment_plan_kernel
 from qla_kernels.gdn.kernels import segment_scan as segment_scan_kernel
 from qla_kernels.gdn.packing import no_chunks, no_state, tokens
-from qla_kernels.gdn.plan import Lengths, capacity, sequence_chunks
+from qla_kernels.gdn.plan import capacity
 from qla_kernels.gdn.validate import dtype_name
 from qla_kernels.varlen import CHUNK, ChunkTable
 
@@ -58,12 +58,6 @@ def of_cache(cp_cache: Sequence[Tensor]) -> tuple[Segments, Maps] | None:
         return None
     num = len(Segments._fields)
     return Segments(*cp_cache[:num]), Maps(*cp_cache[num:])
-
-
-def chunks_of(num_sequences: int, num_tokens: int, cu_seqlens_cpu: Tensor | None) -> Lengths:
-    """What is known of the sequences' chunks without asking the device."""
-    lengths = None if cu_seqlens_cpu is None else cu_seqlens_cpu.diff().tolist()
-    return sequence_chunks(num_sequences, num_tokens, lengths)
 
 
 def cut(

@@ -157,3 +157,94 @@ def test_fresh_memory_can_be_poisoned(request):
     fresh = (torch.empty(5), torch.empty_like(x), x.new_empty(2), torch.empty_strided((2,), (3,)))
     assert all(t.isnan().all() for t in fresh)
     assert (torch.empty(3, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
+
+
+class Gpu:
+    """Streams, events and captures of torch.cuda, with CPU tensors for those of a GPU."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.done, self.capturing, self.current = [], False, False, "first"
+        gpu = self
+
+        class Stream:
+            def __init__(self, place=None, name="its own"):
+                self.name = name
+
+            def record_event(self):
+                return SimpleNamespace(query=lambda: gpu.done, stream=self.name)
+
+            def wait_event(self, event):
+                gpu.log.append(f"{self.name} waits for {event.stream}")
+
+        arange = torch.arange
+
+        def counted(*args, out=None, **options):
+            gpu.log.append("written" if out is not None else "made")
+            options.pop("device", None)
+            return arange(*args, **options) if out is None else arange(*args, out=out)
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(name=gpu.current))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
+        monkeypatch.setattr(torch, "arange", counted)
+        device._rows_on.cache_clear()
+        self.x = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+
+    def asks(self, step=5, count=3):
+        self.log.clear()
+        numbers = device.multiples(self.x, step, count)
+        assert numbers.tolist() == [step * n for n in range(count)]
+        assert numbers.dtype == torch.int32
+        return numbers, list(self.log)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    yield Gpu(monkeypatch)
+    device._rows_on.cache_clear()
+
+
+def test_multiples_are_written_once_and_waited_for(gpu):
+    first, log = gpu.asks()
+    assert log == ["written", "first waits for its own"]
+    gpu.current = "second"
+    second, log = gpu.asks()
+    assert log == ["second waits for its own"]
+    gpu.done = True
+    third, log = gpu.asks()
+    assert log == []
+    assert first.data_ptr() == second.data_ptr() == third.data_ptr()
+    gpu.done = False  # nobody asks any more
+    assert gpu.asks()[1] == []
+    assert gpu.asks(7)[1] == ["written", "second waits for its own"]
+
+
+def test_a_capture_reads_only_what_is_known_to_be_there(gpu):
+    gpu.capturing = True
+    assert gpu.asks()[1] == ["made"]
+    gpu.capturing = False
+    gpu.asks()
+    gpu.capturing = gpu.done = True
+    assert gpu.asks()[1] == ["made"]  # a capture may not find out
+    gpu.capturing = False
+    kept, log = gpu.asks()
+    assert log == []
+    gpu.capturing = True
+    again, log = gpu.asks()
+    assert log == []
+    assert again.data_ptr() == kept.data_ptr()
+
+
+def test_multiples_have_little_room(gpu):
+    """And keep it: a graph may read what is there for as long as the process lives."""
+    rooms = device._Rows.SIZE // device._Rows.LINE
+    kept = [gpu.asks(step)[0] for step in range(1, rooms + 1)]
+    assert gpu.asks(rooms + 1)[1] == ["made"]
+    assert gpu.asks(1, device._Rows.SIZE + 1)[1] == ["made"]
+    gpu.done = True
+    assert all(gpu.asks(n)[0].data_ptr() == row.data_ptr() for n, row in enumerate(kept, 1))
+
+
+def test_multiples_for_a_cpu_tensor():
+    assert device.multiples(torch.zeros(1), 4, 3).tolist() == [0, 4, 8]
