@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from tests import gdn_shard_gpu_batches as batches
 from tests.gdn_backward_check import check as check_gradients
 from tests.gdn_calls import on_gpu
 from tests.gdn_forward_check import check as check_output
@@ -37,4 +38,18 @@ def test_two_gpus_are_one(tmp_path):
     for rank in said:
         assert "no end" not in rank, rank["no end"]
         assert rank.pop("again"), "the second time there are other bits"
+        assert {n: e for n, e in rank.items() if e > 1e-2} == {}
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("world", [3, 4])
+def test_batches_may_differ(tmp_path, world):
+    """On three GPUs and more, a rank that knew its line had gone on while others compared."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    said, codes = launched("tests.gdn_shard_gpu_batches", tmp_path, world, batches.LIMIT)
+    assert codes == [0] * world, said
+    for rank in said:
+        assert rank.pop("exchanges") == 1, "ranks compare what is the same on all of them, once"
+        assert len(rank) == 2 * len(batches.BATCHES)
         assert {n: e for n, e in rank.items() if e > 1e-2} == {}
