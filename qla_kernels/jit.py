@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from qla_kernels import sizes
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.tile.schedule import Schedule
 
@@ -67,6 +68,7 @@ class Lowered:
     block: tuple[int, ...]  # threads of a CTA along x, y and z
     dyn_smem: int
     prim_func: Any
+    host: Any  # the TIR module that checks arguments and launches
 
     @property
     def threads(self) -> int:
@@ -121,6 +123,7 @@ def lower(kernel: Kernel, variant: Any) -> Lowered:
         block=tuple(int(extent.get(f"threadIdx.{axis}", 1)) for axis in "xyz"),
         dyn_smem=int(attrs.get("dyn_shared_memory_buf", 0)),
         prim_func=prim_func,
+        host=artifact.host_mod,
     )
 
 
@@ -130,7 +133,8 @@ def compile(module: KernelModule, variant: Any) -> Launch:
 
     It takes the tensors and scalars of the kernel's signature, outputs included, and returns
     nothing. It is TileLang's generated host function itself: the Python wrapper that TileLang puts
-    around it allocates outputs, which ours never ask for, and costs 2-4 us a call.
+    around it allocates outputs, which ours never ask for, and costs 2-4 us a call. `sizes` compares
+    what the host function leaves out, of the kernels where it does.
     """
     tilelang = _tilelang()
     started = time.perf_counter()
@@ -147,6 +151,7 @@ def compile(module: KernelModule, variant: Any) -> Launch:
     # A fresh compile gives an executable that links on demand; a cache hit gives a loaded library.
     library = executable.jit() if hasattr(executable, "jit") else executable
     launch = cast(Launch, library.get_function("main", query_imports=True))
+    launch = sizes.checked(launch, label(module, variant), prim_func)
     seconds = time.perf_counter() - started
     log.info("compiled %s in %.2f s", label(module, variant), seconds)
     if folder := os.environ.get("QLA_DUMP"):

@@ -200,7 +200,8 @@ def test_log_line_names_the_variant(
     monkeypatch.setitem(sys.modules, "tilelang", tilelang)
     monkeypatch.delenv("QLA_DUMP", raising=False)
     fake = module()
-    fake.PASS_CONFIGS, fake.build = {}, lambda variant: None
+    prim_func = types.SimpleNamespace(params=[], buffer_map={})
+    fake.PASS_CONFIGS, fake.build = {}, lambda variant: prim_func
     with caplog.at_level(logging.INFO, logger="qla_kernels"):
         assert jit.compile(fake, Variant()) is print
         assert jit.compile(fake, Variant()) is print

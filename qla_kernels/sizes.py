@@ -1,0 +1,63 @@
+"""Sizes that TileLang's host code does not compare, compared here.
+
+The host code keeps the sizes of a tensor under the name of its buffer, and a buffer that is handed
+to a macro is named after the macro's parameter: with `load(rows=q)` and `load(rows=do)` both are
+`rows`. Of the tensors of one name it reads the last one's sizes only, so that it launches with a
+`q` of any size, and the kernel reads past its end. Everything else it checks of each tensor: type,
+device, number of dimensions, strides.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from qla_kernels.errors import need
+
+
+class Unread(NamedTuple):
+    """A tensor whose sizes the host code does not read, and the one that it reads in its place."""
+
+    place: int  # among the launch's arguments
+    name: str
+    like: int
+    like_name: str
+
+
+def unread(prim_func: Any) -> list[Unread]:
+    """The tensors whose sizes are to be compared here: for most kernels none."""
+    tensors = [
+        (place, str(param.name).removesuffix("_handle"), prim_func.buffer_map[param])
+        for place, param in enumerate(prim_func.params)
+        if param in prim_func.buffer_map
+    ]
+    last = {buffer.name: (place, name, buffer) for place, name, buffer in tensors}
+    found = []
+    for place, name, buffer in tensors:
+        like, like_name, read = last[buffer.name]
+        if like == place:
+            continue
+        shape, like_shape = ([str(size) for size in x.shape] for x in (buffer, read))
+        if shape != like_shape:  # the host code would apply the one's checks to the other
+            op = str(prim_func.attrs["global_symbol"])
+            got = f"{name} {shape} and {like_name} {like_shape} both named {buffer.name}"
+            fix = "hand them to parameters of different names"
+            raise ValueError(need(op, got, "one shape or two names", fix))
+        found.append(Unread(place, name, like, like_name))
+    return found
+
+
+def checked(launch: Callable[..., None], kernel: str, prim_func: Any) -> Callable[..., None]:
+    """`launch`, and before it the comparisons that its host code leaves out, if there are any."""
+    tensors = unread(prim_func)
+    if not tensors:
+        return launch
+
+    def launch_checked(*arguments: Any) -> None:
+        for place, name, like, like_name in tensors:
+            got, needed = arguments[place].shape, arguments[like].shape
+            if got != needed:
+                sizes = f"{list(needed)}, the sizes of {like_name}"
+                fix = "launch it with such a tensor"
+                raise ValueError(need(kernel, f"{name} is {list(got)}", sizes, fix))
+        launch(*arguments)
+
+    return launch_checked
