@@ -4,17 +4,18 @@ The dispatcher takes the host as long as two or three launches.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qla_kernels import jit
+
 
 def imported_late(module: str, function: str) -> Callable[..., Any]:
     """A function of a module that is imported at its first call: launching needs TileLang."""
-    home = functools.cache(lambda: importlib.import_module(module))
+    home = functools.cache(lambda: jit.imported(module))
     return lambda *args, **flags: getattr(home(), function)(*args, **flags)
 
 

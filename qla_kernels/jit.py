@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol, cast
 
 from qla_kernels import sizes
@@ -68,7 +69,7 @@ class Lowered:
     block: tuple[int, ...]  # threads of a CTA along x, y and z
     dyn_smem: int
     prim_func: Any
-    host: Any  # the TIR module that checks arguments and launches
+    host: Any = None  # the TIR module that checks arguments and launches
 
     @property
     def threads(self) -> int:
@@ -97,6 +98,15 @@ def kernel_modules(family: str | None = None) -> Iterator[Kernel]:
         _tilelang()
         module = importlib.import_module(f"{__package__}.{owner}.kernels.{name}")
         yield Kernel(owner, name, cast(KernelModule, module))
+
+
+def imported(module: str) -> ModuleType:
+    """A module by its name, maybe one that launches kernels and so needs TileLang."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError):
+        _tilelang()  # says it better, if it is TileLang that cannot be imported
+        raise
 
 
 def lower(kernel: Kernel, variant: Any) -> Lowered:
@@ -139,23 +149,25 @@ def compile(module: KernelModule, variant: Any) -> Launch:
     tilelang = _tilelang()
     started = time.perf_counter()
     prim_func = trace(module, variant)
-    configs = dict(module.PASS_CONFIGS)
+    options = {"execution_backend": "tvm_ffi", "pass_configs": dict(module.PASS_CONFIGS)}
     try:
-        kernel = tilelang.compile(
-            prim_func, target=TARGET, execution_backend="tvm_ffi", pass_configs=configs
-        )
-    except Exception:
+        kernel = tilelang.compile(prim_func, target=TARGET, **options)
+    except Exception as error:
         nvcc()  # not in the cache, and no compiler: this says so better than what TileLang raises
+        if isinstance(error, OSError):
+            raise Unsupported(_unwritable(f"{label(module, variant)}: {error}")) from error
         raise
     executable = kernel.adapter.get_exportable_executable()
     # A fresh compile gives an executable that links on demand; a cache hit gives a loaded library.
     library = executable.jit() if hasattr(executable, "jit") else executable
-    launch = cast(Launch, library.get_function("main", query_imports=True))
-    launch = sizes.checked(launch, label(module, variant), prim_func)
-    seconds = time.perf_counter() - started
-    log.info("compiled %s in %.2f s", label(module, variant), seconds)
+    host = cast(Launch, library.get_function("main", query_imports=True))
+    name = label(module, variant)
+    launch = sizes.checked(host, name, prim_func)
+    log.info("compiled %s in %.2f s", name, time.perf_counter() - started)
     if folder := os.environ.get("QLA_DUMP"):
-        _dump(Path(folder), module, variant, kernel.get_kernel_source())
+        from qla_kernels.dump import dump
+
+        dump(Path(folder), module, variant, kernel.get_kernel_source())
     return launch
 
 
@@ -238,7 +250,7 @@ def nvcc_version() -> str:
 
 def cache_dir() -> Path:
     """Where TileLang keeps compiled kernels, whether or not it is installed."""
-    return Path(os.environ.get("TILELANG_CACHE_DIR", "~/.tilelang/cache")).expanduser()
+    return Path(os.path.expanduser(os.environ.get("TILELANG_CACHE_DIR", "~/.tilelang/cache")))
 
 
 def cache_size() -> int:
@@ -306,16 +318,10 @@ def _tilelang() -> Any:
         raise Unsupported(
             need("qla_kernels.jit", got, "TileLang to compile kernels", fix)
         ) from error
+    except OSError as error:  # it makes its cache folder when it is imported
+        raise Unsupported(_unwritable(f"tilelang cannot be imported ({error})")) from error
 
 
-def _dump(folder: Path, module: KernelModule, variant: Any, source: str) -> None:
-    """QLA_DUMP: what was compiled, next to what was intended."""
-    folder = folder / function_name(module, variant)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "schedule.md").write_text(module.schedule(variant).table() + "\n")
-    try:
-        report = assemble(source, module.PASS_CONFIGS, folder).report
-    except Unsupported as missing:
-        (folder / "kernel.cu").write_text(source)
-        report = f"not assembled: {missing}\n"
-    (folder / "ptxas.txt").write_text(report)
+def _unwritable(got: str) -> str:
+    needs = f"a cache folder that can be written, and room there ({cache_dir()}) and in TMPDIR"
+    return need("qla_kernels.jit", got, needs, "set TILELANG_CACHE_DIR to another folder")

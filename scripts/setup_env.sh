@@ -7,7 +7,7 @@
 # A different Python:  rm -rf .venv; PYTHON=/path/to/python3.12 bash scripts/test.sh
 # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) are respected.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # CDPATH: elsewhere, and it prints
 venv="$root/.venv"
 python="$venv/bin/python"
 

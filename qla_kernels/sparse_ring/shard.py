@@ -1,12 +1,12 @@
 """What every launch of a call on one rank has in common, and which module has the launches."""
 
-import importlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from qla_kernels import jit
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import TILE, Layout
 from qla_kernels.sparse_ring.patterns import BLOCK, VerticalSlash
@@ -193,7 +193,7 @@ class Tiles(Protocol):
 def tiles(device: torch.device) -> Tiles:
     """The module that launches for a device; one file for each, imported when first used."""
     home = "launch" if device.type == "cuda" else "cpu"
-    return cast(Tiles, importlib.import_module(f"qla_kernels.sparse_ring.{home}"))
+    return cast(Tiles, jit.imported(f"qla_kernels.sparse_ring.{home}"))
 
 
 def wide(x: Tensor) -> torch.dtype:

@@ -1,7 +1,9 @@
 """Finding, lowering and compiling kernels on a machine without a GPU."""
 
+import errno
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from qla_kernels import jit
+from qla_kernels.dump import dump
 from qla_kernels.errors import Unsupported
 
 
@@ -66,6 +69,52 @@ def test_refuses_without_tilelang(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (lambda: jit.compile(module(), Variant()), lambda: next(jit.kernel_modules())):
         with pytest.raises(Unsupported, match=r"tilelang cannot be imported.*need TileLang.*pip"):
             call()
+
+
+def test_a_home_that_cannot_be_written_names_the_setting() -> None:
+    """TileLang makes its cache folder on import: out of a first GPU call, and of warm-up."""
+    pytest.importorskip("tilelang", reason="its cache folder")
+    named = r"'/proc/x'\); need a cache folder .* \(/proc/x/.tilelang/cache\).*TILELANG_CACHE_DIR"
+    home = {key: value for key, value in os.environ.items() if key != "TILELANG_CACHE_DIR"}
+    for code in (
+        "from qla_kernels.direct import imported_late as f; f('qla_kernels.gdn.launch', '')()",
+        "from torch import device; from qla_kernels.sparse_ring.shard import tiles as f; "
+        "f(device('cuda'))",
+        "from qla_kernels import warmup; exit(warmup.main(['--model', 'qwen3-next']))",
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=home | {"HOME": "/proc/x"},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert re.search(named, done.stderr.splitlines()[-1]), done.stderr
+
+
+def test_a_full_disk_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(sys.modules, "tilelang", types.SimpleNamespace(compile=full))
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(jit, "nvcc", lambda: None)
+    fake = module()
+    fake.PASS_CONFIGS, fake.build = {}, lambda variant: None
+    with pytest.raises(Unsupported, match=rf"No space left.*{tmp_path}.*TILELANG_CACHE_DIR"):
+        jit.compile(fake, Variant(K=1))
+
+
+def test_a_dump_that_cannot_be_written_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    fake = module()
+    fake.build = lambda variant: types.SimpleNamespace(attrs={"global_symbol": "sample"})
+    for _ in range(2):
+        dump(Path("/proc/x"), fake, Variant(), "")
+    (line,) = caplog.messages
+    assert line.startswith("QLA_DUMP: [Errno 2] No such file or directory: '/proc/x")
+    assert "; need /proc/x to be writable; set QLA_DUMP to" in line
 
 
 def test_compile_all_keeps_order(

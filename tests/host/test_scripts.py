@@ -166,6 +166,16 @@ def test_the_second_run_installs_nothing(machine):
     assert machine.ran("-c constraints/cpu.txt") == 2
 
 
+def test_an_exported_cdpath_leads_nowhere_else(machine, tmp_path):
+    machine.python()
+    (tmp_path / "elsewhere" / "scripts").mkdir(parents=True)
+    for cdpath in (".", f"{tmp_path}/elsewhere"):
+        done = machine.run("quickstart.sh", CDPATH=cdpath)
+        assert done.returncode == 0, done.stderr
+    assert machine.ran("-m benchmarks.sm90 gdn --quick --plot") == 2
+    assert (machine.root / ".venv" / ".set-up").exists()
+
+
 def test_an_interrupted_installation_is_taken_up_again(machine):
     machine.python(pip=1)
     machine.run("quickstart.sh")
