@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import records, tables
 from .records import ROOT, Run
-from .report_texts import ASIDE, FAMILIES, METHOD, WORKLOADS
+from .report_texts import ASIDE, FAMILIES, GRAPHS, METHOD, WORKLOADS
 from .sm90 import QUICK, SETS
 from .workloads import GDN
 
@@ -93,7 +93,7 @@ def _with_rows(run: Run, belongs: Callable[[str], bool]) -> Run:
 
 
 def readme_section(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
-    parts = [NOTICE]
+    parts = [NOTICE, GRAPHS]
     for family, title in FAMILIES.items():
         run = headline(runs, family, fingerprint)
         parts.append(f"**{title}.** {_headline_text(run, family, fingerprint)}")
@@ -166,7 +166,8 @@ def _by_heads(run: Run) -> str:
                 lines.append([name, heads, counted, f"{mean:.2f}", worst, str(slower)])
     if not lines:
         return ""
-    header = ["", "heads", "rows", "best rival / ours", "worst row", "slower rows"]
+    header = ["CUDA graph replays", "heads", "rows"]
+    header += ["best rival / ours", "worst row", "slower rows"]
     return tables.markdown(header, lines, left=2)
 
 

@@ -23,6 +23,12 @@ ASIDE = {
     },
 }  # fmt: skip
 
+GRAPHS = """\
+Times are those of CUDA graph replays. Calls without a graph (eager) mostly take longer, ours and
+the rivals': the GPU waits for Python between launches, and where calls are short this decides which
+is faster. Column `eager` of *Every measurement* in [docs/performance.md](docs/performance.md) has
+their times."""
+
 METHOD = """\
 Every result is checked before it is timed. A gated delta net: against the chunked algorithm in
 fp64 over all heads on a GPU, against the token loop in fp64 without one. Attention: against its
@@ -36,7 +42,9 @@ inputs in the L2 cache; one is enough where it is 16 times as large. Layouts and
 library wants otherwise are converted outside the timed region. The floor is the larger of counted
 FLOPs over the rate of a large matrix product and of bytes (inputs once, outputs once) over the rate
 of a large copy, both measured in the same run. `eager` is the time through the public
-Python function; `first call` includes compilation where no cache had it."""
+Python function without a graph, Python and launches included: where calls are short it is
+another comparison than that of the replays. `first call` includes compilation where no cache had
+it."""
 
 WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their

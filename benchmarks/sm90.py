@@ -4,8 +4,9 @@
     python -m benchmarks.sm90 gdn --quick --plot     the anchor rows; a table and figures in out/
     python -m benchmarks.sm90 gdn --set backward,short --impl ours,flash_qla --save
 
-Without a GPU the same workloads run at reduced length through the CPU path. Results are checked
-before they are timed; what is wrong, missing or too slow to compile says so in the table.
+Without a GPU the same workloads run through the CPU path, each sequence 16 times shorter, with
+--quick 64 times. Results are checked before they are timed; what is wrong, missing or too slow to
+compile says so in the table.
 """
 
 import argparse
@@ -118,14 +119,16 @@ def select(options: argparse.Namespace) -> list[Any]:
 
 
 def for_cpu(workloads: Sequence[Any], quick: bool, asked_for: bool) -> list[Any]:
-    """Shortened, except those meant for the CPU, which join unless sets were named.
+    """Shortened, except those meant for the CPU. Single kernels have no CPU path.
 
-    Single kernels have no CPU path.
+    Those meant for the CPU join gated delta nets unless sets were named.
     """
     factor, meant = CPU_QUICK_FACTOR if quick else CPU_FACTOR, list(GDN["cpu"])
-    whole = [w for w in workloads if not w.kernel]
+    whole = [w for w in workloads if not (isinstance(w, Gdn) and w.kernel)]
     shortened = [w if w in meant else w.reduced(factor) for w in whole]
-    return shortened if asked_for else [*shortened, *(w for w in meant if w not in workloads)]
+    if asked_for or not any(isinstance(w, Gdn) for w in workloads):
+        return shortened
+    return [*shortened, *(w for w in meant if w not in workloads)]
 
 
 def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, bool]:
@@ -141,7 +144,7 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
         first_call_limit=options.limit, listener=progress.step,
     ) as harness:  # fmt: skip
         machine = harness.machine
-        if machine.kind == "cpu" and options.family == "gdn":
+        if machine.kind == "cpu":
             workloads = for_cpu(workloads, options.quick, bool(options.sets or options.only))
         run = describe_run(options, machine, workloads)
         progress.start(len(workloads), machine)
@@ -161,7 +164,7 @@ def describe_run(options: argparse.Namespace, machine: Machine, workloads: Seque
     commit, dirty = records.git_state()
     date = records.now()
     notes = []
-    if machine.kind == "cpu" and options.family == "gdn":
+    if machine.kind == "cpu":
         factor = CPU_QUICK_FACTOR if options.quick else CPU_FACTOR
         smaller = f"lengths {factor} times shorter"
         if any(workload.kind == "decode" for workload in workloads):

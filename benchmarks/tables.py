@@ -86,11 +86,12 @@ def page(run: Run) -> str:
 def summary(run: Run) -> str:
     """Milliseconds (medians) of everyone, one table a direction, geometric mean last."""
     parts = []
+    unit = "ms, CUDA graph replays" if run.device_kind == "cuda" else "ms"
     for kind in dict.fromkeys(row.kind for row in run.rows):
         rows = [row for row in run.rows if row.kind == kind]
         whats = {row.what for row in rows}
         common = f", {rows[0].what}" if len(whats) == 1 else ""
-        parts.append(f"{title_of(kind)}{common}; ms")
+        parts.append(f"{title_of(kind)}{common}; {unit}")
         parts.append(_summary_table(run, rows, with_what=not common))
         if kind in ("both", "layer") or run.family != "gdn":
             parts.append(f"{title_of(kind)}; useful TFLOP/s, and peak MiB beyond the inputs")

@@ -3,14 +3,14 @@
 import random
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from .workloads import Heads, Lengths
 
 Group = tuple[int, Lengths]  # a prompt's tokens, and each response's
 Span = tuple[int, int]  # the bounds of random.randint
-Dtype = Literal["bfloat16", "float16"]
+Dtype = Literal["bfloat16", "float16", "float32"]
 Direction = Literal["fwd", "bwd", "both"]
 
 
@@ -70,6 +70,15 @@ class SharedPrompts:
                 yield prompt, range(end, end + length)
                 end += length
             start = end
+
+    def reduced(self, factor: int) -> "SharedPrompts":
+        """Prompts and responses `factor` times shorter, for machines without a GPU."""
+        shorter = tuple(
+            (max(1, prompt // factor), tuple(max(1, n // factor) for n in responses))
+            for prompt, responses in self.groups
+        )
+        label = f"{self.label}/{factor}"
+        return replace(self, label=label, groups=shorter, dtype="float32")
 
 
 def _same(count: int, prompt: int, response: int) -> tuple[Group, ...]:
@@ -192,7 +201,7 @@ class VerticalSlash:
 
     @property
     def layout(self) -> str:
-        length = f"{self.tokens // 1024}k"
+        length = f"{self.tokens / 1024:g}k"
         if self.direction == "index":
             return length
         return f"{length}-dense" if self.dense else f"{length}-{self.density:.0%}-run{self.run}"
@@ -239,6 +248,11 @@ class VerticalSlash:
             below = bisect_left(diagonals, blocks - c // n) - 1  # active blocks under the diagonal
             alone += self.tokens - c - (n - c % n) - below * n
         return slashes + alone
+
+    def reduced(self, factor: int) -> "VerticalSlash":
+        """`factor` times fewer blocks, for machines without a GPU."""
+        blocks = self.tokens // self.block
+        return replace(self, tokens=self.block * max(1, blocks // factor))
 
 
 VerticalSlashSet = tuple[VerticalSlash, ...]

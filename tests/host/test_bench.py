@@ -179,6 +179,38 @@ def test_without_a_gpu_workloads_are_shorter_and_kernels_left_out():
     assert [w.lengths for w in decoded[:4]] == [(1,), (2,), (4,), (1, 1)]
 
 
+@pytest.mark.parametrize("family", ["dualkv", "sparse_ring"])
+def test_without_a_gpu_attention_is_shorter_too(family):
+    """A quick run at the length of a GPU's took hours on two cores."""
+    for name, workloads in sm90.SETS[family].items():
+        for quick, factor in ((True, 64), (False, 16)):
+            found = sm90.for_cpu(list(workloads), quick=quick, asked_for=False)
+            assert len({w.name for w in found}) == len(found) == len(workloads), name
+            for short, whole in zip(found, workloads, strict=True):
+                assert (short.kind, short.heads) == (whole.kind, whole.heads)
+                assert short.tokens <= max(64, whole.tokens / factor + 64)
+                assert 0 < short.pairs <= 2 * whole.pairs / factor
+    (wanted,) = sm90.QUICK[family]
+    quick = sm90.for_cpu(list(sm90.SETS[family][wanted]), quick=True, asked_for=False)
+    assert sum(4 * w.pairs * w.heads[1] * w.head_dim for w in quick) < 2e11  # a few seconds
+
+
+@pytest.mark.parametrize(
+    ("family", "row", "shown"),
+    [
+        ("dualkv", "dualkv-bwd-8x32-D", "D/64"),
+        ("sparse_ring", "*-fwd-*-128k-5%-run4", "2k-5%-run4"),
+    ],
+)
+def test_attention_runs_without_a_gpu(family, row, shown, tmp_path, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: this is the path without one")
+    assert sm90.main([family, "--quick", "--only", row, "--out", str(tmp_path)]) == 0
+    assert "float32 on the CPU path, lengths 64 times shorter" in capsys.readouterr().out
+    (found,) = json.loads((tmp_path / f"{family}.json").read_text())["rows"]
+    assert (found["layout"], found["results"][0]["status"]) == (shown, OK)
+
+
 @pytest.mark.parametrize("out", [["--out", "/a/folder"], ["--out=/a/folder"], []])
 def test_a_record_names_no_folder_of_its_machine(out, monkeypatch):
     monkeypatch.setattr("sys.argv", ["sm90.py", "gdn", *out, "--save"])

@@ -212,6 +212,17 @@ def test_without_a_record_the_pages_say_so():
         assert "python -m benchmarks.sm90 gdn --quick --save" in text
 
 
+def test_tables_say_that_times_are_those_of_graph_replays():
+    """Calls without a graph are slower, and in another order: where to read it stands there."""
+    text = report.readme_section([anchor_run()], current)
+    assert "eager" in text
+    assert "[docs/performance.md](docs/performance.md) has" in text
+    header = next(line for line in text.splitlines() if "best rival / ours" in line)
+    assert header.startswith("| CUDA graph replays ")
+    assert "; ms, CUDA graph replays\n" in report.performance_page([anchor_run()], current)
+    assert "CUDA graph" not in tables.summary(anchor_run(device_kind="cpu"))
+
+
 def test_a_record_of_other_kernels_is_stale():
     run = anchor_run()
     assert "Stale" not in report.readme_section([run], current)
