@@ -241,7 +241,10 @@ def _write_record(options: argparse.Namespace, run: Run) -> Path:
 
 
 def _write(path: Path, text: str) -> Path:
-    path.write_text(text + "\n")
+    """In one step: whoever is killed meanwhile leaves what was there before."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text + "\n")
+    part.replace(path)
     return path
 
 

@@ -1,5 +1,6 @@
 """Seeds, poisoned memory, and which tests this machine can run."""
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -8,14 +9,22 @@ import torch
 HOPPER = (9, 0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--order-seed", type=int, metavar="N", help="files, and tests in each, in random order N"
+    )
+
+
 def pytest_configure() -> None:
     # Test tensors are small: on two cores, two threads took twice the CPU time of one.
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # What takes longest goes first, so that no worker is left alone with it at the end.
     items.sort(key=lambda item: item.path.name != "test_kernels.py")
+    if (seed := config.getoption("--order-seed")) is not None:
+        shuffle(items, random.Random(seed))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hopper = any(torch.cuda.get_device_capability(i) == HOPPER for i in range(gpus))
     for item in items:
@@ -23,6 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an SM90 GPU"))
         if "multi_gpu" in item.keywords and gpus < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs several GPUs, found {gpus}"))
+
+
+def shuffle(items: list[pytest.Item], draw: random.Random) -> None:
+    """A file's tests stay together: what they share, as ranks and wheels, is made once."""
+    draw.shuffle(items)
+    files = list(dict.fromkeys(item.path for item in items))
+    items.sort(key=lambda item: files.index(item.path))
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+PATIENCE = 300  # seconds: a box stays empty only where another thread failed
+
 
 class Mail:
     """What is sent lies in the receiver's box until it waits."""
@@ -31,7 +33,7 @@ class Mail:
 
         def wait() -> Sequence[Tensor]:
             for n, room in enumerate(receive):
-                room.copy_(self._box(source, self.rank, tag + n).get(timeout=20))
+                room.copy_(self._box(source, self.rank, tag + n).get(timeout=PATIENCE))
             return receive
 
         for room in receive:
@@ -43,7 +45,7 @@ class Mail:
             self._box(self.rank, to, -2).put(x[to].clone())
 
         def wait() -> list[Tensor]:
-            parts = [self._box(r, self.rank, -2).get(timeout=20) for r in range(self.size)]
+            parts = [self._box(r, self.rank, -2).get(timeout=PATIENCE) for r in range(self.size)]
             return [torch.stack(parts).sum(0)]
 
         return SimpleNamespace(wait=wait)
@@ -53,7 +55,7 @@ class Mail:
             self._box(self.rank, to, -1).put([x.clone() for x in tensors])
 
         def wait() -> list[Tensor]:
-            all_of = [self._box(r, self.rank, -1).get(timeout=20) for r in range(self.size)]
+            all_of = [self._box(r, self.rank, -1).get(timeout=PATIENCE) for r in range(self.size)]
             return [torch.stack(parts) for parts in zip(*all_of, strict=True)]
 
         return SimpleNamespace(wait=wait)

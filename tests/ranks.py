@@ -10,15 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).resolve().parents[1]
 WORLD = 4
-LIMIT = 240  # seconds for everything; a deadlock is a failure
-DEADLINE = 3.0  # seconds, of the groups in which somebody is missing
+LIMIT = HANG  # seconds for everything; a deadlock is a failure
+DEADLINE = 20.0  # seconds, of the groups in which somebody is missing: ranks share two cores
 
 Case = Callable[[int], Iterator[tuple[str, Any]]]  # what a rank finds, with its name
 
@@ -72,7 +75,8 @@ def serve(*cases: Case) -> None:
     folder, port, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    patience = timedelta(seconds=HANG)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     said: dict[str, Any] = {}
     for case in cases:

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from tests.limits import HANG
 from tests.ranks import DEADLINE, WORLD, raised, serve
+
+PATIENCE = timedelta(seconds=HANG)  # of the groups in which nobody is missing
 
 
 def problem(world: int, dtype: Any = None) -> dict[str, Any]:
@@ -118,11 +121,11 @@ def _groups(rank: int) -> Iterator[Any]:
     for size in (2, 3):
         rings = [list(range(n, min(n + size, WORLD))) for n in range(0, WORLD, size)]
         groups = [dist.new_group(ranks) for ranks in rings]
-        group = RingGroups.create(groups[rank // size])
+        group = RingGroups.create(groups[rank // size], side_timeout=PATIENCE)
         if group.world == size:
             yield group
-    yield RingGroups.create()
-    yield RingGroups.create(inner_size=1)
+    yield RingGroups.create(side_timeout=PATIENCE)
+    yield RingGroups.create(inner_size=1, side_timeout=PATIENCE)
     yield RingGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "ring")))
 
 
@@ -132,7 +135,7 @@ def agreements(rank: int) -> Iterator[tuple[str, Any]]:
 
     from qla_kernels.sparse_ring import RingGroups, StripedLayout, VerticalSlash
 
-    group, layout = RingGroups.create(), StripedLayout(WORLD)
+    group, layout = RingGroups.create(side_timeout=PATIENCE), StripedLayout(WORLD)
     x = problem(WORLD, torch.float64)
     wrong: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "dtype": lambda x: {**x, **{n: x[n].float() for n in ("q", "k", "v", "do", "dlse")}},
@@ -260,7 +263,7 @@ def repeats(rank: int) -> Iterator[tuple[str, Any]]:
     )
     from tests.compare import relative_l2
 
-    group, layout = RingGroups.create(inner_size=2), StripedLayout(WORLD)
+    group, layout = RingGroups.create(inner_size=2, side_timeout=PATIENCE), StripedLayout(WORLD)
     x = problem(WORLD, torch.float32)
     for schedule in ("allgather", "ring", "double_ring"):
         a, b = (attend(x, layout, group, schedule=schedule) for _ in range(2))
@@ -297,12 +300,14 @@ def repeats(rank: int) -> Iterator[tuple[str, Any]]:
 def absences(rank: int) -> Iterator[tuple[str, Any]]:
     """Rank 2 does not call."""
     import torch
+    import torch.distributed as dist
 
     from qla_kernels.sparse_ring import RingGroups, StripedLayout
 
     limit = timedelta(seconds=DEADLINE)
     layout, x = StripedLayout(WORLD), problem(WORLD, torch.float64)
     group = RingGroups.create(timeout=limit, side_timeout=limit)
+    dist.barrier()  # nobody is late but the one that is absent
     started = time.monotonic()
     if rank == 2:
         time.sleep(DEADLINE + 1)
@@ -332,7 +337,7 @@ def deaths(rank: int) -> Iterator[tuple[str, Any]]:
 
     from qla_kernels.sparse_ring import RingGroups, StripedLayout, cpu
 
-    group = RingGroups.create(timeout=timedelta(seconds=2 * DEADLINE))
+    group = RingGroups.create(timeout=timedelta(seconds=2 * DEADLINE), side_timeout=PATIENCE)
     layout, x = StripedLayout(WORLD), problem(WORLD, torch.float64)
     yield "before a death", raised(lambda: attend(x, layout, group, schedule="ring"))
     if rank == 3:

@@ -52,7 +52,7 @@ class EmulatedKernel:
             "share_named_barriers": int(self.share_named_barriers),
         }
         if time_limit is None:
-            time_limit = float(os.environ.get("EMU_TIMEOUT", 60))
+            time_limit = float(os.environ.get("EMU_TIMEOUT", 240))
         try:
             process.run(self.executable, names, arguments, options, time_limit)
         except EmulationError as error:

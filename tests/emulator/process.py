@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from tests.emulator.errors import EmulationError
+from tests.limits import HANG
 
 PAGE = mmap.PAGESIZE
 ALIGNMENT = 256  # of a device allocation
 POISON = 0xFF  # fills what lies between a storage and its guard pages
-MARGIN = 30  # s that the process gets beyond its own time limit before it is killed
 
 DTYPES = {  # DLPack code and bits
     torch.float64: (2, 64),
@@ -74,7 +74,7 @@ def run(
         lines = [f"option {name} {value}" for name, value in options.items()]
         lines += [f"option time_limit {time_limit}", f"option file {file}"]
         lines += [f"region {r.begin} {r.storage.numel()} {','.join(r.names)}" for r in regions]
-        _call(executable, "\n".join(lines + words), file, time_limit)
+        _call(executable, "\n".join(lines + words), file)
         for region in regions:
             _check_poison(shared, region)
         for region in regions:
@@ -127,7 +127,7 @@ def _scalar(name: str, argument: Argument) -> str:
     raise TypeError(f"{name}: got {type(argument).__name__}; need a tensor, a number or None")
 
 
-def _call(executable: Path, arguments: str, file: int, time_limit: float) -> None:
+def _call(executable: Path, arguments: str, file: int) -> None:
     try:
         result = subprocess.run(
             [executable],
@@ -136,13 +136,11 @@ def _call(executable: Path, arguments: str, file: int, time_limit: float) -> Non
             text=True,
             errors="replace",
             pass_fds=[file],
-            timeout=time_limit + MARGIN,
+            timeout=HANG,  # its own limit counts the time in which it computes
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EmulationError(
-            f"killed after {time_limit + MARGIN:g} s without a report of its own"
-        ) from None
+        raise EmulationError(f"killed after {HANG:g} s without a report of its own") from None
     sys.stdout.write(result.stdout)  # T.print
     if result.returncode:
         raise EmulationError(

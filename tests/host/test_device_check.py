@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qla_kernels import device
+from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,11 +32,11 @@ def prints(check, output: str, code: int = 0, **fields):
     """A step that prints this and ends with this exit code."""
     command = [sys.executable, "-c", f"print({output!r}); raise SystemExit({code})"]
     counts = fields.pop("counts", lambda said: check.found_in(said, r"(?P<things>\d+) things"))
-    return check.Step("some step", 60, command, counts, **fields)
+    return check.Step("some step", HANG, command, counts, **fields)
 
 
 def test_a_step_that_did_its_work_is_ok(check):
-    outcome = check.run(prints(check, "did 3 things"), remaining=60)
+    outcome = check.run(prints(check, "did 3 things"), remaining=HANG)
     assert (outcome.status, outcome.counts, outcome.detail) == ("ok", {"things": 3}, "")
     assert "3 things" in str(outcome)
 
@@ -46,7 +47,7 @@ def test_an_exit_code_a_bad_count_or_no_count_fail(check):
         prints(check, "did 3 things", passed=lambda counts: counts["things"] > 3),
         prints(check, "did nothing"),
     ):
-        outcome = check.run(step, remaining=60)
+        outcome = check.run(step, remaining=HANG)
         assert outcome.status == "FAILED"
         assert outcome.detail.endswith("see logs/some_step.log")
 
@@ -59,10 +60,10 @@ def test_a_step_that_hangs_is_a_timeout(check):
 
 
 def test_a_tool_that_is_missing_or_cannot_work_here_is_not_a_failure(check):
-    absent = check.Step("x", 60, ["no-such-sanitizer"], lambda _: None)
-    assert check.run(absent, 60).status == "not run"
+    absent = check.Step("x", HANG, ["no-such-sanitizer"], lambda _: None)
+    assert check.run(absent, HANG).status == "not run"
     refuses = prints(check, "Error: Device not supported", code=1)
-    assert check.run(refuses, 60).status == "not run"
+    assert check.run(refuses, HANG).status == "not run"
 
 
 def test_no_step_starts_without_time(check):

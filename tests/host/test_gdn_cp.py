@@ -72,7 +72,7 @@ def test_ranks_go_on_after_an_error(said):
 def test_a_lost_rank_is_an_error_in_time(said):
     for rank in said[: WORLD - 1]:
         assert rank["a death"].startswith(ShardError.__name__), rank["a death"]
-        assert rank["seconds until it is noticed"] < 3 * DEADLINE
+        assert rank["seconds until it is noticed"] < 5 * DEADLINE
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # What `import` finds here is what it finds where the package was never installed.
@@ -22,7 +24,7 @@ def fresh(code: str, path: str = str(ROOT), **env: str) -> str:
         text=True,
         cwd=Path(sys.executable).parent,  # so that only `path` can provide modules
         env={**kept, "PYTHONPATH": path, **env},
-        timeout=120,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
@@ -65,12 +67,12 @@ assert not torch.cuda.is_initialized()
 def test_import_adds_little_to_torch():
     out = fresh("""
 import time, torch
-start = time.perf_counter()
+start = time.process_time()
 import qla_kernels
 qla_kernels.chunk_gated_delta_rule
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """)
-    assert float(out) < 0.3  # seconds; 0.005 where this was written
+    assert float(out) < 0.3  # seconds of a CPU; 0.005 where this was written
 
 
 def test_every_public_name_resolves_and_others_do_not():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from qla_kernels import device, info, jit, selftest
+from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +31,7 @@ sys.exit(info.main(sys.argv[1:]))
 def without_tilelang(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", WITHOUT_TILELANG, *arguments]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False
     )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("quickstart.sh", "test.sh")
 TOOLS = ("awk", "cat", "cp", "cut", "df", "dirname", "head", "mkdir", "nproc", "rm")
@@ -62,7 +64,7 @@ class Machine:
             env={"PATH": str(self.bin), "LOG": str(self.log), **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG,
             check=False,
         )
 

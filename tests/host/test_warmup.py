@@ -11,6 +11,7 @@ import pytest
 
 from qla_kernels import jit, warmup
 from qla_kernels.errors import Unsupported
+from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,10 +77,10 @@ def test_ctrl_c_ends_it_cleanly(tmp_path, seconds):
     )
     said = process.stderr.read(1)  # the progress bar: compiling has begun
     time.sleep(seconds)
-    started = time.monotonic()
+    finished = set(tmp_path.glob("**/kernels/*"))
     os.killpg(process.pid, signal.SIGINT)
-    said += process.communicate(timeout=60)[1]
+    said += process.communicate(timeout=HANG)[1]
     assert process.returncode == warmup.INTERRUPTED, said.decode()
     assert f"stopped; finished kernels are in {tmp_path}" in said.decode()
     assert b"Traceback" not in said
-    assert time.monotonic() - started < 5  # nobody waited for a compiler
+    assert set(tmp_path.glob("**/kernels/*")) == finished  # nobody waited for a compiler

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
 from tests.readme import ROOT, snippets
 
 
@@ -21,7 +22,7 @@ def run(*command: object, cwd: Path) -> str:
         env=kept,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

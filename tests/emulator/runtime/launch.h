@@ -26,7 +26,7 @@ struct Region {  // the memory of one tensor, or of several views of one storage
 
 struct Options {
   uint64_t seed = 0;
-  double time_limit = 60;
+  double time_limit = 240;
   int workers = 1;
   std::optional<Schedule> schedule;    // for all blocks, instead of by seed
   bool share_named_barriers = false;     // tolerate ids used by several sets of warps
