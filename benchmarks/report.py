@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import records, tables
 from .records import ROOT, Run
-from .report_texts import ASIDE, FAMILIES, GRAPHS, METHOD, WORKLOADS
+from .report_texts import ASIDE, FAMILIES, GRAPHS, METHOD, WORKLOADS, batches
 from .sm90 import QUICK, SETS
 from .workloads import GDN
 
@@ -125,7 +125,8 @@ def performance_page(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
         without = _without_gpu(runs, family)
         if without is not None:
             parts += ["### Without a GPU", without]
-    parts += ["## Records", _list_of(runs, fingerprint), "## Workloads", WORKLOADS, _sets()]
+    parts += ["## Records", _list_of(runs, fingerprint)]
+    parts += ["## Workloads", WORKLOADS, _sets(), batches()]
     return "\n\n".join(parts) + "\n"
 
 

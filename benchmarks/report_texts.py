@@ -1,5 +1,10 @@
 """What the generated pages say about how it was measured, and what."""
 
+from collections.abc import Iterable
+
+from .tables import markdown
+from .workloads_attention import LONG_PROMPTS, SHORT_BATCHES
+
 FAMILIES = {
     "gdn": "Gated delta net",
     "dualkv": "Attention over shared prompts",
@@ -27,7 +32,12 @@ GRAPHS = """\
 Times are those of CUDA graph replays. Calls without a graph (eager) mostly take longer, ours and
 the rivals': the GPU waits for Python between launches, and where calls are short this decides which
 is faster. Column `eager` of *Every measurement* in [docs/performance.md](docs/performance.md) has
-their times."""
+their times.
+
+A rival is another implementation with right results on the same GPU. `best rival / ours` is the
+fastest one's time over ours, a geometric mean over rows: above 1 ours is faster. Rows are shapes,
+and those below 1 are slower (▼). Heads are key / value heads of a gated delta net, key-value /
+query heads of attention. `rival dense` is the best rival without a mask, beside ours under one."""
 
 METHOD = """\
 Every result is checked before it is timed. A gated delta net: against the chunked algorithm in
@@ -62,9 +72,10 @@ uncut, too. `decode` is `fused_recurrent_gated_delta_rule` on batches of a few t
 states given and returned, nearly all of its bytes. `kernels` times single kernels.
 
 Attention has 32 query and 8 key heads of size 128. `dualkv` rows are groups of responses, each with
-one prompt: `long` prompts of 4096 to 32768 tokens (A to D), `short` batches (S1 to S8),
-`responses` 1 to 64 of 512 tokens on 4096, `dense` sequences that share nothing, and shapes that
-others published. Rivals that cannot share prompts get every sequence in full, cuDNN with padding.
+one prompt: `long` prompts of 4096 to 32768 tokens (A to D), `short` batches (S1 to S8; the last
+table has both), `responses` 1 to 64 of 512 tokens on 4096, `dense` sequences that share nothing,
+and shapes that others published. Rivals that cannot share prompts get every sequence in full, cuDNN
+with padding.
 `layer` is forward and backward of a whole layer of Qwen3-8B: hidden size 4096, an MLP of 12288.
 Useful TFLOP/s count what is visible once, whatever is repeated. `sparse_ring` rows are one sequence
 under a mask of diagonals of 64-token blocks and of single columns, which are 15 % of it; `run4` has
@@ -72,3 +83,19 @@ diagonals that come in fours. `dense` has no mask, and `index` is the choice of 
 `torchrun --nproc-per-node N -m benchmarks.ring` times rings of N GPUs, sparse and dense;
 `python -m benchmarks.ring_ranks` takes the ranks of larger rings in turn on one, without
 transfers."""
+
+
+def batches() -> str:
+    """What A to D and S1 to S8 are; a range where groups differ."""
+
+    def span(values: Iterable[int]) -> str:
+        low, *_, high = sorted(values) * 2
+        return str(low) if low == high else f"{low} to {high}"
+
+    lines = []
+    for label, groups in {**LONG_PROMPTS, **SHORT_BATCHES}.items():
+        prompts, responses = zip(*groups, strict=True)
+        lengths = span(n for of_group in responses for n in of_group)
+        lines.append([label, str(len(groups)), span(prompts), span(map(len, responses)), lengths])
+    header = ["batch", "prompts", "tokens of a prompt", "its responses", "tokens of a response"]
+    return markdown(header, lines)

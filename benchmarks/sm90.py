@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=_names,
         default=[],
     )
-    add("--only", metavar="PATTERN", help="workloads whose name matches, e.g. '*16x32*'")
+    add("--only", metavar="PATTERN", help="workloads whose name in --list matches, e.g. '*16x32*'")
     add(
         "--impl",
         metavar="NAME,...",

@@ -217,10 +217,19 @@ def test_tables_say_that_times_are_those_of_graph_replays():
     text = report.readme_section([anchor_run()], current)
     assert "eager" in text
     assert "[docs/performance.md](docs/performance.md) has" in text
-    header = next(line for line in text.splitlines() if "best rival / ours" in line)
+    header = next(line for line in text.splitlines() if line.startswith("|"))
     assert header.startswith("| CUDA graph replays ")
+    assert "best rival / ours" in header
     assert "; ms, CUDA graph replays\n" in report.performance_page([anchor_run()], current)
     assert "CUDA graph" not in tables.summary(anchor_run(device_kind="cpu"))
+
+
+def test_batches_that_tables_name_by_letters_are_defined():
+    page = report.performance_page([], current)
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    assert ["C", "1", "32768", "16", "2048"] in cells
+    labels = {row[0] for row in cells if len(row) == 5}
+    assert {w.label for w in (*DUALKV["long"], *DUALKV["short"])} <= labels
 
 
 def test_a_record_of_other_kernels_is_stale():
