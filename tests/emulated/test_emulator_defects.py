@@ -124,7 +124,6 @@ def mode(number: int) -> Tensor:
         (3, r"deadlock(?s:.*)waiting in __syncwarp for lanes ffff0000 of the warp"),
         (4, r"executes __s\w+ .*while other lanes execute __s\w+"),
         (5, r"thread \d+: memory fault at byte \d+ of x, which has 512 bytes"),
-        (6, r"wrote before the start of x"),
         (8, r"thread \d+: integer division by zero"),
         (9, r"deadlock(?s:.*)waiting at named barrier 0: 96 of 128 threads are there"),
         (11, r"named barrier 8 is shared: warps .* count 64"),
@@ -134,6 +133,44 @@ def mode(number: int) -> Tensor:
 def test_misuse_is_reported(misuse: EmulatedKernel, number: int, report: str) -> None:
     with pytest.raises(EmulationError, match=report):
         misuse(mode(number), seed=1, time_limit=0.5)
+
+
+@pytest.mark.parametrize(
+    ("number", "seeds", "report"),
+    [
+        (14, (0,), r"thread 0: memory fault at byte 512 of x, which has 512 bytes"),
+        (15, (1,), r"thread 0: memory fault at 4 bytes before x"),
+        (16, (0, 1), r"thread 0: memory fault at byte 34359738368 of x"),
+        (17, (0, 1), r"thread 0: memory fault at 34359738368 bytes before x"),
+        (6, (0,), r"wrote before the start of x"),
+        (6, (1,), r"thread 0: memory fault at 4 bytes before x"),
+        (18, (0,), r"thread 0: memory fault at byte 512 of x"),
+        (18, (1,), r"wrote past the end of x"),
+    ],
+)
+def test_an_access_outside_a_tensor_is_reported(misuse, number, seeds, report) -> None:
+    """Reads by one of two neighbouring seeds, writes by every seed."""
+    for seed in seeds:
+        with pytest.raises(EmulationError, match=report):
+            misuse(mode(number), seed=seed)
+
+
+def test_a_box_outside_a_tensor_reads_zeros_and_writes_nothing() -> None:
+    kernel = EmulatedKernel(samples.move_rows(), samples.FAST)
+    x = torch.randn(100, 64)
+    for seed in range(2):
+        for source in (-(2**30), -64, -1, 0, 37, 99, 100, 2**30):
+            for target in (-(2**30), -63, 0, 60, 100, 2**30):
+                y = torch.full((100, 64), math.nan)
+                kernel(x, y, source, target, seed=seed)
+                for row in range(100):
+                    moved = row - target
+                    if not 0 <= moved < 64:
+                        assert y[row].isnan().all()
+                    elif 0 <= source + moved < 100:
+                        assert torch.equal(y[row], x[source + moved])
+                    else:
+                        assert not y[row].any()
 
 
 def test_uninitialised_shared_memory_is_nan(misuse: EmulatedKernel) -> None:

@@ -104,7 +104,13 @@ __device__ __noinline__ void misuse(float* x) {
       if (mode == 12) asm volatile("cp.async.wait_group 0;");
       __syncwarp();
       x[i] = scratch[i] + 1;
+      break;
     }
+    case 14: if (i == 0) x[1] = cell[128]; break;       // reads right past the end
+    case 15: if (i == 0) x[1] = cell[-1]; break;        // reads right before the start
+    case 16: if (i == 0) x[1] = cell[1l << 33]; break;  // reads far outside
+    case 17: if (i == 0) x[1] = cell[-(1l << 33)]; break;
+    case 18: if (i == 0) x[128] = 0; break;             // writes right past the end
   }
 }
 """

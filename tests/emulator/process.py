@@ -1,7 +1,8 @@
 """One launch in a process of its own: tensors go through shared memory, arguments through stdin.
 
 A crash, an endless loop or a wrong write cannot touch the caller. Each storage lies between pages
-that fault, as close to their edge as a device allocation's alignment allows.
+that fault: right before those behind it where the seed is even, right behind those before it where
+it is odd. So two seeds find every access outside; writes on the far side are found by each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +22,8 @@ from tests.emulator.errors import EmulationError
 from tests.limits import HANG
 
 PAGE = mmap.PAGESIZE
-ALIGNMENT = 256  # of a device allocation
+ALIGNMENT = 256  # of a device allocation; less where a storage would not end at its pages' edge,
+PIECE = 16  # but no less than what TMA reads in; integers are read one by one
 POISON = 0xFF  # fills what lies between a storage and its guard pages
 
 DTYPES = {  # DLPack code and bits
@@ -58,11 +61,11 @@ def run(
     executable: Path,
     names: Sequence[str],
     arguments: Sequence[Argument],
-    options: dict[str, object],
+    options: dict[str, Any],
     time_limit: float,
 ) -> None:
     """Runs one launch; writes the tensors back only when it succeeds."""
-    regions, words = _lay_out(names, arguments)
+    regions, words = _lay_out(names, arguments, at_start=options["seed"] % 2 == 1)
     size = max((region.end for region in regions), default=0)
     file = os.memfd_create("emulator")
     try:
@@ -73,7 +76,10 @@ def run(
             shared[region.data : region.stop].copy_(region.storage)
         lines = [f"option {name} {value}" for name, value in options.items()]
         lines += [f"option time_limit {time_limit}", f"option file {file}"]
-        lines += [f"region {r.begin} {r.storage.numel()} {','.join(r.names)}" for r in regions]
+        lines += [
+            f"region {r.begin} {r.data - r.begin} {r.storage.numel()} {','.join(r.names)}"
+            for r in regions
+        ]
         _call(executable, "\n".join(lines + words), file)
         for region in regions:
             _check_poison(shared, region)
@@ -83,7 +89,9 @@ def run(
         os.close(file)
 
 
-def _lay_out(names: Sequence[str], arguments: Sequence[Argument]) -> tuple[list[Region], list[str]]:
+def _lay_out(
+    names: Sequence[str], arguments: Sequence[Argument], at_start: bool
+) -> tuple[list[Region], list[str]]:
     """Places every storage once, and describes the arguments for runtime/main.cpp."""
     regions: dict[int, Region] = {}
     words = []
@@ -101,8 +109,11 @@ def _lay_out(names: Sequence[str], arguments: Sequence[Argument]) -> tuple[list[
         key = storage.data_ptr() or -len(regions) - 1  # empty storages share the null pointer
         if key not in regions:
             data = torch.empty(0, dtype=torch.uint8).set_(storage)
-            end = offset + -(-data.numel() // PAGE) * PAGE
-            start = end - -(-data.numel() // ALIGNMENT) * ALIGNMENT
+            size = data.numel()
+            end = offset + -(-size // PAGE) * PAGE
+            least = argument.element_size() if not argument.dtype.is_floating_point else PIECE
+            alignment = max(least, min(ALIGNMENT, size & -size))
+            start = offset if at_start else end - -(-size // alignment) * alignment
             regions[key] = Region(data, [], offset, start, end)
             offset = end
         region = regions[key]

@@ -274,6 +274,28 @@ def reduce_add() -> Any:
     return reduce_add
 
 
+def move_rows() -> Any:
+    """64 rows from `source` on to where `target` is: by TMA, wherever that may be."""
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def move_rows(
+        X: T.Tensor((rows, TILE), F32), Y: T.Tensor((rows, TILE), F32), source: T.int32,
+        target: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(1, threads=32) as _:
+            x = T.alloc_shared((TILE, TILE), F32)
+            full = T.alloc_barrier([1])
+            T.tma_copy(X[source : source + TILE, :], x, barrier=full[0])
+            if T.shuffle_elect(32):
+                T.barrier_arrive(full[0])
+            T.barrier_wait(full[0], 0)
+            T.tma_copy(x, Y[target : target + TILE, :])
+            T.tma_store_wait(0)
+
+    return move_rows
+
+
 def attention(num_keys: int = 256) -> Any:
     """softmax(q k^T) v, 2 x 64 queries a block; the warpgroups take turns on the tensor cores."""
     scale = 128**-0.5 * 1.4426950408889634  # times log2(e): exponents in base 2

@@ -25,7 +25,7 @@ std::vector<Region> regions;
 namespace {
 
 constexpr uint32_t kMaxDynamicShared = 232448;  // sm_90, per block
-constexpr size_t kGuard = 1 << 20;  // bytes that fault before and after a mapping
+constexpr size_t kGuard = size_t(64) << 30;  // bytes that fault before and after a mapping
 constexpr double kGrace = 2;  // s between the scheduler's time limit and the watchdog's
 
 const char* running_kernel = "";
@@ -39,10 +39,7 @@ struct Worker {  // one host thread
   Thread* volatile* thread = nullptr;  // its `current`
 };
 
-size_t pages(size_t bytes) {
-  size_t page = size_t(sysconf(_SC_PAGESIZE));
-  return (bytes + page - 1) / page * page;
-}
+size_t pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 std::string block_name(const Block& b) {
   return format("%s, block (%u, %u, %u)", running_kernel, b.index.x, b.index.y, b.index.z);

@@ -4,11 +4,14 @@
 #include <optional>
 #include <string>
 #include <vector>
+#include <unistd.h>
 
 #include "../device/scheduler.h"
 #include "host.h"
 
 namespace emu {
+
+inline const size_t kPage = size_t(sysconf(_SC_PAGESIZE));
 
 struct Kernel {  // one entry of the translated source
   const char* name;

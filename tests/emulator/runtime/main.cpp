@@ -1,7 +1,7 @@
 // One launch: reads the arguments that process.py wrote to standard input, and calls the wrapper.
 //
 //   option NAME VALUE
-//   region FILE_OFFSET BYTES NAMES             one storage of the shared file
+//   region FILE_OFFSET SKIP BYTES NAMES        one storage of the shared file, from a page's byte on
 //   tensor REGION BYTE_OFFSET CODE BITS NDIM shape... strides...
 //   int VALUE | float VALUE | bool VALUE | none
 #include <deque>
@@ -13,7 +13,6 @@ namespace emu {
 
 namespace {
 
-constexpr size_t kAlignment = 256;  // of an allocation on the device
 constexpr int kCuda = 2;
 
 struct Tensor {
@@ -82,8 +81,10 @@ int main() {
     } else if (word == "region") {
       Region region;
       long offset;
-      std::cin >> offset >> region.bytes >> region.names;
-      region.begin = region.bytes ? map_guarded(region.bytes, kAlignment, file, offset) : nullptr;
+      size_t skip;
+      std::cin >> offset >> skip >> region.bytes >> region.names;
+      region.begin = region.bytes ? map_guarded(skip + region.bytes, kPage, file, offset) + skip
+                                  : nullptr;
       regions.push_back(region);
     } else {
       arguments.push_back(read_argument(word, tensors));
