@@ -25,7 +25,8 @@ std::vector<Region> regions;
 namespace {
 
 constexpr uint32_t kMaxDynamicShared = 232448;  // sm_90, per block
-constexpr size_t kGuard = size_t(64) << 30;  // bytes that fault before and after a mapping
+constexpr size_t kGuard = 1 << 20;  // bytes that fault before and after a mapping
+constexpr size_t kFar = size_t(64) << 30;  // the same of a tensor: its indices come from contents
 constexpr double kGrace = 2;  // s between the scheduler's time limit and the watchdog's
 
 const char* running_kernel = "";
@@ -50,9 +51,9 @@ std::string locate(const uint8_t* address) {
   for (const Region& region : regions) {
     if (!region.bytes) continue;
     int64_t offset = address - region.begin;
-    if (offset >= -int64_t(kGuard) && offset < 0)
+    if (offset >= -int64_t(kFar) && offset < 0)
       return format("%ld bytes before %s", long(-offset), region.names.c_str());
-    if (offset >= 0 && offset < int64_t(region.bytes + kGuard))
+    if (offset >= 0 && offset < int64_t(region.bytes + kFar))
       return format("byte %ld of %s, which has %zu bytes", long(offset), region.names.c_str(),
                     region.bytes);
   }
@@ -198,15 +199,15 @@ void print(const char* message, const std::string& what) {
 
 // Memory that ends (as far as alignment allows) at a page that faults, and follows one.
 uint8_t* map_guarded(size_t bytes, size_t alignment, int file, long offset) {
-  size_t body = pages(bytes);
-  auto* base = static_cast<uint8_t*>(mmap(nullptr, body + 2 * kGuard, PROT_NONE,
+  size_t body = pages(bytes), guard = file < 0 ? kGuard : kFar;
+  auto* base = static_cast<uint8_t*>(mmap(nullptr, body + 2 * guard, PROT_NONE,
                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   int flags = MAP_FIXED | (file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED);
   if (base == MAP_FAILED ||
-      mmap(base + kGuard, body, PROT_READ | PROT_WRITE, flags, file, offset) == MAP_FAILED)
+      mmap(base + guard, body, PROT_READ | PROT_WRITE, flags, file, offset) == MAP_FAILED)
     stop(format("cannot map %zu bytes: %s", bytes, strerror(errno)));
   size_t size = (bytes + alignment - 1) / alignment * alignment;
-  return base + kGuard + body - size;
+  return base + guard + body - size;
 }
 
 }  // namespace emu
