@@ -170,6 +170,7 @@ def longest_first(cu_seqlens, num_sequences, rank, n):
     """n[0]: the sequence that as many as `rank` others come before, when the longest come first.
 
     Every warp finds it by itself. Of more sequences than 64 none is so long that it would matter.
+    Lengths are as cu_seqlens says, right or wrong: every rank has its sequence all the same.
     """
     lane = T.get_thread_binding() % 32
     length = T.alloc_local((2,), "int32")  # of sequences lane and lane + 32
@@ -189,7 +190,7 @@ def longest_first(cu_seqlens, num_sequences, rank, n):
                     before[e] += 1
         n[0] = -1
         for e in T.unroll(2):
-            if (length[e] >= 0) & (before[e] == rank):
+            if (lane + 32 * e < num_sequences) & (before[e] == rank):
                 n[0] = lane + 32 * e
         for d in T.unroll(5):
             n[0] = T.max(n[0], T.shfl_xor(n[0], 1 << d))

@@ -9,6 +9,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from qla_kernels.gdn.tables import sequence_span
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 
@@ -40,7 +41,7 @@ class After:
 
 @T.macro
 def find(
-    item, cu_seqlens, num_heads, num_value_heads, num_tiles, training,
+    item, cu_seqlens, num_tokens, num_heads, num_value_heads, num_tiles, training,
     n: T.Ref, h: T.Ref, hv: T.Ref, i_tile: T.Ref, begin: T.Ref, length: T.Ref, num_chunks: T.Ref,
     saves: T.Ref,
 ):  # fmt: skip
@@ -48,8 +49,7 @@ def find(
     hv = item // num_tiles % num_value_heads
     n = item // num_tiles // num_value_heads
     h = hv // (num_value_heads // num_heads)
-    begin = cu_seqlens[n]
-    length = cu_seqlens[n + 1] - cu_seqlens[n]
+    sequence_span(cu_seqlens, n, num_tokens, begin, length)
     num_chunks = T.ceildiv(length, CHUNK)
     saves = 0  # one of a head's CTAs saves what they all have
     if i_tile == 0:
@@ -57,9 +57,11 @@ def find(
 
 
 @T.macro
-def count_chunks(cu_seqlens, per_sequence, block, ctas, items, num_chunks: T.Ref):
+def count_chunks(cu_seqlens, num_tokens, per_sequence, block, ctas, items, num_chunks: T.Ref):
     """Of all items of a CTA."""
+    begin, length = T.alloc_var("int32"), T.alloc_var("int32")
     num_chunks = 0
     for j in T.serial(items):
         n = (block + j * ctas) // per_sequence
-        num_chunks += T.ceildiv(cu_seqlens[n + 1] - cu_seqlens[n], CHUNK)
+        sequence_span(cu_seqlens, n, num_tokens, begin, length)
+        num_chunks += T.ceildiv(length, CHUNK)

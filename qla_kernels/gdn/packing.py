@@ -154,5 +154,5 @@ def chunk_table(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
     table = room_for_chunks(num_tokens, cu_seqlens)
     if table.chunks.numel():
         variant = chunk_table_kernel.Variant(dtype_name(cu_seqlens.dtype))
-        jit.compile(chunk_table_kernel, variant)(cu_seqlens.contiguous(), *table)
+        jit.compile(chunk_table_kernel, variant)(cu_seqlens.contiguous(), *table, num_tokens)
     return table

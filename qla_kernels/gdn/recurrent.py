@@ -79,7 +79,7 @@ def fused_recurrent_gated_delta_rule(
         state_indices: [N] int32 or int64 on q's device: sequence n starts from slot
             state_indices[n] of the pool, and its final state replaces what is there. No two
             sequences may share a slot. A negative index is a sequence of padding: no state is
-            touched, and its results are 0.
+            touched, and its results are 0. So is one past the pool, on a GPU.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 or None; with

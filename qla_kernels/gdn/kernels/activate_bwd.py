@@ -13,7 +13,7 @@ Steps (numbers appear again in the role); a CTA owns a block of tokens of up to 
 
 Bounded by memory, and small. Why this shape: as activate. dg and dbeta may be written over those
 that came, which each thread has read by then. No sum depends on the order in which CTAs run:
-gate_sums adds the blocks.
+gate_sums adds the blocks. `end` needs no clamp: it can only lessen a thread's tokens.
 """
 
 from typing import NamedTuple

@@ -42,7 +42,8 @@ runs while the one before is added up. q and k of a pair, and dS of its value he
 two slots: the next pair's q and k come to where the last dS was, which leaves long before q and k
 do, so they are there when the next pair begins. States come in tiles of 64 rows, because
 dstate_chain may leave those of a dS in two places, one of them where dV of the same chunk and value
-head is to be.
+head is to be. Chunks come from a table of ours, so they lie inside: see gdn/tables.py. `owner`,
+which wrong bounds may leave unwritten, is an index for TMA alone, which reads zeros outside.
 """
 
 from typing import NamedTuple

@@ -17,7 +17,8 @@ Steps (numbers appear again in the roles):
 
 Bounded by the latency of the chain 3, 4, 5, and by writing h, half of all bytes.
 Why this shape: as fused_fwd. What leaves the chip must not delay the chain: a staging tile has two
-slots, and is filled while the last product of the chunk runs.
+slots, and is filled while the last product of the chunk runs. Wrong bounds may ask for more slots
+than h has: TMA writes nothing outside.
 """
 
 from typing import NamedTuple
@@ -49,6 +50,7 @@ from qla_kernels.gdn.chain_backward import (
     stage,
     store,
 )
+from qla_kernels.gdn.tables import sequence_span
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
@@ -270,8 +272,7 @@ def build(v: Variant):
             longest_first(cu_seqlens, num_bounds - 1, block // num_tiles // num_value_heads, place)
             n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
             kh = hv // (num_value_heads // num_heads)
-            begin = cu_seqlens[n]
-            length = cu_seqlens[n + 1] - cu_seqlens[n]
+            sequence_span(cu_seqlens, n, num_tokens, begin, length)
             num_chunks = T.ceildiv(length, CHUNK)
 
             tx = T.get_thread_binding()

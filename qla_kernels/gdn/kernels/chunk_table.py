@@ -3,6 +3,8 @@
 Sequence n has c_n = ceil(length_n / 64) chunks:
     first_chunk[n] = sum_{m < n} c_m, and first_chunk[N] = num_chunks
     chunks[c]      = (first token, tokens) of chunk c; (0, 0) from num_chunks on
+Wrong bounds, whose sequences lie over one another, have the chunks that there is room for: no sum
+passes it.
 
 Steps (numbers appear again in gdn/tables.py):
     1  counts are summed, 1024 sequences at a time: in each warp, then over the warps
@@ -48,10 +50,11 @@ def build(v: Variant):
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
         first_chunk: T.Tensor((num_bounds,), "int32"),
+        num_tokens: T.int32,
     ):
         with T.Kernel(1, threads=plan.threads) as _:
             s_sum = T.alloc_shared((WARPS,), "int32")
             await_previous()
-            place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, s_sum)
+            place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum)
 
     return chunk_table.with_attr("global_symbol", f"chunk_table_{v.dtype}")

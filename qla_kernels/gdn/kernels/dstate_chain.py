@@ -33,7 +33,8 @@ Where much is forgotten, (scale e dO^T) Q of the first chunks is nearly all of d
 would be nearly all of the error: there a second product (8) adds what rounding has left.
 
 Of the two tiles of 64 rows (of V) that a dS of 128x128 has, the first one can do without memory: it
-has as many bytes as dV of its chunk, which chunk_grads writes after it has read dS.
+has as many bytes as dV of its chunk, which chunk_grads writes after it has read dS. Wrong bounds
+may ask for more chunks than dS has: TMA writes nothing outside.
 """
 
 from typing import Any, NamedTuple
@@ -66,6 +67,7 @@ from qla_kernels.gdn.chain_backward import (
     store,
 )
 from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.gdn.tables import sequence_span
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
@@ -201,7 +203,8 @@ def put_gradient(out, tile, i, v):
         T.tma_copy(tile, out.dv[tok0 : tok0 + CHUNK, out.hv, 0:K])
     else:
         T.tma_copy(tile, out.tails[out.n, out.hv, :, :])
-        out.owner[chunk] = out.n
+        if chunk < out.owner.shape[0]:  # TMA leaves out what lies outside by itself
+            out.owner[chunk] = out.n
 
 
 @T.macro
@@ -387,8 +390,7 @@ def build(v: Variant):
             longest_first(cu_seqlens, num_bounds - 1, block // num_tiles // num_value_heads, place)
             n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
             h = hv // (num_value_heads // num_heads)
-            begin = cu_seqlens[n]
-            length = cu_seqlens[n + 1] - cu_seqlens[n]
+            sequence_span(cu_seqlens, n, num_tokens, begin, length)
             num_chunks = T.ceildiv(length, CHUNK)
 
             unit = T.alloc_var("float32")

@@ -42,6 +42,7 @@ from qla_kernels.gdn.chain_items import After, count_chunks, find
 from qla_kernels.gdn.chain_solve import clear_above, invert, score, solve, solve_in_teams
 from qla_kernels.gdn.chain_transfer import load, store
 from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES, SOURCE
+from qla_kernels.gdn.tables import inside
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
@@ -196,7 +197,7 @@ def schedule(v: Variant) -> Schedule:
 def clear_padding(x, cu_seqlens, num_tokens, num_sequences, n, hv, column):
     """Rows of no sequence, of a [tokens, HV, columns, 64] tensor, are zero; the CTAs share them."""
     lane = T.get_thread_binding() % 32
-    first_row = cu_seqlens[num_sequences] + n
+    first_row = inside(cu_seqlens[num_sequences], num_tokens) + n
     for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
         if lane < TILE // 8:
             for e in T.vectorized(8):
@@ -206,7 +207,7 @@ def clear_padding(x, cu_seqlens, num_tokens, num_sequences, n, hv, column):
 @T.macro
 def clear_saved(A, g_cum, cu_seqlens, num_tokens, num_sequences, n, hv):
     clear_padding(A, cu_seqlens, num_tokens, num_sequences, n, hv, 0)
-    first_row = cu_seqlens[num_sequences] + n
+    first_row = inside(cu_seqlens[num_sequences], num_tokens) + n
     for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
         if T.get_thread_binding() % 32 == 0:
             g_cum[first_row + j * num_sequences, hv] = 0
@@ -298,7 +299,7 @@ def build(v: Variant):
             num_chunks, first = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile, saves = T.alloc_var("int32"), T.alloc_var("int32")
             tails, items = T.alloc_var("int32"), T.alloc_var("int32")
-            shape = (cu_seqlens, num_heads, num_value_heads, num_tiles, training)
+            shape = (cu_seqlens, num_tokens, num_heads, num_value_heads, num_tiles, training)
             first = 0  # chunks of the items before: what the rings have counted
             items = T.ceildiv((num_bounds - 1) * num_value_heads * num_tiles - block, ctas)
 
@@ -333,8 +334,9 @@ def build(v: Variant):
                     clear_above(s_a, group - states, v.teams)
                 clear_above(s_p, group - states, v.teams)
                 count_chunks(
-                    cu_seqlens, num_value_heads * num_tiles, block, ctas, items, num_chunks
-                )
+                    cu_seqlens, num_tokens, num_value_heads * num_tiles, block, ctas, items,
+                    num_chunks,
+                )  # fmt: skip
                 num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
                 if v.inverts:
                     solve(
@@ -398,8 +400,9 @@ def build(v: Variant):
                 else:
                     if v.inverts:
                         count_chunks(
-                            cu_seqlens, num_value_heads * num_tiles, block, ctas, items, num_chunks
-                        )
+                            cu_seqlens, num_tokens, num_value_heads * num_tiles, block, ctas,
+                            items, num_chunks,
+                        )  # fmt: skip
                         invert(s_l, s_a, l_ring, a_ring, num_chunks)
                     for j in rolled(items):
                         find(

@@ -14,7 +14,8 @@ Steps (numbers appear again in the code); a CTA owns one chunk and 32 value head
 
 Bounded by memory, and small: 8 bytes in and 16 out per token and value head. Why this shape: g is
 stored token by token, and a kernel that wants one head's 64 tokens reads a 32-byte sector for each
-4 bytes; here whole sectors are used and the turn happens on chip.
+4 bytes; here whole sectors are used and the turn happens on chip. Chunks come from a table of ours,
+so they lie inside: see gdn/tables.py.
 """
 
 from typing import NamedTuple

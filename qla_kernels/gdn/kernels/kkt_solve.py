@@ -18,7 +18,8 @@ Bounded by memory: 8 KB of A and 16/r KB of k (K = 128, r value heads a key head
 Why this shape: one solve is a chain of small dependent steps that leaves every unit idle, so four
 CTAs share an SM and hide each other's latency; K K^T is formed once per key head; CTAs stay and
 walk the chunks, since a chunk takes about as long as starting a CTA. Rows of k past a chunk's end
-may hold anything: they only reach rows and columns of L that are replaced by zero.
+may hold anything: they only reach rows and columns of L that are replaced by zero. Chunks come from
+a table of ours, so they lie inside: see gdn/tables.py.
 """
 
 from typing import NamedTuple

@@ -27,6 +27,7 @@ from qla_kernels.gdn.kernels.l2norm import (
     SPAN,
     load_row,
 )
+from qla_kernels.gdn.tables import inside
 from qla_kernels.tile.schedule import Role, Schedule
 
 
@@ -116,7 +117,7 @@ def build(v: Variant):
             num_live = T.alloc_var("int32")
             num_live = num_rows
             if packed != 0:
-                num_live = end[0] * num_heads
+                num_live = inside(end[0], num_tokens) * num_heads
             norm(
                 x,
                 dy,

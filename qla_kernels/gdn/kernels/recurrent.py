@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.gdn.tables import inside, sequence_span
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import LOG2E
@@ -317,6 +318,8 @@ def build(v: Variant):
             await_previous()
             if has(flags, INDICES):
                 slot = state_indices[n]
+                if slot >= num_h0:  # no slot of the pool: as one that is negative
+                    slot = -1
             if has(flags, H0):
                 if slot >= 0:
                     across = T.if_then_else(v_first == 0, h0_k, h0_v)
@@ -332,14 +335,14 @@ def build(v: Variant):
             length = num_tokens
             if not has(flags, DENSE):
                 row = 0
-                t = cu_seqlens[num_sequences] + n  # tokens of no sequence, shared out
+                # tokens of no sequence, shared out
+                t = inside(cu_seqlens[num_sequences], num_tokens) + n
                 clear_rows(
                     o, r_o, 0, t, num_sequences,
                     T.truncdiv(num_tokens - t + num_sequences - 1, num_sequences),
                     hv, k0, v0 + column,
                 )  # fmt: skip
-                begin = cu_seqlens[n]
-                length = cu_seqlens[n + 1] - begin
+                sequence_span(cu_seqlens, n, num_tokens, begin, length)
 
             if slot < 0:
                 clear_rows(o, r_o, row, begin, 1, length, hv, k0, v0 + column)

@@ -45,6 +45,7 @@ from qla_kernels.gdn.chain_forward import gate as raw_gate
 from qla_kernels.gdn.chain_segment import SOURCE, columns, solve, warm_chunks
 from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES
 from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.gdn.tables import sequence_span
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
@@ -200,7 +201,7 @@ def build(v: Variant):
 
             n, h, hv = (T.alloc_var("int32") for _ in range(3))
             column, of_map = T.alloc_var("int32"), T.alloc_var("int32")
-            begin, end, num_chunks = (T.alloc_var("int32") for _ in range(3))
+            begin, length, num_chunks = (T.alloc_var("int32") for _ in range(3))
             warm, has_start = T.alloc_var("int32"), T.alloc_var("int32")
             is_cold = T.alloc_var("int32")
             if early == 0:
@@ -213,24 +214,24 @@ def build(v: Variant):
                 of_map = 1
                 column = (i_slice - num_tiles) * TILE
             n = starts_of[p]
-            begin = bounds[p]
-            end = bounds[p + 1]
+            sequence_span(bounds, p, num_tokens, begin, length)
             num_chunks = 0
             is_cold = -1  # not for this CTA to say
             warm = 0
             has_start = 0
             if (ends_of[p] < 0) & ((of_map == 0) | (n < 0)):  # a first segment needs no M
-                num_chunks = T.ceildiv(end - begin, CHUNK)
+                num_chunks = T.ceildiv(length, CHUNK)
             tx = T.get_thread_binding()
             if (early != 0) & (grows != 0):  # growth comes from the kernel before
                 await_previous()
             if num_chunks > 0:
                 warm = warm_chunks(  # 1
-                    k, g, growth, grows, beta, beta16, beta_is_16, s_sum, begin, end - begin,
+                    k, g, growth, grows, beta, beta16, beta_is_16, s_sum, begin, length,
                     h, hv, limit, at_end=True, cumulated=not v.solves,
                 )  # fmt: skip
                 if warm > 0:
                     begin += (num_chunks - warm) * CHUNK
+                    length -= (num_chunks - warm) * CHUNK
                     num_chunks = warm
                 elif n >= 0:
                     has_start = has_h0
@@ -253,7 +254,7 @@ def build(v: Variant):
                     )
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
-                where = (begin, end - begin, num_chunks)
+                where = (begin, length, num_chunks)
                 if tx < plan.end("load"):
                     if (early != 0) & (grows == 0):  # A does
                         await_previous()

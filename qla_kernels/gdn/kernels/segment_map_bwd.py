@@ -37,6 +37,7 @@ from qla_kernels.gdn.chain import GATE_ROWS, TILE, Rows
 from qla_kernels.gdn.chain_backward import gate, load, score
 from qla_kernels.gdn.chain_segment import SOURCE, gradient_columns, warm_chunks
 from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.gdn.tables import sequence_span
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
@@ -177,10 +178,9 @@ def build(v: Variant):
             p = block // num_tiles % capacity
             h = hv // (num_value_heads // num_heads)
             n = ends_of[p]
-            begin = bounds[p]
-            length = 0
-            if starts_of[p] < 0:
-                length = bounds[p + 1] - begin
+            sequence_span(bounds, p, num_tokens, begin, length)
+            if starts_of[p] >= 0:
+                length = 0
             has_end = 0
             tx = T.get_thread_binding()
             if length > 0:

@@ -7,7 +7,8 @@ segments of nearly the same number of chunks: segment j begins at chunk floor(j 
     bounds[p]        = the first token of segment p; segments lie end to end, as sequences do
     starts_of[p]     = n where segment p begins sequence n, else -1
     ends_of[p]       = n where segment p ends sequence n, else -1
-Behind the last segment there are empty ones, of no sequence, up to the capacity of the table.
+Behind the last segment there are empty ones, of no sequence, up to the capacity of the table. Wrong
+bounds that ask for more segments get what there is room for; every first_segment[n] is a row.
 
 Where the first sequence has begun elsewhere (open_start), an empty segment begins it here; where
 the last one goes on elsewhere (open_end), an empty segment ends it here. All segments with tokens
@@ -32,7 +33,15 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.gdn.tables import THREADS, WARPS, count_on, find, place_chunks
+from qla_kernels.gdn.tables import (
+    THREADS,
+    WARPS,
+    count_on,
+    find,
+    inside,
+    place_chunks,
+    sequence_span,
+)
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.schedule import Role, Schedule
@@ -60,46 +69,46 @@ def schedule(v: Variant) -> Schedule:
 
 @T.macro
 def place_segments(
-    cu_seqlens, first_segment, bounds, starts_of, ends_of, s_sum, segment_chunks, open_start,
-    open_end,
+    cu_seqlens, first_segment, bounds, starts_of, ends_of, num_tokens, s_sum, segment_chunks,
+    open_start, open_end,
 ):  # fmt: skip
     thread = T.get_thread_binding()
     total, all_before = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
     low = T.alloc_local((1,), "int32")
     count, before = T.alloc_var("int32"), T.alloc_var("int32")
-    begin, end = T.alloc_var("int32"), T.alloc_var("int32")
+    begin, length = T.alloc_var("int32"), T.alloc_var("int32")
     N = cu_seqlens.shape[0] - 1
     rows = bounds.shape[0]
+    most = rows - 1
     all_before[0] = 0
     for base in T.serial(T.ceildiv(N, THREADS)):  # 1
         n = base * THREADS + thread
         count = 0
         if n < N:
-            begin = T.cast(cu_seqlens[n], "int32")
-            end = T.cast(cu_seqlens[n + 1], "int32")
-            count = T.max(1, T.ceildiv(T.ceildiv(end - begin, CHUNK), segment_chunks))
+            sequence_span(cu_seqlens, n, num_tokens, begin, length)
+            count = T.max(1, T.ceildiv(T.ceildiv(length, CHUNK), segment_chunks))
             if n == 0:
                 count += open_start
             if n == N - 1:
                 count += open_end
         total[0] = count
-        count_on(total, all_before, s_sum)
-        if n < N:
-            first_segment[n] = total[0] - count
+        count_on(total, all_before, s_sum, most)
+        if n < N - 1:
+            first_segment[n + 1] = T.min(total[0], most - 1)
     if thread == 0:
+        first_segment[0] = 0
         first_segment[N] = all_before[0]
     T.sync_threads()
     for i in T.serial(T.ceildiv(rows, THREADS)):  # 2
         p = i * THREADS + thread
         if p < rows:
-            bounds[p] = T.cast(cu_seqlens[N], "int32")
+            bounds[p] = inside(cu_seqlens[N], num_tokens)
             starts_of[p] = -1
             ends_of[p] = -1
             if p < all_before[0]:
                 find(low, first_segment, N, p)
                 n = low[0]
-                begin = T.cast(cu_seqlens[n], "int32")
-                end = T.cast(cu_seqlens[n + 1], "int32")
+                sequence_span(cu_seqlens, n, num_tokens, begin, length)
                 before = p - first_segment[n]  # segments of this sequence, here and all
                 count = first_segment[n + 1] - first_segment[n]
                 if before == 0:
@@ -111,8 +120,9 @@ def place_segments(
                     count -= open_start
                 if n == N - 1:
                     count -= open_end
-                bounds[p] = T.min(
-                    end, begin + before * T.ceildiv(end - begin, CHUNK) // count * CHUNK
+                count = T.max(1, count)  # where there is no room for the one at an open end
+                bounds[p] = begin + T.min(
+                    length, before * T.ceildiv(length, CHUNK) // count * CHUNK
                 )
 
 
@@ -178,12 +188,12 @@ def build(v: Variant):
             await_previous()
             if table == 0:
                 place_segments(
-                    cu_seqlens, first_segment, bounds, starts_of, ends_of, s_sum, segment_chunks,
-                    open_start, open_end,
+                    cu_seqlens, first_segment, bounds, starts_of, ends_of, num_tokens, s_sum,
+                    segment_chunks, open_start, open_end,
                 )  # fmt: skip
             elif table == 1:
-                order_heads(g, kept, heads, T.cast(cu_seqlens[num_bounds - 1], "int32"))
+                order_heads(g, kept, heads, inside(cu_seqlens[num_bounds - 1], num_tokens))
             elif capacity > 0:
-                place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, s_sum)
+                place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum)
 
     return segment_plan.with_attr("global_symbol", f"segment_plan_{v.dtype}")

@@ -23,7 +23,8 @@ another. Which segments they are is read 32 at a time, a lane each; M and b are 
 segment after while the one before is folded. A warpgroup has 64 rows of what comes out and needs
 all of what went in, by way of shared memory. So do S and b in fp32: threads that read and wrote
 `states` themselves, four rows of it an instruction, were half of the time. 16 columns are folded a
-quarter sooner than 32, where the GPU has room for as many CTAs.
+quarter sooner than 32, where the GPU has room for as many CTAs. Segments come from segment_plan,
+all of whose numbers are rows of `states`, whatever the bounds were.
 """
 
 from typing import NamedTuple

@@ -1,0 +1,119 @@
+"""Wrong bounds and slots, emulated: every kernel ends, and reaches nothing outside its tensors.
+
+The launches are those of a GPU. Each case runs with two seeds, which put each tensor at either edge
+of memory that faults; a kernel that waits for ever is a deadlock to the emulator.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from qla_kernels import device, jit
+from qla_kernels.gdn import packing, segments
+from qla_kernels.varlen import capacity
+from tests.emulated.conftest import emulated
+from tests.gdn_bad_bounds_check import BOUNDS, HV, PARTS, RIGHT, SLOTS, TOKENS, N, Setting, decode
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+@pytest.fixture
+def setting(monkeypatch) -> Setting:
+    return Setting(lambda x: x, monkeypatch)
+
+
+@pytest.fixture(params=[0, 1], ids=["at the end", "at the start"])
+def launched(request, monkeypatch) -> set[str]:
+    """The kernels that have been launched, each with such a seed."""
+    names: set[str] = set()
+
+    def compile(module: Any, variant: Any) -> Any:
+        names.add(module.__name__.rpartition(".")[2])
+        return functools.partial(emulated(module, variant), seed=request.param)
+
+    monkeypatch.setattr(jit, "compile", compile)
+    monkeypatch.setattr(device, "sm_count", lambda _: 4)
+    return names
+
+
+def test_every_kernel_is_among_them():
+    launched = set().union(*(names for _, names in PARTS.values()))
+    assert launched == {name for family, name in jit.kernel_names() if family == "gdn"}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("part", PARTS)
+def test_bounds(part, bounds, launched, setting):
+    run, expected = PARTS[part]
+    run(setting, torch.tensor(BOUNDS[bounds]))
+    assert launched == expected
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("slots", SLOTS)
+def test_slots(slots, dense, launched, setting):
+    decode(setting, None if dense else torch.tensor(RIGHT), torch.tensor(SLOTS[slots]))
+    assert launched == {"recurrent"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_tables(bounds, dtype, launched):
+    """Chunks lie inside, end to end in each sequence, and there are no more than there is room."""
+    if dtype == torch.int32 and bounds == "beyond int32":
+        return
+    cu_seqlens = torch.tensor(BOUNDS[bounds], dtype=dtype)
+    table = packing.chunk_table(TOKENS, cu_seqlens)
+    first, num = table.first_chunk.tolist(), int(table.num_chunks)
+    assert first[0] == 0
+    assert first == sorted(first)
+    assert first[-1] == num <= capacity(TOKENS, N) == len(table.chunks)
+    for tok0, length in table.chunks[:num].tolist():
+        assert 1 <= length <= 64
+        assert 0 <= tok0 <= TOKENS - length
+    assert not table.chunks[num:].any()
+    assert_chunks(cu_seqlens.int().tolist(), first, table.chunks.tolist())
+
+
+def assert_chunks(bounds: list[int], first: list[int], chunks: list[list[int]]) -> None:
+    for n in range(N):
+        begin = min(max(bounds[n], 0), TOKENS)
+        end = min(max(bounds[n + 1], begin), TOKENS)
+        own = chunks[first[n] : first[n + 1]]
+        for i, (tok0, length) in enumerate(own):
+            assert tok0 == begin + 64 * i
+            assert length == min(64, end - tok0)
+        assert len(own) == -(-(end - begin) // 64) or first[n + 1] == len(chunks)
+
+
+@pytest.mark.parametrize("open_ends", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_segments(bounds, open_ends, launched):
+    cu_seqlens = torch.tensor(BOUNDS[bounds])
+    cut = segments.cut(torch.zeros(1, TOKENS, HV), cu_seqlens, 1, *open_ends)
+    first = cut.first_segment.tolist()
+    assert first[0] == 0
+    assert first == sorted(first)
+    assert max(first[:-1]) < cut.capacity  # rows of states
+    assert first[-1] <= cut.capacity
+    assert min(cut.bounds.tolist()) >= 0
+    assert max(cut.bounds.tolist()) <= TOKENS
+    for owners in (cut.starts_of.tolist(), cut.ends_of.tolist()):
+        assert set(owners) <= {-1, *range(N)}
+    assert cut.starts_of[0] == 0
+    assert sorted(cut.heads.tolist()) == list(range(HV))
+
+
+def test_many_sequences_over_one_another(launched):
+    """Their chunks together are more than a thread's 32 bits count."""
+    num, tokens = 2048, 2**31 - 64
+    cu_seqlens = torch.tensor([0, tokens] * num)[: num + 1].int()
+    chunks, first = torch.empty(5, 2).int(), torch.empty(num + 1).int()
+    count = torch.empty(1).int()
+    kernel = jit.compile(packing.chunk_table_kernel, packing.chunk_table_kernel.Variant("int32"))
+    kernel(cu_seqlens, chunks, count, first, tokens)
+    assert count == 5
+    assert first.tolist() == [0] + [5] * num
+    assert chunks.tolist() == [[64 * c, 64] for c in range(5)]

@@ -1,0 +1,182 @@
+"""Wrong bounds and slots for every kernel of gdn: contents, and the launches that meet them.
+
+Emulated and device tiers; what comes out is not looked at.
+"""
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from qla_kernels.gdn import (
+    heuristics,
+    launch,
+    launch_backward,
+    launch_recurrent,
+    launch_shards,
+    plan,
+)
+from qla_kernels.gdn.plan import Plan
+
+# Of three sequences, in so many tokens: gates of two heads end at whole 16 bytes, as then does what
+# tests/emulator/process.py guards.
+TOKENS = 136
+LEAST, MOST = -(2**31), 2**31 - 1
+
+RIGHT = [0, 60, 130, 136]
+BOUNDS = {
+    "first above 0": [5, 60, 130, 136],
+    "first negative": [-3, 60, 130, 136],
+    "negative": [0, -64, 70, 136],
+    "all negative": [-9, -9, -5, -1],
+    "falling": [0, 100, 30, 136],
+    "last falls": [0, 60, 136, 30],
+    "only falling": [136, 130, 60, 0],
+    "past the end": [0, 60, 130, 200],
+    "one before past the end": [0, 60, 300, 136],
+    "all past the end": [137, 200, 300, 10**6],
+    # three chunks, none and three: more than such bounds' tables have room for
+    "over one another": [0, TOKENS, 0, TOKENS],
+    "extremes": [LEAST, MOST, LEAST, MOST],
+    "extremes, turned": [MOST, LEAST, MOST, LEAST],
+    "a difference past int32": [LEAST, MOST, 0, 5],
+    "beyond int32": [-(2**40) - 7, 2**40 + 60, 2**33 + 130, -(2**35)],
+}
+
+NUM_SLOTS = 4
+SLOTS = {
+    "past the pool": [0, NUM_SLOTS, 2],
+    "far past the pool": [MOST, 10**6, 7],
+    "negative": [-1, LEAST, -2],
+    "the same": [2, 2, 2],
+    "beyond int32": [2**40 + 9, -(2**40), 2**33 + 1],
+}
+
+N, H, HV, SIZE = 3, 1, 2, 128
+SCALE = SIZE**-0.5
+NO_FLAGS = {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False}
+GIVEN = heuristics.Forward(128, False)
+SOLVING, SOLVING_TWO_TILES = heuristics.Forward(64, True), heuristics.Forward(128, True)
+
+
+class Setting(NamedTuple):
+    place: Callable[[Tensor], Tensor]  # to where kernels find it
+    patch: pytest.MonkeyPatch
+
+    def rows(self, heads: int, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return self.place(torch.randn(1, TOKENS, heads, *size).div(8).to(dtype))
+
+    def gates(self) -> tuple[Tensor, Tensor]:
+        g, beta = torch.randn(2, 1, TOKENS, HV)
+        return self.place(-g.exp()), self.place(beta.sigmoid())
+
+    def states(self, num: int = N) -> Tensor:
+        return self.place(torch.randn(num, HV, SIZE, SIZE))
+
+
+def forward(how: Plan, s: Setting, bounds: Tensor, **options: Any) -> None:
+    s.patch.setattr(plan, "forward", lambda *_: how)
+    options = {"output_h": False, "cu_seqlens_cpu": None} | options
+    launch.gdn_fwd(
+        s.rows(H, SIZE), s.rows(H, SIZE), s.rows(HV, SIZE), *s.gates(), SCALE, s.states(), bounds,
+        options.pop("cu_seqlens_cpu"), None, None, **NO_FLAGS, state_v_first=False,
+        output_final_state=True, is_train=True, auto_cp=True, enable_fwd_cp_cache=False,
+        warm_log_bound=-12.0, **options,
+    )  # fmt: skip
+
+
+def states_out(s: Setting, bounds: Tensor) -> None:
+    """Room for the states of right bounds, which the CPU is told of."""
+    forward(Plan(SOLVING, None), s, bounds, output_h=True, cu_seqlens_cpu=torch.tensor(RIGHT))
+
+
+def backward(most: int | None, s: Setting, bounds: Tensor) -> None:
+    """Of raw gates, and of q before its norm."""
+    s.patch.setattr(plan, "backward", lambda *_: most)
+    (g_cum, beta), x, A = s.gates(), s.rows(H, SIZE), s.rows(HV, 64)
+    parameters = (s.place(torch.zeros(HV)) for _ in range(2))
+    done = launch_backward.gdn_bwd(
+        launch.l2norm_fwd(x), s.rows(H, SIZE), s.rows(HV, SIZE), g_cum, beta, A, s.rows(HV, SIZE),
+        s.states(), SCALE, s.states(), bounds, None, g_cum, *parameters,
+        use_beta_sigmoid_in_kernel=True, allow_neg_eigval=False, state_v_first=False, auto_cp=True,
+        warm_log_bound=-12.0, cp_cache=[],
+    )  # fmt: skip
+    launch_backward.l2norm_bwd(x, done.dq, bounds)
+
+
+def shards(kernel: heuristics.Forward, s: Setting, bounds: Tensor) -> None:
+    """Sequences that come from another rank and go on at another."""
+    s.patch.setattr(plan, "forward", lambda *_, **__: Plan(kernel, 1))
+    s.patch.setattr(plan, "backward", lambda *_, **__: 1)
+    s.patch.setattr(launch_shards, "group_named", lambda _: SimpleNamespace(rank=lambda: 1))
+    s.patch.setattr(launch_shards, "gather", lambda link, _: torch.stack([link] * 3))
+    q, k, v, do = (s.rows(heads, SIZE) for heads in (H, H, HV, HV))
+    (g, beta), A, entered = s.gates(), s.rows(HV, 64), s.states(1)[0]
+    ends = {"group": "", "before": 1, "after": 1, "warm_log_bound": -12.0}
+    launch_shards.gdn_shard_fwd(
+        q, k, v, g, beta, SCALE, bounds, None, None, None, is_train=True, **NO_FLAGS, **ends
+    )
+    launch_shards.gdn_shard_bwd(
+        q, k, v, g, beta, A, do, SCALE, bounds, None, entered, None, None, None, **NO_FLAGS, **ends
+    )
+
+
+def decode(s: Setting, bounds: Tensor | None, slots: Tensor | None = None) -> None:
+    """Without bounds, a token for each of the sequences."""
+    q, k, v = (s.rows(heads, SIZE) for heads in (H, H, HV))
+    g, beta = s.gates()
+    if bounds is None:
+        q, k, v, g, beta = (s.place(x[:, :N].transpose(0, 1).clone()) for x in (q, k, v, g, beta))
+    gates = (q, k, v, g, beta, None, None, SCALE)
+    flags = {**NO_FLAGS, "use_qk_l2norm_in_kernel": False, "state_v_first": False}
+    if slots is None:
+        launch_recurrent.gdn_recurrent(*gates, s.states(), bounds, **flags, output_final_state=True)
+        return
+    pool = s.states(NUM_SLOTS)
+    before, named = pool.clone(), slots.int().tolist()  # of an int64 the low word counts
+    o = launch_recurrent.gdn_recurrent_slots(*gates, pool, slots, bounds, **flags)
+    for slot in range(NUM_SLOTS):
+        assert slot in named or torch.equal(pool[slot], before[slot])
+    if bounds is None:
+        assert not any(o[n].any() for n in range(N) if not 0 <= named[n] < NUM_SLOTS)
+
+
+def decode_slots(s: Setting, bounds: Tensor) -> None:
+    decode(s, bounds, s.place(torch.tensor([1, -1, 2])))
+
+
+CHAINS = {"chunk_table", "chunk_states", "dstate_chain", "chunk_grads"}
+RAW = {"l2norm", "l2norm_bwd", "activate", "activate_bwd", "gate_sums"}
+SOLVE = {"gate", "kkt_solve"}
+CUT = {"segment_plan", "segment_map", "segment_scan"}
+Part = tuple[Callable[[Setting, Tensor], None], set[str]]
+PARTS: dict[str, Part] = {  # and the kernels that each launches
+    "forward, A given": (
+        functools.partial(forward, Plan(GIVEN, None)), {"chunk_table", "fused_fwd"} | SOLVE,
+    ),
+    "forward": (functools.partial(forward, Plan(SOLVING, None)), {"fused_fwd"}),
+    "forward of two tiles": (
+        functools.partial(forward, Plan(SOLVING_TWO_TILES, None)), {"fused_fwd"},
+    ),
+    "segments, A given": (
+        functools.partial(forward, Plan(GIVEN, 1, -30.0)), {"fused_fwd"} | SOLVE | CUT,
+    ),
+    "segments": (functools.partial(forward, Plan(SOLVING, 1, -12.0)), {"fused_fwd"} | CUT),
+    "states": (states_out, {"fused_fwd", "chunk_table", "chunk_states"}),
+    "backward": (functools.partial(backward, None), CHAINS | RAW),
+    "backward in segments": (
+        functools.partial(backward, 1), {"segment_map_bwd"} | CUT | CHAINS | RAW,
+    ),
+    "shards, A given": (
+        functools.partial(shards, GIVEN), {"fused_fwd", "segment_map_bwd"} | SOLVE | CUT | CHAINS,
+    ),
+    "shards": (
+        functools.partial(shards, SOLVING), {"fused_fwd", "segment_map_bwd"} | CUT | CHAINS,
+    ),
+    "decoding": (decode, {"recurrent"}),
+    "decoding in slots": (decode_slots, {"recurrent"}),
+}  # fmt: skip
