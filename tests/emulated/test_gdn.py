@@ -53,10 +53,11 @@ def run_kkt_solve(
 def test_chunk_table(variant, lengths):
     """One launch, or tensor operations: the same table, for any number of sequences."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(getattr(torch, variant.dtype))
-    want = chunk_table(sum(lengths) + 7, cu_seqlens)
+    num_tokens = sum(lengths) + 7
+    want = chunk_table(num_tokens, cu_seqlens)
     got = [torch.full_like(x, -1) for x in want]
     kernel = EmulatedKernel(chunk_table_kernel.build(variant), chunk_table_kernel.PASS_CONFIGS)
-    kernel(cu_seqlens, *got, seed=len(lengths))
+    kernel(cu_seqlens, *got, num_tokens, seed=len(lengths))
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
