@@ -142,14 +142,13 @@ def build(v: Variant):
         threads = (GROUP, plan.threads // GROUP)
         # long tiles of all chunks first
         with T.Kernel(num_chunks, num_tiles, Hk * B, threads=threads) as (chunk, tile, head):
-            s = Shared(
-                k=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
-                v=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
-                q=T.alloc_shared((slots, BLOCK, D), v.dtype),
-                do=T.alloc_shared((slots, BLOCK, D), v.dtype),
-                rows=T.alloc_shared((slots, 2, BLOCK), "float32"),
-                seen=T.alloc_shared((slots, HALVES, 1), "int32"),
-            )
+            s_k = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
+            s_v = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
+            s_q = T.alloc_shared((slots, BLOCK, D), v.dtype)
+            s_do = T.alloc_shared((slots, BLOCK, D), v.dtype)
+            s_rows = T.alloc_shared((slots, 2, BLOCK), "float32")
+            s_seen = T.alloc_shared((slots, HALVES, 1), "int32")
+            s = Shared(s_k, s_v, s_q, s_do, s_rows, s_seen)
             keys_full = T.alloc_barrier(plan.arrivals("keys_full"))
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * slots)
             q_free = T.alloc_barrier([plan.arrivals("q_free")] * slots)

@@ -159,14 +159,13 @@ def build(v: Variant):
         threads = (GROUP, plan.threads // GROUP)
         # long tiles of all heads first
         with T.Kernel(slices, heads, room // TILE, threads=threads) as (part, of_head, tile):
-            s = Shared(
-                k=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
-                v=T.alloc_shared((HALVES, BLOCK, D), v.dtype),
-                q=T.alloc_shared((slots, BLOCK, D), v.dtype),
-                do=T.alloc_shared((slots, BLOCK, D), v.dtype),
-                rows=T.alloc_shared((slots, 2, BLOCK), "float32"),
-                seen=T.alloc_shared((slots, HALVES, SEEN), "int32"),
-            )
+            s_k = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
+            s_v = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
+            s_q = T.alloc_shared((slots, BLOCK, D), v.dtype)
+            s_do = T.alloc_shared((slots, BLOCK, D), v.dtype)
+            s_rows = T.alloc_shared((slots, 2, BLOCK), "float32")
+            s_seen = T.alloc_shared((slots, HALVES, SEEN), "int32")
+            s = Shared(s_k, s_v, s_q, s_do, s_rows, s_seen)
             keys_full = T.alloc_barrier(plan.arrivals("keys_full"))
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * slots)
             q_free = T.alloc_barrier([plan.arrivals("q_free")] * slots)
