@@ -3,6 +3,8 @@
 A warp draws items well ahead of their turn, loads their Q and passes them on. The others follow,
 and all walk an item's tiles in one order: its last own tile, the spans' partial tiles, the other
 own tiles, and the spans' full tiles.
+
+Its tiles are as many as the item says, for all: the last of a walk's stretches takes what is left.
 """
 
 import tilelang.language as T
@@ -15,6 +17,7 @@ from qla_kernels.dualkv.columns import (
     OWN_KEYS,
     OWN_TILES,
     PARTIALS,
+    ROWS,
     SPAN0,
     SPAN_K0,
     SPANS,
@@ -22,6 +25,7 @@ from qla_kernels.dualkv.columns import (
     TILES,
     TOK0,
 )
+from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 
 ITEM_ROWS = 128  # rows of a query tile: tokens times heads
@@ -40,23 +44,46 @@ def uniform(x):
 
 
 @T.macro
-def draw(q, header, item, order, next_order, s_q, s_work, work, q_ring, tile_log2, q_shift):
+def read_item(x, item, row, span, q_shift, num_queries, num_keys):
+    """x[column]: what the table has, but tokens and spans that there are, and finitely many tiles.
+
+    Places of keys may be any: they go to TMA, or are compared.
+    """
+    for column in T.unroll(ITEM_COLUMNS):
+        x[column] = item[row, column]
+    x[TOK0] = clamped(x[TOK0], q_shift, q_shift + num_queries - 1)
+    x[ROWS] = T.min(x[ROWS], q_shift + num_queries - x[TOK0])
+    x[OWN_KEYS] = clamped(x[OWN_KEYS], 0, KEYS)
+    x[SPAN0] = clamped(x[SPAN0], 0, span.shape[0] - 1)
+    x[SPANS] = clamped(x[SPANS], 0, span.shape[0] - x[SPAN0])
+    x[TILES] = clamped(x[TILES], 1, num_keys // KEYS + span.shape[0] + 1)  # a partial one of each
+    x[PARTIALS] = clamped(x[PARTIALS], 0, T.min(x[SPANS], x[TILES] - 1))
+
+
+@T.macro
+def draw(
+    q, num_keys, header, item, span, order, next_order, s_q, s_work, work, q_ring, tile_log2,
+    q_shift,
+):  # fmt: skip
     """Q comes with its item, a whole item ahead: its 16 copies would hold up the next K."""
     lane = T.get_thread_binding() % 32
     slots = (q.shape[1] << tile_log2) // ITEM_ROWS
-    drawn, j = T.alloc_var("int32"), T.alloc_var("int32")
+    x = T.alloc_local((ITEM_COLUMNS,), "int32")
+    drawn, ordered, entry, j = (T.alloc_var("int32") for _ in range(4))
     drawn = T.get_block_binding()
+    ordered = T.min(header[ORDERED], order.shape[0])
     j = 0
-    while drawn < header[ORDERED]:
-        entry = order[drawn]
+    while drawn < ordered:
+        entry = clamped(order[drawn], 0, item.shape[0] * slots - 1)
+        read_item(x, item, T.truncdiv(entry, slots), span, q_shift, q.shape[0], num_keys)
         work.acquire(j)
-        if lane < ITEM_COLUMNS:
-            s_work[work.slot(j), lane] = item[entry // slots, lane]
-        if lane == HEAD_SLOT:
-            s_work[work.slot(j), HEAD_SLOT] = entry % slots
+        if lane == 0:
+            for column in T.unroll(ITEM_COLUMNS):
+                s_work[work.slot(j), column] = x[column]
+            s_work[work.slot(j), HEAD_SLOT] = T.truncmod(entry, slots)
         work.commit(j)
         q_ring.acquire(j)
-        fetch_q(q, s_q, q_ring, item[entry // slots, TOK0] - q_shift, entry % slots, j, tile_log2)
+        fetch_q(q, s_q, q_ring, x[TOK0] - q_shift, T.truncmod(entry, slots), j, tile_log2)
         q_ring.commit(j)
         if lane == 0:
             drawn = T.atomic_add(next_order[0], 1, return_prev=True)
@@ -92,6 +119,7 @@ def load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group):
     i, j = T.alloc_var("int32"), T.alloc_var("int32")  # tiles and items so far
     slot, head = T.alloc_var("int32"), T.alloc_var("int32")
     node, own_tiles = T.alloc_var("int32"), T.alloc_var("int32")
+    stop, full = T.alloc_var("int32"), T.alloc_var("int32")
     span0, spans, partials = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     i = 0
     j = 0
@@ -103,6 +131,7 @@ def load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group):
         span0 = s_work[work.slot(j), SPAN0]
         spans = s_work[work.slot(j), SPANS]
         partials = s_work[work.slot(j), PARTIALS]
+        stop = i + s_work[work.slot(j), TILES]
         work.release(j)
         head = head_of(slot, 0, tile_log2) // group
         to = (k, v, s_k, s_v, k_ring, v_ring, head)
@@ -111,11 +140,17 @@ def load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group):
         for x in rolled(span0, span0 + partials):
             fetch(*to, i, span[x, SPAN_K0] + span[x, FULL_TILES] * KEYS)
             i += 1
-        for t in rolled(own_tiles - 1):
+        full = stop - i
+        if spans > 0:
+            full = T.min(full, own_tiles - 1)
+        for t in rolled(full):
             fetch(*to, i, node + t * KEYS)
             i += 1
         for x in rolled(span0, span0 + spans):
-            for t in rolled(span[x, FULL_TILES]):
+            full = stop - i
+            if x + 1 < span0 + spans:
+                full = T.min(full, span[x, FULL_TILES])
+            for t in rolled(full):
                 fetch(*to, i, span[x, SPAN_K0] + t * KEYS)
                 i += 1
         j += 1
@@ -157,7 +192,7 @@ def scrub(span, s_v, s_work, work, v_ring, clean):
             v_ring.wait(i)
             if t < masked:
                 if t > 0:
-                    keys = span[span0 + t - 1, TAIL]
+                    keys = clamped(span[span0 + t - 1, TAIL], 0, KEYS)
                 clear_rows(s_v, v_ring.slot(i), keys)  # 2
                 clean.commit(c)
                 c += 1

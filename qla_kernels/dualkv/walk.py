@@ -4,7 +4,8 @@ A run is walked once for each `pack` heads, pack <= 4 of the key head's, in tile
 of a tile is token r % tile_tokens of head r // tile_tokens, tile_tokens = 64 / pack. A walk begins
 at the run's end, which the keys of a node have in common: CTAs that begin together read, and add
 to, the same rows at about the same time, while these are in the L2 cache. Only the tile walked last
-may begin before the run: there Q, dO and their statistics are zeros. Numbers of rows come by
+may begin before the run: there Q, dO and their statistics are zeros. No tile lies before the run as
+a whole, nor behind the last token, whatever an item says. Numbers of rows come by
 threads: they begin at any token, and TMA takes fp32 from whole 16 bytes on only.
 """
 
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.dualkv.columns import KV_DENSE, KV_K0, KV_KEYS, KV_LAST, KV_PART, KV_TILES
-from qla_kernels.dualkv.items import BOX, PANEL
+from qla_kernels.dualkv.items import BOX, KEYS, PANEL
+from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 
 ROWS = 64  # of a query tile
@@ -33,13 +35,25 @@ class Walk(NamedTuple):
     tile_log2: Any  # log2(tile_tokens)
 
 
-def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2):
+def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts):
     """The item of an entry of kv_order; each role calls it, to hold what it needs and no more."""
+
+    def held(number):
+        return T.alloc_var("int32", init=number)[0]
+
+    entry = held(clamped(entry, 0, kv_item.shape[0] * kv_heads - 1))
     item = T.truncdiv(entry, kv_heads)
-    columns = (KV_K0, KV_KEYS, KV_LAST, KV_TILES, KV_DENSE, KV_PART)
-    numbers = [kv_item[item, column] for column in columns]
-    numbers += [entry - item * kv_heads, T.truncdiv(num_heads, kv_heads) << tile_log2 >> 6]
-    return Walk(*(T.alloc_var("int32", init=number)[0] for number in numbers), tile_log2)
+    tile_tokens = 1 << tile_log2
+    k0 = held(clamped(kv_item[item, KV_K0], 0, num_tokens - 1))
+    keys = held(clamped(kv_item[item, KV_KEYS], 0, T.min(num_tokens - k0, KEYS)))
+    last = held(clamped(kv_item[item, KV_LAST], -tile_tokens, num_tokens - tile_tokens))
+    most = (last - T.max(k0, q_shift) + 2 * tile_tokens - 1) >> tile_log2  # that reach the run
+    tiles = held(clamped(kv_item[item, KV_TILES], 0, most))
+    dense = held(kv_item[item, KV_DENSE])
+    part = held(T.min(kv_item[item, KV_PART], num_parts - 1))
+    kv_head = held(entry - item * kv_heads)
+    turns = held(T.truncdiv(num_heads, kv_heads) << tile_log2 >> 6)
+    return Walk(k0, keys, last, tiles, dense, part, kv_head, turns, tile_log2)
 
 
 @T.macro

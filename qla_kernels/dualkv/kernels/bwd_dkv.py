@@ -221,14 +221,15 @@ def build(v: Variant):
             q_free = T.alloc_barrier([plan.arrivals("q_free")] * SLOTS)
             ring = Ring(q_full, q_free, SLOTS)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
+            of_item = num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts
             if block < header[KV_ORDERED]:
                 if warpgroup < 2:
                     T.set_max_nreg(plan.role("mma").regs, 1)
-                    walk = walk_of(kv_item, kv_order[block], num_heads, kv_heads, tile_log2)
+                    walk = walk_of(kv_item, kv_order[block], *of_item)
                     mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, v.dtype)
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
-                    walk = walk_of(kv_item, kv_order[block], num_heads, kv_heads, tile_log2)
+                    walk = walk_of(kv_item, kv_order[block], *of_item)
                     if tx < 32:
                         load(k, val, q, do, s, ring, kv_full, front_full, walk, q_shift)
                     elif tx < 96:

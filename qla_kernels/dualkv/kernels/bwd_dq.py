@@ -49,8 +49,10 @@ from qla_kernels.dualkv.items import (
     PANEL,
     clear_rows,
     fetch,
+    read_item,
     uniform,
 )
+from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.math import LOG2E
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
@@ -131,7 +133,7 @@ class Item(NamedTuple):
 
 @T.macro
 def load(q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x, group):
-    i, key0, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    i, key0, head, full = (T.alloc_var("int32") for _ in range(4))
     for b in rolled(ITEM_ROWS // BOX):  # 1
         tok = x.token + (b * BOX & (1 << x.tile_log2) - 1)
         of_box = x.head0 + (b * BOX >> x.tile_log2)
@@ -151,12 +153,18 @@ def load(q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x, grou
         key0 = span[n, SPAN_K0] + span[n, FULL_TILES] * KEYS
         fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0)
         i += 1
-    for t in rolled(x.own_tiles - 1):
+    full = x.tiles - i
+    if x.spans > 0:
+        full = T.min(full, x.own_tiles - 1)
+    for t in rolled(full):
         fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, x.node + t * KEYS)
         i += 1
     for n in rolled(x.span0, x.span0 + x.spans):
         key0 = span[n, SPAN_K0]
-        for t in rolled(span[n, FULL_TILES]):
+        full = x.tiles - i
+        if n + 1 < x.span0 + x.spans:
+            full = T.min(full, span[n, FULL_TILES])
+        for t in rolled(full):
             fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0 + t * KEYS)
             i += 1
 
@@ -167,7 +175,7 @@ def scrub(span, s_k, k_ring, clean, x):
     keys = x.own_keys
     for i in rolled(x.masked):
         if i > 0:
-            keys = span[x.span0 + i - 1, TAIL]
+            keys = clamped(span[x.span0 + i - 1, TAIL], 0, KEYS)
         k_ring.wait(i)
         clear_rows(s_k, k_ring.slot(i), keys)  # 2
         clean.commit(i)
@@ -293,26 +301,27 @@ def build(v: Variant):
             k_ring = Ring(k_full, k_free, plan.rings["k"])
             v_ring = Ring(v_full, v_free, plan.rings["v"])
             clean = Ring(clean_full, clean_full, plan.rings["clean"])
-            slots, row, head0 = (T.alloc_var("int32") for _ in range(3))
+            slots, entry, row, head0 = (T.alloc_var("int32") for _ in range(4))
             slots = num_heads << tile_log2 >> 7
-            row = T.truncdiv(order[block], slots)
-            head0 = order[block] - row * slots << 7 - tile_log2
-            token, rows, node, own_tiles, own_keys = (T.alloc_var("int32") for _ in range(5))
-            span0, spans, masked, tiles, diagonal = (T.alloc_var("int32") for _ in range(5))
-            token = item[row, TOK0] - q_shift
-            rows = item[row, ROWS]
-            node = item[row, NODE]
-            own_tiles = item[row, OWN_TILES]
-            own_keys = item[row, OWN_KEYS]
-            span0 = item[row, SPAN0]
-            spans = item[row, SPANS]
-            masked = item[row, PARTIALS] + 1
-            tiles = item[row, TILES]
-            diagonal = item[row, TOK0] - node - (own_tiles - 1) * KEYS
+            entry = clamped(order[block], 0, num_items * slots - 1)
+            row = T.truncdiv(entry, slots)
+            head0 = entry - row * slots << 7 - tile_log2
+            numbers = T.alloc_local((ITEM_COLUMNS,), "int32")
+            read_item(numbers, item, row, span, q_shift, num_queries, num_keys)
             x = Item(
-                token, rows, node, own_tiles, own_keys, span0, spans, masked, tiles, diagonal,
-                head0, tile_log2,
-            )  # fmt: skip
+                token=numbers[TOK0] - q_shift,
+                rows=numbers[ROWS],
+                node=numbers[NODE],
+                own_tiles=numbers[OWN_TILES],
+                own_keys=numbers[OWN_KEYS],
+                span0=numbers[SPAN0],
+                spans=numbers[SPANS],
+                masked=numbers[PARTIALS] + 1,
+                tiles=numbers[TILES],
+                diagonal=numbers[TOK0] - numbers[NODE] - (numbers[OWN_TILES] - 1) * KEYS,
+                head0=head0,
+                tile_log2=tile_log2,
+            )
 
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             if block < header[ORDERED]:

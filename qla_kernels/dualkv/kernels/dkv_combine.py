@@ -23,6 +23,7 @@ from qla_kernels.dualkv.columns import (
     SPLIT_PARTS,
     SPLIT_ROWS,
 )
+from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
@@ -52,13 +53,16 @@ def sum_parts(parts, grad, split, i, kv_head, which, at):
     r_part = T.alloc_local((PIECE,), "float32")
     r_out = T.alloc_local((PIECE,), grad.dtype)
     pieces = grad.shape[2]
-    key, piece = T.alloc_var("int32"), T.alloc_var("int32")
+    key, piece, k0, first, end = (T.alloc_var("int32") for _ in range(5))
     key = T.truncdiv(at, pieces)
     piece = at - key * pieces
-    if key < split[i, SPLIT_KEYS]:
+    k0 = T.max(split[i, SPLIT_K0], 0)
+    first = clamped(split[i, SPLIT_PART0], 0, parts.shape[0])
+    end = first + T.min(split[i, SPLIT_PARTS], parts.shape[0] - first)
+    if key < T.min(split[i, SPLIT_KEYS], grad.shape[0] - k0):
         for e in T.unroll(PIECE):
             r_sum[e] = 0
-        for part in rolled(split[i, SPLIT_PART0], split[i, SPLIT_PART0] + split[i, SPLIT_PARTS]):
+        for part in rolled(first, end):
             for half in T.unroll(2):  # 1
                 for e in T.vectorized(PIECE // 2):
                     r_part[half * (PIECE // 2) + e] = parts[
@@ -69,7 +73,7 @@ def sum_parts(parts, grad, split, i, kv_head, which, at):
         for e in T.unroll(PIECE):  # 2
             r_out[e] = r_sum[e]
         for e in T.vectorized(PIECE):
-            grad[split[i, SPLIT_K0] + key, kv_head, piece, e] = r_out[e]
+            grad[k0 + key, kv_head, piece, e] = r_out[e]
 
 
 def build(v: Variant):

@@ -392,8 +392,8 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
                     draw(
-                        q, header, item, order, next_order, s_q, s_work, work, q_ring, tile_log2,
-                        q_shift,
+                        q, num_keys, header, item, span, order, next_order, s_q, s_work, work,
+                        q_ring, tile_log2, q_shift,
                     )  # fmt: skip
                 elif tx < 64:
                     load(k, val, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group)
