@@ -88,7 +88,10 @@ def block_scan(count: Any, sums: Any, s_part: Any, lane: Any, warp: Any) -> None
 def in_order(
     words: Any, head: Any, num: Any, to: Any, place: Any, s_part: Any, thread: Any
 ) -> None:
-    """The numbers of set bits of `num` words of a head, ascending; place[0]: how many they are."""
+    """The numbers of set bits of `num` words of a head, ascending, as many as there is room for.
+
+    place[0]: how many they are.
+    """
     sums = T.alloc_local((2,), "int32")
     word, at = T.alloc_var("int32"), T.alloc_var("int32")
     place[0] = 0
@@ -99,7 +102,7 @@ def in_order(
             word = words[head, w]
         block_scan(T.call_extern("int32", "__popc", word), sums, s_part, thread % 32, thread // 32)
         at = place[0] + sums[0]
-        while word != 0:
+        while (word != 0) & (at < to.shape[1]):
             to[head, at] = w * WORD + T.call_extern("int32", "__ffs", word) - 1
             word = word & (word - 1)
             at += 1

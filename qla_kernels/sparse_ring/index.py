@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qla_kernels.errors import need
 from qla_kernels.sparse_ring.patterns import BLOCK, Dense, FixedVerticalSlash, Lines
-from qla_kernels.sparse_ring.plan import diagonals, pack
+from qla_kernels.sparse_ring.plan import WORD, diagonals, pack
 
 
 class VSIndex(NamedTuple):
@@ -83,6 +83,24 @@ class VSIndex(NamedTuple):
         said = b"".join(x.cpu().numpy().tobytes() for x in self[:3])
         return f"{shapes}, contents {hashlib.sha256(said).hexdigest()}"
 
+    def check_form(self, op: str, B: int, H: int, T: int, on: torch.device) -> None:
+        """Kernels take shapes and dtypes at their word; whatever numbers these hold, they stay in
+        them."""
+        v, n, d = self[:3]
+        words, kind = -(-T // (BLOCK * WORD)), torch.int32
+        if (
+            (self.T, n.shape, v.shape[:-1], d.shape) == (T, (B, H), (B, H), (B, H, words))
+            and (v.dtype is n.dtype is d.dtype is kind)
+            and n.device == on
+        ):
+            return
+        shapes = ((B, H, *v.shape[2:3]), (B, H), (B, H, words))
+        for name, x, shape in zip(self._fields, (v, n, d), shapes, strict=False):
+            if (self.T, x.shape, x.dtype, x.device) != (T, shape, kind, on):
+                got = f"an index of {self.T} tokens whose {name} is {_form(x.dtype, x.shape)}"
+                needs = f"{T} tokens, and {_form(kind, shape)} on {on}"
+                raise ValueError(need(op, f"{got} on {x.device}", needs, "build it for this call"))
+
     def check(self, op: str) -> None:
         """QLA_CHECK=1: what no shape can tell."""
         v, n = self.v_idx, self.v_cnt[..., None]
@@ -115,6 +133,10 @@ def given(pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: o
     count = (v_idx < T).sum(-1, dtype=torch.int32)
     v, n, d = (x.to(on).expand(B, *x.shape).contiguous() for x in (v_idx, count, pack(active)))
     return VSIndex(v, n, d, nan, T)
+
+
+def _form(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
 
 
 def _each(lines: Lines, H: int) -> Lines:

@@ -194,11 +194,7 @@ def check_lines(
         got = f"an index of type {type(index).__name__}"
         raise ValueError(need(op, got, "a VSIndex", "build it: build_index(q, k, pattern)"))
     if index is not None:
-        mine = (tuple(index.v_cnt.shape), index.T, index.v_cnt.device)
-        if mine != ((B, H), T, q.device):
-            got = f"an index of {mine[0]} heads and {mine[1]} tokens on {mine[2]}"
-            needs = f"[B, H] = {(B, H)}, {T} and {q.device}"
-            raise ValueError(need(op, got, needs, "build it for this call"))
+        index.check_form(op, B, H, T, q.device)
     if pattern is not None and not isinstance(pattern, VerticalSlash | FixedVerticalSlash | Dense):
         needs = "VerticalSlash, FixedVerticalSlash or Dense"
         got = f"a pattern of type {type(pattern).__name__}"

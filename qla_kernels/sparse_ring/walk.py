@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
 
@@ -48,6 +49,11 @@ class Table(NamedTuple):
     gap: Any
     stripe_blocks: Any
     buckets: Any
+
+
+def first_block_of(first_block, tile, d_bits, gap):
+    """Of a tile whose blocks are at no greater distance from any block than there are bits for."""
+    return T.min(first_block[tile], d_bits.shape[1] * WORD - 1 - gap)
 
 
 @T.macro
@@ -92,8 +98,9 @@ def walk_slashes(steps, walked, table, visits, k, v, row_of_table, i0, b, head):
     first, stop, block0, row_of_k = (T.alloc_var("int32") for _ in range(4))
     for n in rolled(visits.shape[0]):
         row_of_k = visits[n, 0] + b
-        x = table.bounds[row_of_table, visits[n, 1]]
-        end = table.bounds[row_of_table, visits[n, 1] + 1]
+        bucket = clamped(visits[n, 1], 0, table.buckets - 1)
+        x = table.bounds[row_of_table, bucket]
+        end = table.bounds[row_of_table, bucket + 1]
         first = visits[n, 2]
         stop = visits[n, 3]
         block0 = visits[n, 4]
@@ -122,12 +129,12 @@ def walk_slashes(steps, walked, table, visits, k, v, row_of_table, i0, b, head):
 
 @T.macro
 def read_columns(v_idx, head, c, past, columns):
-    """Columns c + lane and c + 32 + lane, or `past` where there is none."""
+    """Columns c + lane and c + 32 + lane, or `past` where there is none; no block is below 0."""
     for n in T.unroll(2):
         at = c + n * 32 + T.get_thread_binding() % 32
         columns[n] = past
         if at < v_idx.shape[1]:
-            columns[n] = v_idx[head, at]
+            columns[n] = T.max(v_idx[head, at], 0)
 
 
 @T.macro

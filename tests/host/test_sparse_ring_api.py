@@ -365,10 +365,28 @@ def test_strides_past_32_bits(shape, strides, world, text):
 def test_an_index_of_another_call():
     q, k, v = tensors()
     index = build_index(q, k, Dense())
-    with pytest.raises(
-        ValueError, match=r"\(2, 4\) heads and 256 tokens on cpu; need \[B, H\] = \(1, 4\)"
-    ):
+    wanted = r"int32 \(2, 4, 0\) on cpu; need 256 tokens, and int32 \(1, 4, 0\) on cpu"
+    with pytest.raises(ValueError, match=f"an index of 256 tokens whose v_idx is {wanted}"):
         sparse_attention(q[:1], k[:1], v[:1], index=index)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("v_idx", lambda x: x.long()),
+        ("v_idx", lambda x: x[:, :1]),
+        ("d_bits", lambda x: x[..., :1]),
+        ("d_bits", lambda x: x.long()),
+        ("v_cnt", lambda x: x.float()),
+    ],
+)
+def test_an_index_of_another_form(name, changed):
+    """Kernels take shapes and dtypes at their word."""
+    q, k, v = tensors(T=2176)
+    index = build_index(q, k, FixedVerticalSlash([3, 70], [0, 1]))
+    wrong = index._replace(**{name: changed(getattr(index, name))})
+    with pytest.raises(ValueError, match=f"an index of 2176 tokens whose {name} is "):
+        sparse_attention(q, k, v, index=wrong)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import tilelang.language as T
 from qla_kernels.sparse_ring import grads
 from qla_kernels.sparse_ring.grads import GROUP, HALVES, TILE, Queries, Shared
 from qla_kernels.sparse_ring.walk import BLOCK, END, TRIANGLE, UNSEEN, VISIT, WHOLE, Table
+from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
@@ -61,8 +62,9 @@ def load(x, k, v, table, visits, s, ring, keys_full, chunk, b, kv_head, row0, j0
         head = kv_head * group + g
         of_head = b * x.q.shape[2] + head  # a variable: 32 bits
         for n in rolled(visits.shape[1]):
-            at = table.bounds[of_head, visits[chunk, n, 1]]
-            end = table.bounds[of_head, visits[chunk, n, 1] + 1]
+            at = clamped(visits[chunk, n, 1], 0, table.buckets - 1)
+            end = table.bounds[of_head, at + 1]
+            at = table.bounds[of_head, at]
             first = visits[chunk, n, 2]
             count = visits[chunk, n, 3] - first
             row = visits[chunk, n, 4]

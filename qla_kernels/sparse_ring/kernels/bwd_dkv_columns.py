@@ -92,11 +92,12 @@ def keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk):
     for n in T.unroll(WORDS):
         at[n] = NEVER
         if col0 + n * WORD + lane < v_idx.shape[1]:
-            at[n] = v_idx[of_head, col0 + n * WORD + lane] >> LOG2_BLOCK
+            at[n] = T.max(v_idx[of_head, col0 + n * WORD + lane], 0) >> LOG2_BLOCK
     for i in rolled(walk.count):
         if i % 32 == 0:
             local = walk.start + T.min(i + lane, walk.count - 1) * walk.step
             ahead = first_block[local >> 1] + (local & 1) * gap
+            ahead = T.min(ahead, d_bits.shape[1] * WORD - 1)
         for n in T.unroll(WORDS):  # 3
             d = T.shfl_sync(ahead, i % 32) - at[n]
             seen[n] = 0

@@ -31,6 +31,7 @@ from qla_kernels.sparse_ring.walk import (
     Steps,
     Table,
     advance,
+    first_block_of,
     walk_columns,
     walk_end,
     walk_slashes,
@@ -247,7 +248,7 @@ def build(v: Variant):
             kv_head = block // group // num_tiles % Hk
             b = block // group // num_tiles // Hk
             h = kv_head * group + block % group
-            i0 = first_block[tile]
+            i0 = first_block_of(first_block, tile, d_bits, gap)
 
             if T.get_thread_binding(1) < HALVES:
                 T.set_max_nreg(plan.role("rows").regs, 1)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import tilelang.language as T
 
 from qla_kernels.sparse_ring.walk import BLOCK, VISIT
+from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
@@ -74,7 +75,8 @@ def build(v: Variant):
                                 turn = inside // (stripe_blocks * buckets)
                                 row = turn * stripe_blocks + inside % stripe_blocks + visits[i, 4]
                                 row = row * BLOCK + v_idx[b, h, column] % BLOCK
-                                slot = visits[i, 0] + b
+                                row = clamped(row, 0, chunk - 1)
+                                slot = clamped(visits[i, 0] + b, 0, slots - 1)
                 if row != KEPT:
                     for e in rolled(T.ceildiv(words, 32)):
                         if e * 32 + lane < words:

@@ -90,7 +90,7 @@ def build(v: Variant):
                 if at < num_found[0]:
                     count = T.cast(found.key(at) >= level[0], "int32")
                 block_scan(count, sums, s_part, lane, warp)
-                if count == 1:
+                if (count == 1) & (num_kept + sums[0] < room):  # else a key is there twice
                     column[head, num_kept + sums[0]] = found_column[head, at]
                     kept[head, num_kept + sums[0]] = found_mass[head, at]
                 num_kept += sums[1]

@@ -40,6 +40,7 @@ from qla_kernels.sparse_ring.walk import (
     Steps,
     Table,
     advance,
+    first_block_of,
     walk_columns,
     walk_end,
     walk_slashes,
@@ -314,7 +315,7 @@ def build(v: Variant):
             head = block // group // num_tiles % Hk
             b = block // group // num_tiles // Hk
             h = head * group + block % group
-            i0 = first_block[tile]
+            i0 = first_block_of(first_block, tile, d_bits, gap)
 
             if T.get_thread_binding(1) < 2:
                 T.set_max_nreg(plan.role("rows").regs, 1)

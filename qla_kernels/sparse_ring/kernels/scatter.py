@@ -68,7 +68,7 @@ def rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D):
             head = T.shfl_sync(of_head, y)
             column = T.shfl_sync(low, y)
             at = T.shfl_sync(found, y)
-            while at < end:
+            while (token <= at) & (at < end):  # columns ascend, or this is where it ends
                 row = row0 + first + at - token
                 for n in T.unroll(2):
                     for e in T.vectorized(D // 32):

@@ -136,7 +136,7 @@ def build(v: Variant):
                 at = i * THREADS + thread
                 if at < num:
                     if columns.key(at) >= level[0]:
-                        c = column[head, at]
+                        c = T.max(column[head, at], 0)  # and below `end`, or its key were -1
                         T.atomic_add(marks[head, c // WORD], T.int32(1) << c % WORD)
                         T.atomic_add(of_columns[head, c // BLOCK], mass[head, at])
                         held += mass[head, at]
