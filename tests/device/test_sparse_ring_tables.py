@@ -20,9 +20,10 @@ def inputs(T: int) -> list[Tensor]:
 
 
 def attend(x: list[Tensor]) -> tuple[Tensor, ...]:
-    """o, dq, dk, dv, with an index of these q and k."""
+    """o, dq, dk, dv, with an index of these q and k. No graph of autograd is left: its nodes belong
+    to the stream that they were made on, and a capture must not meet those of another."""
     o = sparse_attention(*x, pattern=PATTERN)
-    return (o, *torch.autograd.grad(o, x, torch.ones_like(o)))
+    return (o.detach(), *torch.autograd.grad(o, x, torch.ones_like(o)))
 
 
 def captured(x: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
@@ -34,9 +35,9 @@ def captured(x: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]
 
 def replayed(graph: torch.cuda.CUDAGraph, found: tuple[Tensor, ...]) -> list[Tensor]:
     for x in found:
-        x.detach().fill_(torch.nan)
+        x.fill_(torch.nan)
     graph.replay()
-    return [x.detach().clone() for x in found]
+    return [x.clone() for x in found]
 
 
 def warm() -> None:

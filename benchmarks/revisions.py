@@ -1,0 +1,221 @@
+"""Times this package's operations in two checkouts against each other, on one GPU in one run.
+
+    git worktree add ../before HEAD~3
+    python -m benchmarks.revisions ../before gdn:anchors gdn:decode dualkv:long --only '*16x32*'
+
+A process for each checkout holds the same row; bursts of the two alternate, so that a drift of the
+clock meets both alike. Printed are CUDA graphs' times, the ratio before / after and its quartiles
+over pairs of bursts; with `--eager` the time of eager calls, and how long the host is busy with
+one, in multiples of an addition of eight floats. `--against .` shows the noise.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from itertools import chain
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+Samples = dict[str, list[float]]
+
+
+def served() -> None:
+    """The process of one checkout: takes a row or a measure a line, answers in JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    serve = Served()
+    for line in sys.stdin:
+        what, *arguments = json.loads(line)
+        try:
+            answer = {"found": getattr(serve, what)(*arguments)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class Served:
+    """Rows and measures of the checkout that this process imports."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        self._few = torch.randn(8, device="cuda")
+
+    def row(self, family: str, name: str, sets: str) -> None:
+        import torch
+
+        from benchmarks.baselines import implementations
+        from benchmarks.problems import problem_of
+        from benchmarks.sm90 import SETS
+        from benchmarks.timing import GraphTimer
+
+        self._graphs = self._eager = self._problem = None
+        torch.cuda.empty_cache()
+        (workload,) = {w.name: w for w in SETS[family][sets] if w.name == name}.values()
+        (ours,) = implementations(family, ["ours"])
+        self._problem = problem_of(workload, torch.device("cuda"))
+        calls = [ours.prepare(workload, inputs) for inputs in self._problem.inputs]
+        verdict = self._problem.truth().judge(calls[0].collect(calls[0].run()), self._problem.dtype)
+        if verdict.complaint:
+            raise ValueError(verdict.complaint)
+        self._graphs = GraphTimer([call.run for call in calls])
+        eager = calls[0].eager
+        self._eager = eager and eager()
+
+    def graph(self, seconds: float) -> Samples:
+        assert self._graphs is not None
+        return {"graph": self._graphs.burst(seconds)}
+
+    def eager(self, count: int) -> Samples:
+        """Wall time of an eager call among `count`, the host's share, and an addition's."""
+        found: Samples = {}
+        for name, run in (("eager", self._eager), ("add", lambda: self._few + 1)):
+            if run is not None:
+                wall, host = eager_times(run, count)
+                found |= {name: [wall], f"{name} host": [host]}
+        return found
+
+
+def eager_times(run: Any, count: int) -> tuple[float, float]:
+    """Seconds of one of `count` calls: until all have run, and until the last is queued."""
+    import torch
+
+    run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    queued = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / count, queued / count
+
+
+class Checkout:
+    """A process that serves the package in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder = folder.resolve()
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--serve"],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def send(self, *message: Any) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(message), file=self._process.stdin, flush=True)
+
+    def receive(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process ended: {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer.get("found")
+
+    def ask(self, *message: Any) -> Any:
+        self.send(*message)
+        return self.receive()
+
+
+def rows(selections: list[str], pattern: str) -> Iterator[tuple[str, str, str]]:
+    """(family, workload, set) of each row of the selected sets."""
+    from benchmarks.sm90 import SETS
+
+    for selection in selections:
+        family, _, name = selection.partition(":")
+        for workload in SETS[family][name]:
+            if fnmatch(workload.name, pattern):
+                yield family, workload.name, name
+
+
+def compare(before: Checkout, after: Checkout, options: argparse.Namespace) -> dict[str, Samples]:
+    """Samples of the row that both processes hold, in bursts that alternate."""
+    found: dict[str, Samples] = {"before": {}, "after": {}}
+    sides = [("before", before), ("after", after)]
+    for i in range(options.rounds):
+        for side, checkout in sides if i % 2 else sides[::-1]:
+            time.sleep(options.idle)
+            burst = checkout.ask("graph", options.burst)
+            found[side].setdefault("burst", []).append(median(burst["graph"]))
+            if options.eager:
+                burst |= checkout.ask("eager", options.eager)
+            for name, samples in burst.items():
+                found[side].setdefault(name, []).extend(samples)
+    return found
+
+
+def line(name: str, found: dict[str, Samples]) -> str:
+    before, after = found["before"], found["after"]
+    ratios = [b / a for b, a in zip(before["burst"], after["burst"], strict=True)]
+    low, middle, high = quantiles(ratios, n=4, method="inclusive")
+    p50 = [1e3 * median(side["graph"]) for side in (before, after)]
+    said = f"{name:44} {p50[0]:8.4f} {p50[1]:8.4f} {middle:7.4f} [{low:.4f} {high:.4f}]"
+    for side in (before, after):
+        if "eager" in side:
+            wall = [1e3 * x for x in quantiles(side["eager"], n=10, method="inclusive")]
+            host, add = (median(side[k]) for k in ("eager host", "add host"))
+            said += f" | {wall[1]:.4f} {wall[4]:.4f} {wall[7]:.4f}, host {1e6 * host:.0f} us"
+            said += f" = {host / add:.1f}"
+    return said
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--serve"]:
+        served()
+        return 0
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("before", type=Path, help="a checkout")
+    add("selections", nargs="+", metavar="FAMILY:SET", help="as benchmarks.sm90 --list names them")
+    add("--against", type=Path, default=Path("."), help="the other checkout; this one")
+    add("--only", metavar="PATTERN", default="*", help="workloads whose name matches")
+    add("--rounds", type=int, default=16, help="pairs of bursts a row")
+    add("--burst", type=float, default=0.02, help="seconds")
+    add("--idle", type=float, default=0.04, help="seconds before each burst")
+    add("--eager", type=int, default=0, metavar="CALLS", help="time so many eager calls, too")
+    add("--out", type=Path, help="file for all samples, as JSON")
+    options = parser.parse_args()
+    before, after = Checkout(options.before), Checkout(options.against)
+    everything = {}
+    print("row, ms before, after, before / after [quartiles] | eager p20 p50 p80 ms, host, in adds")
+    for family, name, sets in rows(options.selections, options.only):
+        try:
+            for checkout in (before, after):
+                checkout.ask("row", family, name, sets)
+            found = compare(before, after, options)
+        except RuntimeError as error:
+            print(f"{name:44} {error}", flush=True)
+            continue
+        everything[name] = found
+        print(line(name, found), flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(everything))
+    ratios = sorted(chain.from_iterable(_ratios(found) for found in everything.values()))
+    if ratios:
+        print(f"{len(everything)} rows; ratios of bursts {ratios[0]:.4f} to {ratios[-1]:.4f}")
+    return 0 if everything else 1
+
+
+def _ratios(found: dict[str, Samples]) -> list[float]:
+    pairs = zip(found["before"]["burst"], found["after"]["burst"], strict=True)
+    return [b / a for b, a in pairs]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
