@@ -194,10 +194,9 @@ def schedule(v: Variant) -> Schedule:
 
 
 @T.macro
-def clear_padding(x, cu_seqlens, num_tokens, num_sequences, n, hv, column):
+def clear_padding(x, first_row, num_tokens, num_sequences, hv, column):
     """Rows of no sequence, of a [tokens, HV, columns, 64] tensor, are zero; the CTAs share them."""
     lane = T.get_thread_binding() % 32
-    first_row = inside(cu_seqlens[num_sequences], num_tokens) + n
     for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
         if lane < TILE // 8:
             for e in T.vectorized(8):
@@ -205,9 +204,8 @@ def clear_padding(x, cu_seqlens, num_tokens, num_sequences, n, hv, column):
 
 
 @T.macro
-def clear_saved(A, g_cum, cu_seqlens, num_tokens, num_sequences, n, hv):
-    clear_padding(A, cu_seqlens, num_tokens, num_sequences, n, hv, 0)
-    first_row = inside(cu_seqlens[num_sequences], num_tokens) + n
+def clear_saved(A, g_cum, first_row, num_tokens, num_sequences, hv):
+    clear_padding(A, first_row, num_tokens, num_sequences, hv, 0)
     for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
         if T.get_thread_binding() % 32 == 0:
             g_cum[first_row + j * num_sequences, hv] = 0
@@ -409,7 +407,8 @@ def build(v: Variant):
                             block + j * ctas, *shape,
                             n, h, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
-                        padding = (cu_seqlens, num_tokens, num_bounds - 1, n, hv)
+                        begin = inside(cu_seqlens[num_bounds - 1], num_tokens) + n
+                        padding = (begin, num_tokens, num_bounds - 1, hv)
                         for w in rolled(states):
                             clear_padding(o, *padding, i_tile * states + w)
                         if saves != 0:
