@@ -53,7 +53,7 @@ class Table(NamedTuple):
 
 def first_block_of(first_block, tile, d_bits, gap):
     """Of a tile whose blocks are at no greater distance from any block than there are bits for."""
-    return T.min(first_block[tile], d_bits.shape[1] * WORD - 1 - gap)
+    return clamped(first_block[tile], 0, d_bits.shape[1] * WORD - 1 - gap)
 
 
 @T.macro

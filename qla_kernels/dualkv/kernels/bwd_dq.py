@@ -308,17 +308,21 @@ def build(v: Variant):
             head0 = entry - row * slots << 7 - tile_log2
             numbers = T.alloc_local((ITEM_COLUMNS,), "int32")
             read_item(numbers, item, row, span, q_shift, num_queries, num_keys)
+            token, masked, diagonal = (T.alloc_var("int32") for _ in range(3))
+            token = numbers[TOK0] - q_shift
+            masked = numbers[PARTIALS] + 1
+            diagonal = numbers[TOK0] - numbers[NODE] - (numbers[OWN_TILES] - 1) * KEYS
             x = Item(
-                token=numbers[TOK0] - q_shift,
+                token=token,
                 rows=numbers[ROWS],
                 node=numbers[NODE],
                 own_tiles=numbers[OWN_TILES],
                 own_keys=numbers[OWN_KEYS],
                 span0=numbers[SPAN0],
                 spans=numbers[SPANS],
-                masked=numbers[PARTIALS] + 1,
+                masked=masked,
                 tiles=numbers[TILES],
-                diagonal=numbers[TOK0] - numbers[NODE] - (numbers[OWN_TILES] - 1) * KEYS,
+                diagonal=diagonal,
                 head0=head0,
                 tile_log2=tile_log2,
             )

@@ -26,6 +26,7 @@ import tilelang.language as T
 from qla_kernels.sparse_ring import grads
 from qla_kernels.sparse_ring.grads import GROUP, HALVES, TILE, Queries, Shared
 from qla_kernels.sparse_ring.walk import BLOCK, COLUMNS, END, SEEN, UNSEEN, WHOLE, WORD
+from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
@@ -97,7 +98,7 @@ def keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk):
         if i % 32 == 0:
             local = walk.start + T.min(i + lane, walk.count - 1) * walk.step
             ahead = first_block[local >> 1] + (local & 1) * gap
-            ahead = T.min(ahead, d_bits.shape[1] * WORD - 1)
+            ahead = clamped(ahead, 0, d_bits.shape[1] * WORD - 1)
         for n in T.unroll(WORDS):  # 3
             d = T.shfl_sync(ahead, i % 32) - at[n]
             seen[n] = 0
