@@ -53,15 +53,14 @@ def sum_parts(parts, grad, split, i, kv_head, which, at):
     r_part = T.alloc_local((PIECE,), "float32")
     r_out = T.alloc_local((PIECE,), grad.dtype)
     pieces = grad.shape[2]
-    key, piece, k0, first, end = (T.alloc_var("int32") for _ in range(5))
+    key, piece, first, end, row = (T.alloc_var("int32") for _ in range(5))
     key = T.truncdiv(at, pieces)
     piece = at - key * pieces
-    k0 = T.max(split[i, SPLIT_K0], 0)
-    first = clamped(split[i, SPLIT_PART0], 0, parts.shape[0])
-    end = first + T.min(split[i, SPLIT_PARTS], parts.shape[0] - first)
-    if key < T.min(split[i, SPLIT_KEYS], grad.shape[0] - k0):
+    if key < split[i, SPLIT_KEYS]:
         for e in T.unroll(PIECE):
             r_sum[e] = 0
+        first = clamped(split[i, SPLIT_PART0], 0, parts.shape[0])
+        end = first + T.min(split[i, SPLIT_PARTS], parts.shape[0] - first)
         for part in rolled(first, end):
             for half in T.unroll(2):  # 1
                 for e in T.vectorized(PIECE // 2):
@@ -72,8 +71,10 @@ def sum_parts(parts, grad, split, i, kv_head, which, at):
                 r_sum[e] += r_part[e]
         for e in T.unroll(PIECE):  # 2
             r_out[e] = r_sum[e]
-        for e in T.vectorized(PIECE):
-            grad[k0 + key, kv_head, piece, e] = r_out[e]
+        row = clamped(split[i, SPLIT_K0], 0, grad.shape[0]) + key
+        if row < grad.shape[0]:
+            for e in T.vectorized(PIECE):
+                grad[row, kv_head, piece, e] = r_out[e]
 
 
 def build(v: Variant):
