@@ -17,7 +17,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -169,34 +168,6 @@ def compile(module: KernelModule, variant: Any) -> Launch:
 
         dump(Path(folder), module, variant, kernel.get_kernel_source())
     return launch
-
-
-def compile_all(
-    jobs: Iterable[tuple[KernelModule, Any]], workers: int | None = None, progress: bool = True
-) -> list[Launch]:
-    """`compile` for each (module, variant), several at a time, results in order.
-
-    Threads are enough: most of the time goes to nvcc, and TileLang's passes release the GIL.
-    """
-    from tqdm.auto import tqdm
-
-    pending = list(jobs)
-    workers = workers or len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(min(workers, len(pending)) or 1, "qla-compile") as pool:
-        futures = {
-            pool.submit(compile, module, variant): label(module, variant)
-            for module, variant in pending
-        }
-        try:
-            with tqdm(total=len(pending), desc="compile", disable=not progress) as bar:
-                for future in as_completed(futures):
-                    future.result()  # the first failure ends the wait
-                    bar.set_postfix_str(futures[future])
-                    bar.update()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return [future.result() for future in futures]
 
 
 def assemble(source: str, pass_configs: Mapping[str, object], folder: Path) -> Assembled:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 from qla_kernels import jit
@@ -122,9 +123,37 @@ def run_apart(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
+def compile_all(
+    jobs: Iterable[Job], workers: int | None = None, progress: bool = True
+) -> list[jit.Launch]:
+    """`jit.compile` for each (module, variant), several at a time, results in order.
+
+    Threads are enough: most of the time goes to nvcc, and TileLang's passes release the GIL.
+    """
+    from tqdm.auto import tqdm
+
+    pending = list(jobs)
+    workers = workers or len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(min(workers, len(pending)) or 1, "qla-compile") as pool:
+        futures = {
+            pool.submit(jit.compile, module, variant): jit.label(module, variant)
+            for module, variant in pending
+        }
+        try:
+            with tqdm(total=len(pending), desc="compile", disable=not progress) as bar:
+                for future in as_completed(futures):
+                    future.result()  # the first failure ends the wait
+                    bar.set_postfix_str(futures[future])
+                    bar.update()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
 def compile_jobs(found: list[Job], workers: int | None) -> None:
     started = time.perf_counter()
-    jit.compile_all(found, workers)
+    compile_all(found, workers)
     seconds = time.perf_counter() - started
     sys.stdout.write(f"{len(found)} kernels in {seconds:.1f} s; cache: {jit.cache_dir()}\n")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.ranks import serve
-from tests.sparse_ring_ranks import problem, shards
+from tests.sparse_ring_ranks import PATIENCE, problem, shards
 
 
 def compiles(rank: int) -> Iterator[tuple[str, Any]]:
@@ -22,7 +22,8 @@ def compiles(rank: int) -> Iterator[tuple[str, Any]]:
     )
 
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    group, layout = RingGroups.create(groups[rank // 2]), StripedLayout(2)
+    group = RingGroups.create(groups[rank // 2], side_timeout=PATIENCE)
+    layout = StripedLayout(2)
     if rank > 1:  # two compilers are enough
         return
     x = problem(2, torch.float64)

@@ -187,7 +187,7 @@ def mixes(rank: int) -> Iterator[tuple[str, Any]]:
     from qla_kernels.sparse_ring import FixedVerticalSlash, RingGroups, StripedLayout
     from qla_kernels.sparse_ring.agreement import KNOWN, LOOK_BACK
 
-    group, layout = RingGroups.create(), StripedLayout(WORLD)
+    group, layout = RingGroups.create(side_timeout=PATIENCE), StripedLayout(WORLD)
     x = problem(WORLD, torch.float64)
     for scale in (0.3, 0.5):
         asked(x, layout, group, scale=scale)
@@ -230,7 +230,11 @@ def moves(rank: int) -> Iterator[tuple[str, Any]]:
 
     from qla_kernels.sparse_ring import ContiguousLayout, RingGroups, StripedLayout
 
-    group, layout, other = RingGroups.create(), StripedLayout(WORLD), ContiguousLayout(WORLD)
+    group, layout, other = (
+        RingGroups.create(side_timeout=PATIENCE),
+        StripedLayout(WORLD),
+        ContiguousLayout(WORLD),
+    )
     x = torch.arange(256.0)[None]
     odd = {
         "shape": (x[:, :128], 1, layout),
@@ -319,8 +323,11 @@ def absences(rank: int) -> Iterator[tuple[str, Any]]:
 
 def missing(rank: int) -> Iterator[tuple[str, Any]]:
     """Rank 2 makes no ring."""
+    import torch.distributed as dist
+
     from qla_kernels.sparse_ring import RingGroups, groups
 
+    dist.barrier()
     started = time.monotonic()
     if rank == 2:
         next(groups._created)  # and all make the next one

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from qla_kernels import jit
+from qla_kernels import jit, warmup
 from qla_kernels.dump import dump
 from qla_kernels.errors import Unsupported
 from tests.limits import HANG
@@ -104,16 +104,18 @@ def test_a_full_disk_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(jit, "nvcc", lambda: None)
     fake = module()
-    fake.PASS_CONFIGS, fake.build = {}, lambda variant: None
+    fake.PASS_CONFIGS = {}
+    monkeypatch.setattr(jit, "trace", lambda *_: None)
     with pytest.raises(Unsupported, match=rf"No space left.*{tmp_path}.*TILELANG_CACHE_DIR"):
         jit.compile(fake, Variant(K=1))
 
 
-def test_a_dump_that_cannot_be_written_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    fake = module()
-    fake.build = lambda variant: types.SimpleNamespace(attrs={"global_symbol": "sample"})
+def test_a_dump_that_cannot_be_written_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jit, "function_name", lambda *_: "sample")
     for _ in range(2):
-        dump(Path("/proc/x"), fake, Variant(), "")
+        dump(Path("/proc/x"), module(), Variant(), "")
     (line,) = caplog.messages
     assert line.startswith("QLA_DUMP: [Errno 2] No such file or directory: '/proc/x")
     assert "; need /proc/x to be writable; set QLA_DUMP to" in line
@@ -128,11 +130,11 @@ def test_compile_all_keeps_order(
 
     monkeypatch.setattr(jit, "compile", compile)
     jobs = [(module(), Variant(K=k)) for k in (1, 2, 3)]
-    assert jit.compile_all(jobs, workers=2) == [1, 2, 3]
+    assert warmup.compile_all(jobs, workers=2) == [1, 2, 3]
     assert "3/3" in capsys.readouterr().err
-    assert jit.compile_all(jobs, progress=False) == [1, 2, 3]
+    assert warmup.compile_all(jobs, progress=False) == [1, 2, 3]
     assert capsys.readouterr().err == ""
-    assert jit.compile_all([]) == []
+    assert warmup.compile_all([]) == []
 
 
 def test_compile_all_stops_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +148,7 @@ def test_compile_all_stops_at_the_first_failure(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(jit, "compile", compile)
     with pytest.raises(RuntimeError, match="does not compile"):
-        jit.compile_all([(module(), Variant(K=k)) for k in range(50)], workers=1, progress=False)
+        warmup.compile_all([(module(), Variant(K=k)) for k in range(50)], workers=1, progress=False)
     told.set()
     assert len(started) <= 2
 
@@ -193,7 +195,7 @@ COMPILE = """
 import logging, sys, time
 logging.basicConfig(stream=sys.stdout, format="%(name)s %(message)s")
 logging.getLogger("qla_kernels").setLevel("INFO")
-from qla_kernels import jit
+from qla_kernels import jit, warmup
 from tests.static import broken
 kernel = broken.kernel()
 (variant,) = kernel.module.VARIANTS
@@ -254,7 +256,8 @@ def test_log_line_names_the_variant(
     monkeypatch.delenv("QLA_DUMP", raising=False)
     fake = module()
     prim_func = types.SimpleNamespace(params=[], buffer_map={})
-    fake.PASS_CONFIGS, fake.build = {}, lambda variant: prim_func
+    fake.PASS_CONFIGS = {}
+    monkeypatch.setattr(jit, "trace", lambda *_: prim_func)
     with caplog.at_level(logging.INFO, logger="qla_kernels"):
         assert jit.compile(fake, Variant()) is print
         assert jit.compile(fake, Variant()) is print

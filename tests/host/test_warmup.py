@@ -43,7 +43,7 @@ def test_models_share_what_they_have_in_common():
 
 
 def test_list_compiles_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(jit, "compile_all", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(warmup, "compile_all", lambda *_: pytest.fail("compiled"))
     assert warmup.main(["--in-process", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == labels()
 
@@ -58,7 +58,7 @@ def test_a_missing_compiler_is_said_in_one_line(monkeypatch, capsys):
     def compile_all(found, workers):
         raise Unsupported("qla_kernels.jit: no nvcc; need nvcc; install it")
 
-    monkeypatch.setattr(jit, "compile_all", compile_all)
+    monkeypatch.setattr(warmup, "compile_all", compile_all)
     assert warmup.main(["--in-process"]) == 1
     assert capsys.readouterr().err == "qla_kernels.jit: no nvcc; need nvcc; install it\n"
 
