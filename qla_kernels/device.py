@@ -2,13 +2,15 @@
 
 import functools
 import subprocess
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def available() -> bool:
@@ -98,74 +100,27 @@ def reached() -> torch.cuda.Event:
     return event
 
 
+def elsewhere(make: Callable[..., T], *arguments: Any) -> T:
+    """`make(*arguments)` on the current stream, by a thread of its own.
+
+    While torch warms up a graph, what the thread that does so allocates belongs to the graph.
+    """
+    here = torch.cuda.current_stream()
+
+    def run() -> T:
+        with torch.cuda.stream(here):
+            return make(*arguments)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
 def follow(event: torch.cuda.Event, read: Sequence[torch.Tensor]) -> None:
     """The current stream waits for an event, the host does not, and then reads these tensors."""
     here = torch.cuda.current_stream()
     here.wait_event(event)
     for x in read:
         x.record_stream(here)
-
-
-def multiples(x: torch.Tensor, step: int, count: int) -> torch.Tensor:
-    """0, step, 2 step, ...: int32 [count] on x's device, to be read alone."""
-    if x.is_cuda and (numbers := _rows_on(x.device).find(step, count)) is not None:
-        return numbers
-    return torch.arange(0, step * count, step, dtype=torch.int32, device=x.device)
-
-
-class _Rows:
-    """Multiples on a GPU, each row written once, on a stream of its own.
-
-    Their memory is never freed nor written again: a CUDA graph may read it, which keeps nothing
-    alive. Streams that ask before a row is known to be there wait for it, on the GPU. A capture,
-    which may not find out, gets none; and nobody gets new ones once the room, 64 KiB, is full.
-    """
-
-    SIZE, LINE = 1 << 14, 32  # numbers, and those of 128 bytes
-
-    def __init__(self, place: torch.device) -> None:
-        self.lock, self.stream = threading.Lock(), torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
-        self.there: dict[tuple[int, int], torch.Tensor] = {}
-        self.under_way: dict[tuple[int, int], tuple[torch.Tensor, torch.cuda.Event]] = {}
-        self.used = 0
-        # Elsewhere: what a thread allocates while it warms up a graph belongs to the graph.
-        thread = threading.Thread(target=self._allocate, args=(place,))
-        thread.start()
-        thread.join()
-
-    def _allocate(self, place: torch.device) -> None:
-        with torch.cuda.stream(self.stream):
-            self.room = torch.empty(self.SIZE, dtype=torch.int32, device=place)
-
-    def find(self, step: int, count: int) -> torch.Tensor | None:
-        key = step, count
-        if (numbers := self.there.get(key)) is not None:
-            return numbers
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        with self.lock:
-            if key not in self.under_way:
-                if self.used + count > self.SIZE:
-                    return None
-                self.under_way[key] = self._write(step, count)
-            numbers, written = self.under_way[key]
-            if written.query():
-                self.there[key] = numbers
-            else:
-                torch.cuda.current_stream(numbers.device).wait_event(written)
-        return numbers
-
-    def _write(self, step: int, count: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        numbers = self.room[self.used : self.used + count]
-        self.used += -(-count // self.LINE) * self.LINE
-        with torch.cuda.stream(self.stream):
-            torch.arange(0, step * count, step, out=numbers)
-            return numbers, self.stream.record_event()  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _rows_on(place: torch.device) -> _Rows:
-    return _Rows(place)
 
 
 def sm_count(device: torch.device) -> int:

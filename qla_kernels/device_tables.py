@@ -1,6 +1,6 @@
 """Tables that kernels read and that the host knows: made once, kept, and safe to be read later.
 
-A cache of device tensors has to answer three questions:
+A cache of device tensors has to answer four questions:
 
     another stream    The table is filled on the stream that was current when it was made. Each
                       other stream waits for that, once, before it reads, and the allocator is told
@@ -14,6 +14,8 @@ A cache of device tensors has to answer three questions:
     in a capture      copy from the host, which would read memory that is gone at a replay. The
                       memory is the graph's, so the table is not kept. Such a graph makes its table
                       at every replay: call once before the capture.
+    a warm-up         While torch warms up a graph, what its thread allocates belongs to the graph,
+                      and is overwritten later. Tables are therefore made by a thread of their own.
 
 All functions here are called where the tables' GPU is the current one, as in `device.of`.
 """
@@ -78,12 +80,14 @@ def kept(most: int) -> Callable[[Callable[P, Made]], Callable[P, Made]]:
             found = known.get(key)
             if found is not None:
                 return found.here()
-            made = make(*key, **none)
-            if not (key[0].type == "cuda" and device.capturing()):  # type: ignore[attr-defined]
-                with lock:
-                    while len(known) >= most:
-                        del known[next(iter(known))]
-                    known[key] = Kept(made, *(made if isinstance(made, tuple) else (made,)))
+            on_gpu = key[0].type == "cuda"  # type: ignore[attr-defined]
+            if on_gpu and device.capturing():
+                return make(*key, **none)
+            with lock:
+                made = device.elsewhere(make, *key) if on_gpu else make(*key, **none)
+                while len(known) >= most:
+                    del known[next(iter(known))]
+                known[key] = Kept(made, *(made if isinstance(made, tuple) else (made,)))
             return made
 
         return table

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
+from qla_kernels import jit
+from qla_kernels.device_tables import kept
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.plan import Lengths, sequence_chunks
@@ -108,7 +109,12 @@ def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     B, T = x.shape[:2]
     if T == 0:
         return x.new_zeros(B + 1, dtype=torch.int32)
-    return device.multiples(x, T, B + 1)
+    return _dense_bounds(x.device, T, B + 1)
+
+
+@kept(256)
+def _dense_bounds(on: torch.device, T: int, count: int) -> Tensor:
+    return torch.arange(0, T * count, T, dtype=torch.int32, device=on)
 
 
 def chunks_of(num_sequences: int, num_tokens: int, cu_seqlens_cpu: Tensor | None) -> Lengths:

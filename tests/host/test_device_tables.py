@@ -27,6 +27,7 @@ def gpu(monkeypatch):
     state = SimpleNamespace(stream=0, capturing=False, diary=[])
     monkeypatch.setattr(device, "stream", lambda _: state.stream)
     monkeypatch.setattr(device, "capturing", lambda: state.capturing)
+    monkeypatch.setattr(device, "elsewhere", lambda make, *arguments: make(*arguments))
     monkeypatch.setattr(device, "reached", lambda: f"made on {state.stream}")
 
     def follow(event, read):
