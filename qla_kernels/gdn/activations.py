@@ -55,11 +55,12 @@ def _activate(
     beta_out: Tensor | None,
 ) -> None:
     """What is not wanted is None."""
-    if (g_out is None and beta_out is None) or not beta.numel():
+    first = beta_out if g_out is None else g_out
+    second = first if beta_out is None else beta_out
+    if first is None or second is None or not beta.numel():
         return
-    out = beta_out if g_out is None else g_out, g_out if beta_out is None else beta_out
     for part in parts_in_reach(g, beta):
-        g_b, beta_b, *out_b = of_part(part, g, beta, *out)
+        g_b, beta_b, *out_b = of_part(part, g, beta, first, second)
         call, layout = _described(g_b, beta_b, A_log, dt_bias)
         jit.compile(activate_kernel, activate_kernel.Variant("float32"))(
             *call,
@@ -106,9 +107,9 @@ def backward(
     sums = dg.new_empty(B, blocks, 2, HV)
     raw = beta if g is None else g
     for part in parts_in_reach(raw, beta):
-        read, written = of_part(part, raw, beta), of_part(part, dg_out, dbeta_out, sums)
-        call, layout = _described(*read, A_log, dt_bias)
-        dg_b, dbeta_b, sums_b = written
+        raw_b, beta_b = of_part(part, raw, beta)
+        dg_b, dbeta_b, sums_b = of_part(part, dg_out, dbeta_out, sums)
+        call, layout = _described(raw_b, beta_b, A_log, dt_bias)
         jit.compile(activate_bwd_kernel, activate_bwd_kernel.Variant("float32"))(
             *call,
             *of_part(part, dg, dbeta),

@@ -51,12 +51,12 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
         raise ValueError(
             need(op, "exact and warm_log_bound", "exact=True to leave out nothing", fix)
         )
-    warm_log_bound = number(op, "warm_log_bound", warm_log_bound)
-    if not warm_log_bound < 0:
+    bound = number(op, "warm_log_bound", warm_log_bound)
+    if not bound < 0:
         needs = "less than 0, the log of a part of the state"
         fix = f"leave it out for {WARM_LOG_BOUND}, or pass exact=True"
-        raise ValueError(need(op, f"warm_log_bound is {warm_log_bound}", needs, fix))
-    return warm_log_bound
+        raise ValueError(need(op, f"warm_log_bound is {bound}", needs, fix))
+    return bound
 
 
 def scale_of(op: str, scale: float | None, q: Tensor) -> float:

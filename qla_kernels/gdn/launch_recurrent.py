@@ -12,7 +12,7 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.kernels import recurrent as kernel
-from qla_kernels.gdn.packing import hand_on, low_words, of_part, parts_in_reach
+from qla_kernels.gdn.packing import WHOLE, hand_on, low_words, of_part, parts_in_reach
 from qla_kernels.gdn.recurrent import PIECE, in_whole_pieces
 from qla_kernels.gdn.recurrent_ops import OP
 from qla_kernels.gdn.validate import dtype_name
@@ -114,15 +114,16 @@ def _launch(
 ) -> None:
     with device.of(q):
         for part in parts_in_reach(q, k, v, g, beta):
-            rows, states, indices = of_part(part, q, k, v, g, beta), (h0, ht), state_indices
-            if indices is not None:
-                (indices,) = of_part(part, indices)
-            else:
-                states = tuple(None if x is None else of_part(part, x)[0] for x in states)
-            (o_b,) = of_part(part, o)
+            q_b, k_b, v_b, g_b, beta_b, o_b = of_part(part, q, k, v, g, beta, o)
+            h0_b, ht_b, indices = h0, ht, state_indices
+            if part is not WHOLE and indices is not None:  # into a pool
+                indices = indices[part]
+            elif part is not WHOLE:
+                h0_b, ht_b = (None if x is None else x[part] for x in (h0, ht))
             variant, packed = arguments(
-                *rows, A_log, dt_bias, scale, *states, indices, cu_seqlens, o_b, **flags
-            )
+                q_b, k_b, v_b, g_b, beta_b, A_log, dt_bias, scale, h0_b, ht_b, indices,
+                cu_seqlens, o_b, **flags,
+            )  # fmt: skip
             jit.compile(kernel, variant)(*packed)
 
 

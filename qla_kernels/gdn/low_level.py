@@ -98,8 +98,11 @@ def chunk_gated_delta_rule_fwd(
         expect_tensor(op, "out", out, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
     _refuse_shards(op, cp_context)
     refuse_forward_mode(op, q, k, v, g, beta, initial_state, *gate.parameters(), out)
-    bounds = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
-    require(refusal(q, k, v, output_h=output_h, op=op, **bounds))
+    require(
+        refusal(
+            q, k, v, output_h=output_h, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, op=op
+        )
+    )
     done = Forward(
         *ops.gdn_fwd(
             q,
