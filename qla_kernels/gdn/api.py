@@ -49,7 +49,7 @@ def chunk_gated_delta_rule(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule over whole sequences, differentiable in every tensor.
+    """The gated delta rule over whole sequences, differentiable in every tensor, once.
 
     Each value head keeps a state S [K, V], and reads key head h // (HV / H):
 
