@@ -1,0 +1,153 @@
+"""What every function of the package means, in fp64 and in the obvious way.
+
+Nothing here imports the package or `reference/`. Sums over tokens are loops or dense masks, so all
+of it is slow, short, and differentiable by autograd. Shapes: T tokens, H query or key heads, HV
+value heads, K and V or D head sizes, N sequences.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = BLOCK = 64  # tokens: of the gated delta rule's chunks, of a sparse mask's blocks
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """Divided by the L2 norm over the last axis."""
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def gate(x: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """-exp(A_log) softplus(x + dt_bias); x [.., HV]."""
+    z = x if dt_bias is None else x + dt_bias
+    softplus = z.clamp(min=0) + torch.log1p(torch.exp(-z.abs()))
+    return -A_log.exp() * softplus
+
+
+class Rule(NamedTuple):
+    o: Tensor  # [B, T, HV, V]; 0 for tokens of no sequence
+    final: Tensor  # [N, HV, K, V]
+    chunks: Tensor  # [B, chunks, HV, K, V] the state before each 64 tokens of each sequence
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    h0: Tensor | None,
+    bounds: Sequence[int] | None,
+) -> Rule:
+    """Token by token: S <- e^g S;  S <- S + k (beta (v - k^T S))^T;  o = scale S^T q.
+
+    q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]. With bounds
+    B is 1, and sequence n has the tokens bounds[n] to bounds[n + 1]; else each row is a sequence.
+    """
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    q, k = (x.repeat_interleave(HV // H, 2) for x in (q, k))
+    beta = beta if beta.dim() == 4 else beta[..., None]
+    zero = q.new_zeros(B, HV, K, V)
+    o, final, chunks = [], [], []
+    for n, (start, end) in enumerate(pairwise([0, T] if bounds is None else bounds)):
+        S = zero
+        if h0 is not None:
+            S = h0 if bounds is None else h0[n : n + 1]
+        for t in range(start, end):
+            if (t - start) % CHUNK == 0:
+                chunks.append(S)
+            S = g[:, t].exp()[..., None, None] * S
+            read = (k[:, t, :, :, None] * S).sum(-2)
+            S = S + k[:, t, :, :, None] * (beta[:, t] * (v[:, t] - read))[..., None, :]
+            o.append(scale * (q[:, t, :, :, None] * S).sum(-2))
+        final.append(S)
+    o += [v.new_zeros(B, HV, V)] * (T - len(o))
+    return Rule(
+        torch.stack(o, 1) if o else v.new_zeros(B, T, HV, V),
+        torch.cat(final) if final else zero[:0],
+        torch.stack(chunks, 1) if chunks else q.new_zeros(B, 0, HV, K, V),
+    )
+
+
+def chunk_bounds(tokens: int, bounds: Sequence[int] | None) -> list[tuple[int, int]]:
+    """Where each chunk of each sequence begins and ends."""
+    sequences = pairwise([0, tokens] if bounds is None else bounds)
+    return [(t, min(t + CHUNK, end)) for a, end in sequences for t in range(a, end, CHUNK)]
+
+
+def cumulated(g: Tensor, bounds: Sequence[int] | None) -> Tensor:
+    """Gates summed within each chunk; 0 for tokens of no sequence."""
+    total = torch.zeros_like(g)
+    for start, end in chunk_bounds(g.shape[1], bounds):
+        total[:, start:end] = g[:, start:end].cumsum(1)
+    return total
+
+
+def chunk_inverse(k: Tensor, g_cum: Tensor, beta: Tensor, bounds: Sequence[int] | None) -> Tensor:
+    """Rows of (I + tril(beta decay k k^T, -1))^-1 of each chunk, [B, T, HV, 64]."""
+    B, T, HV = beta.shape
+    k = k.repeat_interleave(HV // k.shape[2], 2)
+    A = k.new_zeros(B, T, HV, CHUNK)
+    for start, end in chunk_bounds(T, bounds):
+        keys, total, weight = (x[:, start:end].transpose(1, 2) for x in (k, g_cum, beta))
+        decay = (total[..., :, None] - total[..., None, :]).tril().exp()
+        system = (weight[..., None] * decay * (keys @ keys.mT)).tril(-1)
+        inverse = torch.linalg.inv(torch.eye(end - start, dtype=k.dtype) + system)
+        A[:, start:end, :, : end - start] = inverse.transpose(1, 2)
+    return A
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax over what a mask [H or 1, Tq, T] shows: q [Tq, H, D], k and v [T, Hk, D].
+
+    Returns o [Tq, H, D] and the log-sum-exp [H, Tq]; of a row that sees nothing 0 and -inf.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    S = scale * torch.einsum("qhd,khd->hqk", q, k)
+    S = S.masked_fill(~mask, -math.inf)
+    blind = ~mask.any(-1)
+    lse = S.masked_fill(blind[..., None], 0).logsumexp(-1).masked_fill(blind, -math.inf)
+    P = torch.where(mask, (S - lse.masked_fill(blind, 0)[..., None]).exp(), 0)
+    return torch.einsum("hqk,khd->qhd", P, v), lse
+
+
+def forest_mask(lengths: Sequence[int], parents: Sequence[int]) -> Tensor:
+    """Who sees whom among nodes laid end to end: a token sees what is before it, in its own node
+    and in those above it.
+    """
+    node_of = [n for n, length in enumerate(lengths) for _ in range(length)]
+    above: list[set[int]] = []
+    for n, parent in enumerate(parents):
+        above.append({n} | (above[parent] if parent >= 0 else set()))
+    rows = [
+        [b <= a and m in above[n] for b, m in enumerate(node_of)] for a, n in enumerate(node_of)
+    ]
+    return torch.tensor(rows, dtype=torch.bool).reshape(len(node_of), len(node_of))
+
+
+def lines_mask(columns: Sequence[int], diagonals: Sequence[int], T: int, seqlen: int) -> Tensor:
+    """Token i sees j <= i if their blocks are at a distance in `diagonals`, or j is in `columns`;
+    tokens from seqlen on see nothing.
+    """
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    near = torch.zeros(T, T, dtype=torch.bool)
+    for d in diagonals:
+        near |= i // BLOCK - j // BLOCK == d
+    for c in columns:
+        near |= j == c
+    return near & (j <= i) & (i < seqlen)
+
+
+def logprobs(
+    logits: Tensor, rows: Sequence[int], targets: Sequence[int], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target in its row of logits, and the entropy of that row."""
+    log_p = torch.log_softmax(logits / temperature, -1)
+    entropy = -torch.where(log_p == -math.inf, 0.0, log_p.exp() * log_p).sum(-1)
+    index = torch.tensor(list(rows), dtype=torch.long)
+    return log_p[index, torch.tensor(list(targets), dtype=torch.long)], entropy[index]
