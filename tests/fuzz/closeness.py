@@ -81,13 +81,8 @@ def wanted(
     return {n: Wanted(x.detach(), math.sqrt(swings[n])) for n, x in values.items()}
 
 
-def close(
-    name: str, got: Tensor, want: Wanted, products: float, roundings: float = 1, parts: float = 0
-) -> None:
-    """Fail unless `got` is what is wanted; where that is not finite, it is the same there.
-
-    `parts` is the relative error of inputs that were rounded to 16 bits on the way.
-    """
+def close(name: str, got: Tensor, want: Wanted, products: float, roundings: float = 1) -> None:
+    """Fail unless `got` is what is wanted; where that is not finite, it is the same there."""
     value = want.value
     assert tuple(got.shape) == tuple(value.shape), f"{name}: {tuple(got.shape)}, {value.shape}"
     got, dtype = got.detach().cpu().double(), got.dtype
@@ -97,7 +92,7 @@ def close(
     assert got[finite].isfinite().all(), f"{name}: not finite at {_where(~got.isfinite() & finite)}"
     got, value = (x.masked_fill(~finite, 0) for x in (got, value))
     luck = 1 + FEW / max(1, value.numel())
-    limit = (products + parts) * want.swing * luck
+    limit = products * want.swing * luck
     limit += roundings * UNIT[dtype] * value.norm().item() + LEAST[dtype] * math.sqrt(got.numel())
     error = (got - value).norm().item()
     if not error <= limit:

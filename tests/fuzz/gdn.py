@@ -7,9 +7,10 @@ from torch import Tensor
 
 import qla_kernels
 from tests.fuzz import definitions
-from tests.fuzz.closeness import close, inside, wanted, wide
+from tests.fuzz.closeness import close, wanted, wide
 from tests.fuzz.draw import Draw
 from tests.fuzz.gdn_call import (
+    DEEPEST,
     OWN,
     TENSORS,
     answers,
@@ -18,6 +19,7 @@ from tests.fuzz.gdn_call import (
     definition,
     live,
     products,
+    rounded_inputs,
     states,
     tensors,
 )
@@ -113,7 +115,6 @@ def verify_forward(d: Draw, x: Call, result: Any) -> None:
         assert (got is not None) == bool(want), "results that were asked for"
     if x.get("out") is not None:
         assert o is x["out"]
-    inputs = {n: x[n] for n in TENSORS if isinstance(x.get(n), Tensor)}
 
     def run(t: dict[str, Tensor]) -> dict[str, Tensor]:
         done = definition(x, t)
@@ -122,38 +123,33 @@ def verify_forward(d: Draw, x: Call, result: Any) -> None:
         o = torch.nn.functional.pad(done.o, (0, 0, 0, 0, 0, x["q"].shape[1] - live(x)))
         return {"o": o, "final": final, "h": h}
 
-    want = wanted(run, inputs, None)
+    want = wanted(run, *rounded_inputs(x))
     limit = products(d, x, False)
-    close("o", o, want["o"], limit + _of_gates(x))
+    close("o", o, want["o"], limit)
     for name, got in (("final", final), ("h", h)):
-        if got is not None:
-            if len(got):  # how many chunks no row has is not said
-                close(name, got, want[name], limit + _of_gates(x))
+        if got is not None and len(got):  # how many chunks no row has is not said
+            close(name, got, want[name], limit)
     if train and not d.kernels:
         _verify_kept(x, g_cum, A)
-
-
-def _of_gates(x: Call) -> float:
-    """The noise of `_gate_noise`, as a part of the gates themselves: sums of 64 of them."""
-    return 64 * inside(x["q"].dtype)
 
 
 def _verify_kept(x: Call, g_cum: Tensor, A: Tensor) -> None:
     def run(t: dict[str, Tensor]) -> dict[str, Tensor]:
         end, beta = live(x), t["beta"]
-        g = definitions.gate(t["g"], t["A_log"], t.get("dt_bias")) if "A_log" in t else t["g"]
+        raw = x.get("use_gate_in_kernel")
+        g = definitions.gate(t["g"], t["A_log"], t.get("dt_bias")) if raw else t["g"]
         if x.get("use_beta_sigmoid_in_kernel"):
             beta = (2 if x.get("allow_neg_eigval") else 1) * beta.sigmoid()
-        k, g, beta = (y[:, :end] for y in (t["k"], g.clamp(min=_DEEPEST), beta))
+        k, g, beta = (y[:, :end] for y in (t["k"], g.clamp(min=-DEEPEST), beta))
         total = definitions.cumulated(g, bounds_of(x))
-        return {"g_cum": total, "A": definitions.chunk_inverse(k, total, beta, bounds_of(x))}
+        rounded = total + t["rounding of g"][:, :end]
+        return {"g_cum": total, "A": definitions.chunk_inverse(k, rounded, beta, bounds_of(x))}
 
-    names = ["k", "g", "beta", *(("A_log", "dt_bias") if x.get("use_gate_in_kernel") else ())]
-    want = wanted(run, {n: x[n] for n in names if x.get(n) is not None})
+    want = wanted(run, *rounded_inputs(x))
     assert not g_cum[:, live(x) :].any()
     assert not A[:, live(x) :].any()
     close("g_cum", g_cum[:, : live(x)], want["g_cum"], computed(x))
-    close("A", A[:, : live(x)], want["A"], computed(x) + _of_gates(x))
+    close("A", A[:, : live(x)], want["A"], computed(x))
 
 
 def backward_call(d: Draw) -> Call:
@@ -210,14 +206,13 @@ def recurrent_call(d: Draw) -> Call:
         if not raw and d.flag(f"no {name}", 0.15):
             x[name] = None
     if pool:  # the call replaces what is in it
-        x["initial_state"] = kept(x["initial_state"])
+        x["held"] = x["initial_state"].clone()
     return x
 
 
-def kept(pool: Tensor) -> Tensor:
-    """The same pool, which knows what it held."""
-    pool.held = pool.clone()  # type: ignore[attr-defined]
-    return pool
+def decode(held: Tensor | None = None, **x: Any) -> Any:
+    """`held` is for the definition."""
+    return qla_kernels.fused_recurrent_gated_delta_rule(**x)
 
 
 def verify_recurrent(d: Draw, x: Call, result: Any) -> None:
@@ -233,11 +228,11 @@ def verify_recurrent(d: Draw, x: Call, result: Any) -> None:
         assert final is None or final is pool
         slots = index.cpu().long()
         padding = (slots < 0).nonzero()[:, 0]
-        x["initial_state"] = pool.held[slots.clamp(min=0).to(pool.device)]
+        x["initial_state"] = x["held"][slots.clamp(min=0).to(pool.device)]
         want = answers(x, {}, [])
         used = slots[slots >= 0]
         others = torch.ones(len(pool), dtype=torch.bool).index_fill(0, used, False)
-        assert torch.equal(pool.cpu()[others], pool.held.cpu()[others]), "a slot nobody named"
+        assert torch.equal(pool.cpu()[others], x["held"].cpu()[others]), "a slot nobody named"
         value = want["final_state"].value[slots >= 0]
         state = want["final_state"]._replace(value=value)
         close("slots", pool[used.to(pool.device)], state, computed(x))
@@ -256,8 +251,6 @@ def verify_recurrent(d: Draw, x: Call, result: Any) -> None:
             value[:, bounds[n] : bounds[n + 1]] = 0
     close("o", o, want["o"]._replace(value=value), computed(x))
 
-
-_DEEPEST = -200 * 0.6931471805599453  # a deeper gate counts as this one: 2^-200
 
 TARGETS = {
     "gdn.chunk": Target(
@@ -280,8 +273,9 @@ TARGETS = {
     ),
     "gdn.recurrent": Target(
         recurrent_call,
-        qla_kernels.fused_recurrent_gated_delta_rule,
+        decode,
         verify_recurrent,
-        ("fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"),
+        ("fused_recurrent_gated_delta_rule", "fused_recurrent_gdn", "recurrent_refusal"),
+        given=("held",),
     ),
 }

@@ -25,6 +25,7 @@ FLAGS = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eig
 # the gradient that the norm's backward reads. A stands in five products of a gradient, at three
 # standard deviations. Kernels round every operand of every product.
 KEPT, OPERANDS = 16, 24
+DEEPEST = 200 * math.log(2)  # a gate below -DEEPEST counts as that: a decay of 2^-200
 OWN = ("contiguous", "transposed", "sliced", "stepped")  # each number has a place of its own
 
 
@@ -103,6 +104,8 @@ def definition(x: Call, t: dict[str, Tensor]) -> definitions.Rule:
             q, k = q * (1 + t["rounding of q"][:, :end]), k * (1 + t["rounding of k"][:, :end])
     if x.get("use_gate_in_kernel"):
         g = definitions.gate(g, t["A_log"], t.get("dt_bias"))
+    if "rounding of g" in t:
+        g = g + t["rounding of g"][:, :end]
     if x.get("use_beta_sigmoid_in_kernel"):
         beta = (2 if x.get("allow_neg_eigval") else 1) * beta.sigmoid()
     h0 = t.get("initial_state")
@@ -114,12 +117,8 @@ def definition(x: Call, t: dict[str, Tensor]) -> definitions.Rule:
 
 def answers(x: Call, upstream: dict[str, Tensor], names: list[str]) -> dict[str, Wanted]:
     """o, final_state, and the gradients of `names` from those of `upstream`."""
-    inputs = {n: x[n] for n in TENSORS if isinstance(x.get(n), Tensor)}
+    inputs, noise = rounded_inputs(x)
     padding, tokens = x["q"].shape[1] - live(x), slice(None, live(x))
-    noise = {"g": _gate_noise(x)}
-    if x.get("use_qk_l2norm_in_kernel"):  # between the norm and the rest, in both directions
-        for name in ("rounding of q", "rounding of k"):
-            inputs[name], noise[name] = torch.zeros_like(x["q"]), torch.ones(x["q"].shape)
 
     def run(t: dict[str, Tensor]) -> dict[str, Tensor]:
         t = {n: value.requires_grad_(n in names) for n, value in t.items()}
@@ -144,6 +143,27 @@ def answers(x: Call, upstream: dict[str, Tensor], names: list[str]) -> dict[str,
     return wanted(run, inputs | upstream, noise)
 
 
+def rounded_inputs(x: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The call's tensors, zeros that stand where something is rounded inside, and the noise there.
+
+    A gate is known as the difference of two sums of up to 64 gates, and has their rounding.
+    """
+    inputs = {n: x[n] for n in TENSORS if isinstance(x.get(n), Tensor)}
+    noise = {}
+    if x.get("use_qk_l2norm_in_kernel"):  # between the norm and the rest, in both directions
+        noise = {f"rounding of {n}": torch.ones(x[n].shape) for n in "qk"}
+    g = x["g"].detach().cpu().double()
+    if x.get("use_gate_in_kernel"):
+        parameters = (x.get(n) for n in ("A_log", "dt_bias"))
+        A_log, dt_bias = (p if p is None else p.detach().cpu().double() for p in parameters)
+        g = definitions.gate(g, A_log, dt_bias)
+    total = torch.nn.functional.pad(
+        g.abs().clamp(max=DEEPEST).nan_to_num().cumsum(1), (0, 0, 64, 0)
+    )
+    noise["rounding of g"] = total[:, 64:] - total[:, : g.shape[1]]
+    return inputs | {n: torch.zeros_like(size) for n, size in noise.items()}, noise
+
+
 def products(d: Draw, x: Call, backward: bool) -> float:
     """Relative error of numbers inside: see `closeness`."""
     dtype = x["q"].dtype
@@ -156,15 +176,6 @@ def computed(x: Call) -> float:
     activated = [("g", "use_gate_in_kernel"), ("beta", "use_beta_sigmoid_in_kernel")]
     read = [x[name].dtype for name, flag in activated if x.get(flag) and x.get(name) is not None]
     return max(inside(dtype) for dtype in (x["q"].dtype, *read))
-
-
-def _gate_noise(x: Call) -> Tensor:
-    """A gate is known as the difference of two sums of up to 64 gates, with their rounding."""
-    g = x["g"].detach().cpu().double().abs().clamp(max=139)  # e^-139 is 2^-200
-    if x.get("use_gate_in_kernel"):
-        return g
-    total = torch.nn.functional.pad(g.cumsum(1), (0, 0, 64, 0))
-    return total[:, 64:] - total[:, : total.shape[1] - 64]
 
 
 def _sizes(d: Draw) -> Any:

@@ -1,0 +1,106 @@
+"""What attention under a mask has to give: results, gradients, and how far they may be off."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tests.fuzz import definitions
+from tests.fuzz.closeness import UNIT, Wanted, close, inside, wanted, wide
+from tests.fuzz.draw import Draw
+
+# 16 bits: o is kept rounded for the backward; kernels round P and dS, too, before the products
+# that read them.
+KEPT, OPERANDS = 4, 12
+
+
+def answers(
+    x: dict[str, Tensor], names: Sequence[str], mask: Tensor, scale: float
+) -> dict[str, Wanted]:
+    """o [B, Tq, H, D], lse [B, H, Tq], and gradients of `names`.
+
+    x has q, k and v [B, T, heads, D], and of do and dlse those that are not 0; mask is
+    [B, H or 1, Tq, T].
+    """
+
+    def forward(t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        rows = [
+            definitions.attention(*(t[n][b] for n in "qkv"), mask[b], scale)
+            for b in range(len(mask))
+        ]
+        o, lse = zip(*rows, strict=True)
+        return torch.stack(o), torch.stack(lse)
+
+    def run(t: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name in names:
+            t[name].requires_grad_()
+        found = dict(zip(("o", "lse"), forward(t), strict=True))
+        if names:
+            seen = found["lse"].masked_fill(found["lse"] == -torch.inf, 0)
+            loss = (seen * t["rounding of do o"]).sum()
+            loss = loss + sum((t[n] * 0).sum() for n in names)  # one may be unused
+            for name, value in (("o", found["o"]), ("lse", seen)):
+                if f"d{name}" in t:
+                    loss = loss + (value * t[f"d{name}"]).sum()
+            grads = torch.autograd.grad(loss, [t[n] for n in names])
+            found |= {f"d{n}": grad for n, grad in zip(names, grads, strict=True)}
+        return found
+
+    noise: dict[str, Tensor] = {}
+    if names:  # a gradient of scores subtracts sum do o, and so has that sum's rounding
+        exact = {n: t.detach().cpu().double() for n, t in x.items()}
+        o, lse = forward(exact)
+        size = (o * exact["do"]).abs().sum(-1).mT if "do" in exact else lse
+        noise["rounding of do o"] = size if "do" in exact else torch.zeros_like(lse)
+    zeros = {n: torch.zeros_like(size) for n, size in noise.items()}
+    return wanted(run, x | zeros, noise)
+
+
+def verify(
+    d: Draw,
+    x: dict[str, Tensor],
+    o: Tensor,
+    lse: Tensor | None,
+    mask: Tensor,
+    scale: float | None,
+    seen: slice = slice(None),
+    batched: bool = True,
+) -> None:
+    """A call's results and its gradients, which are asked for here; other rows see nothing.
+
+    Shapes as in `answers`; results and arguments of a call without a batch lack the first axis.
+    """
+    its, results = x["q"].dtype, {"o": o} | ({} if lse is None else {"lse": lse})
+    assert o.dtype == its
+    assert lse is None or lse.dtype == wide(its)
+    names = [n for n in "qkv" if x[n].requires_grad]
+    upstream = {}
+    if names:
+        use = "o" if lse is None else d.choose("results that are used", ("both", "o", "lse"))
+        for name, got in results.items():
+            if use in ("both", name):
+                value = d.normal(f"d{name}", *got.shape, dtype=got.dtype)
+                if name == "lse":  # of a row that sees nothing it is a constant
+                    rest = torch.zeros_like(value)
+                    rest[..., seen] = value[..., seen]
+                    value = rest
+                kinds = ("contiguous",) if d.kernels or name == "lse" else None
+                upstream[f"d{name}"] = d.strided(f"d{name}", value, kinds)
+        grads = torch.autograd.grad(
+            [results[n] for n in results if f"d{n}" in upstream],
+            [x[n] for n in names],
+            list(upstream.values()),
+        )
+        results |= {f"d{n}": grad for n, grad in zip(names, grads, strict=True)}
+    scale = x["q"].shape[-1] ** -0.5 if scale is None else float(scale)
+    given = {n: x[n] for n in "qkv"} | upstream
+    want = answers({n: t if batched else t[None] for n, t in given.items()}, names, mask, scale)
+    for name, got in results.items():
+        compare(d, name, got if batched else got[None], want[name], its)
+
+
+def compare(d: Draw, name: str, got: Tensor, want: Wanted, its: torch.dtype) -> None:
+    backward = name not in ("o", "lse")
+    assert not backward or got.dtype == its, f"{name} is {got.dtype}, not {its}"
+    parts = 0 if name == "lse" else OPERANDS if d.kernels else KEPT * backward
+    close(name, got, want, inside(its) + parts * UNIT[its])
