@@ -34,7 +34,8 @@ def answers(
     def run(t: dict[str, Tensor]) -> dict[str, Tensor]:
         for name in names:
             t[name].requires_grad_()
-        found = dict(zip(("o", "lse"), forward(t), strict=True))
+        o, lse = forward(t)
+        found = {"o": o * (1 + t["rounding of lse"].mT[..., None]), "lse": lse}
         if names:
             seen = found["lse"].masked_fill(found["lse"] == -torch.inf, 0)
             loss = (seen * t["rounding of do o"]).sum()
@@ -46,12 +47,15 @@ def answers(
             found |= {f"d{n}": grad for n, grad in zip(names, grads, strict=True)}
         return found
 
-    noise: dict[str, Tensor] = {}
-    if names:  # a gradient of scores subtracts sum do o, and so has that sum's rounding
-        exact = {n: t.detach().cpu().double() for n, t in x.items()}
-        o, lse = forward(exact)
-        size = (o * exact["do"]).abs().sum(-1).mT if "do" in exact else lse
-        noise["rounding of do o"] = size if "do" in exact else torch.zeros_like(lse)
+    # P = e^(S - lse) has the absolute rounding of its exponent, and a gradient of scores subtracts
+    # sum do o, whose terms may cancel.
+    exact = {n: t.detach().cpu().double() for n, t in x.items()}
+    o, lse = forward(exact)
+    do = exact.get("do", torch.zeros_like(o))
+    noise = {
+        "rounding of lse": lse.masked_fill(lse == -torch.inf, 0),
+        "rounding of do o": (o * do).abs().sum(-1).mT,
+    }
     zeros = {n: torch.zeros_like(size) for n, size in noise.items()}
     return wanted(run, x | zeros, noise)
 
