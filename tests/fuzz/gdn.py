@@ -205,18 +205,18 @@ def recurrent_call(d: Draw) -> Call:
         raw = x.get("use_gate_in_kernel" if name == "g" else "use_beta_sigmoid_in_kernel")
         if not raw and d.flag(f"no {name}", 0.15):
             x[name] = None
-    if pool:  # the call replaces what is in it
-        x["held"] = x["initial_state"].clone()
     return x
 
 
-def decode(held: Tensor | None = None, **x: Any) -> Any:
-    """`held` is for the definition."""
-    return qla_kernels.fused_recurrent_gated_delta_rule(**x)
+def decode(**x: Any) -> Any:
+    """Also what a pool held before, because the call replaces it."""
+    pool = x.get("initial_state")
+    held = pool.clone() if isinstance(pool, Tensor) else None
+    return *qla_kernels.fused_recurrent_gated_delta_rule(**x), held
 
 
 def verify_recurrent(d: Draw, x: Call, result: Any) -> None:
-    o, final = result
+    o, final, held = result
     assert (final is not None) == bool(x.get("output_final_state"))
     x, v = dict(x), x["v"]
     for name, value in (("g", 0.0), ("beta", 1.0)):
@@ -228,11 +228,11 @@ def verify_recurrent(d: Draw, x: Call, result: Any) -> None:
         assert final is None or final is pool
         slots = index.cpu().long()
         padding = (slots < 0).nonzero()[:, 0]
-        x["initial_state"] = x["held"][slots.clamp(min=0).to(pool.device)]
+        x["initial_state"] = held[slots.clamp(min=0).to(pool.device)]
         want = answers(x, {}, [])
         used = slots[slots >= 0]
         others = torch.ones(len(pool), dtype=torch.bool).index_fill(0, used, False)
-        assert torch.equal(pool.cpu()[others], x["held"].cpu()[others]), "a slot nobody named"
+        assert torch.equal(pool.cpu()[others], held.cpu()[others]), "a slot nobody named"
         value = want["final_state"].value[slots >= 0]
         state = want["final_state"]._replace(value=value)
         close("slots", pool[used.to(pool.device)], state, computed(x))
@@ -270,12 +270,12 @@ TARGETS = {
         qla_kernels.chunk_gated_delta_rule_bwd,
         verify_backward,
         ("chunk_gated_delta_rule_bwd",),
+        given=("cu_seqlens=None",),  # g_cum and A are then those of another call
     ),
     "gdn.recurrent": Target(
         recurrent_call,
         decode,
         verify_recurrent,
         ("fused_recurrent_gated_delta_rule", "fused_recurrent_gdn", "recurrent_refusal"),
-        given=("held",),
     ),
 }

@@ -167,7 +167,7 @@ def rounded_inputs(x: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def products(d: Draw, x: Call, backward: bool) -> float:
     """Relative error of numbers inside: see `closeness`."""
     dtype = x["q"].dtype
-    rounded = KEPT if backward else x.get("use_qk_l2norm_in_kernel", False) * 2
+    rounded = KEPT if backward else bool(x.get("use_qk_l2norm_in_kernel")) * 2
     return computed(x) + (OPERANDS if d.kernels else rounded) * UNIT[dtype]
 
 

@@ -186,7 +186,7 @@ TARGETS = {
         shard,
         verify_shard,
         ("ContiguousLayout", "StripedLayout", "ZigZagLayout"),
-        given=("its",),
+        given=("its", "x=on meta"),
     ),
     "sparse_ring.balance_report": Target(
         balance_call, balance_report, verify_balance, ("balance_report",)

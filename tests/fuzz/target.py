@@ -13,7 +13,8 @@ class Target(NamedTuple):
     run: Callable[..., Any]
     verify: Callable[[Draw, Call, Any], None]  # raises an AssertionError
     covers: tuple[str, ...]  # names in __all__ of the package and its families
-    given: tuple[str, ...] = ()  # arguments that `wrong` leaves alone: what a method belongs to
+    # What `wrong` leaves alone: arguments, such as what a method belongs to, or single replacements
+    given: tuple[str, ...] = ()
 
     def attack(self, d: Draw) -> None:
         call = self.call(d)
