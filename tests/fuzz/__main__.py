@@ -49,7 +49,7 @@ def main() -> int:
     if asked.ranks:
         from tests.fuzz import launch_ranks
 
-        return launch_ranks.session(first, asked.count, asked.minutes)
+        return launch_ranks.session(first, asked.count, asked.minutes, asked.functions)
     kernels = asked.emulated or asked.device != "cpu"
     machine = {"kernels": kernels, "device": asked.device}
     if asked.emulated:

@@ -43,11 +43,14 @@ def gated_delta_rule(
     scale: float,
     h0: Tensor | None,
     bounds: Sequence[int] | None,
+    left: Tensor | None = None,
 ) -> Rule:
     """Token by token: S <- e^g S;  S <- S + k (beta (v - k^T S))^T;  o = scale S^T q.
 
     q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]. With bounds
     B is 1, and sequence n has the tokens bounds[n] to bounds[n + 1]; else each row is a sequence.
+    `left` [B, chunks, HV, K, V] is 0, or what a chunk leaves by mistake of the state it was given,
+    as a part of it: one that adds up what its tokens take away does so to rounding.
     """
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     q, k = (x.repeat_interleave(HV // H, 2) for x in (q, k))
@@ -60,11 +63,15 @@ def gated_delta_rule(
             S = h0 if bounds is None else h0[n : n + 1]
         for t in range(start, end):
             if (t - start) % CHUNK == 0:
+                decay = 0
                 chunks.append(S)
+            decay = decay + g[:, t]
             S = g[:, t].exp()[..., None, None] * S
             read = (k[:, t, :, :, None] * S).sum(-2)
             S = S + k[:, t, :, :, None] * (beta[:, t] * (v[:, t] - read))[..., None, :]
             o.append(scale * (q[:, t, :, :, None] * S).sum(-2))
+            if left is not None and (t + 1 == end or (t + 1 - start) % CHUNK == 0):
+                S = S + left[:, len(chunks) - 1] * decay.exp()[..., None, None] * chunks[-1]
         final.append(S)
     o += [v.new_zeros(B, HV, V)] * (T - len(o))
     return Rule(

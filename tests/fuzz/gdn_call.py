@@ -14,7 +14,7 @@ from tests.fuzz.target import Call
 
 LENGTHS = (0, 1, 2, 3, 30, 63, 64, 65, 100, 130)
 HEADS = ((1, 1), (2, 2), (1, 2), (2, 4), (1, 3), (2, 6))  # H, HV
-SIZES = ((8, 8), (16, 8), (1, 1), (5, 3), (8, 24), (32, 32), (64, 64))  # K, V
+SIZES = ((8, 8), (16, 8), (2, 1), (5, 3), (8, 24), (32, 32), (64, 64))  # K, V
 KERNEL_SIZES = ((64, 64), (128, 128), (64, 128), (128, 64))
 GATES = ("usual", "zero", "strong", "minus infinity", "positive", "all of them")
 KEYS = ("unit", "short", "dependent", "some zero")
@@ -112,7 +112,8 @@ def definition(x: Call, t: dict[str, Tensor]) -> definitions.Rule:
     h0 = h0.mT if h0 is not None and x.get("state_v_first") else h0
     scale = x.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return definitions.gated_delta_rule(q, k, v, g, beta, scale, h0, bounds_of(x))
+    left = t.get("rounding of states")
+    return definitions.gated_delta_rule(q, k, v, g, beta, scale, h0, bounds_of(x), left)
 
 
 def answers(x: Call, upstream: dict[str, Tensor], names: list[str]) -> dict[str, Wanted]:
@@ -146,7 +147,8 @@ def answers(x: Call, upstream: dict[str, Tensor], names: list[str]) -> dict[str,
 def rounded_inputs(x: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The call's tensors, zeros that stand where something is rounded inside, and the noise there.
 
-    A gate is known as the difference of two sums of up to 64 gates, and has their rounding.
+    A gate is known as the difference of two sums of up to 64 gates, and has their rounding. What a
+    chunk takes from a state is known to the rounding of that state.
     """
     inputs = {n: x[n] for n in TENSORS if isinstance(x.get(n), Tensor)}
     noise = {}
@@ -161,6 +163,8 @@ def rounded_inputs(x: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         g.abs().clamp(max=DEEPEST).nan_to_num().cumsum(1), (0, 0, 64, 0)
     )
     noise["rounding of g"] = total[:, 64:] - total[:, : g.shape[1]]
+    (B, _, HV), chunks = g.shape, len(definitions.chunk_bounds(live(x), bounds_of(x)))
+    noise["rounding of states"] = torch.ones(B, chunks, HV, x["q"].shape[-1], x["v"].shape[-1])
     return inputs | {n: torch.zeros_like(size) for n, size in noise.items()}, noise
 
 
@@ -214,7 +218,7 @@ def _activate(d: Draw, x: Call, may_norm: bool) -> None:
     """Flags at random, and inputs from before the activation where one is asked for."""
     HV = x["v"].shape[2]
     norm, gate, sigmoid = (d.flag(n, 0.4) for n in ("norm", "raw gates", "sigmoid"))
-    if norm and may_norm and x["q"].shape[-1] > 1:  # what is left of one number has no digits
+    if norm and may_norm:
         x |= {"use_qk_l2norm_in_kernel": True, "q": 3 * x["q"], "k": 3 * x["k"]}
     if sigmoid:
         x |= {"use_beta_sigmoid_in_kernel": True, "beta": 6 * x["beta"] - 3}

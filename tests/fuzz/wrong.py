@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.draw import Draw
-from tests.fuzz.target import Target
+from tests.fuzz.target import Call, Target
 
 CLEAR = re.compile(r"^[^:;]+: .+; need .+; .+", re.DOTALL)
 KNOWN = Path(__file__).with_name("known.txt")
@@ -95,15 +95,19 @@ def problem(target: Target, d: Draw, argument: str, kind: str) -> str | None:
     if kind not in wrong:
         return None
     call[argument] = wrong[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _outcome(target, d, call, wrong[kind])
+
+
+def _outcome(target: Target, d: Draw, call: Call, wrong: Any) -> str | None:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result = target.run(**call)
+        result = target.run(**call)
     except (ValueError, TypeError) as error:
         return None if CLEAR.match(str(error)) else f"raises {type(error).__name__}: {error}"
     except Exception as error:
         return f"raises {type(error).__name__}: {error}"
-    if isinstance(wrong[kind], Tensor) and wrong[kind].requires_grad:
+    if isinstance(wrong, Tensor) and wrong.requires_grad:
         return "runs, and its gradient is lost"
     try:
         target.verify(d, call, result)

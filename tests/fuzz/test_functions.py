@@ -1,0 +1,41 @@
+"""A fixed number of random cases of every public function, with fixed seeds."""
+
+import pytest
+
+import qla_kernels
+from qla_kernels import dualkv, gdn, sparse_ring
+from tests.fuzz import launch_ranks, session
+from tests.fuzz.targets import TARGETS
+
+CASES = dict.fromkeys(TARGETS, 60)  # milliseconds each, but for those below
+CASES |= {"gdn.chunk": 120, "gdn.backward": 60, "sparse_ring.sparse_attention": 60}
+
+# Names of __all__ that no target covers.
+ELSEWHERE = {
+    "Unsupported": "what `wrong` asks for",
+    "ShardError": "tests/host/test_gdn_cp.py: a rank dies",
+    "RingError": "tests/host/test_sparse_ring_gloo.py: a rank dies",
+    "PAPER": "a dictionary",
+    "refusal": "asked by every attack",
+    "dualkv": "a family",
+    "gdn": "a family",
+    "sparse_ring": "a family",
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_random_cases(name, first_seed):
+    tallies = session.run(
+        {name: TARGETS[name]},
+        lambda _: iter(range(first_seed, first_seed + CASES[name])),
+        lambda _: True,
+    )
+    failures = tallies[name].failures
+    assert not failures, "\n".join(map(str, failures[:5]))
+    assert tallies[name].cases == CASES[name]
+
+
+def test_every_public_function_is_attacked():
+    public = {n for home in (qla_kernels, gdn, dualkv, sparse_ring) for n in home.__all__}
+    covered = {n for target in TARGETS.values() for n in target.covers}
+    assert not public - covered - set(launch_ranks.COVERS) - set(ELSEWHERE)
