@@ -23,7 +23,7 @@ import torch
 
 from tests.fuzz import session, wrong
 from tests.fuzz.session import Failure, Tally
-from tests.fuzz.targets import ON_KERNELS, TARGETS
+from tests.fuzz.targets import ON_KERNELS, SHARES, TARGETS
 
 
 def main() -> int:
@@ -76,7 +76,7 @@ def main() -> int:
         trace = failure.trace if "AssertionError" not in failure.error else ""
         print(f"{failure}\n{trace}", flush=True)
 
-    tallies = session.run(targets, seeds, going_on, fixed, report, **machine)
+    tallies = session.run(targets, seeds, going_on, fixed, report, SHARES, **machine)
     print(session.table(tallies))
     return int(any(tally.failures for tally in tallies.values()))
 

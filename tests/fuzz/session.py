@@ -3,7 +3,7 @@
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,13 +76,15 @@ def run(
     going_on: Callable[[dict[str, Tally]], bool],
     fixed: Any = None,
     report: Callable[[Failure], None] = lambda failure: None,
+    shares: Mapping[str, float] | None = None,
     **machine: Any,
 ) -> dict[str, Tally]:
-    """Cases of all targets, which share the time: always one of that which had least."""
+    """Cases of all targets, which share the time: always one of that which had least of its own."""
+    shares = shares or {}
     tallies = {name: Tally() for name in targets}
     left = {name: seeds(name) for name in targets}
     while left and going_on(tallies):
-        name = min(left, key=lambda n: tallies[n].seconds)
+        name = min(left, key=lambda n: tallies[n].seconds / shares.get(n, 1))
         seed = next(left[name], None)
         if seed is None:
             del left[name]

@@ -79,12 +79,12 @@ DEFECTS: dict[str, tuple[str, Any, str, Change]] = {
     "scale": ("gdn.chunk", gdn_reference, "chunked", argument(5, lambda scale: 1.001 * scale)),
     "head mapping": ("gdn.chunk", gdn_reference, "chunked", argument(1, lambda k: k.roll(1, 2))),
     "no decay between chunks": (
-        "gdn.chunk",
+        "gdn.forward",
         gdn_chunked,
         "decay_tiles",
         result(no_decay_of_states),
     ),
-    "empty sequences": ("gdn.chunk", gdn_reference, "chunked", empty_sequences_end_in_zero),
+    "empty sequences": ("gdn.forward", gdn_reference, "chunked", empty_sequences_end_in_zero),
     "a term of the norm's gradient": (
         "gdn.chunk",
         gdn_reference,
