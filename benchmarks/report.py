@@ -32,37 +32,28 @@ def headline(
 ) -> Run | None:
     """The GPU record to show first, of the family's quick set, less what is aside.
 
-    Of today's kernels, if it has half of the rows at least; else the newest with every row. Among
-    today's with as many rows the one with most implementations: a lone rival is easily beaten.
+    Among those with as many rows the one with most implementations: a lone rival is easily beaten.
     """
     quick = _quick(family)
     elsewhere = {name for of_set in ASIDE[family] for name in _names(family, of_set)} - quick
-    found = _on_a_gpu(runs, family)
-    half = _of_today(found, quick, len(quick), fingerprint(family))
-    complete = [run for run in found if _count(run, quick) == len(quick)]
-    if half:
-        best = max(reversed(half), key=lambda run: (_count(run, quick), len(run.labels)))
-    elif complete:
-        best = complete[-1]
-    else:
+    found = _of_newest_kernels(runs, family, quick, len(quick), fingerprint)
+    if not found:
         return None
+    best = max(reversed(found), key=lambda run: (_count(run, quick), len(run.labels)))
     return _with_rows(best, lambda name: name not in elsewhere)
 
 
 def aside(
     runs: Sequence[Run], family: str, of_set: str, fingerprint: Fingerprint = records.fingerprint
 ) -> Run | None:
-    """The set's rows, of the newest GPU record with most of those that are not quick.
-
-    One of today's kernels comes first if it has half as many.
-    """
+    """The set's rows, of the newest GPU record with most of those that are not quick."""
     names = _names(family, of_set)
-    wanted, found = names - _quick(family), _on_a_gpu(runs, family)
-    most = max((_count(run, wanted) for run in found), default=0)
+    wanted = names - _quick(family)
+    most = max((_count(run, wanted) for run in _on_a_gpu(runs, family)), default=0)
     if not most:
         return None
-    half = _of_today(found, wanted, most, fingerprint(family))
-    best = max(reversed(half or found), key=lambda run: _count(run, wanted))
+    found = _of_newest_kernels(runs, family, wanted, most, fingerprint)
+    best = max(reversed(found), key=lambda run: _count(run, wanted))
     return _with_rows(best, names.__contains__)
 
 
@@ -70,10 +61,14 @@ def _on_a_gpu(runs: Sequence[Run], family: str) -> list[Run]:
     return [run for run in runs if run.family == family and run.device_kind == "cuda"]
 
 
-def _of_today(runs: Sequence[Run], names: set[str], most: int, fingerprint: str) -> list[Run]:
-    """Those of these kernels that have half as many of the rows as there may be, or more."""
-    of_these = [run for run in runs if run.fingerprint == fingerprint]
-    return [run for run in of_these if 2 * _count(run, names) >= most]
+def _of_newest_kernels(
+    runs: Sequence[Run], family: str, names: set[str], most: int, fingerprint: Fingerprint
+) -> list[Run]:
+    """GPU records with half of `most` rows at least: of today's kernels, or the newest before."""
+    many = [run for run in _on_a_gpu(runs, family) if 2 * _count(run, names) >= most]
+    newest_first = [fingerprint(family), *(run.fingerprint for run in reversed(many))]
+    by_kernels = ([run for run in many if run.fingerprint == of] for of in newest_first)
+    return next(filter(None, by_kernels), [])
 
 
 def _count(run: Run, names: set[str]) -> int:
