@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.dualkv.heuristics import head_pack
+from qla_kernels.errors import need
 
 KEYS = 128  # keys of a tile
 ROWS = 128  # rows of a forward query tile: tokens times packed heads
@@ -80,6 +81,7 @@ def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tup
     """
     pack = head_pack(num_heads, kv_heads)
     lines = nodes.numpy().astype(np.int64)
+    _check_nodes(lines)
     rank = _by_cost_of_tree(lines)
     item, span, order = _forward(lines, rank, ROWS // pack, num_heads // pack, q_shift)
     kv_tokens = KV_ROWS // min(pack, KV_PACK)
@@ -87,6 +89,17 @@ def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tup
     counts = [*map(len, (order, item, span, kv_order, kv_item, split)), int(split[:, 3].sum()), 0]
     found = (np.array(counts), item, span, order, kv_item, split, kv_order)
     return tuple(torch.from_numpy(table.astype(np.int32)) for table in found)
+
+
+def _check_nodes(nodes: Lines) -> None:
+    """Tokens in a row, each of one node: kernels would survive others, with numbers of nothing."""
+    first, end, tout = nodes.T
+    before = np.r_[0, end][: len(end)]
+    wrong = np.flatnonzero((first != before) | (end <= first) | (tout < end))
+    if len(wrong):
+        got = f"node {tuple(nodes[wrong[0]].tolist())} after token {before[wrong[0]]}"
+        fix = "make layouts by SharedLayout.from_forest"
+        raise ValueError(need("SharedLayout", got, "nodes depth first, none of them empty", fix))
 
 
 def one_buffer(tables: tuple[Tensor, ...]) -> Tensor:

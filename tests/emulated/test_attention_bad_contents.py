@@ -92,14 +92,11 @@ def test_tables_of_a_backward(form, q_shift, names, seeds, monkeypatch):
 
 
 def test_a_layout_made_by_hand(seeds):
-    """Nodes, which lie on the host, that are no forest: tables of nonsense."""
-    for seeds["seed"], node in enumerate(([0, 128, 60], [64, 64, 128], [-5, 900, 128])):
+    """Nodes of other tokens than there are: the host has what it looks at in order."""
+    for seeds["seed"], node in enumerate(([0, 900, 900], [0, 128, 2**30], [0, 3, 3])):
         x = call([(128, [])], (1, 2), 64, torch.float16)
         layout = SharedLayout(x.layout.tout, torch.tensor([node], dtype=torch.int32))
-        try:
-            tables = apart(layout.prepare(2, 1))
-        except (ValueError, RuntimeError):
-            continue  # refused: as good
+        tables = apart(layout.prepare(2, 1))
         dualkv_launch.dualkv_fwd(x.q, x.k, x.v, list(tables), x.scale, 0)
 
 

@@ -218,3 +218,13 @@ def test_a_trace_does_not_build_them(monkeypatch):
     assert layout.prepare(8, 2) is ready
     with pytest.raises(ValueError, match=r"call layout\.prepare\(4, 2\) before what is compiled"):
         layout.prepare(4, 2)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [[[0, 4, 2]], [[0, 0, 4]], [[1, 4, 4]], [[0, 2, 4], [3, 4, 4]], [[0, 4, 4], [-4, 0, 4]]],
+)
+def test_nodes_made_by_hand_that_are_no_forest(nodes):
+    layout = SharedLayout(torch.full((4,), 4, dtype=torch.int32), torch.tensor(nodes).int())
+    with pytest.raises(ValueError, match=r"SharedLayout: node .* after token .*; need nodes"):
+        layout.prepare(2, 1)
