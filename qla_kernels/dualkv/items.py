@@ -45,14 +45,17 @@ def uniform(x):
 
 @T.macro
 def read_item(x, item, row, span, q_shift, num_queries, num_keys):
-    """x[column]: what the table has, but tokens and spans that there are, and finitely many tiles.
+    """x[column]: what the table has, but tokens, keys and spans that there are, and as few tiles.
 
-    Places of keys may be any: they go to TMA, or are compared.
+    Not even a difference of two of them overflows: nvcc takes it for granted that none does, and
+    may make another trip count of one that would.
     """
     for column in T.unroll(ITEM_COLUMNS):
         x[column] = item[row, column]
     x[TOK0] = clamped(x[TOK0], q_shift, q_shift + num_queries - 1)
     x[ROWS] = T.min(x[ROWS], q_shift + num_queries - x[TOK0])
+    x[NODE] = clamped(x[NODE], 0, num_keys)
+    x[OWN_TILES] = clamped(x[OWN_TILES], 1, num_keys // KEYS + 1)
     x[OWN_KEYS] = clamped(x[OWN_KEYS], 0, KEYS)
     x[SPAN0] = clamped(x[SPAN0], 0, span.shape[0] - 1)
     x[SPANS] = clamped(x[SPANS], 0, span.shape[0] - x[SPAN0])
@@ -165,11 +168,13 @@ def head_of(slot, row, tile_log2):
 
 @T.macro
 def fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0):
+    """Of a tile outside the tensors come zeros; one that lies far away is taken next to them."""
+    at = clamped(key0, -KEYS, k.shape[0])
     k_ring.acquire(i)
-    T.tma_copy(k[key0 : key0 + KEYS, head, :], s_k[k_ring.slot(i), :, :], barrier=k_ring.barrier(i))
+    T.tma_copy(k[at : at + KEYS, head, :], s_k[k_ring.slot(i), :, :], barrier=k_ring.barrier(i))
     k_ring.commit(i)
     v_ring.acquire(i)
-    T.tma_copy(v[key0 : key0 + KEYS, head, :], s_v[v_ring.slot(i), :, :], barrier=v_ring.barrier(i))
+    T.tma_copy(v[at : at + KEYS, head, :], s_v[v_ring.slot(i), :, :], barrier=v_ring.barrier(i))
     v_ring.commit(i)
 
 

@@ -12,11 +12,11 @@ from qla_kernels import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
-    device,
     fused_recurrent_gated_delta_rule,
 )
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.context_parallel import folded, signed
+from qla_kernels.gdn.packing import sequence_bounds
 from reference import gdn
 from tests.compare import assert_close
 from tests.gdn_calls import Call, leaves, on_gpu
@@ -157,8 +157,8 @@ def test_a_graph_reads_bounds_that_stay():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = chunk_gated_delta_rule(**x)[0]
-    for tokens in range(1, 700):  # more shapes than there is room for
-        device.multiples(x["q"], tokens, 3)
+    for tokens in range(1, 700):  # more shapes than are kept
+        sequence_bounds(x["q"][:, :1].expand(2, tokens, 2, -1), None)
     o.zero_()
     graph.replay()
     assert torch.equal(o, want)
@@ -167,7 +167,6 @@ def test_a_graph_reads_bounds_that_stay():
 def test_what_is_kept_belongs_to_no_compiled_graph():
     """What a warm-up of reduce-overhead allocates and does not return is an error."""
     x = {n: t for n, t in on_gpu(batch=2, tokens=222, heads=(2, 4)).items() if n != "initial_state"}
-    device._rows_on.cache_clear()
 
     @torch.compile(mode="reduce-overhead")
     def layer(**x: Tensor) -> Tensor:
