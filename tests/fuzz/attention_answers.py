@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 from tests.fuzz import definitions
-from tests.fuzz.closeness import UNIT, Wanted, close, inside, wanted, wide
+from tests.fuzz.closeness import UNIT, Inexact, Wanted, close, inside, wanted, wide
 from tests.fuzz.draw import Draw
 
-# 16 bits: o is kept rounded for the backward; kernels round P and dS, too, before the products
-# that read them.
+# 16 bits: o is kept rounded for the backward, which reads it in sum do o; kernels round P and dS,
+# too, before the products that read them.
 KEPT, OPERANDS = 4, 12
+OF_O = frozenset({"rounding of do o"})
 
 
 def answers(
-    x: dict[str, Tensor], names: Sequence[str], mask: Tensor, scale: float
+    d: Draw, x: dict[str, Tensor], names: Sequence[str], mask: Tensor, scale: float
 ) -> dict[str, Wanted]:
     """o [B, Tq, H, D], lse [B, H, Tq], and gradients of `names`.
 
@@ -57,7 +58,16 @@ def answers(
         "rounding of do o": (o * do).abs().sum(-1).mT,
     }
     zeros = {n: torch.zeros_like(size) for n, size in noise.items()}
-    return wanted(run, x | zeros, noise)
+    return wanted(run, x | zeros, noise, classes(d, x["q"].dtype))
+
+
+def classes(d: Draw, its: torch.dtype) -> list[Inexact]:
+    found = [Inexact(None, inside(its))]
+    if wide(its) != its:
+        found += [
+            Inexact(None, OPERANDS * UNIT[its]) if d.kernels else Inexact(OF_O, KEPT * UNIT[its])
+        ]
+    return found
 
 
 def verify(
@@ -98,7 +108,7 @@ def verify(
         results |= {f"d{n}": grad for n, grad in zip(names, grads, strict=True)}
     scale = x["q"].shape[-1] ** -0.5 if scale is None else float(scale)
     given = {n: x[n] for n in "qkv"} | upstream
-    want = answers({n: t if batched else t[None] for n, t in given.items()}, names, mask, scale)
+    want = answers(d, {n: t if batched else t[None] for n, t in given.items()}, names, mask, scale)
     for name, got in results.items():
         compare(d, name, got if batched else got[None], want[name], its)
 
@@ -106,5 +116,7 @@ def verify(
 def compare(d: Draw, name: str, got: Tensor, want: Wanted, its: torch.dtype) -> None:
     backward = name not in ("o", "lse")
     assert not backward or got.dtype == its, f"{name} is {got.dtype}, not {its}"
-    parts = 0 if name == "lse" else OPERANDS if d.kernels else KEPT * backward
-    close(name, got, want, inside(its) + parts * UNIT[its])
+    errors = [one.error for one in classes(d, its)]
+    if name == "lse":  # no product before it has a rounded operand
+        errors[1:] = [0.0] * len(errors[1:])
+    close(name, got, want, errors, operands=its if d.kernels else None)

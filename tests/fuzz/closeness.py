@@ -1,19 +1,19 @@
 """How far a result may be from its definition, from counting roundings.
 
-A definition is run in fp64, and twice more with every input changed by random parts of 10^-6. What
-that does to a result is its *swing*: the error that relative errors of 1 in the inputs would cause,
-if they were small enough to be linear. Then
+A definition is run in fp64, and twice more with inputs changed by random parts of 10^-6. What that
+does to a result is its *swing*: the error that relative errors of 1 in those inputs would cause, if
+they were small enough to be linear. Inputs that are known to one precision are a class, and
 
-    |got - want|  <=  products * swing  +  roundings * unit(dtype) * |want|  +  least(dtype)
+    |got - want|  <=  sum over classes of error * swing  +  roundings * unit * |want|  +  least
 
-in L2 norm over a whole tensor. `products` is the relative error of a number inside the computation:
+in L2 norm over a whole tensor. `error` is the relative error of a number inside the computation:
 its unit roundoff times how many roundings a number meets on its way. `roundings` counts those of
-the result itself. The swing sees what a fixed tolerance cannot: sums that cancel, states that grow
-or that decay to nothing.
+the result itself, to its dtype of that unit roundoff. The swing sees what a fixed tolerance cannot:
+sums that cancel, states that grow or that decay to nothing.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,9 +41,16 @@ SUMS = 64
 Results = Mapping[str, Tensor]
 
 
+class Inexact(NamedTuple):
+    """A class of inputs, and what their relative error may be."""
+
+    inputs: frozenset[str] | None  # None for all
+    error: float
+
+
 class Wanted(NamedTuple):
     value: Tensor  # fp64
-    swing: float  # L2 norm
+    swings: tuple[float, ...]  # L2 norms, of each class
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -52,7 +59,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def inside(dtype: torch.dtype) -> float:
-    """`products` of a computation in `wide(dtype)` that nothing rounds on the way."""
+    """The error of a computation in `wide(dtype)` that nothing rounds on the way."""
     return SUMS * UNIT[wide(dtype)]
 
 
@@ -60,29 +67,46 @@ def wanted(
     definition: Callable[[dict[str, Tensor]], Results],
     inputs: dict[str, Tensor],
     noise: Mapping[str, Tensor] | None = None,
+    classes: Sequence[Inexact] = (Inexact(None, 0),),
 ) -> dict[str, Wanted]:
-    """Results of the definition and their swings; `noise` is how much an input is changed by.
+    """Results of the definition and their swings.
 
-    An input without an entry there is changed in proportion to itself.
+    `noise` is how much an input is changed by; one without an entry, in proportion to itself.
     """
     generator = torch.Generator().manual_seed(0)
+    noise = noise or {}
     exact = {n: x.detach().cpu().double() for n, x in inputs.items()}
     values = definition(dict(exact))
-    swings = dict.fromkeys(values, 0.0)
-    for _ in range(2):
-        changed = {}
-        for name, x in exact.items():
-            size = x if noise is None or name not in noise else noise[name]
-            change = torch.randn(x.shape, generator=generator, dtype=torch.float64) * size
-            changed[name] = torch.where(change.isfinite(), x + SWING * change, x)
-        for name, value in definition(changed).items():
-            difference = (value - values[name]).nan_to_num(0, 0, 0).norm().item()
-            swings[name] += (difference / SWING) ** 2 / 2
-    return {n: Wanted(x.detach(), math.sqrt(swings[n])) for n, x in values.items()}
+    swings: dict[str, list[float]] = {n: [] for n in values}
+    for those, _ in classes:
+        powers = dict.fromkeys(values, 0.0)
+        for _ in range(2):
+            changed = dict(exact)
+            for name, x in exact.items():
+                if those is None or name in those:
+                    change = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+                    change = SWING * change * noise.get(name, x)
+                    changed[name] = torch.where(change.isfinite(), x + change, x)
+            for name, value in definition(changed).items():
+                difference = (value - values[name]).nan_to_num(0, 0, 0).norm().item()
+                powers[name] += (difference / SWING) ** 2 / 2
+        for name, power in powers.items():
+            swings[name].append(math.sqrt(power))
+    return {n: Wanted(x.detach(), tuple(swings[n])) for n, x in values.items()}
 
 
-def close(name: str, got: Tensor, want: Wanted, products: float, roundings: float = 1) -> None:
-    """Fail unless `got` is what is wanted; where that is not finite, it is the same there."""
+def close(
+    name: str,
+    got: Tensor,
+    want: Wanted,
+    errors: Sequence[float],
+    roundings: float = 1,
+    operands: torch.dtype | None = None,
+) -> None:
+    """Fail unless `got` is what is wanted; where that is not finite, it is the same there.
+
+    `errors` are those of each class; `operands` is what kernels round those of products to.
+    """
     value = want.value
     assert tuple(got.shape) == tuple(value.shape), f"{name}: {tuple(got.shape)}, {value.shape}"
     got, dtype = got.detach().cpu().double(), got.dtype
@@ -92,8 +116,10 @@ def close(name: str, got: Tensor, want: Wanted, products: float, roundings: floa
     assert got[finite].isfinite().all(), f"{name}: not finite at {_where(~got.isfinite() & finite)}"
     got, value = (x.masked_fill(~finite, 0) for x in (got, value))
     luck = 1 + FEW / max(1, value.numel())
-    limit = products * want.swing * luck
-    limit += roundings * UNIT[dtype] * value.norm().item() + LEAST[dtype] * math.sqrt(got.numel())
+    limit = luck * sum(e * s for e, s in zip(errors, want.swings, strict=True))
+    limit += roundings * UNIT[dtype] * value.norm().item()
+    least = LEAST[dtype] if operands is None else max(LEAST[dtype], torch.finfo(operands).tiny)
+    limit += least * math.sqrt(got.numel())
     error = (got - value).norm().item()
     if not error <= limit:
         off = (got - value).abs()

@@ -132,7 +132,7 @@ def verify_varlen(d: Draw, given: Call, o: Tensor) -> None:
         results |= {f"d{n}": grad for n, grad in zip(names, found, strict=True)}
     scale = given.get("softmax_scale")
     scale = o.shape[-1] ** -0.5 if scale is None else float(scale)
-    want = answers({n: t[None] for n, t in x.items()}, leaves, mask[None, None], scale)
+    want = answers(d, {n: t[None] for n, t in x.items()}, leaves, mask[None, None], scale)
     for name in "kv":
         if (whole := want.get(f"d{name}")) is not None:
             parts = {"context": whole.value[:, :P], "decoded": whole.value[:, P:]}

@@ -15,10 +15,10 @@ from tests.fuzz.gdn_call import (
     TENSORS,
     answers,
     bounds_of,
-    computed,
+    classes,
     definition,
+    errors,
     live,
-    products,
     rounded_inputs,
     states,
     tensors,
@@ -67,7 +67,7 @@ def verify_chunk(d: Draw, x: Call, result: Any) -> None:
             [results[n] for n, _ in pairs], [x[n] for n in names], [upstream[g] for _, g in pairs]
         )
         results |= {f"d{n}": grad for n, grad in zip(names, grads, strict=True)}
-    compare(d, x, results, answers(x, upstream, names))
+    compare(d, x, results, answers(d, x, upstream, names))
 
 
 def upstream_of(d: Draw, x: Call, o: Tensor) -> Tensor:
@@ -91,7 +91,8 @@ def compare(d: Draw, x: Call, results: dict[str, Tensor | None], want: dict[str,
         if name != "final_state":  # tokens of no sequence have no numbers
             assert name[1:] in ("initial_state", "A_log", "dt_bias") or not got[:, live(x) :].any()
         roundings = 2 if backward and x.get("use_qk_l2norm_in_kernel") else 1
-        close(name, got, want[name], products(d, x, backward), roundings)
+        operands = x["q"].dtype if d.kernels else None
+        close(name, got, want[name], errors(d, x, backward), roundings, operands)
 
 
 def forward_call(d: Draw) -> Call:
@@ -123,17 +124,17 @@ def verify_forward(d: Draw, x: Call, result: Any) -> None:
         o = torch.nn.functional.pad(done.o, (0, 0, 0, 0, 0, x["q"].shape[1] - live(x)))
         return {"o": o, "final": final, "h": h}
 
-    want = wanted(run, *rounded_inputs(x))
-    limit = products(d, x, False)
+    want = wanted(run, *rounded_inputs(x), classes(d, x))
+    limit = errors(d, x, False)
     close("o", o, want["o"], limit)
     for name, got in (("final", final), ("h", h)):
         if got is not None and len(got):  # how many chunks no row has is not said
             close(name, got, want[name], limit)
     if train and not d.kernels:
-        _verify_kept(x, g_cum, A)
+        _verify_kept(d, x, g_cum, A)
 
 
-def _verify_kept(x: Call, g_cum: Tensor, A: Tensor) -> None:
+def _verify_kept(d: Draw, x: Call, g_cum: Tensor, A: Tensor) -> None:
     def run(t: dict[str, Tensor]) -> dict[str, Tensor]:
         end, beta = live(x), t["beta"]
         raw = x.get("use_gate_in_kernel")
@@ -145,11 +146,12 @@ def _verify_kept(x: Call, g_cum: Tensor, A: Tensor) -> None:
         rounded = total + t["rounding of g"][:, :end]
         return {"g_cum": total, "A": definitions.chunk_inverse(k, rounded, beta, bounds_of(x))}
 
-    want = wanted(run, *rounded_inputs(x))
+    want = wanted(run, *rounded_inputs(x), classes(d, x))
     assert not g_cum[:, live(x) :].any()
     assert not A[:, live(x) :].any()
-    close("g_cum", g_cum[:, : live(x)], want["g_cum"], computed(x))
-    close("A", A[:, : live(x)], want["A"], computed(x))
+    exact = errors(d, x, rounded=False)
+    close("g_cum", g_cum[:, : live(x)], want["g_cum"], exact)
+    close("A", A[:, : live(x)], want["A"], exact)
 
 
 def backward_call(d: Draw) -> Call:
@@ -178,11 +180,12 @@ def verify_backward(d: Draw, given: Call, result: Any) -> None:
         assert result[-1] is None
         names.pop()
     upstream = {n: given[n] for n in ("do", "dht") if given.get(n) is not None}
-    want = answers(x, upstream, names)
+    want = answers(d, x, upstream, names)
     for name, dtype, got in zip(names, dtypes, result, strict=False):
         assert got.dtype == dtype, f"d{name} is {got.dtype}"
         assert name == "initial_state" or not got[:, live(x) :].any()
-        close(f"d{name}", got, want[f"d{name}"], products(d, x, True))
+        operands = x["q"].dtype if d.kernels else None
+        close(f"d{name}", got, want[f"d{name}"], errors(d, x), operands=operands)
 
 
 def recurrent_call(d: Draw) -> Call:
@@ -222,6 +225,7 @@ def verify_recurrent(d: Draw, x: Call, result: Any) -> None:
     for name, value in (("g", 0.0), ("beta", 1.0)):
         if x.get(name) is None:
             x[name] = torch.full(v.shape[:3], value, dtype=v.dtype)
+    exact = errors(d, x, rounded=False)  # nothing but results is rounded to 16 bits
     index, pool = x.get("state_indices"), x.get("initial_state")
     padding = torch.zeros(0, dtype=torch.long)
     if index is not None:
@@ -229,18 +233,18 @@ def verify_recurrent(d: Draw, x: Call, result: Any) -> None:
         slots = index.cpu().long()
         padding = (slots < 0).nonzero()[:, 0]
         x["initial_state"] = held[slots.clamp(min=0).to(pool.device)]
-        want = answers(x, {}, [])
+        want = answers(d, x, {}, [])
         used = slots[slots >= 0]
         others = torch.ones(len(pool), dtype=torch.bool).index_fill(0, used, False)
         assert torch.equal(pool.cpu()[others], held.cpu()[others]), "a slot nobody named"
         value = want["final_state"].value[slots >= 0]
         state = want["final_state"]._replace(value=value)
-        close("slots", pool[used.to(pool.device)], state, computed(x))
+        close("slots", pool[used.to(pool.device)], state, exact)
     else:
-        want = answers(x, {}, [])
+        want = answers(d, x, {}, [])
         if final is not None:
             assert final.dtype == wide(x["q"].dtype)
-            close("final_state", final, want["final_state"], computed(x))
+            close("final_state", final, want["final_state"], exact)
     assert o.dtype == x["q"].dtype
     value = want["o"].value.clone()
     bounds = bounds_of(x)
@@ -249,7 +253,7 @@ def verify_recurrent(d: Draw, x: Call, result: Any) -> None:
             value[n] = 0
         else:
             value[:, bounds[n] : bounds[n + 1]] = 0
-    close("o", o, want["o"]._replace(value=value), computed(x))
+    close("o", o, want["o"]._replace(value=value), exact)
 
 
 TARGETS = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tests.fuzz import definitions
-from tests.fuzz.closeness import UNIT, Wanted, inside, wanted
+from tests.fuzz.closeness import UNIT, Inexact, Wanted, inside, wanted, wide
 from tests.fuzz.draw import FLOATS, Draw
 from tests.fuzz.target import Call
 
@@ -19,12 +19,19 @@ KERNEL_SIZES = ((64, 64), (128, 128), (64, 128), (128, 64))
 GATES = ("usual", "zero", "strong", "minus infinity", "positive", "all of them")
 KEYS = ("unit", "short", "dependent", "some zero")
 TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
-FLAGS = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+NORM = "use_qk_l2norm_in_kernel"
+ACTIVATED = {
+    "use_gate_in_kernel": ("g", "A_log", "dt_bias", "rounding of g"),
+    "use_beta_sigmoid_in_kernel": ("beta",),
+}
 
 # What 16 bits cost a backward on the CPU: A and the normalised q and k are kept rounded, and so is
 # the gradient that the norm's backward reads. A stands in five products of a gradient, at three
 # standard deviations. Kernels round every operand of every product.
 KEPT, OPERANDS = 16, 24
+ROUNDED = frozenset(("q", "k", "v", "initial_state", "do", "dht")) | {
+    f"rounding of {what}" for what in ("q", "k", "states")
+}
 DEEPEST = 200 * math.log(2)  # a gate below -DEEPEST counts as that: a decay of 2^-200
 OWN = ("contiguous", "transposed", "sliced", "stepped")  # each number has a place of its own
 
@@ -116,7 +123,7 @@ def definition(x: Call, t: dict[str, Tensor]) -> definitions.Rule:
     return definitions.gated_delta_rule(q, k, v, g, beta, scale, h0, bounds_of(x), left)
 
 
-def answers(x: Call, upstream: dict[str, Tensor], names: list[str]) -> dict[str, Wanted]:
+def answers(d: Draw, x: Call, upstream: dict[str, Tensor], names: list[str]) -> dict[str, Wanted]:
     """o, final_state, and the gradients of `names` from those of `upstream`."""
     inputs, noise = rounded_inputs(x)
     padding, tokens = x["q"].shape[1] - live(x), slice(None, live(x))
@@ -141,7 +148,7 @@ def answers(x: Call, upstream: dict[str, Tensor], names: list[str]) -> dict[str,
         found["o"] = torch.nn.functional.pad(found["o"], (0, 0, 0, 0, 0, padding))
         return found
 
-    return wanted(run, inputs | upstream, noise)
+    return wanted(run, inputs | upstream, noise, classes(d, x))
 
 
 def rounded_inputs(x: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -168,18 +175,24 @@ def rounded_inputs(x: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return inputs | {n: torch.zeros_like(size) for n, size in noise.items()}, noise
 
 
-def products(d: Draw, x: Call, backward: bool) -> float:
-    """Relative error of numbers inside: see `closeness`."""
-    dtype = x["q"].dtype
-    rounded = KEPT if backward else bool(x.get("use_qk_l2norm_in_kernel")) * 2
-    return computed(x) + (OPERANDS if d.kernels else rounded) * UNIT[dtype]
+def classes(d: Draw, x: Call, backward: bool = True, rounded: bool = True) -> list[Inexact]:
+    """Who is known how well: see `closeness`. `rounded`: there may be products of 16 bits.
+
+    Activations are computed in the wide dtype of what they read, all else in that of q.
+    """
+    its, found = x["q"].dtype, [Inexact(None, inside(x["q"].dtype))]
+    for flag, read in ACTIVATED.items():
+        given = x.get(read[0])
+        if x.get(flag) and given is not None and inside(given.dtype) > inside(its):
+            found.append(Inexact(frozenset(read), inside(given.dtype)))
+    if wide(its) != its:
+        times = OPERANDS if d.kernels else KEPT if backward else 2 * bool(x.get(NORM))
+        found.append(Inexact(ROUNDED, times * rounded * UNIT[its]))
+    return found
 
 
-def computed(x: Call) -> float:
-    """Activations are computed in the wide dtype of what they read, all else in that of q."""
-    activated = [("g", "use_gate_in_kernel"), ("beta", "use_beta_sigmoid_in_kernel")]
-    read = [x[name].dtype for name, flag in activated if x.get(flag) and x.get(name) is not None]
-    return max(inside(dtype) for dtype in (x["q"].dtype, *read))
+def errors(d: Draw, x: Call, backward: bool = True, rounded: bool = True) -> list[float]:
+    return [one.error for one in classes(d, x, backward, rounded)]
 
 
 def _sizes(d: Draw) -> Any:

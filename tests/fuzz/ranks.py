@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import build_cp_context
@@ -29,7 +28,7 @@ from qla_kernels.sparse_ring import (
 from tests.fuzz import attention_answers
 from tests.fuzz.closeness import close
 from tests.fuzz.draw import Draw
-from tests.fuzz.gdn_call import TENSORS, answers, products, tensors
+from tests.fuzz.gdn_call import TENSORS, answers, errors, tensors
 from tests.fuzz.sparse import heads_of, mask_of, pattern, queries, verify_index
 from tests.fuzz.sparse_layouts import held_by, layout, unit_of
 
@@ -51,12 +50,10 @@ class Group:
 
 def context_parallel(d: Draw, at: Group) -> None:
     """chunk_gated_delta_rule with a cp_context, forward and backward."""
-    x = tensors(d, (0, 1, 3, 30, 64, 65, 100))
-    x = {n: t for n, t in x.items() if n not in ("cu_seqlens", "cu_seqlens_cpu")}
-    T = x["q"].shape[1]  # of the first row, whatever was packed: cut anew, for all ranks
-    size = max(1, T // at.world)
+    size = d.choose("tokens of a rank", (1, 2, 16, 33, 70))
     T = size * at.world
-    x = {n: _whole(t, T) if n in ("q", "k", "v", "g", "beta") else t for n, t in x.items()}
+    d.fixed |= {"packed": False, "rows": 1, "tokens": T}
+    x = tensors(d)
     numbers = d.numbers("bounds")
     cuts = sorted(numbers.randint(0, T) for _ in range(d.whole("cuts", 0, 5)))
     x["cu_seqlens"] = torch.tensor([0, *cuts, T])
@@ -76,23 +73,14 @@ def context_parallel(d: Draw, at: Group) -> None:
     everyone = at.parts(got)
     if not everyone:
         return
-    want = answers(x, {"do": do} if names else {}, names)
+    want = answers(d, x, {"do": do} if names else {}, names)
     for name in got:
         rows = [part[name] for part in everyone]
         if name in ("dA_log", "ddt_bias"):  # each rank's are those of its tokens, and rounded
             whole, roundings = sum(row.double() for row in rows).to(rows[0].dtype), at.world + 1
         else:
             whole, roundings = torch.cat(rows, 1), 2
-        close(name, whole, want[name], products(d, x, name != "o"), roundings)
-
-
-def _whole(x: Tensor, T: int) -> Tensor:
-    """One row of T tokens that are all there."""
-    row = x[:1].nan_to_num() if x.shape[0] else x.new_ones(1, *x.shape[1:])
-    times = -(-T // max(1, row.shape[1]))
-    return (torch.cat([row] * times, 1) if row.shape[1] else row.new_ones(1, T, *row.shape[2:]))[
-        :, :T
-    ]
+        close(name, whole, want[name], errors(d, x, name != "o"), roundings)
 
 
 def _part(name: str, value: Any, mine: slice) -> Any:
@@ -154,7 +142,7 @@ def ring(d: Draw, at: Group) -> None:
     order = torch.tensor([t for tokens in held_by(its, T) for t in tokens]).argsort()
     given = {n: x[n] for n in "qkv"} | ({"do": do, "dlse": dlse} if names else {})
     scale = x.get("scale") or D**-0.5
-    want = attention_answers.answers(given, names, mask_of(index, seqlen), scale)
+    want = attention_answers.answers(d, given, names, mask_of(index, seqlen), scale)
     for name in got:
         if name != "unshard":
             axis = 2 if name == "lse" else 1
