@@ -58,9 +58,10 @@ class Draw:
             self.simpler[name] = [drawn[:i] + drawn[i + 1 :] for i in range(len(drawn))]
         return drawn
 
-    def normal(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    def normal(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """In fp64 on the CPU, or in a dtype on the case's device."""
         x = torch.randn(*shape, generator=self._generator(name), dtype=torch.float64)
-        return x.to(self.device, dtype)
+        return x if dtype is None else x.to(self.device, dtype)
 
     def uniform(self, name: str, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self._generator(name), dtype=torch.float64)

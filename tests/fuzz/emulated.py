@@ -31,17 +31,17 @@ def install() -> None:
     """For this process, and for good: fresh memory is NaN, and every launch has another seed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     seeds = itertools.count()
-    jit.compile = lambda module, variant: (  # type: ignore[assignment]
+    jit.compile = lambda module, variant: (
         lambda *args: _emulated(module, variant)(*args, seed=next(seeds))
     )
-    device.sm_count = lambda _: SMS  # type: ignore[assignment]
+    device.sm_count = lambda _: SMS
     ops.gdn_fwd, ops.gdn_bwd = launch.gdn_fwd, launch_backward.gdn_bwd
     ops.l2norm_fwd, ops.l2norm_bwd = launch.l2norm_fwd, launch.l2norm_bwd
     recurrent.gdn_recurrent = launch_recurrent.gdn_recurrent
     recurrent.gdn_recurrent_slots = launch_recurrent.gdn_recurrent_slots
     dualkv_ops.dualkv_fwd, dualkv_ops.dualkv_bwd = _dualkv_fwd, _dualkv_bwd
     for module in (build, ring, shard):
-        module.tiles = lambda _: sparse_launch  # type: ignore[attr-defined,assignment,return-value]
+        module.tiles = lambda _: sparse_launch
 
 
 def _dualkv_fwd(q: Any, k: Any, v: Any, nodes: Any, scale: float, q_shift: int) -> Any:

@@ -27,7 +27,7 @@ def queries(d: Draw, grads: bool = True) -> Call:
     x = {"q": d.normal("q", B, T, H, D), "k": d.normal("k", B, T, Hk, D)}
     mean = d.choose("mean", (0.0, 0.5)) * d.normal("mean", D)  # which columns stand out from
     rare = (d.uniform("rare", B, T, Hk, 1) < 0.02) * d.choose("gain", (0.0, 4.0))
-    x = {"q": x["q"] + mean, "k": x["k"] * (1 + rare.to(d.device)) + mean}
+    x = {"q": x["q"] + mean, "k": x["k"] * (1 + rare) + mean}
     x["v"] = d.normal("v", B, T, Hk, D)
     x = {n: d.strided(n, t.to(d.device, dtype)) for n, t in x.items()}
     seqlen = d.choose("seqlen", (None, T - 1, T - 64, T - 65, T - 100, 65, 64, 63, 1))
@@ -71,7 +71,7 @@ def budget(d: Draw) -> VerticalSlash:
         window=window,
         estimator=d.choose("estimator", ("residual", "independent")),
         kappa=d.choose("kappa", (8, 0, 1, 30)),
-        gap_close=d.choose("gap_close", (0, 1, 3)),
+        gap_close=d.choose("gap_close", (0, 1, 3)),  # above 2 blocks: known.txt
     )
 
 

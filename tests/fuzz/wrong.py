@@ -51,6 +51,7 @@ def replacements(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, int | float):
         yield "infinity", float("inf")
         yield "negative", -3
+        yield "larger", 3 * value + 7
         yield "a fraction", 1.5
         yield "a tensor of several", torch.ones(2)
         yield "a tensor that is learned", torch.tensor(0.5, requires_grad=True)
