@@ -71,7 +71,7 @@ def budget(d: Draw) -> VerticalSlash:
         window=window,
         estimator=d.choose("estimator", ("residual", "independent")),
         kappa=d.choose("kappa", (8, 0, 1, 30)),
-        gap_close=d.choose("gap_close", (0, 1, 3)),  # above 2 blocks: known.txt
+        gap_close=d.choose("gap_close", (0, 1, 3)),
     )
 
 
