@@ -24,9 +24,14 @@ def answers(
     [B, H or 1, Tq, T].
     """
 
+    (B, Tq, H, _), T = x["q"].shape, x["k"].shape[1]
+    off = torch.zeros(B, H, Tq, T, dtype=torch.float64)
+
     def forward(t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         rows = [
-            definitions.attention(*(t[n][b] for n in "qkv"), mask[b], scale)
+            definitions.attention(
+                *(t[n][b] for n in "qkv"), mask[b], scale, t.get("rounding of scores", off)[b]
+            )
             for b in range(len(mask))
         ]
         o, lse = zip(*rows, strict=True)
@@ -43,12 +48,13 @@ def answers(
             loss = loss + sum((t[n] * 0).sum() for n in names)  # one may be unused
             for name, value in (("o", found["o"]), ("lse", seen)):
                 if f"d{name}" in t:
-                    loss = loss + (value * t[f"d{name}"]).sum()
+                    off_by = 1 + t["rounding of lse"] if name == "lse" else 1  # o has it already
+                    loss = loss + (value * off_by * t[f"d{name}"]).sum()
             grads = torch.autograd.grad(loss, [t[n] for n in names])
             found |= {f"d{n}": grad for n, grad in zip(names, grads, strict=True)}
         return found
 
-    # P = e^(S - lse) has the absolute rounding of its exponent, and a gradient of scores subtracts
+    # P = e^(S - lse) has the absolute rounding of S and of lse, and a gradient of scores subtracts
     # sum do o, whose terms may cancel.
     exact = {n: t.detach().cpu().double() for n, t in x.items()}
     o, lse = forward(exact)
@@ -56,6 +62,7 @@ def answers(
     noise = {
         "rounding of lse": lse.masked_fill(lse == -torch.inf, 0),
         "rounding of do o": (o * do).abs().sum(-1).mT,
+        "rounding of scores": torch.ones_like(off),
     }
     zeros = {n: torch.zeros_like(size) for n, size in noise.items()}
     return wanted(run, x | zeros, noise, classes(d, x["q"].dtype))

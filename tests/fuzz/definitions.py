@@ -109,13 +109,18 @@ def chunk_inverse(k: Tensor, g_cum: Tensor, beta: Tensor, bounds: Sequence[int] 
     return A
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, off: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Softmax over what a mask [H or 1, Tq, T] shows: q [Tq, H, D], k and v [T, Hk, D].
 
-    Returns o [Tq, H, D] and the log-sum-exp [H, Tq]; of a row that sees nothing 0 and -inf.
+    Returns o [Tq, H, D] and the log-sum-exp [H, Tq]; of a row that sees nothing 0 and -inf. `off`
+    [H, Tq, T] is 0, or by how much scores are off, in parts of the sum of their terms' sizes.
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     S = scale * torch.einsum("qhd,khd->hqk", q, k)
+    if off is not None:
+        S = S + off * scale * torch.einsum("qhd,khd->hqk", q.detach().abs(), k.detach().abs())
     S = S.masked_fill(~mask, -math.inf)
     blind = ~mask.any(-1)
     lse = S.masked_fill(blind[..., None], 0).logsumexp(-1).masked_fill(blind, -math.inf)
