@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import qla_kernels
+from qla_kernels import gdn
 from tests.fuzz import definitions
 from tests.fuzz.closeness import close, wanted, wide
 from tests.fuzz.draw import Draw
@@ -52,6 +53,8 @@ def verify_chunk(d: Draw, x: Call, result: Any) -> None:
     results = {"o": o, "final_state": final}
     assert (final is not None) == bool(x.get("output_final_state")), "final state or none"
     names = [n for n in TENSORS if isinstance(x.get(n), Tensor) and x[n].requires_grad]
+    assert gdn.refusal(x["q"], x["k"], x["v"], cp_context=x.get("cp_context")) is None
+    assert gdn.wants_gradients(x.get(n) for n in TENSORS) == bool(names)
     names = [n for n in names if x.get("use_gate_in_kernel") or n not in ("A_log", "dt_bias")]
     upstream = {}
     use = d.choose("results that are used", ("both", "o", "final_state"))
@@ -220,6 +223,7 @@ def decode(**x: Any) -> Any:
 
 def verify_recurrent(d: Draw, x: Call, result: Any) -> None:
     o, final, held = result
+    assert gdn.recurrent_refusal(x["q"], x["k"], x["v"]) is None
     assert (final is not None) == bool(x.get("output_final_state"))
     x, v = dict(x), x["v"]
     for name, value in (("g", 0.0), ("beta", 1.0)):
