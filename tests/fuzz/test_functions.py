@@ -16,6 +16,7 @@ ELSEWHERE = {
     "ShardError": "tests/host/test_gdn_cp.py: a rank dies",
     "RingError": "tests/host/test_sparse_ring_gloo.py: a rank dies",
     "PAPER": "a dictionary",
+    "Balance": "what balance_report returns",
     "refusal": "asked by every attack",
     "dualkv": "a family",
     "gdn": "a family",
