@@ -65,6 +65,7 @@ def test_a_training_step(model, monkeypatch):
     assert integration.restore(model) == 1
     monkeypatch.setitem(integration.HELD, integration.HOLDS, definition_of)
     monkeypatch.setitem(integration.SHARED, integration.SHARES, definition_of)
+    monkeypatch.setitem(integration.TAKES, definition_of, definition_of)
     wide = copy.deepcopy(model).float()
     assert integration.swap(wide) == 1
     truth = results(wide, ids)
