@@ -243,7 +243,8 @@ def verify_recurrent(d: Draw, x: Call, result: Any) -> None:
         assert torch.equal(pool.cpu()[others], held.cpu()[others]), "a slot nobody named"
         value = want["final_state"].value[slots >= 0]
         state = want["final_state"]._replace(value=value)
-        close("slots", pool[used.to(pool.device)], state, exact)
+        computed = wide(x["q"].dtype)  # a pool may be wider
+        close("slots", pool[used.to(pool.device)], state, exact, operands=computed)
     else:
         want = answers(d, x, {}, [])
         if final is not None:

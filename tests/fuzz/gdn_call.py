@@ -22,7 +22,7 @@ TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 NORM = "use_qk_l2norm_in_kernel"
 ACTIVATED = {
     "use_gate_in_kernel": ("g", "A_log", "dt_bias", "rounding of g"),
-    "use_beta_sigmoid_in_kernel": ("beta",),
+    "use_beta_sigmoid_in_kernel": ("beta", "rounding of beta"),
 }
 
 # What 16 bits cost a backward on the CPU: A and the normalised q and k are kept rounded, and so is
@@ -115,6 +115,8 @@ def definition(x: Call, t: dict[str, Tensor]) -> definitions.Rule:
         g = g + t["rounding of g"][:, :end]
     if x.get("use_beta_sigmoid_in_kernel"):
         beta = (2 if x.get("allow_neg_eigval") else 1) * beta.sigmoid()
+        if "rounding of beta" in t:
+            beta = beta * (1 + t["rounding of beta"][:, :end])
     h0 = t.get("initial_state")
     h0 = h0.mT if h0 is not None and x.get("state_v_first") else h0
     scale = x.get("scale")
@@ -161,6 +163,8 @@ def rounded_inputs(x: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     noise = {}
     if x.get("use_qk_l2norm_in_kernel"):  # between the norm and the rest, in both directions
         noise = {f"rounding of {n}": torch.ones(x[n].shape) for n in "qk"}
+    if x.get("use_beta_sigmoid_in_kernel"):
+        noise["rounding of beta"] = torch.ones(x["beta"].shape)
     g = x["g"].detach().cpu().double()
     if x.get("use_gate_in_kernel"):
         parameters = (x.get(n) for n in ("A_log", "dt_bias"))
