@@ -14,7 +14,7 @@ _refused: set[Path] = set()  # what was warned of
 
 def dump(root: Path, module: jit.KernelModule, variant: Any, source: str) -> None:
     """Fill a folder under `root`; where that cannot be written, say so once and go on."""
-    folder = root / jit.function_name(module, variant)
+    folder = root / jit.label(module, variant)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "schedule.md").write_text(module.schedule(variant).table() + "\n")

@@ -12,6 +12,7 @@ import importlib
 import logging
 import math
 import os
+import re
 import shlex
 import subprocess
 import threading
@@ -25,15 +26,21 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from qla_kernels import sizes
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.shared_memory import name_apart
 from qla_kernels.tile.schedule import Schedule
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}  # the a: wgmma and setmaxnreg exist only there
+
+SHORT_TYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"
+}  # fmt: skip
 
 log = logging.getLogger("qla_kernels")
 
 Launch = Callable[..., None]
 
 _tracing = threading.Lock()
+_sources: dict[str, Callable[[], str]] = {}  # the CUDA C++ of what this process compiled
 
 
 class KernelModule(Protocol):
@@ -162,12 +169,23 @@ def compile(module: KernelModule, variant: Any) -> Launch:
     host = cast(Launch, library.get_function("main", query_imports=True))
     name = label(module, variant)
     launch = sizes.checked(host, name, prim_func)
+    _sources[name] = kernel.get_kernel_source
     log.info("compiled %s in %.2f s", name, time.perf_counter() - started)
     if folder := os.environ.get("QLA_DUMP"):
         from qla_kernels.dump import dump
 
         dump(Path(folder), module, variant, kernel.get_kernel_source())
     return launch
+
+
+def compiled() -> dict[str, str]:
+    """The digest of each variant that this process has compiled or loaded, by its label."""
+    from qla_kernels.digests import digest
+
+    return {
+        name: digest(source(), re.sub(r"\W", "_", name) + "_kernel")
+        for name, source in sorted(_sources.items())
+    }
 
 
 def assemble(source: str, pass_configs: Mapping[str, object], folder: Path) -> Assembled:
@@ -229,53 +247,37 @@ def cache_size() -> int:
     return sum(file.stat().st_size for file in cache_dir().rglob("*") if file.is_file())
 
 
+def variant_id(variant: Any) -> str:
+    """`bf16-k128-v64-solves`: each field by its value, a flag by its name if it is set."""
+    return "-".join(filter(None, (_short(*field) for field in variant._asdict().items())))
+
+
+def _short(field: str, value: object) -> str:
+    if isinstance(value, bool):
+        return field * value
+    if isinstance(value, int):
+        return f"{field.rpartition('_')[2][0].lower()}{value}"  # of tile_v the v
+    return SHORT_TYPES.get(str(value), str(value))
+
+
 def label(module: KernelModule, variant: Any) -> str:
-    """`gdn.kkt_solve(dtype='bfloat16', k=128)`: how logs and tests name a variant."""
+    """`gdn.kkt_solve-bf16-k128`: how logs, tests, records and dumps name a variant."""
     family, _, name = module.__name__.removeprefix(f"{__package__}.").rpartition(".kernels.")
-    fields = ", ".join(f"{k}={v!r}" for k, v in variant._asdict().items())
-    return f"{family}.{name}({fields})" if family else f"{name}({fields})"
+    return "-".join(filter(None, (f"{family}.{name}".strip("."), variant_id(variant))))
 
 
 def function_name(module: KernelModule, variant: Any) -> str:
     """The PrimFunc's name, unique among all variants; the device function adds `_kernel`."""
-    return str(trace(module, variant).attrs["global_symbol"])
+    return re.sub(r"\W", "_", label(module, variant))
 
 
 def trace(module: KernelModule, variant: Any) -> Any:
     """Run `build`, one at a time: TileLang does not promise that its builder is thread-safe."""
     with _tracing:
         prim_func = module.build(variant)
-    for name, buffers in _shared_buffers(prim_func).items():
-        for i, buffer in enumerate(buffers[1:], 1):
-            _rename(buffer, f"{name}_{i}")
+    prim_func = prim_func.with_attr("global_symbol", function_name(module, variant))
+    name_apart(prim_func)
     return prim_func
-
-
-def _shared_buffers(prim_func: Any) -> dict[str, list[Any]]:
-    """The buffers in shared memory by name, those of one name in the order of their allocation.
-
-    TileLang gives a buffer the name that it was last bound to, be it a variable or the parameter
-    of a macro, and none where it was allocated inside an expression. Its plan of shared memory
-    orders buffers by lifetime, size and name, and equal names by their addresses in this process:
-    `trace` gives every buffer a name of its own, so that the generated code is always the same.
-    """
-    from tilelang import tvm
-
-    named: dict[str, list[Any]] = {}
-
-    def visit(node: Any) -> None:
-        for buffer in getattr(node, "alloc_buffers", ()):
-            if buffer.scope().startswith("shared"):
-                named.setdefault(str(buffer.name), []).append(buffer)
-
-    tvm.tirx.stmt_functor.post_order_visit(prim_func.body, visit)
-    return named
-
-
-def _rename(buffer: Any, name: str) -> None:
-    from tvm.script.ir_builder import IRBuilder
-
-    IRBuilder.name(name, buffer)
 
 
 def _tilelang() -> Any:

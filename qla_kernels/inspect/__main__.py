@@ -41,9 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for kernel, variant in _selected(options.kernel, options.variant):
             name = jit.label(kernel.module, variant)
-            keep = (
-                options.dump / jit.function_name(kernel.module, variant) if options.dump else None
-            )
+            keep = options.dump / name if options.dump else None
             found = facts(kernel, variant, keep)
             schedule = kernel.module.schedule(variant)
             violations = check(found, schedule)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qla_kernels import jit
 from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, ZigZagLayout, launch_backward
 from qla_kernels.sparse_ring.index import given
 from qla_kernels.sparse_ring.kernels import bwd_dq
@@ -22,7 +23,7 @@ RINGS = (
 )
 
 
-@pytest.mark.parametrize("variant", bwd_dq.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", bwd_dq.VARIANTS, ids=jit.variant_id)
 @pytest.mark.parametrize("layout", RINGS, ids=str)
 def test_rings(layout, variant):
     dtype, T = getattr(torch, variant.dtype), layout.pad_len(2000)

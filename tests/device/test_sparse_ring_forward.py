@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qla_kernels import jit
 from qla_kernels.sparse_ring import Dense, FixedVerticalSlash, sparse_attention
 from qla_kernels.sparse_ring.index import given
 from qla_kernels.sparse_ring.kernels import fwd
@@ -22,7 +23,7 @@ def on_gpu(T: int, pattern: FixedVerticalSlash | None = None, **others) -> Probl
     return problem(T, pattern, device="cuda", **others)
 
 
-@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=jit.variant_id)
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (6, 1)], ids=str)
 def test_every_variant(variant, heads):
     dtype = getattr(torch, variant.dtype)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qla_kernels import SharedLayout
+from qla_kernels import SharedLayout, jit
 from qla_kernels.dualkv import launch
 from qla_kernels.dualkv.kernels.fwd import Variant
 from tests.dualkv_forward_check import FOREST, GROUPS, Call, call, check
@@ -19,7 +19,7 @@ def forward(x: Call):
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=jit.variant_id)
 def test_groups(variant, groups):
     x = call(GROUPS[groups], size=variant.D, dtype=getattr(torch, variant.dtype))
     check(x, forward(x))

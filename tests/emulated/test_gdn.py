@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qla_kernels import jit
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.kernels import gate, kkt_solve
 from qla_kernels.tile.math import GATE_FLOOR, LN2
@@ -46,7 +47,7 @@ def run_kkt_solve(
     return g_cum, A
 
 
-@pytest.mark.parametrize("variant", chunk_table_kernel.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", chunk_table_kernel.VARIANTS, ids=jit.variant_id)
 @pytest.mark.parametrize(
     "lengths", [[64], [0, 65, 0, 1, 130, 0], [0, 0], [5000], [1] * 1500, list(range(200))], ids=len
 )
@@ -85,7 +86,7 @@ def test_gate(heads, kind):
         assert_close("g_cum", g_cum[0, tok0 : tok0 + rows], gamma[:rows] * LN2, rel=1e-6)
 
 
-@pytest.mark.parametrize("variant", kkt_solve.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", kkt_solve.VARIANTS, ids=jit.variant_id)
 @pytest.mark.parametrize(("key", "gate", "ratio"), kkt_solve_check.CASES)
 def test_kkt_solve(variant, key, gate, ratio):
     dtype = getattr(torch, variant.dtype)
@@ -95,7 +96,7 @@ def test_kkt_solve(variant, key, gate, ratio):
         kkt_solve_check.check(x, g_cum, A, ratio[dtype])
 
 
-@pytest.mark.parametrize("variant", kkt_solve.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", kkt_solve.VARIANTS, ids=jit.variant_id)
 def test_how_much_keys_let_a_state_grow(variant):
     """At the last of every 16 tokens of a chunk; other rows are left alone."""
     x = inputs([0, 65, 0, 1, 130, 0], (2, 4), variant.K, getattr(torch, variant.dtype), key="long")

@@ -74,7 +74,7 @@ def same(got: Backward, want: Backward, *names: str) -> None:
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("variant", chunk_grads.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", chunk_grads.VARIANTS, ids=jit.variant_id)
 def test_every_variant(variant, seeds):
     for seed, (lengths, heads) in enumerate(zip(LENGTHS, HEADS, strict=True)):
         seeds["seed"] = seed

@@ -53,7 +53,7 @@ def small(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **ot
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("variant", fused_fwd.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", fused_fwd.VARIANTS, ids=jit.variant_id)
 def test_every_variant(variant, seeds, monkeypatch):
     whole = plan.Plan(heuristics.Forward(variant.tile_v, variant.solves), None)
     monkeypatch.setattr(plan, "forward", lambda *_: whole)

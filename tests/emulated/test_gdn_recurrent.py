@@ -59,7 +59,7 @@ def test_every_variant(variant, v_first, launches):
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("variant", kernel.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", kernel.VARIANTS, ids=jit.variant_id)
 def test_a_pool_is_updated_in_place(variant, v_first, launches):
     dtype, state = getattr(torch, variant.dtype), getattr(torch, variant.state)
     for lengths, slots in (

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qla_kernels import jit
 from qla_kernels.gdn import heuristics, segments
 from qla_kernels.gdn.kernels import segment_map, segment_plan, segment_scan
 from qla_kernels.gdn.packing import room_for_chunks
@@ -75,7 +76,7 @@ def check(x: Batch, got: Cut) -> None:
             assert_close(f"{name} of head {head}", a, b, limit)
 
 
-@pytest.mark.parametrize("variant", segment_plan.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", segment_plan.VARIANTS, ids=jit.variant_id)
 @pytest.mark.parametrize(
     "lengths", [[64], [0, 65, 0, 1, 1300, 0], [0, 0], [5000, 576], [1] * 1500], ids=len
 )
@@ -128,7 +129,7 @@ def test_open_ends_have_segments_of_their_own():
     assert cut.first_segment.tolist() == [0, 3, 5]
 
 
-@pytest.mark.parametrize("variant", segment_map.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", segment_map.VARIANTS, ids=jit.variant_id)
 @pytest.mark.parametrize("limit", [WARM_LOG_BOUND, NEVER])
 def test_every_variant(variant, limit, seeds, monkeypatch):
     """And segment_scan's, by turns."""

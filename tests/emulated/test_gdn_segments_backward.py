@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qla_kernels import jit
 from qla_kernels.gdn import (
     heuristics,
     launch,
@@ -69,7 +70,7 @@ def check(x: Case, got: Chains) -> None:
             assert_close(f"{name} of head {head}", a, b, limit, at_least=SMALLEST)
 
 
-@pytest.mark.parametrize("variant", segment_map_bwd.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", segment_map_bwd.VARIANTS, ids=jit.variant_id)
 @pytest.mark.parametrize("limit", [WARM_LOG_BOUND, NEVER])
 def test_every_variant(variant, limit, seeds, monkeypatch):
     """And segment_scan's, by turns."""

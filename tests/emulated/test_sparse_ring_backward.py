@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qla_kernels import jit
 from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, ZigZagLayout, launch_backward
 from qla_kernels.sparse_ring.kernels import bwd_dkv, bwd_dkv_columns, bwd_dq
 from tests.sparse_ring_backward_check import backward, case, check
@@ -13,7 +14,7 @@ ALONE = StripedLayout(1)
 OF_EACH = (bwd_dq.Variant("bfloat16", 128), bwd_dq.Variant("float16", 64))  # the rest: on a GPU
 
 
-@pytest.mark.parametrize("variant", OF_EACH, ids=str)
+@pytest.mark.parametrize("variant", OF_EACH, ids=jit.variant_id)
 def test_variants_on_rings(variant):
     assert bwd_dq.VARIANTS == bwd_dkv.VARIANTS == bwd_dkv_columns.VARIANTS
     dtype = getattr(torch, variant.dtype)

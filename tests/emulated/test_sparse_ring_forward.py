@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 
+from qla_kernels import jit
 from qla_kernels.sparse_ring import cpu, launch, plan, shard
 from qla_kernels.sparse_ring.index import given
 from qla_kernels.sparse_ring.kernels import fwd
@@ -71,7 +72,7 @@ def test_columns_are_gathered_from_every_chunk(layout):
         assert torch.equal(got.v, want.v)
 
 
-@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=jit.variant_id)
 def test_every_variant(variant):
     dtype = getattr(torch, variant.dtype)
     x = problem(512, B=2, heads=(4, 2), D=variant.D, dtype=dtype, seqlen=470)

@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+from qla_kernels import jit
 from qla_kernels.sparse_ring import (
     ContiguousLayout,
     StripedLayout,
@@ -31,7 +32,9 @@ pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison"
 
 
 @pytest.mark.parametrize(
-    "variant", [window_lse.Variant("float16", 64), window_lse.Variant("bfloat16", 128)], ids=str
+    "variant",
+    [window_lse.Variant("float16", 64), window_lse.Variant("bfloat16", 128)],
+    ids=jit.variant_id,
 )
 def test_dtypes_and_sizes(variant, seeds):
     """Parts of one tile and of several; heads that share keys, of which some are not there."""

@@ -146,7 +146,7 @@ def test_a_kernel_from_the_disk_cache_is_checked_alike(tmp_path: Path) -> None:
         )
         wrong, right = done.stdout.splitlines()
         assert wrong == (
-            "ValueError attn.delta(dtype='bfloat16'): o is [1, 7, 2, 1, 64]; need [1, 8, 2, 1, 64],"
+            "ValueError attn.delta-bf16: o is [1, 7, 2, 1, 64]; need [1, 8, 2, 1, 64],"
             " the sizes of do; launch it with such a tensor"
         )
         assert "device_type" in right

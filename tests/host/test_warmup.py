@@ -27,7 +27,7 @@ def test_without_a_model_every_variant_is_compiled():
 
 def test_a_model_needs_its_own_dtype_and_head_size():
     found = labels([warmup.MODELS["qwen3-next"]])
-    assert "gdn.kkt_solve(dtype='bfloat16', K=128)" in found
+    assert "gdn.kkt_solve-bf16-k128" in found
     assert not [label for label in found if "'float16'" in label or "K=64" in label]
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("tilelang", reason="kernel files import TileLang")
 import tilelang.language as T
 
 from qla_kernels import jit
+from qla_kernels.shared_memory import buffers_by_name
 from scripts import digests
 
 
@@ -43,17 +44,17 @@ def build(variant: Variant) -> Any:
 
 def test_every_shared_buffer_has_a_name_of_its_own() -> None:
     module: Any = SimpleNamespace(build=build)
-    names = {name: len(same) for name, same in jit._shared_buffers(build(Variant())).items()}
+    names = {name: len(same) for name, same in buffers_by_name(build(Variant())).items()}
     assert sorted(names.values()) == [2, 2], f"the sample's names do not collide: {names}"
     traced = jit.trace(module, Variant())
-    assert {len(same) for same in jit._shared_buffers(traced).values()} == {1}
-    assert [*jit._shared_buffers(traced)] == [*jit._shared_buffers(jit.trace(module, Variant()))]
+    assert {len(same) for same in buffers_by_name(traced).values()} == {1}
+    assert [*buffers_by_name(traced)] == [*buffers_by_name(jit.trace(module, Variant()))]
 
 
 def test_every_kernel_names_its_shared_buffers_apart() -> None:
     for kernel in jit.kernel_modules():
         for variant in kernel.module.VARIANTS:
-            named = jit._shared_buffers(jit.trace(kernel.module, variant))
+            named = buffers_by_name(jit.trace(kernel.module, variant))
             shared = [name for name, same in named.items() if len(same) > 1]
             assert not shared, f"{jit.label(kernel.module, variant)}: {shared}"
 

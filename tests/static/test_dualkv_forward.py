@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("disassembler")
 ONE_IN_FLIGHT, NONE_IN_FLIGHT = "WARPGROUP.DEPBAR.LE 0x1", "WARPGROUP.DEPBAR.LE 0x0"
 
 
-@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=jit.variant_id)
 def test_v_is_let_go_before_the_exponentials(variant):
     """Of an item's first step and of the dense one; in the few masked ones ptxas may choose."""
     found = inspect.facts(jit.Kernel("dualkv", "fwd", fwd), variant)

@@ -397,4 +397,4 @@ def build(v: Variant):
                     else:
                         reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift)
 
-    return bwd.with_attr("global_symbol", f"dualkv_bwd_{v.dtype}")
+    return bwd

@@ -235,4 +235,4 @@ def build(v: Variant):
                     elif tx < 96:
                         row_stats(stats, s, ring, walk, tx - 32, q_shift)
 
-    return bwd_dkv.with_attr("global_symbol", f"dualkv_bwd_dkv_{v.dtype}_d{D}")
+    return bwd_dkv

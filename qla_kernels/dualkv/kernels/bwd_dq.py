@@ -345,4 +345,4 @@ def build(v: Variant):
                     elif tx < 64:
                         scrub(span, s_k, k_ring, clean, x)
 
-    return bwd_dq.with_attr("global_symbol", f"dualkv_bwd_dq_{v.dtype}_d{D}")
+    return bwd_dq

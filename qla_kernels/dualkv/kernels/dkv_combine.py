@@ -98,4 +98,4 @@ def build(v: Variant):
                 for which, grad in enumerate((dk, dv)):
                     sum_parts(parts, grad, split, i, kv_head, which, at)
 
-    return dkv_combine.with_attr("global_symbol", f"dualkv_dkv_combine_{v.dtype}")
+    return dkv_combine

@@ -75,4 +75,4 @@ def build(v: Variant):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             rows(sums, dq, v.dtype, block * plan.threads + T.get_thread_binding(), scale)
 
-    return dq_cast.with_attr("global_symbol", f"dualkv_dq_cast_{v.dtype}")
+    return dq_cast

@@ -402,4 +402,4 @@ def build(v: Variant):
                 else:
                     store(o, s_o, s_work, work, o_ring, tile_log2, q_shift)
 
-    return fwd.with_attr("global_symbol", f"dualkv_fwd_{v.dtype}_d{D}")
+    return fwd

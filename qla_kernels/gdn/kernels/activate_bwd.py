@@ -210,4 +210,4 @@ def build(v: Variant):
             if has(flags, GATE):
                 add_up(sums, r_sums, s_sums, place, block, num_heads)
 
-    return activate_bwd.with_attr("global_symbol", f"activate_bwd_{v.dtype}")
+    return activate_bwd

@@ -321,4 +321,4 @@ def build(v: Variant):
                 else:
                     grads_out.sums(dg, dbeta, s_sums, ring.sums, walk, K, V)
 
-    return chunk_grads.with_attr("global_symbol", f"chunk_grads_{v.dtype}_k{v.K}_v{v.V}")
+    return chunk_grads

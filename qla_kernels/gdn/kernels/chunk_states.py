@@ -301,4 +301,4 @@ def build(v: Variant):
                     out = States(h, first_slot[n], hv, v0)
                     store(out, s_h, h_rings, T.ceildiv(num_chunks, every))
 
-    return chunk_states.with_attr("global_symbol", f"chunk_states_{v.dtype}_k{v.K}_v{v.tile_v}")
+    return chunk_states

@@ -57,4 +57,4 @@ def build(v: Variant):
             await_previous()
             place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum)
 
-    return chunk_table.with_attr("global_symbol", f"chunk_table_{v.dtype}")
+    return chunk_table

@@ -445,4 +445,4 @@ def build(v: Variant):
                         s_ds, ds_rings, num_chunks,
                     )  # fmt: skip
 
-    return dstate_chain.with_attr("global_symbol", f"dstate_chain_{v.dtype}_k{v.K}_v{v.tile_v}")
+    return dstate_chain

@@ -109,4 +109,4 @@ def build(v: Variant):
                             row, j * 32 + lane
                         ]
 
-    return gate.with_attr("global_symbol", f"gate_{v.dtype}")
+    return gate

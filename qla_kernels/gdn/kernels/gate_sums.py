@@ -101,4 +101,4 @@ def build(v: Variant):
                 else:
                     put(ddt_bias[0], r_sum, head, 0, 1, bias_dtype)
 
-    return gate_sums.with_attr("global_symbol", f"gate_sums_{v.dtype}")
+    return gate_sums

@@ -276,4 +276,4 @@ def build(v: Variant):
                 elif tx < plan.end("store"):
                     store(A, chunks, s_a, a_ring, head, *walk, group)
 
-    return kkt_solve.with_attr("global_symbol", f"kkt_solve_{v.dtype}_k{v.K}")
+    return kkt_solve

@@ -121,4 +121,4 @@ def build(v: Variant):
             column = tx % ROW_THREADS * PIECE
             norm(x, y, v.dtype, row, num_rows, num_tokens, num_heads, num_spans, column)
 
-    return l2norm.with_attr("global_symbol", f"l2norm_{v.dtype}")
+    return l2norm

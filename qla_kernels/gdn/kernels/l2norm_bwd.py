@@ -132,4 +132,4 @@ def build(v: Variant):
                 column,
             )
 
-    return l2norm_bwd.with_attr("global_symbol", f"l2norm_bwd_{v.dtype}")
+    return l2norm_bwd

@@ -372,4 +372,4 @@ def build(v: Variant):
                         (r_s[0, 0, 0], PIECE * PIECE, PIECE),
                     )
 
-    return recurrent.with_attr("global_symbol", f"recurrent_{v.dtype}_k{v.K}_{v.state}")
+    return recurrent

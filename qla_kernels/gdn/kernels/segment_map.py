@@ -274,5 +274,4 @@ def build(v: Variant):
                     else:
                         gate(g, beta, s_gate, gates, *where, hv, False, None)
 
-    name = f"segment_map_{v.dtype}_k{v.K}" + "_given" * (not v.solves)
-    return segment_map.with_attr("global_symbol", name)
+    return segment_map

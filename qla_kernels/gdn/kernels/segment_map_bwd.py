@@ -229,4 +229,4 @@ def build(v: Variant):
                         scale / unit,
                     )  # fmt: skip
 
-    return segment_map_bwd.with_attr("global_symbol", f"segment_map_bwd_{v.dtype}_k{v.K}")
+    return segment_map_bwd

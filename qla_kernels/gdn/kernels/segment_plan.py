@@ -196,4 +196,4 @@ def build(v: Variant):
             elif capacity > 0:
                 place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum)
 
-    return segment_plan.with_attr("global_symbol", f"segment_plan_{v.dtype}")
+    return segment_plan

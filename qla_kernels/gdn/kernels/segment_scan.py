@@ -302,5 +302,4 @@ def build(v: Variant):
             elif tx < plan.end("store"):
                 store(v, states, cold, s_out, out_ring, *walk, hv, v0)
 
-    name = f"segment_scan_k{v.K}_v{v.columns}" + "_reverse" * v.reverse
-    return segment_scan.with_attr("global_symbol", name)
+    return segment_scan

@@ -175,4 +175,4 @@ def build(v: Variant):
                         chunk, b, kv_head, tile * TILE, first_block[chunk, tile], group,
                     )  # fmt: skip
 
-    return bwd_dkv.with_attr("global_symbol", f"bwd_dkv_{v.dtype}_d{D}")
+    return bwd_dkv

@@ -201,4 +201,4 @@ def build(v: Variant):
                 elif tx < 64:
                     keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk)
 
-    return bwd_dkv_columns.with_attr("global_symbol", f"bwd_dkv_columns_{v.dtype}_d{D}")
+    return bwd_dkv_columns

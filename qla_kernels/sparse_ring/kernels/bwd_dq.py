@@ -265,4 +265,4 @@ def build(v: Variant):
                         columns,
                     )  # fmt: skip
 
-    return bwd_dq.with_attr("global_symbol", f"bwd_dq_{v.dtype}_d{D}")
+    return bwd_dq

@@ -87,4 +87,4 @@ def build(v: Variant):
                                     x[slot, row, h // (H // Hk), e * 32 + lane],
                                 )
 
-    return compact.with_attr("global_symbol", "sparse_ring_compact")
+    return compact

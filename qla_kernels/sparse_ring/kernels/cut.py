@@ -100,4 +100,4 @@ def build(v: Variant):
                     column[head, at] = end
                     kept[head, at] = 0
 
-    return cut.with_attr("global_symbol", "cut")
+    return cut

@@ -108,4 +108,4 @@ def build(v: Variant):
             row0, block = tile * TILE, first_block[chunk, tile]
             rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D)
 
-    return scatter.with_attr("global_symbol", f"sparse_ring_scatter_d{D}")
+    return scatter

@@ -188,4 +188,4 @@ def build(v: Variant):
                     T.cast(sums[1], "float64") / T.cast(T.max(total, 1), "float64"), "float32"
                 )
 
-    return select.with_attr("global_symbol", "select_lines")
+    return select

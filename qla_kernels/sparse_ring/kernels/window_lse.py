@@ -172,4 +172,4 @@ def build(v: Variant):
                         unit, row0, unit // Hk, unit % Hk, first, num_tiles,
                     )  # fmt: skip
 
-    return window_lse.with_attr("global_symbol", f"window_lse_{v.dtype}_d{v.D}")
+    return window_lse

@@ -211,4 +211,4 @@ def build(v: Variant):
                         unit, row0, unit // Hk, unit % Hk, first, num_tiles,
                     )  # fmt: skip
 
-    return window_mass.with_attr("global_symbol", f"window_mass_{v.dtype}_d{v.D}")
+    return window_mass
