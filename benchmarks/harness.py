@@ -58,6 +58,7 @@ class Harness:
         self._limits = {**LIMITS, "first call": first_call_limit}
         self._strikes: Counter[str] = Counter()
         self._unimportable: dict[str, str] = {}
+        self.kernels: dict[str, str] = {}  # digests of what this package launched, by label
         self.machine = self._start()
 
     def __enter__(self) -> "Harness":
@@ -108,6 +109,7 @@ class Harness:
                 for name in wanted:
                     results.setdefault(name, Result(name, FAILED, message.detail))
             elif isinstance(message, Done):
+                self.kernels |= message.kernels
                 if not message.spoiled:
                     for name in wanted:
                         results.setdefault(name, Result(name, FAILED, "no result"))

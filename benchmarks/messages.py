@@ -45,4 +45,5 @@ class RowFailed(NamedTuple):
 
 
 class Done(NamedTuple):
-    spoiled: bool = False  # the device context is broken: ask for another worker
+    spoiled: bool  # the device context is broken: ask for another worker
+    kernels: dict[str, str]  # digests of what this package has launched so far, by label

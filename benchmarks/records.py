@@ -92,15 +92,20 @@ class Run:
     commit: str
     dirty: bool
     command: str
-    fingerprint: str
+    kernels: dict[str, str] = field(default_factory=dict)  # digests of those that ran, by label
     rows: tuple[Row, ...] = ()
     notes: str = ""
 
+    def current(self, digests: dict[str, str]) -> bool:
+        """Every kernel that ran is, by these digests, generated as it was. On a CPU none ran."""
+        known = bool(self.kernels) or self.device_kind == "cpu"
+        return known and all(digests.get(name) == of for name, of in self.kernels.items())
 
-def fingerprint(family: str) -> str:
-    from qla_kernels.info import fingerprint as of
-
-    return str(of(family))
+    def agrees(self, other: "Run") -> bool:
+        """What both ran is the same code; older records, which name none, agree by commit."""
+        if not self.kernels or not other.kernels:
+            return self.commit == other.commit
+        return all(other.kernels.get(name, of) == of for name, of in self.kernels.items())
 
 
 def git_state() -> tuple[str, bool]:
@@ -192,6 +197,7 @@ def load(folder: Path = RESULTS) -> list[Run]:
             values = json.loads(line)
             entry = values.pop("entry", None)
             if entry == "run":
+                values.pop("fingerprint", None)  # of source text: records before November 23
                 runs[values["id"]] = values
             elif entry == "row":
                 rows.setdefault(values.pop("run"), []).append(row_from_json(values))

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from qla_kernels.digests import recorded
+
 from . import records, tables
 from .records import ROOT, Run
 from .report_texts import ASIDE, FAMILIES, GRAPHS, METHOD, WORKLOADS, batches
@@ -24,35 +26,31 @@ START, END = "<!-- performance:start -->", "<!-- performance:end -->"
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 FIGURES = Path("docs/figures")
 
-Fingerprint = Callable[[str], str]
+Digests = dict[str, str]  # of generated code, by the kernel's label
 
 
-def headline(
-    runs: Sequence[Run], family: str, fingerprint: Fingerprint = records.fingerprint
-) -> Run | None:
+def headline(runs: Sequence[Run], family: str, digests: Digests) -> Run | None:
     """The GPU record to show first, of the family's quick set, less what is aside.
 
     Among those with as many rows the one with most implementations: a lone rival is easily beaten.
     """
     quick = _quick(family)
     elsewhere = {name for of_set in ASIDE[family] for name in _names(family, of_set)} - quick
-    found = _of_newest_kernels(runs, family, quick, len(quick), fingerprint)
+    found = _of_newest_kernels(runs, family, quick, len(quick), digests)
     if not found:
         return None
     best = max(reversed(found), key=lambda run: (_count(run, quick), len(run.labels)))
     return _with_rows(best, lambda name: name not in elsewhere)
 
 
-def aside(
-    runs: Sequence[Run], family: str, of_set: str, fingerprint: Fingerprint = records.fingerprint
-) -> Run | None:
+def aside(runs: Sequence[Run], family: str, of_set: str, digests: Digests) -> Run | None:
     """The set's rows, of the newest GPU record with most of those that are not quick."""
     names = _names(family, of_set)
     wanted = names - _quick(family)
     most = max((_count(run, wanted) for run in _on_a_gpu(runs, family)), default=0)
     if not most:
         return None
-    found = _of_newest_kernels(runs, family, wanted, most, fingerprint)
+    found = _of_newest_kernels(runs, family, wanted, most, digests)
     best = max(reversed(found), key=lambda run: _count(run, wanted))
     return _with_rows(best, names.__contains__)
 
@@ -62,13 +60,13 @@ def _on_a_gpu(runs: Sequence[Run], family: str) -> list[Run]:
 
 
 def _of_newest_kernels(
-    runs: Sequence[Run], family: str, names: set[str], most: int, fingerprint: Fingerprint
+    runs: Sequence[Run], family: str, names: set[str], most: int, digests: Digests
 ) -> list[Run]:
     """GPU records with half of `most` rows at least: of today's kernels, or the newest before."""
     many = [run for run in _on_a_gpu(runs, family) if 2 * _count(run, names) >= most]
-    newest_first = [fingerprint(family), *(run.fingerprint for run in reversed(many))]
-    by_kernels = ([run for run in many if run.fingerprint == of] for of in newest_first)
-    return next(filter(None, by_kernels), [])
+    if current := [run for run in many if run.current(digests)]:
+        return current
+    return [run for run in many if run.agrees(many[-1])]
 
 
 def _count(run: Run, names: set[str]) -> int:
@@ -87,11 +85,11 @@ def _with_rows(run: Run, belongs: Callable[[str], bool]) -> Run:
     return replace(run, rows=tuple(row for row in run.rows if belongs(row.name)))
 
 
-def readme_section(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
+def readme_section(runs: Sequence[Run], digests: Digests) -> str:
     parts = [NOTICE, GRAPHS]
     for family, title in FAMILIES.items():
-        run = headline(runs, family, fingerprint)
-        parts.append(f"**{title}.** {_headline_text(run, family, fingerprint)}")
+        run = headline(runs, family, digests)
+        parts.append(f"**{title}.** {_headline_text(run, family, digests)}")
         if run is not None:
             parts += filter(None, [_by_heads(run)])
             parts += _pictures(_figures(f"{family}-fwd*latency"), Path())
@@ -100,38 +98,38 @@ def readme_section(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
     return "\n\n".join(parts)
 
 
-def performance_page(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
+def performance_page(runs: Sequence[Run], digests: Digests) -> str:
     parts = ["# Performance", NOTICE, METHOD]
     for family, title in FAMILIES.items():
-        run = headline(runs, family, fingerprint)
-        parts += [f"## {title}", _headline_text(run, family, fingerprint)]
+        run = headline(runs, family, digests)
+        parts += [f"## {title}", _headline_text(run, family, digests)]
         if run is not None:
             kinds = sorted({row.kind for row in run.rows})
             figures = [path for kind in kinds for path in _figures(f"{family}-{kind}-*")]
             parts += [tables.page(run), *_pictures(figures, Path("docs"))]
             parts += [_provenance(run), _details(run)]
         for of_set, heading in ASIDE[family].items():
-            other = aside(runs, family, of_set, fingerprint)
+            other = aside(runs, family, of_set, digests)
             if other is not None:
-                parts += [f"### {heading}", _headline_text(other, family, fingerprint)]
+                parts += [f"### {heading}", _headline_text(other, family, digests)]
                 parts += [tables.page(other)]
                 parts += _pictures(_figures(f"{family}-{of_set}"), Path("docs"))
                 parts += [_provenance(other), _details(other)]
         without = _without_gpu(runs, family)
         if without is not None:
             parts += ["### Without a GPU", without]
-    parts += ["## Records", _list_of(runs, fingerprint)]
+    parts += ["## Records", _list_of(runs, digests)]
     parts += ["## Workloads", WORKLOADS, _sets(), batches()]
     return "\n\n".join(parts) + "\n"
 
 
-def _headline_text(run: Run | None, family: str, fingerprint: Fingerprint) -> str:
+def _headline_text(run: Run | None, family: str, digests: Digests) -> str:
     command = f"`python -m benchmarks.sm90 {family} --quick --save`"
     if run is None:
         return f"No record on an SM90 GPU yet: {command} on one makes it."
     text = [f"Record `{run.id}`, {run.device}, {run.date[:10]}, commit {run.commit[:10]}"]
     text.append("with uncommitted changes." if run.dirty else "as committed.")
-    if run.fingerprint != fingerprint(family):
+    if not run.current(digests):
         text.append(f"**Stale:** the kernels changed since. `{run.command}` measures today's.")
     if all(row.time_ms("ours") is None for row in run.rows):
         text.append("It holds the rivals only: this version has no kernel of ours for these rows.")
@@ -185,7 +183,7 @@ def _provenance(run: Run) -> str:
     ]
     return "\n".join([
         f"- Command: `{run.command}`", f"- Versions: {versions}", f"- Before: {states[0]}",
-        f"- After: {states[1]}", f"- Fingerprint: `{run.fingerprint}`",
+        f"- After: {states[1]}", f"- Kernels: {len(run.kernels) or 'not named'}",
     ])  # fmt: skip
 
 
@@ -209,12 +207,12 @@ def _without_gpu(runs: Sequence[Run], family: str) -> str | None:
     return None
 
 
-def _list_of(runs: Sequence[Run], fingerprint: Fingerprint) -> str:
+def _list_of(runs: Sequence[Run], digests: Digests) -> str:
     if not runs:
         return "None yet."
     lines = []
     for run in reversed(runs):
-        state = "current" if run.fingerprint == fingerprint(run.family) else "stale"
+        state = "current" if run.current(digests) else "stale"
         commit = run.commit[:10] + (" and changes" if run.dirty else "")
         lines.append([f"`{run.id}`", run.device, run.date[:10], commit, state, str(len(run.rows))])
     return tables.markdown(["record", "device", "date", "commit", "kernels", "rows"], lines, left=5)
@@ -239,12 +237,13 @@ def between_markers(text: str, body: str) -> str:
     return f"{before}{START}\n{body}\n{END}{after}"
 
 
-def texts(runs: Sequence[Run], fingerprint: Fingerprint = records.fingerprint) -> dict[Path, str]:
+def texts(runs: Sequence[Run]) -> dict[Path, str]:
     """What each generated file has to contain."""
+    digests = recorded()
     readme = ROOT / "README.md"
     return {
-        readme: between_markers(readme.read_text(), readme_section(runs, fingerprint)),
-        ROOT / "docs" / "performance.md": performance_page(runs, fingerprint),
+        readme: between_markers(readme.read_text(), readme_section(runs, digests)),
+        ROOT / "docs" / "performance.md": performance_page(runs, digests),
     }
 
 
@@ -274,16 +273,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _draw_figures(runs: Sequence[Run]) -> None:
     from .figures import draw, draw_growth
 
-    folder = ROOT / FIGURES
+    folder, digests = ROOT / FIGURES, recorded()
     folder.mkdir(parents=True, exist_ok=True)
     for family in FAMILIES:
-        run = headline(runs, family)
+        run = headline(runs, family, digests)
         if run is not None:
             for kind in {row.kind for row in run.rows}:
                 for old in folder.glob(f"{family}-{kind}-*"):
                     old.unlink()
             draw(run, folder)
-    growing = aside(runs, "dualkv", "responses")
+    growing = aside(runs, "dualkv", "responses", digests)
     if growing is not None:
         draw_growth(growing, folder)
 

@@ -151,7 +151,8 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
         try:
             for workload in workloads:
                 progress.row(workload.name)
-                run = replace(run, rows=(*run.rows, harness.row(workload)))
+                rows = (*run.rows, harness.row(workload))
+                run = replace(run, rows=rows, kernels=dict(harness.kernels))
                 _write_record(options, run)
         except KeyboardInterrupt:
             progress.say(f"stopped after {len(run.rows)} of {len(workloads)} workloads")
@@ -187,7 +188,6 @@ def describe_run(options: argparse.Namespace, machine: Machine, workloads: Seque
         commit=commit,
         dirty=dirty,
         command=records.command_line(),
-        fingerprint=records.fingerprint(options.family),
         notes=" ".join(notes),
     )
 

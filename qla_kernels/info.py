@@ -2,7 +2,7 @@
 
     python -m qla_kernels.info                  everything below
     python -m qla_kernels.info --json           the same, for programs
-    python -m qla_kernels.info --fingerprint    one hash a family: which code a record is about
+    python -m qla_kernels.info --fingerprint    one hash a family: of its kernels' generated code
     python -m qla_kernels.info --selftest       small cases against the reference
     python -m qla_kernels.info gdn.kkt_solve    a kernel's schedules
 
@@ -10,18 +10,17 @@ No probe can stop another: one that fails reports its own failure. Nothing is co
 """
 
 import argparse
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import qla_kernels
-from qla_kernels import jit
+from qla_kernels import digests, jit
 from qla_kernels.errors import need
 
 PACKAGE = Path(__file__).parent
@@ -48,12 +47,6 @@ HOOKS = {  # of qla_kernels.integrations: what makes it work, and what it does t
     "transformers ring": ("transformers_sparse_ring.register()", 'attention "sparse_ring" is ours'),
 }
 
-# A family's files that decide nothing about what runs on the GPU.
-HOST_ONLY = (
-    "__init__.py", "api.py", "assemble.py", "balance.py", "batch.py", "compat.py", "contents.py",
-    "cpu.py", "groups.py", "logprobs.py", "microbatch.py", "ops.py", "padded.py", "patterns.py",
-    "prefix_tree.py", "prompts.py", "validate.py",
-)  # fmt: skip
 ATTENTION = ("dualkv", "sparse_ring")  # they share attn
 STANDARD = {"gdn": (1, 64, 2, 128), "dualkv": (64, 2, 128), "sparse_ring": (1, 128, 2, 128)}
 
@@ -87,25 +80,8 @@ def families() -> list[str]:
 
 
 def fingerprint(family: str) -> str:
-    """A hash over all that decides what the family runs on a GPU; the same on every machine.
-
-    That is kernels, launch code, what families share on the device, chunk tables and compiler
-    settings. A record with another fingerprint is about other code.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(_device_files(family)):
-        digest.update(f"{file.relative_to(PACKAGE).as_posix()}\0".encode())
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:16]
-
-
-def _device_files(family: str) -> Iterator[Path]:
-    yield from (PACKAGE / "jit.py", PACKAGE / "varlen.py")
-    for folder in ("tile", family, *(("attn",) if family in ATTENTION else ())):
-        for file in (PACKAGE / folder).rglob("*"):
-            of_host = file.parent == PACKAGE / family and file.name in HOST_ONLY
-            if file.suffix in (".py", ".cuh") and not of_host:
-                yield file
+    """One digest over the generated code of the family's kernels; the same on every machine."""
+    return digests.of_family((family, "attn") if family in ATTENTION else (family,))
 
 
 def schedules(kernel: str) -> dict[str, list[str]]:

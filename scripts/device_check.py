@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks import records
-from qla_kernels import device
+from qla_kernels import device, info
 from qla_kernels.errors import need
 from qla_kernels.gdn.validate import CAPABILITY
 from qla_kernels.info import families
@@ -181,7 +181,7 @@ def record(family: str, outcomes: list[Outcome]) -> dict[str, object]:
         "id": f"check-{family}-{date:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}",
         "family": family,
         "date": date.isoformat(timespec="seconds"),
-        "fingerprint": records.fingerprint(family),
+        "fingerprint": info.fingerprint(family),
         "device": records.device_name("cuda"),
         "environment": records.device_environment("cuda"),
         "versions": records.package_versions(PACKAGES),

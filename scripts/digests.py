@@ -1,30 +1,30 @@
-"""Digests of the generated code: is it the same in every process, and the same as in a revision?
+"""Digests of the generated code: is it the same in every process, and what it was?
 
     python scripts/digests.py                          every variant of every kernel
     python scripts/digests.py gdn.fused_fwd            one kernel, or one family
+    python scripts/digests.py --write                  bring qla_kernels/digests.json up to date
+    python scripts/digests.py --check                  compare with qla_kernels/digests.json
+    python scripts/digests.py --check REV              compare with that file in a git revision
     python scripts/digests.py --processes 20           lower each kernel in 20 fresh processes
-    python scripts/digests.py --check REV              compare with the code of a git revision
 
-Prints a line a variant: the first 16 digits of the SHA-256 of its CUDA, and its function's name.
+Prints a line a variant: its digest and its label. Comments and names of variables do not count.
 Compared processes have a random PYTHONHASHSEED and lower one kernel each; --workers says how many
 run at a time. Needs TileLang; neither nvcc nor a GPU. Lowering every kernel once takes some 20
 minutes of a core. Exit status 1 when digests differ.
 """
 
 import argparse
-import hashlib
+import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-Digests = dict[str, str]  # by the function's name
+Digests = dict[str, str]  # by the variant's label
 
 
 def selected(wanted: str) -> list[str]:
@@ -36,24 +36,24 @@ def selected(wanted: str) -> list[str]:
 
 
 def own(wanted: str) -> Iterator[tuple[str, str]]:
-    """(function, digest) of each variant of the selected kernels."""
+    """(label, digest) of each variant of the selected kernels."""
     from qla_kernels import jit
+    from qla_kernels.digests import digest
 
     chosen = selected(wanted)
     for kernel in jit.kernel_modules(wanted.partition(".")[0] or None):
         if str(kernel) in chosen:
             for variant in kernel.module.VARIANTS:
                 lowered = jit.lower(kernel, variant)
-                yield lowered.function, hashlib.sha256(lowered.source.encode()).hexdigest()[:16]
+                yield jit.label(kernel.module, variant), digest(lowered.source, lowered.function)
 
 
-def in_a_process(wanted: list[str], root: Path = ROOT) -> Digests:
-    """What this script, run in a fresh process with the package in `root`, prints."""
-    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONHASHSEED": "random"}
+def in_a_process(wanted: list[str]) -> Digests:
+    """What this script, run in a fresh process, prints."""
     done = subprocess.run(
         [sys.executable, __file__, *wanted],
-        env=environment,
-        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random"},
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -61,8 +61,15 @@ def in_a_process(wanted: list[str], root: Path = ROOT) -> Digests:
     return {name: digest for digest, name in map(str.split, done.stdout.splitlines())}
 
 
+def in_processes(kernels: list[str], runs: int, workers: int) -> list[Digests]:
+    """Every kernel in a process of its own, `runs` times."""
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = [[pool.submit(in_a_process, [name]) for name in kernels] for _ in range(runs)]
+        return [{k: v for job in run for k, v in job.result().items()} for run in jobs]
+
+
 def differences(runs: list[Digests]) -> list[str]:
-    """A line for each function whose digest is not the same in all runs."""
+    """A line for each variant whose digest is not the same in all runs."""
     said = []
     for name in sorted(set().union(*runs)):
         seen = [run.get(name, "absent") for run in runs]
@@ -72,20 +79,16 @@ def differences(runs: list[Digests]) -> list[str]:
     return said
 
 
-@contextmanager
-def checkout(revision: str | None) -> Iterator[Path | None]:
-    """A folder that holds a revision, while it lasts; None for None."""
-    if revision is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
-        try:
-            yield tree
-        finally:
-            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+def on_record(revision: str) -> Digests:
+    """What digests.json says: the one in the working tree, or that of a git revision."""
+    from qla_kernels import digests
+
+    if not revision:
+        return digests.recorded()
+    file = digests.FILE.relative_to(ROOT).as_posix()
+    git = ["git", "-C", str(ROOT), "show", f"{revision}:{file}"]
+    text = subprocess.run(git, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return dict(json.loads(text)["kernels"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,26 +101,41 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("kernels", nargs="*", help="family or family.kernel; all when left out")
     parser.add_argument("--processes", type=int, metavar="N", help="compare N fresh processes")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
-    parser.add_argument("--check", metavar="REV", help="compare with a git revision")
+    parser.add_argument("--check", nargs="?", const="", metavar="REV", help="compare with a record")
+    parser.add_argument("--write", action="store_true", help="write digests.json")
     options = parser.parse_args(arguments)
-    if not options.processes and not options.check:
+    if not options.processes and options.check is None and not options.write:
         for wanted in options.kernels or [""]:
             for name, digest in own(wanted):
                 print(digest, name, flush=True)
         return 0
     kernels = [name for wanted in options.kernels or [""] for name in selected(wanted)]
-    with ThreadPoolExecutor(options.workers) as pool, checkout(options.check) as other:
-        roots = [ROOT] * (options.processes or 1) + ([other] if other else [])
-        jobs = [pool.submit(in_a_process, [name], root) for root in roots for name in kernels]
-        done = [job.result() for job in jobs]
-    runs: list[Digests] = []
-    for i in range(len(roots)):
-        of_a_run = done[i * len(kernels) : (i + 1) * len(kernels)]
-        runs.append({name: digest for part in of_a_run for name, digest in part.items()})
+    runs = in_processes(kernels, options.processes or 1, options.workers)
     said = differences(runs)
+    if options.check is not None:
+        record = on_record(options.check)
+        asked = {k: v for k, v in record.items() if k.partition("-")[0] in kernels}
+        said += differences([asked, runs[0]])
     print(*said, sep="\n", end="\n" if said else "")
     print(f"{len(runs[0])} variants, {len(runs)} processes, {len(said)} differ")
+    if options.write and len(said) == 0:
+        record_them(runs[0], kernels)
     return 1 if said else 0
+
+
+def record_them(found: Digests, kernels: list[str]) -> None:
+    """What was lowered, and of all other kernels what stands there."""
+    import tilelang
+
+    from qla_kernels import digests
+
+    known = set(selected(""))
+    kept = {
+        name: digest
+        for name, digest in digests.recorded().items()
+        if name.partition("-")[0] in known - set(kernels)
+    }
+    digests.write(kept | found, tilelang.__version__)
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def test_the_command_runs_to_the_end(tmp_path, capsys):
     entry = json.loads((out / "gdn.json").read_text())
     assert entry["device_kind"] == "cpu"
     assert entry["rows"][0]["results"][0]["status"] == OK
-    assert entry["fingerprint"] == records.fingerprint("gdn")
+    assert entry["kernels"] == {}  # no kernel runs on a CPU
     used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - used
     assert used < 120  # seconds of a CPU
 

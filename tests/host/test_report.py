@@ -12,15 +12,9 @@ from benchmarks.records import OK, Result
 from benchmarks.sm90 import SETS
 from benchmarks.workloads import GDN
 from benchmarks.workloads_attention import DUALKV, REQUIRED
-from tests.host.made_up_runs import anchor_run, run_of, shared_run
+from tests.host.made_up_runs import KERNELS, anchor_run, run_of, shared_run
 
-
-def current(family):
-    return "made-up"
-
-
-def other(family):
-    return "something else"
+current, other = KERNELS, {"gdn.gate-fp32": "something else"}
 
 
 # --- records
@@ -57,7 +51,6 @@ def test_every_line_is_strict_json(tmp_path):
 def test_committed_records_can_be_read():
     for run in records.load():
         assert run.rows
-        assert run.fingerprint
 
 
 # --- tables
@@ -241,11 +234,11 @@ def test_a_record_of_other_kernels_is_stale():
 
 def test_a_record_without_every_anchor_row_makes_no_headline():
     partial = run_of(GDN["anchors"][:5])
-    assert report.headline([partial], "gdn") is None
+    assert report.headline([partial], "gdn", current) is None
     older = anchor_run()
-    assert report.headline([older, partial], "gdn") == older
+    assert report.headline([older, partial], "gdn", current) == older
     on_cpu = anchor_run(device_kind="cpu")
-    assert report.headline([on_cpu], "gdn") is None
+    assert report.headline([on_cpu], "gdn", current) is None
 
 
 def test_the_newest_complete_record_is_the_headline():
@@ -258,11 +251,8 @@ def test_the_newest_complete_record_is_the_headline():
 def test_half_of_the_rows_of_todays_kernels_are_the_headline_before_older_ones():
     quick = GDN["anchors"]
     older, least = anchor_run(id="older"), len(quick) // 2 + 1
-    half, too_few = (run_of(quick[:n], id=f"{n}", fingerprint="today") for n in (least, 3))
-
-    def today(family):
-        return "today"
-
+    today = {"gdn.gate-fp32": "today"}
+    half, too_few = (run_of(quick[:n], id=f"{n}", kernels=today) for n in (least, 3))
     assert report.headline([half, older, too_few], "gdn", today).id == half.id
     assert report.headline([too_few, older], "gdn", today).id == "older"
 
@@ -275,7 +265,7 @@ def test_of_two_records_alike_the_headline_has_more_rivals():
 
 def test_a_section_beside_the_headline_is_about_todays_kernels_if_half_of_it_is():
     rows = GDN["decode"]
-    older = run_of(rows, id="older", fingerprint="before")
+    older = run_of(rows, id="older", kernels={"gdn.gate-fp32": "before"})
     half, few = run_of(rows[: len(rows) // 2], id="half"), run_of(rows[:2], id="few")
     assert report.aside([half, older, few], "gdn", "decode", current).id == "half"
     assert report.aside([few, older], "gdn", "decode", current).id == "older"

@@ -1,6 +1,7 @@
 """Every variant of every kernel compiles for sm_90a and is what its schedule says it is."""
 
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
-from qla_kernels import inspect, jit
+from qla_kernels import digests, inspect, jit
 from qla_kernels.errors import Unsupported
 from scripts import schedules
 from tests.static.one_unit import one_unit
@@ -26,14 +27,21 @@ def _compiler() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_variants_agree_with_their_schedules(kernel: jit.Kernel) -> None:
-    said, unchecked = [], set()
+    said, unchecked, generated = [], set(), {}
     with one_unit(kernel):
         for variant in kernel.module.VARIANTS:
+            lowered = jit.lower(kernel, variant)
+            label = jit.label(kernel.module, variant)
+            generated[label] = digests.digest(lowered.source, lowered.function)
             facts = inspect.facts(kernel, variant)
             if violations := inspect.check(facts, kernel.module.schedule(variant)):
                 said += [facts.kernel, *violations]
             unchecked |= set(facts.unchecked)
     assert not said, "\n".join(said)
+    if version("tilelang") == digests.lowered_by():
+        everyone = digests.recorded().items()
+        on_record = {name: of for name, of in everyone if name.partition("-")[0] == str(kernel)}
+        assert generated == on_record, f"python scripts/digests.py {kernel} --write, if intended"
     if unchecked:
         pytest.skip("the rest agrees, but " + "; ".join(sorted(unchecked)))
 
