@@ -33,13 +33,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("kernel", nargs="?", help="family or family.kernel; all when left out")
     parser.add_argument("--variant", default="", help="only variants whose name contains this")
+    parser.add_argument("--exact", default="", metavar="ID", help="only the variant of this id")
     parser.add_argument("--order", action="store_true", help="print each role's instruction order")
     parser.add_argument("--json", action="store_true", help="print facts as JSON")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep source, cubin, SASS, report")
     options = parser.parse_args(arguments)
     failed, records = 0, []
     try:
-        for kernel, variant in _selected(options.kernel, options.variant):
+        for kernel, variant in _selected(options.kernel, options.variant, options.exact):
             name = jit.label(kernel.module, variant)
             keep = options.dump / name if options.dump else None
             found = facts(kernel, variant, keep)
@@ -60,12 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _selected(wanted: str | None, text: str) -> Iterator[tuple[jit.Kernel, Any]]:
+def _selected(wanted: str | None, text: str, exact: str) -> Iterator[tuple[jit.Kernel, Any]]:
     family, _, name = (wanted or "").partition(".")
     for kernel in jit.kernel_modules(family or None):
         if name in ("", kernel.name):
             for variant in kernel.module.VARIANTS:
-                if text in jit.label(kernel.module, variant):
+                same = exact in ("", jit.variant_id(variant))
+                if same and text in jit.label(kernel.module, variant):
                     yield kernel, variant
 
 

@@ -1,6 +1,7 @@
 """Small cases of everything that can run on this machine, against the definition in fp64.
 
-    python -m qla_kernels.selftest      also: python -m qla_kernels.info --selftest
+    python -m qla_kernels.selftest                  also: python -m qla_kernels.info --selftest
+    python -m qla_kernels.selftest gdn.fused_fwd    one kernel alone
 
 The inputs, in cases.py, are small enough to run under compute-sanitizer and large enough for a
 partial chunk, a chunk of one token and shared key heads. On a Hopper GPU each kernel is launched by
@@ -40,22 +41,27 @@ KERNELS = {
 }
 
 
-def run() -> list[Result]:
-    results = [*gdn_public.run("cpu", torch.float32), *gdn_public.run("cpu", torch.bfloat16)]
+def run(only: str = "") -> list[Result]:
+    """Everything, or one kernel."""
+    results: list[Result] = []
+    if not only:
+        results += gdn_public.run("cpu", torch.float32)
+        results += gdn_public.run("cpu", torch.bfloat16)
     if not device.available():
         return [*results, Result("GPU", None, 0, "torch sees none")]
     capability = device.capability(torch.device("cuda"))
     if capability != CAPABILITY:
         note = f"capability {capability[0]}.{capability[1]}, kernels are for Hopper (9.0)"
         return [*results, Result("GPU", None, 0, note)]
-    results += gdn_public.run("cuda", torch.bfloat16)
-    for family, name in jit.kernel_names():
-        check = KERNELS.get(f"{family}.{name}")
-        results += check() if check else [Result(f"{family}.{name}", None, 0, "no case")]
+    if not only:
+        results += gdn_public.run("cuda", torch.bfloat16)
+    for kernel in [only] if only else map(".".join, jit.kernel_names()):
+        check = KERNELS.get(kernel)
+        results += check() if check else [Result(kernel, None, 0, "no case")]
     return results
 
 
-def main() -> int:
-    results = run()
+def main(only: str = "") -> int:
+    results = run(only)
     sys.stdout.write("\n".join(map(str, results)) + "\n")
     return 0 if all(result.passed for result in results) else 1

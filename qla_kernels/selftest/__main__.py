@@ -1,7 +1,7 @@
-"""python -m qla_kernels.selftest"""
+"""python -m qla_kernels.selftest [family.kernel]"""
 
 import sys
 
 from qla_kernels.selftest import main
 
-sys.exit(main())
+sys.exit(main(*sys.argv[1:]))

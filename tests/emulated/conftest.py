@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,23 @@ from tests.emulator import EmulatedKernel
 def _compiler() -> None:
     if shutil.which("g++") is None:
         pytest.skip("the emulator needs g++ 11 or newer")
+
+
+@pytest.fixture(autouse=True)
+def _launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that is marked as a kernel's launches it."""
+    launched: set[str] = set()
+    launch = EmulatedKernel.__call__
+
+    def noted(self: EmulatedKernel, *arguments: Any, **options: Any) -> None:
+        launched.add(self.lowered.name)
+        launch(self, *arguments, **options)
+
+    monkeypatch.setattr(EmulatedKernel, "__call__", noted)
+    yield
+    marked = {name for mark in request.node.iter_markers("kernels") for name in mark.args}
+    missing = {name for name in marked if name.partition(".")[2] not in launched}
+    assert not missing, f"marked as tests of {sorted(missing)}; launched were {sorted(launched)}"
 
 
 @functools.cache

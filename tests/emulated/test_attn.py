@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("seeds", "poison")
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 128), (torch.float16, 64)])
 @pytest.mark.parametrize("base2", [True, False])
+@pytest.mark.kernels("attn.delta")
 def test_row_stats(dtype, size, base2):
     """Two batches of 13 rows: padding, a row that saw no key, strides of a model's slices."""
     o = torch.randn(2, 13, 3, size).to(dtype)

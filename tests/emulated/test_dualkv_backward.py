@@ -28,6 +28,19 @@ class Form(NamedTuple):
 ONE_PASS = Form(False, torch.bfloat16, 128)
 TWO_PASSES = Form(True, torch.float16, 64)
 FORMS = pytest.mark.parametrize("form", [ONE_PASS, TWO_PASSES], ids=["one-pass", "two-passes"])
+KERNELS = pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(
+            ONE_PASS, id="one-pass", marks=pytest.mark.kernels("dualkv.bwd", "dualkv.dq_cast")
+        ),
+        pytest.param(
+            TWO_PASSES,
+            id="two-passes",
+            marks=pytest.mark.kernels("dualkv.bwd_dq", "dualkv.bwd_dkv"),
+        ),
+    ],
+)
 
 
 def made(form: Form, layout: Any, *heads: tuple[int, int], **others: Any) -> Call:
@@ -45,7 +58,7 @@ def same(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@FORMS
+@KERNELS
 @pytest.mark.parametrize("groups", GROUPS)
 def test_groups(form, groups):
     x = made(form, GROUPS[groups])
@@ -73,6 +86,7 @@ def test_query_heads_of_a_key_head(seeds, group, form):
 
 
 @pytest.mark.parametrize("kind", ["SHORTEST_PART", "SHORTEST_CUT"])
+@pytest.mark.kernels("dualkv.dkv_combine")
 def test_runs_in_parts(monkeypatch, kind):
     """Sums of parts: not those of the whole bit for bit, but as close to the truth."""
     monkeypatch.setattr(tables, kind, 3)

@@ -20,6 +20,7 @@ def forward(x: Call):
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=jit.variant_id)
+@pytest.mark.kernels("dualkv.fwd")
 def test_groups(variant, groups):
     x = call(GROUPS[groups], size=variant.D, dtype=getattr(torch, variant.dtype))
     check(x, forward(x))

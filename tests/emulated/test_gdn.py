@@ -51,6 +51,7 @@ def run_kkt_solve(
 @pytest.mark.parametrize(
     "lengths", [[64], [0, 65, 0, 1, 130, 0], [0, 0], [5000], [1] * 1500, list(range(200))], ids=len
 )
+@pytest.mark.kernels("gdn.chunk_table")
 def test_chunk_table(variant, lengths):
     """One launch, or tensor operations: the same table, for any number of sequences."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(getattr(torch, variant.dtype))
@@ -65,6 +66,7 @@ def test_chunk_table(variant, lengths):
 
 @pytest.mark.parametrize("heads", [1, 31, 32, 33, 70])
 @pytest.mark.parametrize("kind", ["model", "total"])
+@pytest.mark.kernels("gdn.gate")
 def test_gate(heads, kind):
     """Any number of heads; strided inputs; rows past a chunk's end level and without weight."""
     x = inputs([70, 0, 64, 1], (1, heads), 64, torch.bfloat16, kind)
@@ -88,6 +90,7 @@ def test_gate(heads, kind):
 
 @pytest.mark.parametrize("variant", kkt_solve.VARIANTS, ids=jit.variant_id)
 @pytest.mark.parametrize(("key", "gate", "ratio"), kkt_solve_check.CASES)
+@pytest.mark.kernels("gdn.kkt_solve")
 def test_kkt_solve(variant, key, gate, ratio):
     dtype = getattr(torch, variant.dtype)
     for seed, lengths in enumerate(kkt_solve_check.LENGTHS):

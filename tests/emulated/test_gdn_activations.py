@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("seeds", "poison")
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtypes", MIXES, ids=["as models", "fp32", "mixed", "other mix"])
+@pytest.mark.kernels("gdn.activate", "gdn.activate_bwd", "gdn.gate_sums")
 def test_any_dtypes_and_strides(shape, dtypes, seeds):
     for seeds["seed"], beta_range in enumerate((0.0, 1.0, 2.0)):
         x = raw(shape, dtypes, "cpu", with_bias=beta_range < 2)

@@ -157,6 +157,7 @@ def same(a: Chains, b: Chains) -> None:
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("variant", chunk_states.VARIANTS, ids=jit.variant_id)
+@pytest.mark.kernels("gdn.chunk_states", "gdn.dstate_chain")
 def test_every_variant(variant, seeds):
     assert variant in dstate_chain.VARIANTS
     for seed, lengths in enumerate(LENGTHS):

@@ -54,6 +54,7 @@ def small(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **ot
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("variant", fused_fwd.VARIANTS, ids=jit.variant_id)
+@pytest.mark.kernels("gdn.fused_fwd")
 def test_every_variant(variant, seeds, monkeypatch):
     whole = plan.Plan(heuristics.Forward(variant.tile_v, variant.solves), None)
     monkeypatch.setattr(plan, "forward", lambda *_: whole)

@@ -46,7 +46,8 @@ FULL_STATES = [v for v in kernel.VARIANTS if v.state == "float32"]
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("variant", FULL_STATES, ids=str)
+@pytest.mark.parametrize("variant", FULL_STATES, ids=jit.variant_id)
+@pytest.mark.kernels("gdn.recurrent")
 def test_every_variant(variant, v_first, launches):
     dtype = getattr(torch, variant.dtype)
     for V, lengths in zip((128, 64, 128, 64), LENGTHS, strict=True):

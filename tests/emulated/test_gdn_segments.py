@@ -81,6 +81,7 @@ def check(x: Batch, got: Cut) -> None:
     "lengths", [[64], [0, 65, 0, 1, 1300, 0], [0, 0], [5000, 576], [1] * 1500], ids=len
 )
 @pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.kernels("gdn.segment_plan")
 def test_where_sequences_are_cut(variant, lengths, most):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(getattr(torch, variant.dtype))
     g = torch.randn(1, sum(lengths) + 5, 3)
@@ -131,6 +132,7 @@ def test_open_ends_have_segments_of_their_own():
 
 @pytest.mark.parametrize("variant", segment_map.VARIANTS, ids=jit.variant_id)
 @pytest.mark.parametrize("limit", [WARM_LOG_BOUND, NEVER])
+@pytest.mark.kernels("gdn.segment_map", "gdn.segment_scan")
 def test_every_variant(variant, limit, seeds, monkeypatch):
     """And segment_scan's, by turns."""
     scans = [x for x in segment_scan.VARIANTS if x.K == variant.K and not x.reverse]

@@ -72,6 +72,7 @@ def check(x: Case, got: Chains) -> None:
 
 @pytest.mark.parametrize("variant", segment_map_bwd.VARIANTS, ids=jit.variant_id)
 @pytest.mark.parametrize("limit", [WARM_LOG_BOUND, NEVER])
+@pytest.mark.kernels("gdn.segment_map_bwd", "gdn.segment_scan")
 def test_every_variant(variant, limit, seeds, monkeypatch):
     """And segment_scan's, by turns."""
     scans = [x for x in segment_scan.VARIANTS if x.K == variant.K and x.reverse]

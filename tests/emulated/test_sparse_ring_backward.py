@@ -15,6 +15,8 @@ OF_EACH = (bwd_dq.Variant("bfloat16", 128), bwd_dq.Variant("float16", 64))  # th
 
 
 @pytest.mark.parametrize("variant", OF_EACH, ids=jit.variant_id)
+@pytest.mark.kernels("sparse_ring.bwd_dq", "sparse_ring.bwd_dkv")
+@pytest.mark.kernels("sparse_ring.bwd_dkv_columns", "sparse_ring.scatter")
 def test_variants_on_rings(variant):
     assert bwd_dq.VARIANTS == bwd_dkv.VARIANTS == bwd_dkv_columns.VARIANTS
     dtype = getattr(torch, variant.dtype)

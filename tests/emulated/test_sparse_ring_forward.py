@@ -56,6 +56,7 @@ def test_the_table_is_that_of_the_plan(layout):
 
 
 @pytest.mark.parametrize("layout", [ALONE, *LAYOUTS], ids=str)
+@pytest.mark.kernels("sparse_ring.compact")
 def test_columns_are_gathered_from_every_chunk(layout):
     T = layout.pad_len(500)
     x = problem(T, lines(T, 4, (0.1, 0, 0.3), (0.2,)), B=2, heads=(4, 2))  # head 1 has none
@@ -73,6 +74,7 @@ def test_columns_are_gathered_from_every_chunk(layout):
 
 
 @pytest.mark.parametrize("variant", fwd.VARIANTS, ids=jit.variant_id)
+@pytest.mark.kernels("sparse_ring.fwd")
 def test_every_variant(variant):
     dtype = getattr(torch, variant.dtype)
     x = problem(512, B=2, heads=(4, 2), D=variant.D, dtype=dtype, seqlen=470)

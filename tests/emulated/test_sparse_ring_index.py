@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison"
     [window_lse.Variant("float16", 64), window_lse.Variant("bfloat16", 128)],
     ids=jit.variant_id,
 )
+@pytest.mark.kernels("sparse_ring.window_lse", "sparse_ring.window_mass")
 def test_dtypes_and_sizes(variant, seeds):
     """Parts of one tile and of several; heads that share keys, of which some are not there."""
     dtype, D = variant
@@ -97,6 +98,8 @@ def test_strides_are_read_in_place():
         ("flat", 1, (1.0, 1.0), (4096, None), StripedLayout(2)),
     ],
 )
+@pytest.mark.kernels("sparse_ring.mark", "sparse_ring.cut")
+@pytest.mark.kernels("sparse_ring.select", "sparse_ring.diagonals")
 def test_kernels_choose_what_sorts_choose(kind, seqlen, recall, caps, layout, estimator):
     gap = 2 if kind == "outliers" else 0
     pattern = budget(estimator, recall, caps, gap_close=gap)

@@ -1,0 +1,120 @@
+"""Check an edited kernel: its schedule, its emulated cases, and on a Hopper GPU its self-test.
+
+    python -m qla_kernels.check gdn.fused_fwd                              its first variant
+    python -m qla_kernels.check gdn.fused_fwd --variant bf16-k128-v64      another one
+    python -m qla_kernels.check gdn.fused_fwd --all                        every variant
+
+Inspection and emulation run at the same time and need no GPU. Emulated cases are tests, which are
+in the repository and not in the wheel. Exit status 1 when something that ran failed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from qla_kernels import jit
+from qla_kernels.errors import Unsupported, need
+
+ROOT = Path(__file__).resolve().parents[1]
+EMULATED = ROOT / "tests" / "emulated"
+NO_TESTS = 5  # pytest's exit status when nothing was selected
+
+
+class Outcome(NamedTuple):
+    what: str
+    status: int | None  # of the process; None: did not run
+    seconds: float
+    said: str
+
+    def __str__(self) -> str:
+        result = "NOT RUN" if self.status is None else "FAILED" if self.status else "ok"
+        return f"{result:8}{self.what}, {self.seconds:.0f} s"
+
+
+def check(kernel: str, variant: str) -> list[Outcome]:
+    """Of one variant, or with "" of all."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EMULATED)]
+    wanted = [f"--kernel={kernel}", *([f"--variant={variant}"] if variant else [])]
+    inspect = [sys.executable, "-m", "qla_kernels.inspect", kernel, "--exact", variant]
+    selftest = [sys.executable, "-m", "qla_kernels.selftest", kernel]
+    with ThreadPoolExecutor() as pool:
+        outcomes = [
+            pool.submit(_ran, f"inspect {kernel} {variant}".strip(), inspect),
+            pool.submit(_emulated, f"pytest tests/emulated {' '.join(wanted)}", pytest + wanted),
+            pool.submit(_on_a_gpu, f"selftest {kernel}", selftest),
+        ]
+        return [outcome.result() for outcome in outcomes]
+
+
+def _emulated(what: str, command: list[str]) -> Outcome:
+    if not EMULATED.exists():
+        return Outcome(what, None, 0, f"no {EMULATED}: clone the repository to run them")
+    outcome = _ran(what, command)
+    if outcome.status == NO_TESTS:
+        return outcome._replace(status=None, said="no emulated case has this variant; try --all")
+    return outcome
+
+
+def _on_a_gpu(what: str, command: list[str]) -> Outcome:
+    outcome = _ran(what, command)
+    skipped = outcome.said.startswith("skip")
+    return outcome._replace(status=None) if skipped else outcome
+
+
+def _ran(what: str, command: list[str]) -> Outcome:
+    started = time.monotonic()
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return Outcome(what, done.returncode, time.monotonic() - started, done.stdout)
+
+
+def chosen(kernel: str, variant: str, every: bool) -> str:
+    """The variant to check, "" for all; ValueError if there is none such."""
+    found = [k for k in jit.kernel_modules() if str(k) == kernel]
+    if not found:
+        known = ", ".join(map(".".join, jit.kernel_names()))
+        raise ValueError(need("check", f"no kernel {kernel!r}", f"one of {known}", "choose one"))
+    ids = [jit.variant_id(v) for v in found[0].module.VARIANTS]
+    if variant and variant not in ids:
+        raise ValueError(need("check", f"no variant {variant!r}", f"one of {ids}", "choose one"))
+    return "" if every else variant or ids[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        prog="python -m qla_kernels.check",
+        description=__doc__.partition("\n")[0],
+        epilog=__doc__.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kernel", help="family.kernel")
+    parser.add_argument("--variant", default="", metavar="ID", help="left out: the first one")
+    parser.add_argument("--all", action="store_true", help="every variant")
+    options = parser.parse_args(arguments)
+    try:
+        variant = chosen(options.kernel, options.variant, options.all)
+    except (Unsupported, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    outcomes = check(options.kernel, variant)
+    sys.stdout.writelines(f"--- {outcome.what}\n{outcome.said}\n" for outcome in outcomes)
+    sys.stdout.writelines(f"{outcome}\n" for outcome in outcomes)
+    return 1 if any(outcome.status for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
