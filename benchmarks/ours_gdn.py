@@ -58,7 +58,7 @@ class Ours(Implementation):
         return low_level(workload, forward, backward, six_tuple, public, self.training)
 
     def _kernel(self, workload: Gdn, inputs: GdnInputs) -> Call:
-        launch = importlib.import_module("qla_kernels.gdn.launch")
+        launch = importlib.import_module("qla_kernels.gdn.launch.forward")
         varlen = importlib.import_module("qla_kernels.varlen")
         kernel, k, g = getattr(launch, workload.kernel), inputs.k, inputs.g
         beta, cu = inputs.beta.float(), inputs.cu_seqlens

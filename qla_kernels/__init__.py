@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from qla_kernels.dualkv.prompts import pack_shared_prompts
     from qla_kernels.errors import Unsupported
     from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
+    from qla_kernels.gdn.decode.api import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
     from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
-    from qla_kernels.gdn.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
     from qla_kernels.sparse_ring.api import sparse_attention, sparse_ring_attention
 
 __version__ = "0.1.0"
@@ -64,8 +64,8 @@ _HOME = {
     "chunk_gated_delta_rule_bwd": "qla_kernels.gdn.low_level",
     "chunk_gated_delta_rule_fwd": "qla_kernels.gdn.low_level",
     "chunk_gdn": "qla_kernels.gdn.api",
-    "fused_recurrent_gated_delta_rule": "qla_kernels.gdn.recurrent",
-    "fused_recurrent_gdn": "qla_kernels.gdn.recurrent",
+    "fused_recurrent_gated_delta_rule": "qla_kernels.gdn.decode.api",
+    "fused_recurrent_gdn": "qla_kernels.gdn.decode.api",
     "pack_padded": "qla_kernels.dualkv.padded",
     "pack_prefix_tree": "qla_kernels.dualkv.prefix_tree",
     "pack_shared_prompts": "qla_kernels.dualkv.prompts",

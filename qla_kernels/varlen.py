@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 64  # tokens
+from qla_kernels.tile.constants import CHUNK
 
 
 class ChunkTable(NamedTuple):

@@ -40,7 +40,7 @@ from qla_kernels.sparse_ring.balance import (
 )
 from qla_kernels.sparse_ring.index import given
 from qla_kernels.sparse_ring.layouts import Layout
-from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.shapes import BLOCK
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT, FIGURES = ROOT / "docs" / "sparse_ring.md", ROOT / "docs" / "figures"

@@ -17,8 +17,8 @@ from torch import Tensor
 from qla_kernels.sparse_ring import VerticalSlash, VSIndex
 from qla_kernels.sparse_ring.balance import Lines
 from qla_kernels.sparse_ring.cpu import window_lse, window_mass
-from qla_kernels.sparse_ring.patterns import BLOCK
 from qla_kernels.sparse_ring.select import cut, last_block, select
+from qla_kernels.sparse_ring.shapes import BLOCK
 
 D, PAIRS = 128, 64
 BASE = 1e6  # of the rotation

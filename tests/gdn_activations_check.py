@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import activations
+from qla_kernels.gdn.launch import activations
 from reference import gdn
 from tests.compare import assert_close, relative_l2
 

@@ -12,15 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import (
-    heuristics,
-    launch,
-    launch_backward,
-    launch_recurrent,
-    launch_shards,
-    plan,
-)
+from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn.decode import launch as launch_recurrent
+from qla_kernels.gdn.launch import backward as launch_backward
+from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.sharded import launch as launch_shards
 
 # Of three sequences, in so many tokens: gates of two heads end at whole 16 bytes, as then does what
 # tests/emulator/process.py guards.

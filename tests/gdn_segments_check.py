@@ -6,8 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import heuristics, launch, segments
-from qla_kernels.gdn.packing import room_for_chunks
+from qla_kernels.gdn import heuristics
+from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.launch import segments
+from qla_kernels.gdn.launch.tensors import room_for_chunks
 from reference import gdn
 from tests.gdn_inputs import gates, keys
 

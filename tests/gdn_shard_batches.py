@@ -39,7 +39,7 @@ class GpuRule:
     def __init__(self) -> None:
         import torch.distributed as dist
 
-        from qla_kernels.gdn import shard_api
+        from qla_kernels.gdn.sharded import api as shard_api
 
         self.exchanges = 0
         agree, gather = shard_api.agree, dist.all_gather_object

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import launch_shards
-from qla_kernels.gdn.context_parallel import held_by
 from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.sharded import launch as launch_shards
+from qla_kernels.gdn.sharded.context import held_by
 from tests.gdn_calls import Call
 
 

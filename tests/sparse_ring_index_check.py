@@ -7,8 +7,8 @@ from torch import Tensor
 
 from qla_kernels.sparse_ring import StripedLayout, VerticalSlash, VSIndex, cpu, launch_index
 from qla_kernels.sparse_ring.layouts import Layout
-from qla_kernels.sparse_ring.patterns import BLOCK, OBSERVED
-from qla_kernels.sparse_ring.select import UNIT, Candidates, last_block
+from qla_kernels.sparse_ring.select import Candidates, last_block
+from qla_kernels.sparse_ring.shapes import BLOCK, OBSERVED, UNIT
 
 # Masses are counted in units of 2^-30 of a window. A sum of fp32 numbers is rounded to one of them
 # in the end; before that, exponents are fp32, of up to 64 here, and their errors become relative.

@@ -9,7 +9,8 @@ from qla_kernels import device, jit
 from qla_kernels.dualkv.heuristics import head_pack
 from qla_kernels.dualkv.kernels import fwd as fwd_kernel
 from qla_kernels.dualkv.ops import Backward, Forward
-from qla_kernels.dualkv.tables import ROWS, Tables
+from qla_kernels.dualkv.shapes import QUERY_ROWS
+from qla_kernels.dualkv.tables import Tables
 from qla_kernels.dualkv.validate import dtype_name, require_aligned, tma_readable
 
 
@@ -28,7 +29,7 @@ def dualkv_fwd(
             next_order = work.order.new_full((1,), ctas)  # CTAs begin with an item each
             jit.compile(fwd_kernel, fwd_kernel.Variant(dtype_name(q.dtype), D))(
                 q, k, v, work.header, work.item, work.span, work.order, next_order, o, lse2,
-                (ROWS // pack).bit_length() - 1, num_heads // k.shape[1], q_shift,
+                (QUERY_ROWS // pack).bit_length() - 1, num_heads // k.shape[1], q_shift,
                 scale * math.log2(math.e), ctas,
             )  # fmt: skip
     return Forward(o, lse2)

@@ -7,7 +7,8 @@ from qla_kernels import jit
 from qla_kernels.attn.launch import row_stats
 from qla_kernels.dualkv.heuristics import head_pack, one_pass
 from qla_kernels.dualkv.kernels import bwd, bwd_dkv, bwd_dq, dkv_combine, dq_cast
-from qla_kernels.dualkv.tables import KEYS, KV_PACK, KV_ROWS, ROWS, SHARES, Tables
+from qla_kernels.dualkv.shapes import KEY_TILE, KV_QUERY_ROWS, QUERY_ROWS
+from qla_kernels.dualkv.tables import KV_PACK, SHARES, Tables
 from qla_kernels.dualkv.validate import TMA_ALIGNMENT, dtype_name
 
 
@@ -34,10 +35,10 @@ def backward(
         o[None], do[None], lse2[None], None if dlse is None else dlse[None], base2=True
     )[0]
     pack, dtype = head_pack(num_heads, kv_heads), dtype_name(q.dtype)
-    parts = rows.new_empty(_most_parts(tables, kv_heads), kv_heads, 2, KEYS, D)
+    parts = rows.new_empty(_most_parts(tables, kv_heads), kv_heads, 2, KEY_TILE, D)
     given = (q, do, k, v, rows, tables.header)
     by_keys = (*given, tables.kv_item, tables.kv_order)
-    numbers = ((KV_ROWS // min(pack, KV_PACK)).bit_length() - 1, q_shift, scale)
+    numbers = ((KV_QUERY_ROWS // min(pack, KV_PACK)).bit_length() - 1, q_shift, scale)
     if one_pass(deterministic, D):
         sums = rows.new_zeros(num_heads * num_tokens, D)
         jit.compile(bwd, bwd.Variant(dtype))(*by_keys, sums, dk, dv, parts, *numbers)
@@ -49,7 +50,7 @@ def backward(
     else:
         jit.compile(bwd_dq, bwd_dq.Variant(dtype, D))(
             *given, tables.item, tables.span, tables.order, dq,
-            (ROWS // pack).bit_length() - 1, q_shift, scale,
+            (QUERY_ROWS // pack).bit_length() - 1, q_shift, scale,
         )  # fmt: skip
         jit.compile(bwd_dkv, bwd_dkv.Variant(dtype, D))(*by_keys, dk, dv, parts, *numbers)
     if tables.split.shape[0]:

@@ -47,11 +47,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels.dualkv.heuristics import head_pack
+from qla_kernels.dualkv.shapes import KEY_TILE, KV_QUERY_ROWS, QUERY_ROWS
 from qla_kernels.errors import need
 
-KEYS = 128  # keys of a tile
-ROWS = 128  # rows of a forward query tile: tokens times packed heads
-KV_ROWS = 64  # rows of a backward query tile
 KV_PACK = 4  # heads that share one, at most
 SM_COUNT = 132  # of an H100 or H200: how finely the backward's work is cut
 SHARES = 6 * SM_COUNT  # of the backward's work; a part is about one of them, if not a whole run
@@ -83,8 +81,8 @@ def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tup
     lines = nodes.numpy().astype(np.int64)
     _check_nodes(lines)
     rank = _by_cost_of_tree(lines)
-    item, span, order = _forward(lines, rank, ROWS // pack, num_heads // pack, q_shift)
-    kv_tokens = KV_ROWS // min(pack, KV_PACK)
+    item, span, order = _forward(lines, rank, QUERY_ROWS // pack, num_heads // pack, q_shift)
+    kv_tokens = KV_QUERY_ROWS // min(pack, KV_PACK)
     kv_item, split, kv_order = _backward(lines, kv_tokens, kv_heads, q_shift)
     counts = [*map(len, (order, item, span, kv_order, kv_item, split)), int(split[:, 3].sum()), 0]
     found = (np.array(counts), item, span, order, kv_item, split, kv_order)
@@ -133,8 +131,8 @@ def _forward(
     first, end, _ = nodes[node].T
     tok0 = first + i * tokens
     rows = np.minimum(tokens, end - tok0)
-    own_tiles = -(-(tok0 + rows - first) // KEYS)
-    own_keys = np.minimum(KEYS, end - first - (own_tiles - 1) * KEYS)
+    own_tiles = -(-(tok0 + rows - first) // KEY_TILE)
+    own_keys = np.minimum(KEY_TILE, end - first - (own_tiles - 1) * KEY_TILE)
     span0, spans, partials, full_tiles = of_node[node].T
     tiles = own_tiles + partials + full_tiles
     item = np.stack(
@@ -162,7 +160,7 @@ def _spans(nodes: Lines) -> tuple[Lines, Lines]:
                 seen = [*seen[:-1], (seen[-1][0], end)]
             else:
                 seen = [*seen, (first, end)]
-            cut = [(k0, *divmod(stop - k0, KEYS)) for k0, stop in seen]
+            cut = [(k0, *divmod(stop - k0, KEY_TILE)) for k0, stop in seen]
             cut.sort(key=lambda span: span[2] == 0)
             partials = sum(tail > 0 for _, _, tail in cut)
             below = (len(table), len(cut), partials, sum(full for _, full, _ in cut))
@@ -178,10 +176,10 @@ def _backward(nodes: Lines, tokens: int, kv_heads: int, q_shift: int) -> tuple[L
     together walk the same queries. Where a node is long, its first keys have runs much longer than
     the last: those are cut where the node ends, and begin together once more.
     """
-    node, i = _tiles(nodes, KEYS)
+    node, i = _tiles(nodes, KEY_TILE)
     first, end, tout = nodes[node].T
-    k0 = first + i * KEYS
-    keys = np.minimum(KEYS, end - k0)
+    k0 = first + i * KEY_TILE
+    keys = np.minimum(KEY_TILE, end - k0)
     q_tiles, behind = (
         -(-np.maximum(tout - np.maximum(begin, q_shift), 0) // tokens) for begin in (k0, end)
     )

@@ -13,7 +13,7 @@ from qla_kernels.errors import need
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.autograd import GatedDeltaRule, L2Norm, apart
 from qla_kernels.gdn.keywords import flag, refuse_unknown, scale_of, take_layout, warm_bound
-from qla_kernels.gdn.shard_api import sharded, tell
+from qla_kernels.gdn.sharded.api import sharded, tell
 from qla_kernels.gdn.validate import (
     OP,
     Gate,
@@ -24,7 +24,7 @@ from qla_kernels.gdn.validate import (
     require,
     wants_gradients,
 )
-from qla_kernels.varlen import CHUNK
+from qla_kernels.tile.constants import CHUNK
 
 NO_GATE = Gate(False, None, None)
 CHUNK_SIZES = (16, 32, 64)  # FLA's; results do not depend on it, and 64 is always used

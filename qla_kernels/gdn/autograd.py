@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels.derivatives import refuse_second_derivative
-from qla_kernels.gdn import ops, shard_ops
+from qla_kernels.gdn import ops
 from qla_kernels.gdn.ops import Backward, Forward
+from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.validate import OP
 
 

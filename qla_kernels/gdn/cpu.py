@@ -10,7 +10,7 @@ from qla_kernels.cpu import reference
 from qla_kernels.gdn.contents import check_bounds
 from qla_kernels.gdn.ops import Backward, Forward, empty_cache
 from qla_kernels.gdn.validate import OP
-from qla_kernels.varlen import CHUNK
+from qla_kernels.tile.constants import CHUNK
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ Times in us, fitted to an H200 (docs/notes/gdn-forward.md).
 
 from typing import NamedTuple
 
-from qla_kernels.varlen import CHUNK
+from qla_kernels.tile.constants import CHUNK
 
 
 class Forward(NamedTuple):

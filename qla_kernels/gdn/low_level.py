@@ -22,7 +22,7 @@ from qla_kernels.gdn.validate import (
     refusal,
     require,
 )
-from qla_kernels.varlen import CHUNK
+from qla_kernels.tile.constants import CHUNK
 
 Cache = tuple[Tensor, ...]  # opaque: `ops.Forward` says what is in it
 

@@ -3,9 +3,9 @@
     gdn_fwd, gdn_bwd         the gated delta rule, with the activations of g and beta inside
     l2norm_fwd, l2norm_bwd   the normalisation of q and k before it
 
-CPU tensors go to cpu.py and CUDA tensors to launch.py. Each has a function named like the operator,
-with its arguments and results, and is imported when an operator first meets such a tensor. Results
-that were not asked for are None, and no result shares memory with an argument.
+CPU tensors go to cpu.py and CUDA tensors to launch/forward.py. Each has a function named like the
+operator, with its arguments and results, and is imported when an operator first meets such a
+tensor. Results that were not asked for are None, and no result shares memory with an argument.
 
 Autograd lives above, in api.py. For selective activation checkpointing name the operator:
 `torch.ops.qla_kernels.gdn_fwd.default`.
@@ -20,7 +20,7 @@ from torch import Tensor
 from qla_kernels.direct import direct, imported_late
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.validate import OP
-from qla_kernels.varlen import CHUNK
+from qla_kernels.tile.constants import CHUNK
 
 SCHEMAS = {
     "gdn_fwd": """(
@@ -200,7 +200,7 @@ LIBRARY: Any = torch.library.Library("qla_kernels", "DEF")  # type: ignore[no-un
 for _op, _schema in SCHEMAS.items():
     LIBRARY.define(_op + _schema, tags=_TAGS)
     LIBRARY.impl(_op, _implementation("cpu", _op), "CPU")
-    LIBRARY.impl(_op, _implementation("launch", _op), "CUDA")
+    LIBRARY.impl(_op, _implementation("launch.forward", _op), "CUDA")
     torch.library.register_fake(f"qla_kernels::{_op}", _FAKES[_op], lib=LIBRARY)
 
 OPERATORS: Any = torch.ops.qla_kernels
@@ -208,7 +208,7 @@ OPERATORS: Any = torch.ops.qla_kernels
 
 def _direct(op: str) -> Callable[..., Any]:
     operator = getattr(OPERATORS, op).default
-    return direct(operator, _implementation("launch", op), _implementation("cpu", op))
+    return direct(operator, _implementation("launch.forward", op), _implementation("cpu", op))
 
 
 # As this package calls them

@@ -20,7 +20,7 @@ from qla_kernels.gdn.heuristics import (
     STEP,
     Forward,
 )
-from qla_kernels.varlen import CHUNK
+from qla_kernels.tile.constants import CHUNK
 
 # How much of the state before them the chunks at a segment's end may leave for them to stand for
 # the whole segment, log: 6e-6. A state as an operand, in bf16, is rounded by 2e-3.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn.context_parallel import layout_refused
+from qla_kernels.gdn.sharded.context import layout_refused
 
 OP = "chunk_gated_delta_rule"
 
@@ -135,7 +135,7 @@ def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) 
 
 
 def _tma_readable(x: Tensor, traced: bool) -> bool:
-    offset = 0  # untraceable; launch.py looks at the address itself
+    offset = 0  # untraceable; launch/ looks at the address itself
     if not traced:
         offset = int(x.storage_offset())
         if x.is_contiguous() and offset % TMA_ALIGNMENT == 0:

@@ -9,7 +9,7 @@ from qla_kernels.selftest.cases import SIZE, Result, error_of, inputs, label, ra
 
 
 def _chunk_states() -> list[Result]:
-    from qla_kernels.gdn import launch_chains, packing
+    from qla_kernels.gdn.launch import chains, tensors
 
     x = inputs()
     h0, cu_seqlens = x.initial_state.float().cuda(), x.cu_seqlens.cuda()
@@ -19,10 +19,10 @@ def _chunk_states() -> list[Result]:
     results = []
     for dtype, limit in ((torch.bfloat16, 6e-3), (torch.float16, 1e-3)):
         _, k, v, _, beta = x.tensors(dtype, "cuda")
-        table = packing.chunk_table(k.shape[1], cu_seqlens)
+        table = tensors.chunk_table(k.shape[1], cu_seqlens)
         g_cum, A = want.g_cum.float().cuda(), want.A.to("cuda", dtype)
         for tile_v in (128, 64):
-            h = launch_chains.chunk_states(
+            h = chains.chunk_states(
                 k, v, g_cum, beta, A, h0, cu_seqlens, table.first_chunk, tile_v=tile_v
             )
             name = label("gdn.chunk_states", dtype, f", V tile {tile_v}")
@@ -31,7 +31,7 @@ def _chunk_states() -> list[Result]:
 
 
 def _dstate_chain() -> list[Result]:
-    from qla_kernels.gdn import launch_chains, packing
+    from qla_kernels.gdn.launch import chains, tensors
 
     x = inputs()
     cu_seqlens, scale = x.cu_seqlens.cuda(), SIZE**-0.5
@@ -44,11 +44,11 @@ def _dstate_chain() -> list[Result]:
     results = []
     for dtype, limit in ((torch.bfloat16, 6e-3), (torch.float16, 1e-3)):
         q, k, v, _, beta = x.tensors(dtype, "cuda")
-        table = packing.chunk_table(k.shape[1], cu_seqlens)
+        table = tensors.chunk_table(k.shape[1], cu_seqlens)
         g_cum, A = made.g_cum.float().cuda(), made.A.to("cuda", dtype)
         for tile_v in (128, 64):
             dh0 = torch.empty_like(dht, dtype=torch.float32, device="cuda")
-            dS = launch_chains.dstate_chain(
+            dS = chains.dstate_chain(
                 q, k, v, g_cum, beta, A, dht.float().cuda(), scale, cu_seqlens,
                 table.first_chunk, dh0, tile_v,
             )  # fmt: skip
@@ -60,7 +60,8 @@ def _dstate_chain() -> list[Result]:
 
 
 def _chunk_grads() -> list[Result]:
-    from qla_kernels.gdn import launch_backward, launch_states
+    from qla_kernels.gdn.launch import backward
+    from qla_kernels.gdn.launch import states as launch_states
 
     x = inputs()
     h0, cu_seqlens, scale = x.initial_state, x.cu_seqlens.cuda(), SIZE**-0.5
@@ -76,7 +77,7 @@ def _chunk_grads() -> list[Result]:
         given = q, k, v, v, made.g_cum.float().cuda(), beta, made.A.to("cuda", dtype)
         out = tuple(torch.empty_like(like) for like in (q, k, v, g, beta))
         states = launch_states.chains(given, state, state, None, scale, cu_seqlens, out[2])
-        launch_backward.chunk_grads(given, states, scale, out)
+        backward.chunk_grads(given, states, scale, out)
         for name, got in zip(("dq", "dk", "dv", "dg", "dbeta"), out, strict=True):
             error = error_of(got, getattr(want, name))
             results.append(Result(label("gdn.chunk_grads", dtype, f" {name}"), error, limit))
@@ -85,7 +86,7 @@ def _chunk_grads() -> list[Result]:
 
 def _raw_gradients() -> dict[str, float]:
     """Errors of what activate_bwd and gate_sums make together."""
-    from qla_kernels.gdn import activations
+    from qla_kernels.gdn.launch import activations
 
     g, beta, A_log, dt_bias = raw_gates()
     dg, dbeta = beta.sin(), g.sin()  # any values will do
@@ -110,7 +111,7 @@ def _gate_sums() -> list[Result]:
 
 
 def _l2norm_bwd() -> list[Result]:
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     results = []
     for dtype, limit in ((torch.bfloat16, 3e-3), (torch.float16, 4e-4)):

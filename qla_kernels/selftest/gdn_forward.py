@@ -10,7 +10,7 @@ from qla_kernels.selftest.cases import LENGTHS, SIZE, Result, error_of, inputs, 
 
 
 def _l2norm() -> list[Result]:
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     results = []
     for dtype, limit in ((torch.bfloat16, 3e-3), (torch.float16, 4e-4)):
@@ -22,7 +22,7 @@ def _l2norm() -> list[Result]:
 
 
 def _activate() -> list[Result]:
-    from qla_kernels.gdn import activations
+    from qla_kernels.gdn.launch import activations
 
     g, beta, A_log, dt_bias = raw_gates()
     half = [x.to("cuda", torch.bfloat16) for x in (g, beta, A_log, dt_bias)]
@@ -35,25 +35,26 @@ def _activate() -> list[Result]:
 
 
 def _chunk_table() -> list[Result]:
-    from qla_kernels.gdn import packing
+    from qla_kernels.gdn.launch import tensors
     from qla_kernels.varlen import chunk_table
 
     results = []
     for dtype in (torch.int32, torch.int64):
         bounds = inputs().cu_seqlens.to(dtype)
         want = chunk_table(sum(LENGTHS), bounds)
-        got = packing.chunk_table(sum(LENGTHS), bounds.cuda())
+        got = tensors.chunk_table(sum(LENGTHS), bounds.cuda())
         error = max(error_of(a, b.double()) for a, b in zip(got, want, strict=True))
         results.append(Result(label("gdn.chunk_table", dtype), error, 0))
     return results
 
 
 def _gate() -> list[Result]:
-    from qla_kernels.gdn import launch, packing
+    from qla_kernels.gdn.launch import forward as launch
+    from qla_kernels.gdn.launch import tensors
 
     x = inputs()
     _, _, _, g, beta = x.tensors(torch.float32, "cuda")
-    table = packing.chunk_table(g.shape[1], x.cu_seqlens.cuda())
+    table = tensors.chunk_table(g.shape[1], x.cu_seqlens.cuda())
     g_cum = torch.empty_like(g)
     gates = launch.gate(g, beta, table, g_cum)
     want = reference().gdn.chunked(*x.tensors(torch.float64), cu_seqlens=x.cu_seqlens).g_cum
@@ -66,7 +67,7 @@ def _gate() -> list[Result]:
 
 
 def _kkt_solve() -> list[Result]:
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     x = inputs()
     want = reference().gdn.chunked(*x.tensors(torch.float64), cu_seqlens=x.cu_seqlens)
@@ -81,7 +82,8 @@ def _kkt_solve() -> list[Result]:
 
 
 def _fused_fwd() -> list[Result]:
-    from qla_kernels.gdn import heuristics, launch
+    from qla_kernels.gdn import heuristics
+    from qla_kernels.gdn.launch import forward as launch
 
     x = inputs()
     h0, cu_seqlens, scale = x.initial_state.float().cuda(), x.cu_seqlens.cuda(), SIZE**-0.5

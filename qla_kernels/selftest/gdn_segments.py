@@ -23,13 +23,13 @@ def _one_sequence() -> Inputs:
 
 
 def _cut(x: Inputs) -> Any:
-    from qla_kernels.gdn import segments
+    from qla_kernels.gdn.launch import segments
 
     return segments.cut(x.g.float().cuda(), x.cu_seqlens.cuda(), segment_chunks=1)
 
 
 def _maps(x: Inputs, cut: Any, dtype: torch.dtype, solves: bool) -> Any:
-    from qla_kernels.gdn import segments
+    from qla_kernels.gdn.launch import segments
     from qla_kernels.gdn.plan import WARM_LOG_BOUND
 
     made = reference().gdn.chunked(*x.tensors(torch.float64))
@@ -66,7 +66,7 @@ def _segment_map() -> list[Result]:
 
 
 def _segment_scan() -> list[Result]:
-    from qla_kernels.gdn import segments
+    from qla_kernels.gdn.launch import segments
 
     x = _one_sequence()
     want, results = _states(x), []
@@ -80,7 +80,7 @@ def _segment_scan() -> list[Result]:
 
 
 def _segment_map_bwd() -> list[Result]:
-    from qla_kernels.gdn import segments
+    from qla_kernels.gdn.launch import segments
     from qla_kernels.gdn.plan import WARM_LOG_BOUND
 
     x, scale = _one_sequence(), SIZE**-0.5

@@ -16,7 +16,7 @@ import torch
 from qla_kernels.errors import need
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import Layout
-from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.shapes import BLOCK
 
 Array = npt.NDArray[np.float64]
 Lines = tuple[Sequence[int], Sequence[int]]  # columns and diagonals of a head

@@ -17,8 +17,9 @@ from qla_kernels.device_tables import kept
 from qla_kernels.sparse_ring.groups import ALONE, Ring
 from qla_kernels.sparse_ring.index import VSIndex, given
 from qla_kernels.sparse_ring.layouts import Layout
-from qla_kernels.sparse_ring.patterns import BLOCK, Pattern, VerticalSlash
+from qla_kernels.sparse_ring.patterns import Pattern, VerticalSlash
 from qla_kernels.sparse_ring.select import Candidates, last_block, observed_rows
+from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.sparse_ring.shard import tiles
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from qla_kernels.sparse_ring import select as chosen
 from qla_kernels.sparse_ring.index import VSIndex
-from qla_kernels.sparse_ring.layouts import TILE
-from qla_kernels.sparse_ring.patterns import BLOCK, VerticalSlash
+from qla_kernels.sparse_ring.patterns import VerticalSlash
 from qla_kernels.sparse_ring.plan import Visit, diagonals, key_walk, query_walk
 from qla_kernels.sparse_ring.plan import table as table  # one of the launches
 from qla_kernels.sparse_ring.route import Chunk
-from qla_kernels.sparse_ring.select import UNIT, Candidates
+from qla_kernels.sparse_ring.select import Candidates
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE, UNIT
 from qla_kernels.sparse_ring.shard import Columns, Partial, Saved, Shard, wide
 
 KEYS = 8192  # of the window's scores that are held at a time

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels.errors import need
-from qla_kernels.sparse_ring.patterns import BLOCK, Dense, FixedVerticalSlash, Lines
-from qla_kernels.sparse_ring.plan import WORD, diagonals, pack
+from qla_kernels.sparse_ring.patterns import Dense, FixedVerticalSlash, Lines
+from qla_kernels.sparse_ring.plan import diagonals, pack
+from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 
 
 class VSIndex(NamedTuple):

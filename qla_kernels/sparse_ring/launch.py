@@ -26,11 +26,11 @@ from qla_kernels.sparse_ring.operands import (
     rows,
     visits_on,
 )
-from qla_kernels.sparse_ring.patterns import BLOCK
 from qla_kernels.sparse_ring.plan import Table, Visit
+from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.sparse_ring.shard import Columns, Partial, Shard
 from qla_kernels.sparse_ring.validate import require_aligned
-from qla_kernels.tile.math import LOG2E
+from qla_kernels.tile.constants import LOG2E
 
 __all__ = [
     "backward_columns",

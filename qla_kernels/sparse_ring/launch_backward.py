@@ -10,7 +10,6 @@ from qla_kernels.sparse_ring.kernels import bwd_dkv as dkv_kernel
 from qla_kernels.sparse_ring.kernels import bwd_dkv_columns as columns_kernel
 from qla_kernels.sparse_ring.kernels import bwd_dq as dq_kernel
 from qla_kernels.sparse_ring.kernels import scatter as scatter_kernel
-from qla_kernels.sparse_ring.layouts import TILE
 from qla_kernels.sparse_ring.operands import (
     INT32,
     chunks,
@@ -25,8 +24,9 @@ from qla_kernels.sparse_ring.operands import (
 )
 from qla_kernels.sparse_ring.plan import Visit
 from qla_kernels.sparse_ring.route import Chunk
+from qla_kernels.sparse_ring.shapes import TILE
 from qla_kernels.sparse_ring.shard import Columns, Saved, Shard
-from qla_kernels.tile.math import LOG2E
+from qla_kernels.tile.constants import LOG2E
 
 ROWS_A_SLICE, MOST_SLICES = 8192, 4  # of the queries that columns meet; scatter waits for each
 NUMBERS = 1 << 27  # fp32, of dK and dV of columns, that slices may hold together

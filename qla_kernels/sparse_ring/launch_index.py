@@ -11,9 +11,9 @@ from qla_kernels.sparse_ring.kernels import select as select_kernel
 from qla_kernels.sparse_ring.kernels import window_lse as lse_kernel
 from qla_kernels.sparse_ring.kernels import window_mass as mass_kernel
 from qla_kernels.sparse_ring.operands import dtype_name, rows
-from qla_kernels.sparse_ring.patterns import BLOCK, OBSERVED, VerticalSlash
-from qla_kernels.sparse_ring.plan import WORD
-from qla_kernels.sparse_ring.select import UNIT, Candidates, last_block, share
+from qla_kernels.sparse_ring.patterns import VerticalSlash
+from qla_kernels.sparse_ring.select import Candidates, last_block, share
+from qla_kernels.sparse_ring.shapes import BLOCK, OBSERVED, UNIT, WORD
 
 NOBODY = 1e30  # the LSE of a row without a query: its attention is 0
 

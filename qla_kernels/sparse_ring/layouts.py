@@ -13,9 +13,8 @@ from torch import Tensor
 from qla_kernels.errors import need
 from qla_kernels.sparse_ring.agreement import ends_a_graph, looks
 from qla_kernels.sparse_ring.groups import RingGroups
-from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 
-TILE = 128  # rows of a query tile: a shard is a whole number of them
 Numbers = TypeVar("Numbers", int, Tensor)
 
 

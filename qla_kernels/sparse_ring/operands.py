@@ -7,9 +7,9 @@ from torch import Tensor
 
 from qla_kernels.device_tables import kept, numbers
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.sparse_ring.layouts import TILE, Layout
-from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.plan import Visit
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.sparse_ring.shard import Columns
 
 INT32 = 2**31 - 1

@@ -16,9 +16,9 @@ from torch import Tensor
 from qla_kernels.sparse_ring import ring
 from qla_kernels.sparse_ring.build import build
 from qla_kernels.sparse_ring.layouts import StripedLayout
-from qla_kernels.sparse_ring.patterns import BLOCK, VerticalSlash
-from qla_kernels.sparse_ring.plan import WORD
+from qla_kernels.sparse_ring.patterns import VerticalSlash
 from qla_kernels.sparse_ring.route import LOCAL
+from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 from qla_kernels.sparse_ring.shard import Columns, shard_of, wide
 
 SCHEMAS = {

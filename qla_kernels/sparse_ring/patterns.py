@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from qla_kernels.errors import need
 
-BLOCK = 64  # tokens; the mask's slashes are diagonals of such blocks
-OBSERVED = 64  # queries that an index is estimated from
 MAX_COLUMNS = 16384  # of a head
 
 Lines = tuple[tuple[int, ...], ...]  # of each query head, or of all of them

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.sparse_ring.layouts import Layout
-from qla_kernels.sparse_ring.patterns import BLOCK
-
-WORD = 32
+from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 
 
 class Table(NamedTuple):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from qla_kernels.sparse_ring.index import VSIndex
-from qla_kernels.sparse_ring.patterns import BLOCK, OBSERVED, VerticalSlash
+from qla_kernels.sparse_ring.patterns import VerticalSlash
 from qla_kernels.sparse_ring.plan import pack
+from qla_kernels.sparse_ring.shapes import BLOCK, OBSERVED
 
-UNIT = 30  # the masses of a window are 2^UNIT together
 SHARE = 20  # recall targets are integers of 2^-SHARE
 INDEX_BITS = 31
 FORCED = 1 << 31  # a key above every mass

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from qla_kernels import jit
 from qla_kernels.sparse_ring.index import VSIndex
-from qla_kernels.sparse_ring.layouts import TILE, Layout
-from qla_kernels.sparse_ring.patterns import BLOCK, VerticalSlash
+from qla_kernels.sparse_ring.layouts import Layout
+from qla_kernels.sparse_ring.patterns import VerticalSlash
 from qla_kernels.sparse_ring.plan import Table, Visit, returns, visits
 from qla_kernels.sparse_ring.route import Chunk
 from qla_kernels.sparse_ring.select import Candidates
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 
 
 class Shard(NamedTuple):

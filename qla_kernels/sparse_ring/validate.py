@@ -19,9 +19,10 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.heuristics import SCHEDULES
 from qla_kernels.sparse_ring.index import VSIndex, fits
-from qla_kernels.sparse_ring.layouts import TILE, Layout, StripedLayout
+from qla_kernels.sparse_ring.layouts import Layout, StripedLayout
 from qla_kernels.sparse_ring.operands import INT32, dtype_name
 from qla_kernels.sparse_ring.patterns import Dense, FixedVerticalSlash, Pattern, VerticalSlash
+from qla_kernels.sparse_ring.shapes import TILE
 
 OP, RING_OP, BUILD_OP = "sparse_attention", "sparse_ring_attention", "build_index"
 

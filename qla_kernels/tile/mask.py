@@ -6,8 +6,8 @@ rows of whatever lies behind it, and zero times that need not be zero.
 
 import tilelang.language as T
 
+from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.math import CHUNK
 
 
 @T.macro

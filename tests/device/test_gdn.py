@@ -15,7 +15,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize(("key", "gate", "ratio"), kkt_solve_check.CASES)
 def test_kkt_solve(dtype, size, key, gate, ratio):
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     for seed, lengths in enumerate(kkt_solve_check.LENGTHS):
         for heads in ((2, 4), (1, 3), (4, 4)):
@@ -27,7 +27,7 @@ def test_kkt_solve(dtype, size, key, gate, ratio):
 
 def test_kkt_solve_of_strided_keys():
     """k as a slice of a fused projection: read in place."""
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     x = inputs([200, 70], (2, 4), 128, torch.bfloat16, device="cuda")
     fused = torch.full((1, x.k.shape[1], 5, 128), torch.nan, dtype=x.k.dtype, device="cuda")
@@ -38,7 +38,7 @@ def test_kkt_solve_of_strided_keys():
 
 
 def test_kkt_solve_of_a_batch_is_that_of_its_rows():
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     rows = [
         inputs([100], (2, 4), 128, torch.bfloat16, padding=0, seed=s, device="cuda")
@@ -54,7 +54,7 @@ def test_kkt_solve_of_a_batch_is_that_of_its_rows():
 
 def test_kkt_solve_repeats_bitwise():
     """200 runs that keep every SM busy: a missing fence shows as a rare difference."""
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     x = inputs([9000, 3000, 777, 1], (4, 16), 128, torch.bfloat16, seed=5, device="cuda")
     first = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens, out=kkt_solve_check.poisoned(x))
@@ -66,7 +66,7 @@ def test_kkt_solve_repeats_bitwise():
 
 def test_kkt_solve_large():
     """A length that keeps every SM busy for many chunks, against fp64."""
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     x = inputs([8192, 5000, 4097], (4, 8), 128, torch.bfloat16, seed=3, device="cuda")
     out = kkt_solve_check.poisoned(x)
@@ -76,7 +76,7 @@ def test_kkt_solve_large():
 
 def test_kkt_solve_in_a_graph_follows_new_lengths():
     """One capture at capacity; other lengths are written into cu_seqlens before each replay."""
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     x = inputs([300, 100, 112], (2, 4), 128, torch.bfloat16, padding=0, device="cuda")
     g_cum, A = kkt_solve_check.poisoned(x)
@@ -94,7 +94,7 @@ def test_kkt_solve_in_a_graph_follows_new_lengths():
 
 
 def test_kkt_solve_does_not_synchronise():
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     x = inputs([300, 100], (2, 4), 128, torch.bfloat16, device="cuda")
     launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens)

@@ -15,8 +15,8 @@ from qla_kernels import (
     fused_recurrent_gated_delta_rule,
 )
 from qla_kernels.gdn import ops
-from qla_kernels.gdn.context_parallel import folded, signed
-from qla_kernels.gdn.packing import sequence_bounds
+from qla_kernels.gdn.launch.tensors import sequence_bounds
+from qla_kernels.gdn.sharded.context import folded, signed
 from reference import gdn
 from tests.compare import assert_close
 from tests.gdn_calls import Call, leaves, on_gpu

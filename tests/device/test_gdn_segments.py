@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels import chunk_gated_delta_rule
-from qla_kernels.gdn import launch, launch_chains, segments
+from qla_kernels.gdn.launch import chains as launch_chains
+from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from qla_kernels.varlen import chunk_table
 from tests.compare import assert_close, relative_l2

@@ -7,7 +7,7 @@ from torch import Tensor
 from qla_kernels import jit
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.kernels import gate, kkt_solve
-from qla_kernels.tile.math import GATE_FLOOR, LN2
+from qla_kernels.tile.constants import GATE_FLOOR, LN2
 from qla_kernels.varlen import ChunkTable, chunk_table
 from tests import kkt_solve_check
 from tests.compare import assert_close

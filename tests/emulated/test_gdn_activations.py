@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qla_kernels import jit
-from qla_kernels.gdn import activations
 from qla_kernels.gdn.kernels import gate_sums
+from qla_kernels.gdn.launch import activations
 from tests.compare import assert_close
 from tests.gdn_activations_check import (
     EXACT,

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels import jit
-from qla_kernels.gdn import launch, launch_backward
 from qla_kernels.gdn.kernels import chunk_grads
+from qla_kernels.gdn.launch import backward as launch_backward
+from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.ops import Backward
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from reference import gdn

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qla_kernels import device, jit
-from qla_kernels.gdn import packing, segments
+from qla_kernels.gdn.launch import segments, tensors
 from qla_kernels.varlen import capacity
 from tests.emulated.conftest import emulated
 from tests.gdn_bad_bounds_check import BOUNDS, HV, PARTS, RIGHT, SLOTS, TOKENS, N, Setting, decode
@@ -70,7 +70,7 @@ def test_tables(bounds, dtype, launched):
     if dtype == torch.int32 and bounds == "beyond int32":
         return
     cu_seqlens = torch.tensor(BOUNDS[bounds], dtype=dtype)
-    table = packing.chunk_table(TOKENS, cu_seqlens)
+    table = tensors.chunk_table(TOKENS, cu_seqlens)
     first, num = table.first_chunk.tolist(), int(table.num_chunks)
     assert first[0] == 0
     assert first == sorted(first)
@@ -117,7 +117,7 @@ def test_many_sequences_over_one_another(launched):
     cu_seqlens = torch.tensor([0, tokens] * num)[: num + 1].int()
     chunks, first = torch.empty(5, 2).int(), torch.empty(num + 1).int()
     count = torch.empty(1).int()
-    kernel = jit.compile(packing.chunk_table_kernel, packing.chunk_table_kernel.Variant("int32"))
+    kernel = jit.compile(tensors.chunk_table_kernel, tensors.chunk_table_kernel.Variant("int32"))
     kernel(cu_seqlens, chunks, count, first, tokens)
     assert count == 5
     assert first.tolist() == [0] + [5] * num

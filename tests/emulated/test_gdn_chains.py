@@ -8,8 +8,8 @@ from einops import rearrange
 from torch import Tensor
 
 from qla_kernels import jit
-from qla_kernels.gdn import launch_chains
 from qla_kernels.gdn.kernels import chunk_states, dstate_chain
+from qla_kernels.gdn.launch import chains
 from qla_kernels.varlen import chunk_table
 from reference import gdn, gdn_backward, gdn_chunked
 from reference.chunks import cut, sequence_spans
@@ -125,10 +125,10 @@ def run(x: Case, tile_v: int | None = None) -> Chains:
     N, HV, K, V = len(x.cu_seqlens) - 1, x.v.shape[2], x.k.shape[-1], x.v.shape[-1]
     ht, dh0 = (torch.empty(N, HV, K, V) for _ in range(2))
     g_cum, A = prepared(x)
-    h = launch_chains.chunk_states(
+    h = chains.chunk_states(
         x.k, x.v, g_cum, x.beta, A, x.h0, x.cu_seqlens, first_chunk, 1, ht, tile_v
     )
-    dS = launch_chains.dstate_chain(
+    dS = chains.dstate_chain(
         x.q, x.k, x.do, g_cum, x.beta, A, x.dht, x.scale, x.cu_seqlens, first_chunk, dh0, tile_v
     )
     for slots in (h, dS):
@@ -236,8 +236,8 @@ def test_states_are_written_with_their_strides():
     first_chunk = chunk_table(x.k.shape[1], x.cu_seqlens).first_chunk
     g_cum, A = prepared(x)
     ht, dh0 = (torch.empty(3, 2, 128, 128).mT for _ in range(2))
-    launch_chains.chunk_states(x.k, x.v, g_cum, x.beta, A, x.h0, x.cu_seqlens, first_chunk, ht=ht)
-    launch_chains.dstate_chain(
+    chains.chunk_states(x.k, x.v, g_cum, x.beta, A, x.h0, x.cu_seqlens, first_chunk, ht=ht)
+    chains.dstate_chain(
         x.q, x.k, x.do, g_cum, x.beta, A, x.dht, x.scale, x.cu_seqlens, first_chunk, dh0
     )
     assert torch.equal(ht, want.ht)
@@ -255,9 +255,7 @@ def test_a_state_every_so_many_chunks(every, seeds):
     g_cum, A = prepared(x)
     for seed in range(3):
         seeds["seed"] = seed
-        h = launch_chains.chunk_states(
-            x.k, x.v, g_cum, x.beta, A, x.h0, x.cu_seqlens, first_chunk, every
-        )
+        h = chains.chunk_states(x.k, x.v, g_cum, x.beta, A, x.h0, x.cu_seqlens, first_chunk, every)
         assert torch.equal(h[: len(kept)], want.h[kept])
         assert h[len(kept) :].isnan().all()
 
@@ -269,10 +267,10 @@ def test_a_batch_is_its_packing():
              for name in ("q", "k", "v", "do", "beta")}  # fmt: skip
     first_chunk = chunk_table(210, x.cu_seqlens).first_chunk
     g_cum, A = (y.unflatten(1, (3, 70)).squeeze(0) for y in prepared(x))
-    h = launch_chains.chunk_states(
+    h = chains.chunk_states(
         dense["k"], dense["v"], g_cum, dense["beta"], A, x.h0, x.cu_seqlens, first_chunk
     )
-    dS = launch_chains.dstate_chain(
+    dS = chains.dstate_chain(
         dense["q"], dense["k"], dense["do"], g_cum, dense["beta"], A, x.dht, x.scale,
         x.cu_seqlens, first_chunk,
     )  # fmt: skip
@@ -288,8 +286,8 @@ def test_rows_that_are_held_are_the_same_bits(tile_v):
     x = case([70, 0, 128, 1], heads=(1, 3))
     want = run(x).dS
     table, (g_cum, A) = chunk_table(x.k.shape[1], x.cu_seqlens), prepared(x)
-    held = launch_chains.held_by(torch.empty_like(x.v), 128, 4)
-    rest = launch_chains.dstate_chain(
+    held = chains.held_by(torch.empty_like(x.v), 128, 4)
+    rest = chains.dstate_chain(
         x.q, x.k, x.do, g_cum, x.beta, A, x.dht, x.scale, x.cu_seqlens, table.first_chunk,
         tile_v=tile_v, held=held,
     )  # fmt: skip
@@ -301,7 +299,7 @@ def test_rows_that_are_held_are_the_same_bits(tile_v):
         assert torch.equal(in_dv if rows == 64 else held.tails[held.owner[i]], want[i, :, :64])
     assert held.dv[0, 64:70].isnan().all(), "a tail's rows belong to the next sequence, too"
     assert held.dv[0, 198:].isnan().all()
-    assert launch_chains.held_by(torch.empty(1, 64, 2, 64), 128, 1) is None
+    assert chains.held_by(torch.empty(1, 64, 2, 64), 128, 1) is None
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
@@ -331,7 +329,7 @@ def test_states_as_a_caller_gets_them(packed, v_first):
     h0 = x.h0.mT.contiguous() if v_first else x.h0
     head_major = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in (k, v)]
     for keys_and_values in ((k, v), head_major):
-        h = launch_chains.public_states(*keys_and_values, beta, saved, h0, bounds, bounds, v_first)
+        h = chains.public_states(*keys_and_values, beta, saved, h0, bounds, bounds, v_first)
         assert h.is_contiguous()
         assert h.shape[:3] == ((1, 7, 2) if packed else (3, 2, 2))
         assert torch.equal((h if v_first else h.mT).flatten(0, 1), want)

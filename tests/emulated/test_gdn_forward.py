@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from qla_kernels import jit
-from qla_kernels.gdn import activations, heuristics, launch, plan
+from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.kernels import fused_fwd
+from qla_kernels.gdn.launch import activations
+from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.ops import Forward
 from reference import gdn
 from tests.compare import assert_close, relative_l2

@@ -7,14 +7,10 @@ import pytest
 import torch
 
 from qla_kernels import fused_recurrent_gated_delta_rule, jit
-from qla_kernels.gdn import (
-    activations,
-    launch,
-    launch_backward,
-    launch_recurrent,
-    packing,
-    recurrent,
-)
+from qla_kernels.gdn.decode import api as recurrent
+from qla_kernels.gdn.decode import launch as launch_recurrent
+from qla_kernels.gdn.launch import activations, backward, tensors
+from qla_kernels.gdn.launch import forward as launch
 from tests.gdn_activations_check import MIXES, gradients, raw
 from tests.gdn_recurrent_check import decode, pooled
 
@@ -36,7 +32,7 @@ def far_apart(monkeypatch) -> Callable[..., Any]:
 
         monkeypatch.setattr(jit, "compile", counted)
         want, together = run(), launches
-        monkeypatch.setattr(packing, "REACH", 1)
+        monkeypatch.setattr(tensors, "REACH", 1)
         got, apart = run(), launches - together
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True) if b is not None)
         return apart - together
@@ -49,7 +45,7 @@ def test_norms(far_apart):
     x, dy = room[..., 64:].transpose(1, 2), torch.randn(3, 40, 2, 64).bfloat16()
 
     def norms() -> tuple[torch.Tensor, torch.Tensor]:
-        return launch.l2norm_fwd(x), launch_backward.l2norm_bwd(x, dy, None)
+        return launch.l2norm_fwd(x), backward.l2norm_bwd(x, dy, None)
 
     assert far_apart(norms) == 2 * 2
 

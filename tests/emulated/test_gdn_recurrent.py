@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, jit
-from qla_kernels.gdn import launch_recurrent, recurrent
+from qla_kernels.gdn.decode import api as recurrent
+from qla_kernels.gdn.decode import launch as launch_recurrent
 from qla_kernels.gdn.kernels import recurrent as kernel
 from tests.emulator import EmulatedKernel
 from tests.gdn_recurrent_check import check, check_pool, decode, pooled

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from qla_kernels import jit
-from qla_kernels.gdn import heuristics, segments
+from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.kernels import segment_map, segment_plan, segment_scan
-from qla_kernels.gdn.packing import room_for_chunks
+from qla_kernels.gdn.launch import segments
+from qla_kernels.gdn.launch.tensors import room_for_chunks
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
-from qla_kernels.varlen import CHUNK, chunk_table
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.varlen import chunk_table
 from tests.compare import assert_close, relative_l2
 from tests.gdn_segments_check import GIVEN, SOLVING, Batch, Cut, batch, expected, run
 

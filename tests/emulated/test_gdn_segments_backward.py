@@ -7,15 +7,10 @@ import torch
 from torch import Tensor
 
 from qla_kernels import jit
-from qla_kernels.gdn import (
-    heuristics,
-    launch,
-    launch_backward,
-    launch_chains,
-    plan,
-    segments,
-)
+from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.kernels import segment_map_bwd, segment_scan
+from qla_kernels.gdn.launch import backward, chains, segments
+from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from qla_kernels.varlen import chunk_table
 from tests.compare import assert_close, relative_l2
@@ -51,10 +46,8 @@ def run(x: Case, most: int, limit: float) -> Chains:
     g_cum, A = prepared(x)
     first_chunk = chunk_table(x.k.shape[1], cut.bounds).first_chunk
     ht, dh0 = torch.empty_like(starts), torch.empty_like(ends)
-    h = launch_chains.chunk_states(
-        x.k, x.v, g_cum, x.beta, A, starts, cut.bounds, first_chunk, 1, ht
-    )
-    dS = launch_chains.dstate_chain(
+    h = chains.chunk_states(x.k, x.v, g_cum, x.beta, A, starts, cut.bounds, first_chunk, 1, ht)
+    dS = chains.dstate_chain(
         x.q, x.k, x.do, g_cum, x.beta, A, ends, x.scale, cut.bounds, first_chunk, dh0
     )
     first = cut.first_segment.long()
@@ -153,7 +146,7 @@ def test_a_backward_that_is_given_the_forwards_segments_looks_for_none(kernel, m
     monkeypatch.setattr(segments, "maps", None)
     do, dht = torch.randn_like(x["v"]), torch.randn_like(h0)
     rows[3] = done.g_cum
-    got = launch_backward.gdn_bwd(
+    got = backward.gdn_bwd(
         *rows, done.A, do, dht, scale, h0, x["cu_seqlens"], None, None, None, None, **flags,
         cp_cache=done.cp_cache,
     )  # fmt: skip

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from qla_kernels.gdn import heuristics, launch_shards, plan
+from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
+from qla_kernels.gdn.sharded import launch as launch_shards
 from tests.gdn_backward_check import check as check_gradients
 from tests.gdn_calls import call
 from tests.gdn_forward_check import check as check_output

@@ -14,7 +14,11 @@ from qla_kernels import device, jit
 from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.dualkv import ops as dualkv_ops
 from qla_kernels.dualkv import tables
-from qla_kernels.gdn import launch, launch_backward, launch_recurrent, ops, recurrent
+from qla_kernels.gdn import ops
+from qla_kernels.gdn.decode import api as recurrent
+from qla_kernels.gdn.decode import launch as launch_recurrent
+from qla_kernels.gdn.launch import backward
+from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.sparse_ring import build, ring, shard
 from qla_kernels.sparse_ring import launch as sparse_launch
 from tests.emulator import EmulatedKernel
@@ -35,7 +39,7 @@ def install() -> None:
         lambda *args: _emulated(module, variant)(*args, seed=next(seeds))
     )
     device.sm_count = lambda _: SMS
-    ops.gdn_fwd, ops.gdn_bwd = launch.gdn_fwd, launch_backward.gdn_bwd
+    ops.gdn_fwd, ops.gdn_bwd = launch.gdn_fwd, backward.gdn_bwd
     ops.l2norm_fwd, ops.l2norm_bwd = launch.l2norm_fwd, launch.l2norm_bwd
     recurrent.gdn_recurrent = launch_recurrent.gdn_recurrent
     recurrent.gdn_recurrent_slots = launch_recurrent.gdn_recurrent_slots

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from qla_kernels.dualkv import assemble, batch, microbatch
-from qla_kernels.gdn import recurrent, validate
+from qla_kernels.gdn import validate
+from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.sparse_ring import balance, index, layouts, select
 from qla_kernels.sparse_ring import cpu as sparse_cpu
 from reference import dualkv as dualkv_reference

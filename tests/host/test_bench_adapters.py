@@ -66,7 +66,7 @@ def test_fla_builds_its_tables_once_for_all_input_sets():
 
 
 def test_our_single_kernel_gets_fp32_beta_and_its_table(monkeypatch):
-    from qla_kernels.gdn import launch
+    from qla_kernels.gdn.launch import forward as launch
 
     def kkt_solve(k, g, beta, cu_seqlens, table):
         assert beta.dtype == torch.float32

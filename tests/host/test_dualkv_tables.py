@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from qla_kernels import SharedLayout, pack_shared_prompts
-from qla_kernels.dualkv import columns as c
+from qla_kernels.dualkv import shapes as c
 from qla_kernels.dualkv import tables
 from qla_kernels.dualkv.heuristics import head_pack
-from qla_kernels.dualkv.tables import KEYS, KV_ROWS, ROWS, Tables
+from qla_kernels.dualkv.shapes import KEY_TILE, KV_QUERY_ROWS, QUERY_ROWS
+from qla_kernels.dualkv.tables import Tables
 from tests.dualkv_inputs import GROUPS
 
 LAYOUTS = {name: SharedLayout.from_lengths(groups) for name, groups in GROUPS.items()} | {
@@ -52,20 +53,20 @@ def visible(layout: SharedLayout) -> torch.Tensor:
 def test_forward_items_cover_every_pair_once(name, heads):
     layout = every(LAYOUTS)[name]
     work = built(layout, heads)
-    tokens = ROWS // head_pack(*heads)
+    tokens = QUERY_ROWS // head_pack(*heads)
     seen = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int)
     for item in work.item[: work.header[c.ITEM_ROWS]].tolist():
-        rows = slice(item[c.TOK0], item[c.TOK0] + item[c.ROWS])
-        assert 0 < item[c.ROWS] <= tokens
+        rows = slice(item[c.TOK0], item[c.TOK0] + item[c.TOKENS])
+        assert 0 < item[c.TOKENS] <= tokens
         query = torch.arange(rows.start, rows.stop)[:, None]
-        last0 = item[c.NODE] + (item[c.OWN_TILES] - 1) * KEYS
-        assert last0 <= rows.start < rows.stop <= last0 + item[c.OWN_KEYS] <= last0 + KEYS
+        last0 = item[c.NODE] + (item[c.OWN_TILES] - 1) * KEY_TILE
+        assert last0 <= rows.start < rows.stop <= last0 + item[c.OWN_KEYS] <= last0 + KEY_TILE
         own = torch.arange(item[c.NODE], last0 + item[c.OWN_KEYS])
         seen[rows, own] += (own <= query).int()
         assert (item[c.NODE] + torch.arange(last0 - item[c.NODE]) <= query).all()  # no mask there
         spans = work.span[item[c.SPAN0] : item[c.SPAN0] + item[c.SPANS]].tolist()
         for k0, full_tiles, tail in spans:
-            seen[rows, k0 : k0 + full_tiles * KEYS + tail] += 1
+            seen[rows, k0 : k0 + full_tiles * KEY_TILE + tail] += 1
         tails = [tail > 0 for _, _, tail in spans]
         assert tails == sorted(tails, reverse=True)
         assert item[c.PARTIALS] == sum(tails)
@@ -79,13 +80,13 @@ def test_forward_items_cover_every_pair_once(name, heads):
 def test_backward_items_cover_every_pair_once(name, heads):
     layout = every(LAYOUTS)[name]
     work = built(layout, heads)
-    tokens = KV_ROWS // min(head_pack(*heads), 4)
+    tokens = KV_QUERY_ROWS // min(head_pack(*heads), 4)
     seen = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int)
     parts: dict[int, tuple[int, int]] = {}
     for k0, keys, last, q_tiles, dense, part in work.kv_item[
         : work.header[c.KV_ITEM_ROWS]
     ].tolist():
-        assert 0 < keys <= KEYS
+        assert 0 < keys <= KEY_TILE
         key = torch.arange(k0, k0 + keys)
         for tile in range(q_tiles):
             first = last - tile * tokens
@@ -184,9 +185,9 @@ def test_queries_that_begin_later(heads):
     layout = SharedLayout.from_lengths([(200, [70, 3, 140])])
     work = built(layout, heads, q_shift=200)
     assert work.item[:, c.TOK0].min() == 200
-    assert work.item[:, c.ROWS].sum() == 213
+    assert work.item[:, c.TOKENS].sum() == 213
     assert work.kv_item[:, c.KV_KEYS].sum() == 413
-    tokens = KV_ROWS // min(head_pack(*heads), 4)
+    tokens = KV_QUERY_ROWS // min(head_pack(*heads), 4)
     prompt = work.kv_item[work.kv_item[:, c.KV_K0] < 200]
     end = prompt[:, c.KV_LAST] + tokens
     assert (end <= 413).all()

@@ -10,7 +10,7 @@ from qla_kernels import (
     chunk_gated_delta_rule_fwd,
     fused_recurrent_gated_delta_rule,
 )
-from qla_kernels.gdn.packing import live_end
+from qla_kernels.gdn.launch.tensors import live_end
 from tests.gdn_calls import call
 
 RUNS = {

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import (
 )
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
-from qla_kernels.gdn import ShardError, build_cp_context, shard_cpu
+from qla_kernels.gdn import ShardError, build_cp_context
+from qla_kernels.gdn.sharded import cpu as shard_cpu
 from tests.gdn_calls import Call, call, gradients, leaves
 from tests.gdn_shard_ranks import LENGTHS
 from tests.ranks import DEADLINE, WORLD, start

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from qla_kernels.gdn import launch, packing
 from qla_kernels.gdn.kernels import kkt_solve
+from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.launch import tensors
 from qla_kernels.gdn.plan import sequence_chunks
 
 
@@ -25,19 +26,19 @@ def test_plans_of_bounds_go_by_their_numbers(dtype, monkeypatch):
     """Not by the tensor: it may be written to."""
     planned = []
     monkeypatch.setattr(
-        packing, "sequence_chunks", lambda *x: planned.append(x) or sequence_chunks(*x)
+        tensors, "sequence_chunks", lambda *x: planned.append(x) or sequence_chunks(*x)
     )
-    packing._chunks_between.cache_clear()
+    tensors._chunks_between.cache_clear()
     bounds = torch.tensor([0, 64, 300, 300], dtype=dtype)
     want = sequence_chunks(3, 300, [64, 236, 0])
     column = torch.stack([bounds, bounds + 1], 1)[:, 0]
     for same in (bounds, bounds.clone(), column):
-        assert packing.chunks_of(3, 300, same) == want
+        assert tensors.chunks_of(3, 300, same) == want
     assert len(planned) == 1
     bounds[1] = 128
-    assert packing.chunks_of(3, 300, bounds) == sequence_chunks(3, 300, [128, 172, 0])
-    assert packing.chunks_of(3, 300, None) == sequence_chunks(3, 300)
-    packing._chunks_between.cache_clear()
+    assert tensors.chunks_of(3, 300, bounds) == sequence_chunks(3, 300, [128, 172, 0])
+    assert tensors.chunks_of(3, 300, None) == sequence_chunks(3, 300)
+    tensors._chunks_between.cache_clear()
 
 
 def test_rows_in_reach_of_one_launch():
@@ -45,10 +46,10 @@ def test_rows_in_reach_of_one_launch():
         return torch.empty(0, dtype=dtype, device="meta").as_strided((2, 9, 4), (step, 4, 1))
 
     near, far = rows((1 << 30) - 8), rows(1 << 30)
-    assert packing.parts_in_reach(near, near) == [packing.WHOLE]
-    assert packing.parts_in_reach(near, far) == [slice(0, 1), slice(1, 2)]
-    assert packing.parts_in_reach(rows((1 << 28) - 1, torch.float64)) == [packing.WHOLE]
-    assert len(packing.parts_in_reach(rows(1 << 28, torch.float64))) == 2
+    assert tensors.parts_in_reach(near, near) == [tensors.WHOLE]
+    assert tensors.parts_in_reach(near, far) == [slice(0, 1), slice(1, 2)]
+    assert tensors.parts_in_reach(rows((1 << 28) - 1, torch.float64)) == [tensors.WHOLE]
+    assert len(tensors.parts_in_reach(rows(1 << 28, torch.float64))) == 2
 
 
 def test_single_tokens_flatten_as_far_as_a_launch_reaches():
@@ -56,5 +57,5 @@ def test_single_tokens_flatten_as_far_as_a_launch_reaches():
         x = torch.empty(0, dtype=torch.bfloat16, device="meta").as_strided(
             (2, 1, 4, 64), (step, step, 64, 1)
         )
-        assert packing.flattens(x) == flat
-        assert packing.flattens(x[:1])
+        assert tensors.flattens(x) == flat
+        assert tensors.flattens(x[:1])

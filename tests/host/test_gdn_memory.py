@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qla_kernels import device, jit
-from qla_kernels.gdn import launch_backward
+from qla_kernels.gdn.launch import backward
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
 
 MIB = 2**20
@@ -59,7 +59,7 @@ def peak_of_backward(
     h0, dht = (meta(N, HV, size, size, dtype=torch.float32) for _ in range(2))
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     with Peak() as peak:
-        done = launch_backward.gdn_bwd(
+        done = backward.gdn_bwd(
             q, k, v, g_cum, beta, A, do, dht, size**-0.5, h0,
             meta(N + 1, dtype=torch.int32), bounds, None, None, None,
             use_beta_sigmoid_in_kernel=False,

@@ -93,7 +93,8 @@ def test_a_home_that_cannot_be_written_names_the_setting() -> None:
     named = r"'/proc/x'\); need a cache folder .* \(/proc/x/.tilelang/cache\).*TILELANG_CACHE_DIR"
     home = {key: value for key, value in os.environ.items() if key != "TILELANG_CACHE_DIR"}
     for code in (
-        "from qla_kernels.direct import imported_late as f; f('qla_kernels.gdn.launch', '')()",
+        "from qla_kernels.direct import imported_late; "
+        "imported_late('qla_kernels.gdn.launch.forward', '')()",
         "from torch import device; from qla_kernels.sparse_ring.shard import tiles as f; "
         "f(device('cuda'))",
         "from qla_kernels import warmup; exit(warmup.main(['--model', 'qwen3-next']))",

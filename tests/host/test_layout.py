@@ -1,10 +1,13 @@
 """Rules of CONTRIBUTING.md that a program can check: sizes, imports, names."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
@@ -12,7 +15,11 @@ SOURCES = sorted(
     for folder in ("qla_kernels", "reference", "benchmarks", "scripts")
     for file in (ROOT / folder).rglob("*.py")
 )
-KERNELS = [file for file in SOURCES if file.parent.name == "kernels"]
+PACKAGE = ROOT / "qla_kernels"
+KERNELS = [file for file in SOURCES if "kernels" in file.parent.parts]  # and what they share
+TILE = [file for file in SOURCES if file.parent == PACKAGE / "tile"]
+# what knows TileLang besides: how it compiles, and the tools around that
+COMPILING = {"jit.py", "warmup.py", "info.py", "inspect", "shared_memory.py", "check.py"}
 
 
 def named(files: list[Path]) -> pytest.MarkDecorator:
@@ -34,7 +41,12 @@ def packages(file: Path) -> set[str]:
 
 @named(SOURCES)
 def test_a_file_can_be_read_in_one_sitting(file):
-    lines = len(file.read_text().splitlines())
+    """Docstrings do not count: none is to be cut for its length."""
+    text = file.read_text()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
+    docstrings = (ast.get_docstring(node, clean=False) or "" for node in nodes)
+    lines = len(text.splitlines()) - sum(doc.count("\n") for doc in docstrings)
     assert lines <= (450 if file in KERNELS else 300)
 
 
@@ -53,12 +65,35 @@ def test_the_package_imports_neither_tests_nor_benchmarks(file):
     assert not packages(file) & {"benchmarks", "tests", "scripts"}
 
 
-@named([*KERNELS, *(file for file in SOURCES if file.parent.name == "tile")])
+@named([*KERNELS, *TILE])
 def test_device_code_knows_no_torch_and_no_host_code(file):
-    assert "torch" not in packages(file)
-    ours = {module for module in imports(file) if module.startswith("qla_kernels.")}
-    hosts = ("api", "ops", "launch", "validate", "cpu", "jit", "device", "varlen")
-    assert not {module for module in ours if module.rpartition(".")[2] in hosts}
+    """It imports device code, and sizes that it shares with the host: nothing that knows torch."""
+    assert not packages(file) & {"torch", "numpy", "einops"}
+    ours = {module for module in imports(file) if module.startswith("qla_kernels")}
+    device = re.compile(r"qla_kernels\.(tile|\w+\.kernels|\w+\.shapes)(\.|$)")
+    assert not {module for module in ours if not device.match(module)}
+
+
+@named([file for file in SOURCES if file.name == "shapes.py"])
+def test_shared_sizes_import_nothing(file):
+    assert not set(imports(file))
+
+
+@named([file for file in SOURCES if PACKAGE in file.parents])
+def test_tilelang_is_imported_by_device_code_alone(file):
+    own = file.relative_to(PACKAGE).parts[0]
+    if file not in KERNELS and own != "tile" and own not in COMPILING:
+        assert not packages(file) & {"tilelang", "tvm", "tvm_ffi"}
+
+
+def test_only_device_code_is_exempt_from_lint_and_types():
+    """A list of file names once hid dualkv/tables.py, which shared its name with a device file."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    overrides = settings["mypy"]["overrides"]
+    exempt = [m for o in overrides if o.get("ignore_errors") for m in o["module"]]
+    assert exempt == ["qla_kernels.*.kernels.*", "qla_kernels.tile.*"]
+    lint = [p for p in settings["ruff"]["lint"]["per-file-ignores"] if p.startswith("qla_kernels")]
+    assert lint == ["qla_kernels/*/kernels/**", "qla_kernels/tile/*"]
 
 
 @named([file for file in SOURCES if "qla_kernels" in file.parts])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qla_kernels.sparse_ring import VerticalSlash
-from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.shapes import BLOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "sparse_ring.md").read_text()

@@ -15,8 +15,8 @@ from qla_kernels.sparse_ring import (
     VSIndex,
     build_index,
 )
-from qla_kernels.sparse_ring.patterns import BLOCK
 from qla_kernels.sparse_ring.select import Candidates, cut, select
+from qla_kernels.sparse_ring.shapes import BLOCK
 from reference import sparse_ring, sparse_ring_index
 from reference.sparse_ring_index import Budget
 

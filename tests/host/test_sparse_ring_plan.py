@@ -13,7 +13,6 @@ from qla_kernels.sparse_ring import (
     balance_report,
 )
 from qla_kernels.sparse_ring.operands import rows
-from qla_kernels.sparse_ring.patterns import BLOCK
 from qla_kernels.sparse_ring.plan import (
     diagonals,
     key_walk,
@@ -23,6 +22,7 @@ from qla_kernels.sparse_ring.plan import (
     table,
     visits,
 )
+from qla_kernels.sparse_ring.shapes import BLOCK
 from reference import sparse_ring
 
 LAYOUTS = {

@@ -30,18 +30,17 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
-from qla_kernels.dualkv.columns import KV_ITEM_COLUMNS, KV_ORDERED
-from qla_kernels.dualkv.items import clear_rows, uniform
-from qla_kernels.dualkv.walk import ROWS, load_rows, row_stats, walk_of
+from qla_kernels.dualkv.kernels.items import clear_rows, uniform
+from qla_kernels.dualkv.kernels.walk import load_rows, row_stats, walk_of
+from qla_kernels.dualkv.shapes import KEY_TILE, KV_ITEM_COLUMNS, KV_ORDERED, KV_QUERY_ROWS
+from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.math import LOG2E
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
 
 GROUP = 128  # threads of a warpgroup
 GROUP_KEYS = 64  # of a warpgroup
-KEYS = 2 * GROUP_KEYS  # of an item
 SLOTS = 3  # query tiles in flight
 
 
@@ -122,10 +121,10 @@ def schedule(v: Variant) -> Schedule:
         ),
         rings={"q": SLOTS, "ds": 2},
         # K, V; Q, dO, lse2, delta; dS; dQ; barriers and alignment
-        smem_bytes=2 * KEYS * D * 2
-        + SLOTS * 2 * ROWS * (D * 2 + 4)
-        + 2 * KEYS * ROWS * 2
-        + ROWS * D * 4
+        smem_bytes=2 * KEY_TILE * D * 2
+        + SLOTS * 2 * KV_QUERY_ROWS * (D * 2 + 4)
+        + 2 * KEY_TILE * KV_QUERY_ROWS * 2
+        + KV_QUERY_ROWS * D * 4
         + 1024,
     )
 
@@ -153,7 +152,7 @@ class Meets(NamedTuple):
 def load(k, v, q, do, s, ring, kv_landed, front_full, walk, q_shift):
     for i, keys in enumerate((k, v)):  # 1
         T.tma_copy(
-            keys[walk.k0 : walk.k0 + KEYS, walk.kv_head, :], s.kv[i, :, :], barrier=kv_landed
+            keys[walk.k0 : walk.k0 + KEY_TILE, walk.kv_head, :], s.kv[i, :, :], barrier=kv_landed
         )
     if T.shuffle_elect(32):
         T.barrier_arrive(kv_landed)
@@ -178,7 +177,7 @@ def reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift):
             token = token0 - (tile << walk.tile_log2)
             before = T.max(begin - token, 0)
             T.barrier_wait(meets.dq_full, step % 2)
-            if lane << walk.tile_log2 < ROWS:  # 8
+            if lane << walk.tile_log2 < KV_QUERY_ROWS:  # 8
                 T.call_extern(
                     "handle",
                     "tl::tma_store_add",
@@ -190,7 +189,7 @@ def reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift):
                 T.call_extern("handle", "tl::tma_store_wait<0>")
             T.barrier_arrive(meets.dq_free)
             step += 1
-        row += (ROWS >> walk.tile_log2) * num_queries
+        row += (KV_QUERY_ROWS >> walk.tile_log2) * num_queries
 
 
 @T.macro
@@ -201,11 +200,11 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
     key = T.get_thread_binding() // 32 * 16 + lane % 16  # of dS^T, whose 16 bytes it addresses
     r_dk = T.alloc_fragment((GROUP_KEYS, D), "float32")
     r_dv = T.alloc_fragment((GROUP_KEYS, D), "float32")
-    r_s = T.alloc_fragment((GROUP_KEYS, ROWS), "float32")  # S^T, P^T
-    r_dp = T.alloc_fragment((GROUP_KEYS, ROWS), "float32")  # dP^T, dS^T
-    r_p = T.alloc_fragment((GROUP_KEYS, ROWS), dtype)
-    r_ds = T.alloc_fragment((GROUP_KEYS, ROWS), dtype)
-    r_dq = T.alloc_fragment((ROWS, D // 2), "float32")
+    r_s = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), "float32")  # S^T, P^T
+    r_dp = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), "float32")  # dP^T, dS^T
+    r_p = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), dtype)
+    r_ds = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), dtype)
+    r_dq = T.alloc_fragment((KV_QUERY_ROWS, D // 2), "float32")
     slot, first, begin, end = (T.alloc_var("int32") for _ in range(4))
     T.clear(r_dk)
     T.clear(r_dv)
@@ -247,7 +246,7 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
         ds_from_dp(r_dp, r_s, lambda _, row: s.stats[slot, DELTA, row])
         T.copy(r_dp, r_ds)
         meets.ds.acquire(step)
-        for block in T.unroll(ROWS // 16):
+        for block in T.unroll(KV_QUERY_ROWS // 16):
             T.call_extern(
                 "handle",
                 "tl::ptx_stmatrix_m8n8_x4",
@@ -355,19 +354,19 @@ def build(v: Variant):
         sums: T.Tensor((num_heads * num_queries, D), "float32"),
         dk: T.Tensor((num_tokens, kv_heads, D), v.dtype),
         dv: T.Tensor((num_tokens, kv_heads, D), v.dtype),
-        parts: T.Tensor((num_parts, kv_heads, 2, KEYS, D), "float32"),
+        parts: T.Tensor((num_parts, kv_heads, 2, KEY_TILE, D), "float32"),
         tile_log2: T.int32,
         q_shift: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(capacity, threads=(GROUP, plan.threads // GROUP)) as block:
             T.import_source(SOURCE)
-            s_kv = T.alloc_shared((2, KEYS, D), v.dtype)
-            s_q = T.alloc_shared((SLOTS, ROWS, D), v.dtype)
-            s_do = T.alloc_shared((SLOTS, ROWS, D), v.dtype)
-            s_stats = T.alloc_shared((SLOTS, 2, ROWS), "float32")
-            s_ds = T.alloc_shared((2, KEYS, ROWS), v.dtype)
-            s_dq = T.alloc_shared((ROWS, D), "float32")
+            s_kv = T.alloc_shared((2, KEY_TILE, D), v.dtype)
+            s_q = T.alloc_shared((SLOTS, KV_QUERY_ROWS, D), v.dtype)
+            s_do = T.alloc_shared((SLOTS, KV_QUERY_ROWS, D), v.dtype)
+            s_stats = T.alloc_shared((SLOTS, 2, KV_QUERY_ROWS), "float32")
+            s_ds = T.alloc_shared((2, KEY_TILE, KV_QUERY_ROWS), v.dtype)
+            s_dq = T.alloc_shared((KV_QUERY_ROWS, D), "float32")
             s = Tiles(s_kv, s_q, s_do, s_stats, s_ds, s_dq)
             kv_landed = T.alloc_barrier([plan.arrivals("kv_landed")])
             kv_full = T.alloc_barrier([plan.arrivals("kv_full")])

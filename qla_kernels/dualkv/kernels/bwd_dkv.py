@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
-from qla_kernels.dualkv.columns import KV_ITEM_COLUMNS, KV_ORDERED
-from qla_kernels.dualkv.items import uniform
-from qla_kernels.dualkv.walk import ROWS, load_rows, row_stats, walk_of
-from qla_kernels.tile.math import LOG2E
+from qla_kernels.dualkv.kernels.items import uniform
+from qla_kernels.dualkv.kernels.walk import load_rows, row_stats, walk_of
+from qla_kernels.dualkv.shapes import KV_ITEM_COLUMNS, KV_ORDERED, KV_QUERY_ROWS
+from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
@@ -88,7 +88,7 @@ def schedule(v: Variant) -> Schedule:
         ),
         rings={"q": SLOTS},
         # K, V; Q, dO; lse2, delta; barriers and alignment
-        smem_bytes=4 * GROUP_KEYS * v.D * 2 + SLOTS * 2 * ROWS * (v.D * 2 + 4) + 1024,
+        smem_bytes=4 * GROUP_KEYS * v.D * 2 + SLOTS * 2 * KV_QUERY_ROWS * (v.D * 2 + 4) + 1024,
     )
 
 
@@ -119,10 +119,10 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
     w = uniform(T.get_thread_binding(1))
     r_dk = T.alloc_fragment((GROUP_KEYS, D), "float32")
     r_dv = T.alloc_fragment((GROUP_KEYS, D), "float32")
-    r_s = T.alloc_fragment((GROUP_KEYS, ROWS), "float32")  # S^T, P^T
-    r_dp = T.alloc_fragment((GROUP_KEYS, ROWS), "float32")  # dP^T, dS^T
-    r_p = T.alloc_fragment((GROUP_KEYS, ROWS), dtype)
-    r_ds = T.alloc_fragment((GROUP_KEYS, ROWS), dtype)
+    r_s = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), "float32")  # S^T, P^T
+    r_dp = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), "float32")  # dP^T, dS^T
+    r_p = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), dtype)
+    r_ds = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), dtype)
     step, slot, first = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     T.clear(r_dk)
     T.clear(r_dv)
@@ -211,9 +211,9 @@ def build(v: Variant):
         with T.Kernel(capacity, threads=(GROUP, plan.threads // GROUP)) as block:
             s_k = T.alloc_shared((2, GROUP_KEYS, D), v.dtype)
             s_v = T.alloc_shared((2, GROUP_KEYS, D), v.dtype)
-            s_q = T.alloc_shared((SLOTS, ROWS, D), v.dtype)
-            s_do = T.alloc_shared((SLOTS, ROWS, D), v.dtype)
-            s_stats = T.alloc_shared((SLOTS, 2, ROWS), "float32")
+            s_q = T.alloc_shared((SLOTS, KV_QUERY_ROWS, D), v.dtype)
+            s_do = T.alloc_shared((SLOTS, KV_QUERY_ROWS, D), v.dtype)
+            s_stats = T.alloc_shared((SLOTS, 2, KV_QUERY_ROWS), "float32")
             s = Tiles(s_k, s_v, s_q, s_do, s_stats)
             kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
             front_full = T.alloc_barrier([plan.arrivals("front_full")])

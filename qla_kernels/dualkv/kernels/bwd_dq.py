@@ -25,15 +25,17 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
-from qla_kernels.dualkv.columns import (
+from qla_kernels.dualkv.kernels.items import BOX, PANEL, clear_rows, fetch, read_item, uniform
+from qla_kernels.dualkv.shapes import (
     FULL_TILES,
     ITEM_COLUMNS,
+    KEY_TILE,
     NODE,
     ORDERED,
     OWN_KEYS,
     OWN_TILES,
     PARTIALS,
-    ROWS,
+    QUERY_ROWS,
     SPAN0,
     SPAN_COLUMNS,
     SPAN_K0,
@@ -41,20 +43,11 @@ from qla_kernels.dualkv.columns import (
     TAIL,
     TILES,
     TOK0,
-)
-from qla_kernels.dualkv.items import (
-    BOX,
-    ITEM_ROWS,
-    KEYS,
-    PANEL,
-    clear_rows,
-    fetch,
-    read_item,
-    uniform,
+    TOKENS,
 )
 from qla_kernels.tile.bounds import clamped
+from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.math import LOG2E
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
@@ -110,7 +103,7 @@ def schedule(v: Variant) -> Schedule:
         ),
         rings={"k": 2, "v": 2, "clean": 2},
         # Q, dO, two slots each of K and V; barriers and alignment
-        smem_bytes=6 * KEYS * v.D * 2 + 1024,
+        smem_bytes=6 * KEY_TILE * v.D * 2 + 1024,
     )
 
 
@@ -134,7 +127,7 @@ class Item(NamedTuple):
 @T.macro
 def load(q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x, group):
     i, key0, head, full = (T.alloc_var("int32") for _ in range(4))
-    for b in rolled(ITEM_ROWS // BOX):  # 1
+    for b in rolled(QUERY_ROWS // BOX):  # 1
         tok = x.token + (b * BOX & (1 << x.tile_log2) - 1)
         of_box = x.head0 + (b * BOX >> x.tile_log2)
         for c in T.unroll(q.shape[2] // PANEL):
@@ -146,18 +139,18 @@ def load(q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x, grou
                 )
     T.barrier_arrive(q_full)
     head = x.head0 // group
-    key0 = x.node + (x.own_tiles - 1) * KEYS
+    key0 = x.node + (x.own_tiles - 1) * KEY_TILE
     fetch(k, v, s_k, s_v, k_ring, v_ring, head, 0, key0)
     i = 1
     for n in rolled(x.span0, x.span0 + x.masked - 1):
-        key0 = span[n, SPAN_K0] + span[n, FULL_TILES] * KEYS
+        key0 = span[n, SPAN_K0] + span[n, FULL_TILES] * KEY_TILE
         fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0)
         i += 1
     full = x.tiles - i
     if x.spans > 0:
         full = T.min(full, x.own_tiles - 1)
     for t in rolled(full):
-        fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, x.node + t * KEYS)
+        fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, x.node + t * KEY_TILE)
         i += 1
     for n in rolled(x.span0, x.span0 + x.spans):
         key0 = span[n, SPAN_K0]
@@ -165,7 +158,7 @@ def load(q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x, grou
         if n + 1 < x.span0 + x.spans:
             full = T.min(full, span[n, FULL_TILES])
         for t in rolled(full):
-            fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0 + t * KEYS)
+            fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0 + t * KEY_TILE)
             i += 1
 
 
@@ -175,7 +168,7 @@ def scrub(span, s_k, k_ring, clean, x):
     keys = x.own_keys
     for i in rolled(x.masked):
         if i > 0:
-            keys = clamped(span[x.span0 + i - 1, TAIL], 0, KEYS)
+            keys = clamped(span[x.span0 + i - 1, TAIL], 0, KEY_TILE)
         k_ring.wait(i)
         clear_rows(s_k, k_ring.slot(i), keys)  # 2
         clean.commit(i)
@@ -186,9 +179,9 @@ def mma(dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, x, 
     w, slot = T.alloc_var("int32"), T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
     r_dq = T.alloc_fragment((GROUP_ROWS, D), "float32")
-    r_s = T.alloc_fragment((GROUP_ROWS, KEYS), "float32")  # S, P
-    r_dp = T.alloc_fragment((GROUP_ROWS, KEYS), "float32")  # dP, dS
-    r_ds = T.alloc_fragment((GROUP_ROWS, KEYS), dtype)
+    r_s = T.alloc_fragment((GROUP_ROWS, KEY_TILE), "float32")  # S, P
+    r_dp = T.alloc_fragment((GROUP_ROWS, KEY_TILE), "float32")  # dP, dS
+    r_ds = T.alloc_fragment((GROUP_ROWS, KEY_TILE), dtype)
     r_lse2 = T.alloc_fragment((GROUP_ROWS,), "float32")
     r_delta = T.alloc_fragment((GROUP_ROWS,), "float32")
     last, later = T.alloc_var("int32"), T.alloc_var("int32")
@@ -290,8 +283,8 @@ def build(v: Variant):
         with T.Kernel(capacity, threads=(GROUP, plan.threads // GROUP)) as block:
             s_q = T.alloc_shared((2, GROUP_ROWS, D), v.dtype)
             s_do = T.alloc_shared((2, GROUP_ROWS, D), v.dtype)
-            s_k = T.alloc_shared((plan.rings["k"], KEYS, D), v.dtype)
-            s_v = T.alloc_shared((plan.rings["v"], KEYS, D), v.dtype)
+            s_k = T.alloc_shared((plan.rings["k"], KEY_TILE, D), v.dtype)
+            s_v = T.alloc_shared((plan.rings["v"], KEY_TILE, D), v.dtype)
             q_full = T.alloc_barrier([plan.arrivals("q_full")])
             k_full = T.alloc_barrier([plan.arrivals("k_full")] * plan.rings["k"])
             k_free = T.alloc_barrier([plan.arrivals("k_free")] * plan.rings["k"])
@@ -311,10 +304,10 @@ def build(v: Variant):
             token, masked, diagonal = (T.alloc_var("int32") for _ in range(3))
             token = numbers[TOK0] - q_shift
             masked = numbers[PARTIALS] + 1
-            diagonal = numbers[TOK0] - numbers[NODE] - (numbers[OWN_TILES] - 1) * KEYS
+            diagonal = numbers[TOK0] - numbers[NODE] - (numbers[OWN_TILES] - 1) * KEY_TILE
             x = Item(
                 token=token,
-                rows=numbers[ROWS],
+                rows=numbers[TOKENS],
                 node=numbers[NODE],
                 own_tiles=numbers[OWN_TILES],
                 own_keys=numbers[OWN_KEYS],

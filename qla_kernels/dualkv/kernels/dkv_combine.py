@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.dualkv.columns import (
+from qla_kernels.dualkv.shapes import (
+    KEY_TILE,
     SPLIT_COLUMNS,
     SPLIT_K0,
     SPLIT_KEYS,
@@ -27,7 +28,6 @@ from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-KEYS = 128  # of a part
 PIECE = 8  # numbers of a thread: 16 bytes of the result
 
 
@@ -84,13 +84,13 @@ def build(v: Variant):
 
     @T.prim_func
     def dkv_combine(
-        parts: T.Tensor((num_parts, kv_heads, 2, KEYS, pieces, PIECE), "float32"),
+        parts: T.Tensor((num_parts, kv_heads, 2, KEY_TILE, pieces, PIECE), "float32"),
         header: T.Tensor((8,), "int32"),
         split: T.Tensor((num_splits, SPLIT_COLUMNS), "int32"),
         dk: T.Tensor((num_tokens, kv_heads, pieces, PIECE), v.dtype),
         dv: T.Tensor((num_tokens, kv_heads, pieces, PIECE), v.dtype),
     ):
-        blocks = T.ceildiv(KEYS * pieces, plan.threads)
+        blocks = T.ceildiv(KEY_TILE * pieces, plan.threads)
         with T.Kernel(blocks, kv_heads, num_splits, threads=plan.threads) as (block, kv_head, i):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             at = block * plan.threads + T.get_thread_binding()

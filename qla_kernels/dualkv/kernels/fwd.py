@@ -32,22 +32,9 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.dualkv.columns import (
-    ITEM_COLUMNS,
-    NODE,
-    OWN_TILES,
-    PARTIALS,
-    ROWS,
-    SPAN0,
-    SPAN_COLUMNS,
-    TAIL,
-    TILES,
-    TOK0,
-)
-from qla_kernels.dualkv.items import (
+from qla_kernels.dualkv.kernels.items import (
     BOX,
     HEAD_SLOT,
-    KEYS,
     PANEL,
     WORK,
     draw,
@@ -55,6 +42,19 @@ from qla_kernels.dualkv.items import (
     load,
     scrub,
     uniform,
+)
+from qla_kernels.dualkv.shapes import (
+    ITEM_COLUMNS,
+    KEY_TILE,
+    NODE,
+    OWN_TILES,
+    PARTIALS,
+    SPAN0,
+    SPAN_COLUMNS,
+    TAIL,
+    TILES,
+    TOK0,
+    TOKENS,
 )
 from qla_kernels.tile import softmax
 from qla_kernels.tile.loops import rolled
@@ -129,7 +129,7 @@ def schedule(v: Variant) -> Schedule:
         ),
         rings={"work": 2, "q": 2, "k": 2, "v": 2, "clean": 2, "o": 2},
         # two slots each of Q, K and V, and O; work, barriers and alignment
-        smem_bytes=7 * KEYS * v.D * 2 + 2 * WORK * 4 + 1024,
+        smem_bytes=7 * KEY_TILE * v.D * 2 + 2 * WORK * 4 + 1024,
     )
 
 
@@ -140,8 +140,8 @@ def mma(
 ):  # fmt: skip
     w = T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
-    r_s = T.alloc_fragment((64, KEYS), "float32")
-    r_p = T.alloc_fragment((64, KEYS), v.dtype)
+    r_s = T.alloc_fragment((64, KEY_TILE), "float32")
+    r_p = T.alloc_fragment((64, KEY_TILE), v.dtype)
     r_o = T.alloc_fragment((64, v.D), "float32")
     r_o16 = T.alloc_fragment((64, v.D), v.dtype)
     m = T.alloc_local((2,), "float32")
@@ -169,13 +169,13 @@ def mma(
     next_slot = uniform(s_work[0, HEAD_SLOT])
     while next_slot >= 0:
         row = s_work[work.slot(j), OWN_TILES]
-        diagonal = s_work[work.slot(j), TOK0] - s_work[work.slot(j), NODE] - (row - 1) * KEYS
+        diagonal = s_work[work.slot(j), TOK0] - s_work[work.slot(j), NODE] - (row - 1) * KEY_TILE
         masked = uniform(s_work[work.slot(j), PARTIALS]) + 1
         tiles = uniform(s_work[work.slot(j), TILES])
         span0 = s_work[work.slot(j), SPAN0]
         q_ring.wait(j)
         start_products(*products, q_ring.slot(j), i)  # of the item, and the last of the one before
-        for r, x in T.Parallel(64, KEYS):
+        for r, x in T.Parallel(64, KEY_TILE):
             if x > diagonal + (w * 64 + r & (1 << tile_log2) - 1):
                 r_s[r, x] = -T.infinity("float32")
         softmax.begin(first_m, first_l)
@@ -192,7 +192,7 @@ def mma(
             l[h] = first_l[h]
         slot = next_slot
         token = s_work[work.slot(j), TOK0] - q_shift
-        rows = s_work[work.slot(j), ROWS]
+        rows = s_work[work.slot(j), TOKENS]
         work.release(j)
         clean.wait(c)
         c += 1
@@ -244,7 +244,7 @@ def step(products, m, l, a, q_slot, i, scale2, keys):
     (_, _, _, r_s, r_p, r_o, _, v_ring, _) = products
     start_products(*products, q_slot, i)
     if keys is not None:
-        for r, x in T.Parallel(64, KEYS):
+        for r, x in T.Parallel(64, KEY_TILE):
             if x >= keys:
                 r_s[r, x] = -T.infinity("float32")
     softmax.grow_max(r_s, m, a, scale2)  # 4
@@ -289,7 +289,7 @@ def store(o, s_o, s_work, work, o_ring, tile_log2, q_shift):
     slot = s_work[0, HEAD_SLOT]
     while slot >= 0:
         token = s_work[work.slot(j), TOK0] - q_shift
-        rows = s_work[work.slot(j), ROWS]
+        rows = s_work[work.slot(j), TOKENS]
         work.release(j)
         for w in rolled(2):
             o_ring.wait(2 * j + w)
@@ -360,8 +360,8 @@ def build(v: Variant):
         with T.Kernel(ctas, threads=(GROUP, plan.threads // GROUP)) as block:
             T.import_source(softmax.SOURCE)
             s_q = T.alloc_shared((2 * rings["q"], 64, D), v.dtype)
-            s_k = T.alloc_shared((2, KEYS, D), v.dtype)
-            s_v = T.alloc_shared((2, KEYS, D), v.dtype)
+            s_k = T.alloc_shared((2, KEY_TILE, D), v.dtype)
+            s_v = T.alloc_shared((2, KEY_TILE, D), v.dtype)
             s_o = T.alloc_shared((2, 64, D), v.dtype)
             s_work = T.alloc_shared((2, WORK), "int32")
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * rings["q"])

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.gdn.raw_gates import SOURCE, decode, fetch, rate, sigmoid, softplus
+from qla_kernels.gdn.kernels.raw_gates import SOURCE, decode, fetch, rate, sigmoid, softplus
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 

@@ -37,7 +37,7 @@ from qla_kernels.gdn.kernels.activate import (
     step,
     tokens_before,
 )
-from qla_kernels.gdn.raw_gates import (
+from qla_kernels.gdn.kernels.raw_gates import (
     SOURCE,
     decode,
     fetch,

@@ -26,7 +26,17 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.chain import (
+from qla_kernels.gdn.kernels.chain.cumulated import (
+    SOURCE,
+    States,
+    gate,
+    load,
+    longest_first,
+    put_state,
+    stage,
+    store,
+)
+from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,
     GATE_ROWS,
@@ -40,18 +50,8 @@ from qla_kernels.gdn.chain import (
     load_transposed,
     take_turn,
 )
-from qla_kernels.gdn.chain_backward import (
-    SOURCE,
-    States,
-    gate,
-    load,
-    longest_first,
-    put_state,
-    stage,
-    store,
-)
-from qla_kernels.gdn.tables import sequence_span
-from qla_kernels.tile.math import CHUNK
+from qla_kernels.gdn.kernels.tables import sequence_span
+from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 

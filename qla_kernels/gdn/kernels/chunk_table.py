@@ -6,7 +6,7 @@ Sequence n has c_n = ceil(length_n / 64) chunks:
 Wrong bounds, whose sequences lie over one another, have the chunks that there is room for: no sum
 passes it.
 
-Steps (numbers appear again in gdn/tables.py):
+Steps (numbers appear again in tables.py):
     1  counts are summed, 1024 sequences at a time: in each warp, then over the warps
     2  a thread finds the sequence of its chunk by bisection of first_chunk
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.gdn.tables import WARPS, place_chunks
+from qla_kernels.gdn.kernels.tables import WARPS, place_chunks
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 

@@ -42,7 +42,18 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.chain import (
+from qla_kernels.gdn.kernels.chain.cumulated import (
+    SOURCE,
+    gate,
+    load,
+    longest_first,
+    put_state,
+    score,
+    stage,
+    store,
+)
+from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.gdn.kernels.chain.layout import (
     BETA_E,
     GATE_ROWS,
     LAST,
@@ -56,19 +67,8 @@ from qla_kernels.gdn.chain import (
     load_transposed,
     take_turn,
 )
-from qla_kernels.gdn.chain_backward import (
-    SOURCE,
-    gate,
-    load,
-    longest_first,
-    put_state,
-    score,
-    stage,
-    store,
-)
-from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
-from qla_kernels.gdn.tables import sequence_span
-from qla_kernels.tile.math import CHUNK
+from qla_kernels.gdn.kernels.tables import sequence_span
+from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 

@@ -36,15 +36,15 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.chain import GATE_ROWS, TILE, Rows
-from qla_kernels.gdn.chain_forward import first_turn, gate, last_turn, state
-from qla_kernels.gdn.chain_items import After, count_chunks, find
-from qla_kernels.gdn.chain_solve import clear_above, invert, score, solve, solve_in_teams
-from qla_kernels.gdn.chain_transfer import load, store
-from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES, SOURCE
-from qla_kernels.gdn.tables import inside
+from qla_kernels.gdn.kernels.chain.forward import first_turn, gate, last_turn, state
+from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
+from qla_kernels.gdn.kernels.chain.items import After, count_chunks, find
+from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows
+from qla_kernels.gdn.kernels.chain.solve import clear_above, invert, score, solve, solve_in_teams
+from qla_kernels.gdn.kernels.chain.transfer import load, store
+from qla_kernels.gdn.kernels.tables import inside
+from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule, Signal
 

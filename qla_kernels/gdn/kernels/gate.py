@@ -15,15 +15,15 @@ Steps (numbers appear again in the code); a CTA owns one chunk and 32 value head
 Bounded by memory, and small: 8 bytes in and 16 out per token and value head. Why this shape: g is
 stored token by token, and a kernel that wants one head's 64 tokens reads a 32-byte sector for each
 4 bytes; here whole sectors are used and the turn happens on chip. Chunks come from a table of ours,
-so they lie inside: see gdn/tables.py.
+so they lie inside: see tables.py.
 """
 
 from typing import NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.tile.constants import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.math import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.schedule import Role, Schedule
 
 HEADS = 32  # value heads a CTA

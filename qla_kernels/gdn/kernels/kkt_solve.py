@@ -19,7 +19,7 @@ Why this shape: one solve is a chain of small dependent steps that leaves every 
 CTAs share an SM and hide each other's latency; K K^T is formed once per key head; CTAs stay and
 walk the chunks, since a chunk takes about as long as starting a CTA. Rows of k past a chunk's end
 may hold anything: they only reach rows and columns of L that are replaced by zero. Chunks come from
-a table of ours, so they lie inside: see gdn/tables.py.
+a table of ours, so they lie inside: see tables.py.
 """
 
 from typing import NamedTuple
@@ -27,11 +27,11 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.chain_segment import SOURCE as GROWTH
-from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES, SOURCE
+from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
+from qla_kernels.gdn.kernels.chain.window import SOURCE as GROWTH
+from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
 

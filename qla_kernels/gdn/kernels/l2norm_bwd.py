@@ -27,7 +27,7 @@ from qla_kernels.gdn.kernels.l2norm import (
     SPAN,
     load_row,
 )
-from qla_kernels.gdn.tables import inside
+from qla_kernels.gdn.kernels.tables import inside
 from qla_kernels.tile.schedule import Role, Schedule
 
 

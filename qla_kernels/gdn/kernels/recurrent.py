@@ -28,17 +28,17 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.gdn.tables import inside, sequence_span
+from qla_kernels.gdn.kernels.tables import inside, sequence_span
+from qla_kernels.gdn.shapes import STATE_PIECE
+from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.math import LOG2E
 from qla_kernels.tile.schedule import Role, Schedule
 
 WARPS = 4  # a CTA; also the tokens that are prepared together
 COLUMNS = 16  # of V, a warp
 GROUPS = 8  # lanes that share columns of V and divide K
-PIECE = 4  # numbers in an access, and the edge of a lane's blocks
-SPAN = GROUPS * PIECE  # rows of K that a warp's lanes cover with one block each
+SPAN = GROUPS * STATE_PIECE  # rows of K that a warp's lanes cover with one block each
 EPSILON = 1e-6  # of the l2norm
 DECAY, QK = range(2)  # of a token's two scalars in shared memory
 
@@ -123,7 +123,7 @@ class Token(NamedTuple):
 
 def move_four(to, from_):
     """4 numbers, to another dtype if need be."""
-    to, from_ = T.access_ptr(to, "w", PIECE), T.access_ptr(from_, "r", PIECE)
+    to, from_ = T.access_ptr(to, "w", STATE_PIECE), T.access_ptr(from_, "r", STATE_PIECE)
     return T.call_extern("handle", "qla::move_four", to, from_)
 
 
@@ -133,9 +133,9 @@ def move_blocks(blocks, to, from_):
     return T.call_extern(
         "handle",
         f"qla::move_blocks<{blocks}>",
-        T.access_ptr(to, "w", PIECE),
+        T.access_ptr(to, "w", STATE_PIECE),
         *to_steps,
-        T.access_ptr(from_, "r", PIECE),
+        T.access_ptr(from_, "r", STATE_PIECE),
         *from_steps,
     )
 
@@ -217,27 +217,27 @@ def block(b, e, j, v_first):
 @T.macro
 def step(r_s, r_o, s, slot, k0, column, v_first):
     """One token, all warps; o of a lane's columns is complete in each of the lanes that share."""
-    r_u = T.alloc_local((PIECE,), "float32")
-    reach = 1 if v_first else PIECE  # from a lane to the next that shares its columns
-    for j in T.unroll(PIECE):
+    r_u = T.alloc_local((STATE_PIECE,), "float32")
+    reach = 1 if v_first else STATE_PIECE  # from a lane to the next that shares its columns
+    for j in T.unroll(STATE_PIECE):
         r_u[j] = 0
         r_o[j] = 0
     for b in T.unroll(r_s.shape[0]):
-        for e in T.unroll(PIECE):
-            for j in T.unroll(PIECE):  # 3
+        for e in T.unroll(STATE_PIECE):
+            for j in T.unroll(STATE_PIECE):  # 3
                 r_u[j] += s.k[slot, k0 + b * SPAN + e] * r_s[block(b, e, j, v_first)]
                 r_o[j] += s.q[slot, k0 + b * SPAN + e] * r_s[block(b, e, j, v_first)]
     for d in T.unroll(3):
-        for j in T.unroll(PIECE):
+        for j in T.unroll(STATE_PIECE):
             r_u[j] += T.shfl_xor(r_u[j], reach << d)
             r_o[j] += T.shfl_xor(r_o[j], reach << d)
     decay, qk = s.scalars[slot, DECAY], s.scalars[slot, QK]
-    for j in T.unroll(PIECE):  # 4
+    for j in T.unroll(STATE_PIECE):  # 4
         r_u[j] = s.beta[slot, column + j] * (s.v[slot, column + j] - decay * r_u[j])
         r_o[j] = decay * r_o[j] + qk * r_u[j]
     for b in T.unroll(r_s.shape[0]):
-        for e in T.unroll(PIECE):
-            for j in T.unroll(PIECE):
+        for e in T.unroll(STATE_PIECE):
+            for j in T.unroll(STATE_PIECE):
                 r_s[block(b, e, j, v_first)] = (
                     decay * r_s[block(b, e, j, v_first)] + s.k[slot, k0 + b * SPAN + e] * r_u[j]
                 )
@@ -245,7 +245,7 @@ def step(r_s, r_o, s, slot, k0, column, v_first):
 
 @T.macro
 def clear_rows(o, r_o, row, first, stride, count, hv, k0, v0):
-    for j in T.unroll(PIECE):
+    for j in T.unroll(STATE_PIECE):
         r_o[j] = 0
     if k0 == 0:
         for i in rolled(count):
@@ -297,8 +297,8 @@ def build(v: Variant):
             s_beta = T.alloc_shared((WARPS, columns), "float32")
             s_scalars = T.alloc_shared((WARPS, 2), "float32")
             s = Token(s_q, s_k, s_v, s_beta, s_scalars)
-            r_s = T.alloc_local((blocks, PIECE, PIECE), "float32")
-            r_o = T.alloc_local((PIECE,), "float32")
+            r_s = T.alloc_local((blocks, STATE_PIECE, STATE_PIECE), "float32")
+            r_o = T.alloc_local((STATE_PIECE,), "float32")
             # variables, so that they are divided as 32-bit numbers, and once
             n, hv, h, slot, row = (T.alloc_var("int32") for _ in range(5))
             k0, column, v0, begin, length, t = (T.alloc_var("int32") for _ in range(6))
@@ -311,8 +311,8 @@ def build(v: Variant):
             n = T.truncdiv(n, HV)
             hv -= n * HV
             h = T.truncdiv(hv, T.truncdiv(HV, H))
-            k0 = T.if_then_else(v_first == 0, lane // PIECE, lane % GROUPS) * PIECE
-            column = T.if_then_else(v_first == 0, lane % PIECE, lane // GROUPS) * PIECE
+            k0 = T.if_then_else(v_first == 0, lane // STATE_PIECE, lane % GROUPS) * STATE_PIECE
+            column = T.if_then_else(v_first == 0, lane % STATE_PIECE, lane // GROUPS) * STATE_PIECE
             column += warp * COLUMNS
             slot = n
             await_previous()
@@ -325,7 +325,7 @@ def build(v: Variant):
                     across = T.if_then_else(v_first == 0, h0_k, h0_v)
                     move_blocks(  # 1
                         blocks,
-                        (r_s[0, 0, 0], PIECE * PIECE, PIECE),
+                        (r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE),
                         (h0[slot, hv, k0, v0 + column], SPAN * h0_k, across),
                     )
             else:
@@ -369,7 +369,7 @@ def build(v: Variant):
                     move_blocks(  # 5
                         blocks,
                         (ht[slot, hv, k0, v0 + column], SPAN * ht_k, across),
-                        (r_s[0, 0, 0], PIECE * PIECE, PIECE),
+                        (r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE),
                     )
 
     return recurrent

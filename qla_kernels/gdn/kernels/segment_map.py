@@ -39,15 +39,15 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.chain import GATE_ROWS, TILE, Rows
-from qla_kernels.gdn.chain_backward import gate, load
-from qla_kernels.gdn.chain_forward import gate as raw_gate
-from qla_kernels.gdn.chain_segment import SOURCE, columns, solve, warm_chunks
-from qla_kernels.gdn.gated_tiles import SCRATCH_BYTES
-from qla_kernels.gdn.gated_tiles import SOURCE as GATED_TILES
-from qla_kernels.gdn.tables import sequence_span
+from qla_kernels.gdn.kernels.chain.cumulated import gate, load
+from qla_kernels.gdn.kernels.chain.forward import gate as raw_gate
+from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES
+from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows
+from qla_kernels.gdn.kernels.chain.window import SOURCE, columns, solve, warm_chunks
+from qla_kernels.gdn.kernels.tables import sequence_span
+from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.gdn.tables import (
+from qla_kernels.gdn.kernels.tables import (
     THREADS,
     WARPS,
     count_on,
@@ -42,8 +42,8 @@ from qla_kernels.gdn.tables import (
     place_chunks,
     sequence_span,
 )
+from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.math import CHUNK
 from qla_kernels.tile.schedule import Role, Schedule
 
 TABLES = 3  # a CTA each

@@ -14,7 +14,7 @@ Steps (numbers appear again in the roles):
     4 grads  dK and dV out, added to what came with the chunk
 
 Bounded by the tensor cores: four products of a block, 8 64 64 D operations for 32 KB. Why this
-shape: see grads.py. A CTA has all query heads of a KV head, in order, so each gradient has one
+shape: see dkv_parts.py. A CTA has all query heads of a KV head, in order, so each gradient has one
 writer and a fixed order of sums. The halves of a tile see mostly the same blocks, and share them; a
 half that does not see one lets it pass. Only `load` reads the table: it sends with each block what
 the halves see of it, and with the last that it was the last.
@@ -22,19 +22,20 @@ the halves see of it, and with the last that it was the last.
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring import grads
-from qla_kernels.sparse_ring.grads import GROUP, HALVES, TILE, Queries, Shared
-from qla_kernels.sparse_ring.walk import BLOCK, END, TRIANGLE, UNSEEN, VISIT, WHOLE, Table
+from qla_kernels.sparse_ring.kernels import dkv_parts
+from qla_kernels.sparse_ring.kernels.dkv_parts import GROUP, HALVES, Queries, Shared
+from qla_kernels.sparse_ring.kernels.walk import END, TRIANGLE, UNSEEN, VISIT, WHOLE, Table
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
 
-Variant, VARIANTS, PASS_CONFIGS = grads.Variant, grads.VARIANTS, grads.PASS_CONFIGS
+Variant, VARIANTS, PASS_CONFIGS = dkv_parts.Variant, dkv_parts.VARIANTS, dkv_parts.PASS_CONFIGS
 
 
 def schedule(v: Variant) -> Schedule:
-    return grads.schedule(
+    return dkv_parts.schedule(
         v,
         1,
         Role(
@@ -56,7 +57,7 @@ def load(x, k, v, table, visits, s, ring, keys_full, chunk, b, kv_head, row0, j0
     half = lane % HALVES
     i, at, end, ahead, word, what = (T.alloc_var("int32") for _ in range(6))
     first, count, row, of_head = (T.alloc_var("int32") for _ in range(4))
-    grads.load_keys(k, v, s, keys_full, visits[chunk, 0, 0] + b, row0, kv_head)  # 1
+    dkv_parts.load_keys(k, v, s, keys_full, visits[chunk, 0, 0] + b, row0, kv_head)  # 1
     i = 0
     for g in rolled(group):
         head = kv_head * group + g
@@ -85,21 +86,21 @@ def load(x, k, v, table, visits, s, ring, keys_full, chunk, b, kv_head, row0, j0
                         turn = table.stripe_blocks * table.buckets
                         local = T.truncdiv(inside, turn) * table.stripe_blocks
                         local += row + T.truncmod(inside, table.stripe_blocks)
-                        grads.put_queries(x, s, ring, i, b, local * BLOCK, head)  # 2
-                        grads.put_seen(s, ring, i, what)
+                        dkv_parts.put_queries(x, s, ring, i, b, local * BLOCK, head)  # 2
+                        dkv_parts.put_seen(s, ring, i, what)
                         i += 1
                     if inside >= count:
                         end = at  # entries ascend
                 at += 32
     ring.acquire(i)
-    grads.put_seen(s, ring, i, END)
+    dkv_parts.put_seen(s, ring, i, END)
 
 
 @T.macro
 def gradients(dkv, s, ring, keys_full, w, chunk, b, kv_head, row0, scale, scale2, first, v):
     r_dk = T.alloc_fragment((BLOCK, v.D), "float32")
     r_dv = T.alloc_fragment((BLOCK, v.D), "float32")
-    grads.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v)  # 3
+    dkv_parts.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v)  # 3
     row = row0 + w * BLOCK
     if first == 0:  # 4
         for key, e in T.Parallel(BLOCK, v.D):

@@ -13,25 +13,26 @@ Steps (numbers appear again in the roles):
     4 grads  S^T and dP^T; P^T; dS^T; dV, dK
     5 grads  dK and dV out, of this slice
 
-Bounded by the tensor cores, as bwd_dkv; see grads.py. Columns are few, and each meets all queries:
-slices make enough CTAs of them. They are interleaved, so that they weigh the same, and what walks
-at the same time walks over the same queries. Each has sums of its own, and `scatter` adds those in
-order.
+Bounded by the tensor cores, as bwd_dkv; see dkv_parts.py. Columns are few, and each meets all
+queries: slices make enough CTAs of them. They are interleaved, so that they weigh the same, and
+what walks at the same time walks over the same queries. Each has sums of its own, and `scatter`
+adds those in order.
 """
 
 from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring import grads
-from qla_kernels.sparse_ring.grads import GROUP, HALVES, TILE, Queries, Shared
-from qla_kernels.sparse_ring.walk import BLOCK, COLUMNS, END, SEEN, UNSEEN, WHOLE, WORD
+from qla_kernels.sparse_ring.kernels import dkv_parts
+from qla_kernels.sparse_ring.kernels.dkv_parts import GROUP, HALVES, Queries, Shared
+from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, SEEN, UNSEEN, WHOLE
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE, WORD
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
 
-Variant, VARIANTS, PASS_CONFIGS = grads.Variant, grads.VARIANTS, grads.PASS_CONFIGS
+Variant, VARIANTS, PASS_CONFIGS = dkv_parts.Variant, dkv_parts.VARIANTS, dkv_parts.PASS_CONFIGS
 
 WORDS = TILE // WORD  # of a bit for each column
 LOG2_BLOCK, LOG2_WORD = 6, 5
@@ -39,7 +40,7 @@ NEVER = 1 << 24  # a block behind all
 
 
 def schedule(v: Variant) -> Schedule:
-    return grads.schedule(
+    return dkv_parts.schedule(
         v,
         SEEN,
         Role(
@@ -73,10 +74,10 @@ class Walk(NamedTuple):
 
 @T.macro
 def load(x, k, v, s, ring, keys_full, b, head, col0, walk):
-    grads.load_keys(k, v, s, keys_full, b * x.q.shape[2] + head, col0, 0)  # 1
+    dkv_parts.load_keys(k, v, s, keys_full, b * x.q.shape[2] + head, col0, 0)  # 1
     for i in rolled(walk.count):
         row = (walk.start + i * walk.step) * BLOCK
-        grads.put_queries(x, s, ring, i, b, row, head)  # 2
+        dkv_parts.put_queries(x, s, ring, i, b, row, head)  # 2
         if T.shuffle_elect(32):
             ring.commit(i)
     ring.acquire(walk.count)
@@ -113,16 +114,16 @@ def keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk):
         if (low & high) == -1:
             what = WHOLE
         ring.acquire(i)
-        grads.put_seen(s, ring, i, what, low, high)
+        dkv_parts.put_seen(s, ring, i, what, low, high)
     ring.acquire(walk.count)
-    grads.put_seen(s, ring, walk.count, END)
+    dkv_parts.put_seen(s, ring, walk.count, END)
 
 
 @T.macro
 def gradients(dk, dv, s, ring, keys_full, w, part, of_head, col0, live, scale, scale2, v):
     r_dk = T.alloc_fragment((BLOCK, v.D), "float32")
     r_dv = T.alloc_fragment((BLOCK, v.D), "float32")
-    grads.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v)  # 4
+    dkv_parts.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v)  # 4
     column = col0 + w * BLOCK
     if live:  # 5
         for key, e in T.Parallel(BLOCK, v.D):

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.walk import (
-    BLOCK,
+from qla_kernels.sparse_ring.kernels.walk import (
     COLUMNS,
     END,
     SEEN,
@@ -36,13 +35,13 @@ from qla_kernels.sparse_ring.walk import (
     walk_end,
     walk_slashes,
 )
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 
 GROUP = 128  # threads of a warpgroup
 HALVES = 2  # of a tile, a warpgroup each
-TILE = HALVES * BLOCK
 MEET = 8  # named barriers 8 and 9: the warps of a warpgroup
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.walk import BLOCK, VISIT
+from qla_kernels.sparse_ring.kernels.walk import VISIT
+from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule

@@ -17,8 +17,15 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.budget import THREADS, WARPS, Found, block_scan, fewest, in_order
-from qla_kernels.sparse_ring.patterns import BLOCK
+from qla_kernels.sparse_ring.kernels.budget import (
+    THREADS,
+    WARPS,
+    Found,
+    block_scan,
+    fewest,
+    in_order,
+)
+from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule

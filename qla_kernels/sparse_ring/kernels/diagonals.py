@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.walk import WORD
+from qla_kernels.sparse_ring.shapes import WORD
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 

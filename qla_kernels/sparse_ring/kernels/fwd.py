@@ -30,8 +30,7 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.sparse_ring.walk import (
-    BLOCK,
+from qla_kernels.sparse_ring.kernels.walk import (
     COLUMNS,
     END,
     SEEN,
@@ -45,13 +44,13 @@ from qla_kernels.sparse_ring.walk import (
     walk_end,
     walk_slashes,
 )
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile import pin, softmax
-from qla_kernels.tile.math import LN2, LOG2E
+from qla_kernels.tile.constants import LN2, LOG2E
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 
 GROUP = 128  # threads of a warpgroup
-TILE = 2 * BLOCK
 MEET = 8  # named barriers 8 and 9: the warps of a warpgroup
 
 

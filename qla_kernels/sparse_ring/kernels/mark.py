@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.budget import warp_sum
-from qla_kernels.sparse_ring.patterns import BLOCK
-from qla_kernels.sparse_ring.plan import WORD
+from qla_kernels.sparse_ring.kernels.budget import warp_sum
+from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 

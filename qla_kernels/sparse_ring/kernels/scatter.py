@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.walk import BLOCK
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-TILE = 2 * BLOCK
 WARPS = 8
 WARP_ROWS = TILE // WARPS
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.budget import (
+from qla_kernels.sparse_ring.kernels.budget import (
     THREADS,
     WARPS,
     Found,
@@ -30,9 +30,8 @@ from qla_kernels.sparse_ring.budget import (
     in_order,
     key_of,
 )
-from qla_kernels.sparse_ring.patterns import BLOCK
-from qla_kernels.sparse_ring.plan import WORD
 from qla_kernels.sparse_ring.select import SHARE
+from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule

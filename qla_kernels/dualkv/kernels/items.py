@@ -1,0 +1,218 @@
+"""Roles of kernels whose CTAs draw query tiles, the tables' items, and walk their key tiles.
+
+A warp draws items well ahead of their turn, loads their Q and passes them on. The others follow,
+and all walk an item's tiles in one order: its last own tile, the spans' partial tiles, the other
+own tiles, and the spans' full tiles.
+
+Its tiles are as many as the item says, for all: the last of a walk's stretches takes what is left.
+"""
+
+import tilelang.language as T
+
+from qla_kernels.dualkv.shapes import (
+    FULL_TILES,
+    ITEM_COLUMNS,
+    KEY_TILE,
+    NODE,
+    ORDERED,
+    OWN_KEYS,
+    OWN_TILES,
+    PARTIALS,
+    QUERY_ROWS,
+    SPAN0,
+    SPAN_K0,
+    SPANS,
+    TAIL,
+    TILES,
+    TOK0,
+    TOKENS,
+)
+from qla_kernels.tile.bounds import clamped
+from qla_kernels.tile.loops import rolled
+
+BOX, PANEL = 16, 64  # rows and columns that one copy of Q or O moves; a tile has 16 tokens or more
+
+# What the drawing warp passes on: an item's row of the table, and its head slot, or -1 at the end.
+HEAD_SLOT = ITEM_COLUMNS
+WORK = ITEM_COLUMNS + 1
+
+
+def uniform(x):
+    """x, which all lanes have alike. Told so, the compiler makes a wgmma's descriptors once a warp,
+    and not in every thread, from where they would have to be moved for each wgmma."""
+    return T.shfl_sync(x, 0)
+
+
+@T.macro
+def read_item(x, item, row, span, q_shift, num_queries, num_keys):
+    """x[column]: what the table has, but tokens, keys and spans that there are, and as few tiles.
+
+    Not even a difference of two of them overflows: nvcc takes it for granted that none does, and
+    may make another trip count of one that would.
+    """
+    for column in T.unroll(ITEM_COLUMNS):
+        x[column] = item[row, column]
+    x[TOK0] = clamped(x[TOK0], q_shift, q_shift + num_queries - 1)
+    x[TOKENS] = T.min(x[TOKENS], q_shift + num_queries - x[TOK0])
+    x[NODE] = clamped(x[NODE], 0, num_keys)
+    x[OWN_TILES] = clamped(x[OWN_TILES], 1, num_keys // KEY_TILE + 1)
+    x[OWN_KEYS] = clamped(x[OWN_KEYS], 0, KEY_TILE)
+    x[SPAN0] = clamped(x[SPAN0], 0, span.shape[0] - 1)
+    x[SPANS] = clamped(x[SPANS], 0, span.shape[0] - x[SPAN0])
+    x[TILES] = clamped(x[TILES], 1, num_keys // KEY_TILE + span.shape[0] + 1)  # each ends in part
+    x[PARTIALS] = clamped(x[PARTIALS], 0, T.min(x[SPANS], x[TILES] - 1))
+
+
+@T.macro
+def draw(
+    q, num_keys, header, item, span, order, next_order, s_q, s_work, work, q_ring, tile_log2,
+    q_shift,
+):  # fmt: skip
+    """Q comes with its item, a whole item ahead: its 16 copies would hold up the next K."""
+    lane = T.get_thread_binding() % 32
+    slots = (q.shape[1] << tile_log2) // QUERY_ROWS
+    x = T.alloc_local((ITEM_COLUMNS,), "int32")
+    drawn, ordered, entry, j = (T.alloc_var("int32") for _ in range(4))
+    drawn = T.get_block_binding()
+    ordered = T.min(header[ORDERED], order.shape[0])
+    j = 0
+    while drawn < ordered:
+        entry = clamped(order[drawn], 0, item.shape[0] * slots - 1)
+        read_item(x, item, T.truncdiv(entry, slots), span, q_shift, q.shape[0], num_keys)
+        work.acquire(j)
+        if lane == 0:
+            for column in T.unroll(ITEM_COLUMNS):
+                s_work[work.slot(j), column] = x[column]
+            s_work[work.slot(j), HEAD_SLOT] = T.truncmod(entry, slots)
+        work.commit(j)
+        q_ring.acquire(j)
+        fetch_q(q, s_q, q_ring, x[TOK0] - q_shift, T.truncmod(entry, slots), j, tile_log2)
+        q_ring.commit(j)
+        if lane == 0:
+            drawn = T.atomic_add(next_order[0], 1, return_prev=True)
+        drawn = T.shfl_sync(drawn, 0)
+        j += 1
+    work.acquire(j)
+    s_work[work.slot(j), HEAD_SLOT] = -1
+    work.commit(j)
+
+
+@T.macro
+def fetch_q(q, s_q, q_ring, tok0, slot, j, tile_log2):
+    for b in rolled(QUERY_ROWS // BOX):
+        tok = tok0 + (b * BOX & (1 << tile_log2) - 1)
+        for c in T.unroll(q.shape[2] // PANEL):
+            T.tma_copy(
+                q[
+                    tok : tok + BOX,
+                    head_of(slot, b * BOX, tile_log2),
+                    c * PANEL : c * PANEL + PANEL,
+                ],
+                s_q[
+                    q_ring.slot(j) * 2 + b // 4,
+                    b % 4 * BOX : b % 4 * BOX + BOX,
+                    c * PANEL : c * PANEL + PANEL,
+                ],
+                barrier=q_ring.barrier(j),
+            )
+
+
+@T.macro
+def load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group):
+    i, j = T.alloc_var("int32"), T.alloc_var("int32")  # tiles and items so far
+    slot, head = T.alloc_var("int32"), T.alloc_var("int32")
+    node, own_tiles = T.alloc_var("int32"), T.alloc_var("int32")
+    stop, full = T.alloc_var("int32"), T.alloc_var("int32")
+    span0, spans, partials = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    i = 0
+    j = 0
+    work.wait(0)
+    slot = s_work[0, HEAD_SLOT]
+    while slot >= 0:
+        node = s_work[work.slot(j), NODE]
+        own_tiles = s_work[work.slot(j), OWN_TILES]
+        span0 = s_work[work.slot(j), SPAN0]
+        spans = s_work[work.slot(j), SPANS]
+        partials = s_work[work.slot(j), PARTIALS]
+        stop = i + s_work[work.slot(j), TILES]
+        work.release(j)
+        head = head_of(slot, 0, tile_log2) // group
+        to = (k, v, s_k, s_v, k_ring, v_ring, head)
+        fetch(*to, i, node + (own_tiles - 1) * KEY_TILE)
+        i += 1
+        for x in rolled(span0, span0 + partials):
+            fetch(*to, i, span[x, SPAN_K0] + span[x, FULL_TILES] * KEY_TILE)
+            i += 1
+        full = stop - i
+        if spans > 0:
+            full = T.min(full, own_tiles - 1)
+        for t in rolled(full):
+            fetch(*to, i, node + t * KEY_TILE)
+            i += 1
+        for x in rolled(span0, span0 + spans):
+            full = stop - i
+            if x + 1 < span0 + spans:
+                full = T.min(full, span[x, FULL_TILES])
+            for t in rolled(full):
+                fetch(*to, i, span[x, SPAN_K0] + t * KEY_TILE)
+                i += 1
+        j += 1
+        work.wait(j)
+        slot = s_work[work.slot(j), HEAD_SLOT]
+
+
+def head_of(slot, row, tile_log2):
+    """The query head of a row of a head slot's tile."""
+    return (slot * QUERY_ROWS + row) >> tile_log2
+
+
+@T.macro
+def fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0):
+    """Of a tile outside the tensors come zeros; one that lies far away is taken next to them."""
+    at = clamped(key0, -KEY_TILE, k.shape[0])
+    k_ring.acquire(i)
+    T.tma_copy(k[at : at + KEY_TILE, head, :], s_k[k_ring.slot(i), :, :], barrier=k_ring.barrier(i))
+    k_ring.commit(i)
+    v_ring.acquire(i)
+    T.tma_copy(v[at : at + KEY_TILE, head, :], s_v[v_ring.slot(i), :, :], barrier=v_ring.barrier(i))
+    v_ring.commit(i)
+
+
+@T.macro
+def scrub(span, s_v, s_work, work, v_ring, clean):
+    i, j, c = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    keys, span0 = T.alloc_var("int32"), T.alloc_var("int32")
+    masked, tiles = T.alloc_var("int32"), T.alloc_var("int32")
+    i = 0
+    j = 0
+    c = 0
+    work.wait(0)
+    while s_work[work.slot(j), HEAD_SLOT] >= 0:
+        keys = s_work[work.slot(j), OWN_KEYS]
+        span0 = s_work[work.slot(j), SPAN0]
+        masked = s_work[work.slot(j), PARTIALS] + 1
+        tiles = s_work[work.slot(j), TILES]
+        work.release(j)
+        for t in rolled(tiles):  # of every tile: who leaves out a phase may mistake the next
+            v_ring.wait(i)
+            if t < masked:
+                if t > 0:
+                    keys = clamped(span[span0 + t - 1, TAIL], 0, KEY_TILE)
+                clear_rows(s_v, v_ring.slot(i), keys)  # 2
+                clean.commit(c)
+                c += 1
+            v_ring.release(i)
+            i += 1
+        j += 1
+        work.wait(j)
+
+
+@T.macro
+def clear_rows(s_v, slot, first):
+    lane = T.get_thread_binding() % 32
+    pieces = s_v.shape[2] // 8  # of 16 bytes, in a row
+    for b in T.unroll(T.ceildiv((KEY_TILE - first) * pieces, 32), unroll_factor=4):
+        if first * pieces + b * 32 + lane < KEY_TILE * pieces:
+            for e in T.vectorized(8):
+                s_v[slot, first + (b * 32 + lane) // pieces, lane % pieces * 8 + e] = 0
+    T.fence_proxy_async()  # written by threads, read by wgmma

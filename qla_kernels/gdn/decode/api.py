@@ -1,0 +1,221 @@
+"""The gated delta rule token by token: for decoding, where sequences grow by a few tokens a call.
+
+Names, order and defaults are those of FLA 0.6.0's function, with one argument more. Forward only.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.derivatives import refuse_forward_mode
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn.decode.ops import OP, gdn_recurrent, gdn_recurrent_slots
+from qla_kernels.gdn.keywords import flag, refuse_unknown, scale_of, take_layout
+from qla_kernels.gdn.ops import OPERATORS
+from qla_kernels.gdn.shapes import STATE_PIECE
+from qla_kernels.gdn.validate import (
+    ELSEWHERE,
+    Gate,
+    check_activations,
+    check_tensors,
+    dtype_name,
+    expect_shape,
+    expect_tensor,
+    expect_tensors,
+    refusal,
+    require,
+    wants_gradients,
+)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    state_indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule of `chunk_gated_delta_rule`, one token after the other.
+
+    Everything is computed in fp32 from the values passed; the state is read once and written once.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV], natural log of each token's decay; None for no decay.
+        gk, gv: refused: decays of rows or columns of the state are another operation.
+        beta: [B, T, HV], or [B, T, HV, V] for each column of V; 1 if None.
+        scale: K ** -0.5 if None.
+        initial_state: [N, HV, K, V], a state for each sequence; 0 if None. In another dtype than
+            fp32, or with other strides than a state has, it is copied first. With state_indices:
+            the pool [slots, HV, K, V], which stays where it is.
+        output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
+        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
+            -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+        use_beta_sigmoid_in_kernel: beta holds logits; use sigmoid(beta).
+        allow_neg_eigval: with the sigmoid, use 2 sigmoid(beta).
+        state_v_first: states are [N, HV, V, K].
+        cu_seqlens: [N + 1] int32 or int64 on q's device; B is 1. Tokens past the last sequence are
+            not read, and their results are 0.
+        state_indices: [N] int32 or int64 on q's device: sequence n starts from slot
+            state_indices[n] of the pool, and its final state replaces what is there. No two
+            sequences may share a slot. A negative index is a sequence of padding: no state is
+            touched, and its results are 0. So is one past the pool, on a GPU.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 or None; with
+        state_indices, the pool or None.
+
+    Raises:
+        ValueError: arguments do not fit together.
+        Unsupported: they do, but this version cannot run them. A backward raises it, too.
+    """
+    state_v_first = flag(OP, "state_v_first", _take_keywords(kwargs, state_v_first))
+    options = {
+        "use_qk_l2norm_in_kernel": flag(OP, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        "use_beta_sigmoid_in_kernel": flag(
+            OP, "use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel
+        ),
+        "allow_neg_eigval": flag(OP, "allow_neg_eigval", allow_neg_eigval),
+        "state_v_first": state_v_first,
+    }
+    output_final_state = flag(OP, "output_final_state", output_final_state)
+    gate = Gate(flag(OP, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
+    if g is None and gate.use_gate_in_kernel:
+        fix = "pass g, or no flag for no decay"
+        raise ValueError(need(OP, "use_gate_in_kernel without g", "the gate's input", fix))
+    expect_tensors(OP, q=q, k=k, v=v)
+    g = v.new_zeros(()).expand(v.shape[:3]) if g is None else g
+    beta = v.new_ones(()).expand(v.shape[:3]) if beta is None else beta
+    h0 = initial_state if state_indices is None else None
+    check_tensors(OP, q, k, v, g, _per_head(beta, v), h0, cu_seqlens, None, state_v_first)
+    check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    pool = None
+    if state_indices is not None:
+        pool = _checked_pool(q, v, initial_state, state_indices, cu_seqlens, state_v_first)
+    require(recurrent_refusal(q, k, v, gk=gk, gv=gv, pool=pool))
+    inputs = (q, k, v, g, beta, *gate.parameters())
+    refuse_forward_mode(OP, *inputs, initial_state)
+    tensors = (*inputs, scale_of(OP, scale, q))
+    recorded = wants_gradients((*inputs, initial_state))
+    if pool is None:
+        run = OPERATORS.gdn_recurrent.default if recorded else gdn_recurrent
+        o, final_state = run(
+            *tensors,
+            initial_state,
+            cu_seqlens,
+            **options,
+            output_final_state=output_final_state,
+        )
+        return o, final_state
+    if recorded:
+        got, fix = "state_indices while gradients are recorded", "call it under torch.no_grad()"
+        raise Unsupported(need(OP, got, "no gradients: the pool is overwritten", fix))
+    o = gdn_recurrent_slots(*tensors, pool, state_indices, cu_seqlens, **options)
+    return o, pool if output_final_state else None
+
+
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def in_whole_pieces(state: Tensor) -> bool:
+    """Whether a kernel can read a state in its own layout, apart from where it begins."""
+    steps = [s for n, s in zip(state.shape[:-1], state.stride()[:-1], strict=True) if n > 1]
+    return state.stride(-1) == 1 and all(s % STATE_PIECE == 0 for s in steps)
+
+
+def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> bool:
+    state_v_first = take_layout(OP, kwargs, state_v_first)
+    refuse_unknown(OP, kwargs)
+    return state_v_first
+
+
+def _per_head(beta: Tensor, v: Tensor) -> Tensor:
+    """One column of a beta that has V of them."""
+    if not isinstance(beta, Tensor) or beta.dim() != 4:
+        return beta
+    expect_shape(OP, "beta", beta, tuple(v.shape), "[B, T, HV, V]")
+    return beta[..., :1].squeeze(-1)
+
+
+def _checked_pool(
+    q: Tensor,
+    v: Tensor,
+    pool: Tensor | None,
+    state_indices: Tensor,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+) -> Tensor:
+    if pool is None:
+        fix = "pass the pool of states"
+        raise ValueError(need(OP, "state_indices without initial_state", "both", fix))
+    expect_tensors(OP, initial_state=pool)
+    num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    expect_tensor(OP, "state_indices", state_indices, (num_seqs,), "[N]", q.device)
+    if state_indices.dtype not in (torch.int32, torch.int64):
+        got = f"state_indices is {dtype_name(state_indices.dtype)}"
+        raise ValueError(need(OP, got, "int32 or int64", "cast it"))
+    K, (HV, V) = q.shape[-1], v.shape[2:]
+    size, letters = (
+        ((V, K), "[slots, HV, V, K]") if state_v_first else ((K, V), "[slots, HV, K, V]")
+    )
+    shape = (*pool.shape[:1], HV, *size)
+    expect_tensor(OP, "initial_state", pool, shape, letters, q.device, floats=True)
+    return pool
+
+
+def recurrent_refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    pool: Tensor | None = None,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """Why `fused_recurrent_gated_delta_rule` cannot run this call, or None when it can.
+
+    `pool` is initial_state where it is updated in place. Pass a capability to ask what a GPU would
+    answer, with tensors of any device.
+    """
+    for name, x in (("gk", gk), ("gv", gv)):
+        if x is not None:
+            return need(OP, f"got {name}", "None: one decay a head and token", ELSEWHERE)
+    if reason := refusal(q, k, v, capability=capability, op=OP):
+        return reason
+    if pool is None:
+        return None
+    if any(n > 1 and s == 0 for n, s in zip(pool.shape, pool.stride(), strict=True)):
+        got, needs = "states of the pool share memory", "a place for each: they are overwritten"
+        return need(OP, got, needs, "pass it .contiguous()")
+    if not (q.is_cuda or capability is not None):
+        return None
+    if pool.dtype != torch.float32 and not pool.dtype == q.dtype == torch.bfloat16:
+        needs = "float32, or bfloat16 with q in bfloat16"
+        return need(
+            OP, f"the pool of states is {dtype_name(pool.dtype)}", needs, "keep it in float32"
+        )
+    if not in_whole_pieces(pool):
+        got = f"the pool of states has strides {tuple(pool.stride())}"
+        needs = f"a last stride of 1 and the rest multiples of {STATE_PIECE}"
+        return need(OP, got, needs, "allocate it contiguous, or set state_v_first")
+    return None

@@ -1,0 +1,202 @@
+"""What runs on the GPU for the token-by-token form: one kernel, and usually nothing else.
+
+Decoding calls it for every layer and token, so nothing is cast, packed or computed around it: the
+kernel reads gates in their own dtype, activates them, and takes either layout of a state.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn.decode.api import in_whole_pieces
+from qla_kernels.gdn.decode.ops import OP
+from qla_kernels.gdn.kernels import recurrent as kernel
+from qla_kernels.gdn.launch.tensors import WHOLE, hand_on, low_words, of_part, parts_in_reach
+from qla_kernels.gdn.shapes import STATE_PIECE
+from qla_kernels.gdn.validate import dtype_name
+
+
+@torch.no_grad()
+def gdn_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    B, _, HV, V = v.shape
+    K = q.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    o = v.new_empty(v.shape)
+    size = (V, K) if state_v_first else (K, V)
+    ht = v.new_empty(N, HV, *size, dtype=torch.float32) if output_final_state else None
+    h0 = initial_state
+    if h0 is not None and (h0.dtype != torch.float32 or not in_whole_pieces(h0) or _past(h0)):
+        h0 = h0.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if o.numel() and N:
+        _launch(
+            q, k, v, g, beta, A_log, dt_bias, scale, h0, ht, None, cu_seqlens, o,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
+        )  # fmt: skip
+    else:  # no token to compute, or none that a sequence owns
+        o.zero_()
+        hand_on(h0, ht)
+    return o, ht
+
+
+@torch.no_grad()
+def gdn_recurrent_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float,
+    states: Tensor,
+    state_indices: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+) -> Tensor:
+    if past := _past(states):  # what a refusal could not ask of a call that torch.compile traced
+        got = f"the pool of states begins {past} bytes past a multiple of {STATE_PIECE} numbers"
+        raise Unsupported(need(OP, got, "an aligned first element", "allocate it by itself"))
+    o = v.new_empty(v.shape)
+    if o.numel() and state_indices.numel():
+        # one pool in two places: a warp has read all that it owns before it writes any of it
+        _launch(
+            q, k, v, g, beta, A_log, dt_bias, scale, states, states, state_indices,
+            cu_seqlens, o, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
+        )  # fmt: skip
+    else:
+        o.zero_()
+    torch.autograd.graph.increment_version(states)  # no dispatcher may have seen the call
+    return o
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float,
+    h0: Tensor | None,
+    ht: Tensor | None,
+    state_indices: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    **flags: bool,
+) -> None:
+    with device.of(q):
+        for part in parts_in_reach(q, k, v, g, beta):
+            q_b, k_b, v_b, g_b, beta_b, o_b = of_part(part, q, k, v, g, beta, o)
+            h0_b, ht_b, indices = h0, ht, state_indices
+            if part is not WHOLE and indices is not None:  # into a pool
+                indices = indices[part]
+            elif part is not WHOLE:
+                h0_b, ht_b = (None if x is None else x[part] for x in (h0, ht))
+            variant, packed = arguments(
+                q_b, k_b, v_b, g_b, beta_b, A_log, dt_bias, scale, h0_b, ht_b, indices,
+                cu_seqlens, o_b, **flags,
+            )  # fmt: skip
+            jit.compile(kernel, variant)(*packed)
+
+
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float,
+    h0: Tensor | None,
+    ht: Tensor | None,
+    state_indices: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+) -> tuple[kernel.Variant, tuple[Any, ...]]:
+    """The variant for a call with at least one token, and what to launch it with."""
+    K, (HV, V) = q.shape[-1], v.shape[2:]
+    has = {
+        kernel.V_FIRST: state_v_first,
+        kernel.L2NORM: use_qk_l2norm_in_kernel,
+        kernel.GATE: A_log is not None,
+        kernel.DENSE: cu_seqlens is None,
+        kernel.INDICES: state_indices is not None,
+        kernel.H0: h0 is not None,
+        kernel.HT: ht is not None,
+    }
+    no_index = o.view(-1)[:2].view(torch.int32)  # stands for what is not there
+    states = [x.mT if state_v_first else x for x in (h0, ht) if x is not None]
+    if not states:
+        states = [v.new_empty((), dtype=torch.float32).expand(1, HV, K, V)]
+    gates = _bytes(g, q.dtype)
+    if A_log is None:
+        of_head = [gates[0, 0]] * 2
+    else:
+        biases = torch.zeros_like(A_log) if dt_bias is None else dt_bias
+        of_head = [_bytes(A_log, q.dtype), _bytes(biases, q.dtype)]
+    if beta.dim() < v.dim():
+        beta = beta.unsqueeze(-1).expand(v.shape)
+    beta_range = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
+    return kernel.Variant(dtype_name(q.dtype), K, dtype_name(states[0].dtype)), (
+        q,
+        k,
+        v,
+        gates,
+        _bytes(beta, q.dtype),
+        *of_head,
+        no_index if cu_seqlens is None else low_words(cu_seqlens),
+        no_index if state_indices is None else low_words(state_indices),
+        states[0],
+        states[-1],
+        o,
+        q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        scale,
+        beta_range,
+        sum(bit for bit, given in has.items() if given),
+    )
+
+
+def _bytes(x: Tensor, half: torch.dtype) -> Tensor:
+    """x [..] as bytes [.., 4 or 2]; cast if it is neither fp32 nor `half`, which is unusual."""
+    x = x if x.dtype in (torch.float32, half) else x.float()
+    return x.unsqueeze(-1).view(torch.uint8)
+
+
+def _past(state: Tensor) -> int:
+    """How many bytes past a whole access a state begins."""
+    return state.data_ptr() % (STATE_PIECE * state.element_size())

@@ -1,0 +1,228 @@
+"""Roles that the backward's chains share: chunk_states, first to last, and dstate_chain, last to
+first.
+
+Both read cumulated gates that the forward has left, and both write one state a chunk. `step` counts
+the chunks in the order in which a chain meets them.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.gdn.kernels.chain.layout import BETA, BETA_E, FALL, GAMMA, LAST, SCALE_E, TILE, D
+from qla_kernels.tile.constants import CHUNK, LOG2E
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.mask import clear_tail
+
+SOURCE = Path(__file__).with_suffix(".cuh").read_text()
+
+
+@T.macro
+def load(tiles, ring, tail_full, begin, length, num_chunks, reverse):
+    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
+    for step in rolled(num_chunks):
+        i = num_chunks - 1 - step if reverse else step
+        tok0 = begin + i * CHUNK
+        rows = length - i * CHUNK
+        slot = ring.slot(step)
+        ring.acquire(step)
+        if rows >= CHUNK:  # 1
+            for tile in tiles:
+                tile.copy(tok0, slot, ring.barrier(step))
+            ring.commit(step)
+        else:  # the next sequence's rows, or nobody's, must not meet a product: 0 * NaN is NaN
+            for tile in tiles:
+                tile.copy(tok0, slot, tail_full[0])
+            T.barrier_arrive(tail_full[0])
+            T.barrier_wait(tail_full[0], 0)
+            for tile in tiles:
+                clear_tail(tile.shared, slot, rows, tile.shared.shape[-1])
+            T.fence_proxy_async()  # the tiles: written by threads, read by wgmma
+            ring.commit(step)
+
+
+@T.macro
+def read_gates(g_cum, beta, r_gate, begin, length, i, num_chunks, hv):
+    """gamma and beta of tokens 2 lane and 2 lane + 1 of chunk i, if there is one.
+
+    Past the end of a tail gamma stays level and beta is 0.
+    """
+    lane = T.get_thread_binding() % 32
+    row, token = T.alloc_var("int32"), T.alloc_var("int32")  # in 32 bits, as sums are not
+    if (i >= 0) & (i < num_chunks):
+        for e in T.unroll(2):
+            row = i * CHUNK + 2 * lane + e
+            token = begin + T.min(row, length - 1)
+            r_gate[e] = g_cum[token, hv] * LOG2E
+            r_gate[2 + e] = T.if_then_else(row < length, beta[token, hv], 0)
+
+
+@T.macro
+def gate(g_cum, beta, s_gate, ring, begin, length, num_chunks, hv, reverse, scale):
+    """`scale` is None for a chain without queries: it has no use for rows GAMMA, FALL, SCALE_E."""
+    lane = T.get_thread_binding() % 32
+    r_gate = T.alloc_local((4,), "float32")  # of the chunk to come: two gamma, two beta
+    gamma = T.alloc_local((2,), "float32")
+    b = T.alloc_local((2,), "float32")
+    first = num_chunks - 1 if reverse else 0
+    direction = -1 if reverse else 1
+    read_gates(g_cum, beta, r_gate, begin, length, first, num_chunks, hv)
+    for step in rolled(num_chunks):
+        for e in T.unroll(2):
+            gamma[e] = r_gate[e]
+            b[e] = r_gate[2 + e]
+        read_gates(  # arrives while this chunk is made
+            g_cum, beta, r_gate, begin, length, first + direction * (step + 1), num_chunks, hv
+        )
+        end = T.shfl_sync(gamma[1], lane // 8 * 8 + 7)  # gamma of the last token of the 16
+        last = T.shfl_sync(gamma[1], 31)
+        ring.acquire(step)  # 2
+        slot = ring.slot(step)
+        for e in T.unroll(2):
+            s_gate[slot, BETA, 2 * lane + e] = b[e]
+            s_gate[slot, BETA_E, 2 * lane + e] = b[e] * T.exp2(gamma[e])
+            s_gate[slot, D, 2 * lane + e] = T.exp2(last - gamma[e])
+            if scale is not None:
+                s_gate[slot, GAMMA, 2 * lane + e] = gamma[e]
+                s_gate[slot, FALL, 2 * lane + e] = T.exp2(end - gamma[e])
+                s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])
+        s_gate[slot, LAST, lane] = T.exp2(last)
+        ring.commit(step)
+
+
+@T.macro
+def score(s_q, s_k, s_gate, s_p, qkv, gate_ring, p_ring, num_chunks, scale, first_thread):
+    r_next = T.alloc_fragment((CHUNK, CHUNK), "float32")  # Q K^T of the chunk after
+    r_qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
+    thread = T.get_thread_binding() - first_thread
+    for slot, j in T.grid(p_ring.stages, CHUNK // 2):  # above the diagonal P stays zero for good
+        s_p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
+    if num_chunks > 0:
+        qkv.wait(0)
+        T.wgmma_gemm(s_q[0, :, :], s_k[0, :, :], r_qk, transpose_B=True, clear_accum=True)
+        T.wait_wgmma(0)
+        qkv.release(0)
+    for i in T.serial(num_chunks):
+        after = T.alloc_var("int32")
+        after = T.min(i + 1, num_chunks - 1)  # the last pass repeats its own product, for no use
+        qkv.wait(after)
+        T.wgmma_gemm(  # 3
+            s_q[qkv.slot(after), :, :],
+            s_k[qkv.slot(after), :, :],
+            r_next,
+            transpose_B=True,
+            clear_accum=True,
+        )
+        gate_ring.wait(i)
+        p_ring.acquire(i)
+        T.call_extern(
+            "handle",
+            "qla::gated_scores",
+            r_qk.data,
+            T.access_ptr(s_gate[gate_ring.slot(i), 0, 0], "r", 3 * CHUNK),
+            T.access_ptr(s_p[p_ring.slot(i), 0, 0], "w", CHUNK * CHUNK),
+            scale,
+        )
+        gate_ring.release(i)
+        T.fence_proxy_async()  # P: written by threads, read by wgmma
+        p_ring.commit(i)
+        T.wait_wgmma(0)
+        if i + 1 < num_chunks:
+            qkv.release(after)
+        T.copy(r_next, r_qk)
+
+
+@T.macro
+def put_state(r_s, state, n, hv, v0, K):
+    """A state warpgroup's rows into [N, HV, K, V] of any strides, from column v0 on."""
+    lane = T.get_thread_binding() % 32
+    warp = T.get_thread_binding() // 32 % 4
+    T.call_extern(
+        "handle",
+        f"qla::scatter_state<{K}>",
+        r_s.data,
+        T.access_ptr(state[n, hv, lane % 4 * 2, v0 + warp * 16 + lane // 4], "w", 1),
+        state.strides[3],
+        state.strides[2],
+    )
+
+
+@T.macro
+def stage(r_s16, s_h, ring, step, K):
+    """A state warpgroup's rows, in 16 bits, into its staging tile [slots, TILE, K], for `store`.
+
+    Neither fenced nor, for TileLang, written here: before the next product it would put a fence of
+    its own, which waits for the products in flight.
+    """
+    ring.acquire(step)
+    T.call_extern(
+        "handle",
+        f"qla::stage_state<{K}>",
+        r_s16.data,
+        T.access_ptr(s_h[ring.slot(step), 0, 0], "r", TILE * K),
+    )
+    ring.commit(step)
+
+
+@T.macro
+def longest_first(cu_seqlens, num_sequences, rank, n):
+    """n[0]: the sequence that as many as `rank` others come before, when the longest come first.
+
+    Every warp finds it by itself. Of more sequences than 64 none is so long that it would matter.
+    Lengths are as cu_seqlens says, right or wrong: every rank has its sequence all the same.
+    """
+    lane = T.get_thread_binding() % 32
+    length = T.alloc_local((2,), "int32")  # of sequences lane and lane + 32
+    before = T.alloc_local((2,), "int32")
+    other = T.alloc_var("int32")
+    n[0] = rank
+    if (num_sequences > 1) & (num_sequences <= 64):
+        for e in T.unroll(2):
+            length[e] = -1
+            before[e] = 0
+            if lane + 32 * e < num_sequences:
+                length[e] = cu_seqlens[lane + 32 * e + 1] - cu_seqlens[lane + 32 * e]
+        for m in rolled(num_sequences):
+            other = cu_seqlens[m + 1] - cu_seqlens[m]
+            for e in T.unroll(2):
+                if (other > length[e]) | ((other == length[e]) & (m < lane + 32 * e)):
+                    before[e] += 1
+        n[0] = -1
+        for e in T.unroll(2):
+            if (lane + 32 * e < num_sequences) & (before[e] == rank):
+                n[0] = lane + 32 * e
+        for d in T.unroll(5):
+            n[0] = T.max(n[0], T.shfl_xor(n[0], 1 << d))
+
+
+class States(NamedTuple):
+    """States of a head to h[first], h[first + 1], ...; [.., HV, V, K]."""
+
+    h: Any
+    first: Any
+    hv: Any
+    v0: Any
+
+    def put(self, tile, step, w):
+        v = self.v0 + w * TILE
+        return T.tma_copy(tile, self.h[self.first + step, self.hv, v : v + TILE, :])
+
+
+@T.macro
+def store(out, s_h, rings, num_states):
+    """State `step` of every state warpgroup to where `out` puts it.
+
+    A slot is handed back once a later store has been issued, when there is a second slot: reading
+    it takes a while, and nobody waits for that.
+    """
+    behind = rings[0].stages - 1
+    for step in rolled(num_states):
+        for w, ring in enumerate(rings):
+            ring.wait(step)
+            T.fence_proxy_async()  # s_h: written by threads, read by the TMA store
+            out.put(s_h[w][ring.slot(step), :, :], step, w)
+            T.tma_store_wait(behind * len(rings))
+            if step >= behind:
+                ring.release(step - behind)
+    T.tma_store_wait(0)  # shared memory goes when the CTA does

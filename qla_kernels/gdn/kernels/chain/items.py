@@ -1,0 +1,67 @@
+"""What a CTA of fused_fwd computes: items, one after another.
+
+An item is a sequence, a value head and a tile of V. CTA b of n has items b, b + n, ..; each role
+walks them at its own pace, so that while the state ends one, the next one's first chunks are loaded
+and solved. To the rings, and to the roles that make A and P, it is all one row of chunks.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from qla_kernels.gdn.kernels.tables import sequence_span
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.ring import Ring
+
+
+class After:
+    """A ring whose step 0 comes after `first` others."""
+
+    def __init__(self, ring: Ring, first: Any) -> None:
+        self.ring, self.first, self.stages = ring, first, ring.stages
+
+    def slot(self, i: Any) -> Any:
+        return self.ring.slot(self.first + i)
+
+    def acquire(self, i: Any) -> Any:
+        return self.ring.acquire(self.first + i)
+
+    def barrier(self, i: Any) -> Any:
+        return self.ring.barrier(self.first + i)
+
+    def commit(self, i: Any) -> Any:
+        return self.ring.commit(self.first + i)
+
+    def wait(self, i: Any) -> Any:
+        return self.ring.wait(self.first + i)
+
+    def release(self, i: Any) -> Any:
+        return self.ring.release(self.first + i)
+
+
+@T.macro
+def find(
+    item, cu_seqlens, num_tokens, num_heads, num_value_heads, num_tiles, training,
+    n: T.Ref, h: T.Ref, hv: T.Ref, i_tile: T.Ref, begin: T.Ref, length: T.Ref, num_chunks: T.Ref,
+    saves: T.Ref,
+):  # fmt: skip
+    i_tile = item % num_tiles
+    hv = item // num_tiles % num_value_heads
+    n = item // num_tiles // num_value_heads
+    h = hv // (num_value_heads // num_heads)
+    sequence_span(cu_seqlens, n, num_tokens, begin, length)
+    num_chunks = T.ceildiv(length, CHUNK)
+    saves = 0  # one of a head's CTAs saves what they all have
+    if i_tile == 0:
+        saves = training
+
+
+@T.macro
+def count_chunks(cu_seqlens, num_tokens, per_sequence, block, ctas, items, num_chunks: T.Ref):
+    """Of all items of a CTA."""
+    begin, length = T.alloc_var("int32"), T.alloc_var("int32")
+    num_chunks = 0
+    for j in T.serial(items):
+        n = (block + j * ctas) // per_sequence
+        sequence_span(cu_seqlens, n, num_tokens, begin, length)
+        num_chunks += T.ceildiv(length, CHUNK)

@@ -1,0 +1,183 @@
+"""The roles that make A and P of each chunk, ahead of the state.
+
+fused_fwd states the maths and what each step is for. The warp-level work is inline CUDA, see
+gated_tiles.cuh; which piece runs while which product is under way is decided here.
+"""
+
+import tilelang.language as T
+
+from qla_kernels.gdn.kernels.chain.layout import slot_of
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.loops import rolled
+
+SOLVE_BARRIER = 10  # and 11: a solving warpgroup's own named barrier
+
+
+@T.macro
+def start_product(c, s_left, left_slot, s_right, right_slot, K):
+    T.call_extern(
+        "handle",
+        f"qla::start_product<{K}>",
+        c.data,
+        slot_of(s_left, left_slot),
+        slot_of(s_right, right_slot),
+    )
+
+
+@T.macro
+def finish_product(c):
+    T.call_extern("handle", "qla::finish_product", c.data)
+
+
+@T.macro
+def put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale):
+    p_ring.acquire(i)
+    T.call_extern(
+        "handle",
+        "qla::gated_scores",
+        c.data,
+        slot_of(s_gate, gate_ring.slot(i)),
+        slot_of(s_p, p_ring.slot(i)),
+        scale,
+    )
+    gate_ring.release(i)
+    T.fence_proxy_async()  # P: written by threads, read by wgmma
+    p_ring.commit(i)
+
+
+@T.macro
+def clear_above(tile, first, step):
+    """Zero a team's slots, once: nothing is ever written above the diagonal."""
+    thread = T.get_thread_binding()
+    for slot in rolled(first, tile.shape[0], step):
+        for j in T.unroll(CHUNK // 16):
+            for e in T.vectorized(8):
+                tile[slot, thread // 2, thread % 2 * (CHUNK // 2) + j * 8 + e] = 0
+
+
+@T.macro
+def put_lower(c, s_gate, gate_slot, s_l, scratch, barrier):
+    # the blocks solved before have left the scratch
+    T.call_extern("handle", "tl::__sync_thread_partial", barrier, 128)
+    T.call_extern(
+        "handle", "qla::gated_lower", c.data, slot_of(s_gate, gate_slot), slot_of(s_l, scratch)
+    )
+
+
+@T.macro
+def put_below(s_l, scratch, s_a, a_ring, i, turn):
+    """What is left of A when its diagonal blocks are there."""
+    T.call_extern(
+        "handle", "qla::solve_below", slot_of(s_l, scratch), slot_of(s_a, a_ring.slot(i)), turn
+    )
+    T.fence_proxy_async()  # A: written by threads, read by wgmma
+    a_ring.commit(i)
+
+
+@T.macro
+def score(K, s_q, s_k, s_gate, s_p, q_ring, k_ring, gate_ring, p_ring, num_chunks, scale):
+    """P alone, where A is given."""
+    c = T.alloc_local((32,), "float32")  # Q K^T in accumulator registers
+    for i in T.serial(num_chunks):
+        q_ring.wait(i)
+        k_ring.wait(i)
+        start_product(c, s_q, q_ring.slot(i), s_k, k_ring.slot(i), K)  # 3
+        gate_ring.wait(i)
+        finish_product(c)
+        q_ring.release(i)
+        k_ring.release(i)
+        put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale)
+
+
+@T.macro
+def solve(
+    K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, l_ring, a_ring, p_ring,
+    num_chunks, scale,
+):  # fmt: skip
+    """One warpgroup: L and P of each chunk, and the rest of A of the chunk before, whose diagonal
+    blocks `invert` has inverted meanwhile.
+
+    The last pass makes only A; what else it does repeats the pass before, for no use, because a
+    product in flight does not go well with branches.
+    """
+    c = T.alloc_local((32,), "float32")  # K K^T, then Q K^T, in accumulator registers
+    now, before, passes = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    passes = T.if_then_else(num_chunks > 0, num_chunks + 1, 0)
+    for i in T.serial(passes):
+        now = T.min(i, num_chunks - 1)
+        before = i - 1
+        k_ring.wait(now)
+        start_product(c, s_k, k_ring.slot(now), s_k, k_ring.slot(now), K)  # 3
+        gate_ring.wait(now)
+        finish_product(c)
+        put_lower(c, s_gate, gate_ring.slot(now), s_l, l_ring.slot(i), SOLVE_BARRIER)
+        if i < num_chunks:
+            l_ring.commit(i)
+        q_ring.wait(now)
+        start_product(c, s_q, q_ring.slot(now), s_k, k_ring.slot(now), K)
+        if i > 0:
+            l_ring.acquire(before + l_ring.stages)  # released: its diagonal blocks are inverted
+            put_below(s_l, l_ring.slot(before), s_a, a_ring, before, i)
+        finish_product(c)
+        if i < num_chunks:
+            q_ring.release(i)
+            k_ring.release(i)
+            put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale)
+
+
+@T.macro
+def invert(s_l, s_a, l_ring, a_ring, num_chunks):
+    """One warp beside `solve`: the inverses of L's diagonal blocks, in place and into A."""
+    for i in rolled(num_chunks):
+        l_ring.wait(i)
+        a_ring.acquire(i)
+        T.call_extern(  # 3
+            "handle",
+            "qla::invert_diagonals",
+            slot_of(s_l, l_ring.slot(i)),
+            slot_of(s_a, a_ring.slot(i)),
+        )
+        T.fence_proxy_async()  # A: written by threads, read by wgmma
+        l_ring.release(i)
+
+
+@T.macro
+def solve_in_teams(
+    teams, first_group, K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, a_ring,
+    p_ring, num_chunks, scale,
+):  # fmt: skip
+    """All of A, and P, of chunks team, team + teams, ..., for each warpgroup that is a team.
+
+    While a product is under way its accumulator is the only one: Q K^T runs behind the inverses of
+    the diagonal blocks, and the next K K^T behind the blocks below them.
+    """
+    c = T.alloc_local((32,), "float32")  # K K^T, then Q K^T, in accumulator registers
+    team, steps, last = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    after = T.alloc_var("int32")
+    team = T.shfl_sync(T.get_thread_binding(1) - first_group, 0)  # uniform, and known to be
+    steps = T.ceildiv(num_chunks - team, teams)
+    last = team + (steps - 1) * teams
+    if steps > 0:
+        k_ring.wait(team)
+        start_product(c, s_k, k_ring.slot(team), s_k, k_ring.slot(team), K)
+        finish_product(c)
+    for step in T.serial(steps):
+        i = step * teams + team
+        gate_ring.wait(i)
+        put_lower(c, s_gate, gate_ring.slot(i), s_l, team, SOLVE_BARRIER + team)  # 3
+        q_ring.wait(i)
+        start_product(c, s_q, q_ring.slot(i), s_k, k_ring.slot(i), K)
+        a_ring.acquire(i)
+        T.call_extern(
+            "handle", "qla::invert_own_diagonal", slot_of(s_l, team), slot_of(s_a, a_ring.slot(i))
+        )
+        finish_product(c)
+        q_ring.release(i)
+        k_ring.release(i)
+        put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale)
+        after = T.min(i + teams, last)  # the last pass repeats its own product, for no use
+        k_ring.wait(after)
+        start_product(c, s_k, k_ring.slot(after), s_k, k_ring.slot(after), K)
+        T.call_extern("handle", "tl::__sync_thread_partial", SOLVE_BARRIER + team, 128)
+        put_below(s_l, team, s_a, a_ring, i, step)
+        finish_product(c)

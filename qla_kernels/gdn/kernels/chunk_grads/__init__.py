@@ -1,0 +1,326 @@
+"""chunk_grads -- the gradients of q, k, v, g and beta, every chunk by itself.
+
+Per chunk (C = 64 tokens; gamma, e = e^gamma and d = e^(gamma_last - gamma) restart in each, and
+G_ij = e^(gamma_i - gamma_j)), key head and each of its value heads, with S0 the state that enters
+the chunk and dS the gradient of the state that leaves it, both kept transposed, [V, K]:
+    W    = V - e (K S0)            V' = A (beta W)                               [C, V]
+    P    = scale G o Q K^T, on and below the diagonal                            [C, C]
+    dV'  = d (K dS) + P^T dO       Y  = A^T dV'          dV = beta Y             [C, V]
+    dP   = dO V'^T                 dP0 = scale G o dP, on and below the diagonal [C, C]
+    E    = -Y V'^T                 F = beta G o E, below the diagonal            [C, C]
+    dQi  = scale e (dO S0^T)   dKi = d (V' dS^T)   dKu = -beta e (Y S0^T)        [C, K]
+    dQ   = dQi + dP0 K                                    summed over the value heads
+    dK   = dKi + dKu + dP0^T Q + (F + F^T) K              summed over the value heads
+    dbeta_i  = <Y_i, W_i> + sum_j (G o E o K K^T)_ij
+    X        = dP0 o Q K^T + F o K K^T, below the diagonal
+    dgamma_i = <Q_i, dQi_i> + <K_i, dKu_i> + sum_j (X_ij - X_ji)
+    dg_i     = sum_{j >= i} dgamma_j + sum_{j < i} <K_j, dKi_j> + e^gamma_last <dS, S0>
+E is the gradient of A's inverse, -A^T dA A^T with dA = dV' (beta W)^T: both factors are there.
+
+Steps (numbers appear again in the roles); a CTA walks over pairs of chunk and key head, and in each
+over the value heads in order:
+     1 load    each tile as soon as its readers have left it; rows past a chunk's end become zero
+     2 gates   gamma, beta and their exponentials
+     3 panel   W, and beta W in place of v
+     4 panel   V'; <dS, S0>
+     5 panel   dV'
+     6 panel   Y in place of dV', dV in place of beta W, <Y, W>
+     7 panel   dQi, dKi, dKu
+     8 score   P; dP, dP0; E, F; X
+     9 store   dV out
+    10 sums    dg, dbeta out
+After the last value head dP0 and F, which have been summed, meet K and Q, and dQ and dK leave.
+
+Bounded by memory: 120 + 64/r KB a value head, half of it the two states (K = V = 128, r value heads
+a key head). Why this shape: a CTA has all value heads of a key head, so dQ and dK stay in registers
+until they are whole, and neither atomics nor a second pass adds anything up. What is not square
+falls apart into panels of 64 columns, of V as far as Y and of K from there on, which know of each
+other only by the tiles that they fill together. So two warpgroups, one a panel, run one loop: code
+counts, because an SM's instruction cache holds 32 KB for all roles at once. For the same reason the
+three 64x64 tiles that decay are one piece of code. The three products with a state are not: each
+runs while the one before is added up. q and k of a pair, and dS of its value heads, take turns in
+two slots: the next pair's q and k come to where the last dS was, which leaves long before q and k
+do, so they are there when the next pair begins. States come in tiles of 64 rows, because
+dstate_chain may leave those of a dS in two places, one of them where dV of the same chunk and value
+head is to be. Chunks come from a table of ours, so they lie inside: see tables.py. `owner`,
+which wrong bounds may leave unwritten, is an index for TMA alone, which reads zeros outside.
+"""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from qla_kernels.gdn.kernels.chunk_grads import layout as grads
+from qla_kernels.gdn.kernels.chunk_grads import panel as grads_panel
+from qla_kernels.gdn.kernels.chunk_grads import store as grads_out
+from qla_kernels.gdn.kernels.chunk_grads import tiles
+from qla_kernels.gdn.kernels.chunk_grads.layout import (
+    GATE_ROWS,
+    GROUP,
+    KEY,
+    PANEL,
+    SUM_ROWS,
+    VN,
+    P,
+    Rings,
+    Tiles,
+    Walk,
+    free,
+    full,
+)
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import Role, Schedule
+
+
+class Variant(NamedTuple):
+    dtype: str  # of everything but gates, beta and their gradients
+    K: int
+    V: int
+
+    @property
+    def panels(self) -> int:
+        """Panel warpgroups; where V and K differ, one has a panel of the larger only."""
+        return max(self.K, self.V) // PANEL
+
+    @property
+    def tok(self) -> int:
+        """Tiles of dO, V' and Y, and two by which dQ and dK leave where a panel has none of V'."""
+        return 5 if self.V < self.K else 3
+
+
+VARIANTS = tuple(
+    Variant(dtype, K, V) for dtype in ("bfloat16", "float16") for K in (128, 64) for V in (128, 64)
+)
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warpgroups
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the table of chunks
+}
+
+# slots of loaded tiles and of gates; dv lies in v's
+RINGS = {"qk": 1, "rows": 1, "h": 2, "ds": 1, "gate": 2, "dv": 1}
+
+
+def schedule(v: Variant) -> Schedule:
+    panel_regs, score_regs = (160, 152) if v.panels == 2 else (216, 216)
+    of_values = GROUP * v.V // PANEL  # threads of the warpgroups that have a panel of V
+    return Schedule(
+        roles=(
+            Role(
+                "panel",
+                warps=4 * v.panels,
+                regs=panel_regs,
+                waits=(
+                    *full("qk", "rows", "h", "ds", "gate", "scores", "vn", "y"),
+                    *free("vn", "y", "sums"),
+                ),
+                signals=(
+                    *free("qk", "rows", "h", "ds", "gate", "scores", "vn", "y"),
+                    "sums_full",
+                    *((name, of_values) for name in full("vn", "y", "dv")),
+                ),
+                computes="W, V', dV', Y, dV; dQ, dK",
+                uses=("wgmma", "tma_store"),
+            ),
+            Role(
+                "score",
+                warps=4,
+                regs=score_regs,
+                waits=(*full("qk", "rows", "gate", "vn", "y"), *free("scores", "sums")),
+                signals=(*free("qk", "rows", "gate", "vn", "y"), *full("scores", "sums")),
+                computes="P, dP0, F",
+                uses=("wgmma",),
+            ),
+            *grads.serving_roles(regs=40),
+        ),
+        rings=RINGS,
+        # q, k and dS; v; dO, V', Y; A; S0 twice; P and F; gates, sums; barriers, alignment
+        smem_bytes=4 * CHUNK * v.K * 2
+        + (1 + v.tok) * CHUNK * v.V * 2
+        + CHUNK * CHUNK * 2
+        + 2 * v.V * v.K * 2
+        + 2 * CHUNK * CHUNK * 2
+        + (RINGS["gate"] * GATE_ROWS + SUM_ROWS) * CHUNK * 4
+        + 1024,
+    )
+
+
+@T.macro
+def score(s, ring, walk, scale):
+    r_x = T.alloc_fragment((CHUNK, CHUNK), "float32")
+    r_other = T.alloc_fragment((CHUNK, CHUNK), "float32")  # Q K^T, then K K^T
+    r_dp0 = T.alloc_local((32,), "float32")  # in accumulator registers, as F
+    r_f = T.alloc_local((32,), "float32")
+    step, p_step = T.alloc_var("int32"), T.alloc_var("int32")
+    for i in T.serial(walk.num_pairs):
+        ring.qk.wait(i)
+        for e in T.unroll(32):
+            r_dp0[e] = 0
+            r_f[e] = 0
+        for r in T.serial(walk.group):
+            step = i * walk.group + r
+            p_step = i * (walk.group + 1) + r
+            gate = ring.gate.slot(step)
+            for j in rolled(3):  # 8
+                if j != 1:
+                    T.wgmma_gemm(
+                        s.turns[2 * (i % 2) + j // 2, :, :],  # QUERY, then KEY
+                        s.turns[2 * (i % 2) + KEY, :, :],
+                        r_other,
+                        transpose_B=True,
+                        clear_accum=True,
+                    )
+                    T.wait_wgmma(0)
+                if j == 0:
+                    ring.gate.wait(step)
+                    for row, column in T.Parallel(CHUNK, CHUNK):
+                        r_x[row, column] = scale * r_other[row, column]
+                else:
+                    if j == 1:
+                        ring.rows.wait(step)
+                        ring.vn.wait(step)
+                    else:
+                        ring.y.wait(step)
+                    T.wgmma_gemm(
+                        s.tok[2 * j - 2, :, :],  # DO, then Y
+                        s.tok[VN, :, :],
+                        r_x,
+                        transpose_B=True,
+                        clear_accum=True,
+                    )
+                    T.wait_wgmma(0)
+                    if j == 1:
+                        ring.rows.release(step)
+                    else:
+                        ring.vn.release(step)
+                        ring.y.release(step)
+                tiles.decay_scores(r_x, s.gate[gate, grads.GAMMA, 0], T.if_then_else(j == 2, 0, 1))
+                if j == 0:
+                    ring.scores.acquire(p_step)
+                    tiles.put_tile(r_x, s.scores[P, 0, 0])
+                    T.fence_proxy_async()  # P: written by threads, read by wgmma
+                    ring.scores.commit(p_step)
+                else:
+                    if j == 1:
+                        ring.sums.acquire(step)
+                    tiles.add_scores(r_dp0, r_f, r_x, j - 1, scale, s.gate[gate, grads.BETA, 0])
+                    if (j == 2) & (r == walk.group - 1):  # first of all what panels wait for
+                        ring.qk.release(i)
+                        ring.scores.acquire(p_step + 1)
+                        tiles.put_tiles(r_dp0, r_f, s.scores[P, 0, 0])
+                        T.fence_proxy_async()  # dP0 and F: written by threads, read by wgmma
+                        ring.scores.commit(p_step + 1)
+                    tiles.sum_scores(
+                        r_x, r_other, j - 1, scale, s.gate[gate, grads.BETA, 0],
+                        s.sums[grads.X_ROWS - 1 + j, 0], s.sums[grads.E_KK, 0],
+                        s.sums[grads.COLUMNS - 4 + 4 * j, 0],
+                    )  # fmt: skip
+            ring.gate.release(step)
+            ring.sums.commit(step)
+
+
+def build(v: Variant):
+    plan = schedule(v)
+    K, V = v.K, v.V
+    num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
+    capacity, num_rows, num_tails = T.dynamic("capacity, num_rows, num_tails")
+    num_owners = T.dynamic("num_owners")
+    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
+    v_token, v_head, v_r = T.dynamic("v_token, v_head, v_r")
+    do_token, do_head, do_r = T.dynamic("do_token, do_head, do_r")
+
+    def tile(*shape: int):
+        return T.alloc_shared(shape, v.dtype)
+
+    def barrier(name: str):
+        return T.alloc_barrier([plan.arrivals(name)] * plan.slots(name))
+
+    @T.prim_func
+    def chunk_grads(
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), v.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
+        val: T.StridedTensor((num_tokens, num_heads, group, V), (v_token, v_head, v_r, 1), v.dtype),
+        do: T.StridedTensor(
+            (num_tokens, num_heads, group, V), (do_token, do_head, do_r, 1), v.dtype
+        ),
+        g_cum: T.Tensor((num_tokens, num_heads, group), "float32"),
+        beta: T.Tensor((num_tokens, num_heads, group), "float32"),
+        A: T.Tensor((num_tokens, num_heads, group, CHUNK), v.dtype),
+        h: T.Tensor((capacity, num_heads, group, V, K), v.dtype),
+        ds: T.Tensor((capacity, num_heads, group, num_rows, K), v.dtype),
+        tails: T.Tensor((num_tails, num_heads, group, PANEL, K), v.dtype),
+        owner: T.Tensor((num_owners,), "int32"),
+        chunks: T.Tensor((capacity, 2), "int32"),
+        num_chunks: T.Tensor((1,), "int32"),
+        dq: T.Tensor((num_tokens, num_heads, K), v.dtype),
+        dk: T.Tensor((num_tokens, num_heads, K), v.dtype),
+        dv: T.Tensor((num_tokens, num_heads, group, V), v.dtype),
+        dg: T.Tensor((num_tokens, num_heads, group), "float32"),
+        dbeta: T.Tensor((num_tokens, num_heads, group), "float32"),
+        scale: T.float32,
+        walkers: T.int32,
+        held: T.int32,  # of dstate_chain: 0 or 1
+    ):
+        with T.Kernel(walkers, threads=(GROUP, plan.threads // GROUP)) as first:
+            # TileLang lets one thread of each row initialise the barriers: the same values, before
+            # the whole block meets for the first time
+            T.import_source(tiles.SOURCE)
+            s_turns, s_v, s_tok = tile(4, CHUNK, K), tile(1, CHUNK, V), tile(v.tok, CHUNK, V)
+            s_a, s_scores = tile(1, CHUNK, CHUNK), tile(2, CHUNK, CHUNK)
+            s_state = tile(2 * (V // PANEL), PANEL, K)
+            s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
+            s_sums = T.alloc_shared((SUM_ROWS, CHUNK), "float32")
+            swizzled = (s_turns, s_v, s_tok, s_a, s_state, s_scores)
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
+            qk_full, qk_free = barrier("qk_full"), barrier("qk_free")
+            rows_full, rows_free = barrier("rows_full"), barrier("rows_free")
+            h_full, h_free = barrier("h_full"), barrier("h_free")
+            ds_full, ds_free = barrier("ds_full"), barrier("ds_free")
+            vn_full, vn_free = barrier("vn_full"), barrier("vn_free")
+            y_full, y_free = barrier("y_full"), barrier("y_free")
+            dv_full, tail_full = barrier("dv_full"), barrier("tail_full")
+            scores_full, scores_free = barrier("scores_full"), barrier("scores_free")
+            gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
+            sums_full, sums_free = barrier("sums_full"), barrier("sums_free")
+            s = Tiles(s_turns, s_v, s_tok, s_a, s_state, s_scores, s_gate, s_sums)
+            ring = Rings(
+                qk=Ring(qk_full, qk_free, RINGS["qk"]),
+                rows=Ring(rows_full, rows_free, RINGS["rows"]),
+                h=Ring(h_full, h_free, RINGS["h"]),
+                ds=Ring(ds_full, ds_free, RINGS["ds"]),
+                vn=Ring(vn_full, vn_free, 1),
+                y=Ring(y_full, y_free, 1),
+                dv=Ring(dv_full, rows_free, RINGS["dv"]),
+                scores=Ring(scores_full, scores_free, 1),
+                gate=Ring(gate_full, gate_free, RINGS["gate"]),
+                sums=Ring(sums_full, sums_free, 1),
+            )
+            walk = Walk(chunks, first, walkers, num_chunks, num_heads, group)
+
+            tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
+            if warpgroup < v.panels:
+                T.set_max_nreg(plan.role("panel").regs, 1)
+                grads_panel.panel(dq, dk, s, ring, walk, K, V)
+            elif warpgroup == v.panels:
+                T.set_max_nreg(plan.role("score").regs, 1)
+                score(s, ring, walk, scale)
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if tx < 32:
+                    gradients = grads.StateGradients(ds, dv, tails, owner, held)
+                    grads.load(q, k, val, do, A, h, gradients, s, ring, tail_full, walk, K, V)
+                elif tx < 64:
+                    grads.gates(g_cum, beta, s_gate, ring.gate, walk, scale)
+                    grads_out.clear_padding(
+                        dq, dk, dv, dg, dbeta, walk, num_chunks[0], num_tokens, K, V
+                    )
+                elif tx < 96:
+                    grads_out.store(dv, s_v, ring.dv, walk, V)
+                else:
+                    grads_out.sums(dg, dbeta, s_sums, ring.sums, walk, K, V)
+
+    return chunk_grads

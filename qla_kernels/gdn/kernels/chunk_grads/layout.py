@@ -1,0 +1,300 @@
+"""What the warpgroups of chunk_grads share, and the warps that bring it.
+
+chunk_grads states the maths and what each step is for, under the numbers used here.
+"""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.tile.constants import CHUNK, LOG2E
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.mask import clear_tail
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import Role
+
+GROUP = 128  # threads of a warpgroup
+PANEL = 64  # columns of V and of K that a panel warpgroup has
+
+# Slots that hold different things, so that one piece of code reads them by number.
+QUERY, KEY = range(2)  # of a turn's two tiles
+DO, VN, Y = range(3)  # of Tiles.tok; Y's slot holds dV' first
+P, F = range(2)  # of Tiles.scores; behind a pair's last value head P's slot holds dP0
+
+# Rows of a gate slot. From FACTORS on they scale the products of DO, VN and Y with a state.
+GATE_ROWS = 7
+GAMMA, FALL, BETA, E, SCALE_E, D, MINUS_BETA_E = range(GATE_ROWS)
+FACTORS = SCALE_E
+
+# Rows of a value head's sums, a number a token. Column sums come in one row a warp, which is zero
+# right of the warp's own rows.
+SUM_ROWS = 20
+Y_W = 0  # <Y, W>, a row a panel
+DOTS = 2  # <Q, dQi>, <K, dKi>, <K, dKu>, for each panel
+X_ROWS = 8  # row sums of X: of dP0 o Q K^T and of F o K K^T
+E_KK = 10  # row sums of -G o E o K K^T
+STATE = 11  # e^gamma_last <dS, S0>, a number a warp
+COLUMNS = 12  # column sums like X_ROWS
+
+
+class Tiles(NamedTuple):
+    """Shared memory; slots by the numbers above."""
+
+    turns: Any  # [4, 64, K] q, k of a pair; dS^T of its value heads; of the next pair vice versa
+    v: Any  # [1, 64, V] v, then beta W, then dV
+    tok: Any  # [3 or, if V < K, 5, 64, V] dO; V'; dV', then Y; by the last two dQ and dK leave
+    a: Any  # [1, 64, 64]
+    state: Any  # [2 V / 64, 64, K] S0^T, of alternate value heads
+    scores: Any  # [2, 64, 64] P; behind all value heads the sums of dP0 and F
+    gate: Any  # [slots, GATE_ROWS, 64] fp32
+    sums: Any  # [SUM_ROWS, 64] fp32
+
+    @property
+    def panels(self) -> Any:
+        """Of V: tiles of a state."""
+        return self.tok.shape[2] // PANEL
+
+
+class Rings(NamedTuple):
+    """A step is a value head; for q and k it is a pair of chunk and key head."""
+
+    qk: Ring
+    rows: Ring  # v, dO, A
+    h: Ring
+    ds: Ring
+    vn: Ring
+    y: Ring
+    dv: Ring  # v from the panel warpgroups to the store warp
+    scores: Ring  # a step a value head and one more a pair
+    gate: Ring
+    sums: Ring
+
+
+class Walk(NamedTuple):
+    """The pairs of chunk and key head that this CTA visits: first, first + stride, ..."""
+
+    chunks: Any  # [capacity, 2] first token and rows of each chunk
+    first: Any
+    stride: Any
+    num_chunks: Any  # [1]
+    num_heads: Any
+    group: Any  # value heads a key head
+
+    @property
+    def num_pairs(self) -> Any:
+        pairs = self.num_chunks[0] * self.num_heads
+        return T.truncdiv(pairs - self.first + self.stride - 1, self.stride)
+
+    def chunk(self, i: Any) -> Any:
+        return T.truncdiv(self.first + i * self.stride, self.num_heads)
+
+    def head(self, i: Any) -> Any:
+        return T.truncmod(self.first + i * self.stride, self.num_heads)
+
+
+def serving_roles(regs: int) -> tuple[Role, ...]:
+    """Of the warpgroup that has the four warps below."""
+    loaded = ("qk", "rows", "h", "ds")
+    return (
+        Role(
+            "load",
+            warps=1,
+            regs=regs,
+            waits=(*free(*loaded), "tail_full"),
+            signals=(*full(*loaded), "tail_full"),
+            computes="q, k, v, dO, A, S0, dS",
+            uses=("tma_load",),
+        ),
+        Role(
+            "gates",
+            warps=1,
+            regs=regs,
+            waits=("gate_free",),
+            signals=("gate_full",),
+            computes="gamma and its exponentials, beta",
+        ),
+        Role(
+            "store",
+            warps=1,
+            regs=regs,
+            waits=("dv_full",),
+            signals=("rows_free",),
+            computes="dV out",
+            uses=("tma_store",),
+        ),
+        Role(
+            "sums",
+            warps=1,
+            regs=regs,
+            waits=("sums_full",),
+            signals=("sums_free",),
+            computes="dg, dbeta",
+        ),
+    )
+
+
+def full(*data: str) -> tuple[str, ...]:
+    return tuple(f"{name}_full" for name in data)
+
+
+def free(*data: str) -> tuple[str, ...]:
+    return tuple(f"{name}_free" for name in data)
+
+
+@T.macro
+def fetch_rows(v, do, A, s, tok0, head, r, barriers):
+    T.tma_copy(v[tok0 : tok0 + CHUNK, head, r, :], s.v[0, :, :], barrier=barriers[0])
+    T.tma_copy(do[tok0 : tok0 + CHUNK, head, r, :], s.tok[DO, :, :], barrier=barriers[0])
+    T.tma_copy(A[tok0 : tok0 + CHUNK, head, r, :], s.a[0, :, :], barrier=barriers[0])
+
+
+@T.macro
+def fetch_heads(q, k, s, turn, tok0, head, barriers):
+    T.tma_copy(
+        q[tok0 : tok0 + CHUNK, head, :], s.turns[2 * turn + QUERY, :, :], barrier=barriers[0]
+    )
+    T.tma_copy(k[tok0 : tok0 + CHUNK, head, :], s.turns[2 * turn + KEY, :, :], barrier=barriers[0])
+
+
+class StateGradients(NamedTuple):
+    """dS of all chunks, as dstate_chain has left it."""
+
+    ds: Any  # [capacity, H, r, V - 64 held, K]
+    dv: Any
+    tails: Any
+    owner: Any
+    held: Any
+
+
+@T.macro
+def fetch_state(h, s, ring, chunk, head, r, step):
+    ring.acquire(step)
+    for t in T.unroll(s.panels):
+        T.tma_copy(
+            h[chunk, head, r, t * PANEL : t * PANEL + PANEL, :],
+            s.state[ring.slot(step) * s.panels + t, :, :],
+            barrier=ring.barrier(step),
+        )
+    ring.commit(step)
+
+
+@T.macro
+def fetch_gradient(of, s, turn, ring, chunk, tok0, rows, head, r, step):
+    row, n, K = T.alloc_var("int32"), T.alloc_var("int32"), s.state.shape[2]
+    for t in T.unroll(s.panels):
+        row = t * PANEL - of.held * PANEL
+        tile = s.turns[2 * turn + t, :, :]
+        if row >= 0:
+            T.tma_copy(
+                of.ds[chunk, head, r, row : row + PANEL, :], tile, barrier=ring.barrier(step)
+            )
+        elif rows == CHUNK:
+            T.tma_copy(of.dv[tok0 : tok0 + CHUNK, head, r, 0:K], tile, barrier=ring.barrier(step))
+        else:
+            n = of.owner[chunk]
+            T.tma_copy(of.tails[n, head, r, :, :], tile, barrier=ring.barrier(step))
+    ring.commit(step)
+
+
+@T.macro
+def load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V):
+    chunk, head, step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    tok0, rows, tails = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    tails = 0
+    for i in rolled(walk.num_pairs):
+        chunk = walk.chunk(i)
+        head = walk.head(i)
+        tok0 = walk.chunks[chunk, 0]
+        rows = walk.chunks[chunk, 1]
+        for r in rolled(walk.group):
+            step = i * walk.group + r
+            fetch_state(h, s, ring.h, chunk, head, r, step)  # 1
+            if rows == CHUNK:
+                if r == 0:
+                    ring.ds.acquire(step)  # where q and k go now
+                    fetch_heads(q, k, s, i % 2, tok0, head, ring.qk.full)
+                    ring.qk.commit(i)
+                ring.rows.acquire(step)
+                fetch_rows(v, do, A, s, tok0, head, r, ring.rows.full)
+            else:  # the next sequence's rows, or nobody's, must not meet a product: 0 * NaN is NaN
+                ring.rows.acquire(step)
+                fetch_rows(v, do, A, s, tok0, head, r, tail_full)
+                if r == 0:
+                    ring.ds.acquire(step)
+                    fetch_heads(q, k, s, i % 2, tok0, head, tail_full)
+                T.barrier_arrive(tail_full[0])
+                T.barrier_wait(tail_full[0], tails % 2)
+                tails += 1
+                clear_tail(s.v, 0, rows, V)
+                clear_tail(s.tok, DO, rows, V)
+                clear_tail(s.a, 0, rows, CHUNK)
+                if r == 0:
+                    clear_tail(s.turns, 2 * (i % 2) + QUERY, rows, K)
+                    clear_tail(s.turns, 2 * (i % 2) + KEY, rows, K)
+                T.fence_proxy_async()  # zeros: written by threads, read by wgmma
+                if r == 0:
+                    ring.qk.commit(i)
+            ring.rows.commit(step)
+            if r == 0:
+                ring.qk.acquire(i)  # the pair before has left its q and k
+            else:
+                ring.ds.acquire(step)
+            fetch_gradient(gradients, s, (i + 1) % 2, ring.ds, chunk, tok0, rows, head, r, step)
+
+
+@T.macro
+def read_gates(g_cum, beta, r_gate, tok0, rows, head, r):
+    """gamma and beta of tokens 2 lane and 2 lane + 1 of a chunk; past its end gamma stays level."""
+    lane = T.get_thread_binding() % 32
+    row, token = T.alloc_var("int32"), T.alloc_var("int32")  # in 32 bits, as sums are not
+    for e in T.unroll(2):
+        row = 2 * lane + e
+        token = tok0 + T.min(row, rows - 1)
+        r_gate[e] = g_cum[token, head, r]
+        r_gate[2 + e] = T.if_then_else(row < rows, beta[token, head, r], 0)
+
+
+@T.macro
+def gates(g_cum, beta, s_gate, ring, walk, scale):
+    lane = T.get_thread_binding() % 32
+    r_gate = T.alloc_local((4,), "float32")  # of the value head to come: two gamma, two beta
+    gamma = T.alloc_local((2,), "float32")
+    b = T.alloc_local((2,), "float32")
+    step, after = T.alloc_var("int32"), T.alloc_var("int32")
+    chunk, head = T.alloc_var("int32"), T.alloc_var("int32")
+    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
+    chunk = walk.chunk(0)
+    head = walk.head(0)
+    if walk.num_pairs > 0:
+        tok0 = walk.chunks[chunk, 0]
+        rows = walk.chunks[chunk, 1]
+        read_gates(g_cum, beta, r_gate, tok0, rows, head, 0)
+    for i in rolled(walk.num_pairs):
+        for r in rolled(walk.group):
+            step = i * walk.group + r
+            slot = ring.slot(step)
+            for e in T.unroll(2):
+                gamma[e] = r_gate[e] * LOG2E
+                b[e] = r_gate[2 + e]
+            after = r + 1
+            if after == walk.group:
+                after = 0
+                if i + 1 < walk.num_pairs:  # the last time it reads the last pair again, for no use
+                    chunk = walk.chunk(i + 1)
+                    head = walk.head(i + 1)
+                    tok0 = walk.chunks[chunk, 0]
+                    rows = walk.chunks[chunk, 1]
+            # arrives while this value head's numbers are made
+            read_gates(g_cum, beta, r_gate, tok0, rows, head, after)
+            last = T.shfl_sync(gamma[1], 31)
+            end = T.shfl_sync(gamma[1], lane | 7)  # of 16 rows
+            ring.acquire(step)  # 2
+            for e in T.unroll(2):
+                s_gate[slot, GAMMA, 2 * lane + e] = gamma[e]
+                s_gate[slot, FALL, 2 * lane + e] = T.exp2(end - gamma[e])
+                s_gate[slot, BETA, 2 * lane + e] = b[e]
+                s_gate[slot, E, 2 * lane + e] = T.exp2(gamma[e])
+                s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])
+                s_gate[slot, D, 2 * lane + e] = T.exp2(last - gamma[e])
+                s_gate[slot, MINUS_BETA_E, 2 * lane + e] = -b[e] * T.exp2(gamma[e])
+            ring.commit(step)

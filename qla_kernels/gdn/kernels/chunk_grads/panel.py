@@ -1,0 +1,299 @@
+"""The panel warpgroups of chunk_grads: steps 3 to 7, then dQ and dK of all value heads.
+
+chunk_grads states the maths and what each step is for, under the numbers used here.
+"""
+
+import tilelang.language as T
+
+from qla_kernels.gdn.kernels.chunk_grads import tiles
+from qla_kernels.gdn.kernels.chunk_grads.layout import (
+    BETA,
+    DO,
+    DOTS,
+    FACTORS,
+    GROUP,
+    KEY,
+    PANEL,
+    QUERY,
+    STATE,
+    VN,
+    Y_W,
+    D,
+    E,
+    F,
+    P,
+    Y,
+)
+from qla_kernels.tile.constants import CHUNK
+
+OWN = 8  # named barriers, one a warpgroup
+
+
+@T.macro
+def sync_own(w):
+    T.call_extern("handle", "tl::__sync_thread_partial", OWN + w, GROUP)
+
+
+def first_tile(i):
+    """Of q and k of pair i in Tiles.turns; its dS has the other two tiles. By a shuffle, again and
+    again, as the number of a panel: descriptors kept over the loops would take accumulators'
+    registers.
+    """
+    return T.shfl_sync(i, 0) % 2 * 2
+
+
+@T.macro
+def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
+    """Panel w of W, V', dV', Y and dV."""
+    p_step = step + i
+    gate, h = ring.gate.slot(step), ring.h.slot(step)
+    turn = T.alloc_var("int32")
+    turn = first_tile(i)
+    ring.h.wait(step)
+    T.wgmma_gemm(
+        s.turns[turn + KEY, :, :],
+        s.state[h * s.panels + w, :, :],
+        r_w,
+        transpose_B=True,
+        clear_accum=True,
+    )
+    ring.gate.wait(step)
+    ring.rows.wait(step)
+    T.wait_wgmma(0)
+    tiles.correct_values(r_w, s.v[0, 0, w * PANEL], s.gate[gate, E, 0], s.gate[gate, BETA, 0])  # 3
+    T.fence_proxy_async()  # beta W: written by threads, read by wgmma
+    T.tma_store_wait(0)  # V' and Y's tiles: dQ and dK of the pair before have left
+    sync_own(w)
+    T.wgmma_gemm(s.a[0, :, :], s.v[0, :, w * PANEL : w * PANEL + PANEL], r_x, clear_accum=True)
+    ring.vn.acquire(step)
+    T.wait_wgmma(0)
+    tiles.put_tile(r_x, s.tok[VN, 0, w * PANEL])  # 4
+    T.fence_proxy_async()  # V': written by threads, read by wgmma
+    ring.vn.commit(step)
+    ring.ds.wait(step)
+    T.wgmma_gemm(
+        s.turns[turn + KEY, :, :],
+        s.turns[2 - turn + w, :, :],
+        r_x,
+        transpose_B=True,
+        clear_accum=True,
+    )
+    tiles.tile_dot(
+        r_dot,
+        s.state[h * s.panels, 0, 0],
+        s.turns[2 - turn, 0, 0],
+        K * PANEL,
+        w,
+    )
+    T.wait_wgmma(0)
+    tiles.scale_rows(r_x, s.gate[gate, D, 0])
+    ring.scores.wait(p_step)
+    T.wgmma_gemm(  # 5
+        s.scores[P, :, :], s.tok[DO, :, w * PANEL : w * PANEL + PANEL], r_x, transpose_A=True
+    )
+    ring.y.acquire(step)
+    T.wait_wgmma(0)
+    tiles.put_tile(r_x, s.tok[Y, 0, w * PANEL])
+    T.fence_proxy_async()  # dV': written by threads, read by wgmma
+    sync_own(w)
+    T.wgmma_gemm(
+        s.a[0, :, :],
+        s.tok[Y, :, w * PANEL : w * PANEL + PANEL],
+        r_x,
+        transpose_A=True,
+        clear_accum=True,
+    )
+    T.wait_wgmma(0)
+    sync_own(w)  # all warps' products have read dV' and beta W
+    ring.sums.acquire(step)
+    tiles.put_number(r_dot, s.gate[gate, E, CHUNK - 1], s.sums[STATE, 4 * w])
+    tiles.finish_values(  # 6
+        r_x,
+        r_w,
+        s.tok[Y, 0, w * PANEL],
+        s.v[0, 0, w * PANEL],
+        s.gate[gate, BETA, 0],
+        s.sums[Y_W + w, 0],
+    )
+    T.fence_proxy_async()  # Y and dV: written by threads, read by wgmma and TMA
+    ring.y.commit(step)
+    ring.dv.commit(step)
+
+
+@T.macro
+def arrive(ring, i, step, w):
+    """In place of `of_values`, for a warpgroup that has no panel of V."""
+    T.tma_store_wait(0)  # as there, of its own tiles
+    sync_own(w)
+    ring.h.wait(step)
+    ring.gate.wait(step)
+    ring.ds.wait(step)
+    ring.rows.wait(step)
+    ring.sums.acquire(step)
+    ring.scores.wait(step + i)
+
+
+@T.macro
+def of_state(r_x, s, j, state, first, w):
+    """Tile j times a state: panel w of columns, in flight as `panels` products."""
+    for t in T.unroll(s.panels):
+        T.wgmma_gemm(
+            s.tok[j, :, t * PANEL : t * PANEL + PANEL],
+            state[first + t, :, w * PANEL : w * PANEL + PANEL],
+            r_x,
+            clear_accum=t == 0,
+        )
+
+
+@T.macro
+def add_keys(r_sum, r_x, s, turn, j, gate, w):
+    tiles.add_scaled(
+        r_sum,
+        r_x,
+        s.gate[gate, FACTORS + j, 0],
+        s.turns[turn + min(j, KEY), 0, w * PANEL],
+        s.sums[DOTS + 3 * w + j, 0],
+    )
+
+
+@T.macro
+def of_keys(r_dq, r_dk, r_x, r_y, s, ring, i, step):
+    """Panel w of dQi, dKi and dKu: each product runs beside what is done to the one before."""
+    gate, h = ring.gate.slot(step), ring.h.slot(step)
+    w, turn = T.alloc_var("int32"), T.alloc_var("int32")
+    w = T.shfl_sync(T.get_thread_binding(1), 0)
+    turn = first_tile(i)
+    of_state(r_x, s, DO, s.state, h * s.panels, w)  # 7
+    ring.vn.wait(step)
+    of_state(r_y, s, VN, s.turns, 2 - turn, w)
+    T.wait_wgmma(s.panels)
+    ring.rows.release(step)
+    add_keys(r_dq, r_x, s, turn, DO, gate, w)
+    ring.y.wait(step)
+    of_state(r_x, s, Y, s.state, h * s.panels, w)
+    T.wait_wgmma(s.panels)
+    ring.vn.release(step)
+    ring.ds.release(step)
+    add_keys(r_dk, r_y, s, turn, VN, gate, w)
+    T.wait_wgmma(0)
+    ring.y.release(step)
+    ring.h.release(step)
+    add_keys(r_dk, r_x, s, turn, Y, gate, w)
+    ring.gate.release(step)
+
+
+@T.macro
+def finish_keys(r_dq, r_dk, s, i, w):
+    """To panel w of dQ and dK, what dP0 and F of all value heads give."""
+    turn = T.alloc_var("int32")
+    turn = first_tile(i)
+    T.wgmma_gemm(s.scores[P, :, :], s.turns[turn + KEY, :, w * PANEL : w * PANEL + PANEL], r_dq)
+    T.wgmma_gemm(
+        s.scores[P, :, :],
+        s.turns[turn + QUERY, :, w * PANEL : w * PANEL + PANEL],
+        r_dk,
+        transpose_A=True,
+    )
+    T.wgmma_gemm(s.scores[F, :, :], s.turns[turn + KEY, :, w * PANEL : w * PANEL + PANEL], r_dk)
+    T.wgmma_gemm(
+        s.scores[F, :, :],
+        s.turns[turn + KEY, :, w * PANEL : w * PANEL + PANEL],
+        r_dk,
+        transpose_A=True,
+    )
+    T.wait_wgmma(0)
+
+
+@T.macro
+def put_rows(dq, dk, r_dq, r_dk, s, tok0, head, num_heads, rows, w):
+    """Panel w of a key head's gradients, by way of its tiles of V' and Y or, where it has none, two
+    tiles more.
+    """
+    panel = w * PANEL
+    slot, column = (VN, panel) if s.tok.shape[2] >= dq.shape[2] else (VN + 2 * w, 0)
+    tiles.put_tile(r_dq, s.tok[slot, 0, column])
+    tiles.put_tile(r_dk, s.tok[slot + 1, 0, column])
+    T.fence_proxy_async()  # dQ and dK: written by threads, read by TMA
+    sync_own(w)
+    if rows == CHUNK:
+        for n, x in enumerate((dq, dk)):
+            T.tma_copy(
+                s.tok[slot + n, :, column : column + PANEL],
+                x[tok0 : tok0 + CHUNK, head, panel : panel + PANEL],
+            )
+    else:
+        first = tok0 * num_heads + head
+        for n, x in enumerate((dq, dk)):
+            tile = s.tok[slot + n, 0, column]
+            tiles.store_rows(tile, x[0, 0, panel], x.shape[2], first, num_heads, rows)
+
+
+@T.macro
+def leave(ring, step):
+    """In place of `of_keys`, for a warpgroup that has no panel of K."""
+    ring.vn.wait(step)
+    ring.y.wait(step)
+    ring.rows.release(step)
+    ring.vn.release(step)
+    ring.ds.release(step)
+    ring.y.release(step)
+    ring.h.release(step)
+    ring.gate.release(step)
+
+
+@T.macro
+def panel(dq, dk, s, ring, walk, K, V):
+    r_x = T.alloc_fragment((CHUNK, PANEL), "float32")
+    r_w = T.alloc_fragment((CHUNK, PANEL), "float32")  # K S0, then W
+    r_dot = T.alloc_local((1,), "float32")  # <dS, S0>
+    r_dq = T.alloc_fragment((CHUNK, PANEL), "float32")
+    r_dk = T.alloc_fragment((CHUNK, PANEL), "float32")
+    w, step, p_step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    chunk, head = T.alloc_var("int32"), T.alloc_var("int32")
+    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
+    step = 0
+    for i in T.serial(walk.num_pairs):
+        ring.qk.wait(i)
+        T.clear(r_dq)
+        T.clear(r_dk)
+        for _ in T.serial(walk.group):
+            w = T.shfl_sync(T.get_thread_binding(1), 0)
+            if V < K:
+                if w < V // PANEL:
+                    of_values(r_x, r_w, r_dot, s, ring, i, step, w, K)
+                else:
+                    arrive(ring, i, step, w)
+            else:
+                of_values(r_x, r_w, r_dot, s, ring, i, step, w, K)
+            ring.scores.release(step + i)
+            if K < V:
+                if w < K // PANEL:
+                    of_keys(r_dq, r_dk, r_x, r_w, s, ring, i, step)
+                else:
+                    leave(ring, step)
+            else:
+                of_keys(r_dq, r_dk, r_x, r_w, s, ring, i, step)
+            ring.sums.commit(step)
+            step += 1
+        p_step = step + i
+        chunk = walk.chunk(i)  # looked up while dP0 and F are made
+        tok0 = walk.chunks[chunk, 0]
+        rows = walk.chunks[chunk, 1]
+        ring.scores.wait(p_step)
+        w = T.shfl_sync(T.get_thread_binding(1), 0)
+        if K < V:
+            if w < K // PANEL:
+                finish_keys(r_dq, r_dk, s, i, w)
+        else:
+            finish_keys(r_dq, r_dk, s, i, w)
+        ring.scores.release(p_step)
+        ring.qk.release(i)
+        ring.vn.acquire(step)
+        ring.y.acquire(step)
+        head = walk.head(i)
+        if K < V:
+            if w < K // PANEL:
+                put_rows(dq, dk, r_dq, r_dk, s, tok0, head, walk.num_heads, rows, w)
+        else:
+            put_rows(dq, dk, r_dq, r_dk, s, tok0, head, walk.num_heads, rows, w)
+    T.tma_store_wait(0)  # shared memory goes when the CTA does

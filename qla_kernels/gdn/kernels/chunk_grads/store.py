@@ -1,0 +1,134 @@
+"""What leaves chunk_grads: the warps and macros that write.
+
+chunk_grads states the maths and what each step is for, under the numbers used here.
+"""
+
+import tilelang.language as T
+
+from qla_kernels.gdn.kernels.chunk_grads.layout import (
+    COLUMNS,
+    DOTS,
+    E_KK,
+    PANEL,
+    STATE,
+    X_ROWS,
+    Y_W,
+)
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.loops import rolled
+
+
+@T.macro
+def store(dv, s_v, ring, walk, V):
+    lane = T.get_thread_binding() % 32
+    lanes = V // 8  # a row in pieces of 16 bytes
+    chunk, head, step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
+    for i in rolled(walk.num_pairs):
+        chunk = walk.chunk(i)
+        head = walk.head(i)
+        tok0 = walk.chunks[chunk, 0]
+        rows = walk.chunks[chunk, 1]
+        for r in rolled(walk.group):
+            step = i * walk.group + r
+            ring.wait(step)
+            if rows == CHUNK:  # 9
+                T.tma_copy(s_v[0, :, :], dv[tok0 : tok0 + CHUNK, head, r, :])
+                T.tma_store_wait(0)
+            else:
+                for piece in rolled(T.ceildiv(rows * lanes, 32)):
+                    row = piece * (32 // lanes) + lane // lanes
+                    if row < rows:
+                        for e in T.vectorized(8):
+                            dv[tok0 + row, head, r, lane % lanes * 8 + e] = s_v[
+                                0, row, lane % lanes * 8 + e
+                            ]
+            ring.release(step)
+
+
+@T.macro
+def sums(dg, dbeta, s_sums, ring, walk, K, V):
+    lane = T.get_thread_binding() % 32
+    r_gamma = T.alloc_local((2,), "float32")  # dgamma, then its sum over the rows from this one on
+    before = T.alloc_local((2,), "float32")  # <K, dKi>, then its sum over the rows before this one
+    r_beta = T.alloc_local((2,), "float32")
+    state, after, earlier = (T.alloc_var("float32") for _ in range(3))
+    chunk, head, step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
+    for i in rolled(walk.num_pairs):
+        chunk = walk.chunk(i)
+        head = walk.head(i)
+        tok0 = walk.chunks[chunk, 0]
+        rows = walk.chunks[chunk, 1]
+        for r in rolled(walk.group):
+            step = i * walk.group + r
+            ring.wait(step)
+            for e in T.unroll(2):
+                r_beta[e] = -s_sums[E_KK, 2 * lane + e]
+                for w in T.unroll(V // PANEL):
+                    r_beta[e] += s_sums[Y_W + w, 2 * lane + e]
+                r_gamma[e] = s_sums[X_ROWS, 2 * lane + e] + s_sums[X_ROWS + 1, 2 * lane + e]
+                before[e] = 0
+                for w in T.unroll(K // PANEL):
+                    r_gamma[e] += (
+                        s_sums[DOTS + 3 * w, 2 * lane + e] + s_sums[DOTS + 3 * w + 2, 2 * lane + e]
+                    )
+                    before[e] += s_sums[DOTS + 3 * w + 1, 2 * lane + e]
+            for w in rolled(lane // 8, CHUNK // 16):  # a warp has no columns right of its own rows
+                for e in T.unroll(2):
+                    r_gamma[e] -= (
+                        s_sums[COLUMNS + w, 2 * lane + e] + s_sums[COLUMNS + 4 + w, 2 * lane + e]
+                    )
+            state = 0
+            for w in T.unroll(4 * (V // PANEL)):
+                state += s_sums[STATE, w]
+            ring.release(step)
+            # By sums of other rows only: one less its own row would lose what decay makes small.
+            after = r_gamma[0] + r_gamma[1]
+            earlier = before[0] + before[1]
+            for d in rolled(5):
+                above = T.shfl_down(after, 1 << d)
+                below = T.shfl_up(earlier, 1 << d)
+                if lane + (1 << d) < 32:
+                    after += above
+                if lane >= 1 << d:
+                    earlier += below
+            after = T.shfl_down(after, 1)
+            earlier = T.shfl_up(earlier, 1)
+            if lane == 31:
+                after = 0
+            if lane == 0:
+                earlier = 0
+            r_gamma[1] += after
+            r_gamma[0] += r_gamma[1]
+            before[1] = earlier + before[0]
+            before[0] = earlier
+            for e in T.unroll(2):
+                if 2 * lane + e < rows:  # 10
+                    dg[tok0 + 2 * lane + e, head, r] = r_gamma[e] + before[e] + state
+                    dbeta[tok0 + 2 * lane + e, head, r] = r_beta[e]
+
+
+@T.macro
+def clear_padding(dq, dk, dv, dg, dbeta, walk, num_chunks, num_tokens, K, V):
+    """Rows of no sequence are zero; the CTAs share them."""
+    lane = T.get_thread_binding() % 32
+    row, end = T.alloc_var("int32"), T.alloc_var("int32")
+    end = 0
+    if num_chunks > 0:
+        end = walk.chunks[num_chunks - 1, 0] + walk.chunks[num_chunks - 1, 1]
+    for j in rolled(T.ceildiv(num_tokens - end - walk.first, walk.stride)):
+        row = end + walk.first + j * walk.stride
+        for head in rolled(walk.num_heads):
+            if lane < K // 8:
+                for e in T.vectorized(8):
+                    dq[row, head, lane * 8 + e] = 0
+                for e in T.vectorized(8):
+                    dk[row, head, lane * 8 + e] = 0
+            for r in rolled(walk.group):
+                if lane < V // 8:
+                    for e in T.vectorized(8):
+                        dv[row, head, r, lane * 8 + e] = 0
+                if lane == 0:
+                    dg[row, head, r] = 0
+                    dbeta[row, head, r] = 0

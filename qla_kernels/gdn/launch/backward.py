@@ -1,0 +1,178 @@
+"""The backward on the GPU: two chains over the chunks, then every chunk's gradients by itself."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.gdn.kernels import chunk_grads as chunk_grads_kernel
+from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
+from qla_kernels.gdn.kernels import l2norm_bwd as l2norm_bwd_kernel
+from qla_kernels.gdn.launch import activations
+from qla_kernels.gdn.launch.chains import held_rows
+from qla_kernels.gdn.launch.states import States, states_around
+from qla_kernels.gdn.launch.tensors import (
+    flat_parts,
+    flattens,
+    key_first,
+    live_end,
+    of_part,
+    parts_in_reach,
+    require_aligned,
+    sequence_bounds,
+    tokens,
+)
+from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.validate import TMA_ALIGNMENT, dtype_name
+from qla_kernels.tile.constants import CHUNK
+
+
+@torch.no_grad()
+def gdn_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    do: Tensor,
+    dht: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    g: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    auto_cp: bool,
+    warm_log_bound: float,
+    cp_cache: list[Tensor],
+    output_dh0: bool = True,
+) -> Backward:
+    require_aligned(q=q, k=k, v=v)
+    with device.of(q):
+        g_cum, A = g_cum.contiguous(), A.contiguous()  # as the forward made them
+        beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        active = activations.activate_beta(beta, beta_range)
+        h0, end = (None if x is None else x.float() for x in (initial_state, dht))
+        dh0 = h0.new_empty(h0.shape) if h0 is not None and output_dh0 else None
+        dv, others = v.new_empty(v.shape), None
+        parts = flat_parts(q, k, v) or [slice(0, 0)]
+        do = readable(do.to(v.dtype), flat=len(parts) == 1)
+        for b in parts:
+            inputs = of_part(b, q, k, v, do, g_cum, active, A)
+            (dv_b,) = of_part(b, dv)
+            states = states_around(
+                inputs,
+                key_first(h0, b, state_v_first),
+                key_first(end, b, state_v_first),
+                scale,
+                sequence_bounds(inputs[0], cu_seqlens),
+                dv_b,
+                key_first(dh0, b, state_v_first),
+                cu_seqlens_cpu,
+                auto_cp,
+                warm_log_bound,
+                cp_cache,
+            )
+            if others is None:  # not before: what the states were found with is gone by now
+                others = tuple(x.new_empty(x.shape) for x in (q, k, g_cum, g_cum))
+            dq_b, dk_b, *gates_b = of_part(b, *others)
+            out = dq_b, dk_b, dv_b, *gates_b
+            if states is None:
+                for x in out:
+                    x.zero_()
+            else:
+                chunk_grads(inputs, states, scale, out)
+            del states  # before the next part's
+        assert others is not None, "there is a part, if an empty one"
+        dq, dk, dg, dbeta = others
+        dg, dbeta, *parameters = activations.backward(
+            g, beta, A_log, dt_bias, dg, dbeta, beta_range, cu_seqlens
+        )
+    return Backward(dq, dk, dv, dbeta, dg, dh0, *parameters)
+
+
+@torch.no_grad()
+def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The gradient of x [B, T, H, K] of l2norm_fwd; tokens of no sequence get 0."""
+    dx = x.new_empty(x.shape)
+    if dx.numel():
+        pieces = (-1, l2norm_kernel.SPAN)
+        with device.of(x):
+            dy = readable(dy.to(x.dtype))
+            for part in parts_in_reach(x, dy):
+                x_b, dy_b, dx_b = of_part(part, x, dy, dx)
+                jit.compile(l2norm_bwd_kernel, l2norm_bwd_kernel.Variant(dtype_name(x.dtype)))(
+                    torch.unflatten(x_b, -1, pieces),
+                    torch.unflatten(dy_b, -1, pieces),
+                    dx_b.view(-1, x.shape[3] // l2norm_kernel.SPAN, l2norm_kernel.SPAN),
+                    live_end(cu_seqlens, dx),
+                    int(cu_seqlens is not None),
+                )
+    return dx
+
+
+def chunk_grads(
+    inputs: tuple[Tensor, ...], states: States, scale: float, out: tuple[Tensor, ...]
+) -> None:
+    """The gradients of all chunks, from the states around each.
+
+    Args:
+        inputs: q, k, v, do [B, T, heads, size], of any strides that flatten to tokens, with unit
+            last stride; g_cum, beta [B, T, HV] fp32, g_cum in natural log, and A [B, T, HV, 64], of
+            kkt_solve.
+        states: those of the chains, which may hold some in the dv of `out`.
+        out: dq, dk [B, T, H, K], dv [B, T, HV, V] in q's dtype, dg, dbeta [B, T, HV] fp32: written;
+            tokens of no sequence with zeros.
+    """
+    q, k, v, do, g_cum, beta, A = inputs
+    h, dS, table, held = states
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+
+    def grouped(x: Tensor) -> Tensor:
+        return torch.unflatten(x, 1, (H, HV // H))
+
+    dq, dk, dv, dg, dbeta = out
+    _, tails, owner = held_rows(held, dS, dv, table.first_chunk)
+    variant = chunk_grads_kernel.Variant(dtype_name(q.dtype), K, V)
+    jit.compile(chunk_grads_kernel, variant)(
+        tokens(q),
+        tokens(k),
+        grouped(tokens(v)),
+        grouped(tokens(do)),
+        grouped(g_cum.view(B * T, HV)),
+        grouped(beta.view(B * T, HV)),
+        grouped(A.view(B * T, HV, CHUNK)),
+        grouped(h),
+        grouped(dS),
+        grouped(tails),
+        owner,
+        table.chunks,
+        table.num_chunks,
+        dq.view(B * T, H, K),
+        dk.view(B * T, H, K),
+        grouped(dv.view(B * T, HV, V)),
+        grouped(dg.view(B * T, HV)),
+        grouped(dbeta.view(B * T, HV)),
+        scale,
+        min(device.sm_count(q.device), table.chunks.shape[0] * H),  # CTAs that stay and walk
+        int(held is not None),
+    )
+
+
+def readable(x: Tensor, flat: bool = False) -> Tensor:
+    """x [B, T, heads, size] in whole 16 bytes: a gradient comes in whatever strides it has."""
+    step = TMA_ALIGNMENT // x.element_size()
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    in_whole_pieces = (
+        x.stride(-1) == 1
+        and all(s > 0 and s % step == 0 for s in strides)
+        and x.data_ptr() % TMA_ALIGNMENT == 0
+        and (not flat or flattens(x))
+    )
+    return x if in_whole_pieces else x.contiguous()

@@ -1,0 +1,220 @@
+"""The two chains of the backward, one state a chunk each; and the states that a caller asks for."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.gdn import heuristics
+from qla_kernels.gdn.kernels import chunk_states as chunk_states_kernel
+from qla_kernels.gdn.kernels import dstate_chain as dstate_chain_kernel
+from qla_kernels.gdn.kernels.chain.layout import TILE
+from qla_kernels.gdn.launch.tensors import (
+    chunk_table,
+    flat_parts,
+    hand_on,
+    key_first,
+    no_state,
+    of_part,
+    sequence_bounds,
+    tokens,
+)
+from qla_kernels.gdn.validate import dtype_name
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.varlen import capacity
+
+
+class Held(NamedTuple):
+    """The first 64 rows (of V) of each dS, where they need no memory: until chunk_grads has read
+    them, they are as large as the chunk's dV, which it will write there.
+    """
+
+    dv: Tensor  # [B, T, HV, V]: of chunks of 64 tokens
+    tails: Tensor  # [N, HV, 64, K]: of a sequence's last chunk, if it has fewer
+    owner: Tensor  # [capacity of the chunk table] int32: the sequence of such a chunk
+
+
+def held_by(dv: Tensor, K: int, num_sequences: int) -> Held | None:
+    """Room for it in dv; None where sizes differ, or 64 rows are all there are."""
+    B, T, HV, V = dv.shape
+    if not K == V == 2 * TILE:
+        return None
+    owner = dv.new_empty(capacity(B * T, num_sequences), dtype=torch.int32)
+    return Held(dv, dv.new_empty(num_sequences, HV, TILE, K), owner)
+
+
+def chunk_states(
+    k: Tensor,
+    v: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    h0: Tensor | None,
+    cu_seqlens: Tensor,
+    first_chunk: Tensor,
+    every: int = 1,
+    ht: Tensor | None = None,
+    tile_v: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The state that enters each chunk, or every so many chunks of a sequence.
+
+    Args:
+        k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
+        g_cum, beta: [B, T, HV] fp32, g_cum in natural log, of kkt_solve.
+        A: [B, T, HV, 64] of kkt_solve.
+        h0: [N, HV, K, V] fp32, any strides; zeros if None.
+        first_chunk: [N + 1] of the chunk table.
+        every: store the states of the chunks whose number in the sequence is a multiple of this.
+        ht: [N, HV, K, V] fp32, any strides, written if given.
+        tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
+        out: the result, with a slot for every state; made for the most there can be if None.
+
+    Returns:
+        [slots, HV, V, K] in k's dtype. Sequence n owns ceil(chunks / every) slots, behind those of
+        the sequences before it; slots that no sequence owns are not written.
+    """
+    B, T, HV, V = v.shape
+    K = k.shape[-1]
+    N = cu_seqlens.shape[0] - 1
+    h = k.new_empty(capacity(B * T, N, CHUNK * every), HV, V, K) if out is None else out
+    if not h.numel():  # no chunk
+        hand_on(h0, ht)
+        return h
+    variant = chunk_states_kernel.Variant(dtype_name(k.dtype), K, _tile_v(N, v, tile_v))
+    nothing = no_state(g_cum, K, V)
+    jit.compile(chunk_states_kernel, variant)(
+        tokens(k),
+        torch.unflatten(tokens(v), -1, (-1, variant.tile_v)),
+        g_cum.view(B * T, HV),
+        beta.view(B * T, HV),
+        A.view(B * T, HV, CHUNK),
+        cu_seqlens.int().contiguous(),
+        _first_slot(first_chunk, every),
+        nothing if h0 is None else h0,
+        h,
+        nothing if ht is None else ht,
+        every,
+        int(h0 is not None),
+        int(ht is not None),
+    )
+    return h
+
+
+def public_states(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    saved: tuple[Tensor, Tensor],
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    state_v_first: bool,
+) -> Tensor:
+    """The states before all chunks, [B, chunks, HV, K, V] or [.., V, K], as a caller gets them.
+
+    k, v and h0 are the caller's, beta is activated, and saved is g_cum and A. Only cu_seqlens_cpu
+    tells without asking the device how many chunks packed sequences have: `refusal` demands it.
+    """
+    B, T, HV, V = v.shape
+    g_cum, A = saved
+    if cu_seqlens is None:
+        num_chunks = -(-T // CHUNK)
+    else:
+        assert cu_seqlens_cpu is not None, "`refusal` demands it"
+        num_chunks = int((-(-cu_seqlens_cpu.diff() // CHUNK)).sum())
+    h = k.new_empty(B, num_chunks, HV, V, k.shape[-1])
+    for b in flat_parts(k, v):
+        k_b, v_b, g_cum_b, beta_b, A_b, h_b = of_part(b, k, v, g_cum, beta, A, h)
+        bounds = sequence_bounds(k_b, cu_seqlens).int()
+        first_chunk = chunk_table(len(k_b) * T, bounds).first_chunk
+        start, out = key_first(h0, b, state_v_first), h_b.flatten(0, 1)
+        chunk_states(k_b, v_b, g_cum_b, beta_b, A_b, start, bounds, first_chunk, out=out)
+    return h if state_v_first else h.mT.contiguous()
+
+
+def dstate_chain(
+    q: Tensor,
+    k: Tensor,
+    do: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    dht: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor,
+    first_chunk: Tensor,
+    dh0: Tensor | None = None,
+    tile_v: int | None = None,
+    held: Held | None = None,
+) -> Tensor:
+    """The gradient of the state that leaves each chunk.
+
+    Args:
+        q, k, do: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
+        g_cum, beta: [B, T, HV] fp32, g_cum in natural log, of kkt_solve.
+        A: [B, T, HV, 64] of kkt_solve.
+        dht: [N, HV, K, V] fp32, any strides; zeros if None.
+        first_chunk: [N + 1] of the chunk table.
+        dh0: [N, HV, K, V] fp32, any strides, written if given.
+        tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
+        held: where the first 64 rows of V go, if given.
+
+    Returns:
+        [capacity of the chunk table, HV, V, K] in k's dtype, without the rows that are held; what
+        no chunk owns is not written.
+    """
+    B, T, HV, V = do.shape
+    K = k.shape[-1]
+    N = cu_seqlens.shape[0] - 1
+    dS = k.new_empty(capacity(B * T, N), HV, V if held is None else V - TILE, K)
+    if not dS.numel():  # no chunk
+        hand_on(dht, dh0)
+        return dS
+    variant = dstate_chain_kernel.Variant(dtype_name(k.dtype), K, _tile_v(N, do, tile_v))
+    nothing = no_state(g_cum, K, V)
+    jit.compile(dstate_chain_kernel, variant)(
+        tokens(q),
+        tokens(k),
+        torch.unflatten(tokens(do), -1, (-1, variant.tile_v)),
+        g_cum.view(B * T, HV),
+        beta.view(B * T, HV),
+        A.view(B * T, HV, CHUNK),
+        cu_seqlens.int().contiguous(),
+        first_chunk,
+        nothing if dht is None else dht,
+        dS,
+        nothing if dh0 is None else dh0,
+        *held_rows(held, dS, do, first_chunk),
+        scale,
+        int(dht is not None),
+        int(dh0 is not None),
+        int(held is not None),
+    )
+    return dS
+
+
+def held_rows(
+    held: Held | None, dS: Tensor, values: Tensor, integers: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dv, tails and owner for a kernel; if there are none, others of such shapes, not touched."""
+    if held is None:
+        return tokens(values), dS.view(-1, dS.shape[1], TILE, dS.shape[3]), integers
+    return tokens(held.dv), held.tails, held.owner
+
+
+def _first_slot(first_chunk: Tensor, every: int) -> Tensor:
+    """first_chunk, counting every so many chunks of each sequence."""
+    if every == 1:
+        return first_chunk
+    slots = (first_chunk.diff() + every - 1) // every
+    return torch.nn.functional.pad(slots.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _tile_v(num_sequences: int, values: Tensor, wanted: int | None) -> int:
+    if wanted is not None:
+        return wanted
+    HV, V = values.shape[2:]
+    half = device.sm_count(values.device) // 2  # a backward runs the chains beside each other
+    return heuristics.tile_v(num_sequences, HV, V, half)

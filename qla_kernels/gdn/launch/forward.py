@@ -1,0 +1,295 @@
+"""What runs on the GPU, in order. Allocates, chooses variants, launches; reads nothing back."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.gdn import heuristics, ops
+from qla_kernels.gdn import plan as gdn_plan
+from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
+from qla_kernels.gdn.kernels import gate as gate_kernel
+from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
+from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
+from qla_kernels.gdn.kernels.chain.layout import TILE
+from qla_kernels.gdn.launch import activations, segments
+from qla_kernels.gdn.launch.backward import gdn_bwd, l2norm_bwd
+from qla_kernels.gdn.launch.chains import public_states
+from qla_kernels.gdn.launch.tensors import (
+    chunk_table,
+    chunks_of,
+    flat_parts,
+    fresh_like,
+    hand_on,
+    key_first,
+    no_state,
+    of_part,
+    parts_in_reach,
+    require_aligned,
+    room_for_chunks,
+    sequence_bounds,
+    tokens,
+)
+from qla_kernels.gdn.ops import Forward
+from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.validate import dtype_name
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.varlen import ChunkTable
+
+__all__ = ["gdn_bwd", "gdn_fwd", "l2norm_bwd", "l2norm_fwd"]
+
+
+def gdn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    output_final_state: bool,
+    output_h: bool,
+    is_train: bool,
+    auto_cp: bool,
+    enable_fwd_cp_cache: bool,
+    warm_log_bound: float,
+) -> Forward:
+    require_aligned(q=q, k=k, v=v)
+    B, T, HV, V = v.shape
+    K = q.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    with device.of(q):
+        plan, alike = Plan(heuristics.BATCH_INVARIANT, None), False
+        if auto_cp:
+            chunks = chunks_of(N, T * B, cu_seqlens_cpu)
+            plan = gdn_plan.forward(chunks, HV, K, V, device.sm_count(q.device), warm_log_bound)
+            known = cu_seqlens is None or cu_seqlens_cpu is not None
+            alike = known and len(chunks) == 1 and plan.segment_chunks is None
+        beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        # only kernels that solve read a beta of 16 bits
+        as_is = q.dtype if plan.kernel.solves and not output_h else torch.float32
+        g, beta = activations.activate(g, beta, A_log, dt_bias, beta_range, as_is)
+        h0 = None if initial_state is None else initial_state.float()
+        o, final = fresh_like(v), None
+        if output_final_state and h0 is not None:
+            final = fresh_like(h0)
+        elif output_final_state:
+            final = g.new_empty((N, HV, V, K) if state_v_first else (N, HV, K, V))
+        saved: tuple[Tensor, Tensor] | None = None  # g_cum and A
+        if is_train or output_h or not plan.kernel.solves:
+            saved = (torch.empty_like(g), q.new_empty(B, T, HV, CHUNK))
+        parts, kept = flat_parts(q, k, v), None
+        for b in parts:
+            q_b, k_b, v_b, g_b, beta_b, o_b = of_part(b, q, k, v, g, beta, o)
+            bounds = sequence_bounds(q_b, cu_seqlens)
+            saved_b = None
+            if saved is not None:
+                g_cum_b, A_b = of_part(b, *saved)
+                saved_b = (g_cum_b, A_b)
+            start, ends_of = key_first(h0, b, state_v_first), None
+            g_read, A_read = g_b, None  # by what comes before the chains
+            cut = table = growth = None
+            if plan.segment_chunks is not None:
+                if not plan.kernel.solves:  # which chunks there are is found out beside that
+                    table = room_for_chunks(q_b.shape[0] * q_b.shape[1], bounds)
+                    growth = torch.empty_like(g_b) if plan.grows else None
+                cut = segments.cut(g_b, bounds, plan.segment_chunks, table=table)
+            if not plan.kernel.solves:
+                g_read, A_read = kkt_solve(k_b, g_b, beta_b, bounds, table, saved_b, growth)
+            if cut is not None:
+                found = segments.maps(
+                    k_b, v_b, g_read, beta_b, A_read, start, cut, plan.warm_log_bound, growth,
+                    early=not plan.kernel.solves,
+                )  # fmt: skip
+                start = segments.start_states(found, start, cut)  # in memory that `found` has
+                bounds, ends_of = cut.bounds, cut.ends_of
+                if len(parts) == 1:
+                    kept = (*cut, *found)
+            fused_fwd(
+                q_b, k_b, v_b, g_b, beta_b, scale, start, bounds,
+                o_b, key_first(final, b, state_v_first), saved_b, plan.kernel, ends_of, alike,
+            )  # fmt: skip
+        h = None
+        if output_h:
+            assert saved is not None
+            h = public_states(k, v, beta, saved, h0, cu_seqlens, cu_seqlens_cpu, state_v_first)
+        cp_cache = []
+        if enable_fwd_cp_cache:
+            cp_cache = ops.empty_cache(q, HV, V) if kept is None else list(kept)
+    g_cum, A = saved if is_train and saved is not None else (None, None)
+    return Forward(o, final, g_cum, A, h, cp_cache)
+
+
+def l2norm_fwd(x: Tensor) -> Tensor:
+    """x [B, T, H, K], bf16 or fp16, K 64 or 128: strides of whole 16 bytes, unit last stride."""
+    require_aligned(x=x)
+    K, span = x.shape[3], l2norm_kernel.SPAN
+    with device.of(x):
+        y = fresh_like(x)
+        for part in parts_in_reach(x) if y.numel() else ():
+            x_b, y_b = of_part(part, x, y)
+            B, T, H, _ = x_b.shape
+            jit.compile(l2norm_kernel, l2norm_kernel.Variant(dtype_name(x.dtype)))(
+                x_b.as_strided((B, T, H, K // span, span), (*x.stride()[:3], span, 1)),
+                y_b.view(B * T * H, K // span, span),
+            )
+    return y
+
+
+def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
+    """Cumulated gates of every chunk, into g_cum and in the layout that the other kernels fetch.
+
+    Args:
+        g, beta: [B, T, HV] fp32, g in natural log; any strides that flatten to tokens.
+        g_cum: [B, T, HV] fp32, natural log.
+
+    Returns:
+        [capacity of the table, HV, 3, 64] fp32: gamma in base 2, beta and fall of each chunk.
+    """
+    num_tokens, HV = g.shape[0] * g.shape[1], g.shape[2]
+    gates = g.new_empty(table.chunks.shape[0], HV, 3, CHUNK)
+    flat = (x.view(num_tokens, HV) for x in (g, beta))
+    jit.compile(gate_kernel, gate_kernel.Variant("float32"))(
+        *flat, table.chunks, g_cum.view(num_tokens, HV), gates
+    )
+    return gates
+
+
+def kkt_solve(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None = None,
+    table: ChunkTable | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    growth: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The cumulated gates and the gated inverse of every chunk.
+
+    Args:
+        k: [B, T, H, K], bf16 or fp16; any strides that flatten to tokens, with unit last stride.
+        g: [B, T, HV] fp32, natural log.
+        beta: [B, T, HV] fp32.
+        cu_seqlens: [N + 1], B = 1.
+        table: the chunks, where the caller has them already.
+        out: g_cum and A to write into.
+        growth: [B, T, HV] fp32: at the last of every 16 tokens of a chunk, the sum over them of
+            log max(1, |1 - beta |k|^2|), written if given, for segments.maps.
+
+    Returns:
+        g_cum [B, T, HV] fp32, natural log, inclusive within each chunk, and A [B, T, HV, 64] in k's
+        dtype. Rows at or past cu_seqlens[-1] are not written.
+    """
+    B, T, H, K = k.shape
+    HV = g.shape[-1]
+    g_cum, A = out or (torch.empty_like(g), k.new_empty(B, T, HV, CHUNK))
+    if table is None:
+        table = chunk_table(B * T, sequence_bounds(k, cu_seqlens))
+    room = table.chunks.shape[0]
+    if not g.numel() or not room:
+        return g_cum, A
+    gates = gate(g, beta, table, g_cum)
+    variant = kkt_solve_kernel.Variant(dtype_name(k.dtype), K)
+    jit.compile(kkt_solve_kernel, variant)(
+        tokens(k),
+        gates.view(room, H, HV // H, 3, CHUNK),
+        table.chunks,
+        table.num_chunks,
+        A.view(B * T, H, HV // H, CHUNK),
+        (g_cum if growth is None else growth).view(B * T, H, HV // H),
+        walkers(variant, room, H, device.sm_count(k.device)),
+        int(growth is not None),
+    )
+    return g_cum, A
+
+
+def walkers(variant: kkt_solve_kernel.Variant, chunks: int, heads: int, sm_count: int) -> int:
+    """CTAs a key head: as many as are resident together, and no more than there are chunks."""
+    return max(1, min(chunks, _ctas_per_sm(variant) * sm_count // heads))
+
+
+@functools.cache
+def _ctas_per_sm(variant: kkt_solve_kernel.Variant) -> int:
+    """Making a schedule, which checks itself, takes the host as long as ten launches."""
+    return kkt_solve_kernel.schedule(variant).ctas_per_sm
+
+
+def fused_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    h0: Tensor | None,
+    cu_seqlens: Tensor,
+    o: Tensor,
+    ht: Tensor | None,
+    saved: tuple[Tensor, Tensor] | None,
+    plan: heuristics.Forward,
+    ends_of: Tensor | None = None,
+    alike: bool = False,
+) -> None:
+    """The chain over each sequence's chunks.
+
+    Args:
+        q, k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
+        g: [B, T, HV] fp32.
+        beta: [B, T, HV], fp32 or as q.
+        h0: [N, HV, K, V] fp32, any strides; zeros if None.
+        o: [B, T, HV, V], written; rows at or past cu_seqlens[-1] with zeros.
+        ht: [N, HV, K, V] fp32, any strides, written if given.
+        saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64], for the backward: written, if given,
+            or, where the plan does not solve, read, having come from kkt_solve.
+        ends_of: where sequences are segments, whose h0 segment_scan was launched for right before:
+            what else is read was there before that began. See tile/dependent.py.
+        alike: whether the sequences are known to be of one length, or nearly so.
+    """
+    B, T, HV, V = v.shape
+    K = q.shape[-1]
+    N = cu_seqlens.shape[0] - 1
+    if not N or not o.numel():  # no token to compute, or none that a sequence owns
+        for x in (o, *(saved or ())):
+            x.zero_()
+        hand_on(h0, ht)
+        return
+    g, beta, bounds = g.view(B * T, HV), beta.view(B * T, HV), cu_seqlens.int().contiguous()
+    is_16 = beta.dtype != torch.float32
+    items = N * HV * (V // plan.tile_v)
+    if saved is None:  # nothing is written there
+        g_cum, A = g, o.as_strided((B * T, HV, 1, CHUNK), (HV * CHUNK, CHUNK, CHUNK, 1))
+    else:
+        g_cum, A = saved[0].view(B * T, HV), saved[1].view(B * T, HV, 1, CHUNK)
+    nothing = no_state(g, K, V) if h0 is None or ht is None else None
+    variant = fused_fwd_kernel.Variant(dtype_name(q.dtype), K, plan.tile_v, plan.solves)
+    jit.compile(fused_fwd_kernel, variant)(
+        tokens(q),
+        tokens(k),
+        tokens(v, plan.tile_v),
+        g,
+        g if is_16 else beta,
+        beta if is_16 else o.as_strided((B * T, HV), (HV, 1)),
+        bounds,
+        bounds if ends_of is None else ends_of,
+        nothing if h0 is None else h0,
+        o.view(B * T, HV, V // TILE, TILE),
+        nothing if ht is None else ht,
+        g_cum,
+        A,
+        scale,
+        int(h0 is not None),
+        0 if ht is None else 1 if ends_of is None else 2,
+        int(saved is not None),
+        int(is_16),
+        heuristics.ctas(items, alike, device.sm_count(q.device)),
+        int(ends_of is not None),
+    )

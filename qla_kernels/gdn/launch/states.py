@@ -1,0 +1,133 @@
+"""What chunk_grads starts from: the states around each chunk, of whole sequences or of segments."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device
+from qla_kernels.gdn import plan as gdn_plan
+from qla_kernels.gdn.heuristics import CHAIN_STEP
+from qla_kernels.gdn.launch import segments
+from qla_kernels.gdn.launch.chains import Held, chunk_states, dstate_chain, held_by
+from qla_kernels.gdn.launch.tensors import chunk_table, chunks_of, hand_on
+from qla_kernels.varlen import ChunkTable
+
+
+class States(NamedTuple):
+    """What chunk_grads takes of the chains."""
+
+    h: Tensor  # [capacity of the table, HV, V, K] the state that enters each chunk
+    dS: Tensor  # likewise, the gradient of the state that leaves it, without the rows held
+    table: ChunkTable
+    held: Held | None
+
+
+def states_around(
+    inputs: tuple[Tensor, ...],
+    h0: Tensor | None,
+    dht: Tensor | None,
+    scale: float,
+    bounds: Tensor,
+    dv: Tensor,
+    dh0: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    auto_cp: bool,
+    warm_log_bound: float,
+    cp_cache: list[Tensor],
+) -> States | None:
+    """Of `chains`, or None where there is no chunk; tensors of tokens flatten, states are
+    [N, HV, K, V].
+    """
+    B, T, HV, V = dv.shape
+    if not dv.numel() or len(bounds) == 1:  # no token, or none that a sequence owns
+        hand_on(dht, dh0)
+        return None
+    bounds, around = bounds.int(), (h0, dht, dh0)
+    warm_log_bound = gdn_plan.gradient_bound(warm_log_bound)
+    kept = segments.of_cache(cp_cache)
+    if kept is not None:
+        return _in_segments(inputs, *around, scale, dv, *kept, warm_log_bound)
+    sequences = chunks_of(len(bounds) - 1, B * T, cu_seqlens_cpu)
+    sms = device.sm_count(dv.device)
+    most = None
+    if auto_cp:
+        most = gdn_plan.backward(sequences, HV, inputs[1].shape[-1], V, sms, warm_log_bound)
+    if most is None:
+        return chains(inputs, *around, scale, bounds, dv, _columns(sequences, HV, V, sms))
+    cut = segments.cut(inputs[4], bounds, most)
+    tile_v = _columns(gdn_plan.segment_chunks(sequences, most), HV, V, sms)
+    return _in_segments(inputs, *around, scale, dv, cut, None, warm_log_bound, tile_v)
+
+
+def _columns(pieces: gdn_plan.Lengths, HV: int, V: int, sm_count: int) -> int:
+    """Those of V that a CTA of a chain computes. Fewer, and the longest piece is done sooner; more,
+    and half the GPU, beside the other chain, is done with all of them sooner.
+    """
+
+    def duration(tile_v: int) -> float:
+        chunks = sum(length * count for length, count in pieces)
+        longest = max(length for length, _ in pieces)
+        return CHAIN_STEP[tile_v] * max(longest, chunks * HV * V // tile_v / (sm_count // 2))
+
+    return min((tile_v for tile_v in CHAIN_STEP if V % tile_v == 0), key=duration)
+
+
+def chains(
+    inputs: tuple[Tensor, ...],
+    h0: Tensor | None,
+    dht: Tensor | None,
+    dh0: Tensor | None,
+    scale: float,
+    bounds: Tensor,
+    dv: Tensor,
+    tile_v: int | None = None,
+) -> States:
+    """The states before and the gradients after each chunk, and where the chunks lie.
+
+    dv: [B, T, HV, V], what chunk_grads is going to write; holds a part of dS until it does.
+    """
+    q, k, v, do, g_cum, beta, A = inputs
+    table = chunk_table(q.shape[0] * q.shape[1], bounds)
+    first, held = table.first_chunk, held_by(dv, k.shape[-1], len(bounds) - 1)
+    h = k.new_empty(len(table.chunks), *v.shape[2:], k.shape[-1])  # before the fork: see there
+    # Neither chain needs the other, and where sequences and heads are few, each leaves SMs idle.
+    with device.fork(q) as aside:  # the one that takes longer comes first
+        dS = dstate_chain(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dh0, tile_v, held)
+        with aside:
+            chunk_states(k, v, g_cum, beta, A, h0, bounds, first, tile_v=tile_v, out=h)
+    return States(h, dS, table, held)
+
+
+def _in_segments(
+    inputs: tuple[Tensor, ...],
+    h0: Tensor | None,
+    dht: Tensor | None,
+    dh0: Tensor | None,
+    scale: float,
+    dv: Tensor,
+    cut: segments.Segments,
+    kept: segments.Maps | None,
+    warm_log_bound: float,
+    tile_v: int | None = None,
+) -> States:
+    """The same: chunks of segments are those of their sequences, in the same order.
+
+    kept: of the forward, whose `left` holds start states by now.
+    """
+    q, k, v, do, g_cum, beta, A = inputs
+    found = kept or segments.maps(k, v, g_cum, beta, A, h0, cut, warm_log_bound)
+    starts = found.left.mT
+    with device.fork(q) as aside:
+        if kept is None:
+            with aside:
+                segments.start_states(found, h0, cut)  # in memory that `found` has
+        ends = segments.end_gradients(
+            q, k, do, g_cum, beta, A, dht, scale, found, cut, warm_log_bound
+        )
+    before = None if dh0 is None else torch.empty_like(found.left).mT  # of every segment
+    del found  # M is not needed any more, and as large as all that is made of it
+    done = chains(inputs, starts, ends, before, scale, cut.bounds, dv, tile_v)
+    if dh0 is not None and before is not None:
+        dh0.copy_(before[cut.first_segment[:-1]])
+    return done

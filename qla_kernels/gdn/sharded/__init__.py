@@ -1,0 +1,1 @@
+"""Sequences cut over ranks: the calls of context parallelism, on CPU and CUDA tensors."""

@@ -1,0 +1,110 @@
+"""The gated delta rule on one rank's part of sequences, as torch sees it.
+
+    gdn_shard_fwd, gdn_shard_bwd   gdn_fwd and gdn_bwd, with the exchange between ranks inside
+
+They are collective: every rank of `group`, by name, calls them, in the same order. `before` and
+`after` say how many of its neighbours hold the first and the last sequence that are here. CPU
+tensors go to sharded/cpu.py and CUDA tensors to sharded/launch.py.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.direct import imported_late
+from qla_kernels.gdn.ops import LIBRARY, Backward, state_dtype
+from qla_kernels.gdn.sharded.context import Facts
+from qla_kernels.tile.constants import CHUNK
+
+# use_qk_l2norm_in_kernel: whether q and k come from there; compared with other ranks', nothing else
+_OPTIONS = """bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, float warm_log_bound,
+    str group, int before, int after, bool use_qk_l2norm_in_kernel=False"""
+SCHEMAS = {
+    "gdn_shard_fwd": f"""(
+        Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale,
+        Tensor cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? A_log, Tensor? dt_bias, *, bool is_train,
+        {_OPTIONS}
+    ) -> (Tensor o, Tensor? entered, Tensor? g_cum, Tensor? A)""",
+    "gdn_shard_bwd": f"""(
+        Tensor q, Tensor k, Tensor v, Tensor g_cum, Tensor beta, Tensor A, Tensor do, float scale,
+        Tensor cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? entered,
+        Tensor? g, Tensor? A_log, Tensor? dt_bias, *,
+        {_OPTIONS}
+    ) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dg,
+          Tensor? dA_log, Tensor? ddt_bias)""",
+}
+
+
+class Forward(NamedTuple):
+    """Results of gdn_shard_fwd; fp32 is fp64 where q is fp64."""
+
+    o: Tensor  # [1, T, HV, V] in q's dtype
+    entered: Tensor | None  # [HV, V, K] fp32, the state that enters the first sequence here, if any
+    g_cum: Tensor | None  # as of gdn_fwd
+    A: Tensor | None
+
+
+def facts_of(step: str, q: Tensor, v: Tensor, scale: float, *settings: object) -> Facts:
+    """Of a rank's call: what links of the same call have in common."""
+    return step, str(q.dtype), tuple(q.shape[2:]), tuple(v.shape[2:]), scale, *settings
+
+
+def without_dh0(done: Backward) -> tuple[Tensor | None, ...]:
+    """Results of gdn_shard_bwd: what a state's gradient would be, another rank has used."""
+    return done.dq, done.dk, done.dv, done.dbeta, done.dg, done.dA_log, done.ddt_bias
+
+
+def _fake_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    cu_seqlens: Tensor,
+    *_: Tensor | None,
+    is_train: bool,
+    before: int,
+    **__: Any,
+) -> Forward:
+    B, T, HV, V = v.shape
+    wide = state_dtype(q)
+    return Forward(
+        o=q.new_empty(v.shape),
+        entered=q.new_empty(HV, V, q.shape[-1], dtype=wide) if before else None,
+        g_cum=q.new_empty(g.shape, dtype=wide) if is_train else None,
+        A=q.new_empty(B, T, HV, CHUNK) if is_train else None,
+    )
+
+
+def _fake_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    do: Tensor,
+    scale: float,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor | None,
+    entered: Tensor | None,
+    g: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor | None, ...]:
+    like = (q, k, v, beta, g_cum if g is None else g, A_log, dt_bias)
+    return tuple(None if x is None else x.new_empty(x.shape) for x in like)
+
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+for _op, _fake in (("gdn_shard_fwd", _fake_fwd), ("gdn_shard_bwd", _fake_bwd)):
+    LIBRARY.define(_op + SCHEMAS[_op], tags=_TAGS)
+    LIBRARY.impl(_op, imported_late("qla_kernels.gdn.sharded.cpu", _op), "CPU")
+    LIBRARY.impl(_op, imported_late("qla_kernels.gdn.sharded.launch", _op), "CUDA")
+    torch.library.register_fake(f"qla_kernels::{_op}", _fake, lib=LIBRARY)
+
+gdn_shard_fwd = torch.ops.qla_kernels.gdn_shard_fwd.default
+gdn_shard_bwd = torch.ops.qla_kernels.gdn_shard_bwd.default

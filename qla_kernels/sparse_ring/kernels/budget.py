@@ -1,0 +1,170 @@
+"""How the 1024 threads of a CTA choose the fewest lines that a budget asks for: macros.
+
+A line's key is its mass and, for ties, its number: keys are unique, and forced lines have keys
+above all others. So a choice is one number, the least key that is kept, found bit by bit. Every sum
+is one of integers: nothing depends on the order of summation. A thread keeps its first keys in
+registers: read from memory bit by bit, 4096 of them took 40 us.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import tilelang.language as T
+
+from qla_kernels.sparse_ring.shapes import WORD
+from qla_kernels.tile.loops import rolled
+
+THREADS = 1024
+WARPS = THREADS // 32
+HELD = 8  # keys of a thread
+BITS = 31  # of a mass, and of a number: a key is FORCED or not, the mass, and a number from the end
+FORCED = 1 << (2 * BITS)
+
+
+def key_of(mass: Any, number: Any, forced: Any) -> Any:
+    """int64: falling keys are falling masses, and where they tie rising numbers."""
+    rest = T.cast(mass, "int64") << BITS | T.cast((1 << BITS) - 1 - number, "int64")
+    return T.if_then_else(forced, T.int64(FORCED), T.int64(0)) | rest
+
+
+def mass_of(key: Any) -> Any:
+    return T.cast(key >> BITS & T.int64((1 << BITS) - 1), "int32")
+
+
+def warp_sum(x: Any) -> Any:
+    """int32, by one instruction."""
+    return T.call_extern("int32", "__reduce_add_sync", T.uint32(0xFFFFFFFF), x)
+
+
+class Lines(Protocol):
+    """What a choice is made of, by their places; -1 where there is none."""
+
+    def key(self, at: Any) -> Any: ...
+
+
+class Found(NamedTuple):
+    """Columns of a head: the first `sink` are forced, and those from `end` on are none."""
+
+    columns: Any  # int32 [heads, places]
+    masses: Any
+    head: Any
+    sink: Any
+    end: Any
+
+    def key(self, at: Any) -> Any:
+        number = self.columns[self.head, at]
+        key = key_of(self.masses[self.head, at], number, number < self.sink)
+        return T.if_then_else(number < self.end, key, T.int64(-1))
+
+
+@T.macro
+def warp_scan(x: Any, lane: Any) -> None:
+    """x[0] becomes its sum over this and all lower lanes."""
+    for d in T.unroll(5):
+        below = T.shfl_up(x[0], 1 << d)
+        if lane >= 1 << d:
+            x[0] += below
+
+
+@T.macro
+def block_scan(count: Any, sums: Any, s_part: Any, lane: Any, warp: Any) -> None:
+    """sums: of `count` over all threads before this one, and over all."""
+    inclusive, part = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
+    inclusive[0] = count
+    warp_scan(inclusive, lane)
+    if lane == 31:
+        s_part[warp] = inclusive[0]
+    T.sync_threads()
+    part[0] = s_part[lane]
+    warp_scan(part, lane)
+    sums[1] = T.shfl_sync(part[0], 31)
+    part[0] = T.shfl_sync(part[0], T.max(warp - 1, 0))
+    sums[0] = inclusive[0] - count
+    if warp > 0:
+        sums[0] += part[0]
+    T.sync_threads()
+
+
+@T.macro
+def in_order(
+    words: Any, head: Any, num: Any, to: Any, place: Any, s_part: Any, thread: Any
+) -> None:
+    """The numbers of set bits of `num` words of a head, ascending, as many as there is room for.
+
+    place[0]: how many they are.
+    """
+    sums = T.alloc_local((2,), "int32")
+    word, at = T.alloc_var("int32"), T.alloc_var("int32")
+    place[0] = 0
+    for i in rolled(T.ceildiv(num, THREADS)):
+        w = i * THREADS + thread
+        word = 0
+        if w < num:
+            word = words[head, w]
+        block_scan(T.call_extern("int32", "__popc", word), sums, s_part, thread % 32, thread // 32)
+        at = place[0] + sums[0]
+        while (word != 0) & (at < to.shape[1]):
+            to[head, at] = w * WORD + T.call_extern("int32", "__ffs", word) - 1
+            word = word & (word - 1)
+            at += 1
+        place[0] += sums[1]
+
+
+@T.macro
+def fewest(
+    level: Any,
+    lines: Lines,
+    num: Any,
+    need: Any,
+    cap: Any,
+    s_sum: Any,
+    thread: Any,
+) -> None:
+    """level[0]: lines with keys from it on are at least one, and hold `need` or are `cap` lines.
+
+    `num` lines by their place; s_sum is int32 [2, 2, WARPS].
+    """
+    lane, warp = thread % 32, thread // 32
+    held = T.alloc_local((HELD,), "int64")
+    mine = T.alloc_local((2,), "int32")  # lines, and their mass
+    kept, missed = T.alloc_var("int32"), T.alloc_var("int32")  # lines at two levels
+    least = T.alloc_var("int64")
+    for u in T.unroll(HELD):
+        held[u] = -1
+        if u * THREADS + thread < num:
+            held[u] = lines.key(u * THREADS + thread)
+    level[0] = 0
+    for i in rolled(2 * BITS + 2):
+        least = 0  # first, whether all are too few
+        if i > 0:
+            least = level[0] | T.int64(1) << T.cast(2 * BITS + 1 - i, "int64")
+        for n in T.unroll(2):
+            mine[n] = 0
+        for u in T.unroll(HELD):
+            if u * THREADS < num:  # of all threads
+                if held[u] >= least:
+                    mine[0] += 1
+                    mine[1] += mass_of(held[u])
+        for n in rolled(HELD, T.ceildiv(num, THREADS)):
+            key = lines.key(T.min(n * THREADS + thread, num - 1))
+            if (n * THREADS + thread < num) & (key >= least):
+                mine[0] += 1
+                mine[1] += mass_of(key)
+        for n in T.unroll(2):
+            mine[n] = warp_sum(mine[n])
+            if lane == 0:
+                s_sum[i % 2, n, warp] = mine[n]
+        T.sync_threads()
+        for n in T.unroll(2):
+            mine[n] = warp_sum(s_sum[i % 2, n, lane])
+        enough = (mine[0] >= 1) & (mine[1] >= need)
+        if (i == 0) | enough | (mine[0] >= cap):
+            level[0] = least
+            kept = mine[0]
+        else:
+            missed = mine[0]
+        if i == 0:
+            if (mine[0] == 0) | ((mine[1] < need) & (mine[0] <= cap)):
+                T.loop_break()
+        elif (level[0] >= T.int64(FORCED)) | (kept - missed == 1):
+            T.loop_break()
+    T.sync_threads()

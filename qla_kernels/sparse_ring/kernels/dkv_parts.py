@@ -1,0 +1,170 @@
+"""Gradients of 64 keys by a warpgroup: what bwd_dkv and bwd_dkv_columns have in common.
+
+A tile is two halves of 64 keys. Keys are rows, so that S^T and dP^T are [64 keys, 64 queries], and
+P^T and dS^T are left operands in the registers where they were computed; the products
+
+    S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
+
+are all there is for the tensor cores, and nothing goes back to shared memory. A warp loads blocks
+of queries for both halves and sends with each what a half sees of it, in the codes of walk.py; the
+bits of COLUMNS are keys of the half.
+"""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, TRIANGLE, UNSEEN
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE
+from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.schedule import Role, Schedule
+
+GROUP = 128  # threads of a warpgroup
+HALVES = 2  # of a tile, a warpgroup each
+LSE2, DELTA = 0, 1  # of s.rows
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warpgroups
+    "tl.disable_safe_memory_legalize": True,  # walks stay in their tables and in the shard
+}
+
+
+class Variant(NamedTuple):
+    dtype: str  # of q, k, v and do
+    D: int
+
+    @property
+    def slots(self) -> int:
+        """Blocks of queries: what fits next to K and V, and hides the latency of a load."""
+        return 512 // self.D
+
+
+VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
+
+
+def schedule(v: Variant, words: int, *serving: Role) -> Schedule:
+    """With the words that `Shared.seen` has of a half, and the roles of the third warpgroup."""
+    return Schedule(
+        roles=(
+            Role(
+                "grads",
+                warps=4 * HALVES,
+                regs=240,
+                waits=("keys_full", "q_full"),
+                signals=("q_free",),
+                computes="P^T, dS^T; dV, dK",
+                uses=("wgmma",),
+            ),
+            *serving,
+        ),
+        rings={"q": v.slots},
+        # k, v; q, dO; lse2, delta; what is seen; barriers and alignment
+        smem_bytes=2 * TILE * v.D * 2
+        + v.slots * (2 * BLOCK * v.D * 2 + 2 * BLOCK * 4 + HALVES * words * 4)
+        + 1024,
+    )
+
+
+class Shared(NamedTuple):
+    k: Any  # [HALVES, BLOCK, D]
+    v: Any
+    q: Any  # [slots, BLOCK, D]
+    do: Any
+    rows: Any  # fp32 [slots, 2, BLOCK]
+    seen: Any  # int32 [slots, HALVES, 1], or 3: with the mask of COLUMNS
+
+
+class Queries(NamedTuple):
+    q: Any  # [B, rows, heads, D]
+    do: Any
+    lse2: Any  # [B, heads, rows]
+    delta: Any
+
+
+@T.macro
+def load_keys(k, v, s, keys_full, b, row0, head):
+    for half in T.unroll(HALVES):
+        rows = slice(row0 + half * BLOCK, row0 + (half + 1) * BLOCK)
+        T.tma_copy(k[b, rows, head, :], s.k[half, :, :], barrier=keys_full)
+        T.tma_copy(v[b, rows, head, :], s.v[half, :, :], barrier=keys_full)
+    if T.shuffle_elect(32):
+        T.barrier_arrive(keys_full)
+
+
+@T.macro
+def put_queries(x, s, ring, i, b, row, head):
+    """Step i: a block of queries, whose slot is not committed yet."""
+    slot = ring.slot(i)
+    rows = slice(row, row + BLOCK)
+    ring.acquire(i)
+    T.tma_copy(x.q[b, rows, head, :], s.q[slot, :, :], barrier=ring.barrier(i))
+    T.tma_copy(x.do[b, rows, head, :], s.do[slot, :, :], barrier=ring.barrier(i))
+    T.tma_copy(x.lse2[b, head, rows], s.rows[slot, LSE2, :], barrier=ring.barrier(i))
+    T.tma_copy(x.delta[b, head, rows], s.rows[slot, DELTA, :], barrier=ring.barrier(i))
+
+
+@T.macro
+def put_seen(s, ring, i, what, low=0, high=0):
+    """Step i: lanes 0 and 1 say what halves 0 and 1 see of it; the whole warp commits."""
+    lane = T.get_thread_binding() % 32
+    if lane < HALVES:
+        s.seen[ring.slot(i), lane, 0] = what
+        if s.seen.shape[2] > 1:
+            s.seen[ring.slot(i), lane, 1] = low
+            s.seen[ring.slot(i), lane, 2] = high
+    ring.commit(i)
+
+
+@T.macro
+def hide(r_p, s, slot, half, what):
+    if s.seen.shape[2] > 1:
+        seen = s.seen
+        if T.any_sync(what == COLUMNS) != 0:
+            clear_hidden(
+                r_p, lambda key, query: (seen[slot, half, 1 + key // 32] >> key % 32) & 1 == 0
+            )
+    else:
+        if T.any_sync(what == TRIANGLE) != 0:
+            clear_hidden(r_p, lambda key, query: query < key)
+
+
+@T.macro
+def gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v):
+    """dK and dV of half w. By shuffle and votes ptxas learns that all lanes agree: descriptors then
+    are in uniform registers, and products stay asynchronous."""
+    r_s = T.alloc_fragment((BLOCK, BLOCK), "float32")
+    r_dp = T.alloc_fragment((BLOCK, BLOCK), "float32")
+    r_p = T.alloc_fragment((BLOCK, BLOCK), v.dtype)
+    r_ds = T.alloc_fragment((BLOCK, BLOCK), v.dtype)
+    i, what, half = (T.alloc_var("int32") for _ in range(3))
+    half = T.shfl_sync(w, 0)
+    T.clear(r_dk)
+    T.clear(r_dv)
+    T.barrier_wait(keys_full, 0)
+    i = 0
+    ring.wait(i)
+    what = s.seen[0, half, 0]
+    while T.any_sync(what != END) != 0:
+        slot = ring.slot(i)
+        if T.any_sync(what != UNSEEN) != 0:
+            T.wgmma_gemm(s.k[half, :, :], s.q[slot, :, :], r_s, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(
+                s.v[half, :, :], s.do[slot, :, :], r_dp, transpose_B=True, clear_accum=True
+            )
+            T.wait_wgmma(1)
+            probs_from_lse(r_s, lambda key, query: s.rows[slot, LSE2, query], scale2)
+            hide(r_s, s, slot, half, what)
+            T.copy(r_s, r_p)
+            T.wait_wgmma(0)
+            ds_from_dp(r_dp, r_s, lambda key, query: s.rows[slot, DELTA, query])
+            T.copy(r_dp, r_ds)
+            T.wgmma_gemm(r_p, s.do[slot, :, :], r_dv)
+            T.wgmma_gemm(r_ds, s.q[slot, :, :], r_dk)
+            T.wait_wgmma(0)
+        ring.release(i)
+        i += 1
+        ring.wait(i)
+        what = s.seen[ring.slot(i), half, 0]
+    for key, e in T.Parallel(BLOCK, v.D):
+        r_dk[key, e] *= scale
