@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.direct import direct, imported_late
+from qla_kernels.operators import define, imported_late, skip_dispatcher
 
 SCHEMAS = {
     "dualkv_fwd": """(
@@ -57,30 +57,14 @@ def _fake_dualkv_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Ba
     return Backward(*(x.new_empty(x.shape) for x in (q, k, v)))  # empty_like would keep strides
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
-    "dualkv_fwd": _fake_dualkv_fwd,
-    "dualkv_bwd": _fake_dualkv_bwd,
-}
-
-# The strides of a call are accepted or refused when it is traced: Inductor must keep them.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-
-LIBRARY: Any = torch.library.Library("qla_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _op, _schema in SCHEMAS.items():
-    LIBRARY.define(_op + _schema, tags=_TAGS)
-    LIBRARY.impl(_op, imported_late("qla_kernels.dualkv.cpu", _op), "CPU")
-    LIBRARY.impl(_op, imported_late("qla_kernels.dualkv.launch", _op), "CUDA")
-    torch.library.register_fake(f"qla_kernels::{_op}", _FAKES[_op], lib=LIBRARY)
-
-OPERATORS: Any = torch.ops.qla_kernels
-
-
-def _direct(op: str) -> Callable[..., Any]:
-    operator = getattr(OPERATORS, op).default
-    homes = (imported_late(f"qla_kernels.dualkv.{home}", op) for home in ("launch", "cpu"))
-    return direct(operator, *homes)
+def _defined(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    on_cuda, on_cpu = (
+        imported_late(f"qla_kernels.dualkv.{home}", op) for home in ("launch", "cpu")
+    )
+    operator = define(op, SCHEMAS[op], fake, CUDA=on_cuda, CPU=on_cpu)
+    return skip_dispatcher(operator, on_cuda, on_cpu)
 
 
 # As this package calls them
-dualkv_fwd = _direct("dualkv_fwd")
-dualkv_bwd = _direct("dualkv_bwd")
+dualkv_fwd = _defined("dualkv_fwd", _fake_dualkv_fwd)
+dualkv_bwd = _defined("dualkv_bwd", _fake_dualkv_bwd)

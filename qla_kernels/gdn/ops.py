@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.direct import direct, imported_late
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.validate import OP
+from qla_kernels.operators import define, imported_late, skip_dispatcher
 from qla_kernels.tile.constants import CHUNK
 
 SCHEMAS = {
@@ -186,33 +186,14 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
-    "gdn_fwd": _fake_gdn_fwd,
-    "gdn_bwd": _fake_gdn_bwd,
-    "l2norm_fwd": _fake_l2norm_fwd,
-    "l2norm_bwd": _fake_l2norm_bwd,
-}
-
-# The strides of a call are accepted or refused when it is traced: Inductor must keep them.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-
-LIBRARY: Any = torch.library.Library("qla_kernels", "DEF")  # type: ignore[no-untyped-call]
-for _op, _schema in SCHEMAS.items():
-    LIBRARY.define(_op + _schema, tags=_TAGS)
-    LIBRARY.impl(_op, _implementation("cpu", _op), "CPU")
-    LIBRARY.impl(_op, _implementation("launch.forward", _op), "CUDA")
-    torch.library.register_fake(f"qla_kernels::{_op}", _FAKES[_op], lib=LIBRARY)
-
-OPERATORS: Any = torch.ops.qla_kernels
-
-
-def _direct(op: str) -> Callable[..., Any]:
-    operator = getattr(OPERATORS, op).default
-    return direct(operator, _implementation("launch.forward", op), _implementation("cpu", op))
+def _defined(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    on_cuda, on_cpu = _implementation("launch.forward", op), _implementation("cpu", op)
+    operator = define(op, SCHEMAS[op], fake, CUDA=on_cuda, CPU=on_cpu)
+    return skip_dispatcher(operator, on_cuda, on_cpu)
 
 
 # As this package calls them
-gdn_fwd = _direct("gdn_fwd")
-gdn_bwd = _direct("gdn_bwd")
-l2norm_fwd = _direct("l2norm_fwd")
-l2norm_bwd = _direct("l2norm_bwd")
+gdn_fwd = _defined("gdn_fwd", _fake_gdn_fwd)
+gdn_bwd = _defined("gdn_bwd", _fake_gdn_bwd)
+l2norm_fwd = _defined("l2norm_fwd", _fake_l2norm_fwd)
+l2norm_bwd = _defined("l2norm_bwd", _fake_l2norm_bwd)

@@ -8,11 +8,13 @@ They run the engine of the ring with a single rank, so one device and many share
 selective activation checkpointing name `torch.ops.qla_kernels.vertical_slash_fwd.default`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qla_kernels.operators import define
 from qla_kernels.sparse_ring import ring
 from qla_kernels.sparse_ring.build import build
 from qla_kernels.sparse_ring.layouts import StripedLayout
@@ -102,17 +104,10 @@ def _fake_bwd(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-LIBRARY: Any = torch.library.Library("qla_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _op, _run, _fake in (
-    ("vertical_slash_index", _index, _fake_index),
-    ("vertical_slash_fwd", _fwd, _fake_fwd),
-    ("vertical_slash_bwd", _bwd, _fake_bwd),
-):
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    LIBRARY.define(_op + SCHEMAS[_op], tags=tags)
-    LIBRARY.impl(_op, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"qla_kernels::{_op}", _fake, lib=LIBRARY)
+def _defined(op: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    return define(op, SCHEMAS[op], fake, CompositeExplicitAutograd=run)
 
-vertical_slash_index = torch.ops.qla_kernels.vertical_slash_index.default
-vertical_slash_fwd = torch.ops.qla_kernels.vertical_slash_fwd.default
-vertical_slash_bwd = torch.ops.qla_kernels.vertical_slash_bwd.default
+
+vertical_slash_index = _defined("vertical_slash_index", _index, _fake_index)
+vertical_slash_fwd = _defined("vertical_slash_fwd", _fwd, _fake_fwd)
+vertical_slash_bwd = _defined("vertical_slash_bwd", _bwd, _fake_bwd)

@@ -127,13 +127,13 @@ def test_deterministic_is_asked_of_torch(monkeypatch):
 def test_opcheck(dtype, heads, q_shift):
     q, k, v = qkv(20, heads=heads, dtype=dtype)
     args = (q[q_shift:], k, v, [layout().nodes], 0.25, q_shift)
-    torch.library.opcheck(ops.OPERATORS.dualkv_fwd.default, args)
+    torch.library.opcheck(torch.ops.qla_kernels.dualkv_fwd.default, args)
     o, lse2 = ops.dualkv_fwd(*args)
     do, dlse = torch.randn_like(o), torch.randn_like(lse2)
     for absent in (None, dlse):
         rest = (o, lse2, absent, *args[3:], True)
         arguments = (do, q[q_shift:], k, v, *rest)
-        torch.library.opcheck(ops.OPERATORS.dualkv_bwd.default, arguments)
+        torch.library.opcheck(torch.ops.qla_kernels.dualkv_bwd.default, arguments)
 
 
 @pytest.mark.parametrize(

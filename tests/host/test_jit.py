@@ -91,7 +91,7 @@ def test_a_home_that_cannot_be_written_names_the_setting() -> None:
     named = r"'/proc/x'\); need a cache folder .* \(/proc/x/.tilelang/cache\).*TILELANG_CACHE_DIR"
     home = {key: value for key, value in os.environ.items() if key != "TILELANG_CACHE_DIR"}
     for code in (
-        "from qla_kernels.direct import imported_late; "
+        "from qla_kernels.operators import imported_late; "
         "imported_late('qla_kernels.gdn.launch.forward', '')()",
         "from torch import device; from qla_kernels.sparse_ring.shard import tiles as f; "
         "f(device('cuda'))",

@@ -10,9 +10,13 @@ from torch import Tensor
 
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn.decode.ops import OP, gdn_recurrent, gdn_recurrent_slots
+from qla_kernels.gdn.decode.ops import (
+    OP,
+    gdn_recurrent,
+    gdn_recurrent_slots,
+    recorded_gdn_recurrent,
+)
 from qla_kernels.gdn.keywords import flag, refuse_unknown, scale_of, take_layout
-from qla_kernels.gdn.ops import OPERATORS
 from qla_kernels.gdn.shapes import STATE_PIECE
 from qla_kernels.gdn.validate import (
     ELSEWHERE,
@@ -117,7 +121,7 @@ def fused_recurrent_gated_delta_rule(
     tensors = (*inputs, scale_of(OP, scale, q))
     recorded = wants_gradients((*inputs, initial_state))
     if pool is None:
-        run = OPERATORS.gdn_recurrent.default if recorded else gdn_recurrent
+        run = recorded_gdn_recurrent if recorded else gdn_recurrent
         o, final_state = run(
             *tensors,
             initial_state,

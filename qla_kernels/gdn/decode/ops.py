@@ -6,17 +6,17 @@
 CUDA tensors go to decode/launch.py, imported when an operator first meets one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qla_kernels.cpu import reference
-from qla_kernels.direct import direct, imported_late
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import contents
-from qla_kernels.gdn.ops import LIBRARY, OPERATORS, state_dtype
+from qla_kernels.gdn.ops import state_dtype
+from qla_kernels.operators import define, imported_late, refuse_backward, skip_dispatcher
 
 OP = "fused_recurrent_gated_delta_rule"
 
@@ -154,33 +154,18 @@ def _no_backward(ctx: Any, *grads: Tensor | None) -> None:
     raise Unsupported(need(OP, "a backward pass", needs, "train with chunk_gated_delta_rule"))
 
 
-# The strides of a call are accepted or refused when it is traced: Inductor must keep them.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_PARTS: dict[str, tuple[Callable[..., Any], Callable[..., None], Callable[..., Any]]] = {
-    "gdn_recurrent": (_recurrent_on_cpu, _check_gates, _fake_recurrent),
-    "gdn_recurrent_slots": (_slots_on_cpu, _check_indices, _fake_slots),
-}
+def _defined(
+    op: str, on_cpu: Callable[..., Any], check: Callable[..., None], fake: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The operator, and the function that skips the dispatcher."""
+    on_cuda = _checked(imported_late("qla_kernels.gdn.decode.launch", op), check)
+    on_cpu = _checked(on_cpu, check)
+    operator = define(op, SCHEMAS[op], fake, CUDA=on_cuda, CPU=on_cpu)
+    return operator, skip_dispatcher(operator, on_cuda, on_cpu)
 
 
-def _implementations(op: str) -> Iterator[Callable[..., Any]]:
-    """On CUDA tensors and on CPU tensors."""
-    on_cpu, check, _ = _PARTS[op]
-    for run in (imported_late("qla_kernels.gdn.decode.launch", op), on_cpu):
-        yield _checked(run, check)
-
-
-for _op, (_, _, _fake) in _PARTS.items():
-    LIBRARY.define(_op + SCHEMAS[_op], tags=_TAGS)
-    for _device, _run in zip(("CUDA", "CPU"), _implementations(_op), strict=True):
-        LIBRARY.impl(_op, _run, _device)
-    torch.library.register_fake(f"qla_kernels::{_op}", _fake, lib=LIBRARY)
-torch.library.register_autograd("qla_kernels::gdn_recurrent", _no_backward, lib=LIBRARY)
-
-
-def _direct(op: str) -> Callable[..., Any]:
-    return direct(getattr(OPERATORS, op).default, *_implementations(op))
-
-
-# As this package calls them where no gradients are recorded
-gdn_recurrent = _direct("gdn_recurrent")
-gdn_recurrent_slots = _direct("gdn_recurrent_slots")
+recorded_gdn_recurrent, gdn_recurrent = _defined(
+    "gdn_recurrent", _recurrent_on_cpu, _check_gates, _fake_recurrent
+)
+_, gdn_recurrent_slots = _defined("gdn_recurrent_slots", _slots_on_cpu, _check_indices, _fake_slots)
+refuse_backward("gdn_recurrent", _no_backward)

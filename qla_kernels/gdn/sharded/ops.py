@@ -7,14 +7,14 @@ They are collective: every rank of `group`, by name, calls them, in the same ord
 tensors go to sharded/cpu.py and CUDA tensors to sharded/launch.py.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from qla_kernels.direct import imported_late
-from qla_kernels.gdn.ops import LIBRARY, Backward, state_dtype
+from qla_kernels.gdn.ops import Backward, state_dtype
 from qla_kernels.gdn.sharded.context import Facts
+from qla_kernels.operators import define, imported_late
 from qla_kernels.tile.constants import CHUNK
 
 # use_qk_l2norm_in_kernel: whether q and k come from there; compared with other ranks', nothing else
@@ -99,12 +99,11 @@ def _fake_bwd(
     return tuple(None if x is None else x.new_empty(x.shape) for x in like)
 
 
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-for _op, _fake in (("gdn_shard_fwd", _fake_fwd), ("gdn_shard_bwd", _fake_bwd)):
-    LIBRARY.define(_op + SCHEMAS[_op], tags=_TAGS)
-    LIBRARY.impl(_op, imported_late("qla_kernels.gdn.sharded.cpu", _op), "CPU")
-    LIBRARY.impl(_op, imported_late("qla_kernels.gdn.sharded.launch", _op), "CUDA")
-    torch.library.register_fake(f"qla_kernels::{_op}", _fake, lib=LIBRARY)
+def _defined(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    home = "qla_kernels.gdn.sharded"
+    on_cuda, on_cpu = imported_late(f"{home}.launch", op), imported_late(f"{home}.cpu", op)
+    return define(op, SCHEMAS[op], fake, CUDA=on_cuda, CPU=on_cpu)
 
-gdn_shard_fwd = torch.ops.qla_kernels.gdn_shard_fwd.default
-gdn_shard_bwd = torch.ops.qla_kernels.gdn_shard_bwd.default
+
+gdn_shard_fwd = _defined("gdn_shard_fwd", _fake_fwd)
+gdn_shard_bwd = _defined("gdn_shard_bwd", _fake_bwd)

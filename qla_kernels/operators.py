@@ -1,0 +1,83 @@
+"""Defines operators of `torch.ops.qla_kernels`, and calls them without torch's dispatcher.
+
+The dispatcher takes the host as long as two or three launches. It is skipped where nothing could
+observe the call: no compiler or tracer, no dispatch mode, no tensor subclass.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from qla_kernels import jit
+
+_LIBRARY: Any = torch.library.Library("qla_kernels", "DEF")  # type: ignore[no-untyped-call]
+# The strides of a call are accepted or refused when it is traced: Inductor must keep them.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def imported_late(module: str, function: str) -> Callable[..., Any]:
+    """A function of a module that is imported at its first call: launching needs TileLang."""
+    home = functools.cache(lambda: jit.imported(module))
+    return lambda *args, **flags: getattr(home(), function)(*args, **flags)
+
+
+def define(
+    name: str, schema: str, fake: Callable[..., Any], **implementations: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Defines `torch.ops.qla_kernels.<name>` and returns its default overload.
+
+    Args:
+        name: the operator's name.
+        schema: its arguments and results, in torch's notation.
+        fake: returns empty results of the right shapes, for tracing.
+        implementations: a function for each dispatch key, such as CUDA and CPU.
+    """
+    _LIBRARY.define(name + schema, tags=_TAGS)
+    for key, run in implementations.items():
+        _LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"qla_kernels::{name}", fake, lib=_LIBRARY)
+    return cast(Callable[..., Any], getattr(torch.ops.qla_kernels, name).default)
+
+
+def refuse_backward(name: str, refuse: Callable[..., Any]) -> None:
+    """Calls `refuse` when autograd asks for gradients of the operator."""
+    torch.library.register_autograd(f"qla_kernels::{name}", refuse, lib=_LIBRARY)
+
+
+def skip_dispatcher(
+    operator: Callable[..., Any], on_cuda: Callable[..., Any], on_cpu: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns a function that calls an implementation at once where nothing observes the call.
+
+    Otherwise it calls `operator`. The first argument decides between CUDA and CPU.
+    """
+
+    def call(*args: Any, **flags: Any) -> Any:
+        if _is_watched(args):
+            return operator(*args, **flags)
+        x = args[0]
+        if x.is_cuda:
+            return on_cuda(*args, **flags)
+        return (on_cpu if x.is_cpu else operator)(*args, **flags)
+
+    return call
+
+
+# A list or tuple holds tensors that this package has made.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple))
+
+
+def _is_watched(args: tuple[Any, ...]) -> bool:
+    """By a compiler, a tracer, a mode (fake tensors, selective checkpointing), functorch, or by an
+    argument: any tensor may be a subclass that has something to say.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or not _PLAIN.issuperset(map(type, args))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
