@@ -20,6 +20,7 @@ over gloo, every call is compared before it runs, and under QLA_CHECK=1 on GPUs 
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.errors import need
+from qla_kernels.ranks import RankError, expect_equal, lost_ranks_explained
 
 GROUPS = "RingGroups"
 KNOWN = 1024  # facts whose digests are kept: the oldest are compared again, on every rank alike
@@ -36,8 +38,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class RingError(RuntimeError):
-    """A transfer or an agreement failed: a rank died, hangs, or makes other calls than this one."""
+RingError = RankError
+
+
+def explained(what: str) -> AbstractContextManager[None]:
+    return lost_ranks_explained(GROUPS, what)
 
 
 class Agreement:
@@ -83,14 +88,7 @@ class Agreement:
         everyone: list[Any] = [None] * self._side.size()
         with explained("ranks could not compare what they were asked for"):
             dist.all_gather_object(everyone, _text(facts), group=self._side)
-        for rank, theirs in enumerate(everyone):
-            for (name, first), (_, other) in zip(everyone[0], theirs, strict=False):
-                if first != other:
-                    got = f"{name} is {first} on rank 0 and {other} on rank {rank}"
-                    fix = f"look at what rank {rank} was given"
-                    raise ValueError(
-                        need(everyone[0][0][1], got, "the same call on every rank", fix)
-                    )
+        expect_equal(everyone[0][0][1], [dict(theirs) for theirs in everyone])
 
     def _look_back(self, op: object) -> None:
         if self._posted is not None:
@@ -108,7 +106,7 @@ class Agreement:
             self._forget()
             got = f"rank {odd[0]} made other calls before this one than rank 0"
             fix = "discard what was computed since the last comparison; QLA_CHECK=1 finds the call"
-            raise RingError(need(str(facts["the call"]), got, "the same calls on every rank", fix))
+            raise RankError(need(str(facts["the call"]), got, "the same calls on every rank", fix))
 
 
 def _gathered(group: dist.ProcessGroup, *mine: int) -> tuple[dist.Work, Tensor]:
@@ -158,20 +156,3 @@ def ends_a_graph(collective: Callable[P, R]) -> Callable[P, R]:
         return outside[0](*args, **options)
 
     return call
-
-
-class explained:
-    """Makes torch's error of a lost peer one of ours."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            first = str(error).strip().splitlines()[0] if str(error) else kind.__name__
-            needs = "every rank of the group alive and in the same call"
-            fix = "look at the rank that failed first"
-            raise RingError(need(GROUPS, f"{self._what} ({first})", needs, fix)) from error

@@ -92,7 +92,7 @@ def a_difference_is_an_error_on_every_rank(said: Said) -> None:
 def a_mix_of_known_calls_is_an_error_on_every_rank(said: Said) -> None:
     for r in said:
         assert r["unmixed"] is None
-        assert r["mixed"].startswith("RingError: sparse_ring_attention: rank ")
+        assert r["mixed"].startswith("RankError: sparse_ring_attention: rank ")
         assert "made other calls before this one than rank 0" in r["mixed"]
         assert r["mixed afterwards"] is None
         assert r["unshard of another shape"].startswith(
@@ -108,5 +108,5 @@ def a_graph_of_torch_compile_ends_there(said: Said) -> None:
 
 def nobody_waits_long_for_one_that_is_not_there(said: Said) -> None:
     for r in said[:-1]:
-        assert r["absent"].startswith("RingError: RingGroups: ranks could not compare")
+        assert r["absent"].startswith("RankError: RingGroups: ranks could not compare")
         assert r["absent for"] < 5 * DEADLINE

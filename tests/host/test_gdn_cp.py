@@ -97,14 +97,14 @@ def test_what_is_mixed_after_it_was_agreed_on_is_an_error(after_batches, case):
         if n < 2:  # the line passes them first
             assert text is None
         else:
-            assert text.startswith("ShardError: cp_context: the link of rank "), text
+            assert text.startswith("RankError: cp_context: the link of rank "), text
         assert rank["afterwards"] is None
 
 
 def test_backwards_in_another_order_are_an_error(after_batches):
     for n, rank in enumerate(after_batches):
         text = rank["a backward"]
-        assert text is None if n == 3 else "ShardError: cp_context: the link of rank " in text
+        assert text is None if n == 3 else "RankError: cp_context: the link of rank " in text
 
 
 @pytest.fixture

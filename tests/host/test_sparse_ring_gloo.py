@@ -111,7 +111,7 @@ def known_facts_that_are_mixed_are_an_error_on_every_rank(said: Said) -> None:
     for r in said:
         assert r["known scale afterwards"] is None
         for case in ("mixed and then new", "mixed long ago"):
-            text = "RingError: call: rank 3 made other calls before this one than rank 0; need the"
+            text = "RankError: call: rank 3 made other calls before this one than rank 0; need the"
             assert r[case].startswith(text), r[case]
         assert r["mixed calls ago"] <= 2 * LOOK_BACK
         assert r["mixed afterwards"] is None
@@ -145,14 +145,14 @@ def a_difference_is_an_error_on_every_rank(said: Said) -> None:
 
 def nobody_waits_long_for_one_that_is_not_there(said: Said) -> None:
     for r in (said[0], said[1], said[3]):
-        assert r["absent"].startswith("RingError: RingGroups: ranks could not compare")
+        assert r["absent"].startswith("RankError: RingGroups: ranks could not compare")
         assert r["absent for"] < 5 * DEADLINE
     for r in (said[0], said[1], said[3]):
-        late = f"RingError: RingGroups: no ring of ranks [2] within {timedelta(seconds=DEADLINE)}"
+        late = f"RankError: RingGroups: no ring of ranks [2] within {timedelta(seconds=DEADLINE)}"
         assert r["missing"].startswith(late)
         assert r["missing for"] < 5 * DEADLINE
     assert "death" not in said[3]
     for r in said[:3]:
         assert r["before a death"] is None
-        assert r["death"].startswith("RingError: RingGroups: a transfer between ranks")
+        assert r["death"].startswith("RankError: RingGroups: a transfer between ranks")
         assert r["death for"] < 5 * DEADLINE

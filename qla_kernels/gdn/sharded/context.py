@@ -10,7 +10,7 @@ all links to all ranks, and each of them folds those it needs.
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.errors import need
+from qla_kernels.ranks import RankError, expect_equal, lost_ranks_explained
 
 Reason = tuple[str, str, str]  # got, need, fix
 Facts = tuple[object, ...]  # what has to be the same on all ranks
@@ -32,8 +33,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[str]]" = WeakKeyDictionary()
 
 
-class ShardError(RuntimeError):
-    """Ranks could not exchange what they have to: one died, hangs, or makes other calls."""
+ShardError = RankError
+LINKS = "ranks could not exchange links"
 
 
 @dataclass(frozen=True)
@@ -188,16 +189,12 @@ def agree(
     if on_gpu and problem is None and mine in known:
         return
     everyone: list[Any] = [None] * shard.world
-    explained(op, lambda: dist.all_gather_object(everyone, said, group=shard.group))
-    first = everyone[0][0]
-    for rank, (theirs, _, wrong) in enumerate(everyone):
+    with lost_ranks_explained(op, LINKS):
+        dist.all_gather_object(everyone, said, group=shard.group)
+    for rank, (_, _, wrong) in enumerate(everyone):
         if wrong is not None:
             raise problem or ValueError(f"rank {rank}: {wrong}")
-        for name, fact in theirs.items():
-            if fact != first[name]:
-                got = f"{name} is {first[name]} on rank 0 and {fact} on rank {rank}"
-                fix = f"look at what rank {rank} was given"
-                raise ValueError(need(op, got, "the same call on every rank", fix))
+    expect_equal(op, [theirs for theirs, _, _ in everyone])
     _expect_one_line(op, [line for _, line, _ in everyone])
     known.add(mine)
 
@@ -225,7 +222,8 @@ def group_named(name: str) -> dist.ProcessGroup:
 def gather(link: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The links of all ranks, [ranks, HV, V + K + 1, K]."""
     links = link.new_empty(dist.get_world_size(group), *link.shape)
-    explained("cp_context", lambda: _all_gather(links.view(-1), link.reshape(-1), group))
+    with lost_ranks_explained("cp_context", LINKS):
+        _all_gather(links.view(-1), link.reshape(-1), group)
     return links
 
 
@@ -257,7 +255,7 @@ def folded(links: Tensor, ranks: Sequence[int], V: int, facts: Facts, onward: in
         if foreign.is_cpu and foreign:
             got = f"the link of rank {rank} is not of this call"
             needs, fix = "the same calls on all ranks, in one order", f"look at rank {rank}"
-            raise ShardError(need("cp_context", got, needs, fix))
+            raise RankError(need("cp_context", got, needs, fix))
         state.masked_fill_(foreign, torch.nan)
     return state.to(links.dtype)
 
@@ -266,15 +264,3 @@ def folded(links: Tensor, ranks: Sequence[int], V: int, facts: Facts, onward: in
 def _signature(*said: object) -> int:
     """Exact in fp32."""
     return zlib.crc32(repr(said).encode()) >> 8
-
-
-def explained(op: str, exchange: Callable[[], Any]) -> None:
-    """Makes torch's error of a lost rank one of ours."""
-    try:
-        exchange()
-    except RuntimeError as error:
-        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        needs = "every rank of the group alive and in the same call"
-        fix = "look at the rank that failed first"
-        got = f"ranks could not exchange links ({first})"
-        raise ShardError(need(op, got, needs, fix)) from error

@@ -1,0 +1,45 @@
+"""Errors of ranks that should make the same call: one is lost, or its call is another one."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from qla_kernels.errors import need
+
+
+class RankError(RuntimeError):
+    """A transfer or an agreement failed: a rank died, hangs, or makes other calls than this one."""
+
+
+@contextmanager
+def lost_ranks_explained(op: str, what: str) -> Iterator[None]:
+    """Turns torch's error of a transfer inside into a RankError.
+
+    Args:
+        op: the name that the message begins with.
+        what: the transfer that failed, as a clause: "ranks could not exchange links".
+    """
+    try:
+        yield
+    except RankError:
+        raise
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        needs = "every rank of the group alive and in the same call"
+        fix = "look at the rank that failed first"
+        raise RankError(need(op, f"{what} ({first})", needs, fix)) from error
+
+
+def expect_equal(op: str, everyone: Sequence[Mapping[str, object]]) -> None:
+    """Raises a ValueError that names the first fact in which a rank differs from rank 0.
+
+    Args:
+        op: the name that the message begins with.
+        everyone: the facts of each rank's call by name, rank by rank.
+    """
+    for rank, facts in enumerate(everyone):
+        for name, first in everyone[0].items():
+            other = facts.get(name, first)
+            if other != first:
+                got = f"{name} is {first} on rank 0 and {other} on rank {rank}"
+                fix = f"look at what rank {rank} was given"
+                raise ValueError(need(op, got, "the same call on every rank", fix))
