@@ -22,6 +22,7 @@ from pathlib import Path
 import qla_kernels
 from qla_kernels import digests, jit
 from qla_kernels.errors import need
+from qla_kernels.sm90 import CAPABILITY
 
 PACKAGE = Path(__file__).parent
 
@@ -196,7 +197,6 @@ def _cuda_path(family: str) -> Callable[[], str]:
         import torch
 
         from qla_kernels import device
-        from qla_kernels.gdn.validate import CAPABILITY
 
         x = torch.empty(STANDARD[family], dtype=torch.bfloat16)
         here = device.available()

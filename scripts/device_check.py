@@ -25,8 +25,8 @@ import torch
 from benchmarks import records
 from qla_kernels import device, info
 from qla_kernels.errors import need
-from qla_kernels.gdn.validate import CAPABILITY
 from qla_kernels.info import families
+from qla_kernels.sm90 import CAPABILITY
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "out" / "device_check"

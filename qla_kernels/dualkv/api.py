@@ -9,7 +9,8 @@ from torch import Tensor
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.autograd import SharedPrefixAttention, natural
 from qla_kernels.dualkv.plan import SharedLayout
-from qla_kernels.dualkv.validate import OP, check_contents, check_tensors, refusal, require
+from qla_kernels.dualkv.validate import OP, check_contents, check_tensors, refusal
+from qla_kernels.sm90 import require
 
 
 @overload

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from qla_kernels.dualkv.logprobs import OP, target_logprobs
 from qla_kernels.dualkv.plan import SharedLayout, moved
-from qla_kernels.dualkv.validate import expect_tensors, unfit_factor
+from qla_kernels.dualkv.validate import unfit_factor
 from qla_kernels.errors import need
+from qla_kernels.sm90 import expect_tensors
 
 
 @dataclass(frozen=True, eq=False, repr=False)

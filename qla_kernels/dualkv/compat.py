@@ -11,8 +11,9 @@ from torch import Tensor
 
 from qla_kernels.dualkv.api import attend
 from qla_kernels.dualkv.plan import SharedLayout
-from qla_kernels.dualkv.validate import check_tensors, expect_tensors, refusal, require
+from qla_kernels.dualkv.validate import check_tensors, refusal
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.sm90 import expect_tensors, require
 
 OP = "dualkv_varlen"
 

@@ -11,13 +11,14 @@ from qla_kernels.dualkv.kernels import fwd as fwd_kernel
 from qla_kernels.dualkv.ops import Backward, Forward
 from qla_kernels.dualkv.shapes import QUERY_ROWS
 from qla_kernels.dualkv.tables import Tables
-from qla_kernels.dualkv.validate import dtype_name, require_aligned, tma_readable
+from qla_kernels.dualkv.validate import OP
+from qla_kernels.sm90 import dtype_name, require_aligned, tma_readable
 
 
 def dualkv_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
 ) -> Forward:
-    require_aligned(q=q, k=k, v=v)
+    require_aligned(OP, q=q, k=k, v=v)
     work = Tables(*tables)
     num_queries, num_heads, D = q.shape
     pack = head_pack(num_heads, k.shape[1])
@@ -51,7 +52,7 @@ def dualkv_bwd(
 ) -> Backward:
     from qla_kernels.dualkv.launch_backward import backward
 
-    require_aligned(q=q, k=k, v=v)
+    require_aligned(OP, q=q, k=k, v=v)
     with device.of(q):
         if not tma_readable(do):  # such as that of a sum, which is one number
             do = do.contiguous()

@@ -9,7 +9,7 @@ from qla_kernels.dualkv.heuristics import head_pack, one_pass
 from qla_kernels.dualkv.kernels import bwd, bwd_dkv, bwd_dq, dkv_combine, dq_cast
 from qla_kernels.dualkv.shapes import KEY_TILE, KV_QUERY_ROWS, QUERY_ROWS
 from qla_kernels.dualkv.tables import KV_PACK, SHARES, Tables
-from qla_kernels.dualkv.validate import TMA_ALIGNMENT, dtype_name
+from qla_kernels.sm90 import TMA_ALIGNMENT, dtype_name
 
 
 def backward(

@@ -11,8 +11,8 @@ from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
 from qla_kernels.dualkv.plan import run
 from qla_kernels.dualkv.tokens import check_positions, is_whole
-from qla_kernels.dualkv.validate import expect_tensors
 from qla_kernels.errors import need
+from qla_kernels.sm90 import expect_tensors
 
 OP = "pack_padded"
 

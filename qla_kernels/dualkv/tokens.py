@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qla_kernels.dualkv.validate import expect_tensors
 from qla_kernels.errors import need
+from qla_kernels.sm90 import expect_tensors
 
 Tokens = Tensor | Sequence[int]
 

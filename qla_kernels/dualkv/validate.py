@@ -15,19 +15,23 @@ from torch import Tensor
 from qla_kernels import device
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.dualkv.plan import SharedLayout
-from qla_kernels.errors import Unsupported, need
+from qla_kernels.errors import need
+from qla_kernels.sm90 import (
+    DTYPES,
+    Reason,
+    dtype_name,
+    expect_tensors,
+    one_of,
+    refused_device,
+    refused_head_size,
+    refused_strides,
+)
 
 OP = "shared_prefix_attention"
 
-CAPABILITY = (9, 0)
-HEAD_SIZES = (64, 128)
-CUDA_DTYPES = (torch.bfloat16, torch.float16)
-CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+CPU_DTYPES = (*DTYPES, torch.float32, torch.float64)
 NUMBERS = (int, float)
-TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
 ELSEWHERE = "use torch's flex_attention with the mask k <= q < layout.tout[k]"
-
-Reason = tuple[str, str, str]  # got, need, fix
 
 
 def refusal(
@@ -49,22 +53,13 @@ def refusal(
     return None if reason is None else need(op, *reason)
 
 
-def require(reason: str | None) -> None:
-    if reason is not None:
-        raise Unsupported(reason)
-
-
 def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | None:
     if not q.dtype == k.dtype == v.dtype:
         names = [dtype_name(x.dtype) for x in (q, k, v)]
         got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
         return got, "one dtype", f"cast k and v to {names[0]}"
     if q.dtype not in CPU_DTYPES:
-        got, needs = (
-            f"q, k and v are {dtype_name(q.dtype)}",
-            "bfloat16, float16, float32 or float64",
-        )
-        return got, needs, "cast them"
+        return f"q, k and v are {dtype_name(q.dtype)}", one_of(CPU_DTYPES), "cast them"
     if scale is not None and (wrong := unfit_factor("scale", scale)) is not None:
         return wrong, "a positive number", "scale q instead, or leave it out"
     if q.device.type not in ("cpu", "cuda", "meta"):
@@ -85,59 +80,11 @@ def unfit_factor(name: str, x: Any) -> str | None:
 
 
 def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
-    if capability != CAPABILITY:
-        got, needs = f"device capability {capability[0]}.{capability[1]}", "9.0 (Hopper)"
-        return got, needs, f"run on an H100, H200 or H20, or {ELSEWHERE}"
-    if q.dtype not in CUDA_DTYPES:
-        got = f"q, k and v are {dtype_name(q.dtype)}"
-        return got, "bfloat16 or float16 on SM90", f"cast them, or {ELSEWHERE}"
-    if (size := q.shape[-1]) not in HEAD_SIZES:
-        room = [s for s in HEAD_SIZES if s > size]
-        fix = f"pad q, k and v to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
-        return f"head dimension D={size}", "64 or 128 on SM90", fix
+    reason = refused_device(capability, q.dtype, ELSEWHERE)
+    reason = reason or refused_head_size(q.shape[-1], "D", "q, k and v", ELSEWHERE)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not tma_readable(x):
-            return (
-                f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
-                f"a last stride of 1 and the rest positive multiples of {TMA_ALIGNMENT} bytes",
-                f"pass {name}.contiguous()",
-            )
-    return None
-
-
-def tma_readable(x: Tensor) -> bool:
-    """Whether TMA can step through x; `require_aligned` looks at its address."""
-    offset = 0  # untraceable
-    if not torch.compiler.is_compiling():
-        offset = int(x.storage_offset())
-        if x.is_contiguous() and offset % TMA_ALIGNMENT == 0:
-            return True  # nearly every call, and host time counts
-    if x.numel() == 0:
-        return True  # nothing is launched
-    # A dimension of one element is never stepped over, so its stride says nothing.
-    steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
-    return x.stride(-1) == 1 and aligned and all(s > 0 for s in steps)
-
-
-def require_aligned(**tensors: Tensor) -> None:
-    """What `refusal` could not ask of a call that torch.compile traced."""
-    for name, x in tensors.items():
-        if past := x.data_ptr() % TMA_ALIGNMENT:
-            got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
-            fix = f"pass {name}.contiguous()"
-            raise Unsupported(need(OP, got, "an aligned first element", fix))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def expect_tensors(op: str, **given: object) -> None:
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            got = f"{name} is of type {type(x).__name__}"
-            raise ValueError(need(op, got, "a tensor", f"pass {name} as one"))
+        reason = reason or refused_strides(name, x)
+    return reason
 
 
 def check_tensors(

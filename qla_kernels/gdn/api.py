@@ -19,11 +19,10 @@ from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
     check_tensors,
-    expect_tensors,
     refusal,
-    require,
     wants_gradients,
 )
+from qla_kernels.sm90 import expect_tensors, require
 from qla_kernels.tile.constants import CHUNK
 
 NO_GATE = Gate(False, None, None)

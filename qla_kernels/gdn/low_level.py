@@ -16,12 +16,10 @@ from qla_kernels.gdn.validate import (
     check_activations,
     check_state,
     check_tensors,
-    dtype_name,
     expect_tensor,
-    expect_tensors,
     refusal,
-    require,
 )
+from qla_kernels.sm90 import dtype_name, expect_tensors, require
 from qla_kernels.tile.constants import CHUNK
 
 Cache = tuple[Tensor, ...]  # opaque: `ops.Forward` says what is in it

@@ -14,19 +14,23 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
-from qla_kernels.errors import Unsupported, need
+from qla_kernels.errors import need
 from qla_kernels.gdn.sharded.context import layout_refused
+from qla_kernels.sm90 import (
+    DTYPES,
+    Reason,
+    dtype_name,
+    expect_tensors,
+    one_of,
+    refused_device,
+    refused_head_size,
+    refused_strides,
+)
 
 OP = "chunk_gated_delta_rule"
 
-CAPABILITY = (9, 0)
-HEAD_SIZES = (64, 128)
-CUDA_DTYPES = (torch.bfloat16, torch.float16)
-FLOATS = (*CUDA_DTYPES, torch.float32, torch.float64)
-TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
+FLOATS = (*DTYPES, torch.float32, torch.float64)
 ELSEWHERE = "use fla.ops.gated_delta_rule"
-
-Reason = tuple[str, str, str]  # got, need, fix
 
 
 class Gate(NamedTuple):
@@ -70,11 +74,6 @@ def refusal(
     return None if reason is None else need(op, *reason)
 
 
-def require(reason: str | None) -> None:
-    if reason is not None:
-        raise Unsupported(reason)
-
-
 def wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
     """Whether autograd will ask for gradients of a call on these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -96,35 +95,17 @@ def _refused_on_cpu(q: Tensor) -> Reason | None:
     if q.device.type not in ("cpu", "meta"):
         return f"tensors are on {q.device.type}", "cpu or cuda", "move them"
     if q.dtype not in FLOATS:
-        return f"q, k and v are {dtype_name(q.dtype)}", _one_of(FLOATS), "cast them"
+        return f"q, k and v are {dtype_name(q.dtype)}", one_of(FLOATS), "cast them"
     return None
 
 
 def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
-    if capability != CAPABILITY:
-        return (
-            f"device capability {capability[0]}.{capability[1]}",
-            f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)",
-            f"run on an H100, H200 or H20, or {ELSEWHERE}",
-        )
-    if q.dtype not in CUDA_DTYPES:
-        fix = f"cast them, or {ELSEWHERE}"
-        return f"q, k and v are {dtype_name(q.dtype)}", _one_of(CUDA_DTYPES) + " on SM90", fix
-    for size, letter, padded in ((q.shape[-1], "K", "q and k"), (v.shape[-1], "V", "v")):
-        if size not in HEAD_SIZES:
-            room = [s for s in HEAD_SIZES if s > size]
-            fix = f"pad {padded} to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
-            needs = f"{HEAD_SIZES[0]} or {HEAD_SIZES[1]} on SM90"
-            return f"head dimension {letter}={size}", needs, fix
-    traced = torch.compiler.is_compiling()
+    reason = refused_device(capability, q.dtype, ELSEWHERE)
+    reason = reason or refused_head_size(q.shape[-1], "K", "q and k", ELSEWHERE)
+    reason = reason or refused_head_size(v.shape[-1], "V", "v", ELSEWHERE)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not _tma_readable(x, traced):
-            return (
-                f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
-                f"a last stride of 1 and the rest positive multiples of {TMA_ALIGNMENT} bytes",
-                f"pass {name}.contiguous()",
-            )
-    return None
+        reason = reason or refused_strides(name, x, batch_may_repeat=True)
+    return reason
 
 
 def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Reason | None:
@@ -132,31 +113,6 @@ def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) 
         needs = "cu_seqlens_cpu too: how many states there are depends on the lengths"
         return "output_h=True with cu_seqlens", needs, "pass cu_seqlens_cpu"
     return None
-
-
-def _tma_readable(x: Tensor, traced: bool) -> bool:
-    offset = 0  # untraceable; launch/ looks at the address itself
-    if not traced:
-        offset = int(x.storage_offset())
-        if x.is_contiguous() and offset % TMA_ALIGNMENT == 0:
-            return True  # nearly every call, and host time counts
-    if x.numel() == 0:
-        return True  # nothing is launched
-    # A dimension of one element is never stepped over, so its stride says nothing.
-    steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
-    # No descriptor has a stride of 0; rows of several tokens have one each if they do not flatten.
-    inner = steps[1:] if x.shape[0] > 1 and x.shape[1] > 1 else steps
-    return x.stride(-1) == 1 and aligned and 0 not in inner
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
-    *head, last = (dtype_name(d) for d in dtypes)
-    return f"{', '.join(head)} or {last}"
 
 
 def check_activations(
@@ -255,13 +211,6 @@ def _expect_bounds(op: str, name: str, x: Tensor) -> None:
         raise ValueError(need(op, got, "int32 or int64 [N+1]", fix))
 
 
-def expect_tensors(op: str, **given: object) -> None:
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            got = f"{name} is of type {type(x).__name__}"
-            raise ValueError(need(op, got, "a tensor", f"pass {name} as one"))
-
-
 def expect_shape(op: str, name: str, x: Tensor, want: tuple[int, ...], letters: str) -> None:
     expect_tensors(op, **{name: x})
     if x.shape != want:
@@ -287,6 +236,6 @@ def expect_tensor(
     if not isinstance(x, Tensor) or x.shape != shape:
         expect_shape(op, name, x, shape, letters)
     if floats and x.dtype not in FLOATS:
-        raise ValueError(need(op, f"{name} is {dtype_name(x.dtype)}", _one_of(FLOATS), "cast it"))
+        raise ValueError(need(op, f"{name} is {dtype_name(x.dtype)}", one_of(FLOATS), "cast it"))
     if x.device != device:
         _expect_device(op, name, x, device)

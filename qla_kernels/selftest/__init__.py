@@ -13,7 +13,6 @@ import sys
 import torch
 
 from qla_kernels import device, jit
-from qla_kernels.gdn.validate import CAPABILITY
 from qla_kernels.selftest import (
     dualkv_backward,
     dualkv_forward,
@@ -26,6 +25,7 @@ from qla_kernels.selftest import (
     sparse_ring_index,
 )
 from qla_kernels.selftest.cases import Result
+from qla_kernels.sm90 import CAPABILITY
 
 __all__ = ["KERNELS", "Result", "main", "run"]
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
+from qla_kernels.sm90 import dtype_name, require_aligned
 from qla_kernels.sparse_ring.kernels import compact as compact_kernel
 from qla_kernels.sparse_ring.kernels import diagonals as diagonals_kernel
 from qla_kernels.sparse_ring.kernels import fwd as fwd_kernel
@@ -19,7 +20,6 @@ from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.operands import (
     chunks,
     columns_of,
-    dtype_name,
     first_blocks_on,
     or_nothing,
     per_head,
@@ -29,7 +29,7 @@ from qla_kernels.sparse_ring.operands import (
 from qla_kernels.sparse_ring.plan import Table, Visit
 from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.sparse_ring.shard import Columns, Partial, Shard
-from qla_kernels.sparse_ring.validate import require_aligned
+from qla_kernels.sparse_ring.validate import OP
 from qla_kernels.tile.constants import LOG2E
 
 __all__ = [
@@ -99,10 +99,10 @@ def forward(
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
-    require_aligned(q=q, k=k, v=v)
+    require_aligned(OP, q=q, k=k, v=v)
     *gathered, any_columns = columns_of(columns, q)
     with device.of(q):
-        jit.compile(fwd_kernel, fwd_kernel.Variant(dtype_name(q), q.shape[3]))(
+        jit.compile(fwd_kernel, fwd_kernel.Variant(dtype_name(q.dtype), q.shape[3]))(
             rows(q),
             chunks(k),
             chunks(v),

@@ -6,6 +6,7 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.attn.launch import row_stats
+from qla_kernels.sm90 import dtype_name
 from qla_kernels.sparse_ring.kernels import bwd_dkv as dkv_kernel
 from qla_kernels.sparse_ring.kernels import bwd_dkv_columns as columns_kernel
 from qla_kernels.sparse_ring.kernels import bwd_dq as dq_kernel
@@ -14,7 +15,6 @@ from qla_kernels.sparse_ring.operands import (
     INT32,
     chunks,
     columns_of,
-    dtype_name,
     first_blocks_of,
     first_blocks_on,
     or_nothing,
@@ -56,7 +56,7 @@ def backward_queries(
     table = shard.table
     *gathered, any_columns = columns_of(columns, q)
     with device.of(q):
-        jit.compile(dq_kernel, dq_kernel.Variant(dtype_name(q), q.shape[3]))(
+        jit.compile(dq_kernel, dq_kernel.Variant(dtype_name(q.dtype), q.shape[3]))(
             *_queries(q, saved),
             chunks(k),
             chunks(v),
@@ -89,7 +89,7 @@ def backward_keys(
     table = shard.table
     visits = tuple(visit for x in met for visit in shard.returns(x.owner, x.slot))
     with device.of(q):
-        jit.compile(dkv_kernel, dkv_kernel.Variant(dtype_name(q), q.shape[3]))(
+        jit.compile(dkv_kernel, dkv_kernel.Variant(dtype_name(q.dtype), q.shape[3]))(
             *_queries(q, saved),
             chunks(k),
             chunks(v),
@@ -115,7 +115,7 @@ def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) ->
     grads = Columns(*saved.lse.new_empty(2, slices, B * H, room, D))
     if max_v:
         with device.of(q):
-            jit.compile(columns_kernel, columns_kernel.Variant(dtype_name(q), D))(
+            jit.compile(columns_kernel, columns_kernel.Variant(dtype_name(q.dtype), D))(
                 *_queries(q, saved),
                 *(x.view(B * H, max_v, 1, D) for x in columns),
                 per_head(shard.d_bits),

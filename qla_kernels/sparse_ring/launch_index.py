@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
+from qla_kernels.sm90 import dtype_name
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.kernels import cut as cut_kernel
 from qla_kernels.sparse_ring.kernels import mark as mark_kernel
 from qla_kernels.sparse_ring.kernels import select as select_kernel
 from qla_kernels.sparse_ring.kernels import window_lse as lse_kernel
 from qla_kernels.sparse_ring.kernels import window_mass as mass_kernel
-from qla_kernels.sparse_ring.operands import dtype_name, rows
+from qla_kernels.sparse_ring.operands import rows
 from qla_kernels.sparse_ring.patterns import VerticalSlash
 from qla_kernels.sparse_ring.select import Candidates, last_block, share
 from qla_kernels.sparse_ring.shapes import BLOCK, OBSERVED, UNIT, WORD
@@ -25,7 +26,7 @@ def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float)
         q = _packed(q_obs, k.shape[2])
         parts = min(tiles, _parts(q, lse_kernel.ROWS))
         lse = q.new_empty(parts, *q.shape[:2], dtype=torch.float32)
-        variant = lse_kernel.Variant(dtype_name(k), D)
+        variant = lse_kernel.Variant(dtype_name(k.dtype), D)
         jit.compile(lse_kernel, variant)(q, rows(k), block, lse, last, scale)
         return lse.view(parts, B, H, OBSERVED)[..., :num]
 
@@ -41,7 +42,7 @@ def window_mass(
         mass = q.new_empty(B * Hk, H // Hk, L, dtype=torch.int32)
         if num < OBSERVED:
             lse = torch.nn.functional.pad(lse, (0, OBSERVED - num), value=NOBODY)
-        jit.compile(mass_kernel, mass_kernel.Variant(dtype_name(k), D))(
+        jit.compile(mass_kernel, mass_kernel.Variant(dtype_name(k.dtype), D))(
             q,
             rows(k),
             block,

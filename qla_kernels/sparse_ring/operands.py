@@ -16,10 +16,6 @@ INT32 = 2**31 - 1
 KEPT = 1024  # small tables: those of a few shapes, each of a few launches
 
 
-def dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
 def rows(x: Tensor) -> Tensor:
     """A dimension of one element may have any stride in torch, but not in a TMA descriptor, nor may
     it take more than the 32 bits that kernels have for it.

@@ -15,23 +15,25 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
-from qla_kernels.errors import Unsupported, need
+from qla_kernels.errors import need
+from qla_kernels.sm90 import (
+    Reason,
+    dtype_name,
+    refused_device,
+    refused_head_size,
+    refused_strides,
+)
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.heuristics import SCHEDULES
 from qla_kernels.sparse_ring.index import VSIndex, fits
 from qla_kernels.sparse_ring.layouts import Layout, StripedLayout
-from qla_kernels.sparse_ring.operands import INT32, dtype_name
+from qla_kernels.sparse_ring.operands import INT32
 from qla_kernels.sparse_ring.patterns import Dense, FixedVerticalSlash, Pattern, VerticalSlash
 from qla_kernels.sparse_ring.shapes import TILE
 
 OP, RING_OP, BUILD_OP = "sparse_attention", "sparse_ring_attention", "build_index"
 
-CAPABILITY = (9, 0)
-HEAD_SIZES = (64, 128)
-CUDA_DTYPES = (torch.bfloat16, torch.float16)
-TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
-
-Reason = tuple[str, str, str]  # got, need, fix
+ELSEWHERE = "use CPU tensors"
 
 
 def refusal(
@@ -59,7 +61,7 @@ def _refused_everywhere(
     q: Tensor, k: Tensor, v: Tensor, world: int, scale: float | None
 ) -> Reason | None:
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        names = [dtype_name(x) for x in (q, k, v)]
+        names = [dtype_name(x.dtype) for x in (q, k, v)]
         got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
         return got, "one float dtype", "cast them"
     if q.device.type not in ("cpu", "cuda", "meta"):
@@ -81,16 +83,10 @@ def _refused_everywhere(
 def _refused_on_cuda(
     q: Tensor, k: Tensor, v: Tensor, world: int, capability: tuple[int, int]
 ) -> Reason | None:
-    if capability != CAPABILITY:
-        got, needs = f"device capability {capability[0]}.{capability[1]}", "9.0 (Hopper)"
-        return got, needs, "run on an H100, H200 or H20, or on CPU tensors"
-    if q.dtype not in CUDA_DTYPES:
-        got = f"q, k and v are {dtype_name(q)}"
-        return got, "bfloat16 or float16 on SM90", "cast them"
-    if (size := q.shape[-1]) not in HEAD_SIZES:
-        room = [s for s in HEAD_SIZES if s > size]
-        fix = f"pad q, k and v to {room[0]}" if room else "split the heads"
-        return f"head dimension D={size}", "64 or 128 on SM90", fix
+    reason = refused_device(capability, q.dtype, ELSEWHERE)
+    reason = reason or refused_head_size(q.shape[-1], "D", "q, k and v", ELSEWHERE)
+    if reason is not None:
+        return reason
     for name, x in (("q", q), ("k", k), ("v", v)):
         steps = [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
         sequence = x.shape[1] * x.shape[2] * x.shape[3]  # the step of results and of buffers
@@ -100,31 +96,9 @@ def _refused_on_cuda(
                 f"at most {INT32} elements from one sequence, token or head to the next",
                 "pass sequences one by one, or copy a view, or split the heads",
             )
-        if not _tma_readable(x):
-            return (
-                f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
-                f"a last stride of 1 and the rest positive multiples of {TMA_ALIGNMENT} bytes",
-                f"pass {name}.contiguous()",
-            )
+        if (reason := refused_strides(name, x)) is not None:
+            return reason
     return None
-
-
-def _tma_readable(x: Tensor) -> bool:
-    # A dimension of one element is never stepped over, so its stride says nothing.
-    steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    # untraceable; `require_aligned` looks at the address
-    offset = 0 if torch.compiler.is_compiling() else int(x.storage_offset())
-    aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
-    return x.stride(-1) == 1 and aligned and all(s > 0 for s in steps)
-
-
-def require_aligned(**tensors: Tensor) -> None:
-    """What `refusal` could not ask of a call that torch.compile traced."""
-    for name, x in tensors.items():
-        if past := x.data_ptr() % TMA_ALIGNMENT:
-            got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
-            fix = f"pass {name}.contiguous()"
-            raise Unsupported(need(OP, got, "an aligned first element", fix))
 
 
 def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:

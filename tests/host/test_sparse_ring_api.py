@@ -411,7 +411,7 @@ def test_a_refused_call(T, change, text):
         ({"capability": (8, 0)}, "device capability 8.0; need 9.0"),
         ({"dtype": torch.float32}, "q, k and v are float32; need bfloat16 or float16"),
         ({"D": 96}, "head dimension D=96; need 64 or 128 on SM90; pad q, k and v to 128"),
-        ({"D": 256}, "head dimension D=256; need 64 or 128 on SM90; split the heads"),
+        ({"D": 256}, "head dimension D=256; need 64 or 128 on SM90; use CPU tensors"),
         ({"stride": 2}, "a last stride of 1 and the rest positive multiples of 16 bytes; pass k."),
         ({"shared": True}, "k has strides (16384, 64, 0, 1) and offset 0; need a last stride of 1"),
         ({"scale": -1.0}, "scale=-1.0; need a positive number"),

@@ -23,14 +23,12 @@ from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
     check_tensors,
-    dtype_name,
     expect_shape,
     expect_tensor,
-    expect_tensors,
     refusal,
-    require,
     wants_gradients,
 )
+from qla_kernels.sm90 import dtype_name, expect_tensors, require
 
 
 def fused_recurrent_gated_delta_rule(

@@ -16,7 +16,7 @@ from qla_kernels.gdn.decode.ops import OP
 from qla_kernels.gdn.kernels import recurrent as kernel
 from qla_kernels.gdn.launch.tensors import WHOLE, hand_on, low_words, of_part, parts_in_reach
 from qla_kernels.gdn.shapes import STATE_PIECE
-from qla_kernels.gdn.validate import dtype_name
+from qla_kernels.sm90 import dtype_name
 
 
 @torch.no_grad()

@@ -17,12 +17,12 @@ from qla_kernels.gdn.launch.tensors import (
     live_end,
     of_part,
     parts_in_reach,
-    require_aligned,
     sequence_bounds,
     tokens,
 )
 from qla_kernels.gdn.ops import Backward
-from qla_kernels.gdn.validate import TMA_ALIGNMENT, dtype_name
+from qla_kernels.gdn.validate import OP
+from qla_kernels.sm90 import TMA_ALIGNMENT, dtype_name, require_aligned
 from qla_kernels.tile.constants import CHUNK
 
 
@@ -52,7 +52,7 @@ def gdn_bwd(
     cp_cache: list[Tensor],
     output_dh0: bool = True,
 ) -> Backward:
-    require_aligned(q=q, k=k, v=v)
+    require_aligned(OP, q=q, k=k, v=v)
     with device.of(q):
         g_cum, A = g_cum.contiguous(), A.contiguous()  # as the forward made them
         beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)

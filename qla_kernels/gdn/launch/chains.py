@@ -20,7 +20,7 @@ from qla_kernels.gdn.launch.tensors import (
     sequence_bounds,
     tokens,
 )
-from qla_kernels.gdn.validate import dtype_name
+from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import capacity
 

@@ -26,14 +26,14 @@ from qla_kernels.gdn.launch.tensors import (
     no_state,
     of_part,
     parts_in_reach,
-    require_aligned,
     room_for_chunks,
     sequence_bounds,
     tokens,
 )
 from qla_kernels.gdn.ops import Forward
 from qla_kernels.gdn.plan import Plan
-from qla_kernels.gdn.validate import dtype_name
+from qla_kernels.gdn.validate import OP
+from qla_kernels.sm90 import dtype_name, require_aligned
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
 
@@ -63,7 +63,7 @@ def gdn_fwd(
     enable_fwd_cp_cache: bool,
     warm_log_bound: float,
 ) -> Forward:
-    require_aligned(q=q, k=k, v=v)
+    require_aligned(OP, q=q, k=k, v=v)
     B, T, HV, V = v.shape
     K = q.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -131,7 +131,7 @@ def gdn_fwd(
 
 def l2norm_fwd(x: Tensor) -> Tensor:
     """x [B, T, H, K], bf16 or fp16, K 64 or 128: strides of whole 16 bytes, unit last stride."""
-    require_aligned(x=x)
+    require_aligned(OP, x=x)
     K, span = x.shape[3], l2norm_kernel.SPAN
     with device.of(x):
         y = fresh_like(x)

@@ -23,7 +23,7 @@ from qla_kernels.gdn.kernels import segment_scan as segment_scan_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.tensors import no_chunks, no_state, tokens
 from qla_kernels.gdn.plan import capacity
-from qla_kernels.gdn.validate import dtype_name
+from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
 

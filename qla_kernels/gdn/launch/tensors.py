@@ -8,10 +8,9 @@ from torch import Tensor
 
 from qla_kernels import jit
 from qla_kernels.device_tables import kept
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.plan import Lengths, sequence_chunks
-from qla_kernels.gdn.validate import OP, TMA_ALIGNMENT, dtype_name
+from qla_kernels.sm90 import dtype_name
 from qla_kernels.varlen import ChunkTable, capacity
 
 WHOLE = slice(None)
@@ -91,15 +90,6 @@ def hand_on(state: Tensor | None, to: Tensor | None) -> None:
 def no_state(like: Tensor, K: int, V: int) -> Tensor:
     """For a state [N, HV, K, V] that is not there, never touched; `like` is [.., HV], fp32."""
     return like.as_strided((1, like.shape[-1], K, V), (0, 0, 0, 0))
-
-
-def require_aligned(**tensors: Tensor) -> None:
-    """What `refusal` could not ask of a call that torch.compile traced."""
-    for name, x in tensors.items():
-        if past := x.data_ptr() % TMA_ALIGNMENT:
-            got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
-            fix = f"pass {name}.contiguous()"
-            raise Unsupported(need(OP, got, "an aligned first element", fix))
 
 
 def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -30,11 +30,10 @@ from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
     check_tensors,
-    dtype_name,
     refusal,
-    require,
     wants_gradients,
 )
+from qla_kernels.sm90 import dtype_name, require
 
 
 class Call(NamedTuple):

@@ -14,7 +14,7 @@ from qla_kernels.gdn.launch import activations, segments
 from qla_kernels.gdn.launch.backward import chunk_grads, readable
 from qla_kernels.gdn.launch.forward import fused_fwd, kkt_solve
 from qla_kernels.gdn.launch.states import chains
-from qla_kernels.gdn.launch.tensors import chunks_of, require_aligned, room_for_chunks
+from qla_kernels.gdn.launch.tensors import chunks_of, room_for_chunks
 from qla_kernels.gdn.ops import Backward
 from qla_kernels.gdn.sharded.context import (
     folded,
@@ -24,6 +24,8 @@ from qla_kernels.gdn.sharded.context import (
     signed,
 )
 from qla_kernels.gdn.sharded.ops import Forward, facts_of, without_dh0
+from qla_kernels.gdn.validate import OP
+from qla_kernels.sm90 import require_aligned
 from qla_kernels.tile.constants import CHUNK
 
 
@@ -49,7 +51,7 @@ def gdn_shard_fwd(
     after: int,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> Forward:
-    require_aligned(q=q, k=k, v=v)
+    require_aligned(OP, q=q, k=k, v=v)
     (_, T, HV, V), K, N = v.shape, q.shape[-1], len(cu_seqlens) - 1
     saved: tuple[Tensor, Tensor] | None
     facts = facts_of(
@@ -127,7 +129,7 @@ def gdn_shard_bwd(
     after: int,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    require_aligned(q=q, k=k, v=v)
+    require_aligned(OP, q=q, k=k, v=v)
     (_, T, HV, V), K, N = v.shape, q.shape[-1], len(cu_seqlens) - 1
     facts = facts_of(
         "backward", q, v, scale, A_log is None, use_beta_sigmoid_in_kernel, allow_neg_eigval,

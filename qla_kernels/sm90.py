@@ -1,0 +1,121 @@
+"""Requirements of every kernel of this package on a GPU and on the tensors of a call.
+
+The functions `refused_*` return a reason (got, need, fix) why no kernel can run a call, or None.
+They decide from shapes, dtypes, strides and the device's capability, which all ranks of a job
+share.
+"""
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import Unsupported, need
+
+CAPABILITY = (9, 0)
+HEAD_SIZES = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
+
+Reason = tuple[str, str, str]  # got, need, fix
+
+
+def refused_device(
+    capability: tuple[int, int], dtype: torch.dtype, elsewhere: str
+) -> Reason | None:
+    """The reason if the GPU is no Hopper, or if q, k and v have a dtype without a kernel.
+
+    Args:
+        capability: of the GPU.
+        dtype: of q, k and v.
+        elsewhere: what else the caller can do: "use ...".
+    """
+    if capability != CAPABILITY:
+        got = f"device capability {capability[0]}.{capability[1]}"
+        needs = f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)"
+        return got, needs, f"run on an H100, H200 or H20, or {elsewhere}"
+    if dtype not in DTYPES:
+        got = f"q, k and v are {dtype_name(dtype)}"
+        return got, f"{one_of(DTYPES)} on SM90", f"cast them, or {elsewhere}"
+    return None
+
+
+def refused_head_size(size: int, letter: str, padded: str, elsewhere: str) -> Reason | None:
+    """The reason if no kernel has this head size.
+
+    Args:
+        size: the head size.
+        letter: its name in messages: D, K or V.
+        padded: the tensors that would be padded: "q and k".
+        elsewhere: what else the caller can do: "use ...".
+    """
+    if size in HEAD_SIZES:
+        return None
+    room = [s for s in HEAD_SIZES if s > size]
+    fix = f"pad {padded} to {room[0]}, or {elsewhere}" if room else elsewhere
+    return f"head dimension {letter}={size}", f"{HEAD_SIZES[0]} or {HEAD_SIZES[1]} on SM90", fix
+
+
+def refused_strides(name: str, x: Tensor, batch_may_repeat: bool = False) -> Reason | None:
+    """The reason if TMA cannot step through x; see `tma_readable`."""
+    if tma_readable(x, batch_may_repeat):
+        return None
+    return (
+        f"{name} has strides {tuple(x.stride())} and offset {x.storage_offset()}",
+        f"a last stride of 1 and the rest positive multiples of {TMA_ALIGNMENT} bytes",
+        f"pass {name}.contiguous()",
+    )
+
+
+def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
+    """Returns whether TMA can step through x; `require_aligned` looks at its address.
+
+    Args:
+        x: any tensor, of at least two dimensions.
+        batch_may_repeat: the first stride may be 0: rows of several tokens get a launch each.
+    """
+    offset = 0  # untraceable
+    if not torch.compiler.is_compiling():
+        offset = int(x.storage_offset())
+        if x.is_contiguous() and offset % TMA_ALIGNMENT == 0:
+            return True  # nearly every call, and host time counts
+    if x.numel() == 0:
+        return True  # nothing is launched
+    # A dimension of one element is never stepped over, so its stride says nothing.
+    steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
+    # No TMA descriptor has a stride of 0.
+    inner = steps[1:] if batch_may_repeat and x.shape[0] > 1 and x.shape[1] > 1 else steps
+    return x.stride(-1) == 1 and aligned and 0 not in inner
+
+
+def require_aligned(op: str, **tensors: Tensor) -> None:
+    """Raises Unsupported if a tensor's address is not aligned: torch.compile cannot trace that."""
+    for name, x in tensors.items():
+        if past := x.data_ptr() % TMA_ALIGNMENT:
+            got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
+            fix = f"pass {name}.contiguous()"
+            raise Unsupported(need(op, got, "an aligned first element", fix))
+
+
+def require(reason: str | None) -> None:
+    """Raises Unsupported with the text that a family's `refusal` returned, if any."""
+    if reason is not None:
+        raise Unsupported(reason)
+
+
+def expect_tensors(op: str, **given: object) -> None:
+    """Raises a ValueError that names the first argument that is no tensor."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            got = f"{name} is of type {type(x).__name__}"
+            raise ValueError(need(op, got, "a tensor", f"pass {name} as one"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def one_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    """`bfloat16, float16 or float32`, for messages."""
+    *head, last = (dtype_name(d) for d in dtypes)
+    return f"{', '.join(head)} or {last}"
