@@ -12,9 +12,8 @@ from torch import Tensor
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.patterns import VerticalSlash
 from qla_kernels.sparse_ring.plan import pack
-from qla_kernels.sparse_ring.shapes import BLOCK, OBSERVED
+from qla_kernels.sparse_ring.shapes import BLOCK, OBSERVED, SHARE
 
-SHARE = 20  # recall targets are integers of 2^-SHARE
 INDEX_BITS = 31
 FORCED = 1 << 31  # a key above every mass
 

@@ -5,3 +5,4 @@ TILE = 2 * BLOCK  # rows of a query tile: a shard is a whole number of them
 WORD = 32  # diagonals of a word of the index
 OBSERVED = 64  # queries that an index is estimated from
 UNIT = 30  # the masses of a window are 2^UNIT together
+SHARE = 20  # recall targets are integers of 2^-SHARE

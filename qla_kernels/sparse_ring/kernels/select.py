@@ -30,8 +30,7 @@ from qla_kernels.sparse_ring.kernels.budget import (
     in_order,
     key_of,
 )
-from qla_kernels.sparse_ring.select import SHARE
-from qla_kernels.sparse_ring.shapes import BLOCK, WORD
+from qla_kernels.sparse_ring.shapes import BLOCK, SHARE, WORD
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
