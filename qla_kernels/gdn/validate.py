@@ -1,10 +1,11 @@
-"""What a call must satisfy: one `refusal`, and the checks that every implementation shares.
+"""Checks of a call's tensors, shared by all implementations, and the refusals.
 
-    check_*      the call is malformed: a ValueError, on every device
-    refusal      the call is well formed, but this version cannot run it: the text of an Unsupported
+    check_*      raise a ValueError if the call is malformed, on every device
+    refusal      returns the text of an Unsupported if the call is well formed, but this version
+                 cannot run it
 
-Both decide from shapes, dtypes, strides and the device's capability, which all ranks of a job
-share. contents.py reads values.
+Both decide from types, shapes, dtypes, strides, devices and the device's capability. They read no
+values of tensors; contents.py does.
 """
 
 from collections.abc import Iterable
@@ -30,14 +31,14 @@ Reason = tuple[str, str, str]  # got, need, fix
 
 
 class Gate(NamedTuple):
-    """How g is made from what the caller passes."""
+    """The arguments that decide whether g is a gate or the input of one, and its parameters."""
 
     use_gate_in_kernel: bool
     A_log: Tensor | None
     dt_bias: Tensor | None
 
     def parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """A_log and dt_bias if they are used; like FLA, they are ignored without the flag."""
+        """Returns A_log and dt_bias, or None twice without use_gate_in_kernel, as in FLA."""
         return (self.A_log, self.dt_bias) if self.use_gate_in_kernel else (None, None)
 
 
@@ -53,10 +54,18 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Why this call cannot be run, or None when it can, with gradients or without.
+    """Returns the reason why this version cannot run the call, or None if it can run it.
 
-    Anything else about a call is never a reason: g, beta and states come in any float dtype and
-    with any strides. Pass a capability to ask what a GPU would answer, with tensors of any device.
+    The answer is the same with and without gradients. It depends on the arguments here alone: g,
+    beta and states may have any float dtype and any strides.
+
+    Args:
+        q, k, v: as in `chunk_gated_delta_rule`, well formed.
+        cp_context: the call's context; one with another layout than "contiguous" is refused.
+        output_h: the state before each chunk is asked for; on a GPU, packed sequences then need
+            cu_seqlens_cpu.
+        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        op: the name that begins the text.
     """
     reason = _refused_everywhere(q, k, v, cp_context)
     if reason is None:
@@ -76,7 +85,7 @@ def require(reason: str | None) -> None:
 
 
 def wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether autograd will ask for gradients of a call on these tensors."""
+    """Returns True if grad mode is on and one of the tensors requires a gradient."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -135,17 +144,18 @@ def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) 
 
 
 def _tma_readable(x: Tensor, traced: bool) -> bool:
-    offset = 0  # untraceable; launch/ looks at the address itself
+    offset = 0  # tracing does not know the offset; launch/tensors.py checks the address instead
     if not traced:
         offset = int(x.storage_offset())
         if x.is_contiguous() and offset % TMA_ALIGNMENT == 0:
             return True  # nearly every call, and host time counts
     if x.numel() == 0:
         return True  # nothing is launched
-    # A dimension of one element is never stepped over, so its stride says nothing.
+    # The stride of a dimension of one element is never used, so any value of it is fine.
     steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
-    # No descriptor has a stride of 0; rows of several tokens have one each if they do not flatten.
+    # A TMA descriptor cannot have a stride of 0. A batch stride of 0 is fine where rows have
+    # several tokens: such rows do not flatten, so each row gets a launch with its own descriptor.
     inner = steps[1:] if x.shape[0] > 1 and x.shape[1] > 1 else steps
     return x.stride(-1) == 1 and aligned and 0 not in inner
 
@@ -188,7 +198,10 @@ def check_tensors(
     cu_seqlens_cpu: Tensor | None = None,
     state_v_first: bool = False,
 ) -> None:
-    """Shapes, devices and dtypes that fit together; every tensor may have any strides."""
+    """Raises ValueError unless types, shapes, devices and dtypes fit together.
+
+    Strides are not checked. The dtypes of q, k and v are left to `refusal`.
+    """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         expect_tensors(op, q=q, k=k, v=v)
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -211,7 +224,7 @@ def check_tensors(
     expect_tensor(op, "beta", beta, (B, T, HV), "[B, T, HV]", where, floats=True)
     if cu_seqlens is not None:
         _check_cu_seqlens(op, q, cu_seqlens, cu_seqlens_cpu)
-    elif cu_seqlens_cpu is not None:  # FLA runs this as one sequence per batch row, in silence
+    elif cu_seqlens_cpu is not None:  # FLA silently runs this as one sequence per batch row
         fix = "pass both"
         raise ValueError(need(op, "cu_seqlens_cpu alone", "cu_seqlens on q's device", fix))
     if initial_state is not None:
@@ -283,7 +296,10 @@ def expect_tensor(
     device: torch.device,
     floats: bool = False,
 ) -> None:
-    """All at once: a call has many tensors, and its host time counts."""
+    """Raises ValueError unless x is a tensor of this shape and device, and a float if `floats`.
+
+    One function makes the three checks, because a call has many tensors and host time counts.
+    """
     if not isinstance(x, Tensor) or x.shape != shape:
         expect_shape(op, name, x, shape, letters)
     if floats and x.dtype not in FLOATS:
