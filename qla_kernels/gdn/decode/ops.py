@@ -1,9 +1,9 @@
-"""The operators of the token-by-token form, and what they run on CPU tensors.
+"""The torch.library operators of the token-by-token form, with their CPU implementations.
 
-    gdn_recurrent         takes states and returns states
-    gdn_recurrent_slots   updates states of a pool in place, each where an index says
+    gdn_recurrent         takes initial states and returns final states
+    gdn_recurrent_slots   updates states of a pool in place, in the slots that indices name
 
-CUDA tensors go to decode/launch.py, imported when an operator first meets one.
+CUDA tensors go to decode/launch.py, which is imported at an operator's first call with one.
 """
 
 from collections.abc import Callable, Iterator
@@ -130,7 +130,10 @@ def _check_gates(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *args
 
 
 def _check_indices(q: Tensor, *args: Any) -> None:
-    """Gates are left alone: tokens of a sequence that is skipped may hold anything."""
+    """Raises ValueError if cu_seqlens is wrong, or an index is used twice or is past the pool.
+
+    Gates are not checked, because tokens of a sequence with a negative index may hold anything.
+    """
     states, state_indices, cu_seqlens = args[-3:]
     contents.check_bounds(OP, q.shape[1], cu_seqlens)
     used = [i for i in state_indices.tolist() if i >= 0]
@@ -154,7 +157,7 @@ def _no_backward(ctx: Any, *grads: Tensor | None) -> None:
     raise Unsupported(need(OP, "a backward pass", needs, "train with chunk_gated_delta_rule"))
 
 
-# The strides of a call are accepted or refused when it is traced: Inductor must keep them.
+# Strides are checked when a call is traced, so Inductor must not change them afterwards.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _PARTS: dict[str, tuple[Callable[..., Any], Callable[..., None], Callable[..., Any]]] = {
     "gdn_recurrent": (_recurrent_on_cpu, _check_gates, _fake_recurrent),
@@ -163,7 +166,7 @@ _PARTS: dict[str, tuple[Callable[..., Any], Callable[..., None], Callable[..., A
 
 
 def _implementations(op: str) -> Iterator[Callable[..., Any]]:
-    """On CUDA tensors and on CPU tensors."""
+    """Yields an operator's function for CUDA tensors, then its function for CPU tensors."""
     on_cpu, check, _ = _PARTS[op]
     for run in (imported_late("qla_kernels.gdn.decode.launch", op), on_cpu):
         yield _checked(run, check)
@@ -181,6 +184,6 @@ def _direct(op: str) -> Callable[..., Any]:
     return direct(getattr(OPERATORS, op).default, *_implementations(op))
 
 
-# As this package calls them where no gradients are recorded
+# The operators as this package calls them where no gradients are recorded
 gdn_recurrent = _direct("gdn_recurrent")
 gdn_recurrent_slots = _direct("gdn_recurrent_slots")
