@@ -70,7 +70,8 @@ def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
 
     Args:
         x: any tensor, of at least two dimensions.
-        batch_may_repeat: the first stride may be 0: rows of several tokens get a launch each.
+        batch_may_repeat: allow a batch stride of 0 where rows have several tokens: such rows do
+            not flatten, so the caller launches each row with a descriptor of its own.
     """
     offset = 0  # untraceable
     if not torch.compiler.is_compiling():
@@ -79,10 +80,10 @@ def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
             return True  # nearly every call, and host time counts
     if x.numel() == 0:
         return True  # nothing is launched
-    # A dimension of one element is never stepped over, so its stride says nothing.
+    # The stride of a dimension of one element is never used, so any value of it is fine.
     steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     aligned = all(s * x.element_size() % TMA_ALIGNMENT == 0 for s in (*steps, offset))
-    # No TMA descriptor has a stride of 0.
+    # A TMA descriptor cannot have a stride of 0.
     inner = steps[1:] if batch_may_repeat and x.shape[0] > 1 and x.shape[1] > 1 else steps
     return x.stride(-1) == 1 and aligned and 0 not in inner
 

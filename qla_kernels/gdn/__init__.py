@@ -1,8 +1,15 @@
 """The gated delta net.
 
-api.py (what a call means), low_level.py, validate.py and contents.py (what is refused, and why),
-autograd.py and ops.py (what torch sees), then cpu.py or launch/ (what runs), and kernels/. Decoding
-is in decode/, sequences cut over ranks in sharded/.
+Reading order:
+    api.py, low_level.py        the public functions: with autograd, and one direction at a time
+    keywords.py, validate.py    checks of keyword arguments; of tensors, and the refusals
+    contents.py                 checks of tensor values, which run under QLA_CHECK=1
+    autograd.py, ops.py         the torch.autograd.Functions and the torch.library operators
+    cpu.py                      the operators on CPU tensors, by the reference
+    launch/, kernels/           the operators on CUDA tensors: host code and device code
+    plan.py, heuristics.py      the choice of segments and kernel variants; pure functions of ints
+    decode/                     the token-by-token form
+    sharded/                    sequences that are cut over ranks
 """
 
 from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn

@@ -1,6 +1,6 @@
-"""The public function. A call is checked, refused or run by the operators; nothing computes here.
+"""The public function: checks a call, refuses it or hands it to the operators; computes nothing.
 
-Names, order and defaults are those of FLA 0.6.0, so that one can be exchanged for the other.
+Argument names, order and defaults equal FLA 0.6.0's, so that either can replace the other.
 """
 
 from typing import Any
@@ -48,15 +48,16 @@ def chunk_gated_delta_rule(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule over whole sequences, differentiable in every tensor, once.
+    """Computes the gated delta rule over whole sequences; differentiable once, in every tensor.
 
-    Each value head keeps a state S [K, V], and reads key head h // (HV / H):
+    Value head h keeps a state S [K, V] and reads key head h // (HV / H):
 
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
         o_t = scale S_t^T q_t
 
-    q, k and v share a dtype; any strides will do, such as slices of one projection. g, beta and
-    states are bf16, fp16, fp32 or fp64. Gradients come in the dtype of what they belong to.
+    q, k and v share a dtype and may be strided, such as slices of one projection; `refusal` says
+    which strides a GPU needs. g, beta and states are bf16, fp16, fp32 or fp64. Each gradient has
+    the dtype of its tensor.
 
     Args:
         q, k: [B, T, H, K].
@@ -71,36 +72,42 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel: beta holds logits; use sigmoid(beta).
         allow_neg_eigval: with the sigmoid, use 2 sigmoid(beta).
         state_v_first: states are [N, HV, V, K].
-        cu_seqlens: [N + 1] int32 or int64 on q's device. B is 1, and sequence n has the tokens
-            cu_seqlens[n] to cu_seqlens[n + 1]; it may have none. Tokens past the last sequence are
-            not read, and their results are 0.
-        cu_seqlens_cpu: the same on the CPU; saves planning on the device, never needed.
-        chunk_indices: accepted for FLA's sake, unused.
-        cp_context: tensors hold this rank's part of sequences that are cut over ranks, as FLA's
-            build_cp_context says, or `qla_kernels.gdn.build_cp_context`; cu_seqlens are the
-            context's. B is 1, and there are no states. Every rank of the group makes the same call,
-            and the same backward. Gradients of A_log and dt_bias are those of this rank's tokens.
-        use_gate_in_kernel, A_log, dt_bias: by keyword. g holds the input of the gate; use
+        cu_seqlens: [N + 1] int32 or int64 on q's device; B must be 1. Sequence n has the tokens
+            cu_seqlens[n] to cu_seqlens[n + 1], possibly none. Tokens past the last sequence are not
+            read, and their results are 0.
+        cu_seqlens_cpu: the values of cu_seqlens in a CPU tensor; optional. With them the host knows
+            each sequence's length when it decides where to cut.
+        chunk_indices: accepted for compatibility with FLA, and unused.
+        cp_context: a context of FLA's build_cp_context or of `qla_kernels.gdn.build_cp_context`,
+            for sequences that are cut over ranks: the tensors then hold this rank's tokens. B must
+            be 1; the context's cu_seqlens are used; initial and final states are not allowed. Every
+            rank of the group must make the same call and the same backward. Gradients of A_log and
+            dt_bias are sums over this rank's tokens.
+        use_gate_in_kernel, A_log, dt_bias: keyword only. g holds the input of the gate; use
             -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
-        chunk_size: by keyword; 16, 32 or 64, which all mean 64.
-        exact, warm_log_bound: by keyword. Where sequences are long and heads few, they are cut into
-            segments that run beside each other. A segment then leaves out what the tokens before it
-            add to the state that enters it, where that is less than e^warm_log_bound of the state
-            that they found, and warm_log_bound is -12: 6e-6. exact=True is -104, and takes longer:
-            what maps the one state to the other is then 0 in fp32, and of states up to 1e7 nothing
-            is left that is a normal number of fp32. -inf leaves out nothing. What is rounded is the
-            same.
-        enable_fwd_cp_cache: by keyword. Keep what the forward has found out about segments for the
-            backward, which need not find it out again: 4 K (K + V) bytes, which is 128 KB for K and
-            V of 128, for each segment and value head; those fill a GPU once or a few times. Ignored
-            in a compiled graph, which would have to know how many they are, and with cp_context.
+        chunk_size: keyword only. 16, 32 and 64 are accepted, and all of them compute with 64.
+        exact, warm_log_bound: keyword only. On a GPU, long sequences with few heads are cut into
+            segments that run at the same time. Where decay allows it, the state that enters a
+            segment is computed from only the last tokens before it. The contribution of the state
+            before those tokens is then left out; it is less than e^warm_log_bound times that state,
+            and the default is -12 (6e-6). exact=True means -104 and takes longer: the factor is
+            then 0 in fp32, and for states up to 1e7 the part left out is below the normal numbers
+            of fp32. -inf leaves out nothing. The bound does not change which values are rounded.
+        enable_fwd_cp_cache: keyword only. Saves the segments and their start states for the
+            backward, which then does not compute them again. It costs 4 K (K + V) bytes per segment
+            and value head, 128 KB for K = V = 128, and there are enough of these to fill a GPU once
+            or a few times. Ignored with cp_context, and in a compiled graph, which cannot know the
+            number of segments.
 
     Returns:
-        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 or None.
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 (fp64 where q is
+        fp64), or None.
 
     Raises:
-        ValueError: arguments do not fit together.
-        Unsupported: they do, but this version cannot run them; see `qla_kernels.gdn.refusal`.
+        ValueError: the arguments do not fit together.
+        Unsupported: the arguments fit together, but this version cannot run them; see
+            `qla_kernels.gdn.refusal`.
+        TypeError: a keyword is unknown.
     """
     try:
         bound = warm_bound(OP, kwargs.pop("exact", False), kwargs.pop("warm_log_bound", None))
@@ -108,7 +115,7 @@ def chunk_gated_delta_rule(
         gate = NO_GATE
         if kwargs:
             state_v_first, gate = _take_keywords(kwargs, state_v_first)
-        if chunk_indices is not None:  # FLA 0.5.2 has cp_context in its place
+        if chunk_indices is not None:  # FLA 0.5.2 has cp_context at this position
             expect_tensors(OP, chunk_indices=chunk_indices)
         normalise = flag(OP, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
         beta_flags = {
@@ -163,7 +170,10 @@ chunk_gdn = chunk_gated_delta_rule
 
 
 def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> tuple[bool, Gate]:
-    """What FLA takes as **kwargs."""
+    """Returns state_v_first and the gate, read from the keywords that FLA takes as **kwargs.
+
+    Raises on head_first, on a chunk_size that FLA does not have, and on an unknown keyword.
+    """
     if "head_first" in kwargs:
         needs = "[B, T, heads, size] tensors and no flag"
         raise DeprecationWarning(need(OP, "head_first is gone", needs, "transpose the tensors"))

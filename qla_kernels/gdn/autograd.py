@@ -1,7 +1,7 @@
-"""The operators as differentiable steps.
+"""The operators as differentiable steps: one torch.autograd.Function for each pair of operators.
 
-Autocast has no say: it knows none of these operators, and they call nothing that it casts. A
-backward is not differentiable in turn, and says so where it would have to be.
+Autocast changes nothing here: it has no rule for these operators, and they call no operator that
+it casts. A backward is not differentiable; asking for a second derivative raises Unsupported.
 """
 
 from typing import Any
@@ -17,7 +17,10 @@ from qla_kernels.gdn.validate import OP
 
 
 def apart(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The same tensors, each a variable of its own: Dynamo hands none to a function twice."""
+    """Returns the tensors, with a view in place of each repeated one while torch.compile traces.
+
+    Dynamo does not pass the same variable to an autograd.Function twice.
+    """
     if not torch.compiler.is_compiling():
         return tensors
     found: list[Tensor | None] = []
@@ -29,12 +32,12 @@ def apart(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class GatedDeltaRule(torch.autograd.Function):
-    """gdn_fwd and gdn_bwd.
+    """Applies gdn_fwd, with gdn_bwd as its derivative.
 
-    Beside its inputs, which are alive anyway, it keeps g_cum and A: 4 + 64 * 2 bytes per token and
-    value head; with enable_fwd_cp_cache, also 4 K (K + V) bytes per segment and value head. The
-    backward needs 4 K V bytes per chunk and value head, 3 K V where K = V = 128, for as long as it
-    runs.
+    Saves the inputs, which are usually alive anyway, and g_cum and A: 4 + 64 * 2 bytes per token
+    and value head. With enable_fwd_cp_cache it also saves 4 K (K + V) bytes per segment and value
+    head. While it runs, the backward needs 4 K V bytes per chunk and value head, or 3 K V where
+    K = V = 128.
     """
 
     @staticmethod
@@ -133,9 +136,10 @@ class GatedDeltaRule(torch.autograd.Function):
 
 
 class ShardedGatedDeltaRule(torch.autograd.Function):
-    """gdn_shard_fwd and gdn_shard_bwd. Keeps what GatedDeltaRule keeps, and one state.
+    """Applies gdn_shard_fwd, with gdn_shard_bwd as its derivative.
 
-    Gradients of A_log and dt_bias are those of this rank's tokens.
+    Saves the inputs, g_cum, A and the state [HV, V, K] that enters this rank's first sequence.
+    Gradients of A_log and dt_bias are sums over this rank's tokens.
     """
 
     @staticmethod
@@ -178,7 +182,10 @@ class ShardedGatedDeltaRule(torch.autograd.Function):
 
 
 class L2Norm(torch.autograd.Function):
-    """l2norm_fwd and l2norm_bwd; x is often a slice of a projection that is alive anyway."""
+    """Applies l2norm_fwd, with l2norm_bwd as its derivative.
+
+    Saves x and not its norm: x is often a slice of a projection that is alive anyway.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -1,4 +1,6 @@
-"""What no shape can tell of a call's tensors: read, and waited for, only under QLA_CHECK=1."""
+"""Checks of the values in a call's tensors. On a GPU they make the host wait, so that they run
+only under QLA_CHECK=1.
+"""
 
 import os
 
@@ -14,7 +16,11 @@ def asked_for() -> bool:
 def check_bounds(
     op: str, num_tokens: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None
 ) -> int:
-    """How many tokens sequences have."""
+    """Returns the number of tokens that belong to a sequence.
+
+    Raises ValueError if cu_seqlens does not start at 0, falls, ends past num_tokens, or differs
+    from cu_seqlens_cpu.
+    """
     if cu_seqlens is None:
         return num_tokens
     ends = cu_seqlens.tolist()
@@ -36,7 +42,7 @@ def check_contents(
 ) -> None:
     live = check_bounds(op, g.shape[1], cu_seqlens, cu_seqlens_cpu)
     for name, x in (("g", g), ("beta", beta)):
-        if x[:, :live].isnan().any():  # tokens past the last sequence are nobody's
+        if x[:, :live].isnan().any():  # tokens past the last sequence may hold anything
             token = int(x[:, :live].isnan().nonzero()[0, 1])
             got = f"{name} is NaN, first at token {token}"
             raise ValueError(need(op, got, "numbers", f"look at what made {name}"))

@@ -1,6 +1,6 @@
-"""The operators on CPU tensors: the reference, with the operators' arguments and results.
+"""The operators on CPU tensors: they run the reference.
 
-Autocast is off inside: the caller's precision is the precision of every product.
+Autocast is off inside, so that every product has the precision of the caller's tensors.
 """
 
 import torch
@@ -38,7 +38,7 @@ def gdn_fwd(
     warm_log_bound: float,
 ) -> Forward:
     gdn = reference().gdn
-    check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)  # nobody waits for them here
+    check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)  # always: no device to wait for
     if A_log is not None:
         g = gdn.gate(g, A_log, dt_bias)
     if use_beta_sigmoid_in_kernel:
@@ -47,7 +47,7 @@ def gdn_fwd(
     with torch.autocast("cpu", enabled=False):
         out = gdn.chunked(q, k, v, g, beta, scale, h0, cu_seqlens, CHUNK)
     return Forward(
-        o=out.o.clone(),  # a view, and autograd lets nobody add to a view among several results
+        o=out.o.clone(),  # out.o is a view; autograd forbids in-place changes of one among results
         final_state=_swapped(out.final_state, state_v_first) if output_final_state else None,
         g_cum=out.g_cum if is_train else None,
         A=out.A if is_train else None,
@@ -112,12 +112,18 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _swapped(state: Tensor | None, state_v_first: bool) -> Tensor | None:
-    """A caller's [.., V, K] as the reference's [.., K, V], or back."""
+    """Returns a caller's state in the reference's layout [.., K, V], or the reverse.
+
+    Swaps the last two dimensions if state_v_first; otherwise, and for None, returns the argument.
+    """
     return state.mT.contiguous() if state is not None and state_v_first else state
 
 
 def _live(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """x with 0 for tokens of no sequence: they may hold NaN, and 0 gradient times NaN is NaN."""
+    """Returns x with 0 for tokens of no sequence.
+
+    Such tokens may hold NaN, and their gradient of 0 times NaN would be NaN.
+    """
     if cu_seqlens is None:
         return x
     dead = torch.arange(x.shape[1], device=x.device) >= cu_seqlens[-1]

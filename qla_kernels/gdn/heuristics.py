@@ -1,6 +1,6 @@
-"""Which variant runs a shape: pure functions of ints.
+"""Chooses kernel variants and numbers of CTAs for a shape, by pure functions of numbers.
 
-Times in us, fitted to an H200 (docs/notes/gdn-forward.md).
+Times are in us, fitted to an H200 (docs/notes/gdn-forward.md).
 """
 
 from typing import NamedTuple
@@ -10,26 +10,26 @@ from qla_kernels.tile.constants import CHUNK
 
 class Forward(NamedTuple):
     tile_v: int  # columns of V a CTA computes
-    solves: bool  # or is given A by kkt_solve
+    solves: bool  # computes A itself; otherwise it reads the A that kkt_solve wrote
 
 
-# A chunk of a CTA. Half the columns take more than half the time: what a chunk waits for is not the
-# columns; and a chunk whose A is solved for in the same CTA waits longest of all.
+# Per chunk of a CTA. Half the columns take more than half the time, because latency that does not
+# depend on the columns bounds a chunk; solving for A in the same CTA adds the most of it.
 STEP = {Forward(64, True): 1.7, Forward(128, True): 2.7, Forward(128, False): 2.2}
-LAUNCH, START = 4.0, 10.0  # of the kernel; of each CTA, before its first chunk and after its last
-# gate and kkt_solve: launches, and a chunk of a value head on one SM
+LAUNCH, START = 4.0, 10.0  # per kernel; per CTA, before its first chunk and after its last one
+# gate and kkt_solve: their launches, and the time per chunk and value head on one SM
 SOLVE_START, SOLVE_STEP = 28.0, 0.5
 
-# Whatever the batch: plans differ in the order of sums.
+# The kernel for every batch if results may not depend on it: others sum in another order.
 BATCH_INVARIANT = Forward(64, True)
 
 
 def forward(
     num_sequences: int, num_tokens: int, num_value_heads: int, V: int, sm_count: int
 ) -> Forward:
-    """The fastest way through a batch. Sequences count as equally long: lengths are on the device.
+    """Returns the kernel that takes the least time for a batch of whole sequences.
 
-    One CTA fills an SM.
+    All sequences count as equally long, since their lengths are on the device. One CTA fills an SM.
     """
     heads = num_sequences * num_value_heads
     chunks = -(-num_tokens // (max(num_sequences, 1) * CHUNK))
@@ -43,28 +43,32 @@ def forward(
 
 
 def ctas(items: int, alike: bool, sm_count: int) -> int:
-    """How many CTAs walk so many sequences, heads and tiles.
+    """Returns the number of CTAs that walk `items`, one for each sequence, head and tile.
 
-    One each SM hides how an item starts behind the end of the one before. Which items it has is
-    settled beforehand, though: where they are not alike, the hardware deals them out better.
+    If items are alike in length, there is at most one CTA per SM, and each overlaps the start of an
+    item with the end of the one before. The items of such a CTA are fixed beforehand, so that items
+    of different lengths get one CTA each: the hardware then balances them better.
     """
     return min(items, sm_count) if alike else items
 
 
 def scan_columns(columns: int, sm_count: int) -> int:
-    """How many of all heads' columns of V a CTA of segment_scan folds.
+    """Returns how many of the `columns` columns of V, over all heads, a CTA of segment_scan folds.
 
-    Fewer take less time, as long as all CTAs fit the GPU at once.
+    16 take less time than 32 as long as all CTAs run at once.
     """
     return 16 if columns // 16 <= sm_count else 32
 
 
-# us per chunk of the backward's chains, as STEP
+# Per chunk of a CTA of the backward's chains, by tile_v
 CHAIN_STEP = {128: 2.3, 64: 1.45}
 
 
 def tile_v(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> int:
-    """Columns of V a CTA of a backward chain computes: the width whose waves take less time."""
+    """Returns how many columns of V a CTA of a backward chain computes, 64 or 128.
+
+    It is the width whose waves of CTAs, one CTA on an SM, take less time.
+    """
     widths = [width for width in CHAIN_STEP if V % width == 0]
 
     def duration(width: int) -> float:

@@ -1,4 +1,4 @@
-"""What the public functions take beside tensors: numbers, flags, FLA's **kwargs, and our own."""
+"""Checks and conversions of arguments that are not tensors: numbers, flags and **kwargs."""
 
 import warnings
 from collections.abc import Sized
@@ -11,14 +11,18 @@ from torch import Tensor
 from qla_kernels.errors import need
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 
-# To Dynamo a global float is an input of a dynamic graph, which it compiles twice; an int is not.
+# Dynamo makes a global float an input of a dynamic graph and compiles it twice; an int stays a
+# constant.
 _WHOLE_BOUND, _WHOLE_EXACT_BOUND = int(WARM_LOG_BOUND), int(EXACT_LOG_BOUND)
 _WHOLE = _WHOLE_BOUND == WARM_LOG_BOUND and _WHOLE_EXACT_BOUND == EXACT_LOG_BOUND
 assert _WHOLE, "say how else Dynamo is to take them for constants"
 
 
 def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
-    """state_v_first, which may come under its old name."""
+    """Returns state_v_first, or transpose_state_layout, its old name, removed from kwargs.
+
+    Warns about the old name; raises ValueError if both are given.
+    """
     if "transpose_state_layout" not in kwargs:
         return state_v_first
     if state_v_first:
@@ -28,21 +32,25 @@ def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
         warnings.warn(
             "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
             DeprecationWarning,
-            stacklevel=4,  # the line that called the public function, which took its keywords
+            stacklevel=4,  # the line that called the public function
         )
     layout: bool = kwargs.pop("transpose_state_layout")
     return layout
 
 
 def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
-    """A keyword that FLA would ignore in silence is an error."""
+    """Raises TypeError if a keyword is left in kwargs; FLA ignores such keywords silently."""
     if kwargs:
         got = f"unknown keyword {', '.join(sorted(kwargs))}"
         raise TypeError(need(op, got, "the names of FLA 0.6.0", "remove or correct it"))
 
 
 def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
-    """What segments may leave out of the state before them, natural log; -inf for nothing."""
+    """Returns the natural log of the part of an earlier state that segments may leave out.
+
+    It is WARM_LOG_BOUND by default, EXACT_LOG_BOUND with `exact`, else warm_log_bound; -inf leaves
+    out nothing. Raises ValueError if both are given, or if the bound is not below 0.
+    """
     exact = flag(op, "exact", exact)
     if warm_log_bound is None:
         return float(_WHOLE_EXACT_BOUND if exact else _WHOLE_BOUND)
@@ -69,7 +77,7 @@ def scale_of(op: str, scale: float | None, q: Tensor) -> float:
 
 
 def number(op: str, name: str, x: Any) -> float:
-    """x as a float; of tensors, only what the CPU holds."""
+    """Returns x as a float. Raises ValueError unless x is a real number or a 0-d CPU tensor."""
     if type(x) is float:
         return x
     if isinstance(x, Tensor) and x.is_cpu and x.dim() == 0 and not x.is_complex():
@@ -81,7 +89,7 @@ def number(op: str, name: str, x: Any) -> float:
 
 
 def flag(op: str, name: str, x: Any) -> bool:
-    """x as a bool; None for False, as callers have it."""
+    """Returns x as a bool; None means False. Raises ValueError for all but bools, 0, 1 and None."""
     if x is True or x is False:
         return x
     if x is None:

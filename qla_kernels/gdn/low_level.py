@@ -1,4 +1,7 @@
-"""One direction at a time, without autograd: FlashQLA 0.1.3's positional order."""
+"""The forward and the backward as two functions without autograd.
+
+Their positional arguments are in the order of FlashQLA 0.1.3.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -53,27 +56,34 @@ def chunk_gated_delta_rule_fwd(
     warm_log_bound: float | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Cache | None]:
-    """The forward alone, with what the backward needs; not differentiable.
+    """Runs the forward and returns its results with what the backward needs; not differentiable.
 
-    Arguments are those of `chunk_gated_delta_rule`; q and k are normalised if they are to be.
+    Arguments not listed here are those of `chunk_gated_delta_rule`. q and k are used as passed; the
+    caller normalises them where that is wanted.
 
     Args:
-        output_h: also return the state before each chunk. On a GPU, packed sequences need
-            cu_seqlens_cpu for it: the number of chunks depends on the lengths.
-        auto_cp: sequences may be cut into segments. False never cuts: results are then the same
-            bits whatever the batch.
-        enable_fwd_cp_cache: also return what segments need for the backward.
+        output_h: also return the state before each chunk. On a GPU, packed sequences then need
+            cu_seqlens_cpu, because the number of chunks depends on the lengths.
+        auto_cp: sequences may be cut into segments. False never cuts; the bits of a result then do
+            not depend on the rest of the batch.
+        enable_fwd_cp_cache: also return the segments and their start states, for the backward.
         is_train: False returns no g_cum and no A, which is faster. None means True.
-        out: [B, T, HV, V], receives o.
+        cp_context: must be None.
+        out: [B, T, HV, V] of any float dtype; o is copied into it, and it is returned as o.
 
     Returns:
         g_cum [B, T, HV]: gates cumulated within each chunk of 64 tokens, natural log, fp32.
         A [B, T, HV, 64]: row t of its chunk's (I + tril(beta decay k k^T, -1))^-1, q's dtype.
-            Pairs of different libraries do not mix: FlashQLA's A holds no decay, FLA's g is base 2.
+            Pass g_cum and A of one library only: FlashQLA's A holds no decay, FLA's g is base 2.
         o [B, T, HV, V].
         h [B, chunks, HV, K, V] in q's dtype, or None.
         final_state [N, HV, K, V], or None.
-        cp_cache: for chunk_gated_delta_rule_bwd; None if not asked for. Empty if nothing was cut.
+        cp_cache: an argument for chunk_gated_delta_rule_bwd; None without enable_fwd_cp_cache. Its
+            tensors have no rows if the forward kept no segments, such as when it cut nothing.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: this version cannot run the call.
     """
     op = "chunk_gated_delta_rule_fwd"
     bound = warm_bound(op, exact, warm_log_bound)
@@ -146,20 +156,26 @@ def chunk_gated_delta_rule_bwd(
     exact: bool = False,
     warm_log_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The backward alone, from the results of `chunk_gated_delta_rule_fwd`.
+    """Runs the backward on the results of `chunk_gated_delta_rule_fwd` and returns the gradients.
 
     Args:
-        q, k: as the forward saw them, normalised.
+        q, k: the tensors that the forward was given, normalised where that is wanted.
         g: g_cum of the forward.
-        beta: after its activation.
+        beta: [B, T, HV] after its activation.
         A: A of the forward.
-        do: [B, T, HV, V], any strides.
-        dht: [N, HV, K, V], gradient of the final state; 0 if None.
-        cp_cache: of a forward of the same batch: its segments are not looked for again.
+        do: [B, T, HV, V], the gradient of o; any strides.
+        dht: [N, HV, K, V], the gradient of the final state; 0 if None.
+        cp_cache: the cache of a forward of the same batch; its segments and start states are used
+            again. None computes them here.
+        cp_context: must be None.
 
     Returns:
-        dq, dk, dv and dbeta in the dtype of their input; dg [B, T, HV], fp32, of each token's
-        natural log gate; dh0 [N, HV, K, V], fp32, or None without an initial state.
+        dq, dk, dv and dbeta in the dtype of their inputs; dg [B, T, HV] in fp32, the gradient of
+        each token's natural-log gate; dh0 [N, HV, K, V] in fp32, or None without an initial state.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: this version cannot run the call.
     """
     op = "chunk_gated_delta_rule_bwd"
     bound = warm_bound(op, exact, warm_log_bound)
@@ -209,7 +225,10 @@ def chunk_gated_delta_rule_bwd(
 def _check_cache(
     op: str, cp_cache: Sequence[Tensor], q: Tensor, v: Tensor, cu_seqlens: Tensor | None
 ) -> None:
-    """As far as shapes tell: whether it is of a batch like this one, or of none that was cut."""
+    """Raises ValueError if the shapes in cp_cache cannot come from a forward of such a batch.
+
+    An empty cache, and one whose tensors have no rows, pass. Nothing is checked while compiling.
+    """
     if not len(cp_cache) or torch.compiler.is_compiling():  # sizes may be data
         return
     expect_tensors(op, **{f"cp_cache[{n}]": x for n, x in enumerate(cp_cache)})

@@ -1,14 +1,15 @@
-"""The operators torch sees: schemas, shapes of the results, and where each device goes.
+"""The torch.library operators: their schemas, fake implementations, and CPU and CUDA functions.
 
     gdn_fwd, gdn_bwd         the gated delta rule, with the activations of g and beta inside
     l2norm_fwd, l2norm_bwd   the normalisation of q and k before it
 
-CPU tensors go to cpu.py and CUDA tensors to launch/forward.py. Each has a function named like the
-operator, with its arguments and results, and is imported when an operator first meets such a
-tensor. Results that were not asked for are None, and no result shares memory with an argument.
+CPU tensors go to cpu.py and CUDA tensors to launch/forward.py. Each of these modules has a function
+for every operator, with the operator's name, arguments and results. A module is imported when an
+operator is first called with its kind of tensor. Results that were not asked for are None, and no
+result shares memory with an argument.
 
-Autograd lives above, in api.py. For selective activation checkpointing name the operator:
-`torch.ops.qla_kernels.gdn_fwd.default`.
+The operators have no autograd formula: api.py applies the Functions of autograd.py. A policy for
+selective activation checkpointing names the operator `torch.ops.qla_kernels.gdn_fwd.default`.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ SCHEMAS = {
         bool output_final_state, bool output_h, bool is_train,
         bool auto_cp, bool enable_fwd_cp_cache, float warm_log_bound
     ) -> (Tensor o, Tensor? final_state, Tensor? g_cum, Tensor? A, Tensor? h, Tensor[] cp_cache)""",
-    # g is the raw gate, given together with A_log; without them dg is that of each token's gate
+    # g is the raw gate, given together with A_log. Without g, dg is the gradient of the gate itself
     "gdn_bwd": """(
         Tensor q, Tensor k, Tensor v, Tensor g_cum, Tensor beta, Tensor A, Tensor do, Tensor? dht,
         float scale, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu,
@@ -52,13 +53,16 @@ class Forward(NamedTuple):
     g_cum: Tensor | None  # [B, T, HV] natural log, cumulated within each chunk; fp32
     A: Tensor | None  # [B, T, HV, 64] gated inverse, in q's dtype
     h: Tensor | None  # [B, chunks, HV, K, V] before each chunk, in q's dtype; or [.., V, K]
-    # fields of Segments and of Maps, with start states for `left`; without elements where nothing
-    # was cut; no tensors where nothing was to be kept
+    # The fields of launch/segments.py's Segments and Maps, with start states in `left`. The tensors
+    # have no rows if no segments were kept; the list is empty if no cache was asked for.
     cp_cache: list[Tensor]
 
 
 class Backward(NamedTuple):
-    """Results of gdn_bwd, each like its input, but dh0 and the dg of a token's gate are fp32."""
+    """Results of gdn_bwd: each gradient has the shape and dtype of its input, with two exceptions.
+
+    dh0 is fp32, and so is dg where no raw gate was given. fp32 is fp64 where q is fp64.
+    """
 
     dq: Tensor
     dk: Tensor
@@ -71,7 +75,7 @@ class Backward(NamedTuple):
 
 
 def state_dtype(x: Tensor) -> torch.dtype:
-    """What gates and states are kept in: fp32, or fp64 for fp64 tensors."""
+    """Returns the dtype that gates and states have inside: fp32, or fp64 where x is fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -112,13 +116,13 @@ def _fake_gdn_fwd(
     state = (HV, V, K) if state_v_first else (HV, K, V)
     wide = state_dtype(q)
     kept = []
-    if enable_fwd_cp_cache:  # whether and where sequences are cut is known only when it runs
+    if enable_fwd_cp_cache:  # the number of segments is known only when the operator runs
         kept = empty_cache(q, HV, V, torch.library.get_ctx().new_dynamic_size)
     num_seqs: int | torch.SymInt = B
     num_chunks: int | torch.SymInt = -(-T // CHUNK)
     if cu_seqlens is not None:
         num_seqs = cu_seqlens.shape[0] - 1
-        if output_h:  # how many chunks a packed batch has depends on its lengths
+        if output_h:  # the number of chunks of a packed batch depends on its lengths
             num_chunks = torch.library.get_ctx().new_dynamic_size()
     return Forward(
         o=q.new_empty(v.shape),
@@ -131,7 +135,10 @@ def _fake_gdn_fwd(
 
 
 def empty_cache(q: Tensor, HV: int, V: int, size: Callable[[], Any] = int) -> list[Tensor]:
-    """The tensors of a cache, of no segments, or of as many as `size` says."""
+    """Returns the tensors of a cp_cache, uninitialised.
+
+    The first dimension of each is `size()`, which is called once per tensor and is 0 by default.
+    """
     K = q.shape[-1]
     tables = [q.new_empty(size(), dtype=torch.int32) for _ in range(5)]
     starts = q.new_empty(size(), HV, V, K, dtype=state_dtype(q))
@@ -182,7 +189,7 @@ def _fake_l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor
 
 
 def _like(x: Tensor) -> Tensor:
-    """Uninitialised and contiguous; empty_like would keep x's strides."""
+    """Returns an uninitialised contiguous tensor like x; empty_like would keep x's strides."""
     return x.new_empty(x.shape)
 
 

@@ -1,7 +1,8 @@
-"""Whether long sequences are cut into segments, and how far apart: pure functions of ints.
+"""Decides whether long sequences are cut into segments, and how long these are.
 
-A sequence in segments has several CTAs a head and tile, for the price of finding out the states in
-between (docs/notes/gdn-segments.md). Times in us, on an H200.
+All functions are pure functions of numbers. A cut sequence runs on several CTAs per head and tile,
+but the states between its segments have to be computed first (docs/notes/gdn-segments.md). Times
+are in us, measured on an H200.
 """
 
 import bisect
@@ -22,60 +23,65 @@ from qla_kernels.gdn.heuristics import (
 )
 from qla_kernels.tile.constants import CHUNK
 
-# How much of the state before them the chunks at a segment's end may leave for them to stand for
-# the whole segment, log: 6e-6. A state as an operand, in bf16, is rounded by 2e-3.
+# A window of chunks at a segment's end may stand for the whole segment if it scales the state
+# before it by less than e^this, 6e-6. Rounding a state to bf16, as an operand, changes it by 2e-3.
 WARM_LOG_BOUND = -12.0
-# Where no entry of such a map reaches 2^-150, half of the least number, the map is 0 in fp32.
+# Below this bound all entries of a map are under 2^-150, half of fp32's least number: 0 in fp32.
 EXACT_LOG_BOUND = -104.0
-LONG_LOG_BOUND = 2 * WARM_LOG_BOUND  # windows are long from there on, and so is reading their keys
+LONG_LOG_BOUND = 2 * WARM_LOG_BOUND  # with a lower bound windows, and reading their keys, are long
 
-# The kernels around the chains: launches, and what each CTA or wave of CTAs takes until it is busy
-# with chunks. By whether segment_map solves: one CTA on an SM, or else two, for which there is less
-# to launch, since segment_plan is chunk_table too, and more that begins beside another kernel.
+# Fixed cost of cutting, keyed by whether segment_map solves for A. If it does not, two of its CTAs
+# share an SM, segment_plan doubles as chunk_table and launches overlap: hence a negative cost.
 CUT = {True: 6.0, False: -10.0}
+# A CTA of segment_map before its first chunk; a wave of CTAs of segment_map_bwd before theirs.
 MAP_START, GRADIENT_MAP_WAVE = {True: 1.6, False: 7.5}, 12.0
-LOOK, LOOK_STEP = 2.3, 1.3  # what a CTA does to find a window: gates; norms of a chunk's keys
-GROWTH = 0.03  # or what kkt_solve does: a chunk of a value head on one SM
+LOOK, LOOK_STEP = 2.3, 1.3  # a CTA's search for its window: gates; per chunk, norms of its keys
+GROWTH = 0.03  # kkt_solve summing what keys add to the bound: per chunk and value head, on one SM
 SHORT = 3.5  # a launch in the backward
 AROUND_BACKWARD = 20.0  # segment_plan, gradients of sequences' first states, and joining streams
-MAP_CTAS = {True: 1, False: 2}
-MAP_STEP = {True: (1.4, 1.6), False: (1.15, 1.28)}  # a chunk of a CTA alone, or among so many
+MAP_CTAS = {True: 1, False: 2}  # of segment_map on an SM
+# Per chunk of a CTA of segment_map: at most one CTA per SM at once, or more CTAs than SMs.
+MAP_STEP = {True: (1.4, 1.6), False: (1.15, 1.28)}
 MAP_TILE = 64  # columns of a CTA
 SCAN_STEP = 0.65  # a cold segment in segment_scan
-COLD_SHARE = 0.25  # of the heads: those to be folded, at gates as FlashQLA publishes
-FORGOTTEN = 3.2  # by the others in a chunk: 64 tokens that keep 95 % of the state each
-GAIN = 0.95  # of the time of whole sequences at most, or they stay whole
-WHOLE = 0.94, -8.0  # of the model's time of whole sequences, and more: what they take
-CUT_KERNELS = (Forward(64, True), Forward(128, False))  # the others of STEP never gained
-WAVES = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 3)  # of CTAs that segments are made to fill
-QUIET, BUSY = 0.92, 0.9  # of a chunk's time in the forward; unless more of the SMs have a CTA
+COLD_SHARE = 0.25  # share of the heads that is cold, at gates like those FlashQLA publishes
+FORGOTTEN = 3.2  # log decay of the warm heads per chunk: 64 tokens, each keeps 95 % of the state
+GAIN = 0.95  # a cut must take less than this share of the time of whole sequences
+WHOLE = 0.94, -8.0  # the measured time of whole sequences is 0.94 of the model's time, less 8 us
+CUT_KERNELS = (Forward(64, True), Forward(128, False))  # cutting never gained with others of STEP
+WAVES = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 3)  # waves of CTAs that segments are sized to fill
+QUIET, BUSY = 0.92, 0.9  # a chunk takes 0.92 of its time if at most 0.9 of the SMs have a CTA
 
-Lengths = tuple[tuple[int, int], ...]  # (chunks, how many have so many)
+Lengths = tuple[tuple[int, int], ...]  # (chunks, how many sequences or segments have that length)
 
 
 class Plan(NamedTuple):
-    kernel: Forward  # which solves for A if segment_map does, and is given it if that is
+    kernel: Forward  # its `solves` holds for segment_map, too: both solve for A, or both read it
     segment_chunks: int | None  # the most chunks of a segment; None leaves sequences whole
-    warm_log_bound: float = -math.inf  # the caller's, or -inf: every head is folded, unasked
+    warm_log_bound: float = -math.inf  # the caller's; or -inf: all heads are folded, none searched
 
     @property
     def grows(self) -> bool:
-        """Whether kkt_solve is to sum what keys add to the bound, for which it takes 7 % longer:
-        where windows are short, segment_map has read them itself as soon."""
+        """True if kkt_solve has to sum what keys add to the bound, which costs it 7 % more time.
+
+        It does so only for long windows: segment_map reads the keys of short ones as fast itself.
+        """
         return not self.kernel.solves and -math.inf < self.warm_log_bound < LONG_LOG_BOUND
 
 
 def capacity(num_tokens: int, num_sequences: int, segment_chunks: int) -> int:
-    """The most segments there can be: a sequence of no token has one too."""
+    """Returns the most segments there can be; a sequence without tokens has one, too."""
     return num_sequences + num_tokens // (segment_chunks * CHUNK)
 
 
 def sequence_chunks(
     num_sequences: int, num_tokens: int, lengths: Sequence[int] | None = None
 ) -> Lengths:
-    """The chunks of the sequences of a batch; of unknown length, as if all were equally long.
+    """Returns the numbers of chunks of a batch's sequences, and how many have each number.
 
-    Of known lengths four digits count, in base 2: plans are then soon found, and found again.
+    If `lengths` (in tokens) is None, all sequences count as equally long. Otherwise each number of
+    chunks is rounded to four binary digits. Few different numbers remain, so that a plan is quick
+    to compute and more batches find theirs in the cache.
     """
     if lengths is None:
         mean = -(-num_tokens // (max(num_sequences, 1) * CHUNK))
@@ -89,7 +95,7 @@ def _rounded(chunks: int) -> int:
 
 
 def segment_chunks(sequences: Lengths, most: int) -> Lengths:
-    """The chunks of their segments, as segment_plan cuts them."""
+    """Returns the numbers of chunks of the sequences' segments, cut as segment_plan cuts them."""
     found: Counter[int] = Counter()
     for chunks, count in sequences:
         segments = max(1, -(-chunks // most))
@@ -108,10 +114,16 @@ def forward(
     warm_log_bound: float = WARM_LOG_BOUND,
     mapped: bool = False,
 ) -> Plan:
-    """The fastest way through a batch.
+    """Returns the plan of a forward that takes the least time by the model below.
 
-    warm_log_bound: what maps may leave out, log; they leave out nothing where that is faster.
-    mapped: other ranks ask for maps, so that there are segments in any case, if one a sequence.
+    Sequences stay whole unless cutting takes less than GAIN of their time.
+
+    Args:
+        sequences: (chunks, how many sequences have that many) pairs.
+        warm_log_bound: log of what maps may leave out. The plan has this bound, or -inf where
+            leaving out nothing is faster.
+        mapped: other ranks need this rank's maps, so the plan has segments in any case, be it one
+            per sequence.
     """
     kernels = [kernel for kernel in STEP if V % kernel.tile_v == 0]
     solving = _solve(sequences, num_value_heads, sm_count)
@@ -149,8 +161,11 @@ def forward(
 
 
 def gradient_bound(warm_log_bound: float) -> float:
-    """The one to make maps with in a backward, which has no sums of what keys add: where windows
-    are long, folding every head takes less time than looking for them."""
+    """Returns the bound for maps made in a backward: warm_log_bound, or -inf for long windows.
+
+    A backward has no sums from kkt_solve of what keys add to the bound. Where windows are long,
+    folding every head then takes less time than searching for its window.
+    """
     return warm_log_bound if warm_log_bound >= LONG_LOG_BOUND else -math.inf
 
 
@@ -164,10 +179,10 @@ def backward(
     warm_log_bound: float = WARM_LOG_BOUND,
     mapped: bool = False,
 ) -> int | None:
-    """The most chunks of a segment in a backward, or None to leave sequences whole.
+    """Returns the most chunks of a segment in a backward, or None to leave sequences whole.
 
-    Its two chains run beside each other: the longer one counts, as if it had half the GPU. Where
-    it is `mapped`, there are segments in any case.
+    The two chains of a backward run at the same time; the model counts one of them, on half of the
+    SMs. With `mapped`, other ranks need this rank's maps, so the result is never None.
     """
     half = sm_count // 2
     ctas = {step: num_value_heads * V // tile for tile, step in CHAIN_STEP.items() if tile <= V}
@@ -193,7 +208,11 @@ def backward(
 
 
 def _spacings(sequences: Lengths, ctas: int, sm_count: int) -> set[int]:
-    """The shortest segments, of `ctas` each, that go into so many waves of the GPU."""
+    """Returns numbers of chunks per segment: for each of WAVES, the fewest that fit into it.
+
+    Segments with `ctas` CTAs each fit into a number of waves if their CTAs are at most that many
+    times sm_count. Numbers that would leave all sequences whole are not returned.
+    """
 
     def segments(most: int) -> int:
         return sum(max(1, -(-chunks // most)) * count for chunks, count in sequences)
@@ -208,7 +227,7 @@ def _spacings(sequences: Lengths, ctas: int, sm_count: int) -> set[int]:
 
 
 def _solve(sequences: Lengths, heads: int, sm_count: int) -> float:
-    """gate and kkt_solve."""
+    """Returns the time of the kernels gate and kkt_solve."""
     return SOLVE_START + SOLVE_STEP * heads * _total(sequences) / sm_count
 
 
@@ -217,9 +236,10 @@ def _total(sequences: Lengths) -> int:
 
 
 def _chains(pieces: Lengths, step: float, ctas: int, sm_count: int) -> float:
-    """A chain's kernel, with so many CTAs a piece, of which one fills an SM.
+    """Returns the time of a chain's kernel with `ctas` CTAs per piece and one CTA on an SM.
 
-    Equal ones go in waves; short ones among long ones fill what a wave leaves empty.
+    Pieces of equal length run in waves. Where lengths differ, short pieces fill the SMs that the
+    last wave leaves empty.
     """
     durations = [(START + step * chunks, ctas * count) for chunks, count in pieces]
     total = sum(count for _, count in durations)
@@ -241,10 +261,15 @@ def _maps(
     solves: bool,
     reads_keys: bool,
 ) -> float:
-    """segment_map, where every segment but a sequence's last is mapped.
+    """Returns the time of segment_map, which maps every segment but each sequence's last.
 
-    CTAs of cold heads come first, and walk a segment each. Those of warm heads walk a window or,
-    for M, none: they fill up the last wave. A sequence's first segment needs no M.
+    CTAs of cold heads come first and walk a segment each. CTAs of warm heads fill up the last wave:
+    those for b walk a window, those for M walk nothing. A sequence's first segment needs no M.
+
+    Args:
+        pieces: the segments that `sequences` are cut into.
+        solves: segment_map solves for A.
+        reads_keys: segment_map reads the norms of keys to find windows; kkt_solve has not.
     """
     length, mapped = _mapped(sequences, pieces)
     firsts = sum(count for chunks, count in sequences if chunks > length)
@@ -267,7 +292,7 @@ def _maps(
 def _gradient_maps(
     sequences: Lengths, pieces: Lengths, heads: int, V: int, sm_count: int, warm_log_bound: float
 ) -> float:
-    """segment_map_bwd: all but a sequence's first segment, one CTA on an SM."""
+    """Returns the time of segment_map_bwd: every segment but a sequence's first, one CTA an SM."""
     length, mapped = _mapped(sequences, pieces)
     ctas = mapped * heads * V / MAP_TILE
     share, window = _windows(warm_log_bound, length)
@@ -277,19 +302,21 @@ def _gradient_maps(
 
 
 def _folds(sequences: Lengths, pieces: Lengths) -> float:
-    """segment_scan: neither the first nor the last segment of a sequence is folded."""
+    """Returns the time of segment_scan, which folds all but a sequence's first and last segment."""
     most = max(chunks for chunks, _ in sequences) / max(chunks for chunks, _ in pieces)
     return SCAN_STEP * max(0.0, most - 2)
 
 
 def _mapped(sequences: Lengths, pieces: Lengths) -> tuple[int, int]:
-    """Chunks of the longest segment, and how many segments have a map."""
+    """Returns the chunks of the longest segment, and the number of segments that have a map."""
     segments, of_sequence = (sum(count for _, count in x) for x in (pieces, sequences))
     return max(chunks for chunks, _ in pieces), segments - of_sequence
 
 
 def _windows(warm_log_bound: float, length: int) -> tuple[float, int]:
-    """The share of heads that are cold in segments of so many chunks; how many others walk."""
+    """Returns the share of heads that is cold in segments of `length` chunks, and the number of
+    chunks that a warm head walks.
+    """
     if warm_log_bound == -math.inf:
         return 1.0, length
     window = math.ceil(-warm_log_bound / FORGOTTEN)

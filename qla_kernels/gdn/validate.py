@@ -1,10 +1,11 @@
-"""What a call must satisfy: one `refusal`, and the checks that every implementation shares.
+"""Checks of a call's tensors, shared by all implementations, and the refusals.
 
-    check_*      the call is malformed: a ValueError, on every device
-    refusal      the call is well formed, but this version cannot run it: the text of an Unsupported
+    check_*      raise a ValueError if the call is malformed, on every device
+    refusal      returns the text of an Unsupported if the call is well formed, but this version
+                 cannot run it
 
-Both decide from shapes, dtypes, strides and the device's capability, which all ranks of a job
-share. contents.py reads values.
+Both decide from types, shapes, dtypes, strides, devices and the device's capability. They read no
+values of tensors; contents.py does.
 """
 
 from collections.abc import Iterable
@@ -34,14 +35,14 @@ ELSEWHERE = "use fla.ops.gated_delta_rule"
 
 
 class Gate(NamedTuple):
-    """How g is made from what the caller passes."""
+    """The arguments that decide whether g is a gate or the input of one, and its parameters."""
 
     use_gate_in_kernel: bool
     A_log: Tensor | None
     dt_bias: Tensor | None
 
     def parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """A_log and dt_bias if they are used; like FLA, they are ignored without the flag."""
+        """Returns A_log and dt_bias, or None twice without use_gate_in_kernel, as in FLA."""
         return (self.A_log, self.dt_bias) if self.use_gate_in_kernel else (None, None)
 
 
@@ -57,10 +58,18 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Why this call cannot be run, or None when it can, with gradients or without.
+    """Returns the reason why this version cannot run the call, or None if it can run it.
 
-    Anything else about a call is never a reason: g, beta and states come in any float dtype and
-    with any strides. Pass a capability to ask what a GPU would answer, with tensors of any device.
+    The answer is the same with and without gradients. It depends on the arguments here alone: g,
+    beta and states may have any float dtype and any strides.
+
+    Args:
+        q, k, v: as in `chunk_gated_delta_rule`, well formed.
+        cp_context: the call's context; one with another layout than "contiguous" is refused.
+        output_h: the state before each chunk is asked for; on a GPU, packed sequences then need
+            cu_seqlens_cpu.
+        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        op: the name that begins the text.
     """
     reason = _refused_everywhere(q, k, v, cp_context)
     if reason is None:
@@ -75,7 +84,7 @@ def refusal(
 
 
 def wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether autograd will ask for gradients of a call on these tensors."""
+    """Returns True if grad mode is on and one of the tensors requires a gradient."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -144,7 +153,10 @@ def check_tensors(
     cu_seqlens_cpu: Tensor | None = None,
     state_v_first: bool = False,
 ) -> None:
-    """Shapes, devices and dtypes that fit together; every tensor may have any strides."""
+    """Raises ValueError unless types, shapes, devices and dtypes fit together.
+
+    Strides are not checked. The dtypes of q, k and v are left to `refusal`.
+    """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         expect_tensors(op, q=q, k=k, v=v)
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -167,7 +179,7 @@ def check_tensors(
     expect_tensor(op, "beta", beta, (B, T, HV), "[B, T, HV]", where, floats=True)
     if cu_seqlens is not None:
         _check_cu_seqlens(op, q, cu_seqlens, cu_seqlens_cpu)
-    elif cu_seqlens_cpu is not None:  # FLA runs this as one sequence per batch row, in silence
+    elif cu_seqlens_cpu is not None:  # FLA silently runs this as one sequence per batch row
         fix = "pass both"
         raise ValueError(need(op, "cu_seqlens_cpu alone", "cu_seqlens on q's device", fix))
     if initial_state is not None:
@@ -232,7 +244,10 @@ def expect_tensor(
     device: torch.device,
     floats: bool = False,
 ) -> None:
-    """All at once: a call has many tensors, and its host time counts."""
+    """Raises ValueError unless x is a tensor of this shape and device, and a float if `floats`.
+
+    One function makes the three checks, because a call has many tensors and host time counts.
+    """
     if not isinstance(x, Tensor) or x.shape != shape:
         expect_shape(op, name, x, shape, letters)
     if floats and x.dtype not in FLOATS:

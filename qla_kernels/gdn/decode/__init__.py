@@ -1,1 +1,1 @@
-"""The token-by-token form, for decoding: one kernel, which updates states in place."""
+"""The token-by-token form for decoding: one kernel, which can update a pool of states in place."""

@@ -1,6 +1,7 @@
-"""The gated delta rule token by token: for decoding, where sequences grow by a few tokens a call.
+"""The public function for decoding: the gated delta rule token by token, forward only.
 
-Names, order and defaults are those of FLA 0.6.0's function, with one argument more. Forward only.
+It is for calls in which sequences grow by a few tokens. Names, order and defaults of its arguments
+equal those of FLA 0.6.0's function; state_indices is an additional argument.
 """
 
 from typing import Any
@@ -54,20 +55,22 @@ def fused_recurrent_gated_delta_rule(
     state_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule of `chunk_gated_delta_rule`, one token after the other.
+    """Computes the gated delta rule of `chunk_gated_delta_rule`, one token after the other.
 
-    Everything is computed in fp32 from the values passed; the state is read once and written once.
+    Computes in fp32, or in fp64 where q is fp64, and does not round between the steps. On a GPU a
+    state is read once and written once.
 
     Args:
         q, k: [B, T, H, K].
         v: [B, T, HV, V], HV a multiple of H.
         g: [B, T, HV], natural log of each token's decay; None for no decay.
-        gk, gv: refused: decays of rows or columns of the state are another operation.
+        gk, gv: must be None; decays per row or column of the state are not implemented.
         beta: [B, T, HV], or [B, T, HV, V] for each column of V; 1 if None.
         scale: K ** -0.5 if None.
-        initial_state: [N, HV, K, V], a state for each sequence; 0 if None. In another dtype than
-            fp32, or with other strides than a state has, it is copied first. With state_indices:
-            the pool [slots, HV, K, V], which stays where it is.
+        initial_state: [N, HV, K, V], a state for each sequence; 0 if None. On a GPU it is copied
+            first if it is not fp32, or if the kernel cannot read its strides or address. With
+            state_indices it is the pool [slots, HV, K, V], which is updated in place and never
+            copied.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
         use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
@@ -77,18 +80,21 @@ def fused_recurrent_gated_delta_rule(
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1] int32 or int64 on q's device; B is 1. Tokens past the last sequence are
             not read, and their results are 0.
-        state_indices: [N] int32 or int64 on q's device: sequence n starts from slot
-            state_indices[n] of the pool, and its final state replaces what is there. No two
-            sequences may share a slot. A negative index is a sequence of padding: no state is
-            touched, and its results are 0. So is one past the pool, on a GPU.
+        state_indices: [N] int32 or int64 on q's device. Sequence n starts from slot
+            state_indices[n] of the pool, and its final state overwrites that slot. Two sequences
+            must not share a slot. A negative index marks a sequence of padding: its results are 0,
+            and no slot is changed. On a GPU the same holds for an index past the pool; on a CPU,
+            and under QLA_CHECK=1, that is a ValueError.
 
     Returns:
-        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 or None; with
-        state_indices, the pool or None.
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 (fp64 where q is
+        fp64), or None. With state_indices the second result is the pool, or None.
 
     Raises:
-        ValueError: arguments do not fit together.
-        Unsupported: they do, but this version cannot run them. A backward raises it, too.
+        ValueError: the arguments do not fit together.
+        Unsupported: the arguments fit together, but this version cannot run them; or a backward
+            through the result is asked for.
+        TypeError: a keyword is unknown.
     """
     state_v_first = flag(OP, "state_v_first", _take_keywords(kwargs, state_v_first))
     options = {
@@ -139,7 +145,10 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
 def in_whole_pieces(state: Tensor) -> bool:
-    """Whether a kernel can read a state in its own layout, apart from where it begins."""
+    """Returns True if the kernel can read a state with these strides; does not check its address.
+
+    The last stride has to be 1 and the others multiples of STATE_PIECE.
+    """
     steps = [s for n, s in zip(state.shape[:-1], state.stride()[:-1], strict=True) if n > 1]
     return state.stride(-1) == 1 and all(s % STATE_PIECE == 0 for s in steps)
 
@@ -151,7 +160,10 @@ def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> bool:
 
 
 def _per_head(beta: Tensor, v: Tensor) -> Tensor:
-    """One column of a beta that has V of them."""
+    """Returns beta as [B, T, HV]: the first column of one that is [B, T, HV, V], else beta itself.
+
+    Raises ValueError if a beta of 4 dimensions does not have v's shape.
+    """
     if not isinstance(beta, Tensor) or beta.dim() != 4:
         return beta
     expect_shape(OP, "beta", beta, tuple(v.shape), "[B, T, HV, V]")
@@ -194,10 +206,11 @@ def recurrent_refusal(
     pool: Tensor | None = None,
     capability: tuple[int, int] | None = None,
 ) -> str | None:
-    """Why `fused_recurrent_gated_delta_rule` cannot run this call, or None when it can.
+    """Returns the reason why `fused_recurrent_gated_delta_rule` cannot run a call, or None.
 
-    `pool` is initial_state where it is updated in place. Pass a capability to ask what a GPU would
-    answer, with tensors of any device.
+    Args:
+        pool: initial_state of a call with state_indices, else None.
+        capability: answer for a GPU of this compute capability, whatever the tensors' device.
     """
     for name, x in (("gk", gk), ("gv", gv)):
         if x is not None:

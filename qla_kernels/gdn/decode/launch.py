@@ -1,7 +1,7 @@
-"""What runs on the GPU for the token-by-token form: one kernel, and usually nothing else.
+"""Launches the kernel of the token-by-token form, usually without any other kernel.
 
-Decoding calls it for every layer and token, so nothing is cast, packed or computed around it: the
-kernel reads gates in their own dtype, activates them, and takes either layout of a state.
+Decoding makes this call for every layer and token. To avoid casts and copies, the kernel reads
+gates in fp32 or in q's dtype, activates them, and takes both layouts of a state.
 """
 
 from typing import Any
@@ -79,12 +79,12 @@ def gdn_recurrent_slots(
     allow_neg_eigval: bool,
     state_v_first: bool,
 ) -> Tensor:
-    if past := _past(states):  # what a refusal could not ask of a call that torch.compile traced
+    if past := _past(states):  # `recurrent_refusal` cannot check it while torch.compile traces
         got = f"the pool of states begins {past} bytes past a multiple of {STATE_PIECE} numbers"
         raise Unsupported(need(OP, got, "an aligned first element", "allocate it by itself"))
     o = v.new_empty(v.shape)
     if o.numel() and state_indices.numel():
-        # one pool in two places: a warp has read all that it owns before it writes any of it
+        # The pool is both h0 and ht: a warp reads its whole part before it writes any of it.
         _launch(
             q, k, v, g, beta, A_log, dt_bias, scale, states, states, state_indices,
             cu_seqlens, o, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -93,7 +93,7 @@ def gdn_recurrent_slots(
         )  # fmt: skip
     else:
         o.zero_()
-    torch.autograd.graph.increment_version(states)  # no dispatcher may have seen the call
+    torch.autograd.graph.increment_version(states)  # the dispatcher does so, but may be bypassed
     return o
 
 
@@ -117,7 +117,7 @@ def _launch(
         for part in parts_in_reach(q, k, v, g, beta):
             q_b, k_b, v_b, g_b, beta_b, o_b = of_part(part, q, k, v, g, beta, o)
             h0_b, ht_b, indices = h0, ht, state_indices
-            if part is not WHOLE and indices is not None:  # into a pool
+            if part is not WHOLE and indices is not None:  # each index is into the whole pool
                 indices = indices[part]
             elif part is not WHOLE:
                 h0_b, ht_b = (None if x is None else x[part] for x in (h0, ht))
@@ -148,7 +148,7 @@ def arguments(
     allow_neg_eigval: bool,
     state_v_first: bool,
 ) -> tuple[kernel.Variant, tuple[Any, ...]]:
-    """The variant for a call with at least one token, and what to launch it with."""
+    """Returns the kernel's variant and its arguments, for a call with at least one token."""
     K, (HV, V) = q.shape[-1], v.shape[2:]
     has = {
         kernel.V_FIRST: state_v_first,
@@ -159,7 +159,7 @@ def arguments(
         kernel.H0: h0 is not None,
         kernel.HT: ht is not None,
     }
-    no_index = o.view(-1)[:2].view(torch.int32)  # stands for what is not there
+    no_index = o.view(-1)[:2].view(torch.int32)  # placeholder for absent index tensors
     states = [x.mT if state_v_first else x for x in (h0, ht) if x is not None]
     if not states:
         states = [v.new_empty((), dtype=torch.float32).expand(1, HV, K, V)]
@@ -192,11 +192,11 @@ def arguments(
 
 
 def _bytes(x: Tensor, half: torch.dtype) -> Tensor:
-    """x [..] as bytes [.., 4 or 2]; cast if it is neither fp32 nor `half`, which is unusual."""
+    """Returns x [..] as bytes [.., 4 or 2], cast to fp32 if its dtype is neither fp32 nor `half`."""
     x = x if x.dtype in (torch.float32, half) else x.float()
     return x.unsqueeze(-1).view(torch.uint8)
 
 
 def _past(state: Tensor) -> int:
-    """How many bytes past a whole access a state begins."""
+    """Returns how many bytes past a multiple of STATE_PIECE numbers a state begins."""
     return state.data_ptr() % (STATE_PIECE * state.element_size())

@@ -1,9 +1,9 @@
-"""The operators of the token-by-token form, and what they run on CPU tensors.
+"""The torch.library operators of the token-by-token form, with their CPU implementations.
 
-    gdn_recurrent         takes states and returns states
-    gdn_recurrent_slots   updates states of a pool in place, each where an index says
+    gdn_recurrent         takes initial states and returns final states
+    gdn_recurrent_slots   updates states of a pool in place, in the slots that indices name
 
-CUDA tensors go to decode/launch.py, imported when an operator first meets one.
+CUDA tensors go to decode/launch.py, which is imported at an operator's first call with one.
 """
 
 from collections.abc import Callable
@@ -130,7 +130,10 @@ def _check_gates(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *args
 
 
 def _check_indices(q: Tensor, *args: Any) -> None:
-    """Gates are left alone: tokens of a sequence that is skipped may hold anything."""
+    """Raises ValueError if cu_seqlens is wrong, or an index is used twice or is past the pool.
+
+    Gates are not checked, because tokens of a sequence with a negative index may hold anything.
+    """
     states, state_indices, cu_seqlens = args[-3:]
     contents.check_bounds(OP, q.shape[1], cu_seqlens)
     used = [i for i in state_indices.tolist() if i >= 0]

@@ -1,4 +1,5 @@
-"""What runs on a GPU: allocates, picks variants, launches kernels in order.
+"""The host code on a GPU: allocates results, picks variants and launches kernels in order.
 
-forward.py and backward.py have the whole order; the others launch a group of kernels each.
+forward.py and backward.py show the whole order. segments.py, chains.py, states.py and
+activations.py launch one group of kernels each; tensors.py prepares the tensors of a call.
 """

@@ -1,6 +1,6 @@
-"""Raw gates and betas: activated before the kernels that read them, and the way back.
+"""Activates raw gates and betas for the other kernels, and computes the gradients of raw values.
 
-Casts and packing are part of both. Where there is nothing to do, nothing is launched.
+Both directions also cast and pack. Nothing is launched where there is nothing to do.
 """
 
 import torch
@@ -17,7 +17,7 @@ _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
 
 
 def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> float:
-    """What the sigmoid of beta is multiplied by; 0 where there is no sigmoid."""
+    """Returns the factor of beta's sigmoid, 1 or 2, or 0 if there is no sigmoid."""
     return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
 
 
@@ -29,7 +29,11 @@ def activate(
     beta_range: float,
     as_is: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """g and beta [B, T, HV], contiguous and fp32; a beta without a sigmoid may also be `as_is`."""
+    """Returns the activated g and beta [B, T, HV], contiguous and in fp32.
+
+    g or beta is returned itself if it has no activation and is contiguous fp32 already; so is a
+    contiguous beta in the dtype `as_is`.
+    """
     g_out = None if A_log is None and _is_ready(g) else _fp32(g)
     beta_out = None if not beta_range and _is_ready(beta, as_is) else _fp32(beta)
     _activate(g, beta, A_log, dt_bias, beta_range, g_out, beta_out)
@@ -37,7 +41,7 @@ def activate(
 
 
 def activate_beta(beta: Tensor, beta_range: float) -> Tensor:
-    """beta [B, T, HV], contiguous and fp32."""
+    """Returns the activated beta [B, T, HV], contiguous and in fp32; beta itself if it is ready."""
     if not beta_range and _is_ready(beta):
         return beta
     out = _fp32(beta)
@@ -54,7 +58,7 @@ def _activate(
     g_out: Tensor | None,
     beta_out: Tensor | None,
 ) -> None:
-    """What is not wanted is None."""
+    """Writes the activated g to g_out and beta to beta_out; one that is None is not computed."""
     first = beta_out if g_out is None else g_out
     second = first if beta_out is None else beta_out
     if first is None or second is None or not beta.numel():
@@ -82,15 +86,17 @@ def backward(
     beta_range: float,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of what the caller passed, from those of what `activate` made of it.
+    """Computes the gradients of the caller's tensors from those of the results of `activate`.
 
     Args:
-        g: as passed, together with A_log; None if it was not raw.
-        beta: as passed.
-        dg, dbeta: [B, T, HV] fp32, contiguous, 0 for tokens of no sequence; may be written to.
+        g: the caller's raw gate, together with A_log; None if the caller's g was not raw.
+        beta: the caller's beta.
+        dg, dbeta: [B, T, HV] fp32, contiguous, 0 for tokens of no sequence; may be overwritten.
+        beta_range: as `beta_range` returns it.
 
     Returns:
-        dg, dbeta, dA_log and ddt_bias.
+        dg in g's dtype, dbeta in beta's, and dA_log and ddt_bias, None if there is no such
+        parameter. dg is in fp32 if g is None.
     """
     if g is None and not beta_range and beta.dtype == dbeta.dtype:
         return dg, dbeta, None, None
@@ -139,9 +145,10 @@ def backward(
 def _described(
     g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
 ) -> tuple[list[Tensor], list[int]]:
-    """What the kernels read, as bytes; bytes from a head to the next, and dtypes, of each.
+    """Returns byte views of g, beta, A_log and dt_bias, then their head strides and dtype ids.
 
-    What is absent is not read.
+    The second list has the four strides in bytes from a head to the next, then the four ids. An
+    absent parameter is replaced by another tensor, which the kernels do not read.
     """
     A_log = g[0, 0] if A_log is None else A_log
     call = (g, beta, A_log, A_log if dt_bias is None else dt_bias)
@@ -152,7 +159,7 @@ def _described(
 def _flags(
     g: Tensor | None, beta: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None
 ) -> int:
-    """By what is there."""
+    """Returns the kernel's bit mask: one bit for each of the four that is not None."""
     return (
         (0 if g is None else activate_kernel.G)
         | (0 if beta is None else activate_kernel.BETA)
@@ -166,15 +173,18 @@ def _is_ready(x: Tensor, as_is: torch.dtype = torch.float32) -> bool:
 
 
 def _fp32(x: Tensor) -> Tensor:
-    """Room for x."""
+    """Returns an uninitialised contiguous fp32 tensor of x's shape."""
     return torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
 def _like(x: Tensor, dx: Tensor) -> Tensor:
-    """Room for the gradient of x: where it is, if it need not be cast."""
+    """Returns memory for the gradient of x: dx itself, or a new tensor if dtypes differ."""
     return dx if x.dtype == dx.dtype else dx.new_empty(dx.shape, dtype=x.dtype)
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Of x [.., heads]: rows of all its bytes, or of each number's first where they lie apart."""
+    """Returns a byte view of x [.., heads] whose rows begin with the first byte of a head's number.
+
+    If heads are adjacent, rows have all bytes of x; otherwise they have each number's first byte.
+    """
     return x.view(torch.uint8) if x.stride(-1) == 1 else x[..., None].view(torch.uint8)[..., 0]

@@ -1,4 +1,4 @@
-"""The backward on the GPU: two chains over the chunks, then every chunk's gradients by itself."""
+"""The backward on the GPU: two chains over the chunks, then the gradients of each chunk alone."""
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def gdn_bwd(
                 warm_log_bound,
                 cp_cache,
             )
-            if others is None:  # not before: what the states were found with is gone by now
+            if others is None:  # allocated only now, when temporaries of states_around are free
                 others = tuple(x.new_empty(x.shape) for x in (q, k, g_cum, g_cum))
             dq_b, dk_b, *gates_b = of_part(b, *others)
             out = dq_b, dk_b, dv_b, *gates_b
@@ -87,7 +87,7 @@ def gdn_bwd(
                     x.zero_()
             else:
                 chunk_grads(inputs, states, scale, out)
-            del states  # before the next part's
+            del states  # frees them before the next part allocates its own
         assert others is not None, "there is a part, if an empty one"
         dq, dk, dg, dbeta = others
         dg, dbeta, *parameters = activations.backward(
@@ -98,7 +98,7 @@ def gdn_bwd(
 
 @torch.no_grad()
 def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The gradient of x [B, T, H, K] of l2norm_fwd; tokens of no sequence get 0."""
+    """Returns the gradient of x [B, T, H, K] of l2norm_fwd; 0 for tokens of no sequence."""
     dx = x.new_empty(x.shape)
     if dx.numel():
         pieces = (-1, l2norm_kernel.SPAN)
@@ -119,15 +119,16 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def chunk_grads(
     inputs: tuple[Tensor, ...], states: States, scale: float, out: tuple[Tensor, ...]
 ) -> None:
-    """The gradients of all chunks, from the states around each.
+    """Writes the gradients of every chunk, from the states before and after it.
 
     Args:
         inputs: q, k, v, do [B, T, heads, size], of any strides that flatten to tokens, with unit
-            last stride; g_cum, beta [B, T, HV] fp32, g_cum in natural log, and A [B, T, HV, 64], of
-            kkt_solve.
-        states: those of the chains, which may hold some in the dv of `out`.
-        out: dq, dk [B, T, H, K], dv [B, T, HV, V] in q's dtype, dg, dbeta [B, T, HV] fp32: written;
-            tokens of no sequence with zeros.
+            last stride; g_cum, beta [B, T, HV] fp32, g_cum in natural log; A [B, T, HV, 64] of the
+            forward.
+        states: results of the chains. A part of dS may lie in the dv of `out`; it is read before dv
+            is written.
+        out: dq, dk [B, T, H, K], dv [B, T, HV, V] in q's dtype, dg, dbeta [B, T, HV] fp32; written,
+            with 0 for tokens of no sequence.
     """
     q, k, v, do, g_cum, beta, A = inputs
     h, dS, table, held = states
@@ -160,13 +161,17 @@ def chunk_grads(
         grouped(dg.view(B * T, HV)),
         grouped(dbeta.view(B * T, HV)),
         scale,
-        min(device.sm_count(q.device), table.chunks.shape[0] * H),  # CTAs that stay and walk
+        min(device.sm_count(q.device), table.chunks.shape[0] * H),  # persistent CTAs
         int(held is not None),
     )
 
 
 def readable(x: Tensor, flat: bool = False) -> Tensor:
-    """x [B, T, heads, size] in whole 16 bytes: a gradient comes in whatever strides it has."""
+    """Returns x [B, T, heads, size], or a contiguous copy where kernels cannot read its strides.
+
+    Incoming gradients may have any strides. Kernels need a unit last stride, a base and positive
+    other strides that are multiples of 16 bytes and, with `flat`, tokens a constant distance apart.
+    """
     step = TMA_ALIGNMENT // x.element_size()
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
     in_whole_pieces = (

@@ -1,4 +1,7 @@
-"""The two chains of the backward, one state a chunk each; and the states that a caller asks for."""
+"""Launches the two chains of the backward, which store a state or its gradient for every chunk.
+
+`public_states` uses one of them for a forward with output_h.
+"""
 
 from typing import NamedTuple
 
@@ -26,17 +29,21 @@ from qla_kernels.varlen import capacity
 
 
 class Held(NamedTuple):
-    """The first 64 rows (of V) of each dS, where they need no memory: until chunk_grads has read
-    them, they are as large as the chunk's dV, which it will write there.
+    """Memory for rows 0 to 63 (of V) of each dS, most of it in the dV output.
+
+    Both have 64 x 128 elements per chunk, and chunk_grads reads these rows before it writes dV.
     """
 
-    dv: Tensor  # [B, T, HV, V]: of chunks of 64 tokens
-    tails: Tensor  # [N, HV, 64, K]: of a sequence's last chunk, if it has fewer
-    owner: Tensor  # [capacity of the chunk table] int32: the sequence of such a chunk
+    dv: Tensor  # [B, T, HV, V]: for chunks of 64 tokens
+    tails: Tensor  # [N, HV, 64, K]: for a sequence's last chunk, if it has fewer than 64 tokens
+    owner: Tensor  # [capacity of the chunk table] int32: the sequence whose last chunk that is
 
 
 def held_by(dv: Tensor, K: int, num_sequences: int) -> Held | None:
-    """Room for it in dv; None where sizes differ, or 64 rows are all there are."""
+    """Returns a Held that uses dv, or None unless K and V are both 128.
+
+    The sizes per chunk differ if K and V do, and for V = 64 the 64 rows would be all of dS.
+    """
     B, T, HV, V = dv.shape
     if not K == V == 2 * TILE:
         return None
@@ -58,7 +65,7 @@ def chunk_states(
     tile_v: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The state that enters each chunk, or every so many chunks of a sequence.
+    """Computes the state that enters each chunk, or one state per `every` chunks of a sequence.
 
     Args:
         k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
@@ -69,11 +76,11 @@ def chunk_states(
         every: store the states of the chunks whose number in the sequence is a multiple of this.
         ht: [N, HV, K, V] fp32, any strides, written if given.
         tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
-        out: the result, with a slot for every state; made for the most there can be if None.
+        out: memory for the result; allocated for the most states there can be if None.
 
     Returns:
-        [slots, HV, V, K] in k's dtype. Sequence n owns ceil(chunks / every) slots, behind those of
-        the sequences before it; slots that no sequence owns are not written.
+        [slots, HV, V, K] in k's dtype. Sequence n owns ceil(chunks / every) slots, after those of
+        sequence n - 1; slots that no sequence owns are not written.
     """
     B, T, HV, V = v.shape
     K = k.shape[-1]
@@ -112,10 +119,17 @@ def public_states(
     cu_seqlens_cpu: Tensor | None,
     state_v_first: bool,
 ) -> Tensor:
-    """The states before all chunks, [B, chunks, HV, K, V] or [.., V, K], as a caller gets them.
+    """Returns the state before each chunk in the caller's layout.
 
-    k, v and h0 are the caller's, beta is activated, and saved is g_cum and A. Only cu_seqlens_cpu
-    tells without asking the device how many chunks packed sequences have: `refusal` demands it.
+    Args:
+        k, v, h0: as the caller passed them, h0 in fp32.
+        beta: activated.
+        saved: g_cum and A.
+        cu_seqlens_cpu: needed with cu_seqlens, as `refusal` demands: without it the number of
+            chunks would have to be read from the device.
+
+    Returns:
+        [B, chunks, HV, K, V] in k's dtype, or [.., V, K] if state_v_first.
     """
     B, T, HV, V = v.shape
     g_cum, A = saved
@@ -149,7 +163,7 @@ def dstate_chain(
     tile_v: int | None = None,
     held: Held | None = None,
 ) -> Tensor:
-    """The gradient of the state that leaves each chunk.
+    """Computes the gradient of the state that leaves each chunk.
 
     Args:
         q, k, do: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
@@ -159,11 +173,11 @@ def dstate_chain(
         first_chunk: [N + 1] of the chunk table.
         dh0: [N, HV, K, V] fp32, any strides, written if given.
         tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
-        held: where the first 64 rows of V go, if given.
+        held: memory for rows 0 to 63 of V; None keeps them in the result.
 
     Returns:
-        [capacity of the chunk table, HV, V, K] in k's dtype, without the rows that are held; what
-        no chunk owns is not written.
+        [capacity of the chunk table, HV, V, K] in k's dtype, or [.., V - 64, K] with `held`; rows
+        past the last chunk are not written.
     """
     B, T, HV, V = do.shape
     K = k.shape[-1]
@@ -198,14 +212,17 @@ def dstate_chain(
 def held_rows(
     held: Held | None, dS: Tensor, values: Tensor, integers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dv, tails and owner for a kernel; if there are none, others of such shapes, not touched."""
+    """Returns dv, tails and owner as a kernel takes them.
+
+    If held is None, these are placeholders of the same ranks, which the kernel does not access.
+    """
     if held is None:
         return tokens(values), dS.view(-1, dS.shape[1], TILE, dS.shape[3]), integers
     return tokens(held.dv), held.tails, held.owner
 
 
 def _first_slot(first_chunk: Tensor, every: int) -> Tensor:
-    """first_chunk, counting every so many chunks of each sequence."""
+    """Returns the first slot of each sequence, [N + 1] int32: ceil(chunks / every) slots each."""
     if every == 1:
         return first_chunk
     slots = (first_chunk.diff() + every - 1) // every
@@ -216,5 +233,5 @@ def _tile_v(num_sequences: int, values: Tensor, wanted: int | None) -> int:
     if wanted is not None:
         return wanted
     HV, V = values.shape[2:]
-    half = device.sm_count(values.device) // 2  # a backward runs the chains beside each other
+    half = device.sm_count(values.device) // 2  # a backward runs both chains at the same time
     return heuristics.tile_v(num_sequences, HV, V, half)

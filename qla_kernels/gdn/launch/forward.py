@@ -1,4 +1,13 @@
-"""What runs on the GPU, in order. Allocates, chooses variants, launches; reads nothing back."""
+"""The forward on the GPU: allocates, chooses variants, and launches kernels in this order.
+
+    activate               g and beta, activated, in fp32
+    segment_plan           only if sequences are cut: where, and the table of chunks
+    gate, kkt_solve        only if the chain does not solve for A: g_cum and A
+    segment_map, _scan     only if sequences are cut: the state that enters each segment
+    fused_fwd              the chain over the chunks: o and final states
+
+No value is read back from the GPU.
+"""
 
 import functools
 
@@ -96,10 +105,10 @@ def gdn_fwd(
                 g_cum_b, A_b = of_part(b, *saved)
                 saved_b = (g_cum_b, A_b)
             start, ends_of = key_first(h0, b, state_v_first), None
-            g_read, A_read = g_b, None  # by what comes before the chains
+            g_read, A_read = g_b, None  # inputs of segment_map
             cut = table = growth = None
             if plan.segment_chunks is not None:
-                if not plan.kernel.solves:  # which chunks there are is found out beside that
+                if not plan.kernel.solves:  # segment_plan writes the chunk table, too
                     table = room_for_chunks(q_b.shape[0] * q_b.shape[1], bounds)
                     growth = torch.empty_like(g_b) if plan.grows else None
                 cut = segments.cut(g_b, bounds, plan.segment_chunks, table=table)
@@ -110,7 +119,7 @@ def gdn_fwd(
                     k_b, v_b, g_read, beta_b, A_read, start, cut, plan.warm_log_bound, growth,
                     early=not plan.kernel.solves,
                 )  # fmt: skip
-                start = segments.start_states(found, start, cut)  # in memory that `found` has
+                start = segments.start_states(found, start, cut)  # a view of found.left
                 bounds, ends_of = cut.bounds, cut.ends_of
                 if len(parts) == 1:
                     kept = (*cut, *found)
@@ -130,7 +139,11 @@ def gdn_fwd(
 
 
 def l2norm_fwd(x: Tensor) -> Tensor:
-    """x [B, T, H, K], bf16 or fp16, K 64 or 128: strides of whole 16 bytes, unit last stride."""
+    """Returns x divided by its L2 norm over K, contiguous.
+
+    x is [B, T, H, K] in bf16 or fp16, with K 64 or 128, a unit last stride and other strides that
+    are multiples of 16 bytes.
+    """
     require_aligned(OP, x=x)
     K, span = x.shape[3], l2norm_kernel.SPAN
     with device.of(x):
@@ -146,14 +159,16 @@ def l2norm_fwd(x: Tensor) -> Tensor:
 
 
 def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
-    """Cumulated gates of every chunk, into g_cum and in the layout that the other kernels fetch.
+    """Cumulates the gates within each chunk; returns them in the layout that kkt_solve fetches.
 
     Args:
         g, beta: [B, T, HV] fp32, g in natural log; any strides that flatten to tokens.
-        g_cum: [B, T, HV] fp32, natural log.
+        table: the chunks.
+        g_cum: [B, T, HV] fp32, written: the cumulated gates in natural log.
 
     Returns:
-        [capacity of the table, HV, 3, 64] fp32: gamma in base 2, beta and fall of each chunk.
+        [capacity of the table, HV, 3, 64] fp32: three rows per chunk, gamma in base 2, beta and
+        fall.
     """
     num_tokens, HV = g.shape[0] * g.shape[1], g.shape[2]
     gates = g.new_empty(table.chunks.shape[0], HV, 3, CHUNK)
@@ -173,17 +188,17 @@ def kkt_solve(
     out: tuple[Tensor, Tensor] | None = None,
     growth: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The cumulated gates and the gated inverse of every chunk.
+    """Computes the cumulated gates and the gated inverse of every chunk.
 
     Args:
         k: [B, T, H, K], bf16 or fp16; any strides that flatten to tokens, with unit last stride.
         g: [B, T, HV] fp32, natural log.
         beta: [B, T, HV] fp32.
-        cu_seqlens: [N + 1], B = 1.
-        table: the chunks, where the caller has them already.
-        out: g_cum and A to write into.
-        growth: [B, T, HV] fp32: at the last of every 16 tokens of a chunk, the sum over them of
-            log max(1, |1 - beta |k|^2|), written if given, for segments.maps.
+        cu_seqlens: [N + 1], with B = 1; None if each batch row is a sequence.
+        table: the table of chunks; made here if None.
+        out: g_cum and A to write into; allocated here if None.
+        growth: [B, T, HV] fp32, written if given, for segments.maps: at the last of every 16 tokens
+            of a chunk, the sum over the 16 of log max(1, |1 - beta |k|^2|).
 
     Returns:
         g_cum [B, T, HV] fp32, natural log, inclusive within each chunk, and A [B, T, HV, 64] in k's
@@ -213,13 +228,16 @@ def kkt_solve(
 
 
 def walkers(variant: kkt_solve_kernel.Variant, chunks: int, heads: int, sm_count: int) -> int:
-    """CTAs a key head: as many as are resident together, and no more than there are chunks."""
+    """Returns the CTAs of kkt_solve per key head: those resident at once, at most one per chunk."""
     return max(1, min(chunks, _ctas_per_sm(variant) * sm_count // heads))
 
 
 @functools.cache
 def _ctas_per_sm(variant: kkt_solve_kernel.Variant) -> int:
-    """Making a schedule, which checks itself, takes the host as long as ten launches."""
+    """Returns how many CTAs of kkt_solve an SM holds.
+
+    Cached: making a schedule, which checks itself, takes the host as long as ten launches.
+    """
     return kkt_solve_kernel.schedule(variant).ctas_per_sm
 
 
@@ -239,20 +257,23 @@ def fused_fwd(
     ends_of: Tensor | None = None,
     alike: bool = False,
 ) -> None:
-    """The chain over each sequence's chunks.
+    """Runs the chain over each sequence's chunks: writes o and, where given, ht and saved.
 
     Args:
         q, k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
         g: [B, T, HV] fp32.
-        beta: [B, T, HV], fp32 or as q.
+        beta: [B, T, HV], in fp32 or in q's dtype.
         h0: [N, HV, K, V] fp32, any strides; zeros if None.
-        o: [B, T, HV, V], written; rows at or past cu_seqlens[-1] with zeros.
+        o: [B, T, HV, V], written; rows at or past cu_seqlens[-1] become 0.
         ht: [N, HV, K, V] fp32, any strides, written if given.
-        saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64], for the backward: written, if given,
-            or, where the plan does not solve, read, having come from kkt_solve.
-        ends_of: where sequences are segments, whose h0 segment_scan was launched for right before:
-            what else is read was there before that began. See tile/dependent.py.
-        alike: whether the sequences are known to be of one length, or nearly so.
+        saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64]. If the plan solves, they are written for
+            the backward, or not at all if None. Otherwise they are read and come from kkt_solve.
+        plan: the kernel to run.
+        ends_of: given if the sequences are segments: the sequence that each segment ends, or -1. It
+            also promises that segment_scan, which writes h0, is the launch right before this one,
+            and that all other inputs were complete before segment_scan began: the kernel reads them
+            early. See tile/dependent.py.
+        alike: the sequences are known to have one length, or nearly one.
     """
     B, T, HV, V = v.shape
     K = q.shape[-1]
@@ -265,7 +286,7 @@ def fused_fwd(
     g, beta, bounds = g.view(B * T, HV), beta.view(B * T, HV), cu_seqlens.int().contiguous()
     is_16 = beta.dtype != torch.float32
     items = N * HV * (V // plan.tile_v)
-    if saved is None:  # nothing is written there
+    if saved is None:  # placeholders, which the kernel does not write
         g_cum, A = g, o.as_strided((B * T, HV, 1, CHUNK), (HV * CHUNK, CHUNK, CHUNK, 1))
     else:
         g_cum, A = saved[0].view(B * T, HV), saved[1].view(B * T, HV, 1, CHUNK)

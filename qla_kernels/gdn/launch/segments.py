@@ -1,11 +1,12 @@
-"""Long sequences in segments, on the GPU: where they are cut, and the state that enters each.
+"""Cuts long sequences into segments on the GPU, and computes the state that enters each segment.
 
-A segment begins a multiple of 64 tokens into its sequence, so to every other kernel it is a
-sequence like any other: with `bounds` for cu_seqlens, and its start state for an initial state.
+A segment begins a multiple of 64 tokens into its sequence, so that the other kernels can treat it
+as a sequence: `bounds` then serves as cu_seqlens, and its start state as an initial state.
 
-The first sequence of a shard may come from another rank, and the last one go on at another. Such an
-open end has an empty segment of its own: what enters or leaves there is the state between two
-segments. A `link` is what the sequence does to a state or gradient on its way through.
+The first sequence of a shard may come from another rank, and its last one may continue on another
+rank. An open end is such an end of a sequence. An empty segment is added there, so that the state
+that enters or leaves the shard lies between two segments, like any other. A `link` is the affine
+map that this rank's part of such a sequence applies to a state or gradient that passes through.
 """
 
 from collections.abc import Sequence
@@ -29,16 +30,16 @@ from qla_kernels.varlen import ChunkTable
 
 
 class Segments(NamedTuple):
-    """Segments of packed sequences, one after the other, with room for the most there can be.
+    """Tables of the segments of packed sequences, with room for the most segments there can be.
 
-    Behind the last one there are empty ones that belong to no sequence.
+    Segments lie end to end. Rows after the last segment are empty segments of no sequence.
     """
 
     bounds: Tensor  # [capacity + 1] int32: segment p has the tokens bounds[p] to bounds[p + 1]
     starts_of: Tensor  # [capacity + 1] int32: the sequence that segment p begins, or -1
     ends_of: Tensor  # [capacity + 1] int32: the sequence that segment p ends, or -1
     first_segment: Tensor  # [N + 1] int32
-    heads: Tensor  # [HV] int32: those first that look as if they forget least
+    heads: Tensor  # [HV] int32: an order of the heads; those that seem to forget least come first
 
     @property
     def capacity(self) -> int:
@@ -46,15 +47,21 @@ class Segments(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """What segments do to the states that enter them: S_end = M S_start + b."""
+    """The affine maps of the segments: S_end = M S_start + b.
 
-    left: Tensor  # [capacity, HV, V, K] fp32: in row p + 1, b or all of what segment p leaves
-    M: Tensor  # [capacity, HV, 2, K, K] bf16: where cold, M^T as the sum of two
-    cold: Tensor  # [capacity, HV] int32: whether M is needed; unwritten for a sequence's last one
+    A segment is warm for a head if b is the state that leaves it, and cold if M is needed.
+    """
+
+    left: Tensor  # [capacity, HV, V, K] fp32: row p + 1 has b of segment p, transposed
+    M: Tensor  # [capacity, HV, 2, K, K] bf16: if cold, M^T as the sum of two terms
+    cold: Tensor  # [capacity, HV] int32: 1 if M is needed; not written for a sequence's last one
 
 
 def of_cache(cp_cache: Sequence[Tensor]) -> tuple[Segments, Maps] | None:
-    """What a forward kept, with start states in place of `left`; None if it cut nothing."""
+    """Returns the segments and maps in a forward's cache, or None if it holds no segments.
+
+    `left` of these maps holds the start states.
+    """
     if not cp_cache or not cp_cache[0].numel():
         return None
     num = len(Segments._fields)
@@ -69,11 +76,17 @@ def cut(
     open_end: bool = False,
     table: ChunkTable | None = None,
 ) -> Segments:
-    """Sequences of more than `segment_chunks` chunks, cut into segments of nearly equal length.
+    """Cuts sequences of more than `segment_chunks` chunks into segments of nearly equal length.
 
     Args:
-        g: [B, T, HV] fp32, gates or their sums within chunks.
-        table: room for the chunks of the sequences, written in the same launch.
+        g: [B, T, HV] fp32, gates or their sums within chunks; samples of it decide the order of
+            heads.
+        segment_chunks: the most chunks of a segment.
+        open_start, open_end: the first sequence began, or the last one continues, on another rank.
+        table: if given, the chunks of the sequences are written to it by the same launch.
+
+    Returns:
+        The tables, filled by one launch.
     """
     (B, T, HV), N = g.shape, cu_seqlens.shape[0] - 1
     rows = capacity(B * T, N, segment_chunks) + open_start + open_end + 1
@@ -109,18 +122,19 @@ def maps(
     growth: Tensor | None = None,
     early: bool = False,
 ) -> Maps:
-    """What each segment does to the state that enters it.
+    """Returns the map of each segment but a sequence's last one, which no later segment needs.
 
     Args:
         k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
-        g: [B, T, HV] fp32, natural log: g_cum of kkt_solve where A is given, else gates.
-        beta: [B, T, HV] fp32; where A is None, it may also be as k.
-        A: [B, T, HV, 64] of kkt_solve; solved for again, and not kept, if None.
+        g: [B, T, HV] fp32, natural log: g_cum of kkt_solve if A is given, else gates.
+        beta: [B, T, HV] fp32; if A is None, it may also have k's dtype.
+        A: [B, T, HV, 64] of kkt_solve; if None, the kernel solves for it and does not store it.
         h0: [N, HV, K, V] fp32, any strides; zeros if None.
-        warm_log_bound: where the chunks at a segment's end leave less than e^this of the state that
-            enters them, those chunks alone are taken.
-        growth: [B, T, HV] fp32 of kkt_solve; found out here, from the keys, if None.
-        early: A and growth come from the launch right before, all else from older ones.
+        warm_log_bound: if the last chunks of a segment scale the state before them by less than
+            e^this, only these chunks are walked, from a state of 0, and the segment is warm.
+        growth: [B, T, HV] fp32 of kkt_solve; if None, the kernel computes it from the keys.
+        early: A and growth come from the launch right before this one and all other inputs from
+            earlier launches; the kernel then reads these before that launch ends.
     """
     (B, T, HV, V), K = v.shape, k.shape[-1]
     found = Maps(
@@ -156,11 +170,15 @@ def maps(
 def start_states(
     found: Maps, h0: Tensor | None, segments: Segments, entering: Tensor | None = None
 ) -> Tensor:
-    """The state that enters each segment, from what `maps` found; takes the place of `left`.
+    """Folds the maps of `maps` into the state that enters each segment.
 
-    entering: [HV, V, K] fp32, the state that enters the tokens at an open start.
+    Overwrites found.left.
 
-    Returns [capacity, HV, K, V] fp32; rows of no segment are not written.
+    Args:
+        entering: [HV, V, K] fp32, the state that enters the tokens at an open start.
+
+    Returns:
+        [capacity, HV, K, V] fp32, a view of found.left; rows of no segment are not written.
     """
     if entering is not None:
         found.left[1].copy_(entering)
@@ -180,9 +198,9 @@ def end_gradients(
     segments: Segments,
     warm_log_bound: float,
 ) -> Tensor:
-    """The gradient of the state that leaves each segment.
+    """Returns the gradient of the state that leaves each segment, [capacity, HV, K, V] fp32.
 
-    As `left_gradients`, and then `fold_gradients`; found: of `maps`, with the same bound.
+    Runs `left_gradients`, and then `fold_gradients` with the maps `found`.
     """
     left = left_gradients(q, k, do, g_cum, beta, A, dht, scale, segments, warm_log_bound)
     return fold_gradients(left, dht, found, segments)
@@ -200,15 +218,19 @@ def left_gradients(
     segments: Segments,
     warm_log_bound: float,
 ) -> Tensor:
-    """The gradient of the state that enters each segment, as if nothing came after it.
+    """Returns the gradient of the state that enters each segment if no gradient came from behind.
+
+    Only a sequence's last segment starts from a gradient, dht; the others start from 0. A
+    sequence's first segment is left out.
 
     Args:
         q, k, do: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
         dht: [N, HV, K, V] fp32, any strides; zeros if None.
+        warm_log_bound: as in `maps`, for the first chunks of a segment.
 
     Returns:
-        [capacity, HV, V, K] fp32: in row p - 1, that of segment p, or, where segment p is warm or
-        a sequence's last, all there is.
+        [capacity, HV, V, K] fp32: row p - 1 has the gradient of segment p. If segment p is warm or
+        a sequence's last, that is already the full gradient of the state between p - 1 and p.
     """
     (B, T, HV, V), K = do.shape, k.shape[-1]
     left = do.new_empty(segments.capacity, HV, V, K, dtype=torch.float32)
@@ -240,11 +262,15 @@ def fold_gradients(
     segments: Segments,
     entering: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the state that leaves each segment; takes the place of `left`.
+    """Folds the result of `left_gradients` into the gradient of the state that leaves each segment.
 
-    entering: [HV, V, K] fp32, the gradient of the state that leaves the tokens at an open end.
+    Overwrites `left`.
 
-    Returns [capacity, HV, K, V] fp32; rows of no segment are not written.
+    Args:
+        entering: [HV, V, K] fp32, the gradient of the state that leaves the tokens at an open end.
+
+    Returns:
+        [capacity, HV, K, V] fp32, a view of `left`; rows of no segment are not written.
     """
     if entering is not None:
         left.index_copy_(0, segments.first_segment[-1:].long() - 2, entering[None])
@@ -252,15 +278,17 @@ def fold_gradients(
 
 
 def link(left: Tensor, found: Maps, segments: Segments, through: bool, reverse: bool) -> Tensor:
-    """What the sequence at the open end that is left makes of what enters at the other one.
+    """Returns the link of the sequence that leaves this rank: its map from what enters it here.
+
+    That is the last sequence, for states, or in reverse the first one, for gradients.
 
     Args:
-        left: that of `maps`, or, in reverse, `left_gradients`; not changed.
-        through: whether the sequence comes in at the other end, so that there is such a thing.
+        left: `left` of `maps` or, in reverse, the result of `left_gradients`; not changed.
+        through: the sequence also enters from another rank, at its other end.
 
     Returns:
-        [HV, V + K, K] fp32, transposed: rows of what leaves when nothing enters, then rows of the
-        map from what enters to what leaves; zeros where nothing can come through.
+        [HV, V + K, K] fp32, transposed: V rows of the state or gradient that leaves when 0 enters,
+        then K rows of the map from what enters to what leaves, which are 0 without `through`.
     """
     HV, V, K = left.shape[1:]
     states = left.new_zeros(segments.capacity, HV, V + K, K)

@@ -1,4 +1,7 @@
-"""What chunk_grads starts from: the states around each chunk, of whole sequences or of segments."""
+"""Computes the inputs of chunk_grads: the state before each chunk and the gradient after it.
+
+The chains that compute them run over whole sequences or over segments.
+"""
 
 from typing import NamedTuple
 
@@ -15,10 +18,10 @@ from qla_kernels.varlen import ChunkTable
 
 
 class States(NamedTuple):
-    """What chunk_grads takes of the chains."""
+    """The results of the chains, which chunk_grads reads."""
 
     h: Tensor  # [capacity of the table, HV, V, K] the state that enters each chunk
-    dS: Tensor  # likewise, the gradient of the state that leaves it, without the rows held
+    dS: Tensor  # the gradient of the state that leaves each chunk: as h, less the rows in `held`
     table: ChunkTable
     held: Held | None
 
@@ -36,8 +39,16 @@ def states_around(
     warm_log_bound: float,
     cp_cache: list[Tensor],
 ) -> States | None:
-    """Of `chains`, or None where there is no chunk; tensors of tokens flatten, states are
-    [N, HV, K, V].
+    """Runs the chains over whole sequences or over segments; None where there is no chunk.
+
+    Segments are used if the forward's cache has them or if the plan cuts. Writes dh0 if given.
+
+    Args:
+        inputs: q, k, v, do, g_cum, beta, A, all of which flatten to tokens.
+        h0, dht, dh0: [N, HV, K, V] fp32 or None.
+        bounds: cu_seqlens, or that of a dense batch.
+        dv: as in `chains`.
+        cp_cache: the forward's cache; may be empty.
     """
     B, T, HV, V = dv.shape
     if not dv.numel() or len(bounds) == 1:  # no token, or none that a sequence owns
@@ -61,8 +72,10 @@ def states_around(
 
 
 def _columns(pieces: gdn_plan.Lengths, HV: int, V: int, sm_count: int) -> int:
-    """Those of V that a CTA of a chain computes. Fewer, and the longest piece is done sooner; more,
-    and half the GPU, beside the other chain, is done with all of them sooner.
+    """Returns how many columns of V a CTA of a chain computes: the width that takes less time.
+
+    With fewer columns the longest piece ends sooner. With more, all pieces together take less time
+    on half the SMs; the other chain has the other half.
     """
 
     def duration(tile_v: int) -> float:
@@ -83,16 +96,22 @@ def chains(
     dv: Tensor,
     tile_v: int | None = None,
 ) -> States:
-    """The states before and the gradients after each chunk, and where the chunks lie.
+    """Runs both chains at the same time; returns their results and the table of chunks.
 
-    dv: [B, T, HV, V], what chunk_grads is going to write; holds a part of dS until it does.
+    Writes the gradients of initial states to dh0 if given.
+
+    Args:
+        inputs: q, k, v, do, g_cum, beta, A.
+        bounds: [N + 1] int32, of sequences or of segments.
+        dv: [B, T, HV, V], the dV output of chunk_grads; may hold a part of dS until then.
+        tile_v: columns of V that a CTA computes; chosen from the shape if None.
     """
     q, k, v, do, g_cum, beta, A = inputs
     table = chunk_table(q.shape[0] * q.shape[1], bounds)
     first, held = table.first_chunk, held_by(dv, k.shape[-1], len(bounds) - 1)
-    h = k.new_empty(len(table.chunks), *v.shape[2:], k.shape[-1])  # before the fork: see there
-    # Neither chain needs the other, and where sequences and heads are few, each leaves SMs idle.
-    with device.fork(q) as aside:  # the one that takes longer comes first
+    h = k.new_empty(len(table.chunks), *v.shape[2:], k.shape[-1])  # device.fork says why here
+    # The chains are independent and, with few sequences and heads, each leaves SMs idle.
+    with device.fork(q) as aside:  # the chain that takes longer is launched first
         dS = dstate_chain(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dh0, tile_v, held)
         with aside:
             chunk_states(k, v, g_cum, beta, A, h0, bounds, first, tile_v=tile_v, out=h)
@@ -111,9 +130,13 @@ def _in_segments(
     warm_log_bound: float,
     tile_v: int | None = None,
 ) -> States:
-    """The same: chunks of segments are those of their sequences, in the same order.
+    """Returns the same States as `chains` over whole sequences, but runs the chains over segments.
 
-    kept: of the forward, whose `left` holds start states by now.
+    The chunks of segments are those of their sequences, in the same order. Writes dh0 if given.
+
+    Args:
+        cut: the segments.
+        kept: the forward's maps, whose `left` holds start states; None computes both here.
     """
     q, k, v, do, g_cum, beta, A = inputs
     found = kept or segments.maps(k, v, g_cum, beta, A, h0, cut, warm_log_bound)
@@ -121,12 +144,12 @@ def _in_segments(
     with device.fork(q) as aside:
         if kept is None:
             with aside:
-                segments.start_states(found, h0, cut)  # in memory that `found` has
+                segments.start_states(found, h0, cut)  # written to found.left
         ends = segments.end_gradients(
             q, k, do, g_cum, beta, A, dht, scale, found, cut, warm_log_bound
         )
-    before = None if dh0 is None else torch.empty_like(found.left).mT  # of every segment
-    del found  # M is not needed any more, and as large as all that is made of it
+    before = None if dh0 is None else torch.empty_like(found.left).mT  # per segment
+    del found  # frees M, which is as large as all that is computed from it
     done = chains(inputs, starts, ends, before, scale, cut.bounds, dv, tile_v)
     if dh0 is not None and before is not None:
         dh0.copy_(before[cut.first_segment[:-1]])

@@ -1,4 +1,4 @@
-"""How a call's tensors look to the kernels: packed tokens, states [N, HV, K, V], bounds."""
+"""Prepares a call's tensors for the kernels: views of tokens and states, bounds of sequences."""
 
 import functools
 
@@ -14,21 +14,24 @@ from qla_kernels.sm90 import dtype_name
 from qla_kernels.varlen import ChunkTable, capacity
 
 WHOLE = slice(None)
-REACH = 1 << 31  # bytes; numbers have 8 at most
+REACH = 1 << 31  # bytes that an int32 step can cover; a number has at most 8 bytes
 
 
 def flattens(x: Tensor) -> bool:
-    """Whether the tokens of x [B, T, ..] lie a constant distance apart."""
+    """Returns True if the tokens of x [B, T, ..] lie a constant distance apart.
+
+    For T == 1 that distance is the step from row to row, which must then be less than REACH.
+    """
     B, T = x.shape[:2]
-    if T == 1 < B:  # the distance is that of rows
+    if T == 1 < B:  # the distance of tokens is that of rows
         return x.stride(0) * x.element_size() < REACH
     return B == 1 or x.stride(0) == T * x.stride(1)
 
 
 def flat_parts(*tensors: Tensor) -> list[slice]:
-    """The batch rows that one launch takes: all, or each alone where a tensor does not flatten.
+    """Returns the batch rows of each launch: all in one, or each alone if one does not flatten.
 
-    That is a head-major batch.
+    A head-major batch does not.
     """
     if tensors[0].shape[0] == 1 or all(map(flattens, tensors)):
         return [WHOLE]
@@ -36,26 +39,31 @@ def flat_parts(*tensors: Tensor) -> list[slice]:
 
 
 def parts_in_reach(*tensors: Tensor) -> list[slice]:
-    """The batch rows that one launch takes which is told the step from row to row, as an int32.
+    """Returns the batch rows of each launch of a kernel that takes the row stride as an int32.
 
-    All, or each alone where that is too far: 2 GiB, in whatever unit a kernel counts.
+    All rows go in one launch, or each alone if a stride is 2 GiB or more: below that it fits an
+    int32, whether the kernel counts bytes or numbers.
     """
     for x in tensors:
-        step = x.stride()[0]  # the host has the tuple sooner than the number
+        step = x.stride()[0]  # faster on the host than x.stride(0)
         if step >= REACH >> 3 and step * x.element_size() >= REACH:
             return [slice(b, b + 1) for b in range(len(x))]
     return [WHOLE]
 
 
 def of_part(rows: slice, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Those batch rows; a view of all of them would cost the host 1 us a tensor."""
+    """Returns the given batch rows of each tensor.
+
+    For all rows it returns the tensors themselves; a view costs the host 1 us per tensor.
+    """
     return tensors if rows == WHOLE else tuple(x[rows] for x in tensors)
 
 
 def tokens(x: Tensor, tile: int | None = None) -> Tensor:
-    """[B, T, heads, size] as [B T, heads, size], or as [B T, heads, size / tile, tile].
+    """Returns x [B, T, heads, size] as a view [B T, heads, size].
 
-    A dimension of one element may have any stride in torch, but not in a TMA descriptor.
+    With `tile` the view is [B T, heads, size / tile, tile]. Dimensions of one element get a regular
+    stride: torch allows any stride there, a TMA descriptor does not.
     """
     B, T, heads, size = x.shape
     row, token, head, _ = x.stride()
@@ -69,7 +77,10 @@ def tokens(x: Tensor, tile: int | None = None) -> Tensor:
 
 
 def key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor | None:
-    """A view [.., K, V] of the caller's states: their layout is a matter of strides."""
+    """Returns the given batch rows of the caller's states as a view [.., K, V], or None.
+
+    If state_v_first, the caller's states are [.., V, K]; the view differs in strides alone.
+    """
     if state is None:
         return None
     (state,) = of_part(rows, state)
@@ -77,23 +88,29 @@ def key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor 
 
 
 def fresh_like(x: Tensor) -> Tensor:
-    """Uninitialised and contiguous; new_empty takes the host twice as long."""
+    """Returns an uninitialised contiguous tensor like x; new_empty takes the host twice as long."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def hand_on(state: Tensor | None, to: Tensor | None) -> None:
-    """Where there is no token, states and their gradients pass as they are, or as zeros."""
+    """Copies `state` to `to`, or writes zeros if `state` is None; does nothing if `to` is None.
+
+    Used for calls without tokens: states and their gradients then pass through unchanged.
+    """
     if to is not None:
         to.zero_() if state is None else to.copy_(state)
 
 
 def no_state(like: Tensor, K: int, V: int) -> Tensor:
-    """For a state [N, HV, K, V] that is not there, never touched; `like` is [.., HV], fp32."""
+    """Returns a placeholder [1, HV, K, V] for an absent state, which kernels do not access.
+
+    It is a view with strides of 0 of `like`, an fp32 tensor [.., HV].
+    """
     return like.as_strided((1, like.shape[-1], K, V), (0, 0, 0, 0))
 
 
 def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """cu_seqlens, or what it would be if the rows of x [B, T, ..] lay packed."""
+    """Returns cu_seqlens or, if None, the bounds of the rows of x [B, T, ..], laid end to end."""
     if cu_seqlens is not None:
         return cu_seqlens
     B, T = x.shape[:2]
@@ -108,7 +125,10 @@ def _dense_bounds(on: torch.device, T: int, count: int) -> Tensor:
 
 
 def chunks_of(num_sequences: int, num_tokens: int, cu_seqlens_cpu: Tensor | None) -> Lengths:
-    """What is known of the sequences' chunks without asking the device."""
+    """Returns the sequences' numbers of chunks, as `plan.sequence_chunks` does.
+
+    Without cu_seqlens_cpu all sequences count as equally long; no value is read from the device.
+    """
     if cu_seqlens_cpu is None:
         return sequence_chunks(num_sequences, num_tokens)
     return _chunks_between(cu_seqlens_cpu.numpy().tobytes(), cu_seqlens_cpu.element_size())
@@ -116,37 +136,49 @@ def chunks_of(num_sequences: int, num_tokens: int, cu_seqlens_cpu: Tensor | None
 
 @functools.lru_cache(maxsize=64)
 def _chunks_between(bounds: bytes, size: int) -> Lengths:
-    """Of bounds as int32 or int64: every layer of a model asks for the same ones."""
+    """Returns the sequences' numbers of chunks, for the bytes of a cu_seqlens.
+
+    Its numbers are int32 if `size` is 4, else int64. Cached: every layer has the same bounds.
+    """
     ends = np.frombuffer(bounds, np.int32 if size == 4 else np.int64)
     return sequence_chunks(0, 0, np.diff(ends).tolist())
 
 
 def room_for_chunks(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
-    """A table to be written."""
+    """Returns an uninitialised table with room for the most chunks that there can be."""
     N = cu_seqlens.shape[0] - 1
     chunks = cu_seqlens.new_empty(capacity(num_tokens, N), 2, dtype=torch.int32)
     return ChunkTable(chunks, *(cu_seqlens.new_empty(n, dtype=torch.int32) for n in (1, N + 1)))
 
 
 def live_end(cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
-    """How many tokens belong to a sequence, int32 [1]; any number where all do."""
+    """Returns the number of tokens that belong to a sequence, int32 [1] on the device.
+
+    Without cu_seqlens all tokens do; the result is then uninitialised, and kernels do not read it.
+    """
     if cu_seqlens is None:
         return like.new_empty(1, dtype=torch.int32)
     return low_words(cu_seqlens)[-1:]
 
 
 def low_words(x: Tensor) -> Tensor:
-    """int64 as int32, of any strides and without a copy."""
+    """Returns x if it is int32, else a view of the low 32 bits of int64 numbers, of any strides."""
     return x if x.dtype == torch.int32 else x.unsqueeze(-1).view(torch.int32).select(-1, 0)
 
 
 def no_chunks(first: Tensor) -> ChunkTable:
-    """A table that is not there, never touched; `first` is [N + 1] int32."""
+    """Returns a placeholder for an absent table, which kernels do not access.
+
+    It consists of views of `first`, which is [N + 1] int32.
+    """
     return ChunkTable(first.as_strided((0, 2), (2, 1)), first[:1], first)
 
 
 def chunk_table(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
-    """varlen.chunk_table of packed sequences, in one launch."""
+    """Returns the table of chunks of packed sequences, built by one launch.
+
+    Its contents equal those of varlen.chunk_table.
+    """
     table = room_for_chunks(num_tokens, cu_seqlens)
     if table.chunks.numel():
         variant = chunk_table_kernel.Variant(dtype_name(cu_seqlens.dtype))

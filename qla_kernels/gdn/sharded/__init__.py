@@ -1,1 +1,1 @@
-"""Sequences cut over ranks: the calls of context parallelism, on CPU and CUDA tensors."""
+"""The gated delta rule over sequences that are cut over ranks (cp_context), on CPU and CUDA."""

@@ -1,7 +1,7 @@
-"""The public function on a rank's part of sequences: checked, agreed on by all ranks, then run.
+"""The public function with a cp_context: checks a call, compares it with other ranks', and runs it.
 
-A call that is wrong on one rank must not leave the others waiting for it: each rank tells the
-others what is wrong with its own call, and all raise.
+A rank whose call is wrong must not leave the other ranks waiting. It sends its error to them before
+it raises, and every rank of the group raises.
 """
 
 from contextlib import nullcontext
@@ -37,10 +37,10 @@ from qla_kernels.sm90 import dtype_name, require
 
 
 class Call(NamedTuple):
-    """A rank's call that is right by itself."""
+    """A rank's call after its own checks; it is not yet compared with other ranks'."""
 
     shard: Shard
-    facts: dict[str, object]  # which have to be the same on all ranks
+    facts: dict[str, object]  # these must be the same on all ranks
     bounds: tuple[Tensor, Tensor | None]
     scale: float
     is_train: bool
@@ -58,19 +58,25 @@ def sharded(
     states: bool,
     flags: dict[str, Any],
 ) -> Tensor:
-    """o.
+    """Checks a call with a cp_context, compares it with other ranks', runs it and returns o.
 
-    states: whether the caller gave or wants any.
-    flags: warm_log_bound, and use_qk_l2norm_in_kernel and others that are by name in the operators.
+    Args:
+        states: the caller passed an initial state or wants the final one, which is refused.
+        flags: warm_log_bound, use_qk_l2norm_in_kernel and the other keywords of the operators.
+
+    Raises:
+        ValueError: the arguments on this rank or another one are wrong, or differ between ranks.
+        Unsupported: this version cannot run the call.
+        ShardError: ranks could not exchange data.
     """
     normalise = flags["use_qk_l2norm_in_kernel"]
     try:
         call = _checked(q, k, v, g, beta, scale, cp_context, gate, states, flags)
-    except Exception as problem:  # whatever it is, the other ranks are to hear of it
+    except Exception as problem:  # every kind of error is sent to the other ranks
         tell(problem, cp_context, q)
         raise
     if not torch.compiler.is_compiling():
-        with device.of(q):  # where torch exchanges objects, if it does so on a GPU
+        with device.of(q):  # torch may exchange objects on the current GPU
             agree(OP, call.shard, call.facts, None, q.is_cuda)
     parameters, bounds, (shard, *_) = gate.parameters(), call.bounds, call
     options = {
@@ -95,7 +101,11 @@ def sharded(
 
 
 def tell(problem: Exception, cp_context: Any, q: object) -> None:
-    """Raises what is wrong with this rank's call on all ranks; on none under torch.compile."""
+    """Sends this rank's error to the ranks of its group, and raises it here and on the other ranks.
+
+    Does nothing, and leaves raising to the caller, while torch.compile traces, without an
+    initialised process group, and on a rank outside the group.
+    """
     if torch.compiler.is_compiling() or not dist.is_initialized():
         return
     group = group_of(OP, cp_context)
@@ -161,7 +171,10 @@ def _check_open_ends(shard: Shard, num_tokens: int, num_bounds: int) -> None:
 
 
 def _check_part(num_tokens: int, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> None:
-    """Where the host knows the bounds: they are those of the tokens that are here."""
+    """Raises ValueError if the context's bounds do not fit the number of tokens on this rank.
+
+    Bounds that are only on a GPU are not checked.
+    """
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     if not known.is_cpu:
         return

@@ -1,10 +1,11 @@
-"""Sequences cut over ranks: what a rank holds, what ranks agree on, and what they exchange.
+"""Sequences that are cut over ranks: contexts, the comparison of calls, and the exchange of links.
 
-Tokens are dealt out in order, as many to each rank, as FLA's contiguous layout has it. A rank's
-first sequence may have begun on the ranks before it, and its last one may go on behind it; FLA's
-FLACPContext says so, and so does `build_cp_context` where there is no FLA. Each rank finds out what
-its part of such a sequence does to a state or gradient that comes through, a link; one gather hands
-all links to all ranks, and each of them folds those it needs.
+Every rank holds the same number of tokens, in order, as in FLA's contiguous layout. A rank's first
+sequence may begin on the ranks before it, and its last one may continue on the ranks after it.
+FLA's FLACPContext holds these numbers of ranks, and `build_cp_context` makes such a context without
+FLA. Each rank computes a link: the map that its part of such a sequence applies to a state or
+gradient that passes through. One gather sends all links to all ranks, and each rank folds the links
+that it needs.
 """
 
 import functools
@@ -23,13 +24,13 @@ from qla_kernels.errors import need
 from qla_kernels.ranks import RankError, expect_equal, lost_ranks_explained
 
 Reason = tuple[str, str, str]  # got, need, fix
-Facts = tuple[object, ...]  # what has to be the same on all ranks
+Facts = tuple[object, ...]  # properties of a call that must be the same on all ranks
 LAYOUT = "contiguous"
 
-# its name until torch 2.13, where the old one warns
+# all_gather_into_tensor warns since torch 2.13, which has the new name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# What a group's ranks have agreed on, so that a GPU does not wait for them to agree again.
+# The facts that a group's ranks have compared, so that GPUs do not wait to compare them again.
 _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[str]]" = WeakKeyDictionary()
 
 
@@ -39,13 +40,13 @@ LINKS = "ranks could not exchange links"
 
 @dataclass(frozen=True)
 class CPContext:
-    """A rank's part of a packed batch, under the names of FLA's FLACPContext."""
+    """A rank's part of a packed batch; its fields have the names of FLA's FLACPContext."""
 
     group: dist.ProcessGroup | None  # all ranks of the job if None
-    cu_seqlens: Tensor  # [n + 1] of the sequences that have tokens here, counted from the first one
+    cu_seqlens: Tensor  # [n + 1] bounds of the n sequences with tokens here; 0 is the first token
     cu_seqlens_cpu: Tensor
-    pre_num_ranks: int  # ranks before this one that hold its first sequence
-    post_num_ranks: int  # ranks behind it that hold its last one
+    pre_num_ranks: int  # number of ranks before this one that hold a part of its first sequence
+    post_num_ranks: int  # number of ranks after this one that hold a part of its last sequence
     layout: str = LAYOUT
 
     @property
@@ -62,12 +63,17 @@ def build_cp_context(
     group: dist.ProcessGroup | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> CPContext:
-    """This rank's part of a batch; rank r of W has the tokens r T / W to (r + 1) T / W.
+    """Returns the context of this rank: rank r of W has the tokens r T / W to (r + 1) T / W.
 
     Args:
-        cu_seqlens: [N + 1] of the whole batch, of T tokens; the context's own is on its device.
-        group: the ranks that share the batch; None for all of the job.
-        cu_seqlens_cpu: the same on the CPU; without it a GPU is waited for.
+        cu_seqlens: [N + 1] bounds of the whole batch of T tokens. The context's cu_seqlens will be
+            on the same device.
+        group: the ranks that share the batch; None for all ranks of the job.
+        cu_seqlens_cpu: the same values on the CPU. Without it the host waits for a GPU tensor.
+
+    Raises:
+        ValueError: bounds do not start at 0 or fall, T is not a multiple of W, or this process is
+            not in the group.
     """
     rank, world = _place_in("build_cp_context", group)
     bounds = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
@@ -79,22 +85,25 @@ def build_cp_context(
         got = f"{bounds[-1]} tokens for {world} ranks"
         raise ValueError(need("build_cp_context", got, "as many tokens on every rank", fix))
     held, before, after = held_by(rank, bounds, bounds[-1] // world)
-    local = torch.tensor(held, dtype=cu_seqlens.dtype, device="cpu")  # whatever the default is
+    local = torch.tensor(held, dtype=cu_seqlens.dtype, device="cpu")  # not the default device
     return CPContext(group, local.to(cu_seqlens.device), local, before, after)
 
 
 def _place_in(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank among the ranks of `group`, and how many those are."""
+    """Returns this process's rank in `group` and the number of ranks; ValueError if outside it."""
     rank = dist.get_rank(group)
-    if rank < 0:  # torch answers those outside, and hands them a group that is none
+    if rank < 0:  # torch raises no error for a process outside the group
         fix = "call it on the group's ranks alone"
         raise ValueError(need(op, "a group without this process", "one that it is in", fix))
     return rank, dist.get_world_size(group)
 
 
 def held_by(rank: int, bounds: Sequence[int], size: int) -> tuple[list[int], int, int]:
-    """The bounds of the sequences that have some of this rank's `size` tokens, counted from its
-    first one, and how many ranks before it and behind it hold the first and the last of them.
+    """Returns the part of a batch on a rank that holds `size` tokens.
+
+    The results are the bounds of the sequences that have tokens on the rank, counted from its first
+    token; the number of ranks before it that hold its first sequence; and the number of ranks after
+    it that hold its last one.
     """
     if not size:
         return [0], 0, 0
@@ -106,18 +115,21 @@ def held_by(rank: int, bounds: Sequence[int], size: int) -> tuple[list[int], int
 
 
 class Shard(NamedTuple):
-    """What a call needs of a context."""
+    """The parts of a context that a call uses."""
 
     group: dist.ProcessGroup
     rank: int
     world: int
-    before: int  # ranks
-    after: int
-    through: bool
+    before: int  # number of ranks before this one that hold its first sequence
+    after: int  # number of ranks after this one that hold its last sequence
+    through: bool  # these are the same sequence, which comes from a rank and continues on one
 
 
 def goes_through(cu_seqlens: Tensor, before: int, after: int) -> bool:
-    """Whether one sequence comes in and goes on: what comes in has to do with what leaves."""
+    """Returns True if this rank has one sequence, which enters from a rank and leaves to another.
+
+    Only then does the state that leaves the rank depend on the state that enters it.
+    """
     return cu_seqlens.shape[0] == 2 and before > 0 and after > 0
 
 
@@ -130,7 +142,11 @@ def layout_refused(cp_context: Any) -> Reason | None:
 
 
 def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
-    """The ranks that share the call, which is all that it takes to tell them what is wrong."""
+    """Returns the process group of a context, or the job's if it has none.
+
+    Reads nothing else of the context, so that an error in it can be sent to the group. Raises
+    ValueError if there is no process group.
+    """
     group = getattr(cp_context, "group", None)
     if group is None:
         if not dist.is_initialized():
@@ -142,7 +158,10 @@ def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
 
 
 def shard_of(op: str, cp_context: Any) -> Shard:
-    """Its tables have to be there; whether they fit other ranks' is found out by `agree`."""
+    """Returns the Shard of a context; `agree` compares it with the contexts of other ranks.
+
+    Raises ValueError if a field is absent, or if there are not as many ranks as the context says.
+    """
     names = ("cu_seqlens", "pre_num_ranks", "post_num_ranks")
     absent = [name for name in names if getattr(cp_context, name, None) is None]
     if absent:
@@ -163,22 +182,26 @@ def shard_of(op: str, cp_context: Any) -> Shard:
 def agree(
     op: str, shard: Shard, facts: Mapping[str, object], problem: Exception | None, on_gpu: bool
 ) -> None:
-    """Raise on every rank unless all were asked for the same, in one line of ranks.
+    """Compares the ranks' calls; raises on every rank if one has a problem or if calls differ.
 
-    `problem` is what is wrong with this rank's call alone.
+    Calls differ if `facts` differ between ranks, or if ranks disagree about the sequences between
+    them (before, after, through). `problem` is the error of this rank's own call, if any; it is
+    raised here, and as a ValueError with its text on the other ranks.
 
-    On a GPU, ranks compare only facts that are new to the group, because they wait for each other
-    and for the GPU. No rank waits here for one that has gone on:
+    CPU calls are always compared. A GPU call is compared only if its facts are new to the group,
+    because ranks wait for each other and for the GPU when they compare. If ranks make the same
+    calls, either all of them compare or none does:
 
-    * Facts alone decide, and those of one call are equal on all ranks, or the call is wrong. The
-      line (before, after, through) has no say: it differs by rank and by batch.
-    * What is known is the same on all ranks: it grows after an exchange in which all took part, and
-      what all heard decides whether it does, and whether all raise.
+    * Only `facts` decide whether a call is compared. They are equal on all ranks if the call is
+      right. The tuple (before, after, through) does not decide: it differs by rank and batch.
+    * The set of known facts is the same on all ranks. It grows only after an exchange in which all
+      ranks took part, and all ranks decide from the same data whether it grows and whether to
+      raise.
 
-    So in a program whose ranks make the same calls, they exchange together or not at all. A rank
-    with a problem, or with facts that are new to it alone, may find no one to tell: its group's
-    timeout ends the others. What is not compared here, facts that are mixed later and lines of
-    later batches, travels with the links: see `signed`.
+    If one rank has a problem, or facts that are new to it alone, while the other ranks make a known
+    call, then the other ranks do not take part here, and the group's timeout ends the job. Later
+    mixtures of known facts and the tuples of later batches are not compared here; the links carry
+    a checksum of them, see `signed`.
     """
     said = (
         {name: str(fact) for name, fact in facts.items()},
@@ -200,7 +223,10 @@ def agree(
 
 
 def _expect_one_line(op: str, line: list[tuple[int, int, bool]]) -> None:
-    """Of (ranks before, ranks after, whether one sequence comes through): neighbours must fit."""
+    """Raises ValueError unless neighbouring ranks agree about the sequence between them.
+
+    `line` has each rank's (before, after, through).
+    """
     ends = [(0, 0, False), *line, (0, 0, False)]
     for rank, (left, right) in enumerate(itertools.pairwise(ends)):
         before = 1 + left[0] * left[2] if left[1] else 0
@@ -215,12 +241,12 @@ def _expect_one_line(op: str, line: list[tuple[int, int, bool]]) -> None:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """An operator is given its group by name, as torch's own collectives are."""
+    """Returns the process group of that name; operators take names, as torch's collectives do."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore
 
 
 def gather(link: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The links of all ranks, [ranks, HV, V + K + 1, K]."""
+    """Exchanges signed links; returns those of all ranks, [ranks, HV, V + K + 1, K]."""
     links = link.new_empty(dist.get_world_size(group), *link.shape)
     with lost_ranks_explained("cp_context", LINKS):
         _all_gather(links.view(-1), link.reshape(-1), group)
@@ -228,10 +254,13 @@ def gather(link: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def signed(link: Tensor, facts: Facts, sent: int, came: int) -> Tensor:
-    """A link [HV, V + K, K] with one more row, by which those that fold it know what it is.
+    """Returns a link [HV, V + K, K] with one more row, a checksum that `folded` verifies.
 
-    sent: how many ranks are to fold it.
-    came: how many ranks its sequence has come through before, if it comes through here.
+    Args:
+        facts: the facts of the call.
+        sent: the number of ranks that will fold this link.
+        came: if the link's sequence passes through this rank, the number of ranks before it that
+            the sequence has passed; else 0.
     """
     HV, _, K = link.shape
     row = link.new_full((1, 1, 1), _signature(facts, sent, came)).expand(HV, 1, K)
@@ -239,12 +268,19 @@ def signed(link: Tensor, facts: Facts, sent: int, came: int) -> Tensor:
 
 
 def folded(links: Tensor, ranks: Sequence[int], V: int, facts: Facts, onward: int) -> Tensor:
-    """What has come through these ranks, in the order in which it meets them: [HV, V, K].
+    """Folds the links of these ranks, from a state of 0, into the state that enters this rank.
 
-    In fp64, which is the same whatever precision torch is told to multiply fp32 in. A link of
-    another call, or of another line of ranks, is an error; on a GPU, which nobody waits for, NaN.
+    Computes in fp64, so that torch's precision setting for fp32 products has no effect. If a link's
+    checksum is not that of this call, CPU tensors raise ShardError; on a GPU, where the host does
+    not wait, the result is NaN.
 
-    onward: how many ranks fold this one's own link with the same sequence in it.
+    Args:
+        links: of all ranks, as `gather` returns them.
+        ranks: the ranks that the sequence passes before this one, in that order.
+        onward: the number of ranks that will fold this rank's own link of the same sequence.
+
+    Returns:
+        [HV, V, K] in the dtype of links: the state or, for links of a backward, the gradient.
     """
     K, num = links.shape[3], len(ranks)
     state = links.new_zeros(links.shape[1], V, K, dtype=torch.float64)
@@ -262,5 +298,5 @@ def folded(links: Tensor, ranks: Sequence[int], V: int, facts: Facts, onward: in
 
 @functools.lru_cache(maxsize=4096)
 def _signature(*said: object) -> int:
-    """Exact in fp32."""
+    """Returns a checksum of 24 bits, which fp32 holds exactly."""
     return zlib.crc32(repr(said).encode()) >> 8

@@ -1,4 +1,7 @@
-"""A rank's part of sequences on CPU tensors: the reference, told what links say of the others."""
+"""The sharded operators on CPU tensors.
+
+They exchange the reference's links and run the CPU operators from the states that result.
+"""
 
 import torch
 from torch import Tensor
@@ -115,13 +118,13 @@ def gdn_shard_bwd(
 
 
 def _no_link(k: Tensor, v: Tensor) -> Tensor:
-    """Of a rank that has no sequence."""
+    """Returns the link of a rank that has no sequence: zeros, [HV, V + K, K]."""
     (HV, V), K = v.shape[2:], k.shape[-1]
     return k.new_zeros(HV, V + K, K, dtype=state_dtype(k))
 
 
 def _alone(state: Tensor, num: int, n: int) -> Tensor:
-    """States of `num` sequences, [num, HV, V, K]: `state` of sequence n, zeros of the others."""
+    """Returns states [num, HV, V, K]: `state` for sequence n, and 0 for all other sequences."""
     states = state.new_zeros(num, *state.shape)
     if num:
         states[n] = state

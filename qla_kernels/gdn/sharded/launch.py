@@ -1,8 +1,8 @@
-"""A rank's part of sequences on the GPU: segments, with one gather between maps and chains.
+"""The sharded operators on the GPU: as for a long sequence in segments, with one gather added.
 
-The open ends of a shard are segments' ends like any other: what the sequence does on its way
-through this rank is folded from the maps of its segments, and what the ranks before it did to the
-state that enters here takes the place of an initial state. The host waits for nothing.
+This rank's link is folded from the maps of its segments. After the gather, the state that enters
+this rank is folded from other ranks' links, and is used in place of an initial state. The backward
+does the same with gradients. The host does not wait for the GPU.
 """
 
 import torch
@@ -62,7 +62,7 @@ def gdn_shard_fwd(
         o = q.new_empty(v.shape)
         beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
         g, beta = activations.activate(g, beta, A_log, dt_bias, beta_range)
-        if not T or not N:  # no sequence comes here
+        if not T or not N:  # no sequence on this rank; the gather still needs its part
             gather(signed(g.new_zeros(HV, V + K, K), facts, 0, 0), group_named(group))
             saved = (torch.zeros_like(g), q.new_zeros(1, T, HV, CHUNK))
             return Forward(o.zero_(), None, *(saved if is_train else (None, None)))
@@ -181,7 +181,10 @@ def _link(
     through: bool,
     reverse: bool,
 ) -> Tensor:
-    """Of the sequence that goes on at `sent` other ranks, [HV, V + K, K]; zeros if none does."""
+    """Returns this rank's link, [HV, V + K, K]: `segments.link`, or zeros if `sent` is 0.
+
+    sent: the number of other ranks that fold the link.
+    """
     if not sent:
         HV, V, K = left.shape[1:]
         return left.new_zeros(HV, V + K, K)

@@ -1,10 +1,11 @@
-"""The gated delta rule on one rank's part of sequences, as torch sees it.
+"""The torch.library operators on one rank's part of sequences.
 
     gdn_shard_fwd, gdn_shard_bwd   gdn_fwd and gdn_bwd, with the exchange between ranks inside
 
-They are collective: every rank of `group`, by name, calls them, in the same order. `before` and
-`after` say how many of its neighbours hold the first and the last sequence that are here. CPU
-tensors go to sharded/cpu.py and CUDA tensors to sharded/launch.py.
+They are collective: every rank of the group named `group` calls them, in the same order. `before`
+is the number of ranks before this one that hold its first sequence, `after` the number of ranks
+after it that hold its last one. CPU tensors go to sharded/cpu.py, CUDA tensors to
+sharded/launch.py.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from qla_kernels.gdn.sharded.context import Facts
 from qla_kernels.operators import define, imported_late
 from qla_kernels.tile.constants import CHUNK
 
-# use_qk_l2norm_in_kernel: whether q and k come from there; compared with other ranks', nothing else
+# use_qk_l2norm_in_kernel: q and k were normalised before; only compared with the other ranks' flag
 _OPTIONS = """bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, float warm_log_bound,
     str group, int before, int after, bool use_qk_l2norm_in_kernel=False"""
 SCHEMAS = {
@@ -40,18 +41,24 @@ class Forward(NamedTuple):
     """Results of gdn_shard_fwd; fp32 is fp64 where q is fp64."""
 
     o: Tensor  # [1, T, HV, V] in q's dtype
-    entered: Tensor | None  # [HV, V, K] fp32, the state that enters the first sequence here, if any
-    g_cum: Tensor | None  # as of gdn_fwd
+    entered: Tensor | None  # [HV, V, K] fp32: the state that enters from other ranks; None if none
+    g_cum: Tensor | None  # as in gdn_fwd's results
     A: Tensor | None
 
 
 def facts_of(step: str, q: Tensor, v: Tensor, scale: float, *settings: object) -> Facts:
-    """Of a rank's call: what links of the same call have in common."""
+    """Returns the facts of a call, which are equal on all ranks and part of the links' checksums.
+
+    step: "forward" or "backward".
+    """
     return step, str(q.dtype), tuple(q.shape[2:]), tuple(v.shape[2:]), scale, *settings
 
 
 def without_dh0(done: Backward) -> tuple[Tensor | None, ...]:
-    """Results of gdn_shard_bwd: what a state's gradient would be, another rank has used."""
+    """Returns the results of gdn_shard_bwd: all gradients but dh0.
+
+    The ranks before this one get the gradient of the state that enters here from the links.
+    """
     return done.dq, done.dk, done.dv, done.dbeta, done.dg, done.dA_log, done.ddt_bias
 
 
