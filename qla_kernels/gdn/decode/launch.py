@@ -192,7 +192,7 @@ def arguments(
 
 
 def _bytes(x: Tensor, half: torch.dtype) -> Tensor:
-    """Returns x [..] as bytes [.., 4 or 2], cast to fp32 if its dtype is neither fp32 nor `half`."""
+    """Returns x [..] as bytes [.., 4 or 2], cast to fp32 if it is neither fp32 nor `half`."""
     x = x if x.dtype in (torch.float32, half) else x.float()
     return x.unsqueeze(-1).view(torch.uint8)
 
