@@ -17,6 +17,7 @@ from qla_kernels.gdn.decode import launch as launch_recurrent
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
 
 # Of three sequences, in so many tokens: gates of two heads end at whole 16 bytes, as then does what
@@ -109,8 +110,8 @@ def shards(kernel: heuristics.Forward, s: Setting, bounds: Tensor) -> None:
     """Sequences that come from another rank and go on at another."""
     s.patch.setattr(plan, "forward", lambda *_, **__: Plan(kernel, 1))
     s.patch.setattr(plan, "backward", lambda *_, **__: 1)
-    s.patch.setattr(launch_shards, "group_named", lambda _: SimpleNamespace(rank=lambda: 1))
-    s.patch.setattr(launch_shards, "gather", lambda link, _: torch.stack([link] * 3))
+    s.patch.setattr(exchange, "group_named", lambda _: SimpleNamespace(rank=lambda: 1))
+    s.patch.setattr(exchange, "gather", lambda link, _: torch.stack([link] * 3))
     q, k, v, do = (s.rows(heads, SIZE) for heads in (H, H, HV, HV))
     (g, beta), A, entered = s.gates(), s.rows(HV, 64), s.states(1)[0]
     ends = {"group": "", "before": 1, "after": 1, "warm_log_bound": -12.0}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
 from qla_kernels.gdn.sharded.context import held_by
 from tests.gdn_calls import Call
@@ -67,10 +68,10 @@ def _in_turn(call: Callable[[int], Any], world: int, monkeypatch: Any) -> list[A
         return torch.stack(links)
 
     def here(r: int) -> Any:
-        monkeypatch.setattr(launch_shards, "group_named", lambda _: SimpleNamespace(rank=lambda: r))
+        monkeypatch.setattr(exchange, "group_named", lambda _: SimpleNamespace(rank=lambda: r))
         return call(r)
 
-    monkeypatch.setattr(launch_shards, "gather", gather)
+    monkeypatch.setattr(exchange, "gather", gather)
     for r in range(world):
         try:
             here(r)

@@ -1,12 +1,14 @@
 """Sequences cut over ranks, emulated: a GPU's launches, with links handed on by the test."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
+from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
 from tests.gdn_backward_check import check as check_gradients
 from tests.gdn_calls import call
@@ -42,8 +44,8 @@ def test_ranks_are_one(world, lengths, most, kernel, limit, monkeypatch):
 def test_a_rank_of_no_tokens_tells_the_others_nothing(monkeypatch):
     x = call([0], heads=(1, 2), sizes=(128, 128), dtype=torch.bfloat16, gates=torch.float32)
     told = []
-    monkeypatch.setattr(launch_shards, "group_named", lambda _: None)
-    monkeypatch.setattr(launch_shards, "gather", lambda link, _: told.append(link))
+    monkeypatch.setattr(exchange, "group_named", lambda _: SimpleNamespace(rank=lambda: 0))
+    monkeypatch.setattr(exchange, "gather", lambda link, _: told.append(link))
     rows = (x[n] for n in ("q", "k", "v", "g", "beta"))
     done = launch_shards.gdn_shard_fwd(
         *rows, 1.0, x["cu_seqlens"], None, None, None, is_train=False,

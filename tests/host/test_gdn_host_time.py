@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qla_kernels.gdn.kernels import kkt_solve
-from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.launch import chunks as launch
 from qla_kernels.gdn.launch import tensors
 from qla_kernels.gdn.plan import sequence_chunks
 

@@ -1,52 +1,67 @@
-"""The forward on the GPU: allocates, chooses variants, and launches kernels in this order.
+"""The forward on a GPU, in order: allocates, chooses variants, launches; reads nothing back.
 
-    activate               g and beta, activated, in fp32
-    segment_plan           only if sequences are cut: where, and the table of chunks
-    gate, kkt_solve        only if the chain does not solve for A: g_cum and A
-    segment_map, _scan     only if sequences are cut: the state that enters each segment
-    fused_fwd              the chain over the chunks: o and final states
-
-No value is read back from the GPU.
+`forward_batch` is the order of the kernels, for a whole batch and for a rank's part of one.
 """
 
-import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
+from qla_kernels import device
 from qla_kernels.gdn import heuristics, ops
 from qla_kernels.gdn import plan as gdn_plan
-from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
-from qla_kernels.gdn.kernels import gate as gate_kernel
-from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
-from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
-from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch import activations, segments
 from qla_kernels.gdn.launch.backward import gdn_bwd, l2norm_bwd
 from qla_kernels.gdn.launch.chains import public_states
+from qla_kernels.gdn.launch.chunks import fused_fwd, gate, kkt_solve, l2norm_fwd
+from qla_kernels.gdn.launch.segments import Maps, Segments
 from qla_kernels.gdn.launch.tensors import (
-    chunk_table,
     chunks_of,
     flat_parts,
     fresh_like,
-    hand_on,
     key_first,
-    no_state,
     of_part,
-    parts_in_reach,
     room_for_chunks,
     sequence_bounds,
-    tokens,
 )
 from qla_kernels.gdn.ops import Forward
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.validate import OP
-from qla_kernels.sm90 import dtype_name, require_aligned
+from qla_kernels.sm90 import require_aligned
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.varlen import ChunkTable
 
-__all__ = ["gdn_bwd", "gdn_fwd", "l2norm_bwd", "l2norm_fwd"]
+__all__ = ["fused_fwd", "gate", "gdn_bwd", "gdn_fwd", "kkt_solve", "l2norm_bwd", "l2norm_fwd"]
+
+
+class Batch(NamedTuple):
+    """The tokens of one launch: [B, T, heads, size] or [B, T, HV], whose B and T flatten."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor  # fp32, natural log
+    beta: Tensor  # fp32, or as q where the plan's kernel solves
+    bounds: Tensor  # [N + 1] of the sequences, where B is 1; or 0, T, 2 T, ...
+
+
+class Saved(NamedTuple):
+    """Tensors that the chain writes for the backward, or reads if it does not solve for A."""
+
+    g_cum: Tensor  # [B, T, HV] fp32, natural log, cumulated within each chunk
+    A: Tensor  # [B, T, HV, 64]
+
+    def of_part(self, rows: slice) -> "Saved":
+        return Saved(*of_part(rows, *self))
+
+
+class Outputs(NamedTuple):
+    """Tensors that the forward of one batch writes."""
+
+    o: Tensor  # [B, T, HV, V]
+    ht: Tensor | None  # [N, HV, K, V] fp32
+    saved: Saved | None
 
 
 def gdn_fwd(
@@ -73,244 +88,126 @@ def gdn_fwd(
     warm_log_bound: float,
 ) -> Forward:
     require_aligned(OP, q=q, k=k, v=v)
-    B, T, HV, V = v.shape
-    K = q.shape[-1]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     with device.of(q):
-        plan, alike = Plan(heuristics.BATCH_INVARIANT, None), False
-        if auto_cp:
-            chunks = chunks_of(N, T * B, cu_seqlens_cpu)
-            plan = gdn_plan.forward(chunks, HV, K, V, device.sm_count(q.device), warm_log_bound)
-            known = cu_seqlens is None or cu_seqlens_cpu is not None
-            alike = known and len(chunks) == 1 and plan.segment_chunks is None
+        bound = warm_log_bound if auto_cp else None
+        plan, equal_lengths = _planned(q, v, cu_seqlens, cu_seqlens_cpu, bound)
         beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
         # only kernels that solve read a beta of 16 bits
         as_is = q.dtype if plan.kernel.solves and not output_h else torch.float32
         g, beta = activations.activate(g, beta, A_log, dt_bias, beta_range, as_is)
-        h0 = None if initial_state is None else initial_state.float()
-        o, final = fresh_like(v), None
-        if output_final_state and h0 is not None:
-            final = fresh_like(h0)
-        elif output_final_state:
-            final = g.new_empty((N, HV, V, K) if state_v_first else (N, HV, K, V))
-        saved: tuple[Tensor, Tensor] | None = None  # g_cum and A
+        h0, o, saved = None if initial_state is None else initial_state.float(), fresh_like(v), None
+        ht = _final_states(v, q, h0, cu_seqlens, state_v_first) if output_final_state else None
         if is_train or output_h or not plan.kernel.solves:
-            saved = (torch.empty_like(g), q.new_empty(B, T, HV, CHUNK))
-        parts, kept = flat_parts(q, k, v), None
-        for b in parts:
-            q_b, k_b, v_b, g_b, beta_b, o_b = of_part(b, q, k, v, g, beta, o)
-            bounds = sequence_bounds(q_b, cu_seqlens)
-            saved_b = None
-            if saved is not None:
-                g_cum_b, A_b = of_part(b, *saved)
-                saved_b = (g_cum_b, A_b)
-            start, ends_of = key_first(h0, b, state_v_first), None
-            g_read, A_read = g_b, None  # inputs of segment_map
-            cut = table = growth = None
-            if plan.segment_chunks is not None:
-                if not plan.kernel.solves:  # segment_plan writes the chunk table, too
-                    table = room_for_chunks(q_b.shape[0] * q_b.shape[1], bounds)
-                    growth = torch.empty_like(g_b) if plan.grows else None
-                cut = segments.cut(g_b, bounds, plan.segment_chunks, table=table)
-            if not plan.kernel.solves:
-                g_read, A_read = kkt_solve(k_b, g_b, beta_b, bounds, table, saved_b, growth)
-            if cut is not None:
-                found = segments.maps(
-                    k_b, v_b, g_read, beta_b, A_read, start, cut, plan.warm_log_bound, growth,
-                    early=not plan.kernel.solves,
-                )  # fmt: skip
-                start = segments.start_states(found, start, cut)  # a view of found.left
-                bounds, ends_of = cut.bounds, cut.ends_of
-                if len(parts) == 1:
-                    kept = (*cut, *found)
-            fused_fwd(
-                q_b, k_b, v_b, g_b, beta_b, scale, start, bounds,
-                o_b, key_first(final, b, state_v_first), saved_b, plan.kernel, ends_of, alike,
-            )  # fmt: skip
-        h = None
+            saved = room_to_save(q, g)
+        parts, found = flat_parts(q, k, v), None
+        for rows in parts:
+            q_b, k_b, v_b, g_b, beta_b, o_b = of_part(rows, q, k, v, g, beta, o)
+            x = Batch(q_b, k_b, v_b, g_b, beta_b, sequence_bounds(q_b, cu_seqlens))
+            h0_b, ht_b = (key_first(state, rows, state_v_first) for state in (h0, ht))
+            out = Outputs(o_b, ht_b, None if saved is None else saved.of_part(rows))
+            found = forward_batch(x, scale, h0_b, plan, out, equal_lengths)
+        h, cp_cache = None, list[Tensor]()
         if output_h:
             assert saved is not None
             h = public_states(k, v, beta, saved, h0, cu_seqlens, cu_seqlens_cpu, state_v_first)
-        cp_cache = []
         if enable_fwd_cp_cache:
-            cp_cache = ops.empty_cache(q, HV, V) if kept is None else list(kept)
+            kept = found if len(parts) == 1 else None
+            cp_cache = [*kept[0], *kept[1]] if kept else ops.empty_cache(q, *v.shape[2:])
     g_cum, A = saved if is_train and saved is not None else (None, None)
-    return Forward(o, final, g_cum, A, h, cp_cache)
+    return Forward(o, ht, g_cum, A, h, cp_cache)
 
 
-def l2norm_fwd(x: Tensor) -> Tensor:
-    """Returns x divided by its L2 norm over K, contiguous.
-
-    x is [B, T, H, K] in bf16 or fp16, with K 64 or 128, a unit last stride and other strides that
-    are multiples of 16 bytes.
-    """
-    require_aligned(OP, x=x)
-    K, span = x.shape[3], l2norm_kernel.SPAN
-    with device.of(x):
-        y = fresh_like(x)
-        for part in parts_in_reach(x) if y.numel() else ():
-            x_b, y_b = of_part(part, x, y)
-            B, T, H, _ = x_b.shape
-            jit.compile(l2norm_kernel, l2norm_kernel.Variant(dtype_name(x.dtype)))(
-                x_b.as_strided((B, T, H, K // span, span), (*x.stride()[:3], span, 1)),
-                y_b.view(B * T * H, K // span, span),
-            )
-    return y
-
-
-def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
-    """Cumulates the gates within each chunk; returns them in the layout that kkt_solve fetches.
-
-    Args:
-        g, beta: [B, T, HV] fp32, g in natural log; any strides that flatten to tokens.
-        table: the chunks.
-        g_cum: [B, T, HV] fp32, written: the cumulated gates in natural log.
-
-    Returns:
-        [capacity of the table, HV, 3, 64] fp32: three rows per chunk, gamma in base 2, beta and
-        fall.
-    """
-    num_tokens, HV = g.shape[0] * g.shape[1], g.shape[2]
-    gates = g.new_empty(table.chunks.shape[0], HV, 3, CHUNK)
-    flat = (x.view(num_tokens, HV) for x in (g, beta))
-    jit.compile(gate_kernel, gate_kernel.Variant("float32"))(
-        *flat, table.chunks, g_cum.view(num_tokens, HV), gates
-    )
-    return gates
-
-
-def kkt_solve(
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None = None,
-    table: ChunkTable | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-    growth: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Computes the cumulated gates and the gated inverse of every chunk.
-
-    Args:
-        k: [B, T, H, K], bf16 or fp16; any strides that flatten to tokens, with unit last stride.
-        g: [B, T, HV] fp32, natural log.
-        beta: [B, T, HV] fp32.
-        cu_seqlens: [N + 1], with B = 1; None if each batch row is a sequence.
-        table: the table of chunks; made here if None.
-        out: g_cum and A to write into; allocated here if None.
-        growth: [B, T, HV] fp32, written if given, for segments.maps: at the last of every 16 tokens
-            of a chunk, the sum over the 16 of log max(1, |1 - beta |k|^2|).
-
-    Returns:
-        g_cum [B, T, HV] fp32, natural log, inclusive within each chunk, and A [B, T, HV, 64] in k's
-        dtype. Rows at or past cu_seqlens[-1] are not written.
-    """
-    B, T, H, K = k.shape
-    HV = g.shape[-1]
-    g_cum, A = out or (torch.empty_like(g), k.new_empty(B, T, HV, CHUNK))
-    if table is None:
-        table = chunk_table(B * T, sequence_bounds(k, cu_seqlens))
-    room = table.chunks.shape[0]
-    if not g.numel() or not room:
-        return g_cum, A
-    gates = gate(g, beta, table, g_cum)
-    variant = kkt_solve_kernel.Variant(dtype_name(k.dtype), K)
-    jit.compile(kkt_solve_kernel, variant)(
-        tokens(k),
-        gates.view(room, H, HV // H, 3, CHUNK),
-        table.chunks,
-        table.num_chunks,
-        A.view(B * T, H, HV // H, CHUNK),
-        (g_cum if growth is None else growth).view(B * T, H, HV // H),
-        walkers(variant, room, H, device.sm_count(k.device)),
-        int(growth is not None),
-    )
-    return g_cum, A
-
-
-def walkers(variant: kkt_solve_kernel.Variant, chunks: int, heads: int, sm_count: int) -> int:
-    """Returns the CTAs of kkt_solve per key head: those resident at once, at most one per chunk."""
-    return max(1, min(chunks, _ctas_per_sm(variant) * sm_count // heads))
-
-
-@functools.cache
-def _ctas_per_sm(variant: kkt_solve_kernel.Variant) -> int:
-    """Returns how many CTAs of kkt_solve an SM holds.
-
-    Cached: making a schedule, which checks itself, takes the host as long as ten launches.
-    """
-    return kkt_solve_kernel.schedule(variant).ctas_per_sm
-
-
-def fused_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+def forward_batch(
+    x: Batch,
     scale: float,
     h0: Tensor | None,
-    cu_seqlens: Tensor,
-    o: Tensor,
-    ht: Tensor | None,
-    saved: tuple[Tensor, Tensor] | None,
-    plan: heuristics.Forward,
-    ends_of: Tensor | None = None,
-    alike: bool = False,
-) -> None:
-    """Runs the chain over each sequence's chunks: writes o and, where given, ht and saved.
+    plan: Plan,
+    out: Outputs,
+    equal_lengths: bool = False,
+    open_ends: tuple[bool, bool] = (False, False),
+    exchange: Callable[[Maps, Segments], Tensor | None] | None = None,
+) -> tuple[Segments, Maps] | None:
+    """Launches the forward of one batch.
+
+        segment_plan         cuts long sequences into segments, if the plan has segments
+        gate, kkt_solve      A of every chunk, if the chain does not solve for it
+        segment_map          the map that each segment applies to the state that enters it
+        segment_scan         the state that enters each segment
+        fused_fwd            the chain over the chunks of each segment, or of each sequence
 
     Args:
-        q, k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
-        g: [B, T, HV] fp32.
-        beta: [B, T, HV], in fp32 or in q's dtype.
-        h0: [N, HV, K, V] fp32, any strides; zeros if None.
-        o: [B, T, HV, V], written; rows at or past cu_seqlens[-1] become 0.
-        ht: [N, HV, K, V] fp32, any strides, written if given.
-        saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64]. If the plan solves, they are written for
-            the backward, or not at all if None. Otherwise they are read and come from kkt_solve.
-        plan: the kernel to run.
-        ends_of: given if the sequences are segments: the sequence that each segment ends, or -1. It
-            also promises that segment_scan, which writes h0, is the launch right before this one,
-            and that all other inputs were complete before segment_scan began: the kernel reads them
-            early. See tile/dependent.py.
-        alike: the sequences are known to have one length, or nearly one.
+        x: the batch.
+        scale: multiplies q.
+        h0: [N, HV, K, V] fp32, the state that enters each sequence; zeros if None.
+        plan: where to cut, and the variant of the chain.
+        out: the tensors to write. A chain that does not solve needs room in `out.saved`.
+        equal_lengths: the sequences are known to have one length, or nearly so.
+        open_ends: whether the first sequence begins, and the last one ends, on another rank.
+        exchange: called with the maps and the segments; returns the state [HV, V, K] that enters
+            at an open start, or None.
+
+    Returns:
+        The segments and their maps, whose `left` then holds the start states; None if nothing was
+        cut.
     """
+    cut = table = None
+    if plan.segment_chunks is not None:
+        if not plan.kernel.solves:  # segment_plan writes the chunk table, too
+            table = room_for_chunks(x.g.shape[0] * x.g.shape[1], x.bounds)
+        cut = segments.cut(x.g, x.bounds, plan.segment_chunks, *open_ends, table)
+    g, A, growth = x.g, None, None
+    if not plan.kernel.solves:
+        growth = torch.empty_like(x.g) if cut is not None and plan.grows else None
+        g, A = kkt_solve(x.k, x.g, x.beta, x.bounds, table, out.saved, growth)
+    if cut is None:
+        fused_fwd(
+            x.q, x.k, x.v, x.g, x.beta, scale, h0, x.bounds, *out, plan.kernel, None, equal_lengths
+        )
+        return None
+    found = segments.maps(
+        x.k, x.v, g, x.beta, A, h0, cut, plan.warm_log_bound, growth,
+        early=not plan.kernel.solves,
+    )  # fmt: skip
+    entering = None if exchange is None else exchange(found, cut)
+    starts = segments.start_states(found, h0, cut, entering)  # a view of found.left
+    fused_fwd(x.q, x.k, x.v, x.g, x.beta, scale, starts, cut.bounds, *out, plan.kernel, cut.ends_of)
+    return cut, found
+
+
+def room_to_save(q: Tensor, g: Tensor) -> Saved:
+    """Returns g_cum and A, uninitialised."""
+    return Saved(torch.empty_like(g), q.new_empty(*g.shape, CHUNK))
+
+
+def _planned(
+    q: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    warm_log_bound: float | None,
+) -> tuple[Plan, bool]:
+    """Returns the plan, and whether whole sequences are known to have one length, or nearly so.
+
+    Without a bound, the plan is one whose results do not depend on the batch.
+    """
+    if warm_log_bound is None:
+        return Plan(heuristics.BATCH_INVARIANT, None), False
     B, T, HV, V = v.shape
-    K = q.shape[-1]
-    N = cu_seqlens.shape[0] - 1
-    if not N or not o.numel():  # no token to compute, or none that a sequence owns
-        for x in (o, *(saved or ())):
-            x.zero_()
-        hand_on(h0, ht)
-        return
-    g, beta, bounds = g.view(B * T, HV), beta.view(B * T, HV), cu_seqlens.int().contiguous()
-    is_16 = beta.dtype != torch.float32
-    items = N * HV * (V // plan.tile_v)
-    if saved is None:  # placeholders, which the kernel does not write
-        g_cum, A = g, o.as_strided((B * T, HV, 1, CHUNK), (HV * CHUNK, CHUNK, CHUNK, 1))
-    else:
-        g_cum, A = saved[0].view(B * T, HV), saved[1].view(B * T, HV, 1, CHUNK)
-    nothing = no_state(g, K, V) if h0 is None or ht is None else None
-    variant = fused_fwd_kernel.Variant(dtype_name(q.dtype), K, plan.tile_v, plan.solves)
-    jit.compile(fused_fwd_kernel, variant)(
-        tokens(q),
-        tokens(k),
-        tokens(v, plan.tile_v),
-        g,
-        g if is_16 else beta,
-        beta if is_16 else o.as_strided((B * T, HV), (HV, 1)),
-        bounds,
-        bounds if ends_of is None else ends_of,
-        nothing if h0 is None else h0,
-        o.view(B * T, HV, V // TILE, TILE),
-        nothing if ht is None else ht,
-        g_cum,
-        A,
-        scale,
-        int(h0 is not None),
-        0 if ht is None else 1 if ends_of is None else 2,
-        int(saved is not None),
-        int(is_16),
-        heuristics.ctas(items, alike, device.sm_count(q.device)),
-        int(ends_of is not None),
-    )
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    chunks = chunks_of(N, T * B, cu_seqlens_cpu)
+    sms = device.sm_count(q.device)
+    plan = gdn_plan.forward(chunks, HV, q.shape[-1], V, sms, warm_log_bound)
+    known = cu_seqlens is None or cu_seqlens_cpu is not None
+    return plan, known and len(chunks) == 1 and plan.segment_chunks is None
+
+
+def _final_states(
+    v: Tensor, q: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, state_v_first: bool
+) -> Tensor:
+    """Returns uninitialised final states: like h0, or contiguous in the caller's layout."""
+    if h0 is not None:
+        return fresh_like(h0)
+    (B, _, HV, V), K = v.shape, q.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    size = (V, K) if state_v_first else (K, V)
+    return v.new_empty(N, HV, *size, dtype=torch.float32)

@@ -3,6 +3,7 @@
 The chains that compute them run over whole sequences or over segments.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ def states_around(
     warm_log_bound = gdn_plan.gradient_bound(warm_log_bound)
     kept = segments.of_cache(cp_cache)
     if kept is not None:
-        return _in_segments(inputs, *around, scale, dv, *kept, warm_log_bound)
+        return segmented_chains(inputs, *around, scale, dv, *kept, warm_log_bound)
     sequences = chunks_of(len(bounds) - 1, B * T, cu_seqlens_cpu)
     sms = device.sm_count(dv.device)
     most = None
@@ -68,7 +69,7 @@ def states_around(
         return chains(inputs, *around, scale, bounds, dv, _columns(sequences, HV, V, sms))
     cut = segments.cut(inputs[4], bounds, most)
     tile_v = _columns(gdn_plan.segment_chunks(sequences, most), HV, V, sms)
-    return _in_segments(inputs, *around, scale, dv, cut, None, warm_log_bound, tile_v)
+    return segmented_chains(inputs, *around, scale, dv, cut, None, warm_log_bound, tile_v)
 
 
 def _columns(pieces: gdn_plan.Lengths, HV: int, V: int, sm_count: int) -> int:
@@ -118,7 +119,7 @@ def chains(
     return States(h, dS, table, held)
 
 
-def _in_segments(
+def segmented_chains(
     inputs: tuple[Tensor, ...],
     h0: Tensor | None,
     dht: Tensor | None,
@@ -129,6 +130,8 @@ def _in_segments(
     kept: segments.Maps | None,
     warm_log_bound: float,
     tile_v: int | None = None,
+    entering: Tensor | None = None,
+    exchange: Callable[[Tensor, segments.Maps], Tensor | None] | None = None,
 ) -> States:
     """Returns the same States as `chains` over whole sequences, but runs the chains over segments.
 
@@ -137,6 +140,9 @@ def _in_segments(
     Args:
         cut: the segments.
         kept: the forward's maps, whose `left` holds start states; None computes both here.
+        entering: [HV, V, K] fp32, the state that enters at an open start.
+        exchange: called with the gradients of `left_gradients` and the maps; returns the gradient
+            [HV, V, K] of the state that leaves at an open end, or None.
     """
     q, k, v, do, g_cum, beta, A = inputs
     found = kept or segments.maps(k, v, g_cum, beta, A, h0, cut, warm_log_bound)
@@ -144,10 +150,10 @@ def _in_segments(
     with device.fork(q) as aside:
         if kept is None:
             with aside:
-                segments.start_states(found, h0, cut)  # written to found.left
-        ends = segments.end_gradients(
-            q, k, do, g_cum, beta, A, dht, scale, found, cut, warm_log_bound
-        )
+                segments.start_states(found, h0, cut, entering)  # written to found.left
+        ends = segments.left_gradients(q, k, do, g_cum, beta, A, dht, scale, cut, warm_log_bound)
+        leaving = None if exchange is None else exchange(ends, found)
+        ends = segments.fold_gradients(ends, dht, found, cut, leaving)
     before = None if dh0 is None else torch.empty_like(found.left).mT  # per segment
     del found  # frees M, which is as large as all that is computed from it
     done = chains(inputs, starts, ends, before, scale, cut.bounds, dv, tile_v)

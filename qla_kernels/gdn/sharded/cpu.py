@@ -9,13 +9,8 @@ from torch import Tensor
 from qla_kernels.cpu import reference
 from qla_kernels.gdn import cpu
 from qla_kernels.gdn.ops import state_dtype
-from qla_kernels.gdn.sharded.context import (
-    folded,
-    gather,
-    goes_through,
-    group_named,
-    signed,
-)
+from qla_kernels.gdn.sharded.context import goes_through
+from qla_kernels.gdn.sharded.exchange import neighbours
 from qla_kernels.gdn.sharded.ops import Forward, facts_of, without_dh0
 
 
@@ -48,22 +43,19 @@ def gdn_shard_fwd(
     if num:
         with torch.autocast("cpu", enabled=False):
             link = gdn.forward_link(k, v, active_g, active, cu_seqlens, through).mT
-    ranks = group_named(group)
     facts = facts_of(
         "forward", q, v, scale, is_train, A_log is None, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, warm_log_bound, use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    links = gather(signed(link, facts, after, before * through), ranks)
-    here, onward = ranks.rank(), after * through
-    entered = folded(links, range(here - before, here), v.shape[-1], facts, onward)
+    entered = neighbours(group, cu_seqlens, before, after, facts).entering(link)
     done = cpu.gdn_fwd(
-        q, k, v, g, beta, scale, _alone(entered, num, 0), cu_seqlens, cu_seqlens_cpu,
+        q, k, v, g, beta, scale, _alone(entered, link, num, 0), cu_seqlens, cu_seqlens_cpu,
         A_log, dt_bias,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=True, output_final_state=False, output_h=False, is_train=is_train,
         auto_cp=False, enable_fwd_cp_cache=False, warm_log_bound=warm_log_bound,
     )  # fmt: skip
-    return Forward(done.o, entered if before else None, done.g_cum, done.A)
+    return Forward(done.o, entered, done.g_cum, done.A)
 
 
 @torch.no_grad()
@@ -99,18 +91,15 @@ def gdn_shard_bwd(
             link = gdn.backward_link(
                 q, k, v, g_cum, active, A, do, scale, cu_seqlens, through
             ).mT  # fmt: skip
-    ranks = group_named(group)
     facts = facts_of(
         "backward", q, v, scale, A_log is None, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         warm_log_bound, use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    links = gather(signed(link, facts, before, after * through), ranks)
-    here, onward = ranks.rank(), before * through
-    left = folded(links, range(here + after, here, -1), v.shape[-1], facts, onward)
-    h0 = _alone(torch.zeros_like(left) if entered is None else entered, num, 0)
+    leaving = neighbours(group, cu_seqlens, before, after, facts).leaving(link)
+    h0 = _alone(entered, link, num, 0)
     done = cpu.gdn_bwd(
-        q, k, v, g_cum, beta, A, do, _alone(left, num, -1), scale, h0, cu_seqlens, cu_seqlens_cpu,
-        g, A_log, dt_bias,
+        q, k, v, g_cum, beta, A, do, _alone(leaving, link, num, -1), scale, h0,
+        cu_seqlens, cu_seqlens_cpu, g, A_log, dt_bias,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=True, auto_cp=False, warm_log_bound=warm_log_bound, cp_cache=[],
     )  # fmt: skip
@@ -123,9 +112,10 @@ def _no_link(k: Tensor, v: Tensor) -> Tensor:
     return k.new_zeros(HV, V + K, K, dtype=state_dtype(k))
 
 
-def _alone(state: Tensor, num: int, n: int) -> Tensor:
-    """Returns states [num, HV, V, K]: `state` for sequence n, and 0 for all other sequences."""
-    states = state.new_zeros(num, *state.shape)
-    if num:
+def _alone(state: Tensor | None, link: Tensor, num: int, n: int) -> Tensor:
+    """Returns states [num, HV, V, K]: `state`, if any, for sequence n, and 0 for all others."""
+    HV, both, K = link.shape
+    states = link.new_zeros(num, HV, both - K, K)
+    if num and state is not None:
         states[n] = state
     return states

@@ -1,0 +1,206 @@
+"""Launches of the forward's kernels on chunks: the norm, the gates, A, and the chain."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.gdn import heuristics
+from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
+from qla_kernels.gdn.kernels import gate as gate_kernel
+from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
+from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
+from qla_kernels.gdn.kernels.chain.layout import TILE
+from qla_kernels.gdn.launch.tensors import (
+    chunk_table,
+    fresh_like,
+    hand_on,
+    no_state,
+    of_part,
+    parts_in_reach,
+    sequence_bounds,
+    tokens,
+)
+from qla_kernels.gdn.validate import OP
+from qla_kernels.sm90 import dtype_name, require_aligned
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.varlen import ChunkTable
+
+
+def l2norm_fwd(x: Tensor) -> Tensor:
+    """Returns x divided by its L2 norm over K, contiguous.
+
+    x is [B, T, H, K] in bf16 or fp16, with K 64 or 128, a unit last stride and other strides that
+    are multiples of 16 bytes.
+    """
+    require_aligned(OP, x=x)
+    K, span = x.shape[3], l2norm_kernel.SPAN
+    with device.of(x):
+        y = fresh_like(x)
+        for part in parts_in_reach(x) if y.numel() else ():
+            x_b, y_b = of_part(part, x, y)
+            B, T, H, _ = x_b.shape
+            jit.compile(l2norm_kernel, l2norm_kernel.Variant(dtype_name(x.dtype)))(
+                x_b.as_strided((B, T, H, K // span, span), (*x.stride()[:3], span, 1)),
+                y_b.view(B * T * H, K // span, span),
+            )
+    return y
+
+
+def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
+    """Cumulates the gates within each chunk; returns them in the layout that kkt_solve fetches.
+
+    Args:
+        g, beta: [B, T, HV] fp32, g in natural log; any strides that flatten to tokens.
+        table: the chunks.
+        g_cum: [B, T, HV] fp32, written: the cumulated gates in natural log.
+
+    Returns:
+        [capacity of the table, HV, 3, 64] fp32: three rows per chunk, gamma in base 2, beta and
+        fall.
+    """
+    num_tokens, HV = g.shape[0] * g.shape[1], g.shape[2]
+    gates = g.new_empty(table.chunks.shape[0], HV, 3, CHUNK)
+    flat = (x.view(num_tokens, HV) for x in (g, beta))
+    jit.compile(gate_kernel, gate_kernel.Variant("float32"))(
+        *flat, table.chunks, g_cum.view(num_tokens, HV), gates
+    )
+    return gates
+
+
+def kkt_solve(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None = None,
+    table: ChunkTable | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    growth: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes the cumulated gates and the gated inverse of every chunk.
+
+    Args:
+        k: [B, T, H, K], bf16 or fp16; any strides that flatten to tokens, with unit last stride.
+        g: [B, T, HV] fp32, natural log.
+        beta: [B, T, HV] fp32.
+        cu_seqlens: [N + 1], with B = 1; None if each batch row is a sequence.
+        table: the table of chunks; made here if None.
+        out: g_cum and A to write into; allocated here if None.
+        growth: [B, T, HV] fp32, written if given, for segments.maps: at the last of every 16 tokens
+            of a chunk, the sum over the 16 of log max(1, |1 - beta |k|^2|).
+
+    Returns:
+        g_cum [B, T, HV] fp32, natural log, inclusive within each chunk, and A [B, T, HV, 64] in k's
+        dtype. Rows at or past cu_seqlens[-1] are not written.
+    """
+    B, T, H, K = k.shape
+    HV = g.shape[-1]
+    g_cum, A = out or (torch.empty_like(g), k.new_empty(B, T, HV, CHUNK))
+    if table is None:
+        table = chunk_table(B * T, sequence_bounds(k, cu_seqlens))
+    room = table.chunks.shape[0]
+    if not g.numel() or not room:
+        return g_cum, A
+    gates = gate(g, beta, table, g_cum)
+    variant = kkt_solve_kernel.Variant(dtype_name(k.dtype), K)
+    jit.compile(kkt_solve_kernel, variant)(
+        tokens(k),
+        gates.view(room, H, HV // H, 3, CHUNK),
+        table.chunks,
+        table.num_chunks,
+        A.view(B * T, H, HV // H, CHUNK),
+        (g_cum if growth is None else growth).view(B * T, H, HV // H),
+        walkers(variant, room, H, device.sm_count(k.device)),
+        int(growth is not None),
+    )
+    return g_cum, A
+
+
+def walkers(variant: kkt_solve_kernel.Variant, chunks: int, heads: int, sm_count: int) -> int:
+    """Returns the CTAs of kkt_solve per key head: those resident at once, at most one per chunk."""
+    return max(1, min(chunks, _ctas_per_sm(variant) * sm_count // heads))
+
+
+@functools.cache
+def _ctas_per_sm(variant: kkt_solve_kernel.Variant) -> int:
+    """Returns how many CTAs of kkt_solve an SM holds.
+
+    Cached: making a schedule, which checks itself, takes the host as long as ten launches.
+    """
+    return kkt_solve_kernel.schedule(variant).ctas_per_sm
+
+
+def fused_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    h0: Tensor | None,
+    cu_seqlens: Tensor,
+    o: Tensor,
+    ht: Tensor | None,
+    saved: tuple[Tensor, Tensor] | None,
+    plan: heuristics.Forward,
+    ends_of: Tensor | None = None,
+    alike: bool = False,
+) -> None:
+    """Runs the chain over each sequence's chunks: writes o and, where given, ht and saved.
+
+    Args:
+        q, k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
+        g: [B, T, HV] fp32.
+        beta: [B, T, HV], in fp32 or in q's dtype.
+        h0: [N, HV, K, V] fp32, any strides; zeros if None.
+        o: [B, T, HV, V], written; rows at or past cu_seqlens[-1] become 0.
+        ht: [N, HV, K, V] fp32, any strides, written if given.
+        saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64]. If the plan solves, they are written for
+            the backward, or not at all if None. Otherwise they are read and come from kkt_solve.
+        plan: the kernel to run.
+        ends_of: given if the sequences are segments: the sequence that each segment ends, or -1. It
+            also promises that segment_scan, which writes h0, is the launch right before this one,
+            and that all other inputs were complete before segment_scan began: the kernel reads them
+            early. See tile/dependent.py.
+        alike: the sequences are known to have one length, or nearly one.
+    """
+    B, T, HV, V = v.shape
+    K = q.shape[-1]
+    N = cu_seqlens.shape[0] - 1
+    if not N or not o.numel():  # no token to compute, or none that a sequence owns
+        for x in (o, *(saved or ())):
+            x.zero_()
+        hand_on(h0, ht)
+        return
+    g, beta, bounds = g.view(B * T, HV), beta.view(B * T, HV), cu_seqlens.int().contiguous()
+    is_16 = beta.dtype != torch.float32
+    items = N * HV * (V // plan.tile_v)
+    if saved is None:  # placeholders, which the kernel does not write
+        g_cum, A = g, o.as_strided((B * T, HV, 1, CHUNK), (HV * CHUNK, CHUNK, CHUNK, 1))
+    else:
+        g_cum, A = saved[0].view(B * T, HV), saved[1].view(B * T, HV, 1, CHUNK)
+    nothing = no_state(g, K, V) if h0 is None or ht is None else None
+    variant = fused_fwd_kernel.Variant(dtype_name(q.dtype), K, plan.tile_v, plan.solves)
+    jit.compile(fused_fwd_kernel, variant)(
+        tokens(q),
+        tokens(k),
+        tokens(v, plan.tile_v),
+        g,
+        g if is_16 else beta,
+        beta if is_16 else o.as_strided((B * T, HV), (HV, 1)),
+        bounds,
+        bounds if ends_of is None else ends_of,
+        nothing if h0 is None else h0,
+        o.view(B * T, HV, V // TILE, TILE),
+        nothing if ht is None else ht,
+        g_cum,
+        A,
+        scale,
+        int(h0 is not None),
+        0 if ht is None else 1 if ends_of is None else 2,
+        int(saved is not None),
+        int(is_16),
+        heuristics.ctas(items, alike, device.sm_count(q.device)),
+        int(ends_of is not None),
+    )

@@ -1,0 +1,51 @@
+"""The exchange between ranks that hold parts of one sequence: one gather of links a direction."""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from qla_kernels.gdn.sharded.context import Facts, folded, gather, goes_through, group_named, signed
+
+
+class Neighbours(NamedTuple):
+    """The ranks around this one in the line of a call, and what identifies the call."""
+
+    ranks: dist.ProcessGroup
+    before: int  # number of ranks before this one that hold a part of its first sequence
+    after: int  # number of ranks after this one that hold a part of its last sequence
+    through: bool  # one sequence comes from before and continues after
+    facts: Facts
+
+    def entering(self, link: Tensor) -> Tensor | None:
+        """Returns the state [HV, V, K] that enters here, or None if no sequence comes from before.
+
+        Collective. `link` [HV, V + K, K] is the map that the last sequence here applies to a state.
+        """
+        received = self.before * self.through
+        links = gather(signed(link, self.facts, self.after, received), self.ranks)
+        here, onward = self.ranks.rank(), self.after * self.through
+        ranks = range(here - self.before, here)
+        return folded(links, ranks, _V(link), self.facts, onward) if ranks else None
+
+    def leaving(self, link: Tensor) -> Tensor | None:
+        """Returns the gradient [HV, V, K] of the state that leaves here, or None if none leaves.
+
+        Collective. `link` [HV, V + K, K] is the map that the first sequence here applies to a
+        gradient on its way back.
+        """
+        received = self.after * self.through
+        links = gather(signed(link, self.facts, self.before, received), self.ranks)
+        here, onward = self.ranks.rank(), self.before * self.through
+        ranks = range(here + self.after, here, -1)
+        return folded(links, ranks, _V(link), self.facts, onward) if ranks else None
+
+
+def neighbours(group: str, cu_seqlens: Tensor, before: int, after: int, facts: Facts) -> Neighbours:
+    """Returns the ranks around this one; `group` is the name of their process group."""
+    through = goes_through(cu_seqlens, before, after)
+    return Neighbours(group_named(group), before, after, through, facts)
+
+
+def _V(link: Tensor) -> int:
+    return link.shape[1] - link.shape[2]
