@@ -1,4 +1,7 @@
-"""The operators on CUDA tensors: allocate results, choose variants, launch; nothing is read back."""
+"""The operators on CUDA tensors: allocates results, chooses variants, launches kernels.
+
+Nothing is read back from the device.
+"""
 
 import math
 

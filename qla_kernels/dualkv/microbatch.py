@@ -38,13 +38,13 @@ def plan_microbatches(
     ranks: int = 1,
     token_cost: float = TOKEN_COST,
 ) -> list[list[MicroBatch]]:
-    """Returns for each rank a list of micro-batches: lists of Pieces, at most max_tokens tokens each.
+    """Returns for each rank a list of micro-batches, each a list of Pieces.
 
-    A prompt counts once per piece. Every rank gets the same number of micro-batches, because
-    collectives need that: the costliest micro-batches of several pieces are halved until the
-    number is a multiple of `ranks`; where that does not suffice, ranks get empty ones at the end.
-    Each rank's micro-batches are in descending order of cost, so that ranks run similar ones at the
-    same time.
+    A micro-batch has at most max_tokens packed tokens, each piece's prompt included. Every rank
+    gets the same number of micro-batches, because collectives need that: the costliest
+    micro-batches of several pieces are halved until the number is a multiple of `ranks`; where that
+    does not suffice, ranks get empty ones at the end. Each rank's micro-batches are in descending
+    order of cost, so that ranks run similar ones at the same time.
 
     Args:
         groups: (tokens of the prompt, tokens of each response).

@@ -192,7 +192,7 @@ def check_tensors(
 
 
 def check_contents(op: str, layout: SharedLayout) -> None:
-    """Raises ValueError unless the layout's nodes are a forest, depth first, that agrees with `tout`.
+    """Raises ValueError unless the layout's nodes are a depth-first forest that `tout` agrees with.
 
     Runs under QLA_CHECK=1, for layouts that were made by hand. Reads `tout`, so it waits for its
     device.
