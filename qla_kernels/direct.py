@@ -1,6 +1,6 @@
-"""Operators called past torch's dispatcher, for the sake of those who run without graphs.
+"""Calls operators without torch's dispatcher, for users who run without CUDA graphs.
 
-The dispatcher takes the host as long as two or three launches.
+The dispatcher takes as much host time as two or three launches.
 """
 
 import functools
@@ -14,7 +14,10 @@ from qla_kernels import jit
 
 
 def imported_late(module: str, function: str) -> Callable[..., Any]:
-    """A function of a module that is imported at its first call: launching needs TileLang."""
+    """Returns a function that calls `function` of `module`, which it imports at its first call.
+
+    Modules that launch kernels need TileLang, so they are not imported earlier.
+    """
     home = functools.cache(lambda: jit.imported(module))
     return lambda *args, **flags: getattr(home(), function)(*args, **flags)
 
@@ -22,7 +25,12 @@ def imported_late(module: str, function: str) -> Callable[..., Any]:
 def direct(
     operator: Callable[..., Any], on_cuda: Callable[..., Any], on_cpu: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`operator`, whose first argument is a tensor: by its implementations where nobody looks."""
+    """Returns a function that calls `operator`, or its implementation where that is equivalent.
+
+    The first argument has to be a tensor. If no compiler, tracer, mode or tensor subclass needs to
+    see the call, a CUDA tensor goes to `on_cuda` and a CPU tensor to `on_cpu`; all other calls go
+    to `operator`.
+    """
 
     def call(*args: Any, **flags: Any) -> Any:
         if _is_watched(args):
@@ -35,13 +43,15 @@ def direct(
     return call
 
 
-# A list or tuple holds tensors that this package has made.
+# Types that the dispatcher need not see. A list or tuple holds tensors that this package has made.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple))
 
 
 def _is_watched(args: tuple[Any, ...]) -> bool:
-    """By a compiler, a tracer, a mode (fake tensors, selective checkpointing), functorch, or by an
-    argument: any tensor may be a subclass that has something to say.
+    """Returns whether the call has to go through the dispatcher.
+
+    True under a compiler, a tracer, a mode (fake tensors, selective checkpointing) or functorch,
+    and if an argument has a type other than _PLAIN: a tensor subclass may override operators.
     """
     return (
         torch.compiler.is_compiling()
