@@ -40,7 +40,7 @@ NAME = "sparse_ring"
 
 @dataclass(frozen=True)
 class SparseRingConfig:
-    """Settings of a call's attention layers, which run on this rank alone without group and layout."""
+    """Settings of a call's attention layers; without group and layout they use this rank alone."""
 
     group: RingGroups | None = None
     layout: Layout | None = None
