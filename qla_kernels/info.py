@@ -111,7 +111,7 @@ def _probed(probes: Mapping[str, Callable[[], object]]) -> Section:
     for name, probe in probes.items():
         try:
             answers[name] = probe()
-        except Exception as error:  # whatever is wrong with this machine is what we report
+        except Exception as error:  # the report includes any fault of this machine
             answers[name] = f"unknown ({type(error).__name__}: {error})"
     return answers
 

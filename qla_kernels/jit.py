@@ -41,7 +41,7 @@ log = logging.getLogger("qla_kernels")
 Launch = Callable[..., None]
 
 _tracing = threading.Lock()
-_sources: dict[str, Callable[[], str]] = {}  # the CUDA C++ of what this process compiled
+_sources: dict[str, Callable[[], str]] = {}  # CUDA C++ by label, of this process's kernels
 
 
 class KernelModule(Protocol):
@@ -86,7 +86,7 @@ class Lowered:
 @dataclass(frozen=True)
 class Assembled:
     cubin: Path
-    report: str  # what nvcc and ptxas said
+    report: str  # the output of nvcc and ptxas
 
 
 def kernel_names(family: str | None = None) -> Iterator[tuple[str, str]]:
@@ -115,7 +115,7 @@ def imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except (ImportError, OSError):
-        _tilelang()  # says it better, if it is TileLang that cannot be imported
+        _tilelang()  # raises a clearer error if TileLang cannot be imported
         raise
 
 
@@ -168,7 +168,7 @@ def compile(module: KernelModule, variant: Any) -> Launch:
     try:
         kernel = tilelang.compile(prim_func, target=TARGET, **options)
     except Exception as error:
-        nvcc()  # not in the cache, and no compiler: this says so better than what TileLang raises
+        nvcc()  # without a compiler this raises a clearer error than TileLang's
         if isinstance(error, OSError):
             raise Unsupported(_unwritable(f"{label(module, variant)}: {error}")) from error
         raise

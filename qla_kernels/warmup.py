@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from qla_kernels import jit
 from qla_kernels.errors import need
 
-INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
 class Model(NamedTuple):

@@ -13,7 +13,7 @@ from qla_kernels.dualkv.tokens import check_positions, check_targets
 
 
 class Node(NamedTuple):
-    """A run of tokens that belong to the same sequences."""
+    """A run of consecutive tokens that the same sequences contain."""
 
     first: int  # among the caller's tokens, laid end to end
     length: int
@@ -21,7 +21,7 @@ class Node(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One of the caller's sequences."""
+    """One of the caller's sequences: its path through the nodes, and its targets."""
 
     nodes: list[int]  # its path, from the root
     targets: Tensor  # [n] indices of its tokens that are targets

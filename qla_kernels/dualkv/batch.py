@@ -36,7 +36,7 @@ class SharedBatch:
     take: Tensor  # [T] index into the caller's tokens, laid end to end; -1 for padding
     multiplicity: Tensor  # [T] int32, number of sequences that contain the token; 0 for padding
     src_rows: Tensor  # [M] packed tokens that predict a target, ascending
-    src_inv: Tensor  # [L] each target's place in src_rows
+    src_inv: Tensor  # [L] each target's index into src_rows
     targets: Tensor  # [L] token ids
     target_cu: Tensor  # [S + 1] sequence s has the targets target_cu[s] to target_cu[s + 1]
     order: Tensor  # [S] the caller's number of each sequence

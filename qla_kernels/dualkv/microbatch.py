@@ -13,7 +13,7 @@ from qla_kernels.errors import need
 
 OP = "plan_microbatches"
 
-MOST_RANKS = 1 << 17  # data-parallel: more than there are
+MOST_RANKS = 1 << 17  # more data-parallel ranks than any job has
 TOKEN_COST = 24_000.0  # Qwen3-8B: 193e6 weights of a layer / (2 * 32 heads * 128)
 
 Group = tuple[int, Sequence[int]]  # tokens of the prompt, and of each response
@@ -132,7 +132,7 @@ def _first_fit(sizes: Mapping[Key, int], room: int) -> list[list[Key]]:
     Returns the bins' items. A binary tree of maxima finds the first bin in log time.
     """
     leaves = 1 << max(0, len(sizes) - 1).bit_length()
-    free = [room] * (2 * leaves)  # of bin i in free[leaves + i]; free[n] = max of 2n and 2n + 1
+    free = [room] * (2 * leaves)  # bin i's room is free[leaves + i]; free[n] = max of 2n, 2n + 1
     bins: list[list[Key]] = [[] for _ in sizes]
     for item in sorted(sizes, key=lambda item: -sizes[item]):
         node = 1

@@ -199,9 +199,9 @@ def _backward(nodes: Lines, tokens: int, kv_heads: int, q_shift: int) -> tuple[L
     limit = max(SHORTEST_PART, -(-int(q_tiles.sum()) * kv_heads // SHARES))
     fewest = np.stack([np.ones_like(rear), is_cut], 1)
     parts = np.maximum((lengths + limit // 2) // limit, fewest)
-    stretch, p = _counted(parts.ravel())  # each part: of which rear or front, and its number there
+    stretch, p = _counted(parts.ravel())  # each part's stretch (rear or front), and number in it
     whole, is_front = np.divmod(stretch, 2)
-    is_last = p + 1 == parts.ravel()[stretch]  # the foremost: it takes what is left
+    is_last = p + 1 == parts.ravel()[stretch]  # the foremost part takes the remainder
     part_tiles = np.where(is_last, lengths.ravel()[stretch] - p * limit, limit)
     last = tout[whole] - (rear[whole] * is_front + p * limit + 1) * tokens
     dense = np.clip((last - (k0 + keys)[whole] + 1) // tokens + 1, 0, part_tiles)

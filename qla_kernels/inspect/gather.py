@@ -62,7 +62,7 @@ class Facts:
     shared_fragments: dict[str, list[str]]  # fragment -> roles, where more than one touches it
     overlaps: list[tuple[str, str, list[str]]]  # two buffers in one place, and the roles involved
     warnings: list[str]
-    unchecked: list[str]  # what could not be read here, and how to get it
+    unchecked: list[str]  # facts that could not be read here, and the tool that is missing
 
     @property
     def smem(self) -> int:

@@ -36,11 +36,11 @@ class Buffer:
 class Code:
     """The facts read from a kernel's CUDA, by thread."""
 
-    lines: dict[int, Threads] = field(default_factory=dict)  # line number -> who runs it
+    lines: dict[int, Threads] = field(default_factory=dict)  # line number -> its threads
     barriers: dict[str, list[int]] = field(default_factory=dict)  # arrive count of each slot
     waits: dict[str, Threads] = field(default_factory=dict)
     arrives: dict[str, Threads] = field(default_factory=dict)
-    registers: list[tuple[Threads, str, int]] = field(default_factory=list)  # who, kind, count
+    registers: list[tuple[Threads, str, int]] = field(default_factory=list)  # threads, kind, count
     buffers: dict[str, Buffer] = field(default_factory=dict)
 
 
@@ -74,7 +74,7 @@ def read(source: str, function: str, block: Block) -> Code:
 
 def _walk(source: str, function: str, block: Block) -> Iterator[tuple[int, str, Threads]]:
     """Yields (line number, statement, threads that may run it) for lines of the function's body."""
-    stack: list[tuple[Threads, Threads]] = []  # who is inside, who an `else` would take
+    stack: list[tuple[Threads, Threads]] = []  # threads inside, threads that an `else` would take
     for number, raw in enumerate(source.splitlines(), 1):
         text = _COMMENT.sub("", raw).strip()
         if not stack:

@@ -113,7 +113,7 @@ def _registry() -> tuple[type, Callable[[type], object]]:
     Raises Unsupported if FLA cannot be imported or has no backends.
     """
     try:
-        importlib.import_module(f"fla.ops.{OPERATION}")  # whoever calls it finds its backends then
+        importlib.import_module(f"fla.ops.{OPERATION}")  # afterwards its callers find its backends
     except ImportError as error:
         got = f"fla cannot be imported ({error})"
         fix = "pip install flash-linear-attention"

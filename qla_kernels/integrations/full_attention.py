@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
-Complaint = tuple[str, str]  # what it has, and what is needed instead
+Complaint = tuple[str, str]  # a property of the model, and the property that is needed instead
 
 
 def anything_else(model: Any) -> Complaint | None:
-    """Returns what a model, or its config, has besides full causal attention, or None.
+    """Returns a property of a model, or its config, that rules out our attention, or else None.
 
-    It finds layers that recur, windows, capped scores, dropout and attention that looks ahead.
+    Such properties are layers that recur, windows, capped scores, dropout, attention that looks
+    ahead, and an attention that cannot be exchanged. Returns (property, needed property).
     """
     config = getattr(model, "config", model)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

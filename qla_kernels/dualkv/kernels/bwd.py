@@ -49,7 +49,7 @@ class Variant(NamedTuple):
     dtype: str  # of everything but statistics, sums and parts
 
 
-D = 128  # with 64, a warpgroup's columns of dQ would be half of what K is swizzled in
+D = 128  # with 64, a warpgroup's columns of dQ would be half a swizzled row of K
 
 VARIANTS = tuple(Variant(dtype) for dtype in ("bfloat16", "float16"))
 
@@ -202,7 +202,7 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
     w, odd, keys = (T.alloc_var("int32") for _ in range(3))
     w = uniform(T.get_thread_binding(1))
     lane = T.get_thread_binding() % 32
-    key = T.get_thread_binding() // 32 * 16 + lane % 16  # of dS^T, whose 16 bytes it addresses
+    key = T.get_thread_binding() // 32 * 16 + lane % 16  # the lane's row of dS^T
     r_dk = T.alloc_fragment((GROUP_KEYS, D), "float32")
     r_dv = T.alloc_fragment((GROUP_KEYS, D), "float32")
     r_s = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), "float32")  # S^T, P^T

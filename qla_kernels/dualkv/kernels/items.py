@@ -31,7 +31,7 @@ from qla_kernels.dualkv.shapes import (
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 
-BOX, PANEL = 16, 64  # rows and columns that one copy of Q or O moves; a tile has 16 tokens or more
+BOX, PANEL = 16, 64  # rows and columns that one copy of Q or O moves; a full tile has >= 16 tokens
 
 # The drawing warp passes on an item's row of the table and its head slot, or -1 at the end.
 HEAD_SLOT = ITEM_COLUMNS
