@@ -71,11 +71,11 @@ def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
 
 @functools.lru_cache(maxsize=64)
 def _second_stream(first: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Returns a stream other than `first`, always the same one for the same `first`.
+    """Returns a stream other than `first`; cached, so that each stream keeps its second stream.
 
-    A captured stream's second stream is captured as well until the capture ends, so each stream has
-    its own. It is cached, because torch hands out a few streams in turn, and a new one could be in
-    use elsewhere.
+    A captured stream's second stream is captured as well until the capture ends, so streams do not
+    share one. A new stream for each call would not do: torch hands out a few streams in turn, and
+    the new one could be in use elsewhere.
     """
     while True:
         second: torch.cuda.Stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """`SharedBatch`: packed tokens, their layout, and the mapping back to the caller's sequences.
 
-The packers (pack_shared_prompts, pack_padded, pack_prefix_tree) build it. Apart from
-`to_replicated` and the checks of QLA_CHECK=1, its methods do not wait for a device: sizes are host
-numbers, and all indices lie on the device of the tokens.
+The packers (pack_shared_prompts, pack_padded, pack_prefix_tree) build it. Its methods do not wait
+for a GPU, apart from `to_replicated`, copies to the CPU and the checks of QLA_CHECK=1: sizes are
+host numbers, and the other indices lie on the device of the tokens.
 """
 
 import os

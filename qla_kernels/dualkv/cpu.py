@@ -1,6 +1,6 @@
 """The operators on CPU tensors: calls the reference with the operators' arguments and results.
 
-Autocast is disabled inside, so every product has the precision of the caller's tensors.
+Autocast is disabled inside, so that it does not lower the precision of the reference's products.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""delta -- the row statistics that an attention's backward needs before it meets a key.
+"""delta -- the row statistics of an attention's backward: delta, and LSE in base 2.
 
 Per row (one head of one token):
     delta = sum_d dO O - dLSE        then dS = P (dP - delta) includes the gradient of LSE

@@ -174,7 +174,7 @@ def mma(
         tiles = uniform(s_work[work.slot(j), TILES])
         span0 = s_work[work.slot(j), SPAN0]
         q_ring.wait(j)
-        start_products(*products, q_ring.slot(j), i)  # this item's first S, the last item's last PV
+        start_products(*products, q_ring.slot(j), i)  # this item's first S, and the last P V before
         for r, x in T.Parallel(64, KEY_TILE):
             if x > diagonal + (w * 64 + r & (1 << tile_log2) - 1):
                 r_s[r, x] = -T.infinity("float32")
