@@ -4,12 +4,13 @@
 
     o, final_state = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
 
-CUDA tensors run our kernels, CPU tensors the reference, under one signature. What cannot be run is
-refused with `Unsupported`, never handed to something slower.
+CUDA tensors run the kernels and CPU tensors run the reference, under one signature. A call that
+this version cannot run raises `Unsupported`; it never falls back to a slower implementation.
 
-Importing this package imports neither torch nor TileLang and touches no GPU: names load when first
-used. Environment: QLA_LOG=debug|info|warning|error prints what was chosen and compiled, QLA_CHECK=1
-reads and checks the contents of tensors (slow), QLA_DUMP=folder keeps generated code.
+Importing this package imports neither torch nor TileLang and touches no GPU: a public name's module
+is imported when the name is first used. Environment: QLA_LOG=debug|info|warning|error prints
+choices and compiles, QLA_CHECK=1 reads and checks the contents of tensors (slow), QLA_DUMP=folder
+keeps generated code.
 """
 
 import importlib
@@ -91,7 +92,10 @@ def __dir__() -> list[str]:
 
 
 def _log_to_stderr(level: str) -> None:
-    """Give the package's logger a handler of its own, for programs that set up no logging."""
+    """Adds a stderr handler to the package's logger and sets its level, for QLA_LOG.
+
+    An unknown level counts as info and logs a warning.
+    """
     log = logging.getLogger(__name__)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("[%(name)s] %(message)s"))

@@ -1,11 +1,11 @@
-"""Check an edited kernel: its schedule, its emulated cases, and on a Hopper GPU its self-test.
+"""Checks an edited kernel: its schedule, its emulated cases, and on a Hopper GPU its self-test.
 
     python -m qla_kernels.check gdn.fused_fwd                              its first variant
     python -m qla_kernels.check gdn.fused_fwd --variant bf16-k128-v64      another one
     python -m qla_kernels.check gdn.fused_fwd --all                        every variant
 
 Inspection and emulation run at the same time and need no GPU. Emulated cases are tests, which are
-in the repository and not in the wheel. Exit status 1 when something that ran failed.
+in the repository and not in the wheel. The exit status is 1 if something that ran failed.
 """
 
 import argparse
@@ -38,7 +38,10 @@ class Outcome(NamedTuple):
 
 
 def check(kernel: str, variant: str) -> list[Outcome]:
-    """Of one variant, or with "" of all."""
+    """Runs inspection, emulated tests and self-test at the same time; returns their outcomes.
+
+    `variant` is an id, or "" for all variants; the self-test covers the whole kernel.
+    """
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EMULATED)]
     wanted = [f"--kernel={kernel}", *([f"--variant={variant}"] if variant else [])]
     inspect = [sys.executable, "-m", "qla_kernels.inspect", kernel, "--exact", variant]
@@ -82,7 +85,7 @@ def _ran(what: str, command: list[str]) -> Outcome:
 
 
 def chosen(kernel: str, variant: str, every: bool) -> str:
-    """The variant to check, "" for all; ValueError if there is none such."""
+    """Returns the id of the variant to check, "" for all; ValueError if it is unknown."""
     found = [k for k in jit.kernel_modules() if str(k) == kernel]
     if not found:
         known = ", ".join(map(".".join, jit.kernel_names()))

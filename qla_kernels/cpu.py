@@ -1,7 +1,8 @@
-"""Where CPU tensors go: the reference, under the signatures that the kernels have.
+"""`reference`: finds and imports the reference package, which runs CPU tensors.
 
-It is the top-level package `reference` in a checkout and `qla_kernels.reference` inside a wheel,
-so that installing us does not claim the name `reference`. This is the only file that knows.
+The package is called `reference` in a checkout and `qla_kernels.reference` inside a wheel, so that
+installing qla_kernels does not claim the name `reference`. Other modules call `reference()` and
+need not know which.
 """
 
 import functools
@@ -18,7 +19,10 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def reference() -> ModuleType:
-    """The reference package, imported on the first call."""
+    """Returns the reference package, imported on the first call.
+
+    Raises ImportError if `import reference` finds another package of that name.
+    """
     in_wheel = importlib.util.find_spec("qla_kernels.reference") is not None
     module = importlib.import_module("qla_kernels.reference" if in_wheel else "reference")
     root = Path(__file__).resolve().parents[0 if in_wheel else 1]

@@ -1,9 +1,9 @@
-"""Refusals of derivatives that no kernel computes, and that torch would take to be 0.
+"""Refusals of derivatives that no kernel computes and that torch would otherwise take to be 0.
 
-    refuse_forward_mode         tangents of inputs: nothing here carries them
+    refuse_forward_mode         tangents of inputs: no kernel propagates them
     refuse_second_derivative    derivatives of gradients: a backward is a kernel, too
 
-Both cost nothing where nobody asks for such a derivative.
+Calls without such derivatives pay next to nothing for the checks.
 """
 
 import functools
@@ -20,7 +20,7 @@ from qla_kernels.errors import Unsupported, need
 
 
 def refuse_forward_mode(op: str, *tensors: object) -> None:
-    """Raises Unsupported if any of these has a tangent; what is no tensor is passed over."""
+    """Raises Unsupported if any of `tensors` has a forward-mode tangent; ignores other objects."""
     if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return
     if any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors):
@@ -30,7 +30,7 @@ def refuse_forward_mode(op: str, *tensors: object) -> None:
 
 
 def _has_tangent(x: Tensor) -> bool:
-    """Of torch.autograd.forward_ad, or of any jvp of torch.func that is under way."""
+    """Returns whether x has a tangent: of torch.autograd.forward_ad, or of an active func.jvp."""
     transform = _functorch.peek_interpreter_stack()
     batched = transform is not None and transform.key() == _functorch.TransformType.Vmap
     unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
@@ -45,12 +45,12 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def refuse_second_derivative(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates `backward` of an autograd.Function, in place of torch's once_differentiable.
+    """Returns a decorator for `backward` of an autograd.Function, to replace once_differentiable.
 
-    It runs without grad mode. With create_graph=True its gradients can be used, but raise
-    Unsupported where they are differentiated in turn, with respect to any tensor that was saved or
-    any incoming gradient. once_differentiable looks at incoming gradients alone: where these are
-    constants, as those of a sum are, second derivatives become 0.
+    `backward` then runs without grad mode. With create_graph=True its gradients can be used, but
+    differentiating them, with respect to any saved tensor or incoming gradient, raises Unsupported.
+    torch's once_differentiable looks at incoming gradients alone: where these are constants, such
+    as those of a sum, it makes second derivatives 0.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +78,10 @@ def _needs_gradient(x: object) -> bool:
 
 
 class _Unpacked:
-    """A ctx whose saved tensors can be asked for twice; activation checkpointing hands out once."""
+    """A ctx that reads its saved tensors once and keeps them.
+
+    Activation checkpointing hands saved tensors out only once, and they are needed twice.
+    """
 
     def __init__(self, ctx: Any) -> None:
         self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -88,7 +91,7 @@ class _Unpacked:
 
 
 class _Last(torch.autograd.Function):
-    """Gradients as they are, and where they came from; no way leads back."""
+    """Returns gradients unchanged, attached to the tensors they depend on; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, op: str, num: int, *tensors: Tensor | None) -> Any:

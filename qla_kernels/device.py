@@ -1,4 +1,4 @@
-"""The only file that asks questions of torch.cuda, and only when called."""
+"""Queries about GPUs, streams and the driver; none runs at import."""
 
 import functools
 import subprocess
@@ -14,22 +14,22 @@ T = TypeVar("T")
 
 
 def available() -> bool:
-    """Whether there is a GPU that torch can use."""
+    """Returns whether torch can use a GPU."""
     return torch.cuda.is_available()
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor): (9, 0) is Hopper."""
+    """Returns the GPU's compute capability (major, minor): (9, 0) is Hopper."""
     found = _properties(device)
     return found.major, found.minor
 
 
 class of:
-    """Where kernels are launched: `with device.of(x)`.
+    """Context manager for kernel launches on x's GPU: `with device.of(x)`.
 
-    x's GPU becomes the current one, unless x is a CPU tensor. And autograd does not look on: it
-    takes as long over a view as the view itself, even where nothing has a gradient. Tensors made
-    here have none, and what is written here counts as no change of a tensor.
+    Makes x's GPU the current one, unless x is a CPU tensor. Disables autograd's bookkeeping, which
+    takes as long per view as the view itself, even if no tensor requires a gradient: tensors made
+    inside require no gradient, and writes inside do not count as in-place changes of a tensor.
     """
 
     __slots__ = ("_index", "_unwatched")
@@ -49,12 +49,13 @@ class of:
 
 @contextmanager
 def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
-    """Launches that may run beside each other, on x's GPU: `with fork(x) as aside`.
+    """Context manager for launches that may overlap on x's GPU: `with fork(x) as aside`.
 
-    What is launched within `with aside` runs on a second stream: after all that was launched before
-    the block, before all that follows it, and beside the rest of the block. Results of `aside` are
-    to be allocated before the block: memory then belongs to the caller's stream, which waits for
-    the second one, and torch's allocator need not know of it. A CUDA graph captures both branches.
+    Launches inside `with aside` go to a second stream: they start after all launches before the
+    block, end before all launches after it, and may overlap with the rest of the block. Allocate
+    the results of `aside` before the block: their memory then belongs to the caller's stream, which
+    waits for the second one, so torch's allocator needs no record of the second stream. A CUDA
+    graph captures both branches. For a CPU tensor `aside` does nothing.
     """
     if not x.is_cuda:
         yield nullcontext()
@@ -70,9 +71,11 @@ def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
 
 @functools.lru_cache(maxsize=64)
 def _second_stream(first: torch.cuda.Stream) -> torch.cuda.Stream:
-    """One for each: where one is captured, its second is too, until the capture ends.
+    """Returns a stream other than `first`; cached, so that each stream keeps its second stream.
 
-    Kept, because torch hands its few streams out in turn, and a new one could be anybody's.
+    A captured stream's second stream is captured as well until the capture ends, so streams do not
+    share one. A new stream for each call would not do: torch hands out a few streams in turn, and
+    the new one could be in use elsewhere.
     """
     while True:
         second: torch.cuda.Stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]
@@ -80,30 +83,31 @@ def _second_stream(first: torch.cuda.Stream) -> torch.cuda.Stream:
             return second
 
 
-DEFAULT_STREAM = 0  # as `stream` has it; it cannot be captured
+DEFAULT_STREAM = 0  # the number that `stream` returns for it; it cannot be captured
 
 
 def stream(gpu: int) -> int:
-    """The current stream of a GPU, as CUDA's number: of the two ways to ask the quick one."""
+    """Returns the current stream of a GPU as CUDA's number, by the faster of two torch queries."""
     return int(torch._C._cuda_getCurrentRawStream(gpu))
 
 
 def capturing() -> bool:
-    """Whether the current stream records a CUDA graph."""
+    """Returns whether the current stream is recording a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def reached() -> torch.cuda.Event:
-    """An event at which all is done that was launched on the current stream."""
+    """Returns an event that completes when all work launched on the current stream is done."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 def elsewhere(make: Callable[..., T], *arguments: Any) -> T:
-    """`make(*arguments)` on the current stream, by a thread of its own.
+    """Runs make(*arguments) in a new thread, on the caller's current stream; returns its result.
 
-    While torch warms up a graph, what the thread that does so allocates belongs to the graph.
+    While torch warms up a CUDA graph, allocations of the thread that does so belong to the graph;
+    allocations of another thread do not.
     """
     here = torch.cuda.current_stream()
 
@@ -116,7 +120,10 @@ def elsewhere(make: Callable[..., T], *arguments: Any) -> T:
 
 
 def follow(event: torch.cuda.Event, read: Sequence[torch.Tensor]) -> None:
-    """The current stream waits for an event, the host does not, and then reads these tensors."""
+    """Makes the current stream wait for `event`, and marks the tensors `read` as used on it.
+
+    The host does not wait.
+    """
     here = torch.cuda.current_stream()
     here.wait_event(event)
     for x in read:
@@ -124,7 +131,10 @@ def follow(event: torch.cuda.Event, read: Sequence[torch.Tensor]) -> None:
 
 
 def sm_count(device: torch.device) -> int:
-    """Every launch asks, and no tracer sees it: remembered by itself."""
+    """Returns the GPU's number of SMs; cached for a device with an index.
+
+    Every launch asks for it, and no tracer sees these calls, so this cache is used always.
+    """
     if device.index is None:
         return int(_properties(device).multi_processor_count)
     return _remembered_sm_count(device)
@@ -140,10 +150,11 @@ def name(device: torch.device) -> str:
 
 
 def _properties(device: torch.device) -> Any:
-    """torch remembers them, but finding its way there takes as long as a launch.
+    """Returns torch's properties of the device, from a cache if possible.
 
-    Not by heart for "cuda", which is whichever GPU is the current one, nor while Dynamo traces: it
-    takes what torch says as constants, and does not look into caches.
+    torch caches them too, but its lookup takes as long as a launch. The cache is not used for
+    "cuda" without an index, which means the current GPU, nor while Dynamo traces: Dynamo treats
+    torch's own call as a constant, but does not look into caches.
     """
     if device.index is None or torch.compiler.is_compiling():
         return torch.cuda.get_device_properties(device)
@@ -157,7 +168,7 @@ def _remembered_properties(device: torch.device) -> Any:
 
 @functools.cache
 def driver() -> str | None:
-    """The NVIDIA driver's release, such as 580.65.06; None where there is no driver."""
+    """Returns the NVIDIA driver's release, such as 580.65.06; None if there is no driver."""
     try:  # "NVRM version: NVIDIA UNIX ... Kernel Module  580.65.06  Release Build ..."
         words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
     except (OSError, IndexError):
@@ -167,7 +178,7 @@ def driver() -> str | None:
 
 
 def _driver_from_nvidia_smi() -> str | None:
-    """Containers may hide /proc/driver."""
+    """Returns nvidia-smi's driver release, or None; for containers that hide /proc/driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

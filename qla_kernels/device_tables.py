@@ -1,23 +1,25 @@
-"""Tables that kernels read and that the host knows: made once, kept, and safe to be read later.
+"""Caches of device tensors that the host computes, safe across streams and CUDA graphs.
 
-A cache of device tensors has to answer four questions:
+Four cases need care:
 
-    another stream    The table is filled on the stream that was current when it was made. Each
-                      other stream waits for that, once, before it reads, and the allocator is told
-                      of it, so that a table that the cache drops is not overwritten while it reads.
-    a CUDA graph      A graph reads a table at each replay and holds no reference. What a capture
-                      reads is therefore held until the process ends. Only captures add to that,
-                      each table once, and a graph with its memory takes far more than its tables. A
-                      capture cannot wait for work outside it; `torch.cuda.graph` waits for the
-                      device before it begins.
-    a first use       In a capture a missing table is filled by launches that the graph records: no
-    in a capture      copy from the host, which would read memory that is gone at a replay. The
-                      memory is the graph's, so the table is not kept. Such a graph makes its table
-                      at every replay: call once before the capture.
-    a warm-up         While torch warms up a graph, what its thread allocates belongs to the graph,
-                      and is overwritten later. Tables are therefore made by a thread of their own.
+    another stream    A table is filled on the stream that was current when it was made. Each other
+                      stream waits for that once, before it first reads the table, and the allocator
+                      is told of the stream, so that the memory of a table that the cache drops is
+                      not reused while the stream reads it.
+    a CUDA graph      A graph reads a table at each replay but holds no reference to it. Tables that
+                      a capture reads from the cache are therefore kept until the process ends. Only
+                      captures add to these, each table once, and a graph with its memory takes far
+                      more than its tables. A capture cannot wait for work outside it;
+                      `torch.cuda.graph` waits for the device before it begins.
+    a first use       In a capture a missing table is filled by launches that the graph records. A
+    in a capture      copy from the host would read memory that is gone at a replay. The memory is
+                      the graph's, so the table is not cached. Such a graph makes its table at every
+                      replay; to avoid that, call once before the capture.
+    a warm-up         While torch warms up a graph, allocations of its thread belong to the graph
+                      and are overwritten later. `kept` therefore makes tables in a thread of its
+                      own.
 
-All functions here are called where the tables' GPU is the current one, as in `device.of`.
+Call all functions here while the tables' GPU is the current one, as inside `device.of`.
 """
 
 import functools
@@ -38,7 +40,7 @@ _read_by_graphs: set[object] = set()
 
 
 class Kept(Generic[T]):
-    """`value`, whose `buffers` were filled on the current stream, outside of a capture."""
+    """A value whose `buffers` were filled on the current stream, outside of a capture."""
 
     __slots__ = ("_buffers", "_filled", "_gpu", "_streams", "_value")
 
@@ -50,7 +52,11 @@ class Kept(Generic[T]):
             self._filled = device.reached()
 
     def here(self) -> T:
-        """The value, to be read on the current stream."""
+        """Returns the value, to be read on the current stream.
+
+        A stream other than the one that filled the buffers waits for them before its first read.
+        During a capture, the value is kept until the process ends instead.
+        """
         if self._gpu >= 0:
             stream = device.stream(self._gpu)
             if stream != device.DEFAULT_STREAM or stream not in self._streams:
@@ -66,9 +72,10 @@ class Kept(Generic[T]):
 
 
 def kept(most: int) -> Callable[[Callable[P, Made]], Callable[P, Made]]:
-    """Of a function of (device, ...) that makes tensors: remember so many of its results.
+    """Returns a decorator that caches up to `most` results of a function of (device, ...).
 
-    The oldest is dropped for a new one.
+    The function returns a tensor or a tuple of tensors; its arguments are the cache's key. The
+    oldest result is dropped for a new one. Results made during a capture are not cached.
     """
 
     def of(make: Callable[P, Made]) -> Callable[P, Made]:
@@ -96,7 +103,10 @@ def kept(most: int) -> Callable[[Callable[P, Made]], Callable[P, Made]]:
 
 
 def numbers(rows: Sequence[Sequence[int]], on: torch.device) -> Tensor:
-    """int32 [rows, columns] of what the host knows; the host does not wait for a copy."""
+    """Returns an int32 tensor [rows, columns] of host numbers on device `on`.
+
+    The host does not wait for a copy. During a capture the tensor is filled by launches.
+    """
     host = torch.tensor(rows, dtype=torch.int32, device="cpu")
     if on.type != "cuda":
         return host.to(on)

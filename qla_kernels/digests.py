@@ -1,8 +1,8 @@
-"""Digests of generated device code: which kernels a record is about, what a refactoring kept.
+"""Digests of generated device code, to identify the kernels of a record and to check refactorings.
 
-`digests.json` holds one for every variant of every kernel, as the TileLang that it names lowers it.
-Comments, spacing, the kernel's name and the names of its variables do not count: a rename changes
-no digest. `python scripts/digests.py --write` brings the file up to date, and tests compare.
+`digests.json` holds one digest for every variant of every kernel, as lowered by the TileLang
+version that it names. Comments, spacing, the kernel's name and the names of its variables do not
+change a digest. `python scripts/digests.py --write` updates the file, and tests compare it.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _POINTED_AT = frozenset(
 
 
 def digest(source: str, function: str) -> str:
-    """Of the CUDA C++ of one kernel, whose `__global__` function is called `function`."""
+    """Returns the digest of one kernel's CUDA C++; `function` is the name of its `__global__`."""
     before, _, body = source.partition(_KERNEL)
     tokens = [*_tokens(before), _KERNEL, *_renamed([*_tokens(body)], function)]
     return hashlib.sha256("\n".join(tokens).encode()).hexdigest()[:DIGITS]
@@ -42,7 +42,10 @@ def _tokens(source: str) -> Iterator[str]:
 
 
 def _renamed(tokens: list[str], function: str) -> Iterator[str]:
-    """Variables by the order of their declarations; members, types and functions as they are."""
+    """Yields the tokens, with each variable replaced by the number of its declaration.
+
+    Members, types and functions keep their names; the kernel's own name becomes `kernel`.
+    """
     numbers = {function: "kernel"}
     for i, token in enumerate(tokens):
         if i and token not in numbers and token.isidentifier() and _declares(tokens, i):
@@ -53,7 +56,7 @@ def _renamed(tokens: list[str], function: str) -> Iterator[str]:
 
 
 def _declares(tokens: list[str], i: int) -> bool:
-    """A name behind a type: `int i`, `void* p`, `T& x`."""
+    """Returns whether token i is a name that follows a type: `int i`, `void* p`, `T& x`."""
     before = tokens[i - 1]
     if before in ("*", "&"):
         return tokens[i - 2] in _POINTED_AT
@@ -63,12 +66,12 @@ def _declares(tokens: list[str], i: int) -> bool:
 
 
 def recorded() -> dict[str, str]:
-    """The digest of every variant, by its label, as `digests.json` has them."""
+    """Returns the digest of every variant in `digests.json`, by its label."""
     return dict(json.loads(FILE.read_text())["kernels"])
 
 
 def lowered_by() -> str:
-    """The version of TileLang that `digests.json` is about."""
+    """Returns the TileLang version that lowered the kernels of `digests.json`."""
     return str(json.loads(FILE.read_text())["tilelang"])
 
 
@@ -78,7 +81,7 @@ def write(digests: dict[str, str], tilelang: str) -> None:
 
 
 def of_family(families: Iterable[str]) -> str:
-    """One digest over all kernels of some families."""
+    """Returns one digest over all recorded kernels of some families."""
     owners = set(families)
     found = [f"{name} {d}" for name, d in recorded().items() if name.partition(".")[0] in owners]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:DIGITS]

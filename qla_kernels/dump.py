@@ -1,4 +1,4 @@
-"""QLA_DUMP: what was compiled, next to what was intended."""
+"""QLA_DUMP: writes a compiled kernel's source and report, together with its schedule."""
 
 import logging
 from pathlib import Path
@@ -9,11 +9,15 @@ from qla_kernels.errors import Unsupported, need
 
 log = logging.getLogger("qla_kernels")
 
-_refused: set[Path] = set()  # what was warned of
+_refused: set[Path] = set()  # roots for which a warning was logged
 
 
 def dump(root: Path, module: jit.KernelModule, variant: Any, source: str) -> None:
-    """Fill a folder under `root`; where that cannot be written, say so once and go on."""
+    """Writes schedule, source, cubin and ptxas report to a folder under `root`, named by the label.
+
+    Without nvcc it writes the source alone. If the folder cannot be written or nvcc fails, logs a
+    warning once per root and returns.
+    """
     folder = root / jit.label(module, variant)
     try:
         folder.mkdir(parents=True, exist_ok=True)

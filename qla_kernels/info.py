@@ -1,4 +1,4 @@
-"""The doctor: what this machine has, and what would run on it. The first lines of any bug report.
+"""The doctor: prints this machine's versions and GPUs, and what the main calls would run on it.
 
     python -m qla_kernels.info                  everything below
     python -m qla_kernels.info --json           the same, for programs
@@ -6,7 +6,8 @@
     python -m qla_kernels.info --selftest       small cases against the reference
     python -m qla_kernels.info gdn.kkt_solve    a kernel's schedules
 
-No probe can stop another: one that fails reports its own failure. Nothing is compiled.
+Its output belongs at the top of any bug report. A probe that fails reports its failure and does not
+stop the others. Nothing is compiled, except by --selftest.
 """
 
 import argparse
@@ -26,11 +27,11 @@ from qla_kernels.sm90 import CAPABILITY
 
 PACKAGE = Path(__file__).parent
 
-# What the tests ran with, here and on a GPU; pyproject.toml accepts more. A test compares this with
-# the constraints that CI installs from.
+# Versions with which the tests ran, on CPUs and on a GPU; pyproject.toml accepts more. A test
+# compares them with the constraints that CI installs from.
 TESTED = {"torch": ("2.11", "2.13"), "tilelang": ("0.1.15",), "nvcc": ("13.0",)}
 
-# Whom the benchmarks compare with: the module, and the distributions that may bring it.
+# Libraries that the benchmarks compare with: the module, and distributions that may contain it.
 RIVALS = {
     "fla": ("flash-linear-attention", "fla-core"),
     "flash_qla": ("flash-qla",),
@@ -38,7 +39,7 @@ RIVALS = {
     "flash_attn.cute": ("flash-attn-4",),
 }
 
-HOOKS = {  # of qla_kernels.integrations: what makes it work, and what it does then
+HOOKS = {  # of qla_kernels.integrations: the call that enables each, and its effect
     "FLA registry": ("fla.register()", "FLA asks us, and runs what we refuse"),
     "transformers": ("transformers.swap(model)", "gated-delta-net layers call us"),
     "transformers attention": (
@@ -55,7 +56,7 @@ Section = dict[str, object]
 
 
 def report() -> dict[str, Section]:
-    """Every section of the doctor's report, by name; values are what JSON can hold."""
+    """Returns every section of the doctor's report, by name; all values can be written as JSON."""
     return {
         "qla_kernels": {
             "version": qla_kernels.__version__,
@@ -76,17 +77,20 @@ def report() -> dict[str, Section]:
 
 
 def families() -> list[str]:
-    """Every family that has kernels; attn is what others share."""
+    """Returns every family that has kernels, except attn, whose kernels other families share."""
     return sorted({family for family, _ in jit.kernel_names()} - {"attn"})
 
 
 def fingerprint(family: str) -> str:
-    """One digest over the generated code of the family's kernels; the same on every machine."""
+    """Returns one digest over the generated code of a family's kernels; equal on all machines."""
     return digests.of_family((family, "attn") if family in ATTENTION else (family,))
 
 
 def schedules(kernel: str) -> dict[str, list[str]]:
-    """A kernel's schedule tables, each with the variants that have it."""
+    """Returns a kernel's schedule tables, each with the labels of the variants that have it.
+
+    Raises ValueError if there is no such kernel.
+    """
     family, _, name = kernel.partition(".")
     if (family, name) not in jit.kernel_names():
         known = ", ".join(".".join(names) for names in jit.kernel_names())
@@ -103,12 +107,12 @@ def schedules(kernel: str) -> dict[str, list[str]]:
 
 
 def _probed(probes: Mapping[str, Callable[[], object]]) -> Section:
-    """Each probe's answer, or how it failed."""
+    """Returns each probe's answer, or a text that says how it failed."""
     answers: Section = {}
     for name, probe in probes.items():
         try:
             answers[name] = probe()
-        except Exception as error:  # whatever is wrong with this machine is what we report
+        except Exception as error:  # the report includes any fault of this machine
             answers[name] = f"unknown ({type(error).__name__}: {error})"
     return answers
 
@@ -146,7 +150,7 @@ def _versions() -> Section:
 
 
 def tested(versions: dict[str, str]) -> str:
-    """Whether these are versions that the tests ran with: yes, or which are not."""
+    """Returns "yes" if the tests ran with these versions, otherwise which of them are untested."""
     strangers = []
     for name, series in TESTED.items():
         release = versions[name].removeprefix("release ").partition("+")[0]
@@ -156,7 +160,7 @@ def tested(versions: dict[str, str]) -> str:
 
 
 def _version(module: str, *distributions: str) -> str | None:
-    """Of an installed module, without importing it; None where it is not installed."""
+    """Returns an installed module's version without importing it; None if it is not installed."""
     if not _installed(module):
         return None
     for name in distributions or (module,):
@@ -168,7 +172,10 @@ def _version(module: str, *distributions: str) -> str | None:
 
 
 def _installed(module: str) -> bool:
-    """Looks for the file: importing a parent package could take seconds, or fail."""
+    """Returns whether a module is installed, from its files.
+
+    Importing a parent package could take seconds, or fail.
+    """
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
@@ -191,7 +198,7 @@ def _cpu_path() -> str:
 
 
 def _cuda_path(family: str) -> Callable[[], str]:
-    """What q, k and v of a standard call get here; without a GPU, what Hopper would answer."""
+    """Returns a probe that says how a standard call would run: on this GPU, or else on Hopper."""
 
     def probe() -> str:
         import torch

@@ -1,11 +1,12 @@
-"""How kernels are found and compiled: the only file that knows how TileLang does it.
+"""Finds the kernels, and lowers, compiles and assembles them with TileLang.
 
-A kernel module, `qla_kernels/<family>/kernels/<verb>.py`, says what to build. This file says for
-which target, with which tool, and where the results are kept.
+A kernel module, `qla_kernels/<family>/kernels/<verb>.py`, defines the code to generate. This file
+defines the target and the tools, and caches the results.
 
-Compiling needs no GPU. The target is always spelled out, so a cache folder (`TILELANG_CACHE_DIR`)
-filled on a machine without one is hit, key for key, on a Hopper machine with the same TileLang:
-kernels then load in milliseconds there, and neither nvcc nor a C++ compiler is needed.
+Compiling needs no GPU. The target is always given explicitly, so a cache folder
+(`TILELANG_CACHE_DIR`) that was filled on a machine without a GPU has the same keys as on a Hopper
+machine with the same TileLang: kernels then load there in milliseconds, and neither nvcc nor a C++
+compiler is needed.
 """
 
 import importlib
@@ -40,11 +41,11 @@ log = logging.getLogger("qla_kernels")
 Launch = Callable[..., None]
 
 _tracing = threading.Lock()
-_sources: dict[str, Callable[[], str]] = {}  # the CUDA C++ of what this process compiled
+_sources: dict[str, Callable[[], str]] = {}  # CUDA C++ by label, of this process's kernels
 
 
 class KernelModule(Protocol):
-    """What a kernel file provides. A variant is the file's own NamedTuple."""
+    """The attributes of a kernel module. Its variants are instances of its own NamedTuple."""
 
     __name__: str
     VARIANTS: tuple[Any, ...]
@@ -68,7 +69,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Lowered:
-    """A variant's device code before assembly."""
+    """A variant's generated device code before assembly."""
 
     source: str  # CUDA C++
     function: str  # the __global__ function's name
@@ -85,11 +86,11 @@ class Lowered:
 @dataclass(frozen=True)
 class Assembled:
     cubin: Path
-    report: str  # what nvcc and ptxas said
+    report: str  # the output of nvcc and ptxas
 
 
 def kernel_names(family: str | None = None) -> Iterator[tuple[str, str]]:
-    """(family, kernel) for every entry of every KERNELS tuple. Does not import TileLang."""
+    """Yields (family, kernel) for every entry of every KERNELS tuple. Does not import TileLang."""
     package = Path(__file__).parent
     for listed in sorted(package.glob("*/kernels/__init__.py")):
         owner = listed.parent.parent.name
@@ -99,7 +100,7 @@ def kernel_names(family: str | None = None) -> Iterator[tuple[str, str]]:
 
 
 def kernel_modules(family: str | None = None) -> Iterator[Kernel]:
-    """Every kernel, each imported when the iterator reaches it."""
+    """Yields every kernel of a family, or of all; imports each when the iterator reaches it."""
     for owner, name in kernel_names(family):
         _tilelang()
         module = importlib.import_module(f"{__package__}.{owner}.kernels.{name}")
@@ -107,16 +108,22 @@ def kernel_modules(family: str | None = None) -> Iterator[Kernel]:
 
 
 def imported(module: str) -> ModuleType:
-    """A module by its name, maybe one that launches kernels and so needs TileLang."""
+    """Imports and returns a module by its name; the module may need TileLang.
+
+    If the import fails because TileLang cannot be imported, raises Unsupported, which says so.
+    """
     try:
         return importlib.import_module(module)
     except (ImportError, OSError):
-        _tilelang()  # says it better, if it is TileLang that cannot be imported
+        _tilelang()  # raises a clearer error if TileLang cannot be imported
         raise
 
 
 def lower(kernel: Kernel, variant: Any) -> Lowered:
-    """TileLang to CUDA C++, without assembling it."""
+    """Lowers a variant to CUDA C++ with TileLang and returns it, without assembling it.
+
+    Raises ValueError if the kernel builds more or fewer than one device function.
+    """
     tilelang = _tilelang()
     from tilelang.transform.pass_config import normalize_pass_configs
     from tvm.ir.transform import PassContext
@@ -145,12 +152,14 @@ def lower(kernel: Kernel, variant: Any) -> Lowered:
 
 @cache
 def compile(module: KernelModule, variant: Any) -> Launch:
-    """The function that launches a variant on torch's current stream.
+    """Compiles a variant, or loads it from the cache; returns the function that launches it.
 
-    It takes the tensors and scalars of the kernel's signature, outputs included, and returns
-    nothing. It is TileLang's generated host function itself: the Python wrapper that TileLang puts
-    around it allocates outputs, which ours never ask for, and costs 2-4 us a call. `sizes` compares
-    what the host function leaves out, of the kernels where it does.
+    That function launches on torch's current stream. It takes the tensors and scalars of the
+    kernel's signature, outputs included, and returns nothing. It is TileLang's generated host
+    function: TileLang's Python wrapper around it allocates outputs, which is not needed here, and
+    costs 2-4 us a call. For the kernels whose host function leaves out a comparison of sizes,
+    `sizes.checked` adds it. Raises Unsupported without TileLang, without nvcc on a cache miss, or
+    with a cache folder that cannot be written.
     """
     tilelang = _tilelang()
     started = time.perf_counter()
@@ -159,7 +168,7 @@ def compile(module: KernelModule, variant: Any) -> Launch:
     try:
         kernel = tilelang.compile(prim_func, target=TARGET, **options)
     except Exception as error:
-        nvcc()  # not in the cache, and no compiler: this says so better than what TileLang raises
+        nvcc()  # without a compiler this raises a clearer error than TileLang's
         if isinstance(error, OSError):
             raise Unsupported(_unwritable(f"{label(module, variant)}: {error}")) from error
         raise
@@ -179,7 +188,7 @@ def compile(module: KernelModule, variant: Any) -> Launch:
 
 
 def compiled() -> dict[str, str]:
-    """The digest of each variant that this process has compiled or loaded, by its label."""
+    """Returns the digest of each variant that this process has compiled or loaded, by its label."""
     from qla_kernels.digests import digest
 
     return {
@@ -189,7 +198,10 @@ def compiled() -> dict[str, str]:
 
 
 def assemble(source: str, pass_configs: Mapping[str, object], folder: Path) -> Assembled:
-    """CUDA C++ to a cubin in `folder`, with the flags that TileLang uses."""
+    """Assembles CUDA C++ to a cubin in `folder`, with TileLang's flags; returns cubin and report.
+
+    Raises RuntimeError with nvcc's output if nvcc fails.
+    """
     code, cubin = folder / "kernel.cu", folder / "kernel.cubin"
     code.write_text(source)
     command = [str(nvcc()), *nvcc_flags(pass_configs), "-o", str(cubin), str(code)]
@@ -219,7 +231,7 @@ def nvcc_flags(pass_configs: Mapping[str, object]) -> list[str]:
 
 @cache
 def nvcc() -> Path:
-    """The compiler TileLang itself would call."""
+    """Returns the path of the nvcc that TileLang would call; Unsupported if it does not exist."""
     _tilelang()
     from tilelang.env import CUDA_HOME
 
@@ -232,23 +244,29 @@ def nvcc() -> Path:
 
 @cache
 def nvcc_version() -> str:
-    """`release 13.0, V13.0.88`, or whatever this nvcc says in that place."""
+    """Returns nvcc's release, such as `release 13.0, V13.0.88`.
+
+    If nvcc's output has no such line, returns all of it.
+    """
     said = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
     return next((line.partition(", ")[2] for line in said.splitlines() if "release" in line), said)
 
 
 def cache_dir() -> Path:
-    """Where TileLang keeps compiled kernels, whether or not it is installed."""
+    """Returns TileLang's folder of compiled kernels, whether or not TileLang is installed."""
     return Path(os.path.expanduser(os.environ.get("TILELANG_CACHE_DIR", "~/.tilelang/cache")))
 
 
 def cache_size() -> int:
-    """Bytes in `cache_dir()`."""
+    """Returns the number of bytes in `cache_dir()`."""
     return sum(file.stat().st_size for file in cache_dir().rglob("*") if file.is_file())
 
 
 def variant_id(variant: Any) -> str:
-    """`bf16-k128-v64-solves`: each field by its value, a flag by its name if it is set."""
+    """Returns a variant's id, such as `bf16-k128-v64-solves`.
+
+    It joins the values of the fields and the names of the flags that are set.
+    """
     return "-".join(filter(None, (_short(*field) for field in variant._asdict().items())))
 
 
@@ -261,18 +279,21 @@ def _short(field: str, value: object) -> str:
 
 
 def label(module: KernelModule, variant: Any) -> str:
-    """`gdn.kkt_solve-bf16-k128`: how logs, tests, records and dumps name a variant."""
+    """Returns a variant's name in logs, tests, records and dumps: `gdn.kkt_solve-bf16-k128`."""
     family, _, name = module.__name__.removeprefix(f"{__package__}.").rpartition(".kernels.")
     return "-".join(filter(None, (f"{family}.{name}".strip("."), variant_id(variant))))
 
 
 def function_name(module: KernelModule, variant: Any) -> str:
-    """The PrimFunc's name, unique among all variants; the device function adds `_kernel`."""
+    """Returns the PrimFunc's name, unique among variants; the device function adds `_kernel`."""
     return re.sub(r"\W", "_", label(module, variant))
 
 
 def trace(module: KernelModule, variant: Any) -> Any:
-    """Run `build`, one at a time: TileLang does not promise that its builder is thread-safe."""
+    """Runs the kernel's `build` and returns the named PrimFunc.
+
+    Runs one build at a time: TileLang does not promise that its builder is thread-safe.
+    """
     with _tracing:
         prim_func = module.build(variant)
     prim_func = prim_func.with_attr("global_symbol", function_name(module, variant))
@@ -291,7 +312,7 @@ def _tilelang() -> Any:
         raise Unsupported(
             need("qla_kernels.jit", got, "TileLang to compile kernels", fix)
         ) from error
-    except OSError as error:  # it makes its cache folder when it is imported
+    except OSError as error:  # TileLang makes its cache folder when it is imported
         raise Unsupported(_unwritable(f"tilelang cannot be imported ({error})")) from error
 
 

@@ -19,7 +19,10 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
 def imported_late(module: str, function: str) -> Callable[..., Any]:
-    """A function of a module that is imported at its first call: launching needs TileLang."""
+    """Returns a function that calls `function` of `module`, which it imports at its first call.
+
+    Modules that launch kernels need TileLang, so they are not imported earlier.
+    """
     home = functools.cache(lambda: jit.imported(module))
     return lambda *args, **flags: getattr(home(), function)(*args, **flags)
 
@@ -66,13 +69,15 @@ def skip_dispatcher(
     return call
 
 
-# A list or tuple holds tensors that this package has made.
+# Types that the dispatcher need not see. A list or tuple holds tensors of this package.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple))
 
 
 def _is_watched(args: tuple[Any, ...]) -> bool:
-    """By a compiler, a tracer, a mode (fake tensors, selective checkpointing), functorch, or by an
-    argument: any tensor may be a subclass that has something to say.
+    """Returns whether the call has to go through the dispatcher.
+
+    True under a compiler, a tracer, a mode (fake tensors, selective checkpointing) or functorch,
+    and if an argument has a type other than _PLAIN: a tensor subclass may override operators.
     """
     return (
         torch.compiler.is_compiling()

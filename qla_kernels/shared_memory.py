@@ -1,15 +1,15 @@
-"""Gives every buffer in shared memory a name of its own, so that generated code is always the same.
+"""Gives every shared-memory buffer a unique name, so that each process generates the same code.
 
-TileLang names a buffer after what it was last bound to, a variable or the parameter of a macro, and
-leaves it unnamed where it was allocated inside an expression. Its plan of shared memory orders
-buffers by lifetime, size and name, and those of one name by their addresses in this process.
+TileLang names a buffer after the variable or macro parameter to which it was last bound, and leaves
+it unnamed if it was allocated inside an expression. Its layout of shared memory orders buffers by
+lifetime, size and name, and buffers with one name by their addresses in the process.
 """
 
 from typing import Any
 
 
 def name_apart(prim_func: Any) -> None:
-    """Number the buffers that share a name, in the order of their allocation."""
+    """Appends numbers to the names of buffers that share one, in the order of their allocation."""
     from tvm.script.ir_builder import IRBuilder
 
     for name, buffers in buffers_by_name(prim_func).items():
@@ -18,7 +18,7 @@ def name_apart(prim_func: Any) -> None:
 
 
 def buffers_by_name(prim_func: Any) -> dict[str, list[Any]]:
-    """The buffers in shared memory, those of one name in the order of their allocation."""
+    """Returns the shared-memory buffers by name; those with one name in the order of allocation."""
     from tilelang import tvm
 
     named: dict[str, list[Any]] = {}

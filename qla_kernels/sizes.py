@@ -1,10 +1,10 @@
-"""Sizes that TileLang's host code does not compare, compared here.
+"""Comparisons of tensor sizes that TileLang's host code leaves out.
 
-The host code keeps the sizes of a tensor under the name of its buffer, and a buffer that is handed
-to a macro is named after the macro's parameter: with `load(rows=q)` and `load(rows=do)` both are
-`rows`. Of the tensors of one name it reads the last one's sizes only, so that it launches with a
-`q` of any size, and the kernel reads past its end. Everything else it checks of each tensor: type,
-device, number of dimensions, strides.
+The host code stores a tensor's sizes under the name of its buffer, and a buffer that is passed to a
+macro takes the name of the macro's parameter: with `load(rows=q)` and `load(rows=do)` both buffers
+are called `rows`. Of the tensors with one name the host code reads only the last one's sizes, so it
+would launch with a `q` of any size, and the kernel would read past its end. Type, device, number of
+dimensions and strides are checked for every tensor.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,20 @@ from qla_kernels.errors import need
 
 
 class Unread(NamedTuple):
-    """A tensor whose sizes the host code does not read, and the one that it reads in its place."""
+    """A tensor whose sizes the host code does not read, and the tensor that it reads instead."""
 
-    place: int  # among the launch's arguments
+    place: int  # index among the launch's arguments
     name: str
-    like: int
+    like: int  # index of the tensor that is read instead
     like_name: str
 
 
 def unread(prim_func: Any) -> list[Unread]:
-    """The tensors whose sizes are to be compared here: for most kernels none."""
+    """Returns the tensors of a PrimFunc whose sizes `checked` has to compare.
+
+    For most kernels there are none. Raises ValueError if two tensors of one name are declared with
+    different shapes.
+    """
     tensors = [
         (place, str(param.name).removesuffix("_handle"), prim_func.buffer_map[param])
         for place, param in enumerate(prim_func.params)
@@ -46,7 +50,10 @@ def unread(prim_func: Any) -> list[Unread]:
 
 
 def checked(launch: Callable[..., None], kernel: str, prim_func: Any) -> Callable[..., None]:
-    """`launch`, and before it the comparisons that its host code leaves out, if there are any."""
+    """Returns `launch`, preceded by the size comparisons that its host code leaves out, if any.
+
+    The returned function raises ValueError if such a tensor has other sizes.
+    """
     tensors = unread(prim_func)
     if not tensors:
         return launch

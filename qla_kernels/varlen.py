@@ -1,8 +1,8 @@
-"""Where each chunk lies: tables built on the device, from cu_seqlens or from a dense shape.
+"""Tables of chunks, built on the device from cu_seqlens or for a dense batch.
 
-No value is read back. A table has room for the most chunks that its shapes allow, and says in
-`num_chunks` how many there are; kernels stop there. Chunks restart at each sequence, and the last
-chunk of a sequence may hold fewer than 64 tokens.
+The host reads no value back. A table has room for the largest number of chunks that its shapes
+allow; `num_chunks` holds their number, and kernels stop there. Chunks restart at each sequence, and
+the last chunk of a sequence may hold fewer than 64 tokens.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class ChunkTable(NamedTuple):
 
 
 def capacity(num_tokens: int, num_sequences: int, chunk: int = CHUNK) -> int:
-    """The most chunks that `num_tokens` tokens in `num_sequences` sequences can make.
+    """Returns the most chunks that `num_tokens` tokens in `num_sequences` sequences can make.
 
     Every sequence adds at most one partial chunk, and every chunk holds at least one token.
     """
@@ -34,13 +34,14 @@ def chunk_table(
     device: torch.device | str | None = None,
     chunk: int = CHUNK,
 ) -> ChunkTable:
-    """The chunks of packed sequences, or of `batch` rows of `num_tokens` tokens each.
+    """Returns the chunks of packed sequences, or of `batch` rows of `num_tokens` tokens each.
 
     Args:
         num_tokens: tokens of one batch row.
         cu_seqlens: [N + 1] sequence boundaries, int32 or int64, on the device; None for dense rows.
         batch: rows of a dense batch; tokens are numbered through all rows.
-        device: where to build a dense table.
+        device: device of the table for dense rows; otherwise it is that of cu_seqlens.
+        chunk: tokens per chunk.
     """
     if cu_seqlens is None:
         cu_seqlens = torch.arange(batch + 1, device=device) * num_tokens

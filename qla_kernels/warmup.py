@@ -1,8 +1,8 @@
-"""Compile kernels before they are needed, several at a time; results stay in TileLang's cache.
+"""Compiles kernels before they are needed, several at a time; TileLang's cache keeps the results.
 
     python -m qla_kernels.warmup                              every variant there is
-    python -m qla_kernels.warmup --model qwen3-next --tp 4    what one model needs
-    python -m qla_kernels.warmup --list                       only say what would be compiled
+    python -m qla_kernels.warmup --model qwen3-next --tp 4    the variants that one model needs
+    python -m qla_kernels.warmup --list                       only prints what would be compiled
 
 Needs nvcc but no GPU: a cache folder filled here (TILELANG_CACHE_DIR) serves a Hopper machine that
 has the same TileLang. Ctrl-C stops it; kernels that were finished stay in the cache.
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from qla_kernels import jit
 from qla_kernels.errors import need
 
-INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
 class Model(NamedTuple):
-    """The linear-attention layers of a model, as far as they decide which variants run."""
+    """A model's linear-attention layers: family, numbers of heads, head sizes and dtype."""
 
     family: str
     key_heads: int
@@ -51,7 +51,10 @@ Job = tuple[jit.KernelModule, Any]
 
 
 def jobs(models: Iterable[Model] = ()) -> Iterator[Job]:
-    """Every (kernel, variant) that one of the models needs; all of them if there is no model."""
+    """Yields (kernel module, variant) for every variant that one of the models needs.
+
+    Without models it yields every variant of every kernel.
+    """
     wanted = list(models)
     for kernel in jit.kernel_modules():
         for variant in kernel.module.VARIANTS:
@@ -60,7 +63,10 @@ def jobs(models: Iterable[Model] = ()) -> Iterator[Job]:
 
 
 def _needs(model: Model, family: str, variant: Any) -> bool:
-    """A variant fits when every field that a model decides has the model's value."""
+    """Returns whether a model of this family needs the variant.
+
+    It does if the variant's dtype, K and V, where it has these fields, are the model's.
+    """
     fields = variant._asdict()
     return model.family == family and all(
         fields.get(name, value) == value
@@ -69,7 +75,10 @@ def _needs(model: Model, family: str, variant: Any) -> bool:
 
 
 def sharded(name: str, tp: int) -> Model:
-    """A named model's layers on one of `tp` GPUs."""
+    """Returns a named model's layers on one of `tp` GPUs.
+
+    Raises ValueError if tp does not divide the key heads.
+    """
     model = MODELS[name]
     if tp < 1 or model.key_heads % tp:
         fix = f"use a divisor of {model.key_heads}"
@@ -107,10 +116,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_apart(arguments: Sequence[str]) -> int:
-    """Do it in a session of its own, which Ctrl-C ends at once, compilers included.
+    """Runs the command in a process of its own session; returns its exit status.
 
-    In one process Ctrl-C would often be lost: TileLang simplifies terms with Z3, which catches
-    SIGINT for itself. The cache is written by renames, so stopping leaves nothing half done.
+    Ctrl-C ends that session at once, compilers included. In this process Ctrl-C would often be
+    lost: TileLang simplifies terms with Z3, which catches SIGINT. The cache is written by renames,
+    so stopping leaves no partial entry.
     """
     command = [sys.executable, "-m", "qla_kernels.warmup", *arguments]
     process = subprocess.Popen(command, start_new_session=True)
@@ -126,9 +136,10 @@ def run_apart(arguments: Sequence[str]) -> int:
 def compile_all(
     jobs: Iterable[Job], workers: int | None = None, progress: bool = True
 ) -> list[jit.Launch]:
-    """`jit.compile` for each (module, variant), several at a time, results in order.
+    """Compiles each (module, variant), several at a time; returns the launch functions in order.
 
-    Threads are enough: most of the time goes to nvcc, and TileLang's passes release the GIL.
+    Threads suffice: most of the time goes to nvcc, and TileLang's passes release the GIL. The first
+    failure cancels the jobs that have not begun and is raised.
     """
     from tqdm.auto import tqdm
 

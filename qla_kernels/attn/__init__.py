@@ -1,1 +1,1 @@
-"""What the attention families share: their backward's statistics of a row."""
+"""Code that all attention families share: the row statistics of their backwards."""

@@ -1,4 +1,4 @@
-"""The kernels that every attention family launches."""
+"""Launches the kernels that every attention family uses."""
 
 import math
 
@@ -9,18 +9,21 @@ from qla_kernels import jit
 from qla_kernels.attn.kernels import delta as kernel
 
 LOG2E = 1 / math.log(2)
-TMA_ROW = 4  # fp32 numbers in the 16 bytes of which rows of `stats` consist
+TMA_ROW = 4  # fp32 numbers in 16 bytes; rows of `stats` are multiples of that
 
 
 def row_stats(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, *, base2: bool) -> Tensor:
-    """What a backward needs of each query row: [B, H, 2, T'] fp32, lse2 and delta.
+    """Returns a backward's statistics of each query row, lse2 and delta: [B, H, 2, T'] fp32.
 
-    T' is T and up to 3 rows of padding, whose P is 0, as that of rows whose lse is -inf.
+    T' is T rounded up to a multiple of 4. Padding rows, and rows whose lse is -inf, get lse2 =
+    +inf, so that their P is 0.
 
     Args:
-        o, do: [B, T, H, D] of one dtype, D 64 or 128; unit last stride, others of whole 16 bytes.
+        o, do: [B, T, H, D] of one dtype, D 64 or 128; unit last stride, other strides multiples of
+            16 bytes.
         lse: [B, H, T] fp32, any strides; in base 2 if `base2`, else natural.
-        dlse: the gradient of the natural lse, likewise; None for 0.
+        dlse: [B, H, T] fp32, any strides: the gradient of the natural lse; None stands for 0.
+        base2: whether `lse` is in base 2.
     """
     B, T, H, D = o.shape
     out = lse.new_empty(B, H, 2, -(-T // TMA_ROW) * TMA_ROW)

@@ -1,9 +1,13 @@
-"""Shared-prompt attention: prompts that many responses have in common are stored and run once.
+"""Shared-prompt attention: a prompt that many responses share is stored and computed once.
 
-Reading order: tokens.py (what packers take), prompts.py, padded.py and prefix_tree.py (from
-sequences to a batch), batch.py (the batch), plan.py (who sees whom), logprobs.py and microbatch.py;
-then api.py (what a call means), validate.py, autograd.py and ops.py (what torch sees), and cpu.py
-(what runs). compat.py takes the arguments of other kernels.
+Reading order:
+    tokens.py, prompts.py, padded.py, prefix_tree.py, assemble.py   pack sequences into a batch
+    batch.py, plan.py          the packed batch, and its layout: which token sees which
+    logprobs.py, microbatch.py log-probabilities of targets; groups to micro-batches and ranks
+    api.py, validate.py, autograd.py, ops.py   the public function, down to the torch operators
+    cpu.py                     the operators on CPU tensors
+    launch.py, launch_backward.py, tables.py, shapes.py, heuristics.py, kernels/   on a GPU
+    compat.py                  the argument form of other shared-prompt kernels
 """
 
 from qla_kernels.dualkv.api import shared_prefix_attention

@@ -1,4 +1,4 @@
-"""The public function: a call is checked, then refused or handed to the operators."""
+"""The public function `shared_prefix_attention`: checks a call, then refuses or runs it."""
 
 import os
 from typing import Literal, overload
@@ -49,38 +49,43 @@ def shared_prefix_attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of packed sequences whose shared beginnings are stored once, differentiable.
+    """Computes attention over packed sequences that store shared beginnings once; differentiable.
 
-    A response sees its prompt and, causally, itself; a prompt sees itself:
+    A response token sees its prompt and, causally, its own response; a prompt token sees its prompt
+    causally:
 
         o_q = sum_k softmax_k(scale q_q . k_k) v_k    over the k with k <= q < layout.tout[k]
 
-    Results and gradients are those of every sequence run alone, where the gradients of a shared
-    token are summed over its sequences. q, k and v have one dtype. CPU tensors may have any strides
-    and float dtype. On a GPU, a Hopper, they are bf16 or fp16 with D 64 or 128, a last stride of 1
-    and the others of whole 16 bytes.
+    Results and gradients equal those of running each sequence alone; the gradient of a shared token
+    is the sum over the sequences that contain it. q, k and v have one dtype. CPU tensors may have
+    any strides, in bf16, fp16, fp32 or fp64. CUDA tensors need a Hopper GPU, bf16 or fp16, D of 64
+    or 128, a last stride of 1, and other strides that are multiples of 16 bytes.
 
-    The first call with a layout builds the tables that its kernels work off, on the host;
-    `layout.prepare` does that ahead of time, as torch.compile and captures of CUDA graphs want.
-    No gradient is differentiable in turn, nothing carries forward-mode tangents, and `scale` gets
-    no gradient: asking for these raises Unsupported.
+    On a GPU the first call with a layout builds the kernels' tables on the host. Call
+    `layout.prepare` to build them earlier; torch.compile and CUDA graph captures require that.
+    Second derivatives, forward-mode tangents and a `scale` that requires a gradient raise
+    Unsupported.
 
     Args:
         q: [T, H, D] packed tokens.
         k, v: [T, Hk, D], H a multiple of Hk; query head h reads key head h // (H / Hk).
         layout: of a packed batch (`batch.layout`), or SharedLayout.from_lengths; on q's device.
-        scale: D ** -0.5 if None.
-        deterministic: whether all gradients must repeat bit for bit, at a cost: at D = 128 dq is
-            otherwise added up by atomics. If None, what torch.use_deterministic_algorithms says.
-            Results, dk and dv always repeat, and so do dq at D = 64 and that of CPU tensors.
-        return_lse: also return the log of the sum of exponentials, natural, differentiable too.
+        scale: factor of the scores; D ** -0.5 if None.
+        deterministic: True if all gradients must be bitwise repeatable. On a GPU at D = 128 this
+            is slower, because dq is otherwise added up by atomics. None uses the setting of
+            torch.use_deterministic_algorithms. Results, dk and dv are always repeatable, and so is
+            dq at D = 64 and on the CPU.
+        return_lse: also return lse, the natural logarithm of the sum of exponentials. lse is
+            differentiable as well.
 
     Returns:
-        o [T, H, D] in q's dtype; with return_lse also lse [H, T] in fp32 (fp64 for fp64).
+        o [T, H, D] in q's dtype. With return_lse the pair (o, lse), lse [H, T] in fp32 (fp64 if q
+        is fp64).
 
     Raises:
-        ValueError: arguments do not fit together.
-        Unsupported: they do, but this version cannot run them; see `qla_kernels.dualkv.refusal`.
+        ValueError: the arguments do not fit together.
+        Unsupported: the arguments fit, but this version cannot run them; see
+            `qla_kernels.dualkv.refusal`.
     """
     check_tensors(OP, q, k, v, layout)
     require(refusal(q, k, v, scale=scale))
@@ -98,7 +103,11 @@ def attend(
     return_lse: bool,
     q_shift: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """A call that has been checked; lse is None unless asked for."""
+    """Runs a call whose arguments have been checked; returns (o, lse), lse None without return_lse.
+
+    Row i of q is packed token i + q_shift. Under QLA_CHECK=1 the layout's contents are checked
+    first, which waits for the device.
+    """
     if os.environ.get("QLA_CHECK", "0") not in ("", "0"):
         check_contents(OP, layout)
     if deterministic is None:

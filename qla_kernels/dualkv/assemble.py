@@ -1,4 +1,4 @@
-"""What all packers end with: the packed batch of nodes, and of sequences that run through them."""
+"""`assemble`: the last step of every packer, from nodes and sequences to a `SharedBatch`."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
@@ -13,7 +13,7 @@ from qla_kernels.dualkv.tokens import check_positions, check_targets
 
 
 class Node(NamedTuple):
-    """A run of tokens that belong to the same sequences."""
+    """A run of consecutive tokens that the same sequences contain."""
 
     first: int  # among the caller's tokens, laid end to end
     length: int
@@ -21,12 +21,12 @@ class Node(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One of the caller's sequences."""
+    """One of the caller's sequences: its path through the nodes, and its targets."""
 
-    nodes: list[int]  # that it runs through
-    targets: Tensor  # [n] which of its tokens
-    origin: int  # the token whose column is 0
-    number: int  # the caller's
+    nodes: list[int]  # its path, from the root
+    targets: Tensor  # [n] indices of its tokens that are targets
+    origin: int  # index of the token whose column is 0
+    number: int  # in the caller's numbering
     group: int
 
 
@@ -39,10 +39,12 @@ def assemble(
     pad_to: int | None,
     read: Tensor | None = None,
 ) -> SharedBatch:
-    """The batch of these nodes, in packed order, on the device of `source`, the caller's tokens.
+    """Returns the SharedBatch of these nodes, in packed order, on the device of `source`.
 
-    `position_ids` are the caller's too, [.., *source.shape]. Indices are made on the host, from
-    lengths alone, and sent. `read` is `source` on the CPU, where a packer has it there.
+    `source` are the caller's token ids; `position_ids`, if given, are [.., *source.shape]. `read`
+    is `source` on the CPU, if the packer has such a copy; target ids are checked if it is given or
+    source is on the CPU. Indices are computed on the host from lengths alone and then copied.
+    Raises ValueError for position_ids that do not fit or a negative target.
     """
     lengths = [node.length for node in nodes]
     layout = SharedLayout.from_forest(lengths, [node.parent for node in nodes], pad_to=pad_to)
@@ -89,7 +91,7 @@ def assemble(
 
 
 def _positions(nodes: Sequence[Node], padding: int) -> Tensor:
-    """Of each token, in the sequences that it belongs to."""
+    """Returns each token's position in the sequences that contain it; padding counts from 0."""
     starts: list[int] = []
     for node in nodes:
         above = 0 if node.parent < 0 else starts[node.parent] + nodes[node.parent].length

@@ -1,7 +1,7 @@
-"""The operators as one differentiable step.
+"""`SharedPrefixAttention`: the two operators as one differentiable function.
 
-Autocast has no say: it knows neither operator, and they call nothing that it casts. The backward is
-not differentiable in turn, and refuses to be.
+Autocast does not change dtypes here: it has no rule for either operator. The gradients are not
+differentiable in turn; differentiating them raises Unsupported.
 """
 
 import math
@@ -17,14 +17,15 @@ from qla_kernels.dualkv.validate import OP
 
 
 def natural(lse2: Tensor) -> Tensor:
-    """The log of the sum of exponentials that a caller gets."""
+    """Converts the kernels' base-2 lse to the natural logarithm that callers get."""
     return lse2 * math.log(2)
 
 
 class SharedPrefixAttention(torch.autograd.Function):
-    """dualkv_fwd and dualkv_bwd. Beside its inputs it keeps o, and lse2: 4 bytes a token and head.
+    """Runs dualkv_fwd, and dualkv_bwd in the backward; returns (o, lse), lse None if not asked for.
 
-    Both results have gradients; lse is None unless it is asked for.
+    Besides its inputs it saves o and lse2 (4 bytes per token and head) for the backward. Both
+    results are differentiable.
     """
 
     @staticmethod

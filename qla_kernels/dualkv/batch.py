@@ -1,7 +1,8 @@
-"""A packed batch: its tokens, their layout, and the way back to the caller's sequences.
+"""`SharedBatch`: packed tokens, their layout, and the mapping back to the caller's sequences.
 
-Built by the packers. Once it is there, nothing waits for a device: sizes are numbers on the host,
-and everything else is an index that lies beside the tokens.
+The packers (pack_shared_prompts, pack_padded, pack_prefix_tree) build it. Its methods do not wait
+for a GPU, apart from `to_replicated`, copies to the CPU and the checks of QLA_CHECK=1: sizes are
+host numbers, and the other indices lie on the device of the tokens.
 """
 
 import os
@@ -20,34 +21,35 @@ from qla_kernels.sm90 import expect_tensors
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharedBatch:
-    """T packed tokens of S sequences, which have L targets: tokens whose log-probability counts.
+    """T packed tokens of S sequences with L targets: the tokens whose log-probability is wanted.
 
-    A target is predicted at the token before it. The last token of a prompt so predicts the first
-    of every response, and its row of logits is computed once: M rows serve L targets.
+    A target's logits come from the token before it. The last token of a prompt predicts the first
+    token of every response, so its row of logits is computed once: M rows serve L targets.
 
-    Targets lie sequence by sequence in packed order. Their columns are those of the caller's padded
-    tensors: a token's place in its response, or in its whole sequence if it came from a tree.
+    Targets are ordered by sequence, in packed order. `column` is a target's column in the caller's
+    padded tensors: the token's index in its response, or in the whole sequence if the batch comes
+    from pack_prefix_tree.
     """
 
     layout: SharedLayout
     input_ids: Tensor  # [T]
-    position_ids: Tensor  # [T], or [.., T] as given; restarts in each node where its parent ended
-    take: Tensor  # [T] which of the caller's tokens, laid end to end, each is; -1 for padding
-    multiplicity: Tensor  # [T] int32, in how many sequences each occurs; 0 for padding
+    position_ids: Tensor  # [T], or [.., T] as given; a node continues where its parent ended
+    take: Tensor  # [T] index into the caller's tokens, laid end to end; -1 for padding
+    multiplicity: Tensor  # [T] int32, number of sequences that contain the token; 0 for padding
     src_rows: Tensor  # [M] packed tokens that predict a target, ascending
-    src_inv: Tensor  # [L] each target's place in src_rows
+    src_inv: Tensor  # [L] each target's index into src_rows
     targets: Tensor  # [L] token ids
     target_cu: Tensor  # [S + 1] sequence s has the targets target_cu[s] to target_cu[s + 1]
     order: Tensor  # [S] the caller's number of each sequence
     group_of: Tensor  # [S] the group of each sequence, counted in packed order
     row: Tensor  # [L] the caller's number of each target's sequence
     column: Tensor  # [L]
-    paths: tuple[Tensor, ...]  # S times, on the CPU: the packed tokens of a sequence
-    source_shape: tuple[int, ...]  # of the caller's tokens
-    width: int  # of the caller's padded tensors, at least
+    paths: tuple[Tensor, ...]  # S tensors on the CPU: the packed tokens of each sequence
+    source_shape: tuple[int, ...]  # shape of the caller's tokens
+    width: int  # the smallest width of a padded tensor that holds every column
 
     def __repr__(self) -> str:
-        """Reads nothing that may lie on a GPU."""
+        """Returns the numbers of sequences, groups and tokens; reads no tensor on a GPU."""
         groups = len({int(path[0]) for path in self.paths})
         sizes = f"{self.num_sequences} sequences of {groups} groups in {self.num_tokens} tokens"
         return f"SharedBatch({sizes} on {self.layout.tout.device}, {self.rho:.2f} times fewer)"
@@ -62,17 +64,20 @@ class SharedBatch:
 
     @property
     def rho(self) -> float:
-        """Tokens of the sequences, each by itself, over packed tokens."""
+        """Tokens of all sequences without sharing, divided by packed tokens."""
         return _ratio(sum(len(path) for path in self.paths), self.num_tokens)
 
     @property
     def pair_ratio(self) -> float:
-        """The same of visible pairs, which attention takes time for."""
+        """Visible (query, key) pairs without sharing, divided by those of the layout.
+
+        Pairs measure the work of attention.
+        """
         replicated = sum(len(path) * (len(path) + 1) // 2 for path in self.paths)
         return _ratio(replicated, self.layout.pairs)
 
     def to(self, device: torch.device | str) -> "SharedBatch":
-        """The batch on that device; to a GPU without waiting for it."""
+        """Returns a copy of the batch on `device`; a copy to a GPU does not wait for it."""
         there: dict[str, Any] = {"layout": self.layout.to(device)}
         for field in fields(self):
             if isinstance(x := getattr(self, field.name), Tensor):
@@ -80,13 +85,14 @@ class SharedBatch:
         return replace(self, **there)
 
     def prepare(self, num_heads: int, kv_heads: int) -> None:
-        """Build what attention with these heads works off, so that its first call need not."""
+        """Builds the attention kernels' tables for these head counts ahead of the first call."""
         self.layout.prepare(num_heads, kv_heads)
 
     def pack(self, x: Tensor) -> Tensor:
-        """A tensor with an entry for each of the caller's tokens, as [T, ...]; padding is 0.
+        """Returns x, which has one entry per token of the caller, in packed order: [T, ...].
 
-        Of a token that several sequences have, the first sequence's entry is taken.
+        Padding tokens get 0. A shared token gets the entry of the first sequence that contains it.
+        Raises ValueError if x does not begin with the shape of the tokens that were packed.
         """
         expect_tensors("SharedBatch.pack", x=x)
         dims = len(self.source_shape)
@@ -109,12 +115,17 @@ class SharedBatch:
     def gather_logprobs(
         self, logits: Tensor, *, temperature: float = 1.0, entropy: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Log-probabilities of the targets, [L] in fp32 (fp64 of fp64), differentiable.
+        """Returns the targets' log-probabilities, [L] in fp32 (fp64 for fp64); differentiable.
 
         Args:
-            logits: [M, vocabulary], of the rows src_rows; any float dtype.
+            logits: [M, vocabulary], the logits of the tokens src_rows; any float dtype.
             temperature: divides the logits.
-            entropy: also return the entropy of the distribution that each target was drawn from.
+            entropy: also return [L] entropies: that of the distribution that predicts each target.
+
+        Raises:
+            ValueError: logits of another shape, dtype or device, a temperature that is not a
+                positive number, or (on the CPU, or under QLA_CHECK=1) a target outside the
+                vocabulary.
         """
         expect_tensors(OP, logits=logits)
         if logits.dim() != 2 or logits.shape[0] != self.src_rows.shape[0]:
@@ -136,7 +147,11 @@ class SharedBatch:
         return found if entropy else found[0]
 
     def _check_targets(self, vocabulary: int) -> None:
-        """Of the CPU, or under QLA_CHECK=1: a negative one would take another token's logit."""
+        """Raises ValueError if a target is not in 0 .. vocabulary - 1.
+
+        Checks targets on the CPU, and those on a GPU only under QLA_CHECK=1; checks nothing while
+        torch.compile traces. A negative target would read the logit of another token.
+        """
         if torch.compiler.is_compiling() or not len(self.targets):
             return
         if self.targets.is_cpu or os.environ.get("QLA_CHECK", "0") not in ("", "0"):
@@ -147,7 +162,11 @@ class SharedBatch:
                     raise ValueError(need(OP, f"a target of {token}", needs, fix))
 
     def to_padded(self, x: Tensor, width: int | None = None, fill: float = 0.0) -> Tensor:
-        """[L, ...] of targets as [S, width, ...] in the caller's order; `fill` between them."""
+        """Returns x [L, ...] of the targets as [S, width, ...], in the caller's order of sequences.
+
+        Entries without a target are `fill`. `width` defaults to `self.width`; ValueError if
+        smaller.
+        """
         expect_tensors("SharedBatch.to_padded", x=x)
         if x.shape[:1] != self.targets.shape:
             got, needs = f"{x.shape[0]} rows", f"{self.targets.shape[0]}, one for each target"
@@ -163,7 +182,11 @@ class SharedBatch:
         return padded.index_put((self.row, self.column), x)
 
     def from_padded(self, x: Tensor) -> Tensor:
-        """The inverse: [S, width, ...] of the caller's, such as advantages, as [L, ...]."""
+        """Returns the targets' entries of x [S, width, ...] as [L, ...]; inverts `to_padded`.
+
+        x is in the caller's order of sequences, such as a tensor of advantages. ValueError if it
+        has other sequences or fewer columns than `self.width`.
+        """
         expect_tensors("SharedBatch.from_padded", x=x)
         if x.dim() < 2 or x.shape[0] != self.num_sequences or x.shape[1] < self.width:
             needs = f"({self.num_sequences}, at least {self.width}), a row for each sequence"
@@ -173,16 +196,17 @@ class SharedBatch:
         return x[self.row, self.column]
 
     def to_replicated(self, x: Tensor) -> list[Tensor]:
-        """[T, ...] as every sequence alone would have it, in the caller's order; for comparisons.
+        """Returns a list of S tensors: the entries of x [T, ...] for the tokens of each sequence.
 
-        The only method that makes replicas, and that waits for a device.
+        Sequences are in the caller's order. Meant for comparisons with unshared runs: this is the
+        only method that makes replicas, and it waits for the device.
         """
         alone = dict(zip(self.order.tolist(), self.paths, strict=True))
         return [x[alone[i].to(x.device)] for i in sorted(alone)]
 
 
 def taken(x: Tensor, take: Tensor) -> Tensor:
-    """Rows of x [n, ...]; 0 where `take` is -1, as all of it is if there are none."""
+    """Returns x[take] for x [n, ...], 0 where `take` is -1; n may be 0 if all of `take` is -1."""
     rows = x if len(x) else x.new_zeros(1, *x.shape[1:])
     is_padding = (take < 0).reshape(-1, *[1] * (x.dim() - 1))
     return rows[take.clamp(min=0)].masked_fill(is_padding, 0)

@@ -1,7 +1,8 @@
-"""The argument form of published shared-prompt kernels, for code that moves over from them.
+"""`dualkv_varlen`: the argument form of published shared-prompt kernels, for code that used them.
 
-One group a call, its keys and values in two tensors. They are laid end to end here, which copies Hk
-heads of them; code that can change should pack its batch and call `shared_prefix_attention`.
+A call has one group, with keys and values of prompt and responses in two tensors. This function
+concatenates them, which copies Hk heads of keys and values; code that can change should pack its
+batch and call `shared_prefix_attention`.
 """
 
 from itertools import accumulate, pairwise
@@ -34,24 +35,30 @@ def dualkv_varlen(
     *,
     layout: SharedLayout | None = None,
 ) -> Tensor:
-    """N responses of R_i tokens on one prompt of P, differentiable.
+    """Computes attention of N responses of R_i tokens that share one prompt of P; differentiable.
 
-    Queries come in one of two forms: those of responses alone, q_i = R_i, or with the prompt's
-    before the first response's, q_0 = P + R_0.
+    q comes in one of two forms: the responses' queries alone, q_i = R_i, or with the prompt's
+    queries in front of the first response's, q_0 = P + R_0.
 
     Args:
         q: [sum q_i, H, D].
         k_context, v_context: [P, Hk, D].
         k_decoded, v_decoded: [sum R_i, Hk, D], response after response.
         cu_seqlens_q, cu_seqlens_k_decoded: [N + 1] bounds of the q_i and of the R_i.
-        max_seqlen_q, max_seqlen_k_decoded: accepted, unused.
+        max_seqlen_q, max_seqlen_k_decoded: accepted and ignored.
         context_seqlen: P.
-        causal: True.
-        layout: SharedLayout.from_lengths([(P, [R_0, ..])]), on q's device. If None, it is made at
-            each call, and the bounds are read from the device, which waits for it.
+        softmax_scale: factor of the scores; D ** -0.5 if None.
+        causal: has to be True.
+        layout: SharedLayout.from_lengths([(P, [R_0, ..])]), on q's device. If None, each call
+            builds one, and waits for the device to read the bounds if they lie there.
 
     Returns:
         o [sum q_i, H, D].
+
+    Raises:
+        ValueError: the arguments do not fit together, or do not fit `layout`.
+        Unsupported: causal=False, queries of another form, or arguments that
+            `qla_kernels.dualkv.refusal` names.
     """
     parts = {"k_context": k_context, "v_context": v_context}
     parts |= {"k_decoded": k_decoded, "v_decoded": v_decoded}
@@ -89,7 +96,10 @@ def dualkv_varlen(
 
 
 def _check_prompt(layout: SharedLayout, prompt: int) -> None:
-    """The first node lies on the host. Bounds may lie on a device, and are not read."""
+    """Raises ValueError if the layout's first node is not a prompt of this length that all see.
+
+    Used where the bounds are not read. The layout's nodes are on the host, so nothing waits.
+    """
     if prompt and layout.nodes[:1].tolist() != [[0, prompt, layout.num_tokens]]:
         fix = f"pass SharedLayout.from_lengths([({prompt}, responses)])"
         needs = f"one prompt of {prompt} tokens, which all others see"
@@ -97,7 +107,7 @@ def _check_prompt(layout: SharedLayout, prompt: int) -> None:
 
 
 def _nodes(prompt: int, responses: list[int]) -> list[list[int]]:
-    """Those of a layout of this group."""
+    """Returns the rows [first, end, tout] of `layout.nodes` for one group."""
     ends = [0, *accumulate([prompt, *responses])]
     found = [[a, b, b] for a, b in pairwise(ends) if a < b]
     if prompt:
@@ -106,7 +116,7 @@ def _nodes(prompt: int, responses: list[int]) -> list[list[int]]:
 
 
 def _check_parts(q: Tensor, parts: dict[str, Tensor], layout: SharedLayout | None) -> None:
-    """What has to fit before the prompt's keys and the responses' are laid end to end."""
+    """Raises ValueError if layout, q, keys and values cannot be concatenated and used together."""
     if not isinstance(layout, SharedLayout | None):
         got, fix = f"layout is {type(layout).__name__}", "pass SharedLayout.from_lengths(...)"
         raise ValueError(need(OP, got, "a SharedLayout or None", fix))
@@ -128,7 +138,7 @@ def _on_the_host(*bounds: Tensor) -> bool:
 
 
 def _lengths(name: str, bounds: Tensor) -> list[int]:
-    """Of sequences; reads the bounds."""
+    """Reads bounds and returns the sequence lengths; ValueError if not ascending from 0."""
     found: list[int] = bounds.tolist() if bounds.dim() == 1 else []
     lengths = [b - a for a, b in pairwise(found)]
     if not found or found[0] != 0 or min(lengths, default=0) < 0:

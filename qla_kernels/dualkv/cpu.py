@@ -1,6 +1,6 @@
-"""The operators on CPU tensors: the reference, with the operators' arguments and results.
+"""The operators on CPU tensors: calls the reference with the operators' arguments and results.
 
-Autocast is off inside: the caller's precision is the precision of every product.
+Autocast is disabled inside, so that it does not lower the precision of the reference's products.
 """
 
 import math

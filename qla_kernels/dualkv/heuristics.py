@@ -1,16 +1,20 @@
-"""Shapes to choices. Pure functions of ints."""
+"""Choices that depend on shapes and flags: pure functions."""
 
 
 def head_pack(num_heads: int, kv_heads: int) -> int:
-    """How many query heads of one key head a tile takes: a power of two up to 8."""
+    """Returns how many query heads of one key head share a tile.
+
+    That is the largest of 8, 4, 2 and 1 that divides num_heads / kv_heads.
+    """
     group = num_heads // kv_heads
     return next(pack for pack in (8, 4, 2, 1) if group % pack == 0)
 
 
 def one_pass(deterministic: bool, head_dim: int) -> bool:
-    """Whether the backward adds up dQ while it makes dK and dV.
+    """Returns whether the backward adds up dQ in the pass that makes dK and dV.
 
-    Five products instead of seven, but dQ's last bits differ from run to run. It has no form for
-    64 columns: half of them, a warpgroup's share, are not a whole row of a swizzled tile.
+    One pass takes five products instead of seven, but dQ's last bits differ from run to run. It
+    does not exist for D = 64: a warpgroup would own 32 columns of dQ, half a row of a swizzled
+    tile.
     """
     return head_dim == 128 and not deterministic

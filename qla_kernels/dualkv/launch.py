@@ -1,4 +1,7 @@
-"""What runs on the GPU. Allocates, chooses variants, launches; reads nothing back."""
+"""The operators on CUDA tensors: allocates results, chooses variants, launches kernels.
+
+Nothing is read back from the device.
+"""
 
 import math
 
@@ -54,7 +57,7 @@ def dualkv_bwd(
 
     require_aligned(OP, q=q, k=k, v=v)
     with device.of(q):
-        if not tma_readable(do):  # such as that of a sum, which is one number
+        if not tma_readable(do):  # such as the gradient of a sum: one number, expanded
             do = do.contiguous()
         work = Tables(*tables)
         return Backward(*backward(do, q, k, v, o, lse2, dlse, work, scale, q_shift, deterministic))

@@ -1,4 +1,4 @@
-"""The backward on the GPU: statistics of rows, then one pass over the scores, or two."""
+"""The backward on the GPU: row statistics, then one pass over the scores, or two."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,12 @@ def backward(
     q_shift: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, contiguous, of tensors whose device is the current one."""
+    """Launches the backward and returns dq, dk and dv, contiguous.
+
+    The current device has to be that of the tensors. With `one_pass` (see heuristics.py) bwd makes
+    all three and dq_cast rounds dq; otherwise bwd_dq makes dq and bwd_dkv makes dk and dv.
+    dkv_combine then sums the key tiles whose run of queries was split.
+    """
     (num_tokens, num_heads, D), kv_heads = q.shape, k.shape[1]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     if not num_tokens:
@@ -66,10 +71,11 @@ def backward(
 
 
 def _most_parts(tables: Tables, kv_heads: int) -> int:
-    """How many parts there may be; how many there are, only the device knows.
+    """Returns an upper bound of the number of partial sums; only the device knows the number.
 
-    A run that is cut has two stretches, and each as many parts as it has shares, rounded, or one.
-    All runs of all key heads are `SHARES` shares, or less.
+    A split run has one or two stretches, each of max(1, round(length / share)) parts; all runs of
+    all key heads together have at most SHARES shares. Without splits the result is 1, and that part
+    is never written.
     """
     splits = tables.split.shape[0]
     if not splits:
@@ -78,7 +84,11 @@ def _most_parts(tables: Tables, kv_heads: int) -> int:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x [T, H, D] in whole 16 bytes, for TMA: a gradient comes in whatever strides it has."""
+    """Returns x [T, H, D], or a contiguous copy if TMA cannot read x.
+
+    TMA needs a last stride of 1, other strides that are positive multiples of 16 bytes, and an
+    address that is one. A gradient may come with any strides.
+    """
     step = TMA_ALIGNMENT // x.element_size()
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
     whole = all(s > 0 and s % step == 0 for s in strides)

@@ -1,11 +1,12 @@
-"""Log-probabilities of many targets from few rows of logits, without a wide copy of the logits.
+"""Log-probabilities of L targets from M rows of logits, without an fp32 copy of all logits.
 
-With z = logits / temperature and, of row r, lse = log sum_j e^z_j and p = e^(z - lse):
+With z = logits / temperature and, for row r, lse = log sum_j e^z_j and p = e^(z - lse):
 
     logprob of target t = z[r, t] - lse        entropy = -sum_j p_j log p_j
     dz_j = sum_t g_t ([j = t] - p_j)  +  h (-p_j log p_j - p_j entropy)
 
-where g_t are the gradients of the row's targets, and h is the sum of those of their entropies.
+where g_t are the gradients of the row's log-probabilities, and h is the sum of the gradients of its
+targets' entropies.
 """
 
 from collections.abc import Iterator
@@ -18,15 +19,16 @@ from qla_kernels.derivatives import refuse_forward_mode, refuse_second_derivativ
 
 OP = "SharedBatch.gather_logprobs"
 
-ELEMENTS = 1 << 25  # of logits that are held in fp32 at a time: 128 MiB
+ELEMENTS = 1 << 25  # logits converted to fp32 at a time: 128 MiB
 
 
 def target_logprobs(
     logits: Tensor, rows: Tensor, targets: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropies) [L] of the targets, drawn from rows [L] of logits [M, vocab].
+    """Returns (log-probabilities, entropies), both [L]; target i reads row rows[i] of logits.
 
-    Entropies that are not asked for are 0.
+    logits is [M, vocab]; rows and targets are [L]. Entropies are 0 if `entropy` is False. Raises
+    Unsupported if logits have a forward-mode tangent.
     """
     refuse_forward_mode(OP, logits)
     logprobs, entropies = TargetLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -36,7 +38,11 @@ def target_logprobs(
 
 
 class TargetLogprobs(torch.autograd.Function):
-    """Keeps the logits, which are alive anyway, and two numbers a row."""
+    """The autograd function of `target_logprobs`.
+
+    Saves the logits, which are alive anyway, rows, targets, and two numbers per row of logits: its
+    lse and entropy.
+    """
 
     @staticmethod
     def forward(
@@ -76,7 +82,7 @@ class TargetLogprobs(torch.autograd.Function):
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:
-    """Of the rows, as many as may be wide at a time."""
+    """Returns slices of the rows of logits: at most ELEMENTS logits each, at least one row."""
     num_rows, vocabulary = logits.shape
     step = max(1, ELEMENTS // max(1, vocabulary))
     return (slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step))

@@ -1,7 +1,7 @@
-"""Which groups go into which micro-batch, and which micro-batch to which rank.
+"""`plan_microbatches`: distributes groups over micro-batches, and micro-batches over ranks.
 
-A micro-batch holds a group's prompt once, so groups are kept together: one that is cut into m
-pieces of n responses pays for m prompts and keeps (n - m) / (n - 1) of the tokens it saved.
+A micro-batch stores a group's prompt once, so groups are kept together: a group of n responses
+that is cut into m pieces stores m prompts and keeps (n - m) / (n - 1) of the tokens saved.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,7 +13,7 @@ from qla_kernels.errors import need
 
 OP = "plan_microbatches"
 
-MOST_RANKS = 1 << 17  # data-parallel: more than there are
+MOST_RANKS = 1 << 17  # more data-parallel ranks than any job has
 TOKEN_COST = 24_000.0  # Qwen3-8B: 193e6 weights of a layer / (2 * 32 heads * 128)
 
 Group = tuple[int, Sequence[int]]  # tokens of the prompt, and of each response
@@ -38,18 +38,24 @@ def plan_microbatches(
     ranks: int = 1,
     token_cost: float = TOKEN_COST,
 ) -> list[list[MicroBatch]]:
-    """Micro-batches of each rank, of at most max_tokens packed tokens, each prompt charged once.
+    """Returns for each rank a list of micro-batches, each a list of Pieces.
 
-    Every rank gets as many as the others, because collectives want that: micro-batches are halved
-    between groups until their number divides, and where that is not enough the last are empty. A
-    rank's own come costliest first, so that those which run at a time are alike.
+    A micro-batch has at most max_tokens packed tokens, each piece's prompt included. Every rank
+    gets the same number of micro-batches, because collectives need that: the costliest
+    micro-batches of several pieces are halved until the number is a multiple of `ranks`; where that
+    does not suffice, ranks get empty ones at the end. Each rank's micro-batches are in descending
+    order of cost, so that ranks run similar ones at the same time.
 
     Args:
         groups: (tokens of the prompt, tokens of each response).
-        max_tokens: of a micro-batch. A group is cut only if it has more.
-        ranks: data-parallel ranks, to which about the same work is given.
-        token_cost: what a token costs outside attention, in visible (query, key) pairs: weights of
-            a layer / (2 H D). 0 counts attention alone.
+        max_tokens: limit of packed tokens in a micro-batch. Only a group with more is cut.
+        ranks: number of data-parallel ranks; each gets about the same cost.
+        token_cost: cost of a token outside attention, in units of one visible (query, key) pair:
+            weights of a layer / (2 H D). 0 counts attention alone.
+
+    Raises:
+        ValueError: an argument out of range, or a prompt and a response that together exceed
+            max_tokens.
     """
     _check(groups, max_tokens, ranks, token_cost)
     pieces = [piece for g, group in enumerate(groups) for piece in _cut(g, group, max_tokens)]
@@ -86,7 +92,10 @@ def _check(groups: Sequence[Group], max_tokens: float, ranks: int, token_cost: f
 def _halved(
     batches: list[MicroBatch], ranks: int, costs: Mapping[Piece, float]
 ) -> list[MicroBatch]:
-    """The costliest in halves, until their number divides or each is one piece."""
+    """Splits the costliest micro-batch of several pieces in two until `ranks` divides their number.
+
+    Returns the micro-batches; stops early once each has one piece.
+    """
     found = dict(enumerate(batches))
     heap = [(-sum(costs[p] for p in batch), i) for i, batch in found.items() if len(batch) > 1]
     heapify(heap)
@@ -101,7 +110,10 @@ def _halved(
 
 
 def _cut(index: int, group: Group, max_tokens: int) -> list[Piece]:
-    """The group whole, or in pieces that fit."""
+    """Returns the group as one piece, or as pieces of at most max_tokens.
+
+    Raises ValueError if the prompt and the longest response exceed max_tokens.
+    """
     prompt, responses = group
     if prompt + sum(responses) <= max_tokens:
         return [Piece(index, tuple(range(len(responses))))]
@@ -115,9 +127,12 @@ def _cut(index: int, group: Group, max_tokens: int) -> list[Piece]:
 
 
 def _first_fit(sizes: Mapping[Key, int], room: int) -> list[list[Key]]:
-    """Largest first, each into the first bin that has room for it."""
+    """Packs items into bins of size `room`: largest first, each into the first bin with room.
+
+    Returns the bins' items. A binary tree of maxima finds the first bin in log time.
+    """
     leaves = 1 << max(0, len(sizes) - 1).bit_length()
-    free = [room] * (2 * leaves)  # of bin i in free[leaves + i]; free[n] = max of 2n and 2n + 1
+    free = [room] * (2 * leaves)  # bin i's room is free[leaves + i]; free[n] = max of 2n, 2n + 1
     bins: list[list[Key]] = [[] for _ in sizes]
     for item in sorted(sizes, key=lambda item: -sizes[item]):
         node = 1
@@ -133,7 +148,10 @@ def _first_fit(sizes: Mapping[Key, int], room: int) -> list[list[Key]]:
 def _spread(
     items: Sequence[Item], parts: int, most: int, cost: Callable[[Item], float]
 ) -> list[list[Item]]:
-    """Costliest first, each to the lightest part that has fewer than `most` items."""
+    """Deals items to `parts` lists and returns them.
+
+    The costliest items go first, each to the list of least cost that has fewer than `most` items.
+    """
     found: list[list[Item]] = [[] for _ in range(parts)]
     open_parts = [(0.0, i) for i in range(parts)]  # a heap: the lightest comes first
     for item in sorted(items, key=lambda item: -cost(item)):

@@ -1,13 +1,13 @@
-"""The operators torch sees: schemas, shapes of the results, and where CPU tensors go.
+"""The operators as torch sees them: schemas, fake implementations and dispatch by device.
 
     dualkv_fwd, dualkv_bwd   attention of packed tokens, and its gradients
 
-`tables` describe the batch: for CPU tensors the layout's nodes alone, for CUDA tensors what
-tables.py builds of them. Row i of q is token i + q_shift. CPU tensors go to cpu.py and CUDA tensors
-to launch.py. Each has a function named like the operator, and is imported when an operator first
-meets such a tensor. No result shares memory with an argument.
+`tables` describe the batch: for CPU tensors the layout's nodes alone, for CUDA tensors the result
+of `SharedLayout.prepare`. Row i of q is token i + q_shift. CPU tensors go to cpu.py and CUDA
+tensors to launch.py; each has a function named like the operator, and is imported when an operator
+first gets such a tensor. No result shares memory with an argument.
 
-Autograd lives above, in autograd.py. For selective activation checkpointing name the operator:
+Autograd is in autograd.py. For selective activation checkpointing name the operator:
 `torch.ops.qla_kernels.dualkv_fwd.default`.
 """
 
@@ -31,14 +31,14 @@ SCHEMAS = {
 
 
 class Forward(NamedTuple):
-    """Results of dualkv_fwd; fp32 is fp64 where q is fp64."""
+    """Results of dualkv_fwd. Where this says fp32, it is fp64 if q is fp64."""
 
     o: Tensor  # [Tq, H, D] in q's dtype
     lse2: Tensor  # [H, Tq] base 2, fp32
 
 
 class Backward(NamedTuple):
-    """Results of dualkv_bwd, each like its input."""
+    """Results of dualkv_bwd; each has the shape and dtype of its input."""
 
     dq: Tensor
     dk: Tensor

@@ -1,4 +1,7 @@
-"""From the padded tensors of RL trainers: prompts left-padded to one width, responses after it."""
+"""`pack_padded`: packs the padded [B, W] tensors of RL trainers into a batch.
+
+Prompts are left-padded to one width; responses follow and are padded on the right.
+"""
 
 from collections.abc import Hashable, Sequence
 from numbers import Integral
@@ -18,11 +21,11 @@ OP = "pack_padded"
 
 
 class PaddedGroup(NamedTuple):
-    """Rows that have one prompt. (prompt, responses) is what `plan_microbatches` takes."""
+    """Rows with the same prompt. (prompt, responses) is a group as `plan_microbatches` takes it."""
 
     rows: list[int]
     prompt: int  # tokens
-    responses: list[int]  # tokens of each row's
+    responses: list[int]  # tokens of each row's response
 
 
 def pack_padded(
@@ -35,20 +38,26 @@ def pack_padded(
     position_ids: Tensor | None = None,
     pad_to: int | None = None,
 ) -> SharedBatch:
-    """Rows of veRL's or TRL's layout, each prompt once; all tokens of responses are targets.
+    """Returns a packed batch of padded rows (veRL's or TRL's layout), each distinct prompt once.
+
+    All tokens of responses are targets. Sequences are numbered by row. Tensors on a GPU are read
+    back, so the host waits once per batch, not per layer.
 
     Args:
         input_ids: [B, W] rows; the prompt ends at prompt_width, and the response begins there.
         attention_mask: [B, W] nonzero where there is a token: no gap inside a prompt or a response.
-        prompt_width: columns of prompts.
-        group_ids: B labels, such as veRL's uid; rows with equal ones have one prompt. If None, rows
-            whose prompts have equal tokens; they may lie anywhere.
-        verify: compare the prompts of a group, and their position_ids.
-        position_ids: [.., B, W], kept as they are for models that do not count from 0; restarted
-            in each response at the prompt's length if None.
-        pad_to: add tokens up to this many. They have id 0 and see only each other.
+        prompt_width: number of columns that hold prompts.
+        group_ids: B labels, such as veRL's uid; rows with equal labels share one prompt. If None,
+            rows with equal prompt tokens form a group. The rows of a group need not be adjacent.
+        verify: compare the prompts of each group's rows, and their position_ids; ValueError if
+            they differ.
+        position_ids: [.., B, W], used unchanged, for models whose positions do not count from 0.
+            If None, each response's positions continue at its prompt's length.
+        pad_to: appends padding tokens up to this total. They have id 0 and see only each other.
 
-    Sequences are numbered by row. Tensors on a GPU are read back: one wait for all layers.
+    Raises:
+        ValueError: shapes that do not fit, a row without a prompt, padding inside a prompt or a
+            response, or prompts that differ within a group.
     """
     _check_shapes(input_ids, attention_mask, prompt_width, group_ids)
     if position_ids is not None:
@@ -78,7 +87,10 @@ def padded_groups(
     group_ids: Sequence[Hashable] | Tensor | None = None,
     verify: bool = True,
 ) -> list[PaddedGroup]:
-    """The groups of `pack_padded`, in the order of their first rows; to plan micro-batches with."""
+    """Returns the groups that `pack_padded` would form, ordered by their first rows.
+
+    Pass them to `plan_microbatches`. Arguments and errors are those of `pack_padded`.
+    """
     _check_shapes(input_ids, attention_mask, prompt_width, group_ids)
     ids, mask = input_ids.cpu(), attention_mask.cpu() != 0
     prompts = mask[:, :prompt_width].sum(1).tolist()

@@ -1,8 +1,9 @@
-"""Which packed token sees which: the layout of a batch whose sequences share their beginnings.
+"""`SharedLayout`: which packed token sees which, in a batch whose sequences share their beginnings.
 
-Tokens lie depth first: of each group the prompt, then its responses; in general a node of a prefix
-tree, then its children. A key is seen from itself to the end of its node's subtree, `tout`.
-Everything here is arithmetic on lengths, which the host knows: nothing waits for a device.
+Tokens are packed depth first: each group's prompt, then its responses; in general each node of a
+prefix tree, then its children. A key is visible to the queries from its own token to `tout`, the
+end of its node's subtree. The layout is computed from lengths, which the host knows, so nothing
+here waits for a device.
 """
 
 import operator
@@ -24,8 +25,8 @@ from qla_kernels.errors import need
 class SharedLayout:
     """Visibility among the packed tokens 0..T-1: query q sees key k if k <= q < tout[k].
 
-    A dataclass, because wrappers that send a model's arguments to its GPU would send the host's
-    `nodes` along with the other tensors of a tuple.
+    It is a dataclass and not a tuple: wrappers that move a model's arguments to its GPU move the
+    tensors inside tuples, and `nodes` has to stay on the host.
     """
 
     tout: Tensor  # int32 [T]
@@ -42,12 +43,12 @@ class SharedLayout:
         pad_to: int | None = None,
         device: torch.device | str | None = None,
     ) -> "SharedLayout":
-        """Of groups (tokens of the prompt, tokens of each response), any of which may be 0.
+        """Returns the layout of groups (prompt tokens, tokens of each response); lengths may be 0.
 
         Args:
-            groups: in packed order. Without responses, a prompt is a sequence by itself.
-            pad_to: add tokens up to this many; they see only each other.
-            device: where `tout` is to be; the CPU if None.
+            groups: in packed order. A group without responses is a sequence of its prompt alone.
+            pad_to: appends padding tokens up to this total; they see only each other.
+            device: device of `tout`; the CPU if None.
         """
         lengths: list[int] = []
         parents: list[int] = []
@@ -65,7 +66,12 @@ class SharedLayout:
         pad_to: int | None = None,
         device: torch.device | str | None = None,
     ) -> "SharedLayout":
-        """Of nodes in depth-first order: the tokens of each, and its parent's index, or -1."""
+        """Returns the layout of a forest of nodes in depth-first order.
+
+        `lengths` are each node's tokens, `parents` each node's parent index, or -1 for a root.
+        `pad_to` and `device` are as in `from_lengths`. Raises ValueError if the order is not depth
+        first, a length is negative, or pad_to is less than the tokens.
+        """
         lengths, parents = _integers("lengths", lengths), _integers("parents", parents)
         _check_forest(lengths, parents)
         lengths, parents = _padded(lengths, parents, pad_to)
@@ -85,16 +91,18 @@ class SharedLayout:
 
     @property
     def pairs(self) -> int:
-        """Visible (query, key) pairs of a head: key k is seen by the tokens k..tout[k]-1."""
+        """Number of visible (query, key) pairs per head: tokens k..tout[k]-1 see key k."""
         first, end, tout = self.nodes.long().unbind(1)
         return int(((end - first) * (2 * tout - first - end + 1)).sum()) // 2
 
     def prepare(self, num_heads: int, kv_heads: int, q_shift: int = 0) -> Tables:
-        """The tables that kernels for these heads work off, beside `tout`; built once.
+        """Returns the kernels' tables for these head counts; the first call builds and copies them.
 
-        All layers and the backward share them. Copied without waiting, and nothing is read back: a
-        call on another stream lets that stream wait for the copy. Compiled code does not; there, or
-        in a capture, the tables have to be built before, on the same stream.
+        All layers and the backward share the tables. The copy to the GPU does not block the host,
+        and nothing is read back. A call on another stream makes that stream wait for the copy;
+        compiled code does not. Raises ValueError if the tables would have to be built inside
+        compiled code or during the capture of a CUDA graph: call `prepare` before that, on the same
+        stream.
         """
         key = num_heads, kv_heads, q_shift
         found = self.prepared.get(key)
@@ -120,7 +128,7 @@ class SharedLayout:
             return Prepared(found, Kept(found, there), gpu, by_default)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies, and other processes, build tables of their own."""
+        """Copies and pickles leave the tables out; they are built again when needed."""
         return SharedLayout, (self.tout, self.nodes)
 
     def to(self, device: torch.device | str) -> "SharedLayout":
@@ -128,7 +136,7 @@ class SharedLayout:
 
 
 class Prepared(NamedTuple):
-    """Tables of a layout, and where and how they were filled."""
+    """Tables of a layout, with the stream and GPU on which they were filled."""
 
     tables: Tables
     kept: Kept[Tables]
@@ -143,17 +151,17 @@ def _not_prepared(key: tuple[int, int, int], before: str) -> str:
 
 
 def whole(numbers: Iterable[int]) -> Tensor:
-    """int64, on the CPU whatever torch's default device is, as all that the host reads."""
+    """Returns an int64 CPU tensor of the numbers, whatever torch's default device is."""
     return torch.tensor(list(numbers), dtype=torch.long, device="cpu")
 
 
 def run(first: int, end: int) -> Tensor:
-    """first .. end - 1, on the CPU."""
+    """Returns first .. end - 1 as an int64 CPU tensor."""
     return torch.arange(first, end, device="cpu")
 
 
 def moved(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """x on that device; to a GPU without waiting for it."""
+    """Returns x on `device` (x itself if None); a copy to a GPU does not wait for the GPU."""
     if device is None:
         return x
     if torch.device(device).type == "cuda" and not x.is_cuda:
@@ -164,7 +172,10 @@ def moved(x: Tensor, device: torch.device | str | None) -> Tensor:
 def _padded(
     lengths: Sequence[int], parents: Sequence[int], pad_to: int | None
 ) -> tuple[list[int], list[int]]:
-    """With a last node of padding, if there is any."""
+    """Returns lengths and parents with a padding node appended if pad_to exceeds the tokens.
+
+    Raises ValueError if pad_to is less than the tokens.
+    """
     padding = 0 if pad_to is None else pad_to - sum(lengths)
     if padding < 0:
         got = f"{sum(lengths)} tokens and pad_to={pad_to}"

@@ -1,4 +1,7 @@
-"""From sequences that share beginnings of any kind: turns of a dialogue, branches of a search."""
+"""`pack_prefix_tree`: packs sequences that share beginnings of any kind into a batch.
+
+Examples are the turns of a dialogue and the branches of a search.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -21,18 +24,24 @@ def pack_prefix_tree(
     position_ids: Tensor | None = None,
     pad_to: int | None = None,
 ) -> SharedBatch:
-    """Every shared beginning once, however the sequences fork.
-
-    Args:
-        sequences: token ids, [n] tensors or lists. One may begin another, or equal it.
-        loss_mask: of each sequence, which of its tokens are targets: never the first, which nothing
-            predicts. All others if None. A shared token is a target of each sequence that says so.
-        position_ids: [.., tokens of all sequences, laid end to end], for models that do not count
-            from 0. Those of a shared token's first sequence are taken.
-        pad_to: add tokens up to this many. They have id 0 and see only each other.
+    """Returns a packed batch with every shared beginning once, however the sequences fork.
 
     Sequences are numbered as given; a group is a tree. `batch.pack` takes tensors over all tokens,
     sequence after sequence. Contents are compared on the host: tensors on a GPU are read back.
+
+    Args:
+        sequences: token ids, [n] tensors or lists, n at least 1. A sequence may be a prefix of
+            another, or equal to it.
+        loss_mask: for each sequence a flag per token, set for targets. The first token cannot be a
+            target, because no token predicts it. If None, all tokens but the first are targets. A
+            shared token is a target of each sequence whose mask says so.
+        position_ids: [.., tokens of all sequences, laid end to end], for models whose positions do
+            not count from 0. A shared token takes the position of its first sequence.
+        pad_to: appends padding tokens up to this total. They have id 0 and see only each other.
+
+    Raises:
+        ValueError: an empty sequence, token ids or masks of another form, a first token that is a
+            target, or more than pad_to tokens.
     """
     parts = [token_ids(OP, f"sequence {i}", x, fewest=1) for i, x in enumerate(sequences)]
     source = end_to_end(OP, parts)
@@ -50,7 +59,10 @@ def pack_prefix_tree(
 
 
 def _tree(texts: Sequence[Tensor], starts: Sequence[int]) -> tuple[list[Node], list[list[int]]]:
-    """Nodes depth first, and those that each text runs through; siblings in order of appearance."""
+    """Returns the prefix tree's nodes, depth first, and for each text the nodes on its path.
+
+    Siblings are in the order in which they first appear.
+    """
     nodes: list[Node] = []
     paths: list[list[int]] = [[] for _ in texts]
     waiting = [(branch, 0, -1) for branch in reversed(_branches(range(len(texts)), texts, 0))]
@@ -68,7 +80,7 @@ def _tree(texts: Sequence[Tensor], starts: Sequence[int]) -> tuple[list[Node], l
 
 
 def _branches(which: Sequence[int], texts: Sequence[Tensor], depth: int) -> list[list[int]]:
-    """Those texts by their token at that depth."""
+    """Groups the texts `which` by their token at position `depth`; returns the groups."""
     found: dict[int, list[int]] = {}
     for i in which:
         found.setdefault(int(texts[i][depth]), []).append(i)
@@ -76,7 +88,7 @@ def _branches(which: Sequence[int], texts: Sequence[Tensor], depth: int) -> list
 
 
 def _agreement(a: Tensor, b: Tensor, depth: int) -> int:
-    """How many tokens a and b begin with alike, given that they do up to depth."""
+    """Returns the length of the common prefix of a and b, given that they agree up to `depth`."""
     end = min(len(a), len(b))
     differ = (a[depth:end] != b[depth:end]).nonzero()
     return depth + int(differ[0]) if len(differ) else end

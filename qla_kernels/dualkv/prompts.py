@@ -1,4 +1,4 @@
-"""From prompts and their responses to a packed batch."""
+"""`pack_shared_prompts`: packs prompts and their responses into a batch."""
 
 from collections.abc import Sequence
 
@@ -20,17 +20,21 @@ def pack_shared_prompts(
     position_ids: Tensor | None = None,
     pad_to: int | None = None,
 ) -> SharedBatch:
-    """Each prompt once, followed by its responses; all tokens of responses are targets.
+    """Returns a packed batch: each prompt once, followed by its responses.
+
+    All tokens of responses are targets. Sequences are numbered through all groups in the order
+    given. `batch.pack` takes tensors over all tokens, group after group, the prompt first.
 
     Args:
-        prompts: token ids of each group's prompt, at least one: [P] tensors or lists.
-        responses: of each group, the token ids of its responses; any number of any length, 0 too.
-        position_ids: [.., T] in packed order, for models that do not count from 0; restarted in
-            each response at the prompt's length if None.
-        pad_to: add tokens up to this many. They have id 0 and see only each other.
+        prompts: token ids of each group's prompt, at least one token: [P] tensors or lists.
+        responses: for each group the token ids of its responses; any number of responses of any
+            length, both of which may be 0.
+        position_ids: [.., T] in packed order, for models whose positions do not count from 0. If
+            None, each response's positions continue at its prompt's length.
+        pad_to: appends padding tokens up to this total. They have id 0 and see only each other.
 
-    Sequences are numbered through all groups in the order given. `batch.pack` takes tensors over
-    all tokens, group after group, the prompt first.
+    Raises:
+        ValueError: an empty prompt, token ids of another form, or more than pad_to tokens.
     """
     if len(prompts) != len(responses):
         got = f"{len(prompts)} prompts and {len(responses)} lists of responses"

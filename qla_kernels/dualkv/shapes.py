@@ -1,6 +1,6 @@
-"""Sizes of tiles, and columns of the tables that kernels read: what host and kernels share.
+"""Tile sizes, and the column indices of the tables: shared by the host and the kernels.
 
-tables.py says what is in the columns.
+The docstring of tables.py explains the columns.
 """
 
 KEY_TILE = 128  # keys

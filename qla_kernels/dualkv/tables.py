@@ -1,42 +1,43 @@
-"""The kernels' work, as int32 tables: built on the host from a layout's nodes, copied once.
+"""The kernels' work as int32 tables, built on the host from a layout's nodes and copied in one go.
 
-A table depends on the layout and on how heads are packed: `pack` query heads of one key head share
+The tables depend on the layout and on `pack`, the number of query heads of one key head that share
 a tile of 128 rows, so a forward query tile has 128 / pack tokens. A query tile of the backward has
-64 rows, of up to 4 heads. The tables of a layout serve all layers, recomputation and the backward.
-No tile crosses a node, so nothing of one response reaches another, not even a NaN.
+64 rows, of up to 4 heads. All layers, recomputation and the backward use the same tables. A tile
+never holds tokens of two nodes, so no value of one response, not even a NaN, reaches another.
 
-The columns, for whose names see columns.py. `slots` is H / pack, head slot j has the query heads
-j pack .. (j + 1) pack, a token's number is its packed one, and a key tile has 128 keys:
+The columns follow; shapes.py defines their indices. There are H / pack head slots, and head slot j
+has the query heads j pack .. (j + 1) pack - 1. Tokens are numbered in packed order. A key tile has
+128 keys.
 
 header [8]      entries of order, items, spans; entries of kv_order, kv_items, splits; parts; 0
 
 item [n, 9]     a query tile and the key tiles it sees: first its last own tile, which is causal,
                 then each span's partial tile, then full own tiles, then the spans' full tiles
     tok0        first query token
-    rows        query tokens, up to 128 / pack; less only at a node's end
+    rows        query tokens: 128 / pack, or fewer at a node's end
     node        first token of its node, where its own key tiles begin
-    own_tiles   own key tiles; the last shows every row its own key
+    own_tiles   own key tiles; in the last one every row sees its own key
     own_keys    keys of the node in the last own tile, 128 unless the node ends there
     span0       its first span
-    spans       and how many
-    partials    spans that end in a partial tile; they are the first ones
+    spans       its number of spans
+    partials    number of spans that end in a partial tile; these spans come first
     tiles       own tiles, partial tiles and the spans' full tiles
 span [m, 3]     keys that all rows see: first key, full tiles, keys of the partial tile or 0
-order [n slots] item * slots + head slot, in the order in which they are to begin
+order [n slots] item * slots + head slot, in the order in which CTAs begin them
 
 kv_item [n, 6]  a key tile and the run of queries that see it, or a part of the run
-    k0, keys    first key, and how many, up to 128; of one node
-    last        first token of the last query tile, from which the others are walked backwards. It
-                ends where the run does, so the run's first tile may begin before the run, in front
-                of k0 or of token q_shift or of all
-    q_tiles     query tiles of 64 / min(pack, 4) tokens; 0 where nobody sees the keys
-    dense       how many of them, the first of the walk, have no query in front of a key
-    part        where the part's sums go, or -1: the item is whole and writes dk and dv
-split [s, 4]    k0, keys, first part, parts: items to be summed from parts, in that order
-kv_order [n Hk] kv_item * Hk + key head, in the order in which they are to begin
+    k0, keys    first key, and the number of keys, up to 128, all of one node
+    last        first token of the last query tile; the other tiles are walked backwards from it.
+                The tiles are aligned to the run's end, so the run's first tile may begin before the
+                run: before k0, before token q_shift, or before token 0
+    q_tiles     query tiles of 64 / min(pack, 4) tokens; 0 if no query sees the keys
+    dense       number of tiles, the first of the walk, without a query before a key
+    part        index of the partial sum to write; -1: the item is a whole run, writes dk and dv
+split [s, 4]    k0, keys, first part, parts: key tiles whose gradients are sums of parts, in order
+kv_order [n Hk] kv_item * Hk + key head, in the order in which CTAs begin them
 
-A kernel reads a table as far as the header says. Without spans, `span` is a row of zeros: a tensor
-of no elements has no address.
+A kernel reads as many rows of a table as the header says. Without spans, `span` is one row of
+zeros: a tensor without elements has no address.
 """
 
 from collections.abc import Sequence
@@ -50,17 +51,17 @@ from qla_kernels.dualkv.heuristics import head_pack
 from qla_kernels.dualkv.shapes import KEY_TILE, KV_QUERY_ROWS, QUERY_ROWS
 from qla_kernels.errors import need
 
-KV_PACK = 4  # heads that share one, at most
-SM_COUNT = 132  # of an H100 or H200: how finely the backward's work is cut
-SHARES = 6 * SM_COUNT  # of the backward's work; a part is about one of them, if not a whole run
-SHORTEST_PART = 16  # query tiles: parts are summed in global memory, which takes time too
-SHORTEST_CUT = 384  # query tiles on both sides of a node's end, for a run to be cut there
+KV_PACK = 4  # heads that share a query tile of the backward, at most
+SM_COUNT = 132  # of an H100 or H200: decides how finely the backward's work is split
+SHARES = 6 * SM_COUNT  # of the backward's work; a part of a split run is about one share
+SHORTEST_PART = 16  # query tiles: summing parts in global memory takes time as well
+SHORTEST_CUT = 384  # query tiles on both sides of a node's end, for a run to be split there
 
 Lines = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Tables(NamedTuple):
-    """On the device of the tensors they describe; views of one buffer."""
+    """The tables on the device of the tensors they describe; all are views of one buffer."""
 
     header: Tensor
     item: Tensor
@@ -72,10 +73,15 @@ class Tables(NamedTuple):
 
 
 def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tuple[Tensor, ...]:
-    """The tables on the host, in the order of `Tables`; queries begin at token q_shift.
+    """Returns the tables on the host, in the order of `Tables`, for queries from token q_shift on.
 
     Args:
-        nodes: int32 [n, 3] on the CPU, as in a layout; q_shift is one's first token, or 0.
+        nodes: int32 [n, 3] on the CPU, as in a layout.
+        num_heads, kv_heads: H and Hk.
+        q_shift: the first token of a node, or 0; earlier tokens have no queries.
+
+    Raises:
+        ValueError: the nodes are not consecutive, or one is empty.
     """
     pack = head_pack(num_heads, kv_heads)
     lines = nodes.numpy().astype(np.int64)
@@ -90,7 +96,10 @@ def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tup
 
 
 def _check_nodes(nodes: Lines) -> None:
-    """Tokens in a row, each of one node: kernels would survive others, with numbers of nothing."""
+    """Raises ValueError unless nodes are consecutive and none is empty or ends behind its `tout`.
+
+    With other nodes the kernels would stay in bounds, but their results would be meaningless.
+    """
     first, end, tout = nodes.T
     before = np.r_[0, end][: len(end)]
     wrong = np.flatnonzero((first != before) | (end <= first) | (tout < end))
@@ -101,18 +110,18 @@ def _check_nodes(nodes: Lines) -> None:
 
 
 def one_buffer(tables: tuple[Tensor, ...]) -> Tensor:
-    """The tables one behind the other, to be copied at once."""
+    """Returns the tables concatenated in one flat tensor, so that one copy moves them all."""
     return torch.cat([table.flatten() for table in tables])
 
 
 def views(buffer: Tensor, tables: tuple[Tensor, ...]) -> Tables:
-    """The tables in a buffer that lies elsewhere."""
+    """Returns the tables as views of `buffer`, a copy of `one_buffer(tables)` on any device."""
     parts = torch.split(buffer, [table.numel() for table in tables])
     return Tables(*(part.view(table.shape) for part, table in zip(parts, tables, strict=True)))
 
 
 def _by_cost_of_tree(nodes: Lines) -> Lines:
-    """For each node, how many trees have more visible pairs than its own."""
+    """Returns for each node the rank of its tree by visible pairs; 0 is the tree with the most."""
     first, end, tout = nodes.T
     roots = np.maximum.accumulate(np.r_[0, tout][: len(tout)]) <= first
     tree = roots.cumsum() - 1
@@ -125,7 +134,7 @@ def _by_cost_of_tree(nodes: Lines) -> Lines:
 def _forward(
     nodes: Lines, rank: Lines, tokens: int, slots: int, q_shift: int
 ) -> tuple[Lines, Lines, Lines]:
-    """item, span and order for query tiles of so many tokens."""
+    """Returns item, span and order for query tiles of `tokens` tokens and `slots` head slots."""
     span, of_node = _spans(nodes)
     node, i = _tiles(nodes, tokens)
     first, end, _ = nodes[node].T
@@ -143,9 +152,9 @@ def _forward(
 
 
 def _spans(nodes: Lines) -> tuple[Lines, Lines]:
-    """The span table, and for each node: its first span, spans, partial tiles and full tiles.
+    """Returns the span table, and per node: its first span, spans, partial tiles and full tiles.
 
-    Siblings see the same spans; ancestors that lie side by side are one.
+    Siblings share their spans; ancestors with adjacent tokens form one span.
     """
     table: list[tuple[int, int, int]] = []
     of_node: list[tuple[int, int, int, int]] = []
@@ -170,11 +179,12 @@ def _spans(nodes: Lines) -> tuple[Lines, Lines]:
 
 
 def _backward(nodes: Lines, tokens: int, kv_heads: int, q_shift: int) -> tuple[Lines, Lines, Lines]:
-    """kv_item, split and kv_order for query tiles of so many tokens.
+    """Returns kv_item, split and kv_order for query tiles of `tokens` tokens.
 
-    A node's runs end together and are cut at the same distances from there, so that CTAs that begin
-    together walk the same queries. Where a node is long, its first keys have runs much longer than
-    the last: those are cut where the node ends, and begin together once more.
+    The runs of a node's key tiles all end at the same token. Long runs are split at the same
+    distances from that end, so that CTAs that begin at the same time walk the same queries. In a
+    long node the runs of the first keys are much longer than those of the last keys: they are also
+    split at the node's end, so that their front parts begin at one token too.
     """
     node, i = _tiles(nodes, KEY_TILE)
     first, end, tout = nodes[node].T
@@ -189,9 +199,9 @@ def _backward(nodes: Lines, tokens: int, kv_heads: int, q_shift: int) -> tuple[L
     limit = max(SHORTEST_PART, -(-int(q_tiles.sum()) * kv_heads // SHARES))
     fewest = np.stack([np.ones_like(rear), is_cut], 1)
     parts = np.maximum((lengths + limit // 2) // limit, fewest)
-    stretch, p = _counted(parts.ravel())  # each part: of which rear or front, and its number there
+    stretch, p = _counted(parts.ravel())  # each part's stretch (rear or front), and number in it
     whole, is_front = np.divmod(stretch, 2)
-    is_last = p + 1 == parts.ravel()[stretch]  # the foremost: it takes what is left
+    is_last = p + 1 == parts.ravel()[stretch]  # the foremost part takes the remainder
     part_tiles = np.where(is_last, lengths.ravel()[stretch] - p * limit, limit)
     last = tout[whole] - (rear[whole] * is_front + p * limit + 1) * tokens
     dense = np.clip((last - (k0 + keys)[whole] + 1) // tokens + 1, 0, part_tiles)
@@ -206,7 +216,7 @@ def _backward(nodes: Lines, tokens: int, kv_heads: int, q_shift: int) -> tuple[L
 
 
 def _by_dearest(group: Lines, cost: Lines) -> Lines:
-    """For each item its group's rank: the group with the dearest item comes first."""
+    """Returns each item's group rank: groups in descending order of their costliest item."""
     groups, group = np.unique(group, return_inverse=True)
     dearest = np.zeros(len(groups), np.int64)
     np.maximum.at(dearest, group, cost)
@@ -215,21 +225,21 @@ def _by_dearest(group: Lines, cost: Lines) -> Lines:
 
 
 def _tiles(nodes: Lines, tokens: int) -> tuple[Lines, Lines]:
-    """Every tile of so many tokens: its node, and which of the node's tiles it is."""
+    """Returns (node, index in the node) of every tile of `tokens` tokens, as two arrays."""
     return _counted(-(-(nodes[:, 1] - nodes[:, 0]) // tokens))
 
 
 def _counted(counts: Lines) -> tuple[Lines, Lines]:
-    """0 .. counts[i] - 1 for each i: the i's, and the numbers."""
+    """Returns two arrays: each i repeated counts[i] times, and 0 .. counts[i] - 1 for each i."""
     of = np.repeat(np.arange(len(counts)), counts)
     return of, np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
 
 
 def _order(rank: Lines, cost: Lines, heads: int) -> Lines:
-    """item * heads + head by rank, of a rank head after head, of a head dear items first.
+    """Returns item * heads + head by rank; within a rank by head; within a head costly items first.
 
-    All SMs so stream what one head's items share, and it stays in the L2 cache; cheap items come
-    last, or SMs would wait for one that began a dear item at the end.
+    CTAs that run at the same time then read the keys of one head, which stay in the L2 cache.
+    Cheap items come last, so that no CTA begins a costly item when the others are finishing.
     """
     by_tree = np.lexsort((-cost, rank))
     ends = np.flatnonzero(np.diff(rank[by_tree], append=-1)) + 1

@@ -1,6 +1,6 @@
-"""Token ids and positions as callers pass them to the packers, checked before they are packed.
+"""Checks of the token ids and positions that callers pass to the packers.
 
-What the host makes of them lies on the CPU, whatever torch's default device is.
+Lists become CPU tensors, whatever torch's default device is.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,10 @@ Tokens = Tensor | Sequence[int]
 
 
 def token_ids(op: str, name: str, tokens: Tokens, fewest: int = 0) -> Tensor:
-    """[n] integers, where they are; those of a list on the CPU."""
+    """Returns `tokens` as a tensor [n] of integers: a tensor unchanged, a list as a CPU tensor.
+
+    Raises ValueError if they are not integers in one dimension, or fewer than `fewest`.
+    """
     got = f"{name} is {type(tokens).__name__}"
     try:
         ids = as_tensor(tokens)
@@ -36,12 +39,12 @@ def as_tensor(x: Tensor | Sequence[int] | Sequence[bool]) -> Tensor:
 
 
 def is_whole(x: Tensor) -> bool:
-    """Whether x has integers; a mask has none."""
+    """Returns whether x has an integer dtype; bool does not count as one."""
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def end_to_end(op: str, parts: list[Tensor]) -> Tensor:
-    """All tokens in one tensor."""
+    """Returns all tokens concatenated in one tensor; ValueError if the parts' devices differ."""
     places = sorted({str(x.device) for x in parts})
     if len(places) > 1:
         fix = "move them to one; a list counts as the CPU's"
@@ -50,7 +53,7 @@ def end_to_end(op: str, parts: list[Tensor]) -> Tensor:
 
 
 def check_positions(op: str, position_ids: Tensor, source: Tensor) -> None:
-    """An entry for each of the caller's tokens, `source`, in the last dimensions."""
+    """Raises ValueError unless position_ids is [.., *source.shape] on the device of `source`."""
     expect_tensors(op, position_ids=position_ids)
     dims = source.dim()
     if position_ids.dim() < dims or position_ids.shape[position_ids.dim() - dims :] != source.shape:
@@ -63,7 +66,10 @@ def check_positions(op: str, position_ids: Tensor, source: Tensor) -> None:
 
 
 def check_targets(op: str, targets: Tensor) -> None:
-    """Of targets that the host can read: a negative one would take another token's logit."""
+    """Raises ValueError if targets lie on the CPU and one is negative.
+
+    A negative target would read the logit of another token. Targets on a GPU are not read.
+    """
     if targets.is_cpu and len(targets) and int(lowest := targets.min()) < 0:
         needs = "token ids from 0 on"
         fix = "pass the ids themselves, not labels; loss_mask of pack_prefix_tree leaves some out"

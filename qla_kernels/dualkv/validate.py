@@ -1,10 +1,10 @@
-"""What a call must satisfy: one `refusal`, and the checks that every implementation shares.
+"""Checks of a call: `refusal`, and the checks that every implementation shares.
 
-    check_tensors   the call is malformed: a ValueError, on every device
-    refusal         it is well formed, but this version cannot run it: the text of an Unsupported
+    check_tensors   raises ValueError if the call is malformed, on every device
+    refusal         returns the text of an Unsupported if a well-formed call cannot be run
 
-Both decide from shapes, dtypes and devices, which all ranks of a job share; `check_contents` alone
-reads values, and runs only under QLA_CHECK=1.
+Both decide from shapes, dtypes, devices, strides, tangents and `scale`; they read no contents of
+q, k and v. `check_contents` reads the layout's values; it runs only under QLA_CHECK=1.
 """
 
 from typing import Any
@@ -43,9 +43,10 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Why this call cannot be run, or None when it can, with gradients or without.
+    """Returns why this version cannot run the call, or None if it can, with or without gradients.
 
-    Pass a capability to ask what a GPU would answer, with tensors of any device.
+    With `capability`, tensors of any device get the answer that a GPU of that capability would
+    give. q, k and v need to have passed `check_tensors`. `op` is the name at the start of the text.
     """
     reason = _reason(q, k, v, scale)
     if reason is None and (q.is_cuda or capability is not None):
@@ -68,7 +69,10 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | No
 
 
 def unfit_factor(name: str, x: Any) -> str | None:
-    """What is wrong with a number that divides or multiplies; a tensor gets no gradient."""
+    """Returns what makes x unusable as a positive factor called `name`, or None if x is usable.
+
+    A tensor has to have one element and must not require a gradient, because it would get none.
+    """
     if isinstance(x, Tensor):
         if x.requires_grad:
             return f"{name} is a tensor that requires a gradient, and would get none"
@@ -90,7 +94,11 @@ def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int
 def check_tensors(
     op: str, q: Tensor, k: Tensor, v: Tensor, layout: SharedLayout, q_shift: int = 0
 ) -> None:
-    """Shapes and devices that fit together, no tangents; every tensor may have any strides."""
+    """Raises ValueError unless q, k, v and layout fit together in type, shape and device.
+
+    q has to be [T - q_shift, H, D], k and v [T, Hk, D]. Strides are not checked. Raises Unsupported
+    if one of them has a forward-mode tangent.
+    """
     if not isinstance(layout, SharedLayout):
         got, fix = f"layout is {type(layout).__name__}", "pass batch.layout"
         raise ValueError(need(op, got, "a SharedLayout", fix))
@@ -123,7 +131,11 @@ def check_tensors(
 
 
 def check_contents(op: str, layout: SharedLayout) -> None:
-    """QLA_CHECK=1: a layout that was made by hand. Reads the device, so it waits for it."""
+    """Raises ValueError unless the layout's nodes are a depth-first forest that `tout` agrees with.
+
+    Runs under QLA_CHECK=1, for layouts that were made by hand. Reads `tout`, so it waits for its
+    device.
+    """
     nodes, end = layout.nodes.tolist(), 0
     path: list[int] = [layout.num_tokens]  # ends of the subtrees that are open
     for first, stop, tout in nodes:

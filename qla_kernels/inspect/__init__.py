@@ -1,9 +1,10 @@
-"""What the compiler made of a kernel, compared with what its schedule says. Needs nvcc, no GPU.
+"""Compares a kernel's compiled code with its schedule. Needs nvcc, but no GPU.
 
     python -m qla_kernels.inspect [family.kernel] [--variant TEXT] [--order] [--json] [--dump DIR]
 
-Reading order: `gather` (which facts, from where), `rules` (what they must be), then the readers:
-`threads` (who takes which branch), `script` (the IR), `source` (the CUDA), `sass` (machine code).
+Reading order: `gather` (collects the facts), `rules` (compares them with the schedule), then the
+readers: `threads` (which threads take a branch), `script` (IR), `source` (CUDA), `sass` (machine
+code).
 """
 
 from qla_kernels.inspect.gather import Facts, NamedBarrier, RoleFacts, facts

@@ -1,7 +1,7 @@
 """The inspector's command line; see `python -m qla_kernels.inspect --help`.
 
-Exit status: 0 when every variant agrees with its schedule, 1 when one does not, 2 when something
-needed is missing or does not compile.
+The exit status is 0 if every variant agrees with its schedule, 1 if one does not, 2 if a tool is
+missing, no variant matches, or a kernel does not compile.
 """
 
 import argparse

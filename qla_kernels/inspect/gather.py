@@ -1,7 +1,8 @@
-"""Everything that can be read off a variant without running it.
+"""Collects the facts about a variant that can be read without running it.
 
-Lowering and assembling take seconds, so facts are kept in the compile cache, under a key of all
-that they depend on: the kernel's IR, its schedule, the flags, the tools' versions and this package.
+Lowering and assembling take seconds, so facts are stored in the compile cache under a key of
+everything that they depend on: the kernel's IR, its schedule, the flags, the versions of the tools,
+and this package's files.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from qla_kernels.tile.schedule import Schedule
 
 @dataclass
 class RoleFacts:
-    """One role. Counts next to a barrier are the role's threads that take part."""
+    """Facts about one role. The number of a barrier is how many of the role's threads take part."""
 
     waits: dict[str, int]
     arrives: dict[str, int]
@@ -37,11 +38,11 @@ class RoleFacts:
 
 @dataclass
 class NamedBarrier:
-    """A hardware barrier (`bar.sync`): the thread counts in the code, and who executes it."""
+    """A hardware barrier (`bar.sync`): thread counts in the code, and roles that execute it."""
 
     counts: list[int]
     roles: dict[str, int]
-    computed: bool = False  # its number, at run time: several barriers, one of them at a time
+    computed: bool = False  # True if the barrier's number is computed at run time
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Facts:
     shared_fragments: dict[str, list[str]]  # fragment -> roles, where more than one touches it
     overlaps: list[tuple[str, str, list[str]]]  # two buffers in one place, and the roles involved
     warnings: list[str]
-    unchecked: list[str]  # what could not be read here, and how to get it
+    unchecked: list[str]  # facts that could not be read here, and the tool that is missing
 
     @property
     def smem(self) -> int:
@@ -81,7 +82,10 @@ class Facts:
 
 
 def facts(kernel: jit.Kernel, variant: Any, keep: Path | None = None) -> Facts:
-    """The facts of a variant; `keep` is a folder for its source, cubin, SASS and report."""
+    """Returns the facts of a variant, from the cache or by compiling it.
+
+    With `keep`, a folder, always compiles and leaves source, cubin, SASS and report there.
+    """
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         return _gather(kernel, variant, keep)
@@ -175,7 +179,7 @@ def _add_instructions(
     ran = [(code.lines.get(i.line or 0, everyone), i) for i in listing]
     for name, its in found.roles.items():
         mine = _span(schedule, name)
-        alone = len(found.roles) == 1  # else what everyone runs belongs to no role
+        alone = len(found.roles) == 1  # with several roles, code that all run belongs to none
         own = [i for who, i in ran if who & mine and (alone or who != everyone)]
         its.top_register = max((i.top_register for i in own), default=0)
         its.units = sorted({i.unit for i in own if i.unit})
@@ -217,14 +221,15 @@ def _shared_fragments(schedule: Schedule, ir: script.Script) -> dict[str, list[s
 def _overlaps(
     schedule: Schedule, code: source.Code, ir: script.Script
 ) -> list[tuple[str, str, list[str]]]:
-    """Buffers that share memory and that more than one role touches.
+    """Returns pairs of buffers that share memory and that several roles touch, with these roles.
 
-    One role may reuse its own memory: it runs in order, and the compiler orders it.
+    Memory that only one role reuses is left out: a role runs in order, and the compiler orders its
+    accesses.
     """
     found = []
     placed = sorted(code.buffers.items(), key=lambda item: (item[1].offset, item[0]))
     for index, (name, buffer) in enumerate(placed):
-        # a buffer the IR does not know by this name counts as one byte: same start, same place
+        # a buffer that the IR has under another name counts as one byte: only equal starts overlap
         end = buffer.offset + ir.shared_bytes.get(name, 1)
         for other, neighbour in placed[index + 1 :]:
             roles = _names(schedule, buffer.threads | neighbour.threads)

@@ -1,6 +1,6 @@
-"""The rules: where the compiled code may not differ from the schedule.
+"""Rules for the compiled code: `check` returns every difference from the schedule.
 
-Each violation is one sentence that names the thing, what was found and what was expected.
+Each violation is one sentence with the object, the value found and the value expected.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from qla_kernels.tile.schedule import ONE, REGISTERS_PER_SM, SMEM_PER_CTA, Role,
 
 
 def check(facts: Facts, schedule: Schedule) -> list[str]:
-    """Every violation, in the order in which one would look for its cause."""
+    """Returns every violation, in the order in which one would look for its cause."""
     return [
         *_roles(facts, schedule),
         *_barriers(facts, schedule),
@@ -63,7 +63,10 @@ def _max_registers(facts: Facts, role: Role, found: RoleFacts, specialised: bool
 
 
 def _per_phase(role: Role, found: RoleFacts) -> dict[str, int]:
-    """Arriving threads by barrier; of groups that take turns, as the signal says, one group's."""
+    """Returns the number of threads that arrive on each barrier in one phase.
+
+    If groups of a role take turns, as its signal says, that is the size of one group.
+    """
     wanted = dict(role.arrivals)
     return {
         barrier: n if (n := wanted.get(barrier, ONE)) > ONE and threads % n == 0 else threads
@@ -123,7 +126,7 @@ def _named_barriers(facts: Facts) -> Iterator[str]:
     for number, barrier in facts.named_barriers.items():
         count, taking = barrier.counts[0], Counter(barrier.roles)
         possible = taking.total() == count
-        if count in computed:  # to this number perhaps: all who use such must split evenly
+        if count in computed:  # computed numbers may include this one: their threads count as well
             possible |= (taking | Counter(computed[count])).total() % count == 0
         if len(barrier.counts) > 1 or not possible:
             counts = " and ".join(map(str, barrier.counts))

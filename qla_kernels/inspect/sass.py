@@ -1,6 +1,6 @@
-"""Reads machine code: what the assembler spent, and which role runs which instruction.
+"""Reads machine code: ptxas's resource report, and the instructions that each role runs.
 
-The cubin carries line numbers, so every instruction leads back, through inlining, to a line of the
+The cubin contains line numbers, so every instruction leads back, through inlining, to a line of the
 generated CUDA and from there to the threads that run it.
 """
 
@@ -30,7 +30,7 @@ UNITS = {  # instruction -> the name that schedules use for the unit
     "LDGSTS": "cp_async",
 }
 
-# What decides whether loads, tensor cores and the rest overlap; arithmetic between them is left out
+# Instructions that decide whether loads, tensor cores and the rest overlap; arithmetic is left out
 _ORDERED = re.compile(
     "[HQI]GMMA|HMMA|WARPGROUP|MUFU|SYNCS|BAR|UTMA|UBLKCP|LDGSTS|USETMAXREG|FENCE"
     "|(LD|ST)(SM|S|G|L)$|SHFL|RED|ATOM"
@@ -43,7 +43,7 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_
 
 @dataclass(frozen=True)
 class Spent:
-    """What ptxas reports for one function."""
+    """The resources that ptxas reports for one function."""
 
     registers: int  # per thread at launch; set_max_nreg moves them between warpgroups afterwards
     stack: int
@@ -76,7 +76,10 @@ class Instruction:
 
 
 def spent(report: str, function: str) -> Spent:
-    """Parse the output of `jit.assemble`."""
+    """Parses the report of `jit.assemble`; returns the resources of `function`.
+
+    Raises ValueError if the report does not mention it.
+    """
     about = report.partition(f"Function properties for {function}\n")[2]
     stack = re.search(r"(\d+) bytes stack frame, (\d+) .*? stores, (\d+) .*? loads", about)
     used = re.search(r"Used (\d+) registers.*", about)
@@ -96,7 +99,7 @@ def spent(report: str, function: str) -> Spent:
 
 @cache
 def nvdisasm() -> Path | None:
-    """The disassembler: from PATH, beside nvcc, or from its wheel."""
+    """Returns the disassembler's path: on PATH, next to nvcc, or in its wheel; None if absent."""
     candidates = [shutil.which("nvdisasm"), jit.nvcc().with_name("nvdisasm")]
     try:
         files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
@@ -108,7 +111,7 @@ def nvdisasm() -> Path | None:
 
 @cache
 def nvdisasm_version() -> str:
-    """`release 13.4, V13.4.92`, or `none`."""
+    """Returns nvdisasm's release, such as `release 13.4, V13.4.92`, or `none` without nvdisasm."""
     if (tool := nvdisasm()) is None:
         return "none"
     said = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
@@ -116,16 +119,16 @@ def nvdisasm_version() -> str:
 
 
 def disassemble(cubin: Path) -> str:
-    """SASS with line numbers. Needs `nvdisasm()`."""
+    """Returns a cubin's SASS with line numbers. Needs nvdisasm."""
     command = [str(nvdisasm()), "--print-code", "--print-line-info-inline", str(cubin)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def instructions(sass: str, function: str) -> Iterator[Instruction]:
-    """The instructions of one function, in address order.
+    """Yields the instructions of one function, in address order.
 
-    Slow paths sit behind the function's end, without lines of their own: code that cannot be
-    reached from above belongs to the line that first branches to its label.
+    Slow paths lie behind the function's end, without line numbers: code that cannot be reached from
+    the instruction above it gets the line that first branches to its label.
     """
     body = sass.partition(f"\n.text.{function}:\n")[2].partition("//-----")[0]
     line, reachable = None, True
@@ -144,7 +147,7 @@ def instructions(sass: str, function: str) -> Iterator[Instruction]:
 
 
 def order(selected: list[Instruction]) -> list[tuple[str, int]]:
-    """(instruction, run length) of the instructions that show whether work overlaps."""
+    """Returns (instruction, run length) of the instructions that show whether work overlaps."""
     runs: list[tuple[str, int]] = []
     for instruction in selected:
         if not _ORDERED.match(instruction.name):

@@ -1,7 +1,7 @@
-"""Reads TileLang's IR before lowering, for what lowering forgets: fragments and buffer sizes.
+"""Reads TileLang's IR before lowering, for facts that lowering drops: fragments and buffer sizes.
 
-TileLang gives a fragment one layout over one set of threads. Where two roles share a fragment, the
-code of one of them is dropped without a word, so it has to be seen before it is gone.
+TileLang gives a fragment one layout over one set of threads. If two roles share a fragment,
+lowering silently drops the code of one of them, so the sharing has to be found in the IR.
 """
 
 import ast
@@ -22,7 +22,10 @@ class Script:
 
 
 def read(script: str, block: Block) -> Script:
-    """`script` is the text of a PrimFunc, which is Python that nobody runs."""
+    """Parses a PrimFunc's script; returns the uses of fragments and the sizes of shared buffers.
+
+    The script is parsed as Python but never executed.
+    """
     walk = _Walk(block)
     walk.visit(ast.parse(script))
     return Script(dict(walk.fragments), walk.shared_bytes)
@@ -86,6 +89,6 @@ class _Walk(ast.NodeVisitor):
 
 
 def _bits(dtype: str) -> int:
-    """`bfloat16`, `float8_e4m3`, `int32`; a bool takes a byte."""
+    """Returns the bits of a dtype such as `bfloat16`, `float8_e4m3` or `int32`; 8 for a bool."""
     size = re.search(r"\d+", dtype)
     return int(size[0]) if size else 8

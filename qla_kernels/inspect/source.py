@@ -1,7 +1,7 @@
-"""Reads the generated CUDA of a kernel: which threads run each line, and the protocol they follow.
+"""Reads a kernel's generated CUDA: the threads that run each line, and their use of barriers.
 
-TileLang's code generator writes one statement a line and braces every branch, so a stack of
-thread sets, pushed at `{` and popped at `}`, is all the parsing that is needed.
+TileLang's code generator writes one statement per line and braces every branch. The parser is a
+stack of thread sets, pushed at `{` and popped at `}`.
 """
 
 import re
@@ -26,7 +26,7 @@ _BUFFER = re.compile(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (
 
 @dataclass
 class Buffer:
-    """A dynamic shared-memory buffer: where it starts, and who touches it."""
+    """A dynamic shared-memory buffer: its offset, and the threads that touch it."""
 
     offset: int
     threads: Threads = NOBODY
@@ -34,18 +34,18 @@ class Buffer:
 
 @dataclass
 class Code:
-    """The kernel as the compiler sees it, by thread."""
+    """The facts read from a kernel's CUDA, by thread."""
 
-    lines: dict[int, Threads] = field(default_factory=dict)  # line number -> who runs it
+    lines: dict[int, Threads] = field(default_factory=dict)  # line number -> its threads
     barriers: dict[str, list[int]] = field(default_factory=dict)  # arrive count of each slot
     waits: dict[str, Threads] = field(default_factory=dict)
     arrives: dict[str, Threads] = field(default_factory=dict)
-    registers: list[tuple[Threads, str, int]] = field(default_factory=list)  # who, kind, count
+    registers: list[tuple[Threads, str, int]] = field(default_factory=list)  # threads, kind, count
     buffers: dict[str, Buffer] = field(default_factory=dict)
 
 
 def read(source: str, function: str, block: Block) -> Code:
-    """Walk the body of `function` in `source`."""
+    """Reads the body of `function` in `source` and returns its facts."""
     code = Code()
     waits: defaultdict[str, Threads] = defaultdict(frozenset)
     arrives: defaultdict[str, Threads] = defaultdict(frozenset)
@@ -66,15 +66,15 @@ def read(source: str, function: str, block: Block) -> Code:
             for name in set(re.findall(r"\w+", text)) & code.buffers.keys():
                 code.buffers[name].threads |= threads
     code.barriers = dict(slots)
-    # methods of these names exist on other things too: keep what was initialised as a barrier
+    # other objects have methods of these names too: keep the names initialised as barriers
     code.waits = {name: who for name, who in waits.items() if name in slots}
     code.arrives = {name: who for name, who in arrives.items() if name in slots}
     return code
 
 
 def _walk(source: str, function: str, block: Block) -> Iterator[tuple[int, str, Threads]]:
-    """(line number, statement, threads that may run it) for the lines of the function's body."""
-    stack: list[tuple[Threads, Threads]] = []  # who is inside, who an `else` would take
+    """Yields (line number, statement, threads that may run it) for lines of the function's body."""
+    stack: list[tuple[Threads, Threads]] = []  # threads inside, threads that an `else` would take
     for number, raw in enumerate(source.splitlines(), 1):
         text = _COMMENT.sub("", raw).strip()
         if not stack:

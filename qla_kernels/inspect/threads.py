@@ -1,11 +1,11 @@
-"""Which threads of a CTA take which branch.
+"""Determines which threads of a CTA take which branch.
 
-Generated CUDA and TileLang's own IR both choose roles with `if`s on the thread index. A condition
-is read as a Python expression and evaluated for every thread; what it does not say (run-time
-values) is unknown, and an unknown condition sends a thread down both branches.
+Generated CUDA and TileLang's IR both choose roles with `if`s on the thread index. A condition is
+parsed as a Python expression and evaluated for every thread. Run-time values are unknown, and an
+unknown condition sends a thread down both branches.
 
-A thread goes by its linear number, x first, as warps and roles count: in a block of (128, 4), y is
-the warpgroup.
+Threads are numbered linearly, x first, as in warps and roles: in a block of (128, 4), y is the
+warpgroup.
 """
 
 import ast
@@ -53,7 +53,10 @@ def everyone(block: Block) -> Threads:
 def split(
     condition: ast.expr | None, threads: Threads, block: Block, definitions: Definitions
 ) -> tuple[Threads, Threads]:
-    """The threads that may take the branch, and those that may not."""
+    """Returns the threads that may take the branch, and the threads that may skip it.
+
+    A thread for which the condition is unknown is in both sets.
+    """
     if condition is None:
         return threads, threads
     values = {
@@ -65,7 +68,7 @@ def split(
 
 
 def parse_c(condition: str) -> ast.expr | None:
-    """A C condition as a Python expression; None where it is beyond this small subset."""
+    """Returns a C condition as a Python expression; None if it is outside the supported subset."""
     text = re.sub(rf"tl::{ELECT}<(\d+)>\(\)", rf"{ELECT}(\1)", _CAST.sub("", condition))
     text = re.sub(r"threadIdx\.([xyz])", r"threadIdx_\1", text)
     text = text.replace("&&", " and ").replace("||", " or ")
@@ -116,7 +119,11 @@ def _evaluate(node: ast.expr, indices: Mapping[str, int], definitions: Definitio
 
 
 def _elected(x: int, every: int) -> bool:
-    """ELECT: one thread of each `every`, or of all for 0; knows x alone: every row has its own."""
+    """Returns whether ELECT picks thread x.
+
+    It picks the first of each `every` threads, rounded up to whole warps, or the first of all if
+    `every` is 0. It looks at x alone, so every row of the block has its own elected threads.
+    """
     return x % (-(-every // WARP) * WARP) == 0 if every else x == 0
 
 

@@ -1,1 +1,4 @@
-"""Other libraries' models on our kernels. Nothing here is imported unless asked for."""
+"""Hooks that let models of other libraries run on our kernels.
+
+Importing qla_kernels imports none of them.
+"""

@@ -1,13 +1,13 @@
-"""A backend for flash-linear-attention: `fla.ops.gated_delta_rule.chunk_gated_delta_rule` by us.
+"""A backend for flash-linear-attention: runs `fla.ops.gated_delta_rule.chunk_gated_delta_rule`.
 
     from qla_kernels.integrations import fla
     fla.register()
 
-FLA asks its backends in order of their priority, at each call: FlashQLA has 3 and we take 4, or 2
-with `prefer=True`. What this version cannot run is declined, with the reason, and FLA runs it by
-itself; so is what is malformed, and FLA says so, unless other ranks are to hear it, too: from us.
-FLA_QLA_KERNELS=0 switches the backend off. FLA logs, once, who runs a function and why others were
-not asked to.
+At each call FLA asks its backends in the order of their priorities: FlashQLA has 3, ours 4, or 2
+with `prefer=True`. Our backend declines calls that this version cannot run, with the reason, and
+FLA then runs them itself. It also declines malformed calls, so that FLA raises its own error;
+with a `cp_context` ours is raised instead, on every rank. FLA_QLA_KERNELS=0 switches the backend
+off. FLA logs once which backend runs a function and why others declined.
 """
 
 import importlib
@@ -34,10 +34,10 @@ log = logging.getLogger("qla_kernels")
 
 
 def register(prefer: bool = False) -> bool:
-    """Offer our gated delta rule to FLA, before FlashQLA if `prefer`. Again replaces the last time.
+    """Offers our gated delta rule to FLA, before FlashQLA if `prefer`; replaces an earlier call.
 
     Returns:
-        Whether FLA will ask us. If not, a warning says what switched it off.
+        True if FLA will ask our backend. If not, a warning names the variable that switched it off.
 
     Raises:
         Unsupported: FLA cannot be imported, or is too old to have backends.
@@ -77,16 +77,20 @@ def declined(
     chunk_size: int = CHUNK_SIZES[-1],
     **others: Any,
 ) -> str | None:
-    """Why a call of FLA's function, which may be malformed, is not ours to run; None when it is."""
+    """Returns why our backend declines a call of FLA's function, or None if it runs the call.
+
+    The call may be malformed. A malformed call with a cp_context returns None: our function then
+    raises the error on all ranks.
+    """
     if chunk_indices is not None and not isinstance(chunk_indices, Tensor):
         others["cp_context"] = (
-            chunk_indices  # in its place in FLA 0.5.2, where it is passed by place
+            chunk_indices  # FLA 0.5.2 passes cp_context by position, in this place
         )
     if others:
         names = ", ".join(sorted(others))
         return need(OP, f"got {names}", "keywords that both know", "left to FLA")
     if cp_context is not None and getattr(cp_context, "group", None) is None:
-        # ours would take all ranks of the job for its group, or ask where its tables are
+        # our function would use all ranks of the job as its group, or raise for missing tables
         return need(OP, "cp_context without a group", "one: FLA runs it as none", "left to FLA")
     if chunk_size not in CHUNK_SIZES:
         return need(OP, f"chunk_size is {chunk_size!r}", "16, 32 or 64", "left to FLA")
@@ -97,16 +101,19 @@ def declined(
         )
         check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     except ValueError as error:
-        # The ranks beside this one have taken the call: ours says on all of them what is wrong.
+        # The other ranks have accepted the call: our function raises the error on all ranks.
         return str(error) if cp_context is None else None
     lying = [x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v)]  # as `readable`
     return refusal(*lying, cp_context=cp_context)
 
 
 def _registry() -> tuple[type, Callable[[type], object]]:
-    """FLA's base class of backends, and what a class derived from it is given to."""
+    """Returns FLA's base class of backends, and the function that registers a derived class.
+
+    Raises Unsupported if FLA cannot be imported or has no backends.
+    """
     try:
-        importlib.import_module(f"fla.ops.{OPERATION}")  # whoever calls it finds its backends then
+        importlib.import_module(f"fla.ops.{OPERATION}")  # afterwards its callers find its backends
     except ImportError as error:
         got = f"fla cannot be imported ({error})"
         fix = "pip install flash-linear-attention"
@@ -119,7 +126,7 @@ def _registry() -> tuple[type, Callable[[type], object]]:
 
 
 def _older_registry() -> tuple[type, Callable[[type], object]]:
-    """That of 0.5.2; releases before had none for this function."""
+    """Returns the same for FLA 0.5.2; earlier releases have no backends for this function."""
     try:
         base: type = importlib.import_module("fla.ops.backends").BaseBackend
         registry: Any = importlib.import_module(f"fla.ops.{OPERATION}.backends").gdr_registry

@@ -1,6 +1,6 @@
-"""Whether tokens of a Hugging Face model meet in full causal attention alone, and in ours if asked.
+"""Checks that the layers of a Hugging Face model mix tokens by full causal attention only.
 
-transformers itself only logs that a model has an attention of its own, and goes on with that.
+transformers itself only logs that a model has its own attention, and continues with that.
 """
 
 from collections.abc import Iterator
@@ -8,14 +8,18 @@ from typing import Any
 
 from torch import nn
 
-Complaint = tuple[str, str]  # what it has, and what is needed instead
+Complaint = tuple[str, str]  # a property of the model, and the property that is needed instead
 
 
 def anything_else(model: Any) -> Complaint | None:
-    """What a model, or its config, says of layers that recur, cap scores, or see other tokens."""
+    """Returns a property of a model, or its config, that rules out our attention, or else None.
+
+    Such properties are layers that recur, windows, capped scores, dropout, attention that looks
+    ahead, and an attention that cannot be exchanged. Returns (property, needed property).
+    """
     config = getattr(model, "config", model)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    # by its second name in models of transformers 4
+    # models of transformers 4 use the second name
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     others = sorted({*(kinds or ())} - {"full_attention", "attention"})
     if others:
@@ -41,11 +45,11 @@ def anything_else(model: Any) -> Complaint | None:
 
 
 def looks_ahead(module: nn.Module, is_causal: bool | None) -> str | None:
-    """What says that a layer's tokens see later ones, or those of another sequence; or None.
+    """Returns why a layer's tokens may see later ones, or another sequence's; None if it is causal.
 
-    As in transformers the keyword goes before the layer's own attribute: encoders and
-    cross-attention set that to False. Some encoders have neither, and all layers that are causal
-    have one, as transformers' own FlashAttention wants it.
+    As in transformers, the keyword is_causal takes precedence over the layer's attribute: encoders
+    and cross-attention set that to False. Some encoders have neither; every causal layer has the
+    attribute, because transformers' own FlashAttention requires it.
     """
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
@@ -55,6 +59,6 @@ def looks_ahead(module: nn.Module, is_causal: bool | None) -> str | None:
 
 
 def _decoder_layers(model: Any) -> Iterator[nn.Module]:
-    """Those that text goes through: what encodes images looks ahead, and need not run."""
+    """Yields the decoder's modules: image encoders look ahead, and need not run."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return decoder.modules() if isinstance(decoder, nn.Module) else iter(())

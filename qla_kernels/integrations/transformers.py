@@ -1,14 +1,14 @@
 """Gated-delta-net layers of Hugging Face transformers (Qwen3-Next, Qwen3.5, OLMo hybrid).
 
     from qla_kernels.integrations import transformers
-    transformers.swap(model)  # how many layers run our kernels now
+    transformers.swap(model)  # returns the number of layers that run our kernels now
 
 Until transformers 5.14 a layer holds the functions it calls, `chunk_gated_delta_rule` for prefill
-and training and `recurrent_gated_delta_rule` for decoding: they are replaced layer by layer. Since
-5.15 it calls functions of its module, which all models of that kind share: those are replaced.
-transformers itself is not imported.
+and training and `recurrent_gated_delta_rule` for decoding; `swap` replaces them in each layer.
+Since 5.15 a layer calls functions of its module, which all models of that kind share; `swap`
+replaces them in the module. This file does not import transformers.
 
-There is no fallback: what our functions refuse, such as fp32 on a GPU, raises where it is called.
+There is no fallback: a call that our functions refuse, such as fp32 on a GPU, raises.
 """
 
 import functools
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from qla_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from qla_kernels.integrations.layout import readable
 
-# Ours, of q, k and v as a convolution leaves them: without its kernel they lie by channel. Layers
-# hold these functions, and a layer is pickled by their names in this module.
+# Our functions for q, k and v as a convolution leaves them: without its kernel, with a last stride
+# other than 1. Layers hold these two functions, and a layer is pickled by their names here.
 
 
 def chunk(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -47,19 +47,19 @@ SHARED: dict[str, Callable[..., Any]] = {  # by the layers of a module
     SHARES: chunk,
     "torch_recurrent_gated_delta_rule": recurrent,
 }
-TAKES: dict[Callable[..., Any], Callable[..., Any]] = {  # whose keywords
+TAKES: dict[Callable[..., Any], Callable[..., Any]] = {  # the function whose keywords each takes
     chunk: chunk_gated_delta_rule,
     recurrent: fused_recurrent_gated_delta_rule,
 }
-BEFORE = "before_qla_kernels"  # where a layer keeps what it held
+BEFORE = "before_qla_kernels"  # the attribute that keeps the original functions
 
 
 def swap(model: nn.Module) -> int:
-    """Let the gated-delta-net layers of `model` call our functions; once more changes nothing.
+    """Makes the gated-delta-net layers of `model` call our functions; repeating it changes nothing.
 
     Returns:
-        How many layers of `model` do; a warning says so if none does. Where functions are shared,
-        other models' layers do, too.
+        The number of layers of `model` that do; a warning is logged if there are none. Where layers
+        share their module's functions, the layers of other models change as well.
     """
     holders = list(_holders(model))
     for layer in holders:
@@ -82,7 +82,7 @@ def swap(model: nn.Module) -> int:
 
 
 def restore(model: nn.Module) -> int:
-    """Undo `swap`, and return how many layers it was undone for."""
+    """Undoes `swap`, and returns the number of layers for which functions were restored."""
     layers = [layer for layer in _holders(model) if BEFORE in layer.__dict__]
     for layer in layers:
         for name, theirs in layer.__dict__.pop(BEFORE).items():
@@ -114,7 +114,10 @@ def _sharers(model: nn.Module) -> Iterator[tuple[nn.Module, ModuleType]]:
 
 
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours, called as a layer calls theirs: with keywords that are for other implementations."""
+    """Returns a function with our implementation that drops keywords which it does not know.
+
+    Layers pass keywords for other implementations as well. Keeps `theirs` in the attribute BEFORE.
+    """
     taken = inspect.signature(TAKES[ours]).parameters.values()
     known = [p.name for p in taken if p.kind != p.VAR_KEYWORD]
 

@@ -1,4 +1,4 @@
-"""Shared-prompt attention for the models of Hugging Face transformers, which stay as they are.
+"""Shared-prompt attention for unchanged models of Hugging Face transformers.
 
     from qla_kernels.integrations import transformers_dualkv
     transformers_dualkv.register()
@@ -10,10 +10,11 @@
     )
     logprobs = batch.gather_logprobs(out.logits[0])
 
-The layout goes with the call, as a keyword that transformers hands down to every layer: activation
-checkpointing then finds it again, as it would not find a global or a context. A call without it is
-an error. It has to be: other implementations read packed positions as they understand them, and
-cut a batch where positions restart, which lets responses see each other or lose their prompt.
+The layout is a keyword of the call, which transformers passes to every layer, so that activation
+checkpointing has it again when it recomputes; a global or a context would be gone by then. A call
+without the layout raises ValueError. Other attention implementations infer sequence borders from
+positions that restart, and get them wrong for packed responses: responses would see each other or
+lose their prompt.
 """
 
 import importlib
@@ -27,11 +28,13 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations.full_attention import anything_else, looks_ahead
 
 OP = "shared_prefix attention"
-TRANSFORMERS = "4.57 or later"  # as tested; it has to leave masks to those it does not know
+TRANSFORMERS = "4.57 or later"  # tested; it must make no masks for attentions it does not know
 
 
 def register(name: str = "shared_prefix") -> None:
-    """Let `model.set_attn_implementation(name)` choose us. Once more changes nothing.
+    """Registers our attention with transformers under `name`; repeating it changes nothing.
+
+    `model.set_attn_implementation(name)` then selects it.
 
     Raises:
         Unsupported: transformers cannot be imported, or is too old.
@@ -48,10 +51,10 @@ def register(name: str = "shared_prefix") -> None:
 
 
 def check(model: Any) -> None:
-    """Refuse a model whose tokens meet by other means than full attention, before its first step.
+    """Raises Unsupported if a model's tokens meet by other means than full causal attention.
 
-    Of a config, which will do, what cannot be seen is whether the model would call us at all, and
-    whether it is causal.
+    Call it before the first step. `model` may be a config, but a config does not show whether the
+    model can use our attention, nor in every case whether it is causal.
 
     Raises:
         Unsupported: some layers slide a window, cap scores, recur, convolve or look ahead, or all
@@ -79,7 +82,11 @@ def attend(
     cache: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What a layer calls: query [1, H, T, D], key and value [1, Hk, T, D]; returns [1, T, H, D]."""
+    """Computes a layer's attention: query [1, H, T, D], key and value [1, Hk, T, D].
+
+    transformers calls it. Returns (o [1, T, H, D], None). Raises ValueError without a layout, with
+    more than one row, a mask or a cache, and Unsupported for any option besides causal attention.
+    """
     if shared_prefix is None:
         got, fix = "a call without shared_prefix", "pass shared_prefix=batch.layout to the model"
         raise ValueError(need(OP, got, "the layout of the packed batch", fix))

@@ -1,4 +1,4 @@
-"""Attention of Hugging Face transformers' models as vertical-slash attention over a ring.
+"""Vertical-slash attention over a ring, for models of Hugging Face transformers.
 
     from qla_kernels.integrations import transformers_sparse_ring as hook
     hook.register()
@@ -8,10 +8,10 @@
     model(ids_local, position_ids=layout.positions(T, rank)[None], use_cache=False,
           sparse_ring=settings)
 
-Each rank passes the tokens of its shard, and labels that were shifted before they were dealt. The
-settings are an argument of the call, because a context manager would not cover the recomputation of
-activations. transformers is imported by `register` alone, and nothing falls back: what cannot be
-run raises `Unsupported` where it is called.
+Each rank passes the tokens of its shard. Shift labels before dealing them to ranks. The settings
+are an argument of the call, because a context manager would not cover the recomputation of
+activations. Only `register` imports transformers. There is no fallback: a call that cannot be run
+raises `Unsupported`.
 """
 
 import importlib
@@ -40,26 +40,27 @@ NAME = "sparse_ring"
 
 @dataclass(frozen=True)
 class SparseRingConfig:
-    """How the attention layers of a call run; without group and layout, on this rank alone."""
+    """Settings of a call's attention layers; without group and layout they use this rank alone."""
 
     group: RingGroups | None = None
     layout: Layout | None = None
     pattern: Pattern | Mapping[int, Pattern] = field(default_factory=VerticalSlash)  # or by layer
     schedule: Schedule = "auto"
-    dense_layers: Sequence[int] = ()  # by index; the others follow the pattern
+    dense_layers: Sequence[int] = ()  # indices of dense layers; all other layers use the pattern
     seqlen: int | None = None  # tokens of the whole sequence before the padding
 
 
 def register() -> None:
-    """Make `attn_implementation="sparse_ring"` known to transformers; once more changes nothing."""
+    """Registers our attention with transformers as "sparse_ring"; repeating it changes nothing."""
     importlib.import_module("transformers").AttentionInterface.register(NAME, attention)
 
 
 def check(model: Any) -> None:
-    """Refuse a model whose tokens meet by other means than full attention, before its first step.
+    """Raises Unsupported if a model's tokens meet by other means than full causal attention.
 
-    Other layers would take a shard for a sequence, and nothing would say so. A config will do, but
-    does not tell whether the model would call us at all, and whether it is causal.
+    Call it before the first step: other layers would silently treat a shard as a whole sequence.
+    `model` may be a config, but a config does not show whether the model can use our attention, nor
+    in every case whether it is causal.
 
     Raises:
         Unsupported: some layers slide a window, cap scores, recur, convolve or look ahead, or all
@@ -88,7 +89,11 @@ def attention(
     sparse_ring: SparseRingConfig | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query [B, H, L, D], key and value [B, Hk, L, D]; o [B, L, H, D]."""
+    """Computes a layer's attention: query [B, H, L, D], key and value [B, Hk, L, D].
+
+    transformers calls it. Returns (o [B, L, H, D], None). Raises Unsupported without settings and
+    for any option besides causal attention.
+    """
     if sparse_ring is None:
         fix = "pass sparse_ring=SparseRingConfig(...) to the model's call"
         raise Unsupported(need(NAME, "no settings", "them in every call of the model", fix))
@@ -115,7 +120,7 @@ def attention(
     group, layout = sparse_ring.group, sparse_ring.layout
     if group is None and layout is None:
         return sparse_attention(q, k, v, **common), None
-    # what is sent has to be contiguous, and models transpose: nothing is copied where they do not
+    # k and v are sent, so they have to be contiguous; copies them only if the model transposed them
     common |= {"group": group, "layout": layout, "schedule": sparse_ring.schedule}
     return sparse_ring_attention(q, k.contiguous(), v.contiguous(), **common), None
 

@@ -1,11 +1,11 @@
-"""Small cases of everything that can run on this machine, against the definition in fp64.
+"""Runs small cases of everything that can run on this machine, against the definition in fp64.
 
     python -m qla_kernels.selftest                  also: python -m qla_kernels.info --selftest
     python -m qla_kernels.selftest gdn.fused_fwd    one kernel alone
 
-The inputs, in cases.py, are small enough to run under compute-sanitizer and large enough for a
-partial chunk, a chunk of one token and shared key heads. On a Hopper GPU each kernel is launched by
-itself; a GPU it was not built for is left alone.
+The inputs, in cases.py, are small enough to run under compute-sanitizer, yet contain a partial
+chunk, a chunk of one token and shared key heads. On a Hopper GPU each kernel is launched by itself;
+on other GPUs no kernel is launched.
 """
 
 import sys
@@ -42,7 +42,7 @@ KERNELS = {
 
 
 def run(only: str = "") -> list[Result]:
-    """Everything, or one kernel."""
+    """Runs every case, or the case of the kernel `only`; returns the results."""
     results: list[Result] = []
     if not only:
         results += gdn_public.run("cpu", torch.float32)

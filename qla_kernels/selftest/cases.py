@@ -1,6 +1,6 @@
-"""The inputs of every case, and what a case reports.
+"""Inputs of the gated-delta-rule cases, and the result that every case reports.
 
-Two sequences, of 65 tokens and of 1; 2 key heads and 4 value heads.
+There are two sequences, of 65 tokens and of 1, with 2 key heads and 4 value heads.
 """
 
 from dataclasses import dataclass
@@ -42,14 +42,14 @@ class Inputs:
     cu_seqlens: Tensor  # [N + 1]
 
     def tensors(self, dtype: torch.dtype, where: str = "cpu") -> tuple[Tensor, ...]:
-        """q, k, v in `dtype`; g, beta in what the operation computes in."""
+        """Returns q, k, v in `dtype`, and g, beta in at least fp32, on the device `where`."""
         wide = torch.promote_types(dtype, torch.float32)
         qkv = (x.to(where, dtype) for x in (self.q, self.k, self.v))
         return *qkv, self.g.to(where, wide), self.beta.to(where, wide)
 
 
 def inputs() -> Inputs:
-    """fp64 tensors whose values 16 bits can hold, with gates as a model makes them."""
+    """Returns fp64 CPU tensors; q, k and v are representable in bf16, and gates are realistic."""
     random = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -73,7 +73,7 @@ def label(what: str, dtype: torch.dtype, rest: str = "") -> str:
 
 
 def raw_gates() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """g and beta [1, T, HV] before their activations, A_log and dt_bias [HV], fp64, as inputs()."""
+    """Returns g and beta [1, T, HV] before their activations, A_log and dt_bias [HV]; all fp64."""
     random = torch.Generator().manual_seed(1)
     g, beta = torch.randn(2, 1, sum(LENGTHS), VALUE_HEADS, generator=random).bfloat16().double()
     A_log, dt_bias = torch.randn(2, VALUE_HEADS, generator=random).bfloat16().double()
@@ -81,7 +81,10 @@ def raw_gates() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def error_of(got: Tensor | None, want: Tensor) -> float:
-    """Relative L2, in fp64 on the CPU: a broken GPU must not check itself."""
+    """Returns the relative L2 error of `got`, NaN if it is None.
+
+    Computed in fp64 on the CPU, so that a broken GPU does not check itself.
+    """
     if got is None:
         return float("nan")
     return float((got.cpu().double() - want).norm() / want.norm())

@@ -1,4 +1,4 @@
-"""Each kernel of the backward of shared-prompt attention."""
+"""Cases of each backward kernel of shared-prompt attention, and of attn.delta."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ LIMITS = ((torch.bfloat16, 4e-3), (torch.float16, 6e-4))
 def _gradients(
     groups: Any, dtype: torch.dtype, D: int, deterministic: bool
 ) -> tuple[dict[str, Tensor], Any]:
-    """What the GPU makes of random tensors, and what there is to be made, in fp64."""
+    """Returns the GPU's dq, dk, dv for random tensors, by name, and the reference's in fp64."""
     from qla_kernels.dualkv import SharedLayout, ops
 
     layout = SharedLayout.from_lengths(groups, device="cuda")

@@ -1,4 +1,4 @@
-"""The kernel of shared-prompt attention, forward."""
+"""The case of the forward kernel of shared-prompt attention."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Each kernel of the backward."""
+"""Cases of each backward kernel of the gated delta rule."""
 
 from collections.abc import Callable
 
@@ -85,7 +85,7 @@ def _chunk_grads() -> list[Result]:
 
 
 def _raw_gradients() -> dict[str, float]:
-    """Errors of what activate_bwd and gate_sums make together."""
+    """Returns errors of the gradients that activate_bwd and gate_sums compute together, by name."""
     from qla_kernels.gdn.launch import activations
 
     g, beta, A_log, dt_bias = raw_gates()

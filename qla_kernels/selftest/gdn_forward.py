@@ -1,4 +1,4 @@
-"""Each kernel of the forward, and the form for decoding."""
+"""Cases of each forward kernel of the gated delta rule, and of the decoding kernel."""
 
 import math
 from collections.abc import Callable

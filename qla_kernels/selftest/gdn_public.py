@@ -1,4 +1,4 @@
-"""The public function and its gradients, against the token recurrence and autograd."""
+"""Cases of chunk_gated_delta_rule and its gradients, against the token recurrence and autograd."""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""Each kernel that sequences are cut with: three segments, the one in the middle folded."""
+"""Cases of each kernel that cuts sequences into segments.
+
+One sequence has three segments of one chunk; segment_scan folds the one in the middle.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +18,7 @@ CHUNK = 64
 
 
 def _one_sequence() -> Inputs:
-    """All tokens twice, as one sequence of three chunks."""
+    """Returns the inputs' tokens, repeated twice, as one sequence of three chunks."""
     x = inputs()
     twice = {n: torch.cat([getattr(x, n)] * 2, 1) for n in ("q", "k", "v", "g", "beta")}
     bounds = torch.tensor([0, twice["q"].shape[1]], dtype=torch.int32)
@@ -40,7 +43,7 @@ def _maps(x: Inputs, cut: Any, dtype: torch.dtype, solves: bool) -> Any:
 
 
 def _states(x: Inputs) -> Tensor:
-    """Before each chunk, [chunks, HV, K, V]."""
+    """Returns the reference's state before each chunk, [chunks, HV, K, V], in fp64."""
     h: Tensor = (
         reference().gdn.chunked(*x.tensors(torch.float64), initial_state=x.initial_state).h[0]
     )

@@ -1,4 +1,4 @@
-"""Each kernel of the sparse backward, for one of two ranks: against the torch tiles in fp64."""
+"""Cases of each kernel of the sparse backward, for one rank of two, against fp64 torch tiles."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ LIMITS = ((torch.bfloat16, 3e-3), (torch.float16, 4e-4))
 
 
 class _Case(NamedTuple):
-    """What the launches of a rank read: once in fp64 on the CPU, once on the GPU."""
+    """The inputs of a rank's launches: made once in fp64 on the CPU, and once on the GPU."""
 
     shard: Shard
     q: Tensor
@@ -70,7 +70,7 @@ def _dq(x: _Case) -> Tensor:
 
 
 def _dkv(x: _Case) -> Tensor:
-    """Of the other rank's chunk."""
+    """Returns the gradient of k and v for the other rank's chunk."""
     dkv = torch.empty(1, 2, *x.k.shape[1:], dtype=wide(x.q), device=x.q.device)
     other = [Chunk(0, 0, 0, 0)]
     tiles(x.q.device).backward_keys(x.shard, x.q, x.k, x.v, x.saved, other, dkv, True)
@@ -78,7 +78,10 @@ def _dkv(x: _Case) -> Tensor:
 
 
 def _dkv_columns(x: _Case) -> Tensor:
-    """Where the other chunk has them, the rest being zeros: with `scatter`."""
+    """Returns the columns' gradient at their places in the other rank's chunk, by `scatter`.
+
+    All other places are 0.
+    """
     run, dkv = tiles(x.q.device), torch.zeros(1, 2, *x.k.shape[1:], dtype=wide(x.q)).to(x.q.device)
     of_columns = run.backward_columns(x.shard, x.q, x.saved, x.columns)
     run.scatter(x.shard, of_columns, [0], dkv)

@@ -1,4 +1,4 @@
-"""Each kernel of the sparse forward: two ranks' launches in turn, of 300 tokens and two heads."""
+"""Cases of each kernel of the sparse forward: one rank of two, 300 tokens, two heads."""
 
 from collections.abc import Callable
 
@@ -44,7 +44,10 @@ def _fwd() -> list[Result]:
 
 
 def _attended(dtype: torch.dtype, D: int) -> tuple[torch.Tensor, ...]:
-    """Keys of the first head's columns, and o, of the second rank: each as it is and should be."""
+    """Returns for the second rank (keys, expected keys, o, expected o).
+
+    The keys are those of the first head's columns.
+    """
     from qla_kernels.sparse_ring import launch
     from qla_kernels.sparse_ring.shard import Columns, Partial, shard_of
 

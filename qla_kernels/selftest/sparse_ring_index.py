@@ -1,4 +1,4 @@
-"""Each kernel that an index is built with, by one head that attends to few keys."""
+"""Cases of each kernel that builds an index: two heads with one key head, 640 keys."""
 
 from collections.abc import Callable
 
@@ -13,14 +13,14 @@ LIMIT = 2e-5  # fp32, of the exponents of scores around 20
 
 
 def _inputs() -> tuple[Tensor, Tensor]:
-    """fp64 [1, 64, H, D] and [1, T, 1, D] whose values 16 bits can hold."""
+    """Returns q [1, 64, H, D] and k [1, T, 1, D], fp64 with values that bf16 can represent."""
     random = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, n, h, D, generator=random) for n, h in ((64, H), (T, 1)))
     return q.bfloat16().double(), k.bfloat16().double()
 
 
 def _expected() -> tuple[Tensor, Tensor]:
-    """LSEs of parts of the keys, and masses, in fp64."""
+    """Returns the CPU path's LSEs of the parts of the keys, and its masses, in fp64."""
     from qla_kernels.sparse_ring import cpu
 
     window = (*_inputs(), torch.arange(T // 64), LAST)
@@ -56,7 +56,7 @@ def _window_mass() -> list[Result]:
 
 
 def _lines() -> list[Result]:
-    """Candidates, and the lines that are chosen of them: integers, without any error."""
+    """Returns the results of mark, cut and select: integers, so no error is allowed."""
     from qla_kernels.sparse_ring import VerticalSlash, cpu, launch_index
 
     pattern, mass = VerticalSlash(0.3, 0.6), _expected()[1]

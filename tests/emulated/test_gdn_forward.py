@@ -205,6 +205,7 @@ def test_one_token_of_one_head_may_have_any_stride():
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.kernels("gdn.l2norm")
 def test_l2norm(size, dtype):
     room = 4 * torch.randn(2, 3, 90, 2 * size).to(dtype)  # [B, H, T, ..]: head-major, and wider
     room[:, :, 60:70] = 0

@@ -1,3 +1,3 @@
-"""Kernels that belong to every attention family: module names."""
+"""Names of the kernel modules that every attention family uses."""
 
 KERNELS = ("delta",)

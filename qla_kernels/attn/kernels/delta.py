@@ -1,19 +1,20 @@
-"""delta -- what an attention's backward knows of a query row before it meets a key.
+"""delta -- the row statistics of an attention's backward: delta, and LSE in base 2.
 
 Per row (one head of one token):
-    delta = sum_d dO O - dLSE        dS = P (dP - delta) follows, for the gradient of LSE as well
-    lse2  = LSE in base 2            P = exp2(scale log2(e) S - lse2)
+    delta = sum_d dO O - dLSE        then dS = P (dP - delta) includes the gradient of LSE
+    lse2  = LSE in base 2            then P = exp2(scale log2(e) S - lse2)
 A row that saw no key (LSE = -inf) gets lse2 = +inf, hence P = 0; so do the rows of padding.
 
 Steps (numbers appear again in the role), for 8 threads a row:
-    1 rows   8 elements of each 64 of both rows into every thread
+    1 rows   8 elements out of each 64 of O's and dO's row into every thread
     2 rows   the sum in fp32, over the row's threads
     3 rows   lse2 and delta out
 
 Bounded by memory: O and dO are read once, 16 bytes a thread at a time; 8 bytes a row are written.
-Why this shape: as gdn.l2norm_bwd, two rows of a token and head to 8 threads. `stats` has a head's
-tokens in a row, so that one TMA box takes both numbers of consecutive queries, and is padded to
-whole 16 bytes, which TMA needs. Every other tensor has strides of its own.
+Why this shape: as in gdn.l2norm_bwd, 8 threads read two tensors' rows of one token and head. In
+`stats` a head's tokens are adjacent, so that one TMA box reads lse2 and delta of consecutive
+queries; its rows are padded to multiples of 16 bytes, which TMA needs. All other tensors may have
+any strides between rows.
 """
 
 from typing import NamedTuple
@@ -66,7 +67,7 @@ def rows(o, do, lse, dlse, stats, dtype, row, lse_factor, with_dlse, column):
     r_o = T.alloc_local((MOST_SPANS, PIECE), dtype)
     r_do = T.alloc_local((MOST_SPANS, PIECE), dtype)
     total, row_lse = T.alloc_var("float32"), T.alloc_var("float32")
-    # variables, so that they are divided as 32-bit numbers, and once
+    # held in 32-bit variables, so that each division is 32-bit and done once
     b, token, head = (T.alloc_var("int32") for _ in range(3))
     token = T.truncdiv(row, num_heads)
     head = row - token * num_heads

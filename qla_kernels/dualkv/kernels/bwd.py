@@ -4,15 +4,16 @@ Per item (128 keys of one key head) and tile of 64 rows, tokens times query head
     P^T  = exp2(s2 K Q^T - lse2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)    [128, 64]
     dV  += P^T dO                   dK  += dS^T Q                                 [128, D]
     dQ  += dS K                     in global memory, to which other CTAs add     [64, D]
-with s2 = scale log2(e); dK times scale at the end, dQ in dq_cast. P is 0 where a query comes before
-the key, and for keys behind the node's end. Items, tiles and their order are those of bwd_dkv.
+with s2 = scale log2(e); dK is multiplied by scale at the end, dQ in dq_cast. P is 0 where a query
+comes before the key, and for keys behind the node's end. Items, tiles and their order are those of
+bwd_dkv.
 
 Steps (numbers appear again in the roles):
-    1 load    K and V; reduce zeroes rows behind the node's end: dQ adds up over all 128 keys
+    1 load    K and V; reduce zeroes rows behind the node's end: dQ sums over all 128 keys
     2 load    a tile's Q and dO; stats its lse2 and delta; rows before the run become zero
     3 mma     S^T and dP^T, both operands in shared memory
     4 mma     P^T, while dP^T runs
-    5 mma     dV, with P^T in registers; dS^T, while it runs, for itself and to shared memory
+    5 mma     dV, with P^T in registers; meanwhile dS^T, kept in registers and in shared memory
     6 mma     dQ of the tile before, all its keys and half its columns; dK, with dS^T in registers
     7 mma     dQ to shared memory, while dK runs
     8 reduce  dQ added to the sums, by TMA
@@ -20,9 +21,9 @@ Steps (numbers appear again in the roles):
 
 Bounded by shared memory and the tensor cores (3072 and 2560 clocks a tile). Why this shape: five
 products where two passes take seven. The price is that the last bits of dQ depend on the order in
-which CTAs add: these are the family's only float atomics, and not for callers who want gradients
-that repeat. dK and dV do. Only dS crosses the warpgroups, one tile late, so neither waits for the
-other. A row's columns are permuted in the sums, see `SOURCE`.
+which CTAs add. These are the family's only float atomics; deterministic=True runs bwd_dq and
+bwd_dkv instead. dK and dV repeat bitwise. Only dS crosses the warpgroups, one tile late, so neither
+waits for the other. A row's columns are permuted in the sums, see the comment on `SOURCE`.
 """
 
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class Variant(NamedTuple):
     dtype: str  # of everything but statistics, sums and parts
 
 
-D = 128  # with 64, a warpgroup's columns of dQ would be half of what K is swizzled in
+D = 128  # with 64, a warpgroup's columns of dQ would be half a swizzled row of K
 
 VARIANTS = tuple(Variant(dtype) for dtype in ("bfloat16", "float16"))
 
@@ -58,9 +59,10 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # stores are guarded by the item's number of keys
 }
 
-# A thread has rows r and r + 8 of dQ, and of both the columns 8 n + 2 (lane % 4), and their
-# neighbours. Those of n = 2 j and 2 j + 1 are 16 bytes of the sums: piece j of the warpgroup's, for
-# every other token piece j ^ 1, so that the two rows of 8 lanes lie in different banks.
+# A thread holds rows r and r + 8 of dQ, and in each row the columns 8 n + 2 (lane % 4) and the next
+# one, for n = 0 .. 7. Its four numbers for n = 2 j and 2 j + 1 are 16 bytes of the sums. They go to
+# piece j of the warpgroup's half row, and in every other token to piece j ^ 1, so that the two rows
+# that 8 lanes write lie in different banks.
 SOURCE = """
 namespace qla {
 __device__ __forceinline__ int pair(const void *r_ds, int i) {
@@ -130,9 +132,9 @@ def schedule(v: Variant) -> Schedule:
 
 
 class Tiles(NamedTuple):
-    """Shared memory."""
+    """Buffers in shared memory."""
 
-    kv: Any  # [2, 128, D] K, V; V's at the end dK, then dV
+    kv: Any  # [2, 128, D] K, V; at the end V's half stages dK, then dV
     q: Any  # [SLOTS, 64, D]
     do: Any  # [SLOTS, 64, D]
     stats: Any  # [SLOTS, 2, 64] lse2 and delta
@@ -141,7 +143,7 @@ class Tiles(NamedTuple):
 
 
 class Meets(NamedTuple):
-    """Barriers of what warpgroups exchange and hand over, tile by tile."""
+    """Barriers of the exchange of dS between warpgroups and of the hand-over of dQ to `reduce`."""
 
     ds: Any  # a ring of two slots
     dq_full: Any
@@ -161,7 +163,10 @@ def load(k, v, q, do, s, ring, kv_landed, front_full, walk, q_shift):
 
 @T.macro
 def reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift):
-    """A lane adds the rows of one head; those before the run are left out."""
+    """Zeroes K's and V's rows behind the last key, then adds each tile's dQ to `sums` by TMA.
+
+    One lane adds the rows of one head of a tile; rows before the run are left out.
+    """
     lane = T.get_thread_binding() % 32
     step, begin, token0, token, row = (T.alloc_var("int32") for _ in range(5))
     T.barrier_wait(kv_landed, 0)
@@ -197,7 +202,7 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
     w, odd, keys = (T.alloc_var("int32") for _ in range(3))
     w = uniform(T.get_thread_binding(1))
     lane = T.get_thread_binding() % 32
-    key = T.get_thread_binding() // 32 * 16 + lane % 16  # of dS^T, whose 16 bytes it addresses
+    key = T.get_thread_binding() // 32 * 16 + lane % 16  # the lane's row of dS^T
     r_dk = T.alloc_fragment((GROUP_KEYS, D), "float32")
     r_dv = T.alloc_fragment((GROUP_KEYS, D), "float32")
     r_s = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), "float32")  # S^T, P^T
@@ -208,9 +213,9 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
     slot, first, begin, end = (T.alloc_var("int32") for _ in range(4))
     T.clear(r_dk)
     T.clear(r_dv)
-    keys = walk.keys - w * GROUP_KEYS  # of the warpgroup's; none or less, if it has none
+    keys = walk.keys - w * GROUP_KEYS  # number of the warpgroup's keys; may be 0 or negative
     odd = walk.last - q_shift & 1
-    begin = walk.last - walk.k0 - w * GROUP_KEYS  # of the tile's tokens, from the first key
+    begin = walk.last - walk.k0 - w * GROUP_KEYS  # the tile's first token minus the first key
     end = begin - (walk.tiles << walk.tile_log2)
     first = begin
     T.barrier_wait(kv_full, 0)
@@ -283,7 +288,11 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
 
 @T.macro
 def multiply(s, ds, step, w, r_dq):
-    """dQ of a step, half its columns; of step -1, of whatever is in the slot, to no avail."""
+    """Issues dQ = dS K of `step` into r_dq: all keys, the warpgroup's half of the columns.
+
+    At step -1 it multiplies an unwritten slot, so that the wgmma needs no branch; hand_over ignores
+    that result.
+    """
     if step >= 0:
         ds.wait(step)
     T.wgmma_gemm(
@@ -297,7 +306,10 @@ def multiply(s, ds, step, w, r_dq):
 
 @T.macro
 def hand_over(s, meets, step, w, r_dq, odd):
-    """dQ of a step to the reducing warp, and dS back to who makes it."""
+    """Writes dQ of `step` to shared memory for `reduce`, and releases the slot of its dS.
+
+    Does nothing at step -1.
+    """
     lane = T.get_thread_binding() % 32
     row = T.get_thread_binding() // 32 * 16 + lane // 4  # the thread's first
     if step >= 0:
@@ -316,7 +328,11 @@ def hand_over(s, meets, step, w, r_dq, odd):
 
 @T.macro
 def store(r_grad, s_kv, grad, walk, w, keys, dtype):
-    """A warpgroup's rows by way of the rows of V that it alone has read; a warp's are its own."""
+    """Writes a warpgroup's rows of dK or dV to `grad`, staged through its rows of V's buffer.
+
+    Only this warpgroup has read those rows of V. Each warp copies the 16 rows that it staged, so a
+    warp sync suffices.
+    """
     lane = T.get_thread_binding() % 32
     row0 = T.get_thread_binding() // 32 * 16
     lanes = D // 8  # a row in pieces of 16 bytes

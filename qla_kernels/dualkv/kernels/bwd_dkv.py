@@ -3,10 +3,11 @@
 Per item (128 keys of one key head) and tile of 64 rows, tokens times query heads of the key head:
     P^T  = exp2(s2 K Q^T - lse2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)    [128, 64]
     dV  += P^T dO                   dK  += dS^T Q                                 [128, D]
-with s2 = scale log2(e), and dK times scale at the end. P is 0 where a query comes before the key.
+with s2 = scale log2(e); dK is multiplied by scale at the end. P is 0 where a query comes before the
+key.
 
-The keys of a node are seen by one contiguous run of queries, from themselves to the end of the
-node's subtree. walk.py has how it is walked, and of what rows a tile consists.
+One contiguous run of queries sees the keys of a node: from the keys themselves to the end of the
+node's subtree. walk.py explains the order of the walk and the rows of a tile.
 
 Steps (numbers appear again in the roles):
     1 load   K and V
@@ -17,9 +18,10 @@ Steps (numbers appear again in the roles):
     6 mma    dK and dV out, rounded once; in fp32 where other CTAs have parts of the run
 
 Bounded by the tensor cores, closely followed by shared memory (2048 and 1920 clocks a tile for
-D = 128). Why this shape: transposed, P and dS are where wgmma wants its first operand, so neither
-touches shared memory and the two warpgroups, 64 keys each, never meet; and as a CTA has all the
-queries of its keys, nothing is added up across CTAs, without which no two runs would agree.
+D = 128). Why this shape: transposed, P and dS are in the registers from which wgmma reads its first
+operand, so neither goes through shared memory, and the two warpgroups, 64 keys each, never
+synchronise. A CTA sums over all queries of its keys, or over one part that dkv_combine adds in a
+fixed order, so results repeat bitwise.
 """
 
 from typing import Any, NamedTuple
@@ -93,7 +95,7 @@ def schedule(v: Variant) -> Schedule:
 
 
 class Tiles(NamedTuple):
-    """Shared memory."""
+    """Buffers in shared memory."""
 
     k: Any  # [2, 64, D]; at the end dK
     v: Any  # [2, 64, D]; at the end dV
@@ -129,7 +131,7 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
     step = 0
     T.barrier_wait(kv_full, 0)
     for _ in T.serial(walk.turns):
-        first = walk.last - walk.k0 - w * GROUP_KEYS  # of the tile's tokens, from the first key
+        first = walk.last - walk.k0 - w * GROUP_KEYS  # the tile's first token minus the first key
         for tile in T.serial(walk.tiles):
             slot = uniform(ring.slot(step))
             ring.wait(step)
@@ -166,7 +168,11 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
 
 @T.macro
 def store(r_grad, s_grad, grad, walk, w, D, dtype):
-    """A warpgroup's rows by way of the tile that it alone has read; a warp's are its own."""
+    """Writes a warpgroup's rows of dK or dV to `grad`, staged through its rows of K or V.
+
+    Only this warpgroup has read those rows. Each warp copies the 16 rows that it staged, so a warp
+    sync suffices.
+    """
     lane = T.get_thread_binding() % 32
     row0 = T.get_thread_binding() // 32 * 16
     lanes = D // 8  # a row in pieces of 16 bytes

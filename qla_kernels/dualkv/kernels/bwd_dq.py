@@ -4,20 +4,20 @@ Items are those of the forward: 128 rows, tokens of one node times the heads of 
 is token r % tile_tokens of head r // tile_tokens. For each of an item's key tiles (128 keys):
     P  = exp2(s2 Q K^T - lse2)    dP = dO V^T    dS = P (dP - delta)              [128, 128]
     dQ += dS K                                                                    [128, D]
-with s2 = scale log2(e), and dQ times scale at the end. dS is 0 where a key is not seen.
+with s2 = scale log2(e); dQ is multiplied by scale at the end. dS is 0 where a key is not seen.
 
-The order of key tiles is the forward's: the last own tile, which is causal, spans' partial tiles,
-whose last keys are not seen, then all the others, which need no mask. Steps:
+The order of key tiles is the forward's: the last own tile, which is causal; the spans' partial
+tiles, whose last keys are masked; then all other tiles, which need no mask. Steps:
     1 load   Q and dO, then K and V of each tile
-    2 scrub  zero the rows of K behind a tile's last key: they may be NaN, and dS is 0 there
+    2 scrub  zero the rows of K behind a tile's last key: dS is 0 there, but the rows may be NaN
     3 mma    S and dP
     4 mma    P, while dP and the other warpgroup's products run; dS
     5 mma    dQ, with dS in registers
     6 mma    dQ out, rounded once
 
-Bounded by the tensor cores (3072 clocks a key tile for D = 128). Why this shape: a query's gradient
-has one owner, so a second pass over the scores costs two products more than adding dQ up while
-bwd_dkv runs, and neither atomics nor memory for sums in fp32.
+Bounded by the tensor cores (3072 clocks a key tile for D = 128). Why this shape: one CTA owns a
+query's gradient. With bwd_dkv, this second pass over the scores makes seven products instead of the
+five of bwd, but it needs neither atomics nor fp32 sums in global memory.
 """
 
 from typing import Any, NamedTuple
@@ -108,7 +108,7 @@ def schedule(v: Variant) -> Schedule:
 
 
 class Item(NamedTuple):
-    """What the roles know of an item."""
+    """The numbers of an item that the roles use."""
 
     token: Any  # row of q and do
     rows: Any  # tokens
@@ -117,9 +117,9 @@ class Item(NamedTuple):
     own_keys: Any  # of the last own tile
     span0: Any
     spans: Any
-    masked: Any  # tiles in front of those that need no mask
+    masked: Any  # number of tiles that need a mask; they come first
     tiles: Any
-    diagonal: Any  # its first token, as a key of the last own tile
+    diagonal: Any  # the first token's index among the keys of the last own tile
     head0: Any
     tile_log2: Any  # log2(tile_tokens)
 
@@ -195,8 +195,8 @@ def mma(dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, x, 
             r_lse2[r] = stats[head, LSE2, x.token + tok]
             r_delta[r] = stats[head, DELTA, x.token + tok]
     T.barrier_wait(q_full, 0)
-    last = x.diagonal  # the last key that the first token sees in a masked tile
-    later = -1  # whether later tokens see more
+    last = x.diagonal  # the last key of a masked tile that the first token sees
+    later = -1  # bit mask: -1 if each later token sees one key more, 0 if all see the same keys
     for i in T.serial(x.tiles):
         slot = uniform(k_ring.slot(i))
         if i < x.masked:
@@ -236,7 +236,10 @@ def mma(dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, x, 
 
 @T.macro
 def store(r_dq, s_out, dq, x, w, D, dtype):
-    """A warp's 16 rows, of one head, by way of the rows of Q that its warpgroup alone has read."""
+    """Writes dQ's rows of a warp, 16 rows of one head, to `dq`, staged through s_out's rows of Q.
+
+    Only this warpgroup has read those rows.
+    """
     lane = T.get_thread_binding() % 32
     row0 = T.get_thread_binding() // 32 * BOX
     lanes = D // 8  # a row in pieces of 16 bytes

@@ -1,14 +1,15 @@
 """dkv_combine -- dK and dV of keys whose run of queries was cut into parts.
 
-Per split (up to 128 keys of a node) and key head, in the order of the queries:
+Per split (up to 128 keys of a node) and key head, in the order of the parts:
     dK = sum over its parts of dK      dV likewise                                    [keys, D]
 
 Steps (numbers appear again in the role):
     1 sum   8 numbers of each part into every thread, added in fp32
     2 sum   rounded once, out
 
-Bounded by memory: 4 bytes read for each number of each part. Why this shape: what one thread adds
-in a fixed order is the same in every run; atomics would not be. Nothing depends on D.
+Bounded by memory: 4 bytes read for each number of each part. Why this shape: each thread adds its
+numbers in a fixed order, so results repeat bitwise; with atomics they would not. The code does not
+depend on D.
 """
 
 from typing import NamedTuple

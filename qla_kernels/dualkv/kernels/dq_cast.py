@@ -7,9 +7,10 @@ Steps (numbers appear again in the role):
     1 rows   16 numbers of a sum into every thread
     2 rows   scaled, rounded, in the order of dQ's columns, out
 
-Bounded by memory: 6 bytes a number. Why this shape: bwd adds up in the order in which its threads
-have dQ, and a row's columns come back into their own where they are read anyway. Sixteen of them
-lie together in the sums as in dQ.
+Bounded by memory: 6 bytes a number. Why this shape: bwd stores a row of sums in the order in which
+its threads hold dQ. This kernel reads the sums anyway, so it restores the order of the columns. The
+permutation stays within blocks of 16 columns, apart from the exchange of neighbouring blocks in
+every other token.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import tilelang.language as T
 from qla_kernels.tile.schedule import Role, Schedule
 
 PIECE = 16  # columns of a thread
-QUAD = 4  # threads of bwd that had them: each two pairs of neighbours
+QUAD = 4  # threads of bwd that held a piece, each with two pairs of adjacent columns
 PIECES = (8, QUAD, QUAD)  # a row of sums: pieces, threads, numbers
 
 

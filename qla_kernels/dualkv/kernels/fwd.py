@@ -1,31 +1,31 @@
 """fwd -- shared-prompt attention, forward: every CTA draws tiles of queries until none are left.
 
-An item is a tile of queries of one node, 128 rows: 2^tile_log2 tokens of each head of a head slot,
-whose heads share a key head; row r is token r % 2^tile_log2 of head r // 2^tile_log2. For each key
-tile that it sees (N = 128 keys):
+An item is a query tile of 128 rows of one node: 2^tile_log2 tokens of each head of a head slot,
+whose heads share a key head. Row r is token r % 2^tile_log2 of head r // 2^tile_log2. For each key
+tile (N = 128 keys) that the item sees:
     S  = Q K^T                                          [128, N]
     m' = max(m, rowmax S);  a = 2^((m - m') scale2);  P = 2^(S scale2 - m' scale2)
     O  = a O + P V                                      [128, D]
-and at its end o = O / l and lse2 = m scale2 + log2 l, l being the sum of P along the rows.
+and at the item's end o = O / l and lse2 = m scale2 + log2 l, where l is the row sum of P.
 
-Which tiles, and in which order, see tables.py: first the last own tile, which is causal and shows
-every row its own key, so m is finite from then on; then partial tiles, whose last keys are not
-seen; then, without a mask, all the others. Steps:
-    1 draw   an item and its Q, well before they are needed; load K and V of each tile
-    2 scrub  zero the rows of V that lie behind a tile's last key: they may be NaN, and P is 0 there
+tables.py lists an item's key tiles. The first is the last own tile; it is causal and shows every
+row its own key, so m is finite from then on. Partial tiles follow, whose last keys are masked; then
+all other tiles, without a mask. Steps:
+    1 draw   an item and its Q, one item ahead; load K and V of each tile
+    2 scrub  zero the rows of V behind a tile's last key: P is 0 there, but the rows may be NaN
     3 mma    S of tile i, and behind it P V of tile i - 1
     4 mma    softmax of tile i, under the products of the other warpgroup
-    5 mma    in an item's first step, when that P V was the last of the item before: its o and lse2
-    6 store  o, a full tile by TMA, a partial one by rows: what lies behind it is another node's
+    5 mma    in an item's first step: o and lse2 of the item before, whose last P V this step issued
+    6 store  o, a full tile by TMA; a partial tile by rows, as the rows behind it are another node's
 
-Why this shape: a step's products are 2048 clocks of the tensor cores and its exponentials 1024 of
-an SM, so both must run at once. Two warpgroups take turns at issuing products, and one's softmax
-then runs under the other's products. P V is issued a tile late, behind S of the next, so it runs
-under the maxima of its own warpgroup. P stays in registers.
-The pipeline does not end with an item: S of the next begins while the last P V runs, because short
-responses have few tiles, and filling and draining took as long as two of them.
-The mask is a second copy of the step's code, for a few tiles of each item, so the loop that nearly
-all time is spent in has none.
+Why this shape: a step's products take 2048 clocks of the tensor cores and its exponentials 1024 of
+an SM, so both must run at the same time. Two warpgroups issue products in turn, so that one's
+softmax runs under the other's products. P V is issued one tile late, behind S of the next tile, so
+that it runs while its own warpgroup computes maxima. P stays in registers.
+The pipeline continues from one item to the next: S of the next item begins while the last P V runs.
+Short responses have few tiles, and filling and draining the pipeline took as long as two tiles.
+The masked steps, a few per item, run a second copy of the step's code, so the loop that takes
+nearly all the time contains no mask.
 """
 
 from typing import NamedTuple
@@ -158,7 +158,7 @@ def mma(
     i = 0
     j = 0
     c = 0
-    token = 0  # of the item before: its results go out in the step that begins the next
+    token = 0  # token, rows, slot of the item before: written out in the next item's first step
     rows = 0
     slot = 0
     T.clear(r_p)
@@ -174,7 +174,7 @@ def mma(
         tiles = uniform(s_work[work.slot(j), TILES])
         span0 = s_work[work.slot(j), SPAN0]
         q_ring.wait(j)
-        start_products(*products, q_ring.slot(j), i)  # of the item, and the last of the one before
+        start_products(*products, q_ring.slot(j), i)  # this item's first S, and the last P V before
         for r, x in T.Parallel(64, KEY_TILE):
             if x > diagonal + (w * 64 + r & (1 << tile_log2) - 1):
                 r_s[r, x] = -T.infinity("float32")
@@ -218,9 +218,10 @@ def mma(
 
 @T.macro
 def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w, q_slot, i):
-    """3: S of tile i, and P V of tile i - 1, which is in flight still when this is done.
+    """Issues S of tile i and P V of tile i - 1 (step 3); waits for S and releases K of tile i.
 
-    There is no tile in front of the first: P is 0, and that product is thrown away.
+    P V is still in flight on return. For i = 0 there is no tile before: P is 0, and the product
+    multiplies it with tile 0's V; its result is cleared.
     """
     before = T.max(i - 1, 0)
     k_ring.wait(i)
@@ -271,7 +272,7 @@ def put_out(
 
 @T.macro
 def put_lse2(lse2, r_lse2, w, token, rows, slot, tile_log2):
-    """Of each row once, by the first thread of its quad."""
+    """Writes lse2 of the warpgroup's valid rows; each quad's first thread writes its two rows."""
     thread = T.get_thread_binding()
     for h in T.unroll(2):
         row = w * 64 + thread // 32 * 16 + h * 8 + thread % 32 // 4

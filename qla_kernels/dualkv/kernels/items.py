@@ -1,10 +1,11 @@
-"""Roles of kernels whose CTAs draw query tiles, the tables' items, and walk their key tiles.
+"""Roles of the kernels whose CTAs take query tiles, the tables' items, and walk their key tiles.
 
-A warp draws items well ahead of their turn, loads their Q and passes them on. The others follow,
-and all walk an item's tiles in one order: its last own tile, the spans' partial tiles, the other
-own tiles, and the spans' full tiles.
+In fwd a warp draws items ahead of time, loads their Q and passes the items on; the other roles
+follow. All roles walk an item's tiles in one order: its last own tile, the spans' partial tiles,
+the other own tiles, and the spans' full tiles.
 
-Its tiles are as many as the item says, for all: the last of a walk's stretches takes what is left.
+All roles take the number of tiles from the item's `tiles` alone, so that they agree whatever the
+tables hold: the last stretch of the walk takes the tiles that are left.
 """
 
 import tilelang.language as T
@@ -30,25 +31,28 @@ from qla_kernels.dualkv.shapes import (
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 
-BOX, PANEL = 16, 64  # rows and columns that one copy of Q or O moves; a tile has 16 tokens or more
+BOX, PANEL = 16, 64  # rows and columns that one copy of Q or O moves; a full tile has >= 16 tokens
 
-# What the drawing warp passes on: an item's row of the table, and its head slot, or -1 at the end.
+# The drawing warp passes on an item's row of the table and its head slot, or -1 at the end.
 HEAD_SLOT = ITEM_COLUMNS
 WORK = ITEM_COLUMNS + 1
 
 
 def uniform(x):
-    """x, which all lanes have alike. Told so, the compiler makes a wgmma's descriptors once a warp,
-    and not in every thread, from where they would have to be moved for each wgmma."""
+    """Returns x, which has to be equal in all lanes, in a form the compiler knows to be uniform.
+
+    The compiler then computes wgmma descriptors once per warp. Otherwise it computes them in every
+    thread and moves them to uniform registers for each wgmma.
+    """
     return T.shfl_sync(x, 0)
 
 
 @T.macro
 def read_item(x, item, row, span, q_shift, num_queries, num_keys):
-    """x[column]: what the table has, but tokens, keys and spans that there are, and as few tiles.
+    """Reads row `row` of the item table into x; clamps each column to the sizes of the tensors.
 
-    Not even a difference of two of them overflows: nvcc takes it for granted that none does, and
-    may make another trip count of one that would.
+    Clamping also keeps differences of two columns from overflowing: nvcc assumes that signed
+    arithmetic does not overflow, and could derive different trip counts in different roles.
     """
     for column in T.unroll(ITEM_COLUMNS):
         x[column] = item[row, column]
@@ -68,7 +72,11 @@ def draw(
     q, num_keys, header, item, span, order, next_order, s_q, s_work, work, q_ring, tile_log2,
     q_shift,
 ):  # fmt: skip
-    """Q comes with its item, a whole item ahead: its 16 copies would hold up the next K."""
+    """Draws items until `order` is used up; passes each on through `work` and loads its Q.
+
+    This role and not `load` issues Q, up to 16 copies, one item ahead: there they would delay the
+    next K. At the end it passes on head slot -1.
+    """
     lane = T.get_thread_binding() % 32
     slots = (q.shape[1] << tile_log2) // QUERY_ROWS
     x = T.alloc_local((ITEM_COLUMNS,), "int32")
@@ -162,13 +170,17 @@ def load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group):
 
 
 def head_of(slot, row, tile_log2):
-    """The query head of a row of a head slot's tile."""
+    """Returns the query head of a row of a head slot's tile."""
     return (slot * QUERY_ROWS + row) >> tile_log2
 
 
 @T.macro
 def fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0):
-    """Of a tile outside the tensors come zeros; one that lies far away is taken next to them."""
+    """Issues TMA loads of the K and V tiles that begin at token key0, the i-th of the CTA's walk.
+
+    Tokens outside the tensors read as zeros. key0 is clamped to -128 .. the number of tokens, so
+    that a tile far outside reads zeros as well.
+    """
     at = clamped(key0, -KEY_TILE, k.shape[0])
     k_ring.acquire(i)
     T.tma_copy(k[at : at + KEY_TILE, head, :], s_k[k_ring.slot(i), :, :], barrier=k_ring.barrier(i))
@@ -193,7 +205,7 @@ def scrub(span, s_v, s_work, work, v_ring, clean):
         masked = s_work[work.slot(j), PARTIALS] + 1
         tiles = s_work[work.slot(j), TILES]
         work.release(j)
-        for t in rolled(tiles):  # of every tile: who leaves out a phase may mistake the next
+        for t in rolled(tiles):  # every tile: a role that skips a phase may mistake the next one
             v_ring.wait(i)
             if t < masked:
                 if t > 0:

@@ -1,12 +1,15 @@
-"""Roles of kernels whose CTAs own 128 keys of a key head and walk the queries that see them.
+"""Roles of the kernels whose CTAs own 128 keys of a key head and walk the queries that see them.
 
-A run is walked once for each `pack` heads, pack <= 4 of the key head's, in tiles of 64 rows. Row r
-of a tile is token r % tile_tokens of head r // tile_tokens, tile_tokens = 64 / pack. A walk begins
-at the run's end, which the keys of a node have in common: CTAs that begin together read, and add
-to, the same rows at about the same time, while these are in the L2 cache. Only the tile walked last
-may begin before the run: there Q, dO and their statistics are zeros. No tile lies before the run as
-a whole, nor behind the last token, whatever an item says. Numbers of rows come by
-threads: they begin at any token, and TMA takes fp32 from whole 16 bytes on only.
+A run is the contiguous range of queries that see a key tile. A CTA walks it once per `pack` of the
+key head's query heads, pack <= 4, in tiles of 64 rows. Row r of a tile is token r % tile_tokens of
+head r // tile_tokens, tile_tokens = 64 / pack. The walk goes backwards from the run's end, which
+all keys of a node have in common: CTAs that begin together then read, and add to, the same rows at
+about the same time, while these are in the L2 cache.
+
+Only the tile walked last may begin before the run; rows before the run get zeros as Q, dO and
+statistics. `walk_of` clamps every item so that no tile lies entirely before the run or behind the
+last token. Threads and not TMA load the statistics of rows: a tile may begin at any token, and TMA
+needs fp32 rows that begin at multiples of 16 bytes.
 """
 
 from typing import Any, NamedTuple
@@ -29,21 +32,25 @@ from qla_kernels.tile.loops import rolled
 
 
 class Walk(NamedTuple):
-    """An item, as a role walks over it."""
+    """The numbers of a kv_item that roles need: its keys, the tiles of its run, where sums go."""
 
     k0: Any
     keys: Any
     last: Any  # first token of the run's last tile, with which the walk begins
     tiles: Any
-    dense: Any  # tiles without a query in front of a key: the first of the walk
-    part: Any  # where sums go, or -1: the item is whole
+    dense: Any  # number of tiles without a query before a key; they come first in the walk
+    part: Any  # index of the partial sum to write; -1: the item is whole and writes dk and dv
     kv_head: Any
-    turns: Any  # how often the run is walked
+    turns: Any  # number of times the run is walked
     tile_log2: Any  # log2(tile_tokens)
 
 
 def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts):
-    """The item of an entry of kv_order; each role calls it, to hold what it needs and no more."""
+    """Returns the Walk of entry `entry` of kv_order; clamps each number that leads to an address.
+
+    The mma role and the other roles call it separately, so that the registers of each hold only the
+    numbers that it uses.
+    """
 
     def held(number):
         return T.alloc_var("int32", init=number)[0]
@@ -54,7 +61,8 @@ def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens,
     k0 = held(clamped(kv_item[item, KV_K0], 0, num_tokens - 1))
     keys = held(clamped(kv_item[item, KV_KEYS], 0, T.min(num_tokens - k0, KEY_TILE)))
     last = held(clamped(kv_item[item, KV_LAST], -tile_tokens, num_tokens - tile_tokens))
-    most = (last - T.max(k0, q_shift) + 2 * tile_tokens - 1) >> tile_log2  # that reach the run
+    # tiles that reach into the run
+    most = (last - T.max(k0, q_shift) + 2 * tile_tokens - 1) >> tile_log2
     tiles = held(clamped(kv_item[item, KV_TILES], 0, most))
     dense = held(kv_item[item, KV_DENSE])
     part = held(T.min(kv_item[item, KV_PART], num_parts - 1))
@@ -65,7 +73,7 @@ def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens,
 
 @T.macro
 def fetch(q, do, s, i, token, head, tile_log2, full, j):
-    """A tile to slot i; the bytes are reported to full[j]."""
+    """Issues TMA loads of a 64-row tile of Q and dO into slot i; their bytes count at full[j]."""
     for b in rolled(KV_QUERY_ROWS // BOX):
         tok = token + (b * BOX & (1 << tile_log2) - 1)
         of_box = head + (b * BOX >> tile_log2)
@@ -80,7 +88,10 @@ def fetch(q, do, s, i, token, head, tile_log2, full, j):
 
 @T.macro
 def load_rows(q, do, s, ring, front_full, walk, q_shift):
-    """One warp: Q and dO of every tile."""
+    """Loads Q and dO of every tile of the walk into the ring; run by one warp.
+
+    In a tile that begins before the run, zeroes the rows before the run after the TMA has landed.
+    """
     lane = T.get_thread_binding() % 32
     width = q.shape[2] // 32
     step, head, token, before = (T.alloc_var("int32") for _ in range(4))
@@ -116,7 +127,10 @@ def load_rows(q, do, s, ring, front_full, walk, q_shift):
 
 @T.macro
 def row_stats(stats, s, ring, walk, row, q_shift):
-    """Two warps, a row a thread: lse2 and delta of every tile."""
+    """Writes lse2 and delta of every tile of the walk to the ring; two warps, one row per thread.
+
+    Rows before the run get 0.
+    """
     step, token0, token, begin, head = (T.alloc_var("int32") for _ in range(5))
     r_stats = T.alloc_local((2,), "float32")
     token0 = walk.last - q_shift + (row & (1 << walk.tile_log2) - 1)
