@@ -103,3 +103,81 @@ def test_families_do_not_import_each_other(file):
     if own in families:
         used = {module.split(".")[1] for module in imports(file) if "qla_kernels." in module}
         assert not used & (families - {own, "attn"})  # what attention families share
+
+
+MAP = (ROOT / "docs" / "architecture.md").read_text().split("## Rooms\n")[1].split("\n## ")[0]
+FOLDERS = re.split(r"\*\*`([\w/]+)/`\*\*", MAP)[1:]
+
+
+@pytest.mark.parametrize(("folder", "said"), list(zip(FOLDERS[::2], FOLDERS[1::2], strict=True)))
+def test_the_map_names_every_file_once(folder, said):
+    """docs/architecture.md, section Rooms."""
+    suffixes = {".py", ".cuh", ".json", ".typed"}
+    here = [file.name for file in (ROOT / folder).iterdir() if file.suffix in suffixes]
+    assert sorted(re.findall(r"`(\w+\.\w+)`", said)) == sorted({*here} - {"__init__.py"})
+
+
+def test_the_map_has_every_folder_that_host_code_lies_in():
+    families = {folder.parent for folder in PACKAGE.glob("*/kernels")}
+    inside = {f.parent for family in families for f in family.rglob("*.py")}
+    rooms = {PACKAGE, PACKAGE / "tile", *inside} - {f.parent for f in KERNELS}
+    assert {ROOT / folder for folder in FOLDERS[::2]} == rooms
+
+
+# Sums of floats in an order that is not fixed; docs/dualkv.md says how a caller avoids it.
+FLOAT_ATOMICS = {"dualkv/kernels/bwd.py"}
+INTEGER_ATOMICS = {"dualkv/kernels/items.py", "sparse_ring/kernels/select.py"}
+# Barriers that are no ring's: the code beside each says why.
+PARITIES = {
+    "dualkv/kernels/bwd.py",  # dQ, a single buffer between two roles
+    "dualkv/kernels/walk.py",  # the front of a run: the warp that fills it waits for it
+    "gdn/kernels/chain/transfer.py",  # the tail of a sequence, likewise
+    "gdn/kernels/chunk_grads/layout.py",
+    "sparse_ring/kernels/window_mass.py",  # turns of the warpgroups
+    "tile/ring.py",
+}
+
+
+def code(file: Path) -> str:
+    """Without comments and docstrings, but with the texts that calls are given."""
+    if file.suffix != ".py":
+        return re.sub(r"//.*", "", file.read_text())
+    tree = ast.parse(file.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def device_sources(pattern: str) -> set[str]:
+    """The files of device code in which a pattern occurs."""
+    inline = {file for folder in PACKAGE.glob("*") for file in folder.rglob("*.cuh")}
+    found = (file for file in {*KERNELS, *TILE, *inline} if re.search(pattern, code(file)))
+    return {file.relative_to(PACKAGE).as_posix() for file in found}
+
+
+def test_atomics_are_where_they_are_known_to_be():
+    pattern = r"\batomic_\w+|\batomic[A-Z]\w+|tma_store_(add|reduce)|\bred\.|\bcp\.reduce"
+    assert device_sources(pattern) == FLOAT_ATOMICS | INTEGER_ATOMICS
+
+
+def test_parities_come_from_rings():
+    """A barrier that completes once is waited for with a number."""
+    assert device_sources(r"(?m)barrier_wait\((?!.*, \d\)$)") == PARITIES
+
+
+@named([file for file in KERNELS if "\ndef build(" in file.read_text()])
+def test_build_allocates_and_dispatches(file):
+    """What a role does is in a macro, however long the signature and the allocation are."""
+    (build,) = (
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "build"
+    )
+    calls = {
+        node.func.attr
+        for node in ast.walk(build)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    assert not calls & {"wgmma_gemm", "tma_copy", "barrier_wait", "barrier_arrive"}
