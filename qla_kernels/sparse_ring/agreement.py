@@ -176,7 +176,7 @@ def ends_a_graph(collective: Callable[P, R]) -> Callable[P, R]:
 
 
 class explained:
-    """Context manager that turns torch's RuntimeError into a RingError; `what` names the failure."""
+    """Context manager that raises torch's RuntimeError as a RingError; `what` names the failure."""
 
     def __init__(self, what: str) -> None:
         self._what = what
