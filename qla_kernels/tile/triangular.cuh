@@ -4,25 +4,25 @@
 //
 //   X_ij = -D_i (L_ij D_j + sum_{j < k < i} L_ik X_kj)
 //
-// The diagonal blocks are inverted first. Then each warp of a warpgroup works down one block column,
-// so no further data crosses warps. It computes transposes: the running X_kj^T is then always the
-// left operand of a product, directly in the layout of the previous product's accumulator, and L_ik
-// and D_i are right operands that ldmatrix reads without transposing.
+// The diagonal blocks are inverted first. Then each warp of a warpgroup works down one block
+// column, and no more data crosses warps. It computes transposes: the running X_kj^T is then always
+// the left operand of a product, directly in the layout of the previous product's accumulator, and
+// L_ik and D_i are right operands that ldmatrix reads without transposing.
 //
 // Operands of products are rounded to fp16, which has as many mantissa bits as TF32 and needs half
 // as many tensor instructions; these instructions dominate the time of the solve. Next to the unit
 // diagonal the smallest step of fp16, 6e-8, is negligible. Entries beyond 65504 overflow.
 //
-// X is rounded once to 16 bits and written as a [64][64] tile with the 128-byte swizzle that TMA and
-// wgmma use. Blocks above the diagonal are never written: the caller zeroes the tile once.
+// X is rounded once to 16 bits and written as a [64][64] tile with the 128-byte swizzle of TMA and
+// wgmma. Blocks above the diagonal are never written: the caller zeroes the tile once.
 #pragma once
 #include <tl_templates/cuda/instruction/mma.h>
 #include <tl_templates/cuda/ldsm.h>
 
 namespace qla {
 
-// Working memory of the solve: the diagonal blocks of L in fp32, zero on and above the diagonal, and
-// an fp16 tile, swizzled like X, with -L below the diagonal blocks and, later, the D_i.
+// Working memory of the solve: the diagonal blocks of L in fp32, zero on and above the diagonal,
+// and an fp16 tile, swizzled as X is, with -L below the diagonal blocks and, later, the D_i.
 constexpr int kLd = 24;  // floats per row: 8-byte accesses (24g + 2t mod 32) meet no bank twice
 struct Scratch {
   float diagonal[4][16][kLd];
@@ -58,8 +58,8 @@ template <class T> __device__ __forceinline__ Operand rounded(const Block &x) {
 }
 
 // Returns the address of this lane's row of 8 elements, for an instruction on the four 8x8 quarters
-// of a block of a swizzled tile: 16-byte piece p of row r lies at p ^ r % 8. Quarters are in reading
-// order, or in the order of columns for blocks that are held transposed.
+// of a block of a swizzled tile: 16-byte piece p of row r lies at p ^ r % 8. Quarters are in
+// reading order, or in the order of columns for blocks that are held transposed.
 template <bool kByColumns, class T>
 __device__ __forceinline__ T *quarter_row(T *tile, int row, int column) {
   const int lane = threadIdx.x & 31, low = lane >> 3 & 1, high = lane >> 4;

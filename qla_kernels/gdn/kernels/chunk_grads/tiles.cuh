@@ -2,8 +2,8 @@
 // and columns, and the 64x64 gradients of scores and system. Needs gated_tiles.cuh.
 //
 // Accumulators are those of a 64-column product: register 4j + 2h + e of lane 4g + t in warp W is
-// row 16W + 8h + g, column 8j + 2t + e. Tiles of shared memory are 64x64 panels, swizzled as TMA and
-// wgmma have them. Row and column sums are formed in a fixed order.
+// row 16W + 8h + g, column 8j + 2t + e. Tiles of shared memory are 64x64 panels, swizzled as TMA
+// and wgmma have them. Row and column sums are formed in a fixed order.
 #pragma once
 
 namespace qla {
@@ -26,8 +26,8 @@ __device__ __forceinline__ int thread_in_group() {
 __device__ __forceinline__ int own_warp() { return __shfl_sync(~0u, threadIdx.x, 0) / 32 % 4; }
 
 // Where this lane's row of 8 elements lies for an instruction on the blocks of its warp's rows, as
-// quarter_row<true> has it, but as one address for all four blocks: tiles begin at multiples of 1 KB,
-// so a block's two pieces of 16 bytes are found by changing bits.
+// quarter_row<true> has it, but as one address for all four blocks: tiles begin at multiples of 1
+// KB, so a block's two pieces of 16 bytes are found by changing bits.
 template <class T> __device__ __forceinline__ T *lane_row(T *tile, int thread) {
   const int row = thread / 32 * 16 + thread % 16;
   return tile + 64 * row + 8 * (thread / 16 % 2 ^ row % 8);
@@ -217,8 +217,8 @@ __device__ __forceinline__ void add_scaled(float *sum, const float *x, const flo
   put_row_sums(dot, sums, thread);
 }
 
-// G_ij x_ij in place below the diagonal and, if `diagonal`, on it; 0 above. `gates` are gamma and, as
-// `scaled` needs them, the falls to the ends of blocks.
+// G_ij x_ij in place below the diagonal and, if `diagonal`, on it; 0 above. `gates` are gamma and,
+// as `scaled` needs them, the falls to the ends of blocks.
 __device__ __forceinline__ void decay_scores(float *x, const float *gates, int diagonal) {
   const int w = own_warp(), lane = thread_in_group() % 32, g = lane / 4, t = lane % 4;
   const float *gamma = gates, *fall = gates + 64;
@@ -261,8 +261,8 @@ __device__ __forceinline__ void add_scores(float *dp0, float *f, const float *x,
   }
 }
 
-// Of X = strict_lower(y o other), y as above, row sums and column sums; `plain` receives row sums of
-// x o other.
+// Of X = strict_lower(y o other), y as above, row sums and column sums; `plain` receives row sums
+// of x o other.
 __device__ __forceinline__ void sum_scores(const float *x, const float *other, int system,
                                            float scale, const float *beta, float *rows,
                                            float *plain, float *columns) {
