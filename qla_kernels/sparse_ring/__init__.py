@@ -1,10 +1,18 @@
 """Sparse ring attention: vertical-slash masks over sequences that several ranks hold.
 
-Reading order: api.py (what a call means), patterns.py and layouts.py (what it is given), build.py,
-select.py and index.py (which lines), plan.py (how a launch finds its blocks), ring.py, route.py and
-gradients.py (who sends what when), groups.py (over which groups, and what if a rank is lost),
-agreement.py and call.py (what ranks compare first), then cpu.py (what runs). balance.py simulates
-how evenly work is spread.
+Reading order:
+
+    api.py                           the public functions
+    patterns.py, layouts.py          their arguments: the mask; the assignment of tokens to ranks
+    build.py, select.py, index.py    selection of a mask's lines, and their form as tensors
+    plan.py                          tables from which a launch finds its blocks
+    ring.py, route.py, gradients.py  order of the launches, and of the transfers between ranks
+    groups.py                        process groups, transfers, errors of lost ranks
+    agreement.py, call.py            comparison of a call between ranks, before any transfer
+    shard.py                         interface of the launches
+    cpu.py, launch*.py, kernels/     the launches for CPU tensors and for GPUs
+
+balance.py is a simulator: it reports how evenly a mask's work is spread over ranks.
 """
 
 from qla_kernels.sparse_ring.api import build_index, sparse_attention, sparse_ring_attention

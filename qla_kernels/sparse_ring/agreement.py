@@ -1,20 +1,24 @@
-"""What ranks compare on their hosts before they exchange tensors, and what happens if they differ.
+"""Compares collective calls between the hosts of all ranks, before tensors are exchanged.
 
-Facts of a call are compared when they first occur: a digest of 8 bytes from every rank, and their
-text where digests differ. Later calls with the same facts compare nothing at once, because a host
-that runs ahead of its GPU must not wait for other hosts. That leaves one gap: facts A and B are
-both known, one rank calls with A and another with B. Three ways to close it were weighed:
+The facts of a call are its arguments: shapes, dtypes, settings. When facts occur for the first
+time, the ranks compare a digest of 56 bits, and the facts' text if digests differ. Later calls with
+the same facts are not compared at once, because a host that runs ahead of its GPU must not wait for
+other hosts. This leaves a gap: facts A and B are both known, one rank calls with A and another rank
+with B. Three remedies were considered:
 
-    a digest in tensors that travel   Not every call has small ones; making one, comparing it on the
-                                      device and poisoning the result takes four launches a call.
-    an exchange of hosts each call    It makes every host wait for the slowest at each layer.
-    a running hash of all calls       Taken. It costs a multiplication, and is compared with every
-                                      digest, and every LOOK_BACK calls besides, by a message that
-                                      is awaited LOOK_BACK calls later and has long arrived.
+    a digest in tensors that travel   Rejected: not every call sends small tensors. To make one,
+                                      compare it on the device and poison the result would take four
+                                      launches a call.
+    an exchange of hosts each call    Rejected: every host would wait for the slowest host at each
+                                      layer.
+    a running hash of all calls       Taken. It costs one multiplication a call. Ranks compare it
+                                      along with every digest and, by a message of its own, every
+                                      LOOK_BACK calls. They wait for that message LOOK_BACK calls
+                                      later, when it has long arrived.
 
-So a mix is a RingError on every rank at the next new facts, or after 2 LOOK_BACK calls at the
-latest; results in between are wrong. Where hosts wait for each transfer anyway, as with CPU tensors
-over gloo, every call is compared before it runs, and under QLA_CHECK=1 on GPUs as well.
+Thus a mix of A and B raises RingError on every rank when facts next are new, or after 2 LOOK_BACK
+calls at the latest. Results in between are wrong. Every call is compared before it runs if hosts
+wait for each transfer anyway, as with CPU tensors over gloo, and on GPUs under QLA_CHECK=1.
 """
 
 import functools
@@ -46,7 +50,10 @@ def explained(what: str) -> AbstractContextManager[None]:
 
 
 class Agreement:
-    """Of the ranks of a ring. `side` carries comparisons, `behind` those of the past."""
+    """Compares calls between the ranks of a ring, and remembers the facts they agreed on.
+
+    The process group `side` carries comparisons of facts, and `behind` those of past calls.
+    """
 
     def __init__(self, side: dist.ProcessGroup, behind: dist.ProcessGroup) -> None:
         self._side, self._behind = side, behind
@@ -58,7 +65,12 @@ class Agreement:
         self._posted: tuple[dist.Work, Tensor] | None = None
 
     def on(self, facts: Mapping[str, object], again: bool) -> None:
-        """Facts can be hashed, and are the same if they are equal. The first is the call's name."""
+        """Compares facts with the other ranks if they are new or if `again`, else later.
+
+        Facts are hashable and compared by equality; the first one is the call's name. Raises
+        ValueError if facts differ between ranks, and RingError if earlier calls differed or a rank
+        is lost.
+        """
         said = tuple(facts.values())
         digest = self._known.get(said)
         if digest is None:
@@ -124,7 +136,7 @@ def _digest(facts: Mapping[str, object]) -> int:
 
 
 class Looks(NamedTuple):
-    """How a tensor looks, as a fact."""
+    """The dtype, shape and device type of a tensor, as a fact to compare."""
 
     dtype: object
     shape: tuple[int, ...]
@@ -135,14 +147,17 @@ class Looks(NamedTuple):
 
 
 def looks(x: object) -> Looks | str:
-    """What is no tensor looks like its type."""
+    """Returns the Looks of a tensor, or for any other object a text with its type."""
     if isinstance(x, Tensor):
         return Looks(x.dtype, x.shape, x.device.type)
     return f"of type {type(x).__name__}"
 
 
 def ends_a_graph(collective: Callable[P, R]) -> Callable[P, R]:
-    """Of torch.compile: hosts compare, and torch cannot trace these transfers."""
+    """Decorates a collective function so that torch.compile calls it outside of its graphs.
+
+    torch.compile cannot trace the comparison between hosts, nor the transfers.
+    """
     outside: list[Callable[P, R]] = []
 
     @functools.wraps(collective)

@@ -1,4 +1,8 @@
-"""The public functions. A call is checked, agreed on by all ranks, and run."""
+"""Defines the public functions `sparse_attention`, `sparse_ring_attention` and `build_index`.
+
+Each function checks its arguments before it launches anything. The collective functions compare
+the arguments of all ranks as well, before any tensor is sent.
+"""
 
 import logging
 from dataclasses import astuple
@@ -35,7 +39,7 @@ from qla_kernels.sparse_ring.validate import (
 
 log = logging.getLogger(__name__)
 
-Result = Any  # o, or a tuple of o and what was asked for besides
+Result = Any  # o, or a tuple of o and the further results that were asked for
 
 
 def sparse_attention(
@@ -50,28 +54,31 @@ def sparse_attention(
     return_lse: bool = False,
     return_index: bool = False,
 ) -> Result:
-    """Causal attention under a mask of vertical and slash lines, on one device; differentiable.
+    """Computes causal attention under a mask of vertical and slash lines, on one device.
 
-    Query head h reads key head h // (H / Hk), and token i sees token j <= i if the 64-token blocks
-    of i and j are at a distance that is one of the head's diagonals, or if j is one of its columns.
-    The lines are constants to autograd; the gradients follow the same lines.
+    Query head h reads key head h // (H / Hk). Token i sees token j <= i if j is one of the head's
+    columns, or if the distance between the 64-token blocks of i and j is one of the head's
+    diagonals. The function is differentiable in q, k and v. The lines are constants to autograd,
+    and the gradients use the same lines.
 
     Args:
         q: [B, T, H, D], T a multiple of 128; pad at the end, with finite numbers.
         k, v: [B, T, Hk, D], in q's dtype.
-        pattern: how lines are found: VerticalSlash(), FixedVerticalSlash(...) or Dense().
-        index: the lines themselves, of `build_index`. One of pattern and index is given.
-        seqlen: tokens before the padding; T if None. Results of padding are 0, its LSE is -inf.
-        scale: D ** -0.5 if None.
+        pattern: the rule that gives the lines: VerticalSlash(), FixedVerticalSlash(...) or Dense().
+        index: the lines themselves, from `build_index`. Pass either pattern or index, not both.
+        seqlen: tokens before the padding; T if None. Padding rows of o are 0, their LSE is -inf.
+        scale: factor of the scores q k^T; D ** -0.5 if None.
         return_lse: also return the log-sum-exp of each row's scores, fp32 [B, H, T].
-        return_index: also return the index.
+        return_index: also return the index of the lines.
 
     Returns:
-        o [B, T, H, D] in q's dtype, or a tuple of it and what was asked for besides.
+        o [B, T, H, D] in q's dtype. With return_lse or return_index, a tuple: o, then the LSE if
+        asked for, then the index if asked for.
 
     Raises:
-        ValueError: arguments do not fit together.
-        Unsupported: they do, but this version cannot run them; `sparse_ring.refusal` says why.
+        ValueError: arguments are malformed or do not fit together.
+        Unsupported: arguments are well formed, but this version cannot run them;
+            `sparse_ring.refusal` returns the reason.
     """
     check_tensors(OP, q, k, v)
     refuse_forward_mode(OP, q, k, v)
@@ -105,30 +112,36 @@ def sparse_ring_attention(
     return_lse: bool = False,
     return_index: bool = False,
 ) -> Result:
-    """`sparse_attention` of a sequence that is dealt to the ranks of a group; collective.
+    """Computes `sparse_attention` for a sequence that is distributed over the ranks of a group.
 
-    Every rank passes its shard and gets the results of its rows. T is world x L. The mask is that
-    of the whole sequence, and rounding is that of one device, whatever the number of ranks.
+    The call is collective: every rank passes its own L rows and gets the results of these rows.
+    The whole sequence has T = world x L tokens, and the mask is the mask of the whole sequence.
+    Partial results are kept in fp32 and each result is rounded once, so accuracy does not depend on
+    the number of ranks. The function is differentiable in q, k and v; the backward is collective.
 
     Args:
         q: [B, L, H, D], the rows that `layout` gives this rank.
-        k, v: [B, L, Hk, D], contiguous.
-        group: of `RingGroups.create`, made once.
+        k, v: [B, L, Hk, D], the same rows, contiguous.
+        group: the ranks, from `RingGroups.create`; make it once and reuse it.
         layout: StripedLayout(world), ZigZagLayout(world) or ContiguousLayout(world).
         pattern, index, seqlen, scale: as in `sparse_attention`; seqlen counts the whole sequence.
-        schedule: how chunks of k and v reach a rank. "allgather": all at once; "ring": from rank to
-            rank; "double_ring": around each node, and between nodes once a turn; "auto": what
-            the group and the size of k and v suggest.
-        chunks_per_launch: chunks that a launch meets, after the first; None for enough to make the
-            merging of partial results cheap.
+        schedule: the way in which chunks (one rank's k and v) reach the other ranks. "allgather":
+            all at once; "ring": from rank to rank; "double_ring": around each node at every step,
+            and between nodes once a turn; "auto": chosen from the group and the size of k and v.
+        chunks_per_launch: chunks that one launch reads, after the first launch. None: enough to
+            keep the cost of merging partial results low.
         return_lse: also return the LSE of this rank's rows, fp32 [B, H, L].
         return_index: also return the index, which is the same on every rank.
+
+    Returns:
+        o [B, L, H, D] in q's dtype. With return_lse or return_index, a tuple: o, then the LSE if
+        asked for, then the index if asked for.
 
     Raises:
         ValueError: arguments do not fit together, or differ between ranks; on every rank.
         Unsupported: this version cannot run the call; on every rank.
-        RingError: a rank died, hangs, or makes other calls; on every other rank, within the
-            timeouts of the group.
+        RingError: a rank died, hangs, or makes different calls; on every other rank. A lost rank is
+            noticed within the timeouts of the group; agreement.py says when a different call is.
     """
     check_group(RING_OP, group)
     lines = (pattern, index, seqlen, scale)
@@ -141,7 +154,7 @@ def sparse_ring_attention(
     per_launch = launch_size(chunks_per_launch, q.shape[1])
     log.debug("%s: %s, up to %d chunks a launch", RING_OP, chosen, per_launch)
     route = route_of(group, chosen, per_launch)
-    begun = route.batches(k.detach(), v.detach())  # an index hides it
+    begun = route.batches(k.detach(), v.detach())  # the index is built during the transfer
     if index is None:
         assert pattern is not None, "check_lines asks for one of the two"
         index = build(q, k, pattern, layout, seqlen, scale, group.whole)
@@ -161,9 +174,12 @@ def build_index(
     seqlen: int | None = None,
     scale: float | None = None,
 ) -> VSIndex:
-    """The lines that a pattern means for these q and k; with `group` and `layout`, collective.
+    """Returns the index of the lines that a pattern gives for these q and k.
 
-    The index is a constant to autograd. Building it twice gives the same bits, on every rank.
+    With `group` and `layout` the call is collective: q and k are this rank's shards, seqlen counts
+    the whole sequence, and every rank gets the same index. Without them q and k are whole. The
+    index is a constant to autograd. A repeated call with the same inputs gives the same bits.
+    Arguments and errors are those of `sparse_attention` and `sparse_ring_attention`.
     """
     if group is None and layout is None:
         check_tensors(BUILD_OP, q, k, k)

@@ -1,8 +1,9 @@
-"""Attention under given lines as a differentiable step: operators on one rank, else the ring.
+"""Defines SparseAttention, attention under given lines as a differentiable function.
 
-Saved are q, k, v, o, LSE, the index, and the rows of k and v that verticals need: nothing of other
-ranks' chunks. The table of diagonals is made again. Nothing is cast under autocast. A backward is
-not differentiable in turn, and raises where it is asked to be.
+On one device it calls the operators of ops.py, in a group it runs ring.py. It saves q, k, v, o,
+LSE, the index, and the rows of k and v at the verticals; chunks of other ranks are not saved. The
+backward makes the table of diagonals again. Autocast does not change dtypes. A second derivative
+raises an error.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from qla_kernels.sparse_ring.shard import Columns, Shard, shard_of
 
 
 class Around(NamedTuple):
-    """Who holds what, how it travels, and for the forward what travels already."""
+    """The layout and the route of a distributed call, and the forward's batches, already begun."""
 
     layout: Layout
     route: Route
@@ -31,7 +32,7 @@ class Around(NamedTuple):
 
 
 class SparseAttention(torch.autograd.Function):
-    """o and LSE of the rows that this rank holds; `around` is None where nothing is sent."""
+    """Computes o and LSE of this rank's rows; `around` is None for a call on one device."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]

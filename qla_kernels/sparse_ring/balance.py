@@ -1,8 +1,9 @@
-"""How evenly a mask spreads over ranks and steps, and how long a ring then takes: a simulator.
+"""Simulates how evenly a mask's work is spread over ranks and steps, and how long a ring takes.
 
-Work is counted in 64 x 64 tiles: an active tile is one, and so are 64 columns over a block of rows.
-Three degrees of imbalance are reported, and the makespan. An imbalance is not a slow-down: a ring
-has no barrier, only neighbours that wait for each other; the makespan is what a schedule loses.
+Work is counted in 64 x 64 tiles: an active tile counts 1, and so do 64 columns over one block of
+rows. The report has three degrees of imbalance, and the makespan. An imbalance is not a slow-down,
+because a ring has no barrier: only neighbours wait for each other. The makespan measures the time
+that a schedule loses by waiting.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ Lines = tuple[Sequence[int], Sequence[int]]  # columns and diagonals of a head
 
 @dataclass(frozen=True)
 class Balance:
-    """What a call costs; `work` sums the heads, because a launch runs them together."""
+    """The simulated work and times of one call, with heads summed: a launch runs them together."""
 
     work: Array  # [world, steps] tiles of each rank in each step of its ring
     start: Array  # [world, steps] when each step begins, in the unit of t, x and x_outer
@@ -32,22 +33,22 @@ class Balance:
 
     @property
     def id_total(self) -> float:
-        """Worker level: the busiest rank's work by the mean."""
+        """Imbalance of ranks: work of the busiest rank divided by the mean work of a rank."""
         return float(self.work.sum(1).max() / self.work.sum(1).mean())
 
     @property
     def id_step(self) -> float:
-        """Step level: the time of a ring with a barrier after each step, by that of an even one."""
+        """Imbalance of steps: time with a barrier after each step, divided by that of even work."""
         return float(self.work.max(0).sum() / self.work.mean(0).sum())
 
     @property
     def id_within(self) -> float:
-        """The heaviest step of a rank by its mean step, mean over ranks."""
+        """Imbalance within ranks: heaviest step divided by mean step, averaged over ranks."""
         return float((self.work.max(1) / self.work.mean(1)).mean())
 
     @property
     def makespan(self) -> float:
-        """When the last rank is done, by the mean work of a rank: 1 is perfect."""
+        """End time of the last rank divided by the mean time that a rank computes; 1 is perfect."""
         return float(self.end.max() / (self.end - self.start).sum(1).mean())
 
     def __str__(self) -> str:
@@ -68,28 +69,31 @@ def balance_report(
     x_outer: float = 0.0,
     columns_last: bool = False,
 ) -> Balance:
-    """Simulate one attention call: when each rank computes which chunk, and for how long.
+    """Simulates one attention call: the time at which each rank computes each chunk.
 
-    A rank starts a step when it is done with the one before and the chunk of this one has come.
-    Time has no unit of its own: `t`, `x` and `x_outer` are in the same one, such as milliseconds,
-    and the result's times are in it, too. With the defaults a tile takes 1 and a transfer nothing.
+    A rank starts a step when it has finished the step before and the step's chunk has arrived. Time
+    has no fixed unit: `t`, `x` and `x_outer` share one, such as milliseconds, and the times of the
+    result are in the same unit. With the defaults a tile takes 1 and a transfer takes 0.
 
     Args:
         mask: an index, (columns, diagonals) of each head, or a block mask [T / 64, T / 64].
-        T: tokens: whole blocks of 64, and at least one for every rank.
-        layout: who holds what.
+        T: tokens, a multiple of 64 with at least one block for every rank.
+        layout: the assignment of tokens to ranks.
         inner_size: ranks a node of a double ring, a divisor of all ranks; None for the plain ring.
-        t: time that a rank takes for a 64 x 64 tile, of one head.
-        x: time that a chunk of k and v takes from a rank to the next one of its node.
-        x_outer: the same from node to node; it has a whole turn of the inner ring to arrive.
-        columns_last: columns are attended to in the last step, as our launches do, instead of where
-            their rows are.
+        t: time in which a rank computes one 64 x 64 tile of one head.
+        x: time of a transfer of one chunk of k and v to the next rank of the node.
+        x_outer: the same between nodes; the transfer has a whole turn of the inner ring to arrive.
+        columns_last: count columns in the last step, where this package's launches compute them,
+            and not in the step of the chunk that holds them.
 
     Returns:
         Balance: `work`, `start` and `end` of each rank's steps, [world, world]; three imbalances,
-        busiest by mean, 1 if even: `id_total` of ranks, `id_step` of the ranks in each step,
-        `id_within` of a rank's steps; and `makespan`, the time until the last rank is done by
-        the mean time that a rank computes, which is what waiting costs. It prints as one line.
+        each a maximum divided by a mean, 1 if even: `id_total` over ranks, `id_step` over the ranks
+        of each step, `id_within` over the steps of each rank; and `makespan`, the end time of the
+        last rank divided by the mean time that a rank computes. It prints as one line.
+
+    Raises:
+        ValueError: mask, T, layout and inner_size do not fit together.
     """
     world = layout.world
     inner_size = world if inner_size is None else inner_size
@@ -127,14 +131,21 @@ def _check(mask: Any, T: int, layout: Layout, inner_size: int) -> None:
 
 
 def owners(world: int, inner: int) -> npt.NDArray[np.int64]:
-    """Whose chunk each rank has in each step of a double ring, [world, world]."""
+    """Returns the owner of the chunk that each rank has in each step of a double ring.
+
+    The result is [world, world], by rank and step.
+    """
     rank, step = np.arange(world)[:, None], np.arange(world)[None, :]
     node = (rank // inner - step // inner) % (world // inner)
     return np.asarray(node * inner + (rank - step) % inner)
 
 
 def _work(mask: Any, T: int, layout: Layout) -> tuple[Array, Array]:
-    """Tiles, and columns / 64 over row blocks, of each (query rank, key rank)."""
+    """Returns the work of slashes and the work of columns, each [query rank, key rank].
+
+    A tile of a slash counts 1, and a column counts 1 / 64 for each block of rows that sees it by no
+    slash.
+    """
     world, blocks = layout.world, T // BLOCK
     own = _owner_of_blocks(T, layout)
     if isinstance(mask, np.ndarray):
@@ -167,10 +178,11 @@ def _counted(i: Any, j: Any, weight: Any, world: int) -> Array:
 
 
 def _timeline(work: Array, inner: int, x: float, x_outer: float) -> tuple[Array, Array]:
-    """Start and end of each step. A transfer is posted when both of its ranks begin a step.
+    """Returns the start and end times of each rank's steps, given the time of their work.
 
-    A chunk is here `x` later; the first of a turn comes from the node before, which posted it when
-    the turn before began.
+    A transfer is posted when both of its ranks have begun the step before, and its chunk arrives
+    `x` later. The first chunk of a turn comes from the node before: its transfer is posted when the
+    previous turn begins, and takes `x_outer`.
     """
     world, steps = work.shape
     rank = np.arange(world)
@@ -188,10 +200,11 @@ def _timeline(work: Array, inner: int, x: float, x_outer: float) -> tuple[Array,
 
 
 def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
-    """Tiles that stripes of single tokens would make active, by those of the mask.
+    """Returns by which factor stripes of single tokens would increase the number of active tiles.
 
-    A local tile then spans `world` blocks of the sequence, so tiles n apart see each other if any
-    diagonal from (n - 1) world + 1 to (n + 1) world - 1 is active. Up to 64 ranks.
+    With such stripes a local tile spans `world` blocks of the sequence, so two tiles at distance n
+    see each other if any diagonal from (n - 1) world + 1 to (n + 1) world - 1 is active. The
+    formula holds for up to 64 ranks.
     """
     blocks = T // BLOCK
     active = np.zeros(blocks, bool)
@@ -203,7 +216,7 @@ def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
 
 
 class Latencies(NamedTuple):
-    """Milliseconds of the parts of one layer's attention, on every rank alike."""
+    """Times of the parts of one layer's attention in milliseconds, the same on every rank."""
 
     chunk: float  # attention to one chunk
     inner: float  # a transfer inside a node
@@ -211,11 +224,17 @@ class Latencies(NamedTuple):
     fixed: float  # index, verticals, host
 
     def flat(self, world: int) -> float:
-        """One ring over all ranks: each step hides behind the slowest link, or the other way."""
+        """Returns the time of one ring over all ranks.
+
+        A step takes as long as its attention or as a transfer between nodes, whichever is longer.
+        """
         return (world - 1) * max(self.chunk, self.outer) + self.chunk + self.fixed
 
     def hierarchical(self, world: int, inner_size: int) -> float:
-        """A transfer between nodes hides behind a whole turn of the inner ring."""
+        """Returns the time of a double ring.
+
+        A transfer between nodes runs during a whole turn of the inner ring.
+        """
         turn = inner_size * max(self.chunk, self.inner)
         return world // inner_size * max(turn, self.outer) + self.fixed
 

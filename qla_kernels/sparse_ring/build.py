@@ -1,12 +1,14 @@
-"""The index of a call, from the attention of one block of queries; the same on every rank.
+"""Builds the index of a call from the attention of one block of queries, the observed block.
 
-    1. The rank that has the observed block broadcasts its queries.
-    2. Each rank's LSE over its keys is gathered, and combined in rank order.
-    3. Each rank's columns get their masses, integers, and its best candidates are gathered.
-    4. Every rank selects from the same integers.
+    1. The rank that holds the observed block broadcasts its queries.
+    2. Each rank computes the LSE of these queries over its own keys. The LSEs are gathered.
+    3. Each rank combines them in rank order, computes the attention mass of each of its columns as
+       an integer, and keeps its best columns. These candidates are gathered.
+    4. Every rank selects the lines from the same integers, so all ranks have the same index.
 
-Scores are never held for more than a few thousand keys. Across numbers of ranks the LSE may differ
-in its last bit, so a line at the very edge may; on the ranks of one call nothing can.
+Scores are held for at most a few thousand keys at a time. The last bit of the LSE may depend on the
+number of ranks; if it does, a line whose mass is close to a threshold may be chosen with one number
+of ranks and not with another. Within one call all ranks choose the same lines.
 """
 
 import torch
@@ -32,7 +34,11 @@ def build(
     scale: float,
     ring: Ring = ALONE,
 ) -> VSIndex:
-    """q [B, L, H, D] and k [B, L, Hk, D] are this rank's shards."""
+    """Returns the index of a pattern for q [B, L, H, D] and k [B, L, Hk, D], this rank's shards.
+
+    Lines of a VerticalSlash are estimated, which is collective over `ring`. Lines of the other
+    patterns are known without q and k.
+    """
     if not isinstance(pattern, VerticalSlash):
         return given(pattern, q.shape[0], q.shape[2], layout.world * q.shape[1], q.device)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -53,7 +59,7 @@ def _estimated(
     last, rows = last_block(seqlen), observed_rows(seqlen)
     owner, at = layout.owner(last * BLOCK, T), layout.local(last * BLOCK, T)
     q_obs = q[:, at : at + rows]
-    if ring.size > 1:  # q is the caller's
+    if ring.size > 1:  # a copy: the broadcast writes to it, and q is the caller's
         q_obs = ring.broadcast(q_obs.clone(memory_format=torch.contiguous_format), owner)
 
     with device.of(q):
@@ -71,7 +77,11 @@ def _estimated(
 
 @kept(16)
 def _blocks(on: torch.device, layout: Layout, rank: int, T: int) -> tuple[Tensor, Tensor]:
-    """The blocks of a rank's shard; and where each block of the sequence is among all shards'."""
+    """Returns the blocks of a rank's shard, and the place of every block in all shards.
+
+    The first result is int32 [L / 64], the number in the sequence of each local block. The second
+    is int64 [T / 64], the number of each block of the sequence in the concatenation of all shards.
+    """
     rows = T // layout.world
     block = layout.position(rank, torch.arange(0, rows, BLOCK, device=on), T) // BLOCK
     first = torch.arange(0, T, BLOCK, device=on)
@@ -80,7 +90,10 @@ def _blocks(on: torch.device, layout: Layout, rank: int, T: int) -> tuple[Tensor
 
 
 def _gathered(ring: Ring, mine: Candidates, tile: Tensor) -> tuple[Candidates, Tensor]:
-    """Candidates and tiles of all ranks, by one collective, [B, H, world x ...]."""
+    """Returns the candidates and block masses of all ranks, gathered by one collective.
+
+    `mine` and `tile` are this rank's, [B, H, n]; results are [B, H, world n], in rank order.
+    """
     everyones = ring.gather(*mine, tile).wait()
     column, mass, of_tiles = (x.movedim(0, -2).flatten(-2) for x in everyones)
     return Candidates(column, mass), of_tiles

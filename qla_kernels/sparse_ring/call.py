@@ -1,7 +1,7 @@
-"""A collective call as one rank was asked for it: what is wrong with it, and what all must share.
+"""Defines RingCall, the arguments of a collective call on one rank: checks and compares them.
 
-Nothing is raised before the ranks agreed: one that was given nonsense must not leave the others
-waiting, so that all of them raise what any of them found.
+A rank with bad arguments must not leave the other ranks waiting. Therefore an error is not raised
+at once: the ranks first compare their arguments and errors, and then all raise.
 """
 
 from contextlib import suppress
@@ -29,7 +29,7 @@ from qla_kernels.sparse_ring.validate import (
 
 
 class RingCall(NamedTuple):
-    """A collective call, as one rank was asked for it; anything may be anything."""
+    """The arguments of a collective call on one rank; any of them may be of a wrong type."""
 
     op: str
     q: Tensor
@@ -38,14 +38,17 @@ class RingCall(NamedTuple):
     layout: Layout | None
     world: int
     pattern: Pattern | None
-    lines: VSIndex | None  # an index that was given
+    lines: VSIndex | None  # the `index` argument
     seqlen: int | None
     scale: float | None
     schedule: str
     chunks_per_launch: int | None
 
     def agreed(self, group: RingGroups) -> tuple[int, float]:
-        """seqlen and scale; or all ranks raise."""
+        """Checks the call on all ranks, and returns seqlen and scale with defaults filled in.
+
+        Raises on every rank if any rank found an error, or if arguments differ between ranks.
+        """
         problem, seqlen, scale = None, self.seqlen, self.scale
         try:
             self._check()
@@ -53,7 +56,7 @@ class RingCall(NamedTuple):
             problem = error
         with suppress(Exception):
             _, seqlen, scale = self._defaults()
-        waits = not getattr(self.q, "is_cuda", False)  # for transfers, so for a comparison as well
+        waits = not getattr(self.q, "is_cuda", False)  # the host waits for transfers anyway
         group.agree(self.op, self._facts(seqlen, scale), problem, again=waits or checking())
         assert seqlen is not None, "a problem was raised"
         assert scale is not None, "a problem was raised"
@@ -76,7 +79,10 @@ class RingCall(NamedTuple):
         return defaults(self.op, self.q, self.world, self.seqlen, self.scale)
 
     def _facts(self, seqlen: int | None, scale: float | None) -> dict[str, object]:
-        """What has to be the same on every rank: hashed at every call, and rarely written out."""
+        """Returns the arguments that have to be the same on every rank, by name.
+
+        They are hashed at every call, so they are left as objects; text is made only on demand.
+        """
         tensors = (self.q, self.k, self.v)
         wanted = torch.is_grad_enabled() and any(getattr(x, "requires_grad", 0) for x in tensors)
         return {
@@ -93,7 +99,7 @@ class RingCall(NamedTuple):
 
 
 def _said(x: object, simple: Any) -> object:
-    """x where it can be hashed soon, else its text."""
+    """Returns x if it is of the type `simple`, which is quick to hash, else a text for it."""
     if isinstance(x, FixedVerticalSlash):
         return x.described
     return x if isinstance(x, simple) else f"{x} of type {type(x).__name__}"

@@ -1,7 +1,8 @@
-"""The launches for CPU tensors: the table walked tile by tile, as the kernels walk it, in torch.
+"""Implements the launches of shard.Tiles for CPU tensors, in torch.
 
-A tile is 128 query rows, or 128 keys where gradients of keys are made. Blocks that no head of a
-tile sees are skipped; the others are computed for all heads, and masked.
+The functions walk the table tile by tile, as the kernels do. A tile is 128 query rows, or 128 keys
+in the passes for dK and dV. A block that no head of a tile sees is skipped. Any other block is
+computed for all heads, and masked.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from qla_kernels.sparse_ring.select import Candidates
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE, UNIT
 from qla_kernels.sparse_ring.shard import Columns, Partial, Saved, Shard, wide
 
-KEYS = 8192  # of the window's scores that are held at a time
+KEYS = 8192  # keys whose scores with the observed queries are held at a time
 
 
 def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Tensor:
@@ -49,7 +50,10 @@ def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: Vertic
 
 
 def _window(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Iterator[Tensor]:
-    """Scores of the observed queries, some keys at a time; -inf where a key is not seen."""
+    """Yields scores of the observed queries, [B, H, rows, keys], for KEYS keys at a time.
+
+    A score is -inf if its query does not see the key.
+    """
     query = last * BLOCK + torch.arange(q_obs.shape[1], device="cpu")[:, None]
     parts = zip(torch.split(k, KEYS, 1), torch.split(_tokens(block), KEYS), strict=True)
     for keys, token in parts:
@@ -197,7 +201,7 @@ class _Tile(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Keys and values that a tile meets."""
+    """Keys and values for the queries of a tile, and the mask between them."""
 
     k: Tensor  # [B, n, Hk, D], or [B, H, n, D] for the columns
     v: Tensor
@@ -233,7 +237,11 @@ def _seen_by(
 
 
 def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> Part:
-    """The columns above a row's block that no slash covers; those of its own block never count."""
+    """Returns the columns, and which of them each row of a tile sees.
+
+    A row sees a column here if the column's block lies before the row's own block, and no slash of
+    the head covers the pair.
+    """
     most = int(shard.v_cnt.max())
     block = (shard.v_idx[..., :most] // BLOCK).long()[..., None, :]
     distance = (tile.token // BLOCK)[:, None] - block
@@ -248,7 +256,10 @@ def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> Part:
 def _gradients(
     shard: Shard, q: Tensor, saved: Saved, rows: slice | Tensor, part: Part
 ) -> tuple[Tensor, Tensor]:
-    """P = e^{S - LSE} and dS / scale = P (dO v^T - delta), by head."""
+    """Returns P = e^{S - LSE}, 0 for unseen pairs, and dS / scale = P (dO v^T - delta).
+
+    Both are [B, H, queries, keys].
+    """
     lse, delta = (x[..., rows, None] for x in (saved.lse, saved.delta))
     S = _scores(q, part.k, shard.scale, part.grouped)
     P = (S - lse).exp().masked_fill(~part.seen, 0)
@@ -256,7 +267,10 @@ def _gradients(
 
 
 def _rows_of(shard: Shard, owner: int) -> tuple[Tensor, Tensor]:
-    """Which verticals lie in a rank's chunk, and in which of its rows: both [B, H, max_v]."""
+    """Returns which verticals lie in a rank's chunk, and their rows in it, else 0.
+
+    Both results are [B, H, max_v].
+    """
     token = shard.v_idx.long()
     mine = (token < shard.T) & (shard.layout.owner(token, shard.T) == owner)
     return mine, torch.where(mine, shard.layout.local(token, shard.T), 0)
@@ -267,7 +281,7 @@ def _elements(blocks: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, grouped: bool = True) -> Tensor:
-    """scale q k^T, [B, H, queries, keys]; also dO v^T."""
+    """Returns scale q k^T, [B, H, queries, keys]; serves for dO v^T as well."""
     dtype = wide(q)
     if not grouped:
         return scale * einsum(q.to(dtype), k.to(dtype), "b i h d, b h j d -> b h i j")
@@ -277,7 +291,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, grouped: bool = True) -> Tensor:
 
 
 def _weighted(P: Tensor, v: Tensor, grouped: bool) -> Tensor:
-    """P v, [B, queries, H, D]; also dS k."""
+    """Returns P v, [B, queries, H, D]; serves for dS k as well."""
     if not grouped:
         return einsum(P, v.to(P.dtype), "b h i j, b h j d -> b i h d")
     per_group = rearrange(P, "b (n g) i j -> b n g i j", n=v.shape[2])
@@ -286,7 +300,7 @@ def _weighted(P: Tensor, v: Tensor, grouped: bool) -> Tensor:
 
 
 def _transposed(P: Tensor, x: Tensor) -> Tensor:
-    """P^T x, [B, keys, H, D]."""
+    """Returns P^T x, [B, keys, H, D]."""
     return einsum(P, x.to(P.dtype), "b h i j, b i h d -> b j h d")
 
 
@@ -295,6 +309,6 @@ def _group_sum(per_head: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _per_head(chunk: Tensor, shard: Shard) -> Tensor:
-    """[B, H, L, D], a view of keys or values for each query head."""
+    """Returns the keys or values [B, L, Hk, D] of a chunk for each query head, [B, H, L, D]."""
     group = shard.v_cnt.shape[1] // chunk.shape[2]
     return repeat(chunk, "b l n d -> b (n g) l d", g=group)

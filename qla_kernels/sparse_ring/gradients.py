@@ -1,7 +1,9 @@
-"""How the gradients of chunks come home: dK and dV in fp32, from every rank that met the chunk.
+"""Adds up dK and dV of chunks over all ranks, and brings each sum to the chunk's owner.
 
-Both ways have one use: `of` gives the accumulators of chunks, the caller adds its part before it
-asks for more, which hands it on, and `home` waits for the rank's own. Each sum has a fixed order.
+`Travelling` serves the schedules ring and double_ring, `Direct` serves allgather. Both are used as
+follows: for each part that `of(chunks)` yields, the caller adds its gradients to `part.dkv`;
+advancing the loop sends the part; `home()` waits for the sums of this rank's own chunk. Sums are
+kept in fp32 (fp64 for fp64 tensors). For one rank count and schedule their order is fixed.
 """
 
 from collections.abc import Iterator
@@ -16,20 +18,20 @@ from qla_kernels.sparse_ring.shard import wide
 
 
 class Part(NamedTuple):
-    """To be added up in one launch."""
+    """Accumulators to which one launch adds this rank's gradients of some chunks."""
 
     chunks: list[Chunk]
     dkv: Tensor  # fp32 [chunks, 2, B, L, Hk, D], dK and dV so far
-    first: bool  # nothing yet
+    first: bool  # dkv is uninitialised: the launch writes it instead of adding
 
 
 class Gradients(Protocol):
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
-        """Each part is on its way when the next is asked for."""
+        """Yields the accumulators of `chunks`. A part is sent when the iterator is advanced."""
         ...
 
     def home(self, dtype: torch.dtype) -> list[Tensor]:
-        """dK and dV of the rank's own chunk, rounded once, in memory of their own."""
+        """Waits for dK and dV of the own chunk; returns them rounded once, as new tensors."""
         ...
 
 
@@ -38,17 +40,18 @@ def gradients_of(route: Route, k: Tensor) -> Gradients:
 
 
 class Travelling:
-    """The gradient goes with its chunk: around each inner ring from zero, and along the outer.
+    """Sends the gradient of a chunk along the same rings as the chunk itself.
 
-    After an inner turn it has met every rank of a node. It is then added to what earlier nodes gave
-    and sent to the next node; the last hop of both rings brings it home.
+    On each node the sum starts from zero and goes around the inner ring once; it then holds the
+    parts of every rank of the node. It is added to the sum of earlier nodes and sent to the next
+    node. The last hop of both rings brings the total to the chunk's owner.
     """
 
     def __init__(self, route: Route, k: Tensor) -> None:
         self._inner, self._outer = route.inner, route.outer
         self._here = _room(k)
         self._next = _room(k) if route.inner.size > 1 else self._here
-        shared = route.per_launch > 1 and route.inner.size > 2  # a launch's chunks are several
+        shared = route.per_launch > 1 and route.inner.size > 2  # a launch may have several chunks
         self._mine = _room(k) if shared else self._here
         self._sum = _room(k) if route.outer.size > 1 else self._here
         self._received = _room(k) if route.outer.size > 1 else self._here
@@ -57,10 +60,10 @@ class Travelling:
 
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
         for n, chunk in enumerate(chunks):
-            if n == 0:  # what was launched since the last batch hid the way
+            if n == 0:  # its sum arrived during the launches since the last batch
                 self._land()
                 yield Part([chunk], self._here[None], chunk.step == 0)
-            else:  # this part does
+            else:  # its sum arrives during this launch, which writes to a buffer of its own
                 yield Part([chunk], self._mine[None], True)
                 self._land()
                 self._here += self._mine
@@ -96,7 +99,7 @@ class Travelling:
 
 
 class Direct:
-    """Each rank's parts of all chunks at once, straight to the owners, which get their sums."""
+    """Sends this rank's parts of all chunks straight to their owners, by one reduce-scatter."""
 
     def __init__(self, route: Route, k: Tensor) -> None:
         self._ring = route.whole

@@ -1,8 +1,8 @@
-"""The process groups of a ring, and the transfers over them.
+"""Makes the process groups of a ring, and the transfers over them.
 
-A call that went wrong on one rank must not leave the others waiting: facts are compared on every
-rank before the first transfer, each group has a timeout, and whatever a lost rank makes of a
-transfer becomes one kind of error.
+A call that fails on one rank must not leave the other ranks waiting. Therefore all ranks compare
+the facts of a call before its first transfer, each process group has a timeout, and every error
+that a lost rank causes in a transfer is raised as a RingError.
 """
 
 import itertools
@@ -21,18 +21,21 @@ from qla_kernels.sparse_ring.agreement import GROUPS, Agreement, RingError, expl
 
 __all__ = ["ALONE", "Pending", "Ring", "RingError", "RingGroups"]
 
-_created = itertools.count()  # rings of this process: all ranks make them together
+_created = itertools.count()  # number of the next create(): the same on all ranks of the job
 
 
 class Pending:
-    """Transfers under way, and what they fill."""
+    """Transfers under way, and the tensors that they fill."""
 
     def __init__(self, works: Sequence[dist.Work], received: Sequence[Tensor]) -> None:
         self._works, self._received = list(works), received
 
     def wait(self) -> Sequence[Tensor]:
-        """On a GPU the current stream waits, not the host."""
-        while self._works:  # each is waited for once: gloo would wait for another transfer
+        """Waits for the transfers and returns the filled tensors. Raises RingError if one failed.
+
+        On a GPU the current stream waits, and the host goes on.
+        """
+        while self._works:  # wait once for each: a second wait in gloo waits for another transfer
             with explained("a transfer between ranks failed"):
                 self._works.pop(0).wait()
         return self._received
@@ -40,21 +43,22 @@ class Pending:
 
 @dataclass(frozen=True)
 class Ring:
-    """Ranks that pass tensors around; `group` is None for a single rank, which passes nothing."""
+    """Ranks that send tensors to each other. `group` is None for a single rank."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
 
     def in_order(self, x: Tensor) -> bool:
-        """Whether a transfer sees what the one posted before it received, without a wait.
+        """Returns True if a transfer may send what the one posted before it receives, unwaited.
 
-        NCCL's of a group do, on a stream that they share; gloo's do not.
+        This holds for CUDA tensors: NCCL runs the transfers of a group on one stream. It does not
+        hold for CPU tensors over gloo.
         """
         return x.is_cuda
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> Pending:
-        """Send tensors to the next rank, and receive as many from the one before it."""
+        """Posts sends of tensors to the next rank, and receives of as many from the rank before."""
         return self.swap(send, receive, self.rank + 1, self.rank - 1, tag)
 
     def swap(
@@ -65,9 +69,10 @@ class Ring:
         source: int,
         tag: int,
     ) -> Pending:
-        """Send each tensor to rank `to`, and fill receive[n] with the n-th that `source` sends.
+        """Posts sends of tensors to rank `to`, and receives of as many from rank `source`.
 
-        Transfers under way at the same time need tags that differ by at least len(send).
+        receive[n] gets the n-th tensor that `source` sends. Both ranks are taken modulo the ring's
+        size. Transfers under way at the same time need tags that differ by at least len(send).
         """
         to, source = to % self.size, source % self.size
         ops = []
@@ -78,7 +83,7 @@ class Ring:
             return Pending(dist.batch_isend_irecv(ops), receive)
 
     def gather(self, *tensors: Tensor) -> Pending:
-        """Of each tensor that of every rank, [size, ...], on every rank."""
+        """Gathers each tensor from all ranks to all ranks; results are [size, ...], by rank."""
         if self.group is None:
             return Pending([], [x[None] for x in tensors])
         rooms = [x.new_empty(self.size, *x.shape) for x in tensors]
@@ -89,7 +94,7 @@ class Ring:
         return Pending([work], rooms)
 
     def sum(self, x: Tensor) -> Pending:
-        """Of x [size, ...] of all ranks the sum of x[rank], each rank's to that rank."""
+        """Sums x [size, ...] over all ranks; this rank receives x[self.rank] of the sum."""
         own = torch.empty_like(x[0])
         assert self.group is not None, "more than one rank"
         with explained("a sum over all ranks could not be posted"):
@@ -97,14 +102,18 @@ class Ring:
         return Pending([work], [own])
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """x of rank `source`, in place."""
+        """Overwrites x with the x of rank `source`, waits for it, and returns x."""
         if self.group is not None:
             with explained("a broadcast to all ranks failed"):
                 dist.broadcast(x, group=self.group, group_src=source)
         return x
 
     def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Rows of x, so many for each rank in turn; the rows that the others have for this one."""
+        """Sends rows of x to all ranks and returns the rows that all ranks sent to this one.
+
+        x holds sent[r] rows for each rank r, in rank order; the result holds received[r] rows of
+        each rank r, in rank order.
+        """
         if self.group is None:
             return x
         rows = x.new_empty(sum(received), *x.shape[1:])
@@ -118,11 +127,13 @@ ALONE = Ring(None, 0, 1)
 
 @dataclass(frozen=True)
 class RingGroups:
-    """The ranks of a ring, as one ring and as a double ring; made once, by all ranks together.
+    """The process groups of a ring: of all ranks (`whole`), of this node (`inner`), and between
+    nodes (`outer`). All ranks make them together, once, by `create` or `from_mesh`.
 
-    Rank r is number r % inner.size of node r // inner.size. Inner and outer rings have groups of
-    their own, because transfers of one group wait for each other, and a hop inside a node must not
-    wait for one between nodes. Hosts compare their calls over groups of their own, in `agreement`.
+    Rank r is number r % inner.size of node r // inner.size. Inner and outer rings have process
+    groups of their own, because transfers of one group wait for each other, and a hop inside a node
+    must not wait for a hop between nodes. Hosts compare their calls in two further groups, which
+    `agreement` holds.
     """
 
     whole: Ring
@@ -146,18 +157,21 @@ class RingGroups:
         timeout: timedelta = timedelta(seconds=120),
         side_timeout: timedelta = timedelta(seconds=30),
     ) -> "RingGroups":
-        """Collective over all ranks of the job, each of which names the ring that it is in.
+        """Makes the process groups of a ring and returns them.
+
+        The call is collective over all ranks of the job, including ranks of other rings; each rank
+        passes the ring that it belongs to.
 
         Args:
-            group: whose ranks make this rank's ring, in their order; None for all ranks.
-            inner_size: ranks a node; they are neighbours in `group`. None: all are on one node.
-            timeout: how long a transfer may take before it is an error on the ranks it concerns,
-                and how long ranks wait for each other in this function.
-            side_timeout: how long ranks wait for each other to compare what they were asked for.
+            group: process group with the ranks of this rank's ring, ascending; None for all ranks.
+            inner_size: ranks on each node, neighbours in `group`; None if all are on one node.
+            timeout: limit for a transfer, and for the ranks' wait for each other in this function.
+                A transfer that takes longer is an error on the ranks that take part in it.
+            side_timeout: limit for the ranks' wait for each other when they compare a call.
 
         Raises:
-            ValueError: the rings that ranks name do not fit together; on every rank.
-            RingError: a rank did not come; on every rank that did.
+            ValueError: the rings that ranks passed do not fit together; on every rank.
+            RingError: a rank did not make this call in time; on every rank that did.
         """
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         inner = len(ranks) if inner_size is None else inner_size
@@ -170,7 +184,10 @@ class RingGroups:
         timeout: timedelta = timedelta(seconds=120),
         side_timeout: timedelta = timedelta(seconds=30),
     ) -> "RingGroups":
-        """`create` for a DeviceMesh of dimension (ring) or dimensions (nodes, ranks of a node)."""
+        """Does the same as `create` for a DeviceMesh.
+
+        The mesh has the dimension (ring), or the dimensions (nodes, ranks of a node).
+        """
         if mesh.ndim > 2:
             fix = "pass a slice of it, such as mesh['node', 'ring']"
             got = f"a mesh of {mesh.ndim} dimensions"
@@ -210,9 +227,12 @@ class RingGroups:
         problem: Exception | None = None,
         again: bool = False,
     ) -> None:
-        """Raise on every rank if any has a problem, or if they were asked for different things.
+        """Compares a call with those of the other ranks; raises on every rank if any is wrong.
 
-        Facts that were agreed on before are not compared at once unless `again`; see agreement.py.
+        `facts` are the arguments by name. `problem` is the error that this rank found in its own
+        arguments: this rank raises it, and other ranks raise a ValueError that quotes it. Facts
+        that differ between ranks raise a ValueError as well. Facts that all ranks agreed on in an
+        earlier call are compared later, unless `again`; see agreement.py.
         """
         if self.agreement is not None:
             said = None if problem is None else f"{type(problem).__name__}: {problem}"
@@ -224,7 +244,11 @@ class RingGroups:
 def _named_by_all(
     ranks: list[int], inner: int, timeout: timedelta
 ) -> list[tuple[tuple[int, ...], int]]:
-    """What each rank of the job says of its ring, through the job's store: it takes a limit."""
+    """Returns (ranks, inner size) as passed by each rank of the job, in rank order.
+
+    Ranks exchange them through the job's store, because a wait for the store has a time limit.
+    Raises RingError with the missing ranks when `timeout` is over.
+    """
     store, number = dist.distributed_c10d._get_default_store(), next(_created)
     keys = [f"qla_ring/{number}/{rank}" for rank in range(dist.get_world_size())]
     said = inner if type(inner) is int else repr(inner)
@@ -244,7 +268,10 @@ def _named_by_all(
 
 
 def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
-    """What each rank of the job said of its ring: all see all of it, so that all raise."""
+    """Raises ValueError unless the rings that the ranks of the job passed fit together.
+
+    Every rank checks the same list of rings, so if one rank raises, all do.
+    """
     for rank, (ranks, inner) in enumerate(everyone):
         if list(ranks) != sorted(ranks):
             fix = "make the ring of a group whose ranks ascend"
@@ -263,7 +290,10 @@ def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
 
 
 def _ring(members: Sequence[int], timeout: timedelta) -> Ring:
-    """A group of these ranks, made on every rank of the job; of use on these alone."""
+    """Makes a process group of `members` and returns its Ring; called on every rank of the job.
+
+    Only members may use the result. A single member needs no process group and gets ALONE.
+    """
     if len(members) == 1:
         return ALONE
     options = None

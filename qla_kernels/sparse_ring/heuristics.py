@@ -1,6 +1,6 @@
-"""Which schedule a call takes, and how many chunks a launch: arithmetic of what all ranks share.
+"""Chooses the schedule of a call, and the number of chunks a launch, from facts all ranks share.
 
-How sparse a mask is decides nothing here: that is known on the device alone.
+The sparsity of the mask is not used, because only the device knows it.
 """
 
 from typing import Literal
@@ -8,14 +8,16 @@ from typing import Literal
 Schedule = Literal["auto", "allgather", "ring", "double_ring"]
 SCHEDULES = ("auto", "allgather", "ring", "double_ring")
 
-GATHERED_BYTES = 2 << 30  # of k and v, beside a GPU's shard; a backward holds twice that more
-LAUNCH_TOKENS = 131072  # that a launch meets: below it, merging partial results costs over 5 %
+GATHERED_BYTES = 2 << 30  # limit for all ranks' k and v on one GPU; a backward adds twice as much
+LAUNCH_TOKENS = 131072  # tokens of a launch's chunks: with fewer, merging costs over 5 %
 
 
 def schedule_of(asked: str, world: int, inner_size: int, gathered_bytes: int, striped: bool) -> str:
-    """The schedule that "auto" means: gather inside a node where there is room for it.
+    """Returns the schedule of a call: `asked`, unless that is "auto".
 
-    Across nodes the double ring moves each chunk over the slow links once a node, not once a rank.
+    For "auto" it is allgather if all ranks are on one node and the gathered k and v fit into
+    GATHERED_BYTES. Between nodes with several ranks each and striped layouts it is double_ring,
+    which sends each chunk over the slow links once a node and not once a rank. Else it is ring.
     """
     if asked != "auto":
         return asked
@@ -26,5 +28,8 @@ def schedule_of(asked: str, world: int, inner_size: int, gathered_bytes: int, st
 
 
 def chunks_per_launch(asked: int | None, chunk_tokens: int) -> int:
-    """A launch reads and writes the fp32 result of every query, so that short chunks share one."""
+    """Returns the number of chunks a launch: `asked`, or enough for LAUNCH_TOKENS tokens.
+
+    Each launch reads and writes the fp32 result of every query, so short chunks share a launch.
+    """
     return asked if asked is not None else -(-LAUNCH_TOKENS // chunk_tokens)

@@ -1,7 +1,7 @@
-"""The lines of a mask as tensors: small, of a shape that depends on no contents, and the same on
-every rank.
+"""Defines VSIndex, the lines of a mask as tensors.
 
-A 512K-token head takes 17 KB: 4096 columns of 4 bytes and a bit for each of 8192 diagonals.
+The shapes do not depend on which lines were chosen, and every rank holds the same index. One head
+of 512K tokens takes 17 KB: 4096 columns of 4 bytes, and one bit for each of 8192 diagonals.
 """
 
 import hashlib
@@ -17,12 +17,15 @@ from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 
 
 class VSIndex(NamedTuple):
-    """What each query head computes; methods read the tensors, and so wait for a GPU."""
+    """The columns and diagonals of the mask, for each query head of each batch row.
 
-    v_idx: Tensor  # int32 [B, H, max_v] columns, ascending, then T
-    v_cnt: Tensor  # int32 [B, H]
+    `to_lists`, `check` and `described(True)` copy contents to the host, and so wait for a GPU.
+    """
+
+    v_idx: Tensor  # int32 [B, H, max_v] columns, ascending, then T in unused places
+    v_cnt: Tensor  # int32 [B, H] number of columns
     d_bits: Tensor  # int32 [B, H, ceil(blocks / 32)], bit d % 32 of word d // 32: diagonal d
-    window_recall: Tensor  # fp32 [B, H], the window's attention that the lines hold; NaN if given
+    window_recall: Tensor  # fp32 [B, H], share of the observed attention held; NaN if lines given
     T: int  # tokens, with padding
 
     @property
@@ -34,11 +37,14 @@ class VSIndex(NamedTuple):
         return sum(x.numel() * x.element_size() for x in self[:4])
 
     def diagonals(self) -> Tensor:
-        """bool [B, H, blocks]."""
+        """Returns which diagonals are active, bool [B, H, blocks]."""
         return diagonals(self.d_bits, self.blocks)
 
     def density(self) -> Tensor:
-        """Pairs of the mask by pairs of the causal triangle, fp64 [B, H]; each pair counts once."""
+        """Returns the share of causal (query, key) pairs that the mask holds, fp64 [B, H].
+
+        A pair that is on a column and on a diagonal counts once.
+        """
         active, blocks = self.diagonals(), self.blocks
         size = torch.full((blocks,), BLOCK * BLOCK, device=active.device)
         size[0] = BLOCK * (BLOCK + 1) // 2
@@ -52,7 +58,7 @@ class VSIndex(NamedTuple):
         return (slashes + alone.sum(-1)).double() / (self.T * (self.T + 1) // 2)
 
     def to_mask(self) -> Tensor:
-        """bool [B, H, T, T]: for small T, to look at."""
+        """Returns the dense mask, bool [B, H, T, T]; for inspection at small T."""
         token = torch.arange(self.T, device=self.v_idx.device)
         distance = (token[:, None] // BLOCK - token // BLOCK).clamp(min=0)
         columns = torch.zeros(*self.v_idx.shape[:2], self.T + 1, device=token.device).bool()
@@ -60,7 +66,7 @@ class VSIndex(NamedTuple):
         return (self.diagonals()[..., distance] | columns) & (token <= token[:, None])
 
     def to_lists(self) -> list[list[tuple[list[int], list[int]]]]:
-        """(columns, diagonals) of each head of each batch row."""
+        """Returns (columns, diagonals), two lists of ints, for each head of each batch row."""
         active = self.diagonals()
         return [
             [
@@ -71,13 +77,16 @@ class VSIndex(NamedTuple):
         ]
 
     def runs(self) -> Tensor:
-        """Mean number of neighbouring diagonals that are active together, fp64 [B, H]."""
+        """Returns the mean length of a run of consecutive active diagonals, fp64 [B, H]."""
         active = self.diagonals()
         starts = active & ~torch.nn.functional.pad(active, (1, 0))[..., :-1]
         return active.sum(-1).double() / starts.sum(-1)
 
     def described(self, contents: bool) -> str:
-        """What ranks compare: shapes, or everything."""
+        """Returns the text that ranks compare: the shapes, and with `contents` a hash of the lines.
+
+        The hash reads the tensors, and so waits for a GPU.
+        """
         shapes = f"{[tuple(x.shape) for x in self[:3]]} for {self.T} tokens"
         if not contents:
             return shapes
@@ -85,8 +94,11 @@ class VSIndex(NamedTuple):
         return f"{shapes}, contents {hashlib.sha256(said).hexdigest()}"
 
     def check_form(self, op: str, B: int, H: int, T: int, on: torch.device) -> None:
-        """Kernels take shapes and dtypes at their word; whatever numbers these hold, they stay in
-        them."""
+        """Raises ValueError unless the index has the shapes, dtypes, T and device of this call.
+
+        Kernels rely on the shapes and dtypes. Wrong contents, by contrast, cannot make a kernel
+        access memory outside its tensors, so contents are not read here.
+        """
         v, n, d = self[:3]
         words, kind = -(-T // (BLOCK * WORD)), torch.int32
         if (
@@ -103,7 +115,10 @@ class VSIndex(NamedTuple):
                 raise ValueError(need(op, f"{got} on {x.device}", needs, "build it for this call"))
 
     def check(self, op: str) -> None:
-        """QLA_CHECK=1: what no shape can tell."""
+        """Raises ValueError unless columns ascend below T and every head has diagonal 0.
+
+        The check reads contents, and so waits for a GPU; callers make it under QLA_CHECK=1 only.
+        """
         v, n = self.v_idx, self.v_cnt[..., None]
         slot = torch.arange(v.shape[-1], device=v.device)
         rising = (v[..., 1:] > v[..., :-1]) | (slot[1:] >= n)
@@ -117,7 +132,7 @@ class VSIndex(NamedTuple):
 
 
 def given(pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: object) -> VSIndex:
-    """The index of lines that the caller names."""
+    """Returns the index of a pattern whose lines are known without q and k."""
     on = torch.device(str(device))
     nan = torch.full((B, H), float("nan"), device=on)
     if isinstance(pattern, Dense):
@@ -150,7 +165,10 @@ def _padded(head: tuple[int, ...], T: int, lines: Lines) -> Tensor:
 
 
 def fits(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | None:
-    """Why these lines are not lines of such a mask, or None."""
+    """Returns None if the lines fit a mask of H heads and T tokens, else (got, need, fix).
+
+    The three texts are the parts of an error message, as `errors.need` takes them.
+    """
     for name, lines, end in (("v_idx", pattern.v_idx, T), ("d_idx", pattern.d_idx, T // BLOCK)):
         if len(lines) not in (1, H):
             fix = "give one list for all heads, or one for each"

@@ -1,4 +1,7 @@
-"""The launches for CUDA tensors: what cpu.py does in torch, by kernels; nothing is read back."""
+"""Implements the launches of shard.Tiles for CUDA tensors, by kernels.
+
+The functions compute the same as those of cpu.py. The host reads nothing back from the device.
+"""
 
 import torch
 from torch import Tensor
@@ -49,7 +52,7 @@ __all__ = [
 
 
 def table(d_bits: Tensor, T: int, layout: Layout) -> Table:
-    """plan.table, in one launch."""
+    """Makes the table of diagonals by one launch; the result equals that of plan.table."""
     B, H, _ = d_bits.shape
     blocks = T // BLOCK
     made = Table(

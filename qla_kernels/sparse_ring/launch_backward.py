@@ -1,4 +1,4 @@
-"""The launches of the backward on a GPU."""
+"""Implements the backward's launches of shard.Tiles for CUDA tensors."""
 
 import torch
 from torch import Tensor
@@ -28,13 +28,13 @@ from qla_kernels.sparse_ring.shapes import TILE
 from qla_kernels.sparse_ring.shard import Columns, Saved, Shard
 from qla_kernels.tile.constants import LOG2E
 
-ROWS_A_SLICE, MOST_SLICES = 8192, 4  # of the queries that columns meet; scatter waits for each
-NUMBERS = 1 << 27  # fp32, of dK and dV of columns, that slices may hold together
-ALIGNMENT = 16  # bytes: what TMA needs of a tensor and its strides
+ROWS_A_SLICE, MOST_SLICES = 8192, 4  # slices of queries, for columns; scatter reads each
+NUMBERS = 1 << 27  # most fp32 numbers that all slices' dK and dV of columns may take
+ALIGNMENT = 16  # bytes, required by TMA for a tensor's address and its strides
 
 
 def saved(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Saved:
-    """The LSE in base 2."""
+    """Returns the LSE in base 2, delta, and dO, copied if TMA could not read its strides."""
     with device.of(o):
         do = _readable(do)
         numbers = row_stats(o, do, lse, dlse, base2=False)
@@ -107,7 +107,11 @@ def backward_keys(
 
 
 def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) -> Columns:
-    """Of a slice of the queries each, [slices, B H, max_v in whole tiles, D]: scatter sums them."""
+    """Returns dK and dV of every vertical, fp32 [slices, B H, room, D].
+
+    Each slice of the queries has sums of its own, which `scatter` adds. `room` is max_v, rounded up
+    to whole tiles.
+    """
     B, H, max_v, D = columns.k.shape
     room = -(-max_v // TILE) * TILE
     most = max(1, NUMBERS // max(1, 2 * B * H * room * D))
@@ -150,7 +154,10 @@ def _queries(q: Tensor, saved: Saved) -> tuple[Tensor, ...]:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x [B, L, H, D] in whole 16 bytes: a gradient comes in whatever strides it has."""
+    """Returns x [B, L, H, D], or a contiguous copy if x is not aligned to 16 bytes for TMA.
+
+    autograd may pass a gradient with any strides.
+    """
     step = ALIGNMENT // x.element_size()
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
     in_whole_pieces = all(0 < s <= INT32 and s % step == 0 for s in strides)

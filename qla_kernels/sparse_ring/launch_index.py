@@ -1,4 +1,7 @@
-"""The launches of an index on a GPU. They take strided keys and read nothing back."""
+"""Implements the index's launches of shard.Tiles for CUDA tensors.
+
+Keys may be strided. The host reads nothing back from the device.
+"""
 
 import torch
 from torch import Tensor
@@ -16,7 +19,7 @@ from qla_kernels.sparse_ring.patterns import VerticalSlash
 from qla_kernels.sparse_ring.select import Candidates, last_block, share
 from qla_kernels.sparse_ring.shapes import BLOCK, OBSERVED, UNIT, WORD
 
-NOBODY = 1e30  # the LSE of a row without a query: its attention is 0
+NOBODY = 1e30  # the LSE of a padding row without a query: its attention is 0
 
 
 def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Tensor:
@@ -117,7 +120,10 @@ def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: Vertic
 
 
 def _packed(q_obs: Tensor, num_kv_heads: int) -> Tensor:
-    """[B Hk, g 64, D]: the observed queries of all heads that share keys; zeros where none are."""
+    """Returns the observed queries, grouped by the key head that they share, [B Hk, g 64, D].
+
+    With fewer than 64 observed queries the rest is 0.
+    """
     B, num, _, D = q_obs.shape
     if num < OBSERVED:
         q_obs = torch.nn.functional.pad(q_obs, (0, 0, 0, 0, 0, OBSERVED - num))
@@ -126,6 +132,9 @@ def _packed(q_obs: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _parts(q: Tensor, of_cta: int) -> int:
-    """Of the keys: as many as give every SM one CTA."""
+    """Returns into how many parts the keys are cut: as many as fill the SMs with one CTA each.
+
+    `of_cta` is the number of rows of q that a CTA takes.
+    """
     units, num_rows, _ = q.shape
     return max(1, device.sm_count(q.device) // (units * -(-num_rows // of_cta)))

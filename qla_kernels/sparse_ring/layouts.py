@@ -1,7 +1,7 @@
-"""Who holds which token: three ways to deal a sequence to ranks.
+"""Defines the layouts, three assignments of a sequence's tokens to ranks and rows of their shards.
 
-Tokens, ranks and rows are ints or int tensors. A layout that stripes blocks gives every rank the
-same share of every diagonal, and every step of a ring the same work.
+Tokens and rows are ints or int tensors. StripedLayout gives every rank about the same share of
+every diagonal, so the steps of a ring have about the same work.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,11 @@ Numbers = TypeVar("Numbers", int, Tensor)
 
 @dataclass(frozen=True)
 class Layout:
-    """What all layouts share. T, the number of tokens with padding, is that of `pad_len`."""
+    """Base class of the layouts: maps tokens to ranks and rows, and moves shards between ranks.
+
+    `world` is the number of ranks. T, an argument of most methods, is the number of tokens with
+    padding, as `pad_len` returns it.
+    """
 
     world: int
 
@@ -30,37 +34,42 @@ class Layout:
             raise ValueError(need(type(self).__name__, got, "at least 1 rank", "pass the number"))
 
     def owner(self, token: Numbers, T: int) -> Numbers:
-        """The rank that holds a token."""
+        """Returns the rank that holds a token."""
         raise NotImplementedError
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """The row of its shard that a token is in."""
+        """Returns the row of a token within the shard of its owner."""
         raise NotImplementedError
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """The token in a row of a rank's shard."""
+        """Returns the token in row `row` of a rank's shard."""
         raise NotImplementedError
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """(first block, end, local block of the first): where the rank's blocks lie.
+        """Returns the ranges of the sequence that hold the rank's blocks of 64 tokens.
 
-        A striped shard is one range over all blocks, of which the rank has every world-th stripe.
+        A range is (first block, end block, number of the first block within the shard). A striped
+        shard is one range over all blocks of the sequence, and the rank holds every world-th stripe
+        of that range.
         """
         raise NotImplementedError
 
     @property
     def unit(self) -> int:
-        """T is a multiple of this."""
+        """The divisor of every valid T, in tokens."""
         return self.world * TILE
 
     @property
     def stripe_blocks(self) -> int:
-        """Neighbouring blocks that lie together in a shard, where that is not a range."""
+        """Blocks of 64 tokens in one stripe; 1 in layouts without stripes."""
         return 1
 
     @property
     def buckets(self) -> int:
-        """Ranks that stripes are dealt to; 1 where shards are ranges."""
+        """Number of ranks that stripes are dealt to; 1 in layouts without stripes.
+
+        Entries of plan.Table are sorted into this many buckets.
+        """
         return 1
 
     @property
@@ -69,28 +78,29 @@ class Layout:
         return 1
 
     def pad_len(self, length: int) -> int:
-        """The least T for `length` tokens; the padding goes to the end of the sequence."""
+        """Returns the least valid T for `length` tokens; padding goes to the sequence's end."""
         return -(-max(length, 1) // self.unit) * self.unit
 
     def positions(self, T: int, rank: int) -> Tensor:
-        """The tokens of a rank's shard, int64 [T / world]: a model's position_ids."""
+        """Returns the tokens of a rank's shard, int64 [T / world]: its model's position_ids."""
         self._require_padded(T)
         self._require_rank(rank)
         return self.position(rank, torch.arange(T // self.world, device="cpu"), T)
 
     def perm(self, T: int) -> Tensor:
-        """The tokens in the order of all shards, one after the other; int64 [T]."""
+        """Returns the tokens of all shards, concatenated in the order of ranks; int64 [T]."""
         return torch.cat([self.positions(T, rank) for rank in range(self.world)])
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """What a rank holds of a whole tensor."""
+        """Returns a rank's shard of the whole tensor x, whose dimension `dim` has T tokens."""
         return x.index_select(dim, self.positions(x.shape[dim], rank).to(x.device))
 
     @ends_a_graph
     def unshard(self, x: Tensor, dim: int, group: RingGroups) -> Tensor:
-        """The whole tensor from every rank's shard, on every rank; not differentiable.
+        """Returns, on every rank, the whole tensor that the ranks' shards x are parts of.
 
-        Raises like `sparse_ring_attention` where shards of ranks do not fit together.
+        The call is collective, and not differentiable. It raises ValueError on every rank if the
+        arguments are wrong or differ between ranks, and RingError if a rank is lost.
         """
         self._agree("unshard", x, dim, group, self)
         (parts,) = group.whole.gather(x.detach().movedim(dim, 0).contiguous()).wait()
@@ -99,9 +109,10 @@ class Layout:
 
     @ends_a_graph
     def exchange(self, x: Tensor, dim: int, source: "Layout", group: RingGroups) -> Tensor:
-        """A shard of layout `source` as a shard of this one, by one all_to_all; no autograd.
+        """Returns this rank's shard in this layout, given x, its shard in layout `source`.
 
-        Raises like `unshard`.
+        The call is collective: rows move by one all_to_all. It is not differentiable, and raises
+        like `unshard`.
         """
         self._agree("exchange", x, dim, group, source)
         T, rank = self.world * x.shape[dim], group.rank
@@ -116,7 +127,10 @@ class Layout:
         return received.index_select(0, place).movedim(0, dim)
 
     def _agree(self, op: str, x: Tensor, dim: int, group: RingGroups, source: "Layout") -> None:
-        """What all ranks have to say before shards of `source` are rearranged."""
+        """Compares the arguments of `op` on all ranks, before shards of `source` are rearranged.
+
+        Raises on every rank if an argument is wrong on any rank, or differs between ranks.
+        """
         if not isinstance(group, RingGroups):
             got, fix = f"group is a {type(group).__name__}", "make one: RingGroups.create(group)"
             raise ValueError(need(op, got, "RingGroups", fix))
@@ -152,7 +166,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ContiguousLayout(Layout):
-    """Rank r holds the r-th of `world` parts."""
+    """Cuts the sequence into `world` equal parts; rank r holds part r."""
 
     def owner(self, token: Numbers, T: int) -> Numbers:
         return token // (T // self.world)
@@ -170,7 +184,10 @@ class ContiguousLayout(Layout):
 
 @dataclass(frozen=True)
 class ZigZagLayout(Layout):
-    """Of 2 world parts, rank r holds the r-th and the r-th from the end: even for dense masks."""
+    """Cuts the sequence into 2 world equal parts; rank r holds parts r and 2 world - 1 - r.
+
+    Work is spread evenly for dense masks.
+    """
 
     @property
     def unit(self) -> int:
@@ -197,13 +214,16 @@ class ZigZagLayout(Layout):
         return T // (2 * self.world)
 
     def _mirrored(self, part: Numbers) -> Numbers:
-        """Parts from `world` on are counted from the end: part where it is small, else mirror."""
+        """Returns the rank of a part: part if it is below world, else 2 world - 1 - part."""
         return part + part // self.world * (2 * self.world - 1 - 2 * part)
 
 
 @dataclass(frozen=True)
 class StripedLayout(Layout):
-    """Stripes of 64 or 128 tokens, dealt to the ranks in turn: even for diagonals, too."""
+    """Cuts the sequence into stripes of 64 or 128 tokens and deals them to the ranks in turn.
+
+    Work is spread evenly for dense masks and for diagonals.
+    """
 
     stripe: int = 128
 

@@ -1,10 +1,10 @@
-"""The operators torch sees where nothing is sent: an index, attention, and its gradients.
+"""Defines the torch operators of calls on one device: an index, attention, and its gradients.
 
     vertical_slash_index   lines from the attention of one block of queries
     vertical_slash_fwd     attention under them
     vertical_slash_bwd     its gradients
 
-They run the engine of the ring with a single rank, so one device and many share every launch. For
+They run build.py and ring.py with a single rank, so one device and many share every launch. For
 selective activation checkpointing name `torch.ops.qla_kernels.vertical_slash_fwd.default`.
 """
 

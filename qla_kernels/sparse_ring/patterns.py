@@ -1,4 +1,8 @@
-"""What a caller says about the mask: a budget for lines to be found, lines as given, or all."""
+"""Defines the mask patterns a caller may pass: VerticalSlash, FixedVerticalSlash and Dense.
+
+VerticalSlash is a budget, from which lines are estimated; FixedVerticalSlash names the lines; Dense
+takes every diagonal.
+"""
 
 import functools
 import hashlib
@@ -9,27 +13,28 @@ from typing import Any, Literal
 
 from qla_kernels.errors import need
 
-MAX_COLUMNS = 16384  # of a head
+MAX_COLUMNS = 16384  # upper limit of VerticalSlash.max_v, columns of one head
 
-Lines = tuple[tuple[int, ...], ...]  # of each query head, or of all of them
+Lines = tuple[tuple[int, ...], ...]  # one tuple for each query head, or one for all heads
 
 
 @dataclass(frozen=True)
 class VerticalSlash:
-    """As few lines of each head as hold a share of the attention of the last complete block.
+    """Pattern whose lines are estimated, for each head, from the last complete block of queries.
 
-    Verticals are single columns, and slashes are diagonals of 64 x 64 blocks. The line that crosses
-    a target is taken, and forced lines always are.
+    Each head gets the fewest lines that hold a target share of that block's attention, in order of
+    falling attention; the line at which the target is reached is included. Verticals are single key
+    columns, slashes are diagonals of 64 x 64 blocks. Forced lines are taken in any case.
     """
 
-    recall_v: float = 0.95  # the share for the verticals
-    recall_s: float = 0.95  # the share for all lines; with "independent", for slashes alone
-    max_v: int = 4096  # columns a head may have: what an index has room for
-    max_s: int | None = None  # diagonals a head may have
-    sink: int = 4  # the first columns are forced
-    window: int = 2  # the first diagonals are forced
+    recall_v: float = 0.95  # target share of the verticals
+    recall_s: float = 0.95  # target share of all lines; with "independent", of the slashes alone
+    max_v: int = 4096  # most columns of a head: an index has room for this many
+    max_s: int | None = None  # most diagonals of a head; None for no limit
+    sink: int = 4  # the first `sink` columns are forced
+    window: int = 2  # the first `window` diagonals are forced
     estimator: Literal["residual", "independent"] = "residual"
-    kappa: int = 8  # residual: a column stands out at kappa times its tile's other columns
+    kappa: int = 8  # residual: a column qualifies above kappa times the mean of its tile's others
     gap_close: int = 0  # holes of at most this many diagonals are filled: longer runs, faster
 
     def __post_init__(self) -> None:
@@ -62,10 +67,10 @@ class VerticalSlash:
 
 @dataclass(frozen=True)
 class FixedVerticalSlash:
-    """Lines as given: columns by token, diagonals by distance in blocks; diagonal 0 is always on.
+    """Pattern of given lines: columns by token, diagonals by distance in 64-token blocks.
 
-    Each argument is one list for every query head, or a list of lists, one for each head; arrays
-    and tensors are lists, too.
+    Each argument is one list for all query heads, or a list of lists, one for each head. Arrays and
+    tensors are accepted in place of lists. Diagonal 0 is always part of the mask.
     """
 
     v_idx: Any
@@ -77,7 +82,10 @@ class FixedVerticalSlash:
 
     @functools.cached_property
     def described(self) -> str:
-        """For comparisons: as text the lines of 32 heads take megabytes, and milliseconds."""
+        """A short text that ranks compare: the numbers of heads, and a SHA-256 of all lines.
+
+        The lines of 32 heads written out would take megabytes, and milliseconds to write.
+        """
         contents = hashlib.sha256()
         for lines in (self.v_idx, self.d_idx):
             for head in lines:
@@ -88,12 +96,12 @@ class FixedVerticalSlash:
 
 @dataclass(frozen=True)
 class Dense:
-    """Plain causal attention, by the same kernels: every diagonal and no column."""
+    """Pattern of plain causal attention, run by the same kernels: every diagonal, no column."""
 
 
 Pattern = VerticalSlash | FixedVerticalSlash | Dense
 
-# How the published system computes, for comparisons; ours are the defaults.
+# Settings of the published system, for comparisons. The defaults above are this package's own.
 PAPER: dict[str, Any] = {
     "stripe": 64,
     "estimator": "independent",
@@ -119,7 +127,10 @@ def _lines(name: str, given: Sequence[Any]) -> Lines:
 
 
 def _whole(x: Any) -> int:
-    """Tensors and arrays of floats that are whole are as good as ints."""
+    """Returns x as an int. Raises ValueError for text and for numbers that are not whole.
+
+    Floats with a whole value are accepted, because arrays and tensors of floats hold such numbers.
+    """
     whole = int(x)
     if isinstance(x, str) or whole != x:
         raise ValueError(f"{x!r}, which is no int")

@@ -1,8 +1,9 @@
-"""Forward and backward of one rank: which launches, in which order, around a ring or alone.
+"""Runs the forward and the backward of one rank: its launches in order, and their transfers.
 
-Every schedule and every device runs these two functions. Partial results are fp32 from the first
-launch to the last, so accuracy does not depend on the number of ranks; each tensor is rounded once.
-Where one launch meets everything there are none.
+Every schedule and every device runs the same two functions, a single rank included. Partial results
+stay in fp32 (fp64 for fp64 tensors) from the first launch to the last, and each result is rounded
+once, so accuracy does not depend on the number of ranks. A call that needs one launch only has no
+partial results.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from qla_kernels.sparse_ring.shard import Columns, Partial, Shard, tiles, wide
 class Forward(NamedTuple):
     o: Tensor  # [B, L, H, D] in q's dtype
     lse: Tensor  # [B, H, L], natural log, fp32
-    columns: Columns  # kept for the backward: their chunks need not be asked again
+    columns: Columns  # saved for the backward, which then need not gather them again
 
 
 class Backward(NamedTuple):
@@ -30,7 +31,11 @@ class Backward(NamedTuple):
 
 
 def forward(shard: Shard, q: Tensor, batches: Iterable[Batch]) -> Forward:
-    """`batches` are those of a route, begun when the caller had k and v."""
+    """Computes o, LSE and the gathered columns of this rank's rows, with one launch per batch.
+
+    `batches` come from `Route.batches`. The caller makes them as soon as it has k and v, because
+    that starts the first transfers.
+    """
     run = tiles(q.device)
     B, L, H, D = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -56,10 +61,12 @@ def backward(
     do: Tensor,
     dlse: Tensor | None,
 ) -> Backward:
-    """Verticals first, which hides what is gathered: their gradients join those of each chunk.
+    """Returns dq, dk and dv of this rank's rows.
 
-    A step runs the pass for dK and dV before the pass for dQ, which hides their way, the last one's
-    home as well.
+    The gradients of the verticals are computed first, while chunks of k and v are transferred, and
+    are later added to the gradients of the chunks they lie in. Each step runs the pass for dK and
+    dV before the pass for dQ, so that dK and dV are sent while dQ is computed. This holds for the
+    last transfer as well, which brings them home.
     """
     run = tiles(q.device)
     batches, gradients = route.batches(k, v), gradients_of(route, k)

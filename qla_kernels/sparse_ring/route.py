@@ -1,13 +1,14 @@
-"""In which order chunks of k and v reach a rank, and how: the three schedules.
+"""Moves chunks (k and v of one rank) to the other ranks, by one of three schedules.
 
-A schedule is an iterator over batches: chunks that one launch is to visit. The transfers of the
-next batch are posted before a batch is handed out, and awaited after it was launched, so that they
-run beside it.
+A schedule is an iterator over batches; a batch is the chunks that one launch visits. The iterator
+posts the transfers of the next batch before it yields a batch, and waits for them when it is
+advanced, so that the transfers run while the launch computes.
 
-    allgather     all at once, in one buffer: there are no partial results; what a call does before
-                  it asks for the batch hides the transfer
-    ring          one ring over all ranks: at step s the chunk of rank - s
-    double_ring   a turn of the inner ring for each step of the outer one
+    allgather     One batch of all chunks, in one buffer, so there are no partial results. The
+                  transfer runs during the work that a call does before it asks for the batch.
+    ring          One ring over all ranks: at step s a rank has the chunk of rank - s.
+    double_ring   An inner ring within each node, and an outer ring between nodes: one turn of the
+                  inner ring for each step of the outer ring.
 
 The ring is the double ring with one node.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from qla_kernels.sparse_ring.groups import ALONE, Pending, Ring, RingGroups
 
-KV_TAG, GRADIENT_TAG = 0, 2  # k and v take two
+KV_TAG, GRADIENT_TAG = 0, 2  # k and v take tags 0 and 1
 
 
 class Chunk(NamedTuple):
@@ -34,21 +35,24 @@ class Batch(NamedTuple):
     k: Tensor  # [slots, B, L, Hk, D]
     v: Tensor
     chunks: list[Chunk]
-    first: bool  # of a call's launches over the queries
-    last: bool
+    first: bool  # the first batch of a call
+    last: bool  # the last batch of a call
 
 
 class Route(NamedTuple):
-    """How a call's chunks travel; `allgather` has no inner or outer ring."""
+    """The rings over which a call's chunks travel. `inner` and `outer` are ALONE in allgather."""
 
     whole: Ring
     inner: Ring
     outer: Ring
-    gathers: bool
-    per_launch: int  # chunks
+    gathers: bool  # the schedule is allgather
+    per_launch: int  # chunks of a batch, after the first batch
 
     def batches(self, k: Tensor, v: Tensor) -> Iterator[Batch]:
-        """The transfers that the first batch hides are posted when this returns."""
+        """Returns an iterator over the batches of this rank's k and v, and posts first transfers.
+
+        All transfers that can run before or during the first launch are posted on return.
+        """
         if self.inner.size == self.outer.size == 1 and not self.gathers:
             own = [Chunk(0, 0, 0, 0)]
             return iter([Batch(k[None], v[None], own, first=True, last=True)])
@@ -58,7 +62,7 @@ class Route(NamedTuple):
         return chain([next(to_come)], to_come)
 
     def owner(self, turn: int, step: int) -> int:
-        """Whose chunk is here at (outer step, inner step)."""
+        """Returns the rank whose chunk this rank has at outer step `turn`, inner step `step`."""
         node = (self.outer.rank - turn) % self.outer.size
         return node * self.inner.size + (self.inner.rank - step) % self.inner.size
 
@@ -71,7 +75,8 @@ def route_of(groups: RingGroups | None, schedule: str, per_launch: int) -> Route
         return LOCAL
     if schedule == "double_ring":
         return Route(groups.whole, groups.inner, groups.outer, False, per_launch)
-    # where it has all ranks the inner ring's group, for which an index's collectives do not wait
+    # If the inner ring has all ranks, its process group is used: the collectives of an index run in
+    # the group of `whole`, and transfers of one group wait for each other.
     ring = groups.inner if groups.inner.size == groups.world else groups.whole
     if schedule == "allgather":
         return Route(ring, ALONE, ALONE, True, per_launch)
@@ -85,7 +90,7 @@ def _gathered(ring: Ring, arriving: Pending) -> Iterator[Batch]:
 
 
 class _Place(NamedTuple):
-    """A chunk in a buffer."""
+    """The place of one chunk: a slot of two buffers, [slots, B, L, Hk, D] each."""
 
     k: Tensor
     v: Tensor
@@ -121,7 +126,10 @@ def _circulated(route: Route, k: Tensor, v: Tensor) -> Iterator[Batch]:
 
 
 def _batched(size: int, per_launch: int) -> list[range]:
-    """Steps of a turn by launch: the first alone, since only the chunk of step 0 is there yet."""
+    """Returns the steps of a turn, grouped by launch.
+
+    Step 0 has a launch of its own, because its chunk is the only one that is there at the start.
+    """
     later = [range(i, min(i + per_launch, size)) for i in range(1, size, per_launch)]
     return [range(1), *later]
 
@@ -131,7 +139,11 @@ def _rooms(k: Tensor, v: Tensor, slots: int) -> tuple[Tensor, Tensor]:
 
 
 def _hop(ring: Ring, source: _Place, to: _Place) -> Callable[[], Pending]:
-    """Passes what lies in one place to the next rank, while another chunk comes to the other."""
+    """Returns a function that posts one hop.
+
+    A hop sends the chunk in `source` to the next rank, and receives a chunk from the rank before
+    into `to`.
+    """
 
     def post() -> Pending:
         sent, received = ([x.k[x.slot], x.v[x.slot]] for x in (source, to))
@@ -141,10 +153,14 @@ def _hop(ring: Ring, source: _Place, to: _Place) -> Callable[[], Pending]:
 
 
 class _Relay:
-    """Hops of which each passes on what the one before it received."""
+    """Runs a list of hops, each of which sends the chunk that the hop before it received.
+
+    The constructor posts the first hop, or every hop if transfers are `in_order`. `wait` posts the
+    rest one by one, and returns when all chunks have arrived.
+    """
 
     def __init__(self, hops: list[Callable[[], Pending]], in_order: bool) -> None:
-        # Where transfers follow each other by themselves, all can be posted before the launch.
+        # In order, a hop waits by itself for the hop before it: all are posted before the launch.
         at_once = len(hops) if in_order else 1
         self._posted = [hop() for hop in hops[:at_once]]
         self._later = hops[at_once:]

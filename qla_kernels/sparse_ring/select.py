@@ -1,7 +1,8 @@
-"""From attention masses to lines: sorts and sums of integers, on any device, without a host sync.
+"""Selects lines from attention masses by sorts and sums of integers, without a host sync.
 
-Integer sums do not depend on their order, so every rank that has the same masses chooses the same
-lines, bit by bit. Masses are below 2^31; keys of sorting hold a mass and, for ties, an index.
+The functions run on tensors of any device. Integer sums do not depend on their order, so ranks with
+the same masses choose exactly the same lines. Masses are below 2^31. A sort key holds a mass and,
+to break ties, an index.
 """
 
 from typing import NamedTuple
@@ -19,14 +20,14 @@ FORCED = 1 << 31  # a key above every mass
 
 
 class Candidates(NamedTuple):
-    """The columns that may be chosen, best first or in any order."""
+    """Columns from which a head's verticals are chosen; their order has no meaning."""
 
     column: Tensor  # int32 [B, H, n]; T where there is none
     mass: Tensor  # int32 [B, H, n]; 0 where there is none
 
 
 def last_block(seqlen: int) -> int:
-    """The block that is observed: the last complete one, or block 0."""
+    """Returns the number of the observed block: the last complete block, or else block 0."""
     return max(seqlen // BLOCK - 1, 0)
 
 
@@ -35,9 +36,12 @@ def observed_rows(seqlen: int) -> int:
 
 
 def cut(mass: Tensor, position: Tensor, tile: Tensor, T: int, pattern: VerticalSlash) -> Candidates:
-    """A rank's best columns: all that can be among the best max_v of all ranks.
+    """Returns a rank's best columns, at most max_v: all that can be among the best of all ranks.
 
-    mass is int32 [B, H, L] at the tokens `position`, tile int32 [B, H, L / 64] sums it.
+    mass is int32 [B, H, L], the mass of each local key, and `position` [L] the keys' tokens. tile
+    is int32 [B, H, L / 64], the sums of mass over blocks. A forced column always qualifies. Another
+    one qualifies, with the estimator "residual", if its mass is above kappa times the mean of its
+    block's other keys, and with "independent" if its mass is above 0.
     """
     m, around = mass.long(), tile.long().repeat_interleave(BLOCK, -1)
     forced = position < pattern.sink
@@ -51,12 +55,13 @@ def cut(mass: Tensor, position: Tensor, tile: Tensor, T: int, pattern: VerticalS
 
 
 def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash) -> VSIndex:
-    """The lines that the pattern's budget buys.
+    """Returns the index of the lines that the pattern's targets and limits give.
 
     Args:
         found: the candidates of all ranks.
-        tile: int32 [B, H, T / 64], masses of all tiles in the order of the sequence.
+        tile: int32 [B, H, T / 64], the mass of each block, in the order of the sequence.
         seqlen, T: tokens without and with padding.
+        pattern: the targets and limits.
     """
     tile = tile.long()
     total = tile.sum(-1, keepdim=True)
@@ -87,7 +92,11 @@ def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: Vertic
 def _diagonals(
     left: Tensor, start: Tensor, need: Tensor, seqlen: int, pattern: VerticalSlash
 ) -> Tensor:
-    """bool [B, H, blocks]: the fewest that hold what the columns leave of the target."""
+    """Returns the active diagonals, bool [B, H, blocks]: the fewest that reach the target.
+
+    `left` is the mass of each block that a diagonal may claim, `start` the mass that columns hold
+    already, and `need` the target. Limits, forced diagonals and closed gaps are applied.
+    """
     distance = torch.arange(left.shape[-1], device=left.device)
     last = last_block(seqlen)
     mass = torch.where(distance <= last, left[..., (last - distance).clamp(min=0)], 0)
@@ -105,7 +114,7 @@ def _diagonals(
 
 
 def _by_distance(active: Tensor, seqlen: int) -> Tensor:
-    """For each tile, whether the observed block's diagonal through it is active."""
+    """Returns for each block of keys whether the observed block sees it by an active diagonal."""
     back = last_block(seqlen) - torch.arange(active.shape[-1], device=active.device)
     return active[..., back.clamp(min=0)] & (back >= 0)
 
@@ -115,22 +124,25 @@ def share(recall: float) -> int:
 
 
 def _need(total: Tensor, recall: float) -> Tensor:
-    """A share of the mass, rounded up."""
+    """Returns the share `recall` of a total mass, rounded up to an integer."""
     return (total * share(recall) + (1 << SHARE) - 1) >> SHARE
 
 
 def _fewest(mass: Tensor, start: Tensor | int, need: Tensor) -> Tensor:
-    """How many of the first it takes for start + their sum to reach `need`; at least 1."""
+    """Returns the least n >= 1 such that start + the sum of the first n masses reaches `need`."""
     return (mass.cumsum(-1) + start < need).sum(-1, keepdim=True) + 1
 
 
 def _best_first(found: Candidates, T: int, pattern: VerticalSlash) -> Tensor:
-    """Forced columns by index, then the others by mass; ties by index, and none last."""
+    """Returns the order of candidates: forced columns by index, then columns by falling mass.
+
+    Equal masses are ordered by index. Places without a column come last.
+    """
     key = torch.where(found.column < pattern.sink, FORCED, found.mass.long())
     return _descending(torch.where(found.column < T, key, -1), found.column)
 
 
 def _descending(key: Tensor, index: Tensor) -> Tensor:
-    """The order of falling keys, below 2^32, and where they tie of rising indices."""
+    """Returns the order by falling key, and by rising index if keys are equal; keys are < 2^32."""
     ties = (1 << INDEX_BITS) - 1 - index.long()
     return (key << INDEX_BITS | ties).argsort(-1, descending=True)

@@ -1,4 +1,7 @@
-"""What every launch of a call on one rank has in common, and which module has the launches."""
+"""Defines Shard, the arguments that all launches of a call share, and Tiles, the launches.
+
+`tiles` returns the module that implements the launches for a device.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
@@ -17,7 +20,10 @@ from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 
 
 class Shard(NamedTuple):
-    """One rank's view of a call. Rows from seqlen on are padding: their o is 0, their LSE -inf."""
+    """The layout, mask and sizes of a call, for one rank.
+
+    Tokens from seqlen on are padding: their o is 0, and their LSE is -inf.
+    """
 
     layout: Layout
     rank: int
@@ -38,7 +44,7 @@ class Shard(NamedTuple):
         return self.rows // BLOCK
 
     def first_blocks(self, rank: int) -> list[int]:
-        """The block of the sequence that each tile of a rank's shard begins with."""
+        """Returns the number in the sequence of the first block of each tile of a rank's shard."""
         rows = range(0, self.rows, TILE)
         return [self.layout.position(rank, row, self.T) // BLOCK for row in rows]
 
@@ -55,28 +61,37 @@ class Shard(NamedTuple):
 def shard_of(
     layout: Layout, rank: int, T: int, seqlen: int, scale: float, lines: Sequence[Tensor]
 ) -> Shard:
-    """`lines` are v_idx, v_cnt and d_bits of an index, as operators and autograd hand them on."""
+    """Returns the Shard of a rank, with its table of diagonals.
+
+    `lines` are the tensors v_idx, v_cnt and d_bits of an index.
+    """
     v_idx, v_cnt, d_bits = lines
     made = tiles(d_bits.device).table(d_bits, T, layout)
     return Shard(layout, rank, T, seqlen, scale, v_idx, v_cnt, d_bits, made)
 
 
 class Columns(NamedTuple):
-    """The rows of k and v that each head's verticals need, in the order of v_idx; the rest is 0."""
+    """The rows of k and v at each head's verticals, in the order of v_idx; unused rows are 0.
+
+    The same class holds the gradients of these rows.
+    """
 
     k: Tensor  # [B, H, max_v, D]
     v: Tensor  # [B, H, max_v, D]
 
 
 class Partial(NamedTuple):
-    """The attention to what was visited so far."""
+    """The result of attention to the keys that were visited so far."""
 
-    o: Tensor | None  # [B, L, H, D], fp32; None where one launch meets everything
+    o: Tensor | None  # [B, L, H, D], fp32; None if the call has a single launch
     lse: Tensor  # [B, H, L], natural log, fp32
 
 
 class Saved(NamedTuple):
-    """What a launch of the backward reads of the forward, as `saved` made it."""
+    """Row statistics of the forward, and dO, as the backward's launches read them.
+
+    `Tiles.saved` makes them.
+    """
 
     lse: Tensor  # [B, H, L], +inf for a row that sees nothing; base 2 on a GPU
     delta: Tensor  # [B, H, L], rowsum(dO O) - dLSE
@@ -84,48 +99,60 @@ class Saved(NamedTuple):
 
 
 class Tiles(Protocol):
-    """The launches. cpu.py has them for CPU tensors.
+    """The launches. cpu.py implements them for CPU tensors, and launch.py for CUDA tensors.
 
-    A chunk is k or v of one rank, [B, L, Hk, D]; several lie in the slots of a buffer, and a visit
-    names its slot. `first` says that accumulators hold nothing yet and are not to be read.
+    A chunk is k or v of one rank, [B, L, Hk, D]. Arguments k and v are buffers of several chunks,
+    [slots, B, L, Hk, D], and a visit names the slot of its chunk. If `first` is true, accumulators
+    are uninitialised: a launch overwrites them and does not read them.
     """
 
     def table(self, d_bits: Tensor, T: int, layout: Layout) -> Table:
-        """The diagonals of every head, as plan.table has them."""
+        """Returns the same table of diagonals as plan.table."""
         ...
 
     def window_lse(
         self, q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float
     ) -> Tensor:
-        """LSE of the observed queries over local keys, fp32 [B, H, rows].
+        """Returns LSEs of the observed queries over parts of the local keys, [parts, B, H, rows].
 
-        `block` is int32 [L / 64], the number in the sequence of each block of keys; the observed
-        block is `last`.
+        The caller combines the parts, fp32 on a GPU. k is [B, L, Hk, D]. `block` is int32 [L / 64],
+        the number in the sequence of each block of keys; the observed block is `last`.
         """
         ...
 
     def window_mass(
         self, q_obs: Tensor, k: Tensor, block: Tensor, last: int, lse: Tensor, scale: float
     ) -> Tensor:
-        """Column sums of the window's attention, 2^30 in total, int32 [B, H, L]."""
+        """Returns the observed attention that each local key gets, as integers, int32 [B, H, L].
+
+        All masses of a head add up to 2^30 over all ranks, but for rounding. `lse` is [parts, B, H,
+        rows]; the parts cover the keys of all ranks.
+        """
         ...
 
     def cut(
         self, mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash
     ) -> tuple[Candidates, Tensor]:
-        """A rank's best columns, and int32 [B, H, L / 64], the mass of each block."""
+        """Returns a rank's best columns, and int32 [B, H, L / 64], the mass of each block."""
         ...
 
     def select(
         self, found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash
     ) -> VSIndex:
-        """The lines that the pattern's budget buys; `tile` is in the order of the sequence."""
+        """Returns the index of the lines that the pattern's targets and limits give.
+
+        `found` are the candidates of all ranks, and `tile` int32 [B, H, T / 64] is the mass of each
+        block, in the order of the sequence.
+        """
         ...
 
     def compact(
         self, shard: Shard, k: Tensor, v: Tensor, visited: list[Visit], columns: Columns
     ) -> None:
-        """Copy the rows that verticals need of the visited chunks; rows of no vertical become 0."""
+        """Copies rows of the visited chunks to `columns`, at the places of their verticals.
+
+        Places of verticals in other chunks keep their contents. Unused places become 0.
+        """
         ...
 
     def forward(
@@ -140,9 +167,10 @@ class Tiles(Protocol):
         columns: Columns | None,
         out: Tensor | None,
     ) -> None:
-        """Merge the attention to the visited slashes, and to the columns, into `partial`.
+        """Merges attention to the visited slashes, and to `columns` if given, into `partial`.
 
-        The last launch of a call has `out`, and writes o to it, rounded once.
+        The last launch of a call is given `out`, and writes o to it, rounded once; partial.o is not
+        used afterwards.
         """
         ...
 
@@ -161,10 +189,10 @@ class Tiles(Protocol):
         columns: Columns | None,
         out: Tensor | None,
     ) -> None:
-        """Add dQ of the visited slashes, and of the columns; dq is fp32.
+        """Adds dQ of the visited slashes, and of `columns` if given, to dq, which is fp32.
 
-        The last launch of a call has `out`, and writes dQ to it, rounded once, and not to dq, which
-        is None where it is the first as well.
+        The last launch of a call is given `out`, and writes the sum to it, rounded once; dq is not
+        used afterwards. dq is None if the call has a single launch.
         """
         ...
 
@@ -179,24 +207,33 @@ class Tiles(Protocol):
         dkv: Tensor,
         first: bool,
     ) -> None:
-        """Add this rank's part of dK and dV of chunks; dkv is fp32 [met, 2, B, L, Hk, D]."""
+        """Adds this rank's part of dK and dV of the chunks `met` to dkv.
+
+        dkv is fp32 [chunks, 2, B, L, Hk, D].
+        """
         ...
 
     def backward_columns(self, shard: Shard, q: Tensor, saved: Saved, columns: Columns) -> Columns:
-        """This rank's part of dK and dV of every vertical, fp32, in a form that scatter reads."""
+        """Returns this rank's part of dK and dV of every vertical, fp32, in scatter's format."""
         ...
 
     def scatter(self, shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
-        """Add the gradients of the verticals that lie in these ranks' chunks to the chunks'."""
+        """Adds gradients of verticals to dkv, the gradients of the chunks they lie in.
+
+        dkv holds the chunks of `owners`; verticals in other chunks are left out.
+        """
         ...
 
 
 def tiles(device: torch.device) -> Tiles:
-    """The module that launches for a device; one file for each, imported when first used."""
+    """Returns the module with the launches for a device: launch.py for CUDA, else cpu.py.
+
+    The module is imported at its first use.
+    """
     home = "launch" if device.type == "cuda" else "cpu"
     return cast(Tiles, jit.imported(f"qla_kernels.sparse_ring.{home}"))
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """What partial results are kept in: fp32, or fp64 for fp64 tensors."""
+    """Returns the dtype of partial results for x: fp32, or fp64 if x is fp64."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -1,9 +1,10 @@
-"""What a call must satisfy: one `refusal`, and the checks that every implementation shares.
+"""Checks the arguments of a call.
 
-    check_*   the call is malformed: a ValueError, on every device
-    refusal   the call is well formed, but this version cannot run it: the text of an Unsupported
+    check_*   raise ValueError if a call is malformed, on every device
+    refusal   returns the text of an Unsupported error if a call is well formed, but this version
+              cannot run it
 
-Both decide from shapes, dtypes, strides and settings.
+Both decide from shapes, dtypes, strides and settings, not from contents of q, k and v.
 """
 
 import operator
@@ -46,10 +47,11 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Why this call cannot be run, or None when it can, with gradients or without.
+    """Returns the reason why this version cannot run a call, or None if it can.
 
-    Tensors are one rank's, [B, L, H, D] and [B, L, Hk, D]. Pass a capability to ask what a GPU
-    would answer, with tensors of any device.
+    The answer holds for the forward and the backward. Tensors are one rank's, q [B, L, H, D], k and
+    v [B, L, Hk, D]. Given a `capability`, the function answers for a GPU of that capability,
+    whatever the device of the tensors.
     """
     reason = _refused_everywhere(q, k, v, world, scale)
     if reason is None and (q.is_cuda or capability is not None):
@@ -89,7 +91,7 @@ def _refused_on_cuda(
         return reason
     for name, x in (("q", q), ("k", k), ("v", v)):
         steps = [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
-        sequence = x.shape[1] * x.shape[2] * x.shape[3]  # the step of results and of buffers
+        sequence = x.shape[1] * x.shape[2] * x.shape[3]  # batch stride of results and of buffers
         if max(steps, default=0) > INT32 or (sequence > INT32 and (world > 1 or x.shape[0] > 1)):
             return (
                 f"{name} has shape {tuple(x.shape)} and strides {tuple(x.stride())}",
@@ -127,7 +129,10 @@ def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 def defaults(
     op: str, q: Tensor, world: int, seqlen: int | None, scale: float | None
 ) -> tuple[int, int, float]:
-    """T, seqlen and scale, of what `check_tensors` let pass."""
+    """Returns T, seqlen and scale, with defaults filled in; q has passed `check_tensors`.
+
+    Raises ValueError if seqlen is not an int, or if scale is not a number.
+    """
     T = world * q.shape[1]
     if seqlen is None:
         seqlen = T
@@ -141,7 +146,11 @@ def defaults(
 
 
 def _number(op: str, name: str, x: Any, kind: Callable[[Any], Any], needs: str) -> Any:
-    """As NumPy has them, and CPU tensors without gradients."""
+    """Returns kind(x), an int or a float.
+
+    x is a number of Python or NumPy, or a CPU tensor without gradient. Raises ValueError for text,
+    for other tensors, and if kind(x) fails.
+    """
     try:
         if isinstance(x, str) or (isinstance(x, Tensor) and (x.requires_grad or not x.is_cpu)):
             raise TypeError
@@ -181,7 +190,10 @@ def check_lines(
 
 
 def check_group(op: str, group: RingGroups | None) -> RingGroups:
-    """The one thing that cannot be agreed on: without a group there is nobody to ask."""
+    """Returns `group`; raises ValueError if it is not a RingGroups.
+
+    Only the rank with the wrong argument raises, because without a group it cannot tell the others.
+    """
     if not isinstance(group, RingGroups):
         got = f"group is a {type(group).__name__}"
         fix = "make one, once: RingGroups.create(group)"
@@ -211,5 +223,5 @@ def check_ring(
 
 
 def checking() -> bool:
-    """QLA_CHECK=1: contents are read, and every call is agreed on."""
+    """Returns True under QLA_CHECK=1: contents of an index are checked, and every call compared."""
     return os.environ.get("QLA_CHECK", "0") not in ("", "0")

@@ -1,6 +1,13 @@
-"""Device vocabulary: pieces of kernels that know no family.
+"""Device vocabulary: parts of kernels that do not depend on a family.
 
-Read in this order: `schedule` (who waits, who signals, what it costs), `ring` (slots and phases),
-`math`, `triangular`. `schedule` is plain Python; `ring` imports TileLang, so only kernel files
-import it.
+    schedule            roles of a kernel, their barriers, registers and shared memory; plain Python
+    constants, bounds   numbers that kernels share; clamping of numbers read from tables
+    ring                shared-memory slots between producers and consumers
+    loops, mask, pin    loops that stay rolled; rows behind a sequence; arithmetic before a wait
+    dependent           overlap of a kernel's start with the end of the kernel before it
+    softmax, probs      online softmax of a forward; probabilities and dS of a backward
+    triangular          the inverse of a unit lower triangular tile
+
+All modules but `schedule`, `constants` and `triangular` import TileLang, so only kernel files
+import them.
 """

@@ -1,9 +1,9 @@
-"""Keeping what a table says inside the tensors that it is about.
+"""Clamps numbers that kernels read from tables, so that accesses stay inside the tensors.
 
-A kernel cannot ask who made a table that it reads: the buffer of a CUDA graph may be stale, and an
-index may be anybody's. Each number that becomes an address or a trip count is clamped once, where
-it is read, and all roles go on from the same clamped numbers: of wrong contents come wrong results
-then, and no access outside a tensor, and no role that waits for one that does not come. TMA stops
+A kernel cannot verify the tables that it reads: a buffer of a CUDA graph may be stale, and an index
+may come from any caller. Therefore each number that becomes an address or a trip count is clamped
+once, where it is read, and all roles use the same clamped number. Wrong contents then give wrong
+results, but no access outside a tensor, and no role that waits for another role forever. TMA stops
 at a tensor's ends by itself.
 """
 
@@ -13,5 +13,5 @@ import tilelang.language as T
 
 
 def clamped(x: Any, low: Any, high: Any) -> Any:
-    """`low` where there is nothing between the two."""
+    """Returns x limited to low <= x <= high, and `low` if high < low."""
     return T.max(T.min(x, high), low)

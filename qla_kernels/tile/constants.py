@@ -1,4 +1,4 @@
-"""Numbers that kernels share. Kernels work in base 2: exp2 is one instruction, exp is two."""
+"""Defines numbers that kernels share. Kernels use base 2: exp2 is one instruction, exp is two."""
 
 LOG2E = 1.4426950408889634  # log2(e): natural log -> base 2
 LN2 = 0.6931471805599453  # ln(2): base 2 -> natural log

@@ -1,8 +1,9 @@
-"""Kernels that are set up while the one before them in the stream still runs.
+"""Starts a kernel while the previous kernel in the stream still runs.
 
-A kernel with `await_previous` in it is launched so that its CTAs may be there, with their barriers
-made, before the kernel before it has ended (programmatic dependent launch; TileLang asks for it
-where it finds the call). All that it does in global memory, reading or writing, has to come after.
+This is programmatic dependent launch, which TileLang requests for a kernel that contains
+`await_previous`. CTAs of such a kernel may be launched, and may initialise their barriers, before
+the previous kernel has ended. All their reads and writes of global memory have to come after
+`await_previous`.
 """
 
 import tilelang.language as T
@@ -10,10 +11,10 @@ import tilelang.language as T
 
 @T.macro
 def await_previous():
-    """By all threads: what the kernel before has written is there. The next one may be set up.
+    """Waits for the writes of the previous kernel, then allows the next kernel to be launched.
 
-    The next one waits in turn, so it finds what any kernel before has written; and it takes an SM's
-    room only once every CTA of this kernel has some.
+    All threads call it. The next kernel waits in the same way, so it sees the writes of all earlier
+    kernels. Its CTAs occupy an SM only after every CTA of this kernel has been placed.
     """
     T.pdl_sync()
     T.pdl_trigger()

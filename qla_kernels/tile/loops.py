@@ -1,4 +1,4 @@
-"""Loops that the compiler leaves as they are written."""
+"""Defines `rolled`, a loop that the compiler does not unroll."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import tilelang.language as T
 
 
 def rolled(*bounds: Any) -> Any:
-    """`T.serial`, but nvcc does not unroll it.
+    """Returns a loop like `T.serial` that nvcc does not unroll.
 
-    For roles that mostly wait: unrolling gains nothing there, and costs registers, of which such a
-    role has few, and instruction cache, which all roles share.
+    It is meant for roles that mostly wait. There unrolling gains nothing. It costs registers, of
+    which such a role has few, and instruction cache, which all roles share.
     """
     return T.unroll(*bounds, unroll_factor=1)

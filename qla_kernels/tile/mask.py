@@ -1,7 +1,8 @@
-"""Keeping rows that belong to nobody, or to the next sequence, out of the arithmetic.
+"""Clears rows behind the end of a sequence, so that they do not enter the arithmetic.
 
-TMA knows where a tensor ends, not where a sequence does: the last tile of a sequence arrives with
-rows of whatever lies behind it, and zero times that need not be zero.
+TMA stops at the end of a tensor, not at the end of a sequence. The last tile of a sequence
+therefore arrives with rows of the next sequence, or of no sequence. These may be NaN or inf, and
+zero times such a number is NaN.
 """
 
 import tilelang.language as T
@@ -12,9 +13,10 @@ from qla_kernels.tile.loops import rolled
 
 @T.macro
 def clear_tail(tile, slot, rows, width):
-    """One warp: zeros into the rows from `rows` on of a slot of a [slots, 64, width] tile.
+    """Writes zeros to rows `rows` to 63 of a slot of a [slots, 64, width] tile, by one warp.
 
-    Written by threads: fence, and meet, before a barrier tells wgmma or TMA to read it.
+    Threads write the zeros. Before wgmma or TMA reads the tile, the caller needs a proxy fence, and
+    then a barrier.
     """
     lane = T.get_thread_binding() % 32
     for row in rolled(rows, CHUNK):

@@ -1,13 +1,15 @@
-"""Keeping arithmetic in front of a wait for wgmma.
+"""Keeps arithmetic in front of a wait for wgmma.
 
-ptxas lifts a wait for a wgmma above arithmetic that does not need its result, and with it all hope
-that the arithmetic runs while the tensor cores do: of a softmax's exponentials none stays. It moves
-nothing across a side effect that depends on the data. So the arithmetic's result is compared with
-one NaN of 2^32 bit patterns, one that no arithmetic gives, and where a lane had it the warp would
-pass a fence, which does no harm. (After a trap, ptxas would put a wait of its own: C7517.)
+ptxas moves a wait for a wgmma above arithmetic that does not need its result. The arithmetic, such
+as the exponentials of a softmax, then no longer runs while the tensor cores do. ptxas moves nothing
+across a side effect that depends on the data, so `pin` adds one that never happens: it compares the
+result of the arithmetic with one of the 2^32 bit patterns, a NaN that arithmetic does not produce,
+and executes a fence if any lane of the warp has it. The fence would do no harm. (With a trap
+instead of the fence, ptxas would insert a wait of its own: C7517.)
 
-The vote is essential: by a branch of each thread, ptxas would give up the asynchrony of wgmma in
-some kernels (C7518). A comparison such as `sum < 0` is none: ptxas knows that exp2 is not negative.
+The comparison has to be a vote of the warp: with a branch in each thread, ptxas would make wgmma
+synchronous in some kernels (C7518). A comparison such as `sum < 0` does not work either, because
+ptxas knows that exp2 is not negative.
 """
 
 from typing import Any
@@ -24,5 +26,8 @@ __device__ __forceinline__ void pin(float x) {
 
 
 def pin(x: Any) -> Any:
-    """What x is computed from stays in front of what follows. A kernel imports `SOURCE`."""
+    """Keeps the arithmetic that computes x in front of a following wait for wgmma.
+
+    The kernel has to import `SOURCE`.
+    """
     return T.call_extern("handle", "qla::pin", x)

@@ -1,12 +1,14 @@
-"""Probabilities again from the log of their sum, and the gradient of scores: a backward's softmax.
+"""Macros for the softmax of a backward: P from the saved LSE, and the gradient dS of the scores.
 
-Tiles are fp32 accumulators, [queries, keys] or transposed. `lse2` and `delta` say where a pair's
-row statistics lie, as functions of the tile's two indices, e.g. `lambda i, j: s_lse2[slot, j]`, and
-`hidden` which pairs do not see each other. Base 2, as `qla_kernels.attn.kernels.delta` makes lse2.
+Tiles are fp32 accumulators, [queries, keys] or transposed. `lse2` and `delta` are functions of a
+tile's two indices that return a pair's row statistics, e.g. `lambda i, j: s_lse2[slot, j]`.
+`hidden` is such a function that is true if the query does not see the key. LSEs are in base 2, as
+`qla_kernels.attn.kernels.delta` makes them.
 
-A tile that has hidden pairs clears them, of P and where they could be NaN of dS too: a branch for
-few tiles. It had better stand between probs_from_lse and the wait for dP: ptxas lifts that wait
-above the exponentials, which dP's product is to run under, unless a branch is between them.
+A tile with hidden pairs clears them in P, and in dS as well if they could be NaN there. Few tiles
+need this, so it is under a branch. The branch should be between probs_from_lse and the wait for dP:
+without a branch there, ptxas moves the wait above the exponentials, which then no longer overlap
+with the product dP.
 """
 
 import tilelang.language as T
@@ -14,21 +16,21 @@ import tilelang.language as T
 
 @T.macro
 def probs_from_lse(r_s, lse2, scale2):
-    """S -> P = exp2(scale2 S - lse2), scale2 = scale log2(e)."""
+    """Replaces S in r_s by P = exp2(scale2 S - lse2), with scale2 = scale log2(e)."""
     for i, j in T.Parallel(*r_s.shape):
         r_s[i, j] = T.exp2(r_s[i, j] * scale2 - lse2(i, j))
 
 
 @T.macro
 def ds_from_dp(r_dp, r_p, delta):
-    """dP -> dS = P (dP - delta)."""
+    """Replaces dP in r_dp by dS = P (dP - delta)."""
     for i, j in T.Parallel(*r_dp.shape):
         r_dp[i, j] = r_p[i, j] * (r_dp[i, j] - delta(i, j))
 
 
 @T.macro
 def clear_hidden(r_x, hidden):
-    """P or dS is 0 where hidden, even if it is NaN."""
+    """Sets P or dS to 0 for hidden pairs, also where it is NaN."""
     for i, j in T.Parallel(*r_x.shape):
         if hidden(i, j):
             r_x[i, j] = 0

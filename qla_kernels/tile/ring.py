@@ -47,5 +47,5 @@ class Ring:
         return T.barrier_wait(self.full[i % self.stages], (i // self.stages) % 2)
 
     def release(self, i: Any) -> Any:
-        """Consumer: done with the slot. Every thread that executes this arrives."""
+        """Consumer: give the slot back. Every thread that executes this arrives."""
         return T.barrier_arrive(self.free[i % self.stages])

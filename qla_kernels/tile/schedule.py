@@ -1,8 +1,8 @@
-"""Warp-specialised schedules as data: who waits, who signals, and what it costs.
+"""Defines warp-specialised schedules as data: a kernel's roles, barriers and resources.
 
 A kernel file states its `Schedule` once and takes thread counts, role spans, `set_max_nreg` values
-and barrier arrive counts from it. `Schedule` refuses what cannot run when the kernel file is
-imported; `qla_kernels.inspect` compares the rest with the code the compiler produced.
+and barrier arrive counts from it. The constructor of `Schedule` raises ValueError for a schedule
+that cannot run. `qla_kernels.inspect` compares the rest with the code that the compiler produced.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 REGISTERS_PER_SM = 65_536
 SMEM_PER_SM = 233_472  # 228 KiB
-SMEM_PER_CTA = 232_448  # 227 KiB: what one CTA may ask for
+SMEM_PER_CTA = 232_448  # 227 KiB: the most that one CTA may have
 SMEM_RESERVED = 1_024  # the system's share of every resident CTA
 THREADS_PER_CTA = 1_024
 WARP = 32
@@ -30,12 +30,13 @@ class Role:
     regs      registers per thread: the role's `set_max_nreg` value, or, in a schedule whose roles
               all have the same number, the most that the compiler may use (no `set_max_nreg` then)
     waits     barriers that every thread of the role waits on
-    signals   barriers it arrives on, in each phase: a plain name when every thread arrives,
-              `(name, ONE)` when one elected thread does, `(name, n)` when n do, such as 128 of
-              256 threads whose warpgroups take turns or have slots of their own. Warps that only
-              fill up a warpgroup are a role of their own
-    computes  for the reader, in the words of the kernel's docstring
-    uses      the units it drives, from `HARDWARE`; checked against the generated code
+    signals   barriers that the role arrives on, in each phase: a plain name if every thread
+              arrives, `(name, ONE)` if one elected thread does, `(name, n)` if n threads do, such
+              as 128 of 256 threads whose warpgroups take turns or have slots of their own
+    computes  the results of the role, for the reader, in the words of the kernel's docstring
+    uses      the hardware units that it uses, from `HARDWARE`; checked against generated code
+
+    Warps that only fill up a warpgroup are a role of their own.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Role:
 
     @property
     def arrivals(self) -> Iterator[tuple[str, int]]:
-        """(barrier, arrivals per phase) for each signal."""
+        """Yields (barrier, arrivals per phase) for each signal."""
         for signal in self.signals:
             yield (signal, self.threads) if isinstance(signal, str) else signal
 
@@ -72,10 +73,12 @@ class Role:
 class Schedule:
     """The roles of one CTA in thread order, and the budgets they share.
 
-    rings         datum -> slots: every barrier `<datum>_<event>` has that many copies; others one
+    rings         datum -> slots: every barrier `<datum>_<event>` has that many copies; a barrier
+                  of no ring has one
     smem_bytes    dynamic plus static shared memory, as assembled
     ctas_per_sm   CTAs meant to be resident together; registers and shared memory must allow it
-    spill_bytes   spill stores plus loads that are tolerated, and only with a `spill_reason`
+    spill_bytes   spill stores plus loads that are tolerated; a number above 0 needs a
+                  `spill_reason`
     """
 
     roles: tuple[Role, ...]
@@ -96,7 +99,7 @@ class Schedule:
 
     @property
     def specialised(self) -> bool:
-        """Roles have different register counts, so each begins with a `set_max_nreg`."""
+        """True if roles have different register counts; each then begins with `set_max_nreg`."""
         return len({role.regs for role in self.roles}) > 1
 
     def role(self, name: str) -> Role:
@@ -106,11 +109,11 @@ class Schedule:
         raise KeyError(f"no role {name!r}; roles are {', '.join(r.name for r in self.roles)}")
 
     def start(self, name: str) -> int:
-        """The first thread of a role."""
+        """Returns the first thread of a role."""
         return self.end(name) - self.role(name).threads
 
     def end(self, name: str) -> int:
-        """One past the last thread of a role: `if tx < schedule.end("mma")`."""
+        """Returns the thread after the last one of a role: `if tx < schedule.end("mma")`."""
         last = self.roles.index(self.role(name))
         return sum(role.threads for role in self.roles[: last + 1])
 
@@ -121,18 +124,18 @@ class Schedule:
         return tuple(dict.fromkeys(named))
 
     def arrivals(self, barrier: str) -> int:
-        """The arrive count to initialise a barrier with: all its signals in one phase."""
+        """Returns the arrive count for a barrier's initialisation: all arrivals of one phase."""
         if barrier not in self.barriers:
             raise KeyError(f"no barrier {barrier!r}; barriers are {', '.join(self.barriers)}")
         return sum(n for role in self.roles for name, n in role.arrivals if name == barrier)
 
     def slots(self, barrier: str) -> int:
-        """How many copies of a barrier there are: one per slot of its ring."""
+        """Returns the number of copies of a barrier: one for each slot of its ring, else one."""
         datum, _, _ = barrier.rpartition("_")
         return self.rings.get(datum, 1)
 
     def table(self) -> str:
-        """The schedule as people read it, in Markdown."""
+        """Returns the schedule as a table in Markdown, one row for each role."""
         rows = [
             "| role | warps | regs | waits for | computes | signals | uses |",
             "|---|---|---|---|---|---|---|",

@@ -1,11 +1,11 @@
-// The online softmax of scores that lie in wgmma accumulators: see softmax.py.
+// The online softmax of scores in wgmma accumulators: see softmax.py.
 //
-// A warpgroup's [64, kN] accumulator: with lane = threadIdx.x % 32 of warp w of the warpgroup, a
-// thread holds
+// Layout of a warpgroup's [64, kN] accumulator: lane = threadIdx.x % 32 of warp w of the warpgroup
+// holds
 //
 //   x[4 j + 2 h + e] = element (16 w + 8 h + lane / 4, 8 j + 2 (lane % 4) + e),  h, e in {0, 1}
 //
-// so it has a quarter of two rows, h = 0 and 1, and numbers of a row are arrays of two.
+// A thread thus has a quarter of two rows, h = 0 and 1, and per-row numbers are arrays of two.
 #pragma once
 
 namespace qla {
@@ -20,7 +20,7 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// What exponents are taken from: the maximum, or 0 for a row that has seen no key so far.
+// Returns the number that is subtracted from scores: the maximum, or 0 if the row has seen no key.
 __device__ __forceinline__ float origin(float m) { return m == -INFINITY ? 0.0f : m; }
 
 template <int kN>
@@ -63,7 +63,7 @@ template <int kN> __device__ __forceinline__ void scale_rows(float *x, const flo
   for (int i = 0; i < kN / 2; ++i) x[i] *= a[i >> 1 & 1];
 }
 
-// Most tiles grow no maximum; then a is 1 in the whole warp, and no bit would change.
+// Most tiles raise no maximum; then a is 1 in the whole warp, and scaling would change no bit.
 template <int kN> __device__ __forceinline__ void rescale(float *o, const float *a) {
   if (__any_sync(~0u, a[0] != 1.0f || a[1] != 1.0f)) scale_rows<kN>(o, a);
 }

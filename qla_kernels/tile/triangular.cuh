@@ -4,25 +4,25 @@
 //
 //   X_ij = -D_i (L_ij D_j + sum_{j < k < i} L_ik X_kj)
 //
-// The diagonal blocks first; then each warp of a warpgroup works down one block column, so nothing
-// more crosses warps. It works on transposes: the running X_kj^T is then always a product's left
-// operand, which comes straight out of the accumulator of the product before, and L_ik and D_i are
-// right operands that ldmatrix reads as they lie.
+// The diagonal blocks are inverted first. Then each warp of a warpgroup works down one block
+// column, and no more data crosses warps. It computes transposes: the running X_kj^T is then always
+// the left operand of a product, directly in the layout of the previous product's accumulator, and
+// L_ik and D_i are right operands that ldmatrix reads without transposing.
 //
-// The products' operands are rounded to fp16: as many mantissa bits as TF32 in half the
-// instructions, and these tensor instructions are what the solve takes longest for. Next to the unit
-// diagonal fp16's smallest step, 6e-8, is nothing; entries beyond 65504 overflow.
+// Operands of products are rounded to fp16, which has as many mantissa bits as TF32 and needs half
+// as many tensor instructions; these instructions dominate the time of the solve. Next to the unit
+// diagonal the smallest step of fp16, 6e-8, is negligible. Entries beyond 65504 overflow.
 //
-// X leaves rounded once to 16 bits, as a [64][64] tile with the 128-byte swizzle that TMA and wgmma
-// use. Blocks above the diagonal are never written: zero the tile once.
+// X is rounded once to 16 bits and written as a [64][64] tile with the 128-byte swizzle of TMA and
+// wgmma. Blocks above the diagonal are never written: the caller zeroes the tile once.
 #pragma once
 #include <tl_templates/cuda/instruction/mma.h>
 #include <tl_templates/cuda/ldsm.h>
 
 namespace qla {
 
-// What the solve works on: the diagonal blocks of L in fp32, zero on and above the diagonal, and an
-// fp16 tile, swizzled like X, with -L below the diagonal blocks and, later, the D_i.
+// Working memory of the solve: the diagonal blocks of L in fp32, zero on and above the diagonal,
+// and an fp16 tile, swizzled as X is, with -L below the diagonal blocks and, later, the D_i.
 constexpr int kLd = 24;  // floats per row: 8-byte accesses (24g + 2t mod 32) meet no bank twice
 struct Scratch {
   float diagonal[4][16][kLd];
@@ -35,8 +35,8 @@ struct Block {
   float c[8];
 };
 
-// A 16x16 operand of a product in fp16: as the left one, pairs of a Block in its order; as the right
-// one, transposed.
+// A 16x16 operand of a product in fp16. A left operand holds pairs of a Block in the Block's order,
+// and a right operand holds the transpose.
 struct Operand {
   unsigned r[4];
 };
@@ -57,9 +57,9 @@ template <class T> __device__ __forceinline__ Operand rounded(const Block &x) {
           round_pair(kind, x.c[4], x.c[5]), round_pair(kind, x.c[6], x.c[7])};
 }
 
-// Where this lane's row of 8 elements lies, for an instruction on the four 8x8 quarters of a block
-// of a swizzled tile: 16-byte piece p of row r lies at p ^ r % 8. Quarters in reading order, or, for
-// blocks that are held transposed, in the order of columns.
+// Returns the address of this lane's row of 8 elements, for an instruction on the four 8x8 quarters
+// of a block of a swizzled tile: 16-byte piece p of row r lies at p ^ r % 8. Quarters are in
+// reading order, or in the order of columns for blocks that are held transposed.
 template <bool kByColumns, class T>
 __device__ __forceinline__ T *quarter_row(T *tile, int row, int column) {
   const int lane = threadIdx.x & 31, low = lane >> 3 & 1, high = lane >> 4;
@@ -68,7 +68,7 @@ __device__ __forceinline__ T *quarter_row(T *tile, int row, int column) {
   return tile + 64 * r + 8 * (piece ^ (r & 7));
 }
 
-// Round a block, or its transpose, into place.
+// Rounds a block, or its transpose, and writes it to block (row, column) of the tile.
 template <bool kTransposed, class T>
 __device__ __forceinline__ void put_block(T *tile, int row, int column, const Block &x) {
   const Operand p = rounded<T>(x);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void put_block(T *tile, int row, int column, const Bl
   else tl::ptx_stmatrix_m8n8_x4(at, p.r[0], p.r[1], p.r[2], p.r[3]);
 }
 
-// acc += a b^T, with b a block of the tile.
+// acc += a b^T, where b is block (row, column) of the tile.
 __device__ __forceinline__ void multiply_add(Block &acc, const Operand &a, half_t *tile, int row,
                                              int column) {
   Operand b;
@@ -98,13 +98,13 @@ __device__ __forceinline__ void store_block(float (*s)[kLd], const Block &x) {
           make_float2(x.c[4 * n + 2 * h], x.c[4 * n + 2 * h + 1]);
 }
 
-// Bits of a TF32 operand, to nearest: the tensor core itself would cut the low bits off and bias
-// every product.
+// Returns the bits of a TF32 operand, rounded to nearest. The tensor core itself would truncate the
+// low bits, which would bias every product.
 __device__ __forceinline__ unsigned tf32(float x) { return __float_as_uint(x) + 0x1000u; }
 
-// c = a b^T of 8x8 matrices, element (g, 2t + e) in c[e]: rows 8 to 15 of the left operand are
-// zero. The inner index is visited as 2t and 2t + 1 where mma says t and t + 4, so that accumulators
-// are operands as they are.
+// c = a b^T of 8x8 matrices, element (g, 2t + e) in c[e]. Rows 8 to 15 of mma's left operand are
+// zero. The inner index is permuted, 2t and 2t + 1 in the places of mma's t and t + 4, so that
+// accumulators can be used as operands.
 __device__ __forceinline__ void multiply_8x8(float *c, float a0, float a1, float b0, float b1) {
   float wide[4] = {};
   const unsigned left[4] = {tf32(a0), 0u, tf32(a1), 0u}, right[2] = {tf32(b0), tf32(b1)};
@@ -114,9 +114,9 @@ __device__ __forceinline__ void multiply_8x8(float *c, float a0, float a1, float
   c[1] = wide[1];
 }
 
-// Forward substitution in fp32 of one of the two 8x8 blocks on the diagonal of each of kBlocks L_ii,
-// one column a lane: half a warp inverts both blocks of each, in place. The other half may do so for
-// others, or look on.
+// Inverts the two 8x8 diagonal blocks of I + L_ii in place, for each of kBlocks blocks L_ii, by
+// forward substitution in fp32. A lane has one column of one 8x8 block, so half a warp inverts both
+// of them. The other half may work on other L_ii, or not write.
 template <int kBlocks>
 __device__ __forceinline__ void substitute(float (*const (&d)[kBlocks])[kLd], bool writes) {
   const int lane = threadIdx.x & 31, column = lane & 7, first = lane & 8;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void substitute(float (*const (&d)[kBlocks])[kLd], bo
   __syncwarp();
 }
 
-// D^T, from the inverses of the two 8x8 blocks and the block of L between them: -X11 L10 X00.
+// Returns D^T. Its 8x8 blocks are the two inverses X00 and X11, and -X11 L10 X00 between them.
 __device__ __forceinline__ Block join(float (*d)[kLd]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const float2 l10 = *reinterpret_cast<const float2 *>(&d[8 + g][2 * t]);
@@ -157,14 +157,14 @@ __device__ __forceinline__ Block join(float (*d)[kLd]) {
   return {x00[0], x00[1], 0.f, 0.f, y[0], y[1], d[8 + 2 * t][8 + g], d[9 + 2 * t][8 + g]};
 }
 
-// D_i into the scratch's tile and into X's.
+// Writes D_i to the scratch's tile and to the tile of X.
 template <class T> __device__ __forceinline__ void put_inverse(Scratch *s, T *tile, int i) {
   const Block dt = join(s->diagonal[i]);
   put_block<true>(s->tile, i, i, dt);
   put_block<true>(tile, i, i, dt);
 }
 
-// All four at once, by one warp.
+// Inverts all four diagonal blocks, by one warp.
 template <class T> __device__ __forceinline__ void invert_diagonals(void *scratch, T *tile) {
   Scratch *s = static_cast<Scratch *>(scratch);
   const int half = threadIdx.x >> 4 & 1;
@@ -176,8 +176,8 @@ template <class T> __device__ __forceinline__ void invert_diagonals(void *scratc
   }
 }
 
-// One block column of X below its diagonal block. The column is not a template argument: the code of
-// a kernel's roles together has to fit the SM's instruction cache, 32 KB, or all of them wait for it.
+// Solves one block column of X below its diagonal block. The column is not a template argument,
+// because the code of all roles of a kernel has to fit the SM's instruction cache of 32 KB.
 template <class T> __device__ __forceinline__ void solve_column(half_t *s, T *tile, int column) {
   Operand x[3];  // X_kj^T, from the diagonal down
   tl::ptx_ldmatrix_x4_trans(quarter_row<false>(s, column, column), x[0].r);

@@ -1,8 +1,8 @@
 """The inverse of a 64x64 unit lower triangular tile, as CUDA: see triangular.cuh.
 
-Inline CUDA because the work is per warp, on 16x16 blocks held in mma registers, which tile
-operations cannot address. A kernel imports `SOURCE` and calls these functions from one of its own,
-which writes the matrix from the form that its accumulators have.
+The code is inline CUDA because the work is per warp, on 16x16 blocks in mma registers, which tile
+operations cannot address. A kernel imports `SOURCE` and calls these functions from a CUDA function
+of its own, which writes the matrix from its accumulators.
 """
 
 from pathlib import Path

@@ -1,17 +1,17 @@
-"""activate -- gates and betas as the other kernels read them: activated, fp32, contiguous.
+"""activate -- gates and betas in the form that other kernels read: activated, fp32, contiguous.
 
 Per token and value head:
-    g     = -e^A_log softplus(g + dt_bias), or g as it is
-    beta  = c / (1 + e^-beta), or beta as it is
+    g     = -e^A_log softplus(g + dt_bias), or g unchanged
+    beta  = c / (1 + e^-beta), or beta unchanged
 
 Steps (numbers appear again in the role); a CTA owns a block of tokens of up to 256 value heads:
     1 raw    4 tokens of one value head into every thread, of g and of beta
-    2 raw    activated in fp32, out
+    2 raw    activate in fp32, and write
 
 Bounded by memory, and small. Why this shape: raw gates come in any float dtype and with any
-strides, often as slices of a projection, and several kernels read them; so this is a kernel of its
-own, and there is one compiled for all dtypes. A call whose g and beta are fp32, contiguous and
-activated does without it.
+strides, often as slices of a projection, and several kernels read them. So activation is a kernel
+of its own, and one compiled kernel serves all dtypes. A call whose g and beta are fp32, contiguous
+and activated skips it.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 
 THREADS = 256
-TOKENS = 4  # a thread
+TOKENS = 4  # tokens of a thread
 G, BETA, GATE, BIAS = (1 << i for i in range(4))  # what a call has or wants, as bits of `flags`
 ROW, BATCH, TOKEN, HEAD, COUNT, BESIDE = range(6)  # of a thread's place
 
@@ -45,7 +45,7 @@ def schedule(v: Variant) -> Schedule:
 
 
 def shape(num_tokens: int, num_heads: int) -> tuple[int, int]:
-    """Tokens that a CTA has beside each other, and CTAs along a row of the batch."""
+    """Returns the number of tokens side by side in a CTA, and the number of CTAs a batch row."""
     beside = THREADS // min(num_heads, THREADS)
     return beside, -(-num_tokens // (beside * TOKENS))
 
@@ -55,23 +55,23 @@ def has(flags, bit):
 
 
 def tokens_before(end, place):
-    """How many of a thread's tokens are; 0 or less, if none is."""
+    """Returns how many of a thread's tokens lie before token `end`; 0 or less if none does."""
     return T.truncdiv(end - place[TOKEN] + place[BESIDE] - 1, place[BESIDE])
 
 
 def step(place, token):
-    """From one of a thread's tokens to the next, `token` being from a token to its neighbour."""
+    """Returns the distance between a thread's tokens; `token` is that of neighbouring tokens."""
     return T.cast(place[BESIDE], "int64") * token
 
 
 def far(place, head):
-    """From a token's first head to a thread's, `head` being from a head to its neighbour."""
+    """Returns the offset of a thread's head in its token; `head` is that of neighbouring heads."""
     return T.cast(place[HEAD], "int64") * head
 
 
 @T.macro
 def find(place, block, tile, beside, blocks, num_tokens, num_heads):
-    """Which tokens are a thread's: the first of them, how many, and how far apart they are."""
+    """Sets `place` to a thread's tokens: batch row, first token, head, count, and distance."""
     thread, width = T.get_thread_binding(), T.min(num_heads, THREADS)
     place[BESIDE] = beside
     place[ROW] = T.truncdiv(thread, width)
@@ -85,7 +85,7 @@ def find(place, block, tile, beside, blocks, num_tokens, num_heads):
 
 @T.macro
 def fetch_parameters(A_log, dt_bias, heads, dtypes, r_A, r_bias, place, flags):
-    """dt_bias is 0 where there is none."""
+    """Loads A_log and dt_bias of a thread's head; r_bias is 0 if the call has no dt_bias."""
     (A_head, bias_head), (A_dtype, bias_dtype) = heads, dtypes
     if has(flags, GATE):
         fetch(r_A, A_log[0], far(place, A_head), 0, T.min(place[COUNT], 1), A_dtype)

@@ -1,4 +1,4 @@
-"""activate_bwd -- gradients of raw g and beta, and what each block adds to A_log's and dt_bias's.
+"""activate_bwd -- gradients of raw g and beta, and per-block sums for those of A_log and dt_bias.
 
 Per token and value head, with x = g + dt_bias, from dg and dbeta of what `activate` wrote:
     dg    = -e^A_log sigmoid(x) dg
@@ -8,12 +8,13 @@ and per block of tokens and value head:
 
 Steps (numbers appear again in the role); a CTA owns a block of tokens of up to 256 value heads:
     1 raw    4 tokens of one value head into every thread: g, beta, dg, dbeta
-    2 raw    dg and dbeta out, in any float dtype; 0 for tokens of no sequence, which may hold NaN
+    2 raw    write dg and dbeta in any float dtype; 0 for tokens of no sequence, which may hold NaN
     3 raw    sums over a thread's tokens, then over the threads of a head, half of them each time
 
-Bounded by memory, and small. Why this shape: as activate. dg and dbeta may be written over those
-that came, which each thread has read by then. No sum depends on the order in which CTAs run:
-gate_sums adds the blocks. `end` needs no clamp: it can only lessen a thread's tokens.
+Bounded by memory, and small. Why this shape: as activate. The results may overwrite the dg and
+dbeta of the input, which each thread has read before it writes. No sum depends on the order in
+which CTAs run: gate_sums adds the blocks. `end` needs no clamp, because it can only reduce the
+number of a thread's tokens.
 """
 
 from typing import NamedTuple
@@ -125,7 +126,10 @@ def raw(
 
 @T.macro
 def add_up(sums, r_sums, s_sums, place, block, num_heads):
-    """Over the threads that have the same head: `reach` tokens beside each other are left."""
+    """Adds r_sums over the threads of each head, and writes the block's sums to `sums`.
+
+    `reach` is the number of partial sums that are left; each step halves it.
+    """
     thread, width = T.get_thread_binding(), T.min(num_heads, THREADS)
     reach = T.alloc_var("int32")
     reach = place[BESIDE]

@@ -1,4 +1,4 @@
-"""chunk_states -- the state that enters each chunk, again: fused_fwd's chain without its output.
+"""chunk_states -- the state that enters each chunk, recomputed: fused_fwd's chain without output.
 
 One CTA per sequence, value head and V tile. Per chunk, with S kept transposed, [V, K], in fp32
 registers from the first chunk to the last, and e and d as in fused_fwd:
@@ -13,12 +13,12 @@ Steps (numbers appear again in the roles):
     3 state   S K^T from S in 16 bits; W^T
     4 state   V'^T; meanwhile S decayed
     5 state   S; meanwhile S in 16 bits, as it was, to the staging tile
-    6 store   h out by TMA
+    6 store   write h by TMA
 
 Bounded by the latency of the chain 3, 4, 5, and by writing h, half of all bytes.
-Why this shape: as fused_fwd. What leaves the chip must not delay the chain: a staging tile has two
-slots, and is filled while the last product of the chunk runs. Wrong bounds may ask for more slots
-than h has: TMA writes nothing outside.
+Why this shape: as fused_fwd. Writing h must not delay the chain: a staging tile has two slots, and
+is filled while the last product of the chunk runs. With wrong bounds there may be more states than
+h has room for: TMA writes nothing outside a tensor.
 """
 
 from typing import NamedTuple
@@ -78,7 +78,7 @@ PASS_CONFIGS = {
 
 
 def slots(v: Variant) -> dict[str, int]:
-    """As many as there is room for: beside the other chain what is loaded comes late."""
+    """Returns the slots of each ring: as many as fit, because loads are slow if both chains run."""
     kva, gate = (3, 4) if v.tile_v == 128 else (5, 6)
     return {"kva": kva, "gate": gate, "h": 2}
 
@@ -282,7 +282,7 @@ def build(v: Variant):
                     0, states, K, v.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[0], kva, gates,
                     h_rings[0], num_chunks, every, n, hv, v0, has_h0, has_ht,
                 )  # fmt: skip
-            elif tx < plan.start("load"):  # nobody where a CTA has one state warpgroup
+            elif tx < plan.start("load"):  # no thread if the CTA has one state warpgroup
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
                     1, states, K, v.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[-1], kva, gates,

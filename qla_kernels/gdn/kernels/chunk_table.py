@@ -1,18 +1,18 @@
-"""chunk_table -- where each chunk of packed sequences lies, by one CTA.
+"""chunk_table -- the table of the chunks of packed sequences, made by one CTA.
 
 Sequence n has c_n = ceil(length_n / 64) chunks:
     first_chunk[n] = sum_{m < n} c_m, and first_chunk[N] = num_chunks
     chunks[c]      = (first token, tokens) of chunk c; (0, 0) from num_chunks on
-Wrong bounds, whose sequences lie over one another, have the chunks that there is room for: no sum
-passes it.
+With wrong bounds, whose sequences overlap, chunks for which the table has no room are dropped: all
+sums are limited to its capacity.
 
 Steps (numbers appear again in tables.py):
     1  counts are summed, 1024 sequences at a time: in each warp, then over the warps
     2  a thread finds the sequence of its chunk by bisection of first_chunk
 
-Bounded by latency: a few microseconds whatever the lengths are. Why this shape: as tensor
-operations the table costs ten launches, which is what a short forward takes altogether.
-`varlen.chunk_table` is the same table for any device.
+Bounded by latency: a few microseconds for any lengths. Why this shape: made by tensor operations,
+the table costs ten launches, which take as long as a whole short forward. `varlen.chunk_table`
+makes the same table on any device.
 """
 
 from typing import NamedTuple

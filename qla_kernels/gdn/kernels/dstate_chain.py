@@ -15,26 +15,26 @@ Steps (numbers appear again in the roles):
     4 state   dS K^T from dS in 16 bits, and dO^T P; dV'^T
     5 state   Y^T
     6 state   dS += (scale e dO^T) Q; meanwhile beta e Y^T; then the product with K
-    7 store   dS_out by TMA
+    7 store   write dS_out by TMA
     8 state   in a sequence's first two chunks: dS += (scale e dO^T - its rounding) Q
-    9 state   beside 4 or, for want of registers where there are two of them, beside 5: dS in 16
-              bits to the staging tile, scale e dO^T, dS decayed
+    9 state   during 4 or, with two state warpgroups, which have too few registers then, during 5:
+              dS in 16 bits to the staging tile, scale e dO^T, dS decayed
 
 Bounded by latency, then by shared memory, which the right operands of all products come from.
-Why this shape: fused_fwd, turned round. The right operands are the same four tiles, q, k, A and P,
-read the other way up. dO^T is a left operand twice: once transposed by wgmma itself, from shared
-memory, because registers are short while dS K^T is formed, and once by ldmatrix, to be scaled. Only
-dV', Y and beta e Y wait for dS; all else is done while a product runs. It needs neither v nor a
-state of the forward: chunk_states may run beside it.
+Why this shape: it is fused_fwd reversed. The right operands are the same four tiles, q, k, A and P,
+transposed. dO^T is a left operand twice: once transposed by wgmma itself, from shared memory,
+because few registers are free during dS K^T, and once loaded by ldmatrix, to be scaled. Only dV', Y
+and beta e Y wait for dS; everything else is done while a product runs. The kernel needs neither v
+nor a state of the forward, so chunk_states may run at the same time.
 
-In bf16 everything but what comes in and goes out is in units of scale: e dO is then exact where
-nothing is forgotten, and there most errors add up. fp16 has no room for numbers so much larger.
-Where much is forgotten, (scale e dO^T) Q of the first chunks is nearly all of dh0, and its rounding
-would be nearly all of the error: there a second product (8) adds what rounding has left.
+In bf16 all numbers but inputs and outputs are in units of scale: e dO is then exact if nothing is
+forgotten, the case in which most errors add up. The range of fp16 is too small for such units. If
+much is forgotten, (scale e dO^T) Q of the first chunks is nearly all of dh0, and its rounding would
+be nearly all of the error. For these chunks a second product (8) adds the rounding's remainder.
 
-Of the two tiles of 64 rows (of V) that a dS of 128x128 has, the first one can do without memory: it
-has as many bytes as dV of its chunk, which chunk_grads writes after it has read dS. Wrong bounds
-may ask for more chunks than dS has: TMA writes nothing outside.
+A dS of 128x128 has two tiles of 64 rows (of V). The first tile needs no memory of its own: it has
+as many bytes as dV of its chunk, and chunk_grads reads dS before it writes dV. With wrong bounds
+there may be more chunks than dS has room for: TMA writes nothing outside a tensor.
 """
 
 from typing import Any, NamedTuple
@@ -95,7 +95,9 @@ PASS_CONFIGS = {
 
 
 def slots(v: Variant) -> dict[str, int]:
-    """A fourth slot of rows is worth more than a second one of P: what comes may come late."""
+    """Returns the slots of each ring. A fourth slot of rows, against late loads, is worth more than
+    a second slot of P.
+    """
     rows, p = (3, 2) if v.tile_v == 128 else (4, 1)
     return {"rows": rows, "gate": 4, "p": p, "ds": 1}
 
@@ -171,7 +173,10 @@ def schedule(v: Variant) -> Schedule:
 
 
 class Gradients(NamedTuple):
-    """dS of a head's chunks, last chunk first. See `held` of the kernel."""
+    """Destination of dS of a head's chunks, last chunk first.
+
+    With `held` = 1 the first 64 rows (of V) of a dS go to dv, or to tails for an incomplete chunk.
+    """
 
     dS: Any
     dv: Any
@@ -203,13 +208,13 @@ def put_gradient(out, tile, i, v):
         T.tma_copy(tile, out.dv[tok0 : tok0 + CHUNK, out.hv, 0:K])
     else:
         T.tma_copy(tile, out.tails[out.n, out.hv, :, :])
-        if chunk < out.owner.shape[0]:  # TMA leaves out what lies outside by itself
+        if chunk < out.owner.shape[0]:  # unlike TMA, a thread's store needs the bound
             out.owner[chunk] = out.n
 
 
 @T.macro
 def prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, K, unit):
-    """What waits for no product: dS to its staging tile, scale e dO^T, dS decayed."""
+    """Does the work that needs no product: stages dS, makes scale e dO^T, and decays dS."""
     step, slot, gate_slot, w = at
     for r, c in T.Parallel(TILE, K):
         r_staged[r, c] = r_ds[r, c] * unit
@@ -406,7 +411,7 @@ def build(v: Variant):
                     0, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[0],
                     rows, gates, p_ring, ds_rings[0], num_chunks, n, hv, v0, has_dht, has_dh0, unit,
                 )  # fmt: skip
-            elif tx < plan.start("score"):  # nobody where a CTA has one state warpgroup
+            elif tx < plan.start("score"):  # no thread if the CTA has one state warpgroup
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
                     1, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[-1],

@@ -14,21 +14,23 @@ Steps (numbers appear again in the roles):
     1 load    q, k, v of a chunk, and A where it is given; rows past a tail's end become zero
     2 gate    gamma, beta, fall, beta e, scale e, d, e^gamma_last of a chunk
     3 solve   K K^T, then A, unless given; Q K^T, then P: up to two chunks ahead of the state.
-              The inverses of A's diagonal blocks are a long chain of small steps: a warp of its
-              own works on them while a single solving warpgroup is a chunk further
+              The inverses of A's diagonal blocks are a long chain of small steps: if there is one
+              solving warpgroup, a separate warp makes them, while that warpgroup works on the next
+              chunk
     4 state   S to 16 bits; S K^T and S Q^T
     5 state   W^T; V'^T
     6 state   S and O^T
     7 out     O, and A if the backward will want it: TMA, or predicated rows of a tail
 
 Bounded by latency, then by shared memory, which the right operands of all products come from.
-Why this shape: the chain S -> W -> V' -> S is what a chunk waits for, so nothing on it leaves the
-registers: every product's left operand is the previous accumulator, rounded in place, and its right
-operand a tile that both state warpgroups share. A state warpgroup owns 64 columns of V for the
-whole sequence. Two of them alternate on the tensor cores, each computing while the other's products
-run, and leave registers for one warpgroup that solves; beside a single one there is room for two,
-which take alternate chunks. The solve's small dependent products wait for the state's large ones,
-so for long chains it may pay to solve beforehand, in kkt_solve, and be given A.
+Why this shape: the chain S -> W -> V' -> S determines the time of a chunk, so nothing on it leaves
+the registers: every product's left operand is the previous accumulator, rounded in place, and its
+right operand is a tile that both state warpgroups share. A state warpgroup owns 64 columns of V for
+the whole sequence. Two of them alternate on the tensor cores, each computing while the other's
+products run, and leave registers for one solving warpgroup. With a single state warpgroup there is
+room for two solving ones, which take alternate chunks. The solve's small dependent products wait
+for the state's large ones, so for long chains it may be faster to solve beforehand, in kkt_solve,
+and to pass A.
 """
 
 from typing import NamedTuple
@@ -63,12 +65,12 @@ class Variant(NamedTuple):
 
     @property
     def teams(self) -> int:
-        """Warpgroups that make A and P, each of its own chunks."""
+        """Number of warpgroups that make A and P, each for its own chunks."""
         return 2 if self.solves and self.states == 1 else 1
 
     @property
     def inverts(self) -> bool:
-        """A warp of its own inverts A's diagonal blocks."""
+        """True if a separate warp inverts A's diagonal blocks."""
         return self.solves and self.states == 2
 
 
@@ -195,7 +197,7 @@ def schedule(v: Variant) -> Schedule:
 
 @T.macro
 def clear_padding(x, first_row, num_tokens, num_sequences, hv, column):
-    """Rows of no sequence, of a [tokens, HV, columns, 64] tensor, are zero; the CTAs share them."""
+    """Writes zeros to rows of x [tokens, HV, columns, 64] of no sequence; the CTAs share them."""
     lane = T.get_thread_binding() % 32
     for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
         if lane < TILE // 8:
@@ -251,8 +253,8 @@ def build(v: Variant):
         early: T.int32,
     ):
         with T.Kernel(ctas, threads=(GROUP, plan.threads // GROUP)) as block:
-            # TileLang lets one thread of each row initialise the barriers: the same values, before
-            # the whole block meets for the first time
+            # TileLang initialises the barriers by one thread of each row of the block. All of these
+            # write the same values, before the first synchronisation of the block.
             T.import_source(SOURCE)
             s_k = T.alloc_shared((rings["k"], CHUNK, K), v.dtype)
             s_q = T.alloc_shared((rings["q"], CHUNK, K), v.dtype)
@@ -298,12 +300,12 @@ def build(v: Variant):
             i_tile, saves = T.alloc_var("int32"), T.alloc_var("int32")
             tails, items = T.alloc_var("int32"), T.alloc_var("int32")
             shape = (cu_seqlens, num_tokens, num_heads, num_value_heads, num_tiles, training)
-            first = 0  # chunks of the items before: what the rings have counted
+            first = 0  # number of chunks of earlier items: the rings' next step
             items = T.ceildiv((num_bounds - 1) * num_value_heads * num_tiles - block, ctas)
 
             tx, group = T.get_thread_binding(0), T.get_thread_binding(1)
-            # A kernel is let in by one that has itself waited, in every CTA: what was launched two
-            # before it, or earlier, has ended. `early` says that q, k, v, gates and A are as old.
+            # The kernel before this one has waited for its predecessor in every CTA, so all kernels
+            # up to that predecessor have ended. `early`: q, k, v, gates and A come from these.
             if early == 0:
                 T.pdl_sync()
             if group < states:

@@ -2,20 +2,20 @@
 
 Per chunk (C = 64 tokens) and value head, with n tokens in the chunk:
     gamma_i = sum_{j <= i} max(g_j, floor), in base 2; level past the chunk's end      [C]
-    beta_i, 0 past the chunk's end                                                     [C]
+    beta_i; 0 past the chunk's end                                                     [C]
     fall_i  = 2^(gamma_end - gamma_i), end the last token of i's block of 16           [C]
-written as one row of 3 x 64 numbers, which others fetch with a single bulk copy, and gamma once
-more as g_cum [tokens, value heads], in natural log, for the backward.
+They are written as one row of 3 x 64 numbers, which other kernels fetch by a single bulk copy.
+gamma is also written as g_cum [tokens, value heads], in natural log, for the backward.
 
 Steps (numbers appear again in the code); a CTA owns one chunk and 32 value heads:
     1  a lane is a value head and a warp 16 tokens: g and beta are read along the heads
     2  sums within the 16 tokens, then over the four warps
-    3  the rows, turned in shared memory, leave along the tokens
+    3  the rows are transposed in shared memory, and written along the tokens
 
 Bounded by memory, and small: 8 bytes in and 16 out per token and value head. Why this shape: g is
-stored token by token, and a kernel that wants one head's 64 tokens reads a 32-byte sector for each
-4 bytes; here whole sectors are used and the turn happens on chip. Chunks come from a table of ours,
-so they lie inside: see tables.py.
+stored token by token, so a kernel that reads 64 tokens of one head reads a 32-byte sector for each
+4 bytes. This kernel uses whole sectors, and transposes on chip. Chunks come from a table that a
+kernel of this package made, so they lie inside the tensors: see tables.py.
 """
 
 from typing import NamedTuple
@@ -26,8 +26,8 @@ from qla_kernels.tile.constants import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 
-HEADS = 32  # value heads a CTA
-BLOCK = 16  # tokens a warp
+HEADS = 32  # value heads of a CTA
+BLOCK = 16  # tokens of a warp
 GAMMA, BETA, FALL = range(3)  # the numbers of a row, in order: gated_tiles.cuh reads them so
 
 

@@ -1,4 +1,4 @@
-"""gate_sums -- the gradients of A_log and dt_bias from each block's share of them.
+"""gate_sums -- the gradients of A_log and dt_bias, summed over the blocks of activate_bwd.
 
     out[j] = sum over blocks of sums[block, j], in A_log's and in dt_bias's dtype      [value heads]
 
@@ -6,8 +6,8 @@ Steps (numbers appear again in the role); a CTA owns 8 value heads of one parame
     1 sum    a lane takes every 128th block, 8 of them at a time
     2 sum    over the lanes of a warp that share a head, then over the warps
 
-Bounded by latency, and small. Why this shape: the order of a sum is fixed by the number of blocks;
-8 value heads are a 32-byte sector, and 8 blocks a lane are 1024 that are on their way together.
+Bounded by latency, and small. Why this shape: the number of blocks fixes the order of a sum. 8
+value heads are a 32-byte sector, and with 8 blocks a lane 1024 blocks are loaded at the same time.
 """
 
 from typing import NamedTuple
@@ -20,9 +20,9 @@ from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
 WARPS = 32
-HEADS = 8  # a CTA
-LANES = 32 // HEADS  # of a warp that share a head
-AHEAD = 8  # blocks that a lane asks for before it adds
+HEADS = 8  # value heads of a CTA
+LANES = 32 // HEADS  # lanes of a warp that share a head
+AHEAD = 8  # blocks that a lane loads before it adds
 
 
 class Variant(NamedTuple):
@@ -43,7 +43,7 @@ def schedule(v: Variant) -> Schedule:
 
 @T.macro
 def add_up(sums, which, s_sum, r_sum, head, num_blocks, num_heads):
-    """To the first lanes of the first warp."""
+    """Adds r_sum of all threads of a head; the first lanes of the first warp get the sums."""
     lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
     r_ahead = T.alloc_local((AHEAD,), "float32")
     r_sum[0] = 0

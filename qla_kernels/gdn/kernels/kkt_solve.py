@@ -4,22 +4,23 @@ Per chunk (C = 64 tokens, rows are tokens) and value head:
     L_ij    = beta_i e^{gamma_i - gamma_j} <k_i, k_j>   for i > j  [C, C]
     A       = (I + L)^-1                                           [C, C], rounded once to 16 bits
     growth  = sum log max(1, |1 - beta_i |k_i|^2|), if asked for   of 16 tokens, at the last of them
-Gating comes before solving: every exponent is <= 0, so keys of any norm stay finite under decay.
+Gates are applied before solving: every exponent is <= 0, so keys of any norm stay finite under
+decay.
 
 Steps (numbers appear again in the roles), for each chunk this CTA visits with its key head:
     1 load   k of the chunk
     2 solve  K K^T, kept in registers for all value heads of the key head
       and for each of them:
     3 gates  the head's gamma, beta and fall, as `gate` made them
-    4 solve  growth, by the diagonal of K K^T; L to scratch, its inverse to s_a
-    5 store  A out: one TMA store, or predicated rows where the chunk is a tail
+    4 solve  growth, from the diagonal of K K^T; L to scratch, its inverse to s_a
+    5 store  write A: one TMA store, or predicated rows if the chunk is a tail
 
 Bounded by memory: 8 KB of A and 16/r KB of k (K = 128, r value heads a key head) per value head.
 Why this shape: one solve is a chain of small dependent steps that leaves every unit idle, so four
 CTAs share an SM and hide each other's latency; K K^T is formed once per key head; CTAs stay and
 walk the chunks, since a chunk takes about as long as starting a CTA. Rows of k past a chunk's end
 may hold anything: they only reach rows and columns of L that are replaced by zero. Chunks come from
-a table of ours, so they lie inside: see tables.py.
+a table that a kernel of this package made, so they lie inside the tensors: see tables.py.
 """
 
 from typing import NamedTuple

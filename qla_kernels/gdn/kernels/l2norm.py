@@ -8,9 +8,9 @@ Steps (numbers appear again in the role), for 8 threads a row:
     3 norm   scaled, rounded once, out
 
 Bounded by memory: x is read once and y written once, 16 bytes a thread at a time.
-Why this shape: a row's sum stays in a warp, and the number of 64s is a runtime value, so that one
-compiled kernel serves both head sizes. x has any strides of whole 16 bytes, which the compiler
-cannot know, hence the hand-written load.
+Why this shape: a row's sum stays in a warp, and the number of spans of 64 is a runtime value, so
+one compiled kernel serves both head sizes. x may have any strides that are multiples of 16 bytes.
+The compiler cannot know that they are, hence the hand-written load.
 """
 
 from typing import NamedTuple
@@ -57,7 +57,7 @@ def schedule(v: Variant) -> Schedule:
 
 @T.macro
 def load_row(x, r_x, row, num_tokens, num_heads, num_spans, column):
-    """A thread's pieces of one head of one token of x [B, T, H, spans, 64]."""
+    """Loads a thread's pieces of one row, a head of a token of x [B, T, H, spans, 64], to r_x."""
     # variables, so that they are divided as 32-bit numbers, and once
     i_batch, i_token, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     i_token = T.truncdiv(row, num_heads)

@@ -1,4 +1,4 @@
-"""l2norm_bwd -- the gradient of q or k before the norm, from that of what the norm made of it.
+"""l2norm_bwd -- the gradient of l2norm's input, q or k, from the gradient of its output.
 
 Per row (one head of one token), with r = (sum x^2 + 1e-6)^-1/2:
     dx = r dy - r^3 <dy, x> x                                                         [K]
@@ -9,8 +9,8 @@ Steps (numbers appear again in the role), for 8 threads a row:
     3 norm   dx, rounded once, out; 0 for a token of no sequence, whose x may be NaN
 
 Bounded by memory: x and dy are read once and dx written once, 16 bytes a thread at a time.
-Why this shape: as l2norm, which saves nothing for this: the norm costs less to sum again than to
-read. x and dy have strides of their own.
+Why this shape: as l2norm. The forward saves no norm for this kernel, because summing it again costs
+less than reading it. x and dy may have different strides.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,5 @@
-// Numbers of a dtype known at run time, and the activations of gates and betas: see raw_gates.py.
+// Loads and stores numbers of a dtype known at run time, and activates gates and betas: see
+// raw_gates.py.
 #include <tl_templates/cuda/common.h>
 
 namespace qla {
@@ -63,13 +64,13 @@ __device__ __forceinline__ float sigmoid(float x) {
   return __fdividef(x < 0.f ? e : 1.f, 1.f + e);
 }
 
-// Not as s (1 - s): exact where s is next to 1.
+// Returns s (1 - s) for s = sigmoid(x), by a formula that stays exact where s is close to 1.
 __device__ __forceinline__ float sigmoid_slope(float x) {
   const float e = expf(-fabsf(x));
   return __fdividef(e, (1.f + e) * (1.f + e));
 }
 
-// Finite: 0 times infinity would be NaN.
+// Returns -e^A_log, limited to finite numbers, because 0 times infinity would be NaN.
 __device__ __forceinline__ float rate(float A_log) {
   const float most = 3.4028235e38f, e = expf(A_log);
   return e > most ? -most : -e;

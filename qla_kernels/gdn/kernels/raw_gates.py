@@ -1,7 +1,8 @@
-"""Raw gates and betas in a thread: numbers of any float dtype, and their activations.
+"""Loads, stores and activates raw gates and betas of any float dtype, within a thread.
 
-A dtype is passed as its place in DTYPES: one compiled kernel serves every call. Exact to a few
-units in fp32's last place, as torch's: kernels that import `SOURCE` do without fast math.
+A dtype is passed as its place in DTYPES, so one compiled kernel serves every call. Activations are
+exact to a few units in fp32's last place, as torch's are. For this, kernels that import `SOURCE`
+must not use fast math.
 """
 
 from pathlib import Path
@@ -15,9 +16,10 @@ SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
 
 def fetch(to: Any, row: Any, head: Any, step: Any, count: Any, dtype: Any) -> Any:
-    """The first `count` numbers, then zeros: `head` bytes into rows that are `step` bytes apart.
+    """Loads `count` numbers to `to`, and zeros behind them.
 
-    They are bits until `decode` makes numbers of them: so all of a thread's are under way together.
+    The numbers lie `head` bytes from the start of rows that are `step` bytes apart. They stay raw
+    bits until `decode` converts them, so that all loads of a thread are in flight together.
     """
     size = to.shape[0]
     to, row = T.access_ptr(to[0], "w", size), T.access_ptr(row, "r", 1)
@@ -29,7 +31,10 @@ def decode(x: Any, dtype: Any) -> Any:
 
 
 def put(row: Any, source: Any, head: Any, step: Any, count: Any, dtype: Any) -> Any:
-    """The first `count` numbers: each number `head` of its row, the rows `step` bytes apart."""
+    """Stores the first `count` numbers of `source`, each as number `head` of a row.
+
+    Rows lie `step` bytes apart.
+    """
     size = source.shape[0]
     row, source = T.access_ptr(row, "w", 1), T.access_ptr(source[0], "r", size)
     return T.call_extern("handle", f"qla::put<{size}>", row, source, head, step, count, dtype)
@@ -44,10 +49,10 @@ def sigmoid(x: Any) -> Any:
 
 
 def sigmoid_slope(x: Any) -> Any:
-    """sigmoid(x) (1 - sigmoid(x))."""
+    """Returns sigmoid(x) (1 - sigmoid(x))."""
     return T.call_extern("float32", "qla::sigmoid_slope", x)
 
 
 def rate(A_log: Any) -> Any:
-    """-e^A_log, no less than fp32's least number."""
+    """Returns -e^A_log, but not less than fp32's least finite number."""
     return T.call_extern("float32", "qla::rate", A_log)

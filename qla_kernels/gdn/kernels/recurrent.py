@@ -1,4 +1,4 @@
-"""recurrent -- the gated delta rule token by token: decoding, where sequences grow by a few tokens.
+"""recurrent -- the gated delta rule token by token, for decoding: few new tokens a sequence.
 
 Per token and value head, S [K, V] in fp32 from a sequence's first token to its last:
     d = e^g;  q is scale q, or scale q / |q|;  k is k, or k / |k|
@@ -8,20 +8,20 @@ Per token and value head, S [K, V] in fp32 from a sequence's first token to its 
 
 Steps (numbers appear again in the code); a CTA owns 64 columns of V, a warp 16 of them:
     1 in      S of the sequence's slot
-    2 token   a warp a token: q, k, v, beta, d and <q, k>, ready for use, into shared memory
+    2 token   each warp prepares one token: q, k, v, beta, d and <q, k> to shared memory
     3 step    S^T k and S^T q: in the lane, then over the 8 lanes that share columns
-    4 step    u; o out; S
-    5 out     S
+    4 step    u; write o; S
+    5 out     write S
 
 Bounded by memory: S is read once and written once, 8 bytes an element for 4 FMAs a token.
-Why this shape: a warp sees all of K, so sums over K stay in it, and while some CTAs wait for their
-S others step or write theirs: there are as many as registers allow without a spill, and S is asked
-for first. CTAs that stay, with the next S on its way into shared memory, are slower
-(docs/notes/gdn-decoding.md). A lane holds blocks of 4 x 4, so that an access is 4 numbers along
+Why this shape: a warp has all of K, so sums over K stay in it. While some CTAs wait for their S,
+others step or write theirs; an SM holds as many CTAs as registers allow without a spill, and S is
+loaded first. Persistent CTAs that prefetch the next S to shared memory are slower
+(docs/notes/gdn-decoding.md). A lane holds blocks of 4 x 4, so an access is 4 numbers along
 whichever of K and V is contiguous; the two layouts of a state differ in which lanes share columns.
-o is made from the S before the update: one pass over S instead of two. Tokens are prepared four at
-a time and not by each warp for itself: in registers, q and k of this token and the next take as
-much room as S does.
+o is made from S before the update, which takes one pass over S instead of two. Tokens are prepared
+four at a time, in shared memory: if each warp prepared them in registers, q and k of this token and
+the next would take as many registers as S.
 """
 
 from typing import Any, NamedTuple
@@ -36,13 +36,13 @@ from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
 WARPS = 4  # a CTA; also the tokens that are prepared together
-COLUMNS = 16  # of V, a warp
+COLUMNS = 16  # columns of V of a warp
 GROUPS = 8  # lanes that share columns of V and divide K
 SPAN = GROUPS * STATE_PIECE  # rows of K that a warp's lanes cover with one block each
 EPSILON = 1e-6  # of the l2norm
 DECAY, QK = range(2)  # of a token's two scalars in shared memory
 
-# What a call has or wants, as bits of `flags`.
+# Bits of `flags`: inputs that a call has, and options that it asks for.
 V_FIRST, L2NORM, GATE, DENSE, INDICES, H0, HT = (1 << i for i in range(7))
 
 SOURCE = """
@@ -112,7 +112,7 @@ def schedule(v: Variant) -> Schedule:
 
 
 class Token(NamedTuple):
-    """Prepared tokens, in shared memory: what `step` reads."""
+    """Four prepared tokens in shared memory, the input of `step`."""
 
     q: Any  # [4, K]
     k: Any  # [4, K]
@@ -122,13 +122,16 @@ class Token(NamedTuple):
 
 
 def move_four(to, from_):
-    """4 numbers, to another dtype if need be."""
+    """Copies 4 numbers, and converts them if the dtypes differ."""
     to, from_ = T.access_ptr(to, "w", STATE_PIECE), T.access_ptr(from_, "r", STATE_PIECE)
     return T.call_extern("handle", "qla::move_four", to, from_)
 
 
 def move_blocks(blocks, to, from_):
-    """All of a lane's blocks; an end is (where the first begins, span, across)."""
+    """Copies all of a lane's blocks; `to` and `from_` are each (first element, span, across).
+
+    `span` is the distance between blocks, and `across` that between the 4 accesses of a block.
+    """
     (to, *to_steps), (from_, *from_steps) = to, from_
     return T.call_extern(
         "handle",
@@ -141,7 +144,7 @@ def move_blocks(blocks, to, from_):
 
 
 def number(at, size, dtype):
-    """The number of `size` bytes that begins at a byte."""
+    """Reads the number of `size` bytes at address `at`: fp32 if 4 bytes, else `dtype`."""
     read = f"qla::number<{CUDA_NAMES[dtype]}>"
     return T.call_extern("float32", read, T.access_ptr(at, "r", 1), size)
 
@@ -155,7 +158,7 @@ def prepare(
     q, k, val, g, beta, A_log, dt_bias, sizes, dtype, s, slot,
     row, t, h, hv, v0, scale, beta_range, flags,
 ):  # fmt: skip
-    """One warp, one token."""
+    """Prepares one token by one warp, and writes it to slot `slot` of s: step 2."""
     lane = T.get_thread_binding() % 32
     g_size, beta_size, A_size, dt_size = sizes
     keys, values = s.q.shape[1] // 32, s.v.shape[1] // 32  # numbers a lane
@@ -165,7 +168,7 @@ def prepare(
     r_beta = T.alloc_local((values,), "float32")
     qq, kk, qk = (T.alloc_var("float32") for _ in range(3))
     level, bias, strength = (T.alloc_var("float32") for _ in range(3))
-    for i in T.unroll(keys):  # 2: everything is asked for before anything is used
+    for i in T.unroll(keys):  # 2: all loads are issued before any result is used
         r_q[i] = q[row, t, h, i * 32 + lane]
         r_k[i] = k[row, t, h, i * 32 + lane]
     for i in T.unroll(values):
@@ -187,7 +190,7 @@ def prepare(
         kk += T.shfl_xor(kk, 1 << d)
         qk += T.shfl_xor(qk, 1 << d)
     if has(flags, L2NORM):
-        qq = T.rsqrt(qq + EPSILON) * scale  # from here on, what q and k are multiplied by
+        qq = T.rsqrt(qq + EPSILON) * scale  # from here on qq and kk are the factors of q and k
         kk = T.rsqrt(kk + EPSILON)
     else:
         qq = scale
@@ -210,13 +213,16 @@ def prepare(
 
 
 def block(b, e, j, v_first):
-    """Where a lane holds row e and column j of its block b."""
+    """Returns the index in r_s of row e and column j of a lane's block b."""
     return (b, j, e) if v_first else (b, e, j)
 
 
 @T.macro
 def step(r_s, r_o, s, slot, k0, column, v_first):
-    """One token, all warps; o of a lane's columns is complete in each of the lanes that share."""
+    """Updates S by one token and sets r_o to its o, by all warps: steps 3 and 4.
+
+    The lanes that share columns all get the complete o of these columns.
+    """
     r_u = T.alloc_local((STATE_PIECE,), "float32")
     reach = 1 if v_first else STATE_PIECE  # from a lane to the next that shares its columns
     for j in T.unroll(STATE_PIECE):
@@ -318,7 +324,7 @@ def build(v: Variant):
             await_previous()
             if has(flags, INDICES):
                 slot = state_indices[n]
-                if slot >= num_h0:  # no slot of the pool: as one that is negative
+                if slot >= num_h0:  # not a slot of the pool: treated like a negative one
                     slot = -1
             if has(flags, H0):
                 if slot >= 0:

@@ -1,9 +1,9 @@
-"""segment_map -- what a segment does to the state that enters it: S_end = M S_start + b.
+"""segment_map -- the map of a segment from its start state to its end state: S_end = M S_start + b.
 
-One CTA per segment, value head and 64 columns of [b | M]: columns of V of b, the state that the
-segment leaves when it starts from 0; or columns of K of M, what it makes of the identity where all
-values are 0. A sequence's last segment has nobody to tell and is skipped; its first one starts from
-the initial state, so that its b is the state itself and needs no M.
+One CTA per segment, value head and 64 columns of [b | M]. b, with columns of V, is the end state if
+the segment starts from 0. M, with columns of K, is the end state if it starts from the identity and
+all values are 0. A sequence's last segment is skipped: no later segment needs its end state. Its
+first segment starts from the initial state, so its b is the end state itself and needs no M.
 
 Per chunk, with X, 64 columns of b or M, kept transposed in fp32 registers from the first chunk to
 the last, and e and d as in fused_fwd:
@@ -11,27 +11,27 @@ the last, and e and d as in fused_fwd:
     V'^T  = W^T A^T                                                                 [64, C]
     X     = e^gamma_last X + (d V'^T) K                                             [64, K]
 
-Most heads forget: |M| <= prod_t e^{g_t} max(1, |1 - beta_t |k_t|^2|), and where that bound over the
-last w chunks is below e^limit, b of those chunks alone is the state that the segment leaves. Such a
-head is warm: it runs w chunks, mostly a few, and needs no M. The others are cold: they run all of
-the segment, with V / 64 + K / 64 CTAs, and segment_scan folds what they leave.
+Most heads forget: |M| <= prod_t e^{g_t} max(1, |1 - beta_t |k_t|^2|). If this bound over the last w
+chunks is below e^limit, b of these chunks alone serves as the segment's end state. Such a head is
+warm: it runs w chunks, mostly a few, and needs no M. Other heads are cold: they run the whole
+segment, with V / 64 + K / 64 CTAs, and segment_scan combines their b and M.
 
 Steps (numbers appear again in the code):
-    1 all     w: the gates of the segment, summed from its end, with what keys add; or, where
-              kkt_solve has not found that out, then the norms of the keys in w
-    2 load    k, A where it is given, and v for columns of b, of a chunk
+    1 all     w: sum the gates from the segment's end, with kkt_solve's growth or, without it, with
+              norms of keys, which are read for the chunks in w only
+    2 load    k, A if it is given, and v for columns of b, of a chunk
     3 gate    beta, beta e, d, e^gamma_last of a chunk
     4 solve   K K^T, then A, unless given
     5 state   X K^T from X in 16 bits; W^T
     6 state   V'^T; meanwhile X decayed
     7 state   X
-    8 state   b to where the next segment starts from; M in two terms of 16 bits
+    8 state   write b as the next segment's start state; write M in two terms of 16 bits
 
-Bounded by the latency of the chain 5, 6, 7, and by when CTAs of cold heads begin: heads come in an
-order in which those that look cold are first. Why this shape: it is chunk_states' chain, with one
-state warpgroup and, given A, room for two CTAs on an SM, each computing while the other waits. Long
-batches are given A, which fused_fwd takes as well; short ones solve for it here, in the few chunks
-of a window, rather than wait for three more launches.
+Bounded by the latency of the chain 5, 6, 7, and by the time at which CTAs of cold heads begin:
+heads that are probably cold come first. Why this shape: it is chunk_states' chain, with one state
+warpgroup and, if A is given, room for two CTAs on an SM, each computing while the other waits. For
+long batches A is given, and fused_fwd uses it as well. For short ones this kernel solves for A, in
+the few chunks of a window, which avoids three more launches.
 """
 
 from typing import NamedTuple
@@ -216,7 +216,7 @@ def build(v: Variant):
             n = starts_of[p]
             sequence_span(bounds, p, num_tokens, begin, length)
             num_chunks = 0
-            is_cold = -1  # not for this CTA to say
+            is_cold = -1  # another CTA decides
             warm = 0
             has_start = 0
             if (ends_of[p] < 0) & ((of_map == 0) | (n < 0)):  # a first segment needs no M
@@ -238,7 +238,7 @@ def build(v: Variant):
                 if i_slice == 0:
                     is_cold = T.if_then_else((warm == 0) & (n < 0), 1, 0)
                 if (of_map != 0) & (warm > 0):
-                    num_chunks = 0  # nor does a warm one
+                    num_chunks = 0  # a warm segment needs no M either
 
             if tx < plan.end("state"):
                 T.set_max_nreg(plan.role("state").regs, 1)
@@ -246,7 +246,7 @@ def build(v: Variant):
                     K, v.dtype, h0, starts, maps, s_k, s_v, s_a, s_gate, rows, gates, a_ring,
                     num_chunks, p, n, hv, column, of_map, has_start,
                 )  # fmt: skip
-            elif tx < plan.start("load"):  # nobody where A is given
+            elif tx < plan.start("load"):  # no thread if A is given
                 if v.solves:
                     T.set_max_nreg(plan.role("solve").regs, 0)
                     solve(
@@ -256,7 +256,7 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("load").regs, 0)
                 where = (begin, length, num_chunks)
                 if tx < plan.end("load"):
-                    if (early != 0) & (grows == 0):  # A does
+                    if (early != 0) & (grows == 0):  # A comes from the kernel before
                         await_previous()
                     if (is_cold >= 0) & (tx == plan.start("load")):
                         cold[p, hv] = is_cold

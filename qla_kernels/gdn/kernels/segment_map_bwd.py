@@ -1,8 +1,8 @@
 """segment_map_bwd -- the gradient of the state that enters a segment: dS_start = M^T dS_end + b'.
 
-One CTA per segment, value head and 64 columns of V. b' is dS_start where dS_end is 0; a sequence's
-last segment starts from dht instead, so that its b' is the gradient itself. Its first segment has
-nobody to tell and is skipped. M is segment_map's.
+One CTA per segment, value head and 64 columns of V. b' is dS_start if dS_end is 0. A sequence's
+last segment starts from dht instead, so its b' is the gradient itself. Its first segment is
+skipped: no earlier segment needs its gradient. M is segment_map's.
 
 Per chunk, last one first, with dS kept transposed, [64, K], in fp32 registers, and A and P as in
 fused_fwd:
@@ -10,19 +10,20 @@ fused_fwd:
     Y^T     = dV'^T A                                                               [64, C]
     dS      = e^gamma_last dS - (beta e Y^T) K + (scale e dO^T) Q                   [64, K]
 
-Only the fewest first chunks whose map is below e^limit are walked, or all where none are few
-enough. What a warm head of segment_map leaves out is that small from this end too: the map of all
-chunks contains the one that is. A cold one is folded, whatever was walked.
+Only the segment's first chunks are walked: the fewest whose map is below e^limit, or all chunks if
+the map never is. For a warm head of segment_map the rest is negligible from this end, too, because
+the map of all chunks is a product that contains the small one. For a cold head segment_scan adds
+M^T dS_end in any case.
 
 Steps (numbers appear again in the code):
-    1 all     how many first chunks
+    1 all     the number of first chunks to walk
     2 load    q, k, dO, A of a chunk; in a tail, rows past the end become zero
     3 gate    gamma, fall, beta e, scale e, d, e^gamma_last of a chunk
     4 score   Q K^T, then P, one chunk ahead of the state
     5 state   dS K^T from dS in 16 bits, and dO^T P; dV'^T
     6 state   Y^T; meanwhile scale e dO^T, dS decayed
     7 state   dS += (scale e dO^T) Q; meanwhile beta e Y^T; then the product with K
-    8 state   b' to where the gradient of the segment before ends
+    8 state   write b' as the gradient of the end state of the segment before
 
 Bounded by the latency of the chain 5, 6, 7; heads come in segment_map's order. Why this shape: it
 is dstate_chain's chain, in the same units.

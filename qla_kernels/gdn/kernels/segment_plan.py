@@ -1,5 +1,4 @@
-"""segment_plan -- where long sequences are cut into segments, in which order heads come, and where
-chunks lie: three tables, by a CTA each.
+"""segment_plan -- tables of segments, of the order of heads, and of chunks, made by one CTA each.
 
 Sequence n has c_n = ceil(length_n / 64) chunks and p_n = max(1, ceil(c_n / segment_chunks))
 segments of nearly the same number of chunks: segment j begins at chunk floor(j c_n / p_n).
@@ -7,26 +6,26 @@ segments of nearly the same number of chunks: segment j begins at chunk floor(j 
     bounds[p]        = the first token of segment p; segments lie end to end, as sequences do
     starts_of[p]     = n where segment p begins sequence n, else -1
     ends_of[p]       = n where segment p ends sequence n, else -1
-Behind the last segment there are empty ones, of no sequence, up to the capacity of the table. Wrong
-bounds that ask for more segments get what there is room for; every first_segment[n] is a row.
+The table is filled up with empty segments of no sequence. With wrong bounds, segments for which it
+has no room are dropped; every first_segment[n] is a row of the table.
 
-Where the first sequence has begun elsewhere (open_start), an empty segment begins it here; where
-the last one goes on elsewhere (open_end), an empty segment ends it here. All segments with tokens
-then have neighbours, and what enters or leaves the sequence has a row of its own.
+If the first sequence begins on another rank (open_start), an empty segment precedes it here. If the
+last sequence continues on another rank (open_end), an empty segment follows it. All segments with
+tokens then have neighbours, and the state that enters or leaves the sequence has its own row.
 
-The order of heads is for the kernels that map segments: heads that forget least come first, because
-what they forget little of has to be walked in full. It is a guess from a few gates of each, and
-nothing but time depends on it. The table of chunks is chunk_table's, where there is room for one.
+The order of heads is for segment_map and segment_map_bwd: heads that forget least come first,
+because their segments have to be walked in full. The order is estimated from a few gates of each
+head, and affects time only. The table of chunks equals chunk_table's; it is made if its capacity is
+not 0.
 
 Steps (numbers appear again in the code):
     1  counts are summed, 1024 sequences at a time: in each warp, then over the warps
     2  a thread finds the sequence of its segment by bisection of first_segment
     3  each warp sums gates of some heads; a head's place is the number of those with larger sums
 
-Bounded by latency. Why this shape: as chunk_table; and three CTAs are done as soon as the slowest
-of them, where one after the other they took a launch more. An empty sequence has one empty segment,
-because its state has to be handed on; and every segment but a sequence's last is whole chunks, so
-cutting moves no chunk's bounds.
+Bounded by latency. Why this shape: as chunk_table. The three CTAs run at the same time, which saves
+a launch. An empty sequence has one empty segment, because its state has to be passed on. Every
+segment but a sequence's last consists of whole chunks, so cutting moves no chunk's bounds.
 """
 
 from typing import NamedTuple
@@ -46,9 +45,9 @@ from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 
-TABLES = 3  # a CTA each
-SAMPLES = 4 * 32  # gates of a head
-LEAST = -200.0  # what a gate counts for at least, and what one that is no number counts for
+TABLES = 3  # one CTA each
+SAMPLES = 4 * 32  # sampled gates of a head
+LEAST = -200.0  # lower limit of a sampled gate, and its value if it is NaN
 
 
 class Variant(NamedTuple):
@@ -115,12 +114,12 @@ def place_segments(
                     starts_of[p] = n
                 if before + 1 == count:
                     ends_of[p] = n
-                if n == 0:  # the same without the empty ones at open ends
+                if n == 0:  # leave out the empty segments at open ends
                     before = T.max(0, before - open_start)
                     count -= open_start
                 if n == N - 1:
                     count -= open_end
-                count = T.max(1, count)  # where there is no room for the one at an open end
+                count = T.max(1, count)  # 0 if the table had no room for all of them
                 bounds[p] = begin + T.min(
                     length, before * T.ceildiv(length, CHUNK) // count * CHUNK
                 )
@@ -128,7 +127,7 @@ def place_segments(
 
 @T.macro
 def order_heads(g, kept, heads, end):
-    """By gates of the first `end` tokens."""
+    """Writes the heads in falling order of a sum of sampled gates among the first `end` tokens."""
     thread = T.get_thread_binding()
     lane, warp = thread % 32, thread // 32
     before = T.alloc_var("int32")

@@ -1,30 +1,31 @@
-"""segment_scan -- the state that enters each segment, from what segment_map left of each.
+"""segment_scan -- the state that enters each segment, from the b and M of segment_map.
 
 One CTA per sequence, value head and 16 or 32 columns of V. The first segment starts from h0 or 0.
-What enters any other, `states` has already where the segment before it is warm or first; where that
-one is cold, `states` has its b, and
+If the segment before another one is warm or first, `states` already has the state that enters. If
+the segment before it, p, is cold, `states` has b_p, and this kernel computes
     S_{p+1} = M_p S_p + b_p                                                    [K, columns]
-In reverse it is the gradient of the state that leaves each segment, from what segment_map_bwd left:
-the last segment ends in dht or 0, and dS_{p-1} = M_p^T dS_p + b'_p.
+In reverse it computes the gradient of the state that leaves each segment, from the b' of
+segment_map_bwd: the last segment ends in dht or 0, and dS_{p-1} = M_p^T dS_p + b'_p.
 
-`states` are transposed, [V, K], in fp32; M and S are each the sum of two terms of 16 bits: a
-rounding to 16 bits a segment would add up. The terms of S lie side by side, so that each term of M
-is read once for both.
+`states` are transposed, [V, K], in fp32. M and S are each a sum of two terms of 16 bits, because
+errors of a single rounding to 16 bits would add up over segments. The terms of S lie side by side,
+so that each term of M is read once for both.
 
 Steps (numbers appear again in the roles):
     1 load    M of a cold segment, and b
-    2 fold    M S; meanwhile S on its way out, and b
+    2 fold    M S; meanwhile S to its staging tile, and b to registers
     3 fold    M S + b in two terms, for both warpgroups
     4 store   S
 
-Bounded by latency, and by shared memory's port, which each term of M and of S passes for every
-warpgroup. Why this shape: only cold heads take a product, and those of one head depend on one
-another. Which segments they are is read 32 at a time, a lane each; M and b are fetched for the
-segment after while the one before is folded. A warpgroup has 64 rows of what comes out and needs
-all of what went in, by way of shared memory. So do S and b in fp32: threads that read and wrote
-`states` themselves, four rows of it an instruction, were half of the time. 16 columns are folded a
-quarter sooner than 32, where the GPU has room for as many CTAs. Segments come from segment_plan,
-all of whose numbers are rows of `states`, whatever the bounds were.
+Bounded by latency, and by the bandwidth of shared memory, from which every warpgroup reads each
+term of M and of S. Why this shape: only cold segments take a product, and the products of one head
+depend on one another. The flags of cold segments are read 32 at a time, one by each lane. M and b
+of the next cold segment are loaded while the one before is folded. A warpgroup computes 64 rows of
+the result and needs all rows of S, which it gets by way of shared memory. S and b in fp32 pass
+through shared memory as well: when threads read and wrote `states` themselves, four rows an
+instruction, that was half of the time. CTAs of 16 columns take a quarter less time than those of
+32, if the GPU has room for all of them. Segments come from segment_plan, all of whose numbers are
+rows of `states`, whatever the bounds are.
 """
 
 from typing import NamedTuple
@@ -41,7 +42,7 @@ from qla_kernels.tile.schedule import Role, Schedule
 class Variant(NamedTuple):
     K: int
     reverse: bool
-    columns: int  # of S that a CTA computes
+    columns: int  # columns of S that a CTA computes
 
 
 VARIANTS = tuple(
@@ -58,7 +59,7 @@ PASS_CONFIGS = {
 }
 
 SLOTS = 2
-ROWS = 64  # of S that a warpgroup computes
+ROWS = 64  # rows of S that a warpgroup computes
 TERM = "bfloat16"  # of M and S, whatever the dtype of k: fp32's range, and 16 digits in two terms
 FOLDED = 8  # the folding warpgroups' named barrier
 
@@ -107,7 +108,7 @@ def schedule(v: Variant) -> Schedule:
 
 
 def rows_of(reverse, w):
-    """Where the rows of M, or of M^T, are that warpgroup w computes; M is stored transposed."""
+    """Returns the slices of a stored M that warpgroup w needs for its 64 rows; M is transposed."""
     rows, whole = slice(w * ROWS, (w + 1) * ROWS), slice(None)
     return (rows, whole) if reverse else (whole, rows)
 
@@ -143,7 +144,7 @@ def load(v, states, maps, cold, s_m, s_b, ring, origin, direction, num_steps, hv
 
 @T.macro
 def store(v, states, cold, s_out, ring, origin, direction, num_steps, hv, v0):
-    """The state that enters a folded segment; the fold's warpgroups write the others."""
+    """Stores the state that enters each cold segment; the fold's warpgroups write other states."""
     lane = T.get_thread_binding() % 32
     flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     step = 0
@@ -205,7 +206,7 @@ def fold(
     else:
         T.clear(r_s)
     step = 0
-    known = origin  # the segment that r_s enters; kept back until it is of no use any more
+    known = origin  # the segment that r_s enters; r_s is written when another state replaces it
     for base in rolled(T.ceildiv(num_steps, 32)):
         i = T.min(base * 32 + lane + 1, num_steps)
         flag = cold[origin + direction * i, hv]
@@ -294,7 +295,7 @@ def build(v: Variant):
             whole = (given, states, cold, *tiles, *rings, *walk, n, hv, v0, has_given, threads)
             if tx < plan.end("fold0"):
                 fold(v, 0, *whole)
-            elif tx < plan.start("load"):  # nobody where K is 64
+            elif tx < plan.start("load"):  # no thread if K is 64
                 if K > ROWS:
                     fold(v, 1, *whole)
             elif tx < plan.end("load"):

@@ -1,10 +1,10 @@
-"""Where sequences and chunks lie: bounds as every kernel reads them, and macros of one CTA that
-makes a table.
+"""Reads the bounds of sequences, and makes tables of chunks: macros for kernels.
 
-A caller's bounds may say anything: the host never reads them. `inside` and `sequence_span` are the
-only places where kernels do, and what comes out of them lies inside the tensors. A table is made of
-such spans and has room for what right bounds need; wrong ones, whose sequences may lie over one
-another, fill it and end there. What a kernel of ours has read from a table needs no second look.
+A caller's bounds may have any contents, because the host never reads them. Kernels read them by
+`inside` and `sequence_span` only, whose results lie inside the tensors. Tables are made from such
+spans, and have room for the entries of correct bounds. With wrong bounds, whose sequences may
+overlap, a table is filled up and entries beyond its room are dropped. Numbers read from a table
+that a kernel of this package made need no second check.
 """
 
 import tilelang.language as T
@@ -16,15 +16,16 @@ WARPS = THREADS // 32
 
 
 def inside(bound, num_tokens):
-    """A bound as a number of tokens that there are; of an int64 its low word counts."""
+    """Returns a bound, clamped to 0 <= bound <= num_tokens; of an int64 the low word is used."""
     return T.max(0, T.min(T.cast(bound, "int32"), num_tokens))
 
 
 @T.macro
 def sequence_span(cu_seqlens, n, num_tokens, begin: T.Ref, length: T.Ref):
-    """The tokens of sequence n: inside the tensors, and none where its end comes before its start.
+    """Sets begin and length to the tokens of sequence n, clamped to lie inside the tensors.
 
-    Roles that each find a sequence by themselves so walk the same chunks of it.
+    length is 0 if the sequence's end comes before its start. Roles that each call this get the same
+    numbers, and so walk the same chunks.
     """
     begin = inside(cu_seqlens[n], num_tokens)
     length = inside(cu_seqlens[n + 1], num_tokens)  # so that no difference overflows
@@ -33,10 +34,9 @@ def sequence_span(cu_seqlens, n, num_tokens, begin: T.Ref, length: T.Ref):
 
 @T.macro
 def count_on(total, all_before, s_sum, most):
-    """From a number of each thread to sums, in order of the threads, none of them above `most`.
+    """Replaces total[0] by its inclusive prefix sum over the threads, plus all_before[0].
 
-    total[0] becomes the sum up to this thread's and with it; all_before[0], which is included, that
-    of all threads.
+    all_before[0] then grows by the sum over all threads. No sum exceeds `most`.
     """
     thread = T.get_thread_binding()
     lane, warp = thread % 32, thread // 32
@@ -61,7 +61,7 @@ def count_on(total, all_before, s_sum, most):
 
 @T.macro
 def find(low, first, num, place):
-    """low[0]: the one of `num` owners with first[low] <= place < first[low + 1]."""
+    """Sets low[0] to the owner, of `num`, with first[low[0]] <= place < first[low[0] + 1]."""
     high, middle = T.alloc_var("int32"), T.alloc_var("int32")
     low[0] = 0
     high = num
@@ -75,7 +75,7 @@ def find(low, first, num, place):
 
 @T.macro
 def place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum):
-    """As chunk_table says."""
+    """Writes chunks, num_chunks and first_chunk, by one CTA; chunk_table.py defines them."""
     thread = T.get_thread_binding()
     total, all_before = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
     low = T.alloc_local((1,), "int32")

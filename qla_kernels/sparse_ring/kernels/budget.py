@@ -1,9 +1,10 @@
-"""How the 1024 threads of a CTA choose the fewest lines that a budget asks for: macros.
+"""Macros by which the 1024 threads of a CTA choose the fewest lines that reach a target mass.
 
-A line's key is its mass and, for ties, its number: keys are unique, and forced lines have keys
-above all others. So a choice is one number, the least key that is kept, found bit by bit. Every sum
-is one of integers: nothing depends on the order of summation. A thread keeps its first keys in
-registers: read from memory bit by bit, 4096 of them took 40 us.
+A line's key consists of its mass and, to break ties, its number. Keys are unique, and forced lines
+have keys above all others. A choice is therefore a single number, the least key that is kept, which
+is found bit by bit. All sums are sums of integers, so results do not depend on the order of
+summation. A thread keeps its first keys in registers: reading 4096 keys from memory again for every
+bit took 40 us.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -15,13 +16,16 @@ from qla_kernels.tile.loops import rolled
 
 THREADS = 1024
 WARPS = THREADS // 32
-HELD = 8  # keys of a thread
-BITS = 31  # of a mass, and of a number: a key is FORCED or not, the mass, and a number from the end
+HELD = 8  # keys that a thread keeps in registers
+BITS = 31  # bits of a mass, and of a number; a key is FORCED or 0, the mass, the negated number
 FORCED = 1 << (2 * BITS)
 
 
 def key_of(mass: Any, number: Any, forced: Any) -> Any:
-    """int64: falling keys are falling masses, and where they tie rising numbers."""
+    """Returns a line's key, int64: it falls with the mass and, for equal masses, as numbers rise.
+
+    Forced lines have keys of at least FORCED.
+    """
     rest = T.cast(mass, "int64") << BITS | T.cast((1 << BITS) - 1 - number, "int64")
     return T.if_then_else(forced, T.int64(FORCED), T.int64(0)) | rest
 
@@ -31,18 +35,18 @@ def mass_of(key: Any) -> Any:
 
 
 def warp_sum(x: Any) -> Any:
-    """int32, by one instruction."""
+    """Returns the sum of x over the warp, int32, by one instruction."""
     return T.call_extern("int32", "__reduce_add_sync", T.uint32(0xFFFFFFFF), x)
 
 
 class Lines(Protocol):
-    """What a choice is made of, by their places; -1 where there is none."""
+    """The lines to choose from; key(at) is the key of the line at a place, -1 if there is none."""
 
     def key(self, at: Any) -> Any: ...
 
 
 class Found(NamedTuple):
-    """Columns of a head: the first `sink` are forced, and those from `end` on are none."""
+    """Columns of a head as Lines: columns below `sink` are forced, numbers from `end` on unused."""
 
     columns: Any  # int32 [heads, places]
     masses: Any
@@ -58,7 +62,7 @@ class Found(NamedTuple):
 
 @T.macro
 def warp_scan(x: Any, lane: Any) -> None:
-    """x[0] becomes its sum over this and all lower lanes."""
+    """Replaces x[0] by the sum of x[0] over this lane and all lower lanes."""
     for d in T.unroll(5):
         below = T.shfl_up(x[0], 1 << d)
         if lane >= 1 << d:
@@ -67,7 +71,7 @@ def warp_scan(x: Any, lane: Any) -> None:
 
 @T.macro
 def block_scan(count: Any, sums: Any, s_part: Any, lane: Any, warp: Any) -> None:
-    """sums: of `count` over all threads before this one, and over all."""
+    """Sets sums[0] to the sum of `count` over threads before this one, sums[1] to that over all."""
     inclusive, part = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
     inclusive[0] = count
     warp_scan(inclusive, lane)
@@ -88,9 +92,9 @@ def block_scan(count: Any, sums: Any, s_part: Any, lane: Any, warp: Any) -> None
 def in_order(
     words: Any, head: Any, num: Any, to: Any, place: Any, s_part: Any, thread: Any
 ) -> None:
-    """The numbers of set bits of `num` words of a head, ascending, as many as there is room for.
+    """Writes the numbers of the set bits in `num` words of a head to to[head], in ascending order.
 
-    place[0]: how many they are.
+    Numbers for which to[head] has no room are left out. place[0] becomes the number of set bits.
     """
     sums = T.alloc_local((2,), "int32")
     word, at = T.alloc_var("int32"), T.alloc_var("int32")
@@ -119,14 +123,16 @@ def fewest(
     s_sum: Any,
     thread: Any,
 ) -> None:
-    """level[0]: lines with keys from it on are at least one, and hold `need` or are `cap` lines.
+    """Sets level[0] such that the lines with keys >= level[0] are the fewest that reach a target.
 
-    `num` lines by their place; s_sum is int32 [2, 2, WARPS].
+    The target is a mass of `need`, or `cap` lines if that takes fewer. At least one line and all
+    forced lines are kept. If all lines are too few, level[0] is 0, and all are kept. The lines are
+    at places 0 to num - 1; s_sum is int32 [2, 2, WARPS].
     """
     lane, warp = thread % 32, thread // 32
     held = T.alloc_local((HELD,), "int64")
     mine = T.alloc_local((2,), "int32")  # lines, and their mass
-    kept, missed = T.alloc_var("int32"), T.alloc_var("int32")  # lines at two levels
+    kept, missed = T.alloc_var("int32"), T.alloc_var("int32")  # lines kept at two levels
     least = T.alloc_var("int64")
     for u in T.unroll(HELD):
         held[u] = -1
@@ -134,13 +140,13 @@ def fewest(
             held[u] = lines.key(u * THREADS + thread)
     level[0] = 0
     for i in rolled(2 * BITS + 2):
-        least = 0  # first, whether all are too few
+        least = 0  # the first pass tests whether all lines are too few
         if i > 0:
             least = level[0] | T.int64(1) << T.cast(2 * BITS + 1 - i, "int64")
         for n in T.unroll(2):
             mine[n] = 0
         for u in T.unroll(HELD):
-            if u * THREADS < num:  # of all threads
+            if u * THREADS < num:  # the same for all threads
                 if held[u] >= least:
                     mine[0] += 1
                     mine[1] += mass_of(held[u])

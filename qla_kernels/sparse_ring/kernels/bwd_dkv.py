@@ -1,7 +1,8 @@
 """bwd_dkv -- dK and dV of chunks of keys, from the slashes that a rank's queries see.
 
-Per tile of 128 keys, blocks j0 and j0 + gap of the sequence, and KV head: over its query heads and
-the blocks of 64 queries that see either half. Per half, keys as rows, S^T and dP^T are [64, 64]:
+A CTA has one KV head and a tile of 128 keys, blocks j0 and j0 + gap of the sequence. It sums over
+the head's query heads, and over the blocks of 64 queries that see either half of the tile. Per
+half, with keys as rows, S^T and dP^T are [64, 64]:
     P^T  = exp2(scale log2(e) K Q^T - lse2), 0 where a query comes before the key
     dS^T = P^T (V dO^T - delta)
     dV  += P^T dO        dK += scale dS^T Q          [64, D], fp32
@@ -9,15 +10,15 @@ the blocks of 64 queries that see either half. Per half, keys as rows, S^T and d
 Steps (numbers appear again in the roles):
     1 load   K and V of the tile
     2 load   walks the table of diagonals, head by head: entry e is query block j0 + e + gap, with
-             the bits swapped, since b1 is about j0 and b0 about j0 + gap; Q, dO, lse2, delta
+             the bits swapped: b1 concerns j0, and b0 concerns j0 + gap; Q, dO, lse2, delta
     3 grads  S^T and dP^T; P^T; dS^T; dV, dK
-    4 grads  dK and dV out, added to what came with the chunk
+    4 grads  dK and dV, added to the sums that came with the chunk
 
 Bounded by the tensor cores: four products of a block, 8 64 64 D operations for 32 KB. Why this
-shape: see dkv_parts.py. A CTA has all query heads of a KV head, in order, so each gradient has one
-writer and a fixed order of sums. The halves of a tile see mostly the same blocks, and share them; a
-half that does not see one lets it pass. Only `load` reads the table: it sends with each block what
-the halves see of it, and with the last that it was the last.
+shape: see dkv_parts.py. A CTA processes all query heads of a KV head, in order, so each gradient
+has one writer and a fixed order of sums. The halves of a tile mostly see the same blocks, and share
+them; a half skips a block that it does not see. Only `load` reads the table: with each block it
+sends a code for each half, and after the last block the code END.
 """
 
 import tilelang.language as T
@@ -75,7 +76,7 @@ def load(x, k, v, table, visits, s, ring, keys_full, chunk, b, kv_head, row0, j0
             while at < end:
                 word = ahead
                 if at + 32 + lane < end:
-                    ahead = table.entries[of_head, at + 32 + lane]  # while these are walked
+                    ahead = table.entries[of_head, at + 32 + lane]  # arrives during the loop below
                 for y in rolled(T.min(32, end - at)):
                     entry = T.shfl_sync(word, y)
                     inside = j0 + (entry >> 2) - first
@@ -143,7 +144,7 @@ def build(v: Variant):
         first: T.int32,
     ):
         threads = (GROUP, plan.threads // GROUP)
-        # long tiles of all chunks first
+        # the long tiles of all chunks come first
         with T.Kernel(num_chunks, num_tiles, Hk * B, threads=threads) as (chunk, tile, head):
             s_k = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
             s_v = T.alloc_shared((HALVES, BLOCK, D), v.dtype)

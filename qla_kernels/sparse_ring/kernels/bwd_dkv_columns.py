@@ -1,22 +1,23 @@
 """bwd_dkv_columns -- dK and dV of the verticals' keys, from all later queries of a rank.
 
-Per tile of 128 columns and query head, over the rank's blocks of 64 queries behind the first column
-or, in slices, every n-th of them. Per half, keys as rows, S^T and dP^T are [64, 64]:
+A CTA has one query head, a tile of 128 columns, and one slice of the rank's blocks of 64 queries
+behind the tile's first column: every n-th block if there are n slices. Per half, with keys as rows,
+S^T and dP^T are [64, 64]:
     P^T  = exp2(scale log2(e) K Q^T - lse2), 0 where a slash covers the column, and in its own block
     dS^T = P^T (V dO^T - delta)
     dV  += P^T dO        dK += scale dS^T Q          [64, D], fp32
 
 Steps (numbers appear again in the roles):
-    1 load   K and V of the tile, rows of `compact`
-    2 load   Q, dO, lse2 and delta of one block after the other
-    3 keep   which columns of each half the block sees: d = block - column's > 0, and not in D
+    1 load   K and V of the tile, from the rows that `compact` gathered
+    2 load   Q, dO, lse2 and delta, block by block
+    3 keep   a mask of the columns that the block sees: d = block - column's block > 0, d not in D
     4 grads  S^T and dP^T; P^T; dS^T; dV, dK
-    5 grads  dK and dV out, of this slice
+    5 grads  dK and dV of this slice
 
-Bounded by the tensor cores, as bwd_dkv; see dkv_parts.py. Columns are few, and each meets all
-queries: slices make enough CTAs of them. They are interleaved, so that they weigh the same, and
-what walks at the same time walks over the same queries. Each has sums of its own, and `scatter`
-adds those in order.
+Bounded by the tensor cores, as bwd_dkv; see dkv_parts.py. Columns are few, and each meets all later
+queries, so the queries are cut into slices to make enough CTAs. Slices are interleaved: they have
+equal work, and CTAs that run at the same time read neighbouring queries. Each slice writes sums of
+its own, and `scatter` adds them in order.
 """
 
 from typing import Any, NamedTuple
@@ -34,9 +35,9 @@ from qla_kernels.tile.schedule import ONE, Role, Schedule
 
 Variant, VARIANTS, PASS_CONFIGS = dkv_parts.Variant, dkv_parts.VARIANTS, dkv_parts.PASS_CONFIGS
 
-WORDS = TILE // WORD  # of a bit for each column
+WORDS = TILE // WORD  # words of a mask with one bit for each column of a tile
 LOG2_BLOCK, LOG2_WORD = 6, 5
-NEVER = 1 << 24  # a block behind all
+NEVER = 1 << 24  # a block number behind all blocks
 
 
 def schedule(v: Variant) -> Schedule:
@@ -65,7 +66,7 @@ def schedule(v: Variant) -> Schedule:
 
 
 class Walk(NamedTuple):
-    """`count` local blocks: start, start + step, .."""
+    """The `count` local blocks start, start + step, ... of a slice."""
 
     start: Any
     step: Any
@@ -160,7 +161,7 @@ def build(v: Variant):
         scale2: T.float32,  # scale log2(e)
     ):
         threads = (GROUP, plan.threads // GROUP)
-        # long tiles of all heads first
+        # the long tiles of all heads come first
         with T.Kernel(slices, heads, room // TILE, threads=threads) as (part, of_head, tile):
             s_k = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
             s_v = T.alloc_shared((HALVES, BLOCK, D), v.dtype)

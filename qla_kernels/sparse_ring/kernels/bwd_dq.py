@@ -1,6 +1,6 @@
 """bwd_dq -- dQ from vertical and slash lines: one CTA per 128 query rows and query head.
 
-Per 64 rows and 64 keys that see each other (walk says which, and which keys of them):
+Per block of 64 rows and 64 keys in which a row sees a key (walk.py finds blocks and masks):
     P   = exp2(scale2 Q K^T - lse2), 0 where a key is not seen      [64, 64]
     dS  = P (dO V^T - delta)
     dQ += scale dS K                                                [64, D], fp32
@@ -8,13 +8,14 @@ Per 64 rows and 64 keys that see each other (walk says which, and which keys of 
 Steps (numbers appear again in the roles):
     1 load   Q and dO; K and V of every block that either half of the tile sees, then of the columns
     2 rows   S and dP of a step; P, dS; dQ
-    3 rows   dQ, added to that of earlier launches; rounded by the last one
+    3 rows   dQ, added to the dQ of earlier launches; the last launch rounds the sum
 
-Bounded by the tensor cores, three products a step, and for masks of single diagonals by L2, as fwd,
-whose walk and tiles these are. Why this shape: dS is a left operand in the registers where it was
-computed, so nothing passes through shared memory. Q stays there, though: in registers it is not
-faster, and with D = 64 ptxas 13.0 gave it those of dS (docs/notes/sparse-ring-backward.md). A tile
-has one writer and a fixed order of sums in each launch, and launches follow each other.
+Bounded by the tensor cores, with three products a step, and for masks of single diagonals by L2, as
+fwd, whose tiles and walk this kernel shares. Why this shape: dS is a left operand in the registers
+where it was computed, so it does not pass through shared memory. Q stays in shared memory: in
+registers it is not faster, and with D = 64 ptxas 13.0 assigned the registers of dS to it as well
+(docs/notes/sparse-ring-backward.md). A tile has one writer and a fixed order of sums in each
+launch, and launches run one after the other.
 """
 
 from typing import NamedTuple
@@ -51,7 +52,7 @@ class Variant(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Of keys, and of values."""
+        """Slots of keys, and as many of values."""
         return 512 // self.D
 
 
@@ -88,7 +89,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=3, regs=56, computes="fills the warpgroup"),
         ),
         rings={"k": v.slots, "v": v.slots},
-        # q; dO, in whose place dQ leaves; k and v; what is seen; barriers and alignment
+        # q; dO, whose place dQ takes at the end; k and v; codes; barriers and alignment
         smem_bytes=(2 * HALVES + 2 * v.slots) * BLOCK * v.D * 2
         + v.slots * HALVES * SEEN * 4
         + 1024,
@@ -239,7 +240,7 @@ def build(v: Variant):
             )
             table = Table(entries, bounds, gap, stripe_blocks, num_bounds - 1)
 
-            # heads of a group beside each other, long tiles first: keys and values stay in L2
+            # Heads of a group are adjacent, so keys and values stay in L2; long tiles come first.
             group, kv_head, tile = (T.alloc_var("int32") for _ in range(3))
             b, h, i0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             group = H // Hk

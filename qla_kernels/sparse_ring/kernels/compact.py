@@ -2,12 +2,13 @@
 
     columns[h, n] = k[row of v_idx[h, n]], if that row is in one of the chunks
 
-Block j of the sequence is in a chunk if a visit's range holds it and, of stripes, if the chunk has
-its stripe: the owner of stripe x is bucket (rank - x) mod buckets away. Its place is what walk
-computes. Rows of other chunks are left as they are; behind the last column rows are 0.
+Block j of the sequence is in a chunk if a visit's range holds it and, with stripes, if the chunk
+has its stripe: the owner of stripe x is at distance (rank - x) mod buckets, which is the visit's
+bucket. The block's row in the chunk is computed as in walk.py. Places of columns in other chunks
+keep their contents; places behind the last column become 0.
 
-Bounded by memory: reads of a row each, 256 B. A warp copies a row, 8 B a lane at a time: any 16-bit
-type and any size of a head is then the same kernel.
+Bounded by memory: every read is one row of 256 B (D = 128). A warp copies a row, 8 B a lane at a
+time, so one kernel serves every 16-bit type and every head size.
 """
 
 from typing import NamedTuple
@@ -21,8 +22,8 @@ from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
 WARPS = 8
-COLUMNS = 64  # a CTA's
-KEPT, NONE = -2, -1  # of rows: in another chunk, and in none
+COLUMNS = 64  # columns of a CTA
+KEPT, NONE = -2, -1  # instead of a row: the column is in another chunk; there is no column
 
 
 class Variant(NamedTuple):

@@ -1,16 +1,17 @@
-"""cut -- the columns of one head that may be chosen, of the keys that are here, by one CTA.
+"""cut -- the best columns of a head among the local keys, as candidates; one CTA per head.
 
-    found = the keys that are marked
-and of these the `room` best: columns below `sink`, then falling masses, ties by column.
+    found = the marked keys
+    kept  = the `room` best of them: columns below `sink`, then falling masses, ties by column
 
 Steps (numbers appear again in the code):
-    1  the marked keys, in order; then their columns and masses
-    2  where there are more than there is room for: the least key that is kept
-    3  what is kept, in order; (end, 0) where there is nothing
+    1  list the marked keys in ascending order, then replace them by columns and masses
+    2  if there are more than `room`, find the least sort key that is kept
+    3  write the kept columns and masses in order; unused places get (end, 0)
 
 Bounded by latency: a head has one SM.
-Why this shape: no floating point and no order of sums, so that every rank and every way to compute
-this keep the same. Most heads have room for all that is found, and skip step 2.
+Why this shape: integers alone, and sums whose order does not matter, so the kernel and the CPU code
+keep the same columns, given the same masses. Most heads have room for all marked keys, and skip
+step 2.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-NEVER = (1 << 31) - 1  # more than all masses together
+NEVER = (1 << 31) - 1  # a target that is never reached: more than the sum of all masses
 
 
 class Variant(NamedTuple):
@@ -88,7 +89,7 @@ def build(v: Variant):
                     found_mass[head, at] = mass[head, x]
                     found_column[head, at] = block[x // BLOCK] * BLOCK + x % BLOCK
             level[0] = 0
-            if num_found[0] > room:  # 2: threads read what they wrote themselves
+            if num_found[0] > room:  # 2: a thread reads what it wrote itself, so no barrier
                 fewest(level, found, num_found[0], NEVER, room, s_sum, thread)
             num_kept = 0
             for i in rolled(T.ceildiv(num_found[0], THREADS)):  # 3
@@ -97,7 +98,7 @@ def build(v: Variant):
                 if at < num_found[0]:
                     count = T.cast(found.key(at) >= level[0], "int32")
                 block_scan(count, sums, s_part, lane, warp)
-                if (count == 1) & (num_kept + sums[0] < room):  # else a key is there twice
+                if (count == 1) & (num_kept + sums[0] < room):  # false only if a key occurs twice
                     column[head, num_kept + sums[0]] = found_column[head, at]
                     kept[head, num_kept + sums[0]] = found_mass[head, at]
                 num_kept += sums[1]

@@ -1,16 +1,16 @@
-"""diagonals -- the table that kernels walk, from the bits of the index: one CTA per head.
+"""diagonals -- the table of diagonals that kernels walk, from the index's bits; one CTA per head.
 
-    entries  (e + gap) << 2 | b1 << 1 | b0, for -gap <= e < blocks where b0 or b1,
-             b0 = [e in D], b1 = [e + gap in D]; by bucket ceil(e / s) mod buckets, then by e
-    bounds   bucket b has entries bounds[b] to bounds[b + 1]
+    entries  (e + gap) << 2 | b1 << 1 | b0, for each e in -gap <= e < blocks with b0 or b1,
+             b0 = [e in D], b1 = [e + gap in D]; sorted by bucket ceil(e / s) mod buckets, then by e
+    bounds   bucket b has the entries bounds[b] to bounds[b + 1] - 1
 
 Steps (numbers appear again in the code):
-    1  thread by thread, the candidates of one bucket after the other, e ascending in each
-    2  those that are kept are counted, in each warp, then over the warps
-    3  bounds where a bucket begins; behind the last entry, zeros
+    1  assign a candidate e to each thread, bucket by bucket, e ascending in each bucket
+    2  count the kept candidates before each thread: over its warp, then over the warps
+    3  write the bound of each bucket that begins; write zeros behind the last entry
 
-Bounded by latency: a few microseconds, whatever the mask. Why this shape: as tensor operations the
-table costs some twenty launches; plan.table is the same for any device.
+Bounded by latency: a few microseconds for any mask. Why this shape: made by tensor operations, as
+in plan.table, the same table costs about twenty launches.
 """
 
 from typing import NamedTuple
@@ -68,7 +68,7 @@ def build(v: Variant):
             thread = T.get_thread_binding()
             lane, warp = thread % 32, thread // 32
             buckets = num_bounds - 1
-            # of a bucket: turns of stripe_blocks candidates; the first turn is of e <= 0
+            # a bucket has `turns` runs of stripe_blocks candidates each; the first run has e <= 0
             turns = T.ceildiv(num_blocks - 1, stripe_blocks) // buckets + 2
             size = turns * stripe_blocks
             all_before = 0

@@ -1,13 +1,14 @@
-"""Gradients of 64 keys by a warpgroup: what bwd_dkv and bwd_dkv_columns have in common.
+"""Parts that bwd_dkv and bwd_dkv_columns share: the gradients of 64 keys by one warpgroup.
 
-A tile is two halves of 64 keys. Keys are rows, so that S^T and dP^T are [64 keys, 64 queries], and
-P^T and dS^T are left operands in the registers where they were computed; the products
+A tile is two halves of 64 keys. Keys are rows, so S^T and dP^T are [64 keys, 64 queries], and P^T
+and dS^T are left operands in the registers where they were computed. The tensor cores compute four
+products a block of queries, and no result goes back to shared memory:
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
-are all there is for the tensor cores, and nothing goes back to shared memory. A warp loads blocks
-of queries for both halves and sends with each what a half sees of it, in the codes of walk.py; the
-bits of COLUMNS are keys of the half.
+A warp loads blocks of queries for both halves. With each block it sends a code for each half that
+says which pairs see each other, in the codes of walk.py; a mask of COLUMNS has a bit for each key
+of the half.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ class Variant(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Blocks of queries: what fits next to K and V, and hides the latency of a load."""
+        """Slots for blocks of queries: they fit next to K and V, and hide the latency of loads."""
         return 512 // self.D
 
 
@@ -44,7 +45,11 @@ VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in
 
 
 def schedule(v: Variant, words: int, *serving: Role) -> Schedule:
-    """With the words that `Shared.seen` has of a half, and the roles of the third warpgroup."""
+    """Returns the Schedule of a variant.
+
+    `words` is the number of words in `Shared.seen` for each half, and `serving` are the roles of
+    the third warpgroup.
+    """
     return Schedule(
         roles=(
             Role(
@@ -59,7 +64,7 @@ def schedule(v: Variant, words: int, *serving: Role) -> Schedule:
             *serving,
         ),
         rings={"q": v.slots},
-        # k, v; q, dO; lse2, delta; what is seen; barriers and alignment
+        # k, v; q, dO; lse2, delta; codes; barriers and alignment
         smem_bytes=2 * TILE * v.D * 2
         + v.slots * (2 * BLOCK * v.D * 2 + 2 * BLOCK * 4 + HALVES * words * 4)
         + 1024,
@@ -72,7 +77,7 @@ class Shared(NamedTuple):
     q: Any  # [slots, BLOCK, D]
     do: Any
     rows: Any  # fp32 [slots, 2, BLOCK]
-    seen: Any  # int32 [slots, HALVES, 1], or 3: with the mask of COLUMNS
+    seen: Any  # int32 [slots, HALVES, 1] codes, or [slots, HALVES, 3] with masks of COLUMNS
 
 
 class Queries(NamedTuple):
@@ -94,7 +99,7 @@ def load_keys(k, v, s, keys_full, b, row0, head):
 
 @T.macro
 def put_queries(x, s, ring, i, b, row, head):
-    """Step i: a block of queries, whose slot is not committed yet."""
+    """Loads the block of queries of step i, and does not commit its slot."""
     slot = ring.slot(i)
     rows = slice(row, row + BLOCK)
     ring.acquire(i)
@@ -106,7 +111,7 @@ def put_queries(x, s, ring, i, b, row, head):
 
 @T.macro
 def put_seen(s, ring, i, what, low=0, high=0):
-    """Step i: lanes 0 and 1 say what halves 0 and 1 see of it; the whole warp commits."""
+    """Writes the codes of step i: of half 0 by lane 0, of half 1 by lane 1; the warp commits."""
     lane = T.get_thread_binding() % 32
     if lane < HALVES:
         s.seen[ring.slot(i), lane, 0] = what
@@ -131,8 +136,11 @@ def hide(r_p, s, slot, half, what):
 
 @T.macro
 def gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v):
-    """dK and dV of half w. By shuffle and votes ptxas learns that all lanes agree: descriptors then
-    are in uniform registers, and products stay asynchronous."""
+    """Sets r_dk and r_dv to dK and dV of half w, by all steps up to END.
+
+    The shuffle and the votes tell ptxas that all lanes have the same value. It then keeps the
+    descriptors in uniform registers, and products stay asynchronous.
+    """
     r_s = T.alloc_fragment((BLOCK, BLOCK), "float32")
     r_dp = T.alloc_fragment((BLOCK, BLOCK), "float32")
     r_p = T.alloc_fragment((BLOCK, BLOCK), v.dtype)

@@ -1,28 +1,28 @@
 """fwd -- attention to vertical and slash lines, forward: one CTA per 128 query rows and query head.
 
-Per 64 rows and 64 keys that see each other (walk says which, and which keys of them):
-    S   = Q K^T, keys that are not seen: -inf                    [64, 64]
+Per block of 64 rows and 64 keys in which a row sees a key (walk.py finds blocks and masks):
+    S   = Q K^T, -inf where a key is not seen                    [64, 64]
     m   = max(m, rows of S);  a = 2^{scale2 (old m - m)}         [64]
     P   = 2^{scale2 (S - m)};  l = a l + rowsum P                [64, 64]
     O   = a O + P V                                              [64, D]
-then O / l and LSE = scale2 m + log2 l, merged with what earlier launches of the call have found:
-    LSE' = log2(2^LSE + 2^l);  O' = 2^{LSE - LSE'} O + 2^{l - LSE'} o
+then O / l and LSE = scale2 m + log2 l, merged with o and lse, the result of earlier launches:
+    LSE' = log2(2^LSE + 2^lse);  O' = 2^{LSE - LSE'} O + 2^{lse - LSE'} o
 
 Steps (numbers appear again in the roles):
     1 load   Q; K and V of every block that either half of the tile sees, then of the columns
-    2 rows   S of the next step, and P V of the one before
+    2 rows   S of the next step, and P V of the step before
     3 rows   the mask, m, a, P, l
     4 rows   a O
     5 rows   merge, write O and LSE
 
 Bounded by the tensor cores, and for masks of single diagonals by L2: K and V of a step are 32 KB,
-for 64 rows then 64 FLOP a byte. Why this shape: blocks of 64 are what the mask is made of, so the
-two warpgroups of a tile have rows of their own, walk the same steps, and let those pass that the
-other sees alone; where diagonals lie together, a step serves both. They run the same code, on
-threads of two dimensions: its loops, twice, would not fit the instruction cache. Q stays in
-registers: with it in shared memory, S of 64 keys would ask for all that shared memory can deliver.
-P is the left operand of its product as it lies in the accumulators, and that product runs beside
-the softmax of the next step. K is handed back earlier than V, so it has fewer slots.
+which gives 64 FLOP a byte if only 64 rows use them. Why this shape: the mask consists of blocks of
+64. Each of a tile's two warpgroups has 64 rows of its own. Both walk the same steps and skip steps
+that only the other one sees; with neighbouring diagonals a step serves both. They run the same
+code, on threads of two dimensions, because two copies of its loops would not fit the instruction
+cache. Q stays in registers: from shared memory, S of 64 keys would take all of its bandwidth. P is
+the left operand of P V directly in accumulator layout, and P V runs at the same time as the softmax
+of the next step. K is released earlier than V, so it has fewer slots.
 """
 
 from typing import NamedTuple
@@ -93,7 +93,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=3, regs=40, computes="fills the warpgroup"),
         ),
         rings=rings,
-        # q, in whose place o leaves; k and v; what is seen; barriers and alignment
+        # q, whose place o takes at the end; k and v; codes and masks; barriers and alignment
         smem_bytes=(2 + rings["k"] + rings["v"]) * BLOCK * v.D * 2
         + rings["k"] * 2 * SEEN * 4
         + 1024,
@@ -123,7 +123,7 @@ def load(
 
 @T.macro
 def hide(r_s, seen):
-    """Keys that are not seen get -inf."""
+    """Sets the scores of keys that are not seen to -inf."""
     if seen[0] == TRIANGLE:
         for r, c in T.Parallel(BLOCK, BLOCK):
             r_s[r, c] = T.if_then_else(c <= r, r_s[r, c], -T.infinity("float32"))
@@ -188,9 +188,10 @@ def attend(s_q, q_full, steps, w, r_o, m, l, met, scale2, D, dtype):
 
 @T.macro
 def weigh(lse, b, h, row0, token0, seqlen, first, old, now):
-    """LSE of a warpgroup's rows from `now`, in base 2, and before; then what each part's o weighs.
+    """Merges the LSE of this launch, `now` in base 2, into lse, for the rows of a warpgroup.
 
-    Rows from seqlen on are padding.
+    `old` and `now` become the weights of the old o and of this launch's o in the merged o. Rows
+    from seqlen on are padding, and get an LSE of -inf.
     """
     lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32 % 4
     both = T.alloc_local((2,), "float32")
@@ -232,7 +233,7 @@ def rows(
     w = T.shfl_sync(T.get_thread_binding(1), 0)  # for ptxas: one value in the warp
     above = w * BLOCK
     attend(s_q, q_full, steps, w, r_o, m, l, met, scale2, D, dtype)
-    if (met[0] | first | finish) != 0:  # 5, or what is there stays
+    if (met[0] | first | finish) != 0:  # 5; else o and LSE stay as they are
         softmax.finish(r_o, m, l, now, scale2)
         weigh(lse, b, h, row0 + above, (i0 + w * gap) * BLOCK, seqlen, first, old, now)
         softmax.rescale(r_o, now)
@@ -306,7 +307,7 @@ def build(v: Variant):
             steps = Steps(s_k, s_v, s_seen, k_ring, v_ring)
             table = Table(entries, bounds, gap, stripe_blocks, num_bounds - 1)
 
-            # heads of a group beside each other, long tiles first: keys and values stay in L2
+            # Heads of a group are adjacent, so keys and values stay in L2; long tiles come first.
             group, head, tile = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             b, h, i0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             group = H // Hk

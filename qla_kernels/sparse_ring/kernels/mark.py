@@ -1,10 +1,11 @@
-"""mark -- of each block of 64 keys the mass, and which keys stand out of it, as bits.
+"""mark -- the mass of each block of 64 keys, and a bit for each key that stands out in its block.
 
     tile  = the sum of a block's masses
-    marks = (63 + kappa) mass > kappa tile, or, without kappa, mass > 0; and columns below `sink`
+    marks = (63 + kappa) mass > kappa tile, or, if kappa < 0, mass > 0; set for columns below `sink`
 
-A warp has eight blocks at a time, a lane two keys of each. Bounded by memory, and by the launch.
-Why this shape: cut has one SM for a head, on which this alone took 30 us; here it has them all.
+A warp has eight blocks at a time, and a lane has two keys of each. Bounded by memory, and by the
+launch. Why this shape: `cut` has one SM for a head, on which this part alone took 30 us; as a
+kernel of its own it uses all SMs.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 WARPS = 8
 TILES = 8  # blocks of a warp
-BLOCKS = WARPS * TILES  # of a CTA
+BLOCKS = WARPS * TILES  # blocks of a CTA
 HALVES = BLOCK // WORD
 
 
@@ -61,7 +62,7 @@ def build(v: Variant):
                 for e in T.unroll(HALVES):
                     m[u, e] = mass[head, b * BLOCK + e * WORD + lane]
             for u in T.unroll(TILES):
-                if block0 + u < blocks:  # of a whole warp
+                if block0 + u < blocks:  # the same for the whole warp
                     of_tile = warp_sum(m[u, 0] + m[u, 1])
                     token = block[block0 + u] * BLOCK + lane
                     for e in T.unroll(HALVES):

@@ -1,16 +1,18 @@
-"""scatter -- the gradients of the verticals in chunks, added to those of the chunks.
+"""scatter -- adds the gradients of verticals to dK and dV of the chunks that hold the verticals.
 
-Per row of a chunk, a token t, and KV head:
-    dK[t] += sum over its query heads h, and slices s, of dKc[s, h, n] where v_idx[h, n] = t; so dV
+For each row of a chunk, with token t, and each KV head:
+    dK[t] += sum over the query heads h of the KV head, and over slices s, of dKc[s, h, n], where
+             v_idx[h, n] = t; the same for dV
 
 Steps (numbers appear again in the role), for each query head in order:
     1 rows   a lane finds the first column of its head in the 16 rows of the warp, by bisection
-    2 rows   the warp adds the columns there, head by head
+    2 rows   the warp adds the gradients of the columns in these rows, head by head
 
-Bounded by latency: few rows are columns, and what there is to read is found by chains of loads; the
-heads' chains run side by side, and many small CTAs hide each other's. Why this shape: a row has one
-warp and its sum one order, so the result is the same in every run. Where nothing is found, nothing
-is read or written. With a lane for each row, head after head, it took 131 us instead of 73.
+Bounded by latency: few rows are columns, and finding them takes chains of dependent loads. The
+chains of a warp's heads run in parallel, one in each lane, and many small CTAs hide each other's
+latency. Why this shape: a row belongs to one warp, and its sum has one order, so the result is the
+same in every run. A warp without columns in its rows reads and writes no gradients. A version with
+a lane for each row, one head after the other, took 131 us instead of 73.
 """
 
 from typing import NamedTuple
@@ -67,7 +69,7 @@ def rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D):
             head = T.shfl_sync(of_head, y)
             column = T.shfl_sync(low, y)
             at = T.shfl_sync(found, y)
-            while (token <= at) & (at < end):  # columns ascend, or this is where it ends
+            while (token <= at) & (at < end):  # columns ascend
                 row = row0 + first + at - token
                 for n in T.unroll(2):
                     for e in T.vectorized(D // 32):

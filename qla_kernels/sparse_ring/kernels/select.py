@@ -1,9 +1,10 @@
-"""select -- the lines of one head that its budget buys, of all ranks' candidates, by one CTA.
+"""select -- the lines of a head, chosen from the candidates of all ranks; one CTA per head.
 
     total  = the sum of all tiles; need(p) = p total, rounded up
     V      = the fewest candidates, best first, that hold need(recall_v)
-    s[d]   = tile[last - d], less the masses of V in that tile where slashes are to hold the rest
-    D      = the fewest distances, best first, that hold need(recall_s), with V where V counts
+    s[d]   = tile[last - d], with `residual` less the masses of V in that tile
+    D      = the fewest distances d, best first, whose s[d] hold need(recall_s), with `residual`
+             less the mass of V
 Columns below `sink` and distances below `window` come first, then falling masses; ties by number.
 
 Steps (numbers appear again in the code):
@@ -11,10 +12,10 @@ Steps (numbers appear again in the code):
     2  V by its least key; a bit and a mass in the tables for each of its columns
     3  V in order, from the bits
     4  D by its least key
-    5  D as bits, with short holes filled; the share of the window that the lines hold
+    5  D as bits, with short holes filled; the share of the observed attention that the lines hold
 
-Bounded by latency; a head has one SM. Integers alone, as in cut, and no order that matters: bits
-and masses are added in any.
+Bounded by latency: a head has one SM. All numbers are integers, as in cut, so bits and masses may
+be added in any order.
 """
 
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ def schedule(v: Variant) -> Schedule:
 
 
 class Slashes(NamedTuple):
-    """Block distances of a head: the first `window` are forced."""
+    """Diagonals of a head as budget.Lines: distances below `window` are forced."""
 
     tile: Any  # int32 [heads, blocks]
     of_columns: Any  # likewise, the masses of V
@@ -134,7 +135,7 @@ def build(v: Variant):
                 at = i * THREADS + thread
                 if at < num:
                     if columns.key(at) >= level[0]:
-                        c = T.max(column[head, at], 0)  # and below `end`, or its key were -1
+                        c = T.max(column[head, at], 0)  # c < end, since its key is not -1
                         T.atomic_add(marks[head, c // WORD], T.int32(1) << c % WORD)
                         T.atomic_add(of_columns[head, c // BLOCK], mass[head, at])
                         held += mass[head, at]

@@ -1,19 +1,20 @@
-"""How a query tile meets keys: its loading warp walks the table of diagonals, then the columns.
+"""Macros by which a query tile walks its keys: first the table of diagonals, then the columns.
 
-A tile is two blocks of 64 rows, a warpgroup each, and a step loads 64 keys and values for both. The
-warp says with every step what each warpgroup sees of it, so consumers read no table, count nothing
-and stop where the warp stops. What a warpgroup does not see it hands back unread.
+A tile is two blocks of 64 rows, one for each of two warpgroups. A loading warp makes the steps: a
+step loads 64 keys and values for both warpgroups, along with a code for each warpgroup that says
+which of these keys it sees. Consumers therefore read no table, count no steps, and stop at END.
 
-    UNSEEN     none of the keys
-    WHOLE      all
-    TRIANGLE   the block of the rows themselves: key j <= row i
-    COLUMNS    those of a mask of 64 bits
+    UNSEEN     none of the keys: the warpgroup releases the slots without reading them
+    WHOLE      all keys
+    TRIANGLE   the block of the rows themselves: row i sees key j if j <= i
+    COLUMNS    the keys in a mask of 64 bits
     END        no more steps
 
-Two warpgroups that see different steps must not wait for each other in a circle. One keeps the
-values of a step until it has met the keys of the next that it sees; so that those can always be
-loaded, the warp lets no warpgroup pass more steps than there are slots for: it then gives it a step
-of which it sees no column.
+Two warpgroups that see different steps must not wait for each other in a circle. A warpgroup keeps
+the values of one step until it has met the keys of the next step that it sees, so the loading warp
+must always be able to load those keys. To avoid deadlock, a warpgroup may skip at most (value slots
+- 2) consecutive steps. Then the loading warp marks a step as COLUMNS with an empty mask for it, so
+that the warpgroup processes that step and releases the slot it holds.
 """
 
 from typing import Any, NamedTuple
@@ -26,12 +27,12 @@ from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
 
 END, UNSEEN, WHOLE, TRIANGLE, COLUMNS = -1, 0, 1, 2, 3
-SEEN = 3  # what a warpgroup sees, and the mask of columns, two words
+SEEN = 3  # words for a warpgroup and step: the code, and two words of column mask
 VISIT = 5  # batch row of slot 0 of the buffer, bucket, first block, end, local block of the first
 
 
 class Steps(NamedTuple):
-    """Slots of keys, of values, and of what is seen of them, which lies with the keys."""
+    """Slots of keys, of values, and of the codes, which share the slots and barriers of keys."""
 
     s_k: Any  # [slots, 64, D]
     s_v: Any
@@ -41,7 +42,7 @@ class Steps(NamedTuple):
 
 
 class Table(NamedTuple):
-    """See plan.Table, a row for each batch row and head; and the tile in it."""
+    """The fields of plan.Table, with one row of tensors for each batch row and head."""
 
     entries: Any
     bounds: Any
@@ -51,15 +52,17 @@ class Table(NamedTuple):
 
 
 def first_block_of(first_block, tile, d_bits, gap):
-    """Of a tile whose blocks are at no greater distance from any block than there are bits for."""
+    """Returns the first block of a tile, clamped so that d_bits has a bit for every distance."""
     return clamped(first_block[tile], 0, d_bits.shape[1] * WORD - 1 - gap)
 
 
 @T.macro
 def put(steps, walked, what, low, high, k, v, x, row, head):
-    """One more step: rows of k and v [x, rows, head, D]; lanes 0 and 1 say what each half sees.
+    """Loads one more step: 64 rows of k and v [x, row, head, D], and the codes of both warpgroups.
 
-    walked is what the lanes count: steps, and those in a row that its half of the tile let pass.
+    In lanes 0 and 1 `what`, `low` and `high` are the code and mask of warpgroups 0 and 1, which
+    own the tile's two halves. walked[0] counts steps, and walked[1] the latest consecutive steps
+    that the lane's warpgroup did not see.
     """
     half = T.get_thread_binding() % 32
     i = T.alloc_var("int32")
@@ -90,7 +93,7 @@ def put(steps, walked, what, low, high, k, v, x, row, head):
 
 @T.macro
 def walk_slashes(steps, walked, table, visits, k, v, row_of_table, i0, b, head):
-    """Every visit's blocks that the tile at block i0 sees."""
+    """Makes a step of every block, in any visit, that the tile at block i0 sees by a diagonal."""
     lane = T.get_thread_binding() % 32
     half = lane % 2
     x, end, word, ahead, what, mine = (T.alloc_var("int32") for _ in range(6))
@@ -109,10 +112,10 @@ def walk_slashes(steps, walked, table, visits, k, v, row_of_table, i0, b, head):
         while x < end:
             word = ahead
             if x + 32 + lane < end:
-                ahead = table.entries[row_of_table, x + 32 + lane]  # while these are walked
+                ahead = table.entries[row_of_table, x + 32 + lane]  # arrives during the steps below
             j = i0 - (word >> 2) + table.gap
             mine = T.cast(T.ballot((x + lane < end) & (first <= j) & (j < stop)), "int32")
-            x0 = T.call_extern("int32", "__ffs", mine) - 1  # entries ascend: a visit's lie together
+            x0 = T.call_extern("int32", "__ffs", mine) - 1  # a visit's entries are consecutive
             for y in rolled(T.call_extern("int32", "__popc", mine)):
                 entry = T.shfl_sync(word, x0 + y)
                 e = (entry >> 2) - table.gap
@@ -128,7 +131,10 @@ def walk_slashes(steps, walked, table, visits, k, v, row_of_table, i0, b, head):
 
 @T.macro
 def read_columns(v_idx, head, c, past, columns):
-    """Columns c + lane and c + 32 + lane, or `past` where there is none; no block is below 0."""
+    """Sets columns[0] and [1] to columns number c + lane and c + 32 + lane of a head.
+
+    A column beyond the end of v_idx becomes `past`, and a negative one becomes 0.
+    """
     for n in T.unroll(2):
         at = c + n * 32 + T.get_thread_binding() % 32
         columns[n] = past
@@ -138,7 +144,7 @@ def read_columns(v_idx, head, c, past, columns):
 
 @T.macro
 def walk_columns(steps, walked, v_idx, d_bits, k, v, row_of_table, i0, gap):
-    """The columns above the tile's blocks that no slash covers, 64 at a time."""
+    """Makes steps of the columns in blocks before the tile's that no slash covers, 64 a step."""
     lane = T.get_thread_binding() % 32
     c, low, high = (T.alloc_var("int32") for _ in range(3))
     column = T.alloc_local((2,), "int32")
@@ -150,7 +156,7 @@ def walk_columns(steps, walked, v_idx, d_bits, k, v, row_of_table, i0, gap):
     while T.shfl_sync(ahead[0], 0) < past:  # columns ascend
         for n in T.unroll(2):
             column[n] = ahead[n]
-        read_columns(v_idx, row_of_table, c + BLOCK, past, ahead)  # while these are walked
+        read_columns(v_idx, row_of_table, c + BLOCK, past, ahead)  # arrive during the step below
         for half in T.unroll(2):
             for n in T.unroll(2):
                 d = i0 + half * gap - column[n] // BLOCK
@@ -177,13 +183,16 @@ def walk_end(steps, walked):
 
 @T.macro
 def advance(steps, at, w, seen):
-    """Consumer w: to the next step that it sees, or the end; its keys are there."""
+    """Moves consumer w to the next step that it sees, or to END, and waits for the step's keys.
+
+    at[0] becomes the step's number, and seen its code and mask. Steps in between are released.
+    """
     at[0] += 1
     steps.k.wait(at[0])
     seen[0] = T.shfl_sync(steps.s_seen[steps.k.slot(at[0]), w, 0], 0)
     while seen[0] == UNSEEN:
         steps.k.release(at[0])
-        steps.v.wait(at[0])  # handed back once they are there, or phases would run ahead
+        steps.v.wait(at[0])  # release only what has arrived, or phases would run ahead
         steps.v.release(at[0])
         at[0] += 1
         steps.k.wait(at[0])

@@ -1,7 +1,8 @@
-// What becomes of a window's scores, which lie in wgmma accumulators as tile/softmax.cuh says.
+// Functions on the window's scores, which are in wgmma accumulators in the layout that
+// tile/softmax.cuh describes.
 //
-// Accumulators are only read: ptxas then leaves the next product in flight beside all of this, and
-// where the loop closes, and does not where anything else writes them.
+// The functions only read accumulators. Then ptxas lets the next product run at the same time, also
+// across iterations of the loop. If anything else wrote them, ptxas would wait for the product.
 #pragma once
 
 namespace qla {
@@ -12,8 +13,9 @@ __device__ __forceinline__ int window_row() {
   return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 }
 
-// Rows are queries, columns two blocks of keys, of which row h of this thread sees the first
-// end[block][h]. A thread has maxima and sums of its own, of its quarter of a row.
+// Returns a score, or -inf if its row does not see its column. Rows are queries and columns are the
+// keys of two blocks; row h of this thread sees the first end[block][h] keys of a block. A thread
+// keeps a maximum and a sum of its own, for its quarter of a row.
 template <bool kAll>
 __device__ __forceinline__ float seen_score(const float *s, const int (*end)[2], int j, int h,
                                             int e) {
@@ -45,7 +47,7 @@ __device__ __forceinline__ void fold_seen(const float *s, const int (*end)[2], f
   }
 }
 
-// m <- max(m, scores); l <- what l and the scores are together, as powers of two from m on.
+// m <- max(m, scores); l <- sum of 2^((score - m) scale2) over the scores so far and the new ones.
 __device__ __forceinline__ void fold(const float *s, float *m, float *l, int b0, int b1, int last,
                                      float scale2) {
   const int row = window_row(), of[2] = {b0, b1};
@@ -61,7 +63,7 @@ __device__ __forceinline__ void fold(const float *s, float *m, float *l, int b0,
     fold_seen<true>(s, end, m, l, scale2);
 }
 
-// The four threads of a row have one maximum and one sum then.
+// Combines the maxima and sums of the four threads of a row; each thread gets those of the row.
 __device__ __forceinline__ void fold_quad(float *m, float *l, float scale2) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -71,9 +73,9 @@ __device__ __forceinline__ void fold_quad(float *m, float *l, float scale2) {
   }
 }
 
-// Rows are keys, columns the queries of two heads, which see row h of this thread from query
-// first[h] on. The sums of two rows and two heads: this lane's is of head lane / 2 % 2, and of the
-// upper or lower row, lane % 2.
+// Returns the sum of one key's probabilities over the queries of one head. Rows are keys, columns
+// are the queries of two heads; queries from first[h] on see row h of this thread. Four lanes share
+// two rows and two heads: a lane gets the sum of head lane / 2 % 2 and row lane % 2.
 template <bool kAll>
 __device__ __forceinline__ float weigh_seen(const float *s, const int *first, const float *lse2,
                                             float scale2) {

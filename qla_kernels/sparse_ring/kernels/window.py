@@ -1,8 +1,9 @@
-"""What the kernels of the observed window share: its queries stay, keys come tile by tile.
+"""Parts that window_lse and window_mass share: the loading role, variants, functions on scores.
 
-Scores of two heads' queries and of a tile are a product, and one is always in flight beside the
-exponentials of the one before, also where the loop closes. For that, accumulators are only read:
-`fold` and `weigh` are CUDA, in window.cuh.
+The observed queries stay in shared memory, and keys arrive tile by tile. While the tensor cores
+compute one product of queries and keys, threads work on the exponentials of the product before,
+also across iterations of the loop. This requires that threads only read accumulators. Therefore
+`fold` and `weigh` are CUDA functions, in window.cuh.
 """
 
 from pathlib import Path
@@ -14,9 +15,9 @@ from qla_kernels.tile import softmax
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import ONE, Role
 
-FLOOR = -1e30  # a row that has seen nothing: its maximum is finite, its sum 0
+FLOOR = -1e30  # maximum of a row that has seen no key: finite, and the row's sum is 0
 GROUP = 128  # threads of a warpgroup
-HEADS = 4  # of a CTA, whose queries are a warpgroup's rows, or columns, two at a time
+HEADS = 4  # query heads of a CTA; a warpgroup has two of them, or takes two at a time
 SOURCE = softmax.SOURCE + Path(__file__).with_suffix(".cuh").read_text()
 
 LOADING = (
@@ -49,7 +50,7 @@ PASS_CONFIGS = {
 
 @T.macro
 def load(q, k, s_q, s_k, q_full, ring, unit, row0, b, head, first, num_tiles):
-    """Rows of q [units, rows, D] once, in the pieces of s_q; tiles of k from `first` on."""
+    """Loads rows of q [units, rows, D] into s_q, once, then `num_tiles` tiles of k from `first`."""
     rows, keys = s_q.shape[1], s_k.shape[1]
     for n in T.unroll(s_q.shape[0]):
         T.tma_copy(
@@ -68,15 +69,21 @@ def load(q, k, s_q, s_k, q_full, ring, unit, row0, b, head, first, num_tiles):
 
 
 def fold(r_s: Any, m: Any, l: Any, b0: Any, b1: Any, last: Any, scale2: Any) -> Any:
-    """m, l <- the maximum and the sum of a row's scores so far, of this thread's quarter of it."""
+    """Adds scores to m and l, the maximum and the sum of exponentials of this thread's part.
+
+    A thread has a quarter of each of two rows. b0 and b1 are the blocks of the tile's keys.
+    """
     return T.call_extern("handle", "qla::fold", r_s.data, m.data, l.data, b0, b1, last, scale2)
 
 
 def fold_quad(m: Any, l: Any, scale2: Any) -> Any:
-    """m, l <- those of the whole row."""
+    """Combines m and l of the four threads that share a row; each gets those of the whole row."""
     return T.call_extern("handle", "qla::fold_quad", m.data, l.data, scale2)
 
 
 def weigh(r_s: Any, lse2: Any, b: Any, last: Any, scale2: Any) -> Any:
-    """The sum of a key's 2^(score - LSE) over a head's queries: which key and head, see there."""
+    """Returns the sum of 2^(score - LSE) over the queries of one head, for one key.
+
+    window.cuh says which head and key a lane gets.
+    """
     return T.call_extern("float32", "qla::weigh", r_s.data, lse2, b, last, scale2)

@@ -1,24 +1,24 @@
 """window_lse -- the log-sum-exp of the observed queries over keys, one CTA per part of the keys.
 
-A CTA has 256 rows of queries that share a key head: 64 observed queries of each of four heads, of
-which a warpgroup has two. Per tile of 128 keys and head, in base 2, with m and l in registers from
-the first tile to the last, and of their own in each of the four threads that share a row:
+A CTA has 256 rows of queries that share a key head: 64 observed queries of each of four heads. A
+warpgroup has two of the heads. m and l stay in registers from the first tile to the last; each of
+the four threads that share a row has m and l of its own. Per tile of 128 keys and head, in base 2:
     S   = scale Q K^T                                         [64, 128], masked
     m'  = max(m, rowmax S)
     l   = 2^{m - m'} l + rowsum 2^{S - m'}
-and at the end LSE = m + log2 l of these keys, as a natural logarithm. What parts have found is
-added by who reads it.
+and at the end LSE = m + log2 l of these keys, as a natural logarithm. The reader of the LSEs
+combines those of the parts.
 
 Steps (numbers appear again in the roles):
     1 load    Q once; K of a tile
-    2 rows    S of the one head
-    3 rows    meanwhile, of the other: the mask, where keys are not before the observed block
-    4 rows    and m and l
+    2 rows    S of one head
+    3 rows    during 2, for the other head: the mask, if keys are not before the observed block
+    4 rows    then m and l
 
-Bounded by the tensor cores and, as closely, by exp2: one for each of the 128 multiplications.
-Why this shape: keys are read once for four heads. A product is in flight from one `wait_wgmma(0)`
-to the next, beside the exponentials of the product before, also where the loop closes: accumulators
-are only read meanwhile, or ptxas would serialise every product (C7514).
+Bounded by the tensor cores and, about equally, by exp2: one exp2 for D = 128 multiplications.
+Why this shape: keys are read once for four heads. A product runs from one `wait_wgmma(0)` to the
+next, at the same time as the exponentials of the product before, also across iterations of the
+loop. Threads only read accumulators meanwhile, or ptxas would serialise every product (C7514).
 """
 
 import tilelang.language as T
@@ -33,9 +33,9 @@ from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 
-KEYS = 128  # of a tile
+KEYS = 128  # keys of a tile
 BLOCKS = KEYS // BLOCK
-ROWS = HEADS * BLOCK  # of queries a CTA has
+ROWS = HEADS * BLOCK  # rows of queries of a CTA
 GROUPS = HEADS // 2  # warpgroups: each has two heads
 
 Variant, VARIANTS, PASS_CONFIGS = window.Variant, window.VARIANTS, window.PASS_CONFIGS

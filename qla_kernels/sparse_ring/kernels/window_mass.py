@@ -1,24 +1,24 @@
-"""window_mass -- how much of the observed queries' attention each key gets, as integers.
+"""window_mass -- the attention that each key gets from the observed queries, as an integer.
 
 A CTA has 64 observed queries of each of up to four heads that share a key head, and a part of the
-keys, of which each of three warpgroups has 64 of a tile's 192. Per tile and pair of heads, base 2:
+keys. A tile is 192 keys, 64 for each of three warpgroups. Per tile and pair of heads, in base 2:
     P^T  = 2^{scale K Q^T - LSE}                              [64, 2 x 64], masked
-    mass = round(2^30 / rows * rowsum P^T), of each head
+    mass = round(2^30 / rows * rowsum P^T), for each head
 
 Steps (numbers appear again in the roles):
     1 load    Q once; K of a tile
-    2 keys    LSE once: the sum of what was found of parts of the keys
+    2 keys    LSE once: combined from the LSEs of all parts of the keys
     3 keys    K Q^T of a pair of heads
-    4 keys    meanwhile, of the pair before: the mask, where keys are not before the observed block
-    5 keys    and mass
+    4 keys    during 3, for the pair before: the mask, if keys are not before the observed block
+    5 keys    then mass
 
 Bounded by the tensor cores and exp2. A sum has a fixed order: 16 queries in a thread, even ones and
-odd ones, then four threads; all sums after it are of integers.
-Why this shape: keys are rows, so that a sum over queries stays within four threads, and are read
-once for four heads. A product is always in flight, as in window_lse; where a CTA has one pair of
-heads, or a single one, it is of the next tile. Three warpgroups with 160 registers hide what two
-with 240 do not, 142 us for 163, and take turns to start their products, 136 us; four that waited
-for a product each took 222 (docs/notes).
+odd ones, then four threads; all later sums are sums of integers.
+Why this shape: keys are rows, so a sum over queries stays within four threads, and keys are read
+once for four heads. A product is always in flight, as in window_lse; if a CTA has only one pair of
+heads, or a single head, it is the product of the next tile. Three warpgroups with 160 registers
+hide more latency than two with 240: 142 us instead of 163. If they take turns to start their
+products, it is 136 us. Four warpgroups that each waited for a product took 222 us (docs/notes).
 """
 
 import tilelang.language as T
@@ -34,14 +34,14 @@ from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 
 GROUPS = 3  # warpgroups, with a block of keys each
-KEYS = GROUPS * BLOCK  # of a tile
-ROWS = HEADS * BLOCK  # of queries a CTA has
+KEYS = GROUPS * BLOCK  # keys of a tile
+ROWS = HEADS * BLOCK  # rows of queries of a CTA
 PAIR = 2 * BLOCK
 
 Variant, VARIANTS, PASS_CONFIGS = window.Variant, window.VARIANTS, window.PASS_CONFIGS
 
 SLOTS = 3
-LOADS = 8  # of parts of a row's LSE at a time
+LOADS = 8  # parts of a row's LSE that are loaded at a time
 LSE_READY = 8  # named barrier
 
 
@@ -67,7 +67,10 @@ def schedule(v: Variant) -> Schedule:
 
 @T.macro
 def add_parts(lse, s_lse, unit, row0, row, num_rows, num_parts):
-    """2: the LSE of a row over all keys, in base 2; +inf where no query is: its P is 0."""
+    """2: sets s_lse[row] to the row's LSE over all keys, in base 2.
+
+    A row without a query gets +inf, so that its P is 0.
+    """
     found = T.alloc_local((LOADS,), "float32")
     peak, total = T.alloc_var("float32"), T.alloc_var("float32")
     if row < ROWS:
@@ -76,7 +79,7 @@ def add_parts(lse, s_lse, unit, row0, row, num_rows, num_parts):
         s_lse[row] = T.infinity("float32")
         if row0 + row < num_rows:
             for n in rolled(T.ceildiv(num_parts, LOADS)):
-                for u in T.unroll(LOADS):  # again and again the last: no other than it is
+                for u in T.unroll(LOADS):  # a repeated last part does not change the maximum
                     found[u] = lse[T.min(n * LOADS + u, num_parts - 1), unit, row0 + row]
                 for u in T.unroll(LOADS):
                     peak = T.max(peak, found[u])
@@ -85,15 +88,15 @@ def add_parts(lse, s_lse, unit, row0, row, num_rows, num_parts):
                     found[u] = -T.infinity("float32")
                     if n * LOADS + u < num_parts:
                         found[u] = lse[n * LOADS + u, unit, row0 + row]
-                for u in T.unroll(LOADS):  # the difference first: it is exactly 0 of the largest
+                for u in T.unroll(LOADS):  # the difference first: for the largest it is exactly 0
                     total += T.exp2((found[u] - peak) * LOG2E)
             s_lse[row] = peak * LOG2E + T.log2(total)
 
 
 @T.macro
 def multiply(s_q, s_k, ring, turn, w, i, pair, step, r_s):
-    """In turn: one warpgroup after the other."""
-    T.barrier_wait(turn[w], (step + T.cast(w == 0, "int32")) % 2)  # nobody is before the first
+    """Starts a product; the warpgroups do so in turn, one after the other."""
+    T.barrier_wait(turn[w], (step + T.cast(w == 0, "int32")) % 2)  # the first turn does not wait
     T.wgmma_gemm(  # 3
         s_k[ring.slot(i), w * BLOCK : (w + 1) * BLOCK, :],
         s_q[pair, :, :],
@@ -106,7 +109,7 @@ def multiply(s_q, s_k, ring, turn, w, i, pair, step, r_s):
 
 @T.macro
 def put(mass, of_key, key0, unit, head0, share):
-    """Of two rows and two heads in four threads each has one: see `weigh`."""
+    """Writes the mass of this thread's key and head, which `window.weigh` assigned to it."""
     lane, warp = T.get_thread_binding(0) % 32, T.get_thread_binding(0) // 32
     head = head0 + lane // 2 % 2
     key = key0 + warp * 16 + lane % 2 * 8 + lane // 4
@@ -136,7 +139,7 @@ def keys(
     multiply(s_q, s_k, ring, turn, w, 0, 0, 0, r_s0)
     for n in T.serial(T.ceildiv(num_tiles << two, 2)):
         tile0 = 2 * n >> two
-        tile1 = T.min((2 * n + 1) >> two, num_tiles - 1)  # of an odd number the last, twice
+        tile1 = T.min((2 * n + 1) >> two, num_tiles - 1)  # an odd count: the last tile, twice
         following = T.min((2 * n + 2) >> two, num_tiles - 1)
         b0 = next_b0
         b1 = next_b1

@@ -1,12 +1,12 @@
-// From a state in the registers of a wgmma accumulator, 64 rows by one warpgroup, to memory: register
-// 4j + 2h + e of lane 4g + t in warp W is row 16W + 8h + g, column 8j + 2t + e.
+// Writes a state from the registers of a wgmma accumulator to memory; a warpgroup has 64 rows.
+// Register 4j + 2h + e of lane 4g + t in warp W is row 16W + 8h + g, column 8j + 2t + e.
 #pragma once
 #include <tl_templates/cuda/ldsm.h>
 
 namespace qla {
 
-// Rounded to 16 bits, to a shared tile for TMA: panels of 64 columns with the 128-byte swizzle, in
-// which the 16-byte piece p of row r lies at p ^ r % 8.
+// Writes a state that is rounded to 16 bits to a shared tile for TMA. The tile consists of panels
+// of 64 columns with the 128-byte swizzle: the 16-byte piece p of row r lies at p ^ r % 8.
 template <int kColumns, class T>
 __device__ __forceinline__ void stage_state(const T *registers, T *tile) {
   const int *pairs = reinterpret_cast<const int *>(registers);
@@ -19,9 +19,9 @@ __device__ __forceinline__ void stage_state(const T *registers, T *tile) {
                              pairs[4 * j + 1], pairs[4 * j + 2], pairs[4 * j + 3]);
 }
 
-// All of it in fp32, transposed: rows lie `row` and columns `column` elements apart; `at` is where
-// this thread's first element goes. One address that moves: nvcc would form all 64 first, more than
-// a thread can hold beside the state.
+// Writes a state in fp32, transposed. Rows lie `row` and columns `column` elements apart, and `at`
+// is the destination of this thread's first element. One address is advanced: nvcc would otherwise
+// form all 64 addresses first, more than a thread can hold besides the state.
 template <int kColumns>
 __device__ __forceinline__ void scatter_state(const float *registers, float *at, int64_t row,
                                             int64_t column) {

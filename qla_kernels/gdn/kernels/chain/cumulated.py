@@ -1,8 +1,8 @@
-"""Roles that the backward's chains share: chunk_states, first to last, and dstate_chain, last to
-first.
+"""Roles that the backward's two chains share: chunk_states and dstate_chain.
 
-Both read cumulated gates that the forward has left, and both write one state a chunk. `step` counts
-the chunks in the order in which a chain meets them.
+chunk_states walks from the first chunk to the last, dstate_chain from the last to the first
+(`reverse`). Both read cumulated gates that the forward has stored, and both write one state a
+chunk. `step` counts the chunks in the order in which a chain visits them.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def load(tiles, ring, tail_full, begin, length, num_chunks, reverse):
             for tile in tiles:
                 tile.copy(tok0, slot, ring.barrier(step))
             ring.commit(step)
-        else:  # the next sequence's rows, or nobody's, must not meet a product: 0 * NaN is NaN
+        else:  # rows past the end must not enter a product: 0 * NaN is NaN
             for tile in tiles:
                 tile.copy(tok0, slot, tail_full[0])
             T.barrier_arrive(tail_full[0])
@@ -44,9 +44,9 @@ def load(tiles, ring, tail_full, begin, length, num_chunks, reverse):
 
 @T.macro
 def read_gates(g_cum, beta, r_gate, begin, length, i, num_chunks, hv):
-    """gamma and beta of tokens 2 lane and 2 lane + 1 of chunk i, if there is one.
+    """Reads gamma and beta of tokens 2 lane and 2 lane + 1 of chunk i into r_gate, if it exists.
 
-    Past the end of a tail gamma stays level and beta is 0.
+    Past the end of a tail gamma keeps its last value and beta is 0.
     """
     lane = T.get_thread_binding() % 32
     row, token = T.alloc_var("int32"), T.alloc_var("int32")  # in 32 bits, as sums are not
@@ -60,9 +60,12 @@ def read_gates(g_cum, beta, r_gate, begin, length, i, num_chunks, hv):
 
 @T.macro
 def gate(g_cum, beta, s_gate, ring, begin, length, num_chunks, hv, reverse, scale):
-    """`scale` is None for a chain without queries: it has no use for rows GAMMA, FALL, SCALE_E."""
+    """Writes the rows of a gate slot for each chunk.
+
+    `scale` is None for a chain without queries; rows GAMMA, FALL and SCALE_E are then not written.
+    """
     lane = T.get_thread_binding() % 32
-    r_gate = T.alloc_local((4,), "float32")  # of the chunk to come: two gamma, two beta
+    r_gate = T.alloc_local((4,), "float32")  # of the next chunk: two gamma, two beta
     gamma = T.alloc_local((2,), "float32")
     b = T.alloc_local((2,), "float32")
     first = num_chunks - 1 if reverse else 0
@@ -72,7 +75,7 @@ def gate(g_cum, beta, s_gate, ring, begin, length, num_chunks, hv, reverse, scal
         for e in T.unroll(2):
             gamma[e] = r_gate[e]
             b[e] = r_gate[2 + e]
-        read_gates(  # arrives while this chunk is made
+        read_gates(  # the values arrive while this chunk is processed
             g_cum, beta, r_gate, begin, length, first + direction * (step + 1), num_chunks, hv
         )
         end = T.shfl_sync(gamma[1], lane // 8 * 8 + 7)  # gamma of the last token of the 16
@@ -105,7 +108,7 @@ def score(s_q, s_k, s_gate, s_p, qkv, gate_ring, p_ring, num_chunks, scale, firs
         qkv.release(0)
     for i in T.serial(num_chunks):
         after = T.alloc_var("int32")
-        after = T.min(i + 1, num_chunks - 1)  # the last pass repeats its own product, for no use
+        after = T.min(i + 1, num_chunks - 1)  # the last pass repeats its own product, unused
         qkv.wait(after)
         T.wgmma_gemm(  # 3
             s_q[qkv.slot(after), :, :],
@@ -135,7 +138,10 @@ def score(s_q, s_k, s_gate, s_p, qkv, gate_ring, p_ring, num_chunks, scale, firs
 
 @T.macro
 def put_state(r_s, state, n, hv, v0, K):
-    """A state warpgroup's rows into [N, HV, K, V] of any strides, from column v0 on."""
+    """Writes a state warpgroup's 64 rows of V to `state` [N, HV, K, V], from column v0 on.
+
+    `state` may have any strides.
+    """
     lane = T.get_thread_binding() % 32
     warp = T.get_thread_binding() // 32 % 4
     T.call_extern(
@@ -150,10 +156,11 @@ def put_state(r_s, state, n, hv, v0, K):
 
 @T.macro
 def stage(r_s16, s_h, ring, step, K):
-    """A state warpgroup's rows, in 16 bits, into its staging tile [slots, TILE, K], for `store`.
+    """Writes a state warpgroup's rows, in 16 bits, to its staging tile [slots, TILE, K].
 
-    Neither fenced nor, for TileLang, written here: before the next product it would put a fence of
-    its own, which waits for the products in flight.
+    `store` makes the fence, and sends the tile. TileLang is told that the tile is read here: for a
+    write it would insert a fence of its own before the next product, which would wait for the
+    products in flight.
     """
     ring.acquire(step)
     T.call_extern(
@@ -167,10 +174,11 @@ def stage(r_s16, s_h, ring, step, K):
 
 @T.macro
 def longest_first(cu_seqlens, num_sequences, rank, n):
-    """n[0]: the sequence that as many as `rank` others come before, when the longest come first.
+    """Sets n[0] to the sequence number `rank` in the order of falling lengths.
 
-    Every warp finds it by itself. Of more sequences than 64 none is so long that it would matter.
-    Lengths are as cu_seqlens says, right or wrong: every rank has its sequence all the same.
+    Every warp computes it by itself. With more than 64 sequences n[0] is `rank`: no sequence is
+    then so long that the order would matter. Lengths are taken from cu_seqlens unchecked; any
+    lengths give each rank a different sequence.
     """
     lane = T.get_thread_binding() % 32
     length = T.alloc_local((2,), "int32")  # of sequences lane and lane + 32
@@ -197,7 +205,7 @@ def longest_first(cu_seqlens, num_sequences, rank, n):
 
 
 class States(NamedTuple):
-    """States of a head to h[first], h[first + 1], ...; [.., HV, V, K]."""
+    """Destination of a head's states: h[first], h[first + 1], ..., with h [.., HV, V, K]."""
 
     h: Any
     first: Any
@@ -211,10 +219,10 @@ class States(NamedTuple):
 
 @T.macro
 def store(out, s_h, rings, num_states):
-    """State `step` of every state warpgroup to where `out` puts it.
+    """Sends each state of every state warpgroup to the destination `out`.
 
-    A slot is handed back once a later store has been issued, when there is a second slot: reading
-    it takes a while, and nobody waits for that.
+    With two slots, a slot is released only after the next store has been issued, so the warp does
+    not wait for the TMA store that it has just issued.
     """
     behind = rings[0].stages - 1
     for step in rolled(num_states):
@@ -225,4 +233,4 @@ def store(out, s_h, rings, num_states):
             T.tma_store_wait(behind * len(rings))
             if step >= behind:
                 ring.release(step - behind)
-    T.tma_store_wait(0)  # shared memory goes when the CTA does
+    T.tma_store_wait(0)  # before the CTA ends, and with it its shared memory

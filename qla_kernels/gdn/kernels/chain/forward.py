@@ -1,9 +1,9 @@
-"""Roles of the forward: gates and the state; chain_solve and chain_transfer have the others.
+"""The roles `gate` and `state` of the forward; solve.py and transfer.py have the other roles.
 
-fused_fwd states the maths and what each step is for, under the numbers used here. The block is
-two-dimensional: threadIdx.x is a thread of its warpgroup and threadIdx.y the warpgroup, so that
-both state warpgroups run one loop. Two copies of it, with the other roles, would not fit the SM's
-instruction cache, 32 KB.
+fused_fwd.py states the maths and the steps, with the numbers used here. The block is
+two-dimensional: threadIdx.x is the thread within its warpgroup, and threadIdx.y is the warpgroup,
+so both state warpgroups run the same loop. Two copies of the loop, together with the other roles,
+would not fit the SM's instruction cache of 32 KB.
 """
 
 import tilelang.language as T
@@ -30,8 +30,11 @@ from qla_kernels.tile.loops import rolled
 
 @T.macro
 def read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token, end, hv):
-    """g and beta of this lane's two tokens of a chunk, as they are: to convert would be to wait.
-    0 past the end: gamma stays level."""
+    """Reads g and beta of this lane's two tokens of a chunk into registers.
+
+    The numbers are not converted here, because that would wait for the loads. Past the end they are
+    0, so gamma keeps its value.
+    """
     for e in T.unroll(2):
         r_gate[e] = 0
         r_gate[2 + e] = 0
@@ -48,9 +51,12 @@ def read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token, end, hv):
 def gate(
     g, beta, beta16, is_16, g_cum, s_gate, ring, begin, length, num_chunks, hv, scale, saves
 ):  # fmt: skip
-    """beta is in fp32; or, where is_16, 16 bits wide in beta16."""
+    """Writes the rows of a gate slot for each chunk, and cumulated gates to g_cum if `saves`.
+
+    beta is read from `beta` in fp32 or, if is_16, from `beta16` in 16 bits.
+    """
     lane = T.get_thread_binding() % 32
-    r_gate = T.alloc_local((4,), "float32")  # of the chunk to come: two g, two beta
+    r_gate = T.alloc_local((4,), "float32")  # of the next chunk: two g, two beta
     r_beta16 = T.alloc_local((2,), beta16.dtype)
     g2 = T.alloc_local((2,), "float32")
     b = T.alloc_local((2,), "float32")
@@ -63,7 +69,7 @@ def gate(
         for e in T.unroll(2):
             g2[e] = T.max(r_gate[e] * LOG2E, GATE_FLOOR)
             b[e] = r_gate[2 + e] + r_beta16[e]  # one of them is 0
-        # arrive while this chunk is made
+        # the values arrive while this chunk is processed
         read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token + CHUNK, end, hv)
         total = g2[0] + g2[1]  # inclusive scan of the pairs over the warp
         for d in T.unroll(5):
@@ -93,8 +99,11 @@ def gate(
 
 
 def move_state(function, K, r_s, state, n, hv, v):
-    """S^T from or to 64 columns of a [n, HV, K, V] tensor, by inline CUDA: in a loop here, each of
-    the 64 addresses is found on its own, which takes 5 KB of instructions."""
+    """Loads or stores S^T, 64 columns of a tensor [n, HV, K, V], by the CUDA function `function`.
+
+    It is inline CUDA, because a TileLang loop would compute each of the 64 addresses separately,
+    which takes 5 KB of instructions.
+    """
     return T.call_extern(
         "handle",
         f"qla::{function}<{K}>",
@@ -114,7 +123,7 @@ def put_out(r_o16, s_o, ring, w, i):
 
 @T.macro
 def first_turn(w, states):
-    """Two state warpgroups start with the first one's turn on the tensor cores .."""
+    """Gives the first of two state warpgroups the first turn on the tensor cores."""
     if states == 2:
         if w == 1:
             T.call_extern("handle", "tl::__named_barrier_arrive", TURN, 256)
@@ -122,7 +131,7 @@ def first_turn(w, states):
 
 @T.macro
 def last_turn(w, states):
-    """.. and end with the second one's."""
+    """Takes the turn that the second of two state warpgroups gives last, so that it is used up."""
     if states == 2:
         if w == 0:
             T.call_extern("handle", "tl::__sync_thread_partial", TURN, 256)
@@ -163,7 +172,7 @@ def state(
         T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 4
         give_turn(w, states)
         if states == 1:
-            T.copy(r_o, r_o16)  # of the chunk before; at first nobody's
+            T.copy(r_o, r_o16)  # of the chunk before; unused in the first pass
         T.wgmma_gemm(r_s16, s_q[q_ring.slot(i), :, :], r_o, transpose_B=True, clear_accum=True)
         if states == 1:
             if i > 0:
@@ -223,7 +232,7 @@ def state(
         if num_chunks > 0:
             T.copy(r_o, r_o16)
             put_out(r_o16, s_o, o_ring, w, num_chunks - 1)
-    row = T.alloc_var("int32")  # of ht
+    row = T.alloc_var("int32")  # row of ht
     row = -1
     if has_ht == 1:
         row = n

@@ -1,19 +1,19 @@
-// The two 64x64 tiles that a chunk of the gated delta rule needs, by one warpgroup:
+// One warpgroup makes the two 64x64 tiles that a chunk of the gated delta rule needs:
 //
 //   A = (I + L)^-1,  L_ij = beta_i 2^(gamma_i - gamma_j) <k_i, k_j>   for i > j
 //   P_ij = scale 2^(gamma_i - gamma_j) <q_i, k_j>                     for i >= j
 //
-// from the wgmma accumulators of K K^T and Q K^T (register 4j + 2h + e of lane 4g + t in warp W is
-// row 16W + 8h + g, column 8j + 2t + e). `gates` holds three rows of 64: gamma, cumulative and in
-// base 2; beta; and fall_j = 2^(gamma_r - gamma_j), r the last token of j's block of 16. Needs
-// triangular.cuh.
+// The inputs are wgmma accumulators of K K^T and Q K^T (register 4j + 2h + e of lane 4g + t in warp
+// W is row 16W + 8h + g, column 8j + 2t + e), and `gates`, three rows of 64 numbers: gamma,
+// cumulative and in base 2; beta; and fall_j = 2^(gamma_r - gamma_j), where r is the last token of
+// j's block of 16. This file needs triangular.cuh.
 #pragma once
 #include <tl_templates/cuda/instruction/wgmma.h>
 #include <tl_templates/cuda/intrin.h>
 
 namespace qla {
 
-// The block of a warp's rows that lies on the diagonal. Selected, not indexed: x is in registers.
+// Returns the diagonal block of a warp's rows. It is selected, not indexed: x is in registers.
 __device__ __forceinline__ Block diagonal_block(const float *x, int w) {
   Block y;
 #pragma unroll
@@ -24,7 +24,7 @@ __device__ __forceinline__ Block diagonal_block(const float *x, int w) {
   return y;
 }
 
-// 2^(gamma_i - gamma_j) of a diagonal block, with its 16 gammas.
+// Returns 2^(gamma_i - gamma_j) for a diagonal block, given its 16 gammas.
 __device__ __forceinline__ Block diagonal_decay(const float *gamma) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const float row[2] = {gamma[g], gamma[8 + g]};
@@ -41,9 +41,9 @@ __device__ __forceinline__ Block diagonal_decay(const float *gamma) {
   return decay;
 }
 
-// A block below the diagonal: x_ij row_i fall_j. With decay as a product of two falls, one up to the
-// end of the column's block and one from there on, both factors are at most 1 as the decay is, and
-// a thread needs 2 exponentials a block instead of 8.
+// Returns x_ij row_i fall_j for a block below the diagonal. The decay is a product of two factors:
+// one up to the end of the column's block, and one from there to the row. Both are at most 1, and a
+// thread needs 2 exponentials a block instead of 8.
 __device__ __forceinline__ Block scaled(const float *x, const float *fall, float row0, float row1) {
   const int t = threadIdx.x & 3;
   Block y;
@@ -58,7 +58,7 @@ __device__ __forceinline__ Block scaled(const float *x, const float *fall, float
   return y;
 }
 
-// Blocks left of the diagonal of a warp's rows: x_ij factor_i 2^(gamma_i - gamma_j).
+// Writes the blocks of a warp's rows left of the diagonal: x_ij factor_i 2^(gamma_i - gamma_j).
 template <class T>
 __device__ __forceinline__ void put_left(const float *x, const float *gates, T *tile, int w,
                                          float factor0, float factor1) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void put_left(const float *x, const float *gates, T *
   }
 }
 
-// A warp's rows of L into the scratch.
+// Writes a warp's rows of L to the scratch.
 __device__ __forceinline__ void put_lower(const float *kk, const float *gates, Scratch *s, int w) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const float *beta = gates + 64 + 16 * w;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void put_lower(const float *kk, const float *gates, S
   put_left(kk, gates, s->tile, w, -row_beta[0], -row_beta[1]);
 }
 
-// A warp's rows of P into its tile.
+// Writes a warp's rows of P to the tile p.
 template <class T>
 __device__ __forceinline__ void put_scores(const float *qk, const float *gates, T *p, float scale,
                                            int w) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void put_scores(const float *qk, const float *gates, 
   put_left(qk, gates, p, w, scale, scale);
 }
 
-// Rows of K past the end of a tail may hold anything; zero times that need not be zero.
+// Clears rows of K K^T past the end of a tail: they may be NaN or inf, and zero times that is NaN.
 __device__ __forceinline__ void clear_rows(float *kk, int rows) {
   const int first = 16 * (threadIdx.x >> 5 & 3) + ((threadIdx.x & 31) >> 2);
 #pragma unroll
@@ -127,21 +127,23 @@ __device__ __forceinline__ int warp_in_group() {
   return __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);  // in every lane the same, and known so
 }
 
-// The steps towards A, by a warpgroup; between the first and the last somebody inverts the diagonal
-// blocks. The scratch and the tile are A's from the first step to the last.
+// A warpgroup makes A in three steps: gated_lower; the inverses of the diagonal blocks, by this
+// warpgroup or by another warp; solve_below. The scratch and the tile must not be used for anything
+// else in between.
 
-// L into the scratch, from K K^T.
+// Writes L to the scratch, from K K^T.
 __device__ __forceinline__ void gated_lower(const float *kk, const float *gates, void *scratch) {
   put_lower(kk, gates, static_cast<Scratch *>(scratch), warp_in_group());
 }
 
-// The blocks below. Column 0 is the longest to solve and column 3 takes no work; warps of one number
-// share a quarter of the SM, so `turn` deals columns out anew at each call.
+// Solves the blocks below the diagonal. Column 0 takes longest, and column 3 takes no work. Warps
+// with the same number mod 4 share a quarter of the SM, so `turn` changes the assignment of columns
+// to warps at each call.
 template <class T> __device__ __forceinline__ void solve_below(void *scratch, T *a, int turn) {
   solve_column(static_cast<Scratch *>(scratch)->tile, a, warp_in_group() + turn & 3);
 }
 
-// Instead of one warp inverting all the diagonal blocks: each the one that it put there.
+// Inverts the diagonal blocks: each warp inverts the block that it wrote.
 template <class T>
 __device__ __forceinline__ void invert_own_diagonal(void *scratch, T *a) {
   const int w = warp_in_group();
@@ -151,19 +153,19 @@ __device__ __forceinline__ void invert_own_diagonal(void *scratch, T *a) {
   put_inverse(s, a, w);
 }
 
-// All of A at once, with the rows of k past a tail's end taken out.
+// Makes all of A; rows of k from `rows` on lie past a tail's end and do not contribute.
 template <class T>
 __device__ __forceinline__ void gated_inverse(float *kk, const float *gates, void *scratch, T *a,
                                               int rows, int barrier, int turn) {
   if (rows < 64) clear_rows(kk, rows);
-  tl::__sync_thread_partial(barrier, 128);  // the columns solved before have left the scratch
+  tl::__sync_thread_partial(barrier, 128);  // the previous call's columns have been read
   gated_lower(kk, gates, scratch);
   invert_own_diagonal(scratch, a);
   tl::__sync_thread_partial(barrier, 128);
   solve_below(scratch, a, turn);
 }
 
-// P. All 128 threads of a warpgroup; complete once all have returned.
+// Makes P, by all 128 threads of a warpgroup. P is complete when all of them have returned.
 template <class T>
 __device__ __forceinline__ void gated_scores(const float *qk, const float *gates, T *p,
                                              float scale) {
@@ -178,7 +180,7 @@ template <> struct Kind<half_t> {
   static constexpr tl::DataType value = tl::DataType::kFloat16;
 };
 
-// c = a b^T, asynchronously, for two [64][K] tiles in 128-byte swizzled panels of 64 columns.
+// Starts c = a b^T, for two [64][K] tiles in 128-byte swizzled panels of 64 columns.
 template <int K, class T>
 __device__ __forceinline__ void start_product(float *c, const T *a, const T *b) {
   tl::GmmaDescriptor at, bt;
@@ -202,7 +204,7 @@ __device__ __forceinline__ void finish_product(float *c) {
   tl::warpgroup_fence_operand(c, 32);
 }
 
-// The transpose of a [64][64] accumulator, rounded already, into a swizzled tile.
+// Writes the transpose of a [64][64] accumulator, already rounded, to a swizzled tile.
 template <class T> __device__ __forceinline__ void stage_transposed(const T *x, T *tile) {
   const int *pairs = reinterpret_cast<const int *>(x), w = threadIdx.x >> 5 & 3;
 #pragma unroll
@@ -211,8 +213,8 @@ template <class T> __device__ __forceinline__ void stage_transposed(const T *x, 
                                    pairs[4 * b + 2], pairs[4 * b + 3]);
 }
 
-// A state is [K][V] in fp32, with any strides; a warpgroup has 64 columns of V, transposed, in the
-// registers of a [64][K] accumulator. This thread's first element:
+// A state is [K][V] in fp32, with any strides. A warpgroup has 64 columns of V, transposed, in the
+// registers of a [64][K] accumulator. Returns the offset of this thread's first element.
 __device__ __forceinline__ int64_t first_of_state(int64_t k_stride, int64_t v_stride) {
   const int lane = threadIdx.x & 31;
   return (16 * (threadIdx.x >> 5 & 3) + (lane >> 2)) * v_stride + 2 * (lane & 3) * k_stride;

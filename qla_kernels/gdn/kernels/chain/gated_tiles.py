@@ -1,4 +1,4 @@
-"""A and P of a chunk from the accumulators of K K^T and Q K^T, as CUDA: see gated_tiles.cuh."""
+"""CUDA source that makes A and P of a chunk from K K^T and Q K^T: see gated_tiles.cuh."""
 
 from pathlib import Path
 

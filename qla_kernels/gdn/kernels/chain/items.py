@@ -1,8 +1,9 @@
-"""What a CTA of fused_fwd computes: items, one after another.
+"""Divides the work of fused_fwd into items, which a CTA computes one after another.
 
-An item is a sequence, a value head and a tile of V. CTA b of n has items b, b + n, ..; each role
-walks them at its own pace, so that while the state ends one, the next one's first chunks are loaded
-and solved. To the rings, and to the roles that make A and P, it is all one row of chunks.
+An item is a sequence, a value head and a tile of V. CTA b of n has items b, b + n, ... Each role
+walks the items at its own pace: while the state finishes one item, the first chunks of the next are
+loaded and solved. Rings, and the roles that make A and P, treat the chunks of all items as one
+sequence of steps.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from qla_kernels.tile.ring import Ring
 
 
 class After:
-    """A ring whose step 0 comes after `first` others."""
+    """A view of a ring whose step i is step `first` + i of the ring."""
 
     def __init__(self, ring: Ring, first: Any) -> None:
         self.ring, self.first, self.stages = ring, first, ring.stages
@@ -58,7 +59,7 @@ def find(
 
 @T.macro
 def count_chunks(cu_seqlens, num_tokens, per_sequence, block, ctas, items, num_chunks: T.Ref):
-    """Of all items of a CTA."""
+    """Sets num_chunks to the number of chunks of all items of a CTA."""
     begin, length = T.alloc_var("int32"), T.alloc_var("int32")
     num_chunks = 0
     for j in T.serial(items):

@@ -1,7 +1,7 @@
-"""What the kernels that walk a sequence's chunks with a state in registers have in common.
+"""Layouts and helpers of all kernels that walk a sequence's chunks with a state in registers.
 
-The roles themselves are in chain_forward, chain_solve and chain_backward. They stand apart from the
-kernel files, which state the maths and number the steps, because copies of them would drift.
+The roles are in the other files of this folder. They are apart from the kernel files, which state
+the maths and number the steps, because several kernels use the same roles.
 """
 
 import functools
@@ -21,10 +21,10 @@ GAMMA, BETA, FALL, BETA_E, SCALE_E, D, LAST = range(GATE_ROWS)
 
 
 def accumulator_layout(rows: int, columns: int) -> T.Fragment:
-    """For a (columns, rows) fragment: the registers of a (rows, columns) wgmma accumulator.
+    """Returns a layout for a (columns, rows) fragment: that of a (rows, columns) wgmma accumulator.
 
-    Reading x[c, r] next to an accumulator's y[r, c] is then a register of the same thread, and
-    copying x to or from shared memory a transposing stmatrix or ldmatrix.
+    x[c, r] is then in a register of the same thread as an accumulator's y[r, c], and a copy of x to
+    or from shared memory becomes a transposing stmatrix or ldmatrix.
     """
     return T.Fragment(
         [columns, rows],
@@ -36,10 +36,10 @@ def accumulator_layout(rows: int, columns: int) -> T.Fragment:
 
 
 class Rows(NamedTuple):
-    """Rows of one head, a chunk at a time, and where they go."""
+    """The rows of one head of a tensor, and the shared slots to which `copy` brings a chunk."""
 
     tensor: Any  # [tokens, .., width]
-    head: tuple[Any, ...]  # an index for each dimension between
+    head: tuple[Any, ...]  # an index for each dimension between tokens and width
     shared: Any  # [slots, CHUNK, width]
 
     def copy(self, tok0, slot, barrier):
@@ -48,14 +48,14 @@ class Rows(NamedTuple):
 
 
 def slot_of(tiles, slot):
-    """The address of a slot of [slots, ..] in shared memory, for inline CUDA."""
+    """Returns the address of a slot of `tiles` [slots, ..] in shared memory, for inline CUDA."""
     size = functools.reduce(operator.mul, tiles.shape[1:])
     return T.access_ptr(tiles[(slot, *[0] * (len(tiles.shape) - 1))], "rw", size)
 
 
 @T.macro
 def load_transposed(s_v, slot, w, r_vt):
-    """V^T of one state warpgroup, in accumulator registers: four transposing ldmatrix a thread."""
+    """Loads V^T of a state warpgroup to accumulator registers by four transposing ldmatrix."""
     lane = T.get_thread_binding() % 32
     warp = T.get_thread_binding() // 32 % 4
     for i in T.unroll(CHUNK // 16):

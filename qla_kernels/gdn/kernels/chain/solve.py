@@ -1,7 +1,7 @@
-"""The roles that make A and P of each chunk, ahead of the state.
+"""Roles of the forward that make A and P of each chunk, ahead of the state.
 
-fused_fwd states the maths and what each step is for. The warp-level work is inline CUDA, see
-gated_tiles.cuh; which piece runs while which product is under way is decided here.
+fused_fwd.py states the maths and the steps. The warp-level work is inline CUDA, see
+gated_tiles.cuh; the macros here decide which part of it runs during which product.
 """
 
 import tilelang.language as T
@@ -10,7 +10,7 @@ from qla_kernels.gdn.kernels.chain.layout import slot_of
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
 
-SOLVE_BARRIER = 10  # and 11: a solving warpgroup's own named barrier
+SOLVE_BARRIER = 10  # named barriers 10 and 11, one for each solving warpgroup
 
 
 @T.macro
@@ -47,7 +47,7 @@ def put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale):
 
 @T.macro
 def clear_above(tile, first, step):
-    """Zero a team's slots, once: nothing is ever written above the diagonal."""
+    """Zeroes a team's slots, once: later writes never go above the diagonal."""
     thread = T.get_thread_binding()
     for slot in rolled(first, tile.shape[0], step):
         for j in T.unroll(CHUNK // 16):
@@ -57,7 +57,7 @@ def clear_above(tile, first, step):
 
 @T.macro
 def put_lower(c, s_gate, gate_slot, s_l, scratch, barrier):
-    # the blocks solved before have left the scratch
+    # the scratch's previous contents have been read
     T.call_extern("handle", "tl::__sync_thread_partial", barrier, 128)
     T.call_extern(
         "handle", "qla::gated_lower", c.data, slot_of(s_gate, gate_slot), slot_of(s_l, scratch)
@@ -66,7 +66,7 @@ def put_lower(c, s_gate, gate_slot, s_l, scratch, barrier):
 
 @T.macro
 def put_below(s_l, scratch, s_a, a_ring, i, turn):
-    """What is left of A when its diagonal blocks are there."""
+    """Solves A below its diagonal blocks, and commits the slot of A."""
     T.call_extern(
         "handle", "qla::solve_below", slot_of(s_l, scratch), slot_of(s_a, a_ring.slot(i)), turn
     )
@@ -76,7 +76,7 @@ def put_below(s_l, scratch, s_a, a_ring, i, turn):
 
 @T.macro
 def score(K, s_q, s_k, s_gate, s_p, q_ring, k_ring, gate_ring, p_ring, num_chunks, scale):
-    """P alone, where A is given."""
+    """Makes P of each chunk; for calls in which A is given."""
     c = T.alloc_local((32,), "float32")  # Q K^T in accumulator registers
     for i in T.serial(num_chunks):
         q_ring.wait(i)
@@ -94,11 +94,11 @@ def solve(
     K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, l_ring, a_ring, p_ring,
     num_chunks, scale,
 ):  # fmt: skip
-    """One warpgroup: L and P of each chunk, and the rest of A of the chunk before, whose diagonal
-    blocks `invert` has inverted meanwhile.
+    """Makes L and P of each chunk, and completes A of the chunk before, by one warpgroup.
 
-    The last pass makes only A; what else it does repeats the pass before, for no use, because a
-    product in flight does not go well with branches.
+    Meanwhile `invert` inverts the diagonal blocks of L. The last pass only completes A of the last
+    chunk. Its products repeat those of the pass before and are not used: without them there would
+    be branches around a product in flight.
     """
     c = T.alloc_local((32,), "float32")  # K K^T, then Q K^T, in accumulator registers
     now, before, passes = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -116,7 +116,7 @@ def solve(
         q_ring.wait(now)
         start_product(c, s_q, q_ring.slot(now), s_k, k_ring.slot(now), K)
         if i > 0:
-            l_ring.acquire(before + l_ring.stages)  # released: its diagonal blocks are inverted
+            l_ring.acquire(before + l_ring.stages)  # `invert` has released it: blocks are inverted
             put_below(s_l, l_ring.slot(before), s_a, a_ring, before, i)
         finish_product(c)
         if i < num_chunks:
@@ -127,7 +127,7 @@ def solve(
 
 @T.macro
 def invert(s_l, s_a, l_ring, a_ring, num_chunks):
-    """One warp beside `solve`: the inverses of L's diagonal blocks, in place and into A."""
+    """Inverts L's diagonal blocks, in place and into A, by a warp that runs along with `solve`."""
     for i in rolled(num_chunks):
         l_ring.wait(i)
         a_ring.acquire(i)
@@ -146,10 +146,10 @@ def solve_in_teams(
     teams, first_group, K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, a_ring,
     p_ring, num_chunks, scale,
 ):  # fmt: skip
-    """All of A, and P, of chunks team, team + teams, ..., for each warpgroup that is a team.
+    """Makes A and P of chunks team, team + teams, ...; each solving warpgroup is a team.
 
-    While a product is under way its accumulator is the only one: Q K^T runs behind the inverses of
-    the diagonal blocks, and the next K K^T behind the blocks below them.
+    At most one product is in flight: Q K^T during the inversion of the diagonal blocks, and the
+    next chunk's K K^T during the solve of the blocks below them.
     """
     c = T.alloc_local((32,), "float32")  # K K^T, then Q K^T, in accumulator registers
     team, steps, last = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -175,7 +175,7 @@ def solve_in_teams(
         q_ring.release(i)
         k_ring.release(i)
         put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale)
-        after = T.min(i + teams, last)  # the last pass repeats its own product, for no use
+        after = T.min(i + teams, last)  # the last pass repeats its own product, unused
         k_ring.wait(after)
         start_product(c, s_k, k_ring.slot(after), s_k, k_ring.slot(after), K)
         T.call_extern("handle", "tl::__sync_thread_partial", SOLVE_BARRIER + team, 128)

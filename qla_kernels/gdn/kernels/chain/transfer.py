@@ -1,6 +1,6 @@
 """Roles of the forward that move tiles between global and shared memory: load and store.
 
-fused_fwd states the maths and what each step is for, under the numbers used here.
+fused_fwd.py states the maths and the steps, with the numbers used here.
 """
 
 import tilelang.language as T
@@ -12,7 +12,7 @@ from qla_kernels.tile.mask import clear_tail
 
 @T.macro
 def fetch(rows, ring, i, begin):
-    """Chunk i of one tensor."""
+    """Loads chunk i of one tensor."""
     ring.acquire(i)
     rows.copy(begin + i * CHUNK, ring.slot(i), ring.barrier(i))
     ring.commit(i)
@@ -20,8 +20,10 @@ def fetch(rows, ring, i, begin):
 
 @T.macro
 def fetch_tail(rows, ring, tail_full, n, i, begin, length, tails):
-    """The chunk that a sequence ends in. Its other rows, the next sequence's or nobody's, must not
-    meet a product: 0 * NaN is NaN."""
+    """Loads the tail, the incomplete last chunk of a sequence, and clears its rows past the end.
+
+    These rows are of the next sequence, or of none. They must not enter a product: 0 * NaN is NaN.
+    """
     ring.acquire(i)
     rows.copy(begin + i * CHUNK, ring.slot(i), tail_full[n])
     T.barrier_arrive(tail_full[n])
@@ -33,9 +35,13 @@ def fetch_tail(rows, ring, tail_full, n, i, begin, length, tails):
 
 @T.macro
 def load(leading, others, ahead, tail_full, begin, length, tails):
-    """`leading` and `others` are (rows, ring). What A and P are made of runs `ahead` chunks ahead
-    of what only the state reads, and never waits behind it. The tail, `tails` of which this CTA has
-    had, stays out of the loop: the instruction cache has all roles' loops to hold."""
+    """Loads all chunks of a sequence; `leading` and `others` are lists of (rows, ring).
+
+    `leading` are the inputs of A and P. They are loaded `ahead` chunks before `others`, which only
+    the state reads, and so do not wait for the slots of `others`. The tail is loaded after the loop
+    and not within it, because the instruction cache has to hold the loops of all roles. `tails` is
+    the number of tails that this CTA has loaded before.
+    """
     whole = T.alloc_var("int32")
     whole = length // CHUNK
     for j in rolled(whole + ahead):  # 1
@@ -52,7 +58,7 @@ def load(leading, others, ahead, tail_full, begin, length, tails):
 
 @T.macro
 def chunk_out(x, tile, slot, tok0, hv, column):
-    """A [64, 64] slot into rows of x [tokens, HV, columns, 64]."""
+    """Stores a [64, 64] slot to rows of x [tokens, HV, columns, 64], and waits for the store."""
     T.tma_copy(tile[slot, :, :], x[tok0 : tok0 + CHUNK, hv, column, :])
     T.tma_store_wait(0)
 

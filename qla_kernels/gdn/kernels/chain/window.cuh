@@ -1,18 +1,19 @@
-// How many chunks at one end of a segment decide what leaves it there: its state at its end, or, at
-// its beginning, the gradient of a state. M, the map of these chunks from a state to a state, obeys
-// |M| <= prod_t e^{g_t} max(1, |1 - beta_t |k_t|^2|). Chunks and tokens are counted from that end;
-// tensors are given from the segment's first token on.
+// Finds the number of chunks at one end of a segment that determine its result there: the state at
+// the segment's end, or, at its beginning, the gradient of the state. M, the map of these chunks
+// from a state to a state, obeys |M| <= prod_t e^{g_t} max(1, |1 - beta_t |k_t|^2|). Chunks and
+// tokens are counted from that end; pointers to tensors point to the segment's first token.
 #pragma once
 
 namespace qla {
 
-// log max(1, |1 - beta |k|^2|)
+// Returns log max(1, |1 - beta |k|^2|), with square = |k|^2.
 __device__ __forceinline__ float token_growth(float beta, float square) {
   return logf(fmaxf(1.f, fabsf(1.f - beta * square)));
 }
 
-// Its sum over every 16 tokens of a chunk, from K K^T as a warpgroup has it (gated_tiles.cuh says
-// where), to growth's row of the last of them. `growth` is given from the chunk's first token on.
+// Writes the sum of token_growth over each 16 tokens of a chunk to growth's row of the last of
+// these tokens. kk is a warpgroup's accumulator of K K^T, in the layout that gated_tiles.cuh
+// describes. `growth` points to the chunk's first token.
 __device__ __forceinline__ void put_growth(const float *kk, const float *beta, float *growth,
                                            int64_t token, int rows) {
   const int lane = threadIdx.x & 31, g = lane >> 2, w = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
@@ -31,13 +32,13 @@ __device__ __forceinline__ void put_growth(const float *kk, const float *beta, f
   if (lane == 0 && 16 * w < rows) growth[token * min(16 * w + 15, rows - 1)] = sum;
 }
 
-// The fewest chunks whose gates, and what put_growth has put of them if it `grows`, sum to less than
-// `limit`, or 0 if no number of them do. Every warp by itself.
+// Returns the fewest chunks whose gates, plus the sums of put_growth if `grows`, sum to less than
+// `limit`, or 0 if no number of chunks does. Every warp computes it by itself.
 template <bool kAtEnd>
 __device__ __forceinline__ int chunks_by_gates(const float *g_cum, const float *growth, bool grows,
                                                int64_t token, int length, float limit) {
   const int lane = threadIdx.x & 31, num_chunks = (length + 63) / 64;
-  float before = 0.f;  // gates of the chunks that the warp has passed
+  float before = 0.f;  // sum over the chunks of earlier passes
 #pragma unroll 1
   for (int base = 0; base < num_chunks; base += 32) {
     const int i = base + lane, chunk = kAtEnd ? num_chunks - 1 - i : i;
@@ -60,7 +61,8 @@ __device__ __forceinline__ int chunks_by_gates(const float *g_cum, const float *
   return 0;
 }
 
-// The same where gates are not cumulated, by all threads of the CTA: a chunk a warp.
+// Returns the same for gates that are not cumulated, without growth, and from the segment's end.
+// All threads of the CTA take part; a warp sums one chunk.
 template <int kWarps>
 __device__ __forceinline__ int chunks_by_raw_gates(const float *g, int64_t token, int length,
                                                    float limit, float *s_sum) {
@@ -73,7 +75,7 @@ __device__ __forceinline__ int chunks_by_raw_gates(const float *g, int64_t token
     sum += t >= 0 && t + 32 < length ? g[token * (t + 32)] : 0.f;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    __syncthreads();  // the sums before have been read
+    __syncthreads();  // the sums of the previous pass have been read
     if (lane == 0) s_sum[warp] = sum;
     __syncthreads();
 #pragma unroll 1
@@ -92,8 +94,8 @@ template <class T> __device__ __forceinline__ float sum_of_squares(const T *eigh
   return sum;
 }
 
-// sum_t log max(1, |1 - beta_t |k_t|^2|) over the chunks `first` to `last`, by all threads of the
-// CTA and the same in all. beta is in fp32; or, where is_16, 16 bits wide in beta16.
+// Returns sum_t log max(1, |1 - beta_t |k_t|^2|) over the chunks `first` to `last` - 1. All threads
+// of the CTA take part and get the same result. beta is in fp32 or, if is_16, in beta16.
 template <bool kAtEnd, int K, int kWarps, class T>
 __device__ __forceinline__ float read_growth(const T *k, int64_t k_token, const float *beta,
                                         const T *beta16, bool is_16, int64_t beta_token,
@@ -121,7 +123,7 @@ __device__ __forceinline__ float read_growth(const T *k, int64_t k_token, const 
   }
 #pragma unroll
   for (int d = kLanes; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  __syncthreads();  // the sums of a call before have been read
+  __syncthreads();  // the sums of a previous call have been read
   if (threadIdx.x % 32 == 0) s_sum[threadIdx.x / 32] = sum;
   __syncthreads();
   sum = 0.f;
@@ -130,8 +132,9 @@ __device__ __forceinline__ float read_growth(const T *k, int64_t k_token, const 
   return sum;
 }
 
-// The fewest chunks over which the bound on |M| is below e^limit, or 0 if it never is. Where nobody
-// has put_growth, keys are read where the gates alone would do, and as far as they would.
+// Returns the fewest chunks over which the bound on |M| is below e^limit, or 0 if it never is.
+// Unless `grows`, no sums of put_growth exist. Then the keys are read here, in those chunks only
+// over which the gates alone are below the limit.
 template <bool kAtEnd, bool kCumulated, int K, int kWarps, class T>
 __device__ __forceinline__ int warm_chunks(const T *k, int64_t k_token, const float *g,
                                            const float *growth, bool grows, const float *beta,
@@ -139,7 +142,7 @@ __device__ __forceinline__ int warm_chunks(const T *k, int64_t k_token, const fl
                                            float limit, float *s_sum) {
   static_assert(kAtEnd || kCumulated, "nobody looks at raw gates from the beginning on");
   int found = 0, seen = 0;
-  if (limit == -INFINITY) return 0;  // as no bound is below it: gates need not be read
+  if (limit == -INFINITY) return 0;  // no bound is below it, so gates need not be read
   if (grows) return chunks_by_gates<kAtEnd>(g, growth, true, token, length, limit);
 #pragma unroll 1
   for (;;) {

@@ -1,7 +1,7 @@
-"""What the maps of segments are made with: 64 columns of a map, and the chunks that they need.
+"""Roles of segment_map and segment_map_bwd, and the number of chunks that a segment's map needs.
 
-segment_map and segment_map_bwd state the maths and what each step is for, under the numbers used
-here. Both are chains like those of chain_backward, but nothing leaves them until their end.
+segment_map.py and segment_map_bwd.py state the maths and the steps, with the numbers used here.
+Both kernels are chains like those of cumulated.py, but they write only at their end.
 """
 
 from pathlib import Path
@@ -29,10 +29,11 @@ SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 def warm_chunks(
     k, g, growth, grows, beta, beta16, is_16, s_sum, begin, length, h, hv, limit, at_end, cumulated
 ):  # fmt: skip
-    """See window.cuh. All threads of the CTA, which meet in it.
+    """Returns the number of chunks over which a segment's map falls below e^limit, or 0 if none.
 
-    growth is of kkt_solve where `grows`, and None where it never does; beta is in fp32, or, where
-    is_16, 16 bits wide in beta16, which is None where it never is.
+    All threads of the CTA call it, and synchronise in it; see window.cuh. If `grows`, growth is
+    kkt_solve's; it is None in kernels that never have it. beta is read in fp32 or, if is_16, from
+    beta16 in 16 bits; beta16 is None in kernels that never have it.
     """
     K, warps = k.shape[-1], s_sum.shape[0]
     k_begin = T.access_ptr(k[begin, h, 0], "r", K)
@@ -56,7 +57,10 @@ def warm_chunks(
 
 @T.macro
 def read_values(s_v, s_gate, r_vt, r_v, r_e, rows, gate_ring, i, of_map):
-    """What W^T of chunk i is made of besides X K^T, read while another product is under way."""
+    """Reads the other inputs of W^T of chunk i, beta V^T and beta e, during another product.
+
+    With of_map, V is 0 and only beta e is read.
+    """
     gate_slot = gate_ring.slot(i)
     rows.wait(i)
     gate_ring.wait(i)
@@ -73,10 +77,11 @@ def columns(
     K, dtype, h0, starts, maps, s_k, s_v, s_a, s_gate, rows, gate_ring, a_ring,
     num_chunks, p, n, hv, column, of_map, has_start,
 ):  # fmt: skip
-    """The state role: 64 columns of b, or, where of_map is set, of M.
+    """The state role of segment_map: computes 64 columns of b or, if of_map is set, of M.
 
-    A pass begins behind X K^T of its chunk and ends with that of the next, so that what else this
-    one waits for is read behind step 7. a_ring is None where A comes with the rows of k and v.
+    A pass of the loop begins after X K^T of its chunk and ends with X K^T of the next chunk, so
+    that the next chunk's other inputs are read during step 7. a_ring is None if A is loaded along
+    with the rows of k and v.
     """
     r_s = T.alloc_fragment((TILE, K), "float32")  # X^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
@@ -84,13 +89,13 @@ def columns(
     r_n = T.alloc_fragment((TILE, CHUNK), "float32")  # V'^T
     r_v = T.alloc_fragment((TILE, CHUNK), "float32")  # beta V^T
     r_e = T.alloc_fragment((TILE, CHUNK), "float32")  # beta e, the same in all rows
-    r_d = T.alloc_fragment((TILE, CHUNK), "float32")  # d, likewise
+    r_d = T.alloc_fragment((TILE, CHUNK), "float32")  # d, the same in all rows
     r_w16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_dn16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_vt = T.alloc_fragment((CHUNK, TILE), dtype)
     r_term = T.alloc_fragment((TILE, K), maps.dtype)
     T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
-    T.clear(r_v)  # and so it stays in columns of M
+    T.clear(r_v)  # for columns of M it stays 0
     if of_map != 0:
         for r, c in T.Parallel(TILE, K):
             r_s[r, c] = T.if_then_else(c == column + r, 1.0, 0.0)
@@ -124,7 +129,7 @@ def columns(
             r_dn16[r, c] = r_n[r, c] * r_d[r, c]
         gate_ring.release(i)
         T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 7
-        after = T.min(i + 1, num_chunks - 1)  # the last pass repeats its own product, for no use
+        after = T.min(i + 1, num_chunks - 1)  # the last pass repeats its own product, unused
         read_values(s_v, s_gate, r_vt, r_v, r_e, rows, gate_ring, after, of_map)
         T.wait_wgmma(0)
         T.copy(r_s, r_s16)
@@ -147,7 +152,7 @@ def columns(
 
 @T.macro
 def solve(s_k, s_gate, s_l, s_a, rows, gate_ring, a_ring, num_chunks, first_thread):
-    """A of each chunk, all of them whole."""
+    """Makes A of each chunk; all chunks are whole."""
     r_kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
     thread = T.get_thread_binding() - first_thread
     for slot, j in T.grid(a_ring.stages, CHUNK // 2):  # above the diagonal A stays zero for good
@@ -183,7 +188,10 @@ def gradient_columns(
     K, dtype, dht, ends, s_q, s_k, s_do, s_a, s_p, s_gate, rows, gate_ring, p_ring,
     num_chunks, p, n, hv, column, has_end, unit,
 ):  # fmt: skip
-    """The state role: 64 columns of the gradient of the state that enters a segment."""
+    """The state role of segment_map_bwd: computes 64 columns (of V) of b'.
+
+    b' becomes the gradient of the state that enters a segment.
+    """
     r_ds = T.alloc_fragment((TILE, K), "float32")  # dS^T: stays here from last to first chunk
     r_ds16 = T.alloc_fragment((TILE, K), dtype)
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # dS K^T, then dV'^T

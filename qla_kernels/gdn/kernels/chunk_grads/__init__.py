@@ -1,4 +1,4 @@
-"""chunk_grads -- the gradients of q, k, v, g and beta, every chunk by itself.
+"""chunk_grads -- the gradients of q, k, v, g and beta, of every chunk independently.
 
 Per chunk (C = 64 tokens; gamma, e = e^gamma and d = e^(gamma_last - gamma) restart in each, and
 G_ij = e^(gamma_i - gamma_j)), key head and each of its value heads, with S0 the state that enters
@@ -15,11 +15,11 @@ the chunk and dS the gradient of the state that leaves it, both kept transposed,
     X        = dP0 o Q K^T + F o K K^T, below the diagonal
     dgamma_i = <Q_i, dQi_i> + <K_i, dKu_i> + sum_j (X_ij - X_ji)
     dg_i     = sum_{j >= i} dgamma_j + sum_{j < i} <K_j, dKi_j> + e^gamma_last <dS, S0>
-E is the gradient of A's inverse, -A^T dA A^T with dA = dV' (beta W)^T: both factors are there.
+E is the gradient of A's inverse, -A^T dA A^T with dA = dV' (beta W)^T, made of Y and V' alone.
 
-Steps (numbers appear again in the roles); a CTA walks over pairs of chunk and key head, and in each
-over the value heads in order:
-     1 load    each tile as soon as its readers have left it; rows past a chunk's end become zero
+Steps (numbers appear again in the roles); a CTA walks over pairs of chunk and key head, and within
+each pair over the value heads in order:
+     1 load    each tile as soon as its slot is released; rows past a chunk's end become zero
      2 gates   gamma, beta and their exponentials
      3 panel   W, and beta W in place of v
      4 panel   V'; <dS, S0>
@@ -27,23 +27,25 @@ over the value heads in order:
      6 panel   Y in place of dV', dV in place of beta W, <Y, W>
      7 panel   dQi, dKi, dKu
      8 score   P; dP, dP0; E, F; X
-     9 store   dV out
-    10 sums    dg, dbeta out
-After the last value head dP0 and F, which have been summed, meet K and Q, and dQ and dK leave.
+     9 store   write dV
+    10 sums    write dg, dbeta
+After the last value head, the sums of dP0 and F are multiplied by K and Q, and dQ and dK are
+written.
 
 Bounded by memory: 120 + 64/r KB a value head, half of it the two states (K = V = 128, r value heads
 a key head). Why this shape: a CTA has all value heads of a key head, so dQ and dK stay in registers
-until they are whole, and neither atomics nor a second pass adds anything up. What is not square
-falls apart into panels of 64 columns, of V as far as Y and of K from there on, which know of each
-other only by the tiles that they fill together. So two warpgroups, one a panel, run one loop: code
-counts, because an SM's instruction cache holds 32 KB for all roles at once. For the same reason the
-three 64x64 tiles that decay are one piece of code. The three products with a state are not: each
-runs while the one before is added up. q and k of a pair, and dS of its value heads, take turns in
-two slots: the next pair's q and k come to where the last dS was, which leaves long before q and k
-do, so they are there when the next pair begins. States come in tiles of 64 rows, because
-dstate_chain may leave those of a dS in two places, one of them where dV of the same chunk and value
-head is to be. Chunks come from a table of ours, so they lie inside: see tables.py. `owner`,
-which wrong bounds may leave unwritten, is an index for TMA alone, which reads zeros outside.
+until they are complete, without atomics or a second pass. The [C, V] and [C, K] matrices are cut
+into panels of 64 columns, of V up to Y and of K after it. Panels exchange data only by the tiles
+that they fill together. Two warpgroups, one for each panel, run the same loop, because an SM's
+instruction cache holds 32 KB for all roles together. For the same reason one piece of code makes
+the three 64x64 tiles with decay. The three products with a state are separate code: each runs while
+the result of the one before is added up. q and k of a pair, and dS of its value heads, alternate
+between two slots: the next pair's q and k are loaded to the slot of the last dS, which is released
+long before q and k are, so they have arrived when the next pair begins. States come in tiles of 64
+rows, because dstate_chain may leave the tiles of a dS in two places, one of them the memory of dV
+of the same chunk and value head. Chunks come from a table that chunk_table or segment_plan made, so
+they lie inside the tensors: see tables.py. `owner`, which wrong bounds may leave unwritten, is an
+index for TMA alone, which reads zeros outside a tensor.
 """
 
 from typing import NamedTuple
@@ -82,12 +84,12 @@ class Variant(NamedTuple):
 
     @property
     def panels(self) -> int:
-        """Panel warpgroups; where V and K differ, one has a panel of the larger only."""
+        """Number of panel warpgroups. If V and K differ, one has a panel of the larger only."""
         return max(self.K, self.V) // PANEL
 
     @property
     def tok(self) -> int:
-        """Tiles of dO, V' and Y, and two by which dQ and dK leave where a panel has none of V'."""
+        """Number of tiles: dO, V', Y and, if V < K, two for dQ and dK of the panel without V'."""
         return 5 if self.V < self.K else 3
 
 
@@ -208,7 +210,7 @@ def score(s, ring, walk, scale):
                     if j == 1:
                         ring.sums.acquire(step)
                     tiles.add_scores(r_dp0, r_f, r_x, j - 1, scale, s.gate[gate, grads.BETA, 0])
-                    if (j == 2) & (r == walk.group - 1):  # first of all what panels wait for
+                    if (j == 2) & (r == walk.group - 1):  # first the tiles that panels wait for
                         ring.qk.release(i)
                         ring.scores.acquire(p_step + 1)
                         tiles.put_tiles(r_dp0, r_f, s.scores[P, 0, 0])
@@ -263,11 +265,11 @@ def build(v: Variant):
         dbeta: T.Tensor((num_tokens, num_heads, group), "float32"),
         scale: T.float32,
         walkers: T.int32,
-        held: T.int32,  # of dstate_chain: 0 or 1
+        held: T.int32,  # dstate_chain's `held`: 0 or 1
     ):
         with T.Kernel(walkers, threads=(GROUP, plan.threads // GROUP)) as first:
-            # TileLang lets one thread of each row initialise the barriers: the same values, before
-            # the whole block meets for the first time
+            # TileLang initialises the barriers by one thread of each row of the block. All of these
+            # write the same values, before the first synchronisation of the block.
             T.import_source(tiles.SOURCE)
             s_turns, s_v, s_tok = tile(4, CHUNK, K), tile(1, CHUNK, V), tile(v.tok, CHUNK, V)
             s_a, s_scores = tile(1, CHUNK, CHUNK), tile(2, CHUNK, CHUNK)

@@ -1,6 +1,6 @@
-"""What the warpgroups of chunk_grads share, and the warps that bring it.
+"""Shared memory of chunk_grads, its rings and its walk, and the roles `load` and `gates`.
 
-chunk_grads states the maths and what each step is for, under the numbers used here.
+chunk_grads/__init__.py states the maths and the steps, with the numbers used here.
 """
 
 from typing import Any, NamedTuple
@@ -16,18 +16,18 @@ from qla_kernels.tile.schedule import Role
 GROUP = 128  # threads of a warpgroup
 PANEL = 64  # columns of V and of K that a panel warpgroup has
 
-# Slots that hold different things, so that one piece of code reads them by number.
-QUERY, KEY = range(2)  # of a turn's two tiles
-DO, VN, Y = range(3)  # of Tiles.tok; Y's slot holds dV' first
-P, F = range(2)  # of Tiles.scores; behind a pair's last value head P's slot holds dP0
+# Numbers of slots. One piece of code reads different matrices by the number of their slot.
+QUERY, KEY = range(2)  # the two tiles of a turn
+DO, VN, Y = range(3)  # slots of Tiles.tok; Y's slot holds dV' first
+P, F = range(2)  # slots of Tiles.scores; after a pair's last value head P's slot holds dP0
 
-# Rows of a gate slot. From FACTORS on they scale the products of DO, VN and Y with a state.
+# Rows of a gate slot. Rows from FACTORS on scale the products of DO, VN and Y with a state.
 GATE_ROWS = 7
 GAMMA, FALL, BETA, E, SCALE_E, D, MINUS_BETA_E = range(GATE_ROWS)
 FACTORS = SCALE_E
 
-# Rows of a value head's sums, a number a token. Column sums come in one row a warp, which is zero
-# right of the warp's own rows.
+# Rows of a value head's sums, with one number for each token. Column sums take one row for each
+# warp, which is 0 in columns to the right of the warp's own rows.
 SUM_ROWS = 20
 Y_W = 0  # <Y, W>, a row a panel
 DOTS = 2  # <Q, dQi>, <K, dKi>, <K, dKu>, for each panel
@@ -38,25 +38,25 @@ COLUMNS = 12  # column sums like X_ROWS
 
 
 class Tiles(NamedTuple):
-    """Shared memory; slots by the numbers above."""
+    """The tiles in shared memory, with slots numbered as above."""
 
-    turns: Any  # [4, 64, K] q, k of a pair; dS^T of its value heads; of the next pair vice versa
+    turns: Any  # [4, 64, K] q, k of a pair; dS^T of its value heads; swapped in the next pair
     v: Any  # [1, 64, V] v, then beta W, then dV
-    tok: Any  # [3 or, if V < K, 5, 64, V] dO; V'; dV', then Y; by the last two dQ and dK leave
+    tok: Any  # [3 or, if V < K, 5, 64, V] dO; V'; dV', then Y; the last two also stage dQ and dK
     a: Any  # [1, 64, 64]
     state: Any  # [2 V / 64, 64, K] S0^T, of alternate value heads
-    scores: Any  # [2, 64, 64] P; behind all value heads the sums of dP0 and F
+    scores: Any  # [2, 64, 64] P; after the last value head the sums of dP0 and F
     gate: Any  # [slots, GATE_ROWS, 64] fp32
     sums: Any  # [SUM_ROWS, 64] fp32
 
     @property
     def panels(self) -> Any:
-        """Of V: tiles of a state."""
+        """Number of panels of V, which is the number of tiles of a state."""
         return self.tok.shape[2] // PANEL
 
 
 class Rings(NamedTuple):
-    """A step is a value head; for q and k it is a pair of chunk and key head."""
+    """The rings of chunk_grads. A step is a value head; in `qk`, a pair of chunk and key head."""
 
     qk: Ring
     rows: Ring  # v, dO, A
@@ -65,7 +65,7 @@ class Rings(NamedTuple):
     vn: Ring
     y: Ring
     dv: Ring  # v from the panel warpgroups to the store warp
-    scores: Ring  # a step a value head and one more a pair
+    scores: Ring  # a step for each value head, and one more for each pair
     gate: Ring
     sums: Ring
 
@@ -93,7 +93,7 @@ class Walk(NamedTuple):
 
 
 def serving_roles(regs: int) -> tuple[Role, ...]:
-    """Of the warpgroup that has the four warps below."""
+    """Returns the four roles, a warp each, of the warpgroup that serves the others."""
     loaded = ("qk", "rows", "h", "ds")
     return (
         Role(
@@ -157,7 +157,7 @@ def fetch_heads(q, k, s, turn, tok0, head, barriers):
 
 
 class StateGradients(NamedTuple):
-    """dS of all chunks, as dstate_chain has left it."""
+    """The tensors in which dstate_chain left dS of all chunks."""
 
     ds: Any  # [capacity, H, r, V - 64 held, K]
     dv: Any
@@ -211,12 +211,12 @@ def load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V):
             fetch_state(h, s, ring.h, chunk, head, r, step)  # 1
             if rows == CHUNK:
                 if r == 0:
-                    ring.ds.acquire(step)  # where q and k go now
+                    ring.ds.acquire(step)  # the slot to which q and k go
                     fetch_heads(q, k, s, i % 2, tok0, head, ring.qk.full)
                     ring.qk.commit(i)
                 ring.rows.acquire(step)
                 fetch_rows(v, do, A, s, tok0, head, r, ring.rows.full)
-            else:  # the next sequence's rows, or nobody's, must not meet a product: 0 * NaN is NaN
+            else:  # rows past the end must not enter a product: 0 * NaN is NaN
                 ring.rows.acquire(step)
                 fetch_rows(v, do, A, s, tok0, head, r, tail_full)
                 if r == 0:
@@ -236,7 +236,7 @@ def load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V):
                     ring.qk.commit(i)
             ring.rows.commit(step)
             if r == 0:
-                ring.qk.acquire(i)  # the pair before has left its q and k
+                ring.qk.acquire(i)  # q and k of the pair before are no longer in use
             else:
                 ring.ds.acquire(step)
             fetch_gradient(gradients, s, (i + 1) % 2, ring.ds, chunk, tok0, rows, head, r, step)
@@ -244,7 +244,10 @@ def load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V):
 
 @T.macro
 def read_gates(g_cum, beta, r_gate, tok0, rows, head, r):
-    """gamma and beta of tokens 2 lane and 2 lane + 1 of a chunk; past its end gamma stays level."""
+    """Reads gamma and beta of tokens 2 lane and 2 lane + 1 of a chunk into r_gate.
+
+    Past the chunk's end gamma keeps its last value and beta is 0.
+    """
     lane = T.get_thread_binding() % 32
     row, token = T.alloc_var("int32"), T.alloc_var("int32")  # in 32 bits, as sums are not
     for e in T.unroll(2):
@@ -257,7 +260,7 @@ def read_gates(g_cum, beta, r_gate, tok0, rows, head, r):
 @T.macro
 def gates(g_cum, beta, s_gate, ring, walk, scale):
     lane = T.get_thread_binding() % 32
-    r_gate = T.alloc_local((4,), "float32")  # of the value head to come: two gamma, two beta
+    r_gate = T.alloc_local((4,), "float32")  # of the next value head: two gamma, two beta
     gamma = T.alloc_local((2,), "float32")
     b = T.alloc_local((2,), "float32")
     step, after = T.alloc_var("int32"), T.alloc_var("int32")
@@ -279,15 +282,15 @@ def gates(g_cum, beta, s_gate, ring, walk, scale):
             after = r + 1
             if after == walk.group:
                 after = 0
-                if i + 1 < walk.num_pairs:  # the last time it reads the last pair again, for no use
+                if i + 1 < walk.num_pairs:  # the last pass reads the last pair again, unused
                     chunk = walk.chunk(i + 1)
                     head = walk.head(i + 1)
                     tok0 = walk.chunks[chunk, 0]
                     rows = walk.chunks[chunk, 1]
-            # arrives while this value head's numbers are made
+            # the values arrive while this value head is processed
             read_gates(g_cum, beta, r_gate, tok0, rows, head, after)
             last = T.shfl_sync(gamma[1], 31)
-            end = T.shfl_sync(gamma[1], lane | 7)  # of 16 rows
+            end = T.shfl_sync(gamma[1], lane | 7)  # gamma of the last of 16 rows
             ring.acquire(step)  # 2
             for e in T.unroll(2):
                 s_gate[slot, GAMMA, 2 * lane + e] = gamma[e]

@@ -1,6 +1,6 @@
 """The panel warpgroups of chunk_grads: steps 3 to 7, then dQ and dK of all value heads.
 
-chunk_grads states the maths and what each step is for, under the numbers used here.
+chunk_grads/__init__.py states the maths and the steps, with the numbers used here.
 """
 
 import tilelang.language as T
@@ -26,7 +26,7 @@ from qla_kernels.gdn.kernels.chunk_grads.layout import (
 )
 from qla_kernels.tile.constants import CHUNK
 
-OWN = 8  # named barriers, one a warpgroup
+OWN = 8  # named barriers 8, 9, ..., one for each panel warpgroup
 
 
 @T.macro
@@ -35,16 +35,17 @@ def sync_own(w):
 
 
 def first_tile(i):
-    """Of q and k of pair i in Tiles.turns; its dS has the other two tiles. By a shuffle, again and
-    again, as the number of a panel: descriptors kept over the loops would take accumulators'
-    registers.
+    """Returns the first tile of pair i's q and k in Tiles.turns; its dS has the other two tiles.
+
+    The number is recomputed by a shuffle at each use, as the number of a panel is. Otherwise
+    descriptors would be kept in registers over the loops, and accumulators need these registers.
     """
     return T.shfl_sync(i, 0) % 2 * 2
 
 
 @T.macro
 def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
-    """Panel w of W, V', dV', Y and dV."""
+    """Computes panel w of W, V', dV', Y and dV: steps 3 to 6."""
     p_step = step + i
     gate, h = ring.gate.slot(step), ring.h.slot(step)
     turn = T.alloc_var("int32")
@@ -62,7 +63,7 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
     T.wait_wgmma(0)
     tiles.correct_values(r_w, s.v[0, 0, w * PANEL], s.gate[gate, E, 0], s.gate[gate, BETA, 0])  # 3
     T.fence_proxy_async()  # beta W: written by threads, read by wgmma
-    T.tma_store_wait(0)  # V' and Y's tiles: dQ and dK of the pair before have left
+    T.tma_store_wait(0)  # tiles of V' and Y: dQ and dK of the pair before have been sent
     sync_own(w)
     T.wgmma_gemm(s.a[0, :, :], s.v[0, :, w * PANEL : w * PANEL + PANEL], r_x, clear_accum=True)
     ring.vn.acquire(step)
@@ -122,8 +123,8 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
 
 @T.macro
 def arrive(ring, i, step, w):
-    """In place of `of_values`, for a warpgroup that has no panel of V."""
-    T.tma_store_wait(0)  # as there, of its own tiles
+    """Replaces `of_values` in a warpgroup without a panel of V: makes the same waits only."""
+    T.tma_store_wait(0)  # as in of_values, for this warpgroup's own tiles
     sync_own(w)
     ring.h.wait(step)
     ring.gate.wait(step)
@@ -135,7 +136,7 @@ def arrive(ring, i, step, w):
 
 @T.macro
 def of_state(r_x, s, j, state, first, w):
-    """Tile j times a state: panel w of columns, in flight as `panels` products."""
+    """Starts panel w of tile j times a state, as `s.panels` products; does not wait for them."""
     for t in T.unroll(s.panels):
         T.wgmma_gemm(
             s.tok[j, :, t * PANEL : t * PANEL + PANEL],
@@ -158,7 +159,10 @@ def add_keys(r_sum, r_x, s, turn, j, gate, w):
 
 @T.macro
 def of_keys(r_dq, r_dk, r_x, r_y, s, ring, i, step):
-    """Panel w of dQi, dKi and dKu: each product runs beside what is done to the one before."""
+    """Adds panel w of dQi, dKi and dKu to r_dq and r_dk: step 7.
+
+    Each product runs while the result of the one before is scaled and added.
+    """
     gate, h = ring.gate.slot(step), ring.h.slot(step)
     w, turn = T.alloc_var("int32"), T.alloc_var("int32")
     w = T.shfl_sync(T.get_thread_binding(1), 0)
@@ -184,7 +188,10 @@ def of_keys(r_dq, r_dk, r_x, r_y, s, ring, i, step):
 
 @T.macro
 def finish_keys(r_dq, r_dk, s, i, w):
-    """To panel w of dQ and dK, what dP0 and F of all value heads give."""
+    """Adds dP0 K to panel w of dQ, and dP0^T Q + (F + F^T) K to panel w of dK.
+
+    dP0 and F are the sums over all value heads.
+    """
     turn = T.alloc_var("int32")
     turn = first_tile(i)
     T.wgmma_gemm(s.scores[P, :, :], s.turns[turn + KEY, :, w * PANEL : w * PANEL + PANEL], r_dq)
@@ -206,8 +213,9 @@ def finish_keys(r_dq, r_dk, s, i, w):
 
 @T.macro
 def put_rows(dq, dk, r_dq, r_dk, s, tok0, head, num_heads, rows, w):
-    """Panel w of a key head's gradients, by way of its tiles of V' and Y or, where it has none, two
-    tiles more.
+    """Writes panel w of a key head's dQ and dK.
+
+    They pass through the panel's tiles of V' and Y. A panel without such tiles has two of its own.
     """
     panel = w * PANEL
     slot, column = (VN, panel) if s.tok.shape[2] >= dq.shape[2] else (VN + 2 * w, 0)
@@ -230,7 +238,7 @@ def put_rows(dq, dk, r_dq, r_dk, s, tok0, head, num_heads, rows, w):
 
 @T.macro
 def leave(ring, step):
-    """In place of `of_keys`, for a warpgroup that has no panel of K."""
+    """Replaces `of_keys` in a warpgroup without a panel of K: makes the same waits and releases."""
     ring.vn.wait(step)
     ring.y.wait(step)
     ring.rows.release(step)
@@ -296,4 +304,4 @@ def panel(dq, dk, s, ring, walk, K, V):
                 put_rows(dq, dk, r_dq, r_dk, s, tok0, head, walk.num_heads, rows, w)
         else:
             put_rows(dq, dk, r_dq, r_dk, s, tok0, head, walk.num_heads, rows, w)
-    T.tma_store_wait(0)  # shared memory goes when the CTA does
+    T.tma_store_wait(0)  # before the CTA ends, and with it its shared memory

@@ -1,6 +1,6 @@
-"""What leaves chunk_grads: the warps and macros that write.
+"""The parts of chunk_grads that write: the roles `store` and `sums`, and zeros for padding.
 
-chunk_grads states the maths and what each step is for, under the numbers used here.
+chunk_grads/__init__.py states the maths and the steps, with the numbers used here.
 """
 
 import tilelang.language as T
@@ -83,7 +83,7 @@ def sums(dg, dbeta, s_sums, ring, walk, K, V):
             for w in T.unroll(4 * (V // PANEL)):
                 state += s_sums[STATE, w]
             ring.release(step)
-            # By sums of other rows only: one less its own row would lose what decay makes small.
+            # Sum the other rows only: a total minus the own row would cancel small decayed terms.
             after = r_gamma[0] + r_gamma[1]
             earlier = before[0] + before[1]
             for d in rolled(5):
@@ -111,7 +111,7 @@ def sums(dg, dbeta, s_sums, ring, walk, K, V):
 
 @T.macro
 def clear_padding(dq, dk, dv, dg, dbeta, walk, num_chunks, num_tokens, K, V):
-    """Rows of no sequence are zero; the CTAs share them."""
+    """Writes zeros to the gradients of tokens behind the last chunk; the CTAs share these rows."""
     lane = T.get_thread_binding() % 32
     row, end = T.alloc_var("int32"), T.alloc_var("int32")
     end = 0

@@ -2,8 +2,8 @@
 // and columns, and the 64x64 gradients of scores and system. Needs gated_tiles.cuh.
 //
 // Accumulators are those of a 64-column product: register 4j + 2h + e of lane 4g + t in warp W is
-// row 16W + 8h + g, column 8j + 2t + e. Tiles of shared memory are 64x64 panels, swizzled as TMA and
-// wgmma have them. Row and column sums are formed in a fixed order.
+// row 16W + 8h + g, column 8j + 2t + e. Tiles of shared memory are 64x64 panels, swizzled as TMA
+// and wgmma have them. Row and column sums are formed in a fixed order.
 #pragma once
 
 namespace qla {
@@ -16,18 +16,18 @@ __device__ __forceinline__ float2 widened(const half_t *, unsigned pair) {
   return __half22float2(*reinterpret_cast<const __half2 *>(&pair));
 }
 
-// The number of this thread in its warpgroup, by a shuffle, which no compiler moves: addresses kept
-// over the loops would take accumulators' registers.
+// Returns the number of this thread in its warpgroup, by a shuffle, which no compiler moves out of
+// a loop: addresses kept in registers over the loops would displace accumulators.
 __device__ __forceinline__ int thread_in_group() {
   return __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 127;
 }
 
-// The number of its warp, in every lane the same, and known so.
+// Returns the number of this thread's warp; the compiler knows that all lanes have the same value.
 __device__ __forceinline__ int own_warp() { return __shfl_sync(~0u, threadIdx.x, 0) / 32 % 4; }
 
 // Where this lane's row of 8 elements lies for an instruction on the blocks of its warp's rows, as
-// quarter_row<true> has it, but as one address for all four blocks: tiles begin at multiples of 1 KB,
-// so a block's two pieces of 16 bytes are found by changing bits.
+// quarter_row<true> has it, but as one address for all four blocks: tiles begin at multiples of 1
+// KB, so a block's two pieces of 16 bytes are found by changing bits.
 template <class T> __device__ __forceinline__ T *lane_row(T *tile, int thread) {
   const int row = thread / 32 * 16 + thread % 16;
   return tile + 64 * row + 8 * (thread / 16 % 2 ^ row % 8);
@@ -56,22 +56,22 @@ __device__ __forceinline__ void put_block(T *row, int column, const Block &x) {
   tl::ptx_stmatrix_m8n8_x4(block_of(row, column), p.r[0], p.r[1], p.r[2], p.r[3]);
 }
 
-// The first of a thread's two rows of an accumulator; the other is 8 further on.
+// Returns the first of a thread's two rows of an accumulator; the second row is 8 below it.
 __device__ __forceinline__ int first_row(int thread) { return thread / 32 * 16 + thread / 4 % 8; }
 
-// Of 64 numbers, one a row, those of this thread's two rows.
+// Returns the numbers of this thread's two rows, given one number for each of 64 rows.
 __device__ __forceinline__ float2 of_rows(const float *per_row, int thread) {
   const int first = first_row(thread);
   return make_float2(per_row[first], per_row[first + 8]);
 }
 
-// The sum of what the four lanes of a row hold.
+// Returns the sum of x over the four lanes of a row.
 __device__ __forceinline__ float row_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Such sums, x[0] and x[1] being for the thread's two rows.
+// Writes row sums of x; x[0] and x[1] belong to the thread's two rows.
 __device__ __forceinline__ void put_row_sums(const float *x, float *out, int thread) {
   const int first = first_row(thread);
 #pragma unroll
@@ -81,7 +81,7 @@ __device__ __forceinline__ void put_row_sums(const float *x, float *out, int thr
   }
 }
 
-// Adds what another lane has of half the 2 kHalf numbers in x, and gives it the other half.
+// Adds another lane's values to one half of the 2 kHalf numbers in x, and gives it the other half.
 template <int kHalf> __device__ __forceinline__ void halve(float *x, int lane) {
   const bool high = lane & 2 * kHalf;
 #pragma unroll
@@ -91,7 +91,7 @@ template <int kHalf> __device__ __forceinline__ void halve(float *x, int lane) {
   }
 }
 
-// Sums over a warp's rows of x, x[2j + e] being what the lane has of column 8j + 2t + e.
+// Writes column sums over a warp's rows; x[2j + e] is the lane's part of column 8j + 2t + e.
 __device__ __forceinline__ void put_column_sums(float *out, float *x, int lane) {
   halve<8>(x, lane);
   halve<4>(x, lane);
@@ -99,14 +99,14 @@ __device__ __forceinline__ void put_column_sums(float *out, float *x, int lane) 
   *reinterpret_cast<float2 *>(out + 8 * (lane >> 2) + 2 * (lane & 3)) = make_float2(x[0], x[1]);
 }
 
-// An accumulator, rounded, as a tile.
+// Writes an accumulator, rounded, to a tile.
 template <class T> __device__ __forceinline__ void put_tile(const float *x, T *tile) {
   T *row = lane_row(tile, thread_in_group());
 #pragma unroll
   for (int b = 0; b < 4; ++b) put_block(row, b, *reinterpret_cast<const Block *>(x + 8 * b));
 }
 
-// Two accumulators as two tiles. The loop is for code to be short.
+// Writes two accumulators to two tiles. The loop keeps the code short.
 template <class T>
 __device__ __forceinline__ void put_tiles(const float *x, const float *y, T *tiles) {
 #pragma unroll 1
@@ -118,14 +118,14 @@ __device__ __forceinline__ void put_tiles(const float *x, const float *y, T *til
   }
 }
 
-// x times `scale` by rows, in place.
+// Multiplies each row of x by its number in `scale`, in place.
 __device__ __forceinline__ void scale_rows(float *x, const float *scale) {
   const float2 factor = of_rows(scale, thread_in_group());
 #pragma unroll
   for (int i = 0; i < 32; ++i) x[i] *= i & 2 ? factor.y : factor.x;
 }
 
-// W = v - e U in place of U, and beta W in place of v.
+// Replaces U by W = v - e U, and v by beta W.
 template <class T>
 __device__ __forceinline__ void correct_values(float *u, T *v, const float *e, const float *beta) {
   const int thread = thread_in_group();
@@ -144,7 +144,7 @@ __device__ __forceinline__ void correct_values(float *u, T *v, const float *e, c
   }
 }
 
-// Y and dV = beta Y, rounded; <Y, W> of each row.
+// Writes Y and dV = beta Y, rounded, and <Y, W> of each row.
 template <class T>
 __device__ __forceinline__ void finish_values(const float *y, const float *w_fp32, T *s_y, T *s_dv,
                                               const float *beta, float *sums) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void finish_values(const float *y, const float *w_fp3
   put_row_sums(dot, sums, thread);
 }
 
-// <a, b> of one part of two tiles with the same layout: a summand in each thread.
+// Sets *out to this thread's summand of <a, b>, for one part of two tiles with the same layout.
 template <int kElements, class T>
 __device__ __forceinline__ void tile_dot(float *out, const T *a, const T *b, int part) {
   const int thread = thread_in_group();
@@ -186,7 +186,7 @@ __device__ __forceinline__ void tile_dot(float *out, const T *a, const T *b, int
   *out = dot;
 }
 
-// `factor` times the sum of x over the threads: one number a warp.
+// Writes `factor` times the sum of x over the threads of a warp: one number for each warp.
 __device__ __forceinline__ void put_number(const float *x, float factor, float *out) {
   const int thread = thread_in_group();
   float sum = *x;
@@ -195,7 +195,7 @@ __device__ __forceinline__ void put_number(const float *x, float factor, float *
   if (thread % 32 == 0) out[thread / 32] = factor * sum;
 }
 
-// y = x times `scale` by rows is added to `sum`; <y, panel> of each row.
+// Adds y, x with each row times its number in `scale`, to `sum`; writes <y, panel> of each row.
 template <class T>
 __device__ __forceinline__ void add_scaled(float *sum, const float *x, const float *scale, T *panel,
                                            float *sums) {
@@ -217,8 +217,8 @@ __device__ __forceinline__ void add_scaled(float *sum, const float *x, const flo
   put_row_sums(dot, sums, thread);
 }
 
-// G_ij x_ij in place below the diagonal and, if `diagonal`, on it; 0 above. `gates` are gamma and, as
-// `scaled` needs them, the falls to the ends of blocks.
+// G_ij x_ij in place below the diagonal and, if `diagonal`, on it; 0 above. `gates` are gamma and,
+// as `scaled` needs them, the falls to the ends of blocks.
 __device__ __forceinline__ void decay_scores(float *x, const float *gates, int diagonal) {
   const int w = own_warp(), lane = thread_in_group() % 32, g = lane / 4, t = lane % 4;
   const float *gamma = gates, *fall = gates + 64;
@@ -248,7 +248,7 @@ __device__ __forceinline__ void decay_scores(float *x, const float *gates, int d
   }
 }
 
-// y = scale x is added to dp0 or, for the system, y = -beta x to f.
+// Adds scale x to dp0 or, if `system`, -beta x to f.
 __device__ __forceinline__ void add_scores(float *dp0, float *f, const float *x, int system,
                                            float scale, const float *beta) {
   if (system) {
@@ -261,8 +261,8 @@ __device__ __forceinline__ void add_scores(float *dp0, float *f, const float *x,
   }
 }
 
-// Of X = strict_lower(y o other), y as above, row sums and column sums; `plain` receives row sums of
-// x o other.
+// Writes row sums and column sums of X = strict_lower(y o other), where y is scale x or, if
+// `system`, -beta x. `plain` receives row sums of strict_lower(x o other).
 __device__ __forceinline__ void sum_scores(const float *x, const float *other, int system,
                                            float scale, const float *beta, float *rows,
                                            float *plain, float *columns) {
@@ -290,8 +290,8 @@ __device__ __forceinline__ void sum_scores(const float *x, const float *other, i
   }
 }
 
-// Rows of a tile, `rows` of them, to global memory in pieces of 16 bytes: to number first, first +
-// step, .. of rows of kSize elements.
+// Writes `rows` rows of a tile to global memory in pieces of 16 bytes: to rows first, first + step,
+// ..., which are kSize elements apart.
 template <int kSize, class T>
 __device__ __forceinline__ void store_rows(const T *tile, T *out, int first, int step, int rows) {
   const int thread = thread_in_group(), piece = thread % 8;
