@@ -44,6 +44,7 @@ def test_a_device_has_every_launch(module):
 @pytest.mark.parametrize(
     "layout", [ALONE, StripedLayout(1, 64), *LAYOUTS, StripedLayout(8)], ids=str
 )
+@pytest.mark.kernels("sparse_ring.diagonals")
 def test_the_table_is_that_of_the_plan(layout):
     for blocks in (1, 9, 40):
         T = layout.pad_len(blocks * 64)

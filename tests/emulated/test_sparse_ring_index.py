@@ -99,7 +99,7 @@ def test_strides_are_read_in_place():
     ],
 )
 @pytest.mark.kernels("sparse_ring.mark", "sparse_ring.cut")
-@pytest.mark.kernels("sparse_ring.select", "sparse_ring.diagonals")
+@pytest.mark.kernels("sparse_ring.select")
 def test_kernels_choose_what_sorts_choose(kind, seqlen, recall, caps, layout, estimator):
     gap = 2 if kind == "outliers" else 0
     pattern = budget(estimator, recall, caps, gap_close=gap)

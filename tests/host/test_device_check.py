@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,7 +99,10 @@ def test_test_counts_come_from_pytest(check, tmp_path):
         "no:cacheprovider",
         f"--junitxml={junit}",
     ]
-    subprocess.run([*command, "test_it.py"], cwd=tmp_path, capture_output=True, check=False)
+    own = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    subprocess.run(
+        [*command, "test_it.py"], cwd=tmp_path, env=own, capture_output=True, check=False
+    )
     counts = check.test_counts(junit)
     assert counts == {"passed": 1, "failed": 1, "skipped": 1}
     assert not check.all_passed(counts)

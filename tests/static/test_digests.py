@@ -43,7 +43,7 @@ def build(variant: Variant) -> Any:
 
 
 def test_every_shared_buffer_has_a_name_of_its_own() -> None:
-    module: Any = SimpleNamespace(build=build)
+    module: Any = SimpleNamespace(build=build, __name__="sample")
     names = {name: len(same) for name, same in buffers_by_name(build(Variant())).items()}
     assert sorted(names.values()) == [2, 2], f"the sample's names do not collide: {names}"
     traced = jit.trace(module, Variant())

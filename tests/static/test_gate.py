@@ -146,11 +146,11 @@ def test_without_a_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["gdn.kkt_solve", "--variant", "'bfloat16', K=128", "--json"]) == 0
+    assert main(["gdn.kkt_solve", "--variant", "bf16-k128", "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
-    assert record["function"] == "kkt_solve_bfloat16_k128_kernel"
+    assert record["function"] == "gdn_kkt_solve_bf16_k128_kernel"
     assert record["violations"] == []
-    options = ["gdn.kkt_solve", "--variant", "'bfloat16', K=128", "--order", "--dump"]
+    options = ["gdn.kkt_solve", "--variant", "bf16-k128", "--order", "--dump"]
     assert main([*options, str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "highest named R" in said
