@@ -49,10 +49,11 @@ def own(wanted: str) -> Iterator[tuple[str, str]]:
 
 
 def in_a_process(wanted: list[str]) -> Digests:
-    """What this script, run in a fresh process, prints."""
+    """Returns the digests that this script prints when it runs in a fresh process."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, __file__, *wanted],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "random"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,

@@ -81,6 +81,6 @@ def test_a_step_launches_four_kernels_for_them(gates):
     without, names = launched(plain), launched(x)
     if not names:
         pytest.skip("torch's profiler sees no kernels here")
-    ours = [n.split("_float32")[0] for n in names if "activate" in n or "gate_sums" in n]
-    assert ours == ["activate", "activate", "activate_bwd", "gate_sums"]
+    ours = [n.split("_fp32")[0] for n in names if "activate" in n or "gate_sums" in n]
+    assert ours == ["gdn_activate", "gdn_activate", "gdn_activate_bwd", "gdn_gate_sums"]
     assert len(names) == len(without) + len(ours)
