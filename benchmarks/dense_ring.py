@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qla_kernels.sparse_ring.groups import Ring
+from qla_kernels.sparse_ring.groups import RankRing
 
 Backward = tuple[Tensor, Tensor, Tensor]
 GRADIENT_TAG = 2  # k and v take two
@@ -97,7 +97,9 @@ def _meets(rank: int, owner: int, rows: int) -> tuple[slice, slice]:
     return (slice(None), slice(half)) if owner < rank else (slice(half, None), slice(None))
 
 
-def forward(kernel: Kernel, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def forward(
+    kernel: Kernel, ring: RankRing, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     """o in q's dtype and the LSE of all keys, of this rank's queries."""
     rows = q.shape[1]
     here, there = (k, v), (torch.empty_like(k), torch.empty_like(v))
@@ -126,7 +128,14 @@ def _merge(o: Tensor, lse: Tensor, part: Tensor, of_part: Tensor) -> None:
 
 
 def backward(
-    kernel: Kernel, ring: Ring, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+    kernel: Kernel,
+    ring: RankRing,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
 ) -> Backward:
     """Gradients of keys go around with them, in fp32, and one hop more."""
     rows = q.shape[1]

@@ -57,7 +57,7 @@ class Layer:
         way: Way,
         tensors: Sequence[Tensor] = (),
         index: Callable[[Tensor, Tensor], object] | None = None,
-    ) -> tuple[Callable[[], ring.Forward], Callable[[], ring.Backward]]:
+    ) -> tuple[Callable[[], ring.RingForward], Callable[[], ring.RingBackward]]:
         """`index` runs where one is built, beside what is gathered; its lines are not taken."""
         q, k, v, do = tensors or self.tensors(way.layout.world)
 
@@ -66,7 +66,7 @@ class Layer:
         def shard() -> Shard:  # made by every call, as its tables are
             return shard_of(way.layout, rank, T, T, self.scale, self.index[:3])
 
-        def forward() -> ring.Forward:
+        def forward() -> ring.RingForward:
             batches = way.route.batches(k, v)
             if index is not None:
                 index(q, k)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.sparse_ring.gradients import gradients_of
-from qla_kernels.sparse_ring.groups import Pending, Ring
+from qla_kernels.sparse_ring.groups import Pending, RankRing
 from qla_kernels.sparse_ring.route import Route
 
 from .ring_timing import event
@@ -23,7 +23,7 @@ from .ring_timing import event
 CYCLES = 10_000_000  # of the call that the clock of delays is read from
 
 
-class Silent(Ring):
+class Silent(RankRing):
     """Sends nothing, and at once has something in the place of what would come."""
 
     def swap(
@@ -46,7 +46,7 @@ def _random(n: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 @dataclass(frozen=True)
-class Slow(Ring):
+class Slow(RankRing):
     """Links between nodes of `node` neighbouring ranks have `rate` bytes a second each way."""
 
     node: int = 1
@@ -128,7 +128,7 @@ def silent(route: Route) -> Route:
 def slow(route: Route, node: int, rate: float) -> Route:
     """Neighbours are nodes of so many ranks; of the outer ring each rank is one of another node."""
 
-    def over(ring: Ring, of_node: int) -> Ring:
+    def over(ring: RankRing, of_node: int) -> RankRing:
         return Slow(ring.group, ring.rank, ring.size, of_node, rate)
 
     rings = over(route.whole, node), over(route.inner, node), over(route.outer, 1)

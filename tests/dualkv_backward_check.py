@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.dualkv.ops import Backward
+from qla_kernels.dualkv.ops import SharedBackward
 from reference import dualkv
 from tests.compare import assert_close
 from tests.dualkv_forward_check import Call, wanted
@@ -33,9 +33,9 @@ def upstream(x: Call, with_dlse: bool = True) -> Upstream:
     )
 
 
-def check(x: Call, given: Upstream, got: Backward) -> None:
+def check(x: Call, given: Upstream, got: SharedBackward) -> None:
     want = exact(x, given)
-    for name, a, b in zip(Backward._fields, got, want, strict=True):
+    for name, a, b in zip(SharedBackward._fields, got, want, strict=True):
         assert a.dtype == x.q.dtype
         assert_close(name, a, b, LIMITS[x.q.dtype])
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import SharedLayout
-from qla_kernels.dualkv.ops import Forward
+from qla_kernels.dualkv.ops import SharedForward
 from reference import dualkv
 from tests.compare import assert_close
 from tests.dualkv_inputs import Groups, qkv
@@ -60,7 +60,7 @@ def wanted(x: Call) -> Any:
     return dualkv.by_nodes(*exact, x.layout.nodes, x.scale, x.q_shift)
 
 
-def check(x: Call, done: Forward) -> None:
+def check(x: Call, done: SharedForward) -> None:
     want = wanted(x)
     assert done.o.dtype == x.q.dtype
     assert_close("o", done.o, want.o, LIMITS[x.q.dtype])

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.ops import GdnBackward
 from reference import gdn
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import Call
@@ -34,10 +34,10 @@ def saved(x: Call) -> Saved:
     return Saved(g_cum, A)
 
 
-def check(x: Call, do: Tensor, dht: Tensor | None, got: Backward) -> None:
+def check(x: Call, do: Tensor, dht: Tensor | None, got: GdnBackward) -> None:
     """Every gradient, per tensor and per head, in the dtype of its input; padding's is 0."""
     want, rounded = exact(x, do, dht), exact(x, do, dht, x["q"].dtype)
-    for name in Backward._fields:
+    for name in GdnBackward._fields:
         a, b, c = (getattr(each, name) for each in (got, want, rounded))
         assert (a is None) == (b is None), f"{name} is {a if a is None else 'there'}"
         if a is None:
@@ -68,7 +68,7 @@ def _compare(name: str, got: Tensor, want: Tensor, rounded: Tensor, ratio: float
 
 def exact(
     x: Call, do: Tensor, dht: Tensor | None, operand_dtype: torch.dtype | None = None
-) -> Backward:
+) -> GdnBackward:
     """In fp64, from what the kernels are given; dht like the states of the call."""
     active = _active(x)
     done = _forward(active, operand_dtype)
@@ -93,7 +93,7 @@ def exact(
         raw = x["g"].double().nan_to_num()
         dg, dA_log, ddt_bias = gdn.gate_backward(raw, A_log, dt_bias, dg)
     dh0 = None if grads.dh0 is None else (grads.dh0.mT if v_first else grads.dh0)
-    return Backward(dq, dk, grads.dv, dbeta, dg, dh0, dA_log, ddt_bias)
+    return GdnBackward(dq, dk, grads.dv, dbeta, dg, dh0, dA_log, ddt_bias)
 
 
 def _active(x: Call) -> Call:

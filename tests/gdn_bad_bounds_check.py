@@ -57,8 +57,8 @@ SLOTS = {
 N, H, HV, SIZE = 3, 1, 2, 128
 SCALE = SIZE**-0.5
 NO_FLAGS = {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False}
-GIVEN = heuristics.Forward(128, False)
-SOLVING, SOLVING_TWO_TILES = heuristics.Forward(64, True), heuristics.Forward(128, True)
+GIVEN = heuristics.ForwardChoice(128, False)
+SOLVING, SOLVING_TWO_TILES = heuristics.ForwardChoice(64, True), heuristics.ForwardChoice(128, True)
 
 
 class Setting(NamedTuple):
@@ -106,7 +106,7 @@ def backward(most: int | None, s: Setting, bounds: Tensor) -> None:
     launch_backward.l2norm_bwd(x, done.dq, bounds)
 
 
-def shards(kernel: heuristics.Forward, s: Setting, bounds: Tensor) -> None:
+def shards(kernel: heuristics.ForwardChoice, s: Setting, bounds: Tensor) -> None:
     """Sequences that come from another rank and go on at another."""
     s.patch.setattr(plan, "forward", lambda *_, **__: Plan(kernel, 1))
     s.patch.setattr(plan, "backward", lambda *_, **__: 1)

@@ -14,7 +14,7 @@ from reference import gdn
 from tests.gdn_inputs import gates, keys
 
 # columns of V of a CTA, and whether it solves for A
-GIVEN, SOLVING = heuristics.Forward(128, False), heuristics.Forward(64, True)
+GIVEN, SOLVING = heuristics.ForwardChoice(128, False), heuristics.ForwardChoice(64, True)
 
 
 class Batch(NamedTuple):
@@ -66,7 +66,7 @@ def run(
     x: Batch,
     most: int,
     limit: float,
-    kernel: heuristics.Forward = GIVEN,
+    kernel: heuristics.ForwardChoice = GIVEN,
     grows: bool = False,
     between: Callable[[], None] = lambda: None,
 ) -> Cut:
@@ -95,7 +95,7 @@ def run(
     return Cut(o, starts[:num], cut.bounds[:num], final)
 
 
-def whole(x: Batch, kernel: heuristics.Forward = GIVEN) -> tuple[Tensor, Tensor]:
+def whole(x: Batch, kernel: heuristics.ForwardChoice = GIVEN) -> tuple[Tensor, Tensor]:
     """o and the final states of sequences that are not cut."""
     scale = x.q.shape[-1] ** -0.5
     g_cum, A = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
 from qla_kernels.gdn.sharded.context import held_by
@@ -20,7 +20,7 @@ class _Told(Exception):
 
 def run(
     x: Call, do: Tensor, world: int, warm_log_bound: float, monkeypatch: Any
-) -> tuple[Tensor, Backward]:
+) -> tuple[Tensor, GdnBackward]:
     """o and the gradients of a whole batch, put together from those of its ranks."""
     scale, size = x["q"].shape[-1] ** -0.5, x["q"].shape[1] // world
     held = [held_by(r, x["cu_seqlens"].tolist(), size) for r in range(world)]
@@ -55,7 +55,7 @@ def run(
 
     done = _in_turn(backward, world, monkeypatch)
     grads = (torch.cat(parts, 1) for parts in list(zip(*done, strict=True))[:5])
-    return torch.cat([rank.o for rank in saved], 1), Backward(*grads, None, None, None)
+    return torch.cat([rank.o for rank in saved], 1), GdnBackward(*grads, None, None, None)
 
 
 def _in_turn(call: Callable[[int], Any], world: int, monkeypatch: Any) -> list[Any]:

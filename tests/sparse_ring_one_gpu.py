@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.sparse_ring.groups import ALONE, Pending, Ring, RingGroups
+from qla_kernels.sparse_ring.groups import ALONE, Pending, RankRing, RingGroups
 from tests.ranks import WORLD, serve
 from tests.sparse_ring_gpus import results
 
@@ -28,7 +28,7 @@ class Landing(Pending):
         return self._places
 
 
-class ThroughHost(Ring):
+class ThroughHost(RankRing):
     def in_order(self, x: Tensor) -> bool:
         return False
 
@@ -51,7 +51,7 @@ class ThroughHost(Ring):
 
 
 def through_host(groups: RingGroups) -> RingGroups:
-    def of(ring: Ring) -> Ring:
+    def of(ring: RankRing) -> RankRing:
         return ring if ring is ALONE else ThroughHost(ring.group, ring.rank, ring.size)
 
     return replace(groups, whole=of(groups.whole), inner=of(groups.inner), outer=of(groups.outer))

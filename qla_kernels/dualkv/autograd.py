@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.dualkv import ops
-from qla_kernels.dualkv.ops import Backward, Forward
+from qla_kernels.dualkv.ops import SharedBackward, SharedForward
 from qla_kernels.dualkv.validate import OP
 
 
@@ -40,7 +40,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         return_lse: bool,
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        done = Forward(*ops.dualkv_fwd(q, k, v, tables, scale, q_shift))
+        done = SharedForward(*ops.dualkv_fwd(q, k, v, tables, scale, q_shift))
         ctx.set_materialize_grads(False)  # an unused lse costs no tensor of zeros
         ctx.scale, ctx.q_shift, ctx.deterministic = scale, q_shift, deterministic
         ctx.save_for_backward(q, k, v, done.o, done.lse2, *tables)
@@ -52,7 +52,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         q, k, v, o, lse2, *tables = ctx.saved_tensors
         if do is None:  # only lse was used
             do = o.new_zeros(()).expand(o.shape)
-        grads = Backward(
+        grads = SharedBackward(
             *ops.dualkv_bwd(
                 do, q, k, v, o, lse2, dlse, tables, ctx.scale, ctx.q_shift, ctx.deterministic
             )

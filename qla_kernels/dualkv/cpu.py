@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from qla_kernels.cpu import reference
-from qla_kernels.dualkv.ops import Backward, Forward
+from qla_kernels.dualkv.ops import SharedBackward, SharedForward
 
 
 @torch.no_grad()
 def dualkv_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
-) -> Forward:
+) -> SharedForward:
     (nodes,) = tables
     with torch.autocast("cpu", enabled=False):
         done = reference().dualkv.by_nodes(q, k, v, nodes, scale, q_shift)
-    return Forward(done.o, done.lse.contiguous() / math.log(2))
+    return SharedForward(done.o, done.lse.contiguous() / math.log(2))
 
 
 @torch.no_grad()
@@ -35,10 +35,10 @@ def dualkv_bwd(
     scale: float,
     q_shift: int,
     deterministic: bool,  # it always is
-) -> Backward:
+) -> SharedBackward:
     (nodes,) = tables
     with torch.autocast("cpu", enabled=False):
         grads = reference().dualkv.by_nodes_backward(
             do, q, k, v, o, lse2 * math.log(2), dlse, nodes, scale, q_shift
         )
-    return Backward(*(x.contiguous() for x in grads))
+    return SharedBackward(*(x.contiguous() for x in grads))

@@ -11,7 +11,7 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.dualkv.heuristics import head_pack
 from qla_kernels.dualkv.kernels import fwd as fwd_kernel
-from qla_kernels.dualkv.ops import Backward, Forward
+from qla_kernels.dualkv.ops import SharedBackward, SharedForward
 from qla_kernels.dualkv.shapes import QUERY_ROWS
 from qla_kernels.dualkv.tables import Tables
 from qla_kernels.dualkv.validate import OP
@@ -20,7 +20,7 @@ from qla_kernels.sm90 import dtype_name, require_aligned, tma_readable
 
 def dualkv_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
-) -> Forward:
+) -> SharedForward:
     require_aligned(OP, q=q, k=k, v=v)
     work = Tables(*tables)
     num_queries, num_heads, D = q.shape
@@ -36,7 +36,7 @@ def dualkv_fwd(
                 (QUERY_ROWS // pack).bit_length() - 1, num_heads // k.shape[1], q_shift,
                 scale * math.log2(math.e), ctas,
             )  # fmt: skip
-    return Forward(o, lse2)
+    return SharedForward(o, lse2)
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def dualkv_bwd(
     scale: float,
     q_shift: int,
     deterministic: bool,
-) -> Backward:
+) -> SharedBackward:
     from qla_kernels.dualkv.launch_backward import backward
 
     require_aligned(OP, q=q, k=k, v=v)
@@ -60,4 +60,6 @@ def dualkv_bwd(
         if not tma_readable(do):  # such as the gradient of a sum: one number, expanded
             do = do.contiguous()
         work = Tables(*tables)
-        return Backward(*backward(do, q, k, v, o, lse2, dlse, work, scale, q_shift, deterministic))
+        return SharedBackward(
+            *backward(do, q, k, v, o, lse2, dlse, work, scale, q_shift, deterministic)
+        )

@@ -30,14 +30,14 @@ SCHEMAS = {
 }
 
 
-class Forward(NamedTuple):
+class SharedForward(NamedTuple):
     """Results of dualkv_fwd. Where this says fp32, it is fp64 if q is fp64."""
 
     o: Tensor  # [Tq, H, D] in q's dtype
     lse2: Tensor  # [H, Tq] base 2, fp32
 
 
-class Backward(NamedTuple):
+class SharedBackward(NamedTuple):
     """Results of dualkv_bwd; each has the shape and dtype of its input."""
 
     dq: Tensor
@@ -47,14 +47,16 @@ class Backward(NamedTuple):
 
 def _fake_dualkv_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
-) -> Forward:
+) -> SharedForward:
     Tq, H, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    return Forward(q.new_empty(q.shape), q.new_empty(H, Tq, dtype=wide))
+    return SharedForward(q.new_empty(q.shape), q.new_empty(H, Tq, dtype=wide))
 
 
-def _fake_dualkv_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Backward:
-    return Backward(*(x.new_empty(x.shape) for x in (q, k, v)))  # empty_like would keep strides
+def _fake_dualkv_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> SharedBackward:
+    return SharedBackward(
+        *(x.new_empty(x.shape) for x in (q, k, v))
+    )  # empty_like would keep strides
 
 
 def _defined(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:

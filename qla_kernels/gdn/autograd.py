@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.gdn import ops
-from qla_kernels.gdn.ops import Backward, Forward
+from qla_kernels.gdn.ops import GdnBackward, GdnForward
 from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.validate import OP
 
@@ -69,7 +69,7 @@ class GatedDeltaRule(torch.autograd.Function):
             "auto_cp": True,
             "warm_log_bound": warm_log_bound,
         }
-        done = Forward(
+        done = GdnForward(
             *ops.gdn_fwd(
                 q,
                 k,
@@ -107,7 +107,7 @@ class GatedDeltaRule(torch.autograd.Function):
         )
         if do is None:  # only the final state was used
             do = v.new_zeros(()).expand(v.shape)
-        grads = Backward(
+        grads = GdnBackward(
             *ops.gdn_bwd(
                 q,
                 k,
@@ -159,7 +159,7 @@ class ShardedGatedDeltaRule(torch.autograd.Function):
     ) -> Tensor:
         ctx.scale, ctx.options, ctx.g_dtype = scale, options, g.dtype
         bounds, parameters = (cu_seqlens, cu_seqlens_cpu), (A_log, dt_bias)
-        done = shard_ops.Forward(
+        done = shard_ops.ShardForward(
             *shard_ops.gdn_shard_fwd(
                 q, k, v, g, beta, scale, *bounds, *parameters, is_train=True, **options
             )

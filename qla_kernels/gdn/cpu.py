@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qla_kernels.cpu import reference
 from qla_kernels.gdn.contents import check_bounds
-from qla_kernels.gdn.ops import Backward, Forward, empty_cache
+from qla_kernels.gdn.ops import GdnBackward, GdnForward, empty_cache
 from qla_kernels.gdn.validate import OP
 from qla_kernels.tile.constants import CHUNK
 
@@ -36,7 +36,7 @@ def gdn_fwd(
     auto_cp: bool,
     enable_fwd_cp_cache: bool,
     warm_log_bound: float,
-) -> Forward:
+) -> GdnForward:
     gdn = reference().gdn
     check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)  # always: no device to wait for
     if A_log is not None:
@@ -46,7 +46,7 @@ def gdn_fwd(
     h0 = _swapped(initial_state, state_v_first)
     with torch.autocast("cpu", enabled=False):
         out = gdn.chunked(q, k, v, g, beta, scale, h0, cu_seqlens, CHUNK)
-    return Forward(
+    return GdnForward(
         o=out.o.clone(),  # out.o is a view; autograd forbids in-place changes of one among results
         final_state=_swapped(out.final_state, state_v_first) if output_final_state else None,
         g_cum=out.g_cum if is_train else None,
@@ -81,7 +81,7 @@ def gdn_bwd(
     warm_log_bound: float,
     cp_cache: list[Tensor],
     output_dh0: bool = True,
-) -> Backward:
+) -> GdnBackward:
     gdn = reference().gdn
     check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)
     active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
@@ -96,7 +96,7 @@ def gdn_bwd(
     if g is not None:
         dg, dA_log, ddt_bias = gdn.gate_backward(_live(g, cu_seqlens), A_log, dt_bias, dg)
     dh0 = _swapped(grads.dh0, state_v_first) if output_dh0 else None
-    return Backward(grads.dq, grads.dk, grads.dv, dbeta, dg, dh0, dA_log, ddt_bias)
+    return GdnBackward(grads.dq, grads.dk, grads.dv, dbeta, dg, dh0, dA_log, ddt_bias)
 
 
 @torch.no_grad()

@@ -8,25 +8,25 @@ from typing import NamedTuple
 from qla_kernels.tile.constants import CHUNK
 
 
-class Forward(NamedTuple):
+class ForwardChoice(NamedTuple):
     tile_v: int  # columns of V a CTA computes
     solves: bool  # computes A itself; otherwise it reads the A that kkt_solve wrote
 
 
 # Per chunk of a CTA. Half the columns take more than half the time, because latency that does not
 # depend on the columns bounds a chunk; solving for A in the same CTA adds the most of it.
-STEP = {Forward(64, True): 1.7, Forward(128, True): 2.7, Forward(128, False): 2.2}
+STEP = {ForwardChoice(64, True): 1.7, ForwardChoice(128, True): 2.7, ForwardChoice(128, False): 2.2}
 LAUNCH, START = 4.0, 10.0  # per kernel; per CTA, before its first chunk and after its last one
 # gate and kkt_solve: their launches, and the time per chunk and value head on one SM
 SOLVE_START, SOLVE_STEP = 28.0, 0.5
 
 # The kernel for every batch if results may not depend on it: others sum in another order.
-BATCH_INVARIANT = Forward(64, True)
+BATCH_INVARIANT = ForwardChoice(64, True)
 
 
 def forward(
     num_sequences: int, num_tokens: int, num_value_heads: int, V: int, sm_count: int
-) -> Forward:
+) -> ForwardChoice:
     """Returns the kernel that takes the least time for a batch of whole sequences.
 
     All sequences count as equally long, since their lengths are on the device. One CTA fills an SM.
@@ -34,7 +34,7 @@ def forward(
     heads = num_sequences * num_value_heads
     chunks = -(-num_tokens // (max(num_sequences, 1) * CHUNK))
 
-    def duration(plan: Forward) -> float:
+    def duration(plan: ForwardChoice) -> float:
         waves = -(-heads * (V // plan.tile_v) // sm_count)
         before = 0.0 if plan.solves else SOLVE_START + SOLVE_STEP * heads * chunks / sm_count
         return before + LAUNCH + waves * (START + chunks * STEP[plan])

@@ -13,7 +13,7 @@ from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.keywords import flag, scale_of, warm_bound
-from qla_kernels.gdn.ops import Backward, Forward
+from qla_kernels.gdn.ops import GdnBackward, GdnForward
 from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
@@ -111,7 +111,7 @@ def chunk_gated_delta_rule_fwd(
             q, k, v, output_h=output_h, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, op=op
         )
     )
-    done = Forward(
+    done = GdnForward(
         *ops.gdn_fwd(
             q,
             k,
@@ -194,7 +194,7 @@ def chunk_gated_delta_rule_bwd(
     refuse_forward_mode(op, q, k, v, g, beta, A, do, dht, initial_state)
     require(refusal(q, k, v, op=op))
     _check_cache(op, cp_cache or (), q, v, cu_seqlens)
-    done = Backward(
+    done = GdnBackward(
         *ops.gdn_bwd(
             q,
             k,

@@ -45,7 +45,7 @@ SCHEMAS = {
 }
 
 
-class Forward(NamedTuple):
+class GdnForward(NamedTuple):
     """Results of gdn_fwd; fp32 is fp64 where q is fp64."""
 
     o: Tensor  # [B, T, HV, V] in q's dtype
@@ -58,7 +58,7 @@ class Forward(NamedTuple):
     cp_cache: list[Tensor]
 
 
-class Backward(NamedTuple):
+class GdnBackward(NamedTuple):
     """Results of gdn_bwd: each gradient has the shape and dtype of its input, with two exceptions.
 
     dh0 is fp32, and so is dg where no raw gate was given. fp32 is fp64 where q is fp64.
@@ -110,7 +110,7 @@ def _fake_gdn_fwd(
     is_train: bool,
     enable_fwd_cp_cache: bool,
     **__: bool | float,
-) -> Forward:
+) -> GdnForward:
     B, T, HV, V = v.shape
     K = q.shape[-1]
     state = (HV, V, K) if state_v_first else (HV, K, V)
@@ -124,7 +124,7 @@ def _fake_gdn_fwd(
         num_seqs = cu_seqlens.shape[0] - 1
         if output_h:  # the number of chunks of a packed batch depends on its lengths
             num_chunks = torch.library.get_ctx().new_dynamic_size()
-    return Forward(
+    return GdnForward(
         o=q.new_empty(v.shape),
         final_state=q.new_empty(num_seqs, *state, dtype=wide) if output_final_state else None,
         g_cum=q.new_empty(g.shape, dtype=wide) if is_train else None,
@@ -165,10 +165,10 @@ def _fake_gdn_bwd(
     *,
     output_dh0: bool = True,
     **_: Any,
-) -> Backward:
+) -> GdnBackward:
     h0, wide = initial_state if output_dh0 else None, state_dtype(q)
     dg = g_cum.new_empty(g_cum.shape, dtype=wide) if g is None else _like(g)
-    return Backward(
+    return GdnBackward(
         dq=_like(q),
         dk=_like(k),
         dv=_like(v),

@@ -19,7 +19,7 @@ from qla_kernels.gdn.heuristics import (
     SOLVE_STEP,
     START,
     STEP,
-    Forward,
+    ForwardChoice,
 )
 from qla_kernels.tile.constants import CHUNK
 
@@ -48,7 +48,10 @@ COLD_SHARE = 0.25  # share of the heads that is cold, at gates like those FlashQ
 FORGOTTEN = 3.2  # log decay of the warm heads per chunk: 64 tokens, each keeps 95 % of the state
 GAIN = 0.95  # a cut must take less than this share of the time of whole sequences
 WHOLE = 0.94, -8.0  # the measured time of whole sequences is 0.94 of the model's time, less 8 us
-CUT_KERNELS = (Forward(64, True), Forward(128, False))  # cutting never gained with others of STEP
+CUT_KERNELS = (
+    ForwardChoice(64, True),
+    ForwardChoice(128, False),
+)  # cutting never gained with others of STEP
 WAVES = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 3)  # waves of CTAs that segments are sized to fill
 QUIET, BUSY = 0.92, 0.9  # a chunk takes 0.92 of its time if at most 0.9 of the SMs have a CTA
 
@@ -56,7 +59,9 @@ Lengths = tuple[tuple[int, int], ...]  # (chunks, how many sequences or segments
 
 
 class Plan(NamedTuple):
-    kernel: Forward  # its `solves` holds for segment_map, too: both solve for A, or both read it
+    kernel: (
+        ForwardChoice  # its `solves` holds for segment_map, too: both solve for A, or both read it
+    )
     segment_chunks: int | None  # the most chunks of a segment; None leaves sequences whole
     warm_log_bound: float = -math.inf  # the caller's; or -inf: all heads are folded, none searched
 

@@ -74,6 +74,6 @@ class SparseAttention(torch.autograd.Function):
                 dq, dk, dv = ops.vertical_slash_bwd(q, k, v, *lines, *settings, *done, do, dlse)
             else:
                 shard = ctx.around.shard(q, lines, *settings)
-                forward = ring.Forward(o, lse, Columns(columns_k, columns_v))
+                forward = ring.RingForward(o, lse, Columns(columns_k, columns_v))
                 dq, dk, dv = ring.backward(shard, ctx.around.route, q, k, v, forward, do, dlse)
         return dq, dk, dv, None, None, None, None, None, None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.device_tables import kept
-from qla_kernels.sparse_ring.groups import ALONE, Ring
+from qla_kernels.sparse_ring.groups import ALONE, RankRing
 from qla_kernels.sparse_ring.index import VSIndex, given
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.patterns import Pattern, VerticalSlash
@@ -32,7 +32,7 @@ def build(
     layout: Layout,
     seqlen: int,
     scale: float,
-    ring: Ring = ALONE,
+    ring: RankRing = ALONE,
 ) -> VSIndex:
     """Returns the index of a pattern for q [B, L, H, D] and k [B, L, Hk, D], this rank's shards.
 
@@ -52,7 +52,7 @@ def _estimated(
     layout: Layout,
     seqlen: int,
     scale: float,
-    ring: Ring,
+    ring: RankRing,
 ) -> VSIndex:
     T = layout.world * q.shape[1]
     run = tiles(q.device)
@@ -89,7 +89,7 @@ def _blocks(on: torch.device, layout: Layout, rank: int, T: int) -> tuple[Tensor
     return block.int(), place
 
 
-def _gathered(ring: Ring, mine: Candidates, tile: Tensor) -> tuple[Candidates, Tensor]:
+def _gathered(ring: RankRing, mine: Candidates, tile: Tensor) -> tuple[Candidates, Tensor]:
     """Returns the candidates and block masses of all ranks, gathered by one collective.
 
     `mine` and `tile` are this rank's, [B, H, n]; results are [B, H, world n], in rank order.

@@ -166,7 +166,7 @@ def _keys_of(
         near = blocks.flatten(0, 1).any(0).any(-1).repeat_interleave(BLOCK).nonzero()[:, 0]
         seen = _elements(blocks)[..., near, :] & (keys[rows] <= queries[near, None])
         seen &= (queries < shard.seqlen)[near, None]
-        part = Part(k[:, rows], v[:, rows], seen, True)
+        part = PartOfWindow(k[:, rows], v[:, rows], seen, True)
         query, upstream = q[:, near], saved.do[:, near]
         P, dS = _gradients(shard, query, saved, near, part)
         dkv[0, :, rows] += shard.scale * _group_sum(_transposed(dS, query), k.shape[-2])
@@ -200,7 +200,7 @@ class _Tile(NamedTuple):
     token: Tensor  # [128]
 
 
-class Part(NamedTuple):
+class PartOfWindow(NamedTuple):
     """Keys and values for the queries of a tile, and the mask between them."""
 
     k: Tensor  # [B, n, Hk, D], or [B, H, n, D] for the columns
@@ -223,7 +223,7 @@ def _seen_by(
     v: Tensor,
     visited: list[Visit],
     columns: Columns | None,
-) -> Iterator[Part]:
+) -> Iterator[PartOfWindow]:
     for visit in visited:
         blocks = query_walk(shard.table, visit, tile.i0, shard.blocks)
         near = blocks.flatten(0, 2).any(0).repeat_interleave(BLOCK).nonzero()[:, 0]
@@ -231,12 +231,12 @@ def _seen_by(
             key = shard.positions(visit.owner)[near]
             seen = _elements(blocks)[..., near] & (key <= tile.token[:, None])
             seen &= (tile.token < shard.seqlen)[:, None]
-            yield Part(k[visit.slot][:, near], v[visit.slot][:, near], seen, True)
+            yield PartOfWindow(k[visit.slot][:, near], v[visit.slot][:, near], seen, True)
     if columns is not None and columns.k.shape[2]:
         yield _columns_seen_by(shard, tile, columns)
 
 
-def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> Part:
+def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> PartOfWindow:
     """Returns the columns, and which of them each row of a tile sees.
 
     A row sees a column here if the column's block lies before the row's own block, and no slash of
@@ -250,11 +250,11 @@ def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> Part:
     )
     covered = active.gather(-1, distance.clamp(min=0))
     seen = (distance > 0) & ~covered & (tile.token < shard.seqlen)[:, None]
-    return Part(columns.k[:, :, :most], columns.v[:, :, :most], seen, False)
+    return PartOfWindow(columns.k[:, :, :most], columns.v[:, :, :most], seen, False)
 
 
 def _gradients(
-    shard: Shard, q: Tensor, saved: Saved, rows: slice | Tensor, part: Part
+    shard: Shard, q: Tensor, saved: Saved, rows: slice | Tensor, part: PartOfWindow
 ) -> tuple[Tensor, Tensor]:
     """Returns P = e^{S - LSE}, 0 for unseen pairs, and dS / scale = P (dO v^T - delta).
 

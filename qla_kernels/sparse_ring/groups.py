@@ -19,7 +19,7 @@ from torch import Tensor
 from qla_kernels.errors import need
 from qla_kernels.sparse_ring.agreement import GROUPS, Agreement, RingError, explained
 
-__all__ = ["ALONE", "Pending", "Ring", "RingError", "RingGroups"]
+__all__ = ["ALONE", "Pending", "RankRing", "RingError", "RingGroups"]
 
 _created = itertools.count()  # number of the next create(): the same on all ranks of the job
 
@@ -42,7 +42,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Ring:
+class RankRing:
     """Ranks that send tensors to each other. `group` is None for a single rank."""
 
     group: dist.ProcessGroup | None
@@ -122,7 +122,7 @@ class Ring:
         return rows
 
 
-ALONE = Ring(None, 0, 1)
+ALONE = RankRing(None, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class RingGroups:
     `agreement` holds.
     """
 
-    whole: Ring
-    inner: Ring
-    outer: Ring
+    whole: RankRing
+    inner: RankRing
+    outer: RankRing
     agreement: Agreement | None = field(repr=False, compare=False)
 
     @property
@@ -289,7 +289,7 @@ def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
                 raise ValueError(need(GROUPS, got, "one ring on all of its ranks", fix))
 
 
-def _ring(members: Sequence[int], timeout: timedelta) -> Ring:
+def _ring(members: Sequence[int], timeout: timedelta) -> RankRing:
     """Makes a process group of `members` and returns its Ring; called on every rank of the job.
 
     Only members may use the result. A single member needs no process group and gets ALONE.
@@ -302,4 +302,4 @@ def _ring(members: Sequence[int], timeout: timedelta) -> Ring:
         options._timeout = timeout  # else torch warns that it takes the group's
     group = dist.new_group(list(members), timeout, pg_options=options, group_desc="qla_ring")
     rank = members.index(dist.get_rank()) if dist.get_rank() in members else -1
-    return Ring(group, rank, len(members))
+    return RankRing(group, rank, len(members))

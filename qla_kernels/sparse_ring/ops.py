@@ -76,9 +76,9 @@ def _bwd(
     columns_v: Tensor,
     do: Tensor,
     dlse: Tensor | None,
-) -> ring.Backward:
+) -> ring.RingBackward:
     shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
-    done = ring.Forward(o, lse, Columns(columns_k, columns_v))
+    done = ring.RingForward(o, lse, Columns(columns_k, columns_v))
     return ring.backward(shard, LOCAL, q, k, v, done, do, dlse)
 
 

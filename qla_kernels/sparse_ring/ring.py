@@ -18,19 +18,19 @@ from qla_kernels.sparse_ring.route import Batch, Chunk, Route
 from qla_kernels.sparse_ring.shard import Columns, Partial, Shard, tiles, wide
 
 
-class Forward(NamedTuple):
+class RingForward(NamedTuple):
     o: Tensor  # [B, L, H, D] in q's dtype
     lse: Tensor  # [B, H, L], natural log, fp32
     columns: Columns  # saved for the backward, which then need not gather them again
 
 
-class Backward(NamedTuple):
+class RingBackward(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
 
 
-def forward(shard: Shard, q: Tensor, batches: Iterable[Batch]) -> Forward:
+def forward(shard: Shard, q: Tensor, batches: Iterable[Batch]) -> RingForward:
     """Computes o, LSE and the gathered columns of this rank's rows, with one launch per batch.
 
     `batches` come from `Route.batches`. The caller makes them as soon as it has k and v, because
@@ -48,7 +48,7 @@ def forward(shard: Shard, q: Tensor, batches: Iterable[Batch]) -> Forward:
         last = (columns, out) if batch.last else (None, None)
         run.compact(shard, batch.k, batch.v, visited, columns)
         run.forward(shard, q, batch.k, batch.v, visited, partial, batch.first, *last)
-    return Forward(out, partial.lse, columns)
+    return RingForward(out, partial.lse, columns)
 
 
 def backward(
@@ -57,10 +57,10 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    done: Forward,
+    done: RingForward,
     do: Tensor,
     dlse: Tensor | None,
-) -> Backward:
+) -> RingBackward:
     """Returns dq, dk and dv of this rank's rows.
 
     The gradients of the verticals are computed first, while chunks of k and v are transferred, and
@@ -82,7 +82,7 @@ def backward(
         visited = _visits(shard, batch.chunks)
         last = (done.columns, out) if batch.last else (None, None)
         run.backward_queries(shard, q, batch.k, batch.v, saved, visited, dq, batch.first, *last)
-    return Backward(out, *gradients.home(k.dtype))
+    return RingBackward(out, *gradients.home(k.dtype))
 
 
 def _visits(shard: Shard, chunks: list[Chunk]) -> list[Visit]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qla_kernels.sparse_ring.groups import ALONE, Pending, Ring, RingGroups
+from qla_kernels.sparse_ring.groups import ALONE, Pending, RankRing, RingGroups
 
 KV_TAG, GRADIENT_TAG = 0, 2  # k and v take tags 0 and 1
 
@@ -42,9 +42,9 @@ class Batch(NamedTuple):
 class Route(NamedTuple):
     """The rings over which a call's chunks travel. `inner` and `outer` are ALONE in allgather."""
 
-    whole: Ring
-    inner: Ring
-    outer: Ring
+    whole: RankRing
+    inner: RankRing
+    outer: RankRing
     gathers: bool  # the schedule is allgather
     per_launch: int  # chunks of a batch, after the first batch
 
@@ -83,7 +83,7 @@ def route_of(groups: RingGroups | None, schedule: str, per_launch: int) -> Route
     return Route(ring, ring, ALONE, False, per_launch)
 
 
-def _gathered(ring: Ring, arriving: Pending) -> Iterator[Batch]:
+def _gathered(ring: RankRing, arriving: Pending) -> Iterator[Batch]:
     k_all, v_all = arriving.wait()
     chunks = [Chunk(owner, owner, 0, 0) for owner in range(ring.size)]
     yield Batch(k_all, v_all, chunks, first=True, last=True)
@@ -138,7 +138,7 @@ def _rooms(k: Tensor, v: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     return k.new_empty(slots, *k.shape), v.new_empty(slots, *v.shape)
 
 
-def _hop(ring: Ring, source: _Place, to: _Place) -> Callable[[], Pending]:
+def _hop(ring: RankRing, source: _Place, to: _Place) -> Callable[[], Pending]:
     """Returns a function that posts one hop.
 
     A hop sends the chunk in `source` to the next rank, and receives a chunk from the rank before

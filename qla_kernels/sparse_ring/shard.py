@@ -98,7 +98,7 @@ class Saved(NamedTuple):
     do: Tensor  # [B, L, H, D]
 
 
-class Tiles(Protocol):
+class Launches(Protocol):
     """The launches. cpu.py implements them for CPU tensors, and launch.py for CUDA tensors.
 
     A chunk is k or v of one rank, [B, L, Hk, D]. Arguments k and v are buffers of several chunks,
@@ -225,13 +225,13 @@ class Tiles(Protocol):
         ...
 
 
-def tiles(device: torch.device) -> Tiles:
+def tiles(device: torch.device) -> Launches:
     """Returns the module with the launches for a device: launch.py for CUDA, else cpu.py.
 
     The module is imported at its first use.
     """
     home = "launch" if device.type == "cuda" else "cpu"
-    return cast(Tiles, jit.imported(f"qla_kernels.sparse_ring.{home}"))
+    return cast(Launches, jit.imported(f"qla_kernels.sparse_ring.{home}"))
 
 
 def wide(x: Tensor) -> torch.dtype:

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qla_kernels import SharedLayout, shared_prefix_attention
 from qla_kernels.dualkv import ops
-from qla_kernels.dualkv.ops import Backward
+from qla_kernels.dualkv.ops import SharedBackward
 from tests.compare import assert_close
 from tests.dualkv_backward_check import Upstream, check, exact, upstream
 from tests.dualkv_forward_check import FOREST, GROUPS, Call, call, wanted
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.hopper
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def backward(x: Call, given: Upstream, deterministic: bool = True) -> Backward:
+def backward(x: Call, given: Upstream, deterministic: bool = True) -> SharedBackward:
     q, k, v, *rest = x.arguments()
-    return Backward(
+    return SharedBackward(
         *ops.dualkv_bwd(given.do, q, k, v, given.o, given.lse2, given.dlse, *rest, deterministic)
     )
 
@@ -115,7 +115,7 @@ def test_as_accurate_as_torch(dtype, deterministic):
             total.index_add_(0, rows, grad[0].transpose(0, 1).double().cpu())
     want = exact(x, given._replace(o=wanted(x).o))
     got = backward(x, given, deterministic)
-    for name, a, b, c in zip(Backward._fields, got, theirs, want, strict=True):
+    for name, a, b, c in zip(SharedBackward._fields, got, theirs, want, strict=True):
         ours, their = (t.double().cpu() - c.cpu() for t in (a, b))
         assert ours.norm() <= 1.25 * their.norm(), name
         assert ours.abs().max() <= 2 * their.abs().max(), name
@@ -168,7 +168,7 @@ def test_through_autograd():
     x = Call(*(t.detach() for t in (q, k, v)), layout, 128**-0.5)
     made = wanted(x)
     given = Upstream(torch.ones_like(o), o.detach(), lse.detach(), 2 * made.lse)
-    check(x, given, Backward(*fused.grad.split([8, 2, 2], 1)))
+    check(x, given, SharedBackward(*fused.grad.split([8, 2, 2], 1)))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -13,7 +13,7 @@ from qla_kernels import (
     shared_prefix_attention,
 )
 from qla_kernels.dualkv import ops
-from qla_kernels.dualkv.ops import Forward
+from qla_kernels.dualkv.ops import SharedForward
 from tests.compare import assert_close
 from tests.dualkv_forward_check import FOREST, GROUPS, LIMITS, Call, call, check, wanted
 from tests.dualkv_inputs import GROUPS as EDGE_CASES
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.hopper
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def forward(x: Call) -> Forward:
-    return Forward(*ops.dualkv_fwd(*x.arguments()))
+def forward(x: Call) -> SharedForward:
+    return SharedForward(*ops.dualkv_fwd(*x.arguments()))
 
 
 def on_gpu(layout, heads=(2, 8), **others) -> Call:
@@ -84,7 +84,7 @@ def test_offsets_past_2_to_the_31():
     assert q[:-550].numel() > 2**31
     done = forward(Call(q, k, v, layout, 0.1))
     x = Call(q[-550:], k[-550:], v[-550:], SharedLayout.from_lengths(last, device="cuda"), 0.1)
-    check(x, Forward(done.o[-550:], done.lse2[:, -550:]))
+    check(x, SharedForward(done.o[-550:], done.lse2[:, -550:]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,7 @@ from qla_kernels import (
     chunk_gated_delta_rule_fwd,
 )
 from qla_kernels.gdn import heuristics, plan
-from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.ops import GdnBackward
 from reference import gdn
 from tests.compare import assert_close, relative_l2
 from tests.gdn_backward_check import check
@@ -54,25 +54,25 @@ def leaves(x: Call) -> Call:
     }
 
 
-def run(x: Call, do: Tensor | None, dht: Tensor | None = None, **changed: Any) -> Backward:
+def run(x: Call, do: Tensor | None, dht: Tensor | None = None, **changed: Any) -> GdnBackward:
     """By autograd, as if o, the final state or both were used."""
     x = leaves({**x, **changed})
     results = chunk_gated_delta_rule(**x, output_final_state=True)
     return grads(x, results, do, dht)
 
 
-def grads(x: Call, results: tuple[Tensor, ...], *given: Tensor | None) -> Backward:
+def grads(x: Call, results: tuple[Tensor, ...], *given: Tensor | None) -> GdnBackward:
     used = [(y, dy) for y, dy in zip(results, given, strict=True) if dy is not None]
     wanted = [name for name in OF if x.get(name) is not None]
     found = torch.autograd.grad(
         [y for y, _ in used], [x[name] for name in wanted], [dy for _, dy in used]
     )
     by_name = dict(zip(wanted, found, strict=True))
-    return Backward(*map(by_name.get, OF))
+    return GdnBackward(*map(by_name.get, OF))
 
 
-def same(got: Backward, want: Backward) -> None:
-    for name in Backward._fields:
+def same(got: GdnBackward, want: GdnBackward) -> None:
+    for name in GdnBackward._fields:
         a, b = getattr(got, name), getattr(want, name)
         assert a is b is None or torch.equal(a, b), name
 
@@ -318,7 +318,7 @@ def test_a_batch_is_its_packing_and_its_rows():
     same(got._replace(**per_token), want)
     for b in range(5):
         row = run({n: t[b : b + 1] for n, t in x.items()}, do[b : b + 1], dht[b : b + 1])
-        same(row, Backward(*(None if t is None else t[b : b + 1] for t in want)))
+        same(row, GdnBackward(*(None if t is None else t[b : b + 1] for t in want)))
 
 
 def test_the_low_level_pair_is_the_public_function():
@@ -331,7 +331,7 @@ def test_the_low_level_pair_is_the_public_function():
     dq, dk, dv, dbeta, dg, dh0 = chunk_gated_delta_rule_bwd(
         q, k, v, g_cum, beta, A, do, dht, None, h0, bounds
     )
-    same(Backward(dq, dk, dv, dbeta, dg, dh0, None, None), run(x, do, dht))
+    same(GdnBackward(dq, dk, dv, dbeta, dg, dh0, None, None), run(x, do, dht))
 
 
 @pytest.mark.parametrize("lengths", [None, [70, 0, 65, 130]])

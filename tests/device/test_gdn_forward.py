@@ -91,7 +91,7 @@ def test_head_sizes_and_groups(sizes, heads, dtype):
 def test_every_plan(tile_v, solves, tokens, monkeypatch):
     from qla_kernels.gdn import heuristics, plan
 
-    whole = plan.Plan(heuristics.Forward(tile_v, solves), None)
+    whole = plan.Plan(heuristics.ForwardChoice(tile_v, solves), None)
     monkeypatch.setattr(plan, "forward", lambda *_: whole)
     x = mild(on_gpu([tokens, 65], heads=(2, 4)))
     check(x, *run(x))

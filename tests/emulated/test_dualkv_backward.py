@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qla_kernels import SharedLayout
 from qla_kernels.dualkv import launch, tables
-from qla_kernels.dualkv.ops import Backward
+from qla_kernels.dualkv.ops import SharedBackward
 from tests.compare import assert_close
 from tests.dualkv_backward_check import Upstream, check, upstream
 from tests.dualkv_forward_check import FOREST, GROUPS, Call, call
@@ -47,7 +47,7 @@ def made(form: Form, layout: Any, *heads: tuple[int, int], **others: Any) -> Cal
     return call(layout, *heads, size=form.size, dtype=form.dtype, **others)
 
 
-def backward(form: Form, x: Call, given: Upstream) -> Backward:
+def backward(form: Form, x: Call, given: Upstream) -> SharedBackward:
     q, k, v, *rest = x.arguments()
     return launch.dualkv_bwd(
         given.do, q, k, v, given.o, given.lse2, given.dlse, *rest, form.deterministic

@@ -10,7 +10,7 @@ from qla_kernels import jit
 from qla_kernels.gdn.kernels import chunk_grads
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import forward as launch
-from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from reference import gdn
 from tests.compare import assert_close, relative_l2
@@ -30,7 +30,7 @@ FLAGS = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first")
 
 def backward(
     x: Call, do: Tensor, dht: Tensor | None = None, kept: Saved | None = None, **changed: Any
-) -> Backward:
+) -> GdnBackward:
     """As the operator is called, with fresh memory full of NaN."""
     x = {**x, **changed}
     g_cum, A = kept or saved(x)
@@ -68,8 +68,8 @@ def gradients(x: Call) -> tuple[Tensor, Tensor]:
     return do, torch.randn_like(x["initial_state"])
 
 
-def same(got: Backward, want: Backward, *names: str) -> None:
-    for name in names or Backward._fields:
+def same(got: GdnBackward, want: GdnBackward, *names: str) -> None:
+    for name in names or GdnBackward._fields:
         a, b = getattr(got, name), getattr(want, name)
         assert a is b is None or torch.equal(a, b), name
 

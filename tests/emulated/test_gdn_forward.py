@@ -10,7 +10,7 @@ from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.launch import activations
 from qla_kernels.gdn.launch import forward as launch
-from qla_kernels.gdn.ops import Forward
+from qla_kernels.gdn.ops import GdnForward
 from reference import gdn
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import Call, call
@@ -24,7 +24,7 @@ LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [63, 128, 200], [1], [0, 0], [2, 321])
 WITHOUT = {"initial_state": None}
 
 
-def forward(x: Call, **changed: Any) -> Forward:
+def forward(x: Call, **changed: Any) -> GdnForward:
     """As the operator is called, with fresh memory full of NaN."""
     x = {**x, **changed}
     flags = {
@@ -58,7 +58,7 @@ def small(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **ot
 @pytest.mark.parametrize("variant", fused_fwd.VARIANTS, ids=jit.variant_id)
 @pytest.mark.kernels("gdn.fused_fwd")
 def test_every_variant(variant, seeds, monkeypatch):
-    whole = plan.Plan(heuristics.Forward(variant.tile_v, variant.solves), None)
+    whole = plan.Plan(heuristics.ForwardChoice(variant.tile_v, variant.solves), None)
     monkeypatch.setattr(plan, "forward", lambda *_: whole)
     for seed, lengths in enumerate(LENGTHS):
         seeds["seed"] = seed
@@ -113,7 +113,7 @@ def test_ctas_that_walk_from_item_to_item(kernel, monkeypatch):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("most", [None, 1])
 def test_a_beta_of_16_bits_is_read_as_it_is(most, monkeypatch):
-    solving = plan.Plan(heuristics.Forward(64, True), most)
+    solving = plan.Plan(heuristics.ForwardChoice(64, True), most)
     monkeypatch.setattr(plan, "forward", lambda *_: solving)
     x = small([100, 64])
     x["beta"] = x["beta"].bfloat16()

@@ -17,7 +17,7 @@ from tests.gdn_shards_check import run
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
 
-GIVEN, SOLVING = heuristics.Forward(128, False), heuristics.Forward(64, True)
+GIVEN, SOLVING = heuristics.ForwardChoice(128, False), heuristics.ForwardChoice(64, True)
 
 
 @pytest.mark.parametrize(

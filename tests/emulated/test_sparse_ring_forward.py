@@ -34,10 +34,10 @@ def by_kernels(monkeypatch):
 
 @pytest.mark.parametrize("module", [cpu, launch], ids=["cpu", "gpu"])
 def test_a_device_has_every_launch(module):
-    names = {name for name in vars(shard.Tiles) if not name.startswith("_")}
+    names = {name for name in vars(shard.Launches) if not name.startswith("_")}
     assert names == set(launch.__all__)
     for name in names:
-        _, *wanted = inspect.signature(getattr(shard.Tiles, name)).parameters
+        _, *wanted = inspect.signature(getattr(shard.Launches, name)).parameters
         assert list(inspect.signature(getattr(module, name)).parameters) == wanted
 
 

@@ -18,7 +18,7 @@ from benchmarks import ring as bench
 from benchmarks.records import OK, Result, Row
 from benchmarks.ring_links import Slow
 from qla_kernels.sparse_ring import ZigZagLayout
-from qla_kernels.sparse_ring.groups import Pending, Ring
+from qla_kernels.sparse_ring.groups import Pending, RankRing
 from reference import sparse_ring
 from tests.host.made_up_runs import run_of
 from tests.limits import HANG
@@ -125,9 +125,9 @@ def test_of_transfers_what_shows_is_what_compute_does_not_take():
 
 def test_only_what_crosses_nodes_is_late(monkeypatch):
     """Of four ranks in nodes of two, rank 2 is the first of a node; 5 ms are 5000 bytes."""
-    monkeypatch.setattr(Ring, "swap", lambda self, sent, received, *_: Pending([], received))
-    monkeypatch.setattr(Ring, "gather", lambda self, *x: Pending([], x))
-    monkeypatch.setattr(Ring, "sum", lambda self, x: Pending([], [x[0]]))
+    monkeypatch.setattr(RankRing, "swap", lambda self, sent, received, *_: Pending([], received))
+    monkeypatch.setattr(RankRing, "gather", lambda self, *x: Pending([], x))
+    monkeypatch.setattr(RankRing, "sum", lambda self, x: Pending([], [x[0]]))
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=slept.append)
     monkeypatch.setattr(ring_links, "time", clock)

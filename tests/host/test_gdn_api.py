@@ -254,7 +254,7 @@ def test_a_state_that_needs_no_gradient_gets_none(monkeypatch):
     made = []
 
     def backward(*args: Any, **flags: Any) -> Any:
-        made.append(ops.Backward(*gdn_bwd(*args, **flags)).dh0)
+        made.append(ops.GdnBackward(*gdn_bwd(*args, **flags)).dh0)
         return gdn_bwd(*args, **flags)
 
     gdn_bwd = ops.gdn_bwd

@@ -2,10 +2,10 @@
 
 import pytest
 
-from qla_kernels.gdn.heuristics import CHAIN_STEP, Forward, ctas, forward, tile_v
+from qla_kernels.gdn.heuristics import CHAIN_STEP, ForwardChoice, ctas, forward, tile_v
 
 SMS = 132
-NARROW, WIDE, GIVEN = Forward(64, True), Forward(128, True), Forward(128, False)
+NARROW, WIDE, GIVEN = ForwardChoice(64, True), ForwardChoice(128, True), ForwardChoice(128, False)
 
 
 @pytest.mark.parametrize(

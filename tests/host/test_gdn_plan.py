@@ -110,7 +110,7 @@ def test_keys_are_summed_up_only_for_long_windows(heads, bound):
     """And by kkt_solve, which not every plan has; a backward never has them."""
     chosen = choose([32768], heads, warm_log_bound=bound)
     assert chosen.grows == (bound == EXACT_LOG_BOUND)
-    assert not chosen._replace(kernel=heuristics.Forward(64, True)).grows
+    assert not chosen._replace(kernel=heuristics.ForwardChoice(64, True)).grows
     assert plan.gradient_bound(bound) == (bound if bound == WARM_LOG_BOUND else -math.inf)
 
 

@@ -181,3 +181,15 @@ def test_build_allocates_and_dispatches(file):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     assert not calls & {"wgmma_gemm", "tma_copy", "barrier_wait", "barrier_arrive"}
+
+
+def test_a_class_has_a_name_of_its_own():
+    """Only a kernel's Variant may share its name: every kernel file has one."""
+    named: dict[str, list[str]] = {}
+    for file in SOURCES:
+        if PACKAGE in file.parents:
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    named.setdefault(node.name, []).append(file.relative_to(PACKAGE).as_posix())
+    twice = {name: files for name, files in named.items() if len(files) > 1 and name != "Variant"}
+    assert not twice

@@ -39,7 +39,7 @@ def forward_arguments(x: Call, **flags: bool) -> tuple[tuple[Any, ...], dict[str
 def backward_arguments(x: Call, **flags: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of gdn_bwd, for a call."""
     args, flags = forward_arguments(x, **flags)
-    done = ops.Forward(*ops.gdn_fwd(*args, **flags))
+    done = ops.GdnForward(*ops.gdn_fwd(*args, **flags))
     q, k, v, g, beta, scale, h0, *bounds, A_log, dt_bias = args
     do, dht = torch.randn_like(done.o), torch.randn_like(done.final_state)
     raw = (None, None, None) if A_log is None else (g, A_log, dt_bias)
@@ -111,7 +111,7 @@ def test_opcheck_l2norm():
 
 def test_absent_results_are_none():
     args, flags = forward_arguments(call(), output_final_state=False, is_train=False)
-    done = ops.Forward(*ops.gdn_fwd(*args, **flags))
+    done = ops.GdnForward(*ops.gdn_fwd(*args, **flags))
     assert [name for name, x in done._asdict().items() if isinstance(x, Tensor)] == ["o"]
 
 

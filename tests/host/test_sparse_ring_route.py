@@ -22,7 +22,7 @@ from qla_kernels.sparse_ring import (
     ring,
 )
 from qla_kernels.sparse_ring.gradients import Travelling
-from qla_kernels.sparse_ring.groups import ALONE, Ring
+from qla_kernels.sparse_ring.groups import ALONE, RankRing
 from qla_kernels.sparse_ring.route import Chunk, Route, route_of
 from qla_kernels.sparse_ring.shard import shard_of
 from reference import sparse_ring
@@ -162,7 +162,7 @@ def test_every_way_of_a_gradient_is_beside_a_launch():
 
 
 def test_one_node_has_a_group_for_attention_and_one_for_its_index():
-    whole, inner, half = Ring(None, 0, 4), Ring(None, 0, 4), Ring(None, 0, 2)
+    whole, inner, half = RankRing(None, 0, 4), RankRing(None, 0, 4), RankRing(None, 0, 2)
     for schedule in ("allgather", "ring"):
         assert route_of(RingGroups(whole, inner, ALONE, None), schedule, 1).whole is inner
         assert route_of(RingGroups(whole, half, half, None), schedule, 1).whole is whole

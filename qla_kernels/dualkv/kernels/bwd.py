@@ -131,7 +131,7 @@ def schedule(v: Variant) -> Schedule:
     )
 
 
-class Tiles(NamedTuple):
+class OnePassTiles(NamedTuple):
     """Buffers in shared memory."""
 
     kv: Any  # [2, 128, D] K, V; at the end V's half stages dK, then dV
@@ -383,7 +383,7 @@ def build(v: Variant):
             s_stats = T.alloc_shared((SLOTS, 2, KV_QUERY_ROWS), "float32")
             s_ds = T.alloc_shared((2, KEY_TILE, KV_QUERY_ROWS), v.dtype)
             s_dq = T.alloc_shared((KV_QUERY_ROWS, D), "float32")
-            s = Tiles(s_kv, s_q, s_do, s_stats, s_ds, s_dq)
+            s = OnePassTiles(s_kv, s_q, s_do, s_stats, s_ds, s_dq)
             kv_landed = T.alloc_barrier([plan.arrivals("kv_landed")])
             kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
             front_full = T.alloc_barrier([plan.arrivals("front_full")])

@@ -94,7 +94,7 @@ def schedule(v: Variant) -> Schedule:
     )
 
 
-class Tiles(NamedTuple):
+class KeyTiles(NamedTuple):
     """Buffers in shared memory."""
 
     k: Any  # [2, 64, D]; at the end dK
@@ -220,7 +220,7 @@ def build(v: Variant):
             s_q = T.alloc_shared((SLOTS, KV_QUERY_ROWS, D), v.dtype)
             s_do = T.alloc_shared((SLOTS, KV_QUERY_ROWS, D), v.dtype)
             s_stats = T.alloc_shared((SLOTS, 2, KV_QUERY_ROWS), "float32")
-            s = Tiles(s_k, s_v, s_q, s_do, s_stats)
+            s = KeyTiles(s_k, s_v, s_q, s_do, s_stats)
             kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
             front_full = T.alloc_barrier([plan.arrivals("front_full")])
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * SLOTS)

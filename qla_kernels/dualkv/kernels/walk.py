@@ -31,7 +31,7 @@ from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 
 
-class Walk(NamedTuple):
+class KeyWalk(NamedTuple):
     """The numbers of a kv_item that roles need: its keys, the tiles of its run, where sums go."""
 
     k0: Any
@@ -68,7 +68,7 @@ def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens,
     part = held(T.min(kv_item[item, KV_PART], num_parts - 1))
     kv_head = held(entry - item * kv_heads)
     turns = held(T.truncdiv(num_heads, kv_heads) << tile_log2 >> 6)
-    return Walk(k0, keys, last, tiles, dense, part, kv_head, turns, tile_log2)
+    return KeyWalk(k0, keys, last, tiles, dense, part, kv_head, turns, tile_log2)
 
 
 @T.macro

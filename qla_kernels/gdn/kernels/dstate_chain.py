@@ -172,7 +172,7 @@ def schedule(v: Variant) -> Schedule:
     )
 
 
-class Gradients(NamedTuple):
+class ChainGradients(NamedTuple):
     """Destination of dS of a head's chunks, last chunk first.
 
     With `held` = 1 the first 64 rows (of V) of a dS go to dv, or to tails for an incomplete chunk.
@@ -443,7 +443,7 @@ def build(v: Variant):
                     )  # fmt: skip
                 elif tx < plan.end("store"):
                     store(
-                        Gradients(
+                        ChainGradients(
                             dS, dv, tails, owner, begin, length, num_chunks, first_chunk[n],
                             n, hv, v0, held,
                         ),

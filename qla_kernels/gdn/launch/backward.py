@@ -9,7 +9,7 @@ from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
 from qla_kernels.gdn.kernels import l2norm_bwd as l2norm_bwd_kernel
 from qla_kernels.gdn.launch import activations
 from qla_kernels.gdn.launch.chains import held_rows
-from qla_kernels.gdn.launch.states import States, states_around
+from qla_kernels.gdn.launch.states import ChainStates, states_around
 from qla_kernels.gdn.launch.tensors import (
     flat_parts,
     flattens,
@@ -20,7 +20,7 @@ from qla_kernels.gdn.launch.tensors import (
     sequence_bounds,
     tokens,
 )
-from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import TMA_ALIGNMENT, dtype_name, require_aligned
 from qla_kernels.tile.constants import CHUNK
@@ -51,7 +51,7 @@ def gdn_bwd(
     warm_log_bound: float,
     cp_cache: list[Tensor],
     output_dh0: bool = True,
-) -> Backward:
+) -> GdnBackward:
     require_aligned(OP, q=q, k=k, v=v)
     with device.of(q):
         g_cum, A = g_cum.contiguous(), A.contiguous()  # as the forward made them
@@ -93,7 +93,7 @@ def gdn_bwd(
         dg, dbeta, *parameters = activations.backward(
             g, beta, A_log, dt_bias, dg, dbeta, beta_range, cu_seqlens
         )
-    return Backward(dq, dk, dv, dbeta, dg, dh0, *parameters)
+    return GdnBackward(dq, dk, dv, dbeta, dg, dh0, *parameters)
 
 
 @torch.no_grad()
@@ -117,7 +117,7 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def chunk_grads(
-    inputs: tuple[Tensor, ...], states: States, scale: float, out: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...], states: ChainStates, scale: float, out: tuple[Tensor, ...]
 ) -> None:
     """Writes the gradients of every chunk, from the states before and after it.
 

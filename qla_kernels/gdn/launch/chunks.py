@@ -143,7 +143,7 @@ def fused_fwd(
     o: Tensor,
     ht: Tensor | None,
     saved: tuple[Tensor, Tensor] | None,
-    plan: heuristics.Forward,
+    plan: heuristics.ForwardChoice,
     ends_of: Tensor | None = None,
     alike: bool = False,
 ) -> None:

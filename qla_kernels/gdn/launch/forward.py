@@ -26,7 +26,7 @@ from qla_kernels.gdn.launch.tensors import (
     room_for_chunks,
     sequence_bounds,
 )
-from qla_kernels.gdn.ops import Forward
+from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import require_aligned
@@ -35,7 +35,7 @@ from qla_kernels.tile.constants import CHUNK
 __all__ = ["fused_fwd", "gate", "gdn_bwd", "gdn_fwd", "kkt_solve", "l2norm_bwd", "l2norm_fwd"]
 
 
-class Batch(NamedTuple):
+class FlatBatch(NamedTuple):
     """The tokens of one launch: [B, T, heads, size] or [B, T, HV], whose B and T flatten."""
 
     q: Tensor
@@ -46,14 +46,14 @@ class Batch(NamedTuple):
     bounds: Tensor  # [N + 1] of the sequences, where B is 1; or 0, T, 2 T, ...
 
 
-class Saved(NamedTuple):
+class SavedChunks(NamedTuple):
     """Tensors that the chain writes for the backward, or reads if it does not solve for A."""
 
     g_cum: Tensor  # [B, T, HV] fp32, natural log, cumulated within each chunk
     A: Tensor  # [B, T, HV, 64]
 
-    def of_part(self, rows: slice) -> "Saved":
-        return Saved(*of_part(rows, *self))
+    def of_part(self, rows: slice) -> "SavedChunks":
+        return SavedChunks(*of_part(rows, *self))
 
 
 class Outputs(NamedTuple):
@@ -61,7 +61,7 @@ class Outputs(NamedTuple):
 
     o: Tensor  # [B, T, HV, V]
     ht: Tensor | None  # [N, HV, K, V] fp32
-    saved: Saved | None
+    saved: SavedChunks | None
 
 
 def gdn_fwd(
@@ -86,7 +86,7 @@ def gdn_fwd(
     auto_cp: bool,
     enable_fwd_cp_cache: bool,
     warm_log_bound: float,
-) -> Forward:
+) -> GdnForward:
     require_aligned(OP, q=q, k=k, v=v)
     with device.of(q):
         bound = warm_log_bound if auto_cp else None
@@ -102,7 +102,7 @@ def gdn_fwd(
         parts, found = flat_parts(q, k, v), None
         for rows in parts:
             q_b, k_b, v_b, g_b, beta_b, o_b = of_part(rows, q, k, v, g, beta, o)
-            x = Batch(q_b, k_b, v_b, g_b, beta_b, sequence_bounds(q_b, cu_seqlens))
+            x = FlatBatch(q_b, k_b, v_b, g_b, beta_b, sequence_bounds(q_b, cu_seqlens))
             h0_b, ht_b = (key_first(state, rows, state_v_first) for state in (h0, ht))
             out = Outputs(o_b, ht_b, None if saved is None else saved.of_part(rows))
             found = forward_batch(x, scale, h0_b, plan, out, equal_lengths)
@@ -114,11 +114,11 @@ def gdn_fwd(
             kept = found if len(parts) == 1 else None
             cp_cache = [*kept[0], *kept[1]] if kept else ops.empty_cache(q, *v.shape[2:])
     g_cum, A = saved if is_train and saved is not None else (None, None)
-    return Forward(o, ht, g_cum, A, h, cp_cache)
+    return GdnForward(o, ht, g_cum, A, h, cp_cache)
 
 
 def forward_batch(
-    x: Batch,
+    x: FlatBatch,
     scale: float,
     h0: Tensor | None,
     plan: Plan,
@@ -174,9 +174,9 @@ def forward_batch(
     return cut, found
 
 
-def room_to_save(q: Tensor, g: Tensor) -> Saved:
+def room_to_save(q: Tensor, g: Tensor) -> SavedChunks:
     """Returns g_cum and A, uninitialised."""
-    return Saved(torch.empty_like(g), q.new_empty(*g.shape, CHUNK))
+    return SavedChunks(torch.empty_like(g), q.new_empty(*g.shape, CHUNK))
 
 
 def _planned(

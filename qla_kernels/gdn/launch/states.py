@@ -18,7 +18,7 @@ from qla_kernels.gdn.launch.tensors import chunk_table, chunks_of, hand_on
 from qla_kernels.varlen import ChunkTable
 
 
-class States(NamedTuple):
+class ChainStates(NamedTuple):
     """The results of the chains, which chunk_grads reads."""
 
     h: Tensor  # [capacity of the table, HV, V, K] the state that enters each chunk
@@ -39,7 +39,7 @@ def states_around(
     auto_cp: bool,
     warm_log_bound: float,
     cp_cache: list[Tensor],
-) -> States | None:
+) -> ChainStates | None:
     """Runs the chains over whole sequences or over segments; None where there is no chunk.
 
     Segments are used if the forward's cache has them or if the plan cuts. Writes dh0 if given.
@@ -96,7 +96,7 @@ def chains(
     bounds: Tensor,
     dv: Tensor,
     tile_v: int | None = None,
-) -> States:
+) -> ChainStates:
     """Runs both chains at the same time; returns their results and the table of chunks.
 
     Writes the gradients of initial states to dh0 if given.
@@ -116,7 +116,7 @@ def chains(
         dS = dstate_chain(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dh0, tile_v, held)
         with aside:
             chunk_states(k, v, g_cum, beta, A, h0, bounds, first, tile_v=tile_v, out=h)
-    return States(h, dS, table, held)
+    return ChainStates(h, dS, table, held)
 
 
 def segmented_chains(
@@ -132,7 +132,7 @@ def segmented_chains(
     tile_v: int | None = None,
     entering: Tensor | None = None,
     exchange: Callable[[Tensor, segments.Maps], Tensor | None] | None = None,
-) -> States:
+) -> ChainStates:
     """Returns the same States as `chains` over whole sequences, but runs the chains over segments.
 
     The chunks of segments are those of their sequences, in the same order. Writes dh0 if given.

@@ -19,7 +19,7 @@ from qla_kernels.gdn.autograd import L2Norm, ShardedGatedDeltaRule, apart
 from qla_kernels.gdn.keywords import scale_of
 from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.sharded.context import (
-    Shard,
+    LinePlace,
     agree,
     group_of,
     layout_refused,
@@ -39,7 +39,7 @@ from qla_kernels.sm90 import dtype_name, require
 class Call(NamedTuple):
     """A rank's call after its own checks; it is not yet compared with other ranks'."""
 
-    shard: Shard
+    shard: LinePlace
     facts: dict[str, object]  # these must be the same on all ranks
     bounds: tuple[Tensor, Tensor | None]
     scale: float
@@ -91,7 +91,7 @@ def sharded(
         done = shard_ops.gdn_shard_fwd(
             q, k, v, g, beta, call.scale, *bounds, *parameters, is_train=False, **options
         )
-        return shard_ops.Forward(*done).o
+        return shard_ops.ShardForward(*done).o
     if normalise:
         q, k = (L2Norm.apply(x, bounds[0]) for x in (q, k))  # type: ignore[no-untyped-call]
     o: Tensor = ShardedGatedDeltaRule.apply(  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ def tell(problem: Exception, cp_context: Any, q: object) -> None:
     group = group_of(OP, cp_context)
     if dist.get_rank(group) < 0:  # not one of them
         return
-    nobody = Shard(group, group.rank(), group.size(), 0, 0, False)
+    nobody = LinePlace(group, group.rank(), group.size(), 0, 0, False)
     with device.of(q) if isinstance(q, Tensor) else nullcontext():
         agree(OP, nobody, {}, problem, False)
 
@@ -163,7 +163,7 @@ def _check_states(states: bool) -> None:
         raise ValueError(need(OP, got, needs, "drop it, or gather the sequence on one rank"))
 
 
-def _check_open_ends(shard: Shard, num_tokens: int, num_bounds: int) -> None:
+def _check_open_ends(shard: LinePlace, num_tokens: int, num_bounds: int) -> None:
     if (shard.before or shard.after) and (num_tokens == 0 or num_bounds < 2):
         got = "no token on a rank that a sequence goes through"
         fix = "make cp_context with build_cp_context"

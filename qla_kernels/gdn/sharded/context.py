@@ -114,7 +114,7 @@ def held_by(rank: int, bounds: Sequence[int], size: int) -> tuple[list[int], int
     return [0, *(x - begin for x in inside), size], before, after
 
 
-class Shard(NamedTuple):
+class LinePlace(NamedTuple):
     """The parts of a context that a call uses."""
 
     group: dist.ProcessGroup
@@ -157,7 +157,7 @@ def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
     return group
 
 
-def shard_of(op: str, cp_context: Any) -> Shard:
+def shard_of(op: str, cp_context: Any) -> LinePlace:
     """Returns the Shard of a context; `agree` compares it with the contexts of other ranks.
 
     Raises ValueError if a field is absent, or if there are not as many ranks as the context says.
@@ -176,11 +176,11 @@ def shard_of(op: str, cp_context: Any) -> Shard:
         needs = f"at most {rank} and {world - 1 - rank}"
         raise ValueError(need(op, got, needs, "make it with build_cp_context on this rank"))
     through = goes_through(cp_context.cu_seqlens, before, after)
-    return Shard(group, rank, world, before, after, through)
+    return LinePlace(group, rank, world, before, after, through)
 
 
 def agree(
-    op: str, shard: Shard, facts: Mapping[str, object], problem: Exception | None, on_gpu: bool
+    op: str, shard: LinePlace, facts: Mapping[str, object], problem: Exception | None, on_gpu: bool
 ) -> None:
     """Compares the ranks' calls; raises on every rank if one has a problem or if calls differ.
 

@@ -11,7 +11,7 @@ from qla_kernels.gdn import cpu
 from qla_kernels.gdn.ops import state_dtype
 from qla_kernels.gdn.sharded.context import goes_through
 from qla_kernels.gdn.sharded.exchange import neighbours
-from qla_kernels.gdn.sharded.ops import Forward, facts_of, without_dh0
+from qla_kernels.gdn.sharded.ops import ShardForward, facts_of, without_dh0
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def gdn_shard_fwd(
     before: int,
     after: int,
     use_qk_l2norm_in_kernel: bool = False,
-) -> Forward:
+) -> ShardForward:
     gdn, num = reference().gdn, len(cu_seqlens) - 1
     active_g = g if A_log is None else gdn.gate(g, A_log, dt_bias)
     active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
@@ -55,7 +55,7 @@ def gdn_shard_fwd(
         state_v_first=True, output_final_state=False, output_h=False, is_train=is_train,
         auto_cp=False, enable_fwd_cp_cache=False, warm_log_bound=warm_log_bound,
     )  # fmt: skip
-    return Forward(done.o, entered, done.g_cum, done.A)
+    return ShardForward(done.o, entered, done.g_cum, done.A)
 
 
 @torch.no_grad()

@@ -12,12 +12,18 @@ from qla_kernels import device
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.launch import activations, segments
 from qla_kernels.gdn.launch.backward import chunk_grads, readable
-from qla_kernels.gdn.launch.forward import Batch, Outputs, Saved, forward_batch, room_to_save
+from qla_kernels.gdn.launch.forward import (
+    FlatBatch,
+    Outputs,
+    SavedChunks,
+    forward_batch,
+    room_to_save,
+)
 from qla_kernels.gdn.launch.states import segmented_chains
 from qla_kernels.gdn.launch.tensors import chunks_of
-from qla_kernels.gdn.ops import Backward
+from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.sharded.exchange import neighbours
-from qla_kernels.gdn.sharded.ops import Forward, facts_of, without_dh0
+from qla_kernels.gdn.sharded.ops import ShardForward, facts_of, without_dh0
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import require_aligned
 from qla_kernels.tile.constants import CHUNK
@@ -44,7 +50,7 @@ def gdn_shard_fwd(
     before: int,
     after: int,
     use_qk_l2norm_in_kernel: bool = False,
-) -> Forward:
+) -> ShardForward:
     require_aligned(OP, q=q, k=k, v=v)
     (_, T, HV, V), K, N = v.shape, q.shape[-1], len(cu_seqlens) - 1
     facts = facts_of(
@@ -59,7 +65,7 @@ def gdn_shard_fwd(
         if not T or not N:  # no sequence comes here
             line.entering(g.new_zeros(HV, V + K, K))
             o.zero_()
-            saved = Saved(torch.zeros_like(g), q.new_zeros(1, T, HV, CHUNK))
+            saved = SavedChunks(torch.zeros_like(g), q.new_zeros(1, T, HV, CHUNK))
         else:
             shape = chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
             plan = gdn_plan.forward(*shape, warm_log_bound, mapped=True)
@@ -73,11 +79,11 @@ def gdn_shard_fwd(
                 return entered
 
             forward_batch(
-                Batch(q, k, v, g, beta, cu_seqlens), scale, None, plan, Outputs(o, None, saved),
+                FlatBatch(q, k, v, g, beta, cu_seqlens), scale, None, plan, Outputs(o, None, saved),
                 open_ends=(before > 0, after > 0), exchange=exchange,
             )  # fmt: skip
     g_cum, A = saved if is_train and saved is not None else (None, None)
-    return Forward(o, entered, g_cum, A)
+    return ShardForward(o, entered, g_cum, A)
 
 
 @torch.no_grad()
@@ -141,7 +147,7 @@ def gdn_shard_bwd(
         dg, dbeta, *parameters = activations.backward(
             g, beta, A_log, dt_bias, dg, dbeta, beta_range, cu_seqlens
         )
-    return without_dh0(Backward(dq, dk, dv, dbeta, dg, None, *parameters))
+    return without_dh0(GdnBackward(dq, dk, dv, dbeta, dg, None, *parameters))
 
 
 def _link(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qla_kernels.gdn.ops import Backward, state_dtype
+from qla_kernels.gdn.ops import GdnBackward, state_dtype
 from qla_kernels.gdn.sharded.context import Facts
 from qla_kernels.operators import define, imported_late
 from qla_kernels.tile.constants import CHUNK
@@ -37,7 +37,7 @@ SCHEMAS = {
 }
 
 
-class Forward(NamedTuple):
+class ShardForward(NamedTuple):
     """Results of gdn_shard_fwd; fp32 is fp64 where q is fp64."""
 
     o: Tensor  # [1, T, HV, V] in q's dtype
@@ -54,7 +54,7 @@ def facts_of(step: str, q: Tensor, v: Tensor, scale: float, *settings: object) -
     return step, str(q.dtype), tuple(q.shape[2:]), tuple(v.shape[2:]), scale, *settings
 
 
-def without_dh0(done: Backward) -> tuple[Tensor | None, ...]:
+def without_dh0(done: GdnBackward) -> tuple[Tensor | None, ...]:
     """Returns the results of gdn_shard_bwd: all gradients but dh0.
 
     The ranks before this one get the gradient of the state that enters here from the links.
@@ -74,10 +74,10 @@ def _fake_fwd(
     is_train: bool,
     before: int,
     **__: Any,
-) -> Forward:
+) -> ShardForward:
     B, T, HV, V = v.shape
     wide = state_dtype(q)
-    return Forward(
+    return ShardForward(
         o=q.new_empty(v.shape),
         entered=q.new_empty(HV, V, q.shape[-1], dtype=wide) if before else None,
         g_cum=q.new_empty(g.shape, dtype=wide) if is_train else None,

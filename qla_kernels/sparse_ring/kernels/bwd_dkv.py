@@ -25,7 +25,7 @@ import tilelang.language as T
 
 from qla_kernels.sparse_ring.kernels import dkv_parts
 from qla_kernels.sparse_ring.kernels.dkv_parts import GROUP, HALVES, Queries, Shared
-from qla_kernels.sparse_ring.kernels.walk import END, TRIANGLE, UNSEEN, VISIT, WHOLE, Table
+from qla_kernels.sparse_ring.kernels.walk import END, TRIANGLE, UNSEEN, VISIT, WHOLE, WalkTable
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
@@ -171,7 +171,7 @@ def build(v: Variant):
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
-                    table = Table(entries, bounds, gap, stripe_blocks, num_bounds - 1)
+                    table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
                     load(
                         Queries(q, do, lse2, delta), k, val, table, visits, s, ring, keys_full,
                         chunk, b, kv_head, tile * TILE, first_block[chunk, tile], group,

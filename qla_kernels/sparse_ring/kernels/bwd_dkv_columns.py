@@ -65,7 +65,7 @@ def schedule(v: Variant) -> Schedule:
     )
 
 
-class Walk(NamedTuple):
+class ColumnWalk(NamedTuple):
     """The `count` local blocks start, start + step, ... of a slice."""
 
     start: Any
@@ -196,7 +196,7 @@ def build(v: Variant):
                         low = middle + 1
                 low += (part - low % slices + slices) % slices
                 high = T.max(0, T.ceildiv(HALVES * num_tiles - low, slices))
-                walk = Walk(low, slices, high)
+                walk = ColumnWalk(low, slices, high)
                 if tx < 32:
                     x = Queries(q, do, lse2, delta)
                     load(x, k, val, s, ring, keys_full, of_head // H, of_head % H, col0, walk)

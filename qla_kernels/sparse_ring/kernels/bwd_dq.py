@@ -29,7 +29,7 @@ from qla_kernels.sparse_ring.kernels.walk import (
     TRIANGLE,
     VISIT,
     Steps,
-    Table,
+    WalkTable,
     advance,
     first_block_of,
     walk_columns,
@@ -238,7 +238,7 @@ def build(v: Variant):
             steps = Steps(
                 s_k, s_v, s_seen, Ring(k_full, k_free, slots), Ring(v_full, v_free, slots)
             )
-            table = Table(entries, bounds, gap, stripe_blocks, num_bounds - 1)
+            table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
 
             # Heads of a group are adjacent, so keys and values stay in L2; long tiles come first.
             group, kv_head, tile = (T.alloc_var("int32") for _ in range(3))

@@ -37,7 +37,7 @@ from qla_kernels.sparse_ring.kernels.walk import (
     TRIANGLE,
     VISIT,
     Steps,
-    Table,
+    WalkTable,
     advance,
     first_block_of,
     walk_columns,
@@ -305,7 +305,7 @@ def build(v: Variant):
             k_ring = Ring(k_full, k_free, rings["k"])
             v_ring = Ring(v_full, v_free, rings["v"])
             steps = Steps(s_k, s_v, s_seen, k_ring, v_ring)
-            table = Table(entries, bounds, gap, stripe_blocks, num_bounds - 1)
+            table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
 
             # Heads of a group are adjacent, so keys and values stay in L2; long tiles come first.
             group, head, tile = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")

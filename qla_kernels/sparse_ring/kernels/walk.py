@@ -41,7 +41,7 @@ class Steps(NamedTuple):
     v: Ring
 
 
-class Table(NamedTuple):
+class WalkTable(NamedTuple):
     """The fields of plan.Table, with one row of tensors for each batch row and head."""
 
     entries: Any

@@ -64,10 +64,10 @@ from qla_kernels.gdn.kernels.chunk_grads.layout import (
     PANEL,
     SUM_ROWS,
     VN,
+    ChunkWalk,
+    GradTiles,
     P,
     Rings,
-    Tiles,
-    Walk,
     free,
     full,
 )
@@ -288,7 +288,7 @@ def build(v: Variant):
             scores_full, scores_free = barrier("scores_full"), barrier("scores_free")
             gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
             sums_full, sums_free = barrier("sums_full"), barrier("sums_free")
-            s = Tiles(s_turns, s_v, s_tok, s_a, s_state, s_scores, s_gate, s_sums)
+            s = GradTiles(s_turns, s_v, s_tok, s_a, s_state, s_scores, s_gate, s_sums)
             ring = Rings(
                 qk=Ring(qk_full, qk_free, RINGS["qk"]),
                 rows=Ring(rows_full, rows_free, RINGS["rows"]),
@@ -301,7 +301,7 @@ def build(v: Variant):
                 gate=Ring(gate_full, gate_free, RINGS["gate"]),
                 sums=Ring(sums_full, sums_free, 1),
             )
-            walk = Walk(chunks, first, walkers, num_chunks, num_heads, group)
+            walk = ChunkWalk(chunks, first, walkers, num_chunks, num_heads, group)
 
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             if warpgroup < v.panels:

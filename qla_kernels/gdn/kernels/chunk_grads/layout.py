@@ -37,7 +37,7 @@ STATE = 11  # e^gamma_last <dS, S0>, a number a warp
 COLUMNS = 12  # column sums like X_ROWS
 
 
-class Tiles(NamedTuple):
+class GradTiles(NamedTuple):
     """The tiles in shared memory, with slots numbered as above."""
 
     turns: Any  # [4, 64, K] q, k of a pair; dS^T of its value heads; swapped in the next pair
@@ -70,7 +70,7 @@ class Rings(NamedTuple):
     sums: Ring
 
 
-class Walk(NamedTuple):
+class ChunkWalk(NamedTuple):
     """The pairs of chunk and key head that this CTA visits: first, first + stride, ..."""
 
     chunks: Any  # [capacity, 2] first token and rows of each chunk
