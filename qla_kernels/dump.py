@@ -1,4 +1,8 @@
-"""QLA_DUMP: writes a compiled kernel's source and report, together with its schedule."""
+"""Writes what QLA_DUMP asks for: files about each kernel that is compiled.
+
+The environment variable QLA_DUMP names a folder. A kernel's files go to a folder in it: the table
+of roles (the schedule), the generated CUDA, the cubin, and what ptxas reported.
+"""
 
 import logging
 from pathlib import Path

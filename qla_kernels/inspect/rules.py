@@ -63,9 +63,11 @@ def _max_registers(facts: Facts, role: Role, found: RoleFacts, specialised: bool
 
 
 def _per_phase(role: Role, found: RoleFacts) -> dict[str, int]:
-    """Returns the number of threads that arrive on each barrier in one phase.
+    """Returns, by barrier, the number of threads of one role that arrive on it in one phase.
 
-    If groups of a role take turns, as its signal says, that is the size of one group.
+    This is the number of the role's threads that have the arrive in their code. But if the role's
+    signal in the schedule is (barrier, n), with n > 1 a divisor of that number, then n is returned:
+    groups of n threads take turns, or have slots of their own.
     """
     wanted = dict(role.arrivals)
     return {

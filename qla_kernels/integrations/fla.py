@@ -126,7 +126,11 @@ def _registry() -> tuple[type, Callable[[type], object]]:
 
 
 def _older_registry() -> tuple[type, Callable[[type], object]]:
-    """Returns the same for FLA 0.5.2; earlier releases have no backends for this function."""
+    """Returns, for FLA 0.5.2, the base class of backends and a function that registers a backend.
+
+    The function takes a class derived from the base class, and registers an instance of it. Raises
+    Unsupported for earlier releases, in which chunk_gated_delta_rule asks no backends.
+    """
     try:
         base: type = importlib.import_module("fla.ops.backends").BaseBackend
         registry: Any = importlib.import_module(f"fla.ops.{OPERATION}.backends").gdr_registry

@@ -216,7 +216,11 @@ def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
 
 
 class Latencies(NamedTuple):
-    """Times of the parts of one layer's attention in milliseconds, the same on every rank."""
+    """Holds the milliseconds that the parts of one layer's attention take, as input of a model.
+
+    The times are given by the caller. `flat` and `hierarchical` compute a ring's time from them,
+    and assume that a part takes the same time on every rank.
+    """
 
     chunk: float  # attention to one chunk
     inner: float  # a transfer inside a node
@@ -224,9 +228,11 @@ class Latencies(NamedTuple):
     fixed: float  # index, verticals, host
 
     def flat(self, world: int) -> float:
-        """Returns the time of one ring over all ranks.
+        """Returns the milliseconds that attention takes with one ring over all `world` ranks.
 
-        A step takes as long as its attention or as a transfer between nodes, whichever is longer.
+        Each of the first world - 1 steps takes as long as the attention to its chunk or as a
+        transfer between nodes, whichever is longer. The last step has no transfer and takes as long
+        as its attention. `fixed` is added once.
         """
         return (world - 1) * max(self.chunk, self.outer) + self.chunk + self.fixed
 

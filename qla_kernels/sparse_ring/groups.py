@@ -83,7 +83,11 @@ class RankRing:
             return Pending(dist.batch_isend_irecv(ops), receive)
 
     def gather(self, *tensors: Tensor) -> Pending:
-        """Gathers each tensor from all ranks to all ranks; results are [size, ...], by rank."""
+        """Starts to gather each tensor from all ranks to all ranks, and returns a Pending.
+
+        Its `wait` returns a result [size, ...] for each tensor, in the order of the arguments: row
+        r of a result is the tensor of rank r.
+        """
         if self.group is None:
             return Pending([], [x[None] for x in tensors])
         rooms = [x.new_empty(self.size, *x.shape) for x in tensors]

@@ -20,7 +20,10 @@ FORCED = 1 << 31  # a key above every mass
 
 
 class Candidates(NamedTuple):
-    """Columns from which a head's verticals are chosen; their order has no meaning."""
+    """Holds the columns from which each head's verticals are chosen, and the columns' masses.
+
+    The columns of a head are in any order.
+    """
 
     column: Tensor  # int32 [B, H, n]; T where there is none
     mass: Tensor  # int32 [B, H, n]; 0 where there is none
@@ -36,12 +39,20 @@ def observed_rows(seqlen: int) -> int:
 
 
 def cut(mass: Tensor, position: Tensor, tile: Tensor, T: int, pattern: VerticalSlash) -> Candidates:
-    """Returns a rank's best columns, at most max_v: all that can be among the best of all ranks.
+    """Returns, as Candidates, each head's columns of this rank that can be among the best of all.
 
-    mass is int32 [B, H, L], the mass of each local key, and `position` [L] the keys' tokens. tile
-    is int32 [B, H, L / 64], the sums of mass over blocks. A forced column always qualifies. Another
-    one qualifies, with the estimator "residual", if its mass is above kappa times the mean of its
-    block's other keys, and with "independent" if its mass is above 0.
+    These are the best max_v of the local keys that qualify: first forced ones, which are those of
+    tokens below pattern.sink, then the others by falling mass. Every forced key qualifies. Another
+    one qualifies, with the estimator "residual", if its mass is above kappa times the mean mass of
+    the 63 other keys of its block, and with "independent" if its mass is above 0. The result is
+    [B, H, min(L, max_v)], with column T and mass 0 where no key is left.
+
+    Args:
+        mass: int32 [B, H, L], the mass of each local key.
+        position: [L], the token of each local key.
+        tile: int32 [B, H, L / 64], the sum of `mass` over each block.
+        T: tokens of the sequence, with padding.
+        pattern: gives sink, estimator, kappa and max_v.
     """
     m, around = mass.long(), tile.long().repeat_interleave(BLOCK, -1)
     forced = position < pattern.sink

@@ -57,7 +57,12 @@ def schedule(v: Variant) -> Schedule:
 
 
 class Slashes(NamedTuple):
-    """Diagonals of a head as budget.Lines: distances below `window` are forced."""
+    """Makes sort keys of a head's diagonals, as the protocol budget.Lines asks.
+
+    key(d) is budget.key_of with number d and the mass of the tile at block last - d, with
+    `residual` less the masses of V in that tile; the mass is 0 for d > last. Distances d below
+    `window` are forced: their keys are above all others.
+    """
 
     tile: Any  # int32 [heads, blocks]
     of_columns: Any  # likewise, the masses of V
