@@ -10,7 +10,7 @@ from torch import Tensor
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
-from qla_kernels.gdn.sharded.context import held_by
+from qla_kernels.gdn.sharded.context import local_bounds
 from tests.gdn_calls import Call
 
 
@@ -23,7 +23,7 @@ def run(
 ) -> tuple[Tensor, GdnBackward]:
     """o and the gradients of a whole batch, put together from those of its ranks."""
     scale, size = x["q"].shape[-1] ** -0.5, x["q"].shape[1] // world
-    held = [held_by(r, x["cu_seqlens"].tolist(), size) for r in range(world)]
+    held = [local_bounds(r, x["cu_seqlens"].tolist(), size) for r in range(world)]
 
     def arguments(r: int, *names: str) -> list[Tensor]:
         return [x[n][:, r * size : (r + 1) * size] for n in names]

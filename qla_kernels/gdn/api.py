@@ -11,7 +11,7 @@ from torch import Tensor
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import need
 from qla_kernels.gdn import ops
-from qla_kernels.gdn.autograd import GatedDeltaRule, L2Norm, apart
+from qla_kernels.gdn.autograd import GatedDeltaRule, L2Norm, without_aliases
 from qla_kernels.gdn.keywords import flag, refuse_unknown, scale_of, take_layout, warm_bound
 from qla_kernels.gdn.sharded.api import sharded, tell
 from qla_kernels.gdn.validate import (
@@ -157,7 +157,7 @@ def chunk_gated_delta_rule(
     if normalise:
         q, k = (L2Norm.apply(x, cu_seqlens) for x in (q, k))  # type: ignore[no-untyped-call]
     o, final_state = GatedDeltaRule.apply(  # type: ignore[no-untyped-call]
-        *apart(q, k, v, g, beta, A_log, dt_bias, initial_state, *bounds),
+        *without_aliases(q, k, v, g, beta, A_log, dt_bias, initial_state, *bounds),
         scale,
         *flags.values(),
         bound,

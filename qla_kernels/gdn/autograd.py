@@ -16,7 +16,7 @@ from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.validate import OP
 
 
-def apart(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def without_aliases(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Returns the tensors, with a view in place of each repeated one while torch.compile traces.
 
     Dynamo does not pass the same variable to an autograd.Function twice.

@@ -42,14 +42,14 @@ def forward(
     return min((plan for plan in STEP if V % plan.tile_v == 0), key=duration)
 
 
-def ctas(items: int, alike: bool, sm_count: int) -> int:
+def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:
     """Returns the number of CTAs that walk `items`, one for each sequence, head and tile.
 
-    If items are alike in length, there is at most one CTA per SM, and each overlaps the start of an
+    If items have equal lengths, there is at most one CTA per SM, and each overlaps the start of an
     item with the end of the one before. The items of such a CTA are fixed beforehand, so that items
     of different lengths get one CTA each: the hardware then balances them better.
     """
-    return min(items, sm_count) if alike else items
+    return min(items, sm_count) if equal_lengths else items
 
 
 def scan_columns(columns: int, sm_count: int) -> int:

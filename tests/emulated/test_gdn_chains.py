@@ -286,7 +286,7 @@ def test_rows_that_are_held_are_the_same_bits(tile_v):
     x = case([70, 0, 128, 1], heads=(1, 3))
     want = run(x).dS
     table, (g_cum, A) = chunk_table(x.k.shape[1], x.cu_seqlens), prepared(x)
-    held = chains.held_by(torch.empty_like(x.v), 128, 4)
+    held = chains.ds_room_in_dv(torch.empty_like(x.v), 128, 4)
     rest = chains.dstate_chain(
         x.q, x.k, x.do, g_cum, x.beta, A, x.dht, x.scale, x.cu_seqlens, table.first_chunk,
         tile_v=tile_v, held=held,
@@ -299,7 +299,7 @@ def test_rows_that_are_held_are_the_same_bits(tile_v):
         assert torch.equal(in_dv if rows == 64 else held.tails[held.owner[i]], want[i, :, :64])
     assert held.dv[0, 64:70].isnan().all(), "a tail's rows belong to the next sequence, too"
     assert held.dv[0, 198:].isnan().all()
-    assert chains.held_by(torch.empty(1, 64, 2, 64), 128, 1) is None
+    assert chains.ds_room_in_dv(torch.empty(1, 64, 2, 64), 128, 1) is None
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])

@@ -10,7 +10,7 @@ from qla_kernels import (
     chunk_gated_delta_rule_fwd,
     fused_recurrent_gated_delta_rule,
 )
-from qla_kernels.gdn.launch.tensors import live_end
+from qla_kernels.gdn.launch.tensors import num_live_tokens
 from tests.gdn_calls import call
 
 RUNS = {
@@ -117,5 +117,5 @@ def test_where_sequences_end_by_bounds_of_any_strides(dtype):
     packed = torch.tensor([0, 7, 64], dtype=dtype)
     spans = torch.stack([packed, packed * 0 + 3], 1)
     for bounds in (packed, spans[:, 0], spans.view(-1)[::2]):
-        assert live_end(bounds, spans).tolist() == [64]
-        assert live_end(bounds, spans).dtype == torch.int32
+        assert num_live_tokens(bounds, spans).tolist() == [64]
+        assert num_live_tokens(bounds, spans).dtype == torch.int32

@@ -46,11 +46,11 @@ def test_the_width_of_a_backward_chain(sequences, heads, width):
 
 
 @pytest.mark.parametrize(
-    ("items", "alike", "found"),
+    ("items", "equal_lengths", "found"),
     [(512, True, SMS), (512, False, 512), (100, True, 100), (100, False, 100)],
 )
-def test_items_of_one_length_are_walked_by_one_cta_an_sm(items, alike, found):
-    assert ctas(items, alike, SMS) == found
+def test_items_of_one_length_are_walked_by_one_cta_an_sm(items, equal_lengths, found):
+    assert ctas(items, equal_lengths, SMS) == found
 
 
 def test_a_backward_that_fills_the_gpu_many_times_has_wide_tiles():

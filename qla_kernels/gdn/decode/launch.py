@@ -14,7 +14,13 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.decode.api import in_whole_pieces
 from qla_kernels.gdn.decode.ops import OP
 from qla_kernels.gdn.kernels import recurrent as kernel
-from qla_kernels.gdn.launch.tensors import WHOLE, hand_on, low_words, of_part, parts_in_reach
+from qla_kernels.gdn.launch.tensors import (
+    WHOLE,
+    low_words,
+    of_part,
+    parts_in_reach,
+    pass_state_through,
+)
 from qla_kernels.gdn.shapes import STATE_PIECE
 from qla_kernels.sm90 import dtype_name
 
@@ -56,7 +62,7 @@ def gdn_recurrent(
         )  # fmt: skip
     else:  # no token to compute, or none that a sequence owns
         o.zero_()
-        hand_on(h0, ht)
+        pass_state_through(h0, ht)
     return o, ht
 
 

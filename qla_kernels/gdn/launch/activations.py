@@ -11,7 +11,7 @@ from qla_kernels.gdn.kernels import activate as activate_kernel
 from qla_kernels.gdn.kernels import activate_bwd as activate_bwd_kernel
 from qla_kernels.gdn.kernels import gate_sums as gate_sums_kernel
 from qla_kernels.gdn.kernels.raw_gates import DTYPES
-from qla_kernels.gdn.launch.tensors import live_end, of_part, parts_in_reach
+from qla_kernels.gdn.launch.tensors import num_live_tokens, of_part, parts_in_reach
 
 _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
 
@@ -122,7 +122,7 @@ def backward(
             dg_b.view(torch.uint8),
             dbeta_b.view(torch.uint8),
             sums_b.view(-1, 2, HV),
-            live_end(cu_seqlens, dg),
+            num_live_tokens(cu_seqlens, dg),
             *layout,
             beta_range,
             int(cu_seqlens is not None),

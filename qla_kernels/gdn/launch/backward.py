@@ -8,13 +8,13 @@ from qla_kernels.gdn.kernels import chunk_grads as chunk_grads_kernel
 from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
 from qla_kernels.gdn.kernels import l2norm_bwd as l2norm_bwd_kernel
 from qla_kernels.gdn.launch import activations
-from qla_kernels.gdn.launch.chains import held_rows
+from qla_kernels.gdn.launch.chains import ds_rows_in_dv
 from qla_kernels.gdn.launch.states import ChainStates, states_around
 from qla_kernels.gdn.launch.tensors import (
     flat_parts,
     flattens,
     key_first,
-    live_end,
+    num_live_tokens,
     of_part,
     parts_in_reach,
     sequence_bounds,
@@ -110,7 +110,7 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
                     torch.unflatten(x_b, -1, pieces),
                     torch.unflatten(dy_b, -1, pieces),
                     dx_b.view(-1, x.shape[3] // l2norm_kernel.SPAN, l2norm_kernel.SPAN),
-                    live_end(cu_seqlens, dx),
+                    num_live_tokens(cu_seqlens, dx),
                     int(cu_seqlens is not None),
                 )
     return dx
@@ -139,7 +139,7 @@ def chunk_grads(
         return torch.unflatten(x, 1, (H, HV // H))
 
     dq, dk, dv, dg, dbeta = out
-    _, tails, owner = held_rows(held, dS, dv, table.first_chunk)
+    _, tails, owner = ds_rows_in_dv(held, dS, dv, table.first_chunk)
     variant = chunk_grads_kernel.Variant(dtype_name(q.dtype), K, V)
     jit.compile(chunk_grads_kernel, variant)(
         tokens(q),

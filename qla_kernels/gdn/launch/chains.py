@@ -16,10 +16,10 @@ from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.tensors import (
     chunk_table,
     flat_parts,
-    hand_on,
     key_first,
     no_state,
     of_part,
+    pass_state_through,
     sequence_bounds,
     tokens,
 )
@@ -28,7 +28,7 @@ from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import capacity
 
 
-class Held(NamedTuple):
+class DsInDv(NamedTuple):
     """Memory for rows 0 to 63 (of V) of each dS, most of it in the dV output.
 
     Both have 64 x 128 elements per chunk, and chunk_grads reads these rows before it writes dV.
@@ -39,8 +39,8 @@ class Held(NamedTuple):
     owner: Tensor  # [capacity of the chunk table] int32: the sequence whose last chunk that is
 
 
-def held_by(dv: Tensor, K: int, num_sequences: int) -> Held | None:
-    """Returns a Held that uses dv, or None unless K and V are both 128.
+def ds_room_in_dv(dv: Tensor, K: int, num_sequences: int) -> DsInDv | None:
+    """Returns a DsInDv that uses dv, or None unless K and V are both 128.
 
     The sizes per chunk differ if K and V do, and for V = 64 the 64 rows would be all of dS.
     """
@@ -48,7 +48,7 @@ def held_by(dv: Tensor, K: int, num_sequences: int) -> Held | None:
     if not K == V == 2 * TILE:
         return None
     owner = dv.new_empty(capacity(B * T, num_sequences), dtype=torch.int32)
-    return Held(dv, dv.new_empty(num_sequences, HV, TILE, K), owner)
+    return DsInDv(dv, dv.new_empty(num_sequences, HV, TILE, K), owner)
 
 
 def chunk_states(
@@ -87,7 +87,7 @@ def chunk_states(
     N = cu_seqlens.shape[0] - 1
     h = k.new_empty(capacity(B * T, N, CHUNK * every), HV, V, K) if out is None else out
     if not h.numel():  # no chunk
-        hand_on(h0, ht)
+        pass_state_through(h0, ht)
         return h
     variant = chunk_states_kernel.Variant(dtype_name(k.dtype), K, _tile_v(N, v, tile_v))
     nothing = no_state(g_cum, K, V)
@@ -161,7 +161,7 @@ def dstate_chain(
     first_chunk: Tensor,
     dh0: Tensor | None = None,
     tile_v: int | None = None,
-    held: Held | None = None,
+    held: DsInDv | None = None,
 ) -> Tensor:
     """Computes the gradient of the state that leaves each chunk.
 
@@ -184,7 +184,7 @@ def dstate_chain(
     N = cu_seqlens.shape[0] - 1
     dS = k.new_empty(capacity(B * T, N), HV, V if held is None else V - TILE, K)
     if not dS.numel():  # no chunk
-        hand_on(dht, dh0)
+        pass_state_through(dht, dh0)
         return dS
     variant = dstate_chain_kernel.Variant(dtype_name(k.dtype), K, _tile_v(N, do, tile_v))
     nothing = no_state(g_cum, K, V)
@@ -200,7 +200,7 @@ def dstate_chain(
         nothing if dht is None else dht,
         dS,
         nothing if dh0 is None else dh0,
-        *held_rows(held, dS, do, first_chunk),
+        *ds_rows_in_dv(held, dS, do, first_chunk),
         scale,
         int(dht is not None),
         int(dh0 is not None),
@@ -209,8 +209,8 @@ def dstate_chain(
     return dS
 
 
-def held_rows(
-    held: Held | None, dS: Tensor, values: Tensor, integers: Tensor
+def ds_rows_in_dv(
+    held: DsInDv | None, dS: Tensor, values: Tensor, integers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dv, tails and owner as a kernel takes them.
 

@@ -15,10 +15,10 @@ from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.tensors import (
     chunk_table,
     fresh_like,
-    hand_on,
     no_state,
     of_part,
     parts_in_reach,
+    pass_state_through,
     sequence_bounds,
     tokens,
 )
@@ -145,7 +145,7 @@ def fused_fwd(
     saved: tuple[Tensor, Tensor] | None,
     plan: heuristics.ForwardChoice,
     ends_of: Tensor | None = None,
-    alike: bool = False,
+    equal_lengths: bool = False,
 ) -> None:
     """Runs the chain over each sequence's chunks: writes o and, where given, ht and saved.
 
@@ -163,7 +163,7 @@ def fused_fwd(
             also promises that segment_scan, which writes h0, is the launch right before this one,
             and that all other inputs were complete before segment_scan began: the kernel reads them
             early. See tile/dependent.py.
-        alike: the sequences are known to have one length, or nearly one.
+        equal_lengths: the sequences are known to have one length, or nearly one.
     """
     B, T, HV, V = v.shape
     K = q.shape[-1]
@@ -171,7 +171,7 @@ def fused_fwd(
     if not N or not o.numel():  # no token to compute, or none that a sequence owns
         for x in (o, *(saved or ())):
             x.zero_()
-        hand_on(h0, ht)
+        pass_state_through(h0, ht)
         return
     g, beta, bounds = g.view(B * T, HV), beta.view(B * T, HV), cu_seqlens.int().contiguous()
     is_16 = beta.dtype != torch.float32
@@ -201,6 +201,6 @@ def fused_fwd(
         0 if ht is None else 1 if ends_of is None else 2,
         int(saved is not None),
         int(is_16),
-        heuristics.ctas(items, alike, device.sm_count(q.device)),
+        heuristics.ctas(items, equal_lengths, device.sm_count(q.device)),
         int(ends_of is not None),
     )

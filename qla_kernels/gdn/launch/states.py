@@ -13,8 +13,8 @@ from qla_kernels import device
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.heuristics import CHAIN_STEP
 from qla_kernels.gdn.launch import segments
-from qla_kernels.gdn.launch.chains import Held, chunk_states, dstate_chain, held_by
-from qla_kernels.gdn.launch.tensors import chunk_table, chunks_of, hand_on
+from qla_kernels.gdn.launch.chains import DsInDv, chunk_states, ds_room_in_dv, dstate_chain
+from qla_kernels.gdn.launch.tensors import chunk_table, chunks_of, pass_state_through
 from qla_kernels.varlen import ChunkTable
 
 
@@ -24,7 +24,7 @@ class ChainStates(NamedTuple):
     h: Tensor  # [capacity of the table, HV, V, K] the state that enters each chunk
     dS: Tensor  # the gradient of the state that leaves each chunk: as h, less the rows in `held`
     table: ChunkTable
-    held: Held | None
+    held: DsInDv | None
 
 
 def states_around(
@@ -53,7 +53,7 @@ def states_around(
     """
     B, T, HV, V = dv.shape
     if not dv.numel() or len(bounds) == 1:  # no token, or none that a sequence owns
-        hand_on(dht, dh0)
+        pass_state_through(dht, dh0)
         return None
     bounds, around = bounds.int(), (h0, dht, dh0)
     warm_log_bound = gdn_plan.gradient_bound(warm_log_bound)
@@ -109,7 +109,7 @@ def chains(
     """
     q, k, v, do, g_cum, beta, A = inputs
     table = chunk_table(q.shape[0] * q.shape[1], bounds)
-    first, held = table.first_chunk, held_by(dv, k.shape[-1], len(bounds) - 1)
+    first, held = table.first_chunk, ds_room_in_dv(dv, k.shape[-1], len(bounds) - 1)
     h = k.new_empty(len(table.chunks), *v.shape[2:], k.shape[-1])  # device.fork says why here
     # The chains are independent and, with few sequences and heads, each leaves SMs idle.
     with device.fork(q) as aside:  # the chain that takes longer is launched first

@@ -92,7 +92,7 @@ def fresh_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def hand_on(state: Tensor | None, to: Tensor | None) -> None:
+def pass_state_through(state: Tensor | None, to: Tensor | None) -> None:
     """Copies `state` to `to`, or writes zeros if `state` is None; does nothing if `to` is None.
 
     Used for calls without tokens: states and their gradients then pass through unchanged.
@@ -151,7 +151,7 @@ def room_for_chunks(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
     return ChunkTable(chunks, *(cu_seqlens.new_empty(n, dtype=torch.int32) for n in (1, N + 1)))
 
 
-def live_end(cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
+def num_live_tokens(cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
     """Returns the number of tokens that belong to a sequence, int32 [1] on the device.
 
     Without cu_seqlens all tokens do; the result is then uninitialised, and kernels do not read it.

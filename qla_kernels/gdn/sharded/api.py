@@ -15,7 +15,7 @@ from qla_kernels import device
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import contents, ops
-from qla_kernels.gdn.autograd import L2Norm, ShardedGatedDeltaRule, apart
+from qla_kernels.gdn.autograd import L2Norm, ShardedGatedDeltaRule, without_aliases
 from qla_kernels.gdn.keywords import scale_of
 from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.sharded.context import (
@@ -95,7 +95,7 @@ def sharded(
     if normalise:
         q, k = (L2Norm.apply(x, bounds[0]) for x in (q, k))  # type: ignore[no-untyped-call]
     o: Tensor = ShardedGatedDeltaRule.apply(  # type: ignore[no-untyped-call]
-        *apart(q, k, v, g, beta, *parameters, *bounds), call.scale, options
+        *without_aliases(q, k, v, g, beta, *parameters, *bounds), call.scale, options
     )
     return o
 

@@ -84,7 +84,7 @@ def build_cp_context(
         fix = "pad the last sequence"
         got = f"{bounds[-1]} tokens for {world} ranks"
         raise ValueError(need("build_cp_context", got, "as many tokens on every rank", fix))
-    held, before, after = held_by(rank, bounds, bounds[-1] // world)
+    held, before, after = local_bounds(rank, bounds, bounds[-1] // world)
     local = torch.tensor(held, dtype=cu_seqlens.dtype, device="cpu")  # not the default device
     return CPContext(group, local.to(cu_seqlens.device), local, before, after)
 
@@ -98,7 +98,7 @@ def _place_in(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def held_by(rank: int, bounds: Sequence[int], size: int) -> tuple[list[int], int, int]:
+def local_bounds(rank: int, bounds: Sequence[int], size: int) -> tuple[list[int], int, int]:
     """Returns the part of a batch on a rank that holds `size` tokens.
 
     The results are the bounds of the sequences that have tokens on the rank, counted from its first

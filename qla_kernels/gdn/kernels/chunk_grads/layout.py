@@ -157,7 +157,11 @@ def fetch_heads(q, k, s, turn, tok0, head, barriers):
 
 
 class StateGradients(NamedTuple):
-    """The tensors in which dstate_chain left dS of all chunks."""
+    """Says where dstate_chain has left dS, the gradient of the state that leaves each chunk.
+
+    With held = 0 all V rows of dS are in `ds`. With held = 1, rows 0 to 63 are elsewhere: in the
+    chunk's rows of `dv` if the chunk has 64 tokens, and in tails[owner[chunk]] if it has fewer.
+    """
 
     ds: Any  # [capacity, H, r, V - 64 held, K]
     dv: Any
