@@ -102,10 +102,10 @@ def test_a_layout_made_by_hand(seeds):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_an_index(seed, seeds, by_kernels):
-    """By the public functions, forward and backward."""
+    """By the public functions, forward and backward: all indices, and a few once more."""
     seeds["seed"], (B, H, T, D) = seed, (1, 2, 384, 64)
     q, k, v = (torch.randn(B, T, heads, D).half().requires_grad_() for heads in (H, 1, 1))
-    for index in bad_indices(B, H, T, 130):
+    for index in bad_indices(B, H, T, 130, few=seed > 0):
         o = sparse_attention(q, k, v, index=index, seqlen=T - 3)
         o.sum().backward()
 
