@@ -285,6 +285,8 @@ def _draw_figures(runs: Sequence[Run]) -> None:
     growing = aside(runs, "dualkv", "responses", digests)
     if growing is not None:
         draw_growth(growing, folder)
+    for copy in folder.glob("*.png"):
+        copy.unlink()  # pages show the SVGs
 
 
 if __name__ == "__main__":

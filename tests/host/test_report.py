@@ -321,3 +321,10 @@ def test_readme_and_performance_page_are_what_the_records_say():
     for path, text in report.texts(records.load()).items():
         assert path.exists(), f"{path.name} is missing: run `python -m benchmarks.report`"
         assert path.read_text() == text, f"{path.name}: run `python -m benchmarks.report`"
+
+
+def test_no_picture_lies_there_that_no_page_shows():
+    shown = "".join(page.read_text() for page in (report.ROOT / "docs").rglob("*.md"))
+    shown += (report.ROOT / "README.md").read_text()
+    lying = {path.name for path in (report.ROOT / report.FIGURES).iterdir()}
+    assert not {name for name in lying if name not in shown}
