@@ -4,6 +4,7 @@ The launches of a GPU, emulated. The emulator refuses what lies outside a tensor
 ever; results are not looked at, since there are none to be right.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -55,7 +56,9 @@ def apart(tables: Tables) -> Tables:
 
 
 def corrupted(x: Call, *names: str) -> Iterator[Tables]:
-    return bad_tables(apart(x.layout.prepare(x.q.shape[1], x.k.shape[1], x.q_shift)), *names)
+    """Every second one, which takes minutes; a GPU is given all of them."""
+    right = apart(x.layout.prepare(x.q.shape[1], x.k.shape[1], x.q_shift))
+    return itertools.islice(bad_tables(right, *names), 0, None, 2)
 
 
 @pytest.mark.parametrize("q_shift", [0, 140])

@@ -43,12 +43,17 @@ def test_every_kernel_is_among_them():
     assert launched == {name for family, name in jit.kernel_names() if family == "gdn"}
 
 
-FEW = ("negative", "falling", "over one another", "extremes")  # for what takes longest
+FEW = ("negative", "falling", "over one another", "extremes")
+LONGEST = ("shards", "segments", "backward")  # get few bounds here, and all of them on a GPU
 
 
 @pytest.mark.parametrize(
     ("part", "bounds"),
-    [(part, name) for part in PARTS for name in (FEW if "shards" in part else BOUNDS)],
+    [
+        (part, name)
+        for part in PARTS
+        for name in (FEW if any(x in part for x in LONGEST) else BOUNDS)
+    ],
 )
 def test_bounds(part, bounds, launched, setting):
     run, expected = PARTS[part]
