@@ -6,7 +6,7 @@ And, for shared prompts, time against the number of responses.
 import math
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,11 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-def draw(run: Run, folder: Path) -> list[Path]:
+# by ending: what is said when a figure is saved
+ENDINGS: dict[str, dict[str, Any]] = {"png": {"dpi": 130}, "svg": {"metadata": {"Date": None}}}
+
+
+def draw(run: Run, folder: Path, endings: Iterable[str] = ENDINGS) -> list[Path]:
     """All figures of a run; those there is nothing to show in are left out."""
     written: list[Path] = []
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -56,15 +60,15 @@ def draw(run: Run, folder: Path) -> list[Path]:
                 ("floor", floor_share(run, rows, subject)),
             ):
                 if figure is not None:
-                    written += _save(figure, folder / f"{stem}-{name}")
-    return written + draw_growth(run, folder)
+                    written += _save(figure, folder / f"{stem}-{name}", endings)
+    return written + draw_growth(run, folder, endings)
 
 
-def draw_growth(run: Run, folder: Path) -> list[Path]:
+def draw_growth(run: Run, folder: Path, endings: Iterable[str] = ENDINGS) -> list[Path]:
     """Time against the number of responses, if enough rows differ only in that."""
     with plt.rc_context(STYLE):
         figure = growth(run)
-        return [] if figure is None else _save(figure, folder / f"{run.family}-responses")
+        return [] if figure is None else _save(figure, folder / f"{run.family}-responses", endings)
 
 
 def growth(run: Run) -> Any:
@@ -251,9 +255,9 @@ def _head(figure: Any, run: Run, title: str) -> None:
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
 
 
-def _save(figure: Any, path: Path) -> list[Path]:
-    paths = [path.with_suffix(".png"), path.with_suffix(".svg")]
-    figure.savefig(paths[0], dpi=130)
-    figure.savefig(paths[1], metadata={"Date": None})
+def _save(figure: Any, path: Path, endings: Iterable[str]) -> list[Path]:
+    paths = [path.with_suffix(f".{ending}") for ending in endings]
+    for file in paths:
+        figure.savefig(file, **ENDINGS[file.suffix[1:]])
     plt.close(figure)
     return paths

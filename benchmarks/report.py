@@ -281,12 +281,10 @@ def _draw_figures(runs: Sequence[Run]) -> None:
             for kind in {row.kind for row in run.rows}:
                 for old in folder.glob(f"{family}-{kind}-*"):
                     old.unlink()
-            draw(run, folder)
+            draw(run, folder, ["svg"])
     growing = aside(runs, "dualkv", "responses", digests)
     if growing is not None:
-        draw_growth(growing, folder)
-    for copy in folder.glob("*.png"):
-        copy.unlink()  # pages show the SVGs
+        draw_growth(growing, folder, ["svg"])
 
 
 if __name__ == "__main__":

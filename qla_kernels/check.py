@@ -66,7 +66,7 @@ def _emulated(what: str, command: list[str]) -> Outcome:
 
 def _on_a_gpu(what: str, command: list[str]) -> Outcome:
     outcome = _ran(what, command)
-    skipped = outcome.said.startswith("skip")
+    skipped = any(line.startswith("skip") for line in outcome.said.splitlines())
     return outcome._replace(status=None) if skipped else outcome
 
 

@@ -189,12 +189,14 @@ def compile(module: KernelModule, variant: Any) -> Launch:
 
 def compiled() -> dict[str, str]:
     """Returns the digest of each variant that this process has compiled or loaded, by its label."""
+    return {name: _digest(name) for name in sorted(_sources)}
+
+
+@cache
+def _digest(name: str) -> str:
     from qla_kernels.digests import digest
 
-    return {
-        name: digest(source(), re.sub(r"\W", "_", name) + "_kernel")
-        for name, source in sorted(_sources.items())
-    }
+    return digest(_sources[name](), f"{_identifier(name)}_kernel")
 
 
 def assemble(source: str, pass_configs: Mapping[str, object], folder: Path) -> Assembled:
@@ -286,7 +288,11 @@ def label(module: KernelModule, variant: Any) -> str:
 
 def function_name(module: KernelModule, variant: Any) -> str:
     """Returns the PrimFunc's name, unique among variants; the device function adds `_kernel`."""
-    return re.sub(r"\W", "_", label(module, variant))
+    return _identifier(label(module, variant))
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)
 
 
 def trace(module: KernelModule, variant: Any) -> Any:

@@ -88,6 +88,20 @@ def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
     return x.stride(-1) == 1 and aligned and 0 not in inner
 
 
+def readable(x: Tensor) -> Tensor:
+    """Returns x, or a contiguous copy if kernels cannot read its strides or its address.
+
+    They need a last stride of 1, and an address and positive other strides that are multiples of 16
+    bytes. An incoming gradient may have any strides.
+    """
+    step = TMA_ALIGNMENT // x.element_size()
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    whole = all(s > 0 and s % step == 0 for s in strides)
+    if x.stride(-1) == 1 and whole and x.data_ptr() % TMA_ALIGNMENT == 0:
+        return x
+    return x.contiguous()
+
+
 def require_aligned(op: str, **tensors: Tensor) -> None:
     """Raises Unsupported if a tensor's address is not aligned: torch.compile cannot trace that."""
     for name, x in tensors.items():

@@ -9,7 +9,7 @@ from qla_kernels.dualkv.heuristics import head_pack, one_pass
 from qla_kernels.dualkv.kernels import bwd, bwd_dkv, bwd_dq, dkv_combine, dq_cast
 from qla_kernels.dualkv.shapes import KEY_TILE, KV_QUERY_ROWS, QUERY_ROWS
 from qla_kernels.dualkv.tables import KV_PACK, SHARES, Tables
-from qla_kernels.sm90 import TMA_ALIGNMENT, dtype_name
+from qla_kernels.sm90 import dtype_name, readable
 
 
 def backward(
@@ -35,7 +35,7 @@ def backward(
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     if not num_tokens:
         return dq, dk.zero_(), dv.zero_()
-    do = _readable(do.to(q.dtype))
+    do = readable(do.to(q.dtype))
     rows = row_stats(
         o[None], do[None], lse2[None], None if dlse is None else dlse[None], base2=True
     )[0]
@@ -81,17 +81,3 @@ def _most_parts(tables: Tables, kv_heads: int) -> int:
     if not splits:
         return 1  # never written
     return min(tables.kv_item.shape[0], 2 * splits + SHARES // kv_heads)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Returns x [T, H, D], or a contiguous copy if TMA cannot read x.
-
-    TMA needs a last stride of 1, other strides that are positive multiples of 16 bytes, and an
-    address that is one. A gradient may come with any strides.
-    """
-    step = TMA_ALIGNMENT // x.element_size()
-    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-    whole = all(s > 0 and s % step == 0 for s in strides)
-    if x.stride(-1) == 1 and whole and x.data_ptr() % TMA_ALIGNMENT == 0:
-        return x
-    return x.contiguous()

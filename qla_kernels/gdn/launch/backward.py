@@ -22,7 +22,7 @@ from qla_kernels.gdn.launch.tensors import (
 )
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.validate import OP
-from qla_kernels.sm90 import TMA_ALIGNMENT, dtype_name, require_aligned
+from qla_kernels.sm90 import dtype_name, readable, require_aligned
 from qla_kernels.tile.constants import CHUNK
 
 
@@ -61,7 +61,7 @@ def gdn_bwd(
         dh0 = h0.new_empty(h0.shape) if h0 is not None and output_dh0 else None
         dv, others = v.new_empty(v.shape), None
         parts = flat_parts(q, k, v) or [slice(0, 0)]
-        do = readable(do.to(v.dtype), flat=len(parts) == 1)
+        do = (flat_readable if len(parts) == 1 else readable)(do.to(v.dtype))
         for b in parts:
             inputs = of_part(b, q, k, v, do, g_cum, active, A)
             (dv_b,) = of_part(b, dv)
@@ -166,18 +166,7 @@ def chunk_grads(
     )
 
 
-def readable(x: Tensor, flat: bool = False) -> Tensor:
-    """Returns x [B, T, heads, size], or a contiguous copy where kernels cannot read its strides.
-
-    Incoming gradients may have any strides. Kernels need a unit last stride, a base and positive
-    other strides that are multiples of 16 bytes and, with `flat`, tokens a constant distance apart.
-    """
-    step = TMA_ALIGNMENT // x.element_size()
-    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-    in_whole_pieces = (
-        x.stride(-1) == 1
-        and all(s > 0 and s % step == 0 for s in strides)
-        and x.data_ptr() % TMA_ALIGNMENT == 0
-        and (not flat or flattens(x))
-    )
-    return x if in_whole_pieces else x.contiguous()
+def flat_readable(x: Tensor) -> Tensor:
+    """Returns x [B, T, ..] as `sm90.readable` does, with tokens a constant distance apart."""
+    x = readable(x)
+    return x if flattens(x) else x.contiguous()

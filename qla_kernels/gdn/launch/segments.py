@@ -9,7 +9,7 @@ that enters or leaves the shard lies between two segments, like any other. A `li
 map that this rank's part of such a sequence applies to a state or gradient that passes through.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -197,13 +197,17 @@ def end_gradients(
     found: Maps,
     segments: Segments,
     warm_log_bound: float,
+    exchange: Callable[[Tensor, Maps], Tensor | None] | None = None,
 ) -> Tensor:
     """Returns the gradient of the state that leaves each segment, [capacity, HV, K, V] fp32.
 
-    Runs `left_gradients`, and then `fold_gradients` with the maps `found`.
+    Runs `left_gradients`, and then `fold_gradients` with the maps `found`. In between, `exchange`
+    is called with the result of the former and the maps, if given; it returns the gradient
+    [HV, V, K] of the state that leaves at an open end, or None.
     """
     left = left_gradients(q, k, do, g_cum, beta, A, dht, scale, segments, warm_log_bound)
-    return fold_gradients(left, dht, found, segments)
+    leaving = None if exchange is None else exchange(left, found)
+    return fold_gradients(left, dht, found, segments, leaving)
 
 
 def left_gradients(

@@ -141,8 +141,7 @@ def segmented_chains(
         cut: the segments.
         kept: the forward's maps, whose `left` holds start states; None computes both here.
         entering: [HV, V, K] fp32, the state that enters at an open start.
-        exchange: called with the gradients of `left_gradients` and the maps; returns the gradient
-            [HV, V, K] of the state that leaves at an open end, or None.
+        exchange: as for `segments.end_gradients`.
     """
     q, k, v, do, g_cum, beta, A = inputs
     found = kept or segments.maps(k, v, g_cum, beta, A, h0, cut, warm_log_bound)
@@ -151,9 +150,9 @@ def segmented_chains(
         if kept is None:
             with aside:
                 segments.start_states(found, h0, cut, entering)  # written to found.left
-        ends = segments.left_gradients(q, k, do, g_cum, beta, A, dht, scale, cut, warm_log_bound)
-        leaving = None if exchange is None else exchange(ends, found)
-        ends = segments.fold_gradients(ends, dht, found, cut, leaving)
+        ends = segments.end_gradients(
+            q, k, do, g_cum, beta, A, dht, scale, found, cut, warm_log_bound, exchange
+        )
     before = None if dh0 is None else torch.empty_like(found.left).mT  # per segment
     del found  # frees M, which is as large as all that is computed from it
     done = chains(inputs, starts, ends, before, scale, cut.bounds, dv, tile_v)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from qla_kernels.errors import need
 from qla_kernels.ranks import RankError, expect_equal, lost_ranks_explained
+from qla_kernels.sm90 import Reason
 
-Reason = tuple[str, str, str]  # got, need, fix
 Facts = tuple[object, ...]  # properties of a call that must be the same on all ranks
 LAYOUT = "contiguous"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from qla_kernels import device
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.launch import activations, segments
-from qla_kernels.gdn.launch.backward import chunk_grads, readable
+from qla_kernels.gdn.launch.backward import chunk_grads, flat_readable
 from qla_kernels.gdn.launch.forward import (
     FlatBatch,
     Outputs,
@@ -127,7 +127,7 @@ def gdn_shard_bwd(
             for x in grads:
                 x.zero_()
         else:
-            do = readable(do.to(v.dtype), flat=True)
+            do = flat_readable(do.to(v.dtype))
             inputs = q, k, v, do, g_cum, active, A
             shape = chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
             bound = gdn_plan.gradient_bound(warm_log_bound)
