@@ -5,8 +5,8 @@ observe the call: no compiler or tracer, no dispatch mode, no tensor subclass.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,6 +16,20 @@ from qla_kernels import jit
 _LIBRARY: Any = torch.library.Library("qla_kernels", "DEF")  # type: ignore[no-untyped-call]
 # The strides of a call are accepted or refused when it is traced: Inductor must keep them.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+Overwritten = Annotated[Tensor, "overwritten"]  # the type of a record's field that is changed
+
+# A field's type in torch's notation; an operator changes one tensor at most
+_IN_SCHEMAS = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
+    Overwritten: "Tensor(a!)",
+    float: "float",
+    bool: "bool",
+    int: "int",
+    str: "str",
+}
 
 
 def imported_late(module: str, function: str) -> Callable[..., Any]:
@@ -43,6 +57,57 @@ def define(
         _LIBRARY.impl(name, run, key)
     torch.library.register_fake(f"qla_kernels::{name}", fake, lib=_LIBRARY)
     return cast(Callable[..., Any], getattr(torch.ops.qla_kernels, name).default)
+
+
+def schema(records: Sequence[type], results: type) -> str:
+    """Returns the schema of an operator whose arguments are the fields of the records, in order.
+
+    `results` is Tensor, or a NamedTuple of the results.
+    """
+    arguments = ", ".join(_fields(record) for record in records)
+    return f"({arguments}) -> {'Tensor' if results is Tensor else f'({_fields(results)})'}"
+
+
+def _fields(record: type) -> str:
+    hints = get_type_hints(record, include_extras=True)
+    return ", ".join(f"{_IN_SCHEMAS[kind]} {name}" for name, kind in hints.items())
+
+
+def define_on_records(
+    name: str,
+    records: Sequence[Any],
+    results: Any,
+    fake: Callable[..., Any],
+    on_cuda: Callable[..., Any],
+    on_cpu: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Defines an operator whose arguments are the fields of records, which are NamedTuple classes.
+
+    `fake` and the implementations take the records, and return an instance of `results`.
+
+    Returns:
+        A function that also takes the records. It skips the dispatcher as `skip_dispatcher` does.
+    """
+    ends = [0]
+    for record in records:
+        ends.append(ends[-1] + len(record._fields))
+    parts = list(zip(records, ends, ends[1:], strict=False))
+
+    def on_fields(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *fields: run(*(record(*fields[a:b]) for record, a, b in parts))
+
+    implementations = {"CUDA": on_fields(on_cuda), "CPU": on_fields(on_cpu)}
+    operator = define(name, schema(records, results), on_fields(fake), **implementations)
+
+    def call(*given: Any) -> Any:
+        fields = sum(given, ())
+        x = given[0][0]
+        if not (x.is_cuda or x.is_cpu) or _is_watched(fields):
+            done = operator(*fields)
+            return done if results is Tensor else results(*done)
+        return (on_cuda if x.is_cuda else on_cpu)(*given)
+
+    return call
 
 
 def refuse_backward(name: str, refuse: Callable[..., Any]) -> None:

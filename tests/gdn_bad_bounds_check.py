@@ -6,19 +6,22 @@ Emulated and device tiers; what comes out is not looked at.
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import launch as launch_recurrent
+from qla_kernels.gdn.decode.ops import Pool
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
+from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
 
 # Of three sequences, in so many tokens: gates of two heads end at whole 16 bytes, as then does what
 # tests/emulator/process.py guards.
@@ -56,7 +59,6 @@ SLOTS = {
 
 N, H, HV, SIZE = 3, 1, 2, 128
 SCALE = SIZE**-0.5
-NO_FLAGS = {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False}
 GIVEN = heuristics.ForwardChoice(128, False)
 SOLVING, SOLVING_TWO_TILES = heuristics.ForwardChoice(64, True), heuristics.ForwardChoice(128, True)
 
@@ -76,20 +78,17 @@ class Setting(NamedTuple):
         return self.place(torch.randn(num, HV, SIZE, SIZE))
 
 
-def forward(how: Plan, s: Setting, bounds: Tensor, **options: Any) -> None:
+def forward(how: Plan, s: Setting, bounds: Tensor, on_cpu: Tensor | None = None) -> None:
+    """With the state of each chunk if the CPU knows the bounds."""
     s.patch.setattr(plan, "forward", lambda *_: how)
-    options = {"output_h": False, "cu_seqlens_cpu": None} | options
-    launch.gdn_fwd(
-        s.rows(H, SIZE), s.rows(H, SIZE), s.rows(HV, SIZE), *s.gates(), SCALE, s.states(), bounds,
-        options.pop("cu_seqlens_cpu"), None, None, **NO_FLAGS, state_v_first=False,
-        output_final_state=True, is_train=True, auto_cp=True, enable_fwd_cp_cache=False,
-        warm_log_bound=-12.0, **options,
-    )  # fmt: skip
+    rows = s.rows(H, SIZE), s.rows(H, SIZE), s.rows(HV, SIZE), *s.gates()
+    options = Options(output_final_state=True, output_h=on_cpu is not None, is_train=True)
+    launch.gdn_fwd(Call(*rows, SCALE, s.states(), bounds, on_cpu), options)
 
 
 def states_out(s: Setting, bounds: Tensor) -> None:
     """Room for the states of right bounds, which the CPU is told of."""
-    forward(Plan(SOLVING, None), s, bounds, output_h=True, cu_seqlens_cpu=torch.tensor(RIGHT))
+    forward(Plan(SOLVING, None), s, bounds, torch.tensor(RIGHT))
 
 
 def backward(most: int | None, s: Setting, bounds: Tensor) -> None:
@@ -97,12 +96,13 @@ def backward(most: int | None, s: Setting, bounds: Tensor) -> None:
     s.patch.setattr(plan, "backward", lambda *_: most)
     (g_cum, beta), x, A = s.gates(), s.rows(H, SIZE), s.rows(HV, 64)
     parameters = (s.place(torch.zeros(HV)) for _ in range(2))
+    rows = launch.l2norm_fwd(x), s.rows(H, SIZE), s.rows(HV, SIZE), g_cum, beta
     done = launch_backward.gdn_bwd(
-        launch.l2norm_fwd(x), s.rows(H, SIZE), s.rows(HV, SIZE), g_cum, beta, A, s.rows(HV, SIZE),
-        s.states(), SCALE, s.states(), bounds, None, g_cum, *parameters,
-        use_beta_sigmoid_in_kernel=True, allow_neg_eigval=False, state_v_first=False, auto_cp=True,
-        warm_log_bound=-12.0, cp_cache=[],
-    )  # fmt: skip
+        Call(*rows, SCALE, s.states(), bounds, None, *parameters),
+        SavedForward(g_cum, A, []),
+        Incoming(s.rows(HV, SIZE), s.states()),
+        Options(use_beta_sigmoid_in_kernel=True),
+    )
     launch_backward.l2norm_bwd(x, done.dq, bounds)
 
 
@@ -114,13 +114,10 @@ def shards(kernel: heuristics.ForwardChoice, s: Setting, bounds: Tensor) -> None
     s.patch.setattr(exchange, "gather", lambda link, _: torch.stack([link] * 3))
     q, k, v, do = (s.rows(heads, SIZE) for heads in (H, H, HV, HV))
     (g, beta), A, entered = s.gates(), s.rows(HV, 64), s.states(1)[0]
-    ends = {"group": "", "before": 1, "after": 1, "warm_log_bound": -12.0}
-    launch_shards.gdn_shard_fwd(
-        q, k, v, g, beta, SCALE, bounds, None, None, None, is_train=True, **NO_FLAGS, **ends
-    )
-    launch_shards.gdn_shard_bwd(
-        q, k, v, g, beta, A, do, SCALE, bounds, None, entered, None, None, None, **NO_FLAGS, **ends
-    )
+    call, options = Call(q, k, v, g, beta, SCALE, None, bounds), Options(is_train=True)
+    place = ShardPlace("", before=1, after=1)
+    launch_shards.gdn_shard_fwd(call, options, place)
+    launch_shards.gdn_shard_bwd(call, SavedForward(g, A, []), Arriving(do, entered), options, place)
 
 
 def decode(s: Setting, bounds: Tensor | None, slots: Tensor | None = None) -> None:
@@ -129,14 +126,13 @@ def decode(s: Setting, bounds: Tensor | None, slots: Tensor | None = None) -> No
     g, beta = s.gates()
     if bounds is None:
         q, k, v, g, beta = (s.place(x[:, :N].transpose(0, 1).clone()) for x in (q, k, v, g, beta))
-    gates = (q, k, v, g, beta, None, None, SCALE)
-    flags = {**NO_FLAGS, "use_qk_l2norm_in_kernel": False, "state_v_first": False}
+    call, options = Call(q, k, v, g, beta, SCALE, None, bounds), Options(output_final_state=True)
     if slots is None:
-        launch_recurrent.gdn_recurrent(*gates, s.states(), bounds, **flags, output_final_state=True)
+        launch_recurrent.gdn_recurrent(call._replace(initial_state=s.states()), options)
         return
     pool = s.states(NUM_SLOTS)
     before, named = pool.clone(), slots.int().tolist()  # of an int64 the low word counts
-    o = launch_recurrent.gdn_recurrent_slots(*gates, pool, slots, bounds, **flags)
+    o = launch_recurrent.gdn_recurrent_slots(call, Pool(pool, slots), options)
     for slot in range(NUM_SLOTS):
         assert slot in named or torch.equal(pool[slot], before[slot])
     if bounds is None:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from qla_kernels.gdn.call import Call as Record
+from qla_kernels.gdn.call import Options
 from reference import gdn
 
 Call = dict[str, Any]  # keyword arguments of chunk_gated_delta_rule
@@ -68,6 +70,15 @@ def call(
         for name in ("q", "k", "v", "g", "beta"):
             x[name][:, tokens - padding :] = torch.nan
     return x
+
+
+def records(x: Call, **changed: Any) -> tuple[Record, Options]:
+    """The call as operators take it, with `changed` in place of some of its arguments."""
+    x = {"scale": None, **x, **changed}
+    if x["scale"] is None:
+        x["scale"] = x["q"].shape[-1] ** -0.5
+    given = Record(**{name: x[name] for name in Record._fields if name in x})
+    return given, Options(**{name: x[name] for name in Options._fields if name in x})
 
 
 def leaves(x: Call) -> Call:

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.gdn.call import Call as Record
+from qla_kernels.gdn.call import Options, SavedForward
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
 from qla_kernels.gdn.sharded.context import local_bounds
+from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
 from tests.gdn_calls import Call
 
 
@@ -25,33 +28,25 @@ def run(
     scale, size = x["q"].shape[-1] ** -0.5, x["q"].shape[1] // world
     held = [local_bounds(r, x["cu_seqlens"].tolist(), size) for r in range(world)]
 
-    def arguments(r: int, *names: str) -> list[Tensor]:
-        return [x[n][:, r * size : (r + 1) * size] for n in names]
+    options = Options(is_train=True, warm_log_bound=warm_log_bound)
 
-    def options(r: int) -> dict[str, Any]:
-        flags = {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False, "group": ""}
-        return {
-            **flags, "warm_log_bound": warm_log_bound, "before": held[r][1], "after": held[r][2]
-        }  # fmt: skip
-
-    def bounds(r: int) -> Tensor:
-        return torch.tensor(held[r][0], dtype=torch.int32, device=x["q"].device)
+    def rank(r: int) -> tuple[Record, ShardPlace]:
+        rows = [x[n][:, r * size : (r + 1) * size] for n in ("q", "k", "v", "g", "beta")]
+        bounds = torch.tensor(held[r][0], dtype=torch.int32, device=x["q"].device)
+        return Record(*rows, scale, None, bounds), ShardPlace("", *held[r][1:])
 
     def forward(r: int) -> Any:
-        rows = arguments(r, "q", "k", "v", "g", "beta")
-        return launch_shards.gdn_shard_fwd(
-            *rows, scale, bounds(r), None, None, None, is_train=True, **options(r)
-        )
+        given, place = rank(r)
+        return launch_shards.gdn_shard_fwd(given, options, place)
 
     saved = _in_turn(forward, world, monkeypatch)
 
     def backward(r: int) -> Any:
-        q, k, v, beta = arguments(r, "q", "k", "v", "beta")
-        (_, entered, g_cum, A), mine = saved[r], do[:, r * size : (r + 1) * size]
+        (given, place), (_, entered, g_cum, A) = rank(r), saved[r]
+        arriving = Arriving(do[:, r * size : (r + 1) * size], entered)
         return launch_shards.gdn_shard_bwd(
-            q, k, v, g_cum, beta, A, mine, scale, bounds(r), None, entered, None, None, None,
-            **options(r),
-        )  # fmt: skip
+            given, SavedForward(g_cum, A, []), arriving, options, place
+        )
 
     done = _in_turn(backward, world, monkeypatch)
     grads = (torch.cat(parts, 1) for parts in list(zip(*done, strict=True))[:5])

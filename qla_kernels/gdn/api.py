@@ -11,8 +11,16 @@ from torch import Tensor
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import need
 from qla_kernels.gdn import ops
-from qla_kernels.gdn.autograd import GatedDeltaRule, L2Norm, without_aliases
-from qla_kernels.gdn.keywords import flag, refuse_unknown, scale_of, take_layout, warm_bound
+from qla_kernels.gdn.autograd import apply, normalised
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.keywords import (
+    checked_flags,
+    flag,
+    refuse_unknown,
+    scale_of,
+    take_layout,
+    warm_bound,
+)
 from qla_kernels.gdn.sharded.api import sharded, tell
 from qla_kernels.gdn.validate import (
     OP,
@@ -112,72 +120,62 @@ def chunk_gated_delta_rule(
     try:
         bound = warm_bound(OP, kwargs.pop("exact", False), kwargs.pop("warm_log_bound", None))
         keep = flag(OP, "enable_fwd_cp_cache", kwargs.pop("enable_fwd_cp_cache", False))
-        gate = NO_GATE
-        if kwargs:
-            state_v_first, gate = _take_keywords(kwargs, state_v_first)
+        state_v_first = take_layout(OP, kwargs, state_v_first)
+        gate = _take_gate(kwargs) if kwargs else NO_GATE
+        recorded = wants_gradients((q, k, v, g, beta, initial_state, *gate.parameters()))
+        options = checked_flags(
+            OP,
+            Options(
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                allow_neg_eigval=allow_neg_eigval,
+                state_v_first=state_v_first,
+                output_final_state=output_final_state,
+                is_train=recorded,
+                enable_fwd_cp_cache=keep
+                and recorded
+                and cp_context is None
+                and not torch.compiler.is_compiling(),
+                warm_log_bound=bound,
+            ),
+        )
         if chunk_indices is not None:  # FLA 0.5.2 has cp_context at this position
             expect_tensors(OP, chunk_indices=chunk_indices)
-        normalise = flag(OP, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-        beta_flags = {
-            "use_beta_sigmoid_in_kernel": flag(
-                OP, "use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel
-            ),
-            "allow_neg_eigval": flag(OP, "allow_neg_eigval", allow_neg_eigval),
-        }
-        flags = {
-            **beta_flags,
-            "state_v_first": flag(OP, "state_v_first", state_v_first),
-            "output_final_state": flag(OP, "output_final_state", output_final_state),
-        }
     except Exception as problem:
         if cp_context is not None:
             tell(problem, cp_context, q)
         raise
     if cp_context is not None:
-        states = initial_state is not None or flags["output_final_state"]
-        options = {**beta_flags, "warm_log_bound": bound, "use_qk_l2norm_in_kernel": normalise}
-        return sharded(q, k, v, g, beta, scale, cp_context, gate, states, options), None
-    check_tensors(OP, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
-    check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    A_log, dt_bias = gate.parameters()
-    require(refusal(q, k, v))
-    scale = scale_of(OP, scale, q)
-    bounds = cu_seqlens, cu_seqlens_cpu
-    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
-    refuse_forward_mode(OP, *inputs)
-    if not wants_gradients(inputs):  # autograd's wrappers cost the host as much as the operators
-        if normalise:
-            q, k = ops.l2norm_fwd(q), ops.l2norm_fwd(k)
-        o, final_state, *_ = ops.gdn_fwd(
-            q, k, v, g, beta, scale, initial_state, *bounds, A_log, dt_bias,
-            output_h=False, is_train=False, auto_cp=True, enable_fwd_cp_cache=False,
-            warm_log_bound=bound, **flags,
-        )  # fmt: skip
-        return o, final_state
-    if normalise:
-        q, k = (L2Norm.apply(x, cu_seqlens) for x in (q, k))  # type: ignore[no-untyped-call]
-    o, final_state = GatedDeltaRule.apply(  # type: ignore[no-untyped-call]
-        *without_aliases(q, k, v, g, beta, A_log, dt_bias, initial_state, *bounds),
-        scale,
-        *flags.values(),
-        bound,
-        keep and not torch.compiler.is_compiling(),
+        return sharded(q, k, v, g, beta, scale, initial_state, cp_context, gate, options), None
+    check_tensors(
+        OP, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, options.state_v_first
     )
-    return o, final_state
+    check_activations(OP, v, gate, options)
+    require(refusal(q, k, v))
+    call = Call(
+        q, k, v, g, beta, scale_of(OP, scale, q), initial_state, cu_seqlens, cu_seqlens_cpu,
+        *gate.parameters(),
+    )  # fmt: skip
+    refuse_forward_mode(OP, *call)
+    if options.use_qk_l2norm_in_kernel:
+        call = normalised(call, recorded)
+    if recorded:
+        return apply(call, options)
+    done = ops.gdn_fwd(call, options)  # without autograd's wrappers, which cost the host as much
+    return done.o, done.final_state
 
 
 chunk_gdn = chunk_gated_delta_rule
 
 
-def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> tuple[bool, Gate]:
-    """Returns state_v_first and the gate, read from the keywords that FLA takes as **kwargs.
+def _take_gate(kwargs: dict[str, Any]) -> Gate:
+    """Returns the gate, read from the keywords that FLA takes as **kwargs.
 
     Raises on head_first, on a chunk_size that FLA does not have, and on an unknown keyword.
     """
     if "head_first" in kwargs:
         needs = "[B, T, heads, size] tensors and no flag"
         raise DeprecationWarning(need(OP, "head_first is gone", needs, "transpose the tensors"))
-    state_v_first = take_layout(OP, kwargs, state_v_first)
     chunk_size = kwargs.pop("chunk_size", CHUNK)
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(need(OP, f"chunk_size is {chunk_size!r}", "16, 32 or 64", "leave it out"))
@@ -187,4 +185,4 @@ def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> tuple[bool, G
         kwargs.pop("dt_bias", None),
     )
     refuse_unknown(OP, kwargs)
-    return state_v_first, gate
+    return gate

@@ -11,28 +11,93 @@ from torch import Tensor
 
 from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.gdn import ops
-from qla_kernels.gdn.ops import GdnBackward, GdnForward
+from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.sharded import ops as shard_ops
+from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
 from qla_kernels.gdn.validate import OP
 
+DH0 = Call._fields.index("initial_state")
 
-def without_aliases(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Returns the tensors, with a view in place of each repeated one while torch.compile traces.
+
+def apply(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Returns o and the final state, or None, with derivatives in all tensors of the call."""
+    done = GatedDeltaRule.apply(*without_aliases(call), options)  # type: ignore[no-untyped-call]
+    o, final_state = done
+    return o, final_state
+
+
+def apply_sharded(call: Call, options: Options, shard: ShardPlace) -> Tensor:
+    """Returns o of this rank's tokens, with derivatives in all tensors of the call."""
+    o: Tensor = ShardedGatedDeltaRule.apply(  # type: ignore[no-untyped-call]
+        *without_aliases(call), options, shard
+    )
+    return o
+
+
+def normalised(call: Call, recorded: bool) -> Call:
+    """Returns the call with q and k divided by their norms, with derivatives if `recorded`."""
+
+    def norm(x: Tensor) -> Tensor:
+        y: Tensor = (
+            L2Norm.apply(x, call.cu_seqlens)  # type: ignore[no-untyped-call]
+            if recorded
+            else ops.l2norm_fwd(x)
+        )
+        return y
+
+    return call._replace(q=norm(call.q), k=norm(call.k))
+
+
+def without_aliases(call: Call) -> Call:
+    """Returns the call, with a view in place of each repeated tensor while torch.compile traces.
 
     Dynamo does not pass the same variable to an autograd.Function twice.
     """
     if not torch.compiler.is_compiling():
-        return tensors
-    found: list[Tensor | None] = []
-    for x in tensors:
-        if x is not None and any(x is y for y in found):
+        return call
+    distinct: list[Any] = []
+    for x in call:
+        if isinstance(x, Tensor) and any(x is y for y in distinct):
             x = x.view_as(x)
-        found.append(x)
-    return tuple(found)
+        distinct.append(x)
+    return Call(*distinct)
+
+
+def save(ctx: Any, call: Call, *results: Tensor | None) -> None:
+    """Saves a call for the backward, and results of the forward, g_cum first."""
+    ctx.scale, ctx.g_dtype = call.scale, call.g.dtype
+    q, k, v, _, beta, _, *others = call
+    ctx.save_for_backward(q, k, v, call.raw_g, beta, *others, *results)
+
+
+def restored(ctx: Any) -> tuple[Call, list[Any]]:
+    """Returns the call and the results that `save` kept; g is g_cum if the gate was not raw."""
+    size = len(Call._fields) - 1  # all but scale
+    kept = ctx.saved_tensors  # unpacked once: that may run the forward again
+    (q, k, v, g, beta, *others), results = kept[:size], list(kept[size:])
+    return Call(q, k, v, results[0] if g is None else g, beta, ctx.scale, *others), results
+
+
+def gradients(ctx: Any, call: Call, done: ops.GdnBackward) -> list[Tensor | None]:
+    """Returns the gradients of the call's fields, in their order; dg and dh0 in their dtypes."""
+    dh0 = done.dh0
+    if dh0 is not None and call.initial_state is not None:
+        dh0 = dh0.to(call.initial_state.dtype)
+    by_name = {
+        "q": done.dq,
+        "k": done.dk,
+        "v": done.dv,
+        "g": done.dg.to(ctx.g_dtype),
+        "beta": done.dbeta,
+        "initial_state": dh0,
+        "A_log": done.dA_log,
+        "dt_bias": done.ddt_bias,
+    }
+    return [by_name.get(name) for name in Call._fields]
 
 
 class GatedDeltaRule(torch.autograd.Function):
-    """Applies gdn_fwd, with gdn_bwd as its derivative.
+    """Applies gdn_fwd, with gdn_bwd as its derivative, to the fields of a Call and to Options.
 
     Saves the inputs, which are usually alive anyway, and g_cum and A: 4 + 64 * 2 bytes per token
     and value head. With enable_fwd_cp_cache it also saves 4 K (K + V) bytes per segment and value
@@ -41,144 +106,51 @@ class GatedDeltaRule(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cu_seqlens_cpu: Tensor | None,
-        scale: float,
-        use_beta_sigmoid_in_kernel: bool,
-        allow_neg_eigval: bool,
-        state_v_first: bool,
-        output_final_state: bool,
-        warm_log_bound: float,
-        enable_fwd_cp_cache: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.scale = scale
-        ctx.flags = {
-            "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-            "allow_neg_eigval": allow_neg_eigval,
-            "state_v_first": state_v_first,
-            "auto_cp": True,
-            "warm_log_bound": warm_log_bound,
-        }
-        done = GdnForward(
-            *ops.gdn_fwd(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                scale,
-                initial_state,
-                cu_seqlens,
-                cu_seqlens_cpu,
-                A_log,
-                dt_bias,
-                output_final_state=output_final_state,
-                output_h=False,
-                is_train=True,
-                enable_fwd_cp_cache=enable_fwd_cp_cache,
-                **ctx.flags,
-            )
-        )
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        *fields, options = arguments
+        call = Call(*fields)
+        done = ops.gdn_fwd(call, options)
         ctx.set_materialize_grads(False)  # an unused final state costs no tensor of zeros
-        raw_g = g if A_log is not None else None
-        ctx.g_dtype = g.dtype
-        bounds = cu_seqlens, cu_seqlens_cpu
-        ctx.save_for_backward(
-            q, k, v, raw_g, beta, A_log, dt_bias, initial_state, *bounds, done.g_cum, done.A,
-            *done.cp_cache,
-        )  # fmt: skip
+        ctx.options = options
+        save(ctx, call, done.g_cum, done.A, *done.cp_cache)
         return done.o, done.final_state
 
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, cu_seqlens_cpu, g_cum, A, *cp_cache = (
-            ctx.saved_tensors
-        )
+        call, (g_cum, A, *cp_cache) = restored(ctx)
         if do is None:  # only the final state was used
-            do = v.new_zeros(()).expand(v.shape)
-        grads = GdnBackward(
-            *ops.gdn_bwd(
-                q,
-                k,
-                v,
-                g_cum,
-                beta,
-                A,
-                do,
-                dht,
-                ctx.scale,
-                h0,
-                cu_seqlens,
-                cu_seqlens_cpu,
-                g,
-                A_log,
-                dt_bias,
-                cp_cache=cp_cache,
-                output_dh0=ctx.needs_input_grad[7],  # of initial_state: as large as all states
-                **ctx.flags,
-            )
-        )
-        dg = grads.dg.to(ctx.g_dtype)
-        dh0 = None if grads.dh0 is None else grads.dh0.to(h0.dtype)
-        tensors = (grads.dq, grads.dk, grads.dv, dg, grads.dbeta, grads.dA_log, grads.ddt_bias, dh0)
-        return *tensors, *[None] * 9
+            do = call.v.new_zeros(()).expand(call.v.shape)
+        incoming = Incoming(do, dht, ctx.needs_input_grad[DH0])  # dh0 is as large as all states
+        done = ops.gdn_bwd(call, SavedForward(g_cum, A, cp_cache), incoming, ctx.options)
+        return *gradients(ctx, call, done), None
 
 
 class ShardedGatedDeltaRule(torch.autograd.Function):
-    """Applies gdn_shard_fwd, with gdn_shard_bwd as its derivative.
+    """Applies gdn_shard_fwd, with gdn_shard_bwd as its derivative; takes a ShardPlace as well.
 
     Saves the inputs, g_cum, A and the state [HV, V, K] that enters this rank's first sequence.
     Gradients of A_log and dt_bias are sums over this rank's tokens.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        cu_seqlens: Tensor,
-        cu_seqlens_cpu: Tensor | None,
-        scale: float,
-        options: dict[str, Any],
-    ) -> Tensor:
-        ctx.scale, ctx.options, ctx.g_dtype = scale, options, g.dtype
-        bounds, parameters = (cu_seqlens, cu_seqlens_cpu), (A_log, dt_bias)
-        done = shard_ops.ShardForward(
-            *shard_ops.gdn_shard_fwd(
-                q, k, v, g, beta, scale, *bounds, *parameters, is_train=True, **options
-            )
-        )
-        raw_g = g if A_log is not None else None
-        ctx.save_for_backward(
-            q, k, v, raw_g, beta, *parameters, *bounds, done.entered, done.g_cum, done.A
-        )
-        return done.o
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *fields, options, shard = arguments
+        call = Call(*fields)
+        done = shard_ops.gdn_shard_fwd(call, options, shard)
+        ctx.options, ctx.shard = options, shard
+        save(ctx, call, done.g_cum, done.A, done.entered)
+        o: Tensor = done.o
+        return o
 
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, A_log, dt_bias, *bounds, entered, g_cum, A = ctx.saved_tensors
-        dq, dk, dv, dbeta, dg, dA_log, ddt_bias = shard_ops.gdn_shard_bwd(
-            q, k, v, g_cum, beta, A, do, ctx.scale, *bounds, entered, g, A_log, dt_bias,
-            **ctx.options,
-        )  # fmt: skip
-        return dq, dk, dv, dg.to(ctx.g_dtype), dbeta, dA_log, ddt_bias, *[None] * 4
+        call, (g_cum, A, entered) = restored(ctx)
+        done = shard_ops.gdn_shard_bwd(
+            call, SavedForward(g_cum, A, []), Arriving(do, entered), ctx.options, ctx.shard
+        )
+        return *gradients(ctx, call, done), None, None
 
 
 class L2Norm(torch.autograd.Function):

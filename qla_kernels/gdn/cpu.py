@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.cpu import reference
+from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.contents import check_bounds
 from qla_kernels.gdn.ops import GdnBackward, GdnForward, empty_cache
 from qla_kernels.gdn.validate import OP
@@ -14,88 +15,46 @@ from qla_kernels.tile.constants import CHUNK
 
 
 @torch.no_grad()
-def gdn_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    output_final_state: bool,
-    output_h: bool,
-    is_train: bool,
-    auto_cp: bool,
-    enable_fwd_cp_cache: bool,
-    warm_log_bound: float,
-) -> GdnForward:
-    gdn = reference().gdn
+def gdn_fwd(call: Call, options: Options) -> GdnForward:
+    q, k, v, g, beta, scale, h0, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias = call
+    gdn, v_first = reference().gdn, options.state_v_first
     check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)  # always: no device to wait for
     if A_log is not None:
         g = gdn.gate(g, A_log, dt_bias)
-    if use_beta_sigmoid_in_kernel:
-        beta = gdn.beta_sigmoid(beta, allow_neg_eigval)
-    h0 = _swapped(initial_state, state_v_first)
+    if options.use_beta_sigmoid_in_kernel:
+        beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
+    h0 = _swapped(h0, v_first)
     with torch.autocast("cpu", enabled=False):
         out = gdn.chunked(q, k, v, g, beta, scale, h0, cu_seqlens, CHUNK)
     return GdnForward(
         o=out.o.clone(),  # out.o is a view; autograd forbids in-place changes of one among results
-        final_state=_swapped(out.final_state, state_v_first) if output_final_state else None,
-        g_cum=out.g_cum if is_train else None,
-        A=out.A if is_train else None,
-        h=_swapped(out.h, state_v_first) if output_h else None,
-        cp_cache=empty_cache(q, *v.shape[2:]) if enable_fwd_cp_cache else [],
+        final_state=_swapped(out.final_state, v_first) if options.output_final_state else None,
+        g_cum=out.g_cum if options.is_train else None,
+        A=out.A if options.is_train else None,
+        h=_swapped(out.h, v_first) if options.output_h else None,
+        cp_cache=empty_cache(q, *v.shape[2:]) if options.enable_fwd_cp_cache else [],
     )
 
 
 @torch.no_grad()
-def gdn_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_cum: Tensor,
-    beta: Tensor,
-    A: Tensor,
-    do: Tensor,
-    dht: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    g: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    auto_cp: bool,
-    warm_log_bound: float,
-    cp_cache: list[Tensor],
-    output_dh0: bool = True,
-) -> GdnBackward:
-    gdn = reference().gdn
+def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Options) -> GdnBackward:
+    q, k, v, g, beta, scale, h0, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias = call
+    gdn, v_first = reference().gdn, options.state_v_first
     check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)
-    active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
-    dht, h0 = _swapped(dht, state_v_first), _swapped(initial_state, state_v_first)
+    active = beta
+    if options.use_beta_sigmoid_in_kernel:
+        active = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
+    dht, h0 = _swapped(incoming.dht, v_first), _swapped(h0, v_first)
     with torch.autocast("cpu", enabled=False):
         grads = gdn.chunked_backward(
-            q, k, v, g_cum, active, A, do, dht, scale, h0, cu_seqlens, CHUNK
+            q, k, v, saved.g_cum, active, saved.A, incoming.do, dht, scale, h0, cu_seqlens, CHUNK
         )
     dbeta, dg, dA_log, ddt_bias = grads.dbeta, grads.dg, None, None
-    if use_beta_sigmoid_in_kernel:
-        dbeta = gdn.beta_sigmoid_backward(_live(beta, cu_seqlens), dbeta, allow_neg_eigval)
-    if g is not None:
+    if options.use_beta_sigmoid_in_kernel:
+        dbeta = gdn.beta_sigmoid_backward(_live(beta, cu_seqlens), dbeta, options.allow_neg_eigval)
+    if A_log is not None:
         dg, dA_log, ddt_bias = gdn.gate_backward(_live(g, cu_seqlens), A_log, dt_bias, dg)
-    dh0 = _swapped(grads.dh0, state_v_first) if output_dh0 else None
+    dh0 = _swapped(grads.dh0, v_first) if incoming.output_dh0 else None
     return GdnBackward(grads.dq, grads.dk, grads.dv, dbeta, dg, dh0, dA_log, ddt_bias)
 
 

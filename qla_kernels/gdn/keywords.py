@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.errors import need
+from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 
 # Dynamo makes a global float an input of a dynamic graph and compiles it twice; an int stays a
@@ -32,7 +33,7 @@ def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
         warnings.warn(
             "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
             DeprecationWarning,
-            stacklevel=4,  # the line that called the public function
+            stacklevel=3,  # the line that called the public function
         )
     layout: bool = kwargs.pop("transpose_state_layout")
     return layout
@@ -98,3 +99,12 @@ def flag(op: str, name: str, x: Any) -> bool:
         got = f"{name} is of type {type(x).__name__}"
         raise ValueError(need(op, got, "True or False", f"pass bool({name})"))
     return bool(x)
+
+
+def checked_flags(op: str, options: Options) -> Options:
+    """Returns the options with each flag as `flag` returns it; warm_log_bound is not checked."""
+    *flags, bound = options
+    if {*map(type, flags)} == {bool}:
+        return options
+    named = zip(Options._fields, flags, strict=False)
+    return Options._make([*(flag(op, name, x) for name, x in named), bound])

@@ -12,8 +12,8 @@ from torch import Tensor
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import ops
-from qla_kernels.gdn.keywords import flag, scale_of, warm_bound
-from qla_kernels.gdn.ops import GdnBackward, GdnForward
+from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
+from qla_kernels.gdn.keywords import checked_flags, flag, scale_of, warm_bound
 from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
@@ -25,7 +25,7 @@ from qla_kernels.gdn.validate import (
 from qla_kernels.sm90 import dtype_name, expect_tensors, require
 from qla_kernels.tile.constants import CHUNK
 
-Cache = tuple[Tensor, ...]  # opaque: `ops.Forward` says what is in it
+Cache = tuple[Tensor, ...]  # opaque: `ops.GdnForward` says what is in it
 
 
 @torch.no_grad()
@@ -86,51 +86,37 @@ def chunk_gated_delta_rule_fwd(
         Unsupported: this version cannot run the call.
     """
     op = "chunk_gated_delta_rule_fwd"
-    bound = warm_bound(op, exact, warm_log_bound)
-    state_v_first = flag(op, "state_v_first", state_v_first)
-    output_h = flag(op, "output_h", output_h)
-    flags = {
-        "use_beta_sigmoid_in_kernel": flag(
-            op, "use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel
-        ),
-        "allow_neg_eigval": flag(op, "allow_neg_eigval", allow_neg_eigval),
-        "output_final_state": flag(op, "output_final_state", output_final_state),
-        "is_train": is_train is None or flag(op, "is_train", is_train),
-        "auto_cp": flag(op, "auto_cp", auto_cp),
-        "enable_fwd_cp_cache": flag(op, "enable_fwd_cp_cache", enable_fwd_cp_cache),
-    }
-    check_tensors(op, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
+    options = Options(
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        output_final_state=output_final_state,
+        output_h=output_h,
+        is_train=True if is_train is None else is_train,
+        auto_cp=auto_cp,
+        enable_fwd_cp_cache=enable_fwd_cp_cache,
+        warm_log_bound=warm_bound(op, exact, warm_log_bound),
+    )
+    options = checked_flags(op, options)
+    bounds, v_first = (cu_seqlens, cu_seqlens_cpu), options.state_v_first
+    check_tensors(op, q, k, v, g, beta, initial_state, *bounds, v_first)
     gate = Gate(flag(op, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
-    check_activations(op, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    check_activations(op, v, gate, options)
     if out is not None:
         expect_tensor(op, "out", out, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
     _refuse_shards(op, cp_context)
-    refuse_forward_mode(op, q, k, v, g, beta, initial_state, *gate.parameters(), out)
+    scale = scale_of(op, scale, q)
+    call = Call(q, k, v, g, beta, scale, initial_state, *bounds, *gate.parameters())
+    refuse_forward_mode(op, *call, out)
     require(
         refusal(
-            q, k, v, output_h=output_h, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, op=op
+            q, k, v, output_h=options.output_h, cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu, op=op,
         )
-    )
-    done = GdnForward(
-        *ops.gdn_fwd(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale_of(op, scale, q),
-            initial_state,
-            cu_seqlens,
-            cu_seqlens_cpu,
-            *gate.parameters(),
-            state_v_first=state_v_first,
-            output_h=output_h,
-            warm_log_bound=bound,
-            **flags,
-        )
-    )
+    )  # fmt: skip
+    done = ops.gdn_fwd(call, options)
     o = done.o if out is None else out.copy_(done.o)
-    cp_cache = tuple(done.cp_cache) if flags["enable_fwd_cp_cache"] else None
+    cp_cache = tuple(done.cp_cache) if options.enable_fwd_cp_cache else None
     return done.g_cum, done.A, o, done.h, done.final_state, cp_cache
 
 
@@ -179,9 +165,10 @@ def chunk_gated_delta_rule_bwd(
     """
     op = "chunk_gated_delta_rule_bwd"
     bound = warm_bound(op, exact, warm_log_bound)
-    state_v_first = flag(op, "state_v_first", state_v_first)
-    auto_cp = flag(op, "auto_cp", auto_cp)
-    check_tensors(op, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first)
+    options = Options(state_v_first=state_v_first, auto_cp=auto_cp, warm_log_bound=bound)
+    options = checked_flags(op, options)
+    bounds, v_first = (cu_seqlens, cu_seqlens_cpu), options.state_v_first
+    check_tensors(op, q, k, v, g, beta, initial_state, *bounds, v_first)
     expect_tensor(op, "A", A, (*v.shape[:3], CHUNK), "[B, T, HV, 64]", v.device)
     expect_tensor(op, "do", do, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
     for name, x, dtype in (("g", g, ops.state_dtype(q)), ("A", A, q.dtype)):
@@ -189,36 +176,14 @@ def chunk_gated_delta_rule_bwd(
             got, fix = f"{name} is {dtype_name(x.dtype)}", "pass what the forward returned"
             raise ValueError(need(op, got, dtype_name(dtype), fix))
     if dht is not None:
-        check_state(op, "dht", dht, q, v, cu_seqlens, state_v_first)
+        check_state(op, "dht", dht, q, v, cu_seqlens, v_first)
     _refuse_shards(op, cp_context)
     refuse_forward_mode(op, q, k, v, g, beta, A, do, dht, initial_state)
     require(refusal(q, k, v, op=op))
     _check_cache(op, cp_cache or (), q, v, cu_seqlens)
-    done = GdnBackward(
-        *ops.gdn_bwd(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A,
-            do,
-            dht,
-            scale_of(op, scale, q),
-            initial_state,
-            cu_seqlens,
-            cu_seqlens_cpu,
-            None,
-            None,
-            None,
-            use_beta_sigmoid_in_kernel=False,
-            allow_neg_eigval=False,
-            state_v_first=state_v_first,
-            auto_cp=auto_cp,
-            warm_log_bound=bound,
-            cp_cache=list(cp_cache or ()),
-        )
-    )
+    call = Call(q, k, v, g, beta, scale_of(op, scale, q), initial_state, *bounds)
+    saved, incoming = SavedForward(g, A, list(cp_cache or ())), Incoming(do, dht)
+    done = ops.gdn_bwd(call, saved, incoming, options)
     return done.dq, done.dk, done.dv, done.dbeta, done.dg, done.dh0
 
 

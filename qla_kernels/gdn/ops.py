@@ -1,12 +1,14 @@
-"""The torch.library operators: their schemas, fake implementations, and CPU and CUDA functions.
+"""The torch.library operators: their fake implementations, and their CPU and CUDA functions.
 
     gdn_fwd, gdn_bwd         the gated delta rule, with the activations of g and beta inside
     l2norm_fwd, l2norm_bwd   the normalisation of q and k before it
 
-CPU tensors go to cpu.py and CUDA tensors to launch/forward.py. Each of these modules has a function
-for every operator, with the operator's name, arguments and results. A module is imported when an
-operator is first called with its kind of tensor. Results that were not asked for are None, and no
-result shares memory with an argument.
+The arguments of gdn_fwd are the fields of Call and Options; gdn_bwd has those of SavedForward and
+Incoming between them. The functions here take these records. CPU tensors go to cpu.py and CUDA
+tensors to launch/forward.py. Each of these modules has a function for every operator, with the
+operator's name, arguments and results. A module is imported when an operator is first called with
+its kind of tensor. Results that were not asked for are None, and no result shares memory with an
+argument.
 
 The operators have no autograd formula: api.py applies the Functions of autograd.py. A policy for
 selective activation checkpointing names the operator `torch.ops.qla_kernels.gdn_fwd.default`.
@@ -19,30 +21,10 @@ import torch
 from torch import Tensor
 
 from qla_kernels.gdn import contents
+from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.validate import OP
-from qla_kernels.operators import define, imported_late, skip_dispatcher
+from qla_kernels.operators import define, define_on_records, imported_late, skip_dispatcher
 from qla_kernels.tile.constants import CHUNK
-
-SCHEMAS = {
-    "gdn_fwd": """(
-        Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor? initial_state,
-        Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? A_log, Tensor? dt_bias, *,
-        bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first,
-        bool output_final_state, bool output_h, bool is_train,
-        bool auto_cp, bool enable_fwd_cp_cache, float warm_log_bound
-    ) -> (Tensor o, Tensor? final_state, Tensor? g_cum, Tensor? A, Tensor? h, Tensor[] cp_cache)""",
-    # g is the raw gate, given together with A_log. Without g, dg is the gradient of the gate itself
-    "gdn_bwd": """(
-        Tensor q, Tensor k, Tensor v, Tensor g_cum, Tensor beta, Tensor A, Tensor do, Tensor? dht,
-        float scale, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu,
-        Tensor? g, Tensor? A_log, Tensor? dt_bias, *,
-        bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first,
-        bool auto_cp, float warm_log_bound, Tensor[] cp_cache, bool output_dh0=True
-    ) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dg,
-          Tensor? dh0, Tensor? dA_log, Tensor? ddt_bias)""",
-    "l2norm_fwd": "(Tensor x) -> Tensor",
-    "l2norm_bwd": "(Tensor x, Tensor dy, Tensor? cu_seqlens) -> Tensor",
-}
 
 
 class GdnForward(NamedTuple):
@@ -61,7 +43,7 @@ class GdnForward(NamedTuple):
 class GdnBackward(NamedTuple):
     """Results of gdn_bwd: each gradient has the shape and dtype of its input, with two exceptions.
 
-    dh0 is fp32, and so is dg where no raw gate was given. fp32 is fp64 where q is fp64.
+    dh0 is fp32, and so is dg if the call has no A_log. fp32 is fp64 where q is fp64.
     """
 
     dq: Tensor
@@ -79,61 +61,6 @@ def state_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _implementation(module: str, op: str) -> Callable[..., Any]:
-    run = imported_late(f"qla_kernels.gdn.{module}", op)
-    return _checked(run) if op == "gdn_fwd" else run
-
-
-def _checked(run: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(*args: Any, **flags: Any) -> Any:
-        if contents.asked_for():
-            _, _, _, g, beta, _, _, cu_seqlens, cu_seqlens_cpu, *_ = args
-            contents.check_contents(OP, g, beta, cu_seqlens, cu_seqlens_cpu)
-        return run(*args, **flags)
-
-    return checked
-
-
-def _fake_gdn_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *_: Tensor | None,
-    state_v_first: bool,
-    output_final_state: bool,
-    output_h: bool,
-    is_train: bool,
-    enable_fwd_cp_cache: bool,
-    **__: bool | float,
-) -> GdnForward:
-    B, T, HV, V = v.shape
-    K = q.shape[-1]
-    state = (HV, V, K) if state_v_first else (HV, K, V)
-    wide = state_dtype(q)
-    kept = []
-    if enable_fwd_cp_cache:  # the number of segments is known only when the operator runs
-        kept = empty_cache(q, HV, V, torch.library.get_ctx().new_dynamic_size)
-    num_seqs: int | torch.SymInt = B
-    num_chunks: int | torch.SymInt = -(-T // CHUNK)
-    if cu_seqlens is not None:
-        num_seqs = cu_seqlens.shape[0] - 1
-        if output_h:  # the number of chunks of a packed batch depends on its lengths
-            num_chunks = torch.library.get_ctx().new_dynamic_size()
-    return GdnForward(
-        o=q.new_empty(v.shape),
-        final_state=q.new_empty(num_seqs, *state, dtype=wide) if output_final_state else None,
-        g_cum=q.new_empty(g.shape, dtype=wide) if is_train else None,
-        A=q.new_empty(B, T, HV, CHUNK) if is_train else None,
-        h=q.new_empty(B, num_chunks, *state) if output_h else None,
-        cp_cache=kept,
-    )
-
-
 def empty_cache(q: Tensor, HV: int, V: int, size: Callable[[], Any] = int) -> list[Tensor]:
     """Returns the tensors of a cp_cache, uninitialised.
 
@@ -146,61 +73,95 @@ def empty_cache(q: Tensor, HV: int, V: int, size: Callable[[], Any] = int) -> li
     return [*tables, starts, M, q.new_empty(size(), HV, dtype=torch.int32)]
 
 
-def _fake_gdn_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_cum: Tensor,
-    beta: Tensor,
-    A: Tensor,
-    do: Tensor,
-    dht: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    g: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    output_dh0: bool = True,
-    **_: Any,
-) -> GdnBackward:
-    h0, wide = initial_state if output_dh0 else None, state_dtype(q)
-    dg = g_cum.new_empty(g_cum.shape, dtype=wide) if g is None else _like(g)
-    return GdnBackward(
-        dq=_like(q),
-        dk=_like(k),
-        dv=_like(v),
-        dbeta=_like(beta),
-        dg=dg,
-        dh0=None if h0 is None else h0.new_empty(h0.shape, dtype=wide),
-        dA_log=None if A_log is None else _like(A_log),
-        ddt_bias=None if dt_bias is None else _like(dt_bias),
-    )
-
-
-def _fake_l2norm_fwd(x: Tensor) -> Tensor:
-    return _like(x)
-
-
-def _fake_l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return _like(x)
-
-
-def _like(x: Tensor) -> Tensor:
+def like(x: Tensor) -> Tensor:
     """Returns an uninitialised contiguous tensor like x; empty_like would keep x's strides."""
     return x.new_empty(x.shape)
 
 
-def _defined(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    on_cuda, on_cpu = _implementation("launch.forward", op), _implementation("cpu", op)
-    operator = define(op, SCHEMAS[op], fake, CUDA=on_cuda, CPU=on_cpu)
+def checked(run: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """Returns `run`, an implementation, preceded by `check` under QLA_CHECK=1."""
+
+    def run_checked(*records: Any) -> Any:
+        if contents.asked_for():
+            check(*records)
+        return run(*records)
+
+    return run_checked
+
+
+def _check_contents(call: Call, *_: Any) -> None:
+    contents.check_contents(OP, call.g, call.beta, call.cu_seqlens, call.cu_seqlens_cpu)
+
+
+def _fake_gdn_fwd(call: Call, options: Options) -> GdnForward:
+    q = call.q
+    B, T, HV, V = call.v.shape
+    state = HV, *options.state_size(q.shape[-1], V)
+    wide = state_dtype(q)
+    unknown: Callable[[], Any] = lambda: torch.library.get_ctx().new_dynamic_size()  # noqa: E731
+    num_chunks: int | torch.SymInt = -(-T // CHUNK)
+    if call.cu_seqlens is not None and options.output_h:  # depends on the lengths
+        num_chunks = unknown()
+    final_state = g_cum = A = None
+    if options.output_final_state:
+        final_state = q.new_empty(call.num_sequences, *state, dtype=wide)
+    if options.is_train:
+        g_cum, A = q.new_empty(call.g.shape, dtype=wide), q.new_empty(B, T, HV, CHUNK)
+    return GdnForward(
+        o=q.new_empty(call.v.shape),
+        final_state=final_state,
+        g_cum=g_cum,
+        A=A,
+        h=q.new_empty(B, num_chunks, *state) if options.output_h else None,
+        # the number of segments is known only when the operator runs
+        cp_cache=empty_cache(q, HV, V, unknown) if options.enable_fwd_cp_cache else [],
+    )
+
+
+def _fake_gdn_bwd(
+    call: Call, saved: SavedForward, incoming: Incoming, options: Options
+) -> GdnBackward:
+    h0 = call.initial_state if incoming.output_dh0 else None
+    return GdnBackward(
+        dq=like(call.q),
+        dk=like(call.k),
+        dv=like(call.v),
+        dbeta=like(call.beta),
+        dg=like(saved.g_cum if call.A_log is None else call.g),
+        dh0=None if h0 is None else h0.new_empty(h0.shape, dtype=state_dtype(call.q)),
+        dA_log=None if call.A_log is None else like(call.A_log),
+        ddt_bias=None if call.dt_bias is None else like(call.dt_bias),
+    )
+
+
+def _implementations(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the operator's functions for CUDA and for CPU tensors."""
+    homes = "qla_kernels.gdn.launch.forward", "qla_kernels.gdn.cpu"
+    on_cuda, on_cpu = (imported_late(home, op) for home in homes)
+    return on_cuda, on_cpu
+
+
+def _define_l2norm(op: str, schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    on_cuda, on_cpu = _implementations(op)
+    operator = define(op, schema, fake, CUDA=on_cuda, CPU=on_cpu)
     return skip_dispatcher(operator, on_cuda, on_cpu)
 
 
-# As this package calls them
-gdn_fwd = _defined("gdn_fwd", _fake_gdn_fwd)
-gdn_bwd = _defined("gdn_bwd", _fake_gdn_bwd)
-l2norm_fwd = _defined("l2norm_fwd", _fake_l2norm_fwd)
-l2norm_bwd = _defined("l2norm_bwd", _fake_l2norm_bwd)
+gdn_fwd = define_on_records(
+    "gdn_fwd",
+    (Call, Options),
+    GdnForward,
+    _fake_gdn_fwd,
+    *(checked(run, _check_contents) for run in _implementations("gdn_fwd")),
+)
+gdn_bwd = define_on_records(
+    "gdn_bwd",
+    (Call, SavedForward, Incoming, Options),
+    GdnBackward,
+    _fake_gdn_bwd,
+    *_implementations("gdn_bwd"),
+)
+l2norm_fwd = _define_l2norm("l2norm_fwd", "(Tensor x) -> Tensor", like)
+l2norm_bwd = _define_l2norm(
+    "l2norm_bwd", "(Tensor x, Tensor dy, Tensor? cu_seqlens) -> Tensor", lambda x, *_: like(x)
+)

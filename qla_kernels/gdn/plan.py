@@ -99,7 +99,7 @@ def _rounded(chunks: int) -> int:
     return (chunks + unit // 2) // unit * unit
 
 
-def segment_chunks(sequences: Lengths, most: int) -> Lengths:
+def cut_lengths(sequences: Lengths, most: int) -> Lengths:
     """Returns the numbers of chunks of the sequences' segments, cut as segment_plan cuts them."""
     found: Counter[int] = Counter()
     for chunks, count in sequences:
@@ -137,7 +137,7 @@ def forward(
         ctas, step = num_value_heads * V // plan.kernel.tile_v, STEP[plan.kernel]
         before, pieces = 0.0 if plan.kernel.solves else solving, sequences
         if plan.segment_chunks is not None:
-            pieces = segment_chunks(sequences, plan.segment_chunks)
+            pieces = cut_lengths(sequences, plan.segment_chunks)
             shape = sequences, pieces, num_value_heads, K, V, sm_count
             before += CUT[plan.kernel.solves] + _folds(sequences, pieces)
             before += _maps(*shape, plan.warm_log_bound, plan.kernel.solves, not plan.grows)
@@ -196,7 +196,7 @@ def backward(
         return min(_chains(pieces, step, ctas[step], half) for step in ctas)
 
     def duration(most: int) -> float:
-        pieces = segment_chunks(sequences, most)
+        pieces = cut_lengths(sequences, most)
         shape = sequences, pieces, num_value_heads
         found = _maps(*shape, K, V, sm_count, warm_log_bound, False, True)
         found += _gradient_maps(*shape, V, sm_count, warm_log_bound)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.errors import need
+from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.sharded.context import layout_refused
 from qla_kernels.sm90 import (
     DTYPES,
@@ -83,9 +84,11 @@ def refusal(
     return None if reason is None else need(op, *reason)
 
 
-def wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
-    """Returns True if grad mode is on and one of the tensors requires a gradient."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def wants_gradients(arguments: Iterable[Tensor | float | None]) -> bool:
+    """Returns True if grad mode is on and one of the arguments is a tensor that requires grad."""
+    return torch.is_grad_enabled() and any(
+        x.requires_grad for x in arguments if isinstance(x, Tensor)
+    )
 
 
 def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, cp_context: object) -> Reason | None:
@@ -124,10 +127,8 @@ def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) 
     return None
 
 
-def check_activations(
-    op: str, v: Tensor, gate: Gate, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
-) -> None:
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+def check_activations(op: str, v: Tensor, gate: Gate, options: Options) -> None:
+    if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
         got = "allow_neg_eigval without use_beta_sigmoid_in_kernel"
         fix = "pass use_beta_sigmoid_in_kernel=True, or beta in [0, 2] and neither flag"
         raise ValueError(need(op, got, "both: it doubles the sigmoid", fix))

@@ -22,6 +22,7 @@ from torch import Tensor
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import chunk_gated_delta_rule, refusal
 from qla_kernels.gdn.api import CHUNK_SIZES
+from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.validate import OP, Gate, check_activations, check_tensors
 from qla_kernels.integrations.layout import readable
 
@@ -95,11 +96,14 @@ def declined(
     if chunk_size not in CHUNK_SIZES:
         return need(OP, f"chunk_size is {chunk_size!r}", "16, 32 or 64", "left to FLA")
     gate = Gate(use_gate_in_kernel, A_log, dt_bias)
+    options = Options(
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval
+    )
     try:
         check_tensors(
             OP, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first
         )
-        check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        check_activations(OP, v, gate, options)
     except ValueError as error:
         # The other ranks have accepted the call: our function raises the error on all ranks.
         return str(error) if cp_context is None else None

@@ -74,10 +74,12 @@ def _chunk_grads() -> list[Result]:
     for dtype, limit in ((torch.bfloat16, 1e-2), (torch.float16, 1.5e-3)):
         q, k, v, g, beta = x.tensors(dtype, "cuda")
         state = h0.float().cuda()
-        given = q, k, v, v, made.g_cum.float().cuda(), beta, made.A.to("cuda", dtype)
+        given = launch_states.BackwardBatch(
+            q, k, v, v, made.g_cum.float().cuda(), beta, made.A.to("cuda", dtype),
+            scale, cu_seqlens, state, state,
+        )  # fmt: skip
         out = tuple(torch.empty_like(like) for like in (q, k, v, g, beta))
-        states = launch_states.chains(given, state, state, None, scale, cu_seqlens, out[2])
-        backward.chunk_grads(given, states, scale, out)
+        backward.chunk_grads(given, launch_states.chains(given, out[2]), out)
         for name, got in zip(("dq", "dk", "dv", "dg", "dbeta"), out, strict=True):
             error = error_of(got, getattr(want, name))
             results.append(Result(label("gdn.chunk_grads", dtype, f" {name}"), error, limit))

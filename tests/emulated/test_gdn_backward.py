@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from qla_kernels import jit
+from qla_kernels.gdn.call import Incoming, SavedForward
 from qla_kernels.gdn.kernels import chunk_grads
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.ops import GdnBackward
-from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from reference import gdn
 from tests.compare import assert_close, relative_l2
 from tests.gdn_backward_check import Saved, check, saved
-from tests.gdn_calls import Call, call
+from tests.gdn_calls import Call, call, records
 from tests.gdn_inputs import gates, keys
 
 pytestmark = pytest.mark.usefixtures("seeds")
@@ -25,7 +25,6 @@ LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [63, 128, 200], [1], [0, 0], [2, 321])
 # Key and value heads for them. Of one token, the sum over a group may be smaller than its terms'
 # roundings.
 HEADS = ((1, 2), (2, 4), (1, 4), (2, 2), (1, 1), (1, 2))
-FLAGS = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first")
 
 
 def backward(
@@ -33,23 +32,13 @@ def backward(
 ) -> GdnBackward:
     """As the operator is called, with fresh memory full of NaN."""
     x = {**x, **changed}
-    g_cum, A = kept or saved(x)
-    raw = x["g"] if x.get("use_gate_in_kernel") else None
-    scale = x.get("scale")
-    q, k, bounds = x["q"], x["k"], x.get("cu_seqlens")
-    norm = x.get("use_qk_l2norm_in_kernel")
+    norm, normed = x.get("use_qk_l2norm_in_kernel"), x
     if norm:
-        q, k = launch.l2norm_fwd(q), launch.l2norm_fwd(k)
-    done = launch_backward.gdn_bwd(
-        q, k, x["v"], g_cum, x["beta"], A, do, dht,
-        x["q"].shape[-1] ** -0.5 if scale is None else scale,
-        x.get("initial_state"), bounds, None, raw, x.get("A_log"), x.get("dt_bias"),
-        **{name: x.get(name, False) for name in FLAGS},
-        auto_cp=True,
-        warm_log_bound=WARM_LOG_BOUND,
-        cp_cache=[],
-        output_dh0=x.get("output_dh0", True),
-    )  # fmt: skip
+        normed = x | {name: launch.l2norm_fwd(x[name]) for name in ("q", "k")}
+    call, options = records(normed)
+    incoming = Incoming(do, dht, x.get("output_dh0", True))
+    saved_forward = SavedForward(*(kept or saved(x)), [])
+    done, bounds = launch_backward.gdn_bwd(call, saved_forward, incoming, options), call.cu_seqlens
     if not norm:
         return done
     dq, dk = (launch.l2norm_bwd(x[n], dy, bounds) for n, dy in (("q", done.dq), ("k", done.dk)))

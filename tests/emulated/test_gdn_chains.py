@@ -8,6 +8,7 @@ from einops import rearrange
 from torch import Tensor
 
 from qla_kernels import jit
+from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.kernels import chunk_states, dstate_chain
 from qla_kernels.gdn.launch import chains
 from qla_kernels.varlen import chunk_table
@@ -326,10 +327,11 @@ def test_states_as_a_caller_gets_them(packed, v_first):
     if not packed:
         rows = [y.unflatten(1, (3, 70)).squeeze(0) for y in rows]
     k, v, beta, *saved = rows
-    h0 = x.h0.mT.contiguous() if v_first else x.h0
+    h0 = x.h0.mT.contiguous().mT if v_first else x.h0
     head_major = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in (k, v)]
     for keys_and_values in ((k, v), head_major):
-        h = chains.public_states(*keys_and_values, beta, saved, h0, bounds, bounds, v_first)
+        given = Call(k, *keys_and_values, beta, beta, 1.0, None, bounds, bounds)
+        h = chains.public_states(given, Options(state_v_first=v_first), beta, h0, saved)
         assert h.is_contiguous()
         assert h.shape[:3] == ((1, 7, 2) if packed else (3, 2, 2))
         assert torch.equal((h if v_first else h.mT).flatten(0, 1), want)

@@ -13,7 +13,7 @@ from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.ops import GdnForward
 from reference import gdn
 from tests.compare import assert_close, relative_l2
-from tests.gdn_calls import Call, call
+from tests.gdn_calls import Call, call, records
 from tests.gdn_forward_check import check, check_saved
 from tests.gdn_inputs import gates, keys
 
@@ -26,26 +26,10 @@ WITHOUT = {"initial_state": None}
 
 def forward(x: Call, **changed: Any) -> GdnForward:
     """As the operator is called, with fresh memory full of NaN."""
-    x = {**x, **changed}
-    flags = {
-        name: x.get(name, False)
-        for name in ("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first")
-    }
-    q, k = x["q"], x["k"]
+    x = {"output_final_state": True, **x, **changed}
     if x.get("use_qk_l2norm_in_kernel"):
-        q, k = launch.l2norm_fwd(q), launch.l2norm_fwd(k)
-    scale = x.get("scale")
-    return launch.gdn_fwd(
-        q, k, x["v"], x["g"], x["beta"], q.shape[-1] ** -0.5 if scale is None else scale,
-        x.get("initial_state"), x.get("cu_seqlens"), None, x.get("A_log"), x.get("dt_bias"),
-        **flags,
-        output_final_state=x.get("output_final_state", True),
-        output_h=False,
-        is_train=x.get("is_train", False),
-        auto_cp=True,
-        enable_fwd_cp_cache=False,
-        warm_log_bound=plan.WARM_LOG_BOUND,
-    )  # fmt: skip
+        x |= {name: launch.l2norm_fwd(x[name]) for name in ("q", "k")}
+    return launch.gdn_fwd(*records(x))
 
 
 def small(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **others: Any) -> Call:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qla_kernels import jit
 from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn.call import Incoming, SavedForward
 from qla_kernels.gdn.kernels import segment_map_bwd, segment_scan
 from qla_kernels.gdn.launch import backward, chains, segments
 from qla_kernels.gdn.launch import forward as launch
@@ -16,7 +17,7 @@ from qla_kernels.varlen import chunk_table
 from tests.compare import assert_close, relative_l2
 from tests.emulated.test_gdn_chains import Case, Chains, case, expected, prepared
 from tests.gdn_backward_check import check as check_gradients
-from tests.gdn_calls import call
+from tests.gdn_calls import call, records
 from tests.gdn_segments_check import GIVEN, SOLVING
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
@@ -133,21 +134,11 @@ def test_a_backward_that_is_given_the_forwards_segments_looks_for_none(kernel, m
     x["g"][..., 0] *= 0.01  # a head that is folded, beside one that is not
     cut = plan.Plan(kernel, 2, WARM_LOG_BOUND)
     monkeypatch.setattr(plan, "forward", lambda *_: cut)
-    rows, h0 = [x[n] for n in ("q", "k", "v", "g", "beta")], x["initial_state"]
-    flags = dict.fromkeys(
-        ("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"), False
-    ) | {"auto_cp": True, "warm_log_bound": WARM_LOG_BOUND}
-    scale = 128**-0.5
-    done = launch.gdn_fwd(
-        *rows, scale, h0, x["cu_seqlens"], None, None, None, **flags, output_final_state=False,
-        output_h=False, is_train=True, enable_fwd_cp_cache=True,
-    )  # fmt: skip
+    given, options = records(x, is_train=True, enable_fwd_cp_cache=True)
+    done = launch.gdn_fwd(given, options)
     monkeypatch.setattr(segments, "cut", None)
     monkeypatch.setattr(segments, "maps", None)
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(h0)
-    rows[3] = done.g_cum
-    got = backward.gdn_bwd(
-        *rows, done.A, do, dht, scale, h0, x["cu_seqlens"], None, None, None, None, **flags,
-        cp_cache=done.cp_cache,
-    )  # fmt: skip
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+    saved = SavedForward(done.g_cum, done.A, done.cp_cache)
+    got = backward.gdn_bwd(given, saved, Incoming(do, dht), options)
     check_gradients(x, do, dht, got)

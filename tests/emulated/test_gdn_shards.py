@@ -10,8 +10,9 @@ from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
+from qla_kernels.gdn.sharded.ops import ShardPlace
 from tests.gdn_backward_check import check as check_gradients
-from tests.gdn_calls import call
+from tests.gdn_calls import call, records
 from tests.gdn_forward_check import check as check_output
 from tests.gdn_shards_check import run
 
@@ -46,12 +47,9 @@ def test_a_rank_of_no_tokens_tells_the_others_nothing(monkeypatch):
     told = []
     monkeypatch.setattr(exchange, "group_named", lambda _: SimpleNamespace(rank=lambda: 0))
     monkeypatch.setattr(exchange, "gather", lambda link, _: told.append(link))
-    rows = (x[n] for n in ("q", "k", "v", "g", "beta"))
     done = launch_shards.gdn_shard_fwd(
-        *rows, 1.0, x["cu_seqlens"], None, None, None, is_train=False,
-        use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, warm_log_bound=WARM_LOG_BOUND,
-        group="", before=0, after=0,
-    )  # fmt: skip
+        *records(x, initial_state=None), ShardPlace("", before=0, after=0)
+    )
     assert done.o.shape == x["v"].shape
     assert told[0].shape == (2, 256 + 1, 128)
     assert not told[0][:, :-1].any()  # the last row says whose it is

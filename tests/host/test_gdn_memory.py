@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qla_kernels import device, jit
+from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.launch import backward
-from qla_kernels.gdn.plan import WARM_LOG_BOUND
 
 MIB = 2**20
 PACKED = (3274, 1029, 2909, 5061, 2011, 3793, 9932, 4759)
@@ -59,16 +59,13 @@ def peak_of_backward(
     h0, dht = (meta(N, HV, size, size, dtype=torch.float32) for _ in range(2))
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     with Peak() as peak:
+        on_gpu = meta(N + 1, dtype=torch.int32)
         done = backward.gdn_bwd(
-            q, k, v, g_cum, beta, A, do, dht, size**-0.5, h0,
-            meta(N + 1, dtype=torch.int32), bounds, None, None, None,
-            use_beta_sigmoid_in_kernel=False,
-            allow_neg_eigval=False,
-            state_v_first=False,
-            auto_cp=True,
-            warm_log_bound=WARM_LOG_BOUND,
-            cp_cache=[],
-        )  # fmt: skip
+            Call(q, k, v, g_cum, beta, size**-0.5, h0, on_gpu, bounds),
+            SavedForward(g_cum, A, []),
+            Incoming(do, dht),
+            Options(),
+        )
     assert sum(peak.alive.values()) >= sum(x.nbytes for x in done if x is not None), "results live"
     return peak.bytes / MIB
 

@@ -11,7 +11,7 @@ from qla_kernels.gdn.plan import (
     WARM_LOG_BOUND,
     Plan,
     capacity,
-    segment_chunks,
+    cut_lengths,
     sequence_chunks,
 )
 
@@ -23,7 +23,7 @@ def choose(lengths: list[int], heads: int, V: int = 128, **options) -> Plan:
 
 
 def segments(lengths: list[int], most: int) -> int:
-    return sum(count for _, count in segment_chunks(sequence_chunks(0, 0, lengths), most))
+    return sum(count for _, count in cut_lengths(sequence_chunks(0, 0, lengths), most))
 
 
 def test_sequences_are_counted_by_their_chunks():
@@ -48,7 +48,7 @@ def test_known_lengths_count_to_four_binary_digits():
 @pytest.mark.parametrize("most", [1, 2, 3, 5])
 def test_segments_share_a_sequence_evenly(most):
     for chunks in range(14):
-        pieces = [length for length, count in segment_chunks(((chunks, 1),), most)
+        pieces = [length for length, count in cut_lengths(((chunks, 1),), most)
                   for _ in range(count)]  # fmt: skip
         assert sum(pieces) == chunks
         assert max(pieces) <= most

@@ -9,7 +9,7 @@ import torch
 from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, fused_recurrent_gdn
 from qla_kernels.gdn import recurrent_refusal
 from tests.compare import assert_close
-from tests.gdn_calls import CALLS, call, definition
+from tests.gdn_calls import CALLS, call, definition, records
 from tests.gdn_recurrent_check import check_pool, decode, pooled
 
 OPERATORS = torch.ops.qla_kernels
@@ -260,30 +260,22 @@ def test_contents_are_checked_on_request(monkeypatch):
         run(x)
 
 
-def operands(x: dict[str, Any]) -> tuple[Any, ...]:
-    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
-    return (*(x.get(n) for n in names), 0.25)
-
-
-FLAGS = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"), True)
-FLAGS |= {"allow_neg_eigval": False, "state_v_first": False}
-
-
 @pytest.mark.parametrize("lengths", [None, [5, 0, 3]])
 @pytest.mark.parametrize("final", [False, True])
 def test_opcheck(lengths, final):
     x = call(lengths, tokens=3, activations=True, dtype=torch.float32)
-    args = (*operands(x), x["initial_state"] if final else None, x.get("cu_seqlens"))
-    torch.library.opcheck(
-        OPERATORS.gdn_recurrent.default, args, {**FLAGS, "output_final_state": final}
-    )
+    given, options = records(x, scale=0.25, output_final_state=final)
+    if not final:
+        given = given._replace(initial_state=None)
+    torch.library.opcheck(OPERATORS.gdn_recurrent.default, (*given, *options))
 
 
 @pytest.mark.parametrize("lengths", [None, [5, 0]])
 def test_opcheck_of_a_pool(lengths):
     x = call(lengths, tokens=3, activations=True, dtype=torch.bfloat16, gates=torch.float32)
-    args = (*operands(x), x["initial_state"], torch.tensor([1, -1]), x.get("cu_seqlens"))
-    torch.library.opcheck(OPERATORS.gdn_recurrent_slots.default, args, FLAGS)
+    given, options = records(x, scale=0.25, initial_state=None)
+    pool = x["initial_state"], torch.tensor([1, -1])
+    torch.library.opcheck(OPERATORS.gdn_recurrent_slots.default, (*given, *pool, *options))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -1,6 +1,7 @@
 """The operators: schemas that hold, fakes that tell the truth, results that torch can keep."""
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -17,34 +18,28 @@ from torch.utils.checkpoint import (
 from qla_kernels import chunk_gated_delta_rule, gdn
 from qla_kernels.cpu import reference
 from qla_kernels.gdn import ops
-from qla_kernels.gdn.plan import WARM_LOG_BOUND
-from tests.gdn_calls import Call, call, gradients, leaves
+from qla_kernels.gdn.call import Incoming, SavedForward
+from tests.gdn_calls import Call, call, gradients, leaves, records
 
 OPERATORS: Any = torch.ops.qla_kernels
-PLAIN = dict.fromkeys(("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"), False)
-TRAIN = {"output_final_state": True, "output_h": False, "is_train": True}
-SEGMENTS = {"auto_cp": True, "warm_log_bound": WARM_LOG_BOUND}
+TRAIN = {"output_final_state": True, "is_train": True}
 
 
-def forward_arguments(x: Call, **flags: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of gdn_fwd, for a call."""
-    names = ("initial_state", "cu_seqlens", "cu_seqlens_cpu", "A_log", "dt_bias")
-    activated = {n: x[n] for n in PLAIN if n in x}
-    args = (*(x[n] for n in ("q", "k", "v", "g", "beta")), 0.25, *(x.get(n) for n in names))
-    return args, {
-        **PLAIN, **TRAIN, **SEGMENTS, "enable_fwd_cp_cache": False, **activated, **flags
-    }  # fmt: skip
+def forward_arguments(x: Call, **options: bool) -> tuple[Any, ...]:
+    """Records of gdn_fwd, for a call."""
+    return records(x, scale=0.25, **{**TRAIN, **options})
 
 
-def backward_arguments(x: Call, **flags: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of gdn_bwd, for a call."""
-    args, flags = forward_arguments(x, **flags)
-    done = ops.GdnForward(*ops.gdn_fwd(*args, **flags))
-    q, k, v, g, beta, scale, h0, *bounds, A_log, dt_bias = args
-    do, dht = torch.randn_like(done.o), torch.randn_like(done.final_state)
-    raw = (None, None, None) if A_log is None else (g, A_log, dt_bias)
-    kept = {n: flags[n] for n in (*PLAIN, *SEGMENTS)} | {"cp_cache": done.cp_cache}
-    return (q, k, v, done.g_cum, beta, done.A, do, dht, scale, h0, *bounds, *raw), kept
+def backward_arguments(x: Call, **options: bool) -> tuple[Any, ...]:
+    """Records of gdn_bwd, for a call."""
+    given, flags = forward_arguments(x, **options)
+    done = ops.gdn_fwd(given, flags)
+    incoming = Incoming(torch.randn_like(done.o), torch.randn_like(done.final_state))
+    return given, SavedForward(done.g_cum, done.A, done.cp_cache), incoming, flags
+
+
+def fields(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(itertools.chain(*given))
 
 
 CALLS = {
@@ -69,23 +64,23 @@ CALLS = {
 def test_opcheck_gdn(kind):
     """Schema, shapes and strides of the fakes, and tracing with symbolic shapes."""
     x = call(**CALLS[kind])
-    torch.library.opcheck(OPERATORS.gdn_fwd.default, *forward_arguments(x))
-    torch.library.opcheck(OPERATORS.gdn_bwd.default, *backward_arguments(x))
+    torch.library.opcheck(OPERATORS.gdn_fwd.default, fields(forward_arguments(x)))
+    torch.library.opcheck(OPERATORS.gdn_bwd.default, fields(backward_arguments(x)))
 
 
 def test_opcheck_gdn_with_absent_results():
     x = call(dtype=torch.float16)
     del x["initial_state"]
     only_o = {"output_final_state": False, "is_train": False}
-    torch.library.opcheck(OPERATORS.gdn_fwd.default, *forward_arguments(x, **only_o))
-    torch.library.opcheck(OPERATORS.gdn_bwd.default, *backward_arguments(x))
+    torch.library.opcheck(OPERATORS.gdn_fwd.default, fields(forward_arguments(x, **only_o)))
+    torch.library.opcheck(OPERATORS.gdn_bwd.default, fields(backward_arguments(x)))
 
 
 @pytest.mark.parametrize("lengths", [None, [65, 3]])
 def test_opcheck_gdn_with_chunk_states(lengths):
     """How many chunks a packed batch has is known only when the operator runs."""
     torch.library.opcheck(
-        OPERATORS.gdn_fwd.default, *forward_arguments(call(lengths), output_h=True)
+        OPERATORS.gdn_fwd.default, fields(forward_arguments(call(lengths), output_h=True))
     )
 
 
@@ -93,10 +88,10 @@ def test_opcheck_gdn_with_a_cache():
     """What is kept of segments, and whether there are any, is known only when it runs."""
     x = call(dtype=torch.bfloat16)
     torch.library.opcheck(
-        OPERATORS.gdn_fwd.default, *forward_arguments(x, enable_fwd_cp_cache=True)
+        OPERATORS.gdn_fwd.default, fields(forward_arguments(x, enable_fwd_cp_cache=True))
     )
     torch.library.opcheck(
-        OPERATORS.gdn_bwd.default, *backward_arguments(x, enable_fwd_cp_cache=True)
+        OPERATORS.gdn_bwd.default, fields(backward_arguments(x, enable_fwd_cp_cache=True))
     )
 
 
@@ -110,8 +105,7 @@ def test_opcheck_l2norm():
 
 
 def test_absent_results_are_none():
-    args, flags = forward_arguments(call(), output_final_state=False, is_train=False)
-    done = ops.GdnForward(*ops.gdn_fwd(*args, **flags))
+    done = ops.gdn_fwd(*forward_arguments(call(), output_final_state=False, is_train=False))
     assert [name for name, x in done._asdict().items() if isinstance(x, Tensor)] == ["o"]
 
 
@@ -119,14 +113,16 @@ def test_absent_results_are_none():
 @pytest.mark.parametrize("state_v_first", [False, True])
 def test_no_result_shares_memory_with_an_argument(tokens, state_v_first):
     x = call(tokens=tokens, state_v_first=state_v_first)
-    for op, (args, flags) in (
+    for op, given in (
         (ops.gdn_fwd, forward_arguments(x, output_h=True)),
         (ops.gdn_bwd, backward_arguments(x)),
     ):
         taken = {
-            a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor) and a.numel()
+            a.untyped_storage().data_ptr()
+            for a in fields(given)
+            if isinstance(a, Tensor) and a.numel()
         }
-        for result in op(*args, **flags):
+        for result in op(*given):
             if isinstance(result, Tensor) and result.numel():
                 assert result.untyped_storage().data_ptr() not in taken
                 assert result.is_contiguous()

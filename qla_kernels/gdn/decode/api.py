@@ -11,13 +11,15 @@ from torch import Tensor
 
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.ops import (
     OP,
+    Pool,
     gdn_recurrent,
     gdn_recurrent_slots,
     recorded_gdn_recurrent,
 )
-from qla_kernels.gdn.keywords import flag, refuse_unknown, scale_of, take_layout
+from qla_kernels.gdn.keywords import checked_flags, flag, refuse_unknown, scale_of, take_layout
 from qla_kernels.gdn.shapes import STATE_PIECE
 from qla_kernels.gdn.validate import (
     ELSEWHERE,
@@ -96,16 +98,15 @@ def fused_recurrent_gated_delta_rule(
             through the result is asked for.
         TypeError: a keyword is unknown.
     """
-    state_v_first = flag(OP, "state_v_first", _take_keywords(kwargs, state_v_first))
-    options = {
-        "use_qk_l2norm_in_kernel": flag(OP, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
-        "use_beta_sigmoid_in_kernel": flag(
-            OP, "use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel
-        ),
-        "allow_neg_eigval": flag(OP, "allow_neg_eigval", allow_neg_eigval),
-        "state_v_first": state_v_first,
-    }
-    output_final_state = flag(OP, "output_final_state", output_final_state)
+    options = Options(
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=take_layout(OP, kwargs, state_v_first),
+        output_final_state=output_final_state,
+    )
+    options = checked_flags(OP, options)
+    refuse_unknown(OP, kwargs)
     gate = Gate(flag(OP, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
     if g is None and gate.use_gate_in_kernel:
         fix = "pass g, or no flag for no decay"
@@ -113,32 +114,25 @@ def fused_recurrent_gated_delta_rule(
     expect_tensors(OP, q=q, k=k, v=v)
     g = v.new_zeros(()).expand(v.shape[:3]) if g is None else g
     beta = v.new_ones(()).expand(v.shape[:3]) if beta is None else beta
-    h0 = initial_state if state_indices is None else None
-    check_tensors(OP, q, k, v, g, _per_head(beta, v), h0, cu_seqlens, None, state_v_first)
-    check_activations(OP, v, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    pool = None
+    h0, v_first = initial_state if state_indices is None else None, options.state_v_first
+    check_tensors(OP, q, k, v, g, _per_head(beta, v), h0, cu_seqlens, None, v_first)
+    check_activations(OP, v, gate, options)
+    states = None
     if state_indices is not None:
-        pool = _checked_pool(q, v, initial_state, state_indices, cu_seqlens, state_v_first)
-    require(recurrent_refusal(q, k, v, gk=gk, gv=gv, pool=pool))
-    inputs = (q, k, v, g, beta, *gate.parameters())
-    refuse_forward_mode(OP, *inputs, initial_state)
-    tensors = (*inputs, scale_of(OP, scale, q))
-    recorded = wants_gradients((*inputs, initial_state))
-    if pool is None:
-        run = recorded_gdn_recurrent if recorded else gdn_recurrent
-        o, final_state = run(
-            *tensors,
-            initial_state,
-            cu_seqlens,
-            **options,
-            output_final_state=output_final_state,
-        )
-        return o, final_state
+        states = _checked_pool(q, v, initial_state, state_indices, cu_seqlens, v_first)
+    require(recurrent_refusal(q, k, v, gk=gk, gv=gv, pool=states))
+    scale = scale_of(OP, scale, q)
+    call = Call(q, k, v, g, beta, scale, h0, cu_seqlens, None, *gate.parameters())
+    refuse_forward_mode(OP, *call, initial_state)
+    recorded = wants_gradients((*call, initial_state))
+    if states is None or state_indices is None:
+        done = (recorded_gdn_recurrent if recorded else gdn_recurrent)(call, options)
+        return done.o, done.final_state
     if recorded:
         got, fix = "state_indices while gradients are recorded", "call it under torch.no_grad()"
         raise Unsupported(need(OP, got, "no gradients: the pool is overwritten", fix))
-    o = gdn_recurrent_slots(*tensors, pool, state_indices, cu_seqlens, **options)
-    return o, pool if output_final_state else None
+    o = gdn_recurrent_slots(call, Pool(states, state_indices), options)
+    return o, states if options.output_final_state else None
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
@@ -151,12 +145,6 @@ def in_whole_pieces(state: Tensor) -> bool:
     """
     steps = [s for n, s in zip(state.shape[:-1], state.stride()[:-1], strict=True) if n > 1]
     return state.stride(-1) == 1 and all(s % STATE_PIECE == 0 for s in steps)
-
-
-def _take_keywords(kwargs: dict[str, Any], state_v_first: bool) -> bool:
-    state_v_first = take_layout(OP, kwargs, state_v_first)
-    refuse_unknown(OP, kwargs)
-    return state_v_first
 
 
 def _per_head(beta: Tensor, v: Tensor) -> Tensor:

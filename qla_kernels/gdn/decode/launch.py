@@ -11,8 +11,9 @@ from torch import Tensor
 
 from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.api import in_whole_pieces
-from qla_kernels.gdn.decode.ops import OP
+from qla_kernels.gdn.decode.ops import OP, Decoded, Pool
 from qla_kernels.gdn.kernels import recurrent as kernel
 from qla_kernels.gdn.launch.tensors import (
     WHOLE,
@@ -26,77 +27,34 @@ from qla_kernels.sm90 import dtype_name
 
 
 @torch.no_grad()
-def gdn_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    use_qk_l2norm_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    output_final_state: bool,
-) -> tuple[Tensor, Tensor | None]:
-    B, _, HV, V = v.shape
-    K = q.shape[-1]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def gdn_recurrent(call: Call, options: Options) -> Decoded:
+    """Runs the operator gdn_recurrent on CUDA tensors."""
+    v, h0, ht = call.v, call.initial_state, None
     o = v.new_empty(v.shape)
-    size = (V, K) if state_v_first else (K, V)
-    ht = v.new_empty(N, HV, *size, dtype=torch.float32) if output_final_state else None
-    h0 = initial_state
+    if options.output_final_state:
+        size = options.state_size(call.q.shape[-1], v.shape[-1])
+        ht = v.new_empty(call.num_sequences, v.shape[2], *size, dtype=torch.float32)
     if h0 is not None and (h0.dtype != torch.float32 or not in_whole_pieces(h0) or _past(h0)):
         h0 = h0.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if o.numel() and N:
-        _launch(
-            q, k, v, g, beta, A_log, dt_bias, scale, h0, ht, None, cu_seqlens, o,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
-        )  # fmt: skip
+    if o.numel() and call.num_sequences:
+        _launch(call, options, h0, ht, None, o)
     else:  # no token to compute, or none that a sequence owns
         o.zero_()
         pass_state_through(h0, ht)
-    return o, ht
+    return Decoded(o, ht)
 
 
 @torch.no_grad()
-def gdn_recurrent_slots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    scale: float,
-    states: Tensor,
-    state_indices: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    use_qk_l2norm_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-) -> Tensor:
+def gdn_recurrent_slots(call: Call, pool: Pool, options: Options) -> Tensor:
+    """Runs the operator gdn_recurrent_slots on CUDA tensors."""
+    states, state_indices = pool
     if past := _past(states):  # `recurrent_refusal` cannot check it while torch.compile traces
         got = f"the pool of states begins {past} bytes past a multiple of {STATE_PIECE} numbers"
         raise Unsupported(need(OP, got, "an aligned first element", "allocate it by itself"))
-    o = v.new_empty(v.shape)
+    o = call.v.new_empty(call.v.shape)
     if o.numel() and state_indices.numel():
         # The pool is both h0 and ht: a warp reads its whole part before it writes any of it.
-        _launch(
-            q, k, v, g, beta, A_log, dt_bias, scale, states, states, state_indices,
-            cu_seqlens, o, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
-        )  # fmt: skip
+        _launch(call, options, states, states, state_indices, o)
     else:
         o.zero_()
     torch.autograd.graph.increment_version(states)  # the dispatcher does so, but may be bypassed
@@ -104,61 +62,40 @@ def gdn_recurrent_slots(
 
 
 def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    scale: float,
+    call: Call,
+    options: Options,
     h0: Tensor | None,
     ht: Tensor | None,
     state_indices: Tensor | None,
-    cu_seqlens: Tensor | None,
     o: Tensor,
-    **flags: bool,
 ) -> None:
+    q, k, v, g, beta, *others = call
     with device.of(q):
-        for part in parts_in_reach(q, k, v, g, beta):
-            q_b, k_b, v_b, g_b, beta_b, o_b = of_part(part, q, k, v, g, beta, o)
-            h0_b, ht_b, indices = h0, ht, state_indices
-            if part is not WHOLE and indices is not None:  # each index is into the whole pool
-                indices = indices[part]
-            elif part is not WHOLE:
-                h0_b, ht_b = (None if x is None else x[part] for x in (h0, ht))
-            variant, packed = arguments(
-                q_b, k_b, v_b, g_b, beta_b, A_log, dt_bias, scale, h0_b, ht_b, indices,
-                cu_seqlens, o_b, **flags,
-            )  # fmt: skip
+        for rows in parts_in_reach(q, k, v, g, beta):
+            part = Call(*of_part(rows, q, k, v, g, beta), *others)
+            indices, (o_b,), states = state_indices, of_part(rows, o), (h0, ht)
+            if rows is not WHOLE and indices is not None:  # each index is into the whole pool
+                indices = indices[rows]
+            else:
+                states = of_part(rows, h0, ht)
+            variant, packed = arguments(part, options, *states, indices, o_b)
             jit.compile(kernel, variant)(*packed)
 
 
 def arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    scale: float,
+    call: Call,
+    options: Options,
     h0: Tensor | None,
     ht: Tensor | None,
     state_indices: Tensor | None,
-    cu_seqlens: Tensor | None,
     o: Tensor,
-    *,
-    use_qk_l2norm_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
 ) -> tuple[kernel.Variant, tuple[Any, ...]]:
     """Returns the kernel's variant and its arguments, for a call with at least one token."""
+    q, k, v, g, beta, scale, _, cu_seqlens, _, A_log, dt_bias = call
     K, (HV, V) = q.shape[-1], v.shape[2:]
     has = {
-        kernel.V_FIRST: state_v_first,
-        kernel.L2NORM: use_qk_l2norm_in_kernel,
+        kernel.V_FIRST: options.state_v_first,
+        kernel.L2NORM: options.use_qk_l2norm_in_kernel,
         kernel.GATE: A_log is not None,
         kernel.DENSE: cu_seqlens is None,
         kernel.INDICES: state_indices is not None,
@@ -166,7 +103,7 @@ def arguments(
         kernel.HT: ht is not None,
     }
     no_index = o.view(-1)[:2].view(torch.int32)  # placeholder for absent index tensors
-    states = [x.mT if state_v_first else x for x in (h0, ht) if x is not None]
+    states = [x.mT if options.state_v_first else x for x in (h0, ht) if x is not None]
     if not states:
         states = [v.new_empty((), dtype=torch.float32).expand(1, HV, K, V)]
     gates = _bytes(g, q.dtype)
@@ -177,7 +114,6 @@ def arguments(
         of_head = [_bytes(A_log, q.dtype), _bytes(biases, q.dtype)]
     if beta.dim() < v.dim():
         beta = beta.unsqueeze(-1).expand(v.shape)
-    beta_range = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
     return kernel.Variant(dtype_name(q.dtype), K, dtype_name(states[0].dtype)), (
         q,
         k,
@@ -190,9 +126,9 @@ def arguments(
         states[0],
         states[-1],
         o,
-        q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        call.num_sequences,
         scale,
-        beta_range,
+        options.beta_range,
         sum(bit for bit, given in has.items() if given),
     )
 

@@ -16,11 +16,6 @@ from qla_kernels.gdn.launch.tensors import num_live_tokens, of_part, parts_in_re
 _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
 
 
-def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> float:
-    """Returns the factor of beta's sigmoid, 1 or 2, or 0 if there is no sigmoid."""
-    return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
-
-
 def activate(
     g: Tensor,
     beta: Tensor,
@@ -92,7 +87,7 @@ def backward(
         g: the caller's raw gate, together with A_log; None if the caller's g was not raw.
         beta: the caller's beta.
         dg, dbeta: [B, T, HV] fp32, contiguous, 0 for tokens of no sequence; may be overwritten.
-        beta_range: as `beta_range` returns it.
+        beta_range: as in Options.
 
     Returns:
         dg in g's dtype, dbeta in beta's, and dA_log and ddt_bias, None if there is no such

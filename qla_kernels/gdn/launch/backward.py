@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
+from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.kernels import chunk_grads as chunk_grads_kernel
 from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
 from qla_kernels.gdn.kernels import l2norm_bwd as l2norm_bwd_kernel
 from qla_kernels.gdn.launch import activations
 from qla_kernels.gdn.launch.chains import ds_rows_in_dv
-from qla_kernels.gdn.launch.states import ChainStates, states_around
+from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates, states_around
 from qla_kernels.gdn.launch.tensors import (
     flat_parts,
     flattens,
@@ -27,73 +28,52 @@ from qla_kernels.tile.constants import CHUNK
 
 
 @torch.no_grad()
-def gdn_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_cum: Tensor,
-    beta: Tensor,
-    A: Tensor,
-    do: Tensor,
-    dht: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    g: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    auto_cp: bool,
-    warm_log_bound: float,
-    cp_cache: list[Tensor],
-    output_dh0: bool = True,
-) -> GdnBackward:
+def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Options) -> GdnBackward:
+    """Runs the operator gdn_bwd on CUDA tensors."""
+    q, k, v, *_ = call
     require_aligned(OP, q=q, k=k, v=v)
     with device.of(q):
-        g_cum, A = g_cum.contiguous(), A.contiguous()  # as the forward made them
-        beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-        active = activations.activate_beta(beta, beta_range)
-        h0, end = (None if x is None else x.float() for x in (initial_state, dht))
-        dh0 = h0.new_empty(h0.shape) if h0 is not None and output_dh0 else None
-        dv, others = v.new_empty(v.shape), None
         parts = flat_parts(q, k, v) or [slice(0, 0)]
-        do = (flat_readable if len(parts) == 1 else readable)(do.to(v.dtype))
-        for b in parts:
-            inputs = of_part(b, q, k, v, do, g_cum, active, A)
-            (dv_b,) = of_part(b, dv)
-            states = states_around(
-                inputs,
-                key_first(h0, b, state_v_first),
-                key_first(end, b, state_v_first),
-                scale,
-                sequence_bounds(inputs[0], cu_seqlens),
-                dv_b,
-                key_first(dh0, b, state_v_first),
-                cu_seqlens_cpu,
-                auto_cp,
-                warm_log_bound,
-                cp_cache,
-            )
+        x, dh0 = _inputs(call, saved, incoming, options, flat=len(parts) == 1)
+        dv, others = v.new_empty(v.shape), None
+        for rows in parts:
+            part, (dv_b,) = x.of_part(rows), of_part(rows, dv)
+            states = states_around(part, dv_b, options, call.cu_seqlens_cpu, saved.cp_cache)
             if others is None:  # allocated only now, when temporaries of states_around are free
-                others = tuple(x.new_empty(x.shape) for x in (q, k, g_cum, g_cum))
-            dq_b, dk_b, *gates_b = of_part(b, *others)
+                others = tuple(t.new_empty(t.shape) for t in (q, k, x.g_cum, x.g_cum))
+            dq_b, dk_b, *gates_b = of_part(rows, *others)
             out = dq_b, dk_b, dv_b, *gates_b
             if states is None:
-                for x in out:
-                    x.zero_()
+                for t in out:
+                    t.zero_()
             else:
-                chunk_grads(inputs, states, scale, out)
+                chunk_grads(part, states, out)
             del states  # frees them before the next part allocates its own
         assert others is not None, "there is a part, if an empty one"
         dq, dk, dg, dbeta = others
+        raw = call.raw_g, call.beta, call.A_log, call.dt_bias
         dg, dbeta, *parameters = activations.backward(
-            g, beta, A_log, dt_bias, dg, dbeta, beta_range, cu_seqlens
+            *raw, dg, dbeta, options.beta_range, call.cu_seqlens
         )
     return GdnBackward(dq, dk, dv, dbeta, dg, dh0, *parameters)
+
+
+def _inputs(
+    call: Call, saved: SavedForward, incoming: Incoming, options: Options, flat: bool
+) -> tuple[BackwardBatch, Tensor | None]:
+    """Returns the inputs as kernels read them, and room for dh0 in the caller's layout, or None.
+
+    flat: the tokens of all tensors must lie a constant distance apart.
+    """
+    h0, dht = (None if x is None else x.float() for x in (call.initial_state, incoming.dht))
+    dh0 = h0.new_empty(h0.shape) if h0 is not None and incoming.output_dh0 else None
+    states = (key_first(x, options.state_v_first) for x in (h0, dht, dh0))
+    do = (flat_readable if flat else readable)(incoming.do.to(call.v.dtype))
+    g_cum, A = saved.g_cum.contiguous(), saved.A.contiguous()  # as the forward made them
+    beta = activations.activate_beta(call.beta, options.beta_range)
+    bounds = sequence_bounds(call.q, call.cu_seqlens)
+    inputs = call.q, call.k, call.v, do, g_cum, beta, A
+    return BackwardBatch(*inputs, call.scale, bounds, *states), dh0
 
 
 @torch.no_grad()
@@ -116,21 +96,17 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return dx
 
 
-def chunk_grads(
-    inputs: tuple[Tensor, ...], states: ChainStates, scale: float, out: tuple[Tensor, ...]
-) -> None:
+def chunk_grads(x: BackwardBatch, states: ChainStates, out: tuple[Tensor, ...]) -> None:
     """Writes the gradients of every chunk, from the states before and after it.
 
     Args:
-        inputs: q, k, v, do [B, T, heads, size], of any strides that flatten to tokens, with unit
-            last stride; g_cum, beta [B, T, HV] fp32, g_cum in natural log; A [B, T, HV, 64] of the
-            forward.
+        x: the batch; its states and bounds are not used.
         states: results of the chains. A part of dS may lie in the dv of `out`; it is read before dv
             is written.
         out: dq, dk [B, T, H, K], dv [B, T, HV, V] in q's dtype, dg, dbeta [B, T, HV] fp32; written,
             with 0 for tokens of no sequence.
     """
-    q, k, v, do, g_cum, beta, A = inputs
+    q, k, v, do, g_cum, beta, A, scale, *_ = x
     h, dS, table, held = states
     B, T, H, K = q.shape
     HV, V = v.shape[2:]

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from qla_kernels import device, jit
 from qla_kernels.gdn import heuristics
+from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.kernels import chunk_states as chunk_states_kernel
 from qla_kernels.gdn.kernels import dstate_chain as dstate_chain_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.tensors import (
     chunk_table,
     flat_parts,
-    key_first,
     no_state,
     of_part,
     pass_state_through,
@@ -110,42 +110,35 @@ def chunk_states(
 
 
 def public_states(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    saved: tuple[Tensor, Tensor],
-    h0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    state_v_first: bool,
+    call: Call, options: Options, beta: Tensor, h0: Tensor | None, saved: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Returns the state before each chunk in the caller's layout.
 
     Args:
-        k, v, h0: as the caller passed them, h0 in fp32.
-        beta: activated.
-        saved: g_cum and A.
-        cu_seqlens_cpu: needed with cu_seqlens, as `refusal` demands: without it the number of
+        call: packed sequences need cu_seqlens_cpu, as `refusal` demands: without it the number of
             chunks would have to be read from the device.
+        beta: activated.
+        h0: [N, HV, K, V] fp32.
+        saved: g_cum and A.
 
     Returns:
         [B, chunks, HV, K, V] in k's dtype, or [.., V, K] if state_v_first.
     """
+    k, v, (g_cum, A) = call.k, call.v, saved
     B, T, HV, V = v.shape
-    g_cum, A = saved
-    if cu_seqlens is None:
+    if call.cu_seqlens is None:
         num_chunks = -(-T // CHUNK)
     else:
-        assert cu_seqlens_cpu is not None, "`refusal` demands it"
-        num_chunks = int((-(-cu_seqlens_cpu.diff() // CHUNK)).sum())
+        assert call.cu_seqlens_cpu is not None, "`refusal` demands it"
+        num_chunks = int((-(-call.cu_seqlens_cpu.diff() // CHUNK)).sum())
     h = k.new_empty(B, num_chunks, HV, V, k.shape[-1])
-    for b in flat_parts(k, v):
-        k_b, v_b, g_cum_b, beta_b, A_b, h_b = of_part(b, k, v, g_cum, beta, A, h)
-        bounds = sequence_bounds(k_b, cu_seqlens).int()
+    for rows in flat_parts(k, v):
+        k_b, v_b, g_cum_b, beta_b, A_b, h0_b, h_b = of_part(rows, k, v, g_cum, beta, A, h0, h)
+        bounds = sequence_bounds(k_b, call.cu_seqlens).int()
         first_chunk = chunk_table(len(k_b) * T, bounds).first_chunk
-        start, out = key_first(h0, b, state_v_first), h_b.flatten(0, 1)
-        chunk_states(k_b, v_b, g_cum_b, beta_b, A_b, start, bounds, first_chunk, out=out)
-    return h if state_v_first else h.mT.contiguous()
+        out = h_b.flatten(0, 1)
+        chunk_states(k_b, v_b, g_cum_b, beta_b, A_b, h0_b, bounds, first_chunk, out=out)
+    return h if options.state_v_first else h.mT.contiguous()
 
 
 def dstate_chain(

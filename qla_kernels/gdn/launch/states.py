@@ -11,11 +11,44 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.gdn import plan as gdn_plan
+from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.heuristics import CHAIN_STEP
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.chains import DsInDv, chunk_states, ds_room_in_dv, dstate_chain
-from qla_kernels.gdn.launch.tensors import chunk_table, chunks_of, pass_state_through
+from qla_kernels.gdn.launch.segments import Maps, Segments
+from qla_kernels.gdn.launch.tensors import (
+    WHOLE,
+    chunk_table,
+    chunks_of,
+    of_part,
+    pass_state_through,
+    sequence_bounds,
+)
 from qla_kernels.varlen import ChunkTable
+
+
+class BackwardBatch(NamedTuple):
+    """The inputs of a backward as kernels read them; B and T of all of them flatten to tokens."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor
+    v: Tensor  # [B, T, HV, V]
+    do: Tensor
+    g_cum: Tensor  # [B, T, HV] fp32, natural log
+    beta: Tensor  # [B, T, HV] fp32, activated
+    A: Tensor  # [B, T, HV, 64] of the forward
+    scale: float
+    bounds: Tensor  # [N + 1] of the sequences, where B is 1; or 0, T, 2 T, ...
+    h0: Tensor | None = None  # [N, HV, K, V] fp32; zeros if None
+    dht: Tensor | None = None  # likewise
+    dh0: Tensor | None = None  # likewise, written if given
+
+    def of_part(self, rows: slice) -> "BackwardBatch":
+        if rows == WHOLE:
+            return self
+        q, k, v, do, g_cum, beta, A, h0, dht, dh0 = of_part(rows, *self[:7], *self[9:])
+        bounds = sequence_bounds(q, None)
+        return BackwardBatch(q, k, v, do, g_cum, beta, A, self.scale, bounds, h0, dht, dh0)
 
 
 class ChainStates(NamedTuple):
@@ -28,48 +61,39 @@ class ChainStates(NamedTuple):
 
 
 def states_around(
-    inputs: tuple[Tensor, ...],
-    h0: Tensor | None,
-    dht: Tensor | None,
-    scale: float,
-    bounds: Tensor,
+    x: BackwardBatch,
     dv: Tensor,
-    dh0: Tensor | None,
+    options: Options,
     cu_seqlens_cpu: Tensor | None,
-    auto_cp: bool,
-    warm_log_bound: float,
     cp_cache: list[Tensor],
 ) -> ChainStates | None:
     """Runs the chains over whole sequences or over segments; None where there is no chunk.
 
-    Segments are used if the forward's cache has them or if the plan cuts. Writes dh0 if given.
+    Segments are used if the forward's cache has them or if the plan cuts. Writes x.dh0 if given.
 
     Args:
-        inputs: q, k, v, do, g_cum, beta, A, all of which flatten to tokens.
-        h0, dht, dh0: [N, HV, K, V] fp32 or None.
-        bounds: cu_seqlens, or that of a dense batch.
         dv: as in `chains`.
         cp_cache: the forward's cache; may be empty.
     """
     B, T, HV, V = dv.shape
-    if not dv.numel() or len(bounds) == 1:  # no token, or none that a sequence owns
-        pass_state_through(dht, dh0)
+    if not dv.numel() or len(x.bounds) == 1:  # no token, or none that a sequence owns
+        pass_state_through(x.dht, x.dh0)
         return None
-    bounds, around = bounds.int(), (h0, dht, dh0)
-    warm_log_bound = gdn_plan.gradient_bound(warm_log_bound)
+    x = x._replace(bounds=x.bounds.int())
+    bound = gdn_plan.gradient_bound(options.warm_log_bound)
     kept = segments.of_cache(cp_cache)
     if kept is not None:
-        return segmented_chains(inputs, *around, scale, dv, *kept, warm_log_bound)
-    sequences = chunks_of(len(bounds) - 1, B * T, cu_seqlens_cpu)
+        return segmented_chains(x, dv, *kept, bound)
+    sequences = chunks_of(len(x.bounds) - 1, B * T, cu_seqlens_cpu)
     sms = device.sm_count(dv.device)
     most = None
-    if auto_cp:
-        most = gdn_plan.backward(sequences, HV, inputs[1].shape[-1], V, sms, warm_log_bound)
+    if options.auto_cp:
+        most = gdn_plan.backward(sequences, HV, x.k.shape[-1], V, sms, bound)
     if most is None:
-        return chains(inputs, *around, scale, bounds, dv, _columns(sequences, HV, V, sms))
-    cut = segments.cut(inputs[4], bounds, most)
-    tile_v = _columns(gdn_plan.segment_chunks(sequences, most), HV, V, sms)
-    return segmented_chains(inputs, *around, scale, dv, cut, None, warm_log_bound, tile_v)
+        return chains(x, dv, _columns(sequences, HV, V, sms))
+    cut = segments.cut(x.g_cum, x.bounds, most)
+    tile_v = _columns(gdn_plan.cut_lengths(sequences, most), HV, V, sms)
+    return segmented_chains(x, dv, cut, None, bound, tile_v)
 
 
 def _columns(pieces: gdn_plan.Lengths, HV: int, V: int, sm_count: int) -> int:
@@ -87,27 +111,17 @@ def _columns(pieces: gdn_plan.Lengths, HV: int, V: int, sm_count: int) -> int:
     return min((tile_v for tile_v in CHAIN_STEP if V % tile_v == 0), key=duration)
 
 
-def chains(
-    inputs: tuple[Tensor, ...],
-    h0: Tensor | None,
-    dht: Tensor | None,
-    dh0: Tensor | None,
-    scale: float,
-    bounds: Tensor,
-    dv: Tensor,
-    tile_v: int | None = None,
-) -> ChainStates:
+def chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStates:
     """Runs both chains at the same time; returns their results and the table of chunks.
 
-    Writes the gradients of initial states to dh0 if given.
+    Writes x.dh0 if given.
 
     Args:
-        inputs: q, k, v, do, g_cum, beta, A.
-        bounds: [N + 1] int32, of sequences or of segments.
+        x: the batch; its bounds are int32, of sequences or of segments.
         dv: [B, T, HV, V], the dV output of chunk_grads; may hold a part of dS until then.
         tile_v: columns of V that a CTA computes; chosen from the shape if None.
     """
-    q, k, v, do, g_cum, beta, A = inputs
+    q, k, v, do, g_cum, beta, A, scale, bounds, h0, dht, dh0 = x
     table = chunk_table(q.shape[0] * q.shape[1], bounds)
     first, held = table.first_chunk, ds_room_in_dv(dv, k.shape[-1], len(bounds) - 1)
     h = k.new_empty(len(table.chunks), *v.shape[2:], k.shape[-1])  # device.fork says why here
@@ -120,22 +134,18 @@ def chains(
 
 
 def segmented_chains(
-    inputs: tuple[Tensor, ...],
-    h0: Tensor | None,
-    dht: Tensor | None,
-    dh0: Tensor | None,
-    scale: float,
+    x: BackwardBatch,
     dv: Tensor,
-    cut: segments.Segments,
-    kept: segments.Maps | None,
+    cut: Segments,
+    kept: Maps | None,
     warm_log_bound: float,
     tile_v: int | None = None,
     entering: Tensor | None = None,
-    exchange: Callable[[Tensor, segments.Maps], Tensor | None] | None = None,
+    exchange: Callable[[Tensor, Maps], Tensor | None] | None = None,
 ) -> ChainStates:
-    """Returns the same States as `chains` over whole sequences, but runs the chains over segments.
+    """Returns the same states as `chains` over whole sequences, but runs the chains over segments.
 
-    The chunks of segments are those of their sequences, in the same order. Writes dh0 if given.
+    The chunks of segments are those of their sequences, in the same order. Writes x.dh0 if given.
 
     Args:
         cut: the segments.
@@ -143,7 +153,7 @@ def segmented_chains(
         entering: [HV, V, K] fp32, the state that enters at an open start.
         exchange: as for `segments.end_gradients`.
     """
-    q, k, v, do, g_cum, beta, A = inputs
+    q, k, v, do, g_cum, beta, A, scale, _, h0, dht, dh0 = x
     found = kept or segments.maps(k, v, g_cum, beta, A, h0, cut, warm_log_bound)
     starts = found.left.mT
     with device.fork(q) as aside:
@@ -155,7 +165,8 @@ def segmented_chains(
         )
     before = None if dh0 is None else torch.empty_like(found.left).mT  # per segment
     del found  # frees M, which is as large as all that is computed from it
-    done = chains(inputs, starts, ends, before, scale, cut.bounds, dv, tile_v)
+    pieces = x._replace(bounds=cut.bounds, h0=starts, dht=ends, dh0=before)
+    done = chains(pieces, dv, tile_v)
     if dh0 is not None and before is not None:
         dh0.copy_(before[cut.first_segment[:-1]])
     return done

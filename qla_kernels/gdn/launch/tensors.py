@@ -1,13 +1,15 @@
 """Prepares a call's tensors for the kernels: views of tokens and states, bounds of sequences."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
+from qla_kernels import device, jit
 from qla_kernels.device_tables import kept
+from qla_kernels.gdn.call import Call
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.plan import Lengths, sequence_chunks
 from qla_kernels.sm90 import dtype_name
@@ -51,12 +53,12 @@ def parts_in_reach(*tensors: Tensor) -> list[slice]:
     return [WHOLE]
 
 
-def of_part(rows: slice, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns the given batch rows of each tensor.
+def of_part(rows: slice, *tensors: Any) -> tuple[Any, ...]:
+    """Returns the given batch rows of each tensor, and None for None.
 
     For all rows it returns the tensors themselves; a view costs the host 1 us per tensor.
     """
-    return tensors if rows == WHOLE else tuple(x[rows] for x in tensors)
+    return tensors if rows == WHOLE else tuple(None if x is None else x[rows] for x in tensors)
 
 
 def tokens(x: Tensor, tile: int | None = None) -> Tensor:
@@ -76,20 +78,17 @@ def tokens(x: Tensor, tile: int | None = None) -> Tensor:
     return x.as_strided((B * T, heads, size // tile, tile), (token, head, tile, 1))
 
 
-def key_first(state: Tensor | None, rows: slice, state_v_first: bool) -> Tensor | None:
-    """Returns the given batch rows of the caller's states as a view [.., K, V], or None.
+def key_first(state: Tensor | None, state_v_first: bool) -> Tensor | None:
+    """Returns the caller's states as a view [.., K, V], or None for None.
 
     If state_v_first, the caller's states are [.., V, K]; the view differs in strides alone.
     """
-    if state is None:
-        return None
-    (state,) = of_part(rows, state)
-    return state.mT if state_v_first else state
+    return state.mT if state_v_first and state is not None else state
 
 
-def fresh_like(x: Tensor) -> Tensor:
+def fresh_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Returns an uninitialised contiguous tensor like x; new_empty takes the host twice as long."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def pass_state_through(state: Tensor | None, to: Tensor | None) -> None:
@@ -122,6 +121,13 @@ def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 @kept(256)
 def _dense_bounds(on: torch.device, T: int, count: int) -> Tensor:
     return torch.arange(0, T * count, T, dtype=torch.int32, device=on)
+
+
+def plan_shape(call: Call) -> tuple[Lengths, int, int, int, int]:
+    """Returns the sequences' numbers of chunks, HV, K, V and the number of SMs, for a plan."""
+    (B, T, HV, V), K = call.v.shape, call.q.shape[-1]
+    chunks = chunks_of(call.num_sequences, B * T, call.cu_seqlens_cpu)
+    return chunks, HV, K, V, device.sm_count(call.q.device)
 
 
 def chunks_of(num_sequences: int, num_tokens: int, cu_seqlens_cpu: Tensor | None) -> Lengths:

@@ -14,8 +14,9 @@ from torch import Tensor
 from qla_kernels import device
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn import contents, ops
-from qla_kernels.gdn.autograd import L2Norm, ShardedGatedDeltaRule, without_aliases
+from qla_kernels.gdn import contents
+from qla_kernels.gdn.autograd import apply_sharded, normalised
+from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import scale_of
 from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.sharded.context import (
@@ -23,27 +24,25 @@ from qla_kernels.gdn.sharded.context import (
     agree,
     group_of,
     layout_refused,
-    shard_of,
+    place_of,
 )
+from qla_kernels.gdn.sharded.ops import ShardPlace
 from qla_kernels.gdn.validate import (
     OP,
     Gate,
     check_activations,
     check_tensors,
     refusal,
-    wants_gradients,
 )
 from qla_kernels.sm90 import dtype_name, require
 
 
-class Call(NamedTuple):
+class CheckedCall(NamedTuple):
     """A rank's call after its own checks; it is not yet compared with other ranks'."""
 
-    shard: LinePlace
+    call: Call
+    place: LinePlace
     facts: dict[str, object]  # these must be the same on all ranks
-    bounds: tuple[Tensor, Tensor | None]
-    scale: float
-    is_train: bool
 
 
 def sharded(
@@ -53,50 +52,33 @@ def sharded(
     g: Tensor,
     beta: Tensor,
     scale: float | None,
+    initial_state: Tensor | None,
     cp_context: Any,
     gate: Gate,
-    states: bool,
-    flags: dict[str, Any],
+    options: Options,
 ) -> Tensor:
     """Checks a call with a cp_context, compares it with other ranks', runs it and returns o.
-
-    Args:
-        states: the caller passed an initial state or wants the final one, which is refused.
-        flags: warm_log_bound, use_qk_l2norm_in_kernel and the other keywords of the operators.
 
     Raises:
         ValueError: the arguments on this rank or another one are wrong, or differ between ranks.
         Unsupported: this version cannot run the call.
         ShardError: ranks could not exchange data.
     """
-    normalise = flags["use_qk_l2norm_in_kernel"]
     try:
-        call = _checked(q, k, v, g, beta, scale, cp_context, gate, states, flags)
+        _refuse_states(initial_state is not None or options.output_final_state)
+        call, place, facts = _checked(q, k, v, g, beta, scale, cp_context, gate, options)
     except Exception as problem:  # every kind of error is sent to the other ranks
         tell(problem, cp_context, q)
         raise
     if not torch.compiler.is_compiling():
         with device.of(q):  # torch may exchange objects on the current GPU
-            agree(OP, call.shard, call.facts, None, q.is_cuda)
-    parameters, bounds, (shard, *_) = gate.parameters(), call.bounds, call
-    options = {
-        **flags,
-        "group": shard.group.group_name,
-        "before": shard.before,
-        "after": shard.after,
-    }
-    if not call.is_train:
-        if normalise:
-            q, k = ops.l2norm_fwd(q), ops.l2norm_fwd(k)
-        done = shard_ops.gdn_shard_fwd(
-            q, k, v, g, beta, call.scale, *bounds, *parameters, is_train=False, **options
-        )
-        return shard_ops.ShardForward(*done).o
-    if normalise:
-        q, k = (L2Norm.apply(x, bounds[0]) for x in (q, k))  # type: ignore[no-untyped-call]
-    o: Tensor = ShardedGatedDeltaRule.apply(  # type: ignore[no-untyped-call]
-        *without_aliases(q, k, v, g, beta, *parameters, *bounds), call.scale, options
-    )
+            agree(OP, place, facts, None, q.is_cuda)
+    shard = ShardPlace(place.group.group_name, place.before, place.after)
+    if options.use_qk_l2norm_in_kernel:
+        call = normalised(call, options.is_train)
+    if options.is_train:
+        return apply_sharded(call, options, shard)
+    o: Tensor = shard_ops.gdn_shard_fwd(call, options, shard).o
     return o
 
 
@@ -125,46 +107,43 @@ def _checked(
     scale: float | None,
     cp_context: Any,
     gate: Gate,
-    states: bool,
-    flags: dict[str, Any],
-) -> Call:
+    options: Options,
+) -> CheckedCall:
     if (reason := layout_refused(cp_context)) is not None:
         raise Unsupported(need(OP, *reason))
-    shard = shard_of(OP, cp_context)
+    place = place_of(OP, cp_context)
     bounds = cp_context.cu_seqlens, getattr(cp_context, "cu_seqlens_cpu", None)
-    inputs = (q, k, v, g, beta, *gate.parameters())
-    _check_states(states)
     check_tensors(OP, q, k, v, g, beta, None, *bounds)
-    check_activations(OP, v, gate, flags["use_beta_sigmoid_in_kernel"], flags["allow_neg_eigval"])
+    check_activations(OP, v, gate, options)
     require(refusal(q, k, v, cp_context=cp_context))
-    refuse_forward_mode(OP, *inputs)
-    is_train = wants_gradients(inputs)
-    _check_open_ends(shard, q.shape[1], len(bounds[0]))
-    scale = scale_of(OP, scale, q)
+    call = Call(q, k, v, g, beta, scale_of(OP, scale, q), None, *bounds, *gate.parameters())
+    refuse_forward_mode(OP, *call)
+    _check_open_ends(place, q.shape[1], len(bounds[0]))
     if not torch.compiler.is_compiling():
         if contents.asked_for():
             contents.check_contents(OP, g, beta, *bounds)
         _check_part(q.shape[1], *bounds)
+    others = options._asdict()
     facts = {
-        "gradients": is_train,
+        "gradients": others.pop("is_train"),
         "heads and sizes": (q.shape[2], *v.shape[2:], q.shape[-1]),
         "dtype": dtype_name(q.dtype),
         "use_gate_in_kernel": gate.use_gate_in_kernel,
-        "scale": scale,
-        **flags,
+        "scale": call.scale,
+        **others,
     }
-    return Call(shard, facts, bounds, scale, is_train)
+    return CheckedCall(call, place, facts)
 
 
-def _check_states(states: bool) -> None:
+def _refuse_states(states: bool) -> None:
     if states:
         got = "initial_state or output_final_state with cp_context"
         needs = "neither: a sequence's ends may be on other ranks"
         raise ValueError(need(OP, got, needs, "drop it, or gather the sequence on one rank"))
 
 
-def _check_open_ends(shard: LinePlace, num_tokens: int, num_bounds: int) -> None:
-    if (shard.before or shard.after) and (num_tokens == 0 or num_bounds < 2):
+def _check_open_ends(place: LinePlace, num_tokens: int, num_bounds: int) -> None:
+    if (place.before or place.after) and (num_tokens == 0 or num_bounds < 2):
         got = "no token on a rank that a sequence goes through"
         fix = "make cp_context with build_cp_context"
         raise ValueError(need(OP, got, "at least one", fix))

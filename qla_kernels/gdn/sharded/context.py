@@ -157,8 +157,8 @@ def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
     return group
 
 
-def shard_of(op: str, cp_context: Any) -> LinePlace:
-    """Returns the Shard of a context; `agree` compares it with the contexts of other ranks.
+def place_of(op: str, cp_context: Any) -> LinePlace:
+    """Returns the place that a context describes; `agree` compares it with other ranks' contexts.
 
     Raises ValueError if a field is absent, or if there are not as many ranks as the context says.
     """

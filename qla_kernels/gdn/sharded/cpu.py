@@ -8,102 +8,53 @@ from torch import Tensor
 
 from qla_kernels.cpu import reference
 from qla_kernels.gdn import cpu
-from qla_kernels.gdn.ops import state_dtype
+from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
+from qla_kernels.gdn.ops import GdnBackward, state_dtype
 from qla_kernels.gdn.sharded.context import goes_through
 from qla_kernels.gdn.sharded.exchange import neighbours
-from qla_kernels.gdn.sharded.ops import ShardForward, facts_of, without_dh0
+from qla_kernels.gdn.sharded.ops import Arriving, ShardForward, ShardPlace, facts_of
 
 
 @torch.no_grad()
-def gdn_shard_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    is_train: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    warm_log_bound: float,
-    group: str,
-    before: int,
-    after: int,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> ShardForward:
-    gdn, num = reference().gdn, len(cu_seqlens) - 1
-    active_g = g if A_log is None else gdn.gate(g, A_log, dt_bias)
-    active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
-    link, through = _no_link(k, v), goes_through(cu_seqlens, before, after)
+def gdn_shard_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForward:
+    _, k, v, g, beta, *_ = call
+    bounds = call.cu_seqlens
+    assert bounds is not None, "a shard has bounds"
+    gdn, num = reference().gdn, len(bounds) - 1
+    if call.A_log is not None:
+        g = gdn.gate(g, call.A_log, call.dt_bias)
+    if options.use_beta_sigmoid_in_kernel:
+        beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
+    link, through = _no_link(k, v), goes_through(bounds, shard.before, shard.after)
     if num:
         with torch.autocast("cpu", enabled=False):
-            link = gdn.forward_link(k, v, active_g, active, cu_seqlens, through).mT
-    facts = facts_of(
-        "forward", q, v, scale, is_train, A_log is None, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, warm_log_bound, use_qk_l2norm_in_kernel,
-    )  # fmt: skip
-    entered = neighbours(group, cu_seqlens, before, after, facts).entering(link)
-    done = cpu.gdn_fwd(
-        q, k, v, g, beta, scale, _alone(entered, link, num, 0), cu_seqlens, cu_seqlens_cpu,
-        A_log, dt_bias,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=True, output_final_state=False, output_h=False, is_train=is_train,
-        auto_cp=False, enable_fwd_cp_cache=False, warm_log_bound=warm_log_bound,
-    )  # fmt: skip
+            link = gdn.forward_link(k, v, g, beta, bounds, through).mT
+    entered = neighbours(shard, bounds, facts_of("forward", call, options)).entering(link)
+    whole = call._replace(initial_state=_alone(entered, link, num, 0))
+    done = cpu.gdn_fwd(whole, options._replace(state_v_first=True))
     return ShardForward(done.o, entered, done.g_cum, done.A)
 
 
 @torch.no_grad()
 def gdn_shard_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_cum: Tensor,
-    beta: Tensor,
-    A: Tensor,
-    do: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    entered: Tensor | None,
-    g: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    warm_log_bound: float,
-    group: str,
-    before: int,
-    after: int,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor | None, ...]:
-    gdn, num = reference().gdn, len(cu_seqlens) - 1
-    active = gdn.beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
-    link, through = _no_link(k, v), goes_through(cu_seqlens, before, after)
+    call: Call, saved: SavedForward, arriving: Arriving, options: Options, shard: ShardPlace
+) -> GdnBackward:
+    q, k, v, _, beta, scale, *_ = call
+    bounds, do = call.cu_seqlens, arriving.do
+    assert bounds is not None, "a shard has bounds"
+    gdn, num = reference().gdn, len(bounds) - 1
+    if options.use_beta_sigmoid_in_kernel:
+        beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
+    link, through = _no_link(k, v), goes_through(bounds, shard.before, shard.after)
     if num:
         with torch.autocast("cpu", enabled=False):
             link = gdn.backward_link(
-                q, k, v, g_cum, active, A, do, scale, cu_seqlens, through
-            ).mT  # fmt: skip
-    facts = facts_of(
-        "backward", q, v, scale, A_log is None, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        warm_log_bound, use_qk_l2norm_in_kernel,
-    )  # fmt: skip
-    leaving = neighbours(group, cu_seqlens, before, after, facts).leaving(link)
-    h0 = _alone(entered, link, num, 0)
-    done = cpu.gdn_bwd(
-        q, k, v, g_cum, beta, A, do, _alone(leaving, link, num, -1), scale, h0,
-        cu_seqlens, cu_seqlens_cpu, g, A_log, dt_bias,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=True, auto_cp=False, warm_log_bound=warm_log_bound, cp_cache=[],
-    )  # fmt: skip
-    return without_dh0(done)
+                q, k, v, saved.g_cum, beta, saved.A, do, scale, bounds, through
+            ).mT
+    leaving = neighbours(shard, bounds, facts_of("backward", call, options)).leaving(link)
+    whole = call._replace(initial_state=_alone(arriving.entered, link, num, 0))
+    incoming = Incoming(do, _alone(leaving, link, num, -1), output_dh0=False)
+    return cpu.gdn_bwd(whole, saved, incoming, options._replace(state_v_first=True))
 
 
 def _no_link(k: Tensor, v: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.gdn.sharded.context import Facts, folded, gather, goes_through, group_named, signed
+from qla_kernels.gdn.sharded.ops import ShardPlace
 
 
 class Neighbours(NamedTuple):
@@ -41,10 +42,10 @@ class Neighbours(NamedTuple):
         return folded(links, ranks, _V(link), self.facts, onward) if ranks else None
 
 
-def neighbours(group: str, cu_seqlens: Tensor, before: int, after: int, facts: Facts) -> Neighbours:
-    """Returns the ranks around this one; `group` is the name of their process group."""
-    through = goes_through(cu_seqlens, before, after)
-    return Neighbours(group_named(group), before, after, through, facts)
+def neighbours(shard: ShardPlace, cu_seqlens: Tensor, facts: Facts) -> Neighbours:
+    """Returns the ranks around this one."""
+    through = goes_through(cu_seqlens, shard.before, shard.after)
+    return Neighbours(group_named(shard.group), shard.before, shard.after, through, facts)
 
 
 def _V(link: Tensor) -> int:

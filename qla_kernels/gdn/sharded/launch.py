@@ -10,150 +10,102 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.gdn import plan as gdn_plan
+from qla_kernels.gdn.call import Call, Options, SavedForward
 from qla_kernels.gdn.launch import activations, segments
 from qla_kernels.gdn.launch.backward import chunk_grads, flat_readable
-from qla_kernels.gdn.launch.forward import (
-    FlatBatch,
-    Outputs,
-    SavedChunks,
-    forward_batch,
-    room_to_save,
-)
-from qla_kernels.gdn.launch.states import segmented_chains
-from qla_kernels.gdn.launch.tensors import chunks_of
+from qla_kernels.gdn.launch.forward import FlatBatch, Outputs, SavedChunks, forward_batch
+from qla_kernels.gdn.launch.segments import Maps, Segments
+from qla_kernels.gdn.launch.states import BackwardBatch, segmented_chains
+from qla_kernels.gdn.launch.tensors import plan_shape
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.sharded.exchange import neighbours
-from qla_kernels.gdn.sharded.ops import ShardForward, facts_of, without_dh0
+from qla_kernels.gdn.sharded.ops import Arriving, ShardForward, ShardPlace, facts_of
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import require_aligned
-from qla_kernels.tile.constants import CHUNK
 
 
 @torch.no_grad()
-def gdn_shard_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    is_train: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    warm_log_bound: float,
-    group: str,
-    before: int,
-    after: int,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> ShardForward:
+def gdn_shard_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForward:
+    q, k, v, *_ = call
+    bounds, (T, HV, V), K = _bounds(call), v.shape[1:], q.shape[-1]
     require_aligned(OP, q=q, k=k, v=v)
-    (_, T, HV, V), K, N = v.shape, q.shape[-1], len(cu_seqlens) - 1
-    facts = facts_of(
-        "forward", q, v, scale, is_train, A_log is None, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, warm_log_bound, use_qk_l2norm_in_kernel,
-    )  # fmt: skip
     with device.of(q):
-        beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-        g, beta = activations.activate(g, beta, A_log, dt_bias, beta_range)
+        raw = call.g, call.beta, call.A_log, call.dt_bias
+        g, beta = activations.activate(*raw, options.beta_range)
         o, saved, entered = q.new_empty(v.shape), None, None
-        line = neighbours(group, cu_seqlens, before, after, facts)
-        if not T or not N:  # no sequence comes here
+        line = neighbours(shard, bounds, facts_of("forward", call, options))
+        if not T or not call.num_sequences:  # no sequence comes here
             line.entering(g.new_zeros(HV, V + K, K))
-            o.zero_()
-            saved = SavedChunks(torch.zeros_like(g), q.new_zeros(1, T, HV, CHUNK))
+            saved = SavedChunks.empty(q, g)
+            for fresh in (o, *saved):
+                fresh.zero_()
         else:
-            shape = chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
-            plan = gdn_plan.forward(*shape, warm_log_bound, mapped=True)
+            plan = gdn_plan.forward(*plan_shape(call), options.warm_log_bound, mapped=True)
             assert plan.segment_chunks is not None, "a shard is always mapped"
-            if is_train or not plan.kernel.solves:
-                saved = room_to_save(q, g)
+            if options.is_train or not plan.kernel.solves:
+                saved = SavedChunks.empty(q, g)
 
-            def exchange(found: segments.Maps, cut: segments.Segments) -> Tensor | None:
+            def exchange(found: Maps, cut: Segments) -> Tensor | None:
                 nonlocal entered
-                entered = line.entering(_link(found.left, found, cut, after, line.through, False))
+                link = _link(found.left, found, cut, shard.after, line.through, False)
+                entered = line.entering(link)
                 return entered
 
-            forward_batch(
-                FlatBatch(q, k, v, g, beta, cu_seqlens), scale, None, plan, Outputs(o, None, saved),
-                open_ends=(before > 0, after > 0), exchange=exchange,
-            )  # fmt: skip
-    g_cum, A = saved if is_train and saved is not None else (None, None)
+            x = FlatBatch(q, k, v, g, beta, None, bounds)
+            out, open_ends = Outputs(o, None, saved), (shard.before > 0, shard.after > 0)
+            forward_batch(x, call.scale, plan, out, open_ends=open_ends, exchange=exchange)
+    g_cum, A = saved if options.is_train and saved is not None else (None, None)
     return ShardForward(o, entered, g_cum, A)
 
 
 @torch.no_grad()
 def gdn_shard_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_cum: Tensor,
-    beta: Tensor,
-    A: Tensor,
-    do: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    entered: Tensor | None,
-    g: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    warm_log_bound: float,
-    group: str,
-    before: int,
-    after: int,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor | None, ...]:
+    call: Call, saved: SavedForward, arriving: Arriving, options: Options, shard: ShardPlace
+) -> GdnBackward:
+    q, k, v, *_ = call
+    bounds, (T, HV, V), K = _bounds(call), v.shape[1:], q.shape[-1]
     require_aligned(OP, q=q, k=k, v=v)
-    (_, T, HV, V), K, N = v.shape, q.shape[-1], len(cu_seqlens) - 1
-    facts = facts_of(
-        "backward", q, v, scale, A_log is None, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        warm_log_bound, use_qk_l2norm_in_kernel,
-    )  # fmt: skip
     with device.of(q):
-        beta_range = activations.beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-        active = activations.activate_beta(beta, beta_range)
+        g_cum, A, _ = saved
+        active = activations.activate_beta(call.beta, options.beta_range)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v, g_cum, g_cum))
-        line = neighbours(group, cu_seqlens, before, after, facts)
-        if not T or not N:
+        line = neighbours(shard, bounds, facts_of("backward", call, options))
+        if not T or not call.num_sequences:
             line.leaving(g_cum.new_zeros(HV, V + K, K))
             for x in grads:
                 x.zero_()
         else:
-            do = flat_readable(do.to(v.dtype))
-            inputs = q, k, v, do, g_cum, active, A
-            shape = chunks_of(N, T, cu_seqlens_cpu), HV, K, V, device.sm_count(q.device)
-            bound = gdn_plan.gradient_bound(warm_log_bound)
-            most = gdn_plan.backward(*shape, bound, mapped=True)
+            do = flat_readable(arriving.do.to(v.dtype))
+            batch = BackwardBatch(q, k, v, do, g_cum, active, A, call.scale, bounds)
+            bound = gdn_plan.gradient_bound(options.warm_log_bound)
+            most = gdn_plan.backward(*plan_shape(call), bound, mapped=True)
             assert most is not None, "a shard is always mapped"
-            cut = segments.cut(g_cum, cu_seqlens, most, before > 0, after > 0)
+            cut = segments.cut(g_cum, bounds, most, shard.before > 0, shard.after > 0)
 
-            def exchange(left: Tensor, found: segments.Maps) -> Tensor | None:
-                return line.leaving(_link(left, found, cut, before, line.through, True))
+            def exchange(left: Tensor, found: Maps) -> Tensor | None:
+                return line.leaving(_link(left, found, cut, shard.before, line.through, True))
 
             states = segmented_chains(
-                inputs, None, None, None, scale, grads[2], cut, None, bound,
-                entering=entered, exchange=exchange,
-            )  # fmt: skip
-            chunk_grads(inputs, states, scale, grads)
+                batch, grads[2], cut, None, bound, entering=arriving.entered, exchange=exchange
+            )
+            chunk_grads(batch, states, grads)
         dq, dk, dv, dg, dbeta = grads
+        raw = call.raw_g, call.beta, call.A_log, call.dt_bias
         dg, dbeta, *parameters = activations.backward(
-            g, beta, A_log, dt_bias, dg, dbeta, beta_range, cu_seqlens
+            *raw, dg, dbeta, options.beta_range, call.cu_seqlens
         )
-    return without_dh0(GdnBackward(dq, dk, dv, dbeta, dg, None, *parameters))
+    return GdnBackward(dq, dk, dv, dbeta, dg, None, *parameters)
+
+
+def _bounds(call: Call) -> Tensor:
+    assert call.cu_seqlens is not None, "a shard has bounds"
+    return call.cu_seqlens
 
 
 def _link(
     left: Tensor,
-    found: segments.Maps,
-    cut: segments.Segments,
+    found: Maps,
+    cut: Segments,
     sent: int,
     through: bool,
     reverse: bool,

@@ -2,10 +2,9 @@
 
     gdn_shard_fwd, gdn_shard_bwd   gdn_fwd and gdn_bwd, with the exchange between ranks inside
 
-They are collective: every rank of the group named `group` calls them, in the same order. `before`
-is the number of ranks before this one that hold its first sequence, `after` the number of ranks
-after it that hold its last one. CPU tensors go to sharded/cpu.py, CUDA tensors to
-sharded/launch.py.
+They are collective: every rank of a ShardPlace's group calls them, in the same order. A call's
+cu_seqlens are the bounds on this rank, and it has no initial state. CPU tensors go to
+sharded/cpu.py, CUDA tensors to sharded/launch.py.
 """
 
 from collections.abc import Callable
@@ -13,28 +12,26 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qla_kernels.gdn.ops import GdnBackward, state_dtype
+from qla_kernels.gdn.call import Call, Options, SavedForward
+from qla_kernels.gdn.ops import GdnBackward, like, state_dtype
 from qla_kernels.gdn.sharded.context import Facts
-from qla_kernels.operators import define, imported_late
+from qla_kernels.operators import define_on_records, imported_late
 from qla_kernels.tile.constants import CHUNK
 
-# use_qk_l2norm_in_kernel: q and k were normalised before; only compared with the other ranks' flag
-_OPTIONS = """bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, float warm_log_bound,
-    str group, int before, int after, bool use_qk_l2norm_in_kernel=False"""
-SCHEMAS = {
-    "gdn_shard_fwd": f"""(
-        Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale,
-        Tensor cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? A_log, Tensor? dt_bias, *, bool is_train,
-        {_OPTIONS}
-    ) -> (Tensor o, Tensor? entered, Tensor? g_cum, Tensor? A)""",
-    "gdn_shard_bwd": f"""(
-        Tensor q, Tensor k, Tensor v, Tensor g_cum, Tensor beta, Tensor A, Tensor do, float scale,
-        Tensor cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? entered,
-        Tensor? g, Tensor? A_log, Tensor? dt_bias, *,
-        {_OPTIONS}
-    ) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dg,
-          Tensor? dA_log, Tensor? ddt_bias)""",
-}
+
+class ShardPlace(NamedTuple):
+    """The place of this rank's part in the sequences that are cut over ranks."""
+
+    group: str  # name of the process group
+    before: int  # number of ranks before this one that hold its first sequence
+    after: int  # number of ranks after this one that hold its last sequence
+
+
+class Arriving(NamedTuple):
+    """What a sharded backward takes beside the call: gradients, and the state that entered."""
+
+    do: Tensor  # [1, T, HV, V]
+    entered: Tensor | None  # of the forward's results
 
 
 class ShardForward(NamedTuple):
@@ -46,71 +43,59 @@ class ShardForward(NamedTuple):
     A: Tensor | None
 
 
-def facts_of(step: str, q: Tensor, v: Tensor, scale: float, *settings: object) -> Facts:
+def facts_of(step: str, call: Call, options: Options) -> Facts:
     """Returns the facts of a call, which are equal on all ranks and part of the links' checksums.
 
     step: "forward" or "backward".
     """
-    return step, str(q.dtype), tuple(q.shape[2:]), tuple(v.shape[2:]), scale, *settings
+    sizes = tuple(call.q.shape[2:]), tuple(call.v.shape[2:])
+    return step, str(call.q.dtype), *sizes, call.scale, call.A_log is None, *options
 
 
-def without_dh0(done: GdnBackward) -> tuple[Tensor | None, ...]:
-    """Returns the results of gdn_shard_bwd: all gradients but dh0.
-
-    The ranks before this one get the gradient of the state that enters here from the links.
-    """
-    return done.dq, done.dk, done.dv, done.dbeta, done.dg, done.dA_log, done.ddt_bias
-
-
-def _fake_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    *_: Tensor | None,
-    is_train: bool,
-    before: int,
-    **__: Any,
-) -> ShardForward:
-    B, T, HV, V = v.shape
+def _fake_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForward:
+    q = call.q
+    B, T, HV, V = call.v.shape
     wide = state_dtype(q)
     return ShardForward(
-        o=q.new_empty(v.shape),
-        entered=q.new_empty(HV, V, q.shape[-1], dtype=wide) if before else None,
-        g_cum=q.new_empty(g.shape, dtype=wide) if is_train else None,
-        A=q.new_empty(B, T, HV, CHUNK) if is_train else None,
+        o=q.new_empty(call.v.shape),
+        entered=q.new_empty(HV, V, q.shape[-1], dtype=wide) if shard.before else None,
+        g_cum=q.new_empty(call.g.shape, dtype=wide) if options.is_train else None,
+        A=q.new_empty(B, T, HV, CHUNK) if options.is_train else None,
     )
 
 
 def _fake_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_cum: Tensor,
-    beta: Tensor,
-    A: Tensor,
-    do: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    entered: Tensor | None,
-    g: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    **_: Any,
-) -> tuple[Tensor | None, ...]:
-    like = (q, k, v, beta, g_cum if g is None else g, A_log, dt_bias)
-    return tuple(None if x is None else x.new_empty(x.shape) for x in like)
+    call: Call, saved: SavedForward, arriving: Arriving, options: Options, shard: ShardPlace
+) -> GdnBackward:
+    return GdnBackward(
+        dq=like(call.q),
+        dk=like(call.k),
+        dv=like(call.v),
+        dbeta=like(call.beta),
+        dg=like(saved.g_cum if call.A_log is None else call.g),
+        dh0=None,  # the ranks before this one get it from the links
+        dA_log=None if call.A_log is None else like(call.A_log),
+        ddt_bias=None if call.dt_bias is None else like(call.dt_bias),
+    )
 
 
-def _defined(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _implementations(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the operator's functions for CUDA and for CPU tensors."""
     home = "qla_kernels.gdn.sharded"
-    on_cuda, on_cpu = imported_late(f"{home}.launch", op), imported_late(f"{home}.cpu", op)
-    return define(op, SCHEMAS[op], fake, CUDA=on_cuda, CPU=on_cpu)
+    return imported_late(f"{home}.launch", op), imported_late(f"{home}.cpu", op)
 
 
-gdn_shard_fwd = _defined("gdn_shard_fwd", _fake_fwd)
-gdn_shard_bwd = _defined("gdn_shard_bwd", _fake_bwd)
+gdn_shard_fwd = define_on_records(
+    "gdn_shard_fwd",
+    (Call, Options, ShardPlace),
+    ShardForward,
+    _fake_fwd,
+    *_implementations("gdn_shard_fwd"),
+)
+gdn_shard_bwd = define_on_records(
+    "gdn_shard_bwd",
+    (Call, SavedForward, Arriving, Options, ShardPlace),
+    GdnBackward,
+    _fake_bwd,
+    *_implementations("gdn_shard_bwd"),
+)
