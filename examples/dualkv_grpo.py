@@ -1,11 +1,11 @@
-"""One GRPO update with every prompt run once, against the same update with whole sequences.
+"""Runs one GRPO update with each prompt run once, and compares it with one on whole sequences.
 
-    python examples/dualkv_grpo.py                  a tiny Qwen3 written out below
-    python examples/dualkv_grpo.py --transformers   one of Hugging Face transformers
+    python examples/dualkv_grpo.py                  a tiny Qwen3, defined in this file
+    python examples/dualkv_grpo.py --transformers   a tiny Qwen3 of Hugging Face transformers
 
 Both updates start from the same random weights and the same rollouts. They must agree on every
-log-probability, on the loss and on the gradient of every parameter; the exit status says whether
-they do. What differs is how many tokens the model had to run.
+log-probability, on the loss and on the gradient of every parameter; if not, the exit status is 1.
+The packed update runs fewer tokens.
 """
 
 import argparse
@@ -33,7 +33,7 @@ AGREE = 1e-5  # fp32: relative difference of log-probabilities, loss and gradien
 
 
 class Layer(nn.Module):
-    """Qwen3's: normalised queries and keys, rotary positions, few key heads, a gated MLP."""
+    """A layer of Qwen3: normalised queries and keys, rotary positions, few key heads, gated MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Qwen3(nn.Module):
     def forward(
         self, ids: Tensor, positions: Tensor, rows: Tensor, layout: SharedLayout | None = None
     ) -> Tensor:
-        """Logits of some rows of packed tokens; without a layout, of one sequence."""
+        """Returns logits of some rows of packed tokens or, without a layout, of one sequence."""
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x, positions, layout)
@@ -85,7 +85,7 @@ class Qwen3(nn.Module):
 
 
 class TransformersQwen3(nn.Module):
-    """The same of transformers, unmodified, called in the same way."""
+    """Qwen3 of transformers, unmodified, with the interface of the class above."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,18 +113,18 @@ class TransformersQwen3(nn.Module):
 
 
 class Rollouts(NamedTuple):
-    """Prompts, the responses sampled from each, and what GRPO knows of them, [S, W] padded."""
+    """Prompts, the responses to each, and the tensors of GRPO, [S, W] over padded responses."""
 
     prompts: list[Tensor]
     responses: list[list[Tensor]]
-    mask: Tensor  # where a response has a token
-    advantages: Tensor  # of each response, less its group's mean
-    old: Tensor  # log-probabilities when it was sampled
-    reference: Tensor  # and under the model that the policy shall stay close to
+    mask: Tensor  # True where a response has a token
+    advantages: Tensor  # reward of each response minus the mean reward of its group
+    old: Tensor  # log-probabilities under the policy that sampled the response
+    reference: Tensor  # log-probabilities under the reference model
 
 
 def sample(model: nn.Module) -> Rollouts:
-    """Random tokens in the place of sampled ones: groups of any size, some responses cut short."""
+    """Returns rollouts of random tokens: groups of different sizes, one with an empty response."""
     lengths = [(13, [7, 1, 0, 11]), (1, [5]), (9, [4, 4])]
     prompts = [torch.randint(VOCABULARY, (p,)) for p, _ in lengths]
     responses = [[torch.randint(VOCABULARY, (r,)) for r in rs] for _, rs in lengths]
@@ -139,7 +139,7 @@ def sample(model: nn.Module) -> Rollouts:
 
 
 def loss_of(logprobs: Tensor, data: Rollouts, rows: slice | Tensor = slice(None)) -> Tensor:
-    """The clipped objective and a penalty on leaving the reference, a mean over all tokens."""
+    """Returns the clipped objective plus a KL penalty to the reference, averaged over tokens."""
     ratio = (logprobs - data.old[rows]).exp()
     gain = data.advantages[rows]
     objective = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
@@ -151,7 +151,7 @@ def loss_of(logprobs: Tensor, data: Rollouts, rows: slice | Tensor = slice(None)
 def whole_sequences(
     model: nn.Module, prompts: list[Tensor], responses: list[list[Tensor]]
 ) -> Tensor:
-    """Log-probabilities [S, W] as they are usually computed: prompt and response, each alone."""
+    """Returns log-probabilities [S, W], computed from each prompt and response as one sequence."""
     logprobs, width = [], max(len(answer) for answers in responses for answer in answers)
     for prompt, answers in zip(prompts, responses, strict=True):
         for answer in answers:
@@ -179,7 +179,7 @@ def usual_update(model: nn.Module, data: Rollouts) -> Update:
 
 
 def packed_update(model: nn.Module, data: Rollouts, max_tokens: int) -> Update:
-    """Micro-batches of at most max_tokens, whose gradients add up."""
+    """Runs micro-batches of at most max_tokens packed tokens; their gradients add up."""
     lengths = [(len(p), [len(r) for r in rs]) for p, rs in zip(*data[:2], strict=True)]
     first = [sum(len(rs) for rs in data.responses[:g]) for g in range(len(lengths))]
     logprobs, loss, tokens = torch.zeros(data.mask.shape), torch.zeros(()), 0
@@ -205,7 +205,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def compare(make: Callable[[], nn.Module], max_tokens: int) -> dict[str, Any]:
-    """Both updates, and the largest relative difference of each of their results."""
+    """Runs both updates; returns their numbers of tokens and relative differences of results."""
     model = make()
     data = sample(model)
     usual = usual_update(copy.deepcopy(model), data)
@@ -227,8 +227,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--transformers", action="store_true", help="their Qwen3")
-    parser.add_argument("--max-tokens", type=int, default=32, help="of a micro-batch")
+    parser.add_argument("--transformers", action="store_true", help="use Qwen3 of transformers")
+    parser.add_argument("--max-tokens", type=int, default=32, help="packed tokens of a micro-batch")
     options = parser.parse_args(arguments)
     make: Callable[[], nn.Module] = Qwen3
     if options.transformers:

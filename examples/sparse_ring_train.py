@@ -1,18 +1,18 @@
-"""Train a tiny model on a sequence that two processes share, and get the losses of one process.
+"""Trains a tiny model on a sequence split over processes; compares its losses with one process.
 
     python examples/sparse_ring_train.py
     python examples/sparse_ring_train.py --world 4 --steps 8 --schedule ring
     python examples/sparse_ring_train.py --device cuda      a GPU for each process
 
-The model is a random Qwen2.5 in small: grouped heads, rotary positions, RMS norms, gated MLPs. It
-runs in the layout from the embedding to the loss, so nothing is rearranged between layers; only
-attention sends anything. A rank needs three things that a single process does not:
+The model is a small random Qwen2.5: grouped heads, rotary positions, RMS norms, gated MLPs. It uses
+the layout from the embedding to the loss, so tensors are not rearranged between layers, and only
+attention communicates. Compared with a single process, each rank also needs
 
-    its tokens, dealt by the layout, and labels that were shifted before they were dealt;
-    their positions in the whole sequence, for the rotary embedding;
-    the sum of all ranks' gradients, each of the loss over all tokens.
+    its tokens from the layout, and labels that were shifted before the layout distributed them;
+    the positions of its tokens in the whole sequence, for the rotary embedding;
+    the sum of all ranks' gradients, where each rank's loss is divided by the tokens of all ranks.
 
-Processes talk over gloo on the CPU; on GPUs over NCCL, and products are in bf16 there.
+Processes communicate over gloo on the CPU, and over NCCL on GPUs, where products are in bf16.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank knows about the sequence: who holds what, and how many tokens are real."""
+    """A rank's settings for attention: layout, group, schedule, and tokens before the padding."""
 
     layout: StripedLayout
     group: RingGroups | None  # None: this process has the whole sequence
@@ -69,7 +69,7 @@ class Shard:
 
 
 def rotated(x: Tensor, position: Tensor) -> Tensor:
-    """Rotary embedding of x [B, L, H, D] at positions [L] of the whole sequence."""
+    """Returns x [B, L, H, D] with rotary embedding; `position` [L] counts in the whole sequence."""
     half = x.shape[-1] // 2
     frequency = 1e4 ** -(torch.arange(half, dtype=torch.float64, device=x.device) / half)
     angle = (position[:, None] * frequency).to(x.dtype)[:, None]
@@ -114,7 +114,7 @@ class Model(nn.Module):
 
 
 def sequence(seqlen: int, T: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Tokens that repeat with noise, padded; labels shifted, and ignored past the end."""
+    """Returns noisy repeating tokens, padded, and labels: next tokens, -100 in the padding."""
     generator = torch.Generator().manual_seed(0)
     motif = torch.randint(vocabulary, (37,), generator=generator)
     tokens = torch.zeros(T, dtype=torch.long)
@@ -129,10 +129,10 @@ def sequence(seqlen: int, T: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 def train(
     shard: Shard, T: int, steps: int, dtype: torch.dtype, device: torch.device
 ) -> list[float]:
-    """The loss of every step, over the tokens of all ranks."""
+    """Returns the loss of every step, averaged over the tokens of all ranks."""
     torch.manual_seed(0)  # the same weights on every rank
     on_gpu = device.type == "cuda"
-    size = Sizes(head_dim=128) if on_gpu else Sizes()  # as the kernels have it
+    size = Sizes(head_dim=128) if on_gpu else Sizes()  # kernels need 64 or 128
     model = Model(size).to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens, labels = sequence(shard.seqlen, T, size.vocabulary)
@@ -172,13 +172,13 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, results: Any) ->
 
 
 def padded(options: argparse.Namespace) -> int:
-    """One length for both runs: whole tiles on every rank."""
+    """Returns the padded length, which both runs use: whole tiles on every rank."""
     return StripedLayout(options.world).pad_len(options.tokens)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--world", type=int, default=2, help="processes")
+    parser.add_argument("--world", type=int, default=2, help="number of processes")
     parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--schedule", default="auto", help="auto, allgather, ring or double_ring")

@@ -79,6 +79,20 @@ def test_serving_is_prefill_and_decoding():
     assert torch.equal(pool[[1, 3]], before[[1, 3]])
 
 
+@pytest.mark.parametrize(
+    ("changed", "first"), [("g", "g_cum"), ("k", "A"), ("v", "o"), ("h0", "o"), ("do", "dq")]
+)
+def test_the_first_wrong_result_is_that_of_the_wrong_kernel(changed, first):
+    """docs/architecture.md, (d): results are in an order in which each depends on those before."""
+    results = names_in("docs/architecture.md")["results"]
+    x = call(batch=1, tokens=70)
+    h0 = x["initial_state"]
+    given = {name: x[name] for name in ("q", "k", "v", "g", "beta")} | {"do": x["v"], "h0": h0}
+    want = results(**given)
+    got = results(**given | {changed: given[changed] / 2})
+    assert next(name for name in want if not torch.equal(want[name], got[name])) == first
+
+
 def test_every_file_it_names_exists():
     for name in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
         assert (ROOT / "docs" / name).exists(), name

@@ -124,6 +124,23 @@ def test_the_map_has_every_folder_that_host_code_lies_in():
     assert {ROOT / folder for folder in FOLDERS[::2]} == rooms
 
 
+def test_the_map_names_the_parts_of_each_kernel():
+    """docs/architecture.md, device code of gdn: the files of the family that a kernel imports."""
+    table = MAP.split("**Device code of gdn.**")[1]
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", table, re.M)
+    said = {kernel: set(re.findall(r"`([\w/]+)`", parts)) for kernel, parts in rows}
+    device, found = PACKAGE / "gdn" / "kernels", {}
+    for file in device.rglob("*.py"):
+        if "\ndef build(" in file.read_text():
+            folder = file.parent if file.stem == "__init__" else None
+            kernel, files = (folder.name, {*folder.glob("*.py")}) if folder else (file.stem, {file})
+            used = {m for f in files for m in imports(f) if m.startswith("qla_kernels.gdn.kernels")}
+            parts = {"/".join(module.split(".")[3:]) for module in used}
+            parts |= {f"{kernel}/{f.stem}" for f in files - {file}}
+            found[kernel] = parts - {kernel}
+    assert said == found
+
+
 # Sums of floats in an order that is not fixed; docs/dualkv.md says how a caller avoids it.
 FLOAT_ATOMICS = {"dualkv/kernels/bwd.py"}
 INTEGER_ATOMICS = {"dualkv/kernels/items.py", "sparse_ring/kernels/select.py"}

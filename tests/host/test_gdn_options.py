@@ -1,0 +1,64 @@
+"""One list of fields: what a call passes on, and what follows from it."""
+
+import inspect
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from qla_kernels.gdn import api, cpu, low_level, ops
+from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
+from qla_kernels.gdn.decode import api as decode_api
+from qla_kernels.operators import schema
+from tests.gdn_calls import call
+
+RECORDS = (Call, SavedForward, Incoming, Options)
+# options that only one direction alone has, or that follow from the call
+INTERNAL = {"output_h", "is_train", "auto_cp"}
+KEYWORDS = {"enable_fwd_cp_cache", "warm_log_bound"}  # of FLA's **kwargs
+
+
+def test_a_schema_follows_from_the_fields():
+    assert schema((Incoming,), torch.Tensor) == (
+        "(Tensor do, Tensor? dht, bool output_dh0) -> Tensor"
+    )
+    for op, records in (("gdn_fwd", (Call, Options)), ("gdn_bwd", RECORDS)):
+        names = [x.name for x in getattr(torch.ops.qla_kernels, op).default._schema.arguments]
+        assert names == [name for record in records for name in record._fields]
+
+
+def test_a_type_without_a_place_in_schemas_is_refused():
+    class Odd(NamedTuple):
+        x: dict
+
+    with pytest.raises(KeyError):
+        schema((Odd,), torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("function", "without"),
+    [
+        (api.chunk_gated_delta_rule, INTERNAL | KEYWORDS),
+        (low_level.chunk_gated_delta_rule_fwd, {"use_qk_l2norm_in_kernel"}),
+        (decode_api.fused_recurrent_gated_delta_rule, INTERNAL | KEYWORDS),
+    ],
+)
+def test_every_option_is_an_argument(function, without):
+    arguments = inspect.signature(function).parameters
+    assert set(Options._fields) - set(arguments) == without
+    if function is api.chunk_gated_delta_rule:
+        assert all(name in inspect.getdoc(function) for name in KEYWORDS)
+
+
+@pytest.mark.parametrize("name", sorted({*Options._fields} - INTERNAL - KEYWORDS))
+def test_every_flag_reaches_the_operator(name, monkeypatch):
+    heard = []
+    monkeypatch.setattr(cpu, "gdn_fwd", lambda call, options: heard.append(options) or _done(call))
+    x = call(sizes=(8, 8))
+    flags = {"use_beta_sigmoid_in_kernel": True} if name == "allow_neg_eigval" else {}
+    api.chunk_gated_delta_rule(**x, **flags, **{name: True})
+    assert heard[0] == Options(**flags, **{name: True})
+
+
+def _done(given: Call) -> ops.GdnForward:
+    return ops.GdnForward(given.v, given.initial_state, None, None, None, [])
