@@ -101,7 +101,6 @@ def chunk_gated_delta_rule(
             and the default is -12 (6e-6). exact=True means -104 and takes longer: the factor is
             then 0 in fp32, and for states up to 1e7 the part left out is below the normal numbers
             of fp32. -inf leaves out nothing. The bound does not change which values are rounded.
-        round_gates: keyword only. Rounds g to bf16 first.
         enable_fwd_cp_cache: keyword only. Saves the segments and their start states for the
             backward, which then does not compute them again. It costs 4 K (K + V) bytes per segment
             and value head, 128 KB for K = V = 128, and there are enough of these to fill a GPU once
@@ -121,7 +120,6 @@ def chunk_gated_delta_rule(
     try:
         bound = warm_bound(OP, kwargs.pop("exact", False), kwargs.pop("warm_log_bound", None))
         keep = flag(OP, "enable_fwd_cp_cache", kwargs.pop("enable_fwd_cp_cache", False))
-        round_gates = kwargs.pop("round_gates", False)
         state_v_first = take_layout(OP, kwargs, state_v_first)
         gate = _take_gate(kwargs) if kwargs else NO_GATE
         recorded = wants_gradients((q, k, v, g, beta, initial_state, *gate.parameters()))
@@ -134,7 +132,6 @@ def chunk_gated_delta_rule(
                 state_v_first=state_v_first,
                 output_final_state=output_final_state,
                 is_train=recorded,
-                round_gates=round_gates,
                 enable_fwd_cp_cache=keep
                 and recorded
                 and cp_context is None

@@ -48,7 +48,6 @@ class Options(NamedTuple):
     output_h: bool = False
     is_train: bool = False
     auto_cp: bool = True
-    round_gates: bool = False  # use g as bf16 would hold it
     enable_fwd_cp_cache: bool = False
     warm_log_bound: float = WARM_LOG_BOUND
 

@@ -21,8 +21,6 @@ def gdn_fwd(call: Call, options: Options) -> GdnForward:
     check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)  # always: no device to wait for
     if A_log is not None:
         g = gdn.gate(g, A_log, dt_bias)
-    if options.round_gates:
-        g = g.bfloat16().to(g.dtype)
     if options.use_beta_sigmoid_in_kernel:
         beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
     h0 = _swapped(h0, v_first)

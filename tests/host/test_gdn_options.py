@@ -15,7 +15,7 @@ from tests.gdn_calls import call
 RECORDS = (Call, SavedForward, Incoming, Options)
 # options that only one direction alone has, or that follow from the call
 INTERNAL = {"output_h", "is_train", "auto_cp"}
-KEYWORDS = {"enable_fwd_cp_cache", "round_gates", "warm_log_bound"}  # of FLA's **kwargs
+KEYWORDS = {"enable_fwd_cp_cache", "warm_log_bound"}  # of FLA's **kwargs
 
 
 def test_a_schema_follows_from_the_fields():

@@ -172,8 +172,6 @@ def _activated(call: Call, options: Options, plan: Plan) -> FlatBatch:
     """Returns the call's inputs as kernels read them, with activated gates and betas."""
     # only kernels that solve read a beta of 16 bits
     as_is = call.q.dtype if plan.kernel.solves and not options.output_h else torch.float32
-    if options.round_gates:
-        call = call._replace(g=call.g.bfloat16())
     raw = call.g, call.beta, call.A_log, call.dt_bias
     g, beta = activations.activate(*raw, options.beta_range, as_is)
     h0 = None if call.initial_state is None else call.initial_state.float()
