@@ -91,8 +91,8 @@ def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tup
     kv_tokens = KV_QUERY_ROWS // min(pack, KV_PACK)
     kv_item, split, kv_order = _backward(lines, kv_tokens, kv_heads, q_shift)
     counts = [*map(len, (order, item, span, kv_order, kv_item, split)), int(split[:, 3].sum()), 0]
-    found = (np.array(counts), item, span, order, kv_item, split, kv_order)
-    return tuple(torch.from_numpy(table.astype(np.int32)) for table in found)
+    made = (np.array(counts), item, span, order, kv_item, split, kv_order)
+    return tuple(torch.from_numpy(table.astype(np.int32)) for table in made)
 
 
 def _check_nodes(nodes: Lines) -> None:
@@ -104,9 +104,10 @@ def _check_nodes(nodes: Lines) -> None:
     before = np.r_[0, end][: len(end)]
     wrong = np.flatnonzero((first != before) | (end <= first) | (tout < end))
     if len(wrong):
-        got = f"node {tuple(nodes[wrong[0]].tolist())} after token {before[wrong[0]]}"
+        node = tuple(nodes[wrong[0]].tolist())
+        got = f"nodes has the node {node} after token {before[wrong[0]]}"
         fix = "make layouts by SharedLayout.from_forest"
-        raise ValueError(need("SharedLayout", got, "nodes depth first, none of them empty", fix))
+        raise ValueError(need("SharedLayout", got, "consecutive nodes, none of them empty", fix))
 
 
 def one_buffer(tables: tuple[Tensor, ...]) -> Tensor:
