@@ -88,7 +88,7 @@ class Agreement:
             self._look_back(said[0])
 
     def _compare(self, facts: Mapping[str, object], digest: int) -> None:
-        with explained("ranks could not compare what they were asked for"):
+        with explained("ranks could not compare their arguments"):
             work, everyones = _gathered(self._side, self._history, digest)
             work.wait()
         if (everyones[:, 1] != digest).any():
@@ -98,14 +98,14 @@ class Agreement:
 
     def _explain(self, facts: Mapping[str, object]) -> None:
         everyone: list[Any] = [None] * self._side.size()
-        with explained("ranks could not compare what they were asked for"):
+        with explained("ranks could not compare their arguments"):
             dist.all_gather_object(everyone, _text(facts), group=self._side)
         expect_equal(everyone[0][0][1], [dict(theirs) for theirs in everyone])
 
     def _look_back(self, op: object) -> None:
         if self._posted is not None:
             work, everyones = self._posted
-            with explained("ranks could not compare the calls that they made"):
+            with explained("ranks could not compare their past calls"):
                 work.wait()
             self._require_one_past({"the call": op}, everyones)
         self._posted = _gathered(self._behind, self._history, 0)
@@ -116,8 +116,8 @@ class Agreement:
         odd = [rank for rank, history in enumerate(histories) if history != histories[0]]
         if odd:
             self._forget()
-            got = f"rank {odd[0]} made other calls before this one than rank 0"
-            fix = "discard what was computed since the last comparison; QLA_CHECK=1 finds the call"
+            got = f"rank {odd[0]} and rank 0 made different calls before this one"
+            fix = "discard the results since the last comparison; QLA_CHECK=1 compares every call"
             raise RankError(need(str(facts["the call"]), got, "the same calls on every rank", fix))
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import Unsupported
+from qla_kernels.sm90 import require
 from qla_kernels.sparse_ring import ops
 from qla_kernels.sparse_ring.agreement import ends_a_graph
 from qla_kernels.sparse_ring.autograd import Around, SparseAttention
@@ -84,7 +85,9 @@ def sparse_attention(
     refuse_forward_mode(OP, q, k, v)
     T, seqlen, scale = defaults(OP, q, 1, seqlen, scale)
     check_lines(OP, q, T, seqlen, pattern, index)
-    _require(refusal(q, k, v, scale=scale))
+    return_lse = flag(OP, "return_lse", return_lse)
+    return_index = flag(OP, "return_index", return_index)
+    require(refusal(q, k, v, scale=scale))
     if index is None:
         index = _local_index(q, k, pattern, seqlen, scale)
     elif checking():
@@ -145,7 +148,7 @@ def sparse_ring_attention(
     """
     check_group(RING_OP, group)
     lines = (pattern, index, seqlen, scale)
-    settings = (schedule, chunks_per_launch)
+    settings = (schedule, chunks_per_launch, return_lse, return_index)
     call = RingCall(RING_OP, q, k, v, layout, group.world, *lines, *settings)
     seqlen, scale = call.agreed(group)
     striped = isinstance(layout, StripedLayout)
@@ -156,7 +159,7 @@ def sparse_ring_attention(
     route = route_of(group, chosen, per_launch)
     begun = route.batches(k.detach(), v.detach())  # the index is built during the transfer
     if index is None:
-        assert pattern is not None, "check_lines asks for one of the two"
+        assert pattern is not None, "check_lines requires a pattern or an index"
         index = build(q, k, pattern, layout, seqlen, scale, group.whole)
     o, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, index.v_idx, index.v_cnt, index.d_bits, seqlen, scale, Around(layout, route, begun)
@@ -185,7 +188,7 @@ def build_index(
         check_tensors(BUILD_OP, q, k, k)
         T, seqlen, scale = defaults(BUILD_OP, q, 1, seqlen, scale)
         check_lines(BUILD_OP, q, T, seqlen, pattern, None)
-        _require(refusal(q, k, k, scale=scale, op=BUILD_OP))
+        require(refusal(q, k, k, scale=scale, op=BUILD_OP))
         return _local_index(q, k, pattern, seqlen, scale)
     return _index_of_ring(q, k, pattern, layout, group, seqlen, scale)
 
@@ -200,33 +203,31 @@ def _index_of_ring(
     seqlen: int | None,
     scale: float | None,
 ) -> VSIndex:
+    """Runs `build_index` for the ranks of a group; collective, and raises on every rank."""
     group = check_group(BUILD_OP, group)
     lines = (pattern, None, seqlen, scale)
     call = RingCall(BUILD_OP, q, k, k, layout, group.world, *lines, "auto", None)
     seqlen, scale = call.agreed(group)
-    assert layout is not None, "check_ring asks for one"
+    assert layout is not None, "check_ring requires a layout"
     return build(q, k, pattern, layout, seqlen, scale, group.whole)
 
 
 def _local_index(
     q: Tensor, k: Tensor, pattern: Pattern | None, seqlen: int, scale: float
 ) -> VSIndex:
+    """Returns the index of a pattern on one device; the arguments have been checked."""
     T = q.shape[1]
     if isinstance(pattern, VerticalSlash):
         with torch.no_grad():
             found = ops.vertical_slash_index(q, k, seqlen, scale, *astuple(pattern))
         v_idx, v_cnt, d_bits, window_recall = found
         return VSIndex(v_idx, v_cnt, d_bits, window_recall, T)
-    assert pattern is not None, "check_lines asks for one of the two"
+    assert pattern is not None, "check_lines requires a pattern or an index"
     return given(pattern, q.shape[0], q.shape[2], T, q.device)
 
 
-def _require(reason: str | None) -> None:
-    if reason is not None:
-        raise Unsupported(reason)
-
-
 def _result(o: Tensor, lse: Tensor, index: VSIndex, return_lse: bool, return_index: bool) -> Result:
+    """Returns o, or a tuple of o and the results that were asked for."""
     if not (return_lse or return_index):
         return o
     return (o, *([lse] if return_lse else []), *([index] if return_index else []))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported
 from qla_kernels.sparse_ring.agreement import looks
@@ -43,6 +44,8 @@ class RingCall(NamedTuple):
     scale: float | None
     schedule: str
     chunks_per_launch: int | None
+    return_lse: bool = False
+    return_index: bool = False
 
     def agreed(self, group: RingGroups) -> tuple[int, float]:
         """Checks the call on all ranks, and returns seqlen and scale with defaults filled in.
@@ -58,12 +61,15 @@ class RingCall(NamedTuple):
             _, seqlen, scale = self._defaults()
         waits = not getattr(self.q, "is_cuda", False)  # the host waits for transfers anyway
         group.agree(self.op, self._facts(seqlen, scale), problem, again=waits or checking())
-        assert seqlen is not None, "a problem was raised"
-        assert scale is not None, "a problem was raised"
+        assert seqlen is not None, "agree raised, or _defaults returned it"
+        assert scale is not None, "agree raised, or _defaults returned it"
         return seqlen, scale
 
     def _check(self) -> None:
+        """Raises if an argument of this rank is wrong, or if the call is refused."""
         check_ring(self.op, self.layout, self.world, self.schedule, self.chunks_per_launch)
+        flag(self.op, "return_lse", self.return_lse)
+        flag(self.op, "return_index", self.return_index)
         check_tensors(self.op, self.q, self.k, self.v)
         if self.op != BUILD_OP:  # an index is a constant
             refuse_forward_mode(self.op, self.q, self.k, self.v)
@@ -94,7 +100,7 @@ class RingCall(NamedTuple):
             "schedule": _said(self.schedule, str),
             "chunks_per_launch": _said(self.chunks_per_launch, int | None),
             "index": self.lines.described(checking()) if isinstance(self.lines, VSIndex) else None,
-            "whether gradients are asked for": wanted,
+            "requires_grad": wanted,
         }
 
 

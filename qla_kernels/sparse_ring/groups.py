@@ -193,9 +193,9 @@ class RingGroups:
         The mesh has the dimension (ring), or the dimensions (nodes, ranks of a node).
         """
         if mesh.ndim > 2:
+            got, needs = f"mesh has {mesh.ndim} dimensions", "1 or 2: (nodes, ranks of a node)"
             fix = "pass a slice of it, such as mesh['node', 'ring']"
-            got = f"a mesh of {mesh.ndim} dimensions"
-            raise ValueError(need(GROUPS, got, "1 or 2", fix))
+            raise ValueError(need(GROUPS, got, needs, fix))
         ranks, inner = mesh.mesh.flatten().tolist(), mesh.mesh.shape[-1]
         return cls._of_ranks(ranks, inner, timeout, side_timeout)
 
@@ -240,7 +240,7 @@ class RingGroups:
         """
         if self.agreement is not None:
             said = None if problem is None else f"{type(problem).__name__}: {problem}"
-            self.agreement.on({"the call": op, **facts, "what is wrong": said}, again)
+            self.agreement.on({"the call": op, **facts, "the error of its arguments": said}, again)
         if problem is not None:
             raise problem
 
@@ -262,11 +262,9 @@ def _named_by_all(
             store.wait(keys, timeout)
     except RingError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        got, fix = (
-            f"no ring of ranks {missing} within {timeout}",
-            "call it on every rank of the job",
-        )
-        raise RingError(need(GROUPS, got, "RingGroups.create on every rank", fix)) from error
+        got = f"ranks {missing} did not make their ring within {timeout}"
+        fix = "call RingGroups.create or from_mesh on every rank, and look for a rank that failed"
+        raise RingError(need(GROUPS, got, "the same call on every rank of the job", fix)) from error
     everyone = [json.loads(store.get(key)) for key in keys]
     return [(tuple(members), size) for members, size in everyone]
 
@@ -278,8 +276,8 @@ def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
     """
     for rank, (ranks, inner) in enumerate(everyone):
         if list(ranks) != sorted(ranks):
-            fix = "make the ring of a group whose ranks ascend"
-            raise ValueError(need(GROUPS, f"ranks {list(ranks)}", "them in ascending order", fix))
+            got, fix = f"the group has the ranks {list(ranks)}", "make a group of sorted ranks"
+            raise ValueError(need(GROUPS, got, "ranks in ascending order", fix))
         if type(inner) is not int or inner < 1 or len(ranks) % inner:
             fix = "pass the number of ranks on each node"
             got = f"inner_size is {inner} for {len(ranks)} ranks"
@@ -288,8 +286,8 @@ def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
             if everyone[member] != (ranks, inner):
                 rings = ((rank, ranks, inner), (member, *everyone[member]))
                 said = (f"{list(r)} in nodes of {n} on rank {at}" for at, r, n in rings)
-                got = f"a ring of ranks {' and '.join(said)}"
-                fix = f"look at what rank {member} was given"
+                got = f"the ring is {' and '.join(said)}"
+                fix = f"compare the arguments of ranks {rank} and {member}"
                 raise ValueError(need(GROUPS, got, "one ring on all of its ranks", fix))
 
 

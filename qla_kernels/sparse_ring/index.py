@@ -110,9 +110,10 @@ class VSIndex(NamedTuple):
         shapes = ((B, H, *v.shape[2:3]), (B, H), (B, H, words))
         for name, x, shape in zip(self._fields, (v, n, d), shapes, strict=False):
             if (self.T, x.shape, x.dtype, x.device) != (T, shape, kind, on):
-                got = f"an index of {self.T} tokens whose {name} is {_form(x.dtype, x.shape)}"
-                needs = f"{T} tokens, and {_form(kind, shape)} on {on}"
-                raise ValueError(need(op, f"{got} on {x.device}", needs, "build it for this call"))
+                got = f"index has {self.T} tokens, and its {name} is {_form(x.dtype, x.shape)}"
+                got, needs = f"{got} on {x.device}", f"{T} tokens, and {_form(kind, shape)} on {on}"
+                fix = "build the index from this call's q, k and pattern"
+                raise ValueError(need(op, got, needs, fix))
 
     def check(self, op: str) -> None:
         """Raises ValueError unless columns ascend below T and every head has diagonal 0.
@@ -124,11 +125,13 @@ class VSIndex(NamedTuple):
         rising = (v[..., 1:] > v[..., :-1]) | (slot[1:] >= n)
         inside = torch.where(slot < n, (v >= 0) & (v < self.T), v == self.T)
         if not (rising.all() and inside.all()):
-            needs = f"ascending columns below {self.T}, then {self.T}"
-            raise ValueError(need(op, "v_idx is out of order", needs, "use build_index"))
+            needs = f"columns that ascend below {self.T}, then {self.T} in unused places"
+            fix = "make the index by build_index"
+            raise ValueError(need(op, "index.v_idx is out of order", needs, fix))
         if not (self.d_bits[..., 0] & 1).all():
-            fix = "set bit 0 of word 0, or use build_index"
-            raise ValueError(need(op, "a head without diagonal 0", "it in every head", fix))
+            got = "index.d_bits has a head without diagonal 0"
+            fix = "set bit 0 of word 0 of each head, or make the index by build_index"
+            raise ValueError(need(op, got, "diagonal 0 in every head", fix))
 
 
 def given(pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: object) -> VSIndex:
@@ -171,10 +174,11 @@ def fits(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | 
     """
     for name, lines, end in (("v_idx", pattern.v_idx, T), ("d_idx", pattern.d_idx, T // BLOCK)):
         if len(lines) not in (1, H):
-            fix = "give one list for all heads, or one for each"
-            return f"{name} has lines of {len(lines)} heads", f"1 or {H}", fix
+            fix = "pass one list for all heads, or a list for each head of q"
+            return f"{name} has lines of {len(lines)} heads", f"1 or {H} lists", fix
         last = max([0, *[head[-1] for head in lines if head]])  # as torch.compile can trace it
         if last >= end:
             unit = "tokens" if name == "v_idx" else "blocks of 64 tokens"
-            return f"{name} has line {last}", f"lines below {end} ({unit})", "drop such lines"
+            needs, fix = f"lines below {end}, the number of {unit}", "remove the other lines"
+            return f"{name} has the line {last}", needs, fix
     return None

@@ -114,7 +114,7 @@ def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: Vertic
             pattern.sink,
             pattern.window,
             int(pattern.estimator == "residual"),
-            pattern.gap_close,
+            min(pattern.gap_close, blocks),  # no hole is longer, and the kernel counts up to it
         )
         return VSIndex(v_idx, v_cnt, d_bits, recall, T)
 

@@ -26,8 +26,9 @@ def rows(x: Tensor) -> Tensor:
     if strides[-1] == 1 and all(0 < s <= INT32 and s % size == 0 for s in strides[:-1]):
         return x  # no view: making one takes as long as the rest of this function
     if any(n > 1 and s > INT32 for n, s in zip(shape, strides, strict=True)):
-        got, fix = f"strides {tuple(strides)} for a shape {tuple(shape)}", "pass fewer sequences"
-        raise Unsupported(need("sparse attention", got, f"strides of at most {INT32}", fix))
+        got = f"a tensor has shape {tuple(shape)} and strides {tuple(strides)}"
+        fix = "pass fewer sequences a call"
+        raise Unsupported(need("sparse_attention", got, f"strides of at most {INT32}", fix))
     mended = [s if n > 1 else size for n, s in zip(shape[:-1], strides, strict=False)]
     return x.as_strided(shape, (*mended, 1))
 

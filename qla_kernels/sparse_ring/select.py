@@ -118,8 +118,9 @@ def _diagonals(
     active = torch.zeros_like(key, dtype=torch.bool).scatter(-1, order, distance < count)
     active[..., 0] = True
     if pattern.gap_close:
-        before = torch.where(active, distance, -len(distance) * 2).cummax(-1).values
-        after = torch.where(active, distance, len(distance) * 3).flip(-1).cummin(-1).values.flip(-1)
+        far = 2 * len(distance) + pattern.gap_close  # no line: the hole never counts as closed
+        before = torch.where(active, distance, -far).cummax(-1).values
+        after = torch.where(active, distance, far).flip(-1).cummin(-1).values.flip(-1)
         active |= after - before - 1 <= pattern.gap_close
     return active
 
