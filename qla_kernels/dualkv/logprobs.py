@@ -48,6 +48,7 @@ class TargetLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor]:
+        """Returns (log-probabilities, entropies) of the targets, both [L]."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         lse = logits.new_empty(logits.shape[0], dtype=wide)
         entropies = torch.zeros_like(lse)
@@ -63,6 +64,7 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, g: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of logits, in their dtype, and None for the other inputs."""
         logits, rows, targets, lse, entropies = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
         g, g_entropy = g / ctx.temperature, g_entropy / ctx.temperature

@@ -55,6 +55,7 @@ def refusal(
 
 
 def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | None:
+    """Returns the reason, on any device, for dtypes, scale or device that are not supported."""
     if not q.dtype == k.dtype == v.dtype:
         names = [dtype_name(x.dtype) for x in (q, k, v)]
         got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"

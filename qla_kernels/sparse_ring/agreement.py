@@ -46,6 +46,7 @@ RingError = RankError
 
 
 def explained(what: str) -> AbstractContextManager[None]:
+    """Turns torch's error of a transfer inside into a RingError, which begins with `what`."""
     return lost_ranks_explained(GROUPS, what)
 
 

@@ -27,6 +27,7 @@ class Around(NamedTuple):
     begun: Iterator[Batch]
 
     def shard(self, q: Tensor, lines: list[Tensor], seqlen: int, scale: float) -> Shard:
+        """Returns the Shard of this rank, whose rows q has."""
         T, rank = self.layout.world * q.shape[1], self.route.whole.rank
         return shard_of(self.layout, rank, T, seqlen, scale, lines)
 
@@ -48,6 +49,7 @@ class SparseAttention(torch.autograd.Function):
         scale: float,
         around: Around | None,
     ) -> tuple[Tensor, Tensor]:
+        """Returns o and the LSE, and saves what the backward reads."""
         lines = [v_idx, v_cnt, d_bits]
         with torch.autocast("cpu", enabled=False):
             if around is None:
@@ -65,6 +67,7 @@ class SparseAttention(torch.autograd.Function):
     @refuse_second_derivative("sparse_attention")
     @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Returns dq, dk, dv, and None for each further input."""
         q, k, v, *lines, o, lse, columns_k, columns_v = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         settings = (ctx.seqlen, ctx.scale)

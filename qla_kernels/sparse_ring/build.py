@@ -54,6 +54,7 @@ def _estimated(
     scale: float,
     ring: RankRing,
 ) -> VSIndex:
+    """Returns the index of a VerticalSlash by steps 1 to 4 of the module's docstring."""
     T = layout.world * q.shape[1]
     run = tiles(q.device)
     last, rows = last_block(seqlen), observed_rows(seqlen)

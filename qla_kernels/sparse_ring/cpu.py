@@ -26,12 +26,14 @@ KEYS = 8192  # keys whose scores with the observed queries are held at a time
 
 
 def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Tensor:
+    """Returns LSEs of the observed queries over parts of the local keys, [parts, B, H, rows]."""
     return torch.stack([S.logsumexp(-1) for S in _window(q_obs, k, block, last, scale)])
 
 
 def window_mass(
     q_obs: Tensor, k: Tensor, block: Tensor, last: int, lse: Tensor, scale: float
 ) -> Tensor:
+    """Returns the observed attention of each local key as integers, int32 [B, H, L]."""
     unit, lse = (1 << UNIT) / q_obs.shape[1], lse.logsumexp(0)
     parts = [
         (S - lse[..., None]).exp().sum(2).mul(unit).round().int()
@@ -41,11 +43,13 @@ def window_mass(
 
 
 def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Candidates, Tensor]:
+    """Returns this rank's best columns, and the mass of each of its blocks."""
     tile = mass.view(*mass.shape[:2], -1, BLOCK).sum(-1, dtype=torch.int32)
     return chosen.cut(mass, _tokens(block), tile, T, pattern), tile
 
 
 def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash) -> VSIndex:
+    """Returns the index of the lines that the pattern's targets and limits give."""
     return chosen.select(found, tile, seqlen, T, pattern)
 
 
@@ -65,6 +69,7 @@ def _tokens(block: Tensor) -> Tensor:
 
 
 def compact(shard: Shard, k: Tensor, v: Tensor, visited: list[Visit], columns: Columns) -> None:
+    """Copies rows of the visited chunks to `columns`; zeroes unused places."""
     for owner, slot in dict.fromkeys((visit.owner, visit.slot) for visit in visited):
         mine, row = _rows_of(shard, owner)
         for rows, chunk in zip(columns, (k[slot], v[slot]), strict=True):
@@ -84,6 +89,7 @@ def forward(
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
+    """Merges attention to the visited slashes, and to `columns`, into `partial`; writes `out`."""
     o, lse = partial
     if o is None:
         o = torch.empty(q.shape, dtype=wide(q), device=q.device)
@@ -109,6 +115,7 @@ def forward(
 
 
 def saved(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Saved:
+    """Returns the LSE, with +inf for rows that see nothing, delta, and dO."""
     delta = einsum(o.to(wide(o)), do.to(wide(o)), "b t h d, b t h d -> b h t")
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing: P = 0
     return Saved(lse, delta if dlse is None else delta - dlse, do)
@@ -126,6 +133,7 @@ def backward_queries(
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
+    """Adds dQ of the visited slashes, and of `columns`, to dq; writes `out`."""
     if dq is None:
         dq = torch.empty(q.shape, dtype=wide(q), device=q.device)
     if first:
@@ -149,6 +157,7 @@ def backward_keys(
     dkv: Tensor,
     first: bool,
 ) -> None:
+    """Adds this rank's part of dK and dV of the chunks `met` to dkv."""
     if first:
         dkv.zero_()
     for chunk, total in zip(met, dkv, strict=True):
@@ -158,6 +167,7 @@ def backward_keys(
 def _keys_of(
     shard: Shard, q: Tensor, k: Tensor, v: Tensor, saved: Saved, owner: int, dkv: Tensor
 ) -> None:
+    """Adds this rank's part of dK and dV of one chunk to dkv, [2, B, L, Hk, D]."""
     queries, keys = shard.positions(shard.rank), shard.positions(owner)
     for t, j0 in enumerate(shard.first_blocks(owner)):
         rows = slice(t * TILE, (t + 1) * TILE)
@@ -174,6 +184,7 @@ def _keys_of(
 
 
 def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) -> Columns:
+    """Returns this rank's part of dK and dV of every vertical, [B, H, max_v, D]."""
     dk, dv = (torch.zeros_like(x, dtype=wide(q)) for x in columns)
     for tile in _query_tiles(shard):
         query, upstream = q[:, tile.rows], saved.do[:, tile.rows]
@@ -186,6 +197,7 @@ def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) ->
 
 
 def scatter(shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
+    """Adds gradients of verticals to dkv, the gradients of the chunks they lie in."""
     for owner, of_chunk in zip(owners, dkv, strict=True):
         mine, row = (x[..., None] for x in _rows_of(shard, owner))
         for total, part in zip(of_chunk, of_columns, strict=True):
@@ -224,6 +236,7 @@ def _seen_by(
     visited: list[Visit],
     columns: Columns | None,
 ) -> Iterator[PartOfWindow]:
+    """Yields the keys and values that a tile's queries see: of each visit, then the columns."""
     for visit in visited:
         blocks = query_walk(shard.table, visit, tile.i0, shard.blocks)
         near = blocks.flatten(0, 2).any(0).repeat_interleave(BLOCK).nonzero()[:, 0]

@@ -26,6 +26,8 @@ class Part(NamedTuple):
 
 
 class Gradients(Protocol):
+    """The gradients of chunks under way to their owners; the module's docstring shows their use."""
+
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
         """Yields the accumulators of `chunks`. A part is sent when the iterator is advanced."""
         ...
@@ -36,6 +38,7 @@ class Gradients(Protocol):
 
 
 def gradients_of(route: Route, k: Tensor) -> Gradients:
+    """Returns the Gradients of a call with this route; k is this rank's."""
     return Direct(route, k) if route.gathers else Travelling(route, k)
 
 
@@ -59,6 +62,7 @@ class Travelling:
         self._across: Pending | None = None
 
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
+        """Yields a part for each chunk, one after the other; sends it when advanced."""
         for n, chunk in enumerate(chunks):
             if n == 0:  # its sum arrived during the launches since the last batch
                 self._land()
@@ -77,6 +81,7 @@ class Travelling:
             self._leave_node()
 
     def home(self, dtype: torch.dtype) -> list[Tensor]:
+        """Waits for the own chunk's sums and returns dK and dV, rounded to dtype."""
         self._land()
         if self._across is not None:
             self._across.wait()
@@ -107,10 +112,12 @@ class Direct:
         self._coming: Pending | None = None
 
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
+        """Yields one part with all chunks, then starts the reduce-scatter."""
         yield Part(chunks, self._parts, True)
         self._coming = self._ring.sum(self._parts)
 
     def home(self, dtype: torch.dtype) -> list[Tensor]:
+        """Waits for the own chunk's sums and returns dK and dV, rounded to dtype."""
         assert self._coming is not None, "its chunks came"
         (own,) = self._coming.wait()
         return [x.to(dtype, copy=True) for x in own]

@@ -147,10 +147,12 @@ class RingGroups:
 
     @property
     def world(self) -> int:
+        """Number of ranks of the ring."""
         return self.whole.size
 
     @property
     def rank(self) -> int:
+        """Number of this rank within the ring."""
         return self.whole.rank
 
     @classmethod
@@ -203,6 +205,7 @@ class RingGroups:
     def _of_ranks(
         cls, ranks: list[int], inner: int, timeout: timedelta, side_timeout: timedelta
     ) -> "RingGroups":
+        """Makes the groups of the rings that all ranks of the job passed; returns this rank's."""
         everyone = _named_by_all(ranks, inner, timeout)
         _check_rings(everyone)
         mine = cls(ALONE, ALONE, ALONE, None)

@@ -30,10 +30,12 @@ class VSIndex(NamedTuple):
 
     @property
     def blocks(self) -> int:
+        """Number of blocks of 64 tokens."""
         return self.T // BLOCK
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the index's tensors."""
         return sum(x.numel() * x.element_size() for x in self[:4])
 
     def diagonals(self) -> Tensor:

@@ -75,6 +75,7 @@ def table(d_bits: Tensor, T: int, layout: Layout) -> Table:
 
 
 def compact(shard: Shard, k: Tensor, v: Tensor, visited: list[Visit], columns: Columns) -> None:
+    """Launches the copy of the verticals' rows of k and v from visited chunks to `columns`."""
     if not columns.k.numel():
         return
     with device.of(k):
@@ -102,6 +103,7 @@ def forward(
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
+    """Launches attention to the visited slashes, and to `columns`; updates partial, writes out."""
     require_aligned(OP, q=q, k=k, v=v)
     *gathered, any_columns = columns_of(columns, q)
     with device.of(q):

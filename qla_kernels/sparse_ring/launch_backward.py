@@ -53,6 +53,7 @@ def backward_queries(
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
+    """Launches the pass for dQ; adds to dq and, in the last launch, writes out."""
     table = shard.table
     *gathered, any_columns = columns_of(columns, q)
     with device.of(q):
@@ -86,6 +87,7 @@ def backward_keys(
     dkv: Tensor,
     first: bool,
 ) -> None:
+    """Launches the pass for dK and dV of the chunks `met`; adds to dkv."""
     table = shard.table
     visits = tuple(visit for x in met for visit in shard.returns(x.owner, x.slot))
     with device.of(q):
@@ -135,6 +137,7 @@ def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) ->
 
 
 def scatter(shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
+    """Launches the addition of the verticals' gradients to dkv of the chunks of `owners`."""
     Hk, D = dkv.shape[4:]
     H, max_v = shard.v_idx.shape[1:]
     if max_v:

@@ -23,6 +23,7 @@ NOBODY = 1e30  # the LSE of a padding row without a query: its attention is 0
 
 
 def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Tensor:
+    """Launches the LSEs of the observed queries over parts of the local keys; returns them."""
     B, num, H, D = q_obs.shape
     tiles = k.shape[1] // lse_kernel.KEYS
     with device.of(k):
@@ -37,6 +38,7 @@ def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float)
 def window_mass(
     q_obs: Tensor, k: Tensor, block: Tensor, last: int, lse: Tensor, scale: float
 ) -> Tensor:
+    """Launches the observed attention of each local key; returns it, int32 [B, H, L]."""
     B, num, H, D = q_obs.shape
     L, Hk = k.shape[1:3]
     tiles = -(-L // mass_kernel.KEYS)
@@ -60,6 +62,7 @@ def window_mass(
 
 
 def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Candidates, Tensor]:
+    """Launches the choice of this rank's best columns; returns them and the blocks' masses."""
     B, H, L = mass.shape
     with device.of(mass):
         tile = mass.new_empty(B, H, L // BLOCK)
@@ -87,6 +90,7 @@ def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Ca
 
 
 def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash) -> VSIndex:
+    """Launches the choice of all lines, and returns the index."""
     B, H, blocks = tile.shape
     num = found.column.shape[-1]
     with device.of(tile):

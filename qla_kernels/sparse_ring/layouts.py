@@ -193,15 +193,19 @@ class ContiguousLayout(Layout):
     """Cuts the sequence into `world` equal parts; rank r holds part r."""
 
     def owner(self, token: Numbers, T: int) -> Numbers:
+        """Returns the rank that holds a token."""
         return token // (T // self.world)
 
     def local(self, token: Numbers, T: int) -> Numbers:
+        """Returns the row of a token within the shard of its owner."""
         return token % (T // self.world)
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
+        """Returns the token in row `row` of a rank's shard."""
         return rank * (T // self.world) + row
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
+        """Returns the ranges (first block, end block, first local block) of a rank."""
         blocks = T // self.world // BLOCK
         return [(rank * blocks, (rank + 1) * blocks, 0)]
 
@@ -215,21 +219,26 @@ class ZigZagLayout(Layout):
 
     @property
     def unit(self) -> int:
+        """The divisor of every valid T, in tokens."""
         return 2 * self.world * TILE
 
     def owner(self, token: Numbers, T: int) -> Numbers:
+        """Returns the rank that holds a token."""
         return self._mirrored(token // self._part(T))
 
     def local(self, token: Numbers, T: int) -> Numbers:
+        """Returns the row of a token within the shard of its owner."""
         part = self._part(T)
         return token % part + token // part // self.world * part
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
+        """Returns the token in row `row` of a rank's shard."""
         part = self._part(T)
         second = row // part
         return (rank + second * (2 * self.world - 1 - 2 * rank)) * part + row % part
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
+        """Returns the ranges (first block, end block, first local block) of a rank."""
         blocks, mirror = self._part(T) // BLOCK, 2 * self.world - 1 - rank
         first = (rank * blocks, (rank + 1) * blocks, 0)
         return [first, (mirror * blocks, (mirror + 1) * blocks, blocks)]
@@ -262,25 +271,32 @@ class StripedLayout(Layout):
 
     @property
     def stripe_blocks(self) -> int:
+        """Blocks of 64 tokens in one stripe."""
         return self.stripe // BLOCK
 
     @property
     def buckets(self) -> int:
+        """Number of ranks that stripes are dealt to."""
         return self.world
 
     @property
     def gap(self) -> int:
+        """Distance of the two blocks of a query tile, in blocks of the sequence."""
         return self.world if self.stripe == BLOCK else 1
 
     def owner(self, token: Numbers, T: int) -> Numbers:
+        """Returns the rank that holds a token."""
         return token // self.stripe % self.world
 
     def local(self, token: Numbers, T: int) -> Numbers:
+        """Returns the row of a token within the shard of its owner."""
         return token // (self.stripe * self.world) * self.stripe + token % self.stripe
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
+        """Returns the token in row `row` of a rank's shard."""
         turn = row // self.stripe * self.world + rank
         return turn * self.stripe + row % self.stripe
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
+        """Returns the ranges (first block, end block, first local block) of a rank."""
         return [(0, T // BLOCK, 0)]

@@ -56,6 +56,7 @@ def _fwd(
     seqlen: int,
     scale: float,
 ) -> tuple[Tensor, ...]:
+    """Returns o, the LSE, and the rows of k and v at the verticals."""
     shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
     done = ring.forward(shard, q, LOCAL.batches(k, v))
     return (done.o, done.lse, *done.columns)
@@ -77,6 +78,7 @@ def _bwd(
     do: Tensor,
     dlse: Tensor | None,
 ) -> ring.RingBackward:
+    """Returns dq, dk and dv."""
     shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
     done = ring.RingForward(o, lse, Columns(columns_k, columns_v))
     return ring.backward(shard, LOCAL, q, k, v, done, do, dlse)

@@ -79,6 +79,7 @@ def pack(active: Tensor) -> Tensor:
 
 
 def table(d_bits: Tensor, T: int, layout: Layout) -> Table:
+    """Returns the table of diagonals of each head, from the bits of an index."""
     blocks, gap, s = T // BLOCK, layout.gap, layout.stripe_blocks
     e = torch.arange(-gap, blocks, device=d_bits.device)
     bucket = -(-e // s) % layout.buckets

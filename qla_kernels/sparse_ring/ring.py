@@ -19,12 +19,16 @@ from qla_kernels.sparse_ring.shard import Columns, Partial, Shard, tiles, wide
 
 
 class RingForward(NamedTuple):
+    """Results of `forward`, of this rank's rows."""
+
     o: Tensor  # [B, L, H, D] in q's dtype
     lse: Tensor  # [B, H, L], natural log, fp32
     columns: Columns  # saved for the backward, which then need not gather them again
 
 
 class RingBackward(NamedTuple):
+    """Results of `backward`, of this rank's rows; each has the dtype of its input."""
+
     dq: Tensor
     dk: Tensor
     dv: Tensor

@@ -35,6 +35,7 @@ def last_block(seqlen: int) -> int:
 
 
 def observed_rows(seqlen: int) -> int:
+    """Returns how many queries an index is estimated from."""
     return min(seqlen, OBSERVED)
 
 
@@ -132,6 +133,7 @@ def _by_distance(active: Tensor, seqlen: int) -> Tensor:
 
 
 def share(recall: float) -> int:
+    """Returns a recall target as an integer, in units of 2^-SHARE."""
     return round(recall * (1 << SHARE))
 
 

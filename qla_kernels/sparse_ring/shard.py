@@ -37,10 +37,12 @@ class Shard(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Tokens of a rank."""
         return self.T // self.layout.world
 
     @property
     def blocks(self) -> int:
+        """Blocks of 64 tokens of a rank."""
         return self.rows // BLOCK
 
     def first_blocks(self, rank: int) -> list[int]:
@@ -49,12 +51,15 @@ class Shard(NamedTuple):
         return [self.layout.position(rank, row, self.T) // BLOCK for row in rows]
 
     def positions(self, rank: int) -> Tensor:
+        """Returns the tokens of a rank's shard, on the device of the index."""
         return self.layout.positions(self.T, rank).to(self.v_idx.device)
 
     def visits(self, owner: int, slot: int = 0) -> list[Visit]:
+        """Returns the visits of the chunk of `owner` by queries of this rank."""
         return visits(self.layout, self.T, self.rank, owner, slot)
 
     def returns(self, owner: int, slot: int = 0) -> list[Visit]:
+        """Returns the visits of queries of this rank by the chunk of `owner`."""
         return returns(self.layout, self.T, self.rank, owner, slot)
 
 
@@ -174,7 +179,9 @@ class Launches(Protocol):
         """
         ...
 
-    def saved(self, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Saved: ...
+    def saved(self, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Saved:
+        """Returns the forward's row statistics, and dO, as the backward's launches read them."""
+        ...
 
     def backward_queries(
         self,

@@ -60,6 +60,7 @@ def refusal(
 def _refused_everywhere(
     q: Tensor, k: Tensor, v: Tensor, world: int, scale: float | None
 ) -> Reason | None:
+    """Returns the reason, on any device, for dtypes, scale or tokens that are not supported."""
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         names = [dtype_name(x.dtype) for x in (q, k, v)]
         got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
@@ -84,6 +85,7 @@ def _refused_everywhere(
 def _refused_on_cuda(
     q: Tensor, k: Tensor, v: Tensor, world: int, capability: tuple[int, int]
 ) -> Reason | None:
+    """Returns the reason why no kernel can run the call on a GPU, or None."""
     reason = refused_device(capability, q.dtype, ELSEWHERE)
     reason = reason or refused_head_size(q.shape[-1], "D", "q, k and v", ELSEWHERE)
     if reason is not None:
