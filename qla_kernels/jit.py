@@ -55,16 +55,12 @@ class KernelModule(Protocol):
 
     def schedule(self, variant: Any, /) -> Schedule:
         """Returns the roles, barriers and budgets of a variant."""
-        ...
 
     def build(self, variant: Any, /) -> Any:
         """Builds and returns the PrimFunc of a variant."""
-        ...
 
 
 class Kernel(NamedTuple):
-    """A kernel: its family, its name, and the module that builds it."""
-
     family: str
     name: str
     module: KernelModule
@@ -92,8 +88,6 @@ class Lowered:
 
 @dataclass(frozen=True)
 class Assembled:
-    """A variant's machine code, and what the tools said about it."""
-
     cubin: Path
     report: str  # the output of nvcc and ptxas
 
@@ -252,8 +246,7 @@ def nvcc() -> Path:
     path = Path(CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
     if not path.exists():
         fix = "install the CUDA toolkit and set CUDA_HOME, or pip install nvidia-cuda-nvcc"
-        got = f"there is no nvcc at {path}"
-        raise Unsupported(need("qla_kernels.jit", got, "CUDA 12 or later", fix))
+        raise Unsupported(need("qla_kernels.jit", f"no nvcc at {path}", "CUDA 12 or later", fix))
     return path
 
 
@@ -338,7 +331,5 @@ def _tilelang() -> Any:
 
 def _unwritable(got: str) -> str:
     """Returns the text of an error: TileLang could not write to its cache folder."""
-    needs = (
-        f"a cache folder that can be written ({cache_dir()}), and free space there and in TMPDIR"
-    )
+    needs = f"a writable cache folder ({cache_dir()}), and free space there and in TMPDIR"
     return need("qla_kernels.jit", got, needs, "set TILELANG_CACHE_DIR to another folder")

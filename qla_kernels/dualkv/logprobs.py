@@ -68,14 +68,14 @@ class TargetLogprobs(torch.autograd.Function):
         logits, rows, targets, lse, entropies = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
         g, g_entropy = g / ctx.temperature, g_entropy / ctx.temperature
-        of_row = torch.zeros_like(lse).index_put((rows,), g, accumulate=True)
-        of_entropy = torch.zeros_like(lse).index_put((rows,), g_entropy, accumulate=True)
+        row_grad = torch.zeros_like(lse).index_put((rows,), g, accumulate=True)
+        entropy_grad = torch.zeros_like(lse).index_put((rows,), g_entropy, accumulate=True)
         for part in _parts(logits):
             p = (logits[part].to(lse.dtype) / ctx.temperature - lse[part, None]).exp()
-            dz = -of_row[part, None] * p
+            dz = -row_grad[part, None] * p
             if ctx.entropy:
                 per_token = torch.special.entr(p) - p * entropies[part, None]
-                dz += of_entropy[part, None] * per_token
+                dz += entropy_grad[part, None] * per_token
             here = (rows >= part.start) & (rows < part.stop)
             row = (rows - part.start).clamp(0, part.stop - part.start - 1)
             dz.index_put_((row, targets), g.masked_fill(~here, 0), accumulate=True)

@@ -33,7 +33,7 @@ def group_lengths(op: str, groups: Iterable[Group]) -> list[tuple[int, list[int]
     length is no integer from 0 on.
     """
     needs, fix = "pairs of lengths", "pass (tokens of the prompt, [tokens of each response])"
-    found = []
+    pairs = []
     for number, group in enumerate(as_list(op, "groups", groups, needs, fix)):
         try:
             prompt, responses = group
@@ -49,8 +49,8 @@ def group_lengths(op: str, groups: Iterable[Group]) -> list[tuple[int, list[int]
             got = f"group {number} has lengths {prompt} and {responses}"
             needs = "whole numbers of tokens, 0 or more"
             raise ValueError(need(op, got, needs, "pass the number of tokens of each"))
-        found.append((first, rest))
-    return found
+        pairs.append((first, rest))
+    return pairs
 
 
 def on_host(op: str, name: str, x: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.sm90 import require
 from qla_kernels.sparse_ring import ops
 from qla_kernels.sparse_ring.agreement import ends_a_graph
-from qla_kernels.sparse_ring.autograd import Around, SparseAttention
+from qla_kernels.sparse_ring.autograd import Distributed, SparseAttention
 from qla_kernels.sparse_ring.build import build
 from qla_kernels.sparse_ring.call import RingCall
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.heuristics import Schedule, schedule_of
 from qla_kernels.sparse_ring.heuristics import chunks_per_launch as launch_size
-from qla_kernels.sparse_ring.index import VSIndex, given
+from qla_kernels.sparse_ring.index import VSIndex, known_index
 from qla_kernels.sparse_ring.layouts import Layout, StripedLayout
 from qla_kernels.sparse_ring.patterns import Pattern, VerticalSlash
 from qla_kernels.sparse_ring.route import route_of
@@ -157,12 +157,20 @@ def sparse_ring_attention(
     per_launch = launch_size(chunks_per_launch, q.shape[1])
     log.debug("%s: %s, up to %d chunks a launch", RING_OP, chosen, per_launch)
     route = route_of(group, chosen, per_launch)
-    begun = route.batches(k.detach(), v.detach())  # the index is built during the transfer
+    batches = route.batches(k.detach(), v.detach())  # the index is built during the transfer
     if index is None:
         assert pattern is not None, "check_lines requires a pattern or an index"
         index = build(q, k, pattern, layout, seqlen, scale, group.whole)
     o, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, index.v_idx, index.v_cnt, index.d_bits, seqlen, scale, Around(layout, route, begun)
+        q,
+        k,
+        v,
+        index.v_idx,
+        index.v_cnt,
+        index.d_bits,
+        seqlen,
+        scale,
+        Distributed(layout, route, batches),
     )
     return _result(o, lse, index, return_lse, return_index)
 
@@ -219,11 +227,11 @@ def _local_index(
     T = q.shape[1]
     if isinstance(pattern, VerticalSlash):
         with torch.no_grad():
-            found = ops.vertical_slash_index(q, k, seqlen, scale, *astuple(pattern))
-        v_idx, v_cnt, d_bits, window_recall = found
+            lines = ops.vertical_slash_index(q, k, seqlen, scale, *astuple(pattern))
+        v_idx, v_cnt, d_bits, window_recall = lines
         return VSIndex(v_idx, v_cnt, d_bits, window_recall, T)
     assert pattern is not None, "check_lines requires a pattern or an index"
-    return given(pattern, q.shape[0], q.shape[2], T, q.device)
+    return known_index(pattern, q.shape[0], q.shape[2], T, q.device)
 
 
 def _result(o: Tensor, lse: Tensor, index: VSIndex, return_lse: bool, return_index: bool) -> Result:

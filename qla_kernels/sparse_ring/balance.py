@@ -204,19 +204,19 @@ def _work(mask: Any, T: int, layout: Layout) -> tuple[Array, Array]:
     if isinstance(mask, np.ndarray):
         i, j = np.nonzero(mask)
         return _counted(own[i], own[j], np.ones(len(i)), world), np.zeros((world, world))
-    tiles, of_columns = np.zeros((world, world)), np.zeros((world, world))
+    tiles, column_work = np.zeros((world, world)), np.zeros((world, world))
     below = np.zeros((blocks, world))  # rows of each rank in later blocks
     below[np.arange(blocks), own] = 1
     below = below[::-1].cumsum(0)[::-1] - below
     for columns, diagonals in mask:
         held = np.bincount(np.asarray(columns, np.int64) // BLOCK, minlength=blocks) / BLOCK
-        np.add.at(of_columns.T, own, held[:, None] * below)
+        np.add.at(column_work.T, own, held[:, None] * below)
         for d in diagonals:
             i, j = own[d:], own[: blocks - d]
             tiles += _counted(i, j, np.ones(len(i)), world)
             if d:  # where a slash covers a column, the column is not alone
-                of_columns -= _counted(i, j, held[: blocks - d], world)
-    return tiles, of_columns
+                column_work -= _counted(i, j, held[: blocks - d], world)
+    return tiles, column_work
 
 
 def _owner_of_blocks(T: int, layout: Layout) -> npt.NDArray[np.int64]:

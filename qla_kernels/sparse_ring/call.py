@@ -13,7 +13,7 @@ from torch import Tensor
 from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported
-from qla_kernels.sparse_ring.agreement import looks
+from qla_kernels.sparse_ring.agreement import tensor_facts
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import Layout
@@ -92,19 +92,19 @@ class RingCall(NamedTuple):
         tensors = (self.q, self.k, self.v)
         wanted = torch.is_grad_enabled() and any(getattr(x, "requires_grad", 0) for x in tensors)
         return {
-            **dict(zip("qkv", map(looks, tensors), strict=True)),
-            "layout": _said(self.layout, Layout),
-            "pattern": _said(self.pattern, VerticalSlash | Dense),
-            "seqlen": _said(seqlen, int | None),
-            "scale": _said(scale, float | None),
-            "schedule": _said(self.schedule, str),
-            "chunks_per_launch": _said(self.chunks_per_launch, int | None),
+            **dict(zip("qkv", map(tensor_facts, tensors), strict=True)),
+            "layout": _comparable(self.layout, Layout),
+            "pattern": _comparable(self.pattern, VerticalSlash | Dense),
+            "seqlen": _comparable(seqlen, int | None),
+            "scale": _comparable(scale, float | None),
+            "schedule": _comparable(self.schedule, str),
+            "chunks_per_launch": _comparable(self.chunks_per_launch, int | None),
             "index": self.lines.described(checking()) if isinstance(self.lines, VSIndex) else None,
             "requires_grad": wanted,
         }
 
 
-def _said(x: object, simple: Any) -> object:
+def _comparable(x: object, simple: Any) -> object:
     """Returns x if it is of the type `simple`, which is quick to hash, else a text for it."""
     if isinstance(x, FixedVerticalSlash):
         return x.described

@@ -1,4 +1,4 @@
-"""Implements the launches of shard.Tiles for CPU tensors, in torch.
+"""Implements the launches of shard.Launches for CPU tensors, in torch.
 
 The functions walk the table tile by tile, as the kernels do. A tile is 128 query rows, or 128 keys
 in the passes for dK and dV. A block that no head of a tile sees is skipped. Any other block is
@@ -48,9 +48,11 @@ def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Ca
     return chosen.cut(mass, _tokens(block), tile, T, pattern), tile
 
 
-def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash) -> VSIndex:
+def select(
+    candidates: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash
+) -> VSIndex:
     """Returns the index of the lines that the pattern's targets and limits give."""
-    return chosen.select(found, tile, seqlen, T, pattern)
+    return chosen.select(candidates, tile, seqlen, T, pattern)
 
 
 def _window(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Iterator[Tensor]:
@@ -176,7 +178,7 @@ def _keys_of(
         near = blocks.flatten(0, 1).any(0).any(-1).repeat_interleave(BLOCK).nonzero()[:, 0]
         seen = _elements(blocks)[..., near, :] & (keys[rows] <= queries[near, None])
         seen &= (queries < shard.seqlen)[near, None]
-        part = PartOfWindow(k[:, rows], v[:, rows], seen, True)
+        part = VisibleKeys(k[:, rows], v[:, rows], seen, True)
         query, upstream = q[:, near], saved.do[:, near]
         P, dS = _gradients(shard, query, saved, near, part)
         dkv[0, :, rows] += shard.scale * _group_sum(_transposed(dS, query), k.shape[-2])
@@ -196,11 +198,11 @@ def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) ->
     return Columns(dk, dv)
 
 
-def scatter(shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
+def scatter(shard: Shard, column_grads: Columns, owners: list[int], dkv: Tensor) -> None:
     """Adds gradients of verticals to dkv, the gradients of the chunks they lie in."""
-    for owner, of_chunk in zip(owners, dkv, strict=True):
+    for owner, chunk_grads in zip(owners, dkv, strict=True):
         mine, row = (x[..., None] for x in _rows_of(shard, owner))
-        for total, part in zip(of_chunk, of_columns, strict=True):
+        for total, part in zip(chunk_grads, column_grads, strict=True):
             spread = part.new_zeros(*part.shape[:2], shard.rows, part.shape[-1])
             spread.scatter_add_(2, row.expand_as(part), torch.where(mine, part, 0))
             total += _group_sum(rearrange(spread, "b h l d -> b l h d"), total.shape[-2])
@@ -212,7 +214,7 @@ class _Tile(NamedTuple):
     token: Tensor  # [128]
 
 
-class PartOfWindow(NamedTuple):
+class VisibleKeys(NamedTuple):
     """Keys and values for the queries of a tile, and the mask between them."""
 
     k: Tensor  # [B, n, Hk, D], or [B, H, n, D] for the columns
@@ -235,7 +237,7 @@ def _seen_by(
     v: Tensor,
     visited: list[Visit],
     columns: Columns | None,
-) -> Iterator[PartOfWindow]:
+) -> Iterator[VisibleKeys]:
     """Yields the keys and values that a tile's queries see: of each visit, then the columns."""
     for visit in visited:
         blocks = query_walk(shard.table, visit, tile.i0, shard.blocks)
@@ -244,12 +246,12 @@ def _seen_by(
             key = shard.positions(visit.owner)[near]
             seen = _elements(blocks)[..., near] & (key <= tile.token[:, None])
             seen &= (tile.token < shard.seqlen)[:, None]
-            yield PartOfWindow(k[visit.slot][:, near], v[visit.slot][:, near], seen, True)
+            yield VisibleKeys(k[visit.slot][:, near], v[visit.slot][:, near], seen, True)
     if columns is not None and columns.k.shape[2]:
         yield _columns_seen_by(shard, tile, columns)
 
 
-def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> PartOfWindow:
+def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> VisibleKeys:
     """Returns the columns, and which of them each row of a tile sees.
 
     A row sees a column here if the column's block lies before the row's own block, and no slash of
@@ -263,11 +265,11 @@ def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> PartOfWindo
     )
     covered = active.gather(-1, distance.clamp(min=0))
     seen = (distance > 0) & ~covered & (tile.token < shard.seqlen)[:, None]
-    return PartOfWindow(columns.k[:, :, :most], columns.v[:, :, :most], seen, False)
+    return VisibleKeys(columns.k[:, :, :most], columns.v[:, :, :most], seen, False)
 
 
 def _gradients(
-    shard: Shard, q: Tensor, saved: Saved, rows: slice | Tensor, part: PartOfWindow
+    shard: Shard, q: Tensor, saved: Saved, rows: slice | Tensor, part: VisibleKeys
 ) -> tuple[Tensor, Tensor]:
     """Returns P = e^{S - LSE}, 0 for unseen pairs, and dS / scale = P (dO v^T - delta).
 

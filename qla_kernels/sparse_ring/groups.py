@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.errors import need
-from qla_kernels.sparse_ring.agreement import GROUPS, Agreement, RingError, explained
+from qla_kernels.sparse_ring.agreement import GROUPS, Agreement, RingError, as_ring_error
 
 __all__ = ["ALONE", "Pending", "RankRing", "RingError", "RingGroups"]
 
@@ -36,7 +36,7 @@ class Pending:
         On a GPU the current stream waits, and the host goes on.
         """
         while self._works:  # wait once for each: a second wait in gloo waits for another transfer
-            with explained("a transfer between ranks failed"):
+            with as_ring_error("a transfer between ranks failed"):
                 self._works.pop(0).wait()
         return self._received
 
@@ -76,10 +76,10 @@ class RankRing:
         """
         to, source = to % self.size, source % self.size
         ops = []
-        for n, (x, room) in enumerate(zip(send, receive, strict=True)):
+        for n, (x, received) in enumerate(zip(send, receive, strict=True)):
             ops.append(dist.P2POp(dist.isend, x, None, self.group, tag + n, to))
-            ops.append(dist.P2POp(dist.irecv, room, None, self.group, tag + n, source))
-        with explained("a transfer between ranks could not be posted"):
+            ops.append(dist.P2POp(dist.irecv, received, None, self.group, tag + n, source))
+        with as_ring_error("a transfer between ranks could not be posted"):
             return Pending(dist.batch_isend_irecv(ops), receive)
 
     def gather(self, *tensors: Tensor) -> Pending:
@@ -90,25 +90,25 @@ class RankRing:
         """
         if self.group is None:
             return Pending([], [x[None] for x in tensors])
-        rooms = [x.new_empty(self.size, *x.shape) for x in tensors]
-        with explained("a gather over all ranks could not be posted"):  # one transfer
+        gathered = [x.new_empty(self.size, *x.shape) for x in tensors]
+        with as_ring_error("a gather over all ranks could not be posted"):  # one transfer
             work = self.group.allgather_into_tensor_coalesced(
-                [x.view(-1) for x in rooms], [x.view(-1) for x in tensors]
+                [x.view(-1) for x in gathered], [x.view(-1) for x in tensors]
             )
-        return Pending([work], rooms)
+        return Pending([work], gathered)
 
     def sum(self, x: Tensor) -> Pending:
         """Sums x [size, ...] over all ranks; this rank receives x[self.rank] of the sum."""
         own = torch.empty_like(x[0])
         assert self.group is not None, "more than one rank"
-        with explained("a sum over all ranks could not be posted"):
+        with as_ring_error("a sum over all ranks could not be posted"):
             work = self.group.reduce_scatter_tensor_coalesced([own.view(-1)], [x.view(-1)])
         return Pending([work], [own])
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Overwrites x with the x of rank `source`, waits for it, and returns x."""
         if self.group is not None:
-            with explained("a broadcast to all ranks failed"):
+            with as_ring_error("a broadcast to all ranks failed"):
                 dist.broadcast(x, group=self.group, group_src=source)
         return x
 
@@ -121,7 +121,7 @@ class RankRing:
         if self.group is None:
             return x
         rows = x.new_empty(sum(received), *x.shape[1:])
-        with explained("an exchange between all ranks failed"):
+        with as_ring_error("an exchange between all ranks failed"):
             dist.all_to_all_single(rows, x, received, sent, group=self.group)
         return rows
 
@@ -206,7 +206,7 @@ class RingGroups:
         cls, ranks: list[int], inner: int, timeout: timedelta, side_timeout: timedelta
     ) -> "RingGroups":
         """Makes the groups of the rings that all ranks of the job passed; returns this rank's."""
-        everyone = _named_by_all(ranks, inner, timeout)
+        everyone = _rings_of_all_ranks(ranks, inner, timeout)
         _check_rings(everyone)
         mine = cls(ALONE, ALONE, ALONE, None)
         # torch wants every group made on every rank, in the same order
@@ -243,12 +243,14 @@ class RingGroups:
         """
         if self.agreement is not None:
             said = None if problem is None else f"{type(problem).__name__}: {problem}"
-            self.agreement.on({"the call": op, **facts, "the error of its arguments": said}, again)
+            self.agreement.check(
+                {"the call": op, **facts, "the error of its arguments": said}, again
+            )
         if problem is not None:
             raise problem
 
 
-def _named_by_all(
+def _rings_of_all_ranks(
     ranks: list[int], inner: int, timeout: timedelta
 ) -> list[tuple[tuple[int, ...], int]]:
     """Returns (ranks, inner size) as passed by each rank of the job, in rank order.
@@ -261,7 +263,7 @@ def _named_by_all(
     said = inner if type(inner) is int else repr(inner)
     store.set(keys[dist.get_rank()], json.dumps([ranks, said]))
     try:
-        with explained("ranks did not all make their ring"):
+        with as_ring_error("ranks did not all make their ring"):
             store.wait(keys, timeout)
     except RingError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]

@@ -136,7 +136,9 @@ class VSIndex(NamedTuple):
             raise ValueError(need(op, got, "diagonal 0 in every head", fix))
 
 
-def given(pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: object) -> VSIndex:
+def known_index(
+    pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: object
+) -> VSIndex:
     """Returns the index of a pattern whose lines are known without q and k."""
     on = torch.device(str(device))
     nan = torch.full((B, H), float("nan"), device=on)
@@ -165,11 +167,11 @@ def _each(lines: Lines, H: int) -> Lines:
 
 
 def _padded(head: tuple[int, ...], T: int, lines: Lines) -> Tensor:
-    room = max(map(len, lines)) - len(head)
-    return torch.tensor([*head, *[T] * room], dtype=torch.int32, device="cpu")
+    unused = max(map(len, lines)) - len(head)
+    return torch.tensor([*head, *[T] * unused], dtype=torch.int32, device="cpu")
 
 
-def fits(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | None:
+def refused_lines(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | None:
     """Returns None if the lines fit a mask of H heads and T tokens, else (got, need, fix).
 
     The three texts are the parts of an error message, as `errors.need` takes them.

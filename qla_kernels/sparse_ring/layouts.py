@@ -13,7 +13,7 @@ from torch import Tensor
 from qla_kernels.arguments import integer
 from qla_kernels.errors import need
 from qla_kernels.sm90 import expect_tensors
-from qla_kernels.sparse_ring.agreement import ends_a_graph, looks
+from qla_kernels.sparse_ring.agreement import ends_a_graph, tensor_facts
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 
@@ -148,7 +148,7 @@ class Layout:
                 layout._require_padded(T)
         except Exception as error:  # whatever it is, for all ranks to raise
             problem = error
-        facts = {"x": looks(x), "dim": str(dim), "layout": self, "from layout": repr(source)}
+        facts = {"x": tensor_facts(x), "dim": str(dim), "layout": self, "from layout": repr(source)}
         group.agree(op, facts, problem, again=True)  # the host waits for such a call anyway
 
     def _require_rank(self, rank: int) -> None:

@@ -56,23 +56,23 @@ def columns_of(columns: Columns | None, q: Tensor) -> tuple[Tensor, Tensor, bool
     """
     B, _, H, D = q.shape
     if columns is None or not columns.k.numel():
-        nothing = _nothing(q.device, q.dtype, (B * H, 1, 1, D))
-        return nothing, nothing, False
+        placeholder = _placeholder(q.device, q.dtype, (B * H, 1, 1, D))
+        return placeholder, placeholder, False
     k, v = (x.view(B * H, -1, 1, D) for x in columns)
     return k, v, True
 
 
-def or_nothing(x: Tensor | None, q: Tensor, dtype: torch.dtype) -> Tensor:
+def or_placeholder(x: Tensor | None, q: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x, of q's shape, as [B L, H, D]; if x is None, a placeholder of the given dtype.
 
     The launch neither reads nor writes the placeholder.
     """
     H, D = q.shape[2:]
-    return x.view(-1, H, D) if x is not None else _nothing(q.device, dtype, (1, H, D))
+    return x.view(-1, H, D) if x is not None else _placeholder(q.device, dtype, (1, H, D))
 
 
 @lru_cache(maxsize=KEPT)
-def _nothing(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _placeholder(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 

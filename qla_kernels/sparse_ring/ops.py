@@ -89,10 +89,10 @@ def _fake_index(
     *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     B, T, H = q.shape[:3]
-    of_head = q.new_empty(B, H, dtype=torch.int32)
+    count = q.new_empty(B, H, dtype=torch.int32)
     v_idx = q.new_empty(B, H, min(max_v, T), dtype=torch.int32)
     d_bits = q.new_empty(B, H, -(-T // (BLOCK * WORD)), dtype=torch.int32)
-    return v_idx, of_head, d_bits, of_head.float()
+    return v_idx, count, d_bits, count.float()
 
 
 def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, v_idx: Tensor, *_: Any) -> tuple[Tensor, ...]:

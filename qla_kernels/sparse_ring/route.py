@@ -105,8 +105,8 @@ class _Place(NamedTuple):
 def _circulated(route: Route, k: Tensor, v: Tensor) -> Iterator[Batch]:
     """Yields the batches of ring and double_ring; posts transfers one batch ahead."""
     inner, outer = route.inner, route.outer
-    turn_k, turn_v = _rooms(k, v, min(2 * route.per_launch, inner.size - 1))
-    node_k, node_v = _rooms(k, v, min(2, outer.size - 1))
+    turn_k, turn_v = _buffers(k, v, min(2 * route.per_launch, inner.size - 1))
+    node_k, node_v = _buffers(k, v, min(2, outer.size - 1))
     batches = _batched(inner.size, route.per_launch)
     held = _Place(k[None], v[None], 0)  # the chunk that this turn begins with
     for turn in range(outer.size):
@@ -140,7 +140,7 @@ def _batched(size: int, per_launch: int) -> list[range]:
     return [range(1), *later]
 
 
-def _rooms(k: Tensor, v: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+def _buffers(k: Tensor, v: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     return k.new_empty(slots, *k.shape), v.new_empty(slots, *v.shape)
 
 

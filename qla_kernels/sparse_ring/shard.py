@@ -1,6 +1,6 @@
-"""Defines Shard, the arguments that all launches of a call share, and Tiles, the launches.
+"""Defines Shard, the arguments that all launches of a call share, and Launches, their interface.
 
-`tiles` returns the module that implements the launches for a device.
+`launches` returns the module that implements the launches for a device.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def shard_of(
     `lines` are the tensors v_idx, v_cnt and d_bits of an index.
     """
     v_idx, v_cnt, d_bits = lines
-    made = tiles(d_bits.device).table(d_bits, T, layout)
+    made = launches(d_bits.device).table(d_bits, T, layout)
     return Shard(layout, rank, T, seqlen, scale, v_idx, v_cnt, d_bits, made)
 
 
@@ -95,7 +95,7 @@ class Partial(NamedTuple):
 class Saved(NamedTuple):
     """Row statistics of the forward, and dO, as the backward's launches read them.
 
-    `Tiles.saved` makes them.
+    `Launches.saved` makes them.
     """
 
     lse: Tensor  # [B, H, L], +inf for a row that sees nothing; base 2 on a GPU
@@ -142,11 +142,11 @@ class Launches(Protocol):
         ...
 
     def select(
-        self, found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash
+        self, candidates: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash
     ) -> VSIndex:
         """Returns the index of the lines that the pattern's targets and limits give.
 
-        `found` are the candidates of all ranks, and `tile` int32 [B, H, T / 64] is the mass of each
+        `candidates` are those of all ranks, and `tile` int32 [B, H, T / 64] is the mass of each
         block, in the order of the sequence.
         """
         ...
@@ -224,7 +224,7 @@ class Launches(Protocol):
         """Returns this rank's part of dK and dV of every vertical, fp32, in scatter's format."""
         ...
 
-    def scatter(self, shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
+    def scatter(self, shard: Shard, column_grads: Columns, owners: list[int], dkv: Tensor) -> None:
         """Adds gradients of verticals to dkv, the gradients of the chunks they lie in.
 
         dkv holds the chunks of `owners`; verticals in other chunks are left out.
@@ -232,7 +232,7 @@ class Launches(Protocol):
         ...
 
 
-def tiles(device: torch.device) -> Launches:
+def launches(device: torch.device) -> Launches:
     """Returns the module with the launches for a device: launch.py for CUDA, else cpu.py.
 
     The module is imported at its first use.

@@ -24,7 +24,7 @@ from qla_kernels.sm90 import (
 )
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.heuristics import SCHEDULES
-from qla_kernels.sparse_ring.index import VSIndex, fits
+from qla_kernels.sparse_ring.index import VSIndex, refused_lines
 from qla_kernels.sparse_ring.layouts import Layout, StripedLayout, check_layout
 from qla_kernels.sparse_ring.operands import INT32
 from qla_kernels.sparse_ring.patterns import Dense, FixedVerticalSlash, Pattern, VerticalSlash
@@ -173,7 +173,7 @@ def check_lines(
         got = f"pattern is of type {type(pattern).__name__}"
         raise ValueError(need(op, got, needs, "pass an instance, such as VerticalSlash()"))
     if isinstance(pattern, FixedVerticalSlash):
-        reason = fits(pattern, H, T)
+        reason = refused_lines(pattern, H, T)
         if reason is not None:
             raise ValueError(need(op, *reason))
 
