@@ -53,9 +53,11 @@ class KernelModule(Protocol):
 
     def __hash__(self) -> int: ...  # modules hash by identity; `compile` remembers by module
 
-    def schedule(self, variant: Any, /) -> Schedule: ...
+    def schedule(self, variant: Any, /) -> Schedule:
+        """Returns the roles, barriers and budgets of a variant."""
 
-    def build(self, variant: Any, /) -> Any: ...
+    def build(self, variant: Any, /) -> Any:
+        """Builds and returns the PrimFunc of a variant."""
 
 
 class Kernel(NamedTuple):
@@ -80,6 +82,7 @@ class Lowered:
 
     @property
     def threads(self) -> int:
+        """Threads of a CTA."""
         return math.prod(self.block)
 
 
@@ -137,7 +140,9 @@ def lower(kernel: Kernel, variant: Any) -> Lowered:
     functions = [function.attrs for function in artifact.device_mod.functions.values()]
     if len(functions) != 1:
         names = ", ".join(str(attrs["global_symbol"]) for attrs in functions)
-        raise ValueError(f"{kernel}: builds {len(functions)} device functions ({names}); need one")
+        got = f"build returned {len(functions)} device functions ({names})"
+        fix = "write one kernel a file, and no other launch in its build"
+        raise ValueError(need(str(kernel), got, "one device function", fix))
     (attrs,) = functions
     extent = attrs["thread_extent"]
     return Lowered(
@@ -214,6 +219,7 @@ def assemble(source: str, pass_configs: Mapping[str, object], folder: Path) -> A
 
 
 def nvcc_flags(pass_configs: Mapping[str, object]) -> list[str]:
+    """Returns the flags with which TileLang calls nvcc for a kernel with these pass configs."""
     _tilelang()
     from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
@@ -308,6 +314,7 @@ def trace(module: KernelModule, variant: Any) -> Any:
 
 
 def _tilelang() -> Any:
+    """Imports and returns TileLang; Unsupported if that fails."""
     # TileLang announces every compile on stderr by default; the log line in `compile` is enough
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     try:
@@ -323,5 +330,6 @@ def _tilelang() -> Any:
 
 
 def _unwritable(got: str) -> str:
-    needs = f"a cache folder that can be written, and room there ({cache_dir()}) and in TMPDIR"
+    """Returns the text of an error: TileLang could not write to its cache folder."""
+    needs = f"a writable cache folder ({cache_dir()}), and free space there and in TMPDIR"
     return need("qla_kernels.jit", got, needs, "set TILELANG_CACHE_DIR to another folder")

@@ -25,7 +25,7 @@ def lost_ranks_explained(op: str, what: str) -> Iterator[None]:
     except RuntimeError as error:
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         needs = "every rank of the group alive and in the same call"
-        fix = "look at the rank that failed first"
+        fix = "look at the output of the rank that failed first"
         raise RankError(need(op, f"{what} ({first})", needs, fix)) from error
 
 
@@ -41,5 +41,5 @@ def expect_equal(op: str, everyone: Sequence[Mapping[str, object]]) -> None:
             other = facts.get(name, first)
             if other != first:
                 got = f"{name} is {first} on rank 0 and {other} on rank {rank}"
-                fix = f"look at what rank {rank} was given"
+                fix = f"compare the arguments of ranks 0 and {rank}"
                 raise ValueError(need(op, got, "the same call on every rank", fix))

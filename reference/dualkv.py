@@ -29,11 +29,15 @@ BLOCK = 512  # tokens of a node that are taken at a time
 
 
 class Forward(NamedTuple):
+    """Results of `by_nodes`."""
+
     o: Tensor  # [Tq, H, D] in q's dtype
     lse: Tensor  # [H, Tq] log of the sum of exponentials over the visible keys
 
 
 class Backward(NamedTuple):
+    """Gradients of q, k and v."""
+
     dq: Tensor
     dk: Tensor
     dv: Tensor

@@ -25,6 +25,8 @@ class Index(NamedTuple):
 
 
 class Gradients(NamedTuple):
+    """Gradients of q, k and v."""
+
     dq: Tensor  # [B, T, H, D]
     dk: Tensor  # [B, T, Hk, D]
     dv: Tensor  # [B, T, Hk, D]

@@ -23,6 +23,8 @@ Held = TypeVar("Held")
 
 
 class Forward(NamedTuple):
+    """Results of `ring`, of all tokens."""
+
     o: Tensor  # [B, T, H, D]
     lse: Tensor  # [B, H, T]
 
@@ -61,6 +63,7 @@ class Columns(NamedTuple):
 
 
 def compact(index: Index, k: Tensor, v: Tensor) -> Columns:
+    """Returns the rows of k and v at each head's verticals, in ascending order."""
     T, group = k.shape[1], index.columns.shape[1] // k.shape[2]
     token = torch.arange(T, device=k.device).where(index.columns, T)
     position = token.sort(-1).values[..., : int(index.columns.sum(-1).max())]

@@ -67,6 +67,7 @@ def select(m: Tensor, seqlen: int, budget: Budget) -> Index:
 
 
 def _select_head(m: list[int], seqlen: int, budget: Budget) -> tuple[list[int], list[int]]:
+    """Returns the columns and the diagonals of one head, ascending."""
     blocks, last = len(m) // BLOCK, observed(seqlen).start // BLOCK
     tile = [sum(m[b * BLOCK : (b + 1) * BLOCK]) for b in range(blocks)]
     residual = budget.estimator == "residual"

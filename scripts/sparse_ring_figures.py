@@ -38,7 +38,7 @@ from qla_kernels.sparse_ring.balance import (
     balance_report,
     token_stripe_tiles,
 )
-from qla_kernels.sparse_ring.index import given
+from qla_kernels.sparse_ring.index import known_index
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.shapes import BLOCK
 
@@ -71,7 +71,7 @@ def described(T: int, heads: dict[str, Lines]) -> list[str]:
     """A table row about each head."""
     rows = []
     for name, (columns, diagonals) in heads.items():
-        index = given(FixedVerticalSlash([columns], [diagonals]), 1, 1, T, "cpu")
+        index = known_index(FixedVerticalSlash([columns], [diagonals]), 1, 1, T, "cpu")
         rows.append(
             f"| {name} | {len(columns)} | {len(diagonals)} | {float(index.runs()):.1f} "
             f"| {float(index.density()):.2%} |"

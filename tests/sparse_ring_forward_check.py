@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.sparse_ring import launch
-from qla_kernels.sparse_ring.index import VSIndex, given
+from qla_kernels.sparse_ring.index import VSIndex, known_index
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
 from qla_kernels.sparse_ring.shard import Columns, Partial, shard_of
@@ -63,7 +63,7 @@ def problem(
     qkv[:, :, :H] *= gain
     q, k, v = qkv.to(device, dtype).split([H, Hk, Hk], 2)
     pattern = pattern or lines(T, H, (0.02, 0.1, 0, 0.3), (0.4, 0.1, 0.8))
-    return Problem(q, k, v, given(pattern, B, H, T, q.device), seqlen or T)
+    return Problem(q, k, v, known_index(pattern, B, H, T, q.device), seqlen or T)
 
 
 def forward(x: Problem, layout: Layout, per_launch: int = 1) -> tuple[Tensor, Tensor]:

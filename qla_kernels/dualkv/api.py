@@ -6,8 +6,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import flag
 from qla_kernels.dualkv import ops
-from qla_kernels.dualkv.autograd import SharedPrefixAttention, natural
+from qla_kernels.dualkv.autograd import SharedPrefixAttention, natural_lse
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.dualkv.validate import OP, check_contents, check_tensors, refusal
 from qla_kernels.sm90 import require
@@ -88,6 +89,9 @@ def shared_prefix_attention(
             `qla_kernels.dualkv.refusal`.
     """
     check_tensors(OP, q, k, v, layout)
+    return_lse = flag(OP, "return_lse", return_lse)
+    if deterministic is not None:
+        deterministic = flag(OP, "deterministic", deterministic)
     require(refusal(q, k, v, scale=scale))
     o, lse = attend(q, k, v, layout, scale, deterministic, return_lse)
     return o if lse is None else (o, lse)
@@ -118,8 +122,8 @@ def attend(
         done = ops.SharedForward(
             *ops.dualkv_fwd(q, k, v, tables, scale, q_shift)
         )  # autograd takes time
-        return done.o, natural(done.lse2) if return_lse else None
+        return done.o, natural_lse(done.lse2) if return_lse else None
     o, lse = SharedPrefixAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, scale, q_shift, bool(deterministic), bool(return_lse), *tables
+        q, k, v, scale, q_shift, deterministic, return_lse, *tables
     )
     return o, lse

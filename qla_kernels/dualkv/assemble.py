@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.dualkv.batch import SharedBatch, taken
-from qla_kernels.dualkv.plan import SharedLayout, moved, run, whole
+from qla_kernels.dualkv.plan import layout_of_nodes, moved, run, whole
 from qla_kernels.dualkv.tokens import check_positions, check_targets
 
 
@@ -44,10 +44,10 @@ def assemble(
     `source` are the caller's token ids; `position_ids`, if given, are [.., *source.shape]. `read`
     is `source` on the CPU, if the packer has such a copy; target ids are checked if it is given or
     source is on the CPU. Indices are computed on the host from lengths alone and then copied.
-    Raises ValueError for position_ids that do not fit or a negative target.
+    Raises ValueError for position_ids or pad_to that do not fit, or a negative target.
     """
     lengths = [node.length for node in nodes]
-    layout = SharedLayout.from_forest(lengths, [node.parent for node in nodes], pad_to=pad_to)
+    layout = layout_of_nodes(op, lengths, [node.parent for node in nodes], pad_to, None)
     ends = [0, *accumulate(lengths)]
     padding = layout.num_tokens - ends[-1]
     take = _cat(run(node.first, node.first + node.length) for node in nodes)
@@ -101,6 +101,7 @@ def _positions(nodes: Sequence[Node], padding: int) -> Tensor:
 
 
 def _multiplicity(nodes: Sequence[Node], members: Sequence[Member], padding: int) -> Tensor:
+    """Returns for each packed token the number of sequences that contain it, int32."""
     times = [0] * len(nodes)
     for i in chain.from_iterable(member.nodes for member in members):
         times[i] += 1

@@ -16,7 +16,7 @@ from qla_kernels.dualkv.ops import SharedBackward, SharedForward
 from qla_kernels.dualkv.validate import OP
 
 
-def natural(lse2: Tensor) -> Tensor:
+def natural_lse(lse2: Tensor) -> Tensor:
     """Converts the kernels' base-2 lse to the natural logarithm that callers get."""
     return lse2 * math.log(2)
 
@@ -40,15 +40,17 @@ class SharedPrefixAttention(torch.autograd.Function):
         return_lse: bool,
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
+        """Runs dualkv_fwd; returns (o, lse), lse None without return_lse."""
         done = SharedForward(*ops.dualkv_fwd(q, k, v, tables, scale, q_shift))
         ctx.set_materialize_grads(False)  # an unused lse costs no tensor of zeros
         ctx.scale, ctx.q_shift, ctx.deterministic = scale, q_shift, deterministic
         ctx.save_for_backward(q, k, v, done.o, done.lse2, *tables)
-        return done.o, natural(done.lse2) if return_lse else None
+        return done.o, natural_lse(done.lse2) if return_lse else None
 
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Runs dualkv_bwd; returns dq, dk, dv, and None for each further input."""
         q, k, v, o, lse2, *tables = ctx.saved_tensors
         if do is None:  # only lse was used
             do = o.new_zeros(()).expand(o.shape)

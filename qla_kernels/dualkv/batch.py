@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import flag, integer, number
 from qla_kernels.dualkv.logprobs import OP, target_logprobs
 from qla_kernels.dualkv.plan import SharedLayout, moved
 from qla_kernels.dualkv.validate import unfit_factor
@@ -56,10 +57,12 @@ class SharedBatch:
 
     @property
     def num_tokens(self) -> int:
+        """Number of packed tokens, T, padding included."""
         return self.layout.num_tokens
 
     @property
     def num_sequences(self) -> int:
+        """Number of the caller's sequences, S."""
         return len(self.paths)
 
     @property
@@ -97,9 +100,10 @@ class SharedBatch:
         expect_tensors("SharedBatch.pack", x=x)
         dims = len(self.source_shape)
         if x.shape[:dims] != self.source_shape:
-            needs = f"{self.source_shape} and further dimensions: an entry for each token packed"
-            fix = "pass a tensor shaped like the tokens that were packed"
-            raise ValueError(need("SharedBatch.pack", f"shape {tuple(x.shape)}", needs, fix))
+            needs = f"{self.source_shape} and further dimensions, an entry for each token packed"
+            fix = "pass a tensor that begins with the shape of the packed tokens"
+            got = f"x has shape {tuple(x.shape)}"
+            raise ValueError(need("SharedBatch.pack", got, needs, fix))
         return taken(x.flatten(0, dims - 1), self.take)
 
     @overload
@@ -128,23 +132,26 @@ class SharedBatch:
                 vocabulary.
         """
         expect_tensors(OP, logits=logits)
+        entropy = flag(OP, "entropy", entropy)
         if logits.dim() != 2 or logits.shape[0] != self.src_rows.shape[0]:
             needs = f"[{self.src_rows.shape[0]}, vocabulary], the rows src_rows"
-            fix = "pass logits_to_keep=batch.src_rows, or hidden[batch.src_rows] to the head"
-            got = f"logits of shape {tuple(logits.shape)}"
+            fix = "give the model logits_to_keep=batch.src_rows, or its head hidden[batch.src_rows]"
+            got = f"logits has shape {tuple(logits.shape)}"
             raise ValueError(need(OP, got, needs, fix))
         if not logits.is_floating_point():
-            fix = "pass what the model's head returns"
-            raise ValueError(need(OP, f"logits of {logits.dtype}", "floats", fix))
+            fix = "pass the output of the model's head"
+            raise ValueError(need(OP, f"logits is {logits.dtype}", "a float dtype", fix))
         if logits.device != self.targets.device:
-            got, needs = f"logits on {logits.device}", f"{self.targets.device}, as the batch"
+            got, needs = f"logits is on {logits.device}", f"{self.targets.device}, as the batch"
             raise ValueError(need(OP, got, needs, "move the batch: batch.to(logits.device)"))
         if (wrong := unfit_factor("temperature", temperature)) is not None:
-            fix = "pass the one that responses were sampled with; one that is learned divides them"
+            fix = "pass the temperature of sampling; divide logits by one that is learned"
             raise ValueError(need(OP, wrong, "a positive number", fix))
         self._check_targets(logits.shape[1])
-        found = target_logprobs(logits, self.src_inv, self.targets, temperature, entropy)
-        return found if entropy else found[0]
+        logprobs, entropies = target_logprobs(
+            logits, self.src_inv, self.targets, temperature, entropy
+        )
+        return (logprobs, entropies) if entropy else logprobs
 
     def _check_targets(self, vocabulary: int) -> None:
         """Raises ValueError if a target is not in 0 .. vocabulary - 1.
@@ -157,27 +164,29 @@ class SharedBatch:
         if self.targets.is_cpu or os.environ.get("QLA_CHECK", "0") not in ("", "0"):
             for token in (int(self.targets.min()), int(self.targets.max())):
                 if not 0 <= token < vocabulary:
-                    needs = f"0 to {vocabulary - 1}, as there are logits"
+                    needs = f"0 to {vocabulary - 1}, the columns of logits"
                     fix = "pass logits of the whole vocabulary, and pack token ids"
-                    raise ValueError(need(OP, f"a target of {token}", needs, fix))
+                    raise ValueError(need(OP, f"a target is {token}", needs, fix))
 
     def to_padded(self, x: Tensor, width: int | None = None, fill: float = 0.0) -> Tensor:
         """Returns x [L, ...] of the targets as [S, width, ...], in the caller's order of sequences.
 
-        Entries without a target are `fill`. `width` defaults to `self.width`; ValueError if
-        smaller.
+        Entries without a target are `fill`. `width` defaults to `self.width`. Raises ValueError if
+        x has other rows, or if width is less than `self.width`.
         """
-        expect_tensors("SharedBatch.to_padded", x=x)
+        op = "SharedBatch.to_padded"
+        expect_tensors(op, x=x)
         if x.shape[:1] != self.targets.shape:
-            got, needs = f"{x.shape[0]} rows", f"{self.targets.shape[0]}, one for each target"
-            fix = "pass what gather_logprobs returned, or from_padded"
-            raise ValueError(need("SharedBatch.to_padded", got, needs, fix))
-        width = self.width if width is None else width
+            got = f"x has shape {tuple(x.shape)}"
+            needs = f"{self.targets.shape[0]} rows, one for each target"
+            fix = "pass a result of gather_logprobs or from_padded"
+            raise ValueError(need(op, got, needs, fix))
+        width = self.width if width is None else integer(op, "width", width)
         if width < self.width:
-            got = f"width={width}"
+            needs = f"at least {self.width}, for the longest sequence"
             fix = "pass the width of the tensors that were packed"
-            needs = f"at least {self.width}, for the longest"
-            raise ValueError(need("SharedBatch.to_padded", got, needs, fix))
+            raise ValueError(need(op, f"width={width}", needs, fix))
+        fill = fill if isinstance(fill, int) else number(op, "fill", fill)
         padded = x.new_full((self.num_sequences, width, *x.shape[1:]), fill)
         return padded.index_put((self.row, self.column), x)
 
@@ -190,8 +199,8 @@ class SharedBatch:
         expect_tensors("SharedBatch.from_padded", x=x)
         if x.dim() < 2 or x.shape[0] != self.num_sequences or x.shape[1] < self.width:
             needs = f"({self.num_sequences}, at least {self.width}), a row for each sequence"
-            fix = "expand what is per sequence to [S, 1] and then to [S, width]"
-            got = f"shape {tuple(x.shape)}"
+            fix = "pass [S, width]; expand a number per sequence by x[:, None].expand(-1, width)"
+            got = f"x has shape {tuple(x.shape)}"
             raise ValueError(need("SharedBatch.from_padded", got, needs, fix))
         return x[self.row, self.column]
 
@@ -199,8 +208,17 @@ class SharedBatch:
         """Returns a list of S tensors: the entries of x [T, ...] for the tokens of each sequence.
 
         Sequences are in the caller's order. Meant for comparisons with unshared runs: this is the
-        only method that makes replicas, and it waits for the device.
+        only method that makes replicas, and it waits for the device. Raises ValueError if x has
+        other rows.
         """
+        op = "SharedBatch.to_replicated"
+        expect_tensors(op, x=x)
+        if x.shape[:1] != (self.num_tokens,):
+            got, needs = (
+                f"x has shape {tuple(x.shape)}",
+                f"{self.num_tokens} rows, one for each token",
+            )
+            raise ValueError(need(op, got, needs, "pass a tensor over the packed tokens"))
         alone = dict(zip(self.order.tolist(), self.paths, strict=True))
         return [x[alone[i].to(x.device)] for i in sorted(alone)]
 
@@ -213,4 +231,5 @@ def taken(x: Tensor, take: Tensor) -> Tensor:
 
 
 def _ratio(replicated: int, packed: int) -> float:
+    """Returns replicated / packed; 1.0 for an empty batch."""
     return replicated / packed if packed else 1.0

@@ -16,6 +16,7 @@ from qla_kernels.dualkv.ops import SharedBackward, SharedForward
 def dualkv_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
 ) -> SharedForward:
+    """Returns o and the base-2 lse of q's rows, from the reference."""
     (nodes,) = tables
     with torch.autocast("cpu", enabled=False):
         done = reference().dualkv.by_nodes(q, k, v, nodes, scale, q_shift)
@@ -36,6 +37,7 @@ def dualkv_bwd(
     q_shift: int,
     deterministic: bool,  # it always is
 ) -> SharedBackward:
+    """Returns dq, dk and dv, contiguous, from the reference; always deterministic."""
     (nodes,) = tables
     with torch.autocast("cpu", enabled=False):
         grads = reference().dualkv.by_nodes_backward(

@@ -21,6 +21,7 @@ from qla_kernels.sm90 import dtype_name, require_aligned, tma_readable
 def dualkv_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
 ) -> SharedForward:
+    """Launches the forward; returns o and the base-2 lse. Unsupported if one is unaligned."""
     require_aligned(OP, q=q, k=k, v=v)
     work = Tables(*tables)
     num_queries, num_heads, D = q.shape
@@ -53,6 +54,7 @@ def dualkv_bwd(
     q_shift: int,
     deterministic: bool,
 ) -> SharedBackward:
+    """Launches the backward; returns dq, dk and dv. Unsupported if one is unaligned."""
     from qla_kernels.dualkv.launch_backward import backward
 
     require_aligned(OP, q=q, k=k, v=v)

@@ -48,6 +48,7 @@ class TargetLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor]:
+        """Returns (log-probabilities, entropies) of the targets, both [L]."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         lse = logits.new_empty(logits.shape[0], dtype=wide)
         entropies = torch.zeros_like(lse)
@@ -63,17 +64,18 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, g: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of logits, in their dtype, and None for the other inputs."""
         logits, rows, targets, lse, entropies = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
         g, g_entropy = g / ctx.temperature, g_entropy / ctx.temperature
-        of_row = torch.zeros_like(lse).index_put((rows,), g, accumulate=True)
-        of_entropy = torch.zeros_like(lse).index_put((rows,), g_entropy, accumulate=True)
+        row_grad = torch.zeros_like(lse).index_put((rows,), g, accumulate=True)
+        entropy_grad = torch.zeros_like(lse).index_put((rows,), g_entropy, accumulate=True)
         for part in _parts(logits):
             p = (logits[part].to(lse.dtype) / ctx.temperature - lse[part, None]).exp()
-            dz = -of_row[part, None] * p
+            dz = -row_grad[part, None] * p
             if ctx.entropy:
                 per_token = torch.special.entr(p) - p * entropies[part, None]
-                dz += of_entropy[part, None] * per_token
+                dz += entropy_grad[part, None] * per_token
             here = (rows >= part.start) & (rows < part.stop)
             row = (rows - part.start).clamp(0, part.stop - part.start - 1)
             dz.index_put_((row, targets), g.masked_fill(~here, 0), accumulate=True)

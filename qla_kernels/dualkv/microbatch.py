@@ -6,9 +6,10 @@ that is cut into m pieces stores m prompts and keeps (n - m) / (n - 1) of the to
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from numbers import Integral, Real
 from typing import NamedTuple, TypeVar
 
+from qla_kernels.arguments import integer, number
+from qla_kernels.dualkv.tokens import Group, group_lengths
 from qla_kernels.errors import need
 
 OP = "plan_microbatches"
@@ -16,7 +17,6 @@ OP = "plan_microbatches"
 MOST_RANKS = 1 << 17  # more data-parallel ranks than any job has
 TOKEN_COST = 24_000.0  # Qwen3-8B: 193e6 weights of a layer / (2 * 32 heads * 128)
 
-Group = tuple[int, Sequence[int]]  # tokens of the prompt, and of each response
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -54,18 +54,19 @@ def plan_microbatches(
             weights of a layer / (2 H D). 0 counts attention alone.
 
     Raises:
-        ValueError: an argument out of range, or a prompt and a response that together exceed
-            max_tokens.
+        ValueError: an argument of another type or out of range, or a prompt and a response that
+            together exceed max_tokens.
     """
-    _check(groups, max_tokens, ranks, token_cost)
-    pieces = [piece for g, group in enumerate(groups) for piece in _cut(g, group, max_tokens)]
+    ranks, limit, token_cost = _settings(ranks, max_tokens, token_cost)
+    groups = group_lengths(OP, groups)
+    pieces = [piece for g, group in enumerate(groups) for piece in _cut(g, group, limit)]
     tokens = {piece: _tokens(groups, piece) for piece in pieces}
     costs = {p: token_cost * tokens[p] + _pairs(groups, p) for p in pieces}
 
     def cost(batch: MicroBatch) -> float:
         return sum(costs[piece] for piece in batch)
 
-    batches = _halved(_first_fit(tokens, max_tokens), ranks, costs)
+    batches = _halved(_first_fit(tokens, limit), ranks, costs)
     most = -(-len(batches) // ranks)
     return [
         dealt + [[] for _ in range(most - len(dealt))]
@@ -73,20 +74,25 @@ def plan_microbatches(
     ]
 
 
-def _check(groups: Sequence[Group], max_tokens: float, ranks: int, token_cost: float) -> None:
-    if not isinstance(ranks, Integral) or not 1 <= ranks <= MOST_RANKS:
+def _settings(ranks: int, max_tokens: float, token_cost: float) -> tuple[int, float, float]:
+    """Returns the arguments as numbers; ValueError if one is no number or out of range.
+
+    max_tokens may be infinite.
+    """
+    fix = "pass the number of data-parallel ranks"
+    ranks = integer(OP, "ranks", ranks, fix)
+    if not 1 <= ranks <= MOST_RANKS:
         needs = f"at least 1 and at most {MOST_RANKS}"
-        raise ValueError(need(OP, f"ranks={ranks}", needs, "pass the number of ranks"))
-    if not isinstance(max_tokens, Real) or not max_tokens >= 0:
-        fix = "pass the tokens that a micro-batch may have"
-        raise ValueError(need(OP, f"max_tokens={max_tokens}", "a number", fix))
-    if not isinstance(token_cost, Real) or not 0 <= token_cost < float("inf"):
-        fix = "leave it out, or see the docstring"
-        raise ValueError(need(OP, f"token_cost={token_cost}", "a number from 0 on", fix))
-    for g, (prompt, responses) in enumerate(groups):
-        if not all(isinstance(n, Integral) and n >= 0 for n in (prompt, *responses)):
-            got = f"group {g} has lengths {prompt} and {list(responses)}"
-            raise ValueError(need(OP, got, "whole numbers of tokens", "check the lengths"))
+        raise ValueError(need(OP, f"ranks={ranks}", needs, fix))
+    fix = "pass the number of tokens that a micro-batch may have"
+    limit = number(OP, "max_tokens", max_tokens, fix)
+    if not limit >= 0:
+        raise ValueError(need(OP, f"max_tokens={max_tokens}", "0 or more", fix))
+    fix = "leave it out, or pass weights of a layer / (2 H D)"
+    token_cost = number(OP, "token_cost", token_cost, fix)
+    if not 0 <= token_cost < float("inf"):
+        raise ValueError(need(OP, f"token_cost={token_cost}", "0 or more, and finite", fix))
+    return ranks, max_tokens if isinstance(max_tokens, int) else limit, token_cost
 
 
 def _halved(
@@ -96,20 +102,20 @@ def _halved(
 
     Returns the micro-batches; stops early once each has one piece.
     """
-    found = dict(enumerate(batches))
-    heap = [(-sum(costs[p] for p in batch), i) for i, batch in found.items() if len(batch) > 1]
+    numbered = dict(enumerate(batches))
+    heap = [(-sum(costs[p] for p in batch), i) for i, batch in numbered.items() if len(batch) > 1]
     heapify(heap)
-    last = len(found)
-    while len(found) % ranks and heap:
-        widest = found.pop(heappop(heap)[1])
-        for half in _spread(widest, 2, len(widest), costs.__getitem__):
-            found[last := last + 1] = half
+    last = len(numbered)
+    while len(numbered) % ranks and heap:
+        costliest = numbered.pop(heappop(heap)[1])
+        for half in _spread(costliest, 2, len(costliest), costs.__getitem__):
+            numbered[last := last + 1] = half
             if len(half) > 1:
                 heappush(heap, (-sum(costs[p] for p in half), last))
-    return list(found.values())
+    return list(numbered.values())
 
 
-def _cut(index: int, group: Group, max_tokens: int) -> list[Piece]:
+def _cut(index: int, group: Group, max_tokens: float) -> list[Piece]:
     """Returns the group as one piece, or as pieces of at most max_tokens.
 
     Raises ValueError if the prompt and the longest response exceed max_tokens.
@@ -126,13 +132,13 @@ def _cut(index: int, group: Group, max_tokens: int) -> list[Piece]:
     return [Piece(index, tuple(sorted(part))) for part in parts]
 
 
-def _first_fit(sizes: Mapping[Key, int], room: int) -> list[list[Key]]:
-    """Packs items into bins of size `room`: largest first, each into the first bin with room.
+def _first_fit(sizes: Mapping[Key, int], size: float) -> list[list[Key]]:
+    """Packs items into bins of `size`: largest first, each into the first bin that has space.
 
     Returns the bins' items. A binary tree of maxima finds the first bin in log time.
     """
     leaves = 1 << max(0, len(sizes) - 1).bit_length()
-    free = [room] * (2 * leaves)  # bin i's room is free[leaves + i]; free[n] = max of 2n, 2n + 1
+    free = [size] * (2 * leaves)  # bin i has free[leaves + i] left; free[n] = max of 2n, 2n + 1
     bins: list[list[Key]] = [[] for _ in sizes]
     for item in sorted(sizes, key=lambda item: -sizes[item]):
         node = 1
@@ -142,7 +148,7 @@ def _first_fit(sizes: Mapping[Key, int], room: int) -> list[list[Key]]:
         free[node] -= sizes[item]
         while node := node // 2:
             free[node] = max(free[2 * node], free[2 * node + 1])
-    return [found for found in bins if found]
+    return [items for items in bins if items]
 
 
 def _spread(
@@ -152,22 +158,24 @@ def _spread(
 
     The costliest items go first, each to the list of least cost that has fewer than `most` items.
     """
-    found: list[list[Item]] = [[] for _ in range(parts)]
+    lists: list[list[Item]] = [[] for _ in range(parts)]
     open_parts = [(0.0, i) for i in range(parts)]  # a heap: the lightest comes first
     for item in sorted(items, key=lambda item: -cost(item)):
         load, lightest = heappop(open_parts)
-        found[lightest].append(item)
-        if len(found[lightest]) < most:
+        lists[lightest].append(item)
+        if len(lists[lightest]) < most:
             heappush(open_parts, (load + cost(item), lightest))
-    return found
+    return lists
 
 
 def _tokens(groups: Sequence[Group], piece: Piece) -> int:
+    """Returns the packed tokens of a piece: its prompt and its responses."""
     prompt, responses = groups[piece.group]
     return prompt + sum(responses[i] for i in piece.responses)
 
 
 def _pairs(groups: Sequence[Group], piece: Piece) -> int:
+    """Returns the visible (query, key) pairs of a piece, per head."""
     prompt, responses = groups[piece.group]
     lengths = [responses[i] for i in piece.responses]
     return prompt * (prompt + 1) // 2 + sum(prompt * r + r * (r + 1) // 2 for r in lengths)

@@ -3,17 +3,17 @@
 Prompts are left-padded to one width; responses follow and are padded on the right.
 """
 
-from collections.abc import Hashable, Sequence
-from numbers import Integral
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import described, flag, integer
 from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
 from qla_kernels.dualkv.plan import run
-from qla_kernels.dualkv.tokens import check_positions, is_whole
+from qla_kernels.dualkv.tokens import as_list, check_positions, is_whole, on_host
 from qla_kernels.errors import need
 from qla_kernels.sm90 import expect_tensors
 
@@ -21,7 +21,7 @@ OP = "pack_padded"
 
 
 class PaddedGroup(NamedTuple):
-    """Rows with the same prompt. (prompt, responses) is a group as `plan_microbatches` takes it."""
+    """Rows with the same prompt; `plan_microbatches` takes the pair (prompt, responses)."""
 
     rows: list[int]
     prompt: int  # tokens
@@ -59,10 +59,10 @@ def pack_padded(
         ValueError: shapes that do not fit, a row without a prompt, padding inside a prompt or a
             response, or prompts that differ within a group.
     """
-    _check_shapes(input_ids, attention_mask, prompt_width, group_ids)
+    prompt_width = _check_shapes(input_ids, attention_mask, prompt_width)
     if position_ids is not None:
         check_positions(OP, position_ids, input_ids)
-    ids, width = input_ids.cpu(), input_ids.shape[1]
+    ids, width = on_host(OP, "input_ids", input_ids), input_ids.shape[1]
     groups = padded_groups(ids, attention_mask, prompt_width, group_ids=group_ids, verify=verify)
     if verify and position_ids is not None:
         _compare_positions(groups, position_ids.cpu(), prompt_width)
@@ -89,34 +89,62 @@ def padded_groups(
 ) -> list[PaddedGroup]:
     """Returns the groups that `pack_padded` would form, ordered by their first rows.
 
-    Pass them to `plan_microbatches`. Arguments and errors are those of `pack_padded`.
+    `plan_microbatches` takes [(group.prompt, group.responses), ..]. Arguments and errors are those
+    of `pack_padded`.
     """
-    _check_shapes(input_ids, attention_mask, prompt_width, group_ids)
-    ids, mask = input_ids.cpu(), attention_mask.cpu() != 0
+    prompt_width = _check_shapes(input_ids, attention_mask, prompt_width)
+    verify = flag(OP, "verify", verify)
+    ids = on_host(OP, "input_ids", input_ids)
+    mask = on_host(OP, "attention_mask", attention_mask) != 0
     prompts = mask[:, :prompt_width].sum(1).tolist()
     responses = mask[:, prompt_width:].sum(1).tolist()
     _check_mask(mask, prompt_width, prompts)
-    contents = [ids[row, prompt_width - n : prompt_width] for row, n in enumerate(prompts)]
-    labels: Sequence[Hashable]
+    prompt_ids = [ids[row, prompt_width - n : prompt_width] for row, n in enumerate(prompts)]
+    labels: list[Hashable]
     if group_ids is None:
-        labels = [tokens.numpy().tobytes() for tokens in contents]  # hashed, then compared
+        labels = [tokens.numpy().tobytes() for tokens in prompt_ids]  # hashed, then compared
     else:
-        labels = group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids
-    rows_of: dict[Hashable, list[int]] = {}
+        labels = _labels(group_ids, len(ids))
+    rows_by_label: dict[Hashable, list[int]] = {}
     for row, label in enumerate(labels):
-        rows_of.setdefault(label, []).append(row)
+        rows_by_label.setdefault(label, []).append(row)
     groups = [
         PaddedGroup(rows, prompts[rows[0]], [responses[row] for row in rows])
-        for rows in rows_of.values()
+        for rows in rows_by_label.values()
     ]
     for number, group in enumerate(groups):
         for row in group.rows[1:]:
-            _check_prompts(number, group.rows[0], row, contents, verify)
+            _check_prompts(number, group.rows[0], row, prompt_ids, verify)
     return groups
 
 
-def _check_prompts(number: int, a: int, b: int, contents: Sequence[Tensor], verify: bool) -> None:
-    one, other = contents[a], contents[b]
+def _labels(group_ids: Any, num_rows: int) -> list[Hashable]:
+    """Returns the label of each row; ValueError if group_ids is no list of a label for each row."""
+    needs, fix = (
+        f"{num_rows}, one for each row",
+        "pass a list of labels, or None to compare prompts",
+    )
+    if isinstance(group_ids, Mapping) or (isinstance(group_ids, Tensor) and group_ids.dim() != 1):
+        raise ValueError(need(OP, described("group_ids", group_ids), f"labels, {needs}", fix))
+    if isinstance(group_ids, Tensor):
+        group_ids = on_host(OP, "group_ids", group_ids).tolist()
+    labels = as_list(OP, "group_ids", group_ids, f"labels, {needs}", fix)
+    if len(labels) != num_rows:
+        raise ValueError(need(OP, f"there are {len(labels)} group_ids", needs, fix))
+    for row, label in enumerate(labels):
+        try:
+            hash(label)
+        except TypeError:
+            got = described(f"group_ids[{row}]", label)
+            raise ValueError(need(OP, got, "a label that can be hashed", fix)) from None
+    return labels
+
+
+def _check_prompts(number: int, a: int, b: int, prompt_ids: Sequence[Tensor], verify: bool) -> None:
+    """Raises ValueError if rows a and b of a group have prompts of other lengths or, with `verify`,
+    of other tokens.
+    """
+    one, other = prompt_ids[a], prompt_ids[b]
     got = ""
     if len(one) != len(other):
         got = f"have prompts of {len(one)} and {len(other)} tokens"
@@ -128,20 +156,25 @@ def _check_prompts(number: int, a: int, b: int, contents: Sequence[Tensor], veri
 
 
 def _compare_positions(groups: Sequence[PaddedGroup], position_ids: Tensor, width: int) -> None:
+    """Raises ValueError if rows of a group have different position_ids over their prompt."""
     for number, group in enumerate(groups):
         prompts = position_ids[..., width - group.prompt : width]
         for row in group.rows[1:]:
             if not torch.equal(prompts[..., group.rows[0], :], prompts[..., row, :]):
                 got = f"group {number}: rows {group.rows[0]} and {row} have other position_ids"
-                needs, fix = "the same over their prompt", "give them different group_ids"
+                needs, fix = "equal positions of their prompt", "give them different group_ids"
                 raise ValueError(need(OP, got, needs, fix))
 
 
 def _check_mask(mask: Tensor, prompt_width: int, prompts: Sequence[int]) -> None:
+    """Raises ValueError if a row has no prompt, or padding inside its prompt or response.
+
+    mask is bool [B, W]; `prompts` are the tokens of each row's prompt.
+    """
     for row, length in enumerate(prompts):
         if length == 0:
             got, needs = f"row {row} has no prompt", "at least one token left of prompt_width"
-            fix = "drop rows of padding, and check prompt_width"
+            fix = "remove rows that are all padding, and check prompt_width"
             raise ValueError(need(OP, got, needs, fix))
     steps = mask.int().diff(dim=1)
     rises = steps[:, : prompt_width - 1] < 0  # a prompt goes on after padding
@@ -154,24 +187,22 @@ def _check_mask(mask: Tensor, prompt_width: int, prompts: Sequence[int]) -> None
             raise ValueError(need(OP, got, needs, "check attention_mask and prompt_width"))
 
 
-def _check_shapes(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    prompt_width: int,
-    group_ids: Sequence[Hashable] | Tensor | None,
-) -> None:
+def _check_shapes(input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> int:
+    """Returns prompt_width as an int.
+
+    Raises ValueError unless input_ids and attention_mask are [B, W] and prompt_width is 1 to W.
+    """
     expect_tensors(OP, input_ids=input_ids, attention_mask=attention_mask)
     if input_ids.dim() != 2 or not is_whole(input_ids):
-        got = f"input_ids of shape {tuple(input_ids.shape)} and {input_ids.dtype}"
-        raise ValueError(need(OP, got, "[B, W] integers", "pass token ids, a row a sequence"))
+        got = described("input_ids", input_ids)
+        raise ValueError(need(OP, got, "[B, W] integers", "pass a row of token ids a sequence"))
     if attention_mask.shape != input_ids.shape:
-        got = f"attention_mask of shape {tuple(attention_mask.shape)}"
+        got = f"attention_mask has shape {tuple(attention_mask.shape)}"
         needs = f"{tuple(input_ids.shape)}, as input_ids"
         raise ValueError(need(OP, got, needs, "pass the mask of prompts and responses"))
-    B, W = input_ids.shape
-    if not isinstance(prompt_width, Integral) or not 0 < prompt_width <= W:
-        got, needs = f"prompt_width={prompt_width}", f"1 to W={W}"
-        raise ValueError(need(OP, got, needs, "pass the columns that prompts were padded to"))
-    if group_ids is not None and len(group_ids) != B:
-        got = f"{len(group_ids)} group_ids"
-        raise ValueError(need(OP, got, f"{B}, one for each row", "pass None to compare prompts"))
+    fix = "pass the number of columns that prompts were padded to"
+    width = integer(OP, "prompt_width", prompt_width, fix)
+    if not 0 < width <= input_ids.shape[1]:
+        needs = f"1 to W={input_ids.shape[1]}"
+        raise ValueError(need(OP, f"prompt_width={width}", needs, fix))
+    return width

@@ -6,7 +6,6 @@ end of its node's subtree. The layout is computed from lengths, which the host k
 here waits for a device.
 """
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,9 +14,11 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
+from qla_kernels.arguments import integer
 from qla_kernels.device_tables import Kept
 from qla_kernels.dualkv import tables
 from qla_kernels.dualkv.tables import Tables
+from qla_kernels.dualkv.tokens import Group, as_list, group_lengths
 from qla_kernels.errors import need
 
 
@@ -38,7 +39,7 @@ class SharedLayout:
     @classmethod
     def from_lengths(
         cls,
-        groups: Iterable[tuple[int, Sequence[int]]],
+        groups: Iterable[Group],
         *,
         pad_to: int | None = None,
         device: torch.device | str | None = None,
@@ -49,13 +50,17 @@ class SharedLayout:
             groups: in packed order. A group without responses is a sequence of its prompt alone.
             pad_to: appends padding tokens up to this total; they see only each other.
             device: device of `tout`; the CPU if None.
+
+        Raises:
+            ValueError: a group of another form, or pad_to less than the tokens.
         """
+        op = "SharedLayout.from_lengths"
         lengths: list[int] = []
         parents: list[int] = []
-        for prompt, responses in groups:
+        for prompt, responses in group_lengths(op, groups):
             parents += [-1, *[len(lengths)] * len(responses)]
             lengths += [prompt, *responses]
-        return cls.from_forest(lengths, parents, pad_to=pad_to, device=device)
+        return layout_of_nodes(op, lengths, parents, pad_to, device)
 
     @classmethod
     def from_forest(
@@ -72,21 +77,14 @@ class SharedLayout:
         `pad_to` and `device` are as in `from_lengths`. Raises ValueError if the order is not depth
         first, a length is negative, or pad_to is less than the tokens.
         """
-        lengths, parents = _integers("lengths", lengths), _integers("parents", parents)
-        _check_forest(lengths, parents)
-        lengths, parents = _padded(lengths, parents, pad_to)
-        ends = whole([0, *lengths]).cumsum(0)
-        tout: list[int] = ends[1:].tolist()
-        for node in reversed(range(len(lengths))):
-            if parents[node] >= 0:  # the last child, seen first, has the latest end
-                tout[parents[node]] = max(tout[parents[node]], tout[node])
-        spans = torch.stack([ends[:-1], ends[1:], whole(tout)], 1).int()
-        spans = spans[spans[:, 0] < spans[:, 1]]
-        per_token = spans[:, 2].repeat_interleave(spans[:, 1] - spans[:, 0])
-        return cls(moved(per_token, device), spans)
+        op = "SharedLayout.from_forest"
+        lengths, parents = _integers(op, "lengths", lengths), _integers(op, "parents", parents)
+        _check_forest(op, lengths, parents)
+        return layout_of_nodes(op, lengths, parents, pad_to, device)
 
     @property
     def num_tokens(self) -> int:
+        """Number of packed tokens, T."""
         return self.tout.shape[0]
 
     @property
@@ -105,33 +103,36 @@ class SharedLayout:
         stream.
         """
         key = num_heads, kv_heads, q_shift
-        found = self.prepared.get(key)
-        if found is None:
-            found = self.prepared[key] = self._built(key)
-        if torch.compiler.is_compiling() or found.gpu < 0:
-            return found.tables
-        if found.by_default and device.stream(found.gpu) == device.DEFAULT_STREAM:
-            return found.tables  # nearly every call, and host time counts
+        ready = self.prepared.get(key)
+        if ready is None:
+            ready = self.prepared[key] = self._built(key)
+        if torch.compiler.is_compiling() or ready.gpu < 0:
+            return ready.tables
+        if ready.by_default and device.stream(ready.gpu) == device.DEFAULT_STREAM:
+            return ready.tables  # nearly every call, and host time counts
         with device.of(self.tout):
-            return found.kept.here()
+            return ready.kept.here()
 
     def _built(self, key: tuple[int, int, int]) -> "Prepared":
+        """Builds the tables for key = (num_heads, kv_heads, q_shift), copies and returns them."""
+        _check_heads(*key[:2])
         if torch.compiler.is_compiling():
-            raise ValueError(_not_prepared(key, "what is compiled"))
+            raise ValueError(_not_prepared(key, "the function that is compiled"))
         with device.of(self.tout):
             if self.tout.is_cuda and device.capturing():
                 raise ValueError(_not_prepared(key, "the capture of a CUDA graph"))
             built = tables.build(self.nodes, *key)
             there = moved(tables.one_buffer(built), self.tout.device)
-            found, gpu = tables.views(there, built), there.get_device()
+            views, gpu = tables.views(there, built), there.get_device()
             by_default = gpu >= 0 and device.stream(gpu) == device.DEFAULT_STREAM
-            return Prepared(found, Kept(found, there), gpu, by_default)
+            return Prepared(views, Kept(views, there), gpu, by_default)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles leave the tables out; they are built again when needed."""
         return SharedLayout, (self.tout, self.nodes)
 
     def to(self, device: torch.device | str) -> "SharedLayout":
+        """Returns a copy on `device`, without tables; a copy to a GPU does not wait for it."""
         return SharedLayout(moved(self.tout, device), self.nodes)
 
 
@@ -145,9 +146,22 @@ class Prepared(NamedTuple):
 
 
 def _not_prepared(key: tuple[int, int, int], before: str) -> str:
+    """Returns the text of an error: the tables are missing where they cannot be built."""
     heads = ", ".join(map(str, key if key[2] else key[:2]))
-    fix = f"call layout.prepare({heads}) before {before}"
-    return need("SharedLayout", "no tables yet", "them, which are built on the host", fix)
+    got, fix = (
+        f"there are no tables for heads {heads}",
+        f"call layout.prepare({heads}) before {before}",
+    )
+    return need("SharedLayout", got, "tables that the host built beforehand", fix)
+
+
+def _check_heads(num_heads: int, kv_heads: int) -> None:
+    """Raises ValueError unless kv_heads is at least 1 and divides num_heads; both are integers."""
+    op = "SharedLayout.prepare"
+    H, Hk = integer(op, "num_heads", num_heads), integer(op, "kv_heads", kv_heads)
+    if H < 1 or Hk < 1 or H % Hk:
+        got, needs = f"num_heads={H}, kv_heads={Hk}", "num_heads a multiple of kv_heads, both > 0"
+        raise ValueError(need(op, got, needs, "pass the heads of q, then those of k"))
 
 
 def whole(numbers: Iterable[int]) -> Tensor:
@@ -169,41 +183,67 @@ def moved(x: Tensor, device: torch.device | str | None) -> Tensor:
     return x.to(device)
 
 
+def layout_of_nodes(
+    op: str,
+    lengths: Sequence[int],
+    parents: Sequence[int],
+    pad_to: int | None,
+    device: torch.device | str | None,
+) -> SharedLayout:
+    """Returns the layout of a depth-first forest, whose lengths and parents have been checked.
+
+    Raises ValueError, in the name of `op`, if pad_to is no integer or less than the tokens.
+    """
+    lengths, parents = _padded(op, lengths, parents, pad_to)
+    ends = whole([0, *lengths]).cumsum(0)
+    tout: list[int] = ends[1:].tolist()
+    for node in reversed(range(len(lengths))):
+        if parents[node] >= 0:  # the last child, seen first, has the latest end
+            tout[parents[node]] = max(tout[parents[node]], tout[node])
+    spans = torch.stack([ends[:-1], ends[1:], whole(tout)], 1).int()
+    spans = spans[spans[:, 0] < spans[:, 1]]
+    per_token = spans[:, 2].repeat_interleave(spans[:, 1] - spans[:, 0])
+    return SharedLayout(moved(per_token, device), spans)
+
+
 def _padded(
-    lengths: Sequence[int], parents: Sequence[int], pad_to: int | None
+    op: str, lengths: Sequence[int], parents: Sequence[int], pad_to: int | None
 ) -> tuple[list[int], list[int]]:
     """Returns lengths and parents with a padding node appended if pad_to exceeds the tokens.
 
-    Raises ValueError if pad_to is less than the tokens.
+    Raises ValueError if pad_to is no integer, or less than the tokens.
     """
-    padding = 0 if pad_to is None else pad_to - sum(lengths)
-    if padding < 0:
-        got = f"{sum(lengths)} tokens and pad_to={pad_to}"
-        raise ValueError(need("SharedLayout", got, "room for all", "raise pad_to, or pack less"))
-    return ([*lengths, padding], [*parents, -1]) if padding else (list(lengths), list(parents))
+    tokens = sum(lengths)
+    total = tokens if pad_to is None else integer(op, "pad_to", pad_to)
+    if total < tokens:
+        got, fix = f"{tokens} tokens and pad_to={total}", "raise pad_to, or pack fewer tokens"
+        raise ValueError(need(op, got, "room for all tokens", fix))
+    if total == tokens:
+        return list(lengths), list(parents)
+    return [*lengths, total - tokens], [*parents, -1]
 
 
-def _integers(name: str, given: Sequence[int]) -> list[int]:
-    try:
-        return [operator.index(n) for n in given]
-    except TypeError as error:
-        got, fix = f"{name} {given}", "pass whole numbers of tokens"
-        raise ValueError(need("SharedLayout", got, "integers", fix)) from error
+def _integers(op: str, name: str, given: Sequence[int]) -> list[int]:
+    """Returns the numbers as a list of ints; ValueError if `given` is no list of integers."""
+    items = as_list(op, name, given, "a list of integers", "pass one number for each node")
+    return [integer(op, f"{name}[{i}]", x, "pass whole numbers") for i, x in enumerate(items)]
 
 
-def _check_forest(lengths: Sequence[int], parents: Sequence[int]) -> None:
+def _check_forest(op: str, lengths: Sequence[int], parents: Sequence[int]) -> None:
+    """Raises ValueError unless each node has a length from 0 on, and nodes are depth first."""
     if len(lengths) != len(parents):
-        got = f"{len(lengths)} lengths and {len(parents)} parents"
-        raise ValueError(need("SharedLayout", got, "one of each for a node", "see from_forest"))
+        got = f"there are {len(lengths)} lengths and {len(parents)} parents"
+        fix = "pass a parent for each node, -1 for a root"
+        raise ValueError(need(op, got, "one length and one parent for each node", fix))
     if any(length < 0 for length in lengths):
-        got = f"a node of {min(lengths)} tokens"
-        raise ValueError(need("SharedLayout", got, "0 or more", "check the lengths"))
+        got = f"a node has {min(lengths)} tokens"
+        raise ValueError(need(op, got, "0 or more tokens in each node", "check the lengths"))
     path: list[int] = []
     for node, parent in enumerate(parents):
         while path and path[-1] != parent:
             path.pop()
         if parent != -1 and not path:
             got = f"node {node} lies outside the subtree of its parent {parent}"
-            fix = "list a node, then all that descends from it, then the next"
-            raise ValueError(need("SharedLayout", got, "depth-first order", fix))
+            fix = "list each node, then all nodes of its subtree, then the next node"
+            raise ValueError(need(op, got, "nodes in depth-first order", fix))
         path.append(node)

@@ -8,10 +8,18 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
+from qla_kernels.arguments import described
 from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
 from qla_kernels.dualkv.plan import run
-from qla_kernels.dualkv.tokens import Tokens, as_tensor, end_to_end, token_ids
+from qla_kernels.dualkv.tokens import (
+    Tokens,
+    as_list,
+    as_tensor,
+    end_to_end,
+    on_host,
+    token_ids,
+)
 from qla_kernels.errors import need
 
 OP = "pack_prefix_tree"
@@ -43,11 +51,13 @@ def pack_prefix_tree(
         ValueError: an empty sequence, token ids or masks of another form, a first token that is a
             target, or more than pad_to tokens.
     """
+    needs, fix = "a list of token ids for each sequence", "pass [[id, ..], ..] or tensors [n]"
+    sequences = as_list(OP, "sequences", sequences, needs, fix)
     parts = [token_ids(OP, f"sequence {i}", x, fewest=1) for i, x in enumerate(sequences)]
     source = end_to_end(OP, parts)
-    contents = source.cpu()
+    source_on_host = on_host(OP, "sequences", source)
     starts = [0, *accumulate(map(len, parts))]
-    texts = [contents[a:b] for a, b in pairwise(starts)]
+    texts = [source_on_host[a:b] for a, b in pairwise(starts)]
     masks = _masks(texts, loss_mask)
     nodes, paths = _tree(texts, starts)
     roots: dict[int, int] = {}
@@ -55,7 +65,7 @@ def pack_prefix_tree(
         Member(path, mask.nonzero()[:, 0], 0, number, roots.setdefault(path[0], len(roots)))
         for number, (path, mask) in enumerate(zip(paths, masks, strict=True))
     ]
-    return assemble(OP, source, nodes, members, position_ids, pad_to, contents)
+    return assemble(OP, source, nodes, members, position_ids, pad_to, source_on_host)
 
 
 def _tree(texts: Sequence[Tensor], starts: Sequence[int]) -> tuple[list[Node], list[list[int]]]:
@@ -69,7 +79,7 @@ def _tree(texts: Sequence[Tensor], starts: Sequence[int]) -> tuple[list[Node], l
     while waiting:
         together, depth, parent = waiting.pop()
         leader = together[0]
-        end = min(_agreement(texts[leader], texts[i], depth) for i in together)
+        end = min(_common_prefix(texts[leader], texts[i], depth) for i in together)
         for i in together:
             paths[i].append(len(nodes))
         onward = [i for i in together if len(texts[i]) > end]
@@ -81,13 +91,13 @@ def _tree(texts: Sequence[Tensor], starts: Sequence[int]) -> tuple[list[Node], l
 
 def _branches(which: Sequence[int], texts: Sequence[Tensor], depth: int) -> list[list[int]]:
     """Groups the texts `which` by their token at position `depth`; returns the groups."""
-    found: dict[int, list[int]] = {}
+    by_token: dict[int, list[int]] = {}
     for i in which:
-        found.setdefault(int(texts[i][depth]), []).append(i)
-    return list(found.values())
+        by_token.setdefault(int(texts[i][depth]), []).append(i)
+    return list(by_token.values())
 
 
-def _agreement(a: Tensor, b: Tensor, depth: int) -> int:
+def _common_prefix(a: Tensor, b: Tensor, depth: int) -> int:
     """Returns the length of the common prefix of a and b, given that they agree up to `depth`."""
     end = min(len(a), len(b))
     differ = (a[depth:end] != b[depth:end]).nonzero()
@@ -97,16 +107,32 @@ def _agreement(a: Tensor, b: Tensor, depth: int) -> int:
 def _masks(
     texts: Sequence[Tensor], loss_mask: Sequence[Tensor | Sequence[bool]] | None
 ) -> list[Tensor]:
+    """Returns a bool CPU tensor for each text, true for targets.
+
+    Raises ValueError if loss_mask has another form, or if a first token is a target.
+    """
     if loss_mask is None:
         return [run(0, len(text)) > 0 for text in texts]
-    masks = [as_tensor(x).cpu() != 0 for x in loss_mask]
-    lengths, wanted = [tuple(x.shape) for x in masks], [(len(text),) for text in texts]
-    if lengths != wanted:
-        got = f"loss_mask of shapes {lengths}"
-        raise ValueError(need(OP, got, f"{wanted}", "give a flag for each token of each sequence"))
+    needs, fix = "a flag for each token of each sequence", "pass [[flag, ..], ..] or tensors [n]"
+    given = as_list(OP, "loss_mask", loss_mask, needs, fix)
+    masks = [_mask(i, x) for i, x in enumerate(given)]
+    shapes, wanted = [tuple(x.shape) for x in masks], [(len(text),) for text in texts]
+    if shapes != wanted:
+        got, needs = f"loss_mask has the shapes {shapes}", f"{wanted}, as the sequences"
+        raise ValueError(need(OP, got, needs, "pass a flag for each token of each sequence"))
     for i, mask in enumerate(masks):
         if mask[0]:
             got = f"the first token of sequence {i} is a target"
-            fix = "set its loss_mask to 0, or begin the sequence with a BOS token"
+            fix = f"set loss_mask[{i}][0] to 0, or begin the sequence with a BOS token"
             raise ValueError(need(OP, got, "a token before each target, to predict it", fix))
     return masks
+
+
+def _mask(i: int, flags: Tensor | Sequence[bool]) -> Tensor:
+    """Returns the mask of sequence i as a bool CPU tensor; ValueError if it is no list of flags."""
+    name = f"loss_mask[{i}]"
+    try:
+        return on_host(OP, name, as_tensor(flags)) != 0
+    except (TypeError, RuntimeError):  # torch cannot make a tensor of it
+        fix = "pass a list of bools or a tensor [n]"
+        raise ValueError(need(OP, described(name, flags), "a flag for each token", fix)) from None

@@ -7,7 +7,7 @@ from torch import Tensor
 from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
 from qla_kernels.dualkv.plan import run
-from qla_kernels.dualkv.tokens import Tokens, end_to_end, token_ids
+from qla_kernels.dualkv.tokens import Tokens, as_list, end_to_end, token_ids
 from qla_kernels.errors import need
 
 OP = "pack_shared_prompts"
@@ -36,9 +36,13 @@ def pack_shared_prompts(
     Raises:
         ValueError: an empty prompt, token ids of another form, or more than pad_to tokens.
     """
+    needs, fix = "a list of token ids for each group", "pass a list or a tensor [P] for each prompt"
+    prompts = as_list(OP, "prompts", prompts, needs, fix)
+    needs, fix = "a list of responses for each prompt", "pass [] for a prompt without responses"
+    responses = as_list(OP, "responses", responses, needs, fix)
     if len(prompts) != len(responses):
-        got = f"{len(prompts)} prompts and {len(responses)} lists of responses"
-        raise ValueError(need(OP, got, "a list for each prompt", "pass [] where there is none"))
+        got = f"there are {len(prompts)} prompts and {len(responses)} lists of responses"
+        raise ValueError(need(OP, got, needs, fix))
     nodes: list[Node] = []
     members: list[Member] = []
     parts: list[Tensor] = []
@@ -48,12 +52,13 @@ def pack_shared_prompts(
         above, length = len(nodes), len(ids)
         if length == 0:
             got, needs = f"the prompt of group {group} is empty", "at least one token"
-            fix = "begin it with a BOS token, which then predicts each response's first"
+            fix = "begin it with a BOS token, which predicts the first token of each response"
             raise ValueError(need(OP, got, needs, fix))
         nodes.append(Node(total, length, -1))
         parts.append(ids)
         total += length
-        for i, answer in enumerate(answers):
+        name = f"the responses of group {group}"
+        for i, answer in enumerate(as_list(OP, name, answers, needs, fix)):
             ids = token_ids(OP, f"response {i} of group {group}", answer)
             targets = run(length, length + len(ids))
             members.append(Member([above, len(nodes)], targets, length, len(members), group))

@@ -91,8 +91,8 @@ def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tup
     kv_tokens = KV_QUERY_ROWS // min(pack, KV_PACK)
     kv_item, split, kv_order = _backward(lines, kv_tokens, kv_heads, q_shift)
     counts = [*map(len, (order, item, span, kv_order, kv_item, split)), int(split[:, 3].sum()), 0]
-    found = (np.array(counts), item, span, order, kv_item, split, kv_order)
-    return tuple(torch.from_numpy(table.astype(np.int32)) for table in found)
+    made = (np.array(counts), item, span, order, kv_item, split, kv_order)
+    return tuple(torch.from_numpy(table.astype(np.int32)) for table in made)
 
 
 def _check_nodes(nodes: Lines) -> None:
@@ -104,9 +104,10 @@ def _check_nodes(nodes: Lines) -> None:
     before = np.r_[0, end][: len(end)]
     wrong = np.flatnonzero((first != before) | (end <= first) | (tout < end))
     if len(wrong):
-        got = f"node {tuple(nodes[wrong[0]].tolist())} after token {before[wrong[0]]}"
+        node = tuple(nodes[wrong[0]].tolist())
+        got = f"nodes has the node {node} after token {before[wrong[0]]}"
         fix = "make layouts by SharedLayout.from_forest"
-        raise ValueError(need("SharedLayout", got, "nodes depth first, none of them empty", fix))
+        raise ValueError(need("SharedLayout", got, "consecutive nodes, none of them empty", fix))
 
 
 def one_buffer(tables: tuple[Tensor, ...]) -> Tensor:
@@ -135,14 +136,14 @@ def _forward(
     nodes: Lines, rank: Lines, tokens: int, slots: int, q_shift: int
 ) -> tuple[Lines, Lines, Lines]:
     """Returns item, span and order for query tiles of `tokens` tokens and `slots` head slots."""
-    span, of_node = _spans(nodes)
+    span, by_node = _spans(nodes)
     node, i = _tiles(nodes, tokens)
     first, end, _ = nodes[node].T
     tok0 = first + i * tokens
     rows = np.minimum(tokens, end - tok0)
     own_tiles = -(-(tok0 + rows - first) // KEY_TILE)
     own_keys = np.minimum(KEY_TILE, end - first - (own_tiles - 1) * KEY_TILE)
-    span0, spans, partials, full_tiles = of_node[node].T
+    span0, spans, partials, full_tiles = by_node[node].T
     tiles = own_tiles + partials + full_tiles
     item = np.stack(
         [tok0, rows, first, own_tiles, own_keys, span0, spans, partials, tiles], 1
@@ -157,13 +158,13 @@ def _spans(nodes: Lines) -> tuple[Lines, Lines]:
     Siblings share their spans; ancestors with adjacent tokens form one span.
     """
     table: list[tuple[int, int, int]] = []
-    of_node: list[tuple[int, int, int, int]] = []
+    by_node: list[tuple[int, int, int, int]] = []
     path: list[tuple[int, list[tuple[int, int]], tuple[int, int, int, int]]] = []
     for first, end, tout in nodes.tolist():
         while path and path[-1][0] <= first:
             path.pop()
         _, seen, below = path[-1] if path else (0, [], (0, 0, 0, 0))
-        of_node.append(below)
+        by_node.append(below)
         if tout > end:  # it has children, and they see this
             if seen and seen[-1][1] == first:
                 seen = [*seen[:-1], (seen[-1][0], end)]
@@ -175,7 +176,7 @@ def _spans(nodes: Lines) -> tuple[Lines, Lines]:
             below = (len(table), len(cut), partials, sum(full for _, full, _ in cut))
             table += cut
         path.append((tout, seen, below))
-    return _lines(table or [(0, 0, 0)], 3), _lines(of_node, 4)
+    return _lines(table or [(0, 0, 0)], 3), _lines(by_node, 4)
 
 
 def _backward(nodes: Lines, tokens: int, kv_heads: int, q_shift: int) -> tuple[Lines, Lines, Lines]:
@@ -212,15 +213,15 @@ def _backward(nodes: Lines, tokens: int, kv_heads: int, q_shift: int) -> tuple[L
     first_part = np.r_[0, num_parts[cut].cumsum()][:-1]
     split = np.stack([k0[cut], keys[cut], first_part, num_parts[cut]], 1)
     together = (node[whole] * 2 + is_front) * (1 + p.max(initial=0)) + p
-    return kv_item, split, _order(_by_dearest(together, part_tiles), part_tiles, kv_heads)
+    return kv_item, split, _order(_rank_by_costliest(together, part_tiles), part_tiles, kv_heads)
 
 
-def _by_dearest(group: Lines, cost: Lines) -> Lines:
+def _rank_by_costliest(group: Lines, cost: Lines) -> Lines:
     """Returns each item's group rank: groups in descending order of their costliest item."""
     groups, group = np.unique(group, return_inverse=True)
-    dearest = np.zeros(len(groups), np.int64)
-    np.maximum.at(dearest, group, cost)
-    rank: Lines = np.argsort(np.argsort(-dearest, kind="stable"))[group]
+    highest = np.zeros(len(groups), np.int64)
+    np.maximum.at(highest, group, cost)
+    rank: Lines = np.argsort(np.argsort(-highest, kind="stable"))[group]
     return rank
 
 
@@ -231,8 +232,8 @@ def _tiles(nodes: Lines, tokens: int) -> tuple[Lines, Lines]:
 
 def _counted(counts: Lines) -> tuple[Lines, Lines]:
     """Returns two arrays: each i repeated counts[i] times, and 0 .. counts[i] - 1 for each i."""
-    of = np.repeat(np.arange(len(counts)), counts)
-    return of, np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)
 
 
 def _order(rank: Lines, cost: Lines, heads: int) -> Lines:

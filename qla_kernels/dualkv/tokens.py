@@ -1,17 +1,67 @@
-"""Checks of the token ids and positions that callers pass to the packers.
+"""Checks of the token ids, positions and lengths that callers pass to packers and planners.
 
 Lists become CPU tensors, whatever torch's default device is.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import described
 from qla_kernels.errors import need
 from qla_kernels.sm90 import expect_tensors
 
 Tokens = Tensor | Sequence[int]
+Group = tuple[int, Sequence[int]]  # tokens of the prompt, and of each response
+
+
+def as_list(op: str, name: str, given: Iterable[Any], needs: str, fix: str) -> list[Any]:
+    """Returns the items of `given` as a list; ValueError if it cannot be iterated."""
+    try:
+        return list(given)
+    except TypeError:
+        raise ValueError(need(op, described(name, given), needs, fix)) from None
+
+
+def group_lengths(op: str, groups: Iterable[Group]) -> list[tuple[int, list[int]]]:
+    """Returns the groups as pairs of an int and a list of ints.
+
+    Raises ValueError if a group is no pair of a prompt's length and responses' lengths, or if a
+    length is no integer from 0 on.
+    """
+    needs, fix = "pairs of lengths", "pass (tokens of the prompt, [tokens of each response])"
+    pairs = []
+    for number, group in enumerate(as_list(op, "groups", groups, needs, fix)):
+        try:
+            prompt, responses = group
+            responses = list(responses)
+        except (TypeError, ValueError):
+            got = described(f"group {number}", group)
+            raise ValueError(need(op, got, needs, fix)) from None
+        try:
+            first, *rest = map(operator.index, (prompt, *responses))
+        except TypeError:
+            first, rest = -1, []
+        if min(first, *rest, 0) < 0:
+            got = f"group {number} has lengths {prompt} and {responses}"
+            needs = "whole numbers of tokens, 0 or more"
+            raise ValueError(need(op, got, needs, "pass the number of tokens of each"))
+        pairs.append((first, rest))
+    return pairs
+
+
+def on_host(op: str, name: str, x: Tensor) -> Tensor:
+    """Returns x on the CPU; waits for a GPU. Raises ValueError on meta, where there are no values.
+
+    `name` is the name of the argument in the message.
+    """
+    if x.is_meta:
+        fix = f"pass {name} on cpu or cuda"
+        raise ValueError(need(op, f"{name} is on meta", "a tensor with values", fix))
+    return x.cpu()
 
 
 def token_ids(op: str, name: str, tokens: Tokens, fewest: int = 0) -> Tensor:
@@ -19,7 +69,7 @@ def token_ids(op: str, name: str, tokens: Tokens, fewest: int = 0) -> Tensor:
 
     Raises ValueError if they are not integers in one dimension, or fewer than `fewest`.
     """
-    got = f"{name} is {type(tokens).__name__}"
+    got = described(name, tokens)
     try:
         ids = as_tensor(tokens)
         got = f"{name} has shape {tuple(ids.shape)} and {ids.dtype}"
@@ -30,11 +80,12 @@ def token_ids(op: str, name: str, tokens: Tokens, fewest: int = 0) -> Tensor:
         fits = False
     if not fits:
         needs = f"[n] integers{', n at least 1' * fewest}"
-        raise ValueError(need(op, got, needs, "pass its token ids"))
+        raise ValueError(need(op, got, needs, "pass a list or a tensor of token ids"))
     return ids
 
 
 def as_tensor(x: Tensor | Sequence[int] | Sequence[bool]) -> Tensor:
+    """Returns a tensor unchanged, and anything else as a CPU tensor; raises what torch raises."""
     return x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
 
 
@@ -47,8 +98,8 @@ def end_to_end(op: str, parts: list[Tensor]) -> Tensor:
     """Returns all tokens concatenated in one tensor; ValueError if the parts' devices differ."""
     places = sorted({str(x.device) for x in parts})
     if len(places) > 1:
-        fix = "move them to one; a list counts as the CPU's"
-        raise ValueError(need(op, f"tokens on {' and '.join(places)}", "one device", fix))
+        fix = "move them to one device; a list is taken as a CPU tensor"
+        raise ValueError(need(op, f"tokens are on {' and '.join(places)}", "one device", fix))
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long, device="cpu")
 
 
@@ -57,12 +108,12 @@ def check_positions(op: str, position_ids: Tensor, source: Tensor) -> None:
     expect_tensors(op, position_ids=position_ids)
     dims = source.dim()
     if position_ids.dim() < dims or position_ids.shape[position_ids.dim() - dims :] != source.shape:
-        got = f"position_ids of shape {tuple(position_ids.shape)}"
+        got = f"position_ids has shape {tuple(position_ids.shape)}"
         needs = f"[..., {', '.join(map(str, source.shape))}]"
-        raise ValueError(need(op, got, needs, "give one for each token that is packed"))
+        raise ValueError(need(op, got, needs, "pass one position for each token that is packed"))
     if position_ids.device != source.device:
-        got, needs = f"position_ids on {position_ids.device}", f"{source.device}, as the tokens"
-        raise ValueError(need(op, got, needs, "move them"))
+        got, needs = f"position_ids is on {position_ids.device}", f"{source.device}, as the tokens"
+        raise ValueError(need(op, got, needs, f"pass position_ids.to({str(source.device)!r})"))
 
 
 def check_targets(op: str, targets: Tensor) -> None:
@@ -71,6 +122,6 @@ def check_targets(op: str, targets: Tensor) -> None:
     A negative target would read the logit of another token. Targets on a GPU are not read.
     """
     if targets.is_cpu and len(targets) and int(lowest := targets.min()) < 0:
-        needs = "token ids from 0 on"
-        fix = "pass the ids themselves, not labels; loss_mask of pack_prefix_tree leaves some out"
-        raise ValueError(need(op, f"a target of {int(lowest)}", needs, fix))
+        needs = "targets that are token ids, 0 or more"
+        fix = "pass token ids, not labels; to leave tokens out, use loss_mask of pack_prefix_tree"
+        raise ValueError(need(op, f"a target is {int(lowest)}", needs, fix))

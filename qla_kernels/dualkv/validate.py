@@ -55,12 +55,14 @@ def refusal(
 
 
 def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | None:
+    """Returns the reason, on any device, for dtypes, scale or device that are not supported."""
     if not q.dtype == k.dtype == v.dtype:
         names = [dtype_name(x.dtype) for x in (q, k, v)]
         got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
         return got, "one dtype", f"cast k and v to {names[0]}"
     if q.dtype not in CPU_DTYPES:
-        return f"q, k and v are {dtype_name(q.dtype)}", one_of(CPU_DTYPES), "cast them"
+        fix = f"cast them to one of these, such as {dtype_name(DTYPES[0])}"
+        return f"q, k and v are {dtype_name(q.dtype)}", one_of(CPU_DTYPES), fix
     if scale is not None and (wrong := unfit_factor("scale", scale)) is not None:
         return wrong, "a positive number", "scale q instead, or leave it out"
     if q.device.type not in ("cpu", "cuda", "meta"):
@@ -100,14 +102,14 @@ def check_tensors(
     if one of them has a forward-mode tangent.
     """
     if not isinstance(layout, SharedLayout):
-        got, fix = f"layout is {type(layout).__name__}", "pass batch.layout"
+        got, fix = f"layout is of type {type(layout).__name__}", "pass batch.layout"
         raise ValueError(need(op, got, "a SharedLayout", fix))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             expect_tensors(op, **{name: x})
         if x.dim() != 3:
             got, needs = f"{name} has {x.dim()} dimensions", "3: [T, heads, size]"
-            fix = f"pass {name}[0] if there is a batch dimension"
+            fix = f"pass {name}[0] if its first dimension is a batch of 1"
             raise ValueError(need(op, got, needs, fix))
     tokens, (_, H, D), Hk = layout.num_tokens, q.shape, k.shape[1]
     if H == 0 or Hk == 0 or D == 0 or H % Hk:
@@ -121,11 +123,11 @@ def check_tensors(
     ):
         if x.shape != shape:
             got, needs = f"{name} has shape {tuple(x.shape)}", f"{letters} = {shape}"
-            fix = "pass the packed tokens of this layout, and heads of one size"
+            fix = "pass one row for each packed token of the layout, and one head size"
             raise ValueError(need(op, got, needs, fix))
     for name, x in (("k", k), ("v", v), ("layout", layout.tout)):
         if x.device != q.device:
-            got, fix = f"{name} is on {x.device}", f"move it: {name}.to(q.device)"
+            got, fix = f"{name} is on {x.device}", f"pass {name}.to(q.device)"
             raise ValueError(need(op, got, f"{q.device}, as q", fix))
     refuse_forward_mode(op, q, k, v)
 
@@ -142,11 +144,15 @@ def check_contents(op: str, layout: SharedLayout) -> None:
         while len(path) > 1 and path[-1] <= first:
             path.pop()
         if first != end or not first < stop <= tout <= path[-1]:
-            got, needs = f"node {(first, stop, tout)} after token {end}", "nodes depth first"
-            raise ValueError(need(op, got, needs, "make layouts by SharedLayout.from_forest"))
+            got = f"layout.nodes has the node {(first, stop, tout)} after token {end}"
+            fix = "make layouts by SharedLayout.from_forest"
+            raise ValueError(need(op, got, "nodes in depth-first order", fix))
         path.append(tout)
         end = stop
     want = [tout for first, stop, tout in nodes for _ in range(first, stop)]
     if end != layout.num_tokens or layout.tout.tolist() != want:
-        got, needs = "tout that is not that of the nodes", "both of one forest"
-        raise ValueError(need(op, got, needs, "make layouts by SharedLayout.from_forest"))
+        got, fix = (
+            "layout.tout differs from layout.nodes",
+            "make layouts by SharedLayout.from_forest",
+        )
+        raise ValueError(need(op, got, "tout and nodes of one forest", fix))

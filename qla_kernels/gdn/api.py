@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import need
 from qla_kernels.gdn import ops
@@ -15,7 +16,6 @@ from qla_kernels.gdn.autograd import apply, normalised
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import (
     checked_flags,
-    flag,
     refuse_unknown,
     scale_of,
     take_layout,

@@ -1,13 +1,13 @@
-"""Checks and conversions of arguments that are not tensors: numbers, flags and **kwargs."""
+"""Checks of arguments that are not tensors: options, the scale, and **kwargs of FLA."""
 
+import math
 import warnings
-from collections.abc import Sized
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import flag, number
 from qla_kernels.errors import need
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
@@ -71,34 +71,13 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
 def scale_of(op: str, scale: float | None, q: Tensor) -> float:
     if scale is None:
         return float(q.shape[-1] ** -0.5)
-    if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
-        fix = "multiply q by it"
-        raise ValueError(need(op, "a scale that requires grad", "a number: it gets none", fix))
-    return number(op, "scale", scale)
-
-
-def number(op: str, name: str, x: Any) -> float:
-    """Returns x as a float. Raises ValueError unless x is a real number or a 0-d CPU tensor."""
-    if type(x) is float:
-        return x
-    if isinstance(x, Tensor) and x.is_cpu and x.dim() == 0 and not x.is_complex():
-        return float(x)
-    if not isinstance(x, (Real, torch.SymFloat, torch.SymInt)):
-        got = f"{name} is on {x.device}" if isinstance(x, Tensor) else f"{name} is {x!r}"
-        raise ValueError(need(op, got[:200], "a number", f"pass float({name})"))
-    return float(x)
-
-
-def flag(op: str, name: str, x: Any) -> bool:
-    """Returns x as a bool; None means False. Raises ValueError for all but bools, 0, 1 and None."""
-    if x is True or x is False:
-        return x
-    if x is None:
-        return False
-    if isinstance(x, (Tensor, Sized)) or x not in (0, 1):
-        got = f"{name} is of type {type(x).__name__}"
-        raise ValueError(need(op, got, "True or False", f"pass bool({name})"))
-    return bool(x)
+    learned = isinstance(scale, Tensor) and scale.requires_grad
+    if learned and not torch.is_grad_enabled():
+        scale, learned = scale.detach(), False  # type: ignore[union-attr]
+    x = number(op, "scale", scale, "multiply q by it" if learned else "")
+    if not (torch.compiler.is_compiling() or math.isfinite(x)):
+        raise ValueError(need(op, f"scale is {x}", "a finite number", "leave it out for K ** -0.5"))
+    return x
 
 
 def checked_flags(op: str, options: Options) -> Options:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
-from qla_kernels.gdn.keywords import checked_flags, flag, scale_of, warm_bound
+from qla_kernels.gdn.keywords import checked_flags, scale_of, warm_bound
 from qla_kernels.gdn.validate import (
     Gate,
     check_activations,

@@ -10,11 +10,11 @@ from torch import Tensor
 from qla_kernels.cpu import reference
 from qla_kernels.selftest.cases import Result, error_of, label
 from qla_kernels.sparse_ring import cpu
-from qla_kernels.sparse_ring.index import given
+from qla_kernels.sparse_ring.index import known_index
 from qla_kernels.sparse_ring.layouts import StripedLayout
 from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
 from qla_kernels.sparse_ring.route import Chunk
-from qla_kernels.sparse_ring.shard import Columns, Saved, Shard, shard_of, tiles, wide
+from qla_kernels.sparse_ring.shard import Columns, Saved, Shard, launches, shard_of, wide
 
 LAYOUT, RANK = StripedLayout(2), 1
 SEQLEN, T, HEADS = 300, 512, 2
@@ -39,7 +39,7 @@ def _cases(dtype: torch.dtype, D: int) -> tuple[_Case, _Case]:
         torch.randn(1, T, heads, D, generator=random).to(dtype).double()
         for heads in (HEADS, HEADS, 1, 1)
     )
-    lines = given(LINES, 1, HEADS, T, "cpu")
+    lines = known_index(LINES, 1, HEADS, T, "cpu")
     seen = lines.to_mask() & (torch.arange(T) < SEQLEN)[:, None]
     o, lse = definition.attention(q, k, v, seen)
     held = [LAYOUT.positions(T, rank) for rank in (0, 1)]
@@ -64,7 +64,7 @@ def _cases(dtype: torch.dtype, D: int) -> tuple[_Case, _Case]:
 
 def _dq(x: _Case) -> Tensor:
     visits = [visit for owner in (1, 0) for visit in x.shard.visits(owner, owner)]
-    run, out = tiles(x.q.device), torch.empty_like(x.q)
+    run, out = launches(x.q.device), torch.empty_like(x.q)
     run.backward_queries(x.shard, x.q, x.k, x.v, x.saved, visits, None, True, x.columns, out)
     return out
 
@@ -73,7 +73,7 @@ def _dkv(x: _Case) -> Tensor:
     """Returns the gradient of k and v for the other rank's chunk."""
     dkv = torch.empty(1, 2, *x.k.shape[1:], dtype=wide(x.q), device=x.q.device)
     other = [Chunk(0, 0, 0, 0)]
-    tiles(x.q.device).backward_keys(x.shard, x.q, x.k, x.v, x.saved, other, dkv, True)
+    launches(x.q.device).backward_keys(x.shard, x.q, x.k, x.v, x.saved, other, dkv, True)
     return dkv
 
 
@@ -82,7 +82,10 @@ def _dkv_columns(x: _Case) -> Tensor:
 
     All other places are 0.
     """
-    run, dkv = tiles(x.q.device), torch.zeros(1, 2, *x.k.shape[1:], dtype=wide(x.q)).to(x.q.device)
+    run, dkv = (
+        launches(x.q.device),
+        torch.zeros(1, 2, *x.k.shape[1:], dtype=wide(x.q)).to(x.q.device),
+    )
     of_columns = run.backward_columns(x.shard, x.q, x.saved, x.columns)
     run.scatter(x.shard, of_columns, [0], dkv)
     return dkv

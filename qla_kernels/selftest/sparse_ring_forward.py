@@ -6,7 +6,7 @@ import torch
 
 from qla_kernels.cpu import reference
 from qla_kernels.selftest.cases import Result, error_of, label
-from qla_kernels.sparse_ring.index import VSIndex, given
+from qla_kernels.sparse_ring.index import VSIndex, known_index
 from qla_kernels.sparse_ring.layouts import StripedLayout
 from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
 
@@ -16,7 +16,7 @@ LINES = FixedVerticalSlash(((0, 3, 70, 299), (130,)), ((0, 3), (0, 1, 2)))
 
 
 def _lines(where: str) -> VSIndex:
-    return given(LINES, 1, HEADS, T, where)
+    return known_index(LINES, 1, HEADS, T, where)
 
 
 def _diagonals() -> list[Result]:

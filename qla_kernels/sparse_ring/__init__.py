@@ -10,7 +10,7 @@ Reading order:
     groups.py                        process groups, transfers, errors of lost ranks
     agreement.py, call.py            comparison of a call between ranks, before any transfer
     shard.py                         interface of the launches
-    cpu.py, launch*.py, kernels/     the launches for CPU tensors and for GPUs
+    cpu*.py, launch*.py, kernels/    the launches for CPU tensors and for GPUs
 
 balance.py is a simulator: it reports how evenly a mask's work is spread over ranks.
 """

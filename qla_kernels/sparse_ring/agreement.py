@@ -45,7 +45,8 @@ R = TypeVar("R")
 RingError = RankError
 
 
-def explained(what: str) -> AbstractContextManager[None]:
+def as_ring_error(what: str) -> AbstractContextManager[None]:
+    """Turns torch's error of a transfer inside into a RingError, which begins with `what`."""
     return lost_ranks_explained(GROUPS, what)
 
 
@@ -64,31 +65,31 @@ class Agreement:
         self._history, self._unseen = 0, 0
         self._posted: tuple[dist.Work, Tensor] | None = None
 
-    def on(self, facts: Mapping[str, object], again: bool) -> None:
+    def check(self, facts: Mapping[str, object], again: bool) -> None:
         """Compares facts with the other ranks if they are new or if `again`, else later.
 
         Facts are hashable and compared by equality; the first one is the call's name. Raises
         ValueError if facts differ between ranks, and RingError if earlier calls differed or a rank
         is lost.
         """
-        said = tuple(facts.values())
-        digest = self._known.get(said)
+        values = tuple(facts.values())
+        digest = self._known.get(values)
         if digest is None:
             digest = _digest(facts)
             self._compare(facts, digest)
             if len(self._known) >= KNOWN:
                 del self._known[next(iter(self._known))]
-            self._known[said] = digest
+            self._known[values] = digest
         elif again:
             self._compare(facts, digest)
         else:
             self._unseen += 1
         self._history = (self._history * 1000003 + digest) & (2**63 - 1)
         if self._unseen == LOOK_BACK:
-            self._look_back(said[0])
+            self._look_back(values[0])
 
     def _compare(self, facts: Mapping[str, object], digest: int) -> None:
-        with explained("ranks could not compare what they were asked for"):
+        with as_ring_error("ranks could not compare their arguments"):
             work, everyones = _gathered(self._side, self._history, digest)
             work.wait()
         if (everyones[:, 1] != digest).any():
@@ -98,14 +99,14 @@ class Agreement:
 
     def _explain(self, facts: Mapping[str, object]) -> None:
         everyone: list[Any] = [None] * self._side.size()
-        with explained("ranks could not compare what they were asked for"):
+        with as_ring_error("ranks could not compare their arguments"):
             dist.all_gather_object(everyone, _text(facts), group=self._side)
         expect_equal(everyone[0][0][1], [dict(theirs) for theirs in everyone])
 
     def _look_back(self, op: object) -> None:
         if self._posted is not None:
             work, everyones = self._posted
-            with explained("ranks could not compare the calls that they made"):
+            with as_ring_error("ranks could not compare their past calls"):
                 work.wait()
             self._require_one_past({"the call": op}, everyones)
         self._posted = _gathered(self._behind, self._history, 0)
@@ -116,8 +117,8 @@ class Agreement:
         odd = [rank for rank, history in enumerate(histories) if history != histories[0]]
         if odd:
             self._forget()
-            got = f"rank {odd[0]} made other calls before this one than rank 0"
-            fix = "discard what was computed since the last comparison; QLA_CHECK=1 finds the call"
+            got = f"rank {odd[0]} and rank 0 made different calls before this one"
+            fix = "discard the results since the last comparison; QLA_CHECK=1 compares every call"
             raise RankError(need(str(facts["the call"]), got, "the same calls on every rank", fix))
 
 
@@ -135,7 +136,7 @@ def _digest(facts: Mapping[str, object]) -> int:
     return int.from_bytes(hashlib.sha256(repr(_text(facts)).encode()).digest()[:7], "big")
 
 
-class Looks(NamedTuple):
+class TensorFacts(NamedTuple):
     """The dtype, shape and device type of a tensor, as a fact to compare."""
 
     dtype: object
@@ -146,10 +147,10 @@ class Looks(NamedTuple):
         return f"{self.dtype} {tuple(self.shape)} on {self.device}"
 
 
-def looks(x: object) -> Looks | str:
-    """Returns the Looks of a tensor, or for any other object a text with its type."""
+def tensor_facts(x: object) -> TensorFacts | str:
+    """Returns the TensorFacts of a tensor, or for any other object a text with its type."""
     if isinstance(x, Tensor):
-        return Looks(x.dtype, x.shape, x.device.type)
+        return TensorFacts(x.dtype, x.shape, x.device.type)
     return f"of type {type(x).__name__}"
 
 

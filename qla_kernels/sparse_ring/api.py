@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import Unsupported
+from qla_kernels.sm90 import require
 from qla_kernels.sparse_ring import ops
 from qla_kernels.sparse_ring.agreement import ends_a_graph
-from qla_kernels.sparse_ring.autograd import Around, SparseAttention
+from qla_kernels.sparse_ring.autograd import Distributed, SparseAttention
 from qla_kernels.sparse_ring.build import build
 from qla_kernels.sparse_ring.call import RingCall
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.heuristics import Schedule, schedule_of
 from qla_kernels.sparse_ring.heuristics import chunks_per_launch as launch_size
-from qla_kernels.sparse_ring.index import VSIndex, given
+from qla_kernels.sparse_ring.index import VSIndex, known_index
 from qla_kernels.sparse_ring.layouts import Layout, StripedLayout
 from qla_kernels.sparse_ring.patterns import Pattern, VerticalSlash
 from qla_kernels.sparse_ring.route import route_of
@@ -84,7 +85,9 @@ def sparse_attention(
     refuse_forward_mode(OP, q, k, v)
     T, seqlen, scale = defaults(OP, q, 1, seqlen, scale)
     check_lines(OP, q, T, seqlen, pattern, index)
-    _require(refusal(q, k, v, scale=scale))
+    return_lse = flag(OP, "return_lse", return_lse)
+    return_index = flag(OP, "return_index", return_index)
+    require(refusal(q, k, v, scale=scale))
     if index is None:
         index = _local_index(q, k, pattern, seqlen, scale)
     elif checking():
@@ -145,7 +148,7 @@ def sparse_ring_attention(
     """
     check_group(RING_OP, group)
     lines = (pattern, index, seqlen, scale)
-    settings = (schedule, chunks_per_launch)
+    settings = (schedule, chunks_per_launch, return_lse, return_index)
     call = RingCall(RING_OP, q, k, v, layout, group.world, *lines, *settings)
     seqlen, scale = call.agreed(group)
     striped = isinstance(layout, StripedLayout)
@@ -154,12 +157,20 @@ def sparse_ring_attention(
     per_launch = launch_size(chunks_per_launch, q.shape[1])
     log.debug("%s: %s, up to %d chunks a launch", RING_OP, chosen, per_launch)
     route = route_of(group, chosen, per_launch)
-    begun = route.batches(k.detach(), v.detach())  # the index is built during the transfer
+    batches = route.batches(k.detach(), v.detach())  # the index is built during the transfer
     if index is None:
-        assert pattern is not None, "check_lines asks for one of the two"
+        assert pattern is not None, "check_lines requires a pattern or an index"
         index = build(q, k, pattern, layout, seqlen, scale, group.whole)
     o, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, index.v_idx, index.v_cnt, index.d_bits, seqlen, scale, Around(layout, route, begun)
+        q,
+        k,
+        v,
+        index.v_idx,
+        index.v_cnt,
+        index.d_bits,
+        seqlen,
+        scale,
+        Distributed(layout, route, batches),
     )
     return _result(o, lse, index, return_lse, return_index)
 
@@ -185,7 +196,7 @@ def build_index(
         check_tensors(BUILD_OP, q, k, k)
         T, seqlen, scale = defaults(BUILD_OP, q, 1, seqlen, scale)
         check_lines(BUILD_OP, q, T, seqlen, pattern, None)
-        _require(refusal(q, k, k, scale=scale, op=BUILD_OP))
+        require(refusal(q, k, k, scale=scale, op=BUILD_OP))
         return _local_index(q, k, pattern, seqlen, scale)
     return _index_of_ring(q, k, pattern, layout, group, seqlen, scale)
 
@@ -200,33 +211,31 @@ def _index_of_ring(
     seqlen: int | None,
     scale: float | None,
 ) -> VSIndex:
+    """Runs `build_index` for the ranks of a group; collective, and raises on every rank."""
     group = check_group(BUILD_OP, group)
     lines = (pattern, None, seqlen, scale)
     call = RingCall(BUILD_OP, q, k, k, layout, group.world, *lines, "auto", None)
     seqlen, scale = call.agreed(group)
-    assert layout is not None, "check_ring asks for one"
+    assert layout is not None, "check_ring requires a layout"
     return build(q, k, pattern, layout, seqlen, scale, group.whole)
 
 
 def _local_index(
     q: Tensor, k: Tensor, pattern: Pattern | None, seqlen: int, scale: float
 ) -> VSIndex:
+    """Returns the index of a pattern on one device; the arguments have been checked."""
     T = q.shape[1]
     if isinstance(pattern, VerticalSlash):
         with torch.no_grad():
-            found = ops.vertical_slash_index(q, k, seqlen, scale, *astuple(pattern))
-        v_idx, v_cnt, d_bits, window_recall = found
+            lines = ops.vertical_slash_index(q, k, seqlen, scale, *astuple(pattern))
+        v_idx, v_cnt, d_bits, window_recall = lines
         return VSIndex(v_idx, v_cnt, d_bits, window_recall, T)
-    assert pattern is not None, "check_lines asks for one of the two"
-    return given(pattern, q.shape[0], q.shape[2], T, q.device)
-
-
-def _require(reason: str | None) -> None:
-    if reason is not None:
-        raise Unsupported(reason)
+    assert pattern is not None, "check_lines requires a pattern or an index"
+    return known_index(pattern, q.shape[0], q.shape[2], T, q.device)
 
 
 def _result(o: Tensor, lse: Tensor, index: VSIndex, return_lse: bool, return_index: bool) -> Result:
+    """Returns o, or a tuple of o and the results that were asked for."""
     if not (return_lse or return_index):
         return o
     return (o, *([lse] if return_lse else []), *([index] if return_index else []))

@@ -19,20 +19,24 @@ from qla_kernels.sparse_ring.route import Batch, Route
 from qla_kernels.sparse_ring.shard import Columns, Shard, shard_of
 
 
-class Around(NamedTuple):
-    """The layout and the route of a distributed call, and the forward's batches, already begun."""
+class Distributed(NamedTuple):
+    """The layout and the route of a ring's call, and the forward's batches of chunks.
+
+    The batches' first transfers have been posted.
+    """
 
     layout: Layout
     route: Route
-    begun: Iterator[Batch]
+    batches: Iterator[Batch]
 
     def shard(self, q: Tensor, lines: list[Tensor], seqlen: int, scale: float) -> Shard:
+        """Returns the Shard of this rank, whose rows q has."""
         T, rank = self.layout.world * q.shape[1], self.route.whole.rank
         return shard_of(self.layout, rank, T, seqlen, scale, lines)
 
 
 class SparseAttention(torch.autograd.Function):
-    """Computes o and LSE of this rank's rows; `around` is None for a call on one device."""
+    """Computes o and LSE of this rank's rows; `distributed` is None for a call on one device."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
@@ -46,18 +50,19 @@ class SparseAttention(torch.autograd.Function):
         d_bits: Tensor,
         seqlen: int,
         scale: float,
-        around: Around | None,
+        distributed: Distributed | None,
     ) -> tuple[Tensor, Tensor]:
+        """Returns o and the LSE, and saves what the backward reads."""
         lines = [v_idx, v_cnt, d_bits]
         with torch.autocast("cpu", enabled=False):
-            if around is None:
+            if distributed is None:
                 done = ops.vertical_slash_fwd(q, k, v, *lines, seqlen, scale)
             else:
-                shard = around.shard(q, lines, seqlen, scale)
-                o, lse, columns = ring.forward(shard, q, around.begun)
+                shard = distributed.shard(q, lines, seqlen, scale)
+                o, lse, columns = ring.forward(shard, q, distributed.batches)
                 done = (o, lse, *columns)
         ctx.set_materialize_grads(False)  # an unused LSE costs no tensor of zeros
-        ctx.seqlen, ctx.scale, ctx.around = seqlen, scale, around
+        ctx.seqlen, ctx.scale, ctx.distributed = seqlen, scale, distributed
         ctx.save_for_backward(q, k, v, *lines, *done)
         return done[0], done[1]
 
@@ -65,15 +70,16 @@ class SparseAttention(torch.autograd.Function):
     @refuse_second_derivative("sparse_attention")
     @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Returns dq, dk, dv, and None for each further input."""
         q, k, v, *lines, o, lse, columns_k, columns_v = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         settings = (ctx.seqlen, ctx.scale)
         with torch.autocast("cpu", enabled=False):
-            if ctx.around is None:
+            if ctx.distributed is None:
                 done = (o, lse, columns_k, columns_v)
                 dq, dk, dv = ops.vertical_slash_bwd(q, k, v, *lines, *settings, *done, do, dlse)
             else:
-                shard = ctx.around.shard(q, lines, *settings)
+                shard = ctx.distributed.shard(q, lines, *settings)
                 forward = ring.RingForward(o, lse, Columns(columns_k, columns_v))
-                dq, dk, dv = ring.backward(shard, ctx.around.route, q, k, v, forward, do, dlse)
+                dq, dk, dv = ring.backward(shard, ctx.distributed.route, q, k, v, forward, do, dlse)
         return dq, dk, dv, None, None, None, None, None, None

@@ -6,6 +6,7 @@ because a ring has no barrier: only neighbours wait for each other. The makespan
 that a schedule loses by waiting.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from qla_kernels.arguments import described, flag, integer, number
 from qla_kernels.errors import need
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import Layout
@@ -21,6 +23,8 @@ from qla_kernels.sparse_ring.shapes import BLOCK
 
 Array = npt.NDArray[np.float64]
 Lines = tuple[Sequence[int], Sequence[int]]  # columns and diagonals of a head
+
+OP = "balance_report"
 
 
 @dataclass(frozen=True)
@@ -93,41 +97,90 @@ def balance_report(
         last rank divided by the mean time that a rank computes. It prints as one line.
 
     Raises:
-        ValueError: mask, T, layout and inner_size do not fit together.
+        ValueError: an argument of another type or out of range, or mask, T, layout and inner_size
+            that do not fit together.
     """
+    T, inner_size = _sizes(T, layout, inner_size)
+    times = [_time(name, y) for name, y in (("t", t), ("x", x), ("x_outer", x_outer))]
+    columns_last = flag(OP, "columns_last", columns_last)
     world = layout.world
-    inner_size = world if inner_size is None else inner_size
-    _check(mask, T, layout, inner_size)
     met = owners(world, inner_size)  # [world, steps]
-    tiles, of_columns = _work(mask, T, layout)
+    tiles, columns = _work(_readable_mask(mask, T), T, layout)
     rank = np.arange(world)[:, None]
     steps = tiles[rank, met]
     if columns_last:
-        steps[:, -1] += of_columns.sum(1)
+        steps[:, -1] += columns.sum(1)
     else:
-        steps += of_columns[rank, met]
-    start, end = _timeline(t * steps, inner_size, x, x_outer)
+        steps += columns[rank, met]
+    start, end = _timeline(times[0] * steps, inner_size, *times[1:])
     return Balance(steps, start, end)
 
 
-def _check(mask: Any, T: int, layout: Layout, inner_size: int) -> None:
-    ranks = set(range(layout.world))
+def _sizes(T: int, layout: Layout, inner_size: int | None) -> tuple[int, int]:
+    """Returns T and inner_size as ints; ValueError if they do not fit each other and the layout."""
+    if not isinstance(layout, Layout):
+        got, fix = described("layout", layout), "pass one, such as StripedLayout(world)"
+        raise ValueError(need(OP, got, "a layout", fix))
+    world, T = layout.world, integer(OP, "T", T, "pass the number of tokens")
     blocks, rest = divmod(T, BLOCK)
-    if rest or blocks < layout.world or set(_owner_of_blocks(T, layout).tolist()) != ranks:
+    if rest or blocks < world or len(set(_owner_of_blocks(T, layout).tolist())) != world:
         got, needs = f"T={T} for {layout}", f"a multiple of {BLOCK} with a block for every rank"
-        raise ValueError(need("balance_report", got, needs, f"try {layout.pad_len(T)}"))
-    if inner_size < 1 or layout.world % inner_size:
-        got = f"inner_size is {inner_size} for {layout.world} ranks"
-        fix = "pass the number of ranks on each node"
-        raise ValueError(need("balance_report", got, "a divisor of the number of ranks", fix))
-    of_another = ""
+        raise ValueError(need(OP, got, needs, f"pass {layout.pad_len(T)}, for example"))
+    fix = "pass the number of ranks on each node"
+    inner_size = world if inner_size is None else integer(OP, "inner_size", inner_size, fix)
+    if inner_size < 1 or world % inner_size:
+        got = f"inner_size is {inner_size} for {world} ranks"
+        raise ValueError(need(OP, got, "a divisor of the number of ranks", fix))
+    return T, inner_size
+
+
+def _time(name: str, x: float) -> float:
+    """Returns t, x or x_outer as a float.
+
+    Raises ValueError unless it is finite and positive; x and x_outer may be 0.
+    """
+    fix = "pass a time, in one unit for t, x and x_outer"
+    time = number(OP, name, x, fix)
+    least = "more than 0" if name == "t" else "0 or more"
+    if not (0 <= time < float("inf")) or (name == "t" and time == 0):
+        raise ValueError(need(OP, f"{name}={time:g}", f"{least}, and finite", fix))
+    return time
+
+
+def _readable_mask(mask: Any, T: int) -> Any:
+    """Returns a block mask unchanged, and the lines of any other mask as pairs of lists of ints.
+
+    Raises ValueError if the mask has another form, or is one for another T.
+    """
+    blocks = T // BLOCK
+    got = ""
     if isinstance(mask, VSIndex) and mask.T != T:
-        of_another = f"an index of {mask.T} tokens"
-    if isinstance(mask, np.ndarray) and mask.shape != (T // BLOCK, T // BLOCK):
-        of_another = f"a block mask {mask.shape}"
-    if of_another:
-        needs, fix = f"one of {T} tokens, {T // BLOCK} blocks", "pass the T that it was made for"
-        raise ValueError(need("balance_report", of_another, needs, fix))
+        got = f"mask is an index of {mask.T} tokens"
+    if isinstance(mask, np.ndarray) and mask.shape != (blocks, blocks):
+        got = f"mask is a block mask of shape {mask.shape}"
+    if got:
+        needs, fix = f"one of {T} tokens, {blocks} blocks", "pass the T that it was made for"
+        raise ValueError(need(OP, got, needs, fix))
+    if isinstance(mask, np.ndarray):
+        return mask
+    if isinstance(mask, VSIndex):
+        return [head for row in mask.to_lists() for head in row]
+    try:
+        heads = [
+            ([*map(operator.index, columns)], [*map(operator.index, diagonals)])
+            for columns, diagonals in mask
+        ]
+    except (TypeError, ValueError):
+        needs = "a VSIndex, a block mask, or (columns, diagonals) of each head"
+        fix = "pass build_index(q, k, pattern), or lists of ints"
+        raise ValueError(need(OP, described("mask", mask), needs, fix)) from None
+    for head, (columns, diagonals) in enumerate(heads):
+        for name, lines, end in (("columns", columns, T), ("diagonals", diagonals, blocks)):
+            if lines and not 0 <= min(lines) <= max(lines) < end:
+                got = f"head {head} of mask has {name} from {min(lines)} to {max(lines)}"
+                needs = f"0 to {end - 1}"
+                raise ValueError(need(OP, got, needs, "remove the others, or pass another T"))
+    return heads
 
 
 def owners(world: int, inner: int) -> npt.NDArray[np.int64]:
@@ -144,35 +197,35 @@ def _work(mask: Any, T: int, layout: Layout) -> tuple[Array, Array]:
     """Returns the work of slashes and the work of columns, each [query rank, key rank].
 
     A tile of a slash counts 1, and a column counts 1 / 64 for each block of rows that sees it by no
-    slash.
+    slash. `mask` is a block mask, or (columns, diagonals) of each head.
     """
     world, blocks = layout.world, T // BLOCK
     own = _owner_of_blocks(T, layout)
     if isinstance(mask, np.ndarray):
         i, j = np.nonzero(mask)
         return _counted(own[i], own[j], np.ones(len(i)), world), np.zeros((world, world))
-    if isinstance(mask, VSIndex):
-        mask = [head for row in mask.to_lists() for head in row]
-    tiles, of_columns = np.zeros((world, world)), np.zeros((world, world))
+    tiles, column_work = np.zeros((world, world)), np.zeros((world, world))
     below = np.zeros((blocks, world))  # rows of each rank in later blocks
     below[np.arange(blocks), own] = 1
     below = below[::-1].cumsum(0)[::-1] - below
     for columns, diagonals in mask:
         held = np.bincount(np.asarray(columns, np.int64) // BLOCK, minlength=blocks) / BLOCK
-        np.add.at(of_columns.T, own, held[:, None] * below)
+        np.add.at(column_work.T, own, held[:, None] * below)
         for d in diagonals:
             i, j = own[d:], own[: blocks - d]
             tiles += _counted(i, j, np.ones(len(i)), world)
             if d:  # where a slash covers a column, the column is not alone
-                of_columns -= _counted(i, j, held[: blocks - d], world)
-    return tiles, of_columns
+                column_work -= _counted(i, j, held[: blocks - d], world)
+    return tiles, column_work
 
 
 def _owner_of_blocks(T: int, layout: Layout) -> npt.NDArray[np.int64]:
+    """Returns the rank that holds each block, int64 [T / 64]."""
     return np.asarray(layout.owner(torch.arange(0, T, BLOCK, device="cpu"), T))
 
 
 def _counted(i: Any, j: Any, weight: Any, world: int) -> Array:
+    """Returns [world, world]: the sum of the weights of each pair of ranks (i, j)."""
     counts: Array = np.bincount(i * world + j, weight, world * world).astype(np.float64)
     return counts.reshape(world, world)
 

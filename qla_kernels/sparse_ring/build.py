@@ -17,12 +17,12 @@ from torch import Tensor
 from qla_kernels import device
 from qla_kernels.device_tables import kept
 from qla_kernels.sparse_ring.groups import ALONE, RankRing
-from qla_kernels.sparse_ring.index import VSIndex, given
+from qla_kernels.sparse_ring.index import VSIndex, known_index
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.patterns import Pattern, VerticalSlash
 from qla_kernels.sparse_ring.select import Candidates, last_block, observed_rows
 from qla_kernels.sparse_ring.shapes import BLOCK
-from qla_kernels.sparse_ring.shard import tiles
+from qla_kernels.sparse_ring.shard import launches
 
 
 def build(
@@ -40,7 +40,7 @@ def build(
     patterns are known without q and k.
     """
     if not isinstance(pattern, VerticalSlash):
-        return given(pattern, q.shape[0], q.shape[2], layout.world * q.shape[1], q.device)
+        return known_index(pattern, q.shape[0], q.shape[2], layout.world * q.shape[1], q.device)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         return _estimated(q, k, pattern, layout, seqlen, scale, ring)
 
@@ -54,8 +54,9 @@ def _estimated(
     scale: float,
     ring: RankRing,
 ) -> VSIndex:
+    """Returns the index of a VerticalSlash by steps 1 to 4 of the module's docstring."""
     T = layout.world * q.shape[1]
-    run = tiles(q.device)
+    run = launches(q.device)
     last, rows = last_block(seqlen), observed_rows(seqlen)
     owner, at = layout.owner(last * BLOCK, T), layout.local(last * BLOCK, T)
     q_obs = q[:, at : at + rows]
@@ -68,11 +69,11 @@ def _estimated(
     if ring.size > 1:
         (lse,) = ring.gather(lse.logsumexp(0)).wait()
     mass = run.window_mass(q_obs, k, block, last, lse, scale)
-    found, tile = run.cut(mass, block, T, pattern)
+    candidates, tile = run.cut(mass, block, T, pattern)
     if ring.size > 1:
-        found, tile = _gathered(ring, found, tile)
+        candidates, tile = _gathered(ring, candidates, tile)
         tile = tile.index_select(-1, place)
-    return run.select(found, tile, seqlen, T, pattern)
+    return run.select(candidates, tile, seqlen, T, pattern)
 
 
 @kept(16)

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported
-from qla_kernels.sparse_ring.agreement import looks
+from qla_kernels.sparse_ring.agreement import tensor_facts
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import Layout
@@ -43,6 +44,8 @@ class RingCall(NamedTuple):
     scale: float | None
     schedule: str
     chunks_per_launch: int | None
+    return_lse: bool = False
+    return_index: bool = False
 
     def agreed(self, group: RingGroups) -> tuple[int, float]:
         """Checks the call on all ranks, and returns seqlen and scale with defaults filled in.
@@ -58,12 +61,15 @@ class RingCall(NamedTuple):
             _, seqlen, scale = self._defaults()
         waits = not getattr(self.q, "is_cuda", False)  # the host waits for transfers anyway
         group.agree(self.op, self._facts(seqlen, scale), problem, again=waits or checking())
-        assert seqlen is not None, "a problem was raised"
-        assert scale is not None, "a problem was raised"
+        assert seqlen is not None, "agree raised, or _defaults returned it"
+        assert scale is not None, "agree raised, or _defaults returned it"
         return seqlen, scale
 
     def _check(self) -> None:
+        """Raises if an argument of this rank is wrong, or if the call is refused."""
         check_ring(self.op, self.layout, self.world, self.schedule, self.chunks_per_launch)
+        flag(self.op, "return_lse", self.return_lse)
+        flag(self.op, "return_index", self.return_index)
         check_tensors(self.op, self.q, self.k, self.v)
         if self.op != BUILD_OP:  # an index is a constant
             refuse_forward_mode(self.op, self.q, self.k, self.v)
@@ -86,19 +92,19 @@ class RingCall(NamedTuple):
         tensors = (self.q, self.k, self.v)
         wanted = torch.is_grad_enabled() and any(getattr(x, "requires_grad", 0) for x in tensors)
         return {
-            **dict(zip("qkv", map(looks, tensors), strict=True)),
-            "layout": _said(self.layout, Layout),
-            "pattern": _said(self.pattern, VerticalSlash | Dense),
-            "seqlen": _said(seqlen, int | None),
-            "scale": _said(scale, float | None),
-            "schedule": _said(self.schedule, str),
-            "chunks_per_launch": _said(self.chunks_per_launch, int | None),
+            **dict(zip("qkv", map(tensor_facts, tensors), strict=True)),
+            "layout": _comparable(self.layout, Layout),
+            "pattern": _comparable(self.pattern, VerticalSlash | Dense),
+            "seqlen": _comparable(seqlen, int | None),
+            "scale": _comparable(scale, float | None),
+            "schedule": _comparable(self.schedule, str),
+            "chunks_per_launch": _comparable(self.chunks_per_launch, int | None),
             "index": self.lines.described(checking()) if isinstance(self.lines, VSIndex) else None,
-            "whether gradients are asked for": wanted,
+            "requires_grad": wanted,
         }
 
 
-def _said(x: object, simple: Any) -> object:
+def _comparable(x: object, simple: Any) -> object:
     """Returns x if it is of the type `simple`, which is quick to hash, else a text for it."""
     if isinstance(x, FixedVerticalSlash):
         return x.described

@@ -1,4 +1,4 @@
-"""Implements the launches of shard.Tiles for CPU tensors, in torch.
+"""Implements the launches of shard.Launches for CPU tensors, in torch.
 
 The functions walk the table tile by tile, as the kernels do. A tile is 128 query rows, or 128 keys
 in the passes for dK and dV. A block that no head of a tile sees is skipped. Any other block is
@@ -12,59 +12,30 @@ import torch
 from einops import einsum, rearrange, repeat
 from torch import Tensor
 
-from qla_kernels.sparse_ring import select as chosen
-from qla_kernels.sparse_ring.index import VSIndex
-from qla_kernels.sparse_ring.patterns import VerticalSlash
-from qla_kernels.sparse_ring.plan import Visit, diagonals, key_walk, query_walk
-from qla_kernels.sparse_ring.plan import table as table  # one of the launches
+from qla_kernels.sparse_ring.cpu_index import cut, scores, select, window_lse, window_mass
+from qla_kernels.sparse_ring.plan import Visit, diagonals, key_walk, query_walk, table
 from qla_kernels.sparse_ring.route import Chunk
-from qla_kernels.sparse_ring.select import Candidates
-from qla_kernels.sparse_ring.shapes import BLOCK, TILE, UNIT
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.sparse_ring.shard import Columns, Partial, Saved, Shard, wide
 
-KEYS = 8192  # keys whose scores with the observed queries are held at a time
-
-
-def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Tensor:
-    return torch.stack([S.logsumexp(-1) for S in _window(q_obs, k, block, last, scale)])
-
-
-def window_mass(
-    q_obs: Tensor, k: Tensor, block: Tensor, last: int, lse: Tensor, scale: float
-) -> Tensor:
-    unit, lse = (1 << UNIT) / q_obs.shape[1], lse.logsumexp(0)
-    parts = [
-        (S - lse[..., None]).exp().sum(2).mul(unit).round().int()
-        for S in _window(q_obs, k, block, last, scale)
-    ]
-    return torch.cat(parts, -1)
-
-
-def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Candidates, Tensor]:
-    tile = mass.view(*mass.shape[:2], -1, BLOCK).sum(-1, dtype=torch.int32)
-    return chosen.cut(mass, _tokens(block), tile, T, pattern), tile
-
-
-def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash) -> VSIndex:
-    return chosen.select(found, tile, seqlen, T, pattern)
-
-
-def _window(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Iterator[Tensor]:
-    """Yields scores of the observed queries, [B, H, rows, keys], for KEYS keys at a time.
-
-    A score is -inf if its query does not see the key.
-    """
-    query = last * BLOCK + torch.arange(q_obs.shape[1], device="cpu")[:, None]
-    parts = zip(torch.split(k, KEYS, 1), torch.split(_tokens(block), KEYS), strict=True)
-    for keys, token in parts:
-        yield _scores(q_obs, keys, scale).masked_fill(token > query, -torch.inf)
-
-
-def _tokens(block: Tensor) -> Tensor:
-    return (block[:, None] * BLOCK + torch.arange(BLOCK, device="cpu")).flatten()
+__all__ = [
+    "backward_columns",
+    "backward_keys",
+    "backward_queries",
+    "compact",
+    "cut",
+    "forward",
+    "saved",
+    "scatter",
+    "select",
+    "table",
+    "window_lse",
+    "window_mass",
+]
 
 
 def compact(shard: Shard, k: Tensor, v: Tensor, visited: list[Visit], columns: Columns) -> None:
+    """Copies rows of the visited chunks to `columns`; zeroes unused places."""
     for owner, slot in dict.fromkeys((visit.owner, visit.slot) for visit in visited):
         mine, row = _rows_of(shard, owner)
         for rows, chunk in zip(columns, (k[slot], v[slot]), strict=True):
@@ -84,6 +55,7 @@ def forward(
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
+    """Merges attention to the visited slashes, and to `columns`, into `partial`; writes `out`."""
     o, lse = partial
     if o is None:
         o = torch.empty(q.shape, dtype=wide(q), device=q.device)
@@ -93,7 +65,7 @@ def forward(
     for tile in _query_tiles(shard):
         query = q[:, tile.rows]
         for part in _seen_by(shard, tile, k, v, visited, columns):
-            S = _scores(query, part.k, shard.scale, part.grouped)
+            S = scores(query, part.k, shard.scale, part.grouped)
             S = S.masked_fill(~part.seen, -torch.inf)
             new = S.logsumexp(-1)
             P = (S - new.masked_fill(new == -torch.inf, 0)[..., None]).exp()
@@ -109,6 +81,7 @@ def forward(
 
 
 def saved(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Saved:
+    """Returns the LSE, with +inf for rows that see nothing, delta, and dO."""
     delta = einsum(o.to(wide(o)), do.to(wide(o)), "b t h d, b t h d -> b h t")
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing: P = 0
     return Saved(lse, delta if dlse is None else delta - dlse, do)
@@ -126,6 +99,7 @@ def backward_queries(
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
+    """Adds dQ of the visited slashes, and of `columns`, to dq; writes `out`."""
     if dq is None:
         dq = torch.empty(q.shape, dtype=wide(q), device=q.device)
     if first:
@@ -149,6 +123,7 @@ def backward_keys(
     dkv: Tensor,
     first: bool,
 ) -> None:
+    """Adds this rank's part of dK and dV of the chunks `met` to dkv."""
     if first:
         dkv.zero_()
     for chunk, total in zip(met, dkv, strict=True):
@@ -158,6 +133,7 @@ def backward_keys(
 def _keys_of(
     shard: Shard, q: Tensor, k: Tensor, v: Tensor, saved: Saved, owner: int, dkv: Tensor
 ) -> None:
+    """Adds this rank's part of dK and dV of one chunk to dkv, [2, B, L, Hk, D]."""
     queries, keys = shard.positions(shard.rank), shard.positions(owner)
     for t, j0 in enumerate(shard.first_blocks(owner)):
         rows = slice(t * TILE, (t + 1) * TILE)
@@ -166,7 +142,7 @@ def _keys_of(
         near = blocks.flatten(0, 1).any(0).any(-1).repeat_interleave(BLOCK).nonzero()[:, 0]
         seen = _elements(blocks)[..., near, :] & (keys[rows] <= queries[near, None])
         seen &= (queries < shard.seqlen)[near, None]
-        part = PartOfWindow(k[:, rows], v[:, rows], seen, True)
+        part = VisibleKeys(k[:, rows], v[:, rows], seen, True)
         query, upstream = q[:, near], saved.do[:, near]
         P, dS = _gradients(shard, query, saved, near, part)
         dkv[0, :, rows] += shard.scale * _group_sum(_transposed(dS, query), k.shape[-2])
@@ -174,6 +150,7 @@ def _keys_of(
 
 
 def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) -> Columns:
+    """Returns this rank's part of dK and dV of every vertical, [B, H, max_v, D]."""
     dk, dv = (torch.zeros_like(x, dtype=wide(q)) for x in columns)
     for tile in _query_tiles(shard):
         query, upstream = q[:, tile.rows], saved.do[:, tile.rows]
@@ -185,10 +162,11 @@ def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) ->
     return Columns(dk, dv)
 
 
-def scatter(shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
-    for owner, of_chunk in zip(owners, dkv, strict=True):
+def scatter(shard: Shard, column_grads: Columns, owners: list[int], dkv: Tensor) -> None:
+    """Adds gradients of verticals to dkv, the gradients of the chunks they lie in."""
+    for owner, chunk_grads in zip(owners, dkv, strict=True):
         mine, row = (x[..., None] for x in _rows_of(shard, owner))
-        for total, part in zip(of_chunk, of_columns, strict=True):
+        for total, part in zip(chunk_grads, column_grads, strict=True):
             spread = part.new_zeros(*part.shape[:2], shard.rows, part.shape[-1])
             spread.scatter_add_(2, row.expand_as(part), torch.where(mine, part, 0))
             total += _group_sum(rearrange(spread, "b h l d -> b l h d"), total.shape[-2])
@@ -200,7 +178,7 @@ class _Tile(NamedTuple):
     token: Tensor  # [128]
 
 
-class PartOfWindow(NamedTuple):
+class VisibleKeys(NamedTuple):
     """Keys and values for the queries of a tile, and the mask between them."""
 
     k: Tensor  # [B, n, Hk, D], or [B, H, n, D] for the columns
@@ -223,7 +201,8 @@ def _seen_by(
     v: Tensor,
     visited: list[Visit],
     columns: Columns | None,
-) -> Iterator[PartOfWindow]:
+) -> Iterator[VisibleKeys]:
+    """Yields the keys and values that a tile's queries see: of each visit, then the columns."""
     for visit in visited:
         blocks = query_walk(shard.table, visit, tile.i0, shard.blocks)
         near = blocks.flatten(0, 2).any(0).repeat_interleave(BLOCK).nonzero()[:, 0]
@@ -231,12 +210,12 @@ def _seen_by(
             key = shard.positions(visit.owner)[near]
             seen = _elements(blocks)[..., near] & (key <= tile.token[:, None])
             seen &= (tile.token < shard.seqlen)[:, None]
-            yield PartOfWindow(k[visit.slot][:, near], v[visit.slot][:, near], seen, True)
+            yield VisibleKeys(k[visit.slot][:, near], v[visit.slot][:, near], seen, True)
     if columns is not None and columns.k.shape[2]:
         yield _columns_seen_by(shard, tile, columns)
 
 
-def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> PartOfWindow:
+def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> VisibleKeys:
     """Returns the columns, and which of them each row of a tile sees.
 
     A row sees a column here if the column's block lies before the row's own block, and no slash of
@@ -250,20 +229,20 @@ def _columns_seen_by(shard: Shard, tile: _Tile, columns: Columns) -> PartOfWindo
     )
     covered = active.gather(-1, distance.clamp(min=0))
     seen = (distance > 0) & ~covered & (tile.token < shard.seqlen)[:, None]
-    return PartOfWindow(columns.k[:, :, :most], columns.v[:, :, :most], seen, False)
+    return VisibleKeys(columns.k[:, :, :most], columns.v[:, :, :most], seen, False)
 
 
 def _gradients(
-    shard: Shard, q: Tensor, saved: Saved, rows: slice | Tensor, part: PartOfWindow
+    shard: Shard, q: Tensor, saved: Saved, rows: slice | Tensor, part: VisibleKeys
 ) -> tuple[Tensor, Tensor]:
     """Returns P = e^{S - LSE}, 0 for unseen pairs, and dS / scale = P (dO v^T - delta).
 
     Both are [B, H, queries, keys].
     """
     lse, delta = (x[..., rows, None] for x in (saved.lse, saved.delta))
-    S = _scores(q, part.k, shard.scale, part.grouped)
+    S = scores(q, part.k, shard.scale, part.grouped)
     P = (S - lse).exp().masked_fill(~part.seen, 0)
-    return P, P * (_scores(saved.do[:, rows], part.v, 1.0, part.grouped) - delta)
+    return P, P * (scores(saved.do[:, rows], part.v, 1.0, part.grouped) - delta)
 
 
 def _rows_of(shard: Shard, owner: int) -> tuple[Tensor, Tensor]:
@@ -278,16 +257,6 @@ def _rows_of(shard: Shard, owner: int) -> tuple[Tensor, Tensor]:
 
 def _elements(blocks: Tensor) -> Tensor:
     return blocks.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
-
-
-def _scores(q: Tensor, k: Tensor, scale: float, grouped: bool = True) -> Tensor:
-    """Returns scale q k^T, [B, H, queries, keys]; serves for dO v^T as well."""
-    dtype = wide(q)
-    if not grouped:
-        return scale * einsum(q.to(dtype), k.to(dtype), "b i h d, b h j d -> b h i j")
-    per_group = rearrange(q.to(dtype), "b i (n g) d -> b n g i d", n=k.shape[2])
-    S = einsum(per_group, k.to(dtype), "b n g i d, b j n d -> b n g i j")
-    return scale * rearrange(S, "b n g i j -> b (n g) i j")
 
 
 def _weighted(P: Tensor, v: Tensor, grouped: bool) -> Tensor:

@@ -1,9 +1,10 @@
 """Adds up dK and dV of chunks over all ranks, and brings each sum to the chunk's owner.
 
-`Travelling` serves the schedules ring and double_ring, `Direct` serves allgather. Both are used as
-follows: for each part that `of(chunks)` yields, the caller adds its gradients to `part.dkv`;
-advancing the loop sends the part; `home()` waits for the sums of this rank's own chunk. Sums are
-kept in fp32 (fp64 for fp64 tensors). For one rank count and schedule their order is fixed.
+`CirculatedGradients` serves the schedules ring and double_ring, `ReducedGradients` serves
+allgather. Both are used as follows: for each part that `of(chunks)` yields, the caller adds its
+gradients to `part.dkv`; advancing the loop sends the part; `home()` waits for the sums of this
+rank's own chunk. Sums are kept in fp32 (fp64 for fp64 tensors). For one rank count and schedule
+their order is fixed.
 """
 
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ class Part(NamedTuple):
 
 
 class Gradients(Protocol):
+    """The gradients of chunks under way to their owners; the module's docstring shows their use."""
+
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
         """Yields the accumulators of `chunks`. A part is sent when the iterator is advanced."""
         ...
@@ -36,10 +39,11 @@ class Gradients(Protocol):
 
 
 def gradients_of(route: Route, k: Tensor) -> Gradients:
-    return Direct(route, k) if route.gathers else Travelling(route, k)
+    """Returns the Gradients of a call with this route; k is this rank's."""
+    return ReducedGradients(route, k) if route.gathers else CirculatedGradients(route, k)
 
 
-class Travelling:
+class CirculatedGradients:
     """Sends the gradient of a chunk along the same rings as the chunk itself.
 
     On each node the sum starts from zero and goes around the inner ring once; it then holds the
@@ -49,16 +53,17 @@ class Travelling:
 
     def __init__(self, route: Route, k: Tensor) -> None:
         self._inner, self._outer = route.inner, route.outer
-        self._here = _room(k)
-        self._next = _room(k) if route.inner.size > 1 else self._here
+        self._here = _empty_sums(k)
+        self._next = _empty_sums(k) if route.inner.size > 1 else self._here
         shared = route.per_launch > 1 and route.inner.size > 2  # a launch may have several chunks
-        self._mine = _room(k) if shared else self._here
-        self._sum = _room(k) if route.outer.size > 1 else self._here
-        self._received = _room(k) if route.outer.size > 1 else self._here
+        self._mine = _empty_sums(k) if shared else self._here
+        self._sum = _empty_sums(k) if route.outer.size > 1 else self._here
+        self._received = _empty_sums(k) if route.outer.size > 1 else self._here
         self._around: Pending | None = None
         self._across: Pending | None = None
 
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
+        """Yields a part for each chunk, one after the other; sends it when advanced."""
         for n, chunk in enumerate(chunks):
             if n == 0:  # its sum arrived during the launches since the last batch
                 self._land()
@@ -77,6 +82,7 @@ class Travelling:
             self._leave_node()
 
     def home(self, dtype: torch.dtype) -> list[Tensor]:
+        """Waits for the own chunk's sums and returns dK and dV, rounded to dtype."""
         self._land()
         if self._across is not None:
             self._across.wait()
@@ -98,23 +104,26 @@ class Travelling:
         self._across = self._outer.shift([self._sum], [self._received], GRADIENT_TAG)
 
 
-class Direct:
+class ReducedGradients:
     """Sends this rank's parts of all chunks straight to their owners, by one reduce-scatter."""
 
     def __init__(self, route: Route, k: Tensor) -> None:
         self._ring = route.whole
-        self._parts = _room(k, self._ring.size)
+        self._parts = _empty_sums(k, self._ring.size)
         self._coming: Pending | None = None
 
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
+        """Yields one part with all chunks, then starts the reduce-scatter."""
         yield Part(chunks, self._parts, True)
         self._coming = self._ring.sum(self._parts)
 
     def home(self, dtype: torch.dtype) -> list[Tensor]:
+        """Waits for the own chunk's sums and returns dK and dV, rounded to dtype."""
         assert self._coming is not None, "its chunks came"
         (own,) = self._coming.wait()
         return [x.to(dtype, copy=True) for x in own]
 
 
-def _room(k: Tensor, *chunks: int) -> Tensor:
+def _empty_sums(k: Tensor, *chunks: int) -> Tensor:
+    """Returns uninitialised accumulators for dK and dV, [*chunks, 2, *k.shape]."""
     return torch.empty(*chunks, 2, *k.shape, dtype=wide(k), device=k.device)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.errors import need
-from qla_kernels.sparse_ring.agreement import GROUPS, Agreement, RingError, explained
+from qla_kernels.sparse_ring.agreement import GROUPS, Agreement, RingError, as_ring_error
 
 __all__ = ["ALONE", "Pending", "RankRing", "RingError", "RingGroups"]
 
@@ -36,7 +36,7 @@ class Pending:
         On a GPU the current stream waits, and the host goes on.
         """
         while self._works:  # wait once for each: a second wait in gloo waits for another transfer
-            with explained("a transfer between ranks failed"):
+            with as_ring_error("a transfer between ranks failed"):
                 self._works.pop(0).wait()
         return self._received
 
@@ -76,10 +76,10 @@ class RankRing:
         """
         to, source = to % self.size, source % self.size
         ops = []
-        for n, (x, room) in enumerate(zip(send, receive, strict=True)):
+        for n, (x, received) in enumerate(zip(send, receive, strict=True)):
             ops.append(dist.P2POp(dist.isend, x, None, self.group, tag + n, to))
-            ops.append(dist.P2POp(dist.irecv, room, None, self.group, tag + n, source))
-        with explained("a transfer between ranks could not be posted"):
+            ops.append(dist.P2POp(dist.irecv, received, None, self.group, tag + n, source))
+        with as_ring_error("a transfer between ranks could not be posted"):
             return Pending(dist.batch_isend_irecv(ops), receive)
 
     def gather(self, *tensors: Tensor) -> Pending:
@@ -90,25 +90,25 @@ class RankRing:
         """
         if self.group is None:
             return Pending([], [x[None] for x in tensors])
-        rooms = [x.new_empty(self.size, *x.shape) for x in tensors]
-        with explained("a gather over all ranks could not be posted"):  # one transfer
+        gathered = [x.new_empty(self.size, *x.shape) for x in tensors]
+        with as_ring_error("a gather over all ranks could not be posted"):  # one transfer
             work = self.group.allgather_into_tensor_coalesced(
-                [x.view(-1) for x in rooms], [x.view(-1) for x in tensors]
+                [x.view(-1) for x in gathered], [x.view(-1) for x in tensors]
             )
-        return Pending([work], rooms)
+        return Pending([work], gathered)
 
     def sum(self, x: Tensor) -> Pending:
         """Sums x [size, ...] over all ranks; this rank receives x[self.rank] of the sum."""
         own = torch.empty_like(x[0])
         assert self.group is not None, "more than one rank"
-        with explained("a sum over all ranks could not be posted"):
+        with as_ring_error("a sum over all ranks could not be posted"):
             work = self.group.reduce_scatter_tensor_coalesced([own.view(-1)], [x.view(-1)])
         return Pending([work], [own])
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Overwrites x with the x of rank `source`, waits for it, and returns x."""
         if self.group is not None:
-            with explained("a broadcast to all ranks failed"):
+            with as_ring_error("a broadcast to all ranks failed"):
                 dist.broadcast(x, group=self.group, group_src=source)
         return x
 
@@ -121,7 +121,7 @@ class RankRing:
         if self.group is None:
             return x
         rows = x.new_empty(sum(received), *x.shape[1:])
-        with explained("an exchange between all ranks failed"):
+        with as_ring_error("an exchange between all ranks failed"):
             dist.all_to_all_single(rows, x, received, sent, group=self.group)
         return rows
 
@@ -147,10 +147,12 @@ class RingGroups:
 
     @property
     def world(self) -> int:
+        """Number of ranks of the ring."""
         return self.whole.size
 
     @property
     def rank(self) -> int:
+        """Number of this rank within the ring."""
         return self.whole.rank
 
     @classmethod
@@ -193,9 +195,9 @@ class RingGroups:
         The mesh has the dimension (ring), or the dimensions (nodes, ranks of a node).
         """
         if mesh.ndim > 2:
+            got, needs = f"mesh has {mesh.ndim} dimensions", "1 or 2: (nodes, ranks of a node)"
             fix = "pass a slice of it, such as mesh['node', 'ring']"
-            got = f"a mesh of {mesh.ndim} dimensions"
-            raise ValueError(need(GROUPS, got, "1 or 2", fix))
+            raise ValueError(need(GROUPS, got, needs, fix))
         ranks, inner = mesh.mesh.flatten().tolist(), mesh.mesh.shape[-1]
         return cls._of_ranks(ranks, inner, timeout, side_timeout)
 
@@ -203,7 +205,8 @@ class RingGroups:
     def _of_ranks(
         cls, ranks: list[int], inner: int, timeout: timedelta, side_timeout: timedelta
     ) -> "RingGroups":
-        everyone = _named_by_all(ranks, inner, timeout)
+        """Makes the groups of the rings that all ranks of the job passed; returns this rank's."""
+        everyone = _rings_of_all_ranks(ranks, inner, timeout)
         _check_rings(everyone)
         mine = cls(ALONE, ALONE, ALONE, None)
         # torch wants every group made on every rank, in the same order
@@ -240,12 +243,14 @@ class RingGroups:
         """
         if self.agreement is not None:
             said = None if problem is None else f"{type(problem).__name__}: {problem}"
-            self.agreement.on({"the call": op, **facts, "what is wrong": said}, again)
+            self.agreement.check(
+                {"the call": op, **facts, "the error of its arguments": said}, again
+            )
         if problem is not None:
             raise problem
 
 
-def _named_by_all(
+def _rings_of_all_ranks(
     ranks: list[int], inner: int, timeout: timedelta
 ) -> list[tuple[tuple[int, ...], int]]:
     """Returns (ranks, inner size) as passed by each rank of the job, in rank order.
@@ -258,15 +263,13 @@ def _named_by_all(
     said = inner if type(inner) is int else repr(inner)
     store.set(keys[dist.get_rank()], json.dumps([ranks, said]))
     try:
-        with explained("ranks did not all make their ring"):
+        with as_ring_error("ranks did not all make their ring"):
             store.wait(keys, timeout)
     except RingError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        got, fix = (
-            f"no ring of ranks {missing} within {timeout}",
-            "call it on every rank of the job",
-        )
-        raise RingError(need(GROUPS, got, "RingGroups.create on every rank", fix)) from error
+        got = f"ranks {missing} did not make their ring within {timeout}"
+        fix = "call RingGroups.create or from_mesh on every rank, and look for a rank that failed"
+        raise RingError(need(GROUPS, got, "the same call on every rank of the job", fix)) from error
     everyone = [json.loads(store.get(key)) for key in keys]
     return [(tuple(members), size) for members, size in everyone]
 
@@ -278,8 +281,8 @@ def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
     """
     for rank, (ranks, inner) in enumerate(everyone):
         if list(ranks) != sorted(ranks):
-            fix = "make the ring of a group whose ranks ascend"
-            raise ValueError(need(GROUPS, f"ranks {list(ranks)}", "them in ascending order", fix))
+            got, fix = f"the group has the ranks {list(ranks)}", "make a group of sorted ranks"
+            raise ValueError(need(GROUPS, got, "ranks in ascending order", fix))
         if type(inner) is not int or inner < 1 or len(ranks) % inner:
             fix = "pass the number of ranks on each node"
             got = f"inner_size is {inner} for {len(ranks)} ranks"
@@ -288,8 +291,8 @@ def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
             if everyone[member] != (ranks, inner):
                 rings = ((rank, ranks, inner), (member, *everyone[member]))
                 said = (f"{list(r)} in nodes of {n} on rank {at}" for at, r, n in rings)
-                got = f"a ring of ranks {' and '.join(said)}"
-                fix = f"look at what rank {member} was given"
+                got = f"the ring is {' and '.join(said)}"
+                fix = f"compare the arguments of ranks {rank} and {member}"
                 raise ValueError(need(GROUPS, got, "one ring on all of its ranks", fix))
 
 

@@ -30,10 +30,12 @@ class VSIndex(NamedTuple):
 
     @property
     def blocks(self) -> int:
+        """Number of blocks of 64 tokens."""
         return self.T // BLOCK
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the index's tensors."""
         return sum(x.numel() * x.element_size() for x in self[:4])
 
     def diagonals(self) -> Tensor:
@@ -110,9 +112,10 @@ class VSIndex(NamedTuple):
         shapes = ((B, H, *v.shape[2:3]), (B, H), (B, H, words))
         for name, x, shape in zip(self._fields, (v, n, d), shapes, strict=False):
             if (self.T, x.shape, x.dtype, x.device) != (T, shape, kind, on):
-                got = f"an index of {self.T} tokens whose {name} is {_form(x.dtype, x.shape)}"
-                needs = f"{T} tokens, and {_form(kind, shape)} on {on}"
-                raise ValueError(need(op, f"{got} on {x.device}", needs, "build it for this call"))
+                got = f"index has {self.T} tokens, and its {name} is {_form(x.dtype, x.shape)}"
+                got, needs = f"{got} on {x.device}", f"{T} tokens, and {_form(kind, shape)} on {on}"
+                fix = "build the index from this call's q, k and pattern"
+                raise ValueError(need(op, got, needs, fix))
 
     def check(self, op: str) -> None:
         """Raises ValueError unless columns ascend below T and every head has diagonal 0.
@@ -124,14 +127,18 @@ class VSIndex(NamedTuple):
         rising = (v[..., 1:] > v[..., :-1]) | (slot[1:] >= n)
         inside = torch.where(slot < n, (v >= 0) & (v < self.T), v == self.T)
         if not (rising.all() and inside.all()):
-            needs = f"ascending columns below {self.T}, then {self.T}"
-            raise ValueError(need(op, "v_idx is out of order", needs, "use build_index"))
+            needs = f"columns that ascend below {self.T}, then {self.T} in unused places"
+            fix = "make the index by build_index"
+            raise ValueError(need(op, "index.v_idx is out of order", needs, fix))
         if not (self.d_bits[..., 0] & 1).all():
-            fix = "set bit 0 of word 0, or use build_index"
-            raise ValueError(need(op, "a head without diagonal 0", "it in every head", fix))
+            got = "index.d_bits has a head without diagonal 0"
+            fix = "set bit 0 of word 0 of each head, or make the index by build_index"
+            raise ValueError(need(op, got, "diagonal 0 in every head", fix))
 
 
-def given(pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: object) -> VSIndex:
+def known_index(
+    pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: object
+) -> VSIndex:
     """Returns the index of a pattern whose lines are known without q and k."""
     on = torch.device(str(device))
     nan = torch.full((B, H), float("nan"), device=on)
@@ -160,21 +167,22 @@ def _each(lines: Lines, H: int) -> Lines:
 
 
 def _padded(head: tuple[int, ...], T: int, lines: Lines) -> Tensor:
-    room = max(map(len, lines)) - len(head)
-    return torch.tensor([*head, *[T] * room], dtype=torch.int32, device="cpu")
+    unused = max(map(len, lines)) - len(head)
+    return torch.tensor([*head, *[T] * unused], dtype=torch.int32, device="cpu")
 
 
-def fits(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | None:
+def refused_lines(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | None:
     """Returns None if the lines fit a mask of H heads and T tokens, else (got, need, fix).
 
     The three texts are the parts of an error message, as `errors.need` takes them.
     """
     for name, lines, end in (("v_idx", pattern.v_idx, T), ("d_idx", pattern.d_idx, T // BLOCK)):
         if len(lines) not in (1, H):
-            fix = "give one list for all heads, or one for each"
-            return f"{name} has lines of {len(lines)} heads", f"1 or {H}", fix
+            fix = "pass one list for all heads, or a list for each head of q"
+            return f"{name} has lines of {len(lines)} heads", f"1 or {H} lists", fix
         last = max([0, *[head[-1] for head in lines if head]])  # as torch.compile can trace it
         if last >= end:
             unit = "tokens" if name == "v_idx" else "blocks of 64 tokens"
-            return f"{name} has line {last}", f"lines below {end} ({unit})", "drop such lines"
+            needs, fix = f"lines below {end}, the number of {unit}", "remove the other lines"
+            return f"{name} has the line {last}", needs, fix
     return None

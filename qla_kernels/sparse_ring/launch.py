@@ -1,4 +1,4 @@
-"""Implements the launches of shard.Tiles for CUDA tensors, by kernels.
+"""Implements the launches of shard.Launches for CUDA tensors, by kernels.
 
 The functions compute the same as those of cpu.py. The host reads nothing back from the device.
 """
@@ -24,7 +24,7 @@ from qla_kernels.sparse_ring.operands import (
     chunks,
     columns_of,
     first_blocks_on,
-    or_nothing,
+    or_placeholder,
     per_head,
     rows,
     visits_on,
@@ -75,6 +75,7 @@ def table(d_bits: Tensor, T: int, layout: Layout) -> Table:
 
 
 def compact(shard: Shard, k: Tensor, v: Tensor, visited: list[Visit], columns: Columns) -> None:
+    """Launches the copy of the verticals' rows of k and v from visited chunks to `columns`."""
     if not columns.k.numel():
         return
     with device.of(k):
@@ -102,6 +103,7 @@ def forward(
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
+    """Launches attention to the visited slashes, and to `columns`; updates partial, writes out."""
     require_aligned(OP, q=q, k=k, v=v)
     *gathered, any_columns = columns_of(columns, q)
     with device.of(q):
@@ -116,9 +118,9 @@ def forward(
             per_head(shard.v_idx),
             visits_on(q.device, q.shape[0], tuple(visited)),
             first_blocks_on(q.device, shard.layout, shard.rank, shard.T),
-            or_nothing(partial.o, q, torch.float32),
+            or_placeholder(partial.o, q, torch.float32),
             partial.lse,
-            or_nothing(out, q, q.dtype),
+            or_placeholder(out, q, q.dtype),
             shard.table.gap,
             shard.table.stripe_blocks,
             shard.seqlen,

@@ -1,4 +1,4 @@
-"""Implements the backward's launches of shard.Tiles for CUDA tensors."""
+"""Implements the backward's launches of shard.Launches for CUDA tensors."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from qla_kernels.sparse_ring.operands import (
     columns_of,
     first_blocks_of,
     first_blocks_on,
-    or_nothing,
+    or_placeholder,
     per_head,
     rows,
     visits_on,
@@ -53,6 +53,7 @@ def backward_queries(
     columns: Columns | None,
     out: Tensor | None,
 ) -> None:
+    """Launches the pass for dQ; adds to dq and, in the last launch, writes out."""
     table = shard.table
     *gathered, any_columns = columns_of(columns, q)
     with device.of(q):
@@ -64,8 +65,8 @@ def backward_queries(
             *(per_head(x) for x in (table.entries, table.bounds, shard.d_bits, shard.v_idx)),
             visits_on(q.device, q.shape[0], tuple(visited)),
             first_blocks_on(q.device, shard.layout, shard.rank, shard.T),
-            or_nothing(dq, q, torch.float32),
-            or_nothing(out, q, q.dtype),
+            or_placeholder(dq, q, torch.float32),
+            or_placeholder(out, q, q.dtype),
             table.gap,
             table.stripe_blocks,
             shard.scale,
@@ -86,6 +87,7 @@ def backward_keys(
     dkv: Tensor,
     first: bool,
 ) -> None:
+    """Launches the pass for dK and dV of the chunks `met`; adds to dkv."""
     table = shard.table
     visits = tuple(visit for x in met for visit in shard.returns(x.owner, x.slot))
     with device.of(q):
@@ -107,16 +109,16 @@ def backward_keys(
 
 
 def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) -> Columns:
-    """Returns dK and dV of every vertical, fp32 [slices, B H, room, D].
+    """Returns dK and dV of every vertical, fp32 [slices, B H, padded_v, D].
 
-    Each slice of the queries has sums of its own, which `scatter` adds. `room` is max_v, rounded up
-    to whole tiles.
+    Each slice of the queries has sums of its own, which `scatter` adds. `padded_v` is max_v,
+    rounded up to whole tiles.
     """
     B, H, max_v, D = columns.k.shape
-    room = -(-max_v // TILE) * TILE
-    most = max(1, NUMBERS // max(1, 2 * B * H * room * D))
+    padded_v = -(-max_v // TILE) * TILE
+    most = max(1, NUMBERS // max(1, 2 * B * H * padded_v * D))
     slices = min(MOST_SLICES, most, -(-shard.rows // ROWS_A_SLICE))
-    grads = Columns(*saved.lse.new_empty(2, slices, B * H, room, D))
+    grads = Columns(*saved.lse.new_empty(2, slices, B * H, padded_v, D))
     if max_v:
         with device.of(q):
             jit.compile(columns_kernel, columns_kernel.Variant(dtype_name(q.dtype), D))(
@@ -134,13 +136,14 @@ def backward_columns(shard: Shard, q: Tensor, saved: Saved, columns: Columns) ->
     return grads
 
 
-def scatter(shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
+def scatter(shard: Shard, column_grads: Columns, owners: list[int], dkv: Tensor) -> None:
+    """Launches the addition of the verticals' gradients to dkv of the chunks of `owners`."""
     Hk, D = dkv.shape[4:]
     H, max_v = shard.v_idx.shape[1:]
     if max_v:
         with device.of(dkv):
             jit.compile(scatter_kernel, scatter_kernel.Variant(D))(
-                *of_columns,
+                *column_grads,
                 per_head(shard.v_idx),
                 first_blocks_of(dkv.device, shard.layout, tuple(owners), shard.T),
                 dkv,

@@ -1,4 +1,4 @@
-"""Implements the index's launches of shard.Tiles for CUDA tensors.
+"""Implements the index's launches of shard.Launches for CUDA tensors.
 
 Keys may be strided. The host reads nothing back from the device.
 """
@@ -19,10 +19,11 @@ from qla_kernels.sparse_ring.patterns import VerticalSlash
 from qla_kernels.sparse_ring.select import Candidates, last_block, share
 from qla_kernels.sparse_ring.shapes import BLOCK, OBSERVED, UNIT, WORD
 
-NOBODY = 1e30  # the LSE of a padding row without a query: its attention is 0
+NO_QUERY_LSE = 1e30  # the LSE of a padding row without a query: its attention is 0
 
 
 def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Tensor:
+    """Launches the LSEs of the observed queries over parts of the local keys; returns them."""
     B, num, H, D = q_obs.shape
     tiles = k.shape[1] // lse_kernel.KEYS
     with device.of(k):
@@ -37,6 +38,7 @@ def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float)
 def window_mass(
     q_obs: Tensor, k: Tensor, block: Tensor, last: int, lse: Tensor, scale: float
 ) -> Tensor:
+    """Launches the observed attention of each local key; returns it, int32 [B, H, L]."""
     B, num, H, D = q_obs.shape
     L, Hk = k.shape[1:3]
     tiles = -(-L // mass_kernel.KEYS)
@@ -44,7 +46,7 @@ def window_mass(
         q = _packed(q_obs, Hk)
         mass = q.new_empty(B * Hk, H // Hk, L, dtype=torch.int32)
         if num < OBSERVED:
-            lse = torch.nn.functional.pad(lse, (0, OBSERVED - num), value=NOBODY)
+            lse = torch.nn.functional.pad(lse, (0, OBSERVED - num), value=NO_QUERY_LSE)
         jit.compile(mass_kernel, mass_kernel.Variant(dtype_name(k.dtype), D))(
             q,
             rows(k),
@@ -60,11 +62,12 @@ def window_mass(
 
 
 def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Candidates, Tensor]:
+    """Launches the choice of this rank's best columns; returns them and the blocks' masses."""
     B, H, L = mass.shape
     with device.of(mass):
         tile = mass.new_empty(B, H, L // BLOCK)
         marks = mass.new_empty(B * H, L // WORD)
-        found = [mass.new_empty(B * H, L) for _ in range(2)]
+        qualified = [mass.new_empty(B * H, L) for _ in range(2)]
         best = Candidates(*(mass.new_empty(B, H, min(pattern.max_v, L)) for _ in range(2)))
         jit.compile(mark_kernel, mark_kernel.Variant())(
             mass.view(B * H, L),
@@ -78,7 +81,7 @@ def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Ca
             mass.view(B * H, L),
             block,
             marks,
-            *found,
+            *qualified,
             *(x.view(B * H, -1) for x in best),
             pattern.sink,
             T,
@@ -86,25 +89,28 @@ def cut(mass: Tensor, block: Tensor, T: int, pattern: VerticalSlash) -> tuple[Ca
         return best, tile
 
 
-def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash) -> VSIndex:
+def select(
+    candidates: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash
+) -> VSIndex:
+    """Launches the choice of all lines, and returns the index."""
     B, H, blocks = tile.shape
-    num = found.column.shape[-1]
+    num = candidates.column.shape[-1]
     with device.of(tile):
         v_idx = tile.new_empty(B, H, min(pattern.max_v, T))
         v_cnt = tile.new_empty(B, H)
         d_bits = tile.new_empty(B, H, -(-blocks // WORD))
         recall = tile.new_empty(B, H, dtype=torch.float32)
         marks = tile.new_empty(B * H, T // WORD)
-        of_columns, active = (tile.new_empty(B * H, blocks) for _ in range(2))
+        column_mass, active = (tile.new_empty(B * H, blocks) for _ in range(2))
         jit.compile(select_kernel, select_kernel.Variant())(
-            *(x.reshape(B * H, num).contiguous() for x in found),
+            *(x.reshape(B * H, num).contiguous() for x in candidates),
             tile.view(B * H, blocks),
             v_idx.view(B * H, -1),
             v_cnt.view(-1),
             d_bits.view(B * H, -1),
             recall.view(-1),
             marks,
-            of_columns,
+            column_mass,
             active,
             last_block(seqlen),
             share(pattern.recall_v),
@@ -114,7 +120,7 @@ def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: Vertic
             pattern.sink,
             pattern.window,
             int(pattern.estimator == "residual"),
-            pattern.gap_close,
+            min(pattern.gap_close, blocks),  # no hole is longer, and the kernel counts up to it
         )
         return VSIndex(v_idx, v_cnt, d_bits, recall, T)
 

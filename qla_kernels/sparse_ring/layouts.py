@@ -10,8 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import integer
 from qla_kernels.errors import need
-from qla_kernels.sparse_ring.agreement import ends_a_graph, looks
+from qla_kernels.sm90 import expect_tensors
+from qla_kernels.sparse_ring.agreement import ends_a_graph, tensor_facts
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 
@@ -29,9 +31,11 @@ class Layout:
     world: int
 
     def __post_init__(self) -> None:
+        """Raises ValueError unless world is an integer from 1 on."""
+        name, fix = type(self).__name__, "pass the number of ranks"
+        object.__setattr__(self, "world", integer(name, "world", self.world, fix))
         if self.world < 1:
-            got = f"world is {self.world}"
-            raise ValueError(need(type(self).__name__, got, "at least 1 rank", "pass the number"))
+            raise ValueError(need(name, f"world is {self.world}", "at least 1 rank", fix))
 
     def owner(self, token: Numbers, T: int) -> Numbers:
         """Returns the rank that holds a token."""
@@ -93,6 +97,7 @@ class Layout:
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
         """Returns a rank's shard of the whole tensor x, whose dimension `dim` has T tokens."""
+        dim = _dimension(f"{type(self).__name__}.shard", x, dim)
         return x.index_select(dim, self.positions(x.shape[dim], rank).to(x.device))
 
     @ends_a_graph
@@ -132,36 +137,55 @@ class Layout:
         Raises on every rank if an argument is wrong on any rank, or differs between ranks.
         """
         if not isinstance(group, RingGroups):
-            got, fix = f"group is a {type(group).__name__}", "make one: RingGroups.create(group)"
+            got = f"group is of type {type(group).__name__}"
+            fix = "make one by RingGroups.create(group), and reuse it"
             raise ValueError(need(op, got, "RingGroups", fix))
         problem = None
         try:
             for layout in (self, source):
-                layout._require_shard(op, x, dim, group.world)
+                check_layout(op, layout, group.world)
+                T = group.world * x.shape[_dimension(op, x, dim)]
+                layout._require_padded(T)
         except Exception as error:  # whatever it is, for all ranks to raise
             problem = error
-        facts = {"x": looks(x), "dim": str(dim), "layout": self, "from layout": repr(source)}
+        facts = {"x": tensor_facts(x), "dim": str(dim), "layout": self, "from layout": repr(source)}
         group.agree(op, facts, problem, again=True)  # the host waits for such a call anyway
 
-    def _require_shard(self, op: str, x: Tensor, dim: int, world: int) -> None:
-        if self.world != world:
-            got = f"a layout for {self.world} ranks and a group of {world}"
-            raise ValueError(need(op, got, "the same number", f"make the layout for {world}"))
-        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
-            fix = "pass a rank's shard, and the dimension of its tokens"
-            raise ValueError(need(op, f"{looks(x)} and dim={dim}", "a tensor that has it", fix))
-        self._require_padded(self.world * x.shape[dim])
-
     def _require_rank(self, rank: int) -> None:
+        """Raises ValueError unless rank is an int from 0 to world - 1."""
         if not (isinstance(rank, int) and 0 <= rank < self.world):
             fix = "number the ranks within their ring, such as group.rank of RingGroups"
             needs = f"a rank from 0 to {self.world - 1}"
             raise ValueError(need(str(self), f"rank={rank!r}", needs, fix))
 
     def _require_padded(self, T: int) -> None:
-        if T % self.unit or T < 1:
+        """Raises ValueError unless T is a positive multiple of `unit`."""
+        T = integer(str(self), "T", T, "pass the number of tokens, with padding")
+        if T < 1 or T % self.unit:
             fix = f"pad the sequence to {self.pad_len(T)} and pass seqlen={T}"
-            raise ValueError(need(str(self), f"T={T}", f"a multiple of {self.unit}", fix))
+            raise ValueError(need(str(self), f"T={T}", f"a positive multiple of {self.unit}", fix))
+
+
+def check_layout(op: str, layout: Layout | None, world: int) -> None:
+    """Raises ValueError unless `layout` is a layout for `world` ranks."""
+    if not isinstance(layout, Layout):
+        got, fix = f"layout is of type {type(layout).__name__}", f"pass StripedLayout({world})"
+        raise ValueError(need(op, got, "a layout", fix))
+    if layout.world != world:
+        got = f"layout is for {layout.world} ranks, and the group has {world}"
+        fix = f"pass {type(layout).__name__}({world})"
+        raise ValueError(need(op, got, "as many ranks in both", fix))
+
+
+def _dimension(op: str, x: Tensor, dim: int) -> int:
+    """Returns dim as an int; ValueError unless x is a tensor that has this dimension."""
+    expect_tensors(op, x=x)
+    fix = "pass the dimension of the tokens"
+    dim = integer(op, "dim", dim, fix)
+    if not -x.dim() <= dim < x.dim():
+        got, needs = f"dim={dim}", f"a dimension of x, which has shape {tuple(x.shape)}"
+        raise ValueError(need(op, got, needs, fix))
+    return dim
 
 
 @dataclass(frozen=True)
@@ -169,15 +193,19 @@ class ContiguousLayout(Layout):
     """Cuts the sequence into `world` equal parts; rank r holds part r."""
 
     def owner(self, token: Numbers, T: int) -> Numbers:
+        """Returns the rank that holds a token."""
         return token // (T // self.world)
 
     def local(self, token: Numbers, T: int) -> Numbers:
+        """Returns the row of a token within the shard of its owner."""
         return token % (T // self.world)
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
+        """Returns the token in row `row` of a rank's shard."""
         return rank * (T // self.world) + row
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
+        """Returns the ranges (first block, end block, first local block) of a rank."""
         blocks = T // self.world // BLOCK
         return [(rank * blocks, (rank + 1) * blocks, 0)]
 
@@ -191,21 +219,26 @@ class ZigZagLayout(Layout):
 
     @property
     def unit(self) -> int:
+        """The divisor of every valid T, in tokens."""
         return 2 * self.world * TILE
 
     def owner(self, token: Numbers, T: int) -> Numbers:
+        """Returns the rank that holds a token."""
         return self._mirrored(token // self._part(T))
 
     def local(self, token: Numbers, T: int) -> Numbers:
+        """Returns the row of a token within the shard of its owner."""
         part = self._part(T)
         return token % part + token // part // self.world * part
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
+        """Returns the token in row `row` of a rank's shard."""
         part = self._part(T)
         second = row // part
         return (rank + second * (2 * self.world - 1 - 2 * rank)) * part + row % part
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
+        """Returns the ranges (first block, end block, first local block) of a rank."""
         blocks, mirror = self._part(T) // BLOCK, 2 * self.world - 1 - rank
         first = (rank * blocks, (rank + 1) * blocks, 0)
         return [first, (mirror * blocks, (mirror + 1) * blocks, blocks)]
@@ -228,32 +261,42 @@ class StripedLayout(Layout):
     stripe: int = 128
 
     def __post_init__(self) -> None:
+        """Raises ValueError unless world and stripe are integers that the layout allows."""
         super().__post_init__()
+        fix = "leave it out for 128 tokens"
+        object.__setattr__(self, "stripe", integer("StripedLayout", "stripe", self.stripe, fix))
         if self.stripe not in (BLOCK, TILE):
-            fix = "use 128; shorter stripes would cut blocks of the mask"
-            raise ValueError(need("StripedLayout", f"stripe is {self.stripe}", "64 or 128", fix))
+            needs = f"{BLOCK} or {TILE}, which are whole blocks of the mask"
+            raise ValueError(need("StripedLayout", f"stripe is {self.stripe}", needs, fix))
 
     @property
     def stripe_blocks(self) -> int:
+        """Blocks of 64 tokens in one stripe."""
         return self.stripe // BLOCK
 
     @property
     def buckets(self) -> int:
+        """Number of ranks that stripes are dealt to."""
         return self.world
 
     @property
     def gap(self) -> int:
+        """Distance of the two blocks of a query tile, in blocks of the sequence."""
         return self.world if self.stripe == BLOCK else 1
 
     def owner(self, token: Numbers, T: int) -> Numbers:
+        """Returns the rank that holds a token."""
         return token // self.stripe % self.world
 
     def local(self, token: Numbers, T: int) -> Numbers:
+        """Returns the row of a token within the shard of its owner."""
         return token // (self.stripe * self.world) * self.stripe + token % self.stripe
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
+        """Returns the token in row `row` of a rank's shard."""
         turn = row // self.stripe * self.world + rank
         return turn * self.stripe + row % self.stripe
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
+        """Returns the ranges (first block, end block, first local block) of a rank."""
         return [(0, T // BLOCK, 0)]

@@ -26,8 +26,9 @@ def rows(x: Tensor) -> Tensor:
     if strides[-1] == 1 and all(0 < s <= INT32 and s % size == 0 for s in strides[:-1]):
         return x  # no view: making one takes as long as the rest of this function
     if any(n > 1 and s > INT32 for n, s in zip(shape, strides, strict=True)):
-        got, fix = f"strides {tuple(strides)} for a shape {tuple(shape)}", "pass fewer sequences"
-        raise Unsupported(need("sparse attention", got, f"strides of at most {INT32}", fix))
+        got = f"a tensor has shape {tuple(shape)} and strides {tuple(strides)}"
+        fix = "pass fewer sequences a call"
+        raise Unsupported(need("sparse_attention", got, f"strides of at most {INT32}", fix))
     mended = [s if n > 1 else size for n, s in zip(shape[:-1], strides, strict=False)]
     return x.as_strided(shape, (*mended, 1))
 
@@ -55,23 +56,23 @@ def columns_of(columns: Columns | None, q: Tensor) -> tuple[Tensor, Tensor, bool
     """
     B, _, H, D = q.shape
     if columns is None or not columns.k.numel():
-        nothing = _nothing(q.device, q.dtype, (B * H, 1, 1, D))
-        return nothing, nothing, False
+        placeholder = _placeholder(q.device, q.dtype, (B * H, 1, 1, D))
+        return placeholder, placeholder, False
     k, v = (x.view(B * H, -1, 1, D) for x in columns)
     return k, v, True
 
 
-def or_nothing(x: Tensor | None, q: Tensor, dtype: torch.dtype) -> Tensor:
+def or_placeholder(x: Tensor | None, q: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x, of q's shape, as [B L, H, D]; if x is None, a placeholder of the given dtype.
 
     The launch neither reads nor writes the placeholder.
     """
     H, D = q.shape[2:]
-    return x.view(-1, H, D) if x is not None else _nothing(q.device, dtype, (1, H, D))
+    return x.view(-1, H, D) if x is not None else _placeholder(q.device, dtype, (1, H, D))
 
 
 @lru_cache(maxsize=KEPT)
-def _nothing(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _placeholder(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 

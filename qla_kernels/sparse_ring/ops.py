@@ -56,6 +56,7 @@ def _fwd(
     seqlen: int,
     scale: float,
 ) -> tuple[Tensor, ...]:
+    """Returns o, the LSE, and the rows of k and v at the verticals."""
     shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
     done = ring.forward(shard, q, LOCAL.batches(k, v))
     return (done.o, done.lse, *done.columns)
@@ -77,6 +78,7 @@ def _bwd(
     do: Tensor,
     dlse: Tensor | None,
 ) -> ring.RingBackward:
+    """Returns dq, dk and dv."""
     shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
     done = ring.RingForward(o, lse, Columns(columns_k, columns_v))
     return ring.backward(shard, LOCAL, q, k, v, done, do, dlse)
@@ -87,10 +89,10 @@ def _fake_index(
     *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     B, T, H = q.shape[:3]
-    of_head = q.new_empty(B, H, dtype=torch.int32)
+    count = q.new_empty(B, H, dtype=torch.int32)
     v_idx = q.new_empty(B, H, min(max_v, T), dtype=torch.int32)
     d_bits = q.new_empty(B, H, -(-T // (BLOCK * WORD)), dtype=torch.int32)
-    return v_idx, of_head, d_bits, of_head.float()
+    return v_idx, count, d_bits, count.float()
 
 
 def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, v_idx: Tensor, *_: Any) -> tuple[Tensor, ...]:

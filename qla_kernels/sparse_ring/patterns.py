@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from qla_kernels.arguments import described
 from qla_kernels.errors import need
 
 MAX_COLUMNS = 16384  # upper limit of VerticalSlash.max_v, columns of one head
+LARGEST = 2**30  # upper limit of numbers that kernels get as int32
 
 Lines = tuple[tuple[int, ...], ...]  # one tuple for each query head, or one for all heads
 
@@ -38,30 +40,34 @@ class VerticalSlash:
     gap_close: int = 0  # holes of at most this many diagonals are filled: longer runs, faster
 
     def __post_init__(self) -> None:
+        """Raises ValueError if a field has another type or is out of range."""
         for name in ("max_v", "max_s", "sink", "window", "kappa", "gap_close"):
             x = getattr(self, name)
             if type(x) is not int and (name, x) != ("max_s", None):
-                self._refuse(f"{name} is {x!r} of type {type(x).__name__}", "an int", "pass one")
+                self._refuse(described(name, x), "an int", f"pass int({name})")
         for name in ("recall_v", "recall_s"):
-            x = getattr(self, name)
+            x, fix = getattr(self, name), "pass a share, such as 0.95"
             if not isinstance(x, int | float):
-                self._refuse(f"{name} is {x!r} of type {type(x).__name__}", "a share", "pass 0.95")
-            if not 0 <= getattr(self, name) <= 1:
-                self._refuse(f"{name} is {getattr(self, name)}", "a share from 0 to 1", "pass 0.95")
+                self._refuse(described(name, x), "a number from 0 to 1", fix)
+            if not 0 <= x <= 1:
+                self._refuse(f"{name} is {x}", "a number from 0 to 1", fix)
         if self.estimator not in ("residual", "independent"):
             fix = "leave it out for residual"
             self._refuse(f"estimator is {self.estimator!r}", "residual or independent", fix)
-        for name in ("sink", "window", "kappa", "gap_close"):
-            if getattr(self, name) < 0:
-                self._refuse(f"{name} is {getattr(self, name)}", "at least 0", "pass 0 for none")
+        for name in ("sink", "window", "kappa", "gap_close", "max_s"):
+            x = getattr(self, name)
+            if x is not None and not 0 <= x <= LARGEST:
+                fix = "pass 0 for none" if x < 0 else "pass a smaller number"
+                self._refuse(f"{name} is {x}", f"0 to {LARGEST}", fix)
         if not max(1, self.sink) <= self.max_v <= MAX_COLUMNS:
-            needs = f"at least 1, sink = {self.sink}, and at most {MAX_COLUMNS}"
+            needs = f"at least 1, at least sink = {self.sink}, and at most {MAX_COLUMNS}"
             self._refuse(f"max_v is {self.max_v}", needs, "change max_v or sink")
         if self.max_s is not None and self.max_s < max(1, self.window):
-            needs = f"at least 1 and window = {self.window}"
-            self._refuse(f"max_s is {self.max_s}", needs, "raise max_s, or None for no limit")
+            needs = f"at least 1, and at least window = {self.window}"
+            self._refuse(f"max_s is {self.max_s}", needs, "raise it, or pass None for no limit")
 
     def _refuse(self, got: str, needs: str, fix: str) -> None:
+        """Raises the ValueError of a field."""
         raise ValueError(need("VerticalSlash", got, needs, fix))
 
 
@@ -77,6 +83,7 @@ class FixedVerticalSlash:
     d_idx: Any
 
     def __post_init__(self) -> None:
+        """Stores the lines as sorted tuples of ints; ValueError if they are no lines."""
         object.__setattr__(self, "v_idx", _lines("v_idx", self.v_idx))
         object.__setattr__(self, "d_idx", _lines("d_idx", self.d_idx))
 
@@ -111,18 +118,24 @@ PAPER: dict[str, Any] = {
 
 
 def _lines(name: str, given: Sequence[Any]) -> Lines:
+    """Returns lines as sorted tuples without repetitions, one for each head or one for all.
+
+    `given` is a sequence of numbers, or of sequences of numbers. Raises ValueError if it has
+    another form, or if a line is negative.
+    """
     try:
         by_head = any(getattr(x, "ndim", isinstance(x, Sequence)) for x in given)
         heads: Sequence[Any] = given if by_head else [given]
         lines = tuple(tuple(sorted({_whole(i) for i in head})) for head in heads)
     except (TypeError, ValueError) as error:
-        got, fix = f"{name} with {error}", "name columns by token, diagonals by distance in blocks"
-        needs = "ints in a list, or in a list for each head"
+        got = f"{name} cannot be read ({error})"
+        fix = "pass columns as tokens, diagonals as distances in blocks of 64 tokens"
+        needs = "a list of integers, or a list of them for each head"
         raise ValueError(need("FixedVerticalSlash", got, needs, fix)) from None
     if any(i < 0 for head in lines for i in head):
-        got = f"lines {min(i for head in lines for i in head)}"
-        fix = "count tokens and block distances from 0"
-        raise ValueError(need("FixedVerticalSlash", got, "at least 0", fix))
+        got = f"{name} has the line {min(i for head in lines for i in head)}"
+        fix = "count tokens and distances of blocks from 0"
+        raise ValueError(need("FixedVerticalSlash", got, "lines from 0 on", fix))
     return lines
 
 
@@ -133,5 +146,5 @@ def _whole(x: Any) -> int:
     """
     whole = int(x)
     if isinstance(x, str) or whole != x:
-        raise ValueError(f"{x!r}, which is no int")
+        raise ValueError(f"{x!r} is no integer")
     return whole

@@ -72,13 +72,14 @@ def diagonals(d_bits: Tensor, blocks: int) -> Tensor:
 
 def pack(active: Tensor) -> Tensor:
     """Returns int32 [B, H, ceil(blocks / 32)]: diagonal d is bit d % 32 of word d // 32."""
-    room = -active.shape[-1] % WORD
-    padded = torch.nn.functional.pad(active, (0, room)).view(*active.shape[:-1], -1, WORD)
+    padding = -active.shape[-1] % WORD
+    padded = torch.nn.functional.pad(active, (0, padding)).view(*active.shape[:-1], -1, WORD)
     weight = torch.arange(WORD, device=active.device)
     return (padded.long() << weight).sum(-1).int()  # bit 31 becomes the sign
 
 
 def table(d_bits: Tensor, T: int, layout: Layout) -> Table:
+    """Returns the table of diagonals of each head, from the bits of an index."""
     blocks, gap, s = T // BLOCK, layout.gap, layout.stripe_blocks
     e = torch.arange(-gap, blocks, device=d_bits.device)
     bucket = -(-e // s) % layout.buckets

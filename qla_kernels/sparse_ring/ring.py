@@ -15,16 +15,20 @@ from torch import Tensor
 from qla_kernels.sparse_ring.gradients import gradients_of
 from qla_kernels.sparse_ring.plan import Visit
 from qla_kernels.sparse_ring.route import Batch, Chunk, Route
-from qla_kernels.sparse_ring.shard import Columns, Partial, Shard, tiles, wide
+from qla_kernels.sparse_ring.shard import Columns, Partial, Shard, launches, wide
 
 
 class RingForward(NamedTuple):
+    """Results of `forward`, of this rank's rows."""
+
     o: Tensor  # [B, L, H, D] in q's dtype
     lse: Tensor  # [B, H, L], natural log, fp32
     columns: Columns  # saved for the backward, which then need not gather them again
 
 
 class RingBackward(NamedTuple):
+    """Results of `backward`, of this rank's rows; each has the dtype of its input."""
+
     dq: Tensor
     dk: Tensor
     dv: Tensor
@@ -36,7 +40,7 @@ def forward(shard: Shard, q: Tensor, batches: Iterable[Batch]) -> RingForward:
     `batches` come from `Route.batches`. The caller makes them as soon as it has k and v, because
     that starts the first transfers.
     """
-    run = tiles(q.device)
+    run = launches(q.device)
     B, L, H, D = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial = Partial(None, _wide(q, B, H, L))
@@ -68,15 +72,15 @@ def backward(
     dV before the pass for dQ, so that dK and dV are sent while dQ is computed. This holds for the
     last transfer as well, which brings them home.
     """
-    run = tiles(q.device)
+    run = launches(q.device)
     batches, gradients = route.batches(k, v), gradients_of(route, k)
     saved = run.saved(done.o, done.lse, do, dlse)
-    of_columns = run.backward_columns(shard, q, saved, done.columns)
+    column_grads = run.backward_columns(shard, q, saved, done.columns)
     dq, out = None, torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for batch in batches:
         for chunks, dkv, first in gradients.of(batch.chunks):
             run.backward_keys(shard, q, batch.k, batch.v, saved, chunks, dkv, first)
-            run.scatter(shard, of_columns, [chunk.owner for chunk in chunks], dkv)
+            run.scatter(shard, column_grads, [chunk.owner for chunk in chunks], dkv)
         if not batch.last and dq is None:
             dq = _wide(q, *q.shape)
         visited = _visits(shard, batch.chunks)

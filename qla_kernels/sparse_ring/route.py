@@ -25,6 +25,8 @@ KV_TAG, GRADIENT_TAG = 0, 2  # k and v take tags 0 and 1
 
 
 class Chunk(NamedTuple):
+    """One rank's k and v: the rank, their slot in a batch's buffers, and when they come."""
+
     owner: int
     slot: int
     turn: int  # outer step
@@ -32,6 +34,8 @@ class Chunk(NamedTuple):
 
 
 class Batch(NamedTuple):
+    """The chunks that one launch visits, and the buffers that hold them."""
+
     k: Tensor  # [slots, B, L, Hk, D]
     v: Tensor
     chunks: list[Chunk]
@@ -71,6 +75,7 @@ LOCAL = Route(ALONE, ALONE, ALONE, gathers=False, per_launch=1)
 
 
 def route_of(groups: RingGroups | None, schedule: str, per_launch: int) -> Route:
+    """Returns the route of a call; that of a single rank if there is only one."""
     if groups is None or groups.world == 1:
         return LOCAL
     if schedule == "double_ring":
@@ -98,9 +103,10 @@ class _Place(NamedTuple):
 
 
 def _circulated(route: Route, k: Tensor, v: Tensor) -> Iterator[Batch]:
+    """Yields the batches of ring and double_ring; posts transfers one batch ahead."""
     inner, outer = route.inner, route.outer
-    turn_k, turn_v = _rooms(k, v, min(2 * route.per_launch, inner.size - 1))
-    node_k, node_v = _rooms(k, v, min(2, outer.size - 1))
+    turn_k, turn_v = _buffers(k, v, min(2 * route.per_launch, inner.size - 1))
+    node_k, node_v = _buffers(k, v, min(2, outer.size - 1))
     batches = _batched(inner.size, route.per_launch)
     held = _Place(k[None], v[None], 0)  # the chunk that this turn begins with
     for turn in range(outer.size):
@@ -134,7 +140,7 @@ def _batched(size: int, per_launch: int) -> list[range]:
     return [range(1), *later]
 
 
-def _rooms(k: Tensor, v: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+def _buffers(k: Tensor, v: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     return k.new_empty(slots, *k.shape), v.new_empty(slots, *v.shape)
 
 
@@ -166,6 +172,7 @@ class _Relay:
         self._later = hops[at_once:]
 
     def wait(self) -> None:
+        """Posts the hops that are left, one by one; returns when all chunks have arrived."""
         for hop in self._later:
             self._posted.pop().wait()
             self._posted.append(hop())

@@ -35,6 +35,7 @@ def last_block(seqlen: int) -> int:
 
 
 def observed_rows(seqlen: int) -> int:
+    """Returns how many queries an index is estimated from."""
     return min(seqlen, OBSERVED)
 
 
@@ -60,40 +61,42 @@ def cut(mass: Tensor, position: Tensor, tile: Tensor, T: int, pattern: VerticalS
     if pattern.estimator == "residual":
         stands_out = (BLOCK - 1 + pattern.kappa) * m > pattern.kappa * around
     index = torch.where(forced | stands_out, position.int(), T)
-    found = Candidates(index, torch.where(index < T, mass, 0))
-    best = _best_first(found, T, pattern)[..., : pattern.max_v]
-    return Candidates(*(x.gather(-1, best) for x in found))
+    candidates = Candidates(index, torch.where(index < T, mass, 0))
+    best = _best_first(candidates, T, pattern)[..., : pattern.max_v]
+    return Candidates(*(x.gather(-1, best) for x in candidates))
 
 
-def select(found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash) -> VSIndex:
+def select(
+    candidates: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash
+) -> VSIndex:
     """Returns the index of the lines that the pattern's targets and limits give.
 
     Args:
-        found: the candidates of all ranks.
+        candidates: the candidates of all ranks.
         tile: int32 [B, H, T / 64], the mass of each block, in the order of the sequence.
         seqlen, T: tokens without and with padding.
         pattern: the targets and limits.
     """
     tile = tile.long()
     total = tile.sum(-1, keepdim=True)
-    order = _best_first(found, T, pattern)
-    index, mass = (x.gather(-1, order) for x in found)
+    order = _best_first(candidates, T, pattern)
+    index, mass = (x.gather(-1, order) for x in candidates)
     mass = mass.long()
     real = (index < T).sum(-1, keepdim=True)
     forced = (index < pattern.sink).sum(-1, keepdim=True)
     count = _fewest(mass, 0, _need(total, pattern.recall_v))
     count = count.clamp(max=pattern.max_v).minimum(real).maximum(forced)
     chosen = torch.arange(index.shape[-1], device=index.device) < count
-    of_columns = torch.where(chosen, mass, 0)
+    column_mass = torch.where(chosen, mass, 0)
     capacity = min(pattern.max_v, T)
     v_idx = torch.where(chosen, index, T).sort(-1).values[..., :capacity]
     v_idx = torch.nn.functional.pad(v_idx, (0, capacity - v_idx.shape[-1]), value=T)
 
     block = torch.where(chosen, index // BLOCK, 0).long()
-    in_columns = torch.zeros_like(tile).scatter_add(-1, block, of_columns)
+    in_columns = torch.zeros_like(tile).scatter_add(-1, block, column_mass)
     left, start = tile, torch.zeros_like(total)
     if pattern.estimator == "residual":
-        left, start = tile - in_columns, of_columns.sum(-1, keepdim=True)
+        left, start = tile - in_columns, column_mass.sum(-1, keepdim=True)
     active = _diagonals(left, start, _need(total, pattern.recall_s), seqlen, pattern)
     held = torch.where(_by_distance(active, seqlen), tile, in_columns).sum(-1)
     recall = (held.double() / total[..., 0].clamp(min=1)).float()
@@ -118,8 +121,9 @@ def _diagonals(
     active = torch.zeros_like(key, dtype=torch.bool).scatter(-1, order, distance < count)
     active[..., 0] = True
     if pattern.gap_close:
-        before = torch.where(active, distance, -len(distance) * 2).cummax(-1).values
-        after = torch.where(active, distance, len(distance) * 3).flip(-1).cummin(-1).values.flip(-1)
+        far = 2 * len(distance) + pattern.gap_close  # no line: the hole never counts as closed
+        before = torch.where(active, distance, -far).cummax(-1).values
+        after = torch.where(active, distance, far).flip(-1).cummin(-1).values.flip(-1)
         active |= after - before - 1 <= pattern.gap_close
     return active
 
@@ -131,6 +135,7 @@ def _by_distance(active: Tensor, seqlen: int) -> Tensor:
 
 
 def share(recall: float) -> int:
+    """Returns a recall target as an integer, in units of 2^-SHARE."""
     return round(recall * (1 << SHARE))
 
 
@@ -144,13 +149,13 @@ def _fewest(mass: Tensor, start: Tensor | int, need: Tensor) -> Tensor:
     return (mass.cumsum(-1) + start < need).sum(-1, keepdim=True) + 1
 
 
-def _best_first(found: Candidates, T: int, pattern: VerticalSlash) -> Tensor:
+def _best_first(candidates: Candidates, T: int, pattern: VerticalSlash) -> Tensor:
     """Returns the order of candidates: forced columns by index, then columns by falling mass.
 
     Equal masses are ordered by index. Places without a column come last.
     """
-    key = torch.where(found.column < pattern.sink, FORCED, found.mass.long())
-    return _descending(torch.where(found.column < T, key, -1), found.column)
+    key = torch.where(candidates.column < pattern.sink, FORCED, candidates.mass.long())
+    return _descending(torch.where(candidates.column < T, key, -1), candidates.column)
 
 
 def _descending(key: Tensor, index: Tensor) -> Tensor:

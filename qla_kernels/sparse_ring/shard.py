@@ -1,6 +1,6 @@
-"""Defines Shard, the arguments that all launches of a call share, and Tiles, the launches.
+"""Defines Shard, the arguments that all launches of a call share, and Launches, their interface.
 
-`tiles` returns the module that implements the launches for a device.
+`launches` returns the module that implements the launches for a device.
 """
 
 from collections.abc import Sequence
@@ -37,10 +37,12 @@ class Shard(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Tokens of a rank."""
         return self.T // self.layout.world
 
     @property
     def blocks(self) -> int:
+        """Blocks of 64 tokens of a rank."""
         return self.rows // BLOCK
 
     def first_blocks(self, rank: int) -> list[int]:
@@ -49,12 +51,15 @@ class Shard(NamedTuple):
         return [self.layout.position(rank, row, self.T) // BLOCK for row in rows]
 
     def positions(self, rank: int) -> Tensor:
+        """Returns the tokens of a rank's shard, on the device of the index."""
         return self.layout.positions(self.T, rank).to(self.v_idx.device)
 
     def visits(self, owner: int, slot: int = 0) -> list[Visit]:
+        """Returns the visits of the chunk of `owner` by queries of this rank."""
         return visits(self.layout, self.T, self.rank, owner, slot)
 
     def returns(self, owner: int, slot: int = 0) -> list[Visit]:
+        """Returns the visits of queries of this rank by the chunk of `owner`."""
         return returns(self.layout, self.T, self.rank, owner, slot)
 
 
@@ -66,7 +71,7 @@ def shard_of(
     `lines` are the tensors v_idx, v_cnt and d_bits of an index.
     """
     v_idx, v_cnt, d_bits = lines
-    made = tiles(d_bits.device).table(d_bits, T, layout)
+    made = launches(d_bits.device).table(d_bits, T, layout)
     return Shard(layout, rank, T, seqlen, scale, v_idx, v_cnt, d_bits, made)
 
 
@@ -90,7 +95,7 @@ class Partial(NamedTuple):
 class Saved(NamedTuple):
     """Row statistics of the forward, and dO, as the backward's launches read them.
 
-    `Tiles.saved` makes them.
+    `Launches.saved` makes them.
     """
 
     lse: Tensor  # [B, H, L], +inf for a row that sees nothing; base 2 on a GPU
@@ -137,11 +142,11 @@ class Launches(Protocol):
         ...
 
     def select(
-        self, found: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash
+        self, candidates: Candidates, tile: Tensor, seqlen: int, T: int, pattern: VerticalSlash
     ) -> VSIndex:
         """Returns the index of the lines that the pattern's targets and limits give.
 
-        `found` are the candidates of all ranks, and `tile` int32 [B, H, T / 64] is the mass of each
+        `candidates` are those of all ranks, and `tile` int32 [B, H, T / 64] is the mass of each
         block, in the order of the sequence.
         """
         ...
@@ -174,7 +179,9 @@ class Launches(Protocol):
         """
         ...
 
-    def saved(self, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Saved: ...
+    def saved(self, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Saved:
+        """Returns the forward's row statistics, and dO, as the backward's launches read them."""
+        ...
 
     def backward_queries(
         self,
@@ -217,7 +224,7 @@ class Launches(Protocol):
         """Returns this rank's part of dK and dV of every vertical, fp32, in scatter's format."""
         ...
 
-    def scatter(self, shard: Shard, of_columns: Columns, owners: list[int], dkv: Tensor) -> None:
+    def scatter(self, shard: Shard, column_grads: Columns, owners: list[int], dkv: Tensor) -> None:
         """Adds gradients of verticals to dkv, the gradients of the chunks they lie in.
 
         dkv holds the chunks of `owners`; verticals in other chunks are left out.
@@ -225,7 +232,7 @@ class Launches(Protocol):
         ...
 
 
-def tiles(device: torch.device) -> Launches:
+def launches(device: torch.device) -> Launches:
     """Returns the module with the launches for a device: launch.py for CUDA, else cpu.py.
 
     The module is imported at its first use.

@@ -7,15 +7,13 @@
 Both decide from shapes, dtypes, strides and settings, not from contents of q, k and v.
 """
 
-import operator
 import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qla_kernels import device
+from qla_kernels.arguments import integer, number
 from qla_kernels.errors import need
 from qla_kernels.sm90 import (
     Reason,
@@ -26,8 +24,8 @@ from qla_kernels.sm90 import (
 )
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.heuristics import SCHEDULES
-from qla_kernels.sparse_ring.index import VSIndex, fits
-from qla_kernels.sparse_ring.layouts import Layout, StripedLayout
+from qla_kernels.sparse_ring.index import VSIndex, refused_lines
+from qla_kernels.sparse_ring.layouts import Layout, StripedLayout, check_layout
 from qla_kernels.sparse_ring.operands import INT32
 from qla_kernels.sparse_ring.patterns import Dense, FixedVerticalSlash, Pattern, VerticalSlash
 from qla_kernels.sparse_ring.shapes import TILE
@@ -62,22 +60,24 @@ def refusal(
 def _refused_everywhere(
     q: Tensor, k: Tensor, v: Tensor, world: int, scale: float | None
 ) -> Reason | None:
+    """Returns the reason, on any device, for dtypes, scale or tokens that are not supported."""
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         names = [dtype_name(x.dtype) for x in (q, k, v)]
         got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
-        return got, "one float dtype", "cast them"
+        return got, "one float dtype", "cast them to one, such as bfloat16"
     if q.device.type not in ("cpu", "cuda", "meta"):
-        return f"tensors are on {q.device.type}", "cpu or cuda", "move them"
+        fix = "move q, k and v to one of these"
+        return f"tensors are on {q.device.type}", "cpu or cuda", fix
     if scale is not None and not 0 < scale < float("inf"):
         return f"scale={scale}", "a positive number", "scale q instead, or leave it out"
     L = q.shape[1]
     if L % TILE or L == 0:
-        got = f"{L} tokens a rank"
+        got = f"q has {L} tokens a rank"
         fix = "pad the sequence to layout.pad_len(tokens), and pass seqlen=tokens"
-        return got, f"a multiple of {TILE}", fix
+        return got, f"a positive multiple of {TILE}", fix
     for name, x in (("k", k), ("v", v)):
         if world > 1 and not x.is_contiguous():
-            got = f"{name} has strides {x.stride()}"
+            got = f"{name} has strides {tuple(x.stride())}"
             return got, "a contiguous tensor, which can be sent", f"pass {name}.contiguous()"
     return None
 
@@ -85,6 +85,7 @@ def _refused_everywhere(
 def _refused_on_cuda(
     q: Tensor, k: Tensor, v: Tensor, world: int, capability: tuple[int, int]
 ) -> Reason | None:
+    """Returns the reason why no kernel can run the call on a GPU, or None."""
     reason = refused_device(capability, q.dtype, ELSEWHERE)
     reason = reason or refused_head_size(q.shape[-1], "D", "q, k and v", ELSEWHERE)
     if reason is not None:
@@ -96,7 +97,7 @@ def _refused_on_cuda(
             return (
                 f"{name} has shape {tuple(x.shape)} and strides {tuple(x.stride())}",
                 f"at most {INT32} elements from one sequence, token or head to the next",
-                "pass sequences one by one, or copy a view, or split the heads",
+                "pass one sequence a call, copy a view, or split the heads",
             )
         if (reason := refused_strides(name, x)) is not None:
             return reason
@@ -104,21 +105,22 @@ def _refused_on_cuda(
 
 
 def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError unless q, k and v are tensors that fit together in shape and device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            got = f"{name} is of type {type(x).__name__}"
-            raise ValueError(need(op, got, "a tensor [B, tokens, heads, size]", f"make {name} one"))
+            got, fix = f"{name} is of type {type(x).__name__}", f"pass {name} as one"
+            raise ValueError(need(op, got, "a tensor [B, tokens, heads, size]", fix))
         if x.dim() != 4:
-            needs = "4: [B, tokens, heads, size]"
-            raise ValueError(need(op, f"{name} has {x.dim()} dimensions", needs, "reshape it"))
+            needs, fix = "4: [B, tokens, heads, size]", f"reshape {name}"
+            raise ValueError(need(op, f"{name} has {x.dim()} dimensions", needs, fix))
         if x.device != q.device:
-            fix = f"move {name} there"
-            raise ValueError(need(op, f"{name} is on {x.device}", f"{q.device}", fix))
+            fix = f"pass {name}.to(q.device)"
+            raise ValueError(need(op, f"{name} is on {x.device}", f"{q.device}, as q", fix))
     B, L, H, D = q.shape
     Hk = k.shape[2]
     if 0 in (B, H, Hk, D) or H % Hk:
         got, needs = f"B={B}, H={H}, Hk={Hk}, D={D}", "H a multiple of Hk, and none of them 0"
-        fix = "give k and v a number of heads that divides q's"
+        fix = "give k and v a number of heads that divides that of q"
         raise ValueError(need(op, got, needs, fix))
     for name, x in (("k", k), ("v", v)):
         if tuple(x.shape) != (B, L, Hk, D):
@@ -137,54 +139,41 @@ def defaults(
     if seqlen is None:
         seqlen = T
     elif not isinstance(seqlen, int | torch.SymInt):
-        seqlen = _number(op, "seqlen", seqlen, operator.index, "an int")
+        seqlen = integer(op, "seqlen", seqlen, "pass the number of tokens before the padding")
     if scale is None:
         scale = q.shape[3] ** -0.5
     elif not isinstance(scale, float):
-        scale = _number(op, "scale", scale, float, "a number")
+        fix = "pass float(scale); multiply q by a scale that is learned"
+        scale = number(op, "scale", scale, fix)
     return T, seqlen, scale
-
-
-def _number(op: str, name: str, x: Any, kind: Callable[[Any], Any], needs: str) -> Any:
-    """Returns kind(x), an int or a float.
-
-    x is a number of Python or NumPy, or a CPU tensor without gradient. Raises ValueError for text,
-    for other tensors, and if kind(x) fails.
-    """
-    try:
-        if isinstance(x, str) or (isinstance(x, Tensor) and (x.requires_grad or not x.is_cpu)):
-            raise TypeError
-        return kind(x)
-    except (TypeError, ValueError):
-        got = f"{name} is {x!r} of type {type(x).__name__}"
-        if isinstance(x, Tensor):
-            got = f"{name} is a tensor on {x.device}{' that needs a gradient' * x.requires_grad}"
-        fix = f"pass {needs}; to learn a scale, multiply q by it"
-        raise ValueError(need(op, got, needs, fix)) from None
 
 
 def check_lines(
     op: str, q: Tensor, T: int, seqlen: int, pattern: Pattern | None, index: VSIndex | None
 ) -> None:
+    """Raises ValueError unless there is a pattern or an index, which fits q, T and seqlen."""
     if (pattern is None) == (index is None):
-        got = "neither pattern nor index" if pattern is None else "pattern and index"
-        fix = "pass pattern=VerticalSlash(), or the index of build_index"
-        raise ValueError(need(op, got, "one of them", fix))
+        got = f"{'neither' if pattern is None else 'both'} of pattern and index were passed"
+        fix = "pass pattern=VerticalSlash(), or index=build_index(q, k, pattern)"
+        raise ValueError(need(op, got, "one of the two", fix))
     if not 1 <= seqlen <= T:
-        fix = "count the tokens before the padding"
-        raise ValueError(need(op, f"seqlen is {seqlen}", f"1 to {T}, the tokens there are", fix))
+        needs, fix = (
+            f"1 to {T}, the tokens of the sequence",
+            "pass the number of tokens before the padding",
+        )
+        raise ValueError(need(op, f"seqlen is {seqlen}", needs, fix))
     B, H = q.shape[0], q.shape[2]
     if index is not None and not isinstance(index, VSIndex):
-        got = f"an index of type {type(index).__name__}"
-        raise ValueError(need(op, got, "a VSIndex", "build it: build_index(q, k, pattern)"))
+        got = f"index is of type {type(index).__name__}"
+        raise ValueError(need(op, got, "a VSIndex", "pass build_index(q, k, pattern)"))
     if index is not None:
         index.check_form(op, B, H, T, q.device)
     if pattern is not None and not isinstance(pattern, VerticalSlash | FixedVerticalSlash | Dense):
         needs = "VerticalSlash, FixedVerticalSlash or Dense"
-        got = f"a pattern of type {type(pattern).__name__}"
-        raise ValueError(need(op, got, needs, "make one, such as VerticalSlash()"))
+        got = f"pattern is of type {type(pattern).__name__}"
+        raise ValueError(need(op, got, needs, "pass an instance, such as VerticalSlash()"))
     if isinstance(pattern, FixedVerticalSlash):
-        reason = fits(pattern, H, T)
+        reason = refused_lines(pattern, H, T)
         if reason is not None:
             raise ValueError(need(op, *reason))
 
@@ -195,8 +184,8 @@ def check_group(op: str, group: RingGroups | None) -> RingGroups:
     Only the rank with the wrong argument raises, because without a group it cannot tell the others.
     """
     if not isinstance(group, RingGroups):
-        got = f"group is a {type(group).__name__}"
-        fix = "make one, once: RingGroups.create(group)"
+        got = f"group is of type {type(group).__name__}"
+        fix = "make one by RingGroups.create(group), and reuse it"
         raise ValueError(need(op, got, "RingGroups", fix))
     return group
 
@@ -204,22 +193,20 @@ def check_group(op: str, group: RingGroups | None) -> RingGroups:
 def check_ring(
     op: str, layout: Layout | None, world: int, schedule: str, chunks_per_launch: int | None
 ) -> None:
-    if not isinstance(layout, Layout):
-        got, fix = f"layout is a {type(layout).__name__}", f"pass StripedLayout({world})"
-        raise ValueError(need(op, got, "a layout", fix))
-    if layout.world != world:
-        got = f"a layout for {layout.world} ranks and a group of {world}"
-        raise ValueError(need(op, got, "the same number", f"make the layout for {world}"))
-    if schedule not in SCHEDULES:
+    """Raises ValueError unless layout, schedule and chunks_per_launch fit a ring of `world`."""
+    check_layout(op, layout, world)
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
         got, needs = f"schedule is {schedule!r}", ", ".join(SCHEDULES)
         raise ValueError(need(op, got, f"one of {needs}", "leave it out for auto"))
     if schedule == "double_ring" and not isinstance(layout, StripedLayout):
-        got = f"double_ring with {type(layout).__name__}"
-        fix = "use StripedLayout, or the ring schedule"
-        raise ValueError(need(op, got, "stripes: other shards leave most of a turn idle", fix))
-    if chunks_per_launch is not None and chunks_per_launch < 1:
-        got = f"chunks_per_launch is {chunks_per_launch}"
-        raise ValueError(need(op, got, "at least 1", "leave it out"))
+        got = f"schedule is 'double_ring' and layout a {type(layout).__name__}"
+        needs = "a StripedLayout, as other layouts leave most steps of a turn without work"
+        raise ValueError(need(op, got, needs, "pass one, or use the schedule 'ring'"))
+    if chunks_per_launch is not None:
+        fix = "leave it out, or pass a number of chunks"
+        if integer(op, "chunks_per_launch", chunks_per_launch, fix) < 1:
+            got = f"chunks_per_launch is {chunks_per_launch}"
+            raise ValueError(need(op, got, "at least 1", fix))
 
 
 def checking() -> bool:

@@ -5,7 +5,7 @@ import torch
 
 from qla_kernels import jit
 from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, ZigZagLayout, launch_backward
-from qla_kernels.sparse_ring.index import given
+from qla_kernels.sparse_ring.index import known_index
 from qla_kernels.sparse_ring.kernels import bwd_dq
 from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
 from qla_kernels.sparse_ring.route import Chunk
@@ -92,7 +92,7 @@ def test_more_than_two_to_the_31_elements():
     heads, tile = 64, 128
     L = 2**31 // (heads * 128) + tile
     q, k, v, do = (torch.randn(1, L, heads, 128, device=GPU, dtype=torch.bfloat16) for _ in "qkvo")
-    lines = given(FixedVerticalSlash([], [0]), 1, heads, L, GPU)
+    lines = known_index(FixedVerticalSlash([], [0]), 1, heads, L, GPU)
 
     def last(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = [t[:, -rows:] for t in (q, k, v, do)]

@@ -5,7 +5,7 @@ import torch
 
 from qla_kernels import jit
 from qla_kernels.sparse_ring import Dense, FixedVerticalSlash, sparse_attention
-from qla_kernels.sparse_ring.index import given
+from qla_kernels.sparse_ring.index import known_index
 from qla_kernels.sparse_ring.kernels import fwd
 from qla_kernels.sparse_ring.layouts import ContiguousLayout, Layout, StripedLayout, ZigZagLayout
 from tests.sparse_ring_forward_check import Problem, check, forward, lines, problem
@@ -81,8 +81,10 @@ def test_offsets_past_32_bits():
     pattern = FixedVerticalSlash(((),), ((0, 1),))
     q = torch.randn(1, T, H, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, T, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    whole = Problem(q, k, v, given(pattern, 1, H, T, "cuda"), T)
-    end = Problem(*(x[:, -tail:] for x in (q, k, v)), given(pattern, 1, H, tail, "cuda"), tail)
+    whole = Problem(q, k, v, known_index(pattern, 1, H, T, "cuda"), T)
+    end = Problem(
+        *(x[:, -tail:] for x in (q, k, v)), known_index(pattern, 1, H, tail, "cuda"), tail
+    )
     got, want = forward(whole, ALONE)[0][:, -tail:], forward(end, ALONE)[0]
     assert torch.equal(got[:, 128:], want[:, 128:])  # the first block of the short call sees less
 

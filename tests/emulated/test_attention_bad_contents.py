@@ -46,8 +46,8 @@ GROUPS = [(140, [40, 3]), (20, [9])]
 def by_kernels(monkeypatch):
     """CPU tensors take the launches of a GPU."""
     for module in (shard, ring):
-        monkeypatch.setattr(module, "tiles", lambda _: launch)
-    monkeypatch.setattr(build, "tiles", lambda _: launch_index)
+        monkeypatch.setattr(module, "launches", lambda _: launch)
+    monkeypatch.setattr(build, "launches", lambda _: launch_index)
 
 
 def apart(tables: Tables) -> Tables:

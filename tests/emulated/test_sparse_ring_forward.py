@@ -7,7 +7,7 @@ import torch
 
 from qla_kernels import jit
 from qla_kernels.sparse_ring import cpu, launch, plan, shard
-from qla_kernels.sparse_ring.index import given
+from qla_kernels.sparse_ring.index import known_index
 from qla_kernels.sparse_ring.kernels import fwd
 from qla_kernels.sparse_ring.layouts import ContiguousLayout, StripedLayout, ZigZagLayout
 from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
@@ -29,7 +29,7 @@ LAYOUTS = (
 @pytest.fixture
 def by_kernels(monkeypatch):
     """CPU tensors take the launches of a GPU."""
-    monkeypatch.setattr(shard, "tiles", lambda _: launch)
+    monkeypatch.setattr(shard, "launches", lambda _: launch)
 
 
 @pytest.mark.parametrize("module", [cpu, launch], ids=["cpu", "gpu"])
@@ -134,7 +134,7 @@ def test_what_no_line_reaches_is_not_read():
     """NaN in the values of a block that is not seen, and in columns past the last one."""
     x = problem(384, FixedVerticalSlash(((3,),), ((0, 1),)))
     want = forward(x, ALONE)
-    index = given(FixedVerticalSlash(((3,),), ((0, 1),)), 1, 2, 384, "cpu")
+    index = known_index(FixedVerticalSlash(((3,),), ((0, 1),)), 1, 2, 384, "cpu")
     padded = index._replace(v_idx=torch.nn.functional.pad(index.v_idx, (0, 200), value=384))
     got = forward(x._replace(lines=padded), ALONE)
     assert torch.equal(got[0], want[0])

@@ -124,7 +124,7 @@ def test_a_call_chooses_of_its_own_masses(monkeypatch):
         return found["mass"]
 
     launches = types.SimpleNamespace(**{**vars(launch_index), "window_mass": window_mass})
-    monkeypatch.setattr(build, "tiles", lambda _: launches)
+    monkeypatch.setattr(build, "launches", lambda _: launches)
     got = build_index(q, k, pattern, seqlen=600)
     columns, tile = cpu.cut(found["mass"], torch.arange(10), 640, pattern)
     assert_same(got, cpu.select(Candidates(*columns), tile, 600, 640, pattern))

@@ -83,14 +83,17 @@ def main() -> int:
 
 def wrong_arguments(asked: Any) -> int:
     found: dict[str, str] = {}
-    for name, target in session.matching(TARGETS, asked.functions).items():
+    targets = session.matching(TARGETS, asked.functions)
+    for name, target in targets.items():
         seeds = wrong.SEEDS if asked.seed is None else range(asked.seed, asked.seed + 1)
         found |= wrong.problems(name, target, seeds)
     for case, what in found.items():
         print(f"{case}: {what}")
+    known = wrong.known()
     if asked.remember:
-        wrong.remember(found)
-    new = found.keys() - wrong.known()
+        others = {case for case in known if case.partition("(")[0] not in targets}
+        wrong.remember([*found, *others])
+    new = found.keys() - known
     print(f"{len(found)} wrong arguments are not refused clearly; {len(new)} are not in known.txt")
     return int(bool(new))
 

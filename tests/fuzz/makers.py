@@ -47,7 +47,8 @@ def verify_lines(d: Draw, x: Call, pattern: Any) -> None:
     q = d.normal("q", 1, 128, 2, 4)
     index = build_index(q, q, pattern)
     for n, name in enumerate(("v_idx", "d_idx")):
-        heads = x[name] if any(isinstance(h, list) for h in x[name]) else [x[name]]
+        lines = x[name].tolist() if isinstance(x[name], Tensor) else x[name]
+        heads = lines if any(isinstance(h, list) for h in lines) else [lines]
         for h, got in enumerate(heads_of(index)[0]):
             want = {int(i) for i in heads[h % len(heads)]}
             assert want == set(heads[h % len(heads)]), "not whole numbers"

@@ -226,7 +226,7 @@ def test_refusals():
     )
     assert refusal(*(x.int() for x in (q, k, v))) == (
         "shared_prefix_attention: q, k and v are int32; need bfloat16, float16, float32 or float64;"
-        " cast them"
+        " cast them to one of these, such as bfloat16"
     )
     for scale in (0.0, -1.0, float("nan"), float("inf")):
         assert f"scale={scale}; need a positive number" in refusal(q, k, v, scale=scale)
@@ -304,7 +304,7 @@ def test_what_a_hopper_gpu_takes():
 
 MALFORMED = {
     "a batch for its layout": (
-        lambda q, k, v: (q, k, v, "layout"), "layout is str; need a SharedLayout; pass batch.layout"
+        lambda q, k, v: (q, k, v, "layout"), "layout is of type str; need a SharedLayout; pass"
     ),
     "a list": (
         lambda q, k, v: (q, [k], v, layout()), "k is of type list; need a tensor; pass k as one"
@@ -322,10 +322,10 @@ MALFORMED = {
         lambda q, k, v: (q, k, v[..., 1:], layout()), "v has shape (20, 2, 7); need [T, Hk, D] ="
     ),
     "devices": (
-        lambda q, k, v: (q, k.to("meta"), v, layout()), "k is on meta; need cpu, as q; move it: k"
+        lambda q, k, v: (q, k.to("meta"), v, layout()), "k is on meta; need cpu, as q; pass k.to(q"
     ),
     "the layout's device": (
-        lambda q, k, v: (q, k, v, layout().to("meta")), "layout is on meta; need cpu, as q; move"
+        lambda q, k, v: (q, k, v, layout().to("meta")), "layout is on meta; need cpu, as q; pass"
     ),
 }  # fmt: skip
 

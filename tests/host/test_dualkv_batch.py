@@ -88,7 +88,7 @@ def test_a_batch_without_targets():
 def test_logits_of_other_rows_are_refused():
     batch = some_batch()
     with pytest.raises(
-        ValueError, match=r"need \[\d+, vocabulary\], the rows src_rows; pass logits"
+        ValueError, match=r"need \[\d+, vocabulary\], the rows src_rows; give the model"
     ):
         batch.gather_logprobs(torch.zeros(batch.num_tokens, VOCABULARY))
 
@@ -116,12 +116,15 @@ def test_a_temperature_that_is_learned():
     ("change", "text"),
     [
         ({"logits": [[1.0]]}, "logits is of type list; need a tensor"),
-        ({"logits": torch.zeros(ROWS, VOCABULARY).long()}, "logits of torch.int64; need floats"),
+        (
+            {"logits": torch.zeros(ROWS, VOCABULARY).long()},
+            "logits is torch.int64; need a float",
+        ),
         (
             {"logits": torch.zeros(ROWS, VOCABULARY, device="meta")},
-            "logits on meta; need cpu",
+            "logits is on meta; need cpu",
         ),
-        ({"logits": torch.zeros(ROWS, 3)}, r"a target of \d+; need 0 to 2, as there are logits"),
+        ({"logits": torch.zeros(ROWS, 3)}, r"a target is \d+; need 0 to 2, the columns of logits"),
         ({"temperature": "1"}, "temperature is of type str; need a positive number"),
         ({"temperature": torch.ones(2)}, r"temperature is a tensor of shape \(2,\); need"),
     ],
@@ -137,7 +140,7 @@ def test_a_label_that_no_packer_has_read():
     """It once took the logit of another token. Those on a GPU are read under QLA_CHECK=1 alone."""
     batch = some_batch()
     batch.targets[3] = -100
-    with pytest.raises(ValueError, match="a target of -100; need 0 to 10, as there are logits"):
+    with pytest.raises(ValueError, match="a target is -100; need 0 to 10, the columns of"):
         batch.gather_logprobs(torch.zeros(ROWS, VOCABULARY))
 
 
@@ -183,7 +186,7 @@ def test_padded_tensors_that_do_not_fit():
     L = len(batch.targets)
     with pytest.raises(ValueError, match="width=4; need at least 5, for the longest"):
         batch.to_padded(torch.zeros(L), width=4)
-    with pytest.raises(ValueError, match=f"12 rows; need {L}, one for each target"):
+    with pytest.raises(ValueError, match=f"need {L} rows, one for each target"):
         batch.to_padded(torch.zeros(12))
     with pytest.raises(ValueError, match=r"shape \(6, 1\); need \(6, at least 5\)"):
         batch.from_padded(torch.zeros(6, 1))
@@ -312,12 +315,12 @@ def test_what_cannot_fit_is_refused():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"max_tokens": float("nan")}, "max_tokens=nan; need a number"),
-        ({"max_tokens": "8"}, "max_tokens=8; need a number"),
-        ({"max_tokens": -1}, "max_tokens=-1; need a number"),
-        ({"ranks": 1.5}, "ranks=1.5; need at least 1 and at most 131072"),
+        ({"max_tokens": float("nan")}, "max_tokens=nan; need 0 or more"),
+        ({"max_tokens": "8"}, "max_tokens is '8' of type str; need a number"),
+        ({"max_tokens": -1}, "max_tokens=-1; need 0 or more; pass the number of tokens that"),
+        ({"ranks": 1.5}, "ranks is 1.5 of type float; need an integer"),
         ({"ranks": 10**7}, "ranks=10000000; need at least 1 and at most 131072; pass the number"),
-        ({"token_cost": float("nan")}, "token_cost=nan; need a number from 0 on"),
+        ({"token_cost": float("nan")}, "token_cost=nan; need 0 or more, and finite"),
         ({"groups": [(3, [1]), (3, [-1])]}, r"group 1 has lengths 3 and \[-1\]; need whole numb"),
         ({"groups": [(3.5, [1])]}, r"group 0 has lengths 3.5 and \[1\]; need whole numbers of"),
     ],

@@ -49,10 +49,10 @@ def test_published_arguments_in_their_order():
 
 def test_published_arguments_that_are_refused():
     args, _ = varlen([8, 5, 9], [3, 0, 4])
-    with pytest.raises(Unsupported, match=r"queries \[8, 5, 9\] of .* drop the prompt's queries"):
+    with pytest.raises(Unsupported, match=r"have \[8, 5, 9\] queries, .* drop the prompt's"):
         dualkv_varlen(*args)
     args, _ = varlen([3, 4], [3, 4])
-    with pytest.raises(Unsupported, match="causal=False; need True"):
+    with pytest.raises(Unsupported, match="causal=False; need causal=True"):
         dualkv_varlen(*args, causal=False)
     with pytest.raises(ValueError, match=r"need \[6, Hk, D\]; pass context_seqlen"):
         dualkv_varlen(*args[:8], 6, 4)
@@ -60,16 +60,16 @@ def test_published_arguments_that_are_refused():
         with pytest.raises(ValueError, match=r"need responses of \[3, 4\] on a prompt"):
             dualkv_varlen(*args, layout=SharedLayout.from_lengths(groups))
         unread = [x.to("meta") for x in args[5:7]]  # bounds on a GPU are not read
-        with pytest.raises(ValueError, match="a layout of other lengths; need one prompt of 5"):
+        with pytest.raises(ValueError, match="layout has other lengths; need one prompt of 5"):
             dualkv_varlen(*args[:5], *unread, *args[7:], layout=SharedLayout.from_lengths(groups))
-    with pytest.raises(ValueError, match="1 sequences in cu_seqlens_q, 2 in cu_seqlens_k_decoded"):
+    with pytest.raises(ValueError, match="cu_seqlens_q has 1 sequences, cu_seqlens_k_decoded has"):
         dualkv_varlen(*args[:5], args[5][[0, 2]], *args[6:])
 
 
 def test_a_layout_of_other_responses_was_believed():
     args, _ = varlen([3, 4], [3, 4])
     shared = SharedLayout.from_lengths([(5, [4, 3])])
-    with pytest.raises(ValueError, match=r"a layout of other lengths; need responses of \[3, 4\] "):
+    with pytest.raises(ValueError, match=r"layout has other lengths; need responses of \[3, 4\] "):
         dualkv_varlen(*args, layout=shared)
     for i in (5, 6):  # bounds that lie elsewhere are not read, nor does the host wait for them
         some = [*args]
@@ -84,8 +84,8 @@ CHANGED = {
     "no heads": (4, torch.zeros(7).double(), "v_decoded has shape (7,); need [tokens, Hk, D]"),
     "dtypes": (3, torch.zeros(7, 2, 8), "k_decoded is torch.float32 on cpu; need torch.float64"),
     "devices": (4, torch.zeros(7, 2, 8).double().to("meta"), "v_decoded is torch.float64 on meta"),
-    "bounds": (6, torch.tensor([2, 5, 9]), "cu_seqlens_k_decoded = [2, 5, 9]; need [N + 1] bounds"),
-    "fewer tokens": (6, torch.tensor([0, 3, 4]), "queries [3, 4] of responses [3, 1] on a prompt"),
+    "bounds": (6, torch.tensor([2, 5, 9]), "cu_seqlens_k_decoded is [2, 5, 9]; need [N + 1] bou"),
+    "fewer tokens": (6, torch.tensor([0, 3, 4]), "sequences have [3, 4] queries, responses [3, 1]"),
     "a list of bounds": (5, [0, 3, 7], "cu_seqlens_q is of type list; need a tensor"),
 }
 
@@ -103,11 +103,11 @@ def test_malformed(what):
 def test_more_keys_than_the_bounds_say():
     args, _ = varlen([3, 4], [3, 4])
     bounds = torch.tensor([0, 3, 6])
-    with pytest.raises(ValueError, match="7 tokens of q; need 6; pass the tokens of the sequences"):
+    with pytest.raises(ValueError, match="q has 7 tokens; need 6, as the bounds say; pass the"):
         dualkv_varlen(*args[:5], bounds, bounds, *args[7:])
 
 
 def test_a_layout_that_is_none():
     args, _ = varlen([3, 4], [3, 4])
-    with pytest.raises(ValueError, match="layout is dict; need a SharedLayout or None"):
+    with pytest.raises(ValueError, match="layout is of type dict; need a SharedLayout or None"):
         dualkv_varlen(*args, layout={})

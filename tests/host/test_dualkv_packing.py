@@ -171,7 +171,7 @@ def test_given_positions_are_kept():
     grid = torch.arange(10).repeat(2, 1).reshape(2, 2, 5).transpose(0, 1) % 5
     padded = pack_padded(ids, mask, 3, position_ids=grid)
     assert padded.position_ids.tolist() == [[1, 2, 3, 3, 4]] * 2
-    with pytest.raises(ValueError, match=r"position_ids of shape \(3, 5\); need \[..., 6\]"):
+    with pytest.raises(ValueError, match=r"position_ids has shape \(3, 5\); need \[..., 6\]"):
         pack([[1, 2], [3]], [[[4], [5, 6]], []], position_ids=positions[:, :5])
     grid = torch.arange(10).reshape(2, 5)
     with pytest.raises(ValueError, match="rows 0 and 1 have other position_ids"):
@@ -238,7 +238,7 @@ MALFORMED = {
     ),
     "lists that do not match": (
         lambda: pack([[1]], []),
-        "pack_shared_prompts: 1 prompts and 0 lists of responses; need a list for each prompt",
+        "pack_shared_prompts: there are 1 prompts and 0 lists of responses; need a list of",
     ),
     "floats": (
         lambda: pack([torch.rand(3)], [[]]),
@@ -253,24 +253,28 @@ MALFORMED = {
         "pack_prefix_tree: sequence 1 has shape (2,) and torch.bool; need [n] integers, n at least",
     ),
     "no tokens": (
-        lambda: pack([None], [[]]), "pack_shared_prompts: the prompt of group 0 is NoneType; need ["
+        lambda: pack([None], [[]]),
+        "pack_shared_prompts: the prompt of group 0 is None of type NoneType; need [",
     ),
-    "text": (lambda: pack_prefix_tree(["abc"]), "pack_prefix_tree: sequence 0 is str; need [n]"),
+    "text": (
+        lambda: pack_prefix_tree(["abc"]),
+        "pack_prefix_tree: sequence 0 is 'abc' of type str; need [n]",
+    ),
     "a label for a token": (
         lambda: pack([[1]], [[[4, -100, 3]]]),
-        "pack_shared_prompts: a target of -100; need token ids from 0 on; pass the ids themselves",
+        "pack_shared_prompts: a target is -100; need targets that are token ids, 0 or more; pass",
     ),
     "a label in a tree": (
         lambda: pack_prefix_tree([[1, 2], [1, -100]]),
-        "pack_prefix_tree: a target of -100; need token ids",
+        "pack_prefix_tree: a target is -100; need targets that are token ids",
     ),
     "a label in a row": (
         lambda: pack_padded(*rows_of([[1, 2]], [[3, -100]], (2, 2)), 2),
-        "pack_padded: a target of -100; need token ids",
+        "pack_padded: a target is -100; need targets that are token ids",
     ),
     "tokens in two places": (
         lambda: pack_prefix_tree([[1, 2], torch.ones(2, device="meta").long()]),
-        "pack_prefix_tree: tokens on cpu and meta; need one device; move them to one",
+        "pack_prefix_tree: tokens are on cpu and meta; need one device; move them to one",
     ),
     "an empty sequence": (
         lambda: pack_prefix_tree([[1], []]),
@@ -282,7 +286,7 @@ MALFORMED = {
     ),
     "a mask of another length": (
         lambda: pack_prefix_tree([[1, 2]], loss_mask=[[1]]),
-        "pack_prefix_tree: loss_mask of shapes [(1,)]; need [(2,)]; give a flag for each token",
+        "pack_prefix_tree: loss_mask has the shapes [(1,)]; need [(2,)], as the sequences; pass",
     ),
     "unequal prompts": (
         lambda: pack_padded(*rows_of([[1, 2], [3, 4, 5], [3, 4, 6]], [[9]] * 3, (4, 1)), 4,
@@ -313,11 +317,11 @@ MALFORMED = {
     ),
     "one dimension": (
         lambda: pack_padded(torch.zeros(4).long(), torch.ones(4), 2),
-        "pack_padded: input_ids of shape (4,) and torch.int64; need [B, W] integers",
+        "pack_padded: input_ids is an int64 tensor of shape (4,) on cpu; need [B, W] integers",
     ),
     "complex rows": (
         lambda: pack_padded(torch.zeros(1, 4).cfloat(), torch.ones(1, 4), 2),
-        "pack_padded: input_ids of shape (1, 4) and torch.complex64; need [B, W] integers",
+        "pack_padded: input_ids is a complex64 tensor of shape (1, 4) on cpu; need [B, W] integers",
     ),
     "rows of a list": (
         lambda: pack_padded([[1, 2]], torch.ones(1, 2), 1),
@@ -326,19 +330,19 @@ MALFORMED = {
     "positions of one row": (
         lambda: pack_padded(torch.zeros(2, 4).long(), torch.ones(2, 4), 2,
                             position_ids=torch.arange(4)),
-        "pack_padded: position_ids of shape (4,); need [..., 2, 4]; give one for each token",
+        "pack_padded: position_ids has shape (4,); need [..., 2, 4]; pass one position for each",
     ),
     "positions elsewhere": (
         lambda: pack([[1]], [[]], position_ids=torch.zeros(1, device="meta")),
-        "pack_shared_prompts: position_ids on meta; need cpu, as the tokens; move them",
+        "pack_shared_prompts: position_ids is on meta; need cpu, as the tokens; pass posit",
     ),
     "half a column": (
         lambda: pack_padded(torch.zeros(1, 4).long(), torch.ones(1, 4), 1.5),
-        "pack_padded: prompt_width=1.5; need 1 to W=4",
+        "pack_padded: prompt_width is 1.5 of type float; need an integer",
     ),
     "a mask of another shape": (
         lambda: pack_padded(torch.zeros(1, 4).long(), torch.ones(1, 2), 2),
-        "pack_padded: attention_mask of shape (1, 2); need (1, 4), as input_ids",
+        "pack_padded: attention_mask has shape (1, 2); need (1, 4), as input_ids",
     ),
     "prompt_width": (
         lambda: pack_padded(torch.zeros(1, 4).long(), torch.ones(1, 4), 5),
@@ -346,23 +350,23 @@ MALFORMED = {
     ),
     "too few labels": (
         lambda: pack_padded(torch.zeros(2, 4).long(), torch.ones(2, 4), 2, group_ids=[1]),
-        "pack_padded: 1 group_ids; need 2, one for each row",
+        "pack_padded: there are 1 group_ids; need 2, one for each row",
     ),
     "not depth first": (
         lambda: SharedLayout.from_forest([1, 1, 1, 1], [-1, 0, -1, 1]),
-        "SharedLayout: node 3 lies outside the subtree of its parent 1; need depth-first order",
+        "SharedLayout.from_forest: node 3 lies outside the subtree of its parent 1; need nodes",
     ),
     "a parent for each": (
         lambda: SharedLayout.from_forest([1, 1], [-1]),
-        "SharedLayout: 2 lengths and 1 parents; need one of each for a node",
+        "SharedLayout.from_forest: there are 2 lengths and 1 parents; need one length and one",
     ),
     "half a token": (
         lambda: SharedLayout.from_lengths([(3, [1.5])]),
-        "SharedLayout: lengths [3, 1.5]; need integers; pass whole numbers of tokens",
+        "SharedLayout.from_lengths: group 0 has lengths 3 and [1.5]; need whole numbers of tokens",
     ),
     "a negative length": (
         lambda: SharedLayout.from_lengths([(3, [-1])]),
-        "SharedLayout: a node of -1 tokens; need 0 or more",
+        "SharedLayout.from_lengths: group 0 has lengths 3 and [-1]; need whole numbers of tokens",
     ),
 }  # fmt: skip
 

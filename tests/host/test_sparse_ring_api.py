@@ -196,29 +196,29 @@ def test_operators_have_the_shapes_they_promise():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"pattern": None}, "neither pattern nor index; need one of them"),
+        ({"pattern": None}, "neither of pattern and index were passed; need one"),
         ({"seqlen": 0}, "seqlen is 0; need 1 to 256"),
         ({"seqlen": 257}, "seqlen is 257; need 1 to 256"),
-        ({"pattern": VerticalSlash}, "a pattern of type type; need VerticalSlash"),
-        ({"pattern": FixedVerticalSlash([256], [0])}, "v_idx has line 256; need lines below 256"),
+        ({"pattern": VerticalSlash}, "pattern is of type type; need VerticalSlash"),
+        ({"pattern": FixedVerticalSlash([256], [0])}, "v_idx has the line 256; need lines below"),
         ({"pattern": FixedVerticalSlash([[1], [2]], [0])}, "v_idx has lines of 2 heads; need 1 or"),
         ({"k": torch.zeros(2, 256, 3, 16)}, "H=4, Hk=3, D=16; need H a multiple of Hk, and none"),
         ({"q": torch.zeros(0, 256, 4, 16)}, "B=0, H=4"),
         ({"q": torch.zeros(2, 256, 4, 0)}, "Hk=2, D=0; need H a multiple of Hk, and none of them"),
         ({"v": torch.zeros(2, 256, 2, 8)}, "v has shape (2, 256, 2, 8); need [B, L, Hk, D]"),
         ({"q": torch.zeros(256, 4, 16)}, "q has 3 dimensions; need 4"),
-        ({"q": [1.0]}, "q is of type list; need a tensor [B, tokens, heads, size]; make q one"),
+        ({"q": [1.0]}, "q is of type list; need a tensor [B, tokens, heads, size]; pass q"),
         ({"k": None}, "k is of type NoneType; need a tensor"),
-        ({"seqlen": "x"}, "seqlen is 'x' of type str; need an int; pass an int"),
-        ({"seqlen": 1.5}, "seqlen is 1.5 of type float; need an int"),
-        ({"scale": "0.5"}, "scale is '0.5' of type str; need a number; pass a number"),
+        ({"seqlen": "x"}, "seqlen is 'x' of type str; need an integer; pass the"),
+        ({"seqlen": 1.5}, "seqlen is 1.5 of type float; need an integer"),
+        ({"scale": "0.5"}, "scale is '0.5' of type str; need a number; pass float(scale)"),
         ({"scale": [1]}, "scale is [1] of type list; need a number"),
         (
             {"scale": torch.ones((), requires_grad=True)},
-            "scale is a tensor on cpu that needs a gradient; need a number; pass a number; to learn"
-            " a scale, multiply q by it",
+            "scale is a float32 tensor of shape () on cpu that requires a gradient; need a number; "
+            "pass float(scale); multiply q by a scale that is learned",
         ),
-        ({"pattern": None, "index": (1, 2)}, "an index of type tuple; need a VSIndex; build it"),
+        ({"pattern": None, "index": (1, 2)}, "index is of type tuple; need a VSIndex; pass build"),
     ],
 )
 def test_a_malformed_call(change, text):
@@ -244,15 +244,18 @@ def test_numbers_of_other_libraries():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: VerticalSlash(max_v=8.0), "max_v is 8.0 of type float; need an int; pass one"),
+        (lambda: VerticalSlash(max_v=8.0), "max_v is 8.0 of type float; need an int; pass int"),
         (lambda: VerticalSlash(max_s=True), "max_s is True of type bool; need an int"),
         (lambda: VerticalSlash(kappa="8"), "kappa is '8' of type str; need an int"),
-        (lambda: VerticalSlash(recall_v="all"), "recall_v is 'all' of type str; need a share"),
-        (lambda: FixedVerticalSlash([0.5], [0]), "v_idx with 0.5, which is no int; need ints in"),
-        (lambda: FixedVerticalSlash([0], [[1], [1.25]]), "d_idx with 1.25, which is no int"),
-        (lambda: FixedVerticalSlash(["7"], [0]), "v_idx with '7', which is no int; need ints"),
-        (lambda: FixedVerticalSlash(7, [0]), "v_idx with 'int' object is not iterable"),
-        (lambda: FixedVerticalSlash([float("nan")], [0]), "v_idx with cannot convert float NaN"),
+        (lambda: VerticalSlash(recall_v="all"), "recall_v is 'all' of type str; need a number"),
+        (lambda: FixedVerticalSlash([0.5], [0]), "v_idx cannot be read (0.5 is no integer)"),
+        (
+            lambda: FixedVerticalSlash([0], [[1], [1.25]]),
+            "d_idx cannot be read (1.25 is no integer)",
+        ),
+        (lambda: FixedVerticalSlash(["7"], [0]), "v_idx cannot be read ('7' is no integer); need"),
+        (lambda: FixedVerticalSlash(7, [0]), "v_idx cannot be read ('int' object is not iter"),
+        (lambda: FixedVerticalSlash([float("nan")], [0]), "v_idx cannot be read (cannot convert"),
     ],
 )
 def test_a_pattern_that_makes_no_sense(make, text):
@@ -347,7 +350,7 @@ def test_lengths_are_not_compiled_in(what):
     [
         ((2, 1 << 20, 16, 128), None, 1, "q has shape (2, 1048576, 16, 128) and strides (21474"),
         ((2, 128, 16, 128), (1 << 31, 2048, 128, 1), 1, "need at most 2147483647 elements from"),
-        ((1, 1 << 20, 16, 128), None, 2, "pass sequences one by one, or copy a view, or split"),
+        ((1, 1 << 20, 16, 128), None, 2, "pass one sequence a call, copy a view, or split"),
         ((1, 1 << 20, 16, 128), None, 1, None),
         ((1, 128, 16, 128), (1 << 31, 2048, 128, 1), 1, None),
         ((2, 1 << 19, 16, 128), None, 1, None),
@@ -366,7 +369,7 @@ def test_an_index_of_another_call():
     q, k, v = tensors()
     index = build_index(q, k, Dense())
     wanted = r"int32 \(2, 4, 0\) on cpu; need 256 tokens, and int32 \(1, 4, 0\) on cpu"
-    with pytest.raises(ValueError, match=f"an index of 256 tokens whose v_idx is {wanted}"):
+    with pytest.raises(ValueError, match=f"index has 256 tokens, and its v_idx is {wanted}"):
         sparse_attention(q[:1], k[:1], v[:1], index=index)
 
 
@@ -385,14 +388,14 @@ def test_an_index_of_another_form(name, changed):
     q, k, v = tensors(T=2176)
     index = build_index(q, k, FixedVerticalSlash([3, 70], [0, 1]))
     wrong = index._replace(**{name: changed(getattr(index, name))})
-    with pytest.raises(ValueError, match=f"an index of 2176 tokens whose {name} is "):
+    with pytest.raises(ValueError, match=f"index has 2176 tokens, and its {name} is "):
         sparse_attention(q, k, v, index=wrong)
 
 
 @pytest.mark.parametrize(
     ("T", "change", "text"),
     [
-        (200, {}, "200 tokens a rank; need a multiple of 128; pad the sequence"),
+        (200, {}, "200 tokens a rank; need a positive multiple of 128; pad the"),
         (256, {"k": torch.float32}, "q is float64, k is float32, v is float64; need one float"),
     ],
 )
@@ -439,11 +442,14 @@ def test_what_is_sent_has_to_be_contiguous():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"layout": StripedLayout(2)}, "a layout for 2 ranks and a group of 1; need the same"),
-        ({"layout": "striped"}, "layout is a str; need a layout; pass StripedLayout(1)"),
-        ({"group": "cp"}, "group is a str; need RingGroups; make one, once"),
+        ({"layout": StripedLayout(2)}, "layout is for 2 ranks, and the group has 1; need as"),
+        ({"layout": "striped"}, "layout is of type str; need a layout; pass StripedLayout(1)"),
+        ({"group": "cp"}, "group is of type str; need RingGroups; make one by"),
         ({"schedule": "all"}, "schedule is 'all'; need one of auto, allgather, ring, double_ring"),
-        ({"schedule": "double_ring", "layout": ZigZagLayout(1)}, "double_ring with ZigZagLayout"),
+        (
+            {"schedule": "double_ring", "layout": ZigZagLayout(1)},
+            "'double_ring' and layout a ZigZagLayout",
+        ),
         ({"chunks_per_launch": 0}, "chunks_per_launch is 0; need at least 1"),
     ],
 )
@@ -458,7 +464,7 @@ def test_a_ring_that_makes_no_sense(change, text):
 def test_an_index_of_a_ring_of_which_half_is_missing(half):
     """It was once that of this rank's shard."""
     q, k, _ = tensors()
-    with pytest.raises(ValueError, match=r"^build_index: (group|layout) is a NoneType; need"):
+    with pytest.raises(ValueError, match=r"^build_index: (group|layout) is of type NoneType; need"):
         build_index(q, k, Dense(), **half)
 
 

@@ -76,13 +76,17 @@ def test_every_rank_meets_every_chunk(world, inner):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"T": 384}, "stripe=128); need a multiple of 64 with a block for every rank; try 512"),
+        ({"T": 384}, "stripe=128); need a multiple of 64 with a block for every rank; pass 512"),
         ({"T": 0}, "T=0 for StripedLayout"),
         ({"T": 500}, "T=500 for StripedLayout(world=4"),
         ({"T": 320, "layout": ContiguousLayout(6)}, "T=320 for ContiguousLayout(world=6)"),
         ({"inner_size": 3}, "inner_size is 3 for 4 ranks; need a divisor of the number of ranks"),
         ({"inner_size": 0}, "inner_size is 0"),
-        ({"mask": np.ones((4, 4), bool)}, "a block mask (4, 4); need one of 512 tokens, 8"),
+        ({"mask": np.ones((4, 4), bool)}, "mask is a block mask of shape (4, 4); need one of 512"),
+        ({"mask": [([512], [0])]}, "head 0 of mask has columns from 512 to 512; need 0 to 511"),
+        ({"mask": [([0], [0, 8])]}, "head 0 of mask has diagonals from 0 to 8; need 0 to 7"),
+        ({"t": 0.0}, "t=0; need more than 0, and finite"),
+        ({"x": -1}, "x=-1; need 0 or more, and finite"),
         ({"T": 1024, "mask": EMPTY}, "an index of 512 tokens; need one of 1024 tokens"),
     ],
 )

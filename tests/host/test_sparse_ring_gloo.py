@@ -22,8 +22,8 @@ DIFFERENCES = {
     "odd q": "q is torch.float64 (1, 256, 2, 16) on cpu on rank 0 and of type str on rank 2",
     "odd seqlen": "seqlen is 954 on rank 0 and x of type str on rank 2",
     "odd scale": "scale is 0.25 on rank 0 and x of type str on rank 2",
-    "odd index": "what is wrong is None on rank 0 and ValueError: sparse_ring_attention: pat",
-    "no_grad": "whether gradients are asked for is True on rank 0 and False on rank 2",
+    "odd index": "the error of its arguments is None on rank 0 and ValueError: sparse_ring_att",
+    "no_grad": "requires_grad is True on rank 0 and False on rank 2",
     "known scale": "scale is 0.3 on rank 0 and 0.5 on rank 1",
 }
 
@@ -102,7 +102,9 @@ def shards_that_do_not_fit_are_an_error_on_every_rank(said: Said) -> None:
             assert said[0][f"{op} {case}"].startswith(f"ValueError: {op}: "), said[0]
             assert fact in said[0][f"{op} {case}"]
     for r in said:
-        assert r["unshard to nobody"].startswith("ValueError: unshard: group is a NoneType; need")
+        assert r["unshard to nobody"].startswith(
+            "ValueError: unshard: group is of type NoneType; need"
+        )
         assert r["moved afterwards"] is None
 
 
@@ -111,7 +113,9 @@ def known_facts_that_are_mixed_are_an_error_on_every_rank(said: Said) -> None:
     for r in said:
         assert r["known scale afterwards"] is None
         for case in ("mixed and then new", "mixed long ago"):
-            text = "RankError: call: rank 3 made other calls before this one than rank 0; need the"
+            text = (
+                "RankError: call: rank 3 and rank 0 made different calls before this one; need the"
+            )
             assert r[case].startswith(text), r[case]
         assert r["mixed calls ago"] <= 2 * LOOK_BACK
         assert r["mixed afterwards"] is None
@@ -126,9 +130,9 @@ def a_difference_is_an_error_on_every_rank(said: Said) -> None:
         assert said[0][case].startswith("ValueError: sparse_ring_attention: ")
         assert fact in said[0][case]
     assert {r["rings"] for r in said} == {
-        "ValueError: RingGroups: a ring of ranks [0, 1, 2, 3] in nodes of 2 on rank 0 and "
+        "ValueError: RingGroups: the ring is [0, 1, 2, 3] in nodes of 2 on rank 0 and "
         "[0, 1, 2, 3] in nodes of 3 on rank 2; need one ring on all of its ranks; "
-        "look at what rank 2 was given"
+        "compare the arguments of ranks 0 and 2"
     }
     (nodes,) = {r["nodes"] for r in said}
     assert nodes.startswith("ValueError: RingGroups: inner_size is 3 for 4 ranks; need a divisor")
@@ -137,8 +141,8 @@ def a_difference_is_an_error_on_every_rank(said: Said) -> None:
         assert nodes.startswith("ValueError: RingGroups: ")
         assert odd in nodes
     assert {r["everybody"] for r in said} == {
-        "ValueError: sparse_ring_attention: seqlen is 0; need 1 to 1024, the tokens there are; "
-        "count the tokens before the padding"
+        "ValueError: sparse_ring_attention: seqlen is 0; need 1 to 1024, the tokens of the "
+        "sequence; pass the number of tokens before the padding"
     }
     assert [r["afterwards"] for r in said] == [None] * WORLD  # the group is as good as before
 
@@ -148,8 +152,8 @@ def nobody_waits_long_for_one_that_is_not_there(said: Said) -> None:
         assert r["absent"].startswith("RankError: RingGroups: ranks could not compare")
         assert r["absent for"] < 5 * DEADLINE
     for r in (said[0], said[1], said[3]):
-        late = f"RankError: RingGroups: no ring of ranks [2] within {timedelta(seconds=DEADLINE)}"
-        assert r["missing"].startswith(late)
+        late = f"ranks [2] did not make their ring within {timedelta(seconds=DEADLINE)}"
+        assert r["missing"].startswith(f"RankError: RingGroups: {late}")
         assert r["missing for"] < 5 * DEADLINE
     assert "death" not in said[3]
     for r in said[:3]:

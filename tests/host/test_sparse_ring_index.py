@@ -66,7 +66,7 @@ def selected(mass: Tensor, seqlen: int, pattern: VerticalSlash, world: int) -> V
     estimator=st.sampled_from(["residual", "independent"]),
     caps=st.sampled_from([(4096, None), (8, 3), (1, 1)]),
     forced=st.sampled_from([(4, 2), (0, 0)]),
-    gap_close=st.sampled_from([0, 2]),
+    gap_close=st.sampled_from([0, 2, 1000]),
     world=st.sampled_from([1, 2, 4]),
 )
 def test_sorts_choose_what_loops_choose(
@@ -140,12 +140,13 @@ def test_lines_as_given():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"recall_v": 1.1}, "recall_v is 1.1; need a share from 0 to 1"),
+        ({"recall_v": 1.1}, "recall_v is 1.1; need a number from 0 to 1"),
         ({"estimator": "both"}, "estimator is 'both'; need residual or independent"),
-        ({"max_v": 3}, "max_v is 3; need at least 1, sink = 4, and at most 16384"),
+        ({"max_v": 3}, "max_v is 3; need at least 1, at least sink = 4, and at most 16384"),
         ({"max_v": 20000}, "max_v is 20000"),
-        ({"max_s": 1}, "max_s is 1; need at least 1 and window = 2"),
-        ({"kappa": -1}, "kappa is -1; need at least 0"),
+        ({"max_s": 1}, "max_s is 1; need at least 1, and at least window = 2"),
+        ({"kappa": -1}, "kappa is -1; need 0 to 1073741824; pass 0 for none"),
+        ({"window": 1 << 31}, "window is 2147483648; need 0 to 1073741824; pass a smaller number"),
     ],
 )
 def test_a_budget_that_makes_no_sense(options, text):

@@ -71,7 +71,7 @@ def test_the_hook_around_a_ring():
 def test_a_ring_of_which_half_is_missing(half):
     """It once meant this rank alone: each rank attended to its own shard."""
     settings = SparseRingConfig(pattern=Dense(), **half)
-    with pytest.raises(ValueError, match=r"(group|layout) is a NoneType; need"):
+    with pytest.raises(ValueError, match=r"(group|layout) is of type NoneType; need"):
         attention(LAYER, **call(), attention_mask=None, sparse_ring=settings)
 
 

@@ -21,7 +21,7 @@ from qla_kernels.sparse_ring import (
     build_index,
     ring,
 )
-from qla_kernels.sparse_ring.gradients import Travelling
+from qla_kernels.sparse_ring.gradients import CirculatedGradients
 from qla_kernels.sparse_ring.groups import ALONE, RankRing
 from qla_kernels.sparse_ring.route import Chunk, Route, route_of
 from qla_kernels.sparse_ring.shard import shard_of
@@ -148,7 +148,7 @@ def test_a_gather_is_under_way_before_a_batch_is_asked_for():
 def test_every_way_of_a_gradient_is_beside_a_launch():
     """Of a launch's chunks each but the first is added up while the sum so far is on its way."""
     way = route(inner=4, outer=1, rank=0, per_launch=3, early=False, in_order=False)
-    gradients, log = Travelling(way, torch.zeros(1, 2, 1, 1)), way.inner.log
+    gradients, log = CirculatedGradients(way, torch.zeros(1, 2, 1, 1)), way.inner.log
     for steps in (range(1), range(1, 4)):
         for part in gradients.of([Chunk(-step % 4, 0, 0, step) for step in steps]):
             log.append("keys")

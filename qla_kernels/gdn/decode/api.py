@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.call import Call, Options
@@ -19,7 +20,7 @@ from qla_kernels.gdn.decode.ops import (
     gdn_recurrent_slots,
     recorded_gdn_recurrent,
 )
-from qla_kernels.gdn.keywords import checked_flags, flag, refuse_unknown, scale_of, take_layout
+from qla_kernels.gdn.keywords import checked_flags, refuse_unknown, scale_of, take_layout
 from qla_kernels.gdn.shapes import STATE_PIECE
 from qla_kernels.gdn.validate import (
     ELSEWHERE,

@@ -1,0 +1,72 @@
+"""Checks arguments that have to be flags, integers or numbers.
+
+Each function returns the argument in its plain type, or raises a ValueError that names it. None of
+them waits for a GPU.
+"""
+
+import operator
+from collections.abc import Sized
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import need
+
+
+def flag(op: str, name: str, x: Any) -> bool:
+    """Returns x as a bool; None means False. Raises ValueError for all but bools, 0, 1 and None."""
+    if x is True or x is False:
+        return x
+    if x is None:
+        return False
+    if isinstance(x, Tensor | Sized) or x not in (0, 1):
+        raise ValueError(need(op, described(name, x), "True or False", f"pass bool({name})"))
+    return bool(x)
+
+
+def integer(op: str, name: str, x: Any, fix: str = "") -> int:
+    """Returns x as an int, or unchanged if it is a SymInt of torch.compile.
+
+    Raises ValueError unless x is an integer of Python or NumPy, or an integer CPU tensor of one
+    element. `fix` tells the caller what to pass: "pass int(name)" by default.
+    """
+    if type(x) is int or isinstance(x, torch.SymInt):
+        return x  # type: ignore[return-value]
+    try:
+        if isinstance(x, Tensor) and not x.is_cpu:
+            raise TypeError
+        return operator.index(x)
+    except TypeError:
+        text = need(op, described(name, x), "an integer", fix or f"pass int({name})")
+        raise ValueError(text) from None
+
+
+def number(op: str, name: str, x: Any, fix: str = "") -> float:
+    """Returns x as a float.
+
+    Raises ValueError unless x is a real number, or a CPU tensor of one element that requires no
+    gradient, because it would get none. `fix` is as in `integer`.
+    """
+    if type(x) is float:
+        return x
+    if isinstance(x, Tensor):
+        fits = x.is_cpu and x.numel() == 1 and not (x.requires_grad or x.is_complex())
+    else:
+        fits = isinstance(x, Real | torch.SymFloat | torch.SymInt)
+    if not fits:
+        raise ValueError(need(op, described(name, x), "a number", fix or f"pass float({name})"))
+    return float(x)
+
+
+def described(name: str, x: object) -> str:
+    """Returns a clause for error messages that says what an argument of a wrong type is."""
+    if isinstance(x, Tensor):
+        learned = " that requires a gradient" if x.requires_grad else ""
+        dtype = str(x.dtype).removeprefix("torch.")
+        form = f"{'an' if dtype[0] == 'i' else 'a'} {dtype} tensor of shape {tuple(x.shape)}"
+        return f"{name} is {form} on {x.device}{learned}"
+    said = repr(x)
+    value = f"{said} " if len(said) <= 40 else ""
+    return f"{name} is {value}of type {type(x).__name__}"
