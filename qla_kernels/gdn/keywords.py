@@ -68,12 +68,12 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
     return bound
 
 
-def scale_of(op: str, scale: float | None, q: Tensor) -> float:
+def scale_of(op: str, scale: Any, q: Tensor) -> float:
     if scale is None:
         return float(q.shape[-1] ** -0.5)
     learned = isinstance(scale, Tensor) and scale.requires_grad
     if learned and not torch.is_grad_enabled():
-        scale, learned = scale.detach(), False  # type: ignore[union-attr]
+        scale, learned = scale.detach(), False
     x = number(op, "scale", scale, "multiply q by it" if learned else "")
     if not (torch.compiler.is_compiling() or math.isfinite(x)):
         raise ValueError(need(op, f"scale is {x}", "a finite number", "leave it out for K ** -0.5"))

@@ -54,7 +54,8 @@ def test_a_scale_that_would_be_learned():
     x, scale = call(), torch.tensor(0.5, requires_grad=True)
     for run in (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule):
         with pytest.raises(
-            ValueError, match="scale is a float32 tensor .* that requires a gradient; need a number"
+            ValueError,
+            match=r"scale is a float32 tensor .* that requires a gradient; need a number",
         ):
             run(**x, scale=scale)
         with torch.no_grad():
