@@ -23,15 +23,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from . import records, tables
-from .baselines import implementations
-from .harness import LIMITS, Harness
-from .messages import Machine, Options
-from .progress import Progress
-from .records import Run
-from .workloads import GDN, GDN_DEFAULT, Gdn
-from .workloads_attention import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
-from .workloads_layer import LAYER
+from .attention.workloads import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
+from .attention.workloads_layer import LAYER
+from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
+from .harness import records
+from .harness.adapters import implementations
+from .harness.messages import Machine, Options
+from .harness.progress import Progress
+from .harness.records import Run
+from .harness.watchdog import LIMITS, Harness
+from .report import tables
 
 SETS: dict[str, dict[str, tuple[Any, ...]]] = {
     "gdn": dict(GDN), "dualkv": {**DUALKV, "layer": LAYER}, "sparse_ring": dict(SPARSE_RING),
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # for the worker: OpenMP threads that spin while they wait cost 10x where cores are shared
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if options.warm:
-        from .warm import compile_all
+        from .harness.warm import compile_all
 
         return compile_all(options, workloads)
     started = time.monotonic()
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save:
         files.append(records.append(run))
     if options.plot:
-        from .figures import draw
+        from .report.figures import draw
 
         files += draw(run, options.out)
     print(json.dumps(dataclasses.asdict(run)) if options.json else "\n" + tables.page(run))

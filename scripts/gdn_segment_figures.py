@@ -28,8 +28,8 @@ from torch.nn.functional import logsigmoid, normalize, softplus
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.figures import STYLE  # noqa: E402
-from benchmarks.records import Row, load  # noqa: E402
+from benchmarks.harness.records import Row, load  # noqa: E402
+from benchmarks.report.figures import STYLE  # noqa: E402
 from reference.chunks import cut  # noqa: E402
 from reference.gdn_segments import warm_windows  # noqa: E402
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from benchmarks.attention import attention_work
-from benchmarks.floor import Ceilings, gdn_work
-from benchmarks.inputs import gdn_inputs, num_input_sets
-from benchmarks.workloads import (
+from benchmarks.attention.problem import attention_work
+from benchmarks.attention.workloads import DUALKV, SPARSE_RING, VerticalSlash
+from benchmarks.gdn.inputs import gdn_inputs, num_input_sets
+from benchmarks.gdn.workloads import (
     BACKWARD_HEADS,
     FORWARD_LENGTHS,
     GDN,
@@ -17,7 +17,7 @@ from benchmarks.workloads import (
     random_lengths,
     short_responses,
 )
-from benchmarks.workloads_attention import DUALKV, SPARSE_RING, VerticalSlash
+from benchmarks.harness.floor import Ceilings, gdn_work
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,288 @@
+"""Writes README's performance section, docs/performance.md and its figures from the records.
+
+    python -m benchmarks.report            write all three
+    python -m benchmarks.report --check    exit 1 if the texts are not what the records say
+
+Nothing there is typed by hand. A family without a record says so, and a record of other kernels
+than today's is called stale.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from qla_kernels.digests import recorded
+
+from ..gdn.workloads import GDN
+from ..harness import records
+from ..harness.records import ROOT, Run
+from ..sm90 import QUICK, SETS
+from . import tables
+from .texts import ASIDE, FAMILIES, GRAPHS, METHOD, WORKLOADS, batches
+
+START, END = "<!-- performance:start -->", "<!-- performance:end -->"
+NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
+FIGURES = Path("docs/figures")
+
+Digests = dict[str, str]  # of generated code, by the kernel's label
+
+
+def headline(runs: Sequence[Run], family: str, digests: Digests) -> Run | None:
+    """The GPU record to show first, of the family's quick set, less what is aside.
+
+    Among those with as many rows the one with most implementations: a lone rival is easily beaten.
+    """
+    quick = _quick(family)
+    elsewhere = {name for of_set in ASIDE[family] for name in _names(family, of_set)} - quick
+    found = _of_newest_kernels(runs, family, quick, len(quick), digests)
+    if not found:
+        return None
+    best = max(reversed(found), key=lambda run: (_count(run, quick), len(run.labels)))
+    return _with_rows(best, lambda name: name not in elsewhere)
+
+
+def aside(runs: Sequence[Run], family: str, of_set: str, digests: Digests) -> Run | None:
+    """The set's rows, of the newest GPU record with most of those that are not quick."""
+    names = _names(family, of_set)
+    wanted = names - _quick(family)
+    most = max((_count(run, wanted) for run in _on_a_gpu(runs, family)), default=0)
+    if not most:
+        return None
+    found = _of_newest_kernels(runs, family, wanted, most, digests)
+    best = max(reversed(found), key=lambda run: _count(run, wanted))
+    return _with_rows(best, names.__contains__)
+
+
+def _on_a_gpu(runs: Sequence[Run], family: str) -> list[Run]:
+    return [run for run in runs if run.family == family and run.device_kind == "cuda"]
+
+
+def _of_newest_kernels(
+    runs: Sequence[Run], family: str, names: set[str], most: int, digests: Digests
+) -> list[Run]:
+    """GPU records with half of `most` rows at least: of today's kernels, or the newest before."""
+    many = [run for run in _on_a_gpu(runs, family) if 2 * _count(run, names) >= most]
+    if current := [run for run in many if run.current(digests)]:
+        return current
+    return [run for run in many if run.agrees(many[-1])]
+
+
+def _count(run: Run, names: set[str]) -> int:
+    return len(names & {row.name for row in run.rows})
+
+
+def _quick(family: str) -> set[str]:
+    return {name for quick in QUICK[family] for name in _names(family, quick)}
+
+
+def _names(family: str, of_set: str) -> set[str]:
+    return {workload.name for workload in SETS[family][of_set]}
+
+
+def _with_rows(run: Run, belongs: Callable[[str], bool]) -> Run:
+    return replace(run, rows=tuple(row for row in run.rows if belongs(row.name)))
+
+
+def readme_section(runs: Sequence[Run], digests: Digests) -> str:
+    parts = [NOTICE, GRAPHS]
+    for family, title in FAMILIES.items():
+        run = headline(runs, family, digests)
+        parts.append(f"**{title}.** {_headline_text(run, family, digests)}")
+        if run is not None:
+            parts += filter(None, [_by_heads(run)])
+            parts += _pictures(_figures(f"{family}-fwd*latency"), Path())
+    page = "[docs/performance.md](docs/performance.md)"
+    parts.append(f"All rows, errors and how they were measured: {page}.")
+    return "\n\n".join(parts)
+
+
+def performance_page(runs: Sequence[Run], digests: Digests) -> str:
+    parts = ["# Performance", NOTICE, METHOD]
+    for family, title in FAMILIES.items():
+        run = headline(runs, family, digests)
+        parts += [f"## {title}", _headline_text(run, family, digests)]
+        if run is not None:
+            kinds = sorted({row.kind for row in run.rows})
+            figures = [path for kind in kinds for path in _figures(f"{family}-{kind}-*")]
+            parts += [tables.page(run), *_pictures(figures, Path("docs"))]
+            parts += [_provenance(run), _details(run)]
+        for of_set, heading in ASIDE[family].items():
+            other = aside(runs, family, of_set, digests)
+            if other is not None:
+                parts += [f"### {heading}", _headline_text(other, family, digests)]
+                parts += [tables.page(other)]
+                parts += _pictures(_figures(f"{family}-{of_set}"), Path("docs"))
+                parts += [_provenance(other), _details(other)]
+        without = _without_gpu(runs, family)
+        if without is not None:
+            parts += ["### Without a GPU", without]
+    parts += ["## Records", _list_of(runs, digests)]
+    parts += ["## Workloads", WORKLOADS, _sets(), batches()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _headline_text(run: Run | None, family: str, digests: Digests) -> str:
+    command = f"`python -m benchmarks.sm90 {family} --quick --save`"
+    if run is None:
+        return f"No record on an SM90 GPU yet: {command} on one makes it."
+    text = [f"Record `{run.id}`, {run.device}, {run.date[:10]}, commit {run.commit[:10]}"]
+    text.append("with uncommitted changes." if run.dirty else "as committed.")
+    if not run.current(digests):
+        text.append(f"**Stale:** the kernels changed since. `{run.command}` measures today's.")
+    if all(row.time_ms("ours") is None for row in run.rows):
+        text.append("It holds the rivals only: this version has no kernel of ours for these rows.")
+    return " ".join(text)
+
+
+def _by_heads(run: Run) -> str:
+    """Geometric mean and worst row of best rival / ours, by direction and heads.
+
+    Rows with a mask that no rival has also count beside the best rival without one.
+    """
+    ours, lines = tables.our_names(run), []
+    for kind, heads in dict.fromkeys((row.kind, row.heads) for row in run.rows):
+        rows = [row for row in run.rows if (row.kind, row.heads) == (kind, heads)]
+        dense, title = tables.dense_times(rows, ours), tables.title_of(kind)
+        masked = [row for row in rows if dense and row.what != "dense"]
+        counts = (
+            (title, rows, [tables.ratio(row, ours) for row in rows]),
+            (f"{title}, rival dense", masked, [tables.dense_ratio(r, dense) for r in masked]),
+        )
+        for name, of, ratios in counts:
+            found = [r for r in ratios if r is not None]
+            mean = tables.geometric_mean(found)
+            if mean is not None:
+                slower = sum(r < 1 for r in found)
+                worst = f"{min(found):.2f}{f' {tables.SLOWER}' if slower else ''}"
+                counted = f"{len(found)} of {len(of)}"
+                lines.append([name, heads, counted, f"{mean:.2f}", worst, str(slower)])
+    if not lines:
+        return ""
+    header = ["CUDA graph replays", "heads", "rows"]
+    header += ["best rival / ours", "worst row", "slower rows"]
+    return tables.markdown(header, lines, left=2)
+
+
+def _figures(pattern: str) -> list[Path]:
+    """Committed figures, as paths from the repository's root."""
+    found = sorted((ROOT / FIGURES).glob(f"{pattern}.svg"))
+    return [path.relative_to(ROOT) for path in found]
+
+
+def _pictures(paths: Sequence[Path], seen_from: Path) -> list[str]:
+    return [f"![{path.stem}]({path.relative_to(seen_from)})" for path in paths]
+
+
+def _provenance(run: Run) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    states = [
+        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in state.items())
+        for state in (run.environment, run.environment_after)
+    ]
+    return "\n".join([
+        f"- Command: `{run.command}`", f"- Versions: {versions}", f"- Before: {states[0]}",
+        f"- After: {states[1]}", f"- Kernels: {len(run.kernels) or 'not named'}",
+    ])  # fmt: skip
+
+
+def _details(run: Run) -> str:
+    return f"<details><summary>Every measurement</summary>\n\n{tables.details(run)}\n\n</details>"
+
+
+def _without_gpu(runs: Sequence[Run], family: str) -> str | None:
+    """The path for CPU tensors at a real length, from the newest record that has it."""
+    if family != "gdn":
+        return None
+    workload = GDN["cpu"][0]
+    for run in reversed(runs):
+        for row in run.rows:
+            time = row.time_ms("ours")
+            if row.name == workload.name and run.device_kind == "cpu" and time is not None:
+                return (
+                    f"Forward of {row.tokens} tokens, {row.heads} heads of {workload.head_dim},"
+                    f" float32: {time / 1e3:.2g} s on {run.device} (record `{run.id}`)."
+                )
+    return None
+
+
+def _list_of(runs: Sequence[Run], digests: Digests) -> str:
+    if not runs:
+        return "None yet."
+    lines = []
+    for run in reversed(runs):
+        state = "current" if run.current(digests) else "stale"
+        commit = run.commit[:10] + (" and changes" if run.dirty else "")
+        lines.append([f"`{run.id}`", run.device, run.date[:10], commit, state, str(len(run.rows))])
+    return tables.markdown(["record", "device", "date", "commit", "kernels", "rows"], lines, left=5)
+
+
+def _sets() -> str:
+    lines = []
+    for family in FAMILIES:
+        for name, workloads in SETS[family].items():
+            kinds = Counter(w.kind for w in workloads)
+            rows = ", ".join(f"{count} {tables.title_of(k).lower()}" for k, count in kinds.items())
+            lines.append([family, f"`{name}`", ", ".join({w.what: 0 for w in workloads}), rows])
+    return tables.markdown(["family", "set", "inputs", "rows"], lines, left=4)
+
+
+def between_markers(text: str, body: str) -> str:
+    """`text` with what stands between the markers replaced."""
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"README.md lacks {START} or {END}; put both where the section belongs")
+    return f"{before}{START}\n{body}\n{END}{after}"
+
+
+def texts(runs: Sequence[Run]) -> dict[Path, str]:
+    """What each generated file has to contain."""
+    digests = recorded()
+    readme = ROOT / "README.md"
+    return {
+        readme: between_markers(readme.read_text(), readme_section(runs, digests)),
+        ROOT / "docs" / "performance.md": performance_page(runs, digests),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    options = parser.parse_args(arguments)
+    runs = records.load()
+    if not options.check:
+        _draw_figures(runs)
+    different = [
+        path for path, text in texts(runs).items() if not path.exists() or path.read_text() != text
+    ]
+    for path in different:
+        name = path.relative_to(ROOT)
+        if options.check:
+            print(
+                f"{name} is not what the records say: run `python -m benchmarks.report`",
+                file=sys.stderr,
+            )
+        else:
+            path.write_text(texts(runs)[path])
+            print(f"wrote {name}")
+    return 1 if options.check and different else 0
+
+
+def _draw_figures(runs: Sequence[Run]) -> None:
+    from .figures import draw, draw_growth
+
+    folder, digests = ROOT / FIGURES, recorded()
+    folder.mkdir(parents=True, exist_ok=True)
+    for family in FAMILIES:
+        run = headline(runs, family, digests)
+        if run is not None:
+            for kind in {row.kind for row in run.rows}:
+                for old in folder.glob(f"{family}-{kind}-*"):
+                    old.unlink()
+            draw(run, folder, ["svg"])
+    growing = aside(runs, "dualkv", "responses", digests)
+    if growing is not None:
+        draw_growth(growing, folder, ["svg"])
