@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from .attention.workloads import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
-from .attention.workloads_layer import LAYER
 from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
 from .harness import records
 from .harness.adapters import implementations
@@ -35,7 +34,7 @@ from .harness.watchdog import LIMITS, Harness
 from .report import tables
 
 SETS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gdn": dict(GDN), "dualkv": {**DUALKV, "layer": LAYER}, "sparse_ring": dict(SPARSE_RING),
+    "gdn": dict(GDN), "dualkv": dict(DUALKV), "sparse_ring": dict(SPARSE_RING),
 }  # fmt: skip
 DEFAULT = {"gdn": GDN_DEFAULT, "dualkv": DUALKV_DEFAULT, "sparse_ring": SPARSE_RING_DEFAULT}
 QUICK = {"gdn": ("anchors",), "dualkv": ("long",), "sparse_ring": ("anchor",)}

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ..harness.adapters import Call, Implementation
 from .problem import AttentionInputs, AttentionWorkload, Visible
-from .workloads_layer import DecoderLayer
+from .workloads import DecoderLayer
 
 BLOCK = 128  # rows and columns of its blocks
 LENGTHS = 256  # that a process may compile it for; torch gives up after 8

@@ -16,7 +16,7 @@ from ..harness.adapters import Call, Outputs
 from ..harness.floor import Work
 from ..harness.truth import Truth
 from .replicas import Replicas, replicas
-from .workloads_layer import DecoderLayer
+from .workloads import DecoderLayer
 
 EPSILON, THETA = 1e-6, 1e6  # of the norms, of the rotations: as published with the model
 
@@ -42,10 +42,6 @@ class LayerInputs(NamedTuple):
     x: Tensor  # [T, hidden], packed
     dy: Tensor  # [T, hidden]
     weights: Weights
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(z.numel() * z.element_size() for z in (self.x, self.dy, *self.weights))
 
 
 def layer_inputs(

@@ -14,8 +14,7 @@ from torch import Tensor
 from ..harness.adapters import Call, Implementation, Outputs
 from . import layer
 from .problem import AttentionInputs, recall
-from .workloads import SharedPrompts, VerticalSlash
-from .workloads_layer import DecoderLayer
+from .workloads import DecoderLayer, SharedPrompts, VerticalSlash
 
 
 class Ours(Implementation):

@@ -34,11 +34,6 @@ class AttentionInputs(NamedTuple):
     do: Tensor | None  # [T, H, D], backward only
     visible: Visible
 
-    @property
-    def num_bytes(self) -> int:
-        tensors = (self.q, self.k, self.v, self.do)
-        return sum(x.numel() * x.element_size() for x in tensors if x is not None)
-
 
 def attention_inputs(
     workload: AttentionWorkload, device: torch.device, dtype: torch.dtype, seed: int = 0

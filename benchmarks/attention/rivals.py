@@ -20,8 +20,7 @@ from .layer import replicated
 from .ours import ours
 from .problem import AttentionInputs, AttentionWorkload
 from .replicas import replicas
-from .workloads import SharedPrompts
-from .workloads_layer import DecoderLayer
+from .workloads import DecoderLayer, SharedPrompts
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:

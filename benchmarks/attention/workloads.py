@@ -1,21 +1,21 @@
-"""The attention shapes, named: shared prompts (dualkv) and vertical-slash masks (sparse_ring)."""
+"""The attention shapes, named: shared prompts (dualkv), alone and in a decoder layer, and
+vertical-slash masks (sparse_ring)."""
 
 import random
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
-from ..gdn.workloads import Heads, Lengths
+from ..harness.workload import Direction, Heads, Lengths, Workload
 
 Group = tuple[int, Lengths]  # a prompt's tokens, and each response's
 Span = tuple[int, int]  # the bounds of random.randint
 Dtype = Literal["bfloat16", "float16", "float32"]
-Direction = Literal["fwd", "bwd", "both"]
 
 
 @dataclass(frozen=True)
-class SharedPrompts:
+class SharedPrompts(Workload):
     """Groups of responses, each with one prompt. A group without responses is plain causal."""
 
     label: str
@@ -31,14 +31,6 @@ class SharedPrompts:
     def name(self) -> str:
         kind = "-fp16" if self.dtype == "float16" else ""
         return f"dualkv-{self.kind}-{self.heads_label}-{self.label}{kind}"
-
-    @property
-    def kind(self) -> str:
-        return self.direction
-
-    @property
-    def heads_label(self) -> str:
-        return f"{self.heads[0]}x{self.heads[1]}"
 
     @property
     def layout(self) -> str:
@@ -96,7 +88,23 @@ def _random_groups(
     )
 
 
-SharedPromptSet = tuple[SharedPrompts, ...]
+@dataclass(frozen=True)
+class DecoderLayer(SharedPrompts):
+    """A layer of Qwen3-8B, forward and backward: projections, norms, rotations, an MLP as well."""
+
+    direction: Direction = "both"
+    hidden: int = 4096
+    intermediate: int = 12288
+
+    kind = "layer"
+
+    @property
+    def parameters(self) -> int:
+        """Of the products; the norms' are few."""
+        kv_heads, heads = self.heads
+        of_attention = (2 * heads + 2 * kv_heads) * self.head_dim * self.hidden
+        return of_attention + 3 * self.hidden * self.intermediate
+
 
 LONG_PROMPTS: dict[str, tuple[Group, ...]] = {
     "A": _same(28, 4096, 2048),
@@ -144,28 +152,8 @@ REQUIRED = {
 }
 
 
-def _both(shapes: dict[str, tuple[Group, ...]], dtype: Dtype = "bfloat16") -> SharedPromptSet:
-    directions: tuple[Direction, ...] = ("fwd", "bwd")
-    return tuple(
-        SharedPrompts(label, groups, direction, dtype=dtype)
-        for direction in directions
-        for label, groups in shapes.items()
-    )
-
-
-DUALKV: dict[str, SharedPromptSet] = {
-    "long": _both(LONG_PROMPTS),
-    "largest": _both({"28x32768+2048": _same(28, 32768, 2048)}),
-    "short": _both(SHORT_BATCHES),
-    "responses": _both(RESPONSES),
-    "dense": _both(DENSE),
-    "published": _both(PUBLISHED, "float16"),
-}
-DUALKV_DEFAULT = ("long", "short")
-
-
 @dataclass(frozen=True)
-class VerticalSlash:
+class VerticalSlash(Workload):
     """Causal attention of one sequence under a mask of whole diagonals (64 wide) and of columns.
 
     Direction `index` is the choice of lines itself, whatever the mask: its budget is the default.
@@ -180,20 +168,11 @@ class VerticalSlash:
     head_dim: int = 128
 
     family = "sparse_ring"
-    dtype: Dtype = "bfloat16"
     block = 64
 
     @property
     def name(self) -> str:
         return f"sparse_ring-{self.direction}-{self.heads_label}-{self.layout}"
-
-    @property
-    def kind(self) -> str:
-        return self.direction
-
-    @property
-    def heads_label(self) -> str:
-        return f"{self.heads[0]}x{self.heads[1]}"
 
     @property
     def dense(self) -> bool:
@@ -216,7 +195,7 @@ class VerticalSlash:
         """Without a mask it is one causal sequence, as those of SharedPrompts."""
         yield range(self.tokens), range(self.tokens, self.tokens)
 
-    def mask(self, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def mask(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(active diagonals, active columns), integers only: the same on every machine.
 
         Diagonals 0 and 1, and runs of diagonals, one at a random place of each equal cell of the
@@ -225,7 +204,7 @@ class VerticalSlash:
         blocks = self.tokens // self.block
         if self.dense:
             return tuple(range(blocks)), ()
-        draw = random.Random(f"{seed}:{self.tokens}:{self.density}:{self.run}")
+        draw = random.Random(f"0:{self.tokens}:{self.density}:{self.run}")
         slashes = self.density * (1 - self.column_share) * blocks - 2
         runs = max(0, min(round(slashes / self.run), (blocks - 2) // self.run))
         diagonals = {0, 1}
@@ -255,35 +234,55 @@ class VerticalSlash:
         return replace(self, tokens=self.block * max(1, blocks // factor))
 
 
-VerticalSlashSet = tuple[VerticalSlash, ...]
+W = TypeVar("W", SharedPrompts, VerticalSlash)
 
 
-def _both_ways(*presets: tuple[int, float, int]) -> VerticalSlashSet:
-    """(tokens, density, run) each."""
+def _both(workloads: Iterable[W]) -> tuple[W, ...]:
+    """All forward, then all backward."""
     directions: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
-    return tuple(VerticalSlash(*preset, direction=d) for d in directions for preset in presets)
+    given = list(workloads)
+    return tuple(replace(workload, direction=d) for d in directions for workload in given)
 
 
-def _dense(*tokens: int) -> VerticalSlashSet:
-    return tuple(VerticalSlash(t, direction=d) for d in ("fwd", "bwd") for t in tokens)
+def _prompts(
+    shapes: dict[str, tuple[Group, ...]], dtype: Dtype = "bfloat16"
+) -> tuple[SharedPrompts, ...]:
+    return _both(SharedPrompts(label, groups, dtype=dtype) for label, groups in shapes.items())
 
+
+DUALKV: dict[str, tuple[SharedPrompts, ...]] = {
+    "long": _prompts(LONG_PROMPTS),
+    "largest": _prompts({"28x32768+2048": _same(28, 32768, 2048)}),
+    "short": _prompts(SHORT_BATCHES),
+    "responses": _prompts(RESPONSES),
+    "dense": _prompts(DENSE),
+    "published": _prompts(PUBLISHED, "float16"),
+    "layer": (
+        DecoderLayer("A", LONG_PROMPTS["A"]),
+        *(DecoderLayer(label, SHORT_BATCHES[label]) for label in ("S1", "S8")),
+    ),
+}
+DUALKV_DEFAULT = ("long", "short")
 
 LENGTHS = (32768, 65536, 131072, 262144)
 RUNS = (1, 4, 16)
 INDEX_HEADS: tuple[Heads, ...] = ((8, 32), (2, 16))
 
-SPARSE_RING: dict[str, VerticalSlashSet] = {
+SPARSE_RING: dict[str, tuple[VerticalSlash, ...]] = {
     "anchor": (
-        *_both_ways(*((131072, 0.05, run) for run in RUNS)),
-        *_dense(131072),
+        *_both(VerticalSlash(131072, 0.05, run) for run in RUNS),
+        *_both([VerticalSlash(131072)]),
         VerticalSlash(131072, direction="index"),
     ),
-    "grid": _both_ways(  # lengths, densities and runs, each around one mask of 128K tokens
-        *((tokens, 0.05, 4) for tokens in LENGTHS),
-        *((131072, density, 4) for density in (0.01, 0.02, 0.10, 0.20)),
-        *((131072, 0.05, run) for run in RUNS if run != 4),
+    "grid": _both(  # lengths, densities and runs, each around one mask of 128K tokens
+        VerticalSlash(*preset)
+        for preset in (
+            *((tokens, 0.05, 4) for tokens in LENGTHS),
+            *((131072, density, 4) for density in (0.01, 0.02, 0.10, 0.20)),
+            *((131072, 0.05, run) for run in RUNS if run != 4),
+        )
     ),
-    "dense": _dense(*LENGTHS),
+    "dense": _both(VerticalSlash(tokens) for tokens in LENGTHS),
     "index": tuple(
         VerticalSlash(t, direction="index", heads=heads) for heads in INDEX_HEADS for t in LENGTHS
     ),

@@ -24,19 +24,8 @@ class GdnInputs(NamedTuple):
     do: Tensor | None  # [1, T, HV, V], backward only
     dht: Tensor | None  # [N, HV, K, V] fp32, backward only
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self if isinstance(x, Tensor))
 
-
-def gdn_inputs(
-    workload: Gdn,
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-    cu_seqlens: Tensor | None = None,
-) -> GdnInputs:
-    """Pass `cu_seqlens` of the first set to the others: libraries cache tables by its identity."""
+def gdn_inputs(workload: Gdn, device: torch.device, dtype: torch.dtype, seed: int = 0) -> GdnInputs:
     num_key_heads, num_value_heads = workload.heads
     tokens, size = workload.tokens, workload.head_dim
     generator = torch.Generator(device).manual_seed(seed)
@@ -47,9 +36,7 @@ def gdn_inputs(
     def state() -> Tensor:
         return normal(len(workload.lengths), num_value_heads, size, size)
 
-    if cu_seqlens is None:
-        bounds = torch.tensor([0, *workload.lengths]).cumsum(0)
-        cu_seqlens = bounds.to(device, torch.int32)
+    bounds = torch.tensor([0, *workload.lengths]).cumsum(0)
     needs_gradients = workload.direction != "fwd"
     return GdnInputs(
         q=normalize(normal(1, tokens, num_key_heads, size), dim=-1).to(dtype),
@@ -58,7 +45,7 @@ def gdn_inputs(
         g=_gate(workload, generator, device),
         beta=normal(1, tokens, num_value_heads).sigmoid().to(dtype),
         initial_state=state() if workload.initial_state else None,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=bounds.to(device, torch.int32),
         lengths=workload.lengths,
         do=normal(1, tokens, num_value_heads, size).to(dtype) if needs_gradients else None,
         dht=state() if needs_gradients else None,
@@ -82,13 +69,3 @@ def _gate(workload: Gdn, generator: torch.Generator, device: torch.device) -> Te
     step = 1e-3 * torch.exp(uniform[1] * math.log(1300))
     dt_bias = step + torch.log(-torch.expm1(-step))  # inverse of softplus
     return -16 * uniform[0].clamp(min=1e-3) * softplus(x / 2 + dt_bias)
-
-
-def num_input_sets(bytes_per_set: int, l2_bytes: int, largest: int = 16) -> int:
-    """Enough sets that by the time one returns, the L2 cache holds none of it any more.
-
-    A set of many times the cache's size needs no other: a call finds a few percent of it there.
-    """
-    if bytes_per_set >= 16 * l2_bytes:
-        return 1
-    return max(2, min(largest, math.ceil(2 * l2_bytes / max(1, bytes_per_set))))

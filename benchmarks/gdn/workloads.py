@@ -2,18 +2,16 @@
 
 A name says all that changes the work: `gdn-fwd-16x64-24576+8192-published-h0` is a forward over 16
 key and 64 value heads, two packed sequences, gates as FlashQLA publishes with, initial state given.
-Attention shapes are in `workloads_attention`.
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-Direction = Literal["fwd", "bwd", "both"]
+from ..harness.workload import Direction, Heads, Lengths, Workload
+
 Gate = Literal["model", "published"]
-Lengths = tuple[int, ...]
-Heads = tuple[int, int]  # key heads, value heads
 
 # Qwen3.5 and 3.6: (key heads, value heads) per GPU.
 HEADS: dict[Heads, str] = {
@@ -66,20 +64,21 @@ def label_lengths(lengths: Lengths) -> str:
     return f"{sum(lengths)} in {len(lengths)}"
 
 
-def random_lengths(total: int, count: int, seed: int = 0) -> Lengths:
+# Seeds stay: a name on record does not say the lengths that were drawn.
+def random_lengths(total: int, count: int) -> Lengths:
     """`count` sequences of random length that fill `total` tokens; each at least one token."""
-    cuts = sorted(random.Random(f"{seed}:{total}:{count}").sample(range(1, total), count - 1))
+    cuts = sorted(random.Random(f"0:{total}:{count}").sample(range(1, total), count - 1))
     return tuple(b - a for a, b in zip((0, *cuts), (*cuts, total), strict=True))
 
 
-def short_responses(count: int, low: int = 1, high: int = 600, seed: int = 0) -> Lengths:
+def short_responses(count: int) -> Lengths:
     """A pack of many short sequences, as a rollout or a reinforcement-learning step makes them."""
-    draw = random.Random(f"{seed}:{count}")
-    return tuple(draw.randint(low, high) for _ in range(count))
+    draw = random.Random(f"0:{count}")
+    return tuple(draw.randint(1, 600) for _ in range(count))
 
 
 @dataclass(frozen=True)
-class Gdn:
+class Gdn(Workload):
     """One call of the gated delta rule, or of one of its kernels, on packed sequences."""
 
     heads: Heads
@@ -106,10 +105,6 @@ class Gdn:
         return self.kernel or ("decode" if self.decode else self.direction)
 
     @property
-    def heads_label(self) -> str:
-        return f"{self.heads[0]}x{self.heads[1]}"
-
-    @property
     def layout(self) -> str:
         return label_lengths(self.lengths)
 
@@ -130,84 +125,57 @@ class Gdn:
         return replace(self, lengths=tuple(max(1, n // factor) for n in self.lengths))
 
 
-def _forward(
-    heads: Iterable[Heads], lengths: Iterable[str], gate: Gate, initial_state: bool
-) -> Iterator[Gdn]:
-    for h in heads:
-        for text in lengths:
-            yield Gdn(h, parse_lengths(text), "fwd", gate, initial_state)
+def _rows(
+    heads: Iterable[Heads], lengths: Iterable[str | Lengths], **others: Any
+) -> tuple[Gdn, ...]:
+    """Every head configuration at every length."""
+    parsed = [parse_lengths(x) if isinstance(x, str) else x for x in lengths]
+    return tuple(Gdn(h, x, **others) for h in heads for x in parsed)
 
 
-def _backward_lengths() -> Iterator[Lengths]:
-    for total in (8192, 32768):
-        yield (total,)
-        for count in (2, 4, 8):
-            ragged_anchor = (total, count) == (32768, 8)
-            yield RAGGED_32K if ragged_anchor else random_lengths(total, count)
-
-
-def _anchors() -> Iterator[Gdn]:
-    yield from _forward(ANCHOR_HEADS, ANCHOR_LENGTHS, "published", True)
-    for heads in ((16, 32), (4, 8)):
-        for lengths in ((8192,), (32768,), RAGGED_32K):
-            yield Gdn(heads, lengths, "bwd", "published", True)
-
-
-def _filled() -> Iterator[Gdn]:
-    """Rows whose sequences and heads fill the GPU, or nearly: what the uncut forward is for."""
-    lengths = ("8192x4", "4096x8", "2048x4", "1024x8", "4096+4096", "16384+16384")
-    yield from _forward(((16, 16), (16, 32), (16, 48), (16, 64)), lengths, "published", True)
-
-
-def _segments() -> Iterator[Gdn]:
-    """One or two sequences and few heads: what cutting them into segments is for."""
-    lengths = (*_LONG, "24576+8192", "16384+16384", "4096+4096")
-    yield from _forward(((2, 8), (4, 16), (8, 24), (8, 32), (16, 48)), lengths, "published", True)
-    for heads in ((2, 4), (4, 8), (4, 16)):
-        for text in lengths:
-            yield Gdn(heads, parse_lengths(text), "bwd", "published", True)
-
-
-def _short() -> Iterator[Gdn]:
-    for heads in ((4, 16), (16, 32), (16, 64)):
-        for count in (128, 256, 512):
-            yield Gdn(heads, short_responses(count), "fwd", "model", False)
-    for heads in ((4, 8), (16, 32)):
-        yield Gdn(heads, short_responses(256), "bwd", "model", False)
-
-
-def _decode() -> Iterator[Gdn]:
-    """Batches that a server decodes, a token at a time or a few that were guessed ahead."""
-    for heads in ((2, 8), (4, 16), (16, 32), (16, 64)):
-        for count in (64, 128, 256):
-            for tokens in (1, 2, 4):
-                yield Gdn(heads, (tokens,) * count, initial_state=True, decode=True)
-
-
-def _kernels() -> Iterator[Gdn]:
-    for heads in ANCHOR_HEADS:
-        for text in ("1x32768", "1x8192", "1x2048", "1024x8"):
-            yield Gdn(heads, parse_lengths(text), kernel="kkt_solve")
-
+# training's: one sequence, then two, four and eight of them
+_BACKWARD_LENGTHS = (
+    *((8192,), *(random_lengths(8192, count) for count in (2, 4, 8))),
+    *((32768,), *(random_lengths(32768, count) for count in (2, 4)), RAGGED_32K),
+)
+_ANCHOR: dict[str, Any] = {"gate": "published", "initial_state": True}
+_SEGMENTS = (*_LONG, "24576+8192", "16384+16384", "4096+4096")
 
 GDN: dict[str, tuple[Gdn, ...]] = {
     # what design targets were set on; `--quick`
-    "anchors": tuple(_anchors()),
-    "forward": tuple(_forward(HEADS, FORWARD_LENGTHS, "model", False)),
-    "forward-h0": tuple(_forward(HEADS, FORWARD_LENGTHS, "model", True)),
-    "published": tuple(_forward(HEADS, FORWARD_LENGTHS, "published", False)),
-    "published-h0": tuple(_forward(HEADS, FORWARD_LENGTHS, "published", True)),
-    "backward": tuple(
-        Gdn(heads, lengths, "bwd", "model", True)
-        for heads in BACKWARD_HEADS
-        for lengths in _backward_lengths()
+    "anchors": (
+        *_rows(ANCHOR_HEADS, ANCHOR_LENGTHS, **_ANCHOR),
+        *_rows(((16, 32), (4, 8)), ("1x8192", "1x32768", RAGGED_32K), direction="bwd", **_ANCHOR),
     ),
-    "filled": tuple(_filled()),
-    "segments": tuple(_segments()),
-    "short": tuple(_short()),
-    "decode": tuple(_decode()),
-    "kernels": tuple(_kernels()),
+    "forward": _rows(HEADS, FORWARD_LENGTHS),
+    "forward-h0": _rows(HEADS, FORWARD_LENGTHS, initial_state=True),
+    "published": _rows(HEADS, FORWARD_LENGTHS, gate="published"),
+    "published-h0": _rows(HEADS, FORWARD_LENGTHS, **_ANCHOR),
+    "backward": _rows(BACKWARD_HEADS, _BACKWARD_LENGTHS, direction="bwd", initial_state=True),
+    # sequences and heads that fill the GPU, or nearly: what the uncut forward is for
+    "filled": _rows(
+        ((16, 16), (16, 32), (16, 48), (16, 64)),
+        (*_BATCHES, "4096+4096", "16384+16384"),
+        **_ANCHOR,
+    ),
+    # one or two sequences and few heads: what cutting them into segments is for
+    "segments": (
+        *_rows(((2, 8), (4, 16), (8, 24), (8, 32), (16, 48)), _SEGMENTS, **_ANCHOR),
+        *_rows(((2, 4), (4, 8), (4, 16)), _SEGMENTS, direction="bwd", **_ANCHOR),
+    ),
+    "short": (
+        *_rows(((4, 16), (16, 32), (16, 64)), map(short_responses, (128, 256, 512))),
+        *_rows(((4, 8), (16, 32)), [short_responses(256)], direction="bwd"),
+    ),
+    # batches that a server decodes, a token at a time or a few that were guessed ahead
+    "decode": _rows(
+        ((2, 8), (4, 16), (16, 32), (16, 64)),
+        [(tokens,) * count for count in (64, 128, 256) for tokens in (1, 2, 4)],
+        initial_state=True,
+        decode=True,
+    ),
+    "kernels": _rows(ANCHOR_HEADS, ("1x32768", "1x8192", "1x2048", "1024x8"), kernel="kkt_solve"),
     # never shortened: how long the path without a GPU takes at a real length
-    "cpu": (Gdn((16, 16), (4096,), "fwd", "model", False),),
+    "cpu": _rows([(16, 16)], ["1x4096"]),
 }
 GDN_DEFAULT = ("forward", "backward", "short")

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from .floor import Work
 from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed
 from .records import DIED, FAILED, MISSING, TIME_LIMIT, Result, Row
 from .worker import main as worker_main
@@ -116,8 +117,7 @@ class Harness:
                 return facts, message.spoiled
 
     def _assemble(self, workload: Any, facts: RowFacts, results: dict[str, Result]) -> Row:
-        ceilings = self.machine.ceilings
-        floor = max(facts.flops / ceilings.flops, facts.bytes / ceilings.bandwidth)
+        floor = Work(facts.flops, facts.bytes).floor_seconds(self.machine.ceilings)
         return Row(
             name=workload.name,
             family=workload.family,

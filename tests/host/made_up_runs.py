@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.gdn.work import gdn_work
 from benchmarks.gdn.workloads import GDN, Gdn
-from benchmarks.harness.floor import Ceilings, gdn_work
+from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.records import (
     FAILED,
     MEMORY,

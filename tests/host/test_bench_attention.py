@@ -24,8 +24,7 @@ from benchmarks.attention.rivals import (
     known,
     merge,
 )
-from benchmarks.attention.workloads import SharedPrompts, VerticalSlash
-from benchmarks.attention.workloads_layer import LAYER, DecoderLayer
+from benchmarks.attention.workloads import DUALKV, DecoderLayer, SharedPrompts, VerticalSlash
 from benchmarks.harness.messages import Options
 from benchmarks.harness.problems import problem_of
 from benchmarks.harness.records import OK, Result
@@ -217,7 +216,7 @@ def test_the_others_leave_layers_alone():
 
 
 def test_the_layer_is_qwen3_8b_and_its_work_is_counted():
-    layer = LAYER[0]
+    layer = DUALKV["layer"][0]
     assert layer.name == "dualkv-layer-8x32-A"
     assert layer.parameters == 4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12288
     work = layer_work(layer, 2)
@@ -233,7 +232,7 @@ def test_attention_has_no_forward_and_backward_in_one_call():
         return [w.name for w in sm90.select(sm90.parse(["dualkv", *arguments]))]
 
     assert names("--set", "short", "--direction", "both") == []
-    assert names("--set", "layer,short", "--direction", "both") == [w.name for w in LAYER]
+    assert names("--set", "layer,short", "--direction", "both") == [w.name for w in DUALKV["layer"]]
 
 
 # --- what merges three calls

@@ -8,8 +8,8 @@ import torch
 from benchmarks.gdn.inputs import gdn_inputs
 from benchmarks.gdn.ours import Ours, OursTraining
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
+from benchmarks.gdn.truth import gdn_truth
 from benchmarks.gdn.workloads import GDN, Gdn
-from benchmarks.harness.truth import gdn_truth
 from benchmarks.report import pages, tables
 from reference import gdn
 from tests.host.made_up_runs import KERNELS, anchor_run, run_of
