@@ -1,7 +1,7 @@
 """PyTorch's FlexAttention, compiled, with the workload's own mask."""
 
 import importlib
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch._functorch import config as functorch_config
 from torch.nn.functional import pad
 
 from ..harness.adapters import Call, Implementation
-from .problem import AttentionInputs, AttentionWorkload, Visible
-from .workloads import DecoderLayer
+from .ours import ATTENTION_ALONE
+from .problem import AttentionInputs, AttentionWorkload, Visible, outputs
 
 BLOCK = 128  # rows and columns of its blocks
 LENGTHS = 256  # that a process may compile it for; torch gives up after 8
@@ -29,11 +29,7 @@ class FlexAttention(Implementation):
     module, distribution = "torch.nn.attention.flex_attention", "torch"
     by_length = True
     compiled = True
-
-    def inapplicable(self, workload: AttentionWorkload) -> str | None:
-        if isinstance(workload, DecoderLayer):
-            return "it is timed as attention alone"
-        return "it is given its lines" if workload.direction == "index" else None
+    lacks: ClassVar = {"layer": ATTENTION_ALONE, "index": "it is given its lines"}
 
     def prepare(self, workload: AttentionWorkload, inputs: AttentionInputs) -> Call:
         flex = importlib.import_module(self.module)
@@ -50,14 +46,13 @@ class FlexAttention(Implementation):
             return attend(q, k, v, block_mask=mask, enable_gqa=True)
 
         if inputs.do is None:
-            return Call(forward, lambda raw: {"o": _tokens_first(raw)}, lambda: forward)
+            return Call(forward, lambda raw: outputs(_tokens_first(raw)), lambda: forward)
         leaves, do = [x.requires_grad_() for x in (q, k, v)], _heads_first(inputs.do)
         o = forward()
-
-        def collect(raw: Any) -> dict[str, Tensor]:
-            return {f"d{name}": _tokens_first(x) for name, x in zip("qkv", raw, strict=True)}
-
-        return Call(lambda: torch.autograd.grad(o, leaves, do, retain_graph=True), collect)
+        return Call(
+            lambda: torch.autograd.grad(o, leaves, do, retain_graph=True),
+            lambda raw: outputs(*map(_tokens_first, raw)),
+        )
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -66,7 +61,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
+    return x[0].transpose(0, 1)
 
 
 def block_mask(flex: Any, visible: Visible, tokens: int, device: torch.device) -> Any:

@@ -6,15 +6,17 @@ for all layers, or for a layer once for forward and backward.
 
 import importlib
 from dataclasses import astuple
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..harness.adapters import Call, Implementation, Outputs
 from . import layer
-from .problem import AttentionInputs, recall
+from .problem import AttentionInputs, outputs, recall
 from .workloads import DecoderLayer, SharedPrompts, VerticalSlash
+
+ATTENTION_ALONE = "it is timed as attention alone"
 
 
 class Ours(Implementation):
@@ -27,14 +29,20 @@ class OursDualKV(Ours):
     deterministic = False
 
     def prepare(self, workload: SharedPrompts, inputs: Any) -> Call:
-        if isinstance(workload, DecoderLayer):
-            return self._layer(workload, inputs)
         family = importlib.import_module(self.module)
+        if not isinstance(workload, DecoderLayer):
+            _require(family.refusal(*inputs[:3]))
+        layout = family.SharedLayout.from_lengths(workload.groups, device=inputs[0].device)
+        kv_heads, heads = workload.heads
+        tables = layout.prepare(heads, kv_heads) if inputs[0].is_cuda else (layout.nodes,)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.as_tensor(family.shared_prefix_attention(q, k, v, layout))
+
+        if isinstance(workload, DecoderLayer):
+            return layer.packed(workload, inputs, attend)
         ops = importlib.import_module(f"{self.module}.ops")
         q, k, v, do = inputs[:4]
-        _require(family.refusal(q, k, v))
-        layout = family.SharedLayout.from_lengths(workload.groups, device=q.device)
-        tables = layout.prepare(q.shape[1], k.shape[1]) if q.is_cuda else (layout.nodes,)
         scale = workload.head_dim**-0.5
 
         def forward() -> Any:
@@ -43,7 +51,7 @@ class OursDualKV(Ours):
         if do is None:
             return Call(
                 forward,
-                lambda raw: _outputs(raw[0]),
+                lambda raw: outputs(raw[0]),
                 lambda: lambda: family.shared_prefix_attention(q, k, v, layout),
             )
         o, lse2 = forward()
@@ -51,20 +59,8 @@ class OursDualKV(Ours):
             lambda: ops.dualkv_bwd(
                 do, q, k, v, o, lse2, None, tables, scale, 0, self.deterministic
             ),
-            lambda raw: _outputs(*raw),
+            lambda raw: outputs(*raw),
         )
-
-    def _layer(self, workload: DecoderLayer, inputs: layer.LayerInputs) -> Call:
-        family = importlib.import_module(self.module)
-        layout = family.SharedLayout.from_lengths(workload.groups, device=inputs.x.device)
-        if inputs.x.is_cuda:
-            kv_heads, heads = workload.heads
-            layout.prepare(heads, kv_heads)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return torch.as_tensor(family.shared_prefix_attention(q, k, v, layout))
-
-        return layer.packed(workload, inputs, attend)
 
 
 class OursDualKVRepeatable(OursDualKV):
@@ -72,11 +68,7 @@ class OursDualKVRepeatable(OursDualKV):
 
     name, label = "ours_deterministic", "ours, deterministic"
     deterministic = True
-
-    def inapplicable(self, workload: SharedPrompts) -> str | None:
-        if isinstance(workload, DecoderLayer):
-            return "it is timed as attention alone"
-        return "results always are" if workload.direction == "fwd" else None
+    lacks: ClassVar = {"layer": ATTENTION_ALONE, "fwd": "results always are"}
 
 
 class OursSparse(Ours):
@@ -105,13 +97,13 @@ class OursSparse(Ours):
         if inputs.do is None:
             return Call(
                 forward,
-                lambda raw: _outputs(raw[0][0]),
+                lambda raw: outputs(raw[0][0]),
                 lambda: lambda: family.sparse_attention(q, k, v, index=index),
             )
         saved, do = forward(), inputs.do[None]
         return Call(
             lambda: ops.vertical_slash_bwd(q, k, v, *index[:3], *settings, *saved, do, None),
-            lambda raw: _outputs(*(x[0] for x in raw)),
+            lambda raw: outputs(*(x[0] for x in raw)),
         )
 
 
@@ -121,11 +113,6 @@ def _recall(inputs: AttentionInputs, raw: Any) -> Outputs:
     columns = torch.zeros(len(v_idx), len(inputs.q) + 1, dtype=torch.bool, device=v_idx.device)
     bits = d_bits[..., None] >> torch.arange(32, device=v_idx.device) & 1
     return recall(inputs, columns.scatter(-1, v_idx.long(), True)[:, :-1], bits.flatten(1).bool())
-
-
-def _outputs(*tensors: Tensor) -> Outputs:
-    names = ("o",) if len(tensors) == 1 else ("dq", "dk", "dv")
-    return {name: x[None] for name, x in zip(names, tensors, strict=True)}
 
 
 def _require(reason: str | None) -> None:

@@ -140,9 +140,15 @@ def attention_truth(workload: AttentionWorkload, inputs: AttentionInputs) -> Tru
             dq[head, rows] = ds @ keys
             dk[of, near] += ds.T @ q[head, rows]
             dv[of, near] += p.T @ upstream
-    found = {"o": o} if do is None else {"dq": dq, "dk": dk, "dv": dv}
-    want: Outputs = {name: x.transpose(0, 1)[None].float() for name, x in found.items()}
+    found = (o,) if do is None else (dq, dk, dv)
+    want = outputs(*(x.transpose(0, 1).float() for x in found))
     return Truth(want, key_heads, kv_heads)
+
+
+def outputs(*tensors: Tensor) -> Outputs:
+    """o, or dq, dk, dv, [T, H, D] each, as a truth has them."""
+    names = ("o",) if len(tensors) == 1 else ("dq", "dk", "dv")
+    return {name: x[None] for name, x in zip(names, tensors, strict=True)}
 
 
 def recall(

@@ -8,6 +8,7 @@ rival to beat.
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..harness.adapters import Call, Implementation, Outputs
 from .flex import FlexAttention
 from .layer import replicated
-from .ours import ours
-from .problem import AttentionInputs, AttentionWorkload
+from .ours import ATTENTION_ALONE, ours
+from .problem import AttentionInputs, AttentionWorkload, outputs
 from .replicas import replicas
 from .workloads import DecoderLayer, SharedPrompts
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-
-
-def _outputs(*tensors: Tensor) -> Outputs:
-    """o, or dq, dk, dv, as the truth has them."""
-    names = ("o",) if len(tensors) == 1 else ("dq", "dk", "dv")
-    return {name: x[None] for name, x in zip(names, tensors, strict=True)}
-
-
-def _length(sequence: tuple[range, range]) -> int:
-    return sum(map(len, sequence))
 
 
 def _unmasked(workload: AttentionWorkload) -> bool:
@@ -55,28 +46,24 @@ class FlashAttention4(Implementation):
 
     def prepare(self, workload: AttentionWorkload, inputs: Any) -> Call:
         ops = importlib.import_module(self.module)
-        is_layer = isinstance(workload, DecoderLayer)
-        full = replicas(workload, (inputs.x if is_layer else inputs.q).device)
+        full = replicas(workload, inputs[0].device)
         spans = _spans(full.cu_seqlens, max(full.lengths), full.cu_seqlens, max(full.lengths))
         options = {"causal": True, "softmax_scale": workload.head_dim**-0.5, **spans}
-        if is_layer:
-            return replicated(
-                inputs,
-                full,
-                lambda *qkv: ops.flash_attn_varlen_func(*qkv, return_lse=True, **options)[0],
-            )
+        if isinstance(workload, DecoderLayer):
+            attend = partial(ops.flash_attn_varlen_func, return_lse=True, **options)
+            return replicated(inputs, full, lambda *qkv: attend(*qkv)[0])
         q, k, v = (x[full.source] for x in inputs[:3])
 
         def forward() -> Any:
             return ops.flash_attn_varlen_func(q, k, v, return_lse=True, **options)
 
         if inputs.do is None:
-            return Call(forward, lambda raw: _outputs(full.once(raw[0])), lambda: forward)
+            return Call(forward, lambda raw: outputs(full.once(raw[0])), lambda: forward)
         o, lse = forward()
         do = full.upstream(inputs.do)
         return Call(
             lambda: ops._flash_attn_bwd(q, k, v, o, do, lse, **options),
-            lambda raw: _outputs(*(full.summed(x) for x in raw[:3])),
+            lambda raw: outputs(*(full.summed(x) for x in raw[:3])),
         )
 
 
@@ -102,7 +89,7 @@ class FlashAttention4Shared(Implementation):
         if not isinstance(workload, SharedPrompts):
             return "it has no such mask"
         if isinstance(workload, DecoderLayer):
-            return "it is timed as attention alone"
+            return ATTENTION_ALONE
         return None if any(r for _, r in workload.groups) else "nothing is shared"
 
     def prepare(self, workload: SharedPrompts, inputs: AttentionInputs) -> Call:
@@ -142,7 +129,7 @@ class FlashAttention4Shared(Implementation):
         def collect(raw: Any) -> Outputs:
             o = torch.empty_like(inputs.q)
             o[in_prompt], o[in_response] = raw[0][0], raw[1][0]
-            return _outputs(o)
+            return outputs(o)
 
         if inputs.do is None:
             call = self._call(forward, joined, collect)
@@ -167,7 +154,7 @@ class FlashAttention4Shared(Implementation):
             packed = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
             for x, (prompt, response) in zip(packed, raw, strict=True):
                 x[in_prompt], x[in_response] = prompt, response
-            return _outputs(*packed)
+            return outputs(*packed)
 
         return self._call(backward, added, collect_gradients)
 
@@ -214,15 +201,14 @@ class CudnnAttention(Implementation):
     def inapplicable(self, workload: AttentionWorkload) -> str | None:
         if not _unmasked(workload):
             return "it has no such mask"
-        if isinstance(workload, DecoderLayer) and len(set(map(_length, workload.sequences()))) > 1:
-            return "it has no packed sequences"
-        return None
+        lengths = {len(prompt) + len(response) for prompt, response in workload.sequences()}
+        packed = isinstance(workload, DecoderLayer) and len(lengths) > 1
+        return "it has no packed sequences" if packed else None
 
     def prepare(self, workload: AttentionWorkload, inputs: Any) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        is_layer = isinstance(workload, DecoderLayer)
-        full = replicas(workload, (inputs.x if is_layer else inputs.q).device, padded=True)
+        full = replicas(workload, inputs[0].device, padded=True)
         batch = len(full.lengths)
 
         def attend(*packed: Tensor) -> Tensor:
@@ -231,7 +217,7 @@ class CudnnAttention(Implementation):
                 o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return o.transpose(1, 2).flatten(0, 1)
 
-        if is_layer:
+        if isinstance(workload, DecoderLayer):
             return replicated(inputs, full, attend)
         # with gradients, so that a forward keeps its log-sum-exp as everyone's does
         leaves = [x[full.source].requires_grad_() for x in inputs[:3]]
@@ -240,11 +226,11 @@ class CudnnAttention(Implementation):
             return attend(*leaves)
 
         if inputs.do is None:
-            return Call(forward, lambda raw: _outputs(full.once(raw.detach())), lambda: forward)
+            return Call(forward, lambda raw: outputs(full.once(raw.detach())), lambda: forward)
         o, do = forward(), full.upstream(inputs.do)
         return Call(
             lambda: torch.autograd.grad(o, leaves, do, retain_graph=True),
-            lambda raw: _outputs(*(full.summed(x) for x in raw)),
+            lambda raw: outputs(*(full.summed(x) for x in raw)),
         )
 
 

@@ -72,9 +72,38 @@ def low_level(
     return Call(lambda: backward(saved), collect, public)
 
 
-def six_tuple(raw: Any) -> Outputs:
-    """(g_cum, A, o, h, final_state, cp_cache), ours and FlashQLA's."""
-    return {"o": raw[2], "ht": raw[4]}
+def two_functions(
+    ops: Any,
+    workload: Gdn,
+    inputs: GdnInputs,
+    public: Callable[[], Callable[[], Any]],
+    options: dict[str, Any],
+    training: bool = False,
+    keeps: bool = False,
+) -> Call:
+    """By FlashQLA's functions of one direction, or by ours, which take and return what those do.
+
+    `keeps`: the backward takes its segments from the forward.
+    """
+    q, k, v, g, beta, h0, cu, *_ = inputs
+    scale = workload.head_dim**-0.5
+
+    def forward(save: bool) -> Any:
+        keep = {"enable_fwd_cp_cache": True} if keeps else {}
+        return ops.chunk_gated_delta_rule_fwd(
+            q, k, v, g, beta, scale, h0, cu, is_train=save, **keep, **options
+        )
+
+    def backward(saved: Any) -> Any:
+        g_cum, A, _, _, _, cache = saved
+        kept = {"cp_cache": cache} if keeps else {}
+        return ops.chunk_gated_delta_rule_bwd(
+            q, k, v, g_cum, beta, A, inputs.do, inputs.dht, scale, h0, cu, **kept, **options
+        )
+
+    return low_level(
+        workload, forward, backward, lambda raw: {"o": raw[2], "ht": raw[4]}, public, training
+    )
 
 
 def decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:

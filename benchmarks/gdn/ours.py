@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..harness.adapters import Call, Implementation
-from .directions import decoding, from_autograd, low_level, six_tuple, through_autograd
+from .directions import decoding, from_autograd, through_autograd, two_functions
 from .inputs import GdnInputs
-from .workloads import Gdn
+from .workloads import KERNELS, Gdn
 
 
 class Ours(Implementation):
@@ -38,24 +38,9 @@ class Ours(Implementation):
         return through_autograd(function, workload, inputs, **bounds)
 
     def _low_level(self, workload: Gdn, inputs: GdnInputs) -> Call:
-        ops = importlib.import_module(self.module)
-        q, k, v, g, beta, h0, cu, *_ = inputs
-        scale, cu_seqlens_cpu = workload.head_dim**-0.5, _on_host(inputs)
-        public = partial(self._public, workload, inputs)
-
-        def forward(save: bool) -> Any:
-            return ops.chunk_gated_delta_rule_fwd(
-                q, k, v, g, beta, scale, h0, cu, is_train=save, cu_seqlens_cpu=cu_seqlens_cpu,
-                enable_fwd_cp_cache=self.keeps, **self.choices,
-            )  # fmt: skip
-
-        def backward(saved: Any) -> Any:
-            return ops.chunk_gated_delta_rule_bwd(
-                q, k, v, saved[0], beta, saved[1], inputs.do, inputs.dht, scale, h0, cu,
-                cp_cache=saved[5], cu_seqlens_cpu=cu_seqlens_cpu, **self.choices,
-            )  # fmt: skip
-
-        return low_level(workload, forward, backward, six_tuple, public, self.training)
+        ops, public = importlib.import_module(self.module), partial(self._public, workload, inputs)
+        options = {"cu_seqlens_cpu": _on_host(inputs), **self.choices}
+        return two_functions(ops, workload, inputs, public, options, self.training, self.keeps)
 
     def _kernel(self, workload: Gdn, inputs: GdnInputs) -> Call:
         launch = importlib.import_module("qla_kernels.gdn.launch.forward")
@@ -73,9 +58,7 @@ class OursTraining(Ours):
 
     name, label, training = "ours_train", "ours, training", True
     needs_cuda = True
-
-    def inapplicable(self, workload: Gdn) -> str | None:
-        return None if workload.kind == "fwd" else "the same as ours"
+    lacks = dict.fromkeys((*KERNELS, "bwd", "both", "decode"), "the same as ours")
 
 
 class OursWhole(Ours):
@@ -84,9 +67,7 @@ class OursWhole(Ours):
     name, label, on_request = "ours_whole", "ours, uncut", True
     needs_cuda = True
     choices: ClassVar[dict[str, Any]] = {"auto_cp": False}
-
-    def inapplicable(self, workload: Gdn) -> str | None:
-        return None if workload.kind in ("fwd", "bwd") else "nothing would be cut"
+    lacks = dict.fromkeys((*KERNELS, "both", "decode"), "nothing would be cut")
 
 
 class OursExact(OursWhole):
@@ -101,9 +82,7 @@ class OursKept(OursWhole):
 
     name, label, keeps = "ours_kept", "ours, segments kept", True
     choices: ClassVar[dict[str, Any]] = {}
-
-    def inapplicable(self, workload: Gdn) -> str | None:
-        return None if workload.kind == "bwd" else "a forward has none to take"
+    lacks = dict.fromkeys((*KERNELS, "fwd", "both", "decode"), "a forward has none to take")
 
 
 def _on_host(inputs: GdnInputs) -> Tensor:

@@ -3,50 +3,42 @@
 import importlib
 import os
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..harness.adapters import Call, Implementation, Outputs
 from ..harness.timing import one_thread
-from .directions import decoding, low_level, six_tuple, through_autograd
+from .directions import decoding, low_level, through_autograd, two_functions
 from .inputs import GdnInputs
 from .ours import Ours, ours
-from .workloads import Gdn
+from .workloads import KERNELS, Gdn
+
+NO_KERNEL = dict.fromkeys(KERNELS, "it has no kernel that does only this")
+
+
+def other_size(workload: Gdn) -> str | None:
+    return None if workload.head_dim == 128 else "it has head size 128 only"
 
 
 class FlashQLA(Implementation):
     name, label = "flash_qla", "FlashQLA"
     module, distribution = "flash_qla", "flash-qla"
 
+    lacks: ClassVar = {"decode": "it has no token-by-token form"}
+
     def inapplicable(self, workload: Gdn) -> str | None:
-        if workload.decode:
-            return "it has no token-by-token form"
-        return None if workload.head_dim == 128 else "it has head size 128 only"
+        return super().inapplicable(workload) or other_size(workload)
 
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
         if workload.kernel:
             return self._kkt_solve(inputs)
         ops = importlib.import_module(self.module)
-        q, k, v, g, beta, h0, cu, *_ = inputs
-        public = partial(
-            through_autograd, ops.chunk_gated_delta_rule, workload, inputs, cu_seqlens=cu
-        )
-        scale = workload.head_dim**-0.5
-
-        def forward(save: bool) -> Any:
-            return ops.chunk_gated_delta_rule_fwd(
-                q, k, v, g, beta, scale, h0, cu, auto_cp=True, is_train=save
-            )
-
-        def backward(saved: Any) -> Any:
-            return ops.chunk_gated_delta_rule_bwd(
-                q, k, v, saved[0], beta, saved[1], inputs.do, inputs.dht, scale, h0, cu,
-                auto_cp=True,
-            )  # fmt: skip
-
-        return low_level(workload, forward, backward, six_tuple, public)
+        bounds = {"cu_seqlens": inputs.cu_seqlens}
+        function = ops.chunk_gated_delta_rule
+        public = partial(through_autograd, function, workload, inputs, **bounds)
+        return two_functions(ops, workload, inputs, public, {"auto_cp": True})
 
     def _kkt_solve(self, inputs: GdnInputs) -> Call:
         """Its inverse has no gates in it; times e^(gamma_i - gamma_j) it is ours."""
@@ -85,10 +77,8 @@ class FLA(Implementation):
 
     name, label = "fla", "FLA"
     module, distribution = "fla.ops.gated_delta_rule", "fla-core"
+    lacks = NO_KERNEL
     _tables: tuple[Tensor, dict[str, Tensor]] | None = None
-
-    def inapplicable(self, workload: Gdn) -> str | None:
-        return "it has no kernel that does only this" if workload.kernel else None
 
     def _packing(self, cu_seqlens: Tensor) -> dict[str, Tensor]:
         """int64 cu_seqlens and their chunks; the same tensors while those of the inputs stay.
@@ -136,14 +126,13 @@ class FlashInfer(Implementation):
     name, label = "flashinfer", "FlashInfer"
     module, distribution = "flashinfer.gdn_prefill", "flashinfer-python"
 
+    lacks: ClassVar = {
+        **NO_KERNEL, **dict.fromkeys(("bwd", "both"), "it has no backward"),
+        "decode": "only its prefill is measured here",
+    }  # fmt: skip
+
     def inapplicable(self, workload: Gdn) -> str | None:
-        if workload.kernel:
-            return "it has no kernel that does only this"
-        if workload.decode:
-            return "only its prefill is measured here"
-        if workload.direction != "fwd":
-            return "it has no backward"
-        return None if workload.head_dim == 128 else "it has head size 128 only"
+        return super().inapplicable(workload) or other_size(workload)
 
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
         ops = importlib.import_module(self.module)
@@ -167,12 +156,10 @@ class Definition(Implementation):
 
     name, label, module, distribution = "definition", "token loop", "reference", ""
     needs_cuda = False
+    lacks = dict.fromkeys((*KERNELS, "bwd", "both"), "forward only")
 
     def version(self) -> str:
         return "reference"
-
-    def inapplicable(self, workload: Gdn) -> str | None:
-        return "forward only" if workload.kernel or workload.direction != "fwd" else None
 
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
         from reference import gdn

@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Implementation:
     needs_cuda = True
     on_request = False  # left out unless it is named
     by_length = False  # it compiles for every workload anew, and keeps what it compiled on disk
+    lacks: ClassVar[dict[str, str]] = {}  # by kind of workload: why it has no call for it
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine at all; None when it can."""
@@ -55,7 +56,7 @@ class Implementation:
 
     def inapplicable(self, workload: Any) -> str | None:
         """What it lacks for this workload by design; None when nothing."""
-        return None
+        return self.lacks.get(workload.kind)
 
     def prepare(self, workload: Any, inputs: Any) -> Call:
         raise NotImplementedError
