@@ -89,7 +89,7 @@ class DeviceTimer(Timer):
         return self._time(max(3 if step < seconds else 1, min(200, int(seconds / step))))
 
     def _time(self, count: int) -> list[float]:
-        events = [(_event(), _event()) for _ in range(count)]
+        events = [(event(), event()) for _ in range(count)]
         for turn, (start, end) in enumerate(events):
             self.before_step()
             start.record()
@@ -99,7 +99,7 @@ class DeviceTimer(Timer):
         return [a.elapsed_time(b) / 1e3 / self.calls_per_step for a, b in events]
 
 
-def _event() -> torch.cuda.Event:
+def event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

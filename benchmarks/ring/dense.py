@@ -6,6 +6,7 @@ keys. A step meets half of the queries or half of the keys, and never a mask but
 """
 
 import importlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -91,32 +92,38 @@ def kernel_of(name: str) -> Kernel:
     return FlashAttention4() if name == "fa4" else Aten(name)
 
 
-def _meets(rank: int, owner: int, rows: int) -> tuple[slice, slice]:
-    """Which of a rank's queries see which of an owner's keys, all of them."""
-    half = rows // 2
-    return (slice(None), slice(half)) if owner < rank else (slice(half, None), slice(None))
+def _steps(ring: RankRing, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Which of this rank's queries see which of an owner's keys, those, and their values.
+
+    The next owner's come meanwhile. Its keys are before ours, and all queries see the first half of
+    them, or behind, and the second half of the queries sees all of them.
+    """
+    half, everything = k.shape[1] // 2, slice(None)
+    here, there = (k, v), (torch.empty_like(k), torch.empty_like(v))
+    spare = (torch.empty_like(k), torch.empty_like(v)) if ring.size > 2 else there
+    for step in range(ring.size):
+        coming = ring.shift(here, there, 0) if step + 1 < ring.size else None
+        queries, keys = everything, everything
+        if step:
+            before = (ring.rank - step) % ring.size < ring.rank
+            queries, keys = (everything, slice(half)) if before else (slice(half, None), everything)
+        yield queries, keys, here[0][:, keys], here[1][:, keys]
+        if coming is not None:
+            coming.wait()
+            here, there = there, (spare if step == 0 else here)
 
 
 def forward(
     kernel: Kernel, ring: RankRing, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """o in q's dtype and the LSE of all keys, of this rank's queries."""
-    rows = q.shape[1]
-    here, there = (k, v), (torch.empty_like(k), torch.empty_like(v))
-    spare = (torch.empty_like(k), torch.empty_like(v)) if ring.size > 2 else there
     o, lse = q, q  # until the first step
-    for step in range(ring.size):
-        coming = ring.shift(here, there, 0) if step + 1 < ring.size else None
+    for step, (queries, _, keys, values) in enumerate(_steps(ring, k, v)):
+        part, of_part = kernel.forward(q[:, queries], keys, values, step == 0)
         if step == 0:
-            first, lse = kernel.forward(q, k, v, True)
-            o, lse = first.float(), lse.clone()
+            o, lse = part.float(), of_part.clone()
         else:
-            queries, keys = _meets(ring.rank, (ring.rank - step) % ring.size, rows)
-            part, of_part = kernel.forward(q[:, queries], here[0][:, keys], here[1][:, keys], False)
             _merge(o[:, queries], lse[..., queries], part, of_part)
-        if coming is not None:
-            coming.wait()
-            here, there = there, (spare if step == 0 else here)
     return o.to(q.dtype), lse
 
 
@@ -138,33 +145,23 @@ def backward(
     lse: Tensor,
 ) -> Backward:
     """Gradients of keys go around with them, in fp32, and one hop more."""
-    rows = q.shape[1]
-    here, there = (k, v), (torch.empty_like(k), torch.empty_like(v))
-    spare = (torch.empty_like(k), torch.empty_like(v)) if ring.size > 2 else there
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=q.device)
     received = torch.empty_like(dkv)
     travelling: Any = None
-    for step in range(ring.size):
-        coming = ring.shift(here, there, 0) if step + 1 < ring.size else None
-        queries, keys = slice(None), slice(None)
-        if step:
-            queries, keys = _meets(ring.rank, (ring.rank - step) % ring.size, rows)
+    for step, (queries, of_owner, keys, values) in enumerate(_steps(ring, k, v)):
         parts = kernel.backward(
-            do[:, queries], q[:, queries], here[0][:, keys], here[1][:, keys],
+            do[:, queries], q[:, queries], keys, values,
             o[:, queries], lse[..., queries], step == 0,
         )  # fmt: skip
         if travelling is not None:
             travelling.wait()
             dkv, received = received, dkv
         dq[:, queries] += parts[0]
-        dkv[0, :, keys] += parts[1]
-        dkv[1, :, keys] += parts[2]
+        dkv[0, :, of_owner] += parts[1]
+        dkv[1, :, of_owner] += parts[2]
         if ring.size > 1:
             travelling = ring.shift([dkv], [received], GRADIENT_TAG)
-        if coming is not None:
-            coming.wait()
-            here, there = there, (spare if step == 0 else here)
     if travelling is not None:
         travelling.wait()
         dkv = received

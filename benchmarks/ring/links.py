@@ -18,7 +18,7 @@ from qla_kernels.sparse_ring.gradients import gradients_of
 from qla_kernels.sparse_ring.groups import Pending, RankRing
 from qla_kernels.sparse_ring.route import Route
 
-from .timing import event
+from ..harness.timing import event
 
 CYCLES = 10_000_000  # of the call that the clock of delays is read from
 

@@ -11,17 +11,14 @@ slowest rank by the mean of all (`makespan`). Transfers, and how far they hide, 
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 import torch.distributed as dist
 
 from qla_kernels.sparse_ring import RingGroups
 
-from .layer import ALONE
 from .links import Silent
-from .rows import Row, layer_of, mask_options, node_size, ways
+from .rows import Row, alone, layer_of, mask_options, node_size, tell, ways
 from .timing import Clock
 
 
@@ -29,12 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     backend = "nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    rows = []
-    for row in measured(options):
-        rows.append(row)
-        print(row, flush=True)
-    if options.out:
-        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    tell(measured(options), options.out)
     dist.destroy_process_group()
 
 
@@ -53,9 +45,7 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
     clock = Clock(options.device, options.samples, options.queued)
     for tokens in options.tokens:
         layer = layer_of(options, tokens)
-        forward, backward = (clock.slowest(call) for call in layer.calls(ALONE))
-        one, work = forward + backward, layer.work
-        yield Row(ALONE.what, tokens, 1, forward, backward, work / one / 1e9)
+        yield (one := alone(layer, clock))
         for world in options.worlds:
             by_rank = [
                 ways(ring_of(r, world, 1), ring_of(r, world, options.nodes), tokens, None)
@@ -72,8 +62,8 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
                     world,
                     forward,
                     backward,
-                    work / slowest / 1e9,
-                    overhead=slowest / (one / world) - 1,
+                    layer.work / slowest / 1e9,
+                    overhead=slowest / (one.both_ms / world) - 1,
                     makespan=slowest / mean,
                 )
 

@@ -21,8 +21,9 @@ the links are emulated, by delays.
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,15 @@ class Row:
     makespan: float | None = None  # compute, slowest by mean of the ranks
 
     @property
+    def both_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+    @property
     def hidden(self) -> float | None:
         """Share of the transfers."""
         if self.compute_ms is None or not self.transfers_ms:
             return None
-        shown = self.forward_ms + self.backward_ms - self.compute_ms
+        shown = self.both_ms - self.compute_ms
         return 1 - min(1.0, max(0.0, shown) / self.transfers_ms)
 
     def __str__(self) -> str:
@@ -92,22 +97,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    group, nodes = (
-        RingGroups.create(),
-        RingGroups.create(inner_size=node_size(dist.get_world_size(), options.nodes)),
-    )
-    rows: list[Row] = []
-    for tokens in options.tokens:
-        for row in measured(options, group, nodes, tokens):
-            rows.append(row)
-            if rank == 0:
-                print(row, flush=True)
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-    if rank == 0 and options.out:
-        told = [{**asdict(row), "hidden": row.hidden} for row in rows]
-        options.out.write_text(json.dumps(told, indent=1) + "\n")
+    group = RingGroups.create()
+    nodes = RingGroups.create(inner_size=node_size(group.world, options.nodes))
+    tell(measured(options, group, nodes), options.out, rank)
     dist.destroy_process_group()
+
+
+def tell(rows: Iterable[Row], out: Path | None, rank: int = 0) -> None:
+    """Each row as it comes, and a file of all, by rank 0."""
+    told = []
+    for row in rows:
+        told.append({**asdict(row), "hidden": row.hidden})
+        if rank == 0:
+            print(row, flush=True)
+    if rank == 0 and out:
+        out.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -142,34 +146,36 @@ def node_size(world: int, nodes: int) -> int:
     return max(1, world // nodes)
 
 
-def measured(
-    options: argparse.Namespace, group: RingGroups, nodes: RingGroups, tokens: int
-) -> Iterator[Row]:
-    layer, small = (layer_of(options, n) for n in (tokens, CHECKED * group.world))
-    clock, work = Clock(options.device, options.samples, options.queued), layer.work
-    forward, backward = (clock.slowest(call) for call in layer.calls(ALONE))
-    one = forward + backward
-    yield Row(ALONE.what, tokens, 1, forward, backward, work / one / 1e9)
-    for way in ways(group, nodes, tokens, options.slow):
-        check(small, way, group.rank)
-        yield timed(layer, way, clock, one, work)
-    gathered = next(ways(group, nodes, tokens, None))
-    yield from indices(layer, ALONE, lambda q, k: build_index(q, k, VerticalSlash()), clock)
-    yield from indices(
-        layer,
-        gathered,
-        lambda q, k: build_index(q, k, VerticalSlash(), layout=gathered.layout, group=group),
-        clock,
-    )
-    if options.dense != "none":
-        kernel = dense_ring.kernel_of(options.dense)
-        check_dense(kernel, small, group)
-        calls = dense(kernel, layer, group)
-        forward, backward = (clock.slowest(call) for call in calls)
-        all_pairs = 7.0 * tokens * (tokens + 1) * options.head_dim * options.heads[1]
-        rate = all_pairs / (forward + backward) / 1e9
-        what = f"dense ring, zigzag, {kernel.name}"
-        yield Row(what, tokens, group.world, forward, backward, rate)
+def measured(options: argparse.Namespace, group: RingGroups, nodes: RingGroups) -> Iterator[Row]:
+    clock = Clock(options.device, options.samples, options.queued)
+    small = layer_of(options, CHECKED * group.world)
+    for tokens in options.tokens:
+        layer = layer_of(options, tokens)
+        yield (one := alone(layer, clock))
+        for way in ways(group, nodes, tokens, options.slow):
+            check(small, way, group.rank)
+            yield timed(layer, way, clock, one.both_ms)
+        gathered = next(ways(group, nodes, tokens, None))
+        index = partial(build_index, pattern=VerticalSlash())
+        yield from indices(layer, ALONE, index, clock)
+        shared = partial(index, layout=gathered.layout, group=group)
+        yield from indices(layer, gathered, shared, clock)
+        if options.dense != "none":
+            kernel = dense_ring.kernel_of(options.dense)
+            check_dense(kernel, small, group)
+            forward, backward = map(clock.slowest, dense(kernel, layer, group))
+            all_pairs = 7.0 * tokens * (tokens + 1) * options.head_dim * options.heads[1]
+            rate = all_pairs / (forward + backward) / 1e9
+            what = f"dense ring, zigzag, {kernel.name}"
+            yield Row(what, tokens, group.world, forward, backward, rate)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def alone(layer: Layer, clock: Clock) -> Row:
+    forward, backward = map(clock.slowest, layer.calls(ALONE))
+    rate = layer.work / (forward + backward) / 1e9
+    return Row(ALONE.what, layer.workload.tokens, 1, forward, backward, rate)
 
 
 def layer_of(options: argparse.Namespace, tokens: int) -> Layer:
@@ -207,11 +213,12 @@ def ways(group: RingGroups, nodes: RingGroups, tokens: int, rate: float | None) 
             yield Way(f"striped, {what}", layouts["striped"], links)
 
 
-def timed(layer: Layer, way: Way, clock: Clock, one: float, work: float) -> Row:
+def timed(layer: Layer, way: Way, clock: Clock, one: float) -> Row:
+    """`one`: milliseconds of both directions on one device."""
     world = way.layout.world
-    forward, backward = (clock.slowest(call) for call in layer.calls(way))
+    forward, backward = map(clock.slowest, layer.calls(way))
     calls = layer.calls(way._replace(route=silent(way.route)))
-    alone = [sum(of_rank) for of_rank in zip(*map(clock.of_ranks, calls), strict=True)]
+    of_ranks = [sum(of_rank) for of_rank in zip(*map(clock.of_ranks, calls), strict=True)]
     _, k, v, _ = layer.tensors(world)
     sent = clock.slowest(lambda: transfers(way.route, k, v))
     sent += clock.slowest(lambda: transfers(way.route, k, v, gradients=False))
@@ -222,11 +229,11 @@ def timed(layer: Layer, way: Way, clock: Clock, one: float, work: float) -> Row:
         world,
         forward,
         backward,
-        work / both / 1e9,
+        layer.work / both / 1e9,
         overhead=both / (one / world) - 1,
-        compute_ms=max(alone),
+        compute_ms=max(of_ranks),
         transfers_ms=sent,
-        makespan=max(alone) / (sum(alone) / world),
+        makespan=max(of_ranks) / (sum(of_ranks) / world),
     )
 
 
@@ -246,11 +253,8 @@ def dense(
     kernel: dense_ring.Kernel, layer: Layer, group: RingGroups
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     q, k, v, do = layer.tensors(group.world)
-    o, lse = dense_ring.forward(kernel, group.whole, q, k, v)
-    return (
-        lambda: dense_ring.forward(kernel, group.whole, q, k, v),
-        lambda: dense_ring.backward(kernel, group.whole, do, q, k, v, o, lse),
-    )
+    forward = partial(dense_ring.forward, kernel, group.whole, q, k, v)
+    return forward, partial(dense_ring.backward, kernel, group.whole, do, q, k, v, *forward())
 
 
 def check_dense(kernel: dense_ring.Kernel, layer: Layer, group: RingGroups) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..harness.timing import event
+
 WARM_UP = 2  # samples
 
 
@@ -54,7 +56,3 @@ class Clock:
         end_event.record()
         end_event.synchronize()
         return float(start_event.elapsed_time(end_event))
-
-
-def event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
