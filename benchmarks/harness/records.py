@@ -7,6 +7,7 @@ another kind (device checks) may stand between and are passed over.
 
 import dataclasses
 import json
+import os
 import platform
 import re
 import shutil
@@ -127,7 +128,7 @@ def device_environment(kind: str) -> dict[str, Any]:
         found.update(zip(names, (part.strip() for part in line.split(",")), strict=False))
         found["cuda"] = torch.version.cuda
     else:
-        found["cores"] = len(_affinity())
+        found["cores"] = len(os.sched_getaffinity(0))
     return found
 
 
@@ -138,14 +139,8 @@ def device_name(kind: str) -> str:
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {len(_affinity())} cores"
-    return f"{platform.machine()}, {len(_affinity())} cores"
-
-
-def _affinity() -> set[int]:
-    import os
-
-    return os.sched_getaffinity(0)
+                return f"{line.partition(':')[2].strip()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
@@ -177,8 +172,8 @@ def command_line() -> str:
 
 def append(run: Run, folder: Path = RESULTS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    slug = "".join(c if c.isalnum() else "-" for c in run.device.lower()).strip("-")
-    path = folder / f"{run.date[:10]}-{'-'.join(filter(None, slug.split('-')))}.jsonl"
+    slug = re.sub(r"[\W_]+", "-", run.device.lower()).strip("-")
+    path = folder / f"{run.date[:10]}-{slug}.jsonl"
     head = dataclasses.asdict(run)
     rows = head.pop("rows")
     with path.open("a") as file:

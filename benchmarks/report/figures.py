@@ -60,7 +60,7 @@ def draw(run: Run, folder: Path, endings: Iterable[str] = ENDINGS) -> list[Path]
                 ("floor", floor_share(run, rows, subject)),
             ):
                 if figure is not None:
-                    written += _save(figure, folder / f"{stem}-{name}", endings)
+                    written += save(figure, folder / f"{stem}-{name}", endings)
     return written + draw_growth(run, folder, endings)
 
 
@@ -68,7 +68,7 @@ def draw_growth(run: Run, folder: Path, endings: Iterable[str] = ENDINGS) -> lis
     """Time against the number of responses, if enough rows differ only in that."""
     with plt.rc_context(STYLE):
         figure = growth(run)
-        return [] if figure is None else _save(figure, folder / f"{run.family}-responses", endings)
+        return [] if figure is None else save(figure, folder / f"{run.family}-responses", endings)
 
 
 def growth(run: Run) -> Any:
@@ -255,7 +255,7 @@ def _head(figure: Any, run: Run, title: str) -> None:
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
 
 
-def _save(figure: Any, path: Path, endings: Iterable[str]) -> list[Path]:
+def save(figure: Any, path: Path, endings: Iterable[str]) -> list[Path]:
     paths = [path.with_suffix(f".{ending}") for ending in endings]
     for file in paths:
         figure.savefig(file, **ENDINGS[file.suffix[1:]])

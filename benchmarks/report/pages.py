@@ -105,23 +105,28 @@ def performance_page(runs: Sequence[Run], digests: Digests) -> str:
         run = headline(runs, family, digests)
         parts += [f"## {title}", _headline_text(run, family, digests)]
         if run is not None:
-            kinds = sorted({row.kind for row in run.rows})
-            figures = [path for kind in kinds for path in _figures(f"{family}-{kind}-*")]
-            parts += [tables.page(run), *_pictures(figures, Path("docs"))]
-            parts += [_provenance(run), _details(run)]
+            parts += _measured(run, *(f"{family}-{kind}-*" for kind in _kinds(run)))
         for of_set, heading in ASIDE[family].items():
             other = aside(runs, family, of_set, digests)
             if other is not None:
                 parts += [f"### {heading}", _headline_text(other, family, digests)]
-                parts += [tables.page(other)]
-                parts += _pictures(_figures(f"{family}-{of_set}"), Path("docs"))
-                parts += [_provenance(other), _details(other)]
+                parts += _measured(other, f"{family}-{of_set}")
         without = _without_gpu(runs, family)
         if without is not None:
             parts += ["### Without a GPU", without]
     parts += ["## Records", _list_of(runs, digests)]
     parts += ["## Workloads", WORKLOADS, _sets(), batches()]
     return "\n\n".join(parts) + "\n"
+
+
+def _kinds(run: Run) -> list[str]:
+    return sorted({row.kind for row in run.rows})
+
+
+def _measured(run: Run, *figures: str) -> list[str]:
+    pictures = [path for pattern in figures for path in _figures(pattern)]
+    every = f"<details><summary>Every measurement</summary>\n\n{tables.details(run)}\n\n</details>"
+    return [tables.page(run), *_pictures(pictures, Path("docs")), _provenance(run), every]
 
 
 def _headline_text(run: Run | None, family: str, digests: Digests) -> str:
@@ -155,10 +160,9 @@ def _by_heads(run: Run) -> str:
             found = [r for r in ratios if r is not None]
             mean = tables.geometric_mean(found)
             if mean is not None:
-                slower = sum(r < 1 for r in found)
-                worst = f"{min(found):.2f}{f' {tables.SLOWER}' if slower else ''}"
-                counted = f"{len(found)} of {len(of)}"
-                lines.append([name, heads, counted, f"{mean:.2f}", worst, str(slower)])
+                counted, slower = f"{len(found)} of {len(of)}", str(sum(r < 1 for r in found))
+                worst = tables.marked(min(found))
+                lines.append([name, heads, counted, f"{mean:.2f}", worst, slower])
     if not lines:
         return ""
     header = ["CUDA graph replays", "heads", "rows"]
@@ -188,23 +192,17 @@ def _provenance(run: Run) -> str:
     ])  # fmt: skip
 
 
-def _details(run: Run) -> str:
-    return f"<details><summary>Every measurement</summary>\n\n{tables.details(run)}\n\n</details>"
-
-
 def _without_gpu(runs: Sequence[Run], family: str) -> str | None:
     """The path for CPU tensors at a real length, from the newest record that has it."""
     if family != "gdn":
         return None
-    workload = GDN["cpu"][0]
-    for run in reversed(runs):
+    (workload,) = GDN["cpu"]
+    for run in reversed([run for run in runs if run.device_kind == "cpu"]):
         for row in run.rows:
-            time = row.time_ms("ours")
-            if row.name == workload.name and run.device_kind == "cpu" and time is not None:
-                return (
-                    f"Forward of {row.tokens} tokens, {row.heads} heads of {workload.head_dim},"
-                    f" float32: {time / 1e3:.2g} s on {run.device} (record `{run.id}`)."
-                )
+            if row.name == workload.name and (time := row.time_ms("ours")) is not None:
+                what = f"{row.tokens} tokens, {row.heads} heads of {workload.head_dim}, float32"
+                where = f"{run.device} (record `{run.id}`)"
+                return f"Forward of {what}: {time / 1e3:.2g} s on {where}."
     return None
 
 
@@ -255,18 +253,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = records.load()
     if not options.check:
         _draw_figures(runs)
-    different = [
-        path for path, text in texts(runs).items() if not path.exists() or path.read_text() != text
-    ]
-    for path in different:
-        name = path.relative_to(ROOT)
+    different = False
+    for path, text in texts(runs).items():
+        if path.exists() and path.read_text() == text:
+            continue
+        name, different = path.relative_to(ROOT), True
         if options.check:
-            print(
-                f"{name} is not what the records say: run `python -m benchmarks.report`",
-                file=sys.stderr,
-            )
+            said = f"{name} is not what the records say: run `python -m benchmarks.report`"
+            print(said, file=sys.stderr)
         else:
-            path.write_text(texts(runs)[path])
+            path.write_text(text)
             print(f"wrote {name}")
     return 1 if options.check and different else 0
 
@@ -279,7 +275,7 @@ def _draw_figures(runs: Sequence[Run]) -> None:
     for family in FAMILIES:
         run = headline(runs, family, digests)
         if run is not None:
-            for kind in {row.kind for row in run.rows}:
+            for kind in _kinds(run):
                 for old in folder.glob(f"{family}-{kind}-*"):
                     old.unlink()
             draw(run, folder, ["svg"])

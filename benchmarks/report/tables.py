@@ -58,6 +58,11 @@ def number(value: float | None) -> str:
     return f"{value:.{min(digits, 4)}f}"
 
 
+def marked(value: float, least: float = 1.0) -> str:
+    """A ratio, with a mark if it is below what it should be."""
+    return f"{value:.2f} {SLOWER}" if value < least else f"{value:.2f}"
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A Markdown table; the first `left` columns are text, the others numbers."""
     lines = [list(header), *(list(row) for row in rows)]
@@ -65,13 +70,11 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1
     rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
 
     def render(cells: Sequence[str]) -> str:
-        padded = (
-            c.ljust(w) if i < left else c.rjust(w)
-            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        )
+        sized = list(zip(cells, widths, strict=True))
+        padded = [c.ljust(w) for c, w in sized[:left]] + [c.rjust(w) for c, w in sized[left:]]
         return f"| {' | '.join(padded)} |"
 
-    return "\n".join([render(lines[0]), render(rule), *(render(line) for line in lines[1:])])
+    return "\n".join(map(render, [lines[0], rule, *lines[1:]]))
 
 
 def page(run: Run) -> str:
@@ -96,9 +99,7 @@ def summary(run: Run) -> str:
         if kind in ("both", "layer") or run.family != "gdn":
             parts.append(f"{title_of(kind)}; useful TFLOP/s, and peak MiB beyond the inputs")
             parts.append(_rates_and_memory(run, rows))
-    parts += filter(None, [steps(run)])
-    notes = footnotes(run)
-    return "\n\n".join([*parts, *([notes] if notes else [])])
+    return "\n\n".join(filter(None, [*parts, steps(run), footnotes(run)]))
 
 
 def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
@@ -156,11 +157,9 @@ def steps(run: Run) -> str:
         for pair in directions.values()
         if len(pair) == 2 and all(row.time_ms("ours") for row in pair.values())
     ]
-    rivals = [
-        name
-        for name in ("fa4_shared", "fa4_calls", "fa4")
-        if any(row.time_ms(name) for pair in found for row in pair)
-    ]
+    rows = [row for pair in found for row in pair]
+    known = ("fa4_shared", "fa4_calls", "fa4")
+    rivals = [name for name in known if any(row.time_ms(name) for row in rows)]
     if not rivals:
         return ""
     header = ["lengths"]
@@ -169,35 +168,24 @@ def steps(run: Run) -> str:
     body = []
     for pair in found:
         required = REQUIRED.get(pair[0].layout)
-        said = ""
-        if required is not None:
-            said = f"{required.ratio} {'each' if required.apart else 'in sum'}"
+        said = required and f"{required.ratio} {'each' if required.apart else 'in sum'}"
         cells = [_step_cells(pair, name, name == "fa4_shared") for name in rivals]
-        body.append([pair[0].layout, *(c for three in cells for c in three), said])
+        body.append([pair[0].layout, *(c for three in cells for c in three), said or ""])
     title = "Forward, backward and their sum; time of flash-attn-4 / ours"
     return "\n\n".join([title, markdown([*header, "required"], body)])
 
 
 def _step_cells(pair: tuple[Row, Row], rival: str, judged: bool) -> list[str]:
     """Ratios forward, backward and of the sums, marked where they miss what is required."""
-    ours = [row.time_ms("ours") for row in pair]
-    theirs = [row.time_ms(rival) for row in pair]
-    (forward, backward), (their_forward, their_backward) = ours, theirs
-    if not (forward and backward and their_forward and their_backward):
+    ours, theirs = ([row.time_ms(name) or 0.0 for row in pair] for name in ("ours", rival))
+    if not all((*ours, *theirs)):
         return ["–"] * 3
-    ratios = [
-        their_forward / forward,
-        their_backward / backward,
-        (their_forward + their_backward) / (forward + backward),
-    ]
     each = together = 1.0
     required = REQUIRED.get(pair[0].layout) if judged else None
     if required is not None:
         each, together = (required.ratio, 1.0) if required.apart else (1.0, required.ratio)
-    least = (each, each, together)
-    return [
-        f"{r:.2f} {SLOWER}" if r < n else f"{r:.2f}" for r, n in zip(ratios, least, strict=True)
-    ]
+    cells = [marked(b / a, each) for a, b in zip(ours, theirs, strict=True)]
+    return [*cells, marked(sum(theirs) / sum(ours), together)]
 
 
 def dense_times(rows: Sequence[Row], ours: Sequence[str]) -> dict[tuple[str, int], float]:
@@ -229,9 +217,7 @@ def _cell(run: Run, result: Result | None, best: bool) -> str:
 
 def _ratio_cell(row: Row, ours: Sequence[str]) -> str:
     value = ratio(row, ours)
-    if value is None:
-        return "–"
-    return f"{value:.2f} {SLOWER}" if value < 1 else f"{value:.2f}"
+    return "–" if value is None else marked(value)
 
 
 def _floor(row: Row) -> str:

@@ -12,6 +12,7 @@ from qla_kernels.sparse_ring.route import LOCAL, Route
 from qla_kernels.sparse_ring.shard import Shard, shard_of
 
 from ..attention.workloads import VerticalSlash
+from ..harness.truth import relative_l2
 
 LIMIT = 5e-3  # relative L2 error of a ring beside one device
 
@@ -90,7 +91,6 @@ def agree(
     what: str, layout: Layout, rank: int, found: Sequence[Tensor], want: Sequence[Tensor]
 ) -> None:
     for name, got, right in zip(("o", "dq", "dk", "dv"), found, want, strict=True):
-        right = layout.shard(right, 1, rank).double()
-        error = float((got.double() - right).norm() / right.norm())
+        error = relative_l2(got, layout.shard(right, 1, rank))
         if not error < LIMIT:
             raise RuntimeError(f"{what}: {name} is off by {error:.1e} on rank {rank}")
