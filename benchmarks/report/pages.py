@@ -1,14 +1,9 @@
-"""Writes README's performance section, docs/performance.md and its figures from the records.
-
-    python -m benchmarks.report            write all three
-    python -m benchmarks.report --check    exit 1 if the texts are not what the records say
+"""README's performance section and docs/performance.md, from the records.
 
 Nothing there is typed by hand. A family without a record says so, and a record of other kernels
 than today's is called stale.
 """
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +12,6 @@ from pathlib import Path
 from qla_kernels.digests import recorded
 
 from ..gdn.workloads import GDN
-from ..harness import records
 from ..harness.records import ROOT, Run
 from ..sm90 import QUICK, SETS
 from . import tables
@@ -105,7 +99,7 @@ def performance_page(runs: Sequence[Run], digests: Digests) -> str:
         run = headline(runs, family, digests)
         parts += [f"## {title}", _headline_text(run, family, digests)]
         if run is not None:
-            parts += _measured(run, *(f"{family}-{kind}-*" for kind in _kinds(run)))
+            parts += _measured(run, *(f"{family}-{kind}-*" for kind in kinds_of(run)))
         for of_set, heading in ASIDE[family].items():
             other = aside(runs, family, of_set, digests)
             if other is not None:
@@ -119,7 +113,7 @@ def performance_page(runs: Sequence[Run], digests: Digests) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _kinds(run: Run) -> list[str]:
+def kinds_of(run: Run) -> list[str]:
     return sorted({row.kind for row in run.rows})
 
 
@@ -244,41 +238,3 @@ def texts(runs: Sequence[Run]) -> dict[Path, str]:
         readme: between_markers(readme.read_text(), readme_section(runs, digests)),
         ROOT / "docs" / "performance.md": performance_page(runs, digests),
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare, write nothing")
-    options = parser.parse_args(arguments)
-    runs = records.load()
-    if not options.check:
-        _draw_figures(runs)
-    different = False
-    for path, text in texts(runs).items():
-        if path.exists() and path.read_text() == text:
-            continue
-        name, different = path.relative_to(ROOT), True
-        if options.check:
-            said = f"{name} is not what the records say: run `python -m benchmarks.report`"
-            print(said, file=sys.stderr)
-        else:
-            path.write_text(text)
-            print(f"wrote {name}")
-    return 1 if options.check and different else 0
-
-
-def _draw_figures(runs: Sequence[Run]) -> None:
-    from .figures import draw, draw_growth
-
-    folder, digests = ROOT / FIGURES, recorded()
-    folder.mkdir(parents=True, exist_ok=True)
-    for family in FAMILIES:
-        run = headline(runs, family, digests)
-        if run is not None:
-            for kind in _kinds(run):
-                for old in folder.glob(f"{family}-{kind}-*"):
-                    old.unlink()
-            draw(run, folder, ["svg"])
-    growing = aside(runs, "dualkv", "responses", digests)
-    if growing is not None:
-        draw_growth(growing, folder, ["svg"])
