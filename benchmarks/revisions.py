@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
@@ -45,8 +44,11 @@ def module_of(*places: str) -> Any:
     """The first of these modules of `benchmarks` that this checkout has; older ones lie flat."""
     *newer, oldest = places
     for place in newer:
-        with suppress(ModuleNotFoundError):
+        try:
             return importlib.import_module(f"benchmarks.{place}")
+        except ModuleNotFoundError as error:
+            if not f"benchmarks.{place}".startswith(str(error.name)):
+                raise  # it is here, and lacks something
     return importlib.import_module(f"benchmarks.{oldest}")
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import sm90
+from benchmarks import revisions, sm90
 from benchmarks.attention.workloads import DUALKV
 from benchmarks.gdn.workloads import GDN, Gdn
 from benchmarks.harness import records
@@ -321,3 +321,11 @@ def test_warming_ends_when_told_to(tmp_path):
             break
     process.terminate()
     assert process.wait(HANG) == 130
+
+
+def test_revisions_takes_modules_from_where_a_checkout_has_them():
+    """Checkouts from before the folders have all of them side by side."""
+    assert revisions.module_of("harness.records", "records") is records
+    assert revisions.module_of("records", "harness.records") is records
+    with pytest.raises(ModuleNotFoundError, match=r"benchmarks\.nowhere"):
+        revisions.module_of("neither", "nowhere")
