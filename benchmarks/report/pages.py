@@ -87,7 +87,7 @@ def readme_section(runs: Sequence[Run], digests: Digests) -> str:
         parts.append(f"**{title}.** {_headline_text(run, family, digests)}")
         if run is not None:
             parts += filter(None, [_by_heads(run)])
-            parts += _pictures(_figures(f"{family}-fwd*latency"), Path())
+            parts += _pictures("", f"{family}-fwd*latency")
     page = "[docs/performance.md](docs/performance.md)"
     parts.append(f"All rows, errors and how they were measured: {page}.")
     return "\n\n".join(parts)
@@ -118,9 +118,8 @@ def kinds_of(run: Run) -> list[str]:
 
 
 def _measured(run: Run, *figures: str) -> list[str]:
-    pictures = [path for pattern in figures for path in _figures(pattern)]
     every = f"<details><summary>Every measurement</summary>\n\n{tables.details(run)}\n\n</details>"
-    return [tables.page(run), *_pictures(pictures, Path("docs")), _provenance(run), every]
+    return [tables.page(run), *_pictures("docs", *figures), _provenance(run), every]
 
 
 def _headline_text(run: Run | None, family: str, digests: Digests) -> str:
@@ -164,14 +163,11 @@ def _by_heads(run: Run) -> str:
     return tables.markdown(header, lines, left=2)
 
 
-def _figures(pattern: str) -> list[Path]:
-    """Committed figures, as paths from the repository's root."""
-    found = sorted((ROOT / FIGURES).glob(f"{pattern}.svg"))
-    return [path.relative_to(ROOT) for path in found]
-
-
-def _pictures(paths: Sequence[Path], seen_from: Path) -> list[str]:
-    return [f"![{path.stem}]({path.relative_to(seen_from)})" for path in paths]
+def _pictures(seen_from: str, *patterns: str) -> list[str]:
+    """Committed figures, linked from a page in that folder of the repository."""
+    folder = ROOT / FIGURES
+    found = [path for pattern in patterns for path in sorted(folder.glob(f"{pattern}.svg"))]
+    return [f"![{path.stem}]({path.relative_to(ROOT / seen_from)})" for path in found]
 
 
 def _provenance(run: Run) -> str:
