@@ -1,6 +1,7 @@
 """Benchmarks: `python -m benchmarks.sm90`.
 
-Reading order: `workloads` (what is run), `inputs` (on which tensors), `baselines` (by whom),
-`truth` (what is right), `floor` (what no kernel can beat), `timing` (how it is timed), `worker` and
-`harness` (row after row, whatever goes wrong), then `records`, `tables`, `figures`, `report`.
+Reading order: `gdn.workloads` (what is run), `gdn.inputs` (on which tensors), `harness.adapters`
+and `gdn.rivals` (by whom), `harness.truth` (what is right), `harness.floor` (what no kernel can
+beat), `harness.timing` (how it is timed), `harness.worker` and `harness.watchdog` (row after row,
+whatever goes wrong), then `harness.records` and `report`. Attention and rings follow that order.
 """

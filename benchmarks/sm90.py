@@ -23,18 +23,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from . import records, tables
-from .baselines import implementations
-from .harness import LIMITS, Harness
-from .messages import Machine, Options
-from .progress import Progress
-from .records import Run
-from .workloads import GDN, GDN_DEFAULT, Gdn
-from .workloads_attention import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
-from .workloads_layer import LAYER
+from .attention.workloads import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
+from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
+from .harness import records
+from .harness.adapters import implementations
+from .harness.messages import Machine, Options
+from .harness.progress import Progress
+from .harness.records import Run
+from .harness.watchdog import LIMITS, Harness
+from .report import tables
 
 SETS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gdn": dict(GDN), "dualkv": {**DUALKV, "layer": LAYER}, "sparse_ring": dict(SPARSE_RING),
+    "gdn": dict(GDN), "dualkv": dict(DUALKV), "sparse_ring": dict(SPARSE_RING),
 }  # fmt: skip
 DEFAULT = {"gdn": GDN_DEFAULT, "dualkv": DUALKV_DEFAULT, "sparse_ring": SPARSE_RING_DEFAULT}
 QUICK = {"gdn": ("anchors",), "dualkv": ("long",), "sparse_ring": ("anchor",)}
@@ -55,31 +55,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+
+    def add_names(flag: str, metavar: str, said: str) -> None:
+        add(flag, metavar=metavar, help=said, type=_names, default=[])
+
     add("family", nargs="?", default="gdn", choices=sorted(SETS))
     add("--quick", action="store_true", help="the anchor rows, fewer repetitions")
-    add(
-        "--set",
-        dest="sets",
-        metavar="NAME,...",
-        help="sets of workloads; see --list",
-        type=_names,
-        default=[],
-    )
+    add_names("--set", "NAME,...", "sets of workloads; see --list")
     add("--only", metavar="PATTERN", help="workloads whose name in --list matches, e.g. '*16x32*'")
-    add(
-        "--impl",
-        metavar="NAME,...",
-        help="e.g. ours,flash_qla,fla,flashinfer",
-        type=_names,
-        default=[],
-    )
-    add(
-        "--direction",
-        metavar="fwd,bwd,both",
-        help="default: as each set says; both in one call: gdn only",
-        type=_names,
-        default=[],
-    )
+    add_names("--impl", "NAME,...", "e.g. ours,flash_qla,fla,flashinfer")
+    said = "default: as each set says; both in one call: gdn only"
+    add_names("--direction", "fwd,bwd,both", said)
     add("--save", action="store_true", help="append the record to benchmarks/results")
     add("--json", action="store_true", help="print the record as JSON instead of a table")
     add("--plot", action="store_true", help="draw the figures")
@@ -91,11 +77,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--recover", type=Path, metavar="FILE", help="put on record a run that was cut off")
     add("--warm", type=int, metavar="JOBS", help="only compile, in so many processes at once")
     options = parser.parse_args(arguments)
-    unknown = set(options.sets) - set(SETS[options.family])
-    if unknown:
-        parser.error(
-            f"no set {sorted(unknown)} in {options.family}; {sorted(SETS[options.family])}"
-        )
+    known = SETS[options.family]
+    if unknown := sorted(set(options.set) - set(known)):
+        parser.error(f"no set {unknown} in {options.family}; {sorted(known)}")
     if set(options.direction) - {"fwd", "bwd", "both"}:
         parser.error(f"--direction {','.join(options.direction)}; need fwd, bwd or both")
     try:
@@ -107,7 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def select(options: argparse.Namespace) -> list[Any]:
     """The workloads asked for, each once, in order."""
-    names = options.sets or (QUICK if options.quick else DEFAULT)[options.family]
+    names = options.set or (QUICK if options.quick else DEFAULT)[options.family]
     found: dict[str, Any] = {}
     for workload in (w for name in names for w in SETS[options.family][name]):
         for wanted in options.direction or [workload.direction]:
@@ -145,7 +129,7 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
     ) as harness:  # fmt: skip
         machine = harness.machine
         if machine.kind == "cpu":
-            workloads = for_cpu(workloads, options.quick, bool(options.sets or options.only))
+            workloads = for_cpu(workloads, options.quick, bool(options.set or options.only))
         run = describe_run(options, machine, workloads)
         progress.start(len(workloads), machine)
         try:
@@ -214,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # for the worker: OpenMP threads that spin while they wait cost 10x where cores are shared
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if options.warm:
-        from .warm import compile_all
+        from .harness.warm import compile_all
 
         return compile_all(options, workloads)
     started = time.monotonic()
@@ -224,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save:
         files.append(records.append(run))
     if options.plot:
-        from .figures import draw
+        from .report.figures import draw
 
         files += draw(run, options.out)
     print(json.dumps(dataclasses.asdict(run)) if options.json else "\n" + tables.page(run))

@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks import records
+from benchmarks.harness import records
 from qla_kernels import device, info
 from qla_kernels.errors import need
 from qla_kernels.info import families

@@ -16,22 +16,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.figures import STYLE  # noqa: E402
-from benchmarks.records import Row, load  # noqa: E402
-from reference.chunks import cut  # noqa: E402
-from reference.gdn_segments import warm_windows  # noqa: E402
+from benchmarks.harness.records import ROOT, Row, load
+from benchmarks.report.figures import STYLE, save
+from benchmarks.report.tables import title_of
+from reference.chunks import cut
+from reference.gdn_segments import warm_windows
 
 FIGURES = ROOT / "docs" / "figures"
 CUT, WHOLE = "ours", "ours_whole"  # implementations of a record
@@ -95,7 +92,7 @@ def window_figure(tokens: int) -> Any:
     for panel, axis in ((by_head, by_head.yaxis), (share, share.xaxis)):
         ticks = [CHUNK * 4**n for n in range(8) if CHUNK * 4**n <= tokens]
         axis.set_ticks(ticks, [f"{t}" for t in ticks])
-        axis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axis.set_minor_locator(NullLocator())
         panel.grid(color="#eeeeee", lw=0.6)
         panel.set_axisbelow(True)
     share.plot([], [], color="#444444", ls=BOUNDS[1][1], label="for e^-20 instead of e^-12")
@@ -119,19 +116,14 @@ def newest_rows() -> list[Row]:
 def gain_figure(rows: Sequence[Row]) -> Any:
     """Time of whole sequences over time in segments, by length, a line for each number of heads."""
     kinds = [kind for kind in ("fwd", "bwd") if any(row.kind == kind for row in rows)]
+    size = (4 * len(kinds), 3.2)
     figure, panels = plt.subplots(
-        1,
-        len(kinds),
-        figsize=(4 * len(kinds), 3.2),
-        layout="constrained",
-        squeeze=False,
-        sharey=True,
+        1, len(kinds), figsize=size, layout="constrained", squeeze=False, sharey=True
     )
     for panel, kind in zip(panels[0], kinds, strict=True):
         alone = [row for row in rows if row.kind == kind and row.layout.startswith("1x")]
-        for heads, colour in zip(
-            sorted({r.heads for r in alone}, key=_values), COLOURS, strict=False
-        ):
+        by_values = sorted({row.heads for row in alone}, key=_values)
+        for heads, colour in zip(by_values, COLOURS, strict=False):
             points = sorted(
                 (row.tokens, (row.time_ms(WHOLE) or 0) / (row.time_ms(CUT) or 1))
                 for row in alone
@@ -139,7 +131,7 @@ def gain_figure(rows: Sequence[Row]) -> Any:
             )
             panel.plot(*zip(*points, strict=True), color=colour, marker="o", ms=4, label=heads)
         lengths = sorted({row.tokens for row in alone})
-        panel.set(xscale="log", xlabel="tokens of the sequence", title=_title(kind))
+        panel.set(xscale="log", xlabel="tokens of the sequence", title=title_of(kind).lower())
         panel.set_xticks(lengths, [str(n) for n in lengths])
         panel.minorticks_off()
         panel.axhline(1, color="#8a8a8a", lw=0.8, zorder=0)
@@ -150,10 +142,6 @@ def gain_figure(rows: Sequence[Row]) -> Any:
 
 def _values(heads: str) -> int:
     return int(heads.partition("/")[2])
-
-
-def _title(kind: str) -> str:
-    return {"fwd": "forward", "bwd": "backward"}[kind]
 
 
 def main() -> int:
@@ -169,8 +157,7 @@ def main() -> int:
         else:
             sys.stderr.write(f"no record has rows of both {CUT} and {WHOLE}\n")
         for name, figure in figures.items():
-            figure.savefig(options.out / f"gdn-segment-{name}.svg", metadata={"Date": None})
-            plt.close(figure)
+            save(figure, options.out / f"gdn-segment-{name}", ["svg"])
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import Call, Implementation
+from benchmarks.harness.adapters import Call, Implementation
 from qla_kernels.errors import Unsupported
 from reference import gdn
 

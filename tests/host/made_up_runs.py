@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.floor import Ceilings, gdn_work
-from benchmarks.records import (
+from benchmarks.gdn.work import gdn_work
+from benchmarks.gdn.workloads import GDN, Gdn
+from benchmarks.harness.floor import Ceilings
+from benchmarks.harness.records import (
     FAILED,
     MEMORY,
     NOT_APPLICABLE,
@@ -16,7 +18,6 @@ from benchmarks.records import (
     Row,
     Run,
 )
-from benchmarks.workloads import GDN, Gdn
 
 CEILINGS = Ceilings(flops=790e12, bandwidth=4.3e12, matmul="8192^3 bfloat16")
 LABELS = {

@@ -9,11 +9,13 @@ import time
 import pytest
 import torch
 
-from benchmarks import records, sm90
-from benchmarks.floor import Ceilings
-from benchmarks.harness import LIMITS, Harness
-from benchmarks.messages import Machine, Options
-from benchmarks.records import (
+from benchmarks import revisions, sm90
+from benchmarks.attention.workloads import DUALKV
+from benchmarks.gdn.workloads import GDN, Gdn
+from benchmarks.harness import records
+from benchmarks.harness.floor import Ceilings
+from benchmarks.harness.messages import Machine, Options
+from benchmarks.harness.records import (
     DIED,
     FAILED,
     MEMORY,
@@ -24,10 +26,9 @@ from benchmarks.records import (
     UNSUPPORTED,
     WRONG,
 )
-from benchmarks.timing import CpuTimer, measure_ceilings, spread
-from benchmarks.warm import tasks_for
-from benchmarks.workloads import GDN, Gdn
-from benchmarks.workloads_attention import DUALKV
+from benchmarks.harness.timing import CpuTimer, measure_ceilings, spread
+from benchmarks.harness.warm import tasks_for
+from benchmarks.harness.watchdog import LIMITS, Harness
 from tests.host.bench_fakes import EVERYONE
 from tests.limits import HANG
 
@@ -320,3 +321,11 @@ def test_warming_ends_when_told_to(tmp_path):
             break
     process.terminate()
     assert process.wait(HANG) == 130
+
+
+def test_revisions_takes_modules_from_where_a_checkout_has_them():
+    """Checkouts from before the folders have all of them side by side."""
+    assert revisions.module_of("harness.records", "records") is records
+    assert revisions.module_of("records", "harness.records") is records
+    with pytest.raises(ModuleNotFoundError, match=r"benchmarks\.nowhere"):
+        revisions.module_of("neither", "nowhere")

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from benchmarks import baselines_attention, baselines_gdn, ours_gdn
-from benchmarks.baselines import implementations
-from benchmarks.baselines_gdn import FLA, Definition, FlashInfer, FlashQLA
-from benchmarks.inputs import gdn_inputs
-from benchmarks.ours_gdn import Ours
-from benchmarks.truth import gdn_truth
-from benchmarks.workloads import Gdn
+from benchmarks.attention import rivals as attention_rivals
+from benchmarks.gdn import ours as ours_gdn
+from benchmarks.gdn import rivals as gdn_rivals
+from benchmarks.gdn.inputs import gdn_inputs
+from benchmarks.gdn.ours import Ours
+from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
+from benchmarks.gdn.truth import gdn_truth
+from benchmarks.gdn.workloads import Gdn
+from benchmarks.harness.adapters import implementations
 from tests.host import rival_stand_ins as rivals
 
 CPU = torch.device("cpu")
@@ -58,7 +60,7 @@ def test_fla_builds_its_tables_once_for_all_input_sets():
     with rivals.installed(**rivals.fla()):
         fla = FLA()
         first = gdn_inputs(small("fwd"), CPU, torch.float32)
-        second = gdn_inputs(small("fwd"), CPU, torch.float32, 1, first.cu_seqlens)
+        second = first._replace(v=first.v + 1)
         other = gdn_inputs(small("fwd"), CPU, torch.float32)
         tables = [fla._packing(x.cu_seqlens)["cu_seqlens"] for x in (first, second, other)]
         assert tables[0] is tables[1]
@@ -179,7 +181,7 @@ def test_unknown_implementations_are_refused():
     with pytest.raises(ValueError, match=r"no implementation \['fastest'\] of gdn"):
         implementations("gdn", ["ours", "fastest"])
     assert [i.name for i in implementations("gdn", ["fla", "ours"])] == ["fla", "ours"]
-    assert {i.name for i in baselines_gdn.known("gdn")} >= {"ours", "fla"}
-    assert {i.name for i in baselines_attention.known("sparse_ring")} == {
+    assert {i.name for i in gdn_rivals.known("gdn")} >= {"ours", "fla"}
+    assert {i.name for i in attention_rivals.known("sparse_ring")} == {
         "ours", "fa4", "cudnn", "flex",
     }  # fmt: skip

@@ -8,9 +8,15 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
-from benchmarks import attention, baselines_attention, sm90
-from benchmarks.attention import attention_inputs, attention_truth
-from benchmarks.baselines_attention import (
+from benchmarks import sm90
+from benchmarks.attention import problem
+from benchmarks.attention import rivals as adapters
+from benchmarks.attention.flex import FlexAttention, block_mask
+from benchmarks.attention.layer import layer_inputs, layer_truth, layer_work
+from benchmarks.attention.ours import OursDualKV, OursDualKVRepeatable, OursSparse
+from benchmarks.attention.problem import attention_inputs, attention_truth
+from benchmarks.attention.replicas import replicas
+from benchmarks.attention.rivals import (
     CudnnAttention,
     FlashAttention4,
     FlashAttention4Calls,
@@ -18,16 +24,11 @@ from benchmarks.baselines_attention import (
     known,
     merge,
 )
-from benchmarks.baselines_flex import FlexAttention, block_mask
-from benchmarks.layer import layer_inputs, layer_truth, layer_work
-from benchmarks.messages import Options
-from benchmarks.ours_attention import OursDualKV, OursDualKVRepeatable, OursSparse
-from benchmarks.problems import problem_of
-from benchmarks.records import OK, Result
-from benchmarks.replicas import replicas
-from benchmarks.worker import Worker
-from benchmarks.workloads_attention import SharedPrompts, VerticalSlash
-from benchmarks.workloads_layer import LAYER, DecoderLayer
+from benchmarks.attention.workloads import DUALKV, DecoderLayer, SharedPrompts, VerticalSlash
+from benchmarks.harness.messages import Options
+from benchmarks.harness.problems import problem_of
+from benchmarks.harness.records import OK, Result
+from benchmarks.harness.worker import Worker
 from tests.host import rival_stand_ins as rivals
 
 CPU = torch.device("cpu")
@@ -78,7 +79,7 @@ def test_truth_of_a_long_workload_is_of_two_key_heads(monkeypatch):
     workload = VerticalSlash(256, direction="bwd", heads=(3, 6), head_dim=16)
     inputs = attention_inputs(workload, CPU, torch.float32)
     whole = attention_truth(workload, inputs)
-    monkeypatch.setattr(attention, "ALL_HEADS", 255)
+    monkeypatch.setattr(problem, "ALL_HEADS", 255)
     part = attention_truth(workload, inputs)
     assert part.key_heads == (0, 2)
     for name, heads in (("dq", [0, 1, 4, 5]), ("dk", [0, 2]), ("dv", [0, 2])):
@@ -146,7 +147,7 @@ def test_flex_attention_is_compiled_for_each_length_by_itself(monkeypatch):
 
 @pytest.mark.parametrize("masked", MASKED, ids=lambda w: w.family)
 def test_the_block_mask_is_the_one_that_flex_attention_makes(masked):
-    visible = attention.visibility(masked, CPU)
+    visible = problem.visibility(masked, CPU)
     got = block_mask(flex_attention, visible, masked.tokens, CPU)
     want = flex_attention.create_block_mask(
         lambda b, h, query, key: visible(query, key), None, None, masked.tokens, masked.tokens, CPU
@@ -190,7 +191,7 @@ def test_a_layer_packed_is_every_sequence_alone(cudnn):
 def test_a_layer_with_positions_that_do_not_restart_is_wrong(monkeypatch):
     ends = replicas(SMALL, CPU)
     one_after_the_other = ends._replace(position=torch.arange(len(ends.position)))
-    monkeypatch.setattr("benchmarks.layer.replicas", lambda *_: one_after_the_other)
+    monkeypatch.setattr("benchmarks.attention.layer.replicas", lambda *_: one_after_the_other)
     inputs = layer_inputs(SMALL, CPU, torch.float32)
     call = OursDualKV().prepare(SMALL, inputs)
     monkeypatch.undo()
@@ -215,7 +216,7 @@ def test_the_others_leave_layers_alone():
 
 
 def test_the_layer_is_qwen3_8b_and_its_work_is_counted():
-    layer = LAYER[0]
+    layer = DUALKV["layer"][0]
     assert layer.name == "dualkv-layer-8x32-A"
     assert layer.parameters == 4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12288
     work = layer_work(layer, 2)
@@ -231,7 +232,7 @@ def test_attention_has_no_forward_and_backward_in_one_call():
         return [w.name for w in sm90.select(sm90.parse(["dualkv", *arguments]))]
 
     assert names("--set", "short", "--direction", "both") == []
-    assert names("--set", "layer,short", "--direction", "both") == [w.name for w in LAYER]
+    assert names("--set", "layer,short", "--direction", "both") == [w.name for w in DUALKV["layer"]]
 
 
 # --- what merges three calls
@@ -239,7 +240,7 @@ def test_attention_has_no_forward_and_backward_in_one_call():
 
 def test_the_calls_alone_merge_nothing_that_is_timed(monkeypatch):
     merges = []
-    monkeypatch.setattr(baselines_attention, "merge", lambda *x: (merges.append(1), merge(*x))[1])
+    monkeypatch.setattr(adapters, "merge", lambda *x: (merges.append(1), merge(*x))[1])
     workload = SharedPrompts("test", GROUPS[0], heads=(2, 4), head_dim=16)
     inputs = attention_inputs(workload, CPU, torch.float32)
     with rivals.installed(**rivals.flash_attn_4()):

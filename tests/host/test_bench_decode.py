@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import report, tables
-from benchmarks.baselines_gdn import FLA, Definition, FlashInfer, FlashQLA
-from benchmarks.inputs import gdn_inputs
-from benchmarks.ours_gdn import Ours, OursTraining
-from benchmarks.truth import gdn_truth
-from benchmarks.workloads import GDN, Gdn
+from benchmarks.gdn.inputs import gdn_inputs
+from benchmarks.gdn.ours import Ours, OursTraining
+from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
+from benchmarks.gdn.truth import gdn_truth
+from benchmarks.gdn.workloads import GDN, Gdn
+from benchmarks.report import pages, tables
 from reference import gdn
 from tests.host.made_up_runs import KERNELS, anchor_run, run_of
 from tests.host.rival_stand_ins import installed
@@ -109,12 +109,12 @@ def test_bandwidth_and_share_of_the_floor_are_of_the_counted_bytes():
 def test_decoding_has_a_section_of_its_own():
     decode = run_of(GDN["decode"], id="decode")
     kernels = run_of(GDN["kernels"], id="kernels")
-    page = report.performance_page([decode, kernels], KERNELS)
+    page = pages.performance_page([decode, kernels], KERNELS)
     assert page.index("### Decoding") < page.index("### Kernels alone")
     assert "| 2/8 " in page
     assert "| 64 of 1 " in page
     both = anchor_run(rows=(*anchor_run().rows, *decode.rows))
-    page = report.performance_page([both], KERNELS)
+    page = pages.performance_page([both], KERNELS)
     assert page.count("Decoding, model gates, initial state; ms") == 1
     assert page.index("### Decoding") < page.index("Decoding, model gates")
 
@@ -122,6 +122,6 @@ def test_decoding_has_a_section_of_its_own():
 def test_a_record_without_rivals_is_not_called_one_of_rivals():
     run = run_of(GDN["decode"][:2], id="decode")
     alone = tuple(replace(row, results=row.results[:1]) for row in run.rows)
-    page = report.performance_page([replace(run, rows=alone)], KERNELS)
+    page = pages.performance_page([replace(run, rows=alone)], KERNELS)
     assert "### Decoding" in page
     assert "rivals only" not in page

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 
@@ -13,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import dense_ring, report, ring_links, ring_ranks, tables
-from benchmarks import ring as bench
-from benchmarks.records import OK, Result, Row
-from benchmarks.ring_links import Slow
+from benchmarks.harness.records import OK, ROOT, Result, Row
+from benchmarks.report import pages, tables
+from benchmarks.ring import dense as dense_ring
+from benchmarks.ring import links, ranks
+from benchmarks.ring.links import Slow
+from benchmarks.ring.rows import Row as RingRow
+from benchmarks.ring.rows import parse
 from qla_kernels.sparse_ring import ZigZagLayout
 from qla_kernels.sparse_ring.groups import Pending, RankRing
 from reference import sparse_ring
@@ -64,7 +66,7 @@ def test_any_number_of_ranks_is_one_call(world):
 
 
 def test_what_is_asked_for():
-    options = bench.parse(["--tokens", "65536,131072", "--heads", "8x32"])
+    options = parse(["--tokens", "65536,131072", "--heads", "8x32"])
     assert options.tokens == [65536, 131072]
     assert options.heads == (8, 32)
 
@@ -80,7 +82,7 @@ def test_two_processes_time_every_layout_and_schedule(tmp_path):
             *("--head-dim", "16", "--density", "0.5", "--dense", "none", "--samples", "1"),
             *("--queued", "1", "--slow", "1", "--out", str(out)),
         ],
-        cwd=Path(bench.__file__).parents[1],
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=HANG,
@@ -99,7 +101,7 @@ def test_two_processes_time_every_layout_and_schedule(tmp_path):
 
 def test_ranks_one_after_the_other_without_transfers(tmp_path, capsys):
     out = tmp_path / "rows.json"
-    ring_ranks.main(
+    ranks.main(
         [
             *("--worlds", "2", "--device", "cpu", "--tokens", "512", "--heads", "1x2"),
             *("--head-dim", "16", "--density", "0.5", "--samples", "1", "--queued", "1"),
@@ -117,10 +119,10 @@ def test_ranks_one_after_the_other_without_transfers(tmp_path, capsys):
 
 
 def test_of_transfers_what_shows_is_what_compute_does_not_take():
-    row = bench.Row("", 1024, 2, 3.0, 4.0, 1.0, compute_ms=6.0, transfers_ms=2.0)
+    row = RingRow("", 1024, 2, 3.0, 4.0, 1.0, compute_ms=6.0, transfers_ms=2.0)
     assert row.hidden == 0.5
-    assert bench.Row("", 1024, 2, 3.0, 4.0, 1.0, compute_ms=7.1, transfers_ms=2.0).hidden == 1
-    assert bench.Row("", 1024, 1, 3.0, 4.0, 1.0).hidden is None
+    assert RingRow("", 1024, 2, 3.0, 4.0, 1.0, compute_ms=7.1, transfers_ms=2.0).hidden == 1
+    assert RingRow("", 1024, 1, 3.0, 4.0, 1.0).hidden is None
 
 
 def test_only_what_crosses_nodes_is_late(monkeypatch):
@@ -130,7 +132,7 @@ def test_only_what_crosses_nodes_is_late(monkeypatch):
     monkeypatch.setattr(RankRing, "sum", lambda self, x: Pending([], [x[0]]))
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=slept.append)
-    monkeypatch.setattr(ring_links, "time", clock)
+    monkeypatch.setattr(links, "time", clock)
     x = torch.zeros(5000, dtype=torch.int8)
     for rank, transfer, milliseconds in (
         (2, lambda ring: ring.shift([x], [x], 0), 5),
@@ -162,6 +164,6 @@ def test_rows_under_a_mask_stand_beside_the_best_rival_without_one():
     ]
     assert dense.split("|")[-2].strip() == "0.91"
     assert len({line.count("|") for line in (header, sparse, dense, mean)}) == 1
-    rows = [[cell.strip() for cell in x.split("|")] for x in report._by_heads(run).splitlines()]
+    rows = [[cell.strip() for cell in x.split("|")] for x in pages._by_heads(run).splitlines()]
     assert rows[2][1:5] == ["Forward", "8/32", "2 of 2", "1.65"]  # FlexAttention, and dense
     assert rows[3][1:5] == ["Forward, rival dense", "8/32", "1 of 1", "15.00"]

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import worker as worker_module
-from benchmarks.baselines import Call
-from benchmarks.messages import Begin, Options, RowFacts
-from benchmarks.records import FAILED, OK, WRONG, Result
-from benchmarks.timing import EventTimer, GraphTimer, eager_seconds
-from benchmarks.worker import Worker
-from benchmarks.workloads import Gdn
+from benchmarks.gdn.workloads import Gdn
+from benchmarks.harness import worker as worker_module
+from benchmarks.harness.adapters import Call
+from benchmarks.harness.messages import Begin, Options, RowFacts
+from benchmarks.harness.records import FAILED, OK, WRONG, Result
+from benchmarks.harness.timing import EventTimer, GraphTimer, eager_seconds
+from benchmarks.harness.worker import Worker
 from tests.host.bench_fakes import Raises, Refuses, Right, WrongChunk
 
 WORKLOAD = Gdn((1, 2), (70, 5), head_dim=16)
@@ -228,7 +228,8 @@ def test_a_graph_keeps_what_its_calls_read(device):
 def test_cold_takes_one_call_a_graph_and_fills_the_cache_before_each(device, monkeypatch):
     filled = []
     monkeypatch.setattr(
-        "benchmarks.timing._twice_l2", lambda: SimpleNamespace(zero_=lambda: filled.append(1))
+        "benchmarks.harness.timing._twice_l2",
+        lambda: SimpleNamespace(zero_=lambda: filled.append(1)),
     )
     timer = GraphTimer([device.captured(lambda: None)] * 2, cold=True)
     assert timer.calls_per_step == 1

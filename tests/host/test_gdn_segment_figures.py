@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.records import OK, Result, Row
+from benchmarks.harness.records import OK, Result, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,12 +6,13 @@ import math
 
 import pytest
 
-from benchmarks import records, report, tables
-from benchmarks.figures import draw, draw_growth
-from benchmarks.records import OK, Result
+from benchmarks.attention.workloads import DUALKV, REQUIRED
+from benchmarks.gdn.workloads import GDN
+from benchmarks.harness import records
+from benchmarks.harness.records import OK, Result
+from benchmarks.report import pages, tables
+from benchmarks.report.figures import draw, draw_growth
 from benchmarks.sm90 import SETS
-from benchmarks.workloads import GDN
-from benchmarks.workloads_attention import DUALKV, REQUIRED
 from tests.host.made_up_runs import KERNELS, anchor_run, run_of, shared_run
 
 current, other = KERNELS, {"gdn.gate-fp32": "something else"}
@@ -200,25 +201,25 @@ def test_time_against_the_number_of_responses(tmp_path):
 
 
 def test_without_a_record_the_pages_say_so():
-    for text in (report.readme_section([], current), report.performance_page([], current)):
+    for text in (pages.readme_section([], current), pages.performance_page([], current)):
         assert "No record on an SM90 GPU yet" in text
         assert "python -m benchmarks.sm90 gdn --quick --save" in text
 
 
 def test_tables_say_that_times_are_those_of_graph_replays():
     """Calls without a graph are slower, and in another order: where to read it stands there."""
-    text = report.readme_section([anchor_run()], current)
+    text = pages.readme_section([anchor_run()], current)
     assert "eager" in text
     assert "[docs/performance.md](docs/performance.md) has" in text
     header = next(line for line in text.splitlines() if line.startswith("|"))
     assert header.startswith("| CUDA graph replays ")
     assert "best rival / ours" in header
-    assert "; ms, CUDA graph replays\n" in report.performance_page([anchor_run()], current)
+    assert "; ms, CUDA graph replays\n" in pages.performance_page([anchor_run()], current)
     assert "CUDA graph" not in tables.summary(anchor_run(device_kind="cpu"))
 
 
 def test_batches_that_tables_name_by_letters_are_defined():
-    page = report.performance_page([], current)
+    page = pages.performance_page([], current)
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
     assert ["C", "1", "32768", "16", "2048"] in cells
     labels = {row[0] for row in cells if len(row) == 5}
@@ -227,25 +228,25 @@ def test_batches_that_tables_name_by_letters_are_defined():
 
 def test_a_record_of_other_kernels_is_stale():
     run = anchor_run()
-    assert "Stale" not in report.readme_section([run], current)
-    assert "**Stale:** the kernels changed since" in report.readme_section([run], other)
-    assert "| stale" in report.performance_page([run], other)
+    assert "Stale" not in pages.readme_section([run], current)
+    assert "**Stale:** the kernels changed since" in pages.readme_section([run], other)
+    assert "| stale" in pages.performance_page([run], other)
 
 
 def test_a_record_without_every_anchor_row_makes_no_headline():
     partial = run_of(GDN["anchors"][:5])
-    assert report.headline([partial], "gdn", current) is None
+    assert pages.headline([partial], "gdn", current) is None
     older = anchor_run()
-    assert report.headline([older, partial], "gdn", current) == older
+    assert pages.headline([older, partial], "gdn", current) == older
     on_cpu = anchor_run(device_kind="cpu")
-    assert report.headline([on_cpu], "gdn", current) is None
+    assert pages.headline([on_cpu], "gdn", current) is None
 
 
 def test_the_newest_complete_record_is_the_headline():
     runs = [anchor_run(id="old"), anchor_run(id="new")]
-    assert "`new`" in report.readme_section(runs, current)
-    assert "`old`" not in report.readme_section(runs, current)
-    assert "`old`" in report.performance_page(runs, current)
+    assert "`new`" in pages.readme_section(runs, current)
+    assert "`old`" not in pages.readme_section(runs, current)
+    assert "`old`" in pages.performance_page(runs, current)
 
 
 def test_half_of_the_rows_of_todays_kernels_are_the_headline_before_older_ones():
@@ -253,32 +254,32 @@ def test_half_of_the_rows_of_todays_kernels_are_the_headline_before_older_ones()
     older, least = anchor_run(id="older"), len(quick) // 2 + 1
     today = {"gdn.gate-fp32": "today"}
     half, too_few = (run_of(quick[:n], id=f"{n}", kernels=today) for n in (least, 3))
-    assert report.headline([half, older, too_few], "gdn", today).id == half.id
-    assert report.headline([too_few, older], "gdn", today).id == "older"
+    assert pages.headline([half, older, too_few], "gdn", today).id == half.id
+    assert pages.headline([too_few, older], "gdn", today).id == "older"
 
 
 def test_of_two_records_alike_the_headline_has_more_rivals():
     many, few = anchor_run(id="many"), anchor_run(id="few", labels={"ours": "ours"})
-    assert report.headline([many, few], "gdn", current).id == "many"
-    assert report.headline([few, many], "gdn", current).id == "many"
+    assert pages.headline([many, few], "gdn", current).id == "many"
+    assert pages.headline([few, many], "gdn", current).id == "many"
 
 
 def test_a_section_beside_the_headline_is_about_todays_kernels_if_half_of_it_is():
     rows = GDN["decode"]
     older = run_of(rows, id="older", kernels={"gdn.gate-fp32": "before"})
     half, few = run_of(rows[: len(rows) // 2], id="half"), run_of(rows[:2], id="few")
-    assert report.aside([half, older, few], "gdn", "decode", current).id == "half"
-    assert report.aside([few, older], "gdn", "decode", current).id == "older"
+    assert pages.aside([half, older, few], "gdn", "decode", current).id == "half"
+    assert pages.aside([few, older], "gdn", "decode", current).id == "older"
 
 
 def test_rivals_alone_are_said_to_be_alone():
-    assert "rivals only" in report.readme_section([anchor_run(with_ours=False)], current)
+    assert "rivals only" in pages.readme_section([anchor_run(with_ours=False)], current)
 
 
 def test_single_kernels_and_the_cpu_path_have_their_own_sections():
     kernels = run_of(GDN["kernels"], id="alone")
     cpu = run_of(GDN["cpu"], id="cpu", device_kind="cpu", device="a laptop")
-    text = report.performance_page([kernels, cpu], current)
+    text = pages.performance_page([kernels, cpu], current)
     assert "### Kernels alone" in text
     assert "kkt_solve alone, model gates; ms" in text
     assert "Forward of 4096 tokens, 16/16 heads of 128, float32" in text
@@ -290,7 +291,7 @@ def test_every_set_beside_the_headlines_has_one_section_and_a_row_stands_in_one(
     fewer = shared_run(DUALKV["short"][:4], TIMES, id="fewer")
     again = shared_run(DUALKV["short"], TIMES, id="short-again")
     layer = shared_run(SETS["dualkv"]["layer"], TIMES, id="whole-layers")
-    text = report.performance_page([both, again, fewer, layer], current)
+    text = pages.performance_page([both, again, fewer, layer], current)
     head, shared = text.split("## Attention over shared prompts\n")
     shared = shared.split("## Vertical-slash attention")[0]
     anchors, short, layers = shared.split("### ")
@@ -302,29 +303,29 @@ def test_every_set_beside_the_headlines_has_one_section_and_a_row_stands_in_one(
     assert "S8" in short
     assert layers.startswith("A decoder layer")
     assert "`whole-layers`" in layers
-    assert set(report.ASIDE) == set(SETS)
-    for family, sets in report.ASIDE.items():
+    assert set(pages.ASIDE) == set(SETS)
+    for family, sets in pages.ASIDE.items():
         assert set(sets) <= set(SETS[family])
 
 
 def test_text_outside_the_markers_stays():
-    text = f"before\n{report.START}\nold\n{report.END}\nafter\n"
-    assert report.between_markers(text, "new") == (
-        f"before\n{report.START}\nnew\n{report.END}\nafter\n"
+    text = f"before\n{pages.START}\nold\n{pages.END}\nafter\n"
+    assert pages.between_markers(text, "new") == (
+        f"before\n{pages.START}\nnew\n{pages.END}\nafter\n"
     )
     with pytest.raises(ValueError, match=r"README\.md lacks"):
-        report.between_markers("no markers", "new")
+        pages.between_markers("no markers", "new")
 
 
 def test_readme_and_performance_page_are_what_the_records_say():
     """If this fails: `python -m benchmarks.report`."""
-    for path, text in report.texts(records.load()).items():
+    for path, text in pages.texts(records.load()).items():
         assert path.exists(), f"{path.name} is missing: run `python -m benchmarks.report`"
         assert path.read_text() == text, f"{path.name}: run `python -m benchmarks.report`"
 
 
 def test_no_picture_lies_there_that_no_page_shows():
-    shown = "".join(page.read_text() for page in (report.ROOT / "docs").rglob("*.md"))
-    shown += (report.ROOT / "README.md").read_text()
-    lying = {path.name for path in (report.ROOT / report.FIGURES).iterdir()}
+    shown = "".join(page.read_text() for page in (pages.ROOT / "docs").rglob("*.md"))
+    shown += (pages.ROOT / "README.md").read_text()
+    lying = {path.name for path in (pages.ROOT / pages.FIGURES).iterdir()}
     assert not {name for name in lying if name not in shown}

@@ -1,12 +1,15 @@
 """The named shapes: all that was asked for is there, names are unique, totals as designed."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from benchmarks.attention import attention_work
-from benchmarks.floor import Ceilings, gdn_work
-from benchmarks.inputs import gdn_inputs, num_input_sets
-from benchmarks.workloads import (
+from benchmarks.attention.problem import attention_work
+from benchmarks.attention.workloads import DUALKV, SPARSE_RING, VerticalSlash
+from benchmarks.gdn.inputs import gdn_inputs
+from benchmarks.gdn.work import gdn_work
+from benchmarks.gdn.workloads import (
     BACKWARD_HEADS,
     FORWARD_LENGTHS,
     GDN,
@@ -17,7 +20,8 @@ from benchmarks.workloads import (
     random_lengths,
     short_responses,
 )
-from benchmarks.workloads_attention import DUALKV, SPARSE_RING, VerticalSlash
+from benchmarks.harness.floor import Ceilings
+from benchmarks.harness.problems import num_input_sets, others
 
 CPU = torch.device("cpu")
 
@@ -125,7 +129,7 @@ def test_inputs_are_reproducible_and_share_cu_seqlens():
     workload = Gdn((1, 2), (70, 5), "bwd", initial_state=True)
     first = gdn_inputs(workload, CPU, torch.bfloat16)
     again = gdn_inputs(workload, CPU, torch.bfloat16)
-    other = gdn_inputs(workload, CPU, torch.bfloat16, 1, first.cu_seqlens)
+    (other,) = others(first, "cu_seqlens", partial(gdn_inputs, workload, CPU, torch.bfloat16), 1)
     assert torch.equal(first.v, again.v)
     assert not torch.equal(first.v, other.v)
     assert other.cu_seqlens is first.cu_seqlens

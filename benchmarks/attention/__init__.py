@@ -1,0 +1,1 @@
+"""Shared prompts and vertical-slash masks: workloads, inputs, truth, and who computes them."""

@@ -1,0 +1,126 @@
+"""Attention over shared prompts, and under vertical-slash masks, by us.
+
+What is timed is the operator under the public function, on tables or lines that a model makes once
+for all layers, or for a layer once for forward and backward.
+"""
+
+import importlib
+from dataclasses import astuple
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..harness.adapters import Call, Implementation, Outputs
+from . import layer
+from .problem import AttentionInputs, outputs, recall
+from .workloads import DecoderLayer, SharedPrompts, VerticalSlash
+
+ATTENTION_ALONE = "it is timed as attention alone"
+
+
+class Ours(Implementation):
+    name, label, distribution = "ours", "ours", "qla-kernels"
+    needs_cuda = False
+
+
+class OursDualKV(Ours):
+    module = "qla_kernels.dualkv"
+    deterministic = False
+
+    def prepare(self, workload: SharedPrompts, inputs: Any) -> Call:
+        family = importlib.import_module(self.module)
+        if not isinstance(workload, DecoderLayer):
+            _require(family.refusal(*inputs[:3]))
+        layout = family.SharedLayout.from_lengths(workload.groups, device=inputs[0].device)
+        kv_heads, heads = workload.heads
+        tables = layout.prepare(heads, kv_heads) if inputs[0].is_cuda else (layout.nodes,)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.as_tensor(family.shared_prefix_attention(q, k, v, layout))
+
+        if isinstance(workload, DecoderLayer):
+            return layer.packed(workload, inputs, attend)
+        ops = importlib.import_module(f"{self.module}.ops")
+        q, k, v, do = inputs[:4]
+        scale = workload.head_dim**-0.5
+
+        def forward() -> Any:
+            return ops.dualkv_fwd(q, k, v, tables, scale, 0)
+
+        if do is None:
+            return Call(
+                forward,
+                lambda raw: outputs(raw[0]),
+                lambda: lambda: family.shared_prefix_attention(q, k, v, layout),
+            )
+        o, lse2 = forward()
+        return Call(
+            lambda: ops.dualkv_bwd(
+                do, q, k, v, o, lse2, None, tables, scale, 0, self.deterministic
+            ),
+            lambda raw: outputs(*raw),
+        )
+
+
+class OursDualKVRepeatable(OursDualKV):
+    """Gradients that are the same bits each time."""
+
+    name, label = "ours_deterministic", "ours, deterministic"
+    deterministic = True
+    lacks: ClassVar = {"layer": ATTENTION_ALONE, "fwd": "results always are"}
+
+
+class OursSparse(Ours):
+    module = "qla_kernels.sparse_ring"
+
+    def prepare(self, workload: VerticalSlash, inputs: AttentionInputs) -> Call:
+        family = importlib.import_module(self.module)
+        ops = importlib.import_module(f"{self.module}.ops")
+        q, k, v = (x[None] for x in (inputs.q, inputs.k, inputs.v))
+        _require(family.refusal(q, k, v))
+        settings = (workload.tokens, workload.head_dim**-0.5)
+        if workload.direction == "index":
+            budget = family.VerticalSlash()
+            return Call(
+                lambda: ops.vertical_slash_index(q, k, *settings, *astuple(budget)),
+                lambda raw: _recall(inputs, raw),
+                lambda: lambda: family.build_index(q, k, budget),
+            )
+        diagonals, columns = workload.mask()
+        given = family.FixedVerticalSlash(columns, diagonals)
+        index = family.build_index(q, k, family.Dense() if workload.dense else given)
+
+        def forward() -> Any:
+            return ops.vertical_slash_fwd(q, k, v, *index[:3], *settings)
+
+        if inputs.do is None:
+            return Call(
+                forward,
+                lambda raw: outputs(raw[0][0]),
+                lambda: lambda: family.sparse_attention(q, k, v, index=index),
+            )
+        saved, do = forward(), inputs.do[None]
+        return Call(
+            lambda: ops.vertical_slash_bwd(q, k, v, *index[:3], *settings, *saved, do, None),
+            lambda raw: outputs(*(x[0] for x in raw)),
+        )
+
+
+def _recall(inputs: AttentionInputs, raw: Any) -> Outputs:
+    """Of the lines as they are, not as the index says of itself."""
+    v_idx, _, d_bits, _ = (x[0] for x in raw)
+    columns = torch.zeros(len(v_idx), len(inputs.q) + 1, dtype=torch.bool, device=v_idx.device)
+    bits = d_bits[..., None] >> torch.arange(32, device=v_idx.device) & 1
+    return recall(inputs, columns.scatter(-1, v_idx.long(), True)[:, :-1], bits.flatten(1).bool())
+
+
+def _require(reason: str | None) -> None:
+    if reason is not None:
+        from qla_kernels.errors import Unsupported
+
+        raise Unsupported(reason)
+
+
+def ours(family: str) -> list[Implementation]:
+    return [OursSparse()] if family == "sparse_ring" else [OursDualKV(), OursDualKVRepeatable()]

@@ -1,0 +1,239 @@
+"""Attention by flash-attn-4 and cuDNN. Ours are in ours_attention, FlexAttention has its own file.
+
+A library that cannot share prompts is given every sequence in full, which is what its users do.
+flash-attn-4 is also given the work without the repetition, as three calls and a merge: that is the
+rival to beat.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..harness.adapters import Call, Implementation, Outputs
+from .flex import FlexAttention
+from .layer import replicated
+from .ours import ATTENTION_ALONE, ours
+from .problem import AttentionInputs, AttentionWorkload, outputs
+from .replicas import replicas
+from .workloads import DecoderLayer, SharedPrompts
+
+
+def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
+def _unmasked(workload: AttentionWorkload) -> bool:
+    """Causal attention of whole sequences is all that it takes."""
+    if workload.direction == "index":
+        return False
+    return isinstance(workload, SharedPrompts) or workload.dense
+
+
+class FlashAttention4(Implementation):
+    """Every sequence in full; backward through the function that its autograd calls."""
+
+    name, label = "fa4", "flash-attn-4"
+    module, distribution = "flash_attn.cute.interface", "flash-attn-4"
+
+    def inapplicable(self, workload: AttentionWorkload) -> str | None:
+        return None if _unmasked(workload) else "it has no such mask"
+
+    def prepare(self, workload: AttentionWorkload, inputs: Any) -> Call:
+        ops = importlib.import_module(self.module)
+        full = replicas(workload, inputs[0].device)
+        spans = _spans(full.cu_seqlens, max(full.lengths), full.cu_seqlens, max(full.lengths))
+        options = {"causal": True, "softmax_scale": workload.head_dim**-0.5, **spans}
+        if isinstance(workload, DecoderLayer):
+            attend = partial(ops.flash_attn_varlen_func, return_lse=True, **options)
+            return replicated(inputs, full, lambda *qkv: attend(*qkv)[0])
+        q, k, v = (x[full.source] for x in inputs[:3])
+
+        def forward() -> Any:
+            return ops.flash_attn_varlen_func(q, k, v, return_lse=True, **options)
+
+        if inputs.do is None:
+            return Call(forward, lambda raw: outputs(full.once(raw[0])), lambda: forward)
+        o, lse = forward()
+        do = full.upstream(inputs.do)
+        return Call(
+            lambda: ops._flash_attn_bwd(q, k, v, o, do, lse, **options),
+            lambda raw: outputs(*(full.summed(x) for x in raw[:3])),
+        )
+
+
+def _spans(cu_q: Tensor, longest_q: int, cu_k: Tensor, longest_k: int) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k,
+        "max_seqlen_q": longest_q, "max_seqlen_k": longest_k,
+    }  # fmt: skip
+
+
+class FlashAttention4Shared(Implementation):
+    """Prompts causally, responses on their prompt, responses causally; then the last two merged.
+
+    Each backward gets the merged output and log-sum-exp, so that its probabilities are the final
+    ones, and the gradients that meet in a prompt or in a response are added.
+    """
+
+    name, label = "fa4_shared", "flash-attn-4, 3 calls"
+    module, distribution = "flash_attn.cute.interface", "flash-attn-4"
+    merges = True  # in the time
+
+    def inapplicable(self, workload: AttentionWorkload) -> str | None:
+        if not isinstance(workload, SharedPrompts):
+            return "it has no such mask"
+        if isinstance(workload, DecoderLayer):
+            return ATTENTION_ALONE
+        return None if any(r for _, r in workload.groups) else "nothing is shared"
+
+    def prepare(self, workload: SharedPrompts, inputs: AttentionInputs) -> Call:
+        ops = importlib.import_module(self.module)
+        device, scale = inputs.q.device, workload.head_dim**-0.5
+        pairs = list(workload.sequences())
+        prompts = list(dict.fromkeys(prompt for prompt, _ in pairs))
+        in_prompt = torch.cat([torch.arange(p.start, p.stop) for p in prompts]).to(device)
+        in_response = torch.cat([torch.arange(r.start, r.stop) for _, r in pairs]).to(device)
+        prompt_lengths = tuple(len(p) for p in prompts)
+        response_lengths = tuple(len(r) for _, r in pairs)
+        group_lengths = tuple(sum(r) for _, r in workload.groups)  # all queries of one prompt
+        cu_prompts, cu_responses, cu_groups = (
+            _bounds(x, device) for x in (prompt_lengths, response_lengths, group_lengths)
+        )
+        own_prompt = _spans(cu_prompts, max(prompt_lengths), cu_prompts, max(prompt_lengths))
+        on_prompt = _spans(cu_groups, max(group_lengths), cu_prompts, max(prompt_lengths))
+        own = _spans(cu_responses, max(response_lengths), cu_responses, max(response_lengths))
+        calls = ((own_prompt, True), (on_prompt, False), (own, True))
+        p = [x[in_prompt] for x in (inputs.q, inputs.k, inputs.v)]
+        r = [x[in_response] for x in (inputs.q, inputs.k, inputs.v)]
+        operands = (p, [r[0], p[1], p[2]], r)
+
+        merged = torch.compile(merge, fullgraph=True) if inputs.q.is_cuda else merge
+
+        def forward() -> Any:
+            return [
+                ops.flash_attn_varlen_func(
+                    *qkv, return_lse=True, causal=causal, softmax_scale=scale, **spans
+                )
+                for qkv, (spans, causal) in zip(operands, calls, strict=True)
+            ]
+
+        def joined(parts: Any) -> Any:
+            return parts[0], merged(parts[1], parts[2])
+
+        def collect(raw: Any) -> Outputs:
+            o = torch.empty_like(inputs.q)
+            o[in_prompt], o[in_response] = raw[0][0], raw[1][0]
+            return outputs(o)
+
+        if inputs.do is None:
+            call = self._call(forward, joined, collect)
+            return replace(call, eager=lambda: call.run)
+        of_prompt, of_response = joined(forward())
+        do_prompt, do_response = inputs.do[in_prompt], inputs.do[in_response]
+        results = (
+            (*of_prompt, do_prompt), (*of_response, do_response), (*of_response, do_response),
+        )  # fmt: skip
+
+        def backward() -> Any:
+            return [
+                ops._flash_attn_bwd(*qkv, o, do, lse, causal=causal, softmax_scale=scale, **spans)
+                for qkv, (spans, causal), (o, lse, do) in zip(operands, calls, results, strict=True)
+            ]
+
+        def added(parts: Any) -> Any:
+            a, b, c = (part[:3] for part in parts)
+            return (a[0], b[0] + c[0]), (a[1] + b[1], c[1]), (a[2] + b[2], c[2])
+
+        def collect_gradients(raw: Any) -> Outputs:
+            packed = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
+            for x, (prompt, response) in zip(packed, raw, strict=True):
+                x[in_prompt], x[in_response] = prompt, response
+            return outputs(*packed)
+
+        return self._call(backward, added, collect_gradients)
+
+    def _call(
+        self,
+        parts: Callable[[], Any],
+        together: Callable[[Any], Any],
+        collect: Callable[[Any], Outputs],
+    ) -> Call:
+        if self.merges:
+            return Call(lambda: together(parts()), collect)
+        return Call(parts, lambda raw: collect(together(raw)))
+
+
+class FlashAttention4Calls(FlashAttention4Shared):
+    """The calls alone, which nobody can use as they are: what comes together does so untimed."""
+
+    name, label = "fa4_calls", "flash-attn-4, 3 calls, not merged"
+    merges = False
+    on_request = True
+
+
+def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(o, lse) over two disjoint sets of keys; o [T, H, D], lse [H, T], natural log."""
+    lse = torch.logaddexp(a[1], b[1])
+    weights = ((part[1] - lse).exp().T[..., None] for part in (a, b))
+    o = sum(weight * part[0] for weight, part in zip(weights, (a, b), strict=True))
+    return torch.as_tensor(o).to(a[0].dtype), lse
+
+
+class CudnnAttention(Implementation):
+    """PyTorch's scaled_dot_product_attention on its cuDNN backend; every sequence in full.
+
+    It has no packed sequences: they are padded to the longest. A layer is not, because its products
+    would take the padding as well.
+    """
+
+    name, label = "cudnn", "cuDNN"
+    module, distribution = "torch", "torch"
+
+    def version(self) -> str:
+        return str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+
+    def inapplicable(self, workload: AttentionWorkload) -> str | None:
+        if not _unmasked(workload):
+            return "it has no such mask"
+        lengths = {len(prompt) + len(response) for prompt, response in workload.sequences()}
+        packed = isinstance(workload, DecoderLayer) and len(lengths) > 1
+        return "it has no packed sequences" if packed else None
+
+    def prepare(self, workload: AttentionWorkload, inputs: Any) -> Call:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        full = replicas(workload, inputs[0].device, padded=True)
+        batch = len(full.lengths)
+
+        def attend(*packed: Tensor) -> Tensor:
+            q, k, v = (torch.unflatten(x, 0, (batch, -1)).transpose(1, 2) for x in packed)
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return o.transpose(1, 2).flatten(0, 1)
+
+        if isinstance(workload, DecoderLayer):
+            return replicated(inputs, full, attend)
+        # with gradients, so that a forward keeps its log-sum-exp as everyone's does
+        leaves = [x[full.source].requires_grad_() for x in inputs[:3]]
+
+        def forward() -> Tensor:
+            return attend(*leaves)
+
+        if inputs.do is None:
+            return Call(forward, lambda raw: outputs(full.once(raw.detach())), lambda: forward)
+        o, do = forward(), full.upstream(inputs.do)
+        return Call(
+            lambda: torch.autograd.grad(o, leaves, do, retain_graph=True),
+            lambda raw: outputs(*(full.summed(x) for x in raw)),
+        )
+
+
+def known(family: str) -> list[Implementation]:
+    shared = [FlashAttention4Shared(), FlashAttention4Calls()] if family == "dualkv" else []
+    return [*ours(family), FlashAttention4(), *shared, CudnnAttention(), FlexAttention()]

@@ -1,0 +1,1 @@
+"""The gated delta net: its workloads, inputs, truth, and who computes them."""

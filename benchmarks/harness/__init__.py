@@ -1,0 +1,1 @@
+"""What runs workloads, whoever computes them: processes, timing, judgement, records."""

@@ -1,0 +1,80 @@
+"""What an implementation is to the harness, and which there are for each family.
+
+An adapter prepares a call once, outside the timed region: it converts inputs to the library's
+conventions there, and `collect` converts results back. What is timed is the library's own work on
+its own layouts. A library that is not installed is announced, never skipped in silence.
+"""
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+Outputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One implementation on one set of inputs."""
+
+    run: Callable[[], Any]  # the lowest-level entry point
+    collect: Callable[[Any], Outputs]  # what `run` returned, in our names and layouts
+    # makes the public entry point's call, as a model calls it; may itself run a forward
+    eager: Callable[[], Callable[[], Any]] | None = None
+
+
+class Implementation:
+    name: str  # ours begin with "ours"
+    label: str
+    distribution: str  # on the package index
+    module: str  # imported to see whether it is there
+    needs_cuda = True
+    on_request = False  # left out unless it is named
+    by_length = False  # it compiles for every workload anew, and keeps what it compiled on disk
+    lacks: ClassVar[dict[str, str]] = {}  # by kind of workload: why it has no call for it
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine at all; None when it can."""
+        if self.needs_cuda and not torch.cuda.is_available():
+            return "needs a CUDA device"
+        try:
+            importlib.import_module(self.module)
+        except Exception as error:  # libraries probe the GPU on import and raise anything
+            return describe(error)
+        return None
+
+    def version(self) -> str:
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            package = importlib.import_module(self.module.partition(".")[0])
+            return str(getattr(package, "__version__", "unknown"))
+
+    def inapplicable(self, workload: Any) -> str | None:
+        """What it lacks for this workload by design; None when nothing."""
+        return self.lacks.get(workload.kind)
+
+    def prepare(self, workload: Any, inputs: Any) -> Call:
+        raise NotImplementedError
+
+
+def describe(error: BaseException) -> str:
+    """One line of an exception, for a table's footnote."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def implementations(family: str, names: Sequence[str] = ()) -> list[Implementation]:
+    """The family's implementations, or those of the given names; an unknown name is an error."""
+    folder = "gdn" if family == "gdn" else "attention"
+    rivals = importlib.import_module(f"benchmarks.{folder}.rivals")
+    known: list[Implementation] = rivals.known(family)
+    by_name = {implementation.name: implementation for implementation in known}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise ValueError(f"no implementation {unknown} of {family}; there are {sorted(by_name)}")
+    return [by_name[name] for name in names or by_name if names or not by_name[name].on_request]

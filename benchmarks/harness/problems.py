@@ -1,0 +1,75 @@
+"""A workload made concrete: rotating input sets, the counted work, and its truth."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention.layer import layer_inputs, layer_truth, layer_work
+from ..attention.problem import attention_inputs, attention_truth, attention_work
+from ..attention.workloads import DecoderLayer
+from ..gdn.inputs import gdn_inputs
+from ..gdn.truth import gdn_truth
+from ..gdn.work import gdn_work
+from ..gdn.workloads import Gdn
+from .floor import Work
+from .truth import Truth
+
+
+class Problem(NamedTuple):
+    workload: Any
+    dtype: torch.dtype
+    inputs: list[Any]
+    work: Work
+    truth: Callable[[], Truth]  # of the first input set
+
+
+# Inputs, work and truth by kind of workload, and the input that all sets have in common: libraries
+# cache tables by the identity of cu_seqlens.
+Parts = tuple[Callable[..., Any], Callable[..., Work], Callable[..., Truth], str]
+GDN: Parts = gdn_inputs, gdn_work, gdn_truth, "cu_seqlens"
+LAYER: Parts = layer_inputs, layer_work, layer_truth, "weights"
+ATTENTION: Parts = attention_inputs, attention_work, attention_truth, "visible"
+
+
+def problem_of(workload: Any, device: torch.device, input_sets: int = 0) -> Problem:
+    """`input_sets` 0 takes as many as outlast the L2 cache; without a GPU there is one."""
+    parts = GDN if isinstance(workload, Gdn) else ATTENTION
+    make, work, truth, common = LAYER if isinstance(workload, DecoderLayer) else parts
+    dtype = getattr(torch, workload.dtype) if device.type == "cuda" else torch.float32
+    make_set = partial(make, workload, device, dtype)
+    first = make_set()
+    if device.type != "cuda":
+        input_sets = 1
+    elif not input_sets:
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        input_sets = num_input_sets(num_bytes(first), l2_bytes)
+    sets = [first, *others(first, common, make_set, input_sets - 1)]
+    counted = work(workload, dtype.itemsize)
+    return Problem(workload, dtype, sets, counted, partial(truth, workload, first))
+
+
+def others(first: Any, common: str, make: Callable[..., Any], count: int) -> list[Any]:
+    """Input sets of other numbers, which have one input in common with the first."""
+    shared = {common: getattr(first, common)}
+    return [make(seed=seed)._replace(**shared) for seed in range(1, count + 1)]
+
+
+def num_bytes(inputs: Any) -> int:
+    """Of the tensors in a tuple, and in tuples inside."""
+    if isinstance(inputs, Tensor):
+        return inputs.numel() * inputs.element_size()
+    return sum(map(num_bytes, inputs)) if isinstance(inputs, tuple) else 0
+
+
+def num_input_sets(bytes_per_set: int, l2_bytes: int) -> int:
+    """Enough sets that by the time one returns, the L2 cache holds none of it any more.
+
+    A set of many times the cache's size needs no other: a call finds a few percent of it there.
+    """
+    if bytes_per_set >= 16 * l2_bytes:
+        return 1
+    return max(2, min(16, math.ceil(2 * l2_bytes / max(1, bytes_per_set))))

@@ -1,0 +1,210 @@
+"""Records: what was measured, where and on which code, one JSON object a line.
+
+A run is a line `{"entry": "run", "id": ...}`, then its rows, `{"entry": "row", "run": id, ...}`.
+Files lie in benchmarks/results, one per machine and date, and are only ever appended to. Lines of
+another kind (device checks) may stand between and are passed over.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+OK = "ok"
+# why a row has no time, as the tables say it
+MISSING, NOT_APPLICABLE, UNSUPPORTED = "missing", "not applicable", "unsupported"
+WRONG = "wrong"
+FAILED, MEMORY, TIME_LIMIT, DIED = "failed", "out of memory", "time limit", "died"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One implementation on one workload."""
+
+    implementation: str
+    status: str
+    detail: str = ""
+    p20_ms: float | None = None
+    p50_ms: float | None = None
+    p80_ms: float | None = None
+    samples: int = 0
+    graph: bool = False  # replayed from a CUDA graph
+    eager_ms: float | None = None  # through the public Python entry point
+    first_call_s: float | None = None  # compilation included where it was not cached
+    peak_bytes: int | None = None  # beyond the inputs
+    errors: dict[str, float | None] = field(default_factory=dict)  # None: not finite
+
+
+@dataclass(frozen=True)
+class Row:
+    """One workload and everyone's result."""
+
+    name: str
+    family: str
+    kind: str  # fwd, bwd, both, decode, or the name of a kernel timed alone
+    heads: str
+    layout: str
+    tokens: int
+    what: str = ""  # gates, initial state
+    flops: float = 0.0
+    bytes: float = 0.0
+    floor_ms: float = 0.0
+    input_sets: int = 1
+    results: tuple[Result, ...] = ()
+
+    def result(self, implementation: str) -> Result | None:
+        return next((r for r in self.results if r.implementation == implementation), None)
+
+    def time_ms(self, implementation: str) -> float | None:
+        found = self.result(implementation)
+        return found.p50_ms if found is not None and found.status == OK else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's rows have in common."""
+
+    id: str
+    family: str
+    date: str
+    device: str
+    device_kind: str  # cuda or cpu
+    environment: dict[str, Any]  # at the start
+    environment_after: dict[str, Any]  # and at the end: clocks, power, temperature
+    versions: dict[str, str]
+    labels: dict[str, str]  # of implementations
+    missing: dict[str, str]  # implementations that could not run here, and why
+    ceilings: dict[str, Any]
+    commit: str
+    dirty: bool
+    command: str
+    kernels: dict[str, str] = field(default_factory=dict)  # digests of those that ran, by label
+    rows: tuple[Row, ...] = ()
+    notes: str = ""
+
+    def current(self, digests: dict[str, str]) -> bool:
+        """Every kernel that ran is, by these digests, generated as it was. On a CPU none ran."""
+        known = bool(self.kernels) or self.device_kind == "cpu"
+        return known and all(digests.get(name) == of for name, of in self.kernels.items())
+
+    def agrees(self, other: "Run") -> bool:
+        """What both ran is the same code; older records, which name none, agree by commit."""
+        if not self.kernels or not other.kernels:
+            return self.commit == other.commit
+        return all(other.kernels.get(name, of) == of for name, of in self.kernels.items())
+
+
+def git_state() -> tuple[str, bool]:
+    """Commit and whether the working tree differs from it; records themselves do not count."""
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    status = _output(
+        "git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":!benchmarks/results"
+    )
+    return commit or "unknown", bool(status)
+
+
+def device_environment(kind: str) -> dict[str, Any]:
+    """Driver, clocks, power and temperature of the first GPU, or the processor's name."""
+    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    if kind == "cuda":
+        fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu"
+        line = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-i", "0")
+        names = ("driver", "sm_clock", "max_sm_clock", "memory_clock", "power", "temperature")
+        found.update(zip(names, (part.strip() for part in line.split(",")), strict=False))
+        found["cuda"] = torch.version.cuda
+    else:
+        found["cores"] = len(os.sched_getaffinity(0))
+    return found
+
+
+def device_name(kind: str) -> str:
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _output(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def command_line() -> str:
+    """Without --out: where this machine keeps files is no part of what was measured."""
+    command = " ".join(["python -m benchmarks.sm90", *sys.argv[1:]])
+    return re.sub(r" --out[ =]\S+", "", command)
+
+
+def append(run: Run, folder: Path = RESULTS) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    slug = re.sub(r"[\W_]+", "-", run.device.lower()).strip("-")
+    path = folder / f"{run.date[:10]}-{slug}.jsonl"
+    head = dataclasses.asdict(run)
+    rows = head.pop("rows")
+    with path.open("a") as file:
+        file.write(json.dumps({"entry": "run", **head}) + "\n")
+        for row in rows:
+            file.write(json.dumps({"entry": "row", "run": run.id, **row}) + "\n")
+    return path
+
+
+def load(folder: Path = RESULTS) -> list[Run]:
+    """All runs on record, oldest first."""
+    runs: dict[str, dict[str, Any]] = {}
+    rows: dict[str, list[Row]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            values = json.loads(line)
+            entry = values.pop("entry", None)
+            if entry == "run":
+                values.pop("fingerprint", None)  # of source text: records before November 23
+                runs[values["id"]] = values
+            elif entry == "row":
+                rows.setdefault(values.pop("run"), []).append(row_from_json(values))
+    found = [Run(**{**values, "rows": tuple(rows.get(id, ()))}) for id, values in runs.items()]
+    return sorted(found, key=lambda run: run.date)
+
+
+def run_from_json(values: dict[str, Any]) -> Run:
+    """A run as `--out` has it, in one piece."""
+    return Run(**{**values, "rows": tuple(row_from_json(row) for row in values["rows"])})
+
+
+def row_from_json(values: dict[str, Any]) -> Row:
+    results = tuple(Result(**result) for result in values.pop("results"))
+    return Row(**values, results=results)

@@ -1,0 +1,202 @@
+"""How long a call takes: bursts of CUDA graphs on a GPU, repeated calls on a CPU.
+
+A GPU under sustained load lowers its clock. So implementations are timed in short bursts, in turn,
+with the device idle in between: each sees the same cool chip, and a drift meets all of them alike.
+Graphs leave launch gaps out; the time through the Python entry point is taken apart. Input sets
+rotate, so that no call finds its inputs in the L2 cache.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import torch
+
+from .floor import Ceilings
+
+Run = Callable[[], Any]
+
+
+class Spread(NamedTuple):
+    """Seconds."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    if len(samples) == 1:
+        return Spread(samples[0], samples[0], samples[0])
+    fifths = quantiles(samples, n=5, method="inclusive")
+    return Spread(fifths[0], median(samples), fifths[3])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For thousands of tiny operations, where a second thread only adds waiting."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Timer:
+    graph = False  # whether launch gaps are left out
+
+    def burst(self, seconds: float) -> list[float]:
+        """Samples, in seconds, of about this long a burst."""
+        raise NotImplementedError
+
+
+class CpuTimer(Timer):
+    """Repeated calls. There is nothing to capture and no clock to spare."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
+        self._turn = 0
+
+    def burst(self, seconds: float) -> list[float]:
+        samples: list[float] = []
+        while not samples or sum(samples) < seconds:
+            run = self._runs[self._turn % len(self._runs)]
+            self._turn += 1
+            start = time.perf_counter()
+            run()
+            samples.append(time.perf_counter() - start)
+        return samples
+
+
+class DeviceTimer(Timer):
+    """Events around each step, all of a burst in the queue before the first wait."""
+
+    calls_per_step = 1
+
+    def step(self, turn: int) -> None:
+        raise NotImplementedError
+
+    def before_step(self) -> None:
+        """Untimed."""
+
+    def burst(self, seconds: float) -> list[float]:
+        first = self._time(1)[0]  # wakes the clocks, and shows how many fit
+        step = first * self.calls_per_step
+        # a step that is longer than a burst shall not heat the device more often than it has to
+        return self._time(max(3 if step < seconds else 1, min(200, int(seconds / step))))
+
+    def _time(self, count: int) -> list[float]:
+        events = [(event(), event()) for _ in range(count)]
+        for turn, (start, end) in enumerate(events):
+            self.before_step()
+            start.record()
+            self.step(turn)
+            end.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 / self.calls_per_step for a, b in events]
+
+
+def event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class EventTimer(DeviceTimer):
+    """For a call that cannot be captured: launch gaps are included."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
+
+    def step(self, turn: int) -> None:
+        self._runs[turn % len(self._runs)]()
+
+
+class GraphTimer(DeviceTimer):
+    """One graph of a call per input set; a sample is a replay's time divided by the calls in it.
+
+    `cold` takes a graph for each set instead, and fills the L2 cache with other data before each.
+    The current stream must not be the default one, which cannot be captured: autograd runs a
+    backward on the stream that its forward was on.
+    """
+
+    graph = True
+
+    def __init__(self, runs: Sequence[Run], cold: bool = False) -> None:
+        for run in runs:  # allocations and tables that a capture must not see
+            run()
+        torch.cuda.synchronize()
+        self._runs = runs  # a graph reads their tensors, and does not keep them
+        groups = [[run] for run in runs] if cold else [list(runs)]
+        self._graphs = [self._capture(group) for group in groups]
+        self.calls_per_step = len(groups[0])
+        self._other = _twice_l2() if cold else None
+
+    def _capture(self, runs: Sequence[Run]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for run in runs:
+                self.results = run()  # of the last input set: to be checked after a replay
+        return graph
+
+    def replay_last(self) -> Any:
+        self._graphs[-1].replay()
+        torch.cuda.synchronize()
+        return self.results
+
+    def step(self, turn: int) -> None:
+        self._graphs[turn % len(self._graphs)].replay()
+
+    def before_step(self) -> None:
+        if self._other is not None:
+            self._other.zero_()
+
+
+def _twice_l2() -> torch.Tensor:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device="cuda")
+
+
+def eager_seconds(run: Run, seconds: float = 0.05) -> float:
+    """Wall time of one of many calls in a row, Python and launches included."""
+    run()
+    start = time.perf_counter()
+    _finish(run)
+    count = max(5, min(500, int(seconds / (time.perf_counter() - start))))
+    start = time.perf_counter()
+    for _ in range(count - 1):
+        run()
+    _finish(run)
+    return (time.perf_counter() - start) / count
+
+
+def _finish(run: Run) -> None:
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """The large copy and the large matrix product that percentages of a floor refer to."""
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    side = 8192 if on_gpu else 1024
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    source = torch.randn((1 << 29) if on_gpu else (1 << 24), device=device)
+    target = torch.empty_like(source)
+    timings = []
+    for run in (lambda: torch.mm(a, b, out=product), lambda: target.copy_(source)):
+        timer: Timer = EventTimer([run]) if on_gpu else CpuTimer([run])
+        samples: list[float] = []
+        timer.burst(0)
+        for _ in range(5):
+            time.sleep(0.05 if on_gpu else 0)
+            samples += timer.burst(0.02)
+        timings.append(spread(samples).p50)
+    return Ceilings(
+        flops=2 * side**3 / timings[0],
+        bandwidth=2 * source.numel() * source.element_size() / timings[1],
+        matmul=f"{side}^3 {str(dtype).removeprefix('torch.')}",
+    )

@@ -1,0 +1,198 @@
+"""Runs workloads in a worker process and turns what it says into rows, whatever goes wrong.
+
+An implementation that raises, computes a wrong result or runs out of memory says so in its own
+cell. One that hangs, or takes the process down, loses its cell: the worker is replaced, and goes on
+with those that had no result yet. After two such rows it is not tried again.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from .floor import Work
+from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed
+from .records import DIED, FAILED, MISSING, TIME_LIMIT, Result, Row
+from .worker import main as worker_main
+
+PROVIDER = "benchmarks.harness.adapters:implementations"
+STRIKES = 2
+
+# Seconds without a word. First calls compile: ours and the rivals' take up to 70 s.
+LIMITS = {
+    "start": 120.0, "import": 120.0, "ceilings": 60.0, "inputs": 60.0, "truth": 240.0,
+    "first call": 300.0, "capture": 120.0, "timing": 60.0, "eager": 120.0,
+}  # fmt: skip
+
+Listener = Callable[[str, str], None]  # implementation, phase
+
+
+class WorkerLost(Exception):
+    """The worker hung or died while `begin` was going on."""
+
+    def __init__(self, begin: Begin, status: str, detail: str) -> None:
+        super().__init__(f"{begin.phase}: {detail}")
+        self.begin, self.status = begin, status
+
+
+class Harness:
+    """Use as a context manager: leaving it ends the worker."""
+
+    def __init__(
+        self,
+        family: str,
+        names: Sequence[str],
+        options: Options,
+        log: Path,
+        *,
+        first_call_limit: float = LIMITS["first call"],
+        provider: str = PROVIDER,
+        listener: Listener = lambda implementation, phase: None,
+    ) -> None:
+        self._family, self._names, self._options = family, list(names), options
+        self._log, self._provider, self._listener = log, provider, listener
+        self._limits = {**LIMITS, "first call": first_call_limit}
+        self._strikes: Counter[str] = Counter()
+        self._unimportable: dict[str, str] = {}
+        self.kernels: dict[str, str] = {}  # digests of what this package launched, by label
+        self.machine = self._start()
+
+    def __enter__(self) -> "Harness":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def row(self, workload: Any) -> Row:
+        """One workload, with a result for every implementation asked for."""
+        missing = {**self.machine.missing, **self._unimportable}
+        results = {name: Result(name, MISSING, reason) for name, reason in missing.items()}
+        for name, count in self._strikes.items():
+            if count >= STRIKES:
+                results[name] = Result(name, FAILED, f"not tried: ended the worker {count} times")
+        facts = RowFacts(0.0, 0.0, 1)
+        while wanted := [name for name in self.machine.labels if name not in results]:
+            try:
+                facts, spoiled = self._attempt(workload, wanted, results)
+            except WorkerLost as lost:
+                culprit = lost.begin.implementation
+                for name in [culprit] if culprit else wanted:
+                    results[name] = Result(name, lost.status, str(lost))
+                self._strikes.update([culprit] if culprit else [])
+                spoiled = True
+            if spoiled:
+                self._stop()
+                self._start()
+        return self._assemble(workload, facts, results)
+
+    def _attempt(
+        self, workload: Any, wanted: list[str], results: dict[str, Result]
+    ) -> tuple[RowFacts, bool]:
+        """Fills `results`; says what the row is, and whether the worker is of no more use."""
+        assert self._connection is not None, "a harness has a worker until it is left"
+        facts, begin = RowFacts(0.0, 0.0, 1), Begin("", "inputs")
+        with suppress(OSError):  # a worker that is gone shows when listened to
+            self._connection.send((workload, wanted, self._options))
+        while True:
+            message = self._receive(begin)
+            if isinstance(message, Begin):
+                begin = message
+            elif isinstance(message, RowFacts):
+                facts = message
+            elif isinstance(message, Result):
+                results[message.implementation] = message
+            elif isinstance(message, RowFailed):
+                for name in wanted:
+                    results.setdefault(name, Result(name, FAILED, message.detail))
+            elif isinstance(message, Done):
+                self.kernels |= message.kernels
+                if not message.spoiled:
+                    for name in wanted:
+                        results.setdefault(name, Result(name, FAILED, "no result"))
+                return facts, message.spoiled
+
+    def _assemble(self, workload: Any, facts: RowFacts, results: dict[str, Result]) -> Row:
+        floor = Work(facts.flops, facts.bytes).floor_seconds(self.machine.ceilings)
+        return Row(
+            name=workload.name,
+            family=workload.family,
+            kind=workload.kind,
+            heads=workload.heads_label.replace("x", "/"),
+            layout=workload.layout,
+            tokens=workload.tokens,
+            what=workload.what,
+            flops=facts.flops,
+            bytes=facts.bytes,
+            floor_ms=1e3 * floor,
+            input_sets=facts.input_sets,
+            results=tuple(results[name] for name in sorted(results, key=self._order)),
+        )
+
+    def _order(self, name: str) -> int:
+        known = list(self.machine.labels)
+        return known.index(name) if name in known else len(known)
+
+    def _start(self) -> Machine:
+        """A new worker, without the libraries that brought one down while being imported."""
+        context = multiprocessing.get_context("spawn")
+        while True:
+            ours, theirs = context.Pipe()
+            self._connection: Connection[Any, Any] | None = ours
+            excluded = list(self._unimportable)
+            self._process = context.Process(
+                target=worker_main,
+                args=(theirs, self._provider, self._family, self._names, excluded, str(self._log)),
+            )
+            self._process.start()
+            theirs.close()
+            begin = Begin("", "start")
+            try:
+                while True:
+                    message = self._receive(begin)
+                    if isinstance(message, Machine):
+                        return message
+                    begin = message
+            except WorkerLost as lost:
+                self._stop()
+                if not lost.begin.implementation:
+                    raise RuntimeError(
+                        f"the worker did not start: {lost}; see {self._log}"
+                    ) from lost
+                self._unimportable[lost.begin.implementation] = str(lost)
+
+    def _receive(self, begin: Begin) -> Any:
+        assert self._connection is not None, "a harness has a worker until it is left"
+        self._listener(begin.implementation, begin.phase)
+        limit = self._limits[begin.phase]
+        try:
+            if self._connection.poll(limit):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(10)
+            raise WorkerLost(begin, DIED, _cause_of_death(self._process.exitcode)) from None
+        raise WorkerLost(begin, TIME_LIMIT, f"nothing happened for {limit:.0f} s")
+
+    def _stop(self) -> None:
+        if self._connection is None:
+            return
+        self._connection.close()
+        self._connection = None
+        self._process.join(2)
+        if self._process.is_alive():
+            # its process group: compilers that it started hang with it
+            if self._process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.join(10)
+
+
+def _cause_of_death(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"the process ended with {signal.Signals(-code).name}"
+    return f"the process ended with exit code {code}"

@@ -1,0 +1,293 @@
+"""The process that touches the device: one workload after the other, every step announced.
+
+It runs apart from the harness because a kernel may hang, a compiler may crash, and an illegal
+access spoils a CUDA context for good. The harness listens to what is announced here, knows whom to
+blame, and starts another worker.
+"""
+
+import gc
+import importlib
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import torch
+
+from qla_kernels import jit
+
+from .adapters import Call, Implementation, describe
+from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed
+from .problems import Problem, problem_of
+from .records import (
+    FAILED,
+    MEMORY,
+    NOT_APPLICABLE,
+    OK,
+    UNSUPPORTED,
+    WRONG,
+    Result,
+    device_environment,
+    device_name,
+    package_versions,
+)
+from .timing import CpuTimer, EventTimer, GraphTimer, Timer, eager_seconds, measure_ceilings, spread
+from .truth import Truth, relative_l2
+
+T = TypeVar("T")
+SLOW_ENOUGH = 0.5  # seconds: on a CPU one more such call is enough
+
+
+class Spoiled(Exception):
+    """The CUDA context no longer works."""
+
+
+@dataclass
+class Entry:
+    """An implementation that got the row right."""
+
+    name: str
+    implementation: Implementation
+    call: Call  # on the first input set
+    result: Result
+    timer: Timer | None = None
+    samples: list[float] = field(default_factory=list)
+
+
+def main(
+    connection: Connection,
+    provider: str,
+    family: str,
+    names: list[str],
+    excluded: list[str],
+    log: str,
+) -> None:
+    """Entry point of the process; `provider` ("module:function") gives the implementations."""
+    os.setsid()  # compilers that it starts go when it goes
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    module, function = provider.split(":")
+    found = getattr(importlib.import_module(module), function)(family, names)
+    worker = Worker(connection.send, [i for i in found if i.name not in excluded])
+    worker.greet()
+    while True:
+        try:
+            workload, wanted, options = connection.recv()
+        except EOFError:  # the harness is gone
+            return
+        spoiled = not worker.row(workload, wanted, options)
+        connection.send(Done(spoiled, jit.compiled()))
+
+
+class Worker:
+    def __init__(self, send: Callable[[Any], None], implementations: list[Implementation]) -> None:
+        self._send = send
+        self._implementations = {i.name: i for i in implementations}
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._on_gpu = self._device.type == "cuda"
+        if self._on_gpu:  # autograd runs a backward on its forward's stream: one to be captured
+            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+    def greet(self) -> None:
+        kind = self._device.type
+        missing, versions = {}, package_versions(("torch", "triton", "tilelang", "numpy"))
+        for name, implementation in self._implementations.items():
+            self._send(Begin(name, "import"))
+            reason = implementation.missing()
+            if reason is not None:
+                missing[name] = reason
+            else:
+                versions[name] = implementation.version()
+        self._send(Begin("", "ceilings"))
+        ceilings = measure_ceilings(self._device)
+        everyone = self._implementations.values()
+        labels = {i.name: i.label for i in everyone}
+        by_length = tuple(i.name for i in everyone if i.by_length)
+        environment = device_environment(kind)
+        self._send(
+            Machine(
+                device_name(kind), kind, environment, versions, labels, missing, by_length, ceilings
+            )
+        )
+
+    def row(self, workload: Any, wanted: list[str], options: Options) -> bool:
+        """False when the CUDA context broke on the way."""
+        try:
+            self._row(workload, wanted, options)
+        except Spoiled:
+            return False
+        except Exception as error:  # inputs or truth; every implementation's own is caught below
+            self._send(RowFailed(describe(error)))
+        return self._healthy()
+
+    def _row(self, workload: Any, wanted: list[str], options: Options) -> None:
+        self._send(Begin("", "inputs"))
+        problem = problem_of(workload, self._device, options.input_sets)
+        self._send(RowFacts(problem.work.flops, problem.work.bytes, len(problem.inputs)))
+        truth = None
+        if not options.compile_only:
+            self._send(Begin("", "truth"))
+            truth = problem.truth()
+        entries = [
+            entry
+            for name in wanted
+            if (entry := self._attempt(name, "first call", self._first, problem, truth, name))
+        ]
+        del truth
+        self._free()
+        if options.compile_only:
+            for entry in entries:
+                self._send(entry.result)
+            return
+        for entry in entries:
+            entry.timer = self._attempt(entry.name, "capture", self._timer, entry, problem, options)
+        entries = [entry for entry in entries if entry.timer is not None]
+        for _ in range(options.rounds):
+            for entry in list(entries):
+                time.sleep(options.idle_s if self._on_gpu else 0)
+                samples = self._attempt(entry.name, "timing", self._burst, entry, options)
+                if samples is None:
+                    entries.remove(entry)
+                entry.samples += samples or []
+        for entry in entries:
+            self._send(self._finished(entry))
+
+    def _attempt(
+        self, name: str, phase: str, step: Callable[..., T | None], *args: Any
+    ) -> T | None:
+        """`step`, or None after sending why it failed. Sticky CUDA errors end the worker."""
+        self._send(Begin(name, phase))
+        try:
+            return step(*args)
+        except torch.OutOfMemoryError as error:
+            self._send(Result(name, MEMORY, f"{phase}: {describe(error)}"))
+        except Exception as error:
+            refused = type(error).__name__ == "Unsupported"
+            status = UNSUPPORTED if refused else FAILED
+            detail = str(error) if refused else f"{phase}: {describe(error)}"
+            self._send(Result(name, status, detail))
+        if not self._healthy():
+            raise Spoiled
+        return None
+
+    def _first(self, problem: Problem, truth: Truth | None, name: str) -> Entry | None:
+        implementation = self._implementations[name]
+        lacking = implementation.inapplicable(problem.workload)
+        if lacking is not None:
+            self._send(Result(name, NOT_APPLICABLE, lacking))
+            return None
+        if truth is not None:
+            self._poison(problem.work.bytes)
+        call = implementation.prepare(problem.workload, problem.inputs[0])
+        self._synchronize()
+        start = time.perf_counter()
+        raw = call.run()
+        self._synchronize()
+        first_call = time.perf_counter() - start
+        result = Result(name, OK, first_call_s=first_call)
+        if truth is None:
+            return Entry(name, implementation, call, result)
+        verdict = truth.judge(call.collect(raw), problem.dtype)
+        rounded = {
+            tensor: float(f"{error:.3g}") if math.isfinite(error) else None
+            for tensor, error in verdict.errors.items()
+        }
+        result = replace(result, errors=rounded)
+        if verdict.complaint is not None:
+            self._send(replace(result, status=WRONG, detail=verdict.complaint))
+            return None
+        return Entry(name, implementation, call, result)
+
+    def _timer(self, entry: Entry, problem: Problem, options: Options) -> Timer:
+        if not self._on_gpu:
+            return CpuTimer([entry.call.run])
+        entry.result = replace(entry.result, peak_bytes=_peak_bytes(entry.call))
+        others = problem.inputs[1:]
+        prepare = entry.implementation.prepare
+        calls = [entry.call, *(prepare(problem.workload, inputs) for inputs in others)]
+        runs = [call.run for call in calls]
+        try:
+            timer = GraphTimer(runs, options.cold)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._synchronize()
+            note = f"not captured ({describe(error)}): launch gaps are in its time"
+            entry.result = replace(entry.result, detail=note)
+            return EventTimer(runs)
+        _check_replay(timer, calls[-1])
+        return timer
+
+    def _burst(self, entry: Entry, options: Options) -> list[float]:
+        assert entry.timer is not None, "timers are made before rounds begin"
+        slow = not self._on_gpu and (entry.result.first_call_s or 0.0) >= SLOW_ENOUGH
+        if slow and entry.samples:
+            return []
+        return entry.timer.burst(options.burst_s)
+
+    def _finished(self, entry: Entry) -> Result:
+        p20, p50, p80 = (1e3 * x for x in spread(entry.samples))
+        result = replace(
+            entry.result,
+            p20_ms=p20,
+            p50_ms=p50,
+            p80_ms=p80,
+            samples=len(entry.samples),
+            graph=entry.timer is not None and entry.timer.graph,
+        )
+        entry.timer = None  # frees the graph's memory
+        if entry.call.eager is None or not self._on_gpu:
+            return result
+        self._send(Begin(entry.name, "eager"))
+        try:
+            return replace(result, eager_ms=1e3 * eager_seconds(entry.call.eager()))
+        except Exception as error:  # its public function is no reason to drop what was measured
+            return replace(result, detail=f"eager: {describe(error)}")
+
+    def _poison(self, num_bytes: float) -> None:
+        """The next allocations find NaN, so that an element nobody wrote is not right by luck."""
+        if self._on_gpu:
+            self._free()
+            count = min(2 * int(num_bytes), torch.cuda.mem_get_info()[0] // 2) // 4
+            torch.full((count,), math.nan, device=self._device)
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+    def _healthy(self) -> bool:
+        """Frees what is not used any more; an error in a kernel shows here at the latest."""
+        try:
+            self._free()
+            self._synchronize()
+        except Exception:
+            return False
+        return True
+
+    def _free(self) -> None:
+        gc.collect()
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+
+def _peak_bytes(call: Call) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call.run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _check_replay(timer: GraphTimer, last: Call) -> None:
+    """The graph computes what the call does: a launch on another stream would not be in it."""
+    want = {name: x.clone() for name, x in last.collect(last.run()).items()}
+    for x in last.collect(timer.results).values():
+        x.fill_(math.nan)
+    got = last.collect(timer.replay_last())
+    for name, x in want.items():
+        if not relative_l2(got[name], x) < 1e-3:
+            raise RuntimeError(f"a replay of its graph does not write {name}")

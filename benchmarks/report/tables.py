@@ -1,0 +1,268 @@
+"""A run as Markdown: ours, the best rival and the ratio, row by row; slower rows are marked."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ..attention.workloads import REQUIRED
+from ..harness.records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
+
+SLOWER = "▼"
+UNFINISHED = ("fa4_calls",)  # parts of a result, for comparison: no rival that anyone can use
+TITLES = {
+    "fwd": "Forward", "bwd": "Backward", "both": "Forward and backward", "decode": "Decoding",
+    "index": "Index", "layer": "Decoder layer",
+}  # fmt: skip
+
+
+def title_of(kind: str) -> str:
+    return TITLES.get(kind, f"{kind} alone")
+
+
+def best_rival(row: Row, ours: Sequence[str]) -> tuple[str, float] | None:
+    """Name and time of the fastest correct implementation that is not ours."""
+    times = [
+        (r.p50_ms, r.implementation)
+        for r in row.results
+        if r.implementation not in (*ours, *UNFINISHED)
+        if r.status == OK and r.p50_ms is not None
+    ]
+    return None if not times else (min(times)[1], min(times)[0])
+
+
+def ratio(row: Row, ours: Sequence[str]) -> float | None:
+    """Time of the best rival over ours: above 1 we are faster."""
+    mine, rival = row.time_ms("ours"), best_rival(row, ours)
+    return None if mine is None or rival is None else rival[1] / mine
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def our_names(run: Run) -> tuple[str, ...]:
+    return tuple(name for name in run.labels if name.startswith("ours"))
+
+
+def timed(run: Run) -> list[str]:
+    """Implementations that this machine has, in order."""
+    return [name for name in run.labels if name not in run.missing]
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, no exponent."""
+    if value is None:
+        return "–"
+    digits = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
+    return f"{value:.{min(digits, 4)}f}"
+
+
+def marked(value: float, least: float = 1.0) -> str:
+    """A ratio, with a mark if it is below what it should be."""
+    return f"{value:.2f} {SLOWER}" if value < least else f"{value:.2f}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the first `left` columns are text, the others numbers."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+
+    def render(cells: Sequence[str]) -> str:
+        sized = list(zip(cells, widths, strict=True))
+        padded = [c.ljust(w) for c, w in sized[:left]] + [c.rjust(w) for c, w in sized[left:]]
+        return f"| {' | '.join(padded)} |"
+
+    return "\n".join(map(render, [lines[0], rule, *lines[1:]]))
+
+
+def page(run: Run) -> str:
+    """What the benchmark prints."""
+    ceilings = run.ceilings
+    rates = f"{ceilings['flops'] / 1e12:.3g} TFLOP/s ({ceilings['matmul']})"
+    copy = f"{ceilings['bandwidth'] / 1e9:.0f} GB/s (copy)"
+    head = f"{run.device}, record {run.id}. Ceilings of this run: {rates}, {copy}."
+    return "\n\n".join([f"{head} {run.notes}".strip(), summary(run)])
+
+
+def summary(run: Run) -> str:
+    """Milliseconds (medians) of everyone, one table a direction, geometric mean last."""
+    parts = []
+    unit = "ms, CUDA graph replays" if run.device_kind == "cuda" else "ms"
+    for kind in dict.fromkeys(row.kind for row in run.rows):
+        rows = [row for row in run.rows if row.kind == kind]
+        whats = {row.what for row in rows}
+        common = f", {rows[0].what}" if len(whats) == 1 else ""
+        parts.append(f"{title_of(kind)}{common}; {unit}")
+        parts.append(_summary_table(run, rows, with_what=not common))
+        if kind in ("both", "layer") or run.family != "gdn":
+            parts.append(f"{title_of(kind)}; useful TFLOP/s, and peak MiB beyond the inputs")
+            parts.append(_rates_and_memory(run, rows))
+    return "\n\n".join(filter(None, [*parts, steps(run), footnotes(run)]))
+
+
+def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
+    ours = our_names(run)
+    names = [n for n in timed(run) if any(_worth_a_column(r.result(n)) for r in rows)]
+    said = ["heads", "lengths", *([""] if with_what else [])]
+    dense = dense_times(rows, ours)
+    more = ["dense rival / ours"] if dense else []
+    header = [*said, *(run.labels[n] for n in names), "rival / ours", "of floor", *more]
+    body = []
+    for row in rows:
+        times = {name: row.time_ms(name) for name in names}
+        fastest = min((t for t in times.values() if t is not None), default=None)
+        cells = [_cell(run, row.result(n), best=times[n] == fastest) for n in names]
+        subject = [row.heads, row.layout, row.what][: len(said)]
+        body.append([*subject, *cells, _ratio_cell(row, ours), _floor(row)])
+        if dense:
+            beside = dense_ratio(row, dense)
+            body[-1].append("–" if beside is None else f"{beside:.2f}")
+    ratios = [r for r in (ratio(row, ours) for row in rows) if r is not None]
+    mean = geometric_mean(ratios)
+    if mean is not None:
+        count = f"geometric mean of {len(ratios)}"
+        blank = len(header) - 3 - len(more)
+        body.append([count, *[""] * blank, f"{mean:.2f}", "", *[""] * len(more)])
+    return markdown(header, body, left=len(said))
+
+
+def _rates_and_memory(run: Run, rows: Sequence[Row]) -> str:
+    """Operations that the problem has, not those that someone computes."""
+    names = [n for n in timed(run) if any(row.time_ms(n) for row in rows)]
+    body = []
+    for row in rows:
+        cells = []
+        for name in names:
+            time, result = row.time_ms(name), row.result(name)
+            peak = None if result is None or result.peak_bytes is None else result.peak_bytes >> 20
+            rate = number(None if not time else row.flops / time / 1e9)
+            cells.append("–" if not time else f"{rate}, {'–' if peak is None else peak}")
+        body.append([row.heads, row.layout, *cells])
+    return markdown(["heads", "lengths", *(run.labels[n] for n in names)], body, left=2)
+
+
+def steps(run: Run) -> str:
+    """Shared prompts that have both directions in this run: flash-attn-4's times over ours.
+
+    The sum is a training step's. What a batch has to reach is against the three calls.
+    """
+    directions: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in run.rows:
+        if run.family == "dualkv" and row.kind in ("fwd", "bwd"):
+            directions.setdefault((row.heads, row.layout, row.what), {})[row.kind] = row
+    found = [
+        (pair["fwd"], pair["bwd"])
+        for pair in directions.values()
+        if len(pair) == 2 and all(row.time_ms("ours") for row in pair.values())
+    ]
+    rows = [row for pair in found for row in pair]
+    known = ("fa4_shared", "fa4_calls", "fa4")
+    rivals = [name for name in known if any(row.time_ms(name) for row in rows)]
+    if not rivals:
+        return ""
+    header = ["lengths"]
+    for name in rivals:
+        header += [f"{run.labels[name]}: forward", "backward", "sum"]
+    body = []
+    for pair in found:
+        required = REQUIRED.get(pair[0].layout)
+        said = required and f"{required.ratio} {'each' if required.apart else 'in sum'}"
+        cells = [_step_cells(pair, name, name == "fa4_shared") for name in rivals]
+        body.append([pair[0].layout, *(c for three in cells for c in three), said or ""])
+    title = "Forward, backward and their sum; time of flash-attn-4 / ours"
+    return "\n\n".join([title, markdown([*header, "required"], body)])
+
+
+def _step_cells(pair: tuple[Row, Row], rival: str, judged: bool) -> list[str]:
+    """Ratios forward, backward and of the sums, marked where they miss what is required."""
+    ours, theirs = ([row.time_ms(name) or 0.0 for row in pair] for name in ("ours", rival))
+    if not all((*ours, *theirs)):
+        return ["–"] * 3
+    each = together = 1.0
+    required = REQUIRED.get(pair[0].layout) if judged else None
+    if required is not None:
+        each, together = (required.ratio, 1.0) if required.apart else (1.0, required.ratio)
+    cells = [marked(b / a, each) for a, b in zip(ours, theirs, strict=True)]
+    return [*cells, marked(sum(theirs) / sum(ours), together)]
+
+
+def dense_times(rows: Sequence[Row], ours: Sequence[str]) -> dict[tuple[str, int], float]:
+    """By heads and tokens: the best rival's time without the mask that other rows have."""
+    found = {(row.heads, row.tokens): best_rival(row, ours) for row in rows if row.what == "dense"}
+    return {key: rival[1] for key, rival in found.items() if rival is not None}
+
+
+def dense_ratio(row: Row, dense: dict[tuple[str, int], float]) -> float | None:
+    """That time over ours."""
+    without, mine = dense.get((row.heads, row.tokens)), row.time_ms("ours")
+    return None if without is None or mine is None else without / mine
+
+
+def _worth_a_column(result: Result | None) -> bool:
+    return result is not None and result.status != NOT_APPLICABLE
+
+
+def _cell(run: Run, result: Result | None, best: bool) -> str:
+    """The median; bold if it is the row's best, with a star if launch gaps are in it."""
+    if result is None:
+        return ""
+    if result.status != OK:
+        return "–" if result.status == NOT_APPLICABLE else result.status
+    time = number(result.p50_ms)
+    mark = "*" if run.device_kind == "cuda" and not result.graph else ""
+    return f"**{time}**{mark}" if best else f"{time}{mark}"
+
+
+def _ratio_cell(row: Row, ours: Sequence[str]) -> str:
+    value = ratio(row, ours)
+    return "–" if value is None else marked(value)
+
+
+def _floor(row: Row) -> str:
+    """How near the floor the row's fastest of ours, or else the fastest of all, comes."""
+    times = [row.time_ms(r.implementation) for r in row.results]
+    mine = row.time_ms("ours")
+    best = mine if mine is not None else min((t for t in times if t is not None), default=None)
+    return "–" if best is None or row.floor_ms == 0 else f"{row.floor_ms / best:.0%}"
+
+
+def footnotes(run: Run) -> str:
+    """What is missing and why a cell has no number; each reason once."""
+    lines = [f"- {run.labels.get(n, n)} is missing: {why}" for n, why in run.missing.items()]
+    reasons = Counter(
+        (r.implementation, r.status, r.detail)
+        for row in run.rows
+        for r in row.results
+        if r.detail and r.status not in (MISSING, NOT_APPLICABLE)
+    )
+    for (name, status, detail), count in reasons.items():
+        rows = "1 row" if count == 1 else f"{count} rows"
+        said = "" if status == OK else f" {status}:"
+        lines.append(f"- {run.labels.get(name, name)}, {rows}:{said} {detail}")
+    return "\n".join(lines)
+
+
+def details(run: Run) -> str:
+    """Everything that was measured, one line for each implementation of each row."""
+    header = [
+        "workload", "implementation", "p20", "p50", "p80", "eager", "TFLOP/s", "GB/s", "of floor",
+        "peak MiB", "first call s", "worst error",
+    ]  # fmt: skip
+    body = []
+    for row in run.rows:
+        for r in row.results:
+            if r.status != OK or r.p50_ms is None:
+                continue
+            worst = max((e for e in r.errors.values() if e is not None), default=None)
+            body.append([
+                row.name, run.labels.get(r.implementation, r.implementation),
+                *(number(x) for x in (r.p20_ms, r.p50_ms, r.p80_ms, r.eager_ms)),
+                number(row.flops / r.p50_ms / 1e9), number(row.bytes / r.p50_ms / 1e6),
+                f"{row.floor_ms / r.p50_ms:.0%}",
+                "–" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}",
+                "–" if r.first_call_s is None else f"{r.first_call_s:.1f}",
+                "–" if worst is None else f"{worst:.1e}",
+            ])  # fmt: skip
+    return markdown(header, body, left=2)

@@ -1,0 +1,1 @@
+"""Sparse and dense ring attention on several GPUs."""

@@ -1,0 +1,168 @@
+"""Dense ring attention over a library's kernels: what a sparse ring has to beat.
+
+Zigzag shards, so that every rank has the same work in every step; keys and values go around while a
+step is computed, partial results are merged in fp32, and the backward has the log-sum-exp of all
+keys. A step meets half of the queries or half of the keys, and never a mask but in the first.
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qla_kernels.sparse_ring.groups import RankRing
+
+Backward = tuple[Tensor, Tensor, Tensor]
+GRADIENT_TAG = 2  # k and v take two
+
+
+class Kernel(Protocol):
+    """Attention of [B, T, H, D] queries to [B, S, Hk, D] keys."""
+
+    name: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """o, and the natural log-sum-exp, [B, H, T]."""
+        ...
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+    ) -> Backward: ...
+
+
+class FlashAttention4:
+    name = "flash-attn-4"
+
+    def __init__(self) -> None:
+        self._ops = importlib.import_module("flash_attn.cute.interface")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        o, lse = self._ops.flash_attn_func(q, k, v, causal=causal, return_lse=True)[:2]
+        return o, lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+    ) -> Backward:
+        scale = q.shape[-1] ** -0.5
+        dq, dk, dv = self._ops._flash_attn_bwd(
+            q, k, v, o, do, lse.contiguous(), softmax_scale=scale, causal=causal
+        )[:3]
+        return dq, dk, dv
+
+
+class Aten:
+    """One of PyTorch's own: cuDNN's kernels, or flash-attn 2's."""
+
+    def __init__(self, library: str) -> None:
+        self.name = {"cudnn": "cuDNN", "flash": "flash-attn 2 (torch)"}[library]
+        self._cudnn = library == "cudnn"
+        self._seeds: tuple[Tensor, ...] = ()  # of a dropout that there is none of
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        if self._cudnn:
+            done = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                *heads, None, True, 0.0, causal, False
+            )
+        else:
+            done = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, causal, False)
+        self._seeds = done[6:8]
+        return done[0].transpose(1, 2), done[1].view(*heads[0].shape[:3])
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+    ) -> Backward:
+        heads = [x.transpose(1, 2) for x in (do, q, k, v, o)]
+        lengths = (None, None, q.shape[1], k.shape[1], 0.0, causal)
+        if self._cudnn:
+            grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                *heads, lse.contiguous()[..., None], *self._seeds, None, *lengths
+            )
+        else:
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                *heads, lse.contiguous(), *lengths, *self._seeds
+            )
+        dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
+        return dq, dk, dv
+
+
+def kernel_of(name: str) -> Kernel:
+    return FlashAttention4() if name == "fa4" else Aten(name)
+
+
+def _steps(ring: RankRing, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Which of this rank's queries see which of an owner's keys, those, and their values.
+
+    The next owner's come meanwhile. Its keys are before ours, and all queries see the first half of
+    them, or behind, and the second half of the queries sees all of them.
+    """
+    half, everything = k.shape[1] // 2, slice(None)
+    here, there = (k, v), (torch.empty_like(k), torch.empty_like(v))
+    spare = (torch.empty_like(k), torch.empty_like(v)) if ring.size > 2 else there
+    for step in range(ring.size):
+        coming = ring.shift(here, there, 0) if step + 1 < ring.size else None
+        queries, keys = everything, everything
+        if step:
+            before = (ring.rank - step) % ring.size < ring.rank
+            queries, keys = (everything, slice(half)) if before else (slice(half, None), everything)
+        yield queries, keys, here[0][:, keys], here[1][:, keys]
+        if coming is not None:
+            coming.wait()
+            here, there = there, (spare if step == 0 else here)
+
+
+def forward(
+    kernel: Kernel, ring: RankRing, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """o in q's dtype and the LSE of all keys, of this rank's queries."""
+    o, lse = q, q  # until the first step
+    for step, (queries, _, keys, values) in enumerate(_steps(ring, k, v)):
+        part, of_part = kernel.forward(q[:, queries], keys, values, step == 0)
+        if step == 0:
+            o, lse = part.float(), of_part.clone()
+        else:
+            _merge(o[:, queries], lse[..., queries], part, of_part)
+    return o.to(q.dtype), lse
+
+
+def _merge(o: Tensor, lse: Tensor, part: Tensor, of_part: Tensor) -> None:
+    both = torch.logaddexp(lse, of_part)
+    old, new = ((x - both).exp().transpose(1, 2)[..., None] for x in (lse, of_part))
+    o.mul_(old).addcmul_(part, new)
+    lse.copy_(both)
+
+
+def backward(
+    kernel: Kernel,
+    ring: RankRing,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+) -> Backward:
+    """Gradients of keys go around with them, in fp32, and one hop more."""
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=q.device)
+    received = torch.empty_like(dkv)
+    travelling: Any = None
+    for step, (queries, of_owner, keys, values) in enumerate(_steps(ring, k, v)):
+        parts = kernel.backward(
+            do[:, queries], q[:, queries], keys, values,
+            o[:, queries], lse[..., queries], step == 0,
+        )  # fmt: skip
+        if travelling is not None:
+            travelling.wait()
+            dkv, received = received, dkv
+        dq[:, queries] += parts[0]
+        dkv[0, :, of_owner] += parts[1]
+        dkv[1, :, of_owner] += parts[2]
+        if ring.size > 1:
+            travelling = ring.shift([dkv], [received], GRADIENT_TAG)
+    if travelling is not None:
+        travelling.wait()
+        dkv = received
+    return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)

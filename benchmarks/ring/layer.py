@@ -1,0 +1,96 @@
+"""A layer of sparse attention as one rank of a ring runs it, and what it must give."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.sparse_ring import FixedVerticalSlash, StripedLayout, build_index, ring
+from qla_kernels.sparse_ring.layouts import Layout
+from qla_kernels.sparse_ring.route import LOCAL, Route
+from qla_kernels.sparse_ring.shard import Shard, shard_of
+
+from ..attention.workloads import VerticalSlash
+from ..harness.truth import relative_l2
+
+LIMIT = 5e-3  # relative L2 error of a ring beside one device
+
+
+class Way(NamedTuple):
+    what: str
+    layout: Layout
+    route: Route
+
+
+ALONE = Way("sparse, one device", StripedLayout(1), LOCAL)
+
+
+class Layer:
+    """A mask, and tensors of any of its shards; what is in those does not matter for times."""
+
+    def __init__(self, workload: VerticalSlash, device: str) -> None:
+        self.workload, self.device, self.scale = workload, device, workload.head_dim**-0.5
+        diagonals, columns = workload.mask()
+        q = torch.empty(1, workload.tokens, workload.heads[1], 64, device=device).bfloat16()
+        self.index = build_index(q, q, FixedVerticalSlash(columns, diagonals))
+
+    @property
+    def work(self) -> float:
+        """FLOPs of forward and backward: 2 + 5 products over the mask's pairs."""
+        return 14.0 * self.workload.pairs * self.workload.head_dim * self.workload.heads[1]
+
+    def tensors(self, world: int = 1, seed: int | None = None) -> list[Tensor]:
+        """q, k, v, do of a rank, or with `seed` of the whole sequence, on every rank the same."""
+        kv_heads, heads = self.workload.heads
+        generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
+        shape = (1, self.workload.tokens // world)
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        return [
+            torch.randn(
+                *shape, n, self.workload.head_dim, generator=generator, device=self.device
+            ).to(dtype)
+            for n in (heads, kv_heads, kv_heads, heads)
+        ]
+
+    def calls(
+        self,
+        way: Way,
+        tensors: Sequence[Tensor] = (),
+        index: Callable[[Tensor, Tensor], object] | None = None,
+    ) -> tuple[Callable[[], ring.RingForward], Callable[[], ring.RingBackward]]:
+        """`index` runs where one is built, beside what is gathered; its lines are not taken."""
+        q, k, v, do = tensors or self.tensors(way.layout.world)
+
+        T, rank = self.workload.tokens, way.route.whole.rank
+
+        def shard() -> Shard:  # made by every call, as its tables are
+            return shard_of(way.layout, rank, T, T, self.scale, self.index[:3])
+
+        def forward() -> ring.RingForward:
+            batches = way.route.batches(k, v)
+            if index is not None:
+                index(q, k)
+            return ring.forward(shard(), q, batches)
+
+        done = forward()
+        return forward, lambda: ring.backward(shard(), way.route, q, k, v, done, do, None)
+
+
+def check(layer: Layer, way: Way, rank: int) -> None:
+    """A ring gives what one device gives."""
+    whole = layer.tensors(seed=0)
+    forward, backward = layer.calls(ALONE, whole)
+    want = [forward().o, *backward()]
+    forward, backward = layer.calls(way, [way.layout.shard(x, 1, rank) for x in whole])
+    found = [forward().o, *backward()]
+    agree(way.what, way.layout, rank, found, want)
+
+
+def agree(
+    what: str, layout: Layout, rank: int, found: Sequence[Tensor], want: Sequence[Tensor]
+) -> None:
+    for name, got, right in zip(("o", "dq", "dk", "dv"), found, want, strict=True):
+        error = relative_l2(got, layout.shard(right, 1, rank))
+        if not error < LIMIT:
+            raise RuntimeError(f"{what}: {name} is off by {error:.1e} on rank {rank}")

@@ -1,0 +1,149 @@
+"""Rings that are timed in parts: without their transfers, their transfers alone, over slower links.
+
+A slow link is emulated: what comes from another node counts as here after bytes / rate, or when it
+is here, whichever is later. The delay runs beside everything else, as a transfer does: on a GPU it
+is one thread that waits on a stream of its own, which costs the SM that it sits on.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.sparse_ring.gradients import gradients_of
+from qla_kernels.sparse_ring.groups import Pending, RankRing
+from qla_kernels.sparse_ring.route import Route
+
+from ..harness.timing import event
+
+CYCLES = 10_000_000  # of the call that the clock of delays is read from
+
+
+class Silent(RankRing):
+    """Sends nothing, and at once has something in the place of what would come."""
+
+    def swap(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], to: int, source: int, tag: int
+    ) -> Pending:
+        return Pending([], receive)
+
+    def gather(self, *tensors: Tensor) -> Pending:
+        of = [(n, (self.size, *x.shape), x.dtype, x.device) for n, x in enumerate(tensors)]
+        return Pending([], [_random(*x) for x in of])
+
+    def sum(self, x: Tensor) -> Pending:
+        return Pending([], [x[self.rank]])
+
+
+@functools.lru_cache(maxsize=2)  # k and v, made once: the copy is no part of what is timed
+def _random(n: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros would cost less power."""
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Slow(RankRing):
+    """Links between nodes of `node` neighbouring ranks have `rate` bytes a second each way."""
+
+    node: int = 1
+    rate: float = 25e9
+
+    def swap(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], to: int, source: int, tag: int
+    ) -> Pending:
+        posted = super().swap(send, receive, to, source, tag)
+        crosses = source % self.size // self.node != self.rank // self.node
+        return _Late(posted, self._delay(receive) if crosses else None)
+
+    def gather(self, *tensors: Tensor) -> Pending:
+        posted = super().gather(*tensors)
+        return _Late(posted, self._delay(list(tensors) * (self.size - self.node)))
+
+    def sum(self, x: Tensor) -> Pending:
+        posted = super().sum(x)
+        return _Late(posted, self._delay([x[0]] * (self.size - self.node)))
+
+    def _delay(self, coming: Sequence[Tensor]) -> Callable[[], None]:
+        seconds = sum(x.numel() * x.element_size() for x in coming) / self.rate
+        return _gpu_delay(seconds) if coming[0].is_cuda else _host_delay(seconds)
+
+
+class _Late(Pending):
+    def __init__(self, posted: Pending, delay: Callable[[], None] | None) -> None:
+        self._posted, self._delay = posted, delay
+
+    def wait(self) -> Sequence[Tensor]:
+        received = self._posted.wait()
+        if self._delay is not None:
+            self._delay()
+            self._delay = None
+        return received
+
+
+def _host_delay(seconds: float) -> Callable[[], None]:
+    end = time.monotonic() + seconds
+    return lambda: time.sleep(max(0.0, end - time.monotonic()))
+
+
+def _gpu_delay(seconds: float) -> Callable[[], None]:
+    """One behind the other, as transfers over a link are, from when what is sent is there."""
+    here, link = torch.cuda.current_stream(), _link()
+    link.wait_stream(here)
+    with torch.cuda.stream(link):
+        _wait_on_gpu(round(seconds * _cycles_a_second()))
+        over = event()
+        over.record()
+    return lambda: torch.cuda.current_stream().wait_event(over)
+
+
+@functools.cache
+def _link() -> Any:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _wait_on_gpu(cycles: int) -> None:
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _cycles_a_second() -> float:
+    start, end = event(), event()
+    _wait_on_gpu(CYCLES)  # the clock rises first
+    start.record()
+    _wait_on_gpu(CYCLES)
+    end.record()
+    end.synchronize()
+    return float(CYCLES / start.elapsed_time(end) * 1e3)
+
+
+def silent(route: Route) -> Route:
+    whole, inner, outer = (Silent(x.group, x.rank, x.size) for x in route[:3])
+    return Route(whole, inner, outer, route.gathers, route.per_launch)
+
+
+def slow(route: Route, node: int, rate: float) -> Route:
+    """Neighbours are nodes of so many ranks; of the outer ring each rank is one of another node."""
+
+    def over(ring: RankRing, of_node: int) -> RankRing:
+        return Slow(ring.group, ring.rank, ring.size, of_node, rate)
+
+    rings = over(route.whole, node), over(route.inner, node), over(route.outer, 1)
+    return Route(*rings, route.gathers, route.per_launch)
+
+
+def transfers(route: Route, k: Tensor, v: Tensor, gradients: bool = True) -> None:
+    """All that a call sends, with nothing to hide behind; of a backward with the gradients."""
+    batches = route.batches(k, v)
+    if not gradients:
+        for _ in batches:
+            pass
+        return
+    sent = gradients_of(route, k)
+    for batch in batches:
+        for _ in sent.of(batch.chunks):
+            pass
+    sent.home(k.dtype)
