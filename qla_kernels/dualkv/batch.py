@@ -92,10 +92,10 @@ class SharedBatch:
         self.layout.prepare(num_heads, kv_heads)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Returns x, which has one entry per token of the caller, in packed order: [T, ...].
+        """Returns x, a tensor over the tokens given to the packer, over the packed tokens: [T, ...].
 
-        Padding tokens get 0. A shared token gets the entry of the first sequence that contains it.
-        Raises ValueError if x does not begin with the shape of the tokens that were packed.
+        The first dimensions of x are `source_shape`; another shape raises ValueError. Padding
+        tokens get 0. A shared token gets the entry of the first sequence that contains it.
         """
         expect_tensors("SharedBatch.pack", x=x)
         dims = len(self.source_shape)
@@ -169,10 +169,11 @@ class SharedBatch:
                     raise ValueError(need(OP, f"a target is {token}", needs, fix))
 
     def to_padded(self, x: Tensor, width: int | None = None, fill: float = 0.0) -> Tensor:
-        """Returns x [L, ...] of the targets as [S, width, ...], in the caller's order of sequences.
+        """Returns one value per target, x [L, ...], as [S, width, ...].
 
-        Entries without a target are `fill`. `width` defaults to `self.width`. Raises ValueError if
-        x has other rows, or if width is less than `self.width`.
+        The row is the caller's sequence, and the column is the target's `column`. Other entries are
+        `fill`. `width` defaults to `self.width`, the least that holds all columns; a smaller one
+        raises ValueError, and so does another number of rows of x.
         """
         op = "SharedBatch.to_padded"
         expect_tensors(op, x=x)

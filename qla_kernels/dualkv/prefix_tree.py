@@ -32,9 +32,9 @@ def pack_prefix_tree(
     position_ids: Tensor | None = None,
     pad_to: int | None = None,
 ) -> SharedBatch:
-    """Returns a packed batch with every shared beginning once, however the sequences fork.
+    """Returns a packed batch in which each common beginning of sequences is stored once.
 
-    Sequences are numbered as given; a group is a tree. `batch.pack` takes tensors over all tokens,
+    Sequences are numbered as given. A group is the sequences that share their first token. `batch.pack` takes tensors over all tokens,
     sequence after sequence. Contents are compared on the host: tensors on a GPU are read back.
 
     Args:

@@ -238,8 +238,9 @@ class RingGroups:
 
         `facts` are the arguments by name. `problem` is the error that this rank found in its own
         arguments: this rank raises it, and other ranks raise a ValueError that quotes it. Facts
-        that differ between ranks raise a ValueError as well. Facts that all ranks agreed on in an
-        earlier call are compared later, unless `again`; see agreement.py.
+        that differ between ranks raise a ValueError as well. Facts that all ranks have agreed on in
+        an earlier call are not compared now, unless `again`: a hash of all calls is compared when
+        new facts occur, or every 64 calls. See agreement.py.
         """
         if self.agreement is not None:
             said = None if problem is None else f"{type(problem).__name__}: {problem}"

@@ -63,7 +63,10 @@ def build_cp_context(
     group: dist.ProcessGroup | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> CPContext:
-    """Returns the context of this rank: rank r of W has the tokens r T / W to (r + 1) T / W.
+    """Returns the `cp_context` argument of `chunk_gated_delta_rule` on this rank.
+
+    It holds the bounds of the sequences with tokens here, and how many ranks before and after hold
+    the rest of the first and the last one. Rank r of W has the tokens r T / W to (r + 1) T / W.
 
     Args:
         cu_seqlens: [N + 1] bounds of the whole batch of T tokens. The context's cu_seqlens will be
