@@ -34,8 +34,9 @@ def pack_prefix_tree(
 ) -> SharedBatch:
     """Returns a packed batch in which each common beginning of sequences is stored once.
 
-    Sequences are numbered as given. A group is the sequences that share their first token. `batch.pack` takes tensors over all tokens,
-    sequence after sequence. Contents are compared on the host: tensors on a GPU are read back.
+    Sequences are numbered as given. A group is the sequences that share their first token.
+    `batch.pack` takes tensors over all tokens, sequence after sequence. Tokens are compared on the
+    host: tensors on a GPU are read back.
 
     Args:
         sequences: token ids, [n] tensors or lists, n at least 1. A sequence may be a prefix of
