@@ -92,7 +92,7 @@ class SharedBatch:
         self.layout.prepare(num_heads, kv_heads)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Returns x, a tensor over the tokens given to the packer, over the packed tokens: [T, ...].
+        """Returns x, a tensor over the tokens given to the packer, over packed tokens: [T, ...].
 
         The first dimensions of x are `source_shape`; another shape raises ValueError. Padding
         tokens get 0. A shared token gets the entry of the first sequence that contains it.
