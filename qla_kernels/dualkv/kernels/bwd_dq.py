@@ -48,9 +48,10 @@ from qla_kernels.dualkv.shapes import (
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Named, Role, Schedule
 
 GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # of a warpgroup
@@ -102,6 +103,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=2, regs=24, computes="fills the warpgroup"),
         ),
         rings={"k": 2, "v": 2, "clean": 2},
+        named={"meet": Named(GROUP, copies=2)},  # the warps of a warpgroup
         # Q, dO, two slots each of K and V; barriers and alignment
         smem_bytes=6 * KEY_TILE * v.D * 2 + 1024,
     )
@@ -175,7 +177,9 @@ def scrub(span, s_k, k_ring, clean, x):
 
 
 @T.macro
-def mma(dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, x, scale, D, dtype):
+def mma(
+    dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, meet, x, scale, D, dtype
+):  # fmt: skip
     w, slot = T.alloc_var("int32"), T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
     r_dq = T.alloc_fragment((GROUP_ROWS, D), "float32")
@@ -231,11 +235,11 @@ def mma(dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, x, 
         k_ring.release(i)
     for r, d in T.Parallel(GROUP_ROWS, D):
         r_dq[r, d] *= scale
-    store(r_dq, s_q, dq, x, w, D, dtype)  # 6
+    store(r_dq, s_q, dq, x, meet, w, D, dtype)  # 6
 
 
 @T.macro
-def store(r_dq, s_out, dq, x, w, D, dtype):
+def store(r_dq, s_out, dq, x, meet, w, D, dtype):
     """Writes dQ's rows of a warp, 16 rows of one head, to `dq`, staged through s_out's rows of Q.
 
     Only this warpgroup has read those rows.
@@ -249,7 +253,7 @@ def store(r_dq, s_out, dq, x, w, D, dtype):
     head = x.head0 + (w * GROUP_ROWS + row0 >> x.tile_log2)
     T.copy(r_dq, r_out)
     T.copy(r_out, s_out[w, :, :])
-    T.sync_threads(8 + w, GROUP)
+    meet.sync(w)
     for piece in T.unroll(BOX * lanes // 32):
         row = piece * (32 // lanes) + lane // lanes
         if tok + row < x.rows:
@@ -329,7 +333,7 @@ def build(v: Variant):
                     T.set_max_nreg(plan.role("mma").regs, 1)
                     mma(
                         dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring,
-                        x, scale, D, v.dtype,
+                        NamedBarrier(plan, "meet"), x, scale, D, v.dtype,
                     )  # fmt: skip
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)

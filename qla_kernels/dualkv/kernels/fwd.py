@@ -58,11 +58,11 @@ from qla_kernels.dualkv.shapes import (
 )
 from qla_kernels.tile import softmax
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Named, Role, Schedule
 
 GROUP = 128  # threads of a warpgroup
-TURN = 8  # named barriers 8 and 9: the warpgroups' turns on the tensor cores
 
 
 class Variant(NamedTuple):
@@ -128,6 +128,7 @@ def schedule(v: Variant) -> Schedule:
             ),
         ),
         rings={"work": 2, "q": 2, "k": 2, "v": 2, "clean": 2, "o": 2},
+        named={"turn": Named(2 * GROUP, copies=2)},  # of the warpgroups on the tensor cores
         # two slots each of Q, K and V, and O; work, barriers and alignment
         smem_bytes=7 * KEY_TILE * v.D * 2 + 2 * WORK * 4 + 1024,
     )
@@ -136,7 +137,7 @@ def schedule(v: Variant) -> Schedule:
 @T.macro
 def mma(
     v, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring, clean, o_ring,
-    tile_log2, q_shift, scale2,
+    turn, tile_log2, q_shift, scale2,
 ):  # fmt: skip
     w = T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
@@ -153,7 +154,7 @@ def mma(
     token, rows, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     diagonal, span0 = T.alloc_var("int32"), T.alloc_var("int32")
     masked, tiles, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    products = (s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w)
+    products = (s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w)
     out = (r_o, r_o16, m, l, s_o, lse2, o_ring, w, scale2, tile_log2)
     i = 0
     j = 0
@@ -164,7 +165,7 @@ def mma(
     T.clear(r_p)
     T.clear(r_o)
     if w == 1:
-        T.call_extern("handle", "tl::__named_barrier_arrive", TURN, 2 * GROUP)
+        turn.arrive(0)
     work.wait(0)
     next_slot = uniform(s_work[0, HEAD_SLOT])
     while next_slot >= 0:
@@ -213,11 +214,11 @@ def mma(
         T.wait_wgmma(0)
         put_out(*out, j - 1, token, rows, slot)
     if w == 0:
-        T.call_extern("handle", "tl::__sync_thread_partial", TURN, 2 * GROUP)
+        turn.sync(0)
 
 
 @T.macro
-def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w, q_slot, i):
+def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w, q_slot, i):
     """Issues S of tile i and P V of tile i - 1 (step 3); waits for S and releases K of tile i.
 
     P V is still in flight on return. For i = 0 there is no tile before: P is 0, and the product
@@ -225,7 +226,7 @@ def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w, q_slot, i):
     """
     before = T.max(i - 1, 0)
     k_ring.wait(i)
-    T.call_extern("handle", "tl::__sync_thread_partial", TURN + w, 2 * GROUP)  # my turn
+    turn.sync(w)
     T.wgmma_gemm(
         s_q[q_slot * 2 + w, :, :],
         s_k[k_ring.slot(i), :, :],
@@ -235,14 +236,14 @@ def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w, q_slot, i):
     )
     v_ring.wait(before)
     T.wgmma_gemm(r_p, s_v[v_ring.slot(before), :, :], r_o)
-    T.call_extern("handle", "tl::__named_barrier_arrive", TURN + 1 - w, 2 * GROUP)  # the other's
+    turn.arrive(1 - w)
     T.wait_wgmma(1)
     k_ring.release(i)
 
 
 @T.macro
 def step(products, m, l, a, q_slot, i, scale2, keys):
-    (_, _, _, r_s, r_p, r_o, _, v_ring, _) = products
+    (_, _, _, r_s, r_p, r_o, _, v_ring, _, _) = products
     start_products(*products, q_slot, i)
     if keys is not None:
         for r, x in T.Parallel(64, KEY_TILE):
@@ -387,7 +388,7 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("mma").regs, 1)
                 mma(
                     v, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring,
-                    clean, o_ring, tile_log2, q_shift, scale2,
+                    clean, o_ring, NamedBarrier(plan, "turn"), tile_log2, q_shift, scale2,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)

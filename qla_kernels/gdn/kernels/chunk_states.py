@@ -42,13 +42,16 @@ from qla_kernels.gdn.kernels.chain.layout import (
     GATE_ROWS,
     LAST,
     TILE,
-    TURN,
     D,
     Rows,
     accumulator_layout,
+    first_turn,
     give_turn,
+    last_turn,
     load_transposed,
+    named_barriers,
     take_turn,
+    turns,
 )
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
@@ -131,6 +134,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
         rings=rings,
+        named=named_barriers(states),
         # k, v, A; staged states; gates; barriers and alignment
         smem_bytes=sizes["kva"] * CHUNK * (v.K + v.tile_v + CHUNK) * 2
         + sizes["h"] * v.tile_v * v.K * 2
@@ -141,7 +145,7 @@ def schedule(v: Variant) -> Schedule:
 
 @T.macro
 def state(
-    w, states, K, dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h, kva, gate_ring, h_ring,
+    w, K, dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h, kva, gate_ring, h_ring, turn,
     num_chunks, every, n, hv, v0, has_h0, has_ht,
 ):  # fmt: skip
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
@@ -160,15 +164,14 @@ def state(
         T.clear(r_s)
     T.copy(r_s, r_s16)
     stored = 0
-    if states == 2 and w == 1:
-        T.named_barrier_arrive(TURN, 256)
+    first_turn(turn, w)
     for i in T.serial(num_chunks):
         slot = kva.slot(i)
         gate_slot = gate_ring.slot(i)
         kva.wait(i)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 3
-        give_turn(w, states)
+        give_turn(turn, w)
         gate_ring.wait(i)
         load_transposed(s_v, slot, w, r_vt)
         T.wait_wgmma(0)
@@ -177,26 +180,25 @@ def state(
                 s_gate[gate_slot, BETA, c] * r_vt[c, r] - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
             )
         T.copy(r_x, r_w16)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_w16, s_a[slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 4
-        give_turn(w, states)
+        give_turn(turn, w)
         for r, c in T.Parallel(TILE, K):
             r_s[r, c] *= s_gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
         for r, c in T.Parallel(TILE, CHUNK):
             r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
         gate_ring.release(i)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 5
-        give_turn(w, states)
+        give_turn(turn, w)
         if i == stored * every:
             stage(r_s16, s_h, h_ring, stored, K)
             stored += 1
         T.wait_wgmma(0)
         kva.release(i)
         T.copy(r_s, r_s16)
-    if states == 2 and w == 0:
-        T.sync_threads(TURN, 256)  # take the partner's last turn
+    last_turn(turn, w)
     if has_ht != 0:
         put_state(r_s, ht, n, hv, v0 + w * TILE, K)
 
@@ -275,18 +277,19 @@ def build(v: Variant):
             sequence_span(cu_seqlens, n, num_tokens, begin, length)
             num_chunks = T.ceildiv(length, CHUNK)
 
+            turn = turns(plan)
             tx = T.get_thread_binding()
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    0, states, K, v.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[0], kva, gates,
-                    h_rings[0], num_chunks, every, n, hv, v0, has_h0, has_ht,
+                    0, K, v.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[0], kva, gates,
+                    h_rings[0], turn, num_chunks, every, n, hv, v0, has_h0, has_ht,
                 )  # fmt: skip
             elif tx < plan.start("load"):  # no thread if the CTA has one state warpgroup
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    1, states, K, v.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[-1], kva, gates,
-                    h_rings[-1], num_chunks, every, n, hv, v0, has_h0, has_ht,
+                    1, K, v.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[-1], kva, gates,
+                    h_rings[-1], turn, num_chunks, every, n, hv, v0, has_h0, has_ht,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)

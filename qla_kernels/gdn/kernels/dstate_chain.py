@@ -59,13 +59,16 @@ from qla_kernels.gdn.kernels.chain.layout import (
     LAST,
     SCALE_E,
     TILE,
-    TURN,
     D,
     Rows,
     accumulator_layout,
+    first_turn,
     give_turn,
+    last_turn,
     load_transposed,
+    named_barriers,
     take_turn,
+    turns,
 )
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
@@ -163,6 +166,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),
         rings=rings,
+        named=named_barriers(states),
         # q, k, dO, A; P; staged gradients; gates; barriers and alignment
         smem_bytes=sizes["rows"] * CHUNK * (2 * v.K + v.tile_v + CHUNK) * 2
         + sizes["p"] * CHUNK * CHUNK * 2
@@ -229,7 +233,7 @@ def prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, K, u
 @T.macro
 def state(
     w, states, K, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds,
-    rows, gate_ring, p_ring, ds_ring, num_chunks, n, hv, v0, has_dht, has_dh0, unit,
+    rows, gate_ring, p_ring, ds_ring, turn, num_chunks, n, hv, v0, has_dht, has_dh0, unit,
 ):  # fmt: skip
     r_ds = T.alloc_fragment((TILE, K), "float32")  # dS^T: stays here from last to first chunk
     r_ds16 = T.alloc_fragment((TILE, K), dtype)
@@ -248,15 +252,14 @@ def state(
     else:
         T.clear(r_ds)
     T.copy(r_ds, r_ds16)
-    if states == 2 and w == 1:
-        T.named_barrier_arrive(TURN, 256)
+    first_turn(turn, w)
     for step in T.serial(num_chunks):
         slot = rows.slot(step)
         gate_slot = gate_ring.slot(step)
         at = (step, slot, gate_slot, w)
         rows.wait(step)
         p_ring.wait(step)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_ds16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 4
         T.wgmma_gemm(
             s_do[slot, :, w * TILE : w * TILE + TILE],
@@ -265,7 +268,7 @@ def state(
             transpose_A=True,
             clear_accum=True,
         )
-        give_turn(w, states)
+        give_turn(turn, w)
         gate_ring.wait(step)
         if states == 1:
             prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, K, unit)  # 9
@@ -274,18 +277,18 @@ def state(
         for r, c in T.Parallel(TILE, CHUNK):
             r_x[r, c] = s_gate[gate_slot, D, c] * r_x[r, c] + r_d[r, c]
         T.copy(r_x, r_dn16)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_dn16, s_a[slot, :, :], r_y, clear_accum=True)  # 5
-        give_turn(w, states)
+        give_turn(turn, w)
         if states == 2:
             prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, K, unit)  # 9
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_do16, s_q[slot, :, :], r_ds)  # 6
         T.wait_wgmma(1)  # Y is ready, dO'^T Q in flight
         for r, c in T.Parallel(TILE, CHUNK):
             r_du16[r, c] = -s_gate[gate_slot, BETA_E, c] * r_y[r, c]
         T.wgmma_gemm(r_du16, s_k[slot, :, :], r_ds)
-        give_turn(w, states)
+        give_turn(turn, w)
         gate_ring.release(step)
         T.wait_wgmma(0)
         rows.release(step)
@@ -299,8 +302,7 @@ def state(
             T.wgmma_gemm(r_do16, s_q[slot, :, :], r_ds)
             T.wait_wgmma(0)
         T.copy(r_ds, r_ds16)
-    if states == 2 and w == 0:
-        T.sync_threads(TURN, 256)  # take the partner's last turn
+    last_turn(turn, w)
     if has_dh0 != 0:
         for r, c in T.Parallel(TILE, K):
             r_ds[r, c] *= unit
@@ -404,19 +406,21 @@ def build(v: Variant):
                 if (scale != 0) & (num_chunks > 0):  # what only passes stays as it is, bit for bit
                     unit = scale
 
+            turn = turns(plan)
             tx = T.get_thread_binding()
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
                     0, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[0],
-                    rows, gates, p_ring, ds_rings[0], num_chunks, n, hv, v0, has_dht, has_dh0, unit,
+                    rows, gates, p_ring, ds_rings[0], turn, num_chunks, n, hv, v0, has_dht, has_dh0,
+                    unit,
                 )  # fmt: skip
             elif tx < plan.start("score"):  # no thread if the CTA has one state warpgroup
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
                     1, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[-1],
-                    rows, gates, p_ring, ds_rings[-1], num_chunks, n, hv, v0, has_dht, has_dh0,
-                    unit,
+                    rows, gates, p_ring, ds_rings[-1], turn, num_chunks, n, hv, v0, has_dht,
+                    has_dh0, unit,
                 )  # fmt: skip
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)

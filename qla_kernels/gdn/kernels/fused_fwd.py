@@ -38,15 +38,24 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.kernels.chain.forward import first_turn, gate, last_turn, state
+from qla_kernels.gdn.kernels.chain.forward import gate, state
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.gdn.kernels.chain.items import After, count_chunks, find
-from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows
+from qla_kernels.gdn.kernels.chain.layout import (
+    GATE_ROWS,
+    TILE,
+    Rows,
+    first_turn,
+    last_turn,
+    named_barriers,
+    turns,
+)
 from qla_kernels.gdn.kernels.chain.solve import clear_above, invert, score, solve, solve_in_teams
 from qla_kernels.gdn.kernels.chain.transfer import load, store
 from qla_kernels.gdn.kernels.tables import inside
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule, Signal
 
@@ -184,6 +193,7 @@ def schedule(v: Variant) -> Schedule:
             ),
         ),
         rings=rings,
+        named=named_barriers(v.states, v.teams if v.solves else 0),
         # q and k; v and O; A and P; gates; scratch; barriers and alignment
         smem_bytes=(rings["q"] + rings["k"]) * CHUNK * v.K * 2
         + rings["v"] * CHUNK * v.tile_v * 2
@@ -303,6 +313,7 @@ def build(v: Variant):
             first = 0  # number of chunks of earlier items: the rings' next step
             items = T.ceildiv((num_bounds - 1) * num_value_heads * num_tiles - block, ctas)
 
+            turn = turns(plan)
             tx, group = T.get_thread_binding(0), T.get_thread_binding(1)
             # The kernel before this one has waited for its predecessor in every CTA, so all kernels
             # up to that predecessor have ended. `early`: q, k, v, gates and A come from these.
@@ -310,7 +321,7 @@ def build(v: Variant):
                 T.pdl_sync()
             if group < states:
                 T.set_max_nreg(plan.role("state").regs, 1)
-                first_turn(group, states)
+                first_turn(turn, group)
                 if early != 0:  # only h0 comes from the kernel before; o is written after it
                     T.pdl_sync()
                 for j in rolled(items):
@@ -323,11 +334,11 @@ def build(v: Variant):
                         states, K, v.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
                         After(q_ring, first), After(k_ring, first), After(v_ring, first),
                         After(gates, first), After(a_ring, first), After(p_ring, first),
-                        After(o_ring, first * states), num_chunks, n, hv, i_tile * v.tile_v,
+                        After(o_ring, first * states), turn, num_chunks, n, hv, i_tile * v.tile_v,
                         has_h0, has_ht, ends_of,
                     )  # fmt: skip
                     first += num_chunks
-                last_turn(group, states)
+                last_turn(turn, group)
             elif group < states + v.teams:
                 T.set_max_nreg(plan.roles[1].regs, 0)
                 if v.solves:
@@ -341,12 +352,14 @@ def build(v: Variant):
                 if v.inverts:
                     solve(
                         K, s_q, s_k, s_gate, s_l, s_a, s_p,
-                        q_ring, k_ring, gates, l_ring, a_ring, p_ring, num_chunks, scale,
+                        q_ring, k_ring, gates, l_ring, a_ring, p_ring,
+                        NamedBarrier(plan, "solve"), num_chunks, scale,
                     )  # fmt: skip
                 elif v.solves:
                     solve_in_teams(
                         v.teams, states, K, s_q, s_k, s_gate, s_l, s_a, s_p,
-                        q_ring, k_ring, gates, a_ring, p_ring, num_chunks, scale,
+                        q_ring, k_ring, gates, a_ring, p_ring, NamedBarrier(plan, "solve"),
+                        num_chunks, scale,
                     )  # fmt: skip
                 else:
                     score(

@@ -33,8 +33,9 @@ from qla_kernels.gdn.kernels.chain.window import SOURCE as GROWTH
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -51,7 +52,6 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by `rows` or by the tables
 }
 
-SOLVE_BARRIER = 8  # named barrier of the solve warpgroup
 GATE_SLOTS, A_SLOTS = 4, 2
 
 
@@ -97,6 +97,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=1, regs=32, computes="fills the warpgroup"),
         ),
         rings={"k": 1, "gate": GATE_SLOTS, "a": A_SLOTS},
+        named={"solve": Named(WARPGROUP_THREADS)},
         # k, scratch, A and gate slots; barriers and alignment
         smem_bytes=CHUNK * v.K * 2
         + SCRATCH_BYTES
@@ -139,7 +140,7 @@ def gates_in(gates, s_gate, ring, head, first, step, num_steps, group):
 @T.macro
 def solve(
     chunks, s_k, s_gate, s_l, s_a, r_kk, k_ring, gate_ring, a_ring,
-    first, step, num_steps, group, growth, grows, head,
+    meet, first, step, num_steps, group, growth, grows, head,
 ):  # fmt: skip
     thread = T.get_thread_binding()
     for slot, j in T.grid(A_SLOTS, CHUNK // 2):  # above the diagonal A stays zero for good
@@ -178,7 +179,7 @@ def solve(
                 T.access_ptr(s_l[0], "rw", SCRATCH_BYTES // 4),
                 T.access_ptr(s_a[a_ring.slot(step_i), 0, 0], "w", CHUNK * CHUNK),
                 rows,
-                SOLVE_BARRIER,
+                meet.id(),
                 step_i,
             )
             gate_ring.release(step_i)
@@ -262,6 +263,7 @@ def build(v: Variant):
                     k_ring,
                     gate_ring,
                     a_ring,
+                    NamedBarrier(plan, "solve"),
                     *walk,
                     group,
                     growth,

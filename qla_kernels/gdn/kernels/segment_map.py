@@ -43,11 +43,12 @@ from qla_kernels.gdn.kernels.chain.cumulated import gate, load
 from qla_kernels.gdn.kernels.chain.forward import gate as raw_gate
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
-from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows
+from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows, named_barriers
 from qla_kernels.gdn.kernels.chain.window import SOURCE, columns, solve, warm_chunks
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 
@@ -124,6 +125,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=2, regs=40, computes="fills the warpgroup"),
         ),
         rings=rings,
+        named=named_barriers(states=1, solving=int(v.solves)),
         # k, v; A; gates; sums, on a kilobyte of their own; scratch; barriers and alignment
         smem_bytes=rings["rows"] * CHUNK * (v.K + TILE) * 2
         + rings["a" if v.solves else "rows"] * CHUNK * CHUNK * 2
@@ -250,8 +252,9 @@ def build(v: Variant):
                 if v.solves:
                     T.set_max_nreg(plan.role("solve").regs, 0)
                     solve(
-                        s_k, s_gate, s_l, s_a, rows, gates, a_ring, num_chunks, plan.start("solve")
-                    )
+                        s_k, s_gate, s_l, s_a, rows, gates, a_ring, NamedBarrier(plan, "solve"),
+                        num_chunks, plan.start("solve"),
+                    )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 where = (begin, length, num_chunks)

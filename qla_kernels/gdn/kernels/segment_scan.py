@@ -35,8 +35,9 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -61,7 +62,6 @@ PASS_CONFIGS = {
 SLOTS = 2
 ROWS = 64  # rows of S that a warpgroup computes
 TERM = "bfloat16"  # of M and S, whatever the dtype of k: fp32's range, and 16 digits in two terms
-FOLDED = 8  # the folding warpgroups' named barrier
 
 
 def schedule(v: Variant) -> Schedule:
@@ -101,6 +101,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=2, regs=168, computes="fills the warpgroup"),
         ),
         rings={"m": SLOTS, "s": SLOTS},
+        named={"folded": Named(sum(role.threads for role in folds))},
         # M; S in terms, S on its way out, b; barriers and alignment
         smem_bytes=SLOTS * (2 * v.K * v.K * 2 + v.K * 2 * v.columns * 2 + 2 * v.K * v.columns * 4)
         + 1024,
@@ -176,7 +177,7 @@ def take(r_s, states, p, hv, v0, k0):
 
 
 @T.macro
-def hand_round(r_s, s_s, slot, w, threads):
+def hand_round(r_s, s_s, slot, w, folded):
     columns = r_s.shape[1]
     for r, c in T.Parallel(ROWS, columns):  # 3
         s_s[slot, w * ROWS + r, c] = r_s[r, c]
@@ -185,13 +186,13 @@ def hand_round(r_s, s_s, slot, w, threads):
             T.cast(r_s[r, c], TERM), "float32"
         )
     T.fence_proxy_async()  # S: written by threads, read by wgmma
-    T.call_extern("handle", "tl::__sync_thread_partial", FOLDED, threads)
+    folded.sync()
 
 
 @T.macro
 def fold(
     v, w, given, states, cold, s_m, s_b, s_s, s_out, ring, out_ring, origin, direction, num_steps,
-    n, hv, v0, has_given, threads,
+    n, hv, v0, has_given, folded,
 ):  # fmt: skip
     lane = T.get_thread_binding() % 32
     r_x = T.alloc_fragment((ROWS, 2 * v.columns), "float32")  # M times each term of S
@@ -216,7 +217,7 @@ def fold(
                 if known != p:
                     put(r_s, states, known, hv, v0, k0)
                     take(r_s, states, p, hv, v0, k0)
-                    hand_round(r_s, s_s, step % 2, w, threads)
+                    hand_round(r_s, s_s, step % 2, w, folded)
                 ring.wait(step)
                 for term in range(2):  # 2
                     T.wgmma_gemm(
@@ -240,7 +241,7 @@ def fold(
                 step += 1
                 for r, c in T.Parallel(ROWS, v.columns):
                     r_s[r, c] += r_x[r, v.columns + c]
-                hand_round(r_s, s_s, step % 2, w, threads)
+                hand_round(r_s, s_s, step % 2, w, folded)
                 known = p + direction
     put(r_s, states, known, hv, v0, k0)
 
@@ -290,9 +291,9 @@ def build(v: Variant):
             walk = (last if v.reverse else first, -1 if v.reverse else 1, last - first - 1)
 
             tx = T.get_thread_binding()
-            threads = plan.start("load")
+            folded = NamedBarrier(plan, "folded")
             tiles, rings = (s_m, s_b, s_s, s_out), (ring, out_ring)
-            whole = (given, states, cold, *tiles, *rings, *walk, n, hv, v0, has_given, threads)
+            whole = (given, states, cold, *tiles, *rings, *walk, n, hv, v0, has_given, folded)
             if tx < plan.end("fold0"):
                 fold(v, 0, *whole)
             elif tx < plan.start("load"):  # no thread if K is 64

@@ -37,13 +37,13 @@ from qla_kernels.sparse_ring.kernels.walk import (
     walk_slashes,
 )
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Named, Role, Schedule
 
 GROUP = 128  # threads of a warpgroup
 HALVES = 2  # of a tile, a warpgroup each
-MEET = 8  # named barriers 8 and 9: the warps of a warpgroup
 
 
 class Variant(NamedTuple):
@@ -89,6 +89,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=3, regs=56, computes="fills the warpgroup"),
         ),
         rings={"k": v.slots, "v": v.slots},
+        named={"meet": Named(GROUP, copies=HALVES)},  # the warps of a warpgroup
         # q; dO, whose place dQ takes at the end; k and v; codes; barriers and alignment
         smem_bytes=(2 * HALVES + 2 * v.slots) * BLOCK * v.D * 2
         + v.slots * HALVES * SEEN * 4
@@ -128,7 +129,7 @@ def hide(r_p, seen):
 @T.macro
 def rows(
     lse2, delta, dq, out, s_q, s_do, q_full, steps, row0, q_rows, b, h,
-    scale, scale2, first, finish, v,
+    scale, scale2, first, finish, meet, v,
 ):  # fmt: skip
     w = T.alloc_var("int32")
     w = T.shfl_sync(T.get_thread_binding(1), 0)
@@ -176,7 +177,7 @@ def rows(
         T.copy(r_dq, r_dq16)
         T.copy(r_dq16, s_do[w, :, :])
         T.fence_proxy_async()  # s_do: written by threads, read by the TMA store
-        T.call_extern("handle", "tl::__sync_thread_partial", MEET + w, GROUP)
+        meet.sync(w)
         T.tma_copy(s_do[w, :, :], out[out0 : out0 + BLOCK, h, :])
         T.tma_store_wait(0)
     else:
@@ -254,7 +255,7 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("rows").regs, 1)
                 rows(
                     lse2, delta, dq, out, s_q, s_do, q_full, steps, tile * TILE, L, b, h,
-                    scale, scale2, first, finish, v,
+                    scale, scale2, first, finish, NamedBarrier(plan, "meet"), v,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)

@@ -47,11 +47,11 @@ from qla_kernels.sparse_ring.kernels.walk import (
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile import pin, softmax
 from qla_kernels.tile.constants import LN2, LOG2E
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Named, Role, Schedule
 
 GROUP = 128  # threads of a warpgroup
-MEET = 8  # named barriers 8 and 9: the warps of a warpgroup
 
 
 class Variant(NamedTuple):
@@ -93,6 +93,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=3, regs=40, computes="fills the warpgroup"),
         ),
         rings=rings,
+        named={"meet": Named(GROUP, copies=2)},  # the warps of a warpgroup
         # q, whose place o takes at the end; k and v; codes and masks; barriers and alignment
         smem_bytes=(2 + rings["k"] + rings["v"]) * BLOCK * v.D * 2
         + rings["k"] * 2 * SEEN * 4
@@ -219,7 +220,7 @@ def weigh(lse, b, h, row0, token0, seqlen, first, old, now):
 @T.macro
 def rows(
     o, lse, out, s_q, q_full, steps, i0, row0, o0, b, h, gap, seqlen, scale2, first, finish,
-    D, dtype,
+    meet, D, dtype,
 ):  # fmt: skip
     r_o = T.alloc_fragment((BLOCK, D), "float32")
     r_old = T.alloc_fragment((BLOCK, D), "float32")
@@ -247,7 +248,7 @@ def rows(
             T.copy(r_o, r_o16)
             T.copy(r_o16, s_q[w, :, :])
             T.fence_proxy_async()  # s_q: written by threads, read by the TMA store
-            T.call_extern("handle", "tl::__sync_thread_partial", MEET + w, GROUP)
+            meet.sync(w)
             T.tma_copy(s_q[w, :, :], out[o0 + above : o0 + above + BLOCK, h, :])
             T.tma_store_wait(0)
         else:
@@ -321,7 +322,8 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("rows").regs, 1)
                 rows(
                     o, lse, out, s_q, q_full, steps, i0, tile * TILE, b * L + tile * TILE, b, h,
-                    gap, seqlen, scale2, first, finish, D, v.dtype,
+                    gap, seqlen, scale2, first, finish, NamedBarrier(plan, "meet"),
+                    D, v.dtype,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)

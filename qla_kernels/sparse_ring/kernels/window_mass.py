@@ -30,8 +30,9 @@ from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Named, Role, Schedule
 
 GROUPS = 3  # warpgroups, with a block of keys each
 KEYS = GROUPS * BLOCK  # keys of a tile
@@ -42,7 +43,6 @@ Variant, VARIANTS, PASS_CONFIGS = window.Variant, window.VARIANTS, window.PASS_C
 
 SLOTS = 3
 LOADS = 8  # parts of a row's LSE that are loaded at a time
-LSE_READY = 8  # named barrier
 
 
 def schedule(v: Variant) -> Schedule:
@@ -60,6 +60,7 @@ def schedule(v: Variant) -> Schedule:
             *LOADING,
         ),
         rings={"k": SLOTS, "turn": GROUPS},
+        named={"lse_ready": Named(GROUPS * GROUP)},
         # Q, K; LSE; barriers and alignment
         smem_bytes=(ROWS + SLOTS * KEYS) * v.D * 2 + ROWS * 4 + 1024,
     )
@@ -119,7 +120,7 @@ def put(mass, of_key, key0, unit, head0, share):
 
 @T.macro
 def keys(
-    lse, block, mass, s_q, s_k, s_lse, q_full, ring, turn,
+    lse, block, mass, s_q, s_k, s_lse, lse_ready, q_full, ring, turn,
     unit, row0, first, num_tiles, last, scale2, share, num_rows, num_parts,
 ):  # fmt: skip
     r_s0 = T.alloc_fragment((BLOCK, PAIR), "float32")
@@ -130,7 +131,7 @@ def keys(
     w, head0, end = T.alloc_var("int32"), row0 // BLOCK, block.shape[0] - 1
     w = T.shfl_sync(T.get_thread_binding(1), 0)  # for ptxas: one value in the warp
     add_parts(lse, s_lse, unit, row0, w * GROUP + T.get_thread_binding(0), num_rows, num_parts)
-    T.call_extern("handle", "tl::__sync_thread_partial", LSE_READY, GROUPS * GROUP)
+    lse_ready.sync()
     two = T.cast(num_rows - row0 > PAIR, "int32")  # pairs of heads, less one
     next_b0 = block[T.min(first * GROUPS + w, end)]
     next_b1 = block[T.min((first + T.min(1 >> two, num_tiles - 1)) * GROUPS + w, end)]
@@ -193,6 +194,7 @@ def build(v: Variant):
             k_free = T.alloc_barrier([plan.arrivals("k_free")] * SLOTS)
             turn_free = T.alloc_barrier([plan.arrivals("turn_free")] * GROUPS)
             ring = Ring(k_full, k_free, SLOTS)
+            lse_ready = NamedBarrier(plan, "lse_ready")
             first, num_tiles = T.alloc_var("int32"), T.alloc_var("int32")
             row0 = T.alloc_var("int32")
             first = T.ceildiv(L, KEYS) * part // parts
@@ -203,8 +205,8 @@ def build(v: Variant):
             if T.get_thread_binding(1) < GROUPS:
                 T.set_max_nreg(plan.role("keys").regs, 1)
                 keys(
-                    lse, block, mass, s_q, s_k, s_lse, q_full, ring, turn_free, unit, row0, first,
-                    num_tiles, last, scale * LOG2E, share, num_rows, num_parts,
+                    lse, block, mass, s_q, s_k, s_lse, lse_ready, q_full, ring, turn_free,
+                    unit, row0, first, num_tiles, last, scale * LOG2E, share, num_rows, num_parts,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)

@@ -21,8 +21,6 @@ from qla_kernels.gdn.kernels.chain.layout import (
 )
 from qla_kernels.tile.constants import CHUNK
 
-SOLVE_BARRIER = 10  # the solving warpgroup's own named barrier
-
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
 
@@ -151,7 +149,7 @@ def columns(
 
 
 @T.macro
-def solve(s_k, s_gate, s_l, s_a, rows, gate_ring, a_ring, num_chunks, first_thread):
+def solve(s_k, s_gate, s_l, s_a, rows, gate_ring, a_ring, meet, num_chunks, first_thread):
     """Makes A of each chunk; all chunks are whole."""
     r_kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
     thread = T.get_thread_binding() - first_thread
@@ -175,7 +173,7 @@ def solve(s_k, s_gate, s_l, s_a, rows, gate_ring, a_ring, num_chunks, first_thre
             T.access_ptr(s_l[0], "rw", s_l.shape[0]),
             slot_of(s_a, a_ring.slot(i)),
             CHUNK,
-            SOLVE_BARRIER,
+            meet.id(),
             i,
         )
         gate_ring.release(i)

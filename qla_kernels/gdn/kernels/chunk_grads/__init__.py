@@ -73,8 +73,9 @@ from qla_kernels.gdn.kernels.chunk_grads.layout import (
 )
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -140,6 +141,7 @@ def schedule(v: Variant) -> Schedule:
             *grads.serving_roles(regs=40),
         ),
         rings=RINGS,
+        named={"own": Named(GROUP, copies=v.panels)},
         # q, k and dS; v; dO, V', Y; A; S0 twice; P and F; gates, sums; barriers, alignment
         smem_bytes=4 * CHUNK * v.K * 2
         + (1 + v.tok) * CHUNK * v.V * 2
@@ -300,6 +302,7 @@ def build(v: Variant):
                 scores=Ring(scores_full, scores_free, 1),
                 gate=Ring(gate_full, gate_free, RINGS["gate"]),
                 sums=Ring(sums_full, sums_free, 1),
+                own=NamedBarrier(plan, "own"),
             )
             walk = ChunkWalk(chunks, first, walkers, num_chunks, num_heads, group)
 

@@ -10,6 +10,7 @@ import tilelang.language as T
 from qla_kernels.tile.constants import CHUNK, LOG2E
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.mask import clear_tail
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role
 
@@ -56,7 +57,10 @@ class GradTiles(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """The rings of chunk_grads. A step is a value head; in `qk`, a pair of chunk and key head."""
+    """The rings of chunk_grads, and its named barrier.
+
+    A step is a value head; in `qk`, a pair of chunk and key head.
+    """
 
     qk: Ring
     rows: Ring  # v, dO, A
@@ -68,6 +72,7 @@ class Rings(NamedTuple):
     scores: Ring  # a step for each value head, and one more for each pair
     gate: Ring
     sums: Ring
+    own: NamedBarrier  # a copy for the threads of each panel warpgroup
 
 
 class ChunkWalk(NamedTuple):
