@@ -39,11 +39,11 @@ SCHEMAS = {
     ) -> (Tensor dq, Tensor dk, Tensor dv)""",
 }
 
-ALONE = StripedLayout(1)
+ONE_RANK = StripedLayout(1)
 
 
 def _index(q: Tensor, k: Tensor, seqlen: int, scale: float, *budget: Any) -> tuple[Tensor, ...]:
-    return build(q, k, VerticalSlash(*budget), ALONE, seqlen, scale)[:4]
+    return build(q, k, VerticalSlash(*budget), ONE_RANK, seqlen, scale)[:4]
 
 
 def _fwd(
@@ -56,7 +56,7 @@ def _fwd(
     seqlen: int,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
+    shard = shard_of(ONE_RANK, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
     done = ring.forward(shard, q, LOCAL.batches(k, v))
     return (done.o, done.lse, *done.columns)
 
@@ -77,7 +77,7 @@ def _bwd(
     do: Tensor,
     dlse: Tensor | None,
 ) -> ring.RingBackward:
-    shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
+    shard = shard_of(ONE_RANK, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
     done = ring.RingForward(o, lse, Columns(columns_k, columns_v))
     return ring.backward(shard, LOCAL, q, k, v, done, do, dlse)
 

@@ -118,6 +118,11 @@ class Schedule:
         return sum(role.threads for role in self.roles)
 
     @property
+    def block(self) -> tuple[int, int]:
+        """The threads as a block of two dimensions: y is the warpgroup, x the thread within it."""
+        return WARPGROUP_THREADS, self.threads // WARPGROUP_THREADS
+
+    @property
     def specialised(self) -> bool:
         """True if roles have different register counts; each then begins with `set_max_nreg`."""
         return len({role.regs for role in self.roles}) > 1

@@ -51,10 +51,9 @@ from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Named, Role, Schedule
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
-GROUP = 128  # threads of a warpgroup
-GROUP_ROWS = 64  # of a warpgroup
+WARPGROUP_ROWS = 64  # of a warpgroup
 
 
 class Variant(NamedTuple):
@@ -103,7 +102,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=2, regs=24, computes="fills the warpgroup"),
         ),
         rings={"k": 2, "v": 2, "clean": 2},
-        named={"meet": Named(GROUP, copies=2)},  # the warps of a warpgroup
+        named={"meet": Named(WARPGROUP_THREADS, copies=2)},  # the warps of a warpgroup
         # Q, dO, two slots each of K and V; barriers and alignment
         smem_bytes=6 * KEY_TILE * v.D * 2 + 1024,
     )
@@ -182,17 +181,17 @@ def mma(
 ):  # fmt: skip
     w, slot = T.alloc_var("int32"), T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
-    r_dq = T.alloc_fragment((GROUP_ROWS, D), "float32")
-    r_s = T.alloc_fragment((GROUP_ROWS, KEY_TILE), "float32")  # S, P
-    r_dp = T.alloc_fragment((GROUP_ROWS, KEY_TILE), "float32")  # dP, dS
-    r_ds = T.alloc_fragment((GROUP_ROWS, KEY_TILE), dtype)
-    r_lse2 = T.alloc_fragment((GROUP_ROWS,), "float32")
-    r_delta = T.alloc_fragment((GROUP_ROWS,), "float32")
+    r_dq = T.alloc_fragment((WARPGROUP_ROWS, D), "float32")
+    r_s = T.alloc_fragment((WARPGROUP_ROWS, KEY_TILE), "float32")  # S, P
+    r_dp = T.alloc_fragment((WARPGROUP_ROWS, KEY_TILE), "float32")  # dP, dS
+    r_ds = T.alloc_fragment((WARPGROUP_ROWS, KEY_TILE), dtype)
+    r_lse2 = T.alloc_fragment((WARPGROUP_ROWS,), "float32")
+    r_delta = T.alloc_fragment((WARPGROUP_ROWS,), "float32")
     last, later = T.alloc_var("int32"), T.alloc_var("int32")
     T.clear(r_dq)
-    for r in T.Parallel(GROUP_ROWS):
-        tok = w * GROUP_ROWS + r & (1 << x.tile_log2) - 1
-        head = x.head0 + (w * GROUP_ROWS + r >> x.tile_log2)
+    for r in T.Parallel(WARPGROUP_ROWS):
+        tok = w * WARPGROUP_ROWS + r & (1 << x.tile_log2) - 1
+        head = x.head0 + (w * WARPGROUP_ROWS + r >> x.tile_log2)
         r_lse2[r] = 0
         r_delta[r] = 0
         if tok < x.rows:
@@ -216,7 +215,9 @@ def mma(
         if i < x.masked:
             clear_hidden(
                 r_s,
-                lambda r, key: key > last + (w * GROUP_ROWS + r & (1 << x.tile_log2) - 1 & later),
+                lambda r, key: (
+                    key > last + (w * WARPGROUP_ROWS + r & (1 << x.tile_log2) - 1 & later)
+                ),
             )
         T.wait_wgmma(0)
         v_ring.release(i)
@@ -224,7 +225,9 @@ def mma(
         if i < x.masked:
             clear_hidden(
                 r_dp,
-                lambda r, key: key > last + (w * GROUP_ROWS + r & (1 << x.tile_log2) - 1 & later),
+                lambda r, key: (
+                    key > last + (w * WARPGROUP_ROWS + r & (1 << x.tile_log2) - 1 & later)
+                ),
             )
             if i + 1 < x.masked:
                 last = span[x.span0 + i, TAIL] - 1
@@ -233,7 +236,7 @@ def mma(
         T.wgmma_gemm(r_ds, s_k[slot, :, :], r_dq)  # 5
         T.wait_wgmma(0)
         k_ring.release(i)
-    for r, d in T.Parallel(GROUP_ROWS, D):
+    for r, d in T.Parallel(WARPGROUP_ROWS, D):
         r_dq[r, d] *= scale
     store(r_dq, s_q, dq, x, meet, w, D, dtype)  # 6
 
@@ -247,10 +250,10 @@ def store(r_dq, s_out, dq, x, meet, w, D, dtype):
     lane = T.get_thread_binding() % 32
     row0 = T.get_thread_binding() // 32 * BOX
     lanes = D // 8  # a row in pieces of 16 bytes
-    r_out = T.alloc_fragment((GROUP_ROWS, D), dtype)
+    r_out = T.alloc_fragment((WARPGROUP_ROWS, D), dtype)
     tok, head = T.alloc_var("int32"), T.alloc_var("int32")
-    tok = w * GROUP_ROWS + row0 & (1 << x.tile_log2) - 1
-    head = x.head0 + (w * GROUP_ROWS + row0 >> x.tile_log2)
+    tok = w * WARPGROUP_ROWS + row0 & (1 << x.tile_log2) - 1
+    head = x.head0 + (w * WARPGROUP_ROWS + row0 >> x.tile_log2)
     T.copy(r_dq, r_out)
     T.copy(r_out, s_out[w, :, :])
     meet.sync(w)
@@ -287,9 +290,9 @@ def build(v: Variant):
         q_shift: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(capacity, threads=(GROUP, plan.threads // GROUP)) as block:
-            s_q = T.alloc_shared((2, GROUP_ROWS, D), v.dtype)
-            s_do = T.alloc_shared((2, GROUP_ROWS, D), v.dtype)
+        with T.Kernel(capacity, threads=plan.block) as block:
+            s_q = T.alloc_shared((2, WARPGROUP_ROWS, D), v.dtype)
+            s_do = T.alloc_shared((2, WARPGROUP_ROWS, D), v.dtype)
             s_k = T.alloc_shared((plan.rings["k"], KEY_TILE, D), v.dtype)
             s_v = T.alloc_shared((plan.rings["v"], KEY_TILE, D), v.dtype)
             q_full = T.alloc_barrier([plan.arrivals("q_full")])

@@ -60,9 +60,7 @@ from qla_kernels.tile import softmax
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Named, Role, Schedule
-
-GROUP = 128  # threads of a warpgroup
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -87,7 +85,7 @@ def schedule(v: Variant) -> Schedule:
                 warps=8,
                 regs=232,
                 waits=("work_full", "q_full", "k_full", "v_full", "clean_full", "o_free"),
-                signals=("work_free", "q_free", "k_free", "v_free", ("o_full", GROUP)),
+                signals=("work_free", "q_free", "k_free", "v_free", ("o_full", WARPGROUP_THREADS)),
                 computes="S, P, O, lse2",
                 uses=("wgmma",),
             ),
@@ -128,7 +126,9 @@ def schedule(v: Variant) -> Schedule:
             ),
         ),
         rings={"work": 2, "q": 2, "k": 2, "v": 2, "clean": 2, "o": 2},
-        named={"turn": Named(2 * GROUP, copies=2)},  # of the warpgroups on the tensor cores
+        named={
+            "turn": Named(2 * WARPGROUP_THREADS, copies=2)
+        },  # of the warpgroups on the tensor cores
         # two slots each of Q, K and V, and O; work, barriers and alignment
         smem_bytes=7 * KEY_TILE * v.D * 2 + 2 * WORK * 4 + 1024,
     )
@@ -359,7 +359,7 @@ def build(v: Variant):
         scale2: T.float32,
         ctas: T.int32,
     ):
-        with T.Kernel(ctas, threads=(GROUP, plan.threads // GROUP)) as block:
+        with T.Kernel(ctas, threads=plan.block) as block:
             T.import_source(softmax.SOURCE)
             s_q = T.alloc_shared((2 * rings["q"], 64, D), v.dtype)
             s_k = T.alloc_shared((2, KEY_TILE, D), v.dtype)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.gdn.kernels.tables import WARPS, place_chunks
+from qla_kernels.gdn.kernels.tables import TABLE_WARPS, place_chunks
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 
@@ -35,8 +35,8 @@ PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded 
 
 def schedule(v: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("table", warps=WARPS, regs=64, computes="first_chunk, chunks"),),
-        smem_bytes=WARPS * 4,
+        roles=(Role("table", warps=TABLE_WARPS, regs=64, computes="first_chunk, chunks"),),
+        smem_bytes=TABLE_WARPS * 4,
     )
 
 
@@ -53,7 +53,7 @@ def build(v: Variant):
         num_tokens: T.int32,
     ):
         with T.Kernel(1, threads=plan.threads) as _:
-            s_sum = T.alloc_shared((WARPS,), "int32")
+            s_sum = T.alloc_shared((TABLE_WARPS,), "int32")
             await_previous()
             place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum)
 

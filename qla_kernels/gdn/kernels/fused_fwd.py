@@ -57,9 +57,7 @@ from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule, Signal
-
-GROUP = 128  # threads of a warpgroup
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Role, Schedule, Signal
 
 
 class Variant(NamedTuple):
@@ -131,7 +129,7 @@ def schedule(v: Variant) -> Schedule:
                     "gate_free",
                     "a_free",
                     "p_free",
-                    ("o_full", GROUP),
+                    ("o_full", WARPGROUP_THREADS),
                 ),
                 computes="S, W, V', O",
                 uses=("wgmma",),
@@ -149,9 +147,9 @@ def schedule(v: Variant) -> Schedule:
                     "p_free",
                 ),
                 signals=(
-                    *((s, GROUP) for s in ("q_free", "k_free", "gate_free", "p_full")),
+                    *((s, WARPGROUP_THREADS) for s in ("q_free", "k_free", "gate_free", "p_full")),
                     *inverting("l_full"),
-                    *solving(("a_full", GROUP)),
+                    *solving(("a_full", WARPGROUP_THREADS)),
                 ),
                 computes="A, P" if v.solves else "P",
                 uses=("wgmma", *solving("mma")),
@@ -262,7 +260,7 @@ def build(v: Variant):
         ctas: T.int32,
         early: T.int32,
     ):
-        with T.Kernel(ctas, threads=(GROUP, plan.threads // GROUP)) as block:
+        with T.Kernel(ctas, threads=plan.block) as block:
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
             T.import_source(SOURCE)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.gdn.shapes import L2NORM_EPSILON
 from qla_kernels.tile.schedule import Role, Schedule
 
 PIECE = 8  # elements of 16 bits in a 16-byte access
@@ -24,7 +25,6 @@ SPAN = 64  # elements of a row that its threads cover at a time
 MOST_SPANS = 2  # K is 64 or 128
 ROW_THREADS = SPAN // PIECE
 ROW_STEPS = 3  # log2(ROW_THREADS): a sum over a row's threads
-EPSILON = 1e-6
 
 SOURCE = """
 namespace qla {
@@ -88,7 +88,7 @@ def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_spans, column):
                     total += T.cast(r_x[span, e], "float32") * T.cast(r_x[span, e], "float32")
     for step in T.unroll(ROW_STEPS):  # 2
         total += T.shfl_xor(total, 1 << step)
-    total = T.rsqrt(total + EPSILON)
+    total = T.rsqrt(total + L2NORM_EPSILON)
     if row < num_rows:
         for span in T.unroll(MOST_SPANS):
             if span < num_spans:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import tilelang.language as T
 
 from qla_kernels.gdn.kernels.l2norm import (
-    EPSILON,
     MOST_SPANS,
     PIECE,
     ROW_STEPS,
@@ -28,6 +27,7 @@ from qla_kernels.gdn.kernels.l2norm import (
     load_row,
 )
 from qla_kernels.gdn.kernels.tables import inside
+from qla_kernels.gdn.shapes import L2NORM_EPSILON
 from qla_kernels.tile.schedule import Role, Schedule
 
 
@@ -69,7 +69,7 @@ def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_s
     for step in T.unroll(ROW_STEPS):  # 2
         square += T.shfl_xor(square, 1 << step)
         dot += T.shfl_xor(dot, 1 << step)
-    square = T.rsqrt(square + EPSILON)
+    square = T.rsqrt(square + L2NORM_EPSILON)
     dot *= square * square * square
     if row < num_rows:
         for span in T.unroll(MOST_SPANS):

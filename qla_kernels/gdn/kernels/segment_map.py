@@ -73,11 +73,11 @@ PASS_CONFIGS = {
     "tl.disable_shared_memory_reuse": True,  # copies are under way while a slow warp reads s_sum
 }
 
-RINGS = {"rows": 3, "gate": 4}
+MAP_RINGS = {"rows": 3, "gate": 4}
 
 
 def schedule(v: Variant) -> Schedule:
-    rings, waits, releases = dict(RINGS), ("rows_full", "gate_full"), ("rows_free", "gate_free")
+    rings, waits, releases = dict(MAP_RINGS), ("rows_full", "gate_full"), ("rows_free", "gate_free")
     solve_roles: tuple[Role, ...] = ()
     if v.solves:
         rings["a"] = 2

@@ -59,8 +59,8 @@ PASS_CONFIGS = {
     "tl.disable_shared_memory_reuse": True,  # copies are under way while a slow warp reads s_sum
 }
 
-RINGS = {"rows": 3, "gate": 4, "p": 2}
-WARPS = 12  # of the CTA
+BACKWARD_RINGS = {"rows": 3, "gate": 4, "p": 2}
+CTA_WARPS = 12  # of the CTA
 
 
 def schedule(v: Variant) -> Schedule:
@@ -103,12 +103,12 @@ def schedule(v: Variant) -> Schedule:
             ),
             Role("spare", warps=2, regs=40, computes="fills the warpgroup"),
         ),
-        rings=RINGS,
+        rings=BACKWARD_RINGS,
         # q, k, dO, A; P; gates; sums; barriers and alignment
-        smem_bytes=RINGS["rows"] * CHUNK * (2 * v.K + TILE + CHUNK) * 2
-        + RINGS["p"] * CHUNK * CHUNK * 2
-        + RINGS["gate"] * GATE_ROWS * CHUNK * 4
-        + WARPS * 4
+        smem_bytes=BACKWARD_RINGS["rows"] * CHUNK * (2 * v.K + TILE + CHUNK) * 2
+        + BACKWARD_RINGS["p"] * CHUNK * CHUNK * 2
+        + BACKWARD_RINGS["gate"] * GATE_ROWS * CHUNK * 4
+        + CTA_WARPS * 4
         + 1024,
     )
 
@@ -149,24 +149,24 @@ def build(v: Variant):
     ):
         with T.Kernel(capacity * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(GATED_TILES + SOURCE)
-            s_k = T.alloc_shared((RINGS["rows"], CHUNK, K), v.dtype)
-            s_q = T.alloc_shared((RINGS["rows"], CHUNK, K), v.dtype)
-            s_do = T.alloc_shared((RINGS["rows"], CHUNK, TILE), v.dtype)
-            s_a = T.alloc_shared((RINGS["rows"], CHUNK, CHUNK), v.dtype)
-            s_p = T.alloc_shared((RINGS["p"], CHUNK, CHUNK), v.dtype)
-            s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
-            s_sum = T.alloc_shared((WARPS,), "float32")
+            s_k = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, K), v.dtype)
+            s_q = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, K), v.dtype)
+            s_do = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, TILE), v.dtype)
+            s_a = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, CHUNK), v.dtype)
+            s_p = T.alloc_shared((BACKWARD_RINGS["p"], CHUNK, CHUNK), v.dtype)
+            s_gate = T.alloc_shared((BACKWARD_RINGS["gate"], GATE_ROWS, CHUNK), "float32")
+            s_sum = T.alloc_shared((CTA_WARPS,), "float32")
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_do, s_p)})
-            rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * RINGS["rows"])
-            rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * RINGS["rows"])
-            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * RINGS["gate"])
-            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * RINGS["gate"])
-            p_full = T.alloc_barrier([plan.arrivals("p_full")] * RINGS["p"])
-            p_free = T.alloc_barrier([plan.arrivals("p_free")] * RINGS["p"])
+            rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * BACKWARD_RINGS["rows"])
+            rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * BACKWARD_RINGS["rows"])
+            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * BACKWARD_RINGS["gate"])
+            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * BACKWARD_RINGS["gate"])
+            p_full = T.alloc_barrier([plan.arrivals("p_full")] * BACKWARD_RINGS["p"])
+            p_free = T.alloc_barrier([plan.arrivals("p_free")] * BACKWARD_RINGS["p"])
             tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
-            rows = Ring(rows_full, rows_free, RINGS["rows"])
-            gates = Ring(gate_full, gate_free, RINGS["gate"])
-            p_ring = Ring(p_full, p_free, RINGS["p"])
+            rows = Ring(rows_full, rows_free, BACKWARD_RINGS["rows"])
+            gates = Ring(gate_full, gate_free, BACKWARD_RINGS["gate"])
+            p_ring = Ring(p_full, p_free, BACKWARD_RINGS["p"])
 
             p, n, h, hv = (T.alloc_var("int32") for _ in range(4))
             i_tile, column, has_end = (T.alloc_var("int32") for _ in range(3))

@@ -59,8 +59,8 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is one of a segment that there is
 }
 
-SLOTS = 2
-ROWS = 64  # rows of S that a warpgroup computes
+SCAN_SLOTS = 2
+SCAN_ROWS = 64  # rows of S that a warpgroup computes
 TERM = "bfloat16"  # of M and S, whatever the dtype of k: fp32's range, and 16 digits in two terms
 
 
@@ -75,7 +75,7 @@ def schedule(v: Variant) -> Schedule:
             computes="64 rows of M S + b",
             uses=("wgmma",),
         )
-        for w in range(v.K // ROWS)
+        for w in range(v.K // SCAN_ROWS)
     )
     return Schedule(
         roles=(
@@ -100,17 +100,18 @@ def schedule(v: Variant) -> Schedule:
             ),
             Role("spare", warps=2, regs=168, computes="fills the warpgroup"),
         ),
-        rings={"m": SLOTS, "s": SLOTS},
+        rings={"m": SCAN_SLOTS, "s": SCAN_SLOTS},
         named={"folded": Named(sum(role.threads for role in folds))},
         # M; S in terms, S on its way out, b; barriers and alignment
-        smem_bytes=SLOTS * (2 * v.K * v.K * 2 + v.K * 2 * v.columns * 2 + 2 * v.K * v.columns * 4)
+        smem_bytes=SCAN_SLOTS
+        * (2 * v.K * v.K * 2 + v.K * 2 * v.columns * 2 + 2 * v.K * v.columns * 4)
         + 1024,
     )
 
 
 def rows_of(reverse, w):
     """Returns the slices of a stored M that warpgroup w needs for its 64 rows; M is transposed."""
-    rows, whole = slice(w * ROWS, (w + 1) * ROWS), slice(None)
+    rows, whole = slice(w * SCAN_ROWS, (w + 1) * SCAN_ROWS), slice(None)
     return (rows, whole) if reverse else (whole, rows)
 
 
@@ -127,7 +128,7 @@ def load(v, states, maps, cold, s_m, s_b, ring, origin, direction, num_steps, hv
             if T.shfl_sync(flag, j) != 0:
                 p = origin + direction * (base * 32 + j + 1)
                 ring.acquire(step)  # 1
-                for w in range(v.K // ROWS):
+                for w in range(v.K // SCAN_ROWS):
                     for term in range(2):
                         T.tma_copy(
                             maps[(p, hv, term, *rows_of(v.reverse, w))],
@@ -179,10 +180,10 @@ def take(r_s, states, p, hv, v0, k0):
 @T.macro
 def hand_round(r_s, s_s, slot, w, folded):
     columns = r_s.shape[1]
-    for r, c in T.Parallel(ROWS, columns):  # 3
-        s_s[slot, w * ROWS + r, c] = r_s[r, c]
-    for r, c in T.Parallel(ROWS, columns):
-        s_s[slot, w * ROWS + r, columns + c] = r_s[r, c] - T.cast(
+    for r, c in T.Parallel(SCAN_ROWS, columns):  # 3
+        s_s[slot, w * SCAN_ROWS + r, c] = r_s[r, c]
+    for r, c in T.Parallel(SCAN_ROWS, columns):
+        s_s[slot, w * SCAN_ROWS + r, columns + c] = r_s[r, c] - T.cast(
             T.cast(r_s[r, c], TERM), "float32"
         )
     T.fence_proxy_async()  # S: written by threads, read by wgmma
@@ -195,14 +196,14 @@ def fold(
     n, hv, v0, has_given, folded,
 ):  # fmt: skip
     lane = T.get_thread_binding() % 32
-    r_x = T.alloc_fragment((ROWS, 2 * v.columns), "float32")  # M times each term of S
-    r_s = T.alloc_fragment((ROWS, v.columns), "float32")
-    r_b = T.alloc_fragment((ROWS, v.columns), "float32")
+    r_x = T.alloc_fragment((SCAN_ROWS, 2 * v.columns), "float32")  # M times each term of S
+    r_s = T.alloc_fragment((SCAN_ROWS, v.columns), "float32")
+    r_b = T.alloc_fragment((SCAN_ROWS, v.columns), "float32")
     flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     p, known = T.alloc_var("int32"), T.alloc_var("int32")
-    k0 = w * ROWS
+    k0 = w * SCAN_ROWS
     if has_given != 0:
-        for r, c in T.Parallel(ROWS, v.columns):
+        for r, c in T.Parallel(SCAN_ROWS, v.columns):
             r_s[r, c] = given[n, hv, k0 + r, v0 + c]
     else:
         T.clear(r_s)
@@ -228,18 +229,18 @@ def fold(
                         clear_accum=term == 0,
                     )
                 out_ring.acquire(step)
-                for r, c in T.Parallel(ROWS, v.columns):
+                for r, c in T.Parallel(SCAN_ROWS, v.columns):
                     s_out[out_ring.slot(step), c, k0 + r] = r_s[r, c]
-                for r, c in T.Parallel(ROWS, v.columns):
+                for r, c in T.Parallel(SCAN_ROWS, v.columns):
                     r_b[r, c] = s_b[ring.slot(step), c, k0 + r]
                 T.fence_proxy_async()  # S: written by threads, read by the TMA store
                 out_ring.commit(step)
                 T.wait_wgmma(0)
-                for r, c in T.Parallel(ROWS, v.columns):
+                for r, c in T.Parallel(SCAN_ROWS, v.columns):
                     r_s[r, c] = r_x[r, c] + r_b[r, c]
                 ring.release(step)
                 step += 1
-                for r, c in T.Parallel(ROWS, v.columns):
+                for r, c in T.Parallel(SCAN_ROWS, v.columns):
                     r_s[r, c] += r_x[r, v.columns + c]
                 hand_round(r_s, s_s, step % 2, w, folded)
                 known = p + direction
@@ -267,18 +268,18 @@ def build(v: Variant):
         with T.Kernel(
             (num_bounds - 1) * num_value_heads * (V // v.columns), threads=plan.threads
         ) as block:
-            panel = (ROWS, K) if v.reverse else (K, ROWS)
-            s_m = T.alloc_shared((SLOTS, 2, K // ROWS, *panel), TERM)
+            panel = (SCAN_ROWS, K) if v.reverse else (K, SCAN_ROWS)
+            s_m = T.alloc_shared((SCAN_SLOTS, 2, K // SCAN_ROWS, *panel), TERM)
             s_s = T.alloc_shared((2, K, 2 * v.columns), TERM)
-            s_b = T.alloc_shared((SLOTS, v.columns, K), "float32")
-            s_out = T.alloc_shared((SLOTS, v.columns, K), "float32")
+            s_b = T.alloc_shared((SCAN_SLOTS, v.columns, K), "float32")
+            s_out = T.alloc_shared((SCAN_SLOTS, v.columns, K), "float32")
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_b, s_out)})
-            m_full = T.alloc_barrier([plan.arrivals("m_full")] * SLOTS)
-            m_free = T.alloc_barrier([plan.arrivals("m_free")] * SLOTS)
-            s_full = T.alloc_barrier([plan.arrivals("s_full")] * SLOTS)
-            s_free = T.alloc_barrier([plan.arrivals("s_free")] * SLOTS)
-            ring = Ring(m_full, m_free, SLOTS)
-            out_ring = Ring(s_full, s_free, SLOTS)
+            m_full = T.alloc_barrier([plan.arrivals("m_full")] * SCAN_SLOTS)
+            m_free = T.alloc_barrier([plan.arrivals("m_free")] * SCAN_SLOTS)
+            s_full = T.alloc_barrier([plan.arrivals("s_full")] * SCAN_SLOTS)
+            s_free = T.alloc_barrier([plan.arrivals("s_free")] * SCAN_SLOTS)
+            ring = Ring(m_full, m_free, SCAN_SLOTS)
+            out_ring = Ring(s_full, s_free, SCAN_SLOTS)
             n, hv, v0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first, last = T.alloc_var("int32"), T.alloc_var("int32")
             await_previous()
@@ -297,7 +298,7 @@ def build(v: Variant):
             if tx < plan.end("fold0"):
                 fold(v, 0, *whole)
             elif tx < plan.start("load"):  # no thread if K is 64
-                if K > ROWS:
+                if K > SCAN_ROWS:
                     fold(v, 1, *whole)
             elif tx < plan.end("load"):
                 load(v, states, maps, cold, s_m, s_b, ring, *walk, hv, v0)

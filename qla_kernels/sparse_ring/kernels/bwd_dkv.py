@@ -24,13 +24,21 @@ sends a code for each half, and after the last block the code END.
 import tilelang.language as T
 
 from qla_kernels.sparse_ring.kernels import dkv_parts
-from qla_kernels.sparse_ring.kernels.dkv_parts import GROUP, HALVES, Queries, Shared
-from qla_kernels.sparse_ring.kernels.walk import END, TRIANGLE, UNSEEN, VISIT, WHOLE, WalkTable
+from qla_kernels.sparse_ring.kernels.dkv_parts import Queries, Shared
+from qla_kernels.sparse_ring.kernels.walk import (
+    END,
+    HALVES,
+    TRIANGLE,
+    UNSEEN,
+    VISIT,
+    WHOLE,
+    WalkTable,
+)
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Role, Schedule
 
 Variant, VARIANTS, PASS_CONFIGS = dkv_parts.Variant, dkv_parts.VARIANTS, dkv_parts.PASS_CONFIGS
 
@@ -143,7 +151,7 @@ def build(v: Variant):
         scale2: T.float32,  # scale log2(e)
         first: T.int32,
     ):
-        threads = (GROUP, plan.threads // GROUP)
+        threads = (WARPGROUP_THREADS, plan.threads // WARPGROUP_THREADS)
         # the long tiles of all chunks come first
         with T.Kernel(num_chunks, num_tiles, Hk * B, threads=threads) as (chunk, tile, head):
             s_k = T.alloc_shared((HALVES, BLOCK, D), v.dtype)

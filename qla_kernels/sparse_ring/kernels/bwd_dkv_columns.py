@@ -25,19 +25,19 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.sparse_ring.kernels import dkv_parts
-from qla_kernels.sparse_ring.kernels.dkv_parts import GROUP, HALVES, Queries, Shared
-from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, SEEN, UNSEEN, WHOLE
+from qla_kernels.sparse_ring.kernels.dkv_parts import Queries, Shared
+from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, SEEN, UNSEEN, WHOLE
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE, WORD
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Role, Schedule
 
 Variant, VARIANTS, PASS_CONFIGS = dkv_parts.Variant, dkv_parts.VARIANTS, dkv_parts.PASS_CONFIGS
 
 WORDS = TILE // WORD  # words of a mask with one bit for each column of a tile
 LOG2_BLOCK, LOG2_WORD = 6, 5
-NEVER = 1 << 24  # a block number behind all blocks
+BEHIND_ALL_BLOCKS = 1 << 24  # a block number behind all blocks
 
 
 def schedule(v: Variant) -> Schedule:
@@ -93,7 +93,7 @@ def keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk):
     at = T.alloc_local((WORDS,), "int32")  # the blocks of this lane's columns
     seen = T.alloc_local((WORDS,), "int32")
     for n in T.unroll(WORDS):
-        at[n] = NEVER
+        at[n] = BEHIND_ALL_BLOCKS
         if col0 + n * WORD + lane < v_idx.shape[1]:
             at[n] = T.max(v_idx[of_head, col0 + n * WORD + lane], 0) >> LOG2_BLOCK
     for i in rolled(walk.count):
@@ -160,7 +160,7 @@ def build(v: Variant):
         scale: T.float32,
         scale2: T.float32,  # scale log2(e)
     ):
-        threads = (GROUP, plan.threads // GROUP)
+        threads = (WARPGROUP_THREADS, plan.threads // WARPGROUP_THREADS)
         # the long tiles of all heads come first
         with T.Kernel(slices, heads, room // TILE, threads=threads) as (part, of_head, tile):
             s_k = T.alloc_shared((HALVES, BLOCK, D), v.dtype)

@@ -25,6 +25,7 @@ import tilelang.language as T
 from qla_kernels.sparse_ring.kernels.walk import (
     COLUMNS,
     END,
+    HALVES,
     SEEN,
     TRIANGLE,
     VISIT,
@@ -40,10 +41,7 @@ from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Named, Role, Schedule
-
-GROUP = 128  # threads of a warpgroup
-HALVES = 2  # of a tile, a warpgroup each
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -89,7 +87,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=3, regs=56, computes="fills the warpgroup"),
         ),
         rings={"k": v.slots, "v": v.slots},
-        named={"meet": Named(GROUP, copies=HALVES)},  # the warps of a warpgroup
+        named={"meet": Named(WARPGROUP_THREADS, copies=HALVES)},  # the warps of a warpgroup
         # q; dO, whose place dQ takes at the end; k and v; codes; barriers and alignment
         smem_bytes=(2 * HALVES + 2 * v.slots) * BLOCK * v.D * 2
         + v.slots * HALVES * SEEN * 4
@@ -225,7 +223,7 @@ def build(v: Variant):
         columns: T.int32,
         finish: T.int32,
     ):
-        with T.Kernel(B * H * num_tiles, threads=(GROUP, plan.threads // GROUP)) as block:
+        with T.Kernel(B * H * num_tiles, threads=plan.block) as block:
             s_q = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
             s_do = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
             s_k = T.alloc_shared((slots, BLOCK, D), v.dtype)

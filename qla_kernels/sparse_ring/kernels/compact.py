@@ -21,9 +21,12 @@ from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-WARPS = 8
-COLUMNS = 64  # columns of a CTA
-KEPT, NONE = -2, -1  # instead of a row: the column is in another chunk; there is no column
+COPY_WARPS = 8
+CTA_COLUMNS = 64  # columns of a CTA
+IN_OTHER_CHUNK, NONE = (
+    -2,
+    -1,
+)  # instead of a row: the column is in another chunk; there is no column
 
 
 class Variant(NamedTuple):
@@ -36,7 +39,7 @@ PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded 
 
 
 def schedule(v: Variant) -> Schedule:
-    return Schedule(roles=(Role("copy", warps=WARPS, regs=64, computes="rows of k and v"),))
+    return Schedule(roles=(Role("copy", warps=COPY_WARPS, regs=64, computes="rows of k and v"),))
 
 
 def build(v: Variant):
@@ -59,12 +62,16 @@ def build(v: Variant):
         buckets: T.int32,
         rank: T.int32,
     ):
-        with T.Kernel(T.ceildiv(num_columns, COLUMNS), H, B, threads=plan.threads) as (tile, h, b):
+        with T.Kernel(T.ceildiv(num_columns, CTA_COLUMNS), H, B, threads=plan.threads) as (
+            tile,
+            h,
+            b,
+        ):
             lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
             column, block, row, slot = (T.alloc_var("int32") for _ in range(4))
-            for n in rolled(COLUMNS // WARPS):
-                column = tile * COLUMNS + n * WARPS + warp
-                row = KEPT
+            for n in rolled(CTA_COLUMNS // COPY_WARPS):
+                column = tile * CTA_COLUMNS + n * COPY_WARPS + warp
+                row = IN_OTHER_CHUNK
                 if column < num_columns:
                     block = v_idx[b, h, column] // BLOCK
                     if block >= num_blocks:
@@ -79,7 +86,7 @@ def build(v: Variant):
                                 row = row * BLOCK + v_idx[b, h, column] % BLOCK
                                 row = clamped(row, 0, chunk - 1)
                                 slot = clamped(visits[i, 0] + b, 0, slots - 1)
-                if row != KEPT:
+                if row != IN_OTHER_CHUNK:
                     for e in rolled(T.ceildiv(words, 32)):
                         if e * 32 + lane < words:
                             for to, x in ((k_columns, k), (v_columns, val)):

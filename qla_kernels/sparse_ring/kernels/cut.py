@@ -19,8 +19,8 @@ from typing import NamedTuple
 import tilelang.language as T
 
 from qla_kernels.sparse_ring.kernels.budget import (
-    THREADS,
-    WARPS,
+    BUDGET_THREADS,
+    BUDGET_WARPS,
     Found,
     block_scan,
     fewest,
@@ -31,7 +31,7 @@ from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-NEVER = (1 << 31) - 1  # a target that is never reached: more than the sum of all masses
+BEYOND_ALL_MASS = (1 << 31) - 1  # a target that is never reached: more than the sum of all masses
 
 
 class Variant(NamedTuple):
@@ -48,8 +48,8 @@ PASS_CONFIGS = {
 
 def schedule(v: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("columns", warps=WARPS, regs=64, computes="which columns are kept"),),
-        smem_bytes=(1 + 2 * 2) * WARPS * 4,
+        roles=(Role("columns", warps=BUDGET_WARPS, regs=64, computes="which columns are kept"),),
+        smem_bytes=(1 + 2 * 2) * BUDGET_WARPS * 4,
     )
 
 
@@ -70,8 +70,8 @@ def build(v: Variant):
         end: T.int32,
     ):
         with T.Kernel(heads, threads=plan.threads) as head:
-            s_part = T.alloc_shared((WARPS,), "int32")
-            s_sum = T.alloc_shared((2, 2, WARPS), "int32")
+            s_part = T.alloc_shared((BUDGET_WARPS,), "int32")
+            s_sum = T.alloc_shared((2, 2, BUDGET_WARPS), "int32")
             sums = T.alloc_local((2,), "int32")  # of threads before, and of all
             num_found = T.alloc_local((1,), "int32")
             level = T.alloc_local((1,), "int64")
@@ -82,18 +82,18 @@ def build(v: Variant):
             await_previous()
             in_order(marks, head, words, found_column, num_found, s_part, thread)  # 1
             T.sync_threads()  # what other threads found is read from here on
-            for i in rolled(T.ceildiv(num_found[0], THREADS)):
-                at = i * THREADS + thread
+            for i in rolled(T.ceildiv(num_found[0], BUDGET_THREADS)):
+                at = i * BUDGET_THREADS + thread
                 if at < num_found[0]:
                     x = found_column[head, at]
                     found_mass[head, at] = mass[head, x]
                     found_column[head, at] = block[x // BLOCK] * BLOCK + x % BLOCK
             level[0] = 0
             if num_found[0] > room:  # 2: a thread reads what it wrote itself, so no barrier
-                fewest(level, found, num_found[0], NEVER, room, s_sum, thread)
+                fewest(level, found, num_found[0], BEYOND_ALL_MASS, room, s_sum, thread)
             num_kept = 0
-            for i in rolled(T.ceildiv(num_found[0], THREADS)):  # 3
-                at = i * THREADS + thread
+            for i in rolled(T.ceildiv(num_found[0], BUDGET_THREADS)):  # 3
+                at = i * BUDGET_THREADS + thread
                 count = 0
                 if at < num_found[0]:
                     count = T.cast(found.key(at) >= level[0], "int32")
@@ -102,8 +102,8 @@ def build(v: Variant):
                     column[head, num_kept + sums[0]] = found_column[head, at]
                     kept[head, num_kept + sums[0]] = found_mass[head, at]
                 num_kept += sums[1]
-            for i in rolled(T.ceildiv(room, THREADS)):
-                at = i * THREADS + thread
+            for i in rolled(T.ceildiv(room, BUDGET_THREADS)):
+                at = i * BUDGET_THREADS + thread
                 if (at >= num_kept) & (at < room):
                     column[head, at] = end
                     kept[head, at] = 0

@@ -15,14 +15,11 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, TRIANGLE, UNSEEN
+from qla_kernels.attn.kernels.delta import DELTA, LSE2
+from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, TRIANGLE, UNSEEN
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.schedule import Role, Schedule
-
-GROUP = 128  # threads of a warpgroup
-HALVES = 2  # of a tile, a warpgroup each
-LSE2, DELTA = 0, 1  # of s.rows
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,

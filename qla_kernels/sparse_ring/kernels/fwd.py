@@ -49,9 +49,7 @@ from qla_kernels.tile import pin, softmax
 from qla_kernels.tile.constants import LN2, LOG2E
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Named, Role, Schedule
-
-GROUP = 128  # threads of a warpgroup
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -93,7 +91,7 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=3, regs=40, computes="fills the warpgroup"),
         ),
         rings=rings,
-        named={"meet": Named(GROUP, copies=2)},  # the warps of a warpgroup
+        named={"meet": Named(WARPGROUP_THREADS, copies=2)},  # the warps of a warpgroup
         # q, whose place o takes at the end; k and v; codes and masks; barriers and alignment
         smem_bytes=(2 + rings["k"] + rings["v"]) * BLOCK * v.D * 2
         + rings["k"] * 2 * SEEN * 4
@@ -291,7 +289,7 @@ def build(v: Variant):
         columns: T.int32,
         finish: T.int32,
     ):
-        with T.Kernel(B * H * num_tiles, threads=(GROUP, plan.threads // GROUP)) as block:
+        with T.Kernel(B * H * num_tiles, threads=plan.block) as block:
             T.import_source(softmax.SOURCE + pin.SOURCE)
             s_q = T.alloc_shared((2, BLOCK, D), v.dtype)
             s_k = T.alloc_shared((rings["k"], BLOCK, D), v.dtype)

@@ -23,8 +23,8 @@ from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-WARPS = 8
-WARP_ROWS = TILE // WARPS
+SCATTER_WARPS = 8
+WARP_ROWS = TILE // SCATTER_WARPS
 
 
 class Variant(NamedTuple):
@@ -38,7 +38,7 @@ PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # bisection stays in t
 
 def schedule(v: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("rows", warps=WARPS, regs=48, computes="dK, dV"),),
+        roles=(Role("rows", warps=SCATTER_WARPS, regs=48, computes="dK, dV"),),
         ctas_per_sm=5,
     )
 

@@ -58,8 +58,7 @@ from qla_kernels.gdn.kernels.chunk_grads import panel as grads_panel
 from qla_kernels.gdn.kernels.chunk_grads import store as grads_out
 from qla_kernels.gdn.kernels.chunk_grads import tiles
 from qla_kernels.gdn.kernels.chunk_grads.layout import (
-    GATE_ROWS,
-    GROUP,
+    GRAD_GATE_ROWS,
     KEY,
     PANEL,
     SUM_ROWS,
@@ -75,7 +74,7 @@ from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Named, Role, Schedule
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -105,12 +104,12 @@ PASS_CONFIGS = {
 }
 
 # slots of loaded tiles and of gates; dv lies in v's
-RINGS = {"qk": 1, "rows": 1, "h": 2, "ds": 1, "gate": 2, "dv": 1}
+GRAD_RINGS = {"qk": 1, "rows": 1, "h": 2, "ds": 1, "gate": 2, "dv": 1}
 
 
 def schedule(v: Variant) -> Schedule:
     panel_regs, score_regs = (160, 152) if v.panels == 2 else (216, 216)
-    of_values = GROUP * v.V // PANEL  # threads of the warpgroups that have a panel of V
+    of_values = WARPGROUP_THREADS * v.V // PANEL  # threads of the warpgroups that have a panel of V
     return Schedule(
         roles=(
             Role(
@@ -140,15 +139,15 @@ def schedule(v: Variant) -> Schedule:
             ),
             *grads.serving_roles(regs=40),
         ),
-        rings=RINGS,
-        named={"own": Named(GROUP, copies=v.panels)},
+        rings=GRAD_RINGS,
+        named={"own": Named(WARPGROUP_THREADS, copies=v.panels)},
         # q, k and dS; v; dO, V', Y; A; S0 twice; P and F; gates, sums; barriers, alignment
         smem_bytes=4 * CHUNK * v.K * 2
         + (1 + v.tok) * CHUNK * v.V * 2
         + CHUNK * CHUNK * 2
         + 2 * v.V * v.K * 2
         + 2 * CHUNK * CHUNK * 2
-        + (RINGS["gate"] * GATE_ROWS + SUM_ROWS) * CHUNK * 4
+        + (GRAD_RINGS["gate"] * GRAD_GATE_ROWS + SUM_ROWS) * CHUNK * 4
         + 1024,
     )
 
@@ -202,7 +201,9 @@ def score(s, ring, walk, scale):
                     else:
                         ring.vn.release(step)
                         ring.y.release(step)
-                tiles.decay_scores(r_x, s.gate[gate, grads.GAMMA, 0], T.if_then_else(j == 2, 0, 1))
+                tiles.decay_scores(
+                    r_x, s.gate[gate, grads.ROW_GAMMA, 0], T.if_then_else(j == 2, 0, 1)
+                )
                 if j == 0:
                     ring.scores.acquire(p_step)
                     tiles.put_tile(r_x, s.scores[P, 0, 0])
@@ -211,7 +212,7 @@ def score(s, ring, walk, scale):
                 else:
                     if j == 1:
                         ring.sums.acquire(step)
-                    tiles.add_scores(r_dp0, r_f, r_x, j - 1, scale, s.gate[gate, grads.BETA, 0])
+                    tiles.add_scores(r_dp0, r_f, r_x, j - 1, scale, s.gate[gate, grads.ROW_BETA, 0])
                     if (j == 2) & (r == walk.group - 1):  # first the tiles that panels wait for
                         ring.qk.release(i)
                         ring.scores.acquire(p_step + 1)
@@ -219,9 +220,9 @@ def score(s, ring, walk, scale):
                         T.fence_proxy_async()  # dP0 and F: written by threads, read by wgmma
                         ring.scores.commit(p_step + 1)
                     tiles.sum_scores(
-                        r_x, r_other, j - 1, scale, s.gate[gate, grads.BETA, 0],
+                        r_x, r_other, j - 1, scale, s.gate[gate, grads.ROW_BETA, 0],
                         s.sums[grads.X_ROWS - 1 + j, 0], s.sums[grads.E_KK, 0],
-                        s.sums[grads.COLUMNS - 4 + 4 * j, 0],
+                        s.sums[grads.X_COLUMNS - 4 + 4 * j, 0],
                     )  # fmt: skip
             ring.gate.release(step)
             ring.sums.commit(step)
@@ -269,14 +270,14 @@ def build(v: Variant):
         walkers: T.int32,
         held: T.int32,  # dstate_chain's `held`: 0 or 1
     ):
-        with T.Kernel(walkers, threads=(GROUP, plan.threads // GROUP)) as first:
+        with T.Kernel(walkers, threads=plan.block) as first:
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
             T.import_source(tiles.SOURCE)
             s_turns, s_v, s_tok = tile(4, CHUNK, K), tile(1, CHUNK, V), tile(v.tok, CHUNK, V)
             s_a, s_scores = tile(1, CHUNK, CHUNK), tile(2, CHUNK, CHUNK)
             s_state = tile(2 * (V // PANEL), PANEL, K)
-            s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
+            s_gate = T.alloc_shared((GRAD_RINGS["gate"], GRAD_GATE_ROWS, CHUNK), "float32")
             s_sums = T.alloc_shared((SUM_ROWS, CHUNK), "float32")
             swizzled = (s_turns, s_v, s_tok, s_a, s_state, s_scores)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
@@ -292,15 +293,15 @@ def build(v: Variant):
             sums_full, sums_free = barrier("sums_full"), barrier("sums_free")
             s = GradTiles(s_turns, s_v, s_tok, s_a, s_state, s_scores, s_gate, s_sums)
             ring = Rings(
-                qk=Ring(qk_full, qk_free, RINGS["qk"]),
-                rows=Ring(rows_full, rows_free, RINGS["rows"]),
-                h=Ring(h_full, h_free, RINGS["h"]),
-                ds=Ring(ds_full, ds_free, RINGS["ds"]),
+                qk=Ring(qk_full, qk_free, GRAD_RINGS["qk"]),
+                rows=Ring(rows_full, rows_free, GRAD_RINGS["rows"]),
+                h=Ring(h_full, h_free, GRAD_RINGS["h"]),
+                ds=Ring(ds_full, ds_free, GRAD_RINGS["ds"]),
                 vn=Ring(vn_full, vn_free, 1),
                 y=Ring(y_full, y_free, 1),
-                dv=Ring(dv_full, rows_free, RINGS["dv"]),
+                dv=Ring(dv_full, rows_free, GRAD_RINGS["dv"]),
                 scores=Ring(scores_full, scores_free, 1),
-                gate=Ring(gate_full, gate_free, RINGS["gate"]),
+                gate=Ring(gate_full, gate_free, GRAD_RINGS["gate"]),
                 sums=Ring(sums_full, sums_free, 1),
                 own=NamedBarrier(plan, "own"),
             )

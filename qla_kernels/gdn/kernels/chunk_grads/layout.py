@@ -14,7 +14,6 @@ from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role
 
-GROUP = 128  # threads of a warpgroup
 PANEL = 64  # columns of V and of K that a panel warpgroup has
 
 # Numbers of slots. One piece of code reads different matrices by the number of their slot.
@@ -23,9 +22,9 @@ DO, VN, Y = range(3)  # slots of Tiles.tok; Y's slot holds dV' first
 P, F = range(2)  # slots of Tiles.scores; after a pair's last value head P's slot holds dP0
 
 # Rows of a gate slot. Rows from FACTORS on scale the products of DO, VN and Y with a state.
-GATE_ROWS = 7
-GAMMA, FALL, BETA, E, SCALE_E, D, MINUS_BETA_E = range(GATE_ROWS)
-FACTORS = SCALE_E
+GRAD_GATE_ROWS = 7
+ROW_GAMMA, ROW_FALL, ROW_BETA, ROW_E, ROW_SCALE_E, ROW_D, ROW_MINUS_BETA_E = range(GRAD_GATE_ROWS)
+FACTORS = ROW_SCALE_E
 
 # Rows of a value head's sums, with one number for each token. Column sums take one row for each
 # warp, which is 0 in columns to the right of the warp's own rows.
@@ -35,7 +34,7 @@ DOTS = 2  # <Q, dQi>, <K, dKi>, <K, dKu>, for each panel
 X_ROWS = 8  # row sums of X: of dP0 o Q K^T and of F o K K^T
 E_KK = 10  # row sums of -G o E o K K^T
 STATE = 11  # e^gamma_last <dS, S0>, a number a warp
-COLUMNS = 12  # column sums like X_ROWS
+X_COLUMNS = 12  # column sums like X_ROWS
 
 
 class GradTiles(NamedTuple):
@@ -47,7 +46,7 @@ class GradTiles(NamedTuple):
     a: Any  # [1, 64, 64]
     state: Any  # [2 V / 64, 64, K] S0^T, of alternate value heads
     scores: Any  # [2, 64, 64] P; after the last value head the sums of dP0 and F
-    gate: Any  # [slots, GATE_ROWS, 64] fp32
+    gate: Any  # [slots, GRAD_GATE_ROWS, 64] fp32
     sums: Any  # [SUM_ROWS, 64] fp32
 
     @property
@@ -302,11 +301,11 @@ def gates(g_cum, beta, s_gate, ring, walk, scale):
             end = T.shfl_sync(gamma[1], lane | 7)  # gamma of the last of 16 rows
             ring.acquire(step)  # 2
             for e in T.unroll(2):
-                s_gate[slot, GAMMA, 2 * lane + e] = gamma[e]
-                s_gate[slot, FALL, 2 * lane + e] = T.exp2(end - gamma[e])
-                s_gate[slot, BETA, 2 * lane + e] = b[e]
-                s_gate[slot, E, 2 * lane + e] = T.exp2(gamma[e])
-                s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])
-                s_gate[slot, D, 2 * lane + e] = T.exp2(last - gamma[e])
-                s_gate[slot, MINUS_BETA_E, 2 * lane + e] = -b[e] * T.exp2(gamma[e])
+                s_gate[slot, ROW_GAMMA, 2 * lane + e] = gamma[e]
+                s_gate[slot, ROW_FALL, 2 * lane + e] = T.exp2(end - gamma[e])
+                s_gate[slot, ROW_BETA, 2 * lane + e] = b[e]
+                s_gate[slot, ROW_E, 2 * lane + e] = T.exp2(gamma[e])
+                s_gate[slot, ROW_SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])
+                s_gate[slot, ROW_D, 2 * lane + e] = T.exp2(last - gamma[e])
+                s_gate[slot, ROW_MINUS_BETA_E, 2 * lane + e] = -b[e] * T.exp2(gamma[e])
             ring.commit(step)

@@ -7,18 +7,18 @@ import tilelang.language as T
 
 from qla_kernels.gdn.kernels.chunk_grads import tiles
 from qla_kernels.gdn.kernels.chunk_grads.layout import (
-    BETA,
     DO,
     DOTS,
     FACTORS,
     KEY,
     PANEL,
     QUERY,
+    ROW_BETA,
+    ROW_D,
+    ROW_E,
     STATE,
     VN,
     Y_W,
-    D,
-    E,
     F,
     P,
     Y,
@@ -53,7 +53,9 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
     ring.gate.wait(step)
     ring.rows.wait(step)
     T.wait_wgmma(0)
-    tiles.correct_values(r_w, s.v[0, 0, w * PANEL], s.gate[gate, E, 0], s.gate[gate, BETA, 0])  # 3
+    tiles.correct_values(  # 3
+        r_w, s.v[0, 0, w * PANEL], s.gate[gate, ROW_E, 0], s.gate[gate, ROW_BETA, 0]
+    )
     T.fence_proxy_async()  # beta W: written by threads, read by wgmma
     T.tma_store_wait(0)  # tiles of V' and Y: dQ and dK of the pair before have been sent
     ring.own.sync(w)
@@ -79,7 +81,7 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
         w,
     )
     T.wait_wgmma(0)
-    tiles.scale_rows(r_x, s.gate[gate, D, 0])
+    tiles.scale_rows(r_x, s.gate[gate, ROW_D, 0])
     ring.scores.wait(p_step)
     T.wgmma_gemm(  # 5
         s.scores[P, :, :], s.tok[DO, :, w * PANEL : w * PANEL + PANEL], r_x, transpose_A=True
@@ -99,13 +101,13 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
     T.wait_wgmma(0)
     ring.own.sync(w)  # all warps' products have read dV' and beta W
     ring.sums.acquire(step)
-    tiles.put_number(r_dot, s.gate[gate, E, CHUNK - 1], s.sums[STATE, 4 * w])
+    tiles.put_number(r_dot, s.gate[gate, ROW_E, CHUNK - 1], s.sums[STATE, 4 * w])
     tiles.finish_values(  # 6
         r_x,
         r_w,
         s.tok[Y, 0, w * PANEL],
         s.v[0, 0, w * PANEL],
-        s.gate[gate, BETA, 0],
+        s.gate[gate, ROW_BETA, 0],
         s.sums[Y_W + w, 0],
     )
     T.fence_proxy_async()  # Y and dV: written by threads, read by wgmma and TMA
