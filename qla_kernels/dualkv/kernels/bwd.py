@@ -81,7 +81,7 @@ __device__ __forceinline__ void stage(float *row, const float *r_dq, int odd) {
 """
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -347,8 +347,8 @@ def store(r_grad, s_kv, grad, walk, w, keys, dtype):
                 ]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
     num_items, capacity = T.dynamic("num_items, capacity")
@@ -357,17 +357,17 @@ def build(v: Variant):
 
     @T.prim_func
     def bwd(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
-        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
+        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), variant.dtype),
         stats: T.Tensor((num_heads, 2, num_padded), "float32"),
         header: T.Tensor((8,), "int32"),
         kv_item: T.Tensor((num_items, KV_ITEM_COLUMNS), "int32"),
         kv_order: T.Tensor((capacity,), "int32"),
         sums: T.Tensor((num_heads * num_queries, D), "float32"),
-        dk: T.Tensor((num_tokens, kv_heads, D), v.dtype),
-        dv: T.Tensor((num_tokens, kv_heads, D), v.dtype),
+        dk: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
+        dv: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
         parts: T.Tensor((num_parts, kv_heads, 2, KEY_TILE, D), "float32"),
         tile_log2: T.int32,
         q_shift: T.int32,
@@ -375,11 +375,11 @@ def build(v: Variant):
     ):
         with T.Kernel(capacity, threads=plan.block) as block:
             T.import_source(SOURCE)
-            s_kv = T.alloc_shared((2, KEY_TILE, D), v.dtype)
-            s_q = T.alloc_shared((BWD_SLOTS, KV_QUERY_ROWS, D), v.dtype)
-            s_do = T.alloc_shared((BWD_SLOTS, KV_QUERY_ROWS, D), v.dtype)
+            s_kv = T.alloc_shared((2, KEY_TILE, D), variant.dtype)
+            s_q = T.alloc_shared((BWD_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
+            s_do = T.alloc_shared((BWD_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
             s_stats = T.alloc_shared((BWD_SLOTS, 2, KV_QUERY_ROWS), "float32")
-            s_ds = T.alloc_shared((2, KEY_TILE, KV_QUERY_ROWS), v.dtype)
+            s_ds = T.alloc_shared((2, KEY_TILE, KV_QUERY_ROWS), variant.dtype)
             s_dq = T.alloc_shared((KV_QUERY_ROWS, D), "float32")
             s = OnePassTiles(s_kv, s_q, s_do, s_stats, s_ds, s_dq)
             kv_landed = T.alloc_barrier([plan.arrivals("kv_landed")])
@@ -399,12 +399,12 @@ def build(v: Variant):
                 if warpgroup < 2:
                     T.set_max_nreg(plan.role("mma").regs, 1)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
-                    mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, v.dtype)
+                    mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, variant.dtype)
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
                     if tx < 32:
-                        load(k, val, q, do, s, ring, kv_landed, front_full, walk, q_shift)
+                        load(k, v, q, do, s, ring, kv_landed, front_full, walk, q_shift)
                     elif tx < 96:
                         row_stats(stats, s, ring, walk, tx - 32, q_shift)
                     else:

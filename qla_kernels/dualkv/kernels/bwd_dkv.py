@@ -54,8 +54,8 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
-    mma_regs, serving_regs = (240, 24) if v.D == 128 else (224, 56)
+def schedule(variant: Variant) -> Schedule:
+    mma_regs, serving_regs = (240, 24) if variant.D == 128 else (224, 56)
     return Schedule(
         roles=(
             Role(
@@ -88,8 +88,8 @@ def schedule(v: Variant) -> Schedule:
         ),
         rings={"q": DKV_SLOTS},
         # K, V; Q, dO; lse2, delta; barriers and alignment
-        smem_bytes=4 * WARPGROUP_KEYS * v.D * 2
-        + DKV_SLOTS * 2 * KV_QUERY_ROWS * (v.D * 2 + 4)
+        smem_bytes=4 * WARPGROUP_KEYS * variant.D * 2
+        + DKV_SLOTS * 2 * KV_QUERY_ROWS * (variant.D * 2 + 4)
         + 1024,
     )
 
@@ -195,8 +195,8 @@ def store(r_grad, s_grad, grad, walk, w, D, dtype):
                 )
 
 
-def build(v: Variant):
-    plan, D = schedule(v), v.D
+def build(variant: Variant):
+    plan, D = schedule(variant), variant.D
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
     num_items, capacity = T.dynamic("num_items, capacity")
@@ -205,26 +205,26 @@ def build(v: Variant):
 
     @T.prim_func
     def bwd_dkv(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
-        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
+        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), variant.dtype),
         stats: T.Tensor((num_heads, 2, num_padded), "float32"),
         header: T.Tensor((8,), "int32"),
         kv_item: T.Tensor((num_items, KV_ITEM_COLUMNS), "int32"),
         kv_order: T.Tensor((capacity,), "int32"),
-        dk: T.Tensor((num_tokens, kv_heads, D), v.dtype),
-        dv: T.Tensor((num_tokens, kv_heads, D), v.dtype),
+        dk: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
+        dv: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
         parts: T.Tensor((num_parts, kv_heads, 2, 2 * WARPGROUP_KEYS, D), "float32"),
         tile_log2: T.int32,
         q_shift: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(capacity, threads=plan.block) as block:
-            s_k = T.alloc_shared((2, WARPGROUP_KEYS, D), v.dtype)
-            s_v = T.alloc_shared((2, WARPGROUP_KEYS, D), v.dtype)
-            s_q = T.alloc_shared((DKV_SLOTS, KV_QUERY_ROWS, D), v.dtype)
-            s_do = T.alloc_shared((DKV_SLOTS, KV_QUERY_ROWS, D), v.dtype)
+            s_k = T.alloc_shared((2, WARPGROUP_KEYS, D), variant.dtype)
+            s_v = T.alloc_shared((2, WARPGROUP_KEYS, D), variant.dtype)
+            s_q = T.alloc_shared((DKV_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
+            s_do = T.alloc_shared((DKV_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
             s_stats = T.alloc_shared((DKV_SLOTS, 2, KV_QUERY_ROWS), "float32")
             s = KeyTiles(s_k, s_v, s_q, s_do, s_stats)
             kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
@@ -238,12 +238,12 @@ def build(v: Variant):
                 if warpgroup < 2:
                     T.set_max_nreg(plan.role("mma").regs, 1)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
-                    mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, v.dtype)
+                    mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, variant.dtype)
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
                     if tx < 32:
-                        load(k, val, q, do, s, ring, kv_full, front_full, walk, q_shift)
+                        load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift)
                     elif tx < 96:
                         row_stats(stats, s, ring, walk, tx - 32, q_shift)
 

@@ -70,7 +70,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -104,7 +104,7 @@ def schedule(v: Variant) -> Schedule:
         rings={"k": 2, "v": 2, "clean": 2},
         named={"meet": Named(WARPGROUP_THREADS, copies=2)},  # the warps of a warpgroup
         # Q, dO, two slots each of K and V; barriers and alignment
-        smem_bytes=6 * KEY_TILE * v.D * 2 + 1024,
+        smem_bytes=6 * KEY_TILE * variant.D * 2 + 1024,
     )
 
 
@@ -266,8 +266,8 @@ def store(r_dq, s_out, dq, x, meet, w, D, dtype):
                 ]
 
 
-def build(v: Variant):
-    plan, D = schedule(v), v.D
+def build(variant: Variant):
+    plan, D = schedule(variant), variant.D
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_keys, kv_heads = T.dynamic("num_keys, kv_heads")
     num_items, num_spans, capacity = T.dynamic("num_items, num_spans, capacity")
@@ -276,25 +276,25 @@ def build(v: Variant):
 
     @T.prim_func
     def bwd_dq(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
-        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), v.dtype),
-        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
+        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), variant.dtype),
+        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), variant.dtype),
         stats: T.Tensor((num_heads, 2, num_padded), "float32"),
         header: T.Tensor((8,), "int32"),
         item: T.Tensor((num_items, ITEM_COLUMNS), "int32"),
         span: T.Tensor((num_spans, SPAN_COLUMNS), "int32"),
         order: T.Tensor((capacity,), "int32"),
-        dq: T.Tensor((num_queries, num_heads, D), v.dtype),
+        dq: T.Tensor((num_queries, num_heads, D), variant.dtype),
         tile_log2: T.int32,
         q_shift: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(capacity, threads=plan.block) as block:
-            s_q = T.alloc_shared((2, WARPGROUP_ROWS, D), v.dtype)
-            s_do = T.alloc_shared((2, WARPGROUP_ROWS, D), v.dtype)
-            s_k = T.alloc_shared((plan.rings["k"], KEY_TILE, D), v.dtype)
-            s_v = T.alloc_shared((plan.rings["v"], KEY_TILE, D), v.dtype)
+            s_q = T.alloc_shared((2, WARPGROUP_ROWS, D), variant.dtype)
+            s_do = T.alloc_shared((2, WARPGROUP_ROWS, D), variant.dtype)
+            s_k = T.alloc_shared((plan.rings["k"], KEY_TILE, D), variant.dtype)
+            s_v = T.alloc_shared((plan.rings["v"], KEY_TILE, D), variant.dtype)
             q_full = T.alloc_barrier([plan.arrivals("q_full")])
             k_full = T.alloc_barrier([plan.arrivals("k_full")] * plan.rings["k"])
             k_free = T.alloc_barrier([plan.arrivals("k_free")] * plan.rings["k"])
@@ -336,13 +336,13 @@ def build(v: Variant):
                     T.set_max_nreg(plan.role("mma").regs, 1)
                     mma(
                         dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring,
-                        NamedBarrier(plan, "meet"), x, scale, D, v.dtype,
+                        NamedBarrier(plan, "meet"), x, scale, D, variant.dtype,
                     )  # fmt: skip
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
                     if tx < 32:
                         load(
-                            q, k, val, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x,
+                            q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x,
                             T.truncdiv(num_heads, kv_heads),
                         )  # fmt: skip
                     elif tx < 64:

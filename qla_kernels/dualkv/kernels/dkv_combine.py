@@ -44,7 +44,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(roles=(Role("sum", warps=8, regs=64, computes="dK, dV"),), ctas_per_sm=4)
 
 
@@ -78,8 +78,8 @@ def sum_parts(parts, grad, split, i, kv_head, which, at):
                 grad[row, kv_head, piece, e] = r_out[e]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
     pieces, num_splits = T.dynamic("pieces, num_splits")
 
@@ -88,8 +88,8 @@ def build(v: Variant):
         parts: T.Tensor((num_parts, kv_heads, 2, KEY_TILE, pieces, SUM_PIECE), "float32"),
         header: T.Tensor((8,), "int32"),
         split: T.Tensor((num_splits, SPLIT_COLUMNS), "int32"),
-        dk: T.Tensor((num_tokens, kv_heads, pieces, SUM_PIECE), v.dtype),
-        dv: T.Tensor((num_tokens, kv_heads, pieces, SUM_PIECE), v.dtype),
+        dk: T.Tensor((num_tokens, kv_heads, pieces, SUM_PIECE), variant.dtype),
+        dv: T.Tensor((num_tokens, kv_heads, pieces, SUM_PIECE), variant.dtype),
     ):
         blocks = T.ceildiv(KEY_TILE * pieces, plan.threads)
         with T.Kernel(blocks, kv_heads, num_splits, threads=plan.threads) as (block, kv_head, i):

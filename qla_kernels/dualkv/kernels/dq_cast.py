@@ -36,7 +36,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(roles=(Role("rows", warps=8, regs=40, computes="dQ"),), ctas_per_sm=6)
 
 
@@ -63,19 +63,19 @@ def rows(sums, dq, dtype, at, scale):
                 ]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_tokens, num_heads = T.dynamic("num_tokens, num_heads")
 
     @T.prim_func
     def dq_cast(
         sums: T.Tensor((num_heads, num_tokens, *CAST_PIECES), "float32"),
-        dq: T.Tensor((num_tokens, num_heads, CAST_PIECES[0], CAST_PIECE), v.dtype),
+        dq: T.Tensor((num_tokens, num_heads, CAST_PIECES[0], CAST_PIECE), variant.dtype),
         scale: T.float32,
     ):
         blocks = T.ceildiv(num_heads * num_tokens * CAST_PIECES[0], plan.threads)
         with T.Kernel(blocks, threads=plan.threads) as block:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
-            rows(sums, dq, v.dtype, block * plan.threads + T.get_thread_binding(), scale)
+            rows(sums, dq, variant.dtype, block * plan.threads + T.get_thread_binding(), scale)
 
     return dq_cast

@@ -77,7 +77,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -130,21 +130,21 @@ def schedule(v: Variant) -> Schedule:
             "turn": Named(2 * WARPGROUP_THREADS, copies=2)
         },  # of the warpgroups on the tensor cores
         # two slots each of Q, K and V, and O; work, barriers and alignment
-        smem_bytes=7 * KEY_TILE * v.D * 2 + 2 * WORK * 4 + 1024,
+        smem_bytes=7 * KEY_TILE * variant.D * 2 + 2 * WORK * 4 + 1024,
     )
 
 
 @T.macro
 def mma(
-    v, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring, clean, o_ring,
+    variant, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring, clean, o_ring,
     turn, tile_log2, q_shift, scale2,
 ):  # fmt: skip
     w = T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
     r_s = T.alloc_fragment((64, KEY_TILE), "float32")
-    r_p = T.alloc_fragment((64, KEY_TILE), v.dtype)
-    r_o = T.alloc_fragment((64, v.D), "float32")
-    r_o16 = T.alloc_fragment((64, v.D), v.dtype)
+    r_p = T.alloc_fragment((64, KEY_TILE), variant.dtype)
+    r_o = T.alloc_fragment((64, variant.D), "float32")
+    r_o16 = T.alloc_fragment((64, variant.D), variant.dtype)
     m = T.alloc_local((2,), "float32")
     l = T.alloc_local((2,), "float32")
     a = T.alloc_local((2,), "float32")
@@ -331,9 +331,9 @@ def store_rows(o, s_o, w, slot, token, rows, tile_log2):
                 ]
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    rings, D = plan.rings, v.D
+def build(variant: Variant):
+    plan = schedule(variant)
+    rings, D = plan.rings, variant.D
     num_queries, num_keys, num_heads, kv_heads = T.dynamic(
         "num_queries, num_keys, num_heads, kv_heads"
     )
@@ -343,15 +343,15 @@ def build(v: Variant):
 
     @T.prim_func
     def fwd(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
-        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), variant.dtype),
         header: T.Tensor((8,), "int32"),
         item: T.Tensor((num_items, ITEM_COLUMNS), "int32"),
         span: T.Tensor((num_spans, SPAN_COLUMNS), "int32"),
         order: T.Tensor((num_order,), "int32"),
         next_order: T.Tensor((1,), "int32"),
-        o: T.Tensor((num_queries, num_heads, D), v.dtype),
+        o: T.Tensor((num_queries, num_heads, D), variant.dtype),
         lse2: T.Tensor((num_heads, num_queries), "float32"),
         tile_log2: T.int32,
         group: T.int32,
@@ -361,10 +361,10 @@ def build(v: Variant):
     ):
         with T.Kernel(ctas, threads=plan.block) as block:
             T.import_source(softmax.SOURCE)
-            s_q = T.alloc_shared((2 * rings["q"], 64, D), v.dtype)
-            s_k = T.alloc_shared((2, KEY_TILE, D), v.dtype)
-            s_v = T.alloc_shared((2, KEY_TILE, D), v.dtype)
-            s_o = T.alloc_shared((2, 64, D), v.dtype)
+            s_q = T.alloc_shared((2 * rings["q"], 64, D), variant.dtype)
+            s_k = T.alloc_shared((2, KEY_TILE, D), variant.dtype)
+            s_v = T.alloc_shared((2, KEY_TILE, D), variant.dtype)
+            s_o = T.alloc_shared((2, 64, D), variant.dtype)
             s_work = T.alloc_shared((2, WORK), "int32")
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * rings["q"])
             q_free = T.alloc_barrier([plan.arrivals("q_free")] * rings["q"])
@@ -387,7 +387,7 @@ def build(v: Variant):
             if warpgroup < 2:
                 T.set_max_nreg(plan.role("mma").regs, 1)
                 mma(
-                    v, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring,
+                    variant, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring,
                     clean, o_ring, NamedBarrier(plan, "turn"), tile_log2, q_shift, scale2,
                 )  # fmt: skip
             else:
@@ -398,7 +398,7 @@ def build(v: Variant):
                         q_ring, tile_log2, q_shift,
                     )  # fmt: skip
                 elif tx < 64:
-                    load(k, val, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group)
+                    load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group)
                 elif tx < 96:
                     scrub(span, s_v, s_work, work, v_ring, clean)
                 else:

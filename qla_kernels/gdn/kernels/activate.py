@@ -37,7 +37,7 @@ VARIANTS = (Variant("float32"),)
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # tokens and heads are counted
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("raw", warps=ACTIVATE_THREADS // 32, regs=32, computes="g, beta"),),
         ctas_per_sm=8,  # all the threads an SM holds
@@ -133,8 +133,8 @@ def raw(
                 beta_out[batch, token + i * place[BESIDE], head] = r_beta[i]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     batch, num_tokens, num_heads = T.dynamic("batch, num_tokens, num_heads")
     g_row, g_batch, g_token, g_byte = T.dynamic("g_row, g_batch, g_token, g_byte")
     beta_row, beta_batch, beta_token, beta_byte = T.dynamic(
@@ -151,8 +151,8 @@ def build(v: Variant):
         ),
         A_log: T.StridedTensor((A_row,), (A_byte,), "uint8"),
         dt_bias: T.StridedTensor((bias_row,), (bias_byte,), "uint8"),
-        g_out: T.Tensor((batch, num_tokens, num_heads), v.dtype),
-        beta_out: T.Tensor((batch, num_tokens, num_heads), v.dtype),
+        g_out: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
+        beta_out: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
         # bytes from a head to the next
         g_head: T.int32,
         beta_head: T.int32,

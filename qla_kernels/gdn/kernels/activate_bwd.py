@@ -67,7 +67,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("raw", warps=ACTIVATE_THREADS // 32, regs=64, computes="dg, dbeta, sums"),),
         smem_bytes=2 * ACTIVATE_THREADS * 4,
@@ -148,8 +148,8 @@ def add_up(sums, r_sums, s_sums, place, block, num_heads):
             sums[block, j, place[HEAD]] = r_sums[j]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     batch, num_tokens, num_heads, num_blocks = T.dynamic("batch, num_tokens, num_heads, num_blocks")
     g_row, g_batch, g_token, g_byte = T.dynamic("g_row, g_batch, g_token, g_byte")
     beta_row, beta_batch, beta_token, beta_byte = T.dynamic(
@@ -167,8 +167,8 @@ def build(v: Variant):
         ),
         A_log: T.StridedTensor((A_row,), (A_byte,), "uint8"),
         dt_bias: T.StridedTensor((bias_row,), (bias_byte,), "uint8"),
-        dg: T.Tensor((batch, num_tokens, num_heads), v.dtype),
-        dbeta: T.Tensor((batch, num_tokens, num_heads), v.dtype),
+        dg: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
+        dbeta: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
         dg_out: T.Tensor((batch, num_tokens, dg_row), "uint8"),
         dbeta_out: T.Tensor((batch, num_tokens, dbeta_row), "uint8"),
         sums: T.Tensor((num_blocks, 2, num_heads), "float32"),

@@ -33,20 +33,20 @@ VARIANTS = (Variant("int32"), Variant("int64"))
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by N and capacity
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("table", warps=TABLE_WARPS, regs=64, computes="first_chunk, chunks"),),
         smem_bytes=TABLE_WARPS * 4,
     )
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_bounds, capacity = T.dynamic("num_bounds, capacity")
 
     @T.prim_func
     def chunk_table(
-        cu_seqlens: T.Tensor((num_bounds,), v.dtype),
+        cu_seqlens: T.Tensor((num_bounds,), variant.dtype),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
         first_chunk: T.Tensor((num_bounds,), "int32"),

@@ -97,21 +97,21 @@ PASS_CONFIGS = {
 }
 
 
-def slots(v: Variant) -> dict[str, int]:
+def slots(variant: Variant) -> dict[str, int]:
     """Returns the slots of each ring. A fourth slot of rows, against late loads, is worth more than
     a second slot of P.
     """
-    rows, p = (3, 2) if v.tile_v == 128 else (4, 1)
+    rows, p = (3, 2) if variant.tile_v == 128 else (4, 1)
     return {"rows": rows, "gate": 4, "p": p, "ds": 1}
 
 
 EXACT = 2  # chunks with (8): their slots are not filled again
 
 
-def schedule(v: Variant) -> Schedule:
-    states = v.tile_v // TILE
+def schedule(variant: Variant) -> Schedule:
+    states = variant.tile_v // TILE
     state_regs, score_regs, load_regs = (192, 96, 32) if states == 2 else (240, 120, 40)
-    sizes = slots(v)
+    sizes = slots(variant)
     rings = {datum: sizes[datum] for datum in ("rows", "gate", "p")}
     rings |= {f"ds{w}": sizes["ds"] for w in range(states)}
     return Schedule(
@@ -168,9 +168,9 @@ def schedule(v: Variant) -> Schedule:
         rings=rings,
         named=named_barriers(states),
         # q, k, dO, A; P; staged gradients; gates; barriers and alignment
-        smem_bytes=sizes["rows"] * CHUNK * (2 * v.K + v.tile_v + CHUNK) * 2
+        smem_bytes=sizes["rows"] * CHUNK * (2 * variant.K + variant.tile_v + CHUNK) * 2
         + sizes["p"] * CHUNK * CHUNK * 2
-        + sizes["ds"] * v.tile_v * v.K * 2
+        + sizes["ds"] * variant.tile_v * variant.K * 2
         + sizes["gate"] * GATE_ROWS * CHUNK * 4
         + 1024,
     )
@@ -309,12 +309,12 @@ def state(
         put_state(r_ds, dh0, n, hv, v0 + w * TILE, K)
 
 
-def build(v: Variant):
-    plan, sizes = schedule(v), slots(v)
-    K, states = v.K, v.tile_v // TILE
+def build(variant: Variant):
+    plan, sizes = schedule(variant), slots(variant)
+    K, states = variant.K, variant.tile_v // TILE
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_bounds, num_slots = T.dynamic("V, num_bounds, num_slots")
-    num_tiles = T.dynamic("num_tiles") if v.tile_v == 64 else 1  # V is 64 or 128
+    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 64 or 128
     num_dht, num_dh0, num_rows = T.dynamic("num_dht, num_dh0, num_rows")
     num_tails, num_owners = T.dynamic("num_tails, num_owners")
     dv_token, dv_head = T.dynamic("dv_token, dv_head")
@@ -325,27 +325,29 @@ def build(v: Variant):
 
     @T.prim_func
     def dstate_chain(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
         do: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, v.tile_v),
+            (num_tokens, num_value_heads, num_tiles, variant.tile_v),
             (do_token, do_head, do_tile, 1),
-            v.dtype,
+            variant.dtype,
         ),
         g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), v.dtype),
+        A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
         cu_seqlens: T.Tensor((num_bounds,), "int32"),
         first_chunk: T.Tensor((num_bounds,), "int32"),
         dht: T.StridedTensor(
             (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
         ),
-        dS: T.Tensor((num_slots, num_value_heads, num_rows, K), v.dtype),
+        dS: T.Tensor((num_slots, num_value_heads, num_rows, K), variant.dtype),
         dh0: T.StridedTensor(
             (num_dh0, num_value_heads, K, V), (dh0_n, dh0_h, dh0_k, dh0_v), "float32"
         ),
-        dv: T.StridedTensor((num_tokens, num_value_heads, V), (dv_token, dv_head, 1), v.dtype),
-        tails: T.Tensor((num_tails, num_value_heads, TILE, K), v.dtype),
+        dv: T.StridedTensor(
+            (num_tokens, num_value_heads, V), (dv_token, dv_head, 1), variant.dtype
+        ),
+        tails: T.Tensor((num_tails, num_value_heads, TILE, K), variant.dtype),
         owner: T.Tensor((num_owners,), "int32"),
         scale: T.float32,
         has_dht: T.int32,
@@ -356,11 +358,11 @@ def build(v: Variant):
             (num_bounds - 1) * num_value_heads * num_tiles, threads=plan.threads
         ) as block:
             T.import_source(GATED_TILES + SOURCE)
-            s_k = T.alloc_shared((sizes["rows"], CHUNK, K), v.dtype)
-            s_q = T.alloc_shared((sizes["rows"], CHUNK, K), v.dtype)
-            s_do = T.alloc_shared((sizes["rows"], CHUNK, v.tile_v), v.dtype)
-            s_a = T.alloc_shared((sizes["rows"], CHUNK, CHUNK), v.dtype)
-            s_p = T.alloc_shared((sizes["p"], CHUNK, CHUNK), v.dtype)
+            s_k = T.alloc_shared((sizes["rows"], CHUNK, K), variant.dtype)
+            s_q = T.alloc_shared((sizes["rows"], CHUNK, K), variant.dtype)
+            s_do = T.alloc_shared((sizes["rows"], CHUNK, variant.tile_v), variant.dtype)
+            s_a = T.alloc_shared((sizes["rows"], CHUNK, CHUNK), variant.dtype)
+            s_p = T.alloc_shared((sizes["p"], CHUNK, CHUNK), variant.dtype)
             s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
             rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * sizes["rows"])
             rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * sizes["rows"])
@@ -369,13 +371,13 @@ def build(v: Variant):
             p_full = T.alloc_barrier([plan.arrivals("p_full")] * sizes["p"])
             p_free = T.alloc_barrier([plan.arrivals("p_free")] * sizes["p"])
             tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
-            s_ds0 = T.alloc_shared((sizes["ds"], TILE, K), v.dtype)
+            s_ds0 = T.alloc_shared((sizes["ds"], TILE, K), variant.dtype)
             ds0_full = T.alloc_barrier([plan.arrivals("ds0_full")] * sizes["ds"])
             ds0_free = T.alloc_barrier([plan.arrivals("ds0_free")] * sizes["ds"])
             s_ds = [s_ds0]
             ds_rings = [Ring(ds0_full, ds0_free, sizes["ds"])]
             if states == 2:
-                s_ds1 = T.alloc_shared((sizes["ds"], TILE, K), v.dtype)
+                s_ds1 = T.alloc_shared((sizes["ds"], TILE, K), variant.dtype)
                 ds1_full = T.alloc_barrier([plan.arrivals("ds1_full")] * sizes["ds"])
                 ds1_free = T.alloc_barrier([plan.arrivals("ds1_free")] * sizes["ds"])
                 s_ds.append(s_ds1)
@@ -391,7 +393,7 @@ def build(v: Variant):
             num_chunks = T.alloc_var("int32")
             i_tile, v0 = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile = block % num_tiles
-            v0 = i_tile * v.tile_v
+            v0 = i_tile * variant.tile_v
             hv = block // num_tiles % num_value_heads
             place = T.alloc_local((1,), "int32")
             longest_first(cu_seqlens, num_bounds - 1, block // num_tiles // num_value_heads, place)
@@ -402,7 +404,7 @@ def build(v: Variant):
 
             unit = T.alloc_var("float32")
             unit = 1
-            if v.dtype == "bfloat16":
+            if variant.dtype == "bfloat16":
                 if (scale != 0) & (num_chunks > 0):  # what only passes stays as it is, bit for bit
                     unit = scale
 
@@ -411,16 +413,16 @@ def build(v: Variant):
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    0, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[0],
-                    rows, gates, p_ring, ds_rings[0], turn, num_chunks, n, hv, v0, has_dht, has_dh0,
-                    unit,
+                    0, states, K, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate,
+                    s_ds[0], rows, gates, p_ring, ds_rings[0], turn, num_chunks, n, hv, v0, has_dht,
+                    has_dh0, unit,
                 )  # fmt: skip
             elif tx < plan.start("score"):  # no thread if the CTA has one state warpgroup
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    1, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[-1],
-                    rows, gates, p_ring, ds_rings[-1], turn, num_chunks, n, hv, v0, has_dht,
-                    has_dh0, unit,
+                    1, states, K, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate,
+                    s_ds[-1], rows, gates, p_ring, ds_rings[-1], turn, num_chunks, n, hv, v0,
+                    has_dht, has_dh0, unit,
                 )  # fmt: skip
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)

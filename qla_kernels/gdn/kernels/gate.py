@@ -44,7 +44,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role("scan", warps=CHUNK // GATE_BLOCK, regs=128, computes="gamma, beta, fall, g_cum"),
@@ -54,15 +54,15 @@ def schedule(v: Variant) -> Schedule:
     )
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_tokens, num_heads, capacity = T.dynamic("num_tokens, num_heads, capacity")
     g_token, g_head, b_token, b_head = T.dynamic("g_token, g_head, b_token, b_head")
 
     @T.prim_func
     def gate(
-        g: T.StridedTensor((num_tokens, num_heads), (g_token, g_head), v.dtype),
-        beta: T.StridedTensor((num_tokens, num_heads), (b_token, b_head), v.dtype),
+        g: T.StridedTensor((num_tokens, num_heads), (g_token, g_head), variant.dtype),
+        beta: T.StridedTensor((num_tokens, num_heads), (b_token, b_head), variant.dtype),
         chunks: T.Tensor((capacity, 2), "int32"),
         g_cum: T.Tensor((num_tokens, num_heads), "float32"),
         gates: T.Tensor((capacity, num_heads, 3, CHUNK), "float32"),

@@ -34,7 +34,7 @@ VARIANTS = (Variant("float32"),)
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # blocks and heads are guarded
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("sum", warps=SUM_WARPS, regs=64, computes="the two gradients"),),
         smem_bytes=SUM_WARPS * SUM_HEADS * 4,
@@ -72,13 +72,13 @@ def over_lanes(r_sum):
         r_sum[0] += T.shfl_xor(r_sum[0], SUM_HEADS << d)
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_blocks, num_heads, A_row, bias_row = T.dynamic("num_blocks, num_heads, A_row, bias_row")
 
     @T.prim_func
     def gate_sums(
-        sums: T.Tensor((num_blocks, 2, num_heads), v.dtype),
+        sums: T.Tensor((num_blocks, 2, num_heads), variant.dtype),
         dA_log: T.Tensor((A_row,), "uint8"),  # as bytes of any float dtype
         ddt_bias: T.Tensor((bias_row,), "uint8"),
         A_dtype: T.int32,
@@ -90,8 +90,8 @@ def build(v: Variant):
             which,
         ):
             T.import_source(SOURCE)
-            s_sum = T.alloc_shared((SUM_WARPS, SUM_HEADS), v.dtype)
-            r_sum = T.alloc_local((1,), v.dtype)
+            s_sum = T.alloc_shared((SUM_WARPS, SUM_HEADS), variant.dtype)
+            r_sum = T.alloc_local((1,), variant.dtype)
             head = tile * SUM_HEADS + T.get_thread_binding() % SUM_HEADS
             await_previous()
             add_up(sums, which, s_sum, r_sum, head, num_blocks, num_heads)

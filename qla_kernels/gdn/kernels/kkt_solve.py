@@ -55,7 +55,7 @@ PASS_CONFIGS = {
 GATE_SLOTS, A_SLOTS = 4, 2
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -99,7 +99,7 @@ def schedule(v: Variant) -> Schedule:
         rings={"k": 1, "gate": GATE_SLOTS, "a": A_SLOTS},
         named={"solve": Named(WARPGROUP_THREADS)},
         # k, scratch, A and gate slots; barriers and alignment
-        smem_bytes=CHUNK * v.K * 2
+        smem_bytes=CHUNK * variant.K * 2
         + SCRATCH_BYTES
         + A_SLOTS * CHUNK * CHUNK * 2
         + GATE_SLOTS * 768
@@ -210,19 +210,19 @@ def store(A, chunks, s_a, ring, head, first, step, num_steps, group):
             ring.release(step_i)
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
     capacity, k_token, k_head = T.dynamic("capacity, k_token, k_head")
     grown_tokens = T.dynamic("grown_tokens")
 
     @T.prim_func
     def kkt_solve(
-        k: T.StridedTensor((num_tokens, num_heads, v.K), (k_token, k_head, 1), v.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, variant.K), (k_token, k_head, 1), variant.dtype),
         gates: T.Tensor((capacity, num_heads, group, 3, CHUNK), "float32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
-        A: T.Tensor((num_tokens, num_heads, group, CHUNK), v.dtype),
+        A: T.Tensor((num_tokens, num_heads, group, CHUNK), variant.dtype),
         growth: T.Tensor((grown_tokens, num_heads, group), "float32"),
         walkers: T.int32,
         grows: T.int32,
@@ -230,8 +230,8 @@ def build(v: Variant):
         with T.Kernel(num_heads, walkers, threads=plan.threads) as (head, first):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE + GROWTH)
-            s_k = T.alloc_shared((plan.rings["k"], CHUNK, v.K), v.dtype)
-            s_a = T.alloc_shared((A_SLOTS, CHUNK, CHUNK), v.dtype)
+            s_k = T.alloc_shared((plan.rings["k"], CHUNK, variant.K), variant.dtype)
+            s_a = T.alloc_shared((A_SLOTS, CHUNK, CHUNK), variant.dtype)
             s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
             s_gate = T.alloc_shared((GATE_SLOTS, 3, CHUNK), "float32")
             T.annotate_layout({s_a: make_full_bank_swizzled_layout(s_a)})

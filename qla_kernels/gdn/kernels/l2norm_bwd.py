@@ -43,7 +43,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("norm", warps=8, regs=40, computes="dx"),),
         ctas_per_sm=6,  # three quarters of an SM's threads: two rows need more registers than one
@@ -85,8 +85,8 @@ def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_s
                     dx[row, span, column + e] = r_dx[e]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     rows = plan.threads // ROW_THREADS  # a CTA
     batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
     num_rows, x_batch, x_token, x_head = T.dynamic("num_rows, x_batch, x_token, x_head")
@@ -97,14 +97,14 @@ def build(v: Variant):
         x: T.StridedTensor(
             (batch, num_tokens, num_heads, num_spans, SPAN),
             (x_batch, x_token, x_head, SPAN, 1),
-            v.dtype,
+            variant.dtype,
         ),
         dy: T.StridedTensor(
             (batch, num_tokens, num_heads, num_spans, SPAN),
             (dy_batch, dy_token, dy_head, SPAN, 1),
-            v.dtype,
+            variant.dtype,
         ),
-        dx: T.Tensor((num_rows, num_spans, SPAN), v.dtype),
+        dx: T.Tensor((num_rows, num_spans, SPAN), variant.dtype),
         end: T.Tensor((1,), "int32"),  # tokens that belong to a sequence, if `packed`
         packed: T.int32,
     ):
@@ -122,7 +122,7 @@ def build(v: Variant):
                 x,
                 dy,
                 dx,
-                v.dtype,
+                variant.dtype,
                 row,
                 num_live,
                 num_rows,

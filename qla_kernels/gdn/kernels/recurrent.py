@@ -101,13 +101,13 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
-    resident, regs = {128: (4, 128), 64: (6, 80)}[v.K]
+def schedule(variant: Variant) -> Schedule:
+    resident, regs = {128: (4, 128), 64: (6, 80)}[variant.K]
     return Schedule(
         roles=(
             Role("step", warps=TOKEN_WARPS, regs=regs, computes="S and o of 16 columns a warp"),
         ),
-        smem_bytes=TOKEN_WARPS * (2 * v.K + 2 * TOKEN_WARPS * WARP_COLUMNS + 2) * 4,
+        smem_bytes=TOKEN_WARPS * (2 * variant.K + 2 * TOKEN_WARPS * WARP_COLUMNS + 2) * 4,
         ctas_per_sm=resident,
     )
 
@@ -156,7 +156,7 @@ def has(flags, bit):
 
 @T.macro
 def prepare(
-    q, k, val, g, beta, A_log, dt_bias, sizes, dtype, s, slot,
+    q, k, v, g, beta, A_log, dt_bias, sizes, dtype, s, slot,
     row, t, h, hv, v0, scale, beta_range, flags,
 ):  # fmt: skip
     """Prepares one token by one warp, and writes it to slot `slot` of s: step 2."""
@@ -173,7 +173,7 @@ def prepare(
         r_q[i] = q[row, t, h, i * 32 + lane]
         r_k[i] = k[row, t, h, i * 32 + lane]
     for i in T.unroll(values):
-        r_v[i] = val[row, t, hv, v0 + i * 32 + lane]
+        r_v[i] = v[row, t, hv, v0 + i * 32 + lane]
         r_beta[i] = number(beta[row, t, hv, v0 + i * 32 + lane, 0], beta_size, dtype)
     level = number(g[row, t, hv, 0], g_size, dtype)
     if has(flags, GATE):
@@ -260,9 +260,9 @@ def clear_rows(o, r_o, row, first, stride, count, hv, k0, v0):
             move_four(o[row, first + i * stride, hv, v0], r_o[0])
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    blocks = v.K // KEY_SPAN  # a lane
+def build(variant: Variant):
+    plan = schedule(variant)
+    blocks = variant.K // KEY_SPAN  # a lane
     columns = TOKEN_WARPS * WARP_COLUMNS  # a CTA
     B, num_tokens, H, HV, V = T.dynamic("B, num_tokens, H, HV, V")
     num_bounds, num_indices, num_h0, num_ht = T.dynamic("num_bounds, num_indices, num_h0, num_ht")
@@ -276,9 +276,9 @@ def build(v: Variant):
 
     @T.prim_func
     def recurrent(
-        q: T.StridedTensor((B, num_tokens, H, v.K), (q_b, q_t, q_h, 1), v.dtype),
-        k: T.StridedTensor((B, num_tokens, H, v.K), (k_b, k_t, k_h, 1), v.dtype),
-        val: T.StridedTensor((B, num_tokens, HV, V), (v_b, v_t, v_h, 1), v.dtype),
+        q: T.StridedTensor((B, num_tokens, H, variant.K), (q_b, q_t, q_h, 1), variant.dtype),
+        k: T.StridedTensor((B, num_tokens, H, variant.K), (k_b, k_t, k_h, 1), variant.dtype),
+        v: T.StridedTensor((B, num_tokens, HV, V), (v_b, v_t, v_h, 1), variant.dtype),
         # as bytes: fp32, or the dtype of q
         g: T.StridedTensor((B, num_tokens, HV, g_size), (g_b, g_t, g_h, 1), "uint8"),
         beta: T.StridedTensor(
@@ -288,9 +288,9 @@ def build(v: Variant):
         dt_bias: T.StridedTensor((HV, dt_size), (dt_h, 1), "uint8"),
         cu_seqlens: T.StridedTensor((num_bounds,), (bound,), "int32"),
         state_indices: T.StridedTensor((num_indices,), (index,), "int32"),
-        h0: T.StridedTensor((num_h0, HV, v.K, V), (h0_n, h0_h, h0_k, h0_v), v.state),
-        ht: T.StridedTensor((num_ht, HV, v.K, V), (ht_n, ht_h, ht_k, ht_v), v.state),
-        o: T.Tensor((B, num_tokens, HV, V), v.dtype),
+        h0: T.StridedTensor((num_h0, HV, variant.K, V), (h0_n, h0_h, h0_k, h0_v), variant.state),
+        ht: T.StridedTensor((num_ht, HV, variant.K, V), (ht_n, ht_h, ht_k, ht_v), variant.state),
+        o: T.Tensor((B, num_tokens, HV, V), variant.dtype),
         num_sequences: T.int32,
         scale: T.float32,
         beta_range: T.float32,  # 1 or 2 where beta goes through a sigmoid, else 0
@@ -299,8 +299,8 @@ def build(v: Variant):
         with T.Kernel(num_sequences * HV * (V // columns), threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
-            s_q = T.alloc_shared((TOKEN_WARPS, v.K), "float32")
-            s_k = T.alloc_shared((TOKEN_WARPS, v.K), "float32")
+            s_q = T.alloc_shared((TOKEN_WARPS, variant.K), "float32")
+            s_k = T.alloc_shared((TOKEN_WARPS, variant.K), "float32")
             s_v = T.alloc_shared((TOKEN_WARPS, columns), "float32")
             s_beta = T.alloc_shared((TOKEN_WARPS, columns), "float32")
             s_scalars = T.alloc_shared((TOKEN_WARPS, 2), "float32")
@@ -365,7 +365,7 @@ def build(v: Variant):
                     if tile * TOKEN_WARPS + warp < length:
                         t = begin + tile * TOKEN_WARPS + warp
                         prepare(
-                            q, k, val, g, beta, A_log, dt_bias, sizes, v.dtype, s, warp,
+                            q, k, v, g, beta, A_log, dt_bias, sizes, variant.dtype, s, warp,
                             row, t, h, hv, v0, scale, beta_range, flags,
                         )  # fmt: skip
                     T.sync_threads()

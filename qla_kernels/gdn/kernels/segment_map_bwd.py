@@ -63,7 +63,7 @@ BACKWARD_RINGS = {"rows": 3, "gate": 4, "p": 2}
 CTA_WARPS = 12  # of the CTA
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -105,7 +105,7 @@ def schedule(v: Variant) -> Schedule:
         ),
         rings=BACKWARD_RINGS,
         # q, k, dO, A; P; gates; sums; barriers and alignment
-        smem_bytes=BACKWARD_RINGS["rows"] * CHUNK * (2 * v.K + TILE + CHUNK) * 2
+        smem_bytes=BACKWARD_RINGS["rows"] * CHUNK * (2 * variant.K + TILE + CHUNK) * 2
         + BACKWARD_RINGS["p"] * CHUNK * CHUNK * 2
         + BACKWARD_RINGS["gate"] * GATE_ROWS * CHUNK * 4
         + CTA_WARPS * 4
@@ -113,9 +113,9 @@ def schedule(v: Variant) -> Schedule:
     )
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    K = v.K
+def build(variant: Variant):
+    plan = schedule(variant)
+    K = variant.K
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
     num_dht, num_bounds = T.dynamic("num_dht, num_bounds")
@@ -125,16 +125,16 @@ def build(v: Variant):
 
     @T.prim_func
     def segment_map_bwd(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
         do: T.StridedTensor(
             (num_tokens, num_value_heads, num_tiles, TILE),
             (do_token, do_head, do_tile, 1),
-            v.dtype,
+            variant.dtype,
         ),
         g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), v.dtype),
+        A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
         bounds: T.Tensor((num_bounds,), "int32"),
         starts_of: T.Tensor((num_bounds,), "int32"),
         ends_of: T.Tensor((num_bounds,), "int32"),
@@ -149,11 +149,11 @@ def build(v: Variant):
     ):
         with T.Kernel(capacity * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(GATED_TILES + SOURCE)
-            s_k = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, K), v.dtype)
-            s_q = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, K), v.dtype)
-            s_do = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, TILE), v.dtype)
-            s_a = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, CHUNK), v.dtype)
-            s_p = T.alloc_shared((BACKWARD_RINGS["p"], CHUNK, CHUNK), v.dtype)
+            s_k = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, K), variant.dtype)
+            s_q = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, K), variant.dtype)
+            s_do = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, TILE), variant.dtype)
+            s_a = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, CHUNK), variant.dtype)
+            s_p = T.alloc_shared((BACKWARD_RINGS["p"], CHUNK, CHUNK), variant.dtype)
             s_gate = T.alloc_shared((BACKWARD_RINGS["gate"], GATE_ROWS, CHUNK), "float32")
             s_sum = T.alloc_shared((CTA_WARPS,), "float32")
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_do, s_p)})
@@ -196,15 +196,15 @@ def build(v: Variant):
             num_chunks = T.ceildiv(length, CHUNK)
             unit = T.alloc_var("float32")  # as in dstate_chain
             unit = 1
-            if v.dtype == "bfloat16":
+            if variant.dtype == "bfloat16":
                 if scale != 0:
                     unit = scale
 
             if tx < plan.end("state"):
                 T.set_max_nreg(plan.role("state").regs, 1)
                 gradient_columns(
-                    K, v.dtype, dht, ends, s_q, s_k, s_do, s_a, s_p, s_gate, rows, gates, p_ring,
-                    num_chunks, p, n, hv, column, has_end, unit,
+                    K, variant.dtype, dht, ends, s_q, s_k, s_do, s_a, s_p, s_gate, rows, gates,
+                    p_ring, num_chunks, p, n, hv, column, has_end, unit,
                 )  # fmt: skip
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)

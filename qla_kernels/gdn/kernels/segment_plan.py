@@ -59,7 +59,7 @@ VARIANTS = (Variant("int32"), Variant("int64"))
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by N and the rows
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("table", warps=TABLE_WARPS, regs=64, computes="segments, heads or chunks"),),
         smem_bytes=TABLE_WARPS * 4,
@@ -160,14 +160,14 @@ def order_heads(g, kept, heads, end):
             heads[before] = hv
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_bounds, rows, capacity = T.dynamic("num_bounds, rows, capacity")
     num_tokens, num_value_heads = T.dynamic("num_tokens, num_value_heads")
 
     @T.prim_func
     def segment_plan(
-        cu_seqlens: T.Tensor((num_bounds,), v.dtype),
+        cu_seqlens: T.Tensor((num_bounds,), variant.dtype),
         first_segment: T.Tensor((num_bounds,), "int32"),
         bounds: T.Tensor((rows,), "int32"),
         starts_of: T.Tensor((rows,), "int32"),

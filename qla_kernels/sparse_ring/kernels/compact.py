@@ -38,12 +38,12 @@ VARIANTS = (Variant(),)
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by num_columns
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(roles=(Role("copy", warps=COPY_WARPS, regs=64, computes="rows of k and v"),))
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     slots, chunk, Hk, words, num_visits = T.dynamic("slots, chunk, Hk, words, num_visits")
     B, H, num_columns = T.dynamic("B, H, num_columns")
     k_b, k_l, k_h = T.dynamic("k_b, k_l, k_h")
@@ -51,12 +51,12 @@ def build(v: Variant):
 
     @T.prim_func
     def compact(
-        k: T.StridedTensor((slots, chunk, Hk, words), (k_b, k_l, k_h, 1), v.dtype),
-        val: T.StridedTensor((slots, chunk, Hk, words), (v_b, v_l, v_h, 1), v.dtype),
+        k: T.StridedTensor((slots, chunk, Hk, words), (k_b, k_l, k_h, 1), variant.dtype),
+        v: T.StridedTensor((slots, chunk, Hk, words), (v_b, v_l, v_h, 1), variant.dtype),
         v_idx: T.Tensor((B, H, num_columns), "int32"),
         visits: T.Tensor((num_visits, VISIT), "int32"),
-        k_columns: T.Tensor((B, H, num_columns, words), v.dtype),
-        v_columns: T.Tensor((B, H, num_columns, words), v.dtype),
+        k_columns: T.Tensor((B, H, num_columns, words), variant.dtype),
+        v_columns: T.Tensor((B, H, num_columns, words), variant.dtype),
         num_blocks: T.int32,
         stripe_blocks: T.int32,
         buckets: T.int32,
@@ -89,7 +89,7 @@ def build(v: Variant):
                 if row != IN_OTHER_CHUNK:
                     for e in rolled(T.ceildiv(words, 32)):
                         if e * 32 + lane < words:
-                            for to, x in ((k_columns, k), (v_columns, val)):
+                            for to, x in ((k_columns, k), (v_columns, v)):
                                 to[b, h, column, e * 32 + lane] = T.if_then_else(
                                     row == NONE,
                                     T.int64(0),

@@ -46,15 +46,15 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("columns", warps=BUDGET_WARPS, regs=64, computes="which columns are kept"),),
         smem_bytes=(1 + 2 * 2) * BUDGET_WARPS * 4,
     )
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     heads, L, blocks, words, room = T.dynamic("heads, L, blocks, words, room")
 
     @T.prim_func

@@ -34,7 +34,7 @@ VARIANTS = (Variant(),)
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by num_blocks
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("table", warps=DIAGONAL_WARPS, regs=64, computes="entries, bounds"),),
         smem_bytes=DIAGONAL_WARPS * 4,
@@ -48,8 +48,8 @@ def active(d_bits, head, d, num_blocks, bit):
         bit[0] = (d_bits[head, d // WORD] >> (d % WORD)) & 1
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     heads, words, room, num_bounds = T.dynamic("heads, words, room, num_bounds")
 
     @T.prim_func

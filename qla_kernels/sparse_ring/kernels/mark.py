@@ -32,14 +32,14 @@ VARIANTS = (Variant(),)
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # guarded by the number of blocks
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("blocks", warps=MARK_WARPS, regs=64, computes="sums, and bits"),), ctas_per_sm=4
     )
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     heads, L, blocks, words = T.dynamic("heads, L, blocks, words")
 
     @T.prim_func

@@ -36,7 +36,7 @@ VARIANTS = (Variant(128), Variant(64))
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # bisection stays in the table
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("rows", warps=SCATTER_WARPS, regs=48, computes="dK, dV"),),
         ctas_per_sm=5,
@@ -87,9 +87,9 @@ def rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D):
                     at = v_idx[head, column]
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    D = v.D
+def build(variant: Variant):
+    plan = schedule(variant)
+    D = variant.D
     slices, heads, room, num_columns = T.dynamic("slices, heads, room, num_columns")
     B, Hk, num_chunks, chunk_rows, num_tiles = T.dynamic("B, Hk, num_chunks, chunk_rows, num_tiles")
 

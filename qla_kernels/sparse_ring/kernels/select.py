@@ -49,7 +49,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("lines", warps=BUDGET_WARPS, regs=64, computes="V, D"),),
         smem_bytes=(1 + 2 * 2) * BUDGET_WARPS * 4,
@@ -82,8 +82,8 @@ def need(total, share):
     return (T.cast(total, "int64") * share + (1 << SHARE) - 1) >> SHARE
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     heads, num, blocks, capacity = T.dynamic("heads, num, blocks, capacity")
     column_words, words = T.dynamic("column_words, words")
 

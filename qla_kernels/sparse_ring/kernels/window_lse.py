@@ -48,7 +48,7 @@ Variant, VARIANTS, PASS_CONFIGS = window.Variant, window.VARIANTS, window.PASS_C
 LSE_SLOTS = 4
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -63,7 +63,7 @@ def schedule(v: Variant) -> Schedule:
             *LOADING,
         ),
         rings={"k": LSE_SLOTS},
-        smem_bytes=(CTA_ROWS + LSE_SLOTS * LSE_KEYS) * v.D * 2
+        smem_bytes=(CTA_ROWS + LSE_SLOTS * LSE_KEYS) * variant.D * 2
         + 1024,  # Q, K; barriers and alignment
     )
 
@@ -131,16 +131,16 @@ def rows(
     put(lse, m1, l1, part, unit, row0 + (LSE_WARPGROUPS + w) * BLOCK, num_rows, scale2)
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     B, L, Hk, num_rows, parts = T.dynamic("B, L, Hk, num_rows, parts")
     units, blocks = T.dynamic("units, blocks")
     k_batch, k_token, k_head = T.dynamic("k_batch, k_token, k_head")
 
     @T.prim_func
     def window_lse(
-        q: T.Tensor((units, num_rows, v.D), v.dtype),
-        k: T.StridedTensor((B, L, Hk, v.D), (k_batch, k_token, k_head, 1), v.dtype),
+        q: T.Tensor((units, num_rows, variant.D), variant.dtype),
+        k: T.StridedTensor((B, L, Hk, variant.D), (k_batch, k_token, k_head, 1), variant.dtype),
         block: T.Tensor((blocks,), "int32"),
         lse: T.Tensor((parts, units, num_rows), "float32"),
         last: T.int32,
@@ -152,8 +152,8 @@ def build(v: Variant):
             part,
         ):
             T.import_source(window.SOURCE + pin.SOURCE)
-            s_q = T.alloc_shared((HEADS, BLOCK, v.D), v.dtype)
-            s_k = T.alloc_shared((LSE_SLOTS, LSE_KEYS, v.D), v.dtype)
+            s_q = T.alloc_shared((HEADS, BLOCK, variant.D), variant.dtype)
+            s_k = T.alloc_shared((LSE_SLOTS, LSE_KEYS, variant.D), variant.dtype)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k)})
             q_full = T.alloc_barrier([plan.arrivals("q_full")])
             k_full = T.alloc_barrier([plan.arrivals("k_full")] * LSE_SLOTS)

@@ -50,7 +50,7 @@ MASS_SLOTS = 3
 LOADS = 8  # parts of a row's LSE that are loaded at a time
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -67,7 +67,7 @@ def schedule(v: Variant) -> Schedule:
         rings={"k": MASS_SLOTS, "turn": MASS_WARPGROUPS},
         named={"lse_ready": Named(MASS_WARPGROUPS * WARPGROUP_THREADS)},
         # Q, K; LSE; barriers and alignment
-        smem_bytes=(CTA_ROWS + MASS_SLOTS * MASS_KEYS) * v.D * 2 + CTA_ROWS * 4 + 1024,
+        smem_bytes=(CTA_ROWS + MASS_SLOTS * MASS_KEYS) * variant.D * 2 + CTA_ROWS * 4 + 1024,
     )
 
 
@@ -177,16 +177,16 @@ def keys(
     T.wait_wgmma(0)
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     B, L, Hk, num_rows, group = T.dynamic("B, L, Hk, num_rows, group")
     units, blocks, num_parts = T.dynamic("units, blocks, num_parts")
     k_batch, k_token, k_head = T.dynamic("k_batch, k_token, k_head")
 
     @T.prim_func
     def window_mass(
-        q: T.Tensor((units, num_rows, v.D), v.dtype),
-        k: T.StridedTensor((B, L, Hk, v.D), (k_batch, k_token, k_head, 1), v.dtype),
+        q: T.Tensor((units, num_rows, variant.D), variant.dtype),
+        k: T.StridedTensor((B, L, Hk, variant.D), (k_batch, k_token, k_head, 1), variant.dtype),
         block: T.Tensor((blocks,), "int32"),
         lse: T.Tensor((num_parts, units, num_rows), "float32"),
         mass: T.Tensor((units, group, L), "int32"),
@@ -201,8 +201,8 @@ def build(v: Variant):
             part,
         ):
             T.import_source(window.SOURCE)
-            s_q = T.alloc_shared((HEADS // 2, PAIR, v.D), v.dtype)
-            s_k = T.alloc_shared((MASS_SLOTS, MASS_KEYS, v.D), v.dtype)
+            s_q = T.alloc_shared((HEADS // 2, PAIR, variant.D), variant.dtype)
+            s_k = T.alloc_shared((MASS_SLOTS, MASS_KEYS, variant.D), variant.dtype)
             s_lse = T.alloc_shared((CTA_ROWS,), "float32")
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k)})
             q_full = T.alloc_barrier([plan.arrivals("q_full")])

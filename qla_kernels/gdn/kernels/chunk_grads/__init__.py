@@ -107,14 +107,16 @@ PASS_CONFIGS = {
 GRAD_RINGS = {"qk": 1, "rows": 1, "h": 2, "ds": 1, "gate": 2, "dv": 1}
 
 
-def schedule(v: Variant) -> Schedule:
-    panel_regs, score_regs = (160, 152) if v.panels == 2 else (216, 216)
-    of_values = WARPGROUP_THREADS * v.V // PANEL  # threads of the warpgroups that have a panel of V
+def schedule(variant: Variant) -> Schedule:
+    panel_regs, score_regs = (160, 152) if variant.panels == 2 else (216, 216)
+    of_values = (
+        WARPGROUP_THREADS * variant.V // PANEL
+    )  # threads of the warpgroups that have a panel of V
     return Schedule(
         roles=(
             Role(
                 "panel",
-                warps=4 * v.panels,
+                warps=4 * variant.panels,
                 regs=panel_regs,
                 waits=(
                     *full("qk", "rows", "h", "ds", "gate", "scores", "vn", "y"),
@@ -140,12 +142,12 @@ def schedule(v: Variant) -> Schedule:
             *grads.serving_roles(regs=40),
         ),
         rings=GRAD_RINGS,
-        named={"own": Named(WARPGROUP_THREADS, copies=v.panels)},
+        named={"own": Named(WARPGROUP_THREADS, copies=variant.panels)},
         # q, k and dS; v; dO, V', Y; A; S0 twice; P and F; gates, sums; barriers, alignment
-        smem_bytes=4 * CHUNK * v.K * 2
-        + (1 + v.tok) * CHUNK * v.V * 2
+        smem_bytes=4 * CHUNK * variant.K * 2
+        + (1 + variant.tok) * CHUNK * variant.V * 2
         + CHUNK * CHUNK * 2
-        + 2 * v.V * v.K * 2
+        + 2 * variant.V * variant.K * 2
         + 2 * CHUNK * CHUNK * 2
         + (GRAD_RINGS["gate"] * GRAD_GATE_ROWS + SUM_ROWS) * CHUNK * 4
         + 1024,
@@ -228,9 +230,9 @@ def score(s, ring, walk, scale):
             ring.sums.commit(step)
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    K, V = v.K, v.V
+def build(variant: Variant):
+    plan = schedule(variant)
+    K, V = variant.K, variant.V
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
     capacity, num_rows, num_tails = T.dynamic("capacity, num_rows, num_tails")
     num_owners = T.dynamic("num_owners")
@@ -239,31 +241,33 @@ def build(v: Variant):
     do_token, do_head, do_r = T.dynamic("do_token, do_head, do_r")
 
     def tile(*shape: int):
-        return T.alloc_shared(shape, v.dtype)
+        return T.alloc_shared(shape, variant.dtype)
 
     def barrier(name: str):
         return T.alloc_barrier([plan.arrivals(name)] * plan.slots(name))
 
     @T.prim_func
     def chunk_grads(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor((num_tokens, num_heads, group, V), (v_token, v_head, v_r, 1), v.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor(
+            (num_tokens, num_heads, group, V), (v_token, v_head, v_r, 1), variant.dtype
+        ),
         do: T.StridedTensor(
-            (num_tokens, num_heads, group, V), (do_token, do_head, do_r, 1), v.dtype
+            (num_tokens, num_heads, group, V), (do_token, do_head, do_r, 1), variant.dtype
         ),
         g_cum: T.Tensor((num_tokens, num_heads, group), "float32"),
         beta: T.Tensor((num_tokens, num_heads, group), "float32"),
-        A: T.Tensor((num_tokens, num_heads, group, CHUNK), v.dtype),
-        h: T.Tensor((capacity, num_heads, group, V, K), v.dtype),
-        ds: T.Tensor((capacity, num_heads, group, num_rows, K), v.dtype),
-        tails: T.Tensor((num_tails, num_heads, group, PANEL, K), v.dtype),
+        A: T.Tensor((num_tokens, num_heads, group, CHUNK), variant.dtype),
+        h: T.Tensor((capacity, num_heads, group, V, K), variant.dtype),
+        ds: T.Tensor((capacity, num_heads, group, num_rows, K), variant.dtype),
+        tails: T.Tensor((num_tails, num_heads, group, PANEL, K), variant.dtype),
         owner: T.Tensor((num_owners,), "int32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
-        dq: T.Tensor((num_tokens, num_heads, K), v.dtype),
-        dk: T.Tensor((num_tokens, num_heads, K), v.dtype),
-        dv: T.Tensor((num_tokens, num_heads, group, V), v.dtype),
+        dq: T.Tensor((num_tokens, num_heads, K), variant.dtype),
+        dk: T.Tensor((num_tokens, num_heads, K), variant.dtype),
+        dv: T.Tensor((num_tokens, num_heads, group, V), variant.dtype),
         dg: T.Tensor((num_tokens, num_heads, group), "float32"),
         dbeta: T.Tensor((num_tokens, num_heads, group), "float32"),
         scale: T.float32,
@@ -274,7 +278,7 @@ def build(v: Variant):
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
             T.import_source(tiles.SOURCE)
-            s_turns, s_v, s_tok = tile(4, CHUNK, K), tile(1, CHUNK, V), tile(v.tok, CHUNK, V)
+            s_turns, s_v, s_tok = tile(4, CHUNK, K), tile(1, CHUNK, V), tile(variant.tok, CHUNK, V)
             s_a, s_scores = tile(1, CHUNK, CHUNK), tile(2, CHUNK, CHUNK)
             s_state = tile(2 * (V // PANEL), PANEL, K)
             s_gate = T.alloc_shared((GRAD_RINGS["gate"], GRAD_GATE_ROWS, CHUNK), "float32")
@@ -308,17 +312,17 @@ def build(v: Variant):
             walk = ChunkWalk(chunks, first, walkers, num_chunks, num_heads, group)
 
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
-            if warpgroup < v.panels:
+            if warpgroup < variant.panels:
                 T.set_max_nreg(plan.role("panel").regs, 1)
                 grads_panel.panel(dq, dk, s, ring, walk, K, V)
-            elif warpgroup == v.panels:
+            elif warpgroup == variant.panels:
                 T.set_max_nreg(plan.role("score").regs, 1)
                 score(s, ring, walk, scale)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
                     gradients = grads.StateGradients(ds, dv, tails, owner, held)
-                    grads.load(q, k, val, do, A, h, gradients, s, ring, tail_full, walk, K, V)
+                    grads.load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V)
                 elif tx < 64:
                     grads.gates(g_cum, beta, s_gate, ring.gate, walk, scale)
                     grads_out.clear_padding(
