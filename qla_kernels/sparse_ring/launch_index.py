@@ -9,9 +9,9 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.sparse_ring.index import VSIndex
-from qla_kernels.sparse_ring.kernels import cut as cut_kernel
-from qla_kernels.sparse_ring.kernels import mark as mark_kernel
-from qla_kernels.sparse_ring.kernels import select as select_kernel
+from qla_kernels.sparse_ring.kernels import keep_best_columns as cut_kernel
+from qla_kernels.sparse_ring.kernels import mark_candidates as mark_kernel
+from qla_kernels.sparse_ring.kernels import select_lines as select_kernel
 from qla_kernels.sparse_ring.kernels import window_lse as lse_kernel
 from qla_kernels.sparse_ring.kernels import window_mass as mass_kernel
 from qla_kernels.sparse_ring.kernels.window import CTA_ROWS

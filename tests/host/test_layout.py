@@ -126,7 +126,7 @@ def test_the_map_has_every_folder_that_host_code_lies_in():
 
 # Sums of floats in an order that is not fixed; docs/dualkv.md says how a caller avoids it.
 FLOAT_ATOMICS = {"dualkv/kernels/bwd.py"}
-INTEGER_ATOMICS = {"dualkv/kernels/items.py", "sparse_ring/kernels/select.py"}
+INTEGER_ATOMICS = {"dualkv/kernels/items.py", "sparse_ring/kernels/select_lines.py"}
 # Barriers that are no ring's: the code beside each says why.
 PARITIES = {
     "dualkv/kernels/bwd.py",  # dQ, a single buffer between two roles

@@ -8,7 +8,7 @@ S^T and dP^T are [64, 64]:
     dV  += P^T dO        dK += scale dS^T Q          [64, D], fp32
 
 Steps (numbers appear again in the roles):
-    1 load   K and V of the tile, from the rows that `compact` gathered
+    1 load   K and V of the tile, from the rows that `gather_columns` gathered
     2 load   Q, dO, lse2 and delta, block by block
     3 keep   a mask of the columns that the block sees: d = block - column's block > 0, d not in D
     4 grads  S^T and dP^T; P^T; dS^T; dV, dK

@@ -1,11 +1,11 @@
-"""mark -- the mass of each block of 64 keys, and a bit for each key that stands out in its block.
+"""mark_candidates -- the mass of each block of 64 keys, and a bit for each key that stands out.
 
     tile  = the sum of a block's masses
     marks = (63 + kappa) mass > kappa tile, or, if kappa < 0, mass > 0; set for columns below `sink`
 
 A warp has eight blocks at a time, and a lane has two keys of each. Bounded by memory, and by the
-launch. Why this shape: `cut` has one SM for a head, on which this part alone took 30 us; as a
-kernel of its own it uses all SMs.
+launch. Why this shape: `keep_best_columns` has one SM for a head, on which this part alone took
+30 us; as a kernel of its own it uses all SMs.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ def build(variant: Variant):
     heads, L, blocks, words = T.dynamic("heads, L, blocks, words")
 
     @T.prim_func
-    def mark(
+    def mark_candidates(
         mass: T.Tensor((heads, L), "int32"),
         block: T.Tensor((blocks,), "int32"),
         tile: T.Tensor((heads, blocks), "int32"),
@@ -81,4 +81,4 @@ def build(variant: Variant):
                     if lane == 0:
                         tile[head, block0 + u] = of_tile
 
-    return mark
+    return mark_candidates

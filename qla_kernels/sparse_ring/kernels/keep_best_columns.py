@@ -1,4 +1,4 @@
-"""cut -- the best columns of a head among the local keys, as candidates; one CTA per head.
+"""keep_best_columns -- a head's best columns among the local keys, as candidates; a CTA per head.
 
     found = the marked keys
     kept  = the `room` best of them: columns below `sink`, then falling masses, ties by column
@@ -58,7 +58,7 @@ def build(variant: Variant):
     heads, L, blocks, words, room = T.dynamic("heads, L, blocks, words, room")
 
     @T.prim_func
-    def cut(
+    def keep_best_columns(
         mass: T.Tensor((heads, L), "int32"),
         block: T.Tensor((blocks,), "int32"),
         marks: T.Tensor((heads, words), "int32"),
@@ -108,4 +108,4 @@ def build(variant: Variant):
                     column[head, at] = end
                     kept[head, at] = 0
 
-    return cut
+    return keep_best_columns

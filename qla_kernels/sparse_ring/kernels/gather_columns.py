@@ -1,4 +1,4 @@
-"""compact -- the keys and values of a head's columns, gathered from chunks, in the order of v_idx.
+"""gather_columns -- the keys and values of a head's columns, from chunks, in the order of v_idx.
 
     columns[h, n] = k[row of v_idx[h, n]], if that row is in one of the chunks
 
@@ -50,7 +50,7 @@ def build(variant: Variant):
     v_b, v_l, v_h = T.dynamic("v_b, v_l, v_h")
 
     @T.prim_func
-    def compact(
+    def gather_columns(
         k: T.StridedTensor((slots, chunk, Hk, words), (k_b, k_l, k_h, 1), variant.dtype),
         v: T.StridedTensor((slots, chunk, Hk, words), (v_b, v_l, v_h, 1), variant.dtype),
         v_idx: T.Tensor((B, H, num_columns), "int32"),
@@ -96,4 +96,4 @@ def build(variant: Variant):
                                     x[slot, row, h // (H // Hk), e * 32 + lane],
                                 )
 
-    return compact
+    return gather_columns

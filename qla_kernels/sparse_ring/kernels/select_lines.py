@@ -1,4 +1,4 @@
-"""select -- the lines of a head, chosen from the candidates of all ranks; one CTA per head.
+"""select_lines -- the lines of a head, chosen from the candidates of all ranks; one CTA per head.
 
     total  = the sum of all tiles; need(p) = p total, rounded up
     V      = the fewest candidates, best first, that hold need(recall_v)
@@ -14,8 +14,8 @@ Steps (numbers appear again in the code):
     4  D by its least key
     5  D as bits, with short holes filled; the share of the observed attention that the lines hold
 
-Bounded by latency: a head has one SM. All numbers are integers, as in cut, so bits and masses may
-be added in any order.
+Bounded by latency: a head has one SM. All numbers are integers, as in keep_best_columns, so bits
+and masses may be added in any order.
 """
 
 from typing import Any, NamedTuple
@@ -88,7 +88,7 @@ def build(variant: Variant):
     column_words, words = T.dynamic("column_words, words")
 
     @T.prim_func
-    def select(
+    def select_lines(
         column: T.Tensor((heads, num), "int32"),
         mass: T.Tensor((heads, num), "int32"),
         tile: T.Tensor((heads, blocks), "int32"),
@@ -192,4 +192,4 @@ def build(variant: Variant):
                     T.cast(sums[1], "float64") / T.cast(T.max(total, 1), "float64"), "float32"
                 )
 
-    return select
+    return select_lines
