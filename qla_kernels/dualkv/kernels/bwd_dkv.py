@@ -33,9 +33,9 @@ from qla_kernels.dualkv.kernels.items import uniform
 from qla_kernels.dualkv.kernels.walk import WARPGROUP_KEYS, load_rows, row_stats, walk_of
 from qla_kernels.dualkv.shapes import KV_ITEM_COLUMNS, KV_ORDERED, KV_QUERY_ROWS
 from qla_kernels.tile.constants import LOG2E
-from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
 
 DKV_SLOTS = 4  # query tiles in flight
 

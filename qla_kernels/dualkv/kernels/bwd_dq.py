@@ -49,9 +49,9 @@ from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
 
 WARPGROUP_ROWS = 64  # of a warpgroup
 

@@ -39,9 +39,9 @@ from qla_kernels.sparse_ring.kernels.walk import (
 )
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
 
 
 class Variant(NamedTuple):

@@ -18,8 +18,8 @@ import tilelang.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, TRIANGLE, UNSEEN
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
-from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
