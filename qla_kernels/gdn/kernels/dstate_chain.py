@@ -10,7 +10,7 @@ whole sequence), with A and P as in fused_fwd:
 
 Steps (numbers appear again in the roles):
     1 load    q, k, dO, A of a chunk; in a tail, rows past the end become zero
-    2 gate    gamma, fall, beta e, scale e, d, e^gamma_last of a chunk
+    2 gate    gamma, decays to blocks' ends, beta e, scale e, d, e^gamma_last of a chunk
     3 score   Q K^T, then P, one chunk ahead of the state
     4 state   dS K^T from dS in 16 bits, and dO^T P; dV'^T
     5 state   Y^T
@@ -388,7 +388,7 @@ def build(variant: Variant):
             gates = Ring(gate_full, gate_free, sizes["gate"])
             p_ring = Ring(p_full, p_free, sizes["p"])
 
-            hv, n, h = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            hv, n, kh = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             begin, length = T.alloc_var("int32"), T.alloc_var("int32")
             num_chunks = T.alloc_var("int32")
             i_tile, v0 = T.alloc_var("int32"), T.alloc_var("int32")
@@ -398,7 +398,7 @@ def build(variant: Variant):
             place = T.alloc_local((1,), "int32")
             longest_first(cu_seqlens, num_bounds - 1, block // num_tiles // num_value_heads, place)
             n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
-            h = hv // (num_value_heads // num_heads)
+            kh = hv // (num_value_heads // num_heads)
             sequence_span(cu_seqlens, n, num_tokens, begin, length)
             num_chunks = T.ceildiv(length, CHUNK)
 
@@ -435,8 +435,8 @@ def build(variant: Variant):
                 if tx < plan.end("load"):
                     load(
                         [
-                            Rows(k, (h,), s_k),
-                            Rows(q, (h,), s_q),
+                            Rows(k, (kh,), s_k),
+                            Rows(q, (kh,), s_q),
                             Rows(do, (hv, i_tile), s_do),
                             Rows(A, (hv,), s_a),
                         ],

@@ -12,7 +12,7 @@ the state, kept transposed, [V, K], in fp32 registers from the first chunk to th
 
 Steps (numbers appear again in the roles):
     1 load    q, k, v of a chunk, and A where it is given; rows past a tail's end become zero
-    2 gate    gamma, beta, fall, beta e, scale e, d, e^gamma_last of a chunk
+    2 gate    gamma, beta, decays to blocks' ends, beta e, scale e, d, e^gamma_last of a chunk
     3 solve   K K^T, then A, unless given; Q K^T, then P: up to two chunks ahead of the state.
               The inverses of A's diagonal blocks are a long chain of small steps: if there is one
               solving warpgroup, a separate warp makes them, while that warpgroup works on the next
@@ -303,7 +303,7 @@ def build(variant: Variant):
                 l_ring = Ring(l_full, l_free, rings["l"])
             o_ring = Ring(o_full, o_free, rings["o"])
 
-            hv, n, h = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            hv, n, kh = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             begin, length = T.alloc_var("int32"), T.alloc_var("int32")
             num_chunks, first = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile, saves = T.alloc_var("int32"), T.alloc_var("int32")
@@ -313,20 +313,20 @@ def build(variant: Variant):
             items = T.ceildiv((num_bounds - 1) * num_value_heads * num_tiles - block, ctas)
 
             turn = turns(plan)
-            tx, group = T.get_thread_binding(0), T.get_thread_binding(1)
+            tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             # The kernel before this one has waited for its predecessor in every CTA, so all kernels
             # up to that predecessor have ended. `early`: q, k, v, gates and A come from these.
             if early == 0:
                 T.pdl_sync()
-            if group < states:
+            if warpgroup < states:
                 T.set_max_nreg(plan.role("state").regs, 1)
-                first_turn(turn, group)
+                first_turn(turn, warpgroup)
                 if early != 0:  # only h0 comes from the kernel before; o is written after it
                     T.pdl_sync()
                 for j in rolled(items):
                     find(
                         block + j * ctas, *shape,
-                        n, h, hv, i_tile, begin, length, num_chunks, saves,
+                        n, kh, hv, i_tile, begin, length, num_chunks, saves,
                     )  # fmt: skip
                     num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
                     state(
@@ -337,12 +337,12 @@ def build(variant: Variant):
                         i_tile * variant.tile_v, has_h0, has_ht, ends_of,
                     )  # fmt: skip
                     first += num_chunks
-                last_turn(turn, group)
-            elif group < states + variant.teams:
+                last_turn(turn, warpgroup)
+            elif warpgroup < states + variant.teams:
                 T.set_max_nreg(plan.roles[1].regs, 0)
                 if variant.solves:
-                    clear_above(s_a, group - states, variant.teams)
-                clear_above(s_p, group - states, variant.teams)
+                    clear_above(s_a, warpgroup - states, variant.teams)
+                clear_above(s_p, warpgroup - states, variant.teams)
                 count_chunks(
                     cu_seqlens, num_tokens, num_value_heads * num_tiles, block, ctas, items,
                     num_chunks,
@@ -371,11 +371,11 @@ def build(variant: Variant):
                     for j in rolled(items):
                         find(
                             block + j * ctas, *shape,
-                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
-                        leading = [(Rows(k, (h,), s_k), After(k_ring, first))]
+                        leading = [(Rows(k, (kh,), s_k), After(k_ring, first))]
                         others = [(Rows(v, (hv, i_tile), s_v), After(v_ring, first))]
-                        queries = (Rows(q, (h,), s_q), After(q_ring, first))
+                        queries = (Rows(q, (kh,), s_q), After(q_ring, first))
                         if variant.inverts:  # P comes late, and there is no room for more of Q
                             others.insert(0, queries)
                         else:
@@ -391,7 +391,7 @@ def build(variant: Variant):
                     for j in rolled(items):
                         find(
                             block + j * ctas, *shape,
-                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
                         gate(
                             g, beta, beta16, beta_is_16, g_cum, s_gate, After(gates, first),
@@ -402,7 +402,7 @@ def build(variant: Variant):
                     for j in rolled(items):
                         find(
                             block + j * ctas, *shape,
-                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
                         store(
                             o, A, s_o, s_a, After(o_ring, first * states), After(a_ring, first),
@@ -419,7 +419,7 @@ def build(variant: Variant):
                     for j in rolled(items):
                         find(
                             block + j * ctas, *shape,
-                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
                         begin = inside(cu_seqlens[num_bounds - 1], num_tokens) + n
                         padding = (begin, num_tokens, num_bounds - 1, hv)

@@ -3,7 +3,7 @@
 Per chunk (C = 64 tokens) and value head, with n tokens in the chunk:
     gamma_i = sum_{j <= i} max(g_j, floor), in base 2; level past the chunk's end      [C]
     beta_i; 0 past the chunk's end                                                     [C]
-    fall_i  = 2^(gamma_end - gamma_i), end the last token of i's block of 16           [C]
+    to_end_i = 2^(gamma_end - gamma_i), end the last token of i's block of 16          [C]
 They are written as one row of 3 x 64 numbers, which other kernels fetch by a single bulk copy.
 gamma is also written as g_cum [tokens, value heads], in natural log, for the backward.
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.gdn.kernels.chain.layout import BETA, FALL, GAMMA
+from qla_kernels.gdn.kernels.chain.layout import BETA, DECAY_TO_BLOCK_END, GAMMA
 from qla_kernels.tile.constants import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
@@ -47,7 +47,12 @@ PASS_CONFIGS = {
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
-            Role("scan", warps=CHUNK // GATE_BLOCK, regs=128, computes="gamma, beta, fall, g_cum"),
+            Role(
+                "scan",
+                warps=CHUNK // GATE_BLOCK,
+                regs=128,
+                computes="gamma, beta, decays to blocks' ends, g_cum",
+            ),
         ),
         smem_bytes=GATE_HEADS * (3 * CHUNK + 1) * 4 + CHUNK // GATE_BLOCK * GATE_HEADS * 4,
         ctas_per_sm=4,
@@ -99,7 +104,7 @@ def build(variant: Variant):
                 if w < warp:
                     before += s_total[w, lane]
             for i in T.unroll(GATE_BLOCK):  # 3
-                s_rows[lane, FALL * CHUNK + warp * GATE_BLOCK + i] = T.exp2(
+                s_rows[lane, DECAY_TO_BLOCK_END * CHUNK + warp * GATE_BLOCK + i] = T.exp2(
                     gamma[GATE_BLOCK - 1] - gamma[i]
                 )
                 gamma[i] += before

@@ -11,7 +11,7 @@ Steps (numbers appear again in the roles), for each chunk this CTA visits with i
     1 load   k of the chunk
     2 solve  K K^T, kept in registers for all value heads of the key head
       and for each of them:
-    3 gates  the head's gamma, beta and fall, as `gate` made them
+    3 gates  the head's gamma, beta and decays to blocks' ends, as `gate` made them
     4 solve  growth, from the diagonal of K K^T; L to scratch, its inverse to s_a
     5 store  write A: one TMA store, or predicated rows if the chunk is a tail
 
@@ -82,7 +82,7 @@ def schedule(variant: Variant) -> Schedule:
                 regs=32,
                 waits=("gate_free",),
                 signals=(("gate_full", ONE),),
-                computes="gamma, beta, fall",
+                computes="gamma, beta, decays to blocks' ends",
                 uses=("tma_load",),
             ),
             Role(

@@ -157,7 +157,7 @@ def has(flags, bit):
 @T.macro
 def prepare(
     q, k, v, g, beta, A_log, dt_bias, sizes, dtype, s, slot,
-    row, t, h, hv, v0, scale, beta_range, flags,
+    row, t, kh, hv, v0, scale, beta_range, flags,
 ):  # fmt: skip
     """Prepares one token by one warp, and writes it to slot `slot` of s: step 2."""
     lane = T.get_thread_binding() % 32
@@ -170,8 +170,8 @@ def prepare(
     qq, kk, qk = (T.alloc_var("float32") for _ in range(3))
     level, bias, strength = (T.alloc_var("float32") for _ in range(3))
     for i in T.unroll(keys):  # 2: all loads are issued before any result is used
-        r_q[i] = q[row, t, h, i * 32 + lane]
-        r_k[i] = k[row, t, h, i * 32 + lane]
+        r_q[i] = q[row, t, kh, i * 32 + lane]
+        r_k[i] = k[row, t, kh, i * 32 + lane]
     for i in T.unroll(values):
         r_v[i] = v[row, t, hv, v0 + i * 32 + lane]
         r_beta[i] = number(beta[row, t, hv, v0 + i * 32 + lane, 0], beta_size, dtype)
@@ -308,7 +308,7 @@ def build(variant: Variant):
             r_s = T.alloc_local((blocks, STATE_PIECE, STATE_PIECE), "float32")
             r_o = T.alloc_local((STATE_PIECE,), "float32")
             # variables, so that they are divided as 32-bit numbers, and once
-            n, hv, h, slot, row = (T.alloc_var("int32") for _ in range(5))
+            n, hv, kh, slot, row = (T.alloc_var("int32") for _ in range(5))
             k0, column, v0, begin, length, t = (T.alloc_var("int32") for _ in range(6))
             lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
             v_first = T.bitwise_and(flags, V_FIRST)
@@ -318,7 +318,7 @@ def build(variant: Variant):
             hv = n
             n = T.truncdiv(n, HV)
             hv -= n * HV
-            h = T.truncdiv(hv, T.truncdiv(HV, H))
+            kh = T.truncdiv(hv, T.truncdiv(HV, H))
             k0 = (
                 T.if_then_else(v_first == 0, lane // STATE_PIECE, lane % COLUMN_LANES) * STATE_PIECE
             )
@@ -366,7 +366,7 @@ def build(variant: Variant):
                         t = begin + tile * TOKEN_WARPS + warp
                         prepare(
                             q, k, v, g, beta, A_log, dt_bias, sizes, variant.dtype, s, warp,
-                            row, t, h, hv, v0, scale, beta_range, flags,
+                            row, t, kh, hv, v0, scale, beta_range, flags,
                         )  # fmt: skip
                     T.sync_threads()
                     for i in rolled(T.min(TOKEN_WARPS, length - tile * TOKEN_WARPS)):

@@ -205,7 +205,7 @@ def build(variant: Variant):
                 a_free = T.alloc_barrier([plan.arrivals("a_free")] * rings["a"])
                 a_ring = Ring(a_full, a_free, rings["a"])
 
-            n, h, hv = (T.alloc_var("int32") for _ in range(3))
+            n, kh, hv = (T.alloc_var("int32") for _ in range(3))
             column, of_map = T.alloc_var("int32"), T.alloc_var("int32")
             begin, length, num_chunks = (T.alloc_var("int32") for _ in range(3))
             warm, has_start = T.alloc_var("int32"), T.alloc_var("int32")
@@ -213,7 +213,7 @@ def build(variant: Variant):
             if early == 0:
                 await_previous()
             hv = heads[place]
-            h = hv // (num_value_heads // num_heads)
+            kh = hv // (num_value_heads // num_heads)
             of_map = 0
             column = i_slice * TILE
             if i_slice >= num_tiles:
@@ -233,7 +233,7 @@ def build(variant: Variant):
             if num_chunks > 0:
                 warm = warm_chunks(  # 1
                     k, g, growth, grows, beta, beta16, beta_is_16, s_sum, begin, length,
-                    h, hv, limit, at_end=True, cumulated=not variant.solves,
+                    kh, hv, limit, at_end=True, cumulated=not variant.solves,
                 )  # fmt: skip
                 if warm > 0:
                     begin += (num_chunks - warm) * CHUNK
@@ -267,7 +267,7 @@ def build(variant: Variant):
                         await_previous()
                     if (is_cold >= 0) & (tx == plan.start("load")):
                         cold[p, hv] = is_cold
-                    always = [Rows(k, (h,), s_k)]
+                    always = [Rows(k, (kh,), s_k)]
                     if not variant.solves:
                         always.append(Rows(A, (hv,), s_a))
                     if of_map == 0:

@@ -18,7 +18,7 @@ M^T dS_end in any case.
 Steps (numbers appear again in the code):
     1 all     the number of first chunks to walk
     2 load    q, k, dO, A of a chunk; in a tail, rows past the end become zero
-    3 gate    gamma, fall, beta e, scale e, d, e^gamma_last of a chunk
+    3 gate    gamma, decays to blocks' ends, beta e, scale e, d, e^gamma_last of a chunk
     4 score   Q K^T, then P, one chunk ahead of the state
     5 state   dS K^T from dS in 16 bits, and dO^T P; dV'^T
     6 state   Y^T; meanwhile scale e dO^T, dS decayed
@@ -168,7 +168,7 @@ def build(variant: Variant):
             gates = Ring(gate_full, gate_free, BACKWARD_RINGS["gate"])
             p_ring = Ring(p_full, p_free, BACKWARD_RINGS["p"])
 
-            p, n, h, hv = (T.alloc_var("int32") for _ in range(4))
+            p, n, kh, hv = (T.alloc_var("int32") for _ in range(4))
             i_tile, column, has_end = (T.alloc_var("int32") for _ in range(3))
             begin, length, num_chunks = (T.alloc_var("int32") for _ in range(3))
             warm = T.alloc_var("int32")
@@ -177,7 +177,7 @@ def build(variant: Variant):
             column = i_tile * TILE
             hv = heads[block // num_tiles // capacity]
             p = block // num_tiles % capacity
-            h = hv // (num_value_heads // num_heads)
+            kh = hv // (num_value_heads // num_heads)
             n = ends_of[p]
             sequence_span(bounds, p, num_tokens, begin, length)
             if starts_of[p] >= 0:
@@ -186,7 +186,7 @@ def build(variant: Variant):
             tx = T.get_thread_binding()
             if length > 0:
                 warm = warm_chunks(  # 1
-                    k, g_cum, None, 0, beta, None, 0, s_sum, begin, length, h, hv, limit,
+                    k, g_cum, None, 0, beta, None, 0, s_sum, begin, length, kh, hv, limit,
                     at_end=False, cumulated=True,
                 )  # fmt: skip
                 if warm > 0:
@@ -217,8 +217,8 @@ def build(variant: Variant):
                 if tx < plan.end("load"):
                     load(
                         [
-                            Rows(k, (h,), s_k),
-                            Rows(q, (h,), s_q),
+                            Rows(k, (kh,), s_k),
+                            Rows(q, (kh,), s_q),
                             Rows(do, (hv, i_tile), s_do),
                             Rows(A, (hv,), s_a),
                         ],

@@ -45,7 +45,7 @@ class Lines(Protocol):
     def key(self, at: Any) -> Any: ...
 
 
-class Found(NamedTuple):
+class Verticals(NamedTuple):
     """Columns of a head as Lines: columns below `sink` are forced, numbers from `end` on unused."""
 
     columns: Any  # int32 [heads, places]

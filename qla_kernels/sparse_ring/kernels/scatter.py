@@ -48,7 +48,7 @@ def rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D):
     thread = T.get_thread_binding()
     lane, first = thread % 32, thread // 32 * WARP_ROWS
     low, high, middle, token, end = (T.alloc_var("int32") for _ in range(5))
-    of_head, column, found, at = (T.alloc_var("int32") for _ in range(4))
+    of_head, column, first_column, at = (T.alloc_var("int32") for _ in range(4))
     r_sum = T.alloc_local((2, D // 32), "float32")
     token = (block + first // BLOCK * gap) * BLOCK + first % BLOCK
     end = token + WARP_ROWS
@@ -62,13 +62,13 @@ def rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D):
                 low = middle + 1
             else:
                 high = middle
-        found = end
+        first_column = end
         if low < v_idx.shape[1]:
-            found = v_idx[of_head, low]
+            first_column = v_idx[of_head, low]
         for y in rolled(T.min(group - g * 32, 32)):  # 2
             head = T.shfl_sync(of_head, y)
             column = T.shfl_sync(low, y)
-            at = T.shfl_sync(found, y)
+            at = T.shfl_sync(first_column, y)
             while (token <= at) & (at < end):  # columns ascend
                 row = row0 + first + at - token
                 for n in T.unroll(2):

@@ -25,7 +25,7 @@ import tilelang.language as T
 from qla_kernels.sparse_ring.kernels.budget import (
     BUDGET_THREADS,
     BUDGET_WARPS,
-    Found,
+    Verticals,
     block_scan,
     fewest,
     in_order,
@@ -121,7 +121,7 @@ def build(variant: Variant):
             lane, warp = thread % 32, thread // 32
             end = blocks * BLOCK
 
-            columns = Found(column, mass, head, sink, end)
+            columns = Verticals(column, mass, head, sink, end)
             slashes = Slashes(tile, of_columns, head, last, window, residual)
             await_previous()
             count = 0

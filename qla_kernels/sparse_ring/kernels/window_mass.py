@@ -77,7 +77,7 @@ def add_parts(lse, s_lse, unit, row0, row, num_rows, num_parts):
 
     A row without a query gets +inf, so that its P is 0.
     """
-    found = T.alloc_local((LOADS,), "float32")
+    parts_lse = T.alloc_local((LOADS,), "float32")
     peak, total = T.alloc_var("float32"), T.alloc_var("float32")
     if row < CTA_ROWS:
         peak = FLOOR
@@ -86,16 +86,16 @@ def add_parts(lse, s_lse, unit, row0, row, num_rows, num_parts):
         if row0 + row < num_rows:
             for n in rolled(T.ceildiv(num_parts, LOADS)):
                 for u in T.unroll(LOADS):  # a repeated last part does not change the maximum
-                    found[u] = lse[T.min(n * LOADS + u, num_parts - 1), unit, row0 + row]
+                    parts_lse[u] = lse[T.min(n * LOADS + u, num_parts - 1), unit, row0 + row]
                 for u in T.unroll(LOADS):
-                    peak = T.max(peak, found[u])
+                    peak = T.max(peak, parts_lse[u])
             for n in rolled(T.ceildiv(num_parts, LOADS)):
                 for u in T.unroll(LOADS):
-                    found[u] = -T.infinity("float32")
+                    parts_lse[u] = -T.infinity("float32")
                     if n * LOADS + u < num_parts:
-                        found[u] = lse[n * LOADS + u, unit, row0 + row]
+                        parts_lse[u] = lse[n * LOADS + u, unit, row0 + row]
                 for u in T.unroll(LOADS):  # the difference first: for the largest it is exactly 0
-                    total += T.exp2((found[u] - peak) * LOG2E)
+                    total += T.exp2((parts_lse[u] - peak) * LOG2E)
             s_lse[row] = peak * LOG2E + T.log2(total)
 
 

@@ -11,7 +11,7 @@ import tilelang.language as T
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,
-    FALL,
+    DECAY_TO_BLOCK_END,
     GAMMA,
     LAST,
     SCALE_E,
@@ -77,14 +77,14 @@ def gate(
                 total += below
         g2[0] = total - g2[1]
         g2[1] = total
-        fall0 = T.shfl_sync(total, lane // 8 * 8 + 7)  # gamma of the last token of the 16
+        block_end = T.shfl_sync(total, lane // 8 * 8 + 7)  # gamma of the last token of the 16
         last = T.shfl_sync(total, 31)
         ring.acquire(i)  # 2
         slot = ring.slot(i)
         for e in T.unroll(2):
             s_gate[slot, GAMMA, 2 * lane + e] = g2[e]
             s_gate[slot, BETA, 2 * lane + e] = b[e]
-            s_gate[slot, FALL, 2 * lane + e] = T.exp2(fall0 - g2[e])
+            s_gate[slot, DECAY_TO_BLOCK_END, 2 * lane + e] = T.exp2(block_end - g2[e])
             s_gate[slot, BETA_E, 2 * lane + e] = b[e] * T.exp2(g2[e])
             s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(g2[e])
             s_gate[slot, D, 2 * lane + e] = T.exp2(last - g2[e])

@@ -16,9 +16,10 @@ from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Schedule
 
 TILE = 64  # columns of V that one state warpgroup owns
 
-# rows of a gate slot; gated_tiles.cuh reads the first three
+# Rows of a gate slot; gated_tiles.cuh reads the first three. DECAY_TO_BLOCK_END of a token is the
+# decay from it to the last token of its block of 16; D that to the last token of the chunk.
 GATE_ROWS = 7
-GAMMA, BETA, FALL, BETA_E, SCALE_E, D, LAST = range(GATE_ROWS)
+GAMMA, BETA, DECAY_TO_BLOCK_END, BETA_E, SCALE_E, D, LAST = range(GATE_ROWS)
 
 
 def accumulator_layout(rows: int, columns: int) -> T.Fragment:

@@ -142,7 +142,7 @@ def invert(s_l, s_a, l_ring, a_ring, num_chunks):
 
 @T.macro
 def solve_in_teams(
-    teams, first_group, K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, a_ring,
+    teams, first_warpgroup, K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, a_ring,
     p_ring, meet, num_chunks, scale,
 ):  # fmt: skip
     """Makes A and P of chunks team, team + teams, ...; each solving warpgroup is a team.
@@ -153,7 +153,7 @@ def solve_in_teams(
     c = T.alloc_local((32,), "float32")  # K K^T, then Q K^T, in accumulator registers
     team, steps, last = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     after = T.alloc_var("int32")
-    team = T.shfl_sync(T.get_thread_binding(1) - first_group, 0)  # uniform, and known to be
+    team = T.shfl_sync(T.get_thread_binding(1) - first_warpgroup, 0)  # uniform, and known to be
     steps = T.ceildiv(num_chunks - team, teams)
     last = team + (steps - 1) * teams
     if steps > 0:

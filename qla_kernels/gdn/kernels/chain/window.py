@@ -25,7 +25,7 @@ SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
 
 def warm_chunks(
-    k, g, growth, grows, beta, beta16, is_16, s_sum, begin, length, h, hv, limit, at_end, cumulated
+    k, g, growth, grows, beta, beta16, is_16, s_sum, begin, length, kh, hv, limit, at_end, cumulated
 ):  # fmt: skip
     """Returns the number of chunks over which a segment's map falls below e^limit, or 0 if none.
 
@@ -34,7 +34,7 @@ def warm_chunks(
     beta16 in 16 bits; beta16 is None in kernels that never have it.
     """
     K, warps = k.shape[-1], s_sum.shape[0]
-    k_begin = T.access_ptr(k[begin, h, 0], "r", K)
+    k_begin = T.access_ptr(k[begin, kh, 0], "r", K)
     return T.call_extern(
         "int32",
         f"qla::warm_chunks<{int(at_end)}, {int(cumulated)}, {K}, {warps}>",

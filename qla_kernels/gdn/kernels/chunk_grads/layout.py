@@ -23,7 +23,8 @@ P, F = range(2)  # slots of Tiles.scores; after a pair's last value head P's slo
 
 # Rows of a gate slot. Rows from FACTORS on scale the products of DO, VN and Y with a state.
 GRAD_GATE_ROWS = 7
-ROW_GAMMA, ROW_FALL, ROW_BETA, ROW_E, ROW_SCALE_E, ROW_D, ROW_MINUS_BETA_E = range(GRAD_GATE_ROWS)
+ROW_GAMMA, ROW_DECAY_TO_BLOCK_END, ROW_BETA = range(3)
+ROW_E, ROW_SCALE_E, ROW_D, ROW_MINUS_BETA_E = range(3, GRAD_GATE_ROWS)
 FACTORS = ROW_SCALE_E
 
 # Rows of a value head's sums, with one number for each token. Column sums take one row for each
@@ -302,7 +303,7 @@ def gates(g_cum, beta, s_gate, ring, walk, scale):
             ring.acquire(step)  # 2
             for e in T.unroll(2):
                 s_gate[slot, ROW_GAMMA, 2 * lane + e] = gamma[e]
-                s_gate[slot, ROW_FALL, 2 * lane + e] = T.exp2(end - gamma[e])
+                s_gate[slot, ROW_DECAY_TO_BLOCK_END, 2 * lane + e] = T.exp2(end - gamma[e])
                 s_gate[slot, ROW_BETA, 2 * lane + e] = b[e]
                 s_gate[slot, ROW_E, 2 * lane + e] = T.exp2(gamma[e])
                 s_gate[slot, ROW_SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])

@@ -218,7 +218,7 @@ __device__ __forceinline__ void add_scaled(float *sum, const float *x, const flo
 }
 
 // G_ij x_ij in place below the diagonal and, if `diagonal`, on it; 0 above. `gates` are gamma and,
-// as `scaled` needs them, the falls to the ends of blocks.
+// as `scaled` needs them, the decays to the ends of blocks.
 __device__ __forceinline__ void decay_scores(float *x, const float *gates, int diagonal) {
   const int w = own_warp(), lane = thread_in_group() % 32, g = lane / 4, t = lane % 4;
   const float *gamma = gates, *fall = gates + 64;

@@ -67,7 +67,7 @@ def add_scaled(r_sum: Any, r_x: Any, row: Any, panel: Any, dot: Any) -> Any:
 def decay_scores(r_x: Any, gates: Any, diagonal: Any) -> Any:
     """Replaces r_x by G o r_x below the diagonal and, if `diagonal`, on it; by 0 elsewhere.
 
-    `gates` are the rows gamma and fall of a gate slot.
+    `gates` are the rows ROW_GAMMA and ROW_DECAY_TO_BLOCK_END of a gate slot.
     """
     return _call("decay_scores", r_x.data, _read(gates, 2 * CHUNK), diagonal)
 
