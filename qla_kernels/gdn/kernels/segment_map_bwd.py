@@ -60,7 +60,7 @@ PASS_CONFIGS = {
 }
 
 BACKWARD_RINGS = {"rows": 3, "gate": 4, "p": 2}
-CTA_WARPS = 12  # of the CTA
+CTA_WARPS = 12
 
 
 def schedule(variant: Variant) -> Schedule:

@@ -23,10 +23,8 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 COPY_WARPS = 8
 CTA_COLUMNS = 64  # columns of a CTA
-IN_OTHER_CHUNK, NONE = (
-    -2,
-    -1,
-)  # instead of a row: the column is in another chunk; there is no column
+IN_OTHER_CHUNK = -2  # instead of a row: the column is in another chunk
+NONE = -1  # there is no column
 
 
 class Variant(NamedTuple):
