@@ -46,12 +46,18 @@ def section(kernel: jit.Kernel) -> str:
 
 def budget(schedule: Schedule) -> str:
     rings = ", ".join(f"{datum} {slots}" for datum, slots in schedule.rings.items()) or "none"
+    named = ", ".join(
+        f"{name} {', '.join(map(str, schedule.ids(name)))} ({barrier.threads} threads)"
+        for name, barrier in schedule.named.items()
+        if barrier.used
+    )
     spills = "no spills"
     if schedule.spill_bytes:
         spills = f"{schedule.spill_bytes} B of spills ({schedule.spill_reason})"
     return (
         f"{schedule.threads} threads, {schedule.ctas_per_sm} per SM, "
-        f"{schedule.smem_bytes} B shared memory, {spills}; ring slots: {rings}."
+        f"{schedule.smem_bytes} B shared memory, {spills}; ring slots: {rings}"
+        + (f"; named barriers: {named}." if named else ".")
     )
 
 

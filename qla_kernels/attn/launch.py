@@ -1,14 +1,12 @@
 """Launches the kernels that every attention family uses."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from qla_kernels import jit
 from qla_kernels.attn.kernels import delta as kernel
+from qla_kernels.tile.constants import LOG2E
 
-LOG2E = 1 / math.log(2)
 TMA_ROW = 4  # fp32 numbers in 16 bytes; rows of `stats` are multiples of that
 
 

@@ -48,8 +48,8 @@ def backward(
         sums = rows.new_zeros(num_heads * num_tokens, D)
         jit.compile(bwd, bwd.Variant(dtype))(*by_keys, sums, dk, dv, parts, *numbers)
         jit.compile(dq_cast, dq_cast.Variant(dtype))(
-            sums.view(num_heads, num_tokens, *dq_cast.PIECES),
-            torch.unflatten(dq, -1, (-1, dq_cast.PIECE)),
+            sums.view(num_heads, num_tokens, *dq_cast.CAST_PIECES),
+            torch.unflatten(dq, -1, (-1, dq_cast.CAST_PIECE)),
             scale,
         )
     else:
@@ -59,7 +59,7 @@ def backward(
         )  # fmt: skip
         jit.compile(bwd_dkv, bwd_dkv.Variant(dtype, D))(*by_keys, dk, dv, parts, *numbers)
     if tables.split.shape[0]:
-        pieces = (-1, dkv_combine.PIECE)
+        pieces = (-1, dkv_combine.SUM_PIECE)
         jit.compile(dkv_combine, dkv_combine.Variant(dtype))(
             torch.unflatten(parts, -1, pieces),
             tables.header,

@@ -47,7 +47,7 @@ SCAN_STEP = 0.65  # a cold segment in segment_scan
 COLD_SHARE = 0.25  # share of the heads that is cold, at gates like those FlashQLA publishes
 FORGOTTEN = 3.2  # log decay of the warm heads per chunk: 64 tokens, each keeps 95 % of the state
 GAIN = 0.95  # a cut must take less than this share of the time of whole sequences
-WHOLE = 0.94, -8.0  # the measured time of whole sequences is 0.94 of the model's time, less 8 us
+UNCUT = 0.94, -8.0  # the measured time of whole sequences is 0.94 of the model's time, less 8 us
 CUT_KERNELS = (
     ForwardChoice(64, True),
     ForwardChoice(128, False),
@@ -161,7 +161,7 @@ def forward(
         cut += [Plan(kernel, max(1, longest), bound) for kernel in kernels for bound in bounds]
         return min(cut, key=duration)
     best = min(cut, key=duration, default=whole)
-    share, more = WHOLE
+    share, more = UNCUT
     return best if duration(best) < GAIN * (share * duration(whole) + more) else whole
 
 

@@ -7,7 +7,7 @@ readers: `threads` (which threads take a branch), `script` (IR), `source` (CUDA)
 code).
 """
 
-from qla_kernels.inspect.gather import Facts, NamedBarrier, RoleFacts, facts
+from qla_kernels.inspect.gather import Facts, NamedBarrierFacts, RoleFacts, facts
 from qla_kernels.inspect.rules import check
 
-__all__ = ["Facts", "NamedBarrier", "RoleFacts", "check", "facts"]
+__all__ = ["Facts", "NamedBarrierFacts", "RoleFacts", "check", "facts"]

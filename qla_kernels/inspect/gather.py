@@ -37,7 +37,7 @@ class RoleFacts:
 
 
 @dataclass
-class NamedBarrier:
+class NamedBarrierFacts:
     """A hardware barrier (`bar.sync`): thread counts in the code, and roles that execute it."""
 
     counts: list[int]
@@ -58,7 +58,7 @@ class Facts:
     dynamic_smem: int
     barriers: dict[str, list[int]]  # arrive count of each slot
     roles: dict[str, RoleFacts]
-    named_barriers: dict[str, NamedBarrier]
+    named_barriers: dict[str, NamedBarrierFacts]
     shared_fragments: dict[str, list[str]]  # fragment -> roles, where more than one touches it
     overlaps: list[tuple[str, str, list[str]]]  # two buffers in one place, and the roles involved
     warnings: list[str]
@@ -77,7 +77,7 @@ class Facts:
         values = json.loads(text)
         values["roles"] = {name: RoleFacts(**role) for name, role in values["roles"].items()}
         named = values["named_barriers"].items()
-        values["named_barriers"] = {name: NamedBarrier(**barrier) for name, barrier in named}
+        values["named_barriers"] = {name: NamedBarrierFacts(**barrier) for name, barrier in named}
         return cls(**values)
 
 
@@ -200,7 +200,7 @@ def _add_named_barrier(found: Facts, schedule: Schedule, who: Threads, operands:
     name = f"(computed, {threads})" if computed else str(int(number, 16))
     if not count and len(who) < found.threads:  # __syncthreads that not all threads reach
         name += f" ({roles} only)"
-    barrier = found.named_barriers.setdefault(name, NamedBarrier([], {}, computed))
+    barrier = found.named_barriers.setdefault(name, NamedBarrierFacts([], {}, computed))
     barrier.counts = sorted({*barrier.counts, threads})
     taking = {role: len(who & _span(schedule, role)) for role in found.roles}
     barrier.roles = {

@@ -7,7 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from qla_kernels.inspect.gather import Facts, RoleFacts
-from qla_kernels.tile.schedule import ONE, REGISTERS_PER_SM, SMEM_PER_CTA, Role, Schedule
+from qla_kernels.tile.schedule import (
+    FIRST_NAMED,
+    ONE,
+    REGISTERS_PER_SM,
+    SMEM_PER_CTA,
+    Role,
+    Schedule,
+)
 
 
 def check(facts: Facts, schedule: Schedule) -> list[str]:
@@ -16,6 +23,7 @@ def check(facts: Facts, schedule: Schedule) -> list[str]:
         *_roles(facts, schedule),
         *_barriers(facts, schedule),
         *_named_barriers(facts),
+        *_declared_barriers(facts, schedule),
         *_sharing(facts),
         *_resources(facts, schedule),
     ]
@@ -136,6 +144,38 @@ def _named_barriers(facts: Facts) -> Iterator[str]:
             yield (
                 f"named barrier {number}: for {counts} threads, executed by {roles}: "
                 "they release each other, or wait for ever"
+            )
+
+
+def _declared_barriers(facts: Facts, schedule: Schedule) -> Iterator[str]:
+    """Compares ids and thread counts of named barriers with the schedule's.
+
+    Ids below FIRST_NAMED are the compiler's. An id that the code computes at run time is compared
+    by its thread count.
+    """
+    if not _disassembled(facts):
+        return
+    used = {name: barrier.threads for name, barrier in schedule.named.items() if barrier.used}
+    owners = {id: name for name in used for id in schedule.ids(name)}
+    found: dict[str, set[int]] = {name: set() for name in used}
+    for number, barrier in facts.named_barriers.items():
+        if barrier.computed:
+            meant = [name for name, threads in used.items() if threads in barrier.counts]
+        elif not number.isdecimal() or int(number) < FIRST_NAMED:
+            continue
+        else:
+            meant = [owners[int(number)]] if int(number) in owners else []
+        for name in meant:
+            found[name].update(barrier.counts)
+        if not meant:
+            counts = " and ".join(map(str, barrier.counts))
+            yield f"named barrier {number}: for {counts} threads; none such in the schedule"
+    for name, threads in used.items():
+        if found[name] != {threads}:
+            counts = " and ".join(map(str, sorted(found[name]))) or "none"
+            yield (
+                f"named barrier {name} ({', '.join(map(str, schedule.ids(name)))}): threads in the "
+                f"code: {counts}; the schedule says {threads}"
             )
 
 

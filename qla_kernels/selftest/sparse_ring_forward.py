@@ -30,7 +30,7 @@ def _diagonals() -> list[Result]:
 
 def _compact() -> list[Result]:
     got, want, *_ = _attended(torch.bfloat16, 128)
-    return [Result("sparse_ring.compact", error_of(got, want), 0)]
+    return [Result("sparse_ring.gather_columns", error_of(got, want), 0)]
 
 
 def _fwd() -> list[Result]:
@@ -79,6 +79,6 @@ def _columns_of(lines: VSIndex) -> torch.Tensor:
 
 KERNELS: dict[str, Callable[[], list[Result]]] = {
     "sparse_ring.diagonals": _diagonals,
-    "sparse_ring.compact": _compact,
+    "sparse_ring.gather_columns": _compact,
     "sparse_ring.fwd": _fwd,
 }

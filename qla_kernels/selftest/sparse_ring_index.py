@@ -56,7 +56,7 @@ def _window_mass() -> list[Result]:
 
 
 def _lines() -> list[Result]:
-    """Returns the results of mark, cut and select: integers, so no error is allowed."""
+    """Returns the results of the kernels behind the masses: integers, so no error is allowed."""
     from qla_kernels.sparse_ring import VerticalSlash, cpu, launch_index
 
     pattern, mass = VerticalSlash(0.3, 0.6), _expected()[1]
@@ -65,19 +65,21 @@ def _lines() -> list[Result]:
     want_found, want_tile = cpu.cut(mass, block, T, pattern)
     got = launch_index.select(found, tile, T, T, pattern)
     want = cpu.select(type(found)(*(x.cpu() for x in found)), want_tile, T, T, pattern)
-    results = [Result("sparse_ring.mark", error_of(tile, want_tile.double()), 0)]
+    results = [Result("sparse_ring.mark_candidates", error_of(tile, want_tile.double()), 0)]
     columns, want_columns = (x.column.sort(-1).values for x in (found, want_found))
-    results.append(Result("sparse_ring.cut", error_of(columns, want_columns.double()), 0))
+    results.append(
+        Result("sparse_ring.keep_best_columns", error_of(columns, want_columns.double()), 0)
+    )
     for name in ("v_idx", "v_cnt", "d_bits"):
         error = error_of(getattr(got, name), getattr(want, name).double())
-        results.append(Result(f"sparse_ring.select {name}", error, 0))
+        results.append(Result(f"sparse_ring.select_lines {name}", error, 0))
     return results
 
 
 KERNELS: dict[str, Callable[[], list[Result]]] = {
     "sparse_ring.window_lse": _window_lse,
     "sparse_ring.window_mass": _window_mass,
-    "sparse_ring.mark": lambda: _lines()[:1],
-    "sparse_ring.cut": lambda: _lines()[1:2],
-    "sparse_ring.select": lambda: _lines()[2:],
+    "sparse_ring.mark_candidates": lambda: _lines()[:1],
+    "sparse_ring.keep_best_columns": lambda: _lines()[1:2],
+    "sparse_ring.select_lines": lambda: _lines()[2:],
 }

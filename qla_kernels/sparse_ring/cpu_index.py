@@ -13,7 +13,7 @@ from qla_kernels.sparse_ring.select import Candidates
 from qla_kernels.sparse_ring.shapes import BLOCK, UNIT
 from qla_kernels.sparse_ring.shard import wide
 
-KEYS = 8192  # keys whose scores with the observed queries are held at a time
+KEYS_AT_ONCE = 8192  # keys whose scores with the observed queries are held at a time
 
 
 def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Tensor:
@@ -47,12 +47,14 @@ def select(
 
 
 def _window(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Iterator[Tensor]:
-    """Yields scores of the observed queries, [B, H, rows, keys], for KEYS keys at a time.
+    """Yields scores of the observed queries, [B, H, rows, keys], for KEYS_AT_ONCE keys at a time.
 
     A score is -inf if its query does not see the key.
     """
     query = last * BLOCK + torch.arange(q_obs.shape[1], device="cpu")[:, None]
-    parts = zip(torch.split(k, KEYS, 1), torch.split(_tokens(block), KEYS), strict=True)
+    parts = zip(
+        torch.split(k, KEYS_AT_ONCE, 1), torch.split(_tokens(block), KEYS_AT_ONCE), strict=True
+    )
     for keys, token in parts:
         yield scores(q_obs, keys, scale).masked_fill(token > query, -torch.inf)
 

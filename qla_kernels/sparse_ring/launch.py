@@ -8,9 +8,9 @@ from torch import Tensor
 
 from qla_kernels import device, jit
 from qla_kernels.sm90 import dtype_name, require_aligned
-from qla_kernels.sparse_ring.kernels import compact as compact_kernel
 from qla_kernels.sparse_ring.kernels import diagonals as diagonals_kernel
 from qla_kernels.sparse_ring.kernels import fwd as fwd_kernel
+from qla_kernels.sparse_ring.kernels import gather_columns as compact_kernel
 from qla_kernels.sparse_ring.launch_backward import (
     backward_columns,
     backward_keys,

@@ -9,11 +9,12 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.sparse_ring.index import VSIndex
-from qla_kernels.sparse_ring.kernels import cut as cut_kernel
-from qla_kernels.sparse_ring.kernels import mark as mark_kernel
-from qla_kernels.sparse_ring.kernels import select as select_kernel
+from qla_kernels.sparse_ring.kernels import keep_best_columns as cut_kernel
+from qla_kernels.sparse_ring.kernels import mark_candidates as mark_kernel
+from qla_kernels.sparse_ring.kernels import select_lines as select_kernel
 from qla_kernels.sparse_ring.kernels import window_lse as lse_kernel
 from qla_kernels.sparse_ring.kernels import window_mass as mass_kernel
+from qla_kernels.sparse_ring.kernels.window import CTA_ROWS
 from qla_kernels.sparse_ring.operands import rows
 from qla_kernels.sparse_ring.patterns import VerticalSlash
 from qla_kernels.sparse_ring.select import Candidates, last_block, share
@@ -25,10 +26,10 @@ NO_QUERY_LSE = 1e30  # the LSE of a padding row without a query: its attention i
 def window_lse(q_obs: Tensor, k: Tensor, block: Tensor, last: int, scale: float) -> Tensor:
     """Launches the LSEs of the observed queries over parts of the local keys; returns them."""
     B, num, H, D = q_obs.shape
-    tiles = k.shape[1] // lse_kernel.KEYS
+    tiles = k.shape[1] // lse_kernel.LSE_KEYS
     with device.of(k):
         q = _packed(q_obs, k.shape[2])
-        parts = min(tiles, _parts(q, lse_kernel.ROWS))
+        parts = min(tiles, _parts(q, CTA_ROWS))
         lse = q.new_empty(parts, *q.shape[:2], dtype=torch.float32)
         variant = lse_kernel.Variant(dtype_name(k.dtype), D)
         jit.compile(lse_kernel, variant)(q, rows(k), block, lse, last, scale)
@@ -41,7 +42,7 @@ def window_mass(
     """Launches the observed attention of each local key; returns it, int32 [B, H, L]."""
     B, num, H, D = q_obs.shape
     L, Hk = k.shape[1:3]
-    tiles = -(-L // mass_kernel.KEYS)
+    tiles = -(-L // mass_kernel.MASS_KEYS)
     with device.of(k):
         q = _packed(q_obs, Hk)
         mass = q.new_empty(B * Hk, H // Hk, L, dtype=torch.int32)
@@ -56,7 +57,7 @@ def window_mass(
             last,
             scale,
             (1 << UNIT) / num,
-            min(tiles, _parts(q, mass_kernel.ROWS)),
+            min(tiles, _parts(q, CTA_ROWS)),
         )
         return mass.view(B, H, L)
 

@@ -39,11 +39,11 @@ SCHEMAS = {
     ) -> (Tensor dq, Tensor dk, Tensor dv)""",
 }
 
-ALONE = StripedLayout(1)
+ONE_RANK = StripedLayout(1)
 
 
 def _index(q: Tensor, k: Tensor, seqlen: int, scale: float, *budget: Any) -> tuple[Tensor, ...]:
-    return build(q, k, VerticalSlash(*budget), ALONE, seqlen, scale)[:4]
+    return build(q, k, VerticalSlash(*budget), ONE_RANK, seqlen, scale)[:4]
 
 
 def _fwd(
@@ -57,7 +57,7 @@ def _fwd(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Returns o, the LSE, and the rows of k and v at the verticals."""
-    shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
+    shard = shard_of(ONE_RANK, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
     done = ring.forward(shard, q, LOCAL.batches(k, v))
     return (done.o, done.lse, *done.columns)
 
@@ -79,7 +79,7 @@ def _bwd(
     dlse: Tensor | None,
 ) -> ring.RingBackward:
     """Returns dq, dk and dv."""
-    shard = shard_of(ALONE, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
+    shard = shard_of(ONE_RANK, 0, q.shape[1], seqlen, scale, (v_idx, v_cnt, d_bits))
     done = ring.RingForward(o, lse, Columns(columns_k, columns_v))
     return ring.backward(shard, LOCAL, q, k, v, done, do, dlse)
 

@@ -16,7 +16,7 @@ from qla_kernels.sparse_ring.plan import pack
 from qla_kernels.sparse_ring.shapes import BLOCK, OBSERVED, SHARE
 
 INDEX_BITS = 31
-FORCED = 1 << 31  # a key above every mass
+ABOVE_EVERY_MASS = 1 << 31  # a key above every mass
 
 
 class Candidates(NamedTuple):
@@ -114,7 +114,7 @@ def _diagonals(
     distance = torch.arange(left.shape[-1], device=left.device)
     last = last_block(seqlen)
     mass = torch.where(distance <= last, left[..., (last - distance).clamp(min=0)], 0)
-    key = torch.where(distance < pattern.window, FORCED, mass)
+    key = torch.where(distance < pattern.window, ABOVE_EVERY_MASS, mass)
     order = _descending(key, distance)
     count = _fewest(mass.gather(-1, order), start, need)
     count = count.clamp(pattern.window, pattern.max_s)
@@ -154,7 +154,7 @@ def _best_first(candidates: Candidates, T: int, pattern: VerticalSlash) -> Tenso
 
     Equal masses are ordered by index. Places without a column come last.
     """
-    key = torch.where(candidates.column < pattern.sink, FORCED, candidates.mass.long())
+    key = torch.where(candidates.column < pattern.sink, ABOVE_EVERY_MASS, candidates.mass.long())
     return _descending(torch.where(candidates.column < T, key, -1), candidates.column)
 
 

@@ -3,9 +3,11 @@
     schedule            roles of a kernel, their barriers, registers and shared memory; plain Python
     constants, bounds   numbers that kernels share; clamping of numbers read from tables
     ring                shared-memory slots between producers and consumers
+    named_barriers      barriers at which a fixed number of threads meet
     loops, mask, pin    loops that stay rolled; rows behind a sequence; arithmetic before a wait
     dependent           overlap of a kernel's start with the end of the kernel before it
-    softmax, probs      online softmax of a forward; probabilities and dS of a backward
+    softmax             online softmax of a forward
+    softmax_backward    probabilities and dS of a backward
     triangular          the inverse of a unit lower triangular tile
 
 All modules but `schedule`, `constants` and `triangular` import TileLang, so only kernel files

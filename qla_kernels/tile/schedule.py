@@ -7,6 +7,7 @@ that cannot run. `qla_kernels.inspect` compares the rest with the code that the 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 REGISTERS_PER_SM = 65_536
 SMEM_PER_SM = 233_472  # 228 KiB
@@ -15,6 +16,10 @@ SMEM_RESERVED = 1_024  # the system's share of every resident CTA
 THREADS_PER_CTA = 1_024
 WARP = 32
 WARPGROUP = 4  # warps; setmaxnreg and wgmma act on whole warpgroups
+WARPGROUP_THREADS = WARP * WARPGROUP
+
+FIRST_NAMED = 8  # id of a schedule's first named barrier; TileLang takes lower ones for its own
+LAST_NAMED = 15  # the hardware has 16 a CTA
 
 ONE = 1  # a signal sent by one elected thread, e.g. together with a TMA load
 
@@ -69,12 +74,25 @@ class Role:
             yield (signal, self.threads) if isinstance(signal, str) else signal
 
 
+class Named(NamedTuple):
+    """A named barrier: the threads that meet at it, and its copies, each with an id of its own.
+
+    With `used` False the kernel's code does not have it, but its ids stay taken: so a barrier that
+    some variants or kernels do without has one id in all of them.
+    """
+
+    threads: int
+    copies: int = 1
+    used: bool = True
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The roles of one CTA in thread order, and the budgets they share.
 
     rings         datum -> slots: every barrier `<datum>_<event>` has that many copies; a barrier
                   of no ring has one
+    named         the named barriers; ids are dealt out in this order, from FIRST_NAMED on
     smem_bytes    dynamic plus static shared memory, as assembled
     ctas_per_sm   CTAs meant to be resident together; registers and shared memory must allow it
     spill_bytes   spill stores plus loads that are tolerated; a number above 0 needs a
@@ -83,6 +101,7 @@ class Schedule:
 
     roles: tuple[Role, ...]
     rings: Mapping[str, int] = field(default_factory=dict)
+    named: Mapping[str, Named] = field(default_factory=dict)
     smem_bytes: int = 0
     ctas_per_sm: int = 1
     spill_bytes: int = 0
@@ -91,11 +110,17 @@ class Schedule:
     def __post_init__(self) -> None:
         self._check_roles()
         self._check_barriers()
+        self._check_named()
         self._check_budgets()
 
     @property
     def threads(self) -> int:
         return sum(role.threads for role in self.roles)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The threads as a block of two dimensions: y is the warpgroup, x the thread within it."""
+        return WARPGROUP_THREADS, self.threads // WARPGROUP_THREADS
 
     @property
     def specialised(self) -> bool:
@@ -133,6 +158,19 @@ class Schedule:
         """Returns the number of copies of a barrier: one for each slot of its ring, else one."""
         datum, _, _ = barrier.rpartition("_")
         return self.rings.get(datum, 1)
+
+    def first_id(self, name: str) -> int:
+        """Returns the id of the first copy of a named barrier; those of other copies follow."""
+        if name not in self.named:
+            raise KeyError(
+                f"no named barrier {name!r}; there are {', '.join(self.named) or 'none'}"
+            )
+        before = list(self.named).index(name)
+        return FIRST_NAMED + sum(other.copies for other in list(self.named.values())[:before])
+
+    def ids(self, name: str) -> range:
+        """Returns the ids of a named barrier's copies."""
+        return range(self.first_id(name), self.first_id(name) + self.named[name].copies)
 
     def table(self) -> str:
         """Returns the schedule as a table in Markdown, one row for each role."""
@@ -196,6 +234,22 @@ class Schedule:
                 raise ValueError(f"ring {datum}: {slots} slots; need at least 1")
             if not any(name.rpartition("_")[0] == datum for name in self.barriers):
                 raise ValueError(f"ring {datum}: no barrier {datum}_<event> in any role")
+
+    def _check_named(self) -> None:
+        for name, barrier in self.named.items():
+            if barrier.copies < 1:
+                raise ValueError(f"named barrier {name}: {barrier.copies} copies; need at least 1")
+            threads = barrier.threads
+            if barrier.used and (threads % WARP or not WARP <= threads <= self.threads):
+                raise ValueError(
+                    f"named barrier {name}: for {threads} threads; need whole warps, "
+                    f"{WARP} to the CTA's {self.threads} threads"
+                )
+            if self.ids(name)[-1] > LAST_NAMED:
+                raise ValueError(
+                    f"named barrier {name}: its ids end at {self.ids(name)[-1]}; the hardware's "
+                    f"end at {LAST_NAMED}"
+                )
 
     def _check_budgets(self) -> None:
         per_role = ", ".join(f"{role.name} {role.threads}x{role.regs}" for role in self.roles)

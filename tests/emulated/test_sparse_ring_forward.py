@@ -57,7 +57,7 @@ def test_the_table_is_that_of_the_plan(layout):
 
 
 @pytest.mark.parametrize("layout", [ALONE, *LAYOUTS], ids=str)
-@pytest.mark.kernels("sparse_ring.compact")
+@pytest.mark.kernels("sparse_ring.gather_columns")
 def test_columns_are_gathered_from_every_chunk(layout):
     T = layout.pad_len(500)
     x = problem(T, lines(T, 4, (0.1, 0, 0.3), (0.2,)), B=2, heads=(4, 2))  # head 1 has none

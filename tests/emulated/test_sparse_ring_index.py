@@ -98,8 +98,8 @@ def test_strides_are_read_in_place():
         ("flat", 1, (1.0, 1.0), (4096, None), StripedLayout(2)),
     ],
 )
-@pytest.mark.kernels("sparse_ring.mark", "sparse_ring.cut")
-@pytest.mark.kernels("sparse_ring.select")
+@pytest.mark.kernels("sparse_ring.mark_candidates", "sparse_ring.keep_best_columns")
+@pytest.mark.kernels("sparse_ring.select_lines")
 def test_kernels_choose_what_sorts_choose(kind, seqlen, recall, caps, layout, estimator):
     gap = 2 if kind == "outliers" else 0
     pattern = budget(estimator, recall, caps, gap_close=gap)

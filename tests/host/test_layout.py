@@ -143,7 +143,7 @@ def test_the_map_names_the_parts_of_each_kernel():
 
 # Sums of floats in an order that is not fixed; docs/dualkv.md says how a caller avoids it.
 FLOAT_ATOMICS = {"dualkv/kernels/bwd.py"}
-INTEGER_ATOMICS = {"dualkv/kernels/items.py", "sparse_ring/kernels/select.py"}
+INTEGER_ATOMICS = {"dualkv/kernels/items.py", "sparse_ring/kernels/select_lines.py"}
 # Barriers that are no ring's: the code beside each says why.
 PARITIES = {
     "dualkv/kernels/bwd.py",  # dQ, a single buffer between two roles
@@ -210,3 +210,48 @@ def test_a_class_has_a_name_of_its_own():
                     named.setdefault(node.name, []).append(file.relative_to(PACKAGE).as_posix())
     twice = {name: files for name, files in named.items() if len(files) > 1 and name != "Variant"}
     assert not twice
+
+
+# Each module of a kind has its own, under the name that other code asks every such module for.
+ASKED_OF_EVERY_MODULE = {
+    "VARIANTS",  # of a kernel: jit.KernelModule
+    "PASS_CONFIGS",  # of a kernel, likewise
+    "SOURCE",  # CUDA that belongs to a module of macros
+    "OP",  # the public function that the module's errors name
+    "SCHEMAS",  # of the operators that the module registers
+}
+FAMILIES = sorted({file.relative_to(PACKAGE).parts[0] for file in KERNELS})
+
+
+def constants(body: list[ast.stmt]) -> Iterator[str]:
+    """The upper-case names that statements of a module or class assign, but for private ones."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from constants(node.body)
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AnnAssign) and node.value else targets
+        names = (name.id for t in targets for name in ast.walk(t) if isinstance(name, ast.Name))
+        yield from (name for name in names if name.isupper() and not name.startswith("_"))
+
+
+def owners(files: list[Path]) -> dict[str, list[str]]:
+    """The files that assign each constant, once for each assignment."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        for name in constants(ast.parse(file.read_text()).body):
+            found.setdefault(name, []).append(file.relative_to(PACKAGE).as_posix())
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_constant_has_one_value_in_a_family(family):
+    """And in what families share: who reads SLOTS in two files may take it for one number."""
+    files = [file for file in SOURCES if PACKAGE / family in file.parents]
+    found = owners([*files, *TILE])
+    twice = {name: where for name, where in found.items() if len(where) > 1}
+    assert not {name: twice[name] for name in twice.keys() - ASKED_OF_EVERY_MODULE}
+
+
+def test_constants_of_modules_and_classes_are_found():
+    code = "A = B, _C = 1, 2\nE: int = 3\nclass F:\n  G: int = 4\n  H: int\nI, j = range(2)\n"
+    assert [*constants(ast.parse(code).body)] == ["A", "B", "E", "G", "I"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import ONE, Named, Role, Schedule
 
 STATE = Role("state", 4, 216, ("kv_full", "u_ready"), ("h_ready", "kv_free"), "h", ("wgmma",))
 VALUE = Role("value", 4, 216, ("kv_full", "h_ready"), ("u_ready", "kv_free"), "u | o", ("wgmma",))
@@ -109,6 +109,29 @@ def test_refuses_rings_without_barriers() -> None:
         replace(GOOD, rings={"kv": 0})
 
 
+def test_ids_of_named_barriers_follow_one_another() -> None:
+    named = {"turn": Named(256, copies=2, used=False), "solve": Named(128, copies=3)}
+    schedule = replace(GOOD, named=named)
+    assert [*schedule.ids("turn"), *schedule.ids("solve")] == [8, 9, 10, 11, 12]
+    assert schedule.first_id("solve") == 10
+    with pytest.raises(KeyError, match="no named barrier 'meet'; there are turn, solve"):
+        schedule.first_id("meet")
+
+
+@pytest.mark.parametrize(
+    ("barrier", "said"),
+    [
+        (Named(128, copies=0), "named barrier turn: 0 copies; need at least 1"),
+        (Named(100), "named barrier turn: for 100 threads; need whole warps, 32 to the CTA's 384"),
+        (Named(416), "named barrier turn: for 416 threads"),
+        (Named(128, copies=9), "named barrier turn: its ids end at 16; the hardware's end at 15"),
+    ],
+)
+def test_refuses_named_barriers(barrier: Named, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(GOOD, named={"turn": barrier})
+
+
 def test_budgets_count_every_resident_cta() -> None:
     small = Schedule((Role("a", 4, 128),), smem_bytes=57_344, ctas_per_sm=4)
     assert small.ctas_per_sm == 4  # 4 x (56 KiB + the system's 1 KiB) fills the 228 KiB
@@ -171,6 +194,22 @@ def test_ring_follows_slots_and_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert acquired == list(zip(slots, [1, 1, 1, 0, 0, 0, 1], strict=True))
     for method in (three.slot, three.barrier, three.commit, three.release):
         assert [method(i) for i in steps] == slots
+
+
+def test_named_barriers_take_ids_and_counts_from_the_schedule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("tilelang", reason="named_barriers.py emits TileLang operations")
+    from qla_kernels.tile import named_barriers
+
+    monkeypatch.setattr(named_barriers.T, "call_extern", lambda *call: call[1:])
+    schedule = replace(GOOD, named={"turn": Named(256, copies=2), "solve": Named(128)})
+    turn = named_barriers.NamedBarrier(schedule, "turn")
+    solve = named_barriers.NamedBarrier(schedule, "solve")
+    assert turn.sync(1) == ("tl::__sync_thread_partial", 9, 256)
+    assert turn.arrive() == ("tl::__named_barrier_arrive", 8, 256)
+    assert solve.sync() == ("tl::__sync_thread_partial", 10, 128)
+    assert solve.id() == 10
 
 
 def test_ring_refuses_barriers_of_another_length() -> None:

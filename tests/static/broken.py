@@ -11,11 +11,10 @@ import tilelang.language as T
 
 from qla_kernels.jit import Kernel
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import ONE, Named, Role, Schedule
 
 ROWS, N, BK, STAGES = 64, 64, 64, 2
 LAUNCH_REGISTERS = 168  # what ptxas gives each of 384 threads
-NAMED_BARRIER = {"upper": 8, "lower": 9}
 
 DEFECTS = {  # what is wrong -> what the gate has to say
     "upper never releases": "barrier ab_free: role upper should arrive on it and never does",
@@ -31,6 +30,9 @@ DEFECTS = {  # what is wrong -> what the gate has to say
     "plain loads for TMA": "role load: no tma_load instruction",
     "serialised wgmma": "ptxas: ",
     "one named barrier for two roles": "named barrier 8: for 128 threads, executed by upper (128",
+    "undeclared named barriers": "named barrier 8: for 128 threads; none such in the schedule",
+    "another count of threads": "named barrier upper (8): threads in the code: 128; the schedule",
+    "named barriers in another order": "named barrier upper (10): threads in the code: none; the",
     "one fragment for two roles": "fragment r_upper: used by roles upper, lower",
     "roles dispatched one by one": "s_lower and s_upper overlap",
     "CTAs that cannot share an SM": "registers: 168 a thread at launch x 384 threads x 2 CTAs",
@@ -54,14 +56,24 @@ def schedule(v: Variant) -> Schedule:
         ),
         rings={"ab": 3 if v.defect == "a slot too few" else STAGES},
         smem_bytes=smem + (0 if v.defect == "shared memory miscounted" else 1024),  # barriers
+        named={} if v.defect == "undeclared named barriers" else named(v.defect),
         ctas_per_sm=2 if v.defect == "CTAs that cannot share an SM" else 1,
     )
+
+
+def named(defect: str) -> dict[str, Named]:
+    threads = 160 if defect == "another count of threads" else 128
+    barriers = {"upper": Named(threads), "lower": Named(128)}
+    if defect == "named barriers in another order":
+        barriers = {"lower": Named(128), "third": Named(128), "upper": Named(128)}
+    return barriers
 
 
 def build(v: Variant) -> Any:
     plan = schedule(v)
     defect = v.defect
     free_count = 128 if defect == "wrong arrive count" else plan.arrivals("ab_free")
+    own_id = {"upper": 8, "lower": 9}  # by hand, so that the schedule can differ
     load_regs = 32 if defect == "another register count" else plan.role("load").regs
     first_loader = plan.start("load") + (32 if defect == "a warp without set_max_nreg" else 0)
 
@@ -108,7 +120,7 @@ def build(v: Variant) -> Any:
             elif defect != f"{name} never releases":
                 ab.release(k)
         T.copy(r_c, s_c)
-        T.sync_threads(8 if "named barrier" in defect else NAMED_BARRIER[name], 128)
+        T.sync_threads(8 if defect == "one named barrier for two roles" else own_id[name], 128)
         for i, j in T.Parallel(ROWS, N):
             C[row0 + i, j] = s_c[ROWS - 1 - i, j]  # reversed: other threads' rows
 

@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.jit import Kernel
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import ONE, Named, Role, Schedule
 
 ROWS, N, BK, STAGES = 64, 64, 64, 2
 GROUP = 128  # threads of a warpgroup
-TURN = 8  # and 9: named barriers, one a twin
 
 DEFECTS = {
     "count of both twins": "barrier c_full: initialised with arrive count 256; the schedule's",
     "part of each twin": "barrier c_full: 192 threads of role twins arrive on it; the schedule",
     "turns for three": "named barrier (computed, 384): for 384 threads, executed by twins (256",
+    "undeclared turns": "named barrier (computed, 256): for 256 threads; none such in the schedule",
 }
 
 
@@ -38,16 +39,21 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", 2, 24, computes="fills the warpgroup"),
         ),
         rings={"ab": STAGES, "c": 2},
+        named={} if v.defect == "undeclared turns" else named(v.defect),
         smem_bytes=STAGES * (2 * ROWS + N) * BK * 2 + 2 * ROWS * N * 2 + 1024,
     )
 
 
+def named(defect: str) -> dict[str, Named]:
+    return {"turn": Named(384 if defect == "turns for three" else 2 * GROUP, copies=2)}
+
+
 def build(v: Variant) -> Any:
     plan = schedule(v)
+    turn = NamedBarrier(Schedule(plan.roles, plan.rings, named(v.defect)), "turn")
     defect = v.defect
     c_count = 2 * GROUP if defect == "count of both twins" else plan.arrivals("c_full")
     signalling = 96 if defect == "part of each twin" else GROUP
-    turn_count = 384 if defect == "turns for three" else 2 * GROUP
 
     @T.macro
     def twins(w, s_a, s_b, s_c, c_full, ab, num_steps):
@@ -55,16 +61,16 @@ def build(v: Variant) -> Any:
         T.set_max_nreg(plan.role("twins").regs, 1)
         T.clear(r_c)
         if T.get_thread_binding(1) == 1:
-            T.named_barrier_arrive(TURN, turn_count)  # twin 0 goes first
+            turn.arrive(0)  # twin 0 goes first
         for k in T.serial(num_steps):
             ab.wait(k)
-            T.sync_threads(TURN + w, turn_count)
+            turn.sync(w)
             T.wgmma_gemm(s_a[ab.slot(k), w, :, :], s_b[ab.slot(k), :, :], r_c, transpose_B=True)
-            T.named_barrier_arrive(TURN + 1 - w, turn_count)
+            turn.arrive(1 - w)
             T.wait_wgmma(0)
             ab.release(k)
         if T.get_thread_binding(1) == 0:
-            T.sync_threads(TURN, turn_count)  # the turn nobody takes
+            turn.sync(0)  # the turn nobody takes
         T.copy(r_c, s_c[w, :, :])
         T.fence_proxy_async()
         if T.get_thread_binding() < signalling:

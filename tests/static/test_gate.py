@@ -111,7 +111,7 @@ def test_local_memory_without_spills(sound: Facts) -> None:
 
 def test_a_full_barrier_inside_a_role(sound: Facts) -> None:
     named = deepcopy(sound.named_barriers)
-    named["0 (upper only)"] = inspect.NamedBarrier([384], {"upper": 128})
+    named["0 (upper only)"] = inspect.NamedBarrierFacts([384], {"upper": 128})
     (said,) = altered(sound, named_barriers=named)
     assert said.startswith("named barrier 0 (upper only): for 384 threads, executed by upper (128")
 

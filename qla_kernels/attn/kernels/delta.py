@@ -53,7 +53,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("rows", warps=8, regs=40, computes="lse2, delta"),),
         ctas_per_sm=6,  # three quarters of an SM's threads: two rows need their registers
@@ -101,8 +101,8 @@ def rows(o, do, lse, dlse, stats, dtype, row, lse_factor, with_dlse, column):
         stats[b, head, DELTA, token] = total
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     block_rows = plan.threads // ROW_THREADS
     batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
     num_padded, o_batch, o_token, o_head = T.dynamic("num_padded, o_batch, o_token, o_head")
@@ -114,8 +114,8 @@ def build(v: Variant):
 
     @T.prim_func
     def delta(
-        o: T.StridedTensor(row_shape, (o_batch, o_token, o_head, SPAN, 1), v.dtype),
-        do: T.StridedTensor(row_shape, (do_batch, do_token, do_head, SPAN, 1), v.dtype),
+        o: T.StridedTensor(row_shape, (o_batch, o_token, o_head, SPAN, 1), variant.dtype),
+        do: T.StridedTensor(row_shape, (do_batch, do_token, do_head, SPAN, 1), variant.dtype),
         lse: T.StridedTensor(lse_shape, (lse_batch, lse_head, lse_token), "float32"),
         dlse: T.StridedTensor(lse_shape, (dlse_batch, dlse_head, dlse_token), "float32"),
         stats: T.Tensor((batch, num_heads, 2, num_padded), "float32"),
@@ -129,6 +129,6 @@ def build(v: Variant):
             tx = T.get_thread_binding()
             row = block * block_rows + tx // ROW_THREADS
             column = tx % ROW_THREADS * PIECE
-            rows(o, do, lse, dlse, stats, v.dtype, row, lse_factor, with_dlse, column)
+            rows(o, do, lse, dlse, stats, variant.dtype, row, lse_factor, with_dlse, column)
 
     return delta

@@ -32,17 +32,15 @@ import tilelang.language as T
 
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.dualkv.kernels.items import clear_rows, uniform
-from qla_kernels.dualkv.kernels.walk import load_rows, row_stats, walk_of
+from qla_kernels.dualkv.kernels.walk import WARPGROUP_KEYS, load_rows, row_stats, walk_of
 from qla_kernels.dualkv.shapes import KEY_TILE, KV_ITEM_COLUMNS, KV_ORDERED, KV_QUERY_ROWS
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
 
-GROUP = 128  # threads of a warpgroup
-GROUP_KEYS = 64  # of a warpgroup
-SLOTS = 3  # query tiles in flight
+BWD_SLOTS = 3  # query tiles in flight
 
 
 class Variant(NamedTuple):
@@ -83,7 +81,7 @@ __device__ __forceinline__ void stage(float *row, const float *r_dq, int odd) {
 """
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -121,10 +119,10 @@ def schedule(v: Variant) -> Schedule:
                 computes="zeros behind the last key; sums of dQ",
             ),
         ),
-        rings={"q": SLOTS, "ds": 2},
+        rings={"q": BWD_SLOTS, "ds": 2},
         # K, V; Q, dO, lse2, delta; dS; dQ; barriers and alignment
         smem_bytes=2 * KEY_TILE * D * 2
-        + SLOTS * 2 * KV_QUERY_ROWS * (D * 2 + 4)
+        + BWD_SLOTS * 2 * KV_QUERY_ROWS * (D * 2 + 4)
         + 2 * KEY_TILE * KV_QUERY_ROWS * 2
         + KV_QUERY_ROWS * D * 4
         + 1024,
@@ -135,9 +133,9 @@ class OnePassTiles(NamedTuple):
     """Buffers in shared memory."""
 
     kv: Any  # [2, 128, D] K, V; at the end V's half stages dK, then dV
-    q: Any  # [SLOTS, 64, D]
-    do: Any  # [SLOTS, 64, D]
-    stats: Any  # [SLOTS, 2, 64] lse2 and delta
+    q: Any  # [BWD_SLOTS, 64, D]
+    do: Any  # [BWD_SLOTS, 64, D]
+    stats: Any  # [BWD_SLOTS, 2, 64] lse2 and delta
     ds: Any  # [2, 128, 64] dS^T, of two tiles
     dq: Any  # [64, D] fp32, its columns permuted
 
@@ -203,19 +201,19 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
     w = uniform(T.get_thread_binding(1))
     lane = T.get_thread_binding() % 32
     key = T.get_thread_binding() // 32 * 16 + lane % 16  # the lane's row of dS^T
-    r_dk = T.alloc_fragment((GROUP_KEYS, D), "float32")
-    r_dv = T.alloc_fragment((GROUP_KEYS, D), "float32")
-    r_s = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), "float32")  # S^T, P^T
-    r_dp = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), "float32")  # dP^T, dS^T
-    r_p = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), dtype)
-    r_ds = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), dtype)
+    r_dk = T.alloc_fragment((WARPGROUP_KEYS, D), "float32")
+    r_dv = T.alloc_fragment((WARPGROUP_KEYS, D), "float32")
+    r_s = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), "float32")  # S^T, P^T
+    r_dp = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), "float32")  # dP^T, dS^T
+    r_p = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), dtype)
+    r_ds = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), dtype)
     r_dq = T.alloc_fragment((KV_QUERY_ROWS, D // 2), "float32")
     slot, first, begin, end = (T.alloc_var("int32") for _ in range(4))
     T.clear(r_dk)
     T.clear(r_dv)
-    keys = walk.keys - w * GROUP_KEYS  # number of the warpgroup's keys; may be 0 or negative
+    keys = walk.keys - w * WARPGROUP_KEYS  # number of the warpgroup's keys; may be 0 or negative
     odd = walk.last - q_shift & 1
-    begin = walk.last - walk.k0 - w * GROUP_KEYS  # the tile's first token minus the first key
+    begin = walk.last - walk.k0 - w * WARPGROUP_KEYS  # the tile's first token minus the first key
     end = begin - (walk.tiles << walk.tile_log2)
     first = begin
     T.barrier_wait(kv_full, 0)
@@ -223,14 +221,14 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
         slot = uniform(ring.slot(step))
         ring.wait(step)
         T.wgmma_gemm(  # 3
-            s.kv[0, w * GROUP_KEYS : w * GROUP_KEYS + GROUP_KEYS, :],
+            s.kv[0, w * WARPGROUP_KEYS : w * WARPGROUP_KEYS + WARPGROUP_KEYS, :],
             s.q[slot, :, :],
             r_s,
             transpose_B=True,
             clear_accum=True,
         )
         T.wgmma_gemm(
-            s.kv[1, w * GROUP_KEYS : w * GROUP_KEYS + GROUP_KEYS, :],
+            s.kv[1, w * WARPGROUP_KEYS : w * WARPGROUP_KEYS + WARPGROUP_KEYS, :],
             s.do[slot, :, :],
             r_dp,
             transpose_B=True,
@@ -240,7 +238,7 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
         probs_from_lse(  # 4
             r_s, lambda _, row: s.stats[slot, LSE2, row], scale * LOG2E
         )
-        if (first < GROUP_KEYS - 1) | (keys < GROUP_KEYS):
+        if (first < WARPGROUP_KEYS - 1) | (keys < WARPGROUP_KEYS):
             clear_hidden(
                 r_s,
                 lambda key, row: (key > first + (row & (1 << walk.tile_log2) - 1)) | (key >= keys),
@@ -256,7 +254,7 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
                 "handle",
                 "tl::ptx_stmatrix_m8n8_x4",
                 T.access_ptr(
-                    s.ds[step % 2, w * GROUP_KEYS + key, block * 16 + lane // 16 * 8], "w", 8
+                    s.ds[step % 2, w * WARPGROUP_KEYS + key, block * 16 + lane // 16 * 8], "w", 8
                 ),
                 *(T.call_extern("int32", "qla::pair", r_ds.data, block * 4 + i) for i in range(4)),
             )
@@ -274,14 +272,14 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
     multiply(s, meets.ds, walk.turns * walk.tiles - 1, w, r_dq)
     T.wait_wgmma(0)
     hand_over(s, meets, walk.turns * walk.tiles - 1, w, r_dq, odd)
-    for key, d in T.Parallel(GROUP_KEYS, D):
+    for key, d in T.Parallel(WARPGROUP_KEYS, D):
         r_dk[key, d] *= scale
     if walk.part < 0:  # 9
         store(r_dk, s.kv, dk, walk, w, keys, dtype)
         T.sync_warp()
         store(r_dv, s.kv, dv, walk, w, keys, dtype)
     else:
-        rows = slice(w * GROUP_KEYS, w * GROUP_KEYS + GROUP_KEYS)
+        rows = slice(w * WARPGROUP_KEYS, w * WARPGROUP_KEYS + WARPGROUP_KEYS)
         T.copy(r_dk, parts[walk.part, walk.kv_head, 0, rows, :])
         T.copy(r_dv, parts[walk.part, walk.kv_head, 1, rows, :])
 
@@ -336,21 +334,21 @@ def store(r_grad, s_kv, grad, walk, w, keys, dtype):
     lane = T.get_thread_binding() % 32
     row0 = T.get_thread_binding() // 32 * 16
     lanes = D // 8  # a row in pieces of 16 bytes
-    r_out = T.alloc_fragment((GROUP_KEYS, D), dtype)
+    r_out = T.alloc_fragment((WARPGROUP_KEYS, D), dtype)
     T.copy(r_grad, r_out)
-    T.copy(r_out, s_kv[1, w * GROUP_KEYS : w * GROUP_KEYS + GROUP_KEYS, :])
+    T.copy(r_out, s_kv[1, w * WARPGROUP_KEYS : w * WARPGROUP_KEYS + WARPGROUP_KEYS, :])
     T.sync_warp()
     for piece in T.unroll(16 * lanes // 32):
         row = row0 + piece * (32 // lanes) + lane // lanes
         if row < keys:
             for e in T.vectorized(8):
-                grad[walk.k0 + w * GROUP_KEYS + row, walk.kv_head, lane % lanes * 8 + e] = s_kv[
-                    1, w * GROUP_KEYS + row, lane % lanes * 8 + e
+                grad[walk.k0 + w * WARPGROUP_KEYS + row, walk.kv_head, lane % lanes * 8 + e] = s_kv[
+                    1, w * WARPGROUP_KEYS + row, lane % lanes * 8 + e
                 ]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
     num_items, capacity = T.dynamic("num_items, capacity")
@@ -359,41 +357,41 @@ def build(v: Variant):
 
     @T.prim_func
     def bwd(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
-        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
+        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), variant.dtype),
         stats: T.Tensor((num_heads, 2, num_padded), "float32"),
         header: T.Tensor((8,), "int32"),
         kv_item: T.Tensor((num_items, KV_ITEM_COLUMNS), "int32"),
         kv_order: T.Tensor((capacity,), "int32"),
         sums: T.Tensor((num_heads * num_queries, D), "float32"),
-        dk: T.Tensor((num_tokens, kv_heads, D), v.dtype),
-        dv: T.Tensor((num_tokens, kv_heads, D), v.dtype),
+        dk: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
+        dv: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
         parts: T.Tensor((num_parts, kv_heads, 2, KEY_TILE, D), "float32"),
         tile_log2: T.int32,
         q_shift: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(capacity, threads=(GROUP, plan.threads // GROUP)) as block:
+        with T.Kernel(capacity, threads=plan.block) as block:
             T.import_source(SOURCE)
-            s_kv = T.alloc_shared((2, KEY_TILE, D), v.dtype)
-            s_q = T.alloc_shared((SLOTS, KV_QUERY_ROWS, D), v.dtype)
-            s_do = T.alloc_shared((SLOTS, KV_QUERY_ROWS, D), v.dtype)
-            s_stats = T.alloc_shared((SLOTS, 2, KV_QUERY_ROWS), "float32")
-            s_ds = T.alloc_shared((2, KEY_TILE, KV_QUERY_ROWS), v.dtype)
+            s_kv = T.alloc_shared((2, KEY_TILE, D), variant.dtype)
+            s_q = T.alloc_shared((BWD_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
+            s_do = T.alloc_shared((BWD_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
+            s_stats = T.alloc_shared((BWD_SLOTS, 2, KV_QUERY_ROWS), "float32")
+            s_ds = T.alloc_shared((2, KEY_TILE, KV_QUERY_ROWS), variant.dtype)
             s_dq = T.alloc_shared((KV_QUERY_ROWS, D), "float32")
             s = OnePassTiles(s_kv, s_q, s_do, s_stats, s_ds, s_dq)
             kv_landed = T.alloc_barrier([plan.arrivals("kv_landed")])
             kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
             front_full = T.alloc_barrier([plan.arrivals("front_full")])
-            q_full = T.alloc_barrier([plan.arrivals("q_full")] * SLOTS)
-            q_free = T.alloc_barrier([plan.arrivals("q_free")] * SLOTS)
+            q_full = T.alloc_barrier([plan.arrivals("q_full")] * BWD_SLOTS)
+            q_free = T.alloc_barrier([plan.arrivals("q_free")] * BWD_SLOTS)
             ds_full = T.alloc_barrier([plan.arrivals("ds_full")] * 2)
             ds_free = T.alloc_barrier([plan.arrivals("ds_free")] * 2)
             dq_full = T.alloc_barrier([plan.arrivals("dq_full")])
             dq_free = T.alloc_barrier([plan.arrivals("dq_free")])
-            ring = Ring(q_full, q_free, SLOTS)
+            ring = Ring(q_full, q_free, BWD_SLOTS)
             meets = Meets(Ring(ds_full, ds_free, 2), dq_full, dq_free)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             of_item = num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts
@@ -401,12 +399,12 @@ def build(v: Variant):
                 if warpgroup < 2:
                     T.set_max_nreg(plan.role("mma").regs, 1)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
-                    mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, v.dtype)
+                    mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, variant.dtype)
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
                     if tx < 32:
-                        load(k, val, q, do, s, ring, kv_landed, front_full, walk, q_shift)
+                        load(k, v, q, do, s, ring, kv_landed, front_full, walk, q_shift)
                     elif tx < 96:
                         row_stats(stats, s, ring, walk, tx - 32, q_shift)
                     else:

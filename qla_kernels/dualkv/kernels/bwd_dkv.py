@@ -30,16 +30,14 @@ import tilelang.language as T
 
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.dualkv.kernels.items import uniform
-from qla_kernels.dualkv.kernels.walk import load_rows, row_stats, walk_of
+from qla_kernels.dualkv.kernels.walk import WARPGROUP_KEYS, load_rows, row_stats, walk_of
 from qla_kernels.dualkv.shapes import KV_ITEM_COLUMNS, KV_ORDERED, KV_QUERY_ROWS
 from qla_kernels.tile.constants import LOG2E
-from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
 
-GROUP = 128  # threads of a warpgroup
-GROUP_KEYS = 64  # of a warpgroup; an item has 128
-SLOTS = 4  # query tiles in flight
+DKV_SLOTS = 4  # query tiles in flight
 
 
 class Variant(NamedTuple):
@@ -56,8 +54,8 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
-    mma_regs, serving_regs = (240, 24) if v.D == 128 else (224, 56)
+def schedule(variant: Variant) -> Schedule:
+    mma_regs, serving_regs = (240, 24) if variant.D == 128 else (224, 56)
     return Schedule(
         roles=(
             Role(
@@ -88,9 +86,11 @@ def schedule(v: Variant) -> Schedule:
             ),
             Role("spare", warps=1, regs=serving_regs, computes="fills the warpgroup"),
         ),
-        rings={"q": SLOTS},
+        rings={"q": DKV_SLOTS},
         # K, V; Q, dO; lse2, delta; barriers and alignment
-        smem_bytes=4 * GROUP_KEYS * v.D * 2 + SLOTS * 2 * KV_QUERY_ROWS * (v.D * 2 + 4) + 1024,
+        smem_bytes=4 * WARPGROUP_KEYS * variant.D * 2
+        + DKV_SLOTS * 2 * KV_QUERY_ROWS * (variant.D * 2 + 4)
+        + 1024,
     )
 
 
@@ -99,17 +99,21 @@ class KeyTiles(NamedTuple):
 
     k: Any  # [2, 64, D]; at the end dK
     v: Any  # [2, 64, D]; at the end dV
-    q: Any  # [SLOTS, 64, D]
-    do: Any  # [SLOTS, 64, D]
-    stats: Any  # [SLOTS, 2, 64] lse2 and delta
+    q: Any  # [DKV_SLOTS, 64, D]
+    do: Any  # [DKV_SLOTS, 64, D]
+    stats: Any  # [DKV_SLOTS, 2, 64] lse2 and delta
 
 
 @T.macro
 def load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift):
     for w in T.unroll(2):  # 1
-        first = walk.k0 + w * GROUP_KEYS
-        T.tma_copy(k[first : first + GROUP_KEYS, walk.kv_head, :], s.k[w, :, :], barrier=kv_full)
-        T.tma_copy(v[first : first + GROUP_KEYS, walk.kv_head, :], s.v[w, :, :], barrier=kv_full)
+        first = walk.k0 + w * WARPGROUP_KEYS
+        T.tma_copy(
+            k[first : first + WARPGROUP_KEYS, walk.kv_head, :], s.k[w, :, :], barrier=kv_full
+        )
+        T.tma_copy(
+            v[first : first + WARPGROUP_KEYS, walk.kv_head, :], s.v[w, :, :], barrier=kv_full
+        )
     if T.shuffle_elect(32):
         T.barrier_arrive(kv_full)
     load_rows(q, do, s, ring, front_full, walk, q_shift)  # 2
@@ -119,19 +123,21 @@ def load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift):
 def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
     w = T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
-    r_dk = T.alloc_fragment((GROUP_KEYS, D), "float32")
-    r_dv = T.alloc_fragment((GROUP_KEYS, D), "float32")
-    r_s = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), "float32")  # S^T, P^T
-    r_dp = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), "float32")  # dP^T, dS^T
-    r_p = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), dtype)
-    r_ds = T.alloc_fragment((GROUP_KEYS, KV_QUERY_ROWS), dtype)
+    r_dk = T.alloc_fragment((WARPGROUP_KEYS, D), "float32")
+    r_dv = T.alloc_fragment((WARPGROUP_KEYS, D), "float32")
+    r_s = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), "float32")  # S^T, P^T
+    r_dp = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), "float32")  # dP^T, dS^T
+    r_p = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), dtype)
+    r_ds = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), dtype)
     step, slot, first = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     T.clear(r_dk)
     T.clear(r_dv)
     step = 0
     T.barrier_wait(kv_full, 0)
     for _ in T.serial(walk.turns):
-        first = walk.last - walk.k0 - w * GROUP_KEYS  # the tile's first token minus the first key
+        first = (
+            walk.last - walk.k0 - w * WARPGROUP_KEYS
+        )  # the tile's first token minus the first key
         for tile in T.serial(walk.tiles):
             slot = uniform(ring.slot(step))
             ring.wait(step)
@@ -155,13 +161,13 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
             ring.release(step)
             first -= 1 << walk.tile_log2
             step += 1
-    for key, d in T.Parallel(GROUP_KEYS, D):
+    for key, d in T.Parallel(WARPGROUP_KEYS, D):
         r_dk[key, d] *= scale
     if walk.part < 0:  # 6
         store(r_dk, s.k, dk, walk, w, D, dtype)
         store(r_dv, s.v, dv, walk, w, D, dtype)
     else:
-        rows = slice(w * GROUP_KEYS, w * GROUP_KEYS + GROUP_KEYS)
+        rows = slice(w * WARPGROUP_KEYS, w * WARPGROUP_KEYS + WARPGROUP_KEYS)
         T.copy(r_dk, parts[walk.part, walk.kv_head, 0, rows, :])
         T.copy(r_dv, parts[walk.part, walk.kv_head, 1, rows, :])
 
@@ -176,21 +182,21 @@ def store(r_grad, s_grad, grad, walk, w, D, dtype):
     lane = T.get_thread_binding() % 32
     row0 = T.get_thread_binding() // 32 * 16
     lanes = D // 8  # a row in pieces of 16 bytes
-    r_out = T.alloc_fragment((GROUP_KEYS, D), dtype)
+    r_out = T.alloc_fragment((WARPGROUP_KEYS, D), dtype)
     T.copy(r_grad, r_out)
     T.copy(r_out, s_grad[w, :, :])
     T.sync_warp()
     for piece in T.unroll(16 * lanes // 32):
         row = row0 + piece * (32 // lanes) + lane // lanes
-        if w * GROUP_KEYS + row < walk.keys:
+        if w * WARPGROUP_KEYS + row < walk.keys:
             for e in T.vectorized(8):
-                grad[walk.k0 + w * GROUP_KEYS + row, walk.kv_head, lane % lanes * 8 + e] = s_grad[
-                    w, row, lane % lanes * 8 + e
-                ]
+                grad[walk.k0 + w * WARPGROUP_KEYS + row, walk.kv_head, lane % lanes * 8 + e] = (
+                    s_grad[w, row, lane % lanes * 8 + e]
+                )
 
 
-def build(v: Variant):
-    plan, D = schedule(v), v.D
+def build(variant: Variant):
+    plan, D = schedule(variant), variant.D
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
     num_items, capacity = T.dynamic("num_items, capacity")
@@ -199,45 +205,45 @@ def build(v: Variant):
 
     @T.prim_func
     def bwd_dkv(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
-        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
+        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), variant.dtype),
         stats: T.Tensor((num_heads, 2, num_padded), "float32"),
         header: T.Tensor((8,), "int32"),
         kv_item: T.Tensor((num_items, KV_ITEM_COLUMNS), "int32"),
         kv_order: T.Tensor((capacity,), "int32"),
-        dk: T.Tensor((num_tokens, kv_heads, D), v.dtype),
-        dv: T.Tensor((num_tokens, kv_heads, D), v.dtype),
-        parts: T.Tensor((num_parts, kv_heads, 2, 2 * GROUP_KEYS, D), "float32"),
+        dk: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
+        dv: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
+        parts: T.Tensor((num_parts, kv_heads, 2, 2 * WARPGROUP_KEYS, D), "float32"),
         tile_log2: T.int32,
         q_shift: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(capacity, threads=(GROUP, plan.threads // GROUP)) as block:
-            s_k = T.alloc_shared((2, GROUP_KEYS, D), v.dtype)
-            s_v = T.alloc_shared((2, GROUP_KEYS, D), v.dtype)
-            s_q = T.alloc_shared((SLOTS, KV_QUERY_ROWS, D), v.dtype)
-            s_do = T.alloc_shared((SLOTS, KV_QUERY_ROWS, D), v.dtype)
-            s_stats = T.alloc_shared((SLOTS, 2, KV_QUERY_ROWS), "float32")
+        with T.Kernel(capacity, threads=plan.block) as block:
+            s_k = T.alloc_shared((2, WARPGROUP_KEYS, D), variant.dtype)
+            s_v = T.alloc_shared((2, WARPGROUP_KEYS, D), variant.dtype)
+            s_q = T.alloc_shared((DKV_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
+            s_do = T.alloc_shared((DKV_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
+            s_stats = T.alloc_shared((DKV_SLOTS, 2, KV_QUERY_ROWS), "float32")
             s = KeyTiles(s_k, s_v, s_q, s_do, s_stats)
             kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
             front_full = T.alloc_barrier([plan.arrivals("front_full")])
-            q_full = T.alloc_barrier([plan.arrivals("q_full")] * SLOTS)
-            q_free = T.alloc_barrier([plan.arrivals("q_free")] * SLOTS)
-            ring = Ring(q_full, q_free, SLOTS)
+            q_full = T.alloc_barrier([plan.arrivals("q_full")] * DKV_SLOTS)
+            q_free = T.alloc_barrier([plan.arrivals("q_free")] * DKV_SLOTS)
+            ring = Ring(q_full, q_free, DKV_SLOTS)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             of_item = num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts
             if block < header[KV_ORDERED]:
                 if warpgroup < 2:
                     T.set_max_nreg(plan.role("mma").regs, 1)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
-                    mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, v.dtype)
+                    mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, variant.dtype)
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
                     if tx < 32:
-                        load(k, val, q, do, s, ring, kv_full, front_full, walk, q_shift)
+                        load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift)
                     elif tx < 96:
                         row_stats(stats, s, ring, walk, tx - 32, q_shift)
 

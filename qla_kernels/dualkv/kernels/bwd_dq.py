@@ -48,12 +48,12 @@ from qla_kernels.dualkv.shapes import (
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
 
-GROUP = 128  # threads of a warpgroup
-GROUP_ROWS = 64  # of a warpgroup
+WARPGROUP_ROWS = 64  # of a warpgroup
 
 
 class Variant(NamedTuple):
@@ -70,7 +70,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -102,8 +102,9 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=2, regs=24, computes="fills the warpgroup"),
         ),
         rings={"k": 2, "v": 2, "clean": 2},
+        named={"meet": Named(WARPGROUP_THREADS, copies=2)},  # the warps of a warpgroup
         # Q, dO, two slots each of K and V; barriers and alignment
-        smem_bytes=6 * KEY_TILE * v.D * 2 + 1024,
+        smem_bytes=6 * KEY_TILE * variant.D * 2 + 1024,
     )
 
 
@@ -175,20 +176,22 @@ def scrub(span, s_k, k_ring, clean, x):
 
 
 @T.macro
-def mma(dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, x, scale, D, dtype):
+def mma(
+    dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, meet, x, scale, D, dtype
+):  # fmt: skip
     w, slot = T.alloc_var("int32"), T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
-    r_dq = T.alloc_fragment((GROUP_ROWS, D), "float32")
-    r_s = T.alloc_fragment((GROUP_ROWS, KEY_TILE), "float32")  # S, P
-    r_dp = T.alloc_fragment((GROUP_ROWS, KEY_TILE), "float32")  # dP, dS
-    r_ds = T.alloc_fragment((GROUP_ROWS, KEY_TILE), dtype)
-    r_lse2 = T.alloc_fragment((GROUP_ROWS,), "float32")
-    r_delta = T.alloc_fragment((GROUP_ROWS,), "float32")
+    r_dq = T.alloc_fragment((WARPGROUP_ROWS, D), "float32")
+    r_s = T.alloc_fragment((WARPGROUP_ROWS, KEY_TILE), "float32")  # S, P
+    r_dp = T.alloc_fragment((WARPGROUP_ROWS, KEY_TILE), "float32")  # dP, dS
+    r_ds = T.alloc_fragment((WARPGROUP_ROWS, KEY_TILE), dtype)
+    r_lse2 = T.alloc_fragment((WARPGROUP_ROWS,), "float32")
+    r_delta = T.alloc_fragment((WARPGROUP_ROWS,), "float32")
     last, later = T.alloc_var("int32"), T.alloc_var("int32")
     T.clear(r_dq)
-    for r in T.Parallel(GROUP_ROWS):
-        tok = w * GROUP_ROWS + r & (1 << x.tile_log2) - 1
-        head = x.head0 + (w * GROUP_ROWS + r >> x.tile_log2)
+    for r in T.Parallel(WARPGROUP_ROWS):
+        tok = w * WARPGROUP_ROWS + r & (1 << x.tile_log2) - 1
+        head = x.head0 + (w * WARPGROUP_ROWS + r >> x.tile_log2)
         r_lse2[r] = 0
         r_delta[r] = 0
         if tok < x.rows:
@@ -212,7 +215,9 @@ def mma(dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, x, 
         if i < x.masked:
             clear_hidden(
                 r_s,
-                lambda r, key: key > last + (w * GROUP_ROWS + r & (1 << x.tile_log2) - 1 & later),
+                lambda r, key: (
+                    key > last + (w * WARPGROUP_ROWS + r & (1 << x.tile_log2) - 1 & later)
+                ),
             )
         T.wait_wgmma(0)
         v_ring.release(i)
@@ -220,7 +225,9 @@ def mma(dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, x, 
         if i < x.masked:
             clear_hidden(
                 r_dp,
-                lambda r, key: key > last + (w * GROUP_ROWS + r & (1 << x.tile_log2) - 1 & later),
+                lambda r, key: (
+                    key > last + (w * WARPGROUP_ROWS + r & (1 << x.tile_log2) - 1 & later)
+                ),
             )
             if i + 1 < x.masked:
                 last = span[x.span0 + i, TAIL] - 1
@@ -229,13 +236,13 @@ def mma(dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, x, 
         T.wgmma_gemm(r_ds, s_k[slot, :, :], r_dq)  # 5
         T.wait_wgmma(0)
         k_ring.release(i)
-    for r, d in T.Parallel(GROUP_ROWS, D):
+    for r, d in T.Parallel(WARPGROUP_ROWS, D):
         r_dq[r, d] *= scale
-    store(r_dq, s_q, dq, x, w, D, dtype)  # 6
+    store(r_dq, s_q, dq, x, meet, w, D, dtype)  # 6
 
 
 @T.macro
-def store(r_dq, s_out, dq, x, w, D, dtype):
+def store(r_dq, s_out, dq, x, meet, w, D, dtype):
     """Writes dQ's rows of a warp, 16 rows of one head, to `dq`, staged through s_out's rows of Q.
 
     Only this warpgroup has read those rows.
@@ -243,13 +250,13 @@ def store(r_dq, s_out, dq, x, w, D, dtype):
     lane = T.get_thread_binding() % 32
     row0 = T.get_thread_binding() // 32 * BOX
     lanes = D // 8  # a row in pieces of 16 bytes
-    r_out = T.alloc_fragment((GROUP_ROWS, D), dtype)
+    r_out = T.alloc_fragment((WARPGROUP_ROWS, D), dtype)
     tok, head = T.alloc_var("int32"), T.alloc_var("int32")
-    tok = w * GROUP_ROWS + row0 & (1 << x.tile_log2) - 1
-    head = x.head0 + (w * GROUP_ROWS + row0 >> x.tile_log2)
+    tok = w * WARPGROUP_ROWS + row0 & (1 << x.tile_log2) - 1
+    head = x.head0 + (w * WARPGROUP_ROWS + row0 >> x.tile_log2)
     T.copy(r_dq, r_out)
     T.copy(r_out, s_out[w, :, :])
-    T.sync_threads(8 + w, GROUP)
+    meet.sync(w)
     for piece in T.unroll(BOX * lanes // 32):
         row = piece * (32 // lanes) + lane // lanes
         if tok + row < x.rows:
@@ -259,8 +266,8 @@ def store(r_dq, s_out, dq, x, w, D, dtype):
                 ]
 
 
-def build(v: Variant):
-    plan, D = schedule(v), v.D
+def build(variant: Variant):
+    plan, D = schedule(variant), variant.D
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_keys, kv_heads = T.dynamic("num_keys, kv_heads")
     num_items, num_spans, capacity = T.dynamic("num_items, num_spans, capacity")
@@ -269,25 +276,25 @@ def build(v: Variant):
 
     @T.prim_func
     def bwd_dq(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
-        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), v.dtype),
-        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
+        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), variant.dtype),
+        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), variant.dtype),
         stats: T.Tensor((num_heads, 2, num_padded), "float32"),
         header: T.Tensor((8,), "int32"),
         item: T.Tensor((num_items, ITEM_COLUMNS), "int32"),
         span: T.Tensor((num_spans, SPAN_COLUMNS), "int32"),
         order: T.Tensor((capacity,), "int32"),
-        dq: T.Tensor((num_queries, num_heads, D), v.dtype),
+        dq: T.Tensor((num_queries, num_heads, D), variant.dtype),
         tile_log2: T.int32,
         q_shift: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(capacity, threads=(GROUP, plan.threads // GROUP)) as block:
-            s_q = T.alloc_shared((2, GROUP_ROWS, D), v.dtype)
-            s_do = T.alloc_shared((2, GROUP_ROWS, D), v.dtype)
-            s_k = T.alloc_shared((plan.rings["k"], KEY_TILE, D), v.dtype)
-            s_v = T.alloc_shared((plan.rings["v"], KEY_TILE, D), v.dtype)
+        with T.Kernel(capacity, threads=plan.block) as block:
+            s_q = T.alloc_shared((2, WARPGROUP_ROWS, D), variant.dtype)
+            s_do = T.alloc_shared((2, WARPGROUP_ROWS, D), variant.dtype)
+            s_k = T.alloc_shared((plan.rings["k"], KEY_TILE, D), variant.dtype)
+            s_v = T.alloc_shared((plan.rings["v"], KEY_TILE, D), variant.dtype)
             q_full = T.alloc_barrier([plan.arrivals("q_full")])
             k_full = T.alloc_barrier([plan.arrivals("k_full")] * plan.rings["k"])
             k_free = T.alloc_barrier([plan.arrivals("k_free")] * plan.rings["k"])
@@ -329,13 +336,13 @@ def build(v: Variant):
                     T.set_max_nreg(plan.role("mma").regs, 1)
                     mma(
                         dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring,
-                        x, scale, D, v.dtype,
+                        NamedBarrier(plan, "meet"), x, scale, D, variant.dtype,
                     )  # fmt: skip
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
                     if tx < 32:
                         load(
-                            q, k, val, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x,
+                            q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x,
                             T.truncdiv(num_heads, kv_heads),
                         )  # fmt: skip
                     elif tx < 64:

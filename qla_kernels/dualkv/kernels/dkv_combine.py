@@ -29,7 +29,7 @@ from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-PIECE = 8  # numbers of a thread: 16 bytes of the result
+SUM_PIECE = 8  # numbers of a thread: 16 bytes of the result
 
 
 class Variant(NamedTuple):
@@ -44,52 +44,52 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(roles=(Role("sum", warps=8, regs=64, computes="dK, dV"),), ctas_per_sm=4)
 
 
 @T.macro
 def sum_parts(parts, grad, split, i, kv_head, which, at):
-    r_sum = T.alloc_local((PIECE,), "float32")
-    r_part = T.alloc_local((PIECE,), "float32")
-    r_out = T.alloc_local((PIECE,), grad.dtype)
+    r_sum = T.alloc_local((SUM_PIECE,), "float32")
+    r_part = T.alloc_local((SUM_PIECE,), "float32")
+    r_out = T.alloc_local((SUM_PIECE,), grad.dtype)
     pieces = grad.shape[2]
     key, piece, first, end, row = (T.alloc_var("int32") for _ in range(5))
     key = T.truncdiv(at, pieces)
     piece = at - key * pieces
     if key < split[i, SPLIT_KEYS]:
-        for e in T.unroll(PIECE):
+        for e in T.unroll(SUM_PIECE):
             r_sum[e] = 0
         first = clamped(split[i, SPLIT_PART0], 0, parts.shape[0])
         end = first + T.min(split[i, SPLIT_PARTS], parts.shape[0] - first)
         for part in rolled(first, end):
             for half in T.unroll(2):  # 1
-                for e in T.vectorized(PIECE // 2):
-                    r_part[half * (PIECE // 2) + e] = parts[
-                        part, kv_head, which, key, piece, half * (PIECE // 2) + e
+                for e in T.vectorized(SUM_PIECE // 2):
+                    r_part[half * (SUM_PIECE // 2) + e] = parts[
+                        part, kv_head, which, key, piece, half * (SUM_PIECE // 2) + e
                     ]
-            for e in T.unroll(PIECE):
+            for e in T.unroll(SUM_PIECE):
                 r_sum[e] += r_part[e]
-        for e in T.unroll(PIECE):  # 2
+        for e in T.unroll(SUM_PIECE):  # 2
             r_out[e] = r_sum[e]
         row = clamped(split[i, SPLIT_K0], 0, grad.shape[0]) + key
         if row < grad.shape[0]:
-            for e in T.vectorized(PIECE):
+            for e in T.vectorized(SUM_PIECE):
                 grad[row, kv_head, piece, e] = r_out[e]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
     pieces, num_splits = T.dynamic("pieces, num_splits")
 
     @T.prim_func
     def dkv_combine(
-        parts: T.Tensor((num_parts, kv_heads, 2, KEY_TILE, pieces, PIECE), "float32"),
+        parts: T.Tensor((num_parts, kv_heads, 2, KEY_TILE, pieces, SUM_PIECE), "float32"),
         header: T.Tensor((8,), "int32"),
         split: T.Tensor((num_splits, SPLIT_COLUMNS), "int32"),
-        dk: T.Tensor((num_tokens, kv_heads, pieces, PIECE), v.dtype),
-        dv: T.Tensor((num_tokens, kv_heads, pieces, PIECE), v.dtype),
+        dk: T.Tensor((num_tokens, kv_heads, pieces, SUM_PIECE), variant.dtype),
+        dv: T.Tensor((num_tokens, kv_heads, pieces, SUM_PIECE), variant.dtype),
     ):
         blocks = T.ceildiv(KEY_TILE * pieces, plan.threads)
         with T.Kernel(blocks, kv_heads, num_splits, threads=plan.threads) as (block, kv_head, i):

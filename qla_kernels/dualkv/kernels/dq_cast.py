@@ -19,9 +19,9 @@ import tilelang.language as T
 
 from qla_kernels.tile.schedule import Role, Schedule
 
-PIECE = 16  # columns of a thread
+CAST_PIECE = 16  # columns of a thread
 QUAD = 4  # threads of bwd that held a piece, each with two pairs of adjacent columns
-PIECES = (8, QUAD, QUAD)  # a row of sums: pieces, threads, numbers
+CAST_PIECES = (8, QUAD, QUAD)  # a row of sums: pieces, threads, numbers
 
 
 class Variant(NamedTuple):
@@ -36,15 +36,15 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(roles=(Role("rows", warps=8, regs=40, computes="dQ"),), ctas_per_sm=6)
 
 
 @T.macro
 def rows(sums, dq, dtype, at, scale):
-    num_heads, num_tokens, pieces = sums.shape[0], sums.shape[1], PIECES[0]
+    num_heads, num_tokens, pieces = sums.shape[0], sums.shape[1], CAST_PIECES[0]
     r_sum = T.alloc_local((QUAD, QUAD), "float32")
-    r_out = T.alloc_local((PIECE,), dtype)
+    r_out = T.alloc_local((CAST_PIECE,), dtype)
     row, piece, head, token = (T.alloc_var("int32") for _ in range(4))
     row = at // pieces
     piece = at % pieces
@@ -54,26 +54,28 @@ def rows(sums, dq, dtype, at, scale):
         for q in T.unroll(QUAD):  # 1
             for e in T.vectorized(QUAD):
                 r_sum[q, e] = sums[head, token, piece ^ token & 1, q, e]
-        for e in T.unroll(PIECE):  # 2
+        for e in T.unroll(CAST_PIECE):  # 2
             r_out[e] = r_sum[e % 8 // 2, e // 8 * 2 + e % 2] * scale
         for half in T.unroll(2):
-            for e in T.vectorized(PIECE // 2):
-                dq[token, head, piece, half * (PIECE // 2) + e] = r_out[half * (PIECE // 2) + e]
+            for e in T.vectorized(CAST_PIECE // 2):
+                dq[token, head, piece, half * (CAST_PIECE // 2) + e] = r_out[
+                    half * (CAST_PIECE // 2) + e
+                ]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_tokens, num_heads = T.dynamic("num_tokens, num_heads")
 
     @T.prim_func
     def dq_cast(
-        sums: T.Tensor((num_heads, num_tokens, *PIECES), "float32"),
-        dq: T.Tensor((num_tokens, num_heads, PIECES[0], PIECE), v.dtype),
+        sums: T.Tensor((num_heads, num_tokens, *CAST_PIECES), "float32"),
+        dq: T.Tensor((num_tokens, num_heads, CAST_PIECES[0], CAST_PIECE), variant.dtype),
         scale: T.float32,
     ):
-        blocks = T.ceildiv(num_heads * num_tokens * PIECES[0], plan.threads)
+        blocks = T.ceildiv(num_heads * num_tokens * CAST_PIECES[0], plan.threads)
         with T.Kernel(blocks, threads=plan.threads) as block:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
-            rows(sums, dq, v.dtype, block * plan.threads + T.get_thread_binding(), scale)
+            rows(sums, dq, variant.dtype, block * plan.threads + T.get_thread_binding(), scale)
 
     return dq_cast

@@ -58,11 +58,9 @@ from qla_kernels.dualkv.shapes import (
 )
 from qla_kernels.tile import softmax
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
-
-GROUP = 128  # threads of a warpgroup
-TURN = 8  # named barriers 8 and 9: the warpgroups' turns on the tensor cores
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -79,7 +77,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -87,7 +85,7 @@ def schedule(v: Variant) -> Schedule:
                 warps=8,
                 regs=232,
                 waits=("work_full", "q_full", "k_full", "v_full", "clean_full", "o_free"),
-                signals=("work_free", "q_free", "k_free", "v_free", ("o_full", GROUP)),
+                signals=("work_free", "q_free", "k_free", "v_free", ("o_full", WARPGROUP_THREADS)),
                 computes="S, P, O, lse2",
                 uses=("wgmma",),
             ),
@@ -128,22 +126,25 @@ def schedule(v: Variant) -> Schedule:
             ),
         ),
         rings={"work": 2, "q": 2, "k": 2, "v": 2, "clean": 2, "o": 2},
+        named={
+            "turn": Named(2 * WARPGROUP_THREADS, copies=2)
+        },  # of the warpgroups on the tensor cores
         # two slots each of Q, K and V, and O; work, barriers and alignment
-        smem_bytes=7 * KEY_TILE * v.D * 2 + 2 * WORK * 4 + 1024,
+        smem_bytes=7 * KEY_TILE * variant.D * 2 + 2 * WORK * 4 + 1024,
     )
 
 
 @T.macro
 def mma(
-    v, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring, clean, o_ring,
-    tile_log2, q_shift, scale2,
+    variant, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring, clean, o_ring,
+    turn, tile_log2, q_shift, scale2,
 ):  # fmt: skip
     w = T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
     r_s = T.alloc_fragment((64, KEY_TILE), "float32")
-    r_p = T.alloc_fragment((64, KEY_TILE), v.dtype)
-    r_o = T.alloc_fragment((64, v.D), "float32")
-    r_o16 = T.alloc_fragment((64, v.D), v.dtype)
+    r_p = T.alloc_fragment((64, KEY_TILE), variant.dtype)
+    r_o = T.alloc_fragment((64, variant.D), "float32")
+    r_o16 = T.alloc_fragment((64, variant.D), variant.dtype)
     m = T.alloc_local((2,), "float32")
     l = T.alloc_local((2,), "float32")
     a = T.alloc_local((2,), "float32")
@@ -153,7 +154,7 @@ def mma(
     token, rows, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     diagonal, span0 = T.alloc_var("int32"), T.alloc_var("int32")
     masked, tiles, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    products = (s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w)
+    products = (s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w)
     out = (r_o, r_o16, m, l, s_o, lse2, o_ring, w, scale2, tile_log2)
     i = 0
     j = 0
@@ -164,7 +165,7 @@ def mma(
     T.clear(r_p)
     T.clear(r_o)
     if w == 1:
-        T.call_extern("handle", "tl::__named_barrier_arrive", TURN, 2 * GROUP)
+        turn.arrive(0)
     work.wait(0)
     next_slot = uniform(s_work[0, HEAD_SLOT])
     while next_slot >= 0:
@@ -213,11 +214,11 @@ def mma(
         T.wait_wgmma(0)
         put_out(*out, j - 1, token, rows, slot)
     if w == 0:
-        T.call_extern("handle", "tl::__sync_thread_partial", TURN, 2 * GROUP)
+        turn.sync(0)
 
 
 @T.macro
-def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w, q_slot, i):
+def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w, q_slot, i):
     """Issues S of tile i and P V of tile i - 1 (step 3); waits for S and releases K of tile i.
 
     P V is still in flight on return. For i = 0 there is no tile before: P is 0, and the product
@@ -225,7 +226,7 @@ def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w, q_slot, i):
     """
     before = T.max(i - 1, 0)
     k_ring.wait(i)
-    T.call_extern("handle", "tl::__sync_thread_partial", TURN + w, 2 * GROUP)  # my turn
+    turn.sync(w)
     T.wgmma_gemm(
         s_q[q_slot * 2 + w, :, :],
         s_k[k_ring.slot(i), :, :],
@@ -235,14 +236,14 @@ def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, w, q_slot, i):
     )
     v_ring.wait(before)
     T.wgmma_gemm(r_p, s_v[v_ring.slot(before), :, :], r_o)
-    T.call_extern("handle", "tl::__named_barrier_arrive", TURN + 1 - w, 2 * GROUP)  # the other's
+    turn.arrive(1 - w)
     T.wait_wgmma(1)
     k_ring.release(i)
 
 
 @T.macro
 def step(products, m, l, a, q_slot, i, scale2, keys):
-    (_, _, _, r_s, r_p, r_o, _, v_ring, _) = products
+    (_, _, _, r_s, r_p, r_o, _, v_ring, _, _) = products
     start_products(*products, q_slot, i)
     if keys is not None:
         for r, x in T.Parallel(64, KEY_TILE):
@@ -330,9 +331,9 @@ def store_rows(o, s_o, w, slot, token, rows, tile_log2):
                 ]
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    rings, D = plan.rings, v.D
+def build(variant: Variant):
+    plan = schedule(variant)
+    rings, D = plan.rings, variant.D
     num_queries, num_keys, num_heads, kv_heads = T.dynamic(
         "num_queries, num_keys, num_heads, kv_heads"
     )
@@ -342,15 +343,15 @@ def build(v: Variant):
 
     @T.prim_func
     def fwd(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), v.dtype),
-        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), v.dtype),
+        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), variant.dtype),
         header: T.Tensor((8,), "int32"),
         item: T.Tensor((num_items, ITEM_COLUMNS), "int32"),
         span: T.Tensor((num_spans, SPAN_COLUMNS), "int32"),
         order: T.Tensor((num_order,), "int32"),
         next_order: T.Tensor((1,), "int32"),
-        o: T.Tensor((num_queries, num_heads, D), v.dtype),
+        o: T.Tensor((num_queries, num_heads, D), variant.dtype),
         lse2: T.Tensor((num_heads, num_queries), "float32"),
         tile_log2: T.int32,
         group: T.int32,
@@ -358,12 +359,12 @@ def build(v: Variant):
         scale2: T.float32,
         ctas: T.int32,
     ):
-        with T.Kernel(ctas, threads=(GROUP, plan.threads // GROUP)) as block:
+        with T.Kernel(ctas, threads=plan.block) as block:
             T.import_source(softmax.SOURCE)
-            s_q = T.alloc_shared((2 * rings["q"], 64, D), v.dtype)
-            s_k = T.alloc_shared((2, KEY_TILE, D), v.dtype)
-            s_v = T.alloc_shared((2, KEY_TILE, D), v.dtype)
-            s_o = T.alloc_shared((2, 64, D), v.dtype)
+            s_q = T.alloc_shared((2 * rings["q"], 64, D), variant.dtype)
+            s_k = T.alloc_shared((2, KEY_TILE, D), variant.dtype)
+            s_v = T.alloc_shared((2, KEY_TILE, D), variant.dtype)
+            s_o = T.alloc_shared((2, 64, D), variant.dtype)
             s_work = T.alloc_shared((2, WORK), "int32")
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * rings["q"])
             q_free = T.alloc_barrier([plan.arrivals("q_free")] * rings["q"])
@@ -386,8 +387,8 @@ def build(v: Variant):
             if warpgroup < 2:
                 T.set_max_nreg(plan.role("mma").regs, 1)
                 mma(
-                    v, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring,
-                    clean, o_ring, tile_log2, q_shift, scale2,
+                    variant, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring,
+                    clean, o_ring, NamedBarrier(plan, "turn"), tile_log2, q_shift, scale2,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
@@ -397,7 +398,7 @@ def build(v: Variant):
                         q_ring, tile_log2, q_shift,
                     )  # fmt: skip
                 elif tx < 64:
-                    load(k, val, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group)
+                    load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group)
                 elif tx < 96:
                     scrub(span, s_v, s_work, work, v_ring, clean)
                 else:

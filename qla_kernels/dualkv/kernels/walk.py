@@ -30,6 +30,8 @@ from qla_kernels.dualkv.shapes import (
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 
+WARPGROUP_KEYS = KEY_TILE // 2  # keys of a warpgroup
+
 
 class KeyWalk(NamedTuple):
     """The numbers of a kv_item that roles need: its keys, the tiles of its run, where sums go."""

@@ -114,13 +114,13 @@ def recorded_gdn_recurrent(call: Call, options: Options) -> Decoded:
     return Decoded(*torch.ops.qla_kernels.gdn_recurrent(*call, *options))
 
 
-LAUNCH = "qla_kernels.gdn.decode.launch"
+LAUNCHES = "qla_kernels.gdn.decode.launch"
 gdn_recurrent = define_on_records(
     "gdn_recurrent",
     (Call, Options),
     Decoded,
     _fake_recurrent,
-    checked(imported_late(LAUNCH, "gdn_recurrent"), _check_gates),
+    checked(imported_late(LAUNCHES, "gdn_recurrent"), _check_gates),
     checked(_recurrent_on_cpu, _check_gates),
 )
 refuse_backward("gdn_recurrent", _no_backward)
@@ -129,6 +129,6 @@ gdn_recurrent_slots = define_on_records(
     (Call, Pool, Options),
     Tensor,
     _fake_slots,
-    checked(imported_late(LAUNCH, "gdn_recurrent_slots"), _check_indices),
+    checked(imported_late(LAUNCHES, "gdn_recurrent_slots"), _check_indices),
     _slots_on_cpu,
 )

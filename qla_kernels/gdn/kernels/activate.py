@@ -22,9 +22,9 @@ from qla_kernels.gdn.kernels.raw_gates import SOURCE, decode, fetch, rate, sigmo
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 
-THREADS = 256
+ACTIVATE_THREADS = 256
 TOKENS = 4  # tokens of a thread
-G, BETA, GATE, BIAS = (1 << i for i in range(4))  # what a call has or wants, as bits of `flags`
+ASKS_G, ASKS_BETA, HAS_A_LOG, HAS_DT_BIAS = (1 << i for i in range(4))  # bits of `flags`
 ROW, BATCH, TOKEN, HEAD, COUNT, BESIDE = range(6)  # of a thread's place
 
 
@@ -37,16 +37,16 @@ VARIANTS = (Variant("float32"),)
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # tokens and heads are counted
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("raw", warps=THREADS // 32, regs=32, computes="g, beta"),),
+        roles=(Role("raw", warps=ACTIVATE_THREADS // 32, regs=32, computes="g, beta"),),
         ctas_per_sm=8,  # all the threads an SM holds
     )
 
 
 def shape(num_tokens: int, num_heads: int) -> tuple[int, int]:
     """Returns the number of tokens side by side in a CTA, and the number of CTAs a batch row."""
-    beside = THREADS // min(num_heads, THREADS)
+    beside = ACTIVATE_THREADS // min(num_heads, ACTIVATE_THREADS)
     return beside, -(-num_tokens // (beside * TOKENS))
 
 
@@ -72,10 +72,10 @@ def far(place, head):
 @T.macro
 def find(place, block, tile, beside, blocks, num_tokens, num_heads):
     """Sets `place` to a thread's tokens: batch row, first token, head, count, and distance."""
-    thread, width = T.get_thread_binding(), T.min(num_heads, THREADS)
+    thread, width = T.get_thread_binding(), T.min(num_heads, ACTIVATE_THREADS)
     place[BESIDE] = beside
     place[ROW] = T.truncdiv(thread, width)
-    place[HEAD] = tile * THREADS + thread - place[ROW] * width
+    place[HEAD] = tile * ACTIVATE_THREADS + thread - place[ROW] * width
     place[BATCH] = T.truncdiv(block, blocks)
     place[TOKEN] = (block - place[BATCH] * blocks) * beside * TOKENS + place[ROW]
     place[COUNT] = 0
@@ -87,10 +87,10 @@ def find(place, block, tile, beside, blocks, num_tokens, num_heads):
 def fetch_parameters(A_log, dt_bias, heads, dtypes, r_A, r_bias, place, flags):
     """Loads A_log and dt_bias of a thread's head; r_bias is 0 if the call has no dt_bias."""
     (A_head, bias_head), (A_dtype, bias_dtype) = heads, dtypes
-    if has(flags, GATE):
+    if has(flags, HAS_A_LOG):
         fetch(r_A, A_log[0], far(place, A_head), 0, T.min(place[COUNT], 1), A_dtype)
     r_bias[0] = 0
-    if has(flags, BIAS):
+    if has(flags, HAS_DT_BIAS):
         fetch(r_bias, dt_bias[0], far(place, bias_head), 0, T.min(place[COUNT], 1), bias_dtype)
 
 
@@ -106,9 +106,9 @@ def raw(
     r_beta = T.alloc_local((TOKENS,), "float32")
     r_A = T.alloc_local((1,), "float32")
     r_bias = T.alloc_local((1,), "float32")
-    if has(flags, G):  # 1
+    if has(flags, ASKS_G):  # 1
         fetch(r_g, g[batch, token, 0], far(place, g_head), step(place, g_token), count, g_dtype)
-    if has(flags, BETA):
+    if has(flags, ASKS_BETA):
         fetch(
             r_beta, beta[batch, token, 0], far(place, beta_head), step(place, beta_token), count,
             beta_dtype,
@@ -117,7 +117,7 @@ def raw(
     for i in T.unroll(TOKENS):  # 2
         r_g[i] = decode(r_g[i], g_dtype)
         r_beta[i] = decode(r_beta[i], beta_dtype)
-    if has(flags, GATE):
+    if has(flags, HAS_A_LOG):
         r_A[0] = rate(decode(r_A[0], A_dtype))
         r_bias[0] = decode(r_bias[0], bias_dtype)
         for i in T.unroll(TOKENS):
@@ -127,14 +127,14 @@ def raw(
             r_beta[i] = beta_range * sigmoid(r_beta[i])
     for i in T.unroll(TOKENS):
         if i < count:
-            if has(flags, G):
+            if has(flags, ASKS_G):
                 g_out[batch, token + i * place[BESIDE], head] = r_g[i]
-            if has(flags, BETA):
+            if has(flags, ASKS_BETA):
                 beta_out[batch, token + i * place[BESIDE], head] = r_beta[i]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     batch, num_tokens, num_heads = T.dynamic("batch, num_tokens, num_heads")
     g_row, g_batch, g_token, g_byte = T.dynamic("g_row, g_batch, g_token, g_byte")
     beta_row, beta_batch, beta_token, beta_byte = T.dynamic(
@@ -151,8 +151,8 @@ def build(v: Variant):
         ),
         A_log: T.StridedTensor((A_row,), (A_byte,), "uint8"),
         dt_bias: T.StridedTensor((bias_row,), (bias_byte,), "uint8"),
-        g_out: T.Tensor((batch, num_tokens, num_heads), v.dtype),
-        beta_out: T.Tensor((batch, num_tokens, num_heads), v.dtype),
+        g_out: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
+        beta_out: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
         # bytes from a head to the next
         g_head: T.int32,
         beta_head: T.int32,
@@ -167,7 +167,9 @@ def build(v: Variant):
         beside: T.int32,
         blocks: T.int32,
     ):
-        with T.Kernel(batch * blocks, T.ceildiv(num_heads, THREADS), threads=plan.threads) as (
+        with T.Kernel(
+            batch * blocks, T.ceildiv(num_heads, ACTIVATE_THREADS), threads=plan.threads
+        ) as (
             block,
             tile,
         ):

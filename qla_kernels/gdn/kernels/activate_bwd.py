@@ -22,13 +22,13 @@ from typing import NamedTuple
 import tilelang.language as T
 
 from qla_kernels.gdn.kernels.activate import (
+    ACTIVATE_THREADS,
     BATCH,
     BESIDE,
     COUNT,
-    GATE,
+    HAS_A_LOG,
     HEAD,
     ROW,
-    THREADS,
     TOKEN,
     TOKENS,
     far,
@@ -52,7 +52,7 @@ from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-HALVINGS = 8  # log2(THREADS)
+HALVINGS = 8  # log2(ACTIVATE_THREADS)
 
 
 class Variant(NamedTuple):
@@ -67,10 +67,10 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("raw", warps=THREADS // 32, regs=64, computes="dg, dbeta, sums"),),
-        smem_bytes=2 * THREADS * 4,
+        roles=(Role("raw", warps=ACTIVATE_THREADS // 32, regs=64, computes="dg, dbeta, sums"),),
+        smem_bytes=2 * ACTIVATE_THREADS * 4,
         ctas_per_sm=4,
     )
 
@@ -91,7 +91,7 @@ def raw(
     r_A = T.alloc_local((1,), "float32")
     r_bias = T.alloc_local((1,), "float32")
     live = T.min(count, tokens_before(num_live, place))
-    if has(flags, GATE):  # 1
+    if has(flags, HAS_A_LOG):  # 1
         fetch(r_g, g[batch, token, 0], far(place, g_head), step(place, g_token), live, g_dtype)
         fetch_parameters(A_log, dt_bias, heads[2:], dtypes[2:], r_A, r_bias, place, flags)
     if beta_range > 0:
@@ -108,7 +108,7 @@ def raw(
     for i in T.unroll(TOKENS):  # 2, 3
         r_g[i] = decode(r_g[i], g_dtype)
         r_beta[i] = decode(r_beta[i], beta_dtype)
-    if has(flags, GATE):
+    if has(flags, HAS_A_LOG):
         r_A[0] = rate(decode(r_A[0], A_dtype))
         r_bias[0] = decode(r_bias[0], bias_dtype)
         for i in T.unroll(TOKENS):
@@ -130,7 +130,7 @@ def add_up(sums, r_sums, s_sums, place, block, num_heads):
 
     `reach` is the number of partial sums that are left; each step halves it.
     """
-    thread, width = T.get_thread_binding(), T.min(num_heads, THREADS)
+    thread, width = T.get_thread_binding(), T.min(num_heads, ACTIVATE_THREADS)
     reach = T.alloc_var("int32")
     reach = place[BESIDE]
     for _ in rolled(HALVINGS):
@@ -148,8 +148,8 @@ def add_up(sums, r_sums, s_sums, place, block, num_heads):
             sums[block, j, place[HEAD]] = r_sums[j]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     batch, num_tokens, num_heads, num_blocks = T.dynamic("batch, num_tokens, num_heads, num_blocks")
     g_row, g_batch, g_token, g_byte = T.dynamic("g_row, g_batch, g_token, g_byte")
     beta_row, beta_batch, beta_token, beta_byte = T.dynamic(
@@ -167,8 +167,8 @@ def build(v: Variant):
         ),
         A_log: T.StridedTensor((A_row,), (A_byte,), "uint8"),
         dt_bias: T.StridedTensor((bias_row,), (bias_byte,), "uint8"),
-        dg: T.Tensor((batch, num_tokens, num_heads), v.dtype),
-        dbeta: T.Tensor((batch, num_tokens, num_heads), v.dtype),
+        dg: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
+        dbeta: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
         dg_out: T.Tensor((batch, num_tokens, dg_row), "uint8"),
         dbeta_out: T.Tensor((batch, num_tokens, dbeta_row), "uint8"),
         sums: T.Tensor((num_blocks, 2, num_heads), "float32"),
@@ -188,7 +188,9 @@ def build(v: Variant):
         beside: T.int32,
         blocks: T.int32,
     ):
-        with T.Kernel(batch * blocks, T.ceildiv(num_heads, THREADS), threads=plan.threads) as (
+        with T.Kernel(
+            batch * blocks, T.ceildiv(num_heads, ACTIVATE_THREADS), threads=plan.threads
+        ) as (
             block,
             tile,
         ):
@@ -196,7 +198,7 @@ def build(v: Variant):
             T.import_source(SOURCE)
             place = T.alloc_local((6,), "int32")
             r_sums = T.alloc_local((2,), "float32")
-            s_sums = T.alloc_shared((2, THREADS), "float32")
+            s_sums = T.alloc_shared((2, ACTIVATE_THREADS), "float32")
             num_live = T.alloc_var("int32")
             find(place, block, tile, beside, blocks, num_tokens, num_heads)
             T.clear(r_sums)
@@ -211,7 +213,7 @@ def build(v: Variant):
                 (g_dtype, beta_dtype, A_dtype, bias_dtype),
                 beta_range, r_sums, place, num_live, flags,
             )  # fmt: skip
-            if has(flags, GATE):
+            if has(flags, HAS_A_LOG):
                 add_up(sums, r_sums, s_sums, place, block, num_heads)
 
     return activate_bwd

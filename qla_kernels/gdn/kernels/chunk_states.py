@@ -42,13 +42,16 @@ from qla_kernels.gdn.kernels.chain.layout import (
     GATE_ROWS,
     LAST,
     TILE,
-    TURN,
     D,
     Rows,
     accumulator_layout,
+    first_turn,
     give_turn,
+    last_turn,
     load_transposed,
+    named_barriers,
     take_turn,
+    turns,
 )
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
@@ -77,15 +80,15 @@ PASS_CONFIGS = {
 }
 
 
-def slots(v: Variant) -> dict[str, int]:
+def slots(variant: Variant) -> dict[str, int]:
     """Returns the slots of each ring: as many as fit, because loads are slow if both chains run."""
-    kva, gate = (3, 4) if v.tile_v == 128 else (5, 6)
+    kva, gate = (3, 4) if variant.tile_v == 128 else (5, 6)
     return {"kva": kva, "gate": gate, "h": 2}
 
 
-def schedule(v: Variant) -> Schedule:
-    states = v.tile_v // TILE
-    sizes = slots(v)
+def schedule(variant: Variant) -> Schedule:
+    states = variant.tile_v // TILE
+    sizes = slots(variant)
     rings = {"kva": sizes["kva"], "gate": sizes["gate"]}
     rings |= {f"h{w}": sizes["h"] for w in range(states)}
     return Schedule(
@@ -131,9 +134,10 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
         rings=rings,
+        named=named_barriers(states),
         # k, v, A; staged states; gates; barriers and alignment
-        smem_bytes=sizes["kva"] * CHUNK * (v.K + v.tile_v + CHUNK) * 2
-        + sizes["h"] * v.tile_v * v.K * 2
+        smem_bytes=sizes["kva"] * CHUNK * (variant.K + variant.tile_v + CHUNK) * 2
+        + sizes["h"] * variant.tile_v * variant.K * 2
         + sizes["gate"] * GATE_ROWS * CHUNK * 4
         + 1024,
     )
@@ -141,7 +145,7 @@ def schedule(v: Variant) -> Schedule:
 
 @T.macro
 def state(
-    w, states, K, dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h, kva, gate_ring, h_ring,
+    w, K, dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h, kva, gate_ring, h_ring, turn,
     num_chunks, every, n, hv, v0, has_h0, has_ht,
 ):  # fmt: skip
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
@@ -160,15 +164,14 @@ def state(
         T.clear(r_s)
     T.copy(r_s, r_s16)
     stored = 0
-    if states == 2 and w == 1:
-        T.named_barrier_arrive(TURN, 256)
+    first_turn(turn, w)
     for i in T.serial(num_chunks):
         slot = kva.slot(i)
         gate_slot = gate_ring.slot(i)
         kva.wait(i)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 3
-        give_turn(w, states)
+        give_turn(turn, w)
         gate_ring.wait(i)
         load_transposed(s_v, slot, w, r_vt)
         T.wait_wgmma(0)
@@ -177,36 +180,35 @@ def state(
                 s_gate[gate_slot, BETA, c] * r_vt[c, r] - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
             )
         T.copy(r_x, r_w16)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_w16, s_a[slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 4
-        give_turn(w, states)
+        give_turn(turn, w)
         for r, c in T.Parallel(TILE, K):
             r_s[r, c] *= s_gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
         for r, c in T.Parallel(TILE, CHUNK):
             r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
         gate_ring.release(i)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 5
-        give_turn(w, states)
+        give_turn(turn, w)
         if i == stored * every:
             stage(r_s16, s_h, h_ring, stored, K)
             stored += 1
         T.wait_wgmma(0)
         kva.release(i)
         T.copy(r_s, r_s16)
-    if states == 2 and w == 0:
-        T.sync_threads(TURN, 256)  # take the partner's last turn
+    last_turn(turn, w)
     if has_ht != 0:
         put_state(r_s, ht, n, hv, v0 + w * TILE, K)
 
 
-def build(v: Variant):
-    plan, sizes = schedule(v), slots(v)
-    K, states = v.K, v.tile_v // TILE
+def build(variant: Variant):
+    plan, sizes = schedule(variant), slots(variant)
+    K, states = variant.K, variant.tile_v // TILE
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_bounds, num_slots = T.dynamic("V, num_bounds, num_slots")
-    num_tiles = T.dynamic("num_tiles") if v.tile_v == 64 else 1  # V is 64 or 128
+    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 64 or 128
     num_h0, num_ht = T.dynamic("num_h0, num_ht")
     k_token, k_head = T.dynamic("k_token, k_head")
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
@@ -215,19 +217,19 @@ def build(v: Variant):
 
     @T.prim_func
     def chunk_states(
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, v.tile_v),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor(
+            (num_tokens, num_value_heads, num_tiles, variant.tile_v),
             (v_token, v_head, v_tile, 1),
-            v.dtype,
+            variant.dtype,
         ),
         g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), v.dtype),
+        A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
         cu_seqlens: T.Tensor((num_bounds,), "int32"),
         first_slot: T.Tensor((num_bounds,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
-        h: T.Tensor((num_slots, num_value_heads, V, K), v.dtype),
+        h: T.Tensor((num_slots, num_value_heads, V, K), variant.dtype),
         ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), "float32"),
         every: T.int32,
         has_h0: T.int32,
@@ -237,22 +239,22 @@ def build(v: Variant):
             (num_bounds - 1) * num_value_heads * num_tiles, threads=plan.threads
         ) as block:
             T.import_source(SOURCE)
-            s_k = T.alloc_shared((sizes["kva"], CHUNK, K), v.dtype)
-            s_v = T.alloc_shared((sizes["kva"], CHUNK, v.tile_v), v.dtype)
-            s_a = T.alloc_shared((sizes["kva"], CHUNK, CHUNK), v.dtype)
+            s_k = T.alloc_shared((sizes["kva"], CHUNK, K), variant.dtype)
+            s_v = T.alloc_shared((sizes["kva"], CHUNK, variant.tile_v), variant.dtype)
+            s_a = T.alloc_shared((sizes["kva"], CHUNK, CHUNK), variant.dtype)
             s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
             kva_full = T.alloc_barrier([plan.arrivals("kva_full")] * sizes["kva"])
             kva_free = T.alloc_barrier([plan.arrivals("kva_free")] * sizes["kva"])
             gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * sizes["gate"])
             gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * sizes["gate"])
             tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
-            s_h0 = T.alloc_shared((sizes["h"], TILE, K), v.dtype)
+            s_h0 = T.alloc_shared((sizes["h"], TILE, K), variant.dtype)
             h0_full = T.alloc_barrier([plan.arrivals("h0_full")] * sizes["h"])
             h0_free = T.alloc_barrier([plan.arrivals("h0_free")] * sizes["h"])
             s_h = [s_h0]
             h_rings = [Ring(h0_full, h0_free, sizes["h"])]
             if states == 2:
-                s_h1 = T.alloc_shared((sizes["h"], TILE, K), v.dtype)
+                s_h1 = T.alloc_shared((sizes["h"], TILE, K), variant.dtype)
                 h1_full = T.alloc_barrier([plan.arrivals("h1_full")] * sizes["h"])
                 h1_free = T.alloc_barrier([plan.arrivals("h1_free")] * sizes["h"])
                 s_h.append(s_h1)
@@ -266,7 +268,7 @@ def build(v: Variant):
             num_chunks = T.alloc_var("int32")
             i_tile, v0 = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile = block % num_tiles
-            v0 = i_tile * v.tile_v
+            v0 = i_tile * variant.tile_v
             hv = block // num_tiles % num_value_heads
             place = T.alloc_local((1,), "int32")
             longest_first(cu_seqlens, num_bounds - 1, block // num_tiles // num_value_heads, place)
@@ -275,24 +277,25 @@ def build(v: Variant):
             sequence_span(cu_seqlens, n, num_tokens, begin, length)
             num_chunks = T.ceildiv(length, CHUNK)
 
+            turn = turns(plan)
             tx = T.get_thread_binding()
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    0, states, K, v.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[0], kva, gates,
-                    h_rings[0], num_chunks, every, n, hv, v0, has_h0, has_ht,
+                    0, K, variant.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[0], kva, gates,
+                    h_rings[0], turn, num_chunks, every, n, hv, v0, has_h0, has_ht,
                 )  # fmt: skip
             elif tx < plan.start("load"):  # no thread if the CTA has one state warpgroup
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    1, states, K, v.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[-1], kva, gates,
-                    h_rings[-1], num_chunks, every, n, hv, v0, has_h0, has_ht,
+                    1, K, variant.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[-1], kva, gates,
+                    h_rings[-1], turn, num_chunks, every, n, hv, v0, has_h0, has_ht,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
                     load(
-                        [Rows(k, (kh,), s_k), Rows(val, (hv, i_tile), s_v), Rows(A, (hv,), s_a)],
+                        [Rows(k, (kh,), s_k), Rows(v, (hv, i_tile), s_v), Rows(A, (hv,), s_a)],
                         kva, tail_full, begin, length, num_chunks, False,
                     )  # fmt: skip
                 elif tx < plan.end("gate"):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.gdn.kernels.tables import WARPS, place_chunks
+from qla_kernels.gdn.kernels.tables import TABLE_WARPS, place_chunks
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 
@@ -33,27 +33,27 @@ VARIANTS = (Variant("int32"), Variant("int64"))
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by N and capacity
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("table", warps=WARPS, regs=64, computes="first_chunk, chunks"),),
-        smem_bytes=WARPS * 4,
+        roles=(Role("table", warps=TABLE_WARPS, regs=64, computes="first_chunk, chunks"),),
+        smem_bytes=TABLE_WARPS * 4,
     )
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_bounds, capacity = T.dynamic("num_bounds, capacity")
 
     @T.prim_func
     def chunk_table(
-        cu_seqlens: T.Tensor((num_bounds,), v.dtype),
+        cu_seqlens: T.Tensor((num_bounds,), variant.dtype),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
         first_chunk: T.Tensor((num_bounds,), "int32"),
         num_tokens: T.int32,
     ):
         with T.Kernel(1, threads=plan.threads) as _:
-            s_sum = T.alloc_shared((WARPS,), "int32")
+            s_sum = T.alloc_shared((TABLE_WARPS,), "int32")
             await_previous()
             place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum)
 

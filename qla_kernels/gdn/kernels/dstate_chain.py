@@ -10,7 +10,7 @@ whole sequence), with A and P as in fused_fwd:
 
 Steps (numbers appear again in the roles):
     1 load    q, k, dO, A of a chunk; in a tail, rows past the end become zero
-    2 gate    gamma, fall, beta e, scale e, d, e^gamma_last of a chunk
+    2 gate    gamma, decays to blocks' ends, beta e, scale e, d, e^gamma_last of a chunk
     3 score   Q K^T, then P, one chunk ahead of the state
     4 state   dS K^T from dS in 16 bits, and dO^T P; dV'^T
     5 state   Y^T
@@ -59,13 +59,16 @@ from qla_kernels.gdn.kernels.chain.layout import (
     LAST,
     SCALE_E,
     TILE,
-    TURN,
     D,
     Rows,
     accumulator_layout,
+    first_turn,
     give_turn,
+    last_turn,
     load_transposed,
+    named_barriers,
     take_turn,
+    turns,
 )
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
@@ -94,21 +97,21 @@ PASS_CONFIGS = {
 }
 
 
-def slots(v: Variant) -> dict[str, int]:
+def slots(variant: Variant) -> dict[str, int]:
     """Returns the slots of each ring. A fourth slot of rows, against late loads, is worth more than
     a second slot of P.
     """
-    rows, p = (3, 2) if v.tile_v == 128 else (4, 1)
+    rows, p = (3, 2) if variant.tile_v == 128 else (4, 1)
     return {"rows": rows, "gate": 4, "p": p, "ds": 1}
 
 
 EXACT = 2  # chunks with (8): their slots are not filled again
 
 
-def schedule(v: Variant) -> Schedule:
-    states = v.tile_v // TILE
+def schedule(variant: Variant) -> Schedule:
+    states = variant.tile_v // TILE
     state_regs, score_regs, load_regs = (192, 96, 32) if states == 2 else (240, 120, 40)
-    sizes = slots(v)
+    sizes = slots(variant)
     rings = {datum: sizes[datum] for datum in ("rows", "gate", "p")}
     rings |= {f"ds{w}": sizes["ds"] for w in range(states)}
     return Schedule(
@@ -163,10 +166,11 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),
         rings=rings,
+        named=named_barriers(states),
         # q, k, dO, A; P; staged gradients; gates; barriers and alignment
-        smem_bytes=sizes["rows"] * CHUNK * (2 * v.K + v.tile_v + CHUNK) * 2
+        smem_bytes=sizes["rows"] * CHUNK * (2 * variant.K + variant.tile_v + CHUNK) * 2
         + sizes["p"] * CHUNK * CHUNK * 2
-        + sizes["ds"] * v.tile_v * v.K * 2
+        + sizes["ds"] * variant.tile_v * variant.K * 2
         + sizes["gate"] * GATE_ROWS * CHUNK * 4
         + 1024,
     )
@@ -229,7 +233,7 @@ def prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, K, u
 @T.macro
 def state(
     w, states, K, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds,
-    rows, gate_ring, p_ring, ds_ring, num_chunks, n, hv, v0, has_dht, has_dh0, unit,
+    rows, gate_ring, p_ring, ds_ring, turn, num_chunks, n, hv, v0, has_dht, has_dh0, unit,
 ):  # fmt: skip
     r_ds = T.alloc_fragment((TILE, K), "float32")  # dS^T: stays here from last to first chunk
     r_ds16 = T.alloc_fragment((TILE, K), dtype)
@@ -248,15 +252,14 @@ def state(
     else:
         T.clear(r_ds)
     T.copy(r_ds, r_ds16)
-    if states == 2 and w == 1:
-        T.named_barrier_arrive(TURN, 256)
+    first_turn(turn, w)
     for step in T.serial(num_chunks):
         slot = rows.slot(step)
         gate_slot = gate_ring.slot(step)
         at = (step, slot, gate_slot, w)
         rows.wait(step)
         p_ring.wait(step)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_ds16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 4
         T.wgmma_gemm(
             s_do[slot, :, w * TILE : w * TILE + TILE],
@@ -265,7 +268,7 @@ def state(
             transpose_A=True,
             clear_accum=True,
         )
-        give_turn(w, states)
+        give_turn(turn, w)
         gate_ring.wait(step)
         if states == 1:
             prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, K, unit)  # 9
@@ -274,18 +277,18 @@ def state(
         for r, c in T.Parallel(TILE, CHUNK):
             r_x[r, c] = s_gate[gate_slot, D, c] * r_x[r, c] + r_d[r, c]
         T.copy(r_x, r_dn16)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_dn16, s_a[slot, :, :], r_y, clear_accum=True)  # 5
-        give_turn(w, states)
+        give_turn(turn, w)
         if states == 2:
             prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, K, unit)  # 9
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_do16, s_q[slot, :, :], r_ds)  # 6
         T.wait_wgmma(1)  # Y is ready, dO'^T Q in flight
         for r, c in T.Parallel(TILE, CHUNK):
             r_du16[r, c] = -s_gate[gate_slot, BETA_E, c] * r_y[r, c]
         T.wgmma_gemm(r_du16, s_k[slot, :, :], r_ds)
-        give_turn(w, states)
+        give_turn(turn, w)
         gate_ring.release(step)
         T.wait_wgmma(0)
         rows.release(step)
@@ -299,20 +302,19 @@ def state(
             T.wgmma_gemm(r_do16, s_q[slot, :, :], r_ds)
             T.wait_wgmma(0)
         T.copy(r_ds, r_ds16)
-    if states == 2 and w == 0:
-        T.sync_threads(TURN, 256)  # take the partner's last turn
+    last_turn(turn, w)
     if has_dh0 != 0:
         for r, c in T.Parallel(TILE, K):
             r_ds[r, c] *= unit
         put_state(r_ds, dh0, n, hv, v0 + w * TILE, K)
 
 
-def build(v: Variant):
-    plan, sizes = schedule(v), slots(v)
-    K, states = v.K, v.tile_v // TILE
+def build(variant: Variant):
+    plan, sizes = schedule(variant), slots(variant)
+    K, states = variant.K, variant.tile_v // TILE
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_bounds, num_slots = T.dynamic("V, num_bounds, num_slots")
-    num_tiles = T.dynamic("num_tiles") if v.tile_v == 64 else 1  # V is 64 or 128
+    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 64 or 128
     num_dht, num_dh0, num_rows = T.dynamic("num_dht, num_dh0, num_rows")
     num_tails, num_owners = T.dynamic("num_tails, num_owners")
     dv_token, dv_head = T.dynamic("dv_token, dv_head")
@@ -323,27 +325,29 @@ def build(v: Variant):
 
     @T.prim_func
     def dstate_chain(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
         do: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, v.tile_v),
+            (num_tokens, num_value_heads, num_tiles, variant.tile_v),
             (do_token, do_head, do_tile, 1),
-            v.dtype,
+            variant.dtype,
         ),
         g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), v.dtype),
+        A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
         cu_seqlens: T.Tensor((num_bounds,), "int32"),
         first_chunk: T.Tensor((num_bounds,), "int32"),
         dht: T.StridedTensor(
             (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
         ),
-        dS: T.Tensor((num_slots, num_value_heads, num_rows, K), v.dtype),
+        dS: T.Tensor((num_slots, num_value_heads, num_rows, K), variant.dtype),
         dh0: T.StridedTensor(
             (num_dh0, num_value_heads, K, V), (dh0_n, dh0_h, dh0_k, dh0_v), "float32"
         ),
-        dv: T.StridedTensor((num_tokens, num_value_heads, V), (dv_token, dv_head, 1), v.dtype),
-        tails: T.Tensor((num_tails, num_value_heads, TILE, K), v.dtype),
+        dv: T.StridedTensor(
+            (num_tokens, num_value_heads, V), (dv_token, dv_head, 1), variant.dtype
+        ),
+        tails: T.Tensor((num_tails, num_value_heads, TILE, K), variant.dtype),
         owner: T.Tensor((num_owners,), "int32"),
         scale: T.float32,
         has_dht: T.int32,
@@ -354,11 +358,11 @@ def build(v: Variant):
             (num_bounds - 1) * num_value_heads * num_tiles, threads=plan.threads
         ) as block:
             T.import_source(GATED_TILES + SOURCE)
-            s_k = T.alloc_shared((sizes["rows"], CHUNK, K), v.dtype)
-            s_q = T.alloc_shared((sizes["rows"], CHUNK, K), v.dtype)
-            s_do = T.alloc_shared((sizes["rows"], CHUNK, v.tile_v), v.dtype)
-            s_a = T.alloc_shared((sizes["rows"], CHUNK, CHUNK), v.dtype)
-            s_p = T.alloc_shared((sizes["p"], CHUNK, CHUNK), v.dtype)
+            s_k = T.alloc_shared((sizes["rows"], CHUNK, K), variant.dtype)
+            s_q = T.alloc_shared((sizes["rows"], CHUNK, K), variant.dtype)
+            s_do = T.alloc_shared((sizes["rows"], CHUNK, variant.tile_v), variant.dtype)
+            s_a = T.alloc_shared((sizes["rows"], CHUNK, CHUNK), variant.dtype)
+            s_p = T.alloc_shared((sizes["p"], CHUNK, CHUNK), variant.dtype)
             s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
             rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * sizes["rows"])
             rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * sizes["rows"])
@@ -367,13 +371,13 @@ def build(v: Variant):
             p_full = T.alloc_barrier([plan.arrivals("p_full")] * sizes["p"])
             p_free = T.alloc_barrier([plan.arrivals("p_free")] * sizes["p"])
             tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
-            s_ds0 = T.alloc_shared((sizes["ds"], TILE, K), v.dtype)
+            s_ds0 = T.alloc_shared((sizes["ds"], TILE, K), variant.dtype)
             ds0_full = T.alloc_barrier([plan.arrivals("ds0_full")] * sizes["ds"])
             ds0_free = T.alloc_barrier([plan.arrivals("ds0_free")] * sizes["ds"])
             s_ds = [s_ds0]
             ds_rings = [Ring(ds0_full, ds0_free, sizes["ds"])]
             if states == 2:
-                s_ds1 = T.alloc_shared((sizes["ds"], TILE, K), v.dtype)
+                s_ds1 = T.alloc_shared((sizes["ds"], TILE, K), variant.dtype)
                 ds1_full = T.alloc_barrier([plan.arrivals("ds1_full")] * sizes["ds"])
                 ds1_free = T.alloc_barrier([plan.arrivals("ds1_free")] * sizes["ds"])
                 s_ds.append(s_ds1)
@@ -384,39 +388,41 @@ def build(v: Variant):
             gates = Ring(gate_full, gate_free, sizes["gate"])
             p_ring = Ring(p_full, p_free, sizes["p"])
 
-            hv, n, h = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            hv, n, kh = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             begin, length = T.alloc_var("int32"), T.alloc_var("int32")
             num_chunks = T.alloc_var("int32")
             i_tile, v0 = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile = block % num_tiles
-            v0 = i_tile * v.tile_v
+            v0 = i_tile * variant.tile_v
             hv = block // num_tiles % num_value_heads
             place = T.alloc_local((1,), "int32")
             longest_first(cu_seqlens, num_bounds - 1, block // num_tiles // num_value_heads, place)
             n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
-            h = hv // (num_value_heads // num_heads)
+            kh = hv // (num_value_heads // num_heads)
             sequence_span(cu_seqlens, n, num_tokens, begin, length)
             num_chunks = T.ceildiv(length, CHUNK)
 
             unit = T.alloc_var("float32")
             unit = 1
-            if v.dtype == "bfloat16":
+            if variant.dtype == "bfloat16":
                 if (scale != 0) & (num_chunks > 0):  # what only passes stays as it is, bit for bit
                     unit = scale
 
+            turn = turns(plan)
             tx = T.get_thread_binding()
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    0, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[0],
-                    rows, gates, p_ring, ds_rings[0], num_chunks, n, hv, v0, has_dht, has_dh0, unit,
+                    0, states, K, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate,
+                    s_ds[0], rows, gates, p_ring, ds_rings[0], turn, num_chunks, n, hv, v0, has_dht,
+                    has_dh0, unit,
                 )  # fmt: skip
             elif tx < plan.start("score"):  # no thread if the CTA has one state warpgroup
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    1, states, K, v.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[-1],
-                    rows, gates, p_ring, ds_rings[-1], num_chunks, n, hv, v0, has_dht, has_dh0,
-                    unit,
+                    1, states, K, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate,
+                    s_ds[-1], rows, gates, p_ring, ds_rings[-1], turn, num_chunks, n, hv, v0,
+                    has_dht, has_dh0, unit,
                 )  # fmt: skip
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)
@@ -429,8 +435,8 @@ def build(v: Variant):
                 if tx < plan.end("load"):
                     load(
                         [
-                            Rows(k, (h,), s_k),
-                            Rows(q, (h,), s_q),
+                            Rows(k, (kh,), s_k),
+                            Rows(q, (kh,), s_q),
                             Rows(do, (hv, i_tile), s_do),
                             Rows(A, (hv,), s_a),
                         ],

@@ -12,7 +12,7 @@ the state, kept transposed, [V, K], in fp32 registers from the first chunk to th
 
 Steps (numbers appear again in the roles):
     1 load    q, k, v of a chunk, and A where it is given; rows past a tail's end become zero
-    2 gate    gamma, beta, fall, beta e, scale e, d, e^gamma_last of a chunk
+    2 gate    gamma, beta, decays to blocks' ends, beta e, scale e, d, e^gamma_last of a chunk
     3 solve   K K^T, then A, unless given; Q K^T, then P: up to two chunks ahead of the state.
               The inverses of A's diagonal blocks are a long chain of small steps: if there is one
               solving warpgroup, a separate warp makes them, while that warpgroup works on the next
@@ -38,19 +38,26 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla_kernels.gdn.kernels.chain.forward import first_turn, gate, last_turn, state
+from qla_kernels.gdn.kernels.chain.forward import gate, state
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.gdn.kernels.chain.items import After, count_chunks, find
-from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows
+from qla_kernels.gdn.kernels.chain.layout import (
+    GATE_ROWS,
+    TILE,
+    Rows,
+    first_turn,
+    last_turn,
+    named_barriers,
+    turns,
+)
 from qla_kernels.gdn.kernels.chain.solve import clear_above, invert, score, solve, solve_in_teams
 from qla_kernels.gdn.kernels.chain.transfer import load, store
 from qla_kernels.gdn.kernels.tables import inside
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule, Signal
-
-GROUP = 128  # threads of a warpgroup
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Role, Schedule, Signal
 
 
 class Variant(NamedTuple):
@@ -88,31 +95,31 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     state_regs, solve_regs, load_regs = 232, 120, 40
-    if v.states == 2:
-        state_regs, solve_regs, load_regs = (192, 88, 40) if v.K == 128 else (176, 96, 64)
-    rings = {"k": 3, "q": 3, "v": 2, "gate": 4, "a": 2, "p": 2, "o": v.states}
-    rings["tail"] = 3 if v.solves else 4  # tensors
-    if v.inverts:
+    if variant.states == 2:
+        state_regs, solve_regs, load_regs = (192, 88, 40) if variant.K == 128 else (176, 96, 64)
+    rings = {"k": 3, "q": 3, "v": 2, "gate": 4, "a": 2, "p": 2, "o": variant.states}
+    rings["tail"] = 3 if variant.solves else 4  # tensors
+    if variant.inverts:
         rings |= {"k": 4, "q": 2, "l": 2}
-    elif v.solves:
+    elif variant.solves:
         rings |= {"k": 4, "q": 4}
 
     def solving(*signals: Signal) -> tuple[Signal, ...]:
-        return signals if v.solves else ()
+        return signals if variant.solves else ()
 
     def given(*names: str) -> tuple[str, ...]:
-        return () if v.solves else names
+        return () if variant.solves else names
 
     def inverting(*names: str) -> tuple[str, ...]:
-        return names if v.inverts else ()
+        return names if variant.inverts else ()
 
     return Schedule(
         roles=(
             Role(
                 "state",
-                warps=4 * v.states,
+                warps=4 * variant.states,
                 regs=state_regs,
                 waits=("q_full", "k_full", "v_full", "gate_full", "a_full", "p_full", "o_free"),
                 signals=(
@@ -122,29 +129,29 @@ def schedule(v: Variant) -> Schedule:
                     "gate_free",
                     "a_free",
                     "p_free",
-                    ("o_full", GROUP),
+                    ("o_full", WARPGROUP_THREADS),
                 ),
                 computes="S, W, V', O",
                 uses=("wgmma",),
             ),
             Role(
-                "solve" if v.solves else "score",
-                warps=4 * v.teams,
+                "solve" if variant.solves else "score",
+                warps=4 * variant.teams,
                 regs=solve_regs,
                 waits=(
                     "q_full",
                     "k_full",
                     "gate_full",
                     *inverting("l_free"),
-                    *(("a_free",) if v.solves and not v.inverts else ()),
+                    *(("a_free",) if variant.solves and not variant.inverts else ()),
                     "p_free",
                 ),
                 signals=(
-                    *((s, GROUP) for s in ("q_free", "k_free", "gate_free", "p_full")),
+                    *((s, WARPGROUP_THREADS) for s in ("q_free", "k_free", "gate_free", "p_full")),
                     *inverting("l_full"),
-                    *solving(("a_full", GROUP)),
+                    *solving(("a_full", WARPGROUP_THREADS)),
                 ),
-                computes="A, P" if v.solves else "P",
+                computes="A, P" if variant.solves else "P",
                 uses=("wgmma", *solving("mma")),
             ),
             Role(
@@ -153,7 +160,7 @@ def schedule(v: Variant) -> Schedule:
                 regs=load_regs,
                 waits=("q_free", "k_free", "v_free", *given("a_free"), "tail_full"),
                 signals=("q_full", "k_full", "v_full", *given("a_full"), "tail_full"),
-                computes="q, k, v" + ", A" * (not v.solves),
+                computes="q, k, v" + ", A" * (not variant.solves),
                 uses=("tma_load",),
             ),
             Role(
@@ -162,7 +169,7 @@ def schedule(v: Variant) -> Schedule:
                 regs=load_regs,
                 waits=("gate_free",),
                 signals=("gate_full",),
-                computes="gamma and its exponentials, beta" + "; g_cum out" * v.solves,
+                computes="gamma and its exponentials, beta" + "; g_cum out" * variant.solves,
             ),
             Role(
                 "store",
@@ -170,27 +177,29 @@ def schedule(v: Variant) -> Schedule:
                 regs=load_regs,
                 waits=("o_full", *solving("a_full")),
                 signals=("o_free", *solving("a_free")),
-                computes="O" + " and A" * v.solves + " out",
+                computes="O" + " and A" * variant.solves + " out",
                 uses=("tma_store",),
             ),
             Role(
-                "invert" if v.inverts else "padding",
+                "invert" if variant.inverts else "padding",
                 warps=1,
                 regs=load_regs,
                 waits=inverting("l_full", "a_free"),
                 signals=inverting("l_free"),
-                computes="A's diagonal blocks; " * v.inverts + "zeros into rows of no sequence",
+                computes="A's diagonal blocks; " * variant.inverts
+                + "zeros into rows of no sequence",
                 uses=inverting("mma"),
             ),
         ),
         rings=rings,
+        named=named_barriers(variant.states, variant.teams if variant.solves else 0),
         # q and k; v and O; A and P; gates; scratch; barriers and alignment
-        smem_bytes=(rings["q"] + rings["k"]) * CHUNK * v.K * 2
-        + rings["v"] * CHUNK * v.tile_v * 2
+        smem_bytes=(rings["q"] + rings["k"]) * CHUNK * variant.K * 2
+        + rings["v"] * CHUNK * variant.tile_v * 2
         + rings["o"] * CHUNK * TILE * 2
         + (rings["a"] + rings["p"]) * CHUNK * CHUNK * 2
         + rings["gate"] * GATE_ROWS * CHUNK * 4
-        + 2 * SCRATCH_BYTES * v.solves
+        + 2 * SCRATCH_BYTES * variant.solves
         + 1024,
     )
 
@@ -213,9 +222,9 @@ def clear_saved(A, g_cum, first_row, num_tokens, num_sequences, hv):
             g_cum[first_row + j * num_sequences, hv] = 0
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    K, states, rings = v.K, v.states, plan.rings
+def build(variant: Variant):
+    plan = schedule(variant)
+    K, states, rings = variant.K, variant.states, plan.rings
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, num_columns, num_bounds = T.dynamic("V, num_tiles, num_columns, num_bounds")
     num_h0, num_ht, saved_tokens = T.dynamic("num_h0, num_ht, saved_tokens")
@@ -227,23 +236,23 @@ def build(v: Variant):
 
     @T.prim_func
     def fused_fwd(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, v.tile_v),
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor(
+            (num_tokens, num_value_heads, num_tiles, variant.tile_v),
             (v_token, v_head, v_tile, 1),
-            v.dtype,
+            variant.dtype,
         ),
         g: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        beta16: T.Tensor((num_tokens, num_value_heads), v.dtype),
+        beta16: T.Tensor((num_tokens, num_value_heads), variant.dtype),
         cu_seqlens: T.Tensor((num_bounds,), "int32"),
         ends_of: T.Tensor((num_ends,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
-        o: T.Tensor((num_tokens, num_value_heads, num_columns, TILE), v.dtype),
+        o: T.Tensor((num_tokens, num_value_heads, num_columns, TILE), variant.dtype),
         ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), "float32"),
         g_cum: T.Tensor((saved_tokens, num_value_heads), "float32"),
-        A: T.Tensor((saved_tokens, num_value_heads, 1, CHUNK), v.dtype),
+        A: T.Tensor((saved_tokens, num_value_heads, 1, CHUNK), variant.dtype),
         scale: T.float32,
         has_h0: T.int32,
         has_ht: T.int32,
@@ -252,17 +261,17 @@ def build(v: Variant):
         ctas: T.int32,
         early: T.int32,
     ):
-        with T.Kernel(ctas, threads=(GROUP, plan.threads // GROUP)) as block:
+        with T.Kernel(ctas, threads=plan.block) as block:
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
             T.import_source(SOURCE)
-            s_k = T.alloc_shared((rings["k"], CHUNK, K), v.dtype)
-            s_q = T.alloc_shared((rings["q"], CHUNK, K), v.dtype)
-            s_v = T.alloc_shared((rings["v"], CHUNK, v.tile_v), v.dtype)
-            s_a = T.alloc_shared((rings["a"], CHUNK, CHUNK), v.dtype)
-            s_p = T.alloc_shared((rings["p"], CHUNK, CHUNK), v.dtype)
+            s_k = T.alloc_shared((rings["k"], CHUNK, K), variant.dtype)
+            s_q = T.alloc_shared((rings["q"], CHUNK, K), variant.dtype)
+            s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), variant.dtype)
+            s_a = T.alloc_shared((rings["a"], CHUNK, CHUNK), variant.dtype)
+            s_p = T.alloc_shared((rings["p"], CHUNK, CHUNK), variant.dtype)
             s_gate = T.alloc_shared((rings["gate"], GATE_ROWS, CHUNK), "float32")
-            s_o = T.alloc_shared((rings["o"], CHUNK, TILE), v.dtype)
+            s_o = T.alloc_shared((rings["o"], CHUNK, TILE), variant.dtype)
             tiles = (s_k, s_q, s_v, s_a, s_p, s_o)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in tiles})
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * rings["q"])
@@ -286,15 +295,15 @@ def build(v: Variant):
             gates = Ring(gate_full, gate_free, rings["gate"])
             a_ring = Ring(a_full, a_free, rings["a"])
             p_ring = Ring(p_full, p_free, rings["p"])
-            if v.solves:
+            if variant.solves:
                 s_l = T.alloc_shared((2, SCRATCH_BYTES // 4), "float32")
-            if v.inverts:
+            if variant.inverts:
                 l_full = T.alloc_barrier([plan.arrivals("l_full")] * rings["l"])
                 l_free = T.alloc_barrier([plan.arrivals("l_free")] * rings["l"])
                 l_ring = Ring(l_full, l_free, rings["l"])
             o_ring = Ring(o_full, o_free, rings["o"])
 
-            hv, n, h = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            hv, n, kh = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             begin, length = T.alloc_var("int32"), T.alloc_var("int32")
             num_chunks, first = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile, saves = T.alloc_var("int32"), T.alloc_var("int32")
@@ -303,50 +312,53 @@ def build(v: Variant):
             first = 0  # number of chunks of earlier items: the rings' next step
             items = T.ceildiv((num_bounds - 1) * num_value_heads * num_tiles - block, ctas)
 
-            tx, group = T.get_thread_binding(0), T.get_thread_binding(1)
+            turn = turns(plan)
+            tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             # The kernel before this one has waited for its predecessor in every CTA, so all kernels
             # up to that predecessor have ended. `early`: q, k, v, gates and A come from these.
             if early == 0:
                 T.pdl_sync()
-            if group < states:
+            if warpgroup < states:
                 T.set_max_nreg(plan.role("state").regs, 1)
-                first_turn(group, states)
+                first_turn(turn, warpgroup)
                 if early != 0:  # only h0 comes from the kernel before; o is written after it
                     T.pdl_sync()
                 for j in rolled(items):
                     find(
                         block + j * ctas, *shape,
-                        n, h, hv, i_tile, begin, length, num_chunks, saves,
+                        n, kh, hv, i_tile, begin, length, num_chunks, saves,
                     )  # fmt: skip
                     num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
                     state(
-                        states, K, v.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
+                        states, K, variant.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
                         After(q_ring, first), After(k_ring, first), After(v_ring, first),
                         After(gates, first), After(a_ring, first), After(p_ring, first),
-                        After(o_ring, first * states), num_chunks, n, hv, i_tile * v.tile_v,
-                        has_h0, has_ht, ends_of,
+                        After(o_ring, first * states), turn, num_chunks, n, hv,
+                        i_tile * variant.tile_v, has_h0, has_ht, ends_of,
                     )  # fmt: skip
                     first += num_chunks
-                last_turn(group, states)
-            elif group < states + v.teams:
+                last_turn(turn, warpgroup)
+            elif warpgroup < states + variant.teams:
                 T.set_max_nreg(plan.roles[1].regs, 0)
-                if v.solves:
-                    clear_above(s_a, group - states, v.teams)
-                clear_above(s_p, group - states, v.teams)
+                if variant.solves:
+                    clear_above(s_a, warpgroup - states, variant.teams)
+                clear_above(s_p, warpgroup - states, variant.teams)
                 count_chunks(
                     cu_seqlens, num_tokens, num_value_heads * num_tiles, block, ctas, items,
                     num_chunks,
                 )  # fmt: skip
                 num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
-                if v.inverts:
+                if variant.inverts:
                     solve(
                         K, s_q, s_k, s_gate, s_l, s_a, s_p,
-                        q_ring, k_ring, gates, l_ring, a_ring, p_ring, num_chunks, scale,
+                        q_ring, k_ring, gates, l_ring, a_ring, p_ring,
+                        NamedBarrier(plan, "solve"), num_chunks, scale,
                     )  # fmt: skip
-                elif v.solves:
+                elif variant.solves:
                     solve_in_teams(
-                        v.teams, states, K, s_q, s_k, s_gate, s_l, s_a, s_p,
-                        q_ring, k_ring, gates, a_ring, p_ring, num_chunks, scale,
+                        variant.teams, states, K, s_q, s_k, s_gate, s_l, s_a, s_p,
+                        q_ring, k_ring, gates, a_ring, p_ring, NamedBarrier(plan, "solve"),
+                        num_chunks, scale,
                     )  # fmt: skip
                 else:
                     score(
@@ -359,16 +371,16 @@ def build(v: Variant):
                     for j in rolled(items):
                         find(
                             block + j * ctas, *shape,
-                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
-                        leading = [(Rows(k, (h,), s_k), After(k_ring, first))]
-                        others = [(Rows(val, (hv, i_tile), s_v), After(v_ring, first))]
-                        queries = (Rows(q, (h,), s_q), After(q_ring, first))
-                        if v.inverts:  # P comes late, and there is no room for more of Q
+                        leading = [(Rows(k, (kh,), s_k), After(k_ring, first))]
+                        others = [(Rows(v, (hv, i_tile), s_v), After(v_ring, first))]
+                        queries = (Rows(q, (kh,), s_q), After(q_ring, first))
+                        if variant.inverts:  # P comes late, and there is no room for more of Q
                             others.insert(0, queries)
                         else:
                             leading.append(queries)
-                        if not v.solves:
+                        if not variant.solves:
                             others.append((Rows(A, (hv, 0), s_a), After(a_ring, first)))
                         ahead = rings["k"] - rings["v"]
                         load(leading, others, ahead, tail_full, begin, length, tails)
@@ -379,26 +391,26 @@ def build(v: Variant):
                     for j in rolled(items):
                         find(
                             block + j * ctas, *shape,
-                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
                         gate(
                             g, beta, beta16, beta_is_16, g_cum, s_gate, After(gates, first),
-                            begin, length, num_chunks, hv, scale, saves if v.solves else 0,
+                            begin, length, num_chunks, hv, scale, saves if variant.solves else 0,
                         )  # fmt: skip
                         first += num_chunks
                 elif tx < 96:
                     for j in rolled(items):
                         find(
                             block + j * ctas, *shape,
-                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
                         store(
                             o, A, s_o, s_a, After(o_ring, first * states), After(a_ring, first),
-                            begin, length, hv, i_tile * states, v.solves, saves,
+                            begin, length, hv, i_tile * states, variant.solves, saves,
                         )  # fmt: skip
                         first += num_chunks
                 else:
-                    if v.inverts:
+                    if variant.inverts:
                         count_chunks(
                             cu_seqlens, num_tokens, num_value_heads * num_tiles, block, ctas,
                             items, num_chunks,
@@ -407,7 +419,7 @@ def build(v: Variant):
                     for j in rolled(items):
                         find(
                             block + j * ctas, *shape,
-                            n, h, hv, i_tile, begin, length, num_chunks, saves,
+                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
                         begin = inside(cu_seqlens[num_bounds - 1], num_tokens) + n
                         padding = (begin, num_tokens, num_bounds - 1, hv)

@@ -3,7 +3,7 @@
 Per chunk (C = 64 tokens) and value head, with n tokens in the chunk:
     gamma_i = sum_{j <= i} max(g_j, floor), in base 2; level past the chunk's end      [C]
     beta_i; 0 past the chunk's end                                                     [C]
-    fall_i  = 2^(gamma_end - gamma_i), end the last token of i's block of 16           [C]
+    to_end_i = 2^(gamma_end - gamma_i), end the last token of i's block of 16          [C]
 They are written as one row of 3 x 64 numbers, which other kernels fetch by a single bulk copy.
 gamma is also written as g_cum [tokens, value heads], in natural log, for the backward.
 
@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.gdn.kernels.chain.layout import BETA, DECAY_TO_BLOCK_END, GAMMA
 from qla_kernels.tile.constants import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 
-HEADS = 32  # value heads of a CTA
-BLOCK = 16  # tokens of a warp
-GAMMA, BETA, FALL = range(3)  # the numbers of a row, in order: gated_tiles.cuh reads them so
+GATE_HEADS = 32  # value heads of a CTA
+GATE_BLOCK = 16  # tokens of a warp
 
 
 class Variant(NamedTuple):
@@ -44,68 +44,82 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("scan", warps=CHUNK // BLOCK, regs=128, computes="gamma, beta, fall, g_cum"),),
-        smem_bytes=HEADS * (3 * CHUNK + 1) * 4 + CHUNK // BLOCK * HEADS * 4,
+        roles=(
+            Role(
+                "scan",
+                warps=CHUNK // GATE_BLOCK,
+                regs=128,
+                computes="gamma, beta, decays to blocks' ends, g_cum",
+            ),
+        ),
+        smem_bytes=GATE_HEADS * (3 * CHUNK + 1) * 4 + CHUNK // GATE_BLOCK * GATE_HEADS * 4,
         ctas_per_sm=4,
     )
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_tokens, num_heads, capacity = T.dynamic("num_tokens, num_heads, capacity")
     g_token, g_head, b_token, b_head = T.dynamic("g_token, g_head, b_token, b_head")
 
     @T.prim_func
     def gate(
-        g: T.StridedTensor((num_tokens, num_heads), (g_token, g_head), v.dtype),
-        beta: T.StridedTensor((num_tokens, num_heads), (b_token, b_head), v.dtype),
+        g: T.StridedTensor((num_tokens, num_heads), (g_token, g_head), variant.dtype),
+        beta: T.StridedTensor((num_tokens, num_heads), (b_token, b_head), variant.dtype),
         chunks: T.Tensor((capacity, 2), "int32"),
         g_cum: T.Tensor((num_tokens, num_heads), "float32"),
         gates: T.Tensor((capacity, num_heads, 3, CHUNK), "float32"),
     ):
         # chunks on x: there may be more than the 65535 that y can count
-        with T.Kernel(capacity, T.ceildiv(num_heads, HEADS), threads=plan.threads) as (chunk, tile):
-            s_rows = T.alloc_shared((HEADS, 3 * CHUNK + 1), "float32")  # + 1: no bank twice
-            s_total = T.alloc_shared((CHUNK // BLOCK, HEADS), "float32")
-            gamma = T.alloc_local((BLOCK,), "float32")
-            b = T.alloc_local((BLOCK,), "float32")
+        with T.Kernel(capacity, T.ceildiv(num_heads, GATE_HEADS), threads=plan.threads) as (
+            chunk,
+            tile,
+        ):
+            s_rows = T.alloc_shared((GATE_HEADS, 3 * CHUNK + 1), "float32")  # + 1: no bank twice
+            s_total = T.alloc_shared((CHUNK // GATE_BLOCK, GATE_HEADS), "float32")
+            gamma = T.alloc_local((GATE_BLOCK,), "float32")
+            b = T.alloc_local((GATE_BLOCK,), "float32")
             before = T.alloc_var("float32")
             thread = T.get_thread_binding()
-            lane, warp = thread % HEADS, thread // HEADS
-            head = tile * HEADS + lane
+            lane, warp = thread % GATE_HEADS, thread // GATE_HEADS
+            head = tile * GATE_HEADS + lane
             await_previous()
             tok0, rows = chunks[chunk, 0], chunks[chunk, 1]
-            for i in T.unroll(BLOCK):  # 1
+            for i in T.unroll(GATE_BLOCK):  # 1
                 gamma[i] = 0
                 b[i] = 0
-                if (warp * BLOCK + i < rows) & (head < num_heads):
+                if (warp * GATE_BLOCK + i < rows) & (head < num_heads):
                     gamma[i] = T.max(
-                        T.cast(g[tok0 + warp * BLOCK + i, head], "float32") * LOG2E, GATE_FLOOR
+                        T.cast(g[tok0 + warp * GATE_BLOCK + i, head], "float32") * LOG2E, GATE_FLOOR
                     )
-                    b[i] = T.cast(beta[tok0 + warp * BLOCK + i, head], "float32")
-            for i in T.unroll(1, BLOCK):  # 2
+                    b[i] = T.cast(beta[tok0 + warp * GATE_BLOCK + i, head], "float32")
+            for i in T.unroll(1, GATE_BLOCK):  # 2
                 gamma[i] += gamma[i - 1]
-            s_total[warp, lane] = gamma[BLOCK - 1]
+            s_total[warp, lane] = gamma[GATE_BLOCK - 1]
             T.sync_threads()
             before = 0
-            for w in T.unroll(CHUNK // BLOCK - 1):
+            for w in T.unroll(CHUNK // GATE_BLOCK - 1):
                 if w < warp:
                     before += s_total[w, lane]
-            for i in T.unroll(BLOCK):  # 3
-                s_rows[lane, FALL * CHUNK + warp * BLOCK + i] = T.exp2(gamma[BLOCK - 1] - gamma[i])
+            for i in T.unroll(GATE_BLOCK):  # 3
+                s_rows[lane, DECAY_TO_BLOCK_END * CHUNK + warp * GATE_BLOCK + i] = T.exp2(
+                    gamma[GATE_BLOCK - 1] - gamma[i]
+                )
                 gamma[i] += before
-                s_rows[lane, GAMMA * CHUNK + warp * BLOCK + i] = gamma[i]
-                s_rows[lane, BETA * CHUNK + warp * BLOCK + i] = b[i]
-                if (warp * BLOCK + i < rows) & (head < num_heads):
-                    g_cum[tok0 + warp * BLOCK + i, head] = gamma[i] * LN2
+                s_rows[lane, GAMMA * CHUNK + warp * GATE_BLOCK + i] = gamma[i]
+                s_rows[lane, BETA * CHUNK + warp * GATE_BLOCK + i] = b[i]
+                if (warp * GATE_BLOCK + i < rows) & (head < num_heads):
+                    g_cum[tok0 + warp * GATE_BLOCK + i, head] = gamma[i] * LN2
             T.sync_threads()
-            for i in T.serial(T.ceildiv(T.min(HEADS, num_heads - tile * HEADS), CHUNK // BLOCK)):
-                row = i * (CHUNK // BLOCK) + warp
-                if tile * HEADS + row < num_heads:
+            for i in T.serial(
+                T.ceildiv(T.min(GATE_HEADS, num_heads - tile * GATE_HEADS), CHUNK // GATE_BLOCK)
+            ):
+                row = i * (CHUNK // GATE_BLOCK) + warp
+                if tile * GATE_HEADS + row < num_heads:
                     for j in T.unroll(3 * CHUNK // 32):
-                        gates[chunk, tile * HEADS + row, j // 2, j % 2 * 32 + lane] = s_rows[
+                        gates[chunk, tile * GATE_HEADS + row, j // 2, j % 2 * 32 + lane] = s_rows[
                             row, j * 32 + lane
                         ]
 

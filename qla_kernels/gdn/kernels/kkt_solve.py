@@ -11,7 +11,7 @@ Steps (numbers appear again in the roles), for each chunk this CTA visits with i
     1 load   k of the chunk
     2 solve  K K^T, kept in registers for all value heads of the key head
       and for each of them:
-    3 gates  the head's gamma, beta and fall, as `gate` made them
+    3 gates  the head's gamma, beta and decays to blocks' ends, as `gate` made them
     4 solve  growth, from the diagonal of K K^T; L to scratch, its inverse to s_a
     5 store  write A: one TMA store, or predicated rows if the chunk is a tail
 
@@ -33,8 +33,9 @@ from qla_kernels.gdn.kernels.chain.window import SOURCE as GROWTH
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -51,11 +52,10 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by `rows` or by the tables
 }
 
-SOLVE_BARRIER = 8  # named barrier of the solve warpgroup
 GATE_SLOTS, A_SLOTS = 4, 2
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -82,7 +82,7 @@ def schedule(v: Variant) -> Schedule:
                 regs=32,
                 waits=("gate_free",),
                 signals=(("gate_full", ONE),),
-                computes="gamma, beta, fall",
+                computes="gamma, beta, decays to blocks' ends",
                 uses=("tma_load",),
             ),
             Role(
@@ -97,8 +97,9 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=1, regs=32, computes="fills the warpgroup"),
         ),
         rings={"k": 1, "gate": GATE_SLOTS, "a": A_SLOTS},
+        named={"solve": Named(WARPGROUP_THREADS)},
         # k, scratch, A and gate slots; barriers and alignment
-        smem_bytes=CHUNK * v.K * 2
+        smem_bytes=CHUNK * variant.K * 2
         + SCRATCH_BYTES
         + A_SLOTS * CHUNK * CHUNK * 2
         + GATE_SLOTS * 768
@@ -139,7 +140,7 @@ def gates_in(gates, s_gate, ring, head, first, step, num_steps, group):
 @T.macro
 def solve(
     chunks, s_k, s_gate, s_l, s_a, r_kk, k_ring, gate_ring, a_ring,
-    first, step, num_steps, group, growth, grows, head,
+    meet, first, step, num_steps, group, growth, grows, head,
 ):  # fmt: skip
     thread = T.get_thread_binding()
     for slot, j in T.grid(A_SLOTS, CHUNK // 2):  # above the diagonal A stays zero for good
@@ -178,7 +179,7 @@ def solve(
                 T.access_ptr(s_l[0], "rw", SCRATCH_BYTES // 4),
                 T.access_ptr(s_a[a_ring.slot(step_i), 0, 0], "w", CHUNK * CHUNK),
                 rows,
-                SOLVE_BARRIER,
+                meet.id(),
                 step_i,
             )
             gate_ring.release(step_i)
@@ -209,19 +210,19 @@ def store(A, chunks, s_a, ring, head, first, step, num_steps, group):
             ring.release(step_i)
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
     capacity, k_token, k_head = T.dynamic("capacity, k_token, k_head")
     grown_tokens = T.dynamic("grown_tokens")
 
     @T.prim_func
     def kkt_solve(
-        k: T.StridedTensor((num_tokens, num_heads, v.K), (k_token, k_head, 1), v.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, variant.K), (k_token, k_head, 1), variant.dtype),
         gates: T.Tensor((capacity, num_heads, group, 3, CHUNK), "float32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
-        A: T.Tensor((num_tokens, num_heads, group, CHUNK), v.dtype),
+        A: T.Tensor((num_tokens, num_heads, group, CHUNK), variant.dtype),
         growth: T.Tensor((grown_tokens, num_heads, group), "float32"),
         walkers: T.int32,
         grows: T.int32,
@@ -229,8 +230,8 @@ def build(v: Variant):
         with T.Kernel(num_heads, walkers, threads=plan.threads) as (head, first):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE + GROWTH)
-            s_k = T.alloc_shared((plan.rings["k"], CHUNK, v.K), v.dtype)
-            s_a = T.alloc_shared((A_SLOTS, CHUNK, CHUNK), v.dtype)
+            s_k = T.alloc_shared((plan.rings["k"], CHUNK, variant.K), variant.dtype)
+            s_a = T.alloc_shared((A_SLOTS, CHUNK, CHUNK), variant.dtype)
             s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
             s_gate = T.alloc_shared((GATE_SLOTS, 3, CHUNK), "float32")
             T.annotate_layout({s_a: make_full_bank_swizzled_layout(s_a)})
@@ -262,6 +263,7 @@ def build(v: Variant):
                     k_ring,
                     gate_ring,
                     a_ring,
+                    NamedBarrier(plan, "solve"),
                     *walk,
                     group,
                     growth,

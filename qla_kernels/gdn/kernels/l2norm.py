@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.gdn.shapes import L2NORM_EPSILON
 from qla_kernels.tile.schedule import Role, Schedule
 
 PIECE = 8  # elements of 16 bits in a 16-byte access
@@ -24,7 +25,6 @@ SPAN = 64  # elements of a row that its threads cover at a time
 MOST_SPANS = 2  # K is 64 or 128
 ROW_THREADS = SPAN // PIECE
 ROW_STEPS = 3  # log2(ROW_THREADS): a sum over a row's threads
-EPSILON = 1e-6
 
 SOURCE = """
 namespace qla {
@@ -48,7 +48,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("norm", warps=8, regs=32, computes="y"),),
         ctas_per_sm=8,  # all the threads an SM holds: they hide memory's latency
@@ -88,7 +88,7 @@ def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_spans, column):
                     total += T.cast(r_x[span, e], "float32") * T.cast(r_x[span, e], "float32")
     for step in T.unroll(ROW_STEPS):  # 2
         total += T.shfl_xor(total, 1 << step)
-    total = T.rsqrt(total + EPSILON)
+    total = T.rsqrt(total + L2NORM_EPSILON)
     if row < num_rows:
         for span in T.unroll(MOST_SPANS):
             if span < num_spans:
@@ -98,8 +98,8 @@ def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_spans, column):
                     y[row, span, column + e] = r_y[e]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     rows = plan.threads // ROW_THREADS  # a CTA
     batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
     num_rows, x_batch, x_token, x_head = T.dynamic("num_rows, x_batch, x_token, x_head")
@@ -109,9 +109,9 @@ def build(v: Variant):
         x: T.StridedTensor(
             (batch, num_tokens, num_heads, num_spans, SPAN),
             (x_batch, x_token, x_head, SPAN, 1),
-            v.dtype,
+            variant.dtype,
         ),
-        y: T.Tensor((num_rows, num_spans, SPAN), v.dtype),
+        y: T.Tensor((num_rows, num_spans, SPAN), variant.dtype),
     ):
         with T.Kernel(T.ceildiv(num_rows, rows), threads=plan.threads) as block:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
@@ -119,6 +119,6 @@ def build(v: Variant):
             tx = T.get_thread_binding()
             row = block * rows + tx // ROW_THREADS
             column = tx % ROW_THREADS * PIECE
-            norm(x, y, v.dtype, row, num_rows, num_tokens, num_heads, num_spans, column)
+            norm(x, y, variant.dtype, row, num_rows, num_tokens, num_heads, num_spans, column)
 
     return l2norm

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import tilelang.language as T
 
 from qla_kernels.gdn.kernels.l2norm import (
-    EPSILON,
     MOST_SPANS,
     PIECE,
     ROW_STEPS,
@@ -28,6 +27,7 @@ from qla_kernels.gdn.kernels.l2norm import (
     load_row,
 )
 from qla_kernels.gdn.kernels.tables import inside
+from qla_kernels.gdn.shapes import L2NORM_EPSILON
 from qla_kernels.tile.schedule import Role, Schedule
 
 
@@ -43,7 +43,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("norm", warps=8, regs=40, computes="dx"),),
         ctas_per_sm=6,  # three quarters of an SM's threads: two rows need more registers than one
@@ -69,7 +69,7 @@ def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_s
     for step in T.unroll(ROW_STEPS):  # 2
         square += T.shfl_xor(square, 1 << step)
         dot += T.shfl_xor(dot, 1 << step)
-    square = T.rsqrt(square + EPSILON)
+    square = T.rsqrt(square + L2NORM_EPSILON)
     dot *= square * square * square
     if row < num_rows:
         for span in T.unroll(MOST_SPANS):
@@ -85,8 +85,8 @@ def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_s
                     dx[row, span, column + e] = r_dx[e]
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     rows = plan.threads // ROW_THREADS  # a CTA
     batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
     num_rows, x_batch, x_token, x_head = T.dynamic("num_rows, x_batch, x_token, x_head")
@@ -97,14 +97,14 @@ def build(v: Variant):
         x: T.StridedTensor(
             (batch, num_tokens, num_heads, num_spans, SPAN),
             (x_batch, x_token, x_head, SPAN, 1),
-            v.dtype,
+            variant.dtype,
         ),
         dy: T.StridedTensor(
             (batch, num_tokens, num_heads, num_spans, SPAN),
             (dy_batch, dy_token, dy_head, SPAN, 1),
-            v.dtype,
+            variant.dtype,
         ),
-        dx: T.Tensor((num_rows, num_spans, SPAN), v.dtype),
+        dx: T.Tensor((num_rows, num_spans, SPAN), variant.dtype),
         end: T.Tensor((1,), "int32"),  # tokens that belong to a sequence, if `packed`
         packed: T.int32,
     ):
@@ -122,7 +122,7 @@ def build(v: Variant):
                 x,
                 dy,
                 dx,
-                v.dtype,
+                variant.dtype,
                 row,
                 num_live,
                 num_rows,

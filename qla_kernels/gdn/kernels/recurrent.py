@@ -29,17 +29,16 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.gdn.kernels.tables import inside, sequence_span
-from qla_kernels.gdn.shapes import STATE_PIECE
+from qla_kernels.gdn.shapes import L2NORM_EPSILON, STATE_PIECE
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-WARPS = 4  # a CTA; also the tokens that are prepared together
-COLUMNS = 16  # columns of V of a warp
-GROUPS = 8  # lanes that share columns of V and divide K
-SPAN = GROUPS * STATE_PIECE  # rows of K that a warp's lanes cover with one block each
-EPSILON = 1e-6  # of the l2norm
+TOKEN_WARPS = 4  # a CTA; also the tokens that are prepared together
+WARP_COLUMNS = 16  # columns of V of a warp
+COLUMN_LANES = 8  # lanes that share columns of V and divide K
+KEY_SPAN = COLUMN_LANES * STATE_PIECE  # rows of K that a warp's lanes cover with one block each
 DECAY, QK = range(2)  # of a token's two scalars in shared memory
 
 # Bits of `flags`: inputs that a call has, and options that it asks for.
@@ -102,11 +101,13 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
-    resident, regs = {128: (4, 128), 64: (6, 80)}[v.K]
+def schedule(variant: Variant) -> Schedule:
+    resident, regs = {128: (4, 128), 64: (6, 80)}[variant.K]
     return Schedule(
-        roles=(Role("step", warps=WARPS, regs=regs, computes="S and o of 16 columns a warp"),),
-        smem_bytes=WARPS * (2 * v.K + 2 * WARPS * COLUMNS + 2) * 4,
+        roles=(
+            Role("step", warps=TOKEN_WARPS, regs=regs, computes="S and o of 16 columns a warp"),
+        ),
+        smem_bytes=TOKEN_WARPS * (2 * variant.K + 2 * TOKEN_WARPS * WARP_COLUMNS + 2) * 4,
         ctas_per_sm=resident,
     )
 
@@ -155,8 +156,8 @@ def has(flags, bit):
 
 @T.macro
 def prepare(
-    q, k, val, g, beta, A_log, dt_bias, sizes, dtype, s, slot,
-    row, t, h, hv, v0, scale, beta_range, flags,
+    q, k, v, g, beta, A_log, dt_bias, sizes, dtype, s, slot,
+    row, t, kh, hv, v0, scale, beta_range, flags,
 ):  # fmt: skip
     """Prepares one token by one warp, and writes it to slot `slot` of s: step 2."""
     lane = T.get_thread_binding() % 32
@@ -169,10 +170,10 @@ def prepare(
     qq, kk, qk = (T.alloc_var("float32") for _ in range(3))
     level, bias, strength = (T.alloc_var("float32") for _ in range(3))
     for i in T.unroll(keys):  # 2: all loads are issued before any result is used
-        r_q[i] = q[row, t, h, i * 32 + lane]
-        r_k[i] = k[row, t, h, i * 32 + lane]
+        r_q[i] = q[row, t, kh, i * 32 + lane]
+        r_k[i] = k[row, t, kh, i * 32 + lane]
     for i in T.unroll(values):
-        r_v[i] = val[row, t, hv, v0 + i * 32 + lane]
+        r_v[i] = v[row, t, hv, v0 + i * 32 + lane]
         r_beta[i] = number(beta[row, t, hv, v0 + i * 32 + lane, 0], beta_size, dtype)
     level = number(g[row, t, hv, 0], g_size, dtype)
     if has(flags, GATE):
@@ -190,8 +191,9 @@ def prepare(
         kk += T.shfl_xor(kk, 1 << d)
         qk += T.shfl_xor(qk, 1 << d)
     if has(flags, L2NORM):
-        qq = T.rsqrt(qq + EPSILON) * scale  # from here on qq and kk are the factors of q and k
-        kk = T.rsqrt(kk + EPSILON)
+        # from here on qq and kk are the factors of q and k
+        qq = T.rsqrt(qq + L2NORM_EPSILON) * scale
+        kk = T.rsqrt(kk + L2NORM_EPSILON)
     else:
         qq = scale
         kk = 1.0
@@ -231,8 +233,8 @@ def step(r_s, r_o, s, slot, k0, column, v_first):
     for b in T.unroll(r_s.shape[0]):
         for e in T.unroll(STATE_PIECE):
             for j in T.unroll(STATE_PIECE):  # 3
-                r_u[j] += s.k[slot, k0 + b * SPAN + e] * r_s[block(b, e, j, v_first)]
-                r_o[j] += s.q[slot, k0 + b * SPAN + e] * r_s[block(b, e, j, v_first)]
+                r_u[j] += s.k[slot, k0 + b * KEY_SPAN + e] * r_s[block(b, e, j, v_first)]
+                r_o[j] += s.q[slot, k0 + b * KEY_SPAN + e] * r_s[block(b, e, j, v_first)]
     for d in T.unroll(3):
         for j in T.unroll(STATE_PIECE):
             r_u[j] += T.shfl_xor(r_u[j], reach << d)
@@ -245,7 +247,7 @@ def step(r_s, r_o, s, slot, k0, column, v_first):
         for e in T.unroll(STATE_PIECE):
             for j in T.unroll(STATE_PIECE):
                 r_s[block(b, e, j, v_first)] = (
-                    decay * r_s[block(b, e, j, v_first)] + s.k[slot, k0 + b * SPAN + e] * r_u[j]
+                    decay * r_s[block(b, e, j, v_first)] + s.k[slot, k0 + b * KEY_SPAN + e] * r_u[j]
                 )
 
 
@@ -258,10 +260,10 @@ def clear_rows(o, r_o, row, first, stride, count, hv, k0, v0):
             move_four(o[row, first + i * stride, hv, v0], r_o[0])
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    blocks = v.K // SPAN  # a lane
-    columns = WARPS * COLUMNS  # a CTA
+def build(variant: Variant):
+    plan = schedule(variant)
+    blocks = variant.K // KEY_SPAN  # a lane
+    columns = TOKEN_WARPS * WARP_COLUMNS  # a CTA
     B, num_tokens, H, HV, V = T.dynamic("B, num_tokens, H, HV, V")
     num_bounds, num_indices, num_h0, num_ht = T.dynamic("num_bounds, num_indices, num_h0, num_ht")
     sizes = g_size, beta_size, A_size, dt_size = T.dynamic("g_size, beta_size, A_size, dt_size")
@@ -274,9 +276,9 @@ def build(v: Variant):
 
     @T.prim_func
     def recurrent(
-        q: T.StridedTensor((B, num_tokens, H, v.K), (q_b, q_t, q_h, 1), v.dtype),
-        k: T.StridedTensor((B, num_tokens, H, v.K), (k_b, k_t, k_h, 1), v.dtype),
-        val: T.StridedTensor((B, num_tokens, HV, V), (v_b, v_t, v_h, 1), v.dtype),
+        q: T.StridedTensor((B, num_tokens, H, variant.K), (q_b, q_t, q_h, 1), variant.dtype),
+        k: T.StridedTensor((B, num_tokens, H, variant.K), (k_b, k_t, k_h, 1), variant.dtype),
+        v: T.StridedTensor((B, num_tokens, HV, V), (v_b, v_t, v_h, 1), variant.dtype),
         # as bytes: fp32, or the dtype of q
         g: T.StridedTensor((B, num_tokens, HV, g_size), (g_b, g_t, g_h, 1), "uint8"),
         beta: T.StridedTensor(
@@ -286,9 +288,9 @@ def build(v: Variant):
         dt_bias: T.StridedTensor((HV, dt_size), (dt_h, 1), "uint8"),
         cu_seqlens: T.StridedTensor((num_bounds,), (bound,), "int32"),
         state_indices: T.StridedTensor((num_indices,), (index,), "int32"),
-        h0: T.StridedTensor((num_h0, HV, v.K, V), (h0_n, h0_h, h0_k, h0_v), v.state),
-        ht: T.StridedTensor((num_ht, HV, v.K, V), (ht_n, ht_h, ht_k, ht_v), v.state),
-        o: T.Tensor((B, num_tokens, HV, V), v.dtype),
+        h0: T.StridedTensor((num_h0, HV, variant.K, V), (h0_n, h0_h, h0_k, h0_v), variant.state),
+        ht: T.StridedTensor((num_ht, HV, variant.K, V), (ht_n, ht_h, ht_k, ht_v), variant.state),
+        o: T.Tensor((B, num_tokens, HV, V), variant.dtype),
         num_sequences: T.int32,
         scale: T.float32,
         beta_range: T.float32,  # 1 or 2 where beta goes through a sigmoid, else 0
@@ -297,16 +299,16 @@ def build(v: Variant):
         with T.Kernel(num_sequences * HV * (V // columns), threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
-            s_q = T.alloc_shared((WARPS, v.K), "float32")
-            s_k = T.alloc_shared((WARPS, v.K), "float32")
-            s_v = T.alloc_shared((WARPS, columns), "float32")
-            s_beta = T.alloc_shared((WARPS, columns), "float32")
-            s_scalars = T.alloc_shared((WARPS, 2), "float32")
+            s_q = T.alloc_shared((TOKEN_WARPS, variant.K), "float32")
+            s_k = T.alloc_shared((TOKEN_WARPS, variant.K), "float32")
+            s_v = T.alloc_shared((TOKEN_WARPS, columns), "float32")
+            s_beta = T.alloc_shared((TOKEN_WARPS, columns), "float32")
+            s_scalars = T.alloc_shared((TOKEN_WARPS, 2), "float32")
             s = Token(s_q, s_k, s_v, s_beta, s_scalars)
             r_s = T.alloc_local((blocks, STATE_PIECE, STATE_PIECE), "float32")
             r_o = T.alloc_local((STATE_PIECE,), "float32")
             # variables, so that they are divided as 32-bit numbers, and once
-            n, hv, h, slot, row = (T.alloc_var("int32") for _ in range(5))
+            n, hv, kh, slot, row = (T.alloc_var("int32") for _ in range(5))
             k0, column, v0, begin, length, t = (T.alloc_var("int32") for _ in range(6))
             lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
             v_first = T.bitwise_and(flags, V_FIRST)
@@ -316,10 +318,14 @@ def build(v: Variant):
             hv = n
             n = T.truncdiv(n, HV)
             hv -= n * HV
-            h = T.truncdiv(hv, T.truncdiv(HV, H))
-            k0 = T.if_then_else(v_first == 0, lane // STATE_PIECE, lane % GROUPS) * STATE_PIECE
-            column = T.if_then_else(v_first == 0, lane % STATE_PIECE, lane // GROUPS) * STATE_PIECE
-            column += warp * COLUMNS
+            kh = T.truncdiv(hv, T.truncdiv(HV, H))
+            k0 = (
+                T.if_then_else(v_first == 0, lane // STATE_PIECE, lane % COLUMN_LANES) * STATE_PIECE
+            )
+            column = (
+                T.if_then_else(v_first == 0, lane % STATE_PIECE, lane // COLUMN_LANES) * STATE_PIECE
+            )
+            column += warp * WARP_COLUMNS
             slot = n
             await_previous()
             if has(flags, INDICES):
@@ -332,7 +338,7 @@ def build(v: Variant):
                     move_blocks(  # 1
                         blocks,
                         (r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE),
-                        (h0[slot, hv, k0, v0 + column], SPAN * h0_k, across),
+                        (h0[slot, hv, k0, v0 + column], KEY_SPAN * h0_k, across),
                     )
             else:
                 T.clear(r_s)
@@ -353,28 +359,30 @@ def build(v: Variant):
             if slot < 0:
                 clear_rows(o, r_o, row, begin, 1, length, hv, k0, v0 + column)
             else:
-                for tile in rolled(T.ceildiv(length, WARPS)):
+                for tile in rolled(T.ceildiv(length, TOKEN_WARPS)):
                     if tile > 0:
                         T.sync_threads()
-                    if tile * WARPS + warp < length:
-                        t = begin + tile * WARPS + warp
+                    if tile * TOKEN_WARPS + warp < length:
+                        t = begin + tile * TOKEN_WARPS + warp
                         prepare(
-                            q, k, val, g, beta, A_log, dt_bias, sizes, v.dtype, s, warp,
-                            row, t, h, hv, v0, scale, beta_range, flags,
+                            q, k, v, g, beta, A_log, dt_bias, sizes, variant.dtype, s, warp,
+                            row, t, kh, hv, v0, scale, beta_range, flags,
                         )  # fmt: skip
                     T.sync_threads()
-                    for i in rolled(T.min(WARPS, length - tile * WARPS)):
+                    for i in rolled(T.min(TOKEN_WARPS, length - tile * TOKEN_WARPS)):
                         if v_first == 0:
                             step(r_s, r_o, s, i, k0, column, False)
                         else:
                             step(r_s, r_o, s, i, k0, column, True)
                         if k0 == 0:
-                            move_four(o[row, begin + tile * WARPS + i, hv, v0 + column], r_o[0])
+                            move_four(
+                                o[row, begin + tile * TOKEN_WARPS + i, hv, v0 + column], r_o[0]
+                            )
                 if has(flags, HT):
                     across = T.if_then_else(v_first == 0, ht_k, ht_v)
                     move_blocks(  # 5
                         blocks,
-                        (ht[slot, hv, k0, v0 + column], SPAN * ht_k, across),
+                        (ht[slot, hv, k0, v0 + column], KEY_SPAN * ht_k, across),
                         (r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE),
                     )
 

@@ -43,11 +43,12 @@ from qla_kernels.gdn.kernels.chain.cumulated import gate, load
 from qla_kernels.gdn.kernels.chain.forward import gate as raw_gate
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
-from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows
+from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows, named_barriers
 from qla_kernels.gdn.kernels.chain.window import SOURCE, columns, solve, warm_chunks
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 
@@ -72,13 +73,13 @@ PASS_CONFIGS = {
     "tl.disable_shared_memory_reuse": True,  # copies are under way while a slow warp reads s_sum
 }
 
-RINGS = {"rows": 3, "gate": 4}
+MAP_RINGS = {"rows": 3, "gate": 4}
 
 
-def schedule(v: Variant) -> Schedule:
-    rings, waits, releases = dict(RINGS), ("rows_full", "gate_full"), ("rows_free", "gate_free")
+def schedule(variant: Variant) -> Schedule:
+    rings, waits, releases = dict(MAP_RINGS), ("rows_full", "gate_full"), ("rows_free", "gate_free")
     solve_roles: tuple[Role, ...] = ()
-    if v.solves:
+    if variant.solves:
         rings["a"] = 2
         solve_roles = (
             Role(
@@ -110,7 +111,7 @@ def schedule(v: Variant) -> Schedule:
                 regs=40,
                 waits=("rows_free", "tail_full"),
                 signals=("rows_full", "tail_full"),
-                computes="k, v" + ", A" * (not v.solves),
+                computes="k, v" + ", A" * (not variant.solves),
                 uses=("tma_load",),
             ),
             Role(
@@ -124,20 +125,21 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=2, regs=40, computes="fills the warpgroup"),
         ),
         rings=rings,
+        named=named_barriers(states=1, solving=int(variant.solves)),
         # k, v; A; gates; sums, on a kilobyte of their own; scratch; barriers and alignment
-        smem_bytes=rings["rows"] * CHUNK * (v.K + TILE) * 2
-        + rings["a" if v.solves else "rows"] * CHUNK * CHUNK * 2
+        smem_bytes=rings["rows"] * CHUNK * (variant.K + TILE) * 2
+        + rings["a" if variant.solves else "rows"] * CHUNK * CHUNK * 2
         + rings["gate"] * GATE_ROWS * CHUNK * 4
         + 1024
-        + SCRATCH_BYTES * v.solves
+        + SCRATCH_BYTES * variant.solves
         + 1024,
-        ctas_per_sm=1 if v.solves else 2,
+        ctas_per_sm=1 if variant.solves else 2,
     )
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    K, rings, warps = v.K, plan.rings, plan.threads // 32
+def build(variant: Variant):
+    plan = schedule(variant)
+    K, rings, warps = variant.K, plan.rings, plan.threads // 32
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
     num_h0, num_bounds = T.dynamic("num_h0, num_bounds")
@@ -149,15 +151,17 @@ def build(v: Variant):
 
     @T.prim_func
     def segment_map(
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, TILE), (v_token, v_head, v_tile, 1), v.dtype
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor(
+            (num_tokens, num_value_heads, num_tiles, TILE),
+            (v_token, v_head, v_tile, 1),
+            variant.dtype,
         ),
         g: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        beta16: T.Tensor((narrow_tokens, num_value_heads), v.dtype),
+        beta16: T.Tensor((narrow_tokens, num_value_heads), variant.dtype),
         growth: T.Tensor((grown_tokens, num_value_heads), "float32"),
-        A: T.Tensor((saved_tokens, num_value_heads, CHUNK), v.dtype),
+        A: T.Tensor((saved_tokens, num_value_heads, CHUNK), variant.dtype),
         bounds: T.Tensor((num_bounds,), "int32"),
         starts_of: T.Tensor((num_bounds,), "int32"),
         ends_of: T.Tensor((num_bounds,), "int32"),
@@ -178,10 +182,12 @@ def build(v: Variant):
             place,
         ):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
-            T.import_source((GATED_TILES if v.solves else "") + SOURCE)
-            s_k = T.alloc_shared((rings["rows"], CHUNK, K), v.dtype)
-            s_v = T.alloc_shared((rings["rows"], CHUNK, TILE), v.dtype)
-            s_a = T.alloc_shared((rings["a" if v.solves else "rows"], CHUNK, CHUNK), v.dtype)
+            T.import_source((GATED_TILES if variant.solves else "") + SOURCE)
+            s_k = T.alloc_shared((rings["rows"], CHUNK, K), variant.dtype)
+            s_v = T.alloc_shared((rings["rows"], CHUNK, TILE), variant.dtype)
+            s_a = T.alloc_shared(
+                (rings["a" if variant.solves else "rows"], CHUNK, CHUNK), variant.dtype
+            )
             s_gate = T.alloc_shared((rings["gate"], GATE_ROWS, CHUNK), "float32")
             s_sum = T.alloc_shared((warps,), "float32")
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_v, s_a)})
@@ -193,13 +199,13 @@ def build(v: Variant):
             rows = Ring(rows_full, rows_free, rings["rows"])
             gates = Ring(gate_full, gate_free, rings["gate"])
             a_ring = None
-            if v.solves:
+            if variant.solves:
                 s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
                 a_full = T.alloc_barrier([plan.arrivals("a_full")] * rings["a"])
                 a_free = T.alloc_barrier([plan.arrivals("a_free")] * rings["a"])
                 a_ring = Ring(a_full, a_free, rings["a"])
 
-            n, h, hv = (T.alloc_var("int32") for _ in range(3))
+            n, kh, hv = (T.alloc_var("int32") for _ in range(3))
             column, of_map = T.alloc_var("int32"), T.alloc_var("int32")
             begin, length, num_chunks = (T.alloc_var("int32") for _ in range(3))
             warm, has_start = T.alloc_var("int32"), T.alloc_var("int32")
@@ -207,7 +213,7 @@ def build(v: Variant):
             if early == 0:
                 await_previous()
             hv = heads[place]
-            h = hv // (num_value_heads // num_heads)
+            kh = hv // (num_value_heads // num_heads)
             of_map = 0
             column = i_slice * TILE
             if i_slice >= num_tiles:
@@ -227,7 +233,7 @@ def build(v: Variant):
             if num_chunks > 0:
                 warm = warm_chunks(  # 1
                     k, g, growth, grows, beta, beta16, beta_is_16, s_sum, begin, length,
-                    h, hv, limit, at_end=True, cumulated=not v.solves,
+                    kh, hv, limit, at_end=True, cumulated=not variant.solves,
                 )  # fmt: skip
                 if warm > 0:
                     begin += (num_chunks - warm) * CHUNK
@@ -243,15 +249,16 @@ def build(v: Variant):
             if tx < plan.end("state"):
                 T.set_max_nreg(plan.role("state").regs, 1)
                 columns(
-                    K, v.dtype, h0, starts, maps, s_k, s_v, s_a, s_gate, rows, gates, a_ring,
+                    K, variant.dtype, h0, starts, maps, s_k, s_v, s_a, s_gate, rows, gates, a_ring,
                     num_chunks, p, n, hv, column, of_map, has_start,
                 )  # fmt: skip
             elif tx < plan.start("load"):  # no thread if A is given
-                if v.solves:
+                if variant.solves:
                     T.set_max_nreg(plan.role("solve").regs, 0)
                     solve(
-                        s_k, s_gate, s_l, s_a, rows, gates, a_ring, num_chunks, plan.start("solve")
-                    )
+                        s_k, s_gate, s_l, s_a, rows, gates, a_ring, NamedBarrier(plan, "solve"),
+                        num_chunks, plan.start("solve"),
+                    )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 where = (begin, length, num_chunks)
@@ -260,16 +267,16 @@ def build(v: Variant):
                         await_previous()
                     if (is_cold >= 0) & (tx == plan.start("load")):
                         cold[p, hv] = is_cold
-                    always = [Rows(k, (h,), s_k)]
-                    if not v.solves:
+                    always = [Rows(k, (kh,), s_k)]
+                    if not variant.solves:
                         always.append(Rows(A, (hv,), s_a))
                     if of_map == 0:
-                        values = Rows(val, (hv, i_slice), s_v)
+                        values = Rows(v, (hv, i_slice), s_v)
                         load([values, *always], rows, tail_full, *where, False)
                     else:
                         load(always, rows, tail_full, *where, False)
                 elif tx < plan.end("gate"):
-                    if v.solves:
+                    if variant.solves:
                         raw_gate(g, beta, beta16, beta_is_16, g, s_gate, gates, *where, hv, 1.0, 0)
                     else:
                         gate(g, beta, s_gate, gates, *where, hv, False, None)

@@ -18,7 +18,7 @@ M^T dS_end in any case.
 Steps (numbers appear again in the code):
     1 all     the number of first chunks to walk
     2 load    q, k, dO, A of a chunk; in a tail, rows past the end become zero
-    3 gate    gamma, fall, beta e, scale e, d, e^gamma_last of a chunk
+    3 gate    gamma, decays to blocks' ends, beta e, scale e, d, e^gamma_last of a chunk
     4 score   Q K^T, then P, one chunk ahead of the state
     5 state   dS K^T from dS in 16 bits, and dO^T P; dV'^T
     6 state   Y^T; meanwhile scale e dO^T, dS decayed
@@ -59,11 +59,11 @@ PASS_CONFIGS = {
     "tl.disable_shared_memory_reuse": True,  # copies are under way while a slow warp reads s_sum
 }
 
-RINGS = {"rows": 3, "gate": 4, "p": 2}
-WARPS = 12  # of the CTA
+BACKWARD_RINGS = {"rows": 3, "gate": 4, "p": 2}
+CTA_WARPS = 12
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -103,19 +103,19 @@ def schedule(v: Variant) -> Schedule:
             ),
             Role("spare", warps=2, regs=40, computes="fills the warpgroup"),
         ),
-        rings=RINGS,
+        rings=BACKWARD_RINGS,
         # q, k, dO, A; P; gates; sums; barriers and alignment
-        smem_bytes=RINGS["rows"] * CHUNK * (2 * v.K + TILE + CHUNK) * 2
-        + RINGS["p"] * CHUNK * CHUNK * 2
-        + RINGS["gate"] * GATE_ROWS * CHUNK * 4
-        + WARPS * 4
+        smem_bytes=BACKWARD_RINGS["rows"] * CHUNK * (2 * variant.K + TILE + CHUNK) * 2
+        + BACKWARD_RINGS["p"] * CHUNK * CHUNK * 2
+        + BACKWARD_RINGS["gate"] * GATE_ROWS * CHUNK * 4
+        + CTA_WARPS * 4
         + 1024,
     )
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    K = v.K
+def build(variant: Variant):
+    plan = schedule(variant)
+    K = variant.K
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
     num_dht, num_bounds = T.dynamic("num_dht, num_bounds")
@@ -125,16 +125,16 @@ def build(v: Variant):
 
     @T.prim_func
     def segment_map_bwd(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
         do: T.StridedTensor(
             (num_tokens, num_value_heads, num_tiles, TILE),
             (do_token, do_head, do_tile, 1),
-            v.dtype,
+            variant.dtype,
         ),
         g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), v.dtype),
+        A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
         bounds: T.Tensor((num_bounds,), "int32"),
         starts_of: T.Tensor((num_bounds,), "int32"),
         ends_of: T.Tensor((num_bounds,), "int32"),
@@ -149,26 +149,26 @@ def build(v: Variant):
     ):
         with T.Kernel(capacity * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(GATED_TILES + SOURCE)
-            s_k = T.alloc_shared((RINGS["rows"], CHUNK, K), v.dtype)
-            s_q = T.alloc_shared((RINGS["rows"], CHUNK, K), v.dtype)
-            s_do = T.alloc_shared((RINGS["rows"], CHUNK, TILE), v.dtype)
-            s_a = T.alloc_shared((RINGS["rows"], CHUNK, CHUNK), v.dtype)
-            s_p = T.alloc_shared((RINGS["p"], CHUNK, CHUNK), v.dtype)
-            s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
-            s_sum = T.alloc_shared((WARPS,), "float32")
+            s_k = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, K), variant.dtype)
+            s_q = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, K), variant.dtype)
+            s_do = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, TILE), variant.dtype)
+            s_a = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, CHUNK), variant.dtype)
+            s_p = T.alloc_shared((BACKWARD_RINGS["p"], CHUNK, CHUNK), variant.dtype)
+            s_gate = T.alloc_shared((BACKWARD_RINGS["gate"], GATE_ROWS, CHUNK), "float32")
+            s_sum = T.alloc_shared((CTA_WARPS,), "float32")
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_do, s_p)})
-            rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * RINGS["rows"])
-            rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * RINGS["rows"])
-            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * RINGS["gate"])
-            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * RINGS["gate"])
-            p_full = T.alloc_barrier([plan.arrivals("p_full")] * RINGS["p"])
-            p_free = T.alloc_barrier([plan.arrivals("p_free")] * RINGS["p"])
+            rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * BACKWARD_RINGS["rows"])
+            rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * BACKWARD_RINGS["rows"])
+            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * BACKWARD_RINGS["gate"])
+            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * BACKWARD_RINGS["gate"])
+            p_full = T.alloc_barrier([plan.arrivals("p_full")] * BACKWARD_RINGS["p"])
+            p_free = T.alloc_barrier([plan.arrivals("p_free")] * BACKWARD_RINGS["p"])
             tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
-            rows = Ring(rows_full, rows_free, RINGS["rows"])
-            gates = Ring(gate_full, gate_free, RINGS["gate"])
-            p_ring = Ring(p_full, p_free, RINGS["p"])
+            rows = Ring(rows_full, rows_free, BACKWARD_RINGS["rows"])
+            gates = Ring(gate_full, gate_free, BACKWARD_RINGS["gate"])
+            p_ring = Ring(p_full, p_free, BACKWARD_RINGS["p"])
 
-            p, n, h, hv = (T.alloc_var("int32") for _ in range(4))
+            p, n, kh, hv = (T.alloc_var("int32") for _ in range(4))
             i_tile, column, has_end = (T.alloc_var("int32") for _ in range(3))
             begin, length, num_chunks = (T.alloc_var("int32") for _ in range(3))
             warm = T.alloc_var("int32")
@@ -177,7 +177,7 @@ def build(v: Variant):
             column = i_tile * TILE
             hv = heads[block // num_tiles // capacity]
             p = block // num_tiles % capacity
-            h = hv // (num_value_heads // num_heads)
+            kh = hv // (num_value_heads // num_heads)
             n = ends_of[p]
             sequence_span(bounds, p, num_tokens, begin, length)
             if starts_of[p] >= 0:
@@ -186,7 +186,7 @@ def build(v: Variant):
             tx = T.get_thread_binding()
             if length > 0:
                 warm = warm_chunks(  # 1
-                    k, g_cum, None, 0, beta, None, 0, s_sum, begin, length, h, hv, limit,
+                    k, g_cum, None, 0, beta, None, 0, s_sum, begin, length, kh, hv, limit,
                     at_end=False, cumulated=True,
                 )  # fmt: skip
                 if warm > 0:
@@ -196,15 +196,15 @@ def build(v: Variant):
             num_chunks = T.ceildiv(length, CHUNK)
             unit = T.alloc_var("float32")  # as in dstate_chain
             unit = 1
-            if v.dtype == "bfloat16":
+            if variant.dtype == "bfloat16":
                 if scale != 0:
                     unit = scale
 
             if tx < plan.end("state"):
                 T.set_max_nreg(plan.role("state").regs, 1)
                 gradient_columns(
-                    K, v.dtype, dht, ends, s_q, s_k, s_do, s_a, s_p, s_gate, rows, gates, p_ring,
-                    num_chunks, p, n, hv, column, has_end, unit,
+                    K, variant.dtype, dht, ends, s_q, s_k, s_do, s_a, s_p, s_gate, rows, gates,
+                    p_ring, num_chunks, p, n, hv, column, has_end, unit,
                 )  # fmt: skip
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)
@@ -217,8 +217,8 @@ def build(v: Variant):
                 if tx < plan.end("load"):
                     load(
                         [
-                            Rows(k, (h,), s_k),
-                            Rows(q, (h,), s_q),
+                            Rows(k, (kh,), s_k),
+                            Rows(q, (kh,), s_q),
                             Rows(do, (hv, i_tile), s_do),
                             Rows(A, (hv,), s_a),
                         ],

@@ -33,8 +33,8 @@ from typing import NamedTuple
 import tilelang.language as T
 
 from qla_kernels.gdn.kernels.tables import (
-    THREADS,
-    WARPS,
+    TABLE_THREADS,
+    TABLE_WARPS,
     count_on,
     find,
     inside,
@@ -59,10 +59,10 @@ VARIANTS = (Variant("int32"), Variant("int64"))
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by N and the rows
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("table", warps=WARPS, regs=64, computes="segments, heads or chunks"),),
-        smem_bytes=WARPS * 4,
+        roles=(Role("table", warps=TABLE_WARPS, regs=64, computes="segments, heads or chunks"),),
+        smem_bytes=TABLE_WARPS * 4,
     )
 
 
@@ -80,8 +80,8 @@ def place_segments(
     rows = bounds.shape[0]
     most = rows - 1
     all_before[0] = 0
-    for base in T.serial(T.ceildiv(N, THREADS)):  # 1
-        n = base * THREADS + thread
+    for base in T.serial(T.ceildiv(N, TABLE_THREADS)):  # 1
+        n = base * TABLE_THREADS + thread
         count = 0
         if n < N:
             sequence_span(cu_seqlens, n, num_tokens, begin, length)
@@ -98,8 +98,8 @@ def place_segments(
         first_segment[0] = 0
         first_segment[N] = all_before[0]
     T.sync_threads()
-    for i in T.serial(T.ceildiv(rows, THREADS)):  # 2
-        p = i * THREADS + thread
+    for i in T.serial(T.ceildiv(rows, TABLE_THREADS)):  # 2
+        p = i * TABLE_THREADS + thread
         if p < rows:
             bounds[p] = inside(cu_seqlens[N], num_tokens)
             starts_of[p] = -1
@@ -133,8 +133,8 @@ def order_heads(g, kept, heads, end):
     before = T.alloc_var("int32")
     sample, total = T.alloc_var("float32"), T.alloc_var("float32")
     num_value_heads = g.shape[1]
-    for i in T.serial(T.ceildiv(num_value_heads, WARPS)):  # 3
-        hv = i * WARPS + warp
+    for i in T.serial(T.ceildiv(num_value_heads, TABLE_WARPS)):  # 3
+        hv = i * TABLE_WARPS + warp
         total = 0
         if (hv < num_value_heads) & (end > 0):
             for j in T.unroll(SAMPLES // 32):
@@ -145,8 +145,8 @@ def order_heads(g, kept, heads, end):
         if (lane == 0) & (hv < num_value_heads):
             kept[hv] = total
     T.sync_threads()
-    for i in T.serial(T.ceildiv(num_value_heads, WARPS)):
-        hv = i * WARPS + warp
+    for i in T.serial(T.ceildiv(num_value_heads, TABLE_WARPS)):
+        hv = i * TABLE_WARPS + warp
         before = 0
         if hv < num_value_heads:
             for j in T.serial(T.ceildiv(num_value_heads, 32)):
@@ -160,14 +160,14 @@ def order_heads(g, kept, heads, end):
             heads[before] = hv
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     num_bounds, rows, capacity = T.dynamic("num_bounds, rows, capacity")
     num_tokens, num_value_heads = T.dynamic("num_tokens, num_value_heads")
 
     @T.prim_func
     def segment_plan(
-        cu_seqlens: T.Tensor((num_bounds,), v.dtype),
+        cu_seqlens: T.Tensor((num_bounds,), variant.dtype),
         first_segment: T.Tensor((num_bounds,), "int32"),
         bounds: T.Tensor((rows,), "int32"),
         starts_of: T.Tensor((rows,), "int32"),
@@ -183,7 +183,7 @@ def build(v: Variant):
         open_end: T.int32,
     ):
         with T.Kernel(TABLES, threads=plan.threads) as table:
-            s_sum = T.alloc_shared((WARPS,), "int32")
+            s_sum = T.alloc_shared((TABLE_WARPS,), "int32")
             await_previous()
             if table == 0:
                 place_segments(

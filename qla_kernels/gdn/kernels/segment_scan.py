@@ -35,8 +35,9 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -58,13 +59,12 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is one of a segment that there is
 }
 
-SLOTS = 2
-ROWS = 64  # rows of S that a warpgroup computes
+SCAN_SLOTS = 2
+SCAN_ROWS = 64  # rows of S that a warpgroup computes
 TERM = "bfloat16"  # of M and S, whatever the dtype of k: fp32's range, and 16 digits in two terms
-FOLDED = 8  # the folding warpgroups' named barrier
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     folds = tuple(
         Role(
             f"fold{w}",
@@ -75,7 +75,7 @@ def schedule(v: Variant) -> Schedule:
             computes="64 rows of M S + b",
             uses=("wgmma",),
         )
-        for w in range(v.K // ROWS)
+        for w in range(variant.K // SCAN_ROWS)
     )
     return Schedule(
         roles=(
@@ -100,21 +100,27 @@ def schedule(v: Variant) -> Schedule:
             ),
             Role("spare", warps=2, regs=168, computes="fills the warpgroup"),
         ),
-        rings={"m": SLOTS, "s": SLOTS},
+        rings={"m": SCAN_SLOTS, "s": SCAN_SLOTS},
+        named={"folded": Named(sum(role.threads for role in folds))},
         # M; S in terms, S on its way out, b; barriers and alignment
-        smem_bytes=SLOTS * (2 * v.K * v.K * 2 + v.K * 2 * v.columns * 2 + 2 * v.K * v.columns * 4)
+        smem_bytes=SCAN_SLOTS
+        * (
+            2 * variant.K * variant.K * 2
+            + variant.K * 2 * variant.columns * 2
+            + 2 * variant.K * variant.columns * 4
+        )
         + 1024,
     )
 
 
 def rows_of(reverse, w):
     """Returns the slices of a stored M that warpgroup w needs for its 64 rows; M is transposed."""
-    rows, whole = slice(w * ROWS, (w + 1) * ROWS), slice(None)
+    rows, whole = slice(w * SCAN_ROWS, (w + 1) * SCAN_ROWS), slice(None)
     return (rows, whole) if reverse else (whole, rows)
 
 
 @T.macro
-def load(v, states, maps, cold, s_m, s_b, ring, origin, direction, num_steps, hv, v0):
+def load(variant, states, maps, cold, s_m, s_b, ring, origin, direction, num_steps, hv, v0):
     lane = T.get_thread_binding() % 32
     flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     p = T.alloc_var("int32")
@@ -126,15 +132,15 @@ def load(v, states, maps, cold, s_m, s_b, ring, origin, direction, num_steps, hv
             if T.shfl_sync(flag, j) != 0:
                 p = origin + direction * (base * 32 + j + 1)
                 ring.acquire(step)  # 1
-                for w in range(v.K // ROWS):
+                for w in range(variant.K // SCAN_ROWS):
                     for term in range(2):
                         T.tma_copy(
-                            maps[(p, hv, term, *rows_of(v.reverse, w))],
+                            maps[(p, hv, term, *rows_of(variant.reverse, w))],
                             s_m[ring.slot(step), term, w, :, :],
                             barrier=ring.barrier(step),
                         )
                 T.tma_copy(
-                    states[p + direction, hv, v0 : v0 + v.columns, :],
+                    states[p + direction, hv, v0 : v0 + variant.columns, :],
                     s_b[ring.slot(step), :, :],
                     barrier=ring.barrier(step),
                 )
@@ -143,7 +149,7 @@ def load(v, states, maps, cold, s_m, s_b, ring, origin, direction, num_steps, hv
 
 
 @T.macro
-def store(v, states, cold, s_out, ring, origin, direction, num_steps, hv, v0):
+def store(variant, states, cold, s_out, ring, origin, direction, num_steps, hv, v0):
     """Stores the state that enters each cold segment; the fold's warpgroups write other states."""
     lane = T.get_thread_binding() % 32
     flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -156,7 +162,9 @@ def store(v, states, cold, s_out, ring, origin, direction, num_steps, hv, v0):
                 ring.wait(step)
                 T.tma_copy(  # 4
                     s_out[ring.slot(step), :, :],
-                    states[origin + direction * (base * 32 + j + 1), hv, v0 : v0 + v.columns, :],
+                    states[
+                        origin + direction * (base * 32 + j + 1), hv, v0 : v0 + variant.columns, :
+                    ],
                 )
                 T.tma_store_wait(0)
                 ring.release(step)
@@ -176,32 +184,32 @@ def take(r_s, states, p, hv, v0, k0):
 
 
 @T.macro
-def hand_round(r_s, s_s, slot, w, threads):
+def hand_round(r_s, s_s, slot, w, folded):
     columns = r_s.shape[1]
-    for r, c in T.Parallel(ROWS, columns):  # 3
-        s_s[slot, w * ROWS + r, c] = r_s[r, c]
-    for r, c in T.Parallel(ROWS, columns):
-        s_s[slot, w * ROWS + r, columns + c] = r_s[r, c] - T.cast(
+    for r, c in T.Parallel(SCAN_ROWS, columns):  # 3
+        s_s[slot, w * SCAN_ROWS + r, c] = r_s[r, c]
+    for r, c in T.Parallel(SCAN_ROWS, columns):
+        s_s[slot, w * SCAN_ROWS + r, columns + c] = r_s[r, c] - T.cast(
             T.cast(r_s[r, c], TERM), "float32"
         )
     T.fence_proxy_async()  # S: written by threads, read by wgmma
-    T.call_extern("handle", "tl::__sync_thread_partial", FOLDED, threads)
+    folded.sync()
 
 
 @T.macro
 def fold(
-    v, w, given, states, cold, s_m, s_b, s_s, s_out, ring, out_ring, origin, direction, num_steps,
-    n, hv, v0, has_given, threads,
+    variant, w, given, states, cold, s_m, s_b, s_s, s_out, ring, out_ring, origin, direction,
+    num_steps, n, hv, v0, has_given, folded,
 ):  # fmt: skip
     lane = T.get_thread_binding() % 32
-    r_x = T.alloc_fragment((ROWS, 2 * v.columns), "float32")  # M times each term of S
-    r_s = T.alloc_fragment((ROWS, v.columns), "float32")
-    r_b = T.alloc_fragment((ROWS, v.columns), "float32")
+    r_x = T.alloc_fragment((SCAN_ROWS, 2 * variant.columns), "float32")  # M times each term of S
+    r_s = T.alloc_fragment((SCAN_ROWS, variant.columns), "float32")
+    r_b = T.alloc_fragment((SCAN_ROWS, variant.columns), "float32")
     flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     p, known = T.alloc_var("int32"), T.alloc_var("int32")
-    k0 = w * ROWS
+    k0 = w * SCAN_ROWS
     if has_given != 0:
-        for r, c in T.Parallel(ROWS, v.columns):
+        for r, c in T.Parallel(SCAN_ROWS, variant.columns):
             r_s[r, c] = given[n, hv, k0 + r, v0 + c]
     else:
         T.clear(r_s)
@@ -216,38 +224,38 @@ def fold(
                 if known != p:
                     put(r_s, states, known, hv, v0, k0)
                     take(r_s, states, p, hv, v0, k0)
-                    hand_round(r_s, s_s, step % 2, w, threads)
+                    hand_round(r_s, s_s, step % 2, w, folded)
                 ring.wait(step)
                 for term in range(2):  # 2
                     T.wgmma_gemm(
                         s_m[ring.slot(step), term, w, :, :],
                         s_s[step % 2, :, :],
                         r_x,
-                        transpose_A=not v.reverse,
+                        transpose_A=not variant.reverse,
                         clear_accum=term == 0,
                     )
                 out_ring.acquire(step)
-                for r, c in T.Parallel(ROWS, v.columns):
+                for r, c in T.Parallel(SCAN_ROWS, variant.columns):
                     s_out[out_ring.slot(step), c, k0 + r] = r_s[r, c]
-                for r, c in T.Parallel(ROWS, v.columns):
+                for r, c in T.Parallel(SCAN_ROWS, variant.columns):
                     r_b[r, c] = s_b[ring.slot(step), c, k0 + r]
                 T.fence_proxy_async()  # S: written by threads, read by the TMA store
                 out_ring.commit(step)
                 T.wait_wgmma(0)
-                for r, c in T.Parallel(ROWS, v.columns):
+                for r, c in T.Parallel(SCAN_ROWS, variant.columns):
                     r_s[r, c] = r_x[r, c] + r_b[r, c]
                 ring.release(step)
                 step += 1
-                for r, c in T.Parallel(ROWS, v.columns):
-                    r_s[r, c] += r_x[r, v.columns + c]
-                hand_round(r_s, s_s, step % 2, w, threads)
+                for r, c in T.Parallel(SCAN_ROWS, variant.columns):
+                    r_s[r, c] += r_x[r, variant.columns + c]
+                hand_round(r_s, s_s, step % 2, w, folded)
                 known = p + direction
     put(r_s, states, known, hv, v0, k0)
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    K = v.K
+def build(variant: Variant):
+    plan = schedule(variant)
+    K = variant.K
     num_value_heads, V = T.dynamic("num_value_heads, V")
     num_bounds, capacity, num_given = T.dynamic("num_bounds, capacity, num_given")
     given_n, given_h, given_k, given_v = T.dynamic("given_n, given_h, given_k, given_v")
@@ -264,43 +272,47 @@ def build(v: Variant):
         has_given: T.int32,
     ):
         with T.Kernel(
-            (num_bounds - 1) * num_value_heads * (V // v.columns), threads=plan.threads
+            (num_bounds - 1) * num_value_heads * (V // variant.columns), threads=plan.threads
         ) as block:
-            panel = (ROWS, K) if v.reverse else (K, ROWS)
-            s_m = T.alloc_shared((SLOTS, 2, K // ROWS, *panel), TERM)
-            s_s = T.alloc_shared((2, K, 2 * v.columns), TERM)
-            s_b = T.alloc_shared((SLOTS, v.columns, K), "float32")
-            s_out = T.alloc_shared((SLOTS, v.columns, K), "float32")
+            panel = (SCAN_ROWS, K) if variant.reverse else (K, SCAN_ROWS)
+            s_m = T.alloc_shared((SCAN_SLOTS, 2, K // SCAN_ROWS, *panel), TERM)
+            s_s = T.alloc_shared((2, K, 2 * variant.columns), TERM)
+            s_b = T.alloc_shared((SCAN_SLOTS, variant.columns, K), "float32")
+            s_out = T.alloc_shared((SCAN_SLOTS, variant.columns, K), "float32")
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_b, s_out)})
-            m_full = T.alloc_barrier([plan.arrivals("m_full")] * SLOTS)
-            m_free = T.alloc_barrier([plan.arrivals("m_free")] * SLOTS)
-            s_full = T.alloc_barrier([plan.arrivals("s_full")] * SLOTS)
-            s_free = T.alloc_barrier([plan.arrivals("s_free")] * SLOTS)
-            ring = Ring(m_full, m_free, SLOTS)
-            out_ring = Ring(s_full, s_free, SLOTS)
+            m_full = T.alloc_barrier([plan.arrivals("m_full")] * SCAN_SLOTS)
+            m_free = T.alloc_barrier([plan.arrivals("m_free")] * SCAN_SLOTS)
+            s_full = T.alloc_barrier([plan.arrivals("s_full")] * SCAN_SLOTS)
+            s_free = T.alloc_barrier([plan.arrivals("s_free")] * SCAN_SLOTS)
+            ring = Ring(m_full, m_free, SCAN_SLOTS)
+            out_ring = Ring(s_full, s_free, SCAN_SLOTS)
             n, hv, v0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first, last = T.alloc_var("int32"), T.alloc_var("int32")
             await_previous()
-            v0 = block % (V // v.columns) * v.columns
-            hv = block // (V // v.columns) % num_value_heads
-            n = block // (V // v.columns) // num_value_heads
+            v0 = block % (V // variant.columns) * variant.columns
+            hv = block // (V // variant.columns) % num_value_heads
+            n = block // (V // variant.columns) // num_value_heads
             first = first_segment[n]
             last = first_segment[n + 1] - 1
             # neither the first nor the last segment is folded
-            walk = (last if v.reverse else first, -1 if v.reverse else 1, last - first - 1)
+            walk = (
+                last if variant.reverse else first,
+                -1 if variant.reverse else 1,
+                last - first - 1,
+            )
 
             tx = T.get_thread_binding()
-            threads = plan.start("load")
+            folded = NamedBarrier(plan, "folded")
             tiles, rings = (s_m, s_b, s_s, s_out), (ring, out_ring)
-            whole = (given, states, cold, *tiles, *rings, *walk, n, hv, v0, has_given, threads)
+            whole = (given, states, cold, *tiles, *rings, *walk, n, hv, v0, has_given, folded)
             if tx < plan.end("fold0"):
-                fold(v, 0, *whole)
+                fold(variant, 0, *whole)
             elif tx < plan.start("load"):  # no thread if K is 64
-                if K > ROWS:
-                    fold(v, 1, *whole)
+                if K > SCAN_ROWS:
+                    fold(variant, 1, *whole)
             elif tx < plan.end("load"):
-                load(v, states, maps, cold, s_m, s_b, ring, *walk, hv, v0)
+                load(variant, states, maps, cold, s_m, s_b, ring, *walk, hv, v0)
             elif tx < plan.end("store"):
-                store(v, states, cold, s_out, out_ring, *walk, hv, v0)
+                store(variant, states, cold, s_out, out_ring, *walk, hv, v0)
 
     return segment_scan

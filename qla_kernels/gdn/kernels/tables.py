@@ -11,8 +11,8 @@ import tilelang.language as T
 
 from qla_kernels.tile.constants import CHUNK
 
-THREADS = 1024
-WARPS = THREADS // 32
+TABLE_THREADS = 1024
+TABLE_WARPS = TABLE_THREADS // 32
 
 
 def inside(bound, num_tokens):
@@ -82,8 +82,8 @@ def place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum)
     begin, length, before = (T.alloc_var("int32") for _ in range(3))
     N, most = cu_seqlens.shape[0] - 1, chunks.shape[0]
     all_before[0] = 0
-    for base in T.serial(T.ceildiv(N, THREADS)):  # 1
-        n = base * THREADS + thread
+    for base in T.serial(T.ceildiv(N, TABLE_THREADS)):  # 1
+        n = base * TABLE_THREADS + thread
         total[0] = 0
         if n < N:
             sequence_span(cu_seqlens, n, num_tokens, begin, length)
@@ -95,8 +95,8 @@ def place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum)
         first_chunk[0] = 0
         num_chunks[0] = all_before[0]
     T.sync_threads()
-    for i in T.serial(T.ceildiv(most, THREADS)):  # 2
-        c = i * THREADS + thread
+    for i in T.serial(T.ceildiv(most, TABLE_THREADS)):  # 2
+        c = i * TABLE_THREADS + thread
         if c < most:
             chunks[c, 0] = 0
             chunks[c, 1] = 0

@@ -156,10 +156,10 @@ def _flags(
 ) -> int:
     """Returns the kernel's bit mask: one bit for each of the four that is not None."""
     return (
-        (0 if g is None else activate_kernel.G)
-        | (0 if beta is None else activate_kernel.BETA)
-        | (0 if A_log is None else activate_kernel.GATE)
-        | (0 if dt_bias is None else activate_kernel.BIAS)
+        (0 if g is None else activate_kernel.ASKS_G)
+        | (0 if beta is None else activate_kernel.ASKS_BETA)
+        | (0 if A_log is None else activate_kernel.HAS_A_LOG)
+        | (0 if dt_bias is None else activate_kernel.HAS_DT_BIAS)
     )
 
 

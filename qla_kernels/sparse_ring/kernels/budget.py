@@ -14,20 +14,20 @@ import tilelang.language as T
 from qla_kernels.sparse_ring.shapes import WORD
 from qla_kernels.tile.loops import rolled
 
-THREADS = 1024
-WARPS = THREADS // 32
+BUDGET_THREADS = 1024
+BUDGET_WARPS = BUDGET_THREADS // 32
 HELD = 8  # keys that a thread keeps in registers
-BITS = 31  # bits of a mass, and of a number; a key is FORCED or 0, the mass, the negated number
-FORCED = 1 << (2 * BITS)
+BITS = 31  # bits of a mass, and of a number; a key is FORCED_KEY or 0, the mass, the negated number
+FORCED_KEY = 1 << (2 * BITS)
 
 
 def key_of(mass: Any, number: Any, forced: Any) -> Any:
     """Returns a line's key, int64: it falls with the mass and, for equal masses, as numbers rise.
 
-    Forced lines have keys of at least FORCED.
+    Forced lines have keys of at least FORCED_KEY.
     """
     rest = T.cast(mass, "int64") << BITS | T.cast((1 << BITS) - 1 - number, "int64")
-    return T.if_then_else(forced, T.int64(FORCED), T.int64(0)) | rest
+    return T.if_then_else(forced, T.int64(FORCED_KEY), T.int64(0)) | rest
 
 
 def mass_of(key: Any) -> Any:
@@ -45,7 +45,7 @@ class Lines(Protocol):
     def key(self, at: Any) -> Any: ...
 
 
-class Found(NamedTuple):
+class Verticals(NamedTuple):
     """Columns of a head as Lines: columns below `sink` are forced, numbers from `end` on unused."""
 
     columns: Any  # int32 [heads, places]
@@ -99,8 +99,8 @@ def in_order(
     sums = T.alloc_local((2,), "int32")
     word, at = T.alloc_var("int32"), T.alloc_var("int32")
     place[0] = 0
-    for i in rolled(T.ceildiv(num, THREADS)):
-        w = i * THREADS + thread
+    for i in rolled(T.ceildiv(num, BUDGET_THREADS)):
+        w = i * BUDGET_THREADS + thread
         word = 0
         if w < num:
             word = words[head, w]
@@ -127,7 +127,7 @@ def fewest(
 
     The target is a mass of `need`, or `cap` lines if that takes fewer. At least one line and all
     forced lines are kept. If all lines are too few, level[0] is 0, and all are kept. The lines are
-    at places 0 to num - 1; s_sum is int32 [2, 2, WARPS].
+    at places 0 to num - 1; s_sum is int32 [2, 2, BUDGET_WARPS].
     """
     lane, warp = thread % 32, thread // 32
     held = T.alloc_local((HELD,), "int64")
@@ -136,8 +136,8 @@ def fewest(
     least = T.alloc_var("int64")
     for u in T.unroll(HELD):
         held[u] = -1
-        if u * THREADS + thread < num:
-            held[u] = lines.key(u * THREADS + thread)
+        if u * BUDGET_THREADS + thread < num:
+            held[u] = lines.key(u * BUDGET_THREADS + thread)
     level[0] = 0
     for i in rolled(2 * BITS + 2):
         least = 0  # the first pass tests whether all lines are too few
@@ -146,13 +146,13 @@ def fewest(
         for n in T.unroll(2):
             mine[n] = 0
         for u in T.unroll(HELD):
-            if u * THREADS < num:  # the same for all threads
+            if u * BUDGET_THREADS < num:  # the same for all threads
                 if held[u] >= least:
                     mine[0] += 1
                     mine[1] += mass_of(held[u])
-        for n in rolled(HELD, T.ceildiv(num, THREADS)):
-            key = lines.key(T.min(n * THREADS + thread, num - 1))
-            if (n * THREADS + thread < num) & (key >= least):
+        for n in rolled(HELD, T.ceildiv(num, BUDGET_THREADS)):
+            key = lines.key(T.min(n * BUDGET_THREADS + thread, num - 1))
+            if (n * BUDGET_THREADS + thread < num) & (key >= least):
                 mine[0] += 1
                 mine[1] += mass_of(key)
         for n in T.unroll(2):
@@ -171,6 +171,6 @@ def fewest(
         if i == 0:
             if (mine[0] == 0) | ((mine[1] < need) & (mine[0] <= cap)):
                 T.loop_break()
-        elif (level[0] >= T.int64(FORCED)) | (kept - missed == 1):
+        elif (level[0] >= T.int64(FORCED_KEY)) | (kept - missed == 1):
             T.loop_break()
     T.sync_threads()

@@ -24,20 +24,28 @@ sends a code for each half, and after the last block the code END.
 import tilelang.language as T
 
 from qla_kernels.sparse_ring.kernels import dkv_parts
-from qla_kernels.sparse_ring.kernels.dkv_parts import GROUP, HALVES, Queries, Shared
-from qla_kernels.sparse_ring.kernels.walk import END, TRIANGLE, UNSEEN, VISIT, WHOLE, WalkTable
+from qla_kernels.sparse_ring.kernels.dkv_parts import Queries, Shared
+from qla_kernels.sparse_ring.kernels.walk import (
+    END,
+    HALVES,
+    TRIANGLE,
+    UNSEEN,
+    VISIT,
+    WHOLE,
+    WalkTable,
+)
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Role, Schedule
 
 Variant, VARIANTS, PASS_CONFIGS = dkv_parts.Variant, dkv_parts.VARIANTS, dkv_parts.PASS_CONFIGS
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return dkv_parts.schedule(
-        v,
+        variant,
         1,
         Role(
             "load",
@@ -98,23 +106,23 @@ def load(x, k, v, table, visits, s, ring, keys_full, chunk, b, kv_head, row0, j0
 
 
 @T.macro
-def gradients(dkv, s, ring, keys_full, w, chunk, b, kv_head, row0, scale, scale2, first, v):
-    r_dk = T.alloc_fragment((BLOCK, v.D), "float32")
-    r_dv = T.alloc_fragment((BLOCK, v.D), "float32")
-    dkv_parts.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v)  # 3
+def gradients(dkv, s, ring, keys_full, w, chunk, b, kv_head, row0, scale, scale2, first, variant):
+    r_dk = T.alloc_fragment((BLOCK, variant.D), "float32")
+    r_dv = T.alloc_fragment((BLOCK, variant.D), "float32")
+    dkv_parts.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, variant)  # 3
     row = row0 + w * BLOCK
     if first == 0:  # 4
-        for key, e in T.Parallel(BLOCK, v.D):
+        for key, e in T.Parallel(BLOCK, variant.D):
             r_dk[key, e] += dkv[chunk, 0, b, row + key, kv_head, e]
             r_dv[key, e] += dkv[chunk, 1, b, row + key, kv_head, e]
-    for key, e in T.Parallel(BLOCK, v.D):
+    for key, e in T.Parallel(BLOCK, variant.D):
         dkv[chunk, 0, b, row + key, kv_head, e] = r_dk[key, e]
         dkv[chunk, 1, b, row + key, kv_head, e] = r_dv[key, e]
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    slots, D = v.slots, v.D
+def build(variant: Variant):
+    plan = schedule(variant)
+    slots, D = variant.slots, variant.D
     B, L, H, Hk = T.dynamic("B, L, H, Hk")
     buffers, num_chunks, rows, num_tiles = T.dynamic("buffers, num_chunks, rows, num_tiles")
     heads, room, num_bounds, num_visits = T.dynamic("heads, room, num_bounds, num_visits")
@@ -126,12 +134,12 @@ def build(v: Variant):
 
     @T.prim_func
     def bwd_dkv(
-        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), v.dtype),
-        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), v.dtype),
+        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), variant.dtype),
+        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), variant.dtype),
         lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
-        k: T.StridedTensor((buffers, rows, Hk, D), (k_b, k_l, k_h, 1), v.dtype),
-        val: T.StridedTensor((buffers, rows, Hk, D), (v_b, v_l, v_h, 1), v.dtype),
+        k: T.StridedTensor((buffers, rows, Hk, D), (k_b, k_l, k_h, 1), variant.dtype),
+        v: T.StridedTensor((buffers, rows, Hk, D), (v_b, v_l, v_h, 1), variant.dtype),
         entries: T.Tensor((heads, room), "int32"),
         bounds: T.Tensor((heads, num_bounds), "int32"),
         visits: T.Tensor((num_chunks, num_visits, VISIT), "int32"),
@@ -143,13 +151,13 @@ def build(v: Variant):
         scale2: T.float32,  # scale log2(e)
         first: T.int32,
     ):
-        threads = (GROUP, plan.threads // GROUP)
+        threads = (WARPGROUP_THREADS, plan.threads // WARPGROUP_THREADS)
         # the long tiles of all chunks come first
         with T.Kernel(num_chunks, num_tiles, Hk * B, threads=threads) as (chunk, tile, head):
-            s_k = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
-            s_v = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
-            s_q = T.alloc_shared((slots, BLOCK, D), v.dtype)
-            s_do = T.alloc_shared((slots, BLOCK, D), v.dtype)
+            s_k = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
+            s_v = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
+            s_q = T.alloc_shared((slots, BLOCK, D), variant.dtype)
+            s_do = T.alloc_shared((slots, BLOCK, D), variant.dtype)
             s_rows = T.alloc_shared((slots, 2, BLOCK), "float32")
             s_seen = T.alloc_shared((slots, HALVES, 1), "int32")
             s = Shared(s_k, s_v, s_q, s_do, s_rows, s_seen)
@@ -166,14 +174,14 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("grads").regs, 1)
                 gradients(
                     dkv, s, ring, keys_full, w, chunk, b, kv_head, tile * TILE,
-                    scale, scale2, first, v,
+                    scale, scale2, first, variant,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
                     table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
                     load(
-                        Queries(q, do, lse2, delta), k, val, table, visits, s, ring, keys_full,
+                        Queries(q, do, lse2, delta), k, v, table, visits, s, ring, keys_full,
                         chunk, b, kv_head, tile * TILE, first_block[chunk, tile], group,
                     )  # fmt: skip
 

@@ -8,7 +8,7 @@ S^T and dP^T are [64, 64]:
     dV  += P^T dO        dK += scale dS^T Q          [64, D], fp32
 
 Steps (numbers appear again in the roles):
-    1 load   K and V of the tile, from the rows that `compact` gathered
+    1 load   K and V of the tile, from the rows that `gather_columns` gathered
     2 load   Q, dO, lse2 and delta, block by block
     3 keep   a mask of the columns that the block sees: d = block - column's block > 0, d not in D
     4 grads  S^T and dP^T; P^T; dS^T; dV, dK
@@ -25,24 +25,24 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.sparse_ring.kernels import dkv_parts
-from qla_kernels.sparse_ring.kernels.dkv_parts import GROUP, HALVES, Queries, Shared
-from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, SEEN, UNSEEN, WHOLE
+from qla_kernels.sparse_ring.kernels.dkv_parts import Queries, Shared
+from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, SEEN, UNSEEN, WHOLE
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE, WORD
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Role, Schedule
 
 Variant, VARIANTS, PASS_CONFIGS = dkv_parts.Variant, dkv_parts.VARIANTS, dkv_parts.PASS_CONFIGS
 
 WORDS = TILE // WORD  # words of a mask with one bit for each column of a tile
 LOG2_BLOCK, LOG2_WORD = 6, 5
-NEVER = 1 << 24  # a block number behind all blocks
+BEHIND_ALL_BLOCKS = 1 << 24  # a block number behind all blocks
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return dkv_parts.schedule(
-        v,
+        variant,
         SEEN,
         Role(
             "load",
@@ -93,7 +93,7 @@ def keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk):
     at = T.alloc_local((WORDS,), "int32")  # the blocks of this lane's columns
     seen = T.alloc_local((WORDS,), "int32")
     for n in T.unroll(WORDS):
-        at[n] = NEVER
+        at[n] = BEHIND_ALL_BLOCKS
         if col0 + n * WORD + lane < v_idx.shape[1]:
             at[n] = T.max(v_idx[of_head, col0 + n * WORD + lane], 0) >> LOG2_BLOCK
     for i in rolled(walk.count):
@@ -121,20 +121,20 @@ def keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk):
 
 
 @T.macro
-def gradients(dk, dv, s, ring, keys_full, w, part, of_head, col0, live, scale, scale2, v):
-    r_dk = T.alloc_fragment((BLOCK, v.D), "float32")
-    r_dv = T.alloc_fragment((BLOCK, v.D), "float32")
-    dkv_parts.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v)  # 4
+def gradients(dk, dv, s, ring, keys_full, w, part, of_head, col0, live, scale, scale2, variant):
+    r_dk = T.alloc_fragment((BLOCK, variant.D), "float32")
+    r_dv = T.alloc_fragment((BLOCK, variant.D), "float32")
+    dkv_parts.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, variant)  # 4
     column = col0 + w * BLOCK
     if live:  # 5
-        for key, e in T.Parallel(BLOCK, v.D):
+        for key, e in T.Parallel(BLOCK, variant.D):
             dk[part, of_head, column + key, e] = r_dk[key, e]
             dv[part, of_head, column + key, e] = r_dv[key, e]
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    slots, D = v.slots, v.D
+def build(variant: Variant):
+    plan = schedule(variant)
+    slots, D = variant.slots, variant.D
     B, L, H, num_tiles = T.dynamic("B, L, H, num_tiles")
     heads, num_columns, words = T.dynamic("heads, num_columns, words")
     slices, room = T.dynamic("slices, room")  # room for columns: whole tiles
@@ -144,12 +144,12 @@ def build(v: Variant):
 
     @T.prim_func
     def bwd_dkv_columns(
-        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), v.dtype),
-        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), v.dtype),
+        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), variant.dtype),
+        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), variant.dtype),
         lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
-        k: T.Tensor((heads, num_columns, 1, D), v.dtype),
-        val: T.Tensor((heads, num_columns, 1, D), v.dtype),
+        k: T.Tensor((heads, num_columns, 1, D), variant.dtype),
+        v: T.Tensor((heads, num_columns, 1, D), variant.dtype),
         d_bits: T.Tensor((heads, words), "int32"),
         v_idx: T.Tensor((heads, num_columns), "int32"),
         first_block: T.Tensor((num_tiles,), "int32"),
@@ -160,13 +160,13 @@ def build(v: Variant):
         scale: T.float32,
         scale2: T.float32,  # scale log2(e)
     ):
-        threads = (GROUP, plan.threads // GROUP)
+        threads = (WARPGROUP_THREADS, plan.threads // WARPGROUP_THREADS)
         # the long tiles of all heads come first
         with T.Kernel(slices, heads, room // TILE, threads=threads) as (part, of_head, tile):
-            s_k = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
-            s_v = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
-            s_q = T.alloc_shared((slots, BLOCK, D), v.dtype)
-            s_do = T.alloc_shared((slots, BLOCK, D), v.dtype)
+            s_k = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
+            s_v = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
+            s_q = T.alloc_shared((slots, BLOCK, D), variant.dtype)
+            s_do = T.alloc_shared((slots, BLOCK, D), variant.dtype)
             s_rows = T.alloc_shared((slots, 2, BLOCK), "float32")
             s_seen = T.alloc_shared((slots, HALVES, SEEN), "int32")
             s = Shared(s_k, s_v, s_q, s_do, s_rows, s_seen)
@@ -180,7 +180,7 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("grads").regs, 1)
                 live = v_idx[of_head, col0] < tokens
                 gradients(
-                    dk, dv, s, ring, keys_full, w, part, of_head, col0, live, scale, scale2, v
+                    dk, dv, s, ring, keys_full, w, part, of_head, col0, live, scale, scale2, variant
                 )
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
@@ -199,7 +199,7 @@ def build(v: Variant):
                 walk = ColumnWalk(low, slices, high)
                 if tx < 32:
                     x = Queries(q, do, lse2, delta)
-                    load(x, k, val, s, ring, keys_full, of_head // H, of_head % H, col0, walk)
+                    load(x, k, v, s, ring, keys_full, of_head // H, of_head % H, col0, walk)
                 elif tx < 64:
                     keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk)
 

@@ -25,6 +25,7 @@ import tilelang.language as T
 from qla_kernels.sparse_ring.kernels.walk import (
     COLUMNS,
     END,
+    HALVES,
     SEEN,
     TRIANGLE,
     VISIT,
@@ -37,13 +38,10 @@ from qla_kernels.sparse_ring.kernels.walk import (
     walk_slashes,
 )
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
-from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
-
-GROUP = 128  # threads of a warpgroup
-HALVES = 2  # of a tile, a warpgroup each
-MEET = 8  # named barriers 8 and 9: the warps of a warpgroup
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
 
 
 class Variant(NamedTuple):
@@ -65,7 +63,7 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
@@ -88,10 +86,11 @@ def schedule(v: Variant) -> Schedule:
             ),
             Role("spare", warps=3, regs=56, computes="fills the warpgroup"),
         ),
-        rings={"k": v.slots, "v": v.slots},
+        rings={"k": variant.slots, "v": variant.slots},
+        named={"meet": Named(WARPGROUP_THREADS, copies=HALVES)},  # the warps of a warpgroup
         # q; dO, whose place dQ takes at the end; k and v; codes; barriers and alignment
-        smem_bytes=(2 * HALVES + 2 * v.slots) * BLOCK * v.D * 2
-        + v.slots * HALVES * SEEN * 4
+        smem_bytes=(2 * HALVES + 2 * variant.slots) * BLOCK * variant.D * 2
+        + variant.slots * HALVES * SEEN * 4
         + 1024,
     )
 
@@ -128,7 +127,7 @@ def hide(r_p, seen):
 @T.macro
 def rows(
     lse2, delta, dq, out, s_q, s_do, q_full, steps, row0, q_rows, b, h,
-    scale, scale2, first, finish, v,
+    scale, scale2, first, finish, meet, variant,
 ):  # fmt: skip
     w = T.alloc_var("int32")
     w = T.shfl_sync(T.get_thread_binding(1), 0)
@@ -136,9 +135,9 @@ def rows(
     out0 = b * q_rows + row
     r_s = T.alloc_fragment((BLOCK, BLOCK), "float32")
     r_dp = T.alloc_fragment((BLOCK, BLOCK), "float32")
-    r_ds = T.alloc_fragment((BLOCK, BLOCK), v.dtype)
-    r_dq = T.alloc_fragment((BLOCK, v.D), "float32")
-    r_dq16 = T.alloc_fragment((BLOCK, v.D), v.dtype)
+    r_ds = T.alloc_fragment((BLOCK, BLOCK), variant.dtype)
+    r_dq = T.alloc_fragment((BLOCK, variant.D), "float32")
+    r_dq16 = T.alloc_fragment((BLOCK, variant.D), variant.dtype)
     r_lse2 = T.alloc_fragment((BLOCK,), "float32")
     r_delta = T.alloc_fragment((BLOCK,), "float32")
     seen = T.alloc_local((SEEN,), "int32")
@@ -167,26 +166,26 @@ def rows(
         T.wait_wgmma(0)
         steps.k.release(at[0])
         advance(steps, at, w, seen)
-    for r, c in T.Parallel(BLOCK, v.D):
+    for r, c in T.Parallel(BLOCK, variant.D):
         r_dq[r, c] *= scale
     if first == 0:  # 3
-        for r, c in T.Parallel(BLOCK, v.D):
+        for r, c in T.Parallel(BLOCK, variant.D):
             r_dq[r, c] += dq[out0 + r, h, c]
     if finish != 0:
         T.copy(r_dq, r_dq16)
         T.copy(r_dq16, s_do[w, :, :])
         T.fence_proxy_async()  # s_do: written by threads, read by the TMA store
-        T.call_extern("handle", "tl::__sync_thread_partial", MEET + w, GROUP)
+        meet.sync(w)
         T.tma_copy(s_do[w, :, :], out[out0 : out0 + BLOCK, h, :])
         T.tma_store_wait(0)
     else:
-        for r, c in T.Parallel(BLOCK, v.D):
+        for r, c in T.Parallel(BLOCK, variant.D):
             dq[out0 + r, h, c] = r_dq[r, c]
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    D, slots = v.D, v.slots
+def build(variant: Variant):
+    plan = schedule(variant)
+    D, slots = variant.D, variant.slots
     B, L, H, Hk, num_tiles = T.dynamic("B, L, H, Hk, num_tiles")
     buffers, chunk, num_visits = T.dynamic("buffers, chunk, num_visits")
     gathered, num_columns = T.dynamic("gathered, num_columns")
@@ -200,14 +199,14 @@ def build(v: Variant):
 
     @T.prim_func
     def bwd_dq(
-        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), v.dtype),
-        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), v.dtype),
+        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), variant.dtype),
+        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), variant.dtype),
         lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
-        k: T.StridedTensor((buffers, chunk, Hk, D), (k_b, k_l, k_h, 1), v.dtype),
-        val: T.StridedTensor((buffers, chunk, Hk, D), (v_b, v_l, v_h, 1), v.dtype),
-        k_columns: T.Tensor((heads, gathered, 1, D), v.dtype),
-        v_columns: T.Tensor((heads, gathered, 1, D), v.dtype),
+        k: T.StridedTensor((buffers, chunk, Hk, D), (k_b, k_l, k_h, 1), variant.dtype),
+        v: T.StridedTensor((buffers, chunk, Hk, D), (v_b, v_l, v_h, 1), variant.dtype),
+        k_columns: T.Tensor((heads, gathered, 1, D), variant.dtype),
+        v_columns: T.Tensor((heads, gathered, 1, D), variant.dtype),
         entries: T.Tensor((heads, room), "int32"),
         bounds: T.Tensor((heads, num_bounds), "int32"),
         d_bits: T.Tensor((heads, words), "int32"),
@@ -215,7 +214,7 @@ def build(v: Variant):
         visits: T.Tensor((num_visits, VISIT), "int32"),
         first_block: T.Tensor((num_tiles,), "int32"),
         dq: T.Tensor((dq_rows, H, D), "float32"),
-        out: T.Tensor((out_rows, H, D), v.dtype),
+        out: T.Tensor((out_rows, H, D), variant.dtype),
         gap: T.int32,
         stripe_blocks: T.int32,
         scale: T.float32,
@@ -224,11 +223,11 @@ def build(v: Variant):
         columns: T.int32,
         finish: T.int32,
     ):
-        with T.Kernel(B * H * num_tiles, threads=(GROUP, plan.threads // GROUP)) as block:
-            s_q = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
-            s_do = T.alloc_shared((HALVES, BLOCK, D), v.dtype)
-            s_k = T.alloc_shared((slots, BLOCK, D), v.dtype)
-            s_v = T.alloc_shared((slots, BLOCK, D), v.dtype)
+        with T.Kernel(B * H * num_tiles, threads=plan.block) as block:
+            s_q = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
+            s_do = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
+            s_k = T.alloc_shared((slots, BLOCK, D), variant.dtype)
+            s_v = T.alloc_shared((slots, BLOCK, D), variant.dtype)
             s_seen = T.alloc_shared((slots, HALVES, SEEN), "int32")
             q_full = T.alloc_barrier(plan.arrivals("q_full"))
             k_full = T.alloc_barrier([plan.arrivals("k_full")] * slots)
@@ -254,13 +253,13 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("rows").regs, 1)
                 rows(
                     lse2, delta, dq, out, s_q, s_do, q_full, steps, tile * TILE, L, b, h,
-                    scale, scale2, first, finish, v,
+                    scale, scale2, first, finish, NamedBarrier(plan, "meet"), variant,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if T.get_thread_binding(0) < 32:
                     load(
-                        q, do, k, val, k_columns, v_columns, table, d_bits, v_idx, visits,
+                        q, do, k, v, k_columns, v_columns, table, d_bits, v_idx, visits,
                         s_q, s_do, q_full, steps, i0, tile * TILE, b, h, b * H + h, kv_head,
                         columns,
                     )  # fmt: skip

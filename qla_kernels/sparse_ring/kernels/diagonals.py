@@ -21,8 +21,8 @@ from qla_kernels.sparse_ring.shapes import WORD
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-WARPS = 16
-THREADS = WARPS * 32
+DIAGONAL_WARPS = 16
+DIAGONAL_THREADS = DIAGONAL_WARPS * 32
 
 
 class Variant(NamedTuple):
@@ -34,10 +34,10 @@ VARIANTS = (Variant(),)
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by num_blocks
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("table", warps=WARPS, regs=64, computes="entries, bounds"),),
-        smem_bytes=WARPS * 4,
+        roles=(Role("table", warps=DIAGONAL_WARPS, regs=64, computes="entries, bounds"),),
+        smem_bytes=DIAGONAL_WARPS * 4,
     )
 
 
@@ -48,8 +48,8 @@ def active(d_bits, head, d, num_blocks, bit):
         bit[0] = (d_bits[head, d // WORD] >> (d % WORD)) & 1
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     heads, words, room, num_bounds = T.dynamic("heads, words, room, num_bounds")
 
     @T.prim_func
@@ -62,7 +62,7 @@ def build(v: Variant):
         stripe_blocks: T.int32,
     ):
         with T.Kernel(heads, threads=plan.threads) as head:
-            s_sum = T.alloc_shared((WARPS,), "int32")
+            s_sum = T.alloc_shared((DIAGONAL_WARPS,), "int32")
             b0, b1 = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
             e, total, kept, before, all_before = (T.alloc_var("int32") for _ in range(5))
             thread = T.get_thread_binding()
@@ -72,8 +72,8 @@ def build(v: Variant):
             turns = T.ceildiv(num_blocks - 1, stripe_blocks) // buckets + 2
             size = turns * stripe_blocks
             all_before = 0
-            for i in rolled(T.ceildiv(buckets * size, THREADS)):
-                y = i * THREADS + thread
+            for i in rolled(T.ceildiv(buckets * size, DIAGONAL_THREADS)):
+                y = i * DIAGONAL_THREADS + thread
                 bucket = y // size
                 turn = y % size // stripe_blocks - 1
                 e = (turn * buckets + bucket - 1) * stripe_blocks + 1 + y % stripe_blocks  # 1
@@ -92,7 +92,7 @@ def build(v: Variant):
                     s_sum[warp] = total
                 T.sync_threads()
                 before = all_before
-                for w in T.serial(WARPS):
+                for w in T.serial(DIAGONAL_WARPS):
                     if w < warp:
                         before += s_sum[w]
                     all_before += s_sum[w]
@@ -104,8 +104,8 @@ def build(v: Variant):
                 T.sync_threads()
             if thread == 0:
                 bounds[head, buckets] = all_before
-            for i in rolled(T.ceildiv(room - all_before, THREADS)):
-                if all_before + i * THREADS + thread < room:
-                    entries[head, all_before + i * THREADS + thread] = 0
+            for i in rolled(T.ceildiv(room - all_before, DIAGONAL_THREADS)):
+                if all_before + i * DIAGONAL_THREADS + thread < room:
+                    entries[head, all_before + i * DIAGONAL_THREADS + thread] = 0
 
     return diagonals

@@ -15,14 +15,11 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, TRIANGLE, UNSEEN
+from qla_kernels.attn.kernels.delta import DELTA, LSE2
+from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, TRIANGLE, UNSEEN
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
-from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
 from qla_kernels.tile.schedule import Role, Schedule
-
-GROUP = 128  # threads of a warpgroup
-HALVES = 2  # of a tile, a warpgroup each
-LSE2, DELTA = 0, 1  # of s.rows
+from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -44,7 +41,7 @@ class Variant(NamedTuple):
 VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
 
 
-def schedule(v: Variant, words: int, *serving: Role) -> Schedule:
+def schedule(variant: Variant, words: int, *serving: Role) -> Schedule:
     """Returns the Schedule of a variant.
 
     `words` is the number of words in `Shared.seen` for each half, and `serving` are the roles of
@@ -63,10 +60,10 @@ def schedule(v: Variant, words: int, *serving: Role) -> Schedule:
             ),
             *serving,
         ),
-        rings={"q": v.slots},
+        rings={"q": variant.slots},
         # k, v; q, dO; lse2, delta; codes; barriers and alignment
-        smem_bytes=2 * TILE * v.D * 2
-        + v.slots * (2 * BLOCK * v.D * 2 + 2 * BLOCK * 4 + HALVES * words * 4)
+        smem_bytes=2 * TILE * variant.D * 2
+        + variant.slots * (2 * BLOCK * variant.D * 2 + 2 * BLOCK * 4 + HALVES * words * 4)
         + 1024,
     )
 
@@ -135,7 +132,7 @@ def hide(r_p, s, slot, half, what):
 
 
 @T.macro
-def gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v):
+def gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, variant):
     """Sets r_dk and r_dv to dK and dV of half w, by all steps up to END.
 
     The shuffle and the votes tell ptxas that all lanes have the same value. It then keeps the
@@ -143,8 +140,8 @@ def gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v):
     """
     r_s = T.alloc_fragment((BLOCK, BLOCK), "float32")
     r_dp = T.alloc_fragment((BLOCK, BLOCK), "float32")
-    r_p = T.alloc_fragment((BLOCK, BLOCK), v.dtype)
-    r_ds = T.alloc_fragment((BLOCK, BLOCK), v.dtype)
+    r_p = T.alloc_fragment((BLOCK, BLOCK), variant.dtype)
+    r_ds = T.alloc_fragment((BLOCK, BLOCK), variant.dtype)
     i, what, half = (T.alloc_var("int32") for _ in range(3))
     half = T.shfl_sync(w, 0)
     T.clear(r_dk)
@@ -174,5 +171,5 @@ def gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, v):
         i += 1
         ring.wait(i)
         what = s.seen[ring.slot(i), half, 0]
-    for key, e in T.Parallel(BLOCK, v.D):
+    for key, e in T.Parallel(BLOCK, variant.D):
         r_dk[key, e] *= scale

@@ -47,11 +47,9 @@ from qla_kernels.sparse_ring.kernels.walk import (
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile import pin, softmax
 from qla_kernels.tile.constants import LN2, LOG2E
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
-
-GROUP = 128  # threads of a warpgroup
-MEET = 8  # named barriers 8 and 9: the warps of a warpgroup
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -68,8 +66,8 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
-    rings = {"k": 4, "v": 8} if v.D == 128 else {"k": 8, "v": 16}
+def schedule(variant: Variant) -> Schedule:
+    rings = {"k": 4, "v": 8} if variant.D == 128 else {"k": 8, "v": 16}
     return Schedule(
         roles=(
             Role(
@@ -93,8 +91,9 @@ def schedule(v: Variant) -> Schedule:
             Role("spare", warps=3, regs=40, computes="fills the warpgroup"),
         ),
         rings=rings,
+        named={"meet": Named(WARPGROUP_THREADS, copies=2)},  # the warps of a warpgroup
         # q, whose place o takes at the end; k and v; codes and masks; barriers and alignment
-        smem_bytes=(2 + rings["k"] + rings["v"]) * BLOCK * v.D * 2
+        smem_bytes=(2 + rings["k"] + rings["v"]) * BLOCK * variant.D * 2
         + rings["k"] * 2 * SEEN * 4
         + 1024,
     )
@@ -219,7 +218,7 @@ def weigh(lse, b, h, row0, token0, seqlen, first, old, now):
 @T.macro
 def rows(
     o, lse, out, s_q, q_full, steps, i0, row0, o0, b, h, gap, seqlen, scale2, first, finish,
-    D, dtype,
+    meet, D, dtype,
 ):  # fmt: skip
     r_o = T.alloc_fragment((BLOCK, D), "float32")
     r_old = T.alloc_fragment((BLOCK, D), "float32")
@@ -247,7 +246,7 @@ def rows(
             T.copy(r_o, r_o16)
             T.copy(r_o16, s_q[w, :, :])
             T.fence_proxy_async()  # s_q: written by threads, read by the TMA store
-            T.call_extern("handle", "tl::__sync_thread_partial", MEET + w, GROUP)
+            meet.sync(w)
             T.tma_copy(s_q[w, :, :], out[o0 + above : o0 + above + BLOCK, h, :])
             T.tma_store_wait(0)
         else:
@@ -255,9 +254,9 @@ def rows(
                 o[o0 + above + r, h, c] = r_o[r, c]
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    D, rings = v.D, plan.rings
+def build(variant: Variant):
+    plan = schedule(variant)
+    D, rings = variant.D, plan.rings
     B, L, H, Hk, num_tiles = T.dynamic("B, L, H, Hk, num_tiles")
     slots, chunk, num_columns, num_visits = T.dynamic("slots, chunk, num_columns, num_visits")
     heads, room, num_bounds, words = T.dynamic("heads, room, num_bounds, words")
@@ -268,11 +267,11 @@ def build(v: Variant):
 
     @T.prim_func
     def fwd(
-        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), v.dtype),
-        k: T.StridedTensor((slots, chunk, Hk, D), (k_b, k_l, k_h, 1), v.dtype),
-        val: T.StridedTensor((slots, chunk, Hk, D), (v_b, v_l, v_h, 1), v.dtype),
-        k_columns: T.Tensor((heads, num_columns, 1, D), v.dtype),
-        v_columns: T.Tensor((heads, num_columns, 1, D), v.dtype),
+        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), variant.dtype),
+        k: T.StridedTensor((slots, chunk, Hk, D), (k_b, k_l, k_h, 1), variant.dtype),
+        v: T.StridedTensor((slots, chunk, Hk, D), (v_b, v_l, v_h, 1), variant.dtype),
+        k_columns: T.Tensor((heads, num_columns, 1, D), variant.dtype),
+        v_columns: T.Tensor((heads, num_columns, 1, D), variant.dtype),
         entries: T.Tensor((heads, room), "int32"),
         bounds: T.Tensor((heads, num_bounds), "int32"),
         d_bits: T.Tensor((heads, words), "int32"),
@@ -281,7 +280,7 @@ def build(v: Variant):
         first_block: T.Tensor((num_tiles,), "int32"),
         o: T.Tensor((o_rows, H, D), "float32"),
         lse: T.Tensor((B, H, L), "float32"),
-        out: T.Tensor((out_rows, H, D), v.dtype),
+        out: T.Tensor((out_rows, H, D), variant.dtype),
         gap: T.int32,
         stripe_blocks: T.int32,
         seqlen: T.int32,
@@ -290,11 +289,11 @@ def build(v: Variant):
         columns: T.int32,
         finish: T.int32,
     ):
-        with T.Kernel(B * H * num_tiles, threads=(GROUP, plan.threads // GROUP)) as block:
+        with T.Kernel(B * H * num_tiles, threads=plan.block) as block:
             T.import_source(softmax.SOURCE + pin.SOURCE)
-            s_q = T.alloc_shared((2, BLOCK, D), v.dtype)
-            s_k = T.alloc_shared((rings["k"], BLOCK, D), v.dtype)
-            s_v = T.alloc_shared((rings["v"], BLOCK, D), v.dtype)
+            s_q = T.alloc_shared((2, BLOCK, D), variant.dtype)
+            s_k = T.alloc_shared((rings["k"], BLOCK, D), variant.dtype)
+            s_v = T.alloc_shared((rings["v"], BLOCK, D), variant.dtype)
             s_seen = T.alloc_shared((rings["k"], 2, SEEN), "int32")
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k, s_v)})
             q_full = T.alloc_barrier(plan.arrivals("q_full"))
@@ -321,13 +320,14 @@ def build(v: Variant):
                 T.set_max_nreg(plan.role("rows").regs, 1)
                 rows(
                     o, lse, out, s_q, q_full, steps, i0, tile * TILE, b * L + tile * TILE, b, h,
-                    gap, seqlen, scale2, first, finish, D, v.dtype,
+                    gap, seqlen, scale2, first, finish, NamedBarrier(plan, "meet"),
+                    D, variant.dtype,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if T.get_thread_binding(0) < 32:
                     load(
-                        q, k, val, k_columns, v_columns, table, d_bits, v_idx, visits,
+                        q, k, v, k_columns, v_columns, table, d_bits, v_idx, visits,
                         s_q, q_full, steps, i0, tile * TILE, b, h, b * H + h, head, seqlen, columns,
                     )  # fmt: skip
 

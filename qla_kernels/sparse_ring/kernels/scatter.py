@@ -23,8 +23,8 @@ from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-WARPS = 8
-WARP_ROWS = TILE // WARPS
+SCATTER_WARPS = 8
+WARP_ROWS = TILE // SCATTER_WARPS
 
 
 class Variant(NamedTuple):
@@ -36,9 +36,9 @@ VARIANTS = (Variant(128), Variant(64))
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # bisection stays in the table
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("rows", warps=WARPS, regs=48, computes="dK, dV"),),
+        roles=(Role("rows", warps=SCATTER_WARPS, regs=48, computes="dK, dV"),),
         ctas_per_sm=5,
     )
 
@@ -48,7 +48,7 @@ def rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D):
     thread = T.get_thread_binding()
     lane, first = thread % 32, thread // 32 * WARP_ROWS
     low, high, middle, token, end = (T.alloc_var("int32") for _ in range(5))
-    of_head, column, found, at = (T.alloc_var("int32") for _ in range(4))
+    of_head, column, first_column, at = (T.alloc_var("int32") for _ in range(4))
     r_sum = T.alloc_local((2, D // 32), "float32")
     token = (block + first // BLOCK * gap) * BLOCK + first % BLOCK
     end = token + WARP_ROWS
@@ -62,13 +62,13 @@ def rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D):
                 low = middle + 1
             else:
                 high = middle
-        found = end
+        first_column = end
         if low < v_idx.shape[1]:
-            found = v_idx[of_head, low]
+            first_column = v_idx[of_head, low]
         for y in rolled(T.min(group - g * 32, 32)):  # 2
             head = T.shfl_sync(of_head, y)
             column = T.shfl_sync(low, y)
-            at = T.shfl_sync(found, y)
+            at = T.shfl_sync(first_column, y)
             while (token <= at) & (at < end):  # columns ascend
                 row = row0 + first + at - token
                 for n in T.unroll(2):
@@ -87,9 +87,9 @@ def rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D):
                     at = v_idx[head, column]
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    D = v.D
+def build(variant: Variant):
+    plan = schedule(variant)
+    D = variant.D
     slices, heads, room, num_columns = T.dynamic("slices, heads, room, num_columns")
     B, Hk, num_chunks, chunk_rows, num_tiles = T.dynamic("B, Hk, num_chunks, chunk_rows, num_tiles")
 

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.sparse_ring.shapes import BLOCK, WORD
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE, WORD
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
 
+HALVES = TILE // BLOCK  # of a query tile, a warpgroup each
 END, UNSEEN, WHOLE, TRIANGLE, COLUMNS = -1, 0, 1, 2, 3
 SEEN = 3  # words for a warpgroup and step: the code, and two words of column mask
 VISIT = 5  # batch row of slot 0 of the buffer, bucket, first block, end, local block of the first

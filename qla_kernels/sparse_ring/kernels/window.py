@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile import softmax
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import ONE, Role
 
 FLOOR = -1e30  # maximum of a row that has seen no key: finite, and the row's sum is 0
-GROUP = 128  # threads of a warpgroup
 HEADS = 4  # query heads of a CTA; a warpgroup has two of them, or takes two at a time
+CTA_ROWS = HEADS * BLOCK  # rows of queries of a CTA
 SOURCE = softmax.SOURCE + Path(__file__).with_suffix(".cuh").read_text()
 
 LOADING = (

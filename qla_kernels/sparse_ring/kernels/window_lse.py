@@ -25,7 +25,13 @@ import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla_kernels.sparse_ring.kernels import window
-from qla_kernels.sparse_ring.kernels.window import FLOOR, GROUP, HEADS, LOADING, load
+from qla_kernels.sparse_ring.kernels.window import (
+    CTA_ROWS,
+    FLOOR,
+    HEADS,
+    LOADING,
+    load,
+)
 from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile import pin
 from qla_kernels.tile.constants import LN2, LOG2E
@@ -33,22 +39,21 @@ from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 
-KEYS = 128  # keys of a tile
-BLOCKS = KEYS // BLOCK
-ROWS = HEADS * BLOCK  # rows of queries of a CTA
-GROUPS = HEADS // 2  # warpgroups: each has two heads
+LSE_KEYS = 128  # keys of a tile
+LSE_BLOCKS = LSE_KEYS // BLOCK
+LSE_WARPGROUPS = HEADS // 2  # warpgroups: each has two heads
 
 Variant, VARIANTS, PASS_CONFIGS = window.Variant, window.VARIANTS, window.PASS_CONFIGS
 
-SLOTS = 4
+LSE_SLOTS = 4
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
                 "rows",
-                warps=4 * GROUPS,
+                warps=4 * LSE_WARPGROUPS,
                 regs=240,
                 waits=("q_full", "k_full"),
                 signals=("k_free",),
@@ -57,8 +62,9 @@ def schedule(v: Variant) -> Schedule:
             ),
             *LOADING,
         ),
-        rings={"k": SLOTS},
-        smem_bytes=(ROWS + SLOTS * KEYS) * v.D * 2 + 1024,  # Q, K; barriers and alignment
+        rings={"k": LSE_SLOTS},
+        smem_bytes=(CTA_ROWS + LSE_SLOTS * LSE_KEYS) * variant.D * 2
+        + 1024,  # Q, K; barriers and alignment
     )
 
 
@@ -86,8 +92,8 @@ def rows(
     block, lse, s_q, s_k, q_full, ring,
     part, unit, row0, first, num_tiles, last, scale2, num_rows,
 ):  # fmt: skip
-    r_s0 = T.alloc_fragment((BLOCK, KEYS), "float32")
-    r_s1 = T.alloc_fragment((BLOCK, KEYS), "float32")
+    r_s0 = T.alloc_fragment((BLOCK, LSE_KEYS), "float32")
+    r_s1 = T.alloc_fragment((BLOCK, LSE_KEYS), "float32")
     m0, m1 = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
     l0, l1 = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
     b0, b1 = T.alloc_var("int32"), T.alloc_var("int32")  # the tile's two blocks
@@ -99,17 +105,17 @@ def rows(
         m1[h] = FLOOR
         l0[h] = 0
         l1[h] = 0
-    b0 = block[first * BLOCKS]
-    b1 = block[first * BLOCKS + 1]
+    b0 = block[first * LSE_BLOCKS]
+    b1 = block[first * LSE_BLOCKS + 1]
     T.barrier_wait(q_full, 0)
     ring.wait(0)
     multiply(s_q, s_k, ring, w, 0, r_s0)
     for i in T.serial(num_tiles):
         following = T.min(i + 1, num_tiles - 1)
-        next_b0 = block[(first + following) * BLOCKS]  # arrives meanwhile
-        next_b1 = block[(first + following) * BLOCKS + 1]
+        next_b0 = block[(first + following) * LSE_BLOCKS]  # arrives meanwhile
+        next_b1 = block[(first + following) * LSE_BLOCKS + 1]
         T.wait_wgmma(0)
-        multiply(s_q, s_k, ring, GROUPS + w, i, r_s1)
+        multiply(s_q, s_k, ring, LSE_WARPGROUPS + w, i, r_s1)
         window.fold(r_s0, m0, l0, b0, b1, last, scale2)  # 3, 4
         pin.pin(l0[0] + l0[1])
         ring.wait(following)
@@ -122,43 +128,45 @@ def rows(
         b1 = next_b1
     T.wait_wgmma(0)
     put(lse, m0, l0, part, unit, row0 + w * BLOCK, num_rows, scale2)
-    put(lse, m1, l1, part, unit, row0 + (GROUPS + w) * BLOCK, num_rows, scale2)
+    put(lse, m1, l1, part, unit, row0 + (LSE_WARPGROUPS + w) * BLOCK, num_rows, scale2)
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     B, L, Hk, num_rows, parts = T.dynamic("B, L, Hk, num_rows, parts")
     units, blocks = T.dynamic("units, blocks")
     k_batch, k_token, k_head = T.dynamic("k_batch, k_token, k_head")
 
     @T.prim_func
     def window_lse(
-        q: T.Tensor((units, num_rows, v.D), v.dtype),
-        k: T.StridedTensor((B, L, Hk, v.D), (k_batch, k_token, k_head, 1), v.dtype),
+        q: T.Tensor((units, num_rows, variant.D), variant.dtype),
+        k: T.StridedTensor((B, L, Hk, variant.D), (k_batch, k_token, k_head, 1), variant.dtype),
         block: T.Tensor((blocks,), "int32"),
         lse: T.Tensor((parts, units, num_rows), "float32"),
         last: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(
-            T.ceildiv(num_rows, ROWS), units, parts, threads=(GROUP, plan.threads // GROUP)
-        ) as (tile, unit, part):
+        with T.Kernel(T.ceildiv(num_rows, CTA_ROWS), units, parts, threads=plan.block) as (
+            tile,
+            unit,
+            part,
+        ):
             T.import_source(window.SOURCE + pin.SOURCE)
-            s_q = T.alloc_shared((HEADS, BLOCK, v.D), v.dtype)
-            s_k = T.alloc_shared((SLOTS, KEYS, v.D), v.dtype)
+            s_q = T.alloc_shared((HEADS, BLOCK, variant.D), variant.dtype)
+            s_k = T.alloc_shared((LSE_SLOTS, LSE_KEYS, variant.D), variant.dtype)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k)})
             q_full = T.alloc_barrier([plan.arrivals("q_full")])
-            k_full = T.alloc_barrier([plan.arrivals("k_full")] * SLOTS)
-            k_free = T.alloc_barrier([plan.arrivals("k_free")] * SLOTS)
-            ring = Ring(k_full, k_free, SLOTS)
+            k_full = T.alloc_barrier([plan.arrivals("k_full")] * LSE_SLOTS)
+            k_free = T.alloc_barrier([plan.arrivals("k_free")] * LSE_SLOTS)
+            ring = Ring(k_full, k_free, LSE_SLOTS)
             first, num_tiles = T.alloc_var("int32"), T.alloc_var("int32")
             row0 = T.alloc_var("int32")
-            first = L // KEYS * part // parts
-            num_tiles = L // KEYS * (part + 1) // parts - first
-            row0 = tile * ROWS
+            first = L // LSE_KEYS * part // parts
+            num_tiles = L // LSE_KEYS * (part + 1) // parts - first
+            row0 = tile * CTA_ROWS
 
             await_previous()
-            if T.get_thread_binding(1) < GROUPS:
+            if T.get_thread_binding(1) < LSE_WARPGROUPS:
                 T.set_max_nreg(plan.role("rows").regs, 1)
                 rows(
                     block, lse, s_q, s_k, q_full, ring,

@@ -25,43 +25,49 @@ import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla_kernels.sparse_ring.kernels import window
-from qla_kernels.sparse_ring.kernels.window import FLOOR, GROUP, HEADS, LOADING, load
+from qla_kernels.sparse_ring.kernels.window import (
+    CTA_ROWS,
+    FLOOR,
+    HEADS,
+    LOADING,
+    load,
+)
 from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
-GROUPS = 3  # warpgroups, with a block of keys each
-KEYS = GROUPS * BLOCK  # keys of a tile
-ROWS = HEADS * BLOCK  # rows of queries of a CTA
+MASS_WARPGROUPS = 3  # warpgroups, with a block of keys each
+MASS_KEYS = MASS_WARPGROUPS * BLOCK  # keys of a tile
 PAIR = 2 * BLOCK
 
 Variant, VARIANTS, PASS_CONFIGS = window.Variant, window.VARIANTS, window.PASS_CONFIGS
 
-SLOTS = 3
+MASS_SLOTS = 3
 LOADS = 8  # parts of a row's LSE that are loaded at a time
-LSE_READY = 8  # named barrier
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             Role(
                 "keys",
-                warps=4 * GROUPS,
+                warps=4 * MASS_WARPGROUPS,
                 regs=160,
                 waits=("q_full", "k_full", "turn_free"),
-                signals=("k_free", ("turn_free", GROUP)),
+                signals=("k_free", ("turn_free", WARPGROUP_THREADS)),
                 computes="P^T, mass",
                 uses=("wgmma",),
             ),
             *LOADING,
         ),
-        rings={"k": SLOTS, "turn": GROUPS},
+        rings={"k": MASS_SLOTS, "turn": MASS_WARPGROUPS},
+        named={"lse_ready": Named(MASS_WARPGROUPS * WARPGROUP_THREADS)},
         # Q, K; LSE; barriers and alignment
-        smem_bytes=(ROWS + SLOTS * KEYS) * v.D * 2 + ROWS * 4 + 1024,
+        smem_bytes=(CTA_ROWS + MASS_SLOTS * MASS_KEYS) * variant.D * 2 + CTA_ROWS * 4 + 1024,
     )
 
 
@@ -71,25 +77,25 @@ def add_parts(lse, s_lse, unit, row0, row, num_rows, num_parts):
 
     A row without a query gets +inf, so that its P is 0.
     """
-    found = T.alloc_local((LOADS,), "float32")
+    parts_lse = T.alloc_local((LOADS,), "float32")
     peak, total = T.alloc_var("float32"), T.alloc_var("float32")
-    if row < ROWS:
+    if row < CTA_ROWS:
         peak = FLOOR
         total = 0
         s_lse[row] = T.infinity("float32")
         if row0 + row < num_rows:
             for n in rolled(T.ceildiv(num_parts, LOADS)):
                 for u in T.unroll(LOADS):  # a repeated last part does not change the maximum
-                    found[u] = lse[T.min(n * LOADS + u, num_parts - 1), unit, row0 + row]
+                    parts_lse[u] = lse[T.min(n * LOADS + u, num_parts - 1), unit, row0 + row]
                 for u in T.unroll(LOADS):
-                    peak = T.max(peak, found[u])
+                    peak = T.max(peak, parts_lse[u])
             for n in rolled(T.ceildiv(num_parts, LOADS)):
                 for u in T.unroll(LOADS):
-                    found[u] = -T.infinity("float32")
+                    parts_lse[u] = -T.infinity("float32")
                     if n * LOADS + u < num_parts:
-                        found[u] = lse[n * LOADS + u, unit, row0 + row]
+                        parts_lse[u] = lse[n * LOADS + u, unit, row0 + row]
                 for u in T.unroll(LOADS):  # the difference first: for the largest it is exactly 0
-                    total += T.exp2((found[u] - peak) * LOG2E)
+                    total += T.exp2((parts_lse[u] - peak) * LOG2E)
             s_lse[row] = peak * LOG2E + T.log2(total)
 
 
@@ -104,7 +110,7 @@ def multiply(s_q, s_k, ring, turn, w, i, pair, step, r_s):
         transpose_B=True,
         clear_accum=True,
     )
-    T.barrier_arrive(turn[(w + 1) % GROUPS])
+    T.barrier_arrive(turn[(w + 1) % MASS_WARPGROUPS])
 
 
 @T.macro
@@ -119,7 +125,7 @@ def put(mass, of_key, key0, unit, head0, share):
 
 @T.macro
 def keys(
-    lse, block, mass, s_q, s_k, s_lse, q_full, ring, turn,
+    lse, block, mass, s_q, s_k, s_lse, lse_ready, q_full, ring, turn,
     unit, row0, first, num_tiles, last, scale2, share, num_rows, num_parts,
 ):  # fmt: skip
     r_s0 = T.alloc_fragment((BLOCK, PAIR), "float32")
@@ -129,11 +135,13 @@ def keys(
     tile0, tile1, following, two = (T.alloc_var("int32") for _ in range(4))
     w, head0, end = T.alloc_var("int32"), row0 // BLOCK, block.shape[0] - 1
     w = T.shfl_sync(T.get_thread_binding(1), 0)  # for ptxas: one value in the warp
-    add_parts(lse, s_lse, unit, row0, w * GROUP + T.get_thread_binding(0), num_rows, num_parts)
-    T.call_extern("handle", "tl::__sync_thread_partial", LSE_READY, GROUPS * GROUP)
+    add_parts(
+        lse, s_lse, unit, row0, w * WARPGROUP_THREADS + T.get_thread_binding(0), num_rows, num_parts
+    )
+    lse_ready.sync()
     two = T.cast(num_rows - row0 > PAIR, "int32")  # pairs of heads, less one
-    next_b0 = block[T.min(first * GROUPS + w, end)]
-    next_b1 = block[T.min((first + T.min(1 >> two, num_tiles - 1)) * GROUPS + w, end)]
+    next_b0 = block[T.min(first * MASS_WARPGROUPS + w, end)]
+    next_b1 = block[T.min((first + T.min(1 >> two, num_tiles - 1)) * MASS_WARPGROUPS + w, end)]
     T.barrier_wait(q_full, 0)
     ring.wait(0)
     multiply(s_q, s_k, ring, turn, w, 0, 0, 0, r_s0)
@@ -143,35 +151,42 @@ def keys(
         following = T.min((2 * n + 2) >> two, num_tiles - 1)
         b0 = next_b0
         b1 = next_b1
-        next_b0 = block[T.min((first + following) * GROUPS + w, end)]  # arrive meanwhile
+        next_b0 = block[T.min((first + following) * MASS_WARPGROUPS + w, end)]  # arrive meanwhile
         ahead = T.min((2 * n + 3) >> two, num_tiles - 1)
-        next_b1 = block[T.min((first + ahead) * GROUPS + w, end)]
+        next_b1 = block[T.min((first + ahead) * MASS_WARPGROUPS + w, end)]
         ring.wait(tile1)
         T.wait_wgmma(0)
         if two == 0:
             ring.release(tile0)
         multiply(s_q, s_k, ring, turn, w, tile1, two, 2 * n + 1, r_s1)
         of_key = window.weigh(r_s0, T.address_of(s_lse[0]), b0, last, scale2)  # 4, 5
-        put(mass, of_key, ((first + tile0) * GROUPS + w) * BLOCK, unit, head0, share)
+        put(mass, of_key, ((first + tile0) * MASS_WARPGROUPS + w) * BLOCK, unit, head0, share)
         ring.wait(following)
         T.wait_wgmma(0)
         ring.release(tile1)
         multiply(s_q, s_k, ring, turn, w, following, 0, 2 * n + 2, r_s0)
         of_key = window.weigh(r_s1, T.address_of(s_lse[two * PAIR]), b1, last, scale2)
-        put(mass, of_key, ((first + tile1) * GROUPS + w) * BLOCK, unit, head0 + 2 * two, share)
+        put(
+            mass,
+            of_key,
+            ((first + tile1) * MASS_WARPGROUPS + w) * BLOCK,
+            unit,
+            head0 + 2 * two,
+            share,
+        )
     T.wait_wgmma(0)
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     B, L, Hk, num_rows, group = T.dynamic("B, L, Hk, num_rows, group")
     units, blocks, num_parts = T.dynamic("units, blocks, num_parts")
     k_batch, k_token, k_head = T.dynamic("k_batch, k_token, k_head")
 
     @T.prim_func
     def window_mass(
-        q: T.Tensor((units, num_rows, v.D), v.dtype),
-        k: T.StridedTensor((B, L, Hk, v.D), (k_batch, k_token, k_head, 1), v.dtype),
+        q: T.Tensor((units, num_rows, variant.D), variant.dtype),
+        k: T.StridedTensor((B, L, Hk, variant.D), (k_batch, k_token, k_head, 1), variant.dtype),
         block: T.Tensor((blocks,), "int32"),
         lse: T.Tensor((num_parts, units, num_rows), "float32"),
         mass: T.Tensor((units, group, L), "int32"),
@@ -180,31 +195,34 @@ def build(v: Variant):
         share: T.float32,
         parts: T.int32,
     ):
-        with T.Kernel(
-            T.ceildiv(num_rows, ROWS), units, parts, threads=(GROUP, plan.threads // GROUP)
-        ) as (tile, unit, part):
+        with T.Kernel(T.ceildiv(num_rows, CTA_ROWS), units, parts, threads=plan.block) as (
+            tile,
+            unit,
+            part,
+        ):
             T.import_source(window.SOURCE)
-            s_q = T.alloc_shared((HEADS // 2, PAIR, v.D), v.dtype)
-            s_k = T.alloc_shared((SLOTS, KEYS, v.D), v.dtype)
-            s_lse = T.alloc_shared((ROWS,), "float32")
+            s_q = T.alloc_shared((HEADS // 2, PAIR, variant.D), variant.dtype)
+            s_k = T.alloc_shared((MASS_SLOTS, MASS_KEYS, variant.D), variant.dtype)
+            s_lse = T.alloc_shared((CTA_ROWS,), "float32")
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k)})
             q_full = T.alloc_barrier([plan.arrivals("q_full")])
-            k_full = T.alloc_barrier([plan.arrivals("k_full")] * SLOTS)
-            k_free = T.alloc_barrier([plan.arrivals("k_free")] * SLOTS)
-            turn_free = T.alloc_barrier([plan.arrivals("turn_free")] * GROUPS)
-            ring = Ring(k_full, k_free, SLOTS)
+            k_full = T.alloc_barrier([plan.arrivals("k_full")] * MASS_SLOTS)
+            k_free = T.alloc_barrier([plan.arrivals("k_free")] * MASS_SLOTS)
+            turn_free = T.alloc_barrier([plan.arrivals("turn_free")] * MASS_WARPGROUPS)
+            ring = Ring(k_full, k_free, MASS_SLOTS)
+            lse_ready = NamedBarrier(plan, "lse_ready")
             first, num_tiles = T.alloc_var("int32"), T.alloc_var("int32")
             row0 = T.alloc_var("int32")
-            first = T.ceildiv(L, KEYS) * part // parts
-            num_tiles = T.ceildiv(L, KEYS) * (part + 1) // parts - first
-            row0 = tile * ROWS
+            first = T.ceildiv(L, MASS_KEYS) * part // parts
+            num_tiles = T.ceildiv(L, MASS_KEYS) * (part + 1) // parts - first
+            row0 = tile * CTA_ROWS
 
             await_previous()
-            if T.get_thread_binding(1) < GROUPS:
+            if T.get_thread_binding(1) < MASS_WARPGROUPS:
                 T.set_max_nreg(plan.role("keys").regs, 1)
                 keys(
-                    lse, block, mass, s_q, s_k, s_lse, q_full, ring, turn_free, unit, row0, first,
-                    num_tiles, last, scale * LOG2E, share, num_rows, num_parts,
+                    lse, block, mass, s_q, s_k, s_lse, lse_ready, q_full, ring, turn_free,
+                    unit, row0, first, num_tiles, last, scale * LOG2E, share, num_rows, num_parts,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)

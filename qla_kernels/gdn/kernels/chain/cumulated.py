@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.gdn.kernels.chain.layout import BETA, BETA_E, FALL, GAMMA, LAST, SCALE_E, TILE, D
+from qla_kernels.gdn.kernels.chain.layout import (
+    BETA,
+    BETA_E,
+    DECAY_TO_BLOCK_END,
+    GAMMA,
+    LAST,
+    SCALE_E,
+    TILE,
+    D,
+)
 from qla_kernels.tile.constants import CHUNK, LOG2E
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.mask import clear_tail
@@ -62,7 +71,8 @@ def read_gates(g_cum, beta, r_gate, begin, length, i, num_chunks, hv):
 def gate(g_cum, beta, s_gate, ring, begin, length, num_chunks, hv, reverse, scale):
     """Writes the rows of a gate slot for each chunk.
 
-    `scale` is None for a chain without queries; rows GAMMA, FALL and SCALE_E are then not written.
+    `scale` is None for a chain without queries; rows GAMMA, DECAY_TO_BLOCK_END and SCALE_E are then
+    not written.
     """
     lane = T.get_thread_binding() % 32
     r_gate = T.alloc_local((4,), "float32")  # of the next chunk: two gamma, two beta
@@ -88,7 +98,7 @@ def gate(g_cum, beta, s_gate, ring, begin, length, num_chunks, hv, reverse, scal
             s_gate[slot, D, 2 * lane + e] = T.exp2(last - gamma[e])
             if scale is not None:
                 s_gate[slot, GAMMA, 2 * lane + e] = gamma[e]
-                s_gate[slot, FALL, 2 * lane + e] = T.exp2(end - gamma[e])
+                s_gate[slot, DECAY_TO_BLOCK_END, 2 * lane + e] = T.exp2(end - gamma[e])
                 s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])
         s_gate[slot, LAST, lane] = T.exp2(last)
         ring.commit(step)

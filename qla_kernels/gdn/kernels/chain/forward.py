@@ -11,12 +11,11 @@ import tilelang.language as T
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,
-    FALL,
+    DECAY_TO_BLOCK_END,
     GAMMA,
     LAST,
     SCALE_E,
     TILE,
-    TURN,
     D,
     accumulator_layout,
     give_turn,
@@ -78,14 +77,14 @@ def gate(
                 total += below
         g2[0] = total - g2[1]
         g2[1] = total
-        fall0 = T.shfl_sync(total, lane // 8 * 8 + 7)  # gamma of the last token of the 16
+        block_end = T.shfl_sync(total, lane // 8 * 8 + 7)  # gamma of the last token of the 16
         last = T.shfl_sync(total, 31)
         ring.acquire(i)  # 2
         slot = ring.slot(i)
         for e in T.unroll(2):
             s_gate[slot, GAMMA, 2 * lane + e] = g2[e]
             s_gate[slot, BETA, 2 * lane + e] = b[e]
-            s_gate[slot, FALL, 2 * lane + e] = T.exp2(fall0 - g2[e])
+            s_gate[slot, DECAY_TO_BLOCK_END, 2 * lane + e] = T.exp2(block_end - g2[e])
             s_gate[slot, BETA_E, 2 * lane + e] = b[e] * T.exp2(g2[e])
             s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(g2[e])
             s_gate[slot, D, 2 * lane + e] = T.exp2(last - g2[e])
@@ -122,25 +121,9 @@ def put_out(r_o16, s_o, ring, w, i):
 
 
 @T.macro
-def first_turn(w, states):
-    """Gives the first of two state warpgroups the first turn on the tensor cores."""
-    if states == 2:
-        if w == 1:
-            T.call_extern("handle", "tl::__named_barrier_arrive", TURN, 256)
-
-
-@T.macro
-def last_turn(w, states):
-    """Takes the turn that the second of two state warpgroups gives last, so that it is used up."""
-    if states == 2:
-        if w == 0:
-            T.call_extern("handle", "tl::__sync_thread_partial", TURN, 256)
-
-
-@T.macro
 def state(
     states, K, dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
-    q_ring, k_ring, v_ring, gate_ring, a_ring, p_ring, o_ring,
+    q_ring, k_ring, v_ring, gate_ring, a_ring, p_ring, o_ring, turn,
     num_chunks, n, hv, v0, has_h0, has_ht, ends_of,
 ):  # fmt: skip
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
@@ -168,9 +151,9 @@ def state(
         gate_slot = gate_ring.slot(i)
         k_ring.wait(i)
         q_ring.wait(i)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 4
-        give_turn(w, states)
+        give_turn(turn, w)
         if states == 1:
             T.copy(r_o, r_o16)  # of the chunk before; unused in the first pass
         T.wgmma_gemm(r_s16, s_q[q_ring.slot(i), :, :], r_o, transpose_B=True, clear_accum=True)
@@ -192,9 +175,9 @@ def state(
         v_ring.release(i)
         T.copy(r_x, r_w16)
         a_ring.wait(i)
-        take_turn(w, states)
+        take_turn(turn, w)
         T.wgmma_gemm(r_w16, s_a[a_ring.slot(i), :, :], r_n, transpose_B=True, clear_accum=True)
-        give_turn(w, states)
+        give_turn(turn, w)
         for r, c in T.Parallel(TILE, K):
             r_s[r, c] *= s_gate[gate_slot, LAST, 0]
         if states == 1:
@@ -216,10 +199,10 @@ def state(
             T.copy(r_n, r_n16)
             gate_ring.release(i)
             p_ring.wait(i)
-            take_turn(w, states)
+            take_turn(turn, w)
             T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 6
             T.wgmma_gemm(r_n16, s_p[p_ring.slot(i), :, :], r_o, transpose_B=True)
-            give_turn(w, states)
+            give_turn(turn, w)
         T.wait_wgmma(1)  # S is ready, V'^T P^T in flight
         T.copy(r_s, r_s16)
         T.wait_wgmma(0)  # nothing may be in flight across the back edge: ptxas would serialise all

@@ -5,8 +5,8 @@
 //
 // The inputs are wgmma accumulators of K K^T and Q K^T (register 4j + 2h + e of lane 4g + t in warp
 // W is row 16W + 8h + g, column 8j + 2t + e), and `gates`, three rows of 64 numbers: gamma,
-// cumulative and in base 2; beta; and fall_j = 2^(gamma_r - gamma_j), where r is the last token of
-// j's block of 16. This file needs triangular.cuh.
+// cumulative and in base 2; beta; and fall_j = 2^(gamma_r - gamma_j), the decay to the block's end,
+// where r is the last token of j's block of 16. This file needs triangular.cuh.
 #pragma once
 #include <tl_templates/cuda/instruction/wgmma.h>
 #include <tl_templates/cuda/intrin.h>

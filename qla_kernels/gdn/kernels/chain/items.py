@@ -43,13 +43,13 @@ class After:
 @T.macro
 def find(
     item, cu_seqlens, num_tokens, num_heads, num_value_heads, num_tiles, training,
-    n: T.Ref, h: T.Ref, hv: T.Ref, i_tile: T.Ref, begin: T.Ref, length: T.Ref, num_chunks: T.Ref,
+    n: T.Ref, kh: T.Ref, hv: T.Ref, i_tile: T.Ref, begin: T.Ref, length: T.Ref, num_chunks: T.Ref,
     saves: T.Ref,
 ):  # fmt: skip
     i_tile = item % num_tiles
     hv = item // num_tiles % num_value_heads
     n = item // num_tiles // num_value_heads
-    h = hv // (num_value_heads // num_heads)
+    kh = hv // (num_value_heads // num_heads)
     sequence_span(cu_seqlens, n, num_tokens, begin, length)
     num_chunks = T.ceildiv(length, CHUNK)
     saves = 0  # one of a head's CTAs saves what they all have

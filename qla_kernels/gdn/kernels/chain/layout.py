@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.named_barriers import NamedBarrier
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Schedule
 
 TILE = 64  # columns of V that one state warpgroup owns
-TURN = 8  # named barriers 8 and 9: the state warpgroups' turns on the tensor cores
 
-# rows of a gate slot; gated_tiles.cuh reads the first three
+# Rows of a gate slot; gated_tiles.cuh reads the first three. DECAY_TO_BLOCK_END of a token is the
+# decay from it to the last token of its block of 16; D that to the last token of the chunk.
 GATE_ROWS = 7
-GAMMA, BETA, FALL, BETA_E, SCALE_E, D, LAST = range(GATE_ROWS)
+GAMMA, BETA, DECAY_TO_BLOCK_END, BETA_E, SCALE_E, D, LAST = range(GATE_ROWS)
 
 
 def accumulator_layout(rows: int, columns: int) -> T.Fragment:
@@ -75,13 +77,47 @@ def load_transposed(s_v, slot, w, r_vt):
         )
 
 
-@T.macro
-def take_turn(w, states):
-    if states == 2:
-        T.call_extern("handle", "tl::__sync_thread_partial", TURN + w, 256)
+def named_barriers(states: int, solving: int = 0) -> dict[str, Named]:
+    """Returns the named barriers of a kernel with so many state and solving warpgroups.
+
+    A barrier has the same id in all kernels: "turn", a copy for each of two state warpgroups, by
+    which they take turns on the tensor cores; "solve", for the threads of a solving warpgroup, a
+    copy each.
+    """
+    return {
+        "turn": Named(2 * WARPGROUP_THREADS, copies=2, used=states == 2),
+        "solve": Named(WARPGROUP_THREADS, copies=max(solving, 1), used=solving > 0),
+    }
+
+
+def turns(plan: Schedule) -> NamedBarrier | None:
+    """Returns the state warpgroups' turns on the tensor cores; None for a single warpgroup."""
+    return NamedBarrier(plan, "turn") if plan.named["turn"].used else None
 
 
 @T.macro
-def give_turn(w, states):
-    if states == 2:
-        T.call_extern("handle", "tl::__named_barrier_arrive", TURN + 1 - w, 256)
+def first_turn(turn, w):
+    """Gives the first of two state warpgroups the first turn."""
+    if turn is not None:
+        if w == 1:
+            turn.arrive(0)
+
+
+@T.macro
+def take_turn(turn, w):
+    if turn is not None:
+        turn.sync(w)
+
+
+@T.macro
+def give_turn(turn, w):
+    if turn is not None:
+        turn.arrive(1 - w)
+
+
+@T.macro
+def last_turn(turn, w):
+    """Takes the turn that the second of two state warpgroups gives last, so that it is used up."""
+    if turn is not None:
+        if w == 0:
+            turn.sync(0)

@@ -9,8 +9,8 @@ import tilelang.language as T
 from qla_kernels.gdn.kernels.chain.layout import slot_of
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
-
-SOLVE_BARRIER = 10  # named barriers 10 and 11, one for each solving warpgroup
+from qla_kernels.tile.named_barriers import sync
+from qla_kernels.tile.schedule import WARPGROUP_THREADS
 
 
 @T.macro
@@ -57,8 +57,7 @@ def clear_above(tile, first, step):
 
 @T.macro
 def put_lower(c, s_gate, gate_slot, s_l, scratch, barrier):
-    # the scratch's previous contents have been read
-    T.call_extern("handle", "tl::__sync_thread_partial", barrier, 128)
+    sync(barrier, WARPGROUP_THREADS)  # the scratch's previous contents have been read
     T.call_extern(
         "handle", "qla::gated_lower", c.data, slot_of(s_gate, gate_slot), slot_of(s_l, scratch)
     )
@@ -92,7 +91,7 @@ def score(K, s_q, s_k, s_gate, s_p, q_ring, k_ring, gate_ring, p_ring, num_chunk
 @T.macro
 def solve(
     K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, l_ring, a_ring, p_ring,
-    num_chunks, scale,
+    meet, num_chunks, scale,
 ):  # fmt: skip
     """Makes L and P of each chunk, and completes A of the chunk before, by one warpgroup.
 
@@ -110,7 +109,7 @@ def solve(
         start_product(c, s_k, k_ring.slot(now), s_k, k_ring.slot(now), K)  # 3
         gate_ring.wait(now)
         finish_product(c)
-        put_lower(c, s_gate, gate_ring.slot(now), s_l, l_ring.slot(i), SOLVE_BARRIER)
+        put_lower(c, s_gate, gate_ring.slot(now), s_l, l_ring.slot(i), meet.id())
         if i < num_chunks:
             l_ring.commit(i)
         q_ring.wait(now)
@@ -143,8 +142,8 @@ def invert(s_l, s_a, l_ring, a_ring, num_chunks):
 
 @T.macro
 def solve_in_teams(
-    teams, first_group, K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, a_ring,
-    p_ring, num_chunks, scale,
+    teams, first_warpgroup, K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, a_ring,
+    p_ring, meet, num_chunks, scale,
 ):  # fmt: skip
     """Makes A and P of chunks team, team + teams, ...; each solving warpgroup is a team.
 
@@ -154,7 +153,7 @@ def solve_in_teams(
     c = T.alloc_local((32,), "float32")  # K K^T, then Q K^T, in accumulator registers
     team, steps, last = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     after = T.alloc_var("int32")
-    team = T.shfl_sync(T.get_thread_binding(1) - first_group, 0)  # uniform, and known to be
+    team = T.shfl_sync(T.get_thread_binding(1) - first_warpgroup, 0)  # uniform, and known to be
     steps = T.ceildiv(num_chunks - team, teams)
     last = team + (steps - 1) * teams
     if steps > 0:
@@ -164,7 +163,7 @@ def solve_in_teams(
     for step in T.serial(steps):
         i = step * teams + team
         gate_ring.wait(i)
-        put_lower(c, s_gate, gate_ring.slot(i), s_l, team, SOLVE_BARRIER + team)  # 3
+        put_lower(c, s_gate, gate_ring.slot(i), s_l, team, meet.id(team))  # 3
         q_ring.wait(i)
         start_product(c, s_q, q_ring.slot(i), s_k, k_ring.slot(i), K)
         a_ring.acquire(i)
@@ -178,6 +177,6 @@ def solve_in_teams(
         after = T.min(i + teams, last)  # the last pass repeats its own product, unused
         k_ring.wait(after)
         start_product(c, s_k, k_ring.slot(after), s_k, k_ring.slot(after), K)
-        T.call_extern("handle", "tl::__sync_thread_partial", SOLVE_BARRIER + team, 128)
+        meet.sync(team)
         put_below(s_l, team, s_a, a_ring, i, step)
         finish_product(c)

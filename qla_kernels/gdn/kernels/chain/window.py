@@ -21,13 +21,11 @@ from qla_kernels.gdn.kernels.chain.layout import (
 )
 from qla_kernels.tile.constants import CHUNK
 
-SOLVE_BARRIER = 10  # the solving warpgroup's own named barrier
-
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
 
 def warm_chunks(
-    k, g, growth, grows, beta, beta16, is_16, s_sum, begin, length, h, hv, limit, at_end, cumulated
+    k, g, growth, grows, beta, beta16, is_16, s_sum, begin, length, kh, hv, limit, at_end, cumulated
 ):  # fmt: skip
     """Returns the number of chunks over which a segment's map falls below e^limit, or 0 if none.
 
@@ -36,7 +34,7 @@ def warm_chunks(
     beta16 in 16 bits; beta16 is None in kernels that never have it.
     """
     K, warps = k.shape[-1], s_sum.shape[0]
-    k_begin = T.access_ptr(k[begin, h, 0], "r", K)
+    k_begin = T.access_ptr(k[begin, kh, 0], "r", K)
     return T.call_extern(
         "int32",
         f"qla::warm_chunks<{int(at_end)}, {int(cumulated)}, {K}, {warps}>",
@@ -151,7 +149,7 @@ def columns(
 
 
 @T.macro
-def solve(s_k, s_gate, s_l, s_a, rows, gate_ring, a_ring, num_chunks, first_thread):
+def solve(s_k, s_gate, s_l, s_a, rows, gate_ring, a_ring, meet, num_chunks, first_thread):
     """Makes A of each chunk; all chunks are whole."""
     r_kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
     thread = T.get_thread_binding() - first_thread
@@ -175,7 +173,7 @@ def solve(s_k, s_gate, s_l, s_a, rows, gate_ring, a_ring, num_chunks, first_thre
             T.access_ptr(s_l[0], "rw", s_l.shape[0]),
             slot_of(s_a, a_ring.slot(i)),
             CHUNK,
-            SOLVE_BARRIER,
+            meet.id(),
             i,
         )
         gate_ring.release(i)

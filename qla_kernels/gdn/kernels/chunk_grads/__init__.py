@@ -53,13 +53,12 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
+from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA, GATE_ROWS
 from qla_kernels.gdn.kernels.chunk_grads import layout as grads
 from qla_kernels.gdn.kernels.chunk_grads import panel as grads_panel
 from qla_kernels.gdn.kernels.chunk_grads import store as grads_out
 from qla_kernels.gdn.kernels.chunk_grads import tiles
 from qla_kernels.gdn.kernels.chunk_grads.layout import (
-    GATE_ROWS,
-    GROUP,
     KEY,
     PANEL,
     SUM_ROWS,
@@ -73,8 +72,9 @@ from qla_kernels.gdn.kernels.chunk_grads.layout import (
 )
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 
 class Variant(NamedTuple):
@@ -104,17 +104,19 @@ PASS_CONFIGS = {
 }
 
 # slots of loaded tiles and of gates; dv lies in v's
-RINGS = {"qk": 1, "rows": 1, "h": 2, "ds": 1, "gate": 2, "dv": 1}
+GRAD_RINGS = {"qk": 1, "rows": 1, "h": 2, "ds": 1, "gate": 2, "dv": 1}
 
 
-def schedule(v: Variant) -> Schedule:
-    panel_regs, score_regs = (160, 152) if v.panels == 2 else (216, 216)
-    of_values = GROUP * v.V // PANEL  # threads of the warpgroups that have a panel of V
+def schedule(variant: Variant) -> Schedule:
+    panel_regs, score_regs = (160, 152) if variant.panels == 2 else (216, 216)
+    of_values = (
+        WARPGROUP_THREADS * variant.V // PANEL
+    )  # threads of the warpgroups that have a panel of V
     return Schedule(
         roles=(
             Role(
                 "panel",
-                warps=4 * v.panels,
+                warps=4 * variant.panels,
                 regs=panel_regs,
                 waits=(
                     *full("qk", "rows", "h", "ds", "gate", "scores", "vn", "y"),
@@ -139,14 +141,15 @@ def schedule(v: Variant) -> Schedule:
             ),
             *grads.serving_roles(regs=40),
         ),
-        rings=RINGS,
+        rings=GRAD_RINGS,
+        named={"own": Named(WARPGROUP_THREADS, copies=variant.panels)},
         # q, k and dS; v; dO, V', Y; A; S0 twice; P and F; gates, sums; barriers, alignment
-        smem_bytes=4 * CHUNK * v.K * 2
-        + (1 + v.tok) * CHUNK * v.V * 2
+        smem_bytes=4 * CHUNK * variant.K * 2
+        + (1 + variant.tok) * CHUNK * variant.V * 2
         + CHUNK * CHUNK * 2
-        + 2 * v.V * v.K * 2
+        + 2 * variant.V * variant.K * 2
         + 2 * CHUNK * CHUNK * 2
-        + (RINGS["gate"] * GATE_ROWS + SUM_ROWS) * CHUNK * 4
+        + (GRAD_RINGS["gate"] * GATE_ROWS + SUM_ROWS) * CHUNK * 4
         + 1024,
     )
 
@@ -200,7 +203,7 @@ def score(s, ring, walk, scale):
                     else:
                         ring.vn.release(step)
                         ring.y.release(step)
-                tiles.decay_scores(r_x, s.gate[gate, grads.GAMMA, 0], T.if_then_else(j == 2, 0, 1))
+                tiles.decay_scores(r_x, s.gate[gate, GAMMA, 0], T.if_then_else(j == 2, 0, 1))
                 if j == 0:
                     ring.scores.acquire(p_step)
                     tiles.put_tile(r_x, s.scores[P, 0, 0])
@@ -209,7 +212,7 @@ def score(s, ring, walk, scale):
                 else:
                     if j == 1:
                         ring.sums.acquire(step)
-                    tiles.add_scores(r_dp0, r_f, r_x, j - 1, scale, s.gate[gate, grads.BETA, 0])
+                    tiles.add_scores(r_dp0, r_f, r_x, j - 1, scale, s.gate[gate, BETA, 0])
                     if (j == 2) & (r == walk.group - 1):  # first the tiles that panels wait for
                         ring.qk.release(i)
                         ring.scores.acquire(p_step + 1)
@@ -217,17 +220,17 @@ def score(s, ring, walk, scale):
                         T.fence_proxy_async()  # dP0 and F: written by threads, read by wgmma
                         ring.scores.commit(p_step + 1)
                     tiles.sum_scores(
-                        r_x, r_other, j - 1, scale, s.gate[gate, grads.BETA, 0],
+                        r_x, r_other, j - 1, scale, s.gate[gate, BETA, 0],
                         s.sums[grads.X_ROWS - 1 + j, 0], s.sums[grads.E_KK, 0],
-                        s.sums[grads.COLUMNS - 4 + 4 * j, 0],
+                        s.sums[grads.X_COLUMNS - 4 + 4 * j, 0],
                     )  # fmt: skip
             ring.gate.release(step)
             ring.sums.commit(step)
 
 
-def build(v: Variant):
-    plan = schedule(v)
-    K, V = v.K, v.V
+def build(variant: Variant):
+    plan = schedule(variant)
+    K, V = variant.K, variant.V
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
     capacity, num_rows, num_tails = T.dynamic("capacity, num_rows, num_tails")
     num_owners = T.dynamic("num_owners")
@@ -236,45 +239,47 @@ def build(v: Variant):
     do_token, do_head, do_r = T.dynamic("do_token, do_head, do_r")
 
     def tile(*shape: int):
-        return T.alloc_shared(shape, v.dtype)
+        return T.alloc_shared(shape, variant.dtype)
 
     def barrier(name: str):
         return T.alloc_barrier([plan.arrivals(name)] * plan.slots(name))
 
     @T.prim_func
     def chunk_grads(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), v.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), v.dtype),
-        val: T.StridedTensor((num_tokens, num_heads, group, V), (v_token, v_head, v_r, 1), v.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor(
+            (num_tokens, num_heads, group, V), (v_token, v_head, v_r, 1), variant.dtype
+        ),
         do: T.StridedTensor(
-            (num_tokens, num_heads, group, V), (do_token, do_head, do_r, 1), v.dtype
+            (num_tokens, num_heads, group, V), (do_token, do_head, do_r, 1), variant.dtype
         ),
         g_cum: T.Tensor((num_tokens, num_heads, group), "float32"),
         beta: T.Tensor((num_tokens, num_heads, group), "float32"),
-        A: T.Tensor((num_tokens, num_heads, group, CHUNK), v.dtype),
-        h: T.Tensor((capacity, num_heads, group, V, K), v.dtype),
-        ds: T.Tensor((capacity, num_heads, group, num_rows, K), v.dtype),
-        tails: T.Tensor((num_tails, num_heads, group, PANEL, K), v.dtype),
+        A: T.Tensor((num_tokens, num_heads, group, CHUNK), variant.dtype),
+        h: T.Tensor((capacity, num_heads, group, V, K), variant.dtype),
+        ds: T.Tensor((capacity, num_heads, group, num_rows, K), variant.dtype),
+        tails: T.Tensor((num_tails, num_heads, group, PANEL, K), variant.dtype),
         owner: T.Tensor((num_owners,), "int32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
-        dq: T.Tensor((num_tokens, num_heads, K), v.dtype),
-        dk: T.Tensor((num_tokens, num_heads, K), v.dtype),
-        dv: T.Tensor((num_tokens, num_heads, group, V), v.dtype),
+        dq: T.Tensor((num_tokens, num_heads, K), variant.dtype),
+        dk: T.Tensor((num_tokens, num_heads, K), variant.dtype),
+        dv: T.Tensor((num_tokens, num_heads, group, V), variant.dtype),
         dg: T.Tensor((num_tokens, num_heads, group), "float32"),
         dbeta: T.Tensor((num_tokens, num_heads, group), "float32"),
         scale: T.float32,
         walkers: T.int32,
         held: T.int32,  # dstate_chain's `held`: 0 or 1
     ):
-        with T.Kernel(walkers, threads=(GROUP, plan.threads // GROUP)) as first:
+        with T.Kernel(walkers, threads=plan.block) as first:
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
             T.import_source(tiles.SOURCE)
-            s_turns, s_v, s_tok = tile(4, CHUNK, K), tile(1, CHUNK, V), tile(v.tok, CHUNK, V)
+            s_turns, s_v, s_tok = tile(4, CHUNK, K), tile(1, CHUNK, V), tile(variant.tok, CHUNK, V)
             s_a, s_scores = tile(1, CHUNK, CHUNK), tile(2, CHUNK, CHUNK)
             s_state = tile(2 * (V // PANEL), PANEL, K)
-            s_gate = T.alloc_shared((RINGS["gate"], GATE_ROWS, CHUNK), "float32")
+            s_gate = T.alloc_shared((GRAD_RINGS["gate"], GATE_ROWS, CHUNK), "float32")
             s_sums = T.alloc_shared((SUM_ROWS, CHUNK), "float32")
             swizzled = (s_turns, s_v, s_tok, s_a, s_state, s_scores)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
@@ -290,31 +295,32 @@ def build(v: Variant):
             sums_full, sums_free = barrier("sums_full"), barrier("sums_free")
             s = GradTiles(s_turns, s_v, s_tok, s_a, s_state, s_scores, s_gate, s_sums)
             ring = Rings(
-                qk=Ring(qk_full, qk_free, RINGS["qk"]),
-                rows=Ring(rows_full, rows_free, RINGS["rows"]),
-                h=Ring(h_full, h_free, RINGS["h"]),
-                ds=Ring(ds_full, ds_free, RINGS["ds"]),
+                qk=Ring(qk_full, qk_free, GRAD_RINGS["qk"]),
+                rows=Ring(rows_full, rows_free, GRAD_RINGS["rows"]),
+                h=Ring(h_full, h_free, GRAD_RINGS["h"]),
+                ds=Ring(ds_full, ds_free, GRAD_RINGS["ds"]),
                 vn=Ring(vn_full, vn_free, 1),
                 y=Ring(y_full, y_free, 1),
-                dv=Ring(dv_full, rows_free, RINGS["dv"]),
+                dv=Ring(dv_full, rows_free, GRAD_RINGS["dv"]),
                 scores=Ring(scores_full, scores_free, 1),
-                gate=Ring(gate_full, gate_free, RINGS["gate"]),
+                gate=Ring(gate_full, gate_free, GRAD_RINGS["gate"]),
                 sums=Ring(sums_full, sums_free, 1),
+                own=NamedBarrier(plan, "own"),
             )
             walk = ChunkWalk(chunks, first, walkers, num_chunks, num_heads, group)
 
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
-            if warpgroup < v.panels:
+            if warpgroup < variant.panels:
                 T.set_max_nreg(plan.role("panel").regs, 1)
                 grads_panel.panel(dq, dk, s, ring, walk, K, V)
-            elif warpgroup == v.panels:
+            elif warpgroup == variant.panels:
                 T.set_max_nreg(plan.role("score").regs, 1)
                 score(s, ring, walk, scale)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
                     gradients = grads.StateGradients(ds, dv, tails, owner, held)
-                    grads.load(q, k, val, do, A, h, gradients, s, ring, tail_full, walk, K, V)
+                    grads.load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V)
                 elif tx < 64:
                     grads.gates(g_cum, beta, s_gate, ring.gate, walk, scale)
                     grads_out.clear_padding(

@@ -7,13 +7,22 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.gdn.kernels.chain.layout import (
+    BETA,
+    BETA_E,
+    DECAY_TO_BLOCK_END,
+    GAMMA,
+    LAST,
+    SCALE_E,
+    D,
+)
 from qla_kernels.tile.constants import CHUNK, LOG2E
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.mask import clear_tail
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role
 
-GROUP = 128  # threads of a warpgroup
 PANEL = 64  # columns of V and of K that a panel warpgroup has
 
 # Numbers of slots. One piece of code reads different matrices by the number of their slot.
@@ -22,8 +31,9 @@ DO, VN, Y = range(3)  # slots of Tiles.tok; Y's slot holds dV' first
 P, F = range(2)  # slots of Tiles.scores; after a pair's last value head P's slot holds dP0
 
 # Rows of a gate slot. Rows from FACTORS on scale the products of DO, VN and Y with a state.
-GATE_ROWS = 7
-GAMMA, FALL, BETA, E, SCALE_E, D, MINUS_BETA_E = range(GATE_ROWS)
+# Rows are numbered as in chain/layout.py, but two of them hold other numbers.
+ROW_E = BETA_E  # e, where a chain has beta e
+ROW_MINUS_BETA_E = LAST  # -beta e, where a chain has e^gamma_last
 FACTORS = SCALE_E
 
 # Rows of a value head's sums, with one number for each token. Column sums take one row for each
@@ -34,7 +44,7 @@ DOTS = 2  # <Q, dQi>, <K, dKi>, <K, dKu>, for each panel
 X_ROWS = 8  # row sums of X: of dP0 o Q K^T and of F o K K^T
 E_KK = 10  # row sums of -G o E o K K^T
 STATE = 11  # e^gamma_last <dS, S0>, a number a warp
-COLUMNS = 12  # column sums like X_ROWS
+X_COLUMNS = 12  # column sums like X_ROWS
 
 
 class GradTiles(NamedTuple):
@@ -56,7 +66,10 @@ class GradTiles(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """The rings of chunk_grads. A step is a value head; in `qk`, a pair of chunk and key head."""
+    """The rings of chunk_grads, and its named barrier.
+
+    A step is a value head; in `qk`, a pair of chunk and key head.
+    """
 
     qk: Ring
     rows: Ring  # v, dO, A
@@ -68,6 +81,7 @@ class Rings(NamedTuple):
     scores: Ring  # a step for each value head, and one more for each pair
     gate: Ring
     sums: Ring
+    own: NamedBarrier  # a copy for the threads of each panel warpgroup
 
 
 class ChunkWalk(NamedTuple):
@@ -298,10 +312,10 @@ def gates(g_cum, beta, s_gate, ring, walk, scale):
             ring.acquire(step)  # 2
             for e in T.unroll(2):
                 s_gate[slot, GAMMA, 2 * lane + e] = gamma[e]
-                s_gate[slot, FALL, 2 * lane + e] = T.exp2(end - gamma[e])
+                s_gate[slot, DECAY_TO_BLOCK_END, 2 * lane + e] = T.exp2(end - gamma[e])
                 s_gate[slot, BETA, 2 * lane + e] = b[e]
-                s_gate[slot, E, 2 * lane + e] = T.exp2(gamma[e])
+                s_gate[slot, ROW_E, 2 * lane + e] = T.exp2(gamma[e])
                 s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])
                 s_gate[slot, D, 2 * lane + e] = T.exp2(last - gamma[e])
-                s_gate[slot, MINUS_BETA_E, 2 * lane + e] = -b[e] * T.exp2(gamma[e])
+                s_gate[slot, ROW_MINUS_BETA_E, 2 * lane + e] = -b[e] * T.exp2(gamma[e])
             ring.commit(step)

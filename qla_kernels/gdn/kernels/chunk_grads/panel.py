@@ -5,33 +5,24 @@ chunk_grads/__init__.py states the maths and the steps, with the numbers used he
 
 import tilelang.language as T
 
+from qla_kernels.gdn.kernels.chain.layout import BETA, D
 from qla_kernels.gdn.kernels.chunk_grads import tiles
 from qla_kernels.gdn.kernels.chunk_grads.layout import (
-    BETA,
     DO,
     DOTS,
     FACTORS,
-    GROUP,
     KEY,
     PANEL,
     QUERY,
+    ROW_E,
     STATE,
     VN,
     Y_W,
-    D,
-    E,
     F,
     P,
     Y,
 )
 from qla_kernels.tile.constants import CHUNK
-
-OWN = 8  # named barriers 8, 9, ..., one for each panel warpgroup
-
-
-@T.macro
-def sync_own(w):
-    T.call_extern("handle", "tl::__sync_thread_partial", OWN + w, GROUP)
 
 
 def first_tile(i):
@@ -61,10 +52,12 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
     ring.gate.wait(step)
     ring.rows.wait(step)
     T.wait_wgmma(0)
-    tiles.correct_values(r_w, s.v[0, 0, w * PANEL], s.gate[gate, E, 0], s.gate[gate, BETA, 0])  # 3
+    tiles.correct_values(  # 3
+        r_w, s.v[0, 0, w * PANEL], s.gate[gate, ROW_E, 0], s.gate[gate, BETA, 0]
+    )
     T.fence_proxy_async()  # beta W: written by threads, read by wgmma
     T.tma_store_wait(0)  # tiles of V' and Y: dQ and dK of the pair before have been sent
-    sync_own(w)
+    ring.own.sync(w)
     T.wgmma_gemm(s.a[0, :, :], s.v[0, :, w * PANEL : w * PANEL + PANEL], r_x, clear_accum=True)
     ring.vn.acquire(step)
     T.wait_wgmma(0)
@@ -96,7 +89,7 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
     T.wait_wgmma(0)
     tiles.put_tile(r_x, s.tok[Y, 0, w * PANEL])
     T.fence_proxy_async()  # dV': written by threads, read by wgmma
-    sync_own(w)
+    ring.own.sync(w)
     T.wgmma_gemm(
         s.a[0, :, :],
         s.tok[Y, :, w * PANEL : w * PANEL + PANEL],
@@ -105,9 +98,9 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
         clear_accum=True,
     )
     T.wait_wgmma(0)
-    sync_own(w)  # all warps' products have read dV' and beta W
+    ring.own.sync(w)  # all warps' products have read dV' and beta W
     ring.sums.acquire(step)
-    tiles.put_number(r_dot, s.gate[gate, E, CHUNK - 1], s.sums[STATE, 4 * w])
+    tiles.put_number(r_dot, s.gate[gate, ROW_E, CHUNK - 1], s.sums[STATE, 4 * w])
     tiles.finish_values(  # 6
         r_x,
         r_w,
@@ -125,7 +118,7 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
 def arrive(ring, i, step, w):
     """Replaces `of_values` in a warpgroup without a panel of V: makes the same waits only."""
     T.tma_store_wait(0)  # as in of_values, for this warpgroup's own tiles
-    sync_own(w)
+    ring.own.sync(w)
     ring.h.wait(step)
     ring.gate.wait(step)
     ring.ds.wait(step)
@@ -212,7 +205,7 @@ def finish_keys(r_dq, r_dk, s, i, w):
 
 
 @T.macro
-def put_rows(dq, dk, r_dq, r_dk, s, tok0, head, num_heads, rows, w):
+def put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, num_heads, rows, w):
     """Writes panel w of a key head's dQ and dK.
 
     They pass through the panel's tiles of V' and Y. A panel without such tiles has two of its own.
@@ -222,7 +215,7 @@ def put_rows(dq, dk, r_dq, r_dk, s, tok0, head, num_heads, rows, w):
     tiles.put_tile(r_dq, s.tok[slot, 0, column])
     tiles.put_tile(r_dk, s.tok[slot + 1, 0, column])
     T.fence_proxy_async()  # dQ and dK: written by threads, read by TMA
-    sync_own(w)
+    ring.own.sync(w)
     if rows == CHUNK:
         for n, x in enumerate((dq, dk)):
             T.tma_copy(
@@ -301,7 +294,7 @@ def panel(dq, dk, s, ring, walk, K, V):
         head = walk.head(i)
         if K < V:
             if w < K // PANEL:
-                put_rows(dq, dk, r_dq, r_dk, s, tok0, head, walk.num_heads, rows, w)
+                put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, walk.num_heads, rows, w)
         else:
-            put_rows(dq, dk, r_dq, r_dk, s, tok0, head, walk.num_heads, rows, w)
+            put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, walk.num_heads, rows, w)
     T.tma_store_wait(0)  # before the CTA ends, and with it its shared memory

@@ -6,11 +6,11 @@ chunk_grads/__init__.py states the maths and the steps, with the numbers used he
 import tilelang.language as T
 
 from qla_kernels.gdn.kernels.chunk_grads.layout import (
-    COLUMNS,
     DOTS,
     E_KK,
     PANEL,
     STATE,
+    X_COLUMNS,
     X_ROWS,
     Y_W,
 )
@@ -77,7 +77,8 @@ def sums(dg, dbeta, s_sums, ring, walk, K, V):
             for w in rolled(lane // 8, CHUNK // 16):  # a warp has no columns right of its own rows
                 for e in T.unroll(2):
                     r_gamma[e] -= (
-                        s_sums[COLUMNS + w, 2 * lane + e] + s_sums[COLUMNS + 4 + w, 2 * lane + e]
+                        s_sums[X_COLUMNS + w, 2 * lane + e]
+                        + s_sums[X_COLUMNS + 4 + w, 2 * lane + e]
                     )
             state = 0
             for w in T.unroll(4 * (V // PANEL)):

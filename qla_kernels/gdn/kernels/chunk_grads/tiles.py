@@ -14,17 +14,17 @@ from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.tile.constants import CHUNK
 
 SOURCE = GATED_TILES + Path(__file__).with_suffix(".cuh").read_text()
-TILE = CHUNK * 64  # elements of a tile with 64 columns
+TILE_ELEMENTS = CHUNK * 64  # elements of a tile with 64 columns
 
 
 def put_tile(r_x: Any, tile: Any) -> Any:
     """Writes r_x, rounded, to a tile."""
-    return _call("put_tile", r_x.data, _write(tile, TILE))
+    return _call("put_tile", r_x.data, _write(tile, TILE_ELEMENTS))
 
 
 def put_tiles(r_x: Any, r_y: Any, tiles: Any) -> Any:
     """Writes r_x and r_y, rounded, to two consecutive tiles."""
-    return _call("put_tiles", r_x.data, r_y.data, _write(tiles, 2 * TILE))
+    return _call("put_tiles", r_x.data, r_y.data, _write(tiles, 2 * TILE_ELEMENTS))
 
 
 def tile_dot(r_dot: Any, a: Any, b: Any, elements: int, part: Any) -> Any:
@@ -45,12 +45,14 @@ def scale_rows(r_x: Any, row: Any) -> Any:
 
 def correct_values(r_u: Any, v: Any, e: Any, beta: Any) -> Any:
     """Replaces U in r_u by W = v - e U, and v by beta W."""
-    return _call("correct_values", r_u.data, _write(v, TILE), _read(e, CHUNK), _read(beta, CHUNK))
+    return _call(
+        "correct_values", r_u.data, _write(v, TILE_ELEMENTS), _read(e, CHUNK), _read(beta, CHUNK)
+    )
 
 
 def finish_values(r_y: Any, r_w: Any, y: Any, dv: Any, beta: Any, out: Any) -> Any:
     """Writes Y, dV = beta Y, and <Y, W> of each row."""
-    tiles = _write(y, TILE), _write(dv, TILE)
+    tiles = _write(y, TILE_ELEMENTS), _write(dv, TILE_ELEMENTS)
     return _call(
         "finish_values", r_y.data, r_w.data, *tiles, _read(beta, CHUNK), _write(out, CHUNK)
     )
@@ -58,16 +60,16 @@ def finish_values(r_y: Any, r_w: Any, y: Any, dv: Any, beta: Any, out: Any) -> A
 
 def add_scaled(r_sum: Any, r_x: Any, row: Any, panel: Any, dot: Any) -> Any:
     """Adds y = row x to r_sum, and writes <y, panel> of each row to `dot`."""
-    rows = _read(row, CHUNK), _read(panel, TILE), _write(dot, CHUNK)
+    rows = _read(row, CHUNK), _read(panel, TILE_ELEMENTS), _write(dot, CHUNK)
     return _call("add_scaled", r_sum.data, r_x.data, *rows)
 
 
 def decay_scores(r_x: Any, gates: Any, diagonal: Any) -> Any:
     """Replaces r_x by G o r_x below the diagonal and, if `diagonal`, on it; by 0 elsewhere.
 
-    `gates` are the rows gamma and fall of a gate slot.
+    `gates` are the first three rows of a gate slot: gamma, beta, decay to block end.
     """
-    return _call("decay_scores", r_x.data, _read(gates, 2 * CHUNK), diagonal)
+    return _call("decay_scores", r_x.data, _read(gates, 3 * CHUNK), diagonal)
 
 
 def add_scores(r_dp0: Any, r_f: Any, r_x: Any, system: Any, scale: Any, beta: Any) -> Any:
@@ -93,7 +95,9 @@ def store_rows(tile: Any, x: Any, size: int, first: Any, step: Any, rows: Any) -
 
     Rows of global memory lie `size` elements apart, from x on.
     """
-    return _call(f"store_rows<{size}>", _read(tile, TILE), _write(x, 64), first, step, rows)
+    return _call(
+        f"store_rows<{size}>", _read(tile, TILE_ELEMENTS), _write(x, 64), first, step, rows
+    )
 
 
 def _call(name: str, *arguments: Any) -> Any:

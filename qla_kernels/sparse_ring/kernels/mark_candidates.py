@@ -1,11 +1,11 @@
-"""mark -- the mass of each block of 64 keys, and a bit for each key that stands out in its block.
+"""mark_candidates -- the mass of each block of 64 keys, and a bit for each key that stands out.
 
     tile  = the sum of a block's masses
     marks = (63 + kappa) mass > kappa tile, or, if kappa < 0, mass > 0; set for columns below `sink`
 
 A warp has eight blocks at a time, and a lane has two keys of each. Bounded by memory, and by the
-launch. Why this shape: `cut` has one SM for a head, on which this part alone took 30 us; as a
-kernel of its own it uses all SMs.
+launch. Why this shape: `keep_best_columns` has one SM for a head, on which this part alone took
+30 us; as a kernel of its own it uses all SMs.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,10 @@ from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
 
-WARPS = 8
-TILES = 8  # blocks of a warp
-BLOCKS = WARPS * TILES  # blocks of a CTA
-HALVES = BLOCK // WORD
+MARK_WARPS = 8
+WARP_BLOCKS = 8  # blocks of a warp
+CTA_BLOCKS = MARK_WARPS * WARP_BLOCKS  # blocks of a CTA
+BLOCK_WORDS = BLOCK // WORD
 
 
 class Variant(NamedTuple):
@@ -32,18 +32,18 @@ VARIANTS = (Variant(),)
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # guarded by the number of blocks
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("blocks", warps=WARPS, regs=64, computes="sums, and bits"),), ctas_per_sm=4
+        roles=(Role("blocks", warps=MARK_WARPS, regs=64, computes="sums, and bits"),), ctas_per_sm=4
     )
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     heads, L, blocks, words = T.dynamic("heads, L, blocks, words")
 
     @T.prim_func
-    def mark(
+    def mark_candidates(
         mass: T.Tensor((heads, L), "int32"),
         block: T.Tensor((blocks,), "int32"),
         tile: T.Tensor((heads, blocks), "int32"),
@@ -51,21 +51,21 @@ def build(v: Variant):
         sink: T.int32,
         kappa: T.int32,
     ):
-        with T.Kernel(T.ceildiv(blocks, BLOCKS), heads, threads=plan.threads) as (part, head):
-            m = T.alloc_local((TILES, HALVES), "int32")
+        with T.Kernel(T.ceildiv(blocks, CTA_BLOCKS), heads, threads=plan.threads) as (part, head):
+            m = T.alloc_local((WARP_BLOCKS, BLOCK_WORDS), "int32")
             of_tile, bits, b = (T.alloc_var("int32") for _ in range(3))
             lane, warp = T.get_thread_binding() % WORD, T.get_thread_binding() // WORD
-            block0 = part * BLOCKS + warp * TILES
+            block0 = part * CTA_BLOCKS + warp * WARP_BLOCKS
             await_previous()
-            for u in T.unroll(TILES):
+            for u in T.unroll(WARP_BLOCKS):
                 b = T.min(block0 + u, blocks - 1)
-                for e in T.unroll(HALVES):
+                for e in T.unroll(BLOCK_WORDS):
                     m[u, e] = mass[head, b * BLOCK + e * WORD + lane]
-            for u in T.unroll(TILES):
+            for u in T.unroll(WARP_BLOCKS):
                 if block0 + u < blocks:  # the same for the whole warp
                     of_tile = warp_sum(m[u, 0] + m[u, 1])
                     token = block[block0 + u] * BLOCK + lane
-                    for e in T.unroll(HALVES):
+                    for e in T.unroll(BLOCK_WORDS):
                         stands_out = T.if_then_else(
                             kappa < 0,
                             m[u, e] > 0,
@@ -77,8 +77,8 @@ def build(v: Variant):
                             "int32",
                         )
                         if lane == e:
-                            marks[head, (block0 + u) * HALVES + e] = bits
+                            marks[head, (block0 + u) * BLOCK_WORDS + e] = bits
                     if lane == 0:
                         tile[head, block0 + u] = of_tile
 
-    return mark
+    return mark_candidates

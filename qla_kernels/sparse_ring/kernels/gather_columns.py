@@ -1,4 +1,4 @@
-"""compact -- the keys and values of a head's columns, gathered from chunks, in the order of v_idx.
+"""gather_columns -- the keys and values of a head's columns, from chunks, in the order of v_idx.
 
     columns[h, n] = k[row of v_idx[h, n]], if that row is in one of the chunks
 
@@ -21,9 +21,10 @@ from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-WARPS = 8
-COLUMNS = 64  # columns of a CTA
-KEPT, NONE = -2, -1  # instead of a row: the column is in another chunk; there is no column
+COPY_WARPS = 8
+CTA_COLUMNS = 64  # columns of a CTA
+IN_OTHER_CHUNK = -2  # instead of a row: the column is in another chunk
+NONE = -1  # there is no column
 
 
 class Variant(NamedTuple):
@@ -35,36 +36,40 @@ VARIANTS = (Variant(),)
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded by num_columns
 
 
-def schedule(v: Variant) -> Schedule:
-    return Schedule(roles=(Role("copy", warps=WARPS, regs=64, computes="rows of k and v"),))
+def schedule(variant: Variant) -> Schedule:
+    return Schedule(roles=(Role("copy", warps=COPY_WARPS, regs=64, computes="rows of k and v"),))
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     slots, chunk, Hk, words, num_visits = T.dynamic("slots, chunk, Hk, words, num_visits")
     B, H, num_columns = T.dynamic("B, H, num_columns")
     k_b, k_l, k_h = T.dynamic("k_b, k_l, k_h")
     v_b, v_l, v_h = T.dynamic("v_b, v_l, v_h")
 
     @T.prim_func
-    def compact(
-        k: T.StridedTensor((slots, chunk, Hk, words), (k_b, k_l, k_h, 1), v.dtype),
-        val: T.StridedTensor((slots, chunk, Hk, words), (v_b, v_l, v_h, 1), v.dtype),
+    def gather_columns(
+        k: T.StridedTensor((slots, chunk, Hk, words), (k_b, k_l, k_h, 1), variant.dtype),
+        v: T.StridedTensor((slots, chunk, Hk, words), (v_b, v_l, v_h, 1), variant.dtype),
         v_idx: T.Tensor((B, H, num_columns), "int32"),
         visits: T.Tensor((num_visits, VISIT), "int32"),
-        k_columns: T.Tensor((B, H, num_columns, words), v.dtype),
-        v_columns: T.Tensor((B, H, num_columns, words), v.dtype),
+        k_columns: T.Tensor((B, H, num_columns, words), variant.dtype),
+        v_columns: T.Tensor((B, H, num_columns, words), variant.dtype),
         num_blocks: T.int32,
         stripe_blocks: T.int32,
         buckets: T.int32,
         rank: T.int32,
     ):
-        with T.Kernel(T.ceildiv(num_columns, COLUMNS), H, B, threads=plan.threads) as (tile, h, b):
+        with T.Kernel(T.ceildiv(num_columns, CTA_COLUMNS), H, B, threads=plan.threads) as (
+            tile,
+            h,
+            b,
+        ):
             lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
             column, block, row, slot = (T.alloc_var("int32") for _ in range(4))
-            for n in rolled(COLUMNS // WARPS):
-                column = tile * COLUMNS + n * WARPS + warp
-                row = KEPT
+            for n in rolled(CTA_COLUMNS // COPY_WARPS):
+                column = tile * CTA_COLUMNS + n * COPY_WARPS + warp
+                row = IN_OTHER_CHUNK
                 if column < num_columns:
                     block = v_idx[b, h, column] // BLOCK
                     if block >= num_blocks:
@@ -79,14 +84,14 @@ def build(v: Variant):
                                 row = row * BLOCK + v_idx[b, h, column] % BLOCK
                                 row = clamped(row, 0, chunk - 1)
                                 slot = clamped(visits[i, 0] + b, 0, slots - 1)
-                if row != KEPT:
+                if row != IN_OTHER_CHUNK:
                     for e in rolled(T.ceildiv(words, 32)):
                         if e * 32 + lane < words:
-                            for to, x in ((k_columns, k), (v_columns, val)):
+                            for to, x in ((k_columns, k), (v_columns, v)):
                                 to[b, h, column, e * 32 + lane] = T.if_then_else(
                                     row == NONE,
                                     T.int64(0),
                                     x[slot, row, h // (H // Hk), e * 32 + lane],
                                 )
 
-    return compact
+    return gather_columns

@@ -1,4 +1,4 @@
-"""select -- the lines of a head, chosen from the candidates of all ranks; one CTA per head.
+"""select_lines -- the lines of a head, chosen from the candidates of all ranks; one CTA per head.
 
     total  = the sum of all tiles; need(p) = p total, rounded up
     V      = the fewest candidates, best first, that hold need(recall_v)
@@ -14,8 +14,8 @@ Steps (numbers appear again in the code):
     4  D by its least key
     5  D as bits, with short holes filled; the share of the observed attention that the lines hold
 
-Bounded by latency: a head has one SM. All numbers are integers, as in cut, so bits and masses may
-be added in any order.
+Bounded by latency: a head has one SM. All numbers are integers, as in keep_best_columns, so bits
+and masses may be added in any order.
 """
 
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from qla_kernels.sparse_ring.kernels.budget import (
-    THREADS,
-    WARPS,
-    Found,
+    BUDGET_THREADS,
+    BUDGET_WARPS,
+    Verticals,
     block_scan,
     fewest,
     in_order,
@@ -49,10 +49,10 @@ PASS_CONFIGS = {
 }
 
 
-def schedule(v: Variant) -> Schedule:
+def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("lines", warps=WARPS, regs=64, computes="V, D"),),
-        smem_bytes=(1 + 2 * 2) * WARPS * 4,
+        roles=(Role("lines", warps=BUDGET_WARPS, regs=64, computes="V, D"),),
+        smem_bytes=(1 + 2 * 2) * BUDGET_WARPS * 4,
     )
 
 
@@ -82,13 +82,13 @@ def need(total, share):
     return (T.cast(total, "int64") * share + (1 << SHARE) - 1) >> SHARE
 
 
-def build(v: Variant):
-    plan = schedule(v)
+def build(variant: Variant):
+    plan = schedule(variant)
     heads, num, blocks, capacity = T.dynamic("heads, num, blocks, capacity")
     column_words, words = T.dynamic("column_words, words")
 
     @T.prim_func
-    def select(
+    def select_lines(
         column: T.Tensor((heads, num), "int32"),
         mass: T.Tensor((heads, num), "int32"),
         tile: T.Tensor((heads, blocks), "int32"),
@@ -110,8 +110,8 @@ def build(v: Variant):
         gap: T.int32,
     ):
         with T.Kernel(heads, threads=plan.threads) as head:
-            s_part = T.alloc_shared((WARPS,), "int32")
-            s_sum = T.alloc_shared((2, 2, WARPS), "int32")
+            s_part = T.alloc_shared((BUDGET_WARPS,), "int32")
+            s_sum = T.alloc_shared((2, 2, BUDGET_WARPS), "int32")
             sums = T.alloc_local((2,), "int32")  # of threads before, and of all
             level = T.alloc_local((1,), "int64")
             total, held, count, word = (T.alloc_var("int32") for _ in range(4))
@@ -121,12 +121,12 @@ def build(v: Variant):
             lane, warp = thread % 32, thread // 32
             end = blocks * BLOCK
 
-            columns = Found(column, mass, head, sink, end)
+            columns = Verticals(column, mass, head, sink, end)
             slashes = Slashes(tile, of_columns, head, last, window, residual)
             await_previous()
             count = 0
-            for i in rolled(T.ceildiv(blocks, THREADS)):  # 1
-                b = i * THREADS + thread
+            for i in rolled(T.ceildiv(blocks, BUDGET_THREADS)):  # 1
+                b = i * BUDGET_THREADS + thread
                 if b < blocks:
                     count += tile[head, b]
                     of_columns[head, b] = 0
@@ -136,8 +136,8 @@ def build(v: Variant):
             total = sums[1]
             fewest(level, columns, num, need(total, share_v), max_v, s_sum, thread)  # 2
             held = 0
-            for i in rolled(T.ceildiv(num, THREADS)):
-                at = i * THREADS + thread
+            for i in rolled(T.ceildiv(num, BUDGET_THREADS)):
+                at = i * BUDGET_THREADS + thread
                 if at < num:
                     if columns.key(at) >= level[0]:
                         c = T.max(column[head, at], 0)  # c < end, since its key is not -1
@@ -149,21 +149,21 @@ def build(v: Variant):
             in_order(marks, head, column_words, v_idx, place, s_part, thread)  # 3
             if thread == 0:
                 v_cnt[head] = place[0]
-            for i in rolled(T.ceildiv(capacity, THREADS)):
-                at = i * THREADS + thread
+            for i in rolled(T.ceildiv(capacity, BUDGET_THREADS)):
+                at = i * BUDGET_THREADS + thread
                 if (at >= place[0]) & (at < capacity):
                     v_idx[head, at] = end
             fewest(  # 4
                 level, slashes, blocks, need(total, share_s) - held, max_s, s_sum, thread
             )
-            for i in rolled(T.ceildiv(blocks, THREADS)):
-                d = i * THREADS + thread
+            for i in rolled(T.ceildiv(blocks, BUDGET_THREADS)):
+                d = i * BUDGET_THREADS + thread
                 if d < blocks:
                     active[head, d] = T.cast((d == 0) | (slashes.key(d) >= level[0]), "int32")
             T.sync_threads()
             held = 0
-            for i in rolled(T.ceildiv(blocks, THREADS)):  # 5
-                d = i * THREADS + thread
+            for i in rolled(T.ceildiv(blocks, BUDGET_THREADS)):  # 5
+                d = i * BUDGET_THREADS + thread
                 count = 0
                 if d < blocks:
                     count = active[head, d]
@@ -192,4 +192,4 @@ def build(v: Variant):
                     T.cast(sums[1], "float64") / T.cast(T.max(total, 1), "float64"), "float32"
                 )
 
-    return select
+    return select_lines
