@@ -100,7 +100,9 @@ def define_on_records(
     operator = define(name, schema(records, results), on_fields(fake), **implementations)
 
     def call(*given: Any) -> Any:
-        fields = sum(given, ())
+        fields: tuple[Any, ...] = ()
+        for record in given:
+            fields = (*fields, *record)
         x = given[0][0]
         if not (x.is_cuda or x.is_cpu) or _is_watched(fields):
             done = operator(*fields)

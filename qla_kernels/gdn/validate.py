@@ -86,9 +86,9 @@ def refusal(
 
 def wants_gradients(arguments: Iterable[Tensor | float | None]) -> bool:
     """Returns True if grad mode is on and one of the arguments is a tensor that requires grad."""
-    return torch.is_grad_enabled() and any(
-        x.requires_grad for x in arguments if isinstance(x, Tensor)
-    )
+    if not torch.is_grad_enabled():
+        return False
+    return any(x.requires_grad for x in arguments if isinstance(x, Tensor))
 
 
 def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, cp_context: object) -> Reason | None:

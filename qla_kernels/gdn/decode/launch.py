@@ -72,12 +72,13 @@ def _launch(
     q, k, v, g, beta, *others = call
     with device.of(q):
         for rows in parts_in_reach(q, k, v, g, beta):
-            part = Call(*of_part(rows, q, k, v, g, beta), *others)
-            indices, (o_b,), states = state_indices, of_part(rows, o), (h0, ht)
-            if rows is not WHOLE and indices is not None:  # each index is into the whole pool
-                indices = indices[rows]
-            else:
-                states = of_part(rows, h0, ht)
+            part, states, indices, o_b = call, (h0, ht), state_indices, o
+            if rows is not WHOLE:
+                part, o_b = Call(*of_part(rows, q, k, v, g, beta), *others), o[rows]
+                if indices is None:
+                    states = of_part(rows, h0, ht)
+                else:  # each index is into the whole pool
+                    indices = indices[rows]
             variant, packed = arguments(part, options, *states, indices, o_b)
             jit.compile(kernel, variant)(*packed)
 
