@@ -77,6 +77,7 @@ class Lowered:
     dyn_smem: int
     prim_func: Any
     host: Any = None  # the TIR module that checks arguments and launches
+    device: Any = None  # the TIR module of the __global__ function
 
     @property
     def threads(self) -> int:
@@ -147,6 +148,7 @@ def lower(kernel: Kernel, variant: Any) -> Lowered:
         dyn_smem=int(attrs.get("dyn_shared_memory_buf", 0)),
         prim_func=prim_func,
         host=artifact.host_mod,
+        device=artifact.device_mod,
     )
 
 
@@ -199,14 +201,17 @@ def _digest(name: str) -> str:
     return digest(_sources[name](), f"{_identifier(name)}_kernel")
 
 
-def assemble(source: str, pass_configs: Mapping[str, object], folder: Path) -> Assembled:
+def assemble(
+    source: str, pass_configs: Mapping[str, object], folder: Path, line_info: bool = True
+) -> Assembled:
     """Assembles CUDA C++ to a cubin in `folder`, with TileLang's flags; returns cubin and report.
 
     Raises RuntimeError with nvcc's output if nvcc fails.
     """
     code, cubin = folder / "kernel.cu", folder / "kernel.cubin"
     code.write_text(source)
-    command = [str(nvcc()), *nvcc_flags(pass_configs), "-o", str(cubin), str(code)]
+    flags = [f for f in nvcc_flags(pass_configs) if line_info or f != "-lineinfo"]
+    command = [str(nvcc()), *flags, "-o", str(cubin), str(code)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
