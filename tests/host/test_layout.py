@@ -19,7 +19,8 @@ PACKAGE = ROOT / "qla_kernels"
 KERNELS = [file for file in SOURCES if "kernels" in file.parent.parts]  # and what they share
 TILE = [file for file in SOURCES if file.parent == PACKAGE / "tile"]
 # what knows TileLang besides: how it compiles, and the tools around that
-COMPILING = {"jit.py", "warmup.py", "info.py", "inspect", "shared_memory.py", "check.py"}
+COMPILING = {"jit.py", "build.py", "warmup.py", "info.py", "inspect", "check.py"}
+COMPILING |= {"shared_memory.py"}
 
 
 def named(files: list[Path]) -> pytest.MarkDecorator:
