@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol, cast
 
 from qla_kernels import sizes
@@ -91,7 +90,7 @@ class Assembled:
 
 
 def kernel_names(family: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yields (family, kernel) for every entry of every KERNELS tuple. Does not import TileLang."""
+    """Yields (family, kernel) for every entry of every KERNELS tuple."""
     package = Path(__file__).parent
     for listed in sorted(package.glob("*/kernels/__init__.py")):
         owner = listed.parent.parent.name
@@ -103,21 +102,8 @@ def kernel_names(family: str | None = None) -> Iterator[tuple[str, str]]:
 def kernel_modules(family: str | None = None) -> Iterator[Kernel]:
     """Yields every kernel of a family, or of all; imports each when the iterator reaches it."""
     for owner, name in kernel_names(family):
-        _tilelang()
         module = importlib.import_module(f"{__package__}.{owner}.kernels.{name}")
         yield Kernel(owner, name, cast(KernelModule, module))
-
-
-def imported(module: str) -> ModuleType:
-    """Imports and returns a module by its name; the module may need TileLang.
-
-    If the import fails because TileLang cannot be imported, raises Unsupported, which says so.
-    """
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError):
-        _tilelang()  # raises a clearer error if TileLang cannot be imported
-        raise
 
 
 def lower(kernel: Kernel, variant: Any) -> Lowered:

@@ -39,13 +39,13 @@ log = logging.getLogger("qla_kernels")
 _lock = threading.Lock()
 
 
-class Found(NamedTuple):
+class Prebuilt(NamedTuple):
     launch: Callable[..., None]
     digest: str  # of the generated code, as in digests.json
 
 
 @functools.cache
-def find(label: str, module: str) -> Found | None:
+def find(label: str, module: str) -> Prebuilt | None:
     """Returns a variant's prebuilt kernel; None if there is none, or none of these sources.
 
     Args:
@@ -65,7 +65,7 @@ def find(label: str, module: str) -> Found | None:
         cubin = file.read(f"{label}.cubin", about["cubin"])
         native = _native(file.path.with_name(LAUNCHER))
         launch = native.launcher(label, entry["function"], cubin, pack(entry), *texts(entry))
-        return Found(launch, about["digest"])
+        return Prebuilt(launch, about["digest"])
 
 
 class KernelFile(NamedTuple):

@@ -15,8 +15,7 @@ The compiler cannot know that they are, hence the hand-written load.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.tile.schedule import Role, Schedule
 
 PIECE = 8  # elements of 16 bits in a 16-byte access

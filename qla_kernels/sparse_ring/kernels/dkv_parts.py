@@ -13,8 +13,7 @@ of the half.
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, TRIANGLE, UNSEEN
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.probs import clear_hidden, ds_from_dp, probs_from_lse
