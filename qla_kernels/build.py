@@ -50,19 +50,26 @@ class Built(NamedTuple):
 def build(kernel: jit.Kernel, variant: Any) -> Built:
     """Lowers and compiles one variant, and reads what a launch of it needs."""
     lowered = jit.lower(kernel, variant)
-    entry = json.dumps(read_entry(lowered.prim_func, lowered.host, lowered.device)).encode()
     with tempfile.TemporaryDirectory() as folder:
         assembled = jit.assemble(
             lowered.source, kernel.module.PASS_CONFIGS, Path(folder), line_info=False
         )
-        cubin = assembled.cubin.read_bytes()
+        return built(kernel, variant, lowered, assembled.cubin.read_bytes())
+
+
+def built(kernel: jit.Kernel, variant: Any, lowered: jit.Lowered, cubin: bytes) -> Built:
+    entry = json.dumps(read_entry(lowered.prim_func, lowered.host, lowered.device)).encode()
     about = {
         "digest": digests.digest(lowered.source, lowered.function),
         "sources": prebuilt.fingerprint(kernel.module.__name__),
-        "entry": hashlib.sha256(entry).hexdigest(),
-        "cubin": hashlib.sha256(cubin).hexdigest(),
+        "entry": checksum(entry),
+        "cubin": checksum(cubin),
     }
     return Built(jit.label(kernel.module, variant), entry, cubin, about)
+
+
+def checksum(contents: bytes) -> str:
+    return hashlib.sha256(contents).hexdigest()
 
 
 def nvcc_set() -> str:
@@ -79,16 +86,20 @@ def nvcc_set() -> str:
     return found
 
 
-def write(built: Iterable[Built], folder: Path, of_set: str) -> Path:
-    """Writes the file of one set; it appears under its name when it is complete."""
+def versions() -> dict[str, str]:
+    """Returns the versions of the tools that build, for the manifest."""
     import tilelang
 
-    kernels = sorted(built)
+    return {"tilelang": tilelang.__version__, "nvcc": jit.nvcc_version()}
+
+
+def write(kernels: Iterable[Built], folder: Path, of_set: str, tools: dict[str, str]) -> Path:
+    """Writes the file of one set; it appears under its name when it is complete."""
+    kernels = sorted(kernels)
     manifest = {
         "format": prebuilt.FORMAT,
         "qla_kernels": __version__,
-        "tilelang": tilelang.__version__,
-        "nvcc": jit.nvcc_version(),
+        **tools,
         "set": of_set,
         "kernels": {kernel.label: kernel.about for kernel in kernels},
     }
@@ -175,7 +186,7 @@ def main(arguments: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         of_set, found = nvcc_set(), selected(options.kernels)
         compile_launcher(options.out)
-        path = write(build_all(found, options.workers), options.out, of_set)
+        path = write(build_all(found, options.workers), options.out, of_set, versions())
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from qla_kernels import sizes
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.native import prebuilt
 from qla_kernels.shared_memory import name_apart
 from qla_kernels.tile.schedule import Schedule
 
@@ -40,7 +41,7 @@ log = logging.getLogger("qla_kernels")
 Launch = Callable[..., None]
 
 _tracing = threading.Lock()
-_sources: dict[str, Callable[[], str]] = {}  # CUDA C++ by label, of this process's kernels
+_digests: dict[str, Callable[[], str]] = {}  # by label, of this process's kernels
 
 
 class KernelModule(Protocol):
@@ -140,14 +141,26 @@ def lower(kernel: Kernel, variant: Any) -> Lowered:
 
 @cache
 def compile(module: KernelModule, variant: Any) -> Launch:
-    """Compiles a variant, or loads it from the cache; returns the function that launches it.
+    """Returns the function that launches a variant, prebuilt or compiled with TileLang.
 
-    That function launches on torch's current stream. It takes the tensors and scalars of the
-    kernel's signature, outputs included, and returns nothing. It is TileLang's generated host
-    function: TileLang's Python wrapper around it allocates outputs, which is not needed here, and
-    costs 2-4 us a call. For the kernels whose host function leaves out a comparison of sizes,
-    `sizes.checked` adds it. Raises Unsupported without TileLang, without nvcc on a cache miss, or
-    with a cache folder that cannot be written.
+    It takes the tensors and scalars of the kernel's signature, outputs included, launches on
+    torch's current stream, and returns nothing. QLA_DUMP asks for files that only a compile gives.
+    """
+    name = label(module, variant)
+    found = None if os.environ.get("QLA_DUMP") else prebuilt.find(name, module.__name__)
+    if found is None:
+        return _compiled(module, variant)
+    _digests[name] = lambda: found.digest
+    return found.launch
+
+
+def _compiled(module: KernelModule, variant: Any) -> Launch:
+    """Compiles a variant with TileLang, or loads it from TileLang's cache; returns its launcher.
+
+    That is TileLang's generated host function: TileLang's Python wrapper around it allocates
+    outputs, which is not needed here, and costs 2-4 us a call. For the kernels whose host function
+    leaves out a comparison of sizes, `sizes.checked` adds it. Raises Unsupported without TileLang,
+    without nvcc on a cache miss, or with a cache folder that cannot be written.
     """
     tilelang = _tilelang()
     started = time.perf_counter()
@@ -166,7 +179,7 @@ def compile(module: KernelModule, variant: Any) -> Launch:
     host = cast(Launch, library.get_function("main", query_imports=True))
     name = label(module, variant)
     launch = sizes.checked(host, name, prim_func)
-    _sources[name] = kernel.get_kernel_source
+    _digests[name] = cache(lambda: _digest(kernel.get_kernel_source(), name))
     log.info("compiled %s in %.2f s", name, time.perf_counter() - started)
     if folder := os.environ.get("QLA_DUMP"):
         from qla_kernels.dump import dump
@@ -176,15 +189,14 @@ def compile(module: KernelModule, variant: Any) -> Launch:
 
 
 def compiled() -> dict[str, str]:
-    """Returns the digest of each variant that this process has compiled or loaded, by its label."""
-    return {name: _digest(name) for name in sorted(_sources)}
+    """Returns the digest of each variant that this process has a launcher of, by its label."""
+    return {name: digest() for name, digest in sorted(_digests.items())}
 
 
-@cache
-def _digest(name: str) -> str:
+def _digest(source: str, name: str) -> str:
     from qla_kernels.digests import digest
 
-    return digest(_sources[name](), f"{_identifier(name)}_kernel")
+    return digest(source, f"{_identifier(name)}_kernel")
 
 
 def assemble(
@@ -304,11 +316,10 @@ def _tilelang() -> Any:
     try:
         return importlib.import_module("tilelang")
     except ImportError as error:
-        fix = "pip install 'tilelang>=0.1.13,<0.2'"
+        fix = "pip install 'tilelang>=0.1.13,<0.2', or set QLA_PREBUILT"
         got = f"tilelang cannot be imported ({error})"
-        raise Unsupported(
-            need("qla_kernels.jit", got, "TileLang to compile kernels", fix)
-        ) from error
+        needs = "TileLang to compile kernels, or prebuilt ones"
+        raise Unsupported(need("qla_kernels.jit", got, needs, fix)) from error
     except OSError as error:  # TileLang makes its cache folder when it is imported
         raise Unsupported(_unwritable(f"tilelang cannot be imported ({error})")) from error
 

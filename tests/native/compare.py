@@ -25,11 +25,11 @@ import torch
 
 from qla_kernels import jit
 from qla_kernels.build import selected
-from qla_kernels.native.entry import SIZE, Entry, Expression
+from qla_kernels.native.entry import SIZE, Entry, Expression, symbols_of
 from qla_kernels.native.pack import pack, texts
 from tests.native import standin, tilelang_host
 
-CALLS = 12  # of each variant, of which half are given a wrong tensor
+CALLS = 60  # of each variant, of which half are given a wrong tensor
 
 
 def value(expression: Expression, numbers: dict[str, int]) -> int:
@@ -51,21 +51,24 @@ def arguments(entry: Entry, rng: random.Random) -> list[Any]:
     """Tensors and scalars that fit an entry; sizes and strides are whatever it leaves open."""
     numbers = {name: rng.randint(1, 9) for name, dtype in entry["scalars"] if dtype == "int32"}
     few = rng.random() < 0.3  # axes of one element, whose strides do not count
-    for name, _, what, _ in entry["symbols"]:
-        if what == SIZE:
-            numbers[name] = 1 if few and rng.random() < 0.4 else rng.choice([8, 16, 24])
+    sizes = [name for name, _, what, _ in entry["symbols"] if what == SIZE]
+    for name in sizes:
+        numbers[name] = 1 if few and rng.random() < 0.4 else rng.choice([8, 16, 24])
+    for extent in entry["launch"]:
+        while set(symbols_of(extent)) & set(sizes) and value(extent, numbers) < 1:
+            numbers |= {name: numbers[name] + 64 for name in symbols_of(extent) if name in sizes}
     strides_from = {(i, axis): name for name, i, what, axis in entry["symbols"] if what != SIZE}
     tensors = []
     for i, tensor in enumerate(entry["tensors"]):
-        sizes = [value(size, numbers) for size in tensor["sizes"]]
+        extents = [value(size, numbers) for size in tensor["sizes"]]
         inner = 16
-        for axis in reversed(range(len(sizes))):
+        for axis in reversed(range(len(extents))):
             if (i, axis) in strides_from:
                 numbers[strides_from[i, axis]] = inner + 16 * rng.randint(0, 2)
-            inner = max(inner, sizes[axis] * max(1, _stride(tensor, axis, numbers)))
+            inner = max(inner, extents[axis] * max(1, _stride(tensor, axis, numbers)))
             inner = -(-inner // 16) * 16
         strides = [value(stride, numbers) for stride in tensor["strides"]]
-        tensors.append(_tensor(sizes, _loosened(sizes, strides, rng), tensor["dtype"]))
+        tensors.append(_tensor(extents, _loosened(extents, strides, rng), tensor["dtype"]))
     scalars = [
         numbers[name] if dtype == "int32" else rng.random() for name, dtype in entry["scalars"]
     ]
@@ -142,7 +145,7 @@ class Comparison:
 
     def variant(self, kernel: jit.Kernel, variant: Any, wrong: bool) -> Counter[str]:
         name = jit.label(kernel.module, variant)
-        entry, theirs, letters = tilelang_host.lowered(kernel, variant)
+        entry, theirs, letters, _ = tilelang_host.lowered(kernel, variant)
         entries = dict(broken(entry)) if wrong else {"": entry}
         counts: Counter[str] = Counter()
         for what, used in entries.items():
@@ -194,10 +197,11 @@ def main(given: list[str]) -> int:
         counts = comparison.variant(kernel, variant, options.wrong)
         print(jit.label(kernel.module, variant), dict(sorted(counts.items())), flush=True)
         total.update(counts)
+        total["never launched"] += not (options.wrong or counts["same"])
     print(dict(sorted(total.items())))
     if options.wrong:
         return int(any(outcome.endswith("same") for outcome in total))
-    return int("differ" in total)
+    return int(total["differ"] + total["never launched"] > 0)
 
 
 if __name__ == "__main__":

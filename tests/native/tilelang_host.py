@@ -6,7 +6,7 @@ stand-in driver takes for machine code.
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,16 @@ from qla_kernels.native.host_function import read_entry
 from qla_kernels.native.pack import DTYPES
 
 
-def lowered(kernel: jit.Kernel, variant: Any) -> tuple[Entry, Callable[..., None], str]:
-    """A variant's entry, TileLang's host function, and the letters of the kernel's arguments."""
+class Both(NamedTuple):
+    """One lowering of a variant, for us and for TileLang."""
+
+    entry: Entry
+    main: Callable[..., None]  # TileLang's host function
+    letters: str  # of the kernel's arguments
+    source: str  # CUDA C++
+
+
+def lowered(kernel: jit.Kernel, variant: Any) -> Both:
     import tilelang
     import tvm_ffi
     from tilelang.engine.lower import (
@@ -31,7 +39,10 @@ def lowered(kernel: jit.Kernel, variant: Any) -> tuple[Entry, Callable[..., None
     from tvm.ir.transform import PassContext
     from tvm.target import Target
 
+    sources = []
+
     def machine_code(code: str, target: Any, config: Any = None) -> bytearray:
+        sources.append(code)
         return bytearray(b"\x7fELF")
 
     assert tilelang
@@ -47,7 +58,7 @@ def lowered(kernel: jit.Kernel, variant: Any) -> tuple[Entry, Callable[..., None
         module.import_module(device_codegen(device, context))
     (function,) = device.functions.values()
     main = runtime.Executable(module).jit().get_function("main", query_imports=True)
-    return entry, main, "".join(map(_letter, function.params))
+    return Both(entry, main, "".join(map(_letter, function.params)), sources[0])
 
 
 def _letter(param: Any) -> str:
