@@ -44,7 +44,9 @@ class Prebuilt(NamedTuple):
     digest: str  # of the generated code, as in digests.json
 
 
-@functools.cache
+_found: dict[str, Prebuilt | None] = {}
+
+
 def find(label: str, module: str) -> Prebuilt | None:
     """Returns a variant's prebuilt kernel; None if there is none, or none of these sources.
 
@@ -52,20 +54,27 @@ def find(label: str, module: str) -> Prebuilt | None:
         label: the variant's name, as `jit.label` returns it.
         module: the full name of its kernel module.
 
-    Raises Unsupported if QLA_PREBUILT names nothing, or if a file is damaged.
+    Raises Unsupported if QLA_PREBUILT names nothing, or if a file is damaged. Threads that ask at
+    once get one launcher, which loads its kernel once.
     """
     with _lock:
-        file = _kernels(os.environ.get("QLA_PREBUILT"))
-        if file is None or (about := file.kernels.get(label)) is None:
-            return None
-        if about["sources"] != fingerprint(module):
-            _say_edited(file.path, module)
-            return None
-        entry = json.loads(file.read(f"{label}.json", about["entry"]))
-        cubin = file.read(f"{label}.cubin", about["cubin"])
-        native = _native(file.path.with_name(LAUNCHER))
-        launch = native.launcher(label, entry["function"], cubin, pack(entry), *texts(entry))
-        return Prebuilt(launch, about["digest"])
+        if label not in _found:
+            _found[label] = _read(label, module)
+        return _found[label]
+
+
+def _read(label: str, module: str) -> Prebuilt | None:
+    file = _kernels(os.environ.get("QLA_PREBUILT"))
+    if file is None or (about := file.kernels.get(label)) is None:
+        return None
+    if about["sources"] != fingerprint(module):
+        _say_edited(file.path, module)
+        return None
+    entry = json.loads(file.read(f"{label}.json", about["entry"]))
+    cubin = file.read(f"{label}.cubin", about["cubin"])
+    native = _native(file.path.with_name(LAUNCHER))
+    launch = native.launcher(label, entry["function"], cubin, pack(entry), *texts(entry))
+    return Prebuilt(launch, about["digest"])
 
 
 class KernelFile(NamedTuple):

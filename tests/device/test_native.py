@@ -38,8 +38,8 @@ def both(x: Call) -> list[Tensor]:
 
 def forget() -> None:
     jit.compile.cache_clear()
-    prebuilt.find.cache_clear()
     prebuilt._kernels.cache_clear()
+    prebuilt._found.clear()
 
 
 @pytest.fixture(scope="module")

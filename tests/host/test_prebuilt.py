@@ -50,8 +50,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     jit.compile.cache_clear()
-    for remembered in (prebuilt.find, prebuilt._kernels):
-        remembered.cache_clear()
+    prebuilt._kernels.cache_clear()
+    prebuilt._found.clear()
     prebuilt._edited.clear()
 
 

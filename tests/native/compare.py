@@ -14,6 +14,7 @@ GPU.
 
 import argparse
 import copy
+import operator
 import os
 import random
 import sys
@@ -32,16 +33,21 @@ from tests.native import standin, tilelang_host
 CALLS = 60  # of each variant, of which half are given a wrong tensor
 
 
+OPERATIONS = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    ">>": operator.rshift,
+}
+
+
 def value(expression: Expression, numbers: dict[str, int]) -> int:
     stack: list[int] = []
     for token in expression:
-        if token in ("+", "-", "*", "//", ">>"):
-            b, a = stack.pop(), stack.pop()
-            stack.append(
-                {"+": a + b, "-": a - b, "*": a * b, "//": a // max(b, 1), ">>": a >> (b & 63)}[
-                    token
-                ]
-            )
+        if token in OPERATIONS:
+            right, left = stack.pop(), stack.pop()
+            stack.append(OPERATIONS[token](left, right))
         else:
             stack.append(token if isinstance(token, int) else numbers[token])
     return stack[0]
