@@ -353,9 +353,10 @@ typedef struct { const char *step; int error, map; } Outcome;
 #define TRY(o, function, ...) \
     (((o)->error = driver.function(__VA_ARGS__)) ? ((o)->step = #function, -1) : 0)
 
-/* In the device's context. */
+/* In the device's context, under the lock. */
 static int load_on(Entry *e, int device, unsigned shared, Outcome *o) {
     void *library, *function;
+    kernels_loaded = 1;
     if (!e->kernel) {
         if (TRY(o, cuLibraryLoadData, &library, e->cubin, 0, 0, 0, 0, 0, 0)) return -1;
         if (TRY(o, cuLibraryGetKernel, &e->kernel, library, e->function)) return -1;
@@ -365,17 +366,19 @@ static int load_on(Entry *e, int device, unsigned shared, Outcome *o) {
 }
 
 /* A stream that is being captured refuses what loading may do, unless this thread asks for less. */
+static int load_uncaptured(Entry *e, int device, unsigned shared, Outcome *o) {
+    int mode = CAPTURE_RELAXED;
+    if (TRY(o, cuThreadExchangeStreamCaptureMode, &mode)) return -1;
+    int failed = load_on(e, device, shared, o);
+    driver.cuThreadExchangeStreamCaptureMode(&mode);
+    return failed;
+}
+
 static int ready(Entry *e, int device, unsigned shared, Outcome *o) {
     if (atomic_load_explicit(&e->ready[device], memory_order_acquire)) return 0;
-    int mode = CAPTURE_RELAXED;
     pthread_mutex_lock(&loading);
-    int failed = TRY(o, cuThreadExchangeStreamCaptureMode, &mode);
-    if (!failed && !e->ready[device]) {
-        kernels_loaded = 1;
-        failed = load_on(e, device, shared, o);
-        if (!failed) atomic_store_explicit(&e->ready[device], 1, memory_order_release);
-        driver.cuThreadExchangeStreamCaptureMode(&mode);
-    }
+    int failed = !e->ready[device] && load_uncaptured(e, device, shared, o);
+    if (!failed) atomic_store_explicit(&e->ready[device], 1, memory_order_release);
     pthread_mutex_unlock(&loading);
     return failed;
 }
@@ -413,8 +416,8 @@ static int enter(int device, Outcome *o) {
 
 static int explain(const Entry *e, const Outcome *o) {
     if (strcmp(o->step, "cuTensorMapEncodeTiled") == 0)
-        return REFUSE(e, "no tensor map of %s; need its address and its strides to be multiples of"
-                      " 16 bytes; pass a contiguous copy",
+        return REFUSE(e, "no tensor map of %s; need an address and strides that are multiples of 16"
+                      " bytes, and no size of 0; pass a contiguous copy",
                       text_of(e->names, e->map[o->map].tensor));
     const char *name = "an unknown error";
     driver.cuGetErrorName(o->error, &name);

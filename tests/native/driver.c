@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { OK, INVALID_VALUE = 1, INVALID_CONTEXT = 201, CAPTURE_UNSUPPORTED = 900, RELAXED = 2 };
 
@@ -45,6 +46,7 @@ int cuCtxPushCurrent_v2(void *context) {
 }
 int cuCtxPopCurrent_v2(void **context) { standin_pops++; current_device = stack[--depth]; return OK; }
 int cuThreadExchangeStreamCaptureMode(int *next) { int old = mode; mode = *next; *next = old; return OK; }
+int standin_mode(void) { return mode; } /* of the calling thread */
 int cuGetErrorName(int error, const char **name) { *name = error == CAPTURE_UNSUPPORTED ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED" : "CUDA_ERROR_INVALID_VALUE"; return OK; }
 int cuGetErrorString(int error, const char **text) { return cuGetErrorName(error, text); }
 
@@ -69,6 +71,7 @@ int cuModuleUnload(void *module) { return OK; }
 int cuFuncSetAttribute(void *f, int attribute, int value) { if (attribute == 8) ((Function *)f)->max_shared = value; return OK; }
 int cuLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned g) {
     __sync_fetch_and_add(&standin_loads, 1);
+    usleep(10000); /* as a real load does, it gives other threads time to come */
     *library = (void *)code;
     return memcmp(code, "\177ELF", 4) ? INVALID_VALUE : may_load();
 }
