@@ -77,6 +77,13 @@ def _read(label: str, module: str) -> Prebuilt | None:
     return Prebuilt(launch, about["digest"])
 
 
+def used() -> str | None:
+    """Returns which file's kernels are used, and how many it has; None if there is no file."""
+    with _lock:
+        file = _kernels(os.environ.get("QLA_PREBUILT"))
+    return None if file is None else f"{file.path}, {len(file.kernels)} variants"
+
+
 class KernelFile(NamedTuple):
     path: Path
     kernels: dict[str, dict[str, str]]  # by label: digests and checksums

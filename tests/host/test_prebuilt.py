@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from qla_kernels import build, digests, jit
+from qla_kernels import build, digests, info, jit
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate, recurrent
 from qla_kernels.native import prebuilt
@@ -68,6 +68,13 @@ def test_a_prebuilt_kernel_is_used_and_says_which_it_is(folder: Path) -> None:
     assert jit.compile(gate, VARIANT) is launch
     other = recurrent.VARIANTS[0]
     assert jit.compile(recurrent, other) == "compiled"  # not in the file
+
+
+def test_the_doctor_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(folder)
+    assert info.report()["prebuilt kernels"] == {"file": f"{path}, 1 variants"}
+    monkeypatch.setenv("QLA_PREBUILT", "")
+    assert info.report()["prebuilt kernels"] == {"file": None}
 
 
 def test_a_file_may_be_named_instead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,15 @@ def refusals() -> None:
     assert _refused(_launch(device_type=2), *_arguments()) == f"ValueError: {NAME}: {on_cpu}"
 
 
+def kinds_of_tensors() -> None:
+    """Parameters, and tensors that require gradients, are tensors like others."""
+    for exchange in (True, False):
+        launch, (x, scale, sums, ctas) = _launch(exchange=exchange), _arguments()
+        launch(torch.nn.Parameter(x), scale, sums.requires_grad_() * 2, ctas)
+        with torch.inference_mode():
+            launch(x.clone(), scale, sums.clone(), ctas)
+
+
 class Far(torch.Tensor):
     """Says that its rows are 2^31 elements apart."""
 
