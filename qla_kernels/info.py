@@ -23,6 +23,7 @@ from pathlib import Path
 import qla_kernels
 from qla_kernels import digests, jit
 from qla_kernels.errors import need
+from qla_kernels.native import prebuilt
 from qla_kernels.sm90 import CAPABILITY
 
 PACKAGE = Path(__file__).parent
@@ -66,6 +67,7 @@ def report() -> dict[str, Section]:
         "device": _probed({"driver": _driver, "GPUs": _gpus}),
         "versions": _versions(),
         "kernel cache": _probed({"folder": lambda: str(jit.cache_dir()), "size": _cache_size}),
+        "prebuilt kernels": _probed({"file": prebuilt.used}),
         "paths": _probed(
             {"CPU tensors": _cpu_path}
             | {f"CUDA, {family}": _cuda_path(family) for family in STANDARD}

@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol, cast
 
 from qla_kernels import sizes
+from qla_kernels.digests import digest
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.native import prebuilt
 from qla_kernels.shared_memory import name_apart
 from qla_kernels.tile.schedule import Schedule
 
@@ -41,7 +42,7 @@ log = logging.getLogger("qla_kernels")
 Launch = Callable[..., None]
 
 _tracing = threading.Lock()
-_sources: dict[str, Callable[[], str]] = {}  # CUDA C++ by label, of this process's kernels
+_digests: dict[str, Callable[[], str]] = {}  # by label, of this process's kernels
 
 
 class KernelModule(Protocol):
@@ -79,6 +80,7 @@ class Lowered:
     dyn_smem: int
     prim_func: Any
     host: Any = None  # the TIR module that checks arguments and launches
+    device: Any = None  # the TIR module of the __global__ function
 
     @property
     def threads(self) -> int:
@@ -93,7 +95,7 @@ class Assembled:
 
 
 def kernel_names(family: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yields (family, kernel) for every entry of every KERNELS tuple. Does not import TileLang."""
+    """Yields (family, kernel) for every entry of every KERNELS tuple."""
     package = Path(__file__).parent
     for listed in sorted(package.glob("*/kernels/__init__.py")):
         owner = listed.parent.parent.name
@@ -105,21 +107,8 @@ def kernel_names(family: str | None = None) -> Iterator[tuple[str, str]]:
 def kernel_modules(family: str | None = None) -> Iterator[Kernel]:
     """Yields every kernel of a family, or of all; imports each when the iterator reaches it."""
     for owner, name in kernel_names(family):
-        _tilelang()
         module = importlib.import_module(f"{__package__}.{owner}.kernels.{name}")
         yield Kernel(owner, name, cast(KernelModule, module))
-
-
-def imported(module: str) -> ModuleType:
-    """Imports and returns a module by its name; the module may need TileLang.
-
-    If the import fails because TileLang cannot be imported, raises Unsupported, which says so.
-    """
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError):
-        _tilelang()  # raises a clearer error if TileLang cannot be imported
-        raise
 
 
 def lower(kernel: Kernel, variant: Any) -> Lowered:
@@ -152,19 +141,32 @@ def lower(kernel: Kernel, variant: Any) -> Lowered:
         dyn_smem=int(attrs.get("dyn_shared_memory_buf", 0)),
         prim_func=prim_func,
         host=artifact.host_mod,
+        device=artifact.device_mod,
     )
 
 
 @cache
 def compile(module: KernelModule, variant: Any) -> Launch:
-    """Compiles a variant, or loads it from the cache; returns the function that launches it.
+    """Returns the function that launches a variant, prebuilt or compiled with TileLang.
 
-    That function launches on torch's current stream. It takes the tensors and scalars of the
-    kernel's signature, outputs included, and returns nothing. It is TileLang's generated host
-    function: TileLang's Python wrapper around it allocates outputs, which is not needed here, and
-    costs 2-4 us a call. For the kernels whose host function leaves out a comparison of sizes,
-    `sizes.checked` adds it. Raises Unsupported without TileLang, without nvcc on a cache miss, or
-    with a cache folder that cannot be written.
+    It takes the tensors and scalars of the kernel's signature, outputs included, launches on
+    torch's current stream, and returns nothing. QLA_DUMP asks for files that only a compile gives.
+    """
+    name = label(module, variant)
+    found = None if os.environ.get("QLA_DUMP") else prebuilt.find(name, module.__name__)
+    if found is None:
+        return _compiled(module, variant)
+    _digests[name] = lambda: found.digest
+    return found.launch
+
+
+def _compiled(module: KernelModule, variant: Any) -> Launch:
+    """Compiles a variant with TileLang, or loads it from TileLang's cache; returns its launcher.
+
+    That is TileLang's generated host function: TileLang's Python wrapper around it allocates
+    outputs, which is not needed here, and costs 2-4 us a call. For the kernels whose host function
+    leaves out a comparison of sizes, `sizes.checked` adds it. Raises Unsupported without TileLang,
+    without nvcc on a cache miss, or with a cache folder that cannot be written.
     """
     tilelang = _tilelang()
     started = time.perf_counter()
@@ -183,7 +185,8 @@ def compile(module: KernelModule, variant: Any) -> Launch:
     host = cast(Launch, library.get_function("main", query_imports=True))
     name = label(module, variant)
     launch = sizes.checked(host, name, prim_func)
-    _sources[name] = kernel.get_kernel_source
+    function = f"{_identifier(name)}_kernel"
+    _digests[name] = cache(lambda: digest(kernel.get_kernel_source(), function))
     log.info("compiled %s in %.2f s", name, time.perf_counter() - started)
     if folder := os.environ.get("QLA_DUMP"):
         from qla_kernels.dump import dump
@@ -193,25 +196,21 @@ def compile(module: KernelModule, variant: Any) -> Launch:
 
 
 def compiled() -> dict[str, str]:
-    """Returns the digest of each variant that this process has compiled or loaded, by its label."""
-    return {name: _digest(name) for name in sorted(_sources)}
+    """Returns the digest of each variant that this process has a launcher of, by its label."""
+    return {name: digest() for name, digest in sorted(_digests.items())}
 
 
-@cache
-def _digest(name: str) -> str:
-    from qla_kernels.digests import digest
-
-    return digest(_sources[name](), f"{_identifier(name)}_kernel")
-
-
-def assemble(source: str, pass_configs: Mapping[str, object], folder: Path) -> Assembled:
+def assemble(
+    source: str, pass_configs: Mapping[str, object], folder: Path, line_info: bool = True
+) -> Assembled:
     """Assembles CUDA C++ to a cubin in `folder`, with TileLang's flags; returns cubin and report.
 
     Raises RuntimeError with nvcc's output if nvcc fails.
     """
     code, cubin = folder / "kernel.cu", folder / "kernel.cubin"
     code.write_text(source)
-    command = [str(nvcc()), *nvcc_flags(pass_configs), "-o", str(cubin), str(code)]
+    flags = [f for f in nvcc_flags(pass_configs) if line_info or f != "-lineinfo"]
+    command = [str(nvcc()), *flags, "-o", str(cubin), str(code)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
@@ -320,11 +319,10 @@ def _tilelang() -> Any:
     try:
         return importlib.import_module("tilelang")
     except ImportError as error:
-        fix = "pip install 'tilelang>=0.1.13,<0.2'"
+        fix = "pip install 'tilelang>=0.1.13,<0.2', or set QLA_PREBUILT"
         got = f"tilelang cannot be imported ({error})"
-        raise Unsupported(
-            need("qla_kernels.jit", got, "TileLang to compile kernels", fix)
-        ) from error
+        needs = "TileLang to compile kernels, or prebuilt ones"
+        raise Unsupported(need("qla_kernels.jit", got, needs, fix)) from error
     except OSError as error:  # TileLang makes its cache folder when it is imported
         raise Unsupported(_unwritable(f"tilelang cannot be imported ({error})")) from error
 

@@ -5,13 +5,12 @@ observe the call: no compiler or tracer, no dispatch mode, no tensor subclass.
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, cast, get_type_hints
 
 import torch
 from torch import Tensor
-
-from qla_kernels import jit
 
 _LIBRARY: Any = torch.library.Library("qla_kernels", "DEF")  # type: ignore[no-untyped-call]
 # The strides of a call are accepted or refused when it is traced: Inductor must keep them.
@@ -35,9 +34,9 @@ _IN_SCHEMAS = {
 def imported_late(module: str, function: str) -> Callable[..., Any]:
     """Returns a function that calls `function` of `module`, which it imports at its first call.
 
-    Modules that launch kernels need TileLang, so they are not imported earlier.
+    Modules that launch kernels import all of a family's kernel files, so they come in late.
     """
-    home = functools.cache(lambda: jit.imported(module))
+    home = functools.cache(lambda: importlib.import_module(module))
     return lambda *args, **flags: getattr(home(), function)(*args, **flags)
 
 

@@ -3,13 +3,13 @@
 `launches` returns the module that implements the launches for a device.
 """
 
+import importlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.patterns import VerticalSlash
@@ -238,7 +238,7 @@ def launches(device: torch.device) -> Launches:
     The module is imported at its first use.
     """
     home = "launch" if device.type == "cuda" else "cpu"
-    return cast(Launches, jit.imported(f"qla_kernels.sparse_ring.{home}"))
+    return cast(Launches, importlib.import_module(f"qla_kernels.sparse_ring.{home}"))
 
 
 def wide(x: Tensor) -> torch.dtype:

@@ -9,7 +9,7 @@ at a tensor's ends by itself.
 
 from typing import Any
 
-import tilelang.language as T
+import qla_kernels.tile.language as T
 
 
 def clamped(x: Any, low: Any, high: Any) -> Any:

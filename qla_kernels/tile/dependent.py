@@ -6,7 +6,7 @@ the previous kernel has ended. All their reads and writes of global memory have 
 `await_previous`.
 """
 
-import tilelang.language as T
+import qla_kernels.tile.language as T
 
 
 @T.macro

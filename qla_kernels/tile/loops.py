@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import tilelang.language as T
+import qla_kernels.tile.language as T
 
 
 def rolled(*bounds: Any) -> Any:

@@ -5,8 +5,7 @@ therefore arrives with rows of the next sequence, or of no sequence. These may b
 zero times such a number is NaN.
 """
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
 

@@ -9,8 +9,7 @@ Each method returns the operation it emits; TileLang's builder places it where i
 
 from typing import Any
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.tile.schedule import Schedule
 
 

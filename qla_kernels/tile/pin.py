@@ -14,7 +14,7 @@ ptxas knows that exp2 is not negative.
 
 from typing import Any
 
-import tilelang.language as T
+import qla_kernels.tile.language as T
 
 SOURCE = r"""
 namespace qla {

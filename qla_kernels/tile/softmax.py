@@ -21,7 +21,7 @@ warpgroups works as well.
 from pathlib import Path
 from typing import Any
 
-import tilelang.language as T
+import qla_kernels.tile.language as T
 
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 

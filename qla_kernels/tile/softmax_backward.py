@@ -11,7 +11,7 @@ without a branch there, ptxas moves the wait above the exponentials, which then 
 with the product dP.
 """
 
-import tilelang.language as T
+import qla_kernels.tile.language as T
 
 
 @T.macro

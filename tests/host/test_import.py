@@ -48,6 +48,21 @@ assert not {"tilelang", "tvm", "triton", "torch._dynamo"} & set(sys.modules)
 """)
 
 
+def test_kernel_files_and_what_launches_them_need_no_tilelang():
+    fresh(
+        WITHOUT_TILELANG
+        + """
+from qla_kernels import jit
+from qla_kernels.gdn.decode import launch
+from qla_kernels.gdn.launch import backward, forward
+from qla_kernels.dualkv import launch, launch_backward
+from qla_kernels.sparse_ring import launch, launch_backward
+variants = [(k, v) for k in jit.kernel_modules() for v in k.module.VARIANTS]
+assert all(kernel.module.schedule(variant).threads for kernel, variant in variants)
+"""
+    )
+
+
 def test_a_cpu_call_needs_neither_tilelang_nor_a_gpu():
     fresh(
         WITHOUT_TILELANG

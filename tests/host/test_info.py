@@ -51,11 +51,10 @@ def test_report_without_tilelang_is_complete():
     assert report["paths"]["CPU tensors"] == "reference, chunked"
 
 
-def test_schedules_without_tilelang_are_refused_in_words():
+def test_schedules_need_no_tilelang():
     done = without_tilelang("gdn.kkt_solve")
-    assert done.returncode == 2
-    assert "tilelang cannot be imported" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "| solve | 0-3 |" in done.stdout
 
 
 @pytest.mark.parametrize("name", info.HOOKS)

@@ -28,8 +28,7 @@ waits for the other. A row's columns are permuted in the sums, see the comment o
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.dualkv.kernels.items import clear_rows, uniform
 from qla_kernels.dualkv.kernels.walk import WARPGROUP_KEYS, load_rows, row_stats, walk_of

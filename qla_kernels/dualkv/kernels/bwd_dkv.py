@@ -26,8 +26,7 @@ fixed order, so results repeat bitwise.
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.dualkv.kernels.items import uniform
 from qla_kernels.dualkv.kernels.walk import WARPGROUP_KEYS, load_rows, row_stats, walk_of

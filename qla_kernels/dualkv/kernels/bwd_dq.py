@@ -22,8 +22,7 @@ five of bwd, but it needs neither atomics nor fp32 sums in global memory.
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.dualkv.kernels.items import BOX, PANEL, clear_rows, fetch, read_item, uniform
 from qla_kernels.dualkv.shapes import (

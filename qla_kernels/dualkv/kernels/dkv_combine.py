@@ -14,8 +14,7 @@ depend on D.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.dualkv.shapes import (
     KEY_TILE,
     SPLIT_COLUMNS,

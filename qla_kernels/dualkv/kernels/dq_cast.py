@@ -15,8 +15,7 @@ every other token.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.tile.schedule import Role, Schedule
 
 CAST_PIECE = 16  # columns of a thread

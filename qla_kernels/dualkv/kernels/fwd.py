@@ -30,8 +30,7 @@ nearly all the time contains no mask.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.dualkv.kernels.items import (
     BOX,
     HEAD_SLOT,

@@ -8,8 +8,7 @@ All roles take the number of tiles from the item's `tiles` alone, so that they a
 tables hold: the last stretch of the walk takes the tiles that are left.
 """
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.dualkv.shapes import (
     FULL_TILES,
     ITEM_COLUMNS,

@@ -14,8 +14,7 @@ needs fp32 rows that begin at multiples of 16 bytes.
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.dualkv.kernels.items import BOX, PANEL
 from qla_kernels.dualkv.shapes import (
     KEY_TILE,

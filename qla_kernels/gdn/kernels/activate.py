@@ -16,8 +16,7 @@ and activated skips it.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.raw_gates import SOURCE, decode, fetch, rate, sigmoid, softplus
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule

@@ -19,8 +19,7 @@ number of a thread's tokens.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.activate import (
     ACTIVATE_THREADS,
     BATCH,

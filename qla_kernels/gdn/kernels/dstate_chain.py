@@ -39,9 +39,7 @@ there may be more chunks than dS has room for: TMA writes nothing outside a tens
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.cumulated import (
     SOURCE,
     gate,
@@ -72,6 +70,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
 )
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 

@@ -35,9 +35,7 @@ and to pass A.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.forward import gate, state
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.gdn.kernels.chain.items import After, count_chunks, find
@@ -54,6 +52,7 @@ from qla_kernels.gdn.kernels.chain.solve import clear_above, invert, score, solv
 from qla_kernels.gdn.kernels.chain.transfer import load, store
 from qla_kernels.gdn.kernels.tables import inside
 from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring

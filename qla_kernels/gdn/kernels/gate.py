@@ -20,8 +20,7 @@ kernel of this package made, so they lie inside the tensors: see tables.py.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import BETA, DECAY_TO_BLOCK_END, GAMMA
 from qla_kernels.tile.constants import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.dependent import await_previous

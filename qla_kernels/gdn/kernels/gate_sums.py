@@ -12,8 +12,7 @@ value heads are a 32-byte sector, and with 8 blocks a lane 1024 blocks are loade
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.raw_gates import SOURCE, put
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled

@@ -25,13 +25,12 @@ a table that a kernel of this package made, so they lie inside the tensors: see 
 
 from typing import NamedTuple
 
-import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.gdn.kernels.chain.window import SOURCE as GROWTH
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring

@@ -15,8 +15,7 @@ The compiler cannot know that they are, hence the hand-written load.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.shapes import L2NORM_EPSILON
 from qla_kernels.tile.schedule import Role, Schedule
 

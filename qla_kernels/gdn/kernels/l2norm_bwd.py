@@ -15,8 +15,7 @@ less than reading it. x and dy may have different strides.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.l2norm import (
     MOST_SPANS,
     PIECE,

@@ -8,7 +8,7 @@ must not use fast math.
 from pathlib import Path
 from typing import Any
 
-import tilelang.language as T
+import qla_kernels.tile.language as T
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -26,8 +26,7 @@ the next would take as many registers as S.
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.tables import inside, sequence_span
 from qla_kernels.gdn.shapes import L2NORM_EPSILON, STATE_PIECE
 from qla_kernels.tile.constants import LOG2E

@@ -36,9 +36,7 @@ the few chunks of a window, which avoids three more launches.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.cumulated import gate, load
 from qla_kernels.gdn.kernels.chain.forward import gate as raw_gate
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES
@@ -48,6 +46,7 @@ from qla_kernels.gdn.kernels.chain.window import SOURCE, columns, solve, warm_ch
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule

@@ -31,9 +31,7 @@ is dstate_chain's chain, in the same units.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.cumulated import gate, load, score
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows
@@ -41,6 +39,7 @@ from qla_kernels.gdn.kernels.chain.window import SOURCE, gradient_columns, warm_
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 

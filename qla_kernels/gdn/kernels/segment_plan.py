@@ -30,8 +30,7 @@ segment but a sequence's last consists of whole chunks, so cutting moves no chun
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.tables import (
     TABLE_THREADS,
     TABLE_WARPS,

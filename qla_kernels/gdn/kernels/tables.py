@@ -7,8 +7,9 @@ overlap, a table is filled up and entries beyond its room are dropped. Numbers r
 that a kernel of this package made need no second check.
 """
 
-import tilelang.language as T
+from __future__ import annotations
 
+import qla_kernels.tile.language as T
 from qla_kernels.tile.constants import CHUNK
 
 TABLE_THREADS = 1024

@@ -9,8 +9,7 @@ bit took 40 us.
 
 from typing import Any, NamedTuple, Protocol
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.shapes import WORD
 from qla_kernels.tile.loops import rolled
 

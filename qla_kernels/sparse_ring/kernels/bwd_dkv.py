@@ -21,8 +21,7 @@ them; a half skips a block that it does not see. Only `load` reads the table: wi
 sends a code for each half, and after the last block the code END.
 """
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels import dkv_parts
 from qla_kernels.sparse_ring.kernels.dkv_parts import Queries, Shared
 from qla_kernels.sparse_ring.kernels.walk import (

@@ -22,8 +22,7 @@ its own, and `scatter` adds them in order.
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels import dkv_parts
 from qla_kernels.sparse_ring.kernels.dkv_parts import Queries, Shared
 from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, SEEN, UNSEEN, WHOLE

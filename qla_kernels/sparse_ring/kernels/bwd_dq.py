@@ -20,8 +20,7 @@ launch, and launches run one after the other.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels.walk import (
     COLUMNS,
     END,

@@ -15,8 +15,7 @@ in plan.table, the same table costs about twenty launches.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.shapes import WORD
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule

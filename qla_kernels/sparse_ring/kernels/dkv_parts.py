@@ -13,8 +13,7 @@ of the half.
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, TRIANGLE, UNSEEN
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE

@@ -27,9 +27,7 @@ of the next step. K is released earlier than V, so it has fewer slots.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels.walk import (
     COLUMNS,
     END,
@@ -47,6 +45,7 @@ from qla_kernels.sparse_ring.kernels.walk import (
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile import pin, softmax
 from qla_kernels.tile.constants import LN2, LOG2E
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule

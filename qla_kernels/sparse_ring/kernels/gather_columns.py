@@ -13,8 +13,7 @@ time, so one kernel serves every 16-bit type and every head size.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels.walk import VISIT
 from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile.bounds import clamped

@@ -16,8 +16,7 @@ step 2.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels.budget import (
     BUDGET_THREADS,
     BUDGET_WARPS,

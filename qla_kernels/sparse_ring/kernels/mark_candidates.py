@@ -10,8 +10,7 @@ launch. Why this shape: `keep_best_columns` has one SM for a head, on which this
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels.budget import warp_sum
 from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 from qla_kernels.tile.dependent import await_previous

@@ -17,8 +17,7 @@ a lane for each row, one head after the other, took 131 us instead of 73.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule

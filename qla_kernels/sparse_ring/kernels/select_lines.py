@@ -20,8 +20,7 @@ and masses may be added in any order.
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels.budget import (
     BUDGET_THREADS,
     BUDGET_WARPS,

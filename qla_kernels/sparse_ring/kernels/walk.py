@@ -19,8 +19,7 @@ that the warpgroup processes that step and releases the slot it holds.
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE, WORD
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled

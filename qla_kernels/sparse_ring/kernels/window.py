@@ -9,8 +9,7 @@ also across iterations of the loop. This requires that threads only read accumul
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile import softmax
 from qla_kernels.tile.loops import rolled

@@ -21,9 +21,7 @@ next, at the same time as the exponentials of the product before, also across it
 loop. Threads only read accumulators meanwhile, or ptxas would serialise every product (C7514).
 """
 
-import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels import window
 from qla_kernels.sparse_ring.kernels.window import (
     CTA_ROWS,
@@ -36,6 +34,7 @@ from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile import pin
 from qla_kernels.tile.constants import LN2, LOG2E
 from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 

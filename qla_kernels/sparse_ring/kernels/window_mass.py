@@ -21,9 +21,7 @@ hide more latency than two with 240: 142 us instead of 163. If they take turns t
 products, it is 136 us. Four warpgroups that each waited for a product took 222 us (docs/notes).
 """
 
-import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
-
+import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels import window
 from qla_kernels.sparse_ring.kernels.window import (
     CTA_ROWS,
@@ -35,6 +33,7 @@ from qla_kernels.sparse_ring.kernels.window import (
 from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring

@@ -8,8 +8,7 @@ chunk. `step` counts the chunks in the order in which a chain visits them.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,

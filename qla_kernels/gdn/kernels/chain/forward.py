@@ -6,8 +6,7 @@ so both state warpgroups run the same loop. Two copies of the loop, together wit
 would not fit the SM's instruction cache of 32 KB.
 """
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,

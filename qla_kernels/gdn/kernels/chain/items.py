@@ -6,10 +6,11 @@ loaded and solved. Rings, and the roles that make A and P, treat the chunks of a
 sequence of steps.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.ring import Ring

@@ -4,12 +4,13 @@ The roles are in the other files of this folder. They are apart from the kernel 
 the maths and number the steps, because several kernels use the same roles.
 """
 
+from __future__ import annotations
+
 import functools
 import operator
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Schedule

@@ -4,8 +4,7 @@ fused_fwd.py states the maths and the steps. The warp-level work is inline CUDA,
 gated_tiles.cuh; the macros here decide which part of it runs during which product.
 """
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import slot_of
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled

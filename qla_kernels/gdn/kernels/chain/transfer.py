@@ -3,8 +3,7 @@
 fused_fwd.py states the maths and the steps, with the numbers used here.
 """
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.mask import clear_tail

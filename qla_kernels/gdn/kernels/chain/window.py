@@ -6,8 +6,7 @@ Both kernels are chains like those of cumulated.py, but they write only at their
 
 from pathlib import Path
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,

@@ -50,9 +50,7 @@ index for TMA alone, which reads zeros outside a tensor.
 
 from typing import NamedTuple
 
-import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA, GATE_ROWS
 from qla_kernels.gdn.kernels.chunk_grads import layout as grads
 from qla_kernels.gdn.kernels.chunk_grads import panel as grads_panel
@@ -71,6 +69,7 @@ from qla_kernels.gdn.kernels.chunk_grads.layout import (
     full,
 )
 from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring

@@ -5,8 +5,7 @@ chunk_grads/__init__.py states the maths and the steps, with the numbers used he
 
 from typing import Any, NamedTuple
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,

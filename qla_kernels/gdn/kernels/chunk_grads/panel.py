@@ -3,8 +3,7 @@
 chunk_grads/__init__.py states the maths and the steps, with the numbers used here.
 """
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import BETA, D
 from qla_kernels.gdn.kernels.chunk_grads import tiles
 from qla_kernels.gdn.kernels.chunk_grads.layout import (

@@ -8,8 +8,7 @@ places where the function was called.
 from pathlib import Path
 from typing import Any
 
-import tilelang.language as T
-
+import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.tile.constants import CHUNK
 

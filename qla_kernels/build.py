@@ -1,0 +1,198 @@
+"""Compiles kernels ahead of time, for processes that have neither TileLang nor nvcc.
+
+    python -m qla_kernels.build --out FOLDER                   every variant of every kernel
+    python -m qla_kernels.build --out FOLDER gdn attn.delta    of a family, of one kernel
+
+Writes FOLDER/kernels-13.zip, or kernels-12.9.zip if nvcc is that of CUDA 12.9, and compiles the
+launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes qla_kernels use both.
+
+Needs TileLang, nvcc and a C compiler, but no GPU. The file holds each variant's machine code,
+without line information, and what a launch of it needs (`qla_kernels/native/entry.py`), both
+compressed, and a manifest: versions of TileLang and nvcc, and for each variant the digest of its
+generated code, a fingerprint of its sources and checksums. The same sources and tools give the same
+bytes.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qla_kernels import __version__, digests, jit
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.native import prebuilt
+from qla_kernels.native.host_function import read_entry
+
+COMPILER_FLAGS = [
+    "-std=c11", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-cast-function-type",
+    "-Wno-missing-field-initializers", "-fPIC", "-shared", "-fvisibility=hidden",
+]  # fmt: skip
+LONG_AGO = (1980, 1, 1, 0, 0, 0)  # so that the file depends on its contents alone
+
+
+class Built(NamedTuple):
+    label: str
+    entry: bytes  # JSON
+    cubin: bytes
+    about: dict[str, str]  # in the manifest
+
+
+def build(kernel: jit.Kernel, variant: Any) -> Built:
+    """Lowers and compiles one variant, and reads what a launch of it needs."""
+    lowered = jit.lower(kernel, variant)
+    with tempfile.TemporaryDirectory() as folder:
+        assembled = jit.assemble(
+            lowered.source, kernel.module.PASS_CONFIGS, Path(folder), line_info=False
+        )
+        return built(kernel, variant, lowered, assembled.cubin.read_bytes())
+
+
+def built(kernel: jit.Kernel, variant: Any, lowered: jit.Lowered, cubin: bytes) -> Built:
+    entry = json.dumps(read_entry(lowered.prim_func, lowered.host, lowered.device)).encode()
+    about = {
+        "digest": digests.digest(lowered.source, lowered.function),
+        "sources": prebuilt.fingerprint(kernel.module.__name__),
+        "entry": checksum(entry),
+        "cubin": checksum(cubin),
+    }
+    return Built(jit.label(kernel.module, variant), entry, cubin, about)
+
+
+def checksum(contents: bytes) -> str:
+    return hashlib.sha256(contents).hexdigest()
+
+
+def nvcc_set() -> str:
+    """Returns the name of the set that this nvcc's kernels belong to; Unsupported if there is none.
+
+    Drivers of CUDA 12 read kernels of nvcc 12.9, but none of nvcc 13.
+    """
+    version = jit.nvcc_version()
+    release = version.removeprefix("release ").partition(",")[0]
+    found = release if release in prebuilt.SETS else release.partition(".")[0]
+    if found not in prebuilt.SETS:
+        needs, fix = " or ".join(prebuilt.SETS), "set CUDA_HOME to one of these"
+        raise Unsupported(need("qla_kernels.build", f"nvcc {version}", needs, fix))
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the tools that build, for the manifest."""
+    import tilelang
+
+    return {"tilelang": tilelang.__version__, "nvcc": jit.nvcc_version()}
+
+
+def write(kernels: Iterable[Built], folder: Path, of_set: str, tools: dict[str, str]) -> Path:
+    """Writes the file of one set; it appears under its name when it is complete."""
+    kernels = sorted(kernels)
+    manifest = {
+        "format": prebuilt.FORMAT,
+        "qla_kernels": __version__,
+        **tools,
+        "set": of_set,
+        "kernels": {kernel.label: kernel.about for kernel in kernels},
+    }
+    path = folder / prebuilt.FILE.format(of_set)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
+        _add(file, prebuilt.MANIFEST, json.dumps(manifest, indent=1).encode())
+        for kernel in kernels:
+            _add(file, f"{kernel.label}.json", kernel.entry)
+            _add(file, f"{kernel.label}.cubin", kernel.cubin)
+    os.replace(unfinished, path)
+    return path
+
+
+def _add(file: zipfile.ZipFile, name: str, contents: bytes) -> None:
+    about = zipfile.ZipInfo(name, LONG_AGO)
+    about.compress_type = zipfile.ZIP_DEFLATED
+    file.writestr(about, contents)
+
+
+def compile_launcher(folder: Path) -> Path:
+    """Compiles launcher.c into `folder`; any Python from 3.10 on can import the result.
+
+    Raises Unsupported without a C compiler or Python's headers.
+    """
+    path = folder / prebuilt.LAUNCHER
+    source = Path(prebuilt.__file__).with_name("launcher.c")
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    headers = sysconfig.get_paths()["include"]
+    command = [*compiler, *COMPILER_FLAGS, f"-I{headers}", "-o", str(unfinished), str(source)]
+    try:
+        done = subprocess.run([*command, "-ldl", "-pthread"], capture_output=True, text=True)
+    except OSError as error:
+        fix = "install gcc or clang, or set CC"
+        raise Unsupported(need("qla_kernels.build", str(error), "a C compiler", fix)) from error
+    if done.returncode:
+        fix = "install Python's headers (python3-dev) and a C11 compiler"
+        raise Unsupported(need("qla_kernels.build", done.stderr.strip(), "to compile", fix))
+    os.replace(unfinished, path)
+    return path
+
+
+def selected(names: Sequence[str]) -> list[tuple[jit.Kernel, Any]]:
+    """Returns the variants of kernels and families; of all kernels if there are no names."""
+    known = {".".join(name) for name in jit.kernel_names()}
+    for name in names:
+        if name not in known | {kernel.partition(".")[0] for kernel in known}:
+            fix = "python -m qla_kernels.warmup --list shows all"
+            raise ValueError(need("qla_kernels.build", name, "a kernel or a family", fix))
+    return [
+        (kernel, variant)
+        for kernel in jit.kernel_modules()
+        if not names or {str(kernel), kernel.family} & set(names)
+        for variant in kernel.module.VARIANTS
+    ]
+
+
+def build_all(found: list[tuple[jit.Kernel, Any]], workers: int | None) -> list[Built]:
+    """Builds variants, several at a time; the first failure cancels those that have not begun."""
+    from tqdm.auto import tqdm
+
+    workers = workers or len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(workers, "qla-build") as pool:
+        futures = [pool.submit(build, *job) for job in found]
+        try:
+            for future in tqdm(as_completed(futures), desc="build", total=len(futures)):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m qla_kernels.build", description="Compile kernels ahead of time."
+    )
+    parser.add_argument("kernels", nargs="*", help="families or family.kernel; default: all")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--workers", type=int, help="variants at a time; default: one a core")
+    options = parser.parse_args(arguments)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        of_set, found = nvcc_set(), selected(options.kernels)
+        compile_launcher(options.out)
+        path = write(build_all(found, options.workers), options.out, of_set, versions())
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"{len(found)} kernels in {path}, {path.stat().st_size / 2**20:.2f} MiB\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

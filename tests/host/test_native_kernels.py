@@ -1,0 +1,87 @@
+"""Entries of real kernels: launches equal TileLang's own, and what is unknown is refused."""
+
+import shutil
+from typing import Any
+
+import pytest
+
+from qla_kernels import jit
+from tests.native import standin
+
+pytest.importorskip("tilelang", reason="lowers kernels")
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+# Few that lower in a second or two: 1 to 5 dimensions, maps, shared stride symbols, unread sizes,
+# dependent launches. `python -m tests.native.compare` takes all.
+SAMPLE = ["attn.delta", "gdn.kkt_solve", "gdn.segment_scan", "dualkv.dkv_combine"]
+SAMPLE += ["sparse_ring.bwd_dkv_columns", "gdn.chunk_table"]
+
+
+def test_launches_are_those_of_tilelang_byte_by_byte() -> None:
+    said = standin.run("-m", "tests.native.compare", "--first", *SAMPLE)
+    assert said.count("'same'") == len(SAMPLE) + 1  # and in total
+    assert "refused here alone" in said  # delta's o, of which TileLang compares no size
+
+
+def test_wrong_entries_launch_something_else() -> None:
+    """The control: the comparison above can fail."""
+    said = standin.run("-m", "tests.native.compare", "--first", "--wrong", "gdn.kkt_solve")
+    assert "same" not in said
+    for wrong in ("grid", "dependent", "order of arguments", "an argument", "a map's swizzle"):
+        assert f"{wrong} differ" in said
+
+
+@pytest.fixture(scope="module")
+def lowered() -> jit.Lowered:
+    (kernel,) = (k for k in jit.kernel_modules("gdn") if k.name == "gate")
+    return jit.lower(kernel, kernel.module.VARIANTS[0])
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("cluster_dims", (2, 1, 1)), ("use_cooperative_groups", 1)],
+)
+def test_launches_of_other_kinds_are_refused(
+    lowered: jit.Lowered, attribute: str, value: Any
+) -> None:
+    from qla_kernels.native.host_function import read_entry
+
+    ((name, function),) = lowered.device.functions.items()
+    changed = type(lowered.device)({name: function.with_attr(attribute, value)})
+    with pytest.raises(ValueError, match=rf"{attribute}; need what the launcher knows; teach it"):
+        read_entry(lowered.prim_func, lowered.host, changed)
+
+
+def test_what_the_host_function_does_besides_is_refused(lowered: jit.Lowered) -> None:
+    from tvm import tirx
+
+    from qla_kernels.native.host_function import read_entry
+
+    ((name, host),) = lowered.host.functions.items()
+    for added, said in (
+        (tirx.Evaluate(tirx.call_packed("__tvm_other", 1)), "a call of __tvm_other"),
+        (tirx.Evaluate(tirx.call_packed("another_kernel", 1)), "a second launch, another_kernel"),
+        (tirx.AssertStmt(host.params[2] == 3, "RuntimeError", ["odd"]), "the check 'odd'"),
+    ):
+        body = tirx.SeqStmt([host.body, added])
+        changed = type(lowered.host)({name: host.with_body(body)})
+        with pytest.raises(ValueError, match=f": {said}; need what the launcher knows"):
+            read_entry(lowered.prim_func, changed, lowered.device)
+
+
+def test_a_size_that_nothing_gives_is_refused() -> None:
+    """It could be neither read nor compared."""
+    import tilelang.language as T
+
+    from qla_kernels.native.declared import Declared
+
+    n, m = T.dynamic("n"), T.dynamic("m")
+
+    @T.prim_func
+    def even(x: T.Tensor((2 * n, m), "float32"), y: T.Tensor((m,), "float32")):
+        with T.Kernel(1, threads=32):
+            y[0] = x[0, 0]
+
+    said = r"even: size of x along axis 0 depends on n; need n as a size, a stride or a scalar"
+    with pytest.raises(ValueError, match=said):
+        Declared(even)

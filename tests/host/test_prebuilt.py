@@ -1,0 +1,323 @@
+"""Prebuilt kernels are found, used without TileLang, and refused where they do not fit."""
+
+import json
+import logging
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qla_kernels import build, digests, info, jit
+from qla_kernels.errors import Unsupported
+from qla_kernels.gdn.kernels import gate, recurrent
+from qla_kernels.native import prebuilt
+from tests.native import behaviour, standin
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+(VARIANT,) = gate.VARIANTS
+LABEL = jit.label(gate, VARIANT)
+
+
+def built(**changed: str) -> build.Built:
+    """A kernel named gdn.gate whose entry is that of tests/native/behaviour.py."""
+    entry = json.dumps(behaviour.ENTRY).encode()
+    about = {
+        "digest": "0123456789abcdef",
+        "sources": prebuilt.fingerprint(gate.__name__),
+        "entry": build.checksum(entry),
+        "cubin": build.checksum(behaviour.CUBIN),
+    }
+    return build.Built(LABEL, entry, behaviour.CUBIN, about | changed)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """QLA_PREBUILT; what this process remembers of prebuilt kernels is forgotten after the test."""
+    forget()
+    shutil.copy(standin.built() / prebuilt.LAUNCHER, tmp_path)
+    monkeypatch.setenv("QLA_PREBUILT", str(tmp_path))
+    monkeypatch.delenv("QLA_DUMP", raising=False)
+    monkeypatch.setattr(jit, "_compiled", lambda *_: "compiled")
+    monkeypatch.setattr(jit, "_digests", {})
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    jit.compile.cache_clear()
+    prebuilt._kernels.cache_clear()
+    prebuilt._found.clear()
+    prebuilt._edited.clear()
+
+
+def write(folder: Path, *kernels: build.Built, of_set: str = "13") -> Path:
+    versions = {"tilelang": "0.1.15", "nvcc": "release 13.0, V13.0.88"}
+    return build.write(kernels or [built()], folder, of_set, versions)
+
+
+def test_a_prebuilt_kernel_is_used_and_says_which_it_is(folder: Path) -> None:
+    write(folder)
+    launch = jit.compile(gate, VARIANT)
+    assert launch.__name__ == LABEL
+    assert jit.compiled() == {LABEL: "0123456789abcdef"}
+    assert jit.compile(gate, VARIANT) is launch
+    other = recurrent.VARIANTS[0]
+    assert jit.compile(recurrent, other) == "compiled"  # not in the file
+
+
+def test_the_doctor_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(folder)
+    assert info.report()["prebuilt kernels"] == {"file": f"{path}, 1 variants"}
+    monkeypatch.setenv("QLA_PREBUILT", "")
+    assert info.report()["prebuilt kernels"] == {"file": None}
+
+
+def test_a_file_may_be_named_instead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QLA_PREBUILT", str(write(folder)))
+    assert jit.compile(gate, VARIANT).__name__ == LABEL
+
+
+@pytest.mark.parametrize("value", ["", None])
+def test_there_may_be_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    write(folder)
+    monkeypatch.delenv("QLA_PREBUILT")
+    if value is not None:
+        monkeypatch.setenv("QLA_PREBUILT", value)
+        monkeypatch.setattr(prebuilt, "INSIDE", folder)
+    assert jit.compile(gate, VARIANT) == "compiled"
+
+
+def test_those_inside_the_package_are_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder)
+    monkeypatch.delenv("QLA_PREBUILT")
+    monkeypatch.setattr(prebuilt, "INSIDE", folder)
+    assert jit.compile(gate, VARIANT).__name__ == LABEL
+
+
+def test_a_dump_asks_for_a_compile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder)
+    monkeypatch.setenv("QLA_DUMP", str(folder))
+    assert jit.compile(gate, VARIANT) == "compiled"
+
+
+def test_edited_sources_are_compiled_and_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = jit.label(recurrent, recurrent.VARIANTS[0])
+    path = write(folder, built(sources="other"), built(sources="other")._replace(label=second))
+    with caplog.at_level(logging.WARNING, logger="qla_kernels"):
+        assert jit.compile(gate, VARIANT) == "compiled"
+        assert jit.compile(recurrent, recurrent.VARIANTS[0]) == "compiled"
+    assert caplog.messages == [
+        f"{path} was built from other sources of gdn.kernels.gate: it is compiled, as are other"
+        " edited kernels"
+    ]
+
+
+def test_a_fingerprint_is_of_what_a_kernel_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [kernel.module.__name__ for kernel in jit.kernel_modules()]
+    before = {name: prebuilt.fingerprint(name) for name in every}
+    source = prebuilt._source
+
+    def edited(module: str) -> tuple[str, list[str]]:
+        digest, imports = source(module)
+        return digest + "edited" * (module == "qla_kernels.gdn.kernels.recurrent"), imports
+
+    prebuilt.fingerprint.cache_clear()
+    monkeypatch.setattr(prebuilt, "_source", edited)
+    changed = [name for name in every if prebuilt.fingerprint(name) != before[name]]
+    prebuilt.fingerprint.cache_clear()
+    assert changed == ["qla_kernels.gdn.kernels.recurrent"]
+
+
+def test_every_file_of_device_code_is_in_a_fingerprint() -> None:
+    seen: set[str] = {"qla_kernels.tile.schedule"}
+    pending = [kernel.module.__name__ for kernel in jit.kernel_modules()]
+    while pending:
+        name = pending.pop()
+        if name not in seen:
+            seen.add(name)
+            pending += prebuilt._source(name)[1]
+    files = {prebuilt._path(name) for name in seen}
+    package = prebuilt.PACKAGE
+    written = {*package.glob("*/kernels/**/*.py"), *package.glob("tile/*.py")}
+    missing = {path for path in written - files if path.name != "__init__.py"}
+    assert not missing
+    for inline in package.glob("**/*.cuh"):  # a .cuh belongs to the .py beside it
+        assert inline.with_suffix(".py") in files
+
+
+DAMAGE = {
+    "cut short": lambda whole: whole[: len(whole) // 2],
+    "empty": lambda whole: b"",
+    "a wrong byte": lambda whole: whole.replace(whole[-400:-390], b"0123456789"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named(folder: Path, damage: str) -> None:
+    path = write(folder)
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(Unsupported, match=rf"cannot read .* in {path}.*; need a whole file; inst"):
+        jit.compile(gate, VARIANT)
+
+
+@pytest.mark.parametrize("name", ["entry", "cubin"])
+def test_contents_other_than_the_manifests_are_refused(folder: Path, name: str) -> None:
+    path = write(folder, built(**{name: "0" * 64}))
+    suffix = {"entry": "json", "cubin": "cubin"}[name]
+    with pytest.raises(Unsupported, match=rf"cannot read {LABEL}.{suffix} in {path}; need a whole"):
+        jit.compile(gate, VARIANT)
+
+
+def test_a_file_without_one_of_its_kernels_is_refused(folder: Path) -> None:
+    path = write(folder)
+    with zipfile.ZipFile(path) as file:
+        manifest = file.read(prebuilt.MANIFEST)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(prebuilt.MANIFEST, manifest)
+    with pytest.raises(Unsupported, match=rf"cannot read {LABEL}.json .* in {path}; need a whole"):
+        jit.compile(gate, VARIANT)
+
+
+def test_another_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(prebuilt, "FORMAT", 2)
+        path = write(folder)
+    with pytest.raises(Unsupported, match=rf"{path} is of format 2; need format 1; run `python -m"):
+        jit.compile(gate, VARIANT)
+
+
+def test_a_launcher_that_cannot_be_imported_is_named(folder: Path) -> None:
+    write(folder)
+    launcher = folder / prebuilt.LAUNCHER
+    launcher.write_bytes(b"no library")
+    with pytest.raises(Unsupported, match=rf"cannot read the launcher .* in {launcher}; need a"):
+        jit.compile(gate, VARIANT)
+
+
+def test_a_place_that_is_not_there_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QLA_PREBUILT", str(folder / "nowhere"))
+    with pytest.raises(Unsupported, match=r"QLA_PREBUILT: .*/nowhere does not exist; need a fol"):
+        jit.compile(gate, VARIANT)
+
+
+def test_an_empty_folder_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert jit.compile(gate, VARIANT) == "compiled"
+    assert caplog.messages == [
+        f"{folder} has no prebuilt kernels and launcher; kernels are compiled"
+    ]
+
+
+@pytest.mark.parametrize(("version", "chosen"), [(12090, "12.9"), (13000, "13"), (0, "12.9")])
+def test_the_set_is_chosen_by_the_driver(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, version: int, chosen: str
+) -> None:
+    for of_set in prebuilt.SETS:
+        write(folder, built(digest=of_set), of_set=of_set)
+    monkeypatch.setattr(prebuilt, "_driver_version", lambda _: version)
+    jit.compile(gate, VARIANT)
+    assert jit.compiled() == {LABEL: chosen}
+
+
+def test_the_same_kernels_give_the_same_file(folder: Path) -> None:
+    first = write(folder).read_bytes()
+    assert write(folder).read_bytes() == first
+    assert [path.name for path in folder.glob("kernels*")] == ["kernels-13.zip"]  # no leftover
+
+
+def test_without_tilelang_and_without_a_kernel_it_says_what_to_install(folder: Path) -> None:
+    write(folder)
+    code = """
+import sys; sys.modules.update(tilelang=None, tvm=None, tvm_ffi=None)
+from qla_kernels import jit
+from qla_kernels.gdn.kernels import gate, recurrent
+print(jit.compile(gate, gate.VARIANTS[0]).__name__)
+try:
+    jit.compile(recurrent, recurrent.VARIANTS[0])
+except ValueError as error:
+    print(error)
+"""
+    said = standin.run("-c", code, QLA_PREBUILT=str(folder)).splitlines()
+    assert said[0] == LABEL
+    assert "need TileLang to compile kernels, or prebuilt ones; pip install" in said[1]
+
+
+def test_a_forward_launches_without_tilelang(folder: Path) -> None:
+    """The public function, as far as the driver; TileLang cannot be imported."""
+    pytest.importorskip("tilelang", reason="lowers the kernels beforehand")
+    labels = standin.run("-m", "tests.native.forward", "variants").split()
+    assert [label.partition("-")[0] for label in labels] == [
+        "gdn.l2norm", "gdn.l2norm", "gdn.fused_fwd",
+    ]  # fmt: skip
+    kernels = [
+        without_machine_code(kernel, variant)
+        for kernel in jit.kernel_modules("gdn")
+        for variant in kernel.module.VARIANTS
+        if jit.label(kernel.module, variant) in labels
+    ]
+    write(folder, *kernels)
+    said = standin.run("-m", "tests.native.forward", "launches", QLA_PREBUILT=str(folder))
+    functions = [re.sub(r"\W", "_", label) + "_kernel" for label in labels]
+    assert said.split() == functions
+
+
+def without_machine_code(kernel: jit.Kernel, variant: Any) -> build.Built:
+    lowered = jit.lower(kernel, variant)
+    return build.built(kernel, variant, lowered, behaviour.CUBIN)
+
+
+@pytest.fixture
+def compiler() -> None:
+    pytest.importorskip("tilelang", reason="lowers the kernels")
+    try:
+        jit.nvcc()
+    except Unsupported as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build.main(["dualkv.dq_cast", "--out", str(folder / "new")]) == 0
+    assert capsys.readouterr().out.startswith("2 kernels in ")
+    (path,) = (folder / "new").glob("kernels-*.zip")
+    with zipfile.ZipFile(path) as file:
+        manifest = json.loads(file.read(prebuilt.MANIFEST))
+        label = "dualkv.dq_cast-bf16"
+        cubin = file.read(f"{label}.cubin")
+    assert set(manifest["kernels"]) == {label, "dualkv.dq_cast-fp16"}
+    if manifest["tilelang"] == digests.lowered_by():
+        assert manifest["kernels"][label]["digest"] == digests.recorded()[label]
+    assert cubin.startswith(b"\x7fELF")
+    assert b"debug_line" not in cubin
+    assert manifest["nvcc"] == jit.nvcc_version()
+    assert (folder / "new" / prebuilt.LAUNCHER).exists()
+
+
+def test_unknown_kernels_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"gdn.nothing; need a kernel or a family; python -m"):
+        build.selected(["gdn.nothing"])
+
+
+@pytest.mark.parametrize(
+    ("version", "of_set"),
+    [("release 13.0, V13.0.88", "13"), ("release 13.2, V1", "13"), ("release 12.9, V1", "12.9")],
+)
+def test_sets_go_by_nvcc(monkeypatch: pytest.MonkeyPatch, version: str, of_set: str) -> None:
+    monkeypatch.setattr(jit, "nvcc_version", lambda: version)
+    assert build.nvcc_set() == of_set
+
+
+def test_other_compilers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "nvcc_version", lambda: "release 12.4, V12.4.131")
+    with pytest.raises(Unsupported, match=r"nvcc release 12.4.*; need 13 or 12.9; set CUDA_HOME"):
+        build.nvcc_set()
