@@ -197,7 +197,7 @@ def _compiled(module: KernelModule, variant: Any) -> Launch:
 
 def compiled() -> dict[str, str]:
     """Returns the digest of each variant that this process has a launcher of, by its label."""
-    return {name: digest() for name, digest in sorted(_digests.items())}
+    return {name: of() for name, of in sorted(_digests.items())}
 
 
 def assemble(
