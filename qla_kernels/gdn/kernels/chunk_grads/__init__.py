@@ -53,12 +53,12 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
+from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA, GATE_ROWS
 from qla_kernels.gdn.kernels.chunk_grads import layout as grads
 from qla_kernels.gdn.kernels.chunk_grads import panel as grads_panel
 from qla_kernels.gdn.kernels.chunk_grads import store as grads_out
 from qla_kernels.gdn.kernels.chunk_grads import tiles
 from qla_kernels.gdn.kernels.chunk_grads.layout import (
-    GRAD_GATE_ROWS,
     KEY,
     PANEL,
     SUM_ROWS,
@@ -149,7 +149,7 @@ def schedule(variant: Variant) -> Schedule:
         + CHUNK * CHUNK * 2
         + 2 * variant.V * variant.K * 2
         + 2 * CHUNK * CHUNK * 2
-        + (GRAD_RINGS["gate"] * GRAD_GATE_ROWS + SUM_ROWS) * CHUNK * 4
+        + (GRAD_RINGS["gate"] * GATE_ROWS + SUM_ROWS) * CHUNK * 4
         + 1024,
     )
 
@@ -203,9 +203,7 @@ def score(s, ring, walk, scale):
                     else:
                         ring.vn.release(step)
                         ring.y.release(step)
-                tiles.decay_scores(
-                    r_x, s.gate[gate, grads.ROW_GAMMA, 0], T.if_then_else(j == 2, 0, 1)
-                )
+                tiles.decay_scores(r_x, s.gate[gate, GAMMA, 0], T.if_then_else(j == 2, 0, 1))
                 if j == 0:
                     ring.scores.acquire(p_step)
                     tiles.put_tile(r_x, s.scores[P, 0, 0])
@@ -214,7 +212,7 @@ def score(s, ring, walk, scale):
                 else:
                     if j == 1:
                         ring.sums.acquire(step)
-                    tiles.add_scores(r_dp0, r_f, r_x, j - 1, scale, s.gate[gate, grads.ROW_BETA, 0])
+                    tiles.add_scores(r_dp0, r_f, r_x, j - 1, scale, s.gate[gate, BETA, 0])
                     if (j == 2) & (r == walk.group - 1):  # first the tiles that panels wait for
                         ring.qk.release(i)
                         ring.scores.acquire(p_step + 1)
@@ -222,7 +220,7 @@ def score(s, ring, walk, scale):
                         T.fence_proxy_async()  # dP0 and F: written by threads, read by wgmma
                         ring.scores.commit(p_step + 1)
                     tiles.sum_scores(
-                        r_x, r_other, j - 1, scale, s.gate[gate, grads.ROW_BETA, 0],
+                        r_x, r_other, j - 1, scale, s.gate[gate, BETA, 0],
                         s.sums[grads.X_ROWS - 1 + j, 0], s.sums[grads.E_KK, 0],
                         s.sums[grads.X_COLUMNS - 4 + 4 * j, 0],
                     )  # fmt: skip
@@ -281,7 +279,7 @@ def build(variant: Variant):
             s_turns, s_v, s_tok = tile(4, CHUNK, K), tile(1, CHUNK, V), tile(variant.tok, CHUNK, V)
             s_a, s_scores = tile(1, CHUNK, CHUNK), tile(2, CHUNK, CHUNK)
             s_state = tile(2 * (V // PANEL), PANEL, K)
-            s_gate = T.alloc_shared((GRAD_RINGS["gate"], GRAD_GATE_ROWS, CHUNK), "float32")
+            s_gate = T.alloc_shared((GRAD_RINGS["gate"], GATE_ROWS, CHUNK), "float32")
             s_sums = T.alloc_shared((SUM_ROWS, CHUNK), "float32")
             swizzled = (s_turns, s_v, s_tok, s_a, s_state, s_scores)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})

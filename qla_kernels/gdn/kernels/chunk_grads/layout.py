@@ -7,6 +7,15 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from qla_kernels.gdn.kernels.chain.layout import (
+    BETA,
+    BETA_E,
+    DECAY_TO_BLOCK_END,
+    GAMMA,
+    LAST,
+    SCALE_E,
+    D,
+)
 from qla_kernels.tile.constants import CHUNK, LOG2E
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.mask import clear_tail
@@ -22,10 +31,10 @@ DO, VN, Y = range(3)  # slots of Tiles.tok; Y's slot holds dV' first
 P, F = range(2)  # slots of Tiles.scores; after a pair's last value head P's slot holds dP0
 
 # Rows of a gate slot. Rows from FACTORS on scale the products of DO, VN and Y with a state.
-GRAD_GATE_ROWS = 7
-ROW_GAMMA, ROW_DECAY_TO_BLOCK_END, ROW_BETA = range(3)
-ROW_E, ROW_SCALE_E, ROW_D, ROW_MINUS_BETA_E = range(3, GRAD_GATE_ROWS)
-FACTORS = ROW_SCALE_E
+# Rows are numbered as in chain/layout.py, but two of them hold other numbers.
+ROW_E = BETA_E  # e, where a chain has beta e
+ROW_MINUS_BETA_E = LAST  # -beta e, where a chain has e^gamma_last
+FACTORS = SCALE_E
 
 # Rows of a value head's sums, with one number for each token. Column sums take one row for each
 # warp, which is 0 in columns to the right of the warp's own rows.
@@ -47,7 +56,7 @@ class GradTiles(NamedTuple):
     a: Any  # [1, 64, 64]
     state: Any  # [2 V / 64, 64, K] S0^T, of alternate value heads
     scores: Any  # [2, 64, 64] P; after the last value head the sums of dP0 and F
-    gate: Any  # [slots, GRAD_GATE_ROWS, 64] fp32
+    gate: Any  # [slots, GATE_ROWS, 64] fp32
     sums: Any  # [SUM_ROWS, 64] fp32
 
     @property
@@ -302,11 +311,11 @@ def gates(g_cum, beta, s_gate, ring, walk, scale):
             end = T.shfl_sync(gamma[1], lane | 7)  # gamma of the last of 16 rows
             ring.acquire(step)  # 2
             for e in T.unroll(2):
-                s_gate[slot, ROW_GAMMA, 2 * lane + e] = gamma[e]
-                s_gate[slot, ROW_DECAY_TO_BLOCK_END, 2 * lane + e] = T.exp2(end - gamma[e])
-                s_gate[slot, ROW_BETA, 2 * lane + e] = b[e]
+                s_gate[slot, GAMMA, 2 * lane + e] = gamma[e]
+                s_gate[slot, DECAY_TO_BLOCK_END, 2 * lane + e] = T.exp2(end - gamma[e])
+                s_gate[slot, BETA, 2 * lane + e] = b[e]
                 s_gate[slot, ROW_E, 2 * lane + e] = T.exp2(gamma[e])
-                s_gate[slot, ROW_SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])
-                s_gate[slot, ROW_D, 2 * lane + e] = T.exp2(last - gamma[e])
+                s_gate[slot, SCALE_E, 2 * lane + e] = scale * T.exp2(gamma[e])
+                s_gate[slot, D, 2 * lane + e] = T.exp2(last - gamma[e])
                 s_gate[slot, ROW_MINUS_BETA_E, 2 * lane + e] = -b[e] * T.exp2(gamma[e])
             ring.commit(step)

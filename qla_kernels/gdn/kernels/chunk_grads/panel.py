@@ -5,6 +5,7 @@ chunk_grads/__init__.py states the maths and the steps, with the numbers used he
 
 import tilelang.language as T
 
+from qla_kernels.gdn.kernels.chain.layout import BETA, D
 from qla_kernels.gdn.kernels.chunk_grads import tiles
 from qla_kernels.gdn.kernels.chunk_grads.layout import (
     DO,
@@ -13,8 +14,6 @@ from qla_kernels.gdn.kernels.chunk_grads.layout import (
     KEY,
     PANEL,
     QUERY,
-    ROW_BETA,
-    ROW_D,
     ROW_E,
     STATE,
     VN,
@@ -54,7 +53,7 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
     ring.rows.wait(step)
     T.wait_wgmma(0)
     tiles.correct_values(  # 3
-        r_w, s.v[0, 0, w * PANEL], s.gate[gate, ROW_E, 0], s.gate[gate, ROW_BETA, 0]
+        r_w, s.v[0, 0, w * PANEL], s.gate[gate, ROW_E, 0], s.gate[gate, BETA, 0]
     )
     T.fence_proxy_async()  # beta W: written by threads, read by wgmma
     T.tma_store_wait(0)  # tiles of V' and Y: dQ and dK of the pair before have been sent
@@ -81,7 +80,7 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
         w,
     )
     T.wait_wgmma(0)
-    tiles.scale_rows(r_x, s.gate[gate, ROW_D, 0])
+    tiles.scale_rows(r_x, s.gate[gate, D, 0])
     ring.scores.wait(p_step)
     T.wgmma_gemm(  # 5
         s.scores[P, :, :], s.tok[DO, :, w * PANEL : w * PANEL + PANEL], r_x, transpose_A=True
@@ -107,7 +106,7 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
         r_w,
         s.tok[Y, 0, w * PANEL],
         s.v[0, 0, w * PANEL],
-        s.gate[gate, ROW_BETA, 0],
+        s.gate[gate, BETA, 0],
         s.sums[Y_W + w, 0],
     )
     T.fence_proxy_async()  # Y and dV: written by threads, read by wgmma and TMA

@@ -217,11 +217,11 @@ __device__ __forceinline__ void add_scaled(float *sum, const float *x, const flo
   put_row_sums(dot, sums, thread);
 }
 
-// G_ij x_ij in place below the diagonal and, if `diagonal`, on it; 0 above. `gates` are gamma and,
-// as `scaled` needs them, the decays to the ends of blocks.
+// G_ij x_ij in place below the diagonal and, if `diagonal`, on it; 0 above. `gates` are the
+// first three rows of a gate slot, as in gated_tiles.cuh: gamma, beta, decay to the block's end.
 __device__ __forceinline__ void decay_scores(float *x, const float *gates, int diagonal) {
   const int w = own_warp(), lane = thread_in_group() % 32, g = lane / 4, t = lane % 4;
-  const float *gamma = gates, *fall = gates + 64;
+  const float *gamma = gates, *fall = gates + 128;
   const float2 row = of_rows(gamma, 32 * w + lane);
 #pragma unroll
   for (int b = 0; b < 4; ++b) {

@@ -67,9 +67,9 @@ def add_scaled(r_sum: Any, r_x: Any, row: Any, panel: Any, dot: Any) -> Any:
 def decay_scores(r_x: Any, gates: Any, diagonal: Any) -> Any:
     """Replaces r_x by G o r_x below the diagonal and, if `diagonal`, on it; by 0 elsewhere.
 
-    `gates` are the rows ROW_GAMMA and ROW_DECAY_TO_BLOCK_END of a gate slot.
+    `gates` are the first three rows of a gate slot: gamma, beta, decay to block end.
     """
-    return _call("decay_scores", r_x.data, _read(gates, 2 * CHUNK), diagonal)
+    return _call("decay_scores", r_x.data, _read(gates, 3 * CHUNK), diagonal)
 
 
 def add_scores(r_dp0: Any, r_f: Any, r_x: Any, system: Any, scale: Any, beta: Any) -> Any:
