@@ -148,7 +148,8 @@ def build(variant: Variant):
         lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         k: T.Tensor((heads, num_columns, 1, D), variant.dtype),
-        v: T.Tensor((heads, num_columns, 1, D), variant.dtype),
+        # V; `v` would sort before v_idx, and swap two parameters of the generated function
+        values: T.Tensor((heads, num_columns, 1, D), variant.dtype),
         d_bits: T.Tensor((heads, words), "int32"),
         v_idx: T.Tensor((heads, num_columns), "int32"),
         first_block: T.Tensor((num_tiles,), "int32"),
@@ -198,7 +199,7 @@ def build(variant: Variant):
                 walk = ColumnWalk(low, slices, high)
                 if tx < 32:
                     x = Queries(q, do, lse2, delta)
-                    load(x, k, v, s, ring, keys_full, of_head // H, of_head % H, col0, walk)
+                    load(x, k, values, s, ring, keys_full, of_head // H, of_head % H, col0, walk)
                 elif tx < 64:
                     keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk)
 

@@ -203,7 +203,8 @@ def build(variant: Variant):
         lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         k: T.StridedTensor((buffers, chunk, Hk, D), (k_b, k_l, k_h, 1), variant.dtype),
-        v: T.StridedTensor((buffers, chunk, Hk, D), (v_b, v_l, v_h, 1), variant.dtype),
+        # V; `v` would sort before v_idx, and swap two parameters of the generated function
+        values: T.StridedTensor((buffers, chunk, Hk, D), (v_b, v_l, v_h, 1), variant.dtype),
         k_columns: T.Tensor((heads, gathered, 1, D), variant.dtype),
         v_columns: T.Tensor((heads, gathered, 1, D), variant.dtype),
         entries: T.Tensor((heads, room), "int32"),
@@ -258,7 +259,7 @@ def build(variant: Variant):
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if T.get_thread_binding(0) < 32:
                     load(
-                        q, do, k, v, k_columns, v_columns, table, d_bits, v_idx, visits,
+                        q, do, k, values, k_columns, v_columns, table, d_bits, v_idx, visits,
                         s_q, s_do, q_full, steps, i0, tile * TILE, b, h, b * H + h, kv_head,
                         columns,
                     )  # fmt: skip

@@ -268,7 +268,8 @@ def build(variant: Variant):
     def fwd(
         q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), variant.dtype),
         k: T.StridedTensor((slots, chunk, Hk, D), (k_b, k_l, k_h, 1), variant.dtype),
-        v: T.StridedTensor((slots, chunk, Hk, D), (v_b, v_l, v_h, 1), variant.dtype),
+        # V; `v` would sort before v_idx, and swap two parameters of the generated function
+        values: T.StridedTensor((slots, chunk, Hk, D), (v_b, v_l, v_h, 1), variant.dtype),
         k_columns: T.Tensor((heads, num_columns, 1, D), variant.dtype),
         v_columns: T.Tensor((heads, num_columns, 1, D), variant.dtype),
         entries: T.Tensor((heads, room), "int32"),
@@ -326,7 +327,7 @@ def build(variant: Variant):
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if T.get_thread_binding(0) < 32:
                     load(
-                        q, k, v, k_columns, v_columns, table, d_bits, v_idx, visits,
+                        q, k, values, k_columns, v_columns, table, d_bits, v_idx, visits,
                         s_q, q_full, steps, i0, tile * TILE, b, h, b * H + h, head, seqlen, columns,
                     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """keep_best_columns -- a head's best columns among the local keys, as candidates; a CTA per head.
 
-    marked = the keys that mark_candidates has marked
-    kept   = the `room` best of them: columns below `sink`, then falling masses, ties by column
+    found = the keys that mark_candidates has marked
+    kept  = the `room` best of them: columns below `sink`, then falling masses, ties by column
 
 Steps (numbers appear again in the code):
     1  list the marked keys in ascending order, then replace them by columns and masses
@@ -61,8 +61,8 @@ def build(variant: Variant):
         mass: T.Tensor((heads, L), "int32"),
         block: T.Tensor((blocks,), "int32"),
         marks: T.Tensor((heads, words), "int32"),
-        marked_column: T.Tensor((heads, L), "int32"),
-        marked_mass: T.Tensor((heads, L), "int32"),
+        found_column: T.Tensor((heads, L), "int32"),
+        found_mass: T.Tensor((heads, L), "int32"),
         column: T.Tensor((heads, room), "int32"),
         kept: T.Tensor((heads, room), "int32"),
         sink: T.int32,
@@ -72,34 +72,34 @@ def build(variant: Variant):
             s_part = T.alloc_shared((BUDGET_WARPS,), "int32")
             s_sum = T.alloc_shared((2, 2, BUDGET_WARPS), "int32")
             sums = T.alloc_local((2,), "int32")  # of threads before, and of all
-            num_marked = T.alloc_local((1,), "int32")
+            num_found = T.alloc_local((1,), "int32")
             level = T.alloc_local((1,), "int64")
             num_kept, count, x = (T.alloc_var("int32") for _ in range(3))
             thread = T.get_thread_binding()
             lane, warp = thread % 32, thread // 32
-            marked = Verticals(marked_column, marked_mass, head, sink, end)
+            found = Verticals(found_column, found_mass, head, sink, end)
             await_previous()
-            in_order(marks, head, words, marked_column, num_marked, s_part, thread)  # 1
+            in_order(marks, head, words, found_column, num_found, s_part, thread)  # 1
             T.sync_threads()  # what other threads found is read from here on
-            for i in rolled(T.ceildiv(num_marked[0], BUDGET_THREADS)):
+            for i in rolled(T.ceildiv(num_found[0], BUDGET_THREADS)):
                 at = i * BUDGET_THREADS + thread
-                if at < num_marked[0]:
-                    x = marked_column[head, at]
-                    marked_mass[head, at] = mass[head, x]
-                    marked_column[head, at] = block[x // BLOCK] * BLOCK + x % BLOCK
+                if at < num_found[0]:
+                    x = found_column[head, at]
+                    found_mass[head, at] = mass[head, x]
+                    found_column[head, at] = block[x // BLOCK] * BLOCK + x % BLOCK
             level[0] = 0
-            if num_marked[0] > room:  # 2: a thread reads what it wrote itself, so no barrier
-                fewest(level, marked, num_marked[0], BEYOND_ALL_MASS, room, s_sum, thread)
+            if num_found[0] > room:  # 2: a thread reads what it wrote itself, so no barrier
+                fewest(level, found, num_found[0], BEYOND_ALL_MASS, room, s_sum, thread)
             num_kept = 0
-            for i in rolled(T.ceildiv(num_marked[0], BUDGET_THREADS)):  # 3
+            for i in rolled(T.ceildiv(num_found[0], BUDGET_THREADS)):  # 3
                 at = i * BUDGET_THREADS + thread
                 count = 0
-                if at < num_marked[0]:
-                    count = T.cast(marked.key(at) >= level[0], "int32")
+                if at < num_found[0]:
+                    count = T.cast(found.key(at) >= level[0], "int32")
                 block_scan(count, sums, s_part, lane, warp)
                 if (count == 1) & (num_kept + sums[0] < room):  # false only if a key occurs twice
-                    column[head, num_kept + sums[0]] = marked_column[head, at]
-                    kept[head, num_kept + sums[0]] = marked_mass[head, at]
+                    column[head, num_kept + sums[0]] = found_column[head, at]
+                    kept[head, num_kept + sums[0]] = found_mass[head, at]
                 num_kept += sums[1]
             for i in rolled(T.ceildiv(room, BUDGET_THREADS)):
                 at = i * BUDGET_THREADS + thread
