@@ -37,8 +37,7 @@ class Declared:
                 continue
             if str(param.dtype) not in ("int32", "float32"):
                 raise self.unknown(f"scalar {name} of type {param.dtype}")
-            self.scalars[place] = name, str(param.dtype)
-            self._names[param] = name
+            self.scalars[place] = self._symbol(param), str(param.dtype)
         self._find_sources()
 
     def unknown(self, found: str) -> ValueError:
@@ -70,7 +69,7 @@ class Declared:
     def _symbol(self, var: Any) -> str:
         if var not in self._names:
             name, taken = str(var.name), set(self._names.values())
-            while name in taken:  # two variables may share a name
+            while name in taken:  # variables may share a name: macros rename their arguments
                 name += "_"
             self._names[var] = name
         return self._names[var]

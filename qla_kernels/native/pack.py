@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator, Mapping
 
+from qla_kernels.errors import need
 from qla_kernels.native.entry import OPERATORS, SIZE, Entry, Expression
 
 CODES = {"+": 3, "-": 4, "*": 5, "//": 6, ">>": 7}  # of operators; launcher.c has the same numbers
@@ -20,8 +21,15 @@ Check = tuple[int, str, int, Expression]  # tensor, size or stride, axis, expect
 
 
 def pack(entry: Entry) -> bytes:
-    """Returns the numbers of an entry in the order of `read_entry` of launcher.c."""
+    """Returns the numbers of an entry in the order of `read_entry` of launcher.c.
+
+    Raises ValueError if two numbers share a name, because expressions refer to them by name.
+    """
     scalars = [name for name, _ in entry["scalars"]]
+    names = [*scalars, *(name for name, *_ in entry["symbols"])]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        got, fix = f"two numbers named {', '.join(twice)}", "build the kernel again"
+        raise ValueError(need(entry["function"], got, "a name for each", fix))
     places = {name: i for i, (name, *_) in enumerate(entry["symbols"])}
     places |= {name: len(places) + i for i, name in enumerate(scalars)}
     checks = list(checks_of(entry))

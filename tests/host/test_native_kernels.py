@@ -14,13 +14,31 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
 # Few that lower in a second or two: 1 to 5 dimensions, maps, shared stride symbols, unread sizes,
 # dependent launches. `python -m tests.native.compare` takes all.
 SAMPLE = ["attn.delta", "gdn.kkt_solve", "gdn.segment_scan", "dualkv.dkv_combine"]
-SAMPLE += ["sparse_ring.bwd_dkv_columns", "gdn.chunk_table"]
+SAMPLE += ["sparse_ring.bwd_dkv_columns", "gdn.chunk_table", "sparse_ring.select_lines"]
 
 
 def test_launches_are_those_of_tilelang_byte_by_byte() -> None:
     said = standin.run("-m", "tests.native.compare", "--first", *SAMPLE)
     assert said.count("'same'") == len(SAMPLE) + 1  # and in total
     assert "refused here alone" in said  # delta's o, of which TileLang compares no size
+
+
+def test_numbers_have_names_of_their_own() -> None:
+    """A macro gives two arguments of select_lines the name of its parameter."""
+    from qla_kernels.native.host_function import read_entry
+    from qla_kernels.native.pack import pack
+
+    (kernel,) = (k for k in jit.kernel_modules("sparse_ring") if k.name == "select_lines")
+    lowered = jit.lower(kernel, kernel.module.VARIANTS[0])
+    declared = [str(param.name) for param in lowered.prim_func.params]
+    assert len(set(declared)) < len(declared), "take another kernel for this test"
+    entry = read_entry(lowered.prim_func, lowered.host, lowered.device)
+    names = [name for name, _ in entry["scalars"]]
+    assert len(set(names)) == len(names)
+    pack(entry)
+    entry["scalars"] = [("cap", dtype) for _, dtype in entry["scalars"]]
+    with pytest.raises(ValueError, match="two numbers named cap; need a name for each"):
+        pack(entry)
 
 
 def test_wrong_entries_launch_something_else() -> None:
