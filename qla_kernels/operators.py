@@ -6,7 +6,8 @@ observe the call: no compiler or tracer, no dispatch mode, no tensor subclass.
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Annotated, Any, cast, get_type_hints
 
 import torch
@@ -99,14 +100,17 @@ def define_on_records(
     operator = define(name, schema(records, results), on_fields(fake), **implementations)
 
     def call(*given: Any) -> Any:
+        if not _is_watched(given):
+            x = given[0][0]
+            if x.is_cuda:
+                return on_cuda(*given)
+            if x.is_cpu:
+                return on_cpu(*given)
         fields: tuple[Any, ...] = ()
         for record in given:
             fields = (*fields, *record)
-        x = given[0][0]
-        if not (x.is_cuda or x.is_cpu) or _is_watched(fields):
-            done = operator(*fields)
-            return done if results is Tensor else results(*done)
-        return (on_cuda if x.is_cuda else on_cpu)(*given)
+        done = operator(*fields)
+        return done if results is Tensor else results(*done)
 
     return call
 
@@ -125,7 +129,7 @@ def skip_dispatcher(
     """
 
     def call(*args: Any, **flags: Any) -> Any:
-        if _is_watched(args):
+        if _is_watched((args,)):
             return operator(*args, **flags)
         x = args[0]
         if x.is_cuda:
@@ -139,15 +143,15 @@ def skip_dispatcher(
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple))
 
 
-def _is_watched(args: tuple[Any, ...]) -> bool:
-    """Returns whether the call has to go through the dispatcher.
+def _is_watched(records: Iterable[tuple[Any, ...]]) -> bool:
+    """Returns whether a call with the arguments in these tuples has to go through the dispatcher.
 
     True under a compiler, a tracer, a mode (fake tensors, selective checkpointing) or functorch,
     and if an argument has a type other than _PLAIN: a tensor subclass may override operators.
     """
     return (
         torch.compiler.is_compiling()
-        or not _PLAIN.issuperset(map(type, args))
+        or not _PLAIN.issuperset(map(type, chain.from_iterable(records)))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None

@@ -19,6 +19,9 @@ _WHOLE = _WHOLE_BOUND == WARM_LOG_BOUND and _WHOLE_EXACT_BOUND == EXACT_LOG_BOUN
 assert _WHOLE, "say how else Dynamo is to take them for constants"
 
 
+_BOOLS = frozenset([bool])
+
+
 def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
     """Returns state_v_first, or transpose_state_layout, its old name, removed from kwargs.
 
@@ -83,7 +86,7 @@ def scale_of(op: str, scale: Any, q: Tensor) -> float:
 def checked_flags(op: str, options: Options) -> Options:
     """Returns the options with each flag as `flag` returns it; warm_log_bound is not checked."""
     *flags, bound = options
-    if {*map(type, flags)} == {bool}:
+    if _BOOLS.issuperset(map(type, flags)):
         return options
     named = zip(Options._fields, flags, strict=False)
     return Options._make([*(flag(op, name, x) for name, x in named), bound])
