@@ -5,8 +5,6 @@ Times are in us, fitted to an H200 (docs/notes/gdn-forward.md).
 
 from typing import NamedTuple
 
-from qla_kernels.tile.constants import CHUNK
-
 
 class ForwardChoice(NamedTuple):
     tile_v: int  # columns of V a CTA computes
@@ -22,24 +20,6 @@ SOLVE_START, SOLVE_STEP = 28.0, 0.5
 
 # The kernel for every batch if results may not depend on it: others sum in another order.
 BATCH_INVARIANT = ForwardChoice(64, True)
-
-
-def forward(
-    num_sequences: int, num_tokens: int, num_value_heads: int, V: int, sm_count: int
-) -> ForwardChoice:
-    """Returns the kernel that takes the least time for a batch of whole sequences.
-
-    All sequences count as equally long, since their lengths are on the device. One CTA fills an SM.
-    """
-    heads = num_sequences * num_value_heads
-    chunks = -(-num_tokens // (max(num_sequences, 1) * CHUNK))
-
-    def duration(plan: ForwardChoice) -> float:
-        waves = -(-heads * (V // plan.tile_v) // sm_count)
-        before = 0.0 if plan.solves else SOLVE_START + SOLVE_STEP * heads * chunks / sm_count
-        return before + LAUNCH + waves * (START + chunks * STEP[plan])
-
-    return min((plan for plan in STEP if V % plan.tile_v == 0), key=duration)
 
 
 def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:

@@ -1,31 +1,14 @@
-"""Which variant runs a shape."""
+"""Widths of tiles and numbers of CTAs for a shape."""
 
 import pytest
 
-from qla_kernels.gdn.heuristics import CHAIN_STEP, ForwardChoice, ctas, forward, tile_v
+from qla_kernels.gdn.heuristics import CHAIN_STEP, ctas, tile_v
 
 SMS = 132
-NARROW, WIDE, GIVEN = ForwardChoice(64, True), ForwardChoice(128, True), ForwardChoice(128, False)
-
-
-@pytest.mark.parametrize(
-    ("sequences", "tokens", "heads", "plan"),
-    [
-        (1, 8192, 16, NARROW),  # 32 CTAs instead of 16: nobody waits
-        (4, 8192, 16, NARROW),  # 128 CTAs, still one wave
-        (4, 2048, 32, WIDE),  # one wide wave, too short to be worth two more launches
-        (4, 32768, 16, NARROW),
-        (4, 8192, 64, WIDE),  # full: A for so many heads costs more than the cheaper chunk saves
-        (1, 64, 1, NARROW),
-    ],
-)
-def test_the_plan_that_takes_less_time(sequences, tokens, heads, plan):
-    assert forward(sequences, sequences * tokens, heads, 128, SMS) == plan
 
 
 def test_narrow_values_have_narrow_tiles():
     for sequences in (0, 1, 50, 70_000):
-        assert forward(sequences, 100 * sequences, 32, 64, SMS) == NARROW
         assert tile_v(sequences, 32, 64, SMS) == 64
 
 

@@ -127,13 +127,49 @@ def test_short_sequences_fill_the_wave_of_a_long_one():
     assert choose([24576, 8192], 48).segment_chunks is None
 
 
-def test_a_batch_that_stays_whole_takes_the_kernel_it_always_took():
+NARROW, WIDE = heuristics.ForwardChoice(64, True), heuristics.ForwardChoice(128, True)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "heads", "kernel"),
+    [
+        (4, 8192, 16, NARROW),  # 128 CTAs, still one wave
+        (4, 2048, 32, WIDE),  # one wide wave, too short to be worth two more launches
+        (4, 32768, 16, NARROW),
+        (4, 8192, 64, WIDE),  # full: A for so many heads costs more than the cheaper chunk saves
+        (1, 64, 1, NARROW),
+    ],
+)
+def test_the_kernel_that_takes_less_time(sequences, tokens, heads, kernel):
+    chosen = choose([tokens] * sequences, heads)
+    assert chosen == plan.Plan(kernel, None, chosen.warm_log_bound)
+
+
+def test_narrow_values_have_narrow_tiles():
+    for sequences in (0, 1, 50, 70_000):
+        chunks = sequence_chunks(sequences, 100 * sequences)
+        assert plan.forward(chunks, 32, 128, 64, SMS).kernel == NARROW
+
+
+def test_a_batch_that_stays_whole_takes_the_quickest_kernel():
+    """By the model that heuristics.py states: waves of CTAs, one on an SM."""
+
+    def quickest(N, T, heads, V):
+        def duration(kernel):
+            waves = -(-N * heads * (V // kernel.tile_v) // SMS)
+            chunks = -(-T // 64)
+            before = heuristics.SOLVE_START + heuristics.SOLVE_STEP * N * heads * chunks / SMS
+            launched = heuristics.LAUNCH + (0 if kernel.solves else before)
+            return launched + waves * (heuristics.START + chunks * heuristics.STEP[kernel])
+
+        return min((k for k in heuristics.STEP if V % k.tile_v == 0), key=duration)
+
     for N, T, heads, V in itertools.product(
         (1, 2, 8, 64), (64, 1024, 8192), (2, 32, 64), (64, 128)
     ):
         chosen = plan.forward(sequence_chunks(N, N * T), heads, 128, V, SMS)
         if chosen.segment_chunks is None:
-            assert chosen.kernel == heuristics.forward(N, N * T, heads, V, SMS)
+            assert chosen.kernel == quickest(N, T, heads, V)
 
 
 def test_only_the_long_sequence_of_a_ragged_batch_is_cut():
