@@ -122,13 +122,19 @@ def _fake_gdn_bwd(
     call: Call, saved: SavedForward, incoming: Incoming, options: Options
 ) -> GdnBackward:
     h0 = call.initial_state if incoming.output_dh0 else None
+    dh0 = None if h0 is None else h0.new_empty(h0.shape, dtype=state_dtype(call.q))
+    return empty_gradients(call, saved.g_cum, dh0)
+
+
+def empty_gradients(call: Call, g_cum: Tensor, dh0: Tensor | None) -> GdnBackward:
+    """Returns the results of a backward, uninitialised."""
     return GdnBackward(
         dq=like(call.q),
         dk=like(call.k),
         dv=like(call.v),
         dbeta=like(call.beta),
-        dg=like(saved.g_cum if call.A_log is None else call.g),
-        dh0=None if h0 is None else h0.new_empty(h0.shape, dtype=state_dtype(call.q)),
+        dg=like(g_cum if call.A_log is None else call.g),
+        dh0=dh0,
         dA_log=None if call.A_log is None else like(call.A_log),
         ddt_bias=None if call.dt_bias is None else like(call.dt_bias),
     )

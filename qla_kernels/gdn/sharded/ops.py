@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from qla_kernels.gdn.call import Call, Options, SavedForward
-from qla_kernels.gdn.ops import GdnBackward, like, state_dtype
+from qla_kernels.gdn.ops import GdnBackward, empty_gradients, state_dtype
 from qla_kernels.gdn.sharded.context import Facts
 from qla_kernels.operators import define_on_records, imported_late
 from qla_kernels.tile.constants import CHUNK
@@ -67,16 +67,7 @@ def _fake_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForward:
 def _fake_bwd(
     call: Call, saved: SavedForward, arriving: Arriving, options: Options, shard: ShardPlace
 ) -> GdnBackward:
-    return GdnBackward(
-        dq=like(call.q),
-        dk=like(call.k),
-        dv=like(call.v),
-        dbeta=like(call.beta),
-        dg=like(saved.g_cum if call.A_log is None else call.g),
-        dh0=None,  # the ranks before this one get it from the links
-        dA_log=None if call.A_log is None else like(call.A_log),
-        ddt_bias=None if call.dt_bias is None else like(call.dt_bias),
-    )
+    return empty_gradients(call, saved.g_cum, None)  # ranks before this one get dh0 from links
 
 
 def _implementations(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
