@@ -57,7 +57,10 @@ Section = dict[str, object]
 
 
 def report() -> dict[str, Section]:
-    """Returns every section of the doctor's report, by name; all values can be written as JSON."""
+    """Returns what `python -m qla_kernels.info` prints, as a dict: section by name.
+
+    All values can be written as JSON.
+    """
     return {
         "qla_kernels": {
             "version": qla_kernels.__version__,

@@ -60,9 +60,10 @@ def define(
 
 
 def schema(records: Sequence[type], results: type) -> str:
-    """Returns the schema of an operator whose arguments are the fields of the records, in order.
+    """Returns the schema of an operator, "(arguments) -> results" in torch's notation.
 
-    `results` is Tensor, or a NamedTuple of the results.
+    Its arguments are the fields of the records, which are NamedTuple classes, in order. `results`
+    is Tensor, or the NamedTuple class of the results.
     """
     arguments = ", ".join(_fields(record) for record in records)
     return f"({arguments}) -> {'Tensor' if results is Tensor else f'({_fields(results)})'}"

@@ -103,9 +103,10 @@ def dualkv_varlen(
 
 
 def _check_prompt(layout: SharedLayout, prompt: int) -> None:
-    """Raises ValueError if the layout's first node is not a prompt of this length that all see.
+    """Raises ValueError unless the layout's first node is a prompt of this length that all see.
 
-    Used where the bounds are not read. The layout's nodes are on the host, so nothing waits.
+    That is, all later tokens of the layout. Used if the caller's cumulative lengths are on a GPU
+    and are not read. The layout's nodes are on the host, so the host waits for nothing.
     """
     if prompt and layout.nodes[:1].tolist() != [[0, prompt, layout.num_tokens]]:
         fix = f"pass SharedLayout.from_lengths([({prompt}, responses)])"

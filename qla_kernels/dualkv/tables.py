@@ -116,7 +116,10 @@ def one_buffer(tables: tuple[Tensor, ...]) -> Tensor:
 
 
 def views(buffer: Tensor, tables: tuple[Tensor, ...]) -> Tables:
-    """Returns the tables as views of `buffer`, a copy of `one_buffer(tables)` on any device."""
+    """Returns the record `tables` with each tensor as a view of `buffer`.
+
+    `buffer` is `one_buffer(tables)`, or a copy of it on another device.
+    """
     parts = torch.split(buffer, [table.numel() for table in tables])
     return Tables(*(part.view(table.shape) for part, table in zip(parts, tables, strict=True)))
 

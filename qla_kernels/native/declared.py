@@ -54,7 +54,10 @@ class Declared:
         return {"name": name, "dtype": str(buffer.dtype), "sizes": sizes, "strides": strides}
 
     def expression(self, node: Any) -> Expression:
-        """A declared size or stride in terms of symbols."""
+        """Returns a node of TIR, a declared size or stride, as an expression in postfix order.
+
+        Its operands are integers and names of symbols. Raises ValueError for unknown nodes.
+        """
         kind = type(node).__name__
         if kind == "IntImm":
             return [int(node)]

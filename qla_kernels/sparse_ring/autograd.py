@@ -36,7 +36,10 @@ class Distributed(NamedTuple):
 
 
 class SparseAttention(torch.autograd.Function):
-    """Computes o and LSE of this rank's rows; `distributed` is None for a call on one device."""
+    """Computes o and LSE of this rank's rows, with derivatives of both in q, k and v.
+
+    `distributed` holds the ring of a call over ranks, and is None for a call on one device.
+    """
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]

@@ -139,7 +139,7 @@ class VSIndex(NamedTuple):
 def known_index(
     pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: object
 ) -> VSIndex:
-    """Returns the index of a pattern whose lines are known without q and k."""
+    """Returns the index [B, H] of a pattern whose lines do not depend on q and k."""
     on = torch.device(str(device))
     nan = torch.full((B, H), float("nan"), device=on)
     if isinstance(pattern, Dense):

@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def gap(self) -> int:
-        """Distance of the two blocks of a query tile, in blocks of the sequence."""
+        """Blocks of the sequence from a query tile's first block to its second; 1 if adjacent."""
         return 1
 
     def pad_len(self, length: int) -> int:
@@ -281,7 +281,7 @@ class StripedLayout(Layout):
 
     @property
     def gap(self) -> int:
-        """Distance of the two blocks of a query tile, in blocks of the sequence."""
+        """Blocks of the sequence from a query tile's first block to its second; 1 if adjacent."""
         return self.world if self.stripe == BLOCK else 1
 
     def owner(self, token: Numbers, T: int) -> Numbers:

@@ -67,7 +67,7 @@ class VerticalSlash:
             self._refuse(f"max_s is {self.max_s}", needs, "raise it, or pass None for no limit")
 
     def _refuse(self, got: str, needs: str, fix: str) -> None:
-        """Raises the ValueError of a field."""
+        """Raises a ValueError that names this class; `got` says which field has which value."""
         raise ValueError(need("VerticalSlash", got, needs, fix))
 
 

@@ -129,7 +129,7 @@ def schedule(variant: Variant) -> Schedule:
 
 
 class OnePassTiles(NamedTuple):
-    """Buffers in shared memory."""
+    """The shared buffers of `bwd`, which computes dq, dk and dv in one pass over the queries."""
 
     kv: Any  # [2, 128, D] K, V; at the end V's half stages dK, then dV
     q: Any  # [BWD_SLOTS, 64, D]

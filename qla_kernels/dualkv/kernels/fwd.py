@@ -272,7 +272,10 @@ def put_out(
 
 @T.macro
 def put_lse2(lse2, r_lse2, w, token, rows, slot, tile_log2):
-    """Writes lse2 of the warpgroup's valid rows; each quad's first thread writes its two rows."""
+    """Writes lse2 of a warpgroup's rows from registers to global memory, for rows with a token.
+
+    The four threads of a quad hold the same two rows; the first one writes both.
+    """
     thread = T.get_thread_binding()
     for h in T.unroll(2):
         row = w * 64 + thread // 32 * 16 + h * 8 + thread % 32 // 4

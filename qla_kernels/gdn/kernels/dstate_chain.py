@@ -176,9 +176,10 @@ def schedule(variant: Variant) -> Schedule:
 
 
 class ChainGradients(NamedTuple):
-    """Destination of dS of a head's chunks, last chunk first.
+    """The tensors to which role `store` writes dS of a value head's chunks, last chunk first.
 
-    With `held` = 1 the first 64 rows (of V) of a dS go to dv, or to tails for an incomplete chunk.
+    All rows (of V) go to the tensor dS if `held` is 0. If it is 1, the first 64 rows of a chunk go
+    to dv, or to tails if the chunk has fewer than 64 tokens, and the other rows to dS.
     """
 
     dS: Any

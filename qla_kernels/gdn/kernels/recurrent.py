@@ -128,9 +128,10 @@ def move_four(to, from_):
 
 
 def move_blocks(blocks, to, from_):
-    """Copies all of a lane's blocks; `to` and `from_` are each (first element, span, across).
+    """Copies all of a lane's blocks of 4 x 4 numbers from one place to another, in fp32.
 
-    `span` is the distance between blocks, and `across` that between the 4 accesses of a block.
+    `to` and `from_` are each (first element, span, across), in elements: `span` is the distance
+    between blocks, and `across` that between the 4 accesses of a block.
     """
     (to, *to_steps), (from_, *from_steps) = to, from_
     return T.call_extern(

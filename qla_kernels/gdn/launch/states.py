@@ -112,7 +112,7 @@ def _columns(pieces: gdn_plan.Lengths, HV: int, V: int, sm_count: int) -> int:
 
 
 def chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStates:
-    """Runs both chains at the same time; returns their results and the table of chunks.
+    """Runs chunk_states and dstate_chain on two streams; returns their results and the chunk table.
 
     Writes x.dh0 if given.
 

@@ -1,4 +1,7 @@
-"""The exchange between ranks that hold parts of one sequence: one gather of links a direction."""
+"""Exchanges links between ranks that hold parts of one sequence.
+
+The forward has one all-gather, of maps of states, and so has the backward, of maps of gradients.
+"""
 
 from typing import NamedTuple
 
@@ -10,7 +13,11 @@ from qla_kernels.gdn.sharded.ops import ShardPlace
 
 
 class Neighbours(NamedTuple):
-    """The ranks around this one in the line of a call, and what identifies the call."""
+    """How many ranks before and after this one share a sequence with it, and the call's facts.
+
+    Its methods exchange links with these ranks. The facts go into the links' checksums, by which
+    ranks notice links of another call.
+    """
 
     ranks: dist.ProcessGroup
     before: int  # number of ranks before this one that hold a part of its first sequence

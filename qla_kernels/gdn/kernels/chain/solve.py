@@ -125,7 +125,11 @@ def solve(
 
 @T.macro
 def invert(s_l, s_a, l_ring, a_ring, num_chunks):
-    """Inverts L's diagonal blocks, in place and into A, by a warp that runs along with `solve`."""
+    """Inverts the diagonal blocks of I + L, 16 x 16 each, for every chunk.
+
+    One warp does so while `solve` computes the rest. It reads L in shared memory, and writes the
+    inverses over L's diagonal blocks and to those of the shared tile of A.
+    """
     for i in rolled(num_chunks):
         l_ring.wait(i)
         a_ring.acquire(i)

@@ -128,7 +128,12 @@ def arrive(ring, i, step, w):
 
 @T.macro
 def of_state(r_x, s, j, state, first, w):
-    """Starts panel w of tile j times a state, as `s.panels` products; does not wait for them."""
+    """Starts the products r_x = X S^T for 64 columns, and does not wait for them.
+
+    X [64, size] is the tile in slot j of `s.tok`, such as Q or dO of a chunk. S is the shared copy
+    of h or dS from slot `first` on; r_x gets its columns 64 w to 64 w + 63. There is one wgmma for
+    every 64 columns of X.
+    """
     for t in T.unroll(s.panels):
         T.wgmma_gemm(
             s.tok[j, :, t * PANEL : t * PANEL + PANEL],
