@@ -128,7 +128,7 @@ def move_four(to, from_):
 
 
 def move_blocks(blocks, to, from_):
-    """Copies all of a lane's blocks of 4 x 4 numbers from one place to another, in fp32.
+    """Copies all of a lane's blocks of 4 x 4 numbers from one place to another.
 
     `to` and `from_` are each (first element, span, across), in elements: `span` is the distance
     between blocks, and `across` that between the 4 accesses of a block.
