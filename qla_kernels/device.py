@@ -49,7 +49,7 @@ class of:
 
 @contextmanager
 def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
-    """Context manager for launches that may overlap on x's GPU: `with fork(x) as aside`.
+    """Returns a context manager for launches that may overlap on x's GPU: `with fork(x) as aside`.
 
     Launches inside `with aside` go to a second stream: they start after all launches before the
     block, end before all launches after it, and may overlap with the rest of the block. Allocate

@@ -21,7 +21,7 @@ Reason = tuple[str, str, str]  # got, need, fix
 def refused_device(
     capability: tuple[int, int], dtype: torch.dtype, elsewhere: str
 ) -> Reason | None:
-    """The reason if the GPU is no Hopper, or if q, k and v have a dtype without a kernel.
+    """Returns the reason if the GPU is no Hopper, or if no kernel has this dtype; else None.
 
     Args:
         capability: of the GPU.
@@ -39,7 +39,7 @@ def refused_device(
 
 
 def refused_head_size(size: int, letter: str, padded: str, elsewhere: str) -> Reason | None:
-    """The reason if no kernel has this head size.
+    """Returns the reason if no kernel has this head size, else None.
 
     Args:
         size: the head size.
@@ -55,7 +55,7 @@ def refused_head_size(size: int, letter: str, padded: str, elsewhere: str) -> Re
 
 
 def refused_strides(name: str, x: Tensor, batch_may_repeat: bool = False) -> Reason | None:
-    """The reason if TMA cannot step through x; see `tma_readable`."""
+    """Returns the reason if TMA cannot step through x, else None; see `tma_readable`."""
     if tma_readable(x, batch_may_repeat):
         return None
     return (
@@ -126,11 +126,11 @@ def expect_tensors(op: str, **given: object) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16."""
+    """Returns the name of a dtype, `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def one_of(dtypes: tuple[torch.dtype, ...]) -> str:
-    """`bfloat16, float16 or float32`, for messages."""
+    """Returns names of dtypes for a message, such as `bfloat16, float16 or float32`."""
     *head, last = (dtype_name(d) for d in dtypes)
     return f"{', '.join(head)} or {last}"

@@ -93,7 +93,7 @@ class HostFunction:
             raise self.declared.unknown(f"{kind} {getattr(node, 'attr_key', '')}".strip())
 
     def _check(self, node: Any) -> None:
-        """The launcher makes the checks that `_CHECKED` knows; there must be no other ones."""
+        """Raises ValueError if the launcher does not make this check of the host function."""
         message = "".join(str(part.value) for part in node.message_parts)
         if not _CHECKED.search(message):
             raise self.declared.unknown(f"the check {message!r}")
@@ -134,7 +134,7 @@ class HostFunction:
         }
 
     def argument(self, param: Any, value: Any) -> tuple[str, Expression]:
-        """One of the kernel's arguments: its type, and which tensor or map it is, or its value."""
+        """Returns the type of a kernel argument, and the tensor's or map's number or its value."""
         dtype = str(param.dtype)
         if dtype == "handle":
             if str(param.type_annotation.storage_scope) == "grid_constant":
@@ -152,7 +152,7 @@ class HostFunction:
         return dtype, expression
 
     def _tensor(self, node: Any) -> int:
-        """The tensor that a pointer belongs to."""
+        """Returns the number of the tensor that a pointer belongs to."""
         handle, field = self._field(self._value(node))
         if field != _DATA:
             raise self.declared.unknown(f"{node} as a tensor's address")
@@ -179,7 +179,7 @@ class HostFunction:
         return node.args[0], int(node.args[2])
 
     def number(self, node: Any) -> Expression:
-        """An expression of the host function in terms of the PrimFunc's symbols and scalars."""
+        """Returns a number of the host function in terms of the PrimFunc's symbols and scalars."""
         node = self._value(node)
         kind, operator = type(node).__name__, _operator(node)
         if kind == "IntImm":
@@ -203,7 +203,7 @@ class HostFunction:
         raise self.declared.unknown(f"{operator or kind} ({node})")
 
     def _declared_number(self, node: Any) -> Expression:
-        """What the PrimFunc declares for the size or stride that the host function reads."""
+        """Returns the declared expression of a size or stride that the host function reads."""
         handle, field = self._field(self._value(self._arrays[node.buffer]))
         if field not in (_SHAPE, _STRIDES):
             raise self.declared.unknown(f"{node} in place of a size")

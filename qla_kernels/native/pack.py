@@ -82,7 +82,10 @@ def texts(entry: Entry) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _spelled(expression: Expression) -> str:
-    """`192 * group` of [192, "group", "*"]; nothing of a constant, which says it all itself."""
+    """Returns an expression in infix form, `192 * group` for [192, "group", "*"].
+
+    Returns "" for a constant, whose value the message has anyway.
+    """
     stack: list[str] = []
     for token in expression:
         if token in OPERATORS:

@@ -14,7 +14,7 @@ from qla_kernels.tile.schedule import Schedule
 
 
 def sync(barrier_id: Any, threads: int) -> Any:
-    """Arrive at the barrier of this id, and wait until `threads` threads have arrived."""
+    """Arrives at the barrier of this id, and waits until `threads` threads have arrived."""
     return T.call_extern("handle", "tl::__sync_thread_partial", barrier_id, threads)
 
 
@@ -30,9 +30,9 @@ class NamedBarrier:
         return self.first_id + copy
 
     def sync(self, copy: Any = 0) -> Any:
-        """Arrive, and wait until all of the barrier's threads have arrived."""
+        """Arrives, and waits until all of the barrier's threads have arrived."""
         return sync(self.id(copy), self.threads)
 
     def arrive(self, copy: Any = 0) -> Any:
-        """Arrive without waiting. The waiting threads see what this thread wrote before."""
+        """Arrives without waiting. The waiting threads see what this thread wrote before."""
         return T.call_extern("handle", "tl::__named_barrier_arrive", self.id(copy), self.threads)

@@ -28,24 +28,24 @@ class Ring:
         return i % self.stages
 
     def acquire(self, i: Any) -> Any:
-        """Producer: wait until consumers are done with the slot's previous contents."""
+        """Waits, as producer, until consumers are done with the slot's previous contents."""
         return T.barrier_wait(self.free[i % self.stages], (i // self.stages + 1) % 2)
 
     def barrier(self, i: Any) -> Any:
-        """Producer: the barrier that TMA reports its bytes to."""
+        """Returns, for the producer, the barrier that TMA reports its bytes to."""
         return self.full[i % self.stages]
 
     def commit(self, i: Any) -> Any:
-        """Producer: the slot is filled, or its TMA loads are issued.
+        """Arrives, as producer, when the slot is filled or its TMA loads are issued.
 
         Every thread that executes this arrives; under `if T.shuffle_elect(32)` that is one.
         """
         return T.barrier_arrive(self.full[i % self.stages])
 
     def wait(self, i: Any) -> Any:
-        """Consumer: wait until the slot is filled."""
+        """Waits, as consumer, until the slot is filled."""
         return T.barrier_wait(self.full[i % self.stages], (i // self.stages) % 2)
 
     def release(self, i: Any) -> Any:
-        """Consumer: give the slot back. Every thread that executes this arrives."""
+        """Gives the slot back, as consumer. Every thread that executes this arrives."""
         return T.barrier_arrive(self.free[i % self.stages])

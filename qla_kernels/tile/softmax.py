@@ -35,28 +35,31 @@ def begin(m, l):
 
 
 def grow_max(r_s: Any, m: Any, a: Any, scale2: Any) -> Any:
-    """m <- max(m, scores of its row); a <- 2^((old m - m) scale2), 1 where m stays, 0 at first."""
+    """Sets m <- max(m, scores of its row), and a <- 2^((old m - m) scale2).
+
+    So a is 1 where m stays, and 0 in the first tile.
+    """
     return T.call_extern(
         "handle", f"qla::grow_max<{r_s.shape[1]}>", r_s.data, m.data, a.data, scale2
     )
 
 
 def exponentiate(r_s: Any, m: Any, a: Any, l: Any, scale2: Any) -> Any:
-    """r_s <- 2^((r_s - m) scale2); l <- a l + this thread's part of the row's sum of r_s."""
+    """Sets r_s <- 2^((r_s - m) scale2); l <- a l + this thread's part of the row's sum of r_s."""
     return T.call_extern(
         "handle", f"qla::exponentiate<{r_s.shape[1]}>", r_s.data, m.data, a.data, l.data, scale2
     )
 
 
 def rescale(r_o: Any, a: Any) -> Any:
-    """r_o <- a r_o, skipped if a is 1 in the whole warp. No wgmma may be writing r_o."""
+    """Sets r_o <- a r_o, skipped if a is 1 in the whole warp. No wgmma may be writing r_o."""
     return T.call_extern("handle", f"qla::rescale<{r_o.shape[1]}>", r_o.data, a.data)
 
 
 def finish(r_o: Any, m: Any, l: Any, lse2: Any, scale2: Any) -> Any:
-    """r_o <- r_o / row sums; lse2 <- log2 of the row's sum of exponentials, in all four threads.
+    """Sets r_o <- r_o / row sums, and lse2 <- log2 of the row's sum of exponentials.
 
-    A row that saw no key gets r_o = 0 and lse2 = -inf.
+    All four threads of a row get lse2. A row that saw no key gets r_o = 0 and lse2 = -inf.
     """
     return T.call_extern(
         "handle", f"qla::finish<{r_o.shape[1]}>", r_o.data, m.data, l.data, lse2.data, scale2

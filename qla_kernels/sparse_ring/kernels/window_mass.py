@@ -72,7 +72,7 @@ def schedule(variant: Variant) -> Schedule:
 
 @T.macro
 def add_parts(lse, s_lse, unit, row0, row, num_rows, num_parts):
-    """2: sets s_lse[row] to the row's LSE over all keys, in base 2.
+    """Sets s_lse[row] to the row's LSE over all keys, in base 2.
 
     A row without a query gets +inf, so that its P is 0.
     """

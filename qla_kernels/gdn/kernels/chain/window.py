@@ -74,7 +74,7 @@ def columns(
     K, dtype, h0, starts, maps, s_k, s_v, s_a, s_gate, rows, gate_ring, a_ring,
     num_chunks, p, n, hv, column, of_map, has_start,
 ):  # fmt: skip
-    """The state role of segment_map: computes 64 columns of b or, if of_map is set, of M.
+    """Computes 64 columns of b or, if of_map is set, of M: the state role of segment_map.
 
     A pass of the loop begins after X K^T of its chunk and ends with X K^T of the next chunk, so
     that the next chunk's other inputs are read during step 7. a_ring is None if A is loaded along
@@ -185,7 +185,7 @@ def gradient_columns(
     K, dtype, dht, ends, s_q, s_k, s_do, s_a, s_p, s_gate, rows, gate_ring, p_ring,
     num_chunks, p, n, hv, column, has_end, unit,
 ):  # fmt: skip
-    """The state role of segment_map_bwd: computes 64 columns (of V) of b'.
+    """Computes 64 columns (of V) of b': the state role of segment_map_bwd.
 
     b' becomes the gradient of the state that enters a segment.
     """
