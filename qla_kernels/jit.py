@@ -301,7 +301,7 @@ def _identifier(name: str) -> str:
 
 
 def trace(module: KernelModule, variant: Any) -> Any:
-    """Runs the kernel's `build` and returns the named PrimFunc.
+    """Runs the kernel's `build`; returns the PrimFunc with the variant's `function_name`.
 
     Runs one build at a time: TileLang does not promise that its builder is thread-safe.
     """

@@ -34,7 +34,7 @@ def chunk_table(
     device: torch.device | str | None = None,
     chunk: int = CHUNK,
 ) -> ChunkTable:
-    """Returns the chunks of packed sequences, or of `batch` rows of `num_tokens` tokens each.
+    """Returns the table of chunks of packed sequences, or of `batch` rows of `num_tokens` tokens.
 
     Args:
         num_tokens: tokens of one batch row.

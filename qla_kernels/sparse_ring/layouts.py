@@ -167,7 +167,7 @@ class Layout:
 
 
 def check_layout(op: str, layout: Layout | None, world: int) -> None:
-    """Raises ValueError unless `layout` is a layout for `world` ranks."""
+    """Raises ValueError unless `layout`, which deals tokens to ranks, is for `world` ranks."""
     if not isinstance(layout, Layout):
         got, fix = f"layout is of type {type(layout).__name__}", f"pass StripedLayout({world})"
         raise ValueError(need(op, got, "a layout", fix))

@@ -214,9 +214,10 @@ class Launches(Protocol):
         dkv: Tensor,
         first: bool,
     ) -> None:
-        """Adds this rank's part of dK and dV of the chunks `met` to dkv.
+        """Adds the part of dK and dV that comes from this rank's queries to dkv.
 
-        dkv is fp32 [chunks, 2, B, L, Hk, D].
+        `met` are the chunks of k and v of this launch, of L tokens each; dkv is fp32
+        [chunks, 2, B, L, Hk, D].
         """
         ...
 

@@ -108,7 +108,7 @@ def schedule(variant: Variant) -> Schedule:
 
 
 class Item(NamedTuple):
-    """The numbers of an item that the roles use."""
+    """A row of the table of query tiles, as the roles of bwd_dq read it."""
 
     token: Any  # row of q and do
     rows: Any  # tokens

@@ -59,7 +59,10 @@ def tokens_before(end, place):
 
 
 def step(place, token):
-    """Returns the distance between a thread's tokens; `token` is that of neighbouring tokens."""
+    """Returns the distance from one token of a thread to its next one.
+
+    `token` is the distance of neighbouring tokens, in the same unit.
+    """
     return T.cast(place[BESIDE], "int64") * token
 
 

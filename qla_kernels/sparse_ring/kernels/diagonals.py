@@ -2,6 +2,8 @@
 
     entries  (e + gap) << 2 | b1 << 1 | b0, for each e in -gap <= e < blocks with b0 or b1,
              b0 = [e in D], b1 = [e + gap in D]; sorted by bucket ceil(e / s) mod buckets, then by e
+             D is the set of chosen diagonals, numbered by distance in blocks; gap is the distance
+             of a query tile's two blocks, s the blocks of a stripe; see plan.table
     bounds   bucket b has the entries bounds[b] to bounds[b + 1] - 1
 
 Steps (numbers appear again in the code):

@@ -115,7 +115,10 @@ def of_values(r_x, r_w, r_dot, s, ring, i, step, w, K):
 
 @T.macro
 def arrive(ring, i, step, w):
-    """Replaces `of_values` in a warpgroup without a panel of V: makes the same waits only."""
+    """Replaces `of_values` in a warpgroup without a panel of V.
+
+    It computes nothing, and waits for the same barriers as the panel warpgroups.
+    """
     T.tma_store_wait(0)  # as in of_values, for this warpgroup's own tiles
     ring.own.sync(w)
     ring.h.wait(step)
