@@ -41,6 +41,11 @@ def imported_late(module: str, function: str) -> Callable[..., Any]:
     return lambda *args, **flags: getattr(home(), function)(*args, **flags)
 
 
+def implementations(op: str, cuda: str, cpu: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the function `op` of two modules, for CUDA and CPU tensors, imported at first use."""
+    return imported_late(cuda, op), imported_late(cpu, op)
+
+
 def define(
     name: str, schema: str, fake: Callable[..., Any], **implementations: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -101,12 +106,9 @@ def define_on_records(
     operator = define(name, schema(records, results), on_fields(fake), **implementations)
 
     def call(*given: Any) -> Any:
-        if not _is_watched(given):
-            x = given[0][0]
-            if x.is_cuda:
-                return on_cuda(*given)
-            if x.is_cpu:
-                return on_cpu(*given)
+        run = _short_way(given, on_cuda, on_cpu)
+        if run is not None:
+            return run(*given)
         fields: tuple[Any, ...] = ()
         for record in given:
             fields = (*fields, *record)
@@ -130,14 +132,31 @@ def skip_dispatcher(
     """
 
     def call(*args: Any, **flags: Any) -> Any:
-        if _is_watched((args,)):
-            return operator(*args, **flags)
-        x = args[0]
-        if x.is_cuda:
-            return on_cuda(*args, **flags)
-        return (on_cpu if x.is_cpu else operator)(*args, **flags)
+        return (_short_way((args,), on_cuda, on_cpu) or operator)(*args, **flags)
 
     return call
+
+
+def define_direct(
+    name: str, schema: str, fake: Callable[..., Any], cuda: str, cpu: str
+) -> Callable[..., Any]:
+    """Defines an operator that the modules `cuda` and `cpu` implement under its name.
+
+    Returns a function that takes the operator's arguments and skips the dispatcher.
+    """
+    on_cuda, on_cpu = implementations(name, cuda, cpu)
+    operator = define(name, schema, fake, CUDA=on_cuda, CPU=on_cpu)
+    return skip_dispatcher(operator, on_cuda, on_cpu)
+
+
+def _short_way(
+    records: tuple[tuple[Any, ...], ...], on_cuda: Callable[..., Any], on_cpu: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """Returns the implementation for the first argument's device, or None for the dispatcher."""
+    if _is_watched(records):
+        return None
+    x = records[0][0]
+    return on_cuda if x.is_cuda else on_cpu if x.is_cpu else None
 
 
 # Types that the dispatcher need not see. A list or tuple holds tensors of this package.

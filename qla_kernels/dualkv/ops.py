@@ -11,13 +11,12 @@ Autograd is in autograd.py. For selective activation checkpointing name the oper
 `torch.ops.qla_kernels.dualkv_fwd.default`.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qla_kernels.operators import define, imported_late, skip_dispatcher
+from qla_kernels.operators import define_direct
 
 SCHEMAS = {
     "dualkv_fwd": """(
@@ -59,14 +58,8 @@ def _fake_dualkv_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Sh
     )  # empty_like would keep strides
 
 
-def _defined(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    on_cuda, on_cpu = (
-        imported_late(f"qla_kernels.dualkv.{home}", op) for home in ("launch", "cpu")
-    )
-    operator = define(op, SCHEMAS[op], fake, CUDA=on_cuda, CPU=on_cpu)
-    return skip_dispatcher(operator, on_cuda, on_cpu)
-
+HOMES = "qla_kernels.dualkv.launch", "qla_kernels.dualkv.cpu"  # for CUDA and CPU tensors
 
 # As this package calls them
-dualkv_fwd = _defined("dualkv_fwd", _fake_dualkv_fwd)
-dualkv_bwd = _defined("dualkv_bwd", _fake_dualkv_bwd)
+dualkv_fwd = define_direct("dualkv_fwd", SCHEMAS["dualkv_fwd"], _fake_dualkv_fwd, *HOMES)
+dualkv_bwd = define_direct("dualkv_bwd", SCHEMAS["dualkv_bwd"], _fake_dualkv_bwd, *HOMES)

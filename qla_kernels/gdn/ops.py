@@ -23,7 +23,7 @@ from torch import Tensor
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.validate import OP
-from qla_kernels.operators import define, define_on_records, imported_late, skip_dispatcher
+from qla_kernels.operators import define_direct, define_on_records, implementations
 from qla_kernels.tile.constants import CHUNK
 
 
@@ -140,17 +140,7 @@ def empty_gradients(call: Call, g_cum: Tensor, dh0: Tensor | None) -> GdnBackwar
     )
 
 
-def _implementations(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the operator's functions for CUDA and for CPU tensors."""
-    homes = "qla_kernels.gdn.launch.forward", "qla_kernels.gdn.cpu"
-    on_cuda, on_cpu = (imported_late(home, op) for home in homes)
-    return on_cuda, on_cpu
-
-
-def _define_l2norm(op: str, schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    on_cuda, on_cpu = _implementations(op)
-    operator = define(op, schema, fake, CUDA=on_cuda, CPU=on_cpu)
-    return skip_dispatcher(operator, on_cuda, on_cpu)
+HOMES = "qla_kernels.gdn.launch.forward", "qla_kernels.gdn.cpu"  # for CUDA and CPU tensors
 
 
 gdn_fwd = define_on_records(
@@ -158,16 +148,19 @@ gdn_fwd = define_on_records(
     (Call, Options),
     GdnForward,
     _fake_gdn_fwd,
-    *(checked(run, _check_contents) for run in _implementations("gdn_fwd")),
+    *(checked(run, _check_contents) for run in implementations("gdn_fwd", *HOMES)),
 )
 gdn_bwd = define_on_records(
     "gdn_bwd",
     (Call, SavedForward, Incoming, Options),
     GdnBackward,
     _fake_gdn_bwd,
-    *_implementations("gdn_bwd"),
+    *implementations("gdn_bwd", *HOMES),
 )
-l2norm_fwd = _define_l2norm("l2norm_fwd", "(Tensor x) -> Tensor", like)
-l2norm_bwd = _define_l2norm(
-    "l2norm_bwd", "(Tensor x, Tensor dy, Tensor? cu_seqlens) -> Tensor", lambda x, *_: like(x)
+l2norm_fwd = define_direct("l2norm_fwd", "(Tensor x) -> Tensor", like, *HOMES)
+l2norm_bwd = define_direct(
+    "l2norm_bwd",
+    "(Tensor x, Tensor dy, Tensor? cu_seqlens) -> Tensor",
+    lambda x, *_: like(x),
+    *HOMES,
 )

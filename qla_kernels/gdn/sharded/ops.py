@@ -7,15 +7,14 @@ cu_seqlens are the bounds on this rank, and it has no initial state. CPU tensors
 sharded/cpu.py, CUDA tensors to sharded/launch.py.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from qla_kernels.gdn.call import Call, Options, SavedForward
 from qla_kernels.gdn.ops import GdnBackward, empty_gradients, state_dtype
 from qla_kernels.gdn.sharded.context import Facts
-from qla_kernels.operators import define_on_records, imported_late
+from qla_kernels.operators import define_on_records, implementations
 from qla_kernels.tile.constants import CHUNK
 
 
@@ -70,23 +69,18 @@ def _fake_bwd(
     return empty_gradients(call, saved.g_cum, None)  # ranks before this one get dh0 from links
 
 
-def _implementations(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the operator's functions for CUDA and for CPU tensors."""
-    home = "qla_kernels.gdn.sharded"
-    return imported_late(f"{home}.launch", op), imported_late(f"{home}.cpu", op)
-
-
+SHARDED_HOMES = "qla_kernels.gdn.sharded.launch", "qla_kernels.gdn.sharded.cpu"
 gdn_shard_fwd = define_on_records(
     "gdn_shard_fwd",
     (Call, Options, ShardPlace),
     ShardForward,
     _fake_fwd,
-    *_implementations("gdn_shard_fwd"),
+    *implementations("gdn_shard_fwd", *SHARDED_HOMES),
 )
 gdn_shard_bwd = define_on_records(
     "gdn_shard_bwd",
     (Call, SavedForward, Arriving, Options, ShardPlace),
     GdnBackward,
     _fake_bwd,
-    *_implementations("gdn_shard_bwd"),
+    *implementations("gdn_shard_bwd", *SHARDED_HOMES),
 )
