@@ -20,6 +20,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__x86_64__) && defined(__GLIBC__)
+/* glibc 2.34 gave these two a new version; with the old one a launcher loads in older systems too */
+__asm__(".symver dlopen,dlopen@GLIBC_2.2.5");
+__asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
+#endif
+
 /* ---- DLPack 1: as much of dlpack.h as is needed ---- */
 
 typedef struct { int32_t type, id; } DLDevice;
