@@ -70,7 +70,7 @@ def report() -> dict[str, Section]:
         "device": _probed({"driver": _driver, "GPUs": _gpus}),
         "versions": _versions(),
         "kernel cache": _probed({"folder": lambda: str(jit.cache_dir()), "size": _cache_size}),
-        "prebuilt kernels": _probed({"file": prebuilt.used}),
+        "prebuilt kernels": _prebuilt(),
         "paths": _probed(
             {"CPU tensors": _cpu_path}
             | {f"CUDA, {family}": _cuda_path(family) for family in STANDARD}
@@ -195,6 +195,28 @@ def _torch_cuda() -> str | None:
 
 def _cache_size() -> str:
     return f"{jit.cache_size() / 2**20:.1f} MiB"
+
+
+def _prebuilt() -> Section:
+    """Returns which file's kernels are used, and which variants would be compiled instead."""
+    try:
+        file = prebuilt.in_use()
+    except Exception as error:  # a damaged file: its error says what to do
+        return {"file": f"unknown ({type(error).__name__}: {error})"}
+    if isinstance(file, str):
+        return {"file": f"none: {file}"}
+    every = [jit.label(k.module, v) for k in jit.kernel_modules() for v in k.module.VARIANTS]
+    here = [label for label in every if file.has(label)]
+    other = [label for label in every if label in file.kernels and label not in here]
+    lines = [f"{len(here)} of {len(every)} variants are used"]
+    if other:
+        names = ", ".join(sorted({label.partition("-")[0] for label in other}))
+        lines.append(f"{len(other)} were built from other sources: {names}")
+    if absent := len(every) - len(here) - len(other):
+        lines.append(f"{absent} are not in the file")
+    tools = file.manifest
+    made_by = f"nvcc {tools['nvcc']}, tilelang {tools['tilelang']}"
+    return {"file": str(file.path), "set": f"{tools['set']}: {made_by}", "kernels": lines}
 
 
 def _cpu_path() -> str:

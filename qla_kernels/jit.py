@@ -153,7 +153,7 @@ def compile(module: KernelModule, variant: Any) -> Launch:
     torch's current stream, and returns nothing. QLA_DUMP asks for files that only a compile gives.
     """
     name = label(module, variant)
-    found = None if os.environ.get("QLA_DUMP") else prebuilt.find(name, module.__name__)
+    found = prebuilt.find(name)
     if found is None:
         return _compiled(module, variant)
     _digests[name] = lambda: found.digest
@@ -168,7 +168,8 @@ def _compiled(module: KernelModule, variant: Any) -> Launch:
     leaves out a comparison of sizes, `sizes.checked` adds it. Raises Unsupported without TileLang,
     without nvcc on a cache miss, or with a cache folder that cannot be written.
     """
-    tilelang = _tilelang()
+    name = label(module, variant)
+    tilelang = _tilelang(name)
     started = time.perf_counter()
     prim_func = trace(module, variant)
     options = {"execution_backend": "tvm_ffi", "pass_configs": dict(module.PASS_CONFIGS)}
@@ -177,13 +178,12 @@ def _compiled(module: KernelModule, variant: Any) -> Launch:
     except Exception as error:
         nvcc()  # without a compiler this raises a clearer error than TileLang's
         if isinstance(error, OSError):
-            raise Unsupported(_unwritable(f"{label(module, variant)}: {error}")) from error
+            raise Unsupported(_unwritable(f"{name}: {error}")) from error
         raise
     executable = kernel.adapter.get_exportable_executable()
     # A fresh compile gives an executable that links on demand; a cache hit gives a loaded library.
     library = executable.jit() if hasattr(executable, "jit") else executable
     host = cast(Launch, library.get_function("main", query_imports=True))
-    name = label(module, variant)
     launch = sizes.checked(host, name, prim_func)
     function = f"{_identifier(name)}_kernel"
     _digests[name] = cache(lambda: digest(kernel.get_kernel_source(), function))
@@ -312,17 +312,18 @@ def trace(module: KernelModule, variant: Any) -> Any:
     return prim_func
 
 
-def _tilelang() -> Any:
-    """Imports and returns TileLang; Unsupported if that fails."""
+def _tilelang(wanted: str | None = None) -> Any:
+    """Imports and returns TileLang; Unsupported if that fails, for the variant that is wanted."""
     # TileLang announces every compile on stderr by default; the log line in `compile` is enough
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     try:
         return importlib.import_module("tilelang")
     except ImportError as error:
-        fix = "pip install 'tilelang>=0.1.13,<0.2', or set QLA_PREBUILT"
-        got = f"tilelang cannot be imported ({error})"
-        needs = "TileLang to compile kernels, or prebuilt ones"
-        raise Unsupported(need("qla_kernels.jit", got, needs, fix)) from error
+        got, needs = f"tilelang cannot be imported ({error})", "TileLang, or prebuilt kernels"
+        if wanted:
+            got = f"{prebuilt.lacking(wanted)}, and {got}"
+        fix = "pip install 'qla-kernels[compile]', or a wheel of qla-kernels with kernels in it"
+        raise Unsupported(need(wanted or "qla_kernels.jit", got, needs, fix)) from error
     except OSError as error:  # TileLang makes its cache folder when it is imported
         raise Unsupported(_unwritable(f"tilelang cannot be imported ({error})")) from error
 
