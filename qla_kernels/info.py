@@ -151,7 +151,17 @@ def _versions() -> Section:
             "CUDA of torch": _torch_cuda,
         }
     )
-    return versions | {"tested together": tested({k: str(v) for k, v in versions.items()})}
+    shown = {name: str(version) for name, version in versions.items()}
+    return versions | {"tested together": tested(shown | _tools())}
+
+
+def _tools() -> dict[str, str]:
+    """Returns the versions of TileLang and nvcc that built the prebuilt kernels, if those run."""
+    try:
+        file = prebuilt.in_use()
+    except Exception:  # `_prebuilt` reports it
+        return {}
+    return {} if isinstance(file, str) else {k: file.manifest[k] for k in ("tilelang", "nvcc")}
 
 
 def tested(versions: dict[str, str]) -> str:
@@ -214,9 +224,8 @@ def _prebuilt() -> Section:
         lines.append(f"{len(other)} were built from other sources: {names}")
     if absent := len(every) - len(here) - len(other):
         lines.append(f"{absent} are not in the file")
-    tools = file.manifest
-    made_by = f"nvcc {tools['nvcc']}, tilelang {tools['tilelang']}"
-    return {"file": str(file.path), "set": f"{tools['set']}: {made_by}", "kernels": lines}
+    made_by = ", ".join(f"{name} {version}" for name, version in _tools().items())
+    return {"file": str(file.path), "set": f"{file.manifest['set']}: {made_by}", "kernels": lines}
 
 
 def _cpu_path() -> str:

@@ -17,23 +17,9 @@ from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate, recurrent
 from qla_kernels.native import prebuilt, sources
 from tests.native import behaviour, standin
+from tests.native.made_up import LABEL, VARIANT, built, write
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-
-(VARIANT,) = gate.VARIANTS
-LABEL = jit.label(gate, VARIANT)
-
-
-def built(**changed: str) -> build.Built:
-    """A kernel named gdn.gate whose entry is that of tests/native/behaviour.py."""
-    entry = json.dumps(behaviour.ENTRY).encode()
-    about = {
-        "digest": "0123456789abcdef",
-        "sources": sources.fingerprint(gate.__name__),
-        "entry": build.checksum(entry),
-        "cubin": build.checksum(behaviour.CUBIN),
-    }
-    return build.Built(LABEL, entry, behaviour.CUBIN, about | changed)
 
 
 @pytest.fixture
@@ -57,11 +43,6 @@ def forget() -> None:
     prebuilt._edited.clear()
 
 
-def write(folder: Path, *kernels: build.Built, of_set: str = "13") -> Path:
-    versions = {"tilelang": "0.1.15", "nvcc": "release 13.0, V13.0.88"}
-    return build.write(kernels or [built()], folder, of_set, versions)
-
-
 def test_a_prebuilt_kernel_is_used_and_says_which_it_is(folder: Path) -> None:
     write(folder)
     launch = jit.compile(gate, VARIANT)
@@ -76,9 +57,12 @@ def test_the_doctor_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch
     second = jit.label(recurrent, recurrent.VARIANTS[0])
     path = write(folder, built(), built(sources="other")._replace(label=second))
     every = sum(len(kernel.module.VARIANTS) for kernel in jit.kernel_modules())
-    assert info.report()["prebuilt kernels"] == {
+    monkeypatch.setattr(info, "_version", lambda name, *_: "2.13.0" if name == "torch" else None)
+    report = info.report()
+    assert report["versions"]["tested together"] == "yes"  # with those that built the file
+    assert report["prebuilt kernels"] == {
         "file": str(path),
-        "set": "13: nvcc release 13.0, V13.0.88, tilelang 0.1.15",
+        "set": "13: tilelang 0.1.15, nvcc release 13.0, V13.0.88",
         "kernels": [
             f"1 of {every} variants are used",
             "1 were built from other sources: gdn.recurrent",
@@ -315,9 +299,10 @@ def test_a_forward_launches_without_tilelang(folder: Path) -> None:
         if jit.label(kernel.module, variant) in labels
     ]
     write(folder, *kernels)
-    said = standin.run("-m", "tests.native.forward", "launches", QLA_PREBUILT=str(folder))
     functions = [re.sub(r"\W", "_", label) + "_kernel" for label in labels]
-    assert said.split() == functions
+    for how in ("launches", "by_python"):
+        said = standin.run("-m", "tests.native.forward", how, QLA_PREBUILT=str(folder))
+        assert said.split() == functions
 
 
 def without_machine_code(kernel: jit.Kernel, variant: Any) -> build.Built:

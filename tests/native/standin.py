@@ -72,12 +72,17 @@ class Driver:
 
 def launcher(device_type: int = 1, exchange: bool = True):
     """In such a process: the launcher, for tensors of the CPU."""
+    return configured(Path(os.environ["QLA_STANDIN"]), device_type, exchange)
+
+
+def configured(folder: Path, device_type: int = 1, exchange: bool = True):
+    """A folder's launcher; without `exchange`, and before torch 2.10, it asks torch by Python."""
     import torch
 
     from qla_kernels.native import prebuilt
 
-    native = prebuilt._native(Path(os.environ["QLA_STANDIN"]) / prebuilt.LAUNCHER)
-    api = torch.Tensor.__dlpack_c_exchange_api__ if exchange else None
+    native = prebuilt._native(folder / prebuilt.LAUNCHER)
+    api = prebuilt._exchange(torch.Tensor) if exchange else None
     codes = {
         getattr(torch, name): code << 8 | bits for name, (code, bits) in prebuilt.DTYPES.items()
     }
