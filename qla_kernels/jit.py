@@ -37,12 +37,12 @@ SHORT_TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"
 }  # fmt: skip
 
-log = logging.getLogger("qla_kernels")
-
 Launch = Callable[..., None]
 
+log = logging.getLogger("qla_kernels")
 _tracing = threading.Lock()
 _digests: dict[str, Callable[[], str]] = {}  # by label, of this process's kernels
+from_tilelang: list[str] = []  # labels of launchers whose launches programs.py cannot record
 
 
 class KernelModule(Protocol):
@@ -153,8 +153,7 @@ def compile(module: KernelModule, variant: Any) -> Launch:
     torch's current stream, and returns nothing. QLA_DUMP asks for files that only a compile gives.
     """
     name = label(module, variant)
-    found = prebuilt.find(name)
-    if found is None:
+    if (found := prebuilt.find(name)) is None:
         return _compiled(module, variant)
     _digests[name] = lambda: found.digest
     return found.launch
@@ -183,15 +182,16 @@ def _compiled(module: KernelModule, variant: Any) -> Launch:
     executable = kernel.adapter.get_exportable_executable()
     # A fresh compile gives an executable that links on demand; a cache hit gives a loaded library.
     library = executable.jit() if hasattr(executable, "jit") else executable
-    host = cast(Launch, library.get_function("main", query_imports=True))
-    launch = sizes.checked(host, name, prim_func)
-    function = f"{_identifier(name)}_kernel"
-    _digests[name] = cache(lambda: digest(kernel.get_kernel_source(), function))
+    host = library.get_function("main", query_imports=True)
+    launch = sizes.checked(cast(Launch, host), name, prim_func)
+    from_tilelang.append(name)
+    source = kernel.get_kernel_source()
+    _digests[name] = cache(lambda: digest(source, f"{_identifier(name)}_kernel"))
     log.info("compiled %s in %.2f s", name, time.perf_counter() - started)
     if folder := os.environ.get("QLA_DUMP"):
         from qla_kernels.dump import dump
 
-        dump(Path(folder), module, variant, kernel.get_kernel_source())
+        dump(Path(folder), module, variant, source)
     return launch
 
 
@@ -211,7 +211,7 @@ def assemble(
     code.write_text(source)
     flags = [f for f in nvcc_flags(pass_configs) if line_info or f != "-lineinfo"]
     command = [str(nvcc()), *flags, "-o", str(cubin), str(code)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
     return Assembled(cubin, done.stdout + done.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qla_kernels import jit
+from qla_kernels import jit, programs
 
 HOPPER = (9, 0)
 
@@ -59,6 +59,12 @@ def shuffle(items: list[pytest.Item], draw: random.Random) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_programs() -> None:
+    """Tests change plans, heuristics and kernels, which programs take for constants."""
+    programs.forget()
 
 
 @pytest.fixture

@@ -197,6 +197,13 @@ def _driver_version(launcher: Path) -> int:
         return 0
 
 
+def launcher() -> Any:
+    """Returns the launcher of the file in use; None if no prebuilt kernel is used."""
+    with _lock:
+        file = in_use()
+        return None if isinstance(file, str) else _native(file.path.with_name(LAUNCHER))
+
+
 @functools.cache
 def _native(path: Path) -> Any:
     """Imports the launcher and tells it how to talk to torch."""
