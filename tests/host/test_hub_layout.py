@@ -192,7 +192,7 @@ import kernels, sys
 from pathlib import Path
 try:
     kernels.get_local_kernel(Path(sys.argv[1]))
-except FileNotFoundError as error:
+except OSError:  # FileNotFoundError, from kernels 0.15 on
     print("refused")
 """
     import torch
