@@ -175,6 +175,9 @@ def test_kernels_of_an_installed_wheel_are_launched(wheel_with_kernels, tmp_path
     env = standin.environment(standin.built())
     said = run(python, "-c", LAUNCH, ROOT, cwd=tmp_path, LD_PRELOAD=env["LD_PRELOAD"])
     assert said.split() == ["kernels-13.zip", "launched"]  # the stand-in is a driver of CUDA 13
+    said = run(python, "-m", "tests.native.every", cwd=ROOT)
+    assert said.startswith("1 of ")
+    assert f"launched from {python.parents[1]}/" in said
     doctor = json.loads(run(python, "-m", "qla_kernels.info", "--json", cwd=tmp_path))
     file = doctor["prebuilt kernels"]["file"]
     assert Path(file).is_relative_to(python.parents[1])
