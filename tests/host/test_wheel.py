@@ -172,34 +172,11 @@ def test_kernels_of_other_sources_do_not_get_into_a_wheel(kernels, tmp_path):
 @needs_cc
 def test_kernels_of_an_installed_wheel_are_launched(wheel_with_kernels, tmp_path_factory, tmp_path):
     python = environment(wheel_with_kernels, tmp_path_factory)
-    env = standin.environment(standin.built())
-    said = run(python, "-c", LAUNCH, ROOT, cwd=tmp_path, LD_PRELOAD=env["LD_PRELOAD"])
-    assert said.split() == ["kernels-13.zip", "launched"]  # the stand-in is a driver of CUDA 13
-    said = run(python, "-m", "tests.native.every", cwd=ROOT)
+    said = run(python, "-m", "tests.native.every", cwd=ROOT)  # TileLang cannot be imported there
     assert said.startswith("1 of ")
-    assert f"launched from {python.parents[1]}/" in said
-    doctor = json.loads(run(python, "-m", "qla_kernels.info", "--json", cwd=tmp_path))
-    file = doctor["prebuilt kernels"]["file"]
-    assert Path(file).is_relative_to(python.parents[1])
-
-
-LAUNCH = """
-import sys; sys.modules.update(tilelang=None, tvm=None, tvm_ffi=None)
-import qla_kernels
-assert qla_kernels.__file__.startswith(sys.prefix)
-sys.path.append(sys.argv[1])
-from qla_kernels import jit
-from qla_kernels.native import prebuilt
-from tests.native import behaviour, made_up, standin
-launch = jit.compile(made_up.gate, made_up.VARIANT)
-file = prebuilt.in_use()
-standin.configured(file.path.parent)
-driver = standin.Driver()
-driver.expect(standin.kinds(behaviour.ENTRY))
-launch(*behaviour._arguments())
-assert driver.record()
-print(file.path.name, "launched")
-"""
+    inside = Path(said.split(" launched from ")[1].splitlines()[0])
+    assert inside.is_relative_to(python.parents[1])
+    assert inside.name == "kernels-13.zip"  # the stand-in is a driver of CUDA 13
 
 
 def test_only_the_wheel_is_visible(installed, tmp_path):
