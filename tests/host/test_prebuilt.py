@@ -328,6 +328,9 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         manifest = json.loads(file.read(prebuilt.MANIFEST))
         label = "dualkv.dq_cast-bf16"
         cubin = file.read(f"{label}.cubin")
+        licences = file.read("NOTICES")
+    assert b"Tile-AI" in licences
+    assert b"NVIDIA CORPORATION" in licences
     assert set(manifest["kernels"]) == {label, "dualkv.dq_cast-fp16"}
     if manifest["tilelang"] == digests.lowered_by():
         assert manifest["kernels"][label]["digest"] == digests.recorded()[label]

@@ -65,6 +65,16 @@ def test_a_missing_compiler_is_said_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "qla_kernels.jit: no nvcc; need nvcc; install it\n"
 
 
+def test_a_damaged_file_is_said_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "kernels-13.zip").write_bytes(b"cut off")
+    (tmp_path / prebuilt.LAUNCHER).touch()
+    monkeypatch.setenv("QLA_PREBUILT", str(tmp_path))
+    assert warmup.main(["--in-process"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("qla_kernels: cannot read its manifest")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize("seconds", [0, 0.5])
 def test_ctrl_c_ends_it_cleanly(tmp_path, seconds):
     """As a terminal does it: a signal to the process group, in the middle of a compile."""

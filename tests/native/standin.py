@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from qla_kernels.build import compile_launcher
@@ -26,8 +27,9 @@ def built() -> Path:
     return folder
 
 
-def environment(folder: Path) -> dict[str, str]:
-    preload = " ".join(str(folder / name) for name in LIBRARIES)
+def environment(folder: Path, libraries: Sequence[str] = LIBRARIES) -> dict[str, str]:
+    """Without the runtime library for a torch that has CUDA, which needs its own."""
+    preload = " ".join(str(folder / name) for name in libraries)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {k: v for k, v in os.environ.items() if not k.startswith("QLA_")}
     return {**kept, "LD_PRELOAD": preload, "QLA_STANDIN": str(folder), "PYTHONPATH": path}
