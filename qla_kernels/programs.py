@@ -69,6 +69,10 @@ class Programs:
     def __len__(self) -> int:
         return 0 if self._native is None else int(self._native.num_programs(self._table))
 
+    def replays(self) -> int:
+        """Returns how many calls the table has replayed."""
+        return 0 if self._native is None else int(self._native.num_replays(self._table))
+
     @property
     def _table(self) -> Any:
         return self.find.__self__  # type: ignore[attr-defined]

@@ -665,6 +665,7 @@ static PyMethodDef methods[] = {
     {"store", store, METH_VARARGS, "Stores a program, or compares it with the one that is known."},
     {"keep", keep, METH_VARARGS, "Stores a value for calls that look like this one."},
     {"num_programs", num_programs, METH_O, "Returns how many programs and values a table has."},
+    {"num_replays", num_replays, METH_O, "Returns how many calls a table has replayed."},
     {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods, NULL, NULL, NULL, NULL};

@@ -57,6 +57,7 @@ typedef struct Program {
 typedef struct {
     PyMethodDef method;
     int most, num, gradients;
+    long long replays;
     uint64_t clock, seen[SEEN];
     Program *bucket[BUCKETS];
 } Table;
@@ -396,6 +397,7 @@ static PyObject *find(PyObject *self, PyObject *const *arguments, Py_ssize_t n) 
     if (p->value) { Py_INCREF(p->value); return p->value; }
     if (asked_for("QLA_CHECK_PROGRAMS")) return PyBool_FromLong(1);
     if (forked || is_captured(p, s.stream)) return Py_BuildValue("");
+    t->replays++;
     return replay(p, &s);
 }
 
@@ -573,6 +575,11 @@ static PyObject *make_table(PyObject *self, PyObject *args) {
 static PyObject *num_programs(PyObject *self, PyObject *table) {
     Table *t = PyCapsule_GetPointer(table, "table");
     return t ? PyLong_FromLong(t->num) : NULL;
+}
+
+static PyObject *num_replays(PyObject *self, PyObject *table) {
+    Table *t = PyCapsule_GetPointer(table, "table");
+    return t ? PyLong_FromLongLong(t->replays) : NULL;
 }
 
 /* watch_with(Parameter, is_grad_enabled, modes, functorch, tracing, forward_ad): how to ask torch
