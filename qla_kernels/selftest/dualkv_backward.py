@@ -14,9 +14,10 @@ from qla_kernels.dualkv.ops import SharedBackward
 from qla_kernels.selftest.cases import Cases, dtype_of, to
 from qla_kernels.selftest.compare import assert_close
 from qla_kernels.selftest.dualkv_forward import (
-    FEW_TOKENS,
     GROUPS,
-    Groups,
+    INPUTS,
+    LARGE,
+    Given,
     SharedCall,
     call,
     wanted,
@@ -74,13 +75,14 @@ def _checked(x: SharedCall, device: str, deterministic: bool, with_dlse: bool = 
     check(x, given, to(backward(to(x, device), to(given, device), deterministic), "cpu"))
 
 
-def _one_pass(variant: Any, groups: Groups, device: str) -> None:
-    _checked(call(groups, dtype=dtype_of(variant)), device, False, groups != GROUPS["short"])
+def _one_pass(variant: Any, given: Given, device: str) -> None:
+    x = call(*given, dtype=dtype_of(variant))
+    _checked(x, device, False, with_dlse=given[0] != GROUPS["short"])
 
 
-def _two_passes(variant: Any, groups: Groups, device: str) -> None:
-    x = call(groups, size=variant.D, dtype=dtype_of(variant))
-    _checked(x, device, True, groups != GROUPS["short"])
+def _two_passes(variant: Any, given: Given, device: str) -> None:
+    x = call(*given, size=variant.D, dtype=dtype_of(variant))
+    _checked(x, device, True, with_dlse=given[0] != GROUPS["short"])
 
 
 def _in_parts(variant: Any, shortest: str, device: str) -> None:
@@ -124,20 +126,8 @@ CASES = (
     Cases(
         ("attn.delta",), _delta, [(size, base2) for size in (64, 128) for base2 in (True, False)]
     ),
-    Cases(
-        ("dualkv.bwd", "dualkv.dq_cast"),
-        _one_pass,
-        [*GROUPS.values()],
-        [*FEW_TOKENS.values()],
-        emulated=("bf16",),
-    ),
-    Cases(
-        ("dualkv.bwd_dq", "dualkv.bwd_dkv"),
-        _two_passes,
-        [*GROUPS.values()],
-        [*FEW_TOKENS.values()],
-        emulated=("fp16-d64",),
-    ),
+    Cases(("dualkv.bwd", "dualkv.dq_cast"), _one_pass, INPUTS, LARGE, emulated=("bf16",)),
+    Cases(("dualkv.bwd_dq", "dualkv.bwd_dkv"), _two_passes, INPUTS, LARGE, emulated=("fp16-d64",)),
     Cases(
         ("dualkv.dkv_combine",), _in_parts, ["SHORTEST_PART", "SHORTEST_CUT"], emulated=("bf16",)
     ),

@@ -40,6 +40,9 @@ FEW_TOKENS: dict[str, Groups] = {
     "a long response": [(4, [40, 1, 2])],
     "nothing": [(0, []), (0, [0])],
 }
+Given = tuple[Groups, tuple[int, int]]  # and key and query heads
+INPUTS: list[Given] = [(groups, (1, 4)) for groups in GROUPS.values()]
+LARGE: list[Given] = [(groups, (2, 8)) for groups in (GROUPS | FEW_TOKENS).values()]
 FOREST = ([5, 130, 40, 3, 7, 20, 150], [-1, 0, 1, 1, 0, 4, -1])  # lengths, parents
 
 
@@ -103,18 +106,12 @@ def check(x: SharedCall, done: SharedForward) -> None:
     assert_close("lse2", done.lse2.double(), want.lse * 1.4426950408889634, LSE_LIMIT, at_least=1.0)
 
 
-def _fwd(variant: Any, groups: Groups, device: str) -> None:
-    x = call(groups, size=variant.D, dtype=dtype_of(variant))
+def _fwd(variant: Any, given: Given, device: str) -> None:
+    x = call(*given, size=variant.D, dtype=dtype_of(variant))
     check(x, to(launch.dualkv_fwd(*to(x, device).arguments()), "cpu"))
 
 
 CASES = (
     # both dtypes and both sizes are emulated; the static tier assembles the other two
-    Cases(
-        ("dualkv.fwd",),
-        _fwd,
-        [*GROUPS.values()],
-        [*FEW_TOKENS.values()],
-        emulated=("bf16-d128", "fp16-d64"),
-    ),
+    Cases(("dualkv.fwd",), _fwd, INPUTS, LARGE, emulated=("bf16-d128", "fp16-d64")),
 )

@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 
 from qla_kernels import jit
-from qla_kernels.gdn.decode import api as decode
-from qla_kernels.gdn.decode import launch as launch_decode
 from qla_kernels.selftest import CASES, cases_of
 from qla_kernels.selftest.cases import Cases
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = pytest.mark.usefixtures("poison", "by_kernels")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -30,9 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("cases", "each"), chosen)
 
 
-def test_case(cases: Cases, each: Any, seeds, monkeypatch) -> None:
-    for name in ("gdn_recurrent", "gdn_recurrent_slots"):  # CPU tensors take a GPU's launches
-        monkeypatch.setattr(decode, name, getattr(launch_decode, name))
+def test_case(cases: Cases, each: Any, seeds) -> None:
     for seeds["seed"], given in enumerate(cases.inputs):
         try:
             cases.check(each, given, "cpu")

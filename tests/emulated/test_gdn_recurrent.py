@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, jit
-from qla_kernels.gdn.decode import api as recurrent
-from qla_kernels.gdn.decode import launch as launch_recurrent
 from qla_kernels.selftest.gdn_recurrent import check, check_pool, decode, pooled
 from tests.emulator import EmulatedKernel
 
@@ -22,7 +20,7 @@ def emulated(module: Any, variant: Any) -> EmulatedKernel:
 
 
 @pytest.fixture(autouse=True)
-def launches(monkeypatch, poison):
+def launches(monkeypatch, poison, by_kernels):
     """The public function launches emulated kernels, each with another seed than the one before."""
     done = SimpleNamespace(variants=[], seed=0)
 
@@ -32,8 +30,6 @@ def launches(monkeypatch, poison):
         return functools.partial(emulated(module, variant), seed=done.seed)
 
     monkeypatch.setattr(jit, "compile", compile)
-    for op in ("gdn_recurrent", "gdn_recurrent_slots"):
-        monkeypatch.setattr(recurrent, op, getattr(launch_recurrent, op))
     return done
 
 

@@ -14,12 +14,6 @@ from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
 pytestmark = pytest.mark.usefixtures("seeds", "poison", "by_kernels")
 
 
-@pytest.fixture
-def by_kernels(monkeypatch):
-    """CPU tensors take the launches of a GPU."""
-    monkeypatch.setattr(shard, "launches", lambda _: launch)
-
-
 @pytest.mark.parametrize("module", [cpu, launch], ids=["cpu", "gpu"])
 def test_a_device_has_every_launch(module):
     names = {name for name in vars(shard.Launches) if not name.startswith("_")}
