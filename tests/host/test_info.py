@@ -152,18 +152,13 @@ def test_fingerprints_follow_generated_code_alone(monkeypatch):
     assert after["sparse_ring"] != before["sparse_ring"]
 
 
-def test_selftest_has_a_case_for_every_kernel():
-    assert set(selftest.KERNELS) == {".".join(names) for names in jit.kernel_names()}
-
-
 def test_selftest_passes_here(capsys):
     assert info.main(["--selftest"]) == 0
     assert capsys.readouterr().out.count("ok  ") >= 2
 
 
-@pytest.mark.parametrize("error", [1.0, float("nan")])
-def test_selftest_fails_on_a_wrong_result(monkeypatch, capsys, error):
-    monkeypatch.setattr(selftest, "run", lambda: [selftest.Result("broken", error, 1e-3)])
+def test_selftest_fails_on_a_wrong_result(monkeypatch, capsys):
+    monkeypatch.setattr(selftest, "run", lambda: [selftest.Result("broken", False, "o: 1 > 0")])
     assert info.main(["--selftest", "--json"]) == 1
     (result,) = json.loads(capsys.readouterr().out)
     assert result["passed"] is False

@@ -1,4 +1,4 @@
-"""Inputs for kernel tests of the gated delta net, as models make them, and worse.
+"""Inputs of kernels of the gated delta net, as models make them, and worse.
 
 Tokens past the last sequence are NaN in every input: a kernel that reads them shows.
 """
@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
 
-class Inputs(NamedTuple):
+class ChunkInputs(NamedTuple):
+    """Packed sequences, and tokens of none."""
+
     k: Tensor  # [1, T, H, K]
     g: Tensor  # [1, T, HV] fp32, natural log
     beta: Tensor  # [1, T, HV] fp32
@@ -19,10 +21,9 @@ class Inputs(NamedTuple):
 
 
 def gates(kind: str, tokens: int, heads: int) -> Tensor:
-    """[tokens, heads] log gates: of a model, or from one end of what a model could make."""
-    if (
-        kind == "model"
-    ):  # -exp(A_log) softplus(a + dt_bias), A in [0, 16]: from no decay to nearly total
+    """Returns [tokens, heads] log gates: of a model, or from one end of what a model could make."""
+    if kind == "model":
+        # -exp(A_log) softplus(a + dt_bias), A in [0, 16]: from no decay to nearly total
         strength = torch.linspace(0, 16, heads)
         return -strength * softplus(torch.randn(tokens, heads) * 0.5 - 4)
     if kind == "mild":
@@ -32,11 +33,11 @@ def gates(kind: str, tokens: int, heads: int) -> Tensor:
 
 
 def keys(kind: str, tokens: int, heads: int, size: int) -> Tensor:
-    """[tokens, heads, size]: unit keys, keys in a low-dimensional subspace, or long ones."""
+    """Returns [tokens, heads, size]: unit keys, keys in a subspace of few dimensions, or long."""
     if kind == "low rank":  # strongly dependent keys: L has large entries far from the diagonal
         return normalize(torch.randn(tokens, heads, 8) @ torch.randn(8, size), dim=-1)
-    unit = normalize(torch.randn(tokens, heads, size), dim=-1)
-    return unit * {"unit": 1.0, "long": 128**0.5}[kind]
+    length: float = {"unit": 1.0, "long": 128**0.5}[kind]
+    return length * normalize(torch.randn(tokens, heads, size), dim=-1)
 
 
 def inputs(
@@ -49,7 +50,8 @@ def inputs(
     padding: int = 3,
     seed: int = 0,
     device: str = "cpu",
-) -> Inputs:
+) -> ChunkInputs:
+    """Returns sequences of these lengths for heads = (H, HV), then `padding` tokens of none."""
     torch.manual_seed(seed)
     H, HV = heads
     tokens = sum(lengths)
@@ -60,4 +62,4 @@ def inputs(
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     moved = (x.contiguous().to(device) for x in (k.to(dtype), g, beta))
     k, g, beta = (x[None] for x in moved)
-    return Inputs(k, g, beta, bounds.to(device), tokens)
+    return ChunkInputs(k, g, beta, bounds.to(device), tokens)

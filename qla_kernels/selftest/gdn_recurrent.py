@@ -1,4 +1,4 @@
-"""What the token-by-token form must produce: shared by the emulated and the device tier.
+"""Calls of the token-by-token form, and what they must produce.
 
 Everything is fp32, so o is the exact result rounded once, and a state is right to fp32's last bits.
 """
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.compare import assert_close
-from tests.gdn_calls import Call, call, definition
+from qla_kernels import fused_recurrent_gated_delta_rule
+from qla_kernels.selftest.cases import Cases, dtype_of, to
+from qla_kernels.selftest.compare import assert_close
+from qla_kernels.selftest.gdn_calls import Call, call, definition
 
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1e-6}
 STATE = 2e-6  # fp32 sums over K, token after token, and approximate exponentials
@@ -22,7 +24,7 @@ def decode(
     gates: torch.dtype = torch.float32,
     **others: Any,
 ) -> Call:
-    """A dense batch of few tokens, or packed sequences and tokens of none, which are NaN."""
+    """Returns a dense batch of few tokens, or packed sequences and tokens of none: NaN."""
     others = {"batch": 3, "tokens": 2, **others}
     return call(
         lengths, sizes=sizes, dtype=dtype, gates=gates, padding=3 if lengths else 0, **others
@@ -30,7 +32,7 @@ def decode(
 
 
 def pooled(x: Call, slots: list[int], num_slots: int, dtype: torch.dtype = torch.float32) -> Call:
-    """The same call on a pool of states in which sequence n has slot slots[n], or none."""
+    """Returns the same call on a pool of states in which sequence n has slot slots[n], or none."""
     h0 = x["initial_state"]
     pool = torch.randn(num_slots, *h0.shape[1:]).to(h0.device, dtype)
     for n, slot in enumerate(slots):
@@ -40,7 +42,7 @@ def pooled(x: Call, slots: list[int], num_slots: int, dtype: torch.dtype = torch
 
 
 def truth(x: Call) -> tuple[Tensor, Tensor]:
-    """o and the final states in fp64, from what the kernel is given."""
+    """Returns o and the final states in fp64, for what the kernel is given."""
     wide = {
         n: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for n, t in x.items()
     }
@@ -48,6 +50,7 @@ def truth(x: Call) -> tuple[Tensor, Tensor]:
 
 
 def check(x: Call, o: Tensor, final_state: Tensor | None) -> None:
+    """Compares with fp64; rows of no sequence are 0."""
     want_o, want_state = truth(x)
     if (bounds := x.get("cu_seqlens")) is not None:
         assert not o[:, bounds[-1] :].any(), "rows of padding tokens are not 0"
@@ -57,7 +60,7 @@ def check(x: Call, o: Tensor, final_state: Tensor | None) -> None:
 
 
 def check_pool(x: Call, before: Tensor, o: Tensor) -> None:
-    """x["initial_state"] is the pool after the call, `before` what it was."""
+    """Compares with fp64; x["initial_state"] is the pool after the call, `before` before it."""
     pool, slots = x["initial_state"], x["state_indices"].tolist()
     live = [n for n, slot in enumerate(slots) if slot >= 0]
     used = [slots[n] for n in live]
@@ -74,3 +77,50 @@ def check_pool(x: Call, before: Tensor, o: Tensor) -> None:
     assert_close("states", pool[used], want_state[live], limit)
     untouched = [slot for slot in range(len(pool)) if slot not in used]
     assert torch.equal(pool[untouched], before[untouched]), "a slot of no sequence was written"
+
+
+def _recurrent(variant: Any, given: tuple[Any, ...], device: str) -> None:
+    """Checks a call with states of its own, and without; or one that updates a pool of states."""
+    lengths, V, slots, v_first = given
+    x = decode(lengths, dtype_of(variant), (variant.K, V), state_v_first=v_first)
+    if slots is not None:
+        _pool(pooled(x, slots, 9, getattr(torch, variant.state)), device)
+    elif variant.state == "float32":  # only a pool may have states of 16 bits
+        for y in (x, x | {"initial_state": None}):
+            with torch.no_grad():
+                done = fused_recurrent_gated_delta_rule(**to(y, device), output_final_state=True)
+            check(y, *to(done, "cpu"))
+
+
+def _pool(x: Call, device: str) -> None:
+    before = x["initial_state"].clone()
+    on_device = to(x, device)
+    states = on_device["initial_state"]
+    version = states._version
+    with torch.no_grad():
+        o, pool = fused_recurrent_gated_delta_rule(**on_device, output_final_state=True)
+    assert pool is states, "the pool was copied"
+    assert pool._version > version, "autograd was not told of the change"
+    check_pool(to(on_device, "cpu"), before, o.cpu())
+
+
+CASES = (
+    Cases(
+        ("gdn.recurrent",),
+        _recurrent,
+        [
+            (*given, v_first)
+            for given in (
+                ([1, 1, 1], 128, None),
+                ([0, 4, 0, 1, 9, 0], 64, None),
+                ([3, 5], 128, None),
+                ([0, 0], 64, None),
+                (None, 64, None),
+                ([1, 2, 0, 1, 5, 1], 128, [7, -1, 2, 0, 5, -3]),
+                (None, 128, [2, -1, 0]),
+                ([1, 1], 128, [-1, -1]),
+            )
+            for v_first in (False, True)
+        ],
+    ),
+)
