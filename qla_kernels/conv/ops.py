@@ -31,14 +31,14 @@ class TreeTables(NamedTuple):
     """Tables of a tree for one width W; int32, on x's device. Nodes are numbered in packed order.
 
     A gradient of a token that other nodes read is a sum of *parts*, rows of a workspace. First come
-    the parts from the own nodes of such tokens, in the order of `shared`. Behind them each node
-    that reads tokens before it has W - 1 rows, one for each token of its halo.
+    the parts from the own nodes of such tokens, in the order of `shared`; then those that each node
+    gives to the tokens of its halo.
     """
 
     bounds: Tensor  # [nodes + 1] first token of each node, then T
     halo: Tensor  # [nodes, W - 1] the tokens before a node's first, the nearest last; -1: none
     rows: Tensor  # [nodes, 2] KEPT: row of the first of the node's last min(W - 1, tokens) tokens;
-    #               GIVEN: row of its halo's first token. -1: none
+    #               GIVEN: row of its halo's last token, behind those of the others. -1: none
     shared: Tensor  # [shared tokens] tokens that other nodes read, ascending; one of -1 if none
     first: Tensor  # [shared tokens + 1] entries of `readers` before each
     readers: Tensor  # rows of other nodes' parts of each shared token, ascending; or one 0

@@ -100,13 +100,12 @@ def tree_tables(nodes: Tensor, num_tokens: int, width: int) -> TreeTables:
         shared += range(max(first, end - reach), end)
     readers: dict[int, list[int]] = {token: [] for token in shared}
     row = len(shared)
-    for node, parent in enumerate(up):
-        if parent >= 0:
-            rows[node, GIVEN] = row
-            for i, token in enumerate(halo[node]):
-                if token >= 0:
-                    readers[token].append(row + i)
-            row += reach
+    for node in range(len(up)):
+        for token in halo[node]:
+            if token >= 0:
+                readers[token].append(row)
+                rows[node, GIVEN] = row
+                row += 1
     counts = [0, *(len(readers[token]) for token in shared)]
     return TreeTables(
         _numbers([*nodes[:, 0].tolist(), num_tokens]),

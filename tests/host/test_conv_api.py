@@ -165,8 +165,8 @@ def test_tables(name, width):
         assert (given >= 0) == (node > 0 and parents(packed.nodes)[node] >= 0)
         for i, token in enumerate(tables.halo[node].tolist()):
             if token >= 0:
-                owner[given + i] = token
-    assert min(owner, default=len(shared)) >= len(shared)
+                owner[given - (reach - 1) + i] = token
+    assert sorted(owner) == list(range(len(shared), len(shared) + len(owner)))
     for s, token in enumerate(shared):
         found = tables.readers[tables.first[s] : tables.first[s + 1]].tolist()
         assert found == sorted(row for row, of in owner.items() if of == token)
