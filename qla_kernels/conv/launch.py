@@ -47,7 +47,7 @@ def conv_fwd(
             *nodes.numbers,
             run,
             *parameters.numbers,
-            int(silu),
+            0.0 if silu else 1.0,
         )
     return y
 
@@ -70,8 +70,8 @@ def conv_bwd(
         nodes, parameters = _nodes(x, W, tables), _parameters(weight, bias)
         sums = x.new_empty(-(-B * T // (run * RUNS)), W + 1, C // PIECE, PIECE, dtype=torch.float32)
         parts = sums.view(-1, C // PIECE, PIECE)  # placeholder
-        tree = TreeTables(*tables) if len(tables) > 1 else None
-        if tree is not None:
+        tree = TreeTables(*tables) if len(tables) > 1 and tables[3].shape[0] else None
+        if tree is not None:  # otherwise no token has parts
             num_parts = tree.shared.shape[0] + tree.readers.shape[0]
             parts = x.new_empty(num_parts, C // PIECE, PIECE, dtype=torch.float32)
         jit.compile(bwd_kernel, variant)(
@@ -87,7 +87,7 @@ def conv_bwd(
             *nodes.numbers,
             run,
             *parameters.numbers,
-            int(silu),
+            0.0 if silu else 1.0,
         )
         if tree is not None:
             join = join_parts_kernel.Variant(variant.dtype)

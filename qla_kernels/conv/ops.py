@@ -39,9 +39,9 @@ class TreeTables(NamedTuple):
     halo: Tensor  # [nodes, W - 1] the tokens before a node's first, the nearest last; -1: none
     rows: Tensor  # [nodes, 2] KEPT: row of the first of the node's last min(W - 1, tokens) tokens;
     #               GIVEN: row of its halo's last token, behind those of the others. -1: none
-    shared: Tensor  # [shared tokens] tokens that other nodes read, ascending; one of -1 if none
+    shared: Tensor  # [shared tokens] tokens that other nodes read, ascending
     first: Tensor  # [shared tokens + 1] entries of `readers` before each
-    readers: Tensor  # rows of other nodes' parts of each shared token, ascending; or one 0
+    readers: Tensor  # rows of other nodes' parts of each shared token, ascending
 
 
 class ConvBackward(NamedTuple):

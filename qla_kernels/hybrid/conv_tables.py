@@ -111,9 +111,9 @@ def tree_tables(nodes: Tensor, num_tokens: int, width: int) -> TreeTables:
         _numbers([*nodes[:, 0].tolist(), num_tokens]),
         _numbers([token for line in halo for token in line]).view(-1, reach),
         rows,
-        _numbers(shared or [-1]),
+        _numbers(shared),
         _numbers(counts).cumsum(0, dtype=torch.int32),
-        _numbers([row for token in shared for row in readers[token]] or [0]),
+        _numbers([row for token in shared for row in readers[token]]),
     )
 
 

@@ -11,7 +11,7 @@ tokens that other nodes read; join_parts adds them. Tokens of no sequence get dx
 Steps (numbers appear again in the code), for a warp, which owns 128 channels of a run of tokens:
     1 grad   find the run's first node
     2 grad   at the start of the run and of each node: the W - 1 rows of x before
-    3 grad   load 4 rows of x and of dy
+    3 grad   load x and dy of the token 4 places ahead
     4 grad   z once more, dz; add to the sums
     5 grad   dx of the token W - 1 places before, rounded once, out; or its part, in fp32
     6 grad   sums over the warps, through shared memory
@@ -23,24 +23,29 @@ computing z again costs less than reading a z that the forward saved. Sums stay 
 the warp's run ends.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.conv.kernels.numbers import SOURCE, sigmoid
+from qla_kernels.conv.kernels.numbers import SOURCE, factor
 from qla_kernels.conv.kernels.walk import (
     Nodes,
     bound,
     clear_rows,
     convolved,
     find_node,
+    load_next,
+    load_row,
     load_rows,
     load_weights,
     load_window,
+    move_line,
+    put_row,
 )
 from qla_kernels.conv.shapes import GIVEN, KEPT, PIECE, RUNS, TILE, WIDTHS
+from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-BWD_ROWS = 4  # rows of x, and of dy, that a thread loads at a time
+BWD_ROWS = 4  # rows of x, and of dy, that a thread has loaded ahead
 
 
 class Variant(NamedTuple):
@@ -65,48 +70,22 @@ def schedule(variant: Variant) -> Schedule:
     )
 
 
-@T.macro
-def find_parts(rows, node, begin, end, W, in_tree, parts, kept: T.Ref, given: T.Ref, tail: T.Ref):
-    """Sets the rows of a node's parts.
+class Registers(NamedTuple):
+    """A thread's numbers; rows of `line` and `dline` begin with a window of W - 1 tokens."""
 
-    Token t, from `tail` on, has row kept + t - tail; the halo's token i has row given + i. Both
-    numbers are at most the number of rows. A node without a halo has given + i < 0.
-    """
-    tail = end
-    given = -W
-    kept = 0
-    if in_tree != 0:
-        if rows[node, KEPT] >= 0:
-            kept = T.min(rows[node, KEPT], parts.shape[0])
-            tail = T.max(end - (W - 1), begin)
-        if rows[node, GIVEN] >= 0:
-            given = T.min(rows[node, GIVEN], parts.shape[0]) - (W - 2)
+    x: Any  # [BWD_ROWS, PIECE] loaded rows, of the tokens from t on
+    dy: Any
+    line: Any  # [W - 1 + BWD_ROWS, PIECE] x
+    dline: Any  # likewise dz
+    w: Any
+    b: Any
+    sum: Any  # [W + 1, PIECE]
 
 
 @T.macro
-def add_to_sums(r_sum, r_line, r_dz, W, u):
-    """Adds the products of one token's dz and its taps, then dz itself, to a thread's sums."""
-    for e in T.unroll(PIECE):
-        for j in T.unroll(W):
-            r_sum[j, e] += r_dz[e] * r_line[u + j, e]
-        r_sum[W, e] += r_dz[e]
-
-
-@T.macro
-def grad(
-    x, dy, dx, parts, rows, nodes, r_w, r_b, r_sum, W, run, end_run, piece, writes, silu
-):  # fmt: skip
+def grad(x, dy, dx, parts, rows, nodes, r, W, run, end_run, piece, least):
     num_tokens = x.shape[0]
-    r_row = T.alloc_local((BWD_ROWS, PIECE), x.dtype)
-    r_dy = T.alloc_local((BWD_ROWS, PIECE), x.dtype)
-    r_line = T.alloc_local((W - 1 + BWD_ROWS, PIECE), "float32")
-    r_dline = T.alloc_local((W - 1 + BWD_ROWS, PIECE), "float32")
-    r_own = T.alloc_local((PIECE,), "float32")
-    r_grad = T.alloc_local((PIECE,), "float32")
-    r_dx = T.alloc_local((PIECE,), dx.dtype)
-    z, s = T.alloc_var("float32"), T.alloc_var("float32")
     node, begin, end, first, stop, t = (T.alloc_var("int32") for _ in range(6))
-    kept, given, tail, place, row = (T.alloc_var("int32") for _ in range(5))
     find_node(nodes, run, num_tokens, node)  # 1
     begin = bound(nodes, node, num_tokens)
     end = begin
@@ -115,62 +94,139 @@ def grad(
         first = T.max(begin, run)
         stop = T.min(end, end_run)
         if first < stop:
-            load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens)  # 2
-            find_parts(rows, node, begin, end, W, nodes.in_tree, parts, kept, given, tail)
+            load_window(x, nodes, r.line, r.x, node, begin, first, piece, num_tokens)  # 2
             for i in T.unroll(W - 1):
                 for e in T.unroll(PIECE):
-                    r_dline[i, e] = 0
-            t = first
-            while t < stop + W - 1:
-                load_rows(x, r_row, t, end - 1, piece)  # 3
-                load_rows(dy, r_dy, t, end - 1, piece)
-                for u in T.unroll(BWD_ROWS):
-                    for e in T.unroll(PIECE):  # 4
-                        r_line[W - 1 + u, e] = r_row[u, e]
-                    for e in T.unroll(PIECE):
-                        r_own[e] = r_dy[u, e]
-                        if silu != 0:
-                            z = convolved(r_line, r_w, r_b, u, e)
-                            s = sigmoid(z)
-                            r_own[e] *= s * (1 + z * (1 - s))
-                        if t >= end:
-                            r_own[e] = 0
-                        r_dline[W - 1 + u, e] = r_own[e]
-                        if t >= stop:
-                            r_own[e] = 0
-                    add_to_sums(r_sum, r_line, r_own, W, u)
-                    for e in T.unroll(PIECE):  # 5
-                        r_grad[e] = 0
-                        for j in T.unroll(W):
-                            r_grad[e] += r_w[e * W + W - 1 - j] * r_dline[u + j, e]
-                        r_dx[e] = r_grad[e]
-                    place = t - (W - 1)
-                    if writes & (place >= first) & (place < T.min(stop, tail)):
-                        for e in T.vectorized(PIECE):
-                            dx[place, piece, e] = r_dx[e]
-                    if nodes.in_tree != 0:
-                        row = -1
-                        if (place < first) & (first == begin):
-                            if nodes.halo[node, t - first] >= 0:
-                                row = given + t - first
-                        if (place >= tail) & (place >= first) & (place < stop):
-                            row = kept + place - tail
-                        if writes & (row >= 0) & (row < parts.shape[0]):
-                            for e in T.vectorized(PIECE):
-                                parts[row, piece, e] = r_grad[e]
-                    t += 1
-                for i in T.unroll(W - 1):
-                    for e in T.unroll(PIECE):
-                        r_line[i, e] = r_line[BWD_ROWS + i, e]
-                        r_dline[i, e] = r_dline[BWD_ROWS + i, e]
+                    r.dline[i, e] = 0
+            load_rows(x, r.x, first, end - 1, piece)
+            load_rows(dy, r.dy, first, end - 1, piece)
+            take_head(x, dy, parts, rows, nodes, r, W, first, node, begin, stop, end, piece, least)
+            t = first + W - 1
+            while t + BWD_ROWS <= stop:
+                take_rows(x, dy, dx, r, W, t, end - 1, piece, least)
+                t += BWD_ROWS
+            take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, begin, stop, end, piece, least)
         node += 1
         begin = end
-    if writes & (node == nodes.num_nodes):
+    if node == nodes.num_nodes:
         clear_rows(dx, T.max(end, run), end_run, piece)
 
 
 @T.macro
-def add_warps(sums, s_sum, r_sum, W, block, piece, writes):
+def take_rows(x, dy, dx, r, W, t, last, piece, least):
+    """Takes BWD_ROWS tokens of the run, and writes dx of those W - 1 places before them."""
+    r_dx = T.alloc_local((PIECE,), dx.dtype)
+    for u in T.unroll(BWD_ROWS):
+        for e in T.unroll(PIECE):
+            r.line[W - 1 + u, e] = r.x[u, e]
+            r.dline[W - 1 + u, e] = r.dy[u, e]
+        load_row(x, r.x, u, t + BWD_ROWS + u, last, piece)  # 3
+        load_row(dy, r.dy, u, t + BWD_ROWS + u, last, piece)
+        for e in T.unroll(PIECE):
+            differentiate(r, W, u, e, least)  # 4
+            add_to_sums(r, W, u, e, r.dline[W - 1 + u, e])
+            r_dx[e] = gathered(r, W, u, e)  # 5
+        put_row(dx, r_dx, t + u - (W - 1), piece)
+    move_line(r.line, W - 1, BWD_ROWS)
+    move_line(r.dline, W - 1, BWD_ROWS)
+
+
+@T.macro
+def take_head(x, dy, parts, rows, nodes, r, W, first, node, begin, stop, end, piece, least):
+    """Takes the first W - 1 tokens; at a node's start it writes parts of its halo's gradients."""
+    r_part = T.alloc_local((PIECE,), "float32")
+    row = T.alloc_var("int32")
+    for i in rolled(W - 1):
+        take_token(x, dy, r, r_part, W, first + i, stop, end, piece, least)
+        if (nodes.in_tree != 0) & (first == begin):
+            row = rows[node, GIVEN]
+            if (row >= 0) & (nodes.halo[node, i] >= 0):
+                put_part(parts, r_part, row - (W - 2) + i, piece)
+
+
+@T.macro
+def take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, begin, stop, end, piece, least):
+    """Takes the run's last tokens and W - 1 more, until dx of its last token is complete.
+
+    dx of a token that other nodes read is a part.
+    """
+    r_part = T.alloc_local((PIECE,), "float32")
+    r_dx = T.alloc_local((PIECE,), dx.dtype)
+    tail, row, token = (T.alloc_var("int32") for _ in range(3))
+    tail = end
+    row = 0
+    if nodes.in_tree != 0:
+        row = rows[node, KEPT]
+        if row >= 0:
+            tail = T.max(end - (W - 1), begin)
+    for i in rolled(stop + W - 1 - t):
+        take_token(x, dy, r, r_part, W, t + i, stop, end, piece, least)
+        token = t + i - (W - 1)
+        if token < tail:
+            for e in T.unroll(PIECE):
+                r_dx[e] = r_part[e]
+            put_row(dx, r_dx, token, piece)
+        else:
+            put_part(parts, r_part, row + token - tail, piece)
+
+
+@T.macro
+def take_token(x, dy, r, r_part, W, t, stop, end, piece, least):
+    """Takes one token, which may be past the run's last, and then does not add to the sums.
+
+    r_part is the gradient of the token W - 1 places before. Past the node's last token dz is 0.
+    """
+    r_own = T.alloc_local((PIECE,), "float32")
+    for e in T.unroll(PIECE):
+        r.line[W - 1, e] = r.x[0, e]
+        r.dline[W - 1, e] = r.dy[0, e]
+    load_next(x, r.x, t + BWD_ROWS, end - 1, piece)  # 3
+    load_next(dy, r.dy, t + BWD_ROWS, end - 1, piece)
+    for e in T.unroll(PIECE):
+        differentiate(r, W, 0, e, least)  # 4
+        if t >= end:
+            r.dline[W - 1, e] = 0
+        r_own[e] = r.dline[W - 1, e]
+        if t >= stop:
+            r_own[e] = 0
+        add_to_sums(r, W, 0, e, r_own[e])
+        r_part[e] = gathered(r, W, 0, e)  # 5
+    move_line(r.line, W - 1, 1)
+    move_line(r.dline, W - 1, 1)
+
+
+@T.macro
+def put_part(parts, r_part, row, piece):
+    if (row >= 0) & (row < parts.shape[0]):
+        put_row(parts, r_part, row, piece)
+
+
+@T.macro
+def differentiate(r, W, u, e, least):
+    """Makes a dz of the dy at place u behind the window of r.dline, for channel e."""
+    z, s = T.alloc_var("float32"), T.alloc_var("float32")
+    z = convolved(r.line, r.w, r.b, u, e)
+    s = factor(z, least)
+    r.dline[W - 1 + u, e] *= s * (1 + z * (1 - s))
+
+
+@T.macro
+def add_to_sums(r, W, u, e, dz):
+    for j in T.unroll(W):
+        r.sum[j, e] += dz * r.line[u + j, e]
+    r.sum[W, e] += dz
+
+
+def gathered(r, W, u, e):
+    """Returns dx of the token W - 1 before place u: its readers' dz, times their weights."""
+    total = r.w[e * W + W - 1] * r.dline[u, e]
+    for j in range(1, W):
+        total = total + r.w[e * W + W - 1 - j] * r.dline[u + j, e]
+    return total
+
+
+@T.macro
+def add_warps(sums, s_sum, r_sum, W, block, piece):
     """Adds r_sum over the warps, in their order, and writes the CTA's sums: step 6."""
     lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
     r_total = T.alloc_local((PIECE,), "float32")
@@ -184,7 +240,7 @@ def add_warps(sums, s_sum, r_sum, W, block, piece, writes):
         for other in T.unroll(RUNS):
             for e in T.unroll(PIECE):
                 r_total[e] += s_sum[other, warp, lane * PIECE + e]
-        if writes:
+        if piece < sums.shape[2]:
             for e in T.vectorized(PIECE):
                 sums[block, warp, piece, e] = r_total[e]
 
@@ -218,7 +274,7 @@ def build(variant: Variant):
         weight_dtype: T.int32,
         bias_dtype: T.int32,
         has_bias: T.int32,
-        silu: T.int32,
+        least: T.float32,  # act(z) / z: 0 for silu, 1 for no activation
     ):
         tiles = T.ceildiv(pieces * PIECE, TILE)
         with T.Kernel(blocks * tiles, threads=plan.threads) as cta:
@@ -226,26 +282,26 @@ def build(variant: Variant):
             T.import_source(SOURCE)
             tx = T.get_thread_binding()
             s_sum = T.alloc_shared((RUNS, W + 1, TILE), "float32")
-            r_sum = T.alloc_local((W + 1, PIECE), "float32")
+            r_x = T.alloc_local((BWD_ROWS, PIECE), variant.dtype)
+            r_dy = T.alloc_local((BWD_ROWS, PIECE), variant.dtype)
+            r_line = T.alloc_local((W - 1 + BWD_ROWS, PIECE), "float32")
+            r_dline = T.alloc_local((W - 1 + BWD_ROWS, PIECE), "float32")
             r_w = T.alloc_local((PIECE * W,), "float32")
             r_b = T.alloc_local((PIECE,), "float32")
+            r_sum = T.alloc_local((W + 1, PIECE), "float32")
+            r = Registers(r_x, r_dy, r_line, r_dline, r_w, r_b, r_sum)
             block, piece, run = (T.alloc_var("int32") for _ in range(3))
             block = T.truncdiv(cta, tiles)
             piece = (cta - block * tiles) * (TILE // PIECE) + tx % 32
-            writes = piece < pieces
-            piece = T.min(piece, pieces - 1)
             run = (block * RUNS + tx // 32) * run_tokens
             T.clear(r_sum)
-            if run < num_tokens:
+            if (run < num_tokens) & (piece < pieces):
                 load_weights(
                     weight, bias, r_w, r_b, piece * PIECE, weight_dtype, bias_dtype, has_bias
                 )
                 nodes = Nodes(bounds, halo, length, num_nodes, in_tree)
                 end_run = T.min(run + run_tokens, num_tokens)
-                grad(
-                    x, dy, dx, parts, rows, nodes, r_w, r_b, r_sum, W,
-                    run, end_run, piece, writes, silu,
-                )  # fmt: skip
-            add_warps(sums, s_sum, r_sum, W, block, piece, writes)
+                grad(x, dy, dx, parts, rows, nodes, r, W, run, end_run, piece, least)
+            add_warps(sums, s_sum, r_sum, W, block, piece)
 
     return bwd

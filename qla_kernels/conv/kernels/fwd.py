@@ -7,36 +7,42 @@ Tokens of no sequence, behind the last node, get y = 0.
 Steps (numbers appear again in the code), for a warp, which owns 128 channels of a run of tokens:
     1 conv   find the run's first node
     2 conv   at the start of the run and of each node: the W - 1 rows before
-    3 conv   load 8 rows
+    3 conv   load the row of the token 4 places ahead
     4 conv   z, y rounded once, out
 
 Bounded by memory: x is read once and y written once.
 Why this shape: a thread has 4 channels. Their weights, biases and the last W - 1 rows stay in
-registers, few enough for 24 warps an SM. With 8 rows of 8 bytes a thread in flight, these ask for
-48 KB at a time. Accesses of 16 bytes would double the registers, and halve the warps. A warp reads
-256 adjacent bytes of a row, CTAs with neighbouring numbers the rest of it. Neighbouring runs read
-W - 1 rows twice; a run is as long as the number of CTAs allows. One kernel serves trees, packs and
-dense batches.
+registers, few enough for 32 warps an SM. A row's registers are loaded again as soon as its numbers
+are fp32, so each warp has 4 rows in flight at all times, and an SM 32 KB. Accesses of 16 bytes
+would double the registers, and halve the warps. Rows of a run are taken without a branch, in fours,
+and its last ones one by one. A warp reads 256 adjacent bytes of a row, CTAs with neighbouring
+numbers the rest of it. Neighbouring runs read W - 1 rows twice; a run is as long as the number of
+CTAs allows. One kernel serves trees, packs and dense batches.
 """
 
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.conv.kernels.numbers import SOURCE, sigmoid
+from qla_kernels.conv.kernels.numbers import SOURCE, factor
 from qla_kernels.conv.kernels.walk import (
     Nodes,
     bound,
     clear_rows,
     convolved,
     find_node,
+    load_next,
+    load_row,
     load_rows,
     load_weights,
     load_window,
+    move_line,
+    put_row,
 )
 from qla_kernels.conv.shapes import PIECE, RUNS, TILE, WIDTHS
+from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-FWD_ROWS = 8  # rows that a thread loads at a time
+FWD_ROWS = 4  # rows that a thread has loaded ahead
 
 
 class Variant(NamedTuple):
@@ -54,18 +60,16 @@ PASS_CONFIGS = {
 
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("conv", warps=RUNS, regs=80, computes="y"),),
-        ctas_per_sm=3,  # with 64 bytes in flight a thread
+        roles=(Role("conv", warps=RUNS, regs=64, computes="y"),),
+        ctas_per_sm=4,  # half of an SM's threads
     )
 
 
 @T.macro
-def conv(x, y, nodes, r_w, r_b, W, run, end_run, piece, writes, silu):
+def conv(x, y, nodes, r_w, r_b, W, run, end_run, piece, least):
     num_tokens = x.shape[0]
     r_row = T.alloc_local((FWD_ROWS, PIECE), x.dtype)
     r_line = T.alloc_local((W - 1 + FWD_ROWS, PIECE), "float32")
-    r_y = T.alloc_local((PIECE,), y.dtype)
-    z = T.alloc_var("float32")
     node, begin, end, first, stop, t = (T.alloc_var("int32") for _ in range(6))
     find_node(nodes, run, num_tokens, node)  # 1
     begin = bound(nodes, node, num_tokens)
@@ -76,28 +80,37 @@ def conv(x, y, nodes, r_w, r_b, W, run, end_run, piece, writes, silu):
         stop = T.min(end, end_run)
         if first < stop:
             load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens)  # 2
+            load_rows(x, r_row, first, stop - 1, piece)
             t = first
-            while t < stop:
-                load_rows(x, r_row, t, stop - 1, piece)  # 3
-                for u in T.unroll(FWD_ROWS):  # 4
+            while t + FWD_ROWS <= stop:
+                for u in T.unroll(FWD_ROWS):
                     for e in T.unroll(PIECE):
                         r_line[W - 1 + u, e] = r_row[u, e]
-                    for e in T.unroll(PIECE):
-                        z = convolved(r_line, r_w, r_b, u, e)
-                        if silu != 0:
-                            z *= sigmoid(z)
-                        r_y[e] = z
-                    if writes & (t < stop):
-                        for e in T.vectorized(PIECE):
-                            y[t, piece, e] = r_y[e]
-                    t += 1
-                for i in T.unroll(W - 1):
-                    for e in T.unroll(PIECE):
-                        r_line[i, e] = r_line[FWD_ROWS + i, e]
+                    load_row(x, r_row, u, t + FWD_ROWS + u, stop - 1, piece)  # 3
+                    put_activated(y, r_line, r_w, r_b, u, t + u, piece, least)
+                move_line(r_line, W - 1, FWD_ROWS)
+                t += FWD_ROWS
+            for i in rolled(stop - t):
+                for e in T.unroll(PIECE):
+                    r_line[W - 1, e] = r_row[0, e]
+                load_next(x, r_row, t + i + FWD_ROWS, stop - 1, piece)
+                put_activated(y, r_line, r_w, r_b, 0, t + i, piece, least)
+                move_line(r_line, W - 1, 1)
         node += 1
         begin = end
-    if writes & (node == nodes.num_nodes):
+    if node == nodes.num_nodes:
         clear_rows(y, T.max(end, run), end_run, piece)
+
+
+@T.macro
+def put_activated(y, r_line, r_w, r_b, u, token, piece, least):
+    """Writes y of a token, whose row is at place u behind the window of r_line: step 4."""
+    r_y = T.alloc_local((PIECE,), y.dtype)
+    z = T.alloc_var("float32")
+    for e in T.unroll(PIECE):
+        z = convolved(r_line, r_w, r_b, u, e)
+        r_y[e] = z * factor(z, least)
+    put_row(y, r_y, token, piece)
 
 
 def build(variant: Variant):
@@ -123,7 +136,7 @@ def build(variant: Variant):
         weight_dtype: T.int32,
         bias_dtype: T.int32,
         has_bias: T.int32,
-        silu: T.int32,
+        least: T.float32,  # act(z) / z: 0 for silu, 1 for no activation
     ):
         tiles = T.ceildiv(pieces * PIECE, TILE)
         blocks = T.ceildiv(T.ceildiv(num_tokens, run_tokens), RUNS)
@@ -136,15 +149,13 @@ def build(variant: Variant):
             block, piece, run = (T.alloc_var("int32") for _ in range(3))
             block = T.truncdiv(cta, tiles)
             piece = (cta - block * tiles) * (TILE // PIECE) + tx % 32
-            writes = piece < pieces
-            piece = T.min(piece, pieces - 1)
             run = (block * RUNS + tx // 32) * run_tokens
-            if run < num_tokens:
+            if (run < num_tokens) & (piece < pieces):
                 load_weights(
                     weight, bias, r_w, r_b, piece * PIECE, weight_dtype, bias_dtype, has_bias
                 )
                 nodes = Nodes(bounds, halo, length, num_nodes, in_tree)
                 end_run = T.min(run + run_tokens, num_tokens)
-                conv(x, y, nodes, r_w, r_b, W, run, end_run, piece, writes, silu)
+                conv(x, y, nodes, r_w, r_b, W, run, end_run, piece, least)
 
     return fwd

@@ -34,6 +34,8 @@ __device__ __forceinline__ void put_number(unsigned char *to, float x, int place
   }
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
+__device__ __forceinline__ float factor(float z, float least) {
+  return fmaxf(__fdividef(1.f, 1.f + __expf(-z)), least);
+}
 
 }  // namespace qla

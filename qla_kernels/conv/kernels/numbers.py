@@ -32,5 +32,9 @@ def put_number(to: Any, x: Any, place: Any, dtype: Any) -> Any:
     return T.call_extern("handle", "qla::put_number", to, x, place, dtype)
 
 
-def sigmoid(x: Any) -> Any:
-    return T.call_extern("float32", "qla::sigmoid", x)
+def factor(z: Any, least: Any) -> Any:
+    """Returns act(z) / z: the logistic function of z if `least` is 0, and 1 if it is 1.
+
+    A branch or a select at each use would keep the compiler from mixing the code of several rows.
+    """
+    return T.call_extern("float32", "qla::factor", z, least)

@@ -77,15 +77,30 @@ def load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens):
 
 
 @T.macro
-def load_rows(x, r_row, t, last, piece):
-    """Loads the rows of tokens t, t + 1, ..; those past `last` are the row of `last` again.
-
-    So loads need no branch, and all of them are in flight together.
-    """
-    row = T.alloc_var("int32")  # so that addresses are products of 32-bit numbers
+def load_rows(x, r_row, token, last, piece):
+    """Loads the rows of tokens from `token` on, as load_row does."""
     for u in T.unroll(r_row.shape[0]):
-        row = T.min(t + u, last)
-        load_piece(r_row[u, 0], x[row, piece, 0])
+        load_row(x, r_row, u, token + u, last, piece)
+
+
+@T.macro
+def load_row(x, r_row, u, token, last, piece):
+    """Loads row u of r_row: that of `token`, or of `last` if that comes before.
+
+    So loads need no branch, and a thread can issue those of the next tokens before it computes.
+    """
+    row = T.alloc_var("int32")  # so that the address is a product of 32-bit numbers
+    row = T.min(token, last)
+    load_piece(r_row[u, 0], x[row, piece, 0])
+
+
+@T.macro
+def put_row(y, r_y, token, piece):
+    """Stores a thread's piece of a row."""
+    row = T.alloc_var("int32")  # as in load_row
+    row = token
+    for e in T.vectorized(PIECE):
+        y[row, piece, e] = r_y[e]
 
 
 @T.macro
@@ -94,6 +109,24 @@ def clear_rows(y, first, end, piece):
     for t in T.serial(first, end):
         for e in T.vectorized(PIECE):
             y[t, piece, e] = 0
+
+
+@T.macro
+def load_next(x, r_row, token, last, piece):
+    """Moves the rows of r_row one place forward, and loads that of `token` behind them."""
+    count = r_row.shape[0]
+    for u in T.unroll(count - 1):
+        for e in T.vectorized(PIECE):
+            r_row[u, e] = r_row[u + 1, e]
+    load_row(x, r_row, count - 1, token, last, piece)
+
+
+@T.macro
+def move_line(r_line, reach, count):
+    """Makes the last `reach` rows before place `count` the first rows of r_line."""
+    for i in T.unroll(reach):
+        for e in T.unroll(PIECE):
+            r_line[i, e] = r_line[count + i, e]
 
 
 def convolved(r_line, r_w, r_b, u, e):
