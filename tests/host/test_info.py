@@ -76,6 +76,7 @@ def test_a_probe_that_fails_reports_itself_and_stops_no_other():
     ("family", "op"),
     [
         ("gdn", "chunk_gated_delta_rule"),
+        ("conv", "causal_conv1d"),
         ("dualkv", "shared_prefix_attention"),
         ("sparse_ring", "sparse_attention"),
     ],
