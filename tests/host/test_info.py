@@ -138,7 +138,7 @@ def test_an_unknown_kernel_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         info.main(["gdn.kkt"])
     said = capsys.readouterr().err
-    assert "no kernel 'gdn.kkt'; need one of attn.delta, dualkv.fwd" in said
+    assert "no kernel 'gdn.kkt'; need one of attn.delta, conv.fwd" in said
     assert ", gdn.l2norm, " in said
 
 
