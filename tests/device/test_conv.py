@@ -65,6 +65,14 @@ def test_a_slice_of_a_projection():
         check(case(of, GPU, projection=16))
 
 
+def test_a_gradient_of_any_strides():
+    x = case([2000, 9], GPU)
+    for dy in (torch.ones(1, 1, 1).bfloat16().cuda().expand(x.dy.shape), x.dy.mT.contiguous().mT):
+        check(x._replace(dy=dy))
+    rows = case((3, 200), GPU)
+    check(rows._replace(dy=torch.randn(3, 300, 40, device=GPU).bfloat16()[:, :200]))
+
+
 def test_repeats_bit_for_bit():
     for of in ([3000, 17, 5], grown([(100, [30] * 500)]), (4, 1000)):
         check_repeats(case(of, GPU, 1024), times=5)

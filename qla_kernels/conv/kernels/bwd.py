@@ -249,7 +249,7 @@ def build(variant: Variant):
     plan = schedule(variant)
     W = variant.W
     num_tokens, pieces, x_token, dy_token = T.dynamic("num_tokens, pieces, x_token, dy_token")
-    num_bounds, bound_step, num_nodes_in_tree = T.dynamic("num_bounds, bound_step, num_halos")
+    num_bounds, bound_step, num_halos = T.dynamic("num_bounds, bound_step, num_halos")
     weight_bytes, bias_bytes, num_parts, blocks = T.dynamic(
         "weight_bytes, bias_bytes, num_parts, blocks"
     )
@@ -262,8 +262,8 @@ def build(variant: Variant):
         weight: T.Tensor((weight_bytes,), "uint8"),
         bias: T.Tensor((bias_bytes,), "uint8"),
         bounds: T.StridedTensor((num_bounds,), (bound_step,), "int32"),
-        halo: T.Tensor((num_nodes_in_tree, W - 1), "int32"),
-        rows: T.Tensor((num_nodes_in_tree, 2), "int32"),
+        halo: T.Tensor((num_halos, W - 1), "int32"),
+        rows: T.Tensor((num_halos, 2), "int32"),
         dx: T.Tensor((num_tokens, pieces, PIECE), variant.dtype),
         parts: T.Tensor((num_parts, pieces, PIECE), "float32"),
         sums: T.Tensor((blocks, W + 1, pieces, PIECE), "float32"),
