@@ -20,6 +20,7 @@ import torch
 
 from qla_kernels import device, jit
 from qla_kernels.selftest import (
+    conv,
     dualkv_backward,
     dualkv_forward,
     gdn_activations,
@@ -49,6 +50,7 @@ CASES: tuple[Cases, ...] = (
     *gdn_backward.CASES,
     *gdn_chains.CASES,
     *gdn_segments_backward.CASES,
+    *conv.CASES,
     *dualkv_forward.CASES,
     *dualkv_backward.CASES,
     *sparse_ring_index.CASES,

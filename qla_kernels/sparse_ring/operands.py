@@ -1,6 +1,5 @@
 """Brings tensors and tables of a call into the shapes and strides that kernels take."""
 
-
 import torch
 from torch import Tensor
 
