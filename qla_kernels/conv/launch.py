@@ -17,7 +17,7 @@ from qla_kernels.conv.kernels import bwd as bwd_kernel
 from qla_kernels.conv.kernels import fwd as fwd_kernel
 from qla_kernels.conv.kernels import join_parts as join_parts_kernel
 from qla_kernels.conv.kernels import weight_sums as weight_sums_kernel
-from qla_kernels.conv.ops import ConvBackward, TreeTables
+from qla_kernels.conv.ops import ConvBackward, ConvTables
 from qla_kernels.conv.shapes import DTYPES, PIECE, RUNS
 from qla_kernels.conv.validate import OP, flattens
 from qla_kernels.sm90 import dtype_name, readable, require_aligned
@@ -70,7 +70,7 @@ def conv_bwd(
         nodes, parameters = _nodes(x, W, tables), _parameters(weight, bias)
         sums = x.new_empty(-(-B * T // (run * RUNS)), W + 1, C // PIECE, PIECE, dtype=torch.float32)
         parts = sums.view(-1, C // PIECE, PIECE)  # placeholder
-        tree = TreeTables(*tables) if len(tables) > 1 and tables[3].shape[0] else None
+        tree = ConvTables(*tables) if len(tables) > 1 and tables[3].shape[0] else None
         if tree is not None:  # otherwise no token has parts
             num_parts = tree.shared.shape[0] + tree.readers.shape[0]
             parts = x.new_empty(num_parts, C // PIECE, PIECE, dtype=torch.float32)
@@ -130,7 +130,7 @@ def _nodes(x: Tensor, width: int, tables: list[Tensor]) -> _Nodes:
         bounds = bounds.unsqueeze(-1).view(torch.int32).select(-1, 0)
     if len(tables) == 1:
         return _Nodes(bounds, halo, rows, (0, bounds.shape[0] - 1, 0))
-    tree = TreeTables(*tables)
+    tree = ConvTables(*tables)
     return _Nodes(bounds, tree.halo, tree.rows, (0, bounds.shape[0] - 1, 1))
 
 

@@ -6,7 +6,7 @@ x is [B, T, C]. `tables` describe the sequences:
 
     none                 each batch row is one
     [bounds]             B is 1; cu_seqlens, [N + 1] int32 or int64
-    all of TreeTables    B is 1; nodes of a tree; cpu.py reads the first two alone
+    all of ConvTables    B is 1; nodes of a tree; cpu.py reads the first two alone
 
 CPU tensors go to cpu.py and CUDA tensors to launch.py; each has a function named like the operator,
 and is imported when an operator first gets such a tensor. No result shares memory with an argument.
@@ -27,7 +27,7 @@ SCHEMAS = {
 }
 
 
-class TreeTables(NamedTuple):
+class ConvTables(NamedTuple):
     """Tables of a tree for one width W; int32, on x's device. Nodes are numbered in packed order.
 
     A gradient of a token that other nodes read is a sum of *parts*, rows of a workspace. First come

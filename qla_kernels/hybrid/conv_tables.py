@@ -1,6 +1,6 @@
 """Tables with which the convolution follows a prefix tree, built on the host from a layout's nodes.
 
-qla_kernels.conv.ops.TreeTables says what each holds. They take O(nodes) memory and depend on the
+qla_kernels.conv.ops.ConvTables says what each holds. They take O(nodes) memory and depend on the
 layout and on the width. All layers and the backward share them.
 """
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
-from qla_kernels.conv.ops import TreeTables
+from qla_kernels.conv.ops import ConvTables
 from qla_kernels.conv.shapes import GIVEN, KEPT
 from qla_kernels.device_tables import Kept
 from qla_kernels.dualkv.plan import SharedLayout, moved
@@ -22,12 +22,12 @@ OP = "shared_prefix_conv1d"
 class PreparedConv(NamedTuple):
     """Tables of a layout for one width, and the stream on which they were filled."""
 
-    tables: list[Tensor]  # the fields of TreeTables
+    tables: list[Tensor]  # the fields of ConvTables
     kept: Kept[list[Tensor]]
 
 
 def prepare(layout: SharedLayout, width: int) -> list[Tensor]:
-    """Returns the fields of the layout's TreeTables; the first call builds and copies them.
+    """Returns the fields of the layout's ConvTables; the first call builds and copies them.
 
     The copy to a GPU does not block the host. A call on another stream makes that stream wait for
     the copy; compiled code does not. Raises ValueError if the tables would have to be built inside
@@ -81,7 +81,7 @@ def parents(nodes: Tensor) -> list[int]:
     return found
 
 
-def tree_tables(nodes: Tensor, num_tokens: int, width: int) -> TreeTables:
+def tree_tables(nodes: Tensor, num_tokens: int, width: int) -> ConvTables:
     """Returns the tables of a tree on the host; `nodes` are those of a SharedLayout."""
     up, reach = parents(nodes), width - 1
     halo: list[list[int]] = []
@@ -108,7 +108,7 @@ def tree_tables(nodes: Tensor, num_tokens: int, width: int) -> TreeTables:
                 rows[node, GIVEN] = row
                 row += 1
     counts = [0, *(len(readers[token]) for token in shared)]
-    return TreeTables(
+    return ConvTables(
         _numbers([*nodes[:, 0].tolist(), num_tokens]),
         _numbers([token for line in halo for token in line]).view(-1, reach),
         rows,
