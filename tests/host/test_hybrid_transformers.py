@@ -30,6 +30,7 @@ from tests.tiny_hybrids import (
 )
 
 LOGPROBS, GRADIENTS = 1e-6, 3e-5  # of the largest; both arms sum in other orders
+THEIRS = 1e-5  # transformers' own gated delta rule, which rounds the norms of small keys elsewhere
 
 
 @pytest.fixture(autouse=True)
@@ -54,21 +55,20 @@ def use(functions_as_they_were):
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "again", "reentrant"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_is_each_sequence_alone(kind, checkpointing, use):
-    """Log-probabilities of the model as it comes, gradients of one whose functions are ours.
-
-    (Gradients of its own functions are up to 1e-4 from ours: roundings of small keys' norms.)
-    """
+    """The model as it comes, and with our functions, which round as in a packed call."""
     model, sequences = use(hybrid(kind)), texts()
-    want = alone(model, sequences).detach()
-    weight = torch.randn(len(want))
+    theirs = alone(model, sequences).detach()
     swapping.swap(model)
-    wanted = gradients(model, (alone(model, sequences) * weight).sum())
+    want = alone(model, sequences)
+    weight = torch.randn(len(want))
+    wanted = gradients(model, (want * weight).sum())
     hook.prepare(model)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         model.enable_input_require_grads()
     got = together(model, packed(sequences))
     assert (got - want).abs().max() < LOGPROBS * want.abs().max()
+    assert (got - theirs).abs().max() < THEIRS * want.abs().max()
     loss = (got * weight).sum()
     if checkpointing:  # reentrant: torch.autograd.grad is not possible
         loss.backward()
@@ -83,7 +83,7 @@ def test_the_class_that_checkpoints_load_as(use):
     want = alone(model, sequences)
     hook.prepare(model)
     got = together(model, packed(sequences))
-    assert (got - want).abs().max() < LOGPROBS * want.abs().max()
+    assert (got - want).abs().max() < THEIRS * want.abs().max()
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -237,12 +237,12 @@ def test_router_loss_counts_every_sequence(kind, use):
     everything = [torch.cat([x.reshape(-1, x.shape[-1]) for x in one]) for one in by_layer]
     theirs = model.__class__.__module__
     count = __import__(theirs, fromlist=["x"]).load_balancing_loss_func
-    want = count(tuple(everything), EXPERTS["num_experts"], top_k)
+    want = count(tuple(everything), EXPERTS["num_experts"], top_k).detach()
     hook.prepare(model)
     out = model(**batch.model_inputs(), output_router_logits=True)
     got = hook.router_loss(out.router_logits, batch, top_k)
-    assert float(got) == pytest.approx(float(want), abs=1e-5)
-    assert abs(float(out.aux_loss) - float(want)) > 1e-4
+    assert float(got.detach()) == pytest.approx(float(want), abs=1e-5)
+    assert abs(float(out.aux_loss.detach()) - float(want)) > 1e-4
     assert torch.autograd.grad(got, model.model.embed_tokens.weight)[0].abs().max() > 0
     with pytest.raises(ValueError, match="no router_logits; need one tensor a layer; pass output"):
         hook.router_loss((), batch, top_k)
