@@ -1,17 +1,27 @@
 """The auxiliary loss of MoE routers, for packed batches that store shared tokens once."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from qla_kernels.dualkv import SharedBatch
 from qla_kernels.errors import need
 
 OP = "router_loss"
 
 
-def router_loss(router_logits: Sequence[Tensor], batch: SharedBatch, top_k: int) -> Tensor:
+class Packed(Protocol):
+    """A packed batch, such as a SharedBatch."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def multiplicity(self) -> Tensor: ...
+
+
+def router_loss(router_logits: Sequence[Tensor], batch: Packed, top_k: int) -> Tensor:
     """Returns the load-balancing loss that all sequences of a packed batch have, unpacked.
 
     As in transformers: E sum_e f_e p_e, where f_e is the number of tokens that chose expert e among

@@ -41,7 +41,7 @@ def shared_prefix_trainer(base: type) -> type:
     """
     _check_release()
 
-    class SharedPrefixTrainer(base):
+    class SharedPrefixTrainer(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if getattr(self.args, "use_liger_kernel", False):

@@ -20,7 +20,7 @@ from torch import nn
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
-from qla_kernels.integrations.full_attention import text_config
+from qla_kernels.integrations.full_attention import LINEAR, layer_kinds, text_config
 from qla_kernels.integrations.trl import NAME, bare, log_gain
 
 OP, RELEASE = "shared_prefix_async_trainer", "1.16."
@@ -39,13 +39,22 @@ def shared_prefix_async_trainer(base: type) -> type:
     """
     home = _trainer_module()
 
-    class SharedPrefixAsyncTrainer(base):
+    class SharedPrefixAsyncTrainer(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with _layer_types_hidden(home):
                 super().__init__(*args, **kwargs)
             model = self.accelerator.unwrap_model(self.model)
             transformers_dualkv.prepare(bare(model), NAME)  # in place of TRL's attention
             model.register_forward_pre_hook(TreeToLayout(), with_kwargs=True)
+            self._counts_flops = LINEAR not in layer_kinds(bare(model))
+            if not self._counts_flops:
+                self._peak_flops_per_device = None  # no rate without a count
+
+        def _log_step_metrics(self) -> None:
+            """Leaves out TRL's count of operations for models of which it does not know it."""
+            uncounted = {} if self._counts_flops else {"compute_flops_per_token": lambda *_: 0}
+            with _exchanged(home, **uncounted):
+                super()._log_step_metrics()
 
     return SharedPrefixAsyncTrainer
 
@@ -111,7 +120,7 @@ def _layer_types_hidden(home: Any) -> Iterator[None]:
     def created(*args: Any, **kwargs: Any) -> Any:
         model = create(*args, **kwargs)
         config = text_config(model)
-        if "linear_attention" in (kinds := getattr(config, "layer_types", None) or ()):
+        if LINEAR in (kinds := getattr(config, "layer_types", None) or ()):
             kept.append((config, kinds))
             config.layer_types = None
         return model
@@ -125,12 +134,22 @@ def _layer_types_hidden(home: Any) -> Iterator[None]:
         put_back()
         return add_head(*args, **kwargs)
 
-    home.create_model_from_path, home.add_fused_lm_head = created, headed
+    try:
+        with _exchanged(home, create_model_from_path=created, add_fused_lm_head=headed):
+            yield
+    finally:
+        put_back()
+
+
+@contextmanager
+def _exchanged(home: Any, **functions: Any) -> Iterator[None]:
+    """Exchanges functions of a module for the time of a block."""
+    before = {name: getattr(home, name) for name in functions}
+    vars(home).update(functions)
     try:
         yield
     finally:
-        home.create_model_from_path, home.add_fused_lm_head = create, add_head
-        put_back()
+        vars(home).update(before)
 
 
 def _trainer_module() -> Any:
