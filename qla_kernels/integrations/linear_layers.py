@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.errors import need
+from qla_kernels.errors import Unsupported, need
 
 KEY = "shared_prefix"
 OP = "shared_prefix in a gated-delta-net layer"
@@ -96,11 +96,14 @@ def _check_alone(name: str, given: Tensor | None) -> None:
 class PackedCall:
     """The layout of the running call of a decoder layer, None outside of packed calls.
 
-    Two hooks of the decoder layer set and remove it; the second also runs after an error.
+    Two hooks of the decoder layer set and remove it; the second also runs after an error. It raises
+    if the layer did not ask for the layout twice, for the convolution and for the rule: another
+    forward in the layer's place may call other functions.
     """
 
     def __init__(self) -> None:
         self.layout: SharedLayout | None = None
+        self.asked = 0
         self.hooks: tuple[Any, ...] = ()
 
     def watch(self, decoder_layer: nn.Module) -> None:
@@ -115,11 +118,20 @@ class PackedCall:
             hook.remove()
         self.hooks = ()
 
-    def _begin(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-        self.layout = kwargs.get(KEY)
+    def ask(self) -> SharedLayout | None:
+        """Returns the layout, for a function that will follow it."""
+        self.asked += 1
+        return self.layout
 
-    def _end(self, *_: Any) -> None:
+    def _begin(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        self.layout, self.asked = kwargs.get(KEY), 0
+
+    def _end(self, _: nn.Module, __: Any, result: Any) -> None:
+        ignored = self.layout is not None and result is not None and self.asked < 2
         self.layout = None
+        if ignored:
+            got = "a layer that calls other functions than those which swap() replaced"
+            raise Unsupported(need(OP, got, "transformers' own forward", "do not exchange it"))
 
 
 class Held:
@@ -129,7 +141,7 @@ class Held:
         self.function, self.call = function, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, shared_prefix=self.call.layout, **kwargs)
+        return self.function(*args, shared_prefix=self.call.ask(), **kwargs)
 
 
 class HeldConvolution:
@@ -150,8 +162,8 @@ class HeldConvolution:
         **others: Any,
     ) -> Tensor:
         others |= {"bias": bias, "activation": activation, "seq_idx": seq_idx}
-        if self.call.layout is not None:
-            return convolution(x, weight, shared_prefix=self.call.layout, **others)
+        if (layout := self.call.ask()) is not None:
+            return convolution(x, weight, shared_prefix=layout, **others)
         if self.theirs is not None:
             return self.theirs(x=x, weight=weight, **others)
         y: Tensor = self.conv1d(x)[:, :, : x.shape[-1]]

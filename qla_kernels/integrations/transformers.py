@@ -140,14 +140,14 @@ def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
     """Returns how many gated-delta-net layers follow the layout of a packed call.
 
     The second item is the class of a layer whose forward was exchanged, if there is one: it may not
-    call the functions that `swap` replaces.
+    call the functions that `swap` replaces. Layers that hold functions notice that when they run.
     """
-    found = [m for m in _holders(model) if _follows(m)]
-    found += [m for m, home in _sharers(model) if _takes_layouts(home)]
-    for layer in found:
-        if "forward" in layer.__dict__ and not hasattr(layer, "_old_forward"):  # accelerate's
-            return len(found), type(layer).__name__
-    return len(found), None
+    sharers = [(layer, home) for layer, home in _sharers(model) if _takes_layouts(home)]
+    found = [*filter(_follows, _holders(model)), *(layer for layer, _ in sharers)]
+    others = [layer for layer in found if "forward" in layer.__dict__]
+    others = [layer for layer in others if not hasattr(layer, "_old_forward")]  # accelerate's
+    others += [x for x, home in sharers if type(x).forward.__module__ != home.__name__]
+    return len(found), type(others[0]).__name__ if others else None
 
 
 def beside_layers_that_take_layouts(attention: nn.Module) -> bool:

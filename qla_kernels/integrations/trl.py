@@ -11,6 +11,8 @@ TRL; it is tested with TRL 1.16. For its AsyncGRPOTrainer see trl_async.py.
 
 import importlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +143,17 @@ def _run(model: nn.Module, accelerator: Any, packed: LabelledRows, routers: bool
 def bare(model: Any) -> Any:
     """Returns the transformers model inside one with adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def exchanged(home: Any, **functions: Any) -> Iterator[None]:
+    """Exchanges functions of a module for the time of a block."""
+    before = {name: getattr(home, name) for name in functions}
+    vars(home).update(functions)
+    try:
+        yield
+    finally:
+        vars(home).update(before)
 
 
 def log_gain(unpacked: int, packed: int) -> None:

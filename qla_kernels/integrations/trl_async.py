@@ -21,7 +21,7 @@ from qla_kernels.dualkv import SharedLayout
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.full_attention import LINEAR, layer_kinds, text_config
-from qla_kernels.integrations.trl import NAME, bare, log_gain
+from qla_kernels.integrations.trl import NAME, bare, exchanged, log_gain
 
 OP, RELEASE = "shared_prefix_async_trainer", "1.16."
 HOME = "trl.experimental.async_grpo.async_grpo_trainer"
@@ -53,7 +53,7 @@ def shared_prefix_async_trainer(base: type) -> type:
         def _log_step_metrics(self) -> None:
             """Leaves out TRL's count of operations for models of which it does not know it."""
             uncounted = {} if self._counts_flops else {"compute_flops_per_token": lambda *_: 0}
-            with _exchanged(home, **uncounted):
+            with exchanged(home, **uncounted):
                 super()._log_step_metrics()
 
     return SharedPrefixAsyncTrainer
@@ -135,21 +135,10 @@ def _layer_types_hidden(home: Any) -> Iterator[None]:
         return add_head(*args, **kwargs)
 
     try:
-        with _exchanged(home, create_model_from_path=created, add_fused_lm_head=headed):
+        with exchanged(home, create_model_from_path=created, add_fused_lm_head=headed):
             yield
     finally:
         put_back()
-
-
-@contextmanager
-def _exchanged(home: Any, **functions: Any) -> Iterator[None]:
-    """Exchanges functions of a module for the time of a block."""
-    before = {name: getattr(home, name) for name in functions}
-    vars(home).update(functions)
-    try:
-        yield
-    finally:
-        vars(home).update(before)
 
 
 def _trainer_module() -> Any:
