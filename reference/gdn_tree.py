@@ -93,7 +93,12 @@ def tree_chunked_backward(
     if dstates is not None:
         ends[:-1] = dstates
     grads = Backward(
-        *(torch.zeros_like(x) for x in (q, k, v, beta)), q.new_zeros(1, T, HV, dtype=wide), None
+        dq=torch.zeros_like(q),
+        dk=torch.zeros_like(k),
+        dv=torch.zeros_like(v),
+        dbeta=torch.zeros_like(beta),
+        dg=q.new_zeros(1, T, HV, dtype=wide),
+        dh0=None,
     )
     for level in reversed(levels(nodes)):
         tokens, bounds = _packed(nodes, level)
