@@ -19,7 +19,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qla_kernels import dualkv, gdn, sparse_ring
+    from qla_kernels import dualkv, gdn, hybrid, sparse_ring
     from qla_kernels.dualkv.api import shared_prefix_attention
     from qla_kernels.dualkv.batch import SharedBatch
     from qla_kernels.dualkv.microbatch import plan_microbatches
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
     from qla_kernels.gdn.decode.api import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
     from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+    from qla_kernels.hybrid.delta import shared_prefix_gated_delta_rule
     from qla_kernels.sparse_ring.api import sparse_attention, sparse_ring_attention
 
 __version__ = "0.1.0"
@@ -47,11 +48,13 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "gdn",
+    "hybrid",
     "pack_padded",
     "pack_prefix_tree",
     "pack_shared_prompts",
     "plan_microbatches",
     "shared_prefix_attention",
+    "shared_prefix_gated_delta_rule",
     "sparse_attention",
     "sparse_ring",
     "sparse_ring_attention",
@@ -72,10 +75,11 @@ _HOME = {
     "pack_shared_prompts": "qla_kernels.dualkv.prompts",
     "plan_microbatches": "qla_kernels.dualkv.microbatch",
     "shared_prefix_attention": "qla_kernels.dualkv.api",
+    "shared_prefix_gated_delta_rule": "qla_kernels.hybrid.delta",
     "sparse_attention": "qla_kernels.sparse_ring.api",
     "sparse_ring_attention": "qla_kernels.sparse_ring.api",
 }
-_FAMILIES = ("dualkv", "gdn", "sparse_ring")
+_FAMILIES = ("dualkv", "gdn", "hybrid", "sparse_ring")
 
 
 def __getattr__(name: str) -> object:

@@ -35,6 +35,8 @@ class SharedLayout:
     prepared: dict[tuple[int, int, int], "Prepared"] = field(
         default_factory=dict, init=False, repr=False
     )
+    # tables of other families' kernels, by keys that begin with a name
+    further: dict[tuple[str, int], Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_lengths(
