@@ -20,6 +20,7 @@ from torch.nn.functional import silu
 
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.hybrid import shared_prefix_conv1d, shared_prefix_gated_delta_rule
 
 KEY = "shared_prefix"
 OP = "shared_prefix in a gated-delta-net layer"
@@ -48,8 +49,6 @@ def rule(
     if initial_state is not None or output_final_state:
         raise ValueError(need(OP, "a cache of states", "none", "pass use_cache=False"))
     _check_alone("cu_seq_lens_q", cu_seqlens)
-    from qla_kernels.hybrid import shared_prefix_gated_delta_rule
-
     o, _ = shared_prefix_gated_delta_rule(
         q, k, v, g, beta, layout, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
     )
@@ -73,8 +72,6 @@ def convolution(
     _check_alone("seq_idx", seq_idx)
     weight = weight.to(x.dtype)  # under autocast weights are fp32, and x is not
     bias = None if bias is None else bias.to(x.dtype)
-    from qla_kernels.hybrid import shared_prefix_conv1d
-
     return shared_prefix_conv1d(x, weight, bias, shared_prefix, activation)
 
 
