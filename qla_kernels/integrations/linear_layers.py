@@ -162,6 +162,7 @@ class HeldConvolution:
         if (layout := self.call.ask()) is not None:
             return convolution(x, weight, shared_prefix=layout, **others)
         if self.theirs is not None:
-            return self.theirs(x=x, weight=weight, **others)
+            theirs: Tensor = self.theirs(x=x, weight=weight, **others)
+            return theirs
         y: Tensor = self.conv1d(x)[:, :, : x.shape[-1]]
         return silu(y)  # as layers do that hold None

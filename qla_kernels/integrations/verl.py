@@ -25,6 +25,7 @@ from qla_kernels.integrations.trl import bare, exchanged, log_gain
 
 OP = "qla_kernels.integrations.verl"
 HOME, RELEASES = "verl.workers.engine.fsdp.transformer_impl", "veRL 0.9"
+NOT_PACKED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared")
 PATCHED, PACKS, SAYS = "qla_kernels_patched", "_qla_kernels_packs", "_qla_kernels_said"
 
 
@@ -92,12 +93,11 @@ def pack(micro_batch: Any) -> SharedBatch:
 
     Raises Unsupported for images, distillation and sums of squared probabilities.
     """
-    for name in ("multi_modal_inputs", "distillation_use_topk", "calculate_sum_pi_squared"):
-        given = value(micro_batch, name)
-        if name == "multi_modal_inputs" and given is not None:
-            given = any(bool(x) for x in given)
-        if isinstance(given, bool) and given:
-            _refuse(f"a micro-batch with {name}", "text, log-probabilities and entropies")
+    images = value(micro_batch, "multi_modal_inputs")
+    asked = [name for name in NOT_PACKED if value(micro_batch, name)]
+    if asked or (images is not None and any(map(bool, images))):
+        got = f"a micro-batch with {', '.join(asked) or 'multi_modal_inputs'}"
+        _refuse(got, "text, log-probabilities and entropies")
     sequences, lengths = micro_batch["input_ids"].unbind(), response_lengths(micro_batch)
     chosen = [torch.arange(len(x)) >= len(x) - n for x, n in zip(sequences, lengths, strict=True)]
     return pack_prefix_tree(sequences, loss_mask=chosen)
@@ -178,11 +178,8 @@ def _in_place_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def value(data: Any, name: str) -> Any:
-    """Returns an entry of veRL's data that may be missing: None, a tensor, or what it wraps."""
-    if name not in data.keys():  # noqa: SIM118 (a TensorDict)
-        return None
-    found = data[name]
-    return getattr(found, "data", found) if not isinstance(found, Tensor) else found
+    """Returns an entry of veRL's data, None if it is missing."""
+    return data[name] if name in data.keys() else None  # noqa: SIM118 (a TensorDict)
 
 
 def _temperature(micro_batch: Any) -> float:
@@ -198,11 +195,11 @@ def _temperature(micro_batch: Any) -> float:
 
 def _check_settings(engine: Any) -> None:
     """Raises Unsupported for settings of an engine that packed batches do not have."""
-    if getattr(engine, "ulysses_sequence_parallel_size", 1) > 1:
+    if engine.engine_config.ulysses_sequence_parallel_size > 1:
         _refuse("ulysses_sequence_parallel_size > 1", "1")
     if getattr(engine.model_config, "use_fused_kernels", False):
         _refuse("use_fused_kernels=True", "False")
-    if getattr(engine, "pad_to_length", None):
+    if getattr(engine.engine_config, "pad_to_length", False):
         _refuse("pad_to_length", "none")
 
 
