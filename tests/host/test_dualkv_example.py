@@ -42,6 +42,16 @@ def test_the_example_agrees_on_a_model_of_transformers(max_tokens, capsys):
     assert "DIFFERS" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("max_tokens", PLANS)
+def test_the_example_agrees_on_a_model_with_gated_delta_nets(max_tokens, capsys):
+    pytest.importorskip("transformers")
+    call = ["--transformers", "qwen3-next", "--max-tokens", str(max_tokens)]
+    assert dualkv_grpo.main(call) == 0
+    said = capsys.readouterr().out
+    assert "linear_attn.in_proj_qkvz.weight\n" in said
+    assert "DIFFERS" not in said
+
+
 def test_the_example_says_when_transformers_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert dualkv_grpo.main(["--transformers"]) == 0

@@ -250,7 +250,9 @@ def test_a_batch_of_an_installed_verl(name, tmp_path, one_process, monkeypatch):
     pytest.importorskip("verl")
     home = importlib.import_module(verl.HOME)
     tools = importlib.import_module("verl.utils.tensordict_utils")
-    monkeypatch.setattr(home, "get_device_id", lambda: "cpu")
+    for place in (home, importlib.import_module("verl.utils.device")):
+        for asked in ("get_device_id", "get_device_name"):
+            monkeypatch.setattr(place, asked, lambda: "cpu")
     torch.manual_seed(2)
     draw = lambda n: torch.randint(2, VOCABULARY, (n,))  # noqa: E731
     responses = [[draw(n) for n in group] for group in ((5, 1, 9), (4, 4), (3, 8))]
