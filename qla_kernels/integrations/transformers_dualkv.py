@@ -94,7 +94,10 @@ def check(model: Any) -> None:
             _refuse(f"a {exchanged} whose forward was exchanged", "transformers' own")
         if ready < kinds.count(LINEAR):
             got = f"{ready} of {kinds.count(LINEAR)} layers of {LINEAR} that follow layouts"
-            fix = "call qla_kernels.integrations.transformers.swap(model) before"
+            fix = (
+                "call qla_kernels.integrations.transformers.swap(model) before, and for OLMo "
+                "hybrid install transformers 5.15 or later"
+            )
             raise Unsupported(need(OP, got, "all of them", fix))
     complaint = anything_else(model, linear=isinstance(model, nn.Module))
     if complaint is not None:

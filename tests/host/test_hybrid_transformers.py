@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from qla_kernels import SharedLayout, Unsupported
 from qla_kernels.integrations import transformers as swapping
@@ -79,6 +80,49 @@ def test_packed_is_each_sequence_alone(kind, checkpointing, use):
     else:
         found = gradients(model, loss)
     assert_gradients(found, wanted, GRADIENTS)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layout_that_recomputation_loses_would_be_noticed(reentrant, use, monkeypatch):
+    """Reentrant checkpointing says nothing: then by the comparison above, as gradients differ."""
+    model, batch = use(hybrid("Qwen3Next").double()), packed(texts())
+    hook.prepare(model)
+    wanted = gradients(model, together(model, batch).sum())
+    run, calls = swapping.rule, []
+
+    def loses(*args: Any, layout: Any, **kwargs: Any) -> Any:
+        calls.append(layout)
+        if len(calls) > 3:
+            return swapping.chunk_gated_delta_rule(*args, **kwargs)
+        return run(*args, layout=layout, **kwargs)
+
+    monkeypatch.setattr(swapping, "rule", loses)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    loss = together(model, batch).sum()
+    if not reentrant:
+        with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
+            loss.backward()
+        return
+    loss.backward()
+    assert len(calls) == 6
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    with pytest.raises(AssertionError):
+        assert_gradients(found, wanted, GRADIENTS)
+
+
+def test_a_compiled_model(use):
+    """In one graph, except for a branch of transformers' own until version 5."""
+    model, batch = use(hybrid("Qwen3Next")), packed(texts())
+    hook.prepare(model)
+    want = together(model, batch)
+    whole = not hasattr(model.model, "_update_linear_attn_mask")
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=whole)
+    got = together(compiled, batch)
+    assert (got - want).abs().max() < 1e-5
+    wanted = gradients(model, want.sum())
+    assert_gradients(gradients(model, got.sum()), wanted, 1e-4)
 
 
 def test_the_class_that_checkpoints_load_as(use):
