@@ -32,13 +32,14 @@ from qla_kernels.integrations.full_attention import (
     layer_kinds,
     looks_ahead,
     other_layers,
+    text_config,
 )
 from qla_kernels.integrations.positions import check_positions
 from qla_kernels.integrations.routers import router_loss
 from qla_kernels.integrations.transformers import beside_layers_that_take_layouts, swap
 from qla_kernels.integrations.transformers import layers_that_take_layouts as linear_layers
 
-__all__ = ["attend", "check", "prepare", "register", "router_loss"]
+__all__ = ["attend", "check", "prepare", "register", "router_loss", "select"]
 
 OP = "shared_prefix attention"
 TRANSFORMERS = "4.57 or later"  # tested; it must make no masks for attentions it does not know
@@ -73,7 +74,19 @@ def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
     if LINEAR in layer_kinds(model):
         swap(model)
     check(model)
-    model.set_attn_implementation(name)  # type: ignore[operator]
+    select(model, name)
+
+
+def select(model: Any, name: str) -> None:
+    """Selects an attention for a model's decoder; a tower for images, if it has one, keeps its own.
+
+    As `model.set_attn_implementation(name)`, which selects it for both.
+    """
+    text = text_config(model)
+    parts = [
+        x for x in getattr(model.config, "sub_configs", ()) if getattr(model.config, x) is text
+    ]
+    model.set_attn_implementation(dict.fromkeys(parts, name) or name)
 
 
 def check(model: Any) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
+from qla_kernels.integrations.full_attention import text_config
 from qla_kernels.integrations.one_label import LabelledRows, by_prompt, one_label
 from qla_kernels.integrations.routers import router_loss
 
@@ -48,7 +49,7 @@ def shared_prefix_trainer(base: type) -> type:
             super().__init__(*args, **kwargs)
             if getattr(self.args, "use_liger_kernel", False):
                 _refuse("use_liger_kernel=True, which exchanges layers", "False")
-            self._own_attention = self._bare_model().config._attn_implementation
+            self._own_attention = text_config(self._bare_model())._attn_implementation
             for model in (self.model, self.ref_model):
                 if model is not None:
                     unwrapped = self.accelerator.unwrap_model(model)
@@ -61,11 +62,11 @@ def shared_prefix_trainer(base: type) -> type:
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             # only around generation: activations are recomputed after log-probabilities
             model = self._bare_model()
-            model.set_attn_implementation(self._own_attention)
+            transformers_dualkv.select(model, self._own_attention)
             try:
                 return super()._generate(*args, **kwargs)
             finally:
-                model.set_attn_implementation(NAME)
+                transformers_dualkv.select(model, NAME)
 
         def _get_per_token_logps_and_entropies(
             self,

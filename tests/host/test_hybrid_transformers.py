@@ -127,8 +127,10 @@ def test_a_compiled_model(use):
 
 def test_the_class_that_checkpoints_load_as(use):
     model, sequences = use(as_checkpoints_load()), texts()
-    want = alone(model, sequences)
+    want, of_images = alone(model, sequences), model.config.vision_config._attn_implementation
     hook.prepare(model)
+    assert model.config.vision_config._attn_implementation == of_images
+    assert model.model.visual.config._attn_implementation == of_images
     got = together(model, packed(sequences))
     assert (got - want).abs().max() < THEIRS * want.abs().max()
 

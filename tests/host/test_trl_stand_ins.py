@@ -54,10 +54,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = dualkv_grpo.Qwen3()
-        self.config = SimpleNamespace(
-            _attn_implementation="eager",
-            get_text_config=lambda: SimpleNamespace(num_experts_per_tok=2),
-        )
+        self.config = SimpleNamespace(_attn_implementation="eager", num_experts_per_tok=2)
+        self.config.get_text_config = lambda: self.config
         self.base_model = nn.Identity()
 
     def set_attn_implementation(self, name: str) -> None:
