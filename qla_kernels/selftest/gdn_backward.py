@@ -59,6 +59,18 @@ def _dstate_chain() -> list[Result]:
     return results
 
 
+def _child_sums() -> list[Result]:
+    from qla_kernels.gdn.tree import launch
+
+    children = inputs().initial_state.float()
+    into = children[:1].sin()
+    want = into.double() + children.double().sum(0)
+    runs = torch.tensor([(0, 0, len(children))], dtype=torch.int32)
+    got = into.cuda()
+    launch.child_sums(children.cuda(), runs.cuda(), got)
+    return [Result("gdn.child_sums", error_of(got, want), 1e-6)]
+
+
 def _chunk_grads() -> list[Result]:
     from qla_kernels.gdn.launch import backward
     from qla_kernels.gdn.launch import states as launch_states
@@ -127,6 +139,7 @@ def _l2norm_bwd() -> list[Result]:
 KERNELS: dict[str, Callable[[], list[Result]]] = {
     "gdn.chunk_states": _chunk_states,
     "gdn.dstate_chain": _dstate_chain,
+    "gdn.child_sums": _child_sums,
     "gdn.chunk_grads": _chunk_grads,
     "gdn.activate_bwd": _activate_bwd,
     "gdn.gate_sums": _gate_sums,

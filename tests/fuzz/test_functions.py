@@ -18,6 +18,8 @@ ELSEWHERE = {
     "PAPER": "a dictionary",
     "Balance": "what balance_report returns",
     "refusal": "asked by every attack",
+    "shared_prefix_gated_delta_rule": "test_hybrid_delta.py draws trees and has wrong arguments",
+    "hybrid": "a package",
     "dualkv": "a family",
     "gdn": "a family",
     "sparse_ring": "a family",
