@@ -53,7 +53,13 @@ HOOKS = {  # of qla_kernels.integrations: the call that enables each, and its ef
 }
 
 ATTENTION = ("dualkv", "sparse_ring")  # they share attn
-STANDARD = {"gdn": (1, 64, 2, 128), "dualkv": (64, 2, 128), "sparse_ring": (1, 128, 2, 128)}
+# Shapes of the first arguments of a call that each family's `refusal` is asked about
+STANDARD: dict[str, list[tuple[int, ...]]] = {
+    "gdn": [(1, 64, 2, 128)] * 3,
+    "conv": [(64, 128), (128, 4)],
+    "dualkv": [(64, 2, 128)] * 3,
+    "sparse_ring": [(1, 128, 2, 128)] * 3,
+}
 
 Section = dict[str, object]
 
@@ -212,11 +218,11 @@ def _cuda_path(family: str) -> Callable[[], str]:
 
         from qla_kernels import device
 
-        x = torch.empty(STANDARD[family], dtype=torch.bfloat16)
+        tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in STANDARD[family]]
         here = device.available()
         capability = device.capability(torch.device("cuda", 0)) if here else CAPABILITY
         validate = importlib.import_module(f"qla_kernels.{family}.validate")
-        reason = validate.refusal(x, x, x, capability=capability)
+        reason = validate.refusal(*tensors, capability=capability)
         answer = "our kernels" if reason is None else f"refused: {reason}"
         return answer if here else f"(no GPU here; on Hopper) {answer}"
 

@@ -19,7 +19,7 @@ from qla_kernels.conv.kernels import join_parts as join_parts_kernel
 from qla_kernels.conv.kernels import weight_sums as weight_sums_kernel
 from qla_kernels.conv.ops import ConvBackward, TreeTables
 from qla_kernels.conv.shapes import DTYPES, PIECE, RUNS
-from qla_kernels.conv.validate import OP
+from qla_kernels.conv.validate import OP, flattens
 from qla_kernels.sm90 import dtype_name, readable, require_aligned
 
 _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
@@ -64,7 +64,7 @@ def conv_bwd(
         return ConvBackward(dx, dweight.zero_(), None if dbias is None else dbias.zero_())
     (B, T, C), W = x.shape, weight.shape[1]
     with device.of(x):
-        dy = readable(dy)
+        dy = readable(dy) if flattens(dy) else dy.contiguous()
         variant = bwd_kernel.Variant(dtype_name(x.dtype), W)
         run = _run(x, bwd_kernel.schedule(variant).ctas_per_sm)
         nodes, parameters = _nodes(x, W, tables), _parameters(weight, bias)

@@ -50,7 +50,7 @@ def refusal(
     reason = _refused_everywhere(x, weight, bias)
     if reason is None and (x.is_cuda or capability is not None):
         capability = capability or device.capability(x.device)
-        reason = _refused_on_cuda(by_tokens(x), weight, bias, capability)
+        reason = _refused_on_cuda(x, weight, bias, capability)
     return None if reason is None else need(op, *reason)
 
 
@@ -95,14 +95,17 @@ def _refused_on_cuda(
     for name, given in (("weight", weight), ("bias", bias)):
         if given is not None and given.dtype not in WEIGHTS:
             return f"{name} is {dtype_name(given.dtype)}", one_of(WEIGHTS), f"cast {name}"
-    if x.shape[2] % CHANNELS:
+    rows = by_tokens(x)
+    contiguous = "x.contiguous()" if x.dim() == 2 else "x.mT.contiguous().mT"
+    if rows.shape[2] % CHANNELS:
         needs = f"a multiple of {CHANNELS} on SM90"
-        return f"x has {x.shape[2]} channels", needs, "pad the channels of x, weight and bias"
-    if not flattens(x):
-        got = f"the rows of a batch of {x.shape[0]} have stride {x.stride(0)}"
-        needs = f"{x.shape[1] * x.stride(1)}, the tokens of a row"
-        return got, needs, "pass x.mT.contiguous().mT, or one row at a time"
-    return refused_strides("x", x)
+        return f"x has {rows.shape[2]} channels", needs, "pad the channels of x, weight and bias"
+    if not flattens(rows):
+        got = f"the rows of a batch of {rows.shape[0]} have stride {rows.stride(0)}"
+        needs = f"{rows.shape[1] * rows.stride(1)}, the tokens of a row"
+        return got, needs, f"pass {contiguous}, or one row at a time"
+    refused = refused_strides("x as [B, T, channels]", rows)
+    return None if refused is None else (*refused[:2], f"pass {contiguous}")
 
 
 def check_tensors(

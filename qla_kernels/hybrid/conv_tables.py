@@ -39,7 +39,8 @@ def prepare(layout: SharedLayout, width: int) -> list[Tensor]:
         ready = layout.further[key] = _built(layout, width)
     if torch.compiler.is_compiling():
         return ready.tables
-    return ready.kept.here()
+    with device.of(layout.tout):
+        return ready.kept.here()
 
 
 def _built(layout: SharedLayout, width: int) -> PreparedConv:

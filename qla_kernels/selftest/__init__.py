@@ -14,6 +14,7 @@ import torch
 
 from qla_kernels import device, jit
 from qla_kernels.selftest import (
+    conv,
     dualkv_backward,
     dualkv_forward,
     gdn_backward,
@@ -33,6 +34,7 @@ KERNELS = {
     **gdn_forward.KERNELS,
     **gdn_backward.KERNELS,
     **gdn_segments.KERNELS,
+    **conv.KERNELS,
     **dualkv_forward.KERNELS,
     **dualkv_backward.KERNELS,
     **sparse_ring_index.KERNELS,

@@ -88,6 +88,9 @@ def test_a_gradient_of_any_strides():
     x = case([20, 9], "cpu")
     for dy in (torch.ones(1, 1, 1).bfloat16().expand(x.dy.shape), x.dy.mT.contiguous().mT):
         run(x._replace(dy=dy))
+    rows = case((3, 20), "cpu")
+    longer = torch.randn(3, 30, 40).bfloat16()
+    run(rows._replace(dy=longer[:, :20]))  # rows that do not flatten
 
 
 def test_no_tokens_take_no_launch(monkeypatch):

@@ -26,6 +26,7 @@ from tests.conv_inputs import (
 )
 from tests.dualkv_inputs import Forest, forest
 from tests.limits import HANG
+from tests.readme import names_in
 
 EXACT = 1e-12
 
@@ -250,7 +251,8 @@ HALF = functools.partial(torch.zeros, dtype=torch.bfloat16)
         ("bias is float64", {"bias": torch.zeros(64, dtype=torch.float64)}),
         ("x has 62 channels", {"x": HALF(16, 62), "weight": HALF(62, 4)}),
         ("weight has width 5", {"weight": HALF(64, 5)}),
-        ("strides", {"x": HALF(64, 16).T}),
+        ("pass x.contiguous()", {"x": HALF(64, 16).T}),
+        ("pass x.mT.contiguous().mT", {"x": HALF(2, 64, 16)}),
         ("strides", {"x": HALF(16, 70)[:, :64]}),
         ("strides", {"x": HALF(16, 72)[:, 4:68]}),
         ("rows of a batch of 2", {"x": HALF(2, 16, 64)[:, :8].mT}),
@@ -347,6 +349,12 @@ def test_repeats_bit_for_bit():
     leaves, layout = tensors(len(packed.tout), dtype=torch.float32), layout_of(packed)
     runs = [gradients(shared_prefix_conv1d(*leaves, layout, "silu"), leaves) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_the_code_of_the_page_runs():
+    found = names_in("docs/conv.md")
+    assert found["y"].shape == (300, 64)
+    assert found["x"].grad is not None
 
 
 def test_operators_are_named():

@@ -76,6 +76,7 @@ def test_a_probe_that_fails_reports_itself_and_stops_no_other():
     ("family", "op"),
     [
         ("gdn", "chunk_gated_delta_rule"),
+        ("conv", "causal_conv1d"),
         ("dualkv", "shared_prefix_attention"),
         ("sparse_ring", "sparse_attention"),
     ],
@@ -137,7 +138,7 @@ def test_an_unknown_kernel_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         info.main(["gdn.kkt"])
     said = capsys.readouterr().err
-    assert "no kernel 'gdn.kkt'; need one of attn.delta, dualkv.fwd" in said
+    assert "no kernel 'gdn.kkt'; need one of attn.delta, conv.fwd" in said
     assert ", gdn.l2norm, " in said
 
 

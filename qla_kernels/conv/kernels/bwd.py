@@ -57,6 +57,7 @@ VARIANTS = tuple(Variant(dtype, W) for dtype in ("bfloat16", "float16") for W in
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
+    "tl.ptxas_register_usage_level": 10,  # lower levels spill a few numbers
     "tl.disable_thread_storage_sync": True,  # written out: once, before the warps' sums are added
     "tl.disable_safe_memory_legalize": True,  # rows and channels are guarded
 }
@@ -86,12 +87,11 @@ class Registers(NamedTuple):
 def grad(x, dy, dx, parts, rows, nodes, r, W, run, end_run, piece, least):
     num_tokens = x.shape[0]
     node, begin, end, first, stop, t = (T.alloc_var("int32") for _ in range(6))
+    first = run
     find_node(nodes, run, num_tokens, node)  # 1
-    begin = bound(nodes, node, num_tokens)
-    end = begin
-    while (node < nodes.num_nodes) & (begin < end_run):
+    while (node < nodes.num_nodes) & (first < end_run):
+        begin = T.min(bound(nodes, node, num_tokens), first)
         end = bound(nodes, node + 1, num_tokens)
-        first = T.max(begin, run)
         stop = T.min(end, end_run)
         if first < stop:
             load_window(x, nodes, r.line, r.x, node, begin, first, piece, num_tokens)  # 2
@@ -105,11 +105,11 @@ def grad(x, dy, dx, parts, rows, nodes, r, W, run, end_run, piece, least):
             while t + BWD_ROWS <= stop:
                 take_rows(x, dy, dx, r, W, t, end - 1, piece, least)
                 t += BWD_ROWS
-            take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, begin, stop, end, piece, least)
+            take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, stop, end, piece, least)
+        first = T.max(first, end)
         node += 1
-        begin = end
     if node == nodes.num_nodes:
-        clear_rows(dx, T.max(end, run), end_run, piece)
+        clear_rows(dx, first, end_run, piece)
 
 
 @T.macro
@@ -145,7 +145,7 @@ def take_head(x, dy, parts, rows, nodes, r, W, first, node, begin, stop, end, pi
 
 
 @T.macro
-def take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, begin, stop, end, piece, least):
+def take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, stop, end, piece, least):
     """Takes the run's last tokens and W - 1 more, until dx of its last token is complete.
 
     dx of a token that other nodes read is a part.
@@ -158,7 +158,7 @@ def take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, begin, stop, end, pi
     if nodes.in_tree != 0:
         row = rows[node, KEPT]
         if row >= 0:
-            tail = T.max(end - (W - 1), begin)
+            tail = T.max(end - (W - 1), bound(nodes, node, x.shape[0]))
     for i in rolled(stop + W - 1 - t):
         take_token(x, dy, r, r_part, W, t + i, stop, end, piece, least)
         token = t + i - (W - 1)
@@ -207,7 +207,7 @@ def differentiate(r, W, u, e, least):
     z, s = T.alloc_var("float32"), T.alloc_var("float32")
     z = convolved(r.line, r.w, r.b, u, e)
     s = factor(z, least)
-    r.dline[W - 1 + u, e] *= s * (1 + z * (1 - s))
+    r.dline[W - 1 + u, e] *= s + s * (z - z * s)
 
 
 @T.macro
@@ -249,7 +249,7 @@ def build(variant: Variant):
     plan = schedule(variant)
     W = variant.W
     num_tokens, pieces, x_token, dy_token = T.dynamic("num_tokens, pieces, x_token, dy_token")
-    num_bounds, bound_step, num_nodes_in_tree = T.dynamic("num_bounds, bound_step, num_halos")
+    num_bounds, bound_step, num_halos = T.dynamic("num_bounds, bound_step, num_halos")
     weight_bytes, bias_bytes, num_parts, blocks = T.dynamic(
         "weight_bytes, bias_bytes, num_parts, blocks"
     )
@@ -262,8 +262,8 @@ def build(variant: Variant):
         weight: T.Tensor((weight_bytes,), "uint8"),
         bias: T.Tensor((bias_bytes,), "uint8"),
         bounds: T.StridedTensor((num_bounds,), (bound_step,), "int32"),
-        halo: T.Tensor((num_nodes_in_tree, W - 1), "int32"),
-        rows: T.Tensor((num_nodes_in_tree, 2), "int32"),
+        halo: T.Tensor((num_halos, W - 1), "int32"),
+        rows: T.Tensor((num_halos, 2), "int32"),
         dx: T.Tensor((num_tokens, pieces, PIECE), variant.dtype),
         parts: T.Tensor((num_parts, pieces, PIECE), "float32"),
         sums: T.Tensor((blocks, W + 1, pieces, PIECE), "float32"),

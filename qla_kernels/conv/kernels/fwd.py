@@ -7,14 +7,14 @@ Tokens of no sequence, behind the last node, get y = 0.
 Steps (numbers appear again in the code), for a warp, which owns 128 channels of a run of tokens:
     1 conv   find the run's first node
     2 conv   at the start of the run and of each node: the W - 1 rows before
-    3 conv   load the row of the token 4 places ahead
+    3 conv   load the row of the token 6 places ahead
     4 conv   z, y rounded once, out
 
 Bounded by memory: x is read once and y written once.
 Why this shape: a thread has 4 channels. Their weights, biases and the last W - 1 rows stay in
-registers, few enough for 32 warps an SM. A row's registers are loaded again as soon as its numbers
-are fp32, so each warp has 4 rows in flight at all times, and an SM 32 KB. Accesses of 16 bytes
-would double the registers, and halve the warps. Rows of a run are taken without a branch, in fours,
+registers, few enough for 24 warps an SM. A row's registers are loaded again as soon as its numbers
+are fp32, so each warp has 6 rows in flight at all times, and an SM 36 KB. Accesses of 16 bytes
+would double the registers, and halve the warps. Rows of a run are taken without a branch, in sixes,
 and its last ones one by one. A warp reads 256 adjacent bytes of a row, CTAs with neighbouring
 numbers the rest of it. Neighbouring runs read W - 1 rows twice; a run is as long as the number of
 CTAs allows. One kernel serves trees, packs and dense batches.
@@ -42,7 +42,7 @@ from qla_kernels.conv.shapes import PIECE, RUNS, TILE, WIDTHS
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
-FWD_ROWS = 4  # rows that a thread has loaded ahead
+FWD_ROWS = 6  # rows that a thread has loaded ahead
 
 
 class Variant(NamedTuple):
@@ -54,14 +54,15 @@ VARIANTS = tuple(Variant(dtype, W) for dtype in ("bfloat16", "float16") for W in
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
+    "tl.ptxas_register_usage_level": 10,  # lower levels spill a few numbers
     "tl.disable_safe_memory_legalize": True,  # rows and channels are guarded
 }
 
 
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("conv", warps=RUNS, regs=64, computes="y"),),
-        ctas_per_sm=4,  # half of an SM's threads
+        roles=(Role("conv", warps=RUNS, regs=80, computes="y"),),
+        ctas_per_sm=3,  # with 6 rows of 8 bytes in flight a thread
     )
 
 
@@ -71,12 +72,11 @@ def conv(x, y, nodes, r_w, r_b, W, run, end_run, piece, least):
     r_row = T.alloc_local((FWD_ROWS, PIECE), x.dtype)
     r_line = T.alloc_local((W - 1 + FWD_ROWS, PIECE), "float32")
     node, begin, end, first, stop, t = (T.alloc_var("int32") for _ in range(6))
+    first = run
     find_node(nodes, run, num_tokens, node)  # 1
-    begin = bound(nodes, node, num_tokens)
-    end = begin
-    while (node < nodes.num_nodes) & (begin < end_run):
+    while (node < nodes.num_nodes) & (first < end_run):
+        begin = T.min(bound(nodes, node, num_tokens), first)
         end = bound(nodes, node + 1, num_tokens)
-        first = T.max(begin, run)
         stop = T.min(end, end_run)
         if first < stop:
             load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens)  # 2
@@ -96,10 +96,10 @@ def conv(x, y, nodes, r_w, r_b, W, run, end_run, piece, least):
                 load_next(x, r_row, t + i + FWD_ROWS, stop - 1, piece)
                 put_activated(y, r_line, r_w, r_b, 0, t + i, piece, least)
                 move_line(r_line, W - 1, 1)
+        first = T.max(first, end)
         node += 1
-        begin = end
     if node == nodes.num_nodes:
-        clear_rows(y, T.max(end, run), end_run, piece)
+        clear_rows(y, first, end_run, piece)
 
 
 @T.macro
