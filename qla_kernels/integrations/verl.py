@@ -107,8 +107,10 @@ def unpack(logits: Tensor, batch: SharedBatch, micro_batch: Any) -> dict[str, Te
     """Returns log_probs and, if asked for, entropy, nested as input_ids.
 
     The values of a token are stored at the token before it; others are 0. logits is
-    [M, vocabulary].
+    [M, vocabulary], or [T, vocabulary] of models whose forward veRL replaces.
     """
+    if len(logits) == batch.num_tokens:
+        logits = logits[batch.src_rows]
     wanted = bool(value(micro_batch, "calculate_entropy"))
     found = batch.gather_logprobs(logits, temperature=_temperature(micro_batch), entropy=True)
     offsets = micro_batch["input_ids"].offsets()

@@ -69,8 +69,12 @@ def test_packed_rows_have_the_values_of_whole_ones(rows):
     model, data = rows
     batch = verl.pack(data)
     with torch.autocast("cpu", enabled=False), torch.no_grad():
-        logits = model(batch.input_ids, batch.position_ids, batch.src_rows, batch.layout)
+        everything = torch.arange(batch.num_tokens)
+        logits = model(batch.input_ids, batch.position_ids, everything, batch.layout)
     found = verl.unpack(logits, batch, data)
+    logits = logits[batch.src_rows]
+    less = verl.unpack(logits, batch, data)
+    assert torch.equal(less["log_probs"].values(), found["log_probs"].values())
     assert set(found) == {"log_probs"}
     lengths = verl.response_lengths(data)
     for values, x, n in zip(
