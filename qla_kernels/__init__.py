@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from qla_kernels.gdn.decode.api import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
     from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
     from qla_kernels.hybrid.conv import shared_prefix_conv1d
+    from qla_kernels.hybrid.delta import shared_prefix_gated_delta_rule
     from qla_kernels.sparse_ring.api import sparse_attention, sparse_ring_attention
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ __all__ = [
     "plan_microbatches",
     "shared_prefix_attention",
     "shared_prefix_conv1d",
+    "shared_prefix_gated_delta_rule",
     "sparse_attention",
     "sparse_ring",
     "sparse_ring_attention",
@@ -80,6 +82,7 @@ _HOME = {
     "plan_microbatches": "qla_kernels.dualkv.microbatch",
     "shared_prefix_attention": "qla_kernels.dualkv.api",
     "shared_prefix_conv1d": "qla_kernels.hybrid.conv",
+    "shared_prefix_gated_delta_rule": "qla_kernels.hybrid.delta",
     "sparse_attention": "qla_kernels.sparse_ring.api",
     "sparse_ring_attention": "qla_kernels.sparse_ring.api",
 }

@@ -165,6 +165,23 @@ def forward(
     return best if duration(best) < GAIN * (share * duration(whole) + more) else whole
 
 
+@functools.lru_cache(maxsize=4096)
+def tree(levels: tuple[Lengths, ...], num_value_heads: int, V: int, sm_count: int) -> ForwardChoice:
+    """Returns the kernel of a forward over a tree, whose levels run one after the other.
+
+    Args:
+        levels: of each level (chunks, how many nodes have that many) pairs.
+    """
+    every = tuple(pair for level in levels for pair in level)
+
+    def duration(kernel: ForwardChoice) -> float:
+        ctas = num_value_heads * V // kernel.tile_v
+        before = 0.0 if kernel.solves else _solve(every, num_value_heads, sm_count)
+        return before + sum(_chains(level, STEP[kernel], ctas, sm_count) for level in levels)
+
+    return min((kernel for kernel in STEP if V % kernel.tile_v == 0), key=duration)
+
+
 def gradient_bound(warm_log_bound: float) -> float:
     """Returns the bound for maps made in a backward: warm_log_bound, or -inf for long windows.
 

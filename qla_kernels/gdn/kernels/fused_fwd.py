@@ -225,9 +225,9 @@ def build(variant: Variant):
     plan = schedule(variant)
     K, states, rings = variant.K, variant.states, plan.rings
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
-    V, num_tiles, num_columns, num_bounds = T.dynamic("V, num_tiles, num_columns, num_bounds")
+    V, num_tiles, num_columns, num_sequences = T.dynamic("V, num_tiles, num_columns, num_sequences")
     num_h0, num_ht, saved_tokens = T.dynamic("num_h0, num_ht, saved_tokens")
-    num_ends = T.dynamic("num_ends")
+    span_step, num_starts, num_ends = T.dynamic("span_step, num_starts, num_ends")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
     h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
@@ -245,7 +245,8 @@ def build(variant: Variant):
         g: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta16: T.Tensor((num_tokens, num_value_heads), variant.dtype),
-        cu_seqlens: T.Tensor((num_bounds,), "int32"),
+        spans: T.StridedTensor((num_sequences, 2), (span_step, 1), "int32"),
+        starts_of: T.Tensor((num_starts,), "int32"),
         ends_of: T.Tensor((num_ends,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
         o: T.Tensor((num_tokens, num_value_heads, num_columns, TILE), variant.dtype),
@@ -307,9 +308,9 @@ def build(variant: Variant):
             num_chunks, first = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile, saves = T.alloc_var("int32"), T.alloc_var("int32")
             tails, items = T.alloc_var("int32"), T.alloc_var("int32")
-            shape = (cu_seqlens, num_tokens, num_heads, num_value_heads, num_tiles, training)
+            shape = (spans, num_tokens, num_heads, num_value_heads, num_tiles, training)
             first = 0  # number of chunks of earlier items: the rings' next step
-            items = T.ceildiv((num_bounds - 1) * num_value_heads * num_tiles - block, ctas)
+            items = T.ceildiv(num_sequences * num_value_heads * num_tiles - block, ctas)
 
             turn = turns(plan)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
@@ -333,7 +334,8 @@ def build(variant: Variant):
                         After(q_ring, first), After(k_ring, first), After(v_ring, first),
                         After(gates, first), After(a_ring, first), After(p_ring, first),
                         After(o_ring, first * states), turn, num_chunks, n, hv,
-                        i_tile * variant.tile_v, has_h0, has_ht, ends_of,
+                        i_tile * variant.tile_v, has_h0, has_ht, starts_of,
+                        ends_of,
                     )  # fmt: skip
                     first += num_chunks
                 last_turn(turn, warpgroup)
@@ -343,7 +345,7 @@ def build(variant: Variant):
                     clear_above(s_a, warpgroup - states, variant.teams)
                 clear_above(s_p, warpgroup - states, variant.teams)
                 count_chunks(
-                    cu_seqlens, num_tokens, num_value_heads * num_tiles, block, ctas, items,
+                    spans, num_tokens, num_value_heads * num_tiles, block, ctas, items,
                     num_chunks,
                 )  # fmt: skip
                 num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
@@ -411,7 +413,7 @@ def build(variant: Variant):
                 else:
                     if variant.inverts:
                         count_chunks(
-                            cu_seqlens, num_tokens, num_value_heads * num_tiles, block, ctas,
+                            spans, num_tokens, num_value_heads * num_tiles, block, ctas,
                             items, num_chunks,
                         )  # fmt: skip
                         invert(s_l, s_a, l_ring, a_ring, num_chunks)
@@ -420,8 +422,10 @@ def build(variant: Variant):
                             block + j * ctas, *shape,
                             n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
-                        begin = inside(cu_seqlens[num_bounds - 1], num_tokens) + n
-                        padding = (begin, num_tokens, num_bounds - 1, hv)
+                        begin = inside(spans[num_sequences - 1, 1], num_tokens) + n
+                        if has_h0 == 2:  # other tokens belong to other nodes of a tree
+                            begin = num_tokens
+                        padding = (begin, num_tokens, num_sequences, hv)
                         for w in rolled(states):
                             clear_padding(o, *padding, i_tile * states + w)
                         if saves != 0:

@@ -20,6 +20,7 @@ from qla_kernels.gdn.launch.tensors import (
     parts_in_reach,
     pass_state_through,
     sequence_bounds,
+    spans,
     tokens,
 )
 from qla_kernels.gdn.validate import OP
@@ -146,6 +147,7 @@ def fused_fwd(
     plan: heuristics.ForwardChoice,
     ends_of: Tensor | None = None,
     equal_lengths: bool = False,
+    starts_of: Tensor | None = None,
 ) -> None:
     """Runs the chain over each sequence's chunks: writes o and, where given, ht and saved.
 
@@ -164,16 +166,21 @@ def fused_fwd(
             and that all other inputs were complete before segment_scan began: the kernel reads them
             early. See tile/dependent.py.
         equal_lengths: the sequences are known to have one length, or nearly one.
+        starts_of: given if the sequences are nodes of a tree, whose spans [N, 2] `cu_seqlens` then
+            holds: the row of h0 from which each node starts, or -1 for zeros. `ends_of` is the row
+            of ht to which it writes, or -1. Rows of o at no node are not written.
     """
     B, T, HV, V = v.shape
     K = q.shape[-1]
-    N = cu_seqlens.shape[0] - 1
+    bounds = cu_seqlens.int().contiguous()
+    of_sequences = spans(bounds)
+    N = of_sequences.shape[0]
     if not N or not o.numel():  # no token to compute, or none that a sequence owns
         for x in (o, *(saved or ())):
             x.zero_()
         pass_state_through(h0, ht)
         return
-    g, beta, bounds = g.view(B * T, HV), beta.view(B * T, HV), cu_seqlens.int().contiguous()
+    g, beta = g.view(B * T, HV), beta.view(B * T, HV)
     is_16 = beta.dtype != torch.float32
     items = N * HV * (V // plan.tile_v)
     if saved is None:  # placeholders, which the kernel does not write
@@ -189,7 +196,8 @@ def fused_fwd(
         g,
         g if is_16 else beta,
         beta if is_16 else o.as_strided((B * T, HV), (HV, 1)),
-        bounds,
+        of_sequences,
+        bounds if starts_of is None else starts_of,
         bounds if ends_of is None else ends_of,
         nothing if h0 is None else h0,
         o.view(B * T, HV, V // TILE, TILE),
@@ -197,10 +205,10 @@ def fused_fwd(
         g_cum,
         A,
         scale,
-        int(h0 is not None),
+        0 if h0 is None else 1 if starts_of is None else 2,
         0 if ht is None else 1 if ends_of is None else 2,
         int(saved is not None),
         int(is_16),
         heuristics.ctas(items, equal_lengths, device.sm_count(q.device)),
-        int(ends_of is not None),
+        int(ends_of is not None and starts_of is None),
     )

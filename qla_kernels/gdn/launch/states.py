@@ -90,13 +90,13 @@ def states_around(
     if options.auto_cp:
         most = gdn_plan.backward(sequences, HV, x.k.shape[-1], V, sms, bound)
     if most is None:
-        return chains(x, dv, _columns(sequences, HV, V, sms))
+        return chains(x, dv, columns_of(sequences, HV, V, sms))
     cut = segments.cut(x.g_cum, x.bounds, most)
-    tile_v = _columns(gdn_plan.cut_lengths(sequences, most), HV, V, sms)
+    tile_v = columns_of(gdn_plan.cut_lengths(sequences, most), HV, V, sms)
     return segmented_chains(x, dv, cut, None, bound, tile_v)
 
 
-def _columns(pieces: gdn_plan.Lengths, HV: int, V: int, sm_count: int) -> int:
+def columns_of(pieces: gdn_plan.Lengths, HV: int, V: int, sm_count: int) -> int:
     """Returns how many columns of V a CTA of a chain computes: the width that takes less time.
 
     With fewer columns the longest piece ends sooner. With more, all pieces together take less time

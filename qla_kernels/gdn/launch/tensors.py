@@ -123,6 +123,15 @@ def _dense_bounds(on: torch.device, T: int, count: int) -> Tensor:
     return torch.arange(0, T * count, T, dtype=torch.int32, device=on)
 
 
+def spans(bounds: Tensor) -> Tensor:
+    """Returns the first token of each sequence and one past its last, [N, 2] int32.
+
+    Of contiguous bounds [N + 1] they are a view, in which rows overlap. Spans, of the nodes of a
+    tree, are returned themselves.
+    """
+    return bounds if bounds.dim() == 2 else bounds.as_strided((bounds.shape[0] - 1, 2), (1, 1))
+
+
 def plan_shape(call: Call) -> tuple[Lengths, int, int, int, int]:
     """Returns the sequences' numbers of chunks, HV, K, V and the number of SMs, for a plan."""
     (B, T, HV, V), K = call.v.shape, call.q.shape[-1]
