@@ -36,6 +36,7 @@ KERNEL_FORESTS = {
     "a group": Forest((65, 130, 1, 64, 0, 70), (-1, 0, 0, 0, 0, 0)),
     "turns": Forest((3, 66, 2, 64, 1), (-1, 0, 1, 2, 3)),
     "two groups": Forest((64, 3, 70, 30, 1, 2, 5), (-1, 0, 0, -1, 3, 3, 5)),
+    "equal leaves": Forest((65, *[3] * 5), (-1, *[0] * 5)),  # a CTA walks several items
     "no tree": Forest((70, 3, 0, 128), (-1, -1, -1, -1)),
 }
 

@@ -40,7 +40,8 @@ def gdn_tree_fwd(call: Call, tables: TreeTables, options: Options) -> TreeForwar
     require_aligned(TREE_OP, q=q, k=k, v=v)
     with device.of(q):
         (HV, V), K = v.shape[2:], q.shape[-1]
-        choice = gdn_plan.tree(_levels(tables), HV, V, device.sm_count(q.device))
+        levels = _levels(tables)
+        choice = gdn_plan.tree(levels, HV, V, device.sm_count(q.device))
         as_is = q.dtype if choice.solves else torch.float32  # as gdn_fwd has it
         raw = g, beta, call.A_log, call.dt_bias
         g, beta = activations.activate(*raw, options.beta_range, as_is)
@@ -51,10 +52,10 @@ def gdn_tree_fwd(call: Call, tables: TreeTables, options: Options) -> TreeForwar
         if not choice.solves:
             kkt_solve(k, g, beta, tables.bounds, _chunk_table(tables), saved)
         kept = key_first(states, options.state_v_first) if tables.num_rows else None
-        for a, b in _pairs(tables.levels):
+        for (a, b), lengths in zip(_pairs(tables.levels), levels, strict=True):
             fused_fwd(
                 q, k, v, g, beta, scale, kept, tables.spans[a:b], o, kept, saved, choice,
-                ends_of=tables.level_ends[a:b], starts_of=tables.level_starts[a:b],
+                tables.level_ends[a:b], len(lengths) == 1, tables.level_starts[a:b],
             )  # fmt: skip
     g_cum, A = saved if options.is_train and saved is not None else (None, None)
     return TreeForward(o, states, g_cum, A)
