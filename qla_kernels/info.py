@@ -43,10 +43,7 @@ RIVALS = {
 HOOKS = {  # of qla_kernels.integrations: the call that enables each, and its effect
     "FLA registry": ("fla.register()", "FLA asks us, and runs what we refuse"),
     "transformers": ("transformers.swap(model)", "gated-delta-net layers call us"),
-    "transformers attention": (
-        "transformers_dualkv.register()",
-        'attention "shared_prefix" is ours',
-    ),
+    "transformers attention": ("transformers_dualkv.register()", '"shared_prefix" is ours'),
     "TRL GRPO": ("trl.shared_prefix_trainer(GRPOTrainer)", "each prompt of a batch runs once"),
     "veRL FSDP": ("verl.patch()", "each prompt of a micro-batch runs once"),
     "transformers ring": ("transformers_sparse_ring.register()", 'attention "sparse_ring" is ours'),

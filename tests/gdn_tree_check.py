@@ -10,9 +10,9 @@ from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.tree.ops import TreeForward
 from qla_kernels.gdn.tree.tables import ON_HOST, TreeTables, tree_tables
 from qla_kernels.hybrid.delta_tables import parents
+from qla_kernels.selftest.gdn_inputs import gates, keys
 from reference import gdn
 from tests.compare import assert_close, relative_l2
-from tests.gdn_inputs import gates, keys
 from tests.gdn_trees import Forest
 
 # Errors are counted in units of what rounding the operands of every product costs by itself.

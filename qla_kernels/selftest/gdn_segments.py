@@ -32,7 +32,7 @@ GIVEN, SOLVING = heuristics.ForwardChoice(128, False), heuristics.ForwardChoice(
 Saved = tuple[Tensor, Tensor] | None  # g_cum and A
 
 
-class PackedCall(NamedTuple):
+class SegmentedCall(NamedTuple):
     """Packed sequences, as the launches take them."""
 
     q: Tensor  # [1, T, H, K]
@@ -69,7 +69,7 @@ def batch(
     h0: bool = True,
     padding: int = 3,
     device: str = "cpu",
-) -> PackedCall:
+) -> SegmentedCall:
     """Returns packed sequences, then rows of no sequence that are NaN."""
     (H, HV), (K, V), tokens = heads, sizes, sum(lengths)
     q, k = (keys(kind, tokens, H, K).to(dtype) for kind in ("unit", key))
@@ -80,12 +80,12 @@ def batch(
     )
     start = torch.randn(len(lengths), HV, K, V) if h0 else None
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    found: PackedCall = to(PackedCall(q, k, v, g, beta, start, bounds), device)
+    found: SegmentedCall = to(SegmentedCall(q, k, v, g, beta, start, bounds), device)
     return found
 
 
 def run(
-    x: PackedCall,
+    x: SegmentedCall,
     most: int,
     limit: float,
     kernel: heuristics.ForwardChoice = GIVEN,
@@ -117,7 +117,7 @@ def run(
     return CutResults(o, starts[:num], cut.bounds[:num], final)
 
 
-def whole(x: PackedCall, kernel: heuristics.ForwardChoice = GIVEN) -> tuple[Tensor, Tensor]:
+def whole(x: SegmentedCall, kernel: heuristics.ForwardChoice = GIVEN) -> tuple[Tensor, Tensor]:
     """Returns o and the final states of sequences that are not cut."""
     scale = x.q.shape[-1] ** -0.5
     g_cum, A = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens)
@@ -129,7 +129,7 @@ def whole(x: PackedCall, kernel: heuristics.ForwardChoice = GIVEN) -> tuple[Tens
     return o, final
 
 
-def expected(x: PackedCall, operand_dtype: torch.dtype | None = None) -> Any:
+def expected(x: SegmentedCall, operand_dtype: torch.dtype | None = None) -> Any:
     """Returns the forward in fp64; with an operand_dtype, with the kernels' roundings."""
     q, k, v, beta = (y.nan_to_num().double().cpu() for y in (x.q, x.k, x.v, x.beta))
     g = x.g.double().cpu().nan_to_num(neginf=-torch.inf)
@@ -139,7 +139,7 @@ def expected(x: PackedCall, operand_dtype: torch.dtype | None = None) -> Any:
     )  # fmt: skip
 
 
-def prepared(x: PackedCall) -> tuple[Tensor, Tensor]:
+def prepared(x: SegmentedCall) -> tuple[Tensor, Tensor]:
     """Returns g_cum and A without errors; rows of no sequence are NaN."""
     saved = expected(x)
     g_cum, A = saved.g_cum.float(), saved.A.to(x.k.dtype)
@@ -149,7 +149,7 @@ def prepared(x: PackedCall) -> tuple[Tensor, Tensor]:
 
 
 def maps(
-    x: PackedCall, cut: segments.Segments, limit: float, solves: bool, saved: Saved = None
+    x: SegmentedCall, cut: segments.Segments, limit: float, solves: bool, saved: Saved = None
 ) -> segments.Maps:
     """Launches segment_map on g, or on a g_cum and A without errors, NaN past the last token."""
     if solves:
@@ -159,7 +159,7 @@ def maps(
 
 
 def starts(
-    x: PackedCall, most: int, limit: float, solves: bool = False, saved: Saved = None
+    x: SegmentedCall, most: int, limit: float, solves: bool = False, saved: Saved = None
 ) -> Tensor:
     """Returns the states that enter the segments that there are, [P, HV, K, V]."""
     cut = segments.cut(x.g, x.cu_seqlens, most)
@@ -167,7 +167,7 @@ def starts(
     return segments.start_states(found, x.h0, cut)[: int(cut.first_segment[-1])]
 
 
-def states_between(x: PackedCall, most: int, operand_dtype: torch.dtype | None = None) -> Tensor:
+def states_between(x: SegmentedCall, most: int, operand_dtype: torch.dtype | None = None) -> Tensor:
     """Returns what `starts` should be: some states before chunks, those before sequences."""
     done = expected(x, operand_dtype)
     before = iter(done.h[0])
@@ -180,7 +180,7 @@ def states_between(x: PackedCall, most: int, operand_dtype: torch.dtype | None =
     return torch.stack(found)
 
 
-def check_starts(x: PackedCall, got: Tensor, most: int) -> None:
+def check_starts(x: SegmentedCall, got: Tensor, most: int) -> None:
     """Compares the states that enter the segments with fp64."""
     want, rounded = states_between(x, most), states_between(x, most, x.k.dtype)
     for head in range(x.v.shape[2]):

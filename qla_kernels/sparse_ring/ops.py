@@ -116,25 +116,27 @@ vertical_slash_fwd = _defined("vertical_slash_fwd", _fwd, _fake_fwd)
 vertical_slash_bwd = _defined("vertical_slash_bwd", _bwd, _fake_bwd)
 
 
-class Results(tuple[Tensor, ...]):
+class OpResults(tuple[Tensor, ...]):
     """The results of an operator."""
 
     def flat(self) -> tuple[Tensor | None, ...]:
         return self
 
     @staticmethod
-    def of_flat(*tensors: Any) -> "Results":
-        return Results(tensors)
+    def of_flat(*tensors: Any) -> "OpResults":
+        return OpResults(tensors)
 
 
 def _replayed(
     operator: Callable[..., Any], run: Callable[..., tuple[Tensor, ...]]
-) -> Callable[..., Results]:
+) -> Callable[..., OpResults]:
     """Returns the operator as this package calls it: replayed, without the dispatcher, or by it."""
     programs, direct = Programs(str(operator)), skip_dispatcher(operator, run, run)
 
-    def call(*arguments: Any) -> Results:
-        return programs.run(lambda given: Results(direct(*given)), (arguments,), Results.of_flat)
+    def call(*arguments: Any) -> OpResults:
+        return programs.run(
+            lambda given: OpResults(direct(*given)), (arguments,), OpResults.of_flat
+        )
 
     return call
 

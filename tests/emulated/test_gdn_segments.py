@@ -13,7 +13,7 @@ from qla_kernels.selftest.gdn_segments import (
     RATIO,
     SOLVING,
     CutResults,
-    PackedCall,
+    SegmentedCall,
     batch,
     check_starts,
     expected,
@@ -27,7 +27,7 @@ from tests.compare import assert_close, relative_l2
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
 
 
-def check(x: PackedCall, got: CutResults) -> None:
+def check(x: SegmentedCall, got: CutResults) -> None:
     want, rounded = expected(x), expected(x, x.q.dtype)
     assert not got.o[:, x.bounds[-1] :].any(), "rows of padding tokens are not 0"
     for head in range(x.v.shape[2]):
