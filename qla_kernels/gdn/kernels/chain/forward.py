@@ -113,9 +113,13 @@ def move_state(function, K, r_s, state, n, hv, v):
 
 @T.macro
 def put_out(r_o16, s_o, ring, w, i):
+    """Writes a state warpgroup's columns of O to its staging tile.
+
+    `store` makes the fence. TileLang is told that the tile is read here: for a write it would
+    insert a fence of its own before the next product.
+    """
     ring.acquire(i)
-    T.call_extern("handle", "qla::stage_transposed", r_o16.data, slot_of(s_o, w))
-    T.fence_proxy_async()  # s_o: written by threads, read by the TMA store
+    T.call_extern("handle", "qla::stage_transposed", r_o16.data, slot_of(s_o, w, "r"))
     ring.commit(i)
 
 
