@@ -7,6 +7,7 @@ from torch import Tensor
 from qla_kernels import jit
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.kernels import gate, kkt_solve
+from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import GATE_FLOOR, LN2
 from qla_kernels.varlen import ChunkTable, chunk_table
 from tests import kkt_solve_check
@@ -15,12 +16,15 @@ from tests.emulator import EmulatedKernel
 from tests.gdn_inputs import Inputs, inputs
 
 
-def run_gate(x: Inputs, table: ChunkTable, g_cum: Tensor, seed: int) -> Tensor:
+def run_gate(
+    x: Inputs, table: ChunkTable, g_cum: Tensor, seed: int, wide_beta: Tensor | None = None
+) -> Tensor:
     """As launch.gate launches it."""
     HV = x.g.shape[2]
     gates = torch.full((table.chunks.shape[0], HV, 3, 64), torch.nan)
-    kernel = EmulatedKernel(gate.build(gate.VARIANTS[0]), gate.PASS_CONFIGS)
-    kernel(x.g[0], x.beta[0], table.chunks, g_cum[0], gates, seed=seed)
+    kernel = EmulatedKernel(gate.build(gate.Variant(dtype_name(x.beta.dtype))), gate.PASS_CONFIGS)
+    wide = g_cum if wide_beta is None else wide_beta
+    kernel(x.g[0], x.beta[0], table.chunks, g_cum[0], gates, wide[0], seed=seed)
     return gates
 
 
@@ -86,6 +90,24 @@ def test_gate(heads, kind):
         assert torch.equal(gates[chunk, :, 1], beta.T)
         assert_close("fall", gates[chunk, :, 2], (end - gamma).exp2().T, rel=1e-5)
         assert_close("g_cum", g_cum[0, tok0 : tok0 + rows], gamma[:rows] * LN2, rel=1e-6)
+
+
+@pytest.mark.parametrize("variant", gate.VARIANTS[1:], ids=jit.variant_id)
+@pytest.mark.kernels("gdn.gate")
+def test_a_beta_of_16_bits_is_read_and_widened(variant):
+    """With the results of the same beta in fp32; tokens of no chunk are left alone."""
+    x = inputs([70, 0, 64, 1], (1, 33), 64, torch.bfloat16)
+    x = x._replace(beta=x.beta.to(getattr(torch, variant.dtype)))
+    table = chunk_table(x.g.shape[1], x.cu_seqlens)
+    (g_cum, _), (want_cum, _) = kkt_solve_check.poisoned(x), kkt_solve_check.poisoned(x)
+    wide = torch.full_like(g_cum, torch.nan)
+    gates = run_gate(x, table, g_cum, 1, wide)
+    want = run_gate(x._replace(beta=x.beta.float()), table, want_cum, 1)
+    live = table.num_chunks
+    assert torch.equal(gates[:live], want[:live])
+    torch.testing.assert_close(g_cum, want_cum, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(wide[:, : x.tokens], x.beta[:, : x.tokens].float())
+    assert wide[:, x.tokens :].isnan().all()
 
 
 @pytest.mark.parametrize("variant", kkt_solve.VARIANTS, ids=jit.variant_id)
