@@ -127,7 +127,7 @@ def put_out(r_o16, s_o, ring, w, i):
 def state(
     states, K, dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
     q_ring, k_ring, v_ring, gate_ring, a_ring, p_ring, o_ring, turn,
-    num_chunks, n, hv, v0, has_h0, has_ht, ends_of,
+    num_chunks, n, hv, v0, has_h0, has_ht, ends_of, first_warpgroup=0,
 ):  # fmt: skip
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
@@ -141,7 +141,7 @@ def state(
     r_vt = T.alloc_fragment((CHUNK, TILE), dtype)
     T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
     w = T.alloc_var("int32")
-    w = T.get_thread_binding(1)
+    w = T.get_thread_binding(1) - first_warpgroup
     if has_h0 != 0:
         move_state("load_state", K, r_s, h0, n, hv, v0 + w * TILE)
     else:
