@@ -24,7 +24,9 @@ FORGOTTEN = 3.2  # log decay of the warm heads per chunk: 64 tokens, each keeps 
 # Both chains of a backward on one SM, per chunk of a CTA of each, by columns of a CTA: one chain
 # mostly after the other; and side by side, where they move fewer bytes in the same time.
 PAIR_STEP = {64: (3.15, 3.48), 128: (5.0, 8.1)}
-NEXT_WAVE = 1.0  # a CTA that starts while others run
+# Where both chains come in waves: a CTA that starts while others run, and a chunk's mean time over
+# CHAIN_STEP's, because the later waves are of chunk_states, whose chunks take less time.
+NEXT_WAVE, LATER_WAVES = 1.0, 0.925
 
 Lengths = tuple[tuple[int, int], ...]  # (chunks, how many sequences or segments have that length)
 
@@ -65,8 +67,9 @@ def both_chains(pieces: Lengths, num_value_heads: int, V: int, sm_count: int) ->
     def duration(tile_v: int) -> float:
         ctas = num_value_heads * V // tile_v
         beside = 2 * ctas * sum(count for _, count in pieces) <= sm_count
+        step = CHAIN_STEP[tile_v] * (1.0 if beside else LATER_WAVES)
         work = PAIR_STEP[tile_v][beside] * ctas * total(pieces) / sm_count
-        steps = chain(pieces, CHAIN_STEP[tile_v], 2 * ctas, sm_count, NEXT_WAVE)
+        steps = chain(pieces, step, 2 * ctas, sm_count, NEXT_WAVE)
         return START + max(LAUNCH + work, steps)
 
     width = min((tile_v for tile_v in CHAIN_STEP if V % tile_v == 0), key=duration)

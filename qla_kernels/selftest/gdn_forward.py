@@ -60,9 +60,13 @@ def _gate() -> list[Result]:
     want = reference().gdn.chunked(*x.tensors(torch.float64), cu_seqlens=x.cu_seqlens).g_cum
     tok0, rows = table.chunks[0].tolist()
     gamma = gates[0, :, 0, :rows].T * math.log(2)
+    narrow, wide = beta.bfloat16(), torch.zeros_like(beta)
+    launch.gate(g, narrow, table, torch.empty_like(g), wide)
+    live = int(x.cu_seqlens[-1])
     return [
         Result("gdn.gate g_cum", error_of(g_cum, want), 1e-6),
         Result("gdn.gate gamma", error_of(gamma, want[0, tok0 : tok0 + rows]), 1e-6),
+        Result("gdn.gate beta", error_of(wide[:, :live], narrow[:, :live].double()), 0),
     ]
 
 

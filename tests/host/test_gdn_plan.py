@@ -239,6 +239,12 @@ def test_the_width_of_both_chains_of_a_backward(lengths, heads, width):
     assert durations.both_chains(sequence_chunks(0, 0, lengths), heads, 128, SMS)[0] == width
 
 
+@pytest.mark.parametrize("heads", [32, 48, 64])
+def test_a_backward_of_one_long_sequence_stays_whole_where_its_heads_fill_the_gpu(heads):
+    for length in (4096, 8192, 16384, 32768):
+        assert plan.backward(sequence_chunks(0, 0, [length]), heads, 128, 128, SMS) is None
+
+
 @pytest.mark.parametrize(
     ("length", "heads", "segment_chunks", "faster"),
     [(32768, 32, 64, True), (8192, 32, 32, False), (4096, 24, 16, False), (8192, 8, 16, True)],

@@ -19,7 +19,7 @@ from tests.native import behaviour, standin
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
-(VARIANT,) = gate.VARIANTS
+VARIANT, *_ = gate.VARIANTS
 LABEL = jit.label(gate, VARIANT)
 
 
