@@ -66,7 +66,7 @@ def _gate() -> list[Result]:
     return [
         Result("gdn.gate g_cum", error_of(g_cum, want), 1e-6),
         Result("gdn.gate gamma", error_of(gamma, want[0, tok0 : tok0 + rows]), 1e-6),
-        Result("gdn.gate beta", error_of(wide[:, :live], narrow[:, :live].double()), 0),
+        Result("gdn.gate beta", error_of(wide[:, :live], narrow[:, :live].cpu().double()), 0),
     ]
 
 
