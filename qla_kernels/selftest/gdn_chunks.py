@@ -77,15 +77,23 @@ def _kkt_solve(variant: Any, keys_and_gates: tuple[Any, ...], device: str) -> No
         check(x, g_cum.cpu(), A.cpu(), ratio[dtype])
 
 
-def _gate(_: Any, given: tuple[int, str], device: str) -> None:
-    """Checks any number of heads, of strided inputs; rows past a chunk's end are level, beta 0."""
+def _gate(variant: Any, given: tuple[int, str], device: str) -> None:
+    """Checks any number of heads, of strided inputs; rows past a chunk's end are level, beta 0.
+
+    A beta of 16 bits is also written in fp32; tokens of no chunk are left alone.
+    """
     heads, kind = given
     x = inputs([70, 0, 64, 1], (1, heads), 64, torch.bfloat16, kind)
-    g, beta = torch.stack([x.g, x.beta], -1).to(device).unbind(-1)
+    x = x._replace(beta=x.beta.to(dtype_of(variant)))
+    g, beta = (torch.stack([t, t], -1).to(device).unbind(-1)[0] for t in (x.g, x.beta))
     table = chunk_table(x.g.shape[1], x.cu_seqlens)
-    g_cum = torch.full_like(x.g, torch.nan).to(device)
-    gates = chunks.gate(g, beta, to(table, device), g_cum).cpu()
+    g_cum, wide = torch.full((2, *x.g.shape), torch.nan, device=device)
+    is_wide = beta.dtype == torch.float32
+    gates = chunks.gate(g, beta, to(table, device), g_cum, None if is_wide else wide).cpu()
     g_cum = g_cum.cpu()
+    if not is_wide:
+        assert torch.equal(wide[:, : x.tokens].cpu(), x.beta[:, : x.tokens].float()), "beta in fp32"
+        assert wide[:, x.tokens :].isnan().all(), "beta of padding tokens was written"
     assert g_cum[:, x.tokens :].isnan().all(), "gates of padding tokens were written"
     for chunk, (tok0, rows) in enumerate(table.chunks[: int(table.num_chunks)].tolist()):
         raw = (x.g[0, tok0 : tok0 + rows].double() / LN2).clamp(min=GATE_FLOOR)

@@ -38,7 +38,10 @@ def test_a_wrong_case_fails_and_a_right_one_passes() -> None:
     ("arguments", "said"),
     [
         (["gdn.fused"], r"no kernel 'gdn.fused'; need one of attn.delta"),
-        (["gdn.gate", "--variant", "bf16"], r"no variant 'bf16'; need one of \['fp32'\]"),
+        (
+            ["gdn.gate", "--variant", "k64"],
+            r"no variant 'k64'; need one of \['fp32', 'bf16', 'fp16'\]",
+        ),
     ],
 )
 def test_what_is_not_there_is_named(arguments, said, capsys) -> None:

@@ -188,9 +188,12 @@ def test_a_file_without_one_of_its_kernels_is_refused(folder: Path) -> None:
 
 def test_another_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(prebuilt, "FORMAT", 2)
+        patch.setattr(prebuilt, "FORMAT", prebuilt.FORMAT + 1)
         path = write(folder)
-    with pytest.raises(Unsupported, match=rf"{path} is of format 2; need format 1; run `python -m"):
+    said = (
+        rf"{path} is of format {prebuilt.FORMAT + 1}; need format {prebuilt.FORMAT}; run `python -m"
+    )
+    with pytest.raises(Unsupported, match=said):
         jit.compile(gate, VARIANT)
 
 

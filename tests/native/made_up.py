@@ -8,7 +8,7 @@ from qla_kernels.gdn.kernels import gate
 from qla_kernels.native import sources
 from tests.native import behaviour
 
-(VARIANT,) = gate.VARIANTS
+VARIANT, *_ = gate.VARIANTS
 LABEL = jit.label(gate, VARIANT)
 
 

@@ -75,6 +75,16 @@ class Variant(NamedTuple):
         return 2 if self.solves and self.states == 1 else 1
 
     @property
+    def first_state(self) -> int:
+        """The first state warpgroup: two of them come after the solving one that they wait for."""
+        return self.teams if self.states == 2 else 0
+
+    @property
+    def first_solve(self) -> int:
+        """The first warpgroup that makes A and P."""
+        return 0 if self.states == 2 else self.states
+
+    @property
     def inverts(self) -> bool:
         """True if a separate warp inverts A's diagonal blocks."""
         return self.solves and self.states == 2
@@ -91,6 +101,7 @@ PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
+    "tl.disable_buffer_init_check": True,  # staging tiles: see `put_out`
 }
 
 
@@ -114,45 +125,46 @@ def schedule(variant: Variant) -> Schedule:
     def inverting(*names: str) -> tuple[str, ...]:
         return names if variant.inverts else ()
 
+    chain_role = Role(
+        "state",
+        warps=4 * variant.states,
+        regs=state_regs,
+        waits=("q_full", "k_full", "v_full", "gate_full", "a_full", "p_full", "o_free"),
+        signals=(
+            "q_free",
+            "k_free",
+            "v_free",
+            "gate_free",
+            "a_free",
+            "p_free",
+            ("o_full", WARPGROUP_THREADS),
+        ),
+        computes="S, W, V', O",
+        uses=("wgmma",),
+    )
+    solving_role = Role(
+        "solve" if variant.solves else "score",
+        warps=4 * variant.teams,
+        regs=solve_regs,
+        waits=(
+            "q_full",
+            "k_full",
+            "gate_full",
+            *inverting("l_free"),
+            *(("a_free",) if variant.solves and not variant.inverts else ()),
+            "p_free",
+        ),
+        signals=(
+            *((s, WARPGROUP_THREADS) for s in ("q_free", "k_free", "gate_free", "p_full")),
+            *inverting("l_full"),
+            *solving(("a_full", WARPGROUP_THREADS)),
+        ),
+        computes="A, P" if variant.solves else "P",
+        uses=("wgmma", *solving("mma")),
+    )
     return Schedule(
         roles=(
-            Role(
-                "state",
-                warps=4 * variant.states,
-                regs=state_regs,
-                waits=("q_full", "k_full", "v_full", "gate_full", "a_full", "p_full", "o_free"),
-                signals=(
-                    "q_free",
-                    "k_free",
-                    "v_free",
-                    "gate_free",
-                    "a_free",
-                    "p_free",
-                    ("o_full", WARPGROUP_THREADS),
-                ),
-                computes="S, W, V', O",
-                uses=("wgmma",),
-            ),
-            Role(
-                "solve" if variant.solves else "score",
-                warps=4 * variant.teams,
-                regs=solve_regs,
-                waits=(
-                    "q_full",
-                    "k_full",
-                    "gate_full",
-                    *inverting("l_free"),
-                    *(("a_free",) if variant.solves and not variant.inverts else ()),
-                    "p_free",
-                ),
-                signals=(
-                    *((s, WARPGROUP_THREADS) for s in ("q_free", "k_free", "gate_free", "p_full")),
-                    *inverting("l_full"),
-                    *solving(("a_full", WARPGROUP_THREADS)),
-                ),
-                computes="A, P" if variant.solves else "P",
-                uses=("wgmma", *solving("mma")),
-            ),
+            *((solving_role, chain_role) if variant.first_state else (chain_role, solving_role)),
             Role(
                 "load",
                 warps=1,
@@ -224,6 +236,12 @@ def clear_saved(A, g_cum, first_row, num_tokens, num_sequences, hv):
 def build(variant: Variant):
     plan = schedule(variant)
     K, states, rings = variant.K, variant.states, plan.rings
+    first_state, first_solve = variant.first_state, variant.first_solve
+
+    def of_states(warpgroup):
+        before_the_end = warpgroup < first_state + states
+        return (warpgroup >= first_state) & before_the_end if first_state else before_the_end
+
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, num_columns, num_sequences = T.dynamic("V, num_tiles, num_columns, num_sequences")
     num_h0, num_ht, saved_tokens = T.dynamic("num_h0, num_ht, saved_tokens")
@@ -318,9 +336,9 @@ def build(variant: Variant):
             # up to that predecessor have ended. `early`: q, k, v, gates and A come from these.
             if early == 0:
                 T.pdl_sync()
-            if warpgroup < states:
+            if of_states(warpgroup):
                 T.set_max_nreg(plan.role("state").regs, 1)
-                first_turn(turn, warpgroup)
+                first_turn(turn, warpgroup - first_state)
                 if early != 0:  # only h0 comes from the kernel before; o is written after it
                     T.pdl_sync()
                 for j in rolled(items):
@@ -334,16 +352,15 @@ def build(variant: Variant):
                         After(q_ring, first), After(k_ring, first), After(v_ring, first),
                         After(gates, first), After(a_ring, first), After(p_ring, first),
                         After(o_ring, first * states), turn, num_chunks, n, hv,
-                        i_tile * variant.tile_v, has_h0, has_ht, starts_of,
-                        ends_of,
+                        i_tile * variant.tile_v, has_h0, has_ht, starts_of, ends_of, first_state,
                     )  # fmt: skip
                     first += num_chunks
-                last_turn(turn, warpgroup)
+                last_turn(turn, warpgroup - first_state)
             elif warpgroup < states + variant.teams:
-                T.set_max_nreg(plan.roles[1].regs, 0)
+                T.set_max_nreg(plan.role("solve" if variant.solves else "score").regs, 0)
                 if variant.solves:
-                    clear_above(s_a, warpgroup - states, variant.teams)
-                clear_above(s_p, warpgroup - states, variant.teams)
+                    clear_above(s_a, warpgroup - first_solve, variant.teams)
+                clear_above(s_p, warpgroup - first_solve, variant.teams)
                 count_chunks(
                     spans, num_tokens, num_value_heads * num_tiles, block, ctas, items,
                     num_chunks,
@@ -357,7 +374,7 @@ def build(variant: Variant):
                     )  # fmt: skip
                 elif variant.solves:
                     solve_in_teams(
-                        variant.teams, states, K, s_q, s_k, s_gate, s_l, s_a, s_p,
+                        variant.teams, first_solve, K, s_q, s_k, s_gate, s_l, s_a, s_p,
                         q_ring, k_ring, gates, a_ring, p_ring, NamedBarrier(plan, "solve"),
                         num_chunks, scale,
                     )  # fmt: skip

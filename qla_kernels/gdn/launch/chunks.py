@@ -49,13 +49,17 @@ def l2norm_fwd(x: Tensor) -> Tensor:
     return y
 
 
-def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
+def gate(
+    g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor, wide_beta: Tensor | None = None
+) -> Tensor:
     """Cumulates the gates within each chunk; returns them in the layout that kkt_solve fetches.
 
     Args:
-        g, beta: [B, T, HV] fp32, g in natural log; any strides that flatten to tokens.
+        g: [B, T, HV] fp32, natural log; any strides that flatten to tokens.
+        beta: [B, T, HV] in fp32, bf16 or fp16; likewise.
         table: the chunks.
         g_cum: [B, T, HV] fp32, written: the cumulated gates in natural log.
+        wide_beta: [B, T, HV] fp32, written: beta, if that has 16 bits; then it must be given.
 
     Returns:
         [capacity of the table, HV, 3, 64] fp32: three rows per chunk, gamma in base 2, beta and
@@ -64,8 +68,9 @@ def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
     num_tokens, HV = g.shape[0] * g.shape[1], g.shape[2]
     gates = g.new_empty(table.chunks.shape[0], HV, 3, CHUNK)
     flat = (x.view(num_tokens, HV) for x in (g, beta))
-    jit.compile(gate_kernel, gate_kernel.Variant("float32"))(
-        *flat, table.chunks, g_cum.view(num_tokens, HV), gates
+    wide = g_cum if wide_beta is None else wide_beta
+    jit.compile(gate_kernel, gate_kernel.Variant(dtype_name(beta.dtype)))(
+        *flat, table.chunks, g_cum.view(num_tokens, HV), gates, wide.view(num_tokens, HV)
     )
     return gates
 
@@ -78,18 +83,20 @@ def kkt_solve(
     table: ChunkTable | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     growth: Tensor | None = None,
+    wide_beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes the cumulated gates and the gated inverse of every chunk.
 
     Args:
         k: [B, T, H, K], bf16 or fp16; any strides that flatten to tokens, with unit last stride.
         g: [B, T, HV] fp32, natural log.
-        beta: [B, T, HV] fp32.
+        beta: [B, T, HV] in fp32, bf16 or fp16.
         cu_seqlens: [N + 1], with B = 1; None if each batch row is a sequence.
         table: the table of chunks; made here if None.
         out: g_cum and A to write into; allocated here if None.
         growth: [B, T, HV] fp32, written if given, for segments.maps: at the last of every 16 tokens
             of a chunk, the sum over the 16 of log max(1, |1 - beta |k|^2|).
+        wide_beta: as in `gate`.
 
     Returns:
         g_cum [B, T, HV] fp32, natural log, inclusive within each chunk, and A [B, T, HV, 64] in k's
@@ -103,7 +110,7 @@ def kkt_solve(
     room = table.chunks.shape[0]
     if not g.numel() or not room:
         return g_cum, A
-    gates = gate(g, beta, table, g_cum)
+    gates = gate(g, beta, table, g_cum, wide_beta)
     variant = kkt_solve_kernel.Variant(dtype_name(k.dtype), K)
     jit.compile(kkt_solve_kernel, variant)(
         tokens(k),

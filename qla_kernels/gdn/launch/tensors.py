@@ -10,8 +10,9 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.device_tables import kept
 from qla_kernels.gdn.call import Call
+from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
-from qla_kernels.gdn.plan import Lengths, sequence_chunks
+from qla_kernels.gdn.plan import sequence_chunks
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.varlen import ChunkTable, capacity
 

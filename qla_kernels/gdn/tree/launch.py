@@ -16,6 +16,7 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.durations import Lengths, both_chains
 from qla_kernels.gdn.kernels import child_sums as child_sums_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch import activations
@@ -23,10 +24,10 @@ from qla_kernels.gdn.launch.backward import chunk_grads, flat_readable
 from qla_kernels.gdn.launch.chains import DsInDv, chunk_states, dstate_chain
 from qla_kernels.gdn.launch.chunks import fused_fwd, kkt_solve
 from qla_kernels.gdn.launch.forward import SavedChunks
-from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates, columns_of
+from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates
 from qla_kernels.gdn.launch.tensors import fresh_like, key_first
 from qla_kernels.gdn.ops import GdnBackward
-from qla_kernels.gdn.plan import Lengths, sequence_chunks
+from qla_kernels.gdn.plan import sequence_chunks
 from qla_kernels.gdn.tree.autograd import TREE_OP
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree, TreeForward
 from qla_kernels.gdn.tree.tables import TreeTables
@@ -123,7 +124,7 @@ def _states_around(
             held = DsInDv(dv, tails[a:b], owner)
         dstate_chain(
             q, k, do, g_cum, beta, A, dht, scale, tables.spans[a:b], tables.level_chunks[a:b],
-            before, columns_of(lengths[level], HV, V, sms), held, tables.level_ends[a:b], dS,
+            before, both_chains(lengths[level], HV, V, sms)[0], held, tables.level_ends[a:b], dS,
         )  # fmt: skip
 
     with device.fork(q) as aside:
@@ -131,7 +132,7 @@ def _states_around(
             every = tuple(pair for level in lengths for pair in level)
             chunk_states(
                 k, v, g_cum, beta, A, h0 if tables.num_rows else None, bounds, tables.first_chunk,
-                tile_v=columns_of(every, HV, V, sms), out=h, starts_of=tables.starts,
+                tile_v=both_chains(every, HV, V, sms)[0], out=h, starts_of=tables.starts,
             )  # fmt: skip
         edges = _pairs(tables.levels)
         for level, (begin, end) in reversed([*enumerate(edges)][1:]):
