@@ -1,6 +1,7 @@
 """Tables with which the gated delta rule follows a prefix tree, built from a layout's nodes.
 
-qla_kernels.gdn.tree.tables.DeltaTables says what each holds. All layers and the backward share them.
+DeltaTables of qla_kernels.gdn.tree.tables says what each holds. All layers and the backward share
+them.
 """
 
 from typing import NamedTuple
