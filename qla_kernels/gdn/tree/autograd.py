@@ -40,8 +40,9 @@ def _final(states: Tensor, tables: DeltaTables) -> Tensor | None:
 class GatedDeltaTree(torch.autograd.Function):
     """Applies gdn_tree_fwd, with gdn_tree_bwd as its derivative.
 
-    The arguments are the fields of a Call and of DeltaTables, and Options. Saves the inputs, g_cum and A, as GatedDeltaRule does, and the end states of nodes with
-    children: 4 K V bytes for each such node and value head.
+    The arguments are the fields of a Call and of DeltaTables, and Options. Saves the inputs, g_cum
+    and A, as GatedDeltaRule does, and the end states of nodes with children: 4 K V bytes for each
+    such node and value head.
     """
 
     @staticmethod
