@@ -8,7 +8,7 @@ from torch import Tensor
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.tree.ops import TreeForward
-from qla_kernels.gdn.tree.tables import ON_HOST, TreeTables, tree_tables
+from qla_kernels.gdn.tree.tables import ON_HOST, DeltaTables, tree_tables
 from qla_kernels.hybrid.delta_tables import parents
 from qla_kernels.selftest.gdn_inputs import gates, keys
 from reference import gdn
@@ -25,7 +25,7 @@ class TreeCase(NamedTuple):
     """A call over a tree, and the gradients from which its backward starts."""
 
     call: Call
-    tables: TreeTables
+    tables: DeltaTables
     options: Options
     do: Tensor
     dfinal: Tensor | None
@@ -64,7 +64,7 @@ def tree_case(
     dfinal = None
     if final:
         dfinal = torch.randn(len(tables.leaves), HV, *flags.state_size(K, V)).to(device)
-    there = TreeTables(*tables[:ON_HOST], *(x.to(device) for x in tables[ON_HOST:]))
+    there = DeltaTables(*tables[:ON_HOST], *(x.to(device) for x in tables[ON_HOST:]))
     return TreeCase(Call(q, k, v, g, beta, 0.7 * K**-0.5), there, flags, do, dfinal)
 
 

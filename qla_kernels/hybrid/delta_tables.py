@@ -1,6 +1,7 @@
 """Tables with which the gated delta rule follows a prefix tree, built from a layout's nodes.
 
-qla_kernels.gdn.tree.tables.TreeTables says what each holds. All layers and the backward share them.
+DeltaTables of qla_kernels.gdn.tree.tables says what each holds. All layers and the backward share
+them.
 """
 
 from typing import NamedTuple
@@ -13,17 +14,17 @@ from qla_kernels.device_tables import Kept
 from qla_kernels.dualkv.plan import SharedLayout, moved
 from qla_kernels.errors import need
 from qla_kernels.gdn.tree.autograd import TREE_OP
-from qla_kernels.gdn.tree.tables import TreeTables, moved_together, one_buffer, tree_tables
+from qla_kernels.gdn.tree.tables import DeltaTables, moved_together, one_buffer, tree_tables
 
 
 class PreparedTree(NamedTuple):
     """Tables of a layout, and the stream on which they were filled."""
 
-    tables: TreeTables
-    kept: Kept[TreeTables]
+    tables: DeltaTables
+    kept: Kept[DeltaTables]
 
 
-def prepare(layout: SharedLayout, output_final_state: bool) -> TreeTables:
+def prepare(layout: SharedLayout, output_final_state: bool) -> DeltaTables:
     """Returns the layout's tables; the first call builds and copies them.
 
     The copy to a GPU does not block the host. A call on another stream makes that stream wait for

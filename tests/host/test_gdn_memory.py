@@ -14,7 +14,7 @@ from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.launch import backward
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree
-from qla_kernels.gdn.tree.tables import ON_HOST, SIBLINGS, TreeTables, tree_tables
+from qla_kernels.gdn.tree.tables import ON_HOST, SIBLINGS, DeltaTables, tree_tables
 
 MIB = 2**20
 PACKED = (3274, 1029, 2909, 5061, 2011, 3793, 9932, 4759)
@@ -109,7 +109,7 @@ def test_a_tree_needs_no_states_of_leaves(monkeypatch):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     made = tree_tables([0, *range(64, T + 1)], [-1] + [0] * leaves, False)
-    tables = TreeTables(*made[:ON_HOST], *(x.to("meta") for x in made[ON_HOST:]))
+    tables = DeltaTables(*made[:ON_HOST], *(x.to("meta") for x in made[ON_HOST:]))
     q, k, v = meta(1, T, H, size), meta(1, T, H, size), meta(1, T, HV, size)
     g, beta = (meta(1, T, HV, dtype=torch.float32) for _ in range(2))
     call = Call(q, k, v, g, beta, size**-0.5)

@@ -9,12 +9,12 @@ from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.gdn.autograd import gradients, normalised, restored, save, without_aliases
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.tree import ops
-from qla_kernels.gdn.tree.tables import TreeTables
+from qla_kernels.gdn.tree.tables import DeltaTables
 
 TREE_OP = "shared_prefix_gated_delta_rule"
 
 
-def over_tree(call: Call, tables: TreeTables, options: Options) -> tuple[Tensor, Tensor | None]:
+def over_tree(call: Call, tables: DeltaTables, options: Options) -> tuple[Tensor, Tensor | None]:
     """Runs a checked call over a tree, differentiable if `options.is_train`.
 
     Returns o [1, T, HV, V], and the end states of the leaves if the tables keep them, else None.
@@ -30,7 +30,7 @@ def over_tree(call: Call, tables: TreeTables, options: Options) -> tuple[Tensor,
     return done.o, _final(done.states, tables)
 
 
-def _final(states: Tensor, tables: TreeTables) -> Tensor | None:
+def _final(states: Tensor, tables: DeltaTables) -> Tensor | None:
     """Returns the end states of the leaves, the last rows, or None if there are none."""
     if not tables.leaves.shape[0]:
         return None
@@ -38,10 +38,11 @@ def _final(states: Tensor, tables: TreeTables) -> Tensor | None:
 
 
 class GatedDeltaTree(torch.autograd.Function):
-    """Applies gdn_tree_fwd, with gdn_tree_bwd as its derivative, to a Call, TreeTables and Options.
+    """Applies gdn_tree_fwd, with gdn_tree_bwd as its derivative.
 
-    Saves the inputs, g_cum and A, as GatedDeltaRule does, and the end states of nodes with
-    children: 4 K V bytes for each such node and value head.
+    The arguments are the fields of a Call and of DeltaTables, and Options. Saves the inputs, g_cum
+    and A, as GatedDeltaRule does, and the end states of nodes with children: 4 K V bytes for each
+    such node and value head.
     """
 
     @staticmethod
@@ -49,7 +50,7 @@ class GatedDeltaTree(torch.autograd.Function):
         *tensors, options = arguments
         call, tables = (
             Call(*tensors[: len(Call._fields)]),
-            TreeTables(*tensors[len(Call._fields) :]),
+            DeltaTables(*tensors[len(Call._fields) :]),
         )
         done = ops.gdn_tree_fwd(call, tables, options)
         ctx.set_materialize_grads(False)
@@ -62,7 +63,7 @@ class GatedDeltaTree(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         call, results = restored(ctx)
         num = len(ops.SavedTree._fields)
-        saved, tables = ops.SavedTree(*results[:num]), TreeTables(*results[num:])
+        saved, tables = ops.SavedTree(*results[:num]), DeltaTables(*results[num:])
         if do is None:  # only the final states were used
             do = call.v.new_zeros(()).expand(call.v.shape)
         done = ops.gdn_tree_bwd(call, tables, saved, ops.IncomingTree(do, dfinal), ctx.options)

@@ -8,12 +8,12 @@ from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.cpu import activated, raw_gradients, swapped
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree, TreeForward
-from qla_kernels.gdn.tree.tables import TreeTables
+from qla_kernels.gdn.tree.tables import DeltaTables
 from qla_kernels.tile.constants import CHUNK
 
 
 @torch.no_grad()
-def gdn_tree_fwd(call: Call, tables: TreeTables, options: Options) -> TreeForward:
+def gdn_tree_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForward:
     nodes, rows = _tree(tables)
     g, beta = activated(call, options)
     with torch.autocast("cpu", enabled=False):
@@ -28,7 +28,7 @@ def gdn_tree_fwd(call: Call, tables: TreeTables, options: Options) -> TreeForwar
 
 @torch.no_grad()
 def gdn_tree_bwd(
-    call: Call, tables: TreeTables, saved: SavedTree, incoming: IncomingTree, options: Options
+    call: Call, tables: DeltaTables, saved: SavedTree, incoming: IncomingTree, options: Options
 ) -> GdnBackward:
     gdn, (nodes, rows) = reference().gdn, _tree(tables)
     states = swapped(saved.states, options.state_v_first)
@@ -48,6 +48,6 @@ def gdn_tree_bwd(
     return GdnBackward(grads.dq, grads.dk, grads.dv, dbeta, dg, None, dA_log, ddt_bias)
 
 
-def _tree(tables: TreeTables) -> tuple[Tensor, Tensor]:
+def _tree(tables: DeltaTables) -> tuple[Tensor, Tensor]:
     """Returns nodes and rows as the reference takes them."""
     return tables.nodes[:, :3].long(), tables.nodes[:, 3].long()

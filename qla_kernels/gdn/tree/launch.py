@@ -30,12 +30,12 @@ from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.plan import sequence_chunks
 from qla_kernels.gdn.tree.autograd import TREE_OP
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree, TreeForward
-from qla_kernels.gdn.tree.tables import TreeTables
+from qla_kernels.gdn.tree.tables import DeltaTables
 from qla_kernels.sm90 import require_aligned
 from qla_kernels.varlen import ChunkTable
 
 
-def gdn_tree_fwd(call: Call, tables: TreeTables, options: Options) -> TreeForward:
+def gdn_tree_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForward:
     """Runs the operator gdn_tree_fwd on CUDA tensors."""
     q, k, v, g, beta, scale, *_ = call
     require_aligned(TREE_OP, q=q, k=k, v=v)
@@ -64,7 +64,7 @@ def gdn_tree_fwd(call: Call, tables: TreeTables, options: Options) -> TreeForwar
 
 @torch.no_grad()
 def gdn_tree_bwd(
-    call: Call, tables: TreeTables, saved: SavedTree, incoming: IncomingTree, options: Options
+    call: Call, tables: DeltaTables, saved: SavedTree, incoming: IncomingTree, options: Options
 ) -> GdnBackward:
     """Runs the operator gdn_tree_bwd on CUDA tensors."""
     q, k, v, *_ = call
@@ -89,7 +89,7 @@ def gdn_tree_bwd(
 
 def _states_around(
     x: BackwardBatch,
-    tables: TreeTables,
+    tables: DeltaTables,
     states: Tensor,
     dfinal: Tensor | None,
     dv: Tensor,
@@ -150,7 +150,7 @@ def child_sums(x: Tensor, runs: Tensor, into: Tensor) -> None:
 
     Args:
         x: [children, HV, K, V] fp32, contiguous; into: [rows, HV, K, V] likewise, overwritten.
-        runs: [runs, 3] int32, of TreeTables.
+        runs: [runs, 3] int32, of DeltaTables.
     """
     pieces = -1, child_sums_kernel.CHILD_PIECE
     jit.compile(child_sums_kernel, child_sums_kernel.Variant("float32"))(
@@ -158,7 +158,7 @@ def child_sums(x: Tensor, runs: Tensor, into: Tensor) -> None:
     )
 
 
-def _chunk_table(tables: TreeTables) -> ChunkTable:
+def _chunk_table(tables: DeltaTables) -> ChunkTable:
     return ChunkTable(tables.chunks, tables.num_chunks, tables.first_chunk)
 
 
@@ -167,7 +167,7 @@ def _pairs(edges: Tensor) -> list[tuple[int, int]]:
     return [*itertools.pairwise(numbers)]
 
 
-def _levels(tables: TreeTables) -> tuple[Lengths, ...]:
+def _levels(tables: DeltaTables) -> tuple[Lengths, ...]:
     """Returns the numbers of chunks of each level's nodes, for a plan; reads CPU tensors alone."""
     return _chunks_of(tables.nodes.numpy().tobytes(), tables.levels.numpy().tobytes())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.ops import GdnBackward, empty_gradients, state_dtype
-from qla_kernels.gdn.tree.tables import TreeTables
+from qla_kernels.gdn.tree.tables import DeltaTables
 from qla_kernels.operators import define_on_records, implementations
 from qla_kernels.tile.constants import CHUNK
 
@@ -21,7 +21,7 @@ class TreeForward(NamedTuple):
     """Results of gdn_tree_fwd; fp32 is fp64 where q is fp64."""
 
     o: Tensor  # [1, T, HV, V] in q's dtype
-    states: Tensor  # [rows, HV, K, V], or [.., V, K] if state_v_first; fp32: see TreeTables
+    states: Tensor  # [rows, HV, K, V], or [.., V, K] if state_v_first; fp32: see DeltaTables
     g_cum: Tensor | None  # as in gdn_fwd's results
     A: Tensor | None
 
@@ -41,7 +41,7 @@ class IncomingTree(NamedTuple):
     dfinal: Tensor | None  # [leaves, HV, K, V], of the last rows of `states`
 
 
-def _fake_fwd(call: Call, tables: TreeTables, options: Options) -> TreeForward:
+def _fake_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForward:
     q = call.q
     B, T, HV, V = call.v.shape
     wide = state_dtype(q)
@@ -54,7 +54,7 @@ def _fake_fwd(call: Call, tables: TreeTables, options: Options) -> TreeForward:
 
 
 def _fake_bwd(
-    call: Call, tables: TreeTables, saved: SavedTree, incoming: IncomingTree, options: Options
+    call: Call, tables: DeltaTables, saved: SavedTree, incoming: IncomingTree, options: Options
 ) -> GdnBackward:
     return empty_gradients(call, saved.g_cum, None)
 
@@ -62,14 +62,14 @@ def _fake_bwd(
 TREE_HOMES = "qla_kernels.gdn.tree.launch", "qla_kernels.gdn.tree.cpu"
 gdn_tree_fwd = define_on_records(
     "gdn_tree_fwd",
-    (Call, TreeTables, Options),
+    (Call, DeltaTables, Options),
     TreeForward,
     _fake_fwd,
     *implementations("gdn_tree_fwd", *TREE_HOMES),
 )
 gdn_tree_bwd = define_on_records(
     "gdn_tree_bwd",
-    (Call, TreeTables, SavedTree, IncomingTree, Options),
+    (Call, DeltaTables, SavedTree, IncomingTree, Options),
     GdnBackward,
     _fake_bwd,
     *implementations("gdn_tree_bwd", *TREE_HOMES),

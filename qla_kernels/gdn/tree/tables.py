@@ -23,7 +23,7 @@ SIBLINGS = 128  # nodes whose gradients of start states lie in memory at a time
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class TreeTables(NamedTuple):
+class DeltaTables(NamedTuple):
     """The tables, int32; the first three stay on the CPU, the others lie with the call's tensors.
 
     `tree_tables` makes them. State rows number the end states that are kept: those of nodes with
@@ -62,7 +62,7 @@ ON_HOST = 3  # fields that stay on the CPU
 
 def tree_tables(
     bounds: Sequence[int], parents: Sequence[int], output_final_state: bool
-) -> TreeTables:
+) -> DeltaTables:
     """Returns the tables of a tree, on the CPU.
 
     Args:
@@ -95,7 +95,7 @@ def tree_tables(
     spans = np.stack([ends[:-1], ends[1:]], 1)
     levels = np.searchsorted(level[order], np.arange(level.max(initial=-1) + 2))
     blocks, runs = _sums(levels, up[order], starts[order])
-    return TreeTables(
+    return DeltaTables(
         _int32(np.column_stack([spans, up, rows[:n]])),
         _int32(levels),
         _int32(blocks),
@@ -127,19 +127,19 @@ def _sums(levels: Numbers, up: Numbers, starts: Numbers) -> tuple[Numbers, Numbe
     return np.array(blocks).reshape(-1, 4), np.array(runs).reshape(-1, 3)
 
 
-def moved_together(tables: TreeTables, buffer: Tensor) -> TreeTables:
+def moved_together(tables: DeltaTables, buffer: Tensor) -> DeltaTables:
     """Returns the tables as views of a buffer, the result of `one_buffer` on any device."""
     views, begin = [], 0
     for table in tables[ON_HOST:]:
         views.append(buffer[begin : begin + table.numel()].view(table.shape))
         begin += -(-table.numel() // ALIGNED) * ALIGNED
-    return TreeTables(*tables[:ON_HOST], *views)
+    return DeltaTables(*tables[:ON_HOST], *views)
 
 
 ALIGNED = 4  # numbers: each table begins at a multiple of 16 bytes
 
 
-def one_buffer(tables: TreeTables) -> Tensor:
+def one_buffer(tables: DeltaTables) -> Tensor:
     """Returns the tables that do not stay on the host, end to end."""
     room = [
         torch.nn.functional.pad(table.flatten(), (0, -table.numel() % ALIGNED))
