@@ -44,10 +44,19 @@ class Result:
     p80_ms: float | None = None
     samples: int = 0
     graph: bool = False  # replayed from a CUDA graph
-    eager_ms: float | None = None  # through the public Python entry point
+    eager_p20_ms: float | None = None  # through the public Python entry point, without a graph
+    eager_ms: float | None = None  # p50
+    eager_p80_ms: float | None = None
+    eager_samples: int = 0
+    host_additions: float | None = None  # host time of such a call, in additions of eight floats
     first_call_s: float | None = None  # compilation included where it was not cached
     peak_bytes: int | None = None  # beyond the inputs
     errors: dict[str, float | None] = field(default_factory=dict)  # None: not finite
+
+    def time_ms(self, eager: bool) -> float | None:
+        if self.status != OK:
+            return None
+        return self.eager_ms if eager else self.p50_ms
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,10 @@ class Row:
     def result(self, implementation: str) -> Result | None:
         return next((r for r in self.results if r.implementation == implementation), None)
 
-    def time_ms(self, implementation: str) -> float | None:
+    def time_ms(self, implementation: str, eager: bool = False) -> float | None:
+        """The median of graph replays, or of eager calls."""
         found = self.result(implementation)
-        return found.p50_ms if found is not None and found.status == OK else None
+        return found.time_ms(eager) if found is not None else None
 
 
 @dataclass(frozen=True)
