@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from qla_kernels.native import prebuilt
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -129,7 +131,7 @@ def git_state() -> tuple[str, bool]:
 
 
 def device_environment(kind: str) -> dict[str, Any]:
-    """Driver, clocks, power and temperature of the first GPU, or the processor's name."""
+    """Driver, clocks, power and temperature of the first GPU; how ours run there. Or CPU cores."""
     found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
     if kind == "cuda":
         fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu"
@@ -137,9 +139,19 @@ def device_environment(kind: str) -> dict[str, Any]:
         names = ("driver", "sm_clock", "max_sm_clock", "memory_clock", "power", "temperature")
         found.update(zip(names, (part.strip() for part in line.split(",")), strict=False))
         found["cuda"] = torch.version.cuda
+        found["our_kernels"] = _our_kernels()
     else:
         found["cores"] = len(os.sched_getaffinity(0))
     return found
+
+
+def _our_kernels() -> str:
+    """How ours are launched: eager times depend on it."""
+    file = prebuilt.in_use()
+    if isinstance(file, str):
+        return "compiled"
+    off = ", QLA_PROGRAMS=0" if os.environ.get("QLA_PROGRAMS") == "0" else ""
+    return f"prebuilt by nvcc {file.manifest['set']}{off}"
 
 
 def device_name(kind: str) -> str:

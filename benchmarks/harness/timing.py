@@ -54,6 +54,12 @@ class Timer:
         """Samples, in seconds, of about this long a burst."""
         raise NotImplementedError
 
+    def measured(self, samples: Sequence[float]) -> dict[str, Any]:
+        """A result's fields, of the samples of all bursts."""
+        p20, p50, p80 = (1e3 * x for x in spread(samples))
+        found = {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80, "samples": len(samples)}
+        return {**found, "graph": self.graph}
+
 
 class CpuTimer(Timer):
     """Repeated calls. There is nothing to capture and no clock to spare."""
@@ -179,6 +185,11 @@ class EagerTimer(Timer):
         pairs = [self._pair(count) for _ in range(max(1, int(seconds / first / count)))]
         self.host += [host for _, host in pairs]
         return [wall for wall, _ in pairs]
+
+    def measured(self, samples: Sequence[float]) -> dict[str, Any]:
+        p20, p50, p80 = (1e3 * x for x in spread(samples))
+        found = {"eager_p20_ms": p20, "eager_ms": p50, "eager_p80_ms": p80}
+        return {**found, "eager_samples": len(samples), "host_additions": median(self.host)}
 
     def _pair(self, count: int) -> tuple[float, float]:
         _, addition = _in_a_row(self._addition, CALLS)

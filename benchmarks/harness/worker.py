@@ -13,13 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
 
 from qla_kernels import jit
-from qla_kernels.native import prebuilt
 
 from .adapters import Call, Implementation, describe
 from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed
@@ -36,15 +34,7 @@ from .records import (
     device_name,
     package_versions,
 )
-from .timing import (
-    CpuTimer,
-    EagerTimer,
-    EventTimer,
-    GraphTimer,
-    Timer,
-    measure_ceilings,
-    spread,
-)
+from .timing import CpuTimer, EagerTimer, EventTimer, GraphTimer, Timer, measure_ceilings
 from .truth import Truth, relative_l2
 
 T = TypeVar("T")
@@ -118,8 +108,6 @@ class Worker:
         labels = {i.name: i.label for i in everyone}
         by_length = tuple(i.name for i in everyone if i.by_length)
         environment = device_environment(kind)
-        if self._on_gpu:
-            environment["our_kernels"] = _our_kernels()
         self._send(
             Machine(
                 device_name(kind), kind, environment, versions, labels, missing, by_length, ceilings
@@ -279,30 +267,11 @@ class Worker:
             torch.cuda.empty_cache()
 
 
-def _our_kernels() -> str:
-    """How ours are launched: eager times depend on it."""
-    file = prebuilt.in_use()
-    if isinstance(file, str):
-        return "compiled"
-    off = os.environ.get("QLA_PROGRAMS") == "0"
-    return f"prebuilt by nvcc {file.manifest['set']}{', QLA_PROGRAMS=0' if off else ''}"
-
-
 def _timed(entry: Entry) -> Result:
     """What is known of an entry with what its timer found; frees the timer, and its graph."""
-    timer, samples = entry.timer, entry.samples
+    assert entry.timer is not None, "only entries with a timer have bursts"
+    entry.result = replace(entry.result, **entry.timer.measured(entry.samples))
     entry.timer, entry.samples = None, []
-    p20, p50, p80 = (1e3 * x for x in spread(samples))
-    if isinstance(timer, EagerTimer):
-        entry.result = replace(
-            entry.result, eager_p20_ms=p20, eager_ms=p50, eager_p80_ms=p80,
-            eager_samples=len(samples), host_additions=median(timer.host),
-        )  # fmt: skip
-    elif timer is not None:
-        entry.result = replace(
-            entry.result, p20_ms=p20, p50_ms=p50, p80_ms=p80, samples=len(samples),
-            graph=timer.graph,
-        )  # fmt: skip
     return entry.result
 
 

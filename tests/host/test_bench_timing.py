@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks.gdn.workloads import Gdn
+from benchmarks.harness import records
 from benchmarks.harness import worker as worker_module
 from benchmarks.harness.adapters import Call
 from benchmarks.harness.messages import Begin, Options, RowFacts
@@ -332,6 +333,6 @@ def test_a_record_says_how_our_kernels_were_launched(monkeypatch):
         (file, "1", "prebuilt by nvcc 13"),
         (file, "0", "prebuilt by nvcc 13, QLA_PROGRAMS=0"),
     ):
-        monkeypatch.setattr(worker_module.prebuilt, "in_use", lambda found=found: found)
+        monkeypatch.setattr(records.prebuilt, "in_use", lambda found=found: found)
         monkeypatch.setenv("QLA_PROGRAMS", programs)
-        assert worker_module._our_kernels() == text
+        assert records._our_kernels() == text
