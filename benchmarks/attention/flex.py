@@ -49,10 +49,11 @@ class FlexAttention(Implementation):
             return Call(forward, lambda raw: outputs(_tokens_first(raw)), lambda: forward)
         leaves, do = [x.requires_grad_() for x in (q, k, v)], _heads_first(inputs.do)
         o = forward()
-        return Call(
-            lambda: torch.autograd.grad(o, leaves, do, retain_graph=True),
-            lambda raw: outputs(*map(_tokens_first, raw)),
-        )
+
+        def backward() -> Any:
+            return torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+        return Call(backward, lambda raw: outputs(*map(_tokens_first, raw)), lambda: backward)
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..harness.adapters import Call, Implementation, Outputs
 from . import layer
-from .problem import AttentionInputs, outputs, recall
+from .problem import AttentionInputs, autograd_backward, outputs, recall
 from .workloads import DecoderLayer, SharedPrompts, VerticalSlash
 
 ATTENTION_ALONE = "it is timed as attention alone"
@@ -36,8 +36,8 @@ class OursDualKV(Ours):
         kv_heads, heads = workload.heads
         tables = layout.prepare(heads, kv_heads) if inputs[0].is_cuda else (layout.nodes,)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return torch.as_tensor(family.shared_prefix_attention(q, k, v, layout))
+        def attend(*qkv: Tensor) -> Tensor:
+            return torch.as_tensor(family.shared_prefix_attention(*qkv, layout))
 
         if isinstance(workload, DecoderLayer):
             return layer.packed(workload, inputs, attend)
@@ -52,7 +52,7 @@ class OursDualKV(Ours):
             return Call(
                 forward,
                 lambda raw: outputs(raw[0]),
-                lambda: lambda: family.shared_prefix_attention(q, k, v, layout),
+                lambda: lambda: attend(q, k, v),
             )
         o, lse2 = forward()
         return Call(
@@ -60,6 +60,7 @@ class OursDualKV(Ours):
                 do, q, k, v, o, lse2, None, tables, scale, 0, self.deterministic
             ),
             lambda raw: outputs(*raw),
+            None if self.deterministic else autograd_backward(attend, (q, k, v), do),
         )
 
 
@@ -94,16 +95,20 @@ class OursSparse(Ours):
         def forward() -> Any:
             return ops.vertical_slash_fwd(q, k, v, *index[:3], *settings)
 
+        def attend(*qkv: Tensor) -> Tensor:
+            return torch.as_tensor(family.sparse_attention(*qkv, index=index))
+
         if inputs.do is None:
             return Call(
                 forward,
                 lambda raw: outputs(raw[0][0]),
-                lambda: lambda: family.sparse_attention(q, k, v, index=index),
+                lambda: lambda: attend(q, k, v),
             )
         saved, do = forward(), inputs.do[None]
         return Call(
             lambda: ops.vertical_slash_bwd(q, k, v, *index[:3], *settings, *saved, do, None),
             lambda raw: outputs(*(x[0] for x in raw)),
+            autograd_backward(attend, (q, k, v), do),
         )
 
 

@@ -6,8 +6,8 @@ An index is judged by what its lines hold, beside what the definition's lines ho
 of the first key head.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,6 +149,19 @@ def outputs(*tensors: Tensor) -> Outputs:
     """o, or dq, dk, dv, [T, H, D] each, as a truth has them."""
     names = ("o",) if len(tensors) == 1 else ("dq", "dk", "dv")
     return {name: x[None] for name, x in zip(names, tensors, strict=True)}
+
+
+def autograd_backward(
+    forward: Callable[..., Tensor], tensors: Sequence[Tensor], upstream: Tensor
+) -> Callable[[], Callable[[], Any]]:
+    """Makes a public function's backward as a model calls it; it has run its forward."""
+
+    def made() -> Callable[[], Any]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        o = forward(*leaves)
+        return lambda: torch.autograd.grad(o, leaves, upstream, retain_graph=True)
+
+    return made
 
 
 def recall(

@@ -7,7 +7,6 @@ rival to beat.
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..harness.adapters import Call, Implementation, Outputs
 from .flex import FlexAttention
 from .layer import replicated
 from .ours import ATTENTION_ALONE, ours
-from .problem import AttentionInputs, AttentionWorkload, outputs
+from .problem import AttentionInputs, AttentionWorkload, autograd_backward, outputs
 from .replicas import replicas
 from .workloads import DecoderLayer, SharedPrompts
 
@@ -49,13 +48,13 @@ class FlashAttention4(Implementation):
         full = replicas(workload, inputs[0].device)
         spans = _spans(full.cu_seqlens, max(full.lengths), full.cu_seqlens, max(full.lengths))
         options = {"causal": True, "softmax_scale": workload.head_dim**-0.5, **spans}
+        attend = partial(ops.flash_attn_varlen_func, return_lse=True, **options)
         if isinstance(workload, DecoderLayer):
-            attend = partial(ops.flash_attn_varlen_func, return_lse=True, **options)
             return replicated(inputs, full, lambda *qkv: attend(*qkv)[0])
         q, k, v = (x[full.source] for x in inputs[:3])
 
         def forward() -> Any:
-            return ops.flash_attn_varlen_func(q, k, v, return_lse=True, **options)
+            return attend(q, k, v)
 
         if inputs.do is None:
             return Call(forward, lambda raw: outputs(full.once(raw[0])), lambda: forward)
@@ -64,6 +63,7 @@ class FlashAttention4(Implementation):
         return Call(
             lambda: ops._flash_attn_bwd(q, k, v, o, do, lse, **options),
             lambda raw: outputs(*(full.summed(x) for x in raw[:3])),
+            autograd_backward(lambda *qkv: attend(*qkv)[0], (q, k, v), do),
         )
 
 
@@ -132,8 +132,7 @@ class FlashAttention4Shared(Implementation):
             return outputs(o)
 
         if inputs.do is None:
-            call = self._call(forward, joined, collect)
-            return replace(call, eager=lambda: call.run)
+            return self._call(forward, joined, collect)
         of_prompt, of_response = joined(forward())
         do_prompt, do_response = inputs.do[in_prompt], inputs.do[in_response]
         results = (
@@ -164,8 +163,13 @@ class FlashAttention4Shared(Implementation):
         together: Callable[[Any], Any],
         collect: Callable[[Any], Outputs],
     ) -> Call:
+        """No public function does this: an eager call is the same calls without a graph."""
+
+        def run() -> Any:
+            return together(parts())
+
         if self.merges:
-            return Call(lambda: together(parts()), collect)
+            return Call(run, collect, lambda: run)
         return Call(parts, lambda raw: collect(together(raw)))
 
 
@@ -228,10 +232,11 @@ class CudnnAttention(Implementation):
         if inputs.do is None:
             return Call(forward, lambda raw: outputs(full.once(raw.detach())), lambda: forward)
         o, do = forward(), full.upstream(inputs.do)
-        return Call(
-            lambda: torch.autograd.grad(o, leaves, do, retain_graph=True),
-            lambda raw: outputs(*(full.summed(x) for x in raw)),
-        )
+
+        def backward() -> Any:
+            return torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+        return Call(backward, lambda raw: outputs(*(full.summed(x) for x in raw)), lambda: backward)
 
 
 def known(family: str) -> list[Implementation]:

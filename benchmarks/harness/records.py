@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from qla_kernels.native import prebuilt
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -44,10 +46,19 @@ class Result:
     p80_ms: float | None = None
     samples: int = 0
     graph: bool = False  # replayed from a CUDA graph
-    eager_ms: float | None = None  # through the public Python entry point
+    eager_p20_ms: float | None = None  # through the public Python entry point, without a graph
+    eager_ms: float | None = None  # p50
+    eager_p80_ms: float | None = None
+    eager_samples: int = 0
+    host_additions: float | None = None  # host time of such a call, in additions of eight floats
     first_call_s: float | None = None  # compilation included where it was not cached
     peak_bytes: int | None = None  # beyond the inputs
     errors: dict[str, float | None] = field(default_factory=dict)  # None: not finite
+
+    def time_ms(self, eager: bool) -> float | None:
+        if self.status != OK:
+            return None
+        return self.eager_ms if eager else self.p50_ms
 
 
 @dataclass(frozen=True)
@@ -70,9 +81,10 @@ class Row:
     def result(self, implementation: str) -> Result | None:
         return next((r for r in self.results if r.implementation == implementation), None)
 
-    def time_ms(self, implementation: str) -> float | None:
+    def time_ms(self, implementation: str, eager: bool = False) -> float | None:
+        """The median of graph replays, or of eager calls."""
         found = self.result(implementation)
-        return found.p50_ms if found is not None and found.status == OK else None
+        return found.time_ms(eager) if found is not None else None
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,7 @@ def git_state() -> tuple[str, bool]:
 
 
 def device_environment(kind: str) -> dict[str, Any]:
-    """Driver, clocks, power and temperature of the first GPU, or the processor's name."""
+    """Driver, clocks, power and temperature of the first GPU; how ours run there. Or CPU cores."""
     found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
     if kind == "cuda":
         fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu"
@@ -127,9 +139,19 @@ def device_environment(kind: str) -> dict[str, Any]:
         names = ("driver", "sm_clock", "max_sm_clock", "memory_clock", "power", "temperature")
         found.update(zip(names, (part.strip() for part in line.split(",")), strict=False))
         found["cuda"] = torch.version.cuda
+        found["our_kernels"] = _our_kernels()
     else:
         found["cores"] = len(os.sched_getaffinity(0))
     return found
+
+
+def _our_kernels() -> str:
+    """How ours are launched: eager times depend on it."""
+    file = prebuilt.in_use()
+    if isinstance(file, str):
+        return "compiled"
+    off = ", QLA_PROGRAMS=0" if os.environ.get("QLA_PROGRAMS") == "0" else ""
+    return f"prebuilt by nvcc {file.manifest['set']}{off}"
 
 
 def device_name(kind: str) -> str:

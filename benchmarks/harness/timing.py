@@ -1,14 +1,15 @@
-"""How long a call takes: bursts of CUDA graphs on a GPU, repeated calls on a CPU.
+"""How long a call takes: bursts of CUDA graphs and of eager calls on a GPU, calls on a CPU.
 
 A GPU under sustained load lowers its clock. So implementations are timed in short bursts, in turn,
 with the device idle in between: each sees the same cool chip, and a drift meets all of them alike.
-Graphs leave launch gaps out; the time through the Python entry point is taken apart. Input sets
-rotate, so that no call finds its inputs in the L2 cache.
+Graphs leave launch gaps out; eager calls of the Python entry point have bursts of their own. Input
+sets rotate, so that no call finds its inputs in the L2 cache.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from .floor import Ceilings
 
 Run = Callable[[], Any]
+CALLS = 10  # eager ones in a row: the host is ahead of the device, and no queue is full
 
 
 class Spread(NamedTuple):
@@ -51,6 +53,12 @@ class Timer:
     def burst(self, seconds: float) -> list[float]:
         """Samples, in seconds, of about this long a burst."""
         raise NotImplementedError
+
+    def measured(self, samples: Sequence[float]) -> dict[str, Any]:
+        """A result's fields, of the samples of all bursts."""
+        p20, p50, p80 = (1e3 * x for x in spread(samples))
+        found = {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80, "samples": len(samples)}
+        return {**found, "graph": self.graph}
 
 
 class CpuTimer(Timer):
@@ -158,23 +166,49 @@ def _twice_l2() -> torch.Tensor:
     return torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device="cuda")
 
 
-def eager_seconds(run: Run, seconds: float = 0.05) -> float:
-    """Wall time of one of many calls in a row, Python and launches included."""
-    run()
+class EagerTimer(Timer):
+    """Calls without a graph, as Python makes them; a sample is a call's wall time among several.
+
+    `host` has, for each sample, the time that the host is busy with a call, in multiples of an
+    addition of eight floats beside it: this ratio depends less on the machine than microseconds do.
+    """
+
+    def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
+        few = torch.zeros(8, device=device)
+        self._turns, self._addition = cycle(runs), lambda: few + 1
+        self.host: list[float] = []
+        self._in_a_row(len(runs))  # whatever first calls make
+
+    def burst(self, seconds: float) -> list[float]:
+        first, _ = self._in_a_row(1)
+        count = max(1, min(CALLS, int(seconds / first)))
+        pairs = [self._pair(count) for _ in range(max(1, int(seconds / first / count)))]
+        self.host += [host for _, host in pairs]
+        return [wall for wall, _ in pairs]
+
+    def measured(self, samples: Sequence[float]) -> dict[str, Any]:
+        p20, p50, p80 = (1e3 * x for x in spread(samples))
+        found = {"eager_p20_ms": p20, "eager_ms": p50, "eager_p80_ms": p80}
+        return {**found, "eager_samples": len(samples), "host_additions": median(self.host)}
+
+    def _pair(self, count: int) -> tuple[float, float]:
+        _, addition = _in_a_row(self._addition, CALLS)
+        wall, host = self._in_a_row(count)
+        return wall, host / addition
+
+    def _in_a_row(self, count: int) -> tuple[float, float]:
+        return _in_a_row(lambda: next(self._turns)(), count)
+
+
+def _in_a_row(run: Run, count: int) -> tuple[float, float]:
+    """Seconds of one of `count` calls: until all have run, and until the last is queued."""
+    torch.cuda.synchronize()
     start = time.perf_counter()
-    _finish(run)
-    count = max(5, min(500, int(seconds / (time.perf_counter() - start))))
-    start = time.perf_counter()
-    for _ in range(count - 1):
+    for _ in range(count):
         run()
-    _finish(run)
-    return (time.perf_counter() - start) / count
-
-
-def _finish(run: Run) -> None:
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    queued = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / count, queued / count
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:

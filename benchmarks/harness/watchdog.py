@@ -11,13 +11,14 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from .floor import Work
 from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed
-from .records import DIED, FAILED, MISSING, TIME_LIMIT, Result, Row
+from .records import DIED, FAILED, MISSING, OK, TIME_LIMIT, Result, Row
 from .worker import main as worker_main
 
 PROVIDER = "benchmarks.harness.adapters:implementations"
@@ -82,7 +83,7 @@ class Harness:
             except WorkerLost as lost:
                 culprit = lost.begin.implementation
                 for name in [culprit] if culprit else wanted:
-                    results[name] = Result(name, lost.status, str(lost))
+                    _note(results, Result(name, lost.status, str(lost)))
                 self._strikes.update([culprit] if culprit else [])
                 spoiled = True
             if spoiled:
@@ -105,7 +106,7 @@ class Harness:
             elif isinstance(message, RowFacts):
                 facts = message
             elif isinstance(message, Result):
-                results[message.implementation] = message
+                _note(results, message)
             elif isinstance(message, RowFailed):
                 for name in wanted:
                     results.setdefault(name, Result(name, FAILED, message.detail))
@@ -190,6 +191,14 @@ class Harness:
                     os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join(10)
+
+
+def _note(results: dict[str, Result], new: Result) -> None:
+    """A failure of eager calls is said beside the time of graph replays, which stays."""
+    before = results.get(new.implementation)
+    if before is not None and before.status == OK != new.status:
+        new = replace(before, detail="; ".join(filter(None, [before.detail, new.detail])))
+    results[new.implementation] = new
 
 
 def _cause_of_death(code: int | None) -> str:

@@ -34,7 +34,7 @@ from .records import (
     device_name,
     package_versions,
 )
-from .timing import CpuTimer, EventTimer, GraphTimer, Timer, eager_seconds, measure_ceilings, spread
+from .timing import CpuTimer, EagerTimer, EventTimer, GraphTimer, Timer, measure_ceilings
 from .truth import Truth, relative_l2
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Entry:
 
     name: str
     implementation: Implementation
-    call: Call  # on the first input set
+    calls: list[Call]  # on the first input set; from the capture on, one for each
     result: Result
     timer: Timer | None = None
     samples: list[float] = field(default_factory=list)
@@ -145,16 +145,26 @@ class Worker:
             return
         for entry in entries:
             entry.timer = self._attempt(entry.name, "capture", self._timer, entry, problem, options)
+        entries = self._bursts(entries, "timing", options)
+        for entry in entries:
+            self._send(_timed(entry))
+        entries = [entry for entry in entries if self._on_gpu and entry.calls[0].eager]
+        for entry in entries:
+            entry.timer = self._attempt(entry.name, "eager", self._eager_timer, entry)
+        for entry in self._bursts(entries, "eager", options):
+            self._send(_timed(entry))
+
+    def _bursts(self, entries: list[Entry], phase: str, options: Options) -> list[Entry]:
+        """Entries with a timer take turns; returns those of which no burst failed."""
         entries = [entry for entry in entries if entry.timer is not None]
         for _ in range(options.rounds):
             for entry in list(entries):
                 time.sleep(options.idle_s if self._on_gpu else 0)
-                samples = self._attempt(entry.name, "timing", self._burst, entry, options)
+                samples = self._attempt(entry.name, phase, self._burst, entry, options)
                 if samples is None:
                     entries.remove(entry)
                 entry.samples += samples or []
-        for entry in entries:
-            self._send(self._finished(entry))
+        return entries
 
     def _attempt(
         self, name: str, phase: str, step: Callable[..., T | None], *args: Any
@@ -190,7 +200,7 @@ class Worker:
         first_call = time.perf_counter() - start
         result = Result(name, OK, first_call_s=first_call)
         if truth is None:
-            return Entry(name, implementation, call, result)
+            return Entry(name, implementation, [call], result)
         verdict = truth.judge(call.collect(raw), problem.dtype)
         rounded = {
             tensor: float(f"{error:.3g}") if math.isfinite(error) else None
@@ -200,16 +210,15 @@ class Worker:
         if verdict.complaint is not None:
             self._send(replace(result, status=WRONG, detail=verdict.complaint))
             return None
-        return Entry(name, implementation, call, result)
+        return Entry(name, implementation, [call], result)
 
     def _timer(self, entry: Entry, problem: Problem, options: Options) -> Timer:
         if not self._on_gpu:
-            return CpuTimer([entry.call.run])
-        entry.result = replace(entry.result, peak_bytes=_peak_bytes(entry.call))
-        others = problem.inputs[1:]
+            return CpuTimer([entry.calls[0].run])
+        entry.result = replace(entry.result, peak_bytes=_peak_bytes(entry.calls[0]))
         prepare = entry.implementation.prepare
-        calls = [entry.call, *(prepare(problem.workload, inputs) for inputs in others)]
-        runs = [call.run for call in calls]
+        entry.calls += [prepare(problem.workload, inputs) for inputs in problem.inputs[1:]]
+        runs = [call.run for call in entry.calls]
         try:
             timer = GraphTimer(runs, options.cold)
         except torch.OutOfMemoryError:
@@ -219,7 +228,7 @@ class Worker:
             note = f"not captured ({describe(error)}): launch gaps are in its time"
             entry.result = replace(entry.result, detail=note)
             return EventTimer(runs)
-        _check_replay(timer, calls[-1])
+        _check_replay(timer, entry.calls[-1])
         return timer
 
     def _burst(self, entry: Entry, options: Options) -> list[float]:
@@ -229,24 +238,8 @@ class Worker:
             return []
         return entry.timer.burst(options.burst_s)
 
-    def _finished(self, entry: Entry) -> Result:
-        p20, p50, p80 = (1e3 * x for x in spread(entry.samples))
-        result = replace(
-            entry.result,
-            p20_ms=p20,
-            p50_ms=p50,
-            p80_ms=p80,
-            samples=len(entry.samples),
-            graph=entry.timer is not None and entry.timer.graph,
-        )
-        entry.timer = None  # frees the graph's memory
-        if entry.call.eager is None or not self._on_gpu:
-            return result
-        self._send(Begin(entry.name, "eager"))
-        try:
-            return replace(result, eager_ms=1e3 * eager_seconds(entry.call.eager()))
-        except Exception as error:  # its public function is no reason to drop what was measured
-            return replace(result, detail=f"eager: {describe(error)}")
+    def _eager_timer(self, entry: Entry) -> Timer:
+        return EagerTimer([call.eager() for call in entry.calls if call.eager], self._device)
 
     def _poison(self, num_bytes: float) -> None:
         """The next allocations find NaN, so that an element nobody wrote is not right by luck."""
@@ -272,6 +265,14 @@ class Worker:
         gc.collect()
         if self._on_gpu:
             torch.cuda.empty_cache()
+
+
+def _timed(entry: Entry) -> Result:
+    """What is known of an entry with what its timer found; frees the timer, and its graph."""
+    assert entry.timer is not None, "only entries with a timer have bursts"
+    entry.result = replace(entry.result, **entry.timer.measured(entry.samples))
+    entry.timer, entry.samples = None, []
+    return entry.result
 
 
 def _peak_bytes(call: Call) -> int:

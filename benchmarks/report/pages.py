@@ -86,7 +86,7 @@ def readme_section(runs: Sequence[Run], digests: Digests) -> str:
         run = headline(runs, family, digests)
         parts.append(f"**{title}.** {_headline_text(run, family, digests)}")
         if run is not None:
-            parts += filter(None, [_by_heads(run)])
+            parts += [_counts(run), *filter(None, [_by_heads(run)])]
             parts += _pictures("", f"{family}-fwd*latency")
     page = "[docs/performance.md](docs/performance.md)"
     parts.append(f"All rows, errors and how they were measured: {page}.")
@@ -128,6 +128,8 @@ def _headline_text(run: Run | None, family: str, digests: Digests) -> str:
         return f"No record on an SM90 GPU yet: {command} on one makes it."
     text = [f"Record `{run.id}`, {run.device}, {run.date[:10]}, commit {run.commit[:10]}"]
     text.append("with uncommitted changes." if run.dirty else "as committed.")
+    if launched := run.environment.get("our_kernels"):
+        text.append(f"Our kernels were {launched}.")
     if not run.current(digests):
         text.append(f"**Stale:** the kernels changed since. `{run.command}` measures today's.")
     if all(row.time_ms("ours") is None for row in run.rows):
@@ -135,32 +137,53 @@ def _headline_text(run: Run | None, family: str, digests: Digests) -> str:
     return " ".join(text)
 
 
+def _counts(run: Run) -> str:
+    """How many rows are not slower than the best rival, as graphs and in eager calls."""
+    said, ours = [], tables.our_names(run)
+    for way, eager in (("CUDA graphs", False), ("eager calls", True)):
+        found = [r for row in run.rows if (r := tables.ratio(row, ours, eager)) is not None]
+        if found:
+            fine, worst = sum(r >= 1 for r in found), tables.marked(min(found))
+            said.append(f"{fine} of {len(found)} in {way} (worst ratio {worst})")
+        else:
+            said.append(f"– in {way}")
+    return f"Rows not slower than the best rival: {', '.join(said)}."
+
+
 def _by_heads(run: Run) -> str:
-    """Geometric mean and worst row of best rival / ours, by direction and heads.
+    """Geometric mean and worst row of best rival / ours, by direction and heads, graph and eager.
 
     Rows with a mask that no rival has also count beside the best rival without one.
     """
     ours, lines = tables.our_names(run), []
     for kind, heads in dict.fromkeys((row.kind, row.heads) for row in run.rows):
         rows = [row for row in run.rows if (row.kind, row.heads) == (kind, heads)]
-        dense, title = tables.dense_times(rows, ours), tables.title_of(kind)
-        masked = [row for row in rows if dense and row.what != "dense"]
-        counts = (
-            (title, rows, [tables.ratio(row, ours) for row in rows]),
-            (f"{title}, rival dense", masked, [tables.dense_ratio(r, dense) for r in masked]),
-        )
-        for name, of, ratios in counts:
-            found = [r for r in ratios if r is not None]
-            mean = tables.geometric_mean(found)
-            if mean is not None:
-                counted, slower = f"{len(found)} of {len(of)}", str(sum(r < 1 for r in found))
-                worst = tables.marked(min(found))
-                lines.append([name, heads, counted, f"{mean:.2f}", worst, slower])
+        title, of_rows, of_masked = tables.title_of(kind), [], []
+        for eager in (False, True):
+            dense = tables.dense_times(rows, ours, eager)
+            masked = [row for row in rows if dense and row.what != "dense"]
+            of_rows.append([tables.ratio(row, ours, eager) for row in rows])
+            of_masked.append([tables.dense_ratio(row, dense, eager) for row in masked])
+        for name, ways in ((title, of_rows), (f"{title}, rival dense", of_masked)):
+            cells = [cell for ratios in ways for cell in _spread(ratios)]
+            if any(ratio is not None for ratios in ways for ratio in ratios):
+                lines.append([name, heads, *cells])
     if not lines:
         return ""
-    header = ["CUDA graph replays", "heads", "rows"]
-    header += ["best rival / ours", "worst row", "slower rows"]
+    header, columns = ["", "heads"], ["best rival / ours", "worst row", "slower rows"]
+    for way in ("CUDA graphs", "eager calls"):
+        header += [f"{way}: rows", *columns]
     return tables.markdown(header, lines, left=2)
+
+
+def _spread(ratios: Sequence[float | None]) -> list[str]:
+    """Rows that have a ratio, its geometric mean, the worst, and how many are below 1."""
+    found = [r for r in ratios if r is not None]
+    if not found:
+        return ["–"] * 4
+    slower = str(sum(r < 1 for r in found))
+    mean = tables.geometric_mean(found)
+    return [f"{len(found)} of {len(ratios)}", f"{mean:.2f}", tables.marked(min(found)), slower]
 
 
 def _pictures(seen_from: str, *patterns: str) -> list[str]:

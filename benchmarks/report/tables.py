@@ -19,20 +19,20 @@ def title_of(kind: str) -> str:
     return TITLES.get(kind, f"{kind} alone")
 
 
-def best_rival(row: Row, ours: Sequence[str]) -> tuple[str, float] | None:
+def best_rival(row: Row, ours: Sequence[str], eager: bool = False) -> tuple[str, float] | None:
     """Name and time of the fastest correct implementation that is not ours."""
     times = [
-        (r.p50_ms, r.implementation)
+        (time, r.implementation)
         for r in row.results
         if r.implementation not in (*ours, *UNFINISHED)
-        if r.status == OK and r.p50_ms is not None
+        if (time := r.time_ms(eager)) is not None
     ]
     return None if not times else (min(times)[1], min(times)[0])
 
 
-def ratio(row: Row, ours: Sequence[str]) -> float | None:
+def ratio(row: Row, ours: Sequence[str], eager: bool = False) -> float | None:
     """Time of the best rival over ours: above 1 we are faster."""
-    mine, rival = row.time_ms("ours"), best_rival(row, ours)
+    mine, rival = row.time_ms("ours", eager), best_rival(row, ours, eager)
     return None if mine is None or rival is None else rival[1] / mine
 
 
@@ -58,8 +58,10 @@ def number(value: float | None) -> str:
     return f"{value:.{min(digits, 4)}f}"
 
 
-def marked(value: float, least: float = 1.0) -> str:
+def marked(value: float | None, least: float = 1.0) -> str:
     """A ratio, with a mark if it is below what it should be."""
+    if value is None:
+        return "–"
     return f"{value:.2f} {SLOWER}" if value < least else f"{value:.2f}"
 
 
@@ -89,7 +91,7 @@ def page(run: Run) -> str:
 def summary(run: Run) -> str:
     """Milliseconds (medians) of everyone, one table a direction, geometric mean last."""
     parts = []
-    unit = "ms, CUDA graph replays" if run.device_kind == "cuda" else "ms"
+    unit = "ms, CUDA graph replays / eager calls" if run.device_kind == "cuda" else "ms"
     for kind in dict.fromkeys(row.kind for row in run.rows):
         rows = [row for row in run.rows if row.kind == kind]
         whats = {row.what for row in rows}
@@ -103,29 +105,41 @@ def summary(run: Run) -> str:
 
 
 def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
+    """A cell has graph and eager time; so have the ratios, and what compares without a mask."""
     ours = our_names(run)
     names = [n for n in timed(run) if any(_worth_a_column(r.result(n)) for r in rows)]
-    said = ["heads", "lengths", *([""] if with_what else [])]
-    dense = dense_times(rows, ours)
-    more = ["dense rival / ours"] if dense else []
-    header = [*said, *(run.labels[n] for n in names), "rival / ours", "of floor", *more]
-    body = []
-    for row in rows:
-        times = {name: row.time_ms(name) for name in names}
-        fastest = min((t for t in times.values() if t is not None), default=None)
-        cells = [_cell(run, row.result(n), best=times[n] == fastest) for n in names]
+    ways = (False, True) if run.device_kind == "cuda" else (False,)  # whether calls are eager
+    dense = [dense_times(rows, ours, eager) for eager in ways]
+    said = ["heads", "lengths", "inputs"][: 3 if with_what else 2]
+    header = [*said, *(run.labels[n] for n in names), "rival / ours", "of floor"]
+    header += ["first call s, ours / rival", *(["dense rival / ours"] if dense[0] else [])]
+    body, ratios = [], [[ratio(row, ours, eager) for eager in ways] for row in rows]
+    for row, of_row in zip(rows, ratios, strict=True):
+        cells = [_cell(run, row, name, names, ways) for name in names]
         subject = [row.heads, row.layout, row.what][: len(said)]
-        body.append([*subject, *cells, _ratio_cell(row, ours), _floor(row)])
-        if dense:
-            beside = dense_ratio(row, dense)
-            body[-1].append("–" if beside is None else f"{beside:.2f}")
-    ratios = [r for r in (ratio(row, ours) for row in rows) if r is not None]
-    mean = geometric_mean(ratios)
-    if mean is not None:
-        count = f"geometric mean of {len(ratios)}"
-        blank = len(header) - 3 - len(more)
-        body.append([count, *[""] * blank, f"{mean:.2f}", "", *[""] * len(more)])
+        body.append([*subject, *cells, _both(of_row), _floor(row), _first_calls(row, ours)])
+        if dense[0]:
+            body[-1].append(_both([dense_ratio(row, *w) for w in zip(dense, ways, strict=True)]))
+    counts = [[r for r in of_way if r is not None] for of_way in zip(*ratios, strict=True)]
+    if counts[0]:
+        mean = [f"geometric mean of {' / '.join(str(len(found)) for found in counts)}"]
+        mean += [""] * (len(said) + len(names) - 1)
+        mean.append(_both([geometric_mean(found) for found in counts]))
+        body.append([*mean, *[""] * (len(header) - len(mean))])
     return markdown(header, body, left=len(said))
+
+
+def _both(ratios: Iterable[float | None]) -> str:
+    """Of graphs and of eager calls."""
+    return " / ".join(map(marked, ratios))
+
+
+def _first_calls(row: Row, ours: Sequence[str]) -> str:
+    """Ours and that of the best rival: seconds, compilation included where it was not cached."""
+    rival = best_rival(row, ours)
+    found = [row.result(name) for name in ("ours", rival[0] if rival else "")]
+    times = [None if result is None else result.first_call_s for result in found]
+    return " / ".join(_number(time, ".1f") for time in times)
 
 
 def _rates_and_memory(run: Run, rows: Sequence[Row]) -> str:
@@ -188,15 +202,19 @@ def _step_cells(pair: tuple[Row, Row], rival: str, judged: bool) -> list[str]:
     return [*cells, marked(sum(theirs) / sum(ours), together)]
 
 
-def dense_times(rows: Sequence[Row], ours: Sequence[str]) -> dict[tuple[str, int], float]:
+def dense_times(
+    rows: Sequence[Row], ours: Sequence[str], eager: bool = False
+) -> dict[tuple[str, int], float]:
     """By heads and tokens: the best rival's time without the mask that other rows have."""
-    found = {(row.heads, row.tokens): best_rival(row, ours) for row in rows if row.what == "dense"}
+    found = {
+        (row.heads, row.tokens): best_rival(row, ours, eager) for row in rows if row.what == "dense"
+    }
     return {key: rival[1] for key, rival in found.items() if rival is not None}
 
 
-def dense_ratio(row: Row, dense: dict[tuple[str, int], float]) -> float | None:
+def dense_ratio(row: Row, dense: dict[tuple[str, int], float], eager: bool = False) -> float | None:
     """That time over ours."""
-    without, mine = dense.get((row.heads, row.tokens)), row.time_ms("ours")
+    without, mine = dense.get((row.heads, row.tokens)), row.time_ms("ours", eager)
     return None if without is None or mine is None else without / mine
 
 
@@ -204,20 +222,20 @@ def _worth_a_column(result: Result | None) -> bool:
     return result is not None and result.status != NOT_APPLICABLE
 
 
-def _cell(run: Run, result: Result | None, best: bool) -> str:
-    """The median; bold if it is the row's best, with a star if launch gaps are in it."""
+def _cell(run: Run, row: Row, name: str, names: Sequence[str], ways: Iterable[bool]) -> str:
+    """The medians; bold if it is the row's best, with a star if launch gaps are in a graph's."""
+    result = row.result(name)
     if result is None:
         return ""
     if result.status != OK:
         return "–" if result.status == NOT_APPLICABLE else result.status
-    time = number(result.p50_ms)
-    mark = "*" if run.device_kind == "cuda" and not result.graph else ""
-    return f"**{time}**{mark}" if best else f"{time}{mark}"
-
-
-def _ratio_cell(row: Row, ours: Sequence[str]) -> str:
-    value = ratio(row, ours)
-    return "–" if value is None else marked(value)
+    cells = []
+    for eager in ways:
+        time = result.time_ms(eager)
+        best = min((t for n in names if (t := row.time_ms(n, eager)) is not None), default=None)
+        star = "*" if run.device_kind == "cuda" and not result.graph and not eager else ""
+        cells.append((f"**{number(time)}**" if time and time == best else number(time)) + star)
+    return " / ".join(cells)
 
 
 def _floor(row: Row) -> str:
@@ -247,8 +265,8 @@ def footnotes(run: Run) -> str:
 def details(run: Run) -> str:
     """Everything that was measured, one line for each implementation of each row."""
     header = [
-        "workload", "implementation", "p20", "p50", "p80", "eager", "TFLOP/s", "GB/s", "of floor",
-        "peak MiB", "first call s", "worst error",
+        "workload", "implementation", "p20", "p50", "p80", "eager p20", "p50", "p80",
+        "host, additions", "TFLOP/s", "GB/s", "of floor", "peak MiB", "first call s", "worst error",
     ]  # fmt: skip
     body = []
     for row in run.rows:
@@ -256,13 +274,17 @@ def details(run: Run) -> str:
             if r.status != OK or r.p50_ms is None:
                 continue
             worst = max((e for e in r.errors.values() if e is not None), default=None)
+            times = (r.p20_ms, r.p50_ms, r.p80_ms, r.eager_p20_ms, r.eager_ms, r.eager_p80_ms)
             body.append([
                 row.name, run.labels.get(r.implementation, r.implementation),
-                *(number(x) for x in (r.p20_ms, r.p50_ms, r.p80_ms, r.eager_ms)),
+                *map(number, times), _number(r.host_additions, ".1f"),
                 number(row.flops / r.p50_ms / 1e9), number(row.bytes / r.p50_ms / 1e6),
                 f"{row.floor_ms / r.p50_ms:.0%}",
-                "–" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}",
-                "–" if r.first_call_s is None else f"{r.first_call_s:.1f}",
-                "–" if worst is None else f"{worst:.1e}",
+                _number(None if r.peak_bytes is None else r.peak_bytes / 2**20, ".0f"),
+                _number(r.first_call_s, ".1f"), _number(worst, ".1e"),
             ])  # fmt: skip
     return markdown(header, body, left=2)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

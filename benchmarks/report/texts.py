@@ -30,10 +30,9 @@ ASIDE = {
 }  # fmt: skip
 
 GRAPHS = """\
-Times are those of CUDA graph replays. Calls without a graph (eager) mostly take longer, ours and
-the rivals': the GPU waits for Python between launches, and where calls are short this decides which
-is faster. Column `eager` of *Every measurement* in [docs/performance.md](docs/performance.md) has
-their times.
+Times are those of CUDA graph replays, and of calls without a graph (eager) through the public
+Python function. Eager calls mostly take longer, ours and the rivals': the GPU waits for Python
+between launches, and where calls are short this decides which is faster. `–` was not measured.
 
 A rival is another implementation with right results on the same GPU. `best rival / ours` is the
 fastest one's time over ours, a geometric mean over rows: above 1 ours is faster. Rows are shapes,
@@ -52,10 +51,14 @@ because a GPU under sustained load lowers its clock. Input sets rotate so that n
 inputs in the L2 cache; one is enough where it is 16 times as large. Layouts and gates that a
 library wants otherwise are converted outside the timed region. The floor is the larger of counted
 FLOPs over the rate of a large matrix product and of bytes (inputs once, outputs once) over the rate
-of a large copy, both measured in the same run. `eager` is the time through the public
-Python function without a graph, Python and launches included: where calls are short it is
-another comparison than that of the replays. `first call` includes compilation where no cache had
-it."""
+of a large copy, both measured in the same run. Tables have two numbers in a cell: graph / eager.
+An eager call is one of the public Python function without a graph, Python and launches included:
+where calls are short it is another comparison than that of the replays. Eager calls are timed in
+bursts of 20 ms that alternate likewise; a sample is a call among up to ten in a row, after which
+the device is waited for. `host, additions` is how long the host is busy with such a call, in
+multiples of an addition of eight floats (`x + 1`) beside it in the same process. `first call`
+includes compilation where no cache had it: ours, and that of the rival whose replays are
+fastest. `–` was not measured."""
 
 WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their

@@ -9,17 +9,20 @@ import gc
 import itertools
 import math
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.gdn.workloads import Gdn
+from benchmarks.harness import records
 from benchmarks.harness import worker as worker_module
 from benchmarks.harness.adapters import Call
 from benchmarks.harness.messages import Begin, Options, RowFacts
-from benchmarks.harness.records import FAILED, OK, WRONG, Result
-from benchmarks.harness.timing import EventTimer, GraphTimer, eager_seconds
+from benchmarks.harness.records import FAILED, OK, TIME_LIMIT, WRONG, Result
+from benchmarks.harness.timing import EagerTimer, EventTimer, GraphTimer
+from benchmarks.harness.watchdog import _note
 from benchmarks.harness.worker import Worker
 from tests.host.bench_fakes import Raises, Refuses, Right, WrongChunk
 
@@ -135,11 +138,14 @@ def test_a_row_from_first_call_to_eager(device):
     assert result.status == OK, result.detail
     assert result.graph
     assert result.peak_bytes == 250
-    assert result.eager_ms > 0
+    assert 0 < result.eager_p20_ms <= result.eager_ms <= result.eager_p80_ms
+    assert result.eager_samples >= 2
+    assert result.host_additions > 1  # the reference's chunks are more than an addition
     assert result.p20_ms == result.p50_ms == result.p80_ms == 1.0
     assert result.samples >= 2 * 3
     phases = [m.phase for m in said if isinstance(m, Begin)]
-    assert phases == ["inputs", "truth", "first call", "capture", "timing", "timing", "eager"]
+    before = ["inputs", "truth", "first call", "capture"]
+    assert phases == [*before, "timing", "timing", "eager", "eager", "eager"]  # one makes the calls
     assert sum(isinstance(m, RowFacts) for m in said) == 1
 
 
@@ -163,8 +169,9 @@ def test_implementations_take_turns(device):
     others = [Graphable(device), Graphable(device)]
     others[1].name = "second"
     _, said, _ = heard(others, OPTIONS)
-    turns = [m.implementation for m in said if isinstance(m, Begin) and m.phase == "timing"]
-    assert turns == ["graphable", "second"] * 2
+    for phase, bursts in (("timing", 2), ("eager", 3)):
+        turns = [m.implementation for m in said if isinstance(m, Begin) and m.phase == phase]
+        assert turns == ["graphable", "second"] * bursts
 
 
 def test_a_broken_context_ends_the_worker_after_naming_the_culprit(device):
@@ -274,5 +281,58 @@ def test_poison_is_bounded_by_free_memory(device, monkeypatch):
     assert math.isnan(value)
 
 
-def test_eager_time_is_per_call():
-    assert 0 <= eager_seconds(lambda: None, seconds=0.001) < 0.01
+def test_eager_calls_take_turns_over_the_inputs_and_a_sample_is_a_call(device, monkeypatch):
+    """On a clock that only calls move: 2 and 4 ms each, an addition 0.5 ms, a wait 10 ms."""
+    now, seen = [0.0], []
+
+    def spend(seconds, name=None):
+        now[0] += seconds
+        seen.append(name)
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("benchmarks.harness.timing.time", clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: spend(0.010))
+    calls = [lambda: spend(0.002, "a"), lambda: spend(0.004, "b")]
+    timer = EagerTimer(calls, torch.device("cpu"))
+    timer._addition = lambda: spend(0.0005)
+    samples = timer.burst(0.05)  # the first call takes 12 ms with its wait: four fit, once
+    assert samples == [pytest.approx(0.003 + 0.010 / 4)]
+    assert timer.host == [pytest.approx(0.003 / 0.0005)]
+    assert "".join(filter(None, seen)) == "ab" + "a" + "baba"
+    assert len(timer.burst(0.5)) == 3  # 500 ms, of ten calls each: 14 ms by its first one
+
+
+def test_eager_calls_that_fail_leave_what_was_measured_before(device):
+    class Fails(Graphable):
+        name = "fails"
+
+        def prepare(self, workload, inputs):
+            return replace(super().prepare(workload, inputs), eager=self.broken)
+
+        def broken(self):
+            raise RuntimeError("no public function")
+
+    _, said, found = heard([Fails(device), Graphable(device)], OPTIONS)
+    assert found["graphable"].eager_ms
+    results = {}
+    for message in said:
+        if isinstance(message, Result):
+            _note(results, message)
+    kept = results["fails"]
+    assert (kept.status, kept.p50_ms, kept.eager_ms) == (OK, 1.0, None)
+    assert kept.detail == "eager: RuntimeError: no public function"
+    _note(results, Result("fails", TIME_LIMIT, "eager: nothing happened for 120 s"))
+    assert results["fails"].status == OK
+    assert results["fails"].detail.endswith("function; eager: nothing happened for 120 s")
+
+
+def test_a_record_says_how_our_kernels_were_launched(monkeypatch):
+    file = SimpleNamespace(manifest={"set": "13"})
+    for found, programs, text in (
+        ("this installation has no prebuilt kernels", "1", "compiled"),
+        (file, "1", "prebuilt by nvcc 13"),
+        (file, "0", "prebuilt by nvcc 13, QLA_PROGRAMS=0"),
+    ):
+        monkeypatch.setattr(records.prebuilt, "in_use", lambda found=found: found)
+        monkeypatch.setenv("QLA_PROGRAMS", programs)
+        assert records._our_kernels() == text

@@ -60,11 +60,40 @@ def test_committed_records_can_be_read():
 def test_the_table_marks_slower_rows_and_ends_in_the_geometric_mean():
     run = anchor_run()
     text = tables.summary(run)
-    ratios = [tables.ratio(row, tables.our_names(run)) for row in run.rows if row.kind == "fwd"]
-    assert text.count(tables.SLOWER) == sum(r < 1 for r in ratios)
-    mean = math.prod(ratios) ** (1 / len(ratios))
-    assert f"geometric mean of {len(ratios)}" in text
-    assert f"{mean:.2f}" in text
+    graph, eager = (
+        [tables.ratio(row, tables.our_names(run), way) for row in run.rows if row.kind == "fwd"]
+        for way in (False, True)
+    )
+    assert text.count(tables.SLOWER) == sum(r < 1 for r in (*graph, *eager))
+    means = [f"{math.prod(ratios) ** (1 / len(ratios)):.2f}" for ratios in (graph, eager)]
+    assert means[0] != means[1]
+    assert f"geometric mean of {len(graph)} / {len(graph)}" in text
+    assert f"| {' / '.join(means)} |" in " ".join(text.split())
+
+
+def test_graph_and_eager_times_stand_side_by_side_and_what_is_absent_is_a_dash():
+    run = run_of(GDN["anchors"][:1])
+    (row,) = run.rows
+    header, _, line, _ = tables.summary(run).splitlines()[2:6]
+    cells = dict(zip(*([x.strip() for x in t.split("|")] for t in (header, line)), strict=True))
+    ours, rival = row.result("ours"), row.result("flashinfer")
+    assert rival.p50_ms < ours.p50_ms
+    assert rival.eager_ms < ours.eager_ms
+    times = [tables.number(x) for x in (rival.p50_ms, rival.eager_ms)]
+    assert cells["FlashInfer"] == "**{}** / **{}**".format(*times)
+    ratios = rival.p50_ms / ours.p50_ms, rival.eager_ms / ours.eager_ms
+    assert cells["rival / ours"] == " / ".join(f"{r:.2f} ▼" for r in ratios)
+    assert cells["first call s, ours / rival"] == "12.0 / 12.0"
+
+    older = dataclasses.replace(ours, eager_ms=None, first_call_s=None)
+    lone = dataclasses.replace(row, results=(older, rival))
+    text = tables.summary(dataclasses.replace(run, rows=(lone,)))
+    assert f"| {tables.number(ours.p50_ms)} / – |" in text.replace("  ", "")
+    assert f"| {ratios[0]:.2f} ▼ / – |" in text.replace("  ", "")
+    assert "| – / 12.0 |" in " ".join(text.split())
+    assert "Rows not slower than the best rival: 0 of 1 in CUDA graphs (worst ratio" in (
+        pages._counts(dataclasses.replace(run, rows=(lone,)))
+    )
 
 
 def test_the_ratio_is_of_the_best_rival_and_never_of_our_own_variants():
@@ -109,6 +138,15 @@ def test_details_have_every_measurement():
     run = anchor_run(failures=True)
     measured = sum(r.status == OK for row in run.rows for r in row.results)
     assert len(tables.details(run).splitlines()) == measured + 2
+    result = Result(
+        "ours", OK, p20_ms=1, p50_ms=2, p80_ms=3, eager_p20_ms=4, eager_ms=5, eager_p80_ms=6,
+        host_additions=7.77,
+    )  # fmt: skip
+    row = dataclasses.replace(run.rows[0], results=(result,))
+    (line,) = tables.details(dataclasses.replace(run, rows=(row,))).splitlines()[2:]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[3:10] == ["1.00", "2.00", "3.00", "4.00", "5.00", "6.00", "7.8"]
+    assert cells[-4:-1] == ["–", "–", "–"]  # memory, first call, error
 
 
 TIMES = {"ours": 1.0, "fwd fa4_shared": 1.45, "bwd fa4_shared": 1.1, "fa4": 3.0}
@@ -206,16 +244,35 @@ def test_without_a_record_the_pages_say_so():
         assert "python -m benchmarks.sm90 gdn --quick --save" in text
 
 
-def test_tables_say_that_times_are_those_of_graph_replays():
-    """Calls without a graph are slower, and in another order: where to read it stands there."""
-    text = pages.readme_section([anchor_run()], current)
-    assert "eager" in text
-    assert "[docs/performance.md](docs/performance.md) has" in text
+def test_the_headline_has_graph_replays_and_eager_calls():
+    """Calls without a graph are slower, and in another order."""
+    run = anchor_run()
+    text = pages.readme_section([run], current)
     header = next(line for line in text.splitlines() if line.startswith("|"))
-    assert header.startswith("| CUDA graph replays ")
-    assert "best rival / ours" in header
-    assert "; ms, CUDA graph replays\n" in pages.performance_page([anchor_run()], current)
+    assert header.count("best rival / ours") == 2
+    assert header.index("CUDA graphs: rows") < header.index("eager calls: rows")
+    said = []
+    for way, eager in (("CUDA graphs", False), ("eager calls", True)):
+        ratios = [tables.ratio(row, tables.our_names(run), eager) for row in run.rows]
+        fine = sum(r >= 1 for r in ratios)
+        said.append(f"{fine} of {len(ratios)} in {way} (worst ratio {min(ratios):.2f} ▼)")
+    assert f"Rows not slower than the best rival: {', '.join(said)}." in text
+    assert "; ms, CUDA graph replays / eager calls\n" in pages.performance_page([run], current)
     assert "CUDA graph" not in tables.summary(anchor_run(device_kind="cpu"))
+
+
+def test_without_eager_times_the_headline_has_dashes():
+    run = shared_run([*DUALKV["long"], *DUALKV["short"]], TIMES)
+    text = pages.readme_section([run], current)
+    assert "in CUDA graphs (worst ratio 1.10), – in eager calls." in text
+    lines = [line for line in text.splitlines() if line.startswith("| Backward")]
+    assert [cell.strip() for cell in lines[0].split("|")[-5:-1]] == ["–"] * 4
+
+
+def test_the_headline_says_how_kernels_were_launched():
+    assert "Our kernels were" not in pages.readme_section([anchor_run()], current)
+    run = anchor_run(environment={"our_kernels": "prebuilt by nvcc 13"})
+    assert "Our kernels were prebuilt by nvcc 13." in pages.readme_section([run], current)
 
 
 def test_batches_that_tables_name_by_letters_are_defined():
