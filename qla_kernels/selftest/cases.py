@@ -21,7 +21,7 @@ class Cases(NamedTuple):
     """check(variant, one of the inputs, device) launches; raises AssertionError if it is wrong.
 
     Inputs are drawn on the CPU and results are compared there, so that a broken GPU does not check
-    itself. Results begin as NaN in the tiers of tests.
+    itself. Results begin as NaN.
     """
     inputs: Sequence[Any]
     large: Sequence[Any] = ()  # more inputs, for device tests alone
@@ -55,12 +55,20 @@ class Result:
 
 
 def checked(name: str, check: Callable[..., None], *arguments: Any) -> Result:
-    """Runs a check on numbers that do not depend on other checks; returns its result."""
+    """Runs a check on numbers that do not depend on other checks; returns its result.
+
+    Fresh memory is NaN meanwhile, by torch's own switch, so that reading what nobody wrote shows.
+    """
     torch.manual_seed(0)
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         check(*arguments)
     except AssertionError as error:
         return Result(name, False, str(error))
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns_only)
     return Result(name, True)
 
 
