@@ -19,6 +19,9 @@ from tests.gdn_trees import Forest
 FORWARD_RATIO, BACKWARD_RATIO = 1.5, 1.4
 FEW_RATIO = 2.5  # of dg and dbeta, a number a token and head
 FP32 = 1e-5
+# A few tokens decide the error of dg, so what rounding costs is one draw: of eight seeds in fp16,
+# 1.2e-4 to 6.8e-4 for the rounded reference, 2.4e-4 to 8.4e-4 for the kernels. An eps is 9.8e-4.
+DG_UNITS = 1.0
 
 
 class TreeCase(NamedTuple):
@@ -123,4 +126,6 @@ def check(x: TreeCase, done: TreeForward, grads: GdnBackward) -> None:
         a, c = getattr(grads, name), rounded_grads[name]
         few = name in ("dg", "dbeta")
         limit = (FEW_RATIO if few else BACKWARD_RATIO) * relative_l2(c.to(a.dtype), b) + FP32
+        if name == "dg":
+            limit = max(limit, DG_UNITS * torch.finfo(dtype).eps)
         assert_close(name, a.cpu(), b, limit, limit if few else None)
