@@ -179,7 +179,7 @@ def test_past_2_31_elements():
 
 def test_an_address_that_is_not_aligned_is_refused():
     x = torch.zeros(33 * 64, dtype=torch.bfloat16, device=GPU)[4 : 4 + 32 * 64].view(32, 64)
-    with pytest.raises(Unsupported, match="offset 4; need a last stride of 1 and the rest positive multiples of 16"):
+    with pytest.raises(Unsupported, match="offset 4; need a last stride of 1 and the rest"):
         causal_conv1d(x, torch.zeros(64, 4, device=GPU))
 
 
