@@ -29,7 +29,7 @@ assert selftest.__file__.startswith(sys.argv[1]), selftest.__file__
 results = selftest.run()
 print(*results, sep="\\n")
 assert all(result.passed for result in results)
-assert {result.error is not None for result in results} == {True}, "a case did not run"
+assert {result.passed is not None for result in results} == {True}, "a case did not run"
 print("launched", *jit.compiled())
 """
 
