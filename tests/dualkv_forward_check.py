@@ -15,11 +15,13 @@ from tests.dualkv_inputs import Groups, qkv
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 8e-4}
 LSE_LIMIT = 1e-5  # base 2, of numbers of size 10: fp32 sums of up to thousands of terms
 
-# A query tile has 128 / pack tokens, a key tile 128: lengths around both, and below one.
+# A query tile has 128 / pack tokens, a key tile 128, or 80 at head size 256: lengths around both,
+# and below one.
 GROUPS: dict[str, Groups] = {
     "edges": [(128, [31, 32, 33]), (127, [1, 129]), (129, [64])],
     "short": [(5, [3, 0, 4]), (1, [1]), (0, [4, 3]), (6, [])],
     "long": [(300, [3, 140]), (40, [200])],
+    "eighties": [(80, [79, 16, 17]), (81, [160]), (240, [1, 97])],
 }
 FOREST = ([5, 130, 40, 3, 7, 20, 150], [-1, 0, 1, 1, 0, 4, -1])  # lengths, parents
 
@@ -34,7 +36,9 @@ class Call(NamedTuple):
 
     def arguments(self) -> tuple[Any, ...]:
         """As the operator takes them."""
-        tables = self.layout.prepare(self.q.shape[1], self.k.shape[1], self.q_shift)
+        tables = self.layout.prepare(
+            self.q.shape[1], self.k.shape[1], self.q_shift, self.q.shape[2]
+        )
         return self.q, self.k, self.v, tables, self.scale, self.q_shift
 
 

@@ -1,6 +1,7 @@
 """The public function `shared_prefix_attention`: checks a call, then refuses or runs it."""
 
 import os
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -117,7 +118,9 @@ def attend(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     scale = float(scale) if scale is not None else float(q.shape[-1] ** -0.5)
-    tables = layout.prepare(q.shape[1], k.shape[1], q_shift) if q.is_cuda else (layout.nodes,)
+    tables: Sequence[Tensor] = (layout.nodes,)
+    if q.is_cuda:
+        tables = layout.prepare(q.shape[1], k.shape[1], q_shift, q.shape[2])
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         done = ops.SharedForward(
             *ops.dualkv_fwd(q, k, v, tables, scale, q_shift)

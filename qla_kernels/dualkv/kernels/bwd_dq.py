@@ -309,7 +309,7 @@ def build(variant: Variant):
             row = T.truncdiv(entry, slots)
             head0 = entry - row * slots << 7 - tile_log2
             numbers = T.alloc_local((ITEM_COLUMNS,), "int32")
-            read_item(numbers, item, row, span, q_shift, num_queries, num_keys)
+            read_item(numbers, item, row, span, q_shift, num_queries, num_keys, KEY_TILE)
             token, masked, diagonal = (T.alloc_var("int32") for _ in range(3))
             token = numbers[TOK0] - q_shift
             masked = numbers[PARTIALS] + 1
