@@ -1,4 +1,6 @@
-"""Roles of the kernels whose CTAs own 128 keys of a key head and walk the queries that see them.
+"""Roles of the kernels whose CTAs own keys of a key head and walk the queries that see them.
+
+There are 128 keys, 64 of each warpgroup; in bwd_dkv_wide 64, of which both warpgroups take all.
 
 A run is the contiguous range of queries that see a key tile. A CTA walks it once per `pack` of the
 key head's query heads, pack <= 4, in tiles of 64 rows. Row r of a tile is token r % tile_tokens of
@@ -46,11 +48,13 @@ class KeyWalk(NamedTuple):
     tile_log2: Any  # log2(tile_tokens)
 
 
-def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts):
+def walk_of(
+    kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts, tile=KEY_TILE
+):
     """Returns the Walk of entry `entry` of kv_order; clamps each number that leads to an address.
 
-    The mma role and the other roles call it separately, so that the registers of each hold only the
-    numbers that it uses.
+    `tile` is the largest number of keys of an item. The roles that multiply and the other roles
+    call it separately, so that the registers of each hold only the numbers that it uses.
     """
 
     def held(number):
@@ -60,7 +64,7 @@ def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens,
     item = T.truncdiv(entry, kv_heads)
     tile_tokens = 1 << tile_log2
     k0 = held(clamped(kv_item[item, KV_K0], 0, num_tokens - 1))
-    keys = held(clamped(kv_item[item, KV_KEYS], 0, T.min(num_tokens - k0, KEY_TILE)))
+    keys = held(clamped(kv_item[item, KV_KEYS], 0, T.min(num_tokens - k0, tile)))
     last = held(clamped(kv_item[item, KV_LAST], -tile_tokens, num_tokens - tile_tokens))
     # tiles that reach into the run
     most = (last - T.max(k0, q_shift) + 2 * tile_tokens - 1) >> tile_log2
@@ -151,3 +155,26 @@ def row_stats(stats, s, ring, walk, row, q_shift):
             ring.commit(step)
             step += 1
         head += KV_QUERY_ROWS >> walk.tile_log2
+
+
+@T.macro
+def store(r_grad, s_grad, grad, walk, w, D, dtype):
+    """Writes a warpgroup's rows of dK or dV to `grad`, staged through rows w of K or V in s_grad.
+
+    Only this warpgroup may have read those rows. Each warp copies the 16 rows that it staged, so a
+    warp sync suffices.
+    """
+    lane = T.get_thread_binding() % 32
+    row0 = T.get_thread_binding() // 32 * 16
+    lanes = D // 8  # a row in pieces of 16 bytes
+    r_out = T.alloc_fragment((WARPGROUP_KEYS, D), dtype)
+    T.copy(r_grad, r_out)
+    T.copy(r_out, s_grad[w, :, :])
+    T.sync_warp()
+    for piece in T.unroll(16 * lanes // 32):
+        row = row0 + piece * (32 // lanes) + lane // lanes
+        if w * WARPGROUP_KEYS + row < walk.keys:
+            for e in T.vectorized(8):
+                grad[walk.k0 + w * WARPGROUP_KEYS + row, walk.kv_head, lane % lanes * 8 + e] = (
+                    s_grad[w, row, lane % lanes * 8 + e]
+                )
