@@ -10,7 +10,9 @@ from qla_kernels.attn.launch import row_stats
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 128), (torch.float16, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.bfloat16, 128), (torch.float16, 64), (torch.bfloat16, 256)]
+)
 @pytest.mark.parametrize("base2", [True, False])
 @pytest.mark.kernels("attn.delta")
 def test_row_stats(dtype, size, base2):
