@@ -302,9 +302,10 @@ def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w, last_u
 
 @T.macro
 def step(products, m, l, a, q_slot, i, scale2, keys, more=None):
-    """Computes a tile behind an item's first.
+    """Computes a tile of an item that is not its first one.
 
-    The rows see its first `keys` keys, all if that is None; row r sees more(r) more.
+    All rows see the tile's first `keys` keys, and row r sees more(r) further ones; with None they
+    see the whole tile.
     """
     (_, _, _, r_s, r_p, r_o, _, v_ring, _, _, _) = products
     start_products(*products, q_slot, i)
