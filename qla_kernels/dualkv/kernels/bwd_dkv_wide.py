@@ -8,7 +8,7 @@ key. Items, tiles and their order are those of bwd_dkv; walk.py explains the wal
 
 Steps (numbers appear again in the roles):
     1 load    K and V
-    2 load    a tile's Q and dO; stats its lse2 and delta; rows before the run become zero
+    2 load    a tile's Q, load_do its dO, stats its lse2 and delta; rows before the run become zero
     3 values  S^T and P^T; P^T to shared memory, in fp32
     4 values  dV, with P^T in registers
     5 keys    dP^T; with the other warpgroup's P^T, dS^T
@@ -108,9 +108,18 @@ def schedule(variant: Variant) -> Schedule:
                 "load",
                 warps=1,
                 regs=24,
-                waits=("q_free", "front_full"),
-                signals=(("kv_full", ONE), ("front_full", ONE), "q_full"),
-                computes="K, V; Q, dO",
+                waits=("q_free", "q_front_full"),
+                signals=(("kv_full", ONE), ("q_front_full", ONE), "q_full"),
+                computes="K, V; Q",
+                uses=("tma_load",),
+            ),
+            Role(
+                "load_do",
+                warps=1,
+                regs=24,
+                waits=("q_free", "do_front_full"),
+                signals=(("do_front_full", ONE), "q_full"),
+                computes="dO",
                 uses=("tma_load",),
             ),
             Role(
@@ -121,7 +130,6 @@ def schedule(variant: Variant) -> Schedule:
                 signals=("q_full",),
                 computes="lse2, delta",
             ),
-            Role("spare", warps=1, regs=24, computes="fills the warpgroup"),
         ),
         rings={"q": WIDE_SLOTS, "p": 2},
         # K, V; Q, dO, lse2, delta; P^T; barriers and alignment
@@ -144,7 +152,7 @@ class WideTiles(NamedTuple):
 
 
 @T.macro
-def load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift):
+def load(k, v, q, s, ring, kv_full, front_full, walk, q_shift):
     for keys, tile in ((k, s.k), (v, s.v)):  # 1
         T.tma_copy(
             keys[walk.k0 : walk.k0 + WARPGROUP_KEYS, walk.kv_head, :],
@@ -153,7 +161,7 @@ def load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift):
         )
     if T.shuffle_elect(32):
         T.barrier_arrive(kv_full)
-    load_rows(q, do, s, ring, front_full, walk, q_shift)  # 2
+    load_rows(q, None, s, ring, front_full, walk, q_shift)  # 2
 
 
 @T.macro
@@ -273,7 +281,8 @@ def build(variant: Variant):
             s_p = T.alloc_shared((2, WARPGROUP_KEYS * KV_QUERY_ROWS), "float32")
             s = WideTiles(s_k, s_v, s_q, s_do, s_stats, s_p)
             kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
-            front_full = T.alloc_barrier([plan.arrivals("front_full")])
+            q_front_full = T.alloc_barrier([plan.arrivals("q_front_full")])
+            do_front_full = T.alloc_barrier([plan.arrivals("do_front_full")])
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * WIDE_SLOTS)
             q_free = T.alloc_barrier([plan.arrivals("q_free")] * WIDE_SLOTS)
             p_full = T.alloc_barrier([plan.arrivals("p_full")] * 2)
@@ -296,8 +305,10 @@ def build(variant: Variant):
                     T.set_max_nreg(plan.role("load").regs, 0)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
                     if tx < 32:
-                        load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift)
-                    elif tx < 96:
-                        row_stats(stats, s, ring, walk, tx - 32, q_shift)
+                        load(k, v, q, s, ring, kv_full, q_front_full, walk, q_shift)
+                    elif tx < 64:
+                        load_rows(None, do, s, ring, do_front_full, walk, q_shift)  # 2
+                    else:
+                        row_stats(stats, s, ring, walk, tx - 64, q_shift)
 
     return bwd_dkv_wide

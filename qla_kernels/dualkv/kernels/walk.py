@@ -76,14 +76,22 @@ def walk_of(
     return KeyWalk(k0, keys, last, tiles, dense, part, kv_head, turns, tile_log2)
 
 
+def given(q, do, s):
+    """Returns (rows in global memory, slots) of Q and dO, without the one that is None."""
+    return tuple(pair for pair in ((q, s.q), (do, s.do)) if pair[0] is not None)
+
+
 @T.macro
 def fetch(q, do, s, i, token, head, tile_log2, full, j):
-    """Issues TMA loads of a 64-row tile of Q and dO into slot i; their bytes count at full[j]."""
+    """Issues TMA loads of a 64-row tile of Q and dO into slot i; their bytes count at full[j].
+
+    One of q and do may be None.
+    """
     for b in rolled(KV_QUERY_ROWS // BOX):
         tok = token + (b * BOX & (1 << tile_log2) - 1)
         of_box = head + (b * BOX >> tile_log2)
-        for c in T.unroll(q.shape[2] // PANEL):
-            for rows, tile in ((q, s.q), (do, s.do)):
+        for c in T.unroll(s.q.shape[2] // PANEL):
+            for rows, tile in given(q, do, s):
                 T.tma_copy(
                     rows[tok : tok + BOX, of_box, c * PANEL : c * PANEL + PANEL],
                     tile[i, b * BOX : b * BOX + BOX, c * PANEL : c * PANEL + PANEL],
@@ -95,10 +103,11 @@ def fetch(q, do, s, i, token, head, tile_log2, full, j):
 def load_rows(q, do, s, ring, front_full, walk, q_shift):
     """Loads Q and dO of every tile of the walk into the ring; run by one warp.
 
-    In a tile that begins before the run, zeroes the rows before the run after the TMA has landed.
+    One of q and do may be None, if another warp loads it. In a tile that begins before the run,
+    zeroes the rows before the run after the TMA has landed.
     """
     lane = T.get_thread_binding() % 32
-    width = q.shape[2] // 32
+    width = s.q.shape[2] // 32
     step, head, token, before = (T.alloc_var("int32") for _ in range(4))
     step = 0
     head = walk.kv_head * walk.turns << 6 - walk.tile_log2
@@ -120,10 +129,12 @@ def load_rows(q, do, s, ring, front_full, walk, q_shift):
                 T.barrier_wait(front_full, turn % 2)
                 for row in rolled(KV_QUERY_ROWS):
                     if row & (1 << walk.tile_log2) - 1 < before:
-                        for e in T.vectorized(width):
-                            s.q[ring.slot(step), row, lane * width + e] = 0
-                        for e in T.vectorized(width):
-                            s.do[ring.slot(step), row, lane * width + e] = 0
+                        if q is not None:
+                            for e in T.vectorized(width):
+                                s.q[ring.slot(step), row, lane * width + e] = 0
+                        if do is not None:
+                            for e in T.vectorized(width):
+                                s.do[ring.slot(step), row, lane * width + e] = 0
                 T.fence_proxy_async()  # zeros: written by threads, read by wgmma
             ring.commit(step)
             step += 1
