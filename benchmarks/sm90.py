@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .attention.workloads import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
+from .conv.workloads import CONV, CONV_DEFAULT
 from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
 from .harness import records
 from .harness.adapters import implementations
@@ -34,10 +35,16 @@ from .harness.watchdog import LIMITS, Harness
 from .report import tables
 
 SETS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gdn": dict(GDN), "dualkv": dict(DUALKV), "sparse_ring": dict(SPARSE_RING),
+    "gdn": dict(GDN), "conv": dict(CONV), "dualkv": dict(DUALKV), "sparse_ring": dict(SPARSE_RING),
 }  # fmt: skip
-DEFAULT = {"gdn": GDN_DEFAULT, "dualkv": DUALKV_DEFAULT, "sparse_ring": SPARSE_RING_DEFAULT}
-QUICK = {"gdn": ("anchors",), "dualkv": ("long",), "sparse_ring": ("anchor",)}
+DEFAULT = {
+    "gdn": GDN_DEFAULT, "conv": CONV_DEFAULT, "dualkv": DUALKV_DEFAULT,
+    "sparse_ring": SPARSE_RING_DEFAULT,
+}  # fmt: skip
+QUICK = {
+    "gdn": ("anchors",), "conv": ("packs", "trees"), "dualkv": ("long",),
+    "sparse_ring": ("anchor",),
+}  # fmt: skip
 
 # Without a GPU sequences are this much shorter: a chunk of 64 tokens becomes one token, or four.
 # As many times fewer are decoded.

@@ -2,6 +2,7 @@
 
     python examples/dualkv_grpo.py                  a tiny Qwen3, defined in this file
     python examples/dualkv_grpo.py --transformers   a tiny Qwen3 of Hugging Face transformers
+    python examples/dualkv_grpo.py --transformers qwen3-next    one with gated delta nets
 
 Both updates start from the same random weights and the same rollouts. They must agree on every
 log-probability, on the loss and on the gradient of every parameter; if not, the exit status is 1.
@@ -96,9 +97,11 @@ class TransformersQwen3(nn.Module):
             "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": HEAD_DIM,
             "num_key_value_heads": KV_HEADS,
         }  # fmt: skip
-        self.model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-        transformers_dualkv.register()
-        transformers_dualkv.check(self.model)
+        self.model = self.made(transformers, sizes)
+        transformers_dualkv.prepare(self.model)
+
+    def made(self, transformers: Any, sizes: dict[str, Any]) -> Any:
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
 
     def forward(
         self, ids: Tensor, positions: Tensor, rows: Tensor, layout: SharedLayout | None = None
@@ -110,6 +113,24 @@ class TransformersQwen3(nn.Module):
         )
         logits: Tensor = done.logits[0]
         return logits
+
+
+class TransformersQwen3Next(TransformersQwen3):
+    """Qwen3-Next of transformers: two layers of gated delta nets, and one of attention."""
+
+    def made(self, transformers: Any, sizes: dict[str, Any]) -> Any:
+        config = transformers.Qwen3NextConfig(
+            **sizes, num_experts=0, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=16, linear_value_head_dim=16,
+            layer_types=["linear_attention"] * (LAYERS - 1) + ["full_attention"],
+        )  # fmt: skip
+        model = transformers.Qwen3NextForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if "A_log" in name:
+                nn.init.uniform_(parameter, -3.0, 0.0)  # states that last for some tokens
+            elif parameter.dim() > 1:  # with weights as small as its own it hardly uses them
+                nn.init.normal_(parameter, std=0.5 * parameter.shape[-1] ** -0.5)
+        return model
 
 
 class Rollouts(NamedTuple):
@@ -227,7 +248,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--transformers", action="store_true", help="use Qwen3 of transformers")
+    models = {"qwen3": TransformersQwen3, "qwen3-next": TransformersQwen3Next}
+    parser.add_argument(
+        "--transformers", nargs="?", const="qwen3", choices=models, help="use a model of theirs"
+    )
     parser.add_argument("--max-tokens", type=int, default=32, help="packed tokens of a micro-batch")
     options = parser.parse_args(arguments)
     make: Callable[[], nn.Module] = Qwen3
@@ -235,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
         if importlib.util.find_spec("transformers") is None:
             print("skipped: transformers is not installed; pip install transformers")
             return 0
-        make = TransformersQwen3
+        make = models[options.transformers]
     torch.manual_seed(0)
     found = compare(make, options.max_tokens)
     whole, packed = found.pop("tokens")

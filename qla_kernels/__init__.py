@@ -19,7 +19,8 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qla_kernels import dualkv, gdn, sparse_ring
+    from qla_kernels import conv, dualkv, gdn, hybrid, sparse_ring
+    from qla_kernels.conv.api import causal_conv1d
     from qla_kernels.dualkv.api import shared_prefix_attention
     from qla_kernels.dualkv.batch import SharedBatch
     from qla_kernels.dualkv.microbatch import plan_microbatches
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
     from qla_kernels.gdn.decode.api import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
     from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+    from qla_kernels.hybrid.conv import shared_prefix_conv1d
+    from qla_kernels.hybrid.delta import shared_prefix_gated_delta_rule
     from qla_kernels.sparse_ring.api import sparse_attention, sparse_ring_attention
 
 __version__ = "0.1.0"
@@ -39,19 +42,24 @@ __all__ = [
     "SharedBatch",
     "SharedLayout",
     "Unsupported",
+    "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "chunk_gdn",
+    "conv",
     "dualkv",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "gdn",
+    "hybrid",
     "pack_padded",
     "pack_prefix_tree",
     "pack_shared_prompts",
     "plan_microbatches",
     "shared_prefix_attention",
+    "shared_prefix_conv1d",
+    "shared_prefix_gated_delta_rule",
     "sparse_attention",
     "sparse_ring",
     "sparse_ring_attention",
@@ -61,6 +69,7 @@ _HOME = {
     "SharedBatch": "qla_kernels.dualkv.batch",
     "SharedLayout": "qla_kernels.dualkv.plan",
     "Unsupported": "qla_kernels.errors",
+    "causal_conv1d": "qla_kernels.conv.api",
     "chunk_gated_delta_rule": "qla_kernels.gdn.api",
     "chunk_gated_delta_rule_bwd": "qla_kernels.gdn.low_level",
     "chunk_gated_delta_rule_fwd": "qla_kernels.gdn.low_level",
@@ -72,10 +81,12 @@ _HOME = {
     "pack_shared_prompts": "qla_kernels.dualkv.prompts",
     "plan_microbatches": "qla_kernels.dualkv.microbatch",
     "shared_prefix_attention": "qla_kernels.dualkv.api",
+    "shared_prefix_conv1d": "qla_kernels.hybrid.conv",
+    "shared_prefix_gated_delta_rule": "qla_kernels.hybrid.delta",
     "sparse_attention": "qla_kernels.sparse_ring.api",
     "sparse_ring_attention": "qla_kernels.sparse_ring.api",
 }
-_FAMILIES = ("dualkv", "gdn", "sparse_ring")
+_FAMILIES = ("conv", "dualkv", "gdn", "hybrid", "sparse_ring")
 
 
 def __getattr__(name: str) -> object:

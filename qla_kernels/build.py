@@ -4,17 +4,19 @@
     python -m qla_kernels.build --out FOLDER gdn attn.delta    of a family, of one kernel
 
 Writes FOLDER/kernels-13.zip, or kernels-12.9.zip if nvcc is that of CUDA 12.9, and compiles the
-launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes qla_kernels use both.
+launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes qla_kernels use both, and puts both
+into a wheel that is built with it (hatch_build.py).
 
 Needs TileLang, nvcc and a C compiler, but no GPU. The file holds each variant's machine code,
 without line information, and what a launch of it needs (`qla_kernels/native/entry.py`), both
 compressed, and a manifest: versions of TileLang and nvcc, and for each variant the digest of its
-generated code, a fingerprint of its sources and checksums. The same sources and tools give the same
-bytes.
+generated code, a fingerprint of its sources and checksums. NOTICES has the licences of headers that
+are compiled into the kernels. The same sources and tools give the same bytes.
 """
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -24,14 +26,15 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qla_kernels import __version__, digests, jit
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.native import prebuilt
+from qla_kernels.native import prebuilt, sources
 from qla_kernels.native.host_function import read_entry
 
 COMPILER_FLAGS = [
@@ -62,7 +65,7 @@ def built(kernel: jit.Kernel, variant: Any, lowered: jit.Lowered, cubin: bytes) 
     entry = json.dumps(read_entry(lowered.prim_func, lowered.host, lowered.device)).encode()
     about = {
         "digest": digests.digest(lowered.source, lowered.function),
-        "sources": prebuilt.fingerprint(kernel.module.__name__),
+        "sources": sources.fingerprint(kernel.module.__name__),
         "entry": checksum(entry),
         "cubin": checksum(cubin),
     }
@@ -94,7 +97,26 @@ def versions() -> dict[str, str]:
     return {"tilelang": tilelang.__version__, "nvcc": jit.nvcc_version()}
 
 
-def write(kernels: Iterable[Built], folder: Path, of_set: str, tools: dict[str, str]) -> Path:
+def notices() -> str:
+    """Returns the licences of TileLang's and CUTLASS's headers, from the installed files."""
+    from tilelang.env import CUTLASS_INCLUDE_DIR
+
+    files = importlib.metadata.files("tilelang") or []
+    found = [str(file.locate()) for file in files if "licenses" in file.parts]
+    texts = [Path(file).read_text() for file in found]
+    if CUTLASS_INCLUDE_DIR:  # its licence is the comment at the top of each header
+        header = Path(CUTLASS_INCLUDE_DIR, "cutlass", "cutlass.h").read_text()
+        texts.append(header.partition("*/")[0].replace("/*", " *"))
+    return "\n".join(texts)
+
+
+def write(
+    kernels: Iterable[Built],
+    folder: Path,
+    of_set: str,
+    tools: dict[str, str],
+    licences: str = "",
+) -> Path:
     """Writes the file of one set; it appears under its name when it is complete."""
     kernels = sorted(kernels)
     manifest = {
@@ -105,14 +127,33 @@ def write(kernels: Iterable[Built], folder: Path, of_set: str, tools: dict[str, 
         "kernels": {kernel.label: kernel.about for kernel in kernels},
     }
     path = folder / prebuilt.FILE.format(of_set)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
+    with (
+        _unfinished(path) as place,
+        zipfile.ZipFile(place, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file,
+    ):
         _add(file, prebuilt.MANIFEST, json.dumps(manifest, indent=1).encode())
+        _add(file, "NOTICES", licences.encode())
         for kernel in kernels:
-            _add(file, f"{kernel.label}.json", kernel.entry)
-            _add(file, f"{kernel.label}.cubin", kernel.cubin)
-    os.replace(unfinished, path)
+            _add(file, prebuilt.MEMBERS["entry"].format(kernel.label), kernel.entry)
+            _add(file, prebuilt.MEMBERS["cubin"].format(kernel.label), kernel.cubin)
     return path
+
+
+@contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """Yields a file to write; it gets the name `path` when it is complete, and none if that fails.
+
+    So processes that read the folder, or build into it, at the same time see whole files.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    place = Path(name)
+    try:
+        yield place
+        place.chmod(0o644)
+        os.replace(place, path)
+    finally:
+        place.unlink(missing_ok=True)
 
 
 def _add(file: zipfile.ZipFile, name: str, contents: bytes) -> None:
@@ -128,19 +169,18 @@ def compile_launcher(folder: Path) -> Path:
     """
     path = folder / prebuilt.LAUNCHER
     source = Path(prebuilt.__file__).with_name("launcher.c")
-    unfinished = path.with_suffix(f".{os.getpid()}")
     compiler = shlex.split(os.environ.get("CC", "cc"))
     headers = sysconfig.get_paths()["include"]
-    command = [*compiler, *COMPILER_FLAGS, f"-I{headers}", "-o", str(unfinished), str(source)]
-    try:
-        done = subprocess.run([*command, "-ldl", "-pthread"], capture_output=True, text=True)
-    except OSError as error:
-        fix = "install gcc or clang, or set CC"
-        raise Unsupported(need("qla_kernels.build", str(error), "a C compiler", fix)) from error
-    if done.returncode:
-        fix = "install Python's headers (python3-dev) and a C11 compiler"
-        raise Unsupported(need("qla_kernels.build", done.stderr.strip(), "to compile", fix))
-    os.replace(unfinished, path)
+    with _unfinished(path) as place:
+        command = [*compiler, *COMPILER_FLAGS, f"-I{headers}", "-o", str(place), str(source)]
+        try:
+            done = subprocess.run([*command, "-ldl", "-pthread"], capture_output=True, text=True)
+        except OSError as error:
+            fix = "install gcc or clang, or set CC"
+            raise Unsupported(need("qla_kernels.build", str(error), "a C compiler", fix)) from error
+        if done.returncode:
+            fix = "install Python's headers (python3-dev) and a C11 compiler"
+            raise Unsupported(need("qla_kernels.build", done.stderr.strip(), "to compile", fix))
     return path
 
 
@@ -196,7 +236,8 @@ def main(arguments: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         of_set, found = nvcc_set(), selected(options.kernels)
         compile_launcher(options.out)
-        path = write(build_all(found, options.workers), options.out, of_set, versions())
+        kernels = build_all(found, options.workers)
+        path = write(kernels, options.out, of_set, versions(), notices())
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

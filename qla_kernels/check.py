@@ -1,11 +1,12 @@
-"""Checks an edited kernel: its schedule, its emulated cases, and on a Hopper GPU its self-test.
+"""Checks an edited kernel: its schedule, its cases in the emulator, and on a Hopper GPU.
 
     python -m qla_kernels.check gdn.fused_fwd                              its first variant
     python -m qla_kernels.check gdn.fused_fwd --variant bf16-k128-v64      another one
     python -m qla_kernels.check gdn.fused_fwd --all                        every variant
 
-Inspection and emulation run at the same time and need no GPU. Emulated cases are tests, which are
-in the repository and not in the wheel. The exit status is 1 if something that ran failed.
+Inspection and emulation run at the same time and need no GPU. The cases are in
+qla_kernels/selftest; the emulator is in the repository and not in the wheel. The exit status is 1
+if something that ran failed.
 """
 
 import argparse
@@ -40,17 +41,17 @@ class Outcome(NamedTuple):
 def check(kernel: str, variant: str) -> list[Outcome]:
     """Runs inspection, emulated tests and self-test at the same time; returns their outcomes.
 
-    `variant` is an id, or "" for all variants; the self-test covers the whole kernel.
+    `variant` is an id, or "" for all variants.
     """
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EMULATED)]
     wanted = [f"--kernel={kernel}", *([f"--variant={variant}"] if variant else [])]
     inspect = [sys.executable, "-m", "qla_kernels.inspect", kernel, "--exact", variant]
-    selftest = [sys.executable, "-m", "qla_kernels.selftest", kernel]
+    selftest = [sys.executable, "-m", "qla_kernels.selftest", kernel, variant]
     with ThreadPoolExecutor() as pool:
         outcomes = [
             pool.submit(_ran, f"inspect {kernel} {variant}".strip(), inspect),
             pool.submit(_emulated, f"pytest tests/emulated {' '.join(wanted)}", pytest + wanted),
-            pool.submit(_on_a_gpu, f"selftest {kernel}", selftest),
+            pool.submit(_on_a_gpu, f"selftest {kernel} {variant}".strip(), selftest),
         ]
         return [outcome.result() for outcome in outcomes]
 
@@ -60,7 +61,7 @@ def _emulated(what: str, command: list[str]) -> Outcome:
         return Outcome(what, None, 0, f"no {EMULATED}: clone the repository to run them")
     outcome = _ran(what, command)
     if outcome.status == NO_TESTS:
-        return outcome._replace(status=None, said="no emulated case has this variant; try --all")
+        return outcome._replace(status=None, said="no emulated test has this variant; try --all")
     return outcome
 
 

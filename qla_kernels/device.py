@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from qla_kernels.native import recorder
+
 T = TypeVar("T")
 
 
@@ -62,11 +64,16 @@ def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
         return
     here = torch.cuda.current_stream(x.device)
     second = _second_stream(here)
-    second.wait_stream(here)
+    _wait(second, here)
     try:
         yield torch.cuda.stream(second)
     finally:
-        here.wait_stream(second)
+        _wait(here, second)
+
+
+def _wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    stream.wait_stream(other)
+    recorder.note_wait(stream, other)
 
 
 @functools.lru_cache(maxsize=64)

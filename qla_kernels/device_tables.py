@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
+from qla_kernels.native import recorder
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -86,7 +87,9 @@ def kept(most: int) -> Callable[[Callable[P, Made]], Callable[P, Made]]:
         def table(*key: P.args, **none: P.kwargs) -> Made:
             found = known.get(key)
             if found is not None:
-                return found.here()
+                value = found.here()
+                recorder.constant(value)
+                return value
             on_gpu = key[0].type == "cuda"  # type: ignore[attr-defined]
             if on_gpu and device.capturing():
                 return make(*key, **none)
@@ -95,6 +98,7 @@ def kept(most: int) -> Callable[[Callable[P, Made]], Callable[P, Made]]:
                 while len(known) >= most:
                     del known[next(iter(known))]
                 known[key] = Kept(made, *(made if isinstance(made, tuple) else (made,)))
+            recorder.constant(made)
             return made
 
         return table

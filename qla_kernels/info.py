@@ -43,15 +43,20 @@ RIVALS = {
 HOOKS = {  # of qla_kernels.integrations: the call that enables each, and its effect
     "FLA registry": ("fla.register()", "FLA asks us, and runs what we refuse"),
     "transformers": ("transformers.swap(model)", "gated-delta-net layers call us"),
-    "transformers attention": (
-        "transformers_dualkv.register()",
-        'attention "shared_prefix" is ours',
-    ),
+    "transformers attention": ("transformers_dualkv.register()", '"shared_prefix" is ours'),
+    "TRL GRPO": ("trl.shared_prefix_trainer(GRPOTrainer)", "each prompt of a batch runs once"),
+    "veRL FSDP": ("verl.patch()", "each prompt of a micro-batch runs once"),
     "transformers ring": ("transformers_sparse_ring.register()", 'attention "sparse_ring" is ours'),
 }
 
 ATTENTION = ("dualkv", "sparse_ring")  # they share attn
-STANDARD = {"gdn": (1, 64, 2, 128), "dualkv": (64, 2, 128), "sparse_ring": (1, 128, 2, 128)}
+# Shapes of the first arguments of a call that each family's `refusal` is asked about
+STANDARD: dict[str, list[tuple[int, ...]]] = {
+    "gdn": [(1, 64, 2, 128)] * 3,
+    "conv": [(64, 128), (128, 4)],
+    "dualkv": [(64, 2, 128)] * 3,
+    "sparse_ring": [(1, 128, 2, 128)] * 3,
+}
 
 Section = dict[str, object]
 
@@ -70,7 +75,7 @@ def report() -> dict[str, Section]:
         "device": _probed({"driver": _driver, "GPUs": _gpus}),
         "versions": _versions(),
         "kernel cache": _probed({"folder": lambda: str(jit.cache_dir()), "size": _cache_size}),
-        "prebuilt kernels": _probed({"file": prebuilt.used}),
+        "prebuilt kernels": _prebuilt(),
         "paths": _probed(
             {"CPU tensors": _cpu_path}
             | {f"CUDA, {family}": _cuda_path(family) for family in STANDARD}
@@ -151,7 +156,17 @@ def _versions() -> Section:
             "CUDA of torch": _torch_cuda,
         }
     )
-    return versions | {"tested together": tested({k: str(v) for k, v in versions.items()})}
+    shown = {name: str(version) for name, version in versions.items()}
+    return versions | {"tested together": tested(shown | _tools())}
+
+
+def _tools() -> dict[str, str]:
+    """Returns the versions of TileLang and nvcc that built the prebuilt kernels, if those run."""
+    try:
+        file = prebuilt.in_use()
+    except Exception:  # `_prebuilt` reports it
+        return {}
+    return {} if isinstance(file, str) else {k: file.manifest[k] for k in ("tilelang", "nvcc")}
 
 
 def tested(versions: dict[str, str]) -> str:
@@ -197,6 +212,27 @@ def _cache_size() -> str:
     return f"{jit.cache_size() / 2**20:.1f} MiB"
 
 
+def _prebuilt() -> Section:
+    """Returns which file's kernels are used, and which variants would be compiled instead."""
+    try:
+        file = prebuilt.in_use()
+    except Exception as error:  # a damaged file: its error says what to do
+        return {"file": f"unknown ({type(error).__name__}: {error})"}
+    if isinstance(file, str):
+        return {"file": f"none: {file}"}
+    every = [jit.label(k.module, v) for k in jit.kernel_modules() for v in k.module.VARIANTS]
+    here = [label for label in every if file.has(label)]
+    other = [label for label in every if label in file.kernels and label not in here]
+    lines = [f"{len(here)} of {len(every)} variants are used"]
+    if other:
+        names = ", ".join(sorted({label.partition("-")[0] for label in other}))
+        lines.append(f"{len(other)} were built from other sources: {names}")
+    if absent := len(every) - len(here) - len(other):
+        lines.append(f"{absent} are not in the file")
+    made_by = ", ".join(f"{name} {version}" for name, version in _tools().items())
+    return {"file": str(file.path), "set": f"{file.manifest['set']}: {made_by}", "kernels": lines}
+
+
 def _cpu_path() -> str:
     reference = importlib.import_module("qla_kernels.cpu").reference
     return f"{reference().__name__}, chunked"
@@ -210,13 +246,14 @@ def _cuda_path(family: str) -> Callable[[], str]:
 
         from qla_kernels import device
 
-        x = torch.empty(STANDARD[family], dtype=torch.bfloat16)
+        tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in STANDARD[family]]
         here = device.available()
         capability = device.capability(torch.device("cuda", 0)) if here else CAPABILITY
         validate = importlib.import_module(f"qla_kernels.{family}.validate")
-        reason = validate.refusal(x, x, x, capability=capability)
+        reason = validate.refusal(*tensors, capability=capability)
         sizes = alternatives(getattr(validate, "HEAD_SIZES", HEAD_SIZES))
-        answer = f"our kernels, head size {sizes}" if reason is None else f"refused: {reason}"
+        ours = "our kernels" if family == "conv" else f"our kernels, head size {sizes}"  # no heads
+        answer = ours if reason is None else f"refused: {reason}"
         return answer if here else f"(no GPU here; on Hopper) {answer}"
 
     return probe
@@ -268,8 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from qla_kernels import selftest
 
         results = selftest.run()
-        passed = all(result.passed for result in results)
-        found = [result.__dict__ | {"passed": result.passed} for result in results]
+        passed = all(result.passed is not False for result in results)
+        found = [result.__dict__ for result in results]
         shown = "\n".join(map(str, results))
     else:
         sections = report()

@@ -37,12 +37,12 @@ SHORT_TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"
 }  # fmt: skip
 
-log = logging.getLogger("qla_kernels")
-
 Launch = Callable[..., None]
 
+log = logging.getLogger("qla_kernels")
 _tracing = threading.Lock()
 _digests: dict[str, Callable[[], str]] = {}  # by label, of this process's kernels
+from_tilelang: list[str] = []  # labels of launchers whose launches programs.py cannot record
 
 
 class KernelModule(Protocol):
@@ -153,8 +153,7 @@ def compile(module: KernelModule, variant: Any) -> Launch:
     torch's current stream, and returns nothing. QLA_DUMP asks for files that only a compile gives.
     """
     name = label(module, variant)
-    found = None if os.environ.get("QLA_DUMP") else prebuilt.find(name, module.__name__)
-    if found is None:
+    if (found := prebuilt.find(name)) is None:
         return _compiled(module, variant)
     _digests[name] = lambda: found.digest
     return found.launch
@@ -168,7 +167,8 @@ def _compiled(module: KernelModule, variant: Any) -> Launch:
     leaves out a comparison of sizes, `sizes.checked` adds it. Raises Unsupported without TileLang,
     without nvcc on a cache miss, or with a cache folder that cannot be written.
     """
-    tilelang = _tilelang()
+    name = label(module, variant)
+    tilelang = _tilelang(name)
     started = time.perf_counter()
     prim_func = trace(module, variant)
     options = {"execution_backend": "tvm_ffi", "pass_configs": dict(module.PASS_CONFIGS)}
@@ -177,21 +177,21 @@ def _compiled(module: KernelModule, variant: Any) -> Launch:
     except Exception as error:
         nvcc()  # without a compiler this raises a clearer error than TileLang's
         if isinstance(error, OSError):
-            raise Unsupported(_unwritable(f"{label(module, variant)}: {error}")) from error
+            raise Unsupported(_unwritable(f"{name}: {error}")) from error
         raise
     executable = kernel.adapter.get_exportable_executable()
     # A fresh compile gives an executable that links on demand; a cache hit gives a loaded library.
     library = executable.jit() if hasattr(executable, "jit") else executable
-    host = cast(Launch, library.get_function("main", query_imports=True))
-    name = label(module, variant)
-    launch = sizes.checked(host, name, prim_func)
-    function = f"{_identifier(name)}_kernel"
-    _digests[name] = cache(lambda: digest(kernel.get_kernel_source(), function))
+    host = library.get_function("main", query_imports=True)
+    launch = sizes.checked(cast(Launch, host), name, prim_func)
+    from_tilelang.append(name)
+    source = kernel.get_kernel_source()
+    _digests[name] = cache(lambda: digest(source, f"{_identifier(name)}_kernel"))
     log.info("compiled %s in %.2f s", name, time.perf_counter() - started)
     if folder := os.environ.get("QLA_DUMP"):
         from qla_kernels.dump import dump
 
-        dump(Path(folder), module, variant, kernel.get_kernel_source())
+        dump(Path(folder), module, variant, source)
     return launch
 
 
@@ -211,7 +211,7 @@ def assemble(
     code.write_text(source)
     flags = [f for f in nvcc_flags(pass_configs) if line_info or f != "-lineinfo"]
     command = [str(nvcc()), *flags, "-o", str(cubin), str(code)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
     return Assembled(cubin, done.stdout + done.stderr)
@@ -312,17 +312,18 @@ def trace(module: KernelModule, variant: Any) -> Any:
     return prim_func
 
 
-def _tilelang() -> Any:
-    """Imports and returns TileLang; Unsupported if that fails."""
+def _tilelang(wanted: str | None = None) -> Any:
+    """Imports and returns TileLang; Unsupported if that fails, for the variant that is wanted."""
     # TileLang announces every compile on stderr by default; the log line in `compile` is enough
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     try:
         return importlib.import_module("tilelang")
     except ImportError as error:
-        fix = "pip install 'tilelang>=0.1.13,<0.2', or set QLA_PREBUILT"
-        got = f"tilelang cannot be imported ({error})"
-        needs = "TileLang to compile kernels, or prebuilt ones"
-        raise Unsupported(need("qla_kernels.jit", got, needs, fix)) from error
+        got, needs = f"tilelang cannot be imported ({error})", "TileLang, or prebuilt kernels"
+        if wanted:
+            got = f"{prebuilt.lacking(wanted)}, and {got}"
+        fix = "pip install 'qla-kernels[compile]', or a wheel of qla-kernels with kernels in it"
+        raise Unsupported(need(wanted or "qla_kernels.jit", got, needs, fix)) from error
     except OSError as error:  # TileLang makes its cache folder when it is imported
         raise Unsupported(_unwritable(f"tilelang cannot be imported ({error})")) from error
 

@@ -13,6 +13,8 @@ from typing import Annotated, Any, cast, get_type_hints
 import torch
 from torch import Tensor
 
+from qla_kernels.native import recorder
+
 _LIBRARY: Any = torch.library.Library("qla_kernels", "DEF")  # type: ignore[no-untyped-call]
 # The strides of a call are accepted or refused when it is traced: Inductor must keep them.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -172,7 +174,7 @@ def _is_watched(records: Iterable[tuple[Any, ...]]) -> bool:
     return (
         torch.compiler.is_compiling()
         or not _PLAIN.issuperset(map(type, chain.from_iterable(records)))
-        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > (recorder.active() is not None)
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )

@@ -1,11 +1,14 @@
-"""Compiles kernels before they are needed, several at a time; TileLang's cache keeps the results.
+"""Makes kernels ready before they are needed: checks prebuilt ones, compiles the others.
 
     python -m qla_kernels.warmup                              every variant there is
     python -m qla_kernels.warmup --model qwen3-next --tp 4    the variants that one model needs
-    python -m qla_kernels.warmup --list                       only prints what would be compiled
+    python -m qla_kernels.warmup --list                       prints them, and which are prebuilt
 
-Needs nvcc but no GPU: a cache folder filled here (TILELANG_CACHE_DIR) serves a Hopper machine that
-has the same TileLang. Ctrl-C stops it; kernels that were finished stay in the cache.
+Prebuilt kernels are read, compared with their checksums and made ready to launch; this takes
+milliseconds, needs neither TileLang nor nvcc, and leaves nothing behind. The others are compiled,
+several at a time, and TileLang's cache keeps the results. That needs nvcc but no GPU: a cache
+folder filled here (TILELANG_CACHE_DIR) serves a Hopper machine that has the same TileLang. Ctrl-C
+stops it; kernels that were finished stay in the cache.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple
 
 from qla_kernels import jit
 from qla_kernels.errors import need
+from qla_kernels.native import prebuilt
 
 INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
@@ -88,14 +92,14 @@ def sharded(name: str, tp: int) -> Model:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        "python -m qla_kernels.warmup", description="Compile kernels before they are needed."
+        "python -m qla_kernels.warmup", description="Make kernels ready before they are needed."
     )
     model_help = f"may be repeated; default: every variant; known: {', '.join(MODELS)}"
     parser.add_argument(
         "--model", action="append", default=[], choices=MODELS, metavar="NAME", help=model_help
     )
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share a layer's heads")
-    parser.add_argument("--list", action="store_true", help="only say what would be compiled")
+    parser.add_argument("--list", action="store_true", help="only print the variants")
     parser.add_argument("--workers", type=int, help="compiles at a time; default: one a core")
     parser.add_argument(
         "--in-process", action="store_true", help="for debuggers; Ctrl-C may then be lost"
@@ -106,9 +110,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         found = list(jobs([sharded(name, options.tp) for name in options.model]))
         if options.list:
-            sys.stdout.writelines(f"{jit.label(*job)}\n" for job in found)
+            ready = set(prebuilt_jobs(found))
+            marks = (" (prebuilt)" if job in ready else "" for job in found)
+            sys.stdout.writelines(
+                f"{jit.label(*job)}{mark}\n" for job, mark in zip(found, marks, strict=True)
+            )
         else:
-            compile_jobs(found, options.workers)
+            make_ready(found, options.workers)
     except ValueError as error:  # --tp does not fit, TileLang or nvcc is missing
         sys.stderr.write(f"{error}\n")
         return 1
@@ -162,11 +170,27 @@ def compile_all(
     return [future.result() for future in futures]
 
 
-def compile_jobs(found: list[Job], workers: int | None) -> None:
+def prebuilt_jobs(found: list[Job]) -> list[Job]:
+    """Returns the jobs whose kernels are prebuilt."""
+    file = prebuilt.in_use()
+    return [] if isinstance(file, str) else [job for job in found if file.has(jit.label(*job))]
+
+
+def make_ready(found: list[Job], workers: int | None) -> None:
+    """Loads the prebuilt kernels among the jobs, compiles the others, and says how many of each."""
     started = time.perf_counter()
-    compile_all(found, workers)
-    seconds = time.perf_counter() - started
-    sys.stdout.write(f"{len(found)} kernels in {seconds:.1f} s; cache: {jit.cache_dir()}\n")
+    ready = prebuilt_jobs(found)
+    for job in ready:
+        jit.compile(*job)
+    if ready:
+        seconds, file = time.perf_counter() - started, prebuilt.in_use()
+        assert isinstance(file, prebuilt.KernelFile)
+        sys.stdout.write(f"{len(ready)} prebuilt kernels in {seconds:.1f} s: {file.path}\n")
+    if others := [job for job in found if job not in ready]:
+        started = time.perf_counter()
+        compile_all(others, workers)
+        seconds = time.perf_counter() - started
+        sys.stdout.write(f"{len(others)} kernels compiled in {seconds:.1f} s: {jit.cache_dir()}\n")
 
 
 if __name__ == "__main__":

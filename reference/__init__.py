@@ -1,10 +1,10 @@
 """What the operations mean: of each, the definition and the algorithm the kernels follow.
 
-torch and einops only, on any device, in fp64 for truth. `gdn`, `dualkv` and `sparse_ring` hold the
-forms; the functions here have the names and arguments of `qla_kernels`.
+torch and einops only, on any device, in fp64 for truth. `gdn`, `conv`, `dualkv` and `sparse_ring`
+hold the forms; the functions here have the names and arguments of `qla_kernels`.
 """
 
-from . import dualkv, gdn, sparse_ring
+from . import conv, dualkv, gdn, sparse_ring
 from .api import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
@@ -17,6 +17,7 @@ __all__ = [
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "chunk_gdn",
+    "conv",
     "dualkv",
     "gdn",
     "sparse_ring",

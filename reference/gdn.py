@@ -2,7 +2,8 @@
 
 Reading order: `recurrent` below is what the operation means; `gdn_chunked` is the algorithm,
 `gdn_backward` its gradients written out by hand, `gdn_segments` the form that cuts long sequences,
-`gdn_shards` what ranks that hold parts of sequences tell each other.
+`gdn_shards` what ranks that hold parts of sequences tell each other, `gdn_tree` sequences that
+share their beginnings.
 
 Everywhere: q, k [B,T,H,K]; v, o [B,T,HV,V]; g, beta [B,T,HV]; states [N,HV,K,V]. Value head h
 reads key head h // (HV / H). With cu_seqlens [N+1], B is 1 and N sequences lie end to end in T;
@@ -19,10 +20,12 @@ from .gdn_backward import Backward, chunked_backward
 from .gdn_chunked import Forward, chunked, compute_dtype
 from .gdn_segments import segmented
 from .gdn_shards import backward_link, forward_link
+from .gdn_tree import TreeForward, tree_chunked, tree_chunked_backward
 
 __all__ = [
     "Backward",
     "Forward",
+    "TreeForward",
     "backward_link",
     "beta_sigmoid",
     "beta_sigmoid_backward",
@@ -35,6 +38,9 @@ __all__ = [
     "l2norm_backward",
     "recurrent",
     "segmented",
+    "tree_chunked",
+    "tree_chunked_backward",
+    "tree_recurrent",
 ]
 
 
@@ -79,6 +85,31 @@ def recurrent(
     o.append(torch.zeros_like(value[spans[-1][1] if spans else 0 :]))  # tokens of no sequence
     out = rearrange(torch.cat(o), "(b t) h r v -> b t (h r) v", b=B, t=T).to(q.dtype)
     return out, torch.stack(final) if final else value.new_zeros(0, v.shape[2], K, v.shape[3])
+
+
+def tree_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    nodes: Tensor,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`recurrent` over a prefix tree: each node continues from the state in which its parent ends.
+
+    nodes [n, 3] as in `gdn_tree`, covering all tokens in order. Returns o and the state after each
+    node [n, HV, K, V]. Differentiable by autograd.
+    """
+    o, states = [v[:, :0]], list[Tensor]()
+    for first, end, parent in nodes.tolist():
+        at = slice(None), slice(first, end)
+        start = None if parent < 0 else states[parent][None]
+        found, state = recurrent(q[at], k[at], v[at], g[at], beta[at], scale, start)
+        o.append(found)
+        states.append(state[0])
+    nothing = v.new_zeros(0, v.shape[2], q.shape[-1], v.shape[3], dtype=compute_dtype(q))
+    return torch.cat(o, 1), torch.stack(states) if states else nothing
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qla_kernels import jit
+from qla_kernels import programs
 
 HOPPER = (9, 0)
 
@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--order-seed", type=int, metavar="N", help="files, and tests in each, in random order N"
     )
     parser.addoption("--kernel", metavar="NAME", help="tests that are marked as this kernel's")
-    parser.addoption("--variant", metavar="ID", help="of those the ones of one variant")
+    parser.addoption("--variant", metavar="ID", help="its cases of one variant (test_cases.py)")
 
 
 def pytest_configure() -> None:
@@ -31,7 +31,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         shuffle(items, random.Random(seed))
     if kernel := config.getoption("--kernel"):
         items[:] = [
-            item for item in items if of_kernel(item, kernel, config.getoption("--variant"))
+            item
+            for item in items
+            if any(kernel in mark.args for mark in item.iter_markers("kernels"))
         ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hopper = any(torch.cuda.get_device_capability(i) == HOPPER for i in range(gpus))
@@ -40,13 +42,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an SM90 GPU"))
         if "multi_gpu" in item.keywords and gpus < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs several GPUs, found {gpus}"))
-
-
-def of_kernel(item: pytest.Item, kernel: str, variant: str | None) -> bool:
-    """Marked as this kernel's, and of this variant unless all of them are asked for."""
-    marked = any(kernel in mark.args for mark in item.iter_markers("kernels"))
-    of = getattr(item, "callspec", None) and item.callspec.params.get("variant")
-    return marked and (of is None or variant in (None, jit.variant_id(of)))
 
 
 def shuffle(items: list[pytest.Item], draw: random.Random) -> None:
@@ -59,6 +54,12 @@ def shuffle(items: list[pytest.Item], draw: random.Random) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_programs() -> None:
+    """Tests change plans, heuristics and kernels, which programs take for constants."""
+    programs.forget()
 
 
 @pytest.fixture

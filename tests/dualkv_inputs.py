@@ -7,26 +7,25 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from qla_kernels.selftest.dualkv_forward import FEW_TOKENS as GROUPS
+from qla_kernels.selftest.dualkv_forward import Groups, qkv
+
+__all__ = [
+    "GROUPS",
+    "Forest",
+    "Groups",
+    "any_forest",
+    "any_groups",
+    "any_tree",
+    "folded",
+    "forest",
+    "gradients",
+    "grown",
+    "qkv",
+    "replicated",
+]
+
 Tree = tuple[int, tuple[Any, ...]]  # tokens of a node, and its children
-
-Groups = Sequence[tuple[int, Sequence[int]]]  # tokens of a prompt, and of each response
-
-# What the design calls edge cases: name -> groups.
-GROUPS: dict[str, Groups] = {
-    "one of each": [(5, [3, 1, 4])],
-    "unequal groups": [(7, [2, 9]), (1, [1]), (12, [5, 5, 5, 5]), (3, [8])],
-    "no response": [(6, [])],
-    "no response in between": [(4, [2]), (5, []), (3, [1, 1])],
-    "empty responses": [(5, [0, 3, 0, 2])],
-    "only empty responses": [(5, [0, 0])],
-    "one response": [(9, [7])],
-    "a prompt of one token": [(1, [4, 2])],
-    "responses of one token": [(6, [1, 1, 1])],
-    "no prompt": [(0, [4, 3]), (2, [1])],
-    "64 responses": [(3, [1 + i % 3 for i in range(64)])],
-    "a long response": [(4, [40, 1, 2])],
-    "nothing": [(0, []), (0, [0])],
-}
 
 
 class Forest(NamedTuple):
@@ -95,20 +94,6 @@ def folded(parts: list[Tensor], paths: list[list[int]], tokens: int) -> Tensor:
     total = parts[0].new_zeros(tokens, *parts[0].shape[1:]).index_add(0, rows, torch.cat(parts))
     times = torch.bincount(rows, minlength=tokens).reshape(-1, *[1] * (total.dim() - 1))
     return total / times
-
-
-def qkv(
-    tokens: int,
-    heads: tuple[int, int] = (2, 4),
-    size: int = 8,
-    dtype: torch.dtype = torch.float64,
-    spread: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, H, D], k and v [T, Hk, D], for heads = (Hk, H); logits of about `spread`."""
-    kv_heads, num_heads = heads
-    q = spread * torch.randn(tokens, num_heads, size, dtype=dtype)
-    k, v = (torch.randn(tokens, kv_heads, size, dtype=dtype) for _ in range(2))
-    return q, k, v
 
 
 def gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -70,7 +70,7 @@ def describe(error: BaseException) -> str:
 
 def implementations(family: str, names: Sequence[str] = ()) -> list[Implementation]:
     """The family's implementations, or those of the given names; an unknown name is an error."""
-    folder = "gdn" if family == "gdn" else "attention"
+    folder = family if family in ("gdn", "conv") else "attention"
     rivals = importlib.import_module(f"benchmarks.{folder}.rivals")
     known: list[Implementation] = rivals.known(family)
     by_name = {implementation.name: implementation for implementation in known}

@@ -11,6 +11,8 @@ from torch import Tensor
 from ..attention.layer import layer_inputs, layer_truth, layer_work
 from ..attention.problem import attention_inputs, attention_truth, attention_work
 from ..attention.workloads import DecoderLayer
+from ..conv.problem import conv_inputs, conv_truth, conv_work
+from ..conv.workloads import Convolution
 from ..gdn.inputs import gdn_inputs
 from ..gdn.truth import gdn_truth
 from ..gdn.work import gdn_work
@@ -31,13 +33,15 @@ class Problem(NamedTuple):
 # cache tables by the identity of cu_seqlens.
 Parts = tuple[Callable[..., Any], Callable[..., Work], Callable[..., Truth], str]
 GDN: Parts = gdn_inputs, gdn_work, gdn_truth, "cu_seqlens"
+CONV: Parts = conv_inputs, conv_work, conv_truth, "bounds"
 LAYER: Parts = layer_inputs, layer_work, layer_truth, "weights"
 ATTENTION: Parts = attention_inputs, attention_work, attention_truth, "visible"
 
 
 def problem_of(workload: Any, device: torch.device, input_sets: int = 0) -> Problem:
     """`input_sets` 0 takes as many as outlast the L2 cache; without a GPU there is one."""
-    parts = GDN if isinstance(workload, Gdn) else ATTENTION
+    of_kind = {Gdn: GDN, Convolution: CONV}
+    parts = of_kind.get(type(workload), ATTENTION)
     make, work, truth, common = LAYER if isinstance(workload, DecoderLayer) else parts
     dtype = getattr(torch, workload.dtype) if device.type == "cuda" else torch.float32
     make_set = partial(make, workload, device, dtype)

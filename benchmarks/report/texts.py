@@ -18,6 +18,7 @@ ASIDE = {
         "short": "Rollouts of many short sequences", "decode": "Decoding",
         "kernels": "Kernels alone",
     },
+    "conv": {},
     "dualkv": {
         "short": "Short batches", "largest": "The largest", "layer": "A decoder layer",
         "responses": "More and more responses to one prompt",

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.dualkv import ops
-from qla_kernels.dualkv.ops import SharedBackward, SharedForward
 from qla_kernels.dualkv.validate import OP
 
 
@@ -41,7 +40,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs dualkv_fwd; returns (o, lse), lse None without return_lse."""
-        done = SharedForward(*ops.dualkv_fwd(q, k, v, tables, scale, q_shift))
+        done = ops.forward(q, k, v, tables, scale, q_shift)
         ctx.set_materialize_grads(False)  # an unused lse costs no tensor of zeros
         ctx.scale, ctx.q_shift, ctx.deterministic = scale, q_shift, deterministic
         ctx.save_for_backward(q, k, v, done.o, done.lse2, *tables)
@@ -54,9 +53,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         q, k, v, o, lse2, *tables = ctx.saved_tensors
         if do is None:  # only lse was used
             do = o.new_zeros(()).expand(o.shape)
-        grads = SharedBackward(
-            *ops.dualkv_bwd(
-                do, q, k, v, o, lse2, dlse, tables, ctx.scale, ctx.q_shift, ctx.deterministic
-            )
+        grads = ops.backward(
+            do, q, k, v, o, lse2, dlse, tables, ctx.scale, ctx.q_shift, ctx.deterministic
         )
         return *grads, *[None] * (4 + len(tables))

@@ -87,6 +87,20 @@ class SharedBatch:
                 there[field.name] = moved(x, device)
         return replace(self, **there)
 
+    def model_inputs(self) -> dict[str, Any]:
+        """Returns all keywords of a call `model(**batch.model_inputs())` of a transformers model.
+
+        Its attention is ours (`integrations.transformers_dualkv`). Logits are those of the tokens
+        src_rows, `out.logits[0]` as `gather_logprobs` takes them.
+        """
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": self.position_ids.unsqueeze(-2),
+            "use_cache": False,
+            "shared_prefix": self.layout,
+            "logits_to_keep": self.src_rows,
+        }
+
     def prepare(self, num_heads: int, kv_heads: int, head_dim: int = 128) -> None:
         """Builds the attention kernels' tables for these heads ahead of the first call."""
         self.layout.prepare(num_heads, kv_heads, head_dim=head_dim)

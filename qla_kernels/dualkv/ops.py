@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.operators import define_direct
+from qla_kernels.programs import Programs
 
 SCHEMAS = {
     "dualkv_fwd": """(
@@ -35,6 +36,9 @@ class SharedForward(NamedTuple):
     o: Tensor  # [Tq, H, D] in q's dtype
     lse2: Tensor  # [H, Tq] base 2, fp32
 
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return self
+
 
 class SharedBackward(NamedTuple):
     """Results of dualkv_bwd; each has the shape and dtype of its input."""
@@ -42,6 +46,9 @@ class SharedBackward(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return self
 
 
 def _fake_dualkv_fwd(
@@ -63,3 +70,19 @@ HOMES = "qla_kernels.dualkv.launch", "qla_kernels.dualkv.cpu"  # for CUDA and CP
 # As this package calls them
 dualkv_fwd = define_direct("dualkv_fwd", SCHEMAS["dualkv_fwd"], _fake_dualkv_fwd, *HOMES)
 dualkv_bwd = define_direct("dualkv_bwd", SCHEMAS["dualkv_bwd"], _fake_dualkv_bwd, *HOMES)
+
+_FORWARDS, _BACKWARDS = Programs("dualkv_fwd"), Programs("dualkv_bwd")
+
+
+def forward(*arguments: Any) -> SharedForward:
+    """Runs dualkv_fwd, replayed if possible."""
+    return _FORWARDS.run(
+        lambda given: SharedForward(*dualkv_fwd(*given)), (arguments,), SharedForward
+    )
+
+
+def backward(*arguments: Any) -> SharedBackward:
+    """Runs dualkv_bwd, replayed if possible."""
+    return _BACKWARDS.run(
+        lambda given: SharedBackward(*dualkv_bwd(*given)), (arguments,), SharedBackward
+    )

@@ -35,6 +35,8 @@ class SharedLayout:
     tout: Tensor  # int32 [T]
     nodes: Tensor  # int32 [n, 3], on the CPU: first token, one past the last, tout; none is empty
     prepared: dict["Key", "Prepared"] = field(default_factory=dict, init=False, repr=False)
+    # tables of other families' kernels, by keys that begin with a name
+    further: dict[tuple[str, int], Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_lengths(

@@ -10,6 +10,7 @@ Reading order:
     plan.py, heuristics.py      the choice of segments and kernel variants; pure functions of ints
     decode/                     the token-by-token form
     sharded/                    sequences that are cut over ranks
+    tree/                       sequences that share their beginnings
 """
 
 from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn

@@ -3,7 +3,7 @@
 Argument names, order and defaults equal FLA 0.6.0's, so that either can replace the other.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +30,21 @@ from qla_kernels.gdn.validate import (
     refusal,
     wants_gradients,
 )
+from qla_kernels.programs import RECORD, Programs
 from qla_kernels.sm90 import expect_tensors, require
 from qla_kernels.tile.constants import CHUNK
 
 NO_GATE = Gate(False, None, None)
+CALLS = Programs(OP, gradients=True)
 CHUNK_SIZES = (16, 32, 64)  # FLA's; results do not depend on it, and 64 is always used
+
+
+class Accepted(NamedTuple):
+    """What checking a call that wants gradients found; kept for calls that look like it."""
+
+    scale: float
+    options: Options
+    gated: bool  # g is the input of a gate
 
 
 def chunk_gated_delta_rule(
@@ -117,6 +127,20 @@ def chunk_gated_delta_rule(
             `qla_kernels.gdn.refusal`.
         TypeError: a keyword is unknown.
     """
+    given = (
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu,
+        chunk_indices, cp_context, *kwargs, *kwargs.values(),
+    )  # fmt: skip
+    found = None if torch.compiler.is_compiling() else CALLS.find(*given)
+    if type(found) is tuple:
+        return found
+    if type(found) is Accepted:
+        gated = (kwargs["A_log"], kwargs.get("dt_bias")) if found.gated else (None, None)
+        return _run(
+            Call(q, k, v, g, beta, found.scale, initial_state, cu_seqlens, cu_seqlens_cpu, *gated),
+            found.options,
+        )
     try:
         bound = warm_bound(OP, kwargs.pop("exact", False), kwargs.pop("warm_log_bound", None))
         keep = flag(OP, "enable_fwd_cp_cache", kwargs.pop("enable_fwd_cp_cache", False))
@@ -157,9 +181,18 @@ def chunk_gated_delta_rule(
         *gate.parameters(),
     )  # fmt: skip
     refuse_forward_mode(OP, *call)
+    if found is RECORD and not recorded:
+        return CALLS.record(given, lambda: _run(call, options))
+    if found is RECORD and not any(isinstance(x, Tensor) for x in (scale, *options)):
+        CALLS.keep(given, Accepted(call.scale, options, gate.use_gate_in_kernel))
+    return _run(call, options)
+
+
+def _run(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Computes o and the final state, or None, of a checked call."""
     if options.use_qk_l2norm_in_kernel:
-        call = normalised(call, recorded)
-    if recorded:
+        call = normalised(call, options.is_train)
+    if options.is_train:
         return apply(call, options)
     done = ops.gdn_fwd(call, options)  # without autograd's wrappers, which cost the host as much
     return done.o, done.final_state

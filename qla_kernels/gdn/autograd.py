@@ -15,8 +15,11 @@ from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
 from qla_kernels.gdn.validate import OP
+from qla_kernels.programs import Programs
 
 DH0 = Call._fields.index("initial_state")
+
+FORWARDS, BACKWARDS = Programs(f"{OP}, forward"), Programs(f"{OP}, backward")
 
 
 def apply(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
@@ -109,7 +112,7 @@ class GatedDeltaRule(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         *fields, options = arguments
         call = Call(*fields)
-        done = ops.gdn_fwd(call, options)
+        done = FORWARDS.run(ops.gdn_fwd, (call, options), ops.GdnForward.of_flat)
         ctx.set_materialize_grads(False)  # an unused final state costs no tensor of zeros
         ctx.options = options
         save(ctx, call, done.g_cum, done.A, *done.cp_cache)
@@ -122,7 +125,8 @@ class GatedDeltaRule(torch.autograd.Function):
         if do is None:  # only the final state was used
             do = call.v.new_zeros(()).expand(call.v.shape)
         incoming = Incoming(do, dht, ctx.needs_input_grad[DH0])  # dh0 is as large as all states
-        done = ops.gdn_bwd(call, SavedForward(g_cum, A, cp_cache), incoming, ctx.options)
+        records = call, SavedForward(g_cum, A, cp_cache), incoming, ctx.options
+        done = BACKWARDS.run(ops.gdn_bwd, records, ops.GdnBackward)
         return *gradients(ctx, call, done), None
 
 

@@ -153,7 +153,7 @@ def chunk_gated_delta_rule_bwd(
         do: [B, T, HV, V], the gradient of o; any strides.
         dht: [N, HV, K, V], the gradient of the final state; 0 if None.
         cp_cache: the cache of a forward of the same batch; its segments and start states are used
-            again. None computes them here.
+            again, unless whole sequences take less time. None computes them here.
         cp_context: must be None.
 
     Returns:

@@ -39,6 +39,15 @@ class GdnForward(NamedTuple):
     # have no rows if no segments were kept; the list is empty if no cache was asked for.
     cp_cache: list[Tensor]
 
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """Returns all tensors in one tuple, those of cp_cache last."""
+        return *self[:-1], *self.cp_cache
+
+    @staticmethod
+    def of_flat(*tensors: Any) -> "GdnForward":
+        o, final_state, g_cum, A, h, *cp_cache = tensors
+        return GdnForward(o, final_state, g_cum, A, h, cp_cache)
+
 
 class GdnBackward(NamedTuple):
     """Results of gdn_bwd: each gradient has the shape and dtype of its input, with two exceptions.
@@ -54,6 +63,9 @@ class GdnBackward(NamedTuple):
     dh0: Tensor | None
     dA_log: Tensor | None
     ddt_bias: Tensor | None
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return self
 
 
 def state_dtype(x: Tensor) -> torch.dtype:

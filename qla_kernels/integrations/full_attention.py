@@ -1,5 +1,7 @@
 """Checks that the layers of a Hugging Face model mix tokens by full causal attention only.
 
+Layers of gated delta nets pass as well where the caller says that they follow the same layout.
+
 transformers itself only logs that a model has its own attention, and continues with that.
 """
 
@@ -11,26 +13,50 @@ from torch import nn
 Complaint = tuple[str, str]  # a property of the model, and the property that is needed instead
 
 
-def anything_else(model: Any) -> Complaint | None:
+LINEAR = "linear_attention"
+
+
+def layer_kinds(model: Any) -> tuple[str, ...]:
+    """Returns the kind of each layer, by the config of a model or layer, or by a config itself."""
+    text = text_config(model)
+    # models of transformers 4 use the second name
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    return tuple(kinds or ())
+
+
+def text_config(model: Any) -> Any:
+    """Returns the config of a model's decoder; `model` may be a config."""
+    config = getattr(model, "config", model)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def other_layers(model: Any, linear: bool = False) -> Complaint | None:
+    """Returns the kinds of layers besides full attention, or None; `linear` accepts those, too."""
+    others = sorted(
+        {*layer_kinds(model)} - {"full_attention", "attention"} - ({LINEAR} if linear else set())
+    )
+    if not others:
+        return None
+    got = f"layers of {', '.join(others)}"
+    if LINEAR in others:
+        got += ", as gated delta nets, that carry a state from token to token"
+    return got, "layers of full_attention alone"
+
+
+def anything_else(model: Any, linear: bool = False) -> Complaint | None:
     """Returns a property of a model, or its config, that rules out our attention, or else None.
 
     Such properties are layers that recur, windows, capped scores, dropout, attention that looks
-    ahead, and an attention that cannot be exchanged. Returns (property, needed property).
+    ahead, and an attention that cannot be exchanged. Returns (property, needed property). `linear`
+    accepts layers of linear attention.
     """
-    config = getattr(model, "config", model)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    # models of transformers 4 use the second name
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    others = sorted({*(kinds or ())} - {"full_attention", "attention"})
-    if others:
-        got = f"layers of {', '.join(others)}"
-        if "linear_attention" in others:
-            got += ", as gated delta nets, that carry a state from token to token"
-        return got, "layers of full_attention alone"
-    if not getattr(model, "_supports_attention_backend", True):
+    if (complaint := other_layers(model, linear)) is not None:
+        return complaint
+    text, kinds = text_config(model), layer_kinds(model)
+    if not _exchangeable(model, kinds):
         got = f"{type(model).__name__}, whose attention cannot be exchanged"
         return got, "a model that calls transformers' AttentionInterface"
-    if kinds is None and getattr(text, "sliding_window", None) is not None:
+    if not kinds and getattr(text, "sliding_window", None) is not None:
         return f"sliding_window={text.sliding_window}", "None"
     names = ("attn_logit_softcapping", "attention_dropout", "use_bidirectional_attention")
     for name in (*names, "is_encoder_decoder"):
@@ -42,6 +68,17 @@ def anything_else(model: Any) -> Complaint | None:
         if getattr(layer, "is_causal", True) is False:
             return f"{type(layer).__name__} with is_causal=False", "causal attention"
     return None
+
+
+def _exchangeable(model: Any, kinds: tuple[str, ...]) -> bool:
+    """Returns whether a model's attention goes through transformers' AttentionInterface.
+
+    Its flag says no for models with linear layers, whose attention layers do; those have a method
+    that reads their source.
+    """
+    if LINEAR in kinds and hasattr(model, "_can_set_attn_implementation"):
+        return bool(model._can_set_attn_implementation())
+    return bool(getattr(model, "_supports_attention_backend", True))
 
 
 def looks_ahead(module: nn.Module, is_causal: bool | None) -> str | None:

@@ -8,6 +8,10 @@ and training and `recurrent_gated_delta_rule` for decoding; `swap` replaces them
 Since 5.15 a layer calls functions of its module, which all models of that kind share; `swap`
 replaces them in the module. This file does not import transformers.
 
+`swap` replaces the convolution before them as well. It stays the layer's own, except in a call of
+the model with `shared_prefix=`: such a call packs sequences that share prompts, and convolution and
+gated delta rule follow its layout (linear_layers.py, transformers_dualkv.py).
+
 There is no fallback: a call that our functions refuse, such as fp32 on a GPU, raises.
 """
 
@@ -21,18 +25,48 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qla_kernels.dualkv import SharedLayout
+from qla_kernels.errors import need
 from qla_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from qla_kernels.integrations.layout import readable
+from qla_kernels.integrations.linear_layers import (
+    KEY,
+    OP,
+    Held,
+    HeldConvolution,
+    PackedCall,
+    convolution,
+    rule,
+)
 
 # Our functions for q, k and v as a convolution leaves them: without its kernel, with a last stride
-# other than 1. Layers hold these two functions, and a layer is pickled by their names here.
+# other than 1. Layers hold them by name, and so can be pickled.
 
 
-def chunk(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return chunk_gated_delta_rule(*readable(q, k, v), *args, **kwargs)
+def chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *args: Any,
+    shared_prefix: SharedLayout | None = None,
+    **kwargs: Any,
+) -> Any:
+    q, k, v = readable(q, k, v)
+    if shared_prefix is not None:
+        return rule(q, k, v, *args, layout=shared_prefix, **kwargs)
+    return chunk_gated_delta_rule(q, k, v, *args, **kwargs)
 
 
-def recurrent(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *args: Any,
+    shared_prefix: SharedLayout | None = None,
+    **kwargs: Any,
+) -> Any:
+    if shared_prefix is not None:
+        raise ValueError(need(OP, "a step of decoding", "a whole batch", "leave shared_prefix out"))
     return fused_recurrent_gated_delta_rule(*readable(q, k, v), *args, **kwargs)
 
 
@@ -47,11 +81,13 @@ SHARED: dict[str, Callable[..., Any]] = {  # by the layers of a module
     SHARES: chunk,
     "torch_recurrent_gated_delta_rule": recurrent,
 }
+CONVOLVES = "causal_conv1d_fn"  # in a layer and in a module
 TAKES: dict[Callable[..., Any], Callable[..., Any]] = {  # the function whose keywords each takes
     chunk: chunk_gated_delta_rule,
     recurrent: fused_recurrent_gated_delta_rule,
 }
 BEFORE = "before_qla_kernels"  # the attribute that keeps the original functions
+BESIDE = "beside_qla_kernels"  # of modules of a model all of whose linear layers hold ours
 
 
 def swap(model: nn.Module) -> int:
@@ -62,17 +98,17 @@ def swap(model: nn.Module) -> int:
         share their module's functions, the layers of other models change as well.
     """
     holders = list(_holders(model))
+    around = {child: parent for parent in model.modules() for child in parent.children()}
     for layer in holders:
-        before = layer.__dict__.setdefault(BEFORE, {})
-        for name, ours in HELD.items():
-            if getattr(layer, name, ours) is not ours:
-                before[name] = getattr(layer, name)
-                setattr(layer, name, ours)
+        if BEFORE not in layer.__dict__:
+            _take_over(layer, around.get(layer))
+    _mark(model)
     sharers = list(_sharers(model))
     for _, home in sharers:
-        for name, ours in SHARED.items():
-            if hasattr(home, name) and not hasattr(getattr(home, name), BEFORE):
-                setattr(home, name, _in_place_of(getattr(home, name), ours))
+        for name, ours in (SHARED | {CONVOLVES: convolution}).items():
+            theirs = getattr(home, name, None)
+            if theirs is not None and not hasattr(theirs, BEFORE):
+                setattr(home, name, _in_place_of(theirs, ours))
     if not holders and not sharers:
         log.warning(
             "%s has no layer to swap: none holds %s, and none is a %s of a module with %s",
@@ -86,14 +122,73 @@ def restore(model: nn.Module) -> int:
     layers = [layer for layer in _holders(model) if BEFORE in layer.__dict__]
     for layer in layers:
         for name, theirs in layer.__dict__.pop(BEFORE).items():
+            if isinstance(held := getattr(layer, name), HeldConvolution):
+                held.call.forget()
             setattr(layer, name, theirs)
+    for module in model.modules():
+        module.__dict__.pop(BESIDE, None)
     sharers = list(_sharers(model))
     undone = [home for _, home in sharers if hasattr(getattr(home, SHARES), BEFORE)]
     for home in undone:
-        for name in SHARED:
+        for name in (*SHARED, CONVOLVES):
             if theirs := getattr(getattr(home, name, None), BEFORE, None):
                 setattr(home, name, theirs)
     return len(layers) + len(undone)
+
+
+def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
+    """Returns how many gated-delta-net layers follow the layout of a packed call.
+
+    The second item is the class of a layer whose forward was exchanged, if there is one: it may not
+    call the functions that `swap` replaces. Layers that hold functions notice that when they run.
+    """
+    sharers = [(layer, home) for layer, home in _sharers(model) if _takes_layouts(home)]
+    found = [*filter(_follows, _holders(model)), *(layer for layer, _ in sharers)]
+    others = [layer for layer in found if "forward" in layer.__dict__]
+    others = [layer for layer in others if not hasattr(layer, "_old_forward")]  # accelerate's
+    others += [x for x, home in sharers if type(x).forward.__module__ != home.__name__]
+    return len(found), type(others[0]).__name__ if others else None
+
+
+def beside_layers_that_take_layouts(attention: nn.Module) -> bool:
+    """Returns whether the gated-delta-net layers of an attention layer's model follow layouts."""
+    home = _home(attention)
+    return getattr(attention, BESIDE, False) or (home is not None and _takes_layouts(home))
+
+
+def _follows(layer: nn.Module) -> bool:
+    return isinstance(getattr(layer, CONVOLVES, None), HeldConvolution)
+
+
+def _takes_layouts(home: ModuleType) -> bool:
+    return all(hasattr(getattr(home, name, None), BEFORE) for name in (SHARES, CONVOLVES))
+
+
+def _take_over(layer: nn.Module, decoder_layer: nn.Module | None) -> None:
+    """Replaces the functions that a layer holds; they read layouts from the decoder layer's call.
+
+    Without a decoder layer around it, or with another convolution than Qwen's, the layer does not
+    follow layouts.
+    """
+    call, before = PackedCall(), layer.__dict__.setdefault(BEFORE, {})
+    follows = decoder_layer is not None and hasattr(layer, CONVOLVES) and hasattr(layer, "conv1d")
+    for name, ours in HELD.items():
+        if hasattr(layer, name):
+            before[name] = getattr(layer, name)
+            setattr(layer, name, Held(ours, call) if follows else ours)
+    if decoder_layer is not None and follows:
+        before[CONVOLVES] = getattr(layer, CONVOLVES)
+        conv1d = layer.get_submodule("conv1d")
+        setattr(layer, CONVOLVES, HeldConvolution(before[CONVOLVES], conv1d, call))
+        call.watch(decoder_layer)
+
+
+def _mark(model: nn.Module) -> None:
+    """Marks the modules of a model all of whose linear layers hold functions that take layouts."""
+    holders = list(_holders(model))
+    if holders and all(map(_follows, holders)):
+        for module in model.modules():
+            setattr(module, BESIDE, True)
 
 
 def _holders(model: nn.Module) -> Iterator[nn.Module]:
@@ -102,27 +197,36 @@ def _holders(model: nn.Module) -> Iterator[nn.Module]:
 
 def _sharers(model: nn.Module) -> Iterator[tuple[nn.Module, ModuleType]]:
     for layer in model.modules():
-        if hasattr(layer, HOLDS):
-            continue
-        for kind in type(layer).__mro__:  # FSDP2 derives a class of its own from a layer's
-            home = sys.modules.get(kind.__module__)
-            if home is None or not hasattr(home, SHARES):
-                continue
-            if kind.__name__.endswith("GatedDeltaNet"):
-                yield layer, home
-                break
+        if not hasattr(layer, HOLDS) and (home := _home(layer, "GatedDeltaNet")) is not None:
+            yield layer, home
+
+
+def _home(module: nn.Module, ending: str = "") -> ModuleType | None:
+    """Returns the Python module with the functions that layers of a class with this ending share.
+
+    None if there is none.
+    """
+    for kind in type(module).__mro__:  # FSDP2 derives a class of its own from a layer's
+        home = sys.modules.get(kind.__module__)
+        if hasattr(home, SHARES) and kind.__name__.endswith(ending):
+            return home
+    return None
 
 
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function with our implementation that drops keywords which it does not know.
 
-    Layers pass keywords for other implementations as well. Keeps `theirs` in the attribute BEFORE.
+    Layers pass keywords for other implementations as well. Our convolution runs packed calls only.
+    Keeps `theirs` in the attribute BEFORE.
     """
-    taken = inspect.signature(TAKES[ours]).parameters.values()
-    known = [p.name for p in taken if p.kind != p.VAR_KEYWORD]
+    taken = inspect.signature(TAKES.get(ours, ours)).parameters.values()
+    known = {KEY, *(p.name for p in taken if p.kind != p.VAR_KEYWORD)}
 
     @functools.wraps(theirs)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if ours is convolution and kwargs.get(KEY) is None:
+            kwargs.pop(KEY, None)
+            return theirs(*args, **kwargs)
         return ours(*args, **{name: x for name, x in kwargs.items() if name in known})
 
     setattr(run, BEFORE, theirs)

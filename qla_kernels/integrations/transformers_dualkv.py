@@ -1,14 +1,14 @@
 """Shared-prompt attention for unchanged models of Hugging Face transformers.
 
-    from qla_kernels.integrations import transformers_dualkv
+    from qla_kernels.integrations import transformers, transformers_dualkv
     transformers_dualkv.register()
     model.set_attn_implementation("shared_prefix")
+    transformers.swap(model)  # if it has gated-delta-net layers, as Qwen3-Next and Qwen3.5
     transformers_dualkv.check(model)
-    out = model(
-        batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
-        shared_prefix=batch.layout, logits_to_keep=batch.src_rows,
-    )
+    out = model(**batch.model_inputs())
     logprobs = batch.gather_logprobs(out.logits[0])
+
+`prepare(model)` is the first four lines.
 
 The layout is a keyword of the call, which transformers passes to every layer, so that activation
 checkpointing has it again when it recomputes; a global or a context would be gone by then. A call
@@ -18,6 +18,7 @@ lose their prompt.
 """
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -25,7 +26,20 @@ from torch import Tensor, nn
 
 from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.integrations.full_attention import anything_else, looks_ahead
+from qla_kernels.integrations.full_attention import (
+    LINEAR,
+    anything_else,
+    layer_kinds,
+    looks_ahead,
+    other_layers,
+    text_config,
+)
+from qla_kernels.integrations.positions import check_positions
+from qla_kernels.integrations.routers import router_loss
+from qla_kernels.integrations.transformers import beside_layers_that_take_layouts, swap
+from qla_kernels.integrations.transformers import layers_that_take_layouts as linear_layers
+
+__all__ = ["attend", "check", "prepare", "register", "router_loss", "select"]
 
 OP = "shared_prefix attention"
 TRANSFORMERS = "4.57 or later"  # tested; it must make no masks for attentions it does not know
@@ -50,17 +64,55 @@ def register(name: str = "shared_prefix") -> None:
     interface.register(name, attend)
 
 
-def check(model: Any) -> None:
-    """Raises Unsupported if a model's tokens meet by other means than full causal attention.
+def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
+    """Makes a model run packed batches: registers, swaps linear layers, selects ours, and checks.
 
-    Call it before the first step. `model` may be a config, but a config does not show whether the
-    model can use our attention, nor in every case whether it is causal.
+    Raises Unsupported as `register` and `check` do; the model is then as it was, but for swapped
+    layers, which do the same as before without a layout.
+    """
+    register(name)
+    if LINEAR in layer_kinds(model):
+        swap(model)
+    check(model)
+    select(model, name)
+
+
+def select(model: Any, name: str) -> None:
+    """Selects an attention for a model's decoder; a tower for images, if it has one, keeps its own.
+
+    As `model.set_attn_implementation(name)`, which selects it for both.
+    """
+    text = text_config(model)
+    parts = [
+        x for x in getattr(model.config, "sub_configs", ()) if getattr(model.config, x) is text
+    ]
+    model.set_attn_implementation(dict.fromkeys(parts, name) or name)
+
+
+def check(model: Any) -> None:
+    """Raises Unsupported if a model's tokens meet by other means than packed batches allow.
+
+    These are full causal attention, and gated delta nets that `integrations.transformers.swap` has
+    taken over. Call it before the first step. `model` may be a config, but a config does not show
+    whether the model can use our attention, nor in every case whether it is causal.
 
     Raises:
-        Unsupported: some layers slide a window, cap scores, recur, convolve or look ahead, or all
-            have an attention of their own.
+        Unsupported: some layers slide a window, cap scores, convolve, look ahead, or recur and were
+            not taken over; or all have an attention of their own.
     """
-    complaint = anything_else(model)
+    kinds = layer_kinds(model)
+    if LINEAR in kinds and isinstance(model, nn.Module):
+        ready, exchanged = linear_layers(model)
+        if exchanged is not None:
+            _refuse(f"a {exchanged} whose forward was exchanged", "transformers' own")
+        if ready < kinds.count(LINEAR):
+            got = f"{ready} of {kinds.count(LINEAR)} layers of {LINEAR} that follow layouts"
+            fix = (
+                "call qla_kernels.integrations.transformers.swap(model) before, and for OLMo "
+                "hybrid install transformers 5.15 or later"
+            )
+            raise Unsupported(need(OP, got, "all of them", fix))
+    complaint = anything_else(model, linear=isinstance(model, nn.Module))
     if complaint is not None:
         _refuse(*complaint)
 
@@ -79,13 +131,16 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None,
     cache: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Computes a layer's attention: query [1, H, T, D], key and value [1, Hk, T, D].
 
     transformers calls it. Returns (o [1, T, H, D], None). Raises ValueError without a layout, with
-    more than one row, a mask or a cache, and Unsupported for any option besides causal attention.
+    more than one row, a mask, a cache, or (on the CPU, or under QLA_CHECK=1) positions that do not
+    follow the layout. Raises Unsupported for any option besides causal attention, and beside layers
+    that would ignore the layout.
     """
     if shared_prefix is None:
         got, fix = "a call without shared_prefix", "pass shared_prefix=batch.layout to the model"
@@ -110,11 +165,27 @@ def attend(
             _refuse(name if isinstance(given, Tensor) else f"{name}={given}", "plain attention")
     if (ahead := looks_ahead(module, is_causal)) is not None:
         _refuse(ahead, "causal attention")
+    if not torch.compiler.is_compiling():
+        _check_neighbours(module)
+        if query.is_cpu or os.environ.get("QLA_CHECK", "0") not in ("", "0"):
+            check_positions(OP, shared_prefix, position_ids)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # q and k come in fp32 from their norms, v from its product
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     return shared_prefix_attention(q, k, v, shared_prefix, scale=scaling)[None], None
+
+
+def _check_neighbours(attention: nn.Module) -> None:
+    """Raises Unsupported if other layers of an attention layer's model would ignore the layout."""
+    if (complaint := other_layers(attention)) is None:
+        return
+    if other_layers(attention, linear=True) is None:
+        if beside_layers_that_take_layouts(attention):
+            return
+        fix = "call qla_kernels.integrations.transformers.swap(model) before"
+        raise Unsupported(need(OP, complaint[0], "layers that follow the layout", fix))
+    _refuse(*complaint)
 
 
 def _refuse(got: str, needs: str) -> None:

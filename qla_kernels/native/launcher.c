@@ -7,7 +7,7 @@
      bind   compares sizes and strides, computes every number of the launch
      start  encodes tensor maps, loads the kernel on its first use, launches on torch's stream
 
-   Two interfaces are used: CPython's limited API (3.10), and DLPack's C exchange API, by which
+   programs.c replays whole calls with the same steps. Two interfaces are used: CPython's limited API (3.10), and DLPack's C exchange API, by which
    torch hands over a tensor and its current stream without a call into Python. A torch that lacks
    it (before 2.10) is asked through Python. The CUDA driver is opened at run time, so this file
    compiles without headers of torch or CUDA. */
@@ -18,7 +18,14 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+
+#if defined(__x86_64__) && defined(__GLIBC__)
+/* glibc 2.34 gave these two a new version; with the old one a launcher loads in older systems too */
+__asm__(".symver dlopen,dlopen@GLIBC_2.2.5");
+__asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
+#endif
 
 /* ---- DLPack 1: as much of dlpack.h as is needed ---- */
 
@@ -28,9 +35,16 @@ typedef struct {
     void *data; DLDevice device; int32_t ndim; DLDataType dtype;
     int64_t *shape, *strides; uint64_t byte_offset;
 } DLTensor;
+typedef struct DLManaged {
+    uint32_t major, minor; void *context; void (*deleter)(struct DLManaged *); uint64_t flags;
+    DLTensor tensor;
+} DLManaged;
 typedef struct {
     uint32_t major, minor; void *previous;
-    void *allocate, *managed_from_python, *to_python; /* not used here */
+    int (*allocate)(DLTensor *like, DLManaged **out, void *context,
+                    void (*error)(void *context, const char *kind, const char *message));
+    void *managed_from_python; /* not used here */
+    int (*to_python)(DLManaged *tensor, void **out); /* steals */
     int (*from_python)(void *object, DLTensor *out); /* borrows */
     int (*current_stream)(int32_t device_type, int32_t device_id, void **out);
 } ExchangeApi;
@@ -55,6 +69,11 @@ typedef struct {
     unsigned numbers[7]; /* grid x, y, z, block x, y, z, bytes of dynamic shared memory */
     void *stream; Attribute *attributes; unsigned num_attributes;
 } LaunchConfig;
+typedef struct { /* of `height` rows of `width` bytes */
+    size_t from_x, from_y; unsigned from_type; const void *from_host; void *from, *from_array;
+    size_t from_pitch, to_x, to_y; unsigned to_type; void *to_host, *to, *to_array;
+    size_t to_pitch, width, height;
+} Copy;
 enum { MAX_DYNAMIC_SHARED = 8, PROGRAMMATIC_SERIALIZATION = 6, CAPTURE_RELAXED = 2 };
 enum { MAX_DEVICES = 64 };
 
@@ -75,12 +94,22 @@ static struct {
                                   const uint64_t *, const unsigned *, const unsigned *, int, int,
                                   int, int);
     int (*cuLaunchKernelEx)(const LaunchConfig *, void *, void **, void **);
+    int (*cuEventCreate)(void **, unsigned);
+    int (*cuEventDestroy_v2)(void *);
+    int (*cuEventRecord)(void *, void *);
+    int (*cuStreamWaitEvent)(void *, void *, unsigned);
+    int (*cuStreamIsCapturing)(void *, int *);
+    int (*cuMemsetD8Async)(void *, unsigned char, size_t, void *);
+    int (*cuMemsetD32Async)(void *, unsigned, size_t, void *);
+    int (*cuMemcpy2DAsync_v2)(const Copy *, void *);
 } driver;
 static const char *const DRIVER_NAMES[] = { /* in the order of the struct */
     "cuDriverGetVersion", "cuGetErrorName", "cuCtxGetDevice", "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRetain", "cuThreadExchangeStreamCaptureMode",
     "cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "cuKernelGetFunction",
-    "cuTensorMapEncodeTiled", "cuLaunchKernelEx"};
+    "cuTensorMapEncodeTiled", "cuLaunchKernelEx", "cuEventCreate", "cuEventDestroy_v2",
+    "cuEventRecord", "cuStreamWaitEvent", "cuStreamIsCapturing", "cuMemsetD8Async",
+    "cuMemsetD32Async", "cuMemcpy2DAsync_v2"};
 static int driver_opened;
 static void *primary_context[MAX_DEVICES];
 
@@ -470,6 +499,8 @@ static int may_launch(const Entry *e, int device) {
     return open_driver();
 }
 
+#include "programs.c"
+
 static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t n) {
     Entry *e = PyCapsule_GetPointer(self, "entry");
     Given given; Launch launch; void *address[TENSORS], *stream;
@@ -478,6 +509,7 @@ static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t n) 
     if (may_launch(e, device) || stream_of(device, &stream)) return NULL;
     for (int i = 0; i < e->tensors; i++) address[i] = given.tensor[i].data;
     if (start(e, &launch, address, device, stream)) return NULL;
+    if (recording && note_launch(self, stream, arguments, n)) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -611,6 +643,10 @@ static PyObject *configure(PyObject *self, PyObject *args) {
     return PyBool_FromLong(api != NULL);
 }
 
+static PyObject *exchanges(PyObject *self, PyObject *none) {
+    return PyBool_FromLong(torch.api != NULL);
+}
+
 static PyObject *driver_version(PyObject *self, PyObject *none) {
     int version = 0;
     if (open_driver()) return NULL;
@@ -621,7 +657,15 @@ static PyObject *driver_version(PyObject *self, PyObject *none) {
 static PyMethodDef methods[] = {
     {"launcher", make_launcher, METH_VARARGS, "Returns a function that launches one entry."},
     {"configure", configure, METH_VARARGS, "Says how to talk to torch; returns whether by DLPack."},
+    {"exchanges", exchanges, METH_NOARGS, "Returns whether torch has DLPack's exchange API."},
     {"driver_version", driver_version, METH_NOARGS, "Returns the driver's CUDA version: 13000."},
+    {"watch_with", watch_with, METH_VARARGS, "Says how to ask torch whether a call is observed."},
+    {"table", make_table, METH_VARARGS, "Returns a function that replays calls that are known."},
+    {"record", record_launches, METH_O, "Appends this thread's launches to a list, if any."},
+    {"store", store, METH_VARARGS, "Stores a program, or compares it with the one that is known."},
+    {"keep", keep, METH_VARARGS, "Stores a value for calls that look like this one."},
+    {"num_programs", num_programs, METH_O, "Returns how many programs and values a table has."},
+    {"num_replays", num_replays, METH_O, "Returns how many calls a table has replayed."},
     {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods, NULL, NULL, NULL, NULL};

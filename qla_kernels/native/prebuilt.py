@@ -1,42 +1,44 @@
 """Finds prebuilt kernels and makes their launchers.
 
 `QLA_PREBUILT` names a folder that `python -m qla_kernels.build` filled, or one of its kernel files,
-beside which the launcher lies. If it is not set, the folder `prebuilt` inside the package is used
-if there is one; if it is empty, no prebuilt kernel is used. A kernel is used only if its sources
-are those that it was built from.
+beside which the launcher lies. If it is not set, the folder `prebuilt` inside the package is used,
+which a wheel with kernels has; if it is empty, no prebuilt kernel is used. A kernel is used only if
+its sources are those that it was built from. Nothing is written.
 """
 
 import functools
 import hashlib
 import importlib.util
+import io
 import json
 import logging
 import os
-import re
-import sys
+import sysconfig
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.native.pack import DTYPES, pack, texts
+from qla_kernels.native.sources import PACKAGE, fingerprint, module_of
 
-FORMAT = 1  # of kernel files; goes up with every change of entries or of launcher.c that they need
+FORMAT = 2  # of kernel files; goes up with every change of entries or of launcher.c that they need
 SETS = ("13", "12.9")  # nvcc; a driver of CUDA 12 reads only the second
 FILE, MANIFEST, LAUNCHER = "kernels-{}.zip", "manifest.json", "launcher.abi3.so"
 DRIVER_OF_13 = 13000
 CUDA = 2  # DLPack's number
+MEMBERS = {"entry": "{}.json", "cubin": "{}.cubin"}  # of a kernel file, by their names in manifests
+SECTIONS = (40, 48), (58, 60), (60, 62)  # of an ELF file's header: where section headers are
 
-PACKAGE = Path(__file__).parent.parent
 INSIDE = PACKAGE / "prebuilt"
 
 log = logging.getLogger("qla_kernels")
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class Prebuilt(NamedTuple):
@@ -44,59 +46,143 @@ class Prebuilt(NamedTuple):
     digest: str  # of the generated code, as in digests.json
 
 
-_found: dict[str, Prebuilt | None] = {}
-
-
-def find(label: str, module: str) -> Prebuilt | None:
-    """Returns a variant's prebuilt kernel; None if there is none, or none of these sources.
-
-    Args:
-        label: the variant's name, as `jit.label` returns it.
-        module: the full name of its kernel module.
-
-    Raises Unsupported if QLA_PREBUILT names nothing, or if a file is damaged. Threads that ask at
-    once get one launcher, which loads its kernel once.
-    """
-    with _lock:
-        if label not in _found:
-            _found[label] = _read(label, module)
-        return _found[label]
-
-
-def _read(label: str, module: str) -> Prebuilt | None:
-    file = _kernels(os.environ.get("QLA_PREBUILT"))
-    if file is None or (about := file.kernels.get(label)) is None:
-        return None
-    if about["sources"] != fingerprint(module):
-        _say_edited(file.path, module)
-        return None
-    entry = json.loads(file.read(f"{label}.json", about["entry"]))
-    cubin = file.read(f"{label}.cubin", about["cubin"])
-    native = _native(file.path.with_name(LAUNCHER))
-    launch = native.launcher(label, entry["function"], cubin, pack(entry), *texts(entry))
-    return Prebuilt(launch, about["digest"])
-
-
-def used() -> str | None:
-    """Returns which file's kernels are used, and how many it has; None if there is no file."""
-    with _lock:
-        file = _kernels(os.environ.get("QLA_PREBUILT"))
-    return None if file is None else f"{file.path}, {len(file.kernels)} variants"
-
-
 class KernelFile(NamedTuple):
     path: Path
-    kernels: dict[str, dict[str, str]]  # by label: digests and checksums
+    manifest: dict[str, Any]
+    contents: zipfile.ZipFile  # of bytes that were read once: a build may replace the file
 
-    def read(self, name: str, checksum: str) -> bytes:
+    @property
+    def kernels(self) -> dict[str, dict[str, str]]:
+        """Digests and checksums of each variant, by its label."""
+        return cast(dict[str, dict[str, str]], self.manifest["kernels"])
+
+    def has(self, label: str) -> bool:
+        """Returns whether a variant is in the file and was built from the sources that are here."""
+        about = self.kernels.get(label)
+        return about is not None and about["sources"] == fingerprint(module_of(label))
+
+    def read(self, label: str, kind: str) -> bytes:
+        """Returns a variant's "entry" or "cubin"; raises Unsupported if it is damaged."""
+        name = MEMBERS[kind].format(label)
         try:
-            with zipfile.ZipFile(self.path) as file:
-                contents = file.read(name)
-        except (OSError, KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            contents = self.contents.read(name)
+        except (KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise damaged(self.path, f"{name} ({error})") from error
-        if hashlib.sha256(contents).hexdigest() != checksum:
+        if hashlib.sha256(contents).hexdigest() != self.kernels[label][kind]:
             raise damaged(self.path, name)
         return contents
+
+
+_found: dict[tuple[Path, str], Prebuilt | None] = {}
+_edited: set[Path] = set()
+
+
+def find(label: str) -> Prebuilt | None:
+    """Returns a variant's prebuilt kernel; None if there is none, or none of these sources.
+
+    Raises Unsupported if QLA_PREBUILT names nothing, if a file is damaged, or if this Python cannot
+    import the launcher. Threads that ask at once get one launcher, which loads its kernel once.
+    """
+    with _lock:
+        file = in_use()
+        if isinstance(file, str):
+            return None
+        if (file.path, label) not in _found:
+            _found[file.path, label] = _read(file, label)
+        return _found[file.path, label]
+
+
+def _read(file: KernelFile, label: str) -> Prebuilt | None:
+    if not file.has(label):
+        if label in file.kernels:
+            _say_edited(file.path, label)
+        return None
+    entry = json.loads(file.read(label, "entry"))
+    native = _native(file.path.with_name(LAUNCHER))
+    cubin = file.read(label, "cubin")
+    launch = native.launcher(label, entry["function"], cubin, pack(entry), *texts(entry))
+    return Prebuilt(launch, file.kernels[label]["digest"])
+
+
+def _say_edited(path: Path, label: str) -> None:
+    """Says once that kernels of a file are compiled instead, and which is the first of them."""
+    if path not in _edited:
+        _edited.add(path)
+        log.warning(
+            "%s was built from other sources of %s: it is compiled, as are other edited kernels",
+            path,
+            label.partition("-")[0],
+        )
+
+
+def lacking(label: str) -> str:
+    """Returns why `find` returned None, for a message."""
+    file = in_use()
+    if isinstance(file, str):
+        return file
+    if label in file.kernels:
+        return f"{file.path} was built from other sources"
+    return f"it is not in {file.path}"
+
+
+def in_use() -> KernelFile | str:
+    """Returns the file whose kernels are used, or why no prebuilt kernel is used.
+
+    QLA_DUMP asks for files that only a compile gives. Raises Unsupported as `find` does.
+    """
+    if os.environ.get("QLA_DUMP"):
+        return "QLA_DUMP asks for compiled kernels"
+    with _lock:
+        return _kernels(os.environ.get("QLA_PREBUILT"))
+
+
+@functools.cache
+def _kernels(wanted: str | None) -> KernelFile | str:
+    """Opens the kernel file that suits the driver, or returns why there is none."""
+    if wanted == "":
+        return "QLA_PREBUILT is empty"
+    place = INSIDE if wanted is None else Path(wanted).expanduser()
+    if wanted is not None and not place.exists():
+        fix = "set it to the folder of `python -m qla_kernels.build --out FOLDER`"
+        raise Unsupported(need("QLA_PREBUILT", f"{place} does not exist", "a folder or file", fix))
+    *files, launcher = files_of(place)
+    if not files or not launcher.exists():
+        why = f"{place} has no prebuilt kernels and launcher"
+        if wanted is None:
+            return "this installation has no prebuilt kernels"
+        log.warning("%s; kernels are compiled", why)
+        return why
+    file, driver = opened(files[0]), _driver_version(launcher)
+    if driver >= DRIVER_OF_13 or file.manifest["set"] != SETS[0]:
+        return file
+    if len(files) > 1:
+        return opened(files[1])
+    if driver == 0:  # there is no driver: nothing will be launched
+        return file
+    has = f"{driver // 1000}.{driver % 1000 // 10}"
+    why = f"{file.path} needs a driver of CUDA 13 (R580 or newer), and this one is of CUDA {has}"
+    log.warning("%s; kernels are compiled", why)
+    return why
+
+
+def files_of(place: Path) -> list[Path]:
+    """Returns the kernel files of a folder, or the file itself, and the launcher's path."""
+    files = [place] if place.is_file() else [place / FILE.format(of_set) for of_set in SETS]
+    return [*(path for path in files if path.exists()), files[0].with_name(LAUNCHER)]
+
+
+def opened(path: Path) -> KernelFile:
+    """Reads a kernel file; raises Unsupported if it is damaged or of another format."""
+    try:
+        file = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+        manifest = json.loads(file.read(MANIFEST))
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise damaged(path, f"its manifest ({error})") from error
+    if manifest["format"] != FORMAT:
+        got = f"{path} is of format {manifest['format']}"
+        fix = "run `python -m qla_kernels.build` again"
+        raise Unsupported(need("qla_kernels", got, f"format {FORMAT}", fix))
+    return KernelFile(path, manifest, file)
 
 
 def damaged(path: Path, what: str) -> Unsupported:
@@ -104,44 +190,18 @@ def damaged(path: Path, what: str) -> Unsupported:
     return Unsupported(need("qla_kernels", f"cannot read {what} in {path}", "a whole file", fix))
 
 
-@functools.cache
-def _kernels(wanted: str | None) -> KernelFile | None:
-    """Opens the kernel file that suits the driver, if there is one."""
-    if wanted == "":
-        return None
-    place = INSIDE if wanted is None else Path(wanted).expanduser()
-    if wanted is not None and not place.exists():
-        fix = "set it to the folder of `python -m qla_kernels.build --out FOLDER`"
-        raise Unsupported(need("QLA_PREBUILT", f"{place} does not exist", "a folder or file", fix))
-    files = [place] if place.is_file() else [place / FILE.format(of_set) for of_set in SETS]
-    files = [path for path in files if path.exists()]
-    if not files or not (launcher := files[0].with_name(LAUNCHER)).exists():
-        if wanted is not None:
-            log.warning("%s has no prebuilt kernels and launcher; kernels are compiled", place)
-        return None
-    if len(files) > 1 and _driver_version(launcher) < DRIVER_OF_13:
-        files.reverse()
-    return _opened(files[0])
-
-
-def _opened(path: Path) -> KernelFile:
-    try:
-        with zipfile.ZipFile(path) as file:
-            manifest = json.loads(file.read(MANIFEST))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise damaged(path, f"its manifest ({error})") from error
-    if manifest["format"] != FORMAT:
-        got = f"{path} is of format {manifest['format']}"
-        fix = "run `python -m qla_kernels.build` again"
-        raise Unsupported(need("qla_kernels", got, f"format {FORMAT}", fix))
-    return KernelFile(path, manifest["kernels"])
-
-
 def _driver_version(launcher: Path) -> int:
     try:
         return int(_native(launcher).driver_version())
-    except RuntimeError:  # there is no driver: nothing will be launched
+    except RuntimeError:  # there is no driver
         return 0
+
+
+def launcher() -> Any:
+    """Returns the launcher of the file in use; None if no prebuilt kernel is used."""
+    with _lock:
+        file = in_use()
+        return None if isinstance(file, str) else _native(file.path.with_name(LAUNCHER))
 
 
 @functools.cache
@@ -149,81 +209,63 @@ def _native(path: Path) -> Any:
     """Imports the launcher and tells it how to talk to torch."""
     import torch
 
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):  # its objects have another layout
+        got = f"this Python is free-threaded, for which {path} was not compiled"
+        fix = "use such a Python, or set QLA_PREBUILT to nothing and compile kernels with TileLang"
+        raise Unsupported(need("qla_kernels", got, "a Python with the GIL", fix))
+    check_launcher(path)
     loader = ExtensionFileLoader("launcher", str(path))
     spec = importlib.util.spec_from_loader("launcher", loader, origin=str(path))
     assert spec is not None
     try:
         native = importlib.util.module_from_spec(spec)
         loader.exec_module(native)
-    except ImportError as error:  # of another machine, or a Python that has no such extensions
+    except ImportError as error:  # of another machine
         raise damaged(path, f"the launcher ({error})") from error
-    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # from torch 2.10 on
     dtypes = {getattr(torch, name): code << 8 | bits for name, (code, bits) in DTYPES.items()}
     stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    native.configure(exchange, torch.Tensor, stream, dtypes, CUDA)
+    native.configure(_exchange(torch.Tensor), torch.Tensor, stream, dtypes, CUDA)
     return native
 
 
-# ---- sources: a kernel is used only if it was built from those that are here ----
+def _exchange(tensor: type) -> object:
+    """Returns DLPack's C exchange API, a capsule; None where torch has none (before 2.10)."""
+    found = getattr(tensor, "__dlpack_c_exchange_api__", None)
+    return found if type(found).__name__ == "PyCapsule" else None
 
 
-@functools.cache
-def fingerprint(module: str) -> str:
-    """Returns a digest of a kernel module's source and of all of ours that it imports."""
-    seen: set[str] = set()
-    pending = [module, "qla_kernels.shared_memory"]  # names of buffers order shared memory
-    while pending:
-        name = pending.pop()
-        if name not in seen:
-            seen.add(name)
-            pending += _source(name)[1]
-    return hashlib.sha256("".join(_source(name)[0] for name in sorted(seen)).encode()).hexdigest()
+def check_launcher(path: Path) -> None:
+    """Raises Unsupported for a file that is cut short, whose import would end the process."""
+    try:
+        contents = path.read_bytes()
+    except OSError as error:
+        raise damaged(path, f"the launcher ({error})") from error
+    if contents[:4] != b"\x7fELF":
+        raise damaged(path, "the launcher (not an ELF file)")
+    headers, size, number = (int.from_bytes(contents[a:b], "little") for a, b in SECTIONS)
+    if len(contents) < headers + size * number or not headers:
+        raise damaged(path, f"the launcher (cut to {len(contents)} bytes)")
 
 
-@functools.cache
-def _source(module: str) -> tuple[str, list[str]]:
-    """Returns the digest of a module's files, and the modules of the package that it imports."""
-    path = _path(module)
-    assert path is not None, module
-    text = path.read_bytes()
-    inline = path.with_suffix(".cuh")
-    digest = hashlib.sha256(text + (inline.read_bytes() if inline.exists() else b"")).hexdigest()
-    return f"{module} {digest}\n", [*_imports(text.decode())]
+def checked(place: Path) -> list[Path]:
+    """Returns the files of a folder that go into a wheel: kernel files, and the launcher last.
 
-
-_FROM = re.compile(r"^\s*from (qla_kernels[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
-_IMPORT = re.compile(r"^\s*import (qla_kernels[\w.]*)", re.MULTILINE)
-
-
-def _imports(text: str) -> Iterator[str]:
-    yield from _IMPORT.findall(text)
-    for module, names in _FROM.findall(text):
-        for name in re.findall(r"(\w+)(?: as \w+)?", re.sub("#.*", "", names)):
-            yield f"{module}.{name}" if _path(f"{module}.{name}") else module
-
-
-@functools.cache
-def _path(module: str) -> Path | None:
-    """Returns the file of a module of the package, without importing it."""
-    loaded = sys.modules.get(module)
-    if loaded is not None and getattr(loaded, "__file__", None):
-        return Path(str(loaded.__file__))
-    place = PACKAGE.joinpath(*module.split(".")[1:])
-    for path in (place.with_suffix(".py"), place / "__init__.py"):
-        if path.exists():
-            return path
-    return None
-
-
-_edited: set[Path] = set()
-
-
-def _say_edited(path: Path, module: str) -> None:
-    """Says once that kernels of a file are compiled instead, and which is the first of them."""
-    if path not in _edited:
-        _edited.add(path)
-        log.warning(
-            "%s was built from other sources of %s: it is compiled, as are other edited kernels",
-            path,
-            module.removeprefix("qla_kernels."),
-        )
+    Raises Unsupported if there are none, if one is damaged, or if kernels were built from other
+    sources than this package has.
+    """
+    *files, launcher = files_of(place)
+    if not files:
+        fix = "run `python -m qla_kernels.build --out FOLDER`"
+        raise Unsupported(need("QLA_PREBUILT", f"no kernels in {place}", "a built folder", fix))
+    check_launcher(launcher)
+    for file in map(opened, files):
+        if other := sorted(label for label in file.kernels if not file.has(label)):
+            got = (
+                f"{file.path} was built from other sources of {len(other)} kernels ({other[0]}, ..)"
+            )
+            fix = "run `python -m qla_kernels.build` in this checkout"
+            raise Unsupported(need("QLA_PREBUILT", got, "kernels of these sources", fix))
+        for label in file.kernels:
+            for kind in MEMBERS:
+                file.read(label, kind)
+    return [*files, launcher]

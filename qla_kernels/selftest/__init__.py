@@ -1,67 +1,110 @@
 """Runs small cases of everything that can run on this machine, against the definition in fp64.
 
     python -m qla_kernels.selftest                  also: python -m qla_kernels.info --selftest
-    python -m qla_kernels.selftest gdn.fused_fwd    one kernel alone
+    python -m qla_kernels.selftest gdn.fused_fwd    every variant of one kernel
+    python -m qla_kernels.selftest gdn.fused_fwd bf16-k128-v128    one variant
 
-The inputs, in cases.py, are small enough to run under compute-sanitizer, yet contain a partial
-chunk, a chunk of one token and shared key heads. On a Hopper GPU each kernel is launched by itself;
-on other GPUs no kernel is launched.
+The cases are small enough to run under compute-sanitizer, yet contain partial chunks, chunks of one
+token and shared key heads. On a Hopper GPU every kernel is launched; on other GPUs none is. Without
+an argument, variants of gdn with head size 64 are left out, since each has to be compiled first.
+
+`CASES` is the table of all cases: the emulated tier (tests/emulated/test_cases.py) and the device
+tier (tests/device/test_cases.py) run the same ones.
 """
 
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from qla_kernels import device, jit
 from qla_kernels.selftest import (
+    conv,
     dualkv_backward,
     dualkv_forward,
+    gdn_activations,
     gdn_backward,
+    gdn_chains,
+    gdn_chunks,
     gdn_forward,
     gdn_public,
+    gdn_recurrent,
     gdn_segments,
+    gdn_segments_backward,
+    gdn_tree,
     sparse_ring_backward,
     sparse_ring_forward,
     sparse_ring_index,
 )
-from qla_kernels.selftest.cases import Result
+from qla_kernels.selftest.cases import Cases, Result, checked
 from qla_kernels.sm90 import CAPABILITY
 
-__all__ = ["KERNELS", "Result", "main", "run"]
+__all__ = ["CASES", "Result", "cases_of", "main", "run"]
 
-KERNELS = {
-    **gdn_forward.KERNELS,
-    **gdn_backward.KERNELS,
-    **gdn_segments.KERNELS,
-    **dualkv_forward.KERNELS,
-    **dualkv_backward.KERNELS,
-    **sparse_ring_index.KERNELS,
-    **sparse_ring_forward.KERNELS,
-    **sparse_ring_backward.KERNELS,
-}
+CASES: tuple[Cases, ...] = (
+    *gdn_forward.CASES,
+    *gdn_chunks.CASES,
+    *gdn_activations.CASES,
+    *gdn_segments.CASES,
+    *gdn_recurrent.CASES,
+    *gdn_backward.CASES,
+    *gdn_chains.CASES,
+    *gdn_segments_backward.CASES,
+    *gdn_tree.CASES,
+    *conv.CASES,
+    *dualkv_forward.CASES,
+    *dualkv_backward.CASES,
+    *sparse_ring_index.CASES,
+    *sparse_ring_forward.CASES,
+    *sparse_ring_backward.CASES,
+)
 
 
-def run(only: str = "") -> list[Result]:
-    """Runs every case, or the case of the kernel `only`; returns the results."""
+def cases_of(kernel: str) -> list[Cases]:
+    """Returns the cases that launch `kernel`, family.kernel; ValueError if there are none."""
+    found = [cases for cases in CASES if kernel in cases.kernels]
+    if not found:
+        raise ValueError(f"{kernel} has no case: add one to qla_kernels/selftest/")
+    return found
+
+
+def run(kernel: str = "", variant: str = "") -> list[Result]:
+    """Runs the cases of all kernels, or of one, or of one of its variants; returns the results."""
     results: list[Result] = []
-    if not only:
-        results += gdn_public.run("cpu", torch.float32)
-        results += gdn_public.run("cpu", torch.bfloat16)
+    if not kernel:
+        results += [gdn_public.run("cpu", dtype) for dtype in (torch.float32, torch.bfloat16)]
     if not device.available():
-        return [*results, Result("GPU", None, 0, "torch sees none")]
+        return [*results, Result("GPU", None, "torch sees none")]
     capability = device.capability(torch.device("cuda"))
     if capability != CAPABILITY:
         note = f"capability {capability[0]}.{capability[1]}, kernels are for Hopper (9.0)"
-        return [*results, Result("GPU", None, 0, note)]
-    if not only:
-        results += gdn_public.run("cuda", torch.bfloat16)
-    for kernel in [only] if only else map(".".join, jit.kernel_names()):
-        check = KERNELS.get(kernel)
-        results += check() if check else [Result(kernel, None, 0, "no case")]
+        return [*results, Result("GPU", None, note)]
+    if not kernel:
+        results.append(gdn_public.run("cuda", torch.bfloat16))
+    for cases in cases_of(kernel) if kernel else CASES:
+        variants = cases.variants_of(kernel, variant) if kernel else _usual(cases.variants())
+        results += (result for v in variants for result in _of_variant(cases, v))
     return results
 
 
-def main(only: str = "") -> int:
-    results = run(only)
+def _usual(variants: tuple[Any, ...]) -> list[Any]:
+    """Returns the variants that the self-test runs without being asked for one kernel."""
+    return [v for v in variants if getattr(v, "K", 128) == 128]
+
+
+def _of_variant(cases: Cases, variant: Any) -> Iterator[Result]:
+    name = " ".join((", ".join(cases.kernels), jit.variant_id(variant))).strip()
+    for given in cases.inputs:
+        result = checked(name, cases.check, variant, given, "cuda")
+        if not result.passed:
+            yield Result(name, False, f"{result.note}; input {given}")
+            return
+    yield Result(name, True, f"{len(cases.inputs)} inputs")
+
+
+def main(kernel: str = "", variant: str = "") -> int:
+    """Prints a line per variant; returns the exit status, 1 if one is wrong."""
+    results = run(kernel, variant)
     sys.stdout.write("\n".join(map(str, results)) + "\n")
-    return 0 if all(result.passed for result in results) else 1
+    return 1 if any(result.passed is False for result in results) else 0

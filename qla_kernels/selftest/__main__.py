@@ -1,4 +1,4 @@
-"""Command line of the self-test: python -m qla_kernels.selftest [family.kernel]"""
+"""Command line of the self-test: python -m qla_kernels.selftest [family.kernel [variant]]"""
 
 import sys
 

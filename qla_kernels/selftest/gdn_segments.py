@@ -1,121 +1,254 @@
-"""Cases of each kernel that cuts sequences into segments.
+"""Sequences in segments, launch by launch, and what they must leave."""
 
-One sequence has three segments of one chunk; segment_scan folds the one in the middle.
-"""
-
+import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from qla_kernels.cpu import reference
-from qla_kernels.selftest.cases import SIZE, Inputs, Result, error_of, inputs, label
+from qla_kernels.gdn import heuristics
+from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.launch import segments
+from qla_kernels.gdn.launch.tensors import room_for_chunks
+from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from qla_kernels.selftest.cases import Cases, dtype_of, to
+from qla_kernels.selftest.compare import assert_close, relative_l2
+from qla_kernels.selftest.gdn_inputs import gates, keys
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.varlen import chunk_table
 
-LIMITS = ((torch.bfloat16, 6e-3), (torch.float16, 1e-3))
-CHUNK = 64
+# Errors are counted in units of what rounding the operands of every product costs by itself.
+RATIO = 1.2
+FP32 = 1e-5  # what sums and decays in fp32 cost, and what a warm head leaves out
+NEVER = -math.inf
 
-
-def _one_sequence() -> Inputs:
-    """Returns the inputs' tokens, repeated twice, as one sequence of three chunks."""
-    x = inputs()
-    twice = {n: torch.cat([getattr(x, n)] * 2, 1) for n in ("q", "k", "v", "g", "beta")}
-    bounds = torch.tensor([0, twice["q"].shape[1]], dtype=torch.int32)
-    return replace(x, **twice, initial_state=x.initial_state[:1], cu_seqlens=bounds)
-
-
-def _cut(x: Inputs) -> Any:
-    from qla_kernels.gdn.launch import segments
-
-    return segments.cut(x.g.float().cuda(), x.cu_seqlens.cuda(), segment_chunks=1)
-
-
-def _maps(x: Inputs, cut: Any, dtype: torch.dtype, solves: bool) -> Any:
-    from qla_kernels.gdn.launch import segments
-    from qla_kernels.gdn.plan import WARM_LOG_BOUND
-
-    made = reference().gdn.chunked(*x.tensors(torch.float64))
-    _, k, v, g, beta = x.tensors(dtype, "cuda")
-    A = None if solves else made.A.to("cuda", dtype)
-    g = g if solves else made.g_cum.float().cuda()
-    return segments.maps(k, v, g, beta, A, x.initial_state.float().cuda(), cut, WARM_LOG_BOUND)
+# columns of V of a CTA, and whether it solves for A
+GIVEN, SOLVING = heuristics.ForwardChoice(128, False), heuristics.ForwardChoice(64, True)
 
 
-def _states(x: Inputs) -> Tensor:
-    """Returns the reference's state before each chunk, [chunks, HV, K, V], in fp64."""
-    h: Tensor = (
-        reference().gdn.chunked(*x.tensors(torch.float64), initial_state=x.initial_state).h[0]
+Saved = tuple[Tensor, Tensor] | None  # g_cum and A
+
+
+class SegmentedCall(NamedTuple):
+    """Packed sequences, as the launches take them."""
+
+    q: Tensor  # [1, T, H, K]
+    k: Tensor
+    v: Tensor  # [1, T, HV, V]
+    g: Tensor  # [1, T, HV] fp32
+    beta: Tensor
+    h0: Tensor | None  # [N, HV, K, V] fp32
+    cu_seqlens: Tensor
+
+    @property
+    def bounds(self) -> list[int]:
+        """Returns the ends of the sequences, after a 0."""
+        found: list[int] = self.cu_seqlens.tolist()
+        return found
+
+
+class CutResults(NamedTuple):
+    """What segments leave."""
+
+    o: Tensor  # [1, T, HV, V]
+    starts: Tensor  # [P, HV, K, V], of the segments that there are
+    begins: Tensor  # [P] their first tokens
+    final: Tensor  # [N, HV, K, V]
+
+
+def batch(
+    lengths: list[int],
+    dtype: torch.dtype = torch.bfloat16,
+    heads: tuple[int, int] = (1, 2),
+    sizes: tuple[int, int] = (128, 128),
+    gate: str = "model",
+    key: str = "unit",
+    h0: bool = True,
+    padding: int = 3,
+    device: str = "cpu",
+) -> SegmentedCall:
+    """Returns packed sequences, then rows of no sequence that are NaN."""
+    (H, HV), (K, V), tokens = heads, sizes, sum(lengths)
+    q, k = (keys(kind, tokens, H, K).to(dtype) for kind in ("unit", key))
+    v = torch.randn(tokens, HV, V).to(dtype)
+    rows = (q, k, v, gates(gate, tokens, HV), torch.rand(tokens, HV))
+    q, k, v, g, beta = (
+        torch.cat([x, x.new_full((padding, *x.shape[1:]), torch.nan)])[None] for x in rows
     )
-    return h
+    start = torch.randn(len(lengths), HV, K, V) if h0 else None
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    found: SegmentedCall = to(SegmentedCall(q, k, v, g, beta, start, bounds), device)
+    return found
 
 
-def _segment_plan() -> list[Result]:
-    x = _one_sequence()
-    cut = _cut(x)
-    want = torch.tensor([0, 64, 128, *[x.q.shape[1]] * (cut.capacity - 2)])
-    return [Result("gdn.segment_plan", error_of(cut.bounds, want.double()), 0)]
+def run(
+    x: SegmentedCall,
+    most: int,
+    limit: float,
+    kernel: heuristics.ForwardChoice = GIVEN,
+    grows: bool = False,
+    between: Callable[[], None] = lambda: None,
+) -> CutResults:
+    """Launches segments of at most `most` chunks, as gdn_fwd does; calls `between` launches."""
+    N, HV, K, V = len(x.cu_seqlens) - 1, x.v.shape[2], x.k.shape[3], x.v.shape[3]
+    o, final = torch.empty_like(x.v), x.g.new_empty(N, HV, K, V)
+    g, A, saved, growth = x.g, None, None, None
+    table = None if kernel.solves else room_for_chunks(x.q.shape[1], x.cu_seqlens)
+    cut = segments.cut(x.g, x.cu_seqlens, most, table=table)
+    between()
+    if not kernel.solves:
+        growth = torch.empty_like(x.g) if grows else None
+        g, A = saved = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens, table, growth=growth)
+    between()
+    found = segments.maps(
+        x.k, x.v, g, x.beta, A, x.h0, cut, limit, growth, not kernel.solves
+    )  # fmt: skip
+    between()
+    starts = segments.start_states(found, x.h0, cut)
+    between()
+    launch.fused_fwd(
+        x.q, x.k, x.v, x.g, x.beta, K**-0.5, starts, cut.bounds, o, final, saved, kernel,
+        cut.ends_of,
+    )  # fmt: skip
+    num = int(cut.first_segment[-1])
+    return CutResults(o, starts[:num], cut.bounds[:num], final)
 
 
-def _segment_map() -> list[Result]:
-    x = _one_sequence()
-    want, results = _states(x)[1], []
-    for dtype, limit in LIMITS:
-        for solves in (True, False):
-            left = _maps(x, _cut(x), dtype, solves).left[1].mT
-            name = label("gdn.segment_map", dtype, ", solving" * solves)
-            results.append(Result(name, error_of(left, want), limit))
-    return results
+def whole(x: SegmentedCall, kernel: heuristics.ForwardChoice = GIVEN) -> tuple[Tensor, Tensor]:
+    """Returns o and the final states of sequences that are not cut."""
+    scale = x.q.shape[-1] ** -0.5
+    g_cum, A = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens)
+    N, HV, K, V = len(x.cu_seqlens) - 1, x.v.shape[2], x.k.shape[3], x.v.shape[3]
+    o, final = torch.empty_like(x.v), x.g.new_empty(N, HV, K, V)
+    launch.fused_fwd(
+        x.q, x.k, x.v, x.g, x.beta, scale, x.h0, x.cu_seqlens, o, final, (g_cum, A), kernel
+    )  # fmt: skip
+    return o, final
 
 
-def _segment_scan() -> list[Result]:
-    from qla_kernels.gdn.launch import segments
-
-    x = _one_sequence()
-    want, results = _states(x), []
-    for dtype, limit in LIMITS:
-        cut = _cut(x)
-        found = _maps(x, cut, dtype, solves=False)
-        starts = segments.start_states(found, x.initial_state.float().cuda(), cut)
-        name = label("gdn.segment_scan", dtype)
-        results.append(Result(name, error_of(starts[: len(want)], want), limit))
-    return results
+def expected(x: SegmentedCall, operand_dtype: torch.dtype | None = None) -> Any:
+    """Returns the forward in fp64; with an operand_dtype, with the kernels' roundings."""
+    q, k, v, beta = (y.nan_to_num().double().cpu() for y in (x.q, x.k, x.v, x.beta))
+    g = x.g.double().cpu().nan_to_num(neginf=-torch.inf)
+    h0 = None if x.h0 is None else x.h0.double().cpu()
+    return reference().gdn.chunked(
+        q, k, v, g, beta, None, h0, x.cu_seqlens.cpu(), operand_dtype=operand_dtype
+    )  # fmt: skip
 
 
-def _segment_map_bwd() -> list[Result]:
-    from qla_kernels.gdn.launch import segments
-    from qla_kernels.gdn.plan import WARM_LOG_BOUND
-
-    x, scale = _one_sequence(), SIZE**-0.5
-    dht, states, results = x.initial_state, _states(x), []
-    made = reference().gdn.chunked(*x.tensors(torch.float64))
-
-    def gradient_before(chunk: int) -> Tensor:
-        q, k, v, _, beta, g_cum, A = (
-            y[:, chunk * CHUNK :] for y in (*x.tensors(torch.float64), made.g_cum, made.A)
-        )
-        h0 = states[chunk : chunk + 1]  # dO: any values will do
-        dh0: Tensor = (
-            reference().gdn.chunked_backward(q, k, v, g_cum, beta, A, v, dht, scale, h0).dh0
-        )
-        return dh0[0]
-
-    want = torch.stack([gradient_before(1), gradient_before(2)])
-    for dtype, limit in LIMITS:
-        q, k, v, _, beta = x.tensors(dtype, "cuda")
-        cut = _cut(x)
-        g_cum, A = made.g_cum.float().cuda(), made.A.to("cuda", dtype)
-        ends = segments.end_gradients(
-            q, k, v, g_cum, beta, A, dht.float().cuda(), scale,
-            _maps(x, cut, dtype, solves=False), cut, WARM_LOG_BOUND,
-        )  # fmt: skip
-        results.append(Result(label("gdn.segment_map_bwd", dtype), error_of(ends[:2], want), limit))
-    return results
+def prepared(x: SegmentedCall) -> tuple[Tensor, Tensor]:
+    """Returns g_cum and A without errors; rows of no sequence are NaN."""
+    saved = expected(x)
+    g_cum, A = saved.g_cum.float(), saved.A.to(x.k.dtype)
+    for y in (g_cum, A):
+        y[:, x.bounds[-1] :] = torch.nan
+    return g_cum, A
 
 
-KERNELS: dict[str, Callable[[], list[Result]]] = {
-    "gdn.segment_plan": _segment_plan,
-    "gdn.segment_map": _segment_map,
-    "gdn.segment_map_bwd": _segment_map_bwd,
-    "gdn.segment_scan": _segment_scan,
-}
+def maps(
+    x: SegmentedCall, cut: segments.Segments, limit: float, solves: bool, saved: Saved = None
+) -> segments.Maps:
+    """Launches segment_map on g, or on a g_cum and A without errors, NaN past the last token."""
+    if solves:
+        return segments.maps(x.k, x.v, x.g, x.beta, None, x.h0, cut, limit)
+    g_cum, A = saved or prepared(x)
+    return segments.maps(x.k, x.v, g_cum, x.beta, A, x.h0, cut, limit)
+
+
+def starts(
+    x: SegmentedCall, most: int, limit: float, solves: bool = False, saved: Saved = None
+) -> Tensor:
+    """Returns the states that enter the segments that there are, [P, HV, K, V]."""
+    cut = segments.cut(x.g, x.cu_seqlens, most)
+    found = maps(x, cut, limit, solves, saved)
+    return segments.start_states(found, x.h0, cut)[: int(cut.first_segment[-1])]
+
+
+def states_between(x: SegmentedCall, most: int, operand_dtype: torch.dtype | None = None) -> Tensor:
+    """Returns what `starts` should be: some states before chunks, those before sequences."""
+    done = expected(x, operand_dtype)
+    before = iter(done.h[0])
+    found = []
+    for n, (a, b) in enumerate(zip(x.bounds, x.bounds[1:], strict=False)):
+        start = torch.zeros_like(done.final_state[n]) if x.h0 is None else x.h0[n].double()
+        states = [next(before) for _ in range(-(-(b - a) // CHUNK))] or [start]
+        pieces = max(1, -(-len(states) // most))
+        found += [start, *(states[i * len(states) // pieces] for i in range(1, pieces))]
+    return torch.stack(found)
+
+
+def check_starts(x: SegmentedCall, got: Tensor, most: int) -> None:
+    """Compares the states that enter the segments with fp64."""
+    want, rounded = states_between(x, most), states_between(x, most, x.k.dtype)
+    for head in range(x.v.shape[2]):
+        limit = RATIO * relative_l2(rounded[:, head], want[:, head]) + FP32
+        assert_close(f"head {head}", got[:, head], want[:, head], limit)
+
+
+def _segment_plan(variant: Any, given: tuple[list[int], int], device: str) -> None:
+    """Checks where sequences are cut, and the table of chunks that segment_plan writes, too."""
+    lengths, most = given
+    bounds_of_tokens = torch.tensor([0, *lengths]).cumsum(0).to(dtype_of(variant))
+    num_tokens = sum(lengths) + 5
+    g, cu_seqlens = to((torch.randn(1, num_tokens, 3), bounds_of_tokens), device)
+    table = room_for_chunks(num_tokens, cu_seqlens)
+    got = segments.cut(g, cu_seqlens, most, table=table)
+    want = chunk_table(num_tokens, bounds_of_tokens)
+    for name, a, b in zip(want._fields, table, want, strict=True):
+        assert torch.equal(a.cpu(), b), name
+    bounds: list[int] = []
+    starts_of: list[int] = []
+    ends_of: list[int] = []
+    first = [0]
+    for n, length in enumerate(lengths):
+        chunks = -(-length // CHUNK)
+        pieces = max(1, -(-chunks // most))
+        bounds += [int(bounds_of_tokens[n]) + i * chunks // pieces * CHUNK for i in range(pieces)]
+        starts_of += [n, *[-1] * (pieces - 1)]
+        ends_of += [*[-1] * (pieces - 1), n]
+        first.append(first[-1] + pieces)
+    rest = got.capacity + 1 - len(bounds)
+    assert rest >= 1, "capacity"
+    assert got.bounds.tolist() == bounds + [sum(lengths)] * rest, "bounds"
+    assert got.starts_of.tolist() == starts_of + [-1] * rest, "starts_of"
+    assert got.ends_of.tolist() == ends_of + [-1] * rest, "ends_of"
+    assert got.first_segment.tolist() == first, "first_segment"
+
+
+def _segment_map(variant: Any, given: tuple[Any, ...], device: str) -> None:
+    """Checks the states that enter segments, folded by one of segment_scan's two variants."""
+    (lengths, most, V, h0, columns), limit = given
+    x = batch(lengths, dtype_of(variant), sizes=(variant.K, V), h0=h0)
+    on_device, saved = to((x, prepared(x)), device)
+    with mock.patch.object(heuristics, "scan_columns", return_value=columns):
+        got = starts(on_device, most, limit, variant.solves, saved)
+    check_starts(x, got.cpu(), most)
+
+
+CASES = (
+    Cases(
+        ("gdn.segment_plan",),
+        _segment_plan,
+        [
+            (lengths, most)
+            for lengths in ([64], [0, 65, 0, 1, 1300, 0], [0, 0], [5000, 576], [1] * 1500)
+            for most in (1, 3)
+        ],
+    ),
+    Cases(
+        ("gdn.segment_map", "gdn.segment_scan"),
+        _segment_map,
+        [
+            (given, limit)
+            for limit in (WARM_LOG_BOUND, NEVER)
+            for given in (
+                ([321], 2, 128, True, 16),
+                ([64, 300, 0, 500], 2, 64, False, 32),
+                ([130, 0], 1, 64, True, 16),
+            )
+        ],
+    ),
+)

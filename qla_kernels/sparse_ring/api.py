@@ -227,7 +227,7 @@ def _local_index(
     T = q.shape[1]
     if isinstance(pattern, VerticalSlash):
         with torch.no_grad():
-            lines = ops.vertical_slash_index(q, k, seqlen, scale, *astuple(pattern))
+            lines = ops.index(q, k, seqlen, scale, *astuple(pattern))
         v_idx, v_cnt, d_bits, window_recall = lines
         return VSIndex(v_idx, v_cnt, d_bits, window_recall, T)
     assert pattern is not None, "check_lines requires a pattern or an index"

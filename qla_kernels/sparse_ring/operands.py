@@ -1,7 +1,5 @@
 """Brings tensors and tables of a call into the shapes and strides that kernels take."""
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -71,7 +69,7 @@ def or_placeholder(x: Tensor | None, q: Tensor, dtype: torch.dtype) -> Tensor:
     return x.view(-1, H, D) if x is not None else _placeholder(q.device, dtype, (1, H, D))
 
 
-@lru_cache(maxsize=KEPT)
+@kept(KEPT)
 def _placeholder(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 

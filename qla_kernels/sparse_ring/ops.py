@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.operators import define
+from qla_kernels.operators import define, skip_dispatcher
+from qla_kernels.programs import Programs
 from qla_kernels.sparse_ring import ring
 from qla_kernels.sparse_ring.build import build
 from qla_kernels.sparse_ring.layouts import StripedLayout
@@ -113,3 +114,33 @@ def _defined(op: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Call
 vertical_slash_index = _defined("vertical_slash_index", _index, _fake_index)
 vertical_slash_fwd = _defined("vertical_slash_fwd", _fwd, _fake_fwd)
 vertical_slash_bwd = _defined("vertical_slash_bwd", _bwd, _fake_bwd)
+
+
+class OpResults(tuple[Tensor, ...]):
+    """The results of an operator."""
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return self
+
+    @staticmethod
+    def of_flat(*tensors: Any) -> "OpResults":
+        return OpResults(tensors)
+
+
+def _replayed(
+    operator: Callable[..., Any], run: Callable[..., tuple[Tensor, ...]]
+) -> Callable[..., OpResults]:
+    """Returns the operator as this package calls it: replayed, without the dispatcher, or by it."""
+    programs, direct = Programs(str(operator)), skip_dispatcher(operator, run, run)
+
+    def call(*arguments: Any) -> OpResults:
+        return programs.run(
+            lambda given: OpResults(direct(*given)), (arguments,), OpResults.of_flat
+        )
+
+    return call
+
+
+index = _replayed(vertical_slash_index, _index)
+forward = _replayed(vertical_slash_fwd, _fwd)
+backward = _replayed(vertical_slash_bwd, _bwd)

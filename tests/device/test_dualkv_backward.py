@@ -11,10 +11,9 @@ from qla_kernels import SharedLayout, shared_prefix_attention
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.ops import SharedBackward
 from qla_kernels.dualkv.shapes import HEAD_SIZES
+from qla_kernels.selftest.dualkv_backward import Upstream, check, exact, upstream
+from qla_kernels.selftest.dualkv_forward import FOREST, SharedCall, call, wanted
 from tests.compare import assert_close
-from tests.dualkv_backward_check import Upstream, check, exact, upstream
-from tests.dualkv_forward_check import FOREST, GROUPS, Call, call, wanted
-from tests.dualkv_inputs import GROUPS as EDGE_CASES
 from tests.dualkv_inputs import grown
 
 pytestmark = pytest.mark.hopper
@@ -23,30 +22,21 @@ DTYPES = (torch.bfloat16, torch.float16)
 SIZES = pytest.mark.parametrize("size", [128, 256])
 
 
-def backward(x: Call, given: Upstream, deterministic: bool = True) -> SharedBackward:
+def backward(x: SharedCall, given: Upstream, deterministic: bool = True) -> SharedBackward:
     q, k, v, *rest = x.arguments()
     return SharedBackward(
         *ops.dualkv_bwd(given.do, q, k, v, given.o, given.lse2, given.dlse, *rest, deterministic)
     )
 
 
-def check_both(x: Call, given: Upstream) -> None:
+def check_both(x: SharedCall, given: Upstream) -> None:
     """One pass over the scores, and two; of heads of 64 and of 256, two twice."""
     for deterministic in (False, True):
         check(x, given, backward(x, given, deterministic))
 
 
-def on_gpu(layout, heads=(2, 8), **others) -> Call:
+def on_gpu(layout, heads=(2, 8), **others) -> SharedCall:
     return call(layout, heads, device="cuda", **others)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", HEAD_SIZES)
-@pytest.mark.parametrize("groups", [*GROUPS, *EDGE_CASES])
-def test_groups(groups, size, dtype):
-    x = on_gpu((GROUPS | EDGE_CASES)[groups], size=size, dtype=dtype)
-    given = upstream(x)
-    check_both(x, given)
 
 
 AROUND = [n + d for n in (16, 64, 128) for d in (-1, 0, 1)]
@@ -186,7 +176,7 @@ def test_through_autograd():
     q, k, v = fused.split([8, 2, 2], 1)
     o, lse = shared_prefix_attention(q, k, v, layout, return_lse=True)
     (o.sum() + lse.square().sum()).backward()
-    x = Call(*(t.detach() for t in (q, k, v)), layout, 128**-0.5)
+    x = SharedCall(*(t.detach() for t in (q, k, v)), layout, 128**-0.5)
     made = wanted(x)
     given = Upstream(torch.ones_like(o), o.detach(), lse.detach(), 2 * made.lse)
     check(x, given, SharedBackward(*fused.grad.split([8, 2, 2], 1)))

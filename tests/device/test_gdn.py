@@ -3,26 +3,12 @@
 import pytest
 import torch
 
-from tests import kkt_solve_check
-from tests.gdn_inputs import inputs
+from qla_kernels.selftest import gdn_chunks
+from qla_kernels.selftest.gdn_inputs import inputs
 
 pytestmark = pytest.mark.hopper
 
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize(("key", "gate", "ratio"), kkt_solve_check.CASES)
-def test_kkt_solve(dtype, size, key, gate, ratio):
-    from qla_kernels.gdn.launch import forward as launch
-
-    for seed, lengths in enumerate(kkt_solve_check.LENGTHS):
-        for heads in ((2, 4), (1, 3), (4, 4)):
-            x = inputs(lengths, heads, size, dtype, gate, key, seed=seed, device="cuda")
-            out = kkt_solve_check.poisoned(x)
-            launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens, out=out)
-            kkt_solve_check.check(x, *out, ratio[dtype])
 
 
 def test_kkt_solve_of_strided_keys():
@@ -32,9 +18,9 @@ def test_kkt_solve_of_strided_keys():
     x = inputs([200, 70], (2, 4), 128, torch.bfloat16, device="cuda")
     fused = torch.full((1, x.k.shape[1], 5, 128), torch.nan, dtype=x.k.dtype, device="cuda")
     fused[:, :, 2:4] = x.k
-    out = kkt_solve_check.poisoned(x)
+    out = gdn_chunks.poisoned(x)
     launch.kkt_solve(fused[:, :, 2:4], x.g, x.beta, x.cu_seqlens, out=out)
-    kkt_solve_check.check(x, *out, 1.1)
+    gdn_chunks.check(x, *out, 1.1)
 
 
 def test_kkt_solve_of_a_batch_is_that_of_its_rows():
@@ -57,9 +43,9 @@ def test_kkt_solve_repeats_bitwise():
     from qla_kernels.gdn.launch import forward as launch
 
     x = inputs([9000, 3000, 777, 1], (4, 16), 128, torch.bfloat16, seed=5, device="cuda")
-    first = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens, out=kkt_solve_check.poisoned(x))
+    first = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens, out=gdn_chunks.poisoned(x))
     for _ in range(200):
-        again = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens, out=kkt_solve_check.poisoned(x))
+        again = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens, out=gdn_chunks.poisoned(x))
         for a, b in zip(first, again, strict=True):
             assert torch.equal(a[:, : x.tokens], b[:, : x.tokens])
 
@@ -69,9 +55,9 @@ def test_kkt_solve_large():
     from qla_kernels.gdn.launch import forward as launch
 
     x = inputs([8192, 5000, 4097], (4, 8), 128, torch.bfloat16, seed=3, device="cuda")
-    out = kkt_solve_check.poisoned(x)
+    out = gdn_chunks.poisoned(x)
     launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens, out=out)
-    kkt_solve_check.check(x, *out, 1.1)
+    gdn_chunks.check(x, *out, 1.1)
 
 
 def test_kkt_solve_in_a_graph_follows_new_lengths():
@@ -79,7 +65,7 @@ def test_kkt_solve_in_a_graph_follows_new_lengths():
     from qla_kernels.gdn.launch import forward as launch
 
     x = inputs([300, 100, 112], (2, 4), 128, torch.bfloat16, padding=0, device="cuda")
-    g_cum, A = kkt_solve_check.poisoned(x)
+    g_cum, A = gdn_chunks.poisoned(x)
     launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens, out=(g_cum, A))  # loads the module
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -90,7 +76,7 @@ def test_kkt_solve_in_a_graph_follows_new_lengths():
         g_cum.fill_(torch.nan)
         A.fill_(torch.nan)
         graph.replay()
-        kkt_solve_check.check(x._replace(tokens=sum(lengths)), g_cum, A, 1.1)
+        gdn_chunks.check(x._replace(tokens=sum(lengths)), g_cum, A, 1.1)
 
 
 def test_kkt_solve_does_not_synchronise():

@@ -6,13 +6,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qla_kernels import chunk_gated_delta_rule
-from tests.gdn_activations_check import (
+from qla_kernels.selftest.gdn_activations import (
     MIXES,
-    SHAPES,
-    check_backward,
-    check_every_size,
-    check_forward,
-    check_no_nan,
     gradients,
     raw,
 )
@@ -21,29 +16,6 @@ from tests.gdn_calls import Call, on_gpu
 pytestmark = pytest.mark.hopper
 
 GPU = "cuda"
-MORE = ((1, 8192, 32), (1, 40_000, 48), (4, 2048, 8), (700, 3, 16))
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, *MORE], ids=str)
-@pytest.mark.parametrize("dtypes", MIXES, ids=["as models", "fp32", "mixed", "other mix"])
-def test_any_dtypes_and_strides(shape, dtypes):
-    for beta_range in (0.0, 1.0, 2.0):
-        x = raw(shape, dtypes, GPU, with_bias=beta_range < 2)
-        check_forward(x, beta_range)
-        check_backward(x, beta_range)
-
-
-@pytest.mark.parametrize("lengths", [[], [0, 0], [1], [2000, 0, 500], [2996, 4]], ids=str)
-def test_tokens_of_no_sequence(lengths):
-    check_backward(raw((1, 3000, 6), MIXES[0], GPU, True), 1.0, lengths)
-
-
-def test_numbers_of_every_size():
-    check_every_size(GPU)
-
-
-def test_what_overflows_is_no_nan():
-    check_no_nan(GPU)
 
 
 def test_repeats_bitwise():

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
-from reference import gdn
-from tests import kkt_solve_check
-from tests.compare import assert_close, relative_l2
+from qla_kernels.selftest import gdn_chunks
+from qla_kernels.selftest.gdn_forward import check, check_saved
+from qla_kernels.selftest.gdn_inputs import ChunkInputs, gates, keys
+from tests.compare import assert_close
 from tests.gdn_calls import Call, on_gpu
-from tests.gdn_forward_check import check, check_saved
-from tests.gdn_inputs import Inputs, gates, keys
 
 pytestmark = pytest.mark.hopper
 
@@ -160,17 +159,6 @@ def test_activations(lengths, allow_neg_eigval):
     check(x, *run(x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [64, 128])
-def test_l2norm(size, dtype):
-    from qla_kernels.gdn.launch import forward as launch
-
-    room = 4 * torch.randn(3, 8, 5000, 2 * size, device=GPU).to(dtype)  # head-major, and wider
-    x = room[..., size:].transpose(1, 2)
-    want = gdn.l2norm(x.double())
-    assert_close("y", launch.l2norm_fwd(x), want, 1.01 * relative_l2(want.to(dtype), want))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_gates_and_states_of_any_dtype(dtype):
     x = mild(on_gpu([200, 33]))
@@ -200,10 +188,10 @@ def test_what_the_backward_needs():
     assert h is None
     assert cache is None
     check(x, o, state)
-    live = Inputs(x["k"], x["g"], x["beta"], x["cu_seqlens"], 196)
+    live = ChunkInputs(x["k"], x["g"], x["beta"], x["cu_seqlens"], 196)
     for t in (g_cum, A):
         t[:, 196:] = torch.nan  # the check wants to see what was left alone
-    kkt_solve_check.check(live, g_cum, A, 1.1)
+    gdn_chunks.check(live, g_cum, A, 1.1)
     out = torch.empty_like(x["v"])
     slim = chunk_gated_delta_rule_fwd(*args, **others, is_train=False, out=out)
     assert slim[0] is None

@@ -11,10 +11,18 @@ from qla_kernels.gdn.launch import chains as launch_chains
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from qla_kernels.selftest.gdn_segments import (
+    GIVEN,
+    SOLVING,
+    SegmentedCall,
+    batch,
+    expected,
+    run,
+    whole,
+)
 from qla_kernels.varlen import chunk_table
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import gradients, leaves, on_gpu
-from tests.gdn_segments_check import GIVEN, SOLVING, Batch, batch, expected, run, whole
 
 pytestmark = pytest.mark.hopper
 
@@ -24,7 +32,7 @@ RATIO = 1.2  # of the error of whole sequences, which is that of 16-bit operands
 FP32 = 1e-5
 
 
-def mild(x: Batch) -> Batch:
+def mild(x: SegmentedCall) -> SegmentedCall:
     """Every other head keeps what it has; the rest lose a tenth of it in ten tokens."""
     g = torch.rand_like(x.g) * -0.02
     g[..., ::2] = 0
@@ -37,7 +45,7 @@ def compare(name: str, got: Tensor, want: Tensor, uncut: Tensor) -> None:
         assert_close(f"{name} of head {head}", got[:, head].cpu(), want[:, head], limit)
 
 
-def backward_chains(x: Batch, do: Tensor, most: int | None) -> tuple[Tensor, ...]:
+def backward_chains(x: SegmentedCall, do: Tensor, most: int | None) -> tuple[Tensor, ...]:
     """The states before and the gradients after each chunk; whole sequences where most is None."""
     g_cum, A = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens)
     bounds, h0, ends, scale = x.cu_seqlens, x.h0, x.h0, x.q.shape[-1] ** -0.5

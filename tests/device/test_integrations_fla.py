@@ -17,9 +17,9 @@ from torch import Tensor
 
 from qla_kernels import fused_recurrent_gated_delta_rule
 from qla_kernels.integrations import fla as integration
+from qla_kernels.selftest.gdn_recurrent import decode
 from tests.compare import no_worse
 from tests.gdn_calls import DIFFERENTIABLE, Call, definition, leaves, on_gpu
-from tests.gdn_recurrent_check import decode
 
 theirs = pytest.importorskip("fla.ops.gated_delta_rule", exc_type=ImportError)
 

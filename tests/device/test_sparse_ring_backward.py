@@ -3,33 +3,17 @@
 import pytest
 import torch
 
-from qla_kernels import jit
-from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, ZigZagLayout, launch_backward
+from qla_kernels.selftest.sparse_ring_backward import backward, case, check
+from qla_kernels.sparse_ring import StripedLayout, launch_backward
 from qla_kernels.sparse_ring.index import known_index
-from qla_kernels.sparse_ring.kernels import bwd_dq
 from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
 from qla_kernels.sparse_ring.route import Chunk
 from qla_kernels.sparse_ring.shard import Saved, shard_of
-from tests.sparse_ring_backward_check import backward, case, check
 
 pytestmark = pytest.mark.hopper
 
 GPU = "cuda"
 ALONE = StripedLayout(1)
-RINGS = (
-    ALONE,
-    *(StripedLayout(world, stripe) for world in (2, 3, 4, 8) for stripe in (64, 128)),
-    *(kind(world) for world in (2, 3, 4) for kind in (ContiguousLayout, ZigZagLayout)),
-)
-
-
-@pytest.mark.parametrize("variant", bwd_dq.VARIANTS, ids=jit.variant_id)
-@pytest.mark.parametrize("layout", RINGS, ids=str)
-def test_rings(layout, variant):
-    dtype, T = getattr(torch, variant.dtype), layout.pad_len(2000)
-    L = T // layout.world
-    x = case(layout, L, (4, 2), variant.D, dtype, columns=200, seqlen=T - 70, device=GPU)
-    check(x, backward(x))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2), (3, 3)])

@@ -3,32 +3,28 @@
 import pytest
 import torch
 
-from qla_kernels import jit
+from qla_kernels.selftest.sparse_ring_forward import (
+    ALONE,
+    AttentionCall,
+    check,
+    forward,
+    lines,
+    problem,
+)
 from qla_kernels.sparse_ring import Dense, FixedVerticalSlash, sparse_attention
 from qla_kernels.sparse_ring.index import known_index
-from qla_kernels.sparse_ring.kernels import fwd
 from qla_kernels.sparse_ring.layouts import ContiguousLayout, Layout, StripedLayout, ZigZagLayout
-from tests.sparse_ring_forward_check import Problem, check, forward, lines, problem
 
 pytestmark = pytest.mark.hopper
 
-ALONE = StripedLayout(1)
 LAYOUTS = [
     *(StripedLayout(world, stripe) for world in (1, 2, 3, 4, 8) for stripe in (64, 128)),
     *(layout(world) for world in (2, 3, 4, 8) for layout in (ContiguousLayout, ZigZagLayout)),
 ]
 
 
-def on_gpu(T: int, pattern: FixedVerticalSlash | None = None, **others) -> Problem:
+def on_gpu(T: int, pattern: FixedVerticalSlash | None = None, **others) -> AttentionCall:
     return problem(T, pattern, device="cuda", **others)
-
-
-@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=jit.variant_id)
-@pytest.mark.parametrize("heads", [(1, 1), (8, 2), (6, 1)], ids=str)
-def test_every_variant(variant, heads):
-    dtype = getattr(torch, variant.dtype)
-    x = on_gpu(1920, B=2, heads=heads, D=variant.D, dtype=dtype, seqlen=1850)
-    check(x, *forward(x, ALONE))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -81,8 +77,8 @@ def test_offsets_past_32_bits():
     pattern = FixedVerticalSlash(((),), ((0, 1),))
     q = torch.randn(1, T, H, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, T, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    whole = Problem(q, k, v, known_index(pattern, 1, H, T, "cuda"), T)
-    end = Problem(
+    whole = AttentionCall(q, k, v, known_index(pattern, 1, H, T, "cuda"), T)
+    end = AttentionCall(
         *(x[:, -tail:] for x in (q, k, v)), known_index(pattern, 1, H, tail, "cuda"), tail
     )
     got, want = forward(whole, ALONE)[0][:, -tail:], forward(end, ALONE)[0]

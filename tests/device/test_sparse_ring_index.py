@@ -4,16 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.sparse_ring import StripedLayout, VerticalSlash, build
-from qla_kernels.sparse_ring.groups import ALONE
-from tests.sparse_ring_index_check import (
+from qla_kernels.selftest.sparse_ring_index import (
     ONE,
-    budget,
-    check_lines,
     check_window,
-    some_masses,
     window,
 )
+from qla_kernels.sparse_ring import VerticalSlash, build
+from qla_kernels.sparse_ring.groups import ALONE
 
 pytestmark = pytest.mark.hopper
 
@@ -33,13 +30,6 @@ def heads(T: int, H: int = 4, Hk: int = 2, D: int = 128) -> tuple[Tensor, Tensor
     return q.bfloat16().to(GPU), k.bfloat16().to(GPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize(("Hk", "H"), [(2, 8), (1, 8), (2, 2), (1, 6)])
-def test_lse_and_masses(dtype, D, Hk, H):
-    check_window(window(16384 + 128, (Hk, H), D, dtype, device=GPU))
-
-
 @pytest.mark.parametrize("size", [4.0, 20.0])
 def test_scores_that_fp32_has_to_be_careful_with(size):
     check_window(window(8192, (1, 4), 128, torch.bfloat16, size=size, device=GPU))
@@ -48,15 +38,6 @@ def test_scores_that_fp32_has_to_be_careful_with(size):
 def test_batches_and_less_than_a_block():
     check_window(window(4096, (2, 4), B=3, device=GPU))
     check_window(window(256, (2, 4), rows=17, blocks=[0, 1, 2, 3], device=GPU))
-
-
-@pytest.mark.parametrize("estimator", ["residual", "independent"])
-@pytest.mark.parametrize("kind", ["flat", "outliers", "ties", "one sink", "alone"])
-@pytest.mark.parametrize("layout", [ONE, StripedLayout(4)])
-def test_kernels_choose_what_sorts_choose(kind, layout, estimator):
-    mass = some_masses(32768, 32700, kind, heads=4).to(GPU)
-    for recall, caps in (((0.5, 0.95), (4096, None)), ((0.95, 0.6), (300, 40))):
-        check_lines(mass, 32700, budget(estimator, recall, caps, gap_close=1), layout)
 
 
 def test_an_index_has_the_same_bits_each_time():

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 from qla_kernels import device, jit
+from qla_kernels.gdn.decode import api as decode
+from qla_kernels.gdn.decode import launch as launch_decode
+from qla_kernels.sparse_ring import launch as launch_sparse_ring
+from qla_kernels.sparse_ring import shard
 from tests.emulator import EmulatedKernel
 
 
@@ -50,3 +54,11 @@ def seeds(monkeypatch):
     monkeypatch.setattr(jit, "compile", compile)
     monkeypatch.setattr(device, "sm_count", lambda _: 4)
     return settings
+
+
+@pytest.fixture
+def by_kernels(monkeypatch) -> None:
+    """CPU tensors take the launches of a GPU."""
+    for name in ("gdn_recurrent", "gdn_recurrent_slots"):
+        monkeypatch.setattr(decode, name, getattr(launch_decode, name))
+    monkeypatch.setattr(shard, "launches", lambda _: launch_sparse_ring)

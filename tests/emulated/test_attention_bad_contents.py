@@ -15,6 +15,8 @@ from qla_kernels import SharedLayout
 from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.dualkv import tables as dualkv_tables
 from qla_kernels.dualkv.tables import Tables
+from qla_kernels.selftest import sparse_ring_backward, sparse_ring_forward
+from qla_kernels.selftest.dualkv_forward import SharedCall, call
 from qla_kernels.sparse_ring import (
     ContiguousLayout,
     StripedLayout,
@@ -30,9 +32,7 @@ from qla_kernels.sparse_ring import (
     sparse_attention,
 )
 from qla_kernels.sparse_ring.select import Candidates
-from tests import sparse_ring_backward_check, sparse_ring_forward_check
 from tests.bad_contents import MOST, bad_indices, bad_tables, numbers
-from tests.dualkv_forward_check import Call, call
 
 # Building kernels, and then a hundred launches: minutes, where others have the machine as well.
 pytestmark = [pytest.mark.usefixtures("seeds", "poison"), pytest.mark.timeout(3600)]
@@ -55,7 +55,7 @@ def apart(tables: Tables) -> Tables:
     return Tables(*(table.clone() for table in tables))
 
 
-def corrupted(x: Call, *names: str) -> Iterator[Tables]:
+def corrupted(x: SharedCall, *names: str) -> Iterator[Tables]:
     """Every second one, which takes minutes; a GPU is given all of them."""
     right = apart(Tables(*x.arguments()[3]))
     return itertools.islice(bad_tables(right, *names), 0, None, 2)
@@ -129,12 +129,12 @@ def test_an_index_around_a_ring(layout, monkeypatch, by_kernels):
     def columns(x: Tensor, v_idx: Tensor, T: int) -> Tensor:
         return x.new_zeros(*v_idx.shape, x.shape[-1])
 
-    monkeypatch.setattr(sparse_ring_backward_check, "_columns", columns)
-    x = sparse_ring_backward_check.case(layout, 256, dtype=torch.float16)
+    monkeypatch.setattr(sparse_ring_backward, "_columns", columns)
+    x = sparse_ring_backward.case(layout, 256, dtype=torch.float16)
     for index in bad_indices(1, 2, x.q.shape[1], 130, few=True):
-        there = sparse_ring_forward_check.Problem(x.q, x.k, x.v, index, x.seqlen)
-        sparse_ring_forward_check.forward(there, layout)
-        sparse_ring_backward_check.backward(x._replace(lines=index))
+        there = sparse_ring_forward.AttentionCall(x.q, x.k, x.v, index, x.seqlen)
+        sparse_ring_forward.forward(there, layout)
+        sparse_ring_backward.backward(x._replace(lines=index))
 
 
 def test_places_of_blocks(monkeypatch, by_kernels):

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels import SharedLayout
-from qla_kernels.dualkv import launch, tables
-from qla_kernels.dualkv.ops import SharedBackward
+from qla_kernels.selftest.dualkv_backward import backward, check, upstream
+from qla_kernels.selftest.dualkv_forward import FOREST, SharedCall, call
 from tests.compare import assert_close
-from tests.dualkv_backward_check import Upstream, check, upstream
-from tests.dualkv_forward_check import FOREST, GROUPS, Call, call
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
 
@@ -31,45 +29,14 @@ WIDE = Form(False, torch.bfloat16, 256)  # it has two passes alone
 FORMS = pytest.mark.parametrize(
     "form", [ONE_PASS, TWO_PASSES, WIDE], ids=["one-pass", "two-passes", "wide"]
 )
-KERNELS = pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(
-            ONE_PASS, id="one-pass", marks=pytest.mark.kernels("dualkv.bwd", "dualkv.dq_cast")
-        ),
-        pytest.param(
-            TWO_PASSES,
-            id="two-passes",
-            marks=pytest.mark.kernels("dualkv.bwd_dq", "dualkv.bwd_dkv"),
-        ),
-        pytest.param(
-            WIDE, id="wide", marks=pytest.mark.kernels("dualkv.bwd_dq", "dualkv.bwd_dkv_wide")
-        ),
-    ],
-)
 
 
-def made(form: Form, layout: Any, *heads: tuple[int, int], **others: Any) -> Call:
+def made(form: Form, layout: Any, *heads: tuple[int, int], **others: Any) -> SharedCall:
     return call(layout, *heads, size=form.size, dtype=form.dtype, **others)
-
-
-def backward(form: Form, x: Call, given: Upstream) -> SharedBackward:
-    q, k, v, *rest = x.arguments()
-    return launch.dualkv_bwd(
-        given.do, q, k, v, given.o, given.lse2, given.dlse, *rest, form.deterministic
-    )
 
 
 def same(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@KERNELS
-@pytest.mark.parametrize("groups", GROUPS)
-def test_groups(form, groups):
-    x = made(form, GROUPS[groups])
-    given = upstream(x, with_dlse=groups != "short")
-    check(x, given, backward(form, x, given))
 
 
 @FORMS
@@ -78,7 +45,7 @@ def test_interleavings(seeds, seed, form):
     seeds["seed"] = seed
     x = made(form, SharedLayout.from_forest(*FOREST))
     given = upstream(x)
-    check(x, given, backward(form, x, given))
+    check(x, given, backward(x, given, form.deterministic))
 
 
 @FORMS
@@ -88,20 +55,7 @@ def test_query_heads_of_a_key_head(seeds, group, form):
     seeds["seed"] = group
     x = made(form, [(130, [20, 7])], (1 + (group == 1), group * (1 + (group == 1))))
     given = upstream(x)
-    check(x, given, backward(form, x, given))
-
-
-@pytest.mark.parametrize("form", [ONE_PASS, WIDE], ids=["one-pass", "wide"])
-@pytest.mark.parametrize("kind", ["SHORTEST_PART", "SHORTEST_CUT"])
-@pytest.mark.kernels("dualkv.dkv_combine")
-def test_runs_in_parts(monkeypatch, kind, form):
-    """Sums of parts: not those of the whole bit for bit, but as close to the truth."""
-    monkeypatch.setattr(tables, kind, 3)
-    x = made(form, [(150, [70, 3]), (20, [9])], (2, 4))
-    splits = tables.Tables(*x.arguments()[3]).split
-    assert splits[:, 3].max() > 1, "nothing is split; the test is wrong"
-    given = upstream(x)
-    check(x, given, backward(form, x, given))
+    check(x, given, backward(x, given, form.deterministic))
 
 
 @FORMS
@@ -110,7 +64,7 @@ def test_queries_of_the_responses_alone(form):
     whole = made(form, [(140, [33, 5, 70])], (1, 2))
     x = whole._replace(q=whole.q[140:], q_shift=140)
     given = upstream(x)
-    check(x, given, backward(form, x, given))
+    check(x, given, backward(x, given, form.deterministic))
 
 
 @FORMS
@@ -119,7 +73,7 @@ def test_scores_of_any_size(form, changed):
     """Far apart, so that a row is one key and hidden scores overflow; all equal; a scale."""
     x = made(form, [(150, [30])], **changed)
     given = upstream(x)
-    check(x, given, backward(form, x, given))
+    check(x, given, backward(x, given, form.deterministic))
 
 
 @pytest.mark.parametrize("form", [TWO_PASSES, WIDE], ids=["two-passes", "wide"])
@@ -130,12 +84,12 @@ def test_strides_are_taken_as_they_are(form):
     given = given._replace(do=given.do[:1, :1].expand(x.q.shape))
     fused = torch.cat([x.q, x.k, x.v], 1)
     sliced = x._replace(**dict(zip("qkv", fused.split([4, 1, 1], 1), strict=True)))
-    want = backward(form, x, given._replace(do=given.do.contiguous()))
-    assert same(backward(form, sliced, given), want)
+    want = backward(x, given._replace(do=given.do.contiguous()), form.deterministic)
+    assert same(backward(sliced, given, form.deterministic), want)
     head_major = given._replace(
         do=given.do.transpose(0, 1).contiguous().transpose(0, 1), dlse=given.dlse.T.contiguous().T
     )
-    assert same(backward(form, x, head_major), want)
+    assert same(backward(x, head_major, form.deterministic), want)
 
 
 @FORMS
@@ -144,12 +98,12 @@ def test_nan_in_a_response_stays_there(form, name):
     """It reaches what the response has a part in: itself and the keys of its prompt."""
     x = made(form, [(150, [20, 40, 9]), (5, [7])])
     given = upstream(x)
-    clean = backward(form, x, given)
+    clean = backward(x, given, form.deterministic)
     (given.do if name == "do" else getattr(x, name))[170:210] = torch.nan
     if name != "do":  # as the forward leaves them
         given.o[170:210] = torch.nan
         given.lse2[:, 170:210] = torch.nan
-    done = backward(form, x, given)
+    done = backward(x, given, form.deterministic)
     others = [*range(150, 170), *range(210, 231)]
     assert same([t[others] for t in done[1:]], [t[others] for t in clean[1:]])
     rows = [*range(150), *others]  # whose sums may have been added up in another order
@@ -162,5 +116,5 @@ def test_nan_in_a_response_stays_there(form, name):
 def test_nothing_to_do(form):
     for groups in ([], [(0, [0])]):
         x = made(form, groups)
-        done = backward(form, x, upstream(x))
+        done = backward(x, upstream(x), form.deterministic)
         assert [len(t) for t in done] == [0, 0, 0]

@@ -3,30 +3,19 @@
 import pytest
 import torch
 
-from qla_kernels import SharedLayout, jit
+from qla_kernels import SharedLayout
 from qla_kernels.dualkv import launch
-from qla_kernels.dualkv.kernels.fwd import Variant
 from qla_kernels.dualkv.shapes import NODE, OWN_TILES, TOK0
 from qla_kernels.dualkv.tables import Tables
-from tests.dualkv_forward_check import FOREST, GROUPS, Call, call, check
+from qla_kernels.selftest.dualkv_forward import FOREST, SharedCall, call, check
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
 
-# Both dtypes and all sizes; the static tier assembles the others.
-VARIANTS = (Variant("bfloat16", 128), Variant("float16", 64), Variant("bfloat16", 256))
 SIZES = pytest.mark.parametrize("size", [128, 256])
 
 
-def forward(x: Call):
+def forward(x: SharedCall):
     return launch.dualkv_fwd(*x.arguments())
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("variant", VARIANTS, ids=jit.variant_id)
-@pytest.mark.kernels("dualkv.fwd")
-def test_groups(variant, groups):
-    x = call(GROUPS[groups], size=variant.D, dtype=getattr(torch, variant.dtype))
-    check(x, forward(x))
 
 
 @SIZES

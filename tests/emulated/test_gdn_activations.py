@@ -6,43 +6,17 @@ import torch
 from qla_kernels import jit
 from qla_kernels.gdn.kernels import gate_sums
 from qla_kernels.gdn.launch import activations
-from tests.compare import assert_close
-from tests.gdn_activations_check import (
+from qla_kernels.selftest.gdn_activations import (
     EXACT,
     MIXES,
-    SHAPES,
     check_backward,
-    check_every_size,
     check_forward,
-    check_no_nan,
     gradients,
     raw,
 )
+from tests.compare import assert_close
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtypes", MIXES, ids=["as models", "fp32", "mixed", "other mix"])
-@pytest.mark.kernels("gdn.activate", "gdn.activate_bwd", "gdn.gate_sums")
-def test_any_dtypes_and_strides(shape, dtypes, seeds):
-    for seeds["seed"], beta_range in enumerate((0.0, 1.0, 2.0)):
-        x = raw(shape, dtypes, "cpu", with_bias=beta_range < 2)
-        check_forward(x, beta_range)
-        check_backward(x, beta_range)
-
-
-@pytest.mark.parametrize("lengths", [[], [0, 0], [1], [20, 0, 50], [96, 4]], ids=str)
-def test_tokens_of_no_sequence(lengths):
-    check_backward(raw((1, 100, 6), MIXES[0], "cpu", True), 1.0, lengths)
-
-
-def test_numbers_of_every_size():
-    check_every_size("cpu")
-
-
-def test_what_overflows_is_no_nan():
-    check_no_nan("cpu")
 
 
 def test_interleavings_leave_no_trace(seeds):

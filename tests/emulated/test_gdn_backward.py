@@ -1,80 +1,25 @@
 """The whole CUDA backward, emulated: launch_backward.gdn_bwd on CPU tensors, kernel by kernel."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from qla_kernels import jit
-from qla_kernels.gdn.call import Incoming, SavedForward
-from qla_kernels.gdn.kernels import chunk_grads
 from qla_kernels.gdn.launch import backward as launch_backward
-from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.ops import GdnBackward
+from qla_kernels.selftest.gdn_backward import SavedTensors, backward, check, gradients, saved
+from qla_kernels.selftest.gdn_calls import small
+from qla_kernels.selftest.gdn_inputs import gates, keys
 from reference import gdn
-from tests.compare import assert_close, relative_l2
-from tests.gdn_backward_check import Saved, check, saved
-from tests.gdn_calls import Call, call, records
-from tests.gdn_inputs import gates, keys
+from tests.compare import assert_close
 
 pytestmark = pytest.mark.usefixtures("seeds")
-
-# Lengths 0, 1 and around 64; empty sequences first, in the middle, last; several chunks.
-LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [63, 128, 200], [1], [0, 0], [2, 321])
-# Key and value heads for them. Of one token, the sum over a group may be smaller than its terms'
-# roundings.
-HEADS = ((1, 2), (2, 4), (1, 4), (2, 2), (1, 1), (1, 2))
-
-
-def backward(
-    x: Call, do: Tensor, dht: Tensor | None = None, kept: Saved | None = None, **changed: Any
-) -> GdnBackward:
-    """As the operator is called, with fresh memory full of NaN."""
-    x = {**x, **changed}
-    norm, normed = x.get("use_qk_l2norm_in_kernel"), x
-    if norm:
-        normed = x | {name: launch.l2norm_fwd(x[name]) for name in ("q", "k")}
-    call, options = records(normed)
-    incoming = Incoming(do, dht, x.get("output_dh0", True))
-    saved_forward = SavedForward(*(kept or saved(x)), [])
-    done, bounds = launch_backward.gdn_bwd(call, saved_forward, incoming, options), call.cu_seqlens
-    if not norm:
-        return done
-    dq, dk = (launch.l2norm_bwd(x[n], dy, bounds) for n, dy in (("q", done.dq), ("k", done.dk)))
-    return done._replace(dq=dq, dk=dk)
-
-
-def small(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **others: Any) -> Call:
-    others = {"heads": (1, 2), "sizes": (size, size), **others}
-    padding = others.pop("padding", 3 if lengths else 0)
-    return call(lengths, dtype=dtype, gates=torch.float32, padding=padding, **others)
-
-
-def gradients(x: Call) -> tuple[Tensor, Tensor]:
-    """dO, NaN for tokens of no sequence, and the gradient of the final state."""
-    do = torch.randn_like(x["v"]).masked_fill(x["v"].isnan(), torch.nan)
-    return do, torch.randn_like(x["initial_state"])
 
 
 def same(got: GdnBackward, want: GdnBackward, *names: str) -> None:
     for name in names or GdnBackward._fields:
         a, b = getattr(got, name), getattr(want, name)
         assert a is b is None or torch.equal(a, b), name
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("variant", chunk_grads.VARIANTS, ids=jit.variant_id)
-@pytest.mark.kernels("gdn.chunk_grads")
-def test_every_variant(variant, seeds):
-    for seed, (lengths, heads) in enumerate(zip(LENGTHS, HEADS, strict=True)):
-        seeds["seed"] = seed
-        dtype, sizes = getattr(torch, variant.dtype), (variant.K, variant.V)
-        x = small(lengths, dtype, heads=heads, sizes=sizes)
-        do, dht = gradients(x)
-        if seed % 2:
-            x["initial_state"] = None
-        check(x, do, dht, backward(x, do, dht))
 
 
 @pytest.mark.usefixtures("poison")
@@ -190,13 +135,15 @@ def test_a_batch_is_its_rows_and_its_packing():
 
     packed = {name: t if name == "initial_state" else pack(t) for name, t in x.items()}
     packed["cu_seqlens"] = torch.tensor([0, 70, 140, 210])
-    got = backward(packed, pack(do), dht, Saved(*map(pack, kept)))
+    got = backward(packed, pack(do), dht, SavedTensors(*map(pack, kept)))
     for name in ("dq", "dk", "dv", "dg", "dbeta"):
         assert torch.equal(getattr(got, name).view_as(getattr(want, name)), getattr(want, name))
     assert torch.equal(got.dh0, want.dh0)
     for b in range(3):
         row = {name: t[b : b + 1] for name, t in x.items()}
-        got = backward(row, do[b : b + 1], dht[b : b + 1], Saved(*(t[b : b + 1] for t in kept)))
+        got = backward(
+            row, do[b : b + 1], dht[b : b + 1], SavedTensors(*(t[b : b + 1] for t in kept))
+        )
         for name in ("dq", "dk", "dv", "dg", "dbeta", "dh0"):
             assert torch.equal(getattr(got, name)[0], getattr(want, name)[b]), name
 
@@ -230,26 +177,6 @@ def test_a_gradient_comes_in_any_strides():
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.kernels("gdn.l2norm_bwd")
-def test_l2norm(size, dtype, seeds):
-    room = 4 * torch.randn(2, 3, 90, 2 * size).to(dtype)  # [B, H, T, ..]: head-major, and wider
-    room[:, :, 60:70] = 0
-    x = room[..., size:].transpose(1, 2)
-    dy = torch.randn(2, 90, 3, size).to(dtype)
-    want = gdn.l2norm_backward(x.double(), dy.double())
-    limit = 1.01 * relative_l2(want.to(dtype), want)
-    for seeds["seed"], strided in enumerate((dy, dy.mT.contiguous().mT, room.new_zeros(()))):
-        dx = launch_backward.l2norm_bwd(x, strided.expand(dy.shape), None)
-        assert dx.is_contiguous()
-        if strided.dim():
-            assert_close("dx", dx, want, limit)
-        else:
-            assert not dx.any()
-
-
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("bounds", [torch.int32, torch.int64])
 def test_l2norm_of_padding_tokens(bounds):
     """They may hold NaN, and their gradient is 0."""
@@ -269,7 +196,7 @@ def test_nothing_to_do(shape, monkeypatch):
     monkeypatch.setattr(jit, "compile", None)  # no kernel runs
     x = small(**shape)
     do, dht = gradients(x)
-    kept = Saved(torch.empty_like(x["g"]), x["q"].new_empty(*x["g"].shape, 64))
+    kept = SavedTensors(torch.empty_like(x["g"]), x["q"].new_empty(*x["g"].shape, 64))
     got = backward(x, do, dht, kept)
     for name, like in (("dq", "q"), ("dk", "k"), ("dv", "v"), ("dg", "g"), ("dbeta", "beta")):
         assert getattr(got, name).shape == x[like].shape

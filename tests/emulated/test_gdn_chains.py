@@ -1,171 +1,23 @@
 """The backward's two chains, emulated: launch_chains on CPU tensors."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from einops import rearrange
-from torch import Tensor
 
 from qla_kernels import jit
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.kernels import chunk_states, dstate_chain
 from qla_kernels.gdn.launch import chains
+from qla_kernels.selftest.gdn_chains import Chains, case, check, prepared, run
 from qla_kernels.varlen import chunk_table
-from reference import gdn, gdn_backward, gdn_chunked
-from reference.chunks import cut, sequence_spans
-from tests.compare import assert_close, relative_l2
-from tests.gdn_inputs import gates, keys
 
 pytestmark = pytest.mark.usefixtures("seeds")
 
-# Lengths 0, 1 and around 64; empty sequences first, in the middle, last; several chunks.
-LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [63, 128, 200], [1], [0, 0], [2, 321])
 BF16, FP16 = torch.bfloat16, torch.float16
-
-# Errors are counted in units of what rounding the operands of every product costs by itself.
-RATIO = 1.05
-RATIO_OF_A_HEAD = 1.2
-FP32 = 1e-5  # what sums and decays in fp32 cost where no product's rounding shows
-SMALLEST = torch.finfo(torch.float16).tiny  # strong decay leaves less: as an operand in fp16, 0
-
-
-class Case(NamedTuple):
-    q: Tensor  # [1, T, H, K]
-    k: Tensor
-    v: Tensor  # [1, T, HV, V]
-    do: Tensor
-    g: Tensor  # [1, T, HV] fp32
-    beta: Tensor
-    h0: Tensor | None  # [N, HV, K, V] fp32
-    dht: Tensor | None
-    cu_seqlens: Tensor
-    scale: float
-
-    def chunks(self) -> int:
-        return -(-self.cu_seqlens.diff() // 64).sum()
-
-
-class Chains(NamedTuple):
-    """What the two chains leave: states before and their gradients after each chunk."""
-
-    h: Tensor  # [NC, HV, V, K]
-    ht: Tensor  # [N, HV, K, V]
-    dS: Tensor  # [NC, HV, V, K]
-    dh0: Tensor  # [N, HV, K, V]
-
-
-def case(
-    lengths: list[int],
-    dtype: torch.dtype = BF16,
-    heads: tuple[int, int] = (1, 2),
-    sizes: tuple[int, int] = (128, 128),
-    gate: str = "model",
-    key: str = "unit",
-    states: bool = True,
-    padding: int = 3,
-) -> Case:
-    (H, HV), (K, V), tokens = heads, sizes, sum(lengths)
-    q, k = (keys(kind, tokens, H, K).to(dtype) for kind in ("unit", key))
-    v, do = (torch.randn(tokens, HV, V).to(dtype) for _ in range(2))
-    g, beta = gates(gate, tokens, HV), torch.rand(tokens, HV)
-    rows = [torch.cat([x, x.new_full((padding, *x.shape[1:]), torch.nan)])[None]
-            for x in (q, k, v, do, g, beta)]  # fmt: skip
-    h0, dht = (torch.randn(len(lengths), HV, K, V) if states else None for _ in range(2))
-    return Case(*rows, h0, dht, torch.tensor([0, *lengths]).cumsum(0), 0.7 * K**-0.5)
-
-
-def prepared(x: Case) -> tuple[Tensor, Tensor]:
-    """g_cum and A, as kkt_solve leaves them in memory full of NaN."""
-    done = forward(x, x.k.dtype)
-    g_cum, A = done.g_cum.float(), done.A.to(x.k.dtype)
-    for tensor in (g_cum, A):
-        tensor[:, x.cu_seqlens[-1] :] = torch.nan
-    return g_cum, A
-
-
-def forward(x: Case, operand_dtype: torch.dtype | None) -> gdn_chunked.Forward:
-    q, k, v, beta = (y.nan_to_num().double() for y in (x.q, x.k, x.v, x.beta))
-    g = x.g.double().nan_to_num(neginf=-torch.inf)
-    h0 = None if x.h0 is None else x.h0.double()
-    return gdn.chunked(
-        q, k, v, g, beta, x.scale, h0, x.cu_seqlens, operand_dtype=operand_dtype
-    )  # fmt: skip
-
-
-def expected(x: Case, operand_dtype: torch.dtype | None = None) -> Chains:
-    """In fp64; with an operand_dtype, with the kernels' roundings."""
-    done = forward(x, operand_dtype)
-    H, K = x.k.shape[2:]
-    rounded = gdn_chunked.operand_rounding(operand_dtype)
-    chunks = cut(sequence_spans(1, x.k.shape[1], x.cu_seqlens), 64, x.k.device)
-    gamma = gdn_chunked.row_tiles(chunks.tiles_held(done.g_cum, torch.float64), H)
-    beta = gdn_chunked.row_tiles(chunks.tiles(x.beta, torch.float64), H)[..., None]
-    G, e, d, last = gdn_chunked.decay_tiles(gamma)
-    q, k = (gdn_chunked.key_tiles(chunks, y, torch.float64) for y in (x.q, x.k))
-    do, A = (gdn_chunked.value_tiles(chunks, y, H, torch.float64) for y in (x.do, done.A))
-    tiles = gdn_chunked.Tiles(q, k, beta, A, G, e, d, last)
-    unit = x.scale if operand_dtype == torch.bfloat16 else 1.0  # of all that the chain rounds
-    do_scaled = x.scale / unit * e * do
-    through_P = rounded(gdn_chunked.attention_in_chunk(tiles, x.scale / unit)).mT @ do
-    end = gdn_chunked.start_states(x.dht, do, chunks, K) / unit
-    back = gdn_backward.reverse_chain(chunks, tiles, do_scaled, through_P, end, rounded)
-    first = (chunks.step < dstate_chain.EXACT).view(-1, 1, 1, 1, 1)
-    left = torch.where(first, do_scaled - rounded(do_scaled), 0.0)  # by rounding, and added then
-    added = gdn_backward.reverse_chain(chunks, tiles, left, 0 * through_P, 0 * end, lambda y: y)
-    dh, start = back.dh + added.dh, back.start + added.start
-    dS = rearrange(unit * chunks.in_sequence_order(dh), "n h r k v -> n (h r) v k")
-    h = rearrange(done.h[0], "n hv k v -> n hv v k")
-    dh0 = unit * gdn_chunked.end_states(start, chunks)
-    return Chains(rounded(h), done.final_state, rounded(dS), dh0)
-
-
-def run(x: Case, tile_v: int | None = None) -> Chains:
-    """Both kernels, into memory full of NaN; padding slots must stay as they are."""
-    first_chunk = chunk_table(x.k.shape[1], x.cu_seqlens).first_chunk
-    N, HV, K, V = len(x.cu_seqlens) - 1, x.v.shape[2], x.k.shape[-1], x.v.shape[-1]
-    ht, dh0 = (torch.empty(N, HV, K, V) for _ in range(2))
-    g_cum, A = prepared(x)
-    h = chains.chunk_states(
-        x.k, x.v, g_cum, x.beta, A, x.h0, x.cu_seqlens, first_chunk, 1, ht, tile_v
-    )
-    dS = chains.dstate_chain(
-        x.q, x.k, x.do, g_cum, x.beta, A, x.dht, x.scale, x.cu_seqlens, first_chunk, dh0, tile_v
-    )
-    for slots in (h, dS):
-        assert slots[x.chunks() :].isnan().all()
-    return Chains(h[: x.chunks()], ht, dS[: x.chunks()], dh0)
-
-
-def check(x: Case, got: Chains) -> None:
-    want, rounded = expected(x), expected(x, x.k.dtype)
-    for name in Chains._fields:
-        tensors = [getattr(y, name) for y in (got, want, rounded)]
-        compare(name, *tensors, RATIO)
-        for head in range(x.v.shape[2]):
-            compare(f"{name} of head {head}", *(t[:, head] for t in tensors), RATIO_OF_A_HEAD)
-
-
-def compare(name: str, got: Tensor, want: Tensor, rounded: Tensor, ratio: float) -> None:
-    limit = ratio * relative_l2(rounded, want, SMALLEST) + FP32
-    assert_close(name, got, want, limit, at_least=SMALLEST)
 
 
 def same(a: Chains, b: Chains) -> None:
     for name in Chains._fields:
         assert torch.equal(getattr(a, name), getattr(b, name)), name
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("variant", chunk_states.VARIANTS, ids=jit.variant_id)
-@pytest.mark.kernels("gdn.chunk_states", "gdn.dstate_chain")
-def test_every_variant(variant, seeds):
-    assert variant in dstate_chain.VARIANTS
-    for seed, lengths in enumerate(LENGTHS):
-        seeds["seed"] = seed
-        V = 64 if variant.tile_v == 64 and seed % 2 else 128
-        x = case(lengths, getattr(torch, variant.dtype), sizes=(variant.K, V), states=seed % 2 == 0)
-        check(x, run(x, variant.tile_v))
 
 
 @pytest.mark.usefixtures("poison")

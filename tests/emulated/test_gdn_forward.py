@@ -1,59 +1,18 @@
 """The whole CUDA forward, emulated: launch.gdn_fwd on CPU tensors, kernel by kernel."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from qla_kernels import jit
 from qla_kernels.gdn import heuristics, plan
-from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.launch import activations
-from qla_kernels.gdn.launch import forward as launch
-from qla_kernels.gdn.ops import GdnForward
-from reference import gdn
-from tests.compare import assert_close, relative_l2
-from tests.gdn_calls import Call, call, records
-from tests.gdn_forward_check import check, check_saved
-from tests.gdn_inputs import gates, keys
+from qla_kernels.selftest.gdn_calls import small
+from qla_kernels.selftest.gdn_forward import check, forward
+from qla_kernels.selftest.gdn_inputs import gates, keys
 
 pytestmark = pytest.mark.usefixtures("seeds")
 
-# Lengths 0, 1 and around 64; empty sequences first, in the middle, last; several chunks.
-LENGTHS = ([64], [0, 65, 0, 1, 130, 0], [63, 128, 200], [1], [0, 0], [2, 321])
 WITHOUT = {"initial_state": None}
-
-
-def forward(x: Call, **changed: Any) -> GdnForward:
-    """As the operator is called, with fresh memory full of NaN."""
-    x = {"output_final_state": True, **x, **changed}
-    if x.get("use_qk_l2norm_in_kernel"):
-        x |= {name: launch.l2norm_fwd(x[name]) for name in ("q", "k")}
-    return launch.gdn_fwd(*records(x))
-
-
-def small(lengths: list[int] | None = None, dtype=torch.bfloat16, size=128, **others: Any) -> Call:
-    others = {"heads": (1, 2), "sizes": (size, size), **others}
-    padding = others.pop("padding", 3 if lengths else 0)
-    return call(lengths, dtype=dtype, gates=torch.float32, padding=padding, **others)
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("variant", fused_fwd.VARIANTS, ids=jit.variant_id)
-@pytest.mark.kernels("gdn.fused_fwd")
-def test_every_variant(variant, seeds, monkeypatch):
-    whole = plan.Plan(heuristics.ForwardChoice(variant.tile_v, variant.solves), None)
-    monkeypatch.setattr(plan, "forward", lambda *_: whole)
-    for seed, lengths in enumerate(LENGTHS):
-        seeds["seed"] = seed
-        V = 64 if variant.tile_v == 64 and seed % 2 else 128
-        x = small(lengths, getattr(torch, variant.dtype), sizes=(variant.K, V))
-        if seed % 2:
-            x |= WITHOUT
-        done = forward(x, is_train=seed < 3)
-        check(x, done.o, done.final_state)
-        if seed < 3:
-            check_saved(x, done.g_cum, done.A)
 
 
 @pytest.mark.usefixtures("poison")
@@ -184,23 +143,6 @@ def test_one_token_of_one_head_may_have_any_stride():
     want = forward(x)
     odd = {n: x[n].as_strided((1, 1, 1, 128), (3, 5, 7, 1)) for n in "qkv"}
     assert torch.equal(forward(x, **odd).o, want.o)
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.kernels("gdn.l2norm")
-def test_l2norm(size, dtype):
-    room = 4 * torch.randn(2, 3, 90, 2 * size).to(dtype)  # [B, H, T, ..]: head-major, and wider
-    room[:, :, 60:70] = 0
-    room[:, :, 80:] = torch.nan
-    x = room[..., size:].transpose(1, 2)
-    y = launch.l2norm_fwd(x)
-    assert y.is_contiguous()
-    assert y[:, 80:].isnan().all()
-    want = gdn.l2norm(x[:, :80].double())
-    rounding = relative_l2(want.to(dtype), want)
-    assert_close("y", y[:, :80], want, 1.01 * rounding)
 
 
 @pytest.mark.parametrize("shape", [{"batch": 0}, {"tokens": 0}, {"lengths": [], "padding": 5}])

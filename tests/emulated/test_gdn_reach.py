@@ -11,8 +11,8 @@ from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.gdn.decode import launch as launch_recurrent
 from qla_kernels.gdn.launch import activations, backward, tensors
 from qla_kernels.gdn.launch import forward as launch
-from tests.gdn_activations_check import MIXES, gradients, raw
-from tests.gdn_recurrent_check import decode, pooled
+from qla_kernels.selftest.gdn_activations import MIXES, gradients, raw
+from qla_kernels.selftest.gdn_recurrent import decode, pooled
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
 

@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, jit
-from qla_kernels.gdn.decode import api as recurrent
-from qla_kernels.gdn.decode import launch as launch_recurrent
-from qla_kernels.gdn.kernels import recurrent as kernel
+from qla_kernels.selftest.gdn_recurrent import check, check_pool, decode, pooled
 from tests.emulator import EmulatedKernel
-from tests.gdn_recurrent_check import check, check_pool, decode, pooled
 
-LENGTHS = ([1, 1, 1], [0, 4, 0, 1, 9, 0], [3, 5], [0, 0])
 WITHOUT = {"initial_state": None}
 
 
@@ -24,7 +20,7 @@ def emulated(module: Any, variant: Any) -> EmulatedKernel:
 
 
 @pytest.fixture(autouse=True)
-def launches(monkeypatch, poison):
+def launches(monkeypatch, poison, by_kernels):
     """The public function launches emulated kernels, each with another seed than the one before."""
     done = SimpleNamespace(variants=[], seed=0)
 
@@ -34,49 +30,11 @@ def launches(monkeypatch, poison):
         return functools.partial(emulated(module, variant), seed=done.seed)
 
     monkeypatch.setattr(jit, "compile", compile)
-    for op in ("gdn_recurrent", "gdn_recurrent_slots"):
-        monkeypatch.setattr(recurrent, op, getattr(launch_recurrent, op))
     return done
 
 
 def run(x, **changed):
     return fused_recurrent_gated_delta_rule(**{**x, **changed}, output_final_state=True)
-
-
-FULL_STATES = [v for v in kernel.VARIANTS if v.state == "float32"]
-
-
-@pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("variant", FULL_STATES, ids=jit.variant_id)
-@pytest.mark.kernels("gdn.recurrent")
-def test_every_variant(variant, v_first, launches):
-    dtype = getattr(torch, variant.dtype)
-    for V, lengths in zip((128, 64, 128, 64), LENGTHS, strict=True):
-        x = decode(lengths, dtype, (variant.K, V), state_v_first=v_first)
-        check(x, *run(x))
-        check(x | WITHOUT, *run(x | WITHOUT))
-    x = decode(None, dtype, (variant.K, 64), state_v_first=v_first)
-    check(x, *run(x))
-    assert set(launches.variants) == {variant}
-
-
-@pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("variant", kernel.VARIANTS, ids=jit.variant_id)
-def test_a_pool_is_updated_in_place(variant, v_first, launches):
-    dtype, state = getattr(torch, variant.dtype), getattr(torch, variant.state)
-    for lengths, slots in (
-        ([1, 2, 0, 1, 5, 1], [7, -1, 2, 0, 5, -3]),
-        (None, [2, -1, 0]),
-        ([1, 1], [-1, -1]),
-    ):
-        x = decode(lengths, dtype, (variant.K, 128), state_v_first=v_first)
-        x = pooled(x, slots, 9, state)
-        before, version = x["initial_state"].clone(), x["initial_state"]._version
-        o, pool = run(x)
-        assert pool is x["initial_state"]
-        assert pool._version > version
-        check_pool(x, before, o)
-    assert set(launches.variants) == {variant}
 
 
 @pytest.mark.parametrize("seed", range(6))

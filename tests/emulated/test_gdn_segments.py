@@ -1,69 +1,33 @@
 """Sequences in segments, emulated: where they are cut, the states that enter them, the whole."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
-from qla_kernels.gdn import heuristics
-from qla_kernels.gdn.kernels import segment_map, segment_plan, segment_scan
 from qla_kernels.gdn.launch import segments
-from qla_kernels.gdn.launch.tensors import room_for_chunks
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
-from qla_kernels.tile.constants import CHUNK
-from qla_kernels.varlen import chunk_table
+from qla_kernels.selftest.gdn_segments import (
+    FP32,
+    GIVEN,
+    NEVER,
+    RATIO,
+    SOLVING,
+    CutResults,
+    SegmentedCall,
+    batch,
+    check_starts,
+    expected,
+    maps,
+    run,
+    starts,
+    states_between,
+)
 from tests.compare import assert_close, relative_l2
-from tests.gdn_segments_check import GIVEN, SOLVING, Batch, Cut, batch, expected, run
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
 
-# Errors are counted in units of what rounding the operands of every product costs by itself.
-RATIO = 1.2
-FP32 = 1e-5  # what sums and decays in fp32 cost, and what a warm head leaves out
-NEVER = -math.inf
 
-
-def maps(x: Batch, cut: segments.Segments, limit: float, solves: bool) -> segments.Maps:
-    """From g, or from a g_cum and A without errors, in memory full of NaN."""
-    if solves:
-        return segments.maps(x.k, x.v, x.g, x.beta, None, x.h0, cut, limit)
-    saved = expected(x)
-    g_cum, A = saved.g_cum.float(), saved.A.to(x.k.dtype)
-    for y in (g_cum, A):
-        y[:, x.bounds[-1] :] = torch.nan
-    return segments.maps(x.k, x.v, g_cum, x.beta, A, x.h0, cut, limit)
-
-
-def starts(x: Batch, most: int, limit: float, solves: bool = False) -> Tensor:
-    """Of the segments that there are, [P, HV, K, V]."""
-    cut = segments.cut(x.g, x.cu_seqlens, most)
-    found = maps(x, cut, limit, solves)
-    return segments.start_states(found, x.h0, cut)[: int(cut.first_segment[-1])]
-
-
-def states_between(x: Batch, most: int, operand_dtype: torch.dtype | None = None) -> Tensor:
-    """What `starts` should be: some of the states before chunks, and those before sequences."""
-    done = expected(x, operand_dtype)
-    before = iter(done.h[0])
-    found = []
-    for n, (a, b) in enumerate(zip(x.bounds, x.bounds[1:], strict=False)):
-        start = torch.zeros_like(done.final_state[n]) if x.h0 is None else x.h0[n].double()
-        states = [next(before) for _ in range(-(-(b - a) // CHUNK))] or [start]
-        pieces = max(1, -(-len(states) // most))
-        found += [start, *(states[i * len(states) // pieces] for i in range(1, pieces))]
-    return torch.stack(found)
-
-
-def check_starts(x: Batch, got: Tensor, most: int) -> None:
-    want, rounded = states_between(x, most), states_between(x, most, x.k.dtype)
-    for head in range(x.v.shape[2]):
-        limit = RATIO * relative_l2(rounded[:, head], want[:, head]) + FP32
-        assert_close(f"head {head}", got[:, head], want[:, head], limit)
-
-
-def check(x: Batch, got: Cut) -> None:
+def check(x: SegmentedCall, got: CutResults) -> None:
     want, rounded = expected(x), expected(x, x.q.dtype)
     assert not got.o[:, x.bounds[-1] :].any(), "rows of padding tokens are not 0"
     for head in range(x.v.shape[2]):
@@ -76,35 +40,6 @@ def check(x: Batch, got: Cut) -> None:
         ):
             limit = RATIO * relative_l2(c, b) + FP32
             assert_close(f"{name} of head {head}", a, b, limit)
-
-
-@pytest.mark.parametrize("variant", segment_plan.VARIANTS, ids=jit.variant_id)
-@pytest.mark.parametrize(
-    "lengths", [[64], [0, 65, 0, 1, 1300, 0], [0, 0], [5000, 576], [1] * 1500], ids=len
-)
-@pytest.mark.parametrize("most", [1, 3])
-@pytest.mark.kernels("gdn.segment_plan")
-def test_where_sequences_are_cut(variant, lengths, most):
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(getattr(torch, variant.dtype))
-    g = torch.randn(1, sum(lengths) + 5, 3)
-    table = room_for_chunks(sum(lengths) + 5, cu_seqlens)
-    got = segments.cut(g, cu_seqlens, most, table=table)
-    for a, b in zip(table, chunk_table(sum(lengths) + 5, cu_seqlens), strict=True):
-        assert torch.equal(a, b)
-    bounds, starts_of, ends_of, first = [], [], [], [0]
-    for n, length in enumerate(lengths):
-        chunks = -(-length // CHUNK)
-        pieces = max(1, -(-chunks // most))
-        bounds += [int(cu_seqlens[n]) + i * chunks // pieces * CHUNK for i in range(pieces)]
-        starts_of += [n, *[-1] * (pieces - 1)]
-        ends_of += [*[-1] * (pieces - 1), n]
-        first.append(first[-1] + pieces)
-    rest = got.capacity + 1 - len(bounds)
-    assert rest >= 1
-    assert got.bounds.tolist() == bounds + [sum(lengths)] * rest
-    assert got.starts_of.tolist() == starts_of + [-1] * rest
-    assert got.ends_of.tolist() == ends_of + [-1] * rest
-    assert got.first_segment.tolist() == first
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 4000])
@@ -130,21 +65,6 @@ def test_open_ends_have_segments_of_their_own():
     assert cut.starts_of.tolist()[:6] == [0, -1, -1, 1, -1, -1]
     assert cut.ends_of.tolist()[:6] == [-1, -1, 0, -1, 1, -1]
     assert cut.first_segment.tolist() == [0, 3, 5]
-
-
-@pytest.mark.parametrize("variant", segment_map.VARIANTS, ids=jit.variant_id)
-@pytest.mark.parametrize("limit", [WARM_LOG_BOUND, NEVER])
-@pytest.mark.kernels("gdn.segment_map", "gdn.segment_scan")
-def test_every_variant(variant, limit, seeds, monkeypatch):
-    """And segment_scan's, by turns."""
-    scans = [x for x in segment_scan.VARIANTS if x.K == variant.K and not x.reverse]
-    for seed, (lengths, most) in enumerate((([321], 2), ([64, 300, 0, 500], 2), ([130, 0], 1))):
-        columns = scans[seed % len(scans)].columns
-        monkeypatch.setattr(heuristics, "scan_columns", lambda *_, columns=columns: columns)
-        seeds["seed"] = seed
-        sizes = variant.K, 64 if seed else 128
-        x = batch(lengths, getattr(torch, variant.dtype), sizes=sizes, h0=seed != 1)
-        check_starts(x, starts(x, most, limit, variant.solves), most)
 
 
 @pytest.mark.parametrize("gate", ["none", "mild", "strong", "total"])

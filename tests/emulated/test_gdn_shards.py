@@ -11,9 +11,9 @@ from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
 from qla_kernels.gdn.sharded.ops import ShardPlace
-from tests.gdn_backward_check import check as check_gradients
+from qla_kernels.selftest.gdn_backward import check as check_gradients
+from qla_kernels.selftest.gdn_forward import check as check_output
 from tests.gdn_calls import call, records
-from tests.gdn_forward_check import check as check_output
 from tests.gdn_shards_check import run
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]

@@ -3,26 +3,12 @@
 import pytest
 import torch
 
-from qla_kernels import jit
-from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, ZigZagLayout, launch_backward
-from qla_kernels.sparse_ring.kernels import bwd_dkv, bwd_dkv_columns, bwd_dq
-from tests.sparse_ring_backward_check import backward, case, check
+from qla_kernels.selftest.sparse_ring_backward import backward, case, check
+from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, launch_backward
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
 
 ALONE = StripedLayout(1)
-OF_EACH = (bwd_dq.Variant("bfloat16", 128), bwd_dq.Variant("float16", 64))  # the rest: on a GPU
-
-
-@pytest.mark.parametrize("variant", OF_EACH, ids=jit.variant_id)
-@pytest.mark.kernels("sparse_ring.bwd_dq", "sparse_ring.bwd_dkv")
-@pytest.mark.kernels("sparse_ring.bwd_dkv_columns", "sparse_ring.scatter")
-def test_variants_on_rings(variant):
-    assert bwd_dq.VARIANTS == bwd_dkv.VARIANTS == bwd_dkv_columns.VARIANTS
-    dtype = getattr(torch, variant.dtype)
-    for layout in (ALONE, StripedLayout(2), StripedLayout(2, 64), ZigZagLayout(2)):
-        x = case(layout, 256, (4, 2), variant.D, dtype, columns=150, seqlen=256 * layout.world - 5)
-        check(x, backward(x))
 
 
 def test_more_ranks_and_heads():

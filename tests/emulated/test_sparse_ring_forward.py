@@ -5,31 +5,13 @@ import inspect
 import pytest
 import torch
 
-from qla_kernels import jit
-from qla_kernels.sparse_ring import cpu, launch, plan, shard
+from qla_kernels.selftest.sparse_ring_forward import ALONE, LAYOUTS, check, forward, problem
+from qla_kernels.sparse_ring import cpu, launch, shard
 from qla_kernels.sparse_ring.index import known_index
-from qla_kernels.sparse_ring.kernels import fwd
-from qla_kernels.sparse_ring.layouts import ContiguousLayout, StripedLayout, ZigZagLayout
+from qla_kernels.sparse_ring.layouts import StripedLayout
 from qla_kernels.sparse_ring.patterns import FixedVerticalSlash
-from qla_kernels.sparse_ring.shard import Columns
-from tests.sparse_ring_forward_check import check, forward, lines, problem
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison", "by_kernels")
-
-ALONE = StripedLayout(1)
-LAYOUTS = (
-    StripedLayout(2),
-    StripedLayout(3, 64),
-    StripedLayout(4, 64),
-    ZigZagLayout(2),
-    ContiguousLayout(3),
-)
-
-
-@pytest.fixture
-def by_kernels(monkeypatch):
-    """CPU tensors take the launches of a GPU."""
-    monkeypatch.setattr(shard, "launches", lambda _: launch)
 
 
 @pytest.mark.parametrize("module", [cpu, launch], ids=["cpu", "gpu"])
@@ -39,47 +21,6 @@ def test_a_device_has_every_launch(module):
     for name in names:
         _, *wanted = inspect.signature(getattr(shard.Launches, name)).parameters
         assert list(inspect.signature(getattr(module, name)).parameters) == wanted
-
-
-@pytest.mark.parametrize(
-    "layout", [ALONE, StripedLayout(1, 64), *LAYOUTS, StripedLayout(8)], ids=str
-)
-@pytest.mark.kernels("sparse_ring.diagonals")
-def test_the_table_is_that_of_the_plan(layout):
-    for blocks in (1, 9, 40):
-        T = layout.pad_len(blocks * 64)
-        active = torch.rand(1, 3, T // 64) < torch.tensor([0.1, 0.5, 1.0])[:, None]
-        active[..., 0] = True
-        bits = plan.pack(active)
-        got, want = launch.table(bits, T, layout), plan.table(bits, T, layout)
-        assert torch.equal(got.bounds, want.bounds)
-        assert torch.equal(got.entries, want.entries)
-
-
-@pytest.mark.parametrize("layout", [ALONE, *LAYOUTS], ids=str)
-@pytest.mark.kernels("sparse_ring.gather_columns")
-def test_columns_are_gathered_from_every_chunk(layout):
-    T = layout.pad_len(500)
-    x = problem(T, lines(T, 4, (0.1, 0, 0.3), (0.2,)), B=2, heads=(4, 2))  # head 1 has none
-    mine = shard.shard_of(layout, 0, T, T, 1.0, x.lines[:3])
-    k, v = (torch.stack([layout.shard(t, 1, rank) for rank in range(layout.world)]) for t in x[1:3])
-    max_v = x.lines.v_idx.shape[-1]
-    got, want = (Columns(*(k.new_ones(2, 4, max_v, 64) for _ in range(2))) for _ in range(2))
-    own, *others = range(layout.world)
-    for owners in filter(None, ([own], others)):  # a chunk alone, and all others at once
-        some = [visit for owner in owners for visit in mine.visits(owner, owner)]
-        launch.compact(mine, k, v, some, got)
-        cpu.compact(mine, k, v, some, want)
-        assert torch.equal(got.k, want.k)
-        assert torch.equal(got.v, want.v)
-
-
-@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=jit.variant_id)
-@pytest.mark.kernels("sparse_ring.fwd")
-def test_every_variant(variant):
-    dtype = getattr(torch, variant.dtype)
-    x = problem(512, B=2, heads=(4, 2), D=variant.D, dtype=dtype, seqlen=470)
-    check(x, *forward(x, ALONE))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -5,46 +5,23 @@ import types
 import pytest
 import torch
 
-from qla_kernels import jit
+from qla_kernels.selftest.sparse_ring_index import (
+    ONE,
+    assert_same,
+    check_lines,
+    check_window,
+    window,
+)
 from qla_kernels.sparse_ring import (
-    ContiguousLayout,
-    StripedLayout,
     VerticalSlash,
-    ZigZagLayout,
     build,
     build_index,
     cpu,
     launch_index,
 )
-from qla_kernels.sparse_ring.kernels import window_lse, window_mass
 from qla_kernels.sparse_ring.select import Candidates
-from tests.sparse_ring_index_check import (
-    ONE,
-    assert_same,
-    budget,
-    check_lines,
-    check_window,
-    some_masses,
-    window,
-)
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [window_lse.Variant("float16", 64), window_lse.Variant("bfloat16", 128)],
-    ids=jit.variant_id,
-)
-@pytest.mark.kernels("sparse_ring.window_lse", "sparse_ring.window_mass")
-def test_dtypes_and_sizes(variant, seeds):
-    """Parts of one tile and of several; heads that share keys, of which some are not there."""
-    dtype, D = variant
-    assert variant in window_lse.VARIANTS
-    assert variant in window_mass.VARIANTS
-    for seed, (L, heads) in enumerate(((384, (1, 4)), (1152, (1, 5)), (640, (2, 2)))):
-        seeds["seed"] = seed
-        check_window(window(L, heads, D, getattr(torch, dtype)))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -84,26 +61,6 @@ def test_strides_are_read_in_place():
     one = x._replace(q=x.q[:, :, :2], k=x.k[:, :, :1])
     for y in (x._replace(k=wide[:, :, 3:5]), one):
         check_window(y)
-
-
-@pytest.mark.parametrize("estimator", ["residual", "independent"])
-@pytest.mark.parametrize(
-    ("kind", "seqlen", "recall", "caps", "layout"),
-    [
-        ("outliers", 1024, (0.5, 0.95), (4096, None), ONE),
-        ("outliers", 1021, (0.9, 0.3), (8, 3), StripedLayout(2, 64)),
-        ("ties", 1024, (0.3, 0.9), (500, None), ZigZagLayout(4)),
-        ("one sink", 200, (0.95, 0.95), (64, None), ContiguousLayout(2)),
-        ("alone", 64, (0.0, 0.0), (1, 1), ONE),
-        ("flat", 1, (1.0, 1.0), (4096, None), StripedLayout(2)),
-    ],
-)
-@pytest.mark.kernels("sparse_ring.mark_candidates", "sparse_ring.keep_best_columns")
-@pytest.mark.kernels("sparse_ring.select_lines")
-def test_kernels_choose_what_sorts_choose(kind, seqlen, recall, caps, layout, estimator):
-    gap = 2 if kind == "outliers" else 0
-    pattern = budget(estimator, recall, caps, gap_close=gap)
-    check_lines(some_masses(1024, seqlen, kind), seqlen, pattern, layout)
 
 
 def test_nothing_is_forced_and_nothing_stands_out():

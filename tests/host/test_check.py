@@ -1,30 +1,47 @@
 """One command checks one kernel."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from qla_kernels import check, jit, selftest
+from qla_kernels.selftest.cases import checked
+from qla_kernels.selftest.compare import assert_close
 
-EMULATED = Path(__file__).parents[1] / "emulated"
+
+def test_every_kernel_has_cases() -> None:
+    """In the one table that self-test, emulated tier and device tier run."""
+    covered = {kernel for cases in selftest.CASES for kernel in cases.kernels}
+    assert covered == {".".join(names) for names in jit.kernel_names()}
 
 
-def test_every_kernel_has_emulated_cases_and_a_selftest() -> None:
-    texts = "".join(file.read_text() for file in EMULATED.glob("test_*.py"))
-    marks = re.findall(r"mark\.kernels\(([^)]*)\)", texts)
-    marked = {name for mark in marks for name in re.findall(r'"([\w.]+)"', mark)}
-    known = {".".join(names) for names in jit.kernel_names()}
-    assert marked == known
-    assert set(selftest.KERNELS) == known
+def test_some_variant_of_every_case_is_emulated() -> None:
+    for cases in selftest.CASES:
+        ids = {jit.variant_id(variant) for variant in cases.variants()}
+        assert set(ids if cases.emulated is None else cases.emulated) & ids, cases.kernels
+        assert set(cases.emulated or ()) <= ids, cases.kernels
+
+
+def test_a_wrong_case_fails_and_a_right_one_passes() -> None:
+    def check(limit: float, given: float) -> None:
+        assert_close("x", torch.tensor([given]), torch.tensor([1.0]), limit)
+
+    assert checked("right", check, 1e-3, 1.0) == selftest.Result("right", True)
+    for wrong in (1.1, float("nan")):
+        result = checked("wrong", check, 1e-3, wrong)
+        assert result.passed is False
+        assert result.note.startswith("x: ")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["gdn.fused"], r"no kernel 'gdn.fused'; need one of attn.delta"),
-        (["gdn.gate", "--variant", "bf16"], r"no variant 'bf16'; need one of \['fp32'\]"),
+        (
+            ["gdn.gate", "--variant", "k64"],
+            r"no variant 'k64'; need one of \['fp32', 'bf16', 'fp16'\]",
+        ),
     ],
 )
 def test_what_is_not_there_is_named(arguments, said, capsys) -> None:
@@ -42,7 +59,7 @@ def test_it_says_what_it_ran(capsys) -> None:
     assert re.match(r"ok +inspect gdn.chunk_table i32, \d+ s", inspect)
     assert re.match(r"ok +pytest tests/emulated --kernel=gdn.chunk_table --variant=i32, ", emulated)
     ran = torch.cuda.is_available()
-    assert re.match(rf"{'ok' if ran else 'NOT RUN'} +selftest gdn.chunk_table, ", own)
+    assert re.match(rf"{'ok' if ran else 'NOT RUN'} +selftest gdn.chunk_table i32, ", own)
 
 
 def test_a_failure_is_its_exit_status(monkeypatch, capsys) -> None:

@@ -4,7 +4,7 @@ import copy
 import pickle
 import random
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -339,3 +339,20 @@ def test_a_plan_of_many_groups_is_quick():
     assert time.process_time() - started < 5
     assert sum(len(batch) for batches in plan for batch in batches) == len(groups)
     assert sum(map(len, plan_microbatches([(10, [5])], 20, ranks=1 << 17))) == 1 << 17
+
+
+def test_all_keywords_of_a_call():
+    """Positions of several axes keep them."""
+    prompt, answers = torch.arange(1, 4), [torch.arange(4, 6), torch.arange(6, 7)]
+    batch = pack_shared_prompts([prompt], [answers])
+    call = batch.model_inputs()
+    assert list(call) == [
+        "input_ids", "position_ids", "use_cache", "shared_prefix", "logits_to_keep",
+    ]  # fmt: skip
+    assert call["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert call["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert call["shared_prefix"] is batch.layout
+    assert call["use_cache"] is False
+    assert call["logits_to_keep"] is batch.src_rows
+    several = replace(batch, position_ids=batch.position_ids.expand(3, -1)).model_inputs()
+    assert several["position_ids"].shape == (3, 1, 6)

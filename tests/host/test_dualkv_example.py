@@ -7,6 +7,7 @@ import torch
 
 from examples import dualkv_grpo
 from qla_kernels import pack_shared_prompts
+from qla_kernels.integrations import transformers as swapping
 from reference import dualkv
 from tests.compare import assert_close
 
@@ -40,6 +41,19 @@ def test_the_example_agrees_on_a_model_of_transformers(max_tokens, capsys):
     pytest.importorskip("transformers")
     assert dualkv_grpo.main(["--transformers", "--max-tokens", str(max_tokens)]) == 0
     assert "DIFFERS" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("max_tokens", PLANS)
+def test_the_example_agrees_on_a_model_with_gated_delta_nets(max_tokens, capsys):
+    pytest.importorskip("transformers")
+    call = ["--transformers", "qwen3-next", "--max-tokens", str(max_tokens)]
+    status = dualkv_grpo.main(call)
+    # models of a kind share functions: a test of another file would find ours
+    assert swapping.restore(dualkv_grpo.TransformersQwen3Next().model) == 2
+    assert status == 0
+    said = capsys.readouterr().out
+    assert "linear_attn.in_proj_qkvz.weight\n" in said
+    assert "DIFFERS" not in said
 
 
 def test_the_example_says_when_transformers_is_missing(monkeypatch, capsys):

@@ -9,8 +9,8 @@ import torch
 
 from examples import dualkv_grpo
 from qla_kernels import SharedLayout, Unsupported, pack_shared_prompts
+from qla_kernels.integrations import positions, transformers_sparse_ring
 from qla_kernels.integrations import transformers_dualkv as integration
-from qla_kernels.integrations import transformers_sparse_ring
 from qla_kernels.sparse_ring import Dense
 from reference import dualkv
 from tests.compare import assert_close
@@ -19,6 +19,7 @@ from tests.tiny_models import ENCODERS, KINDS, VOCABULARY, encoder, tiny
 
 CAUSAL = SimpleNamespace(is_causal=True)  # as an attention layer says it
 LAYOUT = SharedLayout.from_lengths([(5, [3, 4])])
+POSITIONS = torch.tensor([*range(5), *range(5, 8), *range(5, 9)])
 
 
 def as_a_layer_passes(**changed: Any) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def as_a_layer_passes(**changed: Any) -> dict[str, Any]:
     return {
         "module": CAUSAL, "query": query, "key": key, "value": value, "attention_mask": None,
         "scaling": 0.3, "dropout": 0.0, "sliding_window": None, "shared_prefix": LAYOUT,
-        "position_ids": torch.zeros(1, 12), "use_cache": False, **changed,
+        "position_ids": POSITIONS[None], "use_cache": False, **changed,
     }  # fmt: skip
 
 
@@ -178,8 +179,49 @@ def test_a_decoder_beside_an_encoder_of_images_is_not_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_delta_nets_are_refused_by_name(kind):
-    with pytest.raises(Unsupported, match="layers of linear_attention, as gated delta nets"):
-        integration.check(tiny(kind))
+    """Until they are taken over; a config cannot show that, and a ring has no such layers."""
+    model = tiny(kind)
+    with pytest.raises(Unsupported, match=r"0 of 1 layers .* call .*transformers\.swap\(model\)"):
+        integration.check(model)
+    for check in (integration.check, transformers_sparse_ring.check):
+        with pytest.raises(Unsupported, match="layers of linear_attention, as gated delta nets"):
+            check(model.config)
+
+
+def test_a_layer_beside_others_that_would_ignore_the_layout_is_refused():
+    """Only `check` once looked at them, which a caller may forget."""
+    for kinds, text in (
+        (["full_attention", "mamba"], "layers of mamba; need layers of full_attention alone"),
+        (["linear_attention", "full_attention"], "as gated delta nets, .* call .*swap"),
+    ):
+        module = SimpleNamespace(is_causal=True, config=SimpleNamespace(layer_types=kinds))
+        with pytest.raises(Unsupported, match=text):
+            integration.attend(**as_a_layer_passes(module=module))
+
+
+@pytest.mark.parametrize("given", [POSITIONS + 3, POSITIONS, None, torch.zeros(3, 1, 12)])
+def test_positions_that_follow_the_layout(given):
+    """From any number on, and those that cannot be compared."""
+    call = as_a_layer_passes()
+    o = integration.attend(**call)[0]
+    assert torch.equal(o, integration.attend(**{**call, "position_ids": given})[0])
+
+
+def test_positions_that_do_not_follow_the_layout():
+    """Left out, they are 0 .. T-1, which rotated keys and queries by wrong angles in silence."""
+    with pytest.raises(ValueError, match="token 8 has position 8; need 5, as the layout says"):
+        integration.attend(**as_a_layer_passes(position_ids=torch.arange(12)[None]))
+
+
+def test_positions_of_each_tree_may_begin_anywhere():
+    layout = SharedLayout.from_lengths([(2, [1, 0]), (0, [2, 3]), (1, [])], pad_to=11)
+    depths = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 0, 0, 1])
+    assert torch.equal(positions.depths(layout), depths)
+    offset = torch.tensor([4, 4, 4, 9, 9, 5, 5, 5, 0, 1, 1])
+    positions.check_positions("op", layout, (depths + offset)[None])
+    with pytest.raises(ValueError, match="token 2 has position 0; need 2, as the layout says"):
+        positions.check_positions("op", layout, depths * (depths != 2))
+    positions.check_positions("op", SharedLayout.from_lengths([]), torch.zeros(1, 0))
 
 
 @pytest.fixture
@@ -196,13 +238,6 @@ def packed():
     return pack_shared_prompts([ids[:9], ids[20:21]], [[ids[9:13], ids[13:20]], [ids[21:30]]])
 
 
-def arguments(batch) -> dict[str, Any]:
-    return {
-        "input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None],
-        "use_cache": False, "shared_prefix": batch.layout, "logits_to_keep": batch.src_rows,
-    }  # fmt: skip
-
-
 def test_recomputation_finds_the_layout(model):
     """Activation checkpointing runs layers again long after the call that brought the layout."""
     batch, grads = packed(), []
@@ -210,7 +245,7 @@ def test_recomputation_finds_the_layout(model):
         model.train().zero_grad()
         if kept:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        logits = model(**arguments(batch)).logits[0]
+        logits = model(**batch.model_inputs()).logits[0]
         batch.gather_logprobs(logits).sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
@@ -218,10 +253,10 @@ def test_recomputation_finds_the_layout(model):
 
 def test_a_model_that_is_called_as_usual_is_stopped(model):
     batch = packed()
-    call = arguments(batch)
+    call = batch.model_inputs()
     del call["shared_prefix"]
     with pytest.raises(ValueError, match="a call without shared_prefix"):
         model(**call)
-    cache = model(**{**arguments(batch), "use_cache": True}).past_key_values
+    cache = model(**{**batch.model_inputs(), "use_cache": True}).past_key_values
     with pytest.raises(ValueError, match="a cache of keys"):
         model(batch.input_ids[None], past_key_values=cache, shared_prefix=batch.layout)

@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_leaves
 from qla_kernels import device, jit
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.launch import backward
+from qla_kernels.gdn.tree import launch as tree_launch
+from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree
+from qla_kernels.gdn.tree.tables import ON_HOST, SIBLINGS, DeltaTables, tree_tables
 
 MIB = 2**20
 PACKED = (3274, 1029, 2909, 5061, 2011, 3793, 9932, 4759)
@@ -93,3 +96,32 @@ def test_what_a_backward_needs_is_counted(monkeypatch):
     least = states + states // 2 + gradients + gates
     got = peak_of_backward((T,), H, HV, monkeypatch) * MIB
     assert least < got < 1.04 * least
+
+
+def test_a_tree_needs_no_states_of_leaves(monkeypatch):
+    """2000 responses of a token to a prompt: states, of 2 MiB each, of the prompt and a block."""
+    monkeypatch.setattr(jit, "compile", lambda *_: lambda *_: None)
+    monkeypatch.setattr(device, "sm_count", lambda _: 132)
+    H, HV, size, leaves = 8, 32, 128, 2000
+    T, state = 64 + leaves, HV * size * size * 4
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    made = tree_tables([0, *range(64, T + 1)], [-1] + [0] * leaves, False)
+    tables = DeltaTables(*made[:ON_HOST], *(x.to("meta") for x in made[ON_HOST:]))
+    q, k, v = meta(1, T, H, size), meta(1, T, H, size), meta(1, T, HV, size)
+    g, beta = (meta(1, T, HV, dtype=torch.float32) for _ in range(2))
+    call = Call(q, k, v, g, beta, size**-0.5)
+    with Peak() as forward:
+        done = tree_launch.gdn_tree_fwd(call, tables, Options(is_train=True))
+    assert done.states.nbytes == state
+    results = sum(x.nbytes for x in done if x is not None)
+    assert forward.bytes < 1.5 * results
+
+    saved = SavedTree(done.g_cum, done.A, done.states)
+    with Peak() as peak:
+        tree_launch.gdn_tree_bwd(call, tables, saved, IncomingTree(v, None), Options())
+    chunks = (leaves + 1) * state // 2  # in 16 bits: a state, and a gradient in two halves
+    least = 2 * chunks + SIBLINGS * state  # results are small beside these
+    assert least <= peak.bytes < 1.02 * least

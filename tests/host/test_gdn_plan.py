@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn import durations, heuristics, plan
 from qla_kernels.gdn.plan import (
     EXACT_LOG_BOUND,
     WARM_LOG_BOUND,
@@ -222,3 +222,39 @@ def test_a_backward_is_cut_for_the_same_reasons(heads):
 @pytest.mark.parametrize(("lengths", "heads"), [([], 8), ([0], 8), ([1024], 8), ([8192] * 4, 32)])
 def test_a_backward_that_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
     assert plan.backward(sequence_chunks(0, 0, lengths), heads, 128, 128, SMS) is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "width"),
+    [
+        ([32768], 64, 64),  # chains of 128 columns side by side would keep each other waiting
+        ([4096], 48, 64),
+        ([24576, 8192], 64, 128),  # one chain fills the GPU, and the other one follows
+        ([8192] * 4, 32, 128),
+        ([8192], 8, 64),
+    ],
+)
+def test_the_width_of_both_chains_of_a_backward(lengths, heads, width):
+    """As measured: gdn-backward.md, section 18."""
+    assert durations.both_chains(sequence_chunks(0, 0, lengths), heads, 128, SMS)[0] == width
+
+
+@pytest.mark.parametrize("heads", [32, 48, 64])
+def test_a_backward_of_one_long_sequence_stays_whole_where_its_heads_fill_the_gpu(heads):
+    for length in (4096, 8192, 16384, 32768):
+        assert plan.backward(sequence_chunks(0, 0, [length]), heads, 128, 128, SMS) is None
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "segment_chunks", "faster"),
+    [(32768, 32, 64, True), (8192, 32, 32, False), (4096, 24, 16, False), (8192, 8, 16, True)],
+)
+def test_segments_of_the_forward_are_taken_where_whole_sequences_leave_sms_idle(
+    length, heads, segment_chunks, faster
+):
+    sequences = sequence_chunks(0, 0, [length])
+    assert plan.kept_is_faster(sequences, heads, 128, SMS, segment_chunks) is faster
+
+
+def test_segments_of_empty_sequences_have_a_time():
+    assert plan.kept_is_faster(sequence_chunks(0, 0, [0, 0]), 8, 128, SMS, 1) in (True, False)

@@ -75,9 +75,10 @@ def test_a_probe_that_fails_reports_itself_and_stops_no_other():
 @pytest.mark.parametrize(
     ("family", "op", "sizes"),
     [
-        ("gdn", "chunk_gated_delta_rule", "64 or 128"),
-        ("dualkv", "shared_prefix_attention", "64, 128 or 256"),
-        ("sparse_ring", "sparse_attention", "64 or 128"),
+        ("gdn", "chunk_gated_delta_rule", ", head size 64 or 128"),
+        ("conv", "causal_conv1d", ""),
+        ("dualkv", "shared_prefix_attention", ", head size 64, 128 or 256"),
+        ("sparse_ring", "sparse_attention", ", head size 64 or 128"),
     ],
 )
 def test_cuda_path_is_what_refusal_says(monkeypatch, family, op, sizes):
@@ -88,7 +89,7 @@ def test_cuda_path_is_what_refusal_says(monkeypatch, family, op, sizes):
     ampere = answer()
     assert ampere.startswith(f"refused: {op}: device capability 8.0")
     monkeypatch.setattr(device, "capability", lambda _: (9, 0))
-    assert answer() == f"our kernels, head size {sizes}"
+    assert answer() == f"our kernels{sizes}"
     assert said != ampere
 
 
@@ -137,7 +138,7 @@ def test_an_unknown_kernel_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         info.main(["gdn.kkt"])
     said = capsys.readouterr().err
-    assert "no kernel 'gdn.kkt'; need one of attn.delta, dualkv.fwd" in said
+    assert "no kernel 'gdn.kkt'; need one of attn.delta, conv.fwd" in said
     assert ", gdn.l2norm, " in said
 
 
@@ -152,18 +153,13 @@ def test_fingerprints_follow_generated_code_alone(monkeypatch):
     assert after["sparse_ring"] != before["sparse_ring"]
 
 
-def test_selftest_has_a_case_for_every_kernel():
-    assert set(selftest.KERNELS) == {".".join(names) for names in jit.kernel_names()}
-
-
 def test_selftest_passes_here(capsys):
     assert info.main(["--selftest"]) == 0
     assert capsys.readouterr().out.count("ok  ") >= 2
 
 
-@pytest.mark.parametrize("error", [1.0, float("nan")])
-def test_selftest_fails_on_a_wrong_result(monkeypatch, capsys, error):
-    monkeypatch.setattr(selftest, "run", lambda: [selftest.Result("broken", error, 1e-3)])
+def test_selftest_fails_on_a_wrong_result(monkeypatch, capsys):
+    monkeypatch.setattr(selftest, "run", lambda: [selftest.Result("broken", False, "o: 1 > 0")])
     assert info.main(["--selftest", "--json"]) == 1
     (result,) = json.loads(capsys.readouterr().out)
     assert result["passed"] is False

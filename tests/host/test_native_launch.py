@@ -19,3 +19,7 @@ TESTS = [
 @pytest.mark.parametrize("name", TESTS)
 def test_launcher(name: str) -> None:
     standin.run("-m", "tests.native.behaviour", name)
+
+
+def test_programs() -> None:
+    standin.run("-m", "tests.native.programs")

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+import sysconfig
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,25 +15,11 @@ import pytest
 from qla_kernels import build, digests, info, jit
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate, recurrent
-from qla_kernels.native import prebuilt
+from qla_kernels.native import prebuilt, sources
 from tests.native import behaviour, standin
+from tests.native.made_up import LABEL, VARIANT, built, write
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-
-(VARIANT,) = gate.VARIANTS
-LABEL = jit.label(gate, VARIANT)
-
-
-def built(**changed: str) -> build.Built:
-    """A kernel named gdn.gate whose entry is that of tests/native/behaviour.py."""
-    entry = json.dumps(behaviour.ENTRY).encode()
-    about = {
-        "digest": "0123456789abcdef",
-        "sources": prebuilt.fingerprint(gate.__name__),
-        "entry": build.checksum(entry),
-        "cubin": build.checksum(behaviour.CUBIN),
-    }
-    return build.Built(LABEL, entry, behaviour.CUBIN, about | changed)
 
 
 @pytest.fixture
@@ -52,12 +39,8 @@ def forget() -> None:
     jit.compile.cache_clear()
     prebuilt._kernels.cache_clear()
     prebuilt._found.clear()
+    prebuilt._native.cache_clear()
     prebuilt._edited.clear()
-
-
-def write(folder: Path, *kernels: build.Built, of_set: str = "13") -> Path:
-    versions = {"tilelang": "0.1.15", "nvcc": "release 13.0, V13.0.88"}
-    return build.write(kernels or [built()], folder, of_set, versions)
 
 
 def test_a_prebuilt_kernel_is_used_and_says_which_it_is(folder: Path) -> None:
@@ -71,10 +54,26 @@ def test_a_prebuilt_kernel_is_used_and_says_which_it_is(folder: Path) -> None:
 
 
 def test_the_doctor_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(folder)
-    assert info.report()["prebuilt kernels"] == {"file": f"{path}, 1 variants"}
+    second = jit.label(recurrent, recurrent.VARIANTS[0])
+    path = write(folder, built(), built(sources="other")._replace(label=second))
+    every = sum(len(kernel.module.VARIANTS) for kernel in jit.kernel_modules())
+    monkeypatch.setattr(info, "_version", lambda name, *_: "2.13.0" if name == "torch" else None)
+    report = info.report()
+    assert report["versions"]["tested together"] == "yes"  # with those that built the file
+    assert report["prebuilt kernels"] == {
+        "file": str(path),
+        "set": "13: tilelang 0.1.15, nvcc release 13.0, V13.0.88",
+        "kernels": [
+            f"1 of {every} variants are used",
+            "1 were built from other sources: gdn.recurrent",
+            f"{every - 2} are not in the file",
+        ],
+    }
+    path.write_bytes(b"")
+    prebuilt._kernels.cache_clear()
+    assert "cannot read its manifest" in str(info.report()["prebuilt kernels"])
     monkeypatch.setenv("QLA_PREBUILT", "")
-    assert info.report()["prebuilt kernels"] == {"file": None}
+    assert info.report()["prebuilt kernels"] == {"file": "none: QLA_PREBUILT is empty"}
 
 
 def test_a_file_may_be_named_instead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,24 +115,24 @@ def test_edited_sources_are_compiled_and_said_once(
         assert jit.compile(gate, VARIANT) == "compiled"
         assert jit.compile(recurrent, recurrent.VARIANTS[0]) == "compiled"
     assert caplog.messages == [
-        f"{path} was built from other sources of gdn.kernels.gate: it is compiled, as are other"
+        f"{path} was built from other sources of gdn.gate: it is compiled, as are other"
         " edited kernels"
     ]
 
 
 def test_a_fingerprint_is_of_what_a_kernel_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [kernel.module.__name__ for kernel in jit.kernel_modules()]
-    before = {name: prebuilt.fingerprint(name) for name in every}
-    source = prebuilt._source
+    before = {name: sources.fingerprint(name) for name in every}
+    source = sources.source
 
     def edited(module: str) -> tuple[str, list[str]]:
         digest, imports = source(module)
         return digest + "edited" * (module == "qla_kernels.gdn.kernels.recurrent"), imports
 
-    prebuilt.fingerprint.cache_clear()
-    monkeypatch.setattr(prebuilt, "_source", edited)
-    changed = [name for name in every if prebuilt.fingerprint(name) != before[name]]
-    prebuilt.fingerprint.cache_clear()
+    sources.fingerprint.cache_clear()
+    monkeypatch.setattr(sources, "source", edited)
+    changed = [name for name in every if sources.fingerprint(name) != before[name]]
+    sources.fingerprint.cache_clear()
     assert changed == ["qla_kernels.gdn.kernels.recurrent"]
 
 
@@ -144,9 +143,9 @@ def test_every_file_of_device_code_is_in_a_fingerprint() -> None:
         name = pending.pop()
         if name not in seen:
             seen.add(name)
-            pending += prebuilt._source(name)[1]
-    files = {prebuilt._path(name) for name in seen}
-    package = prebuilt.PACKAGE
+            pending += sources.source(name)[1]
+    files = {sources.path_of(name) for name in seen}
+    package = sources.PACKAGE
     written = {*package.glob("*/kernels/**/*.py"), *package.glob("tile/*.py")}
     missing = {path for path in written - files if path.name != "__init__.py"}
     assert not missing
@@ -189,16 +188,28 @@ def test_a_file_without_one_of_its_kernels_is_refused(folder: Path) -> None:
 
 def test_another_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(prebuilt, "FORMAT", 2)
+        patch.setattr(prebuilt, "FORMAT", prebuilt.FORMAT + 1)
         path = write(folder)
-    with pytest.raises(Unsupported, match=rf"{path} is of format 2; need format 1; run `python -m"):
+    said = (
+        rf"{path} is of format {prebuilt.FORMAT + 1}; need format {prebuilt.FORMAT}; run `python -m"
+    )
+    with pytest.raises(Unsupported, match=said):
         jit.compile(gate, VARIANT)
 
 
-def test_a_launcher_that_cannot_be_imported_is_named(folder: Path) -> None:
+LAUNCHERS = {
+    "no library": lambda whole: b"no library",
+    "cut short": lambda whole: whole[:-500],
+    "half": lambda whole: whole[: len(whole) // 2],
+    "of another machine": lambda whole: whole[:18] + b"\0\1" + whole[20:],
+}
+
+
+@pytest.mark.parametrize("damage", LAUNCHERS)
+def test_a_launcher_that_cannot_be_imported_is_named(folder: Path, damage: str) -> None:
     write(folder)
     launcher = folder / prebuilt.LAUNCHER
-    launcher.write_bytes(b"no library")
+    launcher.write_bytes(LAUNCHERS[damage](launcher.read_bytes()))
     with pytest.raises(Unsupported, match=rf"cannot read the launcher .* in {launcher}; need a"):
         jit.compile(gate, VARIANT)
 
@@ -216,6 +227,24 @@ def test_an_empty_folder_is_a_warning(folder: Path, caplog: pytest.LogCaptureFix
     assert caplog.messages == [
         f"{folder} has no prebuilt kernels and launcher; kernels are compiled"
     ]
+
+
+def test_a_free_threaded_python_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder)
+    monkeypatch.setattr(sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
+    with pytest.raises(Unsupported, match=r"free-threaded, .*; need a Python with the GIL; use s"):
+        jit.compile(gate, VARIANT)
+
+
+def test_kernels_that_the_driver_cannot_read_are_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(folder)
+    monkeypatch.setattr(prebuilt, "_driver_version", lambda _: 12080)
+    assert jit.compile(gate, VARIANT) == "compiled"
+    why = f"{path} needs a driver of CUDA 13 (R580 or newer), and this one is of CUDA 12.8"
+    assert caplog.messages == [f"{why}; kernels are compiled"]
+    assert prebuilt.lacking(LABEL) == why
 
 
 @pytest.mark.parametrize(("version", "chosen"), [(12090, "12.9"), (13000, "13"), (0, "12.9")])
@@ -249,7 +278,14 @@ except ValueError as error:
 """
     said = standin.run("-c", code, QLA_PREBUILT=str(folder)).splitlines()
     assert said[0] == LABEL
-    assert "need TileLang to compile kernels, or prebuilt ones; pip install" in said[1]
+    absent = jit.label(recurrent, recurrent.VARIANTS[0])
+    assert said[1].startswith(
+        f"{absent}: it is not in {folder}/kernels-13.zip, and tilelang cannot"
+    )
+    assert said[1].endswith(
+        "; need TileLang, or prebuilt kernels; pip install 'qla-kernels[compile]', or a wheel of"
+        " qla-kernels with kernels in it"
+    )
 
 
 def test_a_forward_launches_without_tilelang(folder: Path) -> None:
@@ -266,9 +302,10 @@ def test_a_forward_launches_without_tilelang(folder: Path) -> None:
         if jit.label(kernel.module, variant) in labels
     ]
     write(folder, *kernels)
-    said = standin.run("-m", "tests.native.forward", "launches", QLA_PREBUILT=str(folder))
     functions = [re.sub(r"\W", "_", label) + "_kernel" for label in labels]
-    assert said.split() == functions
+    for how in ("launches", "by_python"):
+        said = standin.run("-m", "tests.native.forward", how, QLA_PREBUILT=str(folder))
+        assert said.split() == functions
 
 
 def without_machine_code(kernel: jit.Kernel, variant: Any) -> build.Built:
@@ -294,6 +331,9 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         manifest = json.loads(file.read(prebuilt.MANIFEST))
         label = "dualkv.dq_cast-bf16"
         cubin = file.read(f"{label}.cubin")
+        licences = file.read("NOTICES")
+    assert b"Tile-AI" in licences
+    assert b"NVIDIA CORPORATION" in licences
     assert set(manifest["kernels"]) == {label, "dualkv.dq_cast-fp16"}
     if manifest["tilelang"] == digests.lowered_by():
         assert manifest["kernels"][label]["digest"] == digests.recorded()[label]

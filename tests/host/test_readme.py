@@ -29,7 +29,8 @@ def test_every_file_it_names_exists():
 
 
 def test_environment_variables_are_those_the_code_reads():
-    code = "".join(file.read_text() for file in (ROOT / "qla_kernels").rglob("*.py"))
+    files = [f for f in (ROOT / "qla_kernels").rglob("*") if f.suffix in (".py", ".c")]
+    code = "".join(file.read_text() for file in files)
     read = set(re.findall(r"\"(QLA_\w+)\"", code))
     assert set(re.findall(r"^\| `(QLA_\w+)`", README, re.M)) == read
 

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from qla_kernels import jit, warmup
 from qla_kernels.errors import Unsupported
+from qla_kernels.native import prebuilt, sources
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +65,16 @@ def test_a_missing_compiler_is_said_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "qla_kernels.jit: no nvcc; need nvcc; install it\n"
 
 
+def test_a_damaged_file_is_said_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "kernels-13.zip").write_bytes(b"cut off")
+    (tmp_path / prebuilt.LAUNCHER).touch()
+    monkeypatch.setenv("QLA_PREBUILT", str(tmp_path))
+    assert warmup.main(["--in-process"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("qla_kernels: cannot read its manifest")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize("seconds", [0, 0.5])
 def test_ctrl_c_ends_it_cleanly(tmp_path, seconds):
     """As a terminal does it: a signal to the process group, in the middle of a compile."""
@@ -84,3 +96,39 @@ def test_ctrl_c_ends_it_cleanly(tmp_path, seconds):
     assert f"stopped; finished kernels are in {tmp_path}" in said.decode()
     assert b"Traceback" not in said
     assert set(tmp_path.glob("**/kernels/*")) == finished  # nobody waited for a compiler
+
+
+@pytest.fixture
+def two_prebuilt(tmp_path, monkeypatch):
+    """A kernel file of two variants, as `prebuilt.in_use` returns it; and what is compiled."""
+    jobs = list(warmup.jobs())
+    about = [
+        {"sources": sources.fingerprint(module.__name__) + "edited" * edited}
+        for (module, _), edited in zip(jobs, (0, 0, 1), strict=False)
+    ]
+    kernels = dict(zip(labels(), about, strict=False))
+    with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as contents:
+        file = prebuilt.KernelFile(tmp_path / "kernels.zip", {"kernels": kernels}, contents)
+    monkeypatch.setattr(prebuilt, "in_use", lambda: file)
+    loaded, compiled = [], []
+    monkeypatch.setattr(jit, "compile", lambda *job: loaded.append(jit.label(*job)))
+    monkeypatch.setattr(warmup, "compile_all", lambda found, workers: compiled.extend(found))
+    return loaded, compiled
+
+
+def test_prebuilt_kernels_are_loaded_and_the_others_compiled(two_prebuilt, capsys):
+    loaded, compiled = two_prebuilt
+    assert warmup.main(["--in-process"]) == 0
+    assert loaded == labels()[:2]
+    assert [jit.label(*job) for job in compiled] == labels()[2:]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("2 prebuilt kernels in ")
+    assert said[0].endswith("kernels.zip")
+    assert said[1].startswith(f"{len(labels()) - 2} kernels compiled in ")
+
+
+def test_the_list_marks_prebuilt_kernels(two_prebuilt, capsys):
+    assert warmup.main(["--in-process", "--list"]) == 0
+    marked = [f"{label} (prebuilt)" for label in labels()[:2]]
+    assert capsys.readouterr().out.splitlines() == marked + labels()[2:]
+    assert two_prebuilt == ([], [])

@@ -1,45 +1,78 @@
-"""The wheel: what is in it, and that it works where the checkout has never been."""
+"""Wheels, without kernels and with them: contents, tags, and use where there is no checkout."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
 
+from qla_kernels.native import prebuilt
 from tests.limits import HANG
+from tests.native import made_up, standin
 from tests.readme import ROOT, snippets
 
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
-def run(*command: object, cwd: Path) -> str:
+
+def run(*command: object, cwd: Path, fails: bool = False, **env: str) -> str:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("QLA_", "PYTHON"))}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=kept,
+        env=kept | env,
         capture_output=True,
         text=True,
         timeout=HANG,
         check=False,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    assert (done.returncode != 0) == fails, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr * fails
+
+
+BUILD = (sys.executable, "-m", "build", "--wheel", "--no-isolation", ROOT, "-o")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     pytest.importorskip("build", reason="needs the dev extra")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", out, ROOT, cwd=out)
+    run(*BUILD, out, cwd=out)
+    (found,) = out.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> Path:
+    """A folder with both sets of one kernel, and the launcher."""
+    folder = tmp_path_factory.mktemp("kernels")
+    shutil.copy(standin.built() / prebuilt.LAUNCHER, folder)
+    for of_set in prebuilt.SETS:
+        made_up.write(folder, of_set=of_set)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel_with_kernels(kernels, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    pytest.importorskip("build", reason="needs the dev extra")
+    run(*BUILD, out, cwd=out, QLA_PREBUILT=str(kernels))
     (found,) = out.glob("*.whl")
     return found
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
+    return environment(wheel, tmp_path_factory)
+
+
+def environment(wheel: Path, tmp_path_factory) -> Path:
     """The Python of an empty environment with the wheel; dependencies are lent, not downloaded.
 
     A path file lends this environment's packages. It does not lend their path files, so an editable
@@ -71,6 +104,79 @@ def test_contents(wheel):
     assert not package, "files that the checkout does not have"
     assert "qla_kernels/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def metadata(wheel: Path, name: str) -> Message:
+    with zipfile.ZipFile(wheel) as file:
+        (path,) = (path for path in file.namelist() if path.endswith(f".dist-info/{name}"))
+        return message_from_bytes(file.read(path))
+
+
+def test_without_kernels_it_fits_every_machine(wheel):
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert metadata(wheel, "WHEEL")["Root-Is-Purelib"] == "true"
+
+
+@needs_cc
+def test_with_kernels_it_is_of_a_machine_and_of_any_python(wheel_with_kernels, wheel, kernels):
+    assert wheel_with_kernels.name.endswith("-cp310-abi3-manylinux_2_28_x86_64.whl")
+    assert metadata(wheel_with_kernels, "WHEEL")["Root-Is-Purelib"] == "false"
+    both = zipfile.ZipFile(wheel_with_kernels), zipfile.ZipFile(wheel)
+    added = {*both[0].namelist()} - {*both[1].namelist()}
+    assert added == {f"qla_kernels/prebuilt/{path.name}" for path in kernels.iterdir()}
+    assert len(added) == 3
+    for name in added:
+        assert both[0].read(name) == (kernels / Path(name).name).read_bytes()
+
+
+@needs_cc
+def test_both_need_torch_numpy_and_einops_alone(wheel_with_kernels, wheel):
+    for each in (wheel_with_kernels, wheel):
+        needed = metadata(each, "METADATA").get_all("Requires-Dist")
+        plain = {line.partition(">")[0] for line in needed if "extra ==" not in line}
+        assert plain == {"torch", "numpy", "einops"}
+        compiles = [line for line in needed if "extra == 'compile'" in line]
+        assert any(line.startswith("tilelang") for line in compiles)
+
+
+@needs_cc
+@pytest.mark.parametrize("old", ["2.17", "2.28", "2.39"])
+def test_the_tag_has_the_glibc_that_the_launcher_needs(kernels, old):
+    launcher = (kernels / prebuilt.LAUNCHER).read_bytes()
+    hook = run(sys.executable, "-c", TAG, kernels / prebuilt.LAUNCHER, old, cwd=ROOT)
+    assert b"GLIBC_2.34" not in launcher, "launcher.c asks for old versions of dlopen and dlsym"
+    expected = {"2.17": "2_28", "2.28": "2_28", "2.39": "2_39"}[old]
+    assert hook.strip() == f"cp310-abi3-manylinux_{expected}_x86_64"
+
+
+TAG = """
+import pathlib, sys, hatch_build
+file, glibc = sys.argv[1:]
+contents = pathlib.Path(file).read_bytes() + b"\\0GLIBC_" + glibc.encode() + b"\\0"
+print(hatch_build.tag(contents))
+"""
+
+
+@needs_cc
+def test_kernels_of_other_sources_do_not_get_into_a_wheel(kernels, tmp_path):
+    pytest.importorskip("build", reason="needs the dev extra")
+    shutil.copy(kernels / prebuilt.LAUNCHER, tmp_path)
+    made_up.write(tmp_path, made_up.built(sources="other"))
+    said = run(*BUILD, tmp_path, cwd=tmp_path, fails=True, QLA_PREBUILT=str(tmp_path))
+    assert "was built from other sources of 1 kernels (gdn.gate-" in said
+    said = run(*BUILD, tmp_path, cwd=tmp_path, fails=True, QLA_PREBUILT=str(tmp_path / "no"))
+    assert f"QLA_PREBUILT: no kernels in {tmp_path / 'no'}; need a built folder; run" in said
+    assert not [*tmp_path.glob("*.whl")]
+
+
+@needs_cc
+def test_kernels_of_an_installed_wheel_are_launched(wheel_with_kernels, tmp_path_factory, tmp_path):
+    python = environment(wheel_with_kernels, tmp_path_factory)
+    said = run(python, "-m", "tests.native.every", cwd=ROOT)  # TileLang cannot be imported there
+    assert said.startswith("1 of ")
+    inside = Path(said.split(" launched from ")[1].splitlines()[0])
+    assert inside.is_relative_to(python.parents[1])
+    assert inside.name == "kernels-13.zip"  # the stand-in is a driver of CUDA 13
 
 
 def test_only_the_wheel_is_visible(installed, tmp_path):

@@ -113,6 +113,35 @@ static int launch(Function *f, const unsigned *numbers, void *stream, int depend
     for (int i = 0; kinds[i]; i++) put(arguments[i], kinds[i] == 'm' ? 128 : kinds[i] == 'p' ? 8 : 4);
     return OK;
 }
+/* ---- events: written down like launches ---- */
+
+int standin_events;                  /* not destroyed yet */
+static int put_event(const char *name, void *event, void *stream) {
+    put(name, strlen(name) + 1);
+    put(&event, sizeof event);
+    put(&stream, sizeof stream);
+    return OK;
+}
+int cuEventCreate(void **event, unsigned flags) { standin_events++; *event = malloc(1); return OK; }
+int cuEventDestroy_v2(void *event) { standin_events--; free(event); return OK; }
+int cuEventRecord(void *event, void *stream) { return put_event("record", event, stream); }
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return put_event("wait", event, stream); }
+int cuMemsetD8Async(void *to, unsigned char value, size_t n, void *stream) { memset(to, value, n); return put_event("fill", to, stream); }
+int cuMemsetD32Async(void *to, unsigned value, size_t n, void *stream) {
+    for (size_t i = 0; i < n; i++) ((unsigned *)to)[i] = value;
+    return put_event("fill", to, stream);
+}
+typedef struct {
+    size_t from_x, from_y; unsigned from_type; const void *from_host; char *from; void *from_array;
+    size_t from_pitch, to_x, to_y; unsigned to_type; void *to_host; char *to; void *to_array;
+    size_t to_pitch, width, height;
+} Copy;
+int cuMemcpy2DAsync_v2(const Copy *c, void *stream) {
+    for (size_t i = 0; i < c->height; i++) memcpy(c->to + i * c->to_pitch, c->from + i * c->from_pitch, c->width);
+    return put_event("copy", c->to, stream);
+}
+int cuStreamIsCapturing(void *stream, int *status) { *status = standin_capturing; return OK; }
+
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream, void **arguments, void **extra) {
     unsigned numbers[] = {gx, gy, gz, bx, by, bz, shared};
     return launch(f, numbers, stream, 0, arguments);

@@ -2,6 +2,7 @@
 
     python -m tests.native.forward variants        prints the kernels that it launches, as labels
     python -m tests.native.forward launches        launches them, prebuilt, without TileLang
+    python -m tests.native.forward by_python       the same, as with a torch before 2.10
 
 CPU tensors go to the host code of GPUs. `launches` has to be started by `standin.run`, with
 QLA_PREBUILT; it prints the functions that the driver was given.
@@ -9,7 +10,6 @@ QLA_PREBUILT; it prints the functions that the driver was given.
 
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,14 +43,17 @@ def variants() -> list[str]:
     return asked
 
 
-def launches() -> list[str]:
-    import os
+def by_python() -> list[str]:
+    return launches(exchange=False)
 
+
+def launches(exchange: bool = True) -> list[str]:
     from qla_kernels.native import prebuilt
     from tests.native import standin
 
-    native = prebuilt._native(Path(os.environ["QLA_PREBUILT"]) / prebuilt.LAUNCHER)
-    native.configure(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, None, {}, 1)
+    file = prebuilt.in_use()
+    assert isinstance(file, prebuilt.KernelFile), file
+    standin.configured(file.path.parent, exchange=exchange)
     driver = standin.Driver()
     driver.expect("")
     o = forward()

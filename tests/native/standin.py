@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from qla_kernels.build import compile_launcher
@@ -26,8 +27,9 @@ def built() -> Path:
     return folder
 
 
-def environment(folder: Path) -> dict[str, str]:
-    preload = " ".join(str(folder / name) for name in LIBRARIES)
+def environment(folder: Path, libraries: Sequence[str] = LIBRARIES) -> dict[str, str]:
+    """Without the runtime library for a torch that has CUDA, which needs its own."""
+    preload = " ".join(str(folder / name) for name in libraries)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {k: v for k, v in os.environ.items() if not k.startswith("QLA_")}
     return {**kept, "LD_PRELOAD": preload, "QLA_STANDIN": str(folder), "PYTHONPATH": path}
@@ -72,12 +74,17 @@ class Driver:
 
 def launcher(device_type: int = 1, exchange: bool = True):
     """In such a process: the launcher, for tensors of the CPU."""
+    return configured(Path(os.environ["QLA_STANDIN"]), device_type, exchange)
+
+
+def configured(folder: Path, device_type: int = 1, exchange: bool = True):
+    """A folder's launcher; without `exchange`, and before torch 2.10, it asks torch by Python."""
     import torch
 
     from qla_kernels.native import prebuilt
 
-    native = prebuilt._native(Path(os.environ["QLA_STANDIN"]) / prebuilt.LAUNCHER)
-    api = torch.Tensor.__dlpack_c_exchange_api__ if exchange else None
+    native = prebuilt._native(folder / prebuilt.LAUNCHER)
+    api = prebuilt._exchange(torch.Tensor) if exchange else None
     codes = {
         getattr(torch, name): code << 8 | bits for name, (code, bits) in prebuilt.DTYPES.items()
     }

@@ -15,6 +15,7 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.ops import (
     OP,
+    Decoded,
     Pool,
     gdn_recurrent,
     gdn_recurrent_slots,
@@ -32,7 +33,10 @@ from qla_kernels.gdn.validate import (
     refusal,
     wants_gradients,
 )
+from qla_kernels.programs import RECORD, Programs
 from qla_kernels.sm90 import dtype_name, expect_tensors, require
+
+DECODING = Programs(OP, gradients=True)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -99,6 +103,14 @@ def fused_recurrent_gated_delta_rule(
             through the result is asked for.
         TypeError: a keyword is unknown.
     """
+    given = (
+        q, k, v, g, gk, gv, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, cu_seqlens, state_indices, *kwargs, *kwargs.values(),
+    )  # fmt: skip
+    found = None if torch.compiler.is_compiling() else DECODING.find(*given)
+    if type(found) is tuple:
+        return _of_slots(found, initial_state, output_final_state) if len(found) == 1 else found
     options = Options(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
@@ -127,13 +139,36 @@ def fused_recurrent_gated_delta_rule(
     refuse_forward_mode(OP, *call, initial_state)
     recorded = wants_gradients((*call, initial_state))
     if states is None or state_indices is None:
-        done = (recorded_gdn_recurrent if recorded else gdn_recurrent)(call, options)
+        if recorded:
+            done = recorded_gdn_recurrent(call, options)
+        elif found is RECORD:
+            done = DECODING.record(given, lambda: Decoded(*gdn_recurrent(call, options)))
+        else:
+            done = gdn_recurrent(call, options)
         return done.o, done.final_state
     if recorded:
         got, fix = "state_indices while gradients are recorded", "call it under torch.no_grad()"
         raise Unsupported(need(OP, got, "no gradients: the pool is overwritten", fix))
-    o = gdn_recurrent_slots(call, Pool(states, state_indices), options)
+    pool = Pool(states, state_indices)
+    if found is RECORD:
+        (o,) = DECODING.record(given, lambda: (_in_pool(call, pool, options),))
+    else:
+        o = _in_pool(call, pool, options)
     return o, states if options.output_final_state else None
+
+
+def _in_pool(call: Call, pool: Pool, options: Options) -> Tensor:
+    o: Tensor = gdn_recurrent_slots(call, pool, options)
+    return o
+
+
+def _of_slots(
+    found: tuple[Tensor], pool: Tensor | None, output_final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the results of a replayed call with state_indices, which overwrote the pool."""
+    assert pool is not None, "a call with state_indices has one"
+    torch.autograd.graph.increment_version(pool)
+    return found[0], pool if output_final_state else None
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule

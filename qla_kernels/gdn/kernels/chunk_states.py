@@ -51,7 +51,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     take_turn,
     turns,
 )
-from qla_kernels.gdn.kernels.tables import sequence_span
+from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.ring import Ring
@@ -145,7 +145,7 @@ def schedule(variant: Variant) -> Schedule:
 @T.macro
 def state(
     w, K, dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h, kva, gate_ring, h_ring, turn,
-    num_chunks, every, n, hv, v0, has_h0, has_ht,
+    num_chunks, every, n, hv, v0, has_h0, has_ht, starts_of,
 ):  # fmt: skip
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
@@ -156,9 +156,15 @@ def state(
     r_vt = T.alloc_fragment((CHUNK, TILE), dtype)
     T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
     stored = T.alloc_var("int32")
-    if has_h0 != 0:
+    start = T.alloc_var("int32")  # row of h0
+    start = -1
+    if has_h0 == 1:
+        start = n
+    if has_h0 == 2:
+        start = starts_of[n]  # the row in which this node's parent ends, if any
+    if start >= 0:
         for r, c in T.Parallel(TILE, K):
-            r_s[r, c] = h0[n, hv, c, v0 + w * TILE + r]
+            r_s[r, c] = h0[start, hv, c, v0 + w * TILE + r]
     else:
         T.clear(r_s)
     T.copy(r_s, r_s16)
@@ -206,9 +212,10 @@ def build(variant: Variant):
     plan, sizes = schedule(variant), slots(variant)
     K, states = variant.K, variant.tile_v // TILE
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
-    V, num_bounds, num_slots = T.dynamic("V, num_bounds, num_slots")
+    V, num_sequences, num_slots = T.dynamic("V, num_sequences, num_slots")
     num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 64 or 128
     num_h0, num_ht = T.dynamic("num_h0, num_ht")
+    span_step, num_starts, num_firsts = T.dynamic("span_step, num_starts, num_firsts")
     k_token, k_head = T.dynamic("k_token, k_head")
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
     h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
@@ -225,8 +232,9 @@ def build(variant: Variant):
         g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
         A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
-        cu_seqlens: T.Tensor((num_bounds,), "int32"),
-        first_slot: T.Tensor((num_bounds,), "int32"),
+        spans: T.StridedTensor((num_sequences, 2), (span_step, 1), "int32"),
+        first_slot: T.Tensor((num_firsts,), "int32"),
+        starts_of: T.Tensor((num_starts,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
         h: T.Tensor((num_slots, num_value_heads, V, K), variant.dtype),
         ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), "float32"),
@@ -234,9 +242,7 @@ def build(variant: Variant):
         has_h0: T.int32,
         has_ht: T.int32,
     ):
-        with T.Kernel(
-            (num_bounds - 1) * num_value_heads * num_tiles, threads=plan.threads
-        ) as block:
+        with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(SOURCE)
             s_k = T.alloc_shared((sizes["kva"], CHUNK, K), variant.dtype)
             s_v = T.alloc_shared((sizes["kva"], CHUNK, variant.tile_v), variant.dtype)
@@ -270,10 +276,10 @@ def build(variant: Variant):
             v0 = i_tile * variant.tile_v
             hv = block // num_tiles % num_value_heads
             place = T.alloc_local((1,), "int32")
-            longest_first(cu_seqlens, num_bounds - 1, block // num_tiles // num_value_heads, place)
+            longest_first(spans, num_sequences, block // num_tiles // num_value_heads, place)
             n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
             kh = hv // (num_value_heads // num_heads)
-            sequence_span(cu_seqlens, n, num_tokens, begin, length)
+            read_span(spans, n, num_tokens, begin, length)
             num_chunks = T.ceildiv(length, CHUNK)
 
             turn = turns(plan)
@@ -282,13 +288,13 @@ def build(variant: Variant):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
                     0, K, variant.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[0], kva, gates,
-                    h_rings[0], turn, num_chunks, every, n, hv, v0, has_h0, has_ht,
+                    h_rings[0], turn, num_chunks, every, n, hv, v0, has_h0, has_ht, starts_of,
                 )  # fmt: skip
             elif tx < plan.start("load"):  # no thread if the CTA has one state warpgroup
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
                     1, K, variant.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[-1], kva, gates,
-                    h_rings[-1], turn, num_chunks, every, n, hv, v0, has_h0, has_ht,
+                    h_rings[-1], turn, num_chunks, every, n, hv, v0, has_h0, has_ht, starts_of,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)

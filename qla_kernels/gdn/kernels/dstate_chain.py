@@ -68,7 +68,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     take_turn,
     turns,
 )
-from qla_kernels.gdn.kernels.tables import sequence_span
+from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.ring import Ring
@@ -234,6 +234,7 @@ def prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, K, u
 def state(
     w, states, K, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds,
     rows, gate_ring, p_ring, ds_ring, turn, num_chunks, n, hv, v0, has_dht, has_dh0, unit,
+    ends_of,
 ):  # fmt: skip
     r_ds = T.alloc_fragment((TILE, K), "float32")  # dS^T: stays here from last to first chunk
     r_ds16 = T.alloc_fragment((TILE, K), dtype)
@@ -246,9 +247,15 @@ def state(
     r_dn16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_du16 = T.alloc_fragment((TILE, CHUNK), dtype)  # -beta e Y^T
     T.annotate_layout({r_dot: accumulator_layout(TILE, CHUNK)})
-    if has_dht != 0:
+    end = T.alloc_var("int32")  # row of dht
+    end = -1
+    if has_dht == 1:
+        end = n
+    if has_dht == 2:
+        end = ends_of[n]  # the row of this node's end, if it has a gradient
+    if end >= 0:
         for r, c in T.Parallel(TILE, K):
-            r_ds[r, c] = dht[n, hv, c, v0 + w * TILE + r] / unit
+            r_ds[r, c] = dht[end, hv, c, v0 + w * TILE + r] / unit
     else:
         T.clear(r_ds)
     T.copy(r_ds, r_ds16)
@@ -313,10 +320,11 @@ def build(variant: Variant):
     plan, sizes = schedule(variant), slots(variant)
     K, states = variant.K, variant.tile_v // TILE
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
-    V, num_bounds, num_slots = T.dynamic("V, num_bounds, num_slots")
+    V, num_sequences, num_slots = T.dynamic("V, num_sequences, num_slots")
     num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 64 or 128
     num_dht, num_dh0, num_rows = T.dynamic("num_dht, num_dh0, num_rows")
     num_tails, num_owners = T.dynamic("num_tails, num_owners")
+    span_step, num_ends, num_firsts = T.dynamic("span_step, num_ends, num_firsts")
     dv_token, dv_head = T.dynamic("dv_token, dv_head")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
@@ -335,8 +343,9 @@ def build(variant: Variant):
         g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
         A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
-        cu_seqlens: T.Tensor((num_bounds,), "int32"),
-        first_chunk: T.Tensor((num_bounds,), "int32"),
+        spans: T.StridedTensor((num_sequences, 2), (span_step, 1), "int32"),
+        first_chunk: T.Tensor((num_firsts,), "int32"),
+        ends_of: T.Tensor((num_ends,), "int32"),
         dht: T.StridedTensor(
             (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
         ),
@@ -354,9 +363,7 @@ def build(variant: Variant):
         has_dh0: T.int32,
         held: T.int32,  # tiles of 64 rows of V that lie in dv and tails, not in dS: 0 or 1
     ):
-        with T.Kernel(
-            (num_bounds - 1) * num_value_heads * num_tiles, threads=plan.threads
-        ) as block:
+        with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(GATED_TILES + SOURCE)
             s_k = T.alloc_shared((sizes["rows"], CHUNK, K), variant.dtype)
             s_q = T.alloc_shared((sizes["rows"], CHUNK, K), variant.dtype)
@@ -396,10 +403,10 @@ def build(variant: Variant):
             v0 = i_tile * variant.tile_v
             hv = block // num_tiles % num_value_heads
             place = T.alloc_local((1,), "int32")
-            longest_first(cu_seqlens, num_bounds - 1, block // num_tiles // num_value_heads, place)
+            longest_first(spans, num_sequences, block // num_tiles // num_value_heads, place)
             n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
             kh = hv // (num_value_heads // num_heads)
-            sequence_span(cu_seqlens, n, num_tokens, begin, length)
+            read_span(spans, n, num_tokens, begin, length)
             num_chunks = T.ceildiv(length, CHUNK)
 
             unit = T.alloc_var("float32")
@@ -415,14 +422,14 @@ def build(variant: Variant):
                 state(
                     0, states, K, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate,
                     s_ds[0], rows, gates, p_ring, ds_rings[0], turn, num_chunks, n, hv, v0, has_dht,
-                    has_dh0, unit,
+                    has_dh0, unit, ends_of,
                 )  # fmt: skip
             elif tx < plan.start("score"):  # no thread if the CTA has one state warpgroup
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
                     1, states, K, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate,
                     s_ds[-1], rows, gates, p_ring, ds_rings[-1], turn, num_chunks, n, hv, v0,
-                    has_dht, has_dh0, unit,
+                    has_dht, has_dh0, unit, ends_of,
                 )  # fmt: skip
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)

@@ -75,6 +75,16 @@ class Variant(NamedTuple):
         return 2 if self.solves and self.states == 1 else 1
 
     @property
+    def first_state(self) -> int:
+        """The first state warpgroup: two of them come after the solving one that they wait for."""
+        return self.teams if self.states == 2 else 0
+
+    @property
+    def first_solve(self) -> int:
+        """The first warpgroup that makes A and P."""
+        return 0 if self.states == 2 else self.states
+
+    @property
     def inverts(self) -> bool:
         """True if a separate warp inverts A's diagonal blocks."""
         return self.solves and self.states == 2
@@ -91,6 +101,7 @@ PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
+    "tl.disable_buffer_init_check": True,  # staging tiles: see `put_out`
 }
 
 
@@ -114,45 +125,46 @@ def schedule(variant: Variant) -> Schedule:
     def inverting(*names: str) -> tuple[str, ...]:
         return names if variant.inverts else ()
 
+    chain_role = Role(
+        "state",
+        warps=4 * variant.states,
+        regs=state_regs,
+        waits=("q_full", "k_full", "v_full", "gate_full", "a_full", "p_full", "o_free"),
+        signals=(
+            "q_free",
+            "k_free",
+            "v_free",
+            "gate_free",
+            "a_free",
+            "p_free",
+            ("o_full", WARPGROUP_THREADS),
+        ),
+        computes="S, W, V', O",
+        uses=("wgmma",),
+    )
+    solving_role = Role(
+        "solve" if variant.solves else "score",
+        warps=4 * variant.teams,
+        regs=solve_regs,
+        waits=(
+            "q_full",
+            "k_full",
+            "gate_full",
+            *inverting("l_free"),
+            *(("a_free",) if variant.solves and not variant.inverts else ()),
+            "p_free",
+        ),
+        signals=(
+            *((s, WARPGROUP_THREADS) for s in ("q_free", "k_free", "gate_free", "p_full")),
+            *inverting("l_full"),
+            *solving(("a_full", WARPGROUP_THREADS)),
+        ),
+        computes="A, P" if variant.solves else "P",
+        uses=("wgmma", *solving("mma")),
+    )
     return Schedule(
         roles=(
-            Role(
-                "state",
-                warps=4 * variant.states,
-                regs=state_regs,
-                waits=("q_full", "k_full", "v_full", "gate_full", "a_full", "p_full", "o_free"),
-                signals=(
-                    "q_free",
-                    "k_free",
-                    "v_free",
-                    "gate_free",
-                    "a_free",
-                    "p_free",
-                    ("o_full", WARPGROUP_THREADS),
-                ),
-                computes="S, W, V', O",
-                uses=("wgmma",),
-            ),
-            Role(
-                "solve" if variant.solves else "score",
-                warps=4 * variant.teams,
-                regs=solve_regs,
-                waits=(
-                    "q_full",
-                    "k_full",
-                    "gate_full",
-                    *inverting("l_free"),
-                    *(("a_free",) if variant.solves and not variant.inverts else ()),
-                    "p_free",
-                ),
-                signals=(
-                    *((s, WARPGROUP_THREADS) for s in ("q_free", "k_free", "gate_free", "p_full")),
-                    *inverting("l_full"),
-                    *solving(("a_full", WARPGROUP_THREADS)),
-                ),
-                computes="A, P" if variant.solves else "P",
-                uses=("wgmma", *solving("mma")),
-            ),
+            *((solving_role, chain_role) if variant.first_state else (chain_role, solving_role)),
             Role(
                 "load",
                 warps=1,
@@ -224,10 +236,16 @@ def clear_saved(A, g_cum, first_row, num_tokens, num_sequences, hv):
 def build(variant: Variant):
     plan = schedule(variant)
     K, states, rings = variant.K, variant.states, plan.rings
+    first_state, first_solve = variant.first_state, variant.first_solve
+
+    def of_states(warpgroup):
+        before_the_end = warpgroup < first_state + states
+        return (warpgroup >= first_state) & before_the_end if first_state else before_the_end
+
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
-    V, num_tiles, num_columns, num_bounds = T.dynamic("V, num_tiles, num_columns, num_bounds")
+    V, num_tiles, num_columns, num_sequences = T.dynamic("V, num_tiles, num_columns, num_sequences")
     num_h0, num_ht, saved_tokens = T.dynamic("num_h0, num_ht, saved_tokens")
-    num_ends = T.dynamic("num_ends")
+    span_step, num_starts, num_ends = T.dynamic("span_step, num_starts, num_ends")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
     h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
@@ -245,7 +263,8 @@ def build(variant: Variant):
         g: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta16: T.Tensor((num_tokens, num_value_heads), variant.dtype),
-        cu_seqlens: T.Tensor((num_bounds,), "int32"),
+        spans: T.StridedTensor((num_sequences, 2), (span_step, 1), "int32"),
+        starts_of: T.Tensor((num_starts,), "int32"),
         ends_of: T.Tensor((num_ends,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
         o: T.Tensor((num_tokens, num_value_heads, num_columns, TILE), variant.dtype),
@@ -307,9 +326,9 @@ def build(variant: Variant):
             num_chunks, first = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile, saves = T.alloc_var("int32"), T.alloc_var("int32")
             tails, items = T.alloc_var("int32"), T.alloc_var("int32")
-            shape = (cu_seqlens, num_tokens, num_heads, num_value_heads, num_tiles, training)
+            shape = (spans, num_tokens, num_heads, num_value_heads, num_tiles, training)
             first = 0  # number of chunks of earlier items: the rings' next step
-            items = T.ceildiv((num_bounds - 1) * num_value_heads * num_tiles - block, ctas)
+            items = T.ceildiv(num_sequences * num_value_heads * num_tiles - block, ctas)
 
             turn = turns(plan)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
@@ -317,9 +336,9 @@ def build(variant: Variant):
             # up to that predecessor have ended. `early`: q, k, v, gates and A come from these.
             if early == 0:
                 T.pdl_sync()
-            if warpgroup < states:
+            if of_states(warpgroup):
                 T.set_max_nreg(plan.role("state").regs, 1)
-                first_turn(turn, warpgroup)
+                first_turn(turn, warpgroup - first_state)
                 if early != 0:  # only h0 comes from the kernel before; o is written after it
                     T.pdl_sync()
                 for j in rolled(items):
@@ -333,17 +352,17 @@ def build(variant: Variant):
                         After(q_ring, first), After(k_ring, first), After(v_ring, first),
                         After(gates, first), After(a_ring, first), After(p_ring, first),
                         After(o_ring, first * states), turn, num_chunks, n, hv,
-                        i_tile * variant.tile_v, has_h0, has_ht, ends_of,
+                        i_tile * variant.tile_v, has_h0, has_ht, starts_of, ends_of, first_state,
                     )  # fmt: skip
                     first += num_chunks
-                last_turn(turn, warpgroup)
+                last_turn(turn, warpgroup - first_state)
             elif warpgroup < states + variant.teams:
-                T.set_max_nreg(plan.roles[1].regs, 0)
+                T.set_max_nreg(plan.role("solve" if variant.solves else "score").regs, 0)
                 if variant.solves:
-                    clear_above(s_a, warpgroup - states, variant.teams)
-                clear_above(s_p, warpgroup - states, variant.teams)
+                    clear_above(s_a, warpgroup - first_solve, variant.teams)
+                clear_above(s_p, warpgroup - first_solve, variant.teams)
                 count_chunks(
-                    cu_seqlens, num_tokens, num_value_heads * num_tiles, block, ctas, items,
+                    spans, num_tokens, num_value_heads * num_tiles, block, ctas, items,
                     num_chunks,
                 )  # fmt: skip
                 num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
@@ -355,7 +374,7 @@ def build(variant: Variant):
                     )  # fmt: skip
                 elif variant.solves:
                     solve_in_teams(
-                        variant.teams, states, K, s_q, s_k, s_gate, s_l, s_a, s_p,
+                        variant.teams, first_solve, K, s_q, s_k, s_gate, s_l, s_a, s_p,
                         q_ring, k_ring, gates, a_ring, p_ring, NamedBarrier(plan, "solve"),
                         num_chunks, scale,
                     )  # fmt: skip
@@ -411,7 +430,7 @@ def build(variant: Variant):
                 else:
                     if variant.inverts:
                         count_chunks(
-                            cu_seqlens, num_tokens, num_value_heads * num_tiles, block, ctas,
+                            spans, num_tokens, num_value_heads * num_tiles, block, ctas,
                             items, num_chunks,
                         )  # fmt: skip
                         invert(s_l, s_a, l_ring, a_ring, num_chunks)
@@ -420,8 +439,10 @@ def build(variant: Variant):
                             block + j * ctas, *shape,
                             n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
-                        begin = inside(cu_seqlens[num_bounds - 1], num_tokens) + n
-                        padding = (begin, num_tokens, num_bounds - 1, hv)
+                        begin = inside(spans[num_sequences - 1, 1], num_tokens) + n
+                        if has_h0 == 2:  # other tokens belong to other nodes of a tree
+                            begin = num_tokens
+                        padding = (begin, num_tokens, num_sequences, hv)
                         for w in rolled(states):
                             clear_padding(o, *padding, i_tile * states + w)
                         if saves != 0:

@@ -5,7 +5,8 @@ Per chunk (C = 64 tokens) and value head, with n tokens in the chunk:
     beta_i; 0 past the chunk's end                                                     [C]
     to_end_i = 2^(gamma_end - gamma_i), end the last token of i's block of 16          [C]
 They are written as one row of 3 x 64 numbers, which other kernels fetch by a single bulk copy.
-gamma is also written as g_cum [tokens, value heads], in natural log, for the backward.
+gamma is also written as g_cum [tokens, value heads], in natural log, for the backward; and a beta
+of 16 bits once more in fp32, which the kernels that are given A read.
 
 Steps (numbers appear again in the code); a CTA owns one chunk and 32 value heads:
     1  a lane is a value head and a warp 16 tokens: g and beta are read along the heads
@@ -31,10 +32,10 @@ GATE_BLOCK = 16  # tokens of a warp
 
 
 class Variant(NamedTuple):
-    dtype: str  # of g and beta
+    dtype: str  # of beta; g is fp32
 
 
-VARIANTS = (Variant("float32"),)
+VARIANTS = tuple(Variant(dtype) for dtype in ("float32", "bfloat16", "float16"))
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -62,14 +63,17 @@ def build(variant: Variant):
     plan = schedule(variant)
     num_tokens, num_heads, capacity = T.dynamic("num_tokens, num_heads, capacity")
     g_token, g_head, b_token, b_head = T.dynamic("g_token, g_head, b_token, b_head")
+    wide_tokens = T.dynamic("wide_tokens")
+    widens = variant.dtype != "float32"
 
     @T.prim_func
     def gate(
-        g: T.StridedTensor((num_tokens, num_heads), (g_token, g_head), variant.dtype),
+        g: T.StridedTensor((num_tokens, num_heads), (g_token, g_head), "float32"),
         beta: T.StridedTensor((num_tokens, num_heads), (b_token, b_head), variant.dtype),
         chunks: T.Tensor((capacity, 2), "int32"),
         g_cum: T.Tensor((num_tokens, num_heads), "float32"),
         gates: T.Tensor((capacity, num_heads, 3, CHUNK), "float32"),
+        wide_beta: T.Tensor((wide_tokens, num_heads), "float32"),
     ):
         # chunks on x: there may be more than the 65535 that y can count
         with T.Kernel(capacity, T.ceildiv(num_heads, GATE_HEADS), threads=plan.threads) as (
@@ -90,9 +94,7 @@ def build(variant: Variant):
                 gamma[i] = 0
                 b[i] = 0
                 if (warp * GATE_BLOCK + i < rows) & (head < num_heads):
-                    gamma[i] = T.max(
-                        T.cast(g[tok0 + warp * GATE_BLOCK + i, head], "float32") * LOG2E, GATE_FLOOR
-                    )
+                    gamma[i] = T.max(g[tok0 + warp * GATE_BLOCK + i, head] * LOG2E, GATE_FLOOR)
                     b[i] = T.cast(beta[tok0 + warp * GATE_BLOCK + i, head], "float32")
             for i in T.unroll(1, GATE_BLOCK):  # 2
                 gamma[i] += gamma[i - 1]
@@ -111,6 +113,8 @@ def build(variant: Variant):
                 s_rows[lane, BETA * CHUNK + warp * GATE_BLOCK + i] = b[i]
                 if (warp * GATE_BLOCK + i < rows) & (head < num_heads):
                     g_cum[tok0 + warp * GATE_BLOCK + i, head] = gamma[i] * LN2
+                    if widens:
+                        wide_beta[tok0 + warp * GATE_BLOCK + i, head] = b[i]
             T.sync_threads()
             for i in T.serial(
                 T.ceildiv(T.min(GATE_HEADS, num_heads - tile * GATE_HEADS), CHUNK // GATE_BLOCK)

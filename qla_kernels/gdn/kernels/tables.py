@@ -1,10 +1,10 @@
 """Reads the bounds of sequences, and makes tables of chunks: macros for kernels.
 
 A caller's bounds may have any contents, because the host never reads them. Kernels read them by
-`inside` and `sequence_span` only, whose results lie inside the tensors. Tables are made from such
-spans, and have room for the entries of correct bounds. With wrong bounds, whose sequences may
-overlap, a table is filled up and entries beyond its room are dropped. Numbers read from a table
-that a kernel of this package made need no second check.
+`inside`, `sequence_span` and `read_span` only, whose results lie inside the tensors. Tables are
+made from such spans, and have room for the entries of correct bounds. With wrong bounds, whose
+sequences may overlap, a table is filled up and entries beyond its room are dropped. Numbers read
+from a table that a kernel of this package made need no second check.
 """
 
 from __future__ import annotations
@@ -30,6 +30,17 @@ def sequence_span(cu_seqlens, n, num_tokens, begin: T.Ref, length: T.Ref):
     """
     begin = inside(cu_seqlens[n], num_tokens)
     length = inside(cu_seqlens[n + 1], num_tokens)  # so that no difference overflows
+    length = T.max(length - begin, 0)
+
+
+@T.macro
+def read_span(spans, n, num_tokens, begin: T.Ref, length: T.Ref):
+    """Does the same as `sequence_span` for spans [N, 2], each the bounds of a sequence.
+
+    Of packed sequences they are a view of cu_seqlens, in which rows overlap.
+    """
+    begin = inside(spans[n, 0], num_tokens)
+    length = inside(spans[n, 1], num_tokens)  # so that no difference overflows
     length = T.max(length - begin, 0)
 
 

@@ -21,6 +21,7 @@ from qla_kernels.gdn.launch.tensors import (
     of_part,
     pass_state_through,
     sequence_bounds,
+    spans,
     tokens,
 )
 from qla_kernels.sm90 import dtype_name
@@ -64,6 +65,7 @@ def chunk_states(
     ht: Tensor | None = None,
     tile_v: int | None = None,
     out: Tensor | None = None,
+    starts_of: Tensor | None = None,
 ) -> Tensor:
     """Computes the state that enters each chunk, or one state per `every` chunks of a sequence.
 
@@ -77,6 +79,7 @@ def chunk_states(
         ht: [N, HV, K, V] fp32, any strides, written if given.
         tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
         out: memory for the result; allocated for the most states there can be if None.
+        starts_of: the row of h0 from which each sequence starts, or -1 for zeros; its own if None.
 
     Returns:
         [slots, HV, V, K] in k's dtype. Sequence n owns ceil(chunks / every) slots, after those of
@@ -84,7 +87,8 @@ def chunk_states(
     """
     B, T, HV, V = v.shape
     K = k.shape[-1]
-    N = cu_seqlens.shape[0] - 1
+    of_sequences = spans(cu_seqlens.int().contiguous())
+    N = of_sequences.shape[0]
     h = k.new_empty(capacity(B * T, N, CHUNK * every), HV, V, K) if out is None else out
     if not h.numel():  # no chunk
         pass_state_through(h0, ht)
@@ -97,13 +101,14 @@ def chunk_states(
         g_cum.view(B * T, HV),
         beta.view(B * T, HV),
         A.view(B * T, HV, CHUNK),
-        cu_seqlens.int().contiguous(),
+        of_sequences,
         _first_slot(first_chunk, every),
+        first_chunk if starts_of is None else starts_of,
         nothing if h0 is None else h0,
         h,
         nothing if ht is None else ht,
         every,
-        int(h0 is not None),
+        0 if h0 is None else 1 if starts_of is None else 2,
         int(ht is not None),
     )
     return h
@@ -155,6 +160,8 @@ def dstate_chain(
     dh0: Tensor | None = None,
     tile_v: int | None = None,
     held: DsInDv | None = None,
+    ends_of: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Computes the gradient of the state that leaves each chunk.
 
@@ -167,6 +174,10 @@ def dstate_chain(
         dh0: [N, HV, K, V] fp32, any strides, written if given.
         tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
         held: memory for rows 0 to 63 of V; None keeps them in the result.
+        ends_of: given if the sequences are nodes of a tree, whose spans [N, 2] `cu_seqlens` then
+            holds, and whose first chunks [N] `first_chunk`: the row of dht with the gradient of the
+            state after each node, or -1 for zeros.
+        out: memory for the result; allocated if None.
 
     Returns:
         [capacity of the chunk table, HV, V, K] in k's dtype, or [.., V - 64, K] with `held`; rows
@@ -174,8 +185,10 @@ def dstate_chain(
     """
     B, T, HV, V = do.shape
     K = k.shape[-1]
-    N = cu_seqlens.shape[0] - 1
-    dS = k.new_empty(capacity(B * T, N), HV, V if held is None else V - TILE, K)
+    of_sequences = spans(cu_seqlens.int().contiguous())
+    N = of_sequences.shape[0]
+    rows = V if held is None else V - TILE
+    dS = k.new_empty(capacity(B * T, N), HV, rows, K) if out is None else out
     if not dS.numel():  # no chunk
         pass_state_through(dht, dh0)
         return dS
@@ -188,14 +201,15 @@ def dstate_chain(
         g_cum.view(B * T, HV),
         beta.view(B * T, HV),
         A.view(B * T, HV, CHUNK),
-        cu_seqlens.int().contiguous(),
+        of_sequences,
         first_chunk,
+        first_chunk if ends_of is None else ends_of,
         nothing if dht is None else dht,
         dS,
         nothing if dh0 is None else dh0,
         *ds_rows_in_dv(held, dS, do, first_chunk),
         scale,
-        int(dht is not None),
+        0 if dht is None else 1 if ends_of is None else 2,
         int(dh0 is not None),
         int(held is not None),
     )

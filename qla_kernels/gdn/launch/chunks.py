@@ -20,6 +20,7 @@ from qla_kernels.gdn.launch.tensors import (
     parts_in_reach,
     pass_state_through,
     sequence_bounds,
+    spans,
     tokens,
 )
 from qla_kernels.gdn.validate import OP
@@ -48,13 +49,17 @@ def l2norm_fwd(x: Tensor) -> Tensor:
     return y
 
 
-def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
+def gate(
+    g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor, wide_beta: Tensor | None = None
+) -> Tensor:
     """Cumulates the gates within each chunk; returns them in the layout that kkt_solve fetches.
 
     Args:
-        g, beta: [B, T, HV] fp32, g in natural log; any strides that flatten to tokens.
+        g: [B, T, HV] fp32, natural log; any strides that flatten to tokens.
+        beta: [B, T, HV] in fp32, bf16 or fp16; likewise.
         table: the chunks.
         g_cum: [B, T, HV] fp32, written: the cumulated gates in natural log.
+        wide_beta: [B, T, HV] fp32, written: beta, if that has 16 bits; then it must be given.
 
     Returns:
         [capacity of the table, HV, 3, 64] fp32: three rows per chunk, gamma in base 2, beta and
@@ -63,8 +68,9 @@ def gate(g: Tensor, beta: Tensor, table: ChunkTable, g_cum: Tensor) -> Tensor:
     num_tokens, HV = g.shape[0] * g.shape[1], g.shape[2]
     gates = g.new_empty(table.chunks.shape[0], HV, 3, CHUNK)
     flat = (x.view(num_tokens, HV) for x in (g, beta))
-    jit.compile(gate_kernel, gate_kernel.Variant("float32"))(
-        *flat, table.chunks, g_cum.view(num_tokens, HV), gates
+    wide = g_cum if wide_beta is None else wide_beta
+    jit.compile(gate_kernel, gate_kernel.Variant(dtype_name(beta.dtype)))(
+        *flat, table.chunks, g_cum.view(num_tokens, HV), gates, wide.view(num_tokens, HV)
     )
     return gates
 
@@ -77,18 +83,20 @@ def kkt_solve(
     table: ChunkTable | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     growth: Tensor | None = None,
+    wide_beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes the cumulated gates and the gated inverse of every chunk.
 
     Args:
         k: [B, T, H, K], bf16 or fp16; any strides that flatten to tokens, with unit last stride.
         g: [B, T, HV] fp32, natural log.
-        beta: [B, T, HV] fp32.
+        beta: [B, T, HV] in fp32, bf16 or fp16.
         cu_seqlens: [N + 1], with B = 1; None if each batch row is a sequence.
         table: the table of chunks; made here if None.
         out: g_cum and A to write into; allocated here if None.
         growth: [B, T, HV] fp32, written if given, for segments.maps: at the last of every 16 tokens
             of a chunk, the sum over the 16 of log max(1, |1 - beta |k|^2|).
+        wide_beta: as in `gate`.
 
     Returns:
         g_cum [B, T, HV] fp32, natural log, inclusive within each chunk, and A [B, T, HV, 64] in k's
@@ -102,7 +110,7 @@ def kkt_solve(
     room = table.chunks.shape[0]
     if not g.numel() or not room:
         return g_cum, A
-    gates = gate(g, beta, table, g_cum)
+    gates = gate(g, beta, table, g_cum, wide_beta)
     variant = kkt_solve_kernel.Variant(dtype_name(k.dtype), K)
     jit.compile(kkt_solve_kernel, variant)(
         tokens(k),
@@ -146,6 +154,7 @@ def fused_fwd(
     plan: heuristics.ForwardChoice,
     ends_of: Tensor | None = None,
     equal_lengths: bool = False,
+    starts_of: Tensor | None = None,
 ) -> None:
     """Runs the chain over each sequence's chunks: writes o and, where given, ht and saved.
 
@@ -164,16 +173,21 @@ def fused_fwd(
             and that all other inputs were complete before segment_scan began: the kernel reads them
             early. See tile/dependent.py.
         equal_lengths: the sequences are known to have one length, or nearly one.
+        starts_of: given if the sequences are nodes of a tree, whose spans [N, 2] `cu_seqlens` then
+            holds: the row of h0 from which each node starts, or -1 for zeros. `ends_of` is the row
+            of ht to which it writes, or -1. Rows of o at no node are not written.
     """
     B, T, HV, V = v.shape
     K = q.shape[-1]
-    N = cu_seqlens.shape[0] - 1
+    bounds = cu_seqlens.int().contiguous()
+    of_sequences = spans(bounds)
+    N = of_sequences.shape[0]
     if not N or not o.numel():  # no token to compute, or none that a sequence owns
         for x in (o, *(saved or ())):
             x.zero_()
         pass_state_through(h0, ht)
         return
-    g, beta, bounds = g.view(B * T, HV), beta.view(B * T, HV), cu_seqlens.int().contiguous()
+    g, beta = g.view(B * T, HV), beta.view(B * T, HV)
     is_16 = beta.dtype != torch.float32
     items = N * HV * (V // plan.tile_v)
     if saved is None:  # placeholders, which the kernel does not write
@@ -189,7 +203,8 @@ def fused_fwd(
         g,
         g if is_16 else beta,
         beta if is_16 else o.as_strided((B * T, HV), (HV, 1)),
-        bounds,
+        of_sequences,
+        bounds if starts_of is None else starts_of,
         bounds if ends_of is None else ends_of,
         nothing if h0 is None else h0,
         o.view(B * T, HV, V // TILE, TILE),
@@ -197,10 +212,10 @@ def fused_fwd(
         g_cum,
         A,
         scale,
-        int(h0 is not None),
+        0 if h0 is None else 1 if starts_of is None else 2,
         0 if ht is None else 1 if ends_of is None else 2,
         int(saved is not None),
         int(is_16),
         heuristics.ctas(items, equal_lengths, device.sm_count(q.device)),
-        int(ends_of is not None),
+        int(ends_of is not None and starts_of is None),
     )

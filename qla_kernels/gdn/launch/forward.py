@@ -44,7 +44,7 @@ class FlatBatch(NamedTuple):
     k: Tensor
     v: Tensor
     g: Tensor  # fp32, natural log
-    beta: Tensor  # fp32, or as q where the plan's kernel solves
+    beta: Tensor  # in fp32 or in q's dtype
     h0: Tensor | None  # [N, HV, K, V] fp32, the state that enters each sequence; zeros if None
     bounds: Tensor  # [N + 1] of the sequences, where B is 1; or 0, T, 2 T, ...
 
@@ -85,7 +85,7 @@ def gdn_fwd(call: Call, options: Options) -> GdnForward:
     require_aligned(OP, q=call.q, k=call.k, v=call.v)
     with device.of(call.q):
         plan, equal_lengths = _planned(call, options)
-        x = _activated(call, options, plan)
+        x = _activated(call, options)
         final_state, out = _room(call, options, plan, x)
         parts, found = flat_parts(x.q, x.k, x.v), None
         for rows in parts:
@@ -141,7 +141,9 @@ def forward_batch(
         cut = segments.cut(g, bounds, plan.segment_chunks, *open_ends, table)
     if not plan.kernel.solves:
         growth = torch.empty_like(g) if cut is not None and plan.grows else None
-        g_cum, A = kkt_solve(k, g, beta, bounds, table, out.saved, growth)
+        wide = beta if beta.dtype == torch.float32 else torch.empty_like(g)
+        g_cum, A = kkt_solve(k, g, beta, bounds, table, out.saved, growth, wide)
+        beta = wide
     if cut is None:
         fused_fwd(q, k, v, g, beta, scale, h0, bounds, *out, plan.kernel, None, equal_lengths)
         return None
@@ -168,10 +170,9 @@ def _planned(call: Call, options: Options) -> tuple[Plan, bool]:
     return plan, known and len(chunks) == 1 and plan.segment_chunks is None
 
 
-def _activated(call: Call, options: Options, plan: Plan) -> FlatBatch:
+def _activated(call: Call, options: Options) -> FlatBatch:
     """Returns the call's inputs as kernels read them, with activated gates and betas."""
-    # only kernels that solve read a beta of 16 bits
-    as_is = call.q.dtype if plan.kernel.solves and not options.output_h else torch.float32
+    as_is = torch.float32 if options.output_h else call.q.dtype  # for `public_states`
     raw = call.g, call.beta, call.A_log, call.dt_bias
     g, beta = activations.activate(*raw, options.beta_range, as_is)
     h0 = None if call.initial_state is None else call.initial_state.float()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
+from qla_kernels.gdn import durations
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Options
-from qla_kernels.gdn.heuristics import CHAIN_STEP
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.chains import DsInDv, chunk_states, ds_room_in_dv, dstate_chain
 from qla_kernels.gdn.launch.segments import Maps, Segments
@@ -24,6 +24,7 @@ from qla_kernels.gdn.launch.tensors import (
     pass_state_through,
     sequence_bounds,
 )
+from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
 
 
@@ -69,7 +70,8 @@ def states_around(
 ) -> ChainStates | None:
     """Runs the chains over whole sequences or over segments; None where there is no chunk.
 
-    Segments are used if the forward's cache has them or if the plan cuts. Writes x.dh0 if given.
+    Segments are those of the forward's cache, where that takes less time than whole sequences; if
+    there is no cache, the plan decides. Writes x.dh0 if given.
 
     Args:
         dv: as in `chains`.
@@ -81,34 +83,21 @@ def states_around(
         return None
     x = x._replace(bounds=x.bounds.int())
     bound = gdn_plan.gradient_bound(options.warm_log_bound)
-    kept = segments.of_cache(cp_cache)
+    N, shape = len(x.bounds) - 1, (HV, V, device.sm_count(dv.device))
+    sequences = chunks_of(N, B * T, cu_seqlens_cpu)
+    kept, most = segments.of_cache(cp_cache), None
     if kept is not None:
-        return segmented_chains(x, dv, *kept, bound)
-    sequences = chunks_of(len(x.bounds) - 1, B * T, cu_seqlens_cpu)
-    sms = device.sm_count(dv.device)
-    most = None
-    if options.auto_cp:
-        most = gdn_plan.backward(sequences, HV, x.k.shape[-1], V, sms, bound)
+        most = max(1, B * T // CHUNK // max(1, kept[0].capacity - N))  # as `capacity` counts
+        if options.auto_cp and not gdn_plan.kept_is_faster(sequences, *shape, most, bound):
+            most = None
+    elif options.auto_cp:
+        most = gdn_plan.backward(sequences, HV, x.k.shape[-1], *shape[1:], bound)
+    pieces = sequences if most is None else gdn_plan.cut_lengths(sequences, most)
+    tile_v, _ = durations.both_chains(pieces, *shape)
     if most is None:
-        return chains(x, dv, _columns(sequences, HV, V, sms))
-    cut = segments.cut(x.g_cum, x.bounds, most)
-    tile_v = _columns(gdn_plan.cut_lengths(sequences, most), HV, V, sms)
-    return segmented_chains(x, dv, cut, None, bound, tile_v)
-
-
-def _columns(pieces: gdn_plan.Lengths, HV: int, V: int, sm_count: int) -> int:
-    """Returns how many columns of V a CTA of a chain computes: the width that takes less time.
-
-    With fewer columns the longest piece ends sooner. With more, all pieces together take less time
-    on half the SMs; the other chain has the other half.
-    """
-
-    def duration(tile_v: int) -> float:
-        chunks = sum(length * count for length, count in pieces)
-        longest = max(length for length, _ in pieces)
-        return CHAIN_STEP[tile_v] * max(longest, chunks * HV * V // tile_v / (sm_count // 2))
-
-    return min((tile_v for tile_v in CHAIN_STEP if V % tile_v == 0), key=duration)
+        return chains(x, dv, tile_v)
+    cut, found = kept or (segments.cut(x.g_cum, x.bounds, most), None)
+    return segmented_chains(x, dv, cut, found, bound, tile_v)
 
 
 def chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStates:

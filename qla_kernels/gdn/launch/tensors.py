@@ -10,8 +10,9 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.device_tables import kept
 from qla_kernels.gdn.call import Call
+from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
-from qla_kernels.gdn.plan import Lengths, sequence_chunks
+from qla_kernels.gdn.plan import sequence_chunks
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.varlen import ChunkTable, capacity
 
@@ -121,6 +122,15 @@ def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 @kept(256)
 def _dense_bounds(on: torch.device, T: int, count: int) -> Tensor:
     return torch.arange(0, T * count, T, dtype=torch.int32, device=on)
+
+
+def spans(bounds: Tensor) -> Tensor:
+    """Returns the first token of each sequence and one past its last, [N, 2] int32.
+
+    Of contiguous bounds [N + 1] they are a view, in which rows overlap. Spans, of the nodes of a
+    tree, are returned themselves.
+    """
+    return bounds if bounds.dim() == 2 else bounds.as_strided((bounds.shape[0] - 1, 2), (1, 1))
 
 
 def plan_shape(call: Call) -> tuple[Lengths, int, int, int, int]:

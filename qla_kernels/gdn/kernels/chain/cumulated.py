@@ -182,11 +182,11 @@ def stage(r_s16, s_h, ring, step, K):
 
 
 @T.macro
-def longest_first(cu_seqlens, num_sequences, rank, n):
+def longest_first(spans, num_sequences, rank, n):
     """Sets n[0] to the sequence number `rank` in the order of falling lengths.
 
     Every warp computes it by itself. With more than 64 sequences n[0] is `rank`: no sequence is
-    then so long that the order would matter. Lengths are taken from cu_seqlens unchecked; any
+    then so long that the order would matter. Lengths are taken from spans [N, 2] unchecked; any
     lengths give each rank a different sequence.
     """
     lane = T.get_thread_binding() % 32
@@ -199,9 +199,9 @@ def longest_first(cu_seqlens, num_sequences, rank, n):
             length[e] = -1
             before[e] = 0
             if lane + 32 * e < num_sequences:
-                length[e] = cu_seqlens[lane + 32 * e + 1] - cu_seqlens[lane + 32 * e]
+                length[e] = spans[lane + 32 * e, 1] - spans[lane + 32 * e, 0]
         for m in rolled(num_sequences):
-            other = cu_seqlens[m + 1] - cu_seqlens[m]
+            other = spans[m, 1] - spans[m, 0]
             for e in T.unroll(2):
                 if (other > length[e]) | ((other == length[e]) & (m < lane + 32 * e)):
                     before[e] += 1

@@ -113,9 +113,13 @@ def move_state(function, K, r_s, state, n, hv, v):
 
 @T.macro
 def put_out(r_o16, s_o, ring, w, i):
+    """Writes a state warpgroup's columns of O to its staging tile.
+
+    `store` makes the fence. TileLang is told that the tile is read here: for a write it would
+    insert a fence of its own before the next product.
+    """
     ring.acquire(i)
-    T.call_extern("handle", "qla::stage_transposed", r_o16.data, slot_of(s_o, w))
-    T.fence_proxy_async()  # s_o: written by threads, read by the TMA store
+    T.call_extern("handle", "qla::stage_transposed", r_o16.data, slot_of(s_o, w, "r"))
     ring.commit(i)
 
 
@@ -123,7 +127,7 @@ def put_out(r_o16, s_o, ring, w, i):
 def state(
     states, K, dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
     q_ring, k_ring, v_ring, gate_ring, a_ring, p_ring, o_ring, turn,
-    num_chunks, n, hv, v0, has_h0, has_ht, ends_of,
+    num_chunks, n, hv, v0, has_h0, has_ht, starts_of, ends_of, first_warpgroup=0,
 ):  # fmt: skip
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
@@ -137,9 +141,15 @@ def state(
     r_vt = T.alloc_fragment((CHUNK, TILE), dtype)
     T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
     w = T.alloc_var("int32")
-    w = T.get_thread_binding(1)
-    if has_h0 != 0:
-        move_state("load_state", K, r_s, h0, n, hv, v0 + w * TILE)
+    w = T.get_thread_binding(1) - first_warpgroup
+    start = T.alloc_var("int32")  # row of h0
+    start = -1
+    if has_h0 == 1:
+        start = n
+    if has_h0 == 2:
+        start = starts_of[n]  # the row in which this node's parent ends, if any
+    if start >= 0:
+        move_state("load_state", K, r_s, h0, start, hv, v0 + w * TILE)
     else:
         T.clear(r_s)
     T.copy(r_s, r_s16)
@@ -219,6 +229,6 @@ def state(
     if has_ht == 1:
         row = n
     if has_ht == 2:
-        row = ends_of[n]  # the sequence that this segment ends, if any
+        row = ends_of[n]  # the sequence that this segment ends, or the row of this node, if any
     if row >= 0:
         move_state("store_state", K, r_s, ht, row, hv, v0 + w * TILE)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.tables import sequence_span
+from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.ring import Ring
 
@@ -43,7 +43,7 @@ class After:
 
 @T.macro
 def find(
-    item, cu_seqlens, num_tokens, num_heads, num_value_heads, num_tiles, training,
+    item, spans, num_tokens, num_heads, num_value_heads, num_tiles, training,
     n: T.Ref, kh: T.Ref, hv: T.Ref, i_tile: T.Ref, begin: T.Ref, length: T.Ref, num_chunks: T.Ref,
     saves: T.Ref,
 ):  # fmt: skip
@@ -51,7 +51,7 @@ def find(
     hv = item // num_tiles % num_value_heads
     n = item // num_tiles // num_value_heads
     kh = hv // (num_value_heads // num_heads)
-    sequence_span(cu_seqlens, n, num_tokens, begin, length)
+    read_span(spans, n, num_tokens, begin, length)
     num_chunks = T.ceildiv(length, CHUNK)
     saves = 0  # one of a head's CTAs saves what they all have
     if i_tile == 0:
@@ -59,11 +59,11 @@ def find(
 
 
 @T.macro
-def count_chunks(cu_seqlens, num_tokens, per_sequence, block, ctas, items, num_chunks: T.Ref):
+def count_chunks(spans, num_tokens, per_sequence, block, ctas, items, num_chunks: T.Ref):
     """Sets num_chunks to the number of chunks of all items of a CTA."""
     begin, length = T.alloc_var("int32"), T.alloc_var("int32")
     num_chunks = 0
     for j in T.serial(items):
         n = (block + j * ctas) // per_sequence
-        sequence_span(cu_seqlens, n, num_tokens, begin, length)
+        read_span(spans, n, num_tokens, begin, length)
         num_chunks += T.ceildiv(length, CHUNK)

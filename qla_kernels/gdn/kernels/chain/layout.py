@@ -50,10 +50,13 @@ class Rows(NamedTuple):
         return T.tma_copy(rows, self.shared[slot, :, :], barrier=barrier)
 
 
-def slot_of(tiles, slot):
-    """Returns the address of a slot of `tiles` [slots, ..] in shared memory, for inline CUDA."""
+def slot_of(tiles, slot, access="rw"):
+    """Returns the address of a slot of `tiles` [slots, ..] in shared memory, for inline CUDA.
+
+    `access` tells TileLang whether the slot is read or written there.
+    """
     size = functools.reduce(operator.mul, tiles.shape[1:])
-    return T.access_ptr(tiles[(slot, *[0] * (len(tiles.shape) - 1))], "rw", size)
+    return T.access_ptr(tiles[(slot, *[0] * (len(tiles.shape) - 1))], access, size)
 
 
 @T.macro

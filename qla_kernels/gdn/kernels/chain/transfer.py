@@ -86,6 +86,7 @@ def store(o, A, s_o, s_a, o_ring, a_ring, begin, length, hv, first_column, solve
             a_ring.release(i)
         for w in rolled(o_ring.stages):
             o_ring.wait(i * o_ring.stages + w)
+            T.fence_proxy_async()  # s_o: written by threads, read by the TMA store
             chunk_out(o, s_o, w, begin + i * CHUNK, hv, first_column + w)  # 7
             o_ring.release(i * o_ring.stages + w)
     if tail > 0:

@@ -1,0 +1,1 @@
+"""The causal convolution: workloads, inputs, truth, and who computes it."""

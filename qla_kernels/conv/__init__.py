@@ -1,0 +1,14 @@
+"""The causal convolution in front of a gated delta net, with its bias and activation.
+
+Reading order:
+    api.py, validate.py, autograd.py, ops.py   the public function, down to the torch operators
+    cpu.py                                     the operators on CPU tensors
+    launch.py, heuristics.py, shapes.py, kernels/   on a GPU
+
+The same operators serve trees of sequences; hybrid/ has the function and makes the tables.
+"""
+
+from qla_kernels.conv.api import causal_conv1d
+from qla_kernels.conv.validate import refusal
+
+__all__ = ["causal_conv1d", "refusal"]

@@ -1,0 +1,73 @@
+"""The public function `causal_conv1d`: checks a call, then refuses or runs it."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from qla_kernels.conv.autograd import convolve
+from qla_kernels.conv.validate import (
+    OP,
+    as_given,
+    by_tokens,
+    check_bounds,
+    check_packed,
+    check_tensors,
+    refusal,
+)
+from qla_kernels.sm90 import require
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Computes a causal convolution of each channel over sequences; differentiable.
+
+        y_t = act(bias + sum_j weight[:, W-1-j] x_{t-j})    j = 0 .. W-1
+
+    over the tokens of one sequence; tokens before its first count as 0. Computes in fp32 (fp64 for
+    an fp64 x), and rounds once. CPU tensors may have any strides, in bf16, fp16, fp32 or fp64. CUDA
+    tensors need a Hopper GPU, bf16 or fp16, a multiple of 8 channels, channels that are adjacent in
+    memory, and tokens whose distance is a multiple of 16 bytes: x can be a slice of a projection.
+    weight and bias may then be in bf16, fp16 or fp32. Gradients repeat bit for bit. Second
+    derivatives and forward-mode tangents raise Unsupported.
+
+    Args:
+        x: [T, channels], or [B, channels, T] as torch's convolutions and causal-conv1d take it. On
+            a GPU the latter is the transposed view of [B, T, channels].
+        weight: [channels, W], W from 2 to 4: `conv.weight.squeeze(1)` of an nn.Conv1d.
+        bias: [channels]; 0 if None.
+        activation: None, "silu", or "swish", which is another name of silu.
+        cu_seqlens: [N + 1] int32 or int64 on x's device, the bounds of packed sequences; B is 1.
+            Tokens past the last sequence are not read, and their results are 0. Without it each
+            batch row is a sequence, and so is an x of two dimensions.
+
+    Returns:
+        y in x's shape and dtype; channels are adjacent in memory.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: the arguments fit, but this version cannot run them; see
+            `qla_kernels.conv.refusal`.
+    """
+    check_tensors(OP, x, weight, bias, activation)
+    rows = by_tokens(x)
+    tables: list[Tensor] = []
+    if cu_seqlens is not None:
+        check_packed(OP, rows, cu_seqlens)
+        tables = [cu_seqlens]
+    require(refusal(x, weight, bias))
+    if cu_seqlens is not None and _reads_bounds(cu_seqlens):
+        check_bounds(OP, rows.shape[1], cu_seqlens)
+    return as_given(convolve(rows, weight, bias, activation is not None, tables), x)
+
+
+def _reads_bounds(cu_seqlens: Tensor) -> bool:
+    """Returns whether bounds are checked: on the CPU, and on a GPU under QLA_CHECK=1."""
+    if torch.compiler.is_compiling():
+        return False
+    return cu_seqlens.is_cpu or os.environ.get("QLA_CHECK", "0") not in ("", "0")

@@ -1,0 +1,40 @@
+"""Loads a thread's channels of a token, and weights of any float dtype."""
+
+from pathlib import Path
+from typing import Any
+
+import qla_kernels.tile.language as T
+from qla_kernels.conv.shapes import PIECE
+
+SOURCE = Path(__file__).with_suffix(".cuh").read_text()
+
+
+def load_piece(to: Any, from_: Any) -> Any:
+    """Loads the PIECE numbers of 16 bits at `from_`; the compiler would load each by itself.
+
+    It cannot know that rows are multiples of 8 bytes apart. The memory must not change while the
+    kernel runs.
+    """
+    to, from_ = T.access_ptr(to, "w", PIECE), T.access_ptr(from_, "r", PIECE)
+    return T.call_extern("handle", "qla::load_8_bytes", to, from_)
+
+
+def numbers(to: Any, from_: Any, first: Any, dtype: Any) -> Any:
+    """Loads to.shape[0] numbers, from number `first` on, as fp32; `dtype` is a place in DTYPES."""
+    size = to.shape[0]
+    to, from_ = T.access_ptr(to[0], "w", size), T.access_ptr(from_, "r", 1)
+    return T.call_extern("handle", f"qla::numbers<{size}>", to, from_, first, dtype)
+
+
+def put_number(to: Any, x: Any, place: Any, dtype: Any) -> Any:
+    """Stores x as number `place`; `dtype` is a place in DTYPES."""
+    to = T.access_ptr(to, "w", 1)
+    return T.call_extern("handle", "qla::put_number", to, x, place, dtype)
+
+
+def factor(z: Any, least: Any) -> Any:
+    """Returns act(z) / z: the logistic function of z if `least` is 0, and 1 if it is 1.
+
+    A branch or a select at each use would keep the compiler from mixing the code of several rows.
+    """
+    return T.call_extern("float32", "qla::factor", z, least)

@@ -1,0 +1,138 @@
+"""How a warp walks a run of tokens: the nodes in it, and the rows before a node's or run's first.
+
+A run is cut at the ends of nodes; `Segment` has the macros' common numbers of one piece. Bounds and
+halos may have any contents, because the host never reads a caller's: numbers read from them are
+clamped, and a run's tokens are written by its own warp alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import qla_kernels.tile.language as T
+from qla_kernels.conv.kernels.numbers import load_piece, numbers
+from qla_kernels.conv.shapes import PIECE
+from qla_kernels.tile.bounds import clamped
+
+
+class Nodes(NamedTuple):
+    """Where nodes begin and end, and what lies before them."""
+
+    bounds: Any  # [nodes + 1], not read if `length` is positive
+    halo: Any  # [nodes, W - 1]
+    length: Any  # tokens of each node of a dense batch, or 0
+    num_nodes: Any
+    in_tree: Any  # 0: halo is not read, and nothing is before a node
+
+
+def bound(nodes: Nodes, n: Any, num_tokens: Any) -> Any:
+    """Returns the first token of node n; the number of tokens in sequences for n = num_nodes."""
+    read = clamped(nodes.bounds[n], 0, num_tokens)
+    return T.if_then_else(nodes.length > 0, n * nodes.length, read)
+
+
+@T.macro
+def find_node(nodes, token, num_tokens, node: T.Ref):
+    """Sets node to the last one that begins at or before `token`."""
+    high, middle = T.alloc_var("int32"), T.alloc_var("int32")
+    node = 0
+    high = nodes.num_nodes
+    if nodes.length > 0:
+        node = T.truncdiv(token, nodes.length)
+        high = 0
+    while node + 1 < high:
+        middle = (node + high) // 2
+        if bound(nodes, middle, num_tokens) <= token:
+            node = middle
+        else:
+            high = middle
+
+
+@T.macro
+def load_weights(weight, bias, r_w, r_b, channel, weight_dtype, bias_dtype, has_bias):
+    """Sets r_w to the weights [PIECE * W] of a thread's channels and r_b to their biases, or 0."""
+    numbers(r_w, weight[0], channel * (r_w.shape[0] // PIECE), weight_dtype)
+    T.clear(r_b)
+    if has_bias != 0:
+        numbers(r_b, bias[0], channel, bias_dtype)
+
+
+@T.macro
+def load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens):
+    """Sets the first W - 1 rows of r_line to those before token `first` of a node, 0 where none."""
+    reach = nodes.halo.shape[1]
+    source = T.alloc_var("int32")
+    for i in T.unroll(reach):
+        source = first - reach + i
+        if source < begin:
+            source = -1
+            if nodes.in_tree != 0:
+                source = T.min(nodes.halo[node, first - begin + i], num_tokens - 1)
+        for e in T.unroll(PIECE):
+            r_line[i, e] = 0
+        if source >= 0:
+            load_piece(r_row[i, 0], x[source, piece, 0])
+            for e in T.unroll(PIECE):
+                r_line[i, e] = r_row[i, e]
+
+
+@T.macro
+def load_rows(x, r_row, token, last, piece):
+    """Loads the rows of tokens from `token` on, as load_row does."""
+    for u in T.unroll(r_row.shape[0]):
+        load_row(x, r_row, u, token + u, last, piece)
+
+
+@T.macro
+def load_row(x, r_row, u, token, last, piece):
+    """Loads row u of r_row: that of `token`, or of `last` if that comes before.
+
+    So loads need no branch, and a thread can issue those of the next tokens before it computes.
+    """
+    row = T.alloc_var("int32")  # so that the address is a product of 32-bit numbers
+    row = T.min(token, last)
+    load_piece(r_row[u, 0], x[row, piece, 0])
+
+
+@T.macro
+def put_row(y, r_y, token, piece):
+    """Stores a thread's piece of a row."""
+    row = T.alloc_var("int32")  # as in load_row
+    row = token
+    for e in T.vectorized(PIECE):
+        y[row, piece, e] = r_y[e]
+
+
+@T.macro
+def clear_rows(y, first, end, piece):
+    """Writes 0 to rows first .. end - 1."""
+    for t in T.serial(first, end):
+        for e in T.vectorized(PIECE):
+            y[t, piece, e] = 0
+
+
+@T.macro
+def load_next(x, r_row, token, last, piece):
+    """Moves the rows of r_row one place forward, and loads that of `token` behind them."""
+    count = r_row.shape[0]
+    for u in T.unroll(count - 1):
+        for e in T.vectorized(PIECE):
+            r_row[u, e] = r_row[u + 1, e]
+    load_row(x, r_row, count - 1, token, last, piece)
+
+
+@T.macro
+def move_line(r_line, reach, count):
+    """Makes the last `reach` rows before place `count` the first rows of r_line."""
+    for i in T.unroll(reach):
+        for e in T.unroll(PIECE):
+            r_line[i, e] = r_line[count + i, e]
+
+
+def convolved(r_line, r_w, r_b, u, e):
+    """Returns z of a thread's channel e at place u behind the window of r_line."""
+    width = int(r_w.shape[0]) // PIECE
+    z = r_b[e]
+    for j in range(width):
+        z = z + r_w[e * width + j] * r_line[u + j, e]
+    return z

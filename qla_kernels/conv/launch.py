@@ -1,0 +1,156 @@
+"""The operators on CUDA tensors: views, and the launches in order.
+
+    conv_fwd    fwd
+    conv_bwd    bwd, then in a tree join_parts, then weight_sums
+
+Nothing here reads a tensor's values, so the host does not wait for the GPU.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.conv.heuristics import run_tokens
+from qla_kernels.conv.kernels import bwd as bwd_kernel
+from qla_kernels.conv.kernels import fwd as fwd_kernel
+from qla_kernels.conv.kernels import join_parts as join_parts_kernel
+from qla_kernels.conv.kernels import weight_sums as weight_sums_kernel
+from qla_kernels.conv.ops import ConvBackward, ConvTables
+from qla_kernels.conv.shapes import DTYPES, PIECE, RUNS
+from qla_kernels.conv.validate import OP, flattens
+from qla_kernels.sm90 import dtype_name, readable, require_aligned
+
+_PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
+
+
+@torch.no_grad()
+def conv_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tables: list[Tensor], silu: bool
+) -> Tensor:
+    """Returns y [B, T, C], contiguous, in x's dtype."""
+    require_aligned(OP, x=x)
+    y = x.new_empty(x.shape)
+    if not y.numel():
+        return y
+    with device.of(x):
+        variant = fwd_kernel.Variant(dtype_name(x.dtype), weight.shape[1])
+        run = _run(x, fwd_kernel.schedule(variant).ctas_per_sm)
+        nodes, parameters = _nodes(x, weight.shape[1], tables), _parameters(weight, bias)
+        jit.compile(fwd_kernel, variant)(
+            _rows(x),
+            *parameters.tensors,
+            nodes.bounds,
+            nodes.halo,
+            _rows(y),
+            *nodes.numbers,
+            run,
+            *parameters.numbers,
+            0.0 if silu else 1.0,
+        )
+    return y
+
+
+@torch.no_grad()
+def conv_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tables: list[Tensor], silu: bool
+) -> ConvBackward:
+    """Returns dx, dweight and dbias, contiguous, in the dtypes of their inputs."""
+    require_aligned(OP, x=x)
+    dx, dweight = x.new_empty(x.shape), weight.new_empty(weight.shape)
+    dbias = None if bias is None else bias.new_empty(bias.shape)
+    if not dx.numel():
+        return ConvBackward(dx, dweight.zero_(), None if dbias is None else dbias.zero_())
+    (B, T, C), W = x.shape, weight.shape[1]
+    with device.of(x):
+        dy = readable(dy) if flattens(dy) else dy.contiguous()
+        variant = bwd_kernel.Variant(dtype_name(x.dtype), W)
+        run = _run(x, bwd_kernel.schedule(variant).ctas_per_sm)
+        nodes, parameters = _nodes(x, W, tables), _parameters(weight, bias)
+        sums = x.new_empty(-(-B * T // (run * RUNS)), W + 1, C // PIECE, PIECE, dtype=torch.float32)
+        parts = sums.view(-1, C // PIECE, PIECE)  # placeholder
+        tree = ConvTables(*tables) if len(tables) > 1 and tables[3].shape[0] else None
+        if tree is not None:  # otherwise no token has parts
+            num_parts = tree.shared.shape[0] + tree.readers.shape[0]
+            parts = x.new_empty(num_parts, C // PIECE, PIECE, dtype=torch.float32)
+        jit.compile(bwd_kernel, variant)(
+            _rows(dy),
+            _rows(x),
+            *parameters.tensors,
+            nodes.bounds,
+            nodes.halo,
+            nodes.rows,
+            _rows(dx),
+            parts,
+            sums,
+            *nodes.numbers,
+            run,
+            *parameters.numbers,
+            0.0 if silu else 1.0,
+        )
+        if tree is not None:
+            join = join_parts_kernel.Variant(variant.dtype)
+            jit.compile(join_parts_kernel, join)(
+                parts, tree.shared, tree.first, tree.readers, _rows(dx)
+            )
+        of_dweight = dweight.view(torch.uint8).flatten()
+        jit.compile(weight_sums_kernel, weight_sums_kernel.Variant(W))(
+            sums.view(-1, W + 1, C),
+            of_dweight,
+            of_dweight if dbias is None else dbias.view(torch.uint8),
+            *parameters.numbers[:2],
+            W if dbias is None else W + 1,
+        )
+    return ConvBackward(dx, dweight, dbias)
+
+
+class _Nodes(NamedTuple):
+    """Tables as the kernels take them; an absent one is a placeholder, which is not read."""
+
+    bounds: Tensor
+    halo: Tensor
+    rows: Tensor
+    numbers: tuple[int, int, int]  # length, num_nodes, in_tree
+
+
+class _Parameters(NamedTuple):
+    tensors: tuple[Tensor, Tensor]  # weight and bias as bytes; weight twice without a bias
+    numbers: tuple[int, int, int]  # weight_dtype, bias_dtype, has_bias
+
+
+def _nodes(x: Tensor, width: int, tables: list[Tensor]) -> _Nodes:
+    B, T, _ = x.shape
+    nothing = x[0, 0, :8].view(torch.int32)
+    halo, rows = nothing[: width - 1].view(1, -1), nothing[:2].view(1, -1)
+    if not tables:
+        return _Nodes(nothing, halo, rows, (T, B, 0))
+    bounds = tables[0]
+    if bounds.dtype != torch.int32:  # the low words of int64 numbers
+        bounds = bounds.unsqueeze(-1).view(torch.int32).select(-1, 0)
+    if len(tables) == 1:
+        return _Nodes(bounds, halo, rows, (0, bounds.shape[0] - 1, 0))
+    tree = ConvTables(*tables)
+    return _Nodes(bounds, tree.halo, tree.rows, (0, bounds.shape[0] - 1, 1))
+
+
+def _parameters(weight: Tensor, bias: Tensor | None) -> _Parameters:
+    of_weight = weight.contiguous().view(torch.uint8).flatten()
+    of_bias = of_weight if bias is None else bias.contiguous().view(torch.uint8)
+    bias_dtype = _PLACES[weight.dtype if bias is None else bias.dtype]
+    return _Parameters(
+        (of_weight, of_bias), (_PLACES[weight.dtype], bias_dtype, int(bias is not None))
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Returns x [B, T, C] as a view [B T, C / PIECE, PIECE]."""
+    B, T, C = x.shape
+    token = x.stride(1) if T > 1 else x.stride(0) if B > 1 else C
+    return x.as_strided((B * T, C // PIECE, PIECE), (token, PIECE, 1))
+
+
+def _run(x: Tensor, ctas_per_sm: int) -> int:
+    """Returns the tokens of a run, for a kernel of which an SM holds so many CTAs."""
+    B, T, C = x.shape
+    return run_tokens(B * T, C, ctas_per_sm * device.sm_count(x.device))

@@ -1,0 +1,77 @@
+"""The operators as torch sees them: schemas, fake implementations and dispatch by device.
+
+    conv_fwd, conv_bwd   the convolution of packed tokens, and its gradients
+
+x is [B, T, C]. `tables` describe the sequences:
+
+    none                 each batch row is one
+    [bounds]             B is 1; cu_seqlens, [N + 1] int32 or int64
+    all of ConvTables    B is 1; nodes of a tree; cpu.py reads the first two alone
+
+CPU tensors go to cpu.py and CUDA tensors to launch.py; each has a function named like the operator,
+and is imported when an operator first gets such a tensor. No result shares memory with an argument.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.operators import define_direct
+
+SCHEMAS = {
+    "conv_fwd": "(Tensor x, Tensor weight, Tensor? bias, Tensor[] tables, bool silu) -> Tensor",
+    "conv_bwd": """(
+        Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor[] tables, bool silu
+    ) -> (Tensor dx, Tensor dweight, Tensor? dbias)""",
+}
+
+
+class ConvTables(NamedTuple):
+    """Tables of a tree for one width W; int32, on x's device. Nodes are numbered in packed order.
+
+    A gradient of a token that other nodes read is a sum of *parts*, rows of a workspace. First come
+    the parts from the own nodes of such tokens, in the order of `shared`; then those that each node
+    gives to the tokens of its halo.
+    """
+
+    bounds: Tensor  # [nodes + 1] first token of each node, then T
+    halo: Tensor  # [nodes, W - 1] the tokens before a node's first, the nearest last; -1: none
+    rows: Tensor  # [nodes, 2] KEPT: row of the first of the node's last min(W - 1, tokens) tokens;
+    #               GIVEN: row of its halo's last token, behind those of the others. -1: none
+    shared: Tensor  # [shared tokens] tokens that other nodes read, ascending
+    first: Tensor  # [shared tokens + 1] entries of `readers` before each
+    readers: Tensor  # rows of other nodes' parts of each shared token, ascending
+
+
+class ConvBackward(NamedTuple):
+    """Results of conv_bwd; each has the shape and dtype of its input."""
+
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor | None
+
+
+def _fake_conv_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tables: list[Tensor], silu: bool
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_conv_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tables: list[Tensor], silu: bool
+) -> ConvBackward:
+    dbias = None if bias is None else bias.new_empty(bias.shape)
+    return ConvBackward(x.new_empty(x.shape), weight.new_empty(weight.shape), dbias)
+
+
+HOMES = "qla_kernels.conv.launch", "qla_kernels.conv.cpu"  # for CUDA and CPU tensors
+
+# As this package calls them
+conv_fwd = define_direct("conv_fwd", SCHEMAS["conv_fwd"], _fake_conv_fwd, *HOMES)
+conv_bwd = define_direct("conv_bwd", SCHEMAS["conv_bwd"], _fake_conv_bwd, *HOMES)
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    """Returns whether grad mode is on and one of the tensors requires a gradient."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

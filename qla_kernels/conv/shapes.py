@@ -1,0 +1,13 @@
+"""Sizes that the host and the kernels share."""
+
+WIDTHS = (2, 3, 4)
+CHANNELS = 8  # 16 bytes of a token: on a GPU, channels are a multiple of this
+
+PIECE = 4  # channels of a thread: 8 bytes of a token
+TILE = 32 * PIECE  # channels of a warp
+RUNS = 8  # runs of tokens of a CTA, one for each warp
+
+DTYPES = ("float32", "bfloat16", "float16")  # of weights and biases; kernels get the index
+
+# Columns of the table `rows`, which has a row for each node
+KEPT, GIVEN = 0, 1

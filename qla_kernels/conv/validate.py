@@ -1,0 +1,163 @@
+"""Checks of a call: `refusal`, and the checks that every implementation shares.
+
+    check_*      raise a ValueError if the call is malformed, on every device
+    refusal      returns the text of an Unsupported if a well-formed call cannot be run
+
+Both decide from types, shapes, dtypes, devices, strides and tangents. `check_bounds` reads values;
+it runs only on the CPU and under QLA_CHECK=1.
+"""
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device
+from qla_kernels.conv.shapes import CHANNELS, WIDTHS
+from qla_kernels.derivatives import refuse_forward_mode
+from qla_kernels.errors import need
+from qla_kernels.sm90 import (
+    CAPABILITY,
+    DTYPES,
+    Reason,
+    dtype_name,
+    expect_tensors,
+    one_of,
+    refused_strides,
+)
+
+OP = "causal_conv1d"
+
+FLOATS = (*DTYPES, torch.float32, torch.float64)
+WEIGHTS = (*DTYPES, torch.float32)  # dtypes of weight and bias on a GPU
+ACTIVATIONS = (None, "silu", "swish")
+ELSEWHERE = "use torch.nn.functional.conv1d on each sequence"
+
+
+def refusal(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    capability: tuple[int, int] | None = None,
+    op: str = OP,
+) -> str | None:
+    """Returns why this version cannot run the call, or None if it can, with or without gradients.
+
+    Args:
+        x, weight, bias: as in `causal_conv1d`, well formed.
+        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        op: the name that begins the text.
+    """
+    reason = _refused_everywhere(x, weight, bias)
+    if reason is None and (x.is_cuda or capability is not None):
+        capability = capability or device.capability(x.device)
+        reason = _refused_on_cuda(x, weight, bias, capability)
+    return None if reason is None else need(op, *reason)
+
+
+def by_tokens(x: Tensor) -> Tensor:
+    """Returns x, [T, C] or [B, C, T], as a view [B, T, C]."""
+    return x.unsqueeze(0) if x.dim() == 2 else x.mT
+
+
+def as_given(y: Tensor, x: Tensor) -> Tensor:
+    """Returns y [B, T, C] as a view of x's shape, [T, C] or [B, C, T]."""
+    return y.squeeze(0) if x.dim() == 2 else y.mT
+
+
+def flattens(x: Tensor) -> bool:
+    """Returns whether the tokens of x [B, T, C] lie a constant distance apart."""
+    B, T, _ = x.shape
+    return B == 1 or T == 1 or x.stride(0) == T * x.stride(1)
+
+
+def _refused_everywhere(x: Tensor, weight: Tensor, bias: Tensor | None) -> Reason | None:
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        return f"tensors are on {x.device.type}", "cpu or cuda", "move them"
+    for name, given in (("x", x), ("weight", weight), ("bias", bias)):
+        if given is not None and given.dtype not in FLOATS:
+            return f"{name} is {dtype_name(given.dtype)}", one_of(FLOATS), f"cast {name}"
+    if weight.shape[1] not in WIDTHS:
+        needs = f"a width of {WIDTHS[0]} to {WIDTHS[-1]}"
+        return f"weight has width {weight.shape[1]}", needs, f"pad it by zeros, or {ELSEWHERE}"
+    return None
+
+
+def _refused_on_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, capability: tuple[int, int]
+) -> Reason | None:
+    if capability != CAPABILITY:
+        got = f"device capability {capability[0]}.{capability[1]}"
+        needs = f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)"
+        return got, needs, f"run on an H100, H200 or H20, or {ELSEWHERE}"
+    if x.dtype not in DTYPES:
+        got, needs = f"x is {dtype_name(x.dtype)}", f"{one_of(DTYPES)} on SM90"
+        return got, needs, f"cast it, or {ELSEWHERE}"
+    for name, given in (("weight", weight), ("bias", bias)):
+        if given is not None and given.dtype not in WEIGHTS:
+            return f"{name} is {dtype_name(given.dtype)}", one_of(WEIGHTS), f"cast {name}"
+    rows = by_tokens(x)
+    contiguous = "x.contiguous()" if x.dim() == 2 else "x.mT.contiguous().mT"
+    if rows.shape[2] % CHANNELS:
+        needs = f"a multiple of {CHANNELS} on SM90"
+        return f"x has {rows.shape[2]} channels", needs, "pad the channels of x, weight and bias"
+    if not flattens(rows):
+        got = f"the rows of a batch of {rows.shape[0]} have stride {rows.stride(0)}"
+        needs = f"{rows.shape[1] * rows.stride(1)}, the tokens of a row"
+        return got, needs, f"pass {contiguous}, or one row at a time"
+    refused = refused_strides("x as [B, T, channels]", rows)
+    return None if refused is None else (*refused[:2], f"pass {contiguous}")
+
+
+def check_tensors(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> None:
+    """Raises ValueError unless the arguments fit together in type, shape and device.
+
+    Strides are not checked. Raises Unsupported if a tensor has a forward-mode tangent.
+    """
+    expect_tensors(op, x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    if x.dim() not in (2, 3):
+        got, needs = f"x has {x.dim()} dimensions", "[T, channels] or [B, channels, T]"
+        raise ValueError(need(op, got, needs, "reshape x"))
+    C = x.shape[1]
+    if weight.dim() != 2 or weight.shape[0] != C or 0 in weight.shape:
+        got, needs = f"weight has shape {tuple(weight.shape)}", f"[channels, width] with {C}"
+        fix = "pass conv.weight.squeeze(1), and x as [T, channels] or [B, channels, T]"
+        raise ValueError(need(op, got, f"{needs} channels", fix))
+    if bias is not None and bias.shape != (C,):
+        got = f"bias has shape {tuple(bias.shape)}"
+        raise ValueError(need(op, got, f"[channels] = ({C},)", "pass one number for each channel"))
+    for name, given in (("weight", weight), ("bias", bias)):
+        if given is not None and given.device != x.device:
+            got, fix = f"{name} is on {given.device}", f"pass {name}.to(x.device)"
+            raise ValueError(need(op, got, f"{x.device}, as x", fix))
+    if activation not in ACTIVATIONS:
+        got, fix = f"activation={activation!r}", "apply any other activation to the result"
+        raise ValueError(need(op, got, 'None, "silu" or "swish"', fix))
+    refuse_forward_mode(op, x, weight, bias)
+
+
+def check_packed(op: str, x: Tensor, cu_seqlens: Tensor) -> None:
+    """Raises ValueError unless cu_seqlens has the form of sequence boundaries of x [B, T, C]."""
+    expect_tensors(op, cu_seqlens=cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = f"cu_seqlens is {dtype_name(cu_seqlens.dtype)}"
+        raise ValueError(need(op, got, "int32 or int64", "cast it"))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        got = f"cu_seqlens has shape {tuple(cu_seqlens.shape)}"
+        fix = "pass the first token of each sequence, then the number of tokens"
+        raise ValueError(need(op, got, "[sequences + 1]", fix))
+    if cu_seqlens.device != x.device:
+        got, fix = f"cu_seqlens is on {cu_seqlens.device}", "pass cu_seqlens.to(x.device)"
+        raise ValueError(need(op, got, f"{x.device}, as x", fix))
+    if x.shape[0] != 1:
+        got = f"cu_seqlens with a batch of {x.shape[0]}"
+        raise ValueError(need(op, got, "packed tokens: a batch of 1", "pack the rows end to end"))
+
+
+def check_bounds(op: str, num_tokens: int, cu_seqlens: Tensor) -> None:
+    """Raises ValueError unless cu_seqlens starts at 0, never falls, and ends within the tokens."""
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] > num_tokens or ends != sorted(ends):
+        needs = f"to start at 0, never fall, and end at or before T={num_tokens}"
+        raise ValueError(need(op, f"cu_seqlens {ends}", needs, "rebuild it from the lengths"))

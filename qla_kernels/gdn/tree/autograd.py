@@ -1,0 +1,70 @@
+"""The operators over a prefix tree as one differentiable function."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.derivatives import refuse_second_derivative
+from qla_kernels.gdn.autograd import gradients, normalised, restored, save, without_aliases
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.tree import ops
+from qla_kernels.gdn.tree.tables import DeltaTables
+
+TREE_OP = "shared_prefix_gated_delta_rule"
+
+
+def over_tree(call: Call, tables: DeltaTables, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Runs a checked call over a tree, differentiable if `options.is_train`.
+
+    Returns o [1, T, HV, V], and the end states of the leaves if the tables keep them, else None.
+    """
+    if options.use_qk_l2norm_in_kernel:
+        call = normalised(call, options.is_train)
+    if options.is_train:
+        o, final = GatedDeltaTree.apply(  # type: ignore[no-untyped-call]
+            *without_aliases(call), *tables, options
+        )
+        return o, final
+    done = ops.gdn_tree_fwd(call, tables, options)
+    return done.o, _final(done.states, tables)
+
+
+def _final(states: Tensor, tables: DeltaTables) -> Tensor | None:
+    """Returns the end states of the leaves, the last rows, or None if there are none."""
+    if not tables.leaves.shape[0]:
+        return None
+    return states[tables.inner.shape[0] :].clone() if tables.inner.shape[0] else states
+
+
+class GatedDeltaTree(torch.autograd.Function):
+    """Applies gdn_tree_fwd, with gdn_tree_bwd as its derivative.
+
+    The arguments are the fields of a Call and of DeltaTables, and Options. Saves the inputs, g_cum
+    and A, as GatedDeltaRule does, and the end states of nodes with children: 4 K V bytes for each
+    such node and value head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        *tensors, options = arguments
+        call, tables = (
+            Call(*tensors[: len(Call._fields)]),
+            DeltaTables(*tensors[len(Call._fields) :]),
+        )
+        done = ops.gdn_tree_fwd(call, tables, options)
+        ctx.set_materialize_grads(False)
+        ctx.options = options
+        save(ctx, call, done.g_cum, done.A, done.states, *tables)
+        return done.o, _final(done.states, tables)
+
+    @staticmethod
+    @refuse_second_derivative(TREE_OP)
+    def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, results = restored(ctx)
+        num = len(ops.SavedTree._fields)
+        saved, tables = ops.SavedTree(*results[:num]), DeltaTables(*results[num:])
+        if do is None:  # only the final states were used
+            do = call.v.new_zeros(()).expand(call.v.shape)
+        done = ops.gdn_tree_bwd(call, tables, saved, ops.IncomingTree(do, dfinal), ctx.options)
+        return *gradients(ctx, call, done), *[None] * len(tables), None

@@ -1,0 +1,184 @@
+"""The operators over a tree on a GPU: the kernels of packed sequences, and a chain for each level.
+
+The nodes are packed sequences of one batch row. All that needs no state runs once, over all nodes:
+norms, gates, A, and the gradients of chunks. So does chunk_states, because the states in which
+parents end were saved. fused_fwd runs once a level, dstate_chain once a level and block of nodes.
+No node is cut into segments.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.gdn import plan as gdn_plan
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.durations import Lengths, both_chains
+from qla_kernels.gdn.kernels import child_sums as child_sums_kernel
+from qla_kernels.gdn.kernels.chain.layout import TILE
+from qla_kernels.gdn.launch import activations
+from qla_kernels.gdn.launch.backward import chunk_grads, flat_readable
+from qla_kernels.gdn.launch.chains import DsInDv, chunk_states, dstate_chain
+from qla_kernels.gdn.launch.chunks import fused_fwd, kkt_solve
+from qla_kernels.gdn.launch.forward import SavedChunks
+from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates
+from qla_kernels.gdn.launch.tensors import fresh_like, key_first
+from qla_kernels.gdn.ops import GdnBackward
+from qla_kernels.gdn.plan import sequence_chunks
+from qla_kernels.gdn.tree.autograd import TREE_OP
+from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree, TreeForward
+from qla_kernels.gdn.tree.tables import DeltaTables
+from qla_kernels.sm90 import require_aligned
+from qla_kernels.varlen import ChunkTable
+
+
+def gdn_tree_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForward:
+    """Runs the operator gdn_tree_fwd on CUDA tensors."""
+    q, k, v, g, beta, scale, *_ = call
+    require_aligned(TREE_OP, q=q, k=k, v=v)
+    with device.of(q):
+        (HV, V), K = v.shape[2:], q.shape[-1]
+        levels = _levels(tables)
+        choice = gdn_plan.tree(levels, HV, V, device.sm_count(q.device))
+        as_is = q.dtype if choice.solves else torch.float32  # as gdn_fwd has it
+        raw = g, beta, call.A_log, call.dt_bias
+        g, beta = activations.activate(*raw, options.beta_range, as_is)
+        o, saved = fresh_like(v), None
+        states = v.new_empty(tables.num_rows, HV, *options.state_size(K, V), dtype=torch.float32)
+        if options.is_train or not choice.solves:
+            saved = SavedChunks.empty(q, g)
+        if not choice.solves:
+            kkt_solve(k, g, beta, tables.bounds, _chunk_table(tables), saved)
+        kept = key_first(states, options.state_v_first) if tables.num_rows else None
+        for (a, b), lengths in zip(_pairs(tables.levels), levels, strict=True):
+            fused_fwd(
+                q, k, v, g, beta, scale, kept, tables.spans[a:b], o, kept, saved, choice,
+                tables.level_ends[a:b], len(lengths) == 1, tables.level_starts[a:b],
+            )  # fmt: skip
+    g_cum, A = saved if options.is_train and saved is not None else (None, None)
+    return TreeForward(o, states, g_cum, A)
+
+
+@torch.no_grad()
+def gdn_tree_bwd(
+    call: Call, tables: DeltaTables, saved: SavedTree, incoming: IncomingTree, options: Options
+) -> GdnBackward:
+    """Runs the operator gdn_tree_bwd on CUDA tensors."""
+    q, k, v, *_ = call
+    require_aligned(TREE_OP, q=q, k=k, v=v)
+    with device.of(q):
+        do = flat_readable(incoming.do.to(v.dtype))
+        beta = activations.activate_beta(call.beta, options.beta_range)
+        g_cum, A = saved.g_cum.contiguous(), saved.A.contiguous()
+        x = BackwardBatch(q, k, v, do, g_cum, beta, A, call.scale, tables.bounds)
+        dv, others = v.new_empty(v.shape), (q, k, g_cum, g_cum)
+        if not dv.numel():
+            dq, dk, dg, dbeta = (t.new_empty(t.shape) for t in others)
+        else:
+            states = _states_around(x, tables, saved.states, incoming.dfinal, dv, options)
+            dq, dk, dg, dbeta = (t.new_empty(t.shape) for t in others)
+            chunk_grads(x, states, (dq, dk, dv, dg, dbeta))
+            del states
+        raw = call.raw_g, call.beta, call.A_log, call.dt_bias
+        dg, dbeta, *parameters = activations.backward(*raw, dg, dbeta, options.beta_range, None)
+    return GdnBackward(dq, dk, dv, dbeta, dg, None, *parameters)
+
+
+def _states_around(
+    x: BackwardBatch,
+    tables: DeltaTables,
+    states: Tensor,
+    dfinal: Tensor | None,
+    dv: Tensor,
+    options: Options,
+) -> ChainStates:
+    """Computes the state before each chunk and the gradient after it, on two streams.
+
+    Args:
+        states: the forward's end states, in the caller's layout; dfinal likewise, of the leaves.
+        dv: as in launch.states.chains.
+    """
+    q, k, v, do, g_cum, beta, A, scale, bounds, *_ = x
+    (HV, V), K, N = v.shape[2:], k.shape[-1], tables.spans.shape[0]
+    lengths, sms = _levels(tables), device.sm_count(q.device)
+    ends = torch.zeros_like(states) if tables.num_rows else None
+    if ends is not None and dfinal is not None:
+        ends[tables.inner.shape[0] :] = dfinal
+    blocks = tables.blocks.tolist()
+    siblings = states.new_empty(max((b - a for a, b, *_ in blocks), default=0), *states.shape[1:])
+    h0, dht, dh0 = (key_first(t, options.state_v_first) for t in (states, ends, siblings))
+
+    room = tables.chunks.shape[0]
+    h = k.new_empty(room, HV, V, K)
+    tails = owner = None
+    if K == V == 2 * TILE:  # as DsInDv says
+        tails, owner = dv.new_empty(N, HV, TILE, K), dv.new_empty(1, dtype=torch.int32)
+    dS = k.new_empty(room, HV, V if tails is None else V - TILE, K)
+
+    def chain(a: int, b: int, level: int, before: Tensor | None) -> None:
+        held = None  # an owner is known beforehand; the kernel's is not read
+        if tails is not None and owner is not None:
+            held = DsInDv(dv, tails[a:b], owner)
+        dstate_chain(
+            q, k, do, g_cum, beta, A, dht, scale, tables.spans[a:b], tables.level_chunks[a:b],
+            before, both_chains(lengths[level], HV, V, sms)[0], held, tables.level_ends[a:b], dS,
+        )  # fmt: skip
+
+    with device.fork(q) as aside:
+        with aside:
+            every = tuple(pair for level in lengths for pair in level)
+            chunk_states(
+                k, v, g_cum, beta, A, h0 if tables.num_rows else None, bounds, tables.first_chunk,
+                tile_v=both_chains(every, HV, V, sms)[0], out=h, starts_of=tables.starts,
+            )  # fmt: skip
+        edges = _pairs(tables.levels)
+        for level, (begin, end) in reversed([*enumerate(edges)][1:]):
+            for a, b, first, last in blocks:  # in ascending order: sums repeat bit for bit
+                if begin <= a < end and ends is not None and dh0 is not None:
+                    chain(a, b, level, dh0[: b - a])
+                    child_sums(siblings[: b - a], tables.runs[first:last], ends)
+        chain(*edges[0], 0, None)
+    kept = None if tails is None else DsInDv(dv, tails, tables.owner)
+    return ChainStates(h, dS, _chunk_table(tables), kept)
+
+
+def child_sums(x: Tensor, runs: Tensor, into: Tensor) -> None:
+    """Adds the gradients of start states to those of their parents' end states, in order.
+
+    Args:
+        x: [children, HV, K, V] fp32, contiguous; into: [rows, HV, K, V] likewise, overwritten.
+        runs: [runs, 3] int32, of DeltaTables.
+    """
+    pieces = -1, child_sums_kernel.CHILD_PIECE
+    jit.compile(child_sums_kernel, child_sums_kernel.Variant("float32"))(
+        x.view(len(x), *pieces), runs, into.view(len(into), *pieces)
+    )
+
+
+def _chunk_table(tables: DeltaTables) -> ChunkTable:
+    return ChunkTable(tables.chunks, tables.num_chunks, tables.first_chunk)
+
+
+def _pairs(edges: Tensor) -> list[tuple[int, int]]:
+    numbers = edges.tolist()
+    return [*itertools.pairwise(numbers)]
+
+
+def _levels(tables: DeltaTables) -> tuple[Lengths, ...]:
+    """Returns the numbers of chunks of each level's nodes, for a plan; reads CPU tensors alone."""
+    return _chunks_of(tables.nodes.numpy().tobytes(), tables.levels.numpy().tobytes())
+
+
+@functools.lru_cache(maxsize=64)
+def _chunks_of(nodes: bytes, levels: bytes) -> tuple[Lengths, ...]:
+    """Cached: every layer has the same tree."""
+    table = np.frombuffer(nodes, np.int32).reshape(-1, 4)
+    depth = np.zeros(len(table), dtype=np.int64)
+    for node, parent in enumerate(table[:, 2].tolist()):
+        depth[node] = 0 if parent < 0 else depth[parent] + 1
+    lengths = table[:, 1] - table[:, 0]
+    count = len(np.frombuffer(levels, np.int32)) - 1
+    return tuple(sequence_chunks(0, 0, lengths[depth == level].tolist()) for level in range(count))

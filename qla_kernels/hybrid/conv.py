@@ -1,0 +1,77 @@
+"""The public function `shared_prefix_conv1d`: the causal convolution over a prefix tree."""
+
+from torch import Tensor
+
+from qla_kernels.arguments import integer
+from qla_kernels.conv.autograd import convolve
+from qla_kernels.conv.shapes import WIDTHS
+from qla_kernels.conv.validate import as_given, by_tokens, check_tensors, refusal
+from qla_kernels.dualkv.plan import SharedLayout
+from qla_kernels.errors import need
+from qla_kernels.hybrid.conv_tables import OP, prepare
+from qla_kernels.sm90 import require
+
+
+def shared_prefix_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: SharedLayout,
+    activation: str | None = None,
+) -> Tensor:
+    """Computes `causal_conv1d` over packed sequences that store shared beginnings once.
+
+    The tokens before a response's first are the last ones of its prompt, and so on up the tree;
+    they may lie in several nodes. Results and gradients equal those of running each sequence alone;
+    the gradient of a shared token is the sum over the sequences that contain it. Dtypes, strides
+    and derivatives are as in `causal_conv1d`.
+
+    On a GPU the first call with a layout builds the kernels' tables on the host. Call
+    `prepare_conv1d` to build them earlier; torch.compile and CUDA graph captures require that.
+
+    Args:
+        x: [T, channels] packed tokens, or [1, channels, T].
+        weight: [channels, W], W from 2 to 4.
+        bias: [channels]; 0 if None.
+        layout: of a packed batch (`batch.layout`), or SharedLayout.from_forest; on x's device.
+        activation: None, "silu" or "swish".
+
+    Returns:
+        y in x's shape and dtype; channels are adjacent in memory.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: the arguments fit, but this version cannot run them; see
+            `qla_kernels.conv.refusal`.
+    """
+    check_tensors(OP, x, weight, bias, activation)
+    rows = by_tokens(x)
+    _check_layout(rows, layout)
+    require(refusal(x, weight, bias, op=OP))
+    tables = prepare(layout, weight.shape[1])
+    return as_given(convolve(rows, weight, bias, activation is not None, tables), x)
+
+
+def prepare_conv1d(layout: SharedLayout, width: int) -> None:
+    """Builds the tables of `shared_prefix_conv1d` for this width, and copies them to the GPU.
+
+    Raises ValueError if the width is not supported.
+    """
+    if integer(OP, "width", width) not in WIDTHS:
+        needs = f"{WIDTHS[0]} to {WIDTHS[-1]}"
+        raise ValueError(need(OP, f"width={width}", needs, "pass the width of the weight"))
+    prepare(layout, width)
+
+
+def _check_layout(x: Tensor, layout: SharedLayout) -> None:
+    """Raises ValueError unless the layout describes the tokens of x [B, T, C]."""
+    if not isinstance(layout, SharedLayout):
+        got, fix = f"layout is of type {type(layout).__name__}", "pass batch.layout"
+        raise ValueError(need(OP, got, "a SharedLayout", fix))
+    if x.shape[0] != 1 or x.shape[1] != layout.num_tokens:
+        got = f"x has {x.shape[0]} rows of {x.shape[1]} tokens"
+        needs = f"1 row of {layout.num_tokens} tokens, those of the layout"
+        raise ValueError(need(OP, got, needs, "pass one row for each packed token"))
+    if layout.tout.device != x.device:
+        got, fix = f"layout is on {layout.tout.device}", "pass layout.to(x.device)"
+        raise ValueError(need(OP, got, f"{x.device}, as x", fix))

@@ -1,0 +1,123 @@
+"""Tables with which the convolution follows a prefix tree, built on the host from a layout's nodes.
+
+qla_kernels.conv.ops.ConvTables says what each holds. They take O(nodes) memory and depend on the
+layout and on the width. All layers and the backward share them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device
+from qla_kernels.conv.ops import ConvTables
+from qla_kernels.conv.shapes import GIVEN, KEPT
+from qla_kernels.device_tables import Kept
+from qla_kernels.dualkv.plan import SharedLayout, moved
+from qla_kernels.errors import need
+
+OP = "shared_prefix_conv1d"
+
+
+class PreparedConv(NamedTuple):
+    """Tables of a layout for one width, and the stream on which they were filled."""
+
+    tables: list[Tensor]  # the fields of ConvTables
+    kept: Kept[list[Tensor]]
+
+
+def prepare(layout: SharedLayout, width: int) -> list[Tensor]:
+    """Returns the fields of the layout's ConvTables; the first call builds and copies them.
+
+    The copy to a GPU does not block the host. A call on another stream makes that stream wait for
+    the copy; compiled code does not. Raises ValueError if the tables would have to be built inside
+    compiled code or during the capture of a CUDA graph.
+    """
+    key = ("conv", width)
+    ready: PreparedConv | None = layout.further.get(key)
+    if ready is None:
+        ready = layout.further[key] = _built(layout, width)
+    if torch.compiler.is_compiling():
+        return ready.tables
+    with device.of(layout.tout):
+        return ready.kept.here()
+
+
+def _built(layout: SharedLayout, width: int) -> PreparedConv:
+    if torch.compiler.is_compiling():
+        raise ValueError(_not_prepared(width, "the function that is compiled"))
+    with device.of(layout.tout):
+        if layout.tout.is_cuda and device.capturing():
+            raise ValueError(_not_prepared(width, "the capture of a CUDA graph"))
+        built = tree_tables(layout.nodes, layout.num_tokens, width)
+        there = moved(torch.cat([table.flatten() for table in built]), layout.tout.device)
+        views, start = [], 0
+        for table in built:
+            views.append(there[start : start + table.numel()].view(table.shape))
+            start += table.numel()
+        return PreparedConv(views, Kept(views, there))
+
+
+def _not_prepared(width: int, before: str) -> str:
+    """Returns the text of an error: the tables are missing where they cannot be built."""
+    got = f"the layout has no tables for width {width}"
+    fix = f"call prepare_conv1d(layout, {width}) before {before}"
+    return need(OP, got, "tables that the host built beforehand", fix)
+
+
+def parents(nodes: Tensor) -> list[int]:
+    """Returns each node's parent, or -1 for a root, from (first token, end, tout) of each [n, 3].
+
+    Nodes are in depth-first order and none is empty, as in SharedLayout.nodes: a node's ancestors
+    are the earlier nodes whose subtrees have not ended.
+    """
+    found: list[int] = []
+    path: list[tuple[int, int]] = []  # (tout, node)
+    for node, (first, _, tout) in enumerate(nodes.tolist()):
+        while path and path[-1][0] <= first:
+            path.pop()
+        found.append(path[-1][1] if path else -1)
+        path.append((tout, node))
+    return found
+
+
+def tree_tables(nodes: Tensor, num_tokens: int, width: int) -> ConvTables:
+    """Returns the tables of a tree on the host; `nodes` are those of a SharedLayout."""
+    up, reach = parents(nodes), width - 1
+    halo: list[list[int]] = []
+    for parent in up:
+        if parent < 0:
+            halo.append([-1] * reach)
+        else:  # the end of the parent's line: its halo, then its tokens
+            first, end, _ = nodes[parent].tolist()
+            own = list(range(max(first, end - reach), end))
+            halo.append([*halo[parent], *own][-reach:])
+    inner = sorted(set(up) - {-1})
+    rows = torch.full((len(up), 2), -1, dtype=torch.int32, device="cpu")
+    shared: list[int] = []
+    for node in inner:
+        first, end, _ = nodes[node].tolist()
+        rows[node, KEPT] = len(shared)
+        shared += range(max(first, end - reach), end)
+    readers: dict[int, list[int]] = {token: [] for token in shared}
+    row = len(shared)
+    for node in range(len(up)):
+        for token in halo[node]:
+            if token >= 0:
+                readers[token].append(row)
+                rows[node, GIVEN] = row
+                row += 1
+    counts = [0, *(len(readers[token]) for token in shared)]
+    return ConvTables(
+        _numbers([*nodes[:, 0].tolist(), num_tokens]),
+        _numbers([token for line in halo for token in line]).view(-1, reach),
+        rows,
+        _numbers(shared),
+        _numbers(counts).cumsum(0, dtype=torch.int32),
+        _numbers([row for token in shared for row in readers[token]]),
+    )
+
+
+def _numbers(found: list[int]) -> Tensor:
+    """Returns an int32 CPU tensor, whatever torch's default device is."""
+    return torch.tensor(found, dtype=torch.int32, device="cpu")

@@ -1,0 +1,118 @@
+"""The public function `shared_prefix_gated_delta_rule`: the gated delta rule over a prefix tree."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels.arguments import flag
+from qla_kernels.derivatives import refuse_forward_mode
+from qla_kernels.dualkv.plan import SharedLayout
+from qla_kernels.errors import need
+from qla_kernels.gdn import contents
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.keywords import checked_flags, scale_of
+from qla_kernels.gdn.tree.autograd import TREE_OP, over_tree
+from qla_kernels.gdn.validate import (
+    Gate,
+    check_activations,
+    check_tensors,
+    refusal,
+    wants_gradients,
+)
+from qla_kernels.hybrid.delta_tables import prepare
+from qla_kernels.sm90 import require
+
+
+def shared_prefix_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    layout: SharedLayout,
+    *,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes `chunk_gated_delta_rule` over packed sequences that store shared beginnings once.
+
+    A response starts from the state in which its prompt ends, and so on down a tree; roots start
+    from 0. Results and gradients equal those of running each sequence alone; the gradient of a
+    shared token is the sum over the sequences that contain it. Two runs give the same bits. Dtypes,
+    strides, derivatives and the arguments that are not listed here are as in
+    `chunk_gated_delta_rule`. There are no initial states, and sequences are not cut over ranks.
+
+    The backward needs the end states of nodes with children. They are saved: 4 K V bytes for each
+    such node and value head. The states of responses are written only if they are asked for.
+
+    On a GPU the first call with a layout builds the kernels' tables on the host. Call
+    `prepare_gated_delta_rule` to build them earlier; torch.compile and CUDA graph captures require
+    that.
+
+    Args:
+        q, k: [1, T, H, K] packed tokens.
+        v: [1, T, HV, V].
+        g, beta: [1, T, HV].
+        layout: of a packed batch (`batch.layout`), or SharedLayout.from_forest; on q's device.
+        output_final_state: also return the state after each sequence.
+
+    Returns:
+        o [1, T, HV, V] in q's dtype, and the final states in fp32 (fp64 where q is fp64), or None.
+        Final states are [N, HV, K, V], one for each node of `layout.nodes` without children, in
+        packed order. A response without tokens is no node, and padding (`pad_to`) is one.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: the arguments fit, but this version cannot run them; see
+            `qla_kernels.gdn.refusal`.
+    """
+    gate = Gate(flag(TREE_OP, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
+    recorded = wants_gradients((q, k, v, g, beta, *gate.parameters()))
+    options = checked_flags(
+        TREE_OP,
+        Options(
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            output_final_state=output_final_state,
+            is_train=recorded,
+        ),
+    )
+    check_tensors(TREE_OP, q, k, v, g, beta)
+    check_activations(TREE_OP, v, gate, options)
+    _check_layout(q, layout)
+    require(refusal(q, k, v, op=TREE_OP))
+    call = Call(q, k, v, g, beta, scale_of(TREE_OP, scale, q), None, None, None, *gate.parameters())
+    refuse_forward_mode(TREE_OP, *call)
+    if contents.asked_for() and not torch.compiler.is_compiling():
+        contents.check_contents(TREE_OP, g, beta, None)
+    return over_tree(call, prepare(layout, options.output_final_state), options)
+
+
+def prepare_gated_delta_rule(layout: SharedLayout, output_final_state: bool = False) -> None:
+    """Builds the tables of `shared_prefix_gated_delta_rule`, and copies them to the GPU.
+
+    `output_final_state` is the one of the calls to come.
+    """
+    prepare(layout, flag(TREE_OP, "output_final_state", output_final_state))
+
+
+def _check_layout(q: Tensor, layout: SharedLayout) -> None:
+    """Raises ValueError unless the layout describes the tokens of q [B, T, H, K]."""
+    if not isinstance(layout, SharedLayout):
+        got, fix = f"layout is of type {type(layout).__name__}", "pass batch.layout"
+        raise ValueError(need(TREE_OP, got, "a SharedLayout", fix))
+    if q.shape[0] != 1 or q.shape[1] != layout.num_tokens:
+        got = f"q has {q.shape[0]} rows of {q.shape[1]} tokens"
+        needs = f"1 row of {layout.num_tokens} tokens, those of the layout"
+        raise ValueError(need(TREE_OP, got, needs, "pass one row for each packed token"))
+    if layout.tout.device != q.device:
+        got, fix = f"layout is on {layout.tout.device}", "pass layout.to(q.device)"
+        raise ValueError(need(TREE_OP, got, f"{q.device}, as q", fix))

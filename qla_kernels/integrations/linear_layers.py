@@ -1,0 +1,168 @@
+"""Gated-delta-net layers of Hugging Face transformers on packed batches that share prompts.
+
+A call of a model with `shared_prefix=batch.layout` runs the convolution and the gated delta rule of
+such a layer over the nodes of the layout: each node continues from the end of its parent. `swap` of
+transformers.py puts the functions of this file into layers, in one of two ways:
+
+- Since transformers 5.15 a layer calls functions of its module, and hands them all keywords of the
+  model's call. Nothing else is needed.
+- Until 5.14 a layer calls functions that it holds, with at most two of these keywords.
+  `PackedCall` takes the layout from the call of the decoder layer around it, by two hooks. In these
+  releases activation checkpointing recomputes a decoder layer with its hooks; since 5.15 it does
+  not.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from qla_kernels.dualkv import SharedLayout
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.hybrid import shared_prefix_conv1d, shared_prefix_gated_delta_rule
+
+KEY = "shared_prefix"
+OP = "shared_prefix in a gated-delta-net layer"
+
+
+def rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    layout: SharedLayout,
+) -> tuple[Tensor, None]:
+    """Runs the gated delta rule over the nodes of a layout; returns (o [1, T, HV, V], None).
+
+    q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV]. Raises ValueError for more than one
+    row, a cache, and the bounds of another packed batch.
+    """
+    _check_row(q.shape[0], q.shape[1], layout)
+    if initial_state is not None or output_final_state:
+        raise ValueError(need(OP, "a cache of states", "none", "pass use_cache=False"))
+    _check_alone("cu_seq_lens_q", cu_seqlens)
+    o, _ = shared_prefix_gated_delta_rule(
+        q, k, v, g, beta, layout, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+    )
+    return o, None
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    shared_prefix: SharedLayout,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """Runs a layer's causal convolution over the nodes of a layout; x and the result [1, C, T].
+
+    weight is [C, W]. Raises ValueError as `rule` does.
+    """
+    _check_row(x.shape[0], x.shape[2], shared_prefix)
+    _check_alone("seq_idx", seq_idx)
+    weight = weight.to(x.dtype)  # under autocast weights are fp32, and x is not
+    bias = None if bias is None else bias.to(x.dtype)
+    return shared_prefix_conv1d(x, weight, bias, shared_prefix, activation)
+
+
+def _check_row(rows: int, tokens: int, layout: SharedLayout) -> None:
+    if rows != 1:
+        fix = "pack them, and pass batch.input_ids[None]"
+        raise ValueError(need(OP, f"a batch of {rows} rows", "one packed row", fix))
+    if tokens != layout.num_tokens:
+        got, needs = f"{tokens} tokens", f"the {layout.num_tokens} of the layout"
+        raise ValueError(need(OP, got, needs, "pass batch.input_ids[None] and use_cache=False"))
+
+
+def _check_alone(name: str, given: Tensor | None) -> None:
+    if given is not None:
+        fix = "leave it out: the layout says where sequences begin"
+        raise ValueError(need(OP, f"{name} beside {KEY}", "one of the two", fix))
+
+
+class PackedCall:
+    """The layout of the running call of a decoder layer, None outside of packed calls.
+
+    Two hooks of the decoder layer set and remove it; the second also runs after an error. It raises
+    if the layer did not ask for the layout twice, for the convolution and for the rule: another
+    forward in the layer's place may call other functions.
+    """
+
+    def __init__(self) -> None:
+        self.layout: SharedLayout | None = None
+        self.asked = 0
+        self.hooks: tuple[Any, ...] = ()
+
+    def watch(self, decoder_layer: nn.Module) -> None:
+        """Installs the hooks."""
+        begin = decoder_layer.register_forward_pre_hook(self._begin, with_kwargs=True)
+        end = decoder_layer.register_forward_hook(self._end, always_call=True)
+        self.hooks = begin, end
+
+    def forget(self) -> None:
+        """Removes the hooks."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = ()
+
+    def ask(self) -> SharedLayout | None:
+        """Returns the layout, for a function that will follow it."""
+        self.asked += 1
+        return self.layout
+
+    def _begin(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        self.layout, self.asked = kwargs.get(KEY), 0
+
+    def _end(self, _: nn.Module, __: Any, result: Any) -> None:
+        ignored = self.layout is not None and result is not None and self.asked < 2
+        self.layout = None
+        if ignored:
+            got = "a layer that calls other functions than those which swap() replaced"
+            raise Unsupported(need(OP, got, "transformers' own forward", "do not exchange it"))
+
+
+class Held:
+    """A function that a layer holds: one of ours, with the layout of the running call."""
+
+    def __init__(self, function: Callable[..., Any], call: PackedCall) -> None:
+        self.function, self.call = function, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, shared_prefix=self.call.ask(), **kwargs)
+
+
+class HeldConvolution:
+    """The convolution that a layer holds: ours in packed calls, and otherwise the layer's own."""
+
+    def __init__(
+        self, theirs: Callable[..., Any] | None, conv1d: nn.Module, call: PackedCall
+    ) -> None:
+        self.theirs, self.conv1d, self.call = theirs, conv1d, call
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        seq_idx: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        others |= {"bias": bias, "activation": activation, "seq_idx": seq_idx}
+        if (layout := self.call.ask()) is not None:
+            return convolution(x, weight, shared_prefix=layout, **others)
+        if self.theirs is not None:
+            theirs: Tensor = self.theirs(x=x, weight=weight, **others)
+            return theirs
+        y: Tensor = self.conv1d(x)[:, :, : x.shape[-1]]
+        return silu(y)  # as layers do that hold None

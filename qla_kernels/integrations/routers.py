@@ -1,0 +1,57 @@
+"""The auxiliary loss of MoE routers, for packed batches that store shared tokens once."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import need
+
+OP = "router_loss"
+
+
+class Packed(Protocol):
+    """A packed batch, such as a SharedBatch."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def multiplicity(self) -> Tensor: ...
+
+
+def router_loss(router_logits: Sequence[Tensor], batch: Packed, top_k: int) -> Tensor:
+    """Returns the load-balancing loss that all sequences of a packed batch have, unpacked.
+
+    As in transformers: E sum_e f_e p_e, where f_e is the number of tokens that chose expert e among
+    their top_k, and p_e the sum of its probabilities, both divided by the number of tokens, over
+    all layers. A packed token counts as often as there are sequences with it. transformers' own
+    loss counts it once.
+
+    Args:
+        router_logits: one [T, E] a layer: `out.router_logits` of a call with
+            output_router_logits=True.
+        batch: the packed batch of that call.
+        top_k: how many experts a token chooses: `config.num_experts_per_tok`.
+
+    Raises:
+        ValueError: there are no logits, or not T rows of them.
+    """
+    if not router_logits:
+        fix = "pass output_router_logits=True to the model"
+        raise ValueError(need(OP, "no router_logits", "one tensor a layer", fix))
+    weight = batch.multiplicity.float()  # [T]
+    device, experts = router_logits[0].device, router_logits[0].shape[-1]
+    chosen, mass = torch.zeros(2, experts, device=device).unbind()
+    for logits in router_logits:
+        rows = logits.reshape(-1, experts)
+        if len(rows) != batch.num_tokens:
+            got, needs = f"logits of {len(rows)} tokens", f"{batch.num_tokens}, as in the batch"
+            raise ValueError(need(OP, got, needs, "pass the batch of that call"))
+        probability, here = rows.softmax(-1), weight.to(rows.device)
+        picked = probability.topk(top_k, -1).indices.flatten()
+        chosen = chosen.index_add(0, picked.to(device), here.repeat_interleave(top_k).to(device))
+        mass = mass + (here[:, None] * probability.float()).sum(0).to(device)
+    tokens = weight.sum().clamp(min=1).to(device) * len(router_logits)  # padding alone: 0
+    return experts * (chosen * mass).sum() / tokens.square()

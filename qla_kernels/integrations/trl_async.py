@@ -1,0 +1,154 @@
+"""TRL's AsyncGRPOTrainer on our kernels, for models with gated delta nets as well.
+
+    from qla_kernels.integrations.trl_async import shared_prefix_async_trainer
+    trainer = shared_prefix_async_trainer(AsyncGRPOTrainer)("Qwen/...", reward_funcs=..., ...)
+
+This trainer of TRL 1.16 packs rollouts into prefix trees by itself. Its attention copies the keys
+and values of each path, and it refuses models with other layers than attention. Here the model
+takes the tree as a `SharedLayout`, which attention, gated delta nets and their convolutions follow.
+TRL's trainer is experimental, so this file works with TRL 1.16 alone. It does not import TRL.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from qla_kernels.dualkv import SharedLayout
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.integrations import transformers_dualkv
+from qla_kernels.integrations.full_attention import LINEAR, layer_kinds, text_config
+from qla_kernels.integrations.trl import NAME, bare, exchanged, log_gain
+
+OP, RELEASE = "shared_prefix_async_trainer", "1.16."
+HOME = "trl.experimental.async_grpo.async_grpo_trainer"
+
+
+def shared_prefix_async_trainer(base: type) -> type:
+    """Returns a class derived from `base`, TRL's AsyncGRPOTrainer, with our attention and layers.
+
+    Its arguments are those of `base`. Auxiliary losses of MoE routers count packed tokens once, as
+    those of TRL's own trainer. The first step logs how many times fewer tokens the model runs.
+
+    Raises:
+        Unsupported: another TRL than 1.16; and, from the class, for models that
+            `transformers_dualkv.check` refuses.
+    """
+    home = _trainer_module()
+
+    class SharedPrefixAsyncTrainer(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with _layer_types_hidden(home):
+                super().__init__(*args, **kwargs)
+            model = self.accelerator.unwrap_model(self.model)
+            transformers_dualkv.prepare(bare(model), NAME)  # in place of TRL's attention
+            model.register_forward_pre_hook(TreeToLayout(), with_kwargs=True)
+            self._counts_flops = LINEAR not in layer_kinds(bare(model))
+            if not self._counts_flops:
+                self._peak_flops_per_device = None  # no rate without a count
+
+        def _log_step_metrics(self) -> None:
+            """Leaves out TRL's count of operations for models of which it does not know it."""
+            uncounted = {} if self._counts_flops else {"compute_flops_per_token": lambda *_: 0}
+            with exchanged(home, **uncounted):
+                super()._log_step_metrics()
+
+    return SharedPrefixAsyncTrainer
+
+
+class TreeToLayout:
+    """A pre-hook of a model: replaces TRL's `tree_*` keywords with `shared_prefix`."""
+
+    def __init__(self) -> None:
+        self.says_gain = True
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        tree = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("tree_")}
+        if not tree:
+            return None
+        q, k = tree["tree_cu_seqlens_q"], tree["tree_cu_seqlens_k"]
+        lengths, parents = forest(q.tolist(), k.tolist())
+        if self.says_gain:
+            paths = k.diff().tolist()
+            leaves = set(range(len(lengths))) - set(parents)
+            log_gain(sum(paths[leaf] for leaf in leaves), sum(lengths))
+            self.says_gain = False
+        layout = SharedLayout.from_forest(lengths, parents, device=q.device)
+        return args, {**kwargs, "shared_prefix": layout}
+
+
+def forest(cu_seqlens_q: list[int], cu_seqlens_k: list[int]) -> tuple[list[int], list[int]]:
+    """Returns the nodes' lengths and parents of a tree as TRL describes it, depth first.
+
+    The steps of cu_seqlens_q are the lengths of segments, those of cu_seqlens_k the lengths of
+    their paths from the root, each with its own segment. A segment's parent is on the path to the
+    segment before it, where that path has the length at which this segment begins: lengths along a
+    path only grow, so there is one such place.
+
+    Raises:
+        ValueError: a segment begins where no path ends.
+    """
+    lengths = [b - a for a, b in pairwise(cu_seqlens_q)]
+    ends = [b - a for a, b in pairwise(cu_seqlens_k)]
+    parents: list[int] = []
+    path: list[int] = []
+    for node, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        begin = end - length
+        while path and ends[path[-1]] > begin:
+            path.pop()
+        if (ends[path[-1]] if path else 0) != begin:
+            got, fix = f"segment {node} begins at depth {begin}", "pass both tensors of one row"
+            raise ValueError(need(OP, got, "a depth at which a path before it ends", fix))
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return lengths, parents
+
+
+@contextmanager
+def _layer_types_hidden(home: Any) -> Iterator[None]:
+    """Hides the layer types of the model that the trainer makes, while it compares them.
+
+    TRL compares them in its constructor, between the two functions of its module that are wrapped
+    here: one makes the model, and the other adds a head to it.
+    """
+    create, add_head = home.create_model_from_path, home.add_fused_lm_head
+    kept: list[tuple[Any, Any]] = []
+
+    def created(*args: Any, **kwargs: Any) -> Any:
+        model = create(*args, **kwargs)
+        config = text_config(model)
+        if LINEAR in (kinds := getattr(config, "layer_types", None) or ()):
+            kept.append((config, kinds))
+            config.layer_types = None
+        return model
+
+    def put_back() -> None:
+        while kept:
+            config, kinds = kept.pop()
+            config.layer_types = kinds
+
+    def headed(*args: Any, **kwargs: Any) -> Any:
+        put_back()
+        return add_head(*args, **kwargs)
+
+    try:
+        with exchanged(home, create_model_from_path=created, add_fused_lm_head=headed):
+            yield
+    finally:
+        put_back()
+
+
+def _trainer_module() -> Any:
+    """Returns the module of TRL's trainer; raises Unsupported for another release."""
+    try:
+        release = str(importlib.import_module("trl").__version__)
+        home = importlib.import_module(HOME)
+    except ImportError as error:
+        release, home = f"that cannot be imported ({error})", None
+    if home is None or not f"{release}.".startswith(RELEASE):
+        got, fix = f"TRL {release}", f"pip install 'trl=={RELEASE}*'"
+        raise Unsupported(need(OP, got, "TRL 1.16, on whose private parts it relies", fix))
+    return home

@@ -1,0 +1,224 @@
+"""Shared prompts in veRL's FSDP engine, for policies trained without a critic, as in GRPO.
+
+    from qla_kernels.integrations import verl
+    verl.patch()  # in every worker, before it builds its model
+
+Old log-probabilities, the reference policy and the update run packed batches: engines for language
+models that are built afterwards compute each prompt of a micro-batch once. Micro-batches keep the
+responses of a prompt together, and `ppo_max_token_len_per_gpu` counts packed tokens. Other engines
+are not changed. This file does not import veRL; it is tested with veRL 0.9.1.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels import SharedBatch, pack_prefix_tree, plan_microbatches
+from qla_kernels.dualkv import PaddedGroup
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.integrations import transformers_dualkv
+from qla_kernels.integrations.trl import bare, exchanged, log_gain
+
+OP = "qla_kernels.integrations.verl"
+HOME, RELEASES = "verl.workers.engine.fsdp.transformer_impl", "veRL 0.9"
+NOT_PACKED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared")
+PATCHED, PACKS, SAYS = "qla_kernels_patched", "_qla_kernels_packs", "_qla_kernels_said"
+
+
+def patch() -> None:
+    """Makes engines that are built from now on pack; repeating it changes nothing.
+
+    Raises Unsupported if veRL cannot be imported, or is another one. Building an engine raises
+    Unsupported for models that `transformers_dualkv.check` refuses and for settings that packing
+    does not have: Ulysses, fused kernels, a static padded length.
+    """
+    home = _engines()
+    engine, heads = home.FSDPEngine, home.FSDPEngineWithLMHead
+    if getattr(heads, PATCHED, False):
+        return
+    build = engine._build_module
+    inputs, outputs = heads.prepare_model_inputs, heads.prepare_model_outputs
+    run = heads.forward_backward_batch
+
+    @wraps(build)
+    def _build_module(self: Any) -> Any:
+        module = build(self)
+        if isinstance(self, heads) and self.model_config.model_type == "language_model":
+            _check_settings(self)
+            transformers_dualkv.prepare(bare(module))
+            setattr(self, PACKS, True)
+        return module
+
+    @wraps(inputs)
+    def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
+        if not getattr(self, PACKS, False):
+            return inputs(self, micro_batch)
+        batch = pack(micro_batch)
+        if not getattr(self, SAYS, False):
+            log_gain(sum(len(path) for path in batch.paths), batch.num_tokens)
+            setattr(self, SAYS, True)
+        call = batch.model_inputs()
+        del call["use_cache"]  # the engine passes it
+        return call, {"batch": batch}
+
+    @wraps(outputs)
+    def prepare_model_outputs(
+        self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+    ) -> Any:
+        if not getattr(self, PACKS, False):
+            return outputs(self, output, output_args, micro_batch, logits_processor_func)
+        return unpack(output.logits[0], output_args["batch"], micro_batch)
+
+    @wraps(run)
+    def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self, PACKS, False):
+            return run(self, *args, **kwargs)
+        split = _in_place_of(home.prepare_micro_batches)
+        with exchanged(home, prepare_micro_batches=split):
+            return run(self, *args, **kwargs)
+
+    engine._build_module = _build_module
+    heads.prepare_model_inputs = prepare_model_inputs
+    heads.prepare_model_outputs = prepare_model_outputs
+    heads.forward_backward_batch = forward_backward_batch
+    setattr(heads, PATCHED, True)
+
+
+def pack(micro_batch: Any) -> SharedBatch:
+    """Packs the sequences of a micro-batch's nested input_ids; common beginnings are stored once.
+
+    Raises Unsupported for images, distillation and sums of squared probabilities.
+    """
+    images = value(micro_batch, "multi_modal_inputs")
+    asked = [name for name in NOT_PACKED if value(micro_batch, name)]
+    if asked or (images is not None and any(map(bool, images))):
+        got = f"a micro-batch with {', '.join(asked) or 'multi_modal_inputs'}"
+        _refuse(got, "text, log-probabilities and entropies")
+    sequences, lengths = micro_batch["input_ids"].unbind(), response_lengths(micro_batch)
+    chosen = [torch.arange(len(x)) >= len(x) - n for x, n in zip(sequences, lengths, strict=True)]
+    return pack_prefix_tree(sequences, loss_mask=chosen)
+
+
+def unpack(logits: Tensor, batch: SharedBatch, micro_batch: Any) -> dict[str, Tensor]:
+    """Returns log_probs and, if asked for, entropy, nested as input_ids.
+
+    The values of a token are stored at the token before it; others are 0. logits is
+    [M, vocabulary], or [T, vocabulary] of models whose forward veRL replaces.
+    """
+    if len(logits) == batch.num_tokens:
+        logits = logits[batch.src_rows]
+    wanted = bool(value(micro_batch, "calculate_entropy"))
+    found = batch.gather_logprobs(logits, temperature=_temperature(micro_batch), entropy=True)
+    offsets = micro_batch["input_ids"].offsets()
+    place = offsets[batch.row] + batch.column - 1
+
+    def nested(x: Tensor) -> Tensor:
+        values = x.new_zeros(micro_batch["input_ids"].values().shape).index_put((place,), x)
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+    names = ("log_probs", "entropy") if wanted else ("log_probs",)
+    return {name: nested(x) for name, x in zip(names, found, strict=False)}
+
+
+def response_lengths(data: Any) -> list[int]:
+    """Returns the tokens of each response, from nested or padded rows."""
+    if data["responses"].is_nested:
+        lengths: list[int] = data["responses"].offsets().diff().tolist()
+        return lengths
+    mask = data["attention_mask"][:, data["prompts"].shape[1] :]
+    return [int(n) for n in mask.sum(1).tolist()]
+
+
+def groups_of(data: Any) -> list[PaddedGroup]:
+    """Returns the rows with the same prompt, group by group."""
+    sequences, lengths = data["input_ids"].unbind(), response_lengths(data)
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, (tokens, n) in enumerate(zip(sequences, lengths, strict=True)):
+        rows_of.setdefault(tuple(tokens[: len(tokens) - n].tolist()), []).append(row)
+    return [
+        PaddedGroup(rows, len(prompt), [lengths[row] for row in rows])
+        for prompt, rows in rows_of.items()
+    ]
+
+
+def micro_batches(groups: list[PaddedGroup], max_tokens: int, at_least: int = 1) -> list[list[int]]:
+    """Returns a list of row numbers for each micro-batch of at most max_tokens packed tokens.
+
+    A group that is cut repeats its prompt, and stays exact. There are `at_least` so many
+    micro-batches, or as many as rows.
+    """
+    (plan,) = plan_microbatches([(g.prompt, g.responses) for g in groups], max_tokens)
+    found = [[groups[g].rows[i] for g, chosen in pieces for i in chosen] for pieces in plan]
+    while len(found) < at_least:
+        widest = max(found, key=len)
+        found.remove(widest)
+        found += [widest[::2], widest[1::2]]
+    return found
+
+
+def _in_place_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that splits data by groups; with fixed row counts, theirs."""
+
+    @wraps(theirs)
+    def prepare_micro_batches(data: Any, dp_group: Any = None, **others: Any) -> Any:
+        if value(data, "use_dynamic_bsz") is False:
+            return theirs(data=data, dp_group=dp_group, **others)
+        room, groups = int(value(data, "max_token_len_per_gpu")), groups_of(data)
+        name = importlib.import_module("verl.utils.device").get_device_name()
+        most = torch.tensor(len(micro_batches(groups, room)), device=name)
+        # FSDP runs as many on every rank
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=dp_group)
+        found = micro_batches(groups, room, at_least=int(most))
+        take = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
+        return [take(data, rows) for rows in found], found
+
+    return prepare_micro_batches
+
+
+def value(data: Any, name: str) -> Any:
+    """Returns an entry of veRL's data, None if it is missing."""
+    return data[name] if name in data.keys() else None  # noqa: SIM118 (a TensorDict)
+
+
+def _temperature(micro_batch: Any) -> float:
+    """Returns the temperature of a micro-batch; Unsupported if rows have several."""
+    given = value(micro_batch, "temperature")
+    if not isinstance(given, Tensor):
+        return float(given)
+    numbers = set(given.flatten().tolist())
+    if len(numbers) != 1:
+        _refuse("rows of several temperatures", "one")
+    return float(numbers.pop())
+
+
+def _check_settings(engine: Any) -> None:
+    """Raises Unsupported for settings of an engine that packed batches do not have."""
+    if engine.engine_config.ulysses_sequence_parallel_size > 1:
+        _refuse("ulysses_sequence_parallel_size > 1", "1")
+    if getattr(engine.model_config, "use_fused_kernels", False):
+        _refuse("use_fused_kernels=True", "False")
+    if getattr(engine.engine_config, "pad_to_length", False):
+        _refuse("pad_to_length", "none")
+
+
+def _engines() -> Any:
+    """Returns the module with veRL's FSDP engines; Unsupported if a part that we use is missing."""
+    try:
+        home = importlib.import_module(HOME)
+        for name in ("_build_module", "forward_backward_batch"):
+            getattr(home.FSDPEngine, name)
+        for name in ("prepare_model_inputs", "prepare_model_outputs"):
+            getattr(home.FSDPEngineWithLMHead, name)
+        home.prepare_micro_batches  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        got, fix = f"veRL cannot be used ({error})", "pip install 'verl==0.9.*'"
+        raise Unsupported(need(OP, got, RELEASES, fix)) from error
+    return home
+
+
+def _refuse(got: str, needs: str) -> None:
+    raise Unsupported(need(OP, got, needs, "change veRL's configuration, or do not call patch()"))

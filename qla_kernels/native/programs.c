@@ -1,0 +1,596 @@
+/* Programs: whole calls, replayed. Included by launcher.c.
+
+   A program is what a call did on the GPU: launches, fills, copies, waits between two streams. recorder.py
+   records it from the launch code. It is found again by what the call's arguments look like:
+   sizes, strides, dtypes, alignment, flags, the numbers in tensors of the host, and torch's
+   current stream. Whatever launch code decides depends on these alone. So a replay checks nothing
+   again: it allocates the results and one workspace, fills in addresses, and launches.
+
+   A table holds the programs of one function. It is called with the function's arguments and
+   returns
+
+     None     run the function: this is the first such call, or an argument cannot be compared,
+              or a mode of torch observes the call
+     True     run the function and record it: this is the second such call
+     a tuple  the results: the program has been launched
+     else     the value that `keep` stored for such calls */
+
+enum { KEY = 1024, INPUTS = 64, RESULTS = 24, CONSTANTS = 16, NESTED = 2 };
+enum { BUCKETS = 256, SEEN = 1024, HOST_BYTES = 2048, TEXT = 256, ALIGNMENT = 16 };
+enum { KEY_NONE = 1, KEY_FALSE, KEY_TRUE, KEY_INT, KEY_FLOAT, KEY_TEXT, KEY_LIST, KEY_TENSOR };
+enum { BASES = INPUTS + RESULTS + 1 + CONSTANTS };
+enum { FLOAT_CODE = 2 }; /* DLPack: integers are below */
+enum { EVENT_WITHOUT_TIME = 2, NOT_ASKED = -1 };
+
+typedef struct { /* what a call looks like */
+    int words, tensors, first, gradients; /* first: tensor on the GPU, or -1 */
+    int64_t word[KEY];
+    DLTensor tensor[INPUTS];
+    void *stream;
+} Sight;
+typedef struct { int ndim; DLDataType dtype; int64_t shape[DIMENSIONS]; } Output; /* contiguous */
+enum { LAUNCH, WAIT, FILL, COPY }; /* recorder.py has the same */
+enum { DEVICE_MEMORY = 2 };
+typedef struct {
+    int kind;
+    Entry *entry; Launch launch;
+    int stream, other; /* 0: the caller's; 1: other_stream. `stream` waits for `other` */
+    void *event;
+    int64_t value, bytes; /* FILL: of 32 bits each, or of 8 if value is 0 */
+    int64_t width, height, to_pitch, from_pitch; /* COPY: as in cuMemcpy2D */
+    int base[TENSORS]; int64_t offset[TENSORS]; /* of each address */
+} Step;
+typedef struct Program {
+    struct Program *next;
+    uint64_t hash, used;
+    int words, running;  /* running: threads that replay it, which is done without the GIL */
+    int64_t *key;
+    PyObject *value;     /* of `keep`; NULL: launches */
+    PyObject *held;      /* what constants, streams and entries belong to */
+    int inputs, outputs, results, constants, steps;
+    Output output[RESULTS];
+    int result[RESULTS]; /* an output, or -1 for None */
+    int64_t workspace;
+    void *constant[CONSTANTS], *other_stream;
+    Step *step;
+} Program;
+typedef struct {
+    PyMethodDef method;
+    int most, num, gradients;
+    long long replays;
+    uint64_t clock, seen[SEEN];
+    Program *bucket[BUCKETS];
+} Table;
+
+static struct {
+    PyObject *parameter_type, *grad_enabled, *modes, *functorch, *tracing, *forward_ad;
+    PyObject *requires_grad, *current_level; /* names, interned */
+} watch;
+
+/* ---- recording: the launches of this thread ---- */
+
+static __thread PyObject *recording; /* a list, or NULL */
+
+static int note_launch(PyObject *entry, void *stream, PyObject *const *arguments, Py_ssize_t n) {
+    PyObject *given = PyTuple_New(n);
+    for (Py_ssize_t i = 0; given && i < n; i++) {
+        Py_INCREF(arguments[i]);
+        PyTuple_SetItem(given, i, arguments[i]);
+    }
+    long long number = (long long)(intptr_t)stream;
+    PyObject *step = given ? Py_BuildValue("OLN", entry, number, given) : NULL;
+    int failed = !step || PyList_Append(recording, step);
+    Py_XDECREF(step);
+    return failed;
+}
+
+/* record(list or None): appends this thread's launches to a list, as (entry, stream, arguments) */
+static PyObject *record_launches(PyObject *self, PyObject *list) {
+    PyObject *old = recording;
+    recording = list == Py_None ? NULL : list;
+    Py_XINCREF(recording);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+/* ---- looking at a call ---- */
+
+static int push(Sight *s, int64_t word) {
+    if (s->words == KEY) return 0;
+    s->word[s->words++] = word;
+    return 1;
+}
+
+static int push_bytes(Sight *s, const void *from, int64_t size) {
+    int64_t words = (size + 7) / 8;
+    if (s->words + words > KEY) return 0;
+    if (words) s->word[s->words + words - 1] = 0;
+    memcpy(s->word + s->words, from, (size_t)size);
+    s->words += (int)words;
+    return 1;
+}
+
+static int push_numbers(Sight *s, const DLTensor *t) { /* of a tensor of the host */
+    int64_t n = 1;
+    for (int d = t->ndim - 1; d >= 0; n *= t->shape[d--])
+        if (t->shape[d] != 1 && t->strides[d] != n) return 0;
+    int64_t size = n * t->dtype.bits / 8;
+    return size <= HOST_BYTES && push_bytes(s, t->data, size);
+}
+
+static int see_tensor(PyObject *x, Sight *s) {
+    if (s->tensors == INPUTS) return 0;
+    DLTensor *t = &s->tensor[s->tensors];
+    if (torch.api->from_python(x, t)) { PyErr_Clear(); return 0; }
+    t->data = (char *)t->data + t->byte_offset;
+    if (s->gradients == 0) {
+        PyObject *wants = PyObject_GetAttr(x, watch.requires_grad);
+        s->gradients = wants == Py_True;
+        Py_XDECREF(wants);
+    }
+    int same = 0; /* a tensor given twice is one to the recorder */
+    while (s->tensor[same].data != t->data) same++;
+    int64_t about = KEY_TENSOR | t->ndim << 4 | t->dtype.code << 8 | t->dtype.bits << 16 | same << 24
+                  | (int64_t)((uintptr_t)t->data % ALIGNMENT) << 32
+                  | (int64_t)t->device.type << 40 | (int64_t)t->device.id << 48;
+    if (t->ndim > DIMENSIONS || !push(s, about) || !push_bytes(s, t->shape, 8 * t->ndim)
+        || !push_bytes(s, t->strides, 8 * t->ndim)) return 0;
+    int on_gpu = t->device.type == torch.device_type; /* in tests also tensors of the host */
+    if (on_gpu && s->first < 0) s->first = s->tensors;
+    s->tensors++;
+    int is_read = t->device.type == CPU && (!on_gpu || t->dtype.code < FLOAT_CODE);
+    return !is_read || push_numbers(s, t);
+}
+
+static int see(PyObject *x, Sight *s, int depth) { /* 0: it cannot be compared */
+    PyTypeObject *type = Py_TYPE(x);
+    if ((PyObject *)type == torch.tensor_type || (PyObject *)type == watch.parameter_type)
+        return see_tensor(x, s);
+    if (x == Py_None) return push(s, KEY_NONE);
+    if (x == Py_False || x == Py_True) return push(s, x == Py_True ? KEY_TRUE : KEY_FALSE);
+    if (type == &PyLong_Type) {
+        int64_t value = PyLong_AsLongLong(x);
+        if (value == -1 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
+        return push(s, KEY_INT) && push(s, value);
+    }
+    if (type == &PyFloat_Type) {
+        double value = PyFloat_AsDouble(x);
+        return push(s, KEY_FLOAT) && push_bytes(s, &value, sizeof value);
+    }
+    if (type == &PyUnicode_Type) {
+        Py_ssize_t size;
+        const char *text = PyUnicode_AsUTF8AndSize(x, &size);
+        if (!text) PyErr_Clear();
+        return text && size <= TEXT && push(s, KEY_TEXT | (int64_t)size << 8)
+               && push_bytes(s, text, size);
+    }
+    int is_list = type == &PyList_Type;
+    if ((!is_list && type != &PyTuple_Type) || depth == NESTED) return 0;
+    Py_ssize_t n = is_list ? PyList_Size(x) : PyTuple_Size(x);
+    if (!push(s, KEY_LIST | (int64_t)n << 8)) return 0;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (!see(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), s, depth + 1)) return 0;
+    return 1;
+}
+
+static int asked_for(const char *variable) {
+    const char *value = getenv(variable);
+    return value && *value && strcmp(value, "0");
+}
+
+static int is_number(PyObject *object, long wanted) { /* steals */
+    long value = object ? PyLong_AsLong(object) : wanted - 1;
+    Py_XDECREF(object);
+    return value == wanted;
+}
+
+static int is_none(PyObject *object) { /* steals */
+    Py_XDECREF(object);
+    return object == Py_None;
+}
+
+/* Whether something observes the call, or tangents may be on its way: a replay would hide it. */
+static int is_watched(void) {
+    return recording || asked_for("QLA_CHECK") || !is_number(PyObject_CallNoArgs(watch.modes), 0)
+           || !is_none(PyObject_CallNoArgs(watch.functorch))
+           || !is_none(PyObject_CallNoArgs(watch.tracing))
+           || !is_number(PyObject_GetAttr(watch.forward_ad, watch.current_level), -1);
+}
+
+static int look(const Table *t, PyObject *const *arguments, Py_ssize_t n, Sight *s) {
+    s->words = s->tensors = 0, s->first = s->gradients = NOT_ASKED;
+    if (is_watched()) return 0;
+    if (t->gradients) {
+        PyObject *enabled = PyObject_CallNoArgs(watch.grad_enabled);
+        if (enabled == Py_True) s->gradients = 0;
+        Py_XDECREF(enabled);
+    }
+    for (Py_ssize_t i = 0; i < n; i++) if (!see(arguments[i], s, 0)) return 0;
+    if (s->first < 0 || stream_of(s->tensor[s->first].device.id, &s->stream)) return 0;
+    return push(s, s->gradients == 1) && push(s, (int64_t)(intptr_t)s->stream);
+}
+
+static uint64_t hash_of(const Sight *s) {
+    uint64_t h = 0x9e3779b97f4a7c15u;
+    for (int i = 0; i < s->words; i++) {
+        h = (h ^ (uint64_t)s->word[i]) * 0xff51afd7ed558ccdu;
+        h ^= h >> 32;
+    }
+    return h | 1; /* not 0, which is an empty place of Table.seen */
+}
+
+/* ---- tables ---- */
+
+static Program *program_of(const Table *t, const Sight *s, uint64_t hash) {
+    Program *p = t->bucket[hash / 2 % BUCKETS];
+    size_t size = sizeof(int64_t) * (size_t)s->words;
+    while (p && (p->hash != hash || p->words != s->words || memcmp(p->key, s->word, size)))
+        p = p->next;
+    return p;
+}
+
+static void drop_program(Program *p) {
+    for (int i = 0; i < p->steps; i++)
+        if (p->step[i].event) driver.cuEventDestroy_v2(p->step[i].event);
+    Py_XDECREF(p->value);
+    Py_XDECREF(p->held);
+    PyMem_Free(p->step);
+    PyMem_Free(p->key);
+    PyMem_Free(p);
+}
+
+static void drop_oldest(Table *t) {
+    Program **oldest = NULL;
+    for (int b = 0; b < BUCKETS; b++)
+        for (Program **at = &t->bucket[b]; *at; at = &(*at)->next)
+            if (!(*at)->running && (!oldest || (*at)->used < (*oldest)->used)) oldest = at;
+    if (!oldest) return;
+    Program *p = *oldest;
+    *oldest = p->next;
+    t->num--;
+    drop_program(p);
+}
+
+static void insert(Table *t, Program *p) {
+    if (t->num >= t->most) drop_oldest(t);
+    Program **bucket = &t->bucket[p->hash / 2 % BUCKETS];
+    p->used = ++t->clock, p->next = *bucket, *bucket = p;
+    t->num++;
+}
+
+static Program *new_program(const Sight *s, uint64_t hash) {
+    Program *p = PyMem_Calloc(1, sizeof *p);
+    size_t size = sizeof(int64_t) * (size_t)s->words;
+    if (!p || !(p->key = PyMem_Malloc(size))) {
+        PyMem_Free(p);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    memcpy(p->key, s->word, size);
+    p->hash = hash, p->words = s->words;
+    return p;
+}
+
+static void drop_table(PyObject *capsule) {
+    Table *t = PyCapsule_GetPointer(capsule, "table");
+    for (int b = 0; b < BUCKETS; b++)
+        for (Program *p = t->bucket[b], *next; p; p = next) next = p->next, drop_program(p);
+    PyMem_Free(t);
+}
+
+/* ---- replay ---- */
+
+static void note_error(void *context, const char *kind, const char *message) {
+    PyErr_Format(PyExc_RuntimeError, "qla_kernels: torch cannot allocate: %s: %s", kind, message);
+}
+
+static DLManaged *allocate(DLDevice device, DLDataType dtype, int ndim, const int64_t *shape) {
+    int64_t strides[DIMENSIONS], n = 1;
+    for (int d = ndim - 1; d >= 0; n *= shape[d--]) strides[d] = n;
+    DLTensor like = {NULL, device, ndim, dtype, (int64_t *)shape, strides, 0};
+    DLManaged *made = NULL;
+    if (!torch.api->allocate(&like, &made, NULL, note_error)) return made;
+    if (!PyErr_Occurred()) PyErr_NoMemory();
+    return NULL;
+}
+
+static PyObject *allocate_output(DLDevice device, const Output *o, void **address) {
+    DLManaged *made = allocate(device, o->dtype, o->ndim, o->shape);
+    void *tensor = NULL;
+    if (!made) return NULL;
+    *address = (char *)made->tensor.data + made->tensor.byte_offset;
+    return torch.api->to_python(made, &tensor) ? NULL : tensor;
+}
+
+static int run_step(const Step *x, void *const *base, void *const *stream, int device, Outcome *o) {
+    void *address[TENSORS], *on = stream[x->stream];
+    int num = x->kind == LAUNCH ? x->entry->tensors : x->kind == COPY ? 2 : x->kind == FILL;
+    for (int i = 0; i < num; i++) address[i] = (char *)base[x->base[i]] + x->offset[i];
+    if (x->kind == WAIT)
+        return TRY(o, cuEventRecord, x->event, stream[x->other])
+               || TRY(o, cuStreamWaitEvent, on, x->event, 0);
+    if (x->kind == FILL && x->value)
+        return TRY(o, cuMemsetD32Async, address[0], (unsigned)x->value, (size_t)x->bytes / 4, on);
+    if (x->kind == FILL)
+        return TRY(o, cuMemsetD8Async, address[0], 0, (size_t)x->bytes, on);
+    if (x->kind == COPY) {
+        Copy copy = {.from_type = DEVICE_MEMORY, .to_type = DEVICE_MEMORY, .to = address[0],
+                     .from = address[1], .to_pitch = (size_t)x->to_pitch,
+                     .from_pitch = (size_t)x->from_pitch, .width = (size_t)x->width,
+                     .height = (size_t)x->height};
+        return TRY(o, cuMemcpy2DAsync_v2, &copy, on);
+    }
+    return ready(x->entry, device, x->launch.config.numbers[6], o)
+           || enqueue(x->entry, &x->launch, address, on, o);
+}
+
+static int run_steps(Program *p, void *const *base, void *first_stream, int device) {
+    void *const stream[] = {first_stream, p->other_stream};
+    Outcome o = {0};
+    int i = 0, failed;
+    p->running++;
+    PyThreadState *thread = PyEval_SaveThread();
+    int entered = enter(device, &o);
+    for (failed = entered < 0; !failed && i < p->steps; i += !failed)
+        failed = run_step(&p->step[i], base, stream, device, &o);
+    if (entered > 0) { void *left; driver.cuCtxPopCurrent_v2(&left); }
+    PyEval_RestoreThread(thread);
+    p->running--;
+    if (!failed) return 0;
+    if (p->step[i].kind == LAUNCH) return explain(p->step[i].entry, &o);
+    PyErr_Format(PyExc_RuntimeError, "qla_kernels: %s gave error %d", o.step, o.error);
+    return -1;
+}
+
+static PyObject *results_of(const Program *p, PyObject *const *made) {
+    PyObject *results = PyTuple_New(p->results);
+    for (int i = 0; results && i < p->results; i++) {
+        PyObject *x = p->result[i] < 0 ? Py_None : made[p->result[i]];
+        Py_INCREF(x);
+        PyTuple_SetItem(results, i, x);
+    }
+    return results;
+}
+
+static PyObject *replay(Program *p, const Sight *s) {
+    DLDevice device = s->tensor[s->first].device;
+    PyObject *made[RESULTS] = {0}, *results = NULL;
+    DLManaged *workspace = NULL;
+    void *base[BASES];
+    int i, n = 0, failed = 0;
+    for (; n < p->inputs; n++) base[n] = s->tensor[n].data;
+    for (i = 0; !failed && i < p->outputs; i++)
+        failed = !(made[i] = allocate_output(device, &p->output[i], &base[n + i]));
+    n += p->outputs;
+    if (!failed && p->workspace)
+        failed = !(workspace = allocate(device, (DLDataType){1, 8, 1}, 1, &p->workspace));
+    if (!failed) {
+        base[n++] = workspace ? workspace->tensor.data : NULL;
+        for (i = 0; i < p->constants; i++) base[n + i] = p->constant[i];
+        failed = run_steps(p, base, s->stream, device.id);
+    }
+    /* torch's allocator gives its memory to this stream alone, whose later work comes after ours */
+    if (workspace) workspace->deleter(workspace);
+    if (!failed) results = results_of(p, made);
+    for (i = 0; i < p->outputs; i++) Py_XDECREF(made[i]);
+    return results;
+}
+
+/* A CUDA graph would read constants for longer than the table keeps them. */
+static int is_captured(const Program *p, void *stream) {
+    int status = 0;
+    return p->constants && stream && !driver.cuStreamIsCapturing(stream, &status) && status;
+}
+
+static PyObject *find(PyObject *self, PyObject *const *arguments, Py_ssize_t n) {
+    Table *t = PyCapsule_GetPointer(self, "table");
+    Sight s;
+    if (!t || !look(t, arguments, n, &s)) return PyErr_Occurred() ? NULL : Py_BuildValue("");
+    uint64_t hash = hash_of(&s), *seen = &t->seen[hash / 2 % SEEN];
+    Program *p = program_of(t, &s, hash);
+    if (!p) {
+        int again = *seen == hash;
+        *seen = hash;
+        return again ? PyBool_FromLong(1) : Py_BuildValue("");
+    }
+    p->used = ++t->clock;
+    if (p->value) { Py_INCREF(p->value); return p->value; }
+    if (asked_for("QLA_CHECK_PROGRAMS")) return PyBool_FromLong(1);
+    if (forked || is_captured(p, s.stream)) return Py_BuildValue("");
+    t->replays++;
+    return replay(p, &s);
+}
+
+/* ---- making programs ---- */
+
+static int read_output(Output *o, PyObject *x) {
+    DLTensor t;
+    if (torch.api->from_python(x, &t)) return -1;
+    o->ndim = t.ndim, o->dtype = t.dtype;
+    memcpy(o->shape, t.shape, sizeof(int64_t) * (size_t)t.ndim);
+    return 0;
+}
+
+static int read_places(Step *x, PyObject *base, PyObject *offset, int num, int bases) {
+    for (int i = 0; i < num; i++) {
+        x->base[i] = (int)PyLong_AsLong(PyTuple_GetItem(base, i));
+        x->offset[i] = PyLong_AsLongLong(PyTuple_GetItem(offset, i));
+        if (PyErr_Occurred() || x->base[i] < 0 || x->base[i] >= bases) return -1;
+    }
+    return 0;
+}
+
+static int read_launch(Step *x, PyObject *entry, PyObject *given) {
+    PyObject *flat[TENSORS + SCALARS];
+    Given g;
+    if (!(x->entry = PyCapsule_GetPointer(entry, "entry"))) return -1;
+    Py_ssize_t n = PyTuple_Size(given);
+    for (Py_ssize_t i = 0; i < n && i < TENSORS + SCALARS; i++) flat[i] = PyTuple_GetItem(given, i);
+    return take(x->entry, flat, n, &g) || bind(x->entry, flat, &g, &x->launch);
+}
+
+static int make_event(Step *x) {
+    Outcome o = {0};
+    if (!TRY(&o, cuEventCreate, &x->event, EVENT_WITHOUT_TIME)) return 0;
+    PyErr_Format(PyExc_RuntimeError, "qla_kernels: cuEventCreate gave error %d", o.error);
+    return -1;
+}
+
+/* (kind, stream, bases, offsets, what): what is (entry, arguments), the other stream,
+   (value, bytes) or (width, height, pitch of the destination, of the source) */
+static int read_step(Step *x, PyObject *step, int bases) {
+    PyObject *base, *offset, *what, *entry, *given;
+    if (!PyArg_ParseTuple(step, "iiOOO", &x->kind, &x->stream, &base, &offset, &what)
+        || read_places(x, base, offset, (int)PyTuple_Size(base), bases)) return -1;
+    switch (x->kind) {
+        case LAUNCH:
+            return !PyArg_ParseTuple(what, "OO", &entry, &given) || read_launch(x, entry, given);
+        case WAIT: return !PyArg_ParseTuple(what, "i", &x->other) || make_event(x);
+        case FILL: return !PyArg_ParseTuple(what, "LL", &x->value, &x->bytes);
+        default: return !PyArg_ParseTuple(what, "LLLL", &x->width, &x->height, &x->to_pitch,
+                                          &x->from_pitch);
+    }
+}
+
+static int read_program(Program *p, PyObject *outputs, PyObject *results, PyObject *constants,
+                        PyObject *steps) {
+    p->outputs = (int)PyTuple_Size(outputs), p->results = (int)PyTuple_Size(results);
+    p->constants = (int)PyTuple_Size(constants);
+    int num_steps = (int)PyTuple_Size(steps);
+    if (PyErr_Occurred()) return -1;
+    if (p->outputs > RESULTS || p->results > RESULTS || p->constants > CONSTANTS) {
+        PyErr_SetString(PyExc_ValueError, "qla_kernels: a program with too many results");
+        return -1;
+    }
+    for (int i = 0; i < p->outputs; i++)
+        if (read_output(&p->output[i], PyTuple_GetItem(outputs, i))) return -1;
+    for (int i = 0; i < p->results; i++)
+        p->result[i] = (int)PyLong_AsLong(PyTuple_GetItem(results, i));
+    for (int i = 0; i < p->constants; i++) {
+        DLTensor t;
+        if (torch.api->from_python(PyTuple_GetItem(constants, i), &t)) return -1;
+        p->constant[i] = (char *)t.data + t.byte_offset;
+    }
+    if (!(p->step = PyMem_Calloc((size_t)num_steps + 1, sizeof *p->step))) return -1;
+    for (; p->steps < num_steps; p->steps++) {
+        PyObject *step = PyTuple_GetItem(steps, p->steps);
+        int bases = p->inputs + p->outputs + 1 + p->constants;
+        if (read_step(&p->step[p->steps], step, bases)) return -1;
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int same_step(const Step *x, const Step *y) {
+    return x->kind == y->kind && x->entry == y->entry && x->stream == y->stream
+           && x->other == y->other && x->value == y->value && x->bytes == y->bytes
+           && x->width == y->width && x->height == y->height && x->to_pitch == y->to_pitch
+           && x->from_pitch == y->from_pitch && !memcmp(&x->launch, &y->launch, sizeof x->launch)
+           && !memcmp(x->base, y->base, sizeof x->base)
+           && !memcmp(x->offset, y->offset, sizeof x->offset);
+}
+
+static int same_program(const Program *p, const Program *q) { /* but for addresses of constants */
+    if (p->inputs != q->inputs || p->outputs != q->outputs || p->results != q->results
+        || p->workspace != q->workspace || p->steps != q->steps
+        || memcmp(p->output, q->output, sizeof p->output)
+        || memcmp(p->result, q->result, sizeof p->result)) return 0;
+    for (int i = 0; i < p->steps; i++)
+        if (!same_step(&p->step[i], &q->step[i])) return 0;
+    return 1;
+}
+
+/* store(table, arguments, outputs, results, workspace, constants, other stream, steps, held)
+
+   outputs: tensors like those to allocate; results: the place of each among outputs, or -1. Bases
+   of addresses count the arguments' tensors, outputs, workspace, constants. Where there is such a
+   program already, compares: returns whether it is the same. */
+static PyObject *store(PyObject *self, PyObject *args) {
+    PyObject *table, *arguments, *outputs, *results, *constants, *steps, *held;
+    long long workspace, other;
+    if (!PyArg_ParseTuple(args, "OO!OOLOLOO", &table, &PyTuple_Type, &arguments, &outputs,
+                          &results, &workspace, &constants, &other, &steps, &held)) return NULL;
+    Table *t = PyCapsule_GetPointer(table, "table");
+    PyObject *flat[KEY];
+    Py_ssize_t n = PyTuple_Size(arguments);
+    for (Py_ssize_t i = 0; i < n && i < KEY; i++) flat[i] = PyTuple_GetItem(arguments, i);
+    Sight s;
+    if (!t || n > KEY || !look(t, flat, n, &s)) return PyErr_Occurred() ? NULL : PyBool_FromLong(1);
+    uint64_t hash = hash_of(&s);
+    Program *known = program_of(t, &s, hash), *p = new_program(&s, hash);
+    if (!p) return NULL;
+    p->inputs = s.tensors, p->workspace = workspace, p->other_stream = (void *)(intptr_t)other;
+    if (read_program(p, outputs, results, constants, steps)) {
+        drop_program(p);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    if (known) {
+        int same = !known->value && same_program(known, p);
+        drop_program(p);
+        return PyBool_FromLong(same);
+    }
+    Py_INCREF(held);
+    p->held = held;
+    insert(t, p);
+    return PyBool_FromLong(1);
+}
+
+/* keep(table, arguments, value): later calls that look like this one find the value */
+static PyObject *keep(PyObject *self, PyObject *args) {
+    PyObject *table, *arguments, *value, *flat[KEY];
+    if (!PyArg_ParseTuple(args, "OO!O", &table, &PyTuple_Type, &arguments, &value)) return NULL;
+    Table *t = PyCapsule_GetPointer(table, "table");
+    Py_ssize_t n = PyTuple_Size(arguments);
+    for (Py_ssize_t i = 0; i < n && i < KEY; i++) flat[i] = PyTuple_GetItem(arguments, i);
+    Sight s;
+    if (t && n <= KEY && look(t, flat, n, &s)) {
+        uint64_t hash = hash_of(&s);
+        Program *p = program_of(t, &s, hash) ? NULL : new_program(&s, hash);
+        if (p) {
+            Py_INCREF(value);
+            p->value = value;
+            insert(t, p);
+        }
+    }
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* table(most, gradients) -> a function, `find` of a new table. With `gradients`, calls that want
+   gradients differ from calls that do not. */
+static PyObject *make_table(PyObject *self, PyObject *args) {
+    int most, gradients;
+    if (!PyArg_ParseTuple(args, "ip", &most, &gradients)) return NULL;
+    Table *t = PyMem_Calloc(1, sizeof *t);
+    if (!t) return PyErr_NoMemory();
+    PyCFunction function = (PyCFunction)(void (*)(void))find;
+    t->method = (PyMethodDef){"find", function, METH_FASTCALL, "Replays a call that is known."};
+    t->most = most, t->gradients = gradients;
+    PyObject *capsule = PyCapsule_New(t, "table", drop_table);
+    PyObject *made = capsule ? PyCFunction_NewEx(&t->method, capsule, NULL) : NULL;
+    Py_XDECREF(capsule);
+    return made;
+}
+
+/* num_programs(table): how many programs and values it holds */
+static PyObject *num_programs(PyObject *self, PyObject *table) {
+    Table *t = PyCapsule_GetPointer(table, "table");
+    return t ? PyLong_FromLong(t->num) : NULL;
+}
+
+static PyObject *num_replays(PyObject *self, PyObject *table) {
+    Table *t = PyCapsule_GetPointer(table, "table");
+    return t ? PyLong_FromLongLong(t->replays) : NULL;
+}
+
+/* watch_with(Parameter, is_grad_enabled, modes, functorch, tracing, forward_ad): how to ask torch
+   whether a call is observed; see operators.py */
+static PyObject *watch_with(PyObject *self, PyObject *args) {
+    if (!PyArg_ParseTuple(args, "OOOOOO", &watch.parameter_type, &watch.grad_enabled,
+                          &watch.modes, &watch.functorch, &watch.tracing, &watch.forward_ad))
+        return NULL;
+    Py_INCREF(args); /* for the life of the process */
+    watch.requires_grad = PyUnicode_InternFromString("requires_grad");
+    watch.current_level = PyUnicode_InternFromString("_current_level");
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}

@@ -1,0 +1,162 @@
+"""Replays calls that were seen before: their launches are kept, and one native call repeats them.
+
+    find      looks for a call like this one
+    record    runs a call and keeps its launches
+    keep      keeps a value for calls like this one, such as "these arguments were accepted"
+
+A call is like another if the launch code would do the same for it: same sizes, strides, dtypes,
+alignment, flags, numbers in host tensors, stream; programs.c compares them. Programs exist where
+kernels are prebuilt (`native/`) and torch has DLPack's exchange API (2.10), and not under a
+compiler, tracer, mode or tensor subclass. QLA_PROGRAMS=0 turns them off. With
+QLA_CHECK_PROGRAMS=1 each call that would be replayed is recorded again and compared.
+"""
+
+import os
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device, jit
+from qla_kernels.native import prebuilt, recorder
+
+MOST = 256  # programs of one function; the one that was used longest ago is dropped for another
+
+RECORD = True  # what `find` returns at the second call of a kind
+
+
+class _HasFlat(Protocol):
+    def flat(self) -> tuple[Tensor | None, ...]: ...
+
+
+Flat = TypeVar("Flat", bound=_HasFlat)
+Results = TypeVar("Results", bound=tuple[Tensor | None, ...])
+
+_tables: "weakref.WeakSet[Programs]" = weakref.WeakSet()
+
+
+class Programs:
+    """The programs of one function.
+
+    Attributes:
+        find: called with the function's arguments, returns the results of a replay as a tuple, a
+            value that was kept, RECORD, or None if the function has to be run as usual.
+    """
+
+    def __init__(self, name: str, gradients: bool = False) -> None:
+        """Makes an empty table; with `gradients`, calls that want gradients are of another kind."""
+        self.name = name
+        self._gradients = gradients
+        self._native: Any = None
+        self.find: Callable[..., Any] = self._first
+        _tables.add(self)
+
+    def _first(self, *arguments: Any) -> Any:
+        self._native = _native()
+        if self._native is None:
+            self.find = _nothing
+        else:
+            self.find = self._native.table(MOST, self._gradients)
+        return self.find(*arguments)
+
+    def forget(self) -> None:
+        """Drops all programs, and looks for prebuilt kernels again at the next call."""
+        self.find = self._first
+
+    def __len__(self) -> int:
+        return 0 if self._native is None else int(self._native.num_programs(self._table))
+
+    def replays(self) -> int:
+        """Returns how many calls the table has replayed."""
+        return 0 if self._native is None else int(self._native.num_replays(self._table))
+
+    @property
+    def _table(self) -> Any:
+        return self.find.__self__  # type: ignore[attr-defined]
+
+    def run(
+        self,
+        function: Callable[..., Flat],
+        records: tuple[tuple[Any, ...], ...],
+        of_flat: Callable[..., Flat],
+    ) -> Flat:
+        """Returns function(*records), replayed if possible.
+
+        Args:
+            function: returns an object whose `flat()` is a tuple of tensors and None.
+            of_flat: makes such an object from that tuple's elements.
+        """
+        if torch.compiler.is_compiling():
+            return function(*records)
+        arguments = tuple(chain.from_iterable(records))
+        found = self.find(*arguments)
+        if type(found) is tuple:
+            return of_flat(*found)
+        if found is RECORD:
+            return of_flat(*self.record(arguments, lambda: function(*records).flat()))
+        return function(*records)
+
+    def keep(self, arguments: tuple[Any, ...], value: object) -> None:
+        """Keeps a value, not a tuple: `find` returns it for arguments like these."""
+        self._native.keep(self._table, arguments, value)
+
+    def record(self, arguments: tuple[Any, ...], run: Callable[[], Results]) -> Results:
+        """Runs a call after `find` returned RECORD for its arguments; returns the call's results.
+
+        Keeps its launches if a program can repeat them, and otherwise that it cannot.
+        """
+        native, table = self._native, self._table
+        if _is_capturing(arguments):
+            return run()
+        with recorder.Recorder(native, arguments) as recorded:
+            results = run()
+        try:
+            if jit.from_tilelang:
+                raise recorder.NotRecordable("a kernel that is not prebuilt")
+            program = recorded.program(results)
+        except recorder.NotRecordable as reason:
+            jit.log.debug("%s: no program for a call: %s", self.name, reason)
+            native.keep(table, arguments, None)
+        else:
+            if not native.store(table, arguments, *program):
+                raise RuntimeError(
+                    f"{self.name}: a call that looks like an earlier one launches other kernels or"
+                    " numbers; need the same; please report it, and set QLA_PROGRAMS=0 until then"
+                )
+        return results
+
+
+def forget() -> None:
+    """Drops all programs of all functions, as after a change of QLA_PREBUILT or of heuristics."""
+    for table in _tables:
+        table.forget()
+
+
+def _nothing(*arguments: Any) -> None:
+    return None
+
+
+def _native() -> Any:
+    """Returns the launcher, told how to ask torch whether a call is observed; None without it."""
+    if os.environ.get("QLA_PROGRAMS", "1") == "0" or os.environ.get("QLA_DUMP"):
+        return None
+    native = prebuilt.launcher()
+    if native is None or not native.exchanges():
+        return None
+    native.watch_with(
+        torch.nn.Parameter,
+        torch.is_grad_enabled,
+        torch._C._len_torch_dispatch_stack,
+        torch._C._functorch.peek_interpreter_stack,
+        torch._C._get_tracing_state,
+        torch.autograd.forward_ad,
+    )
+    return native
+
+
+def _is_capturing(arguments: tuple[Any, ...]) -> bool:
+    """Returns whether the current stream records a CUDA graph, whose memory is its own."""
+    return any(x.is_cuda for x in recorder.tensors_in(arguments)) and device.capturing()

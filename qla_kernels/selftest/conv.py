@@ -1,0 +1,53 @@
+"""The cases of the causal convolution's kernels: a small tree, with a chain of short nodes."""
+
+from typing import Any
+
+import torch
+
+from qla_kernels.conv import launch
+from qla_kernels.cpu import reference
+from qla_kernels.dualkv import SharedLayout
+from qla_kernels.hybrid.conv_tables import prepare
+from qla_kernels.selftest.cases import Cases, dtype_of
+from qla_kernels.selftest.compare import assert_close
+
+TREE = (70, 33, 1, 2, 5, 40), (-1, 0, 0, 2, 3, -1)  # tokens and parent of each node
+LEAVES = (6, *[3] * 33), (-1, *[0] * 33)
+
+# Sums are in fp32 and each result is rounded once
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+WEIGHTS = 1e-5  # fp32
+
+
+def _conv(variant: Any, given: tuple[Any, int], device: str) -> None:
+    """Checks results and gradients of a tree, with a bias and silu, against fp64."""
+    (lengths, parents), channels = given
+    layout, dtype = SharedLayout.from_forest(lengths, parents), dtype_of(variant)
+    tables = prepare(layout, variant.W)
+    x, dy = torch.randn(2, layout.num_tokens, channels).to(dtype)
+    weight, bias = torch.randn(channels, variant.W), torch.randn(channels)
+    exact = [t.double() for t in (x, weight, bias)]
+    conv = reference().conv
+    y = conv.forward(*exact, True, *tables[:2])
+    want = conv.backward(dy.double(), *exact, True, *tables[:2])
+    given_x, given_dy, given_weight, given_bias = (
+        t.to(device) for t in (x[None], dy[None], weight, bias)
+    )
+    call = given_x, given_weight, given_bias, [t.to(device) for t in tables], True
+    got_y = launch.conv_fwd(*call)
+    got = launch.conv_bwd(given_dy, *call)
+    assert got.dbias is not None, "there is a bias"
+    assert_close("y", got_y[0].cpu(), y, ROUNDING[dtype])
+    assert_close("dx", got.dx[0].cpu(), want.dx, ROUNDING[dtype])
+    assert_close("dweight", got.dweight.cpu(), want.dweight, WEIGHTS)
+    assert_close("dbias", got.dbias.cpu(), want.dbias, WEIGHTS)
+
+
+CASES = (
+    Cases(
+        ("conv.fwd", "conv.bwd", "conv.join_parts", "conv.weight_sums"),
+        _conv,
+        [(TREE, 136), (LEAVES, 40)],
+        [(((5000, *[700] * 40), (-1, *[0] * 40)), 1024)],
+    ),
+)

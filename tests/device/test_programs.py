@@ -1,0 +1,229 @@
+"""Replayed calls on a GPU have the bits of calls that run their launch code, for every family."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from qla_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, programs
+from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
+from qla_kernels.gdn import api, autograd
+from qla_kernels.gdn.decode import api as decode
+from qla_kernels.native import prebuilt
+from qla_kernels.sparse_ring import FixedVerticalSlash, sparse_attention
+
+pytestmark = [
+    pytest.mark.hopper,
+    pytest.mark.skipif(isinstance(prebuilt.in_use(), str), reason="needs prebuilt kernels"),
+]
+
+TIMES = 4  # as usual, recorded, and two replays
+
+
+@pytest.fixture(autouse=True)
+def _as_in_use(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without the poison of other device tests, which is a fill after each allocation."""
+    torch.use_deterministic_algorithms(False)
+    yield
+    programs.forget()
+
+
+def gdn(tokens: int, H: int = 2, HV: int = 8, batch: int = 1) -> tuple[Tensor, ...]:
+    q, k = (
+        torch.nn.functional.normalize(
+            torch.randn(batch, tokens, H, 128, device="cuda"), dim=-1
+        ).bfloat16()
+        for _ in range(2)
+    )
+    v = torch.randn(batch, tokens, HV, 128, device="cuda", dtype=torch.bfloat16)
+    g = -0.1 * torch.rand(batch, tokens, HV, device="cuda")
+    return q, k, v, g, torch.rand(batch, tokens, HV, device="cuda", dtype=torch.bfloat16)
+
+
+def unreplayed(run: Callable[[], tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("QLA_PROGRAMS", "0")
+        programs.forget()
+        done = run()
+    programs.forget()
+    return done
+
+
+def same_bits(run: Callable[[], tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = unreplayed(run, monkeypatch)
+    for _ in range(TIMES):
+        for got, want in zip(run(), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+CALLS = {
+    "one launch": lambda: gdn(512, batch=32),
+    "four launches": lambda: gdn(2048),
+    "seven launches": lambda: gdn(8192, 16, 32),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@torch.no_grad()
+def test_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = CALLS[name]()
+    same_bits(lambda: chunk_gated_delta_rule(*x, output_final_state=True), monkeypatch)
+    assert len(api.CALLS) == 1
+    y = [a.clone() for a in x]  # other memory
+    replayed = chunk_gated_delta_rule(*y, output_final_state=True)
+    assert torch.equal(replayed[0], chunk_gated_delta_rule(*x, output_final_state=True)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("known", [True, False])
+@torch.no_grad()
+def test_packed_forward(dtype: torch.dtype, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = gdn(3000)
+    bounds = torch.tensor([0, 5, 2100, 2990], dtype=dtype)
+    packed = {"cu_seqlens": bounds.cuda(), "cu_seqlens_cpu": bounds if known else None}
+    h0 = torch.randn(3, 8, 128, 128, device="cuda")
+    same_bits(
+        lambda: chunk_gated_delta_rule(
+            *x, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True, **packed
+        ),
+        monkeypatch,
+    )
+    assert len(api.CALLS) == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("cache", [False, True])
+def test_training(name: str, cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = CALLS[name]()
+    do = torch.randn_like(x[2])
+
+    def step() -> tuple[Tensor, ...]:
+        leaves = [a.clone().requires_grad_() for a in x]
+        o, _ = chunk_gated_delta_rule(*leaves, enable_fwd_cp_cache=cache)
+        o.backward(do)
+        return o.detach(), *(leaf.grad for leaf in leaves)
+
+    same_bits(step, monkeypatch)
+    assert len(autograd.FORWARDS) == len(autograd.BACKWARDS) == 1
+    for table in (autograd.FORWARDS, autograd.BACKWARDS):
+        assert table.replays(), f"{table.name} has no program"
+
+
+@torch.no_grad()
+def test_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, g, beta = gdn(1, batch=64)
+    pool = torch.randn(100, 8, 128, 128, device="cuda")
+    slots = torch.randperm(100, device="cuda")[:64]
+
+    def step() -> tuple[Tensor, ...]:
+        states = pool.clone()
+        version = states._version
+        o, _ = fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta=beta, initial_state=states, state_indices=slots
+        )
+        assert states._version == version + 1
+        return o, states
+
+    same_bits(step, monkeypatch)
+    assert decode.DECODING.replays()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_shared_prompts(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = SharedLayout.from_lengths([(700, [300, 200]), (100, [50] * 7)], device="cuda")
+    T = layout.num_tokens
+    q = torch.randn(T, 16, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(T, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    do = torch.randn_like(q)
+
+    def step() -> tuple[Tensor, ...]:
+        leaves = [a.clone().requires_grad_() for a in (q, k, v)]
+        o = shared_prefix_attention(*leaves, layout, deterministic=deterministic)
+        o.backward(do)
+        grads = [leaf.grad for leaf in leaves]
+        return o.detach(), *grads[0 if deterministic else 1 :]  # dq is added up by atomics
+
+    same_bits(step, monkeypatch)
+
+
+def test_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 1024, 4, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1024, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    pattern = FixedVerticalSlash([0, 5, 100], [0, 2, 4])
+
+    def step() -> tuple[Tensor, ...]:
+        leaves = [a.clone().requires_grad_() for a in (q, k, v)]
+        o = sparse_attention(*leaves, pattern=pattern)
+        o.square().sum().backward()
+        return o.detach(), *(leaf.grad for leaf in leaves)
+
+    same_bits(step, monkeypatch)
+
+
+@torch.no_grad()
+def test_graphs_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture on a stream whose programs are known; replays of the graph after other calls."""
+    x = gdn(2048)
+    (expected, _) = unreplayed(lambda: chunk_gated_delta_rule(*x), monkeypatch)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(TIMES):
+            assert torch.equal(chunk_gated_delta_rule(*x)[0], expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        o, _ = chunk_gated_delta_rule(*x)
+    programs.forget()
+    for _ in range(TIMES):
+        chunk_gated_delta_rule(*gdn(2048))
+    o.zero_()
+    graph.replay()
+    assert torch.equal(o, expected)
+
+
+@torch.no_grad()
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = gdn(2048)
+    (expected, _) = unreplayed(lambda: chunk_gated_delta_rule(*x), monkeypatch)
+    torch.cuda.synchronize()
+    wrong: list[object] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                done = [chunk_gated_delta_rule(*x)[0] for _ in range(50)]
+                torch.cuda.current_stream().synchronize()
+            wrong.extend(o for o in done if not torch.equal(o, expected))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@torch.no_grad()
+def test_memory() -> None:
+    """A replay's workspace goes back to torch's allocator."""
+    x = gdn(8192, 16, 32)
+    for _ in range(TIMES):
+        chunk_gated_delta_rule(*x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        chunk_gated_delta_rule(*x)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+@torch.no_grad()
+def test_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QLA_CHECK_PROGRAMS", "1")
+    x = gdn(2048)
+    for _ in range(TIMES):
+        chunk_gated_delta_rule(*x)

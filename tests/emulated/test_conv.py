@@ -1,0 +1,138 @@
+"""The causal convolution's kernels, emulated: trees, packs and dense rows, forward and backward."""
+
+import functools
+
+import pytest
+import torch
+
+from qla_kernels import jit
+from qla_kernels.conv import launch
+from qla_kernels.conv.kernels import fwd, join_parts, weight_sums
+from qla_kernels.hybrid.conv_tables import tree_tables
+from tests.compare import FP32, assert_close
+from tests.conv_check import ROUNDING, case, check, check_repeats
+from tests.conv_inputs import FORESTS, LENGTHS
+from tests.dualkv_inputs import grown
+
+pytestmark = pytest.mark.usefixtures("seeds", "poison")
+
+run = functools.partial(check, fwd=launch.conv_fwd, bwd=launch.conv_bwd)
+PACKS = [[300], [17, 1, 130, 2, 16, 0, 35], [0, 0, 5], [1] * 40]
+TREE = grown([(33, [5, 1, 40]), (2, [1, 2, 3]), (20, [])])
+
+
+@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=jit.variant_id)
+@pytest.mark.kernels("conv.fwd", "conv.bwd")
+def test_every_variant(variant):
+    kind = {"dtype": getattr(torch, variant.dtype), "width": variant.W}
+    for lengths in PACKS:
+        run(case(lengths, "cpu", padding=3, **kind))
+    run(case((3, 50), "cpu", **kind))
+    run(case((1, 7), "cpu", **kind))
+    run(case(TREE, "cpu", channels=136, **kind))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("name", [name for name in FORESTS if name != "nothing"])
+def test_trees(name, width):
+    run(case(FORESTS[name], "cpu", width=width))
+
+
+@pytest.mark.parametrize("variant", join_parts.VARIANTS, ids=jit.variant_id)
+@pytest.mark.kernels("conv.join_parts")
+def test_many_parts(variant):
+    """More than a CTA loads at a time, and a number that its warps do not divide."""
+    dtype = getattr(torch, variant.dtype)
+    for leaves in (1, 33, 70):
+        run(case(grown([(6, [1 + i % 3 for i in range(leaves)])]), "cpu", 136, dtype=dtype))
+
+
+@pytest.mark.parametrize("variant", weight_sums.VARIANTS, ids=jit.variant_id)
+@pytest.mark.parametrize("blocks", [1, 15, 16, 65, 200])
+@pytest.mark.kernels("conv.weight_sums")
+def test_sums_over_any_number_of_blocks(variant, blocks):
+    W, C = variant.W, 40
+    sums, dweight, dbias = torch.randn(blocks, W + 1, C), torch.empty(C, W), torch.empty(C)
+    found = dweight.view(torch.uint8).flatten(), dbias.view(torch.uint8)
+    jit.compile(weight_sums, variant)(sums, *found, 0, 0, W + 1)
+    want = sums.double().sum(0)
+    assert_close("dweight", dweight, want[:W].T, FP32)
+    assert_close("dbias", dbias, want[W], FP32)
+
+
+@pytest.mark.parametrize("parameters", list(ROUNDING))
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("silu", [True, False])
+def test_parameters_of_any_dtype(parameters, bias, silu):
+    run(case([20, 9], "cpu", parameters=parameters, bias=bias, silu=silu))
+
+
+@pytest.mark.parametrize("channels", [8, 120, 128, 136, 264])
+def test_any_number_of_channels(channels):
+    run(case([20, 9], "cpu", channels))
+    run(case(FORESTS["short nodes"], "cpu", channels))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_tokens_of_no_sequence_are_not_read(lengths):
+    for bounds in (torch.int32, torch.int64):
+        run(case(lengths, "cpu", padding=40, bounds=bounds))
+
+
+def test_a_slice_of_a_projection():
+    for of in ([20, 9], FORESTS["turns"], (2, 20)):
+        run(case(of, "cpu", projection=16))
+
+
+def test_a_gradient_of_any_strides():
+    x = case([20, 9], "cpu")
+    for dy in (torch.ones(1, 1, 1).bfloat16().expand(x.dy.shape), x.dy.mT.contiguous().mT):
+        run(x._replace(dy=dy))
+    rows = case((3, 20), "cpu")
+    longer = torch.randn(3, 30, 40).bfloat16()
+    run(rows._replace(dy=longer[:, :20]))  # rows that do not flatten
+
+
+def test_no_tokens_take_no_launch(monkeypatch):
+    monkeypatch.setattr(jit, "compile", None)
+    for of in ([], (0, 5), (2, 0)):
+        *call, dy = case(of, "cpu")
+        assert launch.conv_fwd(*call).shape == dy.shape
+        assert not launch.conv_bwd(dy, *call).dweight.any()
+
+
+def test_values_of_every_size():
+    """The logistic function at its ends: y and dx are finite, and 0 or z."""
+    x = case([4], "cpu", bias=False)
+    for size in (1e2, 1e4, 1e30):
+        scaled = x._replace(x=x.x * size)
+        assert launch.conv_fwd(*scaled[:-1]).isfinite().all()
+        assert launch.conv_bwd(x.dy, *scaled[:-1]).dx.isfinite().all()
+
+
+def test_interleavings_leave_no_trace(seeds):
+    x = case(TREE, "cpu", channels=136)
+    repeats = functools.partial(check_repeats, x, launch.conv_fwd)
+
+    def bwd(*args):
+        seeds["seed"] += 1
+        return launch.conv_bwd(*args)
+
+    repeats(bwd, times=4)
+
+
+def test_wrong_tables_stay_inside():
+    """The emulator reports accesses outside of tensors; there is nothing to compare."""
+    broken = [
+        [torch.tensor(bounds, dtype=torch.int32)]
+        for bounds in ([0, 90, 20], [5, 3, 60], [-7, 2**30, -(2**31)], [40], [70, 80])
+    ]
+    tables = tree_tables(TREE.nodes, len(TREE.tout), 4)
+    for name in tables._fields:
+        for value in (-(2**31), -5, 7, 2**31 - 1):
+            wrong = torch.full_like(getattr(tables, name), value)
+            broken.append(list(tables._replace(**{name: wrong})))
+    for given in broken:
+        x = case(TREE, "cpu", channels=8)._replace(tables=given)
+        launch.conv_fwd(*x[:-1])
+        launch.conv_bwd(x.dy, *x[:-1])

@@ -1,0 +1,72 @@
+"""Our requirements beside those of engines that serve models: each pair of ranges has a version.
+
+`engines.json` has the requirements of released wheels, extras left out, as their metadata list
+them. A newer engine: replace its entry by `Requires-Dist` of its METADATA.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ENGINES = json.loads(Path(__file__).with_name("engines.json").read_text())
+HERE = {"platform_machine": "x86_64", "sys_platform": "linux", "platform_system": "Linux"}
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+
+
+def by_name(lines: list[str]) -> dict[str, Requirement]:
+    found = map(Requirement, lines)
+    on_linux = (r for r in found if r.marker is None or r.marker.evaluate(HERE | {"extra": ""}))
+    return {canonicalize_name(r.name): r for r in on_linux}
+
+
+def common(ours: SpecifierSet, theirs: SpecifierSet) -> str | None:
+    """A version that both accept: one that either names, or the next one."""
+    named = {s.version.removesuffix(".*") for s in (*ours, *theirs)} or {"1"}
+    tried = named | {f"{version}.1" for version in named}
+    return next((v for v in sorted(tried) if v in ours and v in theirs), None)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_requirement_has_a_version_that_the_engine_accepts(engine: str) -> None:
+    theirs = by_name(ENGINES[engine]["requires_dist"])
+    ours = by_name(PROJECT["dependencies"])
+    assert {"torch", "numpy", "einops"} == set(ours) == set(ours) & set(theirs)
+    for name, requirement in ours.items():
+        assert common(requirement.specifier, theirs[name].specifier), name
+    python = SpecifierSet(ENGINES[engine]["requires_python"])
+    assert [p for p in PYTHONS if p in SpecifierSet(PROJECT["requires-python"]) and p in python]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_compiles_kernels_does_not_fit_beside_it(engine: str) -> None:
+    """docs/installation.md says so. If this fails, engines have a newer TileLang: say that."""
+    theirs = by_name(ENGINES[engine]["requires_dist"])["tilelang"]
+    ours = by_name(PROJECT["optional-dependencies"]["compile"])["tilelang"]
+    assert re.fullmatch(r"==[\d.]+", str(theirs.specifier))
+    assert common(ours.specifier, theirs.specifier) is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_page_names_the_versions(engine: str) -> None:
+    version = ENGINES[engine]["version"]
+    pins = by_name(ENGINES[engine]["requires_dist"])
+    page = (ROOT / "docs" / "installation.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("|") and version in line)
+    for name in ("torch", "tilelang", "apache-tvm-ffi"):
+        assert str(pins[name].specifier).removeprefix("==") in row
+
+
+def test_ranges_without_a_common_version_are_found() -> None:
+    assert common(SpecifierSet(">=2.8"), SpecifierSet("==2.7.1")) is None
+    assert common(SpecifierSet(">=2.8"), SpecifierSet("<2.8")) is None
+    assert common(SpecifierSet(">=2.8"), SpecifierSet("==2.14.1")) == "2.14.1"
+    assert common(SpecifierSet(">0.8"), SpecifierSet("")) == "0.8.1"

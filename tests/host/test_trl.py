@@ -1,0 +1,121 @@
+"""`shared_prefix_trainer` on the trainer of an installed TRL: the steps of plain TRL."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qla_kernels import Unsupported
+from qla_kernels.integrations import transformers as swapping
+from qla_kernels.integrations.trl import shared_prefix_trainer
+from tests.compare import assert_close
+from tests.tiny_hybrids import KINDS
+from tests.trl_trainers import WORDS, model_of, tokenizer_of
+
+trl = pytest.importorskip("trl")
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return tokenizer_of()
+
+
+def trainer_of(kind: Any, model: Any, tokenizer: Any, folder: Path, **settings: Any) -> Any:
+    """Two steps over two prompts each, whose rewards tell responses apart."""
+    from datasets import Dataset
+
+    prompts = [" ".join(WORDS[i : i + n]) for i, n in ((0, 9), (11, 4), (20, 6), (30, 2))]
+    chosen = trl.GRPOConfig(
+        output_dir=str(folder), use_cpu=True, report_to=[], save_strategy="no", max_steps=2,
+        per_device_train_batch_size=8, num_generations=4, max_completion_length=10,
+        logging_steps=1, disable_tqdm=True, seed=3,
+        **{"gradient_checkpointing": False, "bf16": False, "learning_rate": 1e-2, **settings},
+    )  # fmt: skip
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(text.split()))) for text in completions]
+
+    return kind(
+        model, reward_funcs=reward, args=chosen, processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+    )  # fmt: skip
+
+
+MEASURES = ("loss", "grad_norm", "entropy", "kl", "reward", "aux_loss", "clip_ratio/region_mean")
+SETTINGS = [
+    {},
+    {"beta": 0.1, "gradient_checkpointing": True},
+    {"num_iterations": 2, "temperature": 0.7},
+    {"steps_per_generation": 2, "entropy_coef": 0.01},
+]
+
+
+def run_of(kind: Any, model: Any, tokenizer: Any, folder: Path, **settings: Any) -> Any:
+    trainer = trainer_of(kind, model, tokenizer, folder, **settings)
+    trainer.train()
+    log = [x for x in trainer.state.log_history if "loss" in x]
+    return log, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5", "Qwen3Next-MoE"])
+def test_a_training_run_is_that_of_plain_trl(tokenizer, tmp_path, name, settings, caplog):
+    found = []
+    for kind in (trl.GRPOTrainer, shared_prefix_trainer(trl.GRPOTrainer)):
+        model = model_of(name, len(tokenizer), tmp_path / "model")
+        found.append(run_of(kind, model, tokenizer, tmp_path, **settings))
+        swapping.restore(model) if name in KINDS else None
+    (want_log, want), (got_log, got) = found
+    assert len(got_log) == len(want_log) == 2
+    assert any("loss" in x and x["grad_norm"] > 0 for x in want_log)
+    for measure in MEASURES:
+        for a, b in zip(got_log, want_log, strict=True):
+            assert (measure in a) == (measure in b)
+            assert a.get(measure, 0.0) == pytest.approx(b.get(measure, 0.0), rel=1e-3, abs=1e-5), (
+                measure
+            )
+    assert_close("weights", got, want, 1e-4)
+    said = [m for m in caplog.messages if m.startswith("shared prompts: the first batch has")]
+    assert len(said) == 1
+    assert "times fewer" in said[0]
+
+
+def test_under_autocast_a_run_is_that_of_plain_trl(tokenizer, tmp_path):
+    found = []
+    for kind in (trl.GRPOTrainer, shared_prefix_trainer(trl.GRPOTrainer)):
+        model = model_of("Qwen3", len(tokenizer), tmp_path / "model")
+        found.append(run_of(kind, model, tokenizer, tmp_path, bf16=True, learning_rate=1e-4))
+    for a, b in zip(*(log for log, _ in found), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=0.02)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.1)
+
+
+def test_generation_uses_the_attention_that_the_model_had(tokenizer, tmp_path):
+    model = model_of("Qwen3", len(tokenizer), tmp_path / "model")
+    model.set_attn_implementation("eager")
+    chosen = []
+
+    class Base(trl.GRPOTrainer):
+        def _generate(self, *args: Any) -> Any:
+            chosen.append(self.model.config._attn_implementation)
+            return super()._generate(*args) if len(chosen) < 2 else 1 / 0
+
+    trainer = trainer_of(shared_prefix_trainer(Base), model, tokenizer, tmp_path)
+    assert model.config._attn_implementation == "shared_prefix"
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert chosen == ["eager", "eager"]
+    assert model.config._attn_implementation == "shared_prefix"
+
+
+def test_models_and_batches_that_are_refused(tokenizer, tmp_path):
+    made = shared_prefix_trainer(trl.GRPOTrainer)
+    model = model_of("Qwen3", len(tokenizer), tmp_path / "model")
+    trainer = trainer_of(made, model, tokenizer, tmp_path)
+    ids = torch.ones(2, 5, dtype=torch.long)
+    with pytest.raises(Unsupported, match="a batch with pixel_values; need text alone"):
+        trainer._get_per_token_logps_and_entropies(model, ids, ids, 2, pixel_values=ids)
+    model.config.attention_dropout = 0.1
+    with pytest.raises(Unsupported, match=r"attention_dropout=0\.1"):
+        trainer_of(made, model, tokenizer, tmp_path)

@@ -1,0 +1,180 @@
+"""`shared_prefix_trainer` on a stand-in of TRL's trainer and fused head; rows with one label."""
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples import dualkv_grpo
+from qla_kernels import SharedLayout, Unsupported
+from qla_kernels.integrations import trl, trl_async
+from qla_kernels.integrations.one_label import IGNORED, by_prompt, one_label
+from tests.compare import assert_close
+
+PAD = 0
+
+
+def padded(prompts: list[list[int]], responses: list[list[int]]) -> tuple[Tensor, Tensor, int]:
+    left, right = (max(map(len, x)) for x in (prompts, responses))
+    rows = [
+        [PAD] * (left - len(p)) + p + r + [PAD] * (right - len(r))
+        for p, r in zip(prompts, responses, strict=True)
+    ]
+    ids = torch.tensor(rows)
+    return ids, (ids != PAD).long(), left
+
+
+def test_each_token_has_one_label():
+    """Rows 0 and 2 share a prompt of three tokens, row 1 has one of one, row 3 no response."""
+    prompts = [[4, 5, 6], [7], [4, 5, 6], [4, 5, 6]]
+    ids, mask, width = padded(prompts, [[8, 9], [1], [3], []])
+    packed = one_label(ids, mask, width)
+    assert packed.input_ids.tolist() == [4, 5, 6, 8, 9, 6, 3, 6, 7, 1]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3, 2, 0, 1]
+    assert packed.labels.tolist() == [
+        IGNORED, IGNORED, 8, 9, IGNORED, 3, IGNORED, IGNORED, 1, IGNORED,
+    ]  # fmt: skip
+    assert packed.multiplicity.tolist() == [3, 3, *[1] * 8]
+    want = SharedLayout.from_forest([2, 3, 2, 1, 2], [-1, 0, 0, 0, -1])
+    assert torch.equal(packed.layout.tout, want.tout)
+    assert packed.to_padded(torch.arange(10)).tolist() == [[2, 3], [8, 0], [5, 0], [0, 0]]
+    assert (packed.unpacked, packed.num_tokens) == (5 + 2 + 4 + 3, 10)
+    assert by_prompt(ids, mask, width, 2) == [[0, 2], [3, 1]]
+
+
+class Model(nn.Module):
+    """The example's model, called as TRL calls one with its fused head."""
+
+    entropies = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = dualkv_grpo.Qwen3()
+        self.config = SimpleNamespace(_attn_implementation="eager", num_experts_per_tok=2)
+        self.config.get_text_config = lambda: self.config
+        self.base_model = nn.Identity()
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.config._attn_implementation = name
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        shared_prefix: Any,
+        shift_labels: Tensor,
+        fused_lm_head: bool,
+        output_router_logits: bool = False,
+    ) -> Any:
+        assert fused_lm_head
+        self.base_model(SimpleNamespace(router_logits=(torch.zeros(input_ids.shape[1], 4),)))
+        with torch.autocast("cpu", enabled=False):
+            rows = torch.arange(input_ids.shape[1])
+            logits = self.inner(input_ids[0], position_ids[0], rows, shared_prefix)
+        logps = logits.log_softmax(-1)
+        chosen = logps.gather(1, shift_labels[0].clamp(min=0)[:, None])[:, 0]
+        entropy = -(logps.exp() * logps).sum(-1)[None] if self.entropies else None
+        return SimpleNamespace(log_probs=chosen[None], entropy=entropy)
+
+
+class Base:
+    """GRPOTrainer, as far as the derived class uses it."""
+
+    def __init__(self, model: Model, ref_model: Model | None = None, **given: Any) -> None:
+        self.model, self.ref_model = model, ref_model
+        self.args = SimpleNamespace(**given)
+        self.accelerator = SimpleNamespace(
+            unwrap_model=lambda model: model, autocast=nullcontext, is_main_process=True
+        )
+
+    def _generate(self, prompts: Any) -> Any:
+        assert self.model.config._attn_implementation == "eager"
+        return prompts if prompts else 1 / 0
+
+
+@pytest.fixture
+def made(monkeypatch):
+    def prepare(model: Any, name: str) -> None:
+        model.config._attn_implementation = name
+
+    monkeypatch.setitem(
+        sys.modules, "trl.trainer.utils", SimpleNamespace(add_fused_lm_head=lambda: None)
+    )
+    monkeypatch.setitem(sys.modules, "trl.trainer", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(__version__="1.16.0"))
+    monkeypatch.setattr(trl.transformers_dualkv, "prepare", prepare)
+    return trl.shared_prefix_trainer(Base)
+
+
+@pytest.fixture
+def rollouts():
+    torch.manual_seed(0)
+    model = Model()
+    data = dualkv_grpo.sample(model.inner)
+    whole = dualkv_grpo.whole_sequences(model.inner, data.prompts, data.responses).detach()
+    pairs = [(p, r) for p, rs in zip(data.prompts, data.responses, strict=True) for r in rs]
+    order = torch.randperm(len(pairs))
+    prompts, answers = zip(*(pairs[i] for i in order.tolist()), strict=True)
+    left, right = (max(map(len, x)) for x in (prompts, answers))
+    ids = torch.zeros(len(pairs), left + right, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, pair in enumerate(zip(prompts, answers, strict=True)):
+        span = slice(left - len(pair[0]), left + len(pair[1]))
+        ids[row, span], mask[row, span] = torch.cat(pair), 1
+    return model, ids, mask, whole[order]
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_log_probabilities_are_those_of_whole_sequences(made, rollouts, size, caplog):
+    model, ids, mask, whole = rollouts
+    trainer = made(model)
+    call = (model, ids, mask, whole.shape[1])
+    given = {"batch_size": size, "pixel_values": None, "num_images": None}
+    logps, *others = trainer._get_per_token_logps_and_entropies(*call, **given)
+    assert_close("log-probabilities", logps.detach(), whole, 1e-6)
+    assert others == [None, None]
+    assert logps.requires_grad
+    _, entropies, aux = trainer._get_per_token_logps_and_entropies(
+        *call, compute_entropy=True, compute_aux_loss=True, **given
+    )
+    assert torch.equal(entropies != 0, logps != 0)
+    assert float(aux) == pytest.approx(2.0)  # of equal probabilities, top 2
+    (said,) = caplog.messages
+    assert said.startswith("shared prompts: the first batch has")
+    with pytest.raises(Unsupported, match="a batch with pixel_values; need text alone"):
+        trainer._get_per_token_logps_and_entropies(*call, pixel_values=ids)
+
+
+def test_a_reference_policy_has_no_entropies(made, rollouts):
+    model, ids, mask, whole = rollouts
+    trainer = made(Model(), ref_model=model)
+    assert model.config._attn_implementation == "shared_prefix"
+    model.entropies = False
+    found = trainer._get_per_token_logps_and_entropies(model, ids, mask, whole.shape[1])
+    assert_close("log-probabilities", found[0].detach(), whole, 1e-6)
+    assert found[1] is None
+
+
+def test_generation_uses_the_attention_that_the_model_had(made):
+    """It once failed at the first step: TRL generates with the model that it trains."""
+    trainer = made(Model())
+    assert trainer._generate([1, 2]) == [1, 2]
+    assert trainer.model.config._attn_implementation == "shared_prefix"
+    with pytest.raises(ZeroDivisionError):
+        trainer._generate([])
+    assert trainer.model.config._attn_implementation == "shared_prefix"
+
+
+def test_arguments_and_releases_that_are_refused(made, monkeypatch):
+    with pytest.raises(Unsupported, match=r"use_liger_kernel=True.*; need False"):
+        made(Model(), use_liger_kernel=True)
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", SimpleNamespace())
+    with pytest.raises(Unsupported, match=r"TRL cannot be used .* need TRL 1\.16 or later"):
+        trl.shared_prefix_trainer(Base)
+    monkeypatch.setitem(sys.modules, trl_async.HOME, None)
+    with pytest.raises(Unsupported, match=r"TRL that cannot be imported .* need TRL 1\.16, on"):
+        trl_async.shared_prefix_async_trainer(Base)

@@ -1,0 +1,306 @@
+"""veRL's FSDP engine with `patch()`: stand-ins of its parts, and one of an installed veRL."""
+
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples import dualkv_grpo
+from qla_kernels import Unsupported
+from qla_kernels.dualkv import padded_groups
+from qla_kernels.integrations import transformers as swapping
+from qla_kernels.integrations import verl
+from tests.compare import assert_close
+from tests.tiny_hybrids import VOCABULARY, assert_gradients
+from tests.trl_trainers import model_of
+
+
+def jagged(rows: list[Tensor]) -> Tensor:
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+def data_of(prompts: list[Tensor], responses: list[list[Tensor]], nested: bool) -> dict[str, Any]:
+    """Shuffled rows as its engine has them: sequences without padding, the rest with it or not."""
+    pairs = [(p, r) for p, rs in zip(prompts, responses, strict=True) for r in rs]
+    pairs = [pairs[i] for i in torch.randperm(len(pairs)).tolist()]
+    left, right = (max(len(x[i]) for x in pairs) for i in (0, 1))
+    ids = torch.zeros(len(pairs), left + right, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, response) in enumerate(pairs):
+        span = slice(left - len(prompt), left + len(response))
+        ids[row, span], mask[row, span] = torch.cat([prompt, response]), 1
+    sides = {"prompts": slice(left), "responses": slice(left, None)}
+    return {
+        "input_ids": jagged([torch.cat(pair) for pair in pairs]),
+        "attention_mask": mask,
+        "temperature": 1.0,
+        "max_token_len_per_gpu": 28,
+        **{
+            name: jagged([x[m] for x, m in zip(ids[:, part], mask[:, part].bool(), strict=True)])
+            if nested
+            else ids[:, part]
+            for name, part in sides.items()
+        },
+    }
+
+
+@pytest.fixture(params=["padded", "nested"])
+def rows(request):
+    torch.manual_seed(0)
+    model = dualkv_grpo.Qwen3()
+    data = dualkv_grpo.sample(model)
+    return model, data_of(data.prompts, data.responses, request.param == "nested")
+
+
+def whole(model: Any, sequence: Tensor) -> Tensor:
+    """Log-probabilities of all tokens but the first."""
+    n = len(sequence)
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        logits = model(sequence, torch.arange(n), torch.arange(n - 1))
+    return logits.log_softmax(-1).gather(1, sequence[1:, None])[:, 0]
+
+
+def test_packed_rows_have_the_values_of_whole_ones(rows):
+    model, data = rows
+    batch = verl.pack(data)
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        everything = torch.arange(batch.num_tokens)
+        logits = model(batch.input_ids, batch.position_ids, everything, batch.layout)
+    found = verl.unpack(logits, batch, data)
+    logits = logits[batch.src_rows]
+    less = verl.unpack(logits, batch, data)
+    assert torch.equal(less["log_probs"].values(), found["log_probs"].values())
+    assert set(found) == {"log_probs"}
+    lengths = verl.response_lengths(data)
+    for values, x, n in zip(
+        found["log_probs"].unbind(), data["input_ids"].unbind(), lengths, strict=True
+    ):
+        got = values[len(values) - n - 1 : -1]  # as its losses take them
+        assert_close("log-probabilities", got, whole(model, x)[len(x) - n - 1 :], 1e-6)
+    entropy = verl.unpack(logits, batch, {**data, "calculate_entropy": True})["entropy"]
+    assert torch.equal(entropy.offsets(), data["input_ids"].offsets())
+    one = torch.tensor([[1.0]]).expand(len(lengths), 1)
+    again = verl.unpack(logits, batch, {**data, "temperature": one})["log_probs"]
+    assert torch.equal(again.values(), found["log_probs"].values())
+    one = torch.rand(len(lengths))
+    with pytest.raises(Unsupported, match="rows of several temperatures; need one"):
+        verl.unpack(logits, batch, {**data, "temperature": one})
+
+
+@pytest.mark.parametrize(
+    "asked", [{"multi_modal_inputs": [{}, {"pixels": 1}]}, {"calculate_sum_pi_squared": True}]
+)
+def test_batches_that_are_refused(rows, asked):
+    with pytest.raises(Unsupported, match=f"a micro-batch with {next(iter(asked))}; need text"):
+        verl.pack({**rows[1], **asked})
+    verl.pack({**rows[1], "multi_modal_inputs": [{}, {}], "distillation_only": False})
+
+
+class Engine:
+    """The parts of FSDPEngine that are patched, and what they call."""
+
+    ulysses, fused = 1, False
+
+    def __init__(self, kind: str = "language_model") -> None:
+        self.model_config = SimpleNamespace(model_type=kind, use_fused_kernels=self.fused)
+        self.engine_config = SimpleNamespace(ulysses_sequence_parallel_size=self.ulysses)
+
+    def _build_module(self) -> Any:
+        return SimpleNamespace()
+
+    def forward_backward_batch(self, data: Any) -> Any:
+        home = sys.modules[verl.HOME]
+        return home.prepare_micro_batches(data=data, dp_group=None, same_micro_num_in_dp=True)
+
+
+@pytest.fixture
+def home(monkeypatch):
+    """A module like veRL's."""
+
+    class WithHead(Engine):
+        def prepare_model_inputs(self, micro_batch: Any) -> Any:
+            return "theirs"
+
+        def prepare_model_outputs(self, *_: Any) -> Any:
+            return "theirs"
+
+    class FSDPEngine(Engine):
+        pass
+
+    made = SimpleNamespace(
+        FSDPEngine=Engine, FSDPEngineWithLMHead=WithHead,
+        prepare_micro_batches=lambda data, dp_group, **_: "theirs",
+    )  # fmt: skip
+    tools = SimpleNamespace(
+        get_device_name=lambda: "cpu", index_select_tensor_dict=lambda data, rows: rows
+    )
+    monkeypatch.setattr(Engine, "_build_module", Engine._build_module)  # undone afterwards
+    monkeypatch.setattr(dist, "all_reduce", lambda x, *_, **__: x.clamp_(min=made.most))
+    for name in ("verl.utils.device", "verl.utils.tensordict_utils"):
+        monkeypatch.setitem(sys.modules, name, tools)
+    monkeypatch.setitem(sys.modules, verl.HOME, made)
+    monkeypatch.setattr(verl.transformers_dualkv, "prepare", lambda model: None)
+    made.most = 0
+    verl.patch()
+    return made
+
+
+@pytest.mark.parametrize("most", [0, 5])
+def test_an_engine_of_a_policy_packs(home, rows, most, caplog):
+    """Another rank has `most` micro-batches."""
+    home.most, before = most, home.prepare_micro_batches
+    verl.patch()  # again
+    engine, (_, data) = home.FSDPEngineWithLMHead(), rows
+    assert engine.prepare_model_inputs(data) == "theirs"
+    engine._build_module()
+    taken, found = engine.forward_backward_batch(data)
+    assert home.prepare_micro_batches is before
+    assert taken == found
+    assert sorted(row for micro_batch in found for row in micro_batch) == list(range(7))
+    assert all(found)
+    assert len(found) == max(3, most)  # of 60 tokens, with prompts
+    call, kept = engine.prepare_model_inputs(data)
+    engine.prepare_model_inputs(data)
+    assert set(call) == {"input_ids", "position_ids", "shared_prefix", "logits_to_keep"}
+    batch = kept["batch"]
+    logits = torch.randn(1, len(batch.src_rows), dualkv_grpo.VOCABULARY)
+    out = engine.prepare_model_outputs(SimpleNamespace(logits=logits), kept, data, None)
+    assert set(out) == {"log_probs"}
+    assert sum("times fewer" in message for message in caplog.messages) == 1
+    assert engine.forward_backward_batch({**data, "use_dynamic_bsz": False}) == "theirs"
+
+
+def test_other_engines_are_left_alone(home, rows):
+    engine = home.FSDPEngineWithLMHead("value_model")
+    engine._build_module()
+    assert engine.prepare_model_inputs(rows[1]) == "theirs"
+    assert engine.prepare_model_outputs(None, None, None, None) == "theirs"
+    assert engine.forward_backward_batch(rows[1]) == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "text"),
+    [("ulysses", 2, "ulysses_sequence_parallel_size > 1"), ("fused", True, "use_fused_kernels")],
+)
+def test_settings_that_are_refused(home, name, given, text, monkeypatch):
+    monkeypatch.setattr(Engine, name, given)
+    with pytest.raises(Unsupported, match=f"{text}.*; need .*; change veRL's configuration"):
+        home.FSDPEngineWithLMHead()._build_module()
+
+
+def test_another_verl_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, verl.HOME, SimpleNamespace(FSDPEngine=Engine))
+    with pytest.raises(Unsupported, match=r"veRL cannot be used \(.*\); need veRL 0\.9"):
+        verl.patch()
+
+
+@pytest.mark.parametrize("by_label", [False, True])
+def test_micro_batches_of_padded_rows(by_label):
+    ids = torch.tensor([[0, 5, 6, 1], [5, 5, 7, 1], [0, 5, 8, 1], [5, 5, 9, 0], [0, 4, 9, 2]])
+    uid = [7, 8, 7, 8, 9]
+    groups = padded_groups(ids, ids != 0, 2, group_ids=uid if by_label else None)
+    for room, number in ((100, 1), (6, 2), (4, 4)):
+        found = verl.micro_batches(groups, room)
+        assert sorted(row for micro_batch in found for row in micro_batch) == list(range(5))
+        assert len(found) >= number
+
+
+# The engine of an installed veRL.
+
+
+class OnCpu:
+    """veRL's engine without its constructor: one process, and no FSDP around the model."""
+
+    def build(self, home: Any, model: Any) -> Any:
+        engine = object.__new__(home.FSDPEngineWithLMHead)
+        engine.model_config = SimpleNamespace(model_type="language_model", use_fused_kernels=False)
+        engine.engine_config = SimpleNamespace(
+            ulysses_sequence_parallel_size=1, pad_to_length=False, entropy_checkpointing=False,
+            entropy_from_logits_with_chunking=False,
+        )  # fmt: skip
+        engine.pad_to_length, engine.use_ulysses_sp = False, False
+        engine.ulysses_sequence_parallel_size, engine._autocast_dtype = 1, torch.float32
+        engine.compute_entropy_from_logits = home.verl_F.entropy_from_logits
+        engine.get_data_parallel_group, engine.get_data_parallel_size = lambda: None, lambda: 1
+        engine.module = model
+        return engine
+
+
+def loss_of(model_output: Any, data: Any, dp_group: Any) -> Any:
+    """Weighs each token of a response; columns of a sequence's values are those of its targets."""
+    total = 0.0
+    for values, x, n in zip(
+        model_output["log_probs"].unbind(), data["input_ids"].unbind(),
+        verl.response_lengths(data), strict=True,
+    ):  # fmt: skip
+        total = total + (values[len(x) - n - 1 : -1] * x[len(x) - n :].float().cos()).sum()
+    return total, {}
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3Next"])
+def test_a_batch_of_an_installed_verl(name, tmp_path, one_process, monkeypatch):
+    pytest.importorskip("verl")
+    home = importlib.import_module(verl.HOME)
+    tools = importlib.import_module("verl.utils.tensordict_utils")
+    for place in (home, importlib.import_module("verl.utils.device")):
+        for asked in ("get_device_id", "get_device_name"):
+            monkeypatch.setattr(place, asked, lambda: "cpu")
+    torch.manual_seed(2)
+    draw = lambda n: torch.randint(2, VOCABULARY, (n,))  # noqa: E731
+    responses = [[draw(n) for n in group] for group in ((5, 1, 9), (4, 4), (3, 8))]
+    data = data_of([draw(12), draw(1), draw(6)], responses, nested=True)
+    loss_mask = jagged([torch.ones(n) for n in verl.response_lengths(data)])
+    position_ids = jagged([torch.arange(len(x)) for x in data["input_ids"].unbind()])
+    notes = {
+        "max_token_len_per_gpu": 40, "use_dynamic_bsz": True, "use_remove_padding": False,
+        "calculate_entropy": True, "return_model_output": True, "temperature": 0.7,
+    }  # fmt: skip
+    tensors = {k: v for k, v in data.items() if isinstance(v, Tensor) and v.is_nested}
+    tensors |= {"loss_mask": loss_mask, "position_ids": position_ids}
+
+    def run(model: Any) -> Any:
+        engine = OnCpu().build(home, model)
+        if hasattr(home.FSDPEngineWithLMHead, verl.PATCHED):
+            verl.transformers_dualkv.prepare(model)
+            setattr(engine, verl.PACKS, True)
+        out = engine.forward_backward_batch(
+            tools.get_tensordict(dict(tensors), dict(notes)), loss_of
+        )
+        return out, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    model = model_of(name, VOCABULARY, tmp_path / "model")
+    wanted, want = run(model)
+    model = model_of(name, VOCABULARY, tmp_path / "model")
+    for kind, names in (
+        (home.FSDPEngine, ["_build_module"]),
+        (home.FSDPEngineWithLMHead, ["prepare_model_inputs", "prepare_model_outputs"]),
+    ):
+        for patched in names:
+            monkeypatch.setattr(kind, patched, getattr(kind, patched))
+    verl.patch()
+    try:
+        found, got = run(model)
+    finally:
+        delattr(home.FSDPEngineWithLMHead, verl.PATCHED)
+        del home.FSDPEngineWithLMHead.forward_backward_batch
+        swapping.restore(model) if name != "Qwen3" else None
+    lengths = verl.response_lengths(data)
+    for key in ("log_probs", "entropy"):
+        a, b = (x["model_output"][key].unbind() for x in (found, wanted))
+        for x, y, n in zip(a, b, lengths, strict=True):
+            assert_close(
+                key, x[len(x) - n - 1 : -1].detach(), y[len(y) - n - 1 : -1].detach(), 1e-5
+            )
+    assert_gradients(got, want, 1e-4)

@@ -1,0 +1,29 @@
+"""A kernel file whose kernel is that of tests/native/behaviour.py: no nvcc, no TileLang."""
+
+import json
+from pathlib import Path
+
+from qla_kernels import build, jit
+from qla_kernels.gdn.kernels import gate
+from qla_kernels.native import sources
+from tests.native import behaviour
+
+VARIANT, *_ = gate.VARIANTS
+LABEL = jit.label(gate, VARIANT)
+
+
+def built(**changed: str) -> build.Built:
+    """A kernel named gdn.gate; `changed` is different in the manifest."""
+    entry = json.dumps(behaviour.ENTRY).encode()
+    about = {
+        "digest": "0123456789abcdef",
+        "sources": sources.fingerprint(gate.__name__),
+        "entry": build.checksum(entry),
+        "cubin": build.checksum(behaviour.CUBIN),
+    }
+    return build.Built(LABEL, entry, behaviour.CUBIN, about | changed)
+
+
+def write(folder: Path, *kernels: build.Built, of_set: str = "13") -> Path:
+    versions = {"tilelang": "0.1.15", "nvcc": "release 13.0, V13.0.88"}
+    return build.write(kernels or [built()], folder, of_set, versions)

@@ -1,0 +1,398 @@
+"""What programs do with the calls of a function, on the stand-in driver.
+
+Each function without an underscore is a test. `python -m tests.native.programs` runs all of them;
+it has to be started by `standin.run`. The function under test is `_work`, with the hand-written
+entry of behaviour.py: two launches, views, rooms, a fill and copies.
+"""
+
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qla_kernels import programs
+from qla_kernels.device_tables import kept
+from qla_kernels.native import recorder
+from qla_kernels.native.pack import pack, texts
+from qla_kernels.programs import RECORD, Programs
+from tests.native import standin
+from tests.native.behaviour import CUBIN, ENTRY, NAME
+
+NATIVE = standin.launcher()
+LAUNCH = NATIVE.launcher(NAME, ENTRY["function"], CUBIN, pack(ENTRY), *texts(ENTRY))
+DRIVER = standin.Driver()
+LETTERS = standin.kinds(ENTRY)
+programs._native = lambda: _watching(NATIVE)
+
+
+def _watching(native: Any) -> Any:
+    native.watch_with(
+        torch.nn.Parameter,
+        torch.is_grad_enabled,
+        torch._C._len_torch_dispatch_stack,
+        torch._C._functorch.peek_interpreter_stack,
+        torch._C._get_tracing_state,
+        torch.autograd.forward_ad,
+    )
+    return native
+
+
+def _work(x: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor | None, ...]:
+    """Launches twice: on x, and on a part of a room; returns what the first launch writes."""
+    rows, heads, size = x.shape
+    room = x.new_empty(rows + 1, heads, size)
+    sums = torch.empty(rows, heads)
+    count = sums.new_zeros(rows + 1, heads)
+    LAUNCH(x, scale, sums, len(bounds.int()))
+    LAUNCH(room[1:], scale, count[1:], 3)
+    return sums, None
+
+
+def _inputs(rows: int = 40, heads: int = 2) -> tuple[Tensor, Tensor, float]:
+    return torch.randn(rows, heads, 64).bfloat16(), torch.tensor([0, 7, rows]), 0.5
+
+
+def _call(table: Programs, *given: Any, work: Callable[..., Any] = _work) -> Any:
+    found = table.find(*given)
+    if found is RECORD:
+        return table.record(given, lambda: work(*given))
+    return work(*given) if found is None else found
+
+
+def _known(*given: Any, work: Callable[..., Any] = _work, gradients: bool = False) -> Programs:
+    """Returns a table that has seen a call twice."""
+    table = Programs("test", gradients)
+    for _ in range(2):
+        _call(table, *given, work=work)
+    return table
+
+
+def _record(run: Callable[[], Any]) -> bytes:
+    DRIVER.expect(LETTERS)
+    run()
+    return DRIVER.record()
+
+
+def _launches(record: bytes) -> list[tuple[Any, ...]]:
+    """Returns of each launch: numbers, stream, the map's sizes, rows - 1, scale; and addresses."""
+    found = []
+    name = ENTRY["function"].encode() + b"\0"
+    for part in record.split(name)[1:]:
+        tensor_map, address, rows, real = struct.unpack_from("=128sQif", part[40:])
+        where, *sizes = struct.unpack_from("10Q", tensor_map)
+        found.append((part[:40], sizes, rows, real, where, address))
+    return found
+
+
+def replays_are_what_the_call_did() -> None:
+    """Same launches and numbers; inputs are those of the new call, the rest is fresh."""
+    given = _inputs()
+    table = _known(*given)
+    assert len(table) == 1
+    eager = _launches(_record(lambda: _work(*given)))
+    x = torch.randn_like(given[0])
+    again = table.find(x, *given[1:])
+    assert type(again) is tuple
+    assert again[1] is None
+    assert again[0].shape == (40, 2)
+    assert again[0].is_contiguous()
+    done: list[Any] = []
+    replayed = _launches(_record(lambda: done.append(table.find(x, *given[1:]))))
+    assert [launch[:4] for launch in eager] == [launch[:4] for launch in replayed]
+    (first, second), ((sums, _),) = replayed, done
+    assert (first[4], first[5]) == (x.data_ptr(), sums.data_ptr())
+    # the workspace: room, rounded up to 256 bytes, then count; each begins a row later
+    assert second[5] - second[4] == 41 * 256 + 8 - 256
+    assert len({first[4], first[5], second[4], second[5]}) == 4
+
+
+def fills_and_copies() -> None:
+    """A room of zeros is zeros again, an int64 tensor is narrowed again, at each replay."""
+
+    def work(x: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ones = x.new_full((3, 2), 7, dtype=torch.int32)
+        there = torch.empty_like(x)
+        there.copy_(x)
+        return ones, there, bounds.to(torch.int32)
+
+    bounds, y = torch.tensor([0, 5, 9]), torch.randn(4, 8)
+    table = _known(torch.randn(4, 8), bounds, work=work)
+    ones, there, narrow = table.find(y, bounds)
+    assert ones.tolist() == [[7, 7]] * 3
+    assert torch.equal(there, y)
+    assert narrow.dtype == torch.int32
+    assert narrow.tolist() == bounds.tolist()
+
+
+def other_calls_are_not_replayed() -> None:
+    """Anything that launch code could look at makes another call."""
+    x, bounds, scale = given = _inputs()
+    table = _known(*given)
+    wide = torch.randn(40, 2, 80).bfloat16()
+    unaligned = torch.randn(40 * 2 * 64 + 4).bfloat16()[4:].view(x.shape)
+    others = {
+        "size": (x[:39], bounds, scale),
+        "stride": (wide[..., :64], bounds, scale),
+        "alignment": (unaligned, bounds, scale),
+        "dtype": (x.half(), bounds, scale),
+        "number": (x, bounds, 0.25),
+        "kind of number": (x, bounds, 1),
+        "number on the host": (x, torch.tensor([0, 8, 40]), scale),
+        "None": (x, None, scale),
+        "flag": (x, bounds, scale, True),
+        "text": (x, bounds, scale, "half"),
+        "list": (x, bounds, scale, [x]),
+    }
+    for name, other in others.items():
+        assert table.find(*other) is None, name
+    assert type(table.find(x.clone(), bounds.clone(), 0.5)) is tuple
+
+
+def a_tensor_given_twice() -> None:
+    """It differs from two tensors that look alike."""
+
+    def work(x: Tensor, y: Tensor) -> tuple[Tensor | None]:
+        LAUNCH(x, 0.5, torch.empty(40, 2), 3)
+        LAUNCH(y, 0.5, torch.empty(40, 2), 3)
+        return (None,)
+
+    x, y = _inputs()[0], _inputs()[0]
+    table = _known(x, x, work=work)
+    assert table.find(x, y) is None
+    first, second = _launches(_record(lambda: table.find(y, y)))
+    assert first[4] == second[4] == y.data_ptr()
+    table = _known(x, y, work=work)
+    both = torch.randn(2, *x.shape).bfloat16()  # parts of one tensor
+    first, second = _launches(_record(lambda: table.find(*both)))
+    assert (first[4], second[4]) == (both[0].data_ptr(), both[1].data_ptr())
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def observers() -> None:
+    """Modes, subclasses, tracers, tangents and QLA_CHECK see the usual call."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    x, bounds, scale = given = _inputs()
+    table = _known(*given)
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return f(*args, **(kwargs or {}))
+
+    with Mode():
+        assert table.find(*given) is None
+    assert table.find(x.as_subclass(Sub), bounds, scale) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert table.find(*given) is None
+    torch.func.vmap(lambda y: y + (table.find(*given) is not None))(torch.zeros(2))
+    os.environ["QLA_CHECK"] = "1"
+    assert table.find(*given) is None
+    del os.environ["QLA_CHECK"]
+    assert type(table.find(torch.nn.Parameter(x), bounds, scale)) is tuple
+    recording = recorder.Recorder(NATIVE, given)
+    with recording:  # a call inside of one that is recorded
+        assert table.find(*given) is None
+    assert type(table.find(*given)) is tuple
+
+
+def gradients() -> None:
+    """A table may tell calls that want gradients from those that do not."""
+    x, bounds, scale = _inputs()
+    table = _known(x, bounds, scale, gradients=True)
+    leaf = x.clone().requires_grad_()
+    assert table.find(leaf, bounds, scale) is None
+    with torch.no_grad():
+        assert type(table.find(leaf, bounds, scale)) is tuple
+    given = leaf, bounds, scale
+    assert table.find(*given) is RECORD
+    table.keep(given, "accepted")
+    assert table.find(*given) == "accepted"
+    assert type(table.find(x, bounds, scale)) is tuple
+    with torch.inference_mode():
+        results = table.find(x, bounds, scale)
+        assert results[0].is_inference()
+
+
+def what_cannot_be_recorded() -> None:
+    """The call is run as usual, each time, and its results are right."""
+    other = torch.zeros(40, 2)
+
+    def computes(x: Tensor) -> tuple[Tensor]:
+        return (x * 2,)
+
+    def reads_back(x: Tensor) -> tuple[Tensor]:
+        return (x.new_empty(int(x[0, 0, 0] * 0) + 2),)
+
+    def writes_input(x: Tensor) -> tuple[None]:
+        x.zero_()
+        return (None,)
+
+    def returns_input(x: Tensor) -> tuple[Tensor]:
+        return (x.view(-1),)
+
+    def returns_part(x: Tensor) -> tuple[Tensor]:
+        return (x.new_empty(4, 4)[:, :2],)
+
+    def uses_stranger(x: Tensor) -> tuple[None]:
+        LAUNCH(x, 0.5, other, 3)
+        return (None,)
+
+    for work in (computes, reads_back, writes_input, returns_input, returns_part, uses_stranger):
+        x = _inputs()[0]
+        table = _known(x, work=work)
+        assert len(table) == 1, work.__name__  # that there is none
+        assert table.find(x) is None, work.__name__
+
+
+def constants() -> None:
+    """Tables that are kept are read again, not made again; not in a capture."""
+    made = []
+
+    @kept(4)
+    def table_of(device: torch.device, n: int) -> Tensor:
+        made.append(n)
+        return torch.arange(2 * n, dtype=torch.float32).view(n, 2)
+
+    def work(x: Tensor) -> tuple[None]:
+        LAUNCH(x, 0.5, table_of(x.device, x.shape[0]), 3)
+        return (None,)
+
+    x = _inputs()[0]
+    table = _known(x, work=work)
+    (launch,) = _launches(_record(lambda: table.find(x)))
+    assert launch[5] == table_of(x.device, 40).data_ptr()
+    assert made == [40]
+
+
+class _Stream:
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+
+
+def waits() -> None:
+    """Waits between two streams are repeated, in their places among the launches."""
+
+    def work(x: Tensor) -> tuple[None]:
+        recorder.note_wait(_Stream(7), _Stream(0))
+        LAUNCH(x, 0.5, torch.empty(40, 2), 3)
+        recorder.note_wait(_Stream(0), _Stream(7))
+        return (None,)
+
+    x = _inputs()[0]
+    table = _known(x, work=work)
+    assert DRIVER["events"] == 2
+    record = _record(partial(table.find, x))
+    words = [w for w in (b"record", b"wait", ENTRY["function"].encode()) if w in record]
+    assert len(words) == 3
+    assert record.index(b"record") < record.index(b"wait") < record.index(words[2])
+    event, stream = struct.unpack_from("QQ", record, record.index(b"record") + 7)
+    assert (stream, *struct.unpack_from("QQ", record, record.index(b"wait") + 5)) == (0, event, 7)
+    last = record.rindex(b"wait")
+    assert last > record.index(words[2])
+    assert struct.unpack_from("QQ", record, last + 5)[1] == 0
+    del table
+    assert DRIVER["events"] == 0
+
+
+def checks() -> None:
+    """QLA_CHECK_PROGRAMS records again, and names a function that depends on something else."""
+    hidden = [3]
+
+    def work(x: Tensor) -> tuple[None]:
+        LAUNCH(x, 0.5, torch.empty(40, 2), hidden[0])
+        return (None,)
+
+    x = _inputs()[0]
+    table = _known(x, work=work)
+    os.environ["QLA_CHECK_PROGRAMS"] = "1"
+    assert table.find(x) is RECORD
+    _call(table, x, work=work)
+    hidden[0] = 4
+    with pytest.raises(RuntimeError, match="launches other kernels or numbers; need the same"):
+        _call(table, x, work=work)
+    del os.environ["QLA_CHECK_PROGRAMS"]
+
+
+def bounded() -> None:
+    """The program that was used longest ago makes room for another; nothing else is lost."""
+    table = Programs("test")
+    first, bounds, _ = _inputs()
+    for n in range(programs.MOST + 20):
+        for _ in range(2):
+            _call(table, first, bounds, float(n))
+        if n:
+            assert type(table.find(first, bounds, 0.0)) is tuple  # kept by use
+    assert len(table) == programs.MOST
+    assert type(table.find(first, bounds, float(programs.MOST))) is tuple
+    assert table.find(first, bounds, 1.0) in (None, RECORD)
+
+
+def failures() -> None:
+    """The driver's errors are named, and the program stays."""
+    given = _inputs()
+    table = _known(*given)
+    DRIVER["fail"] = 1
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx gave CUDA_ERROR_INVALID_VALUE"):
+        table.find(*given)
+    assert type(table.find(*given)) is tuple
+
+
+def threads() -> None:
+    """Many threads that make the same and other calls at once."""
+    table, errors = Programs("test"), []
+    together = threading.Barrier(8)
+
+    def run(number: int) -> None:
+        x, bounds, scale = _inputs(rows=40 + number % 2)
+        together.wait()
+        try:
+            for _ in range(100):
+                sums, none = _call(table, x, bounds, scale)
+                assert sums.shape == (len(x), 2)
+                assert none is None
+        except Exception as error:
+            errors.append(error)
+
+    runners = [threading.Thread(target=run, args=(n,)) for n in range(8)]
+    for runner in runners:
+        runner.start()
+    for runner in runners:
+        runner.join()
+    assert not errors, errors
+    assert len(table) == 2
+
+
+def memory() -> None:
+    """Replays leave nothing behind, and neither do tables that are dropped."""
+    import resource
+
+    given = _inputs()
+
+    def used() -> int:
+        for _ in range(20):
+            table = _known(*given)
+            for _ in range(300):
+                table.find(*given)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    used()
+    first = used()
+    assert used() - first < 1_000  # KiB
+    assert sys.getrefcount(given[0]) < 5
+
+
+if __name__ == "__main__":
+    for name, test in list(globals().items()):
+        if getattr(test, "__module__", "") == "__main__" and name[0] != "_" and name != "Sub":
+            print(name, flush=True)
+            test()
