@@ -24,7 +24,7 @@ import qla_kernels
 from qla_kernels import digests, jit
 from qla_kernels.errors import need
 from qla_kernels.native import prebuilt
-from qla_kernels.sm90 import CAPABILITY
+from qla_kernels.sm90 import CAPABILITY, HEAD_SIZES, alternatives
 
 PACKAGE = Path(__file__).parent
 
@@ -251,7 +251,9 @@ def _cuda_path(family: str) -> Callable[[], str]:
         capability = device.capability(torch.device("cuda", 0)) if here else CAPABILITY
         validate = importlib.import_module(f"qla_kernels.{family}.validate")
         reason = validate.refusal(*tensors, capability=capability)
-        answer = "our kernels" if reason is None else f"refused: {reason}"
+        sizes = alternatives(getattr(validate, "HEAD_SIZES", HEAD_SIZES))
+        ours = "our kernels" if family == "conv" else f"our kernels, head size {sizes}"  # no heads
+        answer = ours if reason is None else f"refused: {reason}"
         return answer if here else f"(no GPU here; on Hopper) {answer}"
 
     return probe

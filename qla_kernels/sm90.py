@@ -5,13 +5,15 @@ They decide from shapes, dtypes, strides and the device's capability, which all 
 share.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from qla_kernels.errors import Unsupported, need
 
 CAPABILITY = (9, 0)
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = (64, 128)  # of every family; dualkv/shapes.py has more
 DTYPES = (torch.bfloat16, torch.float16)
 TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
 
@@ -38,7 +40,9 @@ def refused_device(
     return None
 
 
-def refused_head_size(size: int, letter: str, padded: str, elsewhere: str) -> Reason | None:
+def refused_head_size(
+    size: int, letter: str, padded: str, elsewhere: str, sizes: Sequence[int] = HEAD_SIZES
+) -> Reason | None:
     """Returns the reason if no kernel has this head size, else None.
 
     Args:
@@ -46,12 +50,13 @@ def refused_head_size(size: int, letter: str, padded: str, elsewhere: str) -> Re
         letter: its name in messages: D, K or V.
         padded: the tensors that would be padded: "q and k".
         elsewhere: what else the caller can do: "use ...".
+        sizes: those that the family's kernels have, in ascending order.
     """
-    if size in HEAD_SIZES:
+    if size in sizes:
         return None
-    room = [s for s in HEAD_SIZES if s > size]
+    room = [s for s in sizes if s > size]
     fix = f"pad {padded} to {room[0]}, or {elsewhere}" if room else elsewhere
-    return f"head dimension {letter}={size}", f"{HEAD_SIZES[0]} or {HEAD_SIZES[1]} on SM90", fix
+    return f"head dimension {letter}={size}", f"{alternatives(sizes)} on SM90", fix
 
 
 def refused_strides(name: str, x: Tensor, batch_may_repeat: bool = False) -> Reason | None:
@@ -132,5 +137,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     """Returns names of dtypes for a message, such as `bfloat16, float16 or float32`."""
-    *head, last = (dtype_name(d) for d in dtypes)
+    return alternatives([dtype_name(d) for d in dtypes])
+
+
+def alternatives(choices: Sequence[object]) -> str:
+    """Returns two or more choices for a message, such as `64, 128 or 256`."""
+    *head, last = map(str, choices)
     return f"{', '.join(head)} or {last}"

@@ -34,7 +34,9 @@ class OursDualKV(Ours):
             _require(family.refusal(*inputs[:3]))
         layout = family.SharedLayout.from_lengths(workload.groups, device=inputs[0].device)
         kv_heads, heads = workload.heads
-        tables = layout.prepare(heads, kv_heads) if inputs[0].is_cuda else (layout.nodes,)
+        tables = (layout.nodes,)
+        if inputs[0].is_cuda:
+            tables = layout.prepare(heads, kv_heads, head_dim=workload.head_dim)
 
         def attend(*qkv: Tensor) -> Tensor:
             return torch.as_tensor(family.shared_prefix_attention(*qkv, layout))

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from ..harness.workload import Direction, Heads, Lengths, Workload
 
+WIDE = 256  # the head size of the set `wide`
 Group = tuple[int, Lengths]  # a prompt's tokens, and each response's
 Span = tuple[int, int]  # the bounds of random.randint
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -30,7 +31,8 @@ class SharedPrompts(Workload):
     @property
     def name(self) -> str:
         kind = "-fp16" if self.dtype == "float16" else ""
-        return f"dualkv-{self.kind}-{self.heads_label}-{self.label}{kind}"
+        size = f"-d{self.head_dim}" if self.head_dim == WIDE else ""
+        return f"dualkv-{self.kind}-{self.heads_label}-{self.label}{size}{kind}"
 
     @property
     def layout(self) -> str:
@@ -250,11 +252,23 @@ def _prompts(
     return _both(SharedPrompts(label, groups, dtype=dtype) for label, groups in shapes.items())
 
 
+# Attention layers of Qwen3-Next and Qwen3.5 have 16 query heads of 256, and 2 or 4 key heads.
+WIDE_HEADS: tuple[Heads, ...] = ((2, 16), (4, 16))
+WIDE_SHAPES: dict[str, tuple[Group, ...]] = {
+    f"{n}x{p}+{r}": _same(n, p, r)
+    for n, p, r in ((28, 16384, 2048), (8, 16384, 2048), (64, 2048, 512))
+}
+
 DUALKV: dict[str, tuple[SharedPrompts, ...]] = {
     "long": _prompts(LONG_PROMPTS),
     "largest": _prompts({"28x32768+2048": _same(28, 32768, 2048)}),
     "short": _prompts(SHORT_BATCHES),
     "responses": _prompts(RESPONSES),
+    "wide": _both(
+        SharedPrompts(label, groups, heads=heads, head_dim=WIDE)
+        for heads in WIDE_HEADS
+        for label, groups in WIDE_SHAPES.items()
+    ),
     "dense": _prompts(DENSE),
     "published": _prompts(PUBLISHED, "float16"),
     "layer": (

@@ -22,7 +22,8 @@ ASIDE = {
     "dualkv": {
         "short": "Short batches", "largest": "The largest", "layer": "A decoder layer",
         "responses": "More and more responses to one prompt",
-        "dense": "Sequences that share nothing", "published": "Shapes that others published",
+        "wide": "Heads of size 256", "dense": "Sequences that share nothing",
+        "published": "Shapes that others published",
     },
     "sparse_ring": {
         "grid": "Lengths and densities", "dense": "Without a mask", "index": "The choice of lines",
@@ -78,7 +79,8 @@ states given and returned, nearly all of its bytes. `kernels` times single kerne
 Attention has 32 query and 8 key heads of size 128. `dualkv` rows are groups of responses, each with
 one prompt: `long` prompts of 4096 to 32768 tokens (A to D), `short` batches (S1 to S8; the last
 table has both), `responses` 1 to 64 of 512 tokens on 4096, `dense` sequences that share nothing,
-and shapes that others published. Rivals that cannot share prompts get every sequence in full, cuDNN
+and shapes that others published; `wide` has 16 query heads of size 256, and 2 or 4 key heads, as
+Qwen3-Next and Qwen3.5 have. Rivals that cannot share prompts get every sequence in full, cuDNN
 with padding.
 `layer` is forward and backward of a whole layer of Qwen3-8B: hidden size 4096, an MLP of 12288.
 Useful TFLOP/s count what is visible once, whatever is repeated. `sparse_ring` rows are one sequence

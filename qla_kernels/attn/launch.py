@@ -17,8 +17,8 @@ def row_stats(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, *, base2:
     +inf, so that their P is 0.
 
     Args:
-        o, do: [B, T, H, D] of one dtype, D 64 or 128; unit last stride, other strides multiples of
-            16 bytes.
+        o, do: [B, T, H, D] of one dtype, D 64, 128 or 256; unit last stride, other strides
+            multiples of 16 bytes.
         lse: [B, H, T] fp32, any strides; in base 2 if `base2`, else natural.
         dlse: [B, H, T] fp32, any strides: the gradient of the natural lse; None stands for 0.
         base2: whether `lse` is in base 2.
@@ -27,7 +27,7 @@ def row_stats(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, *, base2:
     out = lse.new_empty(B, H, 2, -(-T // TMA_ROW) * TMA_ROW)
     pieces = (D // kernel.SPAN, kernel.SPAN)
     if out.numel():
-        variant = kernel.Variant(str(o.dtype).removeprefix("torch."))
+        variant = kernel.Variant(str(o.dtype).removeprefix("torch."), wide=D > 128)
         jit.compile(kernel, variant)(
             torch.unflatten(o, -1, pieces),
             torch.unflatten(do, -1, pieces),

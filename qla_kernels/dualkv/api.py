@@ -1,6 +1,7 @@
 """The public function `shared_prefix_attention`: checks a call, then refuses or runs it."""
 
 import os
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -59,8 +60,8 @@ def shared_prefix_attention(
 
     Results and gradients equal those of running each sequence alone; the gradient of a shared token
     is the sum over the sequences that contain it. q, k and v have one dtype. CPU tensors may have
-    any strides, in bf16, fp16, fp32 or fp64. CUDA tensors need a Hopper GPU, bf16 or fp16, D of 64
-    or 128, a last stride of 1, and other strides that are multiples of 16 bytes.
+    any strides, in bf16, fp16, fp32 or fp64. CUDA tensors need a Hopper GPU, bf16 or fp16, D of 64,
+    128 or 256, a last stride of 1, and other strides that are multiples of 16 bytes.
 
     On a GPU the first call with a layout builds the kernels' tables on the host. Call
     `layout.prepare` to build them earlier; torch.compile and CUDA graph captures require that.
@@ -75,7 +76,7 @@ def shared_prefix_attention(
         deterministic: True if all gradients must be bitwise repeatable. On a GPU at D = 128 this
             is slower, because dq is otherwise added up by atomics. None uses the setting of
             torch.use_deterministic_algorithms. Results, dk and dv are always repeatable, and so is
-            dq at D = 64 and on the CPU.
+            dq at D = 64, at D = 256 and on the CPU.
         return_lse: also return lse, the natural logarithm of the sum of exponentials. lse is
             differentiable as well.
 
@@ -117,7 +118,9 @@ def attend(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     scale = float(scale) if scale is not None else float(q.shape[-1] ** -0.5)
-    tables = layout.prepare(q.shape[1], k.shape[1], q_shift) if q.is_cuda else (layout.nodes,)
+    tables: Sequence[Tensor] = (layout.nodes,)
+    if q.is_cuda:
+        tables = layout.prepare(q.shape[1], k.shape[1], q_shift, q.shape[2])
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         done = ops.forward(q, k, v, tuple(tables), scale, q_shift)  # autograd takes time
         return done.o, natural_lse(done.lse2) if return_lse else None

@@ -101,9 +101,9 @@ class SharedBatch:
             "logits_to_keep": self.src_rows,
         }
 
-    def prepare(self, num_heads: int, kv_heads: int) -> None:
-        """Builds the attention kernels' tables for these head counts ahead of the first call."""
-        self.layout.prepare(num_heads, kv_heads)
+    def prepare(self, num_heads: int, kv_heads: int, head_dim: int = 128) -> None:
+        """Builds the attention kernels' tables for these heads ahead of the first call."""
+        self.layout.prepare(num_heads, kv_heads, head_dim=head_dim)
 
     def pack(self, x: Tensor) -> Tensor:
         """Returns x, a tensor over the tokens given to the packer, over packed tokens: [T, ...].

@@ -15,6 +15,7 @@ def one_pass(deterministic: bool, head_dim: int) -> bool:
 
     One pass takes five products instead of seven, but dQ's last bits differ from run to run. It
     does not exist for D = 64: a warpgroup would own 32 columns of dQ, half a row of a swizzled
-    tile.
+    tile. Nor for D = 256, where it would add 64 KB of dQ to the sums for each 64 x 64 pairs, twice
+    as much for its products as at 128.
     """
     return head_dim == 128 and not deterministic

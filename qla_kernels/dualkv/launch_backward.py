@@ -6,8 +6,8 @@ from torch import Tensor
 from qla_kernels import jit
 from qla_kernels.attn.launch import row_stats
 from qla_kernels.dualkv.heuristics import head_pack, one_pass
-from qla_kernels.dualkv.kernels import bwd, bwd_dkv, bwd_dq, dkv_combine, dq_cast
-from qla_kernels.dualkv.shapes import KEY_TILE, KV_QUERY_ROWS, QUERY_ROWS
+from qla_kernels.dualkv.kernels import bwd, bwd_dkv, bwd_dkv_wide, bwd_dq, dkv_combine, dq_cast
+from qla_kernels.dualkv.shapes import KEY_TILES, KV, KV_QUERY_ROWS, QUERY_ROWS
 from qla_kernels.dualkv.tables import KV_PACK, SHARES, Tables
 from qla_kernels.sm90 import dtype_name, readable
 
@@ -28,8 +28,9 @@ def backward(
     """Launches the backward and returns dq, dk and dv, contiguous.
 
     The current device has to be that of the tensors. With `one_pass` (see heuristics.py) bwd makes
-    all three and dq_cast rounds dq; otherwise bwd_dq makes dq and bwd_dkv makes dk and dv.
-    dkv_combine then sums the key tiles whose run of queries was split.
+    all three and dq_cast rounds dq; otherwise bwd_dq makes dq, and bwd_dkv, for D = 256
+    bwd_dkv_wide, makes dk and dv. dkv_combine then sums the key tiles whose run of queries was
+    split.
     """
     (num_tokens, num_heads, D), kv_heads = q.shape, k.shape[1]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -40,7 +41,7 @@ def backward(
         o[None], do[None], lse2[None], None if dlse is None else dlse[None], base2=True
     )[0]
     pack, dtype = head_pack(num_heads, kv_heads), dtype_name(q.dtype)
-    parts = rows.new_empty(_most_parts(tables, kv_heads), kv_heads, 2, KEY_TILE, D)
+    parts = rows.new_empty(_most_parts(tables, kv_heads), kv_heads, 2, KEY_TILES[D][KV], D)
     given = (q, do, k, v, rows, tables.header)
     by_keys = (*given, tables.kv_item, tables.kv_order)
     numbers = ((KV_QUERY_ROWS // min(pack, KV_PACK)).bit_length() - 1, q_shift, scale)
@@ -54,13 +55,14 @@ def backward(
         )
     else:
         jit.compile(bwd_dq, bwd_dq.Variant(dtype, D))(
-            *given, tables.item, tables.span, tables.order, dq,
+            *given, tables.dq_item, tables.dq_span, tables.order, dq,
             (QUERY_ROWS // pack).bit_length() - 1, q_shift, scale,
         )  # fmt: skip
-        jit.compile(bwd_dkv, bwd_dkv.Variant(dtype, D))(*by_keys, dk, dv, parts, *numbers)
+        by_size = bwd_dkv_wide if D == 256 else bwd_dkv
+        jit.compile(by_size, by_size.Variant(dtype, D))(*by_keys, dk, dv, parts, *numbers)
     if tables.split.shape[0]:
         pieces = (-1, dkv_combine.SUM_PIECE)
-        jit.compile(dkv_combine, dkv_combine.Variant(dtype))(
+        jit.compile(dkv_combine, dkv_combine.Variant(dtype, wide=D == 256))(
             torch.unflatten(parts, -1, pieces),
             tables.header,
             tables.split,

@@ -17,9 +17,11 @@ from qla_kernels import device
 from qla_kernels.arguments import integer
 from qla_kernels.device_tables import Kept
 from qla_kernels.dualkv import tables
+from qla_kernels.dualkv.shapes import HEAD_SIZES, KEY_TILES
 from qla_kernels.dualkv.tables import Tables
 from qla_kernels.dualkv.tokens import Group, as_list, group_lengths
 from qla_kernels.errors import need
+from qla_kernels.sm90 import alternatives
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +34,7 @@ class SharedLayout:
 
     tout: Tensor  # int32 [T]
     nodes: Tensor  # int32 [n, 3], on the CPU: first token, one past the last, tout; none is empty
-    prepared: dict[tuple[int, int, int], "Prepared"] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    prepared: dict["Key", "Prepared"] = field(default_factory=dict, init=False, repr=False)
     # tables of other families' kernels, by keys that begin with a name
     further: dict[tuple[str, int], Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -95,19 +95,21 @@ class SharedLayout:
         first, end, tout = self.nodes.long().unbind(1)
         return int(((end - first) * (2 * tout - first - end + 1)).sum()) // 2
 
-    def prepare(self, num_heads: int, kv_heads: int, q_shift: int = 0) -> Tables:
-        """Returns the kernels' tables for these head counts; the first call builds and copies them.
+    def prepare(
+        self, num_heads: int, kv_heads: int, q_shift: int = 0, head_dim: int = 128
+    ) -> Tables:
+        """Returns the kernels' tables for these heads; the first call builds and copies them.
 
-        All layers and the backward share the tables. The copy to the GPU does not block the host,
-        and nothing is read back. A call on another stream makes that stream wait for the copy;
-        compiled code does not. Raises ValueError if the tables would have to be built inside
-        compiled code or during the capture of a CUDA graph: call `prepare` before that, on the same
-        stream.
+        Head sizes with the same tiles share tables: 64 and 128 do. All layers and the backward
+        share the tables. The copy to the GPU does not block the host, and nothing is read back. A
+        call on another stream makes that stream wait for the copy; compiled code does not. Raises
+        ValueError if the tables would have to be built inside compiled code or during the capture
+        of a CUDA graph: call `prepare` before that, on the same stream.
         """
-        key = num_heads, kv_heads, q_shift
+        key = num_heads, kv_heads, q_shift, KEY_TILES.get(head_dim)
         ready = self.prepared.get(key)
         if ready is None:
-            ready = self.prepared[key] = self._built(key)
+            ready = self.prepared[key] = self._built(key, head_dim)
         if torch.compiler.is_compiling() or ready.gpu < 0:
             return ready.tables
         if ready.by_default and device.stream(ready.gpu) == device.DEFAULT_STREAM:
@@ -115,15 +117,20 @@ class SharedLayout:
         with device.of(self.tout):
             return ready.kept.here()
 
-    def _built(self, key: tuple[int, int, int]) -> "Prepared":
-        """Builds the tables for key = (num_heads, kv_heads, q_shift), copies and returns them."""
-        _check_heads(*key[:2])
+    def _built(self, key: "Key", head_dim: int) -> "Prepared":
+        """Builds the tables for key = (num_heads, kv_heads, q_shift, tiles), copies them."""
+        num_heads, kv_heads, q_shift, tiles = key
+        _check_heads(num_heads, kv_heads)
+        if tiles is None:
+            got, fix = f"head_dim={head_dim}", "pass the head size of q"
+            raise ValueError(need("SharedLayout.prepare", got, alternatives(HEAD_SIZES), fix))
+        given = num_heads, kv_heads, q_shift, head_dim
         if torch.compiler.is_compiling():
-            raise ValueError(_not_prepared(key, "the function that is compiled"))
+            raise ValueError(_not_prepared(given, "the function that is compiled"))
         with device.of(self.tout):
             if self.tout.is_cuda and device.capturing():
-                raise ValueError(_not_prepared(key, "the capture of a CUDA graph"))
-            built = tables.build(self.nodes, *key)
+                raise ValueError(_not_prepared(given, "the capture of a CUDA graph"))
+            built = tables.build(self.nodes, num_heads, kv_heads, q_shift, tiles)
             there = moved(tables.one_buffer(built), self.tout.device)
             views, gpu = tables.views(there, built), there.get_device()
             by_default = gpu >= 0 and device.stream(gpu) == device.DEFAULT_STREAM
@@ -138,6 +145,9 @@ class SharedLayout:
         return SharedLayout(moved(self.tout, device), self.nodes)
 
 
+Key = tuple[int, int, int, tuple[int, int, int] | None]  # heads, key heads, q_shift, tiles
+
+
 class Prepared(NamedTuple):
     """Tables of a layout, with the stream and GPU on which they were filled."""
 
@@ -147,9 +157,12 @@ class Prepared(NamedTuple):
     by_default: bool  # on the default stream
 
 
-def _not_prepared(key: tuple[int, int, int], before: str) -> str:
+def _not_prepared(given: tuple[int, int, int, int], before: str) -> str:
     """Returns the text of an error: the tables are missing where they cannot be built."""
-    heads = ", ".join(map(str, key if key[2] else key[:2]))
+    num_heads, kv_heads, q_shift, head_dim = given
+    heads = f"{num_heads}, {kv_heads}" + (f", {q_shift}" if q_shift else "")
+    if KEY_TILES[head_dim] != KEY_TILES[128]:
+        heads += f", head_dim={head_dim}"
     got, fix = (
         f"there are no tables for heads {heads}",
         f"call layout.prepare({heads}) before {before}",

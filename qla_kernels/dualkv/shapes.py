@@ -3,9 +3,18 @@
 The docstring of tables.py explains the columns.
 """
 
-KEY_TILE = 128  # keys
+KEY_TILE = 128  # keys of a tile at head sizes up to 128
 QUERY_ROWS = 128  # of a tile of the forward and of dq: tokens times packed heads
 KV_QUERY_ROWS = 64  # of a tile of the kernels that make dk and dv
+
+# Head size -> keys of a tile of the forward, of one of bwd_dq, and of an item that makes dk and dv.
+FWD, DQ, KV = range(3)
+KEY_TILES = {
+    128: (KEY_TILE, KEY_TILE, KEY_TILE),
+    64: (KEY_TILE, KEY_TILE, KEY_TILE),
+    256: (80, 64, 64),
+}
+HEAD_SIZES = tuple(sorted(KEY_TILES))  # that the kernels take
 
 ORDERED, ITEM_ROWS, SPAN_ROWS, KV_ORDERED, KV_ITEM_ROWS, SPLIT_ROWS, PARTS = range(7)  # header
 

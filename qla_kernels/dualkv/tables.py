@@ -1,32 +1,37 @@
 """The kernels' work as int32 tables, built on the host from a layout's nodes and copied in one go.
 
-The tables depend on the layout and on `pack`, the number of query heads of one key head that share
-a tile of 128 rows, so a forward query tile has 128 / pack tokens. A query tile of the backward has
-64 rows, of up to 4 heads. All layers, recomputation and the backward use the same tables. A tile
-never holds tokens of two nodes, so no value of one response, not even a NaN, reaches another.
+The tables depend on the layout, on the numbers of keys of a tile, which follow from the head size
+(`KEY_TILES` of shapes.py), and on `pack`, the number of query heads of one key head that share a
+tile of 128 rows, so a forward query tile has 128 / pack tokens. A query tile of the backward has 64
+rows, of up to 4 heads. All layers, recomputation and the backward use the same tables. A tile never
+holds tokens of two nodes, so no value of one response, not even a NaN, reaches another.
 
 The columns follow; shapes.py defines their indices. There are H / pack head slots, and head slot j
-has the query heads j pack .. (j + 1) pack - 1. Tokens are numbered in packed order. A key tile has
-128 keys.
+has the query heads j pack .. (j + 1) pack - 1. Tokens are numbered in packed order.
 
 header [8]      entries of order, items, spans; entries of kv_order, kv_items, splits; parts; 0
 
-item [n, 9]     a query tile and the key tiles it sees: first its last own tile, which is causal,
-                then each span's partial tile, then full own tiles, then the spans' full tiles
+item [n, 9]     a query tile and the key tiles it sees: first its causal own tiles, the last one
+                first, then each span's partial tile, then full own tiles, then the spans' full
+                tiles. Own tile t is causal from t = (tok0 - node) // keys of a tile on; where
+                128 / pack divides a tile's keys, that is the last one alone, and every row sees its
+                own key in it
     tok0        first query token
     rows        query tokens: 128 / pack, or fewer at a node's end
     node        first token of its node, where its own key tiles begin
-    own_tiles   own key tiles; in the last one every row sees its own key
-    own_keys    keys of the node in the last own tile, 128 unless the node ends there
+    own_tiles   own key tiles; the last one holds the last row's own key
+    own_keys    keys of the node in the last own tile, fewer than the tile's where the node ends
     span0       its first span
     spans       its number of spans
     partials    number of spans that end in a partial tile; these spans come first
     tiles       own tiles, partial tiles and the spans' full tiles
 span [m, 3]     keys that all rows see: first key, full tiles, keys of the partial tile or 0
 order [n slots] item * slots + head slot, in the order in which CTAs begin them
+dq_item,        item and span for the key tiles of bwd_dq: the same tensors where its tiles are the
+dq_span         forward's. They have as many rows, and bwd_dq takes the entries of `order`
 
 kv_item [n, 6]  a key tile and the run of queries that see it, or a part of the run
-    k0, keys    first key, and the number of keys, up to 128, all of one node
+    k0, keys    first key, and the number of keys, up to the tile's, all of one node
     last        first token of the last query tile; the other tiles are walked backwards from it.
                 The tiles are aligned to the run's end, so the run's first tile may begin before the
                 run: before k0, before token q_shift, or before token 0
@@ -48,7 +53,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.dualkv.heuristics import head_pack
-from qla_kernels.dualkv.shapes import KEY_TILE, KV_QUERY_ROWS, QUERY_ROWS
+from qla_kernels.dualkv.shapes import DQ, FWD, KEY_TILES, KV, KV_QUERY_ROWS, QUERY_ROWS
 from qla_kernels.errors import need
 
 KV_PACK = 4  # heads that share a query tile of the backward, at most
@@ -70,15 +75,24 @@ class Tables(NamedTuple):
     kv_item: Tensor
     split: Tensor
     kv_order: Tensor
+    dq_item: Tensor
+    dq_span: Tensor
 
 
-def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tuple[Tensor, ...]:
-    """Returns the tables on the host, in the order of `Tables`, for queries from token q_shift on.
+def build(
+    nodes: Tensor,
+    num_heads: int,
+    kv_heads: int,
+    q_shift: int = 0,
+    tiles: tuple[int, int, int] = KEY_TILES[128],
+) -> Tables:
+    """Returns the tables on the host, for queries from token q_shift on.
 
     Args:
         nodes: int32 [n, 3] on the CPU, as in a layout.
         num_heads, kv_heads: H and Hk.
         q_shift: the first token of a node, or 0; earlier tokens have no queries.
+        tiles: numbers of keys, an entry of `KEY_TILES`.
 
     Raises:
         ValueError: the nodes are not consecutive, or one is empty.
@@ -87,12 +101,19 @@ def build(nodes: Tensor, num_heads: int, kv_heads: int, q_shift: int = 0) -> tup
     lines = nodes.numpy().astype(np.int64)
     _check_nodes(lines)
     rank = _by_cost_of_tree(lines)
-    item, span, order = _forward(lines, rank, QUERY_ROWS // pack, num_heads // pack, q_shift)
+    of_queries = (lines, rank, QUERY_ROWS // pack, num_heads // pack, q_shift)
+    item, span, order = _forward(*of_queries, tiles[FWD])
     kv_tokens = KV_QUERY_ROWS // min(pack, KV_PACK)
-    kv_item, split, kv_order = _backward(lines, kv_tokens, kv_heads, q_shift)
+    kv_item, split, kv_order = _backward(lines, kv_tokens, kv_heads, q_shift, tiles[KV])
     counts = [*map(len, (order, item, span, kv_order, kv_item, split)), int(split[:, 3].sum()), 0]
-    made = (np.array(counts), item, span, order, kv_item, split, kv_order)
-    return tuple(torch.from_numpy(table.astype(np.int32)) for table in made)
+    made = [_table(x) for x in (np.array(counts), item, span, order, kv_item, split, kv_order)]
+    if tiles[DQ] == tiles[FWD]:
+        return Tables(*made, *made[1:3])
+    return Tables(*made, *map(_table, _forward(*of_queries, tiles[DQ])[:2]))
+
+
+def _table(lines: Lines) -> Tensor:
+    return torch.from_numpy(lines.astype(np.int32))
 
 
 def _check_nodes(nodes: Lines) -> None:
@@ -110,18 +131,25 @@ def _check_nodes(nodes: Lines) -> None:
         raise ValueError(need("SharedLayout", got, "consecutive nodes, none of them empty", fix))
 
 
-def one_buffer(tables: tuple[Tensor, ...]) -> Tensor:
+def one_buffer(tables: Tables) -> Tensor:
     """Returns the tables concatenated in one flat tensor, so that one copy moves them all."""
-    return torch.cat([table.flatten() for table in tables])
+    return torch.cat([table.flatten() for table in _distinct(tables).values()])
 
 
-def views(buffer: Tensor, tables: tuple[Tensor, ...]) -> Tables:
-    """Returns the record `tables` with each tensor as a view of `buffer`.
+def views(buffer: Tensor, tables: Tables) -> Tables:
+    """Returns the record `tables` with each tensor as a view of its own of `buffer`.
 
     `buffer` is `one_buffer(tables)`, or a copy of it on another device.
     """
-    parts = torch.split(buffer, [table.numel() for table in tables])
-    return Tables(*(part.view(table.shape) for part, table in zip(parts, tables, strict=True)))
+    distinct = _distinct(tables)
+    parts = torch.split(buffer, [table.numel() for table in distinct.values()])
+    of_table = dict(zip(distinct, parts, strict=True))
+    return Tables(*(of_table[id(table)].view(table.shape) for table in tables))
+
+
+def _distinct(tables: Tables) -> dict[int, Tensor]:
+    """Returns the tables by id, each tensor once."""
+    return {id(table): table for table in tables}
 
 
 def _by_cost_of_tree(nodes: Lines) -> Lines:
@@ -136,16 +164,19 @@ def _by_cost_of_tree(nodes: Lines) -> Lines:
 
 
 def _forward(
-    nodes: Lines, rank: Lines, tokens: int, slots: int, q_shift: int
+    nodes: Lines, rank: Lines, tokens: int, slots: int, q_shift: int, tile: int
 ) -> tuple[Lines, Lines, Lines]:
-    """Returns item, span and order for query tiles of `tokens` tokens and `slots` head slots."""
-    span, by_node = _spans(nodes)
+    """Returns item, span and order for query tiles of `tokens` tokens and `slots` head slots.
+
+    A key tile has `tile` keys.
+    """
+    span, by_node = _spans(nodes, tile)
     node, i = _tiles(nodes, tokens)
     first, end, _ = nodes[node].T
     tok0 = first + i * tokens
     rows = np.minimum(tokens, end - tok0)
-    own_tiles = -(-(tok0 + rows - first) // KEY_TILE)
-    own_keys = np.minimum(KEY_TILE, end - first - (own_tiles - 1) * KEY_TILE)
+    own_tiles = -(-(tok0 + rows - first) // tile)
+    own_keys = np.minimum(tile, end - first - (own_tiles - 1) * tile)
     span0, spans, partials, full_tiles = by_node[node].T
     tiles = own_tiles + partials + full_tiles
     item = np.stack(
@@ -155,7 +186,7 @@ def _forward(
     return item, span, order
 
 
-def _spans(nodes: Lines) -> tuple[Lines, Lines]:
+def _spans(nodes: Lines, tile: int) -> tuple[Lines, Lines]:
     """Returns the span table, and per node: its first span, spans, partial tiles and full tiles.
 
     Siblings share their spans; ancestors with adjacent tokens form one span.
@@ -173,7 +204,7 @@ def _spans(nodes: Lines) -> tuple[Lines, Lines]:
                 seen = [*seen[:-1], (seen[-1][0], end)]
             else:
                 seen = [*seen, (first, end)]
-            cut = [(k0, *divmod(stop - k0, KEY_TILE)) for k0, stop in seen]
+            cut = [(k0, *divmod(stop - k0, tile)) for k0, stop in seen]
             cut.sort(key=lambda span: span[2] == 0)
             partials = sum(tail > 0 for _, _, tail in cut)
             below = (len(table), len(cut), partials, sum(full for _, full, _ in cut))
@@ -182,18 +213,20 @@ def _spans(nodes: Lines) -> tuple[Lines, Lines]:
     return _lines(table or [(0, 0, 0)], 3), _lines(by_node, 4)
 
 
-def _backward(nodes: Lines, tokens: int, kv_heads: int, q_shift: int) -> tuple[Lines, Lines, Lines]:
-    """Returns kv_item, split and kv_order for query tiles of `tokens` tokens.
+def _backward(
+    nodes: Lines, tokens: int, kv_heads: int, q_shift: int, tile: int
+) -> tuple[Lines, Lines, Lines]:
+    """Returns kv_item, split and kv_order for query tiles of `tokens` tokens, `tile` keys an item.
 
     The runs of a node's key tiles all end at the same token. Long runs are split at the same
     distances from that end, so that CTAs that begin at the same time walk the same queries. In a
     long node the runs of the first keys are much longer than those of the last keys: they are also
     split at the node's end, so that their front parts begin at one token too.
     """
-    node, i = _tiles(nodes, KEY_TILE)
+    node, i = _tiles(nodes, tile)
     first, end, tout = nodes[node].T
-    k0 = first + i * KEY_TILE
-    keys = np.minimum(KEY_TILE, end - k0)
+    k0 = first + i * tile
+    keys = np.minimum(tile, end - k0)
     q_tiles, behind = (
         -(-np.maximum(tout - np.maximum(begin, q_shift), 0) // tokens) for begin in (k0, end)
     )

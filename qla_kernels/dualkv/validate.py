@@ -15,6 +15,7 @@ from torch import Tensor
 from qla_kernels import device
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.dualkv.plan import SharedLayout
+from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.errors import need
 from qla_kernels.sm90 import (
     DTYPES,
@@ -87,7 +88,7 @@ def unfit_factor(name: str, x: Any) -> str | None:
 
 def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
     reason = refused_device(capability, q.dtype, ELSEWHERE)
-    reason = reason or refused_head_size(q.shape[-1], "D", "q, k and v", ELSEWHERE)
+    reason = reason or refused_head_size(q.shape[-1], "D", "q, k and v", ELSEWHERE, HEAD_SIZES)
     for name, x in (("q", q), ("k", k), ("v", v)):
         reason = reason or refused_strides(name, x)
     return reason

@@ -34,11 +34,13 @@ class Cases(NamedTuple):
         return tuple(modules[self.kernels[0]].VARIANTS)
 
     def variants_of(self, kernel: str, variant: str = "") -> tuple[Any, ...]:
-        """Returns the variants that run `kernel`: one if `variant` is the id of the first's."""
+        """Returns the variants that run `kernel`: one if `variant` is the id of one of the first's.
+
+        All of them run `kernel` if its own variants have other ids than the first's.
+        """
         found = self.variants()
-        if variant and kernel == self.kernels[0]:
-            return tuple(v for v in found if jit.variant_id(v) == variant)
-        return found
+        same = tuple(v for v in found if jit.variant_id(v) == variant)
+        return same if same or (variant and kernel == self.kernels[0]) else found
 
 
 @dataclass(frozen=True)

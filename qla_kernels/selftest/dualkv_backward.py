@@ -88,15 +88,20 @@ def _two_passes(variant: Any, given: Given, device: str) -> None:
 def _in_parts(variant: Any, shortest: str, device: str) -> None:
     """Checks sums of parts: as close to the truth as those of the whole."""
     with mock.patch.object(tables, shortest, 3):
-        x = call([(150, [70, 3]), (20, [9])], (2, 4), dtype=dtype_of(variant))
+        size = 256 if variant.wide else 128
+        x = call([(150, [70, 3]), (20, [9])], (2, 4), size, dtype_of(variant))
         splits = tables.Tables(*x.arguments()[3]).split
         assert splits[:, 3].max() > 1, "nothing is split; the case is wrong"
         _checked(x, device, False)
 
 
-def _delta(variant: Any, given: tuple[int, bool], device: str) -> None:
+def _delta(variant: Any, base2: bool, device: str) -> None:
+    for size in (256,) if variant.wide else (64, 128):
+        _rows_checked(size, dtype_of(variant), base2, device)
+
+
+def _rows_checked(size: int, dtype: torch.dtype, base2: bool, device: str) -> None:
     """Checks two batches of 13 rows: padding, a row that saw no key, slices of a projection."""
-    (size, base2), dtype = given, dtype_of(variant)
     o = torch.randn(2, 13, 3, size).to(dtype)
     room = torch.randn(2, 3, 13, 3 * size).to(dtype)
     lse, dlse = torch.randn(2, 13, 3), torch.randn(2, 3, 13)
@@ -123,12 +128,20 @@ def _delta(variant: Any, given: tuple[int, bool], device: str) -> None:
 # Building a kernel takes the emulated tier longer than all its calls: each in one variant. The
 # static tier assembles the others, the device tier calls them.
 CASES = (
-    Cases(
-        ("attn.delta",), _delta, [(size, base2) for size in (64, 128) for base2 in (True, False)]
-    ),
+    Cases(("attn.delta",), _delta, [True, False], emulated=("bf16", "fp16", "bf16-wide")),
     Cases(("dualkv.bwd", "dualkv.dq_cast"), _one_pass, INPUTS, LARGE, emulated=("bf16",)),
-    Cases(("dualkv.bwd_dq", "dualkv.bwd_dkv"), _two_passes, INPUTS, LARGE, emulated=("fp16-d64",)),
+    Cases(("dualkv.bwd_dkv", "dualkv.bwd_dq"), _two_passes, INPUTS, LARGE, emulated=("fp16-d64",)),
     Cases(
-        ("dualkv.dkv_combine",), _in_parts, ["SHORTEST_PART", "SHORTEST_CUT"], emulated=("bf16",)
+        ("dualkv.bwd_dkv_wide", "dualkv.bwd_dq"),
+        _two_passes,
+        INPUTS,
+        LARGE,
+        emulated=("bf16-d256",),
+    ),
+    Cases(
+        ("dualkv.dkv_combine",),
+        _in_parts,
+        ["SHORTEST_PART", "SHORTEST_CUT"],
+        emulated=("bf16", "bf16-wide"),
     ),
 )

@@ -18,11 +18,13 @@ Groups = Sequence[tuple[int, Sequence[int]]]  # tokens of a prompt, and of each 
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 8e-4}
 LSE_LIMIT = 1e-5  # base 2, of numbers of size 10: fp32 sums of up to thousands of terms
 
-# A query tile has 128 / pack tokens, a key tile 128: lengths around both, and below one.
+# A query tile has 128 / pack tokens, a key tile 128, or 80 at head size 256: lengths around both,
+# and below one.
 GROUPS: dict[str, Groups] = {
     "edges": [(128, [31, 32, 33]), (127, [1, 129]), (129, [64])],
     "short": [(5, [3, 0, 4]), (1, [1]), (0, [4, 3]), (6, [])],
     "long": [(300, [3, 140]), (40, [200])],
+    "eighties": [(80, [79, 16, 17]), (81, [160]), (240, [1, 97])],
 }
 # What the design calls edge cases.
 FEW_TOKENS: dict[str, Groups] = {
@@ -58,7 +60,8 @@ class SharedCall(NamedTuple):
 
     def arguments(self) -> tuple[Any, ...]:
         """Returns the arguments as the operator takes them."""
-        tables = self.layout.prepare(self.q.shape[1], self.k.shape[1], self.q_shift)
+        heads = self.q.shape[1], self.k.shape[1]
+        tables = self.layout.prepare(*heads, self.q_shift, head_dim=self.q.shape[2])
         return self.q, self.k, self.v, tables, self.scale, self.q_shift
 
 
@@ -112,6 +115,6 @@ def _fwd(variant: Any, given: Given, device: str) -> None:
 
 
 CASES = (
-    # both dtypes and both sizes are emulated; the static tier assembles the other two
-    Cases(("dualkv.fwd",), _fwd, INPUTS, LARGE, emulated=("bf16-d128", "fp16-d64")),
+    # both dtypes and all sizes are emulated; the static tier assembles the others
+    Cases(("dualkv.fwd",), _fwd, INPUTS, LARGE, emulated=("bf16-d128", "fp16-d64", "bf16-d256")),
 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import SharedLayout, shared_prefix_attention
+from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.sparse_ring import VerticalSlash, VSIndex, build_index, sparse_attention
 from tests.bad_contents import bad_indices, bad_tables
 
@@ -78,14 +79,14 @@ def same(got: list[Tensor], want: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["one-pass", "two-passes"])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", HEAD_SIZES)
 def test_tables_of_a_layout(size, deterministic, bands):
     """Overwritten in place, as a stale buffer of a CUDA graph may be."""
     layout = SharedLayout.from_lengths([(900, [200, 3, 77]), (20, [9, 500])], device="cuda")
     q, k, v = given(bands, torch.bfloat16, *((layout.num_tokens, h, size) for h in (8, 2, 2)))
     call = {"deterministic": deterministic}
     want = run(shared_prefix_attention, q, k, v, layout, **call)
-    tables = layout.prepare(8, 2)
+    tables = layout.prepare(8, 2, head_dim=size)
     right = type(tables)(*(table.cpu() for table in tables))
     for wrong in bad_tables(right, *right._fields):
         for table, numbers in zip(tables, wrong, strict=True):

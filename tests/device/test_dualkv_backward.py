@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from qla_kernels import SharedLayout, shared_prefix_attention
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.ops import SharedBackward
+from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.selftest.dualkv_backward import Upstream, check, exact, upstream
 from qla_kernels.selftest.dualkv_forward import FOREST, SharedCall, call, wanted
 from tests.compare import assert_close
@@ -18,6 +19,7 @@ from tests.dualkv_inputs import grown
 pytestmark = pytest.mark.hopper
 
 DTYPES = (torch.bfloat16, torch.float16)
+SIZES = pytest.mark.parametrize("size", [128, 256])
 
 
 def backward(x: SharedCall, given: Upstream, deterministic: bool = True) -> SharedBackward:
@@ -28,7 +30,7 @@ def backward(x: SharedCall, given: Upstream, deterministic: bool = True) -> Shar
 
 
 def check_both(x: SharedCall, given: Upstream) -> None:
-    """One pass over the scores, and two; of heads of 64, two twice."""
+    """One pass over the scores, and two; of heads of 64 and of 256, two twice."""
     for deterministic in (False, True):
         check(x, given, backward(x, given, deterministic))
 
@@ -40,14 +42,15 @@ def on_gpu(layout, heads=(2, 8), **others) -> SharedCall:
 AROUND = [n + d for n in (16, 64, 128) for d in (-1, 0, 1)]
 
 
+@SIZES
 @pytest.mark.parametrize("prompt", [1, *AROUND])
-def test_lengths_around_a_tile(prompt):
-    x = on_gpu([(prompt, AROUND), (prompt, [1])])
+def test_lengths_around_a_tile(prompt, size):
+    x = on_gpu([(prompt, AROUND), (prompt, [1])], size=size)
     given = upstream(x)
     check_both(x, given)
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", HEAD_SIZES)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_query_heads_of_a_key_head(group, size):
     x = on_gpu([(150, [40, 200, 0, 1])], (2, 2 * group), size=size)
@@ -55,42 +58,52 @@ def test_query_heads_of_a_key_head(group, size):
     check_both(x, given)
 
 
-def test_a_tree():
-    x = on_gpu(SharedLayout.from_forest(*FOREST))
+@SIZES
+def test_a_tree(size):
+    x = on_gpu(SharedLayout.from_forest(*FOREST), size=size)
     given = upstream(x)
     check_both(x, given)
 
 
-def test_runs_in_parts():
-    x = on_gpu([(900, [1200, 30, 700])], (2, 4))
+@SIZES
+def test_runs_in_parts(size):
+    x = on_gpu([(900, [1200, 30, 700])], (2, 4), size=size)
     assert x.arguments()[3][5].shape[0] > 2, "nothing much is split; the test is wrong"
     given = upstream(x)
     check_both(x, given)
 
 
-def test_queries_of_the_responses_alone():
-    whole = on_gpu([(140, [33, 5, 70])])
+@SIZES
+def test_queries_of_the_responses_alone(size):
+    whole = on_gpu([(140, [33, 5, 70])], size=size)
     x = whole._replace(q=whole.q[140:], q_shift=140)
     given = upstream(x)
     check_both(x, given)
 
 
+@SIZES
 @pytest.mark.parametrize("changed", [{"spread": 50.0}, {"spread": 0.0}, {"scale": 0.5}], ids=str)
-def test_scores_of_any_size(changed):
-    x = on_gpu([(300, [100, 30])], **changed)
+def test_scores_of_any_size(changed, size):
+    x = on_gpu([(300, [100, 30])], size=size, **changed)
     given = upstream(x)
     check_both(x, given)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+# One pass, and two, each at the head sizes that it is for
+FORMS = pytest.mark.parametrize(
+    ("size", "deterministic"), [(128, False), (128, True), (256, True)], ids=str
+)
+
+
+@FORMS
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_as_accurate_as_torch(dtype, deterministic):
+def test_as_accurate_as_torch(dtype, size, deterministic):
     """Errors against fp64 beside those of torch's attention of every sequence alone.
 
     The upstream gradient of a token is shared out among its one or two replicas, without rounding.
     """
     groups = [(300, [200, 33]), (64, [1, 500])]
-    x = on_gpu(groups, dtype=dtype)
+    x = on_gpu(groups, size=size, dtype=dtype)
     given = upstream(x, with_dlse=False)
     paths = grown(groups).paths
     theirs = [torch.zeros(t.shape, dtype=torch.float64) for t in (x.q, x.k, x.v)]
@@ -127,11 +140,19 @@ def test_repeats_bit_for_bit():
         assert_close("dq", done.dq, first.dq.double(), 1e-3)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+def test_wide_heads_repeat_bit_for_bit():
+    """Without `deterministic` as well."""
+    x = on_gpu([(700, [300] * 12), (50, [400] * 5)], (4, 32), size=256)
+    given = Upstream(torch.randn_like(x.q), *ops.dualkv_fwd(*x.arguments()), None)
+    want = backward(x, given, deterministic=False)
+    assert all(same(backward(x, given), want) for _ in range(200))
+
+
+@FORMS
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])
-def test_nan_in_a_response_stays_there(name, deterministic):
+def test_nan_in_a_response_stays_there(name, size, deterministic):
     """It reaches what the response has a part in: itself and the keys of its prompt."""
-    x = on_gpu([(150, [20, 40, 9]), (5, [7])])
+    x = on_gpu([(150, [20, 40, 9]), (5, [7])], size=size)
     given = upstream(x)
     clean = backward(x, given, deterministic)
     (given.do if name == "do" else getattr(x, name))[170:210] = torch.nan
@@ -175,9 +196,9 @@ def test_does_not_synchronise(deterministic):
     assert same(got[1:], want[1:])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_in_a_graph(deterministic):
-    x = on_gpu([(140, [33, 70])])
+@FORMS
+def test_in_a_graph(size, deterministic):
+    x = on_gpu([(140, [33, 70])], size=size)
     given = upstream(x)
     backward(x, given, deterministic)
     torch.cuda.synchronize()

@@ -14,6 +14,7 @@ from qla_kernels import (
 )
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.ops import SharedForward
+from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.selftest.dualkv_forward import FOREST, LIMITS, SharedCall, call, check, wanted
 from tests.compare import assert_close
 from tests.dualkv_inputs import folded, grown
@@ -21,6 +22,7 @@ from tests.dualkv_inputs import folded, grown
 pytestmark = pytest.mark.hopper
 
 DTYPES = (torch.bfloat16, torch.float16)
+SIZES = pytest.mark.parametrize("size", [128, 256])
 
 
 def forward(x: SharedCall) -> SharedForward:
@@ -31,46 +33,51 @@ def on_gpu(layout, heads=(2, 8), **others) -> SharedCall:
     return call(layout, heads, device="cuda", **others)
 
 
-AROUND = [n + d for n in (32, 64, 128, 160) for d in (-1, 0, 1)]
+AROUND = [n + d for n in (32, 64, 80, 128, 160) for d in (-1, 0, 1)]
 
 
+@SIZES
 @pytest.mark.parametrize("prompt", [1, *AROUND])
-def test_lengths_around_a_tile(prompt):
-    x = on_gpu([(prompt, AROUND), (prompt, [1])])
+def test_lengths_around_a_tile(prompt, size):
+    x = on_gpu([(prompt, AROUND), (prompt, [1])], size=size)
     check(x, forward(x))
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", HEAD_SIZES)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_query_heads_of_a_key_head(group, size):
     x = on_gpu([(150, [40, 200, 0, 1])], (2, 2 * group), size=size)
     check(x, forward(x))
 
 
-def test_a_tree():
-    x = on_gpu(SharedLayout.from_forest(*FOREST))
+@SIZES
+def test_a_tree(size):
+    x = on_gpu(SharedLayout.from_forest(*FOREST), size=size)
     check(x, forward(x))
 
 
-def test_queries_of_the_responses_alone():
-    whole = on_gpu([(140, [33, 5, 70])])
+@SIZES
+def test_queries_of_the_responses_alone(size):
+    whole = on_gpu([(140, [33, 5, 70])], size=size)
     x = whole._replace(q=whole.q[140:], q_shift=140)
     check(x, forward(x))
 
 
+@SIZES
 @pytest.mark.parametrize("changed", [{"spread": 50.0}, {"spread": 0.0}, {"scale": 0.5}], ids=str)
-def test_scores_of_any_size(changed):
-    x = on_gpu([(300, [100, 30])], **changed)
+def test_scores_of_any_size(changed, size):
+    x = on_gpu([(300, [100, 30])], size=size, **changed)
     check(x, forward(x))
 
 
-def test_offsets_past_2_to_the_31():
+@SIZES
+def test_offsets_past_2_to_the_31(size):
     """The last group lies behind 2^31 elements of q and of o."""
     last = [(400, [150])]
     layout = SharedLayout.from_lengths([(1024, [])] * 257 + last, device="cuda")
     q, k, v = (
-        torch.randn(layout.num_tokens, heads, 128, device="cuda", dtype=torch.bfloat16)
-        for heads in (64, 1, 1)
+        torch.randn(layout.num_tokens, heads, size, device="cuda", dtype=torch.bfloat16)
+        for heads in (8192 // size, 1, 1)
     )
     assert q[:-550].numel() > 2**31
     done = forward(SharedCall(q, k, v, layout, 0.1))
@@ -84,9 +91,10 @@ def test_offsets_past_2_to_the_31():
 @pytest.mark.parametrize(
     "groups", [[(1000, [200] * 4)], [(300, [700, 33]), (64, [1, 500])]], ids=str
 )
-def test_as_accurate_as_torch(groups, dtype):
+@SIZES
+def test_as_accurate_as_torch(groups, dtype, size):
     """Errors against fp64 beside those of torch's attention of every sequence alone."""
-    x = on_gpu(groups, dtype=dtype)
+    x = on_gpu(groups, size=size, dtype=dtype)
     paths = grown(groups).paths
     outs = []
     for path in paths:
@@ -100,16 +108,18 @@ def test_as_accurate_as_torch(groups, dtype):
     assert ours.abs().max() <= 2 * theirs.abs().max()
 
 
-def test_repeats_bit_for_bit():
+@SIZES
+def test_repeats_bit_for_bit(size):
     """With more items than CTAs, which so draw other items in each run."""
-    x = on_gpu([(700, [300] * 12), (50, [400] * 5)], (8, 32))
+    x = on_gpu([(700, [300] * 12), (50, [400] * 5)], (8, 32), size=size)
     want = forward(x)
     for _ in range(50):
         assert all(torch.equal(a, b) for a, b in zip(forward(x), want, strict=True))
 
 
-def test_nan_in_a_response_stays_there():
-    x = on_gpu([(150, [20, 40, 9])])
+@SIZES
+def test_nan_in_a_response_stays_there(size):
+    x = on_gpu([(150, [20, 40, 9])], size=size)
     clean = forward(x)
     for name in "qkv":
         getattr(x, name)[170:210] = torch.nan
@@ -120,8 +130,9 @@ def test_nan_in_a_response_stays_there():
     assert done.o[170:210].isnan().all()
 
 
-def test_strides_are_taken_as_they_are():
-    x = on_gpu([(40, [33, 50])])
+@SIZES
+def test_strides_are_taken_as_they_are(size):
+    x = on_gpu([(40, [33, 50])], size=size)
     fused = torch.cat([x.q, x.k, x.v], 1)
     sliced = x._replace(**dict(zip("qkv", fused.split([8, 2, 2], 1), strict=True)))
     head_major = x._replace(q=x.q.transpose(0, 1).contiguous().transpose(0, 1))
@@ -150,8 +161,9 @@ def test_does_not_synchronise():
     assert got[1].shape == (8, 73)
 
 
-def test_in_a_graph():
-    x = on_gpu([(140, [33, 70])])
+@SIZES
+def test_in_a_graph(size):
+    x = on_gpu([(140, [33, 70])], size=size)
     forward(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -165,9 +177,10 @@ def test_in_a_graph():
         check(x, done)
 
 
-def test_compiles_to_one_graph():
-    x = on_gpu([(40, [33])])
-    x.layout.prepare(8, 2)
+@SIZES
+def test_compiles_to_one_graph(size):
+    x = on_gpu([(40, [33])], size=size)
+    x.layout.prepare(8, 2, head_dim=size)
     compiled = torch.compile(shared_prefix_attention, fullgraph=True, backend="aot_eager")
     want = shared_prefix_attention(x.q, x.k, x.v, x.layout)
     assert torch.equal(compiled(x.q, x.k, x.v, x.layout), want)

@@ -57,26 +57,35 @@ def apart(tables: Tables) -> Tables:
 
 def corrupted(x: SharedCall, *names: str) -> Iterator[Tables]:
     """Every second one, which takes minutes; a GPU is given all of them."""
-    right = apart(x.layout.prepare(x.q.shape[1], x.k.shape[1], x.q_shift))
+    right = apart(Tables(*x.arguments()[3]))
     return itertools.islice(bad_tables(right, *names), 0, None, 2)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 64), (torch.bfloat16, 256)])
 @pytest.mark.parametrize("q_shift", [0, 140])
-def test_tables_of_a_forward(q_shift, seeds):
-    x = call(GROUPS[: 1 if q_shift else 2], (1, 2), 64, torch.float16)
+def test_tables_of_a_forward(q_shift, dtype, size, seeds):
+    x = call(GROUPS[: 1 if q_shift else 2], (1, 2), size, dtype)
     x = x._replace(q=x.q[q_shift:], q_shift=q_shift)
     names = () if q_shift else ("header", "item", "span", "order")
     for seeds["seed"], tables in enumerate(corrupted(x, *names)):
         dualkv_launch.dualkv_fwd(x.q, x.k, x.v, list(tables), x.scale, q_shift)
 
 
-FORMS = {"one-pass": (False, torch.bfloat16, 128), "two-passes": (True, torch.float16, 64)}
+FORMS = {
+    "one-pass": (False, torch.bfloat16, 128),
+    "two-passes": (True, torch.float16, 64),
+    "wide": (False, torch.bfloat16, 256),
+}
 
 
 @pytest.mark.parametrize(
     ("form", "q_shift", "names"),
     [
-        *(("two-passes", 0, names) for names in (("item", "span"), ("header", "order"))),
+        *(
+            (form, 0, names)
+            for form in ("two-passes", "wide")
+            for names in (("dq_item", "dq_span"), ("header", "order"))
+        ),
         *((form, 0, ("header", "kv_item", "split", "kv_order")) for form in FORMS),
         *((form, 140, ()) for form in FORMS),
     ],

@@ -5,46 +5,65 @@ import torch
 
 from qla_kernels import SharedLayout
 from qla_kernels.dualkv import launch
+from qla_kernels.dualkv.shapes import NODE, OWN_TILES, TOK0
+from qla_kernels.dualkv.tables import Tables
 from qla_kernels.selftest.dualkv_forward import FOREST, SharedCall, call, check
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
+
+SIZES = pytest.mark.parametrize("size", [128, 256])
 
 
 def forward(x: SharedCall):
     return launch.dualkv_fwd(*x.arguments())
 
 
+@SIZES
 @pytest.mark.parametrize("seed", range(6))
-def test_interleavings(seeds, seed):
+def test_interleavings(seeds, seed, size):
     """Two key heads, so that four CTAs draw an item more than once."""
     seeds["seed"] = seed
-    x = call(SharedLayout.from_forest(*FOREST), heads=(2, 8))
+    x = call(SharedLayout.from_forest(*FOREST), (2, 8), size)
     check(x, forward(x))
 
 
+@SIZES
 @pytest.mark.parametrize("group", [1, 2, 3, 6, 8, 16])
-def test_query_heads_of_a_key_head(seeds, group):
+def test_query_heads_of_a_key_head(seeds, group, size):
     seeds["seed"] = group
-    x = call([(130, [20, 7])], heads=(1 + (group == 1), group * (1 + (group == 1))))
+    x = call([(130, [20, 7])], (1 + (group == 1), group * (1 + (group == 1))), size)
     check(x, forward(x))
 
 
-def test_queries_of_the_responses_alone():
-    whole = call([(140, [33, 5, 70])], heads=(1, 2))
+def test_rows_that_the_first_tile_hides():
+    """At head size 256 a query tile of 128 tokens lies in up to three own key tiles."""
+    x = call([(290, [200])], (1, 1), 256)
+    tables = Tables(*x.arguments()[3])
+    item = tables.item
+    causal = item[:, OWN_TILES] - (item[:, TOK0] - item[:, NODE]) // 80
+    assert causal.max() == 3
+    check(x, forward(x))
+
+
+@SIZES
+def test_queries_of_the_responses_alone(size):
+    whole = call([(140, [33, 5, 70])], (1, 2), size)
     x = whole._replace(q=whole.q[140:], q_shift=140)
     check(x, forward(x))
 
 
+@SIZES
 @pytest.mark.parametrize("changed", [{"spread": 30.0}, {"spread": 0.0}, {"scale": 0.5}], ids=str)
-def test_scores_of_any_size(changed):
+def test_scores_of_any_size(changed, size):
     """Far apart, so that a row is one key; all equal; with a scale of the caller's."""
-    x = call([(150, [30])], **changed)
+    x = call([(150, [30])], size=size, **changed)
     check(x, forward(x))
 
 
-def test_strides_are_taken_as_they_are():
+@SIZES
+def test_strides_are_taken_as_they_are(size):
     """Slices of one projection, as a model makes them; and head after head."""
-    x = call([(40, [33])])
+    x = call([(40, [33])], size=size)
     fused = torch.cat([x.q, x.k, x.v], 1)
     sliced = x._replace(**dict(zip("qkv", fused.split([4, 1, 1], 1), strict=True)))
     head_major = x._replace(q=x.q.transpose(0, 1).contiguous().transpose(0, 1))
@@ -53,10 +72,11 @@ def test_strides_are_taken_as_they_are():
         assert all(torch.equal(a, b) for a, b in zip(forward(other), want, strict=True))
 
 
-def test_nan_in_a_response_stays_there():
+@SIZES
+def test_nan_in_a_response_stays_there(size):
     """And behind a prompt, where tiles reach into the first response: P is 0 there, V is NaN."""
     groups = [(150, [20, 40, 9])]
-    x = call(groups)
+    x = call(groups, size=size)
     clean = forward(x)
     for name in "qkv":
         getattr(x, name)[170:210] = torch.nan

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import SharedLayout, dualkv, shared_prefix_attention
+from qla_kernels.dualkv.shapes import HEAD_SIZES
 from tests.fuzz import definitions
 from tests.fuzz.attention_answers import answers, compare, verify
 from tests.fuzz.draw import FLOATS, Draw
@@ -54,7 +55,7 @@ def queries(d: Draw, tokens: int, T: int) -> Call:
     """q of `tokens` tokens, k and v of T, in a dtype and layout."""
     dtype = d.choose("dtype", FLOATS[2:] if d.kernels else FLOATS)
     H, Hk = d.choose("heads", HEADS)
-    D = d.choose("size", (64, 128) if d.kernels else SIZES)
+    D = d.choose("size", HEAD_SIZES if d.kernels else SIZES)
     gain = d.choose("gain", (1.0, 0.0, 4.0))
     x = {
         "q": gain * d.normal("q", tokens, H, D),

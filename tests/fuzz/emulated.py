@@ -14,6 +14,7 @@ from qla_kernels import device, jit
 from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.dualkv import ops as dualkv_ops
 from qla_kernels.dualkv import tables
+from qla_kernels.dualkv.shapes import KEY_TILES
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.gdn.decode import launch as launch_recurrent
@@ -60,5 +61,5 @@ def _dualkv_bwd(do: Any, q: Any, k: Any, *rest: Any) -> Any:
 
 def _tables(q: Any, k: Any, nodes: Any, q_shift: int) -> Any:
     """CPU tensors come with the nodes alone; kernels want what is built of them."""
-    built = tables.build(nodes[0], q.shape[1], k.shape[1], q_shift)
+    built = tables.build(nodes[0], q.shape[1], k.shape[1], q_shift, KEY_TILES[q.shape[2]])
     return tables.views(tables.one_buffer(built), built)

@@ -16,6 +16,7 @@ from qla_kernels import SharedLayout, Unsupported, dualkv, shared_prefix_attenti
 from qla_kernels.cpu import reference
 from qla_kernels.dualkv import ops, refusal
 from qla_kernels.dualkv.heuristics import head_pack
+from qla_kernels.dualkv.shapes import HEAD_SIZES
 from reference import dualkv as forms
 from tests.compare import assert_close
 from tests.dualkv_inputs import GROUPS, gradients, qkv
@@ -264,9 +265,9 @@ ON_CUDA = {
     ),
     "small D": (
         of_size(96),
-        "head dimension D=96; need 64 or 128 on SM90; pad q, k and v to 128, or " + ELSEWHERE,
+        "head dimension D=96; need 64, 128 or 256 on SM90; pad q, k and v to 128, or " + ELSEWHERE,
     ),
-    "large D": (of_size(256), f"head dimension D=256; need 64 or 128 on SM90; {ELSEWHERE}"),
+    "large D": (of_size(512), f"head dimension D=512; need 64, 128 or 256 on SM90; {ELSEWHERE}"),
     "last stride": (
         cuda(k=strided(512, 256, 2)),
         "k has strides (512, 256, 2) and offset 0; " + STRIDES.format("k"),
@@ -294,7 +295,8 @@ def test_what_a_hopper_gpu_refuses(what):
 
 def test_what_a_hopper_gpu_takes():
     assert refusal(*cuda(), capability=(9, 0)) is None
-    assert refusal(*of_size(64, torch.float16), capability=(9, 0)) is None
+    for size in HEAD_SIZES:
+        assert refusal(*of_size(size, torch.float16), capability=(9, 0)) is None
     assert refusal(*cuda(k=strided(128, 20 * 128, 1)), capability=(9, 0)) is None
     assert refusal(*cuda(), capability=(10, 0)) == (
         "shared_prefix_attention: device capability 10.0; need 9.0 (Hopper); "

@@ -9,7 +9,7 @@ from qla_kernels import SharedLayout, pack_shared_prompts
 from qla_kernels.dualkv import shapes as c
 from qla_kernels.dualkv import tables
 from qla_kernels.dualkv.heuristics import head_pack
-from qla_kernels.dualkv.shapes import KEY_TILE, KV_QUERY_ROWS, QUERY_ROWS
+from qla_kernels.dualkv.shapes import DQ, FWD, KEY_TILES, KV, KV_QUERY_ROWS, QUERY_ROWS
 from qla_kernels.dualkv.tables import Tables
 from tests.dualkv_inputs import GROUPS
 
@@ -19,6 +19,7 @@ LAYOUTS = {name: SharedLayout.from_lengths(groups) for name, groups in GROUPS.it
         [5, 130, 256, 3, 70, 20, 150, 9], [-1, 0, 1, 2, 1, 0, -1, 6]
     ),
     "many long queries": SharedLayout.from_lengths([(40, [700] * 3)]),
+    "eighties": SharedLayout.from_lengths([(80, [79, 160, 17]), (243, [81, 1, 400])]),
 }
 HEADS = [(1, 1), (4, 1), (8, 1), (32, 8), (6, 2), (16, 1)]
 
@@ -38,8 +39,10 @@ def every(layouts):
     return {**layouts, **{f"forest {seed}": random_forest(seed) for seed in range(12)}}
 
 
-def built(layout: SharedLayout, heads: tuple[int, int], q_shift: int = 0) -> Tables:
-    return Tables(*tables.build(layout.nodes, *heads, q_shift))
+def built(
+    layout: SharedLayout, heads: tuple[int, int], q_shift: int = 0, head_dim: int = 128
+) -> Tables:
+    return tables.build(layout.nodes, *heads, q_shift, KEY_TILES[head_dim])
 
 
 def visible(layout: SharedLayout) -> torch.Tensor:
@@ -50,23 +53,29 @@ def visible(layout: SharedLayout) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", every(LAYOUTS))
 @pytest.mark.parametrize("heads", [(4, 1), (2, 2)])
-def test_forward_items_cover_every_pair_once(name, heads):
+@pytest.mark.parametrize(("head_dim", "kernel"), [(128, FWD), (256, FWD), (256, DQ)])
+def test_forward_items_cover_every_pair_once(name, heads, head_dim, kernel):
+    """As kernels walk them: causal own tiles under a mask, all other own tiles without."""
     layout = every(LAYOUTS)[name]
-    work = built(layout, heads)
-    tokens = QUERY_ROWS // head_pack(*heads)
+    work = built(layout, heads, head_dim=head_dim)
+    tile, tokens = KEY_TILES[head_dim][kernel], QUERY_ROWS // head_pack(*heads)
+    items, span = (work.dq_item, work.dq_span) if kernel == DQ else (work.item, work.span)
     seen = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int)
-    for item in work.item[: work.header[c.ITEM_ROWS]].tolist():
+    for item in items[: work.header[c.ITEM_ROWS]].tolist():
         rows = slice(item[c.TOK0], item[c.TOK0] + item[c.TOKENS])
         assert 0 < item[c.TOKENS] <= tokens
         query = torch.arange(rows.start, rows.stop)[:, None]
-        last0 = item[c.NODE] + (item[c.OWN_TILES] - 1) * KEY_TILE
-        assert last0 <= rows.start < rows.stop <= last0 + item[c.OWN_KEYS] <= last0 + KEY_TILE
+        last0 = item[c.NODE] + (item[c.OWN_TILES] - 1) * tile
+        assert last0 < rows.stop <= last0 + item[c.OWN_KEYS] <= last0 + tile
+        causal0 = item[c.NODE] + (item[c.TOK0] - item[c.NODE]) // tile * tile
+        assert causal0 <= last0
+        assert causal0 == last0 or tile % tokens
         own = torch.arange(item[c.NODE], last0 + item[c.OWN_KEYS])
         seen[rows, own] += (own <= query).int()
-        assert (item[c.NODE] + torch.arange(last0 - item[c.NODE]) <= query).all()  # no mask there
-        spans = work.span[item[c.SPAN0] : item[c.SPAN0] + item[c.SPANS]].tolist()
+        assert (torch.arange(item[c.NODE], causal0) <= query).all()  # no mask there
+        spans = span[item[c.SPAN0] : item[c.SPAN0] + item[c.SPANS]].tolist()
         for k0, full_tiles, tail in spans:
-            seen[rows, k0 : k0 + full_tiles * KEY_TILE + tail] += 1
+            seen[rows, k0 : k0 + full_tiles * tile + tail] += 1
         tails = [tail > 0 for _, _, tail in spans]
         assert tails == sorted(tails, reverse=True)
         assert item[c.PARTIALS] == sum(tails)
@@ -77,16 +86,17 @@ def test_forward_items_cover_every_pair_once(name, heads):
 
 @pytest.mark.parametrize("name", every(LAYOUTS))
 @pytest.mark.parametrize("heads", [(4, 1), (16, 1), (1, 1)])
-def test_backward_items_cover_every_pair_once(name, heads):
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_backward_items_cover_every_pair_once(name, heads, head_dim):
     layout = every(LAYOUTS)[name]
-    work = built(layout, heads)
+    work = built(layout, heads, head_dim=head_dim)
     tokens = KV_QUERY_ROWS // min(head_pack(*heads), 4)
     seen = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int)
     parts: dict[int, tuple[int, int]] = {}
     for k0, keys, last, q_tiles, dense, part in work.kv_item[
         : work.header[c.KV_ITEM_ROWS]
     ].tolist():
-        assert 0 < keys <= KEY_TILE
+        assert 0 < keys <= KEY_TILES[head_dim][KV]
         key = torch.arange(k0, k0 + keys)
         for tile in range(q_tiles):
             first = last - tile * tokens
@@ -202,6 +212,7 @@ def test_a_layout_keeps_its_tables():
     first = layout.prepare(8, 2)
     assert layout.prepare(8, 2) is first
     assert layout.prepare(8, 8) is not first
+    assert layout.prepare(8, 2, head_dim=64) is first
     assert layout.to("cpu").prepare(8, 2) is not first
     assert len({table.untyped_storage().data_ptr() for table in first}) == 1  # one copy
 
@@ -209,7 +220,19 @@ def test_a_layout_keeps_its_tables():
 def test_a_batch_prepares_its_layout():
     batch = pack_shared_prompts([[1, 2, 3]], [[[4, 5], [6]]])
     batch.prepare(8, 2)
-    assert list(batch.layout.prepared) == [(8, 2, 0)]
+    batch.prepare(8, 2, head_dim=256)
+    assert list(batch.layout.prepared) == [(8, 2, 0, KEY_TILES[size]) for size in (128, 256)]
+
+
+def test_tables_of_other_tiles_are_others():
+    layout = SharedLayout.from_lengths([(300, [5, 6])])
+    small, large = layout.prepare(8, 2), layout.prepare(8, 2, head_dim=256)
+    assert large.item.shape == large.dq_item.shape == small.item.shape
+    assert not torch.equal(large.item, small.item)
+    assert not torch.equal(large.item, large.dq_item)
+    assert small.dq_item.data_ptr() == small.item.data_ptr()  # stored once
+    with pytest.raises(ValueError, match="head_dim=96; need 64, 128 or 256; pass the head size"):
+        layout.prepare(8, 2, head_dim=96)
 
 
 def test_a_trace_does_not_build_them(monkeypatch):
@@ -219,6 +242,8 @@ def test_a_trace_does_not_build_them(monkeypatch):
     assert layout.prepare(8, 2) is ready
     with pytest.raises(ValueError, match=r"call layout\.prepare\(4, 2\) before the function that"):
         layout.prepare(4, 2)
+    with pytest.raises(ValueError, match=r"call layout\.prepare\(8, 2, head_dim=256\) before"):
+        layout.prepare(8, 2, head_dim=256)
 
 
 @pytest.mark.parametrize(

@@ -73,15 +73,15 @@ def test_a_probe_that_fails_reports_itself_and_stops_no_other():
 
 
 @pytest.mark.parametrize(
-    ("family", "op"),
+    ("family", "op", "sizes"),
     [
-        ("gdn", "chunk_gated_delta_rule"),
-        ("conv", "causal_conv1d"),
-        ("dualkv", "shared_prefix_attention"),
-        ("sparse_ring", "sparse_attention"),
+        ("gdn", "chunk_gated_delta_rule", ", head size 64 or 128"),
+        ("conv", "causal_conv1d", ""),
+        ("dualkv", "shared_prefix_attention", ", head size 64, 128 or 256"),
+        ("sparse_ring", "sparse_attention", ", head size 64 or 128"),
     ],
 )
-def test_cuda_path_is_what_refusal_says(monkeypatch, family, op):
+def test_cuda_path_is_what_refusal_says(monkeypatch, family, op, sizes):
     answer = info._cuda_path(family)
     said = answer()
     monkeypatch.setattr(device, "available", lambda: True)
@@ -89,7 +89,7 @@ def test_cuda_path_is_what_refusal_says(monkeypatch, family, op):
     ampere = answer()
     assert ampere.startswith(f"refused: {op}: device capability 8.0")
     monkeypatch.setattr(device, "capability", lambda _: (9, 0))
-    assert answer() == "our kernels"
+    assert answer() == f"our kernels{sizes}"
     assert said != ampere
 
 

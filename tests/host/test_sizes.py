@@ -21,6 +21,7 @@ UNREAD = {
     "attn.delta": ["o"],
     "dualkv.bwd": ["q", "k"],
     "dualkv.bwd_dkv": ["q"],
+    "dualkv.bwd_dkv_wide": ["q", "k"],
     "dualkv.bwd_dq": ["q"],
     "dualkv.dkv_combine": ["dk"],
     "gdn.chunk_grads": ["dq"],

@@ -24,7 +24,6 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 PIECE = 8  # elements of 16 bits in a 16-byte access
 SPAN = 64  # elements of a row that its threads cover at a time
-MOST_SPANS = 2  # D is 64 or 128
 ROW_THREADS = SPAN // PIECE
 ROW_STEPS = 3  # log2(ROW_THREADS): a sum over a row's threads
 
@@ -42,9 +41,18 @@ __device__ __forceinline__ void load_16_bytes(T *to, const T *from) {
 
 class Variant(NamedTuple):
     dtype: str  # of o and do
+    wide: bool = False  # D is up to 256; else up to 128
 
 
-VARIANTS = (Variant("bfloat16"), Variant("float16"))
+VARIANTS = tuple(
+    Variant(dtype, wide) for wide in (False, True) for dtype in ("bfloat16", "float16")
+)
+
+
+def most_spans(variant: Variant) -> int:
+    """Returns the largest number of spans of a row."""
+    return 4 if variant.wide else 2
+
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -53,18 +61,20 @@ PASS_CONFIGS = {
 
 
 def schedule(variant: Variant) -> Schedule:
+    # three quarters of an SM's threads, or half of them: two rows need their registers
+    regs, ctas_per_sm = (64, 4) if variant.wide else (40, 6)
     return Schedule(
-        roles=(Role("rows", warps=8, regs=40, computes="lse2, delta"),),
-        ctas_per_sm=6,  # three quarters of an SM's threads: two rows need their registers
+        roles=(Role("rows", warps=8, regs=regs, computes="lse2, delta"),), ctas_per_sm=ctas_per_sm
     )
 
 
 @T.macro
-def rows(o, do, lse, dlse, stats, dtype, row, lse_factor, with_dlse, column):
+def rows(o, do, lse, dlse, stats, variant, row, lse_factor, with_dlse, column):
+    dtype, most = variant.dtype, most_spans(variant)
     num_tokens, num_spans = o.shape[1], o.shape[3]
     batch, num_heads, num_padded = stats.shape[0], stats.shape[1], stats.shape[3]
-    r_o = T.alloc_local((MOST_SPANS, PIECE), dtype)
-    r_do = T.alloc_local((MOST_SPANS, PIECE), dtype)
+    r_o = T.alloc_local((most, PIECE), dtype)
+    r_do = T.alloc_local((most, PIECE), dtype)
     total, row_lse = T.alloc_var("float32"), T.alloc_var("float32")
     # held in 32-bit variables, so that each division is 32-bit and done once
     b, token, head = (T.alloc_var("int32") for _ in range(3))
@@ -75,7 +85,7 @@ def rows(o, do, lse, dlse, stats, dtype, row, lse_factor, with_dlse, column):
     total = 0.0
     row_lse = -T.infinity("float32")
     if (b < batch) & (token < num_tokens):
-        for span in T.unroll(MOST_SPANS):  # 1
+        for span in T.unroll(most):  # 1
             if span < num_spans:
                 for x, r_x in ((o, r_o), (do, r_do)):
                     T.call_extern(
@@ -87,7 +97,7 @@ def rows(o, do, lse, dlse, stats, dtype, row, lse_factor, with_dlse, column):
         row_lse = lse[b, head, token] * lse_factor
         if (with_dlse != 0) & (column == 0):
             total = -dlse[b, head, token]
-        for span in T.unroll(MOST_SPANS):
+        for span in T.unroll(most):
             if span < num_spans:
                 for e in T.unroll(PIECE):
                     total += T.cast(r_o[span, e], "float32") * T.cast(r_do[span, e], "float32")
@@ -128,6 +138,6 @@ def build(variant: Variant):
             tx = T.get_thread_binding()
             row = block * block_rows + tx // ROW_THREADS
             column = tx % ROW_THREADS * PIECE
-            rows(o, do, lse, dlse, stats, variant.dtype, row, lse_factor, with_dlse, column)
+            rows(o, do, lse, dlse, stats, variant, row, lse_factor, with_dlse, column)
 
     return delta

@@ -29,7 +29,13 @@ from typing import Any, NamedTuple
 import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.dualkv.kernels.items import uniform
-from qla_kernels.dualkv.kernels.walk import WARPGROUP_KEYS, load_rows, row_stats, walk_of
+from qla_kernels.dualkv.kernels.walk import (
+    WARPGROUP_KEYS,
+    load_rows,
+    row_stats,
+    store,
+    walk_of,
+)
 from qla_kernels.dualkv.shapes import KV_ITEM_COLUMNS, KV_ORDERED, KV_QUERY_ROWS
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.ring import Ring
@@ -169,29 +175,6 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
         rows = slice(w * WARPGROUP_KEYS, w * WARPGROUP_KEYS + WARPGROUP_KEYS)
         T.copy(r_dk, parts[walk.part, walk.kv_head, 0, rows, :])
         T.copy(r_dv, parts[walk.part, walk.kv_head, 1, rows, :])
-
-
-@T.macro
-def store(r_grad, s_grad, grad, walk, w, D, dtype):
-    """Writes a warpgroup's rows of dK or dV to `grad`, staged through its rows of K or V.
-
-    Only this warpgroup has read those rows. Each warp copies the 16 rows that it staged, so a warp
-    sync suffices.
-    """
-    lane = T.get_thread_binding() % 32
-    row0 = T.get_thread_binding() // 32 * 16
-    lanes = D // 8  # a row in pieces of 16 bytes
-    r_out = T.alloc_fragment((WARPGROUP_KEYS, D), dtype)
-    T.copy(r_grad, r_out)
-    T.copy(r_out, s_grad[w, :, :])
-    T.sync_warp()
-    for piece in T.unroll(16 * lanes // 32):
-        row = row0 + piece * (32 // lanes) + lane // lanes
-        if w * WARPGROUP_KEYS + row < walk.keys:
-            for e in T.vectorized(8):
-                grad[walk.k0 + w * WARPGROUP_KEYS + row, walk.kv_head, lane % lanes * 8 + e] = (
-                    s_grad[w, row, lane % lanes * 8 + e]
-                )
 
 
 def build(variant: Variant):

@@ -1,13 +1,14 @@
 """bwd_dq -- the gradients of a tile of queries, over the key tiles that it sees.
 
 Items are those of the forward: 128 rows, tokens of one node times the heads of a head slot; row r
-is token r % tile_tokens of head r // tile_tokens. For each of an item's key tiles (128 keys):
-    P  = exp2(s2 Q K^T - lse2)    dP = dO V^T    dS = P (dP - delta)              [128, 128]
+is token r % tile_tokens of head r // tile_tokens. For each of an item's key tiles (N = 128 keys; 64
+for D = 256):
+    P  = exp2(s2 Q K^T - lse2)    dP = dO V^T    dS = P (dP - delta)              [128, N]
     dQ += dS K                                                                    [128, D]
 with s2 = scale log2(e); dQ is multiplied by scale at the end. dS is 0 where a key is not seen.
 
-The order of key tiles is the forward's: the last own tile, which is causal; the spans' partial
-tiles, whose last keys are masked; then all other tiles, which need no mask. Steps:
+The order of key tiles is the forward's: the causal own tiles, the last one first; the spans'
+partial tiles, whose last keys are masked; then all other tiles, which need no mask. Steps:
     1 load   Q and dO, then K and V of each tile
     2 scrub  zero the rows of K behind a tile's last key: dS is 0 there, but the rows may be NaN
     3 mma    S and dP
@@ -18,17 +19,34 @@ tiles, whose last keys are masked; then all other tiles, which need no mask. Ste
 Bounded by the tensor cores (3072 clocks a key tile for D = 128). Why this shape: one CTA owns a
 query's gradient. With bwd_dkv, this second pass over the scores makes seven products instead of the
 five of bwd, but it needs neither atomics nor fp32 sums in global memory.
+
+For D = 256, Q and dO take half of the shared memory, and leave room for 64 keys with two slots of K
+and one of V (3072 clocks a tile, of tensor cores and of shared memory alike), or for 48 keys with
+two of both, which takes 11 % more of shared memory for as many keys. V is the one with a single
+slot because its only product is over in the middle of a step.
 """
 
 from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
-from qla_kernels.dualkv.kernels.items import BOX, PANEL, clear_rows, fetch, read_item, uniform
+from qla_kernels.dualkv.kernels.items import (
+    BOX,
+    PANEL,
+    causal_tiles,
+    clear_rows,
+    crosses,
+    fetch,
+    held,
+    keys_of,
+    read_item,
+    uniform,
+)
 from qla_kernels.dualkv.shapes import (
+    DQ,
     FULL_TILES,
     ITEM_COLUMNS,
-    KEY_TILE,
+    KEY_TILES,
     NODE,
     ORDERED,
     OWN_KEYS,
@@ -60,7 +78,7 @@ class Variant(NamedTuple):
     D: int
 
 
-VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
+VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in KEY_TILES)
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -70,12 +88,15 @@ PASS_CONFIGS = {
 
 
 def schedule(variant: Variant) -> Schedule:
+    mma_regs, serving_regs = (240, 24) if variant.D < 256 else (232, 40)  # they count causal tiles
+    rings = {"k": 2, "v": 2 if variant.D < 256 else 1, "clean": 2}
+    tiles = (rings["k"] + rings["v"]) * KEY_TILES[variant.D][DQ]
     return Schedule(
         roles=(
             Role(
                 "mma",
                 warps=8,
-                regs=240,
+                regs=mma_regs,
                 waits=("q_full", "k_full", "v_full", "clean_full"),
                 signals=("k_free", "v_free"),
                 computes="P, dS; dQ",
@@ -84,7 +105,7 @@ def schedule(variant: Variant) -> Schedule:
             Role(
                 "load",
                 warps=1,
-                regs=24,
+                regs=serving_regs,
                 waits=("k_free", "v_free"),
                 signals=("q_full", "k_full", "v_full"),
                 computes="Q, dO; K, V",
@@ -93,17 +114,17 @@ def schedule(variant: Variant) -> Schedule:
             Role(
                 "scrub",
                 warps=1,
-                regs=24,
+                regs=serving_regs,
                 waits=("k_full",),
                 signals=("clean_full",),
                 computes="zeros into K behind the last key",
             ),
-            Role("spare", warps=2, regs=24, computes="fills the warpgroup"),
+            Role("spare", warps=2, regs=serving_regs, computes="fills the warpgroup"),
         ),
-        rings={"k": 2, "v": 2, "clean": 2},
+        rings=rings,
         named={"meet": Named(WARPGROUP_THREADS, copies=2)},  # the warps of a warpgroup
-        # Q, dO, two slots each of K and V; barriers and alignment
-        smem_bytes=6 * KEY_TILE * variant.D * 2 + 1024,
+        # Q, dO, the slots of K and V; barriers and alignment
+        smem_bytes=(2 * QUERY_ROWS + tiles) * variant.D * 2 + 1024,
     )
 
 
@@ -117,6 +138,7 @@ class Item(NamedTuple):
     own_keys: Any  # of the last own tile
     span0: Any
     spans: Any
+    causal: Any  # number of own tiles that need a mask; they come first
     masked: Any  # number of tiles that need a mask; they come first
     tiles: Any
     diagonal: Any  # the first token's index among the keys of the last own tile
@@ -127,30 +149,35 @@ class Item(NamedTuple):
 @T.macro
 def load(q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x, group):
     i, key0, head, full = (T.alloc_var("int32") for _ in range(4))
+    tile = keys_of(s_k)
     for b in rolled(QUERY_ROWS // BOX):  # 1
         tok = x.token + (b * BOX & (1 << x.tile_log2) - 1)
         of_box = x.head0 + (b * BOX >> x.tile_log2)
         for c in T.unroll(q.shape[2] // PANEL):
-            for rows, tile in ((q, s_q), (do, s_do)):
+            for rows, to in ((q, s_q), (do, s_do)):
                 T.tma_copy(
                     rows[tok : tok + BOX, of_box, c * PANEL : c * PANEL + PANEL],
-                    tile[b // 4, b % 4 * BOX : b % 4 * BOX + BOX, c * PANEL : c * PANEL + PANEL],
+                    to[b // 4, b % 4 * BOX : b % 4 * BOX + BOX, c * PANEL : c * PANEL + PANEL],
                     barrier=q_full,
                 )
     T.barrier_arrive(q_full)
     head = x.head0 // group
-    key0 = x.node + (x.own_tiles - 1) * KEY_TILE
+    key0 = x.node + (x.own_tiles - 1) * tile
     fetch(k, v, s_k, s_v, k_ring, v_ring, head, 0, key0)
     i = 1
-    for n in rolled(x.span0, x.span0 + x.masked - 1):
-        key0 = span[n, SPAN_K0] + span[n, FULL_TILES] * KEY_TILE
+    if crosses(tile):
+        for t in rolled(1, x.causal):
+            fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0 - t * tile)
+            i += 1
+    for n in rolled(x.span0, x.span0 + x.masked - x.causal):
+        key0 = span[n, SPAN_K0] + span[n, FULL_TILES] * tile
         fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0)
         i += 1
     full = x.tiles - i
     if x.spans > 0:
-        full = T.min(full, x.own_tiles - 1)
+        full = T.min(full, x.own_tiles - x.causal)
     for t in rolled(full):
-        fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, x.node + t * KEY_TILE)
+        fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, x.node + t * tile)
         i += 1
     for n in rolled(x.span0, x.span0 + x.spans):
         key0 = span[n, SPAN_K0]
@@ -158,17 +185,23 @@ def load(q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x, grou
         if n + 1 < x.span0 + x.spans:
             full = T.min(full, span[n, FULL_TILES])
         for t in rolled(full):
-            fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0 + t * KEY_TILE)
+            fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0 + t * tile)
             i += 1
 
 
 @T.macro
 def scrub(span, s_k, k_ring, clean, x):
     keys = T.alloc_var("int32")
+    tile = keys_of(s_k)
     keys = x.own_keys
     for i in rolled(x.masked):
-        if i > 0:
-            keys = clamped(span[x.span0 + i - 1, TAIL], 0, KEY_TILE)
+        if crosses(tile):
+            if i > 0:
+                keys = tile
+            if i >= x.causal:
+                keys = clamped(span[x.span0 + i - x.causal, TAIL], 0, tile)
+        elif i > 0:
+            keys = clamped(span[x.span0 + i - 1, TAIL], 0, tile)
         k_ring.wait(i)
         clear_rows(s_k, k_ring.slot(i), keys)  # 2
         clean.commit(i)
@@ -178,12 +211,13 @@ def scrub(span, s_k, k_ring, clean, x):
 def mma(
     dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, meet, x, scale, D, dtype
 ):  # fmt: skip
+    tile = keys_of(s_k)
     w, slot = T.alloc_var("int32"), T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
     r_dq = T.alloc_fragment((WARPGROUP_ROWS, D), "float32")
-    r_s = T.alloc_fragment((WARPGROUP_ROWS, KEY_TILE), "float32")  # S, P
-    r_dp = T.alloc_fragment((WARPGROUP_ROWS, KEY_TILE), "float32")  # dP, dS
-    r_ds = T.alloc_fragment((WARPGROUP_ROWS, KEY_TILE), dtype)
+    r_s = T.alloc_fragment((WARPGROUP_ROWS, tile), "float32")  # S, P
+    r_dp = T.alloc_fragment((WARPGROUP_ROWS, tile), "float32")  # dP, dS
+    r_ds = T.alloc_fragment((WARPGROUP_ROWS, tile), dtype)
     r_lse2 = T.alloc_fragment((WARPGROUP_ROWS,), "float32")
     r_delta = T.alloc_fragment((WARPGROUP_ROWS,), "float32")
     last, later = T.alloc_var("int32"), T.alloc_var("int32")
@@ -228,7 +262,13 @@ def mma(
                     key > last + (w * WARPGROUP_ROWS + r & (1 << x.tile_log2) - 1 & later)
                 ),
             )
-            if i + 1 < x.masked:
+            if crosses(tile):
+                if i + 1 < x.causal:
+                    last += tile
+                elif i + 1 < x.masked:
+                    last = span[x.span0 + i + 1 - x.causal, TAIL] - 1
+                    later = 0
+            elif i + 1 < x.masked:
                 last = span[x.span0 + i, TAIL] - 1
                 later = 0
         T.copy(r_dp, r_ds)
@@ -266,7 +306,7 @@ def store(r_dq, s_out, dq, x, meet, w, D, dtype):
 
 
 def build(variant: Variant):
-    plan, D = schedule(variant), variant.D
+    plan, D, tile = schedule(variant), variant.D, KEY_TILES[variant.D][DQ]
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_keys, kv_heads = T.dynamic("num_keys, kv_heads")
     num_items, num_spans, capacity = T.dynamic("num_items, num_spans, capacity")
@@ -292,8 +332,8 @@ def build(variant: Variant):
         with T.Kernel(capacity, threads=plan.block) as block:
             s_q = T.alloc_shared((2, WARPGROUP_ROWS, D), variant.dtype)
             s_do = T.alloc_shared((2, WARPGROUP_ROWS, D), variant.dtype)
-            s_k = T.alloc_shared((plan.rings["k"], KEY_TILE, D), variant.dtype)
-            s_v = T.alloc_shared((plan.rings["v"], KEY_TILE, D), variant.dtype)
+            s_k = T.alloc_shared((plan.rings["k"], tile, D), variant.dtype)
+            s_v = T.alloc_shared((plan.rings["v"], tile, D), variant.dtype)
             q_full = T.alloc_barrier([plan.arrivals("q_full")])
             k_full = T.alloc_barrier([plan.arrivals("k_full")] * plan.rings["k"])
             k_free = T.alloc_barrier([plan.arrivals("k_free")] * plan.rings["k"])
@@ -309,11 +349,12 @@ def build(variant: Variant):
             row = T.truncdiv(entry, slots)
             head0 = entry - row * slots << 7 - tile_log2
             numbers = T.alloc_local((ITEM_COLUMNS,), "int32")
-            read_item(numbers, item, row, span, q_shift, num_queries, num_keys)
+            read_item(numbers, item, row, span, q_shift, num_queries, num_keys, tile)
             token, masked, diagonal = (T.alloc_var("int32") for _ in range(3))
             token = numbers[TOK0] - q_shift
-            masked = numbers[PARTIALS] + 1
-            diagonal = numbers[TOK0] - numbers[NODE] - (numbers[OWN_TILES] - 1) * KEY_TILE
+            causal = held(causal_tiles(numbers, tile)) if crosses(tile) else 1
+            masked = numbers[PARTIALS] + causal
+            diagonal = numbers[TOK0] - numbers[NODE] - (numbers[OWN_TILES] - 1) * tile
             x = Item(
                 token=token,
                 rows=numbers[TOKENS],
@@ -322,6 +363,7 @@ def build(variant: Variant):
                 own_keys=numbers[OWN_KEYS],
                 span0=numbers[SPAN0],
                 spans=numbers[SPANS],
+                causal=causal,
                 masked=masked,
                 tiles=numbers[TILES],
                 diagonal=diagonal,

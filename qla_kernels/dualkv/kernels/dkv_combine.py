@@ -1,6 +1,6 @@
 """dkv_combine -- dK and dV of keys whose run of queries was cut into parts.
 
-Per split (up to 128 keys of a node) and key head, in the order of the parts:
+Per split (the keys of an item of bwd_dkv, up to 128 or 64) and key head, in the order of the parts:
     dK = sum over its parts of dK      dV likewise                                    [keys, D]
 
 Steps (numbers appear again in the role):
@@ -8,15 +8,16 @@ Steps (numbers appear again in the role):
     2 sum   rounded once, out
 
 Bounded by memory: 4 bytes read for each number of each part. Why this shape: each thread adds its
-numbers in a fixed order, so results repeat bitwise; with atomics they would not. The code does not
-depend on D.
+numbers in a fixed order, so results repeat bitwise; with atomics they would not. The code depends
+on D only by the number of keys of a split.
 """
 
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.dualkv.shapes import (
-    KEY_TILE,
+    KEY_TILES,
+    KV,
     SPLIT_COLUMNS,
     SPLIT_K0,
     SPLIT_KEYS,
@@ -33,9 +34,12 @@ SUM_PIECE = 8  # numbers of a thread: 16 bytes of the result
 
 class Variant(NamedTuple):
     dtype: str  # of dk and dv
+    wide: bool = False  # D is 256; else 64 or 128
 
 
-VARIANTS = (Variant("bfloat16"), Variant("float16"))
+VARIANTS = tuple(
+    Variant(dtype, wide) for wide in (False, True) for dtype in ("bfloat16", "float16")
+)
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -78,19 +82,19 @@ def sum_parts(parts, grad, split, i, kv_head, which, at):
 
 
 def build(variant: Variant):
-    plan = schedule(variant)
+    plan, tile = schedule(variant), KEY_TILES[256 if variant.wide else 128][KV]
     num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
     pieces, num_splits = T.dynamic("pieces, num_splits")
 
     @T.prim_func
     def dkv_combine(
-        parts: T.Tensor((num_parts, kv_heads, 2, KEY_TILE, pieces, SUM_PIECE), "float32"),
+        parts: T.Tensor((num_parts, kv_heads, 2, tile, pieces, SUM_PIECE), "float32"),
         header: T.Tensor((8,), "int32"),
         split: T.Tensor((num_splits, SPLIT_COLUMNS), "int32"),
         dk: T.Tensor((num_tokens, kv_heads, pieces, SUM_PIECE), variant.dtype),
         dv: T.Tensor((num_tokens, kv_heads, pieces, SUM_PIECE), variant.dtype),
     ):
-        blocks = T.ceildiv(KEY_TILE * pieces, plan.threads)
+        blocks = T.ceildiv(tile * pieces, plan.threads)
         with T.Kernel(blocks, kv_heads, num_splits, threads=plan.threads) as (block, kv_head, i):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             at = block * plan.threads + T.get_thread_binding()

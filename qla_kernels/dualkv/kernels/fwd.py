@@ -2,14 +2,15 @@
 
 An item is a query tile of 128 rows of one node: 2^tile_log2 tokens of each head of a head slot,
 whose heads share a key head. Row r is token r % 2^tile_log2 of head r // 2^tile_log2. For each key
-tile (N = 128 keys) that the item sees:
+tile (N = 128 keys; 80 for D = 256) that the item sees:
     S  = Q K^T                                          [128, N]
     m' = max(m, rowmax S);  a = 2^((m - m') scale2);  P = 2^(S scale2 - m' scale2)
     O  = a O + P V                                      [128, D]
 and at the item's end o = O / l and lse2 = m scale2 + log2 l, where l is the row sum of P.
 
-tables.py lists an item's key tiles. The first is the last own tile; it is causal and shows every
-row its own key, so m is finite from then on. Partial tiles follow, whose last keys are masked; then
+tables.py lists an item's key tiles. The first is the last own tile, which is causal. Of 128 keys it
+shows every row its own key, so m is finite from then on; of 80 it may show some rows nothing, and
+up to two more causal tiles follow. Then come partial tiles, whose last keys are masked, and then
 all other tiles, without a mask. Steps:
     1 draw   an item and its Q, one item ahead; load K and V of each tile
     2 scrub  zero the rows of V behind a tile's last key: P is 0 there, but the rows may be NaN
@@ -17,6 +18,7 @@ all other tiles, without a mask. Steps:
     4 mma    softmax of tile i, under the products of the other warpgroup
     5 mma    in an item's first step: o and lse2 of the item before, whose last P V this step issued
     6 store  o, a full tile by TMA; a partial tile by rows, as the rows behind it are another node's
+             (for D = 256 mma, all by rows)
 
 Why this shape: a step's products take 2048 clocks of the tensor cores and its exponentials 1024 of
 an SM, so both must run at the same time. Two warpgroups issue products in turn, so that one's
@@ -26,28 +28,38 @@ The pipeline continues from one item to the next: S of the next item begins whil
 Short responses have few tiles, and filling and draining the pipeline took as long as two tiles.
 The masked steps, a few per item, run a second copy of the step's code, so the loop that takes
 nearly all the time contains no mask.
+
+For D = 256 shared memory holds one Q, and K and V in two slots of 80 keys (2560 clocks of the
+tensor cores a step, 2432 of shared memory; 64 keys would take 2048 and 2048, 5 % more for as many
+keys). 80 keys are no whole number of 32 tokens, the tile of 4 packed heads, hence several causal
+tiles. Q's halves, one of each warpgroup, are let go of behind the last S of the item, and the next
+item's come while its last softmax runs. There is no room for o: a warpgroup's rows go from its
+registers to memory, 16 bytes a thread, and do not wait for anything.
 """
 
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.dualkv.kernels.items import (
-    BOX,
+    CAUSAL,
     HEAD_SLOT,
-    PANEL,
-    WORK,
+    crosses,
     draw,
-    head_of,
+    held,
     load,
     scrub,
     uniform,
+    work_columns,
 )
+from qla_kernels.dualkv.kernels.results import PUT_ROW, put_lse2, put_rows, store
 from qla_kernels.dualkv.shapes import (
+    FWD,
     ITEM_COLUMNS,
-    KEY_TILE,
+    KEY_TILES,
     NODE,
     OWN_TILES,
     PARTIALS,
+    QUERY_ROWS,
     SPAN0,
     SPAN_COLUMNS,
     TAIL,
@@ -67,7 +79,7 @@ class Variant(NamedTuple):
     D: int
 
 
-VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in (128, 64))
+VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in KEY_TILES)
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -76,15 +88,37 @@ PASS_CONFIGS = {
 }
 
 
+def staged(variant: Variant) -> bool:
+    """Returns whether there is room in shared memory for o and for a second Q."""
+    return variant.D < 256
+
+
 def schedule(variant: Variant) -> Schedule:
+    tile, in_memory = KEY_TILES[variant.D][FWD], staged(variant)
+    out = Role(
+        "store",
+        warps=1,
+        regs=40,
+        waits=("work_full", "o_full"),
+        signals=("work_free", "o_free"),
+        computes="O out",
+        uses=("tma_store",),
+    )
     return Schedule(
         roles=(
             Role(
                 "mma",
                 warps=8,
                 regs=232,
-                waits=("work_full", "q_full", "k_full", "v_full", "clean_full", "o_free"),
-                signals=("work_free", "q_free", "k_free", "v_free", ("o_full", WARPGROUP_THREADS)),
+                waits=("work_full", "q_full", "k_full", "v_full", "clean_full")
+                + ("o_free",) * in_memory,
+                signals=(
+                    "work_free",
+                    "q_free" if in_memory else ("q_free", WARPGROUP_THREADS),
+                    "k_free",
+                    "v_free",
+                    *((("o_full", WARPGROUP_THREADS),) * in_memory),
+                ),
                 computes="S, P, O, lse2",
                 uses=("wgmma",),
             ),
@@ -114,34 +148,29 @@ def schedule(variant: Variant) -> Schedule:
                 signals=("work_free", "v_free", "clean_full"),
                 computes="zeros into V behind the last key",
             ),
-            Role(
-                "store",
-                warps=1,
-                regs=40,
-                waits=("work_full", "o_full"),
-                signals=("work_free", "o_free"),
-                computes="O out",
-                uses=("tma_store",),
-            ),
+            out if in_memory else Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
-        rings={"work": 2, "q": 2, "k": 2, "v": 2, "clean": 2, "o": 2},
+        rings={"work": 2, "q": 2, "k": 2, "v": 2, "clean": 2} | ({"o": 2} if in_memory else {}),
         named={
             "turn": Named(2 * WARPGROUP_THREADS, copies=2)
         },  # of the warpgroups on the tensor cores
-        # two slots each of Q, K and V, and O; work, barriers and alignment
-        smem_bytes=7 * KEY_TILE * variant.D * 2 + 2 * WORK * 4 + 1024,
+        # two slots each of K and V; two of Q, and O, or one of Q; work, barriers and alignment
+        smem_bytes=(4 * tile + QUERY_ROWS * (3 if in_memory else 1)) * variant.D * 2
+        + -(-2 * work_columns(tile) * 4 // 16) * 16
+        + 1024,
     )
 
 
 @T.macro
 def mma(
-    variant, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring, clean, o_ring,
+    variant, span, s_q, s_k, s_v, s_o, s_work, o, lse2, work, q_ring, k_ring, v_ring, clean, o_ring,
     turn, tile_log2, q_shift, scale2,
 ):  # fmt: skip
+    tile, in_memory = KEY_TILES[variant.D][FWD], staged(variant)
     w = T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
-    r_s = T.alloc_fragment((64, KEY_TILE), "float32")
-    r_p = T.alloc_fragment((64, KEY_TILE), variant.dtype)
+    r_s = T.alloc_fragment((64, tile), "float32")
+    r_p = T.alloc_fragment((64, tile), variant.dtype)
     r_o = T.alloc_fragment((64, variant.D), "float32")
     r_o16 = T.alloc_fragment((64, variant.D), variant.dtype)
     m = T.alloc_local((2,), "float32")
@@ -153,8 +182,13 @@ def mma(
     token, rows, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     diagonal, span0 = T.alloc_var("int32"), T.alloc_var("int32")
     masked, tiles, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    products = (s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w)
-    out = (r_o, r_o16, m, l, s_o, lse2, o_ring, w, scale2, tile_log2)
+    if crosses(tile):
+        keys, later = T.alloc_var("int32"), T.alloc_var("int32")
+    if not in_memory:
+        end = T.alloc_var("int32")  # of the item's tiles
+    last_use = None if in_memory else (q_ring, j, end)
+    products = (s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w, last_use)
+    out = (r_o, r_o16, m, l, o, s_o, lse2, o_ring, w, scale2, tile_log2)
     i = 0
     j = 0
     c = 0
@@ -169,13 +203,17 @@ def mma(
     next_slot = uniform(s_work[0, HEAD_SLOT])
     while next_slot >= 0:
         row = s_work[work.slot(j), OWN_TILES]
-        diagonal = s_work[work.slot(j), TOK0] - s_work[work.slot(j), NODE] - (row - 1) * KEY_TILE
-        masked = uniform(s_work[work.slot(j), PARTIALS]) + 1
+        diagonal = s_work[work.slot(j), TOK0] - s_work[work.slot(j), NODE] - (row - 1) * tile
+        causal = held(uniform(s_work[work.slot(j), CAUSAL])) if crosses(tile) else 1
+        masked = uniform(s_work[work.slot(j), PARTIALS]) + causal
         tiles = uniform(s_work[work.slot(j), TILES])
         span0 = s_work[work.slot(j), SPAN0]
-        q_ring.wait(j)
-        start_products(*products, q_ring.slot(j), i)  # this item's first S, and the last P V before
-        for r, x in T.Parallel(64, KEY_TILE):
+        q_ring.wait(use_of_q(variant, j, w))
+        if not in_memory:
+            end = i + tiles
+        # this item's first S, and the last P V before
+        start_products(*products, q_ring.slot(use_of_q(variant, j, w)), i)
+        for r, x in T.Parallel(64, tile):
             if x > diagonal + (w * 64 + r & (1 << tile_log2) - 1):
                 r_s[r, x] = -T.infinity("float32")
         softmax.begin(first_m, first_l)
@@ -197,13 +235,25 @@ def mma(
         clean.wait(c)
         c += 1
         for t in rolled(1, masked):
-            step(products, m, l, a, q_ring.slot(j), i + t, scale2, span[span0 + t - 1, TAIL])
+            if crosses(tile):
+                keys = diagonal + t * tile + 1
+                later = -1
+                if t >= causal:
+                    keys = span[span0 + t - causal, TAIL]
+                    later = 0
+                step(
+                    products, m, l, a, q_ring.slot(2 * j + w), i + t, scale2, keys,
+                    lambda r: w * 64 + r & (1 << tile_log2) - 1 & later,
+                )  # fmt: skip
+            else:
+                step(products, m, l, a, q_ring.slot(j), i + t, scale2, span[span0 + t - 1, TAIL])
             clean.wait(c)
             c += 1
         for t in rolled(masked, tiles):
-            step(products, m, l, a, q_ring.slot(j), i + t, scale2, None)
+            step(products, m, l, a, q_ring.slot(use_of_q(variant, j, w)), i + t, scale2, None)
         i += tiles
-        q_ring.release(j)
+        if in_memory:
+            q_ring.release(j)
         j += 1
         work.wait(j)
         next_slot = uniform(s_work[work.slot(j), HEAD_SLOT])
@@ -216,18 +266,24 @@ def mma(
         turn.sync(0)
 
 
+def use_of_q(variant, j, w):
+    """Returns which use of Q's ring item j is: its halves are two if they are let go of apart."""
+    return j if staged(variant) else 2 * j + w
+
+
 @T.macro
-def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w, q_slot, i):
+def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w, last_use, q_slot, i):
     """Issues S of tile i and P V of tile i - 1 (step 3); waits for S and releases K of tile i.
 
     P V is still in flight on return. For i = 0 there is no tile before: P is 0, and the product
-    multiplies it with tile 0's V; its result is cleared.
+    multiplies it with tile 0's V; its result is cleared. last_use: Q's ring, the item, and the end
+    of its tiles, behind which its rows of Q are let go of; None if Q is let go of elsewhere.
     """
     before = T.max(i - 1, 0)
     k_ring.wait(i)
     turn.sync(w)
     T.wgmma_gemm(
-        s_q[q_slot * 2 + w, :, :],
+        s_q[q_slot * 2 + w if last_use is None else q_slot, :, :],
         s_k[k_ring.slot(i), :, :],
         r_s,
         transpose_B=True,
@@ -238,15 +294,24 @@ def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w, q_slot
     turn.arrive(1 - w)
     T.wait_wgmma(1)
     k_ring.release(i)
+    if last_use is not None:
+        q_ring, j, end = last_use
+        if i + 1 == end:
+            q_ring.release(2 * j + w)
 
 
 @T.macro
-def step(products, m, l, a, q_slot, i, scale2, keys):
-    (_, _, _, r_s, r_p, r_o, _, v_ring, _, _) = products
+def step(products, m, l, a, q_slot, i, scale2, keys, more=None):
+    """Computes a tile of an item that is not its first one.
+
+    All rows see the tile's first `keys` keys, and row r sees more(r) further ones; with None they
+    see the whole tile.
+    """
+    (_, _, _, r_s, r_p, r_o, _, v_ring, _, _, _) = products
     start_products(*products, q_slot, i)
     if keys is not None:
-        for r, x in T.Parallel(64, KEY_TILE):
-            if x >= keys:
+        for r, x in T.Parallel(*r_s.shape):
+            if x >= (keys if more is None else keys + more(r)):
                 r_s[r, x] = -T.infinity("float32")
     softmax.grow_max(r_s, m, a, scale2)  # 4
     T.wait_wgmma(0)  # not behind the exponentials: V's slot is wanted soon
@@ -258,84 +323,26 @@ def step(products, m, l, a, q_slot, i, scale2, keys):
 
 @T.macro
 def put_out(
-    r_o, r_o16, m, l, s_o, lse2, o_ring, w, scale2, tile_log2, j, token, rows, slot
+    r_o, r_o16, m, l, o, s_o, lse2, o_ring, w, scale2, tile_log2, j, token, rows, slot
 ):  # fmt: skip
+    """Hands o of item j to `store`, or without an `s_o` writes it; writes lse2."""
     r_lse2 = T.alloc_local((2,), "float32")
     softmax.finish(r_o, m, l, r_lse2, scale2)
     T.copy(r_o, r_o16)
-    o_ring.acquire(2 * j + w)
-    T.copy(r_o16, s_o[w, :, :])
-    T.fence_proxy_async()  # written by threads, read by the TMA store
-    o_ring.commit(2 * j + w)
+    if s_o is None:
+        put_rows(o, r_o16, w, token, rows, slot, tile_log2)  # 6
+    else:
+        o_ring.acquire(2 * j + w)
+        T.copy(r_o16, s_o[w, :, :])
+        T.fence_proxy_async()  # written by threads, read by the TMA store
+        o_ring.commit(2 * j + w)
     put_lse2(lse2, r_lse2, w, token, rows, slot, tile_log2)
-
-
-@T.macro
-def put_lse2(lse2, r_lse2, w, token, rows, slot, tile_log2):
-    """Writes lse2 of a warpgroup's rows from registers to global memory, for rows with a token.
-
-    The four threads of a quad hold the same two rows; the first one writes both.
-    """
-    thread = T.get_thread_binding()
-    for h in T.unroll(2):
-        row = w * 64 + thread // 32 * 16 + h * 8 + thread % 32 // 4
-        tok = row & (1 << tile_log2) - 1
-        if (thread % 4 == 0) & (tok < rows):
-            lse2[head_of(slot, row, tile_log2), token + tok] = r_lse2[h]
-
-
-@T.macro
-def store(o, s_o, s_work, work, o_ring, tile_log2, q_shift):
-    j = T.alloc_var("int32")
-    token, rows, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    j = 0
-    work.wait(0)
-    slot = s_work[0, HEAD_SLOT]
-    while slot >= 0:
-        token = s_work[work.slot(j), TOK0] - q_shift
-        rows = s_work[work.slot(j), TOKENS]
-        work.release(j)
-        for w in rolled(2):
-            o_ring.wait(2 * j + w)
-            if rows == 1 << tile_log2:  # 6
-                for b in rolled(64 // BOX):
-                    row = w * 64 + b * BOX
-                    tok = token + (row & (1 << tile_log2) - 1)
-                    for c in T.unroll(o.shape[2] // PANEL):
-                        T.tma_copy(
-                            s_o[w, b * BOX : b * BOX + BOX, c * PANEL : c * PANEL + PANEL],
-                            o[
-                                tok : tok + BOX,
-                                head_of(slot, row, tile_log2),
-                                c * PANEL : c * PANEL + PANEL,
-                            ],
-                        )
-                T.tma_store_wait(0)
-            else:
-                store_rows(o, s_o, w, slot, token, rows, tile_log2)
-            o_ring.release(2 * j + w)
-        j += 1
-        work.wait(j)
-        slot = s_work[work.slot(j), HEAD_SLOT]
-
-
-@T.macro
-def store_rows(o, s_o, w, slot, token, rows, tile_log2):
-    pieces = o.shape[2] // 8  # of 16 bytes, in a row
-    lane = T.get_thread_binding() % 32
-    for b in rolled(64 * pieces // 32):
-        r = (b * 32 + lane) // pieces
-        tok = w * 64 + r & (1 << tile_log2) - 1
-        if tok < rows:
-            for e in T.vectorized(8):
-                o[token + tok, head_of(slot, w * 64 + r, tile_log2), lane % pieces * 8 + e] = s_o[
-                    w, r, lane % pieces * 8 + e
-                ]
 
 
 def build(variant: Variant):
     plan = schedule(variant)
-    rings, D = plan.rings, variant.D
+    rings, D, in_memory = plan.rings, variant.D, staged(variant)
+    tile = KEY_TILES[D][FWD]
     num_queries, num_keys, num_heads, kv_heads = T.dynamic(
         "num_queries, num_keys, num_heads, kv_heads"
     )
@@ -362,48 +369,49 @@ def build(variant: Variant):
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=plan.block) as block:
-            T.import_source(softmax.SOURCE)
-            s_q = T.alloc_shared((2 * rings["q"], 64, D), variant.dtype)
-            s_k = T.alloc_shared((2, KEY_TILE, D), variant.dtype)
-            s_v = T.alloc_shared((2, KEY_TILE, D), variant.dtype)
-            s_o = T.alloc_shared((2, 64, D), variant.dtype)
-            s_work = T.alloc_shared((2, WORK), "int32")
+            T.import_source(softmax.SOURCE if in_memory else softmax.SOURCE + PUT_ROW)
+            s_q = T.alloc_shared((4 if in_memory else 2, 64, D), variant.dtype)
+            s_k = T.alloc_shared((2, tile, D), variant.dtype)
+            s_v = T.alloc_shared((2, tile, D), variant.dtype)
+            s_o = T.alloc_shared((2, 64, D), variant.dtype) if in_memory else None
+            s_work = T.alloc_shared((2, work_columns(tile)), "int32")
             q_full = T.alloc_barrier([plan.arrivals("q_full")] * rings["q"])
             q_free = T.alloc_barrier([plan.arrivals("q_free")] * rings["q"])
             k_full = T.alloc_barrier([plan.arrivals("k_full")] * rings["k"])
             k_free = T.alloc_barrier([plan.arrivals("k_free")] * rings["k"])
             v_full = T.alloc_barrier([plan.arrivals("v_full")] * rings["v"])
             v_free = T.alloc_barrier([plan.arrivals("v_free")] * rings["v"])
-            o_full = T.alloc_barrier([plan.arrivals("o_full")] * rings["o"])
-            o_free = T.alloc_barrier([plan.arrivals("o_free")] * rings["o"])
+            if in_memory:
+                o_full = T.alloc_barrier([plan.arrivals("o_full")] * rings["o"])
+                o_free = T.alloc_barrier([plan.arrivals("o_free")] * rings["o"])
             work_full = T.alloc_barrier([plan.arrivals("work_full")] * rings["work"])
             work_free = T.alloc_barrier([plan.arrivals("work_free")] * rings["work"])
             clean_full = T.alloc_barrier([plan.arrivals("clean_full")] * rings["clean"])
             work = Ring(work_full, work_free, rings["work"])
             q_ring = Ring(q_full, q_free, rings["q"])
             k_ring, v_ring = Ring(k_full, k_free, rings["k"]), Ring(v_full, v_free, rings["v"])
-            o_ring = Ring(o_full, o_free, rings["o"])
+            o_ring = Ring(o_full, o_free, rings["o"]) if in_memory else None
             clean = Ring(clean_full, clean_full, rings["clean"])
 
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             if warpgroup < 2:
                 T.set_max_nreg(plan.role("mma").regs, 1)
                 mma(
-                    variant, span, s_q, s_k, s_v, s_o, s_work, lse2, work, q_ring, k_ring, v_ring,
-                    clean, o_ring, NamedBarrier(plan, "turn"), tile_log2, q_shift, scale2,
+                    variant, span, s_q, s_k, s_v, s_o, s_work, o, lse2, work, q_ring, k_ring,
+                    v_ring, clean, o_ring, NamedBarrier(plan, "turn"), tile_log2, q_shift, scale2,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
                     draw(
                         q, num_keys, header, item, span, order, next_order, s_q, s_work, work,
-                        q_ring, tile_log2, q_shift,
+                        q_ring, tile_log2, q_shift, tile, not in_memory,
                     )  # fmt: skip
                 elif tx < 64:
                     load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group)
                 elif tx < 96:
                     scrub(span, s_v, s_work, work, v_ring, clean)
-                else:
+                elif in_memory:
                     store(o, s_o, s_work, work, o_ring, tile_log2, q_shift)
 
     return fwd

@@ -1,4 +1,6 @@
-"""Roles of the kernels whose CTAs own 128 keys of a key head and walk the queries that see them.
+"""Roles of the kernels whose CTAs own keys of a key head and walk the queries that see them.
+
+There are 128 keys, 64 of each warpgroup; in bwd_dkv_wide 64, of which both warpgroups take all.
 
 A run is the contiguous range of queries that see a key tile. A CTA walks it once per `pack` of the
 key head's query heads, pack <= 4, in tiles of 64 rows. Row r of a tile is token r % tile_tokens of
@@ -46,11 +48,13 @@ class KeyWalk(NamedTuple):
     tile_log2: Any  # log2(tile_tokens)
 
 
-def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts):
+def walk_of(
+    kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts, tile=KEY_TILE
+):
     """Returns the Walk of entry `entry` of kv_order; clamps each number that leads to an address.
 
-    The mma role and the other roles call it separately, so that the registers of each hold only the
-    numbers that it uses.
+    `tile` is the largest number of keys of an item. The roles that multiply and the other roles
+    call it separately, so that the registers of each hold only the numbers that it uses.
     """
 
     def held(number):
@@ -60,7 +64,7 @@ def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens,
     item = T.truncdiv(entry, kv_heads)
     tile_tokens = 1 << tile_log2
     k0 = held(clamped(kv_item[item, KV_K0], 0, num_tokens - 1))
-    keys = held(clamped(kv_item[item, KV_KEYS], 0, T.min(num_tokens - k0, KEY_TILE)))
+    keys = held(clamped(kv_item[item, KV_KEYS], 0, T.min(num_tokens - k0, tile)))
     last = held(clamped(kv_item[item, KV_LAST], -tile_tokens, num_tokens - tile_tokens))
     # tiles that reach into the run
     most = (last - T.max(k0, q_shift) + 2 * tile_tokens - 1) >> tile_log2
@@ -72,14 +76,22 @@ def walk_of(kv_item, entry, num_heads, kv_heads, tile_log2, q_shift, num_tokens,
     return KeyWalk(k0, keys, last, tiles, dense, part, kv_head, turns, tile_log2)
 
 
+def given(q, do, s):
+    """Returns (rows in global memory, slots) of Q and dO, without the one that is None."""
+    return tuple(pair for pair in ((q, s.q), (do, s.do)) if pair[0] is not None)
+
+
 @T.macro
 def fetch(q, do, s, i, token, head, tile_log2, full, j):
-    """Issues TMA loads of a 64-row tile of Q and dO into slot i; their bytes count at full[j]."""
+    """Issues TMA loads of a 64-row tile of Q and dO into slot i; their bytes count at full[j].
+
+    One of q and do may be None.
+    """
     for b in rolled(KV_QUERY_ROWS // BOX):
         tok = token + (b * BOX & (1 << tile_log2) - 1)
         of_box = head + (b * BOX >> tile_log2)
-        for c in T.unroll(q.shape[2] // PANEL):
-            for rows, tile in ((q, s.q), (do, s.do)):
+        for c in T.unroll(s.q.shape[2] // PANEL):
+            for rows, tile in given(q, do, s):
                 T.tma_copy(
                     rows[tok : tok + BOX, of_box, c * PANEL : c * PANEL + PANEL],
                     tile[i, b * BOX : b * BOX + BOX, c * PANEL : c * PANEL + PANEL],
@@ -91,10 +103,11 @@ def fetch(q, do, s, i, token, head, tile_log2, full, j):
 def load_rows(q, do, s, ring, front_full, walk, q_shift):
     """Loads Q and dO of every tile of the walk into the ring; run by one warp.
 
-    In a tile that begins before the run, zeroes the rows before the run after the TMA has landed.
+    One of q and do may be None, if another warp loads it. In a tile that begins before the run,
+    zeroes the rows before the run after the TMA has landed.
     """
     lane = T.get_thread_binding() % 32
-    width = q.shape[2] // 32
+    width = s.q.shape[2] // 32
     step, head, token, before = (T.alloc_var("int32") for _ in range(4))
     step = 0
     head = walk.kv_head * walk.turns << 6 - walk.tile_log2
@@ -116,10 +129,12 @@ def load_rows(q, do, s, ring, front_full, walk, q_shift):
                 T.barrier_wait(front_full, turn % 2)
                 for row in rolled(KV_QUERY_ROWS):
                     if row & (1 << walk.tile_log2) - 1 < before:
-                        for e in T.vectorized(width):
-                            s.q[ring.slot(step), row, lane * width + e] = 0
-                        for e in T.vectorized(width):
-                            s.do[ring.slot(step), row, lane * width + e] = 0
+                        if q is not None:
+                            for e in T.vectorized(width):
+                                s.q[ring.slot(step), row, lane * width + e] = 0
+                        if do is not None:
+                            for e in T.vectorized(width):
+                                s.do[ring.slot(step), row, lane * width + e] = 0
                 T.fence_proxy_async()  # zeros: written by threads, read by wgmma
             ring.commit(step)
             step += 1
@@ -151,3 +166,26 @@ def row_stats(stats, s, ring, walk, row, q_shift):
             ring.commit(step)
             step += 1
         head += KV_QUERY_ROWS >> walk.tile_log2
+
+
+@T.macro
+def store(r_grad, s_grad, grad, walk, w, D, dtype):
+    """Writes a warpgroup's rows of dK or dV to `grad`, staged through rows w of K or V in s_grad.
+
+    Only this warpgroup may have read those rows. Each warp copies the 16 rows that it staged, so a
+    warp sync suffices.
+    """
+    lane = T.get_thread_binding() % 32
+    row0 = T.get_thread_binding() // 32 * 16
+    lanes = D // 8  # a row in pieces of 16 bytes
+    r_out = T.alloc_fragment((WARPGROUP_KEYS, D), dtype)
+    T.copy(r_grad, r_out)
+    T.copy(r_out, s_grad[w, :, :])
+    T.sync_warp()
+    for piece in T.unroll(16 * lanes // 32):
+        row = row0 + piece * (32 // lanes) + lane // lanes
+        if w * WARPGROUP_KEYS + row < walk.keys:
+            for e in T.vectorized(8):
+                grad[walk.k0 + w * WARPGROUP_KEYS + row, walk.kv_head, lane % lanes * 8 + e] = (
+                    s_grad[w, row, lane % lanes * 8 + e]
+                )
