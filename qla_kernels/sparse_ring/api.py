@@ -92,9 +92,13 @@ def sparse_attention(
         index = _local_index(q, k, pattern, seqlen, scale)
     elif checking():
         index.check(OP)
-    o, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, index.v_idx, index.v_cnt, index.d_bits, seqlen, scale, None
-    )
+    lines = index.v_idx, index.v_cnt, index.d_bits
+    if q.is_cuda and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        o, lse, *_ = ops.forward(q, k, v, *lines, seqlen, scale)  # autograd takes time
+    else:
+        o, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, *lines, seqlen, scale, None
+        )
     return _result(o, lse, index, return_lse, return_index)
 
 
