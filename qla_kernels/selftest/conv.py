@@ -49,5 +49,6 @@ CASES = (
         _conv,
         [(TREE, 136), (LEAVES, 40)],
         [(((5000, *[700] * 40), (-1, *[0] * 40)), 1024)],
+        emulated=("bf16-w4",),  # tests/emulated/test_conv.py has every variant
     ),
 )
