@@ -193,7 +193,12 @@ def _l2norm_bwd(variant: Any, shape: tuple[int, ...], device: str) -> None:
 
 
 CASES = (
-    Cases(("gdn.chunk_grads",), _chunk_grads, range(len(LENGTHS))),
+    Cases(
+        ("gdn.chunk_grads",),
+        _chunk_grads,
+        range(len(LENGTHS)),
+        emulated=("bf16-k128-v128", "fp16-k64-v64", "bf16-k64-v128", "fp16-k128-v64"),
+    ),
     Cases(
         ("gdn.l2norm_bwd",),
         _l2norm_bwd,
