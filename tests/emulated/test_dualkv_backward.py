@@ -26,9 +26,20 @@ class Form(NamedTuple):
 ONE_PASS = Form(False, torch.bfloat16, 128)
 TWO_PASSES = Form(True, torch.float16, 64)
 WIDE = Form(False, torch.bfloat16, 256)  # it has two passes alone
-FORMS = pytest.mark.parametrize(
-    "form", [ONE_PASS, TWO_PASSES, WIDE], ids=["one-pass", "two-passes", "wide"]
-)
+IDS = {ONE_PASS: "one-pass", TWO_PASSES: "two-passes", WIDE: "wide"}
+FORMS = pytest.mark.parametrize("form", IDS, ids=IDS.values())
+
+
+def forms(name: str, values: Sequence[Any], of_wide: Sequence[Any]) -> pytest.MarkDecorator:
+    """Returns every form with each of the values; WIDE, whose calls take longest, with fewer."""
+    return pytest.mark.parametrize(
+        ("form", name),
+        [
+            pytest.param(form, value, id=f"{IDS[form]}-{value}")
+            for form in IDS
+            for value in (of_wide if form is WIDE else values)
+        ],
+    )
 
 
 def made(form: Form, layout: Any, *heads: tuple[int, int], **others: Any) -> SharedCall:
@@ -39,8 +50,7 @@ def same(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@FORMS
-@pytest.mark.parametrize("seed", range(6))
+@forms("seed", range(6), of_wide=[0])
 def test_interleavings(seeds, seed, form):
     seeds["seed"] = seed
     x = made(form, SharedLayout.from_forest(*FOREST))
@@ -48,8 +58,7 @@ def test_interleavings(seeds, seed, form):
     check(x, given, backward(x, given, form.deterministic))
 
 
-@FORMS
-@pytest.mark.parametrize("group", [1, 2, 3, 6, 8, 16])
+@forms("group", [1, 2, 3, 6, 8, 16], of_wide=[1, 8])
 def test_query_heads_of_a_key_head(seeds, group, form):
     """Beyond four they take turns, at a run that begins inside a tile."""
     seeds["seed"] = group
@@ -67,8 +76,7 @@ def test_queries_of_the_responses_alone(form):
     check(x, given, backward(x, given, form.deterministic))
 
 
-@FORMS
-@pytest.mark.parametrize("changed", [{"spread": 30.0}, {"spread": 0.0}, {"scale": 0.5}], ids=str)
+@forms("changed", [{"spread": 30.0}, {"spread": 0.0}, {"scale": 0.5}], of_wide=[{"spread": 30.0}])
 def test_scores_of_any_size(form, changed):
     """Far apart, so that a row is one key and hidden scores overflow; all equal; a scale."""
     x = made(form, [(150, [30])], **changed)
@@ -92,8 +100,7 @@ def test_strides_are_taken_as_they_are(form):
     assert same(backward(x, head_major, form.deterministic), want)
 
 
-@FORMS
-@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+@forms("name", ["q", "k", "v", "do"], of_wide=["k", "do"])
 def test_nan_in_a_response_stays_there(form, name):
     """It reaches what the response has a part in: itself and the keys of its prompt."""
     x = made(form, [(150, [20, 40, 9]), (5, [7])])
