@@ -2,6 +2,7 @@
 
     conv.py, conv_tables.py     the causal convolution, and its tables
     delta.py, delta_tables.py   the gated delta rule, and its tables
+    layouts.py                  what both share
 
 These functions take dualkv's SharedLayout, and run the kernels of other families.
 """

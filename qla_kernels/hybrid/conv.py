@@ -9,6 +9,7 @@ from qla_kernels.conv.validate import as_given, by_tokens, check_tensors, refusa
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.errors import need
 from qla_kernels.hybrid.conv_tables import OP, prepare
+from qla_kernels.hybrid.layouts import check_layout
 from qla_kernels.sm90 import require
 
 
@@ -46,7 +47,7 @@ def shared_prefix_conv1d(
     """
     check_tensors(OP, x, weight, bias, activation)
     rows = by_tokens(x)
-    _check_layout(rows, layout)
+    check_layout(OP, "x", rows, layout)
     require(refusal(x, weight, bias, op=OP))
     tables = prepare(layout, weight.shape[1])
     return as_given(convolve(rows, weight, bias, activation is not None, tables), x)
@@ -61,17 +62,3 @@ def prepare_conv1d(layout: SharedLayout, width: int) -> None:
         needs = f"{WIDTHS[0]} to {WIDTHS[-1]}"
         raise ValueError(need(OP, f"width={width}", needs, "pass the width of the weight"))
     prepare(layout, width)
-
-
-def _check_layout(x: Tensor, layout: SharedLayout) -> None:
-    """Raises ValueError unless the layout describes the tokens of x [B, T, C]."""
-    if not isinstance(layout, SharedLayout):
-        got, fix = f"layout is of type {type(layout).__name__}", "pass batch.layout"
-        raise ValueError(need(OP, got, "a SharedLayout", fix))
-    if x.shape[0] != 1 or x.shape[1] != layout.num_tokens:
-        got = f"x has {x.shape[0]} rows of {x.shape[1]} tokens"
-        needs = f"1 row of {layout.num_tokens} tokens, those of the layout"
-        raise ValueError(need(OP, got, needs, "pass one row for each packed token"))
-    if layout.tout.device != x.device:
-        got, fix = f"layout is on {layout.tout.device}", "pass layout.to(x.device)"
-        raise ValueError(need(OP, got, f"{x.device}, as x", fix))

@@ -4,58 +4,35 @@ qla_kernels.conv.ops.ConvTables says what each holds. They take O(nodes) memory 
 layout and on the width. All layers and the backward share them.
 """
 
-from typing import NamedTuple
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from qla_kernels import device
 from qla_kernels.conv.ops import ConvTables
 from qla_kernels.conv.shapes import GIVEN, KEPT
-from qla_kernels.device_tables import Kept
 from qla_kernels.dualkv.plan import SharedLayout, moved
 from qla_kernels.errors import need
+from qla_kernels.hybrid.layouts import parents, tables_of
 
 OP = "shared_prefix_conv1d"
 
 
-class PreparedConv(NamedTuple):
-    """Tables of a layout for one width, and the stream on which they were filled."""
-
-    tables: list[Tensor]  # the fields of ConvTables
-    kept: Kept[list[Tensor]]
-
-
 def prepare(layout: SharedLayout, width: int) -> list[Tensor]:
-    """Returns the fields of the layout's ConvTables; the first call builds and copies them.
+    """Returns the fields of the layout's ConvTables, as `tables_of` does."""
 
-    The copy to a GPU does not block the host. A call on another stream makes that stream wait for
-    the copy; compiled code does not. Raises ValueError if the tables would have to be built inside
-    compiled code or during the capture of a CUDA graph.
-    """
-    key = ("conv", width)
-    ready: PreparedConv | None = layout.further.get(key)
-    if ready is None:
-        ready = layout.further[key] = _built(layout, width)
-    if torch.compiler.is_compiling():
-        return ready.tables
-    with device.of(layout.tout):
-        return ready.kept.here()
-
-
-def _built(layout: SharedLayout, width: int) -> PreparedConv:
-    if torch.compiler.is_compiling():
-        raise ValueError(_not_prepared(width, "the function that is compiled"))
-    with device.of(layout.tout):
-        if layout.tout.is_cuda and device.capturing():
-            raise ValueError(_not_prepared(width, "the capture of a CUDA graph"))
+    def build() -> tuple[list[Tensor], Tensor]:
         built = tree_tables(layout.nodes, layout.num_tokens, width)
         there = moved(torch.cat([table.flatten() for table in built]), layout.tout.device)
         views, start = [], 0
         for table in built:
             views.append(there[start : start + table.numel()].view(table.shape))
             start += table.numel()
-        return PreparedConv(views, Kept(views, there))
+        return views, there
+
+    found = tables_of(layout, ("conv", width), build, partial(_not_prepared, width))
+    return cast(list[Tensor], found)
 
 
 def _not_prepared(width: int, before: str) -> str:
@@ -63,22 +40,6 @@ def _not_prepared(width: int, before: str) -> str:
     got = f"the layout has no tables for width {width}"
     fix = f"call prepare_conv1d(layout, {width}) before {before}"
     return need(OP, got, "tables that the host built beforehand", fix)
-
-
-def parents(nodes: Tensor) -> list[int]:
-    """Returns each node's parent, or -1 for a root, from (first token, end, tout) of each [n, 3].
-
-    Nodes are in depth-first order and none is empty, as in SharedLayout.nodes: a node's ancestors
-    are the earlier nodes whose subtrees have not ended.
-    """
-    found: list[int] = []
-    path: list[tuple[int, int]] = []  # (tout, node)
-    for node, (first, _, tout) in enumerate(nodes.tolist()):
-        while path and path[-1][0] <= first:
-            path.pop()
-        found.append(path[-1][1] if path else -1)
-        path.append((tout, node))
-    return found
 
 
 def tree_tables(nodes: Tensor, num_tokens: int, width: int) -> ConvTables:

@@ -6,7 +6,6 @@ from torch import Tensor
 from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.dualkv.plan import SharedLayout
-from qla_kernels.errors import need
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import checked_flags, scale_of
@@ -19,6 +18,7 @@ from qla_kernels.gdn.validate import (
     wants_gradients,
 )
 from qla_kernels.hybrid.delta_tables import prepare
+from qla_kernels.hybrid.layouts import check_layout
 from qla_kernels.sm90 import require
 
 
@@ -87,7 +87,7 @@ def shared_prefix_gated_delta_rule(
     )
     check_tensors(TREE_OP, q, k, v, g, beta)
     check_activations(TREE_OP, v, gate, options)
-    _check_layout(q, layout)
+    check_layout(TREE_OP, "q", q, layout)
     require(refusal(q, k, v, op=TREE_OP))
     call = Call(q, k, v, g, beta, scale_of(TREE_OP, scale, q), None, None, None, *gate.parameters())
     refuse_forward_mode(TREE_OP, *call)
@@ -102,17 +102,3 @@ def prepare_gated_delta_rule(layout: SharedLayout, output_final_state: bool = Fa
     `output_final_state` is the one of the calls to come.
     """
     prepare(layout, flag(TREE_OP, "output_final_state", output_final_state))
-
-
-def _check_layout(q: Tensor, layout: SharedLayout) -> None:
-    """Raises ValueError unless the layout describes the tokens of q [B, T, H, K]."""
-    if not isinstance(layout, SharedLayout):
-        got, fix = f"layout is of type {type(layout).__name__}", "pass batch.layout"
-        raise ValueError(need(TREE_OP, got, "a SharedLayout", fix))
-    if q.shape[0] != 1 or q.shape[1] != layout.num_tokens:
-        got = f"q has {q.shape[0]} rows of {q.shape[1]} tokens"
-        needs = f"1 row of {layout.num_tokens} tokens, those of the layout"
-        raise ValueError(need(TREE_OP, got, needs, "pass one row for each packed token"))
-    if layout.tout.device != q.device:
-        got, fix = f"layout is on {layout.tout.device}", "pass layout.to(q.device)"
-        raise ValueError(need(TREE_OP, got, f"{q.device}, as q", fix))

@@ -4,54 +4,29 @@ DeltaTables of qla_kernels.gdn.tree.tables says what each holds. All layers and 
 them.
 """
 
-from typing import NamedTuple
+from functools import partial
+from typing import cast
 
-import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.device_tables import Kept
 from qla_kernels.dualkv.plan import SharedLayout, moved
 from qla_kernels.errors import need
 from qla_kernels.gdn.tree.autograd import TREE_OP
 from qla_kernels.gdn.tree.tables import DeltaTables, moved_together, one_buffer, tree_tables
-
-
-class PreparedTree(NamedTuple):
-    """Tables of a layout, and the stream on which they were filled."""
-
-    tables: DeltaTables
-    kept: Kept[DeltaTables]
+from qla_kernels.hybrid.layouts import parents, tables_of
 
 
 def prepare(layout: SharedLayout, output_final_state: bool) -> DeltaTables:
-    """Returns the layout's tables; the first call builds and copies them.
+    """Returns the layout's tables, as `tables_of` does."""
 
-    The copy to a GPU does not block the host. A call on another stream makes that stream wait for
-    the copy; compiled code does not. Raises ValueError if the tables would have to be built inside
-    compiled code or during the capture of a CUDA graph.
-    """
-    key = ("gdn", int(output_final_state))
-    ready: PreparedTree | None = layout.further.get(key)
-    if ready is None:
-        ready = layout.further[key] = _built(layout, output_final_state)
-    if torch.compiler.is_compiling():
-        return ready.tables
-    with device.of(layout.tout):
-        return ready.kept.here()
-
-
-def _built(layout: SharedLayout, output_final_state: bool) -> PreparedTree:
-    if torch.compiler.is_compiling():
-        raise ValueError(_not_prepared(output_final_state, "the function that is compiled"))
-    with device.of(layout.tout):
-        if layout.tout.is_cuda and device.capturing():
-            raise ValueError(_not_prepared(output_final_state, "the capture of a CUDA graph"))
+    def build() -> tuple[DeltaTables, Tensor]:
         bounds = [*layout.nodes[:, 0].tolist(), layout.num_tokens]
         built = tree_tables(bounds, parents(layout.nodes), output_final_state)
         there = moved(one_buffer(built), layout.tout.device)
-        tables = moved_together(built, there)
-        return PreparedTree(tables, Kept(tables, there))
+        return moved_together(built, there), there
+
+    key, missing = ("gdn", int(output_final_state)), partial(_not_prepared, output_final_state)
+    return cast(DeltaTables, tables_of(layout, key, build, missing))
 
 
 def _not_prepared(output_final_state: bool, before: str) -> str:
@@ -60,19 +35,3 @@ def _not_prepared(output_final_state: bool, before: str) -> str:
     fix = f"call prepare_gated_delta_rule(layout{final}) before {before}"
     got = "the layout has no tables for it"
     return need(TREE_OP, got, "tables that the host built beforehand", fix)
-
-
-def parents(nodes: Tensor) -> list[int]:
-    """Returns each node's parent, or -1 for a root, from (first token, end, tout) of each [n, 3].
-
-    Nodes are in depth-first order and none is empty, as in SharedLayout.nodes: a node's ancestors
-    are the earlier nodes whose subtrees have not ended.
-    """
-    found: list[int] = []
-    path: list[tuple[int, int]] = []  # (tout, node)
-    for node, (first, _, tout) in enumerate(nodes.tolist()):
-        while path and path[-1][0] <= first:
-            path.pop()
-        found.append(path[-1][1] if path else -1)
-        path.append((tout, node))
-    return found

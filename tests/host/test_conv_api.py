@@ -11,7 +11,8 @@ import torch
 from qla_kernels import SharedLayout, Unsupported, causal_conv1d, shared_prefix_conv1d
 from qla_kernels.conv import ops, refusal
 from qla_kernels.hybrid import prepare_conv1d
-from qla_kernels.hybrid.conv_tables import parents, prepare, tree_tables
+from qla_kernels.hybrid.conv_tables import prepare, tree_tables
+from qla_kernels.hybrid.layouts import parents
 from reference import conv
 from tests.compare import assert_close
 from tests.conv_inputs import (
