@@ -7,7 +7,9 @@
      bind   compares sizes and strides, computes every number of the launch
      start  encodes tensor maps, loads the kernel on its first use, launches on torch's stream
 
-   programs.c replays whole calls with the same steps. Two interfaces are used: CPython's limited API (3.10), and DLPack's C exchange API, by which
+   programs.c replays whole calls with the same steps.
+
+   Two interfaces are used: CPython's limited API (3.10), and DLPack's C exchange API, by which
    torch hands over a tensor and its current stream without a call into Python. A torch that lacks
    it (before 2.10) is asked through Python. The CUDA driver is opened at run time, so this file
    compiles without headers of torch or CUDA. */

@@ -1,10 +1,10 @@
 /* Programs: whole calls, replayed. Included by launcher.c.
 
-   A program is what a call did on the GPU: launches, fills, copies, waits between two streams. recorder.py
-   records it from the launch code. It is found again by what the call's arguments look like:
-   sizes, strides, dtypes, alignment, flags, the numbers in tensors of the host, and torch's
-   current stream. Whatever launch code decides depends on these alone. So a replay checks nothing
-   again: it allocates the results and one workspace, fills in addresses, and launches.
+   A program is what a call did on the GPU: launches, fills, copies, waits between two streams.
+   recorder.py records it from the launch code. It is found again by what the call's arguments
+   look like: sizes, strides, dtypes, alignment, flags, the numbers in tensors of the host, and
+   torch's current stream. Whatever launch code decides depends on these alone. So a replay checks
+   nothing again: it allocates the results and one workspace, fills in addresses, and launches.
 
    A table holds the programs of one function. It is called with the function's arguments and
    returns
@@ -130,8 +130,8 @@ static int see_tensor(PyObject *x, Sight *s) {
     }
     int same = 0; /* a tensor given twice is one to the recorder */
     while (s->tensor[same].data != t->data) same++;
-    int64_t about = KEY_TENSOR | t->ndim << 4 | t->dtype.code << 8 | t->dtype.bits << 16 | same << 24
-                  | (int64_t)((uintptr_t)t->data % ALIGNMENT) << 32
+    int64_t about = KEY_TENSOR | t->ndim << 4 | t->dtype.code << 8 | t->dtype.bits << 16
+                  | same << 24 | (int64_t)((uintptr_t)t->data % ALIGNMENT) << 32
                   | (int64_t)t->device.type << 40 | (int64_t)t->device.id << 48;
     if (t->ndim > DIMENSIONS || !push(s, about) || !push_bytes(s, t->shape, 8 * t->ndim)
         || !push_bytes(s, t->strides, 8 * t->ndim)) return 0;
