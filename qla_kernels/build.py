@@ -7,6 +7,8 @@ Writes FOLDER/kernels-13.zip, or kernels-12.9.zip if nvcc is that of CUDA 12.9, 
 launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes qla_kernels use both, and puts both
 into a wheel that is built with it (hatch_build.py).
 
+Kernels that the folder's file has already, of the same sources and tools, are kept.
+
 Needs TileLang, nvcc and a C compiler, but no GPU. The file holds each variant's machine code,
 without line information, and what a launch of it needs (`qla_kernels/native/entry.py`), both
 compressed, and a manifest: versions of TileLang and nvcc, and for each variant the digest of its
@@ -199,6 +201,25 @@ def selected(names: Sequence[str]) -> list[tuple[jit.Kernel, Any]]:
     ]
 
 
+def kept(
+    path: Path, found: Sequence[tuple[jit.Kernel, Any]], tools: dict[str, str]
+) -> dict[str, Built]:
+    """Returns those of `found` that a file has, built from today's sources by `tools`."""
+    try:
+        file = prebuilt.opened(path)
+        if {tool: file.manifest.get(tool) for tool in tools} != tools:
+            return {}
+        labels = filter(file.has, (jit.label(kernel.module, variant) for kernel, variant in found))
+        return {
+            label: Built(
+                label, file.read(label, "entry"), file.read(label, "cubin"), file.kernels[label]
+            )
+            for label in labels
+        }
+    except Unsupported:  # there is no such file, or it is damaged or of another format
+        return {}
+
+
 def build_all(found: list[tuple[jit.Kernel, Any]], workers: int | None) -> list[Built]:
     """Builds variants in several processes; the first failure cancels those that have not begun.
 
@@ -206,6 +227,8 @@ def build_all(found: list[tuple[jit.Kernel, Any]], workers: int | None) -> list[
     """
     from tqdm.auto import tqdm
 
+    if not found:
+        return []
     workers = min(workers or len(os.sched_getaffinity(0)), len(found))
     jobs = [(kernel.family, str(kernel), kernel.module.VARIANTS.index(v)) for kernel, v in found]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -236,8 +259,11 @@ def main(arguments: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         of_set, found = nvcc_set(), selected(options.kernels)
         compile_launcher(options.out)
-        kernels = build_all(found, options.workers)
-        path = write(kernels, options.out, of_set, versions(), notices())
+        tools = versions()
+        old = kept(options.out / prebuilt.FILE.format(of_set), found, tools)
+        missing = [(kernel, v) for kernel, v in found if jit.label(kernel.module, v) not in old]
+        kernels = [*old.values(), *build_all(missing, options.workers)]
+        path = write(kernels, options.out, of_set, tools, notices())
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -343,6 +343,21 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (folder / "new" / prebuilt.LAUNCHER).exists()
 
 
+def test_a_build_keeps_kernels_of_the_same_sources_and_tools(folder: Path) -> None:
+    path = write(folder)
+    tools = {"tilelang": "0.1.15", "nvcc": "release 13.0, V13.0.88"}
+    (kernel,) = (kernel for kernel in jit.kernel_modules("gdn") if kernel.module is gate)
+    found = [(kernel, VARIANT), (kernel, gate.VARIANTS[1])]
+    assert build.kept(path, found, tools) == {LABEL: built()}
+    assert build.kept(path, found, tools | {"nvcc": "another"}) == {}
+    assert build.kept(path, [], tools) == {}
+    assert build.kept(path.with_name("none.zip"), found, tools) == {}
+    write(folder, built(sources="others"))
+    assert build.kept(path, found, tools) == {}
+    path.write_bytes(path.read_bytes()[:-100])
+    assert build.kept(path, found, tools) == {}
+
+
 def test_unknown_kernels_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=r"gdn.nothing; need a kernel or a family; python -m"):
         build.selected(["gdn.nothing"])
