@@ -42,7 +42,7 @@ POINTERS, NUMBERS = 24, 16
 NATIVE, DRIVER = by_hand.NATIVE, by_hand.DRIVER
 
 _kernels: dict[tuple[str, tuple[Any, ...]], Any] = {}
-_launched: list[str] = []
+_launched: list[Any] = []  # launchers, in the order of their launches
 _forward_size: list[int] = []  # of the record, when a backward began
 
 
@@ -95,13 +95,13 @@ def _made_up(module: Any, variant: Any) -> Callable[..., None]:
     label = jit.label(module, variant)
 
     def launch(*given: Any) -> None:
-        _launched.append(label)
         key = label, tuple(map(_like, given))
         if key not in _kernels:
             entry = _entry(jit.function_name(module, variant), given)
             _kernels[key] = NATIVE.launcher(
                 label, entry["function"], CUBIN, pack(entry), *texts(entry)
             )
+        _launched.append(_kernels[key])
         _kernels[key](*given)
 
     return launch
