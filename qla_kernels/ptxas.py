@@ -2,15 +2,15 @@
 
 Drivers of CUDA 12 read machine code of ptxas 12.9, but none of ptxas 13. The package
 `nvidia-cuda-nvcc-cu12` has this ptxas, and no nvcc. It reads PTX up to version 8.8, and nvcc 13.0
-writes 9.0, so the number in the file is lowered. The result is a program in 8.8 if two things hold:
-it uses nothing that came later, which ptxas tells, and what it uses means the same in both, which
-nothing here can tell. docs/notes/native-launch.md says how kernels are compared.
+writes 9.0, so the number in the file is lowered. That is legal if the text is a program of both
+versions and means the same in both. nvcc's own ptxas knows both: it has to give the same machine
+code, byte by byte, for the text under either number.
 """
 
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qla_kernels import jit
@@ -66,18 +66,36 @@ def assemble_ptx(
     name: str, ptx: str, pass_configs: Mapping[str, object], folder: Path, ptxas: Path
 ) -> jit.Assembled:
     """Assembles the result of `ptx_of`, as `assemble` does."""
-    given, cubin, release = folder / "kernel.ptx", folder / "kernel.cubin", version(ptxas)
-    text, written, read_as = lowered(ptx, release)
-    given.write_text(text)
+    text, written, read_as = lowered(ptx, version(ptxas))
+    named = f"its PTX {written}, read as {read_as}"
     flags = jit.nvcc_flags(pass_configs)
     options = [flag.removeprefix(FOR_PTXAS) for flag in flags if flag.startswith(FOR_PTXAS)]
+    if written != read_as:
+        own = jit.nvcc().resolve().with_name("ptxas")
+        codes = [
+            _run(name, own, of, options, folder, named).cubin.read_bytes() for of in (ptx, text)
+        ]
+        if codes[0] != codes[1]:
+            got, fix = (
+                f"{named}, is another program",
+                "build with nvcc of a toolkit of that release",
+            )
+            raise Unsupported(need(name, got, "PTX that means the same in both", fix))
+    return _run(name, ptxas, text, options, folder, named)
+
+
+def _run(
+    name: str, ptxas: Path, ptx: str, options: Sequence[str], folder: Path, named: str
+) -> jit.Assembled:
+    given, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
+    given.write_text(ptx)
     command = [str(ptxas), f"-arch={jit.TARGET['arch']}", "-m64", *options]
     done = subprocess.run([*command, "-o", cubin, given], capture_output=True, text=True)
     report = done.stdout + done.stderr
     if done.returncode:
         said = next((line for line in report.splitlines() if "error" in line), report.strip())
-        got = f"ptxas {release} refuses its PTX {written}, read as {read_as} ({said})"
-        fix = "build with nvcc of that release, or leave this kernel out"
+        got = f"ptxas {version(ptxas)} refuses {named} ({said})"
+        fix = "build with nvcc of a toolkit of that release, or leave this kernel out"
         raise Unsupported(need(name, got, "PTX that this ptxas knows", fix))
     return jit.Assembled(cubin, report)
 

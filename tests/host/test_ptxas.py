@@ -110,8 +110,8 @@ def test_nvccs_own_gives_what_nvcc_gives(own: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("compiler")
 def test_what_a_ptxas_is_given(tmp_path: Path) -> None:
-    """A stand-in of 12.9 keeps the PTX and the arguments."""
-    then = f'cp "$8" {tmp_path}/seen; echo "$@" > {tmp_path}/given; touch "$7"'
+    """A stand-in of 12.9 keeps its arguments."""
+    then = f'echo "$@" > {tmp_path}/given; touch "$6"'
     given = program(tmp_path, then=then)
     configs = {"tl.ptxas_register_usage_level": 10}
     ptxas.assemble("f", SOURCE, configs, tmp_path, given)
@@ -133,8 +133,41 @@ def test_ptx_that_it_does_not_know_is_refused(tmp_path: Path) -> None:
     assert str(refused.value) == (
         "gdn.x: ptxas release 12.9, V12.9.86 refuses its PTX 9.0, read as 8.8 (ptxas kernel.ptx, "
         "line 30; error   : Unknown modifier '.fresh'); need PTX that this ptxas knows; build with "
-        "nvcc of that release, or leave this kernel out"
+        "nvcc of a toolkit of that release, or leave this kernel out"
     )
+
+
+def test_a_text_that_means_something_else_is_refused(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvcc's own ptxas has to give the same machine code under either number."""
+    lower = ptxas.lowered
+    given = program(tmp_path, then='touch "$5"')
+    ptxas.assemble("gdn.x", SOURCE, {}, tmp_path, given)
+
+    def other(ptx: str, release: str) -> tuple[str, str, str]:
+        text, written, read_as = lower(ptx, release)
+        changed = text.replace("0f40400000", "0f40800000")  # 3 as 4
+        assert changed != text
+        return changed, written, read_as
+
+    monkeypatch.setattr(ptxas, "lowered", other)
+    said = r"gdn.x: its PTX 9.\d, read as 8.8, is another program; need PTX that means the same in"
+    with pytest.raises(Unsupported, match=said):
+        ptxas.assemble("gdn.x", SOURCE, {}, tmp_path, given)
+
+
+def test_what_came_later_is_refused(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By nvcc's ptxas as well, which says since when it exists: here since PTX 7.8."""
+    monkeypatch.setitem(ptxas.NEWEST_PTX, "12.9", (7, 0))
+    code = SOURCE.replace("{ x", '{ asm("barrier.cluster.arrive;"); x')
+    said = (
+        r"ptxas release .* refuses its PTX .*, read as 7.0 \(.*version 7.* or later.*\); need PTX"
+    )
+    with pytest.raises(Unsupported, match=said):
+        ptxas.assemble("gdn.x", code, {}, tmp_path, program(tmp_path))
 
 
 REPORT = """ptxas info    : Compiling entry function 'f' for 'sm_90a'
