@@ -2,10 +2,12 @@
 
     python -m qla_kernels.build --out FOLDER                   every variant of every kernel
     python -m qla_kernels.build --out FOLDER gdn attn.delta    of a family, of one kernel
+    python -m qla_kernels.build --out FOLDER --ptxas PATH      assembled by another ptxas
 
-Writes FOLDER/kernels-13.zip, or kernels-12.9.zip if nvcc is that of CUDA 12.9, and compiles the
-launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes qla_kernels use both, and puts both
-into a wheel that is built with it (hatch_build.py).
+Writes FOLDER/kernels-13.zip, or kernels-12.9.zip if nvcc, or the ptxas that is named, is that of
+CUDA 12.9, and compiles the launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes
+qla_kernels use both, and puts both into a wheel that is built with it (hatch_build.py). A kernel
+whose registers, spills or shared memory are not those of its schedule is refused.
 
 Kernels that the folder's file has already, of the same sources and tools, are kept.
 
@@ -35,9 +37,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qla_kernels import __version__, digests, jit
+from qla_kernels import ptxas as other_ptxas
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.inspect import gather, rules, sass
 from qla_kernels.native import prebuilt, sources
 from qla_kernels.native.host_function import read_entry
+from qla_kernels.tile.schedule import Schedule
 
 COMPILER_FLAGS = [
     "-std=c11", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-cast-function-type",
@@ -53,14 +58,29 @@ class Built(NamedTuple):
     about: dict[str, str]  # in the manifest
 
 
-def build(kernel: jit.Kernel, variant: Any) -> Built:
-    """Lowers and compiles one variant, and reads what a launch of it needs."""
-    lowered = jit.lower(kernel, variant)
+def build(kernel: jit.Kernel, variant: Any, ptxas: Path | None = None) -> Built:
+    """Lowers and compiles one variant, and reads what a launch of it needs.
+
+    Raises Unsupported if `ptxas`, in place of nvcc's own, cannot read it, or if the machine code
+    takes other resources than the schedule says.
+    """
+    lowered, name = jit.lower(kernel, variant), jit.label(kernel.module, variant)
+    given = lowered.source, kernel.module.PASS_CONFIGS
     with tempfile.TemporaryDirectory() as folder:
-        assembled = jit.assemble(
-            lowered.source, kernel.module.PASS_CONFIGS, Path(folder), line_info=False
-        )
+        if ptxas is None:
+            assembled = jit.assemble(*given, Path(folder), line_info=False)
+        else:
+            assembled = other_ptxas.assemble(name, *given, Path(folder), ptxas)
+        check_resources(name, lowered, assembled.report, kernel.module.schedule(variant))
         return built(kernel, variant, lowered, assembled.cubin.read_bytes())
+
+
+def check_resources(name: str, lowered: jit.Lowered, report: str, schedule: Schedule) -> None:
+    """Raises Unsupported unless ptxas's report agrees with the schedule."""
+    spent = sass.spent(report, lowered.function)
+    if wrong := rules.resources(gather.spent_by(name, lowered, spent), schedule):
+        got, fix = "; ".join(wrong), "build with the versions that docs/installation.md names"
+        raise Unsupported(need(name, got, "the resources of its schedule", fix))
 
 
 def built(kernel: jit.Kernel, variant: Any, lowered: jit.Lowered, cubin: bytes) -> Built:
@@ -78,25 +98,28 @@ def checksum(contents: bytes) -> str:
     return hashlib.sha256(contents).hexdigest()
 
 
-def nvcc_set() -> str:
-    """Returns the name of the set that this nvcc's kernels belong to; Unsupported if there is none.
+def set_of(ptxas: Path | None = None) -> str:
+    """Returns the name of the set of this ptxas, or of nvcc; Unsupported if there is none.
 
-    Drivers of CUDA 12 read kernels of nvcc 12.9, but none of nvcc 13.
+    Drivers of CUDA 12 read kernels of ptxas 12.9, but none of ptxas 13.
     """
-    version = jit.nvcc_version()
+    tool, version = (
+        ("nvcc", jit.nvcc_version()) if ptxas is None else ("ptxas", other_ptxas.version(ptxas))
+    )
     release = version.removeprefix("release ").partition(",")[0]
     found = release if release in prebuilt.SETS else release.partition(".")[0]
     if found not in prebuilt.SETS:
-        needs, fix = " or ".join(prebuilt.SETS), "set CUDA_HOME to one of these"
-        raise Unsupported(need("qla_kernels.build", f"nvcc {version}", needs, fix))
+        needs, fix = " or ".join(prebuilt.SETS), "set CUDA_HOME to one of these, or --ptxas"
+        raise Unsupported(need("qla_kernels.build", f"{tool} {version}", needs, fix))
     return found
 
 
-def versions() -> dict[str, str]:
+def versions(ptxas: Path | None = None) -> dict[str, str]:
     """Returns the versions of the tools that build, for the manifest."""
     import tilelang
 
-    return {"tilelang": tilelang.__version__, "nvcc": jit.nvcc_version()}
+    tools = {"tilelang": tilelang.__version__, "nvcc": jit.nvcc_version()}
+    return tools if ptxas is None else {**tools, "ptxas": other_ptxas.version(ptxas)}
 
 
 def notices() -> str:
@@ -220,7 +243,9 @@ def kept(
         return {}
 
 
-def build_all(found: list[tuple[jit.Kernel, Any]], workers: int | None) -> list[Built]:
+def build_all(
+    found: list[tuple[jit.Kernel, Any]], workers: int | None, ptxas: Path | None = None
+) -> list[Built]:
     """Builds variants in several processes; the first failure cancels those that have not begun.
 
     Not in threads: lowering, half of the work, holds Python's lock.
@@ -232,7 +257,7 @@ def build_all(found: list[tuple[jit.Kernel, Any]], workers: int | None) -> list[
     workers = min(workers or len(os.sched_getaffinity(0)), len(found))
     jobs = [(kernel.family, str(kernel), kernel.module.VARIANTS.index(v)) for kernel, v in found]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_build_named, *job) for job in jobs]
+        futures = [pool.submit(_build_named, *job, ptxas) for job in jobs]
         try:
             for future in tqdm(as_completed(futures), desc="build", total=len(futures)):
                 future.result()
@@ -242,9 +267,9 @@ def build_all(found: list[tuple[jit.Kernel, Any]], workers: int | None) -> list[
     return [future.result() for future in futures]
 
 
-def _build_named(family: str, name: str, number: int) -> Built:
+def _build_named(family: str, name: str, number: int, ptxas: Path | None) -> Built:
     (kernel,) = (kernel for kernel in jit.kernel_modules(family) if str(kernel) == name)
-    return build(kernel, kernel.module.VARIANTS[number])
+    return build(kernel, kernel.module.VARIANTS[number], ptxas)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -253,16 +278,18 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("kernels", nargs="*", help="families or family.kernel; default: all")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--ptxas", type=Path, metavar="PATH", help="in place of nvcc's own")
     parser.add_argument("--workers", type=int, help="variants at a time; default: one a core")
     options = parser.parse_args(arguments)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        of_set, found = nvcc_set(), selected(options.kernels)
+        ptxas = options.ptxas and options.ptxas.resolve()
+        of_set, found = set_of(ptxas), selected(options.kernels)
         compile_launcher(options.out)
-        tools = versions()
+        tools = versions(ptxas)
         old = kept(options.out / prebuilt.FILE.format(of_set), found, tools)
         missing = [(kernel, v) for kernel, v in found if jit.label(kernel.module, v) not in old]
-        kernels = [*old.values(), *build_all(missing, options.workers)]
+        kernels = [*old.values(), *build_all(missing, options.workers, ptxas)]
         path = write(kernels, options.out, of_set, tools, notices())
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")

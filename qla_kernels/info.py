@@ -229,7 +229,7 @@ def _prebuilt() -> Section:
         lines.append(f"{len(other)} were built from other sources: {names}")
     if absent := len(every) - len(here) - len(other):
         lines.append(f"{absent} are not in the file")
-    made_by = ", ".join(f"{name} {version}" for name, version in _tools().items())
+    made_by = ", ".join(f"{k} {v}" for k, v in file.manifest.items() if k in prebuilt.TOOLS)
     return {"file": str(file.path), "set": f"{file.manifest['set']}: {made_by}", "kernels": lines}
 
 

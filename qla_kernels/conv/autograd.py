@@ -19,8 +19,7 @@ def convolve(
 ) -> Tensor:
     """Runs a call whose arguments have been checked; x and the result are [B, T, C]."""
     if not ops.wants_gradients(x, weight, bias):
-        plain: Tensor = ops.conv_fwd(x, weight, bias, tables, silu)  # autograd takes time
-        return plain
+        return ops.forward(x, weight, bias, tables, silu)  # autograd takes time
     y: Tensor = CausalConv.apply(x, weight, bias, silu, *tables)  # type: ignore[no-untyped-call]
     return y
 
@@ -34,12 +33,11 @@ class CausalConv(torch.autograd.Function):
     ) -> Tensor:
         ctx.silu = silu
         ctx.save_for_backward(x, weight, bias, *tables)
-        y: Tensor = ops.conv_fwd(x, weight, bias, list(tables), silu)
-        return y
+        return ops.forward(x, weight, bias, list(tables), silu)
 
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *tables = ctx.saved_tensors
-        done = ops.ConvBackward(*ops.conv_bwd(dy, x, weight, bias, tables, ctx.silu))
+        done = ops.backward(dy, x, weight, bias, tables, ctx.silu)
         return *done, None, *[None] * len(tables)

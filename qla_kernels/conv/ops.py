@@ -12,12 +12,13 @@ CPU tensors go to cpu.py and CUDA tensors to launch.py; each has a function name
 and is imported when an operator first gets such a tensor. No result shares memory with an argument.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qla_kernels.operators import define_direct
+from qla_kernels.programs import Programs
 
 SCHEMAS = {
     "conv_fwd": "(Tensor x, Tensor weight, Tensor? bias, Tensor[] tables, bool silu) -> Tensor",
@@ -44,12 +45,24 @@ class ConvTables(NamedTuple):
     readers: Tensor  # rows of other nodes' parts of each shared token, ascending
 
 
+class ConvForward(NamedTuple):
+    """The result of conv_fwd."""
+
+    y: Tensor  # [B, T, C] in x's dtype
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return self
+
+
 class ConvBackward(NamedTuple):
     """Results of conv_bwd; each has the shape and dtype of its input."""
 
     dx: Tensor
     dweight: Tensor
     dbias: Tensor | None
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return self
 
 
 def _fake_conv_fwd(
@@ -70,6 +83,18 @@ HOMES = "qla_kernels.conv.launch", "qla_kernels.conv.cpu"  # for CUDA and CPU te
 # As this package calls them
 conv_fwd = define_direct("conv_fwd", SCHEMAS["conv_fwd"], _fake_conv_fwd, *HOMES)
 conv_bwd = define_direct("conv_bwd", SCHEMAS["conv_bwd"], _fake_conv_bwd, *HOMES)
+
+_FORWARDS, _BACKWARDS = Programs("conv_fwd"), Programs("conv_bwd")
+
+
+def forward(*arguments: Any) -> Tensor:
+    """Runs conv_fwd, replayed if possible."""
+    return _FORWARDS.run(lambda given: ConvForward(conv_fwd(*given)), (arguments,), ConvForward).y
+
+
+def backward(*arguments: Any) -> ConvBackward:
+    """Runs conv_bwd, replayed if possible."""
+    return _BACKWARDS.run(lambda given: ConvBackward(*conv_bwd(*given)), (arguments,), ConvBackward)
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -129,23 +129,12 @@ def _gather(kernel: jit.Kernel, variant: Any, folder: Path) -> Facts:
     spent = sass.spent(assembled.report, lowered.function)
     code = source.read(lowered.source, lowered.function, lowered.block)
     ir = script.read(lowered.prim_func.script(), lowered.block)
-    found = Facts(
-        kernel=jit.label(kernel.module, variant),
-        function=lowered.function,
-        threads=lowered.threads,
-        registers=spent.registers,
-        stack=spent.stack,
-        spill_stores=spent.spill_stores,
-        spill_loads=spent.spill_loads,
-        static_smem=spent.static_smem,
-        dynamic_smem=lowered.dyn_smem,
+    found = replace(
+        spent_by(jit.label(kernel.module, variant), lowered, spent),
         barriers=code.barriers,
         roles={role.name: _role(schedule, role.name, code) for role in schedule.roles},
-        named_barriers={},
         shared_fragments=_shared_fragments(schedule, ir),
         overlaps=_overlaps(schedule, code, ir),
-        warnings=list(spent.warnings),
-        unchecked=[],
     )
     if sass.nvdisasm() is None:
         found.unchecked.append(
@@ -157,6 +146,28 @@ def _gather(kernel: jit.Kernel, variant: Any, folder: Path) -> Facts:
     (folder / "kernel.sass").write_text(text)
     _add_instructions(found, schedule, code, list(sass.instructions(text, lowered.function)))
     return found
+
+
+def spent_by(name: str, lowered: jit.Lowered, spent: sass.Spent) -> Facts:
+    """Returns the facts that ptxas reports, without those of roles and barriers."""
+    return Facts(
+        kernel=name,
+        function=lowered.function,
+        threads=lowered.threads,
+        registers=spent.registers,
+        stack=spent.stack,
+        spill_stores=spent.spill_stores,
+        spill_loads=spent.spill_loads,
+        static_smem=spent.static_smem,
+        dynamic_smem=lowered.dyn_smem,
+        barriers={},
+        roles={},
+        named_barriers={},
+        shared_fragments={},
+        overlaps=[],
+        warnings=list(spent.warnings),
+        unchecked=[],
+    )
 
 
 def _role(schedule: Schedule, name: str, code: source.Code) -> RoleFacts:

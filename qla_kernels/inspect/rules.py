@@ -25,7 +25,7 @@ def check(facts: Facts, schedule: Schedule) -> list[str]:
         *_named_barriers(facts),
         *_declared_barriers(facts, schedule),
         *_sharing(facts),
-        *_resources(facts, schedule),
+        *resources(facts, schedule),
     ]
 
 
@@ -190,6 +190,11 @@ def _sharing(facts: Facts) -> Iterator[str]:
             f"shared memory: {first} and {second} overlap and belong to roles {', '.join(roles)}; "
             "dispatch roles in one if/else chain, or set tl.disable_shared_memory_reuse"
         )
+
+
+def resources(facts: Facts, schedule: Schedule) -> list[str]:
+    """Returns the violations of registers, spills and shared memory."""
+    return [*_resources(facts, schedule)]
 
 
 def _resources(facts: Facts, schedule: Schedule) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """Finds prebuilt kernels and makes their launchers.
 
 `QLA_PREBUILT` names a folder that `python -m qla_kernels.build` filled, or one of its kernel files,
-beside which the launcher lies. If it is not set, the folder `prebuilt` inside the package is used,
-which a wheel with kernels has; if it is empty, no prebuilt kernel is used. A kernel is used only if
-its sources are those that it was built from. Nothing is written.
+beside which the launcher lies. Of a folder's two sets the driver decides; a file that is named is
+used whatever its set, if the driver can read it. If QLA_PREBUILT is not set, the folder `prebuilt`
+inside the package is used, which a wheel with kernels has; if it is empty, no prebuilt kernel is
+used. A kernel is used only if its sources are those that it was built from. Nothing is written.
 """
 
 import functools
@@ -27,7 +28,8 @@ from qla_kernels.native.pack import DTYPES, pack, texts
 from qla_kernels.native.sources import PACKAGE, fingerprint, module_of
 
 FORMAT = 2  # of kernel files; goes up with every change of entries or of launcher.c that they need
-SETS = ("13", "12.9")  # nvcc; a driver of CUDA 12 reads only the second
+SETS = ("13", "12.9")  # ptxas; a driver of CUDA 12 reads only the second
+TOOLS = ("tilelang", "nvcc", "ptxas")  # whose versions a manifest has; the last if it was named
 FILE, MANIFEST, LAUNCHER = "kernels-{}.zip", "manifest.json", "launcher.abi3.so"
 DRIVER_OF_13 = 13000
 CUDA = 2  # DLPack's number

@@ -15,8 +15,8 @@
      a tuple  the results: the program has been launched
      else     the value that `keep` stored for such calls */
 
-enum { KEY = 1024, INPUTS = 64, RESULTS = 24, CONSTANTS = 16, NESTED = 2 };
-enum { BUCKETS = 256, SEEN = 1024, HOST_BYTES = 2048, TEXT = 256, ALIGNMENT = 16 };
+enum { KEY = 4096, INPUTS = 64, RESULTS = 24, CONSTANTS = 16, NESTED = 2 };
+enum { BUCKETS = 256, SEEN = 1024, HOST_BYTES = 16384, TEXT = 256, ALIGNMENT = 16 };
 enum { KEY_NONE = 1, KEY_FALSE, KEY_TRUE, KEY_INT, KEY_FLOAT, KEY_TEXT, KEY_LIST, KEY_TENSOR };
 enum { BASES = INPUTS + RESULTS + 1 + CONSTANTS };
 enum { FLOAT_CODE = 2 }; /* DLPack: integers are below */

@@ -158,6 +158,18 @@ def _launched(variant: Any, given: tuple[Layout, int, int, int], device: str) ->
     check(x, to(backward(to(x, device)), "cpu"))
 
 
+def _rounded(variant: Any, shape: tuple[int, ...], device: str) -> None:
+    """Compares with the CPU's rounding; some sums lie half-way between neighbours."""
+    dtype = dtype_of(variant)
+    near = torch.randn(2, *shape).to(dtype).float()
+    half = torch.finfo(dtype).eps / 4 * torch.exp2(torch.frexp(near).exponent)  # of a place
+    share = torch.rand_like(near)
+    sums = near + half * torch.where(share < 0.2, share, 1)
+    got = launch_backward.rounded(sums.to(device), dtype)
+    for name, a, b in zip(("dk", "dv"), got, sums, strict=True):
+        assert torch.equal(a.cpu(), b.to(dtype)), f"{name} is not rounded to nearest even"
+
+
 CASES = (
     # both dtypes and both sizes are emulated
     Cases(
@@ -179,5 +191,11 @@ CASES = (
         ],
         [(layout, -(-2000 // layout.world), 200, 70) for layout in RINGS],
         emulated=("bf16-d128", "fp16-d64"),
+    ),
+    Cases(
+        ("sparse_ring.round_sums",),
+        _rounded,
+        [(1, 128, 1, 64), (2, 384, 3, 64), (1, 128, 2, 128)],
+        [(1, 2**17, 16, 128)],
     ),
 )

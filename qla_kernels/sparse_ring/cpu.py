@@ -25,6 +25,7 @@ __all__ = [
     "compact",
     "cut",
     "forward",
+    "rounded",
     "saved",
     "scatter",
     "select",
@@ -170,6 +171,11 @@ def scatter(shard: Shard, column_grads: Columns, owners: list[int], dkv: Tensor)
             spread = part.new_zeros(*part.shape[:2], shard.rows, part.shape[-1])
             spread.scatter_add_(2, row.expand_as(part), torch.where(mine, part, 0))
             total += _group_sum(rearrange(spread, "b h l d -> b l h d"), total.shape[-2])
+
+
+def rounded(sums: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Returns dK and dV of a chunk in dtype, as new tensors."""
+    return [x.to(dtype, copy=True) for x in sums]
 
 
 class _Tile(NamedTuple):

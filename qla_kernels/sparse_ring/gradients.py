@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qla_kernels.sparse_ring.groups import Pending
 from qla_kernels.sparse_ring.route import GRADIENT_TAG, Chunk, Route
-from qla_kernels.sparse_ring.shard import wide
+from qla_kernels.sparse_ring.shard import launches, wide
 
 
 class Part(NamedTuple):
@@ -87,7 +87,7 @@ class CirculatedGradients:
         if self._across is not None:
             self._across.wait()
         own = self._received if self._outer.size > 1 else self._here
-        return [x.to(dtype, copy=True) for x in own]
+        return launches(own.device).rounded(own, dtype)
 
     def _land(self) -> None:
         if self._around is not None:
@@ -121,7 +121,7 @@ class ReducedGradients:
         """Waits for the own chunk's sums and returns dK and dV, rounded to dtype."""
         assert self._coming is not None, "its chunks came"
         (own,) = self._coming.wait()
-        return [x.to(dtype, copy=True) for x in own]
+        return launches(own.device).rounded(own, dtype)
 
 
 def _empty_sums(k: Tensor, *chunks: int) -> Tensor:

@@ -15,6 +15,7 @@ from qla_kernels.sparse_ring.launch_backward import (
     backward_columns,
     backward_keys,
     backward_queries,
+    rounded,
     saved,
     scatter,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "compact",
     "cut",
     "forward",
+    "rounded",
     "saved",
     "scatter",
     "select",

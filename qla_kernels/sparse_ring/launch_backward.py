@@ -10,6 +10,7 @@ from qla_kernels.sm90 import dtype_name
 from qla_kernels.sparse_ring.kernels import bwd_dkv as dkv_kernel
 from qla_kernels.sparse_ring.kernels import bwd_dkv_columns as columns_kernel
 from qla_kernels.sparse_ring.kernels import bwd_dq as dq_kernel
+from qla_kernels.sparse_ring.kernels import round_sums as round_kernel
 from qla_kernels.sparse_ring.kernels import scatter as scatter_kernel
 from qla_kernels.sparse_ring.operands import (
     INT32,
@@ -150,6 +151,18 @@ def scatter(shard: Shard, column_grads: Columns, owners: list[int], dkv: Tensor)
                 shard.table.gap,
                 H // Hk,
             )
+
+
+def rounded(sums: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Launches the rounding of dK and dV of a chunk, which are new tensors; returns them."""
+    grads = [sums.new_empty(sums.shape[1:], dtype=dtype) for _ in range(2)]
+    if sums.numel():
+        pieces = -1, round_kernel.ROUND_PIECE
+        with device.of(sums):
+            jit.compile(round_kernel, round_kernel.Variant(dtype_name(dtype)))(
+                sums.view(2, *pieces), *(x.view(pieces) for x in grads)
+            )
+    return grads
 
 
 def _queries(q: Tensor, saved: Saved) -> tuple[Tensor, ...]:

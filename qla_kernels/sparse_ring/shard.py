@@ -232,6 +232,10 @@ class Launches(Protocol):
         """
         ...
 
+    def rounded(self, sums: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Returns dK and dV [B, L, Hk, D] of a chunk in dtype, from sums [2, B, L, Hk, D]."""
+        ...
+
 
 def launches(device: torch.device) -> Launches:
     """Returns the module with the launches for a device: launch.py for CUDA, else cpu.py.

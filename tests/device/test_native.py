@@ -63,7 +63,7 @@ def folder(compiled: tuple[list[Tensor], set[str]], tmp_path_factory) -> Path:
     ]
     path = tmp_path_factory.mktemp("prebuilt")
     build.compile_launcher(path)
-    build.write(build.build_all(wanted, None), path, build.nvcc_set(), build.versions())
+    build.write(build.build_all(wanted, None), path, build.set_of(), build.versions())
     return path
 
 

@@ -7,10 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, programs
+from qla_kernels import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    programs,
+    shared_prefix_conv1d,
+    shared_prefix_gated_delta_rule,
+)
 from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
 from qla_kernels.gdn import api, autograd
 from qla_kernels.gdn.decode import api as decode
+from qla_kernels.gdn.tree import autograd as tree_autograd
 from qla_kernels.native import prebuilt
 from qla_kernels.sparse_ring import FixedVerticalSlash, sparse_attention
 
@@ -18,6 +26,8 @@ pytestmark = [
     pytest.mark.hopper,
     pytest.mark.skipif(isinstance(prebuilt.in_use(), str), reason="needs prebuilt kernels"),
 ]
+
+Tree = tuple[tuple[int, ...], tuple[int, ...]]  # lengths and parents of nodes
 
 TIMES = 4  # as usual, recorded, and two replays
 
@@ -56,6 +66,11 @@ def same_bits(run: Callable[[], tuple[Tensor, ...]], monkeypatch: pytest.MonkeyP
     for _ in range(TIMES):
         for got, want in zip(run(), expected, strict=True):
             assert torch.equal(got, want)
+
+
+def all_replayed(*names: str) -> None:
+    for name in names:
+        assert any(name in table.name and table.replays() for table in programs._tables), name
 
 
 CALLS = {
@@ -160,6 +175,71 @@ def test_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         return o.detach(), *(leaf.grad for leaf in leaves)
 
     same_bits(step, monkeypatch)
+    all_replayed("vertical_slash_fwd", "vertical_slash_bwd")
+
+
+TREE = (700, *[90, 300, 0, 64] * 5), (-1, *[0] * 20)
+DEEP = (300, 200, 64, 70, 130, 1, 500), (-1, 0, 1, 1, 0, 4, -1)
+
+
+@pytest.mark.parametrize("tree", [TREE, DEEP], ids=["wide", "deep"])
+@pytest.mark.parametrize("final", [False, True])
+def test_trees(tree: Tree, final: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = SharedLayout.from_forest(*tree).to("cuda")
+    x = gdn(layout.num_tokens)
+    do = torch.randn_like(x[2])
+
+    def step() -> tuple[Tensor, ...]:
+        leaves = [a.clone().requires_grad_() for a in x]
+        o, states = shared_prefix_gated_delta_rule(*leaves, layout, output_final_state=final)
+        if states is None:
+            o.backward(do)
+        else:
+            torch.autograd.backward([o, states], [do, states.detach()])
+        return o.detach(), *(leaf.grad for leaf in leaves)
+
+    same_bits(step, monkeypatch)
+    assert tree_autograd.TREE_FORWARDS.replays()
+    assert tree_autograd.TREE_BACKWARDS.replays()
+
+
+@torch.no_grad()
+def test_trees_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = SharedLayout.from_forest(*DEEP).to("cuda")
+    x = gdn(layout.num_tokens)
+    same_bits(
+        lambda: shared_prefix_gated_delta_rule(
+            *x, layout, output_final_state=True, use_qk_l2norm_in_kernel=True
+        ),
+        monkeypatch,
+    )
+    assert tree_autograd.TREE_FORWARDS.replays()
+
+
+@pytest.mark.parametrize("packed", ["", "int32", "int64", "tree"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_convolution(packed: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = SharedLayout.from_forest(*DEEP).to("cuda")
+    T, C = layout.num_tokens, 512
+    x = torch.randn(T, C, device="cuda", dtype=torch.bfloat16)
+    given = [x, torch.randn(C, 4, device="cuda"), *[torch.randn(C, device="cuda")] * bias]
+    dy = torch.randn_like(x)
+
+    def step() -> tuple[Tensor, ...]:
+        leaves = [a.clone().requires_grad_() for a in given]
+        parameters = (*leaves[1:], None)[:2]
+        if packed == "tree":
+            y = shared_prefix_conv1d(leaves[0], *parameters, layout, "silu")
+        else:
+            y = causal_conv1d(leaves[0], *parameters, "silu", cu_seqlens=bounds)
+        y.backward(dy)
+        return y.detach(), *(leaf.grad for leaf in leaves)
+
+    bounds = None
+    if packed.startswith("int"):
+        bounds = torch.tensor([0, 5, 700, T], device="cuda", dtype=getattr(torch, packed))
+    same_bits(step, monkeypatch)
+    all_replayed("conv_fwd", "conv_bwd")
 
 
 @torch.no_grad()

@@ -23,3 +23,7 @@ def test_launcher(name: str) -> None:
 
 def test_programs() -> None:
     standin.run("-m", "tests.native.programs")
+
+
+def test_programs_of_families() -> None:
+    standin.run("-m", "tests.native.families")

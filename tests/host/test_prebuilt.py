@@ -258,6 +258,20 @@ def test_the_set_is_chosen_by_the_driver(
     assert jit.compiled() == {LABEL: chosen}
 
 
+@pytest.mark.parametrize("version", [12090, 13000])
+@pytest.mark.parametrize("forced", prebuilt.SETS)
+def test_a_file_that_is_named_is_the_set(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, version: int, forced: str
+) -> None:
+    """Both sets can be tested with one driver, as far as it can read them."""
+    paths = {of_set: write(folder, built(digest=of_set), of_set=of_set) for of_set in prebuilt.SETS}
+    monkeypatch.setenv("QLA_PREBUILT", str(paths[forced]))
+    monkeypatch.setattr(prebuilt, "_driver_version", lambda _: version)
+    readable = version >= prebuilt.DRIVER_OF_13 or forced == "12.9"
+    assert (jit.compile(gate, VARIANT) == "compiled") == (not readable)
+    assert jit.compiled() == ({LABEL: forced} if readable else {})
+
+
 def test_the_same_kernels_give_the_same_file(folder: Path) -> None:
     first = write(folder).read_bytes()
     assert write(folder).read_bytes() == first
@@ -369,10 +383,10 @@ def test_unknown_kernels_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
 )
 def test_sets_go_by_nvcc(monkeypatch: pytest.MonkeyPatch, version: str, of_set: str) -> None:
     monkeypatch.setattr(jit, "nvcc_version", lambda: version)
-    assert build.nvcc_set() == of_set
+    assert build.set_of() == of_set
 
 
 def test_other_compilers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "nvcc_version", lambda: "release 12.4, V12.4.131")
     with pytest.raises(Unsupported, match=r"nvcc release 12.4.*; need 13 or 12.9; set CUDA_HOME"):
-        build.nvcc_set()
+        build.set_of()

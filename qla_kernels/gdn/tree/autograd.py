@@ -8,10 +8,14 @@ from torch import Tensor
 from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.gdn.autograd import gradients, normalised, restored, save, without_aliases
 from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.tree import ops
 from qla_kernels.gdn.tree.tables import DeltaTables
+from qla_kernels.programs import Programs
 
 TREE_OP = "shared_prefix_gated_delta_rule"
+
+TREE_FORWARDS, TREE_BACKWARDS = Programs(f"{TREE_OP}, forward"), Programs(f"{TREE_OP}, backward")
 
 
 def over_tree(call: Call, tables: DeltaTables, options: Options) -> tuple[Tensor, Tensor | None]:
@@ -19,15 +23,22 @@ def over_tree(call: Call, tables: DeltaTables, options: Options) -> tuple[Tensor
 
     Returns o [1, T, HV, V], and the end states of the leaves if the tables keep them, else None.
     """
-    if options.use_qk_l2norm_in_kernel:
-        call = normalised(call, options.is_train)
     if options.is_train:
+        if options.use_qk_l2norm_in_kernel:
+            call = normalised(call, True)
         o, final = GatedDeltaTree.apply(  # type: ignore[no-untyped-call]
             *without_aliases(call), *tables, options
         )
         return o, final
-    done = ops.gdn_tree_fwd(call, tables, options)
+    done = TREE_FORWARDS.run(_forward, (call, tables, options), ops.TreeForward)
     return done.o, _final(done.states, tables)
+
+
+def _forward(call: Call, tables: DeltaTables, options: Options) -> ops.TreeForward:
+    if options.use_qk_l2norm_in_kernel and not options.is_train:
+        call = normalised(call, False)
+    done: ops.TreeForward = ops.gdn_tree_fwd(call, tables, options)
+    return done
 
 
 def _final(states: Tensor, tables: DeltaTables) -> Tensor | None:
@@ -52,7 +63,7 @@ class GatedDeltaTree(torch.autograd.Function):
             Call(*tensors[: len(Call._fields)]),
             DeltaTables(*tensors[len(Call._fields) :]),
         )
-        done = ops.gdn_tree_fwd(call, tables, options)
+        done = TREE_FORWARDS.run(_forward, (call, tables, options), ops.TreeForward)
         ctx.set_materialize_grads(False)
         ctx.options = options
         save(ctx, call, done.g_cum, done.A, done.states, *tables)
@@ -66,5 +77,6 @@ class GatedDeltaTree(torch.autograd.Function):
         saved, tables = ops.SavedTree(*results[:num]), DeltaTables(*results[num:])
         if do is None:  # only the final states were used
             do = call.v.new_zeros(()).expand(call.v.shape)
-        done = ops.gdn_tree_bwd(call, tables, saved, ops.IncomingTree(do, dfinal), ctx.options)
+        records = call, tables, saved, ops.IncomingTree(do, dfinal), ctx.options
+        done = TREE_BACKWARDS.run(ops.gdn_tree_bwd, records, GdnBackward)
         return *gradients(ctx, call, done), *[None] * len(tables), None

@@ -25,6 +25,9 @@ class TreeForward(NamedTuple):
     g_cum: Tensor | None  # as in gdn_fwd's results
     A: Tensor | None
 
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return self
+
 
 class SavedTree(NamedTuple):
     """Results of a forward that its backward needs."""

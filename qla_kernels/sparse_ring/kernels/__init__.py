@@ -13,4 +13,5 @@ KERNELS = (
     "bwd_dq",
     "bwd_dkv",
     "scatter",
+    "round_sums",
 )

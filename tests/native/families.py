@@ -1,0 +1,319 @@
+"""What programs do with public calls: the launch code of families, on the stand-in driver.
+
+Each function without an underscore is a test. `python -m tests.native.families` runs all of them;
+it has to be started by `standin.run`. CPU tensors go to the host code of GPUs, and each launch to a
+kernel made up from the arguments of that launch. It takes up to POINTERS addresses and NUMBERS
+integers, so that the driver writes down which tensors each launch was given.
+"""
+
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels import causal_conv1d, chunk_gated_delta_rule, device, jit, programs
+from qla_kernels.conv import launch as conv_launch
+from qla_kernels.conv import ops as conv_ops
+from qla_kernels.dualkv import SharedLayout
+from qla_kernels.gdn import autograd as gdn
+from qla_kernels.gdn import ops as gdn_ops
+from qla_kernels.gdn.launch import backward as gdn_backward
+from qla_kernels.gdn.launch import forward as gdn_forward
+from qla_kernels.gdn.tree import autograd as tree
+from qla_kernels.gdn.tree import launch as tree_launch
+from qla_kernels.gdn.tree import ops as tree_ops
+from qla_kernels.hybrid import shared_prefix_conv1d, shared_prefix_gated_delta_rule
+from qla_kernels.native.entry import Entry
+from qla_kernels.native.pack import pack, texts
+from qla_kernels.programs import Programs
+from qla_kernels.sparse_ring import FixedVerticalSlash, build_index, ring, shard, sparse_attention
+from qla_kernels.sparse_ring import gradients as sparse_gradients
+from qla_kernels.sparse_ring import launch as sparse_launch
+from qla_kernels.sparse_ring import ops as sparse_ops
+from tests.native import programs as by_hand
+from tests.native.behaviour import CUBIN
+
+POINTERS, NUMBERS = 24, 16
+NATIVE, DRIVER = by_hand.NATIVE, by_hand.DRIVER
+
+_kernels: dict[tuple[str, tuple[Any, ...]], Any] = {}
+_launched: list[Any] = []  # launchers, in the order of their launches
+_forward_size: list[int] = []  # of the record, when a backward began
+
+
+class Launch(NamedTuple):
+    """What the driver was given."""
+
+    name: str
+    numbers: tuple[int, ...]
+    backward: bool
+    addresses: tuple[int, ...]
+
+
+def _like(x: Any) -> Any:
+    return (x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else type(x)
+
+
+def _entry(function: str, given: tuple[Any, ...]) -> Entry:
+    """Returns an entry for arguments like these, whose sizes and strides are constants."""
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    numbers = [(f"n{i}", x) for i, x in enumerate(given) if not isinstance(x, Tensor)]
+    whole = [name for name, x in numbers if not isinstance(x, float)]
+    assert len(tensors) <= POINTERS
+    assert len(whole) <= NUMBERS
+    return {
+        "function": function,
+        "tensors": [
+            {
+                "name": f"t{i}",
+                "dtype": str(x.dtype).removeprefix("torch."),
+                "sizes": [[n] for n in x.shape],
+                "strides": [[n] for n in x.stride()],
+            }
+            for i, x in enumerate(tensors)
+        ],
+        "scalars": [(name, "float32" if isinstance(x, float) else "int32") for name, x in numbers],
+        "order": [isinstance(x, Tensor) for x in given],
+        "symbols": [],
+        "maps": [],
+        "arguments": [
+            *(("pointer", [min(i, len(tensors) - 1)]) for i in range(POINTERS)),
+            *(("int32", [name]) for name in whole),
+            *[("int32", [0])] * (NUMBERS - len(whole)),
+        ],
+        "launch": [[1]] * 6 + [[0]],
+        "dependent": False,
+    }
+
+
+def _made_up(module: Any, variant: Any) -> Callable[..., None]:
+    label = jit.label(module, variant)
+
+    def launch(*given: Any) -> None:
+        key = label, tuple(map(_like, given))
+        if key not in _kernels:
+            entry = _entry(jit.function_name(module, variant), given)
+            _kernels[key] = NATIVE.launcher(
+                label, entry["function"], CUBIN, pack(entry), *texts(entry)
+            )
+        _launched.append(_kernels[key])
+        _kernels[key](*given)
+
+    return launch
+
+
+jit.compile = _made_up
+device.of, device.sm_count = nullcontext, lambda _: 132  # type: ignore[assignment, misc]
+gdn_ops.gdn_fwd, gdn_ops.gdn_bwd = gdn_forward.gdn_fwd, gdn_backward.gdn_bwd
+gdn_ops.l2norm_fwd, gdn_ops.l2norm_bwd = gdn_forward.l2norm_fwd, gdn_forward.l2norm_bwd
+tree_ops.gdn_tree_fwd, tree_ops.gdn_tree_bwd = tree_launch.gdn_tree_fwd, tree_launch.gdn_tree_bwd
+conv_ops.conv_fwd, conv_ops.conv_bwd = conv_launch.conv_fwd, conv_launch.conv_bwd
+INDEX = build_index(
+    *torch.zeros(2, 1, 512, 2, 64, dtype=torch.bfloat16), FixedVerticalSlash([0, 5, 300], [0, 2])
+)
+for _module in (ring, shard, sparse_gradients):
+    _module.launches = lambda _: sparse_launch  # type: ignore[attr-defined]
+
+
+def _launches(run: Callable[[], Any]) -> tuple[list[Launch], Any]:
+    """Returns the launches of kernels of a call, and its results."""
+    DRIVER.expect("p" * POINTERS + "i" * NUMBERS)
+    _forward_size.clear()
+    results = run()
+    record, found = DRIVER.record(), []
+    of_backward = len(record) - (_forward_size or [len(record)])[0]
+    size = 7 * 4 + 8 + 4  # numbers, stream, dependent
+    room = struct.Struct(f"={POINTERS}Q{NUMBERS}i")
+    while record:
+        name, record = record.split(b"\0", 1)
+        if name in (b"fill", b"copy"):  # by torch, if the call is not replayed
+            record = record[2 * 8 :]  # address, stream
+            continue
+        numbers = room.unpack_from(record, size)
+        is_backward = len(record) < of_backward
+        found.append(Launch(name.decode(), numbers[POINTERS:], is_backward, numbers[:POINTERS]))
+        record = record[size + room.size :]
+    return found, results
+
+
+def _same(first: list[Launch], then: list[Launch]) -> dict[int, int]:
+    """Compares launches; returns what each address of `then` was in `first`, where it differs.
+
+    Memory that a usual call frees may be its next room, so that several addresses become one. In a
+    replay all rooms of a direction exist at a time.
+    """
+    assert [x[:3] for x in first] == [x[:3] for x in then]
+    meaning: dict[tuple[bool, int], int] = {}
+    for a, b in zip(first, then, strict=True):
+        for was, now in zip(a.addresses, b.addresses, strict=True):
+            assert meaning.setdefault((a.backward, now), was) == was, "a tensor became another"
+    return {now: was for (_, now), was in meaning.items() if now != was}
+
+
+def _is_replayed(run: Callable[[], tuple[Tensor, ...]], *tables: Programs) -> list[str]:
+    """Checks that the third call is replayed, with the launches of the first; returns their names.
+
+    `run` returns results of the call, which are new tensors.
+    """
+    programs.forget()
+    first, results = _launches(run)
+    assert first
+    recorded, _ = _launches(run)
+    before, launched = [table.replays() for table in tables], len(_launched)
+    replayed, again = _launches(run)
+    for table, count in zip(tables, before, strict=True):
+        assert table.replays() == count + 1, f"{table.name} has no program"
+    assert len(_launched) == launched, _launched[launched:]
+    _same(first, recorded)
+    moved = _same(first, replayed)
+    for x, y in zip(results, again, strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        if x.data_ptr() != y.data_ptr():
+            assert moved.get(y.data_ptr(), x.data_ptr()) == x.data_ptr()
+    os.environ["QLA_CHECK_PROGRAMS"] = "1"
+    run()
+    del os.environ["QLA_CHECK_PROGRAMS"]
+    return [x.name for x in replayed]
+
+
+def _step(run: Callable[..., Any], *given: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Returns a function that runs forward and backward, and returns results and gradients."""
+    upstream: list[Tensor] = []
+
+    def step() -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in given]
+        done = run(*leaves)
+        done = done if isinstance(done, tuple) else (done,)
+        if not upstream:
+            upstream.extend(map(torch.ones_like, done))
+        _forward_size.append(len(DRIVER.record()))
+        torch.autograd.backward(done, upstream)
+        grads = (x.grad for x in leaves if x.grad is not None)
+        return *(x.detach() for x in done), *grads
+
+    return step
+
+
+def _gdn(tokens: int) -> Iterator[Tensor]:
+    for heads in (2, 2, 4):  # q, k, v
+        yield torch.zeros(1, tokens, heads, 128, dtype=torch.bfloat16)
+    yield torch.zeros(1, tokens, 4)
+    yield torch.zeros(1, tokens, 4, dtype=torch.bfloat16)
+
+
+def gated_delta_rule() -> None:
+    names = _is_replayed(
+        _step(lambda *x: chunk_gated_delta_rule(*x)[0], *_gdn(512)), gdn.FORWARDS, gdn.BACKWARDS
+    )
+    assert any("chunk_grads" in name for name in names)
+
+
+LAYOUT = SharedLayout.from_forest((130, 70, 0, 64, 40, 1, 65), (-1, 0, 0, 0, 3, 0, 0))
+
+
+def trees() -> None:
+    """A forest of three levels: chains for each level, gradients of siblings added up."""
+
+    def run(*x: Tensor) -> Tensor:
+        return shared_prefix_gated_delta_rule(*x, LAYOUT)[0]
+
+    names = _is_replayed(
+        _step(run, *_gdn(LAYOUT.num_tokens)), tree.TREE_FORWARDS, tree.TREE_BACKWARDS
+    )
+    assert sum("fused_fwd" in name for name in names) == 3
+    assert sum("dstate_chain" in name for name in names) == 3
+    assert sum("child_sums" in name for name in names) == 2
+
+
+def trees_with_final_states() -> None:
+    def run(*x: Tensor) -> Any:
+        return shared_prefix_gated_delta_rule(*x, LAYOUT, output_final_state=True)
+
+    _is_replayed(_step(run, *_gdn(LAYOUT.num_tokens)), tree.TREE_FORWARDS, tree.TREE_BACKWARDS)
+
+
+def trees_without_gradients() -> None:
+    """The norms of q and k belong to the program."""
+    x = [*_gdn(LAYOUT.num_tokens)]
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return shared_prefix_gated_delta_rule(*x, LAYOUT, use_qk_l2norm_in_kernel=True)[:1]
+
+    names = _is_replayed(run, tree.TREE_FORWARDS)
+    assert sum("l2norm" in name for name in names) == 2
+
+
+def many_nodes() -> None:
+    """Their lengths are compared. Here, more tensors are on the host than with a GPU."""
+    parents = -1, *[0] * 299
+    lengths = (64, *[3] * 299), (64, *[3] * 299), (64, *[3] * 297, 2, 4)
+    layouts = [SharedLayout.from_forest(x, parents) for x in lengths]
+    x = [*_gdn(64 + 3 * 299)]
+
+    def run(layout: SharedLayout) -> Tensor:
+        with torch.no_grad():
+            return shared_prefix_gated_delta_rule(*x, layout)[0]
+
+    programs.forget()
+    for layout in (layouts[0], layouts[0], layouts[1]):
+        run(layout)
+    assert tree.TREE_FORWARDS.replays() == 1
+    run(layouts[2])
+    assert tree.TREE_FORWARDS.replays() == 1
+
+
+def convolution() -> None:
+    weight, bias = torch.zeros(64, 4, dtype=torch.bfloat16), torch.zeros(64)
+    x = torch.zeros(1, 300, 64, dtype=torch.bfloat16)
+    tables = conv_ops._FORWARDS, conv_ops._BACKWARDS
+    names = _is_replayed(
+        _step(lambda x, w, b: causal_conv1d(x.mT, w, b, "silu"), x, weight, bias), *tables
+    )
+    assert len(names) == 3
+    for bounds in (torch.tensor([0, 7, 300]), torch.tensor([0, 7, 300], dtype=torch.int32)):
+        _is_replayed(
+            _step(lambda x, w, to=bounds: causal_conv1d(x[0], w, cu_seqlens=to), x, weight), *tables
+        )
+    with torch.no_grad():
+        _is_replayed(lambda: (causal_conv1d(x[0], weight),), tables[0])
+
+
+def convolution_over_a_tree() -> None:
+    weight = torch.zeros(64, 4, dtype=torch.bfloat16)
+    x = torch.zeros(LAYOUT.num_tokens, 64, dtype=torch.bfloat16)
+    names = _is_replayed(
+        _step(lambda x, w: shared_prefix_conv1d(x, w, None, LAYOUT), x, weight),
+        conv_ops._FORWARDS,
+        conv_ops._BACKWARDS,
+    )
+    assert len(names) == 4
+
+
+def sparse_attention_() -> None:
+    """Rounded by a kernel of ours, dK and dV are results of a program."""
+    q, k, v = (torch.zeros(1, 512, heads, 64, dtype=torch.bfloat16) for heads in (2, 2, 2))
+    known = {table.name: table for table in programs._tables}
+    tables = [
+        known[str(op)] for op in (sparse_ops.vertical_slash_fwd, sparse_ops.vertical_slash_bwd)
+    ]
+
+    def run(*x: Tensor) -> Tensor:
+        return sparse_attention(*x, index=INDEX)
+
+    names = _is_replayed(_step(run, q, k, v), *tables)
+    assert sum("round_sums" in name for name in names) == 1
+
+
+if __name__ == "__main__":
+    for _name, _test in list(globals().items()):
+        of_here = getattr(_test, "__module__", "") == "__main__" and _name[0].islower()
+        if of_here and (len(sys.argv) == 1 or _name in sys.argv):
+            print(_name, flush=True)
+            _test()
