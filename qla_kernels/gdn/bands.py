@@ -25,8 +25,8 @@ from qla_kernels.tile.constants import CHUNK
 
 # Time in us that a forward over several paths adds: segment_plan, if segments do not need it
 # anyway; per path that is not taken its launches, and per SM its CTAs.
-TABLES, IDLE_WHOLE, IDLE_SEGMENTS, IDLE_CTA = 4.5, 2.5, 4.0, 0.8
-UNCUT, UNCUT_GRADIENTS = 8.0, 30.0  # segments that are whole sequences, instead of these themselves
+TABLES_TIME, IDLE_WHOLE, IDLE_SEGMENTS, IDLE_CTA = 4.5, 2.5, 4.0, 0.8
+WHOLE_SEGMENTS, WHOLE_GRADIENTS = 8.0, 30.0  # segments that are whole sequences, instead of these themselves
 # Sequences of equal length may take so many times what they take by the best path alone: in a
 # forward, where paths that are not taken take time; in a backward, which has one path.
 ALIKE, ALIKE_GRADIENTS = 1.12, 1.08
@@ -177,7 +177,7 @@ def _forward(
 
         def duration(path: Path) -> float:
             others = sum(idle(other) for other in paths if other != path)
-            tables = TABLES if others and path.warm_log_bound is None else 0.0
+            tables = TABLES_TIME if others and path.warm_log_bound is None else 0.0
             return best(path, longest)[0] + others + tables
 
         return min(((duration(path), path) for path in paths), key=lambda found: found[0])
@@ -216,7 +216,7 @@ def _best(path: Path, sequences: Lengths, shape: tuple[int, int, int, int]) -> t
         )
 
     found = _segments(sequences, num_value_heads * V // kernel.tile_v, sm_count)
-    return min([(whole + UNCUT, 0), *((cut(most), most) for most in found)])
+    return min([(whole + WHOLE_SEGMENTS, 0), *((cut(most), most) for most in found)])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -249,7 +249,7 @@ def _backward(
             return maps + durations.gradient_pieces(*both, *shape, warm_log_bound, width) + rest
 
         found = _segments(sequences, num_value_heads * V // width, sm_count // 2)
-        return min([(whole + UNCUT_GRADIENTS, 0), *((cut(most), most) for most in found)])
+        return min([(whole + WHOLE_GRADIENTS, 0), *((cut(most), most) for most in found)])
 
     samples = _samples(num_sequences, num_chunks)
     choices = list(itertools.product(widths, (False, True)))

@@ -12,6 +12,7 @@ from qla_kernels.gdn.launch import chains as launch_chains
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from qla_kernels.selftest.gdn_segment_plan import sequence_chunks_of
 from qla_kernels.selftest.gdn_segments import (
     GIVEN,
     SOLVING,
@@ -19,7 +20,6 @@ from qla_kernels.selftest.gdn_segments import (
     batch,
     expected,
     run,
-    sequence_chunks_of,
     whole,
 )
 from qla_kernels.varlen import chunk_table

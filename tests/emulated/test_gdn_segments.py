@@ -9,6 +9,7 @@ from qla_kernels.gdn.bands import Band, Bands
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
+from qla_kernels.selftest.gdn_segment_plan import sequence_chunks_of
 from qla_kernels.selftest.gdn_segments import (
     FP32,
     GIVEN,
@@ -22,7 +23,6 @@ from qla_kernels.selftest.gdn_segments import (
     expected,
     maps,
     run,
-    sequence_chunks_of,
     starts,
     states_between,
 )
