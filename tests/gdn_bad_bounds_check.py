@@ -92,9 +92,9 @@ def states_out(s: Setting, bounds: Tensor) -> None:
     forward(Plan(SOLVING, None), s, bounds, torch.tensor(RIGHT))
 
 
-def backward(rows: tuple[GradientBand, ...], s: Setting, bounds: Tensor) -> None:
+def backward(cuts: tuple[GradientBand, ...], s: Setting, bounds: Tensor) -> None:
     """Of raw gates, and of q before its norm."""
-    s.patch.setattr(bands, "backward", lambda *_: GradientBands(128, rows))
+    s.patch.setattr(bands, "backward", lambda *_: GradientBands(128, cuts))
     (g_cum, beta), x, A = s.gates(), s.rows(H, SIZE), s.rows(HV, 64)
     parameters = (s.place(torch.zeros(HV)) for _ in range(2))
     rows = launch.l2norm_fwd(x), s.rows(H, SIZE), s.rows(HV, SIZE), g_cum, beta

@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from qla_kernels.gdn import durations, plan
@@ -45,7 +46,8 @@ class Band(NamedTuple):
     segments: int = 0  # the most there may be, if that many are enough; 0 leaves sequences whole
 
 
-class Bands(NamedTuple):
+@dataclass(frozen=True)
+class Bands:
     bands: tuple[Band, ...]  # the first one from 0 on
     segmented: ForwardChoice | None = None  # kernel of the path with segments, if there is one
     warm_log_bound: float = -math.inf  # of segments, as in a Plan
@@ -55,13 +57,13 @@ class Bands(NamedTuple):
         """True if no kernel is given an A."""
         return self.segmented is None or self.segmented.solves
 
-    @property
+    @functools.cached_property
     def whole(self) -> tuple[ForwardChoice, ...]:
         """The kernels of whole sequences, of one path each."""
         every = dict.fromkeys(band.kernel for band in self.bands)
         return tuple(kernel for kernel in every if kernel != self.segmented)
 
-    @property
+    @functools.cached_property
     def rows(self) -> tuple[tuple[int, int, int], ...]:
         """Returns the bands as segment_plan reads them; path 0 is the one with segments."""
         paths = self.segmented, *self.whole
@@ -73,11 +75,12 @@ class GradientBand(NamedTuple):
     segments: int  # as in a Band
 
 
-class GradientBands(NamedTuple):
+@dataclass(frozen=True)
+class GradientBands:
     tile_v: int  # columns of V that a CTA of the chains computes
     bands: tuple[GradientBand, ...] = ()  # empty if sequences are never cut
 
-    @property
+    @functools.cached_property
     def rows(self) -> tuple[tuple[int, int, int], ...]:
         """Returns the bands as segment_plan reads them; there is only path 0."""
         return tuple((band.least, 0, band.segments) for band in self.bands)
