@@ -91,6 +91,7 @@ class Path(NamedTuple):
     warm_log_bound: float | None  # of segments; None if sequences stay whole
 
 
+@functools.lru_cache(maxsize=4096)
 def forward(
     batch: tuple[int, int],
     num_value_heads: int,
@@ -107,6 +108,7 @@ def forward(
     return _forward(*_rounded(*batch), num_value_heads, K, V, sm_count, warm_log_bound)
 
 
+@functools.lru_cache(maxsize=4096)
 def backward(
     batch: tuple[int, int],
     num_value_heads: int,
