@@ -24,13 +24,11 @@ from qla_kernels.gdn.kernels.tables import TABLE_WARPS
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.tile.constants import CHUNK
 
-# Time in us that a forward over several paths adds: segment_plan, if segments do not need it
-# anyway; per path that is not taken its launches, and per SM its CTAs.
+# What several paths add to a forward, in us, estimated: segment_plan, if segments do not need it
+# anyway; per path that is not taken its launches, of which segments' run beside others; per SM its
+# CTAs. Then what it adds to a forward and to a backward if segments are whole sequences.
 TABLES_TIME, IDLE_WHOLE, IDLE_SEGMENTS, IDLE_CTA = 4.5, 2.5, 4.0, 0.8
-WHOLE_SEGMENTS, WHOLE_GRADIENTS = (
-    8.0,
-    30.0,
-)  # segments that are whole sequences, instead of these themselves
+WHOLE_SEGMENTS, WHOLE_GRADIENTS = 8.0, 30.0
 # Sequences of equal length may take so many times what they take by the best path alone: in a
 # forward, where paths that are not taken take time; in a backward, which has one path.
 ALIKE, ALIKE_GRADIENTS = 1.12, 1.08
