@@ -3,11 +3,16 @@
 import random
 import statistics
 from collections import Counter
+from functools import partial
 
 import pytest
+import torch
 
-from qla_kernels.gdn import bands, durations, plan
+from qla_kernels import device
+from qla_kernels.gdn import bands, durations, heuristics, plan
+from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.durations import Lengths
+from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
 from qla_kernels.tile.constants import CHUNK
 
@@ -150,3 +155,21 @@ def test_a_backward_of_unknown_lengths(lengths, heads):
     width, _ = durations.both_chains(pieces, heads, 128, SMS)
     taken = backward_time(lengths, found.tile_v, most, heads)
     assert taken <= 1.2 * backward_time(lengths, width, known, heads)
+
+
+def test_only_lengths_that_the_host_does_not_know_are_planned_in_bands(monkeypatch):
+    monkeypatch.setattr(device, "sm_count", lambda _: SMS)
+    lengths = [4096] * 8
+    meta = partial(torch.empty, device="meta")
+    q, v, g = meta(1, 32768, 2, 128), meta(1, 32768, 8, 128), meta(1, 32768, 8)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    dense = Call(q, q, v, g, g, 1.0)
+    packed = dense._replace(cu_seqlens=ends.to("meta"))
+    known = packed._replace(cu_seqlens_cpu=ends)
+    assert launch._planned(packed, Options()) == (forward(lengths, 8), False)
+    alike = plan.forward(plan.sequence_chunks(0, 0, lengths), 8, 128, 128, SMS)
+    assert launch._planned(known, Options()) == (alike, True)
+    assert isinstance(launch._planned(dense, Options())[0], Plan)
+    for call in (packed, known, dense):
+        chosen, _ = launch._planned(call, Options(auto_cp=False))
+        assert chosen == Plan(heuristics.BATCH_INVARIANT, None)
