@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn import bands, heuristics, plan
+from qla_kernels.gdn.bands import Band, Bands, GradientBand, GradientBands
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import launch as launch_recurrent
 from qla_kernels.gdn.decode.ops import Pool
@@ -78,9 +79,9 @@ class Setting(NamedTuple):
         return self.place(torch.randn(num, HV, SIZE, SIZE))
 
 
-def forward(how: Plan, s: Setting, bounds: Tensor, on_cpu: Tensor | None = None) -> None:
+def forward(how: Plan | Bands, s: Setting, bounds: Tensor, on_cpu: Tensor | None = None) -> None:
     """With the state of each chunk if the CPU knows the bounds."""
-    s.patch.setattr(plan, "forward", lambda *_: how)
+    s.patch.setattr(launch, "_planned", lambda *_: (how, False))
     rows = s.rows(H, SIZE), s.rows(H, SIZE), s.rows(HV, SIZE), *s.gates()
     options = Options(output_final_state=True, output_h=on_cpu is not None, is_train=True)
     launch.gdn_fwd(Call(*rows, SCALE, s.states(), bounds, on_cpu), options)
@@ -91,9 +92,9 @@ def states_out(s: Setting, bounds: Tensor) -> None:
     forward(Plan(SOLVING, None), s, bounds, torch.tensor(RIGHT))
 
 
-def backward(most: int | None, s: Setting, bounds: Tensor) -> None:
+def backward(cuts: tuple[GradientBand, ...], s: Setting, bounds: Tensor) -> None:
     """Of raw gates, and of q before its norm."""
-    s.patch.setattr(plan, "backward", lambda *_: most)
+    s.patch.setattr(bands, "backward", lambda *_: GradientBands(128, cuts))
     (g_cum, beta), x, A = s.gates(), s.rows(H, SIZE), s.rows(HV, 64)
     parameters = (s.place(torch.zeros(HV)) for _ in range(2))
     rows = launch.l2norm_fwd(x), s.rows(H, SIZE), s.rows(HV, SIZE), g_cum, beta
@@ -158,13 +159,24 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
         functools.partial(forward, Plan(SOLVING_TWO_TILES, None)), {"fused_fwd"},
     ),
     "segments, A given": (
-        functools.partial(forward, Plan(GIVEN, 1, -30.0)), {"fused_fwd"} | SOLVE | CUT,
+        functools.partial(forward, Bands((Band(0, GIVEN, 8),), GIVEN, -30.0)),
+        {"fused_fwd"} | SOLVE | CUT,
     ),
-    "segments": (functools.partial(forward, Plan(SOLVING, 1, -12.0)), {"fused_fwd"} | CUT),
+    "segments": (
+        functools.partial(forward, Bands((Band(0, SOLVING, 8),), SOLVING, -12.0)),
+        {"fused_fwd"} | CUT,
+    ),
+    "segments or whole": (
+        functools.partial(
+            forward, Bands((Band(0, SOLVING_TWO_TILES), Band(2, SOLVING, 8)), SOLVING, -12.0)
+        ),
+        {"fused_fwd"} | CUT,
+    ),
     "states": (states_out, {"fused_fwd", "chunk_table", "chunk_states"}),
-    "backward": (functools.partial(backward, None), CHAINS | RAW),
+    "backward": (functools.partial(backward, ()), CHAINS | RAW),
     "backward in segments": (
-        functools.partial(backward, 1), {"segment_map_bwd"} | CUT | CHAINS | RAW,
+        functools.partial(backward, (GradientBand(0, 8),)),
+        {"segment_map_bwd"} | CUT | CHAINS | RAW,
     ),
     "shards, A given": (
         functools.partial(shards, GIVEN), {"fused_fwd", "segment_map_bwd"} | SOLVE | CUT | CHAINS,

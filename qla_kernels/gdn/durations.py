@@ -27,6 +27,7 @@ PAIR_STEP = {64: (3.15, 3.48), 128: (5.0, 8.1)}
 # Where both chains come in waves: a CTA that starts while others run, and a chunk's mean time over
 # CHAIN_STEP's, because the later waves are of chunk_states, whose chunks take less time.
 NEXT_WAVE, LATER_WAVES = 1.0, 0.925
+CHUNK_GRADS = 7.0  # chunk_grads, per chunk and value head on one SM
 
 Lengths = tuple[tuple[int, int], ...]  # (chunks, how many sequences or segments have that length)
 
@@ -65,15 +66,27 @@ def both_chains(pieces: Lengths, num_value_heads: int, V: int, sm_count: int) ->
     """
 
     def duration(tile_v: int) -> float:
-        ctas = num_value_heads * V // tile_v
-        beside = 2 * ctas * sum(count for _, count in pieces) <= sm_count
-        step = CHAIN_STEP[tile_v] * (1.0 if beside else LATER_WAVES)
-        work = PAIR_STEP[tile_v][beside] * ctas * total(pieces) / sm_count
-        steps = chain(pieces, step, 2 * ctas, sm_count, NEXT_WAVE)
-        return START + max(LAUNCH + work, steps)
+        return chains_of_width(pieces, tile_v, num_value_heads, V, sm_count)
 
     width = min((tile_v for tile_v in CHAIN_STEP if V % tile_v == 0), key=duration)
     return width, duration(width)
+
+
+def chains_of_width(
+    pieces: Lengths, tile_v: int, num_value_heads: int, V: int, sm_count: int
+) -> float:
+    """Returns the time of a backward's chains, whose CTAs compute `tile_v` columns of V."""
+    ctas = num_value_heads * V // tile_v
+    beside = 2 * ctas * sum(count for _, count in pieces) <= sm_count
+    step = CHAIN_STEP[tile_v] * (1.0 if beside else LATER_WAVES)
+    work = PAIR_STEP[tile_v][beside] * ctas * total(pieces) / sm_count
+    steps = chain(pieces, step, 2 * ctas, sm_count, NEXT_WAVE)
+    return START + max(LAUNCH + work, steps)
+
+
+def chunk_grads(num_chunks: int, num_value_heads: int, sm_count: int) -> float:
+    """Returns the time of the kernel chunk_grads."""
+    return LAUNCH + CHUNK_GRADS * num_chunks * num_value_heads / sm_count
 
 
 def maps(
@@ -128,11 +141,24 @@ def gradient_maps(
 
 
 def gradient_pieces(
-    sequences: Lengths, pieces: Lengths, heads: int, V: int, sm_count: int, warm_log_bound: float
+    sequences: Lengths,
+    pieces: Lengths,
+    heads: int,
+    V: int,
+    sm_count: int,
+    warm_log_bound: float,
+    tile_v: int | None = None,
 ) -> float:
-    """Returns the time of a backward over segments, from maps that exist to the chains' end."""
+    """Returns the time of a backward over segments, from maps that exist to the chains' end.
+
+    Args:
+        tile_v: columns of V of a CTA of the chains; None takes those of the least time.
+    """
     found = gradient_maps(sequences, pieces, heads, V, sm_count, warm_log_bound)
-    _, chains = both_chains(pieces, heads, V, sm_count)
+    if tile_v is None:
+        _, chains = both_chains(pieces, heads, V, sm_count)
+    else:
+        chains = chains_of_width(pieces, tile_v, heads, V, sm_count)
     return AROUND_BACKWARD + found + folds(sequences, pieces) + chains
 
 

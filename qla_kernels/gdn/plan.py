@@ -48,6 +48,11 @@ class Plan(NamedTuple):
     warm_log_bound: float = -math.inf  # the caller's; or -inf: all heads are folded, none searched
 
     @property
+    def solves(self) -> bool:
+        """True if no kernel is given an A."""
+        return self.kernel.solves
+
+    @property
     def grows(self) -> bool:
         """True if kkt_solve has to sum what keys add to the bound, which costs it 7 % more time.
 
@@ -73,12 +78,18 @@ def sequence_chunks(
     if lengths is None:
         mean = -(-num_tokens // (max(num_sequences, 1) * CHUNK))
         return ((mean, num_sequences),) if num_sequences else ()
-    return tuple(sorted(Counter(_rounded(-(-length // CHUNK)) for length in lengths).items()))
+    return tuple(sorted(Counter(rounded(-(-length // CHUNK)) for length in lengths).items()))
 
 
-def _rounded(chunks: int) -> int:
+def rounded(chunks: int) -> int:
+    """Returns a number rounded to four binary digits."""
     unit = 1 << max(0, chunks.bit_length() - 4)
     return (chunks + unit // 2) // unit * unit
+
+
+def num_segments(sequences: Lengths, most: int) -> int:
+    """Returns how many segments of at most `most` chunks there are."""
+    return sum(max(1, -(-chunks // most)) * count for chunks, count in sequences)
 
 
 def cut_lengths(sequences: Lengths, most: int) -> Lengths:
@@ -112,24 +123,11 @@ def forward(
         mapped: other ranks need this rank's maps, so the plan has segments in any case, be it one
             per sequence.
     """
+    shape = sequences, num_value_heads, K, V, sm_count
     kernels = [kernel for kernel in STEP if V % kernel.tile_v == 0]
-    solving = durations.solve(sequences, num_value_heads, sm_count)
 
     def duration(plan: Plan) -> float:
-        ctas, step = num_value_heads * V // plan.kernel.tile_v, STEP[plan.kernel]
-        before, pieces = 0.0 if plan.kernel.solves else solving, sequences
-        if plan.segment_chunks is not None:
-            pieces = cut_lengths(sequences, plan.segment_chunks)
-            shape = sequences, pieces, num_value_heads, K, V, sm_count
-            before += CUT[plan.kernel.solves] + durations.folds(sequences, pieces)
-            before += durations.maps(
-                *shape, plan.warm_log_bound, plan.kernel.solves, not plan.grows
-            )
-            if plan.grows:
-                before += GROWTH * num_value_heads * durations.total(sequences) / sm_count
-            if ctas * sum(count for _, count in pieces) <= BUSY * sm_count:
-                step *= QUIET
-        return before + durations.chain(pieces, step, ctas, sm_count)
+        return forward_time(plan, *shape)
 
     whole = min((Plan(kernel, None) for kernel in kernels), key=duration)
     bounds = dict.fromkeys((warm_log_bound, -math.inf))  # once, if they are the same
@@ -145,8 +143,33 @@ def forward(
         cut += [Plan(kernel, max(1, longest), bound) for kernel in kernels for bound in bounds]
         return min(cut, key=duration)
     best = min(cut, key=duration, default=whole)
+    return best if duration(best) < GAIN * whole_time(duration(whole)) else whole
+
+
+def forward_time(
+    plan: Plan, sequences: Lengths, num_value_heads: int, K: int, V: int, sm_count: int
+) -> float:
+    """Returns the time of a forward by the model; `whole_time` corrects that of whole sequences."""
+    ctas, step = num_value_heads * V // plan.kernel.tile_v, STEP[plan.kernel]
+    before, pieces = 0.0, sequences
+    if not plan.kernel.solves:
+        before = durations.solve(sequences, num_value_heads, sm_count)
+    if plan.segment_chunks is not None:
+        pieces = cut_lengths(sequences, plan.segment_chunks)
+        shape = sequences, pieces, num_value_heads, K, V, sm_count
+        before += CUT[plan.kernel.solves] + durations.folds(sequences, pieces)
+        before += durations.maps(*shape, plan.warm_log_bound, plan.kernel.solves, not plan.grows)
+        if plan.grows:
+            before += GROWTH * num_value_heads * durations.total(sequences) / sm_count
+        if ctas * sum(count for _, count in pieces) <= BUSY * sm_count:
+            step *= QUIET
+    return before + durations.chain(pieces, step, ctas, sm_count)
+
+
+def whole_time(duration: float) -> float:
+    """Returns the measured time of a forward of whole sequences, from the model's."""
     share, more = UNCUT
-    return best if duration(best) < GAIN * (share * duration(whole) + more) else whole
+    return share * duration + more
 
 
 @functools.lru_cache(maxsize=4096)
@@ -235,14 +258,18 @@ def _spacings(sequences: Lengths, ctas: int, sm_count: int) -> set[int]:
     Segments with `ctas` CTAs each fit into a number of waves if their CTAs are at most that many
     times sm_count. Numbers that would leave all sequences whole are not returned.
     """
-
-    def segments(most: int) -> int:
-        return sum(max(1, -(-chunks // most)) * count for chunks, count in sequences)
-
     longest = max((chunks for chunks, _ in sequences), default=0)
-    room = [int(waves * sm_count) // ctas for waves in WAVES]
-    found = (
-        1 + bisect.bisect_left(range(1, longest), True, key=lambda most: segments(most) <= n)
-        for n in room
-    )
+    found = (spacing(sequences, int(waves * sm_count) // ctas) for waves in WAVES)
     return {most for most in found if most < longest}
+
+
+def spacing(sequences: Lengths, most_segments: int) -> int:
+    """Returns the fewest chunks per segment with which there are at most `most_segments`.
+
+    If there are more sequences than that, it is the number of chunks of the longest one.
+    """
+    longest = max((chunks for chunks, _ in sequences), default=0)
+    fits = range(1, longest)
+    return 1 + bisect.bisect_left(
+        fits, True, key=lambda most: num_segments(sequences, most) <= most_segments
+    )

@@ -18,7 +18,6 @@ from qla_kernels.selftest.cases import Cases, dtype_of, to
 from qla_kernels.selftest.compare import assert_close, relative_l2
 from qla_kernels.selftest.gdn_inputs import gates, keys
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.varlen import chunk_table
 
 # Errors are counted in units of what rounding the operands of every product costs by itself.
 RATIO = 1.2
@@ -188,36 +187,6 @@ def check_starts(x: SegmentedCall, got: Tensor, most: int) -> None:
         assert_close(f"head {head}", got[:, head], want[:, head], limit)
 
 
-def _segment_plan(variant: Any, given: tuple[list[int], int], device: str) -> None:
-    """Checks where sequences are cut, and the table of chunks that segment_plan writes, too."""
-    lengths, most = given
-    bounds_of_tokens = torch.tensor([0, *lengths]).cumsum(0).to(dtype_of(variant))
-    num_tokens = sum(lengths) + 5
-    g, cu_seqlens = to((torch.randn(1, num_tokens, 3), bounds_of_tokens), device)
-    table = room_for_chunks(num_tokens, cu_seqlens)
-    got = segments.cut(g, cu_seqlens, most, table=table)
-    want = chunk_table(num_tokens, bounds_of_tokens)
-    for name, a, b in zip(want._fields, table, want, strict=True):
-        assert torch.equal(a.cpu(), b), name
-    bounds: list[int] = []
-    starts_of: list[int] = []
-    ends_of: list[int] = []
-    first = [0]
-    for n, length in enumerate(lengths):
-        chunks = -(-length // CHUNK)
-        pieces = max(1, -(-chunks // most))
-        bounds += [int(bounds_of_tokens[n]) + i * chunks // pieces * CHUNK for i in range(pieces)]
-        starts_of += [n, *[-1] * (pieces - 1)]
-        ends_of += [*[-1] * (pieces - 1), n]
-        first.append(first[-1] + pieces)
-    rest = got.capacity + 1 - len(bounds)
-    assert rest >= 1, "capacity"
-    assert got.bounds.tolist() == bounds + [sum(lengths)] * rest, "bounds"
-    assert got.starts_of.tolist() == starts_of + [-1] * rest, "starts_of"
-    assert got.ends_of.tolist() == ends_of + [-1] * rest, "ends_of"
-    assert got.first_segment.tolist() == first, "first_segment"
-
-
 def _segment_map(variant: Any, given: tuple[Any, ...], device: str) -> None:
     """Checks the states that enter segments, folded by one of segment_scan's two variants."""
     (lengths, most, V, h0, columns), limit = given
@@ -229,15 +198,6 @@ def _segment_map(variant: Any, given: tuple[Any, ...], device: str) -> None:
 
 
 CASES = (
-    Cases(
-        ("gdn.segment_plan",),
-        _segment_plan,
-        [
-            (lengths, most)
-            for lengths in ([64], [0, 65, 0, 1, 1300, 0], [0, 0], [5000, 576], [1] * 1500)
-            for most in (1, 3)
-        ],
-    ),
     Cases(
         ("gdn.segment_map", "gdn.segment_scan"),
         _segment_map,

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from qla_kernels import chunk_gated_delta_rule
+from qla_kernels.gdn import bands
 from qla_kernels.gdn.launch import chains as launch_chains
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from qla_kernels.selftest.gdn_segment_plan import sequence_chunks_of
 from qla_kernels.selftest.gdn_segments import (
     GIVEN,
     SOLVING,
@@ -168,6 +170,45 @@ def test_a_graph_follows_new_lengths_without_a_sync():
         num = int(cut.first_segment[-1])
         assert torch.equal(starts[:num], want[:num])
         assert starts[:num].isfinite().all()
+
+
+@pytest.mark.parametrize("heads", [(2, 8), (4, 16), (8, 32)], ids=str)
+def test_a_graph_takes_the_path_of_lengths_that_the_device_alone_knows(heads):
+    """Of each new batch, with the bits of a call; known lengths give nearly the same."""
+    alike = [4096] * 8
+    x = on_gpu(alike, heads=heads, padding=0)
+    x["g"] *= torch.linspace(0, 0.1, heads[1], device=GPU)
+    weights = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+    paths = bands.forward((8, sum(alike)), heads[1], 128, 128, 132)
+
+    def both(**known: Tensor) -> list[Tensor]:
+        inputs = leaves({**x, **known})
+        outputs = chunk_gated_delta_rule(**inputs, output_final_state=True)
+        wanted = [y for y in inputs.values() if torch.is_tensor(y) and y.requires_grad]
+        return [y.detach() for y in outputs] + list(torch.autograd.grad(outputs, wanted, weights))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        replayed = both()
+    taken = set()
+    ragged = [200, 10000, 6, 4000, 128, 8000, 2, 10432]
+    for lengths in (alike, ragged, [30000, *[396] * 6, 392], alike):
+        taken.add(bands.row_of(paths.rows, sequence_chunks_of(lengths)))
+        x["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0))
+        for y in replayed:
+            y.fill_(torch.nan)
+        graph.replay()
+        for got, want in zip(replayed, both(), strict=True):
+            assert torch.equal(got, want)
+        known = both(cu_seqlens_cpu=x["cu_seqlens"].cpu())
+        for i, (got, want) in enumerate(zip(replayed, known, strict=True)):
+            assert_close(f"result {i}", got, want, 1e-2)
+    assert len(taken) > 1
 
 
 @pytest.mark.parametrize("options", [{}, {"exact": True}], ids=str)

@@ -93,12 +93,16 @@ def test_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("ends", [[5, 2100, 2990], [9000, 9100, 20000, 20064, 30000, 32000, 32768]])
 @torch.no_grad()
-def test_packed_forward(dtype: torch.dtype, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = gdn(3000)
-    bounds = torch.tensor([0, 5, 2100, 2990], dtype=dtype)
+def test_packed_forward(
+    dtype: torch.dtype, known: bool, ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the second batch the device decides on one of two streams, unless lengths are known."""
+    x = gdn(ends[-1] + 10)
+    bounds = torch.tensor([0, *ends], dtype=dtype)
     packed = {"cu_seqlens": bounds.cuda(), "cu_seqlens_cpu": bounds if known else None}
-    h0 = torch.randn(3, 8, 128, 128, device="cuda")
+    h0 = torch.randn(len(ends), 8, 128, 128, device="cuda")
     same_bits(
         lambda: chunk_gated_delta_rule(
             *x, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True, **packed

@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from qla_kernels.gdn import bands
+from qla_kernels.gdn.bands import Band, Bands
+from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
-from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
+from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
+from qla_kernels.selftest.gdn_segment_plan import sequence_chunks_of
 from qla_kernels.selftest.gdn_segments import (
     FP32,
     GIVEN,
@@ -216,3 +220,39 @@ def test_strides_are_read_in_place():
     v_first = {"h0": x.h0.mT.contiguous().mT}
     for changed in ({"k": k, "v": v}, head_major, v_first):
         assert torch.equal(starts(x._replace(**changed), 2, WARM_LOG_BOUND), want)
+
+
+@pytest.mark.parametrize("lengths", [[330, 1, 0, 70], [100, 130]])
+@pytest.mark.parametrize("taken", ["segments", "whole"])
+@pytest.mark.parametrize("h0", [True, False])
+def test_one_path_has_the_tokens_and_the_others_write_nothing(lengths, taken, h0):
+    """Bit for bit: the path that the longest sequence decides on gives what it gives alone."""
+    x = batch(lengths, h0=h0)
+    longest, other = -(-max(lengths) // 64), 2 if taken == "segments" else 4
+    first, second = (SOLVING, GIVEN) if taken == "segments" else (GIVEN, SOLVING)
+    segments_of = {GIVEN: 6, SOLVING: 0}
+    rows = ((0, first), (longest, second), (longest + other, first))
+    found = Bands(
+        tuple(Band(least, kernel, segments_of[kernel]) for least, kernel in rows),
+        GIVEN,
+        WARM_LOG_BOUND,
+    )
+
+    def outputs() -> launch.Outputs:
+        final = x.g.new_empty(len(lengths), x.v.shape[2], 128, 128)
+        saved = launch.SavedChunks.empty(x.q, x.g)
+        return launch.Outputs(torch.empty_like(x.v), final, saved)
+
+    got, want, scale = outputs(), outputs(), 128**-0.5
+    given = launch.FlatBatch(x.q, x.k, x.v, x.g, x.beta, x.h0, x.cu_seqlens)
+    kept = launch.forward_by_length(given, scale, found, got, saves=True)
+    most = bands.segment_chunks(sequence_chunks_of(lengths), 6)
+    alone = Plan(GIVEN, most, WARM_LOG_BOUND) if taken == "segments" else Plan(SOLVING, None)
+    launch.forward_batch(given, scale, alone, want)
+    assert kept is None
+    assert torch.equal(got.o, want.o)
+    assert torch.equal(got.ht, want.ht)
+    live = slice(0, x.bounds[-1])
+    for a, b in zip(got.saved, want.saved, strict=True):
+        assert torch.equal(a[:, live].nan_to_num(7), b[:, live].nan_to_num(7))
+    check(x, CutResults(got.o, got.ht, x.cu_seqlens, got.ht))

@@ -16,7 +16,8 @@ Steps (numbers appear again in the code); a CTA owns one chunk and 32 value head
 Bounded by memory, and small: 8 bytes in and 16 out per token and value head. Why this shape: g is
 stored token by token, so a kernel that reads 64 tokens of one head reads a 32-byte sector for each
 4 bytes. This kernel uses whole sectors, and transposes on chip. Chunks come from a table that a
-kernel of this package made, so they lie inside the tensors: see tables.py.
+kernel of this package made, so they lie inside the tensors: see tables.py. The grid has room for
+all chunks that the table has room for; CTAs of no chunk end at once.
 """
 
 from typing import NamedTuple
@@ -90,40 +91,41 @@ def build(variant: Variant):
             head = tile * GATE_HEADS + lane
             await_previous()
             tok0, rows = chunks[chunk, 0], chunks[chunk, 1]
-            for i in T.unroll(GATE_BLOCK):  # 1
-                gamma[i] = 0
-                b[i] = 0
-                if (warp * GATE_BLOCK + i < rows) & (head < num_heads):
-                    gamma[i] = T.max(g[tok0 + warp * GATE_BLOCK + i, head] * LOG2E, GATE_FLOOR)
-                    b[i] = T.cast(beta[tok0 + warp * GATE_BLOCK + i, head], "float32")
-            for i in T.unroll(1, GATE_BLOCK):  # 2
-                gamma[i] += gamma[i - 1]
-            s_total[warp, lane] = gamma[GATE_BLOCK - 1]
-            T.sync_threads()
-            before = 0
-            for w in T.unroll(CHUNK // GATE_BLOCK - 1):
-                if w < warp:
-                    before += s_total[w, lane]
-            for i in T.unroll(GATE_BLOCK):  # 3
-                s_rows[lane, DECAY_TO_BLOCK_END * CHUNK + warp * GATE_BLOCK + i] = T.exp2(
-                    gamma[GATE_BLOCK - 1] - gamma[i]
-                )
-                gamma[i] += before
-                s_rows[lane, GAMMA * CHUNK + warp * GATE_BLOCK + i] = gamma[i]
-                s_rows[lane, BETA * CHUNK + warp * GATE_BLOCK + i] = b[i]
-                if (warp * GATE_BLOCK + i < rows) & (head < num_heads):
-                    g_cum[tok0 + warp * GATE_BLOCK + i, head] = gamma[i] * LN2
-                    if widens:
-                        wide_beta[tok0 + warp * GATE_BLOCK + i, head] = b[i]
-            T.sync_threads()
-            for i in T.serial(
-                T.ceildiv(T.min(GATE_HEADS, num_heads - tile * GATE_HEADS), CHUNK // GATE_BLOCK)
-            ):
-                row = i * (CHUNK // GATE_BLOCK) + warp
-                if tile * GATE_HEADS + row < num_heads:
-                    for j in T.unroll(3 * CHUNK // 32):
-                        gates[chunk, tile * GATE_HEADS + row, j // 2, j % 2 * 32 + lane] = s_rows[
-                            row, j * 32 + lane
-                        ]
+            if rows > 0:  # otherwise there is no such chunk
+                for i in T.unroll(GATE_BLOCK):  # 1
+                    gamma[i] = 0
+                    b[i] = 0
+                    if (warp * GATE_BLOCK + i < rows) & (head < num_heads):
+                        gamma[i] = T.max(g[tok0 + warp * GATE_BLOCK + i, head] * LOG2E, GATE_FLOOR)
+                        b[i] = T.cast(beta[tok0 + warp * GATE_BLOCK + i, head], "float32")
+                for i in T.unroll(1, GATE_BLOCK):  # 2
+                    gamma[i] += gamma[i - 1]
+                s_total[warp, lane] = gamma[GATE_BLOCK - 1]
+                T.sync_threads()
+                before = 0
+                for w in T.unroll(CHUNK // GATE_BLOCK - 1):
+                    if w < warp:
+                        before += s_total[w, lane]
+                for i in T.unroll(GATE_BLOCK):  # 3
+                    s_rows[lane, DECAY_TO_BLOCK_END * CHUNK + warp * GATE_BLOCK + i] = T.exp2(
+                        gamma[GATE_BLOCK - 1] - gamma[i]
+                    )
+                    gamma[i] += before
+                    s_rows[lane, GAMMA * CHUNK + warp * GATE_BLOCK + i] = gamma[i]
+                    s_rows[lane, BETA * CHUNK + warp * GATE_BLOCK + i] = b[i]
+                    if (warp * GATE_BLOCK + i < rows) & (head < num_heads):
+                        g_cum[tok0 + warp * GATE_BLOCK + i, head] = gamma[i] * LN2
+                        if widens:
+                            wide_beta[tok0 + warp * GATE_BLOCK + i, head] = b[i]
+                T.sync_threads()
+                for i in T.serial(
+                    T.ceildiv(T.min(GATE_HEADS, num_heads - tile * GATE_HEADS), CHUNK // GATE_BLOCK)
+                ):
+                    row = i * (CHUNK // GATE_BLOCK) + warp
+                    if tile * GATE_HEADS + row < num_heads:
+                        for j in T.unroll(3 * CHUNK // 32):
+                            gates[chunk, tile * GATE_HEADS + row, j // 2, j % 2 * 32 + lane] = (
+                                s_rows[row, j * 32 + lane]
+                            )
 
     return gate

@@ -36,9 +36,11 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
         parts = flat_parts(q, k, v) or [slice(0, 0)]
         x, dh0 = _inputs(call, saved, incoming, options, flat=len(parts) == 1)
         dv, others = v.new_empty(v.shape), None
+        known = call.cu_seqlens is None or call.cu_seqlens_cpu is not None
         for rows in parts:
             part, (dv_b,) = x.of_part(rows), of_part(rows, dv)
-            states = states_around(part, dv_b, options, call.cu_seqlens_cpu, saved.cp_cache)
+            lengths = call.cu_seqlens_cpu
+            states = states_around(part, dv_b, options, lengths, saved.cp_cache, known)
             if others is None:  # allocated only now, when temporaries of states_around are free
                 others = tuple(t.new_empty(t.shape) for t in (q, k, x.g_cum, x.g_cum))
             dq_b, dk_b, *gates_b = of_part(rows, *others)

@@ -155,6 +155,7 @@ def fused_fwd(
     ends_of: Tensor | None = None,
     equal_lengths: bool = False,
     starts_of: Tensor | None = None,
+    early: bool = True,
 ) -> None:
     """Runs the chain over each sequence's chunks: writes o and, where given, ht and saved.
 
@@ -168,14 +169,14 @@ def fused_fwd(
         saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64]. If the plan solves, they are written for
             the backward, or not at all if None. Otherwise they are read and come from kkt_solve.
         plan: the kernel to run.
-        ends_of: given if the sequences are segments: the sequence that each segment ends, or -1. It
-            also promises that segment_scan, which writes h0, is the launch right before this one,
-            and that all other inputs were complete before segment_scan began: the kernel reads them
-            early. See tile/dependent.py.
+        ends_of: given if the sequences are segments: the sequence that each segment ends, or -1.
         equal_lengths: the sequences are known to have one length, or nearly one.
         starts_of: given if the sequences are nodes of a tree, whose spans [N, 2] `cu_seqlens` then
             holds: the row of h0 from which each node starts, or -1 for zeros. `ends_of` is the row
             of ht to which it writes, or -1. Rows of o at no node are not written.
+        early: if ends_of is given and starts_of is not, this promises that segment_scan, which
+            writes h0, is the launch right before this one, and that all other inputs were complete
+            before segment_scan began: the kernel reads them early. See tile/dependent.py.
     """
     B, T, HV, V = v.shape
     K = q.shape[-1]
@@ -217,5 +218,5 @@ def fused_fwd(
         int(saved is not None),
         int(is_16),
         heuristics.ctas(items, equal_lengths, device.sm_count(q.device)),
-        int(ends_of is not None and starts_of is None),
+        int(early and ends_of is not None and starts_of is None),
     )

@@ -1,6 +1,7 @@
 """The forward on a GPU, in order: allocates, chooses variants, launches; reads nothing back.
 
-`forward_batch` is the order of the kernels, for a whole batch and for a rank's part of one.
+`forward_batch` is the order of the kernels, for a whole batch and for a rank's part of one;
+`forward_by_length` is that of a batch whose lengths the device alone knows.
 """
 
 from collections.abc import Callable
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
+from qla_kernels.gdn import bands as gdn_bands
 from qla_kernels.gdn import heuristics, ops
 from qla_kernels.gdn import plan as gdn_plan
+from qla_kernels.gdn.bands import Bands
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.launch import activations, segments
 from qla_kernels.gdn.launch.backward import gdn_bwd, l2norm_bwd
 from qla_kernels.gdn.launch.chains import public_states
 from qla_kernels.gdn.launch.chunks import fused_fwd, gate, kkt_solve, l2norm_fwd
-from qla_kernels.gdn.launch.segments import Maps, Segments
+from qla_kernels.gdn.launch.segments import Maps, Segments, Whole
 from qla_kernels.gdn.launch.tensors import (
     WHOLE,
     flat_parts,
@@ -33,6 +36,7 @@ from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import require_aligned
 from qla_kernels.tile.constants import CHUNK
+from qla_kernels.varlen import ChunkTable
 
 __all__ = ["fused_fwd", "gate", "gdn_bwd", "gdn_fwd", "kkt_solve", "l2norm_bwd", "l2norm_fwd"]
 
@@ -86,11 +90,14 @@ def gdn_fwd(call: Call, options: Options) -> GdnForward:
     with device.of(call.q):
         plan, equal_lengths = _planned(call, options)
         x = _activated(call, options)
-        final_state, out = _room(call, options, plan, x)
+        final_state, out = _room(call, options, plan.solves, x)
         parts, found = flat_parts(x.q, x.k, x.v), None
         for rows in parts:
-            part = x.of_part(rows), call.scale, plan, out.of_part(rows)
-            found = forward_batch(*part, equal_lengths)
+            part, out_b = x.of_part(rows), out.of_part(rows)
+            if isinstance(plan, Bands):
+                found = forward_by_length(part, call.scale, plan, out_b, options.is_train)
+            else:
+                found = forward_batch(part, call.scale, plan, out_b, equal_lengths)
         h, cp_cache = None, list[Tensor]()
         if options.output_h:
             assert out.saved is not None, "_room made it"
@@ -110,6 +117,7 @@ def forward_batch(
     equal_lengths: bool = False,
     open_ends: tuple[bool, bool] = (False, False),
     exchange: Callable[[Maps, Segments], Tensor | None] | None = None,
+    made: tuple[Segments, ChunkTable | None] | None = None,
 ) -> tuple[Segments, Maps] | None:
     """Launches the forward of one batch.
 
@@ -128,6 +136,8 @@ def forward_batch(
         open_ends: whether the first sequence begins, and the last one ends, on another rank.
         exchange: called with the maps and the segments; returns the state [HV, V, K] that enters
             at an open start, or None.
+        made: segments to take instead of those of the plan, and the chunk table if the plan's
+            kernel does not solve.
 
     Returns:
         The segments and their maps, whose `left` then holds the start states; None if nothing was
@@ -135,7 +145,9 @@ def forward_batch(
     """
     q, k, v, g, beta, h0, bounds = x
     cut = table = A = growth = None
-    if plan.segment_chunks is not None:
+    if made is not None:
+        cut, table = made
+    elif plan.segment_chunks is not None:
         if not plan.kernel.solves:  # segment_plan writes the chunk table, too
             table = room_for_chunks(g.shape[0] * g.shape[1], bounds)
         cut = segments.cut(g, bounds, plan.segment_chunks, *open_ends, table)
@@ -157,17 +169,67 @@ def forward_batch(
     return cut, found
 
 
-def _planned(call: Call, options: Options) -> tuple[Plan, bool]:
+def forward_by_length(
+    x: FlatBatch, scale: float, bands: Bands, out: Outputs, saves: bool
+) -> tuple[Segments, Maps] | None:
+    """Launches the forward of a batch whose lengths the device alone knows: `gdn/bands.py`.
+
+        segment_plan         finds the longest sequence; fills the tables of the path to take
+        one stream           the path of segments: the kernels of `forward_batch`
+        the caller's stream  fused_fwd over whole sequences, for each kernel of another path
+
+    One of the paths has tokens. The others run beside it and write no results.
+
+    Args:
+        saves: `out.saved` is for a backward; otherwise only kernels that do not solve need it.
+
+    Returns:
+        As `forward_batch`, where segments are the only path, else None.
+    """
+    table, kernels, num_tokens = None, bands.whole, x.g.shape[0] * x.g.shape[1]
+    if bands.segmented is not None and not bands.segmented.solves:
+        table = room_for_chunks(num_tokens, x.bounds)
+    shape = len(kernels), len(x.bounds)
+    whole = Whole(*(x.bounds.new_empty(shape, dtype=torch.int32) for _ in Whole._fields))
+    cut = segments.cut(x.g, x.bounds, 0, table=table, bands=bands.rows, whole=whole)
+
+    def over_segments() -> tuple[Segments, Maps] | None:
+        if bands.segmented is None:
+            return None
+        plan = Plan(bands.segmented, None, bands.warm_log_bound)
+        return forward_batch(x, scale, plan, out, made=(cut, table))
+
+    if not kernels:
+        return over_segments()
+    with device.fork(x.q) as aside:
+        with aside:
+            over_segments()
+        for i, kernel in enumerate(kernels):
+            fused_fwd(
+                x.q, x.k, x.v, x.g, x.beta, scale, x.h0, whole.bounds[i], out.o, out.ht,
+                out.saved if saves else None, kernel, whole.ends_of[i], early=False,
+            )  # fmt: skip
+    return None
+
+
+def _planned(call: Call, options: Options) -> tuple[Plan | Bands, bool]:
     """Returns the plan, and whether whole sequences are known to have one length, or nearly so.
 
-    Without auto_cp, the plan is one whose results do not depend on the batch.
+    Without auto_cp, the plan is one whose results do not depend on the batch. If the device alone
+    knows the lengths, there may be several plans.
     """
     if not options.auto_cp:
         return Plan(heuristics.BATCH_INVARIANT, None), False
-    chunks, *shape = plan_shape(call)
+    chunks, HV, K, V, sm_count = plan_shape(call)
+    shape = HV, K, V, sm_count
+    if call.cu_seqlens is not None and call.cu_seqlens_cpu is None:
+        batch = call.num_sequences, call.q.shape[0] * call.q.shape[1]
+        found = gdn_bands.forward(batch, *shape, options.warm_log_bound)
+        first = found.bands[0]
+        single = len(found.bands) == 1 and not first.segments
+        return Plan(first.kernel, None) if single else found, False
     plan = gdn_plan.forward(chunks, *shape, options.warm_log_bound)
-    known = call.cu_seqlens is None or call.cu_seqlens_cpu is not None
-    return plan, known and len(chunks) == 1 and plan.segment_chunks is None
+    return plan, len(chunks) == 1 and plan.segment_chunks is None
 
 
 def _activated(call: Call, options: Options) -> FlatBatch:
@@ -180,8 +242,13 @@ def _activated(call: Call, options: Options) -> FlatBatch:
     return FlatBatch(call.q, call.k, call.v, g, beta, h0, sequence_bounds(g, call.cu_seqlens))
 
 
-def _room(call: Call, options: Options, plan: Plan, x: FlatBatch) -> tuple[Tensor | None, Outputs]:
-    """Returns uninitialised results: final states in the caller's layout, and all as written."""
+def _room(
+    call: Call, options: Options, solves: bool, x: FlatBatch
+) -> tuple[Tensor | None, Outputs]:
+    """Returns uninitialised results: final states in the caller's layout, and all as written.
+
+    solves: no kernel is given an A.
+    """
     final_state = saved = None
     if options.output_final_state and call.initial_state is not None:
         final_state = fresh_like(call.initial_state, torch.float32)
@@ -189,7 +256,7 @@ def _room(call: Call, options: Options, plan: Plan, x: FlatBatch) -> tuple[Tenso
         size = options.state_size(call.q.shape[-1], call.v.shape[-1])
         shape = call.num_sequences, call.v.shape[2], *size
         final_state = call.v.new_empty(shape, dtype=torch.float32)
-    if options.is_train or options.output_h or not plan.kernel.solves:
+    if options.is_train or options.output_h or not solves:
         saved = SavedChunks.empty(call.q, x.g)
     ht = key_first(final_state, options.state_v_first)
     return final_state, Outputs(fresh_like(call.v), ht, saved)

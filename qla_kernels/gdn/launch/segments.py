@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
+from qla_kernels.device_tables import kept, numbers
 from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.kernels import segment_map as segment_map_kernel
 from qla_kernels.gdn.kernels import segment_map_bwd as segment_map_bwd_kernel
@@ -27,6 +28,8 @@ from qla_kernels.gdn.plan import capacity
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
+
+Rows = tuple[tuple[int, int, int], ...]
 
 
 class Segments(NamedTuple):
@@ -44,6 +47,13 @@ class Segments(NamedTuple):
     @property
     def capacity(self) -> int:
         return self.bounds.shape[0] - 1
+
+
+class Whole(NamedTuple):
+    """Tables of whole sequences for the kernels of several paths, of which one has tokens."""
+
+    bounds: Tensor  # [paths, N + 1] int32: cu_seqlens for the path that is taken, else all T
+    ends_of: Tensor  # [paths, N + 1] int32: n for sequence n of the path that is taken, else -1
 
 
 class Maps(NamedTuple):
@@ -75,23 +85,32 @@ def cut(
     open_start: bool = False,
     open_end: bool = False,
     table: ChunkTable | None = None,
+    bands: Rows | None = None,
+    whole: Whole | None = None,
 ) -> Segments:
     """Cuts sequences of more than `segment_chunks` chunks into segments of nearly equal length.
 
     Args:
         g: [B, T, HV] fp32, gates or their sums within chunks; samples of it decide the order of
             heads.
-        segment_chunks: the most chunks of a segment.
+        segment_chunks: the most chunks of a segment; not used if there are bands.
         open_start, open_end: the first sequence began, or the last one continues, on another rank.
         table: if given, the chunks of the sequences are written to it by the same launch.
+        bands: rows (least, path, segments), of which the longest sequence decides: segment_plan.
+        whole: if given, written by the same launch.
 
     Returns:
         The tables, filled by one launch.
     """
     (B, T, HV), N = g.shape, cu_seqlens.shape[0] - 1
-    rows = capacity(B * T, N, segment_chunks) + open_start + open_end + 1
+    if bands is None:
+        most = capacity(B * T, N, segment_chunks)
+    else:
+        most = max(N, *(segments for _, _, segments in bands))
+    rows = most + open_start + open_end + 1
     sizes = (rows, rows, rows, N + 1, HV)
     segments = Segments(*(cu_seqlens.new_empty(n, dtype=torch.int32) for n in sizes))
+    first = segments.first_segment
     variant = segment_plan_kernel.Variant(dtype_name(cu_seqlens.dtype))
     jit.compile(segment_plan_kernel, variant)(
         cu_seqlens.contiguous(),
@@ -102,12 +121,19 @@ def cut(
         g.view(B * T, HV),
         g.new_empty(HV),
         segments.heads,
-        *(table or no_chunks(segments.first_segment)),
+        *(table or no_chunks(first)),
+        first.as_strided((0, 3), (3, 1)) if bands is None else _rows_of(cu_seqlens.device, bands),
+        *(whole or Whole(*[first.as_strided((0, N + 1), (N + 1, 1))] * 2)),
         segment_chunks,
         int(open_start),
         int(open_end),
     )
     return segments
+
+
+@kept(256)
+def _rows_of(on: torch.device, rows: Rows) -> Tensor:
+    return numbers(rows, on)
 
 
 def maps(

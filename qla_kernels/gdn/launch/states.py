@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
+from qla_kernels.gdn import bands as gdn_bands
 from qla_kernels.gdn import durations
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Options
@@ -67,15 +68,17 @@ def states_around(
     options: Options,
     cu_seqlens_cpu: Tensor | None,
     cp_cache: list[Tensor],
+    known: bool = True,
 ) -> ChainStates | None:
     """Runs the chains over whole sequences or over segments; None where there is no chunk.
 
     Segments are those of the forward's cache, where that takes less time than whole sequences; if
-    there is no cache, the plan decides. Writes x.dh0 if given.
+    there is no cache, the plan decides, or the bands do. Writes x.dh0 if given.
 
     Args:
         dv: as in `chains`.
         cp_cache: the forward's cache; may be empty.
+        known: False if the device alone knows the lengths of the sequences.
     """
     B, T, HV, V = dv.shape
     if not dv.numel() or len(x.bounds) == 1:  # no token, or none that a sequence owns
@@ -86,6 +89,12 @@ def states_around(
     N, shape = len(x.bounds) - 1, (HV, V, device.sm_count(dv.device))
     sequences = chunks_of(N, B * T, cu_seqlens_cpu)
     kept, most = segments.of_cache(cp_cache), None
+    if kept is None and options.auto_cp and not known:
+        found = gdn_bands.backward((N, B * T), HV, x.k.shape[-1], *shape[1:], bound)
+        if not found.bands:
+            return chains(x, dv, found.tile_v)
+        cut = segments.cut(x.g_cum, x.bounds, 0, bands=found.rows)
+        return segmented_chains(x, dv, cut, None, bound, found.tile_v)
     if kept is not None:
         most = max(1, B * T // CHUNK // max(1, kept[0].capacity - N))  # as `capacity` counts
         if options.auto_cp and not gdn_plan.kept_is_faster(sequences, *shape, most, bound):
@@ -96,8 +105,8 @@ def states_around(
     tile_v, _ = durations.both_chains(pieces, *shape)
     if most is None:
         return chains(x, dv, tile_v)
-    cut, found = kept or (segments.cut(x.g_cum, x.bounds, most), None)
-    return segmented_chains(x, dv, cut, found, bound, tile_v)
+    cut, maps = kept or (segments.cut(x.g_cum, x.bounds, most), None)
+    return segmented_chains(x, dv, cut, maps, bound, tile_v)
 
 
 def chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStates:

@@ -1,0 +1,175 @@
+"""Plans for lengths that the device alone knows: decided from numbers, close to known lengths."""
+
+import random
+import statistics
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from qla_kernels import device
+from qla_kernels.gdn import bands, durations, heuristics, plan
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.durations import Lengths
+from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
+from qla_kernels.tile.constants import CHUNK
+
+SMS = 132
+HEADS = [8, 16, 32, 48, 64]
+ROWS = [[24576, 8192], [16384, 8192, 4096, 4096], [1024] * 8, [8192] * 4, [32768]]
+
+
+def sequences(lengths: list[int]) -> Lengths:
+    return tuple(sorted(Counter(-(-length // CHUNK) for length in lengths).items()))
+
+
+def broken(count: int, seed: int, tokens: int = 32768) -> list[int]:
+    """Returns the lengths of `count` parts of a line that is broken at random."""
+    cuts = sorted(random.Random(seed).sample(range(1, tokens), count - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)]
+
+
+def forward(lengths: list[int], heads: int, **options) -> bands.Bands:
+    return bands.forward((len(lengths), sum(lengths)), heads, 128, 128, SMS, **options)
+
+
+def time_of(chosen: Plan, lengths: list[int], heads: int) -> float:
+    time = plan.forward_time(chosen, sequences(lengths), heads, 128, 128, SMS)
+    return plan.whole_time(time) if chosen.segment_chunks is None else time
+
+
+def over_known(lengths: list[int], heads: int) -> float:
+    """Returns the model's time of the path that is taken over that of a plan for known lengths."""
+    found, chunks = forward(lengths, heads), sequences(lengths)
+    band = found.bands[found.rows.index(bands.row_of(found.rows, chunks))]
+    most = bands.segment_chunks(chunks, band.segments) if band.segments else None
+    taken = Plan(band.kernel, most, found.warm_log_bound)
+    known = plan.forward(plan.sequence_chunks(0, 0, lengths), heads, 128, 128, SMS)
+    return time_of(taken, lengths, heads) / time_of(known, lengths, heads)
+
+
+@pytest.mark.parametrize("most_segments", [1, 3, 8, 16, 33, 100, 5000])
+def test_sequences_are_cut_as_finely_as_the_number_of_segments_allows(most_segments):
+    draw = random.Random(most_segments)
+    for _ in range(50):
+        count = draw.randrange(1, 40)
+        lengths = [draw.choice([0, 1, 64, 65, draw.randrange(65536)]) for _ in range(count)]
+        chunks = sequences(lengths)
+        most = bands.segment_chunks(chunks, most_segments)
+        pieces = plan.num_segments(chunks, most)
+        if count > most_segments:
+            assert pieces == count
+        else:
+            assert most == plan.spacing(chunks, most_segments)
+            assert pieces <= most_segments
+            assert most == 1 or plan.num_segments(chunks, most - 1) > most_segments
+
+
+def test_a_sequence_of_very_many_chunks_is_cut_nearly_as_finely():
+    chunks = ((20_001, 1), (5, 3))
+    for most_segments in (5, 16, 130):
+        most, least = (f(chunks, most_segments) for f in (bands.segment_chunks, plan.spacing))
+        assert least <= most <= least + 20_001 / 1024 + 2
+        assert plan.num_segments(chunks, most) <= most_segments
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", [*ROWS, broken(16, 1), broken(64, 1), [1], [0, 0], []], ids=str)
+@pytest.mark.parametrize("bound", [WARM_LOG_BOUND, EXACT_LOG_BOUND])
+def test_bands_are_a_table_that_segment_plan_can_read(lengths, heads, bound):
+    found = forward(lengths, heads, warm_log_bound=bound)
+    least = [band.least for band in found.bands]
+    assert least == sorted({*least})
+    assert least[0] == 0
+    paths = [path for _, path, _ in found.rows]
+    assert len({*paths}) <= bands.MOST_PATHS
+    assert {*paths} - {0} == {*range(1, len(found.whole) + 1)}
+    for (_, path, segments), band in zip(found.rows, found.bands, strict=True):
+        assert (path == 0) == (band.kernel == found.segmented)
+        assert path == 0 or (segments == 0 and band.kernel.solves)
+    assert found.warm_log_bound in (bound, float("-inf"))
+
+
+def test_batches_of_about_the_same_size_share_their_bands():
+    shape = 16, 128, 128, SMS
+    assert bands.forward((17, 272_000), *shape) is bands.forward((18, 272_900), *shape)
+    assert bands.forward((17, 272_000), *shape) != bands.forward((4, 272_000), *shape)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_short_sequences_have_one_path_and_need_no_table(heads):
+    """Another launch would take more than the 8 % that unknown lengths may cost."""
+    found = forward([1024] * 8, heads)
+    assert len(found.bands) == 1
+    assert found.segmented is None
+    assert over_known([1024] * 8, heads) == 1
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", ROWS, ids=str)
+def test_unknown_lengths_take_about_as_long_as_known_ones(lengths, heads):
+    assert over_known(lengths, heads) <= 1.05
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("count", [8, 16, 64])
+def test_random_lengths_take_about_as_long_as_known_ones(count, heads):
+    """By the model, without what the paths that are not taken take."""
+    lost = [over_known(broken(count, seed), heads) for seed in range(20)]
+    assert statistics.mean(lost) <= 1.08
+    assert max(lost) <= 1.6  # one sequence with more than half of all tokens
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_a_long_sequence_among_short_ones_is_cut_or_has_narrow_columns(heads):
+    """As if all were equally long it would take 1.5 to 5 times as long."""
+    lengths = [16384, *[2340] * 7]
+    alike = plan.forward(plan.sequence_chunks(8, sum(lengths)), heads, 128, 128, SMS)
+    known = plan.forward(plan.sequence_chunks(0, 0, lengths), heads, 128, 128, SMS)
+    assert time_of(alike, lengths, heads) > 1.4 * time_of(known, lengths, heads)
+    assert over_known(lengths, heads) < 1.1
+
+
+def backward_time(lengths: list[int], width: int, most: int | None, heads: int) -> float:
+    chunks, shape = sequences(lengths), (heads, 128, SMS)
+    rest = durations.chunk_grads(durations.total(chunks), heads, SMS)
+    if most is None:
+        return rest + durations.chains_of_width(chunks, width, *shape)
+    both = chunks, plan.cut_lengths(chunks, most)
+    maps = durations.maps(*both, heads, 128, *shape[1:], WARM_LOG_BOUND, False, True)
+    return rest + maps + durations.gradient_pieces(*both, *shape, WARM_LOG_BOUND, width)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", [*ROWS, *(broken(n, 3) for n in (8, 16, 64))], ids=str)
+def test_a_backward_of_unknown_lengths(lengths, heads):
+    """It has one path, which may be 128 columns where 64 were faster, or the other way round."""
+    found = bands.backward((len(lengths), sum(lengths)), heads, 128, 128, SMS)
+    chunks, batch = sequences(lengths), plan.sequence_chunks(0, 0, lengths)
+    segments = bands.row_of(found.rows, chunks)[2] if found.bands else 0
+    most = bands.segment_chunks(chunks, segments) if segments else None
+    known = plan.backward(batch, heads, 128, 128, SMS)
+    pieces = batch if known is None else plan.cut_lengths(batch, known)
+    width, _ = durations.both_chains(pieces, heads, 128, SMS)
+    taken = backward_time(lengths, found.tile_v, most, heads)
+    assert taken <= 1.2 * backward_time(lengths, width, known, heads)
+
+
+def test_only_lengths_that_the_host_does_not_know_are_planned_in_bands(monkeypatch):
+    monkeypatch.setattr(device, "sm_count", lambda _: SMS)
+    lengths = [4096] * 8
+    meta = partial(torch.empty, device="meta")
+    q, v, g = meta(1, 32768, 2, 128), meta(1, 32768, 8, 128), meta(1, 32768, 8)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    dense = Call(q, q, v, g, g, 1.0)
+    packed = dense._replace(cu_seqlens=ends.to("meta"))
+    known = packed._replace(cu_seqlens_cpu=ends)
+    assert launch._planned(packed, Options()) == (forward(lengths, 8), False)
+    alike = plan.forward(plan.sequence_chunks(0, 0, lengths), 8, 128, 128, SMS)
+    assert launch._planned(known, Options()) == (alike, True)
+    assert isinstance(launch._planned(dense, Options())[0], Plan)
+    for call in (packed, known, dense):
+        chosen, _ = launch._planned(call, Options(auto_cp=False))
+        assert chosen == Plan(heuristics.BATCH_INVARIANT, None)
