@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from ..attention.workloads import REQUIRED
 from ..harness.records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
+from ..hybrid.workloads import REQUIRED as REQUIRED_OF_BLOCKS
 
 SLOWER = "▼"
 UNFINISHED = ("fa4_calls",)  # parts of a result, for comparison: no rival that anyone can use
 TITLES = {
     "fwd": "Forward", "bwd": "Backward", "both": "Forward and backward", "decode": "Decoding",
-    "index": "Index", "layer": "Decoder layer",
+    "index": "Index", "layer": "Decoder layer", "block": "Block of four layers",
 }  # fmt: skip
 
 
@@ -117,7 +118,9 @@ def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
     for row, of_row in zip(rows, ratios, strict=True):
         cells = [_cell(run, row, name, names, ways) for name in names]
         subject = [row.heads, row.layout, row.what][: len(said)]
-        body.append([*subject, *cells, _both(of_row), _floor(row), _first_calls(row, ours)])
+        least = REQUIRED_OF_BLOCKS.get(row.layout, 1.0) if row.kind == "block" else 1.0
+        last = _both(of_row, least), _floor(row), _first_calls(row, ours)
+        body.append([*subject, *cells, *last])
         if dense[0]:
             body[-1].append(_both([dense_ratio(row, *w) for w in zip(dense, ways, strict=True)]))
     counts = [[r for r in of_way if r is not None] for of_way in zip(*ratios, strict=True)]
@@ -129,9 +132,9 @@ def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
     return markdown(header, body, left=len(said))
 
 
-def _both(ratios: Iterable[float | None]) -> str:
+def _both(ratios: Iterable[float | None], least: float = 1.0) -> str:
     """Of graphs and of eager calls."""
-    return " / ".join(map(marked, ratios))
+    return " / ".join(marked(ratio, least) for ratio in ratios)
 
 
 def _first_calls(row: Row, ours: Sequence[str]) -> str:
