@@ -152,6 +152,7 @@ REQUIRED = {
     **dict.fromkeys(("S6", "S7"), Required(1.2, apart=False)),
     "S8": Required(1.0, apart=False),
 }
+REQUIRED_WIDE = Required(1.0, apart=True)  # of all rows of the set `wide`
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ..attention.workloads import REQUIRED
+from ..attention.workloads import REQUIRED, REQUIRED_WIDE, WIDE, Required
 from ..harness.records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
 from ..hybrid.workloads import REQUIRED as REQUIRED_OF_BLOCKS
 
@@ -179,17 +179,25 @@ def steps(run: Run) -> str:
     rivals = [name for name in known if any(row.time_ms(name) for row in rows)]
     if not rivals:
         return ""
-    header = ["lengths"]
+    several = len({row.heads for row in rows}) > 1
+    header = ["heads", "lengths"] if several else ["lengths"]
+    left = len(header)
     for name in rivals:
         header += [f"{run.labels[name]}: forward", "backward", "sum"]
     body = []
     for pair in found:
-        required = REQUIRED.get(pair[0].layout)
+        required = _required(pair[0])
         said = required and f"{required.ratio} {'each' if required.apart else 'in sum'}"
         cells = [_step_cells(pair, name, name == "fa4_shared") for name in rivals]
-        body.append([pair[0].layout, *(c for three in cells for c in three), said or ""])
+        subject = [pair[0].heads, pair[0].layout][-left:]
+        body.append([*subject, *(c for three in cells for c in three), said or ""])
     title = "Forward, backward and their sum; time of flash-attn-4 / ours"
-    return "\n\n".join([title, markdown([*header, "required"], body)])
+    return "\n\n".join([title, markdown([*header, "required"], body, left)])
+
+
+def _required(row: Row) -> Required | None:
+    """Compared with flash-attn-4's three calls, which take head sizes of 256 as well."""
+    return REQUIRED_WIDE if f"-d{WIDE}" in row.name else REQUIRED.get(row.layout)
 
 
 def _step_cells(pair: tuple[Row, Row], rival: str, judged: bool) -> list[str]:
@@ -198,7 +206,7 @@ def _step_cells(pair: tuple[Row, Row], rival: str, judged: bool) -> list[str]:
     if not all((*ours, *theirs)):
         return ["–"] * 3
     each = together = 1.0
-    required = REQUIRED.get(pair[0].layout) if judged else None
+    required = _required(pair[0]) if judged else None
     if required is not None:
         each, together = (required.ratio, 1.0) if required.apart else (1.0, required.ratio)
     cells = [marked(b / a, each) for a, b in zip(ours, theirs, strict=True)]
