@@ -82,7 +82,7 @@ def passes(full: Replicas, most: int) -> list[slice]:
 
 
 def most_tokens(device: torch.device) -> int:
-    """Of one pass: both sides cut a batch that does not fit, as a training loop does."""
+    """Of a pass over whole sequences: they are cut where they do not fit. A packed tree fits."""
     if device.type != "cuda":
         return 1 << 62
     return int(SHARE * torch.cuda.get_device_properties(device).total_memory) // KEPT_BYTES
