@@ -131,7 +131,7 @@ def named(
         for i, (half, w) in enumerate(zip(workload.halves, inputs.weights, strict=True))
         for name in w._fields
     ]
-    found = {name: x.view(1, 1, 1, -1) for name, x in zip(names, of_weights, strict=True)}
+    found = {name: x.reshape(1, 1, 1, -1) for name, x in zip(names, of_weights, strict=True)}
     return {"y": y[None, :, None], "dx": dx[None, :, None], **found}
 
 
