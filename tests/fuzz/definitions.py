@@ -81,6 +81,30 @@ def gated_delta_rule(
     )
 
 
+def paths(sizes: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+    """The tokens before each node's first in its sequences, in order."""
+    starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    before: list[list[int]] = []
+    for parent in parents:
+        own = [] if parent < 0 else list(range(starts[parent], starts[parent + 1]))
+        before.append([] if parent < 0 else before[parent] + own)
+    return before
+
+
+def tree_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], parents: Sequence[int]
+) -> Tensor:
+    """z_t = b + sum_j w_j x of the j-th token before t on its path; x [T, C], weight [C, W]."""
+    z, start = [x[:0]], 0
+    for size, before in zip(sizes, paths(sizes, parents), strict=True):
+        for t in range(start, start + size):
+            path = [*before, *range(start, t + 1)][-weight.shape[1] :]
+            row = (weight[:, -len(path) :] * x[path].T).sum(1)
+            z.append((row if bias is None else row + bias)[None])
+        start += size
+    return torch.cat(z)
+
+
 def chunk_bounds(tokens: int, bounds: Sequence[int] | None) -> list[tuple[int, int]]:
     """Where each chunk of each sequence begins and ends."""
     sequences = pairwise([0, tokens] if bounds is None else bounds)

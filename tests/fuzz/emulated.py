@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from qla_kernels import device, jit
+from qla_kernels.conv import launch as conv_launch
+from qla_kernels.conv import ops as conv_ops
 from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.dualkv import ops as dualkv_ops
 from qla_kernels.dualkv import tables
@@ -44,6 +46,7 @@ def install() -> None:
     ops.l2norm_fwd, ops.l2norm_bwd = launch.l2norm_fwd, launch.l2norm_bwd
     recurrent.gdn_recurrent = launch_recurrent.gdn_recurrent
     recurrent.gdn_recurrent_slots = launch_recurrent.gdn_recurrent_slots
+    conv_ops.conv_fwd, conv_ops.conv_bwd = conv_launch.conv_fwd, conv_launch.conv_bwd
     dualkv_ops.dualkv_fwd, dualkv_ops.dualkv_bwd = _dualkv_fwd, _dualkv_bwd
     for module in (build, ring, shard):
         module.tiles = lambda _: sparse_launch

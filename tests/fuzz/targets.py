@@ -1,6 +1,7 @@
 """All functions under attack, by name."""
 
 from tests.fuzz import (
+    conv,
     dualkv_attention,
     dualkv_batch,
     dualkv_packing,
@@ -13,6 +14,7 @@ from tests.fuzz.target import Target
 
 TARGETS: dict[str, Target] = {
     **gdn.TARGETS,
+    **conv.TARGETS,
     **dualkv_attention.TARGETS,
     **dualkv_packing.TARGETS,
     **dualkv_batch.TARGETS,
@@ -35,6 +37,8 @@ ON_KERNELS = (
     "gdn.forward",
     "gdn.backward",
     "gdn.recurrent",
+    "conv.causal",
+    "conv.shared",
     "dualkv.attention",
     "dualkv.varlen",
     "sparse_ring.sparse_attention",

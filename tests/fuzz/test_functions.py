@@ -19,8 +19,6 @@ ELSEWHERE = {
     "Balance": "what balance_report returns",
     "refusal": "asked by every attack",
     "shared_prefix_gated_delta_rule": "test_hybrid_delta.py draws trees and has wrong arguments",
-    "causal_conv1d": "tests/maths/test_conv.py draws trees, test_conv_api.py has wrong arguments",
-    "shared_prefix_conv1d": "likewise",
     "conv": "a family",
     "hybrid": "a package",
     "dualkv": "a family",
