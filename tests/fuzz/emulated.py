@@ -22,6 +22,8 @@ from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.gdn.decode import launch as launch_recurrent
 from qla_kernels.gdn.launch import backward
 from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.tree import launch as tree_launch
+from qla_kernels.gdn.tree import ops as tree_ops
 from qla_kernels.sparse_ring import build, ring, shard
 from qla_kernels.sparse_ring import launch as sparse_launch
 from tests.emulator import EmulatedKernel
@@ -43,6 +45,8 @@ def install() -> None:
     )
     device.sm_count = lambda _: SMS
     ops.gdn_fwd, ops.gdn_bwd = launch.gdn_fwd, backward.gdn_bwd
+    tree_ops.gdn_tree_fwd = tree_launch.gdn_tree_fwd
+    tree_ops.gdn_tree_bwd = tree_launch.gdn_tree_bwd
     ops.l2norm_fwd, ops.l2norm_bwd = launch.l2norm_fwd, launch.l2norm_bwd
     recurrent.gdn_recurrent = launch_recurrent.gdn_recurrent
     recurrent.gdn_recurrent_slots = launch_recurrent.gdn_recurrent_slots

@@ -77,6 +77,11 @@ def halves_swapped(original: Any, self: Any, token: Any, T: int) -> Any:
     return (original(self, token, T) + half) % (2 * half)
 
 
+def orphans(nodes: Any) -> Any:
+    """Nodes that begin from nothing."""
+    return nodes * torch.tensor([1, 1, 0]) - torch.tensor([0, 0, 1])
+
+
 def no_gradient_of_halos(original: Any, *args: Any) -> Any:
     """A tree's tokens get gradients from their own node alone."""
     done = original(*args)
@@ -105,6 +110,7 @@ DEFECTS: dict[str, tuple[str, Any, str, Change]] = {
         "chunked_backward",
         argument(7, lambda dht: None),
     ),
+    "another parent": ("gdn.tree", gdn_reference, "tree_chunked", argument(5, orphans)),
     "states before chunks": ("gdn.forward", gdn_reference, "chunked", field("h", lambda h: h / 2)),
     "another slot": ("gdn.recurrent", recurrent, "gdn_recurrent_slots", first_slot_is_touched),
     "the weights' order": ("conv.causal", conv_reference, "_taps", result(lambda w: w.flip(0))),

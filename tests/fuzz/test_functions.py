@@ -8,7 +8,7 @@ from tests.fuzz import launch_ranks, session
 from tests.fuzz.targets import TARGETS
 
 CASES = dict.fromkeys(TARGETS, 60)
-CASES |= {"gdn.chunk": 80, "gdn.recurrent": 150, "dualkv.attention": 150}
+CASES |= {"gdn.chunk": 80, "gdn.tree": 80, "gdn.recurrent": 150, "dualkv.attention": 150}
 
 # Names of __all__ that no target covers.
 ELSEWHERE = {
@@ -18,7 +18,6 @@ ELSEWHERE = {
     "PAPER": "a dictionary",
     "Balance": "what balance_report returns",
     "refusal": "asked by every attack",
-    "shared_prefix_gated_delta_rule": "test_hybrid_delta.py draws trees and has wrong arguments",
     "conv": "a family",
     "hybrid": "a package",
     "dualkv": "a family",
