@@ -32,18 +32,20 @@ from .harness.messages import Machine, Options
 from .harness.progress import Progress
 from .harness.records import Run
 from .harness.watchdog import LIMITS, Harness
+from .hybrid.workloads import HYBRID, HYBRID_DEFAULT
 from .report import tables
 
 SETS: dict[str, dict[str, tuple[Any, ...]]] = {
     "gdn": dict(GDN), "conv": dict(CONV), "dualkv": dict(DUALKV), "sparse_ring": dict(SPARSE_RING),
+    "hybrid": dict(HYBRID),
 }  # fmt: skip
 DEFAULT = {
     "gdn": GDN_DEFAULT, "conv": CONV_DEFAULT, "dualkv": DUALKV_DEFAULT,
-    "sparse_ring": SPARSE_RING_DEFAULT,
+    "sparse_ring": SPARSE_RING_DEFAULT, "hybrid": HYBRID_DEFAULT,
 }  # fmt: skip
 QUICK = {
     "gdn": ("anchors",), "conv": ("packs", "trees"), "dualkv": ("long",),
-    "sparse_ring": ("anchor",),
+    "sparse_ring": ("anchor",), "hybrid": ("block",),
 }  # fmt: skip
 
 # Without a GPU sequences are this much shorter: a chunk of 64 tokens becomes one token, or four.

@@ -22,33 +22,39 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 from qla_kernels import jit
+from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.errors import need
 from qla_kernels.native import prebuilt
+from qla_kernels.sm90 import DTYPES, dtype_name
 
 INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
 class Model(NamedTuple):
-    """A model's linear-attention layers: family, numbers of heads, head sizes and dtype."""
+    """A hybrid model's layers: heads and head sizes of its gated delta nets, and what is common.
 
-    family: str
+    All of MODELS have the same convolutions, and attention of the same head size.
+    """
+
     key_heads: int
     value_heads: int
     K: int
     V: int
     dtype: str = "bfloat16"
+    width: int = 4  # of the convolution
+    head_dim: int = 256  # of attention
 
 
 MODELS = {
-    "qwen3-next": Model("gdn", 16, 32, 128, 128),
-    "qwen3.5-397b": Model("gdn", 16, 64, 128, 128),
-    "qwen3.5-122b": Model("gdn", 16, 64, 128, 128),
-    "qwen3.5-35b": Model("gdn", 16, 32, 128, 128),
-    "qwen3.5-27b": Model("gdn", 16, 48, 128, 128),
-    "qwen3.5-9b": Model("gdn", 16, 32, 128, 128),
-    "qwen3.5-4b": Model("gdn", 16, 32, 128, 128),
-    "qwen3.5-2b": Model("gdn", 16, 16, 128, 128),
-    "qwen3.5-0.8b": Model("gdn", 16, 16, 128, 128),
+    "qwen3-next": Model(16, 32, 128, 128),
+    "qwen3.5-397b": Model(16, 64, 128, 128),
+    "qwen3.5-122b": Model(16, 64, 128, 128),
+    "qwen3.5-35b": Model(16, 32, 128, 128),
+    "qwen3.5-27b": Model(16, 48, 128, 128),
+    "qwen3.5-9b": Model(16, 32, 128, 128),
+    "qwen3.5-4b": Model(16, 32, 128, 128),
+    "qwen3.5-2b": Model(16, 16, 128, 128),
+    "qwen3.5-0.8b": Model(16, 16, 128, 128),
 }
 
 Job = tuple[jit.KernelModule, Any]
@@ -67,15 +73,20 @@ def jobs(models: Iterable[Model] = ()) -> Iterator[Job]:
 
 
 def _needs(model: Model, family: str, variant: Any) -> bool:
-    """Returns whether a model of this family needs the variant.
+    """Returns whether a model needs the variant, in plain calls or over shared prompts.
 
-    It does if the variant's dtype, K and V, where it has these fields, are the model's.
+    It does if the variant's sizes, where it has any, are the model's, and its dtype is not another
+    one of 16 bits: tables, gates and sums of states have dtypes of their own.
     """
     fields = variant._asdict()
-    return model.family == family and all(
-        fields.get(name, value) == value
-        for name, value in (("dtype", model.dtype), ("K", model.K), ("V", model.V))
-    )
+    if fields.get("dtype") in {dtype_name(x) for x in DTYPES} - {model.dtype}:
+        return False
+    if family in ("gdn", "conv"):
+        sizes = ("K", model.K), ("V", model.V), ("W", model.width)
+        return all(fields.get(name, size) == size for name, size in sizes)
+    # some kernels of attention have a size, some are for large ones, and the others for small ones
+    large = model.head_dim == HEAD_SIZES[-1] and fields.get("wide", False)
+    return family in ("dualkv", "attn") and (fields.get("D") == model.head_dim or large)
 
 
 def sharded(name: str, tp: int) -> Model:

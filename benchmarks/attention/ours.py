@@ -14,7 +14,7 @@ from torch import Tensor
 from ..harness.adapters import Call, Implementation, Outputs
 from . import layer
 from .problem import AttentionInputs, autograd_backward, outputs, recall
-from .workloads import DecoderLayer, SharedPrompts, VerticalSlash
+from .workloads import WIDE, DecoderLayer, SharedPrompts, VerticalSlash
 
 ATTENTION_ALONE = "it is timed as attention alone"
 
@@ -72,6 +72,11 @@ class OursDualKVRepeatable(OursDualKV):
     name, label = "ours_deterministic", "ours, deterministic"
     deterministic = True
     lacks: ClassVar = {"layer": ATTENTION_ALONE, "fwd": "results always are"}
+
+    def inapplicable(self, workload: SharedPrompts) -> str | None:
+        if workload.head_dim == WIDE and workload.direction == "bwd":
+            return "gradients always are"
+        return super().inapplicable(workload)
 
 
 class OursSparse(Ours):

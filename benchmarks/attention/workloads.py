@@ -75,7 +75,7 @@ class SharedPrompts(Workload):
         return replace(self, label=label, groups=shorter, dtype="float32")
 
 
-def _same(count: int, prompt: int, response: int) -> tuple[Group, ...]:
+def same(count: int, prompt: int, response: int) -> tuple[Group, ...]:
     return ((prompt, (response,) * count),)
 
 
@@ -109,10 +109,10 @@ class DecoderLayer(SharedPrompts):
 
 
 LONG_PROMPTS: dict[str, tuple[Group, ...]] = {
-    "A": _same(28, 4096, 2048),
-    "B": _same(28, 16384, 2048),
-    "C": _same(16, 32768, 2048),
-    "D": _same(32, 8192, 1024),
+    "A": same(28, 4096, 2048),
+    "B": same(28, 16384, 2048),
+    "C": same(16, 32768, 2048),
+    "D": same(32, 8192, 1024),
 }
 SHORT_BATCHES: dict[str, tuple[Group, ...]] = {
     "S1": _random_groups(1, 16, 8, (80, 300), (100, 500)),
@@ -130,12 +130,12 @@ DENSE: dict[str, tuple[Group, ...]] = {
     "causal-1x65536": ((65536, ()),),
 }
 PUBLISHED: dict[str, tuple[Group, ...]] = {
-    f"{n}x{p}+2048": _same(n, p, 2048)
+    f"{n}x{p}+2048": same(n, p, 2048)
     for n, p in ((28, 4096), (28, 16384), (16, 32768), (28, 32768), (16, 65536))
 }
 # what many responses to one prompt cost: their number is all that changes
 RESPONSES: dict[str, tuple[Group, ...]] = {
-    f"{n}x4096+512": _same(n, 4096, 512) for n in (1, 2, 4, 8, 16, 32, 64)
+    f"{n}x4096+512": same(n, 4096, 512) for n in (1, 2, 4, 8, 16, 32, 64)
 }
 
 
@@ -152,6 +152,7 @@ REQUIRED = {
     **dict.fromkeys(("S6", "S7"), Required(1.2, apart=False)),
     "S8": Required(1.0, apart=False),
 }
+REQUIRED_WIDE = Required(1.0, apart=True)  # of all rows of the set `wide`
 
 
 @dataclass(frozen=True)
@@ -255,13 +256,13 @@ def _prompts(
 # Attention layers of Qwen3-Next and Qwen3.5 have 16 query heads of 256, and 2 or 4 key heads.
 WIDE_HEADS: tuple[Heads, ...] = ((2, 16), (4, 16))
 WIDE_SHAPES: dict[str, tuple[Group, ...]] = {
-    f"{n}x{p}+{r}": _same(n, p, r)
+    f"{n}x{p}+{r}": same(n, p, r)
     for n, p, r in ((28, 16384, 2048), (8, 16384, 2048), (64, 2048, 512))
 }
 
 DUALKV: dict[str, tuple[SharedPrompts, ...]] = {
     "long": _prompts(LONG_PROMPTS),
-    "largest": _prompts({"28x32768+2048": _same(28, 32768, 2048)}),
+    "largest": _prompts({"28x32768+2048": same(28, 32768, 2048)}),
     "short": _prompts(SHORT_BATCHES),
     "responses": _prompts(RESPONSES),
     "wide": _both(

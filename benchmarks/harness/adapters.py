@@ -25,6 +25,7 @@ class Call:
     collect: Callable[[Any], Outputs]  # what `run` returned, in our names and layouts
     # makes the public entry point's call, as a model calls it; may itself run a forward
     eager: Callable[[], Callable[[], Any]] | None = None
+    capture: bool = True  # False: it is timed as Python makes it, and has no graph
 
 
 class Implementation:
@@ -70,7 +71,7 @@ def describe(error: BaseException) -> str:
 
 def implementations(family: str, names: Sequence[str] = ()) -> list[Implementation]:
     """The family's implementations, or those of the given names; an unknown name is an error."""
-    folder = family if family in ("gdn", "conv") else "attention"
+    folder = family if family in ("gdn", "conv", "hybrid") else "attention"
     rivals = importlib.import_module(f"benchmarks.{folder}.rivals")
     known: list[Implementation] = rivals.known(family)
     by_name = {implementation.name: implementation for implementation in known}

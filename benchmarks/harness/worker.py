@@ -219,6 +219,8 @@ class Worker:
         prepare = entry.implementation.prepare
         entry.calls += [prepare(problem.workload, inputs) for inputs in problem.inputs[1:]]
         runs = [call.run for call in entry.calls]
+        if not entry.calls[0].capture:
+            return EventTimer(runs)
         try:
             timer = GraphTimer(runs, options.cold)
         except torch.OutOfMemoryError:

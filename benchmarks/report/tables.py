@@ -4,14 +4,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ..attention.workloads import REQUIRED
+from ..attention.workloads import REQUIRED, REQUIRED_WIDE, WIDE, Required
 from ..harness.records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
+from ..hybrid.workloads import REQUIRED as REQUIRED_OF_BLOCKS
 
 SLOWER = "▼"
 UNFINISHED = ("fa4_calls",)  # parts of a result, for comparison: no rival that anyone can use
 TITLES = {
     "fwd": "Forward", "bwd": "Backward", "both": "Forward and backward", "decode": "Decoding",
-    "index": "Index", "layer": "Decoder layer",
+    "index": "Index", "layer": "Decoder layer", "block": "Block of four layers",
 }  # fmt: skip
 
 
@@ -117,7 +118,9 @@ def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
     for row, of_row in zip(rows, ratios, strict=True):
         cells = [_cell(run, row, name, names, ways) for name in names]
         subject = [row.heads, row.layout, row.what][: len(said)]
-        body.append([*subject, *cells, _both(of_row), _floor(row), _first_calls(row, ours)])
+        least = REQUIRED_OF_BLOCKS.get(row.layout, 1.0) if row.kind == "block" else 1.0
+        last = _both(of_row, least), _floor(row), _first_calls(row, ours)
+        body.append([*subject, *cells, *last])
         if dense[0]:
             body[-1].append(_both([dense_ratio(row, *w) for w in zip(dense, ways, strict=True)]))
     counts = [[r for r in of_way if r is not None] for of_way in zip(*ratios, strict=True)]
@@ -129,9 +132,9 @@ def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
     return markdown(header, body, left=len(said))
 
 
-def _both(ratios: Iterable[float | None]) -> str:
+def _both(ratios: Iterable[float | None], least: float = 1.0) -> str:
     """Of graphs and of eager calls."""
-    return " / ".join(map(marked, ratios))
+    return " / ".join(marked(ratio, least) for ratio in ratios)
 
 
 def _first_calls(row: Row, ours: Sequence[str]) -> str:
@@ -176,17 +179,25 @@ def steps(run: Run) -> str:
     rivals = [name for name in known if any(row.time_ms(name) for row in rows)]
     if not rivals:
         return ""
-    header = ["lengths"]
+    several = len({row.heads for row in rows}) > 1
+    header = ["heads", "lengths"] if several else ["lengths"]
+    left = len(header)
     for name in rivals:
         header += [f"{run.labels[name]}: forward", "backward", "sum"]
     body = []
     for pair in found:
-        required = REQUIRED.get(pair[0].layout)
+        required = _required(pair[0])
         said = required and f"{required.ratio} {'each' if required.apart else 'in sum'}"
         cells = [_step_cells(pair, name, name == "fa4_shared") for name in rivals]
-        body.append([pair[0].layout, *(c for three in cells for c in three), said or ""])
+        subject = [pair[0].heads, pair[0].layout][-left:]
+        body.append([*subject, *(c for three in cells for c in three), said or ""])
     title = "Forward, backward and their sum; time of flash-attn-4 / ours"
-    return "\n\n".join([title, markdown([*header, "required"], body)])
+    return "\n\n".join([title, markdown([*header, "required"], body, left)])
+
+
+def _required(row: Row) -> Required | None:
+    """Compared with flash-attn-4's three calls, which take head sizes of 256 as well."""
+    return REQUIRED_WIDE if f"-d{WIDE}" in row.name else REQUIRED.get(row.layout)
 
 
 def _step_cells(pair: tuple[Row, Row], rival: str, judged: bool) -> list[str]:
@@ -195,7 +206,7 @@ def _step_cells(pair: tuple[Row, Row], rival: str, judged: bool) -> list[str]:
     if not all((*ours, *theirs)):
         return ["–"] * 3
     each = together = 1.0
-    required = REQUIRED.get(pair[0].layout) if judged else None
+    required = _required(pair[0]) if judged else None
     if required is not None:
         each, together = (required.ratio, 1.0) if required.apart else (1.0, required.ratio)
     cells = [marked(b / a, each) for a, b in zip(ours, theirs, strict=True)]

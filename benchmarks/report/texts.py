@@ -25,6 +25,7 @@ ASIDE = {
         "wide": "Heads of size 256", "dense": "Sequences that share nothing",
         "published": "Shapes that others published",
     },
+    "hybrid": {},
     "sparse_ring": {
         "grid": "Lengths and densities", "dense": "Without a mask", "index": "The choice of lines",
     },

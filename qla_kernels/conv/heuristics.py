@@ -2,18 +2,26 @@
 
 from qla_kernels.conv.shapes import RUNS, TILE
 
-RUN_TOKENS = (128, 64, 32, 16)
-WAVES = 4  # of CTAs, so that the last one leaves few SMs idle
+LONGEST, SHORTEST = 128, 16  # tokens of a run; fewer tokens than runs of 128 fill have longer ones
+WAVES = 4  # of CTAs, from which on a last wave that is not full costs little
+STARTING = 12  # tokens that a warp could walk while it finds its node and loads its first rows
 
 
 def run_tokens(num_tokens: int, channels: int, places: int) -> int:
-    """Returns the tokens of a run: as many as leave WAVES CTAs for each of the GPU's places.
+    """Returns the tokens of a run; `places` is the number of CTAs that are resident together.
 
-    A run reads up to 2 (W - 1) rows of its neighbours, so longer runs read less twice, and have
-    fewer sums of weights to add. `places` is the number of CTAs that are resident together.
+    A run reads up to 2 (W - 1) rows of its neighbours, and has sums of weights to add, so long ones
+    cost least. Batches whose runs of LONGEST tokens are WAVES CTAs a place have these. Others have
+    runs of a length that just fills a whole number of waves: the one that takes the fewest steps.
     """
     tiles = -(-channels // TILE)
-    for run in RUN_TOKENS:
-        if -(-num_tokens // (run * RUNS)) * tiles >= WAVES * places:
-            return run
-    return RUN_TOKENS[-1]
+    if -(-num_tokens // (LONGEST * RUNS)) * tiles >= WAVES * places:
+        return LONGEST
+    steps = {}
+    for waves in range(WAVES, 0, -1):  # of equals the fewest waves
+        blocks = max(1, waves * places // tiles)
+        run = max(SHORTEST, -(-num_tokens // (blocks * RUNS)))
+        blocks = -(-num_tokens // (run * RUNS))
+        taken = -(-blocks * tiles // places)
+        steps[taken * (run + STARTING)] = run
+    return steps[min(steps)]

@@ -38,6 +38,15 @@ def test_trees(name, width):
     run(case(FORESTS[name], "cpu", width=width))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5, 37, 70, 1000])
+def test_runs_of_any_length(tokens, monkeypatch):
+    """Shorter than what a warp loads ahead, ends inside it, longer than the batch."""
+    monkeypatch.setattr(launch, "run_tokens", lambda *_: tokens)
+    for lengths in ([200], [3, 1, 90, 0, 40]):
+        run(case(lengths, "cpu", padding=3))
+    run(case(TREE, "cpu", 136))
+
+
 @pytest.mark.parametrize("variant", join_parts.VARIANTS, ids=jit.variant_id)
 @pytest.mark.kernels("conv.join_parts")
 def test_many_parts(variant):

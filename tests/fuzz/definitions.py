@@ -81,6 +81,68 @@ def gated_delta_rule(
     )
 
 
+def paths(sizes: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+    """The tokens before each node's first in its sequences, in order."""
+    starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    before: list[list[int]] = []
+    for parent in parents:
+        own = [] if parent < 0 else list(range(starts[parent], starts[parent + 1]))
+        before.append([] if parent < 0 else before[parent] + own)
+    return before
+
+
+def tree_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], parents: Sequence[int]
+) -> Tensor:
+    """z_t = b + sum_j w_j x of the j-th token before t on its path; x [T, C], weight [C, W]."""
+    z, start = [x[:0]], 0
+    for size, before in zip(sizes, paths(sizes, parents), strict=True):
+        for t in range(start, start + size):
+            path = [*before, *range(start, t + 1)][-weight.shape[1] :]
+            row = (weight[:, -len(path) :] * x[path].T).sum(1)
+            z.append((row if bias is None else row + bias)[None])
+        start += size
+    return torch.cat(z)
+
+
+def gated_delta_tree(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    sizes: Sequence[int],
+    parents: Sequence[int],
+    left: Tensor | None = None,
+) -> Rule:
+    """`gated_delta_rule` node by node, each from its parent's end; final states are the leaves'.
+
+    An empty node hands on its parent's state, and is no leaf. `left` is of all nodes' chunks.
+    """
+    done: list[Rule] = []
+    start = chunk = 0
+    for size, parent in zip(sizes, parents, strict=True):
+        rows, chunks = slice(start, start + size), -(-size // CHUNK)
+        own = None if left is None else left[:, chunk : chunk + chunks]
+        h0 = None if parent < 0 else done[parent].final
+        parts = (x[:, rows] for x in (q, k, v, g, beta))
+        done.append(gated_delta_rule(*parts, scale, h0, [0, size], own))
+        start, chunk = start + size, chunk + chunks
+    inner, alive = set(), [size > 0 for size in sizes]
+    for node, parent in enumerate(parents):
+        while alive[node] and parent >= 0:
+            inner.add(parent)
+            parent = parents[parent]
+    leaves = [one.final for n, one in enumerate(done) if alive[n] and n not in inner]
+    nothing = gated_delta_rule(*(x[:, :0] for x in (q, k, v, g, beta)), scale, None, [0])
+    return Rule(
+        torch.cat([nothing.o, *(one.o for one in done)], 1),
+        torch.cat([nothing.final, *leaves]),
+        torch.cat([nothing.chunks, *(one.chunks for one in done)], 1),
+    )
+
+
 def chunk_bounds(tokens: int, bounds: Sequence[int] | None) -> list[tuple[int, int]]:
     """Where each chunk of each sequence begins and ends."""
     sequences = pairwise([0, tokens] if bounds is None else bounds)

@@ -21,9 +21,9 @@ PARTS = ("k_context", "v_context", "k_decoded", "v_decoded")
 Forest = tuple[list[int], list[int]]  # lengths of nodes, their parents
 
 
-def forest(d: Draw, packer: str) -> tuple[Forest, SharedLayout]:
-    """Of groups, or of any nodes; with padding."""
-    lengths = KERNEL_LENGTHS if d.kernels else LENGTHS
+def forest(d: Draw, packer: str, lengths: tuple[int, ...] = LENGTHS) -> tuple[Forest, SharedLayout]:
+    """Of groups, or of any nodes; with padding. Kernels get lengths of their own."""
+    lengths = KERNEL_LENGTHS if d.kernels else lengths
     sizes: list[int] = []
     parents: list[int] = []
     if packer == "from_lengths":

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from qla_kernels import device, jit
+from qla_kernels.conv import launch as conv_launch
+from qla_kernels.conv import ops as conv_ops
 from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.dualkv import ops as dualkv_ops
 from qla_kernels.dualkv import tables
@@ -20,6 +22,8 @@ from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.gdn.decode import launch as launch_recurrent
 from qla_kernels.gdn.launch import backward
 from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.tree import launch as tree_launch
+from qla_kernels.gdn.tree import ops as tree_ops
 from qla_kernels.sparse_ring import build, ring, shard
 from qla_kernels.sparse_ring import launch as sparse_launch
 from tests.emulator import EmulatedKernel
@@ -41,9 +45,12 @@ def install() -> None:
     )
     device.sm_count = lambda _: SMS
     ops.gdn_fwd, ops.gdn_bwd = launch.gdn_fwd, backward.gdn_bwd
+    tree_ops.gdn_tree_fwd = tree_launch.gdn_tree_fwd
+    tree_ops.gdn_tree_bwd = tree_launch.gdn_tree_bwd
     ops.l2norm_fwd, ops.l2norm_bwd = launch.l2norm_fwd, launch.l2norm_bwd
     recurrent.gdn_recurrent = launch_recurrent.gdn_recurrent
     recurrent.gdn_recurrent_slots = launch_recurrent.gdn_recurrent_slots
+    conv_ops.conv_fwd, conv_ops.conv_bwd = conv_launch.conv_fwd, conv_launch.conv_bwd
     dualkv_ops.dualkv_fwd, dualkv_ops.dualkv_bwd = _dualkv_fwd, _dualkv_bwd
     for module in (build, ring, shard):
         module.tiles = lambda _: sparse_launch

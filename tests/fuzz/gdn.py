@@ -10,6 +10,7 @@ from qla_kernels import gdn
 from tests.fuzz import definitions
 from tests.fuzz.closeness import close, wanted, wide
 from tests.fuzz.draw import Draw
+from tests.fuzz.dualkv_attention import Forest, forest
 from tests.fuzz.gdn_call import (
     DEEPEST,
     OWN,
@@ -26,6 +27,7 @@ from tests.fuzz.gdn_call import (
 )
 from tests.fuzz.target import Call, Target
 
+TREE_LENGTHS = (0, 1, 2, 3, 20, 65)
 SHORT = (0, 1, 2, 3, 7)  # tokens of a sequence that is decoded
 
 
@@ -46,6 +48,22 @@ def chunk_call(d: Draw) -> Call:
     if name is not None:
         x[name] = d.choose(name, keywords[name])
     return x
+
+
+def tree_call(d: Draw) -> Call:
+    nodes, layout = forest(d, d.choose("made", ("from_lengths", "from_forest")), TREE_LENGTHS)
+    x = tensors(d, of_tree=layout.num_tokens)
+    for name in TENSORS:
+        if name in x and d.flag(f"gradient of {name}", 0.6):
+            x[name] = x[name].detach().requires_grad_()
+    x["state_v_first"] = d.flag("V first")
+    x["output_final_state"] = d.flag("final state", 0.5)
+    return x | {"layout": layout, "forest": nodes}
+
+
+def over_tree(forest: Forest, **x: Any) -> Any:
+    """`forest` is for the definition."""
+    return qla_kernels.shared_prefix_gated_delta_rule(**x)
 
 
 def verify_chunk(d: Draw, x: Call, result: Any) -> None:
@@ -267,6 +285,13 @@ TARGETS = {
         qla_kernels.chunk_gated_delta_rule,
         verify_chunk,
         ("chunk_gated_delta_rule", "chunk_gdn", "wants_gradients"),
+    ),
+    "gdn.tree": Target(
+        tree_call,
+        over_tree,
+        verify_chunk,
+        ("shared_prefix_gated_delta_rule",),
+        given=("forest",),
     ),
     "gdn.forward": Target(
         forward_call,

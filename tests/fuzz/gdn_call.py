@@ -1,6 +1,7 @@
 """Random calls of the gated delta rule, and the definition's answer to them."""
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -42,14 +43,20 @@ def tensors(
     beta_columns: bool = False,
     activations: bool = True,
     norm: bool = True,
+    of_tree: int | None = None,
 ) -> Call:
-    """q, k, v, g, beta, their lengths and activations; tokens of no sequence are NaN."""
+    """q, k, v, g, beta, their lengths and activations; tokens of no sequence are NaN.
+
+    With `of_tree` there are so many tokens, those of a tree.
+    """
     dtype = d.choose("dtype", FLOATS[2:] if d.kernels else FLOATS)
     gates = d.choose("dtype of gates", (dtype, *FLOATS))
     (H, HV), (K, V) = d.choose("heads", HEADS), d.choose("sizes", _sizes(d))
     x: Call = {}
     B, T, end = d.choose("rows", (1, 2, 3, 0)), d.choose("tokens", lengths), None
-    if d.flag("packed", 0.6):
+    if of_tree is not None:
+        B, T = 1, of_tree
+    elif d.flag("packed", 0.6):
         parts = d.several("lengths", lengths, 5)
         B, end = 1, sum(parts)
         T = end + d.choose("padding", (0, 1, 70))
@@ -98,6 +105,9 @@ def live(x: Call) -> int:
 
 
 def bounds_of(x: Call) -> list[int] | None:
+    """Of sequences, or of the nodes of a tree."""
+    if "forest" in x:
+        return [0, *accumulate(x["forest"][0])]
     return None if x.get("cu_seqlens") is None else x["cu_seqlens"].tolist()
 
 
@@ -122,6 +132,8 @@ def definition(x: Call, t: dict[str, Tensor]) -> definitions.Rule:
     scale = x.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     left = t.get("rounding of states")
+    if "forest" in x:
+        return definitions.gated_delta_tree(q, k, v, g, beta, scale, *x["forest"], left)
     return definitions.gated_delta_rule(q, k, v, g, beta, scale, h0, bounds_of(x), left)
 
 

@@ -12,6 +12,7 @@ from qla_kernels.gdn import validate
 from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.sparse_ring import balance, index, layouts, select
 from qla_kernels.sparse_ring import cpu as sparse_cpu
+from reference import conv as conv_reference
 from reference import dualkv as dualkv_reference
 from reference import gdn as gdn_reference
 from reference import gdn_chunked
@@ -76,6 +77,17 @@ def halves_swapped(original: Any, self: Any, token: Any, T: int) -> Any:
     return (original(self, token, T) + half) % (2 * half)
 
 
+def orphans(nodes: Any) -> Any:
+    """Nodes that begin from nothing."""
+    return nodes * torch.tensor([1, 1, 0]) - torch.tensor([0, 0, 1])
+
+
+def no_gradient_of_halos(original: Any, *args: Any) -> Any:
+    """A tree's tokens get gradients from their own node alone."""
+    done = original(*args)
+    return done._replace(dx=original(*args[:6]).dx) if len(args) > 6 else done
+
+
 DEFECTS: dict[str, tuple[str, Any, str, Change]] = {
     "scale": ("gdn.chunk", gdn_reference, "chunked", argument(5, lambda scale: 1.001 * scale)),
     "head mapping": ("gdn.chunk", gdn_reference, "chunked", argument(1, lambda k: k.roll(1, 2))),
@@ -98,8 +110,17 @@ DEFECTS: dict[str, tuple[str, Any, str, Change]] = {
         "chunked_backward",
         argument(7, lambda dht: None),
     ),
+    "another parent": ("gdn.tree", gdn_reference, "tree_chunked", argument(5, orphans)),
     "states before chunks": ("gdn.forward", gdn_reference, "chunked", field("h", lambda h: h / 2)),
     "another slot": ("gdn.recurrent", recurrent, "gdn_recurrent_slots", first_slot_is_touched),
+    "the weights' order": ("conv.causal", conv_reference, "_taps", result(lambda w: w.flip(0))),
+    "an ancestor's token": (
+        "conv.shared",
+        conv_reference,
+        "sources",
+        argument(2, lambda halo: halo if halo is None else halo.flip(1)),
+    ),
+    "gradients of halos": ("conv.shared", conv_reference, "backward", no_gradient_of_halos),
     "one token more": (
         "dualkv.attention",
         dualkv_reference,

@@ -8,7 +8,7 @@ from tests.fuzz import launch_ranks, session
 from tests.fuzz.targets import TARGETS
 
 CASES = dict.fromkeys(TARGETS, 60)
-CASES |= {"gdn.chunk": 80, "gdn.recurrent": 150, "dualkv.attention": 150}
+CASES |= {"gdn.chunk": 80, "gdn.tree": 80, "gdn.recurrent": 150, "dualkv.attention": 150}
 
 # Names of __all__ that no target covers.
 ELSEWHERE = {
@@ -18,9 +18,6 @@ ELSEWHERE = {
     "PAPER": "a dictionary",
     "Balance": "what balance_report returns",
     "refusal": "asked by every attack",
-    "shared_prefix_gated_delta_rule": "test_hybrid_delta.py draws trees and has wrong arguments",
-    "causal_conv1d": "tests/maths/test_conv.py draws trees, test_conv_api.py has wrong arguments",
-    "shared_prefix_conv1d": "likewise",
     "conv": "a family",
     "hybrid": "a package",
     "dualkv": "a family",

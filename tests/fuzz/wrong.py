@@ -34,6 +34,7 @@ SMALL = {
     "slots": {"gdn": 5},
     "size": {"dualkv": 8, "sparse_ring": 8},
     "groups": {"dualkv": 2},
+    "made": {"gdn": "from_forest"},
     "dtype": dict.fromkeys(("gdn", "dualkv", "sparse_ring"), torch.float32),
 }
 

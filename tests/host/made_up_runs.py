@@ -50,7 +50,7 @@ def anchor_run(**options: object) -> Run:
 
 SHARED_LABELS = {
     "ours": "ours", "fa4_shared": "flash-attn-4, 3 calls", "fa4_calls": "not merged",
-    "fa4": "flash-attn-4",
+    "fa4": "flash-attn-4", "whole": "whole sequences",
 }  # fmt: skip
 
 
@@ -65,13 +65,13 @@ def shared_run(workloads: Sequence[Any], times: Mapping[str, float], **changes: 
 
     rows = tuple(
         Row(
-            name=w.name, family="dualkv", kind=w.kind, heads="8/32", layout=w.layout,
-            tokens=w.tokens, what=w.what, flops=2e12, bytes=1.0, floor_ms=0.5,
+            name=w.name, family=w.family, kind=w.kind, heads="/".join(map(str, w.heads)),
+            layout=w.layout, tokens=w.tokens, what=w.what, flops=2e12, bytes=1.0, floor_ms=0.5,
             results=tuple(result(w.kind, name) for name in SHARED_LABELS),
         )
         for w in workloads
     )  # fmt: skip
-    return run_of([], family="dualkv", rows=rows, **{"labels": SHARED_LABELS, **changes})
+    return run_of([], family=workloads[0].family, rows=rows, **{"labels": SHARED_LABELS, **changes})
 
 
 def _row(workload: Gdn, index: int, with_ours: bool, failures: bool) -> Row:

@@ -10,6 +10,7 @@ from benchmarks.attention.workloads import DUALKV, REQUIRED
 from benchmarks.gdn.workloads import GDN
 from benchmarks.harness import records
 from benchmarks.harness.records import OK, Result
+from benchmarks.hybrid.workloads import HYBRID, SHAPES
 from benchmarks.report import pages, tables
 from benchmarks.report.figures import draw, draw_growth
 from benchmarks.sm90 import SETS
@@ -165,6 +166,26 @@ def test_shared_prompts_have_ratios_of_both_directions_and_of_their_sum():
     assert set(REQUIRED) == {w.label for w in DUALKV["short"]}
     one_way = shared_run([w for w in DUALKV["short"] if w.direction == "fwd"], TIMES)
     assert "their sum" not in tables.summary(one_way)
+
+
+def test_heads_of_256_are_held_to_the_three_calls():
+    text = tables.summary(shared_run(DUALKV["wide"], {**TIMES, "bwd fa4_shared": 0.9}))
+    lines = text[text.index("Forward, backward and their sum") :].splitlines()
+    cells = [[x.strip() for x in line.split("|")][1:-1] for line in lines[4:10]]
+    assert {row[0] for row in cells} == {"2/16", "4/16"}
+    assert {row[1] for row in cells} == {w.label for w in DUALKV["wide"]}
+    assert all(row[2:4] == ["1.45", "0.90 ▼"] and row[-1] == "1.0 each" for row in cells)
+
+
+def test_a_block_is_held_to_what_it_has_to_reach():
+    ratios = {"ours": 1.0, "whole": 3.5}
+    text = tables.summary(shared_run(HYBRID["block"], ratios))
+    shown = [label for label in SHAPES if f"3.50 {tables.SLOWER}" in line_of(text, label)]
+    assert shown == ["16x8192+1024", "28x16384+2048", "64x2048+512"]
+
+
+def line_of(text, label):
+    return next(line for line in text.splitlines() if label in line)
 
 
 def test_calls_that_are_not_merged_are_shown_and_are_no_rival():

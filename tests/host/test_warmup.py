@@ -30,7 +30,21 @@ def test_without_a_model_every_variant_is_compiled():
 def test_a_model_needs_its_own_dtype_and_head_size():
     found = labels([warmup.MODELS["qwen3-next"]])
     assert "gdn.kkt_solve-bf16-k128" in found
-    assert not [label for label in found if "'float16'" in label or "K=64" in label]
+    assert not [label for label in found if "fp16" in label or "k64" in label]
+
+
+def test_a_model_needs_what_shared_prompts_run():
+    """Tables, trees, the convolution and attention were compiled in the first step once."""
+    found = labels([warmup.MODELS["qwen3-next"]])
+    for label in (
+        "gdn.chunk_table-i32", "gdn.segment_plan-i32", "gdn.child_sums-fp32", "gdn.gate-fp32",
+        "conv.fwd-bf16-w4", "conv.bwd-bf16-w4", "conv.join_parts-bf16", "conv.weight_sums-w4",
+        "dualkv.fwd-bf16-d256", "dualkv.bwd_dq-bf16-d256", "dualkv.bwd_dkv_wide-bf16-d256",
+        "dualkv.dkv_combine-bf16-wide", "attn.delta-bf16-wide",
+    ):  # fmt: skip
+        assert label in found
+    assert len([label for label in found if label.startswith(("dualkv.", "attn."))]) == 5
+    assert not [label for label in found if label.startswith("sparse_ring") or "w3" in label]
 
 
 @pytest.mark.parametrize("name", warmup.MODELS)

@@ -31,7 +31,7 @@ def over_tree(call: Call, tables: DeltaTables, options: Options) -> tuple[Tensor
         )
         return o, final
     done = TREE_FORWARDS.run(_forward, (call, tables, options), ops.TreeForward)
-    return done.o, _final(done.states, tables)
+    return done.o, _final(done.states, tables, options)
 
 
 def _forward(call: Call, tables: DeltaTables, options: Options) -> ops.TreeForward:
@@ -41,9 +41,9 @@ def _forward(call: Call, tables: DeltaTables, options: Options) -> ops.TreeForwa
     return done
 
 
-def _final(states: Tensor, tables: DeltaTables) -> Tensor | None:
-    """Returns the end states of the leaves, the last rows, or None if there are none."""
-    if not tables.leaves.shape[0]:
+def _final(states: Tensor, tables: DeltaTables, options: Options) -> Tensor | None:
+    """Returns the end states of the leaves, which are the last rows, or None unless asked for."""
+    if not options.output_final_state:
         return None
     return states[tables.inner.shape[0] :].clone() if tables.inner.shape[0] else states
 
@@ -67,7 +67,7 @@ class GatedDeltaTree(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = options
         save(ctx, call, done.g_cum, done.A, done.states, *tables)
-        return done.o, _final(done.states, tables)
+        return done.o, _final(done.states, tables, options)
 
     @staticmethod
     @refuse_second_derivative(TREE_OP)
