@@ -21,32 +21,14 @@ from benchmarks.ring.rows import Row as RingRow
 from benchmarks.ring.rows import parse
 from qla_kernels.sparse_ring import ZigZagLayout
 from qla_kernels.sparse_ring.groups import Pending, RankRing
-from reference import sparse_ring
 from tests.host.made_up_runs import run_of
 from tests.limits import HANG
 from tests.mail import Mail
 
 
-class Plain:
-    """A kernel as the libraries' are, of the definition."""
-
-    name = "definition"
-
-    def _visible(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
-        seen = torch.ones(q.shape[2], q.shape[1], k.shape[1], dtype=torch.bool)
-        return seen.tril()[None] if causal else seen[None]
-
-    def forward(self, q, k, v, causal):
-        return sparse_ring.attention(q, k, v, self._visible(q, k, causal))
-
-    def backward(self, do, q, k, v, o, lse, causal):
-        delta = sparse_ring.delta(o, do)
-        return sparse_ring.attention_backward(q, k, v, self._visible(q, k, causal), lse, delta, do)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_any_number_of_ranks_is_one_call(world):
-    layout, kernel = ZigZagLayout(world), Plain()
+    layout, kernel = ZigZagLayout(world), dense_ring.kernel_of("definition")
     q, k, v, do = (torch.randn(1, 256 * world, h, 8) for h in (2, 1, 1, 2))
     boxes: dict[object, Queue] = {}
 
