@@ -20,7 +20,7 @@ from qla_kernels.sparse_ring.autograd import Distributed, SparseAttention
 from qla_kernels.sparse_ring.build import build
 from qla_kernels.sparse_ring.call import RingCall
 from qla_kernels.sparse_ring.groups import RingGroups
-from qla_kernels.sparse_ring.heuristics import Schedule, schedule_of
+from qla_kernels.sparse_ring.heuristics import Schedule, own_chunk_first, schedule_of
 from qla_kernels.sparse_ring.heuristics import chunks_per_launch as launch_size
 from qla_kernels.sparse_ring.index import VSIndex, known_index
 from qla_kernels.sparse_ring.layouts import Layout, StripedLayout
@@ -156,12 +156,15 @@ def sparse_ring_attention(
     call = RingCall(RING_OP, q, k, v, layout, group.world, *lines, *settings)
     seqlen, scale = call.agreed(group)
     striped = isinstance(layout, StripedLayout)
-    gathered = 2 * group.world * k.numel() * k.element_size()
-    chosen = schedule_of(schedule, group.world, group.inner.size, gathered, striped)
+    chunk = 2 * k.numel() * k.element_size()
+    chosen = schedule_of(schedule, group.world, group.inner.size, group.world * chunk, striped)
     per_launch = launch_size(chunks_per_launch, q.shape[1])
     log.debug("%s: %s, up to %d chunks a launch", RING_OP, chosen, per_launch)
     route = route_of(group, chosen, per_launch)
-    batches = route.batches(k.detach(), v.detach())  # the index is built during the transfer
+    estimates = isinstance(pattern, VerticalSlash)
+    own_first = own_chunk_first(group.world, chunk, q.numel(), estimates, route.gathers)
+    # the index is built during the transfer
+    batches = route.batches(k.detach(), v.detach(), own_first)
     if index is None:
         assert pattern is not None, "check_lines requires a pattern or an index"
         index = build(q, k, pattern, layout, seqlen, scale, group.whole)

@@ -78,8 +78,8 @@ def backward(
     column_grads = run.backward_columns(shard, q, saved, done.columns)
     dq, out = None, torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for batch in batches:
-        for chunks, dkv, first in gradients.of(batch.chunks):
-            run.backward_keys(shard, q, batch.k, batch.v, saved, chunks, dkv, first)
+        for chunks, dkv in gradients.of(batch.chunks):
+            run.backward_keys(shard, q, batch.k, batch.v, saved, chunks, dkv, True)
             run.scatter(shard, column_grads, [chunk.owner for chunk in chunks], dkv)
         if not batch.last and dq is None:
             dq = _wide(q, *q.shape)
