@@ -67,7 +67,9 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     group = RingGroups.from_mesh(mesh["ring"])
     if options.attention == "sparse":
         pattern = VerticalSlash(options.recall, options.recall, max_v=options.max_v)
-        chosen = attention.sparse(group, pattern, options.schedule, tuple(options.dense_layers))
+        recomputed = options.checkpointing == "full"
+        layers = tuple(options.dense_layers)
+        chosen = attention.sparse(group, pattern, options.schedule, layers, recomputed)
     else:
         kernel = options.dense_kernel or attention.default_kernel(device)
         chosen = attention.dense(group, kernel)

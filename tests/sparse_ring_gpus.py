@@ -105,6 +105,7 @@ def results(
         x, want = problem(world), None
         for layout, schedule, per_launch in ways(world, inner):
             options = {"schedule": schedule, "chunks_per_launch": per_launch}
+            options["keep_gathered"] = per_launch > 1  # of no effect but on allgather
             *got, index = attend(x, layout, group, **options)
             want = truth(x, index) if want is None else want
             mine = layout.positions(index.T, rank).cuda()
@@ -127,6 +128,7 @@ def ways(world: int, inner: int) -> Iterator[tuple[Any, str, int]]:
             yield from ((layout, "double_ring", per_launch) for per_launch in (1, 2))
         return
     yield stripes[0], "ring", 2
+    yield stripes[0], "allgather", 2
     for layout in (*stripes, ZigZagLayout(world), ContiguousLayout(world)):
         yield layout, "ring", 1
         yield layout, "allgather", 1

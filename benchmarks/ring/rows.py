@@ -225,6 +225,7 @@ def ways(group: RingGroups, nodes: RingGroups, tokens: int, rate: float | None) 
         yield Way(f"{name}, allgather", layout, gathered)
         if name == "striped" and world > 1:
             yield Way("striped, allgather, own chunk first", layout, gathered, True)
+            yield Way("striped, allgather, kept", layout, gathered, kept=True)
         yield Way(f"{name}, ring", layout, circulated)
         if isinstance(layout, StripedLayout):
             yield Way(f"{name}, double ring", layout, double)

@@ -27,15 +27,23 @@ class Attention:
 
 
 def sparse(
-    group: RingGroups, pattern: VerticalSlash, schedule: Any, dense_layers: tuple[int, ...]
+    group: RingGroups,
+    pattern: VerticalSlash,
+    schedule: Any,
+    dense_layers: tuple[int, ...],
+    recomputed: bool,
 ) -> Attention:
-    """Vertical-slash attention over stripes; `dense_layers` have every diagonal."""
+    """Vertical-slash attention over stripes; `dense_layers` have every diagonal.
+
+    If layers are `recomputed`, the keys and values that a recomputed forward gathers serve the
+    backward that follows it.
+    """
     hook.register()
     layout, log = StripedLayout(group.world), LineLog()
 
     def arguments(seqlen: int) -> dict[str, Any]:
         settings = hook.SparseRingConfig(
-            group, layout, pattern, schedule, dense_layers, seqlen, on_index=log
+            group, layout, pattern, schedule, dense_layers, seqlen, recomputed, log
         )
         return {"sparse_ring": settings}
 

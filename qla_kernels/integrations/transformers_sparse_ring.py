@@ -54,6 +54,7 @@ class SparseRingConfig:
     schedule: Schedule = "auto"
     dense_layers: Sequence[int] = ()  # indices of dense layers; all other layers use the pattern
     seqlen: int | None = None  # tokens of the whole sequence before the padding
+    keep_gathered: bool = False  # for layers that are recomputed: see sparse_ring_attention
     on_index: OnIndex | None = None  # called with the lines of each layer; see OnIndex
 
 
@@ -131,6 +132,7 @@ def attention(
     else:
         # k and v are sent, so they have to be contiguous; copied only if the model transposed them
         common |= {"group": group, "layout": layout, "schedule": sparse_ring.schedule}
+        common["keep_gathered"] = sparse_ring.keep_gathered
         result = sparse_ring_attention(q, k.contiguous(), v.contiguous(), **common)
     if sparse_ring.on_index is None:
         return result, None

@@ -118,6 +118,7 @@ def sparse_ring_attention(
     scale: float | None = None,
     return_lse: bool = False,
     return_index: bool = False,
+    keep_gathered: bool = False,
 ) -> Result:
     """Computes `sparse_attention` for a sequence that is distributed over the ranks of a group.
 
@@ -139,6 +140,9 @@ def sparse_ring_attention(
             keep the cost of merging partial results low.
         return_lse: also return the LSE of this rank's rows, fp32 [B, H, L].
         return_index: also return the index, which is the same on every rank.
+        keep_gathered: with the schedule allgather, save k and v of all ranks for the backward,
+            which then does not gather them again. Useful if the layer is recomputed before its
+            backward: then one layer at a time has them. No effect with other schedules.
 
     Returns:
         o [B, L, H, D] in q's dtype. With return_lse or return_index, a tuple: o, then the LSE if
@@ -153,7 +157,9 @@ def sparse_ring_attention(
     check_group(RING_OP, group)
     lines = (pattern, index, seqlen, scale)
     settings = (schedule, chunks_per_launch, return_lse, return_index)
-    call = RingCall(RING_OP, q, k, v, layout, group.world, *lines, *settings)
+    call = RingCall(
+        RING_OP, q, k, v, layout, group.world, *lines, *settings, keep_gathered=keep_gathered
+    )
     seqlen, scale = call.agreed(group)
     striped = isinstance(layout, StripedLayout)
     chunk = 2 * k.numel() * k.element_size()
@@ -177,7 +183,7 @@ def sparse_ring_attention(
         index.d_bits,
         seqlen,
         scale,
-        Distributed(layout, route, batches),
+        Distributed(layout, route, batches, keep_gathered and route.gathers),
     )
     return _result(o, lse, index, return_lse, return_index)
 

@@ -72,6 +72,10 @@ class Route(NamedTuple):
         to_come = _circulated(self, k, v)
         return chain([next(to_come)], to_come)
 
+    def kept(self, k: Tensor, v: Tensor) -> Iterator[Batch]:
+        """Returns the batches of a schedule that gathers, given k and v of all ranks."""
+        return _gathered(self.whole, Pending([], [k, v]), None)
+
     def owner(self, turn: int, step: int) -> int:
         """Returns the rank whose chunk this rank has at outer step `turn`, inner step `step`."""
         node = (self.outer.rank - turn) % self.outer.size

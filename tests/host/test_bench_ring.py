@@ -82,6 +82,7 @@ def test_two_processes_time_every_layout_and_schedule(tmp_path):
             assert row["slowed_ms"] == taken - row["compute_ms"] - row["least_wait_ms"]
     assert "striped, double ring" in rows
     assert "striped, allgather, own chunk first" in rows
+    assert "striped, allgather, kept" in rows
     assert "striped, ring, emulated 1 GB/s" in rows
 
 

@@ -204,8 +204,8 @@ def test_one_node_has_a_group_for_attention_and_one_for_its_index():
 @pytest.mark.parametrize(
     ("inner", "outer", "gathers", "per_launch"),
     [
-        (5, 1, False, 3), (8, 1, False, 8), (5, 1, True, 1), (5, 1, "own chunk first", 1),
-        (2, 3, False, 1), (3, 2, False, 2), (2, 4, False, 3),
+        (5, 1, False, 3), (8, 1, False, 8), (2, 3, False, 1), (3, 2, False, 2), (2, 4, False, 3),
+        (5, 1, True, 1), (5, 1, "own chunk first", 1), (5, 1, "kept", 1),
     ],
 )  # fmt: skip
 def test_any_number_of_ranks_is_one_rank(inner, outer, gathers, per_launch):
@@ -225,7 +225,9 @@ def test_any_number_of_ranks_is_one_rank(inner, outer, gathers, per_launch):
         way = Route(whole, of_node, of_nodes, bool(gathers), per_launch)
         shard = shard_of(layout, rank, T, seqlen, 0.3, index[:3])
         mine = [layout.shard(x, 1, rank) for x in (q, k, v, do)]
-        done = ring.forward(shard, mine[0], way.batches(*mine[1:3], gathers == "own chunk first"))
+        batches = way.batches(*mine[1:3], gathers == "own chunk first")
+        done = ring.forward(shard, mine[0], batches, gathers == "kept")
+        assert len(done.gathered) == 2 * (gathers == "kept")
         return [done.o, *ring.backward(shard, way, *mine[:3], done, mine[3], None)]
 
     with ThreadPoolExecutor(world) as ranks:
