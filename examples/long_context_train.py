@@ -66,7 +66,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (world // ring, ring), mesh_dim_names=("data", "ring"))
     group = RingGroups.from_mesh(mesh["ring"])
     if options.attention == "sparse":
-        pattern = VerticalSlash(options.recall, options.recall, max_v=options.max_v)
+        most = {"max_v": options.max_v, "max_s": options.max_s}
+        pattern = VerticalSlash(options.recall, options.recall, **most)
         recomputed = options.checkpointing == "full"
         layers = tuple(options.dense_layers)
         chosen = attention.sparse(group, pattern, options.schedule, layers, recomputed)
@@ -171,6 +172,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--attention", default="sparse", choices=("sparse", "dense"))
     add("--recall", type=float, default=0.95, help="target of the lines")
     add("--max-v", type=int, default=4096, help="most columns of a head")
+    add("--max-s", type=int, help="most diagonals of a head, which bounds the time of a step")
     add("--dense-layers", type=int, nargs="*", default=(), help="layers with every diagonal")
     add("--schedule", default="auto", help="auto, allgather, ring or double_ring")
     add("--dense-kernel", choices=("fa4", "cudnn", "flash", "definition"))
