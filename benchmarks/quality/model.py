@@ -43,13 +43,13 @@ class Attention:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Returns x [B, T, H, D] with rotary embedding, in its dtype."""
+    """Returns x [B, T, H, D] with rotary embedding, in its dtype; computed in fp32."""
     T, half = x.shape[1], x.shape[-1] // 2
     frequency = BASE ** -(torch.arange(half, dtype=torch.float64, device=x.device) / half)
     angle = torch.arange(T, device=x.device)[:, None, None] * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = angle.cos().float(), angle.sin().float()
     a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 class Layer(nn.Module):

@@ -61,6 +61,7 @@ class Experiment:
                 raise SystemExit(f"{self.file} has other settings: pass another --folder")
             self.results = found
         self._end = time.monotonic() + 60 * options.minutes
+        self._short_end = time.monotonic() + 60 * options.short_minutes
 
     def _settings(self) -> dict[str, Any]:
         names = ("short", "short_rows", "length", "long_rows", "targets", "seed", "tiny", "lr")
@@ -71,10 +72,12 @@ class Experiment:
         options = self.options
         options.folder.mkdir(parents=True, exist_ok=True)
         base = self._run(SHORT, None, None)
-        while base.step < options.short_steps and self._time_left():
+        begun = any(name != SHORT for name in self.results["runs"])  # an earlier call got so far
+        while base.step < options.short_steps and not begun and self._time_left():
             end = min(base.step + options.turn, options.short_steps)
             self._turn(base, end, options.short, options.short_rows, options.short_steps)
-        if base.step < options.short_steps:
+            begun = time.monotonic() > self._short_end
+        if base.step < options.short_steps and not begun:
             return
         patterns: dict[str, VerticalSlash | None] = {EXACT: None}
         for target in options.targets:
@@ -124,7 +127,7 @@ class Experiment:
         for step in range(run.step, end):
             peak = self.options.lr if run.name == SHORT else self.options.lr / 4
             for group in run.optimizer.param_groups:
-                group["lr"] = peak * min(1.0, (step + 1) / 20) * max(0.1, 1 - step / steps)
+                group["lr"] = peak * min(1.0, (step + 1) / 50) * max(0.1, 1 - step / steps)
             losses.append(self._step(run, attention, step, T, num))
         run.step = end
         numbers = [[float(x) for x in of_step] for of_step in losses]  # waits for the GPU
@@ -235,6 +238,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--folder", type=Path, required=True, help="results and checkpoints")
     add("--figure", type=Path, help="draw the results of the folder, and do nothing else")
     add("--minutes", type=float, default=60.0, help="stop then; the next call goes on")
+    add("--short-minutes", type=float, default=1e9, help="go on to long sequences then")
     add("--targets", type=_numbers, default=[0.5, 0.8, 0.95], help="of the masks")
     add("--max-v", type=int, default=4096)
     add("--short", type=int, default=1024, help="tokens of a short sequence")

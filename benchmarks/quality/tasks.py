@@ -5,8 +5,8 @@
     copy     random tokens, noise, and the same tokens again: all at one distance.
     bytes    bytes of files that are installed with Python packages, those of a package in a row.
 
-Tokens 0 to 255 are bytes and noise; the values, the keys, and the marks of a question and of a copy
-follow. Labels are next tokens, IGNORED where a token cannot be known.
+Tokens 0 to 255 are bytes and noise; the values, the keys (which are also the tokens to copy), and
+the marks of a question and of a copy follow. Labels are next tokens, IGNORED where a token cannot be known.
 """
 
 import sysconfig
@@ -64,7 +64,7 @@ def _recall(num: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 def _copy(num: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     length = int(torch.randint(num // 4, num // 2 - 1, (), generator=draw))
     tokens = torch.randint(BYTES, (num,), generator=draw)
-    text = torch.randint(VALUES, (length,), generator=draw) + FIRST_VALUE
+    text = torch.randint(KEYS, (length,), generator=draw) + FIRST_KEY
     tokens[:length], tokens[num - length :] = text, text
     tokens[num - length - 1] = AGAIN
     known = torch.zeros(num, dtype=torch.bool)
