@@ -6,7 +6,8 @@
     bytes    bytes of files that are installed with Python packages, those of a package in a row.
 
 Tokens 0 to 255 are bytes and noise; the values, the keys (which are also the tokens to copy), and
-the marks of a question and of a copy follow. Labels are next tokens, IGNORED where a token cannot be known.
+the marks of a question and of a copy follow. Labels are next tokens, IGNORED where a token cannot
+be known.
 """
 
 import sysconfig
