@@ -1,4 +1,9 @@
-"""A small language model whose attention is exact or sparse, of sequences on one device."""
+"""A small language model whose attention is exact or sparse, of sequences on one device.
+
+Half of the channels in front of attention are those of the token before. So a key can say which
+token came before it, and one layer can look up what followed a token. Without this a model learns
+it much later, by two layers, and the experiment is not about that.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +57,13 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
+def with_token_before(x: Tensor) -> Tensor:
+    """Returns x [B, T, C] with the second half of its channels from the token before."""
+    before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+    half = x.shape[-1] // 2
+    return torch.cat([x[..., :half], before[..., half:]], -1)
+
+
 class Layer(nn.Module):
     def __init__(self, size: Sizes, number: int) -> None:
         super().__init__()
@@ -67,7 +79,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
         size = self.size
-        heads = self.qkv(self.before_attention(x)).unflatten(-1, (-1, size.head_dim))
+        heads = self.qkv(with_token_before(self.before_attention(x)))
+        heads = heads.unflatten(-1, (-1, size.head_dim))
         q, k, v = heads.split([size.heads, size.kv_heads, size.kv_heads], 2)
         q, k = rotated(q), rotated(k)
         x = x + self.out(attention(self.number, q, k, v.contiguous()).flatten(2))
