@@ -23,6 +23,7 @@ import numpy as np
 import sparse_ring_heads as source
 from matplotlib.colors import ListedColormap
 
+from benchmarks.attention.workloads import VerticalSlash as Benchmark
 from qla_kernels.sparse_ring import (
     ContiguousLayout,
     FixedVerticalSlash,
@@ -53,6 +54,13 @@ LAYOUTS: dict[str, tuple[Callable[[int], Layout], str, str]] = {
     "stripe 128": (StripedLayout, "#d55e00", "D"),
 }
 PATTERN = VerticalSlash(0.9, 0.9)
+# Launches without transfers, slowest rank by mean: docs/notes/sparse-ring.md, sections 10, 12, 13
+MEASURED = {
+    "contiguous": {2: 1.454, 4: 1.720},
+    "zigzag": {2: 1.009, 4: 1.044},
+    "stripe 64": {2: 1.012, 4: 1.019},
+    "stripe 128": {2: 1.005, 4: 1.012, 8: 1.02},
+}
 STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
               "svg.fonttype": "none", "svg.hashsalt": "qla"}  # fmt: skip
 
@@ -99,6 +107,41 @@ def imbalance(T: int, heads: Sequence[Lines]) -> tuple[Any, list[str]]:
         cells = (found[world, name] for name in LAYOUTS)
         said = (f"{b.id_total:.3f} / {b.id_step:.3f} / **{b.makespan:.3f}**" for b in cells)
         rows.append(f"| {world} | " + " | ".join(said) + " |")
+    return figure, rows
+
+
+def beside_measured(T: int = 131072) -> tuple[Any, list[str]]:
+    """Figure and table rows: the benchmark's mask, simulated, and measured for up to 8 ranks."""
+    diagonals, columns = Benchmark(T, 0.05, 4, heads=(2, 16), head_dim=128).mask()
+    worlds = (2, *WORLDS)
+    found = {
+        (world, name): balance_report(
+            [(columns, diagonals)], T, layout=layout(world), columns_last=True
+        )
+        for world in worlds
+        for name, (layout, _, _) in LAYOUTS.items()
+    }
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    for name, (_, colour, marker) in LAYOUTS.items():
+        for panel, of in zip(panels, ("id_total", "id_step"), strict=True):
+            values = [getattr(found[world, name], of) for world in worlds]
+            panel.plot(worlds, values, color=colour, lw=1, label=name)
+        at, measured = zip(*MEASURED[name].items(), strict=True)
+        panels[0].plot(at, measured, color=colour, marker=marker, ms=5, ls="", mfc="none")
+    for panel, title in zip(
+        panels, ("ranks: max / mean; marks: measured", "steps: max / mean"), strict=True
+    ):
+        panel.set(title=title, xlabel="ranks", xscale="log", xticks=worlds, xticklabels=worlds)
+        panel.minorticks_off()
+    panels[1].legend(frameon=False)
+    rows = []
+    for world in worlds:
+        cells = []
+        for name in LAYOUTS:
+            b, point = found[world, name], MEASURED[name].get(world)
+            said = "" if point is None else f" (**{point:.3f}**)"
+            cells.append(f"{b.id_total:.3f}{said} / {b.id_step:.3f}")
+        rows.append(f"| {world} | " + " | ".join(cells) + " |")
     return figure, rows
 
 
@@ -226,9 +269,11 @@ def main() -> int:
     with plt.rc_context(STYLE):
         figures["links"], of_links = links()
         figures["imbalance"], of_imbalance = imbalance(T, lines)
+        figures["measured"], of_measured = beside_measured()
         tables = {
             "heads": described(T, by_name),
             "imbalance": of_imbalance,
+            "measured": of_measured,
             "shredded": shredded(T, lines),
             "links": of_links,
         }

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from qla_kernels.sparse_ring.groups import Swap
+
 PATIENCE = 300  # seconds: a box stays empty only where another thread failed
 
 
@@ -17,27 +19,27 @@ class Mail:
         self.boxes, self.members = boxes, members
         self.rank, self.size = members.index(rank), len(members)
 
-    def in_order(self, x: Tensor) -> bool:
-        return False
-
     def _box(self, source: int, to: int, tag: int) -> Queue:
         ends = (self.members[source % self.size], self.members[to % self.size])
         return self.boxes.setdefault((tuple(self.members), ends, tag), Queue())  # atomic
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> object:
-        return self.swap(send, receive, self.rank + 1, self.rank - 1, tag)
+        return self.swap([Swap(send, receive, self.rank + 1, self.rank - 1)], tag)
 
-    def swap(self, send, receive, to: int, source: int, tag: int) -> object:
-        for n, x in enumerate(send):
-            self._box(self.rank, to, tag + n).put(x.clone())
+    def swap(self, swaps: Sequence[Swap], tag: int) -> object:
+        for swap in swaps:
+            for n, x in enumerate(swap.send):
+                self._box(self.rank, swap.to, tag + n).put(x.clone())
 
-        def wait() -> Sequence[Tensor]:
-            for n, room in enumerate(receive):
-                room.copy_(self._box(source, self.rank, tag + n).get(timeout=PATIENCE))
-            return receive
+        def wait() -> None:
+            for swap in swaps:
+                for n, room in enumerate(swap.receive):
+                    box = self._box(swap.source, self.rank, tag + n)
+                    room.copy_(box.get(timeout=PATIENCE))
 
-        for room in receive:
-            room.fill_(float("nan"))
+        for swap in swaps:
+            for room in swap.receive:
+                room.fill_(float("nan"))
         return SimpleNamespace(wait=wait)
 
     def sum(self, x: Tensor) -> object:

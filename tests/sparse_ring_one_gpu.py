@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.sparse_ring.groups import ALONE, Pending, RankRing, RingGroups
+from qla_kernels.sparse_ring.groups import ALONE, Pending, RankRing, RingGroups, Swap
 from tests.ranks import WORLD, serve
 from tests.sparse_ring_gpus import results
 
@@ -29,14 +29,16 @@ class Landing(Pending):
 
 
 class ThroughHost(RankRing):
-    def in_order(self, x: Tensor) -> bool:
-        return False
-
-    def swap(
-        self, send: Sequence[Tensor], receive: Sequence[Tensor], to: int, source: int, tag: int
-    ) -> Pending:
-        rooms = [torch.empty(x.shape, dtype=x.dtype) for x in receive]
-        return Landing(super().swap([x.cpu() for x in send], rooms, to, source, tag), receive)
+    def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
+        places = [x for swap in swaps for x in swap.receive]
+        on_host = [
+            swap._replace(
+                send=[x.cpu() for x in swap.send],
+                receive=[torch.empty(x.shape, dtype=x.dtype) for x in swap.receive],
+            )
+            for swap in swaps
+        ]
+        return Landing(super().swap(on_host, tag), places)
 
     def gather(self, *tensors: Tensor) -> Pending:
         gathered = super().gather(*(x.cpu() for x in tensors)).wait()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 from tests.limits import HANG
 from tests.ranks import DEADLINE, WORLD, raised, serve
@@ -81,7 +82,9 @@ def results(rank: int) -> Iterator[tuple[str, Any]]:
         x = problem(world, torch.float64)
         for layout, schedule, per_launch in _ways(group):
             options = {"schedule": schedule, "chunks_per_launch": per_launch}
-            *got, index = attend(x, layout, group, **options)
+            more = options["keep_gathered"] = per_launch > 1  # of no effect but on allgather
+            with patch("qla_kernels.sparse_ring.api.own_chunk_first", lambda *_, n=more: n):
+                *got, index = attend(x, layout, group, **options)
             if world not in wanted:
                 wanted[world] = truth(x, index)
             mine = layout.positions(index.T, group.rank)
@@ -105,6 +108,7 @@ def _ways(group: Any) -> Iterator[tuple[Any, str, int]]:
         return
     yield StripedLayout(world), "double_ring", 1
     yield StripedLayout(world), "ring", 2
+    yield StripedLayout(world), "allgather", 2
     layouts = (StripedLayout(world), StripedLayout(world, 64), ZigZagLayout(world))
     for layout in (*layouts, ContiguousLayout(world)):
         yield layout, "ring", 1

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.sparse_ring.groups import RankRing
+from reference import sparse_ring as definition
 
 Backward = tuple[Tensor, Tensor, Tensor]
 GRADIENT_TAG = 2  # k and v take two
@@ -88,7 +89,32 @@ class Aten:
         return dq, dk, dv
 
 
+class Definition:
+    """The definition, in plain torch, for CPU tensors: it holds all scores of a step."""
+
+    name = "definition"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        return definition.attention(q, k, v, self._visible(q, k, causal))
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+    ) -> Backward:
+        delta = definition.delta(o, do)
+        visible = self._visible(q, k, causal)
+        return definition.attention_backward(q, k, v, visible, lse, delta, do)
+
+    def _visible(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+        seen = torch.ones(q.shape[2], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+        return seen.tril()[None] if causal else seen[None]
+
+
+KERNELS = ("fa4", "cudnn", "flash", "definition")
+
+
 def kernel_of(name: str) -> Kernel:
+    if name == "definition":
+        return Definition()
     return FlashAttention4() if name == "fa4" else Aten(name)
 
 
@@ -166,3 +192,31 @@ def backward(
         travelling.wait()
         dkv = received
     return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
+
+
+class DenseRing(torch.autograd.Function):
+    """The dense ring as a differentiable function of this rank's zigzag shards."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, ring: RankRing
+    ) -> Tensor:
+        o, lse = forward(kernel, ring, q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.ring = kernel, ring
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        kernel, ring = ctx.ring
+        dq, dk, dv = backward(kernel, ring, do.contiguous(), *ctx.saved_tensors)
+        return dq, dk, dv, None, None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: Kernel, ring: RankRing) -> Tensor:
+    """Causal attention of q [B, L, H, D] to k and v [B, L, Hk, D], shards of a ZigZagLayout.
+
+    Padding is at the end of the sequence, where no token before it sees it.
+    """
+    o: Tensor = DenseRing.apply(q, k, v, kernel, ring)  # type: ignore[no-untyped-call]
+    return o

@@ -21,6 +21,8 @@ class Way(NamedTuple):
     what: str
     layout: Layout
     route: Route
+    own_first: bool = False  # a forward that gathers begins with the rank's own chunk
+    kept: bool = False  # what a forward gathers is kept for the backward
 
 
 ALONE = Way("sparse, one device", StripedLayout(1), LOCAL)
@@ -68,10 +70,10 @@ class Layer:
             return shard_of(way.layout, rank, T, T, self.scale, self.index[:3])
 
         def forward() -> ring.RingForward:
-            batches = way.route.batches(k, v)
+            batches = way.route.batches(k, v, way.own_first)
             if index is not None:
                 index(q, k)
-            return ring.forward(shard(), q, batches)
+            return ring.forward(shard(), q, batches, way.kept)
 
         done = forward()
         return forward, lambda: ring.backward(shard(), way.route, q, k, v, done, do, None)

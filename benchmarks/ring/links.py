@@ -1,4 +1,5 @@
-"""Rings that are timed in parts: without their transfers, their transfers alone, over slower links.
+"""Rings that are timed in parts: without their transfers, their transfers alone, over slower links,
+and the time that launches wait for transfers.
 
 A slow link is emulated: what comes from another node counts as here after bytes / rate, or when it
 is here, whichever is later. The delay runs beside everything else, as a transfer does: on a GPU it
@@ -8,14 +9,14 @@ is one thread that waits on a stream of its own, which costs the SM that it sits
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qla_kernels.sparse_ring.gradients import gradients_of
-from qla_kernels.sparse_ring.groups import Pending, RankRing
+from qla_kernels.sparse_ring.groups import Pending, RankRing, Swap
 from qla_kernels.sparse_ring.route import Route
 
 from ..harness.timing import event
@@ -26,10 +27,8 @@ CYCLES = 10_000_000  # of the call that the clock of delays is read from
 class Silent(RankRing):
     """Sends nothing, and at once has something in the place of what would come."""
 
-    def swap(
-        self, send: Sequence[Tensor], receive: Sequence[Tensor], to: int, source: int, tag: int
-    ) -> Pending:
-        return Pending([], receive)
+    def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
+        return Pending([], [x for swap in swaps for x in swap.receive])
 
     def gather(self, *tensors: Tensor) -> Pending:
         of = [(n, (self.size, *x.shape), x.dtype, x.device) for n, x in enumerate(tensors)]
@@ -45,6 +44,60 @@ def _random(n: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
     return torch.randn(shape, dtype=dtype, device=device)
 
 
+class Waits:
+    """How long launches waited for transfers, in milliseconds, since the last `taken`."""
+
+    def __init__(self) -> None:
+        self._between: list[tuple[Any, Any]] = []  # events, or seconds of the host
+
+    def add(self, before: Any, after: Any) -> None:
+        self._between.append((before, after))
+
+    def taken(self) -> float:
+        """Waits for a GPU, and begins anew."""
+        between, self._between = self._between, []
+        if not between or isinstance(between[0][0], float):
+            return 1e3 * float(sum(after - before for before, after in between))
+        between[-1][1].synchronize()
+        return float(sum(before.elapsed_time(after) for before, after in between))
+
+
+@dataclass(frozen=True)
+class Watched(RankRing):
+    """Marks on the stream of the launches where it begins to wait for a transfer, and the end."""
+
+    waits: Waits = field(default_factory=Waits)
+
+    def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
+        return _Waited(super().swap(swaps, tag), self.waits)
+
+    def gather(self, *tensors: Tensor) -> Pending:
+        return _Waited(super().gather(*tensors), self.waits)
+
+    def sum(self, x: Tensor) -> Pending:
+        return _Waited(super().sum(x), self.waits)
+
+
+class _Waited(Pending):
+    def __init__(self, posted: Pending, waits: Waits) -> None:
+        self._posted, self._waits = posted, waits
+
+    def wait(self) -> Sequence[Tensor]:
+        before = _now()
+        received = self._posted.wait()
+        self._waits.add(before, _now())
+        return received
+
+
+def _now() -> Any:
+    """A recorded event of the current stream, or the host's clock where there is no GPU."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    now = event()
+    now.record()
+    return now
+
+
 @dataclass(frozen=True)
 class Slow(RankRing):
     """Links between nodes of `node` neighbouring ranks have `rate` bytes a second each way."""
@@ -52,12 +105,11 @@ class Slow(RankRing):
     node: int = 1
     rate: float = 25e9
 
-    def swap(
-        self, send: Sequence[Tensor], receive: Sequence[Tensor], to: int, source: int, tag: int
-    ) -> Pending:
-        posted = super().swap(send, receive, to, source, tag)
-        crosses = source % self.size // self.node != self.rank // self.node
-        return _Late(posted, self._delay(receive) if crosses else None)
+    def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
+        posted = super().swap(swaps, tag)
+        mine = self.rank // self.node
+        far = [x for s in swaps if s.source % self.size // self.node != mine for x in s.receive]
+        return _Late(posted, self._delay(far) if far else None)
 
     def gather(self, *tensors: Tensor) -> Pending:
         posted = super().gather(*tensors)
@@ -122,6 +174,11 @@ def _cycles_a_second() -> float:
 
 def silent(route: Route) -> Route:
     whole, inner, outer = (Silent(x.group, x.rank, x.size) for x in route[:3])
+    return Route(whole, inner, outer, route.gathers, route.per_launch)
+
+
+def watched(route: Route, waits: Waits) -> Route:
+    whole, inner, outer = (Watched(x.group, x.rank, x.size, waits) for x in route[:3])
     return Route(whole, inner, outer, route.gathers, route.per_launch)
 
 

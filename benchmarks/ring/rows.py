@@ -10,9 +10,17 @@ sample calls follow each other, as layers do (`--queued 1`: a call begins when t
 ended on every rank, and its start shows). Every way is checked first. Of each:
 
     overhead   what it takes beyond its share of the time on one GPU
-    compute    its launches alone, nothing sent
-    hidden     of its transfers alone, what it does not take beyond compute
+    compute    its launches alone, nothing sent, the slowest rank
+    transfers  its transfers alone
+    hidden     of its transfers, what it does not take beyond compute
+    waits      how long launches waited for transfers, between two events of their stream: the rank
+               that waited least, and the mean. The least is what transfers cost by coming late; the
+               rest is waiting for slower ranks
+    slowed     what it takes beyond compute and the least wait: launches that share SMs, memory and
+               power with transfers
     makespan   compute of the slowest rank by the mean of all: 1 is ideal
+
+`--only` times the ways whose names contain a text, such as `--only striped,`.
 
 `--slow GB/s` adds rings whose ranks are on `--nodes` nodes with links of that rate between them;
 the links are emulated, by delays.
@@ -46,8 +54,8 @@ from qla_kernels.sparse_ring.route import route_of
 from ..attention.workloads import VerticalSlash as Workload
 from . import dense as dense_ring
 from .layer import ALONE, Layer, Way, agree, check
-from .links import silent, slow, transfers
-from .timing import Clock
+from .links import Waits, silent, slow, transfers, watched
+from .timing import Clock, by_rank, slowest
 
 CHECKED = 512  # tokens a rank
 
@@ -64,6 +72,8 @@ class Row:
     compute_ms: float | None = None  # of both together
     transfers_ms: float | None = None  # alone
     makespan: float | None = None  # compute, slowest by mean of the ranks
+    least_wait_ms: float | None = None  # for transfers, of both together; the rank that waits least
+    mean_wait_ms: float | None = None
 
     @property
     def both_ms(self) -> float:
@@ -77,6 +87,13 @@ class Row:
         shown = self.both_ms - self.compute_ms
         return 1 - min(1.0, max(0.0, shown) / self.transfers_ms)
 
+    @property
+    def slowed_ms(self) -> float | None:
+        """What neither compute nor waits explain."""
+        if self.compute_ms is None or self.least_wait_ms is None:
+            return None
+        return self.both_ms - self.compute_ms - self.least_wait_ms
+
     def __str__(self) -> str:
         times = f"{self.forward_ms:8.2f} + {self.backward_ms:8.2f} ms {self.tflops:7.1f} TFLOP/s"
         said = f"{self.tokens // 1024:4}k x{self.world}  {self.what:32} {times}"
@@ -85,6 +102,9 @@ class Row:
             ("compute", self.compute_ms, ".2f"),
             ("transfers", self.transfers_ms, ".2f"),
             ("hidden", self.hidden, ".0%"),
+            ("waits", self.least_wait_ms, ".2f"),
+            ("mean", self.mean_wait_ms, ".2f"),
+            ("slowed", self.slowed_ms, ".2f"),
             ("makespan", self.makespan, ".3f"),
         ):
             said += "" if value is None else f"  {name} {value:{form}}"
@@ -107,7 +127,7 @@ def tell(rows: Iterable[Row], out: Path | None, rank: int = 0) -> None:
     """Each row as it comes, and a file of all, by rank 0."""
     told = []
     for row in rows:
-        told.append({**asdict(row), "hidden": row.hidden})
+        told.append({**asdict(row), "hidden": row.hidden, "slowed_ms": row.slowed_ms})
         if rank == 0:
             print(row, flush=True)
     if rank == 0 and out:
@@ -124,6 +144,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dense", default="fa4", choices=("fa4", "cudnn", "flash", "none"))
     add("--slow", type=float, help="GB/s of emulated links between nodes")
+    add("--only", default="", help="of the ways, those whose names contain this")
     return parser.parse_args(arguments)
 
 
@@ -153,6 +174,8 @@ def measured(options: argparse.Namespace, group: RingGroups, nodes: RingGroups) 
         layer = layer_of(options, tokens)
         yield (one := alone(layer, clock))
         for way in ways(group, nodes, tokens, options.slow):
+            if options.only not in way.what:
+                continue
             check(small, way, group.rank)
             yield timed(layer, way, clock, one.both_ms)
         gathered = next(ways(group, nodes, tokens, None))
@@ -200,6 +223,9 @@ def ways(group: RingGroups, nodes: RingGroups, tokens: int, rate: float | None) 
     )
     for name, layout in layouts.items():
         yield Way(f"{name}, allgather", layout, gathered)
+        if name == "striped" and world > 1:
+            yield Way("striped, allgather, own chunk first", layout, gathered, True)
+            yield Way("striped, allgather, kept", layout, gathered, kept=True)
         yield Way(f"{name}, ring", layout, circulated)
         if isinstance(layout, StripedLayout):
             yield Way(f"{name}, double ring", layout, double)
@@ -218,7 +244,13 @@ def timed(layer: Layer, way: Way, clock: Clock, one: float) -> Row:
     world = way.layout.world
     forward, backward = map(clock.slowest, layer.calls(way))
     calls = layer.calls(way._replace(route=silent(way.route)))
-    of_ranks = [sum(of_rank) for of_rank in zip(*map(clock.of_ranks, calls), strict=True)]
+    taken = [clock.each(call) for call in calls]
+    compute = sum(slowest(x) for x in taken)  # by the same statistics as forward and backward
+    of_ranks = [sum(x) for x in zip(*map(by_rank, taken), strict=True)]
+    waits = Waits()
+    calls = layer.calls(way._replace(route=watched(way.route, waits)))
+    waited = [by_rank(clock.each(call, waits.taken)) for call in calls]
+    of_both = [sum(of_rank) for of_rank in zip(*waited, strict=True)]
     _, k, v, _ = layer.tensors(world)
     sent = clock.slowest(lambda: transfers(way.route, k, v))
     sent += clock.slowest(lambda: transfers(way.route, k, v, gradients=False))
@@ -231,9 +263,11 @@ def timed(layer: Layer, way: Way, clock: Clock, one: float) -> Row:
         backward,
         layer.work / both / 1e9,
         overhead=both / (one / world) - 1,
-        compute_ms=max(of_ranks),
+        compute_ms=compute,
         transfers_ms=sent,
         makespan=max(of_ranks) / (sum(of_ranks) / world),
+        least_wait_ms=min(of_both),
+        mean_wait_ms=sum(of_both) / world,
     )
 
 

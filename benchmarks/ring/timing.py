@@ -13,6 +13,16 @@ from ..harness.timing import event
 WARM_UP = 2  # samples
 
 
+def slowest(taken: list[list[float]]) -> float:
+    """Of times by sample and rank: of each sample the slowest rank, of these the median."""
+    return statistics.median(max(sample) for sample in taken)
+
+
+def by_rank(taken: list[list[float]]) -> list[float]:
+    """Of times by sample and rank: the median of each rank."""
+    return [statistics.median(of_rank) for of_rank in zip(*taken, strict=True)]
+
+
 class Clock:
     """Medians over samples, each of several calls, one behind the other."""
 
@@ -21,18 +31,19 @@ class Clock:
 
     def slowest(self, call: Callable[[], Any]) -> float:
         """Milliseconds of a call on the rank that takes longest."""
-        return statistics.median(max(sample) for sample in self._taken(call))
+        return slowest(self.each(call))
 
-    def of_ranks(self, call: Callable[[], Any]) -> list[float]:
-        """Milliseconds of a call on each rank."""
-        return [statistics.median(of_rank) for of_rank in zip(*self._taken(call), strict=True)]
-
-    def _taken(self, call: Callable[[], Any]) -> list[list[float]]:
-        """By sample and rank."""
+    def each(
+        self, call: Callable[[], Any], instead: Callable[[], float] | None = None
+    ) -> list[list[float]]:
+        """Milliseconds of a call, by sample and rank; or what `instead` says after each sample."""
         taken = []
         for _ in range(WARM_UP + self._samples):
             dist.barrier()
-            mine = torch.tensor(self._sample(call) / self._queued, device=self._device)
+            sample = self._sample(call)
+            if instead is not None:
+                sample = instead()
+            mine = torch.tensor(sample / self._queued, device=self._device)
             everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
             dist.all_gather(everyone, mine)
             taken.append([float(x) for x in everyone])

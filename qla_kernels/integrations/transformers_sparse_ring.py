@@ -15,7 +15,7 @@ raises `Unsupported`.
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from qla_kernels.sparse_ring import (
     Dense,
     RingGroups,
     VerticalSlash,
+    VSIndex,
     sparse_attention,
     sparse_ring_attention,
 )
@@ -36,6 +37,11 @@ from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.patterns import Pattern
 
 NAME = "sparse_ring"
+
+# Called after each layer's attention with the layer's number, q [B, L, H, D] and k [B, L, Hk, D] of
+# this rank, and the index, which is the same on every rank. sparse_ring.measure has two of them. A
+# layer that is recomputed calls it again.
+OnIndex = Callable[[int | None, Tensor, Tensor, VSIndex], None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class SparseRingConfig:
     schedule: Schedule = "auto"
     dense_layers: Sequence[int] = ()  # indices of dense layers; all other layers use the pattern
     seqlen: int | None = None  # tokens of the whole sequence before the padding
+    keep_gathered: bool = False  # for layers that are recomputed: see sparse_ring_attention
+    on_index: OnIndex | None = None  # called with the lines of each layer; see OnIndex
 
 
 def register() -> None:
@@ -118,11 +126,19 @@ def attention(
     pattern = _pattern(sparse_ring, getattr(module, "layer_idx", None))
     common: dict[str, Any] = {"pattern": pattern, "seqlen": sparse_ring.seqlen, "scale": scaling}
     group, layout = sparse_ring.group, sparse_ring.layout
+    common["return_index"] = sparse_ring.on_index is not None
     if group is None and layout is None:
-        return sparse_attention(q, k, v, **common), None
-    # k and v are sent, so they have to be contiguous; copies them only if the model transposed them
-    common |= {"group": group, "layout": layout, "schedule": sparse_ring.schedule}
-    return sparse_ring_attention(q, k.contiguous(), v.contiguous(), **common), None
+        result = sparse_attention(q, k, v, **common)
+    else:
+        # k and v are sent, so they have to be contiguous; copied only if the model transposed them
+        common |= {"group": group, "layout": layout, "schedule": sparse_ring.schedule}
+        common["keep_gathered"] = sparse_ring.keep_gathered
+        result = sparse_ring_attention(q, k.contiguous(), v.contiguous(), **common)
+    if sparse_ring.on_index is None:
+        return result, None
+    o, index = result
+    sparse_ring.on_index(getattr(module, "layer_idx", None), q.detach(), k.detach(), index)
+    return o, None
 
 
 def _pattern(settings: SparseRingConfig, layer: int | None) -> Pattern:

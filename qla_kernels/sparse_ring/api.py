@@ -20,7 +20,7 @@ from qla_kernels.sparse_ring.autograd import Distributed, SparseAttention
 from qla_kernels.sparse_ring.build import build
 from qla_kernels.sparse_ring.call import RingCall
 from qla_kernels.sparse_ring.groups import RingGroups
-from qla_kernels.sparse_ring.heuristics import Schedule, schedule_of
+from qla_kernels.sparse_ring.heuristics import Schedule, own_chunk_first, schedule_of
 from qla_kernels.sparse_ring.heuristics import chunks_per_launch as launch_size
 from qla_kernels.sparse_ring.index import VSIndex, known_index
 from qla_kernels.sparse_ring.layouts import Layout, StripedLayout
@@ -118,6 +118,7 @@ def sparse_ring_attention(
     scale: float | None = None,
     return_lse: bool = False,
     return_index: bool = False,
+    keep_gathered: bool = False,
 ) -> Result:
     """Computes `sparse_attention` for a sequence that is distributed over the ranks of a group.
 
@@ -139,6 +140,9 @@ def sparse_ring_attention(
             keep the cost of merging partial results low.
         return_lse: also return the LSE of this rank's rows, fp32 [B, H, L].
         return_index: also return the index, which is the same on every rank.
+        keep_gathered: with the schedule allgather, save k and v of all ranks for the backward,
+            which then does not gather them again. Useful if the layer is recomputed before its
+            backward: then one layer at a time has them. No effect with other schedules.
 
     Returns:
         o [B, L, H, D] in q's dtype. With return_lse or return_index, a tuple: o, then the LSE if
@@ -153,15 +157,20 @@ def sparse_ring_attention(
     check_group(RING_OP, group)
     lines = (pattern, index, seqlen, scale)
     settings = (schedule, chunks_per_launch, return_lse, return_index)
-    call = RingCall(RING_OP, q, k, v, layout, group.world, *lines, *settings)
+    call = RingCall(
+        RING_OP, q, k, v, layout, group.world, *lines, *settings, keep_gathered=keep_gathered
+    )
     seqlen, scale = call.agreed(group)
     striped = isinstance(layout, StripedLayout)
-    gathered = 2 * group.world * k.numel() * k.element_size()
-    chosen = schedule_of(schedule, group.world, group.inner.size, gathered, striped)
+    chunk = 2 * k.numel() * k.element_size()
+    chosen = schedule_of(schedule, group.world, group.inner.size, group.world * chunk, striped)
     per_launch = launch_size(chunks_per_launch, q.shape[1])
     log.debug("%s: %s, up to %d chunks a launch", RING_OP, chosen, per_launch)
     route = route_of(group, chosen, per_launch)
-    batches = route.batches(k.detach(), v.detach())  # the index is built during the transfer
+    estimates = isinstance(pattern, VerticalSlash)
+    own_first = own_chunk_first(group.world, chunk, q.numel(), estimates, route.gathers)
+    # the index is built during the transfer
+    batches = route.batches(k.detach(), v.detach(), own_first)
     if index is None:
         assert pattern is not None, "check_lines requires a pattern or an index"
         index = build(q, k, pattern, layout, seqlen, scale, group.whole)
@@ -174,7 +183,7 @@ def sparse_ring_attention(
         index.d_bits,
         seqlen,
         scale,
-        Distributed(layout, route, batches),
+        Distributed(layout, route, batches, keep_gathered and route.gathers),
     )
     return _result(o, lse, index, return_lse, return_index)
 

@@ -1,9 +1,9 @@
 """Defines SparseAttention, attention under given lines as a differentiable function.
 
 On one device it calls the operators of ops.py, in a group it runs ring.py. It saves q, k, v, o,
-LSE, the index, and the rows of k and v at the verticals; chunks of other ranks are not saved. The
-backward makes the table of diagonals again. Autocast does not change dtypes. A second derivative
-raises an error.
+LSE, the index, and the rows of k and v at the verticals; chunks of other ranks are saved only if
+the call asks for it. The backward makes the table of diagonals again. Autocast does not change
+dtypes. A second derivative raises an error.
 """
 
 from collections.abc import Iterator
@@ -28,6 +28,7 @@ class Distributed(NamedTuple):
     layout: Layout
     route: Route
     batches: Iterator[Batch]
+    keep_gathered: bool  # the backward does not gather k and v again; of a route that gathers
 
     def shard(self, q: Tensor, lines: list[Tensor], seqlen: int, scale: float) -> Shard:
         """Returns the Shard of this rank, whose rows q has."""
@@ -62,8 +63,9 @@ class SparseAttention(torch.autograd.Function):
                 done = tuple(ops.forward(q, k, v, *lines, seqlen, scale))
             else:
                 shard = distributed.shard(q, lines, seqlen, scale)
-                o, lse, columns = ring.forward(shard, q, distributed.batches)
-                done = (o, lse, *columns)
+                kept = distributed.keep_gathered
+                o, lse, columns, gathered = ring.forward(shard, q, distributed.batches, kept)
+                done = (o, lse, *columns, *gathered)
         ctx.set_materialize_grads(False)  # an unused LSE costs no tensor of zeros
         ctx.seqlen, ctx.scale, ctx.distributed = seqlen, scale, distributed
         ctx.save_for_backward(q, k, v, *lines, *done)
@@ -74,7 +76,8 @@ class SparseAttention(torch.autograd.Function):
     @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Returns dq, dk, dv, and None for each further input."""
-        q, k, v, *lines, o, lse, columns_k, columns_v = ctx.saved_tensors
+        q, k, v, v_idx, v_cnt, d_bits, o, lse, columns_k, columns_v, *gathered = ctx.saved_tensors
+        lines = [v_idx, v_cnt, d_bits]
         do = torch.zeros_like(o) if do is None else do
         settings = (ctx.seqlen, ctx.scale)
         with torch.autocast("cpu", enabled=False):
@@ -83,6 +86,6 @@ class SparseAttention(torch.autograd.Function):
                 dq, dk, dv = ops.backward(q, k, v, *lines, *settings, *done, do, dlse)
             else:
                 shard = ctx.distributed.shard(q, lines, *settings)
-                forward = ring.RingForward(o, lse, Columns(columns_k, columns_v))
+                forward = ring.RingForward(o, lse, Columns(columns_k, columns_v), gathered)
                 dq, dk, dv = ring.backward(shard, ctx.distributed.route, q, k, v, forward, do, dlse)
         return dq, dk, dv, None, None, None, None, None, None

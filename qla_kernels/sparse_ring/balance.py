@@ -75,7 +75,9 @@ def balance_report(
 ) -> Balance:
     """Simulates one attention call: the time at which each rank computes each chunk.
 
-    A rank starts a step when it has finished the step before and the step's chunk has arrived. Time
+    A rank starts a step when it has finished the step before and the step's chunk has arrived.
+    Chunks are passed on from rank to rank, as in the published system; this package does so between
+    nodes, and within a node sends a chunk straight to each rank. Time
     has no fixed unit: `t`, `x` and `x_outer` share one, such as milliseconds, and the times of the
     result are in the same unit. With the defaults a tile takes 1 and a transfer takes 0.
 

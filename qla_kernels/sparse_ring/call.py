@@ -46,6 +46,7 @@ class RingCall(NamedTuple):
     chunks_per_launch: int | None
     return_lse: bool = False
     return_index: bool = False
+    keep_gathered: bool = False
 
     def agreed(self, group: RingGroups) -> tuple[int, float]:
         """Checks the call on all ranks, and returns seqlen and scale with defaults filled in.
@@ -70,6 +71,7 @@ class RingCall(NamedTuple):
         check_ring(self.op, self.layout, self.world, self.schedule, self.chunks_per_launch)
         flag(self.op, "return_lse", self.return_lse)
         flag(self.op, "return_index", self.return_index)
+        flag(self.op, "keep_gathered", self.keep_gathered)
         check_tensors(self.op, self.q, self.k, self.v)
         if self.op != BUILD_OP:  # an index is a constant
             refuse_forward_mode(self.op, self.q, self.k, self.v)
@@ -99,6 +101,7 @@ class RingCall(NamedTuple):
             "scale": _comparable(scale, float | None),
             "schedule": _comparable(self.schedule, str),
             "chunks_per_launch": _comparable(self.chunks_per_launch, int | None),
+            "keep_gathered": _comparable(self.keep_gathered, bool),
             "index": self.lines.described(checking()) if isinstance(self.lines, VSIndex) else None,
             "requires_grad": wanted,
         }

@@ -1,8 +1,8 @@
 """Adds up dK and dV of chunks over all ranks, and brings each sum to the chunk's owner.
 
-`CirculatedGradients` serves the schedules ring and double_ring, `ReducedGradients` serves
-allgather. Both are used as follows: for each part that `of(chunks)` yields, the caller adds its
-gradients to `part.dkv`; advancing the loop sends the part; `home()` waits for the sums of this
+`ReturnedGradients` serves the schedules ring and double_ring, `ReducedGradients` serves allgather.
+Both are used as follows: `of(chunks)` yields one part; the caller adds its gradients to
+`part.dkv`, and advances the iterator, which sends the part; `home()` waits for the sums of this
 rank's own chunk. Sums are kept in fp32 (fp64 for fp64 tensors). For one rank count and schedule
 their order is fixed.
 """
@@ -13,24 +13,23 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qla_kernels.sparse_ring.groups import Pending
+from qla_kernels.sparse_ring.groups import Pending, Swap
 from qla_kernels.sparse_ring.route import GRADIENT_TAG, Chunk, Route
 from qla_kernels.sparse_ring.shard import launches, wide
 
 
 class Part(NamedTuple):
-    """Accumulators to which one launch adds this rank's gradients of some chunks."""
+    """Room to which one launch writes this rank's gradients of some chunks."""
 
     chunks: list[Chunk]
-    dkv: Tensor  # fp32 [chunks, 2, B, L, Hk, D], dK and dV so far
-    first: bool  # dkv is uninitialised: the launch writes it instead of adding
+    dkv: Tensor  # fp32 [chunks, 2, B, L, Hk, D], dK and dV; uninitialised
 
 
 class Gradients(Protocol):
     """The gradients of chunks under way to their owners; the module's docstring shows their use."""
 
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
-        """Yields the accumulators of `chunks`. A part is sent when the iterator is advanced."""
+        """Yields the part of `chunks`, which is sent when the iterator is advanced."""
         ...
 
     def home(self, dtype: torch.dtype) -> list[Tensor]:
@@ -40,44 +39,38 @@ class Gradients(Protocol):
 
 def gradients_of(route: Route, k: Tensor) -> Gradients:
     """Returns the Gradients of a call with this route; k is this rank's."""
-    return ReducedGradients(route, k) if route.gathers else CirculatedGradients(route, k)
+    return ReducedGradients(route, k) if route.gathers else ReturnedGradients(route, k)
 
 
-class CirculatedGradients:
-    """Sends the gradient of a chunk along the same rings as the chunk itself.
+class ReturnedGradients:
+    """Sends each part straight to the rank of this node that gave the chunk to the node.
 
-    On each node the sum starts from zero and goes around the inner ring once; it then holds the
-    parts of every rank of the node. It is added to the sum of earlier nodes and sent to the next
-    node. The last hop of both rings brings the total to the chunk's owner.
+    That rank adds up the parts of its node. The sum is added to the sum of earlier nodes and sent
+    to the next node, around the outer ring. The last hop brings the total to the chunk's owner.
     """
 
     def __init__(self, route: Route, k: Tensor) -> None:
         self._inner, self._outer = route.inner, route.outer
-        self._here = _empty_sums(k)
-        self._next = _empty_sums(k) if route.inner.size > 1 else self._here
-        shared = route.per_launch > 1 and route.inner.size > 2  # a launch may have several chunks
-        self._mine = _empty_sums(k) if shared else self._here
+        most = min(route.per_launch, route.inner.size - 1)  # chunks of a launch
+        self._parts, self._room = (_empty_sums(k, most) for _ in range(2))
+        self._here = _empty_sums(k)  # the sum of this node
         self._sum = _empty_sums(k) if route.outer.size > 1 else self._here
         self._received = _empty_sums(k) if route.outer.size > 1 else self._here
-        self._around: Pending | None = None
+        self._coming: Pending | None = None
         self._across: Pending | None = None
 
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
-        """Yields a part for each chunk, one after the other; sends it when advanced."""
-        for n, chunk in enumerate(chunks):
-            if n == 0:  # its sum arrived during the launches since the last batch
-                self._land()
-                yield Part([chunk], self._here[None], chunk.step == 0)
-            else:  # its sum arrives during this launch, which writes to a buffer of its own
-                yield Part([chunk], self._mine[None], True)
-                self._land()
-                self._here += self._mine
-            self._leave(chunk)
-
-    def _leave(self, chunk: Chunk) -> None:
-        if self._inner.size > 1:
-            self._around = self._inner.shift([self._here], [self._next], GRADIENT_TAG)
-        if chunk.step + 1 == self._inner.size and self._outer.size > 1:
+        """Yields the part of `chunks`, then sends it, while other parts of the own one come."""
+        self._land()
+        num, at = len(chunks), self._inner.rank
+        if chunks[0].step == 0:
+            yield Part(chunks, self._here[None])
+        else:
+            yield Part(chunks, self._parts[:num])
+            parts = zip(chunks, self._parts, self._room, strict=False)
+            swaps = [Swap([x], [room], at - c.step, at + c.step) for c, x, room in parts]
+            self._coming, self._num = self._inner.swap(swaps, GRADIENT_TAG), num
+        if chunks[-1].step + 1 == self._inner.size and self._outer.size > 1:
             self._land()
             self._leave_node()
 
@@ -90,10 +83,10 @@ class CirculatedGradients:
         return launches(own.device).rounded(own, dtype)
 
     def _land(self) -> None:
-        if self._around is not None:
-            self._around.wait()
-            self._around = None
-            self._here, self._next = self._next, self._here
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming, room = None, self._room[: self._num]
+            self._here += room[0] if len(room) == 1 else room.sum(0)
 
     def _leave_node(self) -> None:
         if self._across is None:
@@ -114,7 +107,7 @@ class ReducedGradients:
 
     def of(self, chunks: list[Chunk]) -> Iterator[Part]:
         """Yields one part with all chunks, then starts the reduce-scatter."""
-        yield Part(chunks, self._parts, True)
+        yield Part(chunks, self._parts)
         self._coming = self._ring.sum(self._parts)
 
     def home(self, dtype: torch.dtype) -> list[Tensor]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 from qla_kernels.errors import need
 from qla_kernels.sparse_ring.agreement import GROUPS, Agreement, RingError, as_ring_error
 
-__all__ = ["ALONE", "Pending", "RankRing", "RingError", "RingGroups"]
+__all__ = ["ALONE", "Pending", "RankRing", "RingError", "RingGroups", "Swap"]
 
 _created = itertools.count()  # number of the next create(): the same on all ranks of the job
 
@@ -41,6 +41,15 @@ class Pending:
         return self._received
 
 
+class Swap(NamedTuple):
+    """Tensors for one rank, and as many from one rank: receive[n] gets its n-th tensor."""
+
+    send: Sequence[Tensor]
+    receive: Sequence[Tensor]
+    to: int
+    source: int
+
+
 @dataclass(frozen=True)
 class RankRing:
     """Ranks that send tensors to each other. `group` is None for a single rank."""
@@ -49,38 +58,30 @@ class RankRing:
     rank: int
     size: int
 
-    def in_order(self, x: Tensor) -> bool:
-        """Returns True if a transfer may send what the one posted before it receives, unwaited.
-
-        This holds for CUDA tensors: NCCL runs the transfers of a group on one stream. It does not
-        hold for CPU tensors over gloo.
-        """
-        return x.is_cuda
-
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> Pending:
         """Posts sends of tensors to the next rank, and receives of as many from the rank before."""
-        return self.swap(send, receive, self.rank + 1, self.rank - 1, tag)
+        return self.swap([Swap(send, receive, self.rank + 1, self.rank - 1)], tag)
 
-    def swap(
-        self,
-        send: Sequence[Tensor],
-        receive: Sequence[Tensor],
-        to: int,
-        source: int,
-        tag: int,
-    ) -> Pending:
-        """Posts sends of tensors to rank `to`, and receives of as many from rank `source`.
+    def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
+        """Posts several swaps, which run at the same time; a rank must not occur twice in a list.
 
-        receive[n] gets the n-th tensor that `source` sends. Both ranks are taken modulo the ring's
-        size. Transfers under way at the same time need tags that differ by at least len(send).
+        Ranks are taken modulo the ring's size. Swaps under way at the same time need tags that
+        differ by at least the number of tensors that a rank sends to another one.
         """
-        to, source = to % self.size, source % self.size
-        ops = []
-        for n, (x, received) in enumerate(zip(send, receive, strict=True)):
-            ops.append(dist.P2POp(dist.isend, x, None, self.group, tag + n, to))
-            ops.append(dist.P2POp(dist.irecv, received, None, self.group, tag + n, source))
+        received = [x for swap in swaps for x in swap.receive]
+        assert self.group is not None, "more than one rank"
+        works: list[dist.Work] = []
         with as_ring_error("a transfer between ranks could not be posted"):
-            return Pending(dist.batch_isend_irecv(ops), receive)
+            if received[0].is_cuda:  # one kernel; torch's batch_isend_irecv takes the host longer
+                self.group._start_coalescing(received[0].device)
+            for swap in swaps:
+                to, source = swap.to % self.size, swap.source % self.size
+                for n, (x, room) in enumerate(zip(swap.send, swap.receive, strict=True)):
+                    works.append(self.group.send([x], to, tag + n))
+                    works.append(self.group.recv([room], source, tag + n))
+            if received[0].is_cuda:
+                works = [self.group._end_coalescing(received[0].device)]
+        return Pending(works, received)
 
     def gather(self, *tensors: Tensor) -> Pending:
         """Starts to gather each tensor from all ranks to all ranks, and returns a Pending.

@@ -6,7 +6,7 @@ once, so accuracy does not depend on the number of ranks. A call that needs one 
 partial results.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ class RingForward(NamedTuple):
     o: Tensor  # [B, L, H, D] in q's dtype
     lse: Tensor  # [B, H, L], natural log, fp32
     columns: Columns  # saved for the backward, which then need not gather them again
+    gathered: Sequence[Tensor] = ()  # k and v of all ranks, if the backward is not to gather them
 
 
 class RingBackward(NamedTuple):
@@ -34,11 +35,14 @@ class RingBackward(NamedTuple):
     dv: Tensor
 
 
-def forward(shard: Shard, q: Tensor, batches: Iterable[Batch]) -> RingForward:
+def forward(
+    shard: Shard, q: Tensor, batches: Iterable[Batch], keep_gathered: bool = False
+) -> RingForward:
     """Computes o, LSE and the gathered columns of this rank's rows, with one launch per batch.
 
     `batches` come from `Route.batches`. The caller makes them as soon as it has k and v, because
-    that starts the first transfers.
+    that starts the first transfers. With `keep_gathered` the result has k and v of the last batch,
+    which are those of all ranks if the schedule is allgather.
     """
     run = launches(q.device)
     B, L, H, D = q.shape
@@ -52,7 +56,7 @@ def forward(shard: Shard, q: Tensor, batches: Iterable[Batch]) -> RingForward:
         last = (columns, out) if batch.last else (None, None)
         run.compact(shard, batch.k, batch.v, visited, columns)
         run.forward(shard, q, batch.k, batch.v, visited, partial, batch.first, *last)
-    return RingForward(out, partial.lse, columns)
+    return RingForward(out, partial.lse, columns, (batch.k, batch.v) if keep_gathered else ())
 
 
 def backward(
@@ -73,13 +77,14 @@ def backward(
     last transfer as well, which brings them home.
     """
     run = launches(q.device)
-    batches, gradients = route.batches(k, v), gradients_of(route, k)
+    batches = route.kept(*done.gathered) if done.gathered else route.batches(k, v)
+    gradients = gradients_of(route, k)
     saved = run.saved(done.o, done.lse, do, dlse)
     column_grads = run.backward_columns(shard, q, saved, done.columns)
     dq, out = None, torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for batch in batches:
-        for chunks, dkv, first in gradients.of(batch.chunks):
-            run.backward_keys(shard, q, batch.k, batch.v, saved, chunks, dkv, first)
+        for chunks, dkv in gradients.of(batch.chunks):
+            run.backward_keys(shard, q, batch.k, batch.v, saved, chunks, dkv, True)
             run.scatter(shard, column_grads, [chunk.owner for chunk in chunks], dkv)
         if not batch.last and dq is None:
             dq = _wide(q, *q.shape)

@@ -5,21 +5,26 @@ posts the transfers of the next batch before it yields a batch, and waits for th
 advanced, so that the transfers run while the launch computes.
 
     allgather     One batch of all chunks, in one buffer, so there are no partial results. The
-                  transfer runs during the work that a call does before it asks for the batch.
-    ring          One ring over all ranks: at step s a rank has the chunk of rank - s.
-    double_ring   An inner ring within each node, and an outer ring between nodes: one turn of the
-                  inner ring for each step of the outer ring.
+                  transfer runs during the work that a call does before it asks for the batch. If
+                  the call begins with the own chunk, there are two batches, and the transfer runs
+                  during the first.
+    ring          At step s a rank has the chunk of rank - s. The chunks of a batch come straight
+                  from their owners, all at the same time.
+    double_ring   The ring within each node, and an outer ring between nodes, around which chunks
+                  are passed on: one turn of the inner ring for each step of the outer ring.
 
-The ring is the double ring with one node.
+The ring is the double ring with one node. Chunks once were passed on within a node, too: then the
+transfers of a batch wait for each other, and 8 ranks took four times as long for them as now
+(docs/notes/sparse-ring.md, section 13).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
 
-from qla_kernels.sparse_ring.groups import ALONE, Pending, RankRing, RingGroups
+from qla_kernels.sparse_ring.groups import ALONE, Pending, RankRing, RingGroups, Swap
 
 KV_TAG, GRADIENT_TAG = 0, 2  # k and v take tags 0 and 1
 
@@ -52,18 +57,24 @@ class Route(NamedTuple):
     gathers: bool  # the schedule is allgather
     per_launch: int  # chunks of a batch, after the first batch
 
-    def batches(self, k: Tensor, v: Tensor) -> Iterator[Batch]:
+    def batches(self, k: Tensor, v: Tensor, own_first: bool = False) -> Iterator[Batch]:
         """Returns an iterator over the batches of this rank's k and v, and posts first transfers.
 
-        All transfers that can run before or during the first launch are posted on return.
+        All transfers that can run before or during the first launch are posted on return. With
+        `own_first` a schedule that gathers has a first batch of the own chunk; others always do.
         """
         if self.inner.size == self.outer.size == 1 and not self.gathers:
             own = [Chunk(0, 0, 0, 0)]
             return iter([Batch(k[None], v[None], own, first=True, last=True)])
         if self.gathers:
-            return _gathered(self.whole, self.whole.gather(k, v))
+            own_chunk = (k[None], v[None]) if own_first and self.whole.size > 1 else None
+            return _gathered(self.whole, self.whole.gather(k, v), own_chunk)
         to_come = _circulated(self, k, v)
         return chain([next(to_come)], to_come)
+
+    def kept(self, k: Tensor, v: Tensor) -> Iterator[Batch]:
+        """Returns the batches of a schedule that gathers, given k and v of all ranks."""
+        return _gathered(self.whole, Pending([], [k, v]), None)
 
     def owner(self, turn: int, step: int) -> int:
         """Returns the rank whose chunk this rank has at outer step `turn`, inner step `step`."""
@@ -88,10 +99,16 @@ def route_of(groups: RingGroups | None, schedule: str, per_launch: int) -> Route
     return Route(ring, ring, ALONE, False, per_launch)
 
 
-def _gathered(ring: RankRing, arriving: Pending) -> Iterator[Batch]:
+def _gathered(
+    ring: RankRing, arriving: Pending, own: tuple[Tensor, Tensor] | None
+) -> Iterator[Batch]:
+    """Yields a batch of all chunks, or if `own` is given, one of this and one of the others."""
+    if own is not None:
+        yield Batch(*own, [Chunk(ring.rank, 0, 0, 0)], first=True, last=False)
     k_all, v_all = arriving.wait()
-    chunks = [Chunk(owner, owner, 0, 0) for owner in range(ring.size)]
-    yield Batch(k_all, v_all, chunks, first=True, last=True)
+    owners = [r for r in range(ring.size) if own is None or r != ring.rank]
+    chunks = [Chunk(owner, owner, 0, 0) for owner in owners]
+    yield Batch(k_all, v_all, chunks, first=own is None, last=True)
 
 
 class _Place(NamedTuple):
@@ -101,37 +118,45 @@ class _Place(NamedTuple):
     v: Tensor
     slot: int
 
+    @property
+    def chunk(self) -> list[Tensor]:
+        """k and v of the chunk."""
+        return [self.k[self.slot], self.v[self.slot]]
+
 
 def _circulated(route: Route, k: Tensor, v: Tensor) -> Iterator[Batch]:
     """Yields the batches of ring and double_ring; posts transfers one batch ahead."""
     inner, outer = route.inner, route.outer
     turn_k, turn_v = _buffers(k, v, min(2 * route.per_launch, inner.size - 1))
     node_k, node_v = _buffers(k, v, min(2, outer.size - 1))
-    batches = _batched(inner.size, route.per_launch)
-    held = _Place(k[None], v[None], 0)  # the chunk that this turn begins with
+    batches = steps_of_launches(inner.size, route.per_launch)
+    held = _Place(k[None], v[None], 0)  # the chunk that this rank gives to its node in this turn
     for turn in range(outer.size):
-        places = [held]
-        for step in range(inner.size - 1):
-            places.append(_Place(turn_k, turn_v, step % len(turn_k)))
+        later = (_Place(turn_k, turn_v, i % len(turn_k)) for i in range(inner.size - 1))
+        places = [held, *later]
         from_node, following = None, held
         if turn + 1 < outer.size:
             following = _Place(node_k, node_v, turn % len(node_k))
-            from_node = _hop(outer, held, following)()
+            from_node = outer.shift(held.chunk, following.chunk, KV_TAG)
         for n, steps in enumerate(batches):
             then = batches[n + 1] if n + 1 < len(batches) else range(0)
-            hops = [_hop(inner, places[i - 1], places[i]) for i in then]
-            relay = _Relay(hops, inner.in_order(k))
+            coming = None
+            if then:
+                at = inner.rank
+                swaps = [Swap(held.chunk, places[i].chunk, at + i, at - i) for i in then]
+                coming = inner.swap(swaps, KV_TAG)
             here = places[steps[0]]
             chunks = [Chunk(route.owner(turn, i), places[i].slot, turn, i) for i in steps]
             last = turn + 1 == outer.size and n + 1 == len(batches)
             yield Batch(here.k, here.v, chunks, first=turn == n == 0, last=last)
-            relay.wait()
+            if coming is not None:
+                coming.wait()
         if from_node is not None:
             from_node.wait()
         held = following
 
 
-def _batched(size: int, per_launch: int) -> list[range]:
+def steps_of_launches(size: int, per_launch: int) -> list[range]:
     """Returns the steps of a turn, grouped by launch.
 
     Step 0 has a launch of its own, because its chunk is the only one that is there at the start.
@@ -142,39 +167,3 @@ def _batched(size: int, per_launch: int) -> list[range]:
 
 def _buffers(k: Tensor, v: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     return k.new_empty(slots, *k.shape), v.new_empty(slots, *v.shape)
-
-
-def _hop(ring: RankRing, source: _Place, to: _Place) -> Callable[[], Pending]:
-    """Returns a function that posts one hop.
-
-    A hop sends the chunk in `source` to the next rank, and receives a chunk from the rank before
-    into `to`.
-    """
-
-    def post() -> Pending:
-        sent, received = ([x.k[x.slot], x.v[x.slot]] for x in (source, to))
-        return ring.shift(sent, received, KV_TAG)
-
-    return post
-
-
-class _Relay:
-    """Runs a list of hops, each of which sends the chunk that the hop before it received.
-
-    The constructor posts the first hop, or every hop if transfers are `in_order`. `wait` posts the
-    rest one by one, and returns when all chunks have arrived.
-    """
-
-    def __init__(self, hops: list[Callable[[], Pending]], in_order: bool) -> None:
-        # In order, a hop waits by itself for the hop before it: all are posted before the launch.
-        at_once = len(hops) if in_order else 1
-        self._posted = [hop() for hop in hops[:at_once]]
-        self._later = hops[at_once:]
-
-    def wait(self) -> None:
-        """Posts the hops that are left, one by one; returns when all chunks have arrived."""
-        for hop in self._later:
-            self._posted.pop().wait()
-            self._posted.append(hop())
-        for pending in self._posted:
-            pending.wait()

@@ -21,32 +21,14 @@ from benchmarks.ring.rows import Row as RingRow
 from benchmarks.ring.rows import parse
 from qla_kernels.sparse_ring import ZigZagLayout
 from qla_kernels.sparse_ring.groups import Pending, RankRing
-from reference import sparse_ring
 from tests.host.made_up_runs import run_of
 from tests.limits import HANG
 from tests.mail import Mail
 
 
-class Plain:
-    """A kernel as the libraries' are, of the definition."""
-
-    name = "definition"
-
-    def _visible(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
-        seen = torch.ones(q.shape[2], q.shape[1], k.shape[1], dtype=torch.bool)
-        return seen.tril()[None] if causal else seen[None]
-
-    def forward(self, q, k, v, causal):
-        return sparse_ring.attention(q, k, v, self._visible(q, k, causal))
-
-    def backward(self, do, q, k, v, o, lse, causal):
-        delta = sparse_ring.delta(o, do)
-        return sparse_ring.attention_backward(q, k, v, self._visible(q, k, causal), lse, delta, do)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_any_number_of_ranks_is_one_call(world):
-    layout, kernel = ZigZagLayout(world), Plain()
+    layout, kernel = ZigZagLayout(world), dense_ring.kernel_of("definition")
     q, k, v, do = (torch.randn(1, 256 * world, h, 8) for h in (2, 1, 1, 2))
     boxes: dict[object, Queue] = {}
 
@@ -95,7 +77,12 @@ def test_two_processes_time_every_layout_and_schedule(tmp_path):
             assert row["backward_ms"] > 0
             assert row["makespan"] >= 1
             assert 0 <= row["hidden"] <= 1
+            assert 0 < row["least_wait_ms"] <= row["mean_wait_ms"]
+            taken = row["forward_ms"] + row["backward_ms"]
+            assert row["slowed_ms"] == taken - row["compute_ms"] - row["least_wait_ms"]
     assert "striped, double ring" in rows
+    assert "striped, allgather, own chunk first" in rows
+    assert "striped, allgather, kept" in rows
     assert "striped, ring, emulated 1 GB/s" in rows
 
 
@@ -127,7 +114,7 @@ def test_of_transfers_what_shows_is_what_compute_does_not_take():
 
 def test_only_what_crosses_nodes_is_late(monkeypatch):
     """Of four ranks in nodes of two, rank 2 is the first of a node; 5 ms are 5000 bytes."""
-    monkeypatch.setattr(RankRing, "swap", lambda self, sent, received, *_: Pending([], received))
+    monkeypatch.setattr(RankRing, "swap", lambda self, swaps, tag: Pending([], []))
     monkeypatch.setattr(RankRing, "gather", lambda self, *x: Pending([], x))
     monkeypatch.setattr(RankRing, "sum", lambda self, x: Pending([], [x[0]]))
     slept: list[float] = []

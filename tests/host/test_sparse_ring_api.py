@@ -27,7 +27,7 @@ from qla_kernels.sparse_ring import (
     sparse_ring_attention,
 )
 from qla_kernels.sparse_ring.groups import ALONE
-from qla_kernels.sparse_ring.heuristics import chunks_per_launch, schedule_of
+from qla_kernels.sparse_ring.heuristics import chunks_per_launch, own_chunk_first, schedule_of
 from reference import sparse_ring
 from tests.compare import assert_close, relative_l2
 
@@ -478,4 +478,18 @@ def test_schedules_are_chosen_from_what_all_ranks_know():
     assert schedule_of("ring", 4, 4, 1, True) == "ring"
     assert [chunks_per_launch(None, n) for n in (16384, 65536, 131072, 1 << 20)] == [8, 2, 1, 1]
     assert chunks_per_launch(1, 128) == 1
+
+
+def test_the_own_chunk_is_first_where_a_gather_takes_longer_than_a_merge():
+    """16/2 heads of 128 in bf16, lines estimated: docs/notes/sparse-ring.md, section 13."""
+
+    def first(world: int, tokens: int, estimates: bool = True, gathers: bool = True) -> bool:
+        rows = tokens // world
+        return own_chunk_first(world, rows * 2 * 2 * 128 * 2, rows * 16 * 128, estimates, gathers)
+
+    k = 1024
+    chosen = {(w, t) for w in (1, 2, 4, 8) for t in (128 * k, 512 * k, 2048 * k) if first(w, t)}
+    assert chosen == {(8, 128 * k), (8, 512 * k), (8, 2048 * k), (4, 512 * k), (4, 2048 * k)}
+    assert first(4, 128 * k, estimates=False)
+    assert not first(8, 512 * k, gathers=False)
     assert StripedLayout(2, PAPER["stripe"]).gap == 2

@@ -20,10 +20,30 @@ from qla_kernels.sparse_ring.balance import (
     owners,
     token_stripe_tiles,
 )
+from qla_kernels.sparse_ring.index import known_index
+from qla_kernels.sparse_ring.plan import query_walk
+from qla_kernels.sparse_ring.shard import shard_of
 from reference import sparse_ring
 
 EMPTY = build_index(*[torch.zeros(1, 512, 1, 8)] * 2, FixedVerticalSlash([], []))
 HEADS = [([3, 64, 65, 700], [0, 1, 4, 5]), ([], [0, 9])]
+
+
+@pytest.mark.parametrize("stripe", [64, 128])
+def test_work_is_that_of_the_tables_that_launches_walk(stripe):
+    T, layout = 4096, StripedLayout(4, stripe)
+    index = known_index(FixedVerticalSlash([[], []], [[0, 1, 7, 30], [0, 12]]), 1, 2, T, "cpu")
+    walked = np.zeros((4, 4))
+    for rank in range(4):
+        shard = shard_of(layout, rank, T, T, 1.0, index[:3])
+        for owner in range(4):
+            for visit in shard.visits(owner):
+                for i0 in shard.first_blocks(rank):
+                    walked[rank, owner] += int(
+                        query_walk(shard.table, visit, i0, shard.blocks).sum()
+                    )
+    found = balance_report(index, T, layout=layout)
+    np.testing.assert_array_equal(walked[np.arange(4)[:, None], owners(4, 4)], found.work)
 
 
 @pytest.mark.parametrize("columns_last", [False, True])

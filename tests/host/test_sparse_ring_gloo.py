@@ -70,7 +70,13 @@ def every_schedule_is_attention(said: Said) -> None:
             for schedule in ("allgather", "ring"):
                 done = [n for n in errors if n.startswith(f"{layout}Layout(world={world}")]
                 assert [n for n in done if f" {schedule} {world}x1 1" in n], (layout, schedule)
-    ways = ("double_ring 4x1 1", "double_ring 2x2 1", "double_ring 1x4 1", "ring 4x1 2")
+    ways = (
+        "double_ring 4x1 1",
+        "double_ring 2x2 1",
+        "double_ring 1x4 1",
+        "ring 4x1 2",
+        "allgather 4x1 2",
+    )
     for way in (*ways, "double_ring 2x2 2", "stripe=64) double_ring 2x2 1"):
         assert [name for name in errors if way in name], way
     # rounded once, whatever the number of ranks: the bound of a single one

@@ -21,8 +21,8 @@ from qla_kernels.sparse_ring import (
     build_index,
     ring,
 )
-from qla_kernels.sparse_ring.gradients import CirculatedGradients
-from qla_kernels.sparse_ring.groups import ALONE, RankRing
+from qla_kernels.sparse_ring.gradients import ReturnedGradients
+from qla_kernels.sparse_ring.groups import ALONE, RankRing, Swap
 from qla_kernels.sparse_ring.route import Chunk, Route, route_of
 from qla_kernels.sparse_ring.shard import shard_of
 from reference import sparse_ring
@@ -41,57 +41,58 @@ class FakeRing:
     inner: int
     is_outer: bool
     early: bool
-    ordered: bool
     log: list[str] = field(default_factory=list)
 
-    def in_order(self, x: Tensor) -> bool:
-        return self.ordered
-
-    def before(self, owner: float) -> float:
-        """Whose chunk the rank before holds while this one holds `owner`'s."""
+    def holder(self, owner: float, source: int) -> float:
+        """Whose chunk the rank `source` of this ring holds while this one holds `owner`'s."""
         node, number = divmod(int(owner), self.inner)
+        back = self.rank - source
         if self.is_outer:
-            return ((node - 1) % self.size) * self.inner + number
-        return node * self.inner + (number - 1) % self.size
+            return ((node - back) % self.size) * self.inner + number
+        return node * self.inner + (number - back) % self.size
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> object:
+        return self.swap([Swap(send, receive, self.rank + 1, self.rank - 1)], tag)
+
+    def swap(self, swaps: Sequence[Swap], tag: int) -> object:
         name = "outer" if self.is_outer else "inner"
-        self.log.append(f"post {name}")
-        coming = [self.before(x.flatten()[0].item()) if self.ordered else None for x in send]
+        self.log.append(f"post {name}" + (f" {len(swaps)}" if len(swaps) > 1 else ""))
+        assert len({s.to % self.size for s in swaps}) == len(swaps)
 
         def land() -> None:
-            for x, room, owner in zip(send, receive, coming, strict=True):
-                room.fill_(self.before(x.flatten()[0].item()) if owner is None else owner)
+            for s in swaps:
+                assert (s.to + s.source) % self.size == 2 * self.rank % self.size
+                for x, room in zip(s.send, s.receive, strict=True):
+                    room.fill_(self.holder(x.flatten()[0].item(), s.source))
 
         def wait() -> None:
             self.log.append(f"wait {name}")
             if not self.early:
                 land()
 
-        for room in receive:
-            room.fill_(NAN)
-        if self.early or self.ordered:
+        for s in swaps:
+            for room in s.receive:
+                room.fill_(NAN)
+        if self.early:
             land()
         return SimpleNamespace(wait=wait)
 
 
-def route(inner: int, outer: int, rank: int, per_launch: int, early: bool, in_order: bool) -> Route:
+def route(inner: int, outer: int, rank: int, per_launch: int, early: bool) -> Route:
     log: list[str] = []
-    of_node = FakeRing(rank % inner, inner, inner, False, early, in_order, log)
-    of_nodes = FakeRing(rank // inner, outer, inner, True, early, in_order, log)
+    of_node = FakeRing(rank % inner, inner, inner, False, early, log)
+    of_nodes = FakeRing(rank // inner, outer, inner, True, early, log)
     return Route(of_node, of_node, of_nodes, False, per_launch)
 
 
-@pytest.mark.parametrize(("early", "in_order"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("per_launch", [1, 2, 3, 100])
 @pytest.mark.parametrize(
     ("inner", "outer"), [(1, 1), (2, 1), (5, 1), (8, 1), (1, 4), (2, 3), (4, 2)]
 )
-def test_a_batch_is_where_it_says_for_as_long_as_it_is_used(
-    inner, outer, per_launch, early, in_order
-):
+def test_a_batch_is_where_it_says_for_as_long_as_it_is_used(inner, outer, per_launch, early):
     for rank in range(inner * outer):
-        way = route(inner, outer, rank, per_launch, early, in_order)
+        way = route(inner, outer, rank, per_launch, early)
         k = torch.full((1, 2, 1, 1), float(rank))
         met, flags = [], []
         for batch in way.batches(k, k + 0):
@@ -109,7 +110,7 @@ def test_a_batch_is_where_it_says_for_as_long_as_it_is_used(
 
 
 def test_transfers_are_posted_before_the_launch_they_hide_behind():
-    way = route(inner=2, outer=2, rank=0, per_launch=1, early=False, in_order=False)
+    way = route(inner=2, outer=2, rank=0, per_launch=1, early=False)
     k = torch.zeros(1, 2, 1, 1)
     for batch in way.batches(k, k + 0):
         way.inner.log.append(f"launch {batch.chunks[0].owner}")
@@ -119,13 +120,15 @@ def test_transfers_are_posted_before_the_launch_they_hide_behind():
     ]  # fmt: skip
 
 
-def test_where_transfers_follow_by_themselves_all_of_a_launch_are_posted():
-    way = route(inner=5, outer=1, rank=0, per_launch=4, early=True, in_order=True)
+def test_the_chunks_of_a_launch_come_at_the_same_time():
+    way = route(inner=5, outer=1, rank=0, per_launch=3, early=True)
     k = torch.zeros(1, 2, 1, 1)
     for batch in way.batches(k, k + 0):
         way.inner.log.append(f"launch {len(batch.chunks)}")
-    posted, waited = ["post inner"] * 4, ["wait inner"] * 4
-    assert way.inner.log == [*posted, "launch 1", *waited, "launch 4"]
+    assert way.inner.log == [
+        "post inner 3", "launch 1", "wait inner", "post inner", "launch 3", "wait inner",
+        "launch 1",
+    ]  # fmt: skip
 
 
 def test_a_gather_is_under_way_before_a_batch_is_asked_for():
@@ -145,20 +148,50 @@ def test_a_gather_is_under_way_before_a_batch_is_asked_for():
     assert batch.last
 
 
+def test_the_own_chunk_may_hide_a_gather():
+    log = []
+
+    def gather(*tensors: Tensor) -> object:
+        log.append("post")
+        gathered = [x.expand(3, *x.shape) for x in tensors]
+        return SimpleNamespace(wait=lambda: log.append("wait") or gathered)
+
+    k = torch.zeros(1, 2, 1, 1)
+    way = Route(SimpleNamespace(rank=1, size=3, gather=gather), ALONE, ALONE, True, 1)
+    for batch in way.batches(k, k, own_first=True):
+        log.append([(chunk.owner, chunk.slot) for chunk in batch.chunks])
+        log.append((len(batch.k), batch.first, batch.last))
+    own, others = [(1, 0)], [(0, 0), (2, 2)]
+    assert log == ["post", own, (1, True, False), "wait", others, (3, False, True)]
+
+
 def test_every_way_of_a_gradient_is_beside_a_launch():
-    """Of a launch's chunks each but the first is added up while the sum so far is on its way."""
-    way = route(inner=4, outer=1, rank=0, per_launch=3, early=False, in_order=False)
-    gradients, log = CirculatedGradients(way, torch.zeros(1, 2, 1, 1)), way.inner.log
-    for steps in (range(1), range(1, 4)):
+    """Parts go to their owners behind the launch for dQ, those of a launch at the same time."""
+    way = route(inner=4, outer=1, rank=0, per_launch=2, early=False)
+    gradients, log = ReturnedGradients(way, torch.zeros(1, 2, 1, 1)), way.inner.log
+    for steps in (range(1), range(1, 3), range(3, 4)):
         for part in gradients.of([Chunk(-step % 4, 0, 0, step) for step in steps]):
-            log.append("keys")
+            log.append(f"keys {len(part.dkv)}")
             part.dkv.fill_(0)
         log.append("queries")
     gradients.home(torch.float32)
     assert log == [
-        "keys", "post inner", "queries", "wait inner", "keys", "post inner", "keys", "wait inner",
-        "post inner", "keys", "wait inner", "post inner", "queries", "wait inner",
+        "keys 1", "queries", "keys 2", "post inner 2", "queries", "wait inner", "keys 1",
+        "post inner", "queries", "wait inner",
     ]  # fmt: skip
+
+
+def test_between_nodes_a_sum_is_sent_before_the_launch_for_queries():
+    way = route(inner=2, outer=2, rank=0, per_launch=1, early=False)
+    gradients, log = ReturnedGradients(way, torch.zeros(1, 2, 1, 1)), way.inner.log
+    for turn in range(2):
+        for step in range(2):
+            for part in gradients.of([Chunk(way.owner(turn, step), 0, turn, step)]):
+                part.dkv.fill_(0)
+            log.append("queries")
+    gradients.home(torch.float32)
+    turn = ["queries", "post inner", "wait inner", "post outer", "queries"]
+    assert log == [*turn, *turn[:3], "wait outer", *turn[3:], "wait outer"]
 
 
 def test_one_node_has_a_group_for_attention_and_one_for_its_index():
@@ -170,8 +203,11 @@ def test_one_node_has_a_group_for_attention_and_one_for_its_index():
 
 @pytest.mark.parametrize(
     ("inner", "outer", "gathers", "per_launch"),
-    [(5, 1, False, 3), (5, 1, True, 1), (2, 3, False, 1), (3, 2, False, 2), (2, 4, False, 3)],
-)
+    [
+        (5, 1, False, 3), (8, 1, False, 8), (2, 3, False, 1), (3, 2, False, 2), (2, 4, False, 3),
+        (5, 1, True, 1), (5, 1, "own chunk first", 1), (5, 1, "kept", 1),
+    ],
+)  # fmt: skip
 def test_any_number_of_ranks_is_one_rank(inner, outer, gathers, per_launch):
     """The engine itself, each rank a thread, against the definition in fp64."""
     world = inner * outer
@@ -186,10 +222,12 @@ def test_any_number_of_ranks_is_one_rank(inner, outer, gathers, per_launch):
         whole = Mail(boxes, everybody, rank)
         of_node = Mail(boxes, everybody[node : node + inner], rank)
         of_nodes = Mail(boxes, everybody[rank % inner :: inner], rank)
-        way = Route(whole, of_node, of_nodes, gathers, per_launch)
+        way = Route(whole, of_node, of_nodes, bool(gathers), per_launch)
         shard = shard_of(layout, rank, T, seqlen, 0.3, index[:3])
         mine = [layout.shard(x, 1, rank) for x in (q, k, v, do)]
-        done = ring.forward(shard, mine[0], way.batches(*mine[1:3]))
+        batches = way.batches(*mine[1:3], gathers == "own chunk first")
+        done = ring.forward(shard, mine[0], batches, gathers == "kept")
+        assert len(done.gathered) == 2 * (gathers == "kept")
         return [done.o, *ring.backward(shard, way, *mine[:3], done, mine[3], None)]
 
     with ThreadPoolExecutor(world) as ranks:

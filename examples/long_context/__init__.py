@@ -1,0 +1,1 @@
+"""Parts of long_context_train.py: attention, sequences, the loss, and checkpoints."""

@@ -1,0 +1,194 @@
+"""Trains a language model on long sequences, each of which several GPUs share.
+
+    torchrun --nproc-per-node 8 examples/long_context_train.py --length 524288
+    torchrun --nproc-per-node 8 examples/long_context_train.py --length 131072 --ring 4
+    torchrun --nproc-per-node 8 examples/long_context_train.py --attention dense
+    torchrun --nproc-per-node 2 examples/long_context_train.py --model tiny --length 700 --steps 3
+
+Ranks form a mesh of data parallel x ring. The ranks of a ring share each sequence, attention over
+it is sparse (or dense, to compare), and rings train on different sequences. FSDP2 shards the model
+over all ranks. docs/long-context.md explains the choices; long_context/ has the parts:
+
+    attention.py     sparse attention and the dense ring: layouts, arguments of the model's call
+    sequences.py     tokens, labels and positions of each rank
+    loss.py          cross entropy without all logits
+    model.py         the model, and FSDP2
+    checkpoints.py   saving and resuming
+
+On CPUs, ranks communicate over gloo; use `--model tiny`.
+"""
+
+import argparse
+import json
+import os
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from long_context import attention, checkpoints
+from long_context.loss import IGNORED
+from long_context.model import causal_model, distributed
+from long_context.sequences import Dealer, Documents, Synthetic
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from qla_kernels.sparse_ring import RingGroups, VerticalSlash
+
+
+def main() -> None:
+    options = parse()
+    device = start(options.device)
+    try:
+        train(options, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def start(asked: str | None) -> torch.device:
+    """Joins the other ranks that torchrun started, and returns this rank's device."""
+    kind = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    return device
+
+
+def train(options: argparse.Namespace, device: torch.device) -> None:
+    world = dist.get_world_size()
+    ring = options.ring or world
+    if world % ring:
+        raise SystemExit(f"--ring {ring} of {world} ranks: pass a divisor")
+    mesh = init_device_mesh(device.type, (world // ring, ring), mesh_dim_names=("data", "ring"))
+    group = RingGroups.from_mesh(mesh["ring"])
+    if options.attention == "sparse":
+        most = {"max_v": options.max_v, "max_s": options.max_s}
+        pattern = VerticalSlash(options.recall, options.recall, **most)
+        recomputed = options.checkpointing == "full"
+        layers = tuple(options.dense_layers)
+        chosen = attention.sparse(group, pattern, options.schedule, layers, recomputed)
+    else:
+        kernel = options.dense_kernel or attention.default_kernel(device)
+        chosen = attention.dense(group, kernel)
+
+    everyone = init_device_mesh(device.type, (world,))
+    causal = causal_model(options.model, chosen.name, options.length, options.layers, device)
+    vocabulary = causal.config.vocab_size
+    model = distributed(causal, everyone, options.loss_rows, options.checkpointing == "full")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1,
+        fused=device.type == "cuda" or None,
+    )  # fmt: skip
+    first = checkpoints.load(options.checkpoints, model, optimizer) if options.checkpoints else 0
+
+    source: Synthetic | Documents = Synthetic(options.length, vocabulary)
+    if options.tokens is not None:
+        source = Documents(options.tokens, options.bounds, options.length)
+    number = mesh.get_local_rank("data"), world // ring
+    dealer = Dealer(source, chosen.layout, group.rank, *number, device)
+    log = Log(options.out, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the whole model was here before it was sharded
+    for step in range(first, options.steps):
+        began = time.monotonic()
+        shard = dealer.shard(step)
+        count = summed((shard.labels != IGNORED).sum())
+        of_mine = model(*shard[:3], **chosen.arguments(shard.seqlen))
+        # FSDP averages gradients over all ranks, and each rank has the sum of its own tokens
+        (of_mine * world / count).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip).full_tensor()
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = options.lr * min(1.0, (step + 1) / options.warmup)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = summed(of_mine.detach()) / count  # waits for the GPU
+        log.step(step, float(loss), float(norm), int(count) + number[1], time.monotonic() - began)
+        if chosen.log is not None and options.log_lines and step % options.log_lines == 0:
+            log.lines(step, chosen.log.lines())
+        done = step + 1
+        if options.checkpoints and (done == options.steps or done % options.save_every == 0):
+            checkpoints.save(options.checkpoints, done, model, optimizer)
+
+
+def summed(x: Tensor) -> Tensor:
+    """Returns the sum of x over all ranks."""
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+class Log:
+    """Prints a line for each step on rank 0, and appends it as JSON to a file."""
+
+    def __init__(self, file: Path | None, device: torch.device) -> None:
+        self._file, self._device = file, device
+        self._speaks = dist.get_rank() == 0
+
+    def step(self, step: int, loss: float, norm: float, tokens: int, seconds: float) -> None:
+        """Reports a step; `tokens` are those of all rings."""
+        memory = torch.tensor(self._memory(), device=self._device)
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
+        gigabytes = float(memory)
+        self._say(
+            f"step {step:5}  loss {loss:.6f}  gradient {norm:.4f}  {seconds * 1e3:9.1f} ms  "
+            f"{tokens / seconds:10.0f} tokens/s  {gigabytes:6.2f} GB",
+            step=step, loss=loss, norm=norm, ms=seconds * 1e3, tokens=tokens, gb=gigabytes,
+        )  # fmt: skip
+
+    def lines(self, step: int, layers: list[Any]) -> None:
+        """Reports density and recall of each layer's lines."""
+        for layer in layers:
+            self._say(f"step {step:5}  {layer}", step=step, **vars(layer))
+
+    def _memory(self) -> float:
+        """Returns the most memory that this rank has had, in GB: of the GPU, or of the process."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 1e9
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+    def _say(self, text: str, **numbers: Any) -> None:
+        if self._speaks:
+            print(text, flush=True)
+            if self._file is not None:
+                with self._file.open("a") as file:
+                    file.write(json.dumps(numbers) + "\n")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="qwen2.5-3b", help="qwen2.5-3b, tiny, or a folder with a checkpoint")
+    add("--layers", type=int, help="fewer layers than the configuration has, to try a length out")
+    add("--length", type=int, default=131072, help="most tokens of a sequence")
+    add("--tokens", type=Path, help="tokens in one dimension, by numpy.save; synthetic without")
+    add("--bounds", type=Path, help="bounds of the documents in --tokens, by numpy.save")
+    add("--ring", type=int, help="ranks that share a sequence; all by default")
+    add("--attention", default="sparse", choices=("sparse", "dense"))
+    add("--recall", type=float, default=0.95, help="target of the lines")
+    add("--max-v", type=int, default=4096, help="most columns of a head")
+    add("--max-s", type=int, help="most diagonals of a head, which bounds the time of a step")
+    add("--dense-layers", type=int, nargs="*", default=(), help="layers with every diagonal")
+    add("--schedule", default="auto", help="auto, allgather, ring or double_ring")
+    add("--dense-kernel", choices=("fa4", "cudnn", "flash", "definition"))
+    add("--checkpointing", default="full", choices=("full", "none"))
+    add("--loss-rows", type=int, default=1024, help="rows whose logits are in memory")
+    add("--steps", type=int, default=20)
+    add("--lr", type=float, default=1e-4)
+    add("--warmup", type=int, default=10, help="steps until the learning rate is reached")
+    add("--clip", type=float, default=1.0)
+    add("--checkpoints", type=Path, help="folder: resumes from the latest one, and saves")
+    add("--save-every", type=int, default=1000)
+    add("--log-lines", type=int, default=0, help="every so many steps: density and recall")
+    add("--out", type=Path, help="also append each line as JSON")
+    add("--device", choices=("cuda", "cpu"))
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

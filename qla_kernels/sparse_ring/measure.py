@@ -1,0 +1,310 @@
+"""Measures density and recall of vertical-slash masks on q and k of a model, layer by layer.
+
+    python -m qla_kernels.sparse_ring.measure --model PATH --tokens ids.npy --length 131072
+    python -m qla_kernels.sparse_ring.measure --dump qk.pt --recall 0.9,0.95 --out lines.json
+
+`--dump` is a file of torch.save: {"q": [T, H, D], "k": [T, Hk, D]} after the rotary embedding, or
+a dict from layer to such dicts. `--model` is a causal language model of transformers; it runs with
+exact attention, so that each layer's q and k are those of the model as it was trained. Printed for
+each layer, as means over heads, with the worst head in brackets:
+
+    density    share of the causal pairs that the mask holds
+    columns    verticals of a head
+    diagonals  slashes of a head, and the mean length of their runs
+    window     recall of the observed block: share of its attention that the lines hold
+    held out   recall of random rows, from which no line was chosen
+
+Held-out recall says how much attention training would lose; window recall is the target that was
+set. Layers whose held-out recall is below `--least` are listed as `dense_layers`.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import need
+from qla_kernels.sparse_ring.api import build_index
+from qla_kernels.sparse_ring.index import VSIndex
+from qla_kernels.sparse_ring.patterns import Dense, VerticalSlash
+from qla_kernels.sparse_ring.shapes import BLOCK, TILE
+
+OP = "sparse_ring.measure"
+ROWS_AT_ONCE = 64  # rows whose probabilities are held: [64, T] fp32 of one head
+
+
+@dataclass(frozen=True)
+class LayerLines:
+    """Density and recall of one layer's lines, over heads and batch rows."""
+
+    layer: str
+    density: float  # mean over heads
+    densest: float  # the head with the highest density
+    columns: float
+    diagonals: float
+    run_length: float  # mean length of runs of neighbouring diagonals
+    window_recall: float  # NaN if lines were given
+    worst_window: float
+    held_out: float | None = None  # mean over rows and heads; None if not measured
+    worst_held_out: float | None = None  # the head with the lowest mean
+
+    def __str__(self) -> str:
+        said = (
+            f"layer {self.layer:>3}: density {self.density:6.2%} ({self.densest:6.2%})  "
+            f"columns {self.columns:6.0f}  diagonals {self.diagonals:6.0f} in runs of "
+            f"{self.run_length:4.1f}  window {self.window_recall:.3f} ({self.worst_window:.3f})"
+        )
+        if self.held_out is not None:
+            said += f"  held out {self.held_out:.3f} ({self.worst_held_out:.3f})"
+        return said
+
+
+def lines_of_layer(layer: object, index: VSIndex, held_out: Tensor | None = None) -> LayerLines:
+    """Returns the LayerLines of an index; waits for a GPU.
+
+    `held_out` is a result of `held_out_recall`.
+    """
+    density = index.density()
+    window = index.window_recall
+    return LayerLines(
+        str(layer),
+        float(density.mean()),
+        float(density.max()),
+        float(index.v_cnt.double().mean()),
+        float(index.diagonals().sum(-1).double().mean()),
+        float(index.runs().mean()),
+        float(window.mean()),
+        float(window.min()),
+        None if held_out is None else float(held_out.mean()),
+        None if held_out is None else float(held_out.mean(-1).min()),
+    )
+
+
+class LineLog:
+    """Keeps the latest index of each layer: an `on_index` for training.
+
+    Storing an index launches nothing and waits for nothing. `lines` computes density and recall,
+    and waits for a GPU, so call it once in many steps.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int | None, VSIndex] = {}
+
+    def __call__(self, layer: int | None, q: Tensor, k: Tensor, index: VSIndex) -> None:
+        """Stores the index of a layer in place of the layer's earlier one."""
+        self._latest[layer] = index
+
+    def lines(self) -> list[LayerLines]:
+        """Returns the LayerLines of the stored indices, in the order of layers."""
+        named = sorted(self._latest.items(), key=lambda item: -1 if item[0] is None else item[0])
+        return [lines_of_layer(layer, index) for layer, index in named]
+
+
+def held_out_rows(seqlen: int, rows: int, seed: int = 0) -> Tensor:
+    """Returns random tokens, ascending, whose attention is to be compared with the lines.
+
+    They come from the second eighth of the sequence to the end of the block before the observed
+    one. Earlier tokens see so little that every mask holds most of it.
+    """
+    first, end = seqlen // 8, max(seqlen // BLOCK - 1, 0) * BLOCK
+    if end <= first:
+        got, fix = f"{seqlen} tokens", "measure on a longer sequence"
+        raise ValueError(need(OP, got, f"at least {3 * BLOCK} tokens", fix))
+    draw = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(end - first, generator=draw, device="cpu")[:rows]
+    return chosen.sort().values + first
+
+
+def held_out_recall(
+    q: Tensor, k: Tensor, index: VSIndex, rows: Tensor, scale: float | None = None
+) -> Tensor:
+    """Returns the share of the attention of some rows that the lines hold, fp32 [B, H, rows].
+
+    Args:
+        q: [B, T, H, D], whole.
+        k: [B, T, Hk, D], whole.
+        index: the lines, for these T tokens.
+        rows: int64 tokens whose queries are looked at.
+        scale: factor of the scores; D ** -0.5 if None.
+    """
+    B, T, H, D = q.shape
+    scale = D**-0.5 if scale is None else scale
+    token, rows = torch.arange(T, device=q.device), rows.to(q.device)
+    columns = torch.zeros(B, H, T + 1, dtype=torch.bool, device=q.device)
+    columns.scatter_(-1, index.v_idx.long(), True)
+    diagonals, group = index.diagonals(), H // k.shape[2]
+    held = q.new_empty(B, H, len(rows), dtype=torch.float32)
+    for b in range(B):
+        for h in range(H):
+            keys = k[b, :, h // group].float()
+            for n, some in enumerate(torch.split(rows, ROWS_AT_ONCE)):
+                S = q[b, some, h].float() @ keys.T * scale  # [rows, T]
+                P = S.masked_fill_(token > some[:, None], -torch.inf).softmax(-1)
+                distance = (some[:, None] // BLOCK - token // BLOCK).clamp(min=0)
+                seen = diagonals[b, h][distance] | columns[b, h, :T]
+                at = n * ROWS_AT_ONCE
+                held[b, h, at : at + len(some)] = (P * seen).sum(-1)
+    return held
+
+
+class Measured:
+    """Measures patterns on the q and k of each layer: an `on_index` for a model with `Dense()`.
+
+    `lines` has a list of LayerLines for each pattern, in the order of the calls.
+    """
+
+    def __init__(self, patterns: Sequence[VerticalSlash], rows: int, seqlen: int | None = None):
+        self.patterns, self._rows, self._seqlen = patterns, rows, seqlen
+        self.lines: list[list[LayerLines]] = [[] for _ in patterns]
+
+    def __call__(self, layer: object, q: Tensor, k: Tensor, index: VSIndex | None = None) -> None:
+        """Measures one layer; `index`, the lines it ran with, is not used."""
+        seqlen = q.shape[1] if self._seqlen is None else self._seqlen
+        rows = held_out_rows(seqlen, self._rows)
+        for pattern, found in zip(self.patterns, self.lines, strict=True):
+            chosen = build_index(q, k, pattern, seqlen=seqlen)
+            found.append(lines_of_layer(layer, chosen, held_out_recall(q, k, chosen, rows)))
+
+
+def measure_dump(file: Path, measured: Measured, device: str) -> None:
+    """Measures the layers of a dump, whose format the module's docstring describes."""
+    saved = torch.load(file, weights_only=True, map_location="cpu")
+    layers = {"0": saved} if {"q", "k"} <= set(saved) else saved
+    for layer, heads in layers.items():
+        try:
+            q, k = heads["q"], heads["k"]
+        except (TypeError, KeyError, IndexError):
+            got, needs = f"layer {layer!r} of {file}", '{"q": [T, H, D], "k": [T, Hk, D]}'
+            raise ValueError(need(OP, got, needs, "save q and k of each layer")) from None
+        T = k.shape[0] // TILE * TILE
+        if T == 0:
+            got, fix = f"{k.shape[0]} tokens in {file}", "dump a longer sequence"
+            raise ValueError(need(OP, got, f"at least {TILE}", fix))
+        measured(layer, *(x[None, :T].to(device).contiguous() for x in (q, k)))
+
+
+def measure_model(
+    path: str, tokens: Tensor, measured: Measured, device: str, dtype: torch.dtype
+) -> None:
+    """Runs a model of transformers over tokens [T], T a multiple of 128, and measures each layer.
+
+    Attention is exact, and logits are not computed.
+    """
+    transformers = importlib.import_module("transformers")
+    hook: Any = importlib.import_module("qla_kernels.integrations.transformers_sparse_ring")
+    hook.register()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=hook.NAME
+    )
+    hook.check(model)
+    settings = hook.SparseRingConfig(pattern=Dense(), on_index=measured)
+    with torch.no_grad():
+        decoder = model.get_decoder().to(device).eval()
+        position = torch.arange(len(tokens), device=device)[None]
+        decoder(
+            input_ids=tokens[None].to(device),
+            position_ids=position,
+            use_cache=False,
+            sparse_ring=settings,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 0."""
+    options = _parse(arguments)
+    chosen = VerticalSlash(max_v=options.max_v, max_s=options.max_s, gap_close=options.gap_close)
+    patterns = [replace(chosen, recall_v=r, recall_s=r) for r in options.recall]
+    measured = Measured(patterns, options.rows)
+    if options.dump is not None:
+        measure_dump(options.dump, measured, options.device)
+    else:
+        tokens = _tokens(options)
+        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+        measure_model(options.model, tokens, measured, options.device, dtype)
+    sys.stdout.writelines(line + "\n" for line in _report(measured, options.least))
+    if options.out is not None:
+        told = [
+            {"pattern": asdict(pattern), "layers": [asdict(x) for x in lines]}
+            for pattern, lines in zip(patterns, measured.lines, strict=True)
+        ]
+        options.out.write_text(json.dumps(told, indent=1) + "\n")
+    return 0
+
+
+def _report(measured: Measured, least: float) -> Iterator[str]:
+    for pattern, lines in zip(measured.patterns, measured.lines, strict=True):
+        yield f"recall_v = recall_s = {pattern.recall_s}"
+        yield from map(str, lines)
+        yield f"all layers: density {_mean(x.density for x in lines):.2%}, " + ", ".join(
+            f"{name} {_mean(values):.3f}"
+            for name, values in (
+                ("window", (x.window_recall for x in lines)),
+                ("held out", (x.held_out or 0.0 for x in lines)),
+            )
+        )
+        low = [x.layer for x in lines if (x.held_out or 0.0) < least]
+        yield f"held-out recall below {least}: dense_layers=({', '.join(low)}{',' * bool(low)})"
+
+
+def _mean(values: Iterable[float]) -> float:
+    given = list(values)
+    return sum(given) / max(len(given), 1)
+
+
+def _tokens(options: argparse.Namespace) -> Tensor:
+    """Returns the tokens to run the model on, cut to whole tiles."""
+    if options.tokens is not None:
+        numpy = importlib.import_module("numpy")
+        tokens = torch.from_numpy(numpy.load(options.tokens).astype("int64")).flatten()
+    else:
+        tokenizer = importlib.import_module("transformers").AutoTokenizer
+        text = options.text.read_text()
+        ids = tokenizer.from_pretrained(options.model)(text, return_tensors="pt")["input_ids"]
+        tokens = ids.flatten()
+    length = min(len(tokens), options.length or len(tokens)) // TILE * TILE
+    if length < 3 * BLOCK:
+        got, fix = f"{len(tokens)} tokens", "pass a longer text, or more tokens"
+        raise ValueError(need(OP, got, f"at least {2 * TILE}", fix))
+    return tokens[:length]
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m qla_kernels.sparse_ring.measure",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--dump", type=Path, help="q and k, saved by torch.save")
+    source.add_argument("--model", help="folder of a causal language model of transformers")
+    add("--tokens", type=Path, help="with --model: tokens, one dimension, saved by numpy.save")
+    add("--text", type=Path, help="with --model: a text, instead of --tokens")
+    add("--length", type=int, help="with --model: most tokens that are used")
+    add("--recall", type=_shares, default=[0.9, 0.95], help="targets, such as 0.9,0.95")
+    add("--max-v", type=int, default=VerticalSlash.max_v)
+    add("--max-s", type=int, default=VerticalSlash.max_s)
+    add("--gap-close", type=int, default=VerticalSlash.gap_close)
+    add("--rows", type=int, default=256, help="held-out rows")
+    add("--least", type=float, default=0.9, help="held-out recall below which a layer stays dense")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--out", type=Path, help="also write the numbers as JSON")
+    options = parser.parse_args(arguments)
+    if options.model is not None and (options.tokens is None) == (options.text is None):
+        parser.error("--model needs one of --tokens and --text")
+    return options
+
+
+def _shares(text: str) -> list[float]:
+    return [float(x) for x in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

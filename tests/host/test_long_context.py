@@ -1,0 +1,109 @@
+"""The training example: two ranks over gloo, its loss, its sequences."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from qla_kernels.sparse_ring import StripedLayout
+from tests import long_context_ranks as ranks
+from tests.ranks import ROOT, launched
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from long_context.loss import IGNORED, linear_cross_entropy
+from long_context.sequences import Dealer, Documents, Synthetic
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    pytest.importorskip("transformers")
+    told, codes = launched("tests.long_context_ranks", tmp_path_factory.mktemp("ranks"), 2)
+    assert codes == [0, 0], told[0].get("no end", told[1].get("no end"))
+    return told[0]
+
+
+def losses(lines):
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_a_run_that_resumes_has_the_losses_of_one_that_did_not_stop(said):
+    through = losses(said["through"])
+    assert len(through) == ranks.STEPS
+    assert losses(said["resumed"]) == through[ranks.SAVED :]
+    assert through[-1] < through[0]
+
+
+def test_density_and_recall_of_each_layer_are_logged(said):
+    logged = [line for line in said["through"] if "density" in line]
+    assert [(line["step"], line["layer"]) for line in logged] == [
+        (step, layer) for step in range(0, ranks.STEPS, ranks.SAVED) for layer in ("0", "1")
+    ]
+    for line in logged:
+        assert 0 < line["density"] < 1
+        assert 0.5 <= line["window_recall"] <= 1
+
+
+def test_the_dense_ring_and_every_diagonal_train_alike(said):
+    """Other layouts, kernels, labels' places, and with or without recomputation."""
+    for name in ("loss", "norm"):
+        dense, ours = ([line[name] for line in said[k]] for k in ("dense", "every diagonal"))
+        assert dense == pytest.approx(ours, rel=1e-4)
+
+
+def test_the_first_loss_is_that_of_the_model_by_itself(said):
+    from long_context.model import causal_model
+
+    model = causal_model("tiny", "eager", ranks.LENGTH, None, torch.device("cpu"))
+    tokens = Synthetic(ranks.LENGTH, model.config.vocab_size)[0][None]
+    want = model(tokens, labels=tokens).loss  # it shifts labels by itself
+    assert said["dense"][0]["loss"] == pytest.approx(want.item(), rel=1e-5)
+
+
+def test_two_rings_train_on_two_sequences(said):
+    (step,) = (line for line in said["two rings"] if "loss" in line)
+    assert step["tokens"] == 2 * ranks.LENGTH
+
+
+@pytest.mark.parametrize("rows", [1, 7, 20, 100])
+def test_a_loss_in_parts_has_the_gradients_of_the_whole(rows):
+    h, w = torch.randn(20, 8, dtype=torch.float64), torch.randn(13, 8, dtype=torch.float64)
+    y = torch.randint(13, (20,))
+    y[3:9] = IGNORED
+    leaves = [x.requires_grad_() for x in (h, w)]
+    want = torch.nn.functional.cross_entropy(h @ w.T, y, reduction="sum")
+    got = linear_cross_entropy(h, w, y, rows)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    grads = (torch.autograd.grad(3 * x, leaves) for x in (got, want))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_the_loss_makes_no_gradients_if_none_are_wanted():
+    h, w = torch.randn(20, 8), torch.randn(13, 8)
+    loss = linear_cross_entropy(h, w, torch.zeros(20, dtype=torch.int64), 7)
+    assert not loss.requires_grad
+
+
+def test_shards_of_a_document_make_up_the_document(tmp_path):
+    """Of documents of 5, 1 and 400 tokens the second has no next token to predict."""
+    tokens = np.arange(406, dtype=np.uint16)
+    np.save(tmp_path / "tokens.npy", tokens)
+    np.save(tmp_path / "bounds.npy", np.array([0, 5, 6, 406]))
+    source = Documents(tmp_path / "tokens.npy", tmp_path / "bounds.npy", 300)
+    layout = StripedLayout(2)
+    assert source[0].tolist() == [0, 1, 2, 3, 4]
+    assert source[2].tolist() == source[0].tolist()  # from the start again
+    shards = [Dealer(source, layout, r, 1, 2, torch.device("cpu")).shard(0) for r in range(2)]
+    order = layout.perm(512).argsort()
+    whole = [torch.cat([s[n] for s in shards], 1)[0, order].tolist() for n in range(3)]
+    assert whole[0][:300] == list(range(6, 306))
+    assert whole[1][:300] == [*range(7, 306), IGNORED]
+    assert set(whole[1][299:]) == {IGNORED}
+    assert whole[2] == list(range(512))
+    assert [s.seqlen for s in shards] == [300, 300]
+    slices = Documents(tmp_path / "tokens.npy", None, 200)
+    assert slices[1].tolist() == list(range(200, 400))
+    with pytest.raises(SystemExit, match="pass a smaller --length"):
+        Documents(tmp_path / "tokens.npy", None, 1000)

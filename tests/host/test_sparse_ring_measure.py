@@ -1,0 +1,139 @@
+"""Density and recall by layer: of a dump, of a model, and as a log of training."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from qla_kernels.integrations import transformers_sparse_ring as hook
+from qla_kernels.sparse_ring import (
+    Dense,
+    FixedVerticalSlash,
+    VerticalSlash,
+    build_index,
+    measure,
+)
+
+
+def heads(T: int = 512, H: int = 4, Hk: int = 2, D: int = 16):
+    return torch.randn(1, T, H, D), torch.randn(1, T, Hk, D)
+
+
+def test_held_out_recall_is_the_share_of_the_softmax_under_the_mask():
+    q, k = heads()
+    index = build_index(q, k, FixedVerticalSlash([3, 70], [0, 2]))
+    rows = measure.held_out_rows(512, 100)
+    S = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().repeat_interleave(2, 2)) * 16**-0.5
+    P = S.masked_fill(torch.ones(512, 512).tril() == 0, -torch.inf).softmax(-1)
+    want = (P * index.to_mask()).sum(-1)[..., rows]
+    got = measure.held_out_recall(q, k, index, rows)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
+
+
+def test_held_out_rows_are_not_those_that_chose_the_lines():
+    rows = measure.held_out_rows(1000, 10_000)
+    assert rows.tolist() == list(range(125, 14 * 64))  # block 14 is the last complete one
+    assert measure.held_out_rows(1000, 5).tolist() == measure.held_out_rows(1000, 5).tolist()
+    with pytest.raises(ValueError, match="100 tokens; need at least 192"):
+        measure.held_out_rows(100, 5)
+
+
+def test_every_diagonal_holds_everything():
+    q, k = heads()
+    index = build_index(q, k, Dense())
+    held = measure.held_out_recall(q, k, index, measure.held_out_rows(512, 20))
+    line = measure.lines_of_layer(7, index, held)
+    assert line.layer == "7"
+    assert line.density == pytest.approx(1)
+    assert line.held_out == pytest.approx(1)
+    assert line.worst_held_out == pytest.approx(1)
+    assert (line.columns, line.diagonals, line.run_length) == (0, 8, 8)
+
+
+def test_a_log_keeps_the_latest_lines_of_each_layer():
+    q, k = heads()
+    log = measure.LineLog()
+    for layer, lines in ((1, [0, 1]), (0, [0, 3, 4]), (1, [0, 2])):
+        log(layer, q, k, build_index(q, k, FixedVerticalSlash([5], lines)))
+    first, second = log.lines()
+    assert [first.layer, second.layer] == ["0", "1"]
+    assert (first.diagonals, first.run_length) == (3, 1.5)
+    assert (second.diagonals, second.run_length) == (2, 1)
+    assert first.held_out is None
+    assert "held out" not in str(first)
+
+
+def test_the_hook_calls_with_each_layers_tensors_and_lines():
+    from types import SimpleNamespace
+
+    q, k, v = (torch.randn(1, h, 256, 8) for h in (4, 2, 2))
+    called = []
+    settings = hook.SparseRingConfig(
+        pattern=FixedVerticalSlash([3], [0]), on_index=lambda *x: called.append(x)
+    )
+    layer = SimpleNamespace(layer_idx=5, is_causal=True)
+    o, _ = hook.attention(layer, q, k, v, None, sparse_ring=settings)
+    ((number, got_q, got_k, index),) = called
+    assert number == 5
+    assert torch.equal(got_q, q.transpose(1, 2))
+    assert torch.equal(got_k, k.transpose(1, 2))
+    assert index.to_lists()[0][0] == ([3], [0])
+    silent = hook.SparseRingConfig(pattern=FixedVerticalSlash([3], [0]))
+    assert torch.equal(o, hook.attention(layer, q, k, v, None, sparse_ring=silent)[0])
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_the_command_measures_a_dump(by_layer, tmp_path, capsys):
+    layers = {n: {"q": q[0], "k": k[0]} for n, (q, k) in ((n, heads(700)) for n in (3, 8))}
+    torch.save(layers if by_layer else layers[3], tmp_path / "qk.pt")
+    out = tmp_path / "lines.json"
+    call = [f"--dump={tmp_path / 'qk.pt'}", "--recall=0.4,0.8", "--rows=20", "--device=cpu"]
+    assert measure.main([*call, f"--out={out}", "--least=0.999"]) == 0
+    low, high = json.loads(out.read_text())
+    assert [x["layer"] for x in low["layers"]] == (["3", "8"] if by_layer else ["0"])
+    for a, b in zip(low["layers"], high["layers"], strict=True):
+        assert 0.4 <= a["worst_window"] <= a["window_recall"] < b["window_recall"] <= 1
+        assert a["density"] < b["density"]
+        assert a["held_out"] < b["held_out"] <= 1
+    said = capsys.readouterr().out
+    assert said.count("held out") == 2 * (1 + by_layer) + 2
+    assert ("dense_layers=(3, 8,)" if by_layer else "dense_layers=(0,)") in said
+
+
+def test_a_dump_of_another_form_is_refused(tmp_path):
+    torch.save({0: {"q": torch.zeros(200, 1, 8)}}, tmp_path / "qk.pt")
+    with pytest.raises(ValueError, match=r"need .*save q and k of each layer"):
+        measure.main([f"--dump={tmp_path / 'qk.pt'}", "--device=cpu"])
+    torch.save({"q": torch.zeros(50, 1, 8), "k": torch.zeros(50, 1, 8)}, tmp_path / "qk.pt")
+    with pytest.raises(ValueError, match=r"50 tokens in .*; need at least 128"):
+        measure.main([f"--dump={tmp_path / 'qk.pt'}", "--device=cpu"])
+
+
+def test_the_command_measures_a_model(tmp_path, capsys):
+    """Its numbers are those of q and k of the model with its own attention."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(50, size=700))
+    call = [f"--model={tmp_path / 'model'}", "--length=600", "--rows=20", "--device=cpu"]
+    out = tmp_path / "lines.json"
+    more = [f"--tokens={tmp_path / 'ids.npy'}", "--recall=0.6", f"--out={out}"]
+    assert measure.main([*call, *more]) == 0
+    (found,) = json.loads(out.read_text())
+    assert [x["layer"] for x in found["layers"]] == ["0", "1"]
+    assert all(x["window_recall"] >= 0.6 for x in found["layers"])
+    assert "layer   1: density" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        measure.main(call)
+
+
+def test_patterns_are_measured_in_turn():
+    q, k = heads()
+    measured = measure.Measured([VerticalSlash(0.3, 0.3), VerticalSlash(0.9, 0.9)], 16)
+    measured(0, q, k)
+    measured(1, q, k)
+    assert [[x.layer for x in lines] for lines in measured.lines] == [["0", "1"], ["0", "1"]]
