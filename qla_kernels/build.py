@@ -103,9 +103,9 @@ def set_of(ptxas: Path | None = None) -> str:
 
     Drivers of CUDA 12 read kernels of ptxas 12.9, but none of ptxas 13.
     """
-    tool, version = (
-        ("nvcc", jit.nvcc_version()) if ptxas is None else ("ptxas", other_ptxas.version(ptxas))
-    )
+    tool, version = "nvcc", jit.nvcc_version()
+    if ptxas is not None:
+        tool, version = "ptxas", other_ptxas.version(ptxas)
     release = version.removeprefix("release ").partition(",")[0]
     found = release if release in prebuilt.SETS else release.partition(".")[0]
     if found not in prebuilt.SETS:

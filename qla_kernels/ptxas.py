@@ -43,45 +43,34 @@ def assemble(
 
     Raises Unsupported if this ptxas does not know what the PTX uses. `name` is for messages.
     """
-    return assemble_ptx(name, ptx_of(source, pass_configs, folder), pass_configs, folder, ptxas)
-
-
-def ptx_of(source: str, pass_configs: Mapping[str, object], folder: Path) -> str:
-    """Returns the PTX that nvcc makes of CUDA C++; RuntimeError with its output if it fails."""
-    code, ptx = folder / "kernel.cu", folder / "nvcc.ptx"
-    code.write_text(source)
-    flags = [
-        flag
-        for flag in jit.nvcc_flags(pass_configs)
-        if flag not in WITHOUT_PTX and not flag.startswith(FOR_PTXAS)
-    ]
-    command = [str(jit.nvcc()), "--ptx", *flags, "-o", str(ptx), str(code)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
-    return ptx.read_text()
-
-
-def assemble_ptx(
-    name: str, ptx: str, pass_configs: Mapping[str, object], folder: Path, ptxas: Path
-) -> jit.Assembled:
-    """Assembles the result of `ptx_of`, as `assemble` does."""
+    ptx = ptx_of(source, pass_configs, folder)
     text, written, read_as = lowered(ptx, version(ptxas))
     named = f"its PTX {written}, read as {read_as}"
     flags = jit.nvcc_flags(pass_configs)
     options = [flag.removeprefix(FOR_PTXAS) for flag in flags if flag.startswith(FOR_PTXAS)]
     if written != read_as:
         own = jit.nvcc().resolve().with_name("ptxas")
-        codes = [
-            _run(name, own, of, options, folder, named).cubin.read_bytes() for of in (ptx, text)
-        ]
-        if codes[0] != codes[1]:
-            got, fix = (
-                f"{named}, is another program",
-                "build with nvcc of a toolkit of that release",
-            )
+        texts = ptx, text
+        first, other = (
+            _run(name, own, x, options, folder, named).cubin.read_bytes() for x in texts
+        )
+        if first != other:
+            got, fix = f"{named}, is another program", "build with nvcc 12.9 of a toolkit"
             raise Unsupported(need(name, got, "PTX that means the same in both", fix))
     return _run(name, ptxas, text, options, folder, named)
+
+
+def ptx_of(source: str, pass_configs: Mapping[str, object], folder: Path) -> str:
+    """Returns the PTX that nvcc makes of CUDA C++; RuntimeError with its output if it fails."""
+    code, ptx = folder / "kernel.cu", folder / "nvcc.ptx"
+    code.write_text(source)
+    flags = [flag for flag in jit.nvcc_flags(pass_configs) if flag not in WITHOUT_PTX]
+    flags = [flag for flag in flags if not flag.startswith(FOR_PTXAS)]
+    command = [str(jit.nvcc()), "--ptx", *flags, "-o", str(ptx), str(code)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+    return ptx.read_text()
 
 
 def _run(
@@ -95,7 +84,7 @@ def _run(
     if done.returncode:
         said = next((line for line in report.splitlines() if "error" in line), report.strip())
         got = f"ptxas {version(ptxas)} refuses {named} ({said})"
-        fix = "build with nvcc of a toolkit of that release, or leave this kernel out"
+        fix = "build with nvcc of a toolkit of that release, or leave the kernel out"
         raise Unsupported(need(name, got, "PTX that this ptxas knows", fix))
     return jit.Assembled(cubin, report)
 

@@ -36,6 +36,7 @@ MOST_PATHS = 3
 GRID = 2**0.25  # ratio of neighbouring lengths for which a band is computed
 
 Choice = TypeVar("Choice")
+Shape = tuple[int, int, int, int]  # value heads, K, V, and the GPU's number of SMs
 
 
 class Band(NamedTuple):
@@ -103,7 +104,7 @@ def forward(
     Args:
         batch: the numbers of sequences and of tokens.
     """
-    return _forward(*_rounded(*batch), num_value_heads, K, V, sm_count, warm_log_bound)
+    return _forward(*_rounded(*batch), (num_value_heads, K, V, sm_count), warm_log_bound)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,7 +117,7 @@ def backward(
     warm_log_bound: float = WARM_LOG_BOUND,
 ) -> GradientBands:
     """Returns the bands of a backward, which has one path; `batch` is as for `forward`."""
-    return _backward(*_rounded(*batch), num_value_heads, K, V, sm_count, warm_log_bound)
+    return _backward(*_rounded(*batch), (num_value_heads, K, V, sm_count), warm_log_bound)
 
 
 def row_of(rows: Sequence[tuple[int, ...]], sequences: Lengths) -> tuple[int, ...]:
@@ -148,16 +149,8 @@ def _rounded(num_sequences: int, num_tokens: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward(
-    num_sequences: int,
-    num_chunks: int,
-    num_value_heads: int,
-    K: int,
-    V: int,
-    sm_count: int,
-    warm_log_bound: float,
-) -> Bands:
-    shape = num_value_heads, K, V, sm_count
+def _forward(num_sequences: int, num_chunks: int, shape: Shape, warm_log_bound: float) -> Bands:
+    num_value_heads, _, V, sm_count = shape
     if not num_sequences or not num_chunks:
         return Bands((Band(0, plan.forward((), *shape).kernel),))
     kernels = [kernel for kernel in STEP if V % kernel.tile_v == 0]
@@ -209,7 +202,7 @@ def _forward(
     return Bands(rows)
 
 
-def _best(path: Path, sequences: Lengths, shape: tuple[int, int, int, int]) -> tuple[float, int]:
+def _best(path: Path, sequences: Lengths, shape: Shape) -> tuple[float, int]:
     """Returns the least time of a path, and the segments it then has; 0 if sequences are whole."""
     (num_value_heads, _, V, sm_count), (kernel, bound) = shape, path
     whole = plan.whole_time(plan.forward_time(Plan(kernel, None), sequences, *shape))
@@ -227,15 +220,10 @@ def _best(path: Path, sequences: Lengths, shape: tuple[int, int, int, int]) -> t
 
 @functools.lru_cache(maxsize=4096)
 def _backward(
-    num_sequences: int,
-    num_chunks: int,
-    num_value_heads: int,
-    K: int,
-    V: int,
-    sm_count: int,
-    warm_log_bound: float,
+    num_sequences: int, num_chunks: int, shape: Shape, warm_log_bound: float
 ) -> GradientBands:
-    shape = num_value_heads, V, sm_count
+    num_value_heads, K, V, sm_count = shape
+    chains = num_value_heads, V, sm_count
     rest = durations.chunk_grads(num_chunks, num_value_heads, sm_count)
     widths = [width for width in CHAIN_STEP if V % width == 0]
 
@@ -243,7 +231,7 @@ def _backward(
     def best(width: int, cuts: bool, longest: int) -> tuple[float, int]:
         """Returns a backward's least time and the segments it then has, as `_best` does."""
         sequences = _lengths(num_sequences, num_chunks, longest)
-        whole = durations.chains_of_width(sequences, width, *shape) + rest
+        whole = durations.chains_of_width(sequences, width, *chains) + rest
         if not cuts:
             return whole, 0
 
@@ -252,7 +240,7 @@ def _backward(
             maps = durations.maps(
                 *both, num_value_heads, K, V, sm_count, warm_log_bound, False, True
             )
-            return maps + durations.gradient_pieces(*both, *shape, warm_log_bound, width) + rest
+            return maps + durations.gradient_pieces(*both, *chains, warm_log_bound, width) + rest
 
         found = _segments(sequences, num_value_heads * V // width, sm_count // 2)
         return min([(whole + WHOLE_GRADIENTS, 0), *((cut(most), most) for most in found)])

@@ -133,7 +133,7 @@ def test_ptx_that_it_does_not_know_is_refused(tmp_path: Path) -> None:
     assert str(refused.value) == (
         "gdn.x: ptxas release 12.9, V12.9.86 refuses its PTX 9.0, read as 8.8 (ptxas kernel.ptx, "
         "line 30; error   : Unknown modifier '.fresh'); need PTX that this ptxas knows; build with "
-        "nvcc of a toolkit of that release, or leave this kernel out"
+        "nvcc of a toolkit of that release, or leave the kernel out"
     )
 
 
