@@ -232,7 +232,7 @@ def mma(
             r_delta[r] = stats[head, DELTA, x.token + tok]
     T.barrier_wait(q_full, 0)
     last = x.diagonal  # the last key of a masked tile that the first token sees
-    later = -1  # bit mask: -1 if each later token sees one key more, 0 if all see the same keys
+    later = (1 << x.tile_log2) - 1  # mask of rows: a later token sees one key more; 0: as many
     for i in T.serial(x.tiles):
         slot = uniform(k_ring.slot(i))
         if i < x.masked:
@@ -246,22 +246,12 @@ def mma(
         T.wait_wgmma(1)
         probs_from_lse(r_s, lambda r, _: r_lse2[r], scale * LOG2E)  # 4
         if i < x.masked:
-            clear_hidden(
-                r_s,
-                lambda r, key: (
-                    key > last + (w * WARPGROUP_ROWS + r & (1 << x.tile_log2) - 1 & later)
-                ),
-            )
+            clear_hidden(r_s, lambda r, key: key > last + (w * WARPGROUP_ROWS + r & later))
         T.wait_wgmma(0)
         v_ring.release(i)
         ds_from_dp(r_dp, r_s, lambda r, _: r_delta[r])
         if i < x.masked:
-            clear_hidden(
-                r_dp,
-                lambda r, key: (
-                    key > last + (w * WARPGROUP_ROWS + r & (1 << x.tile_log2) - 1 & later)
-                ),
-            )
+            clear_hidden(r_dp, lambda r, key: key > last + (w * WARPGROUP_ROWS + r & later))
             if crosses(tile):
                 if i + 1 < x.causal:
                     last += tile

@@ -91,7 +91,9 @@ def least_of_warps(x, s_sum):
 
 
 @T.macro
-def take_band(cu_seqlens, bands, num_tokens, s_sum, longest: T.Ref, path: T.Ref, segments: T.Ref):
+def take_band(
+    cu_seqlens, bands, num_tokens, s_sum, longest: "T.Ref", path: "T.Ref", segments: "T.Ref"
+):
     """Sets the longest sequence's chunks, and its band's path and segments; all threads call it."""
     thread = T.get_thread_binding()
     least = T.alloc_local((1,), "int32")  # -c, of which the least is wanted
@@ -115,7 +117,7 @@ def take_band(cu_seqlens, bands, num_tokens, s_sum, longest: T.Ref, path: T.Ref,
 
 @T.macro
 def find_segment_chunks(
-    cu_seqlens, num_tokens, s_sum, longest, segments, segment_chunks: T.Ref
+    cu_seqlens, num_tokens, s_sum, longest, segments, segment_chunks: "T.Ref"
 ):  # fmt: skip
     """Sets segment_chunks to the least number with which there are at most `segments`, or more."""
     thread = T.get_thread_binding()
