@@ -116,7 +116,7 @@ def elsewhere(make: Callable[..., T], *arguments: Any) -> T:
     While torch warms up a CUDA graph, allocations of the thread that does so belong to the graph;
     allocations of another thread do not.
     """
-    here = torch.cuda.current_stream()
+    here = torch.cuda.current_stream() if available() else None
 
     def run() -> T:
         with torch.cuda.stream(here):

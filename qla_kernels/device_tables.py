@@ -17,7 +17,7 @@ Four cases need care:
                       replay; to avoid that, call once before the capture.
     a warm-up         While torch warms up a graph, allocations of its thread belong to the graph
                       and are overwritten later. `kept` therefore makes tables in a thread of its
-                      own.
+                      own, where no mode of torch, such as that of native/recorder.py, sees them.
 
 Call all functions here while the tables' GPU is the current one, as inside `device.of`.
 """
@@ -94,7 +94,7 @@ def kept(most: int) -> Callable[[Callable[P, Made]], Callable[P, Made]]:
             if on_gpu and device.capturing():
                 return make(*key, **none)
             with lock:
-                made = device.elsewhere(make, *key) if on_gpu else make(*key, **none)
+                made = device.elsewhere(make, *key)
                 while len(known) >= most:
                     del known[next(iter(known))]
                 known[key] = Kept(made, *(made if isinstance(made, tuple) else (made,)))
