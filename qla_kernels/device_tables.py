@@ -87,9 +87,7 @@ def kept(most: int) -> Callable[[Callable[P, Made]], Callable[P, Made]]:
         def table(*key: P.args, **none: P.kwargs) -> Made:
             found = known.get(key)
             if found is not None:
-                value = found.here()
-                recorder.constant(value)
-                return value
+                return recorder.constant(found.here())
             on_gpu = key[0].type == "cuda"  # type: ignore[attr-defined]
             if on_gpu and device.capturing():
                 return make(*key, **none)
@@ -98,8 +96,7 @@ def kept(most: int) -> Callable[[Callable[P, Made]], Callable[P, Made]]:
                 while len(known) >= most:
                     del known[next(iter(known))]
                 known[key] = Kept(made, *(made if isinstance(made, tuple) else (made,)))
-            recorder.constant(made)
-            return made
+            return recorder.constant(made)
 
         return table
 

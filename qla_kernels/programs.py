@@ -13,17 +13,22 @@ QLA_CHECK_PROGRAMS=1 each call that would be replayed is recorded again and comp
 
 import os
 import weakref
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
-from qla_kernels.native import prebuilt, recorder
+from qla_kernels.native import placeholders, prebuilt, recorder
 
 MOST = 256  # programs of one function; the one that was used longest ago is dropped for another
+
+NOTHING = recorder.Program((), (), 0, (), 0, (), None)
+
+DIFFERS, CODE_DIFFERS = 1, 2  # what storing a program finds; programs.c has the same
 
 RECORD = True  # what `find` returns at the second call of a kind
 
@@ -46,10 +51,16 @@ class Programs:
             value that was kept, RECORD, or None if the function has to be run as usual.
     """
 
-    def __init__(self, name: str, gradients: bool = False) -> None:
-        """Makes an empty table; with `gradients`, calls that want gradients are of another kind."""
+    def __init__(self, name: str, gradients: bool = False, tokens: Sequence[int] = ()) -> None:
+        """Makes an empty table.
+
+        Args:
+            gradients: calls that want gradients are of another kind.
+            tokens: the places of arguments [B, T, ..]. One program serves calls with any T as far
+                as launch code does the same for them.
+        """
         self.name = name
-        self._gradients = gradients
+        self._gradients, self._tokens = gradients, tokens
         self._native: Any = None
         self.find: Callable[..., Any] = self._first
         _tables.add(self)
@@ -59,7 +70,9 @@ class Programs:
         if self._native is None:
             self.find = _nothing
         else:
-            self.find = self._native.table(MOST, self._gradients)
+            self.find = self._native.table(
+                MOST, self._gradients, sum(1 << place for place in self._tokens)
+            )
         return self.find(*arguments)
 
     def forget(self) -> None:
@@ -96,17 +109,42 @@ class Programs:
         if type(found) is tuple:
             return of_flat(*found)
         if found is RECORD:
-            return of_flat(*self.record(arguments, lambda: function(*records).flat()))
+            ends = list(accumulate(map(len, records), initial=0))
+
+            def again(given: Sequence[Any]) -> tuple[Tensor | None, ...]:
+                parts = (given[a:b] for a, b in pairwise(ends))
+                return function(*(type(r)(*x) for r, x in zip(records, parts, strict=True))).flat()
+
+            return of_flat(*self.record(arguments, lambda: function(*records).flat(), again))
         return function(*records)
 
-    def keep(self, arguments: tuple[Any, ...], value: object) -> None:
-        """Keeps a value, not a tuple: `find` returns it for arguments like these."""
-        self._native.keep(self._table, arguments, value)
+    def keep(
+        self,
+        arguments: tuple[Any, ...],
+        value: object,
+        again: Callable[[Sequence[Any]], object] | None = None,
+    ) -> None:
+        """Keeps a value, not a tuple: `find` returns it for arguments like these.
 
-    def record(self, arguments: tuple[Any, ...], run: Callable[[], Results]) -> Results:
+        With `again`, which does with its arguments what the value stands for, also for other T.
+        """
+        code: tuple[Any, ...] = None, ()
+        if again is not None:
+            with suppress(recorder.NotRecordable):
+                code = self._trace(arguments).code(lambda given: (again(given), ())[1], NOTHING)
+        self._native.keep(self._table, arguments, value, *code)
+
+    def record(
+        self,
+        arguments: tuple[Any, ...],
+        run: Callable[[], Results],
+        again: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    ) -> Results:
         """Runs a call after `find` returned RECORD for its arguments; returns the call's results.
 
-        Keeps its launches if a program can repeat them, and otherwise that it cannot.
+        Keeps its launches if a program can repeat them, and otherwise that it cannot. `again` does
+        the same as `run` with the arguments that it is given: placeholders. Tables with tokens
+        need it.
         """
         native, table = self._native, self._table
         if _is_capturing(arguments):
@@ -119,14 +157,37 @@ class Programs:
             program = recorded.program(results)
         except recorder.NotRecordable as reason:
             jit.log.debug("%s: no program for a call: %s", self.name, reason)
-            native.keep(table, arguments, None)
-        else:
-            if not native.store(table, arguments, *program):
-                raise RuntimeError(
-                    f"{self.name}: a call that looks like an earlier one launches other kernels or"
-                    " numbers; need the same; please report it, and set QLA_PROGRAMS=0 until then"
-                )
+            native.keep(table, arguments, None, None, ())
+            return results
+        code = self._form(arguments, again, program)
+        outcome = native.store(table, arguments, *program, *code)
+        if outcome == CODE_DIFFERS:
+            jit.log.warning("%s: a program for one T alone; please report it", self.name)
+            native.keep(table, arguments, None, b"", ())
+        elif outcome == DIFFERS:
+            raise RuntimeError(
+                f"{self.name}: a call that looks like an earlier one launches other kernels or"
+                " numbers; need the same; please report it, and set QLA_PROGRAMS=0 until then"
+            )
         return results
+
+    def _form(
+        self,
+        arguments: tuple[Any, ...],
+        again: Callable[..., Any] | None,
+        program: recorder.Program,
+    ) -> tuple[Any, ...]:
+        """Returns the code of a program with T open, and its tables; None if it has none."""
+        if again is not None and self._native.may_open(self._table, arguments):
+            try:
+                return self._trace(arguments).code(again, program)
+            except recorder.NotRecordable as reason:
+                jit.log.debug("%s: a program for one T alone: %s", self.name, reason)
+                self._native.keep(self._table, arguments, None, b"", ())
+        return None, ()
+
+    def _trace(self, arguments: tuple[Any, ...]) -> placeholders.Trace:
+        return placeholders.Trace(self._native, arguments, self._tokens)
 
 
 def forget() -> None:

@@ -8,7 +8,8 @@ between streams. A call that does anything else on the GPU, or reads a value bac
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ MADE = frozenset(("arange",))  # of numbers alone: the result is kept with the p
 LAUNCH, WAIT, FILL, COPY = range(4)  # steps; programs.c has the same
 ALIGN = 256  # bytes, of the parts of a workspace
 _thread = threading.local()
+
+Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
 
 
 class NotRecordable(Exception):
@@ -46,9 +49,28 @@ class Program(NamedTuple):
     held: object
 
 
-def active() -> "Recorder | None":
+class Recording(Protocol):
+    """A Recorder, or a Trace of placeholders.py."""
+
+    events: list[tuple[Any, ...]]
+    held: list[Any]
+
+    def keep(self, x: Tensor) -> Tensor: ...
+
+
+def active() -> Recording | None:
     """Returns the recorder of this thread, if a call is being recorded."""
     return getattr(_thread, "recorder", None)
+
+
+@contextmanager
+def instead(recording: Recording) -> Iterator[None]:
+    """While it is active, `recording` is this thread's recorder."""
+    _thread.recorder = recording
+    try:
+        yield
+    finally:
+        _thread.recorder = None
 
 
 def note_wait(stream: Any, other: Any) -> None:
@@ -58,11 +80,14 @@ def note_wait(stream: Any, other: Any) -> None:
         recorder.held.append((stream, other))
 
 
-def constant(tensors: Tensor | Iterable[Tensor]) -> None:
-    """Tells the recorder, if any, that these tensors never change."""
-    if (recorder := active()) is not None:
-        for x in (tensors,) if isinstance(tensors, Tensor) else tensors:
-            recorder.keep(x)
+def constant(tensors: Made) -> Made:
+    """Tells the recorder, if any, that these tensors never change; returns what stands for them."""
+    if (recorder := active()) is None:
+        return tensors
+    if isinstance(tensors, Tensor):
+        return recorder.keep(tensors)
+    kept = map(recorder.keep, tensors)
+    return type(tensors)(*kept) if hasattr(tensors, "_fields") else tuple(kept)
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
@@ -101,11 +126,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> "Recorder":
         super().__enter__()  # type: ignore[no-untyped-call]
         _thread.recorder = self
-        self.native.record(self.events)
+        self.native.record(self.events, -1)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.native.record(None)
+        self.native.record(None, -1)
         _thread.recorder = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -160,10 +185,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places[id(x)] = Place("room", len(self.rooms))
         self.rooms.append(x)
 
-    def keep(self, x: Tensor) -> None:
+    def keep(self, x: Tensor) -> Tensor:
+        if id(x) in self._places:
+            return x
         self._places[id(x)] = Place("constant", len(self.constants))
         self.constants.append(x)
         self.held.append(x)
+        return x
 
     def _place(self, x: Tensor) -> Place:
         return self._places.get(id(x), Place("unknown", 0))

@@ -31,6 +31,7 @@ from qla_kernels.gdn.launch.tensors import (
 from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.validate import OP
+from qla_kernels.native.symbols import decided
 from qla_kernels.sm90 import require_aligned
 from qla_kernels.tile.constants import CHUNK
 
@@ -165,7 +166,7 @@ def _planned(call: Call, options: Options) -> tuple[Plan, bool]:
     if not options.auto_cp:
         return Plan(heuristics.BATCH_INVARIANT, None), False
     chunks, *shape = plan_shape(call)
-    plan = gdn_plan.forward(chunks, *shape, options.warm_log_bound)
+    plan = decided(gdn_plan.forward, chunks, *shape, options.warm_log_bound)
     known = call.cu_seqlens is None or call.cu_seqlens_cpu is not None
     return plan, known and len(chunks) == 1 and plan.segment_chunks is None
 
