@@ -105,11 +105,13 @@ class Trace:
                 results = run(self.given(self.arguments))
         except NotRecordable:
             raise
-        except Exception as error:  # of whatever launch code does with a tensor besides
+        except Exception as error:  # of whatever else is done with a tensor
             raise NotRecordable(f"{type(error).__name__}: {error}") from error
         finally:
             self.native.record(None, -1)
         outputs = [x for x in results if x is not None]
+        if any(type(x) is not Placeholder for x in outputs):
+            raise NotRecordable("a result of unknown origin")
         size, bases = self._bases(outputs)
         steps = [self._step(event, bases) for event in self.events]
         if [step[:2] for step in steps] != [(step[0], step[2]) for step in recorded.steps]:

@@ -23,3 +23,7 @@ def test_launcher(name: str) -> None:
 
 def test_programs() -> None:
     standin.run("-m", "tests.native.programs")
+
+
+def test_forms() -> None:
+    standin.run("-m", "tests.native.forms")
