@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from qla_kernels.native import recorder
+from qla_kernels.native import recording
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
 
 def _wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
     stream.wait_stream(other)
-    recorder.note_wait(stream, other)
+    recording.note_wait(stream, other)
 
 
 @functools.lru_cache(maxsize=64)

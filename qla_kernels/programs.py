@@ -14,7 +14,6 @@ QLA_CHECK_PROGRAMS=1 each call that would be replayed is recorded again and comp
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -22,11 +21,14 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
-from qla_kernels.native import placeholders, prebuilt, recorder
+from qla_kernels.native import prebuilt
+from qla_kernels.native.recorder import Recorder
+from qla_kernels.native.recording import NotRecordable, Program, tensors_in
+from qla_kernels.native.trace import Trace
 
 MOST = 256  # programs of one function; the one that was used longest ago is dropped for another
 
-NOTHING = recorder.Program((), (), 0, (), 0, (), None)
+NOTHING = Program((), (), 0, (), 0, (), None)
 
 DIFFERS, CODE_DIFFERS = 1, 2  # what storing a program finds; programs.c has the same
 
@@ -126,12 +128,16 @@ class Programs:
     ) -> None:
         """Keeps a value, not a tuple: `find` returns it for arguments like these.
 
-        With `again`, which does with its arguments what the value stands for, also for other T.
+        With `again`, which does what the value stands for with the arguments that it is given, also
+        for arguments with another T.
         """
-        code: tuple[Any, ...] = None, ()
-        if again is not None:
-            with suppress(recorder.NotRecordable):
-                code = self._trace(arguments).code(lambda given: (again(given), ())[1], NOTHING)
+
+        def run(given: Sequence[Any]) -> tuple[()]:
+            assert again is not None
+            again(given)
+            return ()
+
+        code = self._form(arguments, again and run, NOTHING)
         self._native.keep(self._table, arguments, value, *code)
 
     def record(
@@ -149,21 +155,21 @@ class Programs:
         native, table = self._native, self._table
         if _is_capturing(arguments):
             return run()
-        with recorder.Recorder(native, arguments) as recorded:
+        with Recorder(native, arguments) as recorded:
             results = run()
         try:
             if jit.from_tilelang:
-                raise recorder.NotRecordable("a kernel that is not prebuilt")
+                raise NotRecordable("a kernel that is not prebuilt")
             program = recorded.program(results)
-        except recorder.NotRecordable as reason:
+        except NotRecordable as reason:
             jit.log.debug("%s: no program for a call: %s", self.name, reason)
             native.keep(table, arguments, None, None, ())
+            self._keep_out(arguments)
             return results
-        code = self._form(arguments, again, program)
-        outcome = native.store(table, arguments, *program, *code)
+        outcome = native.store(table, arguments, *program, *self._form(arguments, again, program))
         if outcome == CODE_DIFFERS:
             jit.log.warning("%s: a program for one T alone; please report it", self.name)
-            native.keep(table, arguments, None, b"", ())
+            self._keep_out(arguments)
         elif outcome == DIFFERS:
             raise RuntimeError(
                 f"{self.name}: a call that looks like an earlier one launches other kernels or"
@@ -174,20 +180,22 @@ class Programs:
     def _form(
         self,
         arguments: tuple[Any, ...],
-        again: Callable[..., Any] | None,
-        program: recorder.Program,
+        again: Callable[[Sequence[Any]], Sequence[Any]] | None,
+        program: Program,
     ) -> tuple[Any, ...]:
-        """Returns the code of a program with T open, and its tables; None if it has none."""
+        """Returns the code of the program with T open, and its tables; None if it has no form."""
         if again is not None and self._native.may_open(self._table, arguments):
             try:
-                return self._trace(arguments).code(again, program)
-            except recorder.NotRecordable as reason:
+                return Trace(self._native, arguments, self._tokens).code(again, program)
+            except NotRecordable as reason:
                 jit.log.debug("%s: a program for one T alone: %s", self.name, reason)
-                self._native.keep(self._table, arguments, None, b"", ())
+                self._keep_out(arguments)
         return None, ()
 
-    def _trace(self, arguments: tuple[Any, ...]) -> placeholders.Trace:
-        return placeholders.Trace(self._native, arguments, self._tokens)
+    def _keep_out(self, arguments: tuple[Any, ...]) -> None:
+        """Says that calls which look like this one, apart from T, have no form."""
+        if self._native.may_open(self._table, arguments):
+            self._native.keep(self._table, arguments, None, b"", ())
 
 
 def forget() -> None:
@@ -220,4 +228,4 @@ def _native() -> Any:
 
 def _is_capturing(arguments: tuple[Any, ...]) -> bool:
     """Returns whether the current stream records a CUDA graph, whose memory is its own."""
-    return any(x.is_cuda for x in recorder.tensors_in(arguments)) and device.capturing()
+    return any(x.is_cuda for x in tensors_in(arguments)) and device.capturing()

@@ -31,7 +31,7 @@ static uint64_t hash_of_kind(Sight *s) { /* of calls that look alike apart from 
 }
 
 static int look_up(PyObject *tables, int64_t i, int64_t at, int64_t *found) {
-    PyObject *table = PyTuple_GetItem(tables, (Py_ssize_t)i); /* borrowed; a Steps */
+    PyObject *table = PyTuple_GetItem(tables, (Py_ssize_t)i); /* borrowed; a Decided */
     PyObject *key = table ? PyLong_FromLongLong(at) : NULL;
     PyObject *value = key ? PyObject_GetItem(table, key) : NULL;
     Py_XDECREF(key);
@@ -108,8 +108,8 @@ static int fill_step(Step *step, Numbers *x) {
 }
 
 /* Returns the program of a call whose numbers are in x; NULL if there is none. */
-static Program *fill(const Program *form, const Sight *s, uint64_t hash, Numbers *x) {
-    Program *p = new_program(s, hash);
+static Program *fill(Program *form, const Sight *s, uint64_t hash, Numbers *x) {
+    Program *p = form->value ? NULL : new_program(s, hash);
     if (!p) { PyErr_Clear(); return NULL; }
     int64_t *key = p->key;
     *p = *form;
@@ -117,11 +117,13 @@ static Program *fill(const Program *form, const Sight *s, uint64_t hash, Numbers
     Py_XINCREF(p->held), Py_XINCREF(p->events);
     size_t size = sizeof(Step) * (size_t)form->steps;
     int failed = !(p->step = PyMem_Malloc(size + 1));
+    form->running++; /* a refusal makes Python objects */
     if (!failed) memcpy(p->step, form->step, size);
     p->workspace = number(x);
     for (int i = 0; i < p->outputs; i++)
         for (int d = 0; d < p->output[i].ndim; d++) p->output[i].shape[d] = number(x);
     for (int i = 0; !failed && i < p->steps; i++) failed = fill_step(&p->step[i], x);
+    form->running--;
     if (!failed && !x->code.bad && x->code.at == x->code.end) return p;
     PyErr_Clear(); /* a size that a kernel refuses: launch code says so better */
     drop_program(p);

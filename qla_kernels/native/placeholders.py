@@ -1,170 +1,23 @@
-"""Runs launch code on placeholders for tensors, and returns its call as a form: T is open in it.
+"""Stand-ins for tensors, whose sizes, strides and offset may follow from the number of tokens T.
 
-A placeholder has sizes, strides and an offset, of which some are Numbers (symbols.py), and no
-memory. It has the methods of a tensor that launch code calls on its way to a launch; any other one
-raises, and the call then has no form. The launcher notes launches without launching.
+A placeholder has no memory. It has the methods of a tensor that launch code calls on its way to a
+launch, and each computes sizes and strides as torch does; any other raises, and the call then has
+no form. trace.py makes placeholders.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
-from struct import pack, unpack
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from qla_kernels.native.memory import can_copy, copy_of
-from qla_kernels.native.recorder import (
-    ALIGN,
-    COPY,
-    FILL,
-    LAUNCH,
-    WAIT,
-    NotRecordable,
-    Place,
-    Program,
-    instead,
-    tensors_in,
-)
-from qla_kernels.native.symbols import Number, Numbers, Steps, followed
+from qla_kernels.native.memory import can_copy
+from qla_kernels.native.recording import COPY, FILL, NotRecordable, Place
 
-Size: TypeAlias = Any  # a whole number, or a Number
+Size: TypeAlias = Any  # a whole number, or a Number of symbols.py
 
 ALIGNMENT = 16  # programs.c compares addresses modulo this; those of rooms are multiples
-
-
-class Trace:
-    """What a call did with placeholders, in the terms of recorder.Recorder."""
-
-    def __init__(self, native: Any, arguments: Sequence[object], tokens: Sequence[int]) -> None:
-        self.native, self.arguments = native, arguments
-        self.events: list[tuple[Any, ...]] = []
-        self.held: list[Any] = []
-        self.rooms: list[Placeholder] = []
-        self.constants: list[Tensor] = []
-        self.inputs = list(tensors_in(arguments))
-        first = arguments[tokens[0]]
-        assert isinstance(first, Tensor)
-        self.gpu, self.numbers = first.get_device(), Numbers(first.shape[1])
-        open_ones = {id(arguments[i]) for i in tokens}
-        self._known: dict[int, Any] = {}
-        for i, x in enumerate(self.inputs):
-            if id(x) not in self._known:
-                self._known[id(x)] = self._of_input(i, x, id(x) in open_ones)
-
-    def _of_input(self, i: int, x: Tensor, is_open: bool) -> Any:
-        """Returns a placeholder for an input; numbers of the host are read as they are."""
-        if x.is_cpu and not x.is_floating_point():
-            return x
-        shape, strides = list[Size](x.shape), list[Size](x.stride())
-        tokens: Any = self.numbers.tokens
-        if is_open and x.dim() > 1 and shape[1] == tokens.value:  # as `see_tensor` of programs.c
-            if strides[0] == tokens.value * x.stride(1):
-                strides[0] = tokens * x.stride(1)
-            shape[1] = tokens
-        at, wants = x.data_ptr() % ALIGNMENT, x.requires_grad
-        of = x.dtype, x.device, shape, strides
-        return Placeholder(self, Place("input", i), *of, begin=at, requires_grad=wants)
-
-    def given(self, values: Iterable[Any]) -> list[Any]:
-        """Returns the call's arguments, with placeholders for tensors."""
-        return [
-            type(x)(self.given(x))
-            if isinstance(x, list | tuple)
-            else self._known[id(x)]
-            if isinstance(x, Tensor)
-            else x
-            for x in values
-        ]
-
-    def keep(self, x: Tensor) -> Any:
-        """Returns the placeholder of a tensor that never changes."""
-        if id(x) not in self._known:
-            place = Place("constant", len(self.constants))
-            self.constants.append(x)
-            begin, of = x.data_ptr() % ALIGNMENT, (x.dtype, x.device, x.shape, x.stride())
-            made = Placeholder(self, place, *of, begin=begin)
-            self._known[id(x)] = made
-        return self._known[id(x)]
-
-    def room(self, shape: Sequence[Size], dtype: torch.dtype, on: torch.device) -> "Placeholder":
-        place = Place("room", len(self.rooms))
-        self.rooms.append(Placeholder(self, place, dtype, on, shape, contiguous(shape)))
-        return self.rooms[-1]
-
-    def code(
-        self, run: Callable[[list[Any]], Sequence[Any]], recorded: Program
-    ) -> tuple[bytes, tuple[Steps, ...]]:
-        """Calls `run` with the placeholders; returns the recorded program's code, and its tables.
-
-        Numbers are in the order in which forms.c reads them. Raises NotRecordable if there is none.
-        """
-        try:
-            with instead(self), followed(self.numbers):
-                self.native.record(self.events, max(0, self.gpu))
-                results = run(self.given(self.arguments))
-        except NotRecordable:
-            raise
-        except Exception as error:  # of whatever else is done with a tensor
-            raise NotRecordable(f"{type(error).__name__}: {error}") from error
-        finally:
-            self.native.record(None, -1)
-        outputs = [x for x in results if x is not None]
-        if any(type(x) is not Placeholder for x in outputs):
-            raise NotRecordable("a result of unknown origin")
-        size, bases = self._bases(outputs)
-        steps = [self._step(event, bases) for event in self.events]
-        if [step[:2] for step in steps] != [(step[0], step[2]) for step in recorded.steps]:
-            raise NotRecordable("placeholders took another way than tensors")
-        numbers = [size, *(n for x in outputs for n in x.shape)]
-        numbers += [n for _, _, found in steps for n in found]
-        places = [self.numbers.place(n) for n in numbers]
-        nodes = [n for node in self.numbers.nodes for n in node]
-        code = [len(self.numbers.nodes), *nodes, *places]
-        return pack(f"{len(code)}q", *code), tuple(self.numbers.tables)
-
-    def _bases(self, outputs: list["Placeholder"]) -> tuple[Size, dict[Place, tuple[int, Size]]]:
-        """Returns the size of the workspace, and base and offset of each place, as a Recorder."""
-        bases: dict[Place, tuple[int, Size]]
-        bases = {Place("input", i): (i, 0) for i in range(len(self.inputs))}
-        bases |= {x.place: (len(self.inputs) + i, 0) for i, x in enumerate(outputs)}
-        free, size = len(self.inputs) + len(outputs), 0
-        for room in self.rooms:
-            if room.place not in bases:
-                bases[room.place] = free, size
-                size = size + -(-room.numel() * room.element_size() // ALIGN) * ALIGN
-        for i in range(len(self.constants)):
-            bases[Place("constant", i)] = free + 1 + i, 0
-        return size, bases
-
-    def _step(
-        self, event: tuple[Any, ...], bases: dict[Place, tuple[int, Size]]
-    ) -> tuple[int, tuple[int, ...], list[Size]]:
-        """Returns kind and bases of a step, and its numbers."""
-        kind, _, *others = event
-        if kind == WAIT:
-            return WAIT, (), []
-        given = {FILL: others[:1], COPY: others}.get(kind, others[0])
-        tensors: list[Any] = [x for x in given if type(x) is Placeholder]
-        found = [bases[x.place][1] + x.bytes_into() for x in tensors]
-        if kind == FILL:
-            found.append(tensors[0].numel() * tensors[0].element_size())
-        elif kind == COPY:
-            found += copy_of(*tensors)
-        else:
-            kind = LAUNCH
-            found += [n for x in tensors for n in (*x.shape, *x.stride())]
-            found += [n for x in given if type(x) is not Placeholder for n in scalar(x)]
-        return kind, tuple(bases[x.place][0] for x in tensors), found
-
-
-def scalar(x: Any) -> tuple[Size, int]:
-    """Returns x as a whole number, and the bits of x as fp32; 0 for what it is not."""
-    if isinstance(x, Number):
-        return x, 0
-    if not isinstance(x, int | float):
-        raise NotRecordable(f"an argument of type {type(x).__name__}")
-    return x if isinstance(x, int) else 0, unpack("i", pack("f", x))[0]
 
 
 def contiguous(shape: Sequence[Size]) -> list[Size]:
@@ -192,7 +45,7 @@ class Placeholder:
 
     def __init__(
         self,
-        trace: Trace,
+        trace: Any,
         place: Place,
         dtype: torch.dtype,
         device: torch.device,
@@ -226,7 +79,7 @@ class Placeholder:
         return self.device.type == "cpu"
 
     def get_device(self) -> int:
-        return self.trace.gpu
+        return int(self.trace.gpu)
 
     def stride(self, axis: int | None = None) -> Any:
         return self._strides if axis is None else self._strides[axis]
@@ -343,7 +196,8 @@ class Placeholder:
 
     def new_empty(self, *shape: Any, dtype: Any = None) -> "Placeholder":
         sizes = shape[0] if isinstance(shape[0], tuple | list | torch.Size) else shape
-        return self.trace.room(sizes, dtype or self.dtype, self.device)
+        made: Placeholder = self.trace.room(sizes, dtype or self.dtype, self.device)
+        return made
 
     def empty_like(self, dtype: Any = None, memory_format: Any = None) -> "Placeholder":
         if memory_format is not torch.contiguous_format and not self.is_contiguous():

@@ -30,7 +30,7 @@ R = TypeVar("R")
 _thread = threading.local()
 
 
-class Steps(dict[int, int]):
+class Decided(dict[int, int]):
     """The values of a function of one whole number, each computed when it is first looked up."""
 
     def __init__(self, of: Callable[[int], int]) -> None:
@@ -55,7 +55,7 @@ class Numbers:
     def __init__(self, tokens: int) -> None:
         self.nodes: list[list[int]] = []
         self.values: list[int] = []
-        self.tables: list[Steps] = []
+        self.tables: list[Decided] = []
         self._known: dict[tuple[int, int, int], Number] = {}
         self.tokens = self._node(TOKENS, 0, 0, tokens)
 
@@ -84,7 +84,7 @@ class Numbers:
 
     def looked_up(self, of: Callable[[int], int], n: "Number") -> "Number":
         """Returns of(n). `of` has to return the same whenever it is called."""
-        self.tables.append(Steps(of))
+        self.tables.append(Decided(of))
         return self._node(LOOKUP, len(self.tables) - 1, n.node, self.tables[-1][n.value])
 
     def bound(self, node: int, least: int, most: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qla_kernels import programs
 from qla_kernels.device_tables import kept
-from qla_kernels.native import recorder
+from qla_kernels.native import recorder, recording
 from qla_kernels.native.pack import pack, texts
 from qla_kernels.native.symbols import decided
 from qla_kernels.programs import RECORD, Programs
@@ -401,9 +401,9 @@ def waits() -> None:
     """Waits between two streams are repeated, in their places among the launches."""
 
     def work(x: Tensor) -> tuple[None]:
-        recorder.note_wait(_Stream(7), _Stream(0))
+        recording.note_wait(_Stream(7), _Stream(0))
         LAUNCH(x, 0.5, torch.empty(40, 2), 3)
-        recorder.note_wait(_Stream(0), _Stream(7))
+        recording.note_wait(_Stream(0), _Stream(7))
         return (None,)
 
     x = _inputs()[0]

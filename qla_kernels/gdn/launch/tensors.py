@@ -18,7 +18,7 @@ from qla_kernels.varlen import ChunkTable, capacity
 
 WHOLE = slice(None)
 REACH = 1 << 31  # bytes that an int32 step can cover; a number has at most 8 bytes
-BOUNDS = 1 << 14  # numbers in a table of bounds of dense batches: 64 KB
+BOUNDS = 1 << 16  # numbers in a table of bounds of dense batches: 256 KB
 
 
 def flattens(x: Tensor) -> bool:
@@ -123,7 +123,7 @@ def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return table.as_strided((B + 1,), (1,), T % rows * width)
 
 
-@kept(256)
+@kept(64)
 def _dense_bounds(on: torch.device, block: int, rows: int, width: int) -> Tensor:
     """Returns the bounds of batches of `rows` lengths, from block * rows on: 0, T, 2 T, .. of each.
 
