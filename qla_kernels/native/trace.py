@@ -26,7 +26,7 @@ from qla_kernels.native.recording import (
     activate,
     tensors_in,
 )
-from qla_kernels.native.symbols import Number, Numbers, Decided, followed
+from qla_kernels.native.symbols import Decided, Number, Numbers, followed
 
 
 class Trace:
