@@ -5,7 +5,8 @@
     keep      keeps a value for calls like this one, such as "these arguments were accepted"
 
 A call is like another if the launch code would do the same for it: same sizes, strides, dtypes,
-alignment, flags, numbers in host tensors, stream; programs.c compares them. Programs exist where
+alignment, flags, numbers in host tensors, stream; programs.c compares them. In a table with tokens,
+the number of tokens T may differ: forms.c computes what follows from it. Programs exist where
 kernels are prebuilt (`native/`) and torch has DLPack's exchange API (2.10), and not under a
 compiler, tracer, mode or tensor subclass. QLA_PROGRAMS=0 turns them off. With
 QLA_CHECK_PROGRAMS=1 each call that would be replayed is recorded again and compared.

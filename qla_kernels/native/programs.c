@@ -4,7 +4,8 @@
    recorder.py records it from the launch code. It is found again by what the call's arguments
    look like: sizes, strides, dtypes, alignment, flags, the numbers in tensors of the host, and
    torch's current stream. Whatever launch code decides depends on these alone. So a replay checks
-   nothing again: it allocates the results and one workspace, fills in addresses, and launches.
+   nothing again: it allocates the results and one workspace, fills in addresses, and launches. A
+   form is a program in which the number of tokens is open; forms.c makes programs of it.
 
    A table holds the programs of one function. It is called with the function's arguments and
    returns
