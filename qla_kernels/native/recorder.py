@@ -55,6 +55,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if id(x) not in self._places:
                 self._places[id(x)] = Place("input", i)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Says that Dynamo need not be kept out, for which torch would import it: 2 s.
+
+        A call that Dynamo compiles is not recorded.
+        """
+        return False
+
     def __enter__(self) -> "Recorder":
         super().__enter__()  # type: ignore[no-untyped-call]
         activate(self)

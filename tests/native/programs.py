@@ -79,6 +79,12 @@ def _launches(record: bytes) -> list[tuple[Any, ...]]:
     return found
 
 
+def recording_imports_nothing_large() -> None:
+    """The first of these tests: torch would import Dynamo, which takes 2 s, at the second call."""
+    _known(*_inputs())
+    assert "torch._dynamo" not in sys.modules
+
+
 def replays_are_what_the_call_did() -> None:
     """Same launches and numbers; inputs are those of the new call, the rest is fresh."""
     given = _inputs()
@@ -501,6 +507,10 @@ def memory() -> None:
             table = _known(*given)
             for _ in range(300):
                 table.find(*given)
+            table = _open(lambda x: (_room(x, 40, x.shape[1]),), 30, 31)
+            for T in range(32, 332):
+                table.find(given[0].new_empty(40, T, 64))
+            assert table.replays() >= 300
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     used()
