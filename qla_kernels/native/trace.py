@@ -54,7 +54,7 @@ class Trace:
             return x
         shape, strides = list[Size](x.shape), list[Size](x.stride())
         tokens: Any = self.numbers.tokens
-        if is_open and x.dim() > 1 and shape[1] == tokens.value:  # as `see_tensor` of programs.c
+        if is_open and x.dim() > 1 and shape[1] == tokens.value:  # as `see_tokens` of programs.c
             if strides[0] == tokens.value * x.stride(1):
                 strides[0] = tokens * x.stride(1)
             shape[1] = tokens
@@ -83,7 +83,7 @@ class Trace:
             self._known[id(x)] = made
         return self._known[id(x)]
 
-    def room(self, shape: Sequence[Size], dtype: torch.dtype, on: torch.device) -> "Placeholder":
+    def room(self, shape: Sequence[Size], dtype: torch.dtype, on: torch.device) -> Placeholder:
         place = Place("room", len(self.rooms))
         self.rooms.append(Placeholder(self, place, dtype, on, shape, contiguous(shape)))
         return self.rooms[-1]
@@ -112,16 +112,16 @@ class Trace:
             raise NotRecordable("a result of unknown origin")
         size, bases = self._bases(outputs)
         steps = [self._step(event, bases) for event in self.events]
-        if [step[:2] for step in steps] != [(step[0], step[2]) for step in recorded.steps]:
+        if [step[:3] for step in steps] != [(x[0], x[2], _kernel(x)) for x in recorded.steps]:
             raise NotRecordable("placeholders took another way than tensors")
         numbers = [size, *(n for x in outputs for n in x.shape)]
-        numbers += [n for _, _, found in steps for n in found]
+        numbers += [n for *_, found in steps for n in found]
         places = [self.numbers.place(n) for n in numbers]
         nodes = [n for node in self.numbers.nodes for n in node]
         code = [len(self.numbers.nodes), *nodes, *places]
         return pack(f"{len(code)}q", *code), tuple(self.numbers.tables)
 
-    def _bases(self, outputs: list["Placeholder"]) -> tuple[Size, dict[Place, tuple[int, Size]]]:
+    def _bases(self, outputs: list[Placeholder]) -> tuple[Size, dict[Place, tuple[int, Size]]]:
         """Returns the size of the workspace, and base and offset of each place, as a Recorder."""
         bases: dict[Place, tuple[int, Size]]
         bases = {Place("input", i): (i, 0) for i in range(len(self.inputs))}
@@ -137,23 +137,30 @@ class Trace:
 
     def _step(
         self, event: tuple[Any, ...], bases: dict[Place, tuple[int, Size]]
-    ) -> tuple[int, tuple[int, ...], list[Size]]:
-        """Returns kind and bases of a step, and its numbers."""
+    ) -> tuple[int, tuple[int, ...], Any, list[Size]]:
+        """Returns kind and bases of a step, the kernel of a launch, and the step's numbers."""
         kind, _, *others = event
         if kind == WAIT:
-            return WAIT, (), []
+            return WAIT, (), None, []
         given = {FILL: others[:1], COPY: others}.get(kind, others[0])
         tensors: list[Any] = [x for x in given if type(x) is Placeholder]
+        at = tuple(bases[x.place][0] for x in tensors)
         found = [bases[x.place][1] + x.bytes_into() for x in tensors]
         if kind == FILL:
             found.append(tensors[0].numel() * tensors[0].element_size())
         elif kind == COPY:
             found += copy_of(*tensors)
         else:
-            kind = LAUNCH
             found += [n for x in tensors for n in (*x.shape, *x.stride())]
             found += [n for x in given if type(x) is not Placeholder for n in scalar(x)]
-        return kind, tuple(bases[x.place][0] for x in tensors), found
+            return LAUNCH, at, kind, found
+        return kind, at, None, found
+
+
+def _kernel(step: tuple[Any, ...]) -> Any:
+    """Returns the kernel of a step of a Program, if it is a launch."""
+    kind, *_, what = step
+    return what[0] if kind == LAUNCH else None
 
 
 def scalar(x: Any) -> tuple[Size, int]:
