@@ -12,7 +12,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from qla_kernels import chunk_gated_delta_rule, device, jit, programs
 from qla_kernels.gdn import api, autograd, ops, plan
 from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.native import recording
 from qla_kernels.native.entry import Entry
 from qla_kernels.native.pack import pack, texts
 from tests.native import standin
@@ -109,8 +110,9 @@ def _launches(run: Callable[[], object]) -> list[tuple[Any, ...]]:
     size = 40 + struct.calcsize(f"={TENSORS}Q{INTEGERS}i{REALS}f")
     while record:
         name, rest = record.split(b"\0", 1)
-        if name in (b"fill", b"copy"):
-            found.append((name, (), rest[8:16]))
+        if name in (b"fill", b"copy", b"record", b"wait"):
+            if name in (b"fill", b"copy"):
+                found.append((name, (), rest[8:16]))
             record = rest[16:]
         else:
             found.append((name, struct.unpack_from(f"={TENSORS}Q", rest[40:]), rest[:size]))
@@ -226,9 +228,27 @@ def activations() -> None:
     _sweep(2, 2, 8, 20_000, exact=True, **flags, **both)
 
 
+class _Stream:
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+
+
+@contextmanager
+def _fork(x: Tensor) -> Iterator[Any]:
+    """Tells of the waits of device.fork; all launches stay on one stream."""
+    recording.note_wait(_Stream(7), _Stream(0))
+    yield nullcontext()
+    recording.note_wait(_Stream(0), _Stream(7))
+
+
 def training() -> None:
+    """Programs of a form share its events, which go with the last of them."""
+    device.fork = _fork
     _sweep(1, 2, 8, training=True)
+    assert DRIVER["events"] > 0
     _sweep(3, 2, 8, 9000, n=10, training=True, use_qk_l2norm_in_kernel=True)
+    programs.forget()
+    assert DRIVER["events"] == 0
 
 
 def strides() -> None:
