@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from qla_kernels.native import recorder
+from qla_kernels.native import recording
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def fork(x: torch.Tensor) -> Iterator[AbstractContextManager[object]]:
 
 def _wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
     stream.wait_stream(other)
-    recorder.note_wait(stream, other)
+    recording.note_wait(stream, other)
 
 
 @functools.lru_cache(maxsize=64)
@@ -116,7 +116,7 @@ def elsewhere(make: Callable[..., T], *arguments: Any) -> T:
     While torch warms up a CUDA graph, allocations of the thread that does so belong to the graph;
     allocations of another thread do not.
     """
-    here = torch.cuda.current_stream()
+    here = torch.cuda.current_stream() if available() else None
 
     def run() -> T:
         with torch.cuda.stream(here):

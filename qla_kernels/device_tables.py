@@ -17,7 +17,7 @@ Four cases need care:
                       replay; to avoid that, call once before the capture.
     a warm-up         While torch warms up a graph, allocations of its thread belong to the graph
                       and are overwritten later. `kept` therefore makes tables in a thread of its
-                      own.
+                      own, where no mode of torch, such as a Recorder, sees them.
 
 Call all functions here while the tables' GPU is the current one, as inside `device.of`.
 """
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
-from qla_kernels.native import recorder
+from qla_kernels.native import recording
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -87,19 +87,16 @@ def kept(most: int) -> Callable[[Callable[P, Made]], Callable[P, Made]]:
         def table(*key: P.args, **none: P.kwargs) -> Made:
             found = known.get(key)
             if found is not None:
-                value = found.here()
-                recorder.constant(value)
-                return value
+                return recording.constant(found.here())
             on_gpu = key[0].type == "cuda"  # type: ignore[attr-defined]
             if on_gpu and device.capturing():
                 return make(*key, **none)
             with lock:
-                made = device.elsewhere(make, *key) if on_gpu else make(*key, **none)
+                made = device.elsewhere(make, *key)
                 while len(known) >= most:
                     del known[next(iter(known))]
                 known[key] = Kept(made, *(made if isinstance(made, tuple) else (made,)))
-            recorder.constant(made)
-            return made
+            return recording.constant(made)
 
         return table
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any, cast, get_type_hints
 import torch
 from torch import Tensor
 
-from qla_kernels.native import recorder
+from qla_kernels.native import recording
+from qla_kernels.native.placeholders import Placeholder
 
 _LIBRARY: Any = torch.library.Library("qla_kernels", "DEF")  # type: ignore[no-untyped-call]
 # The strides of a call are accepted or refused when it is traced: Inductor must keep them.
@@ -162,7 +163,9 @@ def _short_way(
 
 
 # Types that the dispatcher need not see. A list or tuple holds tensors of this package.
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple))
+_PLAIN = frozenset(
+    (Tensor, torch.nn.Parameter, Placeholder, type(None), bool, int, float, str, list, tuple)
+)
 
 
 def _is_watched(records: Iterable[tuple[Any, ...]]) -> bool:
@@ -174,7 +177,7 @@ def _is_watched(records: Iterable[tuple[Any, ...]]) -> bool:
     return (
         torch.compiler.is_compiling()
         or not _PLAIN.issuperset(map(type, chain.from_iterable(records)))
-        or torch._C._len_torch_dispatch_stack() > (recorder.active() is not None)
+        or torch._C._len_torch_dispatch_stack() > (recording.active() is not None)
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )

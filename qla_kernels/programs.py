@@ -5,7 +5,8 @@
     keep      keeps a value for calls like this one, such as "these arguments were accepted"
 
 A call is like another if the launch code would do the same for it: same sizes, strides, dtypes,
-alignment, flags, numbers in host tensors, stream; programs.c compares them. Programs exist where
+alignment, flags, numbers in host tensors, stream; programs.c compares them. In a table with tokens,
+the number of tokens T may differ: forms.c computes what follows from it. Programs exist where
 kernels are prebuilt (`native/`) and torch has DLPack's exchange API (2.10), and not under a
 compiler, tracer, mode or tensor subclass. QLA_PROGRAMS=0 turns them off. With
 QLA_CHECK_PROGRAMS=1 each call that would be replayed is recorded again and compared.
@@ -13,17 +14,24 @@ QLA_CHECK_PROGRAMS=1 each call that would be replayed is recorded again and comp
 
 import os
 import weakref
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
-from qla_kernels.native import prebuilt, recorder
+from qla_kernels.native import prebuilt
+from qla_kernels.native.recorder import Recorder
+from qla_kernels.native.recording import NotRecordable, Program, tensors_in
+from qla_kernels.native.trace import Trace
 
 MOST = 256  # programs of one function; the one that was used longest ago is dropped for another
+
+NOTHING = Program((), (), 0, (), 0, (), None)
+
+DIFFERS, CODE_DIFFERS = 1, 2  # what storing a program finds; programs.c has the same
 
 RECORD = True  # what `find` returns at the second call of a kind
 
@@ -46,10 +54,16 @@ class Programs:
             value that was kept, RECORD, or None if the function has to be run as usual.
     """
 
-    def __init__(self, name: str, gradients: bool = False) -> None:
-        """Makes an empty table; with `gradients`, calls that want gradients are of another kind."""
+    def __init__(self, name: str, gradients: bool = False, tokens: Sequence[int] = ()) -> None:
+        """Makes an empty table.
+
+        Args:
+            gradients: calls that want gradients are of another kind.
+            tokens: the places of arguments [B, T, ..]. One program serves calls with any T as far
+                as launch code does the same for them.
+        """
         self.name = name
-        self._gradients = gradients
+        self._gradients, self._tokens = gradients, tokens
         self._native: Any = None
         self.find: Callable[..., Any] = self._first
         _tables.add(self)
@@ -59,7 +73,9 @@ class Programs:
         if self._native is None:
             self.find = _nothing
         else:
-            self.find = self._native.table(MOST, self._gradients)
+            self.find = self._native.table(
+                MOST, self._gradients, sum(1 << place for place in self._tokens)
+            )
         return self.find(*arguments)
 
     def forget(self) -> None:
@@ -96,37 +112,91 @@ class Programs:
         if type(found) is tuple:
             return of_flat(*found)
         if found is RECORD:
-            return of_flat(*self.record(arguments, lambda: function(*records).flat()))
+            ends = list(accumulate(map(len, records), initial=0))
+
+            def again(given: Sequence[Any]) -> tuple[Tensor | None, ...]:
+                parts = (given[a:b] for a, b in pairwise(ends))
+                return function(*(type(r)(*x) for r, x in zip(records, parts, strict=True))).flat()
+
+            return of_flat(*self.record(arguments, lambda: function(*records).flat(), again))
         return function(*records)
 
-    def keep(self, arguments: tuple[Any, ...], value: object) -> None:
-        """Keeps a value, not a tuple: `find` returns it for arguments like these."""
-        self._native.keep(self._table, arguments, value)
+    def keep(
+        self,
+        arguments: tuple[Any, ...],
+        value: object,
+        again: Callable[[Sequence[Any]], object] | None = None,
+    ) -> None:
+        """Keeps a value, not a tuple: `find` returns it for arguments like these.
 
-    def record(self, arguments: tuple[Any, ...], run: Callable[[], Results]) -> Results:
+        With `again`, which does what the value stands for with the arguments that it is given, also
+        for arguments with another T.
+        """
+
+        def run(given: Sequence[Any]) -> tuple[()]:
+            assert again is not None
+            again(given)
+            return ()
+
+        code = self._form(arguments, again and run, NOTHING)
+        self._native.keep(self._table, arguments, value, *code)
+
+    def record(
+        self,
+        arguments: tuple[Any, ...],
+        run: Callable[[], Results],
+        again: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    ) -> Results:
         """Runs a call after `find` returned RECORD for its arguments; returns the call's results.
 
-        Keeps its launches if a program can repeat them, and otherwise that it cannot.
+        Keeps its launches if a program can repeat them, and otherwise that it cannot. `again` does
+        the same as `run` with the arguments that it is given: placeholders. Tables with tokens
+        need it.
         """
         native, table = self._native, self._table
         if _is_capturing(arguments):
             return run()
-        with recorder.Recorder(native, arguments) as recorded:
+        with Recorder(native, arguments) as recorded:
             results = run()
         try:
             if jit.from_tilelang:
-                raise recorder.NotRecordable("a kernel that is not prebuilt")
+                raise NotRecordable("a kernel that is not prebuilt")
             program = recorded.program(results)
-        except recorder.NotRecordable as reason:
+        except NotRecordable as reason:
             jit.log.debug("%s: no program for a call: %s", self.name, reason)
-            native.keep(table, arguments, None)
-        else:
-            if not native.store(table, arguments, *program):
-                raise RuntimeError(
-                    f"{self.name}: a call that looks like an earlier one launches other kernels or"
-                    " numbers; need the same; please report it, and set QLA_PROGRAMS=0 until then"
-                )
+            native.keep(table, arguments, None, None, ())
+            self._keep_out(arguments)
+            return results
+        outcome = native.store(table, arguments, *program, *self._form(arguments, again, program))
+        if outcome == CODE_DIFFERS:
+            jit.log.warning("%s: a program for one T alone; please report it", self.name)
+            self._keep_out(arguments)
+        elif outcome == DIFFERS:
+            raise RuntimeError(
+                f"{self.name}: a call that looks like an earlier one launches other kernels or"
+                " numbers; need the same; please report it, and set QLA_PROGRAMS=0 until then"
+            )
         return results
+
+    def _form(
+        self,
+        arguments: tuple[Any, ...],
+        again: Callable[[Sequence[Any]], Sequence[Any]] | None,
+        program: Program,
+    ) -> tuple[Any, ...]:
+        """Returns the code of the program with T open, and its tables; None if it has no form."""
+        if again is not None and self._native.may_open(self._table, arguments):
+            try:
+                return Trace(self._native, arguments, self._tokens).code(again, program)
+            except NotRecordable as reason:
+                jit.log.debug("%s: a program for one T alone: %s", self.name, reason)
+                self._keep_out(arguments)
+        return None, ()
+
+    def _keep_out(self, arguments: tuple[Any, ...]) -> None:
+        """Says that calls which look like this one, apart from T, have no form."""
+        if self._native.may_open(self._table, arguments):
+            self._native.keep(self._table, arguments, None, b"", ())
 
 
 def forget() -> None:
@@ -159,4 +229,4 @@ def _native() -> Any:
 
 def _is_capturing(arguments: tuple[Any, ...]) -> bool:
     """Returns whether the current stream records a CUDA graph, whose memory is its own."""
-    return any(x.is_cuda for x in recorder.tensors_in(arguments)) and device.capturing()
+    return any(x.is_cuda for x in tensors_in(arguments)) and device.capturing()

@@ -3,6 +3,7 @@
 Argument names, order and defaults equal FLA 0.6.0's, so that either can replace the other.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ from qla_kernels.sm90 import expect_tensors, require
 from qla_kernels.tile.constants import CHUNK
 
 NO_GATE = Gate(False, None, None)
-CALLS = Programs(OP, gradients=True)
+CALLS = Programs(OP, gradients=True, tokens=range(5))  # q, k, v, g, beta
+POSITIONAL = 16  # arguments of the public function that may be given without a name
 CHUNK_SIZES = (16, 32, 64)  # FLA's; results do not depend on it, and 64 is always used
 
 
@@ -171,6 +173,30 @@ def chunk_gated_delta_rule(
         raise
     if cp_context is not None:
         return sharded(q, k, v, g, beta, scale, initial_state, cp_context, gate, options), None
+    tensors = q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu
+    call = _checked(*tensors, gate, options)
+    if found is RECORD and not recorded:
+        return CALLS.record(given, lambda: _run(call, options), _run_again)
+    if found is RECORD and not any(isinstance(x, Tensor) for x in (scale, *options)):
+        accepted = Accepted(call.scale, options, gate.use_gate_in_kernel)
+        CALLS.keep(given, accepted, lambda given: _check_again(given, gate, options))
+    return _run(call, options)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    gate: Gate,
+    options: Options,
+) -> Call:
+    """Returns the tensors as a Call; raises as the public function does."""
     check_tensors(
         OP, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, options.state_v_first
     )
@@ -181,11 +207,26 @@ def chunk_gated_delta_rule(
         *gate.parameters(),
     )  # fmt: skip
     refuse_forward_mode(OP, *call)
-    if found is RECORD and not recorded:
-        return CALLS.record(given, lambda: _run(call, options))
-    if found is RECORD and not any(isinstance(x, Tensor) for x in (scale, *options)):
-        CALLS.keep(given, Accepted(call.scale, options, gate.use_gate_in_kernel))
-    return _run(call, options)
+    return call
+
+
+def _of_given(given: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Returns arguments and keywords of a call, from what was looked for among programs."""
+    plain, keywords = given[:POSITIONAL], given[POSITIONAL:]
+    half = len(keywords) // 2
+    return plain, dict(zip(keywords[:half], keywords[half:], strict=True))
+
+
+def _run_again(given: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    plain, keywords = _of_given(given)
+    return chunk_gated_delta_rule(*plain, **keywords)
+
+
+def _check_again(given: Sequence[Any], gate: Gate, options: Options) -> None:
+    plain, keywords = _of_given(given)
+    gate = Gate(gate.use_gate_in_kernel, keywords.get("A_log"), keywords.get("dt_bias"))
+    q, k, v, g, beta, scale, initial_state, *_ = plain
+    _checked(q, k, v, g, beta, scale, initial_state, plain[12], plain[13], gate, options)
 
 
 def _run(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:

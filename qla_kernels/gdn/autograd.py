@@ -19,7 +19,15 @@ from qla_kernels.programs import Programs
 
 DH0 = Call._fields.index("initial_state")
 
-FORWARDS, BACKWARDS = Programs(f"{OP}, forward"), Programs(f"{OP}, backward")
+# The fields of their records in which T may be open
+_FORWARD = *Call._fields, *Options._fields
+_BACKWARD = *Call._fields, *SavedForward._fields, *Incoming._fields
+_TOKENS = "q", "k", "v", "g", "beta", "g_cum", "A", "do"
+
+FORWARDS, BACKWARDS = (
+    Programs(f"{OP}, {way}", tokens=[i for i, name in enumerate(fields) if name in _TOKENS])
+    for way, fields in (("forward", _FORWARD), ("backward", _BACKWARD))
+)
 
 
 def apply(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:

@@ -232,6 +232,49 @@ def backward(
     return best
 
 
+class ChainsPlan(NamedTuple):
+    """How a backward runs its chains."""
+
+    segment_chunks: int | None  # the most chunks of a segment; None leaves sequences whole
+    tile_v: int  # columns of V of a CTA
+
+
+def chains(
+    sequences: Lengths,
+    num_value_heads: int,
+    K: int,
+    V: int,
+    sm_count: int,
+    warm_log_bound: float = WARM_LOG_BOUND,
+    auto_cp: bool = True,
+) -> ChainsPlan:
+    """Returns how a backward runs, by `backward`, or without auto_cp over whole sequences."""
+    shape = num_value_heads, V, sm_count
+    most = backward(sequences, num_value_heads, K, V, sm_count, warm_log_bound) if auto_cp else None
+    return ChainsPlan(most, _width(sequences, most, *shape))
+
+
+def kept_chains(
+    sequences: Lengths,
+    num_value_heads: int,
+    V: int,
+    sm_count: int,
+    segment_chunks: int,
+    warm_log_bound: float = WARM_LOG_BOUND,
+    auto_cp: bool = True,
+) -> ChainsPlan:
+    """Returns how a backward runs that may take a forward's segments, by `kept_is_faster`."""
+    shape = num_value_heads, V, sm_count
+    faster = not auto_cp or kept_is_faster(sequences, *shape, segment_chunks, warm_log_bound)
+    most = segment_chunks if faster else None
+    return ChainsPlan(most, _width(sequences, most, *shape))
+
+
+def _width(sequences: Lengths, most: int | None, HV: int, V: int, sm_count: int) -> int:
+    pieces = sequences if most is None else cut_lengths(sequences, most)
+    return durations.both_chains(pieces, HV, V, sm_count)[0]
+
+
 @functools.lru_cache(maxsize=4096)
 def kept_is_faster(
     sequences: Lengths,

@@ -4,5 +4,9 @@
 `python -m qla_kernels.build` writes it with the compiled kernels into a file. When a kernel is
 wanted, `prebuilt.py` finds it there, `sources.py` says whether it was built from the sources that
 are here, `pack.py` writes its entry as an array of numbers, and `launcher.c` launches from that.
+
+Whole calls are replayed by `programs.c` (tables, replays), `making.c` (what goes into a table) and
+`forms.c` (programs for any number of tokens). `recorder.py` records a call with tensors, and
+`trace.py` with placeholders (`placeholders.py`, `symbols.py`); `recording.py` has what both share.
 docs/notes/native-launch.md gives reasons and measurements.
 """

@@ -362,9 +362,7 @@ static int bind_arguments(const Entry *e, const Given *g, Launch *l) {
     return 0;
 }
 
-static int bind(const Entry *e, PyObject *const *arguments, Given *g, Launch *l) {
-    for (int i = 0; i < e->tensors; i++)
-        if (check_tensor(e, i, g, arguments[e->tensor_at[i]])) return -1;
+static int bind_numbers(const Entry *e, Given *g, Launch *l) {
     if (read_symbols(e, g) || compare_places(e, g)) return -1;
     for (int i = 0; i < 7; i++) {
         int64_t n = evaluate(e->launch[i], g->value);
@@ -376,6 +374,12 @@ static int bind(const Entry *e, PyObject *const *arguments, Given *g, Launch *l)
     l->attribute = (Attribute){.id = PROGRAMMATIC_SERIALIZATION, .value.programmatic = 1};
     l->config.num_attributes = e->dependent ? 1 : 0;
     return bind_arguments(e, g, l);
+}
+
+static int bind(const Entry *e, PyObject *const *arguments, Given *g, Launch *l) {
+    for (int i = 0; i < e->tensors; i++)
+        if (check_tensor(e, i, g, arguments[e->tensor_at[i]])) return -1;
+    return bind_numbers(e, g, l);
 }
 
 /* ---- start: without the GIL, so that a full queue holds up no other thread ---- */
@@ -501,21 +505,7 @@ static int may_launch(const Entry *e, int device) {
     return open_driver();
 }
 
-#include "programs.c"
-
-static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t n) {
-    Entry *e = PyCapsule_GetPointer(self, "entry");
-    Given given; Launch launch; void *address[TENSORS], *stream;
-    if (!e || take(e, arguments, n, &given) || bind(e, arguments, &given, &launch)) return NULL;
-    int device = given.tensor[0].device.id;
-    if (may_launch(e, device) || stream_of(device, &stream)) return NULL;
-    for (int i = 0; i < e->tensors; i++) address[i] = given.tensor[i].data;
-    if (start(e, &launch, address, device, stream)) return NULL;
-    if (recording && note_launch(self, stream, arguments, n)) return NULL;
-    Py_RETURN_NONE;
-}
-
-/* ---- reading an entry ---- */
+/* ---- reading arrays of numbers ---- */
 
 typedef struct { const int64_t *at, *end; int bad; } Reader;
 
@@ -531,6 +521,25 @@ static int below(Reader *r, int limit) { /* an index or a count */
     r->bad = 1;
     return 0;
 }
+
+#include "programs.c"
+
+static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t n) {
+    Entry *e = PyCapsule_GetPointer(self, "entry");
+    Given given; Launch launch; void *address[TENSORS], *stream;
+    if (noting >= 0)
+        return stream_of(noting, &stream) || note_launch(self, stream, arguments, n) ? NULL
+                                                                                     : Py_BuildValue("");
+    if (!e || take(e, arguments, n, &given) || bind(e, arguments, &given, &launch)) return NULL;
+    int device = given.tensor[0].device.id;
+    if (may_launch(e, device) || stream_of(device, &stream)) return NULL;
+    for (int i = 0; i < e->tensors; i++) address[i] = given.tensor[i].data;
+    if (start(e, &launch, address, device, stream)) return NULL;
+    if (recording && note_launch(self, stream, arguments, n)) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* ---- reading an entry ---- */
 
 static Expression read_expression(Reader *r, int symbols) {
     Expression first = r->at;
@@ -663,8 +672,9 @@ static PyMethodDef methods[] = {
     {"driver_version", driver_version, METH_NOARGS, "Returns the driver's CUDA version: 13000."},
     {"watch_with", watch_with, METH_VARARGS, "Says how to ask torch whether a call is observed."},
     {"table", make_table, METH_VARARGS, "Returns a function that replays calls that are known."},
-    {"record", record_launches, METH_O, "Appends this thread's launches to a list, if any."},
+    {"record", record_launches, METH_VARARGS, "Appends this thread's launches to a list, if any."},
     {"store", store, METH_VARARGS, "Stores a program, or compares it with the one that is known."},
+    {"may_open", may_open, METH_VARARGS, "Returns whether such calls may get a form."},
     {"keep", keep, METH_VARARGS, "Stores a value for calls that look like this one."},
     {"num_programs", num_programs, METH_O, "Returns how many programs and values a table has."},
     {"num_replays", num_replays, METH_O, "Returns how many calls a table has replayed."},

@@ -4,7 +4,8 @@
    recorder.py records it from the launch code. It is found again by what the call's arguments
    look like: sizes, strides, dtypes, alignment, flags, the numbers in tensors of the host, and
    torch's current stream. Whatever launch code decides depends on these alone. So a replay checks
-   nothing again: it allocates the results and one workspace, fills in addresses, and launches.
+   nothing again: it allocates the results and one workspace, fills in addresses, and launches. A
+   form is a program in which the number of tokens is open; forms.c makes programs of it.
 
    A table holds the programs of one function. It is called with the function's arguments and
    returns
@@ -20,13 +21,16 @@ enum { BUCKETS = 256, SEEN = 1024, HOST_BYTES = 16384, TEXT = 256, ALIGNMENT = 1
 enum { KEY_NONE = 1, KEY_FALSE, KEY_TRUE, KEY_INT, KEY_FLOAT, KEY_TEXT, KEY_LIST, KEY_TENSOR };
 enum { BASES = INPUTS + RESULTS + 1 + CONSTANTS };
 enum { FLOAT_CODE = 2 }; /* DLPack: integers are below */
-enum { EVENT_WITHOUT_TIME = 2, NOT_ASKED = -1 };
+enum { EVENT_WITHOUT_TIME = 2, NOT_ASKED = -1, OPEN = -1 };
 
 typedef struct { /* what a call looks like */
     int words, tensors, first, gradients; /* first: tensor on the GPU, or -1 */
     int64_t word[KEY];
     DLTensor tensor[INPUTS];
     void *stream;
+    int64_t tokens;              /* T: the size along axis 1 of the first tensor that has tokens */
+    int num_open, open[2 * INPUTS]; /* words that follow from T; see `turn` */
+    int64_t instead[2 * INPUTS];
 } Sight;
 typedef struct { int ndim; DLDataType dtype; int64_t shape[DIMENSIONS]; } Output; /* contiguous */
 enum { LAUNCH, WAIT, FILL, COPY }; /* recorder.py has the same */
@@ -47,6 +51,8 @@ typedef struct Program {
     int64_t *key;
     PyObject *value;     /* of `keep`; NULL: launches */
     PyObject *held;      /* what constants, streams and entries belong to */
+    PyObject *events;    /* a list of capsules, which programs of one form share */
+    PyObject *code, *tables; /* of a form, forms.c; its key has marks in place of T */
     int inputs, outputs, results, constants, steps;
     Output output[RESULTS];
     int result[RESULTS]; /* an output, or -1 for None */
@@ -57,6 +63,7 @@ typedef struct Program {
 typedef struct {
     PyMethodDef method;
     int most, num, gradients;
+    uint64_t tokens;     /* bits: the places of arguments that have tokens along axis 1 */
     long long replays;
     uint64_t clock, seen[SEEN];
     Program *bucket[BUCKETS];
@@ -70,6 +77,7 @@ static struct {
 /* ---- recording: the launches of this thread ---- */
 
 static __thread PyObject *recording; /* a list, or NULL */
+static __thread int noting = -1;     /* the GPU whose launches are noted and not done, or -1 */
 
 static int note_launch(PyObject *entry, void *stream, PyObject *const *arguments, Py_ssize_t n) {
     PyObject *given = PyTuple_New(n);
@@ -84,10 +92,13 @@ static int note_launch(PyObject *entry, void *stream, PyObject *const *arguments
     return failed;
 }
 
-/* record(list or None): appends this thread's launches to a list, as (entry, stream, arguments) */
-static PyObject *record_launches(PyObject *self, PyObject *list) {
-    PyObject *old = recording;
-    recording = list == Py_None ? NULL : list;
+/* record(list or None, GPU): appends this thread's launches to a list, as (entry, stream,
+   arguments); launches of placeholders on a GPU are not done. GPU is -1 for tensors. */
+static PyObject *record_launches(PyObject *self, PyObject *args) {
+    PyObject *list, *old = recording;
+    int gpu;
+    if (!PyArg_ParseTuple(args, "Oi", &list, &gpu)) return NULL;
+    recording = list == Py_None ? NULL : list, noting = recording ? gpu : -1;
     Py_XINCREF(recording);
     Py_XDECREF(old);
     Py_RETURN_NONE;
@@ -118,7 +129,17 @@ static int push_numbers(Sight *s, const DLTensor *t) { /* of a tensor of the hos
     return size <= HOST_BYTES && push_bytes(s, t->data, size);
 }
 
-static int see_tensor(PyObject *x, Sight *s) {
+/* Notes which of the last tensor's sizes and strides follow from T. */
+static void see_tokens(const DLTensor *t, Sight *s) {
+    if (t->ndim < 2) return;
+    if (s->tokens == NOT_ASKED) s->tokens = t->shape[1];
+    if (t->shape[1] != s->tokens) return;
+    s->open[s->num_open++] = s->words - 2 * t->ndim + 1;
+    uint64_t rows = (uint64_t)s->tokens * (uint64_t)t->strides[1]; /* may wrap */
+    if ((uint64_t)t->strides[0] == rows) s->open[s->num_open++] = s->words - t->ndim;
+}
+
+static int see_tensor(PyObject *x, Sight *s, int has_tokens) {
     if (s->tensors == INPUTS) return 0;
     DLTensor *t = &s->tensor[s->tensors];
     if (torch.api->from_python(x, t)) { PyErr_Clear(); return 0; }
@@ -135,6 +156,7 @@ static int see_tensor(PyObject *x, Sight *s) {
                   | (int64_t)t->device.type << 40 | (int64_t)t->device.id << 48;
     if (t->ndim > DIMENSIONS || !push(s, about) || !push_bytes(s, t->shape, 8 * t->ndim)
         || !push_bytes(s, t->strides, 8 * t->ndim)) return 0;
+    if (has_tokens) see_tokens(t, s);
     int on_gpu = t->device.type == torch.device_type; /* in tests also tensors of the host */
     if (on_gpu && s->first < 0) s->first = s->tensors;
     s->tensors++;
@@ -142,10 +164,10 @@ static int see_tensor(PyObject *x, Sight *s) {
     return !is_read || push_numbers(s, t);
 }
 
-static int see(PyObject *x, Sight *s, int depth) { /* 0: it cannot be compared */
+static int see(PyObject *x, Sight *s, int depth, int has_tokens) { /* 0: it cannot be compared */
     PyTypeObject *type = Py_TYPE(x);
     if ((PyObject *)type == torch.tensor_type || (PyObject *)type == watch.parameter_type)
-        return see_tensor(x, s);
+        return see_tensor(x, s, has_tokens);
     if (x == Py_None) return push(s, KEY_NONE);
     if (x == Py_False || x == Py_True) return push(s, x == Py_True ? KEY_TRUE : KEY_FALSE);
     if (type == &PyLong_Type) {
@@ -169,7 +191,7 @@ static int see(PyObject *x, Sight *s, int depth) { /* 0: it cannot be compared *
     Py_ssize_t n = is_list ? PyList_Size(x) : PyTuple_Size(x);
     if (!push(s, KEY_LIST | (int64_t)n << 8)) return 0;
     for (Py_ssize_t i = 0; i < n; i++)
-        if (!see(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), s, depth + 1)) return 0;
+        if (!see(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), s, depth + 1, 0)) return 0;
     return 1;
 }
 
@@ -198,14 +220,17 @@ static int is_watched(void) {
 }
 
 static int look(const Table *t, PyObject *const *arguments, Py_ssize_t n, Sight *s) {
-    s->words = s->tensors = 0, s->first = s->gradients = NOT_ASKED;
+    s->words = s->tensors = s->num_open = 0, s->first = s->gradients = NOT_ASKED;
+    s->tokens = NOT_ASKED;
     if (is_watched()) return 0;
     if (t->gradients) {
         PyObject *enabled = PyObject_CallNoArgs(watch.grad_enabled);
         if (enabled == Py_True) s->gradients = 0;
         Py_XDECREF(enabled);
     }
-    for (Py_ssize_t i = 0; i < n; i++) if (!see(arguments[i], s, 0)) return 0;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (!see(arguments[i], s, 0, i < 64 && t->tokens >> i & 1)) return 0;
+    for (int i = 0; i < s->num_open; i++) s->instead[i] = OPEN; /* no size, and no stride */
     if (s->first < 0 || stream_of(s->tensor[s->first].device.id, &s->stream)) return 0;
     return push(s, s->gradients == 1) && push(s, (int64_t)(intptr_t)s->stream);
 }
@@ -221,19 +246,22 @@ static uint64_t hash_of(const Sight *s) {
 
 /* ---- tables ---- */
 
-static Program *program_of(const Table *t, const Sight *s, uint64_t hash) {
-    Program *p = t->bucket[hash / 2 % BUCKETS];
-    size_t size = sizeof(int64_t) * (size_t)s->words;
-    while (p && (p->hash != hash || p->words != s->words || memcmp(p->key, s->word, size)))
-        p = p->next;
+static int looks_like(const Program *p, const Sight *s) {
+    return p->words == s->words && !memcmp(p->key, s->word, sizeof(int64_t) * (size_t)s->words);
+}
+
+static Program *alike(Program *p, const Sight *s, uint64_t hash) {
+    while (p && (p->hash != hash || !looks_like(p, s))) p = p->next;
     return p;
 }
 
+static Program *program_of(const Table *t, const Sight *s, uint64_t hash) {
+    return alike(t->bucket[hash / 2 % BUCKETS], s, hash);
+}
+
 static void drop_program(Program *p) {
-    for (int i = 0; i < p->steps; i++)
-        if (p->step[i].event) driver.cuEventDestroy_v2(p->step[i].event);
-    Py_XDECREF(p->value);
-    Py_XDECREF(p->held);
+    Py_XDECREF(p->value), Py_XDECREF(p->held), Py_XDECREF(p->events);
+    Py_XDECREF(p->code), Py_XDECREF(p->tables);
     PyMem_Free(p->step);
     PyMem_Free(p->key);
     PyMem_Free(p);
@@ -277,6 +305,8 @@ static void drop_table(PyObject *capsule) {
         for (Program *p = t->bucket[b], *next; p; p = next) next = p->next, drop_program(p);
     PyMem_Free(t);
 }
+
+#include "forms.c"
 
 /* ---- replay ---- */
 
@@ -382,189 +412,57 @@ static int is_captured(const Program *p, void *stream) {
     return p->constants && stream && !driver.cuStreamIsCapturing(stream, &status) && status;
 }
 
+/* Whether a hash was seen before; it is the last one of its place from now on. */
+static int was_seen(Table *t, uint64_t hash) {
+    uint64_t *seen = &t->seen[hash / 2 % SEEN], last = *seen;
+    *seen = hash;
+    return last == hash;
+}
+
+/* Replays a call by a form whose numbers are in x. */
+static PyObject *replay_form(Table *t, Program *form, const Sight *s, uint64_t hash, Numbers *x) {
+    Program *p = fill(form, s, hash, x);
+    if (!p) return Py_BuildValue("");
+    t->replays++;
+    PyObject *results = replay(p, s);
+    if (was_seen(t, hash)) insert(t, p);
+    else drop_program(p);
+    return results;
+}
+
 static PyObject *find(PyObject *self, PyObject *const *arguments, Py_ssize_t n) {
     Table *t = PyCapsule_GetPointer(self, "table");
     Sight s;
+    Numbers numbers;
     if (!t || !look(t, arguments, n, &s)) return PyErr_Occurred() ? NULL : Py_BuildValue("");
-    uint64_t hash = hash_of(&s), *seen = &t->seen[hash / 2 % SEEN];
+    uint64_t hash = hash_of(&s);
+    int forms = FORMS;
     Program *p = program_of(t, &s, hash);
-    if (!p) {
-        int again = *seen == hash;
-        *seen = hash;
-        return again ? PyBool_FromLong(1) : Py_BuildValue("");
-    }
+    if (!p && s.num_open) forms = 0, p = form_of(t, &s, &forms, &numbers);
+    if (!p) return was_seen(t, forms < FORMS ? hash_of_kind(&s) : hash) ? PyBool_FromLong(1)
+                                                                       : Py_BuildValue("");
     p->used = ++t->clock;
     if (p->value) { Py_INCREF(p->value); return p->value; }
     if (asked_for("QLA_CHECK_PROGRAMS")) return PyBool_FromLong(1);
     if (forked || is_captured(p, s.stream)) return Py_BuildValue("");
+    if (p->code) return replay_form(t, p, &s, hash, &numbers);
     t->replays++;
     return replay(p, &s);
 }
 
-/* ---- making programs ---- */
+#include "making.c"
 
-static int read_output(Output *o, PyObject *x) {
-    DLTensor t;
-    if (torch.api->from_python(x, &t)) return -1;
-    o->ndim = t.ndim, o->dtype = t.dtype;
-    memcpy(o->shape, t.shape, sizeof(int64_t) * (size_t)t.ndim);
-    return 0;
-}
-
-static int read_places(Step *x, PyObject *base, PyObject *offset, int num, int bases) {
-    for (int i = 0; i < num; i++) {
-        x->base[i] = (int)PyLong_AsLong(PyTuple_GetItem(base, i));
-        x->offset[i] = PyLong_AsLongLong(PyTuple_GetItem(offset, i));
-        if (PyErr_Occurred() || x->base[i] < 0 || x->base[i] >= bases) return -1;
-    }
-    return 0;
-}
-
-static int read_launch(Step *x, PyObject *entry, PyObject *given) {
-    PyObject *flat[TENSORS + SCALARS];
-    Given g;
-    if (!(x->entry = PyCapsule_GetPointer(entry, "entry"))) return -1;
-    Py_ssize_t n = PyTuple_Size(given);
-    for (Py_ssize_t i = 0; i < n && i < TENSORS + SCALARS; i++) flat[i] = PyTuple_GetItem(given, i);
-    return take(x->entry, flat, n, &g) || bind(x->entry, flat, &g, &x->launch);
-}
-
-static int make_event(Step *x) {
-    Outcome o = {0};
-    if (!TRY(&o, cuEventCreate, &x->event, EVENT_WITHOUT_TIME)) return 0;
-    PyErr_Format(PyExc_RuntimeError, "qla_kernels: cuEventCreate gave error %d", o.error);
-    return -1;
-}
-
-/* (kind, stream, bases, offsets, what): what is (entry, arguments), the other stream,
-   (value, bytes) or (width, height, pitch of the destination, of the source) */
-static int read_step(Step *x, PyObject *step, int bases) {
-    PyObject *base, *offset, *what, *entry, *given;
-    if (!PyArg_ParseTuple(step, "iiOOO", &x->kind, &x->stream, &base, &offset, &what)
-        || read_places(x, base, offset, (int)PyTuple_Size(base), bases)) return -1;
-    switch (x->kind) {
-        case LAUNCH:
-            return !PyArg_ParseTuple(what, "OO", &entry, &given) || read_launch(x, entry, given);
-        case WAIT: return !PyArg_ParseTuple(what, "i", &x->other) || make_event(x);
-        case FILL: return !PyArg_ParseTuple(what, "LL", &x->value, &x->bytes);
-        default: return !PyArg_ParseTuple(what, "LLLL", &x->width, &x->height, &x->to_pitch,
-                                          &x->from_pitch);
-    }
-}
-
-static int read_program(Program *p, PyObject *outputs, PyObject *results, PyObject *constants,
-                        PyObject *steps) {
-    p->outputs = (int)PyTuple_Size(outputs), p->results = (int)PyTuple_Size(results);
-    p->constants = (int)PyTuple_Size(constants);
-    int num_steps = (int)PyTuple_Size(steps);
-    if (PyErr_Occurred()) return -1;
-    if (p->outputs > RESULTS || p->results > RESULTS || p->constants > CONSTANTS) {
-        PyErr_SetString(PyExc_ValueError, "qla_kernels: a program with too many results");
-        return -1;
-    }
-    for (int i = 0; i < p->outputs; i++)
-        if (read_output(&p->output[i], PyTuple_GetItem(outputs, i))) return -1;
-    for (int i = 0; i < p->results; i++)
-        p->result[i] = (int)PyLong_AsLong(PyTuple_GetItem(results, i));
-    for (int i = 0; i < p->constants; i++) {
-        DLTensor t;
-        if (torch.api->from_python(PyTuple_GetItem(constants, i), &t)) return -1;
-        p->constant[i] = (char *)t.data + t.byte_offset;
-    }
-    if (!(p->step = PyMem_Calloc((size_t)num_steps + 1, sizeof *p->step))) return -1;
-    for (; p->steps < num_steps; p->steps++) {
-        PyObject *step = PyTuple_GetItem(steps, p->steps);
-        int bases = p->inputs + p->outputs + 1 + p->constants;
-        if (read_step(&p->step[p->steps], step, bases)) return -1;
-    }
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static int same_step(const Step *x, const Step *y) {
-    return x->kind == y->kind && x->entry == y->entry && x->stream == y->stream
-           && x->other == y->other && x->value == y->value && x->bytes == y->bytes
-           && x->width == y->width && x->height == y->height && x->to_pitch == y->to_pitch
-           && x->from_pitch == y->from_pitch && !memcmp(&x->launch, &y->launch, sizeof x->launch)
-           && !memcmp(x->base, y->base, sizeof x->base)
-           && !memcmp(x->offset, y->offset, sizeof x->offset);
-}
-
-static int same_program(const Program *p, const Program *q) { /* but for addresses of constants */
-    if (p->inputs != q->inputs || p->outputs != q->outputs || p->results != q->results
-        || p->workspace != q->workspace || p->steps != q->steps
-        || memcmp(p->output, q->output, sizeof p->output)
-        || memcmp(p->result, q->result, sizeof p->result)) return 0;
-    for (int i = 0; i < p->steps; i++)
-        if (!same_step(&p->step[i], &q->step[i])) return 0;
-    return 1;
-}
-
-/* store(table, arguments, outputs, results, workspace, constants, other stream, steps, held)
-
-   outputs: tensors like those to allocate; results: the place of each among outputs, or -1. Bases
-   of addresses count the arguments' tensors, outputs, workspace, constants. Where there is such a
-   program already, compares: returns whether it is the same. */
-static PyObject *store(PyObject *self, PyObject *args) {
-    PyObject *table, *arguments, *outputs, *results, *constants, *steps, *held;
-    long long workspace, other;
-    if (!PyArg_ParseTuple(args, "OO!OOLOLOO", &table, &PyTuple_Type, &arguments, &outputs,
-                          &results, &workspace, &constants, &other, &steps, &held)) return NULL;
-    Table *t = PyCapsule_GetPointer(table, "table");
-    PyObject *flat[KEY];
-    Py_ssize_t n = PyTuple_Size(arguments);
-    for (Py_ssize_t i = 0; i < n && i < KEY; i++) flat[i] = PyTuple_GetItem(arguments, i);
-    Sight s;
-    if (!t || n > KEY || !look(t, flat, n, &s)) return PyErr_Occurred() ? NULL : PyBool_FromLong(1);
-    uint64_t hash = hash_of(&s);
-    Program *known = program_of(t, &s, hash), *p = new_program(&s, hash);
-    if (!p) return NULL;
-    p->inputs = s.tensors, p->workspace = workspace, p->other_stream = (void *)(intptr_t)other;
-    if (read_program(p, outputs, results, constants, steps)) {
-        drop_program(p);
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-    }
-    if (known) {
-        int same = !known->value && same_program(known, p);
-        drop_program(p);
-        return PyBool_FromLong(same);
-    }
-    Py_INCREF(held);
-    p->held = held;
-    insert(t, p);
-    return PyBool_FromLong(1);
-}
-
-/* keep(table, arguments, value): later calls that look like this one find the value */
-static PyObject *keep(PyObject *self, PyObject *args) {
-    PyObject *table, *arguments, *value, *flat[KEY];
-    if (!PyArg_ParseTuple(args, "OO!O", &table, &PyTuple_Type, &arguments, &value)) return NULL;
-    Table *t = PyCapsule_GetPointer(table, "table");
-    Py_ssize_t n = PyTuple_Size(arguments);
-    for (Py_ssize_t i = 0; i < n && i < KEY; i++) flat[i] = PyTuple_GetItem(arguments, i);
-    Sight s;
-    if (t && n <= KEY && look(t, flat, n, &s)) {
-        uint64_t hash = hash_of(&s);
-        Program *p = program_of(t, &s, hash) ? NULL : new_program(&s, hash);
-        if (p) {
-            Py_INCREF(value);
-            p->value = value;
-            insert(t, p);
-        }
-    }
-    if (PyErr_Occurred()) return NULL;
-    Py_RETURN_NONE;
-}
-
-/* table(most, gradients) -> a function, `find` of a new table. With `gradients`, calls that want
-   gradients differ from calls that do not. */
+/* table(most, gradients, tokens) -> a function, `find` of a new table. With `gradients`, calls that
+   want gradients differ from calls that do not. Bits of tokens: arguments [B, T, ..]. */
 static PyObject *make_table(PyObject *self, PyObject *args) {
     int most, gradients;
-    if (!PyArg_ParseTuple(args, "ip", &most, &gradients)) return NULL;
+    unsigned long long tokens;
+    if (!PyArg_ParseTuple(args, "ipK", &most, &gradients, &tokens)) return NULL;
     Table *t = PyMem_Calloc(1, sizeof *t);
     if (!t) return PyErr_NoMemory();
     PyCFunction function = (PyCFunction)(void (*)(void))find;
     t->method = (PyMethodDef){"find", function, METH_FASTCALL, "Replays a call that is known."};
-    t->most = most, t->gradients = gradients;
+    t->most = most, t->gradients = gradients, t->tokens = tokens;
     PyObject *capsule = PyCapsule_New(t, "table", drop_table);
     PyObject *made = capsule ? PyCFunction_NewEx(&t->method, capsule, NULL) : NULL;
     Py_XDECREF(capsule);

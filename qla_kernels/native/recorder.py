@@ -6,72 +6,29 @@ of one tensor. The launcher notes the launches of the thread meanwhile, and `dev
 between streams. A call that does anything else on the GPU, or reads a value back, has no program.
 """
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qla_kernels.native.memory import COPIES, FILLS, can_copy, copy_of, word
+from qla_kernels.native.recording import (
+    ALIGN,
+    COPY,
+    FILL,
+    LAUNCH,
+    WAIT,
+    NotRecordable,
+    Place,
+    Program,
+    activate,
+    tensors_in,
+)
 
 ROOM = frozenset(("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
 MADE = frozenset(("arange",))  # of numbers alone: the result is kept with the program
-LAUNCH, WAIT, FILL, COPY = range(4)  # steps; programs.c has the same
-ALIGN = 256  # bytes, of the parts of a workspace
-_thread = threading.local()
-
-
-class NotRecordable(Exception):
-    """The call did something that a program cannot repeat."""
-
-
-class Place(NamedTuple):
-    """Memory that a tensor lies in."""
-
-    kind: str  # input, room, constant, or host
-    number: int
-
-
-class Program(NamedTuple):
-    """The arguments of `store` of programs.c, from the third on."""
-
-    outputs: tuple[Tensor, ...]
-    results: tuple[int, ...]
-    workspace: int
-    constants: tuple[Tensor, ...]
-    other_stream: int
-    steps: tuple[tuple[Any, ...], ...]
-    held: object
-
-
-def active() -> "Recorder | None":
-    """Returns the recorder of this thread, if a call is being recorded."""
-    return getattr(_thread, "recorder", None)
-
-
-def note_wait(stream: Any, other: Any) -> None:
-    """Tells the recorder, if any, that `stream` now waits for `other`."""
-    if (recorder := active()) is not None:
-        recorder.events.append((WAIT, stream.cuda_stream, other.cuda_stream))
-        recorder.held.append((stream, other))
-
-
-def constant(tensors: Tensor | Iterable[Tensor]) -> None:
-    """Tells the recorder, if any, that these tensors never change."""
-    if (recorder := active()) is not None:
-        for x in (tensors,) if isinstance(tensors, Tensor) else tensors:
-            recorder.keep(x)
-
-
-def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
-    """Yields the tensors among values, in order, and those of lists and tuples among them."""
-    for x in values:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, list | tuple):
-            yield from tensors_in(x)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,15 +55,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if id(x) not in self._places:
                 self._places[id(x)] = Place("input", i)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Says that Dynamo need not be kept out, for which torch would import it: 2 s.
+
+        A call that Dynamo compiles is not recorded.
+        """
+        return False
+
     def __enter__(self) -> "Recorder":
         super().__enter__()  # type: ignore[no-untyped-call]
-        _thread.recorder = self
-        self.native.record(self.events)
+        activate(self)
+        self.native.record(self.events, -1)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.native.record(None)
-        _thread.recorder = None
+        self.native.record(None, -1)
+        activate(None)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,10 +125,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places[id(x)] = Place("room", len(self.rooms))
         self.rooms.append(x)
 
-    def keep(self, x: Tensor) -> None:
+    def keep(self, x: Tensor) -> Tensor:
+        if id(x) in self._places:
+            return x
         self._places[id(x)] = Place("constant", len(self.constants))
         self.constants.append(x)
         self.held.append(x)
+        return x
 
     def _place(self, x: Tensor) -> Place:
         return self._places.get(id(x), Place("unknown", 0))

@@ -15,7 +15,7 @@ from qla_kernels import (
     fused_recurrent_gated_delta_rule,
 )
 from qla_kernels.gdn import ops
-from qla_kernels.gdn.launch.tensors import sequence_bounds
+from qla_kernels.gdn.launch.tensors import BOUNDS, sequence_bounds
 from qla_kernels.gdn.sharded.context import folded, signed
 from reference import gdn
 from tests.compare import assert_close
@@ -157,8 +157,8 @@ def test_a_graph_reads_bounds_that_stay():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = chunk_gated_delta_rule(**x)[0]
-    for tokens in range(1, 700):  # more shapes than are kept
-        sequence_bounds(x["q"][:, :1].expand(2, tokens, 2, -1), None)
+    for block in range(1, 700):  # more tables than are kept
+        sequence_bounds(x["q"][:, :1].expand(2, block * BOUNDS, 2, -1), None)
     o.zero_()
     graph.replay()
     assert torch.equal(o, want)

@@ -85,7 +85,6 @@ CALLS = {
 def test_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = CALLS[name]()
     same_bits(lambda: chunk_gated_delta_rule(*x, output_final_state=True), monkeypatch)
-    assert len(api.CALLS) == 1
     y = [a.clone() for a in x]  # other memory
     replayed = chunk_gated_delta_rule(*y, output_final_state=True)
     assert torch.equal(replayed[0], chunk_gated_delta_rule(*x, output_final_state=True)[0])
@@ -109,7 +108,7 @@ def test_packed_forward(
         ),
         monkeypatch,
     )
-    assert len(api.CALLS) == 1
+    assert api.CALLS.replays() == TIMES - 2
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -125,9 +124,99 @@ def test_training(name: str, cache: bool, monkeypatch: pytest.MonkeyPatch) -> No
         return o.detach(), *(leaf.grad for leaf in leaves)
 
     same_bits(step, monkeypatch)
-    assert len(autograd.FORWARDS) == len(autograd.BACKWARDS) == 1
     for table in (autograd.FORWARDS, autograd.BACKWARDS):
         assert table.replays(), f"{table.name} has no program"
+
+
+LENGTHS = [
+    2048,
+    2047,
+    2049,
+    2111,
+    1984,
+    1,
+    63,
+    64,
+    65,
+    700,
+    3000,
+    3001,
+    4096,
+    4097,
+    2500,
+    8191,
+    8192,
+]
+
+
+def any_length(
+    step: Callable[[int], tuple[Tensor, ...]],
+    tables: tuple[programs.Programs, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Results of step(T), for many T in turn, are those of launch code; most are replays."""
+    expected = unreplayed(lambda: tuple(map(step, LENGTHS)), monkeypatch)  # type: ignore
+    for T, want in zip(LENGTHS, expected, strict=True):
+        assert all(map(torch.equal, step(T), want))  # makes forms
+    before = [table.replays() for table in tables]
+    fresh = [T + 3 for T in LENGTHS if T > 600]  # no call was of this length
+    for T in fresh:
+        got = step(T)
+        with monkeypatch.context() as patch:
+            for table in tables:
+                patch.setattr(table, "find", lambda *_: None)
+            assert all(map(torch.equal, got, step(T)))
+    for table, n in zip(tables, before, strict=True):
+        assert table.replays() - n > len(fresh) // 2, table.name
+    monkeypatch.setenv("QLA_CHECK_PROGRAMS", "1")
+    for T in LENGTHS:
+        step(T)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("heads", [(2, 8), (16, 32)])
+@torch.no_grad()
+def test_forward_of_any_length(
+    batch: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = [x.flatten(0, 1) for x in gdn(batch * 8195, *heads)]
+
+    def step(T: int) -> tuple[Tensor, ...]:
+        x = [x[: batch * T].unflatten(0, (batch, T)) for x in whole]
+        return chunk_gated_delta_rule(
+            *x, output_final_state=True, use_qk_l2norm_in_kernel=batch == 3
+        )
+
+    any_length(step, (api.CALLS,), monkeypatch)
+
+
+@torch.no_grad()
+def test_packed_forward_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds are on the device alone: launch code does not depend on them."""
+    whole = gdn(8195)
+
+    def step(T: int) -> tuple[Tensor, ...]:
+        bounds = torch.tensor([0, T // 3, T // 3, T], device="cuda")
+        return chunk_gated_delta_rule(
+            *(x[:, :T] for x in whole), cu_seqlens=bounds, output_final_state=True
+        )
+
+    any_length(step, (api.CALLS,), monkeypatch)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_training_of_any_length(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = [x.flatten(0, 1) for x in gdn(batch * 8195)]
+    gradient = torch.randn_like(whole[2])
+
+    def step(T: int) -> tuple[Tensor, ...]:
+        *x, do = (x[: batch * T].unflatten(0, (batch, T)) for x in (*whole, gradient))
+        leaves = [a.clone().requires_grad_() for a in x]
+        o, _ = chunk_gated_delta_rule(*leaves)
+        o.backward(do)
+        return o.detach(), *(leaf.grad for leaf in leaves)
+
+    any_length(step, (autograd.FORWARDS, autograd.BACKWARDS), monkeypatch)
 
 
 @torch.no_grad()

@@ -59,3 +59,17 @@ def test_single_tokens_flatten_as_far_as_a_launch_reaches():
         )
         assert tensors.flattens(x) == flat
         assert tensors.flattens(x[:1])
+
+
+def test_bounds_of_many_lengths_are_one_table():
+    made = set()
+    for B in (1, 2, 3, 8, 32, tensors.BOUNDS + 5):
+        for T in (1, 63, 64, 1000, 4095, 4096, 4097, 70000):
+            x = torch.empty(1).expand(B, T, 4)
+            bounds = tensors.sequence_bounds(x, None)
+            assert bounds.is_contiguous()
+            assert bounds.data_ptr() % 16 == 0
+            if B * T < 1 << 31:
+                assert torch.equal(bounds, T * torch.arange(B + 1, dtype=torch.int32))
+            made.add((B, bounds.untyped_storage().data_ptr()))
+    assert sum(B == 1 for B, _ in made) == 2  # of 16384 lengths each

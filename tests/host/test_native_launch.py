@@ -27,3 +27,7 @@ def test_programs() -> None:
 
 def test_programs_of_families() -> None:
     standin.run("-m", "tests.native.families")
+
+
+def test_forms() -> None:
+    standin.run("-m", "tests.native.forms")

@@ -19,29 +19,17 @@ from torch import Tensor
 
 from qla_kernels import programs
 from qla_kernels.device_tables import kept
-from qla_kernels.native import recorder
+from qla_kernels.native import recorder, recording
 from qla_kernels.native.pack import pack, texts
+from qla_kernels.native.symbols import decided
 from qla_kernels.programs import RECORD, Programs
 from tests.native import standin
 from tests.native.behaviour import CUBIN, ENTRY, NAME
 
-NATIVE = standin.launcher()
+NATIVE = standin.replaying()
 LAUNCH = NATIVE.launcher(NAME, ENTRY["function"], CUBIN, pack(ENTRY), *texts(ENTRY))
 DRIVER = standin.Driver()
 LETTERS = standin.kinds(ENTRY)
-programs._native = lambda: _watching(NATIVE)
-
-
-def _watching(native: Any) -> Any:
-    native.watch_with(
-        torch.nn.Parameter,
-        torch.is_grad_enabled,
-        torch._C._len_torch_dispatch_stack,
-        torch._C._functorch.peek_interpreter_stack,
-        torch._C._get_tracing_state,
-        torch.autograd.forward_ad,
-    )
-    return native
 
 
 def _work(x: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor | None, ...]:
@@ -89,6 +77,12 @@ def _launches(record: bytes) -> list[tuple[Any, ...]]:
         where, *sizes = struct.unpack_from("10Q", tensor_map)
         found.append((part[:40], sizes, rows, real, where, address))
     return found
+
+
+def recording_imports_nothing_large() -> None:
+    """The first of these tests: torch would import Dynamo, which takes 2 s, at the second call."""
+    _known(*_inputs())
+    assert "torch._dynamo" not in sys.modules
 
 
 def replays_are_what_the_call_did() -> None:
@@ -279,13 +273,143 @@ class _Stream:
         self.cuda_stream = number
 
 
+def _open(work: Callable[..., Any], *lengths: int) -> Programs:
+    """Returns a table that has seen calls with x [40, T, 64] of these T, where T may be open."""
+    table = Programs("test", tokens=[0])
+    for T in lengths:
+        _call_open(table, work, T)
+    return table
+
+
+def _call_open(table: Programs, work: Callable[..., Any], T: int) -> bool:
+    """Calls with x [40, T, 64]; returns whether that was a replay, with the same launches."""
+    x = _inputs(heads=T)[0]
+    expected, before = _launches(_record(lambda: work(x))), table.replays()
+
+    def call() -> None:
+        if table.find(x) is RECORD:
+            table.record((x,), lambda: work(x), lambda given: work(*given))
+        elif table.replays() == before:
+            work(x)
+
+    got = _launches(_record(call))
+    assert [launch[:4] for launch in got] == [launch[:4] for launch in expected]
+    os.environ["QLA_CHECK_PROGRAMS"] = "1"
+    if table.find(x) is RECORD:
+        table.record((x,), lambda: work(x), lambda given: work(*given))
+    del os.environ["QLA_CHECK_PROGRAMS"]
+    return table.replays() > before
+
+
+def _room(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+def forms() -> None:
+    """A program serves other T as far as what its call compared, and decided, stays the same."""
+    asked = []
+
+    def widths(T: int, known: str) -> tuple[str, int]:
+        asked.append(T)
+        return ("narrow" if T < 60 else "wide") + known, T * T // 9 + 1
+
+    def work(x: Tensor) -> tuple[Tensor]:
+        rows, T, size = x.shape
+        sums = _room(x, rows, T)
+        LAUNCH(x, 0.5, sums, max(T // 8 + 2, 5))
+        kind, ctas = decided(widths, T // 2, "!")
+        if kind == "wide!":
+            LAUNCH(x[1:], 0.5, _room(x, rows - 1, T), -(-T // 7))
+        room = x.new_empty(3, T + 1, size)
+        LAUNCH(room, 0.25, x.new_zeros(3, T + 1, dtype=torch.float32), ctas)
+        return (sums,)
+
+    table = _open(work, 30, 31)
+    for T in (32, 23, 7, 33):  # below 24 the other operand of `max` is larger
+        assert _call_open(table, work, T) == (T != 23)
+    assert _call_open(table, work, 100)
+    assert not _call_open(table, work, 120)  # wide
+    for T in range(121, 300, 7):
+        assert _call_open(table, work, T)
+    assert _call_open(table, work, 299)
+    asked.clear()
+    assert _call_open(table, work, 298)
+    assert asked == [149, 149]  # by the launch code alone, and in the check: not by the form
+    assert table.find(_inputs(heads=200)[0].half()) is None
+
+
+def numbers_that_are_read() -> None:
+    """They fix T, or a part of it, whatever reads them."""
+
+    def work(x: Tensor) -> tuple[None]:
+        T = x.shape[1]
+        scale = {0: 0.25, 1: 0.5}.get(T // 100, float(T // 100))
+        LAUNCH(x, scale, _room(x, 40, T), len(range(T // 50)) + 1)
+        return (None,)
+
+    table = _open(work, 210, 211)
+    assert all(_call_open(table, work, T) for T in (200, 249))
+    assert not _call_open(table, work, 250)
+    assert all(_call_open(table, work, T) for T in (260, 299, 220))
+
+
+def calls_without_a_form() -> None:
+    """They have programs of their own, for each T; so have more kinds of calls than forms."""
+
+    def work(x: Tensor) -> tuple[Tensor]:
+        sums = _room(x, 40, x.shape[1])
+        LAUNCH(x, 0.5, sums.clone() if x.element_size() == 4 else sums.t().t(), 3)
+        return (sums,)
+
+    table = _open(work, 30, 31)
+    again = [False, True, True]  # the second sight of a call is that of _call_open's check
+    assert [_call_open(table, work, T) for T in (32, 32, 32, 33, 33, 33)] == again * 2
+
+    def scattered(x: Tensor) -> tuple[None]:
+        LAUNCH(x, float(x.shape[1]), _room(x, 40, x.shape[1]), 3)
+        return (None,)
+
+    table = _open(scattered, *range(100, 165))
+    assert [_call_open(table, scattered, 400) for _ in range(3)] == again
+
+
+def threads_with_forms() -> None:
+    """Threads that ask for many T at once, while forms and programs come and go."""
+    wrong: list[object] = []
+
+    def work(x: Tensor) -> tuple[Tensor]:
+        sums = _room(x, 40, x.shape[1])
+        LAUNCH(x, 0.5, sums, decided(lambda T: T + 1, x.shape[1]))
+        return (sums,)
+
+    table = _open(work, 30, 31)
+
+    def run(first: int) -> None:
+        try:
+            for T in [*range(first, first + 150)] * 2:
+                x = _inputs(heads=T)[0]
+                found = table.find(x)
+                assert type(found) is tuple, found
+                assert found[0].shape == (40, T)
+        except Exception as error:
+            wrong.append(error)
+
+    runners = [threading.Thread(target=run, args=(40 + 50 * n,)) for n in range(6)]
+    for runner in runners:
+        runner.start()
+    for runner in runners:
+        runner.join()
+    assert not wrong, wrong
+    assert len(table) == programs.MOST
+
+
 def waits() -> None:
     """Waits between two streams are repeated, in their places among the launches."""
 
     def work(x: Tensor) -> tuple[None]:
-        recorder.note_wait(_Stream(7), _Stream(0))
+        recording.note_wait(_Stream(7), _Stream(0))
         LAUNCH(x, 0.5, torch.empty(40, 2), 3)
-        recorder.note_wait(_Stream(0), _Stream(7))
+        recording.note_wait(_Stream(0), _Stream(7))
         return (None,)
 
     x = _inputs()[0]
@@ -383,6 +507,10 @@ def memory() -> None:
             table = _known(*given)
             for _ in range(300):
                 table.find(*given)
+            table = _open(lambda x: (_room(x, 40, x.shape[1]),), 30, 31)
+            for T in range(32, 332):
+                table.find(given[0].new_empty(40, T, 64))
+            assert table.replays() >= 300
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     used()

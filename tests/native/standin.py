@@ -92,6 +92,25 @@ def configured(folder: Path, device_type: int = 1, exchange: bool = True):
     return native
 
 
+def replaying():
+    """The launcher, told how to ask torch what observes a call; programs of this process use it."""
+    import torch
+
+    from qla_kernels import programs
+
+    native = launcher()
+    native.watch_with(
+        torch.nn.Parameter,
+        torch.is_grad_enabled,
+        torch._C._len_torch_dispatch_stack,
+        torch._C._functorch.peek_interpreter_stack,
+        torch._C._get_tracing_state,
+        torch.autograd.forward_ad,
+    )
+    programs._native = lambda: native
+    return native
+
+
 def kinds(entry) -> str:
     """The letters of an entry's kernel arguments."""
     letters = {"pointer": "p", "map": "m", "int32": "i", "float32": "f"}

@@ -34,6 +34,7 @@ from qla_kernels.gdn.launch.tensors import (
 from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.validate import OP
+from qla_kernels.native.symbols import decided
 from qla_kernels.sm90 import require_aligned
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
@@ -220,15 +221,14 @@ def _planned(call: Call, options: Options) -> tuple[Plan | Bands, bool]:
     """
     if not options.auto_cp:
         return Plan(heuristics.BATCH_INVARIANT, None), False
-    chunks, HV, K, V, sm_count = plan_shape(call)
-    shape = HV, K, V, sm_count
+    chunks, *shape = plan_shape(call)
     if call.cu_seqlens is not None and call.cu_seqlens_cpu is None:
         batch = call.num_sequences, call.q.shape[0] * call.q.shape[1]
-        found = gdn_bands.forward(batch, *shape, options.warm_log_bound)
+        found = decided(gdn_bands.forward, batch, *shape, options.warm_log_bound)
         first = found.bands[0]
         single = len(found.bands) == 1 and not first.segments
         return Plan(first.kernel, None) if single else found, False
-    plan = gdn_plan.forward(chunks, *shape, options.warm_log_bound)
+    plan = decided(gdn_plan.forward, chunks, *shape, options.warm_log_bound)
     return plan, len(chunks) == 1 and plan.segment_chunks is None
 
 

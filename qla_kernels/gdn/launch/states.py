@@ -11,7 +11,6 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.gdn import bands as gdn_bands
-from qla_kernels.gdn import durations
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.launch import segments
@@ -25,6 +24,7 @@ from qla_kernels.gdn.launch.tensors import (
     pass_state_through,
     sequence_bounds,
 )
+from qla_kernels.native.symbols import decided
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
 
@@ -86,23 +86,21 @@ def states_around(
         return None
     x = x._replace(bounds=x.bounds.int())
     bound = gdn_plan.gradient_bound(options.warm_log_bound)
-    N, shape = len(x.bounds) - 1, (HV, V, device.sm_count(dv.device))
+    N, K, sm_count = len(x.bounds) - 1, x.k.shape[-1], device.sm_count(dv.device)
     sequences = chunks_of(N, B * T, cu_seqlens_cpu)
-    kept, most = segments.of_cache(cp_cache), None
+    kept, how = segments.of_cache(cp_cache), (bound, options.auto_cp)
     if kept is None and options.auto_cp and not known:
-        found = gdn_bands.backward((N, B * T), HV, x.k.shape[-1], *shape[1:], bound)
+        found = decided(gdn_bands.backward, (N, B * T), HV, K, V, sm_count, bound)
         if not found.bands:
             return chains(x, dv, found.tile_v)
         cut = segments.cut(x.g_cum, x.bounds, 0, bands=found.rows)
         return segmented_chains(x, dv, cut, None, bound, found.tile_v)
-    if kept is not None:
+    if kept is None:
+        most, tile_v = decided(gdn_plan.chains, sequences, HV, K, V, sm_count, *how)
+    else:
         most = max(1, B * T // CHUNK // max(1, kept[0].capacity - N))  # as `capacity` counts
-        if options.auto_cp and not gdn_plan.kept_is_faster(sequences, *shape, most, bound):
-            most = None
-    elif options.auto_cp:
-        most = gdn_plan.backward(sequences, HV, x.k.shape[-1], *shape[1:], bound)
-    pieces = sequences if most is None else gdn_plan.cut_lengths(sequences, most)
-    tile_v, _ = durations.both_chains(pieces, *shape)
+        shape = HV, V, sm_count
+        most, tile_v = decided(gdn_plan.kept_chains, sequences, *shape, most, *how)
     if most is None:
         return chains(x, dv, tile_v)
     cut, maps = kept or (segments.cut(x.g_cum, x.bounds, most), None)
@@ -122,7 +120,7 @@ def chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStat
     q, k, v, do, g_cum, beta, A, scale, bounds, h0, dht, dh0 = x
     table = chunk_table(q.shape[0] * q.shape[1], bounds)
     first, held = table.first_chunk, ds_room_in_dv(dv, k.shape[-1], len(bounds) - 1)
-    h = k.new_empty(len(table.chunks), *v.shape[2:], k.shape[-1])  # device.fork says why here
+    h = k.new_empty(table.chunks.shape[0], *v.shape[2:], k.shape[-1])  # device.fork says why here
     # The chains are independent and, with few sequences and heads, each leaves SMs idle.
     with device.fork(q) as aside:  # the chain that takes longer is launched first
         dS = dstate_chain(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dh0, tile_v, held)

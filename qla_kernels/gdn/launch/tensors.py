@@ -18,6 +18,7 @@ from qla_kernels.varlen import ChunkTable, capacity
 
 WHOLE = slice(None)
 REACH = 1 << 31  # bytes that an int32 step can cover; a number has at most 8 bytes
+BOUNDS = 1 << 16  # numbers in a table of bounds of dense batches: 256 KB
 
 
 def flattens(x: Tensor) -> bool:
@@ -116,12 +117,21 @@ def sequence_bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     B, T = x.shape[:2]
     if T == 0:
         return x.new_zeros(B + 1, dtype=torch.int32)
-    return _dense_bounds(x.device, T, B + 1)
+    width = -(-(B + 1) // 4) * 4  # rows begin at multiples of 16 bytes
+    rows = max(1, BOUNDS // width)
+    table = _dense_bounds(x.device, int(T // rows), rows, width)
+    return table.as_strided((B + 1,), (1,), T % rows * width)
 
 
-@kept(256)
-def _dense_bounds(on: torch.device, T: int, count: int) -> Tensor:
-    return torch.arange(0, T * count, T, dtype=torch.int32, device=on)
+@kept(64)
+def _dense_bounds(on: torch.device, block: int, rows: int, width: int) -> Tensor:
+    """Returns the bounds of batches of `rows` lengths, from block * rows on: 0, T, 2 T, .. of each.
+
+    Prefill comes with a new length at nearly every call, and to make a table takes the host longer
+    than the call.
+    """
+    lengths = torch.arange(block * rows, (block + 1) * rows, dtype=torch.int32, device=on)
+    return lengths[:, None] * torch.arange(width, dtype=torch.int32, device=on)
 
 
 def spans(bounds: Tensor) -> Tensor:

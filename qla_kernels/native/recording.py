@@ -1,0 +1,86 @@
+"""What launch code tells while its call is recorded, and what a recording becomes.
+
+A call is recorded twice: a Recorder (recorder.py) watches it, and a Trace (trace.py) runs its
+launch code on placeholders.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+LAUNCH, WAIT, FILL, COPY = range(4)  # steps; programs.c has the same
+ALIGN = 256  # bytes, of the parts of a workspace
+
+_thread = threading.local()
+
+Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
+
+
+class NotRecordable(Exception):
+    """The call did something that a program cannot repeat."""
+
+
+class Place(NamedTuple):
+    """Memory that a tensor lies in."""
+
+    kind: str  # input, room, constant, or host
+    number: int
+
+
+class Program(NamedTuple):
+    """The arguments of `store` of programs.c, from the third on."""
+
+    outputs: tuple[Tensor, ...]
+    results: tuple[int, ...]
+    workspace: int
+    constants: tuple[Tensor, ...]
+    other_stream: int
+    steps: tuple[tuple[Any, ...], ...]
+    held: object
+
+
+class Recording(Protocol):
+    """A Recorder, or a Trace."""
+
+    events: list[tuple[Any, ...]]
+    held: list[Any]
+
+    def keep(self, x: Tensor) -> Tensor: ...
+
+
+def active() -> Recording | None:
+    """Returns the recorder of this thread, if a call is being recorded."""
+    return getattr(_thread, "recorder", None)
+
+
+def activate(recording: Recording | None) -> None:
+    """Makes `recording` this thread's recorder, or none."""
+    _thread.recorder = recording
+
+
+def note_wait(stream: Any, other: Any) -> None:
+    """Tells the recorder, if any, that `stream` now waits for `other`."""
+    if (recorder := active()) is not None:
+        recorder.events.append((WAIT, stream.cuda_stream, other.cuda_stream))
+        recorder.held.append((stream, other))
+
+
+def constant(tensors: Made) -> Made:
+    """Tells the recorder, if any, that these tensors never change; returns what stands for them."""
+    if (recorder := active()) is None:
+        return tensors
+    if isinstance(tensors, Tensor):
+        return recorder.keep(tensors)
+    kept = map(recorder.keep, tensors)
+    return type(tensors)(*kept) if hasattr(tensors, "_fields") else tuple(kept)
+
+
+def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
+    """Yields the tensors among values, in order, and those of lists and tuples among them."""
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from tensors_in(x)
