@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
-from qla_kernels.gdn import durations
+from qla_kernels.gdn import durations, heuristics
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.launch import segments
@@ -93,7 +93,10 @@ def states_around(
     elif options.auto_cp:
         most = gdn_plan.backward(sequences, HV, x.k.shape[-1], *shape[1:], bound)
     pieces = sequences if most is None else gdn_plan.cut_lengths(sequences, most)
-    tile_v, _ = durations.both_chains(pieces, *shape)
+    # without auto_cp, one whose results do not depend on the batch
+    tile_v = heuristics.BATCH_INVARIANT.tile_v
+    if options.auto_cp:
+        tile_v, _ = durations.both_chains(pieces, *shape)
     if most is None:
         return chains(x, dv, tile_v)
     cut, found = kept or (segments.cut(x.g_cum, x.bounds, most), None)
