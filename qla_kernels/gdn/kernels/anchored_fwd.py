@@ -10,9 +10,10 @@ and for the columns c of O^T and rows of P that belong to new tokens, at most 8:
 
 Steps (numbers appear again in the roles); a CTA walks items, a sequence, value head and V tile:
     1 load_k  k of the tail's chunk, as many rows as there are; q of the new tokens
-    2 load_s  S of the item; v of the chunk
+    2 load_s  S of the item
+      load_v  v of the tail's chunk
     3 gate    gamma, beta and decays, by fused_fwd's role
-    4 solve   K K^T and K Q^T; P's rows; A, by kkt_solve's functions
+    4 solve   K K^T and K Q^T; P's rows; A, as far as there are rows
     5 state   S to registers, transposed; S K^T and S Q^T
     6 state   W^T; V'^T; O^T, written at once
     7 state   S of the next chunk, written as the new anchor if all of this chunk was there before
@@ -44,7 +45,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
 )
 from qla_kernels.gdn.kernels.chain.new_rows import SOURCE
 from qla_kernels.gdn.kernels.chain.solve import clear_above
-from qla_kernels.gdn.kernels.chain.tail import find, load_k, load_s
+from qla_kernels.gdn.kernels.chain.tail import find, load_k, load_s, load_v, read_step
 from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
@@ -117,9 +118,18 @@ def schedule(variant: Variant) -> Schedule:
                 "load_s",
                 warps=1,
                 regs=load_regs,
-                waits=("s_free", "v_free"),
-                signals=("s_full", "v_full"),
-                computes="S, v",
+                waits=("s_free",),
+                signals=("s_full",),
+                computes="S",
+                uses=("tma_load",),
+            ),
+            Role(
+                "load_v",
+                warps=1,
+                regs=load_regs,
+                waits=("v_free",),
+                signals=("v_full",),
+                computes="v",
                 uses=("tma_load",),
             ),
             Role(
@@ -130,7 +140,6 @@ def schedule(variant: Variant) -> Schedule:
                 signals=("gate_full",),
                 computes="gamma and its exponentials, beta",
             ),
-            Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),
         rings=rings,
         named={"solve": Named(WARPGROUP_THREADS)},
@@ -184,7 +193,7 @@ def solve(
         a_ring.acquire(i)
         T.call_extern(
             "handle",
-            "qla::gated_inverse",
+            "qla::gated_inverse_of_rows",
             r_kk.data,
             slot_of(s_gate, gate_ring.slot(i), "r"),
             T.access_ptr(s_l[0], "rw", s_l.shape[0]),
@@ -248,7 +257,8 @@ def state(
             r_o[r, c] *= s_gate[gate_slot, SCALE_E, T.max(T.min(row + c, CHUNK - 1), 0)]
         T.wait_wgmma(0)
         a_ring.release(i)
-        T.copy(r_n, r_n16)
+        for r, c in T.Parallel(TILE, CHUNK):
+            r_n16[r, c] = T.if_then_else(c < rows, r_n[r, c], 0.0)  # of rows that A may not have
         p_ring.wait(i)
         T.wgmma_gemm(r_n16, s_p[p_ring.slot(i), :, :], r_o, transpose_B=True)
         T.wait_wgmma(0)
@@ -343,12 +353,14 @@ def build(variant: Variant):
             slot, row0, kept, count = (T.alloc_var("int32") for _ in range(4))
             num_chunks, items, first, live = (T.alloc_var("int32") for _ in range(4))
             num_tiles = V // variant.tile_v
-            shape = (steps, num_heads, num_value_heads, num_tiles)
+            r_step = T.alloc_local((STEP_COLUMNS,), "int32")
+            shape = (ctas, steps, num_heads, num_value_heads, num_tiles, r_step)
             first = 0  # chunks of earlier items: the rings' next step
             live = 0  # earlier items with a chunk: the next step of the ring of S
             items = T.ceildiv(num_sequences * num_value_heads * num_tiles - block, ctas)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             await_previous()
+            read_step(block, steps, num_value_heads, num_tiles, r_step)
             if warpgroup == 0:
                 T.set_max_nreg(plan.role("solve").regs, 0)
                 clear_above(s_a, 0, 1)
@@ -403,13 +415,22 @@ def build(variant: Variant):
                             n, kh, hv, i_tile, slot, row0, kept, count, num_chunks,
                         )  # fmt: skip
                         load_s(
-                            K, variant.tile_v, anchors, v, s_s, s_v, After(s_ring, live),
-                            After(v_ring, first), num_chunks, slot, row0, kept + count, hv,
-                            i_tile * variant.tile_v,
+                            K, variant.tile_v, anchors, s_s, After(s_ring, live), num_chunks, slot,
+                            hv, i_tile * variant.tile_v,
                         )  # fmt: skip
-                        first += num_chunks
                         live += T.min(num_chunks, 1)
                 elif tx < 96:
+                    for j in rolled(items):
+                        find(
+                            block + j * ctas, *shape,
+                            n, kh, hv, i_tile, slot, row0, kept, count, num_chunks,
+                        )  # fmt: skip
+                        load_v(
+                            variant.tile_v, v, s_v, After(v_ring, first), num_chunks, row0,
+                            kept + count, hv, i_tile * variant.tile_v,
+                        )  # fmt: skip
+                        first += num_chunks
+                else:
                     for j in rolled(items):
                         find(
                             block + j * ctas, *shape,

@@ -1,5 +1,5 @@
-// Rows of P for the few new tokens of a chunk, with the arithmetic of gated_tiles.cuh, which this
-// file needs. K Q^T replaces Q K^T, with 8 columns, one for each new token: an element is a sum of
+// Rows of P for the few new tokens of a chunk, and the rows of A that there are, with the arithmetic
+// of gated_tiles.cuh, which this file needs. K Q^T replaces Q K^T, with 8 columns, one for each new token: an element is a sum of
 // the same products in the same steps, so it has the same bits.
 #pragma once
 
@@ -24,7 +24,8 @@ __device__ __forceinline__ void start_row_products(float *kk, float *kq, const T
   }
 #pragma unroll
   for (int i = 0; i < K / 16; ++i) {
-    const int left = (i / 4 * 64 * 128 + i % 4 * 32) >> 4, right = (i / 4 * 8 * 128 + i % 4 * 32) >> 4;
+    const int left = (i / 4 * 64 * 128 + i % 4 * 32) >> 4;
+    const int right = (i / 4 * 8 * 128 + i % 4 * 32) >> 4;
     tl::wgmma_ss<Kind<T>::value, Kind<T>::value, tl::DataType::kFloat32, 64, 8, 16, false, false,
                  1, 1>(uint64_t(kt + left), uint64_t(qt + right),
                        reinterpret_cast<uint32_t *>(kq), i > 0);
@@ -65,6 +66,41 @@ __device__ __forceinline__ void put_new_scores(const float *kq, const float *gat
       out[64 * c + 8 * (j >> 3 ^ c) + (j & 7)] = round_pair(kind, score, 0.f) & 0xffffu;
     }
   }
+}
+
+// Solves one block column of A down to block row `last`, as solve_column does to the end.
+template <class T>
+__device__ __forceinline__ void solve_column_to(half_t *s, T *tile, int column, int last) {
+  if (column >= last) return;
+  Operand x[3];  // X_kj^T, from the diagonal down
+  tl::ptx_ldmatrix_x4_trans(quarter_row<false>(s, column, column), x[0].r);
+#pragma unroll
+  for (int below = 1; below < 4; ++below) {
+    const int row = column + below;
+    if (row > last) return;
+    Block sum = {}, y = {};
+#pragma unroll
+    for (int k = 0; k < below; ++k) multiply_add(sum, x[k], s, row, column + k);
+    multiply_add(y, rounded<half_t>(sum), s, row, row);
+    put_block<true>(tile, row, column, y);
+    if (below < 3) x[below] = rounded<half_t>(y);
+  }
+}
+
+// Makes the first `rows` rows of A as gated_inverse does. Blocks of 16 rows past them are not
+// written, and may hold what an earlier call left there.
+template <class T>
+__device__ __forceinline__ void gated_inverse_of_rows(float *kk, const float *gates, void *scratch,
+                                                      T *a, int rows, int barrier, int turn) {
+  const int w = warp_in_group(), last = (rows - 1) >> 4;
+  if (rows < 64) clear_rows(kk, rows);
+  tl::__sync_thread_partial(barrier, 128);  // the previous call's columns have been read
+  if (w <= last) {
+    gated_lower(kk, gates, scratch);
+    invert_own_diagonal(scratch, a);
+  }
+  tl::__sync_thread_partial(barrier, 128);
+  solve_column_to(static_cast<Scratch *>(scratch)->tile, a, w + turn & 3, last);
 }
 
 }  // namespace qla

@@ -1,4 +1,4 @@
-"""CUDA source that makes rows of P for new tokens of a chunk: see new_rows.cuh."""
+"""CUDA source that makes rows of A and P of a chunk that grows: see new_rows.cuh."""
 
 from pathlib import Path
 

@@ -9,7 +9,7 @@ it says lies inside the tensors. The tail's second chunk is in the other half of
 from __future__ import annotations
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.shapes import NEW_TOKENS
+from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
 
@@ -18,23 +18,33 @@ TAIL_COLUMNS = 64  # columns of it: 128 bytes
 
 
 @T.macro
+def read_step(item, steps, num_value_heads, num_tiles, r_step):
+    """Reads the row of `steps` of an item; the numbers arrive while the item before is computed."""
+    n = T.min(item // num_tiles // num_value_heads, steps.shape[0] - 1)
+    for i in T.unroll(STEP_COLUMNS):
+        r_step[i] = steps[n, i]
+
+
+@T.macro
 def find(
-    item, steps, num_heads, num_value_heads, num_tiles, n: T.Ref, kh: T.Ref, hv: T.Ref,
-    i_tile: T.Ref, slot: T.Ref, row0: T.Ref, kept: T.Ref, count: T.Ref, num_chunks: T.Ref,
+    item, ctas, steps, num_heads, num_value_heads, num_tiles, r_step, n: T.Ref, kh: T.Ref,
+    hv: T.Ref, i_tile: T.Ref, slot: T.Ref, row0: T.Ref, kept: T.Ref, count: T.Ref,
+    num_chunks: T.Ref,
 ):  # fmt: skip
-    """Finds an item's sequence, heads and columns, and reads the sequence's row of `steps`."""
+    """Finds an item's sequence, heads and columns; its row was read; reads that of item + ctas."""
     i_tile = item % num_tiles
     hv = item // num_tiles % num_value_heads
     n = item // num_tiles // num_value_heads
     kh = hv // (num_value_heads // num_heads)
-    slot = steps[n, 0]
-    row0 = steps[n, 1]
-    kept = steps[n, 2]
-    count = steps[n, 3]
+    slot = r_step[0]
+    row0 = r_step[1]
+    kept = r_step[2]
+    count = r_step[3]
     num_chunks = 0
     if slot >= 0:
         num_chunks = T.ceildiv(kept + count, CHUNK)
     num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
+    read_step(item + ctas, steps, num_value_heads, num_tiles, r_step)
 
 
 @T.macro
@@ -72,9 +82,7 @@ def load_k(K, q, k, s_q, s_k, q_ring, k_ring, num_chunks, tok0, row0, length, kh
 
 
 @T.macro
-def load_s(
-    K, tile_v, anchors, v, s_s, s_v, s_ring, v_ring, num_chunks, slot, row0, length, hv, v0
-):  # fmt: skip
+def load_s(K, tile_v, anchors, s_s, s_ring, num_chunks, slot, hv, v0):
     if num_chunks > 0:  # 2
         s_ring.acquire(0)
         T.tma_copy(
@@ -83,7 +91,11 @@ def load_s(
             barrier=s_ring.barrier(0),
         )
         s_ring.commit(0)
-    for i in rolled(num_chunks):
+
+
+@T.macro
+def load_v(tile_v, v, s_v, v_ring, num_chunks, row0, length, hv, v0):
+    for i in rolled(num_chunks):  # 2
         rows = T.min(length - i * CHUNK, CHUNK)
         row = T.bitwise_xor(row0, i * CHUNK)
         fetch_rows(v, hv, v0, tile_v, s_v, v_ring, i, row, rows)
