@@ -9,7 +9,7 @@ from qla_kernels.gdn.kernels import anchored_fwd as anchored_kernel
 from qla_kernels.gdn.kernels import append_tokens as append_kernel
 from qla_kernels.gdn.launch.tensors import low_words
 from qla_kernels.gdn.shapes import STEP_COLUMNS
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.sm90 import dtype_name, require_aligned
 
 
 def decode(pool: Slots, call: Call, state_indices: Tensor) -> Tensor:
@@ -18,6 +18,7 @@ def decode(pool: Slots, call: Call, state_indices: Tensor) -> Tensor:
     The call's q and k are normalised and its gates activated, in fp32 and contiguous.
     """
     q, k, v, g, beta, scale, *_ = call
+    require_aligned("GdnPool", q=q, k=k, v=v)
     with device.of(q):
         steps = append(pool, k, v, g, beta, low_words(state_indices))
         o = v.new_empty(v.shape)

@@ -129,7 +129,7 @@ class GdnPool:
         """Appends T tokens to each of B sequences, at most 8; returns their o [B, T, HV, V].
 
         The tokens may be drafts: `reject` takes back those that are not accepted. Arguments are
-        those of `prefill`; a slot that holds no sequence begins one.
+        those of `prefill`. A slot that has held no sequence begins one.
         """
         if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > NEW_TOKENS:
             fix = "append them with prefill, or in several calls"
