@@ -3,7 +3,7 @@
 Reading order: `recurrent` below is what the operation means; `gdn_chunked` is the algorithm,
 `gdn_backward` its gradients written out by hand, `gdn_segments` the form that cuts long sequences,
 `gdn_shards` what ranks that hold parts of sequences tell each other, `gdn_tree` sequences that
-share their beginnings.
+share their beginnings, `gdn_anchored` sequences that grow by a few tokens.
 
 Everywhere: q, k [B,T,H,K]; v, o [B,T,HV,V]; g, beta [B,T,HV]; states [N,HV,K,V]. Value head h
 reads key head h // (HV / H). With cu_seqlens [N+1], B is 1 and N sequences lie end to end in T;
@@ -16,6 +16,7 @@ from einops import einsum, rearrange, reduce
 from torch import Tensor
 
 from .chunks import sequence_spans
+from .gdn_anchored import Anchored, appended, rejected
 from .gdn_backward import Backward, chunked_backward
 from .gdn_chunked import Forward, chunked, compute_dtype
 from .gdn_segments import segmented
@@ -23,9 +24,11 @@ from .gdn_shards import backward_link, forward_link
 from .gdn_tree import TreeForward, tree_chunked, tree_chunked_backward
 
 __all__ = [
+    "Anchored",
     "Backward",
     "Forward",
     "TreeForward",
+    "appended",
     "backward_link",
     "beta_sigmoid",
     "beta_sigmoid_backward",
@@ -37,6 +40,7 @@ __all__ = [
     "l2norm",
     "l2norm_backward",
     "recurrent",
+    "rejected",
     "segmented",
     "tree_chunked",
     "tree_chunked_backward",

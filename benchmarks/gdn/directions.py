@@ -119,3 +119,28 @@ def decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
         )  # fmt: skip
 
     return Call(run, lambda raw: {"o": raw[0].view(packed), "ht": raw[1]}, lambda: run)
+
+
+def pool_decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
+    """A step of `module`'s GdnPool on the same batch; `initial_state` is what the tails leave.
+
+    Sequence n has a tail of n % 64 tokens that change no state, and each call takes its tokens
+    back, so that every call does the same work: that of the mean tail, without the chunk in 64 that
+    goes into an anchor.
+    """
+    pools = importlib.import_module(f"{module}.gdn").GdnPool
+    batch, packed, h0 = len(workload.lengths), inputs.v.shape, inputs.initial_state
+    q, k, v, g, beta = (torch.unflatten(x[0], 0, (batch, -1)) for x in inputs[:5])
+    sizes = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
+    pool, slots = pools(batch, *sizes, q.dtype, q.device), torch.arange(batch, device=q.device)
+    if h0 is not None:
+        pool.tensors.anchors[:batch] = h0
+    pool.lengths.copy_(slots % 64)
+    tokens = torch.full_like(slots, q.shape[1])
+
+    def run() -> Any:
+        o = pool.decode(q, k, v, g, beta, slots, scale=workload.head_dim**-0.5)
+        pool.reject(slots, tokens)
+        return o
+
+    return Call(run, lambda o: {"o": o.view(packed)}, lambda: run)

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from ..harness.adapters import Call, Implementation
-from .directions import decoding, from_autograd, through_autograd, two_functions
+from .directions import (
+    decoding,
+    from_autograd,
+    pool_decoding,
+    through_autograd,
+    two_functions,
+)
 from .inputs import GdnInputs
 from .workloads import KERNELS, Gdn
 
@@ -85,10 +91,21 @@ class OursKept(OursWhole):
     lacks = dict.fromkeys((*KERNELS, "fwd", "both", "decode"), "a forward has none to take")
 
 
+class OursPool(Ours):
+    """Decoding with the chunked form's bits."""
+
+    name, label, on_request = "ours_pool", "ours, pool", True
+    leaves_out: ClassVar = ("ht",)  # a pool returns no states
+    lacks = dict.fromkeys((*KERNELS, "fwd", "bwd", "both"), "only decodes")
+
+    def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
+        return pool_decoding(self.module, workload, inputs)
+
+
 def _on_host(inputs: GdnInputs) -> Tensor:
     """cu_seqlens, as a caller knows them who packed the sequences."""
     return torch.tensor([0, *inputs.lengths]).cumsum(0)
 
 
 def ours() -> list[Implementation]:
-    return [Ours(), OursTraining(), OursWhole(), OursExact(), OursKept()]
+    return [Ours(), OursTraining(), OursWhole(), OursExact(), OursKept(), OursPool()]

@@ -36,6 +36,7 @@ class Implementation:
     needs_cuda = True
     on_request = False  # left out unless it is named
     by_length = False  # it compiles for every workload anew, and keeps what it compiled on disk
+    leaves_out: ClassVar[tuple[str, ...]] = ()  # results that it does not return
     lacks: ClassVar[dict[str, str]] = {}  # by kind of workload: why it has no call for it
 
     def missing(self) -> str | None:

@@ -201,7 +201,7 @@ class Worker:
         result = Result(name, OK, first_call_s=first_call)
         if truth is None:
             return Entry(name, implementation, [call], result)
-        verdict = truth.judge(call.collect(raw), problem.dtype)
+        verdict = truth.judge(call.collect(raw), problem.dtype, implementation.leaves_out)
         rounded = {
             tensor: float(f"{error:.3g}") if math.isfinite(error) else None
             for tensor, error in verdict.errors.items()

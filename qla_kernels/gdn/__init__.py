@@ -9,10 +9,12 @@ Reading order:
     launch/, kernels/           the operators on CUDA tensors: host code and device code
     plan.py, heuristics.py      the choice of segments and kernel variants; pure functions of ints
     decode/                     the token-by-token form
+    anchored/                   decoding with the bits of the chunked form
     sharded/                    sequences that are cut over ranks
     tree/                       sequences that share their beginnings
 """
 
+from qla_kernels.gdn.anchored.pool import GdnPool
 from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
 from qla_kernels.gdn.decode.api import (
     fused_recurrent_gated_delta_rule,
@@ -25,6 +27,7 @@ from qla_kernels.gdn.validate import refusal, wants_gradients
 
 __all__ = [
     "CPContext",
+    "GdnPool",
     "ShardError",
     "build_cp_context",
     "chunk_gated_delta_rule",

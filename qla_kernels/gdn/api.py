@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import need
+from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.autograd import apply, normalised
 from qla_kernels.gdn.call import Call, Options
@@ -113,6 +113,10 @@ def chunk_gated_delta_rule(
             and the default is -12 (6e-6). exact=True means -104 and takes longer: the factor is
             then 0 in fp32, and for states up to 1e7 the part left out is below the normal numbers
             of fp32. -inf leaves out nothing. The bound does not change which values are rounded.
+        batch_invariant: keyword only. On a GPU, a token's results and gradients then have the same
+            bits whatever else is in the batch, and o those of a `GdnPool`. Sequences are never cut
+            into segments, so that a small batch of long sequences takes longer. Gradients of A_log
+            and dt_bias are sums over the batch. Not with cp_context.
         enable_fwd_cp_cache: keyword only. Saves the segments and their start states for the
             backward, which then does not compute them again. It costs 4 K (K + V) bytes per segment
             and value head, 128 KB for K = V = 128, and there are enough of these to fill a GPU once
@@ -146,6 +150,10 @@ def chunk_gated_delta_rule(
     try:
         bound = warm_bound(OP, kwargs.pop("exact", False), kwargs.pop("warm_log_bound", None))
         keep = flag(OP, "enable_fwd_cp_cache", kwargs.pop("enable_fwd_cp_cache", False))
+        invariant = flag(OP, "batch_invariant", kwargs.pop("batch_invariant", False))
+        if invariant and cp_context is not None:
+            got, needs = "batch_invariant with cp_context", "sequences that lie on one GPU"
+            raise Unsupported(need(OP, got, needs, "leave out one of them"))
         state_v_first = take_layout(OP, kwargs, state_v_first)
         gate = _take_gate(kwargs) if kwargs else NO_GATE
         recorded = wants_gradients((q, k, v, g, beta, initial_state, *gate.parameters()))
@@ -158,6 +166,7 @@ def chunk_gated_delta_rule(
                 state_v_first=state_v_first,
                 output_final_state=output_final_state,
                 is_train=recorded,
+                auto_cp=not invariant,
                 enable_fwd_cp_cache=keep
                 and recorded
                 and cp_context is None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from qla_kernels.gdn import durations
 from qla_kernels.gdn.durations import Lengths
-from qla_kernels.gdn.heuristics import CHAIN_STEP, STEP, ForwardChoice
+from qla_kernels.gdn.heuristics import BATCH_INVARIANT, CHAIN_STEP, STEP, ForwardChoice
 from qla_kernels.tile.constants import CHUNK
 
 # A window of chunks at a segment's end may stand for the whole segment if it scales the state
@@ -248,10 +248,13 @@ def chains(
     warm_log_bound: float = WARM_LOG_BOUND,
     auto_cp: bool = True,
 ) -> ChainsPlan:
-    """Returns how a backward runs, by `backward`, or without auto_cp over whole sequences."""
+    """Returns how a backward runs, by `backward`.
+
+    Without auto_cp, sequences stay whole, and the width does not depend on the batch.
+    """
     shape = num_value_heads, V, sm_count
     most = backward(sequences, num_value_heads, K, V, sm_count, warm_log_bound) if auto_cp else None
-    return ChainsPlan(most, _width(sequences, most, *shape))
+    return ChainsPlan(most, _width(sequences, most, *shape, auto_cp))
 
 
 def kept_chains(
@@ -267,10 +270,14 @@ def kept_chains(
     shape = num_value_heads, V, sm_count
     faster = not auto_cp or kept_is_faster(sequences, *shape, segment_chunks, warm_log_bound)
     most = segment_chunks if faster else None
-    return ChainsPlan(most, _width(sequences, most, *shape))
+    return ChainsPlan(most, _width(sequences, most, *shape, auto_cp))
 
 
-def _width(sequences: Lengths, most: int | None, HV: int, V: int, sm_count: int) -> int:
+def _width(
+    sequences: Lengths, most: int | None, HV: int, V: int, sm_count: int, auto_cp: bool
+) -> int:
+    if not auto_cp:
+        return BATCH_INVARIANT.tile_v
     pieces = sequences if most is None else cut_lengths(sequences, most)
     return durations.both_chains(pieces, HV, V, sm_count)[0]
 

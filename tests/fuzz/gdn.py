@@ -41,6 +41,7 @@ def chunk_call(d: Draw) -> Call:
         "chunk_size": (64, 16, 32),
         "chunk_indices": (torch.zeros(1, 2, dtype=torch.int64),),
         "exact": (False, True),
+        "batch_invariant": (False, True),
         "warm_log_bound": (-12.0, -30, -float("inf")),
         "enable_fwd_cp_cache": (False, True),
     }

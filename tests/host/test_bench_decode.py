@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.gdn.inputs import gdn_inputs
-from benchmarks.gdn.ours import Ours, OursTraining
+from benchmarks.gdn.ours import Ours, OursPool, OursTraining
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.gdn.truth import gdn_truth
 from benchmarks.gdn.workloads import GDN, Gdn
@@ -44,7 +44,8 @@ def complaint_of(implementation, workload, dtype=torch.float32):
     inputs = gdn_inputs(workload, CPU, dtype)
     call = implementation.prepare(workload, inputs)
     call.eager()()
-    return gdn_truth(workload, inputs).judge(call.collect(call.run()), dtype).complaint
+    got = call.collect(call.run())
+    return gdn_truth(workload, inputs).judge(got, dtype, implementation.leaves_out).complaint
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
@@ -53,6 +54,16 @@ def test_ours_and_fla_decode_a_batch(count, tokens):
     assert complaint_of(Ours(), batch(count, tokens)) is None
     with fla():
         assert complaint_of(FLA(), batch(count, tokens)) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_our_pool_decodes_the_same_batch_in_every_call(tokens):
+    workload = batch(5, tokens)
+    assert complaint_of(OursPool(), workload) is None
+    call = OursPool().prepare(workload, gdn_inputs(workload, CPU, torch.float32))
+    first = call.collect(call.run())["o"].clone()
+    assert torch.equal(call.collect(call.run())["o"], first)
+    assert OursPool().inapplicable(GDN["forward"][0]) is not None
 
 
 def test_operands_in_bf16_and_states_in_fp32():

@@ -26,7 +26,9 @@ SHARED = (
     "use_gate_in_kernel",
 )  # fmt: skip
 FLAGS = {
-    "chunk_gated_delta_rule": ("use_qk_l2norm_in_kernel", "exact", "enable_fwd_cp_cache"),
+    "chunk_gated_delta_rule": (
+        "use_qk_l2norm_in_kernel", "exact", "batch_invariant", "enable_fwd_cp_cache"
+    ),
     "fused_recurrent_gated_delta_rule": ("use_qk_l2norm_in_kernel",),
     "chunk_gated_delta_rule_fwd": (
         "output_h", "auto_cp", "enable_fwd_cp_cache", "is_train", "exact"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from qla_kernels.errors import Unsupported
 from qla_kernels.gdn import api, cpu, low_level, ops
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import api as decode_api
@@ -58,6 +59,26 @@ def test_every_flag_reaches_the_operator(name, monkeypatch):
     flags = {"use_beta_sigmoid_in_kernel": True} if name == "allow_neg_eigval" else {}
     api.chunk_gated_delta_rule(**x, **flags, **{name: True})
     assert heard[0] == Options(**flags, **{name: True})
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_batch_invariant_reaches_both_directions(invariant, monkeypatch):
+    heard = []
+    for name in ("gdn_fwd", "gdn_bwd"):
+        run = getattr(cpu, name)
+        told = lambda *given, run=run: heard.append(given[-1].auto_cp) or run(*given)  # noqa: E731
+        monkeypatch.setattr(cpu, name, told)
+    x = call(sizes=(8, 8))
+    x["v"].requires_grad_()
+    api.chunk_gated_delta_rule(**x, batch_invariant=invariant)[0].sum().backward()
+    assert heard == [not invariant] * 2
+
+
+def test_batch_invariant_over_ranks_is_refused():
+    with pytest.raises(Unsupported, match="batch_invariant with cp_context; need sequences that"):
+        api.chunk_gated_delta_rule(
+            **call(batch=1, sizes=(8, 8)), batch_invariant=True, cp_context=object()
+        )
 
 
 def _done(given: Call) -> ops.GdnForward:

@@ -19,4 +19,6 @@ KERNELS = (
     "gate_sums",
     "l2norm_bwd",
     "recurrent",
+    "append_tokens",
+    "anchored_fwd",
 )

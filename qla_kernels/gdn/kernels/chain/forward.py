@@ -58,7 +58,7 @@ def gate(
     r_beta16 = T.alloc_local((2,), beta16.dtype)
     g2 = T.alloc_local((2,), "float32")
     b = T.alloc_local((2,), "float32")
-    total = T.alloc_var("float32")
+    total, before = T.alloc_var("float32"), T.alloc_var("float32")
     token, end = T.alloc_var("int32"), T.alloc_var("int32")
     token = begin + 2 * lane
     end = begin + length
@@ -74,7 +74,12 @@ def gate(
             below = T.shfl_up(total, 1 << d)
             if lane >= 1 << d:
                 total += below
-        g2[0] = total - g2[1]
+        # A pair's first token adds itself to the pairs before it. total - g2[1] would be rounded
+        # after adding the second token, on which the first one's bits must not depend.
+        before = T.shfl_up(total, 1)
+        if lane == 0:
+            before = 0
+        g2[0] += before
         g2[1] = total
         block_end = T.shfl_sync(total, lane // 8 * 8 + 7)  # gamma of the last token of the 16
         last = T.shfl_sync(total, 31)

@@ -1,0 +1,1 @@
+"""Decoding with the bits of the chunked form: a pool of anchors and tails."""

@@ -1,0 +1,148 @@
+"""Extends sequences of a pool by any number of tokens, with the chunked form's own operator.
+
+A sequence's tokens since its anchor and its new tokens form one sequence, which starts from the
+anchor. It is computed in two packed calls: the whole chunks that are to go into the anchor, and the
+rest. Nothing waits for the device: packs have room for the most tokens there may be.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.gdn import ops
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.shapes import TAIL_PLACES
+from qla_kernels.tile.constants import CHUNK
+
+
+class Tokens(NamedTuple):
+    """Tokens end to end, with activated gates and betas and normalised q and k where wanted."""
+
+    q: Tensor  # [T, H, K]
+    k: Tensor  # [T, H, K]
+    v: Tensor  # [T, HV, V]
+    g: Tensor  # [T, HV]
+    beta: Tensor  # [T, HV]
+
+
+class Slots(NamedTuple):
+    """A pool's tensors; the last slot takes what sequences of padding write."""
+
+    anchors: Tensor  # [slots, HV, K, V] fp32, the state after `anchored` tokens
+    k: Tensor  # [slots, TAIL_PLACES, H, K]; token t of a sequence has place t % TAIL_PLACES
+    v: Tensor  # [slots, TAIL_PLACES, HV, V]
+    g: Tensor  # [slots, TAIL_PLACES, HV] fp32
+    beta: Tensor  # [slots, TAIL_PLACES, HV] fp32
+    anchored: Tensor  # [slots] int32, a multiple of CHUNK
+    lengths: Tensor  # [slots] int32, tokens of the sequence so far
+
+
+class Places(NamedTuple):
+    """Which token each place of a pack holds."""
+
+    bounds: Tensor  # [N + 1] where the sequences of the pack begin and end
+    owner: Tensor  # [size] the sequence; any past the end
+    token: Tensor  # [size] counted from the sequence's anchor
+    used: Tensor  # [size] false past the end
+
+
+def extend(
+    pool: Slots,
+    x: Tokens,
+    bounds: Tensor,
+    state_indices: Tensor,
+    scale: float,
+    fresh: Tensor | None = None,
+    drafts: bool = False,
+) -> Tensor:
+    """Appends tokens bounds[n] .. bounds[n + 1] to the sequence in slot state_indices[n].
+
+    Args:
+        bounds: [N + 1], as cu_seqlens.
+        state_indices: [N]; an index outside the pool marks a sequence of padding.
+        fresh: [N] bool, sequences that begin with these tokens; None if all go on.
+        drafts: the new tokens may be taken back, so that none of them may enter an anchor.
+
+    Returns:
+        o [T, HV, V], 0 for sequences of padding and for tokens of none.
+    """
+    T, N = x.q.shape[0], state_indices.shape[0]
+    last = pool.lengths.shape[0] - 1
+    bounds = bounds.long()
+    live = (state_indices >= 0) & (state_indices < last)
+    slots = torch.where(live, state_indices, last).long()
+    goes_on = live if fresh is None else live & ~fresh
+    base = torch.where(goes_on, pool.anchored[slots], 0).long()
+    kept = torch.where(goes_on, pool.lengths[slots], 0).long() - base
+    total = kept + bounds.diff()
+    whole = (kept if drafts else total) // CHUNK * CHUNK
+
+    h0 = torch.where(goes_on[:, None, None, None], pool.anchors[slots], 0)
+    room = T + N * (TAIL_PLACES - 1)
+    first = _places(torch.zeros_like(whole), whole, N * CHUNK if drafts else room)
+    rest = _places(whole, total, N * (TAIL_PLACES - 1) if drafts else N * CHUNK)
+    tail = slots * TAIL_PLACES
+    options = Options(output_final_state=True, auto_cp=False)
+
+    def packed(places: Places) -> Tokens:
+        of, token = places.owner, places.token
+        new = (bounds[of] + token - kept[of]).clamp(0, max(T - 1, 0))
+        old = tail[of] + (base[of] + token) % TAIL_PLACES
+        from_tail = token < kept[of]
+
+        def mixed(given: Tensor, held: Tensor) -> Tensor:
+            mask = from_tail.reshape(-1, *[1] * (given.dim() - 1))
+            return torch.where(mask, held.flatten(0, 1)[old], given[new])
+
+        k, v, g, beta = map(mixed, x[1:], (pool.k, pool.v, pool.g, pool.beta))
+        return Tokens(x.q[new], k, v, g, beta)
+
+    def run(tokens: Tokens, places: Places, h0: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta = (t[None] for t in tokens)
+        call = Call(q, k, v, g, beta, scale, h0, places.bounds.int())
+        done = ops.gdn_fwd(call, options)
+        assert done.final_state is not None, "it was asked for"
+        return done.o[0], done.final_state
+
+    o_first, anchors = run(packed(first), first, h0)
+    tokens = packed(rest)
+    o_rest, _ = run(tokens, rest, anchors)
+
+    place = tail[rest.owner] + (base[rest.owner] + rest.token) % TAIL_PLACES
+    place = torch.where(rest.used, place, last * TAIL_PLACES)
+    for held, new in zip((pool.k, pool.v, pool.g, pool.beta), tokens[1:], strict=True):
+        held.flatten(0, 1)[place] = new.to(held.dtype)
+    pool.anchors[slots] = anchors
+    pool.anchored[slots] = (base + whole).int()
+    pool.lengths[slots] = (base + total).int()
+
+    at = torch.arange(T, device=bounds.device)
+    owner = _owners(bounds, at)
+    token = kept[owner] + at - bounds[owner]
+    in_first = token < whole[owner]
+    o = torch.where(
+        in_first[:, None, None],
+        _taken(o_first, first.bounds[owner] + token),
+        _taken(o_rest, rest.bounds[owner] + token - whole[owner]),
+    )
+    return torch.where(((at < bounds[-1]) & live[owner])[:, None, None], o, 0)
+
+
+def _places(begin: Tensor, end: Tensor, room: int) -> Places:
+    """Packs tokens begin[n] .. end[n] of each sequence; `room` is the most there may be of all."""
+    bounds = torch.cat([begin.new_zeros(1), (end - begin).cumsum(0)])
+    if not bounds.is_cuda:
+        room = int(bounds[-1])
+    at = torch.arange(max(room, 1), device=bounds.device)
+    owner = _owners(bounds, at)
+    return Places(bounds, owner, at - bounds[owner] + begin[owner], at < bounds[-1])
+
+
+def _owners(bounds: Tensor, at: Tensor) -> Tensor:
+    found = torch.searchsorted(bounds[1:].contiguous(), at, right=True)
+    return found.clamp(max=bounds.shape[0] - 2)
+
+
+def _taken(o: Tensor, at: Tensor) -> Tensor:
+    return o[at.clamp(0, o.shape[0] - 1)]

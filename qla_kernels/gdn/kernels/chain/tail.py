@@ -1,0 +1,101 @@
+"""Roles of anchored_fwd that find an item and load it: its anchor, and its tail's rows.
+
+anchored_fwd.py states the steps, with the numbers used here. A row of its table `steps` is a
+sequence's slot, or -1; the place of its tail's first token, a multiple of 64; the number of tokens
+in the tail before this step; and the number of new ones. A kernel of this package made it, so what
+it says lies inside the tensors. The tail's second chunk is in the other half of the slot.
+"""
+
+from __future__ import annotations
+
+import qla_kernels.tile.language as T
+from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.loops import rolled
+
+TAIL_ROWS = 16  # rows of k or v that one TMA copy loads
+TAIL_COLUMNS = 64  # columns of it: 128 bytes
+
+
+@T.macro
+def read_step(item, steps, num_value_heads, num_tiles, r_step):
+    """Reads the row of `steps` of an item; the numbers arrive while the item before is computed."""
+    n = T.min(item // num_tiles // num_value_heads, steps.shape[0] - 1)
+    for i in T.unroll(STEP_COLUMNS):
+        r_step[i] = steps[n, i]
+
+
+@T.macro
+def find(
+    item, ctas, steps, num_heads, num_value_heads, num_tiles, r_step, n: T.Ref, kh: T.Ref,
+    hv: T.Ref, i_tile: T.Ref, slot: T.Ref, row0: T.Ref, kept: T.Ref, count: T.Ref,
+    num_chunks: T.Ref,
+):  # fmt: skip
+    """Finds an item's sequence, heads and columns; its row was read; reads that of item + ctas."""
+    i_tile = item % num_tiles
+    hv = item // num_tiles % num_value_heads
+    n = item // num_tiles // num_value_heads
+    kh = hv // (num_value_heads // num_heads)
+    slot = r_step[0]
+    row0 = r_step[1]
+    kept = r_step[2]
+    count = r_step[3]
+    num_chunks = 0
+    if slot >= 0:
+        num_chunks = T.ceildiv(kept + count, CHUNK)
+    num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
+    read_step(item + ctas, steps, num_value_heads, num_tiles, r_step)
+
+
+@T.macro
+def fetch_rows(x, head, column, width, shared, ring, i, row, rows):
+    """Loads `rows` rows of x [places, heads, size] to a slot, in boxes of 16 x 64."""
+    ring.acquire(i)
+    for b in rolled(T.ceildiv(rows, TAIL_ROWS)):
+        for p in T.unroll(width // TAIL_COLUMNS):
+            T.tma_copy(
+                x[
+                    row + b * TAIL_ROWS : row + b * TAIL_ROWS + TAIL_ROWS,
+                    head,
+                    column + p * TAIL_COLUMNS : column + p * TAIL_COLUMNS + TAIL_COLUMNS,
+                ],
+                shared[
+                    ring.slot(i),
+                    b * TAIL_ROWS : b * TAIL_ROWS + TAIL_ROWS,
+                    p * TAIL_COLUMNS : p * TAIL_COLUMNS + TAIL_COLUMNS,
+                ],
+                barrier=ring.barrier(i),
+            )
+    ring.commit(i)
+
+
+@T.macro
+def load_k(K, q, k, s_q, s_k, q_ring, k_ring, num_chunks, tok0, row0, length, kh):
+    for i in rolled(num_chunks):  # 1
+        rows = T.min(length - i * CHUNK, CHUNK)
+        fetch_rows(k, kh, 0, K, s_k, k_ring, i, T.bitwise_xor(row0, i * CHUNK), rows)
+        q_ring.acquire(i)
+        T.tma_copy(
+            q[tok0 : tok0 + NEW_TOKENS, kh, :], s_q[q_ring.slot(i), :, :], barrier=q_ring.barrier(i)
+        )
+        q_ring.commit(i)
+
+
+@T.macro
+def load_s(K, tile_v, anchors, s_s, s_ring, num_chunks, slot, hv, v0):
+    if num_chunks > 0:  # 2
+        s_ring.acquire(0)
+        T.tma_copy(
+            anchors[slot, hv, 0:K, v0 : v0 + tile_v],
+            s_s[s_ring.slot(0), :, :],
+            barrier=s_ring.barrier(0),
+        )
+        s_ring.commit(0)
+
+
+@T.macro
+def load_v(tile_v, v, s_v, v_ring, num_chunks, row0, length, hv, v0):
+    for i in rolled(num_chunks):  # 2
+        rows = T.min(length - i * CHUNK, CHUNK)
+        row = T.bitwise_xor(row0, i * CHUNK)
+        fetch_rows(v, hv, v0, tile_v, s_v, v_ring, i, row, rows)

@@ -1,0 +1,71 @@
+"""A pool's steps beside the chunk kernel over whole sequences, both emulated: equal bits."""
+
+import pytest
+import torch
+
+from qla_kernels.gdn.launch.forward import gdn_fwd
+from qla_kernels.selftest.gdn_anchored import STEPS, Step, Tails, run, step
+from qla_kernels.selftest.gdn_calls import records
+from qla_kernels.tile.constants import CHUNK
+
+pytestmark = pytest.mark.usefixtures("seeds", "poison")
+steps = pytest.mark.kernels("gdn.anchored_fwd", "gdn.append_tokens", "gdn.fused_fwd")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def check_bits(x: Step, tails: Tails, count: int) -> None:
+    """Compares o with a call over each sequence's tokens, anchors with one over its first chunk."""
+    o, after = run(x, "cpu")
+    whole = {"auto_cp": False, "output_final_state": True}
+    want = gdn_fwd(*records(x.x, **whole)).o
+    end = 0
+    for n, (kept, _) in enumerate(tails):
+        first, end = end, end + (kept or 0) + count
+        if kept is None:
+            continue
+        rows = slice(end - count, end)
+        assert torch.equal(o[n], want[0, rows]), f"sequence {n}: {(o[n] != want[0, rows]).sum()}"
+        if kept >= CHUNK:
+            chunk = {
+                name: x.x[name][:, first : first + CHUNK] for name in ("q", "k", "v", "g", "beta")
+            }
+            chunk |= {"initial_state": x.x["initial_state"][n : n + 1]}
+            state = gdn_fwd(*records(chunk, **whole)).final_state
+            assert torch.equal(after.anchors[x.state_indices[n]], state[0]), f"anchor {n}"
+
+
+@steps
+@pytest.mark.parametrize(("tails", "count"), STEPS[:-1], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_step_has_the_bits_of_the_chunk_kernel(tails, count, dtype):
+    check_bits(step(tails, count, dtype, (128, 128), (1, 2)), tails, count)
+
+
+@steps
+@pytest.mark.parametrize(
+    ("sizes", "heads"), [((64, 64), (2, 2)), ((64, 128), (1, 3)), ((128, 64), (2, 4))], ids=str
+)
+def test_other_sizes_and_groups(sizes, heads):
+    tails, count = STEPS[2]
+    check_bits(step(tails, count, BF16, sizes, heads), tails, count)
+
+
+@steps
+@pytest.mark.parametrize("seed", range(6))
+def test_interleavings(seed, seeds):
+    """More items than CTAs, of one chunk, of two and of none."""
+    seeds["seed"] = seed
+    tails, count = [(3, 0), (64, 1), (None, 0), (62, 0), (71, 0), (0, 1)], 4
+    check_bits(step(tails, count, BF16, (128, 128), (1, 3)), tails, count)
+
+
+@pytest.mark.kernels("gdn.fused_fwd")
+def test_a_row_of_a_chunk_does_not_depend_on_the_next_token():
+    """The scan of the gates goes by pairs of tokens; the first must not use the second's gate."""
+    x = step([(0, 0)], 8, BF16, (64, 64), (1, 2)).x
+    whole = gdn_fwd(*records(x, auto_cp=False, is_train=True))
+    for length in range(1, 8):
+        cut = x | {"cu_seqlens": torch.tensor([0, length])}
+        part = gdn_fwd(*records(cut, auto_cp=False, is_train=True))
+        assert torch.equal(part.g_cum[:, :length], whole.g_cum[:, :length]), length

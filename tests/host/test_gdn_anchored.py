@@ -1,0 +1,126 @@
+"""GdnPool on CPU tensors: any cut of a sequence into calls gives the definition's results."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from qla_kernels.errors import Unsupported
+from qla_kernels.gdn import GdnPool
+from reference import gdn
+
+H, HV, K, V = 1, 2, 8, 6
+NAMES = ("q", "k", "v", "g", "beta")
+
+
+def sequences(N: int, T: int) -> dict[str, torch.Tensor]:
+    def wide(*shape: int) -> torch.Tensor:
+        return torch.randn(N, T, *shape, dtype=torch.float64)
+
+    q, k = (normalize(wide(H, K), dim=-1) for _ in range(2))
+    return {"q": q, "k": k, "v": wide(HV, V), "g": -wide(HV).exp(), "beta": wide(HV).sigmoid()}
+
+
+def definition(x: dict[str, torch.Tensor]) -> torch.Tensor:
+    return gdn.recurrent(*(x[n] for n in NAMES), K**-0.5, None, None)[0]
+
+
+def pool(slots: int = 7) -> GdnPool:
+    return GdnPool(slots, H, HV, K, V, torch.float64, "cpu")
+
+
+def part(x: dict[str, torch.Tensor], at: slice) -> list[torch.Tensor]:
+    """Tokens of each sequence, and NaN for one of padding."""
+    return [torch.cat([t[:, at], torch.full_like(t[:1, at], torch.nan)]) for t in map(x.get, NAMES)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_cut_into_calls_gives_the_same_results(seed):
+    random.seed(seed)
+    x, p, at = sequences(3, 300), pool(), 0
+    want = definition(x)
+    slots = torch.tensor([*random.sample(range(7), 3), random.choice([-1, 7, 100])])
+    while at < 220:
+        kind = random.choice(["prefill", "decode", "verify"]) if at else "prefill"
+        n = {"prefill": random.choice([1, 5, 63, 64, 65]), "decode": 1}.get(
+            kind, random.randint(2, 8)
+        )
+        tokens, accepted = part(x, slice(at, at + n)), n
+        if kind == "prefill":
+            goes_on = torch.ones(4, dtype=torch.bool) if at else None
+            o = p.prefill(*tokens, slots, has_initial_state=goes_on)
+        else:
+            o = p.decode(*tokens, slots)
+        assert not o[-1].any()
+        torch.testing.assert_close(o[:-1], want[:, at : at + n], rtol=0, atol=1e-13)
+        if kind == "verify":
+            accepted = random.randint(0, n)
+            p.reject(slots, torch.full((4,), n - accepted))
+        at += accepted
+        assert p.lengths[slots[:3]].eq(at).all()
+
+
+def test_a_packed_prefill_begins_some_sequences_and_extends_others():
+    x, p = sequences(2, 200), pool()
+    want, slots = definition(x), torch.tensor([2, 5])
+    first = [t[:, :70] for t in map(x.get, NAMES)]
+    p.prefill(*first, slots)
+    packed = [torch.cat([t[0, 70:200], t[1, :3]])[None] for t in map(x.get, NAMES)]
+    bounds, goes_on = torch.tensor([0, 130, 133]), torch.tensor([True, False])
+    o = p.prefill(*packed, slots, bounds, goes_on)
+    torch.testing.assert_close(o[0, :130], want[0, 70:], rtol=0, atol=1e-13)
+    torch.testing.assert_close(o[0, 130:], want[1, :3], rtol=0, atol=1e-13)
+    assert p.lengths.tolist() == [0, 0, 200, 0, 0, 3, 0]
+
+
+def test_options_are_those_of_the_chunked_form():
+    x, p = sequences(2, 70), pool()
+    x |= {"q": 3 * x["q"], "k": 2 * x["k"], "g": torch.randn_like(x["g"])}
+    A_log, dt_bias = torch.randn(HV).double(), torch.randn(HV).double()
+    options = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "use_beta_sigmoid_in_kernel": True,
+        "allow_neg_eigval": True,
+    }
+    q, k = gdn.l2norm(x["q"]), gdn.l2norm(x["k"])
+    g, beta = gdn.gate(x["g"], A_log, dt_bias), gdn.beta_sigmoid(x["beta"], True)
+    want = gdn.recurrent(q, k, x["v"], g, beta, 0.5, None, None)[0]
+    slots = torch.tensor([0, 1])
+    parts = [[t[:, at] for t in map(x.get, NAMES)] for at in (slice(69), slice(69, 70))]
+    o = [
+        p.prefill(*parts[0], slots, scale=0.5, **options),
+        p.decode(*parts[1], slots, scale=0.5, **options),
+    ]
+    torch.testing.assert_close(torch.cat(o, 1), want, rtol=0, atol=1e-13)
+
+
+def test_wrong_calls_say_what_is_needed():
+    x, p = sequences(2, 9), pool()
+    tokens, slots = list(map(x.get, NAMES)), torch.tensor([0, 1])
+    with pytest.raises(Unsupported, match="decode of 9 tokens; need 1 to 8; append them with"):
+        p.decode(*tokens, slots)
+    few = [t[:, :1] for t in tokens]
+    with pytest.raises(ValueError, match=r"state_indices \[0, 0\]; need different ones"):
+        p.decode(*few, torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match="state_indices is float32; need int32 or int64; cast it"):
+        p.decode(*few, torch.tensor([0.0, 1.0]))
+    with pytest.raises(ValueError, match=r"state_indices has shape \(1,\)"):
+        p.decode(*few, slots[:1])
+    with pytest.raises(TypeError, match="unknown keyword output_h"):
+        p.decode(*few, slots, output_h=True)
+    with pytest.raises(ValueError, match=r"\(H, HV, K, V\) = .*; need .*, those of the pool"):
+        p.decode(few[0][..., :4], few[1][..., :4], *few[2:], slots)
+    with pytest.raises(ValueError, match="q is float32 on cpu; need float64 on cpu, as the pool"):
+        p.decode(*(t.float() for t in few), slots)
+    with pytest.raises(ValueError, match=r"\(slots, H, HV, K, V\) = .*; need at least one"):
+        GdnPool(0, H, HV, K, V, device="cpu")
+
+
+def test_bytes_of_a_slot():
+    p = GdnPool(3, 16, 32, 128, 128, torch.bfloat16, "cpu")
+    anchor, k, v, gates = 32 * 65536, 128 * 16 * 256, 128 * 32 * 256, 2 * 128 * 32 * 4
+    assert p.bytes_per_slot == anchor + k + v + gates + 8
