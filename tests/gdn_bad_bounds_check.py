@@ -132,7 +132,8 @@ def decode(s: Setting, bounds: Tensor | None, slots: Tensor | None = None) -> No
         return
     pool = s.states(NUM_SLOTS)
     before, named = pool.clone(), slots.int().tolist()  # of an int64 the low word counts
-    o = launch_recurrent.gdn_recurrent_slots(call, Pool(pool, slots), options)
+    o = torch.empty_like(v)
+    launch_recurrent.gdn_recurrent_slots(call, Pool(pool, slots, o), options)
     for slot in range(NUM_SLOTS):
         assert slot in named or torch.equal(pool[slot], before[slot])
     if bounds is None:

@@ -14,11 +14,10 @@ Reading order:
 """
 
 from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
-from qla_kernels.gdn.decode.api import (
-    fused_recurrent_gated_delta_rule,
-    fused_recurrent_gdn,
-    recurrent_refusal,
-)
+from qla_kernels.gdn.decode.api import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
+from qla_kernels.gdn.decode.packed import packed_decode_gated_delta_rule
+from qla_kernels.gdn.decode.validate import recurrent_refusal
+from qla_kernels.gdn.decode.verify import verify_gated_delta_rule
 from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 from qla_kernels.gdn.sharded.context import CPContext, ShardError, build_cp_context
 from qla_kernels.gdn.validate import refusal, wants_gradients
@@ -33,7 +32,9 @@ __all__ = [
     "chunk_gdn",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "packed_decode_gated_delta_rule",
     "recurrent_refusal",
     "refusal",
+    "verify_gated_delta_rule",
     "wants_gradients",
 ]

@@ -19,4 +19,5 @@ KERNELS = (
     "gate_sums",
     "l2norm_bwd",
     "recurrent",
+    "verify",
 )
