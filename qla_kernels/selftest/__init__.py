@@ -28,6 +28,7 @@ from qla_kernels.selftest import (
     gdn_chains,
     gdn_chunks,
     gdn_forward,
+    gdn_prefill,
     gdn_public,
     gdn_recurrent,
     gdn_segments,
@@ -45,6 +46,7 @@ __all__ = ["CASES", "Result", "cases_of", "main", "run"]
 
 CASES: tuple[Cases, ...] = (
     *gdn_forward.CASES,
+    *gdn_prefill.CASES,
     *gdn_chunks.CASES,
     *gdn_activations.CASES,
     *gdn_segments.CASES,

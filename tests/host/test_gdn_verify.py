@@ -134,8 +134,8 @@ MALFORMED_TREES = {
         "checkpoints has shape (4, 6, 4, 8, 16); need [rows, S, HV, K, V] = (4, 6, 4, 16, 8)",
     ),
     "parents": (
-        {"parents": torch.zeros(3, 5, dtype=torch.int64)},
-        "parents has shape (3, 5); need [N, S] = (3, 6)",
+        {"parents": torch.zeros(3, 7, dtype=torch.int64)},
+        "parents has shape (3, 7); need [N, S] = (3, 6)",
     ),
     "a parent behind its child": (
         {"parents": torch.tensor([[0, 1, 0, 0, 0, 0]] * 3)},

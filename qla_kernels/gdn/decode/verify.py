@@ -69,9 +69,10 @@ def verify_gated_delta_rule(
             state_indices [N]: the state after token t overwrites checkpoints[row, t].
         checkpoint_indices: [N], with checkpoints: the row of each sequence. Two sequences must not
             share a row. A negative row marks padding.
-        parents: [N, S], with checkpoints: the drafts of a sequence are a tree. Token t > 0 starts
-            from the state after token parents[n, t] < t of its sequence, or, if that is negative,
-            from the sequence's slot. parents[n, 0] is not read. None: from the token before.
+        parents: [N, S] or fewer columns, with checkpoints: the drafts of a sequence are a tree.
+            Token t > 0 starts from the state after token parents[n, t] < t of its sequence, or, if
+            that is negative, from the sequence's slot. parents[n, 0] is not read. None: from the
+            token before.
         null_slot: -1, or 0 if slot 0 is no state.
         out: a contiguous tensor like v; o is written to it and returned.
 
@@ -188,7 +189,9 @@ def _check_tables(
         needs = f"{dtype_name(pool.dtype)}, as the pool is"
         raise ValueError(need(VERIFY_OP, got, needs, "allocate them like the pool"))
     if parents is not None:
-        expect_indices(VERIFY_OP, "parents", parents, (N, checkpoints.shape[1]), q)
+        expect_tensors(VERIFY_OP, parents=parents)
+        width = parents.shape[1] if parents.dim() == 2 else 0
+        expect_indices(VERIFY_OP, "parents", parents, (N, min(width, checkpoints.shape[1])), q)
 
 
 def _refused_rows(checkpoints: Tensor) -> str | None:

@@ -90,13 +90,13 @@ def of_lane(r_s):
 
 
 @T.macro
-def from_parent(parents, n, t, steps, h0, slot, ht, first, r_s, mine):
+def from_parent(parents, n, t, h0, slot, ht, first, r_s, mine):
     """Sets r_s to the state after the parent of token t, if that is not the token before: step 3.
 
     A parent past the token counts as the one before. A negative one means the sequence's slot.
     """
     parent = T.alloc_var("int32")
-    if (t > 0) & (t < steps):
+    if (t > 0) & (t < parents.shape[1]):
         parent = parents[n, t]
         if parent < t - 1:
             if parent < 0:
@@ -226,7 +226,7 @@ def build(variant: Variant):
                     for i in rolled(T.min(TOKEN_WARPS, length - tile * TOKEN_WARPS)):
                         t = tile * TOKEN_WARPS + i  # within the sequence
                         if has(flags, TREE):
-                            if (t > 0) & (t < steps):
+                            if (t > 0) & (t < parents.shape[1]):
                                 parent = parents[n, t]
                                 if parent < t - 1:  # 3
                                     if parent < 0:
