@@ -65,7 +65,8 @@ class Places(NamedTuple):
             # the checkpoints of earlier segments; one at 0 chunks is that of a first segment
             past = (before - first + kept.every) // kept.every
             done = torch.where((before > 0) & (before >= first), past, 0)
-            chunks = torch.where(first < 0, -1, first + done * kept.every - before)
+            none = (first < 0) | (segment >= cut.first_segment[-1])  # or of no sequence
+            chunks = torch.where(none, -1, first + done * kept.every - before)
             entries = kept.entries[owner] + done
             kept = Kept(kept.states, entries.int(), chunks.int(), kept.every)
         return Places(self.pool, None, ends.int(), self.null_slot, kept)
