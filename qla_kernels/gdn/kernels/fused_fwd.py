@@ -48,6 +48,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     named_barriers,
     turns,
 )
+from qla_kernels.gdn.kernels.chain.pools import SOURCE as POOLS
 from qla_kernels.gdn.kernels.chain.solve import clear_above, invert, score, solve, solve_in_teams
 from qla_kernels.gdn.kernels.chain.transfer import load, store
 from qla_kernels.gdn.kernels.tables import inside
@@ -86,9 +87,13 @@ class Variant(NamedTuple):
         return 0 if self.states == 2 else self.states
 
     @property
+    def pooled(self) -> bool:
+        return self.pool != ""
+
+    @property
     def keeps(self) -> bool:
         """True if states on the way can be kept: one state warpgroup has registers for it."""
-        return self.pool != "" and self.states == 1
+        return self.pooled and self.states == 1
 
     @property
     def inverts(self) -> bool:
@@ -271,7 +276,7 @@ def build(variant: Variant):
     held = variant.pool or "float32"
     entry, steps = (num_kept, num_value_heads, K, V), (kept_n, kept_h, kept_k, kept_v)
     kept_type = T.StridedTensor(entry, steps, "float32")  # not written
-    if variant.pool:
+    if variant.pooled:
         kept_type = T.StridedTensor((*entry, kept_size), (*steps, 1), "uint8")
 
     @T.prim_func
@@ -311,7 +316,7 @@ def build(variant: Variant):
         with T.Kernel(ctas, threads=plan.block) as block:
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
-            T.import_source(SOURCE)
+            T.import_source(POOLS if variant.pooled else SOURCE)
             s_k = T.alloc_shared((rings["k"], CHUNK, K), variant.dtype)
             s_q = T.alloc_shared((rings["q"], CHUNK, K), variant.dtype)
             s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), variant.dtype)
@@ -366,7 +371,7 @@ def build(variant: Variant):
             if early == 0:
                 T.pdl_sync()
             kept = None
-            if variant.pool:
+            if variant.pooled:
                 s_next = None
                 if variant.keeps:
                     s_next = T.alloc_shared((states, 3, WARPGROUP_THREADS), "int32")
@@ -476,7 +481,7 @@ def build(variant: Variant):
                             n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
                         begin = inside(spans[num_sequences - 1, 1], num_tokens) + n
-                        if not variant.pool:
+                        if not variant.pooled:
                             if has_h0 == 2:  # other tokens belong to other nodes of a tree
                                 begin = num_tokens
                         padding = (begin, num_tokens, num_sequences, hv)

@@ -119,15 +119,15 @@ def gate(
         token += CHUNK
 
 
-def move_state(function, K, r_s, state, n, hv, v):
-    """Loads or stores S^T, 64 columns of a tensor [n, HV, K, V], by the CUDA function `function`.
+def move_state(verb, K, r_s, state, n, hv, v, kept=None):
+    """Loads or stores S^T, 64 columns of a tensor [n, HV, K, V]; `kept` is given if it is a pool.
 
     It is inline CUDA, because a TileLang loop would compute each of the 64 addresses separately,
     which takes 5 KB of instructions.
     """
     return T.call_extern(
         "handle",
-        f"qla::{function}<{K}>",
+        f"qla::{verb}_{'state' if kept is None else 'pool'}<{K}>",
         r_s.data,
         T.access_ptr(state[n, hv, 0, v], "rw", 1),
         *(T.cast(stride, "int64") for stride in state.strides[2:]),
@@ -200,7 +200,9 @@ def state(
             if (start <= kept.null_slot) | (start >= h0.shape[0]):
                 start = -1
     if start >= 0:
-        move_state("load_state", K, r_s, h0, start, hv, v0 + w * TILE)
+        move_state(
+            "load_pool" if kept is not None else "load_state", K, r_s, h0, start, hv, v0 + w * TILE
+        )
     else:
         T.clear(r_s)
     T.copy(r_s, r_s16)
@@ -299,4 +301,6 @@ def state(
             if (row <= kept.null_slot) | (row >= ht.shape[0]):
                 row = -1
     if row >= 0:
-        move_state("store_state", K, r_s, ht, row, hv, v0 + w * TILE)
+        move_state(
+            "store_pool" if kept is not None else "store_state", K, r_s, ht, row, hv, v0 + w * TILE
+        )
