@@ -133,7 +133,7 @@ def main() -> int:
     options.add_argument("--write", action="store_true", help="write the record")
     asked = options.parse_args()
     folder = asked.folder or UNPACKED
-    found = {}
+    found: dict[str, Any] = {}
     for engine, version in VERSIONS.items():
         if asked.folder is None:
             unpack(engine, folder)

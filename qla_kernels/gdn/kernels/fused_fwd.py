@@ -50,7 +50,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
 )
 from qla_kernels.gdn.kernels.chain.pools import SOURCE as POOLS
 from qla_kernels.gdn.kernels.chain.solve import clear_above, invert, score, solve, solve_in_teams
-from qla_kernels.gdn.kernels.chain.transfer import load, store
+from qla_kernels.gdn.kernels.chain.transfer import clear_padding, clear_saved, load, store
 from qla_kernels.gdn.kernels.tables import inside
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
@@ -233,24 +233,6 @@ def schedule(variant: Variant) -> Schedule:
         + 3 * WARPGROUP_THREADS * 4 * variant.keeps
         + 1024,
     )
-
-
-@T.macro
-def clear_padding(x, first_row, num_tokens, num_sequences, hv, column):
-    """Writes zeros to rows of x [tokens, HV, columns, 64] of no sequence; the CTAs share them."""
-    lane = T.get_thread_binding() % 32
-    for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
-        if lane < TILE // 8:
-            for e in T.vectorized(8):
-                x[first_row + j * num_sequences, hv, column, lane * 8 + e] = 0
-
-
-@T.macro
-def clear_saved(A, g_cum, first_row, num_tokens, num_sequences, hv):
-    clear_padding(A, first_row, num_tokens, num_sequences, hv, 0)
-    for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
-        if T.get_thread_binding() % 32 == 0:
-            g_cum[first_row + j * num_sequences, hv] = 0
 
 
 def build(variant: Variant):

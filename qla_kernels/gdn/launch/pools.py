@@ -10,7 +10,7 @@ from qla_kernels.gdn.launch.tensors import of_part
 from qla_kernels.tile.constants import CHUNK
 
 
-class Kept(NamedTuple):
+class Checkpoints(NamedTuple):
     """Where states go that are kept on the way: checkpoints."""
 
     states: Tensor  # [entries, HV, K, V] in fp32 or bf16, any strides
@@ -26,7 +26,7 @@ class Places(NamedTuple):
     starts: Tensor | None  # [items] int32: the slot of the start state; None: h0 has that
     ends: Tensor  # [items] int32: the slot that the final state goes to
     null_slot: int  # no slot, and no lower number, is a state
-    kept: Kept | None
+    kept: Checkpoints | None
 
     def of_part(self, rows: slice) -> "Places":
         """Returns the places of some rows of a dense batch."""
@@ -34,7 +34,7 @@ class Places(NamedTuple):
         if kept is not None:
             states, entries, chunks, every = kept
             entries, chunks = of_part(rows, entries, chunks)
-            kept = Kept(states, entries, chunks, every)
+            kept = Checkpoints(states, entries, chunks, every)
         starts, ends = of_part(rows, starts, ends)
         return Places(pool, starts, ends, null_slot, kept)
 
@@ -68,7 +68,7 @@ class Places(NamedTuple):
             none = (first < 0) | (segment >= cut.first_segment[-1])  # or of no sequence
             chunks = torch.where(none, -1, first + done * kept.every - before)
             entries = kept.entries[owner] + done
-            kept = Kept(kept.states, entries.int(), chunks.int(), kept.every)
+            kept = Checkpoints(kept.states, entries.int(), chunks.int(), kept.every)
         return Places(self.pool, None, ends.int(), self.null_slot, kept)
 
     def in_fp32(self, N: int) -> "Places":

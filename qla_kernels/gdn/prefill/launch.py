@@ -13,7 +13,7 @@ from qla_kernels.gdn.launch.forward import (
     forward_batch,
     planned,
 )
-from qla_kernels.gdn.launch.pools import Kept, Places
+from qla_kernels.gdn.launch.pools import Checkpoints, Places
 from qla_kernels.gdn.launch.tensors import WHOLE, flat_parts, key_first, sequence_bounds
 from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill
 from qla_kernels.sm90 import require_aligned
@@ -59,7 +59,7 @@ def _places(call: Call, prefill: Prefill, options: Options) -> Places:
             entries = _table(first)
         chunks = prefill.first_checkpoints
         every = prefill.every // CHUNK or NEVER
-        kept = Kept(states, entries, None if chunks is None else _table(chunks), every)
+        kept = Checkpoints(states, entries, None if chunks is None else _table(chunks), every)
     pool = key_first(prefill.states, options.state_v_first)
     assert pool is not None, "a prefill has a pool"
     return Places(pool, ends if starts is None else _table(starts), ends, prefill.null_slot, kept)
