@@ -36,7 +36,7 @@ and to pass A.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.forward import Kept, gate, state
+from qla_kernels.gdn.kernels.chain.forward import OnTheWay, gate, state
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.gdn.kernels.chain.items import After, count_chunks, find
 from qla_kernels.gdn.kernels.chain.layout import (
@@ -357,7 +357,7 @@ def build(variant: Variant):
                 s_next = None
                 if variant.keeps:
                     s_next = T.alloc_shared((states, 3, WARPGROUP_THREADS), "int32")
-                kept = Kept(checkpoints, entries_of, until_of, every, keeps, null_slot, s_next)
+                kept = OnTheWay(checkpoints, entries_of, until_of, every, keeps, null_slot, s_next)
             if of_states(warpgroup):
                 T.set_max_nreg(plan.role("state").regs, 1)
                 first_turn(turn, warpgroup - first_state)

@@ -27,12 +27,15 @@ from qla_kernels.gdn.kernels.chain.layout import (
 from qla_kernels.tile.constants import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.loops import rolled
 
-# Of Kept.next: chunks before the next checkpoint, its entry, and the sequence's whole chunks
-UNTIL, ENTRY, WHOLE = range(3)
-EVERY, FROM = 1, 2  # of Kept.keeps: entries every so many chunks; the first after until_of chunks
+# Of OnTheWay.next: chunks before the next checkpoint, its entry, the sequence's whole chunks
+UNTIL, ENTRY, LAST_WHOLE = range(3)
+EVERY, FROM = (
+    1,
+    2,
+)  # of OnTheWay.keeps: entries every so many chunks; the first after until_of chunks
 
 
-class Kept(NamedTuple):
+class OnTheWay(NamedTuple):
     """What the state role of a variant for pools reads besides, and where it keeps states.
 
     The tables are a caller's: starts_of and ends_of have slots of the pool, which are checked.
@@ -152,7 +155,7 @@ def store_entry(K, r_s, states, entry, hv, v0, w):
 def keep_state(K, r_s, kept, hv, v0, w):
     """Stores S^T to the next entry, within the loop over chunks."""
     thread = T.get_thread_binding()
-    if kept.next[w, UNTIL, thread] <= kept.next[w, WHOLE, thread]:
+    if kept.next[w, UNTIL, thread] <= kept.next[w, LAST_WHOLE, thread]:
         store_entry(K, r_s, kept.checkpoints, kept.next[w, ENTRY, thread], hv, v0, w)
         kept.next[w, ENTRY, thread] += 1
         kept.next[w, UNTIL, thread] += kept.every
@@ -200,9 +203,7 @@ def state(
             if (start <= kept.null_slot) | (start >= h0.shape[0]):
                 start = -1
     if start >= 0:
-        move_state(
-            "load_pool" if kept is not None else "load_state", K, r_s, h0, start, hv, v0 + w * TILE
-        )
+        move_state("load", K, r_s, h0, start, hv, v0 + w * TILE, kept)
     else:
         T.clear(r_s)
     T.copy(r_s, r_s16)
@@ -211,7 +212,7 @@ def state(
     if kept is not None and kept.next is not None:
         thread = T.get_thread_binding()
         kept.next[w, UNTIL, thread] = 0
-        kept.next[w, WHOLE, thread] = length // CHUNK
+        kept.next[w, LAST_WHOLE, thread] = length // CHUNK
         if kept.keeps != 0:
             kept.next[w, UNTIL, thread] = kept.every
             kept.next[w, ENTRY, thread] = kept.entries_of[n]
@@ -301,6 +302,4 @@ def state(
             if (row <= kept.null_slot) | (row >= ht.shape[0]):
                 row = -1
     if row >= 0:
-        move_state(
-            "store_pool" if kept is not None else "store_state", K, r_s, ht, row, hv, v0 + w * TILE
-        )
+        move_state("store", K, r_s, ht, row, hv, v0 + w * TILE, kept)
