@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from qla_kernels.errors import Unsupported
     from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
     from qla_kernels.gdn.decode.api import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
+    from qla_kernels.gdn.decode.packed import packed_decode_gated_delta_rule
+    from qla_kernels.gdn.decode.verify import verify_gated_delta_rule
     from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+    from qla_kernels.gdn.prefill.api import prefill_gated_delta_rule
     from qla_kernels.hybrid.conv import shared_prefix_conv1d
     from qla_kernels.hybrid.delta import shared_prefix_gated_delta_rule
     from qla_kernels.sparse_ring.api import sparse_attention, sparse_ring_attention
@@ -56,13 +59,16 @@ __all__ = [
     "pack_padded",
     "pack_prefix_tree",
     "pack_shared_prompts",
+    "packed_decode_gated_delta_rule",
     "plan_microbatches",
+    "prefill_gated_delta_rule",
     "shared_prefix_attention",
     "shared_prefix_conv1d",
     "shared_prefix_gated_delta_rule",
     "sparse_attention",
     "sparse_ring",
     "sparse_ring_attention",
+    "verify_gated_delta_rule",
 ]
 
 _HOME = {
@@ -79,12 +85,15 @@ _HOME = {
     "pack_padded": "qla_kernels.dualkv.padded",
     "pack_prefix_tree": "qla_kernels.dualkv.prefix_tree",
     "pack_shared_prompts": "qla_kernels.dualkv.prompts",
+    "packed_decode_gated_delta_rule": "qla_kernels.gdn.decode.packed",
     "plan_microbatches": "qla_kernels.dualkv.microbatch",
+    "prefill_gated_delta_rule": "qla_kernels.gdn.prefill.api",
     "shared_prefix_attention": "qla_kernels.dualkv.api",
     "shared_prefix_conv1d": "qla_kernels.hybrid.conv",
     "shared_prefix_gated_delta_rule": "qla_kernels.hybrid.delta",
     "sparse_attention": "qla_kernels.sparse_ring.api",
     "sparse_ring_attention": "qla_kernels.sparse_ring.api",
+    "verify_gated_delta_rule": "qla_kernels.gdn.decode.verify",
 }
 _FAMILIES = ("conv", "dualkv", "gdn", "hybrid", "sparse_ring")
 

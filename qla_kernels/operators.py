@@ -22,12 +22,13 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 Overwritten = Annotated[Tensor, "overwritten"]  # the type of a record's field that is changed
 
-# A field's type in torch's notation; an operator changes one tensor at most
+# A field's type in torch's notation; each tensor that is changed has a letter of its own
 _IN_SCHEMAS = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     list[Tensor]: "Tensor[]",
-    Overwritten: "Tensor(a!)",
+    Overwritten: "Tensor({}!)",
+    Overwritten | None: "Tensor({}!)?",
     float: "float",
     bool: "bool",
     int: "int",
@@ -67,13 +68,17 @@ def define(
     return cast(Callable[..., Any], getattr(torch.ops.qla_kernels, name).default)
 
 
-def schema(records: Sequence[type], results: type) -> str:
+def schema(records: Sequence[type], results: type | None) -> str:
     """Returns the schema of an operator, "(arguments) -> results" in torch's notation.
 
     Its arguments are the fields of the records, which are NamedTuple classes, in order. `results`
-    is Tensor, or the NamedTuple class of the results.
+    is Tensor, the NamedTuple class of the results, or None for an operator that returns nothing.
     """
     arguments = ", ".join(_fields(record) for record in records)
+    changed = arguments.count("{}!")
+    arguments = arguments.format(*"abcdefgh"[:changed])
+    if results is None:
+        return f"({arguments}) -> ()"
     return f"({arguments}) -> {'Tensor' if results is Tensor else f'({_fields(results)})'}"
 
 
@@ -116,7 +121,7 @@ def define_on_records(
         for record in given:
             fields = (*fields, *record)
         done = operator(*fields)
-        return done if results is Tensor else results(*done)
+        return done if results in (Tensor, None) else results(*done)
 
     return call
 

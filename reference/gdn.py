@@ -34,6 +34,7 @@ __all__ = [
     "beta_sigmoid_backward",
     "chunked",
     "chunked_backward",
+    "draft_recurrent",
     "forward_link",
     "gate",
     "gate_backward",
@@ -114,6 +115,40 @@ def tree_recurrent(
         states.append(state[0])
     nothing = v.new_zeros(0, v.shape[2], q.shape[-1], v.shape[3], dtype=compute_dtype(q))
     return torch.cat(o, 1), torch.stack(states) if states else nothing
+
+
+def draft_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    parents: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`recurrent` over trees of drafts: a token starts from the state after its parent.
+
+    parents [N, S] integers, S at least the longest sequence: of each token but a sequence's first
+    an earlier token of that sequence, or a negative number for the initial state. None: of each
+    token the one before. Returns o and the state after each token [B, T, HV, K, V], which is 0 for
+    tokens of no sequence.
+    """
+    (B, T, HV, V), K = v.shape, q.shape[-1]
+    o = torch.zeros_like(v, dtype=q.dtype)
+    states = v.new_zeros(B, T, HV, K, V, dtype=compute_dtype(q))
+    for n, (first, end) in enumerate(sequence_spans(B, T, cu_seqlens).tolist()):
+        b = first // max(T, 1)
+        first, end = first - b * T, end - b * T
+        start = None if initial_state is None else initial_state[n : n + 1]
+        for t in range(first, end):
+            parent = t - first - 1 if parents is None or t == first else int(parents[n, t - first])
+            before = start if parent < 0 else states[b, first + parent][None]
+            at = slice(b, b + 1), slice(t, t + 1)
+            found, state = recurrent(q[at], k[at], v[at], g[at], beta[at], scale, before)
+            o[at], states[b, t] = found, state[0]
+    return o, states
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -81,7 +81,7 @@ class Setting(NamedTuple):
 
 def forward(how: Plan | Bands, s: Setting, bounds: Tensor, on_cpu: Tensor | None = None) -> None:
     """With the state of each chunk if the CPU knows the bounds."""
-    s.patch.setattr(launch, "_planned", lambda *_: (how, False))
+    s.patch.setattr(launch, "planned", lambda *_: (how, False))
     rows = s.rows(H, SIZE), s.rows(H, SIZE), s.rows(HV, SIZE), *s.gates()
     options = Options(output_final_state=True, output_h=on_cpu is not None, is_train=True)
     launch.gdn_fwd(Call(*rows, SCALE, s.states(), bounds, on_cpu), options)
@@ -133,7 +133,8 @@ def decode(s: Setting, bounds: Tensor | None, slots: Tensor | None = None) -> No
         return
     pool = s.states(NUM_SLOTS)
     before, named = pool.clone(), slots.int().tolist()  # of an int64 the low word counts
-    o = launch_recurrent.gdn_recurrent_slots(call, Pool(pool, slots), options)
+    o = torch.empty_like(v)
+    launch_recurrent.gdn_recurrent_slots(call, Pool(pool, slots, o), options)
     for slot in range(NUM_SLOTS):
         assert slot in named or torch.equal(pool[slot], before[slot])
     if bounds is None:

@@ -9,6 +9,7 @@ Reading order:
     launch/, kernels/           the operators on CUDA tensors: host code and device code
     plan.py, heuristics.py      the choice of segments and kernel variants; pure functions of ints
     decode/                     the token-by-token form
+    prefill/                    the chunked form on a pool of states
     anchored/                   decoding with the bits of the chunked form
     sharded/                    sequences that are cut over ranks
     tree/                       sequences that share their beginnings
@@ -16,12 +17,12 @@ Reading order:
 
 from qla_kernels.gdn.anchored.pool import GdnPool
 from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
-from qla_kernels.gdn.decode.api import (
-    fused_recurrent_gated_delta_rule,
-    fused_recurrent_gdn,
-    recurrent_refusal,
-)
+from qla_kernels.gdn.decode.api import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
+from qla_kernels.gdn.decode.packed import packed_decode_gated_delta_rule
+from qla_kernels.gdn.decode.validate import recurrent_refusal
+from qla_kernels.gdn.decode.verify import verify_gated_delta_rule
 from qla_kernels.gdn.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+from qla_kernels.gdn.prefill.api import prefill_gated_delta_rule, prefill_refusal
 from qla_kernels.gdn.sharded.context import CPContext, ShardError, build_cp_context
 from qla_kernels.gdn.validate import refusal, wants_gradients
 
@@ -36,7 +37,11 @@ __all__ = [
     "chunk_gdn",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "packed_decode_gated_delta_rule",
+    "prefill_gated_delta_rule",
+    "prefill_refusal",
     "recurrent_refusal",
     "refusal",
+    "verify_gated_delta_rule",
     "wants_gradients",
 ]

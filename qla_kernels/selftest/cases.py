@@ -26,12 +26,13 @@ class Cases(NamedTuple):
     inputs: Sequence[Any]
     large: Sequence[Any] = ()  # more inputs, for device tests alone
     emulated: tuple[str, ...] | None = None  # ids of variants; None: all
+    of: Callable[[Any], bool] | None = None  # variants that the cases are of; None: all
 
     def variants(self) -> tuple[Any, ...]:
-        """Returns the variants of the first kernel."""
+        """Returns the variants of the first kernel that the cases are of."""
         family = self.kernels[0].partition(".")[0]
         modules = {str(kernel): kernel.module for kernel in jit.kernel_modules(family)}
-        return tuple(modules[self.kernels[0]].VARIANTS)
+        return tuple(v for v in modules[self.kernels[0]].VARIANTS if not self.of or self.of(v))
 
     def variants_of(self, kernel: str, variant: str = "") -> tuple[Any, ...]:
         """Returns the variants that run `kernel`: one if `variant` is the id of one of the first's.

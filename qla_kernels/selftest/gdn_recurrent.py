@@ -13,7 +13,12 @@ from qla_kernels.selftest.cases import Cases, dtype_of, to
 from qla_kernels.selftest.compare import assert_close
 from qla_kernels.selftest.gdn_calls import Call, call, definition
 
-ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1e-6}
+ROUNDING = {
+    torch.bfloat16: 2.0**-9,
+    torch.float16: 2.0**-12,
+    torch.float32: 1e-6,
+    torch.float64: 1e-12,
+}
 STATE = 2e-6  # fp32 sums over K, token after token, and approximate exponentials
 
 

@@ -63,7 +63,8 @@ def _assembly(source: str) -> str:
         return statement[0]
 
     source = STATEMENT.sub(meaning, source)
-    unknown = re.findall(r"\b(?:asm|__asm__)\b[^(]*\(\s*\"([^\"]*)\"", source)
+    # one without instructions, which only hides how a number was computed, is C++ as well
+    unknown = re.findall(r"\b(?:asm|__asm__)\b[^(]*\(\s*\"([^\"]+)\"", source)
     if unknown:
         instructions = "; ".join(sorted({re.sub(r"\\[nt]|[{};]", "", text) for text in unknown}))
         raise UnknownCodeError(

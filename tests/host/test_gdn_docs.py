@@ -69,7 +69,7 @@ def test_serving_is_prefill_and_decoding():
     del x["initial_state"]
     pool, slots = torch.randn(4, 4, 16, 8, dtype=torch.float64), torch.tensor([2, 0])
     before = pool.clone()
-    names = {**x, "pool": pool, "slots": slots, **vars(qla_kernels.gdn)}
+    names = {**x, "pool": pool, "slots": slots, "starts": slots * 0 - 1, **vars(qla_kernels.gdn)}
     (code,) = [block for block in snippets("docs/integrations.md") if "slots" in block]
     exec(compile(code, "docs/integrations.md", "exec"), names)
     _, once = chunk_gated_delta_rule(**x, output_final_state=True)

@@ -36,7 +36,7 @@ FLA = {
     "state_v_first": False,
     "cu_seqlens": None,
 }
-OURS = {"state_indices": None}
+OURS = {"state_indices": None, "null_slot": -1, "out": None}
 RECURRENT_CALLS = {name: kind for name, kind in CALLS.items() if name != "FLA's keywords"}
 
 
@@ -274,8 +274,8 @@ def test_opcheck(lengths, final):
 def test_opcheck_of_a_pool(lengths):
     x = call(lengths, tokens=3, activations=True, dtype=torch.bfloat16, gates=torch.float32)
     given, options = records(x, scale=0.25, initial_state=None)
-    pool = x["initial_state"], torch.tensor([1, -1])
-    torch.library.opcheck(OPERATORS.gdn_recurrent_slots.default, (*given, *pool, *options))
+    pool = x["initial_state"], torch.tensor([1, -1]), torch.empty_like(x["v"])
+    torch.library.opcheck(OPERATORS.gdn_recurrent_slots.default, (*given, *pool, -1, *options))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -59,8 +59,10 @@ def test_a_variant_among_others_is_what_it_is_alone(monkeypatch, tmp_path) -> No
 def test_variants_are_distinct_and_few(kernel: jit.Kernel) -> None:
     variants = kernel.module.VARIANTS
     assert len(set(variants)) == len(variants)
-    # each costs every user a compile, and CI seconds; more than this wants run-time arguments
-    assert 1 <= len(variants) <= 12
+    # each costs every user a compile, and CI seconds; more than this wants run-time arguments.
+    # fused_fwd's six for pools are apart: a server's dtypes and places left the others no registers
+    assert 1 <= len([v for v in variants if not getattr(v, "pool", "")]) <= 12
+    assert len([v for v in variants if getattr(v, "pool", "")]) <= 6
 
 
 def test_no_two_variants_share_a_function_name() -> None:

@@ -1,7 +1,7 @@
 """The public function for decoding: the gated delta rule token by token, forward only.
 
 It is for calls in which sequences grow by a few tokens. Names, order and defaults of its arguments
-equal those of FLA 0.6.0's function; state_indices is an additional argument.
+equal those of FLA 0.6.0's function; state_indices, null_slot and out are additional arguments.
 """
 
 from typing import Any
@@ -21,20 +21,18 @@ from qla_kernels.gdn.decode.ops import (
     gdn_recurrent_slots,
     recorded_gdn_recurrent,
 )
-from qla_kernels.gdn.keywords import checked_flags, refuse_unknown, scale_of, take_layout
-from qla_kernels.gdn.shapes import STATE_PIECE
-from qla_kernels.gdn.validate import (
-    ELSEWHERE,
-    Gate,
-    check_activations,
-    check_tensors,
-    expect_shape,
-    expect_tensor,
-    refusal,
-    wants_gradients,
+from qla_kernels.gdn.decode.validate import (
+    expect_indices,
+    expect_null_slot,
+    expect_out,
+    expect_pool,
+    per_head,
+    recurrent_refusal,
 )
+from qla_kernels.gdn.keywords import checked_flags, refuse_unknown, scale_of, take_layout
+from qla_kernels.gdn.validate import Gate, check_activations, check_tensors, wants_gradients
 from qla_kernels.programs import RECORD, Programs
-from qla_kernels.sm90 import dtype_name, expect_tensors, require
+from qla_kernels.sm90 import expect_tensors, require
 
 DECODING = Programs(OP, gradients=True)
 
@@ -60,6 +58,8 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     *,
     state_indices: Tensor | None = None,
+    null_slot: int = -1,
+    out: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the gated delta rule of `chunk_gated_delta_rule`, one token after the other.
@@ -92,6 +92,9 @@ def fused_recurrent_gated_delta_rule(
             must not share a slot. A negative index marks a sequence of padding: its results are 0,
             and no slot is changed. On a GPU the same holds for an index past the pool; on a CPU,
             and under QLA_CHECK=1, that is a ValueError.
+        null_slot: -1; or 0, if slot 0 of the pool is no state, and marks padding like a negative
+            index.
+        out: with state_indices, a contiguous tensor like v; o is written to it and returned.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 (fp64 where q is
@@ -106,11 +109,13 @@ def fused_recurrent_gated_delta_rule(
     given = (
         q, k, v, g, gk, gv, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        state_v_first, cu_seqlens, state_indices, *kwargs, *kwargs.values(),
+        state_v_first, cu_seqlens, state_indices, null_slot, out, *kwargs, *kwargs.values(),
     )  # fmt: skip
     found = None if torch.compiler.is_compiling() else DECODING.find(*given)
     if type(found) is tuple:
-        return _of_slots(found, initial_state, output_final_state) if len(found) == 1 else found
+        if len(found) == 2:
+            return found
+        return _of_slots(found, initial_state, out, output_final_state)
     options = Options(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
@@ -128,11 +133,19 @@ def fused_recurrent_gated_delta_rule(
     g = v.new_zeros(()).expand(v.shape[:3]) if g is None else g
     beta = v.new_ones(()).expand(v.shape[:3]) if beta is None else beta
     h0, v_first = initial_state if state_indices is None else None, options.state_v_first
-    check_tensors(OP, q, k, v, g, _per_head(beta, v), h0, cu_seqlens, None, v_first)
+    check_tensors(OP, q, k, v, g, per_head(beta, v), h0, cu_seqlens, None, v_first)
     check_activations(OP, v, gate, options)
     states = None
     if state_indices is not None:
-        states = _checked_pool(q, v, initial_state, state_indices, cu_seqlens, v_first)
+        states = expect_pool(OP, q, v, initial_state, v_first)
+        num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        expect_indices(OP, "state_indices", state_indices, (num_seqs,), q)
+    expect_null_slot(OP, null_slot)
+    if out is not None:
+        if state_indices is None:
+            fix = "drop out, or pass the pool and state_indices"
+            raise ValueError(need(OP, "out without state_indices", "both", fix))
+        expect_out(OP, out, v)
     require(recurrent_refusal(q, k, v, gk=gk, gv=gv, pool=states))
     scale = scale_of(OP, scale, q)
     call = Call(q, k, v, g, beta, scale, h0, cu_seqlens, None, *gate.parameters())
@@ -149,112 +162,39 @@ def fused_recurrent_gated_delta_rule(
     if recorded:
         got, fix = "state_indices while gradients are recorded", "call it under torch.no_grad()"
         raise Unsupported(need(OP, got, "no gradients: the pool is overwritten", fix))
-    pool = Pool(states, state_indices)
+
     if found is RECORD:
-        (o,) = DECODING.record(given, lambda: (_in_pool(call, pool, options),))
+        results = DECODING.record(
+            given, lambda: _in_pool(call, states, state_indices, out, null_slot, options)
+        )
     else:
-        o = _in_pool(call, pool, options)
-    return o, states if options.output_final_state else None
+        results = _in_pool(call, states, state_indices, out, null_slot, options)
+    return (results[0] if out is None else out), states if options.output_final_state else None
 
 
-def _in_pool(call: Call, pool: Pool, options: Options) -> Tensor:
-    o: Tensor = gdn_recurrent_slots(call, pool, options)
-    return o
+def _in_pool(
+    call: Call,
+    states: Tensor,
+    state_indices: Tensor,
+    out: Tensor | None,
+    null_slot: int,
+    options: Options,
+) -> tuple[Tensor, ...]:
+    """Returns o, or nothing if it was written to `out`."""
+    o = call.v.new_empty(call.v.shape) if out is None else out
+    gdn_recurrent_slots(call, Pool(states, state_indices, o, null_slot), options)
+    return (o,) if out is None else ()
 
 
 def _of_slots(
-    found: tuple[Tensor], pool: Tensor | None, output_final_state: bool
+    found: tuple[Tensor, ...], pool: Tensor | None, out: Tensor | None, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the results of a replayed call with state_indices, which overwrote the pool."""
     assert pool is not None, "a call with state_indices has one"
     torch.autograd.graph.increment_version(pool)
-    return found[0], pool if output_final_state else None
+    if out is not None:
+        torch.autograd.graph.increment_version(out)
+    return found[0] if out is None else out, pool if output_final_state else None
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
-
-
-def in_whole_pieces(state: Tensor) -> bool:
-    """Returns True if the kernel can read a state with these strides; does not check its address.
-
-    The last stride has to be 1 and the others multiples of STATE_PIECE.
-    """
-    steps = [s for n, s in zip(state.shape[:-1], state.stride()[:-1], strict=True) if n > 1]
-    return state.stride(-1) == 1 and all(s % STATE_PIECE == 0 for s in steps)
-
-
-def _per_head(beta: Tensor, v: Tensor) -> Tensor:
-    """Returns beta as [B, T, HV]: the first column of one that is [B, T, HV, V], else beta itself.
-
-    Raises ValueError if a beta of 4 dimensions does not have v's shape.
-    """
-    if not isinstance(beta, Tensor) or beta.dim() != 4:
-        return beta
-    expect_shape(OP, "beta", beta, tuple(v.shape), "[B, T, HV, V]")
-    return beta[..., :1].squeeze(-1)
-
-
-def _checked_pool(
-    q: Tensor,
-    v: Tensor,
-    pool: Tensor | None,
-    state_indices: Tensor,
-    cu_seqlens: Tensor | None,
-    state_v_first: bool,
-) -> Tensor:
-    if pool is None:
-        fix = "pass the pool of states"
-        raise ValueError(need(OP, "state_indices without initial_state", "both", fix))
-    expect_tensors(OP, initial_state=pool)
-    num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    expect_tensor(OP, "state_indices", state_indices, (num_seqs,), "[N]", q.device)
-    if state_indices.dtype not in (torch.int32, torch.int64):
-        got = f"state_indices is {dtype_name(state_indices.dtype)}"
-        raise ValueError(need(OP, got, "int32 or int64", "cast it"))
-    K, (HV, V) = q.shape[-1], v.shape[2:]
-    size, letters = (
-        ((V, K), "[slots, HV, V, K]") if state_v_first else ((K, V), "[slots, HV, K, V]")
-    )
-    shape = (*pool.shape[:1], HV, *size)
-    expect_tensor(OP, "initial_state", pool, shape, letters, q.device, floats=True)
-    return pool
-
-
-def recurrent_refusal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    pool: Tensor | None = None,
-    capability: tuple[int, int] | None = None,
-) -> str | None:
-    """Returns the reason why `fused_recurrent_gated_delta_rule` cannot run a call, or None.
-
-    Args:
-        pool: initial_state of a call with state_indices, else None.
-        capability: answer for a GPU of this compute capability, whatever the tensors' device.
-    """
-    for name, x in (("gk", gk), ("gv", gv)):
-        if x is not None:
-            return need(OP, f"got {name}", "None: one decay a head and token", ELSEWHERE)
-    if reason := refusal(q, k, v, capability=capability, op=OP):
-        return reason
-    if pool is None:
-        return None
-    if any(n > 1 and s == 0 for n, s in zip(pool.shape, pool.stride(), strict=True)):
-        got, needs = "states of the pool share memory", "a place for each: they are overwritten"
-        return need(OP, got, needs, "pass it .contiguous()")
-    if not (q.is_cuda or capability is not None):
-        return None
-    if pool.dtype != torch.float32 and not pool.dtype == q.dtype == torch.bfloat16:
-        needs = "float32, or bfloat16 with q in bfloat16"
-        return need(
-            OP, f"the pool of states is {dtype_name(pool.dtype)}", needs, "keep it in float32"
-        )
-    if not in_whole_pieces(pool):
-        got = f"the pool of states has strides {tuple(pool.stride())}"
-        needs = f"a last stride of 1 and the rest multiples of {STATE_PIECE}"
-        return need(OP, got, needs, "allocate it contiguous, or set state_v_first")
-    return None

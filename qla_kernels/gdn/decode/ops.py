@@ -2,8 +2,10 @@
 
     gdn_recurrent         takes initial states and returns final states
     gdn_recurrent_slots   updates states of a pool in place, in the slots that indices name
+    gdn_verify            runs draft tokens from slots of a pool, and keeps the state after each
 
-CUDA tensors go to decode/launch.py, which is imported at an operator's first call with one.
+The last two write o to a tensor of the caller and return nothing. CUDA tensors go to
+decode/launch.py, which is imported at an operator's first call with one.
 """
 
 from typing import Any, NamedTuple
@@ -19,13 +21,29 @@ from qla_kernels.gdn.ops import checked, state_dtype
 from qla_kernels.operators import Overwritten, define_on_records, imported_late, refuse_backward
 
 OP = "fused_recurrent_gated_delta_rule"
+VERIFY_OP = "verify_gated_delta_rule"
 
 
 class Pool(NamedTuple):
     """States in slots; each sequence names the slot that holds its state."""
 
     states: Overwritten  # [slots, HV, K, V], or [slots, HV, V, K] if state_v_first
-    state_indices: Tensor  # [N] int32 or int64; negative for a sequence of padding
+    state_indices: Tensor  # [N] int32 or int64; at most null_slot for a sequence of padding
+    o: Overwritten  # [B, T, HV, V] in q's dtype
+    null_slot: int = -1  # or 0
+
+
+class Drafts(NamedTuple):
+    """Where draft tokens start from, and where the states after them go."""
+
+    states: Overwritten  # as Pool's; not changed if state_indices is [N]
+    state_indices: Tensor  # [N, S]: slots after tokens 0, 1, ..; or [N]: slots to start from
+    num_accepted: Tensor | None  # [N]; a sequence starts from its slot num_accepted - 1; 1 if None
+    checkpoints: Overwritten | None  # [rows, S, HV, K, V], or [.., V, K]; with state_indices [N]
+    checkpoint_indices: Tensor | None  # [N]: the row of each sequence
+    parents: Tensor | None  # [N, S]: the token from whose state a token starts
+    o: Overwritten  # [B, T, HV, V] in q's dtype
+    null_slot: int = -1
 
 
 class Decoded(NamedTuple):
@@ -37,28 +55,35 @@ class Decoded(NamedTuple):
 
 @torch.no_grad()
 def _recurrent_on_cpu(call: Call, options: Options) -> Decoded:
-    q, k, v, g, beta, scale, h0, cu_seqlens, _, A_log, dt_bias = call
-    contents.check_bounds(OP, q.shape[1], cu_seqlens)
-    gdn, wide = reference().gdn, state_dtype(q)
-    q, k = q.to(wide), k.to(wide)  # a norm is not rounded
-    if options.use_qk_l2norm_in_kernel:
-        q, k = gdn.l2norm(q), gdn.l2norm(k)
-    if A_log is not None:
-        g = gdn.gate(g, A_log, dt_bias)
-    if options.use_beta_sigmoid_in_kernel:
-        beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
+    contents.check_bounds(OP, call.q.shape[1], call.cu_seqlens)
+    v, h0 = call.v, call.initial_state
     h0 = h0.mT if options.state_v_first and h0 is not None else h0
     with torch.autocast("cpu", enabled=False):
-        o, final = gdn.recurrent(q, k, v, g, beta, scale, h0, cu_seqlens)
+        given = _activated(call, options)
+        o, final = reference().gdn.recurrent(*given, call.scale, h0, call.cu_seqlens)
     if options.state_v_first:
         final = final.mT.contiguous()
     return Decoded(o.to(v.dtype), final if options.output_final_state else None)
 
 
+def _activated(call: Call, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns q, k, v, g and beta after norm, gate and sigmoid, without rounding."""
+    q, k, v, g, beta, *_ = call
+    gdn, wide = reference().gdn, state_dtype(q)
+    q, k = q.to(wide), k.to(wide)  # a norm is not rounded
+    if options.use_qk_l2norm_in_kernel:
+        q, k = gdn.l2norm(q), gdn.l2norm(k)
+    if call.A_log is not None:
+        g = gdn.gate(g, call.A_log, call.dt_bias)
+    if options.use_beta_sigmoid_in_kernel:
+        beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
+    return q, k, v, g, beta
+
+
 @torch.no_grad()
-def _slots_on_cpu(call: Call, pool: Pool, options: Options) -> Tensor:
+def _slots_on_cpu(call: Call, pool: Pool, options: Options) -> None:
     _check_indices(call, pool)
-    live = pool.state_indices >= 0
+    live = pool.state_indices > pool.null_slot
     slots = pool.state_indices[live].long()
     h0 = pool.states.new_zeros(live.shape[0], *pool.states.shape[1:])
     h0[live] = pool.states[slots]
@@ -67,12 +92,51 @@ def _slots_on_cpu(call: Call, pool: Pool, options: Options) -> Tensor:
     )
     assert final is not None, "it was asked for"
     pool.states[slots] = final[live].to(pool.states.dtype)
+    _clear(o, call, ~live)
+    pool.o.copy_(o)
+
+
+def _clear(o: Tensor, call: Call, sequences: Tensor) -> None:
+    """Sets the rows of o of some sequences, a mask [N], to 0."""
     if call.cu_seqlens is None:
-        o[~live] = 0
+        o[sequences] = 0
     else:
         owner = torch.repeat_interleave(call.cu_seqlens.diff())
-        o[0, : owner.shape[0]][~live[owner]] = 0
-    return o
+        o[0, : owner.shape[0]][sequences[owner]] = 0
+
+
+@torch.no_grad()
+def _verify_on_cpu(call: Call, drafts: Drafts, options: Options) -> None:
+    _check_drafts(call, drafts)
+    indices, rows, N = drafts.state_indices, drafts.checkpoint_indices, call.num_sequences
+    slots = indices
+    if indices.dim() == 2:
+        accepted = indices.new_ones(N) if drafts.num_accepted is None else drafts.num_accepted
+        last = accepted.long().clamp(1, max(indices.shape[1], 1)) - 1
+        slots = indices.gather(1, last[:, None])[:, 0]
+    live = slots > drafts.null_slot
+    if rows is not None:
+        live &= rows >= 0
+    pool = drafts.states.mT if options.state_v_first else drafts.states
+    h0 = pool.new_zeros(N, *pool.shape[1:])
+    h0[live] = pool[slots[live].long()]
+    with torch.autocast("cpu", enabled=False):
+        given = _activated(call, options)
+        o, states = reference().gdn.draft_recurrent(
+            *given, drafts.parents, call.scale, h0, call.cu_seqlens
+        )
+    _clear(o, call, ~live)
+    drafts.o.copy_(o)
+    bounds = call.cu_seqlens
+    for n in live.nonzero()[:, 0].tolist():
+        after = states[n] if bounds is None else states[0, bounds[n] : bounds[n + 1]]
+        after = after.mT if options.state_v_first else after
+        if drafts.checkpoints is not None and rows is not None:
+            drafts.checkpoints[rows[n], : len(after)] = after.to(drafts.checkpoints.dtype)
+        elif indices.dim() == 2:
+            for t, slot in enumerate(indices[n, : len(after)].tolist()):
+                if slot > drafts.null_slot:
+                    drafts.states[slot] = after[t].to(drafts.states.dtype)
 
 
 def _fake_recurrent(call: Call, options: Options) -> Decoded:
@@ -82,8 +146,8 @@ def _fake_recurrent(call: Call, options: Options) -> Decoded:
     return Decoded(call.v.new_empty(call.v.shape), final)
 
 
-def _fake_slots(call: Call, pool: Pool, options: Options) -> Tensor:
-    return call.v.new_empty(call.v.shape)
+def _fake_none(*_: Any) -> None:
+    return None
 
 
 def _check_indices(call: Call, pool: Pool, *_: Any) -> None:
@@ -92,12 +156,46 @@ def _check_indices(call: Call, pool: Pool, *_: Any) -> None:
     Gates are not checked, because tokens of a sequence with a negative index may hold anything.
     """
     contents.check_bounds(OP, call.q.shape[1], call.cu_seqlens)
-    slots, indices = pool.states.shape[0], pool.state_indices.tolist()
-    used = [i for i in indices if i >= 0]
-    if len(set(used)) < len(used) or max(used, default=-1) >= slots:
-        needs = f"different ones below {slots}, or negative"
+    _check_places(OP, "state_indices", pool.state_indices, pool.states.shape[0], pool.null_slot)
+
+
+def _check_places(op: str, name: str, indices: Tensor, count: int, null: int) -> None:
+    """Raises ValueError if two indices above `null` are the same, or one is not below `count`."""
+    used = indices[indices > null].tolist()
+    if len(set(used)) < len(used) or max(used, default=-1) >= count:
+        needs = f"different ones below {count}, or {'at most 0' if null == 0 else 'negative'}"
         fix = "give each sequence a slot of its own"
-        raise ValueError(need(OP, f"state_indices {indices}", needs, fix))
+        raise ValueError(need(op, f"{name} {indices.tolist()}", needs, fix))
+
+
+def _check_drafts(call: Call, drafts: Drafts, *_: Any) -> None:
+    """Raises ValueError if bounds, slots, rows or parents are wrong, or a sequence is too long."""
+    T, indices, bounds = call.q.shape[1], drafts.state_indices, call.cu_seqlens
+    contents.check_bounds(VERIFY_OP, T, bounds)
+    count, null = drafts.states.shape[0], drafts.null_slot
+    _check_places(VERIFY_OP, "state_indices", indices, count, null)
+    if drafts.checkpoints is not None and drafts.checkpoint_indices is not None:
+        rows = drafts.checkpoint_indices
+        _check_places(VERIFY_OP, "checkpoint_indices", rows, len(drafts.checkpoints), -1)
+    lengths = [T] * call.num_sequences if bounds is None else bounds.diff().tolist()
+    room = indices.shape[1] if indices.dim() == 2 else T
+    room = room if drafts.checkpoints is None else drafts.checkpoints.shape[1]
+    room = room if drafts.parents is None else min(room, drafts.parents.shape[1])
+    if max(lengths, default=0) > room:
+        got, needs = f"sequences of {lengths} tokens", f"at most {room}, the states kept of each"
+        raise ValueError(need(VERIFY_OP, got, needs, "widen the table, or pass fewer drafts"))
+    if drafts.num_accepted is not None:
+        accepted = drafts.num_accepted.tolist()
+        if not all(1 <= x <= room for x in accepted):
+            needs = f"numbers from 1 to {room}"
+            fix = "count the tokens of the last step whose states hold"
+            raise ValueError(need(VERIFY_OP, f"num_accepted_tokens {accepted}", needs, fix))
+    if drafts.parents is not None:
+        for n, length in enumerate(lengths):
+            parents = drafts.parents[n, 1:length].tolist()
+            if any(parent > t for t, parent in enumerate(parents)):
+                got, needs = f"parents {parents} of tokens 1, 2, ..", "tokens before them"
+                raise ValueError(need(VERIFY_OP, got, needs, "put parents before children"))
 
 
 def _check_gates(call: Call, *_: Any) -> None:
@@ -127,8 +225,16 @@ refuse_backward("gdn_recurrent", _no_backward)
 gdn_recurrent_slots = define_on_records(
     "gdn_recurrent_slots",
     (Call, Pool, Options),
-    Tensor,
-    _fake_slots,
+    None,
+    _fake_none,
     checked(imported_late(LAUNCHES, "gdn_recurrent_slots"), _check_indices),
     _slots_on_cpu,
+)
+gdn_verify = define_on_records(
+    "gdn_verify",
+    (Call, Drafts, Options),
+    None,
+    _fake_none,
+    checked(imported_late(LAUNCHES, "gdn_verify"), _check_drafts),
+    _verify_on_cpu,
 )

@@ -36,7 +36,7 @@ and to pass A.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.forward import gate, state
+from qla_kernels.gdn.kernels.chain.forward import OnTheWay, gate, state
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.gdn.kernels.chain.items import After, count_chunks, find
 from qla_kernels.gdn.kernels.chain.layout import (
@@ -48,8 +48,9 @@ from qla_kernels.gdn.kernels.chain.layout import (
     named_barriers,
     turns,
 )
+from qla_kernels.gdn.kernels.chain.pools import SOURCE as POOLS
 from qla_kernels.gdn.kernels.chain.solve import clear_above, invert, score, solve, solve_in_teams
-from qla_kernels.gdn.kernels.chain.transfer import load, store
+from qla_kernels.gdn.kernels.chain.transfer import clear_padding, clear_saved, load, store
 from qla_kernels.gdn.kernels.tables import inside
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
@@ -64,6 +65,7 @@ class Variant(NamedTuple):
     K: int
     tile_v: int  # columns of V a CTA computes: 64 or 128
     solves: bool  # or is given A
+    pool: str = ""  # dtype of states that are in slots of a pool
 
     @property
     def states(self) -> int:
@@ -85,16 +87,31 @@ class Variant(NamedTuple):
         return 0 if self.states == 2 else self.states
 
     @property
+    def pooled(self) -> bool:
+        return self.pool != ""
+
+    @property
+    def keeps(self) -> bool:
+        """True if states on the way can be kept: one state warpgroup has registers for it."""
+        return self.pooled and self.states == 1
+
+    @property
     def inverts(self) -> bool:
         """True if a separate warp inverts A's diagonal blocks."""
         return self.solves and self.states == 2
 
 
+CHOICES = (64, True), (128, True), (128, False)  # tile_v and solves
+# Pools are of servers, whose models compute in bf16 and have K = 128.
 VARIANTS = tuple(
     Variant(dtype, K, tile_v, solves)
     for dtype in ("bfloat16", "float16")
     for K in (128, 64)
-    for tile_v, solves in ((64, True), (128, True), (128, False))
+    for tile_v, solves in CHOICES
+) + tuple(
+    Variant("bfloat16", 128, tile_v, solves, pool)
+    for pool in ("float32", "bfloat16")
+    for tile_v, solves in CHOICES
 )
 
 PASS_CONFIGS = {
@@ -109,6 +126,8 @@ def schedule(variant: Variant) -> Schedule:
     state_regs, solve_regs, load_regs = 232, 120, 40
     if variant.states == 2:
         state_regs, solve_regs, load_regs = (192, 88, 40) if variant.K == 128 else (176, 96, 64)
+    elif variant.keeps:  # what it keeps on the way has a place and a number of chunks
+        state_regs, solve_regs = 248, 112
     rings = {"k": 3, "q": 3, "v": 2, "gate": 4, "a": 2, "p": 2, "o": variant.states}
     rings["tail"] = 3 if variant.solves else 4  # tensors
     if variant.inverts:
@@ -211,26 +230,9 @@ def schedule(variant: Variant) -> Schedule:
         + (rings["a"] + rings["p"]) * CHUNK * CHUNK * 2
         + rings["gate"] * GATE_ROWS * CHUNK * 4
         + 2 * SCRATCH_BYTES * variant.solves
+        + 3 * WARPGROUP_THREADS * 4 * variant.keeps
         + 1024,
     )
-
-
-@T.macro
-def clear_padding(x, first_row, num_tokens, num_sequences, hv, column):
-    """Writes zeros to rows of x [tokens, HV, columns, 64] of no sequence; the CTAs share them."""
-    lane = T.get_thread_binding() % 32
-    for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
-        if lane < TILE // 8:
-            for e in T.vectorized(8):
-                x[first_row + j * num_sequences, hv, column, lane * 8 + e] = 0
-
-
-@T.macro
-def clear_saved(A, g_cum, first_row, num_tokens, num_sequences, hv):
-    clear_padding(A, first_row, num_tokens, num_sequences, hv, 0)
-    for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
-        if T.get_thread_binding() % 32 == 0:
-            g_cum[first_row + j * num_sequences, hv] = 0
 
 
 def build(variant: Variant):
@@ -250,6 +252,14 @@ def build(variant: Variant):
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
     h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
     ht_n, ht_h, ht_k, ht_v = T.dynamic("ht_n, ht_h, ht_k, ht_v")
+    kept_n, kept_h, kept_k, kept_v = T.dynamic("kept_n, kept_h, kept_k, kept_v")
+    num_kept, num_firsts, num_untils = T.dynamic("num_kept, num_firsts, num_untils")
+    kept_size = T.dynamic("kept_size")
+    held = variant.pool or "float32"
+    entry, steps = (num_kept, num_value_heads, K, V), (kept_n, kept_h, kept_k, kept_v)
+    kept_type = T.StridedTensor(entry, steps, "float32")  # not written
+    if variant.pooled:
+        kept_type = T.StridedTensor((*entry, kept_size), (*steps, 1), "uint8")
 
     @T.prim_func
     def fused_fwd(
@@ -266,9 +276,12 @@ def build(variant: Variant):
         spans: T.StridedTensor((num_sequences, 2), (span_step, 1), "int32"),
         starts_of: T.Tensor((num_starts,), "int32"),
         ends_of: T.Tensor((num_ends,), "int32"),
-        h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
+        h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), held),
         o: T.Tensor((num_tokens, num_value_heads, num_columns, TILE), variant.dtype),
-        ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), "float32"),
+        ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), held),
+        checkpoints: kept_type,
+        entries_of: T.Tensor((num_firsts,), "int32"),
+        until_of: T.Tensor((num_untils,), "int32"),
         g_cum: T.Tensor((saved_tokens, num_value_heads), "float32"),
         A: T.Tensor((saved_tokens, num_value_heads, 1, CHUNK), variant.dtype),
         scale: T.float32,
@@ -278,11 +291,14 @@ def build(variant: Variant):
         beta_is_16: T.int32,
         ctas: T.int32,
         early: T.int32,
+        every: T.int32,
+        keeps: T.int32,
+        null_slot: T.int32,
     ):
         with T.Kernel(ctas, threads=plan.block) as block:
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
-            T.import_source(SOURCE)
+            T.import_source(POOLS if variant.pooled else SOURCE)
             s_k = T.alloc_shared((rings["k"], CHUNK, K), variant.dtype)
             s_q = T.alloc_shared((rings["q"], CHUNK, K), variant.dtype)
             s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), variant.dtype)
@@ -336,6 +352,12 @@ def build(variant: Variant):
             # up to that predecessor have ended. `early`: q, k, v, gates and A come from these.
             if early == 0:
                 T.pdl_sync()
+            kept = None
+            if variant.pooled:
+                s_next = None
+                if variant.keeps:
+                    s_next = T.alloc_shared((states, 3, WARPGROUP_THREADS), "int32")
+                kept = OnTheWay(checkpoints, entries_of, until_of, every, keeps, null_slot, s_next)
             if of_states(warpgroup):
                 T.set_max_nreg(plan.role("state").regs, 1)
                 first_turn(turn, warpgroup - first_state)
@@ -353,6 +375,7 @@ def build(variant: Variant):
                         After(gates, first), After(a_ring, first), After(p_ring, first),
                         After(o_ring, first * states), turn, num_chunks, n, hv,
                         i_tile * variant.tile_v, has_h0, has_ht, starts_of, ends_of, first_state,
+                        kept, length,
                     )  # fmt: skip
                     first += num_chunks
                 last_turn(turn, warpgroup - first_state)
@@ -440,8 +463,9 @@ def build(variant: Variant):
                             n, kh, hv, i_tile, begin, length, num_chunks, saves,
                         )  # fmt: skip
                         begin = inside(spans[num_sequences - 1, 1], num_tokens) + n
-                        if has_h0 == 2:  # other tokens belong to other nodes of a tree
-                            begin = num_tokens
+                        if not variant.pooled:
+                            if has_h0 == 2:  # other tokens belong to other nodes of a tree
+                                begin = num_tokens
                         padding = (begin, num_tokens, num_sequences, hv)
                         for w in rolled(states):
                             clear_padding(o, *padding, i_tile * states + w)

@@ -41,7 +41,7 @@ KEY_SPAN = COLUMN_LANES * STATE_PIECE  # rows of K that a warp's lanes cover wit
 DECAY, QK = range(2)  # of a token's two scalars in shared memory
 
 # Bits of `flags`: inputs that a call has, and options that it asks for.
-V_FIRST, L2NORM, GATE, DENSE, INDICES, H0, HT = (1 << i for i in range(7))
+V_FIRST, L2NORM, GATE, DENSE, INDICES, H0, HT, NULL_ZERO = (1 << i for i in range(8))
 
 SOURCE = """
 namespace qla {
@@ -152,6 +152,12 @@ def number(at, size, dtype):
 
 def has(flags, bit):
     return T.bitwise_and(flags, bit) != 0
+
+
+def known_slot(slot, num_slots, flags):
+    """Returns a caller's index of a slot, or -1 if that is the null slot or past the pool."""
+    is_null = (slot >= num_slots) | ((slot == 0) & has(flags, NULL_ZERO))
+    return T.if_then_else(is_null, -1, slot)
 
 
 @T.macro
@@ -329,9 +335,7 @@ def build(variant: Variant):
             slot = n
             await_previous()
             if has(flags, INDICES):
-                slot = state_indices[n]
-                if slot >= num_h0:  # not a slot of the pool: treated like a negative one
-                    slot = -1
+                slot = known_slot(state_indices[n], num_h0, flags)
             if has(flags, H0):
                 if slot >= 0:
                     across = T.if_then_else(v_first == 0, h0_k, h0_v)

@@ -11,7 +11,9 @@ from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
 from qla_kernels.gdn.kernels import gate as gate_kernel
 from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
 from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
+from qla_kernels.gdn.kernels.chain.forward import EVERY, FROM
 from qla_kernels.gdn.kernels.chain.layout import TILE
+from qla_kernels.gdn.launch.pools import Places
 from qla_kernels.gdn.launch.tensors import (
     chunk_table,
     fresh_like,
@@ -156,6 +158,7 @@ def fused_fwd(
     equal_lengths: bool = False,
     starts_of: Tensor | None = None,
     early: bool = True,
+    places: Places | None = None,
 ) -> None:
     """Runs the chain over each sequence's chunks: writes o and, where given, ht and saved.
 
@@ -177,6 +180,8 @@ def fused_fwd(
         early: if ends_of is given and starts_of is not, this promises that segment_scan, which
             writes h0, is the launch right before this one, and that all other inputs were complete
             before segment_scan began: the kernel reads them early. See tile/dependent.py.
+        places: given if states are in a pool: where sequences start and end. ht is None then, and
+            h0 is given if they start from states of their own, as segments do.
     """
     B, T, HV, V = v.shape
     K = q.shape[-1]
@@ -186,7 +191,7 @@ def fused_fwd(
     if not N or not o.numel():  # no token to compute, or none that a sequence owns
         for x in (o, *(saved or ())):
             x.zero_()
-        pass_state_through(h0, ht)
+        pass_state_through(h0, ht)  # of a pool, N > 0 sequences without tokens take the kernel
         return
     g, beta = g.view(B * T, HV), beta.view(B * T, HV)
     is_16 = beta.dtype != torch.float32
@@ -195,8 +200,18 @@ def fused_fwd(
         g_cum, A = g, o.as_strided((B * T, HV, 1, CHUNK), (HV * CHUNK, CHUNK, CHUNK, 1))
     else:
         g_cum, A = saved[0].view(B * T, HV), saved[1].view(B * T, HV, 1, CHUNK)
+    pool = "" if places is None else dtype_name(places.pool.dtype)
+    variant = fused_fwd_kernel.Variant(dtype_name(q.dtype), K, plan.tile_v, plan.solves, pool)
     nothing = no_state(g, K, V) if h0 is None or ht is None else None
-    variant = fused_fwd_kernel.Variant(dtype_name(q.dtype), K, plan.tile_v, plan.solves)
+    has = [int(x is not None) for x in (h0, ht)]
+    kept, numbers = (h0 if nothing is None else nothing), (0, 0, -1)
+    entries = chunks = None
+    early = early and ends_of is not None and starts_of is None
+    if places is not None:
+        starts_of, ends_of, early = places.starts, places.ends, h0 is not None
+        has = [1, 1]
+        h0, ht = places.pool if h0 is None else h0, places.pool
+        kept, entries, chunks, numbers = _kept(places)
     jit.compile(fused_fwd_kernel, variant)(
         tokens(q),
         tokens(k),
@@ -210,13 +225,33 @@ def fused_fwd(
         nothing if h0 is None else h0,
         o.view(B * T, HV, V // TILE, TILE),
         nothing if ht is None else ht,
+        kept,
+        bounds if entries is None else entries,
+        bounds if chunks is None else chunks,
         g_cum,
         A,
         scale,
-        0 if h0 is None else 1 if starts_of is None else 2,
-        0 if ht is None else 1 if ends_of is None else 2,
+        has[0] and 1 + (starts_of is not None),
+        has[1] and 1 + (ends_of is not None),
         int(saved is not None),
         int(is_16),
         heuristics.ctas(items, equal_lengths, device.sm_count(q.device)),
-        int(early and ends_of is not None and starts_of is None),
+        int(early),
+        *numbers,
     )
+
+
+def _kept(
+    places: Places,
+) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[int, int, int]]:
+    """Returns the tensor of checkpoints, their two tables, and every, keeps and null_slot."""
+    if places.kept is None:
+        return as_bytes(places.pool), None, None, (0, 0, places.null_slot)
+    states, entries, chunks, every = places.kept
+    keeps = EVERY if chunks is None else FROM
+    return as_bytes(states), entries, chunks, (every, keeps, places.null_slot)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Returns x [..] as bytes [.., size of a number], a view of any strides."""
+    return x.unsqueeze(-1).view(torch.uint8)

@@ -20,6 +20,7 @@ from qla_kernels.gdn.launch import activations, segments
 from qla_kernels.gdn.launch.backward import gdn_bwd, l2norm_bwd
 from qla_kernels.gdn.launch.chains import public_states
 from qla_kernels.gdn.launch.chunks import fused_fwd, gate, kkt_solve, l2norm_fwd
+from qla_kernels.gdn.launch.pools import Places
 from qla_kernels.gdn.launch.segments import Maps, Segments, Whole
 from qla_kernels.gdn.launch.tensors import (
     WHOLE,
@@ -89,8 +90,8 @@ def gdn_fwd(call: Call, options: Options) -> GdnForward:
     """Runs the operator gdn_fwd on CUDA tensors."""
     require_aligned(OP, q=call.q, k=call.k, v=call.v)
     with device.of(call.q):
-        plan, equal_lengths = _planned(call, options)
-        x = _activated(call, options)
+        plan, equal_lengths = planned(call, options)
+        x = activated_batch(call, options)
         final_state, out = _room(call, options, plan.solves, x)
         parts, found = flat_parts(x.q, x.k, x.v), None
         for rows in parts:
@@ -119,6 +120,7 @@ def forward_batch(
     open_ends: tuple[bool, bool] = (False, False),
     exchange: Callable[[Maps, Segments], Tensor | None] | None = None,
     made: tuple[Segments, ChunkTable | None] | None = None,
+    places: Places | None = None,
 ) -> tuple[Segments, Maps] | None:
     """Launches the forward of one batch.
 
@@ -139,6 +141,7 @@ def forward_batch(
             at an open start, or None.
         made: segments to take instead of those of the plan, and the chunk table if the plan's
             kernel does not solve.
+        places: where states start and end in a pool; then neither x nor `out` has states.
 
     Returns:
         The segments and their maps, whose `left` then holds the start states; None if nothing was
@@ -158,15 +161,29 @@ def forward_batch(
         g_cum, A = kkt_solve(k, g, beta, bounds, table, out.saved, growth, wide)
         beta = wide
     if cut is None:
-        fused_fwd(q, k, v, g, beta, scale, h0, bounds, *out, plan.kernel, None, equal_lengths)
+        fused_fwd(
+            q, k, v, g, beta, scale, h0, bounds, *out, plan.kernel, None, equal_lengths,
+            places=places,
+        )  # fmt: skip
         return None
+    own = None
+    if places is not None:
+        h0, own = places.start_states(), places
+        if places.pool.dtype != torch.float32:  # as the start states of segments are
+            own = places.in_fp32(bounds.shape[0] - 1)
+    of_segments = None if own is None else own.of_segments(cut, bounds)
     found = segments.maps(
         k, v, g if A is None else g_cum, beta, A, h0, cut, plan.warm_log_bound, growth,
         early=not plan.kernel.solves,
     )  # fmt: skip
     entering = None if exchange is None else exchange(found, cut)
     starts = segments.start_states(found, h0, cut, entering)  # a view of found.left
-    fused_fwd(q, k, v, g, beta, scale, starts, cut.bounds, *out, plan.kernel, cut.ends_of)
+    fused_fwd(
+        q, k, v, g, beta, scale, starts, cut.bounds, *out, plan.kernel, cut.ends_of,
+        places=of_segments,
+    )  # fmt: skip
+    if places is not None and own is not None and own is not places:
+        places.take(own.pool)
     return cut, found
 
 
@@ -207,26 +224,27 @@ def forward_by_length(
     return None if kernels else found
 
 
-def _planned(call: Call, options: Options) -> tuple[Plan | Bands, bool]:
+def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan | Bands, bool]:
     """Returns the plan, and whether whole sequences are known to have one length, or nearly so.
 
     Without auto_cp, the plan is one whose results do not depend on the batch. If the device alone
-    knows the lengths, there may be several plans.
+    knows the lengths, there may be several plans; with `one_path`, it is that of equal lengths.
     """
     if not options.auto_cp:
         return Plan(heuristics.BATCH_INVARIANT, None), False
     chunks, *shape = plan_shape(call)
-    if call.cu_seqlens is not None and call.cu_seqlens_cpu is None:
+    known = call.cu_seqlens is None or call.cu_seqlens_cpu is not None
+    if not known and not one_path:
         batch = call.num_sequences, call.q.shape[0] * call.q.shape[1]
         found = decided(gdn_bands.forward, batch, *shape, options.warm_log_bound)
         first = found.bands[0]
         single = len(found.bands) == 1 and not first.segments
         return Plan(first.kernel, None) if single else found, False
     plan = decided(gdn_plan.forward, chunks, *shape, options.warm_log_bound)
-    return plan, len(chunks) == 1 and plan.segment_chunks is None
+    return plan, known and len(chunks) == 1 and plan.segment_chunks is None
 
 
-def _activated(call: Call, options: Options) -> FlatBatch:
+def activated_batch(call: Call, options: Options) -> FlatBatch:
     """Returns the call's inputs as kernels read them, with activated gates and betas."""
     as_is = torch.float32 if options.output_h else call.q.dtype  # for `public_states`
     raw = call.g, call.beta, call.A_log, call.dt_bias

@@ -6,6 +6,8 @@ so both state warpgroups run the same loop. Two copies of the loop, together wit
 would not fit the SM's instruction cache of 32 KB.
 """
 
+from typing import Any, NamedTuple
+
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
@@ -24,6 +26,30 @@ from qla_kernels.gdn.kernels.chain.layout import (
 )
 from qla_kernels.tile.constants import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.loops import rolled
+
+# Of OnTheWay.next: chunks before the next checkpoint, its entry, the sequence's whole chunks
+UNTIL, ENTRY, LAST_WHOLE = range(3)
+EVERY, FROM = (
+    1,
+    2,
+)  # of OnTheWay.keeps: entries every so many chunks; the first after until_of chunks
+
+
+class OnTheWay(NamedTuple):
+    """What the state role of a variant for pools reads besides, and where it keeps states.
+
+    The tables are a caller's: starts_of and ends_of have slots of the pool, which are checked.
+    """
+
+    checkpoints: Any  # [entries, HV, K, V, bytes]
+    entries_of: Any  # the entry of a sequence's first checkpoint
+    until_of: Any  # the number of chunks before it, with FROM
+    every: Any  # the number of chunks from one checkpoint to the next
+    keeps: Any  # 0, EVERY or FROM
+    null_slot: Any  # no slot, and no lower number, is a state
+    # [1, 3, threads] in shared memory: the loop over chunks has no registers for it. None where
+    # two state warpgroups leave none for checkpoints at all.
+    next: Any
 
 
 @T.macro
@@ -101,19 +127,43 @@ def gate(
         token += CHUNK
 
 
-def move_state(function, K, r_s, state, n, hv, v):
-    """Loads or stores S^T, 64 columns of a tensor [n, HV, K, V], by the CUDA function `function`.
+def move_state(verb, K, r_s, state, n, hv, v, kept=None):
+    """Loads or stores S^T, 64 columns of a tensor [n, HV, K, V]; `kept` is given if it is a pool.
 
     It is inline CUDA, because a TileLang loop would compute each of the 64 addresses separately,
     which takes 5 KB of instructions.
     """
     return T.call_extern(
         "handle",
-        f"qla::{function}<{K}>",
+        f"qla::{verb}_{'state' if kept is None else 'pool'}<{K}>",
         r_s.data,
         T.access_ptr(state[n, hv, 0, v], "rw", 1),
         *(T.cast(stride, "int64") for stride in state.strides[2:]),
     )
+
+
+def store_entry(K, r_s, states, entry, hv, v0, w):
+    """Stores S^T as `move_state` does, to an entry that may not exist."""
+    return T.call_extern(
+        "handle",
+        f"qla::keep_state<{K}>",
+        r_s.data,
+        T.access_ptr(states[0, 0, 0, 0, 0], "rw", 1),
+        *(entry, hv, v0, w),
+        *(T.cast(stride, "int64") for stride in states.strides[:4]),
+        states.shape[4],
+        states.shape[0],
+    )
+
+
+@T.macro
+def keep_state(K, r_s, kept, hv, v0, w):
+    """Stores S^T to the next entry, within the loop over chunks."""
+    thread = T.get_thread_binding()
+    if kept.next[w, UNTIL, thread] <= kept.next[w, LAST_WHOLE, thread]:
+        store_entry(K, r_s, kept.checkpoints, kept.next[w, ENTRY, thread], hv, v0, w)
+        kept.next[w, ENTRY, thread] += 1
+        kept.next[w, UNTIL, thread] += kept.every
 
 
 @T.macro
@@ -133,6 +183,7 @@ def state(
     states, K, dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
     q_ring, k_ring, v_ring, gate_ring, a_ring, p_ring, o_ring, turn,
     num_chunks, n, hv, v0, has_h0, has_ht, starts_of, ends_of, first_warpgroup=0,
+    kept=None, length=0,
 ):  # fmt: skip
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
@@ -153,13 +204,27 @@ def state(
         start = n
     if has_h0 == 2:
         start = starts_of[n]  # the row in which this node's parent ends, if any
+        if kept is not None:
+            if (start <= kept.null_slot) | (start >= h0.shape[0]):
+                start = -1
     if start >= 0:
-        move_state("load_state", K, r_s, h0, start, hv, v0 + w * TILE)
+        move_state("load", K, r_s, h0, start, hv, v0 + w * TILE, kept)
     else:
         T.clear(r_s)
     T.copy(r_s, r_s16)
     if states == 1:
         T.clear(r_o)
+    if kept is not None and kept.next is not None:
+        thread = T.get_thread_binding()
+        kept.next[w, UNTIL, thread] = 0
+        kept.next[w, LAST_WHOLE, thread] = length // CHUNK
+        if kept.keeps != 0:
+            kept.next[w, UNTIL, thread] = kept.every
+            kept.next[w, ENTRY, thread] = kept.entries_of[n]
+        if kept.keeps == FROM:
+            kept.next[w, UNTIL, thread] = kept.until_of[n]
+            if kept.until_of[n] == 0:
+                keep_state(K, r_s, kept, hv, v0, w)
     for i in T.serial(num_chunks):
         slot = k_ring.slot(i)
         gate_slot = gate_ring.slot(i)
@@ -225,6 +290,9 @@ def state(
         if states == 2:
             T.copy(r_o, r_o16)
             put_out(r_o16, s_o, o_ring, w, i * states + w)
+        if kept is not None and kept.next is not None:
+            if i + 1 == kept.next[w, UNTIL, T.get_thread_binding()]:
+                keep_state(K, r_s, kept, hv, v0, w)
     if states == 1:
         if num_chunks > 0:
             T.copy(r_o, r_o16)
@@ -235,5 +303,8 @@ def state(
         row = n
     if has_ht == 2:
         row = ends_of[n]  # the sequence that this segment ends, or the row of this node, if any
+        if kept is not None:
+            if (row <= kept.null_slot) | (row >= ht.shape[0]):
+                row = -1
     if row >= 0:
-        move_state("store_state", K, r_s, ht, row, hv, v0 + w * TILE)
+        move_state("store", K, r_s, ht, row, hv, v0 + w * TILE, kept)

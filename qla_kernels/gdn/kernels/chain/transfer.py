@@ -1,9 +1,10 @@
-"""Roles of the forward that move tiles between global and shared memory: load and store.
+"""Roles of the forward that move tiles between global and shared memory: load and store; zeros.
 
 fused_fwd.py states the maths and the steps, with the numbers used here.
 """
 
 import qla_kernels.tile.language as T
+from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.mask import clear_tail
@@ -100,3 +101,21 @@ def store(o, A, s_o, s_a, o_ring, a_ring, begin, length, hv, first_column, solve
             o_ring.wait(whole * o_ring.stages + w)
             tail_out(o, s_o, w, tok0, tail, hv, first_column + w)
             o_ring.release(whole * o_ring.stages + w)
+
+
+@T.macro
+def clear_padding(x, first_row, num_tokens, num_sequences, hv, column):
+    """Writes zeros to rows of x [tokens, HV, columns, 64] of no sequence; the CTAs share them."""
+    lane = T.get_thread_binding() % 32
+    for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
+        if lane < TILE // 8:
+            for e in T.vectorized(8):
+                x[first_row + j * num_sequences, hv, column, lane * 8 + e] = 0
+
+
+@T.macro
+def clear_saved(A, g_cum, first_row, num_tokens, num_sequences, hv):
+    clear_padding(A, first_row, num_tokens, num_sequences, hv, 0)
+    for j in rolled(T.ceildiv(num_tokens - first_row, num_sequences)):
+        if T.get_thread_binding() % 32 == 0:
+            g_cum[first_row + j * num_sequences, hv] = 0

@@ -1,0 +1,135 @@
+"""Checks of decoding's tensors, and `recurrent_refusal`, for all of its public functions.
+
+expect_*            raise a ValueError if the call is malformed, on every device
+recurrent_refusal   returns the text of an Unsupported, or None
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import need
+from qla_kernels.gdn.decode.ops import OP
+from qla_kernels.gdn.shapes import STATE_PIECE
+from qla_kernels.gdn.validate import ELSEWHERE, expect_shape, expect_tensor, refusal
+from qla_kernels.sm90 import dtype_name, expect_tensors
+
+NULL_SLOTS = (-1, 0)  # what an engine's padding may have as its slot
+
+
+def in_whole_pieces(state: Tensor) -> bool:
+    """Returns True if the kernel can read a state with these strides; does not check its address.
+
+    The last stride has to be 1 and the others multiples of STATE_PIECE.
+    """
+    steps = [s for n, s in zip(state.shape[:-1], state.stride()[:-1], strict=True) if n > 1]
+    return state.stride(-1) == 1 and all(s % STATE_PIECE == 0 for s in steps)
+
+
+def per_head(beta: Tensor, v: Tensor) -> Tensor:
+    """Returns beta as [B, T, HV]: the first column of one that is [B, T, HV, V], else beta itself.
+
+    Raises ValueError if a beta of 4 dimensions does not have v's shape.
+    """
+    if not isinstance(beta, Tensor) or beta.dim() != 4:
+        return beta
+    expect_shape(OP, "beta", beta, tuple(v.shape), "[B, T, HV, V]")
+    return beta[..., :1].squeeze(-1)
+
+
+def expect_pool(
+    op: str,
+    q: Tensor,
+    v: Tensor,
+    pool: Tensor | None,
+    state_v_first: bool,
+    name: str = "initial_state",
+    leading: Sequence[str] = ("slots",),
+) -> Tensor:
+    """Returns a pool of states, or of rows of them: [*leading, HV, K, V], or [.., V, K]."""
+    if pool is None:
+        fix = "pass the pool of states"
+        raise ValueError(need(op, "state_indices without initial_state", "both", fix))
+    expect_tensors(op, **{name: pool})
+    K, (HV, V) = q.shape[-1], v.shape[2:]
+    size, letters = ((V, K), "HV, V, K]") if state_v_first else ((K, V), "HV, K, V]")
+    letters = f"[{', '.join(leading)}, {letters}"
+    shape = (*pool.shape[: len(leading)], HV, *size)
+    expect_tensor(op, name, pool, shape, letters, q.device, floats=True)
+    return pool
+
+
+def expect_indices(op: str, name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Raises ValueError unless x is int32 or int64 of this shape, on the device of `like`."""
+    letters = "[N]" if len(shape) == 1 else "[N, S]"
+    expect_tensor(op, name, x, shape, letters, like.device)
+    if x.dtype not in (torch.int32, torch.int64):
+        got = f"{name} is {dtype_name(x.dtype)}"
+        raise ValueError(need(op, got, "int32 or int64", "cast it"))
+
+
+def expect_null_slot(op: str, null_slot: int) -> None:
+    if type(null_slot) is not int or null_slot not in NULL_SLOTS:
+        needs = "-1, or 0 where slot 0 of the pool is no state either"
+        raise ValueError(need(op, f"null_slot is {null_slot!r}", needs, "pass one of them"))
+
+
+def expect_out(op: str, out: Tensor, v: Tensor) -> None:
+    """Raises ValueError unless the results of a call can be written to `out`."""
+    expect_tensor(op, "out", out, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
+    if out.dtype != v.dtype:
+        got = f"out is {dtype_name(out.dtype)}"
+        raise ValueError(need(op, got, f"{dtype_name(v.dtype)}, as v is", "pass such a buffer"))
+    if not out.is_contiguous():
+        got = f"out has strides {tuple(out.stride())}"
+        raise ValueError(need(op, got, "a contiguous one", "leave it out, and copy the result"))
+
+
+def recurrent_refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    pool: Tensor | None = None,
+    capability: tuple[int, int] | None = None,
+    op: str = OP,
+) -> str | None:
+    """Returns the reason why `fused_recurrent_gated_delta_rule` cannot run a call, or None.
+
+    Args:
+        pool: initial_state of a call with state_indices, else None.
+        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        op: the name that begins the text.
+    """
+    for name, x in (("gk", gk), ("gv", gv)):
+        if x is not None:
+            return need(op, f"got {name}", "None: one decay a head and token", ELSEWHERE)
+    if reason := refusal(q, k, v, capability=capability, op=op):
+        return reason
+    if pool is None:
+        return None
+    return refused_states(op, "the pool of states", pool, q, q.is_cuda or capability is not None)
+
+
+def refused_states(op: str, what: str, pool: Tensor, q: Tensor, on_gpu: bool) -> str | None:
+    """Returns the reason why states cannot be overwritten in place, or None."""
+    if any(n > 1 and s == 0 for n, s in zip(pool.shape, pool.stride(), strict=True)):
+        got, needs = "share memory", "a place for each: they are overwritten"
+        return need(op, f"states of {_plain(what)} {got}", needs, "pass it .contiguous()")
+    if not on_gpu:
+        return None
+    if pool.dtype != torch.float32 and not pool.dtype == q.dtype == torch.bfloat16:
+        needs = "float32, or bfloat16 with q in bfloat16"
+        return need(op, f"{what} is {dtype_name(pool.dtype)}", needs, "keep it in float32")
+    if not in_whole_pieces(pool):
+        needs = f"a last stride of 1 and the rest multiples of {STATE_PIECE}"
+        got = f"{what} has strides {tuple(pool.stride())}"
+        return need(op, got, needs, "allocate it contiguous, or set state_v_first")
+    return None
+
+
+def _plain(what: str) -> str:
+    return what.removesuffix(" of states")

@@ -1,0 +1,204 @@
+"""The public function that verifies draft tokens: a state is kept after each of them."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels.arguments import flag
+from qla_kernels.derivatives import refuse_forward_mode
+from qla_kernels.errors import need
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.decode.ops import VERIFY_OP, Drafts, gdn_verify
+from qla_kernels.gdn.decode.validate import (
+    expect_indices,
+    expect_null_slot,
+    expect_out,
+    expect_pool,
+    recurrent_refusal,
+    refused_states,
+)
+from qla_kernels.gdn.keywords import checked_flags, scale_of
+from qla_kernels.gdn.validate import Gate, check_activations, check_tensors
+from qla_kernels.programs import RECORD, Programs
+from qla_kernels.sm90 import dtype_name, expect_tensors, require
+
+VERIFYING = Programs(VERIFY_OP)
+
+
+@torch.no_grad()
+def verify_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    state_indices: Tensor,
+    *,
+    num_accepted_tokens: Tensor | None = None,
+    checkpoints: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
+    parents: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    null_slot: int = -1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Runs draft tokens of N sequences from a pool of states, and keeps the state after each token.
+
+    There are two forms, by the dimensions of state_indices; one launch each. Arguments that are not
+    listed are those of `fused_recurrent_gated_delta_rule`. Not differentiable.
+
+    Args:
+        initial_state: the pool [slots, HV, K, V], or [slots, HV, V, K] if state_v_first.
+        state_indices: [N, S] or [N], int32 or int64.
+            [N, S]: the state after token t of sequence n overwrites slot state_indices[n, t]. The
+            sequence starts from slot state_indices[n, num_accepted_tokens[n] - 1], in which the
+            call before left the state after the last token that was accepted.
+            [N]: sequence n starts from slot state_indices[n], and the pool is not changed.
+            A sequence whose first slot is at most null_slot is padding: its o is 0, and nothing of
+            it is written. Later slots of that kind are left out.
+        num_accepted_tokens: [N], with state_indices [N, S]: from 1 to S; 1 if None.
+        checkpoints: [rows, S, HV, K, V], or [.., V, K] if state_v_first, in the pool's dtype, with
+            state_indices [N]: the state after token t overwrites checkpoints[row, t].
+        checkpoint_indices: [N], with checkpoints: the row of each sequence. Two sequences must not
+            share a row. A negative row marks padding.
+        parents: [N, S] or fewer columns, with checkpoints: the drafts of a sequence are a tree.
+            Token t > 0 starts from the state after token parents[n, t] < t of its sequence, or, if
+            that is negative, from the sequence's slot. parents[n, 0] is not read. None: from the
+            token before.
+        null_slot: -1, or 0 if slot 0 is no state.
+        out: a contiguous tensor like v; o is written to it and returned.
+
+    A sequence may have at most S tokens. On a GPU, indices out of range count as padding, accepted
+    numbers are clamped, a parent that is not before its token counts as the token before, and
+    states past S are not kept. On a CPU, and under QLA_CHECK=1, they raise a ValueError.
+
+    With a pool in bf16, a token whose parent is not the token before starts from the rounded state;
+    all others start from the state in fp32.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: this version cannot run the call.
+    """
+    given = (
+        q, k, v, g, beta, initial_state, state_indices, num_accepted_tokens, checkpoints,
+        checkpoint_indices, parents, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log,
+        dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, null_slot,
+        out,
+    )  # fmt: skip
+    found = None if torch.compiler.is_compiling() else VERIFYING.find(*given)
+    if type(found) is tuple:
+        for x in (initial_state if state_indices.dim() == 2 else None, checkpoints, out):
+            if x is not None:
+                torch.autograd.graph.increment_version(x)
+        return out if out is not None else found[0]
+    options = Options(
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+    )
+    options = checked_flags(VERIFY_OP, options)
+    gate = Gate(flag(VERIFY_OP, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
+    check_tensors(VERIFY_OP, q, k, v, g, beta, None, cu_seqlens)
+    check_activations(VERIFY_OP, v, gate, options)
+    expect_pool(VERIFY_OP, q, v, initial_state, options.state_v_first)
+    tables = num_accepted_tokens, checkpoint_indices, parents
+    v_first = options.state_v_first
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    _check_tables(q, v, N, initial_state, state_indices, checkpoints, *tables, v_first)
+    kept = state_indices.shape[1:] if checkpoints is None else checkpoints.shape[1:2]
+    if cu_seqlens is None and kept and q.shape[1] > kept[0]:
+        got, needs = f"{q.shape[1]} tokens a sequence", f"at most S={kept[0]}"
+        raise ValueError(need(VERIFY_OP, got, needs, "widen the table, or pass fewer drafts"))
+    expect_null_slot(VERIFY_OP, null_slot)
+    if out is not None:
+        expect_out(VERIFY_OP, out, v)
+    require(recurrent_refusal(q, k, v, pool=initial_state, op=VERIFY_OP))
+    if checkpoints is not None:
+        require(refused_states(VERIFY_OP, "the checkpoints of states", checkpoints, q, q.is_cuda))
+        require(_refused_rows(checkpoints))
+    call = Call(
+        q, k, v, g, beta, scale_of(VERIFY_OP, scale, q), None, cu_seqlens, None, *gate.parameters()
+    )
+    refuse_forward_mode(VERIFY_OP, *call, initial_state, checkpoints, out)
+
+    def run() -> tuple[Tensor, ...]:
+        o = v.new_empty(v.shape) if out is None else out
+        places = initial_state, state_indices, num_accepted_tokens, checkpoints, checkpoint_indices
+        gdn_verify(call, Drafts(*places, parents, o, null_slot), options)
+        return (o,) if out is None else ()
+
+    done = VERIFYING.record(given, run) if found is RECORD else run()
+    return out if out is not None else done[0]
+
+
+def _check_tables(
+    q: Tensor,
+    v: Tensor,
+    N: int,
+    pool: Tensor,
+    indices: Tensor,
+    checkpoints: Tensor | None,
+    accepted: Tensor | None,
+    rows: Tensor | None,
+    parents: Tensor | None,
+    state_v_first: bool,
+) -> None:
+    """Raises ValueError unless the tables of a call fit together."""
+    expect_tensors(VERIFY_OP, state_indices=indices)
+    in_slots = indices.dim() == 2
+    steps = indices.shape[1:] if in_slots else ()
+    expect_indices(VERIFY_OP, "state_indices", indices, (N, *steps), q)
+    if in_slots and checkpoints is not None:
+        fix = "pass the slots to start from, [N], or no checkpoints"
+        got = "checkpoints and state_indices [N, S]"
+        raise ValueError(need(VERIFY_OP, got, "one place for the state after a token", fix))
+    if accepted is not None:
+        if not in_slots:
+            fix = "pass the slots after each token, [N, S]"
+            got = "num_accepted_tokens and state_indices [N]"
+            raise ValueError(need(VERIFY_OP, got, "a slot for each number", fix))
+        expect_indices(VERIFY_OP, "num_accepted_tokens", accepted, (N,), q)
+    if (checkpoints is None) != (rows is None):
+        got = f"checkpoint{'s' if rows is None else '_indices'} alone"
+        fix = "pass the buffer, and the row of each sequence"
+        raise ValueError(need(VERIFY_OP, got, "checkpoints and checkpoint_indices", fix))
+    if parents is not None and checkpoints is None:
+        fix = "pass checkpoints, from which children of a token start"
+        raise ValueError(need(VERIFY_OP, "parents without checkpoints", "both", fix))
+    if checkpoints is None or rows is None:
+        if in_slots and not indices.shape[1]:
+            fix = "give each token a slot"
+            raise ValueError(need(VERIFY_OP, "state_indices of 0 columns", "[N, S], S > 0", fix))
+        return
+    expect_pool(VERIFY_OP, q, v, checkpoints, state_v_first, "checkpoints", ("rows", "S"))
+    expect_indices(VERIFY_OP, "checkpoint_indices", rows, (N,), q)
+    if checkpoints.dtype != pool.dtype:
+        got = f"checkpoints are {dtype_name(checkpoints.dtype)}"
+        needs = f"{dtype_name(pool.dtype)}, as the pool is"
+        raise ValueError(need(VERIFY_OP, got, needs, "allocate them like the pool"))
+    if parents is not None:
+        expect_tensors(VERIFY_OP, parents=parents)
+        width = parents.shape[1] if parents.dim() == 2 else 0
+        expect_indices(VERIFY_OP, "parents", parents, (N, min(width, checkpoints.shape[1])), q)
+
+
+def _refused_rows(checkpoints: Tensor) -> str | None:
+    """Returns the reason if entries of all rows do not lie a constant distance apart, or None."""
+    rows, steps = checkpoints.shape[:2]
+    if rows > 1 and steps > 1 and checkpoints.stride(0) != steps * checkpoints.stride(1):
+        got = f"checkpoints have strides {tuple(checkpoints.stride())}"
+        needs = "rows end to end: stride(0) = S stride(1)"
+        return need(VERIFY_OP, got, needs, "pass a buffer of S entries a row")
+    return None

@@ -1,0 +1,214 @@
+"""The public function for prefill from and into a pool of states."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels.arguments import flag, integer
+from qla_kernels.derivatives import refuse_forward_mode
+from qla_kernels.errors import need
+from qla_kernels.gdn import ops
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.decode.validate import (
+    expect_indices,
+    expect_null_slot,
+    expect_out,
+    expect_pool,
+)
+from qla_kernels.gdn.keywords import checked_flags, scale_of, warm_bound
+from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill, gdn_prefill
+from qla_kernels.gdn.validate import Gate, check_activations, check_tensors, refusal
+from qla_kernels.programs import RECORD, Programs
+from qla_kernels.sm90 import dtype_name, require
+from qla_kernels.tile.constants import CHUNK
+
+PREFILLS = Programs(PREFILL_OP)
+
+
+@torch.no_grad()
+def prefill_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    state_indices: Tensor,
+    *,
+    start_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    checkpoints: Tensor | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_starts: Tensor | None = None,
+    first_checkpoints: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    null_slot: int = -1,
+    out: Tensor | None = None,
+    auto_cp: bool = True,
+    exact: bool = False,
+    warm_log_bound: float | None = None,
+) -> Tensor:
+    """Computes `chunk_gated_delta_rule` from and into the slots of a pool, in place.
+
+    States are read and written by the kernel in the pool's dtype, layout and strides; they are fp32
+    in between. Arguments that are not listed are those of `chunk_gated_delta_rule`. Not
+    differentiable.
+
+    Args:
+        initial_state: the pool [slots, HV, K, V], or [slots, HV, V, K] if state_v_first, in fp32 or
+            bf16, any strides. On a GPU q, k and v are bf16.
+        state_indices: [N] int32 or int64. The final state of sequence n overwrites slot
+            state_indices[n]. Two sequences must not share a slot. An index that is at most
+            null_slot, or past the pool, names no slot: nothing is written.
+        start_indices: [N]: the slots to start from; state_indices if None. A sequence whose index
+            names no slot starts from 0: that is how to say that a sequence has no initial state.
+            Several may start from one slot, if it is not another's state_indices.
+        checkpoints: [entries, HV, K, V], or [.., V, K] if state_v_first, in fp32 or bf16, any
+            strides. States on the way are written to it, each to an entry of its own.
+        checkpoint_every: keep the state after every so many tokens of a sequence, a multiple of 64.
+        checkpoint_starts: [N] or [N + 1]: the entry of sequence n's first checkpoint; the others
+            follow. n if None. Entries outside `checkpoints` are not written on a GPU.
+        first_checkpoints: [N]: the first checkpoint of sequence n is the state after
+            64 first_checkpoints[n] tokens, and without checkpoint_every the only one. A negative
+            number means none. None: after checkpoint_every tokens.
+        null_slot: -1, or 0 if slot 0 of the pool is no state.
+        out: a contiguous tensor like v; the kernel writes o to it, and it is returned.
+        auto_cp: sequences may be cut into segments. False never cuts; the bits of a result then do
+            not depend on the rest of the batch.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: this version cannot run the call.
+    """
+    given = (
+        q, k, v, g, beta, initial_state, state_indices, start_indices, cu_seqlens, cu_seqlens_cpu,
+        checkpoints, checkpoint_every, checkpoint_starts, first_checkpoints, scale,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, null_slot, out, auto_cp, exact, warm_log_bound,
+    )  # fmt: skip
+    found = None if torch.compiler.is_compiling() else PREFILLS.find(*given)
+    if type(found) is tuple:
+        for x in (initial_state, checkpoints, out):
+            if x is not None:
+                torch.autograd.graph.increment_version(x)
+        return out if out is not None else found[0]
+    options = Options(
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        auto_cp=auto_cp,
+        warm_log_bound=warm_bound(PREFILL_OP, exact, warm_log_bound),
+    )
+    options = checked_flags(PREFILL_OP, options)
+    gate = Gate(flag(PREFILL_OP, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
+    check_tensors(PREFILL_OP, q, k, v, g, beta, None, cu_seqlens, cu_seqlens_cpu)
+    check_activations(PREFILL_OP, v, gate, options)
+    pool = expect_pool(PREFILL_OP, q, v, initial_state, options.state_v_first)
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    expect_indices(PREFILL_OP, "state_indices", state_indices, (N,), q)
+    if start_indices is not None:
+        expect_indices(PREFILL_OP, "start_indices", start_indices, (N,), q)
+    tables = checkpoint_starts, first_checkpoints
+    every = _expect_checkpoints(
+        q, v, N, checkpoints, checkpoint_every, *tables, options.state_v_first
+    )
+    expect_null_slot(PREFILL_OP, null_slot)
+    if out is not None:
+        expect_out(PREFILL_OP, out, v)
+    require(prefill_refusal(q, k, v, pool=pool, checkpoints=checkpoints))
+    scale = scale_of(PREFILL_OP, scale, q)
+    parameters = gate.parameters()
+    refuse_forward_mode(PREFILL_OP, q, k, v, g, beta, *parameters, pool, checkpoints, out)
+
+    def run() -> tuple[Tensor, ...]:
+        o = v.new_empty(v.shape) if out is None else out
+        norms = options.use_qk_l2norm_in_kernel
+        a, b = (ops.l2norm_fwd(q), ops.l2norm_fwd(k)) if norms else (q, k)
+        call = Call(a, b, v, g, beta, scale, None, cu_seqlens, cu_seqlens_cpu, *parameters)
+        places = pool, state_indices, start_indices, checkpoints, *tables
+        gdn_prefill(call, Prefill(*places, o, every, null_slot), options)
+        return (o,) if out is None else ()
+
+    done = PREFILLS.record(given, run) if found is RECORD else run()
+    return out if out is not None else done[0]
+
+
+def _expect_checkpoints(
+    q: Tensor,
+    v: Tensor,
+    N: int,
+    checkpoints: Tensor | None,
+    checkpoint_every: int | None,
+    starts: Tensor | None,
+    first: Tensor | None,
+    state_v_first: bool,
+) -> int:
+    """Returns the number of tokens between checkpoints, 0 if it was not given."""
+    every = 0 if checkpoint_every is None else checkpoint_every
+    every = integer(PREFILL_OP, "checkpoint_every", every)
+    if every < 0 or every % CHUNK or checkpoint_every == 0:
+        got, needs = f"checkpoint_every is {checkpoint_every}", f"a multiple of {CHUNK}"
+        raise ValueError(need(PREFILL_OP, got, needs, "take one that divides yours"))
+    if checkpoints is None:
+        if every or starts is not None or first is not None:
+            got, needs = "checkpoints are asked for without `checkpoints`", "the tensor to write to"
+            raise ValueError(need(PREFILL_OP, got, needs, "allocate an entry for each"))
+        return 0
+    if not every and first is None:
+        needs = "checkpoint_every or first_checkpoints"
+        fix = "say after which tokens, or drop it"
+        raise ValueError(need(PREFILL_OP, "checkpoints alone", needs, fix))
+    layout = state_v_first, "checkpoints", ("entries",)
+    expect_pool(PREFILL_OP, q, v, checkpoints, *layout)
+    if starts is not None:
+        count = N + (starts.dim() == 1 and starts.shape[0] == N + 1)
+        expect_indices(PREFILL_OP, "checkpoint_starts", starts, (count,), q)
+    if first is not None:
+        expect_indices(PREFILL_OP, "first_checkpoints", first, (N,), q)
+    return every
+
+
+def prefill_refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pool: Tensor,
+    checkpoints: Tensor | None = None,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """Returns the reason why `prefill_gated_delta_rule` cannot run a call, or None.
+
+    Args:
+        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+    """
+    if reason := refusal(q, k, v, capability=capability, op=PREFILL_OP):
+        return reason
+    on_gpu = q.is_cuda or capability is not None
+    if on_gpu and q.shape[-1] != 128:
+        got, fix = f"head dimension K={q.shape[-1]}", "use chunk_gated_delta_rule"
+        return need(PREFILL_OP, got, "128 to run on a pool", fix)
+    if on_gpu and q.dtype != torch.bfloat16:
+        got, needs = f"q, k and v are {dtype_name(q.dtype)}", "bfloat16 to run on a pool"
+        return need(PREFILL_OP, got, needs, "cast them, or use chunk_gated_delta_rule")
+    for what, x in (("the pool of states", pool), ("checkpoints", checkpoints)):
+        if x is None:
+            continue
+        if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
+            got, needs = f"states of {what} share memory", "a place for each: they are overwritten"
+            return need(PREFILL_OP, got, needs, "pass it .contiguous()")
+        if on_gpu and x.dtype not in (torch.float32, torch.bfloat16):
+            got = f"{what} is {dtype_name(x.dtype)}"
+            return need(PREFILL_OP, got, "float32 or bfloat16", "keep it in float32")
+    return None

@@ -1,0 +1,85 @@
+"""The forward on a GPU from and into a pool of states: the launches of gdn_fwd, on slots."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device
+from qla_kernels.gdn import heuristics
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.launch.forward import (
+    Outputs,
+    SavedChunks,
+    activated_batch,
+    forward_batch,
+    planned,
+)
+from qla_kernels.gdn.launch.pools import Checkpoints, Places
+from qla_kernels.gdn.launch.tensors import WHOLE, flat_parts, key_first, sequence_bounds
+from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill
+from qla_kernels.sm90 import require_aligned
+from qla_kernels.tile.constants import CHUNK
+
+NEVER = 1 << 30  # chunks: no sequence has so many
+
+
+@torch.no_grad()
+def gdn_prefill(call: Call, prefill: Prefill, options: Options) -> None:
+    """Runs the operator gdn_prefill on CUDA tensors."""
+    o = prefill.o
+    require_aligned(PREFILL_OP, q=call.q, k=call.k, v=call.v, out=o)
+    if not o.numel() or not call.num_sequences:
+        _without_tokens(call, prefill)
+    else:
+        with device.of(call.q):
+            plan, equal_lengths = planned(call, options, one_path=True)
+            assert isinstance(plan, Plan), "of one path"
+            if prefill.checkpoints is not None:
+                plan = plan._replace(kernel=heuristics.KEEPS)
+            x, places = activated_batch(call, options), _places(call, prefill, options)
+            saved = None if plan.kernel.solves else SavedChunks.empty(call.q, x.g)
+            out, parts = Outputs(o, None, saved), flat_parts(x.q, x.k, x.v)
+            for rows in parts:
+                part = x.of_part(rows), call.scale, plan, out.of_part(rows), equal_lengths
+                own = places if rows == WHOLE else places.of_part(rows)
+                forward_batch(*part, places=own)
+    for changed in (prefill.states, prefill.checkpoints, o):
+        if changed is not None:
+            torch.autograd.graph.increment_version(changed)
+
+
+def _places(call: Call, prefill: Prefill, options: Options) -> Places:
+    starts, N = prefill.start_indices, call.num_sequences
+    ends = _table(prefill.state_indices)
+    kept = None
+    if prefill.checkpoints is not None:
+        states = key_first(prefill.checkpoints, options.state_v_first)
+        assert states is not None, "there are checkpoints"
+        first = prefill.checkpoint_starts
+        entries = sequence_bounds(call.q[:1].expand(N, -1, -1, -1)[:, :1], None)
+        if first is not None:
+            entries = _table(first)
+        chunks = prefill.first_checkpoints
+        every = prefill.every // CHUNK or NEVER
+        kept = Checkpoints(states, entries, None if chunks is None else _table(chunks), every)
+    pool = key_first(prefill.states, options.state_v_first)
+    assert pool is not None, "a prefill has a pool"
+    return Places(pool, ends if starts is None else _table(starts), ends, prefill.null_slot, kept)
+
+
+def _table(x: Tensor) -> Tensor:
+    return x.int().contiguous()
+
+
+def _without_tokens(call: Call, prefill: Prefill) -> None:
+    """Empty sequences: each state passes from where it starts to where it ends."""
+    prefill.o.zero_()
+    starts, ends = prefill.start_indices, prefill.state_indices
+    if starts is None or not call.num_sequences:
+        return
+    pool, null = prefill.states, prefill.null_slot
+    slots = len(pool)
+    start_known, known = ((x > null) & (x < slots) for x in (starts, ends))
+    states = pool[torch.where(start_known, starts, 0).long()]
+    states = torch.where(start_known.view(-1, 1, 1, 1), states, 0)
+    pool[ends[known].long()] = states[known]

@@ -1,0 +1,248 @@
+"""SGLang's gated delta nets on our kernels: an entry point of sglang.srt.plugins.
+
+    python -m sglang.launch_server --linear-attn-backend qla ...
+
+`register` adds the choice `qla` to --linear-attn-backend and to its variants for prefill, decode
+and verification, and gives GDNKernelDispatcher our kernel where one of them chose it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn import (
+    fused_recurrent_gated_delta_rule,
+    packed_decode_gated_delta_rule,
+    prefill_gated_delta_rule,
+    verify_gated_delta_rule,
+)
+from qla_kernels.integrations.engines import log, unknown_version
+
+CHOICE = "qla"
+LINEAR = "sglang.srt.layers.attention.linear"
+DISPATCHER = f"{LINEAR}.gdn_backend.GDNKernelDispatcher.__init__"
+RAW: dict[str, Any] = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "state_v_first": True,
+}
+
+
+def register() -> None:
+    """Adds the choice; logs a warning and adds nothing if the version of SGLang is not known."""
+    if reason := unknown_version("sglang"):
+        log.warning("%s; --linear-attn-backend %s is not available", reason, CHOICE)
+        return
+    from sglang.srt.arg_groups.choices import (
+        LINEAR_ATTN_KERNEL_BACKEND_CHOICES,
+        add_linear_attn_kernel_backend_choices,
+    )
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if CHOICE not in LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
+        add_linear_attn_kernel_backend_choices([CHOICE])
+        HookRegistry.register(DISPATCHER, take_over, HookType.AROUND)
+
+
+def take_over(
+    construct: Callable[..., None],
+    dispatcher: Any,
+    decode_backend: Any,
+    prefill_backend: Any,
+    verify_backend: Any = None,
+) -> None:
+    """Constructs the dispatcher, and puts our kernel where the flags chose it.
+
+    Verification is ours if its flag says so, or if it is left out and decode is ours. SGLang knows
+    only that a choice is not one of its own, so that the flags are asked for the name.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    flags = get_exec().mamba
+    every = flags.linear_attn_backend
+    decode = (flags.linear_attn_decode_backend or every) == CHOICE
+    prefill = prefill_backend.is_custom() and (
+        (flags.linear_attn_prefill_backend or every) == CHOICE
+    )
+    verify = (flags.linear_attn_verify_backend or (CHOICE if decode else "")) == CHOICE
+    triton = type(decode_backend)("triton")
+    construct(
+        dispatcher,
+        triton if decode else decode_backend,
+        triton if prefill else prefill_backend,
+        triton if verify else verify_backend,
+    )
+    if not (decode or prefill or verify):
+        return
+    kernel = kernel_class()()
+    if decode:
+        dispatcher.decode_kernel, dispatcher.supports_packed_decode = kernel, True
+    if prefill:
+        dispatcher.extend_kernel = kernel
+    if verify:
+        dispatcher.verify_kernel = dispatcher.tree_verify_kernel = kernel
+        dispatcher.verify_kernel_is_flashinfer = False
+    parts = {"decode": decode, "prefill": prefill, "verification of drafts": verify}
+    ours = ", ".join(name for name, is_ours in parts.items() if is_ours)
+    log.info("SGLang: the gated delta rule runs on qla_kernels: %s", ours)
+
+
+@functools.cache
+def kernel_class() -> type:
+    """Returns our LinearAttnKernelBase."""
+    from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
+
+    return kernel_on(LinearAttnKernelBase)
+
+
+def kernel_on(base: Any) -> type:
+    class QlaGDNKernel(base):  # type: ignore[misc]
+        """States are updated in the pool [slots, HV, V, K]; index -1 is padding."""
+
+        supports_packed_decode = True
+        supports_strided_target_verify_qkv = True
+        supports_track_state_snapshot = True
+
+        def packed_decode(
+            self,
+            mixed_qkv: Tensor,
+            a: Tensor,
+            b: Tensor,
+            *,
+            A_log: Tensor,
+            dt_bias: Tensor,
+            scale: float,
+            ssm_states: Tensor,
+            cache_indices: Tensor,
+            num_v_heads: int,
+            head_v_dim: int,
+            **kwargs: Any,
+        ) -> Tensor:
+            _refuse_replay(kwargs)
+            given = mixed_qkv, a, b, A_log, dt_bias, ssm_states, cache_indices
+            return packed_decode_gated_delta_rule(*given, scale=scale).transpose(0, 1)
+
+        def decode(
+            self,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            a: Tensor,
+            b: Tensor,
+            *,
+            A_log: Tensor,
+            dt_bias: Tensor,
+            ssm_states: Tensor,
+            cache_indices: Tensor,
+            query_start_loc: Tensor,
+            **kwargs: Any,
+        ) -> Tensor:
+            o, _ = fused_recurrent_gated_delta_rule(
+                q,
+                k,
+                v,
+                _row(a),
+                beta=_row(b),
+                initial_state=ssm_states,
+                A_log=A_log,
+                dt_bias=dt_bias,
+                cu_seqlens=query_start_loc,
+                state_indices=cache_indices,
+                **RAW,
+            )
+            return o
+
+        def extend(
+            self,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            g: Tensor,
+            beta: Tensor,
+            *,
+            ssm_states: Tensor,
+            cache_indices: Tensor,
+            query_start_loc: Tensor,
+            output: Tensor | None = None,
+            track_state: Tensor | None = None,
+            track_chunk_idx: Tensor | None = None,
+            inplace_update: bool = True,
+            **kwargs: Any,
+        ) -> tuple[Tensor, None, None]:
+            if not inplace_update:
+                _refuse("scoring of several items", "--linear-attn-prefill-backend triton")
+            o = prefill_gated_delta_rule(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                ssm_states,
+                cache_indices,
+                cu_seqlens=query_start_loc,
+                checkpoints=track_state,
+                first_checkpoints=track_chunk_idx,
+                use_qk_l2norm_in_kernel=True,
+                state_v_first=True,
+                out=output,
+            )
+            return o, None, None
+
+        def target_verify(
+            self,
+            A_log: Tensor,
+            dt_bias: Tensor,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            a: Tensor,
+            b: Tensor,
+            *,
+            ssm_states: Tensor,
+            cache_indices: Tensor,
+            query_start_loc: Tensor,
+            intermediate_states_buffer: Tensor,
+            intermediate_state_indices: Tensor,
+            cache_steps: int,
+            retrieve_parent_token: Tensor | None,
+            **kwargs: Any,
+        ) -> Tensor:
+            count = query_start_loc.shape[0] - 1
+            parents = retrieve_parent_token
+            return verify_gated_delta_rule(
+                q,
+                k,
+                v,
+                _row(a),
+                _row(b),
+                ssm_states,
+                cache_indices[:count],
+                checkpoints=intermediate_states_buffer,
+                checkpoint_indices=intermediate_state_indices[:count],
+                parents=None if parents is None else parents[:count],
+                A_log=A_log,
+                dt_bias=dt_bias,
+                cu_seqlens=query_start_loc,
+                **RAW,
+            )
+
+    return QlaGDNKernel
+
+
+def _row(x: Tensor) -> Tensor:
+    """Returns gates [T, HV], or [1, T, HV], as [1, T, HV]."""
+    return x if x.dim() == 3 else torch.unsqueeze(x, 0)
+
+
+def _refuse_replay(kwargs: dict[str, Any]) -> None:
+    if any(x is not None for name, x in kwargs.items() if name.startswith("replayssm_")):
+        _refuse("--enable-linear-replayssm", "--linear-attn-decode-backend triton")
+
+
+def _refuse(what: str, fix: str) -> None:
+    raise Unsupported(need("qla_kernels", what, "states in the pool alone", f"pass {fix}"))

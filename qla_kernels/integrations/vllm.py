@@ -1,0 +1,223 @@
+"""vLLM's layers of Qwen3-Next and Qwen3.5 on our kernels: an entry point of vllm.general_plugins.
+
+    VLLM_PLUGINS=qla_kernels vllm serve ...
+
+`register` replaces the layer QwenGatedDeltaNetAttention out of tree. The layer runs prefill, decode
+and verification of drafts from and into the pages of the cache, in place; projections, convolutions
+and norms stay vLLM's. Batches of kinds that it does not know go to vLLM's own kernels.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import Unsupported
+from qla_kernels.gdn import (
+    packed_decode_gated_delta_rule,
+    prefill_gated_delta_rule,
+    verify_gated_delta_rule,
+)
+from qla_kernels.integrations.engines import log, unknown_version
+
+NAME = "qla_kernels"
+LAYER = "QwenGatedDeltaNetAttention"
+NULL_SLOT = 0  # vLLM's null block
+FLAGS: dict[str, Any] = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "state_v_first": True,
+    "null_slot": NULL_SLOT,
+}
+
+
+def register() -> None:
+    """Replaces vLLM's layer if VLLM_PLUGINS names this plug-in; does nothing otherwise.
+
+    Raises Unsupported if the version of vLLM is not known.
+    """
+    if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        return
+    if reason := unknown_version("vllm"):
+        raise Unsupported(reason)
+    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as engine
+
+    if LAYER in op_registry_oot:
+        return
+    PluggableLayer.register_oot(name=LAYER)(layer_on(engine))
+    log.info("vLLM: %s runs on qla_kernels: prefill, decode, verification of drafts", LAYER)
+
+
+def layer_on(engine: Any) -> type:
+    """Returns the layer; `engine` is vLLM's module qwen_gdn_linear_attn."""
+    base: Any = getattr(engine, LAYER)
+
+    class QlaGatedDeltaNetAttention(base):  # type: ignore[misc]
+        def _forward_core(
+            self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
+        ) -> None:
+            found = engine.get_forward_context().attn_metadata
+            batch = found.get(self.prefix) if isinstance(found, dict) else None
+            if batch is None:  # vLLM profiles
+                super()._forward_core(mixed_qkv, b, a, core_attn_out)
+                return
+            n = batch.num_actual_tokens
+            given = mixed_qkv[:n], b[:n], a[:n], core_attn_out[:n]
+            if batch.spec_sequence_masks is None and batch.num_prefills > 0:
+                _prefill(engine, self, batch, *given)
+            elif batch.spec_sequence_masks is None and batch.num_decodes > 0:
+                _decode(engine, self, batch, *given)
+            elif batch.spec_sequence_masks is not None and not (
+                batch.num_prefills or batch.num_decodes
+            ):
+                _verify(engine, self, batch, *given)
+            else:  # drafts beside others
+                super()._forward_core(mixed_qkv, b, a, core_attn_out)
+
+    return QlaGatedDeltaNetAttention
+
+
+def _convolution(engine: Any, layer: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """Returns the states of the convolution [slots, channels, width - 1], and its parameters."""
+    states = layer.kv_cache[0]
+    if not engine.is_conv_state_dim_first():
+        states = states.transpose(-1, -2)
+    weight = layer.conv1d.weight
+    return states, (weight.view(weight.shape[0], -1), layer.conv1d.bias, layer.activation)
+
+
+def _split(
+    layer: Any, rows: Tensor, b: Tensor, a: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns q, k, v [1, T, heads, size], g and beta [1, T, HV] of packed rows, as views."""
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    keys, values = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
+    q, k, v = torch.split(rows, [keys, keys, values], -1)
+    q, k = (x.view(1, len(x), -1, layer.head_k_dim) for x in (q, k))
+    return q, k, v.view(1, len(v), -1, layer.head_v_dim), a[None], b[None]
+
+
+def _decode(
+    engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
+) -> None:
+    """One token of each sequence; tokens and slots of padding may follow."""
+    slots = batch.non_spec_state_indices_tensor[: len(rows)]
+    states, parameters = _convolution(engine, layer)
+    rows = engine.causal_conv1d_update(
+        rows, states, *parameters, conv_state_indices=slots, validate_data=False
+    )
+    _decode_rows(layer, rows, b, a, slots, out)
+
+
+def _decode_rows(
+    layer: Any, rows: Tensor, b: Tensor, a: Tensor, slots: Tensor, out: Tensor
+) -> None:
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    packed_decode_gated_delta_rule(
+        rows, a, b, layer.A_log, layer.dt_bias, layer.kv_cache[1], slots,
+        null_slot=NULL_SLOT, out=out.unsqueeze(1),
+    )  # fmt: skip
+
+
+def _prefill(
+    engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
+) -> None:
+    """Sequences of one token come first, then those of many."""
+    states, parameters = _convolution(engine, layer)
+    weight, bias, activation = parameters
+    before = rows
+    rows = engine.causal_conv1d_fn(
+        rows.transpose(0, 1),
+        weight,
+        bias,
+        activation=activation,
+        conv_states=states,
+        has_initial_state=batch.has_initial_state,
+        cache_indices=batch.non_spec_state_indices_tensor,
+        query_start_loc=batch.non_spec_query_start_loc,
+        metadata=batch,
+    ).transpose(0, 1)
+    first = batch.num_decode_tokens if batch.num_decodes > 0 else 0
+    if first:
+        slots = batch.non_spec_state_indices_tensor[:first]
+        _decode_rows(layer, rows[:first], b[:first], a[:first], slots, out[:first])
+    keep: dict[str, Any] = {}
+    plan = batch.flashinfer_checkpoint_plan
+    if plan is not None:
+        workspace = engine.current_workspace_manager()
+        (room,) = workspace.get_simultaneous(layer._checkpoint_buffer_spec)
+        keep["checkpoints"] = room[: plan.num_checkpoints]
+        keep |= {"checkpoint_every": plan.every_n_tokens, "checkpoint_starts": plan.cu_starts}
+    q, k, v, g, beta = _split(layer, rows[first:], b[first:], a[first:])
+    prefill_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        layer.kv_cache[1],
+        batch.prefill_state_indices,
+        start_indices=_starts(batch),
+        cu_seqlens=batch.prefill_query_start_loc,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        out=out[first:].unsqueeze(0),
+        **keep,
+        **FLAGS,
+    )
+    if plan is not None:
+        layer._checkpoint_exporter.export(
+            batch.checkpoint,
+            raw_qkv=before,
+            conv_state=states,
+            recurrent_checkpoint=keep["checkpoints"],
+            recurrent_state=layer.kv_cache[1],
+            cu_seqlens=batch.non_spec_query_start_loc,
+            recurrent_rows=plan.rows,
+        )
+
+
+def _starts(batch: Any) -> Tensor:
+    """Returns the slots to start from; made once a batch, for all layers."""
+    found: Tensor | None = getattr(batch, "qla_start_indices", None)
+    if found is None:
+        slots, has = batch.prefill_state_indices, batch.prefill_has_initial_state
+        found = batch.qla_start_indices = torch.where(has, slots, NULL_SLOT).int()
+    return found
+
+
+def _verify(
+    engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
+) -> None:
+    count = batch.num_spec_decodes
+    slots, bounds = batch.spec_state_indices_tensor, batch.spec_query_start_loc
+    states, parameters = _convolution(engine, layer)
+    rows = engine.causal_conv1d_update(
+        rows,
+        states,
+        *parameters,
+        conv_state_indices=slots[:count, 0],
+        num_accepted_tokens=batch.num_accepted_tokens,
+        query_start_loc=bounds,
+        max_query_len=slots.shape[-1],
+        validate_data=False,
+    )
+    q, k, v, g, beta = _split(layer, rows, b, a)
+    verify_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        layer.kv_cache[1],
+        slots[:count],
+        num_accepted_tokens=batch.num_accepted_tokens[:count],
+        cu_seqlens=bounds[: count + 1],
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        out=out.unsqueeze(0),
+        **FLAGS,
+    )

@@ -1,0 +1,387 @@
+"""The plug-ins for vLLM and SGLang: against recorded interfaces, and against sources if unpacked.
+
+`python scripts/engine_interfaces.py` downloads the wheels' sources and compares them with the
+record.
+"""
+
+import inspect
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qla_kernels import Unsupported
+from qla_kernels.integrations import engines, sglang, vllm
+from scripts import engine_interfaces
+from tests.serving_traffic import Traffic
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = json.loads(Path(__file__).with_name("engine_interfaces.json").read_text())
+
+
+def recorded(engine: str, name: str) -> dict[str, Any]:
+    entries = RECORD[engine]["interfaces"]
+    return next(x for full, x in entries.items() if full.rpartition(":")[2] == name)
+
+
+def accepts(function: Any, names: list[str]) -> None:
+    """A call with all these parameters, as an engine makes it, reaches the function."""
+    own = inspect.signature(function).parameters
+    for name in names:
+        assert name == "*" or name.startswith("**") or name in own, f"{name} is not a parameter"
+
+
+@pytest.mark.parametrize("engine", RECORD)
+def test_the_record_is_that_of_the_engine(engine):
+    folder = engine_interfaces.UNPACKED
+    if not (folder / engine).exists():
+        pytest.skip(f"no sources of {engine}: python scripts/engine_interfaces.py gets them")
+    assert engine_interfaces.interfaces(engine, folder) == RECORD[engine]["interfaces"]
+
+
+def test_versions_are_those_of_the_record():
+    assert {engine: (x["version"],) for engine, x in RECORD.items()} == engines.KNOWN
+    assert {engine: x["version"] for engine, x in RECORD.items()} == engine_interfaces.VERSIONS
+
+
+def test_entry_points():
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for group, module in (("vllm.general_plugins", vllm), ("sglang.srt.plugins", sglang)):
+        assert points[group] == {"qla_kernels": f"{module.__name__}:register"}
+        assert callable(module.register)
+
+
+def test_vllm_is_not_touched_unless_asked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # an import would fail
+    for value in (None, "", "another", "qla"):
+        if value is None:
+            monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+        else:
+            monkeypatch.setenv("VLLM_PLUGINS", value)
+        vllm.register()
+
+
+@pytest.mark.parametrize(("module", "engine"), [(vllm, "vllm"), (sglang, "sglang")])
+def test_an_unknown_version_is_refused(module, engine, monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_PLUGINS", "other,qla_kernels")
+    monkeypatch.setattr(metadata, "version", lambda _: "0.99.1+cu13")
+    text = f"qla_kernels: {engine} 0.99.1; need {engine} {engines.KNOWN[engine][0]}; install it, or"
+    if module is vllm:
+        with pytest.raises(Unsupported) as error:
+            module.register()
+        said = str(error.value)
+    else:
+        module.register()
+        said = caplog.text
+        assert "--linear-attn-backend qla is not available" in said
+    assert text in said
+
+
+class Engine:
+    """What vLLM's module has for our layer; a convolution that changes nothing."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch, self.exported = batch, None
+
+    def get_forward_context(self) -> Any:
+        return SimpleNamespace(attn_metadata={"layer": self.batch})
+
+    def is_conv_state_dim_first(self) -> bool:
+        return True
+
+    def causal_conv1d_update(self, *args: Any, **named: Any) -> Any:
+        return self._convolved("causal_conv1d_update", args, named)
+
+    def causal_conv1d_fn(self, *args: Any, **named: Any) -> Any:
+        return self._convolved("causal_conv1d_fn", args, named)
+
+    def _convolved(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        names = recorded("vllm", name)["parameters"]
+        assert set(named) <= set(names[len(args) :]), f"{name} does not take {sorted(named)}"
+        return args[0]
+
+    def current_workspace_manager(self) -> Any:
+        def get_simultaneous(spec: Any) -> tuple[torch.Tensor]:
+            shape, dtype = spec
+            return (torch.full(shape, torch.nan, dtype=dtype),)
+
+        return SimpleNamespace(get_simultaneous=get_simultaneous)
+
+
+def vllm_layer(traffic: Traffic, batch: Any) -> tuple[Any, Engine]:
+    """Our layer on a stand-in for vLLM's."""
+    engine = Engine(batch)
+
+    class QwenGatedDeltaNetAttention:
+        def _forward_core(self, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
+            core_attn_out.fill_(7)  # vLLM's own
+
+    engine.QwenGatedDeltaNetAttention = QwenGatedDeltaNetAttention
+    layer = vllm.layer_on(engine)()
+    layer.prefix, layer.tp_size, layer.activation = "layer", 1, "silu"
+    layer.kv_cache = torch.zeros(len(traffic.pool), 4, 3), traffic.pool
+    layer.conv1d = SimpleNamespace(weight=torch.zeros(4, 1, 4), bias=None)
+    layer.key_dim, layer.head_k_dim = traffic.H * traffic.K, traffic.K
+    layer.value_dim, layer.head_v_dim = traffic.HV * traffic.V, traffic.V
+    vars(layer).update(traffic.parameters)
+    return layer, engine
+
+
+def metadata_of(**given: Any) -> Any:
+    """GDNAttentionMetadata, with the fields that the record has and no others."""
+    fields = recorded("vllm", "GDNAttentionMetadata")["fields"]
+    assert set(given) <= set(fields)
+    return SimpleNamespace(**dict.fromkeys(fields) | given)
+
+
+def test_vllm_layer_in_a_mixed_batch():
+    """Two decoding sequences, then two prompts, of which one starts from 0; then checkpoints."""
+    accepts(
+        vllm.layer_on(SimpleNamespace(QwenGatedDeltaNetAttention=object))._forward_core,
+        recorded("vllm", "QwenGatedDeltaNetAttention._forward_core")["parameters"],
+    )
+    t = Traffic(1)
+    slots, total = [5, 3, 7, 9], 2 + 130 + 5
+    plan = SimpleNamespace(
+        num_checkpoints=2, every_n_tokens=64, cu_starts=t.table([0, 2, 2]), rows=1
+    )
+    batch = metadata_of(
+        num_prefills=2, num_decodes=2, num_decode_tokens=2, num_actual_tokens=total,
+        has_initial_state=torch.tensor([True, True, False, True]),
+        non_spec_state_indices_tensor=t.table(slots),
+        non_spec_query_start_loc=t.table([0, 1, 2, 132, 137]),
+        prefill_query_start_loc=t.table([0, 130, 135]),
+        prefill_state_indices=t.table(slots[2:]),
+        prefill_has_initial_state=torch.tensor([False, True]), flashinfer_checkpoint_plan=plan,
+        checkpoint="where",
+    )  # fmt: skip
+    layer, _ = vllm_layer(t, batch)
+    layer._checkpoint_buffer_spec = (4, *t.pool.shape[1:]), t.pool.dtype
+    exported = {}
+    names = recorded("vllm", "MambaPrefillCheckpointExporter.export")["parameters"]
+
+    def export(checkpoint: Any, **named: Any) -> None:
+        assert set(named) <= set(names)
+        exported.update(named)
+
+    layer._checkpoint_exporter = SimpleNamespace(export=export)
+    rows, a, b = t.rows(total + 3)
+    before, out = t.pool.clone(), torch.zeros(total + 3, t.HV, t.V, dtype=torch.float64)
+    layer._forward_core(rows, b, a, out)
+    starts = [before[5].mT, before[3].mT, torch.zeros_like(before[7].mT), before[9].mT]
+    for n, (begin, end) in enumerate(((0, 1), (1, 2), (2, 132), (132, 137))):
+        mine = slice(begin, end)
+        want, states = t.truth(rows[mine], a[mine], b[mine], starts[n])
+        t.agree("o", out[mine], want)
+        t.agree("state", t.pool[slots[n]].mT, states[-1])
+        if n == 2:
+            for entry in range(2):
+                kept = exported["recurrent_checkpoint"][entry]
+                t.agree("checkpoint", kept.mT, states[64 * entry + 63])
+    assert not out[total:].any()
+    same = [slot for slot in range(len(t.pool)) if slot not in slots]
+    assert torch.equal(t.pool[same], before[same])
+
+
+def test_vllm_layer_decodes_and_verifies():
+    t = Traffic(2)
+    slots = [5, 3, 0]
+    batch = metadata_of(
+        num_prefills=0, num_decodes=2, num_actual_tokens=3,
+        non_spec_state_indices_tensor=t.table(slots),
+    )  # fmt: skip
+    layer, engine = vllm_layer(t, batch)
+    rows, a, b = t.rows(3)
+    before, out = t.pool.clone(), torch.ones(3, t.HV, t.V, dtype=torch.float64)
+    layer._forward_core(rows, b, a, out)
+    for n in range(2):
+        want, _ = t.truth(rows[n : n + 1], a[n : n + 1], b[n : n + 1], before[slots[n]].mT)
+        t.agree("o", out[n : n + 1], want)
+    assert not out[2].any()
+
+    table = [[5, 6, 8], [3, 1, 2]]
+    engine.batch = metadata_of(
+        num_prefills=0, num_decodes=0, num_actual_tokens=6, num_spec_decodes=2,
+        spec_sequence_masks=torch.ones(2, dtype=torch.bool),
+        spec_state_indices_tensor=t.table([*table, [0, 0, 0]]),
+        spec_query_start_loc=t.table([0, 3, 6, 6]), num_accepted_tokens=t.table([1, 1, 1]),
+    )  # fmt: skip
+    rows, a, b = t.rows(6)
+    before, out = t.pool.clone(), torch.ones(6, t.HV, t.V, dtype=torch.float64)
+    layer._forward_core(rows, b, a, out)
+    for n in range(2):
+        mine = slice(3 * n, 3 * n + 3)
+        want, states = t.truth(rows[mine], a[mine], b[mine], before[table[n][0]].mT)
+        t.agree("o", out[mine], want)
+        t.agree("states", t.pool[table[n]].mT, states)
+    engine.batch.num_decodes = 1  # drafts beside others: vLLM's own kernels
+    layer._forward_core(rows, b, a, out)
+    assert (out == 7).all()
+
+
+def test_checkpoint_rows_are_those_of_vllms_plan():
+    folder = engine_interfaces.UNPACKED
+    if not (folder / "vllm").exists():
+        pytest.skip("no sources of vllm: python scripts/engine_interfaces.py gets them")
+    import ast
+    import math
+
+    file = "vllm/v1/attention/backends/gdn_attn.py"
+    tree = ast.parse((folder / "vllm" / file).read_text())
+    code = ast.Module([engine_interfaces.lookup(tree, "plan_flashinfer_checkpoints")], [])
+    room: dict[str, Any] = {"math": math}
+    exec(compile(code, file, "exec"), room)
+    every, cu_starts, rows = room["plan_flashinfer_checkpoints"]([128, 0, 192], [200, 64, 300])
+    assert (every, cu_starts, rows) == (64, [0, 3, 4, 8], [1, 0, 6])  # as checkpoint_starts has it
+
+
+def sglang_kernel() -> Any:
+    return sglang.kernel_on(object)()
+
+
+def test_sglang_methods_take_what_sglang_passes():
+    kernel = sglang_kernel()
+    for owner in ("LinearAttnKernelBase", "TritonGDNKernel"):
+        for name, names in recorded("sglang", owner)["methods"].items():
+            accepts(getattr(kernel, name), names[1:])
+    for name in ("packed_decode", "decode", "extend", "target_verify"):
+        accepts(
+            getattr(kernel, name), recorded("sglang", "GDNKernelDispatcher")["methods"][name][1:]
+        )
+
+
+def test_sglang_kernel_on_a_pool():
+    t, kernel = Traffic(3), sglang_kernel()
+    shape = {"ssm_states": t.pool, "cache_indices": t.table([4, -1, 2])}
+    rows, a, b = t.rows(3)
+    before = t.pool.clone()
+    o = kernel.packed_decode(
+        rows, a, b, **t.parameters, scale=t.K**-0.5, **shape, num_v_heads=t.HV, head_v_dim=t.V,
+        replayssm_d=None,
+    )  # fmt: skip
+    assert o.shape == (1, 3, t.HV, t.V)
+    t.pool.copy_(before)
+    loc = t.table([0, 1, 2, 3])
+    again = kernel.decode(*t.split(rows), a, b, **t.parameters, **shape, query_start_loc=loc)
+    assert torch.allclose(o, again)
+    for n, slot in ((0, 4), (2, 2)):
+        mine = slice(n, n + 1)
+        want, states = t.truth(rows[mine], a[mine], b[mine], before[slot].mT)
+        t.agree("o", o[0, mine], want)
+        t.agree("state", t.pool[slot].mT, states[0])
+    with pytest.raises(Unsupported, match="--enable-linear-replayssm"):
+        kernel.packed_decode(
+            rows, a, b, **t.parameters, scale=1.0, **shape, num_v_heads=t.HV, head_v_dim=t.V,
+            replayssm_d=o,
+        )  # fmt: skip
+
+
+def test_sglang_kernel_extends_and_verifies():
+    from reference import gdn
+
+    t, kernel = Traffic(4), sglang_kernel()
+    rows, a, b = t.rows(140)
+    before, tracked = t.pool.clone(), torch.full((2, *t.pool.shape[1:]), torch.nan).double()
+    g = gdn.gate(a[None], *t.parameters.values())
+    o, none, h = kernel.extend(
+        *t.split(rows), g, b[None].sigmoid(), ssm_states=t.pool, cache_indices=t.table([4, 2]),
+        query_start_loc=t.table([0, 130, 140]), track_state=tracked,
+        track_chunk_idx=t.table([2, -1]), state_checkpoint_cu_starts=None, layer_id=3,
+    )  # fmt: skip
+    assert none is None
+    assert h is None
+    for n, (slot, mine) in enumerate(((4, slice(130)), (2, slice(130, 140)))):
+        want, states = t.truth(rows[mine], a[mine], b[mine], before[slot].mT)
+        t.agree("o", o[0, mine], want)
+        t.agree("state", t.pool[slot].mT, states[-1])
+        if n == 0:
+            t.agree("tracked state", tracked[0].mT, states[127])
+    assert tracked[1].isnan().all()
+
+    rows, a, b = t.rows(8)
+    before, buffer = t.pool.clone(), torch.randn(6, 4, *t.pool.shape[1:]).double()
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]])
+    o = kernel.target_verify(
+        **t.parameters, q=t.split(rows)[0], k=t.split(rows)[1], v=t.split(rows)[2], a=a, b=b,
+        ssm_states=t.pool, cache_indices=t.table([4, -1]), query_start_loc=t.table([0, 4, 8]),
+        intermediate_states_buffer=buffer, intermediate_state_indices=torch.arange(6),
+        cache_steps=4, retrieve_parent_token=parents, stable_rows=False,
+    )  # fmt: skip
+    assert torch.equal(t.pool, before)
+    assert not o[0, 4:].any()
+    for t_last, path in ((2, [0, 2]), (3, [0, 1, 3])):
+        want, states = t.truth(rows[path], a[path], b[path], before[4].mT)
+        t.agree("o", o[0, t_last], want[-1])
+        t.agree("state", buffer[0, t_last].mT, states[-1])
+
+
+class Backend(str):
+    def is_custom(self) -> bool:
+        return self == "qla"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ours"),
+    [
+        (("triton", None, None, None), ""),
+        (("qla", None, None, None), "decode extend verify"),
+        (("triton", "qla", None, None), "decode verify"),
+        (("triton", "qla", None, "triton"), "decode"),
+        (("triton", None, "qla", None), "extend"),
+        (("qla", "triton", None, None), "extend"),
+    ],
+)
+def test_sglang_dispatcher(flags, ours, monkeypatch):
+    names = ("backend", "decode_backend", "prefill_backend", "verify_backend")
+    mamba = SimpleNamespace(**{f"linear_attn_{n}": x for n, x in zip(names, flags, strict=True)})
+    context = ModuleType("sglang.srt.runtime_context")
+    context.get_exec = lambda: SimpleNamespace(mamba=mamba)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setattr(sglang, "kernel_class", lambda: sglang.kernel_on(object))
+    asked = [Backend(x or flags[0]) for x in flags[1:3]]
+    asked.append(Backend(flags[3] or "triton"))
+    seen, dispatcher = [], SimpleNamespace()
+
+    def construct(self: Any, decode: Any, prefill: Any, verify: Any) -> None:
+        seen.extend((decode, prefill, verify))
+        self.decode_kernel = self.extend_kernel = self.verify_kernel = None
+
+    sglang.take_over(construct, dispatcher, *asked)
+    assert "qla" not in seen  # the engine's own would refuse it
+    found = [n for n in ("decode", "extend", "verify") if getattr(dispatcher, f"{n}_kernel")]
+    assert " ".join(found) == ours
+
+
+def test_sglang_hook_by_its_own_registry(monkeypatch):
+    """hook_registry.py is plain Python: it runs, and applies our hook to a stand-in."""
+    file = engine_interfaces.UNPACKED / "sglang/sglang/srt/plugins/hook_registry.py"
+    if not file.exists():
+        pytest.skip("no sources of sglang: python scripts/engine_interfaces.py gets them")
+    registry = ModuleType("sglang.srt.plugins.hook_registry")
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    exec(compile(file.read_text(), str(file), "exec"), vars(registry))
+    choices = ModuleType("sglang.srt.arg_groups.choices")
+    choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES = ["triton"]
+    extend = choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES.extend
+    choices.add_linear_attn_kernel_backend_choices = extend
+    monkeypatch.setitem(sys.modules, choices.__name__, choices)
+    monkeypatch.setattr(metadata, "version", lambda _: RECORD["sglang"]["version"])
+    stand_in = ModuleType("stand_in")
+    stand_in.GDNKernelDispatcher = type("GDNKernelDispatcher", (), {"__init__": lambda *_: None})
+    monkeypatch.setitem(sys.modules, "stand_in", stand_in)
+    monkeypatch.setattr(sglang, "DISPATCHER", "stand_in.GDNKernelDispatcher.__init__")
+    called = []
+    monkeypatch.setattr(sglang, "take_over", lambda construct, *given: called.append(given))
+    sglang.register()
+    sglang.register()  # in another place of the same process
+    assert choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES == ["triton", "qla"]
+    registry.HookRegistry.apply_hooks()
+    stand_in.GDNKernelDispatcher("decode", "prefill", "verify")
+    assert [given[1:] for given in called] == [("decode", "prefill", "verify")]
