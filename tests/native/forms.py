@@ -274,8 +274,8 @@ def wrong_forms_are_found() -> None:
         _infer(_of(flat, 1, T), {})
     hidden, fused = [0], launch.fused_fwd
 
-    def wrong(*given: Any) -> None:
-        fused(*given[:5], given[5] + hidden[0], *given[6:])
+    def wrong(*given: Any, **named: Any) -> None:
+        fused(*given[:5], given[5] + hidden[0], *given[6:], **named)
 
     launch.fused_fwd = wrong
     try:
@@ -288,7 +288,7 @@ def wrong_forms_are_found() -> None:
         with pytest.raises(RuntimeError, match="launches other kernels or numbers"):
             call()
     finally:
-        del os.environ["QLA_CHECK_PROGRAMS"]
+        os.environ.pop("QLA_CHECK_PROGRAMS", None)
         launch.fused_fwd = fused
 
 

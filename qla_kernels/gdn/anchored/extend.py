@@ -38,7 +38,7 @@ class Slots(NamedTuple):
     lengths: Tensor  # [slots] int32, tokens of the sequence so far
 
 
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Which token each place of a pack holds."""
 
     bounds: Tensor  # [N + 1] where the sequences of the pack begin and end
@@ -85,7 +85,7 @@ def extend(
     tail = slots * TAIL_PLACES
     options = Options(output_final_state=True, auto_cp=False)
 
-    def packed(places: Places) -> Tokens:
+    def packed(places: TokenPlaces) -> Tokens:
         of, token = places.owner, places.token
         new = (bounds[of] + token - kept[of]).clamp(0, max(T - 1, 0))
         old = tail[of] + (base[of] + token) % TAIL_PLACES
@@ -98,7 +98,7 @@ def extend(
         k, v, g, beta = map(mixed, x[1:], (pool.k, pool.v, pool.g, pool.beta))
         return Tokens(x.q[new], k, v, g, beta)
 
-    def run(tokens: Tokens, places: Places, h0: Tensor) -> tuple[Tensor, Tensor]:
+    def run(tokens: Tokens, places: TokenPlaces, h0: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = (t[None] for t in tokens)
         call = Call(q, k, v, g, beta, scale, h0, places.bounds.int())
         done = ops.gdn_fwd(call, options)
@@ -129,14 +129,14 @@ def extend(
     return torch.where(((at < bounds[-1]) & live[owner])[:, None, None], o, 0)
 
 
-def _places(begin: Tensor, end: Tensor, room: int) -> Places:
+def _places(begin: Tensor, end: Tensor, room: int) -> TokenPlaces:
     """Packs tokens begin[n] .. end[n] of each sequence; `room` is the most there may be of all."""
     bounds = torch.cat([begin.new_zeros(1), (end - begin).cumsum(0)])
     if not bounds.is_cuda:
         room = int(bounds[-1])
     at = torch.arange(max(room, 1), device=bounds.device)
     owner = _owners(bounds, at)
-    return Places(bounds, owner, at - bounds[owner] + begin[owner], at < bounds[-1])
+    return TokenPlaces(bounds, owner, at - bounds[owner] + begin[owner], at < bounds[-1])
 
 
 def _owners(bounds: Tensor, at: Tensor) -> Tensor:
