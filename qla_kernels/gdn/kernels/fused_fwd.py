@@ -102,7 +102,7 @@ class Variant(NamedTuple):
 
 
 CHOICES = (64, True), (128, True), (128, False)  # tile_v and solves
-# Pools are of servers, whose models compute in bf16 and have K = 128. With a pool in bf16, the state
+# Pools are of servers, whose models compute in bf16 and have K = 128. With a pool in bf16 the state
 # role of 128 columns spills, and ptxas serialises its products.
 VARIANTS = tuple(
     Variant(dtype, K, tile_v, solves)
