@@ -60,9 +60,9 @@ def test_variants_are_distinct_and_few(kernel: jit.Kernel) -> None:
     variants = kernel.module.VARIANTS
     assert len(set(variants)) == len(variants)
     # each costs every user a compile, and CI seconds; more than this wants run-time arguments.
-    # fused_fwd's six for pools are apart: a server's dtypes and places left the others no registers
+    # fused_fwd's four for pools are apart: what they add left the others no registers
     assert 1 <= len([v for v in variants if not getattr(v, "pool", "")]) <= 12
-    assert len([v for v in variants if getattr(v, "pool", "")]) <= 6
+    assert len([v for v in variants if getattr(v, "pool", "")]) <= 4
 
 
 def test_no_two_variants_share_a_function_name() -> None:

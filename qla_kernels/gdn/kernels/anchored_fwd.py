@@ -278,7 +278,7 @@ def state(
         k_ring.release(i)
     # After the loop: within it, nvcc would keep all addresses in registers throughout.
     if (num_chunks > 1) & (kept >= CHUNK):  # the state after the first chunk: the last leaves it
-        move_state("store_state", K, r_s, anchors, slot, hv, v0 + w * TILE)
+        move_state("store", K, r_s, anchors, slot, hv, v0 + w * TILE)
 
 
 @T.macro

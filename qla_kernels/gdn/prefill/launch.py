@@ -34,7 +34,7 @@ def gdn_prefill(call: Call, prefill: Prefill, options: Options) -> None:
         with device.of(call.q):
             plan, equal_lengths = planned(call, options, one_path=True)
             assert isinstance(plan, Plan), "of one path"
-            if prefill.checkpoints is not None:
+            if prefill.checkpoints is not None or prefill.states.dtype == torch.bfloat16:
                 plan = plan._replace(kernel=heuristics.KEEPS)
             x, places = activated_batch(call, options), _places(call, prefill, options)
             saved = None if plan.kernel.solves else SavedChunks.empty(call.q, x.g)
