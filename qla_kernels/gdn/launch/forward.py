@@ -193,11 +193,10 @@ def forward_by_length(
     """Launches the forward of a batch whose lengths the device alone knows: `gdn/bands.py`.
 
         segment_plan         finds the longest sequence; fills the tables of the path to take
-        path of segments     the kernels of `forward_batch`, if there is such a path
-        fused_fwd            over whole sequences, for each kernel of another path
+        one stream           the path of segments: the kernels of `forward_batch`
+        the caller's stream  fused_fwd over whole sequences, for each kernel of another path
 
-    One of the paths has tokens. The others find none, and write no results. Not on two streams: a
-    kernel without tokens would wait beside the path that has them until this leaves an SM free.
+    One of the paths has tokens. The others run beside it and write no results.
 
     Args:
         saves: `out.saved` is for a backward; otherwise only kernels that do not solve need it.
@@ -212,16 +211,23 @@ def forward_by_length(
     whole = Whole(*(x.bounds.new_empty(shape, dtype=torch.int32) for _ in Whole._fields))
     cut = segments.cut(x.g, x.bounds, 0, table=table, bands=bands.rows, whole=whole)
 
-    found = None
-    if bands.segmented is not None:
+    def over_segments() -> tuple[Segments, Maps] | None:
+        if bands.segmented is None:
+            return None
         plan = Plan(bands.segmented, None, bands.warm_log_bound)
-        found = forward_batch(x, scale, plan, out, made=(cut, table))
-    for i, kernel in enumerate(kernels):
-        fused_fwd(
-            x.q, x.k, x.v, x.g, x.beta, scale, x.h0, whole.bounds[i], out.o, out.ht,
-            out.saved if saves else None, kernel, whole.ends_of[i], early=False,
-        )  # fmt: skip
-    return None if kernels else found
+        return forward_batch(x, scale, plan, out, made=(cut, table))
+
+    if not kernels:
+        return over_segments()
+    with device.fork(x.q) as aside:
+        with aside:
+            over_segments()
+        for i, kernel in enumerate(kernels):
+            fused_fwd(
+                x.q, x.k, x.v, x.g, x.beta, scale, x.h0, whole.bounds[i], out.o, out.ht,
+                out.saved if saves else None, kernel, whole.ends_of[i], early=False,
+            )  # fmt: skip
+    return None
 
 
 def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan | Bands, bool]:
