@@ -19,6 +19,7 @@ MAP_CTAS = {True: 1, False: 2}  # of segment_map on an SM
 MAP_STEP = {True: (1.4, 1.6), False: (1.15, 1.28)}
 MAP_TILE = 64  # columns of a CTA
 SCAN_STEP = 0.65  # a cold segment in segment_scan
+GRADIENT_FOLD = 3.0  # a segment of a backward: it is folded twice, and begins in every kernel
 COLD_SHARE = 0.25  # share of the heads that is cold, at gates like those FlashQLA publishes
 FORGOTTEN = 3.2  # log decay of the warm heads per chunk: 64 tokens, each keeps 95 % of the state
 # Both chains of a backward on one SM, per chunk of a CTA of each, by columns of a CTA: one chain
@@ -159,14 +160,14 @@ def gradient_pieces(
         _, chains = both_chains(pieces, heads, V, sm_count)
     else:
         chains = chains_of_width(pieces, tile_v, heads, V, sm_count)
-    return AROUND_BACKWARD + found + folds(sequences, pieces) + chains
+    return AROUND_BACKWARD + found + folds(sequences, pieces, GRADIENT_FOLD) + chains
 
 
-def folds(sequences: Lengths, pieces: Lengths) -> float:
+def folds(sequences: Lengths, pieces: Lengths, step: float = SCAN_STEP) -> float:
     """Returns the time of segment_scan, which folds all but a sequence's first and last segment."""
     longest, of_pieces = (max(1, *(chunks for chunks, _ in x)) for x in (sequences, pieces))
     most = longest / of_pieces
-    return SCAN_STEP * max(0.0, most - 2)
+    return step * max(0.0, most - 2)
 
 
 def _mapped(sequences: Lengths, pieces: Lengths) -> tuple[int, int]:
