@@ -291,6 +291,7 @@ def main(arguments: Sequence[str]) -> int:
         missing = [(kernel, v) for kernel, v in found if jit.label(kernel.module, v) not in old]
         kernels = [*old.values(), *build_all(missing, options.workers, ptxas)]
         path = write(kernels, options.out, of_set, tools, notices())
+        prebuilt.read_all(path)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -128,7 +128,7 @@ static void in_child_of_fork(void) {
 
 /* ---- an entry ---- */
 
-enum { TENSORS = 24, SCALARS = 16, SYMBOLS = 64, CHECKS = 192, MAPS = 12, ARGUMENTS = 64 };
+enum { TENSORS = 24, SCALARS = 16, SYMBOLS = 64, CHECKS = 192, MAPS = 12, ARGUMENTS = 96 };
 enum { DIMENSIONS = 8, RANK = 5, DEPTH = 16 }; /* of tensors, tensor maps, an expression's stack */
 enum { END, CONSTANT, SYMBOL, ADD, SUB, MUL, FLOORDIV, SHIFT, NUM_CODES };
 enum { SIZE, STRIDE };

@@ -99,11 +99,22 @@ def _read(file: KernelFile, label: str) -> Prebuilt | None:
         if label in file.kernels:
             _say_edited(file.path, label)
         return None
+    return Prebuilt(_launch_of(file, label), file.kernels[label]["digest"])
+
+
+def _launch_of(file: KernelFile, label: str) -> Callable[..., None]:
     entry = json.loads(file.read(label, "entry"))
-    native = _native(file.path.with_name(LAUNCHER))
-    cubin = file.read(label, "cubin")
+    native, cubin = _native(file.path.with_name(LAUNCHER)), file.read(label, "cubin")
+    launch: Callable[..., None]
     launch = native.launcher(label, entry["function"], cubin, pack(entry), *texts(entry))
-    return Prebuilt(launch, file.kernels[label]["digest"])
+    return launch
+
+
+def read_all(path: Path) -> None:
+    """Reads every kernel of a file; raises ValueError if the launcher beside it cannot."""
+    file = opened(path)
+    for label in file.kernels:
+        _launch_of(file, label)
 
 
 def _say_edited(path: Path, label: str) -> None:

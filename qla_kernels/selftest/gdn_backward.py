@@ -18,6 +18,9 @@ from qla_kernels.selftest.gdn_calls import Call, records, small
 RATIO = 1.25
 RATIO_OF_FEW = 2.0  # of a single head, and of sums that leave a number a head
 FP32 = 1e-5  # what sums and decays in fp32 cost where no product's rounding shows
+# A few tokens decide the error of dg, so what rounding costs is one draw: of eight seeds in fp16,
+# 1.2e-4 to 6.8e-4 for the rounded reference, 2.4e-4 to 8.4e-4 for the kernels. An eps is 9.8e-4.
+DG_UNITS = 1.0
 SMALLEST = torch.finfo(torch.float16).tiny  # strong decay leaves less of dh0: in 16 bits, 0
 
 
@@ -85,18 +88,22 @@ def check(x: Call, do: Tensor, dht: Tensor | None, got: GdnBackward) -> None:
         c = c.to(a.dtype).double()
         if (bounds := x.get("cu_seqlens")) is not None and a.shape[:2] == x["q"].shape[:2]:
             assert not a[:, bounds[-1] :].any(), f"{name}: rows of padding tokens are not 0"
-        _compare(name, a, b, c, RATIO if a.dim() > 2 else RATIO_OF_FEW)
+        _compare(name, a, b, c, RATIO if a.dim() > 2 else RATIO_OF_FEW, x["q"].dtype)
         if a.dim() > 2:
             head_axis = 1 if name == "dh0" else 2
             for head in range(a.shape[head_axis]):
                 a_head, b_head, c_head = (t.select(head_axis, head) for t in (a, b, c))
-                _compare(name, a_head, b_head, c_head, RATIO_OF_FEW)
+                _compare(name, a_head, b_head, c_head, RATIO_OF_FEW, x["q"].dtype)
 
 
-def _compare(name: str, got: Tensor, want: Tensor, rounded: Tensor, ratio: float) -> None:
+def _compare(
+    name: str, got: Tensor, want: Tensor, rounded: Tensor, ratio: float, dtype: torch.dtype
+) -> None:
     if name == "dg":  # where the kernel rounds, by value head, the reference rounds a group's sum
         ratio *= 1.5
     limit = ratio * relative_l2(rounded, want) + FP32
+    if name == "dg":
+        limit = max(limit, DG_UNITS * torch.finfo(dtype).eps)
     if name in ("dA_log", "ddt_bias"):  # sums of both signs over all tokens: FLA's tolerance
         limit = max(limit, 0.02)
     # a few numbers decide the error of dg and its sums, and of a tensor of few: no averages.
