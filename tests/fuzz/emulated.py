@@ -20,11 +20,12 @@ from qla_kernels.dualkv.shapes import KEY_TILES
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.gdn.decode import launch as launch_recurrent
+from qla_kernels.gdn.decode import packed, verify
 from qla_kernels.gdn.launch import backward
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops
-from qla_kernels.sparse_ring import build, ring, shard
+from qla_kernels.sparse_ring import build, gradients, ring
 from qla_kernels.sparse_ring import launch as sparse_launch
 from tests.emulator import EmulatedKernel
 
@@ -44,16 +45,24 @@ def install() -> None:
         lambda *args: _emulated(module, variant)(*args, seed=next(seeds))
     )
     device.sm_count = lambda _: SMS
-    ops.gdn_fwd, ops.gdn_bwd = launch.gdn_fwd, backward.gdn_bwd
-    tree_ops.gdn_tree_fwd = tree_launch.gdn_tree_fwd
-    tree_ops.gdn_tree_bwd = tree_launch.gdn_tree_bwd
-    ops.l2norm_fwd, ops.l2norm_bwd = launch.l2norm_fwd, launch.l2norm_bwd
-    recurrent.gdn_recurrent = launch_recurrent.gdn_recurrent
-    recurrent.gdn_recurrent_slots = launch_recurrent.gdn_recurrent_slots
-    conv_ops.conv_fwd, conv_ops.conv_bwd = conv_launch.conv_fwd, conv_launch.conv_bwd
+    _replace(ops, launch, "gdn_fwd", "l2norm_fwd")
+    _replace(ops, backward, "gdn_bwd", "l2norm_bwd")
+    _replace(tree_ops, tree_launch, "gdn_tree_fwd", "gdn_tree_bwd")
+    _replace(recurrent, launch_recurrent, "gdn_recurrent", "gdn_recurrent_slots")
+    _replace(packed, launch_recurrent, "gdn_recurrent_slots")
+    _replace(verify, launch_recurrent, "gdn_verify")
+    _replace(conv_ops, conv_launch, "conv_fwd", "conv_bwd")
     dualkv_ops.dualkv_fwd, dualkv_ops.dualkv_bwd = _dualkv_fwd, _dualkv_bwd
-    for module in (build, ring, shard):
-        module.tiles = lambda _: sparse_launch
+    for module in (build, gradients, ring):
+        assert callable(module.launches)
+        module.launches = lambda _: sparse_launch
+
+
+def _replace(module: Any, by: Any, *names: str) -> None:
+    """Gives functions of `module` those of `by`; a name that is no longer there is an error."""
+    for name in names:
+        assert hasattr(module, name), f"{module.__name__} has no {name}"
+        setattr(module, name, getattr(by, name))
 
 
 def _dualkv_fwd(q: Any, k: Any, v: Any, nodes: Any, scale: float, q_shift: int) -> Any:
