@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import bands, heuristics, plan
+from qla_kernels.gdn import GdnPool, bands, heuristics, plan
+from qla_kernels.gdn.anchored import launch as launch_anchored
+from qla_kernels.gdn.anchored.extend import Slots
 from qla_kernels.gdn.bands import Band, Bands, GradientBand, GradientBands
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import launch as launch_recurrent
-from qla_kernels.gdn.decode.ops import Pool
+from qla_kernels.gdn.decode.ops import Drafts, Pool
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import Plan
@@ -145,6 +147,52 @@ def decode_slots(s: Setting, bounds: Tensor) -> None:
     decode(s, bounds, s.place(torch.tensor([1, -1, 2])))
 
 
+WRONG = [MOST, -5, 0]  # numbers of accepted tokens, and parents
+
+
+def verify(s: Setting, bounds: Tensor, slots: Tensor, tree: bool) -> None:
+    """A tree keeps states in a row of entries a sequence; drafts one after another, in slots."""
+    q, k, v = (s.rows(heads, SIZE) for heads in (H, H, HV))
+    call, options = Call(q, k, v, *s.gates(), SCALE, None, bounds), Options()
+    accepted = kept = rows = parents = None
+    if tree:
+        kept, rows = s.states(4 * N).view(N, 4, HV, SIZE, SIZE), slots.flip(0)
+        parents = s.place(torch.tensor([[0, *WRONG], [-1, 0, 0, 1], [0, 0, LEAST, 2]]))
+    else:
+        slots = torch.stack([slots, slots - 1], 1)
+        accepted = s.place(torch.tensor(WRONG))
+    pool = s.states(NUM_SLOTS)
+    drafts = Drafts(pool, slots, accepted, kept, rows, parents, torch.empty_like(v))
+    before, named = pool.clone(), slots.int().tolist()
+    launch_recurrent.gdn_verify(call, drafts, options)
+    for slot in range(NUM_SLOTS):
+        written = not tree and any(slot in of_sequence for of_sequence in named)
+        assert written or torch.equal(pool[slot], before[slot])
+
+
+def verify_slots(s: Setting, bounds: Tensor) -> None:
+    verify(s, bounds, s.place(torch.tensor([1, -1, 3])), tree=False)
+
+
+def verify_tree(s: Setting, bounds: Tensor) -> None:
+    verify(s, bounds, s.place(torch.tensor([1, -1, 2])), tree=True)
+
+
+def extend_pool(s: Setting, slots: Tensor) -> None:
+    """Slots whose counts of tokens are wrong too, as after too many were taken back."""
+    pool = GdnPool(NUM_SLOTS - 1, H, HV, SIZE, SIZE, device="cpu").tensors
+    pool.lengths.copy_(torch.tensor([-7, 10**6, 64, 5]))
+    pool.anchored.copy_(torch.tensor([0, 64, 128, 0]))
+    pool = Slots(*map(s.place, pool))
+    x = [t[:, : 4 * N].reshape(N, 4, *t.shape[2:]) for t in (s.rows(1, SIZE), s.rows(2, SIZE))]
+    g, beta = (s.place(t[:, : 4 * N].reshape(N, 4, HV)) for t in s.gates())
+    k, v = map(s.place, x)
+    before, named = pool.anchors.clone(), slots.int().tolist()
+    launch_anchored.decode(pool, Call(k, k, v, g, beta, SCALE), slots)
+    for slot in range(NUM_SLOTS):
+        assert slot in named or torch.equal(pool.anchors[slot], before[slot])
+
+
 CHAINS = {"chunk_table", "chunk_states", "dstate_chain", "chunk_grads"}
 RAW = {"l2norm", "l2norm_bwd", "activate", "activate_bwd", "gate_sums"}
 SOLVE = {"gate", "kkt_solve"}
@@ -187,4 +235,20 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
     ),
     "decoding": (decode, {"recurrent"}),
     "decoding in slots": (decode_slots, {"recurrent"}),
+    "verifying": (verify_slots, {"verify"}),
+    "verifying a tree": (verify_tree, {"verify"}),
+}  # fmt: skip
+
+OF_SLOTS: dict[str, Part] = {  # those with wrong slots, and right bounds or none
+    "decoding": (lambda s, x: decode(s, None, x), {"recurrent"}),
+    "decoding a pack": (
+        lambda s, x: decode(s, s.place(torch.tensor(RIGHT)), x), {"recurrent"},
+    ),
+    "verifying": (
+        lambda s, x: verify(s, s.place(torch.tensor(RIGHT)), x, tree=False), {"verify"},
+    ),
+    "verifying a tree": (
+        lambda s, x: verify(s, s.place(torch.tensor(RIGHT)), x, tree=True), {"verify"},
+    ),
+    "a pool's step": (extend_pool, {"append_tokens", "anchored_fwd"}),
 }  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from tests.gdn_bad_bounds_check import BOUNDS, HV, PARTS, SCALE, SIZE, SLOTS, H, Setting, decode
+from tests.gdn_bad_bounds_check import BOUNDS, HV, OF_SLOTS, PARTS, SCALE, SIZE, SLOTS, H, Setting
 
 LIMIT = 120  # s, of which a case waits for nothing but kernels that are compiled
 BAND, POISON = 1 << 16, 0xA5  # bytes before and behind a tensor; as an index it is far below 0
@@ -90,11 +90,12 @@ def cases() -> Iterator[tuple[str, Callable[[Setting], None]]]:
                         f"{part}: bounds {name}, {dtype}",
                         lambda s, run=run, b=cu_seqlens: run(s, s.place(b)),
                     )
-    for name, slots in SLOTS.items():
-        yield (
-            f"decoding: slots {name}",
-            lambda s, x=slots: decode(s, None, s.place(torch.tensor(x))),
-        )
+    for part, (run, _) in OF_SLOTS.items():
+        for name, slots in SLOTS.items():
+            yield (
+                f"{part}: slots {name}",
+                lambda s, run=run, x=slots: run(s, s.place(torch.tensor(x))),
+            )
 
 
 def main() -> int:

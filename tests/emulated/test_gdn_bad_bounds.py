@@ -18,13 +18,12 @@ from tests.gdn_bad_bounds_check import (
     BOUNDS,
     HV,
     NO_BOUNDS,
+    OF_SLOTS,
     PARTS,
-    RIGHT,
     SLOTS,
     TOKENS,
     N,
     Setting,
-    decode,
 )
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -50,7 +49,7 @@ def launched(request, monkeypatch) -> set[str]:
 
 
 def test_every_kernel_is_among_them():
-    launched = NO_BOUNDS.union(*(names for _, names in PARTS.values()))
+    launched = NO_BOUNDS.union(*(names for _, names in (*PARTS.values(), *OF_SLOTS.values())))
     assert launched == {name for family, name in jit.kernel_names() if family == "gdn"}
 
 
@@ -72,11 +71,12 @@ def test_bounds(part, bounds, launched, setting):
     assert launched == expected
 
 
-@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("slots", SLOTS)
-def test_slots(slots, dense, launched, setting):
-    decode(setting, None if dense else torch.tensor(RIGHT), torch.tensor(SLOTS[slots]))
-    assert launched == {"recurrent"}
+@pytest.mark.parametrize("part", OF_SLOTS)
+def test_slots(part, slots, launched, setting):
+    run, expected = OF_SLOTS[part]
+    run(setting, torch.tensor(SLOTS[slots]))
+    assert launched == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

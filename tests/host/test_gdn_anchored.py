@@ -120,6 +120,18 @@ def test_wrong_calls_say_what_is_needed():
         GdnPool(0, H, HV, K, V, device="cpu")
 
 
+@pytest.mark.parametrize("taken", [-1, 6])
+def test_no_more_tokens_are_taken_back_than_a_tail_holds(taken):
+    x, p = sequences(1, 69), pool()
+    slots = torch.tensor([2, -1])
+    p.prefill(*(t[:, :69].repeat(2, *[1] * (t.dim() - 1)) for t in map(x.get, NAMES)), slots)
+    wrong = rf"num_tokens \[{taken}, 9\]; need 0 to \[5, .*\] of them; take back at most"
+    with pytest.raises(ValueError, match=wrong):
+        p.reject(slots, torch.tensor([taken, 9]))
+    p.reject(slots, torch.tensor([5, 9]))
+    assert p.lengths[2] == 64
+
+
 def test_bytes_of_a_slot():
     p = GdnPool(3, 16, 32, 128, 128, torch.bfloat16, "cpu")
     anchor, k, v, gates = 32 * 65536, 128 * 16 * 256, 128 * 32 * 256, 2 * 128 * 32 * 4

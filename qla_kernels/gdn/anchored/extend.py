@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.shapes import TAIL_PLACES
+from qla_kernels.gdn.shapes import NEW_TOKENS, TAIL_PLACES
 from qla_kernels.tile.constants import CHUNK
 
 
@@ -75,6 +75,7 @@ def extend(
     goes_on = live if fresh is None else live & ~fresh
     base = torch.where(goes_on, pool.anchored[slots], 0).long()
     kept = torch.where(goes_on, pool.lengths[slots], 0).long() - base
+    kept = kept.clamp(0, TAIL_PLACES - NEW_TOKENS)  # as append_tokens
     total = kept + bounds.diff()
     whole = (kept if drafts else total) // CHUNK * CHUNK
 

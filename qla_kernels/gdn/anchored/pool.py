@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn import cpu, ops
+from qla_kernels.gdn import contents, cpu, ops
 from qla_kernels.gdn.anchored.extend import Slots, Tokens, extend
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import checked_flags, scale_of
@@ -150,7 +150,9 @@ class GdnPool:
 
         Args:
             state_indices: [N], as in `decode`.
-            num_tokens: [N] integers, at most the number of tokens of the last `decode`.
+            num_tokens: [N] integers, at most the number of tokens of the last `decode`. On a CPU,
+                and under QLA_CHECK=1, more than the tail holds raise a ValueError; elsewhere the
+                sequence then goes on from its anchor.
         """
         expect_tensors(OP, state_indices=state_indices, num_tokens=num_tokens)
         self._check_indices(state_indices, state_indices.shape[0])
@@ -158,6 +160,13 @@ class GdnPool:
         expect_tensor(OP, "num_tokens", num_tokens, shape, "[N]", self.tensors.lengths.device)
         outside = (state_indices < 0) | (state_indices >= self.num_slots)
         slots = torch.where(outside, self.num_slots, state_indices).long()
+        if slots.is_cpu or contents.asked_for():
+            held = (self.tensors.lengths - self.tensors.anchored)[slots]
+            wrong = ~outside & ((num_tokens < 0) | (num_tokens > held))
+            if wrong.any():
+                got, needs = f"num_tokens {num_tokens.tolist()}", f"0 to {held.tolist()} of them"
+                fix = "take back at most the tokens of the last decode"
+                raise ValueError(need(OP, got, needs, fix))
         self.tensors.lengths.index_add_(0, slots, -num_tokens.int())
 
     def _extended(

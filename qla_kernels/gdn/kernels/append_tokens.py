@@ -18,7 +18,7 @@ slot's numbers after all that compute with it have read them, so they read `step
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.shapes import STEP_COLUMNS, TAIL_PLACES
+from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS, TAIL_PLACES
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
@@ -103,14 +103,17 @@ def build(variant: Variant):
             slot, length, anchor, kept = (T.alloc_var("int32") for _ in range(4))
             await_previous()
             slot = state_indices[n]  # 1
-            if slot >= num_slots - 1:  # the last slot is for padding
+            # The last slot is for padding. `slot >= num_slots - 1` would become slot + 1.
+            if (slot >= num_slots) | (slot == num_slots - 1):
                 slot = -1
             length = 0
             anchor = 0
             if slot >= 0:
                 length = lengths[slot]
                 anchor = anchored[slot]
-            kept = length - anchor
+            # What `reject` took back may have been wrong: a tail holds no less and no more.
+            kept = T.max(T.min(length - anchor, TAIL_PLACES - NEW_TOKENS), 0)
+            length = anchor + kept
             T.sync_threads()  # all have read the slot's numbers
             if slot >= 0:  # 2
                 copy_rows(k, k_tail, n, slot, length, num_tokens, H, K // APPEND_PIECE)

@@ -89,22 +89,6 @@ def of_lane(r_s):
     return r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE
 
 
-@T.macro
-def from_parent(parents, n, t, h0, slot, ht, first, r_s, mine):
-    """Sets r_s to the state after the parent of token t, if that is not the token before: step 3.
-
-    A parent past the token counts as the one before. A negative one means the sequence's slot.
-    """
-    parent = T.alloc_var("int32")
-    if (t > 0) & (t < parents.shape[1]):
-        parent = parents[n, t]
-        if parent < t - 1:
-            if parent < 0:
-                move_blocks(r_s.shape[0], of_lane(r_s), state_at(h0, slot, *mine))
-            else:
-                move_blocks(r_s.shape[0], of_lane(r_s), state_at(ht, first + parent, *mine))
-
-
 def build(variant: Variant):
     plan = schedule(variant)
     blocks = variant.K // KEY_SPAN  # a lane
@@ -228,7 +212,7 @@ def build(variant: Variant):
                         if has(flags, TREE):
                             if (t > 0) & (t < parents.shape[1]):
                                 parent = parents[n, t]
-                                if parent < t - 1:  # 3
+                                if (parent < t) & (parent != t - 1):  # 3
                                     if parent < 0:
                                         move_blocks(blocks, of_lane(r_s), state_at(h0, slot, *mine))
                                     else:
