@@ -45,7 +45,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
 )
 from qla_kernels.gdn.kernels.chain.new_rows import SOURCE
 from qla_kernels.gdn.kernels.chain.solve import clear_above
-from qla_kernels.gdn.kernels.chain.tail import find, load_k, load_s, load_v, read_step
+from qla_kernels.gdn.kernels.chain.tail import Walk, begin_walk, find, load_k, load_s, load_v
 from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
@@ -81,7 +81,9 @@ PASS_CONFIGS = {
 
 def schedule(variant: Variant) -> Schedule:
     state_regs, solve_regs, load_regs = (192, 88, 40) if variant.states == 2 else (232, 120, 40)
-    rings = {"s": 2, "k": 3, "q": 2, "v": 1, "gate": 3, "a": 1, "p": 2}
+    # A slot of S has the columns of one state warpgroup: the next item's first half is on its way
+    # while both halves of this one are read.
+    rings = {"s": 3, "k": 3, "q": 2, "v": 2, "gate": 3, "a": 2, "p": 2}
     return Schedule(
         roles=(
             Role(
@@ -101,7 +103,10 @@ def schedule(variant: Variant) -> Schedule:
                 warps=4 * variant.states,
                 regs=state_regs,
                 waits=("s_full", "k_full", "q_full", "v_full", "gate_full", "a_full", "p_full"),
-                signals=("s_free", "k_free", "q_free", "v_free", "gate_free", "a_free", "p_free"),
+                signals=(
+                    ("s_free", WARPGROUP_THREADS),
+                    *(f"{x}_free" for x in ("k", "q", "v", "gate", "a", "p")),
+                ),
                 computes="W, V', O; S",
                 uses=("wgmma",),
             ),
@@ -144,7 +149,7 @@ def schedule(variant: Variant) -> Schedule:
         rings=rings,
         named={"solve": Named(WARPGROUP_THREADS)},
         # S; k and q; v; A and P; gates; scratch; alignment after gates; barriers
-        smem_bytes=rings["s"] * variant.K * variant.tile_v * 4
+        smem_bytes=rings["s"] * variant.K * TILE * 4
         + (rings["k"] * CHUNK + rings["q"] * NEW_TOKENS) * variant.K * 2
         + rings["v"] * CHUNK * variant.tile_v * 2
         + (rings["a"] * CHUNK + rings["p"] * NEW_TOKENS) * CHUNK * 2
@@ -225,11 +230,11 @@ def state(
     T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
     rows, row = T.alloc_var("int32"), T.alloc_var("int32")
     if num_chunks > 0:
-        s_ring.wait(0)
+        s_ring.wait(w)
         for r, c in T.Parallel(TILE, K):  # 5
-            r_s[r, c] = s_s[s_ring.slot(0), c, w * TILE + r]
+            r_s[r, c] = s_s[s_ring.slot(w), c, r]
         T.copy(r_s, r_s16)
-        s_ring.release(0)
+        s_ring.release(w)
     for i in T.serial(num_chunks):
         k_slot, gate_slot = k_ring.slot(i), gate_ring.slot(i)
         rows = T.min(kept + count - i * CHUNK, CHUNK)
@@ -248,17 +253,16 @@ def state(
                 s_gate[gate_slot, BETA, c] * r_vt[c, r] - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
             )
         v_ring.release(i)
-        for r, c in T.Parallel(TILE, CHUNK):
-            r_x[r, c] = T.if_then_else(c < rows, r_x[r, c], 0.0)  # past the end: anything
         T.copy(r_x, r_w16)
+        T.call_extern("handle", "qla::clear_columns", r_w16.data, rows)  # past the end: anything
         a_ring.wait(i)
         T.wgmma_gemm(r_w16, s_a[a_ring.slot(i), :, :], r_n, transpose_B=True, clear_accum=True)
         for r, c in T.Parallel(TILE, NEW_TOKENS):
             r_o[r, c] *= s_gate[gate_slot, SCALE_E, T.max(T.min(row + c, CHUNK - 1), 0)]
         T.wait_wgmma(0)
         a_ring.release(i)
-        for r, c in T.Parallel(TILE, CHUNK):
-            r_n16[r, c] = T.if_then_else(c < rows, r_n[r, c], 0.0)  # of rows that A may not have
+        T.copy(r_n, r_n16)
+        T.call_extern("handle", "qla::clear_columns", r_n16.data, rows)  # rows that A may not have
         p_ring.wait(i)
         T.wgmma_gemm(r_n16, s_p[p_ring.slot(i), :, :], r_o, transpose_B=True)
         T.wait_wgmma(0)
@@ -317,7 +321,7 @@ def build(variant: Variant):
     ):
         with T.Kernel(ctas, threads=plan.block) as block:
             T.import_source(SOURCE)
-            s_s = T.alloc_shared((rings["s"], K, variant.tile_v), "float32")
+            s_s = T.alloc_shared((rings["s"], K, TILE), "float32")
             s_k = T.alloc_shared((rings["k"], CHUNK, K), variant.dtype)
             s_q = T.alloc_shared((rings["q"], NEW_TOKENS, K), variant.dtype)
             s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), variant.dtype)
@@ -351,22 +355,27 @@ def build(variant: Variant):
 
             n, kh, hv, i_tile = (T.alloc_var("int32") for _ in range(4))
             slot, row0, kept, count = (T.alloc_var("int32") for _ in range(4))
-            num_chunks, items, first, live = (T.alloc_var("int32") for _ in range(4))
+            num_chunks, items, first, live, w = (T.alloc_var("int32") for _ in range(5))
             num_tiles = V // variant.tile_v
             r_step = T.alloc_local((STEP_COLUMNS,), "int32")
-            shape = (ctas, steps, num_heads, num_value_heads, num_tiles, r_step)
+            group = T.alloc_var("int32")  # value heads a key head
+            group = num_value_heads // num_heads
+            walk = Walk(
+                T.alloc_local((4,), "int32"), T.alloc_local((4,), "int32"),
+                (num_tiles, group, num_heads),
+            )  # fmt: skip
             first = 0  # chunks of earlier items: the rings' next step
             live = 0  # earlier items with a chunk: the next step of the ring of S
             items = T.ceildiv(num_sequences * num_value_heads * num_tiles - block, ctas)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             await_previous()
-            read_step(block, steps, num_value_heads, num_tiles, r_step)
+            begin_walk(block, ctas, walk, steps, r_step)
             if warpgroup == 0:
                 T.set_max_nreg(plan.role("solve").regs, 0)
                 clear_above(s_a, 0, 1)
-                for j in rolled(items):
+                for _ in rolled(items):
                     find(
-                        block + j * ctas, *shape,
+                        walk, steps, r_step,
                         n, kh, hv, i_tile, slot, row0, kept, count, num_chunks,
                     )  # fmt: skip
                     solve(
@@ -378,29 +387,30 @@ def build(variant: Variant):
                     first += num_chunks
             elif warpgroup <= variant.states:
                 T.set_max_nreg(plan.role("state").regs, 1)
-                for j in rolled(items):
+                w = T.shfl_sync(warpgroup - 1, 0)  # uniform, and known to be
+                for _ in rolled(items):
                     find(
-                        block + j * ctas, *shape,
+                        walk, steps, r_step,
                         n, kh, hv, i_tile, slot, row0, kept, count, num_chunks,
                     )  # fmt: skip
                     if slot < 0:
-                        column = i_tile * variant.tile_v + (warpgroup - 1) * TILE
+                        column = i_tile * variant.tile_v + w * TILE
                         clear_rows(o, n * tokens_each, count, hv, column)
                     state(
                         variant, anchors, o, s_s, s_q, s_k, s_v, s_gate, s_a, s_p,
-                        After(s_ring, live), After(q_ring, first), After(k_ring, first),
-                        After(v_ring, first), After(gates, first), After(a_ring, first),
-                        After(p_ring, first), num_chunks, slot, kept, count, n * tokens_each, hv,
-                        i_tile * variant.tile_v, warpgroup - 1,
+                        After(s_ring, live * variant.states), After(q_ring, first),
+                        After(k_ring, first), After(v_ring, first), After(gates, first),
+                        After(a_ring, first), After(p_ring, first), num_chunks, slot, kept, count,
+                        n * tokens_each, hv, i_tile * variant.tile_v, w,
                     )  # fmt: skip
                     first += num_chunks
                     live += T.min(num_chunks, 1)
             else:
                 T.set_max_nreg(plan.role("load_k").regs, 0)
                 if tx < 32:
-                    for j in rolled(items):
+                    for _ in rolled(items):
                         find(
-                            block + j * ctas, *shape,
+                            walk, steps, r_step,
                             n, kh, hv, i_tile, slot, row0, kept, count, num_chunks,
                         )  # fmt: skip
                         load_k(
@@ -409,20 +419,20 @@ def build(variant: Variant):
                         )  # fmt: skip
                         first += num_chunks
                 elif tx < 64:
-                    for j in rolled(items):
+                    for _ in rolled(items):
                         find(
-                            block + j * ctas, *shape,
+                            walk, steps, r_step,
                             n, kh, hv, i_tile, slot, row0, kept, count, num_chunks,
                         )  # fmt: skip
                         load_s(
-                            K, variant.tile_v, anchors, s_s, After(s_ring, live), num_chunks, slot,
-                            hv, i_tile * variant.tile_v,
+                            variant.states, K, anchors, s_s, After(s_ring, live * variant.states),
+                            num_chunks, slot, hv, i_tile * variant.tile_v,
                         )  # fmt: skip
                         live += T.min(num_chunks, 1)
                 elif tx < 96:
-                    for j in rolled(items):
+                    for _ in rolled(items):
                         find(
-                            block + j * ctas, *shape,
+                            walk, steps, r_step,
                             n, kh, hv, i_tile, slot, row0, kept, count, num_chunks,
                         )  # fmt: skip
                         load_v(
@@ -431,9 +441,9 @@ def build(variant: Variant):
                         )  # fmt: skip
                         first += num_chunks
                 else:
-                    for j in rolled(items):
+                    for _ in rolled(items):
                         find(
-                            block + j * ctas, *shape,
+                            walk, steps, r_step,
                             n, kh, hv, i_tile, slot, row0, kept, count, num_chunks,
                         )  # fmt: skip
                         for i in rolled(num_chunks):

@@ -68,6 +68,19 @@ __device__ __forceinline__ void put_new_scores(const float *kq, const float *gat
   }
 }
 
+// Clears columns from `rows` on of a rounded [64][64] accumulator, in which a register holds columns
+// c and c + 1 of a row.
+template <class T> __device__ __forceinline__ void clear_columns(T *x, int rows) {
+  unsigned *pairs = reinterpret_cast<unsigned *>(x);
+  const int left = rows - 2 * (threadIdx.x & 3);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const unsigned kept = left > 8 * j + 1 ? ~0u : left > 8 * j ? 0xffffu : 0u;
+    pairs[2 * j] &= kept;
+    pairs[2 * j + 1] &= kept;
+  }
+}
+
 // Solves one block column of A down to block row `last`, as solve_column does to the end.
 template <class T>
 __device__ __forceinline__ void solve_column_to(half_t *s, T *tile, int column, int last) {

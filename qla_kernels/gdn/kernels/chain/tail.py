@@ -8,7 +8,10 @@ it says lies inside the tensors. The tail's second chunk is in the other half of
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import qla_kernels.tile.language as T
+from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
@@ -17,25 +20,52 @@ TAIL_ROWS = 16  # rows of k or v that one TMA copy loads
 TAIL_COLUMNS = 64  # columns of it: 128 bytes
 
 
+class Walk(NamedTuple):
+    """An item as digits, from the fastest on: tile, value head of the key head, key head, sequence.
+
+    A CTA adds the digits of `ctas` to those of its item. Finding digits takes four divisions, each
+    of them a long chain of dependent instructions, so a role does it twice and not for every item.
+    """
+
+    at: Any  # [4] digits of the next item
+    by: Any  # [4] digits of the number of CTAs
+    sizes: tuple[Any, Any, Any]  # tiles, value heads a key head, key heads
+
+
 @T.macro
-def read_step(item, steps, num_value_heads, num_tiles, r_step):
-    """Reads the row of `steps` of an item; the numbers arrive while the item before is computed."""
-    n = T.min(item // num_tiles // num_value_heads, steps.shape[0] - 1)
+def put_digits(x, sizes, digits):
+    rest = T.alloc_var("int32")
+    rest = x
+    for i, size in enumerate(sizes):
+        digits[i] = rest % size
+        rest = rest // size
+    digits[3] = rest
+
+
+@T.macro
+def read_step(steps, n, r_step):
+    """Reads a row of `steps`; the numbers of the next item arrive while this one is computed."""
     for i in T.unroll(STEP_COLUMNS):
-        r_step[i] = steps[n, i]
+        r_step[i] = steps[T.min(n, steps.shape[0] - 1), i]
+
+
+@T.macro
+def begin_walk(block, ctas, walk, steps, r_step):
+    put_digits(block, walk.sizes, walk.at)
+    put_digits(ctas, walk.sizes, walk.by)
+    read_step(steps, walk.at[3], r_step)
 
 
 @T.macro
 def find(
-    item, ctas, steps, num_heads, num_value_heads, num_tiles, r_step, n: T.Ref, kh: T.Ref,
-    hv: T.Ref, i_tile: T.Ref, slot: T.Ref, row0: T.Ref, kept: T.Ref, count: T.Ref,
-    num_chunks: T.Ref,
+    walk, steps, r_step, n: T.Ref, kh: T.Ref, hv: T.Ref, i_tile: T.Ref, slot: T.Ref, row0: T.Ref,
+    kept: T.Ref, count: T.Ref, num_chunks: T.Ref,
 ):  # fmt: skip
-    """Finds an item's sequence, heads and columns; its row was read; reads that of item + ctas."""
-    i_tile = item % num_tiles
-    hv = item // num_tiles % num_value_heads
-    n = item // num_tiles // num_value_heads
-    kh = hv // (num_value_heads // num_heads)
+    """Sets an item's sequence, heads and columns, and what its row says; reads the next one's."""
+    i_tile = walk.at[0]
+    kh = walk.at[2]
+    hv = kh * walk.sizes[1] + walk.at[1]
+    n = walk.at[3]
     slot = r_step[0]
     row0 = r_step[1]
     kept = r_step[2]
@@ -44,7 +74,13 @@ def find(
     if slot >= 0:
         num_chunks = T.ceildiv(kept + count, CHUNK)
     num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
-    read_step(item + ctas, steps, num_value_heads, num_tiles, r_step)
+    for i in T.unroll(4):
+        walk.at[i] += walk.by[i]
+    for i, size in enumerate(walk.sizes):
+        if walk.at[i] >= size:
+            walk.at[i] -= size
+            walk.at[i + 1] += 1
+    read_step(steps, walk.at[3], r_step)
 
 
 @T.macro
@@ -82,15 +118,16 @@ def load_k(K, q, k, s_q, s_k, q_ring, k_ring, num_chunks, tok0, row0, length, kh
 
 
 @T.macro
-def load_s(K, tile_v, anchors, s_s, s_ring, num_chunks, slot, hv, v0):
+def load_s(states, K, anchors, s_s, s_ring, num_chunks, slot, hv, v0):
     if num_chunks > 0:  # 2
-        s_ring.acquire(0)
-        T.tma_copy(
-            anchors[slot, hv, 0:K, v0 : v0 + tile_v],
-            s_s[s_ring.slot(0), :, :],
-            barrier=s_ring.barrier(0),
-        )
-        s_ring.commit(0)
+        for w in rolled(states):
+            s_ring.acquire(w)
+            T.tma_copy(
+                anchors[slot, hv, 0:K, v0 + w * TILE : v0 + w * TILE + TILE],
+                s_s[s_ring.slot(w), :, :],
+                barrier=s_ring.barrier(w),
+            )
+            s_ring.commit(w)
 
 
 @T.macro
