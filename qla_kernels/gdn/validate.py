@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.errors import need
+from qla_kernels.gdn import shapes
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.sharded.context import layout_refused
 from qla_kernels.sm90 import (
@@ -114,10 +115,18 @@ def _refused_on_cpu(q: Tensor) -> Reason | None:
 def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
     reason = refused_device(capability, q.dtype, ELSEWHERE)
     reason = reason or refused_head_size(q.shape[-1], "K", "q and k", ELSEWHERE)
-    reason = reason or refused_head_size(v.shape[-1], "V", "v", ELSEWHERE)
+    reason = reason or _refused_values(v.shape[-1])
     for name, x in (("q", q), ("k", k), ("v", v)):
         reason = reason or refused_strides(name, x, batch_may_repeat=True)
     return reason
+
+
+def _refused_values(V: int) -> Reason | None:
+    if shapes.has_values(V):
+        return None
+    room = -(-V // shapes.VALUE_STEP) * shapes.VALUE_STEP
+    fix = f"pad v to {room}, or {ELSEWHERE}" if shapes.has_values(room) else ELSEWHERE
+    return f"head dimension V={V}", f"{shapes.VALUES} on SM90", fix
 
 
 def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Reason | None:

@@ -13,6 +13,7 @@ from tests.gdn_calls import call
 HOPPER = (9, 0)
 ZIGZAG = SimpleNamespace(layout="zigzag")
 ELSEWHERE = "or use fla.ops.gated_delta_rule"
+VALUES = "a multiple of 64 up to 512"
 
 
 def tensors(K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Any:
@@ -41,11 +42,11 @@ REFUSED = {
     ),
     "small V": (
         tensors(V=32),
-        "head dimension V=32; need 64 or 128 on SM90; pad v to 64, " + ELSEWHERE,
+        f"head dimension V=32; need {VALUES} on SM90; pad v to 64, " + ELSEWHERE,
     ),
     "large V": (
-        tensors(V=256),
-        "head dimension V=256; need 64 or 128 on SM90; use fla.ops.gated_delta_rule",
+        tensors(V=520),
+        f"head dimension V=520; need {VALUES} on SM90; use fla.ops.gated_delta_rule",
     ),
     "fp32": (
         tensors(dtype=torch.float32),
@@ -90,7 +91,7 @@ def test_refusal_on_a_gpu(row):
 
 def test_no_refusal_on_hopper():
     for K in (64, 128):
-        for V in (64, 128):
+        for V in range(64, 513, 64):
             for dtype in (torch.bfloat16, torch.float16):
                 x = tensors(K, V, dtype)
                 assert refusal(**x, capability=HOPPER) is None

@@ -8,7 +8,7 @@ from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.kernels import chunk_grads as chunk_grads_kernel
 from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
 from qla_kernels.gdn.kernels import l2norm_bwd as l2norm_bwd_kernel
-from qla_kernels.gdn.launch import activations
+from qla_kernels.gdn.launch import activations, parts
 from qla_kernels.gdn.launch.chains import ds_rows_in_dv
 from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates, states_around
 from qla_kernels.gdn.launch.tensors import (
@@ -33,11 +33,11 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
     q, k, v, *_ = call
     require_aligned(OP, q=q, k=k, v=v)
     with device.of(q):
-        parts = flat_parts(q, k, v) or [slice(0, 0)]
-        x, dh0 = _inputs(call, saved, incoming, options, flat=len(parts) == 1)
+        launches = flat_parts(q, k, v) or [slice(0, 0)]
+        x, dh0 = _inputs(call, saved, incoming, options, flat=len(launches) == 1)
         dv, others = v.new_empty(v.shape), None
         known = call.cu_seqlens is None or call.cu_seqlens_cpu is not None
-        for rows in parts:
+        for rows in launches:
             part, (dv_b,) = x.of_part(rows), of_part(rows, dv)
             lengths = call.cu_seqlens_cpu
             states = states_around(part, dv_b, options, lengths, saved.cp_cache, known)
@@ -49,7 +49,7 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
                 for t in out:
                     t.zero_()
             else:
-                chunk_grads(part, states, out)
+                chunk_grads(states, out)
             del states  # frees them before the next part allocates its own
         assert others is not None, "there is a part, if an empty one"
         dq, dk, dg, dbeta = others
@@ -98,25 +98,26 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return dx
 
 
-def chunk_grads(x: BackwardBatch, states: ChainStates, out: tuple[Tensor, ...]) -> None:
+def chunk_grads(states: ChainStates, out: tuple[Tensor, ...]) -> None:
     """Writes the gradients of every chunk, from the states before and after it.
 
     Args:
-        x: the batch; its states and bounds are not used.
-        states: results of the chains. A part of dS may lie in the dv of `out`; it is read before dv
-            is written.
+        states: the batch and results of the chains. A part of dS may lie in the dv of `out`; it is
+            read before dv is written.
         out: dq, dk [B, T, H, K], dv [B, T, HV, V] in q's dtype, dg, dbeta [B, T, HV] fp32; written,
             with 0 for tokens of no sequence.
     """
+    x, h, dS, table, held = states
     q, k, v, do, g_cum, beta, A, scale, *_ = x
-    h, dS, table, held = states
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
 
     def grouped(x: Tensor) -> Tensor:
         return torch.unflatten(x, 1, (H, HV // H))
 
-    dq, dk, dv, dg, dbeta = out
+    dq, dk, dv, *of_gates = out
+    dv, in_parts = dv.view(v.shape), of_gates[0].shape[2] < HV
+    dg, dbeta = (t.new_empty(B, T, HV) for t in of_gates) if in_parts else of_gates
     _, tails, owner = ds_rows_in_dv(held, dS, dv, table.first_chunk)
     variant = chunk_grads_kernel.Variant(dtype_name(q.dtype), K, V)
     jit.compile(chunk_grads_kernel, variant)(
@@ -142,6 +143,9 @@ def chunk_grads(x: BackwardBatch, states: ChainStates, out: tuple[Tensor, ...]) 
         min(device.sm_count(q.device), table.chunks.shape[0] * H),  # persistent CTAs
         int(held is not None),
     )
+    if in_parts:
+        for of_parts, of_heads in zip((dg, dbeta), of_gates, strict=True):
+            parts.add_up(of_parts, of_heads)
 
 
 def flat_readable(x: Tensor) -> Tensor:

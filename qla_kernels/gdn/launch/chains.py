@@ -24,6 +24,7 @@ from qla_kernels.gdn.launch.tensors import (
     spans,
     tokens,
 )
+from qla_kernels.gdn.shapes import PART_COLUMNS
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import capacity
@@ -77,7 +78,8 @@ def chunk_states(
         first_chunk: [N + 1] of the chunk table.
         every: store the states of the chunks whose number in the sequence is a multiple of this.
         ht: [N, HV, K, V] fp32, any strides, written if given.
-        tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
+        tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None, and 64 where
+            V is more than 128.
         out: memory for the result; allocated for the most states there can be if None.
         starts_of: the row of h0 from which each sequence starts, or -1 for zeros; its own if None.
 
@@ -172,7 +174,7 @@ def dstate_chain(
         dht: [N, HV, K, V] fp32, any strides; zeros if None.
         first_chunk: [N + 1] of the chunk table.
         dh0: [N, HV, K, V] fp32, any strides, written if given.
-        tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
+        tile_v: as in `chunk_states`.
         held: memory for rows 0 to 63 of V; None keeps them in the result.
         ends_of: given if the sequences are nodes of a tree, whose spans [N, 2] `cu_seqlens` then
             holds, and whose first chunks [N] `first_chunk`: the row of dht with the gradient of the
@@ -237,8 +239,10 @@ def _first_slot(first_chunk: Tensor, every: int) -> Tensor:
 
 
 def _tile_v(num_sequences: int, values: Tensor, wanted: int | None) -> int:
+    HV, V = values.shape[2:]
+    if V > PART_COLUMNS:  # a CTA of a wider tile takes all of V
+        return TILE
     if wanted is not None:
         return wanted
-    HV, V = values.shape[2:]
     half = device.sm_count(values.device) // 2  # a backward runs both chains at the same time
     return heuristics.tile_v(num_sequences, HV, V, half)

@@ -88,7 +88,7 @@ def gdn_shard_bwd(
             states = segmented_chains(
                 batch, grads[2], cut, None, bound, entering=arriving.entered, exchange=exchange
             )
-            chunk_grads(batch, states, grads)
+            chunk_grads(states, grads)
         dq, dk, dv, dg, dbeta = grads
         raw = call.raw_g, call.beta, call.A_log, call.dt_bias
         dg, dbeta, *parameters = activations.backward(

@@ -80,7 +80,7 @@ def gdn_tree_bwd(
         else:
             states = _states_around(x, tables, saved.states, incoming.dfinal, dv, options)
             dq, dk, dg, dbeta = (t.new_empty(t.shape) for t in others)
-            chunk_grads(x, states, (dq, dk, dv, dg, dbeta))
+            chunk_grads(states, (dq, dk, dv, dg, dbeta))
             del states
         raw = call.raw_g, call.beta, call.A_log, call.dt_bias
         dg, dbeta, *parameters = activations.backward(*raw, dg, dbeta, options.beta_range, None)
@@ -142,7 +142,11 @@ def _states_around(
                     child_sums(siblings[: b - a], tables.runs[first:last], ends)
         chain(*edges[0], 0, None)
     kept = None if tails is None else DsInDv(dv, tails, tables.owner)
-    return ChainStates(h, dS, _chunk_table(tables), kept)
+    batch, (rows, width) = x.in_parts(), (dS.shape[2], h.shape[3])
+    heads, columns = batch.v.shape[2:]
+    h = h.view(room, heads, columns, width)
+    dS = dS.view(room, heads, rows * HV // heads, width)
+    return ChainStates(batch, h, dS, _chunk_table(tables), kept)
 
 
 def child_sums(x: Tensor, runs: Tensor, into: Tensor) -> None:

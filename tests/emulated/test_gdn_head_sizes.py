@@ -1,0 +1,83 @@
+"""Head sizes that no variant has, emulated: V above 128, K between 16 and 128.
+
+Kernels and launches are those of other sizes, so each path has one case.
+"""
+
+import pytest
+import torch
+
+from qla_kernels import fused_recurrent_gated_delta_rule
+from qla_kernels.gdn import heuristics, plan
+from qla_kernels.selftest import (
+    gdn_anchored,
+    gdn_backward,
+    gdn_forward,
+    gdn_prefill,
+    gdn_recurrent,
+    gdn_verify,
+)
+from qla_kernels.selftest.gdn_calls import Call, call, small
+from tests import gdn_tree_check
+from tests.emulated.test_gdn_tree import both
+from tests.gdn_shards_check import run as run_ranks
+
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.usefixtures("seeds", "poison", "by_kernels")
+
+
+def both_directions(x: Call) -> None:
+    """Compares a forward and a backward with fp64."""
+    done = gdn_forward.forward(x, is_train=True)
+    gdn_forward.check(x, done.o, done.final_state)
+    do, dht = gdn_backward.gradients(x)
+    gdn_backward.check(x, do, dht, gdn_backward.backward(x, do, dht))
+
+
+@pytest.mark.parametrize(("V", "state_v_first"), [(192, True), (256, False)])
+def test_a_call(V, state_v_first):
+    both_directions(small([70, 64], sizes=(64, V), state_v_first=state_v_first))
+
+
+def test_a_tree():
+    sizes = 64, 192
+    x = gdn_tree_check.tree_case(gdn_tree_check.KERNEL_FORESTS["turns"], BF16, sizes=sizes)
+    gdn_tree_check.check(x, *both(x))
+
+
+def test_ranks_whose_sequences_are_cut(monkeypatch):
+    x = call([2 * 130], heads=(1, 1), sizes=(128, 192), dtype=BF16, gates=torch.float32)
+    del x["initial_state"]
+    x["g"] *= 0.01
+    kernel = heuristics.ForwardChoice(64, True)
+    monkeypatch.setattr(plan, "forward", lambda *_, **__: plan.Plan(kernel, 1))
+    monkeypatch.setattr(plan, "backward", lambda *_, **__: 1)
+    do = torch.randn_like(x["v"])
+    o, grads = run_ranks(x, do, 2, plan.WARM_LOG_BOUND, monkeypatch)
+    gdn_forward.check(x, o)
+    gdn_backward.check(x, do, None, grads)
+
+
+def test_a_step_of_anchors():
+    tails, count = gdn_anchored.STEPS[2]
+    x = gdn_anchored.step(tails, count, BF16, (64, 192), (1, 2))
+    gdn_anchored.check(x, tails, count, *gdn_anchored.run(x, "cpu"))
+
+
+def test_a_pool_is_filled(monkeypatch):
+    whole = plan.Plan(heuristics.ForwardChoice(64, True), None)
+    monkeypatch.setattr(plan, "forward", lambda *_: whole)
+    given = gdn_prefill.INPUTS[2]
+    gdn_prefill.run(given, (128, 192), BF16, "cpu", torch.float32, torch.float32)
+
+
+def test_a_token_is_decoded():
+    x = gdn_recurrent.decode([2, 0, 1], sizes=(64, 192), state_v_first=True)
+    x = gdn_recurrent.pooled(x, [2, -1, 3], 4)
+    before = x["initial_state"].clone()
+    o, _ = fused_recurrent_gated_delta_rule(**x)
+    gdn_recurrent.check_pool(x, before, o)
+
+
+def test_drafts_are_verified():
+    x = gdn_recurrent.decode([4, 0, 6], BF16, (64, 192), tokens=3)
+    gdn_verify.run(gdn_verify.drafted(x, [7, -1, 2], 14, rows=[1, 0, 2], steps=6))
