@@ -13,7 +13,7 @@ from torch import Tensor
 from qla_kernels.errors import Unsupported, need
 
 CAPABILITY = (9, 0)
-HEAD_SIZES = (64, 128)  # of every family; dualkv/shapes.py has more
+HEAD_SIZES = (64, 128)  # of sparse_ring; gdn/shapes.py and dualkv/shapes.py have their own
 DTYPES = (torch.bfloat16, torch.float16)
 TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
 
@@ -36,7 +36,8 @@ def refused_device(
         return got, needs, f"run on an H100, H200 or H20, or {elsewhere}"
     if dtype not in DTYPES:
         got = f"q, k and v are {dtype_name(dtype)}"
-        return got, f"{one_of(DTYPES)} on SM90", f"cast them, or {elsewhere}"
+        fix = f"cast them, as with x.to(torch.{dtype_name(DTYPES[0])}), or {elsewhere}"
+        return got, f"{one_of(DTYPES)} on SM90", fix
     return None
 
 

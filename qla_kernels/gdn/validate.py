@@ -8,7 +8,7 @@ Both decide from types, shapes, dtypes, strides, devices and the device's capabi
 values of tensors; contents.py does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from qla_kernels.sm90 import (
     expect_tensors,
     one_of,
     refused_device,
-    refused_head_size,
     refused_strides,
 )
 
@@ -114,19 +113,21 @@ def _refused_on_cpu(q: Tensor) -> Reason | None:
 
 def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
     reason = refused_device(capability, q.dtype, ELSEWHERE)
-    reason = reason or refused_head_size(q.shape[-1], "K", "q and k", ELSEWHERE)
-    reason = reason or _refused_values(v.shape[-1])
+    reason = reason or _refused_size(q.shape[-1], "K", "q and k", shapes.has_keys, shapes.KEYS)
+    reason = reason or _refused_size(v.shape[-1], "V", "v", shapes.has_values, shapes.VALUES)
     for name, x in (("q", q), ("k", k), ("v", v)):
         reason = reason or refused_strides(name, x, batch_may_repeat=True)
     return reason
 
 
-def _refused_values(V: int) -> Reason | None:
-    if shapes.has_values(V):
+def _refused_size(
+    size: int, letter: str, padded: str, has: Callable[[int], bool], sizes: str
+) -> Reason | None:
+    if has(size):
         return None
-    room = -(-V // shapes.VALUE_STEP) * shapes.VALUE_STEP
-    fix = f"pad v to {room}, or {ELSEWHERE}" if shapes.has_values(room) else ELSEWHERE
-    return f"head dimension V={V}", f"{shapes.VALUES} on SM90", fix
+    room = [larger for larger in range(size, 2 * shapes.MOST_VALUES) if has(larger)]
+    fix = f"pad {padded} to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
+    return f"head dimension {letter}={size}", f"{sizes} on SM90", fix
 
 
 def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Reason | None:

@@ -18,6 +18,7 @@ from qla_kernels.selftest import (
 )
 from qla_kernels.selftest.gdn_calls import Call, call, small
 from tests import gdn_tree_check
+from tests.compare import assert_close
 from tests.emulated.test_gdn_tree import both
 from tests.gdn_shards_check import run as run_ranks
 
@@ -33,19 +34,37 @@ def both_directions(x: Call) -> None:
     gdn_backward.check(x, do, dht, gdn_backward.backward(x, do, dht))
 
 
-@pytest.mark.parametrize(("V", "state_v_first"), [(192, True), (256, False)])
-def test_a_call(V, state_v_first):
-    both_directions(small([70, 64], sizes=(64, V), state_v_first=state_v_first))
+@pytest.mark.parametrize(
+    ("sizes", "state_v_first"),
+    [((64, 192), True), ((64, 256), False), ((48, 64), False)],
+    ids=str,
+)
+def test_a_call(sizes, state_v_first):
+    both_directions(small([70, 64], sizes=sizes, state_v_first=state_v_first))
+
+
+def test_a_layer_of_olmo_hybrid():
+    flags = {"activations": True, "allow_neg_eigval": True}
+    both_directions(small([70, 64], sizes=(96, 192), state_v_first=True, **flags))
+
+
+def test_states_of_chunks_have_no_other_columns():
+    x = small(None, sizes=(96, 192), batch=1, tokens=130)
+    h = gdn_forward.forward(x, output_h=True).h
+    part = {name: x[name][:, :64] for name in ("q", "k", "v", "g", "beta")}
+    before = gdn_forward.forward({**x, **part}).final_state
+    assert h.shape == (1, 3, 2, 96, 192)
+    assert_close("h", h[:, 1], before, 2**-8)
 
 
 def test_a_tree():
-    sizes = 64, 192
+    sizes = 96, 192
     x = gdn_tree_check.tree_case(gdn_tree_check.KERNEL_FORESTS["turns"], BF16, sizes=sizes)
     gdn_tree_check.check(x, *both(x))
 
 
 def test_ranks_whose_sequences_are_cut(monkeypatch):
-    x = call([2 * 130], heads=(1, 1), sizes=(128, 192), dtype=BF16, gates=torch.float32)
+    x = call([2 * 130], heads=(1, 1), sizes=(80, 192), dtype=BF16, gates=torch.float32)
     del x["initial_state"]
     x["g"] *= 0.01
     kernel = heuristics.ForwardChoice(64, True)
@@ -59,7 +78,7 @@ def test_ranks_whose_sequences_are_cut(monkeypatch):
 
 def test_a_step_of_anchors():
     tails, count = gdn_anchored.STEPS[2]
-    x = gdn_anchored.step(tails, count, BF16, (64, 192), (1, 2))
+    x = gdn_anchored.step(tails, count, BF16, (96, 192), (1, 2))
     gdn_anchored.check(x, tails, count, *gdn_anchored.run(x, "cpu"))
 
 
@@ -67,11 +86,11 @@ def test_a_pool_is_filled(monkeypatch):
     whole = plan.Plan(heuristics.ForwardChoice(64, True), None)
     monkeypatch.setattr(plan, "forward", lambda *_: whole)
     given = gdn_prefill.INPUTS[2]
-    gdn_prefill.run(given, (128, 192), BF16, "cpu", torch.float32, torch.float32)
+    gdn_prefill.run(given, (112, 192), BF16, "cpu", torch.float32, torch.float32)
 
 
 def test_a_token_is_decoded():
-    x = gdn_recurrent.decode([2, 0, 1], sizes=(64, 192), state_v_first=True)
+    x = gdn_recurrent.decode([2, 0, 1], sizes=(96, 192), state_v_first=True)
     x = gdn_recurrent.pooled(x, [2, -1, 3], 4)
     before = x["initial_state"].clone()
     o, _ = fused_recurrent_gated_delta_rule(**x)
@@ -79,5 +98,5 @@ def test_a_token_is_decoded():
 
 
 def test_drafts_are_verified():
-    x = gdn_recurrent.decode([4, 0, 6], BF16, (64, 192), tokens=3)
+    x = gdn_recurrent.decode([4, 0, 6], BF16, (48, 192))
     gdn_verify.run(gdn_verify.drafted(x, [7, -1, 2], 14, rows=[1, 0, 2], steps=6))

@@ -37,8 +37,9 @@ REFUSED = {
         "device capability 10.0; need 9.0 (Hopper); run on an H100, H200 or H20, " + ELSEWHERE,
     ),
     "K": (
-        tensors(K=96),
-        "head dimension K=96; need 64 or 128 on SM90; pad q and k to 128, " + ELSEWHERE,
+        tensors(K=90),
+        "head dimension K=90; need a multiple of 16 up to 128 on SM90; pad q and k to 96, "
+        + ELSEWHERE,
     ),
     "small V": (
         tensors(V=32),
@@ -50,7 +51,8 @@ REFUSED = {
     ),
     "fp32": (
         tensors(dtype=torch.float32),
-        "q, k and v are float32; need bfloat16 or float16 on SM90; cast them, " + ELSEWHERE,
+        "q, k and v are float32; need bfloat16 or float16 on SM90; "
+        "cast them, as with x.to(torch.bfloat16), " + ELSEWHERE,
     ),
     "mixed": (
         tensors(v=tensors(dtype=torch.float16)["v"]),

@@ -18,10 +18,14 @@ from qla_kernels.gdn.launch.tensors import (
     num_live_tokens,
     of_part,
     parts_in_reach,
+    put_states,
+    room_for,
     sequence_bounds,
     tokens,
+    with_room,
 )
 from qla_kernels.gdn.ops import GdnBackward
+from qla_kernels.gdn.shapes import key_room
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import dtype_name, readable, require_aligned
 from qla_kernels.tile.constants import CHUNK
@@ -35,6 +39,8 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
     with device.of(q):
         launches = flat_parts(q, k, v) or [slice(0, 0)]
         x, dh0 = _inputs(call, saved, incoming, options, flat=len(launches) == 1)
+        whole = x.dh0
+        x = x._replace(dh0=room_for(whole))
         dv, others = v.new_empty(v.shape), None
         known = call.cu_seqlens is None or call.cu_seqlens_cpu is not None
         for rows in launches:
@@ -51,6 +57,7 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
             else:
                 chunk_grads(states, out)
             del states  # frees them before the next part allocates its own
+        put_states(whole, x.dh0)
         assert others is not None, "there is a part, if an empty one"
         dq, dk, dg, dbeta = others
         raw = call.raw_g, call.beta, call.A_log, call.dt_bias
@@ -69,13 +76,13 @@ def _inputs(
     """
     h0, dht = (None if x is None else x.float() for x in (call.initial_state, incoming.dht))
     dh0 = h0.new_empty(h0.shape) if h0 is not None and incoming.output_dh0 else None
-    states = (key_first(x, options.state_v_first) for x in (h0, dht, dh0))
+    h0, dht, to = (key_first(x, options.state_v_first) for x in (h0, dht, dh0))
     do = (flat_readable if flat else readable)(incoming.do.to(call.v.dtype))
     g_cum, A = saved.g_cum.contiguous(), saved.A.contiguous()  # as the forward made them
     beta = activations.activate_beta(call.beta, options.beta_range)
     bounds = sequence_bounds(call.q, call.cu_seqlens)
     inputs = call.q, call.k, call.v, do, g_cum, beta, A
-    return BackwardBatch(*inputs, call.scale, bounds, *states), dh0
+    return BackwardBatch(*inputs, call.scale, bounds, with_room(h0), with_room(dht), to), dh0
 
 
 @torch.no_grad()
@@ -83,7 +90,7 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Returns the gradient of x [B, T, H, K] of l2norm_fwd; 0 for tokens of no sequence."""
     dx = x.new_empty(x.shape)
     if dx.numel():
-        pieces = (-1, l2norm_kernel.SPAN)
+        pieces = (-1, l2norm_kernel.PIECE)
         with device.of(x):
             dy = readable(dy.to(x.dtype))
             for part in parts_in_reach(x, dy):
@@ -91,7 +98,7 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
                 jit.compile(l2norm_bwd_kernel, l2norm_bwd_kernel.Variant(dtype_name(x.dtype)))(
                     torch.unflatten(x_b, -1, pieces),
                     torch.unflatten(dy_b, -1, pieces),
-                    dx_b.view(-1, x.shape[3] // l2norm_kernel.SPAN, l2norm_kernel.SPAN),
+                    dx_b.view(-1, x.shape[3] // l2norm_kernel.PIECE, l2norm_kernel.PIECE),
                     num_live_tokens(cu_seqlens, dx),
                     int(cu_seqlens is not None),
                 )
@@ -119,7 +126,7 @@ def chunk_grads(states: ChainStates, out: tuple[Tensor, ...]) -> None:
     dv, in_parts = dv.view(v.shape), of_gates[0].shape[2] < HV
     dg, dbeta = (t.new_empty(B, T, HV) for t in of_gates) if in_parts else of_gates
     _, tails, owner = ds_rows_in_dv(held, dS, dv, table.first_chunk)
-    variant = chunk_grads_kernel.Variant(dtype_name(q.dtype), K, V)
+    variant = chunk_grads_kernel.Variant(dtype_name(q.dtype), key_room(K), V)
     jit.compile(chunk_grads_kernel, variant)(
         tokens(q),
         tokens(k),

@@ -41,7 +41,7 @@ class BackwardBatch(NamedTuple):
     A: Tensor  # [B, T, HV, 64] of the forward
     scale: float
     bounds: Tensor  # [N + 1] of the sequences, where B is 1; or 0, T, 2 T, ...
-    h0: Tensor | None = None  # [N, HV, K, V] fp32; zeros if None
+    h0: Tensor | None = None  # [N, HV, K, V] fp32, with room for the variant's K; zeros if None
     dht: Tensor | None = None  # likewise
     dh0: Tensor | None = None  # likewise, written if given
 
