@@ -6,6 +6,7 @@ share.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,12 @@ def refused_head_size(
     room = [s for s in sizes if s > size]
     fix = f"pad {padded} to {room[0]}, or {elsewhere}" if room else elsewhere
     return f"head dimension {letter}={size}", f"{alternatives(sizes)} on SM90", fix
+
+
+def head_sizes(validate: Any) -> str:
+    """Returns the head sizes that a family's kernels have, of its module `validate`, as text."""
+    sizes = getattr(validate, "HEAD_SIZES", HEAD_SIZES)
+    return sizes if isinstance(sizes, str) else f"head size {alternatives(sizes)}"
 
 
 def refused_strides(name: str, x: Tensor, batch_may_repeat: bool = False) -> Reason | None:

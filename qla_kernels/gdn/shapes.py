@@ -8,7 +8,7 @@ KEY_STEP = 16  # K is a multiple of it
 KEYS = f"a multiple of {KEY_STEP} up to {KEY_ROOMS[-1]}"  # as messages and pages say it
 VALUE_STEP, MOST_VALUES = 64, 512  # V is a multiple of one, up to the other
 VALUES = f"a multiple of {VALUE_STEP} up to {MOST_VALUES}"
-SIZES = f"K {KEYS}, V {VALUES}"
+HEAD_SIZES = f"K {KEYS}, V {VALUES}"
 POOL_KEYS = 128  # the K with which fused_fwd reads and writes states in slots of a pool
 PART_COLUMNS = 128  # the most columns of V that chunk_grads takes: more are several value heads
 
