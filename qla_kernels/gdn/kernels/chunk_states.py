@@ -213,7 +213,7 @@ def build(variant: Variant):
     K, states = variant.K, variant.tile_v // TILE
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_sequences, num_slots, size = T.dynamic("V, num_sequences, num_slots, size")
-    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 64 or 128
+    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 128: _tile_v
     num_h0, num_ht = T.dynamic("num_h0, num_ht")
     span_step, num_starts, num_firsts = T.dynamic("span_step, num_starts, num_firsts")
     k_token, k_head = T.dynamic("k_token, k_head")

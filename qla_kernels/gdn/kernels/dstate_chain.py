@@ -321,7 +321,7 @@ def build(variant: Variant):
     K, states = variant.K, variant.tile_v // TILE
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_sequences, num_slots = T.dynamic("V, num_sequences, num_slots")
-    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 64 or 128
+    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 128: _tile_v
     num_dht, num_dh0, num_rows = T.dynamic("num_dht, num_dh0, num_rows")
     num_tails, num_owners, size = T.dynamic("num_tails, num_owners, size")
     span_step, num_ends, num_firsts = T.dynamic("span_step, num_ends, num_firsts")
