@@ -173,7 +173,7 @@ def test_a_box_outside_a_tensor_reads_zeros_and_writes_nothing() -> None:
                         assert not y[row].any()
 
 
-@pytest.mark.parametrize(("columns", "more"), [(36, 64), (64, 36), (60, 4), (64, 68)])
+@pytest.mark.parametrize(("columns", "more"), [(36, 64), (60, 4)])
 def test_a_box_wider_than_a_tensor_reads_zeros_and_writes_what_there_is(columns, more) -> None:
     kernel = EmulatedKernel(samples.move_rows(), samples.FAST)
     x = torch.randn(100, columns)

@@ -151,8 +151,7 @@ def chunk_grads(states: ChainStates, out: tuple[Tensor, ...]) -> None:
         int(held is not None),
     )
     if in_parts:
-        for of_parts, of_heads in zip((dg, dbeta), of_gates, strict=True):
-            parts.add_up(of_parts, of_heads)
+        parts.part_sums(dg, dbeta, *of_gates)
 
 
 def flat_readable(x: Tensor) -> Tensor:

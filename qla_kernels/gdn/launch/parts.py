@@ -3,14 +3,17 @@
 Columns of V do not depend on one another if q, k, g and beta are given. So a value head of m parts
 is m value heads that share their gates, betas, A and key head; gradients of the shared ones are
 sums. chunk_grads needs all columns of a head at once, and adds up dq and dk over the value heads of
-a key head anyway. Values and states are views in parts. Gates, betas and A are repeated: 136 bytes
-of each part, beside the 2 KB that a part's tensors have per token.
+a key head anyway. Values and states are views in parts. Gates, betas and A are repeated.
 """
 
 import torch
 from torch import Tensor
 
+from qla_kernels import jit
+from qla_kernels.gdn.kernels import part_sums as part_sums_kernel
+from qla_kernels.gdn.kernels import repeat_gates as repeat_gates_kernel
 from qla_kernels.gdn.shapes import part_columns
+from qla_kernels.sm90 import dtype_name
 
 
 def num_parts(V: int) -> int:
@@ -28,9 +31,25 @@ def of_values(x: Tensor, parts: int) -> Tensor:
     return torch.unflatten(x, 3, (parts, V // parts)).flatten(2, 3)
 
 
-def of_gates(x: Tensor, parts: int) -> Tensor:
-    """Returns x [B, T, HV, ..] repeated for each part: [B, T, HV parts, ..], contiguous."""
-    return x.repeat_interleave(parts, 2)
+def repeat_gates(
+    g_cum: Tensor, beta: Tensor, A: Tensor, parts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns g_cum, beta [B, T, HV] and A [B, T, HV, 64] for the parts: HV parts value heads.
+
+    All are contiguous; g_cum and beta are fp32.
+    """
+    B, T, HV = g_cum.shape
+    gates = [x.new_empty(B, T, HV * parts) for x in (g_cum, beta)]
+    A_out = A.new_empty(B, T, HV * parts, A.shape[3])
+    rows, pieces = B * T * HV, (repeat_gates_kernel.ROW_PIECES, repeat_gates_kernel.REPEAT_PIECE)
+    jit.compile(repeat_gates_kernel, repeat_gates_kernel.Variant(dtype_name(A.dtype)))(
+        g_cum.view(rows),
+        beta.view(rows),
+        A.view(rows, *pieces),
+        *(x.view(rows, parts) for x in gates),
+        A_out.view(rows, parts, *pieces),
+    )
+    return gates[0], gates[1], A_out
 
 
 def of_states(x: Tensor, parts: int) -> Tensor:
@@ -55,9 +74,12 @@ def put_states(x: Tensor, done: Tensor, parts: int) -> None:
         _split(x, parts).copy_(torch.unflatten(done, 1, (-1, parts)))
 
 
-def add_up(x: Tensor, into: Tensor) -> None:
-    """Writes the sums over the parts of x [B, T, HV parts] to `into` [B, T, HV], in their order."""
-    torch.sum(torch.unflatten(x, 2, (into.shape[2], -1)), -1, out=into)
+def part_sums(dg: Tensor, dbeta: Tensor, dg_out: Tensor, dbeta_out: Tensor) -> None:
+    """Writes the sums over the parts of dg and dbeta [B, T, HV parts] to [B, T, HV], in order."""
+    rows = dg_out.numel()
+    jit.compile(part_sums_kernel, part_sums_kernel.Variant(dtype_name(dg.dtype)))(
+        *(x.view(rows, -1) for x in (dg, dbeta)), *(x.view(rows) for x in (dg_out, dbeta_out))
+    )
 
 
 def _split(x: Tensor, parts: int) -> Tensor:

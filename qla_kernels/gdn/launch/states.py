@@ -61,7 +61,7 @@ class BackwardBatch(NamedTuple):
         if num == 1:
             return self
         v, do = (parts.of_values(x, num) for x in (self.v, self.do))
-        g_cum, beta, A = (parts.of_gates(x, num) for x in (self.g_cum, self.beta, self.A))
+        g_cum, beta, A = parts.repeat_gates(self.g_cum, self.beta, self.A, num)
         h0, dht = (None if x is None else parts.of_states(x, num) for x in (self.h0, self.dht))
         dh0 = None if self.dh0 is None else parts.like_states(self.dh0, num)
         return self._replace(v=v, do=do, g_cum=g_cum, beta=beta, A=A, h0=h0, dht=dht, dh0=dh0)
