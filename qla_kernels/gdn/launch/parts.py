@@ -25,10 +25,12 @@ def of_values(x: Tensor, parts: int) -> Tensor:
 
     It is a view if value heads lie side by side, else a copy.
     """
-    HV, V = x.shape[2:]
-    if parts > 1 and HV > 1 and x.stride(2) != V:
+    B, T, HV, V = x.shape
+    if HV > 1 and x.stride(2) != V:
         x = x.contiguous()
-    return torch.unflatten(x, 3, (parts, V // parts)).flatten(2, 3)
+    row, token, *_ = x.stride()
+    columns = V // parts
+    return x.as_strided((B, T, HV * parts, columns), (row, token, columns, 1))
 
 
 def repeat_gates(
@@ -55,23 +57,27 @@ def repeat_gates(
 def of_states(x: Tensor, parts: int) -> Tensor:
     """Returns states [N, HV, K, V] as [N, HV parts, K, V / parts].
 
-    It is a view of states [.., V, K] in memory, otherwise a copy.
+    It is a view if the columns of value heads lie side by side, as in [.., V, K], else a copy.
     """
-    return _split(x, parts).flatten(1, 2)
+    if not _side_by_side(x):
+        return _apart(x, parts).flatten(1, 2)
+    (N, HV, K, V), (n, _, k, v) = x.shape, x.stride()
+    columns = V // parts
+    return x.as_strided((N, HV * parts, K, columns), (n, columns * v, k, v))
 
 
 def like_states(x: Tensor, parts: int) -> Tensor:
     """Returns memory for the result of `of_states`: x itself if that is a view, else new."""
-    N, HV, K, V = x.shape
-    if HV == 1 or x.stride(1) == V * x.stride(3):
+    if _side_by_side(x):
         return of_states(x, parts)
-    return x.new_empty(N, HV * parts, V // parts, K).mT
+    N, HV, K, V = x.shape
+    return x.new_empty(N, HV * parts, K, V // parts)
 
 
 def put_states(x: Tensor, done: Tensor, parts: int) -> None:
-    """Writes `done`, of `like_states`, to x, if that is not the same memory."""
-    if done.data_ptr() != x.data_ptr():
-        _split(x, parts).copy_(torch.unflatten(done, 1, (-1, parts)))
+    """Writes `done`, of `like_states`, to x, if that is other memory."""
+    if not _side_by_side(x):
+        _apart(x, parts).copy_(torch.unflatten(done, 1, (-1, parts)))
 
 
 def part_sums(dg: Tensor, dbeta: Tensor, dg_out: Tensor, dbeta_out: Tensor) -> None:
@@ -82,5 +88,11 @@ def part_sums(dg: Tensor, dbeta: Tensor, dg_out: Tensor, dbeta_out: Tensor) -> N
     )
 
 
-def _split(x: Tensor, parts: int) -> Tensor:
+def _side_by_side(x: Tensor) -> bool:
+    """Returns whether the columns of states [N, HV, K, V] are a constant distance apart."""
+    return x.shape[1] == 1 or x.stride(1) == x.shape[3] * x.stride(3)
+
+
+def _apart(x: Tensor, parts: int) -> Tensor:
+    """Returns states [N, HV, K, V] as a view [N, HV, parts, K, V / parts]."""
     return torch.unflatten(x, 3, (parts, -1)).transpose(2, 3)
