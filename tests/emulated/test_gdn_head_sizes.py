@@ -8,6 +8,8 @@ import torch
 
 from qla_kernels import fused_recurrent_gated_delta_rule
 from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn.call import Incoming, SavedForward
+from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.selftest import (
     gdn_anchored,
     gdn_backward,
@@ -16,7 +18,7 @@ from qla_kernels.selftest import (
     gdn_recurrent,
     gdn_verify,
 )
-from qla_kernels.selftest.gdn_calls import Call, call, small
+from qla_kernels.selftest.gdn_calls import Call, call, records, small
 from tests import gdn_tree_check
 from tests.compare import assert_close
 from tests.emulated.test_gdn_tree import both
@@ -40,7 +42,29 @@ def both_directions(x: Call) -> None:
     ids=str,
 )
 def test_a_call(sizes, state_v_first):
-    both_directions(small([70, 64], sizes=sizes, state_v_first=state_v_first))
+    """q, k and v are slices: what lies between their heads is another's, and NaN."""
+    x = small([70, 64], sizes=sizes, state_v_first=state_v_first)
+    for name in ("q", "k", "v"):
+        size = x[name].shape[3]
+        room = x[name].new_full((*x[name].shape[:3], size + 64), torch.nan)
+        x[name] = room[..., :size].copy_(x[name])
+    both_directions(x)
+
+
+def test_sequences_that_are_cut(monkeypatch):
+    x = small([300], sizes=(80, 192), heads=(1, 1), state_v_first=True)
+    x["g"][:, :300] *= 0.01
+    cut = plan.Plan(heuristics.ForwardChoice(64, True), 2, -30.0)
+    monkeypatch.setattr(plan, "forward", lambda *_: cut)
+    monkeypatch.setattr(plan, "kept_is_faster", lambda *_: True)
+    flags = {"enable_fwd_cp_cache": True, "cu_seqlens_cpu": x["cu_seqlens"]}
+    done = gdn_forward.forward(x, is_train=True, **flags)
+    gdn_forward.check(x, done.o, done.final_state)
+    do, dht = gdn_backward.gradients(x)
+    call, options = records(x, **flags)
+    kept = SavedForward(done.g_cum, done.A, done.cp_cache)
+    got = launch_backward.gdn_bwd(call, kept, Incoming(do, dht), options)
+    gdn_backward.check(x, do, dht, got)
 
 
 def test_a_layer_of_olmo_hybrid():
@@ -64,7 +88,7 @@ def test_a_tree():
 
 
 def test_ranks_whose_sequences_are_cut(monkeypatch):
-    x = call([2 * 130], heads=(1, 1), sizes=(80, 192), dtype=BF16, gates=torch.float32)
+    x = call([2 * 100], heads=(1, 1), sizes=(80, 192), dtype=BF16, gates=torch.float32)
     del x["initial_state"]
     x["g"] *= 0.01
     kernel = heuristics.ForwardChoice(64, True)
