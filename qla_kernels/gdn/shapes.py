@@ -3,30 +3,24 @@
 Head sizes stand here alone: refusals, variants, warm-up, documents and tests follow from them.
 """
 
-KEY_ROOMS = (64, 128)  # K of the kernels' variants; q and k of another K run in the next larger one
-KEY_STEP = 16  # K is a multiple of it
-KEYS = f"a multiple of {KEY_STEP} up to {KEY_ROOMS[-1]}"  # as messages and pages say it
-VALUE_STEP, MOST_VALUES = 64, 512  # V is a multiple of one, up to the other
+KEY_STEP, MOST_KEYS = 16, 128
+KEY_SIZES = tuple(range(KEY_STEP, MOST_KEYS + 1, KEY_STEP))  # K that kernels run
+KEY_ROOMS = (64, 128)  # K of their variants; q and k of another K run in the next larger one
+VALUE_STEP, MOST_VALUES = 64, 512
+VALUE_SIZES = tuple(range(VALUE_STEP, MOST_VALUES + 1, VALUE_STEP))  # V that kernels run
+PART_COLUMNS = 128  # the most columns of V that chunk_grads takes: more are several value heads
+POOL_KEYS = 128  # the K with which fused_fwd reads and writes states in slots of a pool
+
+# as messages and pages say it
+KEYS = f"a multiple of {KEY_STEP} up to {MOST_KEYS}"
 VALUES = f"a multiple of {VALUE_STEP} up to {MOST_VALUES}"
 HEAD_SIZES = f"K {KEYS}, V {VALUES}"
-POOL_KEYS = 128  # the K with which fused_fwd reads and writes states in slots of a pool
-PART_COLUMNS = 128  # the most columns of V that chunk_grads takes: more are several value heads
 
 L2NORM_EPSILON = 1e-6  # added to a row's sum of squares
 STATE_PIECE = 4  # numbers of a decoding state that a thread reads or writes in one access
 TAIL_PLACES = 128  # tokens that a slot of a pool has room for behind its anchor: two chunks
 NEW_TOKENS = 8  # the most tokens of a sequence that one step of anchored_fwd computes
 STEP_COLUMNS = 4  # of a sequence's row in anchored_fwd's table: slot, place, kept, count
-
-
-def has_keys(K: int) -> bool:
-    """Returns whether kernels run keys of K numbers."""
-    return 0 < K <= KEY_ROOMS[-1] and K % KEY_STEP == 0
-
-
-def has_values(V: int) -> bool:
-    """Returns whether kernels run values of V numbers."""
-    return 0 < V <= MOST_VALUES and V % VALUE_STEP == 0
 
 
 def key_room(K: int) -> int:

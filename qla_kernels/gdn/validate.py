@@ -8,7 +8,7 @@ Both decide from types, shapes, dtypes, strides, devices and the device's capabi
 values of tensors; contents.py does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -114,21 +114,21 @@ def _refused_on_cpu(q: Tensor) -> Reason | None:
 
 def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
     reason = refused_device(capability, q.dtype, ELSEWHERE)
-    reason = reason or _refused_size(q.shape[-1], "K", "q and k", shapes.has_keys, shapes.KEYS)
-    reason = reason or _refused_size(v.shape[-1], "V", "v", shapes.has_values, shapes.VALUES)
+    reason = reason or _refused_size(q.shape[-1], "K", "q and k", shapes.KEY_SIZES, shapes.KEYS)
+    reason = reason or _refused_size(v.shape[-1], "V", "v", shapes.VALUE_SIZES, shapes.VALUES)
     for name, x in (("q", q), ("k", k), ("v", v)):
         reason = reason or refused_strides(name, x, batch_may_repeat=True)
     return reason
 
 
 def _refused_size(
-    size: int, letter: str, padded: str, has: Callable[[int], bool], sizes: str
+    size: int, letter: str, padded: str, sizes: tuple[int, ...], said: str
 ) -> Reason | None:
-    if has(size):
+    if size in sizes:
         return None
-    room = [larger for larger in range(size, 2 * shapes.MOST_VALUES) if has(larger)]
+    room = [larger for larger in sizes if larger > size]
     fix = f"pad {padded} to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
-    return f"head dimension {letter}={size}", f"{sizes} on SM90", fix
+    return f"head dimension {letter}={size}", f"{said} on SM90", fix
 
 
 def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Reason | None:
