@@ -24,7 +24,7 @@ import qla_kernels
 from qla_kernels import digests, jit
 from qla_kernels.errors import need
 from qla_kernels.native import prebuilt
-from qla_kernels.sm90 import CAPABILITY, HEAD_SIZES, alternatives
+from qla_kernels.sm90 import CAPABILITY, head_sizes
 
 PACKAGE = Path(__file__).parent
 
@@ -251,8 +251,8 @@ def _cuda_path(family: str) -> Callable[[], str]:
         capability = device.capability(torch.device("cuda", 0)) if here else CAPABILITY
         validate = importlib.import_module(f"qla_kernels.{family}.validate")
         reason = validate.refusal(*tensors, capability=capability)
-        sizes = alternatives(getattr(validate, "HEAD_SIZES", HEAD_SIZES))
-        ours = "our kernels" if family == "conv" else f"our kernels, head size {sizes}"  # no heads
+        sizes = "" if family == "conv" else f", {head_sizes(validate)}"  # it has no heads
+        ours = f"our kernels{sizes}"
         answer = ours if reason is None else f"refused: {reason}"
         return answer if here else f"(no GPU here; on Hopper) {answer}"
 

@@ -6,6 +6,7 @@ share.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from qla_kernels.errors import Unsupported, need
 
 CAPABILITY = (9, 0)
-HEAD_SIZES = (64, 128)  # of every family; dualkv/shapes.py has more
+HEAD_SIZES = (64, 128)  # of sparse_ring; gdn/shapes.py and dualkv/shapes.py have their own
 DTYPES = (torch.bfloat16, torch.float16)
 TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
 
@@ -36,7 +37,8 @@ def refused_device(
         return got, needs, f"run on an H100, H200 or H20, or {elsewhere}"
     if dtype not in DTYPES:
         got = f"q, k and v are {dtype_name(dtype)}"
-        return got, f"{one_of(DTYPES)} on SM90", f"cast them, or {elsewhere}"
+        fix = f"cast them, as with x.to(torch.{dtype_name(DTYPES[0])}), or {elsewhere}"
+        return got, f"{one_of(DTYPES)} on SM90", fix
     return None
 
 
@@ -57,6 +59,12 @@ def refused_head_size(
     room = [s for s in sizes if s > size]
     fix = f"pad {padded} to {room[0]}, or {elsewhere}" if room else elsewhere
     return f"head dimension {letter}={size}", f"{alternatives(sizes)} on SM90", fix
+
+
+def head_sizes(validate: Any) -> str:
+    """Returns the head sizes that a family's kernels have, of its module `validate`, as text."""
+    sizes = getattr(validate, "HEAD_SIZES", HEAD_SIZES)
+    return sizes if isinstance(sizes, str) else f"head size {alternatives(sizes)}"
 
 
 def refused_strides(name: str, x: Tensor, batch_may_repeat: bool = False) -> Reason | None:

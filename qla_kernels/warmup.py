@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from qla_kernels import jit
 from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.errors import need
+from qla_kernels.gdn.shapes import key_room, part_columns
 from qla_kernels.native import prebuilt
 from qla_kernels.sm90 import DTYPES, dtype_name
 
@@ -33,7 +34,7 @@ INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 class Model(NamedTuple):
     """A hybrid model's layers: heads and head sizes of its gated delta nets, and what is common.
 
-    All of MODELS have the same convolutions, and attention of the same head size.
+    All of MODELS have the same convolutions.
     """
 
     key_heads: int
@@ -55,6 +56,7 @@ MODELS = {
     "qwen3.5-4b": Model(16, 32, 128, 128),
     "qwen3.5-2b": Model(16, 16, 128, 128),
     "qwen3.5-0.8b": Model(16, 16, 128, 128),
+    "olmo-hybrid-7b": Model(30, 30, 96, 192, head_dim=128),
 }
 
 Job = tuple[jit.KernelModule, Any]
@@ -75,14 +77,14 @@ def jobs(models: Iterable[Model] = ()) -> Iterator[Job]:
 def _needs(model: Model, family: str, variant: Any) -> bool:
     """Returns whether a model needs the variant, in plain calls or over shared prompts.
 
-    It does if the variant's sizes, where it has any, are the model's, and its dtype is not another
-    one of 16 bits: tables, gates and sums of states have dtypes of their own.
+    It does if the variant's sizes, where it has any, are those that run the model's, and its dtype
+    is not another one of 16 bits: tables, gates and sums of states have dtypes of their own.
     """
     fields = variant._asdict()
     if fields.get("dtype") in {dtype_name(x) for x in DTYPES} - {model.dtype}:
         return False
     if family in ("gdn", "conv"):
-        sizes = ("K", model.K), ("V", model.V), ("W", model.width)
+        sizes = ("K", key_room(model.K)), ("V", part_columns(model.V)), ("W", model.width)
         return all(fields.get(name, size) == size for name, size in sizes)
     # some kernels of attention have a size, some are for large ones, and the others for small ones
     large = model.head_dim == HEAD_SIZES[-1] and fields.get("wide", False)

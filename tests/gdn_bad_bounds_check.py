@@ -197,7 +197,8 @@ CHAINS = {"chunk_table", "chunk_states", "dstate_chain", "chunk_grads"}
 RAW = {"l2norm", "l2norm_bwd", "activate", "activate_bwd", "gate_sums"}
 SOLVE = {"gate", "kkt_solve"}
 CUT = {"segment_plan", "segment_map", "segment_scan"}
-NO_BOUNDS = {"child_sums"}  # the tables that it reads are made on the host, from lengths
+# child_sums reads tables that are made on the host, from lengths; the others know no sequences
+NO_BOUNDS = {"child_sums", "repeat_gates", "part_sums"}
 Part = tuple[Callable[[Setting, Tensor], None], set[str]]
 PARTS: dict[str, Part] = {  # and the kernels that each launches
     "forward, A given": (

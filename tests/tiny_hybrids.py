@@ -26,10 +26,14 @@ EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }  # fmt: skip
+OLMO = {  # K and V of its checkpoint, which has as many value heads as key heads
+    "linear_num_value_heads": 2, "linear_key_head_dim": 96, "linear_value_head_dim": 192,
+}  # fmt: skip
 KINDS = {  # module, its config and model, sizes
     "Qwen3Next-MoE": ("qwen3_next", "Qwen3NextConfig", "Qwen3NextForCausalLM", EXPERTS),
     "Qwen3Next": ("qwen3_next", "Qwen3NextConfig", "Qwen3NextForCausalLM", {"num_experts": 0}),
     "Qwen3.5": ("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}),
+    "OlmoHybrid": ("olmo_hybrid", "OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO),
     "Qwen3.5-MoE": ("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", EXPERTS),
 }
 DENSE = ("Qwen3Next", "Qwen3.5")

@@ -5,27 +5,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-KINDS = ("Qwen3Next", "Qwen3_5")
+KINDS = ("Qwen3Next", "Qwen3_5", "OlmoHybrid")
+HEAD_SIZES = {"OlmoHybrid": (96, 192)}  # K and V, of others 16 and 8
 VOCABULARY = 50
 ENCODERS = ("Bert", "ModernBert", "Gemma", "Splinter", "Bart's decoder")  # and cross-attention
 
 
-def tiny(kind: str, width: int = 32, head_sizes: tuple[int, int] = (16, 8)) -> nn.Module:
+def tiny(kind: str, width: int = 32, head_sizes: tuple[int, int] | None = None) -> nn.Module:
     """One layer with the gated delta net, one with attention."""
     transformers = pytest.importorskip("transformers")
+    K, V = head_sizes or HEAD_SIZES.get(kind, (16, 8))
     sizes = {
         "vocab_size": VOCABULARY, "hidden_size": width, "intermediate_size": 48,
         "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
         "max_position_embeddings": 256,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": head_sizes[0], "linear_value_head_dim": head_sizes[1],
+        "linear_key_head_dim": K, "linear_value_head_dim": V,
         "linear_conv_kernel_dim": 4, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
     }  # fmt: skip
     if kind == "Qwen3Next":
         experts = {"num_experts": 2, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
         experts |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
         return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**sizes, **experts))
+    if kind == "OlmoHybrid":  # its betas are in [0, 2], and its key heads as many as value heads
+        if not hasattr(transformers, "OlmoHybridForCausalLM"):
+            pytest.skip("this transformers has no OLMo Hybrid")
+        sizes |= {"linear_num_value_heads": 2}
+        del sizes["head_dim"]
+        return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**sizes))
     if not hasattr(transformers, "Qwen3_5ForCausalLM"):
         pytest.skip("this transformers has no Qwen3.5")
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
+from qla_kernels.gdn.shapes import key_room
 from qla_kernels.gdn.validate import OP
 from qla_kernels.operators import define_direct, define_on_records, implementations
 from qla_kernels.tile.constants import CHUNK
@@ -78,7 +79,7 @@ def empty_cache(q: Tensor, HV: int, V: int, size: Callable[[], Any] = int) -> li
 
     The first dimension of each is `size()`, which is called once per tensor and is 0 by default.
     """
-    K = q.shape[-1]
+    K = key_room(q.shape[-1]) if q.is_cuda else q.shape[-1]
     tables = [q.new_empty(size(), dtype=torch.int32) for _ in range(5)]
     starts = q.new_empty(size(), HV, V, K, dtype=state_dtype(q))
     M = q.new_empty(size(), HV, 2, K, K, dtype=torch.bfloat16)

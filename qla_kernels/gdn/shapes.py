@@ -1,7 +1,33 @@
-"""Sizes that host code and kernels share; the chunk's size is in tile/constants.py."""
+"""Sizes that host code and kernels share; the chunk's size is in tile/constants.py.
+
+Head sizes stand here alone: refusals, variants, warm-up, documents and tests follow from them.
+"""
+
+KEY_STEP, MOST_KEYS = 16, 128
+KEY_SIZES = tuple(range(KEY_STEP, MOST_KEYS + 1, KEY_STEP))  # K that kernels run
+KEY_ROOMS = (64, 128)  # K of their variants; q and k of another K run in the next larger one
+VALUE_STEP, MOST_VALUES = 64, 512
+VALUE_SIZES = tuple(range(VALUE_STEP, MOST_VALUES + 1, VALUE_STEP))  # V that kernels run
+PART_COLUMNS = 128  # the most columns of V that chunk_grads takes: more are several value heads
+POOL_KEYS = 128  # the K with which fused_fwd reads and writes states in slots of a pool
+
+# as messages and pages say it
+KEYS = f"a multiple of {KEY_STEP} up to {MOST_KEYS}"
+VALUES = f"a multiple of {VALUE_STEP} up to {MOST_VALUES}"
+HEAD_SIZES = f"K {KEYS}, V {VALUES}"
 
 L2NORM_EPSILON = 1e-6  # added to a row's sum of squares
 STATE_PIECE = 4  # numbers of a decoding state that a thread reads or writes in one access
 TAIL_PLACES = 128  # tokens that a slot of a pool has room for behind its anchor: two chunks
 NEW_TOKENS = 8  # the most tokens of a sequence that one step of anchored_fwd computes
 STEP_COLUMNS = 4  # of a sequence's row in anchored_fwd's table: slot, place, kept, count
+
+
+def key_room(K: int) -> int:
+    """Returns the K of the variants that run keys of K numbers; other columns count as zeros."""
+    return min(room for room in KEY_ROOMS if room >= K)
+
+
+def part_columns(V: int) -> int:
+    """Returns the columns of each part of a value head, as which the backward computes it."""
+    return V if V <= PART_COLUMNS else PART_COLUMNS if V % PART_COLUMNS == 0 else VALUE_STEP

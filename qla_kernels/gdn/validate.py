@@ -16,7 +16,9 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.errors import need
+from qla_kernels.gdn import shapes
 from qla_kernels.gdn.call import Options
+from qla_kernels.gdn.shapes import HEAD_SIZES  # noqa: F401 (the doctor reads it)
 from qla_kernels.gdn.sharded.context import layout_refused
 from qla_kernels.sm90 import (
     DTYPES,
@@ -25,7 +27,6 @@ from qla_kernels.sm90 import (
     expect_tensors,
     one_of,
     refused_device,
-    refused_head_size,
     refused_strides,
 )
 
@@ -113,11 +114,21 @@ def _refused_on_cpu(q: Tensor) -> Reason | None:
 
 def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> Reason | None:
     reason = refused_device(capability, q.dtype, ELSEWHERE)
-    reason = reason or refused_head_size(q.shape[-1], "K", "q and k", ELSEWHERE)
-    reason = reason or refused_head_size(v.shape[-1], "V", "v", ELSEWHERE)
+    reason = reason or _refused_size(q.shape[-1], "K", "q and k", shapes.KEY_SIZES, shapes.KEYS)
+    reason = reason or _refused_size(v.shape[-1], "V", "v", shapes.VALUE_SIZES, shapes.VALUES)
     for name, x in (("q", q), ("k", k), ("v", v)):
         reason = reason or refused_strides(name, x, batch_may_repeat=True)
     return reason
+
+
+def _refused_size(
+    size: int, letter: str, padded: str, sizes: tuple[int, ...], said: str
+) -> Reason | None:
+    if size in sizes:
+        return None
+    room = [larger for larger in sizes if larger > size]
+    fix = f"pad {padded} to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
+    return f"head dimension {letter}={size}", f"{said} on SM90", fix
 
 
 def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Reason | None:

@@ -29,6 +29,7 @@ from qla_kernels.selftest import (
     gdn_chains,
     gdn_chunks,
     gdn_forward,
+    gdn_parts,
     gdn_prefill,
     gdn_public,
     gdn_recurrent,
@@ -59,6 +60,7 @@ CASES: tuple[Cases, ...] = (
     *gdn_backward.CASES,
     *gdn_chains.CASES,
     *gdn_segments_backward.CASES,
+    *gdn_parts.CASES,
     *gdn_tree.CASES,
     *conv.CASES,
     *dualkv_forward.CASES,
@@ -89,7 +91,8 @@ def run(kernel: str = "", variant: str = "") -> list[Result]:
         note = f"capability {capability[0]}.{capability[1]}, kernels are for Hopper (9.0)"
         return [*results, Result("GPU", None, note)]
     if not kernel:
-        results.append(gdn_public.run("cuda", torch.bfloat16))
+        for sizes in ((128, 128), (96, 192)):  # those of a variant, and others
+            results.append(gdn_public.run("cuda", torch.bfloat16, sizes))
     for cases in cases_of(kernel) if kernel else CASES:
         variants = cases.variants_of(kernel, variant) if kernel else _usual(cases.variants())
         results += (result for v in variants for result in _of_variant(cases, v))

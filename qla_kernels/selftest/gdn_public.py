@@ -11,16 +11,18 @@ from qla_kernels.selftest.gdn_calls import call, definition, gradients, leaves
 LIMITS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-2, 2e-2)}  # of values, of gradients
 
 
-def run(where: str, dtype: torch.dtype) -> Result:
-    """Checks a call of two sequences on the device `where`."""
-    name = f"chunk_gated_delta_rule on {where}, {str(dtype).removeprefix('torch.')}"
-    if reason := refusal(*torch.empty(3, 1, 1, 2, 128, dtype=dtype, device=where)):
+def run(where: str, dtype: torch.dtype, sizes: tuple[int, int] = (128, 128)) -> Result:
+    """Checks a call of two sequences on the device `where`, with sizes = (K, V)."""
+    K, V = sizes
+    name = f"chunk_gated_delta_rule on {where}, {str(dtype).removeprefix('torch.')}, K={K}, V={V}"
+    q, v = (torch.empty(1, 1, 2, size, dtype=dtype, device=where) for size in sizes)
+    if reason := refusal(q, q, v):
         return Result(name, None, f"refused, {reason}")
-    return checked(name, _check, where, dtype)
+    return checked(name, _check, where, dtype, sizes)
 
 
-def _check(where: str, dtype: torch.dtype) -> None:
-    x = call([65, 1], sizes=(128, 128), dtype=dtype, gates=torch.float32)
+def _check(where: str, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    x = call([65, 1], sizes=sizes, dtype=dtype, gates=torch.float32)
     given, exact = (
         leaves(
             {n: t.to(where, wide) if t.is_floating_point() else t.to(where) for n, t in x.items()}

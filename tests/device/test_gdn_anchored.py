@@ -18,7 +18,7 @@ GPU = "cuda"
 NAMES = ("q", "k", "v", "g", "beta")
 DTYPES = (torch.bfloat16, torch.float16)
 HEADS = [(1, 1), (2, 8), (4, 8), (3, 9), (16, 32), (16, 64)]
-SIZES = [(128, 128), (64, 64), (128, 64), (64, 128)]
+SIZES = [(128, 128), (64, 64), (128, 64), (64, 128), (96, 192), (48, 256)]
 
 
 def on_gpu(N: int, T: int, heads: Any = (2, 8), sizes: Any = (128, 128), **others: Any) -> Call:

@@ -15,7 +15,7 @@ from qla_kernels import Unsupported
 from qla_kernels.integrations import transformers as integration
 from tests.compare import assert_close, no_worse
 from tests.gdn_calls import definition
-from tests.tiny_models import KINDS, VOCABULARY, step, tiny
+from tests.tiny_models import HEAD_SIZES, KINDS, VOCABULARY, step, tiny
 
 pytestmark = pytest.mark.hopper
 
@@ -25,7 +25,8 @@ LIMIT = 0.05  # relative L2, bf16 through two layers and back: PyTorch's own is 
 @pytest.fixture(params=KINDS)
 def model(request, untuned, monkeypatch):
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
-    made = tiny(request.param, width=256, head_sizes=(128, 128))
+    sizes = HEAD_SIZES.get(request.param, (128, 128))
+    made = tiny(request.param, width=256, head_sizes=sizes)
     for name, parameter in made.named_parameters():
         if name.endswith("A_log"):  # as made, all is forgotten at once: no gradient but rounding's
             nn.init.constant_(parameter, -3.0)

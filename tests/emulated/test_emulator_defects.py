@@ -173,6 +173,18 @@ def test_a_box_outside_a_tensor_reads_zeros_and_writes_nothing() -> None:
                         assert not y[row].any()
 
 
+@pytest.mark.parametrize(("columns", "more"), [(36, 64), (60, 4)])
+def test_a_box_wider_than_a_tensor_reads_zeros_and_writes_what_there_is(columns, more) -> None:
+    kernel = EmulatedKernel(samples.move_rows(), samples.FAST)
+    x = torch.randn(100, columns)
+    y = torch.full((100, more), math.nan)
+    kernel(x, y, 0, 0)
+    want = torch.cat([x, torch.zeros(100, 64)], 1)[:, :64]
+    assert torch.equal(y[:64, :64], want[:64, :more])
+    assert y[64:].isnan().all()
+    assert y[:, 64:].isnan().all()
+
+
 def test_uninitialised_shared_memory_is_nan(misuse: EmulatedKernel) -> None:
     x = mode(7)
     misuse(x)

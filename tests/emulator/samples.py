@@ -275,22 +275,22 @@ def reduce_add() -> Any:
 
 
 def move_rows() -> Any:
-    """64 rows from `source` on to where `target` is: by TMA, wherever that may be."""
-    rows = T.dynamic("rows")
+    """A tile from row `source` on to where `target` is: by TMA, wherever and as far as that is."""
+    rows, columns, more = T.dynamic("rows, columns, more")
 
     @T.prim_func
     def move_rows(
-        X: T.Tensor((rows, TILE), F32), Y: T.Tensor((rows, TILE), F32), source: T.int32,
+        X: T.Tensor((rows, columns), F32), Y: T.Tensor((rows, more), F32), source: T.int32,
         target: T.int32,
     ):  # fmt: skip
         with T.Kernel(1, threads=32) as _:
             x = T.alloc_shared((TILE, TILE), F32)
             full = T.alloc_barrier([1])
-            T.tma_copy(X[source : source + TILE, :], x, barrier=full[0])
+            T.tma_copy(X[source : source + TILE, 0:TILE], x, barrier=full[0])
             if T.shuffle_elect(32):
                 T.barrier_arrive(full[0])
             T.barrier_wait(full[0], 0)
-            T.tma_copy(x, Y[target : target + TILE, :])
+            T.tma_copy(x, Y[target : target + TILE, 0:TILE])
             T.tma_store_wait(0)
 
     return move_rows

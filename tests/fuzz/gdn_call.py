@@ -16,7 +16,7 @@ from tests.fuzz.target import Call
 LENGTHS = (0, 1, 2, 3, 30, 63, 64, 65, 100, 130)
 HEADS = ((1, 1), (2, 2), (1, 2), (2, 4), (1, 3), (2, 6))  # H, HV
 SIZES = ((8, 8), (16, 8), (2, 1), (5, 3), (8, 24), (32, 32), (64, 64))  # K, V
-KERNEL_SIZES = ((64, 64), (128, 128), (64, 128), (128, 64))
+KERNEL_SIZES = ((64, 64), (128, 128), (64, 128), (128, 64), (96, 192), (48, 64))
 GATES = ("usual", "zero", "strong", "minus infinity", "positive", "all of them")
 KEYS = ("unit", "short", "dependent", "some zero")
 TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")

@@ -261,7 +261,8 @@ STRIDES = (
 ON_CUDA = {
     "fp32": (
         of_size(128, torch.float32),
-        f"q, k and v are float32; need bfloat16 or float16 on SM90; cast them, or {ELSEWHERE}",
+        "q, k and v are float32; need bfloat16 or float16 on SM90; "
+        f"cast them, as with x.to(torch.bfloat16), or {ELSEWHERE}",
     ),
     "small D": (
         of_size(96),

@@ -236,7 +236,8 @@ def test_refusal_on_a_gpu():
     assert ask(on_gpu(), pool_of(9, 8, 128, 128, dtype=torch.bfloat16)) is None
     assert ask(on_gpu(), pool_of(9, 8, 128 * 128 + 4)[..., 4:].unflatten(-1, (128, 128))) is None
     assert ask(on_gpu(), capability=(10, 0)).startswith(OP + "device capability 10.0; need 9.0")
-    assert ask(on_gpu(96)).startswith(OP + "head dimension K=96; need 64 or 128 on SM90")
+    assert ask({**on_gpu(96), "v": on_gpu(192)["v"]}, pool_of(9, 8, 96, 192)) is None
+    assert ask(on_gpu(90)).startswith(OP + "head dimension K=90; need a multiple of 16 up to 128")
     assert ask(on_gpu(dtype=torch.float16), pool_of(9, 8, 128, 128, dtype=torch.bfloat16)) == (
         OP + "the pool of states is bfloat16; need float32, or bfloat16 with q in bfloat16; "
         "keep it in float32"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from qla_kernels import device, digests, info, jit, selftest
+from qla_kernels.gdn.shapes import HEAD_SIZES
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,7 @@ def test_a_probe_that_fails_reports_itself_and_stops_no_other():
 @pytest.mark.parametrize(
     ("family", "op", "sizes"),
     [
-        ("gdn", "chunk_gated_delta_rule", ", head size 64 or 128"),
+        ("gdn", "chunk_gated_delta_rule", f", {HEAD_SIZES}"),
         ("conv", "causal_conv1d", ""),
         ("dualkv", "shared_prefix_attention", ", head size 64, 128 or 256"),
         ("sparse_ring", "sparse_attention", ", head size 64 or 128"),

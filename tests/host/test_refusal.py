@@ -13,6 +13,7 @@ from tests.gdn_calls import call
 HOPPER = (9, 0)
 ZIGZAG = SimpleNamespace(layout="zigzag")
 ELSEWHERE = "or use fla.ops.gated_delta_rule"
+VALUES = "a multiple of 64 up to 512"
 
 
 def tensors(K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Any:
@@ -36,20 +37,22 @@ REFUSED = {
         "device capability 10.0; need 9.0 (Hopper); run on an H100, H200 or H20, " + ELSEWHERE,
     ),
     "K": (
-        tensors(K=96),
-        "head dimension K=96; need 64 or 128 on SM90; pad q and k to 128, " + ELSEWHERE,
+        tensors(K=90),
+        "head dimension K=90; need a multiple of 16 up to 128 on SM90; pad q and k to 96, "
+        + ELSEWHERE,
     ),
     "small V": (
         tensors(V=32),
-        "head dimension V=32; need 64 or 128 on SM90; pad v to 64, " + ELSEWHERE,
+        f"head dimension V=32; need {VALUES} on SM90; pad v to 64, " + ELSEWHERE,
     ),
     "large V": (
-        tensors(V=256),
-        "head dimension V=256; need 64 or 128 on SM90; use fla.ops.gated_delta_rule",
+        tensors(V=520),
+        f"head dimension V=520; need {VALUES} on SM90; use fla.ops.gated_delta_rule",
     ),
     "fp32": (
         tensors(dtype=torch.float32),
-        "q, k and v are float32; need bfloat16 or float16 on SM90; cast them, " + ELSEWHERE,
+        "q, k and v are float32; need bfloat16 or float16 on SM90; "
+        "cast them, as with x.to(torch.bfloat16), " + ELSEWHERE,
     ),
     "mixed": (
         tensors(v=tensors(dtype=torch.float16)["v"]),
@@ -90,7 +93,7 @@ def test_refusal_on_a_gpu(row):
 
 def test_no_refusal_on_hopper():
     for K in (64, 128):
-        for V in (64, 128):
+        for V in range(64, 513, 64):
             for dtype in (torch.bfloat16, torch.float16):
                 x = tensors(K, V, dtype)
                 assert refusal(**x, capability=HOPPER) is None

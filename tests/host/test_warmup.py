@@ -55,7 +55,8 @@ def test_every_model_needs_something_and_shards(name):
 
 
 def test_models_share_what_they_have_in_common():
-    assert labels(warmup.MODELS.values()) == labels([warmup.MODELS["qwen3-next"]])
+    qwen = [model for name, model in warmup.MODELS.items() if name.startswith("qwen")]
+    assert labels(qwen) == labels([warmup.MODELS["qwen3-next"]])
 
 
 def test_list_compiles_nothing(monkeypatch, capsys):

@@ -200,9 +200,9 @@ def _step(run: Callable[..., Any], *given: Tensor) -> Callable[[], tuple[Tensor,
     return step
 
 
-def _gdn(tokens: int) -> Iterator[Tensor]:
-    for heads in (2, 2, 4):  # q, k, v
-        yield torch.zeros(1, tokens, heads, 128, dtype=torch.bfloat16)
+def _gdn(tokens: int, K: int = 128, V: int = 128) -> Iterator[Tensor]:
+    for heads, size in ((2, K), (2, K), (4, V)):  # q, k, v
+        yield torch.zeros(1, tokens, heads, size, dtype=torch.bfloat16)
     yield torch.zeros(1, tokens, 4)
     yield torch.zeros(1, tokens, 4, dtype=torch.bfloat16)
 
@@ -212,6 +212,17 @@ def gated_delta_rule() -> None:
         _step(lambda *x: chunk_gated_delta_rule(*x)[0], *_gdn(512)), gdn.FORWARDS, gdn.BACKWARDS
     )
     assert any("chunk_grads" in name for name in names)
+
+
+def gated_delta_rule_of_three_parts() -> None:
+    """K that is not a variant's, and value heads that the backward computes as three."""
+    names = _is_replayed(
+        _step(lambda *x: chunk_gated_delta_rule(*x)[0], *_gdn(512, 96, 192)),
+        gdn.FORWARDS,
+        gdn.BACKWARDS,
+    )
+    assert any("repeat_gates" in name for name in names)
+    assert any("part_sums" in name for name in names)
 
 
 LAYOUT = SharedLayout.from_forest((130, 70, 0, 64, 40, 1, 65), (-1, 0, 0, 0, 3, 0, 0))

@@ -29,7 +29,9 @@ class Tokens(NamedTuple):
 class Slots(NamedTuple):
     """A pool's tensors; the last slot takes what sequences of padding write."""
 
-    anchors: Tensor  # [slots, HV, K, V] fp32, the state after `anchored` tokens
+    # [slots, HV, K, V] fp32, the state after `anchored` tokens; in memory, rows of zeros follow up
+    # to the K of the kernels' variant
+    anchors: Tensor
     k: Tensor  # [slots, TAIL_PLACES, H, K]; token t of a sequence has place t % TAIL_PLACES
     v: Tensor  # [slots, TAIL_PLACES, HV, V]
     g: Tensor  # [slots, TAIL_PLACES, HV] fp32

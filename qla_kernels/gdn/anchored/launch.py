@@ -8,7 +8,7 @@ from qla_kernels.gdn.call import Call
 from qla_kernels.gdn.kernels import anchored_fwd as anchored_kernel
 from qla_kernels.gdn.kernels import append_tokens as append_kernel
 from qla_kernels.gdn.launch.tensors import low_words
-from qla_kernels.gdn.shapes import STEP_COLUMNS
+from qla_kernels.gdn.shapes import STEP_COLUMNS, key_room
 from qla_kernels.sm90 import dtype_name, require_aligned
 
 
@@ -60,14 +60,15 @@ def anchored_fwd(pool: Slots, q: Tensor, steps: Tensor, o: Tensor, scale: float)
     """
     B, T, H, K = q.shape
     HV, V = o.shape[2:]
-    tile_v = 128 if K == 128 and V % 128 == 0 else 64
-    variant = anchored_kernel.Variant(dtype_name(q.dtype), K, tile_v)
+    room, anchors = key_room(K), pool.anchors
+    tile_v = 128 if room == 128 and V % 128 == 0 else 64
+    variant = anchored_kernel.Variant(dtype_name(q.dtype), room, tile_v)
     items = B * HV * (V // tile_v)
     jit.compile(anchored_kernel, variant)(
         q.view(B * T, H, K),
         *(x.flatten(0, 1) for x in (pool.k, pool.v, pool.g, pool.beta)),
         steps,
-        pool.anchors,
+        anchors.as_strided((*anchors.shape[:2], room, V), anchors.stride()),
         o.view(B * T, HV, V),
         T,
         scale,

@@ -11,7 +11,7 @@ from qla_kernels.gdn.anchored.extend import Slots, Tokens, extend
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import checked_flags, scale_of
 from qla_kernels.gdn.ops import state_dtype
-from qla_kernels.gdn.shapes import NEW_TOKENS, TAIL_PLACES
+from qla_kernels.gdn.shapes import KEY_SIZES, NEW_TOKENS, TAIL_PLACES, key_room
 from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
@@ -60,8 +60,9 @@ class GdnPool:
         like = torch.empty(0, dtype=dtype, device=device)
         wide = state_dtype(like)
         self.num_slots = num_slots
+        room = key_room(K) if K in KEY_SIZES else K
         self.tensors = Slots(
-            anchors=like.new_zeros(slots, HV, K, V, dtype=wide),
+            anchors=like.new_zeros(slots, HV, room, V, dtype=wide)[:, :, :K],
             k=like.new_zeros(slots, TAIL_PLACES, H, K),
             v=like.new_zeros(slots, TAIL_PLACES, HV, V),
             g=like.new_zeros(slots, TAIL_PLACES, HV, dtype=wide),
@@ -77,7 +78,7 @@ class GdnPool:
 
     @property
     def bytes_per_slot(self) -> int:
-        return sum(t[:1].numel() * t.element_size() for t in self.tensors)
+        return sum(t.stride(0) * t.element_size() for t in self.tensors)
 
     @torch.no_grad()
     def prefill(

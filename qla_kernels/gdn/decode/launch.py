@@ -23,7 +23,7 @@ from qla_kernels.gdn.launch.tensors import (
     parts_in_reach,
     pass_state_through,
 )
-from qla_kernels.gdn.shapes import STATE_PIECE
+from qla_kernels.gdn.shapes import STATE_PIECE, key_room
 from qla_kernels.sm90 import dtype_name
 
 
@@ -136,7 +136,7 @@ def arguments(
     states = [x.mT if options.state_v_first else x for x in (h0, ht) if x is not None]
     if not states:
         states = [v.new_empty((), dtype=torch.float32).expand(1, HV, K, V)]
-    return kernel.Variant(dtype_name(q.dtype), K, dtype_name(states[0].dtype)), (
+    return kernel.Variant(dtype_name(q.dtype), key_room(K), dtype_name(states[0].dtype)), (
         *_inputs(call),
         no_index if cu_seqlens is None else low_words(cu_seqlens),
         no_index if state_indices is None else low_words(state_indices),
@@ -180,7 +180,7 @@ def verify_arguments(
         steps, to = kept.shape[1], kept.flatten(0, 1)
     states = [x.mT if options.state_v_first else x for x in (drafts.states, to)]
     bounds, K = call.cu_seqlens, call.q.shape[-1]
-    variant = verify_kernel.Variant(dtype_name(call.q.dtype), K, dtype_name(to.dtype))
+    variant = verify_kernel.Variant(dtype_name(call.q.dtype), key_room(K), dtype_name(to.dtype))
     return variant, (
         *_inputs(call),
         no_index if bounds is None else low_words(bounds),

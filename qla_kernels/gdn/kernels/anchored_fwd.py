@@ -301,12 +301,12 @@ def build(variant: Variant):
     num_value_heads, V, num_slots, num_sequences = T.dynamic(
         "num_value_heads, V, num_slots, num_sequences"
     )
-    anchor_n, anchor_h, anchor_k = T.dynamic("anchor_n, anchor_h, anchor_k")
+    anchor_n, anchor_h, anchor_k, size = T.dynamic("anchor_n, anchor_h, anchor_k, size")
 
     @T.prim_func
     def anchored_fwd(
-        q: T.Tensor((num_tokens, num_heads, K), variant.dtype),
-        k: T.Tensor((places, num_heads, K), variant.dtype),
+        q: T.Tensor((num_tokens, num_heads, size), variant.dtype),
+        k: T.Tensor((places, num_heads, size), variant.dtype),
         v: T.Tensor((places, num_value_heads, V), variant.dtype),
         g: T.Tensor((places, num_value_heads), "float32"),
         beta: T.Tensor((places, num_value_heads), "float32"),

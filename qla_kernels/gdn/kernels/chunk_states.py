@@ -212,8 +212,8 @@ def build(variant: Variant):
     plan, sizes = schedule(variant), slots(variant)
     K, states = variant.K, variant.tile_v // TILE
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
-    V, num_sequences, num_slots = T.dynamic("V, num_sequences, num_slots")
-    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 64 or 128
+    V, num_sequences, num_slots, size = T.dynamic("V, num_sequences, num_slots, size")
+    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 128: _tile_v
     num_h0, num_ht = T.dynamic("num_h0, num_ht")
     span_step, num_starts, num_firsts = T.dynamic("span_step, num_starts, num_firsts")
     k_token, k_head = T.dynamic("k_token, k_head")
@@ -223,7 +223,7 @@ def build(variant: Variant):
 
     @T.prim_func
     def chunk_states(
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
         v: T.StridedTensor(
             (num_tokens, num_value_heads, num_tiles, variant.tile_v),
             (v_token, v_head, v_tile, 1),
@@ -236,7 +236,7 @@ def build(variant: Variant):
         first_slot: T.Tensor((num_firsts,), "int32"),
         starts_of: T.Tensor((num_starts,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
-        h: T.Tensor((num_slots, num_value_heads, V, K), variant.dtype),
+        h: T.Tensor((num_slots, num_value_heads, V, size), variant.dtype),
         ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), "float32"),
         every: T.int32,
         has_h0: T.int32,
@@ -306,7 +306,7 @@ def build(variant: Variant):
                 elif tx < plan.end("gate"):
                     gate(g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, False, None)
                 elif tx < plan.end("store"):
-                    out = States(h, first_slot[n], hv, v0)
+                    out = States(h, first_slot[n], hv, v0, K)
                     store(out, s_h, h_rings, T.ceildiv(num_chunks, every))
 
     return chunk_states

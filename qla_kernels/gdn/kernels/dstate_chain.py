@@ -194,6 +194,7 @@ class ChainGradients(NamedTuple):
     hv: Any
     v0: Any
     held: Any
+    K: int  # columns of a dS; those are written that the tensor dS has
 
     def put(self, tile, step, w):
         return put_gradient(self, tile, self.num_chunks - 1 - step, self.v0 + w * TILE)
@@ -201,17 +202,16 @@ class ChainGradients(NamedTuple):
 
 @T.macro
 def put_gradient(out, tile, i, v):
-    K = out.dS.shape[-1]
     row, tok0, chunk = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     row = v - out.held * TILE
     tok0 = out.begin + i * CHUNK
     chunk = out.first_chunk + i
     if row >= 0:  # 7
-        T.tma_copy(tile, out.dS[chunk, out.hv, row : row + TILE, :])
+        T.tma_copy(tile, out.dS[chunk, out.hv, row : row + TILE, 0 : out.K])
     elif out.length - i * CHUNK >= CHUNK:
-        T.tma_copy(tile, out.dv[tok0 : tok0 + CHUNK, out.hv, 0:K])
+        T.tma_copy(tile, out.dv[tok0 : tok0 + CHUNK, out.hv, 0 : out.K])
     else:
-        T.tma_copy(tile, out.tails[out.n, out.hv, :, :])
+        T.tma_copy(tile, out.tails[out.n, out.hv, :, 0 : out.K])
         if chunk < out.owner.shape[0]:  # unlike TMA, a thread's store needs the bound
             out.owner[chunk] = out.n
 
@@ -321,9 +321,9 @@ def build(variant: Variant):
     K, states = variant.K, variant.tile_v // TILE
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_sequences, num_slots = T.dynamic("V, num_sequences, num_slots")
-    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 64 or 128
+    num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 128: _tile_v
     num_dht, num_dh0, num_rows = T.dynamic("num_dht, num_dh0, num_rows")
-    num_tails, num_owners = T.dynamic("num_tails, num_owners")
+    num_tails, num_owners, size = T.dynamic("num_tails, num_owners, size")
     span_step, num_ends, num_firsts = T.dynamic("span_step, num_ends, num_firsts")
     dv_token, dv_head = T.dynamic("dv_token, dv_head")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
@@ -333,8 +333,8 @@ def build(variant: Variant):
 
     @T.prim_func
     def dstate_chain(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
         do: T.StridedTensor(
             (num_tokens, num_value_heads, num_tiles, variant.tile_v),
             (do_token, do_head, do_tile, 1),
@@ -349,14 +349,14 @@ def build(variant: Variant):
         dht: T.StridedTensor(
             (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
         ),
-        dS: T.Tensor((num_slots, num_value_heads, num_rows, K), variant.dtype),
+        dS: T.Tensor((num_slots, num_value_heads, num_rows, size), variant.dtype),
         dh0: T.StridedTensor(
             (num_dh0, num_value_heads, K, V), (dh0_n, dh0_h, dh0_k, dh0_v), "float32"
         ),
         dv: T.StridedTensor(
             (num_tokens, num_value_heads, V), (dv_token, dv_head, 1), variant.dtype
         ),
-        tails: T.Tensor((num_tails, num_value_heads, TILE, K), variant.dtype),
+        tails: T.Tensor((num_tails, num_value_heads, TILE, size), variant.dtype),
         owner: T.Tensor((num_owners,), "int32"),
         scale: T.float32,
         has_dht: T.int32,
@@ -458,7 +458,7 @@ def build(variant: Variant):
                     store(
                         ChainGradients(
                             dS, dv, tails, owner, begin, length, num_chunks, first_chunk[n],
-                            n, hv, v0, held,
+                            n, hv, v0, held, K,
                         ),
                         s_ds, ds_rings, num_chunks,
                     )  # fmt: skip

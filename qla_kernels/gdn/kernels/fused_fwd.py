@@ -255,7 +255,7 @@ def build(variant: Variant):
     ht_n, ht_h, ht_k, ht_v = T.dynamic("ht_n, ht_h, ht_k, ht_v")
     kept_n, kept_h, kept_k, kept_v = T.dynamic("kept_n, kept_h, kept_k, kept_v")
     num_kept, num_firsts, num_untils = T.dynamic("num_kept, num_firsts, num_untils")
-    kept_size = T.dynamic("kept_size")
+    kept_size, size = T.dynamic("kept_size, size")
     held = variant.pool or "float32"
     entry, steps = (num_kept, num_value_heads, K, V), (kept_n, kept_h, kept_k, kept_v)
     kept_type = T.StridedTensor(entry, steps, "float32")  # not written
@@ -264,8 +264,8 @@ def build(variant: Variant):
 
     @T.prim_func
     def fused_fwd(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
         v: T.StridedTensor(
             (num_tokens, num_value_heads, num_tiles, variant.tile_v),
             (v_token, v_head, v_tile, 1),

@@ -113,7 +113,7 @@ def load(k, chunks, s_k, k_ring, head, first, step, num_steps):
         tok0 = chunks[first + i * step, 0]
         k_ring.acquire(i)  # 1
         T.tma_copy(
-            k[tok0 : tok0 + CHUNK, head, :],
+            k[tok0 : tok0 + CHUNK, head, 0 : s_k.shape[2]],
             s_k[k_ring.slot(i), :, :],
             barrier=k_ring.barrier(i),
         )
@@ -213,11 +213,11 @@ def build(variant: Variant):
     plan = schedule(variant)
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
     capacity, k_token, k_head = T.dynamic("capacity, k_token, k_head")
-    grown_tokens = T.dynamic("grown_tokens")
+    grown_tokens, size = T.dynamic("grown_tokens, size")
 
     @T.prim_func
     def kkt_solve(
-        k: T.StridedTensor((num_tokens, num_heads, variant.K), (k_token, k_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
         gates: T.Tensor((capacity, num_heads, group, 3, CHUNK), "float32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),

@@ -3,13 +3,13 @@
 Per row (one head of one token): y = x (sum x^2 + 1e-6)^-1/2                         [K]
 
 Steps (numbers appear again in the role), for 8 threads a row:
-    1 norm   8 elements of each 64 of the row into every thread
+    1 norm   8 elements of each 64 of the row, as far as it has them, into every thread
     2 norm   sum of squares in fp32, over the row's threads
     3 norm   scaled, rounded once, out
 
 Bounded by memory: x is read once and y written once, 16 bytes a thread at a time.
-Why this shape: a row's sum stays in a warp, and the number of spans of 64 is a runtime value, so
-one compiled kernel serves both head sizes. x may have any strides that are multiples of 16 bytes.
+Why this shape: a row's sum stays in a warp, and the number of pieces of 8 is a runtime value, so
+one compiled kernel serves all head sizes. x may have any strides that are multiples of 16 bytes.
 The compiler cannot know that they are, hence the hand-written load.
 """
 
@@ -21,7 +21,7 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 PIECE = 8  # elements of 16 bits in a 16-byte access
 SPAN = 64  # elements of a row that its threads cover at a time
-MOST_SPANS = 2  # K is 64 or 128
+MOST_SPANS = 2  # K is at most 128
 ROW_THREADS = SPAN // PIECE
 ROW_STEPS = 3  # log2(ROW_THREADS): a sum over a row's threads
 
@@ -43,7 +43,7 @@ VARIANTS = (Variant("bfloat16"), Variant("float16"))
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
-    "tl.disable_safe_memory_legalize": True,  # rows and spans past the last are guarded
+    "tl.disable_safe_memory_legalize": True,  # rows and pieces past the last are guarded
 }
 
 
@@ -55,8 +55,11 @@ def schedule(variant: Variant) -> Schedule:
 
 
 @T.macro
-def load_row(x, r_x, row, num_tokens, num_heads, num_spans, column):
-    """Loads a thread's pieces of one row, a head of a token of x [B, T, H, spans, 64], to r_x."""
+def load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece):
+    """Loads a thread's pieces of one row, a head of a token of x [B, T, H, pieces, 8], to r_x.
+
+    They are number `piece` and every eighth one after it.
+    """
     # variables, so that they are divided as 32-bit numbers, and once
     i_batch, i_token, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     i_token = T.truncdiv(row, num_heads)
@@ -64,25 +67,25 @@ def load_row(x, r_x, row, num_tokens, num_heads, num_spans, column):
     i_batch = T.truncdiv(i_token, num_tokens)
     i_token = i_token - i_batch * num_tokens
     for span in T.unroll(MOST_SPANS):
-        if span < num_spans:
+        if span * ROW_THREADS + piece < num_pieces:
             T.call_extern(
                 "handle",
                 "qla::load_16_bytes",
                 T.access_ptr(r_x[span, 0], "w", PIECE),
-                T.access_ptr(x[i_batch, i_token, head, span, column], "r", PIECE),
+                T.access_ptr(x[i_batch, i_token, head, span * ROW_THREADS + piece, 0], "r", PIECE),
             )
 
 
 @T.macro
-def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_spans, column):
+def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_pieces, piece):
     r_x = T.alloc_local((MOST_SPANS, PIECE), dtype)
     r_y = T.alloc_local((PIECE,), dtype)
     total = T.alloc_var("float32")
     total = 0.0
     if row < num_rows:
-        load_row(x, r_x, row, num_tokens, num_heads, num_spans, column)  # 1
+        load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece)  # 1
         for span in T.unroll(MOST_SPANS):
-            if span < num_spans:
+            if span * ROW_THREADS + piece < num_pieces:
                 for e in T.unroll(PIECE):
                     total += T.cast(r_x[span, e], "float32") * T.cast(r_x[span, e], "float32")
     for step in T.unroll(ROW_STEPS):  # 2
@@ -90,34 +93,34 @@ def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_spans, column):
     total = T.rsqrt(total + L2NORM_EPSILON)
     if row < num_rows:
         for span in T.unroll(MOST_SPANS):
-            if span < num_spans:
+            if span * ROW_THREADS + piece < num_pieces:
                 for e in T.unroll(PIECE):
                     r_y[e] = T.cast(r_x[span, e], "float32") * total
                 for e in T.vectorized(PIECE):  # 3
-                    y[row, span, column + e] = r_y[e]
+                    y[row, span * ROW_THREADS + piece, e] = r_y[e]
 
 
 def build(variant: Variant):
     plan = schedule(variant)
     rows = plan.threads // ROW_THREADS  # a CTA
-    batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
+    batch, num_tokens, num_heads, num_pieces = T.dynamic("batch, num_tokens, num_heads, num_pieces")
     num_rows, x_batch, x_token, x_head = T.dynamic("num_rows, x_batch, x_token, x_head")
 
     @T.prim_func
     def l2norm(
         x: T.StridedTensor(
-            (batch, num_tokens, num_heads, num_spans, SPAN),
-            (x_batch, x_token, x_head, SPAN, 1),
+            (batch, num_tokens, num_heads, num_pieces, PIECE),
+            (x_batch, x_token, x_head, PIECE, 1),
             variant.dtype,
         ),
-        y: T.Tensor((num_rows, num_spans, SPAN), variant.dtype),
+        y: T.Tensor((num_rows, num_pieces, PIECE), variant.dtype),
     ):
         with T.Kernel(T.ceildiv(num_rows, rows), threads=plan.threads) as block:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
             tx = T.get_thread_binding()
             row = block * rows + tx // ROW_THREADS
-            column = tx % ROW_THREADS * PIECE
-            norm(x, y, variant.dtype, row, num_rows, num_tokens, num_heads, num_spans, column)
+            piece = tx % ROW_THREADS
+            norm(x, y, variant.dtype, row, num_rows, num_tokens, num_heads, num_pieces, piece)
 
     return l2norm

@@ -4,7 +4,7 @@ Per row (one head of one token), with r = (sum x^2 + 1e-6)^-1/2:
     dx = r dy - r^3 <dy, x> x                                                         [K]
 
 Steps (numbers appear again in the role), for 8 threads a row:
-    1 norm   8 elements of each 64 of both rows into every thread
+    1 norm   8 elements of each 64 of both rows, as far as they have them, into every thread
     2 norm   both sums in fp32, over the row's threads
     3 norm   dx, rounded once, out; 0 for a token of no sequence, whose x may be NaN
 
@@ -22,7 +22,6 @@ from qla_kernels.gdn.kernels.l2norm import (
     ROW_STEPS,
     ROW_THREADS,
     SOURCE,
-    SPAN,
     load_row,
 )
 from qla_kernels.gdn.kernels.tables import inside
@@ -38,7 +37,7 @@ VARIANTS = (Variant("bfloat16"), Variant("float16"))
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
-    "tl.disable_safe_memory_legalize": True,  # rows and spans past the last are guarded
+    "tl.disable_safe_memory_legalize": True,  # rows and pieces past the last are guarded
 }
 
 
@@ -50,7 +49,7 @@ def schedule(variant: Variant) -> Schedule:
 
 
 @T.macro
-def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_spans, column):
+def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_pieces, piece):
     r_x = T.alloc_local((MOST_SPANS, PIECE), dtype)
     r_dy = T.alloc_local((MOST_SPANS, PIECE), dtype)
     r_dx = T.alloc_local((PIECE,), dtype)
@@ -58,10 +57,10 @@ def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_s
     square = 0.0
     dot = 0.0
     if row < num_live:
-        load_row(x, r_x, row, num_tokens, num_heads, num_spans, column)  # 1
-        load_row(dy, r_dy, row, num_tokens, num_heads, num_spans, column)
+        load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece)  # 1
+        load_row(dy, r_dy, row, num_tokens, num_heads, num_pieces, piece)
         for span in T.unroll(MOST_SPANS):
-            if span < num_spans:
+            if span * ROW_THREADS + piece < num_pieces:
                 for e in T.unroll(PIECE):
                     square += T.cast(r_x[span, e], "float32") * T.cast(r_x[span, e], "float32")
                     dot += T.cast(r_dy[span, e], "float32") * T.cast(r_x[span, e], "float32")
@@ -72,7 +71,7 @@ def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_s
     dot *= square * square * square
     if row < num_rows:
         for span in T.unroll(MOST_SPANS):
-            if span < num_spans:
+            if span * ROW_THREADS + piece < num_pieces:
                 for e in T.unroll(PIECE):
                     r_dx[e] = 0
                     if row < num_live:
@@ -81,29 +80,29 @@ def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_s
                             - T.cast(r_x[span, e], "float32") * dot
                         )
                 for e in T.vectorized(PIECE):  # 3
-                    dx[row, span, column + e] = r_dx[e]
+                    dx[row, span * ROW_THREADS + piece, e] = r_dx[e]
 
 
 def build(variant: Variant):
     plan = schedule(variant)
     rows = plan.threads // ROW_THREADS  # a CTA
-    batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
+    batch, num_tokens, num_heads, num_pieces = T.dynamic("batch, num_tokens, num_heads, num_pieces")
     num_rows, x_batch, x_token, x_head = T.dynamic("num_rows, x_batch, x_token, x_head")
     dy_batch, dy_token, dy_head = T.dynamic("dy_batch, dy_token, dy_head")
 
     @T.prim_func
     def l2norm_bwd(
         x: T.StridedTensor(
-            (batch, num_tokens, num_heads, num_spans, SPAN),
-            (x_batch, x_token, x_head, SPAN, 1),
+            (batch, num_tokens, num_heads, num_pieces, PIECE),
+            (x_batch, x_token, x_head, PIECE, 1),
             variant.dtype,
         ),
         dy: T.StridedTensor(
-            (batch, num_tokens, num_heads, num_spans, SPAN),
-            (dy_batch, dy_token, dy_head, SPAN, 1),
+            (batch, num_tokens, num_heads, num_pieces, PIECE),
+            (dy_batch, dy_token, dy_head, PIECE, 1),
             variant.dtype,
         ),
-        dx: T.Tensor((num_rows, num_spans, SPAN), variant.dtype),
+        dx: T.Tensor((num_rows, num_pieces, PIECE), variant.dtype),
         end: T.Tensor((1,), "int32"),  # tokens that belong to a sequence, if `packed`
         packed: T.int32,
     ):
@@ -112,7 +111,7 @@ def build(variant: Variant):
             T.import_source(SOURCE)
             tx = T.get_thread_binding()
             row = block * rows + tx // ROW_THREADS
-            column = tx % ROW_THREADS * PIECE
+            piece = tx % ROW_THREADS
             num_live = T.alloc_var("int32")
             num_live = num_rows
             if packed != 0:
@@ -127,8 +126,8 @@ def build(variant: Variant):
                 num_rows,
                 num_tokens,
                 num_heads,
-                num_spans,
-                column,
+                num_pieces,
+                piece,
             )
 
     return l2norm_bwd

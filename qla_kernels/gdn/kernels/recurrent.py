@@ -21,7 +21,8 @@ loaded first. Persistent CTAs that prefetch the next S to shared memory are slow
 whichever of K and V is contiguous; the two layouts of a state differ in which lanes share columns.
 o is made from S before the update, which takes one pass over S instead of two. Tokens are prepared
 four at a time, in shared memory: if each warp prepared them in registers, q and k of this token and
-the next would take as many registers as S.
+the next would take as many registers as S. A K between the variants' runs in the larger one: the
+rows of S that it lacks are zeros in registers, and are neither read nor written.
 """
 
 from typing import Any, NamedTuple
@@ -59,14 +60,16 @@ __device__ __forceinline__ void move_four(To *to, const From *from) {
 }
 
 // A lane's blocks, from accesses that lie `across` apart within a block to such accesses elsewhere.
+// A block has 4 of every 32 rows of K; there are `rows` rows from the first block's on.
 template <int Blocks, class To, class From>
 __device__ __forceinline__ void move_blocks(To *to, int to_span, int to_across, const From *from,
-                                            int from_span, int from_across) {
+                                            int from_span, int from_across, int rows) {
 #pragma unroll
   for (int b = 0; b < Blocks; ++b)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      move_four(to + b * to_span + i * to_across, from + b * from_span + i * from_across);
+      if (32 * b < rows)
+        move_four(to + b * to_span + i * to_across, from + b * from_span + i * from_across);
 }
 
 // A number that is fp32 or Half, by its size.
@@ -127,11 +130,12 @@ def move_four(to, from_):
     return T.call_extern("handle", "qla::move_four", to, from_)
 
 
-def move_blocks(blocks, to, from_):
-    """Copies all of a lane's blocks of 4 x 4 numbers from one place to another.
+def move_blocks(blocks, to, from_, rows):
+    """Copies a lane's blocks of 4 x 4 numbers from one place to another.
 
     `to` and `from_` are each (first element, span, across), in elements: `span` is the distance
-    between blocks, and `across` that between the 4 accesses of a block.
+    between blocks, and `across` that between the 4 accesses of a block. A state has `rows` rows of
+    K from the first block on; blocks past them are not copied.
     """
     (to, *to_steps), (from_, *from_steps) = to, from_
     return T.call_extern(
@@ -141,6 +145,7 @@ def move_blocks(blocks, to, from_):
         *to_steps,
         T.access_ptr(from_, "r", STATE_PIECE),
         *from_steps,
+        rows,
     )
 
 
@@ -176,8 +181,11 @@ def prepare(
     qq, kk, qk = (T.alloc_var("float32") for _ in range(3))
     level, bias, strength = (T.alloc_var("float32") for _ in range(3))
     for i in T.unroll(keys):  # 2: all loads are issued before any result is used
-        r_q[i] = q[row, t, kh, i * 32 + lane]
-        r_k[i] = k[row, t, kh, i * 32 + lane]
+        r_q[i] = 0
+        r_k[i] = 0
+        if i * 32 + lane < q.shape[3]:
+            r_q[i] = q[row, t, kh, i * 32 + lane]
+            r_k[i] = k[row, t, kh, i * 32 + lane]
     for i in T.unroll(values):
         r_v[i] = v[row, t, hv, v0 + i * 32 + lane]
         r_beta[i] = number(beta[row, t, hv, v0 + i * 32 + lane, 0], beta_size, dtype)
@@ -270,7 +278,7 @@ def build(variant: Variant):
     plan = schedule(variant)
     blocks = variant.K // KEY_SPAN  # a lane
     columns = TOKEN_WARPS * WARP_COLUMNS  # a CTA
-    B, num_tokens, H, HV, V = T.dynamic("B, num_tokens, H, HV, V")
+    B, num_tokens, H, HV, V, size = T.dynamic("B, num_tokens, H, HV, V, size")
     num_bounds, num_indices, num_h0, num_ht = T.dynamic("num_bounds, num_indices, num_h0, num_ht")
     sizes = g_size, beta_size, A_size, dt_size = T.dynamic("g_size, beta_size, A_size, dt_size")
     q_b, q_t, q_h, k_b, k_t, k_h = T.dynamic("q_b, q_t, q_h, k_b, k_t, k_h")
@@ -282,8 +290,8 @@ def build(variant: Variant):
 
     @T.prim_func
     def recurrent(
-        q: T.StridedTensor((B, num_tokens, H, variant.K), (q_b, q_t, q_h, 1), variant.dtype),
-        k: T.StridedTensor((B, num_tokens, H, variant.K), (k_b, k_t, k_h, 1), variant.dtype),
+        q: T.StridedTensor((B, num_tokens, H, size), (q_b, q_t, q_h, 1), variant.dtype),
+        k: T.StridedTensor((B, num_tokens, H, size), (k_b, k_t, k_h, 1), variant.dtype),
         v: T.StridedTensor((B, num_tokens, HV, V), (v_b, v_t, v_h, 1), variant.dtype),
         # as bytes: fp32, or the dtype of q
         g: T.StridedTensor((B, num_tokens, HV, g_size), (g_b, g_t, g_h, 1), "uint8"),
@@ -294,8 +302,8 @@ def build(variant: Variant):
         dt_bias: T.StridedTensor((HV, dt_size), (dt_h, 1), "uint8"),
         cu_seqlens: T.StridedTensor((num_bounds,), (bound,), "int32"),
         state_indices: T.StridedTensor((num_indices,), (index,), "int32"),
-        h0: T.StridedTensor((num_h0, HV, variant.K, V), (h0_n, h0_h, h0_k, h0_v), variant.state),
-        ht: T.StridedTensor((num_ht, HV, variant.K, V), (ht_n, ht_h, ht_k, ht_v), variant.state),
+        h0: T.StridedTensor((num_h0, HV, size, V), (h0_n, h0_h, h0_k, h0_v), variant.state),
+        ht: T.StridedTensor((num_ht, HV, size, V), (ht_n, ht_h, ht_k, ht_v), variant.state),
         o: T.Tensor((B, num_tokens, HV, V), variant.dtype),
         num_sequences: T.int32,
         scale: T.float32,
@@ -336,6 +344,7 @@ def build(variant: Variant):
             await_previous()
             if has(flags, INDICES):
                 slot = known_slot(state_indices[n], num_h0, flags)
+            T.clear(r_s)
             if has(flags, H0):
                 if slot >= 0:
                     across = T.if_then_else(v_first == 0, h0_k, h0_v)
@@ -343,9 +352,8 @@ def build(variant: Variant):
                         blocks,
                         (r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE),
                         (h0[slot, hv, k0, v0 + column], KEY_SPAN * h0_k, across),
+                        size - k0,
                     )
-            else:
-                T.clear(r_s)
             row = n
             begin = 0
             length = num_tokens
@@ -388,6 +396,7 @@ def build(variant: Variant):
                         blocks,
                         (ht[slot, hv, k0, v0 + column], KEY_SPAN * ht_k, across),
                         (r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE),
+                        size - k0,
                     )
 
     return recurrent

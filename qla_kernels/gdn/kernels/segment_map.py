@@ -141,7 +141,7 @@ def build(variant: Variant):
     K, rings, warps = variant.K, plan.rings, plan.threads // 32
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
-    num_h0, num_bounds = T.dynamic("num_h0, num_bounds")
+    num_h0, num_bounds, size = T.dynamic("num_h0, num_bounds, size")
     narrow_tokens, saved_tokens = T.dynamic("narrow_tokens, saved_tokens")
     grown_tokens = T.dynamic("grown_tokens")
     k_token, k_head = T.dynamic("k_token, k_head")
@@ -150,7 +150,7 @@ def build(variant: Variant):
 
     @T.prim_func
     def segment_map(
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
         v: T.StridedTensor(
             (num_tokens, num_value_heads, num_tiles, TILE),
             (v_token, v_head, v_tile, 1),
@@ -231,7 +231,7 @@ def build(variant: Variant):
                 await_previous()
             if num_chunks > 0:
                 warm = warm_chunks(  # 1
-                    k, g, growth, grows, beta, beta16, beta_is_16, s_sum, begin, length,
+                    K, k, g, growth, grows, beta, beta16, beta_is_16, s_sum, begin, length,
                     kh, hv, limit, at_end=True, cumulated=not variant.solves,
                 )  # fmt: skip
                 if warm > 0:

@@ -117,15 +117,15 @@ def build(variant: Variant):
     K = variant.K
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
-    num_dht, num_bounds = T.dynamic("num_dht, num_bounds")
+    num_dht, num_bounds, size = T.dynamic("num_dht, num_bounds, size")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
     dht_n, dht_h, dht_k, dht_v = T.dynamic("dht_n, dht_h, dht_k, dht_v")
 
     @T.prim_func
     def segment_map_bwd(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
         do: T.StridedTensor(
             (num_tokens, num_value_heads, num_tiles, TILE),
             (do_token, do_head, do_tile, 1),
@@ -185,7 +185,7 @@ def build(variant: Variant):
             tx = T.get_thread_binding()
             if length > 0:
                 warm = warm_chunks(  # 1
-                    k, g_cum, None, 0, beta, None, 0, s_sum, begin, length, kh, hv, limit,
+                    K, k, g_cum, None, 0, beta, None, 0, s_sum, begin, length, kh, hv, limit,
                     at_end=False, cumulated=True,
                 )  # fmt: skip
                 if warm > 0:

@@ -93,7 +93,7 @@ def build(variant: Variant):
     plan = schedule(variant)
     blocks = variant.K // KEY_SPAN  # a lane
     columns = TOKEN_WARPS * WARP_COLUMNS  # a CTA
-    B, num_tokens, H, HV, V = T.dynamic("B, num_tokens, H, HV, V")
+    B, num_tokens, H, HV, V, size = T.dynamic("B, num_tokens, H, HV, V, size")
     num_bounds, num_h0, num_ht = T.dynamic("num_bounds, num_h0, num_ht")
     rows, num_slots, num_accepted, num_entries, num_parents = T.dynamic(
         "rows, num_slots, num_accepted, num_entries, num_parents"
@@ -110,8 +110,8 @@ def build(variant: Variant):
 
     @T.prim_func
     def verify(
-        q: T.StridedTensor((B, num_tokens, H, variant.K), (q_b, q_t, q_h, 1), variant.dtype),
-        k: T.StridedTensor((B, num_tokens, H, variant.K), (k_b, k_t, k_h, 1), variant.dtype),
+        q: T.StridedTensor((B, num_tokens, H, size), (q_b, q_t, q_h, 1), variant.dtype),
+        k: T.StridedTensor((B, num_tokens, H, size), (k_b, k_t, k_h, 1), variant.dtype),
         v: T.StridedTensor((B, num_tokens, HV, V), (v_b, v_t, v_h, 1), variant.dtype),
         # as bytes: fp32, or the dtype of q
         g: T.StridedTensor((B, num_tokens, HV, g_size), (g_b, g_t, g_h, 1), "uint8"),
@@ -125,8 +125,8 @@ def build(variant: Variant):
         accepted: T.StridedTensor((num_accepted,), (accepted_n,), "int32"),
         entry_rows: T.StridedTensor((num_entries,), (entry,), "int32"),
         parents: T.StridedTensor((parent_rows, num_parents), (parent_n, parent_t), "int32"),
-        h0: T.StridedTensor((num_h0, HV, variant.K, V), (h0_n, h0_h, h0_k, h0_v), variant.state),
-        ht: T.StridedTensor((num_ht, HV, variant.K, V), (ht_n, ht_h, ht_k, ht_v), variant.state),
+        h0: T.StridedTensor((num_h0, HV, size, V), (h0_n, h0_h, h0_k, h0_v), variant.state),
+        ht: T.StridedTensor((num_ht, HV, size, V), (ht_n, ht_h, ht_k, ht_v), variant.state),
         o: T.Tensor((B, num_tokens, HV, V), variant.dtype),
         num_sequences: T.int32,
         steps: T.int32,  # tokens of a sequence whose states are kept; entries of a row
@@ -178,8 +178,9 @@ def build(variant: Variant):
                 if (first < 0) | (first >= T.truncdiv(num_ht, steps)):
                     slot = -1
                 first *= steps
+            T.clear(r_s)
             if slot >= 0:
-                move_blocks(blocks, of_lane(r_s), state_at(h0, slot, *mine))  # 1
+                move_blocks(blocks, of_lane(r_s), state_at(h0, slot, *mine), size - k0)  # 1
             row = n
             begin = 0
             length = num_tokens
@@ -214,12 +215,18 @@ def build(variant: Variant):
                                 parent = parents[n, t]
                                 if (parent < t) & (parent != t - 1):  # 3
                                     if parent < 0:
-                                        move_blocks(blocks, of_lane(r_s), state_at(h0, slot, *mine))
+                                        move_blocks(
+                                            blocks,
+                                            of_lane(r_s),
+                                            state_at(h0, slot, *mine),
+                                            size - k0,
+                                        )
                                     else:
                                         move_blocks(
                                             blocks,
                                             of_lane(r_s),
                                             state_at(ht, first + parent, *mine),
+                                            size - k0,
                                         )
                         if v_first == 0:
                             step(r_s, r_o, s, i, k0, column - v0, False)
@@ -234,6 +241,8 @@ def build(variant: Variant):
                             if has(flags, SLOTS):
                                 place = known_slot(state_indices[n, t], num_ht, flags)
                             if place >= 0:
-                                move_blocks(blocks, state_at(ht, place, *mine), of_lane(r_s))  # 5
+                                move_blocks(  # 5
+                                    blocks, state_at(ht, place, *mine), of_lane(r_s), size - k0
+                                )
 
     return verify

@@ -8,7 +8,7 @@ from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.kernels import chunk_grads as chunk_grads_kernel
 from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
 from qla_kernels.gdn.kernels import l2norm_bwd as l2norm_bwd_kernel
-from qla_kernels.gdn.launch import activations
+from qla_kernels.gdn.launch import activations, parts
 from qla_kernels.gdn.launch.chains import ds_rows_in_dv
 from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates, states_around
 from qla_kernels.gdn.launch.tensors import (
@@ -18,10 +18,14 @@ from qla_kernels.gdn.launch.tensors import (
     num_live_tokens,
     of_part,
     parts_in_reach,
+    put_states,
+    room_for,
     sequence_bounds,
     tokens,
+    with_room,
 )
 from qla_kernels.gdn.ops import GdnBackward
+from qla_kernels.gdn.shapes import key_room
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import dtype_name, readable, require_aligned
 from qla_kernels.tile.constants import CHUNK
@@ -33,11 +37,13 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
     q, k, v, *_ = call
     require_aligned(OP, q=q, k=k, v=v)
     with device.of(q):
-        parts = flat_parts(q, k, v) or [slice(0, 0)]
-        x, dh0 = _inputs(call, saved, incoming, options, flat=len(parts) == 1)
+        launches = flat_parts(q, k, v) or [slice(0, 0)]
+        x, dh0 = _inputs(call, saved, incoming, options, flat=len(launches) == 1)
+        whole = x.dh0
+        x = x._replace(dh0=room_for(whole))
         dv, others = v.new_empty(v.shape), None
         known = call.cu_seqlens is None or call.cu_seqlens_cpu is not None
-        for rows in parts:
+        for rows in launches:
             part, (dv_b,) = x.of_part(rows), of_part(rows, dv)
             lengths = call.cu_seqlens_cpu
             states = states_around(part, dv_b, options, lengths, saved.cp_cache, known)
@@ -49,8 +55,9 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
                 for t in out:
                     t.zero_()
             else:
-                chunk_grads(part, states, out)
+                chunk_grads(states, out)
             del states  # frees them before the next part allocates its own
+        put_states(whole, x.dh0)
         assert others is not None, "there is a part, if an empty one"
         dq, dk, dg, dbeta = others
         raw = call.raw_g, call.beta, call.A_log, call.dt_bias
@@ -69,13 +76,13 @@ def _inputs(
     """
     h0, dht = (None if x is None else x.float() for x in (call.initial_state, incoming.dht))
     dh0 = h0.new_empty(h0.shape) if h0 is not None and incoming.output_dh0 else None
-    states = (key_first(x, options.state_v_first) for x in (h0, dht, dh0))
+    h0, dht, to = (key_first(x, options.state_v_first) for x in (h0, dht, dh0))
     do = (flat_readable if flat else readable)(incoming.do.to(call.v.dtype))
     g_cum, A = saved.g_cum.contiguous(), saved.A.contiguous()  # as the forward made them
     beta = activations.activate_beta(call.beta, options.beta_range)
     bounds = sequence_bounds(call.q, call.cu_seqlens)
     inputs = call.q, call.k, call.v, do, g_cum, beta, A
-    return BackwardBatch(*inputs, call.scale, bounds, *states), dh0
+    return BackwardBatch(*inputs, call.scale, bounds, with_room(h0), with_room(dht), to), dh0
 
 
 @torch.no_grad()
@@ -83,7 +90,7 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Returns the gradient of x [B, T, H, K] of l2norm_fwd; 0 for tokens of no sequence."""
     dx = x.new_empty(x.shape)
     if dx.numel():
-        pieces = (-1, l2norm_kernel.SPAN)
+        pieces = (-1, l2norm_kernel.PIECE)
         with device.of(x):
             dy = readable(dy.to(x.dtype))
             for part in parts_in_reach(x, dy):
@@ -91,34 +98,35 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
                 jit.compile(l2norm_bwd_kernel, l2norm_bwd_kernel.Variant(dtype_name(x.dtype)))(
                     torch.unflatten(x_b, -1, pieces),
                     torch.unflatten(dy_b, -1, pieces),
-                    dx_b.view(-1, x.shape[3] // l2norm_kernel.SPAN, l2norm_kernel.SPAN),
+                    dx_b.view(-1, x.shape[3] // l2norm_kernel.PIECE, l2norm_kernel.PIECE),
                     num_live_tokens(cu_seqlens, dx),
                     int(cu_seqlens is not None),
                 )
     return dx
 
 
-def chunk_grads(x: BackwardBatch, states: ChainStates, out: tuple[Tensor, ...]) -> None:
+def chunk_grads(states: ChainStates, out: tuple[Tensor, ...]) -> None:
     """Writes the gradients of every chunk, from the states before and after it.
 
     Args:
-        x: the batch; its states and bounds are not used.
-        states: results of the chains. A part of dS may lie in the dv of `out`; it is read before dv
-            is written.
+        states: the batch and results of the chains. A part of dS may lie in the dv of `out`; it is
+            read before dv is written.
         out: dq, dk [B, T, H, K], dv [B, T, HV, V] in q's dtype, dg, dbeta [B, T, HV] fp32; written,
             with 0 for tokens of no sequence.
     """
+    x, h, dS, table, held = states
     q, k, v, do, g_cum, beta, A, scale, *_ = x
-    h, dS, table, held = states
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
 
     def grouped(x: Tensor) -> Tensor:
         return torch.unflatten(x, 1, (H, HV // H))
 
-    dq, dk, dv, dg, dbeta = out
+    dq, dk, dv, *of_gates = out
+    dv, in_parts = dv.view(v.shape), of_gates[0].shape[2] < HV
+    dg, dbeta = (t.new_empty(B, T, HV) for t in of_gates) if in_parts else of_gates
     _, tails, owner = ds_rows_in_dv(held, dS, dv, table.first_chunk)
-    variant = chunk_grads_kernel.Variant(dtype_name(q.dtype), K, V)
+    variant = chunk_grads_kernel.Variant(dtype_name(q.dtype), key_room(K), V)
     jit.compile(chunk_grads_kernel, variant)(
         tokens(q),
         tokens(k),
@@ -142,6 +150,8 @@ def chunk_grads(x: BackwardBatch, states: ChainStates, out: tuple[Tensor, ...]) 
         min(device.sm_count(q.device), table.chunks.shape[0] * H),  # persistent CTAs
         int(held is not None),
     )
+    if in_parts:
+        parts.part_sums(dg, dbeta, *of_gates)
 
 
 def flat_readable(x: Tensor) -> Tensor:

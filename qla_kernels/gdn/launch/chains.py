@@ -24,6 +24,7 @@ from qla_kernels.gdn.launch.tensors import (
     spans,
     tokens,
 )
+from qla_kernels.gdn.shapes import PART_COLUMNS, key_room
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import capacity
@@ -73,11 +74,12 @@ def chunk_states(
         k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
         g_cum, beta: [B, T, HV] fp32, g_cum in natural log, of kkt_solve.
         A: [B, T, HV, 64] of kkt_solve.
-        h0: [N, HV, K, V] fp32, any strides; zeros if None.
+        h0: [N, HV, K, V] fp32, any strides, of `with_room`; zeros if None.
         first_chunk: [N + 1] of the chunk table.
         every: store the states of the chunks whose number in the sequence is a multiple of this.
-        ht: [N, HV, K, V] fp32, any strides, written if given.
-        tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
+        ht: [N, HV, K, V] fp32, any strides, of `room_for`, written if given.
+        tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None, and 64 where
+            V is more than 128.
         out: memory for the result; allocated for the most states there can be if None.
         starts_of: the row of h0 from which each sequence starts, or -1 for zeros; its own if None.
 
@@ -93,8 +95,9 @@ def chunk_states(
     if not h.numel():  # no chunk
         pass_state_through(h0, ht)
         return h
-    variant = chunk_states_kernel.Variant(dtype_name(k.dtype), K, _tile_v(N, v, tile_v))
-    nothing = no_state(g_cum, K, V)
+    room = key_room(K)
+    variant = chunk_states_kernel.Variant(dtype_name(k.dtype), room, _tile_v(N, v, tile_v))
+    nothing = no_state(g_cum, room, V)
     jit.compile(chunk_states_kernel, variant)(
         tokens(k),
         torch.unflatten(tokens(v), -1, (-1, variant.tile_v)),
@@ -123,7 +126,7 @@ def public_states(
         call: packed sequences need cu_seqlens_cpu, as `refusal` demands: without it the number of
             chunks would have to be read from the device.
         beta: activated.
-        h0: [N, HV, K, V] fp32.
+        h0: [N, HV, K, V] fp32, of `with_room`.
         saved: g_cum and A.
 
     Returns:
@@ -169,10 +172,10 @@ def dstate_chain(
         q, k, do: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
         g_cum, beta: [B, T, HV] fp32, g_cum in natural log, of kkt_solve.
         A: [B, T, HV, 64] of kkt_solve.
-        dht: [N, HV, K, V] fp32, any strides; zeros if None.
+        dht: [N, HV, K, V] fp32, any strides, of `with_room`; zeros if None.
         first_chunk: [N + 1] of the chunk table.
-        dh0: [N, HV, K, V] fp32, any strides, written if given.
-        tile_v: columns of V a CTA computes, 64 or 128; chosen from the shape if None.
+        dh0: [N, HV, K, V] fp32, any strides, of `room_for`, written if given.
+        tile_v: as in `chunk_states`.
         held: memory for rows 0 to 63 of V; None keeps them in the result.
         ends_of: given if the sequences are nodes of a tree, whose spans [N, 2] `cu_seqlens` then
             holds, and whose first chunks [N] `first_chunk`: the row of dht with the gradient of the
@@ -192,8 +195,9 @@ def dstate_chain(
     if not dS.numel():  # no chunk
         pass_state_through(dht, dh0)
         return dS
-    variant = dstate_chain_kernel.Variant(dtype_name(k.dtype), K, _tile_v(N, do, tile_v))
-    nothing = no_state(g_cum, K, V)
+    room = key_room(K)
+    variant = dstate_chain_kernel.Variant(dtype_name(k.dtype), room, _tile_v(N, do, tile_v))
+    nothing = no_state(g_cum, room, V)
     jit.compile(dstate_chain_kernel, variant)(
         tokens(q),
         tokens(k),
@@ -237,8 +241,10 @@ def _first_slot(first_chunk: Tensor, every: int) -> Tensor:
 
 
 def _tile_v(num_sequences: int, values: Tensor, wanted: int | None) -> int:
+    HV, V = values.shape[2:]
+    if V > PART_COLUMNS:  # a CTA of a wider tile takes all of V
+        return TILE
     if wanted is not None:
         return wanted
-    HV, V = values.shape[2:]
     half = device.sm_count(values.device) // 2  # a backward runs both chains at the same time
     return heuristics.tile_v(num_sequences, HV, V, half)

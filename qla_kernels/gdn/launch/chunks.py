@@ -25,6 +25,7 @@ from qla_kernels.gdn.launch.tensors import (
     spans,
     tokens,
 )
+from qla_kernels.gdn.shapes import key_room
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import dtype_name, require_aligned
 from qla_kernels.tile.constants import CHUNK
@@ -34,19 +35,19 @@ from qla_kernels.varlen import ChunkTable
 def l2norm_fwd(x: Tensor) -> Tensor:
     """Returns x divided by its L2 norm over K, contiguous.
 
-    x is [B, T, H, K] in bf16 or fp16, with K 64 or 128, a unit last stride and other strides that
-    are multiples of 16 bytes.
+    x is [B, T, H, K] in bf16 or fp16, with K a multiple of 8 up to 128, a unit last stride and
+    other strides that are multiples of 16 bytes.
     """
     require_aligned(OP, x=x)
-    K, span = x.shape[3], l2norm_kernel.SPAN
+    K, piece = x.shape[3], l2norm_kernel.PIECE
     with device.of(x):
         y = fresh_like(x)
         for part in parts_in_reach(x) if y.numel() else ():
             x_b, y_b = of_part(part, x, y)
             B, T, H, _ = x_b.shape
             jit.compile(l2norm_kernel, l2norm_kernel.Variant(dtype_name(x.dtype)))(
-                x_b.as_strided((B, T, H, K // span, span), (*x.stride()[:3], span, 1)),
-                y_b.view(B * T * H, K // span, span),
+                x_b.as_strided((B, T, H, K // piece, piece), (*x.stride()[:3], piece, 1)),
+                y_b.view(B * T * H, K // piece, piece),
             )
     return y
 
@@ -113,7 +114,7 @@ def kkt_solve(
     if not g.numel() or not room:
         return g_cum, A
     gates = gate(g, beta, table, g_cum, wide_beta)
-    variant = kkt_solve_kernel.Variant(dtype_name(k.dtype), K)
+    variant = kkt_solve_kernel.Variant(dtype_name(k.dtype), key_room(K))
     jit.compile(kkt_solve_kernel, variant)(
         tokens(k),
         gates.view(room, H, HV // H, 3, CHUNK),
@@ -166,9 +167,9 @@ def fused_fwd(
         q, k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
         g: [B, T, HV] fp32.
         beta: [B, T, HV], in fp32 or in q's dtype.
-        h0: [N, HV, K, V] fp32, any strides; zeros if None.
+        h0: [N, HV, K, V] fp32, any strides, of `with_room`; zeros if None.
         o: [B, T, HV, V], written; rows at or past cu_seqlens[-1] become 0.
-        ht: [N, HV, K, V] fp32, any strides, written if given.
+        ht: [N, HV, K, V] fp32, any strides, of `room_for`, written if given.
         saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64]. If the plan solves, they are written for
             the backward, or not at all if None. Otherwise they are read and come from kkt_solve.
         plan: the kernel to run.
@@ -184,7 +185,7 @@ def fused_fwd(
             h0 is given if they start from states of their own, as segments do.
     """
     B, T, HV, V = v.shape
-    K = q.shape[-1]
+    K = key_room(q.shape[-1])
     bounds = cu_seqlens.int().contiguous()
     of_sequences = spans(bounds)
     N = of_sequences.shape[0]

@@ -29,8 +29,11 @@ from qla_kernels.gdn.launch.tensors import (
     key_first,
     of_part,
     plan_shape,
+    put_states,
+    room_for,
     room_for_chunks,
     sequence_bounds,
+    with_room,
 )
 from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import Plan
@@ -51,7 +54,7 @@ class FlatBatch(NamedTuple):
     v: Tensor
     g: Tensor  # fp32, natural log
     beta: Tensor  # in fp32 or in q's dtype
-    h0: Tensor | None  # [N, HV, K, V] fp32, the state that enters each sequence; zeros if None
+    h0: Tensor | None  # [N, HV, K, V] fp32, of `with_room`: enters each sequence; zeros if None
     bounds: Tensor  # [N + 1] of the sequences, where B is 1; or 0, T, 2 T, ...
 
     def of_part(self, rows: slice) -> "FlatBatch":
@@ -76,7 +79,7 @@ class Outputs(NamedTuple):
     """Tensors that the forward of one batch writes."""
 
     o: Tensor  # [B, T, HV, V]
-    ht: Tensor | None  # [N, HV, K, V] fp32
+    ht: Tensor | None  # [N, HV, K, V] fp32, of `room_for`
     saved: SavedChunks | None
 
     def of_part(self, rows: slice) -> "Outputs":
@@ -92,7 +95,7 @@ def gdn_fwd(call: Call, options: Options) -> GdnForward:
     with device.of(call.q):
         plan, equal_lengths = planned(call, options)
         x = activated_batch(call, options)
-        final_state, out = _room(call, options, plan.solves, x)
+        final_state, ht, out = _room(call, options, plan.solves, x)
         parts, found = flat_parts(x.q, x.k, x.v), None
         for rows in parts:
             part, out_b = x.of_part(rows), out.of_part(rows)
@@ -100,6 +103,7 @@ def gdn_fwd(call: Call, options: Options) -> GdnForward:
                 found = forward_by_length(part, call.scale, plan, out_b, options.is_train)
             else:
                 found = forward_batch(part, call.scale, plan, out_b, equal_lengths)
+        put_states(ht, out.ht)
         h, cp_cache = None, list[Tensor]()
         if options.output_h:
             assert out.saved is not None, "_room made it"
@@ -256,14 +260,15 @@ def activated_batch(call: Call, options: Options) -> FlatBatch:
     raw = call.g, call.beta, call.A_log, call.dt_bias
     g, beta = activations.activate(*raw, options.beta_range, as_is)
     h0 = None if call.initial_state is None else call.initial_state.float()
-    h0 = key_first(h0, options.state_v_first)
+    h0 = with_room(key_first(h0, options.state_v_first))
     return FlatBatch(call.q, call.k, call.v, g, beta, h0, sequence_bounds(g, call.cu_seqlens))
 
 
 def _room(
     call: Call, options: Options, solves: bool, x: FlatBatch
-) -> tuple[Tensor | None, Outputs]:
-    """Returns uninitialised results: final states in the caller's layout, and all as written.
+) -> tuple[Tensor | None, Tensor | None, Outputs]:
+    """Returns uninitialised results: final states in the caller's layout, with K first, and all as
+    kernels write them.
 
     solves: no kernel is given an A.
     """
@@ -277,4 +282,4 @@ def _room(
     if options.is_train or options.output_h or not solves:
         saved = SavedChunks.empty(call.q, x.g)
     ht = key_first(final_state, options.state_v_first)
-    return final_state, Outputs(fresh_like(call.v), ht, saved)
+    return final_state, ht, Outputs(fresh_like(call.v), room_for(ht), saved)

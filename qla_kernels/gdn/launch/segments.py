@@ -25,6 +25,7 @@ from qla_kernels.gdn.kernels import segment_scan as segment_scan_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.tensors import no_chunks, no_state, tokens
 from qla_kernels.gdn.plan import capacity
+from qla_kernels.gdn.shapes import key_room
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
@@ -57,7 +58,7 @@ class Whole(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The affine maps of the segments: S_end = M S_start + b.
+    """The affine maps of the segments: S_end = M S_start + b. K is that of the kernels' variant.
 
     A segment is warm for a head if b is the state that leaves it, and cold if M is needed.
     """
@@ -162,7 +163,7 @@ def maps(
         early: A and growth come from the launch right before this one and all other inputs from
             earlier launches; the kernel then reads these before that launch ends.
     """
-    (B, T, HV, V), K = v.shape, k.shape[-1]
+    (B, T, HV, V), K = v.shape, key_room(k.shape[-1])
     found = Maps(
         v.new_empty(segments.capacity, HV, V, K, dtype=torch.float32),
         v.new_empty(segments.capacity, HV, 2, K, K, dtype=torch.bfloat16),
@@ -262,7 +263,7 @@ def left_gradients(
         [capacity, HV, V, K] fp32: row p - 1 has the gradient of segment p. If segment p is warm or
         a sequence's last, that is already the full gradient of the state between p - 1 and p.
     """
-    (B, T, HV, V), K = do.shape, k.shape[-1]
+    (B, T, HV, V), K = do.shape, key_room(k.shape[-1])
     left = do.new_empty(segments.capacity, HV, V, K, dtype=torch.float32)
     variant = segment_map_bwd_kernel.Variant(dtype_name(k.dtype), K)
     jit.compile(segment_map_bwd_kernel, variant)(

@@ -13,7 +13,7 @@ from qla_kernels import device
 from qla_kernels.gdn import bands as gdn_bands
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Options
-from qla_kernels.gdn.launch import segments
+from qla_kernels.gdn.launch import parts, segments
 from qla_kernels.gdn.launch.chains import DsInDv, chunk_states, ds_room_in_dv, dstate_chain
 from qla_kernels.gdn.launch.segments import Maps, Segments
 from qla_kernels.gdn.launch.tensors import (
@@ -41,7 +41,7 @@ class BackwardBatch(NamedTuple):
     A: Tensor  # [B, T, HV, 64] of the forward
     scale: float
     bounds: Tensor  # [N + 1] of the sequences, where B is 1; or 0, T, 2 T, ...
-    h0: Tensor | None = None  # [N, HV, K, V] fp32; zeros if None
+    h0: Tensor | None = None  # [N, HV, K, V] fp32, with room for the variant's K; zeros if None
     dht: Tensor | None = None  # likewise
     dh0: Tensor | None = None  # likewise, written if given
 
@@ -52,10 +52,27 @@ class BackwardBatch(NamedTuple):
         bounds = sequence_bounds(q, None)
         return BackwardBatch(q, k, v, do, g_cum, beta, A, self.scale, bounds, h0, dht, dh0)
 
+    def in_parts(self) -> "BackwardBatch":
+        """Returns the batch with the parts of each value head as value heads: launch/parts.py.
+
+        Its dh0 may be memory of its own, for `parts.put_states`.
+        """
+        num = parts.num_parts(self.v.shape[3])
+        if num == 1:
+            return self
+        v, do = (parts.of_values(x, num) for x in (self.v, self.do))
+        g_cum, beta, A = parts.repeat_gates(self.g_cum, self.beta, self.A, num)
+        h0, dht = (None if x is None else parts.of_states(x, num) for x in (self.h0, self.dht))
+        dh0 = None if self.dh0 is None else parts.like_states(self.dh0, num)
+        return self._replace(v=v, do=do, g_cum=g_cum, beta=beta, A=A, h0=h0, dht=dht, dh0=dh0)
+
 
 class ChainStates(NamedTuple):
-    """The results of the chains, which chunk_grads reads."""
+    """What chunk_grads reads: a batch, of whose value heads each has at most 128 columns of V, and
+    the results of the chains for it.
+    """
 
+    batch: BackwardBatch  # its states and bounds are not used
     h: Tensor  # [capacity of the table, HV, V, K] the state that enters each chunk
     dS: Tensor  # the gradient of the state that leaves each chunk: as h, less the rows in `held`
     table: ChunkTable
@@ -108,16 +125,18 @@ def states_around(
 
 
 def chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStates:
-    """Runs chunk_states and dstate_chain on two streams; returns their results and the chunk table.
+    """Runs chunk_states and dstate_chain on two streams, over the parts of the value heads.
 
-    Writes x.dh0 if given.
+    Returns their results and the chunk table. Writes x.dh0 if given.
 
     Args:
         x: the batch; its bounds are int32, of sequences or of segments.
         dv: [B, T, HV, V], the dV output of chunk_grads; may hold a part of dS until then.
         tile_v: columns of V that a CTA computes; chosen from the shape if None.
     """
+    whole, x = x, x.in_parts()
     q, k, v, do, g_cum, beta, A, scale, bounds, h0, dht, dh0 = x
+    dv = dv.view(v.shape)
     table = chunk_table(q.shape[0] * q.shape[1], bounds)
     first, held = table.first_chunk, ds_room_in_dv(dv, k.shape[-1], len(bounds) - 1)
     h = k.new_empty(table.chunks.shape[0], *v.shape[2:], k.shape[-1])  # device.fork says why here
@@ -126,7 +145,9 @@ def chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStat
         dS = dstate_chain(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dh0, tile_v, held)
         with aside:
             chunk_states(k, v, g_cum, beta, A, h0, bounds, first, tile_v=tile_v, out=h)
-    return ChainStates(h, dS, table, held)
+    if whole.dh0 is not None and dh0 is not None and whole is not x:
+        parts.put_states(whole.dh0, dh0, parts.num_parts(whole.v.shape[3]))
+    return ChainStates(x._replace(h0=None, dht=None, dh0=None), h, dS, table, held)
 
 
 def segmented_chains(

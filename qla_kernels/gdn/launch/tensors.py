@@ -13,6 +13,7 @@ from qla_kernels.gdn.call import Call
 from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.plan import sequence_chunks
+from qla_kernels.gdn.shapes import key_room
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.varlen import ChunkTable, capacity
 
@@ -86,6 +87,30 @@ def key_first(state: Tensor | None, state_v_first: bool) -> Tensor | None:
     If state_v_first, the caller's states are [.., V, K]; the view differs in strides alone.
     """
     return state.mT if state_v_first and state is not None else state
+
+
+def with_room(states: Tensor | None) -> Tensor | None:
+    """Returns states [N, HV, K, V] with rows of zeros up to the K of the variants; None for None.
+
+    States that need none are returned themselves. Kernels read and write all rows of a state by
+    threads; tensors that TMA reads and writes need no room.
+    """
+    if states is None or (more := key_room(states.shape[2]) - states.shape[2]) == 0:
+        return states
+    return torch.nn.functional.pad(states, (0, 0, 0, more))
+
+
+def room_for(states: Tensor | None) -> Tensor | None:
+    """Returns memory for results as `with_room` has them: `states` itself if it has the room."""
+    if states is None or (room := key_room(states.shape[2])) == states.shape[2]:
+        return states
+    return states.new_empty(*states.shape[:2], room, states.shape[3])
+
+
+def put_states(states: Tensor | None, done: Tensor | None) -> None:
+    """Writes `done`, of `room_for`, to the states, if that is other memory."""
+    if states is not None and done is not None and done.shape != states.shape:
+        states.copy_(done[:, :, : states.shape[2]])
 
 
 def fresh_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

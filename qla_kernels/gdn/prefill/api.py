@@ -16,6 +16,7 @@ from qla_kernels.gdn.decode.validate import (
 )
 from qla_kernels.gdn.keywords import checked_flags, scale_of, warm_bound
 from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill, gdn_prefill
+from qla_kernels.gdn.shapes import POOL_KEYS
 from qla_kernels.gdn.validate import Gate, check_activations, check_tensors, refusal
 from qla_kernels.programs import RECORD, Programs
 from qla_kernels.sm90 import dtype_name, require
@@ -196,9 +197,9 @@ def prefill_refusal(
     if reason := refusal(q, k, v, capability=capability, op=PREFILL_OP):
         return reason
     on_gpu = q.is_cuda or capability is not None
-    if on_gpu and q.shape[-1] != 128:
-        got, fix = f"head dimension K={q.shape[-1]}", "use chunk_gated_delta_rule"
-        return need(PREFILL_OP, got, "128 to run on a pool", fix)
+    if on_gpu and checkpoints is not None and q.shape[-1] != POOL_KEYS:
+        got, fix = f"checkpoints with head dimension K={q.shape[-1]}", "leave them out"
+        return need(PREFILL_OP, got, f"{POOL_KEYS} to keep states on the way", fix)
     if on_gpu and q.dtype != torch.bfloat16:
         got, needs = f"q, k and v are {dtype_name(q.dtype)}", "bfloat16 to run on a pool"
         return need(PREFILL_OP, got, needs, "cast them, or use chunk_gated_delta_rule")

@@ -7,6 +7,7 @@ from qla_kernels import device
 from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.launch.forward import (
+    FlatBatch,
     Outputs,
     SavedChunks,
     activated_batch,
@@ -14,9 +15,16 @@ from qla_kernels.gdn.launch.forward import (
     planned,
 )
 from qla_kernels.gdn.launch.pools import Checkpoints, Places
-from qla_kernels.gdn.launch.tensors import WHOLE, flat_parts, key_first, sequence_bounds
+from qla_kernels.gdn.launch.tensors import (
+    WHOLE,
+    flat_parts,
+    key_first,
+    sequence_bounds,
+    with_room,
+)
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill
+from qla_kernels.gdn.shapes import POOL_KEYS
 from qla_kernels.sm90 import require_aligned
 from qla_kernels.tile.constants import CHUNK
 
@@ -34,15 +42,22 @@ def gdn_prefill(call: Call, prefill: Prefill, options: Options) -> None:
         with device.of(call.q):
             plan, equal_lengths = planned(call, options, one_path=True)
             assert isinstance(plan, Plan), "of one path"
-            if prefill.checkpoints is not None or prefill.states.dtype == torch.bfloat16:
+            in_place = call.q.shape[3] == POOL_KEYS
+            if not in_place:
+                assert prefill.checkpoints is None, "`prefill_refusal` says so"
+            elif prefill.checkpoints is not None or prefill.states.dtype == torch.bfloat16:
                 plan = plan._replace(kernel=heuristics.KEEPS)
             x, places = activated_batch(call, options), _places(call, prefill, options)
             saved = None if plan.kernel.solves else SavedChunks.empty(call.q, x.g)
             out, parts = Outputs(o, None, saved), flat_parts(x.q, x.k, x.v)
+            if not in_place:
+                x, out = _gathered(x, out, places)
             for rows in parts:
                 part = x.of_part(rows), call.scale, plan, out.of_part(rows), equal_lengths
                 own = places if rows == WHOLE else places.of_part(rows)
-                forward_batch(*part, places=own)
+                forward_batch(*part, places=own if in_place else None)
+            if out.ht is not None:
+                places.take(out.ht[:, :, : call.q.shape[3]])
     for changed in (prefill.states, prefill.checkpoints, o):
         if changed is not None:
             torch.autograd.graph.increment_version(changed)
@@ -65,6 +80,16 @@ def _places(call: Call, prefill: Prefill, options: Options) -> Places:
     pool = key_first(prefill.states, options.state_v_first)
     assert pool is not None, "a prefill has a pool"
     return Places(pool, ends if starts is None else _table(starts), ends, prefill.null_slot, kept)
+
+
+def _gathered(x: FlatBatch, out: Outputs, places: Places) -> tuple[FlatBatch, Outputs]:
+    """Returns both with states of their own, gathered from the pool, and room for final ones.
+
+    Kernels read and write all rows of a state that their variant has, which slots may not have.
+    """
+    h0 = with_room(places.start_states())
+    assert h0 is not None, "there are states"
+    return x._replace(h0=h0), out._replace(ht=torch.empty_like(h0))
 
 
 def _table(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from qla_kernels.gdn.launch.backward import chunk_grads, flat_readable
 from qla_kernels.gdn.launch.forward import FlatBatch, Outputs, SavedChunks, forward_batch
 from qla_kernels.gdn.launch.segments import Maps, Segments
 from qla_kernels.gdn.launch.states import BackwardBatch, segmented_chains
-from qla_kernels.gdn.launch.tensors import plan_shape
+from qla_kernels.gdn.launch.tensors import plan_shape, with_room
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.sharded.exchange import neighbours
 from qla_kernels.gdn.sharded.ops import Arriving, ShardForward, ShardPlace, facts_of
@@ -47,9 +47,9 @@ def gdn_shard_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForwa
 
             def exchange(found: Maps, cut: Segments) -> Tensor | None:
                 nonlocal entered
-                link = _link(found.left, found, cut, shard.after, line.through, False)
+                link = _link(found.left, found, cut, shard.after, line.through, False, K)
                 entered = line.entering(link)
-                return entered
+                return _with_room(entered)
 
             x = FlatBatch(q, k, v, g, beta, None, bounds)
             out, open_ends = Outputs(o, None, saved), (shard.before > 0, shard.after > 0)
@@ -83,12 +83,14 @@ def gdn_shard_bwd(
             cut = segments.cut(g_cum, bounds, most, shard.before > 0, shard.after > 0)
 
             def exchange(left: Tensor, found: Maps) -> Tensor | None:
-                return line.leaving(_link(left, found, cut, shard.before, line.through, True))
+                link = _link(left, found, cut, shard.before, line.through, True, K)
+                return _with_room(line.leaving(link))
 
+            entered = _with_room(arriving.entered)
             states = segmented_chains(
-                batch, grads[2], cut, None, bound, entering=arriving.entered, exchange=exchange
+                batch, grads[2], cut, None, bound, entering=entered, exchange=exchange
             )
-            chunk_grads(batch, states, grads)
+            chunk_grads(states, grads)
         dq, dk, dv, dg, dbeta = grads
         raw = call.raw_g, call.beta, call.A_log, call.dt_bias
         dg, dbeta, *parameters = activations.backward(
@@ -109,12 +111,21 @@ def _link(
     sent: int,
     through: bool,
     reverse: bool,
+    K: int,
 ) -> Tensor:
     """Returns this rank's link, [HV, V + K, K]: `segments.link`, or zeros if `sent` is 0.
 
-    sent: the number of other ranks that fold the link.
+    Args:
+        sent: the number of other ranks that fold the link.
+        K: of the call; the maps may have room for more.
     """
+    HV, V = left.shape[1:3]
     if not sent:
-        HV, V, K = left.shape[1:]
         return left.new_zeros(HV, V + K, K)
-    return segments.link(left, found, cut, through, reverse)
+    return segments.link(left, found, cut, through, reverse)[:, : V + K, :K].contiguous()
+
+
+def _with_room(state: Tensor | None) -> Tensor | None:
+    """Returns a state [HV, V, K] with columns of zeros up to the K of the variants."""
+    found = with_room(None if state is None else state[None].mT)
+    return None if found is None else found[0].mT

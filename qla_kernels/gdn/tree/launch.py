@@ -28,6 +28,7 @@ from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates
 from qla_kernels.gdn.launch.tensors import fresh_like, key_first
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.plan import sequence_chunks
+from qla_kernels.gdn.shapes import key_room
 from qla_kernels.gdn.tree.autograd import TREE_OP
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree, TreeForward
 from qla_kernels.gdn.tree.tables import DeltaTables
@@ -47,7 +48,8 @@ def gdn_tree_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForwa
         raw = g, beta, call.A_log, call.dt_bias
         g, beta = activations.activate(*raw, options.beta_range, as_is)
         o, saved = fresh_like(v), None
-        states = v.new_empty(tables.num_rows, HV, *options.state_size(K, V), dtype=torch.float32)
+        size = options.state_size(key_room(K), V)
+        states = v.new_empty(tables.num_rows, HV, *size, dtype=torch.float32)
         if options.is_train or not choice.solves:
             saved = SavedChunks.empty(q, g)
         if not choice.solves:
@@ -59,7 +61,7 @@ def gdn_tree_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForwa
                 tables.level_ends[a:b], len(lengths) == 1, tables.level_starts[a:b],
             )  # fmt: skip
     g_cum, A = saved if options.is_train and saved is not None else (None, None)
-    return TreeForward(o, states, g_cum, A)
+    return TreeForward(o, states.narrow(_keys(options), 0, K).contiguous(), g_cum, A)
 
 
 @torch.no_grad()
@@ -80,7 +82,7 @@ def gdn_tree_bwd(
         else:
             states = _states_around(x, tables, saved.states, incoming.dfinal, dv, options)
             dq, dk, dg, dbeta = (t.new_empty(t.shape) for t in others)
-            chunk_grads(x, states, (dq, dk, dv, dg, dbeta))
+            chunk_grads(states, (dq, dk, dv, dg, dbeta))
             del states
         raw = call.raw_g, call.beta, call.A_log, call.dt_bias
         dg, dbeta, *parameters = activations.backward(*raw, dg, dbeta, options.beta_range, None)
@@ -102,6 +104,11 @@ def _states_around(
         dv: as in launch.states.chains.
     """
     q, k, v, do, g_cum, beta, A, scale, bounds, *_ = x
+    more = key_room(k.shape[-1]) - k.shape[-1]
+    pad = (0, more) if options.state_v_first else (0, 0, 0, more)
+    if more:  # as `with_room` says
+        states = torch.nn.functional.pad(states, pad)
+        dfinal = None if dfinal is None else torch.nn.functional.pad(dfinal, pad)
     (HV, V), K, N = v.shape[2:], k.shape[-1], tables.spans.shape[0]
     lengths, sms = _levels(tables), device.sm_count(q.device)
     ends = torch.zeros_like(states) if tables.num_rows else None
@@ -142,7 +149,11 @@ def _states_around(
                     child_sums(siblings[: b - a], tables.runs[first:last], ends)
         chain(*edges[0], 0, None)
     kept = None if tails is None else DsInDv(dv, tails, tables.owner)
-    return ChainStates(h, dS, _chunk_table(tables), kept)
+    batch, (rows, width) = x.in_parts(), (dS.shape[2], h.shape[3])
+    heads, columns = batch.v.shape[2:]
+    h = h.view(room, heads, columns, width)
+    dS = dS.view(room, heads, rows * HV // heads, width)
+    return ChainStates(batch, h, dS, _chunk_table(tables), kept)
 
 
 def child_sums(x: Tensor, runs: Tensor, into: Tensor) -> None:
@@ -156,6 +167,11 @@ def child_sums(x: Tensor, runs: Tensor, into: Tensor) -> None:
     jit.compile(child_sums_kernel, child_sums_kernel.Variant("float32"))(
         x.view(len(x), *pieces), runs, into.view(len(into), *pieces)
     )
+
+
+def _keys(options: Options) -> int:
+    """Returns which dimension of the caller's states is K."""
+    return 3 if options.state_v_first else 2
 
 
 def _chunk_table(tables: DeltaTables) -> ChunkTable:

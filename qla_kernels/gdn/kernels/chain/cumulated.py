@@ -214,16 +214,20 @@ def longest_first(spans, num_sequences, rank, n):
 
 
 class States(NamedTuple):
-    """Destination of a head's states: h[first], h[first + 1], ..., with h [.., HV, V, K]."""
+    """Destination of a head's states: h[first], h[first + 1], ..., with h [.., HV, V, K or less].
+
+    Of a state's K columns those are written that h has.
+    """
 
     h: Any
     first: Any
     hv: Any
     v0: Any
+    K: int
 
     def put(self, tile, step, w):
         v = self.v0 + w * TILE
-        return T.tma_copy(tile, self.h[self.first + step, self.hv, v : v + TILE, :])
+        return T.tma_copy(tile, self.h[self.first + step, self.hv, v : v + TILE, 0 : self.K])
 
 
 @T.macro

@@ -39,14 +39,18 @@ def accumulator_layout(rows: int, columns: int) -> T.Fragment:
 
 
 class Rows(NamedTuple):
-    """The rows of one head of a tensor, and the shared slots to which `copy` brings a chunk."""
+    """The rows of one head of a tensor, and the shared slots to which `copy` brings a chunk.
 
-    tensor: Any  # [tokens, .., width]
+    Columns that the tensor lacks become zeros: TMA fills a box that reaches past a tensor's end.
+    """
+
+    tensor: Any  # [tokens, .., width or less]
     head: tuple[Any, ...]  # an index for each dimension between tokens and width
     shared: Any  # [slots, CHUNK, width]
 
     def copy(self, tok0, slot, barrier):
-        rows = self.tensor[(slice(tok0, tok0 + CHUNK), *self.head, slice(None))]
+        width = self.shared.shape[2]
+        rows = self.tensor[(slice(tok0, tok0 + CHUNK), *self.head, slice(0, width))]
         return T.tma_copy(rows, self.shared[slot, :, :], barrier=barrier)
 
 

@@ -112,7 +112,9 @@ def load_k(K, q, k, s_q, s_k, q_ring, k_ring, num_chunks, tok0, row0, length, kh
         fetch_rows(k, kh, 0, K, s_k, k_ring, i, T.bitwise_xor(row0, i * CHUNK), rows)
         q_ring.acquire(i)
         T.tma_copy(
-            q[tok0 : tok0 + NEW_TOKENS, kh, :], s_q[q_ring.slot(i), :, :], barrier=q_ring.barrier(i)
+            q[tok0 : tok0 + NEW_TOKENS, kh, 0:K],
+            s_q[q_ring.slot(i), :, :],
+            barrier=q_ring.barrier(i),
         )
         q_ring.commit(i)
 

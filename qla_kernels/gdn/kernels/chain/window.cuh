@@ -95,11 +95,13 @@ template <class T> __device__ __forceinline__ float sum_of_squares(const T *eigh
 }
 
 // Returns sum_t log max(1, |1 - beta_t |k_t|^2|) over the chunks `first` to `last` - 1. All threads
-// of the CTA take part and get the same result. beta is in fp32 or, if is_16, in beta16.
+// of the CTA take part and get the same result. Keys have `size` numbers, at most K. beta is in fp32
+// or, if is_16, in beta16.
 template <bool kAtEnd, int K, int kWarps, class T>
-__device__ __forceinline__ float read_growth(const T *k, int64_t k_token, const float *beta,
-                                        const T *beta16, bool is_16, int64_t beta_token,
-                                        int length, int first, int last, float *s_sum) {
+__device__ __forceinline__ float read_growth(const T *k, int size, int64_t k_token,
+                                             const float *beta, const T *beta16, bool is_16,
+                                             int64_t beta_token, int length, int first, int last,
+                                             float *s_sum) {
   constexpr int kLanes = K / 8, kTokens = 32 * kWarps / kLanes, kRounds = 8;  // of a token, at once
   const int part = threadIdx.x % kLanes, which = threadIdx.x / kLanes;
   const int begin = 64 * (kAtEnd ? (length + 63) / 64 - last : first);
@@ -111,7 +113,7 @@ __device__ __forceinline__ float read_growth(const T *k, int64_t k_token, const 
 #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
       const int t = base + j * kTokens + which;
-      norm[j] = t < end ? sum_of_squares(k + k_token * t + 8 * part) : 0.f;
+      norm[j] = t < end && 8 * part < size ? sum_of_squares(k + k_token * t + 8 * part) : 0.f;
       weight[j] = t >= end ? 0.f : is_16 ? float(beta16[beta_token * t]) : beta[beta_token * t];
     }
 #pragma unroll
@@ -136,7 +138,7 @@ __device__ __forceinline__ float read_growth(const T *k, int64_t k_token, const 
 // Unless `grows`, no sums of put_growth exist. Then the keys are read here, in those chunks only
 // over which the gates alone are below the limit.
 template <bool kAtEnd, bool kCumulated, int K, int kWarps, class T>
-__device__ __forceinline__ int warm_chunks(const T *k, int64_t k_token, const float *g,
+__device__ __forceinline__ int warm_chunks(const T *k, int size, int64_t k_token, const float *g,
                                            const float *growth, bool grows, const float *beta,
                                            const T *beta16, bool is_16, int64_t token, int length,
                                            float limit, float *s_sum) {
@@ -149,8 +151,8 @@ __device__ __forceinline__ int warm_chunks(const T *k, int64_t k_token, const fl
     if constexpr (kCumulated) found = chunks_by_gates<kAtEnd>(g, g, false, token, length, limit);
     else found = chunks_by_raw_gates<kWarps>(g, token, length, limit, s_sum);
     if (found <= seen) return found;
-    limit -= read_growth<kAtEnd, K, kWarps>(k, k_token, beta, beta16, is_16, token, length, seen,
-                                            found, s_sum);
+    limit -= read_growth<kAtEnd, K, kWarps>(k, size, k_token, beta, beta16, is_16, token, length,
+                                            seen, found, s_sum);
     seen = found;
   }
 }

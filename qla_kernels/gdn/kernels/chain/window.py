@@ -24,20 +24,23 @@ SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
 
 def warm_chunks(
-    k, g, growth, grows, beta, beta16, is_16, s_sum, begin, length, kh, hv, limit, at_end, cumulated
+    K, k, g, growth, grows, beta, beta16, is_16, s_sum, begin, length, kh, hv, limit,
+    at_end, cumulated,
 ):  # fmt: skip
     """Returns the number of chunks over which a segment's map falls below e^limit, or 0 if none.
 
-    All threads of the CTA call it, and synchronise in it; see window.cuh. If `grows`, growth is
-    kkt_solve's; it is None in kernels that never have it. beta is read in fp32 or, if is_16, from
-    beta16 in 16 bits; beta16 is None in kernels that never have it.
+    All threads of the CTA call it, and synchronise in it; see window.cuh. K is the variant's; k has
+    that many columns or fewer. If `grows`, growth is kkt_solve's; it is None in kernels that never
+    have it. beta is read in fp32 or, if is_16, from beta16 in 16 bits; beta16 is None in kernels
+    that never have it.
     """
-    K, warps = k.shape[-1], s_sum.shape[0]
-    k_begin = T.access_ptr(k[begin, kh, 0], "r", K)
+    warps, size = s_sum.shape[0], k.shape[-1]
+    k_begin = T.access_ptr(k[begin, kh, 0], "r", 1)
     return T.call_extern(
         "int32",
         f"qla::warm_chunks<{int(at_end)}, {int(cumulated)}, {K}, {warps}>",
         k_begin,
+        size,
         k.strides[0],
         T.access_ptr(g[begin, hv], "r", 1),
         T.access_ptr((g if growth is None else growth)[begin, hv], "r", 1),

@@ -232,7 +232,7 @@ def build(variant: Variant):
     K, V = variant.K, variant.V
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
     capacity, num_rows, num_tails = T.dynamic("capacity, num_rows, num_tails")
-    num_owners = T.dynamic("num_owners")
+    num_owners, size = T.dynamic("num_owners, size")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     v_token, v_head, v_r = T.dynamic("v_token, v_head, v_r")
     do_token, do_head, do_r = T.dynamic("do_token, do_head, do_r")
@@ -245,8 +245,8 @@ def build(variant: Variant):
 
     @T.prim_func
     def chunk_grads(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
         v: T.StridedTensor(
             (num_tokens, num_heads, group, V), (v_token, v_head, v_r, 1), variant.dtype
         ),
@@ -256,14 +256,14 @@ def build(variant: Variant):
         g_cum: T.Tensor((num_tokens, num_heads, group), "float32"),
         beta: T.Tensor((num_tokens, num_heads, group), "float32"),
         A: T.Tensor((num_tokens, num_heads, group, CHUNK), variant.dtype),
-        h: T.Tensor((capacity, num_heads, group, V, K), variant.dtype),
-        ds: T.Tensor((capacity, num_heads, group, num_rows, K), variant.dtype),
-        tails: T.Tensor((num_tails, num_heads, group, PANEL, K), variant.dtype),
+        h: T.Tensor((capacity, num_heads, group, V, size), variant.dtype),
+        ds: T.Tensor((capacity, num_heads, group, num_rows, size), variant.dtype),
+        tails: T.Tensor((num_tails, num_heads, group, PANEL, size), variant.dtype),
         owner: T.Tensor((num_owners,), "int32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
-        dq: T.Tensor((num_tokens, num_heads, K), variant.dtype),
-        dk: T.Tensor((num_tokens, num_heads, K), variant.dtype),
+        dq: T.Tensor((num_tokens, num_heads, size), variant.dtype),
+        dk: T.Tensor((num_tokens, num_heads, size), variant.dtype),
         dv: T.Tensor((num_tokens, num_heads, group, V), variant.dtype),
         dg: T.Tensor((num_tokens, num_heads, group), "float32"),
         dbeta: T.Tensor((num_tokens, num_heads, group), "float32"),
@@ -323,7 +323,7 @@ def build(variant: Variant):
                 elif tx < 64:
                     grads.gates(g_cum, beta, s_gate, ring.gate, walk, scale)
                     grads_out.clear_padding(
-                        dq, dk, dv, dg, dbeta, walk, num_chunks[0], num_tokens, K, V
+                        dq, dk, dv, dg, dbeta, walk, num_chunks[0], num_tokens, V
                     )
                 elif tx < 96:
                     grads_out.store(dv, s_v, ring.dv, walk, V)

@@ -163,10 +163,13 @@ def fetch_rows(v, do, A, s, tok0, head, r, barriers):
 
 @T.macro
 def fetch_heads(q, k, s, turn, tok0, head, barriers):
+    K = s.turns.shape[2]
     T.tma_copy(
-        q[tok0 : tok0 + CHUNK, head, :], s.turns[2 * turn + QUERY, :, :], barrier=barriers[0]
+        q[tok0 : tok0 + CHUNK, head, 0:K], s.turns[2 * turn + QUERY, :, :], barrier=barriers[0]
     )
-    T.tma_copy(k[tok0 : tok0 + CHUNK, head, :], s.turns[2 * turn + KEY, :, :], barrier=barriers[0])
+    T.tma_copy(
+        k[tok0 : tok0 + CHUNK, head, 0:K], s.turns[2 * turn + KEY, :, :], barrier=barriers[0]
+    )
 
 
 class StateGradients(NamedTuple):
@@ -185,10 +188,11 @@ class StateGradients(NamedTuple):
 
 @T.macro
 def fetch_state(h, s, ring, chunk, head, r, step):
+    K = s.state.shape[2]
     ring.acquire(step)
     for t in T.unroll(s.panels):
         T.tma_copy(
-            h[chunk, head, r, t * PANEL : t * PANEL + PANEL, :],
+            h[chunk, head, r, t * PANEL : t * PANEL + PANEL, 0:K],
             s.state[ring.slot(step) * s.panels + t, :, :],
             barrier=ring.barrier(step),
         )
@@ -203,13 +207,13 @@ def fetch_gradient(of, s, turn, ring, chunk, tok0, rows, head, r, step):
         tile = s.turns[2 * turn + t, :, :]
         if row >= 0:
             T.tma_copy(
-                of.ds[chunk, head, r, row : row + PANEL, :], tile, barrier=ring.barrier(step)
+                of.ds[chunk, head, r, row : row + PANEL, 0:K], tile, barrier=ring.barrier(step)
             )
         elif rows == CHUNK:
             T.tma_copy(of.dv[tok0 : tok0 + CHUNK, head, r, 0:K], tile, barrier=ring.barrier(step))
         else:
             n = of.owner[chunk]
-            T.tma_copy(of.tails[n, head, r, :, :], tile, barrier=ring.barrier(step))
+            T.tma_copy(of.tails[n, head, r, :, 0:K], tile, barrier=ring.barrier(step))
     ring.commit(step)
 
 

@@ -212,13 +212,13 @@ def finish_keys(r_dq, r_dk, s, i, w):
 
 
 @T.macro
-def put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, num_heads, rows, w):
-    """Writes panel w of a key head's dQ and dK.
+def put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, num_heads, rows, w, K):
+    """Writes panel w of a key head's dQ and dK, as far as they have columns.
 
     They pass through the panel's tiles of V' and Y. A panel without such tiles has two of its own.
     """
     panel = w * PANEL
-    slot, column = (VN, panel) if s.tok.shape[2] >= dq.shape[2] else (VN + 2 * w, 0)
+    slot, column = (VN, panel) if s.tok.shape[2] >= K else (VN + 2 * w, 0)
     tiles.put_tile(r_dq, s.tok[slot, 0, column])
     tiles.put_tile(r_dk, s.tok[slot + 1, 0, column])
     T.fence_proxy_async()  # dQ and dK: written by threads, read by TMA
@@ -233,7 +233,7 @@ def put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, num_heads, rows, w):
         first = tok0 * num_heads + head
         for n, x in enumerate((dq, dk)):
             tile = s.tok[slot + n, 0, column]
-            tiles.store_rows(tile, x[0, 0, panel], x.shape[2], first, num_heads, rows)
+            tiles.store_rows(tile, x[0, 0, panel], x.shape[2], panel, first, num_heads, rows)
 
 
 @T.macro
@@ -301,7 +301,7 @@ def panel(dq, dk, s, ring, walk, K, V):
         head = walk.head(i)
         if K < V:
             if w < K // PANEL:
-                put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, walk.num_heads, rows, w)
+                put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, walk.num_heads, rows, w, K)
         else:
-            put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, walk.num_heads, rows, w)
+            put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, walk.num_heads, rows, w, K)
     T.tma_store_wait(0)  # before the CTA ends, and with it its shared memory

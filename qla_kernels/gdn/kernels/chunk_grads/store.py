@@ -13,6 +13,7 @@ from qla_kernels.gdn.kernels.chunk_grads.layout import (
     X_ROWS,
     Y_W,
 )
+from qla_kernels.gdn.kernels.chunk_grads.tiles import clear_piece
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
 
@@ -110,7 +111,7 @@ def sums(dg, dbeta, s_sums, ring, walk, K, V):
 
 
 @T.macro
-def clear_padding(dq, dk, dv, dg, dbeta, walk, num_chunks, num_tokens, K, V):
+def clear_padding(dq, dk, dv, dg, dbeta, walk, num_chunks, num_tokens, V):
     """Writes zeros to the gradients of tokens behind the last chunk; the CTAs share these rows."""
     lane = T.get_thread_binding() % 32
     row, end = T.alloc_var("int32"), T.alloc_var("int32")
@@ -120,11 +121,9 @@ def clear_padding(dq, dk, dv, dg, dbeta, walk, num_chunks, num_tokens, K, V):
     for j in rolled(T.ceildiv(num_tokens - end - walk.first, walk.stride)):
         row = end + walk.first + j * walk.stride
         for head in rolled(walk.num_heads):
-            if lane < K // 8:
-                for e in T.vectorized(8):
-                    dq[row, head, lane * 8 + e] = 0
-                for e in T.vectorized(8):
-                    dk[row, head, lane * 8 + e] = 0
+            if lane < dq.shape[2] // 8:
+                clear_piece(dq[row, head, lane * 8])
+                clear_piece(dk[row, head, lane * 8])
             for r in rolled(walk.group):
                 if lane < V // 8:
                     for e in T.vectorized(8):

@@ -291,16 +291,23 @@ __device__ __forceinline__ void sum_scores(const float *x, const float *other, i
 }
 
 // Writes `rows` rows of a tile to global memory in pieces of 16 bytes: to rows first, first + step,
-// ..., which are kSize elements apart.
-template <int kSize, class T>
-__device__ __forceinline__ void store_rows(const T *tile, T *out, int first, int step, int rows) {
+// ..., which are `size` elements apart and have `columns` elements from `out` on.
+template <class T>
+__device__ __forceinline__ void store_rows(const T *tile, T *out, int size, int columns, int first,
+                                           int step, int rows) {
   const int thread = thread_in_group(), piece = thread % 8;
+  if (8 * piece >= columns) return;
 #pragma unroll 1
   for (int row = thread / 8; row < rows; row += 16) {
     const uint4 *from = reinterpret_cast<const uint4 *>(tile + 64 * row) + (piece ^ (row & 7));
-    const int64_t to = int64_t(first + row * step) * kSize + 8 * piece;
+    const int64_t to = int64_t(first + row * step) * size + 8 * piece;
     *reinterpret_cast<uint4 *>(out + to) = *from;
   }
+}
+
+// Writes 0 to a piece of 16 bytes. The compiler knows pieces only in rows of a constant size.
+template <class T> __device__ __forceinline__ void clear_piece(T *piece) {
+  *reinterpret_cast<uint4 *>(piece) = {};
 }
 
 }  // namespace qla

@@ -89,14 +89,19 @@ def sum_scores(
     return _call("sum_scores", r_x.data, r_other.data, system, scale, _read(beta, CHUNK), *out)
 
 
-def store_rows(tile: Any, x: Any, size: int, first: Any, step: Any, rows: Any) -> Any:
+def store_rows(tile: Any, x: Any, size: Any, column: Any, first: Any, step: Any, rows: Any) -> Any:
     """Writes `rows` rows of a tile to global memory, to rows first, first + step, ...
 
-    Rows of global memory lie `size` elements apart, from x on.
+    Rows of global memory have `size` elements and lie end to end; x is element `column` of the
+    first one. What a tile has past their end is not written.
     """
-    return _call(
-        f"store_rows<{size}>", _read(tile, TILE_ELEMENTS), _write(x, 64), first, step, rows
-    )
+    at = _read(tile, TILE_ELEMENTS), _write(x, 64)
+    return _call("store_rows", *at, size, size - column, first, step, rows)
+
+
+def clear_piece(x: Any) -> Any:
+    """Writes 0 to 8 elements of global memory, of rows of any number of pieces."""
+    return _call("clear_piece", _write(x, 8))
 
 
 def _call(name: str, *arguments: Any) -> Any:

@@ -1,0 +1,92 @@
+"""Head sizes stand in gdn/shapes.py: refusals, kernels, warm-up, the doctor and pages follow it."""
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qla_kernels import info, jit, warmup
+from qla_kernels.gdn import heuristics, refusal, shapes
+from qla_kernels.gdn.decode.validate import recurrent_refusal
+from qla_kernels.gdn.prefill.api import prefill_refusal
+from qla_kernels.integrations import fla
+
+ROOT = Path(__file__).resolve().parents[2]
+HOPPER = (9, 0)
+KEYS, VALUES = shapes.KEY_SIZES, shapes.VALUE_SIZES
+AROUND = [(K, V) for K in (*KEYS, 8, 24, 100, 144) for V in (*VALUES, 32, 96, 576)]
+
+
+def tensors(K: int, V: int) -> list[Tensor]:
+    sizes = (1, 8, 2, K), (1, 8, 2, K), (1, 8, 4, V)
+    return [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
+
+
+def test_the_sizes_that_models_have_are_among_them():
+    for K, V in ((64, 64), (128, 128), (96, 192), (64, 256), (128, 256), (32, 64), (112, 512)):
+        assert K in KEYS
+        assert V in VALUES
+    assert (KEYS[0], KEYS[-1], VALUES[0], VALUES[-1]) == (16, 128, 64, 512)
+
+
+def by_chunks(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    return refusal(q, k, v, capability=HOPPER)
+
+
+def by_tokens(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    return recurrent_refusal(q, k, v, capability=HOPPER)
+
+
+def in_a_pool(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    pool = torch.empty(3, *v.shape[2:3], q.shape[3], v.shape[3], device="meta")
+    return prefill_refusal(q, k, v, pool=pool, capability=HOPPER)
+
+
+def by_fla(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    gates = torch.empty(v.shape[:3], device="meta")
+    return fla.declined(q, k, v, gates, gates)
+
+
+@pytest.mark.parametrize("refused", [by_chunks, by_tokens, in_a_pool, by_fla])
+def test_every_function_takes_the_same_sizes(refused, monkeypatch):
+    monkeypatch.setattr(fla, "refusal", functools.partial(refusal, capability=HOPPER))
+    for K, V in AROUND:
+        taken = K in KEYS and V in VALUES
+        assert (refused(*tensors(K, V)) is None) == taken, (K, V)
+
+
+def test_every_size_has_variants():
+    """Of each kernel whose variants have a K, and of those with columns of V."""
+    rooms = {shapes.key_room(K) for K in KEYS}
+    assert rooms == set(shapes.KEY_ROOMS)
+    parts = {shapes.part_columns(V) for V in VALUES}
+    for kernel in jit.kernel_modules("gdn"):
+        found = [variant._asdict() for variant in kernel.module.VARIANTS]
+        if "K" in found[0]:
+            assert {x["K"] for x in found if not x.get("pool")} >= rooms, kernel.name
+        if "V" in found[0]:
+            assert {(x["K"], x["V"]) for x in found} >= set(itertools.product(rooms, parts))
+    for V in VALUES:
+        assert V % shapes.part_columns(V) == 0
+        assert any(V % choice.tile_v == 0 for choice in heuristics.STEP)
+
+
+@pytest.mark.parametrize("K", KEYS)
+def test_warm_up_makes_the_variants_that_run_a_size_ready(K):
+    for V in VALUES:
+        jobs = list(warmup.jobs([warmup.Model(2, 4, K, V)]))
+        have = {module.__name__.rpartition(".")[2] for module, _ in jobs}
+        assert {k.name for k in jit.kernel_modules("gdn")} <= have
+        for _, variant in jobs:
+            assert getattr(variant, "K", shapes.key_room(K)) == shapes.key_room(K)
+
+
+def test_the_doctor_and_the_pages_name_them():
+    assert shapes.HEAD_SIZES in info._cuda_path("gdn")()
+    for page in ("README.md", "docs/gdn.md", "docs/integrations.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        for said in (shapes.KEYS, shapes.VALUES):
+            assert said in text, f"{page} does not say {said!r}"
