@@ -27,6 +27,7 @@ _IN_SCHEMAS = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     list[Tensor]: "Tensor[]",
+    list[int]: "int[]",
     Overwritten: "Tensor({}!)",
     Overwritten | None: "Tensor({}!)?",
     float: "float",
@@ -167,7 +168,7 @@ def _short_way(
     return on_cuda if x.is_cuda else on_cpu if x.is_cpu else None
 
 
-# Types that the dispatcher need not see. A list or tuple holds tensors of this package.
+# Types that the dispatcher need not see. A list or tuple holds numbers, or tensors of this package.
 _PLAIN = frozenset(
     (Tensor, torch.nn.Parameter, Placeholder, type(None), bool, int, float, str, list, tuple)
 )

@@ -109,16 +109,17 @@ def backward(cuts: tuple[GradientBand, ...], s: Setting, bounds: Tensor) -> None
     launch_backward.l2norm_bwd(x, done.dq, bounds)
 
 
-def shards(kernel: heuristics.ForwardChoice, s: Setting, bounds: Tensor) -> None:
-    """Sequences that come from another rank and go on at another."""
+def shards(kernel: heuristics.ForwardChoice, stretches: int, s: Setting, bounds: Tensor) -> None:
+    """Sequences that come from another rank and go on at another, at both ends of stretches."""
     s.patch.setattr(plan, "forward", lambda *_, **__: Plan(kernel, 1))
     s.patch.setattr(plan, "backward", lambda *_, **__: 1)
     s.patch.setattr(exchange, "group_named", lambda _: SimpleNamespace(rank=lambda: 1))
-    s.patch.setattr(exchange, "gather", lambda link, _: torch.stack([link] * 3))
+    s.patch.setattr(exchange, "gather", lambda links, _: torch.stack([links] * 3))
+    s.patch.setattr(exchange, "folded", lambda links, numbers, V, *_: links[0, :, 0, :V])
     q, k, v, do = (s.rows(heads, SIZE) for heads in (H, H, HV, HV))
-    (g, beta), A, entered = s.gates(), s.rows(HV, 64), s.states(1)[0]
+    (g, beta), A, entered = s.gates(), s.rows(HV, 64), s.states(stretches)
     call, options = Call(q, k, v, g, beta, SCALE, None, bounds), Options(is_train=True)
-    place = ShardPlace("", before=1, after=1)
+    place = ShardPlace("", [1] * stretches, [1] * stretches, front=1)
     launch_shards.gdn_shard_fwd(call, options, place)
     launch_shards.gdn_shard_bwd(call, SavedForward(g, A, []), Arriving(do, entered), options, place)
 
@@ -229,10 +230,14 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
         {"segment_map_bwd"} | CUT | CHAINS | RAW,
     ),
     "shards, A given": (
-        functools.partial(shards, GIVEN), {"fused_fwd", "segment_map_bwd"} | SOLVE | CUT | CHAINS,
+        functools.partial(shards, GIVEN, 1),
+        {"fused_fwd", "segment_map_bwd"} | SOLVE | CUT | CHAINS,
     ),
     "shards": (
-        functools.partial(shards, SOLVING), {"fused_fwd", "segment_map_bwd"} | CUT | CHAINS,
+        functools.partial(shards, SOLVING, 1), {"fused_fwd", "segment_map_bwd"} | CUT | CHAINS,
+    ),
+    "shards in zigzag": (
+        functools.partial(shards, SOLVING, 2), {"fused_fwd", "segment_map_bwd"} | CUT | CHAINS,
     ),
     "decoding": (decode, {"recurrent"}),
     "decoding in slots": (decode_slots, {"recurrent"}),

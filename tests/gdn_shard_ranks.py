@@ -34,13 +34,18 @@ def batch(lengths: list[int], **others: Any) -> dict[str, Any]:
 
 
 def part(x: dict[str, Any], context: Any, group: Any) -> dict[str, Any]:
-    """This rank's arguments of the call."""
+    """This rank's arguments of the call, in the layout of the context."""
     import torch
 
-    size = x["v"].shape[1] // group.size()
-    mine = slice(group.rank() * size, (group.rank() + 1) * size)
+    rank, world, zigzag = group.rank(), group.size(), getattr(context, "layout", "") == "zigzag"
+
+    def mine(t: Any) -> Any:
+        size = t.shape[1] // (2 * world if zigzag else world)
+        numbers = (rank, 2 * world - 1 - rank) if zigzag else (rank,)
+        return torch.cat([t[:, n * size : (n + 1) * size] for n in numbers], 1)
+
     names = ("q", "k", "v", "g", "beta", "do", "o")
-    tokens = {n: x[n][:, mine] for n in names if n in x}
+    tokens = {n: mine(x[n]) for n in names if n in x}
     others = {n: t for n, t in x.items() if n not in (*tokens, "cu_seqlens")}
     call = {**others, **tokens, "cp_context": context}
     return {n: t.clone() if torch.is_tensor(t) else t for n, t in call.items()}
@@ -126,7 +131,7 @@ def refusals(rank: int) -> Iterator[tuple[str, Any]]:
         "both bounds": lambda: {**mine, "exact": True, "warm_log_bound": -5.0},
         "scale": lambda: {**mine, "scale": [1]},
         "flag": lambda: {**mine, "allow_neg_eigval": "no"},
-        "layout": lambda: {**mine, "cp_context": replace(context, layout="zigzag")},
+        "layout": lambda: {**mine, "cp_context": replace(context, layout="striped")},
         "place": lambda: {**mine, "cp_context": replace(context, pre_num_ranks=3)},
         "no bounds": lambda: {**mine, "cp_context": replace(context, cu_seqlens=None)},
         "nothing": lambda: mine,

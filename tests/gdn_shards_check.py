@@ -10,9 +10,10 @@ from torch import Tensor
 from qla_kernels.gdn.call import Call as Record
 from qla_kernels.gdn.call import Options, SavedForward
 from qla_kernels.gdn.ops import GdnBackward
+from qla_kernels.gdn.sharded import context as contexts
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
-from qla_kernels.gdn.sharded.context import local_bounds
+from qla_kernels.gdn.sharded.layouts import CONTIGUOUS, STRETCHES, held_by
 from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
 from tests.gdn_calls import Call
 
@@ -22,18 +23,32 @@ class _Told(Exception):
 
 
 def run(
-    x: Call, do: Tensor, world: int, warm_log_bound: float, monkeypatch: Any
+    x: Call,
+    do: Tensor,
+    world: int,
+    warm_log_bound: float,
+    monkeypatch: Any,
+    layout: str = CONTIGUOUS,
 ) -> tuple[Tensor, GdnBackward]:
     """o and the gradients of a whole batch, put together from those of its ranks."""
-    scale, size = x["q"].shape[-1] ** -0.5, x["q"].shape[1] // world
-    held = [local_bounds(r, x["cu_seqlens"].tolist(), size) for r in range(world)]
-
+    scale, each, T = x["q"].shape[-1] ** -0.5, STRETCHES[layout], x["q"].shape[1]
+    numbers = [held_by(r, world, each) for r in range(world)]
+    tokens = torch.arange(T, device=do.device).view(each * world, -1)
+    held = [tokens[list(its)].flatten() for its in numbers]
+    bounds = x["cu_seqlens"].cpu()
     options = Options(is_train=True, warm_log_bound=warm_log_bound)
 
     def rank(r: int) -> tuple[Record, ShardPlace]:
-        rows = [x[n][:, r * size : (r + 1) * size] for n in ("q", "k", "v", "g", "beta")]
-        bounds = torch.tensor(held[r][0], dtype=torch.int32, device=x["q"].device)
-        return Record(*rows, scale, None, bounds), ShardPlace("", *held[r][1:])
+        rows = [x[n][:, held[r]] for n in ("q", "k", "v", "g", "beta")]
+        monkeypatch.setattr(contexts, "_place_in", lambda *_: (r, world))
+        place = contexts.place_of("ranks in turn", made(bounds, layout))
+        before, after = ([getattr(x, n) for x in place.stretches] for n in ("before", "after"))
+        its = made(bounds, layout).cu_seqlens.to(do.device, torch.int32)
+        return Record(*rows, scale, None, its), ShardPlace("", before, after, place.front)
+
+    def made(bounds: Tensor, layout: str) -> contexts.CPContext:
+        group: Any = SimpleNamespace()
+        return contexts.build_cp_context(bounds, group, layout=layout)
 
     def forward(r: int) -> Any:
         given, place = rank(r)
@@ -43,14 +58,19 @@ def run(
 
     def backward(r: int) -> Any:
         (given, place), (_, entered, g_cum, A) = rank(r), saved[r]
-        arriving = Arriving(do[:, r * size : (r + 1) * size], entered)
+        arriving = Arriving(do[:, held[r]], entered)
         return launch_shards.gdn_shard_bwd(
             given, SavedForward(g_cum, A, []), arriving, options, place
         )
 
     done = _in_turn(backward, world, monkeypatch)
-    grads = (torch.cat(parts, 1) for parts in list(zip(*done, strict=True))[:5])
-    return torch.cat([rank.o for rank in saved], 1), GdnBackward(*grads, None, None, None)
+    in_order = torch.cat(held).argsort()
+
+    def whole(parts: Any) -> Tensor:
+        return torch.cat(list(parts), 1)[:, in_order]
+
+    grads = (whole(parts) for parts in list(zip(*done, strict=True))[:5])
+    return whole(rank.o for rank in saved), GdnBackward(*grads, None, None, None)
 
 
 def _in_turn(call: Callable[[int], Any], world: int, monkeypatch: Any) -> list[Any]:

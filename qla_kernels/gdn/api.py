@@ -99,10 +99,10 @@ def chunk_gated_delta_rule(
             each sequence's length when it decides where to cut.
         chunk_indices: accepted for compatibility with FLA, and unused.
         cp_context: a context of FLA's build_cp_context or of `qla_kernels.gdn.build_cp_context`,
-            for sequences that are cut over ranks: the tensors then hold this rank's tokens. B must
-            be 1; the context's cu_seqlens are used; initial and final states are not allowed. Every
-            rank of the group must make the same call and the same backward. Gradients of A_log and
-            dt_bias are sums over this rank's tokens.
+            for sequences that are cut over ranks: the tensors then hold this rank's tokens, in the
+            contiguous or the zigzag layout. B must be 1; the context's cu_seqlens are used; initial
+            and final states are not allowed. Every rank of the group must make the same call and
+            the same backward. Gradients of A_log and dt_bias are sums over this rank's tokens.
         use_gate_in_kernel, A_log, dt_bias: keyword only. g holds the input of the gate; use
             -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
         chunk_size: keyword only. 16, 32 and 64 are accepted, and all of them compute with 64.

@@ -141,8 +141,8 @@ class GatedDeltaRule(torch.autograd.Function):
 class ShardedGatedDeltaRule(torch.autograd.Function):
     """Applies gdn_shard_fwd, with gdn_shard_bwd as its derivative; takes a ShardPlace as well.
 
-    Saves the inputs, g_cum, A and the state [HV, V, K] that enters this rank's first sequence.
-    Gradients of A_log and dt_bias are sums over this rank's tokens.
+    Saves the inputs, g_cum, A and the states [stretches, HV, V, K] that enter stretches of this
+    rank. Gradients of A_log and dt_bias are sums over this rank's tokens.
     """
 
     @staticmethod

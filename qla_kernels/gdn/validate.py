@@ -67,7 +67,7 @@ def refusal(
 
     Args:
         q, k, v: as in `chunk_gated_delta_rule`, well formed.
-        cp_context: the call's context; one with another layout than "contiguous" is refused.
+        cp_context: the call's context; layouts other than "contiguous" and "zigzag" are refused.
         output_h: the state before each chunk is asked for; on a GPU, packed sequences then need
             cu_seqlens_cpu.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.

@@ -9,27 +9,36 @@ from qla_kernels.gdn import bands
 from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.tensors import room_for_chunks
+from qla_kernels.gdn.sharded.layouts import Stretch
+from qla_kernels.gdn.sharded.links import open_ends
 from qla_kernels.selftest.cases import Cases, dtype_of, to
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import chunk_table
 
 
-def _segment_plan(variant: Any, given: tuple[list[int], int], device: str) -> None:
+def _segment_plan(
+    variant: Any, given: tuple[list[int], int, tuple[Stretch, ...]], device: str
+) -> None:
     """Checks where sequences are cut, and the table of chunks that segment_plan writes, too."""
-    lengths, most = given
+    lengths, most, stretches = given
     bounds_of_tokens = torch.tensor([0, *lengths]).cumsum(0).to(dtype_of(variant))
     num_tokens = sum(lengths) + 5
     g, cu_seqlens = to((torch.randn(1, num_tokens, 3), bounds_of_tokens), device)
     table = room_for_chunks(num_tokens, cu_seqlens)
-    got = segments.cut(g, cu_seqlens, most, table=table)
+    ends = open_ends(stretches) if stretches else segments.NO_ENDS
+    got = segments.cut(g, cu_seqlens, most, ends, table)
     want = chunk_table(num_tokens, bounds_of_tokens)
     for name, a, b in zip(want._fields, table, want, strict=True):
         assert torch.equal(a.cpu(), b), name
-    check_segments(got, lengths, most)
+    check_segments(got, lengths, most, stretches)
 
 
-def check_segments(got: segments.Segments, lengths: list[int], most: int) -> None:
+def check_segments(
+    got: segments.Segments, lengths: list[int], most: int, stretches: tuple[Stretch, ...] = ()
+) -> None:
     """Compares tables with those of sequences from token 0 on, cut by segments of `most` chunks."""
+    came = [x.first for x in stretches if x.before]
+    left = [x.end - 1 for x in stretches if x.after]
     bounds: list[int] = []
     starts_of: list[int] = []
     ends_of: list[int] = []
@@ -37,7 +46,11 @@ def check_segments(got: segments.Segments, lengths: list[int], most: int) -> Non
     for n, length in enumerate(lengths):
         chunks = -(-length // CHUNK)
         pieces = max(1, -(-chunks // most))
-        bounds += [sum(lengths[:n]) + i * chunks // pieces * CHUNK for i in range(pieces)]
+        begin = sum(lengths[:n])
+        bounds += [begin] * (n in came)
+        bounds += [begin + i * chunks // pieces * CHUNK for i in range(pieces)]
+        bounds += [begin + length] * (n in left)
+        pieces += (n in came) + (n in left)
         starts_of += [n, *[-1] * (pieces - 1)]
         ends_of += [*[-1] * (pieces - 1), n]
         first.append(first[-1] + pieces)
@@ -91,9 +104,22 @@ CASES = (
         ("gdn.segment_plan",),
         _segment_plan,
         [
-            (lengths, most)
+            (lengths, most, ())
             for lengths in ([64], [0, 65, 0, 1, 1300, 0], [0, 0], [5000, 576], [1] * 1500)
             for most in (1, 3)
+        ]
+        + [
+            (lengths, 2, stretches)
+            for lengths, stretches in (
+                ([700], (Stretch(0, 1, 0, 1),)),
+                ([700], (Stretch(0, 1, 2, 1),)),
+                ([300, 64, 1], (Stretch(0, 3, 1, 0),)),
+                ([300, 300], (Stretch(0, 1, 1, 4), Stretch(1, 2, 4, 1))),
+                ([300, 300], (Stretch(0, 1, 0, 1), Stretch(1, 2, 1, 0))),
+                ([65, 235, 1, 190, 109], (Stretch(0, 2, 3, 2), Stretch(2, 5, 2, 1))),
+                ([65, 235, 1, 190, 109], (Stretch(0, 3, 0, 0), Stretch(3, 5, 2, 0))),
+                ([1] * 1500, (Stretch(0, 750, 1, 1), Stretch(750, 1500, 1, 1))),
+            )
         ],
     ),
     Cases(

@@ -64,7 +64,7 @@ def test_heads_that_forget_least_come_first(tokens):
 def test_open_ends_have_segments_of_their_own():
     """Two sequences of 3 and 2 chunks, the last of which is cut short."""
     cu_seqlens = torch.tensor([0, 192, 300])
-    cut = segments.cut(torch.zeros(1, 300, 1), cu_seqlens, 2, open_start=True, open_end=True)
+    cut = segments.cut(torch.zeros(1, 300, 1), cu_seqlens, 2, segments.OpenEnds(2, 0b11))
     assert cut.bounds.tolist()[:7] == [0, 0, 64, 192, 300, 300, 300]
     assert cut.starts_of.tolist()[:6] == [0, -1, -1, 1, -1, -1]
     assert cut.ends_of.tolist()[:6] == [-1, -1, 0, -1, 1, -1]

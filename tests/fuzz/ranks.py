@@ -49,8 +49,9 @@ class Group:
 
 
 def context_parallel(d: Draw, at: Group) -> None:
-    """chunk_gated_delta_rule with a cp_context, forward and backward."""
-    size = d.choose("tokens of a rank", (1, 2, 16, 33, 70))
+    """chunk_gated_delta_rule with a cp_context of either layout, forward and backward."""
+    context_layout = d.choose("context's layout", ("contiguous", "zigzag"))
+    size = d.choose("tokens of a rank", (1, 2, 16, 33, 70)) * (1 + (context_layout == "zigzag"))
     T = size * at.world
     d.fixed |= {"packed": False, "rows": 1, "tokens": T}
     x = tensors(d)
@@ -60,8 +61,13 @@ def context_parallel(d: Draw, at: Group) -> None:
     names = [n for n in TENSORS if n in x and d.flag(f"gradient of {n}", 0.7)]
     names = [n for n in names if n not in ("A_log", "dt_bias") or x.get("use_gate_in_kernel")]
     do = d.normal("do", *x["v"].shape, dtype=x["v"].dtype)
-    context = build_cp_context(x["cu_seqlens"], at.group)
-    mine = slice(at.rank * size, (at.rank + 1) * size)
+    context = build_cp_context(x["cu_seqlens"], at.group, layout=context_layout)
+    tokens = torch.arange(T).view(at.world, size)
+    if context_layout == "zigzag":
+        halves = tokens.view(2 * at.world, -1)
+        tokens = torch.cat([halves[: at.world], halves[at.world :].flip(0)], 1)
+    whole_rows = slice(at.rank * size, (at.rank + 1) * size)  # with the strides of the whole batch
+    mine = tokens[at.rank] if context_layout == "zigzag" else whole_rows
     call = {n: _part(n, t, mine) for n, t in x.items() if n != "cu_seqlens"}
     leaves = {n: call[n].detach().clone().requires_grad_() for n in names}
     o, state = chunk_gated_delta_rule(**{**call, **leaves}, cp_context=context)
@@ -79,7 +85,7 @@ def context_parallel(d: Draw, at: Group) -> None:
         if name in ("dA_log", "ddt_bias"):  # each rank's are those of its tokens, and rounded
             whole, roundings = sum(row.double() for row in rows).to(rows[0].dtype), at.world + 1
         else:
-            whole, roundings = torch.cat(rows, 1), 2
+            whole, roundings = torch.cat(rows, 1)[:, tokens.flatten().argsort()], 2
         close(name, whole, want[name], errors(d, x, name != "o"), roundings)
 
 

@@ -37,7 +37,7 @@ RAISED = {
     "both bounds": "exact and warm_log_bound",
     "scale": "scale is [1] of type list; need a number",
     "flag": "allow_neg_eigval is 'no' of type str; need True or False",
-    "layout": "cp_context with layout 'zigzag'",
+    "layout": "cp_context with layout 'striped'; need 'contiguous' or 'zigzag'",
     "place": "cp_context with 3 ranks before and 1 behind rank 2 of 4; need at most 2 and 1",
     "no bounds": "cp_context without cu_seqlens",
 }

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import qla_kernels
 from qla_kernels import chunk_gated_delta_rule
-from tests.compare import assert_close
+from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import call, leaves
 from tests.readme import names_in, snippets
 
@@ -34,6 +34,8 @@ def test_a_rank_s_part_of_one_rank_is_all(code):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert torch.equal(code["on_this_rank"](**x, rank=0, world=1), want)
+        in_two = code["on_this_rank"](**x, rank=0, world=1, layout="zigzag")
+        assert relative_l2(in_two, want) < 1e-12
     finally:
         dist.destroy_process_group()
 

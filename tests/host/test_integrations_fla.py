@@ -89,8 +89,8 @@ HALF = torch.zeros(2, 70, 2, 16, dtype=torch.bfloat16)
 DECLINED = {
     "mixed dtypes": ({"k": HALF}, "q is float64, k is bfloat16, v is float64; need one dtype"),
     "ranks": (
-        {"cp_context": SimpleNamespace(layout="zigzag", group="ranks")},
-        "cp_context with layout 'zigzag'",
+        {"cp_context": SimpleNamespace(layout="striped", group="ranks")},
+        "cp_context with layout 'striped'",
     ),
     "no ranks": (
         {"cp_context": SimpleNamespace(layout="contiguous", group=None)},
@@ -123,6 +123,11 @@ def test_the_rest_is_fla_s(installed, kind):
     assert ran_by(installed.chunk_gated_delta_rule(**{**call(), **changed})) == "FLA"
     (said,) = installed.registry.said
     assert said.removeprefix("chunk_gated_delta_rule: ").startswith(reason)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_both_layouts_over_ranks_are_ours(installed, layout):
+    assert fla.declined(**call(), cp_context=SimpleNamespace(layout=layout, group="ranks")) is None
 
 
 def test_ranks_hear_of_a_malformed_call_from_us(installed):

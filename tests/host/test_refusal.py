@@ -11,7 +11,7 @@ from qla_kernels.gdn import refusal, wants_gradients
 from tests.gdn_calls import call
 
 HOPPER = (9, 0)
-ZIGZAG = SimpleNamespace(layout="zigzag")
+STRIPED = SimpleNamespace(layout="striped")
 ELSEWHERE = "or use fla.ops.gated_delta_rule"
 VALUES = "a multiple of 64 up to 512"
 
@@ -76,9 +76,9 @@ REFUSED = {
         "on the lengths; pass cu_seqlens_cpu",
     ),
     "cp_context": (
-        {"cp_context": ZIGZAG},
-        "cp_context with layout 'zigzag'; need 'contiguous': tokens in order; "
-        "build the context with layout='contiguous'",
+        {"cp_context": STRIPED},
+        "cp_context with layout 'striped'; need 'contiguous' or 'zigzag'; "
+        "build the context with one of them",
     ),
 }
 
@@ -148,7 +148,7 @@ def test_the_public_functions_raise_what_refusal_says():
     for op, args, others in (
         (chunk_gated_delta_rule, half, {}),
         (chunk_gated_delta_rule_fwd, half, {}),
-        (chunk_gated_delta_rule, (q, k, v, g, beta), {"cp_context": ZIGZAG}),
+        (chunk_gated_delta_rule, (q, k, v, g, beta), {"cp_context": STRIPED}),
     ):
         with pytest.raises(Unsupported) as error:
             op(*args, **others)

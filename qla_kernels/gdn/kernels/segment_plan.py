@@ -9,9 +9,11 @@ segments of nearly the same number of chunks: segment j begins at chunk floor(j 
 The table is filled up with empty segments of no sequence. With wrong bounds, segments for which it
 has no room are dropped; every first_segment[n] is a row of the table.
 
-If the first sequence begins on another rank (open_start), an empty segment precedes it here. If the
-last sequence continues on another rank (open_end), an empty segment follows it. All segments with
-tokens then have neighbours, and the state that enters or leaves the sequence has its own row.
+A batch that is cut over ranks has one or two stretches here: the first num_front sequences, and the
+others, if any. The first sequence of a stretch may begin in another one, and the last one may go on
+in another one. open_ends has a bit for each end of a stretch at which that is so, in order. An
+empty segment precedes or follows the sequence there. All segments with tokens then have neighbours,
+and the state that enters or leaves the stretch has its own row.
 
 The order of heads is for segment_map and segment_map_bwd: heads that forget least come first,
 because their segments have to be walked in full. The order is estimated from a few gates of each
@@ -177,10 +179,22 @@ def clear_chunks(chunks, num_chunks, first_chunk):
             first_chunk[n] = 0
 
 
+def open_start(n, num_front, open_ends):
+    """Returns 1 if an empty segment precedes sequence n, else 0."""
+    back = T.if_then_else(n == num_front, open_ends >> 2 & 1, 0)
+    return T.if_then_else(n == 0, open_ends & 1, back)
+
+
+def open_end(n, N, num_front, open_ends):
+    """Returns 1 if an empty segment follows sequence n, else 0."""
+    back = T.if_then_else(n == N - 1, open_ends >> 3 & 1, 0)
+    return T.if_then_else(n == num_front - 1, open_ends >> 1 & 1, back)
+
+
 @T.macro
 def place_segments(
     cu_seqlens, first_segment, bounds, starts_of, ends_of, num_tokens, s_sum, segment_chunks,
-    open_start, open_end, path,
+    num_front, open_ends, path,
 ):  # fmt: skip
     thread = T.get_thread_binding()
     total, all_before = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
@@ -197,10 +211,7 @@ def place_segments(
         if n < N:
             sequence_span(cu_seqlens, n, num_tokens, begin, length)
             count = T.max(1, T.ceildiv(T.ceildiv(length, CHUNK), segment_chunks))
-            if n == 0:
-                count += open_start
-            if n == N - 1:
-                count += open_end
+            count += open_start(n, num_front, open_ends) + open_end(n, N, num_front, open_ends)
         total[0] = count
         count_on(total, all_before, s_sum, most)
         if n < N - 1:
@@ -225,11 +236,9 @@ def place_segments(
                     starts_of[p] = n
                 if before + 1 == count:
                     ends_of[p] = n
-                if n == 0:  # leave out the empty segments at open ends
-                    before = T.max(0, before - open_start)
-                    count -= open_start
-                if n == N - 1:
-                    count -= open_end
+                # leave out the empty segments at open ends
+                before = T.max(0, before - open_start(n, num_front, open_ends))
+                count -= open_start(n, num_front, open_ends) + open_end(n, N, num_front, open_ends)
                 count = T.max(1, count)  # 0 if the table had no room for all of them
                 bounds[p] = begin + T.min(
                     length, before * T.ceildiv(length, CHUNK) // count * CHUNK
@@ -294,8 +303,8 @@ def build(variant: Variant):
         whole_bounds: T.Tensor((num_whole, num_bounds), "int32"),
         whole_ends: T.Tensor((num_whole, num_bounds), "int32"),
         segment_chunks: T.int32,
-        open_start: T.int32,
-        open_end: T.int32,
+        num_front: T.int32,
+        open_ends: T.int32,
     ):
         with T.Kernel(TABLES, threads=plan.threads) as table:
             s_sum = T.alloc_shared((TABLE_WARPS,), "int32")
@@ -316,7 +325,7 @@ def build(variant: Variant):
                         most = NO_CUT
                 place_segments(
                     cu_seqlens, first_segment, bounds, starts_of, ends_of, num_tokens, s_sum,
-                    most, open_start, open_end, path,
+                    most, num_front, open_ends, path,
                 )  # fmt: skip
             elif table == 1:
                 order_heads(g, kept, heads, inside(cu_seqlens[num_bounds - 1], num_tokens))

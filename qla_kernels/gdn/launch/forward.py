@@ -21,7 +21,7 @@ from qla_kernels.gdn.launch.backward import gdn_bwd, l2norm_bwd
 from qla_kernels.gdn.launch.chains import public_states
 from qla_kernels.gdn.launch.chunks import fused_fwd, gate, kkt_solve, l2norm_fwd
 from qla_kernels.gdn.launch.pools import Places
-from qla_kernels.gdn.launch.segments import Maps, Segments, Whole
+from qla_kernels.gdn.launch.segments import NO_ENDS, Maps, OpenEnds, Segments, Whole
 from qla_kernels.gdn.launch.tensors import (
     WHOLE,
     flat_parts,
@@ -121,8 +121,8 @@ def forward_batch(
     plan: Plan,
     out: Outputs,
     equal_lengths: bool = False,
-    open_ends: tuple[bool, bool] = (False, False),
-    exchange: Callable[[Maps, Segments], Tensor | None] | None = None,
+    open_ends: OpenEnds = NO_ENDS,
+    exchange: Callable[[Maps, Segments], None] | None = None,
     made: tuple[Segments, ChunkTable | None] | None = None,
     places: Places | None = None,
 ) -> tuple[Segments, Maps] | None:
@@ -140,9 +140,9 @@ def forward_batch(
         plan: where to cut, and the variant of the chain.
         out: the tensors to write. A chain that does not solve needs room in `out.saved`.
         equal_lengths: the sequences are known to have one length, or nearly so.
-        open_ends: whether the first sequence begins, and the last one ends, on another rank.
-        exchange: called with the maps and the segments; returns the state [HV, V, K] that enters
-            at an open start, or None.
+        open_ends: of a batch that is cut over ranks.
+        exchange: called with the maps and the segments; writes the states that enter at open
+            starts to the maps.
         made: segments to take instead of those of the plan, and the chunk table if the plan's
             kernel does not solve.
         places: where states start and end in a pool; then neither x nor `out` has states.
@@ -158,7 +158,7 @@ def forward_batch(
     elif plan.segment_chunks is not None:
         if not plan.kernel.solves:  # segment_plan writes the chunk table, too
             table = room_for_chunks(g.shape[0] * g.shape[1], bounds)
-        cut = segments.cut(g, bounds, plan.segment_chunks, *open_ends, table)
+        cut = segments.cut(g, bounds, plan.segment_chunks, open_ends, table)
     if not plan.kernel.solves:
         growth = torch.empty_like(g) if cut is not None and plan.grows else None
         wide = beta if beta.dtype == torch.float32 else torch.empty_like(g)
@@ -180,8 +180,9 @@ def forward_batch(
         k, v, g if A is None else g_cum, beta, A, h0, cut, plan.warm_log_bound, growth,
         early=not plan.kernel.solves,
     )  # fmt: skip
-    entering = None if exchange is None else exchange(found, cut)
-    starts = segments.start_states(found, h0, cut, entering)  # a view of found.left
+    if exchange is not None:
+        exchange(found, cut)
+    starts = segments.start_states(found, h0, cut)  # a view of found.left
     fused_fwd(
         q, k, v, g, beta, scale, starts, cut.bounds, *out, plan.kernel, cut.ends_of,
         places=of_segments,

@@ -3,10 +3,9 @@
 A segment begins a multiple of 64 tokens into its sequence, so that the other kernels can treat it
 as a sequence: `bounds` then serves as cu_seqlens, and its start state as an initial state.
 
-The first sequence of a shard may come from another rank, and its last one may continue on another
-rank. An open end is such an end of a sequence. An empty segment is added there, so that the state
-that enters or leaves the shard lies between two segments, like any other. A `link` is the affine
-map that this rank's part of such a sequence applies to a state or gradient that passes through.
+A sequence of a batch that is cut over ranks may begin or continue elsewhere: it has an open end
+here. An empty segment is added there, so that the state that enters or leaves lies between two
+segments, like any other (sharded/links.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -50,6 +49,16 @@ class Segments(NamedTuple):
         return self.bounds.shape[0] - 1
 
 
+class OpenEnds(NamedTuple):
+    """Which ends of the sequences on this rank are open."""
+
+    num_front: int  # the batch has one or two stretches: these sequences, and the others
+    bits: int  # from the lowest: the first stretch's start and end, the second's start and end
+
+
+NO_ENDS = OpenEnds(0, 0)
+
+
 class Whole(NamedTuple):
     """Tables of whole sequences for the kernels of several paths, of which one has tokens."""
 
@@ -83,8 +92,7 @@ def cut(
     g: Tensor,
     cu_seqlens: Tensor,
     segment_chunks: int,
-    open_start: bool = False,
-    open_end: bool = False,
+    open_ends: OpenEnds = NO_ENDS,
     table: ChunkTable | None = None,
     bands: Rows | None = None,
     whole: Whole | None = None,
@@ -95,7 +103,7 @@ def cut(
         g: [B, T, HV] fp32, gates or their sums within chunks; samples of it decide the order of
             heads.
         segment_chunks: the most chunks of a segment; not used if there are bands.
-        open_start, open_end: the first sequence began, or the last one continues, on another rank.
+        open_ends: sequences that began, or continue, on another rank.
         table: if given, the chunks of the sequences are written to it by the same launch.
         bands: rows (least, path, segments), of which the longest sequence decides: segment_plan.
         whole: if given, written by the same launch.
@@ -108,7 +116,7 @@ def cut(
         most = capacity(B * T, N, segment_chunks)
     else:
         most = max(N, *(segments for _, _, segments in bands))
-    rows = most + open_start + open_end + 1
+    rows = most + open_ends.bits.bit_count() + 1
     sizes = (rows, rows, rows, N + 1, HV)
     segments = Segments(*(cu_seqlens.new_empty(n, dtype=torch.int32) for n in sizes))
     first = segments.first_segment
@@ -126,8 +134,7 @@ def cut(
         first.as_strided((0, 3), (3, 1)) if bands is None else _rows_of(cu_seqlens.device, bands),
         *(whole or Whole(*[first.as_strided((0, N + 1), (N + 1, 1))] * 2)),
         segment_chunks,
-        int(open_start),
-        int(open_end),
+        *open_ends,
     )
     return segments
 
@@ -194,22 +201,15 @@ def maps(
     return found
 
 
-def start_states(
-    found: Maps, h0: Tensor | None, segments: Segments, entering: Tensor | None = None
-) -> Tensor:
+def start_states(found: Maps, h0: Tensor | None, segments: Segments) -> Tensor:
     """Folds the maps of `maps` into the state that enters each segment.
 
-    Overwrites found.left.
-
-    Args:
-        entering: [HV, V, K] fp32, the state that enters the tokens at an open start.
+    Overwrites found.left, whose row behind an open start has the state that enters there.
 
     Returns:
         [capacity, HV, K, V] fp32, a view of found.left; rows of no segment are not written.
     """
-    if entering is not None:
-        found.left[1].copy_(entering)
-    return _fold(found.left, h0, found, segments.first_segment, reverse=False).mT
+    return fold(found.left, h0, found, segments.first_segment, reverse=False).mT
 
 
 def end_gradients(
@@ -224,17 +224,18 @@ def end_gradients(
     found: Maps,
     segments: Segments,
     warm_log_bound: float,
-    exchange: Callable[[Tensor, Maps], Tensor | None] | None = None,
+    exchange: Callable[[Tensor, Maps], None] | None = None,
 ) -> Tensor:
     """Returns the gradient of the state that leaves each segment, [capacity, HV, K, V] fp32.
 
     Runs `left_gradients`, and then `fold_gradients` with the maps `found`. In between, `exchange`
-    is called with the result of the former and the maps, if given; it returns the gradient
-    [HV, V, K] of the state that leaves at an open end, or None.
+    is called with the result of the former and the maps, if given; it writes the gradients of the
+    states that leave at open ends.
     """
     left = left_gradients(q, k, do, g_cum, beta, A, dht, scale, segments, warm_log_bound)
-    leaving = None if exchange is None else exchange(left, found)
-    return fold_gradients(left, dht, found, segments, leaving)
+    if exchange is not None:
+        exchange(left, found)
+    return fold_gradients(left, dht, found, segments)
 
 
 def left_gradients(
@@ -286,59 +287,21 @@ def left_gradients(
     return left
 
 
-def fold_gradients(
-    left: Tensor,
-    dht: Tensor | None,
-    found: Maps,
-    segments: Segments,
-    entering: Tensor | None = None,
-) -> Tensor:
+def fold_gradients(left: Tensor, dht: Tensor | None, found: Maps, segments: Segments) -> Tensor:
     """Folds the result of `left_gradients` into the gradient of the state that leaves each segment.
 
-    Overwrites `left`.
-
-    Args:
-        entering: [HV, V, K] fp32, the gradient of the state that leaves the tokens at an open end.
+    Overwrites `left`, whose row before an open end has the gradient of the state that leaves there.
 
     Returns:
         [capacity, HV, K, V] fp32, a view of `left`; rows of no segment are not written.
     """
-    if entering is not None:
-        left.index_copy_(0, segments.first_segment[-1:].long() - 2, entering[None])
-    return _fold(left, dht, found, segments.first_segment, reverse=True).mT
+    return fold(left, dht, found, segments.first_segment, reverse=True).mT
 
 
-def link(left: Tensor, found: Maps, segments: Segments, through: bool, reverse: bool) -> Tensor:
-    """Returns the link of the sequence that leaves this rank: its map from what enters it here.
-
-    That is the last sequence, for states, or in reverse the first one, for gradients.
-
-    Args:
-        left: `left` of `maps` or, in reverse, the result of `left_gradients`; not changed.
-        through: the sequence also enters from another rank, at its other end.
-
-    Returns:
-        [HV, V + K, K] fp32, transposed: V rows of the state or gradient that leaves when 0 enters,
-        then K rows of the map from what enters to what leaves, which are 0 without `through`.
-    """
-    HV, V, K = left.shape[1:]
-    states = left.new_zeros(segments.capacity, HV, V + K, K)
-    states[:, :, :V] = left
-    bounds = segments.first_segment
-    last = bounds[-1:].long() - 1  # the empty segment at an open end
-    if through:
-        identity = torch.cat([left.new_zeros(V, K), torch.eye(K, device=left.device)])
-        if reverse:
-            states.index_copy_(0, last - 1, identity.expand(1, HV, V + K, K))
-        else:
-            states[1] = identity
-    _fold(states, None, found, bounds[:2] if reverse else bounds[-2:], reverse)
-    return states[0] if reverse else states.index_select(0, last)[0]
-
-
-def _fold(
+def fold(
     states: Tensor, given: Tensor | None, found: Maps, first_segment: Tensor, reverse: bool
 ) -> Tensor:
+    """Runs segment_scan on `states` over the sequences of consecutive rows of first_segment."""
     K = states.shape[-1]
     columns = (len(first_segment) - 1) * states.shape[1] * states.shape[2]
     each = heuristics.scan_columns(columns, device.sm_count(states.device))

@@ -157,8 +157,8 @@ def segmented_chains(
     kept: Maps | None,
     warm_log_bound: float,
     tile_v: int | None = None,
-    entering: Tensor | None = None,
-    exchange: Callable[[Tensor, Maps], Tensor | None] | None = None,
+    enter: Callable[[Tensor], None] | None = None,
+    exchange: Callable[[Tensor, Maps], None] | None = None,
 ) -> ChainStates:
     """Returns the same states as `chains` over whole sequences, but runs the chains over segments.
 
@@ -167,7 +167,7 @@ def segmented_chains(
     Args:
         cut: the segments.
         kept: the forward's maps, whose `left` holds start states; None computes both here.
-        entering: [HV, V, K] fp32, the state that enters at an open start.
+        enter: called with `left` of the maps; writes the states that enter at open starts.
         exchange: as for `segments.end_gradients`.
     """
     q, k, v, do, g_cum, beta, A, scale, _, h0, dht, dh0 = x
@@ -176,7 +176,9 @@ def segmented_chains(
     with device.fork(q) as aside:
         if kept is None:
             with aside:
-                segments.start_states(found, h0, cut, entering)  # written to found.left
+                if enter is not None:
+                    enter(found.left)
+                segments.start_states(found, h0, cut)  # written to found.left
         ends = segments.end_gradients(
             q, k, do, g_cum, beta, A, dht, scale, found, cut, warm_log_bound, exchange
         )

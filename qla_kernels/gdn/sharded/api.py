@@ -26,6 +26,7 @@ from qla_kernels.gdn.sharded.context import (
     layout_refused,
     place_of,
 )
+from qla_kernels.gdn.sharded.layouts import CONTIGUOUS
 from qla_kernels.gdn.sharded.ops import ShardPlace
 from qla_kernels.gdn.validate import (
     OP,
@@ -73,7 +74,8 @@ def sharded(
     if not torch.compiler.is_compiling():
         with device.of(q):  # torch may exchange objects on the current GPU
             agree(OP, place, facts, None, q.is_cuda)
-    shard = ShardPlace(place.group.group_name, place.before, place.after)
+    before, after = ([x.before for x in place.stretches], [x.after for x in place.stretches])
+    shard = ShardPlace(place.group.group_name, before, after, place.front)
     if options.use_qk_l2norm_in_kernel:
         call = normalised(call, options.is_train)
     if options.is_train:
@@ -93,7 +95,7 @@ def tell(problem: Exception, cp_context: Any, q: object) -> None:
     group = group_of(OP, cp_context)
     if dist.get_rank(group) < 0:  # not one of them
         return
-    nobody = LinePlace(group, group.rank(), group.size(), 0, 0, False)
+    nobody = LinePlace(group, group.rank(), group.size(), CONTIGUOUS, 0, None, [])
     with device.of(q) if isinstance(q, Tensor) else nullcontext():
         agree(OP, nobody, {}, problem, False)
 
@@ -122,10 +124,11 @@ def _checked(
     if not torch.compiler.is_compiling():
         if contents.asked_for():
             contents.check_contents(OP, g, beta, *bounds)
-        _check_part(q.shape[1], *bounds)
+        _check_part(place, q.shape[1], *bounds)
     others = options._asdict()
     facts = {
         "gradients": others.pop("is_train"),
+        "layout": place.layout,
         "heads and sizes": (q.shape[2], *v.shape[2:], q.shape[-1]),
         "dtype": dtype_name(q.dtype),
         "use_gate_in_kernel": gate.use_gate_in_kernel,
@@ -143,21 +146,30 @@ def _refuse_states(states: bool) -> None:
 
 
 def _check_open_ends(place: LinePlace, num_tokens: int, num_bounds: int) -> None:
-    if (place.before or place.after) and (num_tokens == 0 or num_bounds < 2):
+    is_open = any(x.before or x.after for x in place.stretches)
+    if is_open and (num_tokens == 0 or num_bounds < 2):
         got = "no token on a rank that a sequence goes through"
         fix = "make cp_context with build_cp_context"
         raise ValueError(need(OP, got, "at least one", fix))
 
 
-def _check_part(num_tokens: int, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> None:
-    """Raises ValueError if the context's bounds do not fit the number of tokens on this rank.
+def _check_part(
+    place: LinePlace, num_tokens: int, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None
+) -> None:
+    """Raises ValueError if the context does not fit the number of tokens on this rank.
 
     Bounds that are only on a GPU are not checked.
     """
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    if not known.is_cpu:
-        return
-    if contents.check_bounds(OP, num_tokens, known) != num_tokens:
-        got = f"{num_tokens} tokens, and cp_context says that {int(known[-1])} are here"
-        fix = "pass each rank its part of q, k, v, g and beta"
-        raise ValueError(need(OP, got, "this rank's tokens", fix))
+    said = [] if place.size is None else [2 * place.size]
+    if known.is_cpu:
+        said.append(contents.check_bounds(OP, num_tokens, known))
+    for here in said:
+        if here != num_tokens:
+            got = f"{num_tokens} tokens, and cp_context says that {here} are here"
+            fix = "pass each rank its part of q, k, v, g and beta"
+            raise ValueError(need(OP, got, "this rank's tokens", fix))
+    if place.size is not None and known.is_cpu and known[place.front] != place.size:
+        got = f"cp_context whose first {place.front} sequences end at token {known[place.front]}"
+        needs, fix = f"the first stretch's end, {place.size}", "make it with build_cp_context"
+        raise ValueError(need(OP, got, needs, fix))

@@ -1,11 +1,11 @@
 """Sequences that are cut over ranks: contexts, the comparison of calls, and the exchange of links.
 
-Every rank holds the same number of tokens, in order, as in FLA's contiguous layout. A rank's first
-sequence may begin on the ranks before it, and its last one may continue on the ranks after it.
-FLA's FLACPContext holds these numbers of ranks, and `build_cp_context` makes such a context without
-FLA. Each rank computes a link: the map that its part of such a sequence applies to a state or
-gradient that passes through. One gather sends all links to all ranks, and each rank folds the links
-that it needs.
+Every rank holds the same number of tokens, in one stretch or in two: `layouts`. A stretch's first
+sequence may begin in the stretches before it, and its last one may continue in those after it.
+FLA's FLACPContext holds the numbers of these stretches, and `build_cp_context` makes such a context
+without FLA. Each rank computes a link for each of its stretches: the map that its part of such a
+sequence applies to a state or gradient that passes through. One gather sends all links to all
+ranks, and each rank folds the links that it needs.
 """
 
 import functools
@@ -21,11 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.errors import need
+from qla_kernels.gdn.sharded.layouts import (
+    CONTIGUOUS,
+    STRETCHES,
+    ZIGZAG,
+    Stretch,
+    held_by,
+    holder,
+    local_bounds,
+    stretches,
+)
 from qla_kernels.ranks import RankError, expect_equal, lost_ranks_explained
 from qla_kernels.sm90 import Reason
 
 Facts = tuple[object, ...]  # properties of a call that must be the same on all ranks
-LAYOUT = "contiguous"
 
 # all_gather_into_tensor warns since torch 2.13, which has the new name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,56 +49,94 @@ LINKS = "ranks could not exchange links"
 
 @dataclass(frozen=True)
 class CPContext:
-    """A rank's part of a packed batch; its fields have the names of FLA's FLACPContext."""
+    """A rank's part of a packed batch; its fields have the names of FLA's FLACPContext.
+
+    The contiguous layout has pre_num_ranks and post_num_ranks. The zigzag layout has the fields
+    after `layout` instead. FLA calls a stretch a part; the numbers in these pairs, one of each
+    stretch of this rank, count stretches.
+    """
 
     group: dist.ProcessGroup | None  # all ranks of the job if None
     cu_seqlens: Tensor  # [n + 1] bounds of the n sequences with tokens here; 0 is the first token
     cu_seqlens_cpu: Tensor
-    pre_num_ranks: int  # number of ranks before this one that hold a part of its first sequence
-    post_num_ranks: int  # number of ranks after this one that hold a part of its last sequence
-    layout: str = LAYOUT
+    pre_num_ranks: int | None = None  # ranks before this one with a part of its first sequence
+    post_num_ranks: int | None = None  # ranks after this one with a part of its last sequence
+    layout: str = CONTIGUOUS
+    part_len: int | None = None  # tokens of a stretch
+    front_num_seqs: int | None = None  # number of sequences in the first stretch
+    pre_num_ranks_by_part: tuple[int, int] | None = None
+    post_num_ranks_by_part: tuple[int, int] | None = None
 
     @property
-    def is_first_rank(self) -> bool:
-        return self.pre_num_ranks == 0
+    def is_first_rank(self) -> bool | None:
+        return None if self.pre_num_ranks is None else self.pre_num_ranks == 0
 
     @property
-    def is_last_rank(self) -> bool:
-        return self.post_num_ranks == 0
+    def is_last_rank(self) -> bool | None:
+        return None if self.post_num_ranks is None else self.post_num_ranks == 0
+
+    @property
+    def is_first_by_part(self) -> tuple[bool, ...] | None:
+        before = self.pre_num_ranks_by_part
+        return None if before is None else tuple(num == 0 for num in before)
+
+    @property
+    def is_last_by_part(self) -> tuple[bool, ...] | None:
+        after = self.post_num_ranks_by_part
+        return None if after is None else tuple(num == 0 for num in after)
 
 
 def build_cp_context(
     cu_seqlens: Tensor,
     group: dist.ProcessGroup | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    layout: str = CONTIGUOUS,
 ) -> CPContext:
     """Returns the `cp_context` argument of `chunk_gated_delta_rule` on this rank.
 
     It holds the bounds of the sequences with tokens here, and how many ranks before and after hold
-    the rest of the first and the last one. Rank r of W has the tokens r T / W to (r + 1) T / W.
+    the rest of the first and the last one. Of a batch of T tokens on W ranks, rank r has
+
+        contiguous   the tokens r T / W to (r + 1) T / W
+        zigzag       of 2 W stretches of T / 2 W tokens, number r and then number 2 W - 1 - r
+
+    Stretches are of the whole batch, wherever its sequences begin, as in FLA.
 
     Args:
-        cu_seqlens: [N + 1] bounds of the whole batch of T tokens. The context's cu_seqlens will be
-            on the same device.
+        cu_seqlens: [N + 1] bounds of the whole batch. The context's cu_seqlens will be on the same
+            device.
         group: the ranks that share the batch; None for all ranks of the job.
         cu_seqlens_cpu: the same values on the CPU. Without it the host waits for a GPU tensor.
+        layout: "contiguous" or "zigzag".
 
     Raises:
-        ValueError: bounds do not start at 0 or fall, T is not a multiple of W, or this process is
-            not in the group.
+        ValueError: bounds do not start at 0 or fall, T is not a multiple of W, or of 2 W in the
+            zigzag layout, there is no such layout, or this process is not in the group.
     """
-    rank, world = _place_in("build_cp_context", group)
+    op = "build_cp_context"
+    rank, world = _place_in(op, group)
+    if layout not in STRETCHES:
+        raise ValueError(need(op, *_unknown(f"layout {layout!r}")))
     bounds = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
     if bounds[:1] != [0] or bounds != sorted(bounds):
         needs, fix = "to start at 0 and never fall", "rebuild it from the lengths"
-        raise ValueError(need("build_cp_context", f"cu_seqlens {bounds}", needs, fix))
-    if bounds[-1] % world:
-        fix = "pad the last sequence"
+        raise ValueError(need(op, f"cu_seqlens {bounds}", needs, fix))
+    each = STRETCHES[layout]
+    size, rest = divmod(bounds[-1], each * world)
+    if rest:
         got = f"{bounds[-1]} tokens for {world} ranks"
-        raise ValueError(need("build_cp_context", got, "as many tokens on every rank", fix))
-    held, before, after = local_bounds(rank, bounds, bounds[-1] // world)
-    local = torch.tensor(held, dtype=cu_seqlens.dtype, device="cpu")  # not the default device
-    return CPContext(group, local.to(cu_seqlens.device), local, before, after)
+        needs = "as many tokens on every rank"
+        if layout == ZIGZAG:
+            got, needs = f"{got} in the zigzag layout", f"a multiple of {each * world}"
+        raise ValueError(need(op, got, needs, "pad the last sequence"))
+    parts = [local_bounds(number, bounds, size) for number in held_by(rank, world, each)]
+    held, before, after = zip(*parts, strict=True)
+    whole = [*held[0], *(size + x for x in (held[1][1:] if each == 2 else ()))]
+    local = torch.tensor(whole, dtype=cu_seqlens.dtype, device="cpu")  # not the default device
+    here = group, local.to(cu_seqlens.device), local
+    if layout == CONTIGUOUS:
+        return CPContext(*here, before[0], after[0])
+    return CPContext(*here, None, None, layout, size, len(held[0]) - 1, before, after)
 
 
 def _place_in(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -101,20 +148,11 @@ def _place_in(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def local_bounds(rank: int, bounds: Sequence[int], size: int) -> tuple[list[int], int, int]:
-    """Returns the part of a batch on a rank that holds `size` tokens.
-
-    The results are the bounds of the sequences that have tokens on the rank, counted from its first
-    token; the number of ranks before it that hold its first sequence; and the number of ranks after
-    it that hold its last one.
-    """
-    if not size:
-        return [0], 0, 0
-    begin, end = rank * size, (rank + 1) * size
-    inside = sorted({x for x in bounds if begin < x < end})
-    before = rank - max(x for x in bounds if x <= begin) // size
-    after = (min(x for x in bounds if x >= end) - 1) // size - rank
-    return [0, *(x - begin for x in inside), size], before, after
+_FIELDS = {  # of a context, beside cu_seqlens
+    CONTIGUOUS: ("pre_num_ranks", "post_num_ranks"),
+    ZIGZAG: ("pre_num_ranks_by_part", "post_num_ranks_by_part", "part_len", "front_num_seqs"),
+}
+_UNITS = {CONTIGUOUS: ("rank", "ranks"), ZIGZAG: ("stretch", "stretches")}  # in errors
 
 
 class LinePlace(NamedTuple):
@@ -123,25 +161,19 @@ class LinePlace(NamedTuple):
     group: dist.ProcessGroup
     rank: int
     world: int
-    before: int  # number of ranks before this one that hold its first sequence
-    after: int  # number of ranks after this one that hold its last sequence
-    through: bool  # these are the same sequence, which comes from a rank and continues on one
-
-
-def goes_through(cu_seqlens: Tensor, before: int, after: int) -> bool:
-    """Returns True if this rank has one sequence, which enters from a rank and leaves to another.
-
-    Only then does the state that leaves the rank depend on the state that enters it.
-    """
-    return cu_seqlens.shape[0] == 2 and before > 0 and after > 0
+    layout: str
+    front: int  # number of sequences in the first of two stretches
+    size: int | None  # tokens of each of two stretches
+    stretches: list[Stretch]  # of this rank
 
 
 def layout_refused(cp_context: Any) -> Reason | None:
-    layout = getattr(cp_context, "layout", LAYOUT)
-    if layout == LAYOUT:
-        return None
-    fix = "build the context with layout='contiguous'"
-    return f"cp_context with layout {layout!r}", f"{LAYOUT!r}: tokens in order", fix
+    layout = getattr(cp_context, "layout", CONTIGUOUS)
+    return None if layout in STRETCHES else _unknown(f"cp_context with layout {layout!r}")
+
+
+def _unknown(got: str) -> Reason:
+    return got, f"{CONTIGUOUS!r} or {ZIGZAG!r}", "build the context with one of them"
 
 
 def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
@@ -165,7 +197,8 @@ def place_of(op: str, cp_context: Any) -> LinePlace:
 
     Raises ValueError if a field is absent, or if there are not as many ranks as the context says.
     """
-    names = ("cu_seqlens", "pre_num_ranks", "post_num_ranks")
+    layout = getattr(cp_context, "layout", CONTIGUOUS)
+    names = ("cu_seqlens", *_FIELDS[layout])
     absent = [name for name in names if getattr(cp_context, name, None) is None]
     if absent:
         fix = "make it with build_cp_context"
@@ -173,13 +206,41 @@ def place_of(op: str, cp_context: Any) -> LinePlace:
         raise ValueError(need(op, got, "what FLA's build_cp_context makes", fix))
     group = group_of(op, cp_context)
     rank, world = _place_in(op, group)
-    before, after = int(cp_context.pre_num_ranks), int(cp_context.post_num_ranks)
-    if not (0 <= before <= rank and 0 <= after < world - rank):
-        got = f"cp_context with {before} ranks before and {after} behind rank {rank} of {world}"
-        needs = f"at most {rank} and {world - 1 - rank}"
-        raise ValueError(need(op, got, needs, "make it with build_cp_context on this rank"))
-    through = goes_through(cp_context.cu_seqlens, before, after)
-    return LinePlace(group, rank, world, before, after, through)
+    num_sequences = len(cp_context.cu_seqlens) - 1
+    if layout == ZIGZAG:
+        front, size = int(cp_context.front_num_seqs), int(cp_context.part_len)
+        before, after = (list(getattr(cp_context, name)) for name in _FIELDS[layout][:2])
+        _check_pairs(op, front, num_sequences, before, after)
+    else:
+        front, size = 0, None
+        before, after = [cp_context.pre_num_ranks], [cp_context.post_num_ranks]
+    before, after = list(map(int, before)), list(map(int, after))
+    numbers = held_by(rank, world, len(before))
+    for number, b, a in zip(numbers, before, after, strict=True):
+        behind = len(before) * world - 1 - number
+        if not (0 <= b <= number and 0 <= a <= behind):
+            unit, units = _UNITS[layout]
+            got = (
+                f"cp_context with {b} {units} before and {a} behind {unit} {number} of "
+                f"{len(before) * world}"
+            )
+            needs = f"at most {number} and {behind}"
+            raise ValueError(need(op, got, needs, "make it with build_cp_context on this rank"))
+    its = stretches(before, after, front, num_sequences)
+    return LinePlace(group, rank, world, layout, front, size, its)
+
+
+def _check_pairs(op: str, front: int, num_sequences: int, *pairs: list[int]) -> None:
+    """Raises ValueError if a zigzag context's fields do not describe two stretches."""
+    if num_sequences > 0 and not 0 < front < num_sequences:
+        got = f"cp_context with front_num_seqs {front} and {num_sequences} sequences"
+        needs = "at least one sequence in either stretch"
+    elif any(len(pair) != 2 for pair in pairs):
+        got = f"cp_context with ranks by part {' and '.join(map(str, pairs))}"
+        needs = "one number for each of two stretches"
+    else:
+        return
+    raise ValueError(need(op, got, needs, "make it with build_cp_context"))
 
 
 def agree(
@@ -188,15 +249,15 @@ def agree(
     """Compares the ranks' calls; raises on every rank if one has a problem or if calls differ.
 
     Calls differ if `facts` differ between ranks, or if ranks disagree about the sequences between
-    them (before, after, through). `problem` is the error of this rank's own call, if any; it is
-    raised here, and as a ValueError with its text on the other ranks.
+    stretches (before, after, through). `problem` is the error of this rank's own call, if any; it
+    is raised here, and as a ValueError with its text on the other ranks.
 
     CPU calls are always compared. A GPU call is compared only if its facts are new to the group,
     because ranks wait for each other and for the GPU when they compare. If ranks make the same
     calls, either all of them compare or none does:
 
     * Only `facts` decide whether a call is compared. They are equal on all ranks if the call is
-      right. The tuple (before, after, through) does not decide: it differs by rank and batch.
+      right. The tuples (before, after, through) do not decide: they differ by rank and batch.
     * The set of known facts is the same on all ranks. It grows only after an exchange in which all
       ranks took part, and all ranks decide from the same data whether it grows and whether to
       raise.
@@ -208,7 +269,7 @@ def agree(
     """
     said = (
         {name: str(fact) for name, fact in facts.items()},
-        (shard.before, shard.after, shard.through),
+        [(stretch.before, stretch.after, stretch.through) for stretch in shard.stretches],
         None if problem is None else str(problem),
     )
     known, mine = _agreed.setdefault(shard.group, set()), repr(said[0])
@@ -221,23 +282,30 @@ def agree(
         if wrong is not None:
             raise problem or ValueError(f"rank {rank}: {wrong}")
     expect_equal(op, [theirs for theirs, _, _ in everyone])
-    _expect_one_line(op, [line for _, line, _ in everyone])
+    _expect_one_line(op, shard.layout, [ends for _, ends, _ in everyone])
     known.add(mine)
 
 
-def _expect_one_line(op: str, line: list[tuple[int, int, bool]]) -> None:
-    """Raises ValueError unless neighbouring ranks agree about the sequence between them.
+Ends = tuple[int, int, bool]  # before, after and through of a stretch
 
-    `line` has each rank's (before, after, through).
+
+def _expect_one_line(op: str, layout: str, everyone: list[list[Ends]]) -> None:
+    """Raises ValueError unless neighbouring stretches agree about the sequence between them.
+
+    `everyone` has the ends of each rank's stretches.
     """
+    world = len(everyone)
+    holders = (holder(number, world) for number in range(STRETCHES[layout] * world))
+    line = [everyone[rank][which] for rank, which in holders]
     ends = [(0, 0, False), *line, (0, 0, False)]
-    for rank, (left, right) in enumerate(itertools.pairwise(ends)):
+    unit, units = _UNITS[layout]
+    for number, (left, right) in enumerate(itertools.pairwise(ends)):
         before = 1 + left[0] * left[2] if left[1] else 0
         after = 1 + right[1] * right[2] if right[0] else 0
         if (before, after) != (right[0], left[1]):
             got = (
-                f"{left[1]} ranks after rank {rank - 1} and {right[0]} before rank {rank} hold the "
-                "sequence between them"
+                f"{left[1]} {units} after {unit} {number - 1} and {right[0]} before {unit} {number}"
+                " hold the sequence between them"
             )
             fix = "make every rank's cp_context of the same cu_seqlens"
             raise ValueError(need(op, got, f"{after} and {before}", fix))
@@ -248,30 +316,36 @@ def group_named(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore
 
 
-def gather(link: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchanges signed links; returns those of all ranks, [ranks, HV, V + K + 1, K]."""
-    links = link.new_empty(dist.get_world_size(group), *link.shape)
+def gather(links: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchanges signed links; returns those of all ranks, [ranks, HV, stretches, V + K + 1, K]."""
+    gathered = links.new_empty(dist.get_world_size(group), *links.shape)
     with lost_ranks_explained("cp_context", LINKS):
-        _all_gather(links.view(-1), link.reshape(-1), group)
-    return links
+        _all_gather(gathered.view(-1), links.reshape(-1), group)
+    return gathered
 
 
-def signed(link: Tensor, facts: Facts, sent: int, came: int) -> Tensor:
-    """Returns a link [HV, V + K, K] with one more row, a checksum that `folded` verifies.
+def signed(links: Sequence[Tensor], facts: Facts, passes: Sequence[tuple[int, int]]) -> Tensor:
+    """Returns links, each with one more row, [HV, stretches, V + K + 1, K]; `folded` verifies it.
+
+    The row holds a checksum.
 
     Args:
+        links: [HV, V + K, K], of this rank's stretches.
         facts: the facts of the call.
-        sent: the number of ranks that will fold this link.
-        came: if the link's sequence passes through this rank, the number of ranks before it that
-            the sequence has passed; else 0.
+        passes: of each link, the number of stretches that will fold it, and, if its sequence passes
+            through its stretch, the number of stretches before it that the sequence has passed;
+            else 0.
     """
-    HV, _, K = link.shape
-    row = link.new_full((1, 1, 1), _signature(facts, sent, came)).expand(HV, 1, K)
-    return torch.cat([link, row], 1)
+    HV, _, K = links[0].shape
+    rows = []
+    for link, (sent, came) in zip(links, passes, strict=True):
+        row = link.new_full((1, 1, 1), _signature(facts, sent, came)).expand(HV, 1, K)
+        rows += [link, row]
+    return torch.cat(rows, 1).view(HV, len(links), -1, K)
 
 
-def folded(links: Tensor, ranks: Sequence[int], V: int, facts: Facts, onward: int) -> Tensor:
-    """Folds the links of these ranks, from a state of 0, into the state that enters this rank.
+def folded(links: Tensor, numbers: Sequence[int], V: int, facts: Facts, onward: int) -> Tensor:
+    """Folds the links of these stretches, from a state of 0, into the state that enters a stretch.
 
     Computes in fp64, so that torch's precision setting for fp32 products has no effect. If a link's
     checksum is not that of this call, CPU tensors raise ShardError; on a GPU, where the host does
@@ -279,16 +353,17 @@ def folded(links: Tensor, ranks: Sequence[int], V: int, facts: Facts, onward: in
 
     Args:
         links: of all ranks, as `gather` returns them.
-        ranks: the ranks that the sequence passes before this one, in that order.
-        onward: the number of ranks that will fold this rank's own link of the same sequence.
+        numbers: the stretches that the sequence passes before this one, in that order.
+        onward: the number of stretches that will fold this stretch's own link of the same sequence.
 
     Returns:
         [HV, V, K] in the dtype of links: the state or, for links of a backward, the gradient.
     """
-    K, num = links.shape[3], len(ranks)
-    state = links.new_zeros(links.shape[1], V, K, dtype=torch.float64)
-    for passed, rank in enumerate(ranks):
-        link = links[rank].double()
+    (world, HV, _, _, K), num = links.shape, len(numbers)
+    state = links.new_zeros(HV, V, K, dtype=torch.float64)
+    for passed, number in enumerate(numbers):
+        rank, which = holder(number, world)
+        link = links[rank, :, which].double()
         state = state @ link[:, V:-1] + link[:, :V]
         foreign = link[0, -1, 0] != _signature(facts, num - passed + onward, passed)
         if foreign.is_cpu and foreign:

@@ -3,57 +3,73 @@
 The forward has one all-gather, of maps of states, and so has the backward, of maps of gradients.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qla_kernels.gdn.sharded.context import Facts, folded, gather, goes_through, group_named, signed
+from qla_kernels.gdn.sharded.context import Facts, folded, gather, group_named, signed
+from qla_kernels.gdn.sharded.layouts import Stretch, held_by
 from qla_kernels.gdn.sharded.ops import ShardPlace
 
 
 class Neighbours(NamedTuple):
-    """How many ranks before and after this one share a sequence with it, and the call's facts.
+    """This rank's stretches among those of the group, and the call's facts.
 
-    Its methods exchange links with these ranks. The facts go into the links' checksums, by which
-    ranks notice links of another call.
+    Its methods exchange links with the ranks that share sequences with this one. The facts go into
+    the links' checksums, by which ranks notice links of another call.
     """
 
     ranks: dist.ProcessGroup
-    before: int  # number of ranks before this one that hold a part of its first sequence
-    after: int  # number of ranks after this one that hold a part of its last sequence
-    through: bool  # one sequence comes from before and continues after
+    stretches: list[Stretch]
     facts: Facts
 
-    def entering(self, link: Tensor) -> Tensor | None:
-        """Returns the state [HV, V, K] that enters here, or None if no sequence comes from before.
+    def entering(self, links: Sequence[Tensor]) -> Tensor | None:
+        """Returns the state [stretches, HV, V, K] that enters each of this rank's stretches.
 
-        Collective. `link` [HV, V + K, K] is the map that the last sequence here applies to a state.
+        It is 0 where no sequence enters, and None if no sequence enters any of them. Collective.
+        `links` [HV, V + K, K] are the maps that the last sequence of each stretch applies to a
+        state.
         """
-        received = self.before * self.through
-        links = gather(signed(link, self.facts, self.after, received), self.ranks)
-        here, onward = self.ranks.rank(), self.after * self.through
-        ranks = range(here - self.before, here)
-        return folded(links, ranks, _V(link), self.facts, onward) if ranks else None
+        return self._exchanged(links, [(x.before, x.after, x.through) for x in self.stretches], -1)
 
-    def leaving(self, link: Tensor) -> Tensor | None:
-        """Returns the gradient [HV, V, K] of the state that leaves here, or None if none leaves.
+    def leaving(self, links: Sequence[Tensor]) -> Tensor | None:
+        """Returns the gradient [stretches, HV, V, K] of the state that leaves each stretch.
 
-        Collective. `link` [HV, V + K, K] is the map that the first sequence here applies to a
+        It is 0 where no sequence leaves, and None if no sequence leaves any of them. Collective.
+        `links` [HV, V + K, K] are the maps that the first sequence of each stretch applies to a
         gradient on its way back.
         """
-        received = self.after * self.through
-        links = gather(signed(link, self.facts, self.before, received), self.ranks)
-        here, onward = self.ranks.rank(), self.before * self.through
-        ranks = range(here + self.after, here, -1)
-        return folded(links, ranks, _V(link), self.facts, onward) if ranks else None
+        return self._exchanged(links, [(x.after, x.before, x.through) for x in self.stretches], 1)
+
+    def _exchanged(
+        self, links: Sequence[Tensor], ways: Sequence[tuple[int, int, bool]], side: int
+    ) -> Tensor | None:
+        """Gathers links, and folds those that each stretch receives.
+
+        ways: of each stretch, the number of stretches that its sequence passes before, the number
+            that it passes afterwards, and whether these are the same sequence.
+        side: -1 if it passes those of lower numbers before, else 1.
+        """
+        passes = [(onward, passed * through) for passed, onward, through in ways]
+        gathered = gather(signed(links, self.facts, passes), self.ranks)
+        if not any(passed for passed, _, _ in ways):
+            return None
+        numbers = held_by(self.ranks.rank(), len(gathered), len(ways))
+        HV, both, K = links[0].shape
+        arrived = []
+        for number, (passed, onward, through) in zip(numbers, ways, strict=True):
+            if passed:
+                line = range(number + side * passed, number, -side)
+                state = folded(gathered, line, both - K, self.facts, onward * through)
+            else:
+                state = gathered.new_zeros(HV, both - K, K)
+            arrived.append(state)
+        return torch.stack(arrived)
 
 
-def neighbours(shard: ShardPlace, cu_seqlens: Tensor, facts: Facts) -> Neighbours:
-    """Returns the ranks around this one."""
-    through = goes_through(cu_seqlens, shard.before, shard.after)
-    return Neighbours(group_named(shard.group), shard.before, shard.after, through, facts)
-
-
-def _V(link: Tensor) -> int:
-    return link.shape[1] - link.shape[2]
+def neighbours(shard: ShardPlace, num_sequences: int, facts: Facts) -> Neighbours:
+    """Returns this rank among those of its group."""
+    return Neighbours(group_named(shard.group), shard.stretches(num_sequences), facts)

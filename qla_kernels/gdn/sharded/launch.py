@@ -1,8 +1,8 @@
 """The sharded operators on the GPU: as for a long sequence in segments, with one gather added.
 
-This rank's link is folded from the maps of its segments. After the gather, the state that enters
-this rank is folded from other ranks' links, and is used in place of an initial state. The backward
-does the same with gradients. The host does not wait for the GPU.
+The link of a stretch is folded from the maps of its segments. After the gather, the state that
+enters a stretch is folded from other stretches' links, and is used in place of an initial state.
+The backward does the same with gradients. The host does not wait for the GPU.
 """
 
 import torch
@@ -16,8 +16,9 @@ from qla_kernels.gdn.launch.backward import chunk_grads, flat_readable
 from qla_kernels.gdn.launch.forward import FlatBatch, Outputs, SavedChunks, forward_batch
 from qla_kernels.gdn.launch.segments import Maps, Segments
 from qla_kernels.gdn.launch.states import BackwardBatch, segmented_chains
-from qla_kernels.gdn.launch.tensors import plan_shape, with_room
+from qla_kernels.gdn.launch.tensors import plan_shape
 from qla_kernels.gdn.ops import GdnBackward
+from qla_kernels.gdn.sharded import links
 from qla_kernels.gdn.sharded.exchange import neighbours
 from qla_kernels.gdn.sharded.ops import Arriving, ShardForward, ShardPlace, facts_of
 from qla_kernels.gdn.validate import OP
@@ -33,9 +34,10 @@ def gdn_shard_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForwa
         raw = call.g, call.beta, call.A_log, call.dt_bias
         g, beta = activations.activate(*raw, options.beta_range)
         o, saved, entered = q.new_empty(v.shape), None, None
-        line = neighbours(shard, bounds, facts_of("forward", call, options))
+        line = neighbours(shard, call.num_sequences, facts_of("forward", call, options))
+        its = line.stretches
         if not T or not call.num_sequences:  # no sequence comes here
-            line.entering(g.new_zeros(HV, V + K, K))
+            line.entering([g.new_zeros(HV, V + K, K)] * len(its))
             saved = SavedChunks.empty(q, g)
             for fresh in (o, *saved):
                 fresh.zero_()
@@ -45,15 +47,14 @@ def gdn_shard_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForwa
             if options.is_train or not plan.kernel.solves:
                 saved = SavedChunks.empty(q, g)
 
-            def exchange(found: Maps, cut: Segments) -> Tensor | None:
+            def exchange(found: Maps, cut: Segments) -> None:
                 nonlocal entered
-                link = _link(found.left, found, cut, shard.after, line.through, False, K)
-                entered = line.entering(link)
-                return _with_room(entered)
+                entered = line.entering(links.of_states(found, cut, its, K))
+                links.write_entering(found.left, entered, cut, its)
 
-            x = FlatBatch(q, k, v, g, beta, None, bounds)
-            out, open_ends = Outputs(o, None, saved), (shard.before > 0, shard.after > 0)
-            forward_batch(x, call.scale, plan, out, open_ends=open_ends, exchange=exchange)
+            x, out = FlatBatch(q, k, v, g, beta, None, bounds), Outputs(o, None, saved)
+            ends = links.open_ends(its)
+            forward_batch(x, call.scale, plan, out, open_ends=ends, exchange=exchange)
     g_cum, A = saved if options.is_train and saved is not None else (None, None)
     return ShardForward(o, entered, g_cum, A)
 
@@ -69,9 +70,10 @@ def gdn_shard_bwd(
         g_cum, A, _ = saved
         active = activations.activate_beta(call.beta, options.beta_range)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v, g_cum, g_cum))
-        line = neighbours(shard, bounds, facts_of("backward", call, options))
+        line = neighbours(shard, call.num_sequences, facts_of("backward", call, options))
+        its = line.stretches
         if not T or not call.num_sequences:
-            line.leaving(g_cum.new_zeros(HV, V + K, K))
+            line.leaving([g_cum.new_zeros(HV, V + K, K)] * len(its))
             for x in grads:
                 x.zero_()
         else:
@@ -80,15 +82,17 @@ def gdn_shard_bwd(
             bound = gdn_plan.gradient_bound(options.warm_log_bound)
             most = gdn_plan.backward(*plan_shape(call), bound, mapped=True)
             assert most is not None, "a shard is always mapped"
-            cut = segments.cut(g_cum, bounds, most, shard.before > 0, shard.after > 0)
+            cut = segments.cut(g_cum, bounds, most, links.open_ends(its))
 
-            def exchange(left: Tensor, found: Maps) -> Tensor | None:
-                link = _link(left, found, cut, shard.before, line.through, True, K)
-                return _with_room(line.leaving(link))
+            def enter(left: Tensor) -> None:
+                links.write_entering(left, arriving.entered, cut, its)
 
-            entered = _with_room(arriving.entered)
+            def exchange(left: Tensor, found: Maps) -> None:
+                leaving = line.leaving(links.of_gradients(left, found, cut, its, K))
+                links.write_leaving(left, leaving, cut, its)
+
             states = segmented_chains(
-                batch, grads[2], cut, None, bound, entering=entered, exchange=exchange
+                batch, grads[2], cut, None, bound, enter=enter, exchange=exchange
             )
             chunk_grads(states, grads)
         dq, dk, dv, dg, dbeta = grads
@@ -102,30 +106,3 @@ def gdn_shard_bwd(
 def _bounds(call: Call) -> Tensor:
     assert call.cu_seqlens is not None, "a shard has bounds"
     return call.cu_seqlens
-
-
-def _link(
-    left: Tensor,
-    found: Maps,
-    cut: Segments,
-    sent: int,
-    through: bool,
-    reverse: bool,
-    K: int,
-) -> Tensor:
-    """Returns this rank's link, [HV, V + K, K]: `segments.link`, or zeros if `sent` is 0.
-
-    Args:
-        sent: the number of other ranks that fold the link.
-        K: of the call; the maps may have room for more.
-    """
-    HV, V = left.shape[1:3]
-    if not sent:
-        return left.new_zeros(HV, V + K, K)
-    return segments.link(left, found, cut, through, reverse)[:, : V + K, :K].contiguous()
-
-
-def _with_room(state: Tensor | None) -> Tensor | None:
-    """Returns a state [HV, V, K] with columns of zeros up to the K of the variants."""
-    found = with_room(None if state is None else state[None].mT)
-    return None if found is None else found[0].mT

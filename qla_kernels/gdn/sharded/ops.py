@@ -14,30 +14,35 @@ from torch import Tensor
 from qla_kernels.gdn.call import Call, Options, SavedForward
 from qla_kernels.gdn.ops import GdnBackward, empty_gradients, state_dtype
 from qla_kernels.gdn.sharded.context import Facts
+from qla_kernels.gdn.sharded.layouts import Stretch, stretches
 from qla_kernels.operators import define_on_records, implementations
 from qla_kernels.tile.constants import CHUNK
 
 
 class ShardPlace(NamedTuple):
-    """The place of this rank's part in the sequences that are cut over ranks."""
+    """The place of this rank's stretches in the sequences that are cut over ranks."""
 
     group: str  # name of the process group
-    before: int  # number of ranks before this one that hold its first sequence
-    after: int  # number of ranks after this one that hold its last sequence
+    before: list[int]  # of each stretch, as in Stretch
+    after: list[int]
+    front: int  # number of sequences in the first of two stretches
+
+    def stretches(self, num_sequences: int) -> list[Stretch]:
+        return stretches(self.before, self.after, self.front, num_sequences)
 
 
 class Arriving(NamedTuple):
     """What a sharded backward takes beside the call: gradients, and the state that entered."""
 
     do: Tensor  # [1, T, HV, V]
-    entered: Tensor | None  # of the forward's results
+    entered: Tensor | None  # [stretches, HV, V, K] of the forward's results
 
 
 class ShardForward(NamedTuple):
     """Results of gdn_shard_fwd; fp32 is fp64 where q is fp64."""
 
     o: Tensor  # [1, T, HV, V] in q's dtype
-    entered: Tensor | None  # [HV, V, K] fp32: the state that enters from other ranks; None if none
+    entered: Tensor | None  # [stretches, HV, V, K] fp32: `Neighbours.entering`
     g_cum: Tensor | None  # as in gdn_fwd's results
     A: Tensor | None
 
@@ -54,10 +59,10 @@ def facts_of(step: str, call: Call, options: Options) -> Facts:
 def _fake_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForward:
     q = call.q
     B, T, HV, V = call.v.shape
-    wide = state_dtype(q)
+    wide, shape = state_dtype(q), (len(shard.before), HV, V, q.shape[-1])
     return ShardForward(
         o=q.new_empty(call.v.shape),
-        entered=q.new_empty(HV, V, q.shape[-1], dtype=wide) if shard.before else None,
+        entered=q.new_empty(shape, dtype=wide) if any(shard.before) else None,
         g_cum=q.new_empty(call.g.shape, dtype=wide) if options.is_train else None,
         A=q.new_empty(B, T, HV, CHUNK) if options.is_train else None,
     )
