@@ -1,7 +1,7 @@
 """A backend for flash-linear-attention: runs `fla.ops.gated_delta_rule.chunk_gated_delta_rule`.
 
-    from qla_kernels.integrations import fla
-    fla.register()
+    from qla_kernels import integrations
+    integrations.fla.register()
 
 At each call FLA asks its backends in the order of their priorities: FlashQLA has 3, ours 4, or 2
 with `prefer=True`. Our backend declines calls that this version cannot run, with the reason, and
