@@ -187,10 +187,11 @@ def _registry() -> tuple[type, Callable[[type], object]]:
     """
     try:
         importlib.import_module(f"fla.ops.{OPERATION}")  # afterwards its callers find its backends
-    except ImportError as error:
-        got = f"fla cannot be imported ({error})"
-        absent = error.name or "fla"  # triton, for instance, which fla does not require
-        fix = f"pip install {'flash-linear-attention' if absent == 'fla' else absent}"
+    except Exception as error:  # of Triton, too, whose releases do not take all of fla's kernels
+        got = f"fla cannot be imported ({str(error) or type(error).__name__})"
+        absent = getattr(error, "name", None)  # triton, for instance, which fla does not require
+        fix = "pip install -U flash-linear-attention"
+        fix = fix if absent in (None, "fla") else f"pip install {absent}"
         raise Unsupported(need(NAME, got, RELEASES, fix)) from error
     try:
         backends: Any = importlib.import_module("fla.backends")  # 0.6
