@@ -118,7 +118,11 @@ def swap(model: nn.Module) -> int:
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `swap`, and returns the number of layers for which functions were restored."""
+    """Undoes `swap`, and returns the number of layers for which functions were restored.
+
+    Where layers share their module's functions, it undoes every `swap` of the process for models of
+    this kind, whichever of them was swapped.
+    """
     layers = [layer for layer in _holders(model) if BEFORE in layer.__dict__]
     for layer in layers:
         for name, theirs in layer.__dict__.pop(BEFORE).items():

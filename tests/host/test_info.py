@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,14 @@ def test_report_for_people_names_every_section(capsys):
     for title in info.report():
         assert re.search(rf"^{title}$", said, re.M), title
     assert info.fingerprint("gdn") in said
+
+
+def test_the_package_as_a_program_is_the_doctor(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["python -m qla_kernels", "gdn.kkt_solve", "--json"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("qla_kernels", run_name="__main__")
+    assert done.value.code == 0
+    assert json.loads(capsys.readouterr().out)[0]["variants"]
 
 
 def test_report_without_tilelang_is_complete():
