@@ -124,6 +124,15 @@ def test_tested_versions_are_the_constraints():
     assert answer == "yes"
 
 
+def test_rivals_are_pinned_to_versions_of_records():
+    lines = (ROOT / "constraints" / "rivals.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    assert set(pins) == {names[0] for names in info.RIVALS.values()}
+    measured = "".join(file.read_text() for file in (ROOT / "benchmarks/results").glob("*.jsonl"))
+    for version in pins.values():
+        assert re.search(rf'"{re.escape(version)}(\+\w+)?"', measured), version
+
+
 def test_rivals_are_looked_up_without_importing_them(tmp_path, monkeypatch):
     package = tmp_path / "flash_attn"
     package.mkdir()
