@@ -83,8 +83,7 @@ def report() -> dict[str, Section]:
             | {f"CUDA, {family}": _cuda_path(family) for family in STANDARD}
         )
         | {f"{name} hook": f"integrations.{call}: {then}" for name, (call, then) in HOOKS.items()},
-        "rivals": _probed({name: _rival(name) for name in RIVALS} | {"cuDNN SDPA": _cudnn})
-        | {"benchmarks": _benchmarks()},
+        "rivals": _probed({name: _rival(name) for name in RIVALS} | {"cuDNN SDPA": _cudnn}),
         "fingerprints": {family: fingerprint(family) for family in families()},
     }
 
@@ -264,11 +263,6 @@ def _cuda_path(family: str) -> Callable[[], str]:
 
 def _rival(name: str) -> Callable[[], str]:
     return lambda: _version(name, *RIVALS[name]) or "not installed"
-
-
-def _benchmarks() -> str:
-    here = (PACKAGE.parent / "benchmarks" / "sm90.py").exists()
-    return "python -m benchmarks.sm90" if here else "not in the wheel: run them in a checkout"
 
 
 def _cudnn() -> str:

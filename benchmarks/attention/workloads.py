@@ -187,17 +187,14 @@ class VerticalSlash(Workload):
         length = f"{self.tokens / 1024:g}k"
         if self.direction == "index":
             return length
-        return f"{length}-dense" if self.dense else f"{length}-{self.percent}-run{self.run}"
+        share = self.what.removesuffix(" dense")
+        return f"{length}-dense" if self.dense else f"{length}-{share}-run{self.run}"
 
     @property
     def what(self) -> str:
         if self.direction == "index":
             return "an index"
-        return "dense" if self.dense else f"{self.percent} dense"
-
-    @property
-    def percent(self) -> str:
-        return f"{100 * self.density:.3g}%"
+        return "dense" if self.dense else f"{100 * self.density:.3g}% dense"
 
     def sequences(self) -> Iterator[tuple[range, range]]:
         """Without a mask it is one causal sequence, as those of SharedPrompts."""
