@@ -4,9 +4,19 @@
     python -m benchmarks.sm90 gdn --quick --plot     the anchor rows; a table and figures in out/
     python -m benchmarks.sm90 gdn --set backward,short --impl ours,flash_qla --save
 
-Without a GPU the same workloads run through the CPU path, each sequence 16 times shorter, with
---quick 64 times. Results are checked before they are timed; what is wrong, missing or too slow to
-compile says so in the table.
+Shapes of your own, in any family:
+
+    python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2,1x32768 --head-dim 64
+    python -m benchmarks.sm90 dualkv --heads 8/32 --lengths 16x4096+512    16 responses of 512
+    python -m benchmarks.sm90 sparse_ring --lengths 128k --density 0.05 --run 4
+    python -m benchmarks.sm90 conv --heads 16/32 --lengths 4096x8          its channels
+    python -m benchmarks.sm90 hybrid --lengths 8x16384+2048                a block of four layers
+
+Heads are key heads / value heads of a gated delta net, key-value heads / query heads of attention.
+Without a GPU workloads run through the CPU path, shortened or left out, and the table says which.
+Results are checked before they are timed; what is wrong, missing or too slow to compile says so in
+the table. Installed from a wheel, the package is without benchmarks: run them in a checkout.
+`bash scripts/setup_env.sh --rivals` installs the libraries to compare with.
 """
 
 import argparse
@@ -29,9 +39,11 @@ from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
 from .harness import records
 from .harness.adapters import implementations
 from .harness.messages import Machine, Options
+from .harness.own_shapes import Asked, own_shapes
 from .harness.progress import Progress
 from .harness.records import Run
 from .harness.watchdog import LIMITS, Harness
+from .harness.without_gpu import WHOLE, for_cpu
 from .hybrid.workloads import HYBRID, HYBRID_DEFAULT
 from .report import tables
 
@@ -47,10 +59,6 @@ QUICK = {
     "gdn": ("anchors",), "conv": ("packs", "trees"), "dualkv": ("long",),
     "sparse_ring": ("anchor",), "hybrid": ("block",),
 }  # fmt: skip
-
-# Without a GPU sequences are this much shorter: a chunk of 64 tokens becomes one token, or four.
-# As many times fewer are decoded.
-CPU_QUICK_FACTOR, CPU_FACTOR = 64, 16
 
 
 def _names(text: str) -> list[str]:
@@ -71,6 +79,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("family", nargs="?", default="gdn", choices=sorted(SETS))
     add("--quick", action="store_true", help="the anchor rows, fewer repetitions")
     add_names("--set", "NAME,...", "sets of workloads; see --list")
+    add_names("--heads", "FEW/MANY,...", "of your own shapes")
+    add_names("--lengths", "LENGTHS,...", "of your own shapes, such as 4096x2 or 16x4096+512")
+    add("--head-dim", type=int, metavar="SIZE", help="of your own shapes (default: 128)")
+    add("--density", type=float, help="of the mask of sparse_ring's own shapes (default: 0.05)")
+    add("--run", type=int, help="diagonals of that mask that are active together (default: 1)")
     add("--only", metavar="PATTERN", help="workloads whose name in --list matches, e.g. '*16x32*'")
     add_names("--impl", "NAME,...", "e.g. ours,flash_qla,fla,flashinfer")
     said = "default: as each set says; both in one call: gdn only"
@@ -91,15 +104,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"no set {unknown} in {options.family}; {sorted(known)}")
     if set(options.direction) - {"fwd", "bwd", "both"}:
         parser.error(f"--direction {','.join(options.direction)}; need fwd, bwd or both")
+    asked = Asked._make(getattr(options, name) for name in Asked._fields)
     try:
         implementations(options.family, options.impl)
+        options.own = own_shapes(options.family, asked) if asked.given else []
     except ValueError as error:
         parser.error(str(error))
+    if options.own and (options.set or options.save):
+        parser.error("--set and --save are for named workloads; leave them out for your own shapes")
     return options
 
 
 def select(options: argparse.Namespace) -> list[Any]:
     """The workloads asked for, each once, in order."""
+    if options.own:
+        return [w for w in options.own if fnmatch(w.name, options.only or "*")]
     names = options.set or (QUICK if options.quick else DEFAULT)[options.family]
     found: dict[str, Any] = {}
     for workload in (w for name in names for w in SETS[options.family][name]):
@@ -109,19 +128,6 @@ def select(options: argparse.Namespace) -> list[Any]:
             if wanted == workload.direction and fnmatch(workload.name, options.only or "*"):
                 found[workload.name] = workload
     return list(found.values())
-
-
-def for_cpu(workloads: Sequence[Any], quick: bool, asked_for: bool) -> list[Any]:
-    """Shortened, except those meant for the CPU. Single kernels have no CPU path.
-
-    Those meant for the CPU join gated delta nets unless sets were named.
-    """
-    factor, meant = CPU_QUICK_FACTOR if quick else CPU_FACTOR, list(GDN["cpu"])
-    whole = [w for w in workloads if not (isinstance(w, Gdn) and w.kernel)]
-    shortened = [w if w in meant else w.reduced(factor) for w in whole]
-    if asked_for or not any(isinstance(w, Gdn) for w in workloads):
-        return shortened
-    return [*shortened, *(w for w in meant if w not in workloads)]
 
 
 def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, bool]:
@@ -137,9 +143,16 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
         first_call_limit=options.limit, listener=progress.step,
     ) as harness:  # fmt: skip
         machine = harness.machine
+        notes = []
         if machine.kind == "cpu":
-            workloads = for_cpu(workloads, options.quick, bool(options.set or options.only))
-        run = describe_run(options, machine, workloads)
+            if options.family == "gdn" and not (options.own or options.set or options.only):
+                workloads = [*workloads, *WHOLE]
+            workloads, said = for_cpu(workloads, bool(options.own))
+            if not workloads:
+                raise SystemExit(said)
+            notes.append(said)
+            progress.say(said)
+        run = describe_run(options, machine, notes)
         progress.start(len(workloads), machine)
         try:
             for workload in workloads:
@@ -154,16 +167,11 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
     return run, len(run.rows) == len(workloads)
 
 
-def describe_run(options: argparse.Namespace, machine: Machine, workloads: Sequence[Any]) -> Run:
+def describe_run(options: argparse.Namespace, machine: Machine, notes: list[str]) -> Run:
     commit, dirty = records.git_state()
     date = records.now()
-    notes = []
-    if machine.kind == "cpu":
-        factor = CPU_QUICK_FACTOR if options.quick else CPU_FACTOR
-        smaller = f"lengths {factor} times shorter"
-        if any(workload.kind == "decode" for workload in workloads):
-            smaller += f", {factor} times fewer sequences to decode"
-        notes.append(f"No GPU: float32 on the CPU path, {smaller}.")
+    if options.head_dim:
+        notes.append(f"Head size {options.head_dim}.")
     if options.cold:
         notes.append("L2 cache filled with other data before each call.")
     return Run(

@@ -19,7 +19,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qla_kernels import conv, dualkv, gdn, hybrid, sparse_ring
+    from qla_kernels import conv, dualkv, gdn, hybrid, integrations, sparse_ring
     from qla_kernels.conv.api import causal_conv1d
     from qla_kernels.dualkv.api import shared_prefix_attention
     from qla_kernels.dualkv.batch import SharedBatch
@@ -56,6 +56,7 @@ __all__ = [
     "fused_recurrent_gdn",
     "gdn",
     "hybrid",
+    "integrations",
     "pack_padded",
     "pack_prefix_tree",
     "pack_shared_prompts",
@@ -99,7 +100,7 @@ _FAMILIES = ("conv", "dualkv", "gdn", "hybrid", "sparse_ring")
 
 
 def __getattr__(name: str) -> object:
-    if name in _FAMILIES:
+    if name in _FAMILIES or name == "integrations":
         return importlib.import_module(f"{__name__}.{name}")
     if name in _HOME:
         value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)

@@ -26,6 +26,12 @@ def capability(device: torch.device) -> tuple[int, int]:
     return found.major, found.minor
 
 
+def capabilities() -> list[tuple[int, int]]:
+    """Returns the capability of each GPU that torch can use."""
+    count = torch.cuda.device_count() if available() else 0
+    return [capability(torch.device("cuda", i)) for i in range(count)]
+
+
 class of:
     """Context manager for kernel launches on x's GPU: `with device.of(x)`.
 

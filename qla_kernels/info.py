@@ -1,10 +1,12 @@
 """The doctor: prints this machine's versions and GPUs, and what the main calls would run on it.
 
-    python -m qla_kernels.info                  everything below
-    python -m qla_kernels.info --json           the same, for programs
-    python -m qla_kernels.info --fingerprint    one hash a family: of its kernels' generated code
-    python -m qla_kernels.info --selftest       small cases against the reference
-    python -m qla_kernels.info gdn.kkt_solve    a kernel's schedules
+    python -m qla_kernels                       everything below
+    python -m qla_kernels --json                the same, for programs
+    python -m qla_kernels --fingerprint         one hash a family: of its kernels' generated code
+    python -m qla_kernels --selftest            small cases against the reference
+    python -m qla_kernels gdn.kkt_solve         a kernel's schedules
+
+`python -m qla_kernels.info` is the same program.
 
 Its output belongs at the top of any bug report. A probe that fails reports its failure and does not
 stop the others. Nothing is compiled, except by --selftest.
@@ -283,7 +285,7 @@ def text(sections: dict[str, Section]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m qla_kernels.info", description="The doctor.")
+    parser = argparse.ArgumentParser("python -m qla_kernels", description="The doctor.")
     parser.add_argument("kernel", nargs="?", help="such as gdn.kkt_solve: print its schedules")
     parser.add_argument("--json", action="store_true", help="for programs")
     what = parser.add_mutually_exclusive_group()

@@ -67,7 +67,7 @@ class Kernel(NamedTuple):
     module: KernelModule
 
     def __str__(self) -> str:
-        return f"{self.family}.{self.name}"
+        return f"{self.family}.{self.name}".strip(".")  # a file outside has no family
 
 
 @dataclass(frozen=True)

@@ -139,12 +139,13 @@ def main(arguments: Sequence[str]) -> int:
 def run_apart(arguments: Sequence[str]) -> int:
     """Runs the command in a process of its own session; returns its exit status.
 
-    Ctrl-C ends that session at once, compilers included. In this process Ctrl-C would often be
-    lost: TileLang simplifies terms with Z3, which catches SIGINT. The cache is written by renames,
-    so stopping leaves no partial entry.
+    Ctrl-C and SIGTERM end that session at once, compilers included. In this process Ctrl-C would
+    often be lost: TileLang simplifies terms with Z3, which catches SIGINT. The cache is written by
+    renames, so stopping leaves no partial entry.
     """
     command = [sys.executable, "-m", "qla_kernels.warmup", *arguments]
     process = subprocess.Popen(command, start_new_session=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout` and of schedulers
     try:
         return process.wait()
     except KeyboardInterrupt:

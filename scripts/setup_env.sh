@@ -4,6 +4,10 @@
 #   python     the interpreter to use
 #   setup_env  makes both, or says what is missing and how to get it, and exits with 1
 #
+# By itself it does the same, and with --rivals also installs what benchmarks compare with:
+#
+#   bash scripts/setup_env.sh --rivals
+#
 # A different Python:  rm -rf .venv; PYTHON=/path/to/python3.12 bash scripts/test.sh
 # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) are respected.
 
@@ -106,3 +110,21 @@ fail() { # what we got, what is needed, how to get there
   say "$1; need $2; $3"
   exit 1
 }
+
+# Libraries that run on GPUs only, in the versions of the records: constraints/rivals.txt.
+setup_rivals() {
+  [ "$has_driver" = yes ] ||
+    fail "no NVIDIA driver here" "a GPU, which the libraries to compare with run on" "leave --rivals out"
+  say "installing what benchmarks compare with: constraints/rivals.txt"
+  (cd "$root" && "$python" -m pip install -c constraints/tested.txt -r constraints/rivals.txt) ||
+    fail "pip could not install constraints/rivals.txt" "the packages and room for them" \
+      "read pip's last lines above; benchmarks run without those that are missing"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then # not sourced
+  set -euo pipefail
+  [ $# = 0 ] || [ "$*" = --rivals ] ||
+    fail "setup_env.sh $*" "--rivals or nothing" "leave the rest out"
+  setup_env
+  [ $# = 0 ] || setup_rivals
+fi

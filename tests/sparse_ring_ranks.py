@@ -160,6 +160,8 @@ def agreements(rank: int) -> Iterator[tuple[str, Any]]:
     mine = StripedLayout(WORLD, 64 if rank == 1 else 128)
     yield "layout", raised(lambda: attend(x, mine, group))
     yield "everybody", raised(lambda: attend({**x, "seqlen": 0}, layout, group))
+    yield "positions", raised(lambda: hooked(x, layout, group, rank != 2))
+    yield "right positions", raised(lambda: hooked(x, layout, group, True))
     for name, odd, inner in (("rings", 3, 2), ("nodes", 3, 3)):
         mine = odd if rank == 2 else inner
         yield name, raised(functools.partial(RingGroups.create, inner_size=mine))
@@ -173,6 +175,22 @@ def agreements(rank: int) -> Iterator[tuple[str, Any]]:
     yield "contents", raised(lambda: attend(x, layout, group, **options))
     del os.environ["QLA_CHECK"]
     yield "afterwards", raised(lambda: attend(x, layout, group))
+
+
+def hooked(x: dict[str, Any], layout: Any, group: Any, right: bool) -> None:
+    """A layer of a transformers model, which counts positions from 0 unless it is given them."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from qla_kernels.integrations.transformers_sparse_ring import SparseRingConfig, attention
+
+    q, k, v = (t.transpose(1, 2) for t in shards(x, layout, group.rank))
+    T = x["q"].shape[1]
+    places = layout.positions(T, group.rank) if right else torch.arange(T // group.world)
+    settings = SparseRingConfig(group, layout, seqlen=x["seqlen"])
+    layer = SimpleNamespace(layer_idx=0, is_causal=True)
+    attention(layer, q, k, v, None, position_ids=places[None], sparse_ring=settings)
 
 
 def asked(x: dict[str, Any], layout: Any, group: Any, **odd: Any) -> None:

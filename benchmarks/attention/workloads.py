@@ -31,7 +31,7 @@ class SharedPrompts(Workload):
     @property
     def name(self) -> str:
         kind = "-fp16" if self.dtype == "float16" else ""
-        size = f"-d{self.head_dim}" if self.head_dim == WIDE else ""
+        size = f"-d{self.head_dim}" if self.head_dim != 128 else ""
         return f"dualkv-{self.kind}-{self.heads_label}-{self.label}{size}{kind}"
 
     @property
@@ -71,7 +71,7 @@ class SharedPrompts(Workload):
             (max(1, prompt // factor), tuple(max(1, n // factor) for n in responses))
             for prompt, responses in self.groups
         )
-        label = f"{self.label}/{factor}"
+        label = f"{self.label}/{factor}" if factor > 1 else self.label
         return replace(self, label=label, groups=shorter, dtype="float32")
 
 
@@ -175,7 +175,8 @@ class VerticalSlash(Workload):
 
     @property
     def name(self) -> str:
-        return f"sparse_ring-{self.direction}-{self.heads_label}-{self.layout}"
+        size = f"-d{self.head_dim}" if self.head_dim != 128 else ""
+        return f"sparse_ring-{self.direction}-{self.heads_label}-{self.layout}{size}"
 
     @property
     def dense(self) -> bool:
@@ -186,13 +187,14 @@ class VerticalSlash(Workload):
         length = f"{self.tokens / 1024:g}k"
         if self.direction == "index":
             return length
-        return f"{length}-dense" if self.dense else f"{length}-{self.density:.0%}-run{self.run}"
+        share = self.what.removesuffix(" dense")
+        return f"{length}-dense" if self.dense else f"{length}-{share}-run{self.run}"
 
     @property
     def what(self) -> str:
         if self.direction == "index":
             return "an index"
-        return "dense" if self.dense else f"{self.density:.0%} dense"
+        return "dense" if self.dense else f"{100 * self.density:.3g}% dense"
 
     def sequences(self) -> Iterator[tuple[range, range]]:
         """Without a mask it is one causal sequence, as those of SharedPrompts."""
@@ -234,7 +236,7 @@ class VerticalSlash(Workload):
     def reduced(self, factor: int) -> "VerticalSlash":
         """`factor` times fewer blocks, for machines without a GPU."""
         blocks = self.tokens // self.block
-        return replace(self, tokens=self.block * max(1, blocks // factor))
+        return replace(self, tokens=self.block * max(2, blocks // factor))
 
 
 W = TypeVar("W", SharedPrompts, VerticalSlash)

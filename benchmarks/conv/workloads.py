@@ -46,7 +46,9 @@ class Convolution(Workload):
         return sum(prompt + sum(responses) for prompt, responses in self.groups)
 
     def reduced(self, factor: int) -> "Convolution":
-        """Prompts and responses `factor` times shorter, for machines without a GPU."""
+        """Prompts and responses `factor` times shorter, and few channels: without a GPU."""
+        if factor == 1:
+            return self
         shorter = tuple(
             (max(1, prompt // factor), tuple(max(1, n // factor) for n in responses))
             for prompt, responses in self.groups

@@ -41,11 +41,19 @@ LAYER: Parts = layer_inputs, layer_work, layer_truth, "weights"
 ATTENTION: Parts = attention_inputs, attention_work, attention_truth, "visible"
 
 
+def _parts(workload: Any) -> Parts:
+    of_kind = {Gdn: GDN, Convolution: CONV, HybridPart: HYBRID, DecoderLayer: LAYER}
+    return of_kind.get(type(workload), ATTENTION)
+
+
+def work_of(workload: Any, element_size: int = 4) -> Work:
+    """The counted work, without making inputs; by default in float32."""
+    return _parts(workload)[1](workload, element_size)
+
+
 def problem_of(workload: Any, device: torch.device, input_sets: int = 0) -> Problem:
     """`input_sets` 0 takes as many as outlast the L2 cache; without a GPU there is one."""
-    of_kind = {Gdn: GDN, Convolution: CONV, HybridPart: HYBRID}
-    parts = of_kind.get(type(workload), ATTENTION)
-    make, work, truth, common = LAYER if isinstance(workload, DecoderLayer) else parts
+    make, work, truth, common = _parts(workload)
     dtype = getattr(torch, workload.dtype) if device.type == "cuda" else torch.float32
     make_set = partial(make, workload, device, dtype)
     first = make_set()

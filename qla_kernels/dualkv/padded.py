@@ -3,6 +3,8 @@
 Prompts are left-padded to one width; responses follow and are padded on the right.
 """
 
+import functools
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +20,8 @@ from qla_kernels.errors import need
 from qla_kernels.sm90 import expect_tensors
 
 OP = "pack_padded"
+
+log = logging.getLogger("qla_kernels")
 
 
 class PaddedGroup(NamedTuple):
@@ -48,7 +52,8 @@ def pack_padded(
         attention_mask: [B, W] nonzero where there is a token: no gap inside a prompt or a response.
         prompt_width: number of columns that hold prompts.
         group_ids: B labels, such as veRL's uid; rows with equal labels share one prompt. If None,
-            rows with equal prompt tokens form a group. The rows of a group need not be adjacent.
+            rows with equal prompt tokens form a group, and a warning is logged once if all differ.
+            The rows of a group need not be adjacent.
         verify: compare the prompts of each group's rows, and their position_ids; ValueError if
             they differ.
         position_ids: [.., B, W], used unchanged, for models whose positions do not count from 0.
@@ -64,6 +69,8 @@ def pack_padded(
         check_positions(OP, position_ids, input_ids)
     ids, width = on_host(OP, "input_ids", input_ids), input_ids.shape[1]
     groups = padded_groups(ids, attention_mask, prompt_width, group_ids=group_ids, verify=verify)
+    if group_ids is None and 1 < len(groups) == len(ids):
+        _warn(len(ids), prompt_width)
     if verify and position_ids is not None:
         _compare_positions(groups, position_ids.cpu(), prompt_width)
     nodes: list[Node] = []
@@ -116,6 +123,14 @@ def padded_groups(
         for row in group.rows[1:]:
             _check_prompts(number, group.rows[0], row, prompt_ids, verify)
     return groups
+
+
+@functools.cache  # once, and not for every batch
+def _warn(rows: int, prompt_width: int) -> None:
+    """Warns that no prompt is shared, as with a prompt_width that is too large."""
+    got = f"no two of {rows} rows have the same tokens left of prompt_width={prompt_width}"
+    fix = "check prompt_width; pass group_ids if this is meant"
+    log.warning("%s", need(OP, got, "rows that share a prompt, or nothing is saved", fix))
 
 
 def _labels(group_ids: Any, num_rows: int) -> list[Hashable]:

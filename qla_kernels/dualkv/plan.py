@@ -24,7 +24,7 @@ from qla_kernels.errors import need
 from qla_kernels.sm90 import alternatives
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SharedLayout:
     """Visibility among the packed tokens 0..T-1: query q sees key k if k <= q < tout[k].
 
@@ -34,9 +34,14 @@ class SharedLayout:
 
     tout: Tensor  # int32 [T]
     nodes: Tensor  # int32 [n, 3], on the CPU: first token, one past the last, tout; none is empty
-    prepared: dict["Key", "Prepared"] = field(default_factory=dict, init=False, repr=False)
+    prepared: dict["Key", "Prepared"] = field(default_factory=dict, init=False)
     # tables of other families' kernels, by keys that begin with a name
-    further: dict[tuple[str, int], Any] = field(default_factory=dict, init=False, repr=False)
+    further: dict[tuple[str, int], Any] = field(default_factory=dict, init=False)
+
+    def __repr__(self) -> str:
+        """Returns the numbers of tokens and nodes; reads no tensor on a GPU."""
+        sizes = f"{self.num_tokens} tokens in {len(self.nodes)} nodes"
+        return f"SharedLayout({sizes} on {self.tout.device})"
 
     @classmethod
     def from_lengths(

@@ -42,11 +42,23 @@ def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
     return layout
 
 
+# Keywords of the copies of FLA in vLLM and SGLang: what a call of ours has in their place
+OF_ENGINES = {
+    "ssm_state_indices": "pass state_indices to fused_recurrent_gated_delta_rule",
+    "initial_state_indices": "pass state_indices to fused_recurrent_gated_delta_rule",
+    "inplace_final_state": "drop it: with state_indices states are updated in place",
+    "num_accepted_tokens": "pass it to verify_gated_delta_rule",
+    "head_first": "drop it: heads come after tokens",
+}
+
+
 def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
     """Raises TypeError if a keyword is left in kwargs; FLA ignores such keywords silently."""
     if kwargs:
-        got = f"unknown keyword {', '.join(sorted(kwargs))}"
-        raise TypeError(need(op, got, "the names of FLA 0.6.0", "remove or correct it"))
+        names = sorted(kwargs)
+        fixes = [f"{name}: {OF_ENGINES[name]}" for name in names if name in OF_ENGINES]
+        got, fix = f"unknown keyword {', '.join(names)}", "; ".join(fixes) or "remove or correct it"
+        raise TypeError(need(op, got, "the names of FLA 0.6.0", fix))
 
 
 def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:

@@ -103,7 +103,7 @@ def checked(run: Callable[..., Any], check: Callable[..., None]) -> Callable[...
 
 
 def _check_contents(call: Call, *_: Any) -> None:
-    contents.check_contents(OP, call.g, call.beta, call.cu_seqlens, call.cu_seqlens_cpu)
+    contents.check_contents(OP, call)
 
 
 def _fake_gdn_fwd(call: Call, options: Options) -> GdnForward:

@@ -92,7 +92,7 @@ def shared_prefix_gated_delta_rule(
     call = Call(q, k, v, g, beta, scale_of(TREE_OP, scale, q), None, None, None, *gate.parameters())
     refuse_forward_mode(TREE_OP, *call)
     if contents.asked_for() and not torch.compiler.is_compiling():
-        contents.check_contents(TREE_OP, g, beta, None)
+        contents.check_contents(TREE_OP, call)
     return over_tree(call, prepare(layout, options.output_final_state), options)
 
 

@@ -1,19 +1,29 @@
 """The inspector's command line; see `python -m qla_kernels.inspect --help`.
 
+It takes kernels of this package by name, and any TileLang kernel by its file:
+
+    python -m qla_kernels.inspect gdn.l2norm
+    python -m qla_kernels.inspect my_kernels/gemm.py
+
+The file defines `VARIANTS`, instances of a NamedTuple with the values that change generated code;
+`schedule(variant)`, which returns a qla_kernels.tile.schedule.Schedule; and `build(variant)`, which
+returns the PrimFunc. `PASS_CONFIGS` is a dict of TileLang's, empty if left out.
+
 The exit status is 0 if every variant agrees with its schedule, 1 if one does not, 2 if a tool is
 missing, no variant matches, or a kernel does not compile.
 """
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from qla_kernels import jit
-from qla_kernels.errors import Unsupported
+from qla_kernels.errors import Unsupported, need
 from qla_kernels.inspect.gather import Facts, facts
 from qla_kernels.inspect.rules import check
 from qla_kernels.tile.schedule import Schedule
@@ -31,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m qla_kernels.inspect",
         description="Compile kernels for sm_90a, without a GPU, and compare them with schedules.",
     )
-    parser.add_argument("kernel", nargs="?", help="family or family.kernel; all when left out")
+    said = "family, family.kernel, or a .py file with a kernel of yours; all of ours when left out"
+    parser.add_argument("kernel", nargs="?", help=said)
     parser.add_argument("--variant", default="", help="only variants whose name contains this")
     parser.add_argument("--exact", default="", metavar="ID", help="only the variant of this id")
     parser.add_argument("--order", action="store_true", help="print each role's instruction order")
@@ -62,13 +73,34 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _selected(wanted: str | None, text: str, exact: str) -> Iterator[tuple[jit.Kernel, Any]]:
-    family, _, name = (wanted or "").partition(".")
-    for kernel in jit.kernel_modules(family or None):
+    file = Path(wanted or "")
+    family, _, name = ("", "", "") if file.suffix == ".py" else (wanted or "").partition(".")
+    known = [kernel_of(file)] if file.suffix == ".py" else jit.kernel_modules(family or None)
+    for kernel in known:
         if name in ("", kernel.name):
             for variant in kernel.module.VARIANTS:
                 same = exact in ("", jit.variant_id(variant))
                 if same and text in jit.label(kernel.module, variant):
                     yield kernel, variant
+
+
+def kernel_of(file: Path) -> jit.Kernel:
+    """Imports a file outside the package and returns its kernel, named after the file.
+
+    Raises Unsupported if there is no such file, or if it is not the file of a kernel.
+    """
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise Unsupported(need("inspect", f"no file {file}", "one", "check the path"))
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    absent = [x for x in ("VARIANTS", "schedule", "build") if not hasattr(module, x)]
+    if absent:
+        got, needs = f"{file} without {' and '.join(absent)}", "VARIANTS, schedule and build"
+        fix = "see the docstring of qla_kernels/inspect/__main__.py"
+        raise Unsupported(need("inspect", got, needs, fix))
+    module.PASS_CONFIGS = getattr(module, "PASS_CONFIGS", {})
+    return jit.Kernel("", file.stem, cast(jit.KernelModule, module))
 
 
 def _report(

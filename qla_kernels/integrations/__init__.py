@@ -1,4 +1,49 @@
 """Hooks that let models of other libraries run on our kernels.
 
-Importing qla_kernels imports none of them.
+    from qla_kernels import integrations
+
+    integrations.fla.register()
+    integrations.transformers.swap(model)
+
+Most hooks have the name of the library that they serve. Reached through `integrations`, they leave
+that name to the library; imported by name, they would take it. A hook is imported when it is first
+used. This imports no other library.
 """
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qla_kernels.integrations import (
+        fla,
+        sglang,
+        transformers,
+        transformers_dualkv,
+        transformers_sparse_ring,
+        trl,
+        trl_async,
+        verl,
+        vllm,
+    )
+
+__all__ = [
+    "fla",
+    "sglang",
+    "transformers",
+    "transformers_dualkv",
+    "transformers_sparse_ring",
+    "trl",
+    "trl_async",
+    "verl",
+    "vllm",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,12 @@
 """A backend for flash-linear-attention: runs `fla.ops.gated_delta_rule.chunk_gated_delta_rule`.
 
-    from qla_kernels.integrations import fla
-    fla.register()
+    from qla_kernels import integrations
+    integrations.fla.register()
+    print(integrations.fla.status())  # whether FLA asks us, and how many calls we took
+
+    torchrun --nproc-per-node 8 -m qla_kernels.integrations.fla train.py --options-of-train
+
+The second form registers, and then runs a program that you need not change.
 
 At each call FLA asks its backends in the order of their priorities: FlashQLA has 3, ours 4, or 2
 with `prefer=True`. Our backend declines calls that this version cannot run, with the reason, and
@@ -10,21 +15,27 @@ with a `cp_context` ours is raised instead, on every rank. FLA_QLA_KERNELS=0 swi
 off. FLA logs once which backend runs a function and why others declined.
 """
 
+import argparse
 import importlib
 import logging
 import os
+import runpy
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from qla_kernels import device
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import chunk_gated_delta_rule, refusal
 from qla_kernels.gdn.api import CHUNK_SIZES
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.validate import OP, Gate, check_activations, check_tensors
 from qla_kernels.integrations.layout import readable
+from qla_kernels.sm90 import CAPABILITY, refused_device
 
 OPERATION = "gated_delta_rule"
 NAME, RELEASES = "qla_kernels.integrations.fla", "0.5.2 or later"
@@ -33,26 +44,84 @@ PRIORITY, PREFERRED = 4, 2  # FlashQLA's is 3; the lowest is asked first
 
 log = logging.getLogger("qla_kernels")
 
+_asked: Any = None  # our latest backend in FLA's registry; FLA skips all others of ours
+
+
+class Status(NamedTuple):
+    """What FLA does with the calls of this process; `str` makes a sentence of it."""
+
+    registered: bool
+    off: tuple[str, ...]  # settings for which FLA does not ask us all the same
+    priority: int | None
+    taken: int  # calls since `register` that we ran
+    declined: int  # and that we did not
+    reason: str | None  # why we declined the last one of those
+
+    def __str__(self) -> str:
+        if not self.registered:
+            return "fla does not ask qla_kernels: register() was not called in this process"
+        if self.off:
+            return f"fla does not ask qla_kernels: {' and '.join(self.off)}"
+        said = f"fla asks qla_kernels, with priority {self.priority}: {self.taken} calls taken, "
+        because = "" if self.reason is None else f", the last because of {self.reason!r}"
+        return f"{said}{self.declined} declined{because}"
+
 
 def register(prefer: bool = False) -> bool:
     """Offers our gated delta rule to FLA, before FlashQLA if `prefer`; replaces an earlier call.
 
     Returns:
         True if FLA will ask our backend. If not, a warning names the variable that switched it off.
+        Another warning is logged if no visible GPU runs our kernels: calls with CUDA tensors are
+        then declined.
 
     Raises:
         Unsupported: FLA cannot be imported, or is too old to have backends.
     """
+    global _asked
     base, add = _registry()
-    add(_backend(base, PREFERRED if prefer else PRIORITY))
+    _asked = _backend(base, PREFERRED if prefer else PRIORITY)
+    add(_asked)
+    now = status()
+    log.log(logging.WARNING if now.off else logging.INFO, "%s", now)
+    if not now.off and (reason := _no_hopper()) is not None:
+        log.warning("%s", reason)
+    return not now.off
+
+
+def unregister() -> bool:
+    """Undoes `register`: FLA stops asking us. Returns whether it asked before."""
+    global _asked
+    before, _asked = _asked, None
+    return before is not None
+
+
+def status() -> Status:
+    """Returns whether FLA asks us, and how many calls we took and declined since `register`."""
+    if (ours := _asked) is None:
+        return Status(False, (), None, 0, 0, None)
     off = []
-    if getattr(sys.modules[base.__module__], "_DISPATCH_DISABLED", False):  # read when imported
+    theirs = sys.modules.get(ours.__base__.__module__)
+    if getattr(theirs, "_DISPATCH_DISABLED", False):  # read when imported
         off.append("FLA_DISABLE_BACKEND_DISPATCH=1")
     if os.environ.get(SWITCH) == "0":
         off.append(f"{SWITCH}=0")
-    if off:
-        log.warning("fla will not ask qla_kernels: %s", " and ".join(off))
-    return not off
+    counts = ours.num_taken, ours.num_declined, ours.last_reason
+    return Status(True, tuple(off), ours.priority, *counts)
+
+
+def _no_hopper() -> str | None:
+    """Returns a text that says that no visible GPU runs our kernels, or None if one does.
+
+    FLA has asked torch for GPUs when it was imported, so this call initialises nothing.
+    """
+    found = device.capabilities()
+    if CAPABILITY in found:
+        return None
+    reason = "no GPU is visible", "a Hopper GPU", "calls with CUDA tensors stay FLA's"
+    if found:
+        reason = refused_device(found[0], torch.bfloat16, "leave such calls to FLA") or reason
+    return need(NAME, *reason)
 
 
 def declined(
@@ -118,9 +187,11 @@ def _registry() -> tuple[type, Callable[[type], object]]:
     """
     try:
         importlib.import_module(f"fla.ops.{OPERATION}")  # afterwards its callers find its backends
-    except ImportError as error:
-        got = f"fla cannot be imported ({error})"
-        fix = "pip install flash-linear-attention"
+    except Exception as error:  # of Triton, too, whose releases do not take all of fla's kernels
+        got = f"fla cannot be imported ({str(error) or type(error).__name__})"
+        absent = getattr(error, "name", None)  # triton, for instance, which fla does not require
+        fix = "pip install -U flash-linear-attention"
+        fix = fix if absent in (None, "fla") else f"pip install {absent}"
         raise Unsupported(need(NAME, got, RELEASES, fix)) from error
     try:
         backends: Any = importlib.import_module("fla.backends")  # 0.6
@@ -151,16 +222,54 @@ def _backend(base: type, order: int) -> type:
         package_name = "qla_kernels"
         env_var = SWITCH
         priority = order
+        num_taken, num_declined, last_reason = 0, 0, None
+
+        @classmethod
+        def is_available(cls) -> bool:
+            """Returns False after `unregister`: FLA's registries have no way to remove us."""
+            return cls is _asked
 
         def chunk_gated_delta_rule_verifier(
             self, *args: Any, **kwargs: Any
         ) -> tuple[bool, str | None]:
             reason = declined(*args, **kwargs)
+            if reason is not None:
+                QlaKernels.num_declined += 1
+                QlaKernels.last_reason = reason
             return reason is None, reason
 
         def chunk_gated_delta_rule(
             self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor | None]:
+            QlaKernels.num_taken += 1
             return chunk_gated_delta_rule(*readable(q, k, v), *args, **kwargs)
 
     return QlaKernels
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Registers, and runs a program as Python would: a file, or a module after -m."""
+    parser = argparse.ArgumentParser(
+        "python -m qla_kernels.integrations.fla",
+        description="Offer our gated delta rule to FLA, then run a program that uses FLA.",
+    )
+    parser.add_argument("--prefer", action="store_true", help="ask us before FlashQLA")
+    parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is a module")
+    parser.add_argument("program", metavar="PROGRAM", help="such as train.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to it")
+    options = parser.parse_args(arguments)
+    try:
+        register(options.prefer)
+    except Unsupported as error:
+        parser.error(str(error))
+    sys.argv = [options.program, *options.arguments]
+    if options.module:
+        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(options.program).resolve().parent)
+        runpy.run_path(options.program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    # this file runs as another module, whose counts `status` would not see
+    importlib.import_module("qla_kernels.integrations.fla").main(sys.argv[1:])

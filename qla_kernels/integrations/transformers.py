@@ -1,7 +1,7 @@
 """Gated-delta-net layers of Hugging Face transformers (Qwen3-Next, Qwen3.5, OLMo hybrid).
 
-    from qla_kernels.integrations import transformers
-    transformers.swap(model)  # returns the number of layers that run our kernels now
+    from qla_kernels import integrations
+    integrations.transformers.swap(model)  # returns the number of layers that run our kernels now
 
 Until transformers 5.14 a layer holds the functions it calls, `chunk_gated_delta_rule` for prefill
 and training and `recurrent_gated_delta_rule` for decoding; `swap` replaces them in each layer.
@@ -118,7 +118,11 @@ def swap(model: nn.Module) -> int:
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `swap`, and returns the number of layers for which functions were restored."""
+    """Undoes `swap`, and returns the number of layers for which functions were restored.
+
+    Where layers share their module's functions, it undoes every `swap` of the process for models of
+    this kind, whichever of them was swapped.
+    """
     layers = [layer for layer in _holders(model) if BEFORE in layer.__dict__]
     for layer in layers:
         for name, theirs in layer.__dict__.pop(BEFORE).items():

@@ -1,10 +1,10 @@
 """Shared-prompt attention for unchanged models of Hugging Face transformers.
 
-    from qla_kernels.integrations import transformers, transformers_dualkv
-    transformers_dualkv.register()
+    from qla_kernels import integrations
+    integrations.transformers_dualkv.register()
     model.set_attn_implementation("shared_prefix")
-    transformers.swap(model)  # if it has gated-delta-net layers, as Qwen3-Next and Qwen3.5
-    transformers_dualkv.check(model)
+    integrations.transformers.swap(model)  # if it has gated-delta-net layers, as Qwen3.5
+    integrations.transformers_dualkv.check(model)
     out = model(**batch.model_inputs())
     logprobs = batch.gather_logprobs(out.logits[0])
 

@@ -15,7 +15,9 @@ raises `Unsupported`.
 """
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +37,7 @@ from qla_kernels.sparse_ring import (
 from qla_kernels.sparse_ring.heuristics import Schedule
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.patterns import Pattern
+from qla_kernels.sparse_ring.validate import checking
 
 NAME = "sparse_ring"
 
@@ -93,6 +96,7 @@ def attention(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None,
     cache: Any = None,
     sparse_ring: SparseRingConfig | None = None,
     **_: Any,
@@ -100,7 +104,8 @@ def attention(
     """Computes a layer's attention: query [B, H, L, D], key and value [B, Hk, L, D].
 
     transformers calls it. Returns (o [B, L, H, D], None). Raises Unsupported without settings and
-    for any option besides causal attention.
+    for any option besides causal attention; and ValueError on every rank of a ring for positions
+    that are not those of the layout (on the CPU, or under QLA_CHECK=1).
     """
     if sparse_ring is None:
         fix = "pass sparse_ring=SparseRingConfig(...) to the model's call"
@@ -119,6 +124,8 @@ def attention(
         if given is not None:
             fix = "change the model's configuration, or use another attn_implementation"
             raise Unsupported(need(NAME, f"got {name}", "plain causal attention", fix))
+    if not torch.compiler.is_compiling() and (query.is_cpu or checking()):
+        _check_positions(sparse_ring, position_ids, query.shape[2])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # q and k come in fp32 from their norms, v from its product
@@ -139,6 +146,29 @@ def attention(
     o, index = result
     sparse_ring.on_index(getattr(module, "layer_idx", None), q.detach(), k.detach(), index)
     return o, None
+
+
+def _check_positions(settings: SparseRingConfig, position_ids: Any, tokens: int) -> None:
+    """Raises ValueError on every rank of a ring unless each position is a token's place in the
+    whole sequence.
+
+    Left out, transformers counts from 0 on every rank. Positions of padding may be anything.
+    """
+    group, layout = settings.group, settings.layout
+    if not isinstance(group, RingGroups) or not isinstance(layout, Layout):
+        return  # the call itself refuses half a ring
+    problem = None
+    if isinstance(position_ids, Tensor) and position_ids.shape[-1:] == (tokens,):
+        with suppress(ValueError):  # of the layout: the call itself refuses such tokens
+            places = layout.positions(tokens * group.world, group.rank)
+            wrong = (position_ids.cpu() != places) & (places < (settings.seqlen or math.inf))
+            if wrong.any():
+                token = int(wrong.nonzero()[0, -1])
+                got = f"token {token} of rank {group.rank} has a wrong position"
+                needs = f"{int(places[token])}, its place in the whole sequence"
+                fix = "pass position_ids=layout.positions(T, rank)[None]"
+                problem = ValueError(need(NAME, got, needs, fix))
+    group.agree(f"{NAME}: position_ids", {}, problem, again=True)
 
 
 def _pattern(settings: SparseRingConfig, layer: int | None) -> Pattern:

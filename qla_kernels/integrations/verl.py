@@ -1,7 +1,7 @@
 """Shared prompts in veRL's FSDP engine, for policies trained without a critic, as in GRPO.
 
-    from qla_kernels.integrations import verl
-    verl.patch()  # in every worker, before it builds its model
+    from qla_kernels import integrations
+    integrations.verl.patch()  # in every worker, before it builds its model
 
 Old log-probabilities, the reference policy and the update run packed batches: engines for language
 models that are built afterwards compute each prompt of a micro-batch once. Micro-batches keep the

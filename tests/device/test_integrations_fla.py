@@ -7,6 +7,7 @@ backward of a kind of call, by TileLang unless Triton is 3.7.1 or later, so ther
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,19 @@ def ran(untuned, monkeypatch) -> list[str]:
 
     monkeypatch.setattr(integration, "chunk_gated_delta_rule", counted)
     return runs
+
+
+def test_register_warns_of_nothing_here_and_counts(untuned, monkeypatch, caplog):
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    monkeypatch.delenv(integration.SWITCH, raising=False)
+    with caplog.at_level(logging.WARNING, "qla_kernels"):
+        assert integration.register(prefer=True)
+    assert not caplog.messages
+    x = on_gpu([64, 100])
+    theirs.chunk_gated_delta_rule(**x)
+    now = integration.status()
+    assert (now.taken, now.declined, now.reason) == (1, 0, None)
+    assert integration.unregister()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ ELSEWHERE = {
     "refusal": "asked by every attack",
     "conv": "a family",
     "hybrid": "a package",
+    "integrations": "hooks for other libraries: test_integrations_*.py and their like",
     "dualkv": "a family",
     "gdn": "a family",
     "sparse_ring": "a family",

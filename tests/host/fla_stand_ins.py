@@ -19,6 +19,10 @@ class BaseBackend:
     default_enable = True
     priority = 5
 
+    @classmethod
+    def is_available(cls) -> bool:
+        return True
+
     def is_enabled(self) -> bool:
         return self.env_var is None or os.environ.get(self.env_var, "1") != "0"
 
@@ -43,7 +47,7 @@ class Registry:
     def dispatch(self, default: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             for backend in sorted(self.backends.values(), key=lambda b: b.priority):
-                if not backend.is_enabled():
+                if not (backend.is_available() and backend.is_enabled()):
                     continue
                 accepted, reason = backend.verify(default.__name__, *args, **kwargs)
                 function = getattr(backend, default.__name__, None)

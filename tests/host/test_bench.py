@@ -13,8 +13,10 @@ from benchmarks import revisions, sm90
 from benchmarks.attention.workloads import DUALKV
 from benchmarks.gdn.workloads import GDN, Gdn
 from benchmarks.harness import records
+from benchmarks.harness.adapters import implementations
 from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.messages import Machine, Options
+from benchmarks.harness.problems import work_of
 from benchmarks.harness.records import (
     DIED,
     FAILED,
@@ -29,6 +31,8 @@ from benchmarks.harness.records import (
 from benchmarks.harness.timing import CpuTimer, measure_ceilings, spread
 from benchmarks.harness.warm import tasks_for
 from benchmarks.harness.watchdog import LIMITS, Harness
+from benchmarks.harness.without_gpu import for_cpu
+from benchmarks.harness.worker import Worker
 from tests.host.bench_fakes import EVERYONE
 from tests.limits import HANG
 
@@ -166,6 +170,9 @@ def test_select_by_set_direction_and_name():
     assert len(names("--quick", "--direction", "bwd")) == 6
     assert all("both" in name for name in names("--quick", "--direction", "both"))
     assert names("--quick", "--only", "*fwd-16x64-1x2048*") == ["gdn-fwd-16x64-1x2048-published-h0"]
+    assert names("--heads", "2/4,1/1", "--lengths", "8", "--direction", "both") == [
+        "gdn-both-2x4-1x8-model", "gdn-both-1x1-1x8-model"
+    ]  # fmt: skip
     assert set(names("--set", "kernels,cpu")) == {w.name for w in GDN["kernels"] + GDN["cpu"]}
     assert len(names("--set", "decode,filled", "--direction", "fwd")) == 36 + 24
     assert len(names()) == sum(len(GDN[s]) for s in ("forward", "backward", "short"))
@@ -177,38 +184,103 @@ def test_select_by_set_direction_and_name():
         (["--set", "nonsense"], "'anchors'"),
         (["--direction", "up"], "need fwd, bwd or both"),
         (["--impl", "fastest"], "'flash_qla'"),
+        (["--lengths", "8", "--set", "short"], "--set and --save are for named workloads"),
+        (["--lengths", "8", "--save"], "--set and --save are for named workloads"),
+        (["--head-dim", "64"], "a shape without --lengths; need them, such as --lengths 4096x2"),
+        (["--lengths", "8", "--head-dim", "0"], "--head-dim 0; need a size of at least 1"),
+        (["--lengths", "0x4"], "--lengths 0x4; need sequences such as 4096x2"),
+        (["--lengths", "four"], "--lengths four; need sequences such as 4096x2"),
+        (["--lengths", "8", "--heads", "3/4"], "--heads 3/4; need FEW/MANY with MANY a multiple"),
+        (["--lengths", "8", "--density", "0.1"], "--density and --run of gdn; need sparse_ring"),
+        (["dualkv", "--lengths", "8", "--direction", "both"], "this family has fwd, bwd"),
+        (["dualkv", "--lengths", "0x8+8"], "--lengths 0x8+8; need numbers of at least 1"),
+        (["sparse_ring", "--lengths", "100"], "a multiple of 64 tokens from 128 on"),
+        (["sparse_ring", "--lengths", "256", "--density", "5"], "a density above 0 and at most 1"),
+        (["conv", "--lengths", "8", "--head-dim", "9"], "= 576 channels; need a multiple of 128"),
+        (["hybrid", "--lengths", "8", "--heads", "1/2"], "need --lengths alone"),
     ],
 )
 def test_bad_arguments_are_refused_with_what_there_is(arguments, there_is, capsys):
     with pytest.raises(SystemExit):
-        sm90.parse(["gdn", *arguments])
+        sm90.parse(arguments if arguments[0] in sm90.SETS else ["gdn", *arguments])
     assert there_is in capsys.readouterr().err
 
 
 def test_without_a_gpu_workloads_are_shorter_and_kernels_left_out():
-    found = sm90.for_cpu([*GDN["anchors"], *GDN["kernels"]], quick=True, asked_for=False)
+    found, said = for_cpu([*GDN["anchors"], *GDN["kernels"], *GDN["cpu"]])
     assert len(found) == 28
     assert found[0].lengths == (512,)
     assert found[-1] == GDN["cpu"][0]
-    assert sm90.for_cpu([GDN["cpu"][0]], quick=True, asked_for=True) == [GDN["cpu"][0]]
-    decoded = sm90.for_cpu(list(GDN["decode"]), quick=True, asked_for=True)
+    assert said == (
+        "No GPU: float32 on the CPU path, lengths 64 times shorter. "
+        "12 of 40 workloads are left out: single kernels have no CPU path."
+    )
+    decoded, said = for_cpu(GDN["decode"])
     assert [w.lengths for w in decoded[:4]] == [(1,), (2,), (4,), (1, 1)]
+    assert "64 times fewer sequences to decode" in said
 
 
 @pytest.mark.parametrize("family", ["dualkv", "sparse_ring"])
 def test_without_a_gpu_attention_is_shorter_too(family):
-    """A quick run at the length of a GPU's took hours on two cores."""
+    """A quick run at the length of a GPU's took hours on two cores, and so did some sets later."""
     for name, workloads in sm90.SETS[family].items():
-        for quick, factor in ((True, 64), (False, 16)):
-            found = sm90.for_cpu(list(workloads), quick=quick, asked_for=False)
-            assert len({w.name for w in found}) == len(found) == len(workloads), name
-            for short, whole in zip(found, workloads, strict=True):
-                assert (short.kind, short.heads) == (whole.kind, whole.heads)
-                assert short.tokens <= max(64, whole.tokens / factor + 64)
-                assert 0 < short.pairs <= 2 * whole.pairs / factor
-    (wanted,) = sm90.QUICK[family]
-    quick = sm90.for_cpu(list(sm90.SETS[family][wanted]), quick=True, asked_for=False)
-    assert sum(4 * w.pairs * w.heads[1] * w.head_dim for w in quick) < 2e11  # a few seconds
+        found, said = for_cpu(workloads)
+        assert len({w.name for w in found}) == len(found)
+        left_out = len(workloads) - len(found)
+        assert (f"{left_out} of {len(workloads)} workloads are left out: they" in said) == (
+            left_out > 0
+        ), name
+        by_tokens = {w.reduced(64).name: w for w in workloads}
+        for short in found:
+            whole = by_tokens[short.name]
+            assert (short.kind, short.heads) == (whole.kind, whole.heads)
+            assert short.tokens <= max(128, whole.tokens / 64 + 64)
+            assert 0 < short.pairs <= 2 * whole.pairs / 64
+            assert work_of(short).flops < 1e11  # a minute
+    quick, _ = for_cpu(sm90.SETS[family][sm90.QUICK[family][0]])
+    assert sum(4 * w.pairs * w.heads[1] * w.head_dim for w in quick) < 2e11  # a few minutes
+
+
+OWN = {
+    "gdn": (["--heads", "2/4", "--lengths", "40x2,64"], "fwd-2x4-40+40 bwd-2x4-40+40 1x64"),
+    "conv": (["--heads", "2/4", "--lengths", "9x2,2x7+3"], "conv-fwd-128-9x2 conv-bwd-128-2x7+3"),
+    "dualkv": (["--heads", "1/2", "--lengths", "3x40+9,33"], "fwd-1x2-3x40+9-d16 bwd-1x2-33-d16"),
+    "sparse_ring": (["--lengths", "256", "--density", "0.5"], "fwd-8x32-0.25k-50%-run1-d16"),
+    "hybrid": (["--lengths", "2x9+5"], "hybrid-block-2x9+5"),
+}
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_shapes_of_one_s_own_run_without_a_gpu(family):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: this is the path without one")
+    arguments, names = OWN[family]
+    size = [] if family == "hybrid" else ["--head-dim", "16"]
+    workloads, said = for_cpu(sm90.select(sm90.parse([family, *arguments, *size])), own=True)
+    assert said.startswith("No GPU: float32 on the CPU path")
+    assert "shorter" not in said
+    for name in names.split():
+        assert any(name in workload.name for workload in workloads), name
+    sent = []
+    worker = Worker(sent.append, implementations(family, ["ours"]))
+    for workload in workloads:
+        worker.row(workload, ["ours"], QUICKLY)
+    results = [message for message in sent if isinstance(message, records.Result)]
+    assert [result.status for result in results] == [OK] * len(workloads), results
+    assert all(result.p50_ms > 0 for result in results)
+
+
+def test_shapes_of_one_s_own_are_shortened_where_a_cpu_needs_minutes():
+    own = sm90.select(sm90.parse(["gdn", "--lengths", "64x2,64k", "--direction", "bwd"]))
+    assert [w.lengths for w in own] == [(64, 64), (65536,)]
+    (short, long), said = for_cpu(own, own=True)
+    assert short == own[0]
+    assert long.lengths == (1024,)
+    assert said == "No GPU: float32 on the CPU path, lengths 1 to 64 times shorter."
+    huge = sm90.select(sm90.parse(["dualkv", "--lengths", "400x64000+64000", "--head-dim", "9000"]))
+    found, said = for_cpu(huge, own=True)
+    assert not found
+    assert said.endswith("2 of 2 workloads are left out: they would take minutes each.")
 
 
 @pytest.mark.parametrize(

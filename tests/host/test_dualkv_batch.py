@@ -164,6 +164,7 @@ def test_a_batch_says_what_it_is():
     text = "SharedBatch(6 sequences of 2 groups in 32 tokens on {}, 1.09 times fewer)"
     assert repr(here) == text.format("cpu")
     assert repr(here.to("meta")) == text.format("meta")
+    assert repr(here.layout) == "SharedLayout(32 tokens in 9 nodes on cpu)"
 
 
 def test_to_padded_is_from_padded_backwards():

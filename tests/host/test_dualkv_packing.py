@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qla_kernels import SharedBatch, SharedLayout, pack_padded, pack_prefix_tree
 from qla_kernels import pack_shared_prompts as pack
-from qla_kernels.dualkv import padded_groups
+from qla_kernels.dualkv import padded, padded_groups
 from reference import dualkv
 from tests.dualkv_inputs import GROUPS, any_forest, any_groups, forest, grown
 
@@ -153,6 +153,22 @@ def test_equal_length_is_not_equal_content():
     assert padded_groups(ids, mask.bool(), 3)[0] == ([0, 2], 2, [1, 1])
     apart = pack_padded(ids, mask, 3, group_ids=torch.tensor([5, 6, 7]))
     assert apart.num_tokens == 9
+
+
+def test_prompts_that_nobody_shares_are_noticed_once(caplog):
+    """A prompt_width that was one too large gave a right batch without any sharing, in silence."""
+    padded._warn.cache_clear()
+    ids, mask = rows_of([[1, 2]] * 2, [[4, 8], [5, 8]], (3, 2))
+    pack_padded(ids, mask, 3)
+    pack_padded(ids[:1], mask[:1], 4)
+    pack_padded(ids, mask, 4, group_ids=[0, 1])
+    assert not caplog.messages
+    for _ in range(2):
+        assert pack_padded(ids, mask, 4).rho == 1
+    assert caplog.messages == [
+        "pack_padded: no two of 2 rows have the same tokens left of prompt_width=4; need rows that "
+        "share a prompt, or nothing is saved; check prompt_width; pass group_ids if this is meant"
+    ]
 
 
 def test_labels_may_be_taken_on_trust():

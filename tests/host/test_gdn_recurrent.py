@@ -190,6 +190,9 @@ def test_keywords():
         run(x, transpose_state_layout=True, state_v_first=True)
     with pytest.raises(TypeError, match="unknown keyword cu_seqlen;"):
         run(x, cu_seqlen=None)
+    advice = "inplace_final_state: drop it: .*; ssm_state_indices: pass state_indices to fused_rec"
+    with pytest.raises(TypeError, match=f"need the names of FLA 0.6.0; {advice}"):
+        run(x, ssm_state_indices=None, inplace_final_state=True)
 
 
 def test_refusals():

@@ -1,6 +1,7 @@
 """Importing the package: quick, with neither a GPU nor TileLang; each test in a fresh process."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,27 @@ except AttributeError as error:
 else:
     raise AssertionError("no_such_name was found")
 """)
+
+
+def test_hooks_are_found_without_an_import_of_their_own():
+    fresh("""
+import sys, qla_kernels
+for name in qla_kernels.integrations.__all__:
+    hook = getattr(qla_kernels.integrations, name)
+    assert hook.__name__ == f"qla_kernels.integrations.{name}"
+    assert name in dir(qla_kernels.integrations)
+assert not {"fla", "sglang", "transformers", "trl", "verl", "vllm"} & set(sys.modules)
+assert not hasattr(qla_kernels.integrations, "no_such_hook")
+""")
+
+
+def test_nothing_shows_an_import_that_takes_the_name_of_a_library():
+    """Two documented lines once left `transformers.AutoModelForCausalLM` an AttributeError."""
+    libraries = "fla|sglang|transformers|trl|verl|vllm"
+    taken = rf"from qla_kernels\.integrations import (?:\w+, )*({libraries})\b(?! as )"
+    files = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    files += [file for name in ("examples", "qla_kernels") for file in ROOT.glob(f"{name}/**/*.py")]
+    assert [file.name for file in files if re.search(taken, file.read_text())] == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,14 @@ def test_report_for_people_names_every_section(capsys):
     for title in info.report():
         assert re.search(rf"^{title}$", said, re.M), title
     assert info.fingerprint("gdn") in said
+
+
+def test_the_package_as_a_program_is_the_doctor(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["python -m qla_kernels", "gdn.kkt_solve", "--json"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("qla_kernels", run_name="__main__")
+    assert done.value.code == 0
+    assert json.loads(capsys.readouterr().out)[0]["variants"]
 
 
 def test_report_without_tilelang_is_complete():
@@ -114,6 +123,15 @@ def test_tested_versions_are_the_constraints():
     (torch,) = re.findall(r"^torch==(.*)$", pins, re.M)
     answer = info.tested({"torch": torch, "tilelang": tilelang, "nvcc": "release 13.0"})
     assert answer == "yes"
+
+
+def test_rivals_are_pinned_to_versions_of_records():
+    lines = (ROOT / "constraints" / "rivals.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    assert set(pins) == {names[0] for names in info.RIVALS.values()}
+    measured = "".join(file.read_text() for file in (ROOT / "benchmarks/results").glob("*.jsonl"))
+    for version in pins.values():
+        assert re.search(rf'"{re.escape(version)}(\+\w+)?"', measured), version
 
 
 def test_rivals_are_looked_up_without_importing_them(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import qla_kernels
-from qla_kernels import Unsupported, gdn
+from qla_kernels import Unsupported, device, gdn
 from qla_kernels.integrations import fla
 from tests.gdn_calls import CALLS, call
 from tests.host import fla_stand_ins
@@ -34,6 +34,8 @@ def installed(request, monkeypatch):
 
     for switch in (fla.SWITCH, "FLA_FLASH_QLA", "FLA_DISABLE_BACKEND_DISPATCH"):
         monkeypatch.delenv(switch, raising=False)
+    monkeypatch.setattr(fla, "_asked", None)
+    monkeypatch.setattr(device, "capabilities", lambda: [(8, 0), (9, 0)])
     return of()
 
 
@@ -171,7 +173,7 @@ def test_the_switch(installed, monkeypatch, caplog):
     monkeypatch.setenv(fla.SWITCH, "0")
     with caplog.at_level(logging.WARNING, "qla_kernels"):
         assert not fla.register(prefer=True)
-    assert caplog.messages == ["fla will not ask qla_kernels: FLA_QLA_KERNELS=0"]
+    assert caplog.messages == ["fla does not ask qla_kernels: FLA_QLA_KERNELS=0"]
     assert ran_by(installed.chunk_gated_delta_rule(**call())) == "FlashQLA"
     monkeypatch.setenv(fla.SWITCH, "1")  # read at each call
     assert ran_by(installed.chunk_gated_delta_rule(**call())) == "ours"
@@ -181,17 +183,108 @@ def test_disabled_dispatch_is_noticed(installed, caplog):
     bare = installed.of(disabled=True)
     with caplog.at_level(logging.WARNING, "qla_kernels"):
         assert not fla.register(prefer=True)
-    assert caplog.messages == ["fla will not ask qla_kernels: FLA_DISABLE_BACKEND_DISPATCH=1"]
+    assert caplog.messages == ["fla does not ask qla_kernels: FLA_DISABLE_BACKEND_DISPATCH=1"]
     assert ran_by(bare.chunk_gated_delta_rule(**call())) == "FLA"
 
 
-def test_without_fla(monkeypatch):
+HOPPER = "need 9.0 (Hopper); run on an H100, H200 or H20, or leave such calls to FLA"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        ([], "no GPU is visible; need a Hopper GPU; calls with CUDA tensors stay FLA's"),
+        ([(8, 0), (10, 0)], f"device capability 8.0; {HOPPER}"),
+        ([(10, 0), (9, 0)], None),
+    ],
+)
+def test_register_says_that_no_gpu_runs_us(installed, monkeypatch, caplog, gpus, said):
+    """It returned True where each call would be declined, and said nothing."""
+    monkeypatch.setattr(device, "capabilities", lambda: gpus)
+    with caplog.at_level(logging.WARNING, "qla_kernels"):
+        assert fla.register()
+    assert caplog.messages == ([] if said is None else [f"qla_kernels.integrations.fla: {said}"])
+
+
+def test_status_counts_calls(installed, monkeypatch, caplog):
+    assert str(fla.status()).startswith("fla does not ask qla_kernels: register() was not called")
+    with caplog.at_level(logging.INFO, "qla_kernels"):
+        fla.register(prefer=True)
+    assert caplog.messages == [str(fla.status())]
+    assert str(fla.status()) == "fla asks qla_kernels, with priority 2: 0 calls taken, 0 declined"
+    x = call()
+    installed.chunk_gated_delta_rule(**x)
+    installed.chunk_gated_delta_rule(**x, chunk_size=128)
+    installed.chunk_gated_delta_rule(**x)
+    now = fla.status()
+    assert (now.registered, now.off, now.priority, now.taken, now.declined) == (True, (), 2, 2, 1)
+    assert "2 calls taken, 1 declined, the last because of 'chunk_gated_delta_rule: " in str(now)
+    assert "chunk_size is 128; need" in now.reason
+    monkeypatch.setenv(fla.SWITCH, "0")
+    assert str(fla.status()) == "fla does not ask qla_kernels: FLA_QLA_KERNELS=0"
+    monkeypatch.delenv(fla.SWITCH)
+    fla.register()
+    assert fla.status() == (True, (), 4, 0, 0, None)
+
+
+def test_unregister_undoes_register(installed):
+    x = call()
+    assert not fla.unregister()
+    fla.register(prefer=True)
+    assert ran_by(installed.chunk_gated_delta_rule(**x)) == "ours"
+    assert fla.unregister()
+    assert ran_by(installed.chunk_gated_delta_rule(**x)) == "FlashQLA"
+    assert not fla.status().registered
+    fla.register(prefer=True)
+    assert ran_by(installed.chunk_gated_delta_rule(**x)) == "ours"
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_program_runs_registered(installed, monkeypatch, tmp_path, capsys, module):
+    """As `python -m qla_kernels.integrations.fla`, with its own arguments and beside its files."""
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "train.py").write_text(
+        "import beside, sys\n"
+        "from qla_kernels import integrations\n"
+        "print(__name__, sys.argv[1:], integrations.fla.status().priority)\n"
+    )
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path)
+    program = ["-m", "train"] if module else [str(tmp_path / "train.py")]
+    fla.main(["--prefer", *program, "--prefer", "3"])
+    assert capsys.readouterr().out == "__main__ ['--prefer', '3'] 2\n"
+    sys.modules.pop("beside")
+
+
+ABSENT = [
+    (ModuleNotFoundError("No module named 'fla'", name="fla"), "-U flash-linear-attention"),
+    (ModuleNotFoundError("No module named 'triton'", name="triton"), "triton"),
+    (ValueError("key contains names that are not .."), "-U flash-linear-attention"),
+]
+
+
+@pytest.mark.parametrize(("error", "package"), ABSENT)
+def test_without_fla_or_what_it_imports(monkeypatch, error, package):
+    """Without triton the advice once was to install fla, which was there.
+
+    With a Triton that fla does not know, its import ends in an error of Triton.
+    """
+    modules, _ = fla_stand_ins.build("0.6")
     for name in [n for n in sys.modules if n.partition(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "fla", None)
-    with pytest.raises(
-        Unsupported, match=r"fla cannot be imported .*pip install flash-linear-atten"
-    ):
+    for name in () if error.args[0].endswith("'fla'") else ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, modules[name])
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name.partition(".")[0] == "fla":
+                raise error
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    text = rf"fla cannot be imported \({error.args[0]}\); .*; pip install {package}$"
+    with pytest.raises(Unsupported, match=text):
         fla.register()
 
 

@@ -59,7 +59,7 @@ class Machine:
 
     def run(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [shutil.which("bash"), f"scripts/{script}"],
+            [shutil.which("bash"), *f"scripts/{script}".split()],
             cwd=self.root,
             env={"PATH": str(self.bin), "LOG": str(self.log), **environment},
             capture_output=True,
@@ -166,6 +166,32 @@ def test_the_second_run_installs_nothing(machine):
         project.write("# something else\n")
     machine.run("quickstart.sh")
     assert machine.ran("-c constraints/cpu.txt") == 2
+
+
+RIVALS = "-c constraints/tested.txt -r constraints/rivals.txt"
+
+
+def test_rivals_are_installed_on_request(machine):
+    machine.python()
+    machine.write("nvidia-smi", "#!/bin/sh\nexit 0\n")
+    machine.free(gib=90)
+    assert machine.run("setup_env.sh").returncode == 0
+    assert machine.ran(RIVALS) == 0
+    assert machine.run("setup_env.sh --rivals").returncode == 0
+    assert machine.ran("-e .[compile,bench,test,dev]") == machine.ran(RIVALS) == 1
+    assert (
+        "setup_env.sh --rival; need --rivals or nothing"
+        in machine.run("setup_env.sh --rival").stderr
+    )
+
+
+def test_rivals_need_a_gpu(machine):
+    machine.python()
+    done = machine.run("setup_env.sh --rivals")
+    assert done.returncode == 1
+    assert "no NVIDIA driver here; need a GPU" in done.stderr
+    assert machine.ran("-m pip install -c constraints/tested.txt -c constraints/cpu.txt") == 1
+    assert machine.ran(RIVALS) == 0
 
 
 def test_an_exported_cdpath_leads_nowhere_else(machine, tmp_path):

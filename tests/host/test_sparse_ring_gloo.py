@@ -150,6 +150,9 @@ def a_difference_is_an_error_on_every_rank(said: Said) -> None:
         "ValueError: sparse_ring_attention: seqlen is 0; need 1 to 1024, the tokens of the "
         "sequence; pass the number of tokens before the padding"
     }
+    assert all(r["positions"].startswith("ValueError: sparse_ring: ") for r in said)
+    assert all("token 0 of rank 2 has a wrong position" in r["positions"] for r in said)
+    assert [r["right positions"] for r in said] == [None] * WORLD
     assert [r["afterwards"] for r in said] == [None] * WORLD  # the group is as good as before
 
 

@@ -19,7 +19,7 @@ from qla_kernels.sparse_ring import (
     VerticalSlash,
     sparse_attention,
 )
-from qla_kernels.sparse_ring.groups import ALONE
+from qla_kernels.sparse_ring.groups import ALONE, RankRing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +48,7 @@ def as_ours(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 LAYER = SimpleNamespace(layer_idx=1, is_causal=True)
 SOLO = RingGroups(ALONE, ALONE, ALONE, None)
+SECOND = RingGroups(RankRing(None, 1, 2), RankRing(None, 1, 2), ALONE, None)
 
 
 def test_the_hook_is_the_public_function():
@@ -65,6 +66,25 @@ def test_the_hook_around_a_ring():
     settings = SparseRingConfig(SOLO, StripedLayout(1), Dense())
     o, _ = attention(LAYER, **x, attention_mask=None, sparse_ring=settings)
     assert torch.equal(o, sparse_attention(*as_ours(x), pattern=Dense()))
+
+
+def test_positions_are_those_of_the_layout(monkeypatch):
+    """Left out, transformers counts from 0 on every rank: the rotary angles were wrong."""
+
+    def ours(*args, **kwargs):
+        raise AssertionError("the call itself")
+
+    monkeypatch.setattr(hook, "sparse_ring_attention", ours)
+    x, layout = call(), StripedLayout(2)
+    settings = SparseRingConfig(SECOND, layout, Dense(), seqlen=200)
+    right = layout.positions(256, 1)[None]
+    options = {"attention_mask": None, "sparse_ring": settings}
+    for given in (right, right + 9 * (right >= 200), torch.zeros(3, 1, 7), None):
+        with pytest.raises(AssertionError, match="the call itself"):
+            attention(LAYER, **x, **options, position_ids=given)
+    text = "token 0 of rank 1 has a wrong position; need 128, its place in the whole sequence; pass"
+    with pytest.raises(ValueError, match=f"^sparse_ring: {text}"):
+        attention(LAYER, **x, **options, position_ids=torch.arange(128)[None])
 
 
 @pytest.mark.parametrize("half", [{"layout": StripedLayout(2)}, {"group": SOLO}])

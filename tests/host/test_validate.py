@@ -256,6 +256,14 @@ def broken(name: str, where: tuple[int, ...]) -> Any:
     return x
 
 
+def decays() -> Any:
+    """Gates that were exponentiated before, with one token that forgets everything."""
+    x = call(lengths=[3, 67], padding=2)
+    x["g"] = torch.full_like(x["g"], 0.5)
+    x["g"][0, 0, 0] = 0
+    return x
+
+
 @pytest.mark.parametrize(
     ("x", "text"),
     [
@@ -263,6 +271,11 @@ def broken(name: str, where: tuple[int, ...]) -> Any:
         (
             broken("beta", (0, 69, 0)),
             "beta is NaN, first at token 69; need numbers; look at what made beta",
+        ),
+        (
+            decays(),
+            "g is positive, first 0.5 at token 0; need at most 0, the natural log of a decay; "
+            "pass g.log() if g holds the decays themselves",
         ),
         *BOUNDS,
     ],
@@ -276,4 +289,12 @@ def test_qla_check_reads_contents(monkeypatch, x, text):
 def test_qla_check_passes_a_good_call_with_nan_past_the_last_sequence(monkeypatch):
     monkeypatch.setenv("QLA_CHECK", "1")
     o, _ = chunk_gated_delta_rule(**call(lengths=[3, 67], padding=2))
+    assert o.isfinite().all()
+
+
+def test_qla_check_takes_any_input_of_a_gate(monkeypatch):
+    monkeypatch.setenv("QLA_CHECK", "1")
+    x = call(activations=True)
+    assert (x["g"] > 0).any()
+    o, _ = chunk_gated_delta_rule(**x)
     assert o.isfinite().all()

@@ -113,6 +113,32 @@ def test_ctrl_c_ends_it_cleanly(tmp_path, seconds):
     assert set(tmp_path.glob("**/kernels/*")) == finished  # nobody waited for a compiler
 
 
+def test_a_time_limit_ends_compilers_too(monkeypatch, capsys):
+    """SIGTERM once ended this process alone, and its compilers went on."""
+
+    class Running:
+        pid, waits = 12345, 0
+
+        def wait(self) -> int:
+            self.waits += 1
+            if self.waits == 1:
+                signal.raise_signal(signal.SIGTERM)
+            return 0
+
+    def unexpected(*_: object) -> None:
+        raise AssertionError("SIGTERM went to whoever was there before")
+
+    ended, before = [], signal.signal(signal.SIGTERM, unexpected)
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: Running())
+    monkeypatch.setattr(os, "killpg", lambda *args: ended.append(args))
+    try:
+        assert warmup.run_apart([]) == warmup.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == [(12345, signal.SIGTERM)]
+    assert "stopped; finished kernels are in" in capsys.readouterr().err
+
+
 @pytest.fixture
 def two_prebuilt(tmp_path, monkeypatch):
     """A kernel file of two variants, as `prebuilt.in_use` returns it; and what is compiled."""

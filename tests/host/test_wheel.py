@@ -115,6 +115,8 @@ def metadata(wheel: Path, name: str) -> Message:
 def test_without_kernels_it_fits_every_machine(wheel):
     assert wheel.name.endswith("-py3-none-any.whl")
     assert metadata(wheel, "WHEEL")["Root-Is-Purelib"] == "true"
+    assert metadata(wheel, "METADATA")["Metadata-Version"] == "2.4"  # what uploaders take
+    assert "Typing :: Typed" in metadata(wheel, "METADATA").get_all("Classifier")
 
 
 @needs_cc

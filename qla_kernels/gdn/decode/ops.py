@@ -199,7 +199,7 @@ def _check_drafts(call: Call, drafts: Drafts, *_: Any) -> None:
 
 
 def _check_gates(call: Call, *_: Any) -> None:
-    contents.check_contents(OP, call.g, call.beta, call.cu_seqlens)
+    contents.check_contents(OP, call)
 
 
 def _no_backward(ctx: Any, *grads: Tensor | None) -> None:

@@ -123,7 +123,7 @@ def _checked(
     _check_open_ends(place, q.shape[1], len(bounds[0]))
     if not torch.compiler.is_compiling():
         if contents.asked_for():
-            contents.check_contents(OP, g, beta, *bounds)
+            contents.check_contents(OP, call)
         _check_part(place, q.shape[1], *bounds)
     others = options._asdict()
     facts = {

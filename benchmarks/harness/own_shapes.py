@@ -1,0 +1,155 @@
+"""Workloads of shapes that are given on the command line, for every family.
+
+    --heads 16/32         key heads / value heads of a gated delta net; of attention key-value heads
+                          / query heads. The convolution has the channels of such a net.
+    --lengths 4096x2      two sequences of 4096 tokens; 1x8192 or 8192 is one, 6144+2048 two
+    --lengths 16x4096+512 16 responses of 512 tokens to one prompt of 4096: all families but gdn and
+                          sparse_ring. `4 of 16x4096+512` has four such prompts.
+    --head-dim 64         size of all heads
+
+Several heads or lengths are separated by commas; `64k` is 65536. A sequence of sparse_ring is a
+multiple of 64 tokens; --density and --run say its mask.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ..attention.workloads import Group, SharedPrompts, VerticalSlash, same
+from ..conv.workloads import GROUP, Convolution
+from ..gdn.workloads import Gdn, parse_lengths
+from ..hybrid.workloads import HybridPart
+from .workload import Direction, Heads
+
+BLOCK = VerticalSlash.block
+
+
+class Asked(NamedTuple):
+    """Shapes as the command line has them."""
+
+    heads: Sequence[str] = ()
+    lengths: Sequence[str] = ()
+    head_dim: int | None = None
+    density: float | None = None
+    run: int | None = None
+    direction: Sequence[str] = ()
+
+    @property
+    def given(self) -> bool:
+        """Whether anything of a shape is given; directions alone are of named workloads."""
+        return any(x not in ((), [], None) for x in self[:-1])
+
+
+def own_shapes(family: str, asked: Asked) -> list[Any]:
+    """Returns a workload for each heads, lengths and direction.
+
+    Raises ValueError if a family has no such shape; the text says what it has.
+    """
+    if not asked.lengths:
+        raise ValueError("a shape without --lengths; need them, such as --lengths 4096x2")
+    if family != "sparse_ring" and (asked.density, asked.run) != (None, None):
+        raise ValueError(f"--density and --run of {family}; need sparse_ring, which has masks")
+    if asked.head_dim is not None and asked.head_dim < 1:
+        raise ValueError(f"--head-dim {asked.head_dim}; need a size of at least 1")
+    found: list[Any] = []
+    for heads in asked.heads or [""]:
+        for text in asked.lengths:
+            found += FAMILIES[family](heads, text, asked)
+    return found
+
+
+def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn]:
+    lengths = _lengths(text, "4096x2, 8192 or 6144+2048")
+    for direction in _directions(asked, "fwd", "bwd", "both"):
+        yield Gdn(_heads(heads or "16/32"), lengths, direction, head_dim=asked.head_dim or 128)
+
+
+def _conv(heads: str, text: str, asked: Asked) -> Iterator[Convolution]:
+    keys, values = _heads(heads or "16/32")
+    channels = (2 * keys + values) * (asked.head_dim or 128)
+    if channels % GROUP:
+        got = f"(2 x {keys} + {values}) x {asked.head_dim} = {channels} channels"
+        raise ValueError(f"{got}; need a multiple of {GROUP}, which are judged together")
+    for direction in _directions(asked, "fwd", "bwd"):
+        yield Convolution(_label(text), _groups(text), channels, direction=direction)
+
+
+def _dualkv(heads: str, text: str, asked: Asked) -> Iterator[SharedPrompts]:
+    shape: dict[str, Any] = {"heads": _heads(heads or "8/32"), "head_dim": asked.head_dim or 128}
+    for direction in _directions(asked, "fwd", "bwd"):
+        yield SharedPrompts(_label(text), _groups(text), direction, **shape)
+
+
+def _sparse_ring(heads: str, text: str, asked: Asked) -> Iterator[VerticalSlash]:
+    lengths = _lengths(text, "131072 or 128k")
+    (tokens, *others) = lengths
+    if others or tokens % BLOCK or tokens < 2 * BLOCK:
+        raise ValueError(
+            f"--lengths {text}; need one sequence, a multiple of {BLOCK} tokens from {2 * BLOCK} on"
+        )
+    density = 0.05 if asked.density is None else asked.density
+    run = 1 if asked.run is None else asked.run
+    if not 0 < density <= 1 or run < 1:
+        got = f"--density {density} --run {run}"
+        raise ValueError(f"{got}; need a density above 0 and at most 1, and runs of at least 1")
+    shape: dict[str, Any] = {"heads": _heads(heads or "8/32"), "head_dim": asked.head_dim or 128}
+    for direction in _directions(asked, "fwd", "bwd"):
+        yield VerticalSlash(tokens, density, run, direction=direction, **shape)
+
+
+def _hybrid(heads: str, text: str, asked: Asked) -> Iterator[HybridPart]:
+    if heads or asked.head_dim:
+        fix = "need --lengths alone: a block of hybrid has the sizes of Qwen3-Next"
+        raise ValueError(f"--heads and --head-dim of hybrid; {fix}")
+    for _ in _directions(asked, "both"):
+        yield HybridPart(_label(text), _groups(text))
+
+
+FAMILIES: dict[str, Callable[[str, str, Asked], Iterator[Any]]] = {
+    "gdn": _gdn, "conv": _conv, "dualkv": _dualkv, "sparse_ring": _sparse_ring, "hybrid": _hybrid,
+}  # fmt: skip
+
+
+def _directions(asked: Asked, *known: Direction) -> Sequence[Any]:
+    """Returns the directions asked for; if none, forward and backward."""
+    if other := [direction for direction in asked.direction if direction not in known]:
+        raise ValueError(f"--direction {','.join(other)}; this family has {', '.join(known)}")
+    return asked.direction or [direction for direction in known if direction != "both"] or known
+
+
+def _heads(text: str) -> Heads:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    few, many = (int(n) for n in match.groups()) if match else (0, 0)
+    if not few or many % few or not many:
+        needs = "FEW/MANY with MANY a multiple of FEW, such as 16/32"
+        raise ValueError(f"--heads {text}; need {needs}")
+    return few, many
+
+
+def _lengths(text: str, such_as: str) -> tuple[int, ...]:
+    try:
+        lengths = parse_lengths(_in_full(text))
+    except ValueError:
+        lengths = ()
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"--lengths {text}; need sequences such as {such_as}")
+    return lengths
+
+
+def _groups(text: str) -> tuple[Group, ...]:
+    """Returns prompts with their responses, or sequences that share nothing."""
+    match = re.fullmatch(r"(?:(\d+) ?of ?)?(\d+)x(\d+)\+(\d+)", _in_full(text))
+    if match is None:
+        return tuple((n, ()) for n in _lengths(text, "16x4096+512, 4096x2 or 8192"))
+    groups, responses, prompt, tokens = (int(n or 1) for n in match.groups())
+    if not min(groups, responses, prompt, tokens):
+        raise ValueError(f"--lengths {text}; need numbers of at least 1")
+    return same(responses, prompt, tokens) * groups
+
+
+def _in_full(text: str) -> str:
+    return re.sub(r"(\d+)k", lambda match: str(int(match[1]) * 1024), text)
+
+
+def _label(text: str) -> str:
+    return _in_full(text).replace(" ", "")

@@ -1,0 +1,59 @@
+"""`python -m qla_kernels.inspect my_kernel.py`: kernels that are not of this package."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qla_kernels.inspect import __main__ as inspector
+
+KERNEL = """
+from typing import NamedTuple
+from qla_kernels.tile.schedule import Role, Schedule
+
+class Variant(NamedTuple):
+    dtype: str
+    N: int
+
+VARIANTS = Variant("bfloat16", 64), Variant("float16", 128)
+
+def schedule(variant):
+    return Schedule(roles=(Role("add", warps=8, regs=32, computes="y"),))
+"""
+
+
+def test_a_file_with_a_kernel_is_inspected(tmp_path, monkeypatch, capsys):
+    """It once said `no variant matches`, with a list of this package's kernels."""
+    file = tmp_path / "my_gemm.py"
+    file.write_text(KERNEL + "def build(variant): raise AssertionError")
+    seen = []
+
+    def facts(kernel: Any, variant: Any, keep: Path | None) -> Any:
+        seen.append((str(kernel), kernel.module.PASS_CONFIGS, variant.N))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(inspector, "facts", facts)
+    monkeypatch.setattr(inspector, "check", lambda found, schedule: [f"{len(schedule.roles)} role"])
+    monkeypatch.setattr(inspector, "asdict", lambda found: {})
+    monkeypatch.setattr(inspector, "_report", lambda name, *_: [name])
+    assert inspector.main([str(file)]) == 1
+    assert seen == [("my_gemm", {}, 64), ("my_gemm", {}, 128)]
+    assert capsys.readouterr().out == "my_gemm-bf16-n64\nmy_gemm-fp16-n128\n"
+    assert inspector.main([str(file), "--variant", "n128"]) == 1
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no file {}; need one; check the path"),
+        (KERNEL, "{} without build; need VARIANTS, schedule and build; see the docstring of"),
+    ],
+)
+def test_a_file_that_is_no_kernel_is_refused(tmp_path, capsys, text, said):
+    file = tmp_path / "other.py"
+    if text is not None:
+        file.write_text(text)
+    assert inspector.main([str(file)]) == 2
+    assert capsys.readouterr().err.startswith("inspect: " + said.format(file))
