@@ -77,7 +77,8 @@ def layer_on(engine: Any) -> type:
                 super()._forward_core_fused_norm(*given[:3], output_gate, core_attn_out)
                 return
             n = batch.num_actual_tokens
-            _decode(engine, self, batch, *(x[:n] for x in given), gate=output_gate[:n])
+            rows, b, a, out = (x[:n] for x in given)
+            _decode(engine, self, batch, rows, b, a, out, output_gate[:n])
 
         def _forward_core(
             self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor

@@ -110,13 +110,10 @@ def run(x: Call, device: str = "cpu") -> None:
         y = packed_decode_gated_delta_rule(**given)
     else:
         pool = given["conv_state"].clone()
-        parameters = tuple(given[name] for name in CONVOLUTION[1:])
+        weight, bias, activation = (given[name] for name in CONVOLUTION[1:])
+        null, slots = x.get("null_slot", -1), given["state_indices"]
         rows = causal_conv1d_update(
-            given["mixed_qkv"],
-            pool,
-            *parameters,
-            conv_state_indices=given["state_indices"],
-            null_slot=x.get("null_slot", -1),
+            given["mixed_qkv"], pool, weight, bias, activation, slots, null_slot=null
         )
         y = decode_gated_delta_net(**given)
         before["mixed_qkv"] = rows.cpu()
