@@ -123,7 +123,7 @@ def step_truth(workload: DecodeStep, inputs: StepInputs) -> Truth:
 
 def gate_of(workload: DecodeStep, inputs: StepInputs) -> Tensor:
     """z, [N, HV, V]."""
-    return inputs.rows[:, workload.channels :].unflatten(1, (-1, workload.head_dim))
+    return torch.unflatten(inputs.rows[:, workload.channels :], 1, (-1, workload.head_dim))
 
 
 def _prepared(workload: DecodeStep, inputs: StepInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -133,7 +133,7 @@ def _prepared(workload: DecodeStep, inputs: StepInputs, dtype: torch.dtype) -> t
     (H, HV), D, C = workload.heads, workload.head_dim, workload.channels
     taps, A_log, dt_bias, _ = (x.double() for x in inputs.weights)
     rows = inputs.rows[:, :C].double(), inputs.last.double().mT, taps, None, True
-    y = conv.update(*rows)[0].to(dtype).double().unflatten(1, (-1, D))
+    y = torch.unflatten(conv.update(*rows)[0].to(dtype).double(), 1, (-1, D))
     q, k = (gdn.l2norm(x).repeat_interleave(HV // H, 1) for x in (y[:, :H], y[:, H : 2 * H]))
     a, b = inputs.gates.double().unbind(1)
     return q, k, y[:, 2 * H :], gdn.gate(a[:, None], A_log, dt_bias)[:, 0].exp(), b.sigmoid()
