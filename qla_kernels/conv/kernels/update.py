@@ -28,7 +28,7 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 UPDATE_WARPS = 4  # a CTA: 512 channels of a sequence
 
-CHANNELS = """
+UPDATE_SOURCE = """
 namespace qla {
 // 4 numbers that lie `step` apart in memory; one access if they are `adjacent`.
 template <class T>
@@ -157,7 +157,7 @@ def build(variant: Variant):
         tiles = T.ceildiv(channels, plan.threads * PIECE)
         with T.Kernel(num * tiles, threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
-            T.import_source(SOURCE + CHANNELS)
+            T.import_source(SOURCE + UPDATE_SOURCE)
             r_w = T.alloc_local((PIECE * W,), "float32")
             r_b = T.alloc_local((PIECE,), "float32")
             r_y = T.alloc_local((PIECE,), variant.dtype)

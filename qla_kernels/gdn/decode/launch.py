@@ -178,7 +178,7 @@ def norm_arguments(
     has = {
         kernel.NULL_ZERO: pool.null_slot == 0,
         norm_kernel.SIGMOID: norm.sigmoid,
-        norm_kernel.AHEAD: norm.ahead,
+        norm_kernel.STATES_AHEAD: norm.ahead,
     }
     dtypes = dtype_name(q.dtype), dtype_name(states.dtype)
     return norm_kernel.Variant(dtypes[0], q.shape[-1], v.shape[-1], dtypes[1]), (

@@ -16,7 +16,7 @@ Bounded by memory, as recurrent.py, whose steps it shares; o does not go through
 Why this shape: the mean is over all columns of a head, so that a CTA has 8 warps where recurrent
 has 4, and an SM holds half as many CTAs. What the gate needs is loaded by a warp that would wait,
 and is a factor of each column by the time that o is there. If the kernel before writes neither
-states nor indices, and itself waited for all earlier ones, S is loaded while it runs (`AHEAD`): it
+states nor indices, and itself waited for all earlier ones, S is loaded while it runs (`STATES_AHEAD`): it
 is the convolution of the step, whose time then disappears behind that of the loads.
 """
 
@@ -48,7 +48,7 @@ from qla_kernels.tile.schedule import Role, Schedule
 __all__ = ["NULL_ZERO", "PASS_CONFIGS", "VARIANTS", "Variant", "build", "schedule"]
 
 # Bits of `flags` besides those of recurrent.py.
-SIGMOID, AHEAD = 1 << 12, 1 << 13
+SIGMOID, STATES_AHEAD = 1 << 12, 1 << 13
 
 
 class Variant(NamedTuple):
@@ -193,7 +193,7 @@ def build(variant: Variant):
                 T.if_then_else(v_first == 0, lane % STATE_PIECE, lane // COLUMN_LANES) * STATE_PIECE
             )
             column += warp * WARP_COLUMNS
-            if not has(flags, AHEAD):
+            if not has(flags, STATES_AHEAD):
                 await_previous()
             slot = known_slot(state_indices[n], num_slots, flags)
             across = T.if_then_else(v_first == 0, state_k, state_v)
@@ -205,7 +205,7 @@ def build(variant: Variant):
                 )
                 if warp == 1:
                     gate_columns(z, weight, weight_size, variant.dtype, s_gate, n, hv, flags)
-            if has(flags, AHEAD):
+            if has(flags, STATES_AHEAD):
                 await_previous()
             if slot >= 0:
                 if warp == 0:
