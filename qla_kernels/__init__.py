@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from qla_kernels import conv, dualkv, gdn, hybrid, integrations, sparse_ring
     from qla_kernels.conv.api import causal_conv1d
+    from qla_kernels.conv.update import causal_conv1d_update
     from qla_kernels.dualkv.api import shared_prefix_attention
     from qla_kernels.dualkv.batch import SharedBatch
     from qla_kernels.dualkv.microbatch import plan_microbatches
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from qla_kernels.gdn.prefill.api import prefill_gated_delta_rule
     from qla_kernels.hybrid.conv import shared_prefix_conv1d
     from qla_kernels.hybrid.delta import shared_prefix_gated_delta_rule
+    from qla_kernels.hybrid.step import decode_gated_delta_net
     from qla_kernels.sparse_ring.api import sparse_attention, sparse_ring_attention
 
 __version__ = "0.1.0"
@@ -46,11 +48,13 @@ __all__ = [
     "SharedLayout",
     "Unsupported",
     "causal_conv1d",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "chunk_gdn",
     "conv",
+    "decode_gated_delta_net",
     "dualkv",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
@@ -77,10 +81,12 @@ _HOME = {
     "SharedLayout": "qla_kernels.dualkv.plan",
     "Unsupported": "qla_kernels.errors",
     "causal_conv1d": "qla_kernels.conv.api",
+    "causal_conv1d_update": "qla_kernels.conv.update",
     "chunk_gated_delta_rule": "qla_kernels.gdn.api",
     "chunk_gated_delta_rule_bwd": "qla_kernels.gdn.low_level",
     "chunk_gated_delta_rule_fwd": "qla_kernels.gdn.low_level",
     "chunk_gdn": "qla_kernels.gdn.api",
+    "decode_gated_delta_net": "qla_kernels.hybrid.step",
     "fused_recurrent_gated_delta_rule": "qla_kernels.gdn.decode.api",
     "fused_recurrent_gdn": "qla_kernels.gdn.decode.api",
     "pack_padded": "qla_kernels.dualkv.padded",

@@ -74,6 +74,19 @@ def forward(
     return y
 
 
+def update(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """One token of each of N sequences: x [N, C], state [N, C, W - 1], the tokens before it.
+
+    Returns y [N, C] in x's dtype, and the state [N, C, W - 1] for the next token.
+    """
+    line = torch.cat([state.to(_wide(x)), _wide(x)[..., None]], -1)
+    z = einsum(line, weight.to(line), "n c j, c j -> n c")
+    z = z if bias is None else z + bias.to(z)
+    return _activated(z, silu).to(x.dtype), line[..., 1:].to(state.dtype)
+
+
 def backward(
     dy: Tensor,
     x: Tensor,

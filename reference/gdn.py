@@ -38,6 +38,7 @@ __all__ = [
     "forward_link",
     "gate",
     "gate_backward",
+    "gated_rms_norm",
     "l2norm",
     "l2norm_backward",
     "recurrent",
@@ -167,6 +168,15 @@ def _l2norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(compute_dtype(x))
     rstd = (wide.square().sum(-1, keepdim=True) + eps).rsqrt()
     return wide * rstd, rstd
+
+
+def gated_rms_norm(
+    o: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, sigmoid: bool = False
+) -> Tensor:
+    """y = o (mean o^2 + eps)^-1/2 weight act(z) over the last axis; act is silu, or sigmoid."""
+    wide, z = o.to(compute_dtype(o)), z.to(compute_dtype(o))
+    y = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(wide)
+    return (y * z.sigmoid() * (1 if sigmoid else z)).to(o.dtype)
 
 
 def gate(x: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:

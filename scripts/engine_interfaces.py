@@ -34,7 +34,12 @@ USED = {
         GDN: [
             "QwenGatedDeltaNetAttention._forward_core",
             "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
+            "QwenGatedDeltaNetAttention._forward_core_fused_norm",
+            "QwenGatedDeltaNetAttention._forward_core_fused_norm_packed",
+            "QwenGatedDeltaNetAttention._rms_norm_gated_cuda",
+            "QwenGatedDeltaNetAttention.forward_cuda",
             "qwen_gdn_attention_core",
+            "qwen_gdn_attention_core_fused_norm_packed",
             "fi_chunk_gated_delta_rule",
         ],
         "vllm/model_executor/custom_op.py": ["PluggableLayer.register_oot"],

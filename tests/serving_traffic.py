@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from qla_kernels import (
+    causal_conv1d_update,
+    decode_gated_delta_net,
     packed_decode_gated_delta_rule,
     prefill_gated_delta_rule,
     verify_gated_delta_rule,
 )
-from reference import gdn
+from reference import conv, gdn
 
 DRAFTS = 3  # tokens of a verification
+WIDTH = 4  # of the convolution
 
 
 @dataclass
@@ -30,6 +33,7 @@ class Request:
     tokens: int = 0
     spare: list[int] = field(default_factory=list)  # slots of its drafts
     accepted: int = 1
+    last: Tensor | None = None  # [channels, WIDTH - 1], what the model says of the convolution
 
 
 class Traffic:
@@ -51,6 +55,11 @@ class Traffic:
             "A_log": torch.linspace(-3, 0, self.HV).to(device),
             "dt_bias": torch.randn(self.HV).to(device),
         }
+        channels = 2 * self.H * self.K + self.HV * self.V
+        room = torch.randn(slots, WIDTH - 1, channels + 8, dtype=torch.float64).to(device, dtype)
+        self.rows_before = room[..., :-8].mT  # [slots, channels, WIDTH - 1]
+        self.conv_weight = torch.randn(channels, WIDTH).to(device, dtype)
+        self.norm_weight = (torch.rand(self.V) + 0.5).to(device)
         self.free = list(range(1, slots))
         self.live: list[Request] = []
         self.prefixes: list[tuple[int, Tensor]] = []  # kept slots and their states
@@ -176,18 +185,49 @@ class Traffic:
         if not len(rows):
             return set()
         slots = [request.slot for request in batch]
-        o = packed_decode_gated_delta_rule(
-            rows, a, b, self.parameters["A_log"], self.parameters["dt_bias"], self.pool,
-            self.table(slots + [0] * padding), null_slot=0,
-        )  # fmt: skip
+        table, normed, convolved = (
+            self.table(slots + [0] * padding),
+            *self.draw.choices((0, 1), k=2),
+        )
+        rule = a, b, self.parameters["A_log"], self.parameters["dt_bias"], self.pool, table
+        z = torch.randn(len(rows), self.HV, self.V).to(rows)
+        norm = {"z": z, "norm_weight": self.norm_weight} if normed else {}
+        if convolved:
+            given, before = rows, self.rows_before.clone()
+            for request in batch:
+                if request.last is not None:  # the server moves it to the request's slot
+                    self.rows_before[request.slot] = request.last
+            pool = self.rows_before.clone()
+            taps = self.conv_weight, None, "silu"
+            rows = causal_conv1d_update(given, pool, *taps, table, null_slot=0)
+            o = decode_gated_delta_net(
+                given, *rule, self.rows_before, *taps, null_slot=0, **norm
+            )  # fmt: skip
+            assert torch.equal(self.rows_before, pool), "the two calls leave other tokens"
+            same = [slot for slot in range(len(pool)) if slot not in slots]
+            assert torch.equal(pool[same], before[same]), "a slot was written that nobody named"
+        else:
+            o = packed_decode_gated_delta_rule(rows, *rule, null_slot=0, **norm)
         for n, request in enumerate(batch):
             mine = slice(n, n + 1)
             want, states = self.truth(rows[mine], a[mine], b[mine], request.state)
+            if convolved:
+                self.convolve(request, given[n], before[request.slot], rows[n])
+            if normed:
+                want = gdn.gated_rms_norm(want, z[mine].double().cpu(), self.norm_weight.cpu())
             self.agree("o of a step", o[n], want)
             request.state, request.tokens = states[0], request.tokens + 1
         assert not o[len(batch) :].any(), "padding is not 0"
         self.done["decode"] += 1
         return set(slots)
+
+    def convolve(self, request: Request, x: Tensor, before: Tensor, row: Tensor) -> None:
+        """Compares a row after the convolution; a new request goes on from what its slot held."""
+        last = before if request.last is None else request.last
+        exact = (t.double().cpu() for t in (x[None], last[None], self.conv_weight))
+        want, after = conv.update(*exact, None, True)
+        self.agree("a convolved row", row, want[0])
+        request.last = after[0].to(row)
 
     def verify(self) -> set[int]:
         """Drafts of some requests; then a random number of each is accepted."""

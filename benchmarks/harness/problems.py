@@ -18,6 +18,7 @@ from ..gdn.truth import gdn_truth
 from ..gdn.work import gdn_work
 from ..gdn.workloads import Gdn
 from ..hybrid.problem import hybrid_inputs, hybrid_truth, hybrid_work
+from ..hybrid.step import DecodeStep, step_inputs, step_truth, step_work
 from ..hybrid.workloads import HybridPart
 from .floor import Work
 from .truth import Truth
@@ -37,12 +38,15 @@ Parts = tuple[Callable[..., Any], Callable[..., Work], Callable[..., Truth], str
 GDN: Parts = gdn_inputs, gdn_work, gdn_truth, "cu_seqlens"
 CONV: Parts = conv_inputs, conv_work, conv_truth, "bounds"
 HYBRID: Parts = hybrid_inputs, hybrid_work, hybrid_truth, "weights"
+STEP: Parts = step_inputs, step_work, step_truth, "weights"
 LAYER: Parts = layer_inputs, layer_work, layer_truth, "weights"
 ATTENTION: Parts = attention_inputs, attention_work, attention_truth, "visible"
 
 
 def _parts(workload: Any) -> Parts:
-    of_kind = {Gdn: GDN, Convolution: CONV, HybridPart: HYBRID, DecoderLayer: LAYER}
+    of_kind = {
+        Gdn: GDN, Convolution: CONV, HybridPart: HYBRID, DecoderLayer: LAYER, DecodeStep: STEP,
+    }  # fmt: skip
     return of_kind.get(type(workload), ATTENTION)
 
 

@@ -1,12 +1,14 @@
 """The block over a packed tree, and over whole sequences by the same kernels."""
 
 import importlib
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..attention.workloads import Group
 from ..harness.adapters import Call, Implementation
+from . import step_ways
 from .problem import HybridInputs, most_tokens, packed, whole
 from .workloads import HybridPart
 
@@ -73,6 +75,7 @@ class OverSequences(Attention):
 
 class OursHybrid(Implementation):
     name, label, distribution = "ours", "ours", "qla-kernels"
+    lacks: ClassVar = {"step": "only trains"}
     module, needs_cuda = "qla_kernels.hybrid", False
 
     def prepare(self, workload: HybridPart, inputs: HybridInputs) -> Call:
@@ -83,6 +86,7 @@ class Whole(Implementation):
     """In passes, if a step of all sequences would not fit into the memory of the GPU."""
 
     name, label, distribution = "whole", "whole sequences", "qla-kernels"
+    lacks: ClassVar = {"step": "only trains"}
     module, needs_cuda = "qla_kernels.hybrid", False
 
     def prepare(self, workload: HybridPart, inputs: HybridInputs) -> Call:
@@ -95,4 +99,4 @@ class Whole(Implementation):
 
 
 def known(family: str) -> list[Implementation]:
-    return [OursHybrid(), Whole()]
+    return [OursHybrid(), Whole(), *step_ways.known()]

@@ -1,10 +1,14 @@
-"""A block of a hybrid model in training, and its parts, on groups that share prompts."""
+"""A block of a hybrid model in training, and its parts, on groups that share prompts.
+
+A step of decoding is in step.py.
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, cast
 
 from ..attention.workloads import SharedPrompts, same
 from ..harness.workload import Direction, Heads
+from .step import STEPS, DecodeStep
 
 Half = Literal["linear", "full", "mlp"]  # of a layer: what mixes tokens, or what does not
 
@@ -85,9 +89,10 @@ def _part(part: str) -> tuple[HybridPart, ...]:
     return tuple(HybridPart(label, groups, part=part) for label, groups in SHAPES.items())
 
 
-HYBRID: dict[str, tuple[HybridPart, ...]] = {
+HYBRID: dict[str, tuple[HybridPart | DecodeStep, ...]] = {
     "block": _part("block"),
     "parts": tuple(w for part in PARTS if part != "block" for w in _part(part)),
+    "step": STEPS,
 }
 HYBRID_DEFAULT = ("block", "parts")
 

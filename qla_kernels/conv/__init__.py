@@ -2,6 +2,7 @@
 
 Reading order:
     api.py, validate.py, autograd.py, ops.py   the public function, down to the torch operators
+    update.py                                  the public function of one token, for decoding
     cpu.py                                     the operators on CPU tensors
     launch.py, heuristics.py, shapes.py, kernels/   on a GPU
 
@@ -9,6 +10,7 @@ The same operators serve trees of sequences; hybrid/ has the function and makes 
 """
 
 from qla_kernels.conv.api import causal_conv1d
+from qla_kernels.conv.update import causal_conv1d_update
 from qla_kernels.conv.validate import refusal
 
-__all__ = ["causal_conv1d", "refusal"]
+__all__ = ["causal_conv1d", "causal_conv1d_update", "refusal"]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.conv.ops import ConvBackward
+from qla_kernels.conv.validate import UPDATE_OP, check_slots
 from qla_kernels.cpu import reference
 
 
@@ -29,6 +30,29 @@ def conv_bwd(
             dy.flatten(0, 1), x.flatten(0, 1), weight, bias, silu, *_nodes(x, tables)
         )
     return ConvBackward(done.dx.view(x.shape), done.dweight.contiguous(), done.dbias)
+
+
+@torch.no_grad()
+def conv_update(
+    x: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    indices: Tensor | None,
+    null_slot: int,
+    silu: bool,
+    y: Tensor,
+) -> None:
+    """Writes y [N, C], and the rows of the pool [slots, C, W - 1 or more] that are used."""
+    slots = torch.arange(len(x)) if indices is None else indices.long()
+    if indices is not None:
+        check_slots(UPDATE_OP, indices, rows.shape[0], null_slot)
+    live = slots > null_slot
+    last = rows[..., : weight.shape[1] - 1]
+    with torch.autocast("cpu", enabled=False):
+        found, after = reference().conv.update(x[live], last[slots[live]], weight, bias, silu)
+    y.copy_(torch.zeros_like(y).index_put((live,), found))  # y may be x
+    last[slots[live]] = after
 
 
 def _nodes(x: Tensor, tables: list[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
     conv_fwd    fwd
     conv_bwd    bwd, then in a tree join_parts, then weight_sums
+    conv_update update
 
 Nothing here reads a tensor's values, so the host does not wait for the GPU.
 """
@@ -16,10 +17,11 @@ from qla_kernels.conv.heuristics import run_tokens
 from qla_kernels.conv.kernels import bwd as bwd_kernel
 from qla_kernels.conv.kernels import fwd as fwd_kernel
 from qla_kernels.conv.kernels import join_parts as join_parts_kernel
+from qla_kernels.conv.kernels import update as update_kernel
 from qla_kernels.conv.kernels import weight_sums as weight_sums_kernel
 from qla_kernels.conv.ops import ConvBackward, ConvTables
 from qla_kernels.conv.shapes import DTYPES, PIECE, RUNS
-from qla_kernels.conv.validate import OP, flattens
+from qla_kernels.conv.validate import OP, UPDATE_OP, flattens
 from qla_kernels.sm90 import dtype_name, readable, require_aligned
 
 _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
@@ -105,6 +107,46 @@ def conv_bwd(
     return ConvBackward(dx, dweight, dbias)
 
 
+@torch.no_grad()
+def conv_update(
+    x: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    indices: Tensor | None,
+    null_slot: int,
+    silu: bool,
+    y: Tensor,
+) -> None:
+    """Writes y [N, C], and the rows of the pool [slots, C, W - 1 or more] that are used."""
+    require_aligned(UPDATE_OP, x=x, out=y)
+    if y.numel():
+        with device.of(x):
+            W, (_, C), step = weight.shape[1], x.shape, rows.stride(1)
+            parameters = _parameters(_at_pieces(weight), None if bias is None else _at_pieces(bias))
+            nothing = y.view(-1)[:2].view(torch.int32)
+            whole = (rows.stride(0), rows.stride(2), rows.data_ptr() // rows.element_size())
+            jit.compile(update_kernel, update_kernel.Variant(dtype_name(x.dtype), W))(
+                x.as_strided(x.shape, (x.stride(0) if len(x) > 1 else C, 1)),
+                *parameters.tensors,
+                rows[..., : W - 1],
+                nothing if indices is None else _low_words(indices),
+                y,
+                int(indices is not None),
+                null_slot,
+                int(step == 1 and not any(n % PIECE for n in whole)),
+                *parameters.numbers,
+                0.0 if silu else 1.0,
+            )
+    for changed in (rows, y):  # the dispatcher does so, but may be bypassed
+        torch.autograd.graph.increment_version(changed)
+
+
+def _at_pieces(x: Tensor) -> Tensor:
+    """Returns x, or a copy if a kernel cannot read PIECE numbers of 16 bits at its address."""
+    return x.clone() if x.data_ptr() % (2 * PIECE) else x
+
+
 class _Nodes(NamedTuple):
     """Tables as the kernels take them; an absent one is a placeholder, which is not read."""
 
@@ -125,13 +167,16 @@ def _nodes(x: Tensor, width: int, tables: list[Tensor]) -> _Nodes:
     halo, rows = nothing[: width - 1].view(1, -1), nothing[:2].view(1, -1)
     if not tables:
         return _Nodes(nothing, halo, rows, (T, B, 0))
-    bounds = tables[0]
-    if bounds.dtype != torch.int32:  # the low words of int64 numbers
-        bounds = bounds.unsqueeze(-1).view(torch.int32).select(-1, 0)
+    bounds = _low_words(tables[0])
     if len(tables) == 1:
         return _Nodes(bounds, halo, rows, (0, bounds.shape[0] - 1, 0))
     tree = ConvTables(*tables)
     return _Nodes(bounds, tree.halo, tree.rows, (0, bounds.shape[0] - 1, 1))
+
+
+def _low_words(x: Tensor) -> Tensor:
+    """Returns int32 numbers, or a view of int64 numbers as int32 ones."""
+    return x if x.dtype == torch.int32 else x.unsqueeze(-1).view(torch.int32).select(-1, 0)
 
 
 def _parameters(weight: Tensor, bias: Tensor | None) -> _Parameters:

@@ -1,8 +1,9 @@
 """The operators as torch sees them: schemas, fake implementations and dispatch by device.
 
     conv_fwd, conv_bwd   the convolution of packed tokens, and its gradients
+    conv_update          one token of each sequence, on a pool of last tokens
 
-x is [B, T, C]. `tables` describe the sequences:
+In the first two x is [B, T, C]. `tables` describe the sequences:
 
     none                 each batch row is one
     [bounds]             B is 1; cu_seqlens, [N + 1] int32 or int64
@@ -25,6 +26,10 @@ SCHEMAS = {
     "conv_bwd": """(
         Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor[] tables, bool silu
     ) -> (Tensor dx, Tensor dweight, Tensor? dbias)""",
+    "conv_update": """(
+        Tensor x, Tensor(a!) rows, Tensor weight, Tensor? bias, Tensor? indices, int null_slot,
+        bool silu, Tensor(b!) y
+    ) -> ()""",
 }
 
 
@@ -78,11 +83,16 @@ def _fake_conv_bwd(
     return ConvBackward(x.new_empty(x.shape), weight.new_empty(weight.shape), dbias)
 
 
+def _fake_conv_update(*_: Any) -> None:
+    return None
+
+
 HOMES = "qla_kernels.conv.launch", "qla_kernels.conv.cpu"  # for CUDA and CPU tensors
 
 # As this package calls them
 conv_fwd = define_direct("conv_fwd", SCHEMAS["conv_fwd"], _fake_conv_fwd, *HOMES)
 conv_bwd = define_direct("conv_bwd", SCHEMAS["conv_bwd"], _fake_conv_bwd, *HOMES)
+conv_update = define_direct("conv_update", SCHEMAS["conv_update"], _fake_conv_update, *HOMES)
 
 _FORWARDS, _BACKWARDS = Programs("conv_fwd"), Programs("conv_bwd")
 

@@ -25,6 +25,7 @@ from qla_kernels.sm90 import (
 )
 
 OP = "causal_conv1d"
+UPDATE_OP = "causal_conv1d_update"
 
 FLOATS = (*DTYPES, torch.float32, torch.float64)
 WEIGHTS = (*DTYPES, torch.float32)  # dtypes of weight and bias on a GPU
@@ -153,6 +154,76 @@ def check_packed(op: str, x: Tensor, cu_seqlens: Tensor) -> None:
     if x.shape[0] != 1:
         got = f"cu_seqlens with a batch of {x.shape[0]}"
         raise ValueError(need(op, got, "packed tokens: a batch of 1", "pack the rows end to end"))
+
+
+def check_update(
+    op: str,
+    x: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    indices: Tensor | None,
+    null_slot: int,
+    out: Tensor | None,
+) -> None:
+    """Raises ValueError unless the arguments of `causal_conv1d_update` fit together."""
+    check_tensors(op, x, weight, bias, activation)
+    expect_tensors(op, conv_state=rows, **({} if out is None else {"out": out}))
+    (C, W), fix = weight.shape, "pass the pool of last tokens"
+    if x.dim() != 2:
+        got = f"x has shape {tuple(x.shape)}"
+        raise ValueError(need(op, got, "[N, channels], a token of each sequence", "reshape x"))
+    if rows.dim() != 3 or rows.shape[1] != C or rows.shape[2] < W - 1:
+        got = f"conv_state has shape {tuple(rows.shape)}"
+        needs = f"[slots, channels, width - 1] with {C} channels and at least {W - 1} places"
+        raise ValueError(need(op, got, needs, fix))
+    for name, given in (("conv_state", rows), ("out", out)):
+        if given is not None and (given.dtype, given.device) != (x.dtype, x.device):
+            got = f"{name} is {dtype_name(given.dtype)} on {given.device}"
+            raise ValueError(need(op, got, f"{dtype_name(x.dtype)} on {x.device}, as x", fix))
+    if out is not None and out.shape != x.shape:
+        got = f"out has shape {tuple(out.shape)}"
+        raise ValueError(need(op, got, f"{tuple(x.shape)}, as x has", "leave it out"))
+    if type(null_slot) is not int or null_slot not in (-1, 0):
+        needs = "-1, or 0 where slot 0 of the pool is no state either"
+        raise ValueError(need(op, f"null_slot is {null_slot!r}", needs, "pass one of them"))
+    check_indices(op, x, rows, indices)
+    refuse_forward_mode(op, rows, out)
+
+
+def check_indices(op: str, x: Tensor, rows: Tensor, indices: Tensor | None) -> None:
+    """Raises ValueError unless each row of x [N, C] has a slot."""
+    if indices is None:
+        if rows.shape[0] < len(x):
+            got = f"{len(x)} sequences and {rows.shape[0]} slots, without conv_state_indices"
+            raise ValueError(need(op, got, "a slot for each", "pass the slot of each sequence"))
+        return
+    expect_tensors(op, conv_state_indices=indices)
+    if indices.dtype not in (torch.int32, torch.int64):
+        got = f"conv_state_indices is {dtype_name(indices.dtype)}"
+        raise ValueError(need(op, got, "int32 or int64", "cast it"))
+    if indices.shape != x.shape[:1] or indices.device != x.device:
+        got = f"conv_state_indices has shape {tuple(indices.shape)} on {indices.device}"
+        fix = "pass the slot of each sequence"
+        raise ValueError(need(op, got, f"[N] = ({len(x)},) on {x.device}", fix))
+
+
+def check_slots(op: str, indices: Tensor, num_slots: int, null_slot: int) -> None:
+    """Raises ValueError if a slot is past the pool, or two sequences share one."""
+    used = [slot for slot in indices.tolist() if slot > null_slot]
+    if len(set(used)) < len(used) or max(used, default=-1) >= num_slots:
+        needs = f"different slots below {num_slots}, or at most {null_slot} for padding"
+        fix = "give each sequence a slot of its own"
+        raise ValueError(need(op, f"conv_state_indices {indices.tolist()}", needs, fix))
+
+
+def refused_rows(op: str, rows: Tensor) -> str | None:
+    """Returns why a pool of last tokens cannot be overwritten in place, or None."""
+    if all(n == 1 or s for n, s in zip(rows.shape, rows.stride(), strict=True)):
+        return None
+    needs = "a place for each: they are overwritten"
+    return need(op, "slots of conv_state share memory", needs, "pass it .contiguous()")
 
 
 def check_bounds(op: str, num_tokens: int, cu_seqlens: Tensor) -> None:

@@ -1,16 +1,17 @@
-"""Shared prompts for models that mix attention with gated delta nets: layers over prefix trees.
+"""Layers of models that mix attention with gated delta nets, by the kernels of other families.
 
-    conv.py, conv_tables.py     the causal convolution, and its tables
-    delta.py, delta_tables.py   the gated delta rule, and its tables
-    layouts.py                  what both share
-
-These functions take dualkv's SharedLayout, and run the kernels of other families.
+step.py                     a step of decoding: convolution, rule, norm and gate
+conv.py, conv_tables.py     the causal convolution over a shared-prompt layout, and its tables
+delta.py, delta_tables.py   the gated delta rule over one, and its tables
+layouts.py                  what both share
 """
 
 from qla_kernels.hybrid.conv import prepare_conv1d, shared_prefix_conv1d
 from qla_kernels.hybrid.delta import prepare_gated_delta_rule, shared_prefix_gated_delta_rule
+from qla_kernels.hybrid.step import decode_gated_delta_net
 
 __all__ = [
+    "decode_gated_delta_net",
     "prepare_conv1d",
     "prepare_gated_delta_rule",
     "shared_prefix_conv1d",

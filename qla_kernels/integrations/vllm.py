@@ -3,8 +3,9 @@
     VLLM_PLUGINS=qla_kernels vllm serve ...
 
 `register` replaces the layer QwenGatedDeltaNetAttention out of tree. The layer runs prefill, decode
-and verification of drafts from and into the pages of the cache, in place; projections, convolutions
-and norms stay vLLM's. Batches of kinds that it does not know go to vLLM's own kernels.
+and verification of drafts from and into the pages of the cache, in place. A step of decoding runs
+the convolution and the norm as well; elsewhere these and the projections stay vLLM's. Batches of
+kinds that the layer does not know go to vLLM's own kernels.
 """
 
 import os
@@ -19,6 +20,7 @@ from qla_kernels.gdn import (
     prefill_gated_delta_rule,
     verify_gated_delta_rule,
 )
+from qla_kernels.hybrid.step import decode_gated_delta_net
 from qla_kernels.integrations.engines import log, unknown_version
 
 NAME = "qla_kernels"
@@ -56,11 +58,32 @@ def layer_on(engine: Any) -> type:
     base: Any = getattr(engine, LAYER)
 
     class QlaGatedDeltaNetAttention(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            # vLLM's switch for the operator that has the gate among its arguments
+            self.enable_fused_gdn_spec_decode |= _can_norm(self)
+
+        def _forward_core_fused_norm(
+            self,
+            mixed_qkv: Tensor,
+            b: Tensor,
+            a: Tensor,
+            output_gate: Tensor,
+            core_attn_out: Tensor,
+        ) -> None:
+            given = mixed_qkv, b, a, core_attn_out
+            batch = _batch(engine, self)
+            if batch is None or not (_only_decodes(batch) and _can_norm(self)):
+                super()._forward_core_fused_norm(*given[:3], output_gate, core_attn_out)
+                return
+            n = batch.num_actual_tokens
+            rows, b, a, out = (x[:n] for x in given)
+            _decode(engine, self, batch, rows, b, a, out, output_gate[:n])
+
         def _forward_core(
             self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
         ) -> None:
-            found = engine.get_forward_context().attn_metadata
-            batch = found.get(self.prefix) if isinstance(found, dict) else None
+            batch = _batch(engine, self)
             if batch is None:  # vLLM profiles
                 super()._forward_core(mixed_qkv, b, a, core_attn_out)
                 return
@@ -68,7 +91,7 @@ def layer_on(engine: Any) -> type:
             given = mixed_qkv[:n], b[:n], a[:n], core_attn_out[:n]
             if batch.spec_sequence_masks is None and batch.num_prefills > 0:
                 _prefill(engine, self, batch, *given)
-            elif batch.spec_sequence_masks is None and batch.num_decodes > 0:
+            elif _only_decodes(batch):
                 _decode(engine, self, batch, *given)
             elif batch.spec_sequence_masks is not None and not (
                 batch.num_prefills or batch.num_decodes
@@ -78,6 +101,33 @@ def layer_on(engine: Any) -> type:
                 super()._forward_core(mixed_qkv, b, a, core_attn_out)
 
     return QlaGatedDeltaNetAttention
+
+
+def _batch(engine: Any, layer: Any) -> Any:
+    """Returns the metadata of the batch for this layer, or None while vLLM profiles."""
+    found = engine.get_forward_context().attn_metadata
+    return found.get(layer.prefix) if isinstance(found, dict) else None
+
+
+def _only_decodes(batch: Any) -> bool:
+    return batch.spec_sequence_masks is None and not batch.num_prefills and batch.num_decodes > 0
+
+
+def _can_norm(layer: Any) -> bool:
+    """Returns whether our step can run the layer's norm, and q, k, v and z lie side by side.
+
+    Where the next projection is quantised, vLLM's compiler fuses that with the norm.
+    """
+    norm = layer.norm
+    return (
+        not layer.gqa_interleaved_layout
+        and layer.quant_config is None
+        and layer.head_k_dim == layer.head_v_dim
+        and norm.norm_before_gate
+        and norm.group_size is None
+        and norm.bias is None
+        and norm.activation in ("silu", "sigmoid")
+    )
 
 
 def _convolution(engine: Any, layer: Any) -> tuple[Tensor, tuple[Any, ...]]:
@@ -101,24 +151,48 @@ def _split(
 
 
 def _decode(
-    engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
+    engine: Any,
+    layer: Any,
+    batch: Any,
+    rows: Tensor,
+    b: Tensor,
+    a: Tensor,
+    out: Tensor,
+    gate: Tensor | None = None,
 ) -> None:
-    """One token of each sequence; tokens and slots of padding may follow."""
+    """One token of each sequence; tokens and slots of padding may follow. With a gate, the norm."""
     slots = batch.non_spec_state_indices_tensor[: len(rows)]
     states, parameters = _convolution(engine, layer)
+    norm: dict[str, Any] = {}
+    if gate is not None:
+        norm = {"z": gate, "norm_weight": layer.norm.weight, "norm_eps": layer.layer_norm_epsilon}
+        norm["z_activation"] = layer.norm.activation
+    if states.dtype == rows.dtype:
+        decode_gated_delta_net(
+            rows if rows.stride(-1) == 1 else rows.contiguous(), a, b, layer.A_log, layer.dt_bias,
+            layer.kv_cache[1], slots, states, *parameters, null_slot=NULL_SLOT,
+            out=out.unsqueeze(1), **norm,
+        )  # fmt: skip
+        return
     rows = engine.causal_conv1d_update(
         rows, states, *parameters, conv_state_indices=slots, validate_data=False
     )
-    _decode_rows(layer, rows, b, a, slots, out)
+    _decode_rows(layer, rows, b, a, slots, out, norm)
 
 
 def _decode_rows(
-    layer: Any, rows: Tensor, b: Tensor, a: Tensor, slots: Tensor, out: Tensor
+    layer: Any,
+    rows: Tensor,
+    b: Tensor,
+    a: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    norm: dict[str, Any] | None = None,
 ) -> None:
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     packed_decode_gated_delta_rule(
         rows, a, b, layer.A_log, layer.dt_bias, layer.kv_cache[1], slots,
-        null_slot=NULL_SLOT, out=out.unsqueeze(1),
+        null_slot=NULL_SLOT, out=out.unsqueeze(1), **(norm or {}),
     )  # fmt: skip
 
 

@@ -43,6 +43,34 @@ def _conv(variant: Any, given: tuple[Any, int], device: str) -> None:
     assert_close("dbias", got.dbias.cpu(), want.dbias, WEIGHTS)
 
 
+def _update(variant: Any, given: tuple[int, list[int] | None, int, bool], device: str) -> None:
+    """Checks a token of each sequence against fp64, in a pool between other data."""
+    channels, slots, null_slot, by_channels = given
+    count, dtype, places = 3 if slots is None else len(slots), dtype_of(variant), variant.W - 1
+    x = torch.randn(count, channels + 8).to(dtype)[:, :channels]
+    weight, bias = torch.randn(channels, variant.W).to(dtype), torch.randn(channels)
+    room = torch.randn(7, 8 + channels * (places + 1)).to(dtype)
+    room = torch.unflatten(room[:, 8:], 1, (channels, -1) if by_channels else (-1, channels))
+    pool = room if by_channels else room.mT  # [slots, channels, W]
+    before = pool.clone()
+    indices = None if slots is None else torch.tensor(slots)
+    live = [n for n in range(count) if slots is None or null_slot < slots[n] < len(pool)]
+    used = live if slots is None else [slots[n] for n in live]
+    exact = (t.double() for t in (x[live], before[used][..., :places], weight, bias))
+    want, after = reference().conv.update(*exact, True)
+    on_device = room.to(device)
+    rows = on_device if by_channels else on_device.mT
+    y = torch.full((count, channels), torch.nan, dtype=dtype, device=device)
+    x, weight, bias = (t.to(device) for t in (x, weight, bias))
+    indices = None if indices is None else indices.to(device)
+    launch.conv_update(x, rows, weight, bias, indices, null_slot, True, y)
+    assert_close("y", y.cpu()[live], want, ROUNDING[dtype])
+    padding = [n for n in range(count) if n not in live]
+    assert not y.cpu()[padding].any(), "rows of padding are not 0"
+    before[used, :, :places] = after.to(dtype)
+    assert torch.equal(rows.cpu(), before), "the pool is not as it should be"
+
+
 CASES = (
     Cases(
         ("conv.fwd", "conv.bwd", "conv.join_parts", "conv.weight_sums"),
@@ -50,5 +78,19 @@ CASES = (
         [(TREE, 136), (LEAVES, 40)],
         [(((5000, *[700] * 40), (-1, *[0] * 40)), 1024)],
         emulated=("bf16-w4",),  # tests/emulated/test_conv.py has every variant
+    ),
+    Cases(
+        ("conv.update",),
+        _update,
+        [
+            (channels, slots, null_slot, by_channels)
+            for channels, slots, null_slot in (
+                (520, [3, -1, 0, 6, 9], -1),
+                (40, [0, 5, 2, 0], 0),
+                (40, None, -1),
+            )
+            for by_channels in (False, True)
+        ],
+        emulated=("bf16-w4", "fp16-w3"),
     ),
 )

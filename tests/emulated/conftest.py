@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from qla_kernels import device, jit
+from qla_kernels.conv import launch as launch_conv
+from qla_kernels.conv import update as conv_update
 from qla_kernels.gdn.decode import api as decode
 from qla_kernels.gdn.decode import launch as launch_decode
 from qla_kernels.gdn.decode import packed, verify
 from qla_kernels.gdn.prefill import api as prefill
 from qla_kernels.gdn.prefill import launch as launch_prefill
+from qla_kernels.hybrid import step
 from qla_kernels.sparse_ring import launch as launch_sparse_ring
 from qla_kernels.sparse_ring import shard
 from tests.emulator import EmulatedKernel
@@ -64,7 +67,10 @@ def by_kernels(monkeypatch) -> None:
     """CPU tensors take the launches of a GPU."""
     for name in ("gdn_recurrent", "gdn_recurrent_slots"):
         monkeypatch.setattr(decode, name, getattr(launch_decode, name))
-    monkeypatch.setattr(packed, "gdn_recurrent_slots", launch_decode.gdn_recurrent_slots)
+    for name in ("gdn_recurrent_slots", "gdn_recurrent_norm"):
+        monkeypatch.setattr(packed, name, getattr(launch_decode, name))
+    for module in (conv_update, step):
+        monkeypatch.setattr(module, "conv_update", launch_conv.conv_update)
     monkeypatch.setattr(verify, "gdn_verify", launch_decode.gdn_verify)
     monkeypatch.setattr(prefill, "gdn_prefill", launch_prefill.gdn_prefill)
     monkeypatch.setattr(shard, "launches", lambda _: launch_sparse_ring)

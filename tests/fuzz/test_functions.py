@@ -18,6 +18,8 @@ ELSEWHERE = {
     "PAPER": "a dictionary",
     "Balance": "what balance_report returns",
     "GdnPool": "test_gdn_anchored.py cuts sequences at random and has wrong arguments",
+    "causal_conv1d_update": "random traffic, test_serving_traffic.py; test_decode_step.py",
+    "decode_gated_delta_net": "random traffic, test_serving_traffic.py; test_decode_step.py",
     "packed_decode_gated_delta_rule": "random traffic, test_serving_traffic.py; test_gdn_packed.py",
     "prefill_gated_delta_rule": "random traffic, test_serving_traffic.py; test_gdn_prefill.py",
     "verify_gated_delta_rule": "random traffic, test_serving_traffic.py; test_gdn_verify.py",

@@ -10,10 +10,10 @@ from benchmarks import sm90
 from benchmarks.attention.replicas import replicas
 from benchmarks.harness.messages import Options
 from benchmarks.harness.problems import problem_of
-from benchmarks.harness.records import OK, Result
+from benchmarks.harness.records import NOT_APPLICABLE, OK, Result
 from benchmarks.harness.truth import Truth
 from benchmarks.harness.worker import Worker
-from benchmarks.hybrid import rivals
+from benchmarks.hybrid import rivals, step_ways
 from benchmarks.hybrid.problem import hybrid_inputs, hybrid_truth, hybrid_work, passes
 from benchmarks.hybrid.rivals import OursHybrid, Whole
 from benchmarks.hybrid.workloads import HYBRID, PARTS, REQUIRED, SHAPES, HybridPart
@@ -109,4 +109,6 @@ def test_the_command_shortens_it_without_a_gpu(tmp_path, capsys):
     assert "float32 on the CPU path, lengths 64 times shorter" in printed
     (found,) = json.loads((tmp_path / "hybrid.json").read_text())["rows"]
     assert (found["layout"], found["kind"]) == ("16x8192+1024/64", "linear")
-    assert {r["implementation"]: r["status"] for r in found["results"]} == {"ours": OK, "whole": OK}
+    statuses = {r["implementation"]: r["status"] for r in found["results"]}
+    steps = {way.name for way in step_ways.known()}
+    assert statuses == {"ours": OK, "whole": OK, **dict.fromkeys(steps, NOT_APPLICABLE)}

@@ -133,7 +133,8 @@ def test_a_fingerprint_is_of_what_a_kernel_imports(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sources, "source", edited)
     changed = [name for name in every if sources.fingerprint(name) != before[name]]
     sources.fingerprint.cache_clear()
-    assert changed == [f"qla_kernels.gdn.kernels.{name}" for name in ("recurrent", "verify")]
+    names = ("recurrent", "recurrent_norm", "verify")
+    assert changed == [f"qla_kernels.gdn.kernels.{name}" for name in names]
 
 
 def test_every_file_of_device_code_is_in_a_fingerprint() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from qla_kernels import Unsupported
 from qla_kernels.integrations import engines, sglang, vllm
+from reference import conv, gdn
 from scripts import engine_interfaces
 from tests.serving_traffic import Traffic
 
@@ -85,7 +86,10 @@ def test_an_unknown_version_is_refused(module, engine, monkeypatch, caplog):
 
 
 class Engine:
-    """What vLLM's module has for our layer; a convolution that changes nothing."""
+    """What vLLM's module has for our layer; a convolution that changes nothing.
+
+    A step of decoding does not use it: the weights of `vllm_layer` change nothing either.
+    """
 
     def __init__(self, batch: Any) -> None:
         self.batch, self.exported = batch, None
@@ -120,14 +124,31 @@ def vllm_layer(traffic: Traffic, batch: Any) -> tuple[Any, Engine]:
     engine = Engine(batch)
 
     class QwenGatedDeltaNetAttention:
+        def __init__(self, **settings: Any) -> None:
+            self.enable_fused_gdn_spec_decode, self.gqa_interleaved_layout = False, False
+            self.head_k_dim = self.head_v_dim = 128
+            self.layer_norm_epsilon, self.quant_config = 1e-6, None
+            names = dict.fromkeys(("group_size", "bias"))
+            self.norm = SimpleNamespace(norm_before_gate=True, activation="silu", **names)
+            vars(self).update(settings)
+
         def _forward_core(self, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
             core_attn_out.fill_(7)  # vLLM's own
 
+        def _forward_core_fused_norm(
+            self, mixed_qkv: Any, b: Any, a: Any, output_gate: Any, core_attn_out: Any
+        ) -> None:
+            self._forward_core(mixed_qkv, b, a, core_attn_out)
+            core_attn_out += 1000  # vLLM's norm
+
     engine.QwenGatedDeltaNetAttention = QwenGatedDeltaNetAttention
     layer = vllm.layer_on(engine)()
-    layer.prefix, layer.tp_size, layer.activation = "layer", 1, "silu"
-    layer.kv_cache = torch.zeros(len(traffic.pool), 4, 3), traffic.pool
-    layer.conv1d = SimpleNamespace(weight=torch.zeros(4, 1, 4), bias=None)
+    layer.prefix, layer.tp_size, layer.activation = "layer", 1, None
+    channels = traffic.conv_weight.shape[0]
+    layer.kv_cache = torch.zeros(len(traffic.pool), channels, 3).double(), traffic.pool
+    layer.conv1d = SimpleNamespace(weight=torch.zeros(channels, 1, 4).double(), bias=None)
+    layer.conv1d.weight[..., -1] = 1
+    layer.norm.weight = traffic.norm_weight
     layer.key_dim, layer.head_k_dim = traffic.H * traffic.K, traffic.K
     layer.value_dim, layer.head_v_dim = traffic.HV * traffic.V, traffic.V
     vars(layer).update(traffic.parameters)
@@ -226,6 +247,117 @@ def test_vllm_layer_decodes_and_verifies():
     assert (out == 7).all()
 
 
+@pytest.mark.parametrize("dim_first", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_vllm_layer_decodes_with_its_convolution_and_norm(dim_first, activation):
+    names = recorded("vllm", "QwenGatedDeltaNetAttention._forward_core_fused_norm")["parameters"]
+    t = Traffic(6, sizes=(8, 8))
+    slots = [5, 0, 3]
+    batch = metadata_of(
+        num_prefills=0, num_decodes=3, num_actual_tokens=3,
+        non_spec_state_indices_tensor=t.table([*slots, 0]),
+    )  # fmt: skip
+    layer, engine = vllm_layer(t, batch)
+    assert layer.enable_fused_gdn_spec_decode
+    accepts(layer._forward_core_fused_norm, names[1:])
+    engine.is_conv_state_dim_first = lambda: dim_first
+    engine.causal_conv1d_update = None  # not called
+    layer.conv1d.weight, layer.activation = t.conv_weight[:, None], "silu"
+    layer.norm.activation = activation
+    last = t.rows_before.clone()
+    pool = last.clone() if dim_first else last.mT.clone()
+    layer.kv_cache = pool, t.pool
+    rows, a, b = t.rows(5)  # two of padding, for a graph
+    before, gate = t.pool.clone(), torch.randn(5, t.HV, t.V).double()
+    out = torch.zeros(5, t.HV, t.V).double()
+    given = {"mixed_qkv": rows, "b": b, "a": a, "output_gate": gate, "core_attn_out": out}
+    layer._forward_core_fused_norm(**given)
+    for n in (0, 2):
+        mine, slot = slice(n, n + 1), slots[n]
+        row, after = conv.update(rows[mine], last[slot][None], t.conv_weight, None, True)
+        want, states = t.truth(row, a[mine], b[mine], before[slot].mT)
+        sigmoid = activation == "sigmoid"
+        t.agree("y", out[mine], gdn.gated_rms_norm(want, gate[mine], t.norm_weight, 1e-6, sigmoid))
+        t.agree("state", t.pool[slot].mT, states[0])
+        t.agree("last tokens", pool[slot] if dim_first else pool[slot].mT, after[0])
+    assert not out[[1, 3, 4]].any()
+    same = [slot for slot in range(len(t.pool)) if slot not in slots]
+    assert torch.equal(t.pool[same], before[same])
+
+
+def test_vllm_layers_norm_in_other_batches_is_vllms():
+    t = Traffic(7)
+    batch = metadata_of(
+        num_prefills=1, num_decodes=0, num_actual_tokens=5, has_initial_state=torch.tensor([True]),
+        non_spec_state_indices_tensor=t.table([5]), prefill_query_start_loc=t.table([0, 5]),
+        prefill_state_indices=t.table([5]), prefill_has_initial_state=torch.tensor([True]),
+    )  # fmt: skip
+    layer, engine = vllm_layer(t, batch)
+    rows, a, b = t.rows(5)
+    start, out = t.pool[5].mT.clone(), torch.zeros(5, t.HV, t.V).double()
+    layer._forward_core_fused_norm(rows, b, a, torch.zeros_like(out), out)
+    want, _ = t.truth(rows, a, b, start)
+    t.agree("o", out, want + 1000)
+    engine.batch = None  # vLLM profiles
+    layer._forward_core_fused_norm(rows, b, a, torch.zeros_like(out), out)
+    assert (out == 1007).all()
+
+
+def test_a_pool_of_another_dtype_keeps_vllms_convolution():
+    t = Traffic(8, sizes=(8, 8))
+    batch = metadata_of(
+        num_prefills=0, num_decodes=1, num_actual_tokens=1,
+        non_spec_state_indices_tensor=t.table([5]),
+    )  # fmt: skip
+    layer, engine = vllm_layer(t, batch)
+    layer.kv_cache = layer.kv_cache[0].float(), t.pool
+    called = []
+    engine.causal_conv1d_update = lambda rows, *args, **named: called.append(named) or rows
+    rows, a, b = t.rows(1)
+    before, out, gate = t.pool.clone(), *torch.randn(2, 1, t.HV, t.V).double()
+    layer._forward_core_fused_norm(rows, b, a, gate, out)
+    want, _ = t.truth(rows, a, b, before[5].mT)
+    t.agree("y", out, gdn.gated_rms_norm(want, gate, t.norm_weight))
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"gqa_interleaved_layout": True},
+        {"quant_config": "fp8"},
+        {"head_v_dim": 64},
+        {
+            "norm": SimpleNamespace(
+                norm_before_gate=True, group_size=4, bias=None, activation="silu"
+            )
+        },
+        {
+            "norm": SimpleNamespace(
+                norm_before_gate=True, group_size=None, bias=None, activation="x"
+            )
+        },
+    ],
+    ids=str,
+)
+def test_layers_whose_norm_stays_vllms(setting):
+    engine = SimpleNamespace(QwenGatedDeltaNetAttention=None)
+    own = type("Own", (), {"__init__": lambda self, **x: vars(self).update(x)})
+    engine.QwenGatedDeltaNetAttention = own
+    good = {
+        "enable_fused_gdn_spec_decode": False, "gqa_interleaved_layout": False, "head_k_dim": 128,
+        "head_v_dim": 128, "quant_config": None,
+        "norm": SimpleNamespace(norm_before_gate=True, group_size=None, bias=None,
+                                activation="silu"),
+    }  # fmt: skip
+    layer = vllm.layer_on(engine)
+    assert layer(**good).enable_fused_gdn_spec_decode
+    assert not layer(**{**good, **setting}).enable_fused_gdn_spec_decode
+    assert layer(
+        **{**good, **setting, "enable_fused_gdn_spec_decode": True}
+    ).enable_fused_gdn_spec_decode
+
+
 def test_checkpoint_rows_are_those_of_vllms_plan():
     folder = engine_interfaces.UNPACKED
     if not (folder / "vllm").exists():
@@ -284,8 +416,6 @@ def test_sglang_kernel_on_a_pool():
 
 
 def test_sglang_kernel_extends_and_verifies():
-    from reference import gdn
-
     t, kernel = Traffic(4), sglang_kernel()
     rows, a, b = t.rows(140)
     before, tracked = t.pool.clone(), torch.full((2, *t.pool.shape[1:]), torch.nan).double()

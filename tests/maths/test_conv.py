@@ -80,3 +80,14 @@ def test_tokens_of_no_sequence_are_not_read():
     assert done.dx.isfinite().all()
     assert not done.dx[7:].any()
     assert done.dweight.isfinite().all()
+
+
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_token_at_a_time_is_the_sequence(width, silu):
+    x, weight, bias = (t.detach() for t in tensors(11, width=width))
+    state, want = x.new_zeros(1, x.shape[1], width - 1), conv.alone(x, weight, bias, silu)
+    for t in range(len(x)):
+        y, state = conv.update(x[t : t + 1], state, weight, bias, silu)
+        assert_close("y", y[0], want[t], EXACT)
+    assert torch.equal(state[0].T, x[len(x) - width + 1 :])

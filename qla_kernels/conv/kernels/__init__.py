@@ -1,3 +1,3 @@
-"""The kernels of the causal convolution: module names, in the order of a training step."""
+"""The kernels of the causal convolution: module names, of a training step and of decoding."""
 
-KERNELS = ("fwd", "bwd", "join_parts", "weight_sums")
+KERNELS = ("fwd", "bwd", "join_parts", "weight_sums", "update")

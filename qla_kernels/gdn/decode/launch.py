@@ -12,9 +12,10 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.decode.ops import OP, VERIFY_OP, Decoded, Drafts, Pool
+from qla_kernels.gdn.decode.ops import OP, VERIFY_OP, Decoded, Drafts, Norm, Pool
 from qla_kernels.gdn.decode.validate import in_whole_pieces
 from qla_kernels.gdn.kernels import recurrent as kernel
+from qla_kernels.gdn.kernels import recurrent_norm as norm_kernel
 from qla_kernels.gdn.kernels import verify as verify_kernel
 from qla_kernels.gdn.launch.tensors import (
     WHOLE,
@@ -57,6 +58,25 @@ def gdn_recurrent_slots(call: Call, pool: Pool, options: Options) -> None:
     else:
         o.zero_()
     for x in (states, o):  # the dispatcher does so, but may be bypassed
+        torch.autograd.graph.increment_version(x)
+
+
+@torch.no_grad()
+def gdn_recurrent_norm(call: Call, pool: Pool, norm: Norm, options: Options) -> None:
+    """Runs the operator gdn_recurrent_norm on CUDA tensors."""
+    states, o = pool.states, pool.o
+    _require_aligned(OP, "the pool of states", states)
+    _require_aligned(OP, "out", o)
+    if o.numel():
+        with device.of(o):
+            q, k, v, g, beta, *others = call
+            for rows in parts_in_reach(q, k, v, g, beta, norm.z):
+                part = Call(*of_part(rows, q, k, v, g, beta), *others)
+                indices, o_b, z = of_part(rows, pool.state_indices, o, norm.z)
+                slots, gated = Pool(states, indices, o_b, pool.null_slot), norm._replace(z=z)
+                variant, packed = norm_arguments(part, slots, gated, options)
+                jit.compile(norm_kernel, variant)(*packed)
+    for x in (states, o):
         torch.autograd.graph.increment_version(x)
 
 
@@ -146,6 +166,31 @@ def arguments(
         call.num_sequences,
         call.scale,
         options.beta_range,
+        _flags(call, options, has),
+    )
+
+
+def norm_arguments(
+    call: Call, pool: Pool, norm: Norm, options: Options
+) -> tuple[norm_kernel.Variant, tuple[Any, ...]]:
+    """Returns the variant and the arguments of recurrent_norm, for a call with a sequence."""
+    q, v, states = call.q, call.v, pool.states
+    has = {
+        kernel.NULL_ZERO: pool.null_slot == 0,
+        norm_kernel.SIGMOID: norm.sigmoid,
+        norm_kernel.STATES_AHEAD: norm.ahead,
+    }
+    dtypes = dtype_name(q.dtype), dtype_name(states.dtype)
+    return norm_kernel.Variant(dtypes[0], q.shape[-1], v.shape[-1], dtypes[1]), (
+        *_inputs(call),
+        norm.z,
+        _bytes(norm.norm_weight, q.dtype),
+        low_words(pool.state_indices),
+        states.mT if options.state_v_first else states,
+        pool.o.squeeze(1),
+        call.scale,
+        options.beta_range,
+        norm.eps,
         _flags(call, options, has),
     )
 

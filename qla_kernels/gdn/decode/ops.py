@@ -2,9 +2,10 @@
 
     gdn_recurrent         takes initial states and returns final states
     gdn_recurrent_slots   updates states of a pool in place, in the slots that indices name
+    gdn_recurrent_norm    the same for one token, then RMSNorm and the output gate
     gdn_verify            runs draft tokens from slots of a pool, and keeps the state after each
 
-The last two write o to a tensor of the caller and return nothing. CUDA tensors go to
+The last three write o to a tensor of the caller and return nothing. CUDA tensors go to
 decode/launch.py, which is imported at an operator's first call with one.
 """
 
@@ -33,6 +34,16 @@ class Pool(NamedTuple):
     null_slot: int = -1  # or 0
 
 
+class Norm(NamedTuple):
+    """RMSNorm over a head's columns of o, and its gate."""
+
+    z: Tensor  # [N, HV, V] in q's dtype
+    norm_weight: Tensor  # [V]
+    eps: float
+    sigmoid: bool  # the gate's activation, else silu
+    ahead: bool = False  # the launch before writes no state and no index, and waits for all earlier
+
+
 class Drafts(NamedTuple):
     """Where draft tokens start from, and where the states after them go."""
 
@@ -55,15 +66,19 @@ class Decoded(NamedTuple):
 
 @torch.no_grad()
 def _recurrent_on_cpu(call: Call, options: Options) -> Decoded:
+    o, final = _recurrence(call, options)
+    return Decoded(o.to(call.v.dtype), final if options.output_final_state else None)
+
+
+def _recurrence(call: Call, options: Options) -> tuple[Tensor, Tensor]:
+    """Returns o before it is rounded, and the final states."""
     contents.check_bounds(OP, call.q.shape[1], call.cu_seqlens)
-    v, h0 = call.v, call.initial_state
+    h0 = call.initial_state
     h0 = h0.mT if options.state_v_first and h0 is not None else h0
     with torch.autocast("cpu", enabled=False):
         given = _activated(call, options)
         o, final = reference().gdn.recurrent(*given, call.scale, h0, call.cu_seqlens)
-    if options.state_v_first:
-        final = final.mT.contiguous()
-    return Decoded(o.to(v.dtype), final if options.output_final_state else None)
+    return o, final.mT.contiguous() if options.state_v_first else final
 
 
 def _activated(call: Call, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -82,18 +97,31 @@ def _activated(call: Call, options: Options) -> tuple[Tensor, Tensor, Tensor, Te
 
 @torch.no_grad()
 def _slots_on_cpu(call: Call, pool: Pool, options: Options) -> None:
+    o, live = _in_slots(call, pool, options)
+    _clear(o, call, ~live)
+    pool.o.copy_(o)
+
+
+@torch.no_grad()
+def _norm_on_cpu(call: Call, pool: Pool, norm: Norm, options: Options) -> None:
+    o, live = _in_slots(call, pool, options)
+    z, weight, eps, sigmoid, _ = norm
+    with torch.autocast("cpu", enabled=False):
+        y = reference().gdn.gated_rms_norm(o, z.unsqueeze(1), weight, eps, sigmoid)
+    _clear(y, call, ~live)
+    pool.o.copy_(y)
+
+
+def _in_slots(call: Call, pool: Pool, options: Options) -> tuple[Tensor, Tensor]:
+    """Updates the states; returns o before it is rounded, and which sequences have a slot."""
     _check_indices(call, pool)
     live = pool.state_indices > pool.null_slot
     slots = pool.state_indices[live].long()
     h0 = pool.states.new_zeros(live.shape[0], *pool.states.shape[1:])
     h0[live] = pool.states[slots]
-    o, final = _recurrent_on_cpu(
-        call._replace(initial_state=h0), options._replace(output_final_state=True)
-    )
-    assert final is not None, "it was asked for"
+    o, final = _recurrence(call._replace(initial_state=h0), options)
     pool.states[slots] = final[live].to(pool.states.dtype)
-    _clear(o, call, ~live)
-    pool.o.copy_(o)
+    return o, live
 
 
 def _clear(o: Tensor, call: Call, sequences: Tensor) -> None:
@@ -229,6 +257,14 @@ gdn_recurrent_slots = define_on_records(
     _fake_none,
     checked(imported_late(LAUNCHES, "gdn_recurrent_slots"), _check_indices),
     _slots_on_cpu,
+)
+gdn_recurrent_norm = define_on_records(
+    "gdn_recurrent_norm",
+    (Call, Pool, Norm, Options),
+    None,
+    _fake_none,
+    checked(imported_late(LAUNCHES, "gdn_recurrent_norm"), _check_indices),
+    _norm_on_cpu,
 )
 gdn_verify = define_on_records(
     "gdn_verify",

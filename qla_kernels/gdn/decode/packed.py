@@ -3,6 +3,8 @@
 Inference engines hold them like this after their convolution, beside raw gates and betas.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,15 @@ from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import need
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.decode.ops import Pool, gdn_recurrent_slots
+from qla_kernels.gdn.decode.ops import Pool, gdn_recurrent_norm, gdn_recurrent_slots
 from qla_kernels.gdn.decode.validate import (
+    checked_norm,
     expect_indices,
     expect_null_slot,
     expect_out,
     expect_pool,
     recurrent_refusal,
+    refused_norm,
 )
 from qla_kernels.gdn.keywords import scale_of
 from qla_kernels.gdn.validate import Gate, check_activations, check_tensors
@@ -42,12 +46,20 @@ def packed_decode_gated_delta_rule(
     allow_neg_eigval: bool = False,
     state_v_first: bool = True,
     null_slot: int = -1,
+    z: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    z_activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
     """Runs one token of each of N sequences, from and into a pool of states; one launch.
 
     The same as `fused_recurrent_gated_delta_rule` with use_gate_in_kernel and
-    use_beta_sigmoid_in_kernel. Not differentiable.
+    use_beta_sigmoid_in_kernel. With z, o then goes through RMSNorm and the output gate:
+
+        y = o / sqrt(mean o^2 + norm_eps) * norm_weight * act(z)        over a head's V columns
+
+    It is rounded once, after the gate. Not differentiable.
 
     Args:
         mixed_qkv: [N, 2 H K + HV V], of each sequence its H queries, H keys and HV values; any row
@@ -59,10 +71,16 @@ def packed_decode_gated_delta_rule(
         state_indices: [N], as in `fused_recurrent_gated_delta_rule`, and null_slot as well.
         scale: K ** -0.5 if None.
         use_qk_l2norm_in_kernel, allow_neg_eigval: as in `fused_recurrent_gated_delta_rule`.
-        out: a contiguous [N, 1, HV, V] in mixed_qkv's dtype; o is written to it and returned.
+        z: [N, HV, V] in mixed_qkv's dtype, with adjacent columns; it may be a slice of a
+            projection. On a GPU K and V must then be equal.
+        norm_weight: [V], with z.
+        norm_eps: a float.
+        z_activation: "silu", "swish", which is another name of silu, or "sigmoid".
+        out: a contiguous [N, 1, HV, V] in mixed_qkv's dtype; the result is written to it and
+            returned.
 
     Returns:
-        o [N, 1, HV, V].
+        o, or y with z, [N, 1, HV, V].
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -70,7 +88,8 @@ def packed_decode_gated_delta_rule(
     """
     given = (
         mixed_qkv, a, b, A_log, dt_bias, initial_state, state_indices, scale,
-        use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, out,
+        use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, z, norm_weight,
+        norm_eps, z_activation, out,
     )  # fmt: skip
     found = None if torch.compiler.is_compiling() else PACKED.find(*given)
     if type(found) is tuple:
@@ -78,37 +97,76 @@ def packed_decode_gated_delta_rule(
             if x is not None:
                 torch.autograd.graph.increment_version(x)
         return out if out is not None else found[0]
-    options = Options(
-        flag(PACKED_OP, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
-        use_beta_sigmoid_in_kernel=True,
-        allow_neg_eigval=flag(PACKED_OP, "allow_neg_eigval", allow_neg_eigval),
-        state_v_first=flag(PACKED_OP, "state_v_first", state_v_first),
-    )
-    _, _, v, *_ = q_k_v = split(PACKED_OP, mixed_qkv, initial_state, options.state_v_first)
-    expect_tensors(PACKED_OP, a=a, b=b)
-    g, beta = (x.unsqueeze(1) if x.dim() == 2 else x for x in (a, b))
-    check_tensors(PACKED_OP, *q_k_v, g, beta)
-    check_activations(PACKED_OP, v, Gate(True, A_log, dt_bias), options)
-    expect_pool(PACKED_OP, q_k_v[0], v, initial_state, options.state_v_first)
-    expect_indices(PACKED_OP, "state_indices", state_indices, v.shape[:1], v)
-    expect_null_slot(PACKED_OP, null_slot)
-    if out is not None:
-        expect_out(PACKED_OP, out, v)
-    require(recurrent_refusal(*q_k_v, pool=initial_state, op=PACKED_OP))
-    scale = scale_of(PACKED_OP, scale, q_k_v[0])
-    refuse_forward_mode(PACKED_OP, mixed_qkv, a, b, A_log, dt_bias, initial_state, out)
+    step = checked_step(PACKED_OP, *given)
 
     def run() -> tuple[Tensor, ...]:
-        q, k, v = split(PACKED_OP, mixed_qkv, initial_state, options.state_v_first)
-        call = Call(
-            q, k, v, a.unsqueeze(1), b.unsqueeze(1), scale, None, None, None, A_log, dt_bias
-        )
-        o = v.new_empty(v.shape) if out is None else out
-        gdn_recurrent_slots(call, Pool(initial_state, state_indices, o, null_slot), options)
-        return (o,) if out is None else ()
+        return step(mixed_qkv, False)
 
     done = PACKED.record(given, run) if found is RECORD else run()
     return out if out is not None else done[0]
+
+
+def checked_step(
+    op: str,
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    initial_state: Tensor,
+    state_indices: Tensor,
+    scale: float | None,
+    use_qk_l2norm_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    null_slot: int,
+    z: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    z_activation: str,
+    out: Tensor | None,
+) -> Callable[[Tensor, bool], tuple[Tensor, ...]]:
+    """Checks the arguments of `packed_decode_gated_delta_rule`, and refuses or accepts them.
+
+    Returns:
+        A function that runs the step on rows like mixed_qkv, and returns the result, or nothing if
+        it was written to `out`. Its second argument is `Norm.ahead`.
+    """
+    options = Options(
+        flag(op, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=flag(op, "allow_neg_eigval", allow_neg_eigval),
+        state_v_first=flag(op, "state_v_first", state_v_first),
+    )
+    q, k, v = split(op, mixed_qkv, initial_state, options.state_v_first)
+    expect_tensors(op, a=a, b=b)
+    g, beta = (x.unsqueeze(1) if x.dim() == 2 else x for x in (a, b))
+    check_tensors(op, q, k, v, g, beta)
+    check_activations(op, v, Gate(True, A_log, dt_bias), options)
+    expect_pool(op, q, v, initial_state, options.state_v_first)
+    expect_indices(op, "state_indices", state_indices, v.shape[:1], v)
+    expect_null_slot(op, null_slot)
+    norm = checked_norm(op, v, z, norm_weight, norm_eps, z_activation)
+    if out is not None:
+        expect_out(op, out, v)
+    require(recurrent_refusal(q, k, v, pool=initial_state, op=op))
+    require(refused_norm(op, v, q.shape[-1], norm))
+    scale = scale_of(op, scale, q)
+    refuse_forward_mode(op, mixed_qkv, a, b, A_log, dt_bias, initial_state, z, norm_weight, out)
+
+    def run(rows: Tensor, ahead: bool) -> tuple[Tensor, ...]:
+        q, k, v = split(op, rows, initial_state, options.state_v_first)
+        gates = a.unsqueeze(1), b.unsqueeze(1)
+        call = Call(q, k, v, *gates, scale, None, None, None, A_log, dt_bias)
+        o = v.new_empty(v.shape) if out is None else out
+        pool = Pool(initial_state, state_indices, o, null_slot)
+        if norm is None:
+            gdn_recurrent_slots(call, pool, options)
+        else:
+            gdn_recurrent_norm(call, pool, norm._replace(ahead=ahead), options)
+        return (o,) if out is None else ()
+
+    return run
 
 
 def split(
@@ -130,4 +188,5 @@ def split(
         raise ValueError(need(op, got, needs, "pass q, k and v of every head, in this order"))
     sizes = [keys // 2, keys // 2, HV * V]
     q, k, v = torch.split(mixed_qkv, sizes, 1)
-    return q.view(N, 1, -1, K), k.view(N, 1, -1, K), v.view(N, 1, HV, V)
+    H = keys // (2 * K)
+    return q.view(N, 1, H, K), k.view(N, 1, H, K), v.view(N, 1, HV, V)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from qla_kernels.errors import need
-from qla_kernels.gdn.decode.ops import OP
-from qla_kernels.gdn.shapes import STATE_PIECE
+from qla_kernels.gdn.decode.ops import OP, Norm
+from qla_kernels.gdn.shapes import NORM_SIZES, STATE_PIECE
 from qla_kernels.gdn.validate import ELSEWHERE, expect_shape, expect_tensor, refusal
-from qla_kernels.sm90 import dtype_name, expect_tensors
+from qla_kernels.sm90 import alternatives, dtype_name, expect_tensors
 
+ACTIVATIONS = ("silu", "swish", "sigmoid")  # of the output gate
 NULL_SLOTS = (-1, 0)  # what an engine's padding may have as its slot
 
 
@@ -84,6 +85,49 @@ def expect_out(op: str, out: Tensor, v: Tensor) -> None:
     if not out.is_contiguous():
         got = f"out has strides {tuple(out.stride())}"
         raise ValueError(need(op, got, "a contiguous one", "leave it out, and copy the result"))
+
+
+def checked_norm(
+    op: str, v: Tensor, z: Tensor | None, weight: Tensor | None, eps: object, activation: object
+) -> Norm | None:
+    """Returns the norm of a step as operators take it, or None where there is none.
+
+    Raises ValueError if its arguments do not fit together, or to v [N, 1, HV, V].
+    """
+    if activation not in ACTIVATIONS:
+        got, fix = f"z_activation={activation!r}", "apply any other one to the result"
+        raise ValueError(need(op, got, alternatives(ACTIVATIONS), fix))
+    if type(eps) is not float or not 0 <= eps < float("inf"):
+        needs = "a float that is not negative"
+        raise ValueError(need(op, f"norm_eps is {eps!r}", needs, "pass the model's, such as 1e-6"))
+    if z is None and weight is None:
+        return None
+    if z is None or weight is None:
+        got = "norm_weight without z" if z is None else "z without norm_weight"
+        raise ValueError(need(op, got, "both, or neither", "pass the gate and the norm's weight"))
+    N, _, HV, V = v.shape
+    expect_tensors(op, z=z, norm_weight=weight)
+    expect_tensor(op, "z", z, (N, HV, V), "[N, HV, V]", v.device, floats=True)
+    expect_tensor(op, "norm_weight", weight, (V,), "[V]", v.device, floats=True)
+    if z.dtype != v.dtype:
+        got, needs = f"z is {dtype_name(z.dtype)}", f"{dtype_name(v.dtype)}, as mixed_qkv is"
+        raise ValueError(need(op, got, needs, "cast it"))
+    return Norm(z, weight, eps, activation == "sigmoid")
+
+
+def refused_norm(
+    op: str, v: Tensor, K: int, norm: Norm | None, capability: tuple[int, int] | None = None
+) -> str | None:
+    """Returns the reason why a step with a norm cannot run, or None; `recurrent_refusal` first."""
+    if norm is None or not (v.is_cuda or capability is not None):
+        return None
+    if v.shape[-1] != K or K not in NORM_SIZES:
+        got, fix = f"head sizes K={K} and V={v.shape[-1]}", "leave z out, and norm the result"
+        return need(op, got, f"K = V of {alternatives(NORM_SIZES)} on SM90", fix)
+    if norm.z.stride(-1) != 1:
+        got = f"z has strides {tuple(norm.z.stride())}"
+        return need(op, got, "a last stride of 1", "pass z.contiguous()")
+    return None
 
 
 def recurrent_refusal(

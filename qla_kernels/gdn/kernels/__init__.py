@@ -21,6 +21,7 @@ KERNELS = (
     "gate_sums",
     "l2norm_bwd",
     "recurrent",
+    "recurrent_norm",
     "verify",
     "append_tokens",
     "anchored_fwd",

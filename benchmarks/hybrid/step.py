@@ -1,0 +1,139 @@
+"""A step of decoding of a gated delta net's layer, between its projections: rows, inputs and truth.
+
+Every call of a row does the same work on the same numbers, although it overwrites its pools: a
+sequence gets the same token again and again, its convolution's last tokens are that token, and its
+state is the one that the token leaves as it is,
+
+    S = k s^T,  s = beta v / (1 - d (1 - beta))        as d S + beta k (v - d S^T k)^T = S
+
+The truth is a step from there by the definitions, in fp64.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..harness.floor import Work
+from ..harness.truth import Truth
+from ..harness.workload import Heads, Workload
+
+
+@dataclass(frozen=True)
+class DecodeStep(Workload):
+    """One token of each sequence: convolution, rule, RMSNorm and gate, with fp32 states."""
+
+    heads: Heads
+    sequences: int
+    head_dim: int = 128
+
+    family = "hybrid"
+    direction = "fwd"
+    width: ClassVar = 4  # of the convolution
+
+    @property
+    def kind(self) -> str:
+        return "step"
+
+    @property
+    def name(self) -> str:
+        return f"hybrid-step-{self.heads_label}-{self.sequences}"
+
+    @property
+    def layout(self) -> str:
+        return f"{self.sequences} of 1"
+
+    @property
+    def what(self) -> str:
+        return "a token of each sequence"
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.heads[0] + self.heads[1]) * self.head_dim
+
+    def reduced(self, factor: int) -> "DecodeStep":
+        """Fewer sequences and smaller heads, for machines without a GPU."""
+        return replace(self, sequences=max(1, self.sequences // factor), head_dim=16)
+
+
+STEPS = tuple(
+    DecodeStep(heads, count)
+    for heads in ((2, 8), (4, 16), (16, 32), (16, 64))
+    for count in (1, 8, 64, 256)
+)
+
+
+class StepInputs(NamedTuple):
+    rows: Tensor  # [N, channels + HV V]: what a projection returns, z behind q, k and v
+    gates: Tensor  # [N, 2, HV]: a and b
+    last: Tensor  # [N, width - 1, channels]
+    states: Tensor  # [N, HV, V, K] fp32
+    weights: tuple[Tensor, ...]  # conv [channels, width], A_log [HV], dt_bias [HV], norm [V]
+
+
+def step_inputs(
+    workload: DecodeStep, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> StepInputs:
+    generator = torch.Generator(device).manual_seed(0)
+    (_, HV), V, N, C = workload.heads, workload.head_dim, workload.sequences, workload.channels
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    # first, and from one seed: input sets have the same weights
+    taps, norm = normal(C, workload.width).to(dtype), (1 + normal(V) / 8).to(dtype)
+    weights = taps, torch.linspace(-3, 1, HV, device=device), normal(HV), norm
+    generator.manual_seed(seed)
+    rows, gates = normal(N, C + HV * V).to(dtype), normal(N, 2, HV).to(dtype)
+    last = rows[:, None, :C].repeat(1, workload.width - 1, 1)
+    _, k, v, d, beta = _prepared(workload, StepInputs(rows, gates, last, rows, weights), dtype)
+    s = v * (beta / (1 - d * (1 - beta)))[..., None]  # [N, HV, V]
+    states = torch.einsum("nhv,nhk->nhvk", s, k).float()
+    return StepInputs(rows, gates, last, states, weights)
+
+
+def step_work(workload: DecodeStep, element_size: int) -> Work:
+    """Each state and each last token read and written; a projection's row read, a result written.
+
+    y of the convolution, o and what a norm reads of it do not count.
+    """
+    (_, HV), D, N, C = workload.heads, workload.head_dim, workload.sequences, workload.channels
+    states = 2 * HV * D * D
+    rows = (2 * (workload.width - 1) + 1) * C + 2 * HV * D
+    return Work(4.0 * N * states, N * (4.0 * states + element_size * rows))
+
+
+def step_truth(workload: DecodeStep, inputs: StepInputs) -> Truth:
+    from reference import gdn
+
+    q, k, v, d, beta = _prepared(workload, inputs, inputs.rows.dtype)
+    S = inputs.states.double().mT  # [N, HV, K, V]
+    u = beta[..., None] * (v - d[..., None] * torch.einsum("nhkv,nhk->nhv", S, k))
+    after = d[..., None, None] * S + torch.einsum("nhk,nhv->nhkv", k, u)
+    o = torch.einsum("nhkv,nhk->nhv", after, q) * workload.head_dim**-0.5
+    y = gdn.gated_rms_norm(o, gate_of(workload, inputs).double(), inputs.weights[3].double())
+    want = {"o": y[None].float(), "ht": after.mT.float()}
+    return Truth(want, tuple(range(workload.heads[0])), workload.heads[0], ())
+
+
+def gate_of(workload: DecodeStep, inputs: StepInputs) -> Tensor:
+    """z, [N, HV, V]."""
+    return torch.unflatten(inputs.rows[:, workload.channels :], 1, (-1, workload.head_dim))
+
+
+def _prepared(workload: DecodeStep, inputs: StepInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q and k of each value head, v, the decay and beta, in fp64; q, k and v were rounded."""
+    from reference import conv, gdn
+
+    (H, HV), D, C = workload.heads, workload.head_dim, workload.channels
+    taps, A_log, dt_bias, _ = (x.double() for x in inputs.weights)
+    rows = inputs.rows[:, :C].double(), inputs.last.double().mT, taps, None, True
+    y = torch.unflatten(conv.update(*rows)[0].to(dtype).double(), 1, (-1, D))
+    q, k = (gdn.l2norm(x).repeat_interleave(HV // H, 1) for x in (y[:, :H], y[:, H : 2 * H]))
+    a, b = inputs.gates.double().unbind(1)
+    return q, k, y[:, 2 * H :], gdn.gate(a[:, None], A_log, dt_bias)[:, 0].exp(), b.sigmoid()

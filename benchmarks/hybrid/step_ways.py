@@ -1,0 +1,75 @@
+"""A step of decoding by us, as one call of two launches, and as separate calls."""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from ..harness.adapters import Call, Implementation
+from .step import DecodeStep, StepInputs, gate_of
+from .workloads import PARTS
+
+
+class OursStep(Implementation):
+    """`decode_gated_delta_net`, on pools in which sequence n has slot n."""
+
+    name, label, distribution = "ours_step", "ours", "qla-kernels"
+    module, needs_cuda = "qla_kernels", False
+    lacks = dict.fromkeys(PARTS, "only decodes")
+
+    def prepare(self, workload: DecodeStep, inputs: StepInputs) -> Call:
+        package, (a, b) = importlib.import_module(self.module), inputs.gates.unbind(1)
+        taps, A_log, dt_bias, weight = inputs.weights
+        rows, z = inputs.rows[:, : workload.channels], gate_of(workload, inputs)
+        states, last = inputs.states.clone(), inputs.last.clone().mT
+        slots = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        rule = a, b, A_log, dt_bias, states, slots
+
+        def run() -> Tensor:
+            return self.step(package, rows, rule, (last, taps, None, "silu"), z, weight)
+
+        # a view of y, but no view of the pool: the harness overwrites results with NaN
+        return Call(run, lambda y: {"o": y.transpose(0, 1), "ht": states.clone()}, lambda: run)
+
+    def step(
+        self, package: Any, rows: Tensor, rule: Any, convolution: Any, z: Tensor, weight: Tensor
+    ) -> Tensor:
+        """Returns y [N, 1, HV, V]."""
+        y: Tensor = package.decode_gated_delta_net(
+            rows, *rule, *convolution, z=z, norm_weight=weight
+        )
+        return y
+
+
+class OursTwoCalls(OursStep):
+    """The same two launches by two calls: states are loaded after the convolution."""
+
+    name, label = "ours_step_two", "ours, two calls"
+
+    def step(
+        self, package: Any, rows: Tensor, rule: Any, convolution: Any, z: Tensor, weight: Tensor
+    ) -> Tensor:
+        y: Tensor = package.packed_decode_gated_delta_rule(
+            package.causal_conv1d_update(rows, *convolution, rule[-1]), *rule,
+            z=z, norm_weight=weight,
+        )  # fmt: skip
+        return y
+
+
+class OursApart(OursStep):
+    """Convolution and rule by us, norm and gate by torch, in launches of its own."""
+
+    name, label = "ours_step_apart", "ours, torch's norm"
+
+    def step(
+        self, package: Any, rows: Tensor, rule: Any, convolution: Any, z: Tensor, weight: Tensor
+    ) -> Tensor:
+        rows = package.causal_conv1d_update(rows, *convolution, rule[-1])
+        o = package.packed_decode_gated_delta_rule(rows, *rule)
+        return rms_norm(o, weight.shape, weight, 1e-6) * silu(z).unsqueeze(1)
+
+
+def known() -> list[Implementation]:
+    return [OursStep(), OursTwoCalls(), OursApart()]

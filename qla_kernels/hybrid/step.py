@@ -1,0 +1,82 @@
+"""A decoding step of a layer: convolution, gated delta rule, norm and gate, in two launches."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels.conv.ops import conv_update
+from qla_kernels.conv.update import require_update
+from qla_kernels.conv.validate import check_update
+from qla_kernels.gdn.decode.packed import checked_step
+from qla_kernels.programs import RECORD, Programs
+
+OP = "decode_gated_delta_net"
+STEPS = Programs(OP)
+
+
+@torch.no_grad()
+def decode_gated_delta_net(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    initial_state: Tensor,
+    state_indices: Tensor,
+    conv_state: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None = None,
+    conv_activation: str | None = "silu",
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    null_slot: int = -1,
+    z: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    z_activation: str = "silu",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Runs one token of each of N sequences through a layer between its projections.
+
+    `causal_conv1d_update` on mixed_qkv, then `packed_decode_gated_delta_rule` on what it returns:
+    two launches. With z the second one loads its states while the first one runs. Results have the
+    bits of the two calls. Not differentiable.
+
+    Args:
+        mixed_qkv: [N, 2 H K + HV V], of each sequence what the projection returned: H queries, H
+            keys and HV values. It is not changed.
+        conv_state: the pool of last tokens [slots, 2 H K + HV V, width - 1 or more], as in
+            `causal_conv1d_update`.
+        conv_weight, conv_bias, conv_activation: the convolution's; [2 H K + HV V, width].
+        state_indices: [N]; a sequence has the same slot in both pools. A sequence of padding
+            changes neither, and its results are 0.
+
+    All others are as in `packed_decode_gated_delta_rule`, and so are results and errors.
+    """
+    given = (
+        mixed_qkv, a, b, A_log, dt_bias, initial_state, state_indices, conv_state, conv_weight,
+        conv_bias, conv_activation, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first,
+        null_slot, z, norm_weight, norm_eps, z_activation, out,
+    )  # fmt: skip
+    found = None if torch.compiler.is_compiling() else STEPS.find(*given)
+    if type(found) is tuple:
+        for x in (initial_state, conv_state, out):
+            if x is not None:
+                torch.autograd.graph.increment_version(x)
+        return out if out is not None else found[0]
+    rule = *given[:7], *given[11:]
+    step = checked_step(OP, *rule)
+    convolution = mixed_qkv, conv_state, conv_weight, conv_bias
+    check_update(OP, *convolution, conv_activation, state_indices, null_slot, None)
+    require_update(*convolution, state_indices, null_slot, None, OP)
+
+    def run() -> tuple[Tensor, ...]:
+        rows = mixed_qkv.new_empty(mixed_qkv.shape)
+        silu = conv_activation is not None
+        conv_update(*convolution, state_indices, null_slot, silu, rows)
+        return step(rows, True)
+
+    done = STEPS.record(given, run) if found is RECORD else run()
+    return out if out is not None else done[0]

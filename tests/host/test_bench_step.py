@@ -1,0 +1,98 @@
+"""The benchmark's steps of decoding: every way is right in every call, and wrong ones are seen."""
+
+import pytest
+import torch
+
+from benchmarks.harness.messages import Options
+from benchmarks.harness.problems import problem_of
+from benchmarks.harness.records import OK, Result
+from benchmarks.harness.worker import Worker
+from benchmarks.hybrid import rivals, step_ways
+from benchmarks.hybrid.step import STEPS, DecodeStep, step_inputs, step_truth, step_work
+from benchmarks.hybrid.step_ways import OursApart, OursStep, OursTwoCalls
+
+CPU = torch.device("cpu")
+SMALL = DecodeStep((2, 4), 3, 16)
+
+
+def verdict_of(implementation, workload=SMALL, dtype=torch.float32, calls=1):
+    inputs = step_inputs(workload, CPU, dtype)
+    call = implementation.prepare(workload, inputs)
+    for _ in range(calls):
+        raw = call.run()
+    return step_truth(workload, inputs).judge(call.collect(raw), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("calls", [1, 20])
+def test_every_way_does_the_same_in_every_call(dtype, calls):
+    for way in (OursStep(), OursTwoCalls(), OursApart()):
+        verdict = verdict_of(way, dtype=dtype, calls=calls)
+        assert verdict.complaint is None
+        assert set(verdict.errors) == {"o", "ht"}
+
+
+def test_input_sets_differ_in_all_but_the_weights():
+    first, second = (step_inputs(SMALL, CPU, torch.float32, seed) for seed in (0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(first.weights, second.weights, strict=True))
+    assert not torch.equal(first.rows, second.rows)
+    verdict = step_truth(SMALL, second)
+    call = OursStep().prepare(SMALL, second._replace(weights=first.weights))
+    assert verdict.judge(call.collect(call.run()), torch.float32).complaint is None
+
+
+class _OtherSlots(OursStep):
+    def step(self, package, rows, rule, convolution, z, weight):
+        return super().step(package, rows.roll(1, 0), rule, convolution, z, weight)
+
+
+class _NoGate(OursStep):
+    def step(self, package, rows, rule, convolution, z, weight):
+        return super().step(package, rows, rule, convolution, torch.full_like(z, 30), weight)
+
+
+class _WeakBeta(OursStep):
+    def step(self, package, rows, rule, convolution, z, weight):
+        a, b, *rest = rule
+        return super().step(package, rows, (a, b - 1, *rest), convolution, z, weight)
+
+
+@pytest.mark.parametrize("wrong", [_OtherSlots, _NoGate, _WeakBeta])
+def test_wrong_steps_are_noticed(wrong):
+    assert "is off by" in verdict_of(wrong()).complaint
+
+
+def test_results_do_not_share_memory_with_the_pools():
+    """The harness overwrites them with NaN before a replay."""
+    call = OursStep().prepare(SMALL, step_inputs(SMALL, CPU, torch.float32))
+    first = call.collect(call.run())
+    kept = first["o"].clone()
+    for x in first.values():
+        x.fill_(torch.nan)
+    assert torch.allclose(call.collect(call.run())["o"], kept)
+
+
+def test_who_does_not_decode_says_so():
+    training = {"OursHybrid", "Whole"}
+    for implementation in rivals.known("hybrid"):
+        name = type(implementation).__name__
+        assert (implementation.inapplicable(STEPS[0]) is None) == (name not in training)
+
+
+def test_the_worker_times_steps():
+    said = []
+    worker = Worker(said.append, step_ways.known())
+    names = [way.name for way in step_ways.known()]
+    assert worker.row(SMALL, names, Options(rounds=1, burst_s=0.0))
+    results = [m for m in said if isinstance(m, Result)]
+    assert [r.status for r in results] == [OK] * 3, results
+
+
+def test_states_are_nearly_all_of_the_bytes():
+    for workload in STEPS:
+        heads, count = workload.heads[1], workload.sequences
+        states = 2 * 4 * count * heads * 128 * 128
+        assert 1 < step_work(workload, 2).bytes / states < 1.05
+    assert problem_of(SMALL, CPU).work == step_work(SMALL, 4)
+    assert len({workload.name for workload in STEPS}) == len(STEPS)
+    assert STEPS[-1].reduced(64).sequences == 4
