@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import build_cp_context
+from qla_kernels.gdn.launch.segments import Segments
+from qla_kernels.gdn.sharded import links
+from qla_kernels.gdn.sharded.layouts import Stretch
 from tests.gdn_calls import Call, call, gradients, leaves
 from tests.gdn_zigzag_ranks import LENGTHS, lengths_of
 from tests.ranks import WORLD, start
@@ -173,3 +176,14 @@ def test_ranks_without_a_token(alone, lengths):
     result = chunk_gated_delta_rule(**x)
     assert result[0].shape == x["v"].shape
     assert all(dx.shape == x[n].shape and not dx.any() for n, dx in gradients(result, x).items())
+
+
+def test_a_table_that_wrong_bounds_fill_has_a_row_for_the_state():
+    """The row behind the second stretch's first segment would be one past the table's last."""
+    rows = 5
+    bounds, first = torch.zeros(rows + 1, dtype=torch.int32), torch.tensor([0, rows - 1, rows])
+    cut = Segments(bounds, bounds, bounds, first.int(), bounds)
+    stretches = [Stretch(0, 1, 1, 1), Stretch(1, 2, 1, 1)]
+    states, entering = torch.zeros(rows, 2, 8, 16), torch.ones(2, 2, 8, 16)
+    links.write_entering(states, entering, cut, stretches)
+    assert [n for n in range(rows) if states[n].all()] == [1, rows - 1]

@@ -23,6 +23,7 @@ from torch import Tensor
 from qla_kernels.errors import need
 from qla_kernels.gdn.sharded.layouts import (
     CONTIGUOUS,
+    LAYOUTS,
     STRETCHES,
     ZIGZAG,
     Stretch,
@@ -115,7 +116,7 @@ def build_cp_context(
     """
     op = "build_cp_context"
     rank, world = _place_in(op, group)
-    if layout not in STRETCHES:
+    if layout not in LAYOUTS:
         raise ValueError(need(op, *_unknown(f"layout {layout!r}")))
     bounds = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
     if bounds[:1] != [0] or bounds != sorted(bounds):
@@ -169,7 +170,7 @@ class LinePlace(NamedTuple):
 
 def layout_refused(cp_context: Any) -> Reason | None:
     layout = getattr(cp_context, "layout", CONTIGUOUS)
-    return None if layout in STRETCHES else _unknown(f"cp_context with layout {layout!r}")
+    return None if layout in LAYOUTS else _unknown(f"cp_context with layout {layout!r}")
 
 
 def _unknown(got: str) -> Reason:

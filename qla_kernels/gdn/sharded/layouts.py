@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 STRETCHES = {CONTIGUOUS: 1, ZIGZAG: 2}  # of a rank
+LAYOUTS = tuple(STRETCHES)
 
 
 class Stretch(NamedTuple):
