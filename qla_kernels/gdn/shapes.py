@@ -24,9 +24,12 @@ NEW_TOKENS = 8  # the most tokens of a sequence that one step of anchored_fwd co
 STEP_COLUMNS = 4  # of a sequence's row in anchored_fwd's table: slot, place, kept, count
 
 
+_ROOM_OF = {K: min(room for room in KEY_ROOMS if room >= K) for K in KEY_SIZES}
+
+
 def key_room(K: int) -> int:
     """Returns the K of the variants that run keys of K numbers; other columns count as zeros."""
-    return min(room for room in KEY_ROOMS if room >= K)
+    return _ROOM_OF[K]
 
 
 def part_columns(V: int) -> int:

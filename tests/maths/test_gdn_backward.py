@@ -199,3 +199,35 @@ def test_result_dtypes(dtype):
     got = by_hand(cast, torch.ones_like(cast.v[:1, :1]).expand_as(cast.v), None)
     assert (got.dq.dtype, got.dk.dtype, got.dv.dtype) == (dtype, dtype, dtype)
     assert (got.dbeta.dtype, got.dg.dtype, got.dh0.dtype) == (torch.float32, wide, wide)
+
+
+def in_parts(x: Inputs, parts: int) -> Inputs:
+    """The same call with each part of V as a value head, and with one more column of zeros in K."""
+    q, k, v, g, beta, scale, h0, bounds = x
+    scale = x.q.shape[3] ** -0.5 if scale is None else scale
+    q, k = (torch.nn.functional.pad(t, (0, 1)) for t in (q, k))
+    v = v.unflatten(3, (parts, -1)).flatten(2, 3)
+    g, beta = (t.repeat_interleave(parts, 2) for t in (g, beta))
+    h0 = torch.nn.functional.pad(h0, (0, 0, 0, 1))
+    h0 = h0.unflatten(3, (parts, -1)).transpose(2, 3).flatten(1, 2)
+    return Inputs(q, k, v, g, beta, scale, h0, bounds)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_columns_of_v_are_value_heads_and_zeros_of_k_are_nothing(parts):
+    """Gates that parts share have the sums of their gradients; added columns have none."""
+    x = make([70, 0, 130], heads=(2, 4), sizes=(5, 6), initial_state=True)
+    split = in_parts(x, parts)
+    do, dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
+    apart = in_parts(x._replace(v=do, initial_state=dht), parts)
+    want, got = by_hand(x, do, dht), by_hand(split, apart.v, apart.initial_state)
+    exact = {"rtol": EXACT, "atol": EXACT}
+    for name in ("dq", "dk"):
+        torch.testing.assert_close(getattr(got, name)[..., :-1], getattr(want, name), **exact)
+    torch.testing.assert_close(got.dv.flatten(2), want.dv.flatten(2), **exact)
+    for name in ("dg", "dbeta"):
+        sums = getattr(got, name).unflatten(2, (-1, parts)).sum(3)
+        torch.testing.assert_close(sums, getattr(want, name), **exact)
+    heads = in_parts(x._replace(initial_state=want.dh0), parts).initial_state
+    torch.testing.assert_close(got.dh0[:, :, :-1], heads[:, :, :-1], **exact)
+    assert not got.dh0[:, :, -1].any()

@@ -58,7 +58,7 @@ from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 class Variant(NamedTuple):
     dtype: str  # of q, k, v, o
-    K: int
+    K: int  # q and k have so many numbers or fewer: `size`
     tile_v: int  # columns of V a CTA computes: 64 or 128
 
     @property

@@ -60,7 +60,7 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 class Variant(NamedTuple):
     dtype: str  # of k, v, h
-    K: int
+    K: int  # q and k have so many numbers or fewer: `size`
     tile_v: int  # columns of V a CTA computes: 64 or 128
 
 

@@ -62,7 +62,7 @@ from qla_kernels.tile.schedule import WARPGROUP_THREADS, Role, Schedule, Signal
 
 class Variant(NamedTuple):
     dtype: str  # of q, k, v, o, A
-    K: int
+    K: int  # q and k have so many numbers or fewer: `size`
     tile_v: int  # columns of V a CTA computes: 64 or 128
     solves: bool  # or is given A
     pool: str = ""  # dtype of states that are in slots of a pool

@@ -39,7 +39,7 @@ from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Named, Role, Sched
 
 class Variant(NamedTuple):
     dtype: str  # of k and A
-    K: int  # head size
+    K: int  # k has so many numbers or fewer: `size`
 
 
 VARIANTS = tuple(Variant(dtype, K) for dtype in ("bfloat16", "float16") for K in (128, 64))

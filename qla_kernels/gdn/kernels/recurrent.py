@@ -86,7 +86,7 @@ CUDA_NAMES = {"bfloat16": "bfloat16_t", "float16": "half_t"}
 
 class Variant(NamedTuple):
     dtype: str  # of q, k, v, o
-    K: int
+    K: int  # q and k have so many numbers or fewer: `size`
     state: str  # dtype of S in memory
 
 

@@ -54,7 +54,7 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 class Variant(NamedTuple):
     dtype: str  # of k, v
-    K: int
+    K: int  # q and k have so many numbers or fewer: `size`
     solves: bool  # from g, or is given A and cumulated gates
 
 

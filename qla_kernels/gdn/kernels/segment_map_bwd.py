@@ -46,7 +46,7 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 class Variant(NamedTuple):
     dtype: str  # of q, k, dO
-    K: int
+    K: int  # q and k have so many numbers or fewer: `size`
 
 
 VARIANTS = tuple(Variant(dtype, K) for dtype in ("bfloat16", "float16") for K in (128, 64))

@@ -55,7 +55,7 @@ ACCEPTED, SLOTS, ENTRIES, TREE = (1 << i for i in range(8, 12))
 
 class Variant(NamedTuple):
     dtype: str  # of q, k, v, o
-    K: int
+    K: int  # q and k have so many numbers or fewer: `size`
     state: str  # dtype of S in memory
 
 

@@ -97,14 +97,16 @@ def with_room(states: Tensor | None) -> Tensor | None:
     """
     if states is None or (more := key_room(states.shape[2]) - states.shape[2]) == 0:
         return states
-    return torch.nn.functional.pad(states, (0, 0, 0, more))
+    if states.stride(3) == 1:
+        return torch.nn.functional.pad(states, (0, 0, 0, more))
+    return torch.nn.functional.pad(states.mT, (0, more)).mT  # which keeps [.., V, K] in memory
 
 
 def room_for(states: Tensor | None) -> Tensor | None:
     """Returns memory for results as `with_room` has them: `states` itself if it has the room."""
     if states is None or (room := key_room(states.shape[2])) == states.shape[2]:
         return states
-    return states.new_empty(*states.shape[:2], room, states.shape[3])
+    return states.new_empty(*states.shape[:2], states.shape[3], room).mT
 
 
 def put_states(states: Tensor | None, done: Tensor | None) -> None:

@@ -78,7 +78,7 @@ from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 class Variant(NamedTuple):
     dtype: str  # of everything but gates, beta and their gradients
-    K: int
+    K: int  # q and k have so many numbers or fewer: `size`
     V: int
 
     @property
