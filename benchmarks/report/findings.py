@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 
 from ..harness.records import Result, Row, Run
 from . import tables
-from .figures import WHOLE, charts, density_of, steps, without_mask
+from .figures import WHOLE, density_of, steps, without_mask
 from .headline import NOTICE, Spread, provenance, slower, source, spread, times
 from .names import BATCHES, batch, shape_of, title_of
+from .pictures import FIGURES, RESPONSES, shown
 from .select import Digests, aside, headline, newest
-from .svg import Chart
 from .texts import (
     FINDINGS,
     HYBRID_NOTE,
@@ -20,15 +20,6 @@ from .texts import (
     TERMS,
 )
 
-FIGURES = {  # of each family's headline record, as the page shows them
-    "gdn": ("gdn-fwd-16x32", "gdn-both-16x32"),
-    "dualkv": ("dualkv-step-8x32",),
-    "hybrid": (),
-    "sparse_ring": ("sparse_ring-fwd-8x32",),
-    "conv": (),
-}
-RESPONSES = "dualkv-responses"
-
 
 def page(runs: Sequence[Run], digests: Digests) -> str:
     parts = ["# Performance", NOTICE, FINDINGS, "## Words", TERMS + "\n" + MORE_TERMS]
@@ -39,31 +30,6 @@ def page(runs: Sequence[Run], digests: Digests) -> str:
     parts += ["## Sparse attention", *_sparse(runs, digests)]
     parts += ["## How it is measured", METHOD]
     return "\n\n".join(parts).replace("](docs/", "](") + "\n"
-
-
-def figures(runs: Sequence[Run], digests: Digests) -> dict[str, Chart]:
-    """The charts that pages show, by file name."""
-    found: dict[str, Chart] = {}
-    for family, names in FIGURES.items():
-        run = headline(runs, family, digests)
-        drawn = {} if run is None else charts(run)
-        found |= {name: drawn[name] for name in names if name in drawn}
-    growing = aside(runs, "dualkv", "responses", digests)
-    drawn = {} if growing is None else charts(growing)
-    for name in ("dualkv-step-8x32", "dualkv-fwd-8x32"):
-        if name in drawn:
-            return found | {RESPONSES: drawn[name]}
-    return found
-
-
-def picture(name: str, chart: Chart, folder: str) -> str:
-    """A chart on a page; its text for readers who do not see it is its title."""
-    return f"![{chart.title}]({folder}{name}.svg)"
-
-
-def _pictures(runs: Sequence[Run], digests: Digests, *names: str) -> list[str]:
-    drawn = figures(runs, digests)
-    return [picture(name, drawn[name], "figures/") for name in names if name in drawn]
 
 
 def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
@@ -88,7 +54,7 @@ def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
         cells = [s.said if s else "–" for s in ways]
         body.append([what, title_of(kind).lower(), str(len(rows)), rivals, *cells])
     header = ["", "", "shapes", "rivals", "graph: mean (least to most)", "eager"]
-    parts = _pictures(runs, digests, *FIGURES["gdn"])
+    parts = shown(runs, digests, "figures/", *FIGURES["gdn"])
     if body:
         parts.append(tables.markdown(header, body, left=4))
     parts.append("\n".join([*_segments(runs), *_memory(runs, digests)]))
@@ -139,7 +105,7 @@ def gib(peak: int) -> str:
 
 
 def _shared(runs: Sequence[Run], digests: Digests) -> list[str]:
-    parts = [_batches(runs, digests), *_pictures(runs, digests, *FIGURES["dualkv"])]
+    parts = [_batches(runs, digests), *shown(runs, digests, "figures/", *FIGURES["dualkv"])]
     lines = []
     layer = aside(runs, "dualkv", "layer", digests)
     for row in layer.rows if layer else ():
@@ -150,7 +116,11 @@ def _shared(runs: Sequence[Run], digests: Digests) -> list[str]:
                 f"{tables.number(mine)} ms packed, {tables.number(whole)} ms on whole sequences: "
                 f"{whole / mine:.2f} x. {source(layer)}."
             )
-    parts += ["\n".join([*lines, HYBRID_NOTE]), *_pictures(runs, digests, RESPONSES), SHARED_NOTE]
+    parts += [
+        "\n".join([*lines, HYBRID_NOTE]),
+        *shown(runs, digests, "figures/", RESPONSES),
+        SHARED_NOTE,
+    ]
     return [part for part in parts if part]
 
 
@@ -192,7 +162,7 @@ def _peaks(row: Row) -> str:
 
 
 def _sparse(runs: Sequence[Run], digests: Digests) -> list[str]:
-    parts = _pictures(runs, digests, *FIGURES["sparse_ring"])
+    parts = shown(runs, digests, "figures/", *FIGURES["sparse_ring"])
     run = headline(runs, "sparse_ring", digests)
     if run is not None:
         index = [row for row in run.rows if row.kind == "index" and row.time_ms("ours")]

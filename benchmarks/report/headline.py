@@ -7,10 +7,12 @@ from ..harness.records import Row, Run
 from . import tables
 from .figures import WHOLE, density_of, gain, rival_of, short
 from .names import shape_of, title_of
+from .pictures import shown
 from .select import Digests, headline
 from .texts import BEFORE_PROGRAMS, FAMILIES, GAINS, SLOWER, STALE, TERMS
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
+ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
 
 
 class Spread(NamedTuple):
@@ -48,7 +50,7 @@ def groups(run: Run) -> dict[tuple[str, str], list[Row]]:
 def times(runs: Sequence[Run], digests: Digests) -> str:
     """A line for each direction and number of heads: a typical shape, and how all shapes differ."""
     header = [
-        "operation, heads, number of shapes", "a typical shape", "rival", "graph, ms: ours / rival",
+        "operation; heads; shapes", "a typical shape", "rival", "graph, ms: ours / rival",
         "faster (worst)", "eager, ms: ours / rival", "faster (worst)",
     ]  # fmt: skip
     body = []
@@ -56,9 +58,13 @@ def times(runs: Sequence[Run], digests: Digests) -> str:
         run = headline(runs, family, digests)
         for (kind, heads), rows in ({} if run is None else groups(run)).items():
             assert run is not None
-            subject = f"{FAMILIES[family]}, {title_of(kind).lower()}, {heads}, {len(rows)}"
+            subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads} heads; {count(rows)}"
             body.append([subject, *_line(run, rows)])
     return tables.markdown(header, body, left=3) if body else "No record on an SM90 GPU yet."
+
+
+def count(rows: Sequence[Row]) -> str:
+    return "1 shape" if len(rows) == 1 else f"{len(rows)} shapes"
 
 
 def _line(run: Run, rows: Sequence[Row]) -> list[str]:
@@ -84,8 +90,8 @@ def slower(runs: Sequence[Run], digests: Digests) -> str:
         run = headline(runs, family, digests)
         for way, eager in (("CUDA graphs", False), ("eager calls", True)):
             ratios = [] if run is None else _ratios(run, eager)
-            if count := sum(r < 1 for r in ratios):
-                shapes = f"{count} of {len(ratios)} shapes, worst {min(ratios):.2f} x"
+            if slow := sum(r < 1 for r in ratios):
+                shapes = f"{slow} of {len(ratios)} shapes, worst {min(ratios):.2f} x"
                 said.append(f"- {SLOWER.get(family, title)}, {way}: {shapes}.")
     return "\n".join(["Ours is slower in these cases:", "", *said]) if said else ""
 
@@ -129,15 +135,19 @@ def gains(runs: Sequence[Run], digests: Digests) -> str:
 
 
 def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
-    run = headline(runs, "gdn", digests)
-    rows = [row for row in run.rows if row.kind == "both"] if run else []
-    if run is None or not rows:
-        return "a step that is not measured yet"
-    graph, eager = (spread([gain(run, row, way) for row in rows]) for way in (False, True))
-    said = [
-        f"{s.mean:.2f} x {way}" for s, way in ((graph, "in CUDA graphs"), (eager, "eager")) if s
-    ]
-    return f"forward + backward {', '.join(said)} beside the best rival"
+    """Of the heads of most models, forward, and forward with backward."""
+    run, ways = headline(runs, "gdn", digests), []
+    for eager in (False, True):
+        found = [
+            spread([gain(run, x, eager) for x in run.rows if (x.kind, x.heads) == (kind, "16/32")])
+            for kind in ("fwd", "both")
+            if run is not None
+        ]
+        if all(found) and found:
+            forward, both = (f"{of_all.mean:.2f} x" for of_all in found if of_all)
+            where = "in eager calls" if eager else "as fast as the best rival in CUDA graphs"
+            ways.append(f"{forward} forward, {both} forward + backward {where}")
+    return "; ".join(ways) or "not measured yet"
 
 
 def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
@@ -147,8 +157,9 @@ def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
     )
     of_all = spread(ratios)
     if of_all is None:
-        return "a gain that is not measured yet"
-    return f"attention {of_all.worst:.1f} to {of_all.best:.1f} x faster than on whole sequences"
+        return "not measured yet"
+    times = f"{of_all.worst:.1f} to {of_all.best:.1f} x"
+    return f"attention {times} faster than on whole sequences, in CUDA graphs"
 
 
 def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:
@@ -156,13 +167,14 @@ def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:
     rows = [] if run is None else [row for row in run.rows if density_of(row)]
     of_all = None if run is None else spread([gain(run, row) for row in rows])
     if run is None or of_all is None:
-        return "a gain that is not measured yet"
+        return "not measured yet"
     density = density_of(rows[0])
-    ideal = f"{density:.0%} of the pairs, so {1 / density:g} x is ideal"
-    return f"attention {of_all.worst:.1f} to {of_all.best:.1f} x faster than dense ({ideal})"
+    ideal = f"{100 * density:g} % of the pairs: {1 / density:g} x would be ideal"
+    return f"{of_all.worst:.1f} to {of_all.best:.1f} x faster than dense, in CUDA graphs ({ideal})"
 
 
 def front_page(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
     """What stands between each pair of markers of README.md."""
     table = [NOTICE, times(runs, digests), TERMS, slower(runs, digests), provenance(runs, digests)]
+    table += shown(runs, digests, "docs/figures/", *ON_FRONT)
     return {"gains": gains(runs, digests), "performance": "\n\n".join(filter(None, table))}

@@ -16,6 +16,7 @@ from ..sm90 import SETS
 from . import findings, tables
 from .headline import NOTICE, front_page
 from .names import title_of
+from .pictures import figures
 from .select import Digests, aside, headline, on_a_cpu
 from .texts import ASIDE, CHECKED, FAMILIES, RECORDS, WORKLOADS, batches
 
@@ -33,7 +34,7 @@ def texts(runs: Sequence[Run]) -> dict[Path, str]:
     found[RECORDS_FOLDER / "README.md"] = records_index(runs, digests)
     for family in FAMILIES:
         found[RECORDS_FOLDER / f"{family}.md"] = records_page(runs, family, digests)
-    for name, chart in findings.figures(runs, digests).items():
+    for name, chart in figures(runs, digests).items():
         found[FIGURES / f"{name}.svg"] = chart.svg()
     return found
 

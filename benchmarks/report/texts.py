@@ -13,13 +13,14 @@ FAMILIES = {
 
 # The first table of the front page: family, who you are, what you type, what you get.
 GAINS = (
-    ("gdn", "You train, prefill or decode **Qwen3-Next, Qwen3.5** or FLA's gated delta nets",
-     "transformers: `swap(model)`; FLA: `fla.register()`", "Faster linear-attention layers: {}"),
-    ("dualkv", "You train with **GRPO** in TRL or veRL: many responses to each prompt",
+    ("gdn", "train, prefill or decode **Qwen3-Next, Qwen3.5**, or layers of FLA",
+     "transformers: `swap(model)`; FLA: `fla.register()`; vLLM: `VLLM_PLUGINS=qla_kernels`",
+     "faster linear-attention layers: {}"),
+    ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: `verl.patch()`",
-     "Each prompt is stored and computed once: {}"),
-    ("sparse_ring", "You train on **128K tokens** and more, on one GPU or several",
-     '`attn_implementation="sparse_ring"`', "Attention to the pairs that a mask keeps: {}"),
+     "each prompt stored and computed once: {}"),
+    ("sparse_ring", "train on **128K tokens** and more, on one GPU or several",
+     '`attn_implementation="sparse_ring"`', "attention to the pairs of a mask: {}"),
 )  # fmt: skip
 
 # What is compared where a rival is faster, if the family's title does not say it.
