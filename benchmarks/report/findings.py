@@ -53,7 +53,7 @@ def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
         rivals = ", ".join(v for n, v in run.labels.items() if not n.startswith("ours"))
         cells = [s.said if s else "–" for s in ways]
         body.append([what, title_of(kind).lower(), str(len(rows)), rivals, *cells])
-    header = ["", "", "shapes", "rivals", "graph: mean (least to most)", "eager"]
+    header = ["what", "operation", "shapes", "rivals", "graph: mean (least to most)", "eager"]
     parts = shown(runs, digests, "figures/", *FIGURES["gdn"])
     if body:
         parts.append(tables.markdown(header, body, left=4))
@@ -116,11 +116,9 @@ def _shared(runs: Sequence[Run], digests: Digests) -> list[str]:
                 f"{tables.number(mine)} ms packed, {tables.number(whole)} ms on whole sequences: "
                 f"{whole / mine:.2f} x. {source(layer)}."
             )
-    parts += [
-        "\n".join([*lines, HYBRID_NOTE]),
-        *shown(runs, digests, "figures/", RESPONSES),
-        SHARED_NOTE,
-    ]
+    hybrid = shown(runs, digests, "figures/", *FIGURES["hybrid"])
+    parts.append("\n".join([*lines, *([] if hybrid else [HYBRID_NOTE])]))
+    parts += [*hybrid, *shown(runs, digests, "figures/", RESPONSES), SHARED_NOTE]
     return [part for part in parts if part]
 
 

@@ -58,7 +58,8 @@ def times(runs: Sequence[Run], digests: Digests) -> str:
         run = headline(runs, family, digests)
         for (kind, heads), rows in ({} if run is None else groups(run)).items():
             assert run is not None
-            subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads} heads; {count(rows)}"
+            unit = "channels" if family == "conv" else "heads"
+            subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads} {unit}; {count(rows)}"
             body.append([subject, *_line(run, rows)])
     return tables.markdown(header, body, left=3) if body else "No record on an SM90 GPU yet."
 

@@ -10,7 +10,7 @@ from .svg import Chart
 FIGURES = {  # of each family's headline record, as the page shows them
     "gdn": ("gdn-fwd-16x32", "gdn-both-16x32"),
     "dualkv": ("dualkv-step-8x32",),
-    "hybrid": (),
+    "hybrid": ("hybrid-block-16x32-2x16",),
     "sparse_ring": ("sparse_ring-fwd-8x32",),
     "conv": (),
 }

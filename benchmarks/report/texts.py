@@ -6,7 +6,7 @@ from .tables import markdown
 FAMILIES = {
     "gdn": "Gated delta net",
     "dualkv": "Attention over shared prompts",
-    "hybrid": "Four layers over shared prompts",
+    "hybrid": "Hybrid models over shared prompts",
     "sparse_ring": "Sparse attention",
     "conv": "Causal convolution",
 }

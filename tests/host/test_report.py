@@ -403,6 +403,23 @@ def test_the_front_page_says_where_ours_is_slower():
     assert "slower in these cases" not in front([masked_run()], current)
 
 
+def block_run():
+    """A hybrid block's record, whose heads are those of both kinds of layer."""
+    run = shared_run(SETS["hybrid"]["block"], {"ours": 10.0, "whole": 45.0})
+    rows = (dataclasses.replace(row, heads="16/32, 2/16") for row in run.rows)
+    return dataclasses.replace(run, rows=tuple(rows))
+
+
+def test_a_block_of_a_hybrid_model_is_beside_whole_sequences():
+    text = front([block_run()], current)
+    start = "Hybrid models over shared prompts, block of four layers; 16/32, 2/16 heads; 4 shapes"
+    assert cells_of(text, start)[2:4] == ["whole sequences, same kernels", "10.0 / 45.0"]
+    page = findings.page([block_run()], current)
+    assert "whole sequences take 4.50 times as long as ours](figures/hybrid-block" in page
+    assert "notes/hybrid-trees.md" not in page  # cited while there is no record
+    assert "notes/hybrid-trees.md" in findings.page([], current)
+
+
 def test_what_users_get_is_the_step_of_the_record():
     run = shared_run(DUALKV["long"], {"ours": 1.0, "fwd fa4": 2.0, "bwd fa4": 3.5})
     assert "attention 2.0 to 3.5 x faster than on whole sequences" in front([run], current)
