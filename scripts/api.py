@@ -175,7 +175,7 @@ def entry(module: str, name: str) -> tuple[str, str]:
     value = node.value
     if isinstance(value, ast.Name):
         return f"Another name of `{value.id}`.", f"Another name of `{value.id}`."
-    code = f"{name} = {ast.unparse(value)}" if value else ast.unparse(node)
+    code = ast.get_source_segment(source_of(home).read_text(), node)
     return f"```python\n{code}\n```", "A constant."
 
 

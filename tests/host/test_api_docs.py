@@ -48,3 +48,9 @@ def test_sections_of_a_docstring_become_lists():
     assert api.prose(doc) == (
         "Does it.\n\n**Args**\n\n- `q, k`: [B],\n  on q's device.\n\n**Returns**\n\no."
     )
+
+
+def test_a_constant_stands_there_as_it_is_written():
+    """Formatters lay out code in pages: what they would change would make the page stale."""
+    text, _ = api.entry("qla_kernels.sparse_ring", "PAPER")
+    assert text.startswith("```python\nPAPER: dict[str, Any] = {")
