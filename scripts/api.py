@@ -25,8 +25,8 @@ PACKAGES = {
 }
 # Of the integrations: what a user calls. Names that a module does not have yet are left out.
 INTEGRATIONS = {
-    "fla": ("register", "unregister", "status"),
-    "transformers": ("swap", "restore", "status"),
+    "fla": ("register", "unregister", "status", "Status"),
+    "transformers": ("swap", "restore"),
     "transformers_dualkv": ("prepare", "register", "select", "check", "router_loss"),
     "transformers_sparse_ring": ("SparseRingConfig", "register", "check"),
     "trl": ("shared_prefix_trainer",),

@@ -138,8 +138,8 @@ def short(label: str) -> str:
 
 def density_of(row: Row) -> float:
     """Of a row with a mask; 0 of another."""
-    found = re.match(r"(\d+)% dense", row.what)
-    return int(found[1]) / 100 if found else 0.0
+    found = re.match(r"([\d.]+)% dense", row.what)
+    return float(found[1]) / 100 if found else 0.0
 
 
 def without_mask(run: Run, row: Row, eager: bool = False) -> float | None:

@@ -37,10 +37,10 @@ SHAPES = (
     (r"(\d+) in (\d+)", "{1} ragged sequences, {0} tokens"),
     (r"(\d+) of 1", "{} sequences of 1 token"),
     (r"(\d+) of (\d+)", "{} sequences of {} tokens"),
-    (r"(\d+)k-(\d+)%-run1", "{}K tokens, {} %, single diagonals"),
-    (r"(\d+)k-(\d+)%-run(\d+)", "{}K tokens, {} %, diagonals in runs of {}"),
-    (r"(\d+)k-dense", "{}K tokens, no mask"),
-    (r"(\d+)k", "{}K tokens"),
+    (r"([\d.]+)k-([\d.]+)%-run1", "{}K tokens, {} %, single diagonals"),
+    (r"([\d.]+)k-([\d.]+)%-run(\d+)", "{}K tokens, {} %, diagonals in runs of {}"),
+    (r"([\d.]+)k-dense", "{}K tokens, no mask"),
+    (r"([\d.]+)k", "{}K tokens"),
 )
 
 

@@ -306,6 +306,7 @@ def test_a_mask_is_beside_all_pairs_and_the_ideal():
         ("S3", "S3: 4 prompts of 200, 8 responses of 106 to 497 to each"),
         ("28x32768+2048", "28 responses of 2048 to a prompt of 32768"),
         ("128k-5%-run4", "128K tokens, 5 %, diagonals in runs of 4"),
+        ("128k-0.5%-run1", "128K tokens, 0.5 %, single diagonals"),
         ("128k-dense", "128K tokens, no mask"),
         ("something else", "something else"),
     ],
