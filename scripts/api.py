@@ -227,7 +227,8 @@ def document() -> str:
             text, first = entry(module, name)
             key = (home_of(module, name), name)
             if key[0] is None or key in told:  # a subpackage, or what stands above
-                target = f"{module}.{name}" if key[0] is None else name
+                inside = (m for m, _, _ in modules if m.startswith(f"{module}.{name}"))
+                target = next(inside) if key[0] is None else name
                 rows.append(f"| [`{name}`](#{anchor(target)}) | {first} |")
                 continue
             told.add(key)

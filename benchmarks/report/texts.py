@@ -121,8 +121,8 @@ METHOD = """\
 - **Cold inputs.** Sets of inputs rotate, so that no call finds its inputs in the L2 cache.
 - **Same work.** Layouts and gates that a library wants otherwise are converted outside the time.
 - **Eager calls** include Python and launches. A sample is a call among up to ten in a row.
-- **Your own**: `python -m benchmarks.sm90 gdn --quick --plot` on a Hopper GPU, with the rivals that
-  are installed there."""
+- **Your own**: `bash scripts/setup_env.sh --rivals` installs the rivals; then, on a Hopper GPU,
+  `python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2 --plot`."""
 
 CHECKED = """\
 Every result is checked before it is timed. A gated delta net: against the chunked algorithm in
