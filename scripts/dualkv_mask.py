@@ -15,6 +15,11 @@ CELL, GAP, TOP = 6, 60, 44  # pixels
 OWN, SHARED, PROMPT = "#d55e00", "#56b4e9", "#0072b2"  # Okabe and Ito's
 LEGEND = ((PROMPT, "a prompt on itself"), (SHARED, "a response on its prompt"),
           (OWN, "a response on itself"))  # fmt: skip
+STYLE = """<style>
+text { fill: #1f2328 } .page { fill: #f7f7f7 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .page { fill: #21262d } }
+</style>
+"""
 
 
 def figure() -> str:
@@ -29,7 +34,7 @@ def figure() -> str:
             f'<g transform="translate({left} {TOP})">\n'
             f'<text y="-22" font-weight="bold">{title}</text>\n'
             f'<text y="-7">{tokens} tokens, {layout.pairs} visible pairs</text>\n'
-            f'<rect width="{tokens * CELL}" height="{tokens * CELL}" fill="#f7f7f7"/>\n'
+            f'<rect width="{tokens * CELL}" height="{tokens * CELL}" class="page"/>\n'
             + "\n".join(cells(layout, groups))
             + "\n</g>"
         )
@@ -44,7 +49,9 @@ def figure() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left - GAP + 1} {height}" '
         f'width="{left - GAP + 1}" font-family="DejaVu Sans, sans-serif" font-size="12">\n'
         f"<title>Visible (query, key) pairs; rows are queries, columns are keys</title>\n"
-        f'<rect width="100%" height="100%" fill="#ffffff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        + STYLE
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
 
 

@@ -25,8 +25,8 @@ from torch.nn.functional import logsigmoid, normalize, softplus
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.records import ROOT, Row, load
-from benchmarks.report.figures import STYLE, save
-from benchmarks.report.tables import title_of
+from benchmarks.report.names import title_of
+from benchmarks.report.style import STYLE, save
 from reference.chunks import cut
 from reference.gdn_segments import warm_windows
 
@@ -157,7 +157,7 @@ def main() -> int:
         else:
             sys.stderr.write(f"no record has rows of both {CUT} and {WHOLE}\n")
         for name, figure in figures.items():
-            save(figure, options.out / f"gdn-segment-{name}", ["svg"])
+            save(figure, options.out / f"gdn-segment-{name}", f"Segments: {name}")
     return 0
 
 

@@ -24,6 +24,7 @@ import sparse_ring_heads as source
 from matplotlib.colors import ListedColormap
 
 from benchmarks.attention.workloads import VerticalSlash as Benchmark
+from benchmarks.report.style import STYLE, save
 from qla_kernels.sparse_ring import (
     ContiguousLayout,
     FixedVerticalSlash,
@@ -61,8 +62,6 @@ MEASURED = {
     "stripe 64": {2: 1.012, 4: 1.019},
     "stripe 128": {2: 1.005, 4: 1.012, 8: 1.02},
 }
-STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
-              "svg.fonttype": "none", "svg.hashsalt": "qla"}  # fmt: skip
 
 
 def lines_of(heads: Iterable[source.Head]) -> tuple[int, dict[str, Lines]]:
@@ -284,8 +283,7 @@ def main() -> int:
         figures["masks"] = mask_picture()
         figures["recall"] = trade()
         for name, figure in figures.items():
-            figure.savefig(options.out / f"sparse-ring-{name}.svg", metadata={"Date": None})
-            plt.close(figure)
+            save(figure, options.out / f"sparse-ring-{name}.svg", f"Sparse ring: {name}")
     if options.dump:
         sys.stdout.write("\n".join(row for rows in tables.values() for row in rows) + "\n")
         return 0

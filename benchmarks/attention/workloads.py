@@ -5,7 +5,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 from ..harness.workload import Direction, Heads, Lengths, Workload
 
@@ -137,22 +137,6 @@ PUBLISHED: dict[str, tuple[Group, ...]] = {
 RESPONSES: dict[str, tuple[Group, ...]] = {
     f"{n}x4096+512": same(n, 4096, 512) for n in (1, 2, 4, 8, 16, 32, 64)
 }
-
-
-class Required(NamedTuple):
-    """How much faster than the calls of `fa4_shared` a batch has to be."""
-
-    ratio: float
-    apart: bool  # forward and backward each; else their sum
-
-
-REQUIRED = {
-    **dict.fromkeys(("S1", "S2", "S3", "S4"), Required(1.3, apart=True)),
-    "S5": Required(1.3, apart=False),
-    **dict.fromkeys(("S6", "S7"), Required(1.2, apart=False)),
-    "S8": Required(1.0, apart=False),
-}
-REQUIRED_WIDE = Required(1.0, apart=True)  # of all rows of the set `wide`
 
 
 @dataclass(frozen=True)

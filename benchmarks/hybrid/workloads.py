@@ -95,6 +95,3 @@ HYBRID: dict[str, tuple[HybridPart | DecodeStep, ...]] = {
     "step": STEPS,
 }
 HYBRID_DEFAULT = ("block", "parts")
-
-# How many times faster than whole sequences a block has to be
-REQUIRED = dict(zip(SHAPES, (3.3, 4.4, 4.6, 3.7), strict=True))

@@ -1,263 +1,211 @@
-"""A run as figures: latency, ratio to the best rival, share of the floor; PNG and SVG of each.
+"""A run as bar charts: a chart for each direction and number of heads, with every rival."""
 
-And, for shared prompts, time against the number of responses.
-"""
-
-import math
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import matplotlib
+from ..harness.records import OK, Result, Row, Run
+from .names import shape_of, title_of
+from .svg import COLOURS, Bar, Chart, Group
+from .tables import (
+    UNFINISHED,
+    best_rival,
+    dense_times,
+    number,
+    our_names,
+    timed,
+)
+from .texts import FAMILIES
 
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-from matplotlib.colors import LinearSegmentedColormap, Normalize
-from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
-
-from ..harness.records import Row, Run
-from .tables import our_names, ratio, timed, title_of
-
-# Colours that colour-blind readers tell apart (Okabe and Ito), and a shape besides.
-OURS = ("#d55e00", "D")
-OTHERS = (("#0072b2", "o"), ("#009e73", "s"), ("#cc79a7", "^"), ("#56b4e9", "v"), ("#8a8a8a", "P"))
-INK, FAINT = "#222222", "#d9d9d9"
-STYLE: Any = {
-    "font.size": 9, "axes.titlesize": 10, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
-    "text.color": INK, "xtick.color": INK, "ytick.color": INK, "svg.fonttype": "none",
-    "svg.hashsalt": "qla", "figure.dpi": 110, "axes.spines.top": False,
-    "axes.spines.right": False, "font.family": "DejaVu Sans",
-}  # fmt: skip
+# What a rival does that a label of the record does not say.
+MEANS = {
+    ("dualkv", "fa4"): "flash-attn-4, whole sequences",
+    ("dualkv", "cudnn"): "cuDNN, whole sequences",
+    ("dualkv", "fa4_shared"): "flash-attn-4, 3 calls a group",
+    ("hybrid", "whole"): "whole sequences, same kernels",
+}
+WHOLE = {"dualkv": "fa4", "hybrid": "whole"}  # what a user replaces: every sequence in full
 
 
-# by ending: what is said when a figure is saved
-ENDINGS: dict[str, dict[str, Any]] = {"png": {"dpi": 130}, "svg": {"metadata": {"Date": None}}}
+def draw(run: Run, folder: Path) -> list[Path]:
+    """Writes the charts of a run as SVG, and returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for stem, chart in charts(run).items():
+        written.append(folder / f"{stem}.svg")
+        written[-1].write_text(chart.svg())
+    return written
 
 
-def draw(run: Run, folder: Path, endings: Iterable[str] = ENDINGS) -> list[Path]:
-    """All figures of a run; those there is nothing to show in are left out."""
-    written: list[Path] = []
-    groups: dict[tuple[str, str], list[Row]] = {}
+def charts(run: Run) -> dict[str, Chart]:
+    """All charts of a run by file name; those with nothing to show are left out."""
+    rows = [*run.rows, *steps(run)]
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if run.family != "sparse_ring" or density_of(row):
+            groups.setdefault((row.kind, row.heads, row.what), []).append(row)
+    found = {}
+    for (kind, heads, what), of_group in groups.items():
+        several = len({w for k, h, w in groups if (k, h) == (kind, heads)}) > 1
+        stem = "-".join([run.family, kind, *slug(heads), *(slug(what) if several else ())])
+        chart = chart_of(run, of_group)
+        if chart is not None:
+            found[stem] = chart
+    return found
+
+
+def slug(text: str) -> list[str]:
+    return "".join(c if c.isalnum() else " " for c in text.replace("/", "x")).split()
+
+
+def steps(run: Run) -> list[Row]:
+    """Rows of forward plus backward, of shared prompts that have both: attention of a step."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
     for row in run.rows:
-        groups.setdefault((row.kind, row.what), []).append(row)
-    # a lone row needs no picture, unless it is all there is
-    groups = {key: rows for key, rows in groups.items() if len(rows) > 1} or groups
-    kinds = [kind for kind, _ in groups]
-    with plt.rc_context(STYLE):
-        for (kind, what), rows in groups.items():
-            stem = f"{run.family}-{kind}"
-            if kinds.count(kind) > 1:
-                stem += "-" + "".join(c if c.isalnum() else "-" for c in what).replace("--", "-")
-            subject = f"{title_of(kind)}, {what}"
-            for name, figure in (
-                ("latency", latency(run, rows, subject)),
-                ("ratio", ratios(run, rows, subject)),
-                ("floor", floor_share(run, rows, subject)),
-            ):
-                if figure is not None:
-                    written += save(figure, folder / f"{stem}-{name}", endings)
-    return written + draw_growth(run, folder, endings)
+        if run.family == "dualkv" and row.kind in ("fwd", "bwd"):
+            found.setdefault((row.heads, row.layout, row.what), []).append(row)
+    pairs = [pair for pair in found.values() if {row.kind for row in pair} == {"fwd", "bwd"}]
+    return [_sum(*sorted(pair, key=lambda row: row.kind)) for pair in pairs]
 
 
-def draw_growth(run: Run, folder: Path, endings: Iterable[str] = ENDINGS) -> list[Path]:
-    """Time against the number of responses, if enough rows differ only in that."""
-    with plt.rc_context(STYLE):
-        figure = growth(run)
-        return [] if figure is None else save(figure, folder / f"{run.family}-responses", endings)
+def _sum(backward: Row, forward: Row) -> Row:
+    results = []
+    for one in forward.results:
+        other = backward.result(one.implementation)
+        if other is None or {one.status, other.status} != {OK}:
+            continue
+        times = [
+            None if a is None or b is None else a + b
+            for a, b in ((one.p50_ms, other.p50_ms), (one.eager_ms, other.eager_ms))
+        ]
+        peaks = [x.peak_bytes or 0 for x in (one, other)]
+        results.append(
+            Result(one.implementation, OK, p50_ms=times[0], eager_ms=times[1],
+                   peak_bytes=max(peaks) or None)
+        )  # fmt: skip
+    return replace(forward, kind="step", name=f"{forward.name}+bwd", results=tuple(results))
 
 
-def growth(run: Run) -> Any:
-    """Milliseconds over the number of responses, both log: a panel for each direction."""
-    by_shape: dict[str, dict[str, dict[int, Row]]] = {}
-    for row in run.rows:
-        found = re.fullmatch(r"(\d+)x(\d+\+\d+)", row.layout)
-        if run.family == "dualkv" and found is not None:
-            kinds = by_shape.setdefault(found[2], {})
-            kinds.setdefault(row.kind, {})[int(found[1])] = row
-    many = [(s, kinds) for s, kinds in by_shape.items() if max(map(len, kinds.values())) > 2]
-    if not many:
-        return None
-    (shape, kinds), *_ = many
-    figure: Any
-    figure, grid = plt.subplots(
-        1, len(kinds), figsize=(1.5 + 3.2 * len(kinds), 3.9), sharex=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    looks, shown = _looks(run), {}
-    for axes, (kind, rows) in zip(grid.flat, kinds.items(), strict=True):
-        axes.set_title(title_of(kind), loc="left")
-        axes.grid(color=FAINT, linewidth=0.6)
-        for name in timed(run):
-            times = {n: t for n, row in sorted(rows.items()) if (t := row.time_ms(name))}
-            if times:
-                colour, marker = looks[name]
-                (shown[name],) = axes.loglog(
-                    list(times), list(times.values()), color=colour, marker=marker,
-                    markersize=5, linewidth=1.4, label=run.labels[name],
-                )  # fmt: skip
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticks(sorted(rows), [str(n) for n in sorted(rows)])
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        axes.set_xlabel("responses")
-        axes.set_ylabel("ms")
-    prompt, response = shape.split("+")
-    _head(figure, run, f"Responses of {response} tokens to a prompt of {prompt}: time per call")
-    figure.legend(handles=list(shown.values()), loc="outside lower left", ncols=4, frameon=False)
-    return figure
-
-
-def latency(run: Run, rows: Sequence[Row], subject: str) -> Any:
-    """Milliseconds, log scale: a panel for each head configuration, a line for each length."""
-
-    def finish(axes: Any) -> None:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-
-    title = f"{subject}: time per call"
-    return _dots(run, rows, title, "ms, log scale; left is faster", Row.time_ms, finish)
-
-
-def floor_share(run: Run, rows: Sequence[Row], subject: str) -> Any:
-    """The floor's time over each time, in percent."""
-
-    def share(row: Row, name: str) -> float | None:
-        time = row.time_ms(name)
-        return None if not time or not row.floor_ms else 100 * row.floor_ms / time
-
-    def finish(axes: Any) -> None:
-        axes.set_xlim(0, 103)
-        axes.xaxis.set_major_formatter(PercentFormatter(decimals=0))
-
-    title = f"{subject}: share of the memory or compute floor"
-    return _dots(run, rows, title, "of the floor; right is better", share, finish)
-
-
-def _dots(
-    run: Run,
-    rows: Sequence[Row],
-    title: str,
-    unit: str,
-    value: Callable[[Row, str], float | None],
-    finish: Callable[[Any], None],
-) -> Any:
-    names = [n for n in timed(run) if any(value(row, n) is not None for row in rows)]
+def chart_of(run: Run, rows: Sequence[Row]) -> Chart | None:
+    """Rows of one direction and number of heads: bars in multiples of our time."""
+    names = series_of(run, rows)
     if not names:
         return None
-    heads = list(dict.fromkeys(row.heads for row in rows))
-    layouts = list(dict.fromkeys(row.layout for row in rows))
-    columns = min(3, len(heads))
-    lines = math.ceil(len(heads) / columns)
-    height = 0.24 * len(layouts) + 0.7
-    figure: Any
-    figure, grid = plt.subplots(
-        lines, columns, figsize=(2.2 + 3.1 * columns, height * lines + 1.2),
-        sharex=True, sharey=True, squeeze=False, layout="constrained",
-    )  # fmt: skip
-    looks = _looks(run)
-    for axes, configuration in zip(grid.flat, heads, strict=False):
-        found = {row.layout: row for row in rows if row.heads == configuration}
-        axes.set_title(f"{configuration} heads", loc="left")
-        axes.grid(axis="x", color=FAINT, linewidth=0.6)
-        for y, layout in enumerate(layouts):
-            row = found.get(layout)
-            values = {} if row is None else {n: value(row, n) for n in names}
-            known = [v for v in values.values() if v is not None]
-            if known:
-                axes.plot([min(known), max(known)], [y, y], color=FAINT, linewidth=2, zorder=1)
-            for name, v in values.items():
-                if v is not None:
-                    colour, marker = looks[name]
-                    big = name.startswith("ours")
-                    axes.scatter(
-                        v, y, s=40 if big else 26, color=colour, marker=marker,
-                        zorder=4 if big else 3, linewidth=0.6, edgecolor="white",
-                    )  # fmt: skip
-        finish(axes)
-        axes.set_yticks(range(len(layouts)), layouts)
-        axes.tick_params(length=0, labelbottom=True)
-        axes.set_ylim(len(layouts) - 0.4, -0.6)
-    for axes in grid.flat[len(heads) :]:
-        axes.set_visible(False)
-    for axes in grid[-1, :]:
-        axes.set_xlabel(unit)
-    figure.get_layout_engine().set(wspace=0.04)
-    _head(figure, run, title)
-    figure.legend(
-        handles=[
-            Line2D([], [], color=looks[n][0], marker=looks[n][1], linestyle="none",
-                       markersize=6, label=run.labels[n])
-            for n in names
-        ],
-        loc="outside lower left", ncols=2 * columns, frameon=False, handletextpad=0.2,
-    )  # fmt: skip
-    return figure
-
-
-def ratios(run: Run, rows: Sequence[Row], subject: str) -> Any:
-    """Best rival over ours: lengths down, head configurations across."""
-    ours = our_names(run)
-    found = {(row.layout, row.heads): ratio(row, ours) for row in rows}
-    if all(value is None for value in found.values()):
+    labels = [_label(run, name) for name in names]
+    if any(without_mask(run, row) for row in rows):
+        labels += [_without_mask(run), "ideal: that times the density"]
+    groups = []
+    for row in rows:
+        times = {name: row.time_ms(name) for name in names}
+        known = [t for t in times.values() if t is not None]
+        if not known:
+            continue
+        one = times.get("ours") or min(known)
+        bars = [
+            Bar(i, time / one, _said(time, one, row.time_ms(name, eager=True)))
+            for i, (name, time) in enumerate(times.items())
+            if time is not None
+        ]
+        if whole := without_mask(run, row):
+            density = density_of(row)
+            bars.append(Bar(len(names), whole / one, _said(whole, one)))
+            bars.append(Bar(len(names) + 1, density * whole / one, _said(density * whole, one)))
+        groups.append(Group(shape_of(row), tuple(bars)))
+    if not groups:
         return None
-    heads = list(dict.fromkeys(row.heads for row in rows))
-    layouts = list(dict.fromkeys(row.layout for row in rows))
-    figure, axes = plt.subplots(
-        figsize=(2.6 + 0.72 * len(heads), 1.5 + 0.3 * len(layouts)), layout="constrained"
-    )
-    # symmetric in the logarithm: twice as fast is as far from white as half as fast
-    colours = LinearSegmentedColormap.from_list("ratio", ["#b2182b", "#f7f7f7", "#2166ac"])
-    reach = max(math.log(2), *(abs(math.log(v)) for v in found.values() if v))
-    scale = Normalize(-reach, reach)
-    for y, layout in enumerate(layouts):
-        for x, configuration in enumerate(heads):
-            value = found.get((layout, configuration))
-            position = math.log(value) if value else 0.0
-            face = colours(scale(position)) if value else "#ffffff"
-            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor="white", lw=1.5))
-            dark = abs(position) > 0.65 * reach
-            axes.text(
-                x + 0.5, y + 0.5, f"{value:.2f}" if value else "–",
-                ha="center", va="center", color="white" if dark else INK, fontsize=8.5,
-            )  # fmt: skip
-    axes.set_xlim(0, len(heads))
-    axes.set_ylim(len(layouts), 0)
-    axes.set_xticks([i + 0.5 for i in range(len(heads))], heads)
-    axes.set_yticks([i + 0.5 for i in range(len(layouts))], layouts)
-    axes.xaxis.tick_top()
-    axes.set_xlabel("key heads / value heads")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    _head(figure, run, f"{subject}: best rival / ours; above 1 we are faster")
-    return figure
+    return Chart(_title(run, rows), _subtitle(run), tuple(labels), tuple(groups))
 
 
-def _looks(run: Run) -> dict[str, tuple[str, str]]:
-    others = iter(OTHERS * 2)
-    return {
-        name: (("#f0a35e", "d") if name != "ours" else OURS)
-        if name.startswith("ours")
-        else next(others)
-        for name in run.labels
-    }
+def series_of(run: Run, rows: Sequence[Row]) -> list[str]:
+    """Ours first; other forms of ours only if there are colours for them."""
+    found = [n for n in timed(run) if any(row.time_ms(n) is not None for row in rows)]
+    found = [n for n in found if n not in (*UNFINISHED, "ours_train")]
+    found.sort(key=lambda name: name != "ours")
+    if len(found) > len(COLOURS):
+        found = [n for n in found if n == "ours" or not n.startswith("ours")]
+    return found[: len(COLOURS)]
 
 
-def _head(figure: Any, run: Run, title: str) -> None:
-    width = int(13 * figure.get_figwidth())  # characters of this font that fit
-    said = (title, f"{run.device}, {run.date[:10]}", run.notes)
-    lines = [line for text in said for line in textwrap.wrap(text, width)]
-    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
+def _label(run: Run, name: str) -> str:
+    return MEANS.get((run.family, name), run.labels[name])
 
 
-def save(figure: Any, path: Path, endings: Iterable[str]) -> list[Path]:
-    paths = [path.with_suffix(f".{ending}") for ending in endings]
-    for file in paths:
-        figure.savefig(file, **ENDINGS[file.suffix[1:]])
-    plt.close(figure)
-    return paths
+def short(label: str) -> str:
+    """A label in a narrow column."""
+    return label.replace("flash-attn-4", "FA4")
+
+
+def density_of(row: Row) -> float:
+    """Of a row with a mask; 0 of another."""
+    found = re.match(r"([\d.]+)% dense", row.what)
+    return float(found[1]) / 100 if found else 0.0
+
+
+def without_mask(run: Run, row: Row, eager: bool = False) -> float | None:
+    """The best rival's time without the mask that the row has; none if it has no mask."""
+    alike = [other for other in run.rows if other.kind == row.kind]
+    dense = dense_times(alike, our_names(run), eager)
+    return dense.get((row.heads, row.tokens)) if density_of(row) else None
+
+
+def _without_mask(run: Run) -> str:
+    """The label of the best rival without a mask."""
+    found = (best_rival(row, our_names(run)) for row in run.rows if row.what == "dense")
+    names = [best[0] for best in found if best is not None]
+    return f"{run.labels[names[0]]}, no mask"
+
+
+def _said(ms: float, one: float, eager: float | None = None) -> str:
+    multiple = "" if ms == one else f"{ms / one:.2f} x, "
+    return f"{multiple}{number(ms)} ms" + ("" if eager is None else f" (eager {number(eager)})")
+
+
+def _title(run: Run, rows: Sequence[Row]) -> str:
+    first = rows[0]
+    subject = f"{FAMILIES[run.family]}, {title_of(first.kind).lower()}, {heads_of(run, first)}"
+    ratios = [r for row in rows if (r := gain(run, row)) is not None]
+    rival = "the best rival takes"
+    if any(row.time_ms(WHOLE.get(run.family, "")) for row in rows):
+        rival = "whole sequences take"
+    elif any(without_mask(run, row) for row in rows):
+        rival = "all pairs take"
+    if not ratios:
+        return subject
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f"{subject}: {rival} {low if low == high else f'{low} to {high}'} times as long as ours"
+
+
+def heads_of(run: Run, row: Row) -> str:
+    a, _, b = row.heads.partition("/")
+    if run.family == "gdn":
+        return f"{a} key and {b} value heads"
+    if run.family in ("dualkv", "sparse_ring"):
+        return f"{b} query and {a} key heads"
+    return f"{row.heads} channels" if run.family == "conv" else f"{row.heads} heads"
+
+
+def _subtitle(run: Run) -> str:
+    way = " in CUDA graphs (eager calls in brackets)" if run.device_kind == "cuda" else ""
+    where = f"{run.device}, {run.date[:10]}, commit {run.commit[:10]}"
+    said = f"Time of a call{way}; bars are multiples of ours, shorter is faster. {where}."
+    return f"{said} {run.notes}".strip()
+
+
+def rival_of(run: Run, row: Row, eager: bool = False) -> tuple[str, float] | None:
+    """What the row is compared with on the front page: label and time.
+
+    Whole sequences for shared prompts, no mask for a mask, else the best rival.
+    """
+    if time := row.time_ms(WHOLE.get(run.family, ""), eager):
+        return _label(run, WHOLE[run.family]), time
+    if time := without_mask(run, row, eager):
+        return _without_mask(run), time
+    best = best_rival(row, our_names(run), eager)
+    return None if best is None else (_label(run, best[0]), best[1])
+
+
+def gain(run: Run, row: Row, eager: bool = False) -> float | None:
+    """The time of that, over ours."""
+    rival, mine = rival_of(run, row, eager), row.time_ms("ours", eager)
+    return None if rival is None or mine is None else rival[1] / mine

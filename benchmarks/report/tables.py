@@ -4,20 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ..attention.workloads import REQUIRED, REQUIRED_WIDE, WIDE, Required
 from ..harness.records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
-from ..hybrid.workloads import REQUIRED as REQUIRED_OF_BLOCKS
+from .names import title_of
 
 SLOWER = "▼"
 UNFINISHED = ("fa4_calls",)  # parts of a result, for comparison: no rival that anyone can use
-TITLES = {
-    "fwd": "Forward", "bwd": "Backward", "both": "Forward and backward", "decode": "Decoding",
-    "index": "Index", "layer": "Decoder layer", "block": "Block of four layers",
-}  # fmt: skip
-
-
-def title_of(kind: str) -> str:
-    return TITLES.get(kind, f"{kind} alone")
 
 
 def best_rival(row: Row, ours: Sequence[str], eager: bool = False) -> tuple[str, float] | None:
@@ -59,11 +50,11 @@ def number(value: float | None) -> str:
     return f"{value:.{min(digits, 4)}f}"
 
 
-def marked(value: float | None, least: float = 1.0) -> str:
-    """A ratio, with a mark if it is below what it should be."""
+def marked(value: float | None) -> str:
+    """A ratio, with a mark if ours is slower."""
     if value is None:
         return "–"
-    return f"{value:.2f} {SLOWER}" if value < least else f"{value:.2f}"
+    return f"{value:.2f} {SLOWER}" if value < 1 else f"{value:.2f}"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -118,13 +109,12 @@ def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
     for row, of_row in zip(rows, ratios, strict=True):
         cells = [_cell(run, row, name, names, ways) for name in names]
         subject = [row.heads, row.layout, row.what][: len(said)]
-        least = REQUIRED_OF_BLOCKS.get(row.layout, 1.0) if row.kind == "block" else 1.0
-        last = _both(of_row, least), _floor(row), _first_calls(row, ours)
+        last = _both(of_row), _floor(row), _first_calls(row, ours)
         body.append([*subject, *cells, *last])
         if dense[0]:
             body[-1].append(_both([dense_ratio(row, *w) for w in zip(dense, ways, strict=True)]))
     counts = [[r for r in of_way if r is not None] for of_way in zip(*ratios, strict=True)]
-    if counts[0]:
+    if len(counts[0]) > 1:
         mean = [f"geometric mean of {' / '.join(str(len(found)) for found in counts)}"]
         mean += [""] * (len(said) + len(names) - 1)
         mean.append(_both([geometric_mean(found) for found in counts]))
@@ -132,9 +122,9 @@ def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
     return markdown(header, body, left=len(said))
 
 
-def _both(ratios: Iterable[float | None], least: float = 1.0) -> str:
+def _both(ratios: Iterable[float | None]) -> str:
     """Of graphs and of eager calls."""
-    return " / ".join(marked(ratio, least) for ratio in ratios)
+    return " / ".join(map(marked, ratios))
 
 
 def _first_calls(row: Row, ours: Sequence[str]) -> str:
@@ -163,7 +153,7 @@ def _rates_and_memory(run: Run, rows: Sequence[Row]) -> str:
 def steps(run: Run) -> str:
     """Shared prompts that have both directions in this run: flash-attn-4's times over ours.
 
-    The sum is a training step's. What a batch has to reach is against the three calls.
+    The sum is a training step's.
     """
     directions: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in run.rows:
@@ -186,31 +176,20 @@ def steps(run: Run) -> str:
         header += [f"{run.labels[name]}: forward", "backward", "sum"]
     body = []
     for pair in found:
-        required = _required(pair[0])
-        said = required and f"{required.ratio} {'each' if required.apart else 'in sum'}"
-        cells = [_step_cells(pair, name, name == "fa4_shared") for name in rivals]
+        cells = [_step_cells(pair, name) for name in rivals]
         subject = [pair[0].heads, pair[0].layout][-left:]
-        body.append([*subject, *(c for three in cells for c in three), said or ""])
+        body.append([*subject, *(c for three in cells for c in three)])
     title = "Forward, backward and their sum; time of flash-attn-4 / ours"
-    return "\n\n".join([title, markdown([*header, "required"], body, left)])
+    return "\n\n".join([title, markdown(header, body, left)])
 
 
-def _required(row: Row) -> Required | None:
-    """Compared with flash-attn-4's three calls, which take head sizes of 256 as well."""
-    return REQUIRED_WIDE if f"-d{WIDE}" in row.name else REQUIRED.get(row.layout)
-
-
-def _step_cells(pair: tuple[Row, Row], rival: str, judged: bool) -> list[str]:
-    """Ratios forward, backward and of the sums, marked where they miss what is required."""
+def _step_cells(pair: tuple[Row, Row], rival: str) -> list[str]:
+    """Ratios forward, backward and of the sums."""
     ours, theirs = ([row.time_ms(name) or 0.0 for row in pair] for name in ("ours", rival))
     if not all((*ours, *theirs)):
         return ["–"] * 3
-    each = together = 1.0
-    required = _required(pair[0]) if judged else None
-    if required is not None:
-        each, together = (required.ratio, 1.0) if required.apart else (1.0, required.ratio)
-    cells = [marked(b / a, each) for a, b in zip(ours, theirs, strict=True)]
-    return [*cells, marked(sum(theirs) / sum(ours), together)]
+    cells = [marked(b / a) for a, b in zip(ours, theirs, strict=True)]
+    return [*cells, marked(sum(theirs) / sum(ours))]
 
 
 def dense_times(

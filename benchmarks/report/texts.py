@@ -1,15 +1,55 @@
 """What the generated pages say about how it was measured, and what."""
 
-from collections.abc import Iterable
-
-from ..attention.workloads import LONG_PROMPTS, SHORT_BATCHES
+from .names import BATCHES, span
 from .tables import markdown
 
 FAMILIES = {
     "gdn": "Gated delta net",
     "dualkv": "Attention over shared prompts",
-    "sparse_ring": "Vertical-slash attention",
+    "hybrid": "Hybrid models over shared prompts",
+    "sparse_ring": "Sparse attention",
+    "conv": "Causal convolution",
 }
+
+# The first table of the front page: family, who you are, what you type, what you get.
+GAINS = (
+    ("gdn", "train, prefill or decode **Qwen3-Next, Qwen3.5**, or layers of FLA",
+     "transformers: `swap(model)`; FLA: `fla.register()`; vLLM: `VLLM_PLUGINS=qla_kernels`",
+     "faster linear-attention layers: {}"),
+    ("dualkv", "train with **GRPO**, many responses to each prompt",
+     "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: `verl.patch()`",
+     "each prompt stored and computed once: {}"),
+    ("sparse_ring", "train on **128K tokens** and more, on one GPU or several",
+     '`attn_implementation="sparse_ring"`', "attention to the pairs of a mask: {}"),
+)  # fmt: skip
+
+# What is compared where a rival is faster, if the family's title does not say it.
+SLOWER = {
+    "dualkv": "Shared prompts beside three flash-attn-4 calls a group, merged by hand",
+    "sparse_ring": "Sparse attention without a mask, which flash-attn-4 is for",
+}
+STALE = """\
+Kernels changed since; [docs/records](docs/records/README.md) has each record's commit and the
+command that measures today's."""
+BEFORE_PROGRAMS = """\
+The gated delta net's eager times are older than the replay of calls: since then an eager call with
+prebuilt kernels takes 0.96 to 1.03 times as long as its graph
+([note](docs/notes/native-launch.md), section 7)."""
+
+TERMS = """\
+- **Rival**: another library's result for the same inputs, on the same GPU in the same run, checked
+  before it is timed. For a gated delta net it is the fastest of FlashQLA, FlashInfer and FLA at
+  each shape. For shared prompts it is what you would replace: flash-attn-4 (FA4) on whole
+  sequences, with the prompt in each of them. For sparse attention it is FA4 on all pairs; a mask
+  with 5 % of the pairs could at best be 20 times as fast.
+- **Heads**: key / value heads of a gated delta net, key / query heads of attention. 16/32 are those
+  of Qwen3-Next and of Qwen3.5 4B to 35B; 16/64 those of 122B and 397B, and 2/8 their share on one
+  of eight GPUs.
+- **Faster**: the rival's time divided by ours, as a geometric mean over all **shapes** (sets of
+  sequence lengths). **Worst**: the least of these ratios; below 1 (▼) ours is slower. The
+  **typical** shape is the one in the middle of the ratios of CUDA graphs.
+- **Graph**: replays of a CUDA graph, the time of the GPU alone. **Eager**: calls of the public
+  Python function, where a GPU with little to do waits for Python. `–` was not measured."""
 
 # Sections of their own beside the headline's: a set each, from the record with most of its rows.
 ASIDE = {
@@ -31,36 +71,75 @@ ASIDE = {
     },
 }  # fmt: skip
 
-GRAPHS = """\
-Times are those of CUDA graph replays, and of calls without a graph (eager) through the public
-Python function. Eager calls mostly take longer, ours and the rivals': the GPU waits for Python
-between launches, and where calls are short this decides which is faster. `–` was not measured.
+RECORDS = """\
+The newest record with the rows of each section, row by row; [README.md](README.md) defines the
+columns, and says how rows are measured and what a set contains. Cells with two numbers are CUDA
+graph / eager."""
 
-A rival is another implementation with right results on the same GPU. `best rival / ours` is the
-fastest one's time over ours, a geometric mean over rows: above 1 ours is faster. Rows are shapes,
-and those below 1 are slower (▼). Heads are key / value heads of a gated delta net, key-value /
-query heads of attention. `rival dense` is the best rival without a mask, beside ours under one."""
+FINDINGS = """\
+What the kernels gain, and where they do not. Everything here is made from the records in
+`benchmarks/results` by `python -m benchmarks.report`; tables with every measurement are in
+[docs/records](docs/records/README.md). Numbers that are no record's are cited with their note."""
+
+MORE_TERMS = """\
+- **Shape**, of a gated delta net: a set of sequence lengths, such as 4 sequences of 8192 tokens,
+  with 16-bit inputs and heads of 128. Of shared prompts: a batch, below. Of sparse attention: a
+  length, a density, and how many neighbouring diagonals a mask has in a row.
+- **Density**: the share of causal (query, key) pairs that a mask keeps. The ideal gain is 1 /
+  density, because a kernel has at least the kept pairs to compute.
+- **Three calls a group**: attention over shared prompts put together by hand from flash-attn-4, for
+  comparison: prompts to themselves, responses to prompts, responses to themselves, then a merge. No
+  library offers it."""
+
+HYBRID_NOTE = """\
+- A step of four layers of Qwen3-Next's size, three of them gated delta nets, takes 4.1 to 6.0 times
+  less over packed groups than over whole sequences by the same kernels, with about a fifth of the
+  memory ([note](docs/notes/hybrid-trees.md), section 3)."""
+
+SHARED_NOTE = """\
+The second figure has one prompt and more and more responses. With a single response there is
+nothing to share. [A note](docs/notes/dualkv-backward.md) says where the time of our backward goes
+at long prompts, where three calls come close."""
+
+SPARSE_NOTE = """\
+A mask that keeps every pair is slower than flash-attn-4: use that for dense layers
+(`dense_layers`). How much attention a mask of some density holds depends on the model and its data:
+[docs/long-context.md](docs/long-context.md) says how to measure it. Speed is all that is shown
+here; it does not show that a model trains as well."""
+
+RING_NOTE = """\
+On several GPUs, 16/2 heads, 5 % density, forward and backward: four H200 take 8.08 ms for 128K
+tokens, 12 times as fast as a dense ring of flash-attn-4 and 12 % longer than a quarter of one GPU's
+time; eight take 16.1 + 48.0 ms for 512K tokens ([note](docs/notes/sparse-ring.md), sections 12 and
+13). `torchrun -m benchmarks.ring` measures rings; they have no records yet."""
 
 METHOD = """\
+- **Right first.** A result is compared with fp64 or fp32 before it is timed, and a wrong one has no
+  time. [docs/records](docs/records/README.md#how-it-is-measured) says against what.
+- **In turn.** Implementations alternate in bursts of 20 ms, with the GPU idle in between, because a
+  GPU under sustained load lowers its clock. Times are medians.
+- **Cold inputs.** Sets of inputs rotate, so that no call finds its inputs in the L2 cache.
+- **Same work.** Layouts and gates that a library wants otherwise are converted outside the time.
+- **Eager calls** include Python and launches. A sample is a call among up to ten in a row.
+- **Your own**: `bash scripts/setup_env.sh --rivals` installs the rivals; then, on a Hopper GPU,
+  `python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2 --plot`."""
+
+CHECKED = """\
 Every result is checked before it is timed. A gated delta net: against the chunked algorithm in
 fp64 over all heads on a GPU, against the token loop in fp64 without one. Attention: against its
 definition in fp32 on a GPU, of the first and the last key head where there are more than 32768
 tokens, of the last alone in one sequence of more than 65536 without a mask. A layer: against every
 sequence alone, in fp32. An index: by the share of attention that its lines hold, beside what the
-definition's lines hold. Times are medians over replays of CUDA
-graphs, in bursts of 20 ms that alternate between implementations with the device idle in between,
-because a GPU under sustained load lowers its clock. Input sets rotate so that no call finds its
-inputs in the L2 cache; one is enough where it is 16 times as large. Layouts and gates that a
-library wants otherwise are converted outside the timed region. The floor is the larger of counted
-FLOPs over the rate of a large matrix product and of bytes (inputs once, outputs once) over the rate
-of a large copy, both measured in the same run. Tables have two numbers in a cell: graph / eager.
-An eager call is one of the public Python function without a graph, Python and launches included:
-where calls are short it is another comparison than that of the replays. Eager calls are timed in
-bursts of 20 ms that alternate likewise; a sample is a call among up to ten in a row, after which
-the device is waited for. `host, additions` is how long the host is busy with such a call, in
-multiples of an addition of eight floats (`x + 1`) beside it in the same process. `first call`
-includes compilation where no cache had it: ours, and that of the rival whose replays are
-fastest. `–` was not measured."""
+definition's lines hold.
+
+Times are medians over replays of CUDA graphs, in bursts of 20 ms that alternate between
+implementations with the device idle in between. Input sets rotate; one is enough where it is 16
+times as large as the L2 cache. The *floor* is the larger of counted FLOPs over the rate of a large
+matrix product and of bytes (inputs once, outputs once) over the rate of a large copy, both measured
+in the same run. Cells with two numbers are graph / eager. `host, additions` is how long the host is
+busy with an eager call, in multiples of an addition of eight floats (`x + 1`) beside it in the same
+process. `first call` includes compilation where no cache had it: ours, and that of the rival whose
+replays are fastest. Peak memory is beyond the inputs. `–` was not measured; ▼: ours is slower."""
 
 WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their
@@ -94,13 +173,8 @@ transfers."""
 
 def batches() -> str:
     """What A to D and S1 to S8 are; a range where groups differ."""
-
-    def span(values: Iterable[int]) -> str:
-        low, *_, high = sorted(values) * 2
-        return str(low) if low == high else f"{low} to {high}"
-
     lines = []
-    for label, groups in {**LONG_PROMPTS, **SHORT_BATCHES}.items():
+    for label, groups in BATCHES.items():
         prompts, responses = zip(*groups, strict=True)
         lengths = span(n for of_group in responses for n in of_group)
         lines.append([label, str(len(groups)), span(prompts), span(map(len, responses)), lengths])

@@ -319,7 +319,7 @@ def test_the_command_runs_to_the_end(tmp_path, capsys):
     assert "token loop" in printed
     assert "FlashQLA is missing: needs a CUDA device" in printed
     assert "Ran 1 workloads on" in printed
-    for name in ("gdn.md", "gdn.json", "gdn-fwd-latency.png", "gdn-fwd-latency.svg"):
+    for name in ("gdn.md", "gdn.json", "gdn-fwd-2x8.svg"):
         assert (out / name).stat().st_size > 0
         assert str(out / name) in printed
     entry = json.loads((out / "gdn.json").read_text())
@@ -341,7 +341,7 @@ def test_decoding_runs_without_a_gpu(tmp_path, capsys):
     row = json.loads((tmp_path / "gdn.json").read_text())["rows"][0]
     assert (row["kind"], row["layout"], row["tokens"]) == ("decode", "2+2", 4)
     assert [r["status"] for r in row["results"][:2]] == [OK, OK]  # ours and the token loop
-    assert (tmp_path / "gdn-decode-latency.svg").stat().st_size > 0
+    assert (tmp_path / "gdn-decode-2x8.svg").stat().st_size > 0
 
 
 def test_warming_compiles_in_processes_and_reports_failures(tmp_path, capsys):

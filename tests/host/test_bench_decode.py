@@ -120,19 +120,19 @@ def test_bandwidth_and_share_of_the_floor_are_of_the_counted_bytes():
 def test_decoding_has_a_section_of_its_own():
     decode = run_of(GDN["decode"], id="decode")
     kernels = run_of(GDN["kernels"], id="kernels")
-    page = pages.performance_page([decode, kernels], KERNELS)
-    assert page.index("### Decoding") < page.index("### Kernels alone")
+    page = pages.records_page([decode, kernels], "gdn", KERNELS)
+    assert page.index("## Decoding") < page.index("## Kernels alone")
     assert "| 2/8 " in page
     assert "| 64 of 1 " in page
     both = anchor_run(rows=(*anchor_run().rows, *decode.rows))
-    page = pages.performance_page([both], KERNELS)
+    page = pages.records_page([both], "gdn", KERNELS)
     assert page.count("Decoding, model gates, initial state; ms") == 1
-    assert page.index("### Decoding") < page.index("Decoding, model gates")
+    assert page.index("## Decoding") < page.index("Decoding, model gates")
 
 
 def test_a_record_without_rivals_is_not_called_one_of_rivals():
     run = run_of(GDN["decode"][:2], id="decode")
     alone = tuple(replace(row, results=row.results[:1]) for row in run.rows)
-    page = pages.performance_page([replace(run, rows=alone)], KERNELS)
-    assert "### Decoding" in page
+    page = pages.records_page([replace(run, rows=alone)], "gdn", KERNELS)
+    assert "## Decoding" in page
     assert "rivals only" not in page

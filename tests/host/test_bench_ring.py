@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.records import OK, ROOT, Result, Row
-from benchmarks.report import pages, tables
+from benchmarks.report import tables
+from benchmarks.report.figures import gain, rival_of
 from benchmarks.ring import dense as dense_ring
 from benchmarks.ring import links, ranks
 from benchmarks.ring.links import Slow
@@ -154,7 +155,7 @@ def test_rows_under_a_mask_stand_beside_the_best_rival_without_one():
     ]
     assert dense.split("|")[-2].strip() == "0.91 ▼ / 0.95 ▼"
     assert len({line.count("|") for line in (header, sparse, dense, mean)}) == 1
-    rows = [[cell.strip() for cell in x.split("|")] for x in pages._by_heads(run).splitlines()]
-    assert rows[2][1:5] == ["Forward", "8/32", "2 of 2", "1.65"]  # FlexAttention, and dense
-    assert rows[3][1:5] == ["Forward, rival dense", "8/32", "1 of 1", "15.00"]
-    assert rows[3][7:9] == ["1 of 1", "15.75"]
+    ways = (False, True)
+    rival, gains = ([f(run, run.rows[0], way) for way in ways] for f in (rival_of, gain))
+    assert rival == [("flash-attn-4, no mask", 30.0), ("flash-attn-4, no mask", 63.0)]
+    assert gains == [15.0, 15.75]

@@ -1,0 +1,194 @@
+"""docs/performance.md: definitions first, then what the records say about each family."""
+
+from collections.abc import Iterable, Sequence
+
+from ..harness.records import Result, Row, Run
+from . import tables
+from .figures import WHOLE, density_of, steps, without_mask
+from .headline import NOTICE, Spread, provenance, slower, source, spread, times
+from .names import BATCHES, batch, shape_of, title_of
+from .pictures import FIGURES, RESPONSES, shown
+from .select import Digests, aside, headline, newest
+from .texts import (
+    FINDINGS,
+    HYBRID_NOTE,
+    METHOD,
+    MORE_TERMS,
+    RING_NOTE,
+    SHARED_NOTE,
+    SPARSE_NOTE,
+    TERMS,
+)
+
+
+def page(runs: Sequence[Run], digests: Digests) -> str:
+    parts = ["# Performance", NOTICE, FINDINGS, "## Words", TERMS + "\n" + MORE_TERMS]
+    summary = [times(runs, digests), slower(runs, digests), provenance(runs, digests)]
+    parts += ["## In one table", *filter(None, summary)]
+    parts += ["## Gated delta net", *_gdn(runs, digests)]
+    parts += ["## Shared prompts", *_shared(runs, digests)]
+    parts += ["## Sparse attention", *_sparse(runs, digests)]
+    parts += ["## How it is measured", METHOD]
+    return "\n\n".join(parts).replace("](docs/", "](") + "\n"
+
+
+def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
+    sections: list[tuple[str, str, Run | None]] = [
+        ("shapes of the front page", kind, headline(runs, "gdn", digests))
+        for kind in ("fwd", "bwd", "both")
+    ]
+    sections += [
+        ("sequences and heads that fill the GPU", "fwd", newest(runs, "gdn", "filled", "fwd", 12)),
+        ("one or two sequences, few heads", "fwd", newest(runs, "gdn", "segments", "fwd", 20)),
+        ("one or two sequences, few heads", "bwd", newest(runs, "gdn", "segments", "bwd", 12)),
+        ("many short sequences", "fwd", newest(runs, "gdn", "short", "fwd", 4)),
+        ("decoding, 64 to 256 sequences", "decode", newest(runs, "gdn", "decode", "decode", 18)),
+    ]
+    body = []
+    for what, kind, run in sections:
+        rows = [row for row in run.rows if row.kind == kind] if run else []
+        if run is None or not rows:
+            continue
+        ways = [spread(_ratios(run, rows, eager)) for eager in (False, True)]
+        rivals = ", ".join(v for n, v in run.labels.items() if not n.startswith("ours"))
+        cells = [s.said if s else "–" for s in ways]
+        body.append([what, title_of(kind).lower(), str(len(rows)), rivals, *cells])
+    header = ["what", "operation", "shapes", "rivals", "graph: mean (least to most)", "eager"]
+    parts = shown(runs, digests, "figures/", *FIGURES["gdn"])
+    if body:
+        parts.append(tables.markdown(header, body, left=4))
+    parts.append("\n".join([*_segments(runs), *_memory(runs, digests)]))
+    return [part for part in parts if part]
+
+
+def _ratios(run: Run, rows: Iterable[Row], eager: bool) -> list[float | None]:
+    ours = tables.our_names(run)
+    return [tables.ratio(row, ours, eager) for row in rows]
+
+
+def _segments(runs: Sequence[Run]) -> list[str]:
+    """What cutting gains, and what exactness costs."""
+    lines = []
+    for kind, least, title in (("fwd", 20, "forward"), ("bwd", 12, "backward")):
+        run = newest(runs, "gdn", "segments", kind, least)
+        cut, exact = (_beside_ours(run, name) for name in ("ours_whole", "ours_exact"))
+        if run is None or cut is None:
+            continue
+        said = f"- Cut into segments, the {title} of few heads is {cut.said} as fast as uncut."
+        if exact is not None:
+            said += f" `exact=True` takes {exact.said} of the default's time."
+        lines.append(f"{said} {source(run)}.")
+    return lines
+
+
+def _beside_ours(run: Run | None, name: str) -> Spread | None:
+    pairs = [(row.time_ms(name), row.time_ms("ours")) for row in run.rows] if run else []
+    return spread([a / b for a, b in pairs if a and b])
+
+
+def _memory(runs: Sequence[Run], digests: Digests) -> list[str]:
+    run = headline(runs, "gdn", digests)
+    rows = [row for row in run.rows if row.kind == "both"] if run else []
+    if run is None or not rows:
+        return []
+    row = max(rows, key=lambda row: row.tokens)
+    peaks = [(run.labels[r.implementation], r.peak_bytes) for r in row.results if r.peak_bytes]
+    said = ", ".join(f"{name} {gib(peak)}" for name, peak in peaks)
+    return [
+        f"- Memory beyond the inputs, forward and backward, {row.heads} heads, "
+        f"{shape_of(row)}: {said}."
+    ]
+
+
+def gib(peak: int) -> str:
+    return f"{peak / 2**30:.2f} GiB"
+
+
+def _shared(runs: Sequence[Run], digests: Digests) -> list[str]:
+    parts = [_batches(runs, digests), *shown(runs, digests, "figures/", *FIGURES["dualkv"])]
+    lines = []
+    layer = aside(runs, "dualkv", "layer", digests)
+    for row in layer.rows if layer else ():
+        whole, mine = row.time_ms(WHOLE["dualkv"]), row.time_ms("ours")
+        if layer is not None and whole and mine:
+            lines.append(
+                f"- A decoder layer of Qwen3-8B, forward and backward, batch {row.layout}: "
+                f"{tables.number(mine)} ms packed, {tables.number(whole)} ms on whole sequences: "
+                f"{whole / mine:.2f} x. {source(layer)}."
+            )
+    hybrid = shown(runs, digests, "figures/", *FIGURES["hybrid"])
+    parts.append("\n".join([*lines, *([] if hybrid else [HYBRID_NOTE])]))
+    parts += [*hybrid, *shown(runs, digests, "figures/", RESPONSES), SHARED_NOTE]
+    return [part for part in parts if part]
+
+
+def _batches(runs: Sequence[Run], digests: Digests) -> str:
+    """Each batch in words, with the times of a step beside whole sequences and three calls."""
+    found: dict[str, tuple[Run, Row]] = {}
+    for run in (headline(runs, "dualkv", digests), aside(runs, "dualkv", "short", digests)):
+        found |= {row.layout: (run, row) for row in steps(run)} if run else {}
+    body = []
+    for label, groups in BATCHES.items():
+        whole = sum(p + r for p, responses in groups for r in responses)
+        packed = sum(p + sum(responses) for p, responses in groups)
+        cells = ["–"] * 4
+        if label in found:
+            _, row = found[label]
+            mine, theirs = row.time_ms("ours"), row.time_ms(WHOLE["dualkv"])
+            calls = row.time_ms("fa4_shared")
+            cells = [tables.number(mine), _times(theirs, mine), _times(calls, mine), _peaks(row)]
+        body.append([f"{label}: {batch(groups)}", f"{whole / packed:.2f} x", *cells])
+    header = [
+        "batch", "fewer tokens", "ours, forward + backward, ms", "whole sequences / ours",
+        "3 calls a group / ours", "peak memory, whole / ours",
+    ]  # fmt: skip
+    text = tables.markdown(header, body)
+    sources = list(dict.fromkeys(source(run) for run, _ in found.values()))
+    return f"{text}\n\nCUDA graphs. {'; '.join(sources) or 'No record yet'}."
+
+
+def _times(theirs: float | None, mine: float | None) -> str:
+    return tables.marked(theirs / mine if theirs and mine else None)
+
+
+def _peaks(row: Row) -> str:
+    def peak(result: Result | None) -> int:
+        return (result.peak_bytes or 0) if result else 0
+
+    mine, theirs = peak(row.result("ours")), peak(row.result(WHOLE["dualkv"]))
+    return f"{gib(theirs)} / {gib(mine)}" if mine and theirs else "–"
+
+
+def _sparse(runs: Sequence[Run], digests: Digests) -> list[str]:
+    parts = shown(runs, digests, "figures/", *FIGURES["sparse_ring"])
+    run = headline(runs, "sparse_ring", digests)
+    if run is not None:
+        index = [row for row in run.rows if row.kind == "index" and row.time_ms("ours")]
+        masked = [row for row in run.rows if density_of(row) and without_mask(run, row)]
+        if index and masked:
+            took = tables.number(index[0].time_ms("ours"))
+            parts.append(f"Choosing the mask takes {took} ms more, which the bars leave out.")
+    grid = aside(runs, "sparse_ring", "grid", digests)
+    if grid is not None:
+        parts.append(_grid(grid))
+    return [*parts, SPARSE_NOTE, RING_NOTE]
+
+
+def _grid(run: Run) -> str:
+    """Forward and backward by length and density."""
+    pairs: dict[str, dict[str, Row]] = {}
+    for row in run.rows:
+        pairs.setdefault(row.layout, {})[row.kind] = row
+    body = []
+    for rows in pairs.values():
+        first = next(iter(rows.values()))
+        cells = []
+        for kind in ("fwd", "bwd"):
+            found = rows.get(kind)
+            time = None if found is None else found.time_ms("ours")
+            rate = None if found is None or not time else found.flops / time / 1e9
+            cells += [tables.number(time), tables.number(rate)]
+        body.append([shape_of(first), *cells])
+    header = ["mask", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s"]
+    said = f"{run.rows[0].heads} heads. TFLOP/s count the pairs of the mask only. {source(run)}."
+    return f"{tables.markdown(header, body)}\n\n{said}"

@@ -1,0 +1,181 @@
+"""The generated parts of the front page: who gains what, and the table of times."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..harness.records import Row, Run
+from . import tables
+from .figures import WHOLE, density_of, gain, rival_of, short
+from .names import shape_of, title_of
+from .pictures import shown
+from .select import Digests, headline
+from .texts import BEFORE_PROGRAMS, FAMILIES, GAINS, SLOWER, STALE, TERMS
+
+NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
+ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
+
+
+class Spread(NamedTuple):
+    """Ratios of rivals' times to ours: their number, geometric mean, least and most."""
+
+    shapes: int
+    mean: float
+    worst: float
+    best: float
+
+    @property
+    def said(self) -> str:
+        if self.shapes == 1:
+            return f"{self.mean:.2f} x"
+        return f"{self.mean:.2f} x ({self.worst:.2f} to {self.best:.2f})"
+
+
+def spread(ratios: Sequence[float | None]) -> Spread | None:
+    found = [r for r in ratios if r is not None]
+    mean = tables.geometric_mean(found)
+    return None if mean is None else Spread(len(found), mean, min(found), max(found))
+
+
+def groups(run: Run) -> dict[tuple[str, str], list[Row]]:
+    """Rows by direction and heads. Rows without a mask are no example of a mask."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in run.rows:
+        if run.family != "sparse_ring" or density_of(row):
+            found.setdefault((row.kind, row.heads), []).append(row)
+    return {
+        key: rows for key, rows in found.items() if any(gain(run, row) is not None for row in rows)
+    }
+
+
+def times(runs: Sequence[Run], digests: Digests) -> str:
+    """A line for each direction and number of heads: a typical shape, and how all shapes differ."""
+    header = [
+        "operation; heads; shapes", "a typical shape", "rival", "graph, ms: ours / rival",
+        "faster (worst)", "eager, ms: ours / rival", "faster (worst)",
+    ]  # fmt: skip
+    body = []
+    for family in FAMILIES:
+        run = headline(runs, family, digests)
+        for (kind, heads), rows in ({} if run is None else groups(run)).items():
+            assert run is not None
+            unit = "channels" if family == "conv" else "heads"
+            subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads} {unit}; {count(rows)}"
+            body.append([subject, *_line(run, rows)])
+    return tables.markdown(header, body, left=3) if body else "No record on an SM90 GPU yet."
+
+
+def count(rows: Sequence[Row]) -> str:
+    return "1 shape" if len(rows) == 1 else f"{len(rows)} shapes"
+
+
+def _line(run: Run, rows: Sequence[Row]) -> list[str]:
+    found = [row for row in rows if gain(run, row) is not None]
+    typical = sorted(found, key=lambda row: gain(run, row) or 0.0)[(len(found) - 1) // 2]
+    rivals = [rival_of(run, typical, eager) for eager in (False, True)]
+    names = dict.fromkeys(short(rival[0]) for rival in rivals if rival)
+    cells = [shape_of(typical), "; eager ".join(names)]
+    for eager, theirs in zip((False, True), rivals, strict=True):
+        of_all = spread([gain(run, row, eager) for row in rows])
+        if of_all is None or theirs is None:
+            cells += ["–", "–"]
+            continue
+        pair = [tables.number(x) for x in (typical.time_ms("ours", eager), theirs[1])]
+        cells += [" / ".join(pair), f"{of_all.mean:.2f} x ({tables.marked(of_all.worst)})"]
+    return cells
+
+
+def slower(runs: Sequence[Run], digests: Digests) -> str:
+    """What a reader may find slower than the table says: beside every rival, both ways."""
+    said = []
+    for family, title in FAMILIES.items():
+        run = headline(runs, family, digests)
+        for way, eager in (("CUDA graphs", False), ("eager calls", True)):
+            ratios = [] if run is None else _ratios(run, eager)
+            if slow := sum(r < 1 for r in ratios):
+                shapes = f"{slow} of {len(ratios)} shapes, worst {min(ratios):.2f} x"
+                said.append(f"- {SLOWER.get(family, title)}, {way}: {shapes}.")
+    return "\n".join(["Ours is slower in these cases:", "", *said]) if said else ""
+
+
+def _ratios(run: Run, eager: bool) -> list[float]:
+    ours = tables.our_names(run)
+    return [r for row in run.rows if (r := tables.ratio(row, ours, eager)) is not None]
+
+
+def provenance(runs: Sequence[Run], digests: Digests) -> str:
+    """Which records the numbers are of; and that kernels changed since, if they did."""
+    found = {family: headline(runs, family, digests) for family in FAMILIES}
+    sources: dict[str, list[str]] = {}
+    for family, run in found.items():
+        sources.setdefault("no record yet" if run is None else source(run), []).append(
+            FAMILIES[family].lower()
+        )
+    said = "; ".join(f"{', '.join(names)}: {where}" for where, names in sources.items())
+    text = f"Measured on: {said}."
+    if any(run is not None and not run.current(digests) for run in found.values()):
+        text += f" {STALE}"
+    if (gdn := found["gdn"]) is not None and "our_kernels" not in gdn.environment:
+        text += f" {BEFORE_PROGRAMS}"
+    return text
+
+
+def source(run: Run) -> str:
+    dirty = " with changes" if run.dirty else ""
+    return f"{run.device}, {run.date[:10]}, commit {run.commit[:10]}{dirty}"
+
+
+def gains(runs: Sequence[Run], digests: Digests) -> str:
+    """Who you are, what you type, what you get."""
+    best: dict[str, Callable[[], str]] = {
+        "gdn": lambda: _gdn_gain(runs, digests),
+        "dualkv": lambda: _whole_gain(runs, digests),
+        "sparse_ring": lambda: _sparse_gain(runs, digests),
+    }
+    body = [[who, typed, got.format(best[family]())] for family, who, typed, got in GAINS]
+    return tables.markdown(["you", "you type", "you get"], body, left=3)
+
+
+def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
+    """Of the heads of most models, forward, and forward with backward."""
+    run, ways = headline(runs, "gdn", digests), []
+    for eager in (False, True):
+        found = [
+            spread([gain(run, x, eager) for x in run.rows if (x.kind, x.heads) == (kind, "16/32")])
+            for kind in ("fwd", "both")
+            if run is not None
+        ]
+        if all(found) and found:
+            forward, both = (f"{of_all.mean:.2f} x" for of_all in found if of_all)
+            where = "in eager calls" if eager else "as fast as the best rival in CUDA graphs"
+            ways.append(f"{forward} forward, {both} forward + backward {where}")
+    return "; ".join(ways) or "not measured yet"
+
+
+def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
+    run = headline(runs, "dualkv", digests)
+    ratios = (
+        [] if run is None else [gain(run, row) for row in run.rows if row.time_ms(WHOLE["dualkv"])]
+    )
+    of_all = spread(ratios)
+    if of_all is None:
+        return "not measured yet"
+    times = f"{of_all.worst:.1f} to {of_all.best:.1f} x"
+    return f"attention {times} faster than on whole sequences, in CUDA graphs"
+
+
+def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:
+    run = headline(runs, "sparse_ring", digests)
+    rows = [] if run is None else [row for row in run.rows if density_of(row)]
+    of_all = None if run is None else spread([gain(run, row) for row in rows])
+    if run is None or of_all is None:
+        return "not measured yet"
+    density = density_of(rows[0])
+    ideal = f"{100 * density:g} % of the pairs: {1 / density:g} x would be ideal"
+    return f"{of_all.worst:.1f} to {of_all.best:.1f} x faster than dense, in CUDA graphs ({ideal})"
+
+
+def front_page(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
+    """What stands between each pair of markers of README.md."""
+    table = [NOTICE, times(runs, digests), TERMS, slower(runs, digests), provenance(runs, digests)]
+    table += shown(runs, digests, "docs/figures/", *ON_FRONT)
+    return {"gains": gains(runs, digests), "performance": "\n\n".join(filter(None, table))}

@@ -1,0 +1,81 @@
+"""The record that each section of the pages is about."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..harness.records import Run
+from ..sm90 import QUICK, SETS
+from .texts import ASIDE
+
+Digests = dict[str, str]  # of generated code, by the kernel's label
+
+
+def headline(runs: Sequence[Run], family: str, digests: Digests) -> Run | None:
+    """The GPU record to show first, of the family's quick set, less what is aside.
+
+    Among those with as many rows the one with most implementations: a lone rival is easily beaten.
+    """
+    quick = _quick(family)
+    elsewhere = {name for of_set in ASIDE[family] for name in _names(family, of_set)} - quick
+    found = _of_newest_kernels(runs, family, quick, len(quick), digests)
+    if not found:
+        return None
+    best = max(reversed(found), key=lambda run: (_count(run, quick), len(run.labels)))
+    return _with_rows(best, lambda name: name not in elsewhere)
+
+
+def aside(runs: Sequence[Run], family: str, of_set: str, digests: Digests) -> Run | None:
+    """The set's rows, of the newest GPU record with most of those that are not quick."""
+    names = _names(family, of_set)
+    wanted = names - _quick(family)
+    most = max((_count(run, wanted) for run in _on_a_gpu(runs, family)), default=0)
+    if not most:
+        return None
+    found = _of_newest_kernels(runs, family, wanted, most, digests)
+    best = max(reversed(found), key=lambda run: _count(run, wanted))
+    return _with_rows(best, names.__contains__)
+
+
+def newest(runs: Sequence[Run], family: str, of_set: str, kind: str, most: int) -> Run | None:
+    """The newest GPU record with at least so many of the set's rows of a kind, and these rows."""
+    names = _names(family, of_set)
+    for run in reversed(_on_a_gpu(runs, family)):
+        rows = tuple(row for row in run.rows if row.name in names and row.kind == kind)
+        if len(rows) >= most:
+            return replace(run, rows=rows)
+    return None
+
+
+def on_a_cpu(runs: Sequence[Run]) -> list[Run]:
+    """Newest first."""
+    return [run for run in reversed(runs) if run.device_kind == "cpu"]
+
+
+def _on_a_gpu(runs: Sequence[Run], family: str) -> list[Run]:
+    return [run for run in runs if run.family == family and run.device_kind == "cuda"]
+
+
+def _of_newest_kernels(
+    runs: Sequence[Run], family: str, names: set[str], most: int, digests: Digests
+) -> list[Run]:
+    """GPU records with half of `most` rows at least: of today's kernels, or the newest before."""
+    many = [run for run in _on_a_gpu(runs, family) if 2 * _count(run, names) >= most]
+    if current := [run for run in many if run.current(digests)]:
+        return current
+    return [run for run in many if run.agrees(many[-1])]
+
+
+def _count(run: Run, names: set[str]) -> int:
+    return len(names & {row.name for row in run.rows})
+
+
+def _quick(family: str) -> set[str]:
+    return {name for quick in QUICK[family] for name in _names(family, quick)}
+
+
+def _names(family: str, of_set: str) -> set[str]:
+    return {workload.name for workload in SETS[family][of_set]}
+
+
+def _with_rows(run: Run, belongs: Callable[[str], bool]) -> Run:
+    return replace(run, rows=tuple(row for row in run.rows if belongs(row.name)))

@@ -1,0 +1,99 @@
+"""Pages for users: every link leads somewhere, every picture is described, nothing is left out."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from qla_kernels.gdn import refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "records").glob("*.md"))]
+
+
+def named(pages):
+    return pytest.mark.parametrize("page", pages, ids=lambda p: p.relative_to(ROOT).as_posix())
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub makes of headings."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.M):
+        words = re.sub(r"[^\w\- ]", "", heading.lower().strip())
+        found.add(words.replace(" ", "-"))
+    return found
+
+
+@named([*PAGES, *sorted((DOCS / "notes").glob("*.md"))])
+def test_every_link_leads_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), target
+
+
+@named(PAGES)
+def test_every_picture_is_described(page):
+    """An alternative text is a sentence, no file name."""
+    for said in re.findall(r"!\[(.*?)\]\(", page.read_text()):
+        assert len(said.split()) >= 6, said
+
+
+def test_headings_become_anchors(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n## What is equal, and what is not\n### `swap(model)`\n")
+    assert anchors(page) == {"a-page", "what-is-equal-and-what-is-not", "swapmodel"}
+
+
+def test_pictures_follow_the_reader_s_light_or_dark_page():
+    for file in (DOCS / "figures").glob("*.svg"):
+        assert "prefers-color-scheme: dark" in file.read_text(), file.name
+
+
+def test_the_index_has_every_page():
+    index = (DOCS / "README.md").read_text()
+    for page in DOCS.glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+    for example in (ROOT / "examples").glob("*.py"):
+        assert f"(../examples/{example.name})" in index, example.name
+
+
+FAQ = (DOCS / "faq.md").read_text()
+MESSAGES = re.findall(r"^\| `([^`|]+)` \|", FAQ.split("## Messages")[1], re.M)
+
+
+def bf16(K=128, dtype=torch.bfloat16):
+    return torch.zeros(1, 64, 2, K, dtype=dtype)
+
+
+def refusals() -> dict[str, str | None]:
+    """By what a message of the FAQ begins with: what the package says."""
+    odd = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16).expand(1, 64, 2, 128)
+    x, wide, single = bf16(), bf16(256), bf16(dtype=torch.float32)
+    return {
+        "device capability": refusal(x, x, x, capability=(8, 0)),
+        "head dimension": refusal(wide, wide, x, capability=(9, 0)),
+        "q, k and v are": refusal(single, single, single, capability=(9, 0)),
+        "need a last stride": refusal(odd, x, x, capability=(9, 0)),
+    }
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_faq_quotes_messages_as_they_are(message):
+    """Parts around an ellipsis stand in a refusal, or in a text of the sources."""
+    for start, said in refusals().items():
+        if message.startswith(start):
+            assert message in said
+            return
+    files = [f for f in (ROOT / "qla_kernels").rglob("*") if f.suffix in (".py", ".c")]
+    sources = "".join(file.read_text() for file in files)
+    for part in re.split(r" ?\.\.,? ?|; need | \(| by |: | 0\.33\.0", message):
+        assert part.strip("()") in sources, part
+    assert len(MESSAGES) > 12
