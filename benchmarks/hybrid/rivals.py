@@ -75,7 +75,7 @@ class OverSequences(Attention):
 
 class OursHybrid(Implementation):
     name, label, distribution = "ours", "ours", "qla-kernels"
-    lacks: ClassVar = {"step": "only trains"}
+    lacks: ClassVar = {"decoding": "only trains"}
     module, needs_cuda = "qla_kernels.hybrid", False
 
     def prepare(self, workload: HybridPart, inputs: HybridInputs) -> Call:
@@ -86,7 +86,7 @@ class Whole(Implementation):
     """In passes, if a step of all sequences would not fit into the memory of the GPU."""
 
     name, label, distribution = "whole", "whole sequences", "qla-kernels"
-    lacks: ClassVar = {"step": "only trains"}
+    lacks: ClassVar = {"decoding": "only trains"}
     module, needs_cuda = "qla_kernels.hybrid", False
 
     def prepare(self, workload: HybridPart, inputs: HybridInputs) -> Call:

@@ -34,7 +34,7 @@ class DecodeStep(Workload):
 
     @property
     def kind(self) -> str:
-        return "step"
+        return "decoding"
 
     @property
     def name(self) -> str:

@@ -8,7 +8,8 @@ from ..harness.records import Row
 
 TITLES = {
     "fwd": "Forward", "bwd": "Backward", "both": "Forward and backward", "decode": "Decoding",
-    "index": "Index", "layer": "Decoder layer", "block": "Block of four layers",
+    "decoding": "Step of decoding", "index": "Index", "layer": "Decoder layer",
+    "block": "Block of four layers",
     "step": "Forward and backward", "mixers": "Mixers of four layers",
     "linear": "Linear layer", "full": "Attention layer", "mlp": "MLP",
 }  # fmt: skip
