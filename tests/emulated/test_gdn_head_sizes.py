@@ -10,6 +10,7 @@ from qla_kernels import fused_recurrent_gated_delta_rule
 from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.call import Incoming, SavedForward
 from qla_kernels.gdn.launch import backward as launch_backward
+from qla_kernels.gdn.launch import segments
 from qla_kernels.selftest import (
     gdn_anchored,
     gdn_backward,
@@ -79,6 +80,23 @@ def test_states_of_chunks_have_no_other_columns():
     before = gdn_forward.forward({**x, **part}).final_state
     assert h.shape == (1, 3, 2, 96, 192)
     assert_close("h", h[:, 1], before, 2**-8)
+
+
+def test_how_far_a_segment_looks_back_depends_on_its_keys_alone():
+    """Norms are those of the same keys with zeros behind them; here large numbers lie between."""
+    x = small([400], sizes=(80, 64), padding=0)
+    x["g"], keys = x["g"] - 0.2, 1.5 * x["k"]
+    room = keys.new_full((*keys.shape[:3], 128), 100)
+    slices = room[..., :80].copy_(keys)
+    cut = segments.cut(x["g"], x["cu_seqlens"].int(), 3)
+    found = [
+        segments.maps(k, x["v"], x["g"], x["beta"], None, None, cut, plan.WARM_LOG_BOUND)
+        for k in (slices, torch.nn.functional.pad(keys, (0, 48)))
+    ]
+    (first, other), mapped = found, slice(0, 2)
+    assert not first.cold[mapped].all(), "take gates that forget"
+    assert torch.equal(first.cold[mapped], other.cold[mapped])
+    assert torch.equal(first.left[1:3], other.left[1:3])
 
 
 def test_a_tree():
