@@ -33,6 +33,18 @@ def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:
     return min(items, sm_count) if equal_lengths else items
 
 
+# Per chunk of a CTA of wide_fwd, by tile_v: predicted, not measured (docs/notes/wide-heads.md)
+WIDE_STEP = {128: 2.3, 64: 1.4}
+
+
+def wide_tile(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> int:
+    """Returns how many columns of V a CTA of wide_fwd computes, 64 or 128.
+
+    It is the width whose waves of CTAs, one CTA on an SM, take less time.
+    """
+    return _width(WIDE_STEP, num_sequences, num_value_heads, V, sm_count)
+
+
 def scan_columns(columns: int, sm_count: int) -> int:
     """Returns how many of the `columns` columns of V, over all heads, a CTA of segment_scan folds.
 
@@ -50,10 +62,16 @@ def tile_v(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> i
 
     It is the width whose waves of CTAs, one CTA on an SM, take less time.
     """
-    widths = [width for width in CHAIN_STEP if V % width == 0]
+    return _width(CHAIN_STEP, num_sequences, num_value_heads, V, sm_count)
+
+
+def _width(
+    steps: dict[int, float], num_sequences: int, num_value_heads: int, V: int, sm_count: int
+) -> int:
+    widths = [width for width in steps if V % width == 0]
 
     def duration(width: int) -> float:
         ctas = num_sequences * num_value_heads * (V // width)
-        return -(-ctas // sm_count) * CHAIN_STEP[width]
+        return -(-ctas // sm_count) * steps[width]
 
     return min(widths, key=duration)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
-from qla_kernels.gdn.kernels.chain.layout import slot_of
+from qla_kernels.gdn.kernels.chain.layout import Rows, slot_of
 from qla_kernels.gdn.kernels.chain.wide import (
     BETA,
     BETA_E,
@@ -56,6 +56,8 @@ PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by `rows` or by the tables
 }
+
+CTAS_PER_SM = 2
 
 # Rows of a slot of `gate`
 GAMMA, SOLVE_BETA = range(2)
@@ -113,21 +115,16 @@ def schedule(variant: Variant) -> Schedule:
         + rings["tiles"] * 2 * CHUNK * CHUNK * 2
         + rings["gate"] * 768
         + 1024,
-        ctas_per_sm=2,
+        ctas_per_sm=CTAS_PER_SM,
     )
 
 
 @T.macro
-def load(q, k, chunks, s_q, s_k, ring, head, first, step, num_steps):
+def load(inputs, chunks, ring, first, step, num_steps):
     for i in rolled(num_steps):
-        tok0 = chunks[first + i * step, 0]
         ring.acquire(i)  # 1
-        for x, tile in ((q, s_q), (k, s_k)):
-            T.tma_copy(
-                x[tok0 : tok0 + CHUNK, head, :],
-                tile[ring.slot(i), :, :],
-                barrier=ring.barrier(i),
-            )
+        for rows in inputs:
+            rows.copy(chunks[first + i * step, 0], ring.slot(i), ring.barrier(i))
         ring.commit(i)
 
 
@@ -196,25 +193,29 @@ def solve(
 
 
 @T.macro
-def store(A, P, chunks, s_a, s_p, ring, head, first, step, num_steps, group):
+def put_tile(x, tile, slot, tok0, rows, head, r):
     lane = T.get_thread_binding() % 32
+    if rows == CHUNK:  # 5
+        T.tma_copy(tile[slot, :, :], x[tok0 : tok0 + CHUNK, head, r, :])
+    else:
+        for i in rolled(T.ceildiv(rows, 4)):  # 4 rows of 8 pieces of 16 bytes
+            if i * 4 + lane // 8 < rows:
+                for e in T.vectorized(8):
+                    x[tok0 + i * 4 + lane // 8, head, r, lane % 8 * 8 + e] = tile[
+                        slot, i * 4 + lane // 8, lane % 8 * 8 + e
+                    ]
+
+
+@T.macro
+def store(A, P, chunks, s_a, s_p, ring, head, first, step, num_steps, group):
     for i in rolled(num_steps):
         tok0 = chunks[first + i * step, 0]
         rows = chunks[first + i * step, 1]
         for r in rolled(group):
             step_i = i * group + r
-            slot = ring.slot(step_i)
             ring.wait(step_i)
-            for tile, x in ((s_a, A), (s_p, P)):
-                if rows == CHUNK:  # 5
-                    T.tma_copy(tile[slot, :, :], x[tok0 : tok0 + CHUNK, head, r, :])
-                else:
-                    for j in rolled(T.ceildiv(rows, 4)):  # 4 rows of 8 pieces of 16 bytes
-                        if j * 4 + lane // 8 < rows:
-                            for e in T.vectorized(8):
-                                x[tok0 + j * 4 + lane // 8, head, r, lane % 8 * 8 + e] = tile[
-                                    slot, j * 4 + lane // 8, lane % 8 * 8 + e
-                                ]
+            put_tile(A, s_a, ring.slot(step_i), tok0, rows, head, r)
+            put_tile(P, s_p, ring.slot(step_i), tok0, rows, head, r)
             T.tma_store_wait(0)
             ring.release(step_i)
 
@@ -292,7 +293,8 @@ def build(variant: Variant):
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    load(q, k, chunks, s_q, s_k, qk_ring, head, *walk)
+                    inputs = [Rows(q, (head,), s_q), Rows(k, (head,), s_k)]
+                    load(inputs, chunks, qk_ring, *walk)
                 elif tx < plan.end("gates"):
                     gates_in(gates, s_gate, gate_ring, head, *walk, group)
                 elif tx < plan.end("store"):

@@ -9,75 +9,55 @@
 
 namespace qla {
 
-// The operands of a slab, 4 registers for 16 columns.
-template <int kColumns> struct Slab {
-  uint32_t r[kColumns / 4];
-};
-
+// Rounds the columns of slab p: operands, 4 registers for 16 columns.
 template <int kColumns, class T>
-__device__ __forceinline__ Slab<kColumns> rounded_slab(const float *s) {
+__device__ __forceinline__ void round_slab(int *slab, const float *s, int p) {
   const T *kind = nullptr;
-  Slab<kColumns> slab;
+  const float *columns = s + p * kColumns / 2;
 #pragma unroll
-  for (int i = 0; i < kColumns / 4; ++i) slab.r[i] = round_pair(kind, s[2 * i], s[2 * i + 1]);
-  tl::warpgroup_fence_operand(slab.r, kColumns / 4);
-  return slab;
+  for (int i = 0; i < kColumns / 4; ++i)
+    slab[i] = round_pair(kind, columns[2 * i], columns[2 * i + 1]);
+  tl::warpgroup_fence_operand(reinterpret_cast<uint32_t *>(slab), kColumns / 4);
 }
 
 // Issues c (+)= a b^T for the columns of slab p; b is a [64][K] tile in 128-byte swizzled panels.
-template <class T, int kColumns>
-__device__ __forceinline__ void multiply_slab(float *c, const Slab<kColumns> &a,
-                                              tl::GmmaDescriptor b, int p) {
+template <int kColumns, class T>
+__device__ __forceinline__ void multiply_slab(float *c, const int *slab, tl::GmmaDescriptor b,
+                                              int p) {
+  const uint32_t *a = reinterpret_cast<const uint32_t *>(slab);
 #pragma unroll
   for (int i = 0; i < kColumns / 16; ++i) {
     const int n = p * (kColumns / 16) + i;
     const int step = (n / 4 * 64 * 128 + n % 4 * 32) >> 4;  // in the descriptor's 16-byte units
     tl::wgmma_rs<Kind<T>::value, Kind<T>::value, tl::DataType::kFloat32, 64, 64, 16, false, false,
-                 1, 1>(a.r + 4 * i, uint64_t(b + step), reinterpret_cast<uint32_t *>(c), n > 0);
+                 1, 1>(a + 4 * i, uint64_t(b + step), reinterpret_cast<uint32_t *>(c), n > 0);
   }
   tl::warpgroup_commit_batch();
 }
 
 // Starts x = s k^T and o = s q^T, of which o is the last in flight. Nothing else may be in flight.
+// `slabs` are two slabs of kColumns columns of s; they stay in use while o is in flight.
 template <int K, int kColumns, class T>
-__device__ __forceinline__ void start_products(float *x, float *o, const float *s, const T *k,
-                                               const T *q) {
+__device__ __forceinline__ void start_products(float *x, float *o, int *slabs, const float *s,
+                                               const T *k, const T *q) {
   tl::GmmaDescriptor kt, qt;
   tl::initialize_wgmma_descriptor<1, 1, 64>(kt, const_cast<T *>(k));
   tl::initialize_wgmma_descriptor<1, 1, 64>(qt, const_cast<T *>(q));
-  Slab<kColumns> slab[2];
   // ptxas has to be told that s is complete, or it inserts waits where s is read (C7517).
   tl::wait_wgmma<0>();
   tl::warpgroup_fence_operand(x, 32);
   tl::warpgroup_fence_operand(o, 32);
 #pragma unroll
   for (int p = 0; p < K / kColumns; ++p) {
+    int *slab = slabs + p % 2 * (kColumns / 4);
     if (p >= 2) tl::wait_wgmma<2>();  // for the products that read this slab's registers
-    slab[p % 2] = rounded_slab<kColumns, T>(s + p * kColumns / 2);
+    round_slab<kColumns, T>(slab, s, p);
     tl::warpgroup_arrive();
-    multiply_slab<T>(x, slab[p % 2], kt, p);
-    multiply_slab<T>(o, slab[p % 2], qt, p);
+    multiply_slab<kColumns, T>(x, slab, kt, p);
+    multiply_slab<kColumns, T>(o, slab, qt, p);
   }
   tl::warpgroup_fence_operand(x, 32);
   tl::warpgroup_fence_operand(o, 32);
-}
-
-// Starts x = s k^T alone. Nothing else may be in flight.
-template <int K, int kColumns, class T>
-__device__ __forceinline__ void start_product_of_keys(float *x, const float *s, const T *k) {
-  tl::GmmaDescriptor kt;
-  tl::initialize_wgmma_descriptor<1, 1, 64>(kt, const_cast<T *>(k));
-  Slab<kColumns> slab[2];
-  tl::wait_wgmma<0>();  // as above
-  tl::warpgroup_fence_operand(x, 32);
-#pragma unroll
-  for (int p = 0; p < K / kColumns; ++p) {
-    if (p >= 2) tl::wait_wgmma<1>();
-    slab[p % 2] = rounded_slab<kColumns, T>(s + p * kColumns / 2);
-    tl::warpgroup_arrive();
-    multiply_slab<T>(x, slab[p % 2], kt, p);
-  }
-  tl::warpgroup_fence_operand(x, 32);
 }
 
 // Waits for a product, while kInFlight later ones stay in flight.

@@ -94,6 +94,8 @@ def state(
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # S K^T, then W^T
     r_n = T.alloc_fragment((TILE, CHUNK), "float32")  # V'^T
     r_o = T.alloc_fragment((TILE, CHUNK), "float32")  # O^T
+    columns = 32 // states  # of a slab: there are fewer registers if K and Q are shared
+    r_slabs = T.alloc_local((2 * columns // 4,), "int32")
     r_w16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_n16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_dn16 = T.alloc_fragment((TILE, CHUNK), dtype)
@@ -112,9 +114,10 @@ def state(
         take_turn(turn, w)
         T.call_extern(  # 2
             "handle",
-            f"qla::start_products<{K}, {32 // states}>",
+            f"qla::start_products<{K}, {columns}>",
             r_x.data,
             r_o.data,
+            r_slabs.data,
             r_s.data,
             slot_of(s_k, slot, "r"),
             slot_of(s_q, q_ring.slot(i), "r"),
