@@ -33,8 +33,11 @@ def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:
     return min(items, sm_count) if equal_lengths else items
 
 
-# Per chunk of a CTA of wide_fwd, by tile_v: predicted, not measured (docs/notes/wide-heads.md)
-WIDE_STEP = {128: 2.3, 64: 1.4}
+# Per chunk of a CTA of wide_fwd, by tile_v: time, and KB that it reads of L2, which gives so many
+# KB a us. Predicted, not measured (docs/notes/wide-heads.md).
+WIDE_STEP = {128: 2.2, 64: 1.3}
+WIDE_READS = {128: 97, 64: 89}
+L2_RATE = 5500
 
 
 def wide_tile(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> int:
@@ -42,7 +45,13 @@ def wide_tile(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -
 
     It is the width whose waves of CTAs, one CTA on an SM, take less time.
     """
-    return _width(WIDE_STEP, num_sequences, num_value_heads, V, sm_count)
+
+    def duration(width: int) -> float:
+        ctas = num_sequences * num_value_heads * (V // width)
+        reading = min(ctas, sm_count) * WIDE_READS[width] / L2_RATE
+        return -(-ctas // sm_count) * max(WIDE_STEP[width], reading)
+
+    return min((width for width in WIDE_STEP if V % width == 0), key=duration)
 
 
 def scan_columns(columns: int, sm_count: int) -> int:
@@ -62,16 +71,10 @@ def tile_v(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> i
 
     It is the width whose waves of CTAs, one CTA on an SM, take less time.
     """
-    return _width(CHAIN_STEP, num_sequences, num_value_heads, V, sm_count)
-
-
-def _width(
-    steps: dict[int, float], num_sequences: int, num_value_heads: int, V: int, sm_count: int
-) -> int:
-    widths = [width for width in steps if V % width == 0]
+    widths = [width for width in CHAIN_STEP if V % width == 0]
 
     def duration(width: int) -> float:
         ctas = num_sequences * num_value_heads * (V // width)
-        return -(-ctas // sm_count) * steps[width]
+        return -(-ctas // sm_count) * CHAIN_STEP[width]
 
     return min(widths, key=duration)

@@ -4,7 +4,7 @@ Per chunk (C = 64 tokens, rows are tokens) and value head; e and d as in wide_fw
     L_ij  = beta_i e^{gamma_i - gamma_j} <k_i, k_j>, i > j         [C, C]
     A     = (I + L)^-1                                             [C, C], rounded once to 16 bits
     P_ij  = scale e^{gamma_i - gamma_j} <q_i, k_j>, i >= j         [C, C], rounded once to 16 bits
-    beta, beta e, scale e, d, e^gamma_last                         [C] each, in fp32
+    the rows of a gate slot, see chain/layout.py                   [C] each, in fp32
 
 Steps (numbers appear again in the roles), for each chunk this CTA visits with its key head:
     1 load   q and k of the chunk
@@ -25,14 +25,17 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
-from qla_kernels.gdn.kernels.chain.layout import Rows, slot_of
-from qla_kernels.gdn.kernels.chain.wide import (
+from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,
+    DECAY_TO_BLOCK_END,
+    GAMMA,
     GATE_ROWS,
     LAST,
     SCALE_E,
     D,
+    Rows,
+    slot_of,
 )
 from qla_kernels.gdn.kernels.kkt_solve import gates_in
 from qla_kernels.tile.constants import CHUNK
@@ -58,9 +61,6 @@ PASS_CONFIGS = {
 }
 
 CTAS_PER_SM = 2
-
-# Rows of a slot of `gate`
-GAMMA, SOLVE_BETA = range(2)
 
 
 def schedule(variant: Variant) -> Schedule:
@@ -129,16 +129,18 @@ def load(inputs, chunks, ring, first, step, num_steps):
 
 
 @T.macro
-def put_exponentials(s_gate, slot, out, chunk, head, r, scale):
+def put_gates(s_gate, slot, out, chunk, head, r, scale):
     thread = T.get_thread_binding()
     t = thread % CHUNK
     gamma, last = s_gate[slot, GAMMA, t], s_gate[slot, GAMMA, CHUNK - 1]
-    beta = s_gate[slot, SOLVE_BETA, t]
+    beta = s_gate[slot, BETA, t]
     if thread < CHUNK:
+        out[chunk, head, r, GAMMA, t] = gamma
         out[chunk, head, r, BETA, t] = beta
         out[chunk, head, r, BETA_E, t] = beta * T.exp2(gamma)
         out[chunk, head, r, LAST, t] = T.exp2(last)
     else:
+        out[chunk, head, r, DECAY_TO_BLOCK_END, t] = s_gate[slot, DECAY_TO_BLOCK_END, t]
         out[chunk, head, r, SCALE_E, t] = scale * T.exp2(gamma)
         out[chunk, head, r, D, t] = T.exp2(last - gamma)
 
@@ -186,7 +188,7 @@ def solve(
                 slot_of(s_p, slot),
                 scale,
             )
-            put_exponentials(s_gate, gate_ring.slot(step_i), out, first + i * step, head, r, scale)
+            put_gates(s_gate, gate_ring.slot(step_i), out, first + i * step, head, r, scale)
             gate_ring.release(step_i)
             T.fence_proxy_async()  # the tiles: written by threads, read by the TMA stores
             tile_ring.commit(step_i)

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import (
+    GATE_ROWS,
     TILE,
     Rows,
     first_turn,
@@ -39,7 +40,6 @@ from qla_kernels.gdn.kernels.chain.layout import (
 )
 from qla_kernels.gdn.kernels.chain.transfer import clear_padding, load
 from qla_kernels.gdn.kernels.chain.wide import (
-    GATE_ROWS,
     SOURCE,
     enter,
     find,

@@ -8,7 +8,7 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.gdn.kernels import solve_score as solve_score_kernel
 from qla_kernels.gdn.kernels import wide_fwd as wide_fwd_kernel
-from qla_kernels.gdn.kernels.chain.layout import TILE
+from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE
 from qla_kernels.gdn.launch.chunks import gate
 from qla_kernels.gdn.launch.tensors import (
     chunk_table,
@@ -20,8 +20,6 @@ from qla_kernels.gdn.launch.tensors import (
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
-
-GATE_ROWS = wide_fwd_kernel.GATE_ROWS
 
 
 def wide_forward(
@@ -76,7 +74,7 @@ def solve_score(
 
     Returns:
         P [B, T, HV, 64] in q's dtype, whose rows of no sequence are not written, and
-        [capacity of the table, HV, 5, 64] fp32, the rows of chain/wide.py.
+        [capacity of the table, HV, 7, 64] fp32, the rows of a gate slot (chain/layout.py).
     """
     (B, T, H, K), HV = q.shape, g.shape[-1]
     g_cum, A = saved

@@ -12,7 +12,12 @@ import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.forward import move_state, put_out
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.layout import (
+    BETA,
+    BETA_E,
+    LAST,
+    SCALE_E,
     TILE,
+    D,
     accumulator_layout,
     give_turn,
     load_transposed,
@@ -23,10 +28,6 @@ from qla_kernels.gdn.kernels.chain.transfer import chunk_out, tail_out
 from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
-
-# Rows of a gate slot, as solve_score writes them; chain/layout.py says what they are
-GATE_ROWS = 5
-BETA, BETA_E, SCALE_E, D, LAST = range(GATE_ROWS)
 
 SOURCE = GATED_TILES + Path(__file__).with_suffix(".cuh").read_text()
 
