@@ -89,6 +89,14 @@ def forward(how: Plan | Bands, s: Setting, bounds: Tensor, on_cpu: Tensor | None
     launch.gdn_fwd(Call(*rows, SCALE, s.states(), bounds, on_cpu), options)
 
 
+def wide_forward(s: Setting, bounds: Tensor) -> None:
+    """At K = 256, which has kernels of its own."""
+    rows = s.rows(H, 2 * SIZE), s.rows(H, 2 * SIZE), s.rows(HV, SIZE), *s.gates()
+    h0 = s.place(torch.randn(N, HV, 2 * SIZE, SIZE))
+    options = Options(output_final_state=True, is_train=True)
+    launch.gdn_fwd(Call(*rows, SCALE, h0, bounds), options)
+
+
 def states_out(s: Setting, bounds: Tensor) -> None:
     """Room for the states of right bounds, which the CPU is told of."""
     forward(Plan(SOLVING, None), s, bounds, torch.tensor(RIGHT))
@@ -223,6 +231,7 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
         ),
         {"fused_fwd"} | CUT,
     ),
+    "forward of wide keys": (wide_forward, {"chunk_table", "gate", "solve_score", "wide_fwd"}),
     "states": (states_out, {"fused_fwd", "chunk_table", "chunk_states"}),
     "backward": (functools.partial(backward, ()), CHAINS | RAW),
     "backward in segments": (

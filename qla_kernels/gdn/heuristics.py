@@ -33,6 +33,27 @@ def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:
     return min(items, sm_count) if equal_lengths else items
 
 
+# Per chunk of a CTA of wide_fwd, by tile_v: time, and KB that it reads of L2, which gives so many
+# KB a us. Predicted, not measured (docs/notes/wide-heads.md).
+WIDE_STEP = {128: 2.2, 64: 1.3}
+WIDE_READS = {128: 97, 64: 89}
+L2_RATE = 5500
+
+
+def wide_tile(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> int:
+    """Returns how many columns of V a CTA of wide_fwd computes, 64 or 128.
+
+    It is the width whose waves of CTAs, one CTA on an SM, take less time.
+    """
+
+    def duration(width: int) -> float:
+        ctas = num_sequences * num_value_heads * (V // width)
+        reading = min(ctas, sm_count) * WIDE_READS[width] / L2_RATE
+        return -(-ctas // sm_count) * max(WIDE_STEP[width], reading)
+
+    return min((width for width in WIDE_STEP if V % width == 0), key=duration)
+
+
 def scan_columns(columns: int, sm_count: int) -> int:
     """Returns how many of the `columns` columns of V, over all heads, a CTA of segment_scan folds.
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from qla_kernels.gdn import durations
 from qla_kernels.gdn.durations import Lengths
-from qla_kernels.gdn.heuristics import BATCH_INVARIANT, CHAIN_STEP, STEP, ForwardChoice
+from qla_kernels.gdn.heuristics import BATCH_INVARIANT, CHAIN_STEP, STEP, ForwardChoice, wide_tile
 from qla_kernels.tile.constants import CHUNK
 
 # A window of chunks at a segment's end may stand for the whole segment if it scales the state
@@ -100,6 +100,12 @@ def cut_lengths(sequences: Lengths, most: int) -> Lengths:
         found[chunks // segments + 1] += chunks % segments * count
         found[chunks // segments] += (segments - chunks % segments) * count
     return tuple(sorted((+found).items()))
+
+
+def wide(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> Plan:
+    """Returns the plan of a forward at K = 256: whole sequences, and A given."""
+    width = wide_tile(num_sequences, num_value_heads, V, sm_count)
+    return Plan(ForwardChoice(width, False), None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,6 +19,7 @@ from qla_kernels.errors import need
 from qla_kernels.gdn import shapes
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.shapes import HEAD_SIZES  # noqa: F401 (the doctor reads it)
+from qla_kernels.gdn.shapes import WIDE
 from qla_kernels.gdn.sharded.context import layout_refused
 from qla_kernels.sm90 import (
     DTYPES,
@@ -83,6 +84,19 @@ def refusal(
         else:
             reason = _refused_on_cpu(q)
     return None if reason is None else need(op, *reason)
+
+
+def wide_refusal(
+    q: Tensor, *, op: str = OP, capability: tuple[int, int] | None = None
+) -> str | None:
+    """Returns the reason why a function that `refusal` does not describe cannot run K, or None.
+
+    Kernels at K = 256 run whole sequences: no parts of one on several ranks, trees or anchors.
+    """
+    if q.shape[-1] != WIDE or not (q.is_cuda or capability is not None):
+        return None
+    fix = "use chunk_gated_delta_rule without cp_context"
+    return need(op, f"head dimension K={WIDE}", f"less than {WIDE} for this function", fix)
 
 
 def wants_gradients(arguments: Iterable[Tensor | float | None]) -> bool:

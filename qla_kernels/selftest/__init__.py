@@ -39,6 +39,7 @@ from qla_kernels.selftest import (
     gdn_step,
     gdn_tree,
     gdn_verify,
+    gdn_wide_forward,
     sparse_ring_backward,
     sparse_ring_forward,
     sparse_ring_index,
@@ -50,6 +51,7 @@ __all__ = ["CASES", "Result", "cases_of", "main", "run"]
 
 CASES: tuple[Cases, ...] = (
     *gdn_forward.CASES,
+    *gdn_wide_forward.CASES,
     *gdn_prefill.CASES,
     *gdn_chunks.CASES,
     *gdn_activations.CASES,

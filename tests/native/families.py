@@ -225,6 +225,14 @@ def gated_delta_rule_of_three_parts() -> None:
     assert any("part_sums" in name for name in names)
 
 
+def gated_delta_rule_of_wide_keys() -> None:
+    x = [*_gdn(300)]
+    x[:2] = (torch.zeros(1, 300, 2, 256, dtype=torch.bfloat16) for _ in range(2))
+    step = _step(lambda *x: chunk_gated_delta_rule(*x)[0], *x)
+    names = _is_replayed(step, gdn.FORWARDS, gdn.BACKWARDS)
+    assert sum("wide_fwd" in name for name in names) == 1
+
+
 LAYOUT = SharedLayout.from_forest((130, 70, 0, 64, 40, 1, 65), (-1, 0, 0, 0, 3, 0, 0))
 
 

@@ -62,12 +62,12 @@ class Variant(NamedTuple):
 VARIANTS = tuple(
     Variant(dtype, K, state)
     for dtype, state in (("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16"))
-    for K in (128, 64)
+    for K in (256, 128, 64)
 )
 
 
 def schedule(variant: Variant) -> Schedule:
-    resident, regs = {128: (3, 168), 64: (4, 128)}[variant.K]
+    resident, regs = {256: (2, 255), 128: (3, 168), 64: (4, 128)}[variant.K]
     return Schedule(
         roles=(
             Role("step", warps=TOKEN_WARPS, regs=regs, computes="S and o of 16 columns a warp"),

@@ -35,8 +35,10 @@ from qla_kernels.gdn.launch.tensors import (
     sequence_bounds,
     with_room,
 )
+from qla_kernels.gdn.launch.wide_forward import wide_forward
 from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.shapes import WIDE
 from qla_kernels.gdn.validate import OP
 from qla_kernels.native.symbols import decided
 from qla_kernels.sm90 import require_aligned
@@ -152,6 +154,10 @@ def forward_batch(
         cut.
     """
     q, k, v, g, beta, h0, bounds = x
+    if q.shape[-1] == WIDE:
+        assert out.saved is not None, "a plan that does not solve has room for A"
+        wide_forward(q, k, v, g, beta, scale, h0, bounds, *out[:2], out.saved, plan.kernel.tile_v)
+        return None
     cut = table = A = growth = None
     if made is not None:
         cut, table = made
@@ -241,6 +247,10 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
     Without auto_cp, the plan is one whose results do not depend on the batch. If the device alone
     knows the lengths, there may be several plans; with `one_path`, it is that of equal lengths.
     """
+    if call.q.shape[-1] == WIDE:
+        num_sequences = call.num_sequences if options.auto_cp else 0  # then V alone decides
+        sm_count = device.sm_count(call.q.device)
+        return decided(gdn_plan.wide, num_sequences, *call.v.shape[2:], sm_count), False
     if not options.auto_cp:
         return Plan(heuristics.BATCH_INVARIANT, None), False
     chunks, *shape = plan_shape(call)

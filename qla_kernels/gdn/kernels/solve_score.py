@@ -1,0 +1,307 @@
+"""solve_score -- all of a chunk that does not depend on V, for wide_fwd: A, P and exponentials.
+
+Per chunk (C = 64 tokens, rows are tokens) and value head; e and d as in wide_fwd:
+    L_ij  = beta_i e^{gamma_i - gamma_j} <k_i, k_j>, i > j         [C, C]
+    A     = (I + L)^-1                                             [C, C], rounded once to 16 bits
+    P_ij  = scale e^{gamma_i - gamma_j} <q_i, k_j>, i >= j         [C, C], rounded once to 16 bits
+    the rows of a gate slot, see chain/layout.py                   [C] each, in fp32
+
+Steps (numbers appear again in the roles), for each chunk this CTA visits with its key head:
+    1 load   q and k of the chunk
+    2 solve  K K^T and Q K^T, kept in registers for all value heads of the key head
+      and for each of them:
+    3 gates  the head's gamma, beta and decays to blocks' ends, as `gate` made them
+    4 solve  A and P to staging tiles; the exponentials to memory
+    5 store  write A and P: TMA stores, or predicated rows if the chunk is a tail
+
+Bounded by memory: 16 KB of A and P, and 64/r KB of q and k (r value heads a key head), per value
+head. Why this shape: as kkt_solve, with room for two CTAs on an SM. Rows of q and k past a chunk's
+end may hold anything: of A, L's rows and columns there are replaced by zero; of P, they reach rows
+that are not stored. Chunks come from a table that a kernel of this package made, so they lie inside
+the tensors: see tables.py.
+"""
+
+from typing import NamedTuple
+
+import qla_kernels.tile.language as T
+from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
+from qla_kernels.gdn.kernels.chain.layout import (
+    BETA,
+    BETA_E,
+    DECAY_TO_BLOCK_END,
+    GAMMA,
+    GATE_ROWS,
+    LAST,
+    SCALE_E,
+    D,
+    Rows,
+    slot_of,
+)
+from qla_kernels.gdn.kernels.kkt_solve import gates_in
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Named, Role, Schedule
+
+
+class Variant(NamedTuple):
+    dtype: str  # of q, k, A, P
+    K: int  # head size
+
+
+VARIANTS = tuple(Variant(dtype, 256) for dtype in ("bfloat16", "float16"))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by `rows` or by the tables
+}
+
+CTAS_PER_SM = 2
+
+
+def schedule(variant: Variant) -> Schedule:
+    rings = {"qk": 1, "gate": 2, "tiles": 2}
+    return Schedule(
+        roles=(
+            Role(
+                "solve",
+                warps=4,
+                regs=184,
+                waits=("qk_full", "gate_full", "tiles_free"),
+                signals=("qk_free", "gate_free", "tiles_full"),
+                computes="k k^T, q k^T; L; A = (I + L)^-1; P; exponentials of gamma, beta out",
+                uses=("wgmma", "mma"),
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=40,
+                waits=("qk_free",),
+                signals=("qk_full",),
+                computes="q, k",
+                uses=("tma_load",),
+            ),
+            Role(
+                "gates",
+                warps=1,
+                regs=40,
+                waits=("gate_free",),
+                signals=(("gate_full", ONE),),
+                computes="gamma, beta, decays to blocks' ends",
+                uses=("tma_load",),
+            ),
+            Role(
+                "store",
+                warps=1,
+                regs=40,
+                waits=("tiles_full",),
+                signals=("tiles_free",),
+                computes="A and P out",
+                uses=("tma_store",),
+            ),
+            Role(
+                "padding", warps=1, regs=40, computes="zeros into rows of A, g_cum of no sequence"
+            ),
+        ),
+        rings=rings,
+        named={"solve": Named(WARPGROUP_THREADS)},
+        # q and k, scratch, A and P, gate slots; barriers and alignment
+        smem_bytes=2 * CHUNK * variant.K * 2
+        + SCRATCH_BYTES
+        + rings["tiles"] * 2 * CHUNK * CHUNK * 2
+        + rings["gate"] * 768
+        + 1024,
+        ctas_per_sm=CTAS_PER_SM,
+    )
+
+
+@T.macro
+def load(inputs, chunks, ring, first, step, num_steps):
+    for i in rolled(num_steps):
+        ring.acquire(i)  # 1
+        for rows in inputs:
+            rows.copy(chunks[first + i * step, 0], ring.slot(i), ring.barrier(i))
+        ring.commit(i)
+
+
+@T.macro
+def put_gates(s_gate, slot, out, chunk, head, r, scale):
+    thread = T.get_thread_binding()
+    t = thread % CHUNK
+    gamma, last = s_gate[slot, GAMMA, t], s_gate[slot, GAMMA, CHUNK - 1]
+    beta = s_gate[slot, BETA, t]
+    if thread < CHUNK:
+        out[chunk, head, r, GAMMA, t] = gamma
+        out[chunk, head, r, BETA, t] = beta
+        out[chunk, head, r, BETA_E, t] = beta * T.exp2(gamma)
+        out[chunk, head, r, LAST, t] = T.exp2(last)
+    else:
+        out[chunk, head, r, DECAY_TO_BLOCK_END, t] = s_gate[slot, DECAY_TO_BLOCK_END, t]
+        out[chunk, head, r, SCALE_E, t] = scale * T.exp2(gamma)
+        out[chunk, head, r, D, t] = T.exp2(last - gamma)
+
+
+@T.macro
+def solve(
+    chunks, s_q, s_k, s_gate, s_l, s_a, s_p, out, qk_ring, gate_ring, tile_ring,
+    meet, first, step, num_steps, group, head, scale,
+):  # fmt: skip
+    thread = T.get_thread_binding()
+    r_kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
+    r_qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
+    for slot, j in T.grid(tile_ring.stages, CHUNK // 2):  # above the diagonal zero for good
+        s_a[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
+        s_p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
+    for i in T.serial(num_steps):
+        rows = chunks[first + i * step, 1]
+        qk_ring.wait(i)
+        keys, queries = s_k[qk_ring.slot(i), :, :], s_q[qk_ring.slot(i), :, :]
+        T.wgmma_gemm(keys, keys, r_kk, transpose_B=True, clear_accum=True)  # 2
+        T.wgmma_gemm(queries, keys, r_qk, transpose_B=True, clear_accum=True)
+        T.wait_wgmma(0)
+        qk_ring.release(i)
+        for r in T.serial(group):
+            step_i = i * group + r
+            slot = tile_ring.slot(step_i)
+            gate_ring.wait(step_i)
+            tile_ring.acquire(step_i)
+            T.call_extern(  # 4
+                "handle",
+                "qla::gated_inverse",
+                r_kk.data,
+                slot_of(s_gate, gate_ring.slot(step_i)),
+                T.access_ptr(s_l[0], "rw", SCRATCH_BYTES // 4),
+                slot_of(s_a, slot),
+                rows,
+                meet.id(),
+                step_i,
+            )
+            T.call_extern(
+                "handle",
+                "qla::gated_scores",
+                r_qk.data,
+                slot_of(s_gate, gate_ring.slot(step_i)),
+                slot_of(s_p, slot),
+                scale,
+            )
+            put_gates(s_gate, gate_ring.slot(step_i), out, first + i * step, head, r, scale)
+            gate_ring.release(step_i)
+            T.fence_proxy_async()  # the tiles: written by threads, read by the TMA stores
+            tile_ring.commit(step_i)
+
+
+@T.macro
+def put_tile(x, tile, slot, tok0, rows, head, r):
+    lane = T.get_thread_binding() % 32
+    if rows == CHUNK:  # 5
+        T.tma_copy(tile[slot, :, :], x[tok0 : tok0 + CHUNK, head, r, :])
+    else:
+        for i in rolled(T.ceildiv(rows, 4)):  # 4 rows of 8 pieces of 16 bytes
+            if i * 4 + lane // 8 < rows:
+                for e in T.vectorized(8):
+                    x[tok0 + i * 4 + lane // 8, head, r, lane % 8 * 8 + e] = tile[
+                        slot, i * 4 + lane // 8, lane % 8 * 8 + e
+                    ]
+
+
+@T.macro
+def store(A, P, chunks, s_a, s_p, ring, head, first, step, num_steps, group):
+    for i in rolled(num_steps):
+        tok0 = chunks[first + i * step, 0]
+        rows = chunks[first + i * step, 1]
+        for r in rolled(group):
+            step_i = i * group + r
+            ring.wait(step_i)
+            put_tile(A, s_a, ring.slot(step_i), tok0, rows, head, r)
+            put_tile(P, s_p, ring.slot(step_i), tok0, rows, head, r)
+            T.tma_store_wait(0)
+            ring.release(step_i)
+
+
+@T.macro
+def clear_saved(A, g_cum, chunks, num_chunks, head, first, step, group):
+    """Writes zeros to the rows of A and g_cum behind the last chunk; the CTAs share them."""
+    lane = T.get_thread_binding() % 32
+    end = T.alloc_var("int32")
+    end = 0
+    if num_chunks > 0:
+        end = chunks[num_chunks - 1, 0] + chunks[num_chunks - 1, 1]
+    for j in rolled(T.ceildiv(A.shape[0] - end - first, step)):
+        row = end + first + j * step
+        for r in rolled(group):
+            if lane < CHUNK // 8:
+                for e in T.vectorized(8):
+                    A[row, head, r, lane * 8 + e] = 0
+            if lane == 0:
+                g_cum[row, head, r] = 0
+
+
+def build(variant: Variant):
+    plan = schedule(variant)
+    K, rings = variant.K, plan.rings
+    num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
+    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
+    capacity = T.dynamic("capacity")
+
+    @T.prim_func
+    def solve_score(
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        gates: T.Tensor((capacity, num_heads, group, 3, CHUNK), "float32"),
+        chunks: T.Tensor((capacity, 2), "int32"),
+        num_chunks: T.Tensor((1,), "int32"),
+        A: T.Tensor((num_tokens, num_heads, group, CHUNK), variant.dtype),
+        P: T.Tensor((num_tokens, num_heads, group, CHUNK), variant.dtype),
+        g_cum: T.Tensor((num_tokens, num_heads, group), "float32"),
+        out: T.Tensor((capacity, num_heads, group, GATE_ROWS, CHUNK), "float32"),
+        scale: T.float32,
+        walkers: T.int32,
+    ):
+        with T.Kernel(num_heads, walkers, threads=plan.threads) as (head, first):
+            T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
+            T.import_source(SOURCE)
+            s_q = T.alloc_shared((rings["qk"], CHUNK, K), variant.dtype)
+            s_k = T.alloc_shared((rings["qk"], CHUNK, K), variant.dtype)
+            s_a = T.alloc_shared((rings["tiles"], CHUNK, CHUNK), variant.dtype)
+            s_p = T.alloc_shared((rings["tiles"], CHUNK, CHUNK), variant.dtype)
+            s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
+            s_gate = T.alloc_shared((rings["gate"], 3, CHUNK), "float32")
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_a, s_p)})
+            qk_full = T.alloc_barrier([plan.arrivals("qk_full")] * rings["qk"])
+            qk_free = T.alloc_barrier([plan.arrivals("qk_free")] * rings["qk"])
+            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * rings["gate"])
+            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * rings["gate"])
+            tiles_full = T.alloc_barrier([plan.arrivals("tiles_full")] * rings["tiles"])
+            tiles_free = T.alloc_barrier([plan.arrivals("tiles_free")] * rings["tiles"])
+            qk_ring = Ring(qk_full, qk_free, rings["qk"])
+            gate_ring = Ring(gate_full, gate_free, rings["gate"])
+            tile_ring = Ring(tiles_full, tiles_free, rings["tiles"])
+            await_previous()
+            num_steps = T.alloc_var("int32")  # chunks this CTA visits: first, first + walkers, ...
+            num_steps = T.ceildiv(num_chunks[0] - first, walkers)
+
+            tx = T.get_thread_binding()
+            walk = (first, walkers, num_steps)
+            if tx < plan.end("solve"):
+                T.set_max_nreg(plan.role("solve").regs, 1)
+                solve(
+                    chunks, s_q, s_k, s_gate, s_l, s_a, s_p, out, qk_ring, gate_ring, tile_ring,
+                    NamedBarrier(plan, "solve"), *walk, group, head, scale,
+                )  # fmt: skip
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if tx < plan.end("load"):
+                    inputs = [Rows(q, (head,), s_q), Rows(k, (head,), s_k)]
+                    load(inputs, chunks, qk_ring, *walk)
+                elif tx < plan.end("gates"):
+                    gates_in(gates, s_gate, gate_ring, head, *walk, group)
+                elif tx < plan.end("store"):
+                    store(A, P, chunks, s_a, s_p, tile_ring, head, *walk, group)
+                else:
+                    clear_saved(A, g_cum, chunks, num_chunks[0], head, first, walkers, group)
+
+    return solve_score
