@@ -13,6 +13,7 @@ KERNELS = (
     "fused_fwd",
     "chunk_states",
     "dstate_chain",
+    "wide_dstate",
     "child_sums",
     "chunk_grads",
     "activate_bwd",
