@@ -12,6 +12,7 @@ KERNELS = (
     "segment_scan",
     "fused_fwd",
     "chunk_states",
+    "wide_states",
     "dstate_chain",
     "wide_dstate",
     "child_sums",
