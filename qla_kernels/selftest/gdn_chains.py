@@ -121,9 +121,7 @@ def expected_with_values(
     beta = gdn_chunked.row_tiles(chunks.tiles(x.beta, torch.float64), H)[..., None]
     G, e, d, last = gdn_chunked.decay_tiles(gamma)
     q, k = (gdn_chunked.key_tiles(chunks, y, torch.float64) for y in (x.q, x.k))
-    v, do, A = (
-        gdn_chunked.value_tiles(chunks, y, H, torch.float64) for y in (x.v, x.do, done.A)
-    )
+    v, do, A = (gdn_chunked.value_tiles(chunks, y, H, torch.float64) for y in (x.v, x.do, done.A))
     tiles = gdn_chunked.Tiles(q, k, beta, A, G, e, d, last)
     start = gdn_chunked.start_states(x.h0, v, chunks, K)
     vn = gdn_chunked.chain(chunks, tiles, v, start, rounded).v_new

@@ -56,6 +56,4 @@ def _chains(variant: Any, i: int, device: str) -> None:
     check(x, to(run(on_device, kept), "cpu"))
 
 
-CASES = (
-    Cases(("gdn.wide_states", "gdn.wide_dstate"), _chains, range(len(gdn_chains.LENGTHS))),
-)
+CASES = (Cases(("gdn.wide_states", "gdn.wide_dstate"), _chains, range(len(gdn_chains.LENGTHS))),)

@@ -17,6 +17,7 @@ KERNELS = (
     "wide_dstate",
     "child_sums",
     "chunk_grads",
+    "wide_grads",
     "activate_bwd",
     "gate_sums",
     "l2norm_bwd",

@@ -175,14 +175,13 @@ class ChunkGradients(NamedTuple):
         chunk, v0 = self.last - step, self.i_tile * TILE
         if w == 2:
             return T.tma_copy(tile, self.y[chunk, self.hv, self.i_tile, :, :])
-        return T.tma_copy(
-            tile, self.dS[chunk, self.hv, v0 : v0 + TILE, w * HALF : w * HALF + HALF]
-        )
+        return T.tma_copy(tile, self.dS[chunk, self.hv, v0 : v0 + TILE, w * HALF : w * HALF + HALF])
 
 
 @T.macro
-def prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, step, slot, gate_slot, unit):
+def prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, unit):
     """Does the work that needs no product: stages dS, makes scale e dO^T, and decays dS."""
+    step, slot, gate_slot = at
     for r, c in T.Parallel(TILE, HALF):
         r_staged[r, c] = r_ds[r, c] * unit
     stage(r_staged, s_ds, ds_ring, step, HALF)
@@ -228,6 +227,7 @@ def state(
     for step in T.serial(num_chunks):
         slot = rows.slot(step)
         gate_slot = gate_ring.slot(step)
+        at = (step, slot, gate_slot)
         rows.wait(step)
         T.wgmma_gemm(  # 4
             r_ds16, s_k[slot, :, k0 : k0 + HALF], r_x, transpose_B=True, clear_accum=True
@@ -250,9 +250,7 @@ def state(
         T.copy(r_x, r_dn16)
         share_half(r_dn16, s_low, w, meet)
         T.wgmma_gemm(r_dn16, s_a[slot, :, :], r_y, clear_accum=True)  # 6
-        prepare(
-            r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, step, slot, gate_slot, unit
-        )
+        prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, unit)
         T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + HALF], r_ds)  # 7
         T.wait_wgmma(1)  # Y is ready, dO'^T Q in flight
         for r, c in T.Parallel(TILE, CHUNK):

@@ -78,7 +78,7 @@ PASS_CONFIGS = {
 }
 
 # slots: those of rows, with k, v and A, are 48 KB each
-STATE_RINGS = {"rows": 3, "gate": 6, "h0": 1, "h1": 1, "vn": 1}
+STATE_RINGS = {"rows": 3, "gate": 4, "h0": 1, "h1": 1, "vn": 1}
 
 
 def schedule(variant: Variant) -> Schedule:
