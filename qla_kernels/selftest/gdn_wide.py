@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from qla_kernels.gdn.launch import wide
-from qla_kernels.selftest import gdn_chains
+from qla_kernels.selftest import gdn_backward, gdn_chains
 from qla_kernels.selftest.cases import Cases, dtype_of, to
+from qla_kernels.selftest.gdn_calls import small
 from qla_kernels.selftest.gdn_chains import ChainCall, prepared
 from qla_kernels.varlen import capacity, chunk_table
 
@@ -56,4 +57,19 @@ def _chains(variant: Any, i: int, device: str) -> None:
     check(x, to(run(on_device, kept), "cpu"))
 
 
-CASES = (Cases(("gdn.wide_states", "gdn.wide_dstate"), _chains, range(len(gdn_chains.LENGTHS))),)
+def _wide_grads(variant: Any, i: int, device: str) -> None:
+    """Checks a whole backward; every other one has no initial state."""
+    lengths, heads = gdn_backward.LENGTHS[i]
+    sizes = (variant.K, V_OF_INPUTS[i % 2])
+    x = small(lengths, dtype_of(variant), heads=heads, sizes=sizes)
+    do, dht = gdn_backward.gradients(x)
+    if i % 2:
+        x["initial_state"] = None
+    got = gdn_backward.backward(*to((x, do, dht, gdn_backward.saved(x)), device))
+    gdn_backward.check(x, do, dht, to(got, "cpu"))
+
+
+CASES = (
+    Cases(("gdn.wide_states", "gdn.wide_dstate"), _chains, range(len(gdn_chains.LENGTHS))),
+    Cases(("gdn.wide_grads",), _wide_grads, range(len(gdn_backward.LENGTHS))),
+)
