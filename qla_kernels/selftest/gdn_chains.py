@@ -175,8 +175,8 @@ def compare(name: str, got: Tensor, want: Tensor, rounded: Tensor) -> None:
     """Compares [.., HV, ..] with fp64, as a whole and per head; `rounded` gives the limits."""
     _compare(name, got, want, rounded, RATIO)
     for head in range(got.shape[1]):
-        of_head = (t[:, head] for t in (got, want, rounded))
-        _compare(f"{name} of head {head}", *of_head, RATIO_OF_A_HEAD)
+        a, b, c = (t[:, head] for t in (got, want, rounded))
+        _compare(f"{name} of head {head}", a, b, c, RATIO_OF_A_HEAD)
 
 
 def _compare(name: str, got: Tensor, want: Tensor, rounded: Tensor, ratio: float) -> None:

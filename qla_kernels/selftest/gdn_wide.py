@@ -14,7 +14,7 @@ from qla_kernels.varlen import capacity, chunk_table
 V_OF_INPUTS = (128, 64)  # one tile of 64 columns, and several
 
 
-class Chains(NamedTuple):
+class WideChains(NamedTuple):
     """What both chains leave."""
 
     h: Tensor  # [NC, HV, V, K]
@@ -24,7 +24,7 @@ class Chains(NamedTuple):
     dh0: Tensor  # [N, HV, K, V]
 
 
-def run(x: ChainCall, kept: tuple[Tensor, Tensor] | None = None) -> Chains:
+def run(x: ChainCall, kept: tuple[Tensor, Tensor] | None = None) -> WideChains:
     """Launches both chains into memory full of NaN, which padding slots must keep."""
     first_chunk = chunk_table(x.k.shape[1], x.cu_seqlens).first_chunk
     N, HV, V, K = len(x.cu_seqlens) - 1, *x.v.shape[2:], x.k.shape[-1]
@@ -37,13 +37,14 @@ def run(x: ChainCall, kept: tuple[Tensor, Tensor] | None = None) -> Chains:
     )
     for slots in (h, vn, dS, y):
         assert slots[x.chunks() :].isnan().all(), "slots of no chunk were written"
-    return Chains(*(slots[: x.chunks()] for slots in (h, vn, dS, y)), dh0)
+    h, vn, dS, y = (slots[: x.chunks()] for slots in (h, vn, dS, y))
+    return WideChains(h, vn, dS, y, dh0)
 
 
-def check(x: ChainCall, got: Chains) -> None:
+def check(x: ChainCall, got: WideChains) -> None:
     """Compares with fp64, per tensor and per head."""
     want, rounded = (gdn_chains.expected_with_values(x, dtype) for dtype in (None, x.k.dtype))
-    for name in Chains._fields:
+    for name in WideChains._fields:
         of = int(name in gdn_chains.ChunkValues._fields)
         a, b, c = getattr(got, name), getattr(want[of], name), getattr(rounded[of], name)
         gdn_chains.compare(name, a, b, c)

@@ -70,6 +70,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     accumulator_layout,
     load_transposed,
 )
+from qla_kernels.gdn.kernels.dstate_chain import EXACT
 from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
@@ -92,9 +93,9 @@ PASS_CONFIGS = {
     "tl.disable_buffer_init_check": True,  # staging tiles: see `stage`; fragments: see halves.py
 }
 
-# slots: those of rows, with q, k, dO and A, are 80 KB each
+# Slots: those of rows, with q, k, dO and A, are 80 KB each. There are at least EXACT of them: chunks
+# with (9) read slots that they have released.
 WIDE_RINGS = {"rows": 2, "gate": 4, "p": 1, "ds0": 1, "ds1": 1, "y": 1}
-EXACT = 2  # chunks with (9): their slots are not filled again
 
 
 def schedule(variant: Variant) -> Schedule:

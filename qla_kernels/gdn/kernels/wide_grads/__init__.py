@@ -42,15 +42,21 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA, GATE_ROWS
-from qla_kernels.gdn.kernels.chunk_grads import tiles
 from qla_kernels.gdn.kernels.chunk_grads.layout import DO, KEY, PANEL, VN, P, free, full, gates
+from qla_kernels.gdn.kernels.chunk_grads.tiles import (
+    add_scores,
+    decay_scores,
+    put_tiles,
+    sum_scores,
+)
 from qla_kernels.gdn.kernels.wide_grads import layout as grads
 from qla_kernels.gdn.kernels.wide_grads import panel as grads_panel
 from qla_kernels.gdn.kernels.wide_grads import store as grads_out
 from qla_kernels.gdn.kernels.wide_grads.layout import (
     PART,
+    PART_PANELS,
     PART_SUM_ROWS,
-    ChunkInputs,
+    PartInputs,
     PartRings,
     PartTiles,
     PartWalk,
@@ -78,7 +84,6 @@ PASS_CONFIGS = {
 }
 
 PART_RINGS = {"qk": 2, "rows": 2, "gate": 2, "sums": 2}
-PANELS = PART // PANEL
 
 
 def schedule(variant: Variant) -> Schedule:
@@ -86,7 +91,7 @@ def schedule(variant: Variant) -> Schedule:
         roles=(
             Role(
                 "panel",
-                warps=4 * PANELS,
+                warps=4 * PART_PANELS,
                 regs=160,
                 waits=(*full("qk", "rows", "gate", "scores"), "sums_free"),
                 signals=(*free("qk", "rows", "gate", "scores"), "sums_full"),
@@ -130,7 +135,7 @@ def schedule(variant: Variant) -> Schedule:
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
         rings=PART_RINGS,
-        named={"own": Named(WARPGROUP_THREADS, copies=PANELS)},
+        named={"own": Named(WARPGROUP_THREADS, copies=PART_PANELS)},
         # q, k; dO, V', Y, v; S0, dS; dP0 and F; gates; sums; barriers and alignment
         smem_bytes=PART_RINGS["qk"] * 2 * CHUNK * PART * 2
         + PART_RINGS["rows"] * 4 * CHUNK * PANEL * 2
@@ -181,9 +186,9 @@ def score(s, ring, walk, scale):
                         ring.sums.acquire(step)
                     else:
                         ring.rows.release(step)
-                    tiles.decay_scores(r_x, s.gate[gate, GAMMA, 0], 1 - j)
-                    tiles.add_scores(r_dp0, r_f, r_x, j, scale, s.gate[gate, BETA, 0])
-                    tiles.sum_scores(
+                    decay_scores(r_x, s.gate[gate, GAMMA, 0], 1 - j)
+                    add_scores(r_dp0, r_f, r_x, j, scale, s.gate[gate, BETA, 0])
+                    sum_scores(
                         r_x, r_other, j, scale, s.gate[gate, BETA, 0],
                         s.sums[ring.sums.slot(step), grads.PART_X_ROWS + j, 0],
                         s.sums[ring.sums.slot(step), grads.PART_E_KK, 0],
@@ -194,7 +199,7 @@ def score(s, ring, walk, scale):
             ring.gate.release(gate_step)
             gate_step += 1
         ring.scores.acquire(i)
-        tiles.put_tiles(r_dp0, r_f, s.scores[P, 0, 0])
+        put_tiles(r_dp0, r_f, s.scores[P, 0, 0])
         T.fence_proxy_async()  # dP0 and F: written by threads, read by wgmma
         ring.scores.commit(i)
 
@@ -277,16 +282,16 @@ def build(variant: Variant):
             )
 
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
-            if warpgroup < PANELS:
+            if warpgroup < PART_PANELS:
                 T.set_max_nreg(plan.role("panel").regs, 1)
                 grads_panel.panel(dq, dk, dv, s, ring, walk)
-            elif warpgroup == PANELS:
+            elif warpgroup == PART_PANELS:
                 T.set_max_nreg(plan.role("score").regs, 1)
                 score(s, ring, walk, scale)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
-                    grads.load(q, k, ChunkInputs(v, do, vn, y, h, ds), s, ring, tail_full, walk)
+                    grads.load(q, k, PartInputs(v, do, vn, y, h, ds), s, ring, tail_full, walk)
                 elif tx < 64:
                     gates(g_cum, beta, s_gate, ring.gate, walk, scale)
                     grads_out.clear_padding(dq, dk, dv, dg, dbeta, walk, num_chunks[0], num_tokens)

@@ -13,7 +13,8 @@ from qla_kernels.tile.mask import clear_tail
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 
-PART = 128  # columns of K in a pass: two panels
+PART = 128  # columns of K in a pass
+PART_PANELS = PART // PANEL
 
 # A slot's tiles are numbered as in chunk_grads/layout.py: QUERY and KEY in PartTiles.qk; DO, VN and
 # Y in PartTiles.tok. Those of PartTiles.state:
@@ -95,7 +96,7 @@ class PartWalk(NamedTuple):
         return self.part(i) == self.parts - 1
 
 
-class ChunkInputs(NamedTuple):
+class PartInputs(NamedTuple):
     """The tensors that `load` reads for each step."""
 
     v: Any  # [T, HV, V / 64, 64]

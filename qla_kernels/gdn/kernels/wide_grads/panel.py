@@ -5,7 +5,6 @@ wide_grads/__init__.py states the maths and the steps, with the numbers used her
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import BETA, SCALE_E, D
-from qla_kernels.gdn.kernels.chunk_grads import tiles
 from qla_kernels.gdn.kernels.chunk_grads.layout import (
     DO,
     KEY,
@@ -17,6 +16,13 @@ from qla_kernels.gdn.kernels.chunk_grads.layout import (
     F,
     P,
     Y,
+)
+from qla_kernels.gdn.kernels.chunk_grads.tiles import (
+    add_scaled,
+    put_number,
+    put_tile,
+    store_rows,
+    tile_dot,
 )
 from qla_kernels.gdn.kernels.wide_grads.layout import (
     ENTERS,
@@ -53,7 +59,7 @@ def multiply(s, slot, x, state, w, r_x):
 @T.macro
 def add_keys(r_sum, r_x, s, of, row, key, gate, sums, w, dot):
     """Adds a row of gates times r_x to r_sum; `of` is the slot of q and k, `sums` that of sums."""
-    tiles.add_scaled(
+    add_scaled(
         r_sum,
         r_x,
         s.gate[gate, row, 0],
@@ -81,7 +87,7 @@ def add_step(dv, r_dq, r_dk, r_x, r_y, r_dot, s, ring, of, gate, step, tok0, row
     multiply(s, slot, Y, ENTERS, w, r_x)
     T.wait_wgmma(1)
     add_keys(r_dk, r_y, s, of, D, KEY, gate, sums, w, 1)
-    tiles.tile_dot(
+    tile_dot(
         r_dot,
         s.state[2 * slot + ENTERS, 0, 0],
         s.state[2 * slot + LEAVES, 0, 0],
@@ -98,7 +104,7 @@ def add_step(dv, r_dq, r_dk, r_x, r_y, r_dot, s, ring, of, gate, step, tok0, row
         s.sums[sums, PART_DOTS + 4 * w + 2, 0],
         s.sums[sums, PART_DOTS + 4 * w + 3, 0],
     )
-    tiles.put_number(r_dot, s.gate[gate, ROW_E, CHUNK - 1], s.sums[sums, PART_STATE, 4 * w])
+    put_number(r_dot, s.gate[gate, ROW_E, CHUNK - 1], s.sums[sums, PART_STATE, 4 * w])
     if with_v:
         value_gradients(  # 4
             s.tok[3 * slot + Y, 0, 0],
@@ -147,8 +153,8 @@ def put_rows(dq, dk, r_dq, r_dk, s, ring, of, tok0, head, k0, rows):
     """
     w = T.alloc_var("int32")
     w = own_panel()
-    tiles.put_tile(r_dq, s.qk[2 * of + QUERY, 0, w * PANEL])
-    tiles.put_tile(r_dk, s.qk[2 * of + KEY, 0, w * PANEL])
+    put_tile(r_dq, s.qk[2 * of + QUERY, 0, w * PANEL])
+    put_tile(r_dk, s.qk[2 * of + KEY, 0, w * PANEL])
     T.fence_proxy_async()  # dQ and dK: written by threads, read by TMA
     ring.own.sync(w)
     if rows == CHUNK:
@@ -159,7 +165,7 @@ def put_rows(dq, dk, r_dq, r_dk, s, ring, of, tok0, head, k0, rows):
             )
     else:
         for n, x in enumerate((dq, dk)):
-            tiles.store_rows(
+            store_rows(
                 s.qk[2 * of + n, 0, w * PANEL],
                 x[0, 0, k0 + w * PANEL],
                 x.shape[2],

@@ -4,11 +4,10 @@ wide_grads/__init__.py states the maths and the steps, with the numbers used her
 """
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chunk_grads.layout import PANEL
 from qla_kernels.gdn.kernels.wide_grads.layout import (
-    PART,
     PART_DOTS,
     PART_E_KK,
+    PART_PANELS,
     PART_STATE,
     PART_X_COLUMNS,
     PART_X_ROWS,
@@ -16,8 +15,6 @@ from qla_kernels.gdn.kernels.wide_grads.layout import (
 )
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
-
-PANELS = PART // PANEL
 
 
 @T.macro
@@ -31,7 +28,7 @@ def take_sums(s_sums, slot, r_gamma, before, r_beta, state, with_v):
         r_gamma[e] += (
             s_sums[slot, PART_X_ROWS, 2 * lane + e] + s_sums[slot, PART_X_ROWS + 1, 2 * lane + e]
         )
-        for w in T.unroll(PANELS):
+        for w in T.unroll(PART_PANELS):
             r_gamma[e] += (
                 s_sums[slot, PART_DOTS + 4 * w, 2 * lane + e]
                 + s_sums[slot, PART_DOTS + 4 * w + 2, 2 * lane + e]
@@ -44,7 +41,7 @@ def take_sums(s_sums, slot, r_gamma, before, r_beta, state, with_v):
                 s_sums[slot, PART_X_COLUMNS + w, 2 * lane + e]
                 + s_sums[slot, PART_X_COLUMNS + 4 + w, 2 * lane + e]
             )
-    for w in T.unroll(4 * PANELS):
+    for w in T.unroll(4 * PART_PANELS):
         state[0] += s_sums[slot, PART_STATE, w]
 
 
