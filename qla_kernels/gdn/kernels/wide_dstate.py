@@ -93,8 +93,8 @@ PASS_CONFIGS = {
     "tl.disable_buffer_init_check": True,  # staging tiles: see `stage`; fragments: see halves.py
 }
 
-# Slots: those of rows, with q, k, dO and A, are 80 KB each. There are at least EXACT of them: chunks
-# with (9) read slots that they have released.
+# Slots: those of rows, with q, k, dO and A, are 80 KB each. There are at least EXACT of them, as
+# chunks with (9) read slots that they have released.
 WIDE_RINGS = {"rows": 2, "gate": 4, "p": 1, "ds0": 1, "ds1": 1, "y": 1}
 
 

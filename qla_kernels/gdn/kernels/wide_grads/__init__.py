@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA, GATE_ROWS
-from qla_kernels.gdn.kernels.chunk_grads.layout import DO, KEY, PANEL, VN, P, free, full, gates
+from qla_kernels.gdn.kernels.chunk_grads.layout import DO, KEY, PANEL, VN, P, Y, free, full, gates
 from qla_kernels.gdn.kernels.chunk_grads.tiles import (
     add_scores,
     decay_scores,
@@ -53,15 +53,16 @@ from qla_kernels.gdn.kernels.wide_grads import layout as grads
 from qla_kernels.gdn.kernels.wide_grads import panel as grads_panel
 from qla_kernels.gdn.kernels.wide_grads import store as grads_out
 from qla_kernels.gdn.kernels.wide_grads.layout import (
+    DOT_ROWS,
     PART,
     PART_PANELS,
-    PART_SUM_ROWS,
+    X_SUM_ROWS,
     PartInputs,
     PartRings,
     PartTiles,
     PartWalk,
 )
-from qla_kernels.gdn.kernels.wide_grads.part_tiles import SOURCE
+from qla_kernels.gdn.kernels.wide_grads.part_tiles import SOURCE, park, take_back
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
@@ -83,7 +84,7 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by the table of chunks
 }
 
-PART_RINGS = {"qk": 2, "rows": 2, "gate": 2, "sums": 2}
+PART_RINGS = {"qk": 2, "rows": 2, "gate": 2, "dots": 2, "x": 2}
 
 
 def schedule(variant: Variant) -> Schedule:
@@ -93,8 +94,8 @@ def schedule(variant: Variant) -> Schedule:
                 "panel",
                 warps=4 * PART_PANELS,
                 regs=160,
-                waits=(*full("qk", "rows", "gate", "scores"), "sums_free"),
-                signals=(*free("qk", "rows", "gate", "scores"), "sums_full"),
+                waits=(*full("qk", "rows", "gate", "scores"), "dots_free"),
+                signals=(*free("qk", "rows", "gate", "scores"), "dots_full"),
                 computes="dQ, dK, dV",
                 uses=("wgmma", "tma_store"),
             ),
@@ -102,8 +103,8 @@ def schedule(variant: Variant) -> Schedule:
                 "score",
                 warps=4,
                 regs=152,
-                waits=(*full("qk", "rows", "gate"), *free("scores", "sums")),
-                signals=(*free("rows", "gate"), *full("scores", "sums")),
+                waits=(*full("qk", "rows", "gate"), *free("scores", "x")),
+                signals=(*free("rows", "gate"), *full("scores", "x")),
                 computes="dP0, F, X",
                 uses=("wgmma",),
             ),
@@ -128,77 +129,85 @@ def schedule(variant: Variant) -> Schedule:
                 "sums",
                 warps=1,
                 regs=40,
-                waits=("sums_full",),
-                signals=("sums_free",),
+                waits=full("dots", "x"),
+                signals=free("dots", "x"),
                 computes="dg, dbeta",
             ),
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
         rings=PART_RINGS,
-        named={"own": Named(WARPGROUP_THREADS, copies=PART_PANELS)},
+        named={"own": Named(WARPGROUP_THREADS, copies=PART_PANELS + 1)},
         # q, k; dO, V', Y, v; S0, dS; dP0 and F; gates; sums; barriers and alignment
         smem_bytes=PART_RINGS["qk"] * 2 * CHUNK * PART * 2
         + PART_RINGS["rows"] * 4 * CHUNK * PANEL * 2
         + PART_RINGS["rows"] * 2 * PANEL * PART * 2
         + 2 * CHUNK * CHUNK * 2
         + PART_RINGS["gate"] * GATE_ROWS * CHUNK * 4
-        + PART_RINGS["sums"] * PART_SUM_ROWS * CHUNK * 4
+        + (PART_RINGS["dots"] * DOT_ROWS + PART_RINGS["x"] * X_SUM_ROWS) * CHUNK * 4
         + 1024,
     )
 
 
 @T.macro
 def score(s, ring, walk, scale):
-    r_x = T.alloc_fragment((CHUNK, CHUNK), "float32")
+    """Makes dP and E of a value head in registers, over all of V, and then what follows from them.
+
+    Four 64 x 64 matrices are all that registers hold: dP, E, and the sums of dP0 and F. So E waits
+    in the tiles that will hold dP0 and F while dP, and the products of Q and K, are in use. Numbers
+    of slots come from shuffles, so that no descriptors are kept in registers over the loops.
+    """
+    r_x = T.alloc_fragment((CHUNK, CHUNK), "float32")  # dP, then E
+    r_e = T.alloc_fragment((CHUNK, CHUNK), "float32")
     r_other = T.alloc_fragment((CHUNK, CHUNK), "float32")  # Q K^T, then K K^T, of a part of K
     r_dp0 = T.alloc_local((32,), "float32")  # in accumulator registers, as F
     r_f = T.alloc_local((32,), "float32")
-    step, gate_step = T.alloc_var("int32"), T.alloc_var("int32")
+    step, head_step, slot = (T.alloc_var("int32") for _ in range(3))
     step = 0
-    gate_step = 0
+    head_step = 0
     for i in T.serial(walk.num_pairs):
         ring.qk.wait(i)
         for e in T.unroll(32):
             r_dp0[e] = 0
             r_f[e] = 0
         for _ in T.serial(walk.group):
-            ring.gate.wait(gate_step)
-            gate = ring.gate.slot(gate_step)
-            for _ in T.serial(walk.num_tiles):
+            T.clear(r_x)
+            T.clear(r_e)
+            for _ in rolled(walk.num_tiles):
                 ring.rows.wait(step)
-                for j in rolled(2):  # 6
-                    T.wgmma_gemm(
-                        s.tok[3 * ring.rows.slot(step) + DO + 2 * j, :, :],  # DO, then Y
-                        s.tok[3 * ring.rows.slot(step) + VN, :, :],
-                        r_x,
-                        transpose_B=True,
-                        clear_accum=True,
-                    )
-                    T.wgmma_gemm(
-                        s.qk[2 * ring.qk.slot(i) + j, :, :],  # QUERY, then KEY
-                        s.qk[2 * ring.qk.slot(i) + KEY, :, :],
-                        r_other,
-                        transpose_B=True,
-                        clear_accum=True,
-                    )
-                    T.wait_wgmma(0)
-                    if j == 0:
-                        ring.sums.acquire(step)
-                    else:
-                        ring.rows.release(step)
-                    decay_scores(r_x, s.gate[gate, GAMMA, 0], 1 - j)
-                    add_scores(r_dp0, r_f, r_x, j, scale, s.gate[gate, BETA, 0])
-                    sum_scores(
-                        r_x, r_other, j, scale, s.gate[gate, BETA, 0],
-                        s.sums[ring.sums.slot(step), grads.PART_X_ROWS + j, 0],
-                        s.sums[ring.sums.slot(step), grads.PART_E_KK, 0],
-                        s.sums[ring.sums.slot(step), grads.PART_X_COLUMNS + 4 * j, 0],
-                    )  # fmt: skip
-                ring.sums.commit(step)
+                slot = 3 * ring.rows.slot(T.shfl_sync(step, 0))
+                T.wgmma_gemm(  # 6
+                    s.tok[slot + DO, :, :], s.tok[slot + VN, :, :], r_x, transpose_B=True
+                )
+                T.wgmma_gemm(s.tok[slot + Y, :, :], s.tok[slot + VN, :, :], r_e, transpose_B=True)
+                T.wait_wgmma(0)
+                ring.rows.release(step)
                 step += 1
-            ring.gate.release(gate_step)
-            gate_step += 1
-        ring.scores.acquire(i)
+            ring.scores.acquire(i)
+            park(r_e, s.scores[P, 0, 0])
+            ring.gate.wait(head_step)
+            ring.x.acquire(head_step)
+            gate = ring.gate.slot(head_step)
+            for j in rolled(2):
+                T.clear(r_other)  # so that it needs no registers before
+                slot = 2 * ring.qk.slot(T.shfl_sync(i, 0))
+                T.wgmma_gemm(  # of QUERY, then of KEY
+                    s.qk[slot + j, :, :], s.qk[slot + KEY, :, :], r_other, transpose_B=True
+                )
+                decay_scores(r_x, s.gate[gate, GAMMA, 0], 1 - j)
+                add_scores(r_dp0, r_f, r_x, j, scale, s.gate[gate, BETA, 0])
+                T.wait_wgmma(0)
+                sum_scores(
+                    r_x, r_other, j, scale, s.gate[gate, BETA, 0],
+                    s.x[ring.x.slot(head_step), grads.PART_X_ROWS + j, 0],
+                    s.x[ring.x.slot(head_step), grads.PART_E_KK, 0],
+                    s.x[ring.x.slot(head_step), grads.PART_X_COLUMNS + 4 * j, 0],
+                )  # fmt: skip
+                if j == 0:
+                    take_back(r_x, s.scores[P, 0, 0])
+            ring.x.commit(head_step)
+            ring.gate.release(head_step)
+            head_step += 1
+        ring.own.sync(PART_PANELS)  # all threads have taken E back
         put_tiles(r_dp0, r_f, s.scores[P, 0, 0])
         T.fence_proxy_async()  # dP0 and F: written by threads, read by wgmma
         ring.scores.commit(i)
@@ -259,22 +268,25 @@ def build(variant: Variant):
             s_state = tile(2 * PART_RINGS["rows"], PANEL, PART)
             s_scores = tile(2, CHUNK, CHUNK)
             s_gate = T.alloc_shared((PART_RINGS["gate"], GATE_ROWS, CHUNK), "float32")
-            s_sums = T.alloc_shared((PART_RINGS["sums"], PART_SUM_ROWS, CHUNK), "float32")
+            s_dots = T.alloc_shared((PART_RINGS["dots"], DOT_ROWS, CHUNK), "float32")
+            s_x = T.alloc_shared((PART_RINGS["x"], X_SUM_ROWS, CHUNK), "float32")
             swizzled = (s_qk, s_tok, s_v, s_state, s_scores)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
             qk_full, qk_free = barrier("qk_full"), barrier("qk_free")
             rows_full, rows_free = barrier("rows_full"), barrier("rows_free")
             gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
             scores_full, scores_free = barrier("scores_full"), barrier("scores_free")
-            sums_full, sums_free = barrier("sums_full"), barrier("sums_free")
+            dots_full, dots_free = barrier("dots_full"), barrier("dots_free")
+            x_full, x_free = barrier("x_full"), barrier("x_free")
             tail_full = barrier("tail_full")
-            s = PartTiles(s_qk, s_tok, s_v, s_state, s_scores, s_gate, s_sums)
+            s = PartTiles(s_qk, s_tok, s_v, s_state, s_scores, s_gate, s_dots, s_x)
             ring = PartRings(
                 qk=Ring(qk_full, qk_free, PART_RINGS["qk"]),
                 rows=Ring(rows_full, rows_free, PART_RINGS["rows"]),
                 gate=Ring(gate_full, gate_free, PART_RINGS["gate"]),
                 scores=Ring(scores_full, scores_free, 1),
-                sums=Ring(sums_full, sums_free, PART_RINGS["sums"]),
+                dots=Ring(dots_full, dots_free, PART_RINGS["dots"]),
+                x=Ring(x_full, x_free, PART_RINGS["x"]),
                 own=NamedBarrier(plan, "own"),
             )
             walk = PartWalk(
@@ -296,6 +308,6 @@ def build(variant: Variant):
                     gates(g_cum, beta, s_gate, ring.gate, walk, scale)
                     grads_out.clear_padding(dq, dk, dv, dg, dbeta, walk, num_chunks[0], num_tokens)
                 elif tx < 96:
-                    grads_out.sums(dg, dbeta, s_sums, ring.sums, walk)
+                    grads_out.sums(dg, dbeta, s, ring, walk)
 
     return wide_grads

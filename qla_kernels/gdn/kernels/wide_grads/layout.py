@@ -20,15 +20,18 @@ PART_PANELS = PART // PANEL
 # Y in PartTiles.tok. Those of PartTiles.state:
 ENTERS, LEAVES = range(2)  # S0 and dS
 
-# Rows of a step's sums, with one number for each token. Column sums take one row for each warp,
-# which is 0 in columns to the right of the warp's own rows.
-PART_SUM_ROWS = 21
+# Rows of a step's sums, with one number for each token.
+DOT_ROWS = 10
 Y_V = 0  # <Y, v>, in a chunk's last pass only
 PART_DOTS = 1  # <Q, dQi>, <K, dKi>, <K, dKu>, <K, e Y S0^T>, for each panel
-PART_X_ROWS = 9  # row sums of X: of dP0 o Q K^T and of F o K K^T
-PART_E_KK = 11  # row sums of -G o E o K K^T
-PART_STATE = 12  # e^gamma_last <dS, S0>, a number a warp
-PART_X_COLUMNS = 13  # column sums like PART_X_ROWS
+PART_STATE = 9  # e^gamma_last <dS, S0>, a number a warp
+
+# Rows of a value head's sums, likewise. Column sums take one row for each warp, which is 0 in
+# columns to the right of the warp's own rows.
+X_SUM_ROWS = 11
+PART_X_ROWS = 0  # row sums of X: of dP0 o Q K^T and of F o K K^T
+PART_E_KK = 2  # row sums of -G o E o K K^T
+PART_X_COLUMNS = 3  # column sums like PART_X_ROWS
 
 
 class PartTiles(NamedTuple):
@@ -40,22 +43,23 @@ class PartTiles(NamedTuple):
     state: Any  # [2 slots x 2, 64, PART] S0^T and dS^T of 64 columns of V
     scores: Any  # [2, 64, 64] the sums of dP0 and F of a pass, in chunk_grads' tiles P and F
     gate: Any  # [slots, GATE_ROWS, 64] fp32
-    sums: Any  # [slots, PART_SUM_ROWS, 64] fp32
+    dots: Any  # [slots, DOT_ROWS, 64] fp32
+    x: Any  # [slots, X_SUM_ROWS, 64] fp32
 
 
 class PartRings(NamedTuple):
     """The rings of wide_grads, and its named barrier.
 
-    A pass is a chunk, key head and part of K; `gate` counts value heads in passes. A step is 64
-    columns of V of a value head in a pass.
+    A pass is a chunk, key head and part of K. A step is 64 columns of V of a value head in a pass.
     """
 
     qk: Ring  # by pass
     rows: Ring  # by step: tok, v and state
-    gate: Ring
+    gate: Ring  # by value head
     scores: Ring  # by pass
-    sums: Ring  # by step
-    own: NamedBarrier  # a copy for the threads of each panel warpgroup
+    dots: Ring  # by step
+    x: Ring  # by value head
+    own: NamedBarrier  # a copy for the threads of each panel warpgroup and of the score warpgroup
 
 
 class PartWalk(NamedTuple):
@@ -88,9 +92,6 @@ class PartWalk(NamedTuple):
 
     def part(self, i: Any) -> Any:
         return T.truncmod(i, self.parts)
-
-    def step(self, i: Any, r: Any, t: Any) -> Any:
-        return (i * self.group + r) * self.num_tiles + t
 
     def last_part(self, i: Any) -> Any:
         return self.part(i) == self.parts - 1

@@ -57,14 +57,14 @@ def multiply(s, slot, x, state, w, r_x):
 
 
 @T.macro
-def add_keys(r_sum, r_x, s, of, row, key, gate, sums, w, dot):
-    """Adds a row of gates times r_x to r_sum; `of` is the slot of q and k, `sums` that of sums."""
+def add_keys(r_sum, r_x, s, of, row, key, gate, dots, w, dot):
+    """Adds a row of gates times r_x to r_sum; `of` is the slot of q and k, `dots` that of sums."""
     add_scaled(
         r_sum,
         r_x,
         s.gate[gate, row, 0],
         s.qk[2 * of + key, 0, w * PANEL],
-        s.sums[sums, PART_DOTS + 4 * w + dot, 0],
+        s.dots[dots, PART_DOTS + 4 * w + dot, 0],
     )
 
 
@@ -74,19 +74,19 @@ def add_step(dv, r_dq, r_dk, r_x, r_y, r_dot, s, ring, of, gate, step, tok0, row
 
     Each product runs while the result of the one before is scaled and added.
     """
-    w, slot, sums = (T.alloc_var("int32") for _ in range(3))
+    w, slot, dots = (T.alloc_var("int32") for _ in range(3))
     w = own_panel()
     slot = ring.rows.slot(step)
-    sums = ring.sums.slot(step)
+    dots = ring.dots.slot(step)
     ring.rows.wait(step)
     multiply(s, slot, DO, ENTERS, w, r_x)  # 3
     multiply(s, slot, VN, LEAVES, w, r_y)
-    ring.sums.acquire(step)
+    ring.dots.acquire(step)
     T.wait_wgmma(1)
-    add_keys(r_dq, r_x, s, of, SCALE_E, QUERY, gate, sums, w, 0)
+    add_keys(r_dq, r_x, s, of, SCALE_E, QUERY, gate, dots, w, 0)
     multiply(s, slot, Y, ENTERS, w, r_x)
     T.wait_wgmma(1)
-    add_keys(r_dk, r_y, s, of, D, KEY, gate, sums, w, 1)
+    add_keys(r_dk, r_y, s, of, D, KEY, gate, dots, w, 1)
     tile_dot(
         r_dot,
         s.state[2 * slot + ENTERS, 0, 0],
@@ -101,23 +101,23 @@ def add_step(dv, r_dq, r_dk, r_x, r_y, r_dot, s, ring, of, gate, step, tok0, row
         s.gate[gate, ROW_MINUS_BETA_E, 0],
         s.gate[gate, ROW_E, 0],
         s.qk[2 * of + KEY, 0, w * PANEL],
-        s.sums[sums, PART_DOTS + 4 * w + 2, 0],
-        s.sums[sums, PART_DOTS + 4 * w + 3, 0],
+        s.dots[dots, PART_DOTS + 4 * w + 2, 0],
+        s.dots[dots, PART_DOTS + 4 * w + 3, 0],
     )
-    put_number(r_dot, s.gate[gate, ROW_E, CHUNK - 1], s.sums[sums, PART_STATE, 4 * w])
+    put_number(r_dot, s.gate[gate, ROW_E, CHUNK - 1], s.dots[dots, PART_STATE, 4 * w])
     if with_v:
         value_gradients(  # 4
             s.tok[3 * slot + Y, 0, 0],
             s.v[slot, 0, 0],
             s.gate[gate, BETA, 0],
-            s.sums[sums, Y_V, 0],
+            s.dots[dots, Y_V, 0],
             dv[tok0, hv, t, 0],
             dv.shape[1] * dv.shape[2] * PANEL,
             rows,
             w,
         )
     ring.rows.release(step)
-    ring.sums.commit(step)
+    ring.dots.commit(step)
 
 
 @T.macro

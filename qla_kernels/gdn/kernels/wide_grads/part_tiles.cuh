@@ -62,4 +62,28 @@ __device__ __forceinline__ void value_gradients(const T *s_y, const T *s_v, cons
   }
 }
 
+// Puts a thread's accumulator into 16 KB of shared memory that holds nothing else, and takes it back.
+__device__ __forceinline__ float4 *parked(void *at) {
+  return static_cast<float4 *>(at) + thread_in_group();
+}
+
+__device__ __forceinline__ void park(const float *x, void *at) {
+  float4 *place = parked(at);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    place[128 * i] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+}
+
+__device__ __forceinline__ void take_back(float *x, void *at) {
+  const float4 *place = parked(at);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float4 y = place[128 * i];
+    x[4 * i] = y.x;
+    x[4 * i + 1] = y.y;
+    x[4 * i + 2] = y.z;
+    x[4 * i + 3] = y.w;
+  }
+}
+
 }  // namespace qla

@@ -54,3 +54,14 @@ def value_gradients(
         rows,
         half,
     )
+
+
+def park(r_x: Any, tiles: Any) -> Any:
+    """Puts r_x [64, 64] in fp32 into the memory of two tiles of 16 bits, for `take_back`."""
+    tiles = T.access_ptr(tiles, "w", 2 * TILE_ELEMENTS)
+    return T.call_extern("handle", "qla::park", r_x.data, tiles)
+
+
+def take_back(r_x: Any, tiles: Any) -> Any:
+    tiles = T.access_ptr(tiles, "r", 2 * TILE_ELEMENTS)
+    return T.call_extern("handle", "qla::take_back", r_x.data, tiles)

@@ -18,35 +18,39 @@ from qla_kernels.tile.loops import rolled
 
 
 @T.macro
-def take_sums(s_sums, slot, r_gamma, before, r_beta, state, with_v):
-    """Adds a step's sums: to dgamma and <K, dKi> and dbeta of tokens 2 lane and 2 lane + 1."""
+def take_dots(s_dots, slot, r_gamma, before, r_beta, state, with_v):
+    """Adds a step's sums: to dgamma, <K, dKi> and dbeta of tokens 2 lane and 2 lane + 1."""
     lane = T.get_thread_binding() % 32
     for e in T.unroll(2):
         if with_v:
-            r_beta[e] += s_sums[slot, Y_V, 2 * lane + e]
-        r_beta[e] -= s_sums[slot, PART_E_KK, 2 * lane + e]
-        r_gamma[e] += (
-            s_sums[slot, PART_X_ROWS, 2 * lane + e] + s_sums[slot, PART_X_ROWS + 1, 2 * lane + e]
-        )
+            r_beta[e] += s_dots[slot, Y_V, 2 * lane + e]
         for w in T.unroll(PART_PANELS):
             r_gamma[e] += (
-                s_sums[slot, PART_DOTS + 4 * w, 2 * lane + e]
-                + s_sums[slot, PART_DOTS + 4 * w + 2, 2 * lane + e]
+                s_dots[slot, PART_DOTS + 4 * w, 2 * lane + e]
+                + s_dots[slot, PART_DOTS + 4 * w + 2, 2 * lane + e]
             )
-            before[e] += s_sums[slot, PART_DOTS + 4 * w + 1, 2 * lane + e]
-            r_beta[e] -= s_sums[slot, PART_DOTS + 4 * w + 3, 2 * lane + e]
-    for w in rolled(lane // 8, CHUNK // 16):  # a warp has no columns right of its own rows
-        for e in T.unroll(2):
-            r_gamma[e] -= (
-                s_sums[slot, PART_X_COLUMNS + w, 2 * lane + e]
-                + s_sums[slot, PART_X_COLUMNS + 4 + w, 2 * lane + e]
-            )
+            before[e] += s_dots[slot, PART_DOTS + 4 * w + 1, 2 * lane + e]
+            r_beta[e] -= s_dots[slot, PART_DOTS + 4 * w + 3, 2 * lane + e]
     for w in T.unroll(4 * PART_PANELS):
-        state[0] += s_sums[slot, PART_STATE, w]
+        state[0] += s_dots[slot, PART_STATE, w]
 
 
 @T.macro
-def sums(dg, dbeta, s_sums, ring, walk):
+def take_x(s_x, slot, r_gamma, r_beta):
+    """Adds the sums of a value head that concern X and E."""
+    lane = T.get_thread_binding() % 32
+    for e in T.unroll(2):
+        r_beta[e] -= s_x[slot, PART_E_KK, 2 * lane + e]
+        for j in T.unroll(2):
+            r_gamma[e] += s_x[slot, PART_X_ROWS + j, 2 * lane + e]
+    for w in rolled(lane // 8, CHUNK // 16):  # a warp has no columns right of its own rows
+        for e in T.unroll(2):
+            for j in T.unroll(2):
+                r_gamma[e] -= s_x[slot, PART_X_COLUMNS + 4 * j + w, 2 * lane + e]
+
+
+@T.macro
+def sums(dg, dbeta, s, ring, walk):
     lane = T.get_thread_binding() % 32
     r_gamma = T.alloc_local((2,), "float32")  # dgamma, then its sum over the rows from this one on
     before = T.alloc_local((2,), "float32")  # <K, dKi>, then its sum over the rows before this one
@@ -68,12 +72,15 @@ def sums(dg, dbeta, s_sums, ring, walk):
                 r_beta[e] = 0
             state[0] = 0
             for _ in rolled(walk.num_tiles):
-                ring.wait(step)
-                take_sums(
-                    s_sums, ring.slot(step), r_gamma, before, r_beta, state, walk.last_part(i)
+                ring.dots.wait(step)
+                take_dots(
+                    s.dots, ring.dots.slot(step), r_gamma, before, r_beta, state, walk.last_part(i)
                 )
-                ring.release(step)
+                ring.dots.release(step)
                 step += 1
+            ring.x.wait(i * walk.group + r)
+            take_x(s.x, ring.x.slot(i * walk.group + r), r_gamma, r_beta)
+            ring.x.release(i * walk.group + r)
             # Sum the other rows only: a total minus the own row would cancel small decayed terms.
             after = r_gamma[0] + r_gamma[1]
             earlier = before[0] + before[1]
