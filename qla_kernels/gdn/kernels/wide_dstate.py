@@ -42,10 +42,8 @@ import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.cumulated import (
     SOURCE,
     gate,
-    load,
     longest_first,
     put_state,
-    score,
     stage,
     store,
 )
@@ -74,6 +72,8 @@ from qla_kernels.gdn.kernels.dstate_chain import EXACT
 from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.mask import clear_tail
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
@@ -95,11 +95,13 @@ PASS_CONFIGS = {
 
 # Slots: those of rows, with q, k, dO and A, are 80 KB each. There are at least EXACT of them, as
 # chunks with (9) read slots that they have released.
-WIDE_RINGS = {"rows": 2, "gate": 4, "p": 1, "ds0": 1, "ds1": 1, "y": 1}
+WIDE_RINGS = {"q": 2, "k": 2, "rows": 2, "gate": 4, "p": 1, "ds0": 1, "ds1": 1, "y": 1}
 
 
 def schedule(variant: Variant) -> Schedule:
-    state_regs, score_regs, load_regs = 192, 96, 32
+    state_regs, score_regs, load_regs = 208, 64, 32
+    loaded_full = ("q_full", "k_full", "rows_full")
+    loaded_free = ("q_free", "k_free", "rows_free")
     return Schedule(
         roles=(
             *(
@@ -107,8 +109,8 @@ def schedule(variant: Variant) -> Schedule:
                     f"state{w}",
                     warps=4,
                     regs=state_regs,
-                    waits=("rows_full", "gate_full", "p_full", f"ds{w}_free", "y_free"),
-                    signals=("rows_free", "gate_free", "p_free", f"ds{w}_full", "y_full"),
+                    waits=(*loaded_full, "gate_full", "p_full", f"ds{w}_free", "y_free"),
+                    signals=(*loaded_free, "gate_free", "p_free", f"ds{w}_full", "y_full"),
                     computes=f"dS of K {HALF * w} to {HALF * w + HALF - 1}, dV', Y",
                     uses=("wgmma",),
                 )
@@ -118,8 +120,8 @@ def schedule(variant: Variant) -> Schedule:
                 "score",
                 warps=4,
                 regs=score_regs,
-                waits=("rows_full", "gate_full", "p_free"),
-                signals=("rows_free", "gate_free", "p_full"),
+                waits=("q_full", "k_full", "gate_full", "p_free"),
+                signals=("q_free", "k_free", "gate_free", "p_full"),
                 computes="P",
                 uses=("wgmma",),
             ),
@@ -127,8 +129,8 @@ def schedule(variant: Variant) -> Schedule:
                 "load",
                 warps=1,
                 regs=load_regs,
-                waits=("rows_free", "tail_full"),
-                signals=("rows_full", "tail_full"),
+                waits=(*loaded_free, "tail_full"),
+                signals=(*loaded_full, "tail_full"),
                 computes="q, k, dO, A",
                 uses=("tma_load",),
             ),
@@ -154,7 +156,8 @@ def schedule(variant: Variant) -> Schedule:
         rings=WIDE_RINGS,
         named={"meet": meeting()},
         # q, k, dO, A; P; staged gradients; staged Y and summands; gates; barriers and alignment
-        smem_bytes=WIDE_RINGS["rows"] * CHUNK * (2 * variant.K + TILE + CHUNK) * 2
+        smem_bytes=(WIDE_RINGS["q"] + WIDE_RINGS["k"]) * CHUNK * variant.K * 2
+        + WIDE_RINGS["rows"] * CHUNK * (TILE + CHUNK) * 2
         + CHUNK * CHUNK * 2
         + TILE * variant.K * 2
         + 2 * EXCHANGED * 4
@@ -180,24 +183,77 @@ class ChunkGradients(NamedTuple):
 
 
 @T.macro
-def prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, unit):
-    """Does the work that needs no product: stages dS, makes scale e dO^T, and decays dS."""
-    step, slot, gate_slot = at
-    for r, c in T.Parallel(TILE, HALF):
-        r_staged[r, c] = r_ds[r, c] * unit
-    stage(r_staged, s_ds, ds_ring, step, HALF)
-    load_transposed(s_do, slot, 0, r_dot)
-    for r, c in T.Parallel(TILE, CHUNK):
-        r_do16[r, c] = s_gate[gate_slot, SCALE_E, c] * r_dot[c, r]
-    for r, c in T.Parallel(TILE, HALF):
-        r_ds[r, c] *= s_gate[gate_slot, LAST, 0]
+def load(loads, tail_full, begin, length, num_chunks):
+    """Loads the tiles of each ring as soon as its slot is released; `loads` has rings and tiles."""
+    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
+    for step in rolled(num_chunks):
+        tok0 = begin + (num_chunks - 1 - step) * CHUNK
+        rows = begin + length - tok0
+        if rows >= CHUNK:  # 1
+            for ring, tiles in loads:
+                ring.acquire(step)
+                for tile in tiles:
+                    tile.copy(tok0, ring.slot(step), ring.barrier(step))
+                ring.commit(step)
+        else:  # rows past the end must not enter a product: 0 * NaN is NaN
+            for ring, tiles in loads:
+                ring.acquire(step)
+                for tile in tiles:
+                    tile.copy(tok0, ring.slot(step), tail_full[0])
+            T.barrier_arrive(tail_full[0])
+            T.barrier_wait(tail_full[0], 0)
+            for ring, tiles in loads:
+                for tile in tiles:
+                    clear_tail(tile.shared, ring.slot(step), rows, tile.shared.shape[-1])
+            T.fence_proxy_async()  # the tiles: written by threads, read by wgmma
+            for ring, _ in loads:
+                ring.commit(step)
+
+
+@T.macro
+def score(s_q, s_k, s_gate, s_p, q_ring, k_ring, gate_ring, p_ring, num_chunks, scale, first):
+    """Makes P as soon as q and k are there: while the state is a chunk behind.
+
+    `score` of cumulated.py waits for the next chunk's q and k before it makes P, and so needs three
+    slots of them.
+    """
+    r_qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
+    thread = T.get_thread_binding() - first
+    for slot, j in T.grid(p_ring.stages, CHUNK // 2):  # above the diagonal P stays zero for good
+        s_p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
+    for i in T.serial(num_chunks):
+        q_ring.wait(i)
+        k_ring.wait(i)
+        T.wgmma_gemm(  # 3
+            s_q[q_ring.slot(i), :, :],
+            s_k[k_ring.slot(i), :, :],
+            r_qk,
+            transpose_B=True,
+            clear_accum=True,
+        )
+        gate_ring.wait(i)
+        p_ring.acquire(i)
+        T.wait_wgmma(0)
+        q_ring.release(i)
+        k_ring.release(i)
+        T.call_extern(
+            "handle",
+            "qla::gated_scores",
+            r_qk.data,
+            T.access_ptr(s_gate[gate_ring.slot(i), 0, 0], "r", 3 * CHUNK),
+            T.access_ptr(s_p[p_ring.slot(i), 0, 0], "w", CHUNK * CHUNK),
+            scale,
+        )
+        gate_ring.release(i)
+        T.fence_proxy_async()  # P: written by threads, read by wgmma
+        p_ring.commit(i)
 
 
 @T.macro
 def state(
     w, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds, s_low, s_y,
-    rows, gate_ring, p_ring, ds_ring, y_ring, meet, num_chunks, n, hv, v0, has_dht, has_dh0, unit,
-    ends_of,
+    q_ring, k_ring, rows, gate_ring, p_ring, ds_ring, y_ring, meet, num_chunks, n, hv, v0, has_dht,
+    has_dh0, unit, ends_of,
 ):  # fmt: skip
     r_ds = T.alloc_fragment((TILE, HALF), "float32")  # dS_w^T: stays here from last to first chunk
     r_ds16 = T.alloc_fragment((TILE, HALF), dtype)
@@ -226,13 +282,13 @@ def state(
         T.clear(r_ds)
     T.copy(r_ds, r_ds16)
     for step in T.serial(num_chunks):
-        slot = rows.slot(step)
+        slot = rows.slot(step)  # also of q and k
         gate_slot = gate_ring.slot(step)
-        at = (step, slot, gate_slot)
-        rows.wait(step)
+        k_ring.wait(step)
         T.wgmma_gemm(  # 4
             r_ds16, s_k[slot, :, k0 : k0 + HALF], r_x, transpose_B=True, clear_accum=True
         )
+        rows.wait(step)
         p_ring.wait(step)
         T.wgmma_gemm(
             s_do[slot, i0 : i0 + CHUNK // 2, :],
@@ -242,6 +298,11 @@ def state(
             clear_accum=True,
         )
         gate_ring.wait(step)
+        for r, c in T.Parallel(TILE, HALF):
+            r_staged[r, c] = r_ds[r, c] * unit
+        stage(r_staged, s_ds, ds_ring, step, HALF)
+        for r, c in T.Parallel(TILE, HALF):
+            r_ds[r, c] *= s_gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
         p_ring.release(step)
         for r, c in T.Parallel(TILE, CHUNK):
@@ -251,9 +312,13 @@ def state(
         T.copy(r_x, r_dn16)
         share_half(r_dn16, s_low, w, meet)
         T.wgmma_gemm(r_dn16, s_a[slot, :, :], r_y, clear_accum=True)  # 6
-        prepare(r_ds, r_staged, r_dot, r_do16, s_do, s_gate, s_ds, ds_ring, at, unit)
+        load_transposed(s_do, slot, 0, r_dot)
+        for r, c in T.Parallel(TILE, CHUNK):
+            r_do16[r, c] = s_gate[gate_slot, SCALE_E, c] * r_dot[c, r]
+        q_ring.wait(step)
         T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + HALF], r_ds)  # 7
         T.wait_wgmma(1)  # Y is ready, dO'^T Q in flight
+        rows.release(step)
         for r, c in T.Parallel(TILE, CHUNK):
             r_du16[r, c] = -s_gate[gate_slot, BETA_E, c] * r_y[r, c]
         T.wgmma_gemm(r_du16, s_k[slot, :, k0 : k0 + HALF], r_ds)
@@ -262,8 +327,10 @@ def state(
         stage_half_transposed(r_y16, s_y, w)
         y_ring.commit(step)
         gate_ring.release(step)
+        T.wait_wgmma(1)
+        q_ring.release(step)
         T.wait_wgmma(0)
-        rows.release(step)
+        k_ring.release(step)
         if step >= num_chunks - EXACT:  # 9
             load_transposed(s_do, slot, 0, r_dot)
             for r, c in T.Parallel(TILE, CHUNK):
@@ -326,7 +393,7 @@ def build(variant: Variant):
     ):
         with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(GATED_TILES + SOURCE + HALVES)
-            s_k, s_q = tile(sizes["rows"], CHUNK, K), tile(sizes["rows"], CHUNK, K)
+            s_k, s_q = tile(sizes["k"], CHUNK, K), tile(sizes["q"], CHUNK, K)
             s_do, s_a = tile(sizes["rows"], CHUNK, TILE), tile(sizes["rows"], CHUNK, CHUNK)
             s_p, s_y = tile(sizes["p"], CHUNK, CHUNK), tile(sizes["y"], CHUNK, TILE)
             s_ds0, s_ds1 = tile(sizes["ds0"], TILE, HALF), tile(sizes["ds1"], TILE, HALF)
@@ -334,6 +401,8 @@ def build(variant: Variant):
             s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
             swizzled = (s_k, s_q, s_do, s_a, s_p, s_y, s_ds0, s_ds1)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
+            q_full, q_free = barrier("q_full"), barrier("q_free")
+            k_full, k_free = barrier("k_full"), barrier("k_free")
             rows_full, rows_free = barrier("rows_full"), barrier("rows_free")
             gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
             p_full, p_free = barrier("p_full"), barrier("p_free")
@@ -341,6 +410,8 @@ def build(variant: Variant):
             ds1_full, ds1_free = barrier("ds1_full"), barrier("ds1_free")
             y_full, y_free = barrier("y_full"), barrier("y_free")
             tail_full = barrier("tail_full")
+            q_ring = Ring(q_full, q_free, sizes["q"])
+            k_ring = Ring(k_full, k_free, sizes["k"])
             rows = Ring(rows_full, rows_free, sizes["rows"])
             gates = Ring(gate_full, gate_free, sizes["gate"])
             p_ring = Ring(p_full, p_free, sizes["p"])
@@ -374,33 +445,32 @@ def build(variant: Variant):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
                     0, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds0, s_low,
-                    s_y, rows, gates, p_ring, ds0, y_ring, meet, num_chunks, n, hv, v0, has_dht,
-                    has_dh0, unit, ends_of,
+                    s_y, q_ring, k_ring, rows, gates, p_ring, ds0, y_ring, meet, num_chunks, n, hv,
+                    v0, has_dht, has_dh0, unit, ends_of,
                 )  # fmt: skip
             elif tx < plan.end("state1"):
                 T.set_max_nreg(plan.role("state1").regs, 1)
                 state(
                     1, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds1, s_low,
-                    s_y, rows, gates, p_ring, ds1, y_ring, meet, num_chunks, n, hv, v0, has_dht,
-                    has_dh0, unit, ends_of,
+                    s_y, q_ring, k_ring, rows, gates, p_ring, ds1, y_ring, meet, num_chunks, n, hv,
+                    v0, has_dht, has_dh0, unit, ends_of,
                 )  # fmt: skip
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)
                 score(
-                    s_q, s_k, s_gate, s_p, rows, gates, p_ring, num_chunks, scale / unit,
+                    s_q, s_k, s_gate, s_p, q_ring, k_ring, gates, p_ring, num_chunks, scale / unit,
                     plan.start("score"),
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
                     load(
-                        [
-                            Rows(k, (kh,), s_k),
-                            Rows(q, (kh,), s_q),
-                            Rows(do, (hv, i_tile), s_do),
-                            Rows(A, (hv,), s_a),
+                        [  # in the order in which slots are released
+                            (rows, [Rows(do, (hv, i_tile), s_do), Rows(A, (hv,), s_a)]),
+                            (q_ring, [Rows(q, (kh,), s_q)]),
+                            (k_ring, [Rows(k, (kh,), s_k)]),
                         ],
-                        rows, tail_full, begin, length, num_chunks, True,
+                        tail_full, begin, length, num_chunks,
                     )  # fmt: skip
                 elif tx < plan.end("gate"):
                     gate(
