@@ -12,10 +12,10 @@ Steps (numbers appear again in the roles):
     1 load    q, k, dO, A of a chunk; in a tail, rows past the end become zero
     2 gate    gamma, decays to blocks' ends, beta e, scale e, d, e^gamma_last of a chunk
     3 score   Q K^T, then P, one chunk ahead of the state
-    4 state   dS_w K_w^T from dS_w in 16 bits, and half of dO^T P: tokens 32 w to 32 w + 31 of P
+    4 state   dS_w K_w^T from dS_w in 16 bits, and half of dO^T P: tokens 32 w to 32 w + 31 of P;
+              meanwhile dS_w in 16 bits to the staging tile, and dS_w decayed
     5 state   dV'^T of these tokens, from both summands; then all of dV'^T, rounded
-    6 state   Y^T, by both warpgroups; meanwhile dS_w in 16 bits to the staging tile, scale e dO^T,
-              dS_w decayed
+    6 state   Y^T, by both warpgroups; meanwhile scale e dO^T
     7 state   dS_w += (scale e dO^T) Q_w; meanwhile beta e Y^T; then the product with K_w; Y of 32
               tokens to its staging tile
     8 store   write dS_out and Y by TMA
@@ -28,6 +28,9 @@ which meet in fp32. Each warpgroup completes half of the tokens and hands them o
 moves 48 KB where an exchange of whole summands moves 64, and half of the shared memory suffices.
 The order of a sum of two does not change its bits. Products with one half of K are half as long as
 those of dstate_chain, so both warpgroups use the tensor cores at the same time, without turns.
+Shared memory has room for two chunks of q and k. What is read last, k, and q before it, are loaded
+again as soon as they have been, so q, k and the other tiles have rings of their own; and `score`
+makes P without waiting for the chunk after.
 
 Y is written because chunk products over all of K end here: wide_grads then needs nothing but 128
 columns of K at a time. Rows of Y past a tail's end are 0, because rows of A are. In bf16 all

@@ -32,10 +32,10 @@ would have to load both halves of the states. wide_states and wide_dstate have V
 anyway; to write and to read them twice is 48 KB, less than the 64 KB of states. docs/notes/
 wide-heads-backward.md counts both. Parts follow each other in one CTA, so the second one finds dO,
 V' and Y in L2, and dg and dbeta are added up by the thread that wrote them, in a fixed order. A
-value head may have any number of tiles of V: sums over V and sums over value heads are the same
-loop. Registers and the score warpgroup's work are those of chunk_grads; dP0 and F are made again in
-each part, because X is a sum over both parts for each value head. Chunks come from a table that
-chunk_table or segment_plan made, so they lie inside the tensors: see tables.py.
+value head may have any number of tiles of V: dP and E are summed over them before anything else is
+done to them, by the tensor cores. dP0 and F are made again in each part, because X is a sum over
+both parts for each value head. Chunks come from a table that chunk_table made, so they lie inside
+the tensors: see tables.py.
 """
 
 from typing import NamedTuple
