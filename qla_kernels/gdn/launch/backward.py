@@ -21,8 +21,9 @@ from qla_kernels.gdn.launch.tensors import (
     sequence_bounds,
     tokens,
 )
-from qla_kernels.gdn.launch.wide import WIDE_K, WideStates, wide_grads, wide_states_around
+from qla_kernels.gdn.launch.wide_backward import WideStates, wide_grads, wide_states_around
 from qla_kernels.gdn.ops import GdnBackward
+from qla_kernels.gdn.shapes import WIDE
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import dtype_name, readable, require_aligned
 from qla_kernels.tile.constants import CHUNK
@@ -42,7 +43,7 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
             part, (dv_b,) = x.of_part(rows), of_part(rows, dv)
             lengths = call.cu_seqlens_cpu
             states: ChainStates | WideStates | None
-            if q.shape[-1] == WIDE_K:
+            if q.shape[-1] == WIDE:
                 states = wide_states_around(part)
             else:
                 states = states_around(part, dv_b, options, lengths, saved.cp_cache, known)

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.launch import chains
 from qla_kernels.gdn.ops import GdnBackward
-from qla_kernels.selftest import gdn_chains, gdn_wide
+from qla_kernels.selftest import gdn_chains, gdn_wide_backward
 from qla_kernels.selftest.gdn_backward import SavedTensors, backward, check, gradients, saved
 from qla_kernels.selftest.gdn_calls import small
 from qla_kernels.selftest.gdn_inputs import gates, keys
@@ -29,7 +31,7 @@ def same(got: GdnBackward, want: GdnBackward) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_chains_with_gates_at_the_edge(gate, dtype):
     x = gdn_chains.case([130, 65], dtype, (1, 1), SIZES, gate, "low rank")
-    gdn_wide.check(x, gdn_wide.run(x))
+    gdn_wide_backward.check(x, gdn_wide_backward.run(x))
 
 
 @CHAINS
@@ -38,20 +40,33 @@ def test_interleavings_of_chains(seed, seeds):
     """Two value heads of two tiles, in three sequences: more CTAs than SMs."""
     seeds["seed"] = seed
     x = gdn_chains.case([70, 1, 200], heads=(1, 2), sizes=(K, 128))
-    gdn_wide.check(x, gdn_wide.run(x))
+    gdn_wide_backward.check(x, gdn_wide_backward.run(x))
 
 
 @CHAINS
 def test_chains_read_strides_in_place():
     x = gdn_chains.case([70, 65], heads=(2, 2), sizes=(K, 128))
-    want = gdn_wide.run(x)
+    want = gdn_wide_backward.run(x)
     wide = torch.cat([x.q, x.k], 2), torch.cat([x.v, x.do], 2)  # slices of one projection
     slices = dict(zip(("q", "k"), wide[0].split(2, 2), strict=True))
     slices |= dict(zip(("v", "do"), wide[1].split(2, 2), strict=True))
     v_first = {name: getattr(x, name).mT.contiguous().mT for name in ("h0", "dht")}
     for changed in (slices, v_first):
-        got = gdn_wide.run(x._replace(**changed))
+        got = gdn_wide_backward.run(x._replace(**changed))
         assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.kernels("gdn.wide_states")
+def test_states_of_chunks_as_a_forward_returns_them():
+    x = gdn_chains.case([100, 0, 65], heads=(1, 2), sizes=SIZES)
+    bounds, kept = x.cu_seqlens, gdn_chains.prepared(x)
+    call = Call(x.q, x.k, x.v, x.g, x.beta, x.scale, x.h0, bounds, bounds)
+    want = gdn_wide_backward.run(x, kept).h
+    h = chains.public_states(call, Options(), x.beta, x.h0, kept)
+    assert torch.equal(h[0].mT, want)
+    assert torch.equal(
+        chains.public_states(call, Options(state_v_first=True), x.beta, x.h0, kept)[0], want
+    )
 
 
 @ALL

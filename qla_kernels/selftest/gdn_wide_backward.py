@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qla_kernels.gdn.launch import wide
+from qla_kernels.gdn.launch import wide_chains
 from qla_kernels.selftest import gdn_backward, gdn_chains
 from qla_kernels.selftest.cases import Cases, dtype_of, to
 from qla_kernels.selftest.gdn_calls import small
@@ -29,10 +29,14 @@ def run(x: ChainCall, kept: tuple[Tensor, Tensor] | None = None) -> WideChains:
     first_chunk = chunk_table(x.k.shape[1], x.cu_seqlens).first_chunk
     N, HV, V, K = len(x.cu_seqlens) - 1, *x.v.shape[2:], x.k.shape[-1]
     h, dS = (x.k.new_empty(capacity(x.k.shape[1], N), HV, V, K) for _ in range(2))
-    vn, y, dh0 = wide.room_for_values(h), wide.room_for_values(dS), x.g.new_empty(N, HV, K, V)
+    vn, y, dh0 = (
+        wide_chains.room_for_values(h),
+        wide_chains.room_for_values(dS),
+        x.g.new_empty(N, HV, K, V),
+    )
     g_cum, A = kept or prepared(x)
-    wide.wide_states(x.k, x.v, g_cum, x.beta, A, x.h0, x.cu_seqlens, first_chunk, h, vn)
-    wide.wide_dstate(
+    wide_chains.wide_states(x.k, x.v, g_cum, x.beta, A, x.h0, x.cu_seqlens, first_chunk, h, vn)
+    wide_chains.wide_dstate(
         x.q, x.k, x.do, g_cum, x.beta, A, x.dht, x.scale, x.cu_seqlens, first_chunk, dS, y, dh0
     )
     for slots in (h, vn, dS, y):
