@@ -117,6 +117,16 @@ def backward(cuts: tuple[GradientBand, ...], s: Setting, bounds: Tensor) -> None
     launch_backward.l2norm_bwd(x, done.dq, bounds)
 
 
+def wide_backward(s: Setting, bounds: Tensor) -> None:
+    """At K = 256, which has kernels of its own."""
+    q, k = (s.rows(H, 2 * SIZE) for _ in range(2))
+    v, do = (s.rows(HV, SIZE) for _ in range(2))
+    (g_cum, beta), A = s.gates(), s.rows(HV, 64)
+    h0, dht = (s.place(torch.randn(N, HV, 2 * SIZE, SIZE)) for _ in range(2))
+    call = Call(q, k, v, g_cum, beta, SCALE, h0, bounds)
+    launch_backward.gdn_bwd(call, SavedForward(g_cum, A, []), Incoming(do, dht), Options())
+
+
 def shards(kernel: heuristics.ForwardChoice, stretches: int, s: Setting, bounds: Tensor) -> None:
     """Sequences that come from another rank and go on at another, at both ends of stretches."""
     s.patch.setattr(plan, "forward", lambda *_, **__: Plan(kernel, 1))
@@ -203,6 +213,7 @@ def extend_pool(s: Setting, slots: Tensor) -> None:
 
 
 CHAINS = {"chunk_table", "chunk_states", "dstate_chain", "chunk_grads"}
+WIDE = {"chunk_table", "wide_states", "wide_dstate", "wide_grads"}
 RAW = {"l2norm", "l2norm_bwd", "activate", "activate_bwd", "gate_sums"}
 SOLVE = {"gate", "kkt_solve"}
 CUT = {"segment_plan", "segment_map", "segment_scan"}
@@ -234,6 +245,7 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
     "forward of wide keys": (wide_forward, {"chunk_table", "gate", "solve_score", "wide_fwd"}),
     "states": (states_out, {"fused_fwd", "chunk_table", "chunk_states"}),
     "backward": (functools.partial(backward, ()), CHAINS | RAW),
+    "backward of wide keys": (wide_backward, WIDE),
     "backward in segments": (
         functools.partial(backward, (GradientBand(0, 8),)),
         {"segment_map_bwd"} | CUT | CHAINS | RAW,

@@ -4,8 +4,9 @@ Head sizes stand here alone: refusals, variants, warm-up, documents and tests fo
 """
 
 KEY_STEP, MOST_KEYS = 16, 128
-KEY_SIZES = tuple(range(KEY_STEP, MOST_KEYS + 1, KEY_STEP))  # K that kernels run
-KEY_ROOMS = (64, 128)  # K of their variants; q and k of another K run in the next larger one
+WIDE = 256  # K of kernels of their own; only whole sequences and decoding have it
+KEY_SIZES = (*range(KEY_STEP, MOST_KEYS + 1, KEY_STEP), WIDE)  # K that kernels run
+KEY_ROOMS = (64, 128, WIDE)  # K of their variants; another K runs in the next larger one
 VALUE_STEP, MOST_VALUES = 64, 512
 VALUE_SIZES = tuple(range(VALUE_STEP, MOST_VALUES + 1, VALUE_STEP))  # V that kernels run
 PART_COLUMNS = 128  # the most columns of V that chunk_grads takes: more are several value heads
@@ -13,11 +14,9 @@ NORM_SIZES = (64, 128)  # K = V of a decoding step with a norm
 POOL_KEYS = 128  # the K with which fused_fwd reads and writes states in slots of a pool
 
 # as messages and pages say it
-KEYS = f"a multiple of {KEY_STEP} up to {MOST_KEYS}"
+KEYS = f"a multiple of {KEY_STEP} up to {MOST_KEYS} or {WIDE}"
 VALUES = f"a multiple of {VALUE_STEP} up to {MOST_VALUES}"
 HEAD_SIZES = f"K {KEYS}, V {VALUES}"
-
-WIDE = 256  # the K of kernels of their own; others have 64 and 128
 
 L2NORM_EPSILON = 1e-6  # added to a row's sum of squares
 STATE_PIECE = 4  # numbers of a decoding state that a thread reads or writes in one access

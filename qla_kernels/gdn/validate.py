@@ -18,8 +18,10 @@ from qla_kernels import device
 from qla_kernels.errors import need
 from qla_kernels.gdn import shapes
 from qla_kernels.gdn.call import Options
-from qla_kernels.gdn.shapes import HEAD_SIZES  # noqa: F401 (the doctor reads it)
-from qla_kernels.gdn.shapes import WIDE
+from qla_kernels.gdn.shapes import (
+    HEAD_SIZES,  # noqa: F401 (the doctor reads it)
+    WIDE,
+)
 from qla_kernels.gdn.sharded.context import layout_refused
 from qla_kernels.sm90 import (
     DTYPES,

@@ -211,5 +211,13 @@ CASES = (
         _l2norm_bwd,
         [(2, 3, 90, 64), (2, 3, 90, 128)],
         [(3, 8, 5000, 64), (3, 8, 5000, 128)],
+        of=lambda variant: not variant.wide,
+    ),
+    Cases(
+        ("gdn.l2norm_bwd",),
+        _l2norm_bwd,
+        [(2, 3, 90, 256)],
+        [(3, 8, 5000, 256)],
+        of=lambda variant: variant.wide,
     ),
 )

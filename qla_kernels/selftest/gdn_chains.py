@@ -95,8 +95,22 @@ def forward(x: ChainCall, operand_dtype: torch.dtype | None) -> Any:
     )  # fmt: skip
 
 
+class ChunkValues(NamedTuple):
+    """What the chains at K = 256 leave besides states, for each chunk and 64 columns of V."""
+
+    vn: Tensor  # [NC, HV, V / 64, 64, 64] V'
+    y: Tensor  # likewise, Y
+
+
 def expected(x: ChainCall, operand_dtype: torch.dtype | None = None) -> Chains:
     """Returns results in fp64; with an operand_dtype, with the kernels' roundings."""
+    return expected_with_values(x, operand_dtype)[0]
+
+
+def expected_with_values(
+    x: ChainCall, operand_dtype: torch.dtype | None = None
+) -> tuple[Chains, ChunkValues]:
+    """Returns what `expected` does, and V' and Y."""
     gdn_chunked, gdn_backward = reference().gdn_chunked, reference().gdn_backward
     done = forward(x, operand_dtype)
     H, K = x.k.shape[2:]
@@ -107,8 +121,10 @@ def expected(x: ChainCall, operand_dtype: torch.dtype | None = None) -> Chains:
     beta = gdn_chunked.row_tiles(chunks.tiles(x.beta, torch.float64), H)[..., None]
     G, e, d, last = gdn_chunked.decay_tiles(gamma)
     q, k = (gdn_chunked.key_tiles(chunks, y, torch.float64) for y in (x.q, x.k))
-    do, A = (gdn_chunked.value_tiles(chunks, y, H, torch.float64) for y in (x.do, done.A))
+    v, do, A = (gdn_chunked.value_tiles(chunks, y, H, torch.float64) for y in (x.v, x.do, done.A))
     tiles = gdn_chunked.Tiles(q, k, beta, A, G, e, d, last)
+    start = gdn_chunked.start_states(x.h0, v, chunks, K)
+    vn = gdn_chunked.chain(chunks, tiles, v, start, rounded).v_new
     unit = x.scale if operand_dtype == torch.bfloat16 else 1.0  # of all that the chain rounds
     do_scaled = x.scale / unit * e * do
     through_P = rounded(gdn_chunked.attention_in_chunk(tiles, x.scale / unit)).mT @ do
@@ -121,7 +137,12 @@ def expected(x: ChainCall, operand_dtype: torch.dtype | None = None) -> Chains:
     dS = rearrange(unit * chunks.in_sequence_order(dh), "n h r k v -> n (h r) v k")
     h = rearrange(done.h[0], "n hv k v -> n hv v k")
     dh0 = unit * gdn_chunked.end_states(start, chunks)
-    return Chains(rounded(h), done.final_state, rounded(dS), dh0)
+    values = (
+        rearrange(chunks.in_sequence_order(y), "n h r i (t v) -> n (h r) t i v", v=64)
+        for y in (vn, unit * (back.Y + added.Y))
+    )
+    states = Chains(rounded(h), done.final_state, rounded(dS), dh0)
+    return states, ChunkValues(*(rounded(y) for y in values))
 
 
 def run(
@@ -147,10 +168,15 @@ def check(x: ChainCall, got: Chains) -> None:
     """Compares with fp64, per tensor and per head."""
     want, rounded = expected(x), expected(x, x.k.dtype)
     for name in Chains._fields:
-        a, b, c = (getattr(y, name) for y in (got, want, rounded))
-        _compare(name, a, b, c, RATIO)
-        for head in range(x.v.shape[2]):
-            _compare(f"{name} of head {head}", a[:, head], b[:, head], c[:, head], RATIO_OF_A_HEAD)
+        compare(name, *(getattr(y, name) for y in (got, want, rounded)))
+
+
+def compare(name: str, got: Tensor, want: Tensor, rounded: Tensor) -> None:
+    """Compares [.., HV, ..] with fp64, as a whole and per head; `rounded` gives the limits."""
+    _compare(name, got, want, rounded, RATIO)
+    for head in range(got.shape[1]):
+        a, b, c = (t[:, head] for t in (got, want, rounded))
+        _compare(f"{name} of head {head}", a, b, c, RATIO_OF_A_HEAD)
 
 
 def _compare(name: str, got: Tensor, want: Tensor, rounded: Tensor, ratio: float) -> None:

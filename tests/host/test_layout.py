@@ -151,6 +151,7 @@ PARITIES = {
     "dualkv/kernels/walk.py",  # the front of a run: the warp that fills it waits for it
     "gdn/kernels/chain/transfer.py",  # the tail of a sequence, likewise
     "gdn/kernels/chunk_grads/layout.py",
+    "gdn/kernels/wide_grads/layout.py",
     "sparse_ring/kernels/window_mass.py",  # turns of the warpgroups
     "tile/ring.py",
 }

@@ -25,6 +25,7 @@ UNREAD = {
     "dualkv.bwd_dq": ["q"],
     "dualkv.dkv_combine": ["dk"],
     "gdn.chunk_grads": ["dq"],
+    "gdn.wide_grads": ["q", "k", "h", "dq"],
     "sparse_ring.gather_columns": ["k", "k_columns"],
     "sparse_ring.round_sums": ["dk"],
     "sparse_ring.scatter": ["dk"],

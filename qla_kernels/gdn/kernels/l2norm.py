@@ -9,7 +9,8 @@ Steps (numbers appear again in the role), for 8 threads a row:
 
 Bounded by memory: x is read once and y written once, 16 bytes a thread at a time.
 Why this shape: a row's sum stays in a warp, and the number of pieces of 8 is a runtime value, so
-one compiled kernel serves all head sizes. x may have any strides that are multiples of 16 bytes.
+one compiled kernel serves all head sizes up to 128; more, whose threads need twice the registers,
+have a variant of their own. x may have any strides that are multiples of 16 bytes.
 The compiler cannot know that they are, hence the hand-written load.
 """
 
@@ -21,7 +22,6 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 PIECE = 8  # elements of 16 bits in a 16-byte access
 SPAN = 64  # elements of a row that its threads cover at a time
-MOST_SPANS = 2  # K is at most 128
 ROW_THREADS = SPAN // PIECE
 ROW_STEPS = 3  # log2(ROW_THREADS): a sum over a row's threads
 
@@ -37,9 +37,21 @@ __device__ __forceinline__ void load_16_bytes(T *to, const T *from) {
 
 class Variant(NamedTuple):
     dtype: str  # of x and y
+    wide: bool = False  # K up to 256, not 128
+
+    @property
+    def spans(self) -> int:
+        """The most spans of a row."""
+        return 4 if self.wide else 2
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 6 if self.wide else 8  # 8: all the threads an SM holds, which hide memory's latency
 
 
-VARIANTS = (Variant("bfloat16"), Variant("float16"))
+VARIANTS = tuple(
+    Variant(dtype, wide) for wide in (False, True) for dtype in ("bfloat16", "float16")
+)
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -49,8 +61,8 @@ PASS_CONFIGS = {
 
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("norm", warps=8, regs=32, computes="y"),),
-        ctas_per_sm=8,  # all the threads an SM holds: they hide memory's latency
+        roles=(Role("norm", warps=8, regs=40 if variant.wide else 32, computes="y"),),
+        ctas_per_sm=variant.ctas_per_sm,
     )
 
 
@@ -66,7 +78,7 @@ def load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece):
     head = row - i_token * num_heads
     i_batch = T.truncdiv(i_token, num_tokens)
     i_token = i_token - i_batch * num_tokens
-    for span in T.unroll(MOST_SPANS):
+    for span in T.unroll(r_x.shape[0]):
         if span * ROW_THREADS + piece < num_pieces:
             T.call_extern(
                 "handle",
@@ -77,14 +89,14 @@ def load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece):
 
 
 @T.macro
-def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_pieces, piece):
-    r_x = T.alloc_local((MOST_SPANS, PIECE), dtype)
+def norm(x, y, most, dtype, row, num_rows, num_tokens, num_heads, num_pieces, piece):
+    r_x = T.alloc_local((most, PIECE), dtype)
     r_y = T.alloc_local((PIECE,), dtype)
     total = T.alloc_var("float32")
     total = 0.0
     if row < num_rows:
         load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece)  # 1
-        for span in T.unroll(MOST_SPANS):
+        for span in T.unroll(most):
             if span * ROW_THREADS + piece < num_pieces:
                 for e in T.unroll(PIECE):
                     total += T.cast(r_x[span, e], "float32") * T.cast(r_x[span, e], "float32")
@@ -92,7 +104,7 @@ def norm(x, y, dtype, row, num_rows, num_tokens, num_heads, num_pieces, piece):
         total += T.shfl_xor(total, 1 << step)
     total = T.rsqrt(total + L2NORM_EPSILON)
     if row < num_rows:
-        for span in T.unroll(MOST_SPANS):
+        for span in T.unroll(most):
             if span * ROW_THREADS + piece < num_pieces:
                 for e in T.unroll(PIECE):
                     r_y[e] = T.cast(r_x[span, e], "float32") * total
@@ -121,6 +133,9 @@ def build(variant: Variant):
             tx = T.get_thread_binding()
             row = block * rows + tx // ROW_THREADS
             piece = tx % ROW_THREADS
-            norm(x, y, variant.dtype, row, num_rows, num_tokens, num_heads, num_pieces, piece)
+            norm(
+                x, y, variant.spans, variant.dtype, row, num_rows, num_tokens, num_heads,
+                num_pieces, piece,
+            )  # fmt: skip
 
     return l2norm

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.l2norm import (
-    MOST_SPANS,
     PIECE,
     ROW_STEPS,
     ROW_THREADS,
@@ -31,9 +30,17 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 class Variant(NamedTuple):
     dtype: str  # of x, dy and dx
+    wide: bool = False  # as in l2norm
+
+    @property
+    def spans(self) -> int:
+        """The most spans of a row."""
+        return 4 if self.wide else 2
 
 
-VARIANTS = (Variant("bfloat16"), Variant("float16"))
+VARIANTS = tuple(
+    Variant(dtype, wide) for wide in (False, True) for dtype in ("bfloat16", "float16")
+)
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -43,15 +50,18 @@ PASS_CONFIGS = {
 
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
-        roles=(Role("norm", warps=8, regs=40, computes="dx"),),
-        ctas_per_sm=6,  # three quarters of an SM's threads: two rows need more registers than one
+        roles=(Role("norm", warps=8, regs=64 if variant.wide else 40, computes="dx"),),
+        # fewer threads than an SM holds: two rows need more registers than one
+        ctas_per_sm=4 if variant.wide else 6,
     )
 
 
 @T.macro
-def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_pieces, piece):
-    r_x = T.alloc_local((MOST_SPANS, PIECE), dtype)
-    r_dy = T.alloc_local((MOST_SPANS, PIECE), dtype)
+def norm(
+    x, dy, dx, most, dtype, row, num_live, num_rows, num_tokens, num_heads, num_pieces, piece
+):  # fmt: skip
+    r_x = T.alloc_local((most, PIECE), dtype)
+    r_dy = T.alloc_local((most, PIECE), dtype)
     r_dx = T.alloc_local((PIECE,), dtype)
     square, dot = T.alloc_var("float32"), T.alloc_var("float32")
     square = 0.0
@@ -59,7 +69,7 @@ def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_p
     if row < num_live:
         load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece)  # 1
         load_row(dy, r_dy, row, num_tokens, num_heads, num_pieces, piece)
-        for span in T.unroll(MOST_SPANS):
+        for span in T.unroll(most):
             if span * ROW_THREADS + piece < num_pieces:
                 for e in T.unroll(PIECE):
                     square += T.cast(r_x[span, e], "float32") * T.cast(r_x[span, e], "float32")
@@ -70,7 +80,7 @@ def norm(x, dy, dx, dtype, row, num_live, num_rows, num_tokens, num_heads, num_p
     square = T.rsqrt(square + L2NORM_EPSILON)
     dot *= square * square * square
     if row < num_rows:
-        for span in T.unroll(MOST_SPANS):
+        for span in T.unroll(most):
             if span * ROW_THREADS + piece < num_pieces:
                 for e in T.unroll(PIECE):
                     r_dx[e] = 0
@@ -120,6 +130,7 @@ def build(variant: Variant):
                 x,
                 dy,
                 dx,
+                variant.spans,
                 variant.dtype,
                 row,
                 num_live,

@@ -24,8 +24,9 @@ from qla_kernels.gdn.launch.tensors import (
     tokens,
     with_room,
 )
+from qla_kernels.gdn.launch.wide_backward import WideStates, wide_grads, wide_states_around
 from qla_kernels.gdn.ops import GdnBackward
-from qla_kernels.gdn.shapes import key_room
+from qla_kernels.gdn.shapes import WIDE, key_room
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import dtype_name, readable, require_aligned
 from qla_kernels.tile.constants import CHUNK
@@ -46,7 +47,11 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
         for rows in launches:
             part, (dv_b,) = x.of_part(rows), of_part(rows, dv)
             lengths = call.cu_seqlens_cpu
-            states = states_around(part, dv_b, options, lengths, saved.cp_cache, known)
+            states: ChainStates | WideStates | None
+            if q.shape[-1] == WIDE:
+                states = wide_states_around(part)
+            else:
+                states = states_around(part, dv_b, options, lengths, saved.cp_cache, known)
             if others is None:  # allocated only now, when temporaries of states_around are free
                 others = tuple(t.new_empty(t.shape) for t in (q, k, x.g_cum, x.g_cum))
             dq_b, dk_b, *gates_b = of_part(rows, *others)
@@ -54,6 +59,8 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
             if states is None:
                 for t in out:
                     t.zero_()
+            elif isinstance(states, WideStates):
+                wide_grads(part, states, out)
             else:
                 chunk_grads(states, out)
             del states  # frees them before the next part allocates its own
@@ -95,7 +102,8 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
             dy = readable(dy.to(x.dtype))
             for part in parts_in_reach(x, dy):
                 x_b, dy_b, dx_b = of_part(part, x, dy, dx)
-                jit.compile(l2norm_bwd_kernel, l2norm_bwd_kernel.Variant(dtype_name(x.dtype)))(
+                variant = l2norm_bwd_kernel.Variant(dtype_name(x.dtype), wide=x.shape[3] > 128)
+                jit.compile(l2norm_bwd_kernel, variant)(
                     torch.unflatten(x_b, -1, pieces),
                     torch.unflatten(dy_b, -1, pieces),
                     dx_b.view(-1, x.shape[3] // l2norm_kernel.PIECE, l2norm_kernel.PIECE),

@@ -24,7 +24,8 @@ from qla_kernels.gdn.launch.tensors import (
     spans,
     tokens,
 )
-from qla_kernels.gdn.shapes import PART_COLUMNS, key_room
+from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_states
+from qla_kernels.gdn.shapes import PART_COLUMNS, WIDE, key_room
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import capacity
@@ -145,7 +146,11 @@ def public_states(
         bounds = sequence_bounds(k_b, call.cu_seqlens).int()
         first_chunk = chunk_table(len(k_b) * T, bounds).first_chunk
         out = h_b.flatten(0, 1)
-        chunk_states(k_b, v_b, g_cum_b, beta_b, A_b, h0_b, bounds, first_chunk, out=out)
+        inputs = k_b, v_b, g_cum_b, beta_b, A_b, h0_b, bounds, first_chunk
+        if k.shape[-1] == WIDE:
+            wide_states(*inputs, out, room_for_values(out))
+        else:
+            chunk_states(*inputs, out=out)
     return h if options.state_v_first else h.mT.contiguous()
 
 

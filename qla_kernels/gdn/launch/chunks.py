@@ -35,7 +35,7 @@ from qla_kernels.varlen import ChunkTable
 def l2norm_fwd(x: Tensor) -> Tensor:
     """Returns x divided by its L2 norm over K, contiguous.
 
-    x is [B, T, H, K] in bf16 or fp16, with K a multiple of 8 up to 128, a unit last stride and
+    x is [B, T, H, K] in bf16 or fp16, with K a multiple of 8 up to 256, a unit last stride and
     other strides that are multiples of 16 bytes.
     """
     require_aligned(OP, x=x)
@@ -45,7 +45,8 @@ def l2norm_fwd(x: Tensor) -> Tensor:
         for part in parts_in_reach(x) if y.numel() else ():
             x_b, y_b = of_part(part, x, y)
             B, T, H, _ = x_b.shape
-            jit.compile(l2norm_kernel, l2norm_kernel.Variant(dtype_name(x.dtype)))(
+            variant = l2norm_kernel.Variant(dtype_name(x.dtype), wide=K > 128)
+            jit.compile(l2norm_kernel, variant)(
                 x_b.as_strided((B, T, H, K // piece, piece), (*x.stride()[:3], piece, 1)),
                 y_b.view(B * T * H, K // piece, piece),
             )

@@ -146,10 +146,10 @@ def score(s_q, s_k, s_gate, s_p, qkv, gate_ring, p_ring, num_chunks, scale, firs
 
 
 @T.macro
-def put_state(r_s, state, n, hv, v0, K):
-    """Writes a state warpgroup's 64 rows of V to `state` [N, HV, K, V], from column v0 on.
+def put_state(r_s, state, n, hv, v0, K, k0=0):
+    """Writes a state warpgroup's 64 rows of V to `state` [N, HV, .., V], from column v0 on.
 
-    `state` may have any strides.
+    The warpgroup has K rows of `state`, from k0 on. `state` may have any strides.
     """
     lane = T.get_thread_binding() % 32
     warp = T.get_thread_binding() // 32 % 4
@@ -157,7 +157,7 @@ def put_state(r_s, state, n, hv, v0, K):
         "handle",
         f"qla::scatter_state<{K}>",
         r_s.data,
-        T.access_ptr(state[n, hv, lane % 4 * 2, v0 + warp * 16 + lane // 4], "w", 1),
+        T.access_ptr(state[n, hv, k0 + lane % 4 * 2, v0 + warp * 16 + lane // 4], "w", 1),
         state.strides[3],
         state.strides[2],
     )

@@ -1,0 +1,313 @@
+"""wide_grads -- chunk_grads for K in parts of 128 columns, given V' and Y.
+
+The maths is that of chunk_grads, per chunk, key head and each of its value heads:
+    dP   = dO V'^T                 dP0 = scale G o dP, on and below the diagonal [C, C]
+    E    = -Y V'^T                 F = beta G o E, below the diagonal            [C, C]
+    dV   = beta Y                                                                [C, V]
+    dQi  = scale e (dO S0^T)   dKi = d (V' dS^T)   dKu = -beta e (Y S0^T)        [C, K]
+    dQ   = dQi + dP0 K                                    summed over the value heads
+    dK   = dKi + dKu + dP0^T Q + (F + F^T) K              summed over the value heads
+    dbeta_i  = <Y_i, v_i> - <K_i, e (Y S0^T)_i> + sum_j (G o E o K K^T)_ij
+    X        = dP0 o Q K^T + F o K K^T, below the diagonal
+    dgamma_i = <Q_i, dQi_i> + <K_i, dKu_i> + sum_j (X_ij - X_ji)
+    dg_i     = sum_{j >= i} dgamma_j + sum_{j < i} <K_j, dKi_j> + e^gamma_last <dS, S0>
+Given V' and Y, each column of K stands alone: columns of dQ and dK need the same columns of Q, K,
+S0 and dS, and dg and dbeta are sums over columns of K (Q K^T and K K^T are, too). So a pass does
+all of this with 128 columns, and adds its part of dg and dbeta to those of the passes before.
+
+Steps (numbers appear again in the roles); a CTA walks over pairs of chunk and key head, within each
+over the parts of K, and within each part over value heads and tiles of 64 columns of V:
+     1 load    each tile as soon as its slot is released; rows past a chunk's end become zero
+     2 gates   gamma, beta and their exponentials
+     3 panel   dQi, dKi, dKu of 64 columns of K; <dS, S0>
+     4 panel   in the last part: dV, <Y, v>
+     5 panel   after the last value head: dP0 K, dP0^T Q, (F + F^T) K; dQ and dK
+     6 score   dP, dP0; E, F; X
+     7 sums    dg, dbeta
+
+Bounded by memory: 112 to 128 KB for 64 columns of V and all of K, half of it the two states. Why
+this shape: chunk_grads computes W, V', dV' and Y again, with products over all of K. At K = 256 its
+panels would take four warpgroups, which have no registers for that, and a CTA with one half of K
+would have to load both halves of the states. wide_states and wide_dstate have V' and Y in registers
+anyway; to write and to read them twice is 48 KB, less than the 64 KB of states. docs/notes/
+wide-heads-backward.md counts both. Parts follow each other in one CTA, so the second one finds dO,
+V' and Y in L2, and dg and dbeta are added up by the thread that wrote them, in a fixed order. A
+value head may have any number of tiles of V: dP and E are summed over them before anything else is
+done to them, by the tensor cores. dP0 and F are made again in each part, because X is a sum over
+both parts for each value head. Chunks come from a table that chunk_table made, so they lie inside
+the tensors: see tables.py.
+"""
+
+from typing import NamedTuple
+
+import qla_kernels.tile.language as T
+from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA, GATE_ROWS
+from qla_kernels.gdn.kernels.chunk_grads.layout import DO, KEY, PANEL, VN, P, Y, free, full, gates
+from qla_kernels.gdn.kernels.chunk_grads.tiles import (
+    add_scores,
+    decay_scores,
+    put_tiles,
+    sum_scores,
+)
+from qla_kernels.gdn.kernels.wide_grads import layout as grads
+from qla_kernels.gdn.kernels.wide_grads import panel as grads_panel
+from qla_kernels.gdn.kernels.wide_grads import store as grads_out
+from qla_kernels.gdn.kernels.wide_grads.layout import (
+    DOT_ROWS,
+    PART,
+    PART_PANELS,
+    X_SUM_ROWS,
+    PartInputs,
+    PartRings,
+    PartTiles,
+    PartWalk,
+)
+from qla_kernels.gdn.kernels.wide_grads.part_tiles import SOURCE, park, take_back
+from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.language import make_full_bank_swizzled_layout
+from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+
+
+class Variant(NamedTuple):
+    dtype: str  # of everything but gates, beta and their gradients
+    K: int
+
+
+VARIANTS = tuple(Variant(dtype, 256) for dtype in ("bfloat16", "float16"))
+
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warpgroups
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the table of chunks
+}
+
+PART_RINGS = {"qk": 2, "rows": 2, "gate": 2, "dots": 2, "x": 2}
+
+
+def schedule(variant: Variant) -> Schedule:
+    return Schedule(
+        roles=(
+            Role(
+                "panel",
+                warps=4 * PART_PANELS,
+                regs=160,
+                waits=(*full("qk", "rows", "gate", "scores"), "dots_free"),
+                signals=(*free("qk", "rows", "gate", "scores"), "dots_full"),
+                computes="dQ, dK, dV",
+                uses=("wgmma", "tma_store"),
+            ),
+            Role(
+                "score",
+                warps=4,
+                regs=152,
+                waits=(*full("qk", "rows", "gate"), *free("scores", "x")),
+                signals=(*free("rows", "gate"), *full("scores", "x")),
+                computes="dP0, F, X",
+                uses=("wgmma",),
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=40,
+                waits=(*free("qk", "rows"), "tail_full"),
+                signals=(*full("qk", "rows"), "tail_full"),
+                computes="q, k, v, dO, V', Y, S0, dS",
+                uses=("tma_load",),
+            ),
+            Role(
+                "gates",
+                warps=1,
+                regs=40,
+                waits=("gate_free",),
+                signals=("gate_full",),
+                computes="gamma and its exponentials, beta",
+            ),
+            Role(
+                "sums",
+                warps=1,
+                regs=40,
+                waits=full("dots", "x"),
+                signals=free("dots", "x"),
+                computes="dg, dbeta",
+            ),
+            Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
+        ),
+        rings=PART_RINGS,
+        named={"own": Named(WARPGROUP_THREADS, copies=PART_PANELS + 1)},
+        # q, k; dO, V', Y, v; S0, dS; dP0 and F; gates; sums; barriers and alignment
+        smem_bytes=PART_RINGS["qk"] * 2 * CHUNK * PART * 2
+        + PART_RINGS["rows"] * 4 * CHUNK * PANEL * 2
+        + PART_RINGS["rows"] * 2 * PANEL * PART * 2
+        + 2 * CHUNK * CHUNK * 2
+        + PART_RINGS["gate"] * GATE_ROWS * CHUNK * 4
+        + (PART_RINGS["dots"] * DOT_ROWS + PART_RINGS["x"] * X_SUM_ROWS) * CHUNK * 4
+        + 1024,
+    )
+
+
+@T.macro
+def score(s, ring, walk, scale):
+    """Makes dP and E of a value head in registers, over all of V, and then what follows from them.
+
+    Four 64 x 64 matrices are all that registers hold: dP, E, and the sums of dP0 and F. So E waits
+    in the tiles that will hold dP0 and F while dP, and the products of Q and K, are in use. Numbers
+    of slots come from shuffles, so that no descriptors are kept in registers over the loops.
+    """
+    r_x = T.alloc_fragment((CHUNK, CHUNK), "float32")  # dP, then E
+    r_e = T.alloc_fragment((CHUNK, CHUNK), "float32")
+    r_other = T.alloc_fragment((CHUNK, CHUNK), "float32")  # Q K^T, then K K^T, of a part of K
+    r_dp0 = T.alloc_local((32,), "float32")  # in accumulator registers, as F
+    r_f = T.alloc_local((32,), "float32")
+    step, head_step, slot = (T.alloc_var("int32") for _ in range(3))
+    step = 0
+    head_step = 0
+    for i in T.serial(walk.num_pairs):
+        ring.qk.wait(i)
+        for e in T.unroll(32):
+            r_dp0[e] = 0
+            r_f[e] = 0
+        for _ in T.serial(walk.group):
+            T.clear(r_x)
+            T.clear(r_e)
+            for _ in rolled(walk.num_tiles):
+                ring.rows.wait(step)
+                slot = 3 * ring.rows.slot(T.shfl_sync(step, 0))
+                T.wgmma_gemm(  # 6
+                    s.tok[slot + DO, :, :], s.tok[slot + VN, :, :], r_x, transpose_B=True
+                )
+                T.wgmma_gemm(s.tok[slot + Y, :, :], s.tok[slot + VN, :, :], r_e, transpose_B=True)
+                T.wait_wgmma(0)
+                ring.rows.release(step)
+                step += 1
+            ring.scores.acquire(i)
+            park(r_e, s.scores[P, 0, 0])
+            ring.gate.wait(head_step)
+            ring.x.acquire(head_step)
+            gate = ring.gate.slot(head_step)
+            for j in rolled(2):
+                T.clear(r_other)  # so that it needs no registers before
+                slot = 2 * ring.qk.slot(T.shfl_sync(i, 0))
+                T.wgmma_gemm(  # of QUERY, then of KEY
+                    s.qk[slot + j, :, :], s.qk[slot + KEY, :, :], r_other, transpose_B=True
+                )
+                decay_scores(r_x, s.gate[gate, GAMMA, 0], 1 - j)
+                add_scores(r_dp0, r_f, r_x, j, scale, s.gate[gate, BETA, 0])
+                T.wait_wgmma(0)
+                sum_scores(
+                    r_x, r_other, j, scale, s.gate[gate, BETA, 0],
+                    s.x[ring.x.slot(head_step), grads.PART_X_ROWS + j, 0],
+                    s.x[ring.x.slot(head_step), grads.PART_E_KK, 0],
+                    s.x[ring.x.slot(head_step), grads.PART_X_COLUMNS + 4 * j, 0],
+                )  # fmt: skip
+                if j == 0:
+                    take_back(r_x, s.scores[P, 0, 0])
+            ring.x.commit(head_step)
+            ring.gate.release(head_step)
+            head_step += 1
+        ring.own.sync(PART_PANELS)  # all threads have taken E back
+        put_tiles(r_dp0, r_f, s.scores[P, 0, 0])
+        T.fence_proxy_async()  # dP0 and F: written by threads, read by wgmma
+        ring.scores.commit(i)
+
+
+def build(variant: Variant):
+    plan, K = schedule(variant), variant.K
+    num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
+    num_value_heads, num_tiles, V = T.dynamic("num_value_heads, num_tiles, V")
+    capacity = T.dynamic("capacity")
+    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
+    v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
+    do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
+
+    def tile(*shape: int):
+        return T.alloc_shared(shape, variant.dtype)
+
+    def barrier(name: str):
+        return T.alloc_barrier([plan.arrivals(name)] * plan.slots(name))
+
+    @T.prim_func
+    def wide_grads(
+        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        v: T.StridedTensor(
+            (num_tokens, num_value_heads, num_tiles, PANEL),
+            (v_token, v_head, v_tile, 1),
+            variant.dtype,
+        ),
+        do: T.StridedTensor(
+            (num_tokens, num_value_heads, num_tiles, PANEL),
+            (do_token, do_head, do_tile, 1),
+            variant.dtype,
+        ),
+        g_cum: T.Tensor((num_tokens, num_heads, group), "float32"),
+        beta: T.Tensor((num_tokens, num_heads, group), "float32"),
+        h: T.Tensor((capacity, num_value_heads, V, K), variant.dtype),
+        vn: T.Tensor((capacity, num_value_heads, num_tiles, CHUNK, PANEL), variant.dtype),
+        ds: T.Tensor((capacity, num_value_heads, V, K), variant.dtype),
+        y: T.Tensor((capacity, num_value_heads, num_tiles, CHUNK, PANEL), variant.dtype),
+        chunks: T.Tensor((capacity, 2), "int32"),
+        num_chunks: T.Tensor((1,), "int32"),
+        dq: T.Tensor((num_tokens, num_heads, K), variant.dtype),
+        dk: T.Tensor((num_tokens, num_heads, K), variant.dtype),
+        dv: T.Tensor((num_tokens, num_value_heads, num_tiles, PANEL), variant.dtype),
+        dg: T.Tensor((num_tokens, num_value_heads), "float32"),
+        dbeta: T.Tensor((num_tokens, num_value_heads), "float32"),
+        scale: T.float32,
+        walkers: T.int32,
+    ):
+        with T.Kernel(walkers, threads=plan.block) as first:
+            # TileLang initialises the barriers by one thread of each row of the block. All of these
+            # write the same values, before the first synchronisation of the block.
+            T.import_source(SOURCE)
+            s_qk = tile(2 * PART_RINGS["qk"], CHUNK, PART)
+            s_tok = tile(3 * PART_RINGS["rows"], CHUNK, PANEL)
+            s_v = tile(PART_RINGS["rows"], CHUNK, PANEL)
+            s_state = tile(2 * PART_RINGS["rows"], PANEL, PART)
+            s_scores = tile(2, CHUNK, CHUNK)
+            s_gate = T.alloc_shared((PART_RINGS["gate"], GATE_ROWS, CHUNK), "float32")
+            s_dots = T.alloc_shared((PART_RINGS["dots"], DOT_ROWS, CHUNK), "float32")
+            s_x = T.alloc_shared((PART_RINGS["x"], X_SUM_ROWS, CHUNK), "float32")
+            swizzled = (s_qk, s_tok, s_v, s_state, s_scores)
+            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
+            qk_full, qk_free = barrier("qk_full"), barrier("qk_free")
+            rows_full, rows_free = barrier("rows_full"), barrier("rows_free")
+            gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
+            scores_full, scores_free = barrier("scores_full"), barrier("scores_free")
+            dots_full, dots_free = barrier("dots_full"), barrier("dots_free")
+            x_full, x_free = barrier("x_full"), barrier("x_free")
+            tail_full = barrier("tail_full")
+            s = PartTiles(s_qk, s_tok, s_v, s_state, s_scores, s_gate, s_dots, s_x)
+            ring = PartRings(
+                qk=Ring(qk_full, qk_free, PART_RINGS["qk"]),
+                rows=Ring(rows_full, rows_free, PART_RINGS["rows"]),
+                gate=Ring(gate_full, gate_free, PART_RINGS["gate"]),
+                scores=Ring(scores_full, scores_free, 1),
+                dots=Ring(dots_full, dots_free, PART_RINGS["dots"]),
+                x=Ring(x_full, x_free, PART_RINGS["x"]),
+                own=NamedBarrier(plan, "own"),
+            )
+            walk = PartWalk(
+                chunks, first, walkers, num_chunks, num_heads, group, num_tiles, K // PART
+            )
+
+            tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
+            if warpgroup < PART_PANELS:
+                T.set_max_nreg(plan.role("panel").regs, 1)
+                grads_panel.panel(dq, dk, dv, s, ring, walk)
+            elif warpgroup == PART_PANELS:
+                T.set_max_nreg(plan.role("score").regs, 1)
+                score(s, ring, walk, scale)
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if tx < 32:
+                    grads.load(q, k, PartInputs(v, do, vn, y, h, ds), s, ring, tail_full, walk)
+                elif tx < 64:
+                    gates(g_cum, beta, s_gate, ring.gate, walk, scale)
+                    grads_out.clear_padding(dq, dk, dv, dg, dbeta, walk, num_chunks[0], num_tokens)
+                elif tx < 96:
+                    grads_out.sums(dg, dbeta, s, ring, walk)
+
+    return wide_grads
