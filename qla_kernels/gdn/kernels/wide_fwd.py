@@ -84,7 +84,7 @@ def schedule(variant: Variant) -> Schedule:
             Role(
                 "state",
                 warps=4 * variant.states,
-                regs=240 if variant.states == 2 else 248,
+                regs=240 if variant.states == 2 else 256,
                 waits=("q_full", "k_full", "v_full", "gate_full", "a_full", "p_full", "o_free"),
                 signals=(
                     "q_free",
