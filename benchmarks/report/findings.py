@@ -4,8 +4,17 @@ from collections.abc import Iterable, Sequence
 
 from ..harness.records import Result, Row, Run
 from . import tables
-from .figures import WHOLE, density_of, steps, without_mask
-from .headline import NOTICE, Spread, provenance, slower, source, spread, times
+from .figures import WHOLE, steps
+from .headline import (
+    NOTICE,
+    Spread,
+    choice_of_lines,
+    provenance,
+    slower,
+    source,
+    spread,
+    times,
+)
 from .names import BATCHES, batch, shape_of, title_of
 from .pictures import FIGURES, RESPONSES, shown
 from .select import Digests, aside, headline, newest
@@ -161,13 +170,8 @@ def _peaks(row: Row) -> str:
 
 def _sparse(runs: Sequence[Run], digests: Digests) -> list[str]:
     parts = shown(runs, digests, "figures/", *FIGURES["sparse_ring"])
-    run = headline(runs, "sparse_ring", digests)
-    if run is not None:
-        index = [row for row in run.rows if row.kind == "index" and row.time_ms("ours")]
-        masked = [row for row in run.rows if density_of(row) and without_mask(run, row)]
-        if index and masked:
-            took = tables.number(index[0].time_ms("ours"))
-            parts.append(f"Choosing the mask takes {took} ms more, which the bars leave out.")
+    if note := choice_of_lines(runs, digests):
+        parts.append(note)
     grid = aside(runs, "sparse_ring", "grid", digests)
     if grid is not None:
         parts.append(_grid(grid))

@@ -391,6 +391,7 @@ def test_a_mask_is_beside_all_pairs_on_the_front_page():
         in text
     )
     assert "Sparse attention, index" not in text  # it has no rival
+    assert "Choosing the mask of sparse attention takes 2.00 ms a call more" in text
 
 
 def test_the_front_page_says_where_ours_is_slower():
