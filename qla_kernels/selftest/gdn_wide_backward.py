@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from qla_kernels.gdn.launch import wide_chains
@@ -34,11 +35,12 @@ def run(x: ChainCall, kept: tuple[Tensor, Tensor] | None = None) -> WideChains:
         wide_chains.room_for_values(dS),
         x.g.new_empty(N, HV, K, V),
     )
-    g_cum, A = kept or prepared(x)
+    g_cum, A, dv = *(kept or prepared(x)), torch.empty_like(x.v)
     wide_chains.wide_states(x.k, x.v, g_cum, x.beta, A, x.h0, x.cu_seqlens, first_chunk, h, vn)
     wide_chains.wide_dstate(
-        x.q, x.k, x.do, g_cum, x.beta, A, x.dht, x.scale, x.cu_seqlens, first_chunk, dS, y, dh0
-    )
+        x.q, x.k, x.do, g_cum, x.beta, A, x.dht, x.scale, x.cu_seqlens, first_chunk, dS, y,
+        dv, dh0,
+    )  # fmt: skip
     for slots in (h, vn, dS, y):
         assert slots[x.chunks() :].isnan().all(), "slots of no chunk were written"
     h, vn, dS, y = (slots[: x.chunks()] for slots in (h, vn, dS, y))

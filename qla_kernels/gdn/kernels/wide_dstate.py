@@ -1,11 +1,11 @@
-"""wide_dstate -- dstate_chain at K = 256, which also writes Y of each chunk.
+"""wide_dstate -- dstate_chain at K = 256, which also writes Y and dV of each chunk.
 
 One CTA per sequence, value head and 64 columns of V. Per chunk (C = 64 tokens; gamma, e and d as in
 dstate_chain, as are A and P; dS is kept transposed, [V, K], in fp32 registers for the whole
 sequence). Two state warpgroups hold half of K each, dS_w [V, 128] with w = 0, 1:
     dS_out  = dS, rounded, for every chunk                                          [V, K]
     dV'^T   = d (dS_0 K_0^T + dS_1 K_1^T) + dO^T P                                  [V, C]
-    Y^T     = dV'^T A                                                               [V, C]
+    Y^T     = dV'^T A               dV^T = beta Y^T                                 [V, C]
     dS_w    = e^gamma_last dS_w - (beta e Y^T) K_w + (scale e dO^T) Q_w             [V, 128]
 
 Steps (numbers appear again in the roles):
@@ -16,9 +16,9 @@ Steps (numbers appear again in the roles):
               meanwhile dS_w in 16 bits to the staging tile, and dS_w decayed
     5 state   dV'^T of these tokens, from both summands; then all of dV'^T, rounded
     6 state   Y^T, by both warpgroups; meanwhile scale e dO^T
-    7 state   dS_w += (scale e dO^T) Q_w; meanwhile beta e Y^T; then the product with K_w; Y of 32
-              tokens to its staging tile
-    8 store   write dS_out and Y by TMA
+    7 state   dS_w += (scale e dO^T) Q_w; meanwhile beta e Y^T; then the product with K_w; Y and dV
+              of 32 tokens to their staging tiles
+    8 store   write dS_out, Y and dV by TMA; of a tail, dV row by row
     9 state   in a sequence's first two chunks: dS_w += (scale e dO^T - its rounding) Q_w
 
 Bounded by latency, then by shared memory, as dstate_chain is. Why this shape: 64 columns of dS take
@@ -33,10 +33,10 @@ again as soon as they have been, so q, k and the other tiles have rings of their
 makes P without waiting for the chunk after.
 
 Y is written because chunk products over all of K end here: wide_grads then needs nothing but 128
-columns of K at a time. Rows of Y past a tail's end are 0, because rows of A are. In bf16 all
-numbers but inputs and outputs are in units of scale; why, and what (9) is for, is in dstate_chain.
-With wrong bounds there may be more chunks than dS and Y have room for: TMA writes nothing outside a
-tensor.
+columns of K at a time. dV is written because Y is in fp32 here. Rows of Y past a tail's end are 0,
+because rows of A are. In bf16 all numbers but inputs and outputs are in units of scale; why, and
+what (9) is for, is in dstate_chain. With wrong bounds there may be more chunks than dS and Y have
+room for: TMA writes nothing outside a tensor.
 """
 
 from typing import Any, NamedTuple
@@ -52,7 +52,6 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
 )
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.halves import (
-    EXCHANGED,
     HALF,
     meeting,
     share_half,
@@ -61,6 +60,7 @@ from qla_kernels.gdn.kernels.chain.halves import (
 )
 from qla_kernels.gdn.kernels.chain.halves import SOURCE as HALVES
 from qla_kernels.gdn.kernels.chain.layout import (
+    BETA,
     BETA_E,
     GATE_ROWS,
     LAST,
@@ -151,38 +151,60 @@ def schedule(variant: Variant) -> Schedule:
                 regs=load_regs,
                 waits=("ds0_full", "ds1_full", "y_full"),
                 signals=("ds0_free", "ds1_free", "y_free"),
-                computes="dS and Y out",
+                computes="dS, Y and dV out",
                 uses=("tma_store",),
             ),
             Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),
         rings=WIDE_RINGS,
         named={"meet": meeting()},
-        # q, k, dO, A; P; staged gradients; staged Y and summands; gates; barriers and alignment
+        # q, k; dO, A; P; staged dS; staged Y and dV, and summands; gates; barriers and alignment
         smem_bytes=(WIDE_RINGS["q"] + WIDE_RINGS["k"]) * CHUNK * variant.K * 2
         + WIDE_RINGS["rows"] * CHUNK * (TILE + CHUNK) * 2
         + CHUNK * CHUNK * 2
         + TILE * variant.K * 2
-        + 2 * EXCHANGED * 4
+        + 2 * CHUNK * TILE * 2
         + WIDE_RINGS["gate"] * GATE_ROWS * CHUNK * 4
         + 1024,
     )
 
 
 class ChunkGradients(NamedTuple):
-    """The tensors to which role `store` writes dS and Y of a head's chunks, last chunk first."""
+    """The tensors to which role `store` writes the results of a head's chunks, last chunk first."""
 
     dS: Any  # [slots, HV, V, K]
     y: Any  # [slots, HV, V / 64, 64, 64]
-    last: Any  # slot of the sequence's last chunk
+    dv: Any  # [T, HV, V / 64, 64]
+    s_dv: Any  # dV, which is committed with Y
+    first_chunk: Any  # slot of the sequence's first chunk
+    begin: Any
+    length: Any
+    num_chunks: Any
     hv: Any
     i_tile: Any
 
     def put(self, tile, step, w):
-        chunk, v0 = self.last - step, self.i_tile * TILE
+        i = self.num_chunks - 1 - step
+        chunk, v0 = self.first_chunk + i, self.i_tile * TILE
         if w == 2:
-            return T.tma_copy(tile, self.y[chunk, self.hv, self.i_tile, :, :])
+            return put_values(self, tile, chunk, self.begin + i * CHUNK, self.length - i * CHUNK)
         return T.tma_copy(tile, self.dS[chunk, self.hv, v0 : v0 + TILE, w * HALF : w * HALF + HALF])
+
+
+@T.macro
+def put_values(out, s_y, chunk, tok0, rows):
+    lane = T.get_thread_binding() % 32
+    T.tma_copy(s_y, out.y[chunk, out.hv, out.i_tile, :, :])  # 8
+    if rows >= CHUNK:
+        T.tma_copy(out.s_dv[0, :, :], out.dv[tok0 : tok0 + CHUNK, out.hv, out.i_tile, :])
+    else:
+        for piece in rolled(T.ceildiv(rows, 4)):  # a row in eight pieces of 16 bytes
+            row = piece * 4 + lane // 8
+            if row < rows:
+                for e in T.vectorized(8):
+                    out.dv[tok0 + row, out.hv, out.i_tile, lane % 8 * 8 + e] = out.s_dv[
+                        0, row, lane % 8 * 8 + e
+                    ]
 
 
 @T.macro
@@ -254,7 +276,7 @@ def score(s_q, s_k, s_gate, s_p, q_ring, k_ring, gate_ring, p_ring, num_chunks, 
 
 @T.macro
 def state(
-    w, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds, s_low, s_y,
+    w, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds, s_dv, s_y,
     q_ring, k_ring, rows, gate_ring, p_ring, ds_ring, y_ring, meet, num_chunks, n, hv, v0, has_dht,
     has_dh0, unit, ends_of,
 ):  # fmt: skip
@@ -265,6 +287,7 @@ def state(
     r_d = T.alloc_fragment((TILE, CHUNK), "float32")  # half of dO^T P
     r_y = T.alloc_fragment((TILE, CHUNK), "float32")  # Y^T
     r_y16 = T.alloc_fragment((TILE, CHUNK), dtype)
+    r_dv16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_dot = T.alloc_fragment((CHUNK, TILE), dtype)
     r_do16 = T.alloc_fragment((TILE, CHUNK), dtype)  # scale e dO^T
     r_dn16 = T.alloc_fragment((TILE, CHUNK), dtype)
@@ -310,10 +333,10 @@ def state(
         p_ring.release(step)
         for r, c in T.Parallel(TILE, CHUNK):
             r_x[r, c] = s_gate[gate_slot, D, c] * r_x[r, c] + r_d[r, c]
-        y_ring.acquire(step)  # Y of the chunk before has been sent
-        sum_half(r_x, s_low, s_y, w, meet)  # 5
+        y_ring.acquire(step)  # Y and dV of the chunk before have been sent
+        sum_half(r_x, s_dv, s_y, w, meet)  # 5
         T.copy(r_x, r_dn16)
-        share_half(r_dn16, s_low, w, meet)
+        share_half(r_dn16, s_dv, w, meet)
         T.wgmma_gemm(r_dn16, s_a[slot, :, :], r_y, clear_accum=True)  # 6
         load_transposed(s_do, slot, 0, r_dot)
         for r, c in T.Parallel(TILE, CHUNK):
@@ -328,6 +351,9 @@ def state(
         for r, c in T.Parallel(TILE, CHUNK):
             r_y16[r, c] = r_y[r, c] * unit
         stage_half_transposed(r_y16, s_y, w)
+        for r, c in T.Parallel(TILE, CHUNK):
+            r_dv16[r, c] = r_y[r, c] * unit * s_gate[gate_slot, BETA, c]
+        stage_half_transposed(r_dv16, s_dv, w)
         y_ring.commit(step)
         gate_ring.release(step)
         T.wait_wgmma(1)
@@ -387,6 +413,7 @@ def build(variant: Variant):
         ),
         dS: T.Tensor((num_slots, num_value_heads, V, K), variant.dtype),
         y: T.Tensor((num_slots, num_value_heads, num_tiles, CHUNK, TILE), variant.dtype),
+        dv: T.Tensor((num_tokens, num_value_heads, num_tiles, TILE), variant.dtype),
         dh0: T.StridedTensor(
             (num_dh0, num_value_heads, K, V), (dh0_n, dh0_h, dh0_k, dh0_v), "float32"
         ),
@@ -398,11 +425,11 @@ def build(variant: Variant):
             T.import_source(GATED_TILES + SOURCE + HALVES)
             s_k, s_q = tile(sizes["k"], CHUNK, K), tile(sizes["q"], CHUNK, K)
             s_do, s_a = tile(sizes["rows"], CHUNK, TILE), tile(sizes["rows"], CHUNK, CHUNK)
-            s_p, s_y = tile(sizes["p"], CHUNK, CHUNK), tile(sizes["y"], CHUNK, TILE)
+            s_p = tile(sizes["p"], CHUNK, CHUNK)
+            s_y, s_dv = tile(sizes["y"], CHUNK, TILE), tile(sizes["y"], CHUNK, TILE)
             s_ds0, s_ds1 = tile(sizes["ds0"], TILE, HALF), tile(sizes["ds1"], TILE, HALF)
-            s_low = T.alloc_shared((EXCHANGED,), "float32")
             s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
-            swizzled = (s_k, s_q, s_do, s_a, s_p, s_y, s_ds0, s_ds1)
+            swizzled = (s_k, s_q, s_do, s_a, s_p, s_y, s_dv, s_ds0, s_ds1)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
             q_full, q_free = barrier("q_full"), barrier("q_free")
             k_full, k_free = barrier("k_full"), barrier("k_free")
@@ -447,14 +474,14 @@ def build(variant: Variant):
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    0, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds0, s_low,
+                    0, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds0, s_dv,
                     s_y, q_ring, k_ring, rows, gates, p_ring, ds0, y_ring, meet, num_chunks, n, hv,
                     v0, has_dht, has_dh0, unit, ends_of,
                 )  # fmt: skip
             elif tx < plan.end("state1"):
                 T.set_max_nreg(plan.role("state1").regs, 1)
                 state(
-                    1, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds1, s_low,
+                    1, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds1, s_dv,
                     s_y, q_ring, k_ring, rows, gates, p_ring, ds1, y_ring, meet, num_chunks, n, hv,
                     v0, has_dht, has_dh0, unit, ends_of,
                 )  # fmt: skip
@@ -482,7 +509,9 @@ def build(variant: Variant):
                     )  # fmt: skip
                 elif tx < plan.end("store"):
                     store(
-                        ChunkGradients(dS, y, first_chunk[n] + num_chunks - 1, hv, i_tile),
+                        ChunkGradients(
+                            dS, y, dv, s_dv, first_chunk[n], begin, length, num_chunks, hv, i_tile
+                        ),
                         [s_ds0, s_ds1, s_y], [ds0, ds1, y_ring], num_chunks,
                     )  # fmt: skip
 

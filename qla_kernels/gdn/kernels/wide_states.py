@@ -36,7 +36,6 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
 )
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.halves import (
-    EXCHANGED,
     HALF,
     meeting,
     share_half,
@@ -129,7 +128,7 @@ def schedule(variant: Variant) -> Schedule:
         # k, v, A; staged states; staged V' and summands; gates; barriers and alignment
         smem_bytes=STATE_RINGS["rows"] * CHUNK * (variant.K + TILE + CHUNK) * 2
         + TILE * variant.K * 2
-        + 2 * EXCHANGED * 4
+        + 2 * CHUNK * TILE * 2
         + STATE_RINGS["gate"] * GATE_ROWS * CHUNK * 4
         + 1024,
     )
@@ -251,9 +250,9 @@ def build(variant: Variant):
         with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(GATED_TILES + SOURCE + HALVES)
             s_k, s_v = tile(sizes["rows"], CHUNK, K), tile(sizes["rows"], CHUNK, TILE)
-            s_a, s_vn = tile(sizes["rows"], CHUNK, CHUNK), tile(sizes["vn"], CHUNK, TILE)
+            s_a = tile(sizes["rows"], CHUNK, CHUNK)
+            s_vn, s_low = tile(sizes["vn"], CHUNK, TILE), tile(1, CHUNK, TILE)
             s_h0, s_h1 = tile(sizes["h0"], TILE, HALF), tile(sizes["h1"], TILE, HALF)
-            s_low = T.alloc_shared((EXCHANGED,), "float32")
             s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
             swizzled = (s_k, s_v, s_a, s_vn, s_h0, s_h1)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})

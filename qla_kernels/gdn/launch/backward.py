@@ -49,7 +49,7 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
             lengths = call.cu_seqlens_cpu
             states: ChainStates | WideStates | None
             if q.shape[-1] == WIDE:
-                states = wide_states_around(part)
+                states = wide_states_around(part, dv_b)
             else:
                 states = states_around(part, dv_b, options, lengths, saved.cp_cache, known)
             if others is None:  # allocated only now, when temporaries of states_around are free

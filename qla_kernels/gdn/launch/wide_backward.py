@@ -29,10 +29,10 @@ class WideStates(NamedTuple):
     table: ChunkTable
 
 
-def wide_states_around(x: BackwardBatch) -> WideStates | None:
+def wide_states_around(x: BackwardBatch, dv: Tensor) -> WideStates | None:
     """Runs both chains over whole sequences, on two streams; None where there is no chunk.
 
-    Writes x.dh0 if given.
+    Writes dv [B, T, HV, V] for tokens of sequences, and x.dh0 if given.
     """
     q, k, v, do, g_cum, beta, A, scale, bounds, h0, dht, dh0 = x
     B, T, HV, V = v.shape
@@ -45,7 +45,7 @@ def wide_states_around(x: BackwardBatch) -> WideStates | None:
     h, dS = (k.new_empty(table.chunks.shape[0], HV, V, k.shape[-1]) for _ in range(2))
     vn, y = room_for_values(h), room_for_values(dS)  # device.fork says why all are made here
     with device.fork(q) as aside:  # the chain that takes longer is launched first
-        wide_dstate(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dS, y, dh0)
+        wide_dstate(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dS, y, dv, dh0)
         with aside:
             wide_states(k, v, g_cum, beta, A, h0, bounds, first, h, vn)
     return WideStates(h, vn, dS, y, table)
@@ -57,7 +57,7 @@ def wide_grads(x: BackwardBatch, states: WideStates, out: tuple[Tensor, ...]) ->
     Args:
         x: the batch; its states and bounds are not used.
         states: results of the chains.
-        out: as for `backward.chunk_grads`.
+        out: as for `backward.chunk_grads`, but dv is complete for tokens of sequences.
     """
     q, k, v, do, g_cum, beta, _, scale, *_ = x
     h, vn, dS, y, table = states

@@ -79,16 +79,18 @@ def wide_dstate(
     first_chunk: Tensor,
     dS: Tensor,
     y: Tensor,
+    dv: Tensor,
     dh0: Tensor | None = None,
     ends_of: Tensor | None = None,
 ) -> None:
-    """Computes the gradient of the state that leaves each chunk, and Y of the chunk.
+    """Computes the gradient of the state that leaves each chunk, and Y and dV of the chunk.
 
     Args:
         q, k, do, g_cum, beta, A, dht, scale, cu_seqlens, first_chunk, dh0, ends_of: as for
             `chains.dstate_chain`; V is a multiple of 64.
         dS: [chunks, HV, V, K] in k's dtype, written; rows past the last chunk are not.
         y: [chunks, HV, V / 64, 64, 64], likewise.
+        dv: [B, T, HV, V], written; tokens of no sequence are not.
     """
     B, T, HV, V = do.shape
     K = k.shape[-1]
@@ -109,6 +111,7 @@ def wide_dstate(
         nothing if dht is None else dht,
         dS,
         y,
+        dv.view(B * T, HV, V // TILE, TILE),
         nothing if dh0 is None else dh0,
         scale,
         0 if dht is None else 1 if ends_of is None else 2,

@@ -5,7 +5,9 @@
 // Register 4j + 2h + e of lane 4g + t in warp W is row 16W + 8h + g, column 8j + 2t + e, so 32
 // columns are 16 consecutive registers, and a thread exchanges numbers with one thread alone, the
 // one of the same number in the other warpgroup. The numbers pass through `low` and `high`, each
-// [2 warpgroups][2][128 threads] of 16 bytes. The summands take all of both, the results take `low`.
+// [2 warpgroups][2][128 threads] of 16 bytes, 8 KB. The summands take all of both, the results take
+// `low`. After that both may become [64][64] tiles of 16 bits whose rows are tokens: each warpgroup
+// writes the rows of the other one's tokens, which in `low` lie where it has just read its results.
 // Needs triangular.cuh.
 #pragma once
 #include <tl_templates/cuda/ldsm.h>
@@ -60,13 +62,13 @@ __device__ __forceinline__ void share_half(T *x, void *low, int barrier) {
   }
 }
 
-// Writes this warpgroup's columns of a [64][64] accumulator, already rounded, to the rows of the
+// Writes the other warpgroup's columns of a [64][64] accumulator, already rounded, to the rows of the
 // same numbers of a swizzled tile.
 template <int kOwn, class T>
 __device__ __forceinline__ void stage_half_transposed(const T *x, T *tile) {
   const int *pairs = reinterpret_cast<const int *>(x), w = threadIdx.x >> 5 & 3;
 #pragma unroll
-  for (int b = 2 * kOwn; b < 2 * kOwn + 2; ++b)
+  for (int b = 2 - 2 * kOwn; b < 4 - 2 * kOwn; ++b)
     tl::ptx_stmatrix_m8n8_x4_trans(quarter_row<false>(tile, b, w), pairs[4 * b], pairs[4 * b + 1],
                                    pairs[4 * b + 2], pairs[4 * b + 3]);
 }

@@ -18,7 +18,6 @@ from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
 HALF = 128  # columns of K of a state warpgroup
-EXCHANGED = 2 * 2 * WARPGROUP_THREADS * 4  # fp32 numbers in `low`, and in `high`
 
 
 def meeting() -> Named:
@@ -26,12 +25,12 @@ def meeting() -> Named:
     return Named(2 * WARPGROUP_THREADS)
 
 
-def sum_half(r_x: Any, s_low: Any, s_tile: Any, own: int, barrier: int) -> Any:
+def sum_half(r_x: Any, s_low: Any, s_high: Any, own: int, barrier: int) -> Any:
     """Completes this warpgroup's 32 columns of r_x, of which each warpgroup has a summand.
 
-    Summands pass through s_low and s_tile, a tile of 16 bits that must be free.
+    Summands pass through s_low and s_high, two tiles [1, 64, 64] of 16 bits that must be free.
     """
-    low, high = _start(s_low), _start(s_tile)
+    low, high = _start(s_low), _start(s_high)
     return T.call_extern("handle", f"qla::sum_half<{own}>", r_x.data, low, high, barrier)
 
 
@@ -44,9 +43,9 @@ def share_half(r_x16: Any, s_low: Any, own: int, barrier: int) -> Any:
 
 
 def stage_half_transposed(r_x16: Any, s_tile: Any, own: int) -> Any:
-    """Writes this warpgroup's 32 columns of r_x16 to rows of s_tile [1, 64, 64], for TMA.
+    """Writes the other warpgroup's 32 columns of r_x16 to rows of s_tile [1, 64, 64], for TMA.
 
-    The warp that sends the tile makes the fence.
+    The tile may be s_low or s_high. The warp that sends it makes the fence.
     """
     name = f"qla::stage_half_transposed<{own}>"
     return T.call_extern("handle", name, r_x16.data, _start(s_tile))

@@ -1,9 +1,8 @@
-"""wide_grads -- chunk_grads for K in parts of 128 columns, given V' and Y.
+"""wide_grads -- chunk_grads for K in parts of 128 columns, given V', Y and dV.
 
 The maths is that of chunk_grads, per chunk, key head and each of its value heads:
     dP   = dO V'^T                 dP0 = scale G o dP, on and below the diagonal [C, C]
     E    = -Y V'^T                 F = beta G o E, below the diagonal            [C, C]
-    dV   = beta Y                                                                [C, V]
     dQi  = scale e (dO S0^T)   dKi = d (V' dS^T)   dKu = -beta e (Y S0^T)        [C, K]
     dQ   = dQi + dP0 K                                    summed over the value heads
     dK   = dKi + dKu + dP0^T Q + (F + F^T) K              summed over the value heads
@@ -20,12 +19,12 @@ over the parts of K, and within each part over value heads and tiles of 64 colum
      1 load    each tile as soon as its slot is released; rows past a chunk's end become zero
      2 gates   gamma, beta and their exponentials
      3 panel   dQi, dKi, dKu of 64 columns of K; <dS, S0>
-     4 panel   in the last part: dV, <Y, v>
+     4 panel   in the last part: <Y, v>
      5 panel   after the last value head: dP0 K, dP0^T Q, (F + F^T) K; dQ and dK
      6 score   dP, dP0; E, F; X
      7 sums    dg, dbeta
 
-Bounded by memory: 112 to 128 KB for 64 columns of V and all of K, half of it the two states. Why
+Bounded by memory: 120 KB for 64 columns of V and all of K, half of it the two states. Why
 this shape: chunk_grads computes W, V', dV' and Y again, with products over all of K. At K = 256 its
 panels would take four warpgroups, which have no registers for that, and a CTA with one half of K
 would have to load both halves of the states. wide_states and wide_dstate have V' and Y in registers
@@ -96,7 +95,7 @@ def schedule(variant: Variant) -> Schedule:
                 regs=160,
                 waits=(*full("qk", "rows", "gate", "scores"), "dots_free"),
                 signals=(*free("qk", "rows", "gate", "scores"), "dots_full"),
-                computes="dQ, dK, dV",
+                computes="dQ, dK",
                 uses=("wgmma", "tma_store"),
             ),
             Role(
@@ -296,7 +295,7 @@ def build(variant: Variant):
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             if warpgroup < PART_PANELS:
                 T.set_max_nreg(plan.role("panel").regs, 1)
-                grads_panel.panel(dq, dk, dv, s, ring, walk)
+                grads_panel.panel(dq, dk, s, ring, walk)
             elif warpgroup == PART_PANELS:
                 T.set_max_nreg(plan.role("score").regs, 1)
                 score(s, ring, walk, scale)

@@ -4,7 +4,7 @@ wide_grads/__init__.py states the maths and the steps, with the numbers used her
 """
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.layout import BETA, SCALE_E, D
+from qla_kernels.gdn.kernels.chain.layout import SCALE_E, D
 from qla_kernels.gdn.kernels.chunk_grads.layout import (
     DO,
     KEY,
@@ -32,7 +32,7 @@ from qla_kernels.gdn.kernels.wide_grads.layout import (
     PART_STATE,
     Y_V,
 )
-from qla_kernels.gdn.kernels.wide_grads.part_tiles import add_twice_scaled, value_gradients
+from qla_kernels.gdn.kernels.wide_grads.part_tiles import add_twice_scaled, put_row_dots
 from qla_kernels.tile.constants import CHUNK
 
 
@@ -69,7 +69,7 @@ def add_keys(r_sum, r_x, s, of, row, key, gate, dots, w, dot):
 
 
 @T.macro
-def add_step(dv, r_dq, r_dk, r_x, r_y, r_dot, s, ring, of, gate, step, tok0, rows, hv, t, with_v):
+def add_step(r_dq, r_dk, r_x, r_y, r_dot, s, ring, of, gate, step, with_v):
     """Adds dQi, dKi and dKu of 64 columns of V to panel w of r_dq and r_dk: steps 3 and 4.
 
     Each product runs while the result of the one before is scaled and added.
@@ -106,15 +106,8 @@ def add_step(dv, r_dq, r_dk, r_x, r_y, r_dot, s, ring, of, gate, step, tok0, row
     )
     put_number(r_dot, s.gate[gate, ROW_E, CHUNK - 1], s.dots[dots, PART_STATE, 4 * w])
     if with_v:
-        value_gradients(  # 4
-            s.tok[3 * slot + Y, 0, 0],
-            s.v[slot, 0, 0],
-            s.gate[gate, BETA, 0],
-            s.dots[dots, Y_V, 0],
-            dv[tok0, hv, t, 0],
-            dv.shape[1] * dv.shape[2] * PANEL,
-            rows,
-            w,
+        put_row_dots(  # 4
+            s.tok[3 * slot + Y, 0, 0], s.v[slot, 0, 0], s.dots[dots, Y_V, 0], w
         )
     ring.rows.release(step)
     ring.dots.commit(step)
@@ -176,7 +169,7 @@ def put_rows(dq, dk, r_dq, r_dk, s, ring, of, tok0, head, k0, rows):
 
 
 @T.macro
-def panel(dq, dk, dv, s, ring, walk):
+def panel(dq, dk, s, ring, walk):
     r_x = T.alloc_fragment((CHUNK, PANEL), "float32")
     r_y = T.alloc_fragment((CHUNK, PANEL), "float32")
     r_dot = T.alloc_local((1,), "float32")  # <dS, S0>
@@ -199,8 +192,8 @@ def panel(dq, dk, dv, s, ring, walk):
             ring.gate.wait(gate_step)
             for t in T.serial(walk.num_tiles):
                 add_step(
-                    dv, r_dq, r_dk, r_x, r_y, r_dot, s, ring, of, ring.gate.slot(gate_step), step,
-                    tok0, rows, head * walk.group + r, t, walk.last_part(i),
+                    r_dq, r_dk, r_x, r_y, r_dot, s, ring, of, ring.gate.slot(gate_step), step,
+                    walk.last_part(i),
                 )  # fmt: skip
                 step += 1
                 if (r == 0) & (t == 0) & (i > 0):  # dQ and dK of the pass before have been sent

@@ -32,12 +32,10 @@ __device__ __forceinline__ void add_twice_scaled(float *sum, const float *x, con
   }
 }
 
-// Writes <Y, v> of 32 rows of two tiles, and dV = beta Y, rounded, to memory: rows 32 half to
-// 32 half + 31, of which those from `rows` on are not written. Rows of dV lie `step` elements apart.
-// A lane has a piece of 16 bytes, eight lanes a row.
+// Writes <Y, v> of rows 32 half to 32 half + 31 of two tiles. A lane has a piece of 16 bytes, eight
+// lanes a row.
 template <class T>
-__device__ __forceinline__ void value_gradients(const T *s_y, const T *s_v, const float *beta,
-                                                float *sums, T *dv, int step, int rows, int half) {
+__device__ __forceinline__ void put_row_dots(const T *s_y, const T *s_v, float *sums, int half) {
   const int thread = thread_in_group(), piece = thread % 8;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -45,20 +43,15 @@ __device__ __forceinline__ void value_gradients(const T *s_y, const T *s_v, cons
     const uint4 y = *reinterpret_cast<const uint4 *>(s_y + at);
     const uint4 v = *reinterpret_cast<const uint4 *>(s_v + at);
     const unsigned ys[4] = {y.x, y.y, y.z, y.w}, vs[4] = {v.x, v.y, v.z, v.w};
-    unsigned out[4];
     float dot = 0.f;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 a = widened(s_y, ys[j]), b = widened(s_v, vs[j]);
       dot += a.x * b.x + a.y * b.y;
-      out[j] = round_pair(s_y, beta[row] * a.x, beta[row] * a.y);
     }
 #pragma unroll
     for (int d = 1; d < 8; d *= 2) dot += __shfl_xor_sync(~0u, dot, d);
     if (piece == 0) sums[row] = dot;
-    if (row < rows)
-      *reinterpret_cast<uint4 *>(dv + row * step + 8 * piece) =
-          make_uint4(out[0], out[1], out[2], out[3]);
   }
 }
 

@@ -35,23 +35,14 @@ def add_twice_scaled(
     )
 
 
-def value_gradients(
-    y: Any, v: Any, beta: Any, dot: Any, dv: Any, step: Any, rows: Any, half: Any
-) -> Any:
-    """Writes <Y, v> and dV = beta Y of rows 32 half to 32 half + 31, dV of the first `rows` alone.
-
-    `dv` is row 0 in memory; rows lie `step` elements apart.
-    """
+def put_row_dots(y: Any, v: Any, dot: Any, half: Any) -> Any:
+    """Writes <Y, v> of rows 32 half to 32 half + 31."""
     return T.call_extern(
         "handle",
-        "qla::value_gradients",
+        "qla::put_row_dots",
         T.access_ptr(y, "r", TILE_ELEMENTS),
         T.access_ptr(v, "r", TILE_ELEMENTS),
-        T.access_ptr(beta, "r", CHUNK),
         T.access_ptr(dot, "w", CHUNK),
-        T.access_ptr(dv, "w", CHUNK),
-        step,
-        rows,
         half,
     )
 
