@@ -15,9 +15,9 @@ Steps (numbers appear again in the code); a CTA owns a head, a warp 16 columns o
 Bounded by memory, as recurrent.py, whose steps it shares; o does not go through memory.
 Why this shape: the mean is over all columns of a head, so that a CTA has 8 warps where recurrent
 has 4, and an SM holds half as many CTAs. What the gate needs is loaded by a warp that would wait,
-and is a factor of each column by the time that o is there. If the kernel before writes neither
-states nor indices, and itself waited for all earlier ones, S is loaded while it runs (`STATES_AHEAD`): it
-is the convolution of the step, whose time then disappears behind that of the loads.
+and is a factor of each column by the time that o is there. With `STATES_AHEAD`, S is loaded while
+the kernel before runs, which must write neither states nor indices, and must itself have waited for
+all earlier ones: a step's convolution, whose time disappears behind that of the loads.
 """
 
 from typing import NamedTuple
