@@ -27,7 +27,9 @@ UNPACKED = ROOT / "build" / "engines"
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 
 GDN = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
+FLA = "vllm/third_party/flash_linear_attention/ops"
 LINEAR = "sglang/srt/layers/attention/linear"
+OPS = "sglang/kernels/ops"
 # file: names in it, Class.method or function or Class
 USED = {
     "vllm": {
@@ -52,6 +54,8 @@ USED = {
             "causal_conv1d_fn",
             "causal_conv1d_update",
         ],
+        f"{FLA}/fused_recurrent.py": ["fused_recurrent_gated_delta_rule_packed_decode"],
+        f"{FLA}/fused_sigmoid_gating.py": ["fused_sigmoid_gating_delta_rule_update"],
         "vllm/model_executor/layers/mamba/checkpoint.py": ["MambaPrefillCheckpointExporter.export"],
         "vllm/plugins/__init__.py": ["load_general_plugins", "load_plugins_by_group"],
     },
@@ -64,6 +68,13 @@ USED = {
             "GDNAttnBackend.forward_extend",
         ],
         f"{LINEAR}/utils.py": ["LinearAttnKernelBackend", "resolve_linear_attn_backends"],
+        f"{OPS}/attention/fla/fused_recurrent.py": [
+            "fused_recurrent_gated_delta_rule_packed_decode"
+        ],
+        f"{OPS}/attention/linear/fused_sigmoid_gating_recurrent.py": [
+            "fused_sigmoid_gating_delta_rule_update"
+        ],
+        f"{OPS}/mamba/causal_conv1d_triton.py": ["causal_conv1d_update"],
         "sglang/srt/plugins/hook_registry.py": ["HookRegistry", "HookType"],
         "sglang/srt/plugins/__init__.py": ["load_plugins"],
     },

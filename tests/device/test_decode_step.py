@@ -68,10 +68,12 @@ def test_heads_of_64_and_gates_in_fp32(dtype):
         gdn_step.run(gdn_step.convolved(x), GPU)
 
 
+@pytest.mark.parametrize("poisoned", [False, True])  # with a fill between the two launches
 @pytest.mark.parametrize("count", [1, 3, 40, 300])
 @pytest.mark.parametrize("heads", [(2, 8), (16, 32)])
-def test_many_steps_in_a_row_are_those_of_two_calls(count, heads):
+def test_many_steps_in_a_row_are_those_of_two_calls(count, heads, poisoned):
     """Nothing lies between the steps: states that are loaded early are those of the step before."""
+    torch.use_deterministic_algorithms(poisoned)
     x = moved(gdn_step.convolved(step(count, heads, padding=2)))
     y, z = copied(x), copied(x)
     tokens = torch.randn(40, *x["mixed_qkv"].shape, device=GPU).bfloat16()
@@ -88,6 +90,7 @@ def test_many_steps_in_a_row_are_those_of_two_calls(count, heads):
 
 def test_layers_in_a_row_and_graphs():
     """Several layers a step, on pools of their own; a graph of them, with slots that change."""
+    torch.use_deterministic_algorithms(False)  # no poison, which is a fill between launches
     layers = [moved(gdn_step.convolved(step(6, (2, 8), padding=1))) for _ in range(4)]
     slots = layers[0]["state_indices"]
     layers = [{**x, "state_indices": slots} for x in layers]
@@ -131,7 +134,7 @@ def test_the_norm_is_that_of_the_rule_alone():
 
 def test_two_launches_and_no_wait_for_the_gpu():
     x = moved(gdn_step.convolved(step(3, (2, 8))))
-    torch.use_deterministic_algorithms(False)  # no poison, which is a fill
+    torch.use_deterministic_algorithms(False)  # no poison
     run = functools.partial(decode_gated_delta_net, **x)
     run()
     torch.cuda.synchronize()

@@ -16,18 +16,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import causal_conv1d, chunk_gated_delta_rule, device, jit, programs
+from qla_kernels import (
+    causal_conv1d,
+    causal_conv1d_update,
+    chunk_gated_delta_rule,
+    decode_gated_delta_net,
+    device,
+    jit,
+    packed_decode_gated_delta_rule,
+    programs,
+)
 from qla_kernels.conv import launch as conv_launch
 from qla_kernels.conv import ops as conv_ops
+from qla_kernels.conv import update as conv_update
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.gdn import autograd as gdn
 from qla_kernels.gdn import ops as gdn_ops
+from qla_kernels.gdn.decode import launch as decode_launch
+from qla_kernels.gdn.decode import packed
 from qla_kernels.gdn.launch import backward as gdn_backward
 from qla_kernels.gdn.launch import forward as gdn_forward
 from qla_kernels.gdn.tree import autograd as tree
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops
 from qla_kernels.hybrid import shared_prefix_conv1d, shared_prefix_gated_delta_rule
+from qla_kernels.hybrid import step as hybrid_step
 from qla_kernels.native.entry import Entry
 from qla_kernels.native.pack import pack, texts
 from qla_kernels.programs import Programs
@@ -113,6 +126,9 @@ gdn_ops.gdn_fwd, gdn_ops.gdn_bwd = gdn_forward.gdn_fwd, gdn_backward.gdn_bwd
 gdn_ops.l2norm_fwd, gdn_ops.l2norm_bwd = gdn_forward.l2norm_fwd, gdn_forward.l2norm_bwd
 tree_ops.gdn_tree_fwd, tree_ops.gdn_tree_bwd = tree_launch.gdn_tree_fwd, tree_launch.gdn_tree_bwd
 conv_ops.conv_fwd, conv_ops.conv_bwd = conv_launch.conv_fwd, conv_launch.conv_bwd
+conv_update.conv_update = hybrid_step.conv_update = conv_launch.conv_update
+packed.gdn_recurrent_slots = decode_launch.gdn_recurrent_slots
+packed.gdn_recurrent_norm = decode_launch.gdn_recurrent_norm
 INDEX = build_index(
     *torch.zeros(2, 1, 512, 2, 64, dtype=torch.bfloat16), FixedVerticalSlash([0, 5, 300], [0, 2])
 )
@@ -313,6 +329,41 @@ def convolution_over_a_tree() -> None:
         conv_ops._BACKWARDS,
     )
     assert len(names) == 4
+
+
+def steps_of_decoding() -> None:
+    """With slots in either width, to a tensor of the caller and to a new one."""
+    half = {"dtype": torch.bfloat16}
+    both, gates = torch.zeros(3, 4 * 128 + 2 * 128 + 2 * 128, **half), torch.zeros(3, 2, 2, **half)
+    rows, z = both[:, :768], both[:, 768:].unflatten(1, (2, 128))
+    states, last = torch.zeros(5, 2, 128, 128), torch.zeros(5, 3, 768, **half).mT
+    weights = {"z": z, "norm_weight": torch.ones(128, **half)}
+    taps, out = torch.zeros(768, 4, **half), torch.zeros(3, 1, 2, 128, **half)
+    for slots in (torch.tensor([4, -1, 2]), torch.tensor([4, -1, 2], dtype=torch.int32)):
+        rule = gates[:, 0], gates[:, 1], torch.zeros(2), torch.zeros(2), states, slots
+        for room in (None, out):
+            for norm, name in (({}, "recurrent"), (weights, "recurrent_norm")):
+
+                def step(
+                    norm: Any = norm, rule: Any = rule, slots: Any = slots, room: Any = room
+                ) -> tuple[Tensor, ...]:
+                    return (decode_gated_delta_net(rows, *rule, last, taps, out=room, **norm),)
+
+                def rule_alone(
+                    norm: Any = norm, rule: Any = rule, room: Any = room
+                ) -> tuple[Tensor, ...]:
+                    return (packed_decode_gated_delta_rule(rows, *rule, out=room, **norm),)
+
+                names = _is_replayed(step, hybrid_step.STEPS)
+                assert [x.startswith(f"{y}_bf16") for x, y in zip(
+                    names, ("conv_update", f"gdn_{name}"), strict=True
+                )] == [True, True], names  # fmt: skip
+                assert len(_is_replayed(rule_alone, packed.PACKED)) == 1
+        names = _is_replayed(
+            lambda slots=slots: (causal_conv1d_update(rows, last, taps, None, "silu", slots),),
+            conv_update.UPDATES,
+        )
+        assert len(names) == 1
 
 
 def sparse_attention_() -> None:
