@@ -162,6 +162,7 @@ def put_rows(dq, dk, r_dq, r_dk, s, ring, of, tok0, head, k0, rows):
                 s.qk[2 * of + n, 0, w * PANEL],
                 x[0, 0, k0 + w * PANEL],
                 x.shape[2],
+                k0 + w * PANEL,
                 tok0 * x.shape[1] + head,
                 x.shape[1],
                 rows,
