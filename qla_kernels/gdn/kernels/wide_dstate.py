@@ -39,7 +39,7 @@ what (9) is for, is in dstate_chain. With wrong bounds there may be more chunks 
 room for: TMA writes nothing outside a tensor.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.cumulated import (
@@ -71,12 +71,11 @@ from qla_kernels.gdn.kernels.chain.layout import (
     accumulator_layout,
     load_transposed,
 )
+from qla_kernels.gdn.kernels.chain.reverse import ChunkGradients, load, score
 from qla_kernels.gdn.kernels.dstate_chain import EXACT
 from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
-from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.mask import clear_tail
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
@@ -167,111 +166,6 @@ def schedule(variant: Variant) -> Schedule:
         + WIDE_RINGS["gate"] * GATE_ROWS * CHUNK * 4
         + 1024,
     )
-
-
-class ChunkGradients(NamedTuple):
-    """The tensors to which role `store` writes the results of a head's chunks, last chunk first."""
-
-    dS: Any  # [slots, HV, V, K]
-    y: Any  # [slots, HV, V / 64, 64, 64]
-    dv: Any  # [T, HV, V / 64, 64]
-    s_dv: Any  # dV, which is committed with Y
-    first_chunk: Any  # slot of the sequence's first chunk
-    begin: Any
-    length: Any
-    num_chunks: Any
-    hv: Any
-    i_tile: Any
-
-    def put(self, tile, step, w):
-        i = self.num_chunks - 1 - step
-        chunk, v0 = self.first_chunk + i, self.i_tile * TILE
-        if w == 2:
-            return put_values(self, tile, chunk, self.begin + i * CHUNK, self.length - i * CHUNK)
-        return T.tma_copy(tile, self.dS[chunk, self.hv, v0 : v0 + TILE, w * HALF : w * HALF + HALF])
-
-
-@T.macro
-def put_values(out, s_y, chunk, tok0, rows):
-    lane = T.get_thread_binding() % 32
-    T.tma_copy(s_y, out.y[chunk, out.hv, out.i_tile, :, :])  # 8
-    if rows >= CHUNK:
-        T.tma_copy(out.s_dv[0, :, :], out.dv[tok0 : tok0 + CHUNK, out.hv, out.i_tile, :])
-    else:
-        for piece in rolled(T.ceildiv(rows, 4)):  # a row in eight pieces of 16 bytes
-            row = piece * 4 + lane // 8
-            if row < rows:
-                for e in T.vectorized(8):
-                    out.dv[tok0 + row, out.hv, out.i_tile, lane % 8 * 8 + e] = out.s_dv[
-                        0, row, lane % 8 * 8 + e
-                    ]
-
-
-@T.macro
-def load(loads, tail_full, begin, length, num_chunks):
-    """Loads the tiles of each ring as soon as its slot is released; `loads` has rings and tiles."""
-    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
-    for step in rolled(num_chunks):
-        tok0 = begin + (num_chunks - 1 - step) * CHUNK
-        rows = begin + length - tok0
-        if rows >= CHUNK:  # 1
-            for ring, tiles in loads:
-                ring.acquire(step)
-                for tile in tiles:
-                    tile.copy(tok0, ring.slot(step), ring.barrier(step))
-                ring.commit(step)
-        else:  # rows past the end must not enter a product: 0 * NaN is NaN
-            for ring, tiles in loads:
-                ring.acquire(step)
-                for tile in tiles:
-                    tile.copy(tok0, ring.slot(step), tail_full[0])
-            T.barrier_arrive(tail_full[0])
-            T.barrier_wait(tail_full[0], 0)
-            for ring, tiles in loads:
-                for tile in tiles:
-                    clear_tail(tile.shared, ring.slot(step), rows, tile.shared.shape[-1])
-            T.fence_proxy_async()  # the tiles: written by threads, read by wgmma
-            for ring, _ in loads:
-                ring.commit(step)
-
-
-@T.macro
-def score(s_q, s_k, s_gate, s_p, q_ring, k_ring, gate_ring, p_ring, num_chunks, scale, first):
-    """Makes P as soon as q and k are there: while the state is a chunk behind.
-
-    `score` of cumulated.py waits for the next chunk's q and k before it makes P, and so needs three
-    slots of them.
-    """
-    r_qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
-    thread = T.get_thread_binding() - first
-    for slot, j in T.grid(p_ring.stages, CHUNK // 2):  # above the diagonal P stays zero for good
-        s_p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
-    for i in T.serial(num_chunks):
-        q_ring.wait(i)
-        k_ring.wait(i)
-        T.wgmma_gemm(  # 3
-            s_q[q_ring.slot(i), :, :],
-            s_k[k_ring.slot(i), :, :],
-            r_qk,
-            transpose_B=True,
-            clear_accum=True,
-        )
-        gate_ring.wait(i)
-        p_ring.acquire(i)
-        T.wait_wgmma(0)
-        q_ring.release(i)
-        k_ring.release(i)
-        T.call_extern(
-            "handle",
-            "qla::gated_scores",
-            r_qk.data,
-            T.access_ptr(s_gate[gate_ring.slot(i), 0, 0], "r", 3 * CHUNK),
-            T.access_ptr(s_p[p_ring.slot(i), 0, 0], "w", CHUNK * CHUNK),
-            scale,
-        )
-        gate_ring.release(i)
-        T.fence_proxy_async()  # P: written by threads, read by wgmma
-        p_ring.commit(i)
 
 
 @T.macro
