@@ -39,7 +39,7 @@ from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
 from .harness import records
 from .harness.adapters import implementations
 from .harness.messages import Machine, Options
-from .harness.own_shapes import Asked, own_shapes
+from .harness.own_shapes import Asked, own_shapes, sizes
 from .harness.progress import Progress
 from .harness.records import Run
 from .harness.watchdog import LIMITS, Harness
@@ -81,7 +81,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_names("--set", "NAME,...", "sets of workloads; see --list")
     add_names("--heads", "FEW/MANY,...", "of your own shapes")
     add_names("--lengths", "LENGTHS,...", "of your own shapes, such as 4096x2 or 16x4096+512")
-    add("--head-dim", type=int, metavar="SIZE", help="of your own shapes (default: 128)")
+    said = "of your own shapes (default: 128); of gdn also K/V, such as 96/192"
+    add("--head-dim", type=sizes, metavar="SIZE", help=said)
     add("--density", type=float, help="of the mask of sparse_ring's own shapes (default: 0.05)")
     add("--run", type=int, help="diagonals of that mask that are active together (default: 1)")
     add("--only", metavar="PATTERN", help="workloads whose name in --list matches, e.g. '*16x32*'")
@@ -171,7 +172,8 @@ def describe_run(options: argparse.Namespace, machine: Machine, notes: list[str]
     commit, dirty = records.git_state()
     date = records.now()
     if options.head_dim:
-        notes.append(f"Head size {options.head_dim}.")
+        K, V = options.head_dim
+        notes.append(f"Head size {K}." if K == V else f"Head sizes K {K}, V {V}.")
     if options.cold:
         notes.append("L2 cache filled with other data before each call.")
     return Run(

@@ -27,27 +27,27 @@ class GdnInputs(NamedTuple):
 
 def gdn_inputs(workload: Gdn, device: torch.device, dtype: torch.dtype, seed: int = 0) -> GdnInputs:
     num_key_heads, num_value_heads = workload.heads
-    tokens, size = workload.tokens, workload.head_dim
+    tokens, K, V = workload.tokens, workload.head_dim, workload.V
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     def state() -> Tensor:
-        return normal(len(workload.lengths), num_value_heads, size, size)
+        return normal(len(workload.lengths), num_value_heads, K, V)
 
     bounds = torch.tensor([0, *workload.lengths]).cumsum(0)
     needs_gradients = workload.direction != "fwd"
     return GdnInputs(
-        q=normalize(normal(1, tokens, num_key_heads, size), dim=-1).to(dtype),
-        k=normalize(normal(1, tokens, num_key_heads, size), dim=-1).to(dtype),
-        v=normal(1, tokens, num_value_heads, size).to(dtype),
+        q=normalize(normal(1, tokens, num_key_heads, K), dim=-1).to(dtype),
+        k=normalize(normal(1, tokens, num_key_heads, K), dim=-1).to(dtype),
+        v=normal(1, tokens, num_value_heads, V).to(dtype),
         g=_gate(workload, generator, device),
         beta=normal(1, tokens, num_value_heads).sigmoid().to(dtype),
         initial_state=state() if workload.initial_state else None,
         cu_seqlens=bounds.to(device, torch.int32),
         lengths=workload.lengths,
-        do=normal(1, tokens, num_value_heads, size).to(dtype) if needs_gradients else None,
+        do=normal(1, tokens, num_value_heads, V).to(dtype) if needs_gradients else None,
         dht=state() if needs_gradients else None,
     )
 

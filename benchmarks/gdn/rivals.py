@@ -19,7 +19,8 @@ NO_KERNEL = dict.fromkeys(KERNELS, "it has no kernel that does only this")
 
 
 def other_size(workload: Gdn) -> str | None:
-    return None if workload.head_dim == 128 else "it has head size 128 only"
+    sizes = workload.head_dim, workload.V
+    return None if sizes == (128, 128) else "it has head size 128 only"
 
 
 class FlashQLA(Implementation):

@@ -41,7 +41,7 @@ def _heads_at_once(workload: Gdn) -> int:
     group = workload.heads[1] // workload.heads[0]
     factor = 12 if workload.direction == "fwd" else 30  # tensors of the size of v alive at once
     chunks = sum(-(-length // CHUNK) for length in workload.lengths)
-    per_chunk = (CHUNK * factor + 3 * workload.head_dim) * workload.head_dim
+    per_chunk = (CHUNK * factor + 3 * workload.head_dim) * workload.V
     return max(1, min(workload.heads[0], _WORKING_SET // (8 * group * chunks * per_chunk)))
 
 

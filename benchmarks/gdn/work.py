@@ -42,8 +42,8 @@ def _forward_flops(workload: Gdn) -> float:
     """K S0, Q S0, K^T V' with the state; A W, P V' of a tile; Q K^T, K K^T once per key head."""
     heads, value_heads = workload.heads
     rows, squares = _chunk_rows(workload)
-    d = workload.head_dim
-    return 2.0 * (value_heads * (3 * rows * d * d + 2 * squares * d) + heads * 2 * squares * d)
+    K, V = workload.head_dim, workload.V
+    return 2.0 * (value_heads * (3 * rows * K * V + 2 * squares * V) + heads * 2 * squares * K)
 
 
 def _backward_flops(workload: Gdn) -> float:
@@ -55,24 +55,22 @@ def _backward_flops(workload: Gdn) -> float:
     """
     heads, value_heads = workload.heads
     rows, squares = _chunk_rows(workload)
-    d = workload.head_dim
-    with_state, of_tile = 8 * rows * d * d, 5 * squares * d + 2 * squares * CHUNK
-    return 2.0 * (value_heads * (with_state + of_tile) + heads * 5 * squares * d)
+    K, V = workload.head_dim, workload.V
+    with_state, of_tile = 8 * rows * K * V, 5 * squares * V + 2 * squares * CHUNK
+    return 2.0 * (value_heads * (with_state + of_tile) + heads * 5 * squares * K)
 
 
 def _input_bytes(workload: Gdn, element_size: int) -> float:
     heads, value_heads = workload.heads
     per_token = 2 * heads * workload.head_dim * element_size  # q, k
-    per_token += value_heads * workload.head_dim * element_size  # v
+    per_token += value_heads * workload.V * element_size  # v
     per_token += value_heads * (STATE_BYTES + element_size)  # g, beta
     return workload.tokens * per_token + (_state_bytes(workload) if workload.initial_state else 0)
 
 
 def _output_bytes(workload: Gdn, element_size: int) -> float:
     """o and the final states."""
-    return workload.tokens * workload.heads[1] * workload.head_dim * element_size + _state_bytes(
-        workload
-    )
+    return workload.tokens * workload.heads[1] * workload.V * element_size + _state_bytes(workload)
 
 
 def _backward_bytes(workload: Gdn, element_size: int) -> float:
@@ -84,7 +82,7 @@ def _backward_bytes(workload: Gdn, element_size: int) -> float:
 
 
 def _state_bytes(workload: Gdn) -> float:
-    return len(workload.lengths) * workload.heads[1] * workload.head_dim**2 * STATE_BYTES
+    return len(workload.lengths) * workload.heads[1] * workload.head_dim * workload.V * STATE_BYTES
 
 
 def _kkt_solve_work(workload: Gdn, element_size: int) -> Work:

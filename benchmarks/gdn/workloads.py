@@ -87,7 +87,8 @@ class Gdn(Workload):
     direction: Direction = "fwd"
     gate: Gate = "model"
     initial_state: bool = False
-    head_dim: int = 128
+    head_dim: int = 128  # K, and V if value_dim is None
+    value_dim: int | None = None
     kernel: str = ""  # a single kernel's launch instead of the whole operation
     decode: bool = False  # a forward token by token, of a batch of equally long sequences
 
@@ -96,9 +97,14 @@ class Gdn(Workload):
     @property
     def name(self) -> str:
         state = "-h0" if self.initial_state else ""
-        size = f"-d{self.head_dim}" if self.head_dim != 128 else ""
+        size = f"-d{self.head_dim}" if (self.head_dim, self.V) != (128, 128) else ""
+        size += f"x{self.V}" if self.head_dim != self.V else ""
         layout = self.layout.replace(" ", "")
         return f"gdn-{self.kind}-{self.heads_label}-{layout}-{self.gate}{state}{size}"
+
+    @property
+    def V(self) -> int:
+        return self.value_dim or self.head_dim
 
     @property
     def kind(self) -> str:
@@ -113,7 +119,8 @@ class Gdn(Workload):
     def what(self) -> str:
         """What the heads and lengths do not say."""
         state = ", initial state" if self.initial_state else ""
-        return f"{self.gate} gates{state}"
+        sizes = f", K {self.head_dim}, V {self.V}" if self.head_dim != self.V else ""
+        return f"{self.gate} gates{state}{sizes}"
 
     @property
     def tokens(self) -> int:
@@ -139,6 +146,7 @@ _BACKWARD_LENGTHS = (
     *((8192,), *(random_lengths(8192, count) for count in (2, 4, 8))),
     *((32768,), *(random_lengths(32768, count) for count in (2, 4)), RAGGED_32K),
 )
+_WAYS: tuple[Direction, ...] = ("fwd", "bwd")
 _ANCHOR: dict[str, Any] = {"gate": "published", "initial_state": True}
 _SEGMENTS = (*_LONG, "24576+8192", "16384+16384", "4096+4096")
 
@@ -174,6 +182,13 @@ GDN: dict[str, tuple[Gdn, ...]] = {
         [(tokens,) * count for count in (64, 128, 256) for tokens in (1, 2, 4)],
         initial_state=True,
         decode=True,
+    ),
+    # OLMo Hybrid's, FLA's default layer, and keys of half the values
+    "sizes": tuple(
+        Gdn(heads, parse_lengths(lengths), direction, "model", True, K, V)
+        for heads, K, V in (((30, 30), 96, 192), ((6, 6), 256, 512), ((16, 16), 128, 256))
+        for lengths in ("1x8192", "8192x4")
+        for direction in _WAYS
     ),
     "kernels": tuple(
         row

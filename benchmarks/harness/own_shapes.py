@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 
     heads: Sequence[str] = ()
     lengths: Sequence[str] = ()
-    head_dim: int | None = None
+    head_dim: tuple[int, int] | None = None  # K and V; the same where there is one size
     density: float | None = None
     run: int | None = None
     direction: Sequence[str] = ()
@@ -49,8 +49,11 @@ def own_shapes(family: str, asked: Asked) -> list[Any]:
         raise ValueError("a shape without --lengths; need them, such as --lengths 4096x2")
     if family != "sparse_ring" and (asked.density, asked.run) != (None, None):
         raise ValueError(f"--density and --run of {family}; need sparse_ring, which has masks")
-    if asked.head_dim is not None and asked.head_dim < 1:
-        raise ValueError(f"--head-dim {asked.head_dim}; need a size of at least 1")
+    K, V = asked.head_dim or (1, 1)
+    if min(K, V) < 1:
+        raise ValueError(f"--head-dim {K}/{V}; need sizes of at least 1")
+    if family != "gdn" and K != V:
+        raise ValueError(f"--head-dim {K}/{V} of {family}; need one size: gdn alone has K and V")
     found: list[Any] = []
     for heads in asked.heads or [""]:
         for text in asked.lengths:
@@ -58,24 +61,39 @@ def own_shapes(family: str, asked: Asked) -> list[Any]:
     return found
 
 
+def sizes(text: str) -> tuple[int, int]:
+    """'128' is K and V, '96/192' is K = 96 and V = 192. Raises ValueError for anything else."""
+    first, slash, second = text.partition("/")
+    return int(first), int(second if slash else first)
+
+
+def _size(asked: Asked) -> int:
+    return asked.head_dim[0] if asked.head_dim else 128
+
+
 def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn]:
     lengths = _lengths(text, "4096x2, 8192 or 6144+2048")
     for direction in _directions(asked, "fwd", "bwd", "both"):
-        yield Gdn(_heads(heads or "16/32"), lengths, direction, head_dim=asked.head_dim or 128)
+        K, V = asked.head_dim or (128, 128)
+        yield Gdn(
+            _heads(heads or "16/32"), lengths, direction,
+            head_dim=K, value_dim=None if V == K else V,
+        )  # fmt: skip
 
 
 def _conv(heads: str, text: str, asked: Asked) -> Iterator[Convolution]:
     keys, values = _heads(heads or "16/32")
-    channels = (2 * keys + values) * (asked.head_dim or 128)
+    size = _size(asked)
+    channels = (2 * keys + values) * size
     if channels % GROUP:
-        got = f"(2 x {keys} + {values}) x {asked.head_dim} = {channels} channels"
+        got = f"(2 x {keys} + {values}) x {size} = {channels} channels"
         raise ValueError(f"{got}; need a multiple of {GROUP}, which are judged together")
     for direction in _directions(asked, "fwd", "bwd"):
         yield Convolution(_label(text), _groups(text), channels, direction=direction)
 
 
 def _dualkv(heads: str, text: str, asked: Asked) -> Iterator[SharedPrompts]:
-    shape: dict[str, Any] = {"heads": _heads(heads or "8/32"), "head_dim": asked.head_dim or 128}
+    shape: dict[str, Any] = {"heads": _heads(heads or "8/32"), "head_dim": _size(asked)}
     for direction in _directions(asked, "fwd", "bwd"):
         yield SharedPrompts(_label(text), _groups(text), direction, **shape)
 
@@ -92,7 +110,7 @@ def _sparse_ring(heads: str, text: str, asked: Asked) -> Iterator[VerticalSlash]
     if not 0 < density <= 1 or run < 1:
         got = f"--density {density} --run {run}"
         raise ValueError(f"{got}; need a density above 0 and at most 1, and runs of at least 1")
-    shape: dict[str, Any] = {"heads": _heads(heads or "8/32"), "head_dim": asked.head_dim or 128}
+    shape: dict[str, Any] = {"heads": _heads(heads or "8/32"), "head_dim": _size(asked)}
     for direction in _directions(asked, "fwd", "bwd"):
         yield VerticalSlash(tokens, density, run, direction=direction, **shape)
 

@@ -83,5 +83,5 @@ def _too_long(workload: Any, most_flops: float) -> bool:
         if workload.direction != "fwd":
             # autograd through the truth keeps the state after each token, of two key heads in fp64
             heads = 2 * workload.heads[1] // workload.heads[0]
-            held = 8.0 * workload.tokens * heads * workload.head_dim**2
+            held = 8.0 * workload.tokens * heads * workload.head_dim * workload.V
     return work.flops > most_flops or held > MOST_BYTES

@@ -187,7 +187,15 @@ def test_select_by_set_direction_and_name():
         (["--lengths", "8", "--set", "short"], "--set and --save are for named workloads"),
         (["--lengths", "8", "--save"], "--set and --save are for named workloads"),
         (["--head-dim", "64"], "a shape without --lengths; need them, such as --lengths 4096x2"),
-        (["--lengths", "8", "--head-dim", "0"], "--head-dim 0; need a size of at least 1"),
+        (["--lengths", "8", "--head-dim", "0"], "--head-dim 0/0; need sizes of at least 1"),
+        (
+            ["--lengths", "8", "--head-dim", "96/"],
+            "argument --head-dim: invalid sizes value: '96/'",
+        ),
+        (
+            ["conv", "--lengths", "8", "--head-dim", "96/192"],
+            "need one size: gdn alone has K and V",
+        ),
         (["--lengths", "0x4"], "--lengths 0x4; need sequences such as 4096x2"),
         (["--lengths", "four"], "--lengths four; need sequences such as 4096x2"),
         (["--lengths", "8", "--heads", "3/4"], "--heads 3/4; need FEW/MANY with MANY a multiple"),
@@ -242,7 +250,10 @@ def test_without_a_gpu_attention_is_shorter_too(family):
 
 
 OWN = {
-    "gdn": (["--heads", "2/4", "--lengths", "40x2,64"], "fwd-2x4-40+40 bwd-2x4-40+40 1x64"),
+    "gdn": (
+        ["--heads", "2/4", "--lengths", "40x2,64"],
+        "fwd-2x4-40+40 bwd-2x4-40+40 1x64-model-d16x32",
+    ),
     "conv": (["--heads", "2/4", "--lengths", "9x2,2x7+3"], "conv-fwd-128-9x2 conv-bwd-128-2x7+3"),
     "dualkv": (["--heads", "1/2", "--lengths", "3x40+9,33"], "fwd-1x2-3x40+9-d16 bwd-1x2-33-d16"),
     "sparse_ring": (["--lengths", "256", "--density", "0.5"], "fwd-8x32-0.25k-50%-run1-d16"),
@@ -255,7 +266,7 @@ def test_shapes_of_one_s_own_run_without_a_gpu(family):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: this is the path without one")
     arguments, names = OWN[family]
-    size = [] if family == "hybrid" else ["--head-dim", "16"]
+    size = ["--head-dim", {"gdn": "16/32"}.get(family, "16")] if family != "hybrid" else []
     workloads, said = for_cpu(sm90.select(sm90.parse([family, *arguments, *size])), own=True)
     assert said.startswith("No GPU: float32 on the CPU path")
     assert "shorter" not in said
