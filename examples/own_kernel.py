@@ -1,0 +1,152 @@
+"""A kernel of one's own: C = A B^T, of which one warp loads the tiles that a warpgroup multiplies.
+
+docs/your-own-kernel.md walks through this file. Neither command needs a GPU:
+
+    python -m qla_kernels.inspect examples/own_kernel.py   compares machine code with the schedule
+    python -m examples.own_kernel                          compares numbers, in six orders
+
+Steps (numbers appear again in the roles); a CTA makes 64 rows and 64 columns of C:
+    1 load      64 columns of 64 rows of A and of B
+    2 multiply  the product of both, added up
+    3 multiply  C, by one store
+"""
+
+from typing import NamedTuple
+
+import torch
+
+import qla_kernels.tile.language as T
+from qla_kernels.tile.named_barriers import NamedBarrier
+from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+
+TILE = 64
+
+
+class Variant(NamedTuple):
+    dtype: str  # of A, B and C
+
+
+VARIANTS = (Variant("bfloat16"), Variant("float16"))
+
+PASS_CONFIGS = {
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
+}
+
+
+def schedule(variant: Variant) -> Schedule:
+    rings = {"tiles": 4}
+    return Schedule(
+        roles=(
+            Role(
+                "multiply",
+                warps=4,
+                regs=160,
+                waits=("tiles_full",),
+                signals=("tiles_free",),
+                computes="C",
+                uses=("wgmma", "tma_store"),
+            ),
+            Role(
+                "load",
+                warps=1,
+                regs=40,
+                waits=("tiles_free",),
+                signals=("tiles_full",),
+                computes="tiles of A and B",
+                uses=("tma_load",),
+            ),
+            Role("padding", warps=3, regs=40, computes="nothing: fills up the warpgroup"),
+        ),
+        rings=rings,
+        named={"staged": Named(WARPGROUP_THREADS)},
+        # A and B; C; barriers and alignment
+        smem_bytes=(2 * rings["tiles"] + 1) * TILE * TILE * 2 + 1024,
+    )
+
+
+@T.macro
+def fetch(x, row, k, shared, tiles, i):
+    T.tma_copy(
+        x[row : row + TILE, k : k + TILE], shared[tiles.slot(i), :, :], barrier=tiles.barrier(i)
+    )
+
+
+@T.macro
+def load(a, b, s_a, s_b, tiles, steps, row, column):
+    for i in T.serial(steps):
+        tiles.acquire(i)
+        fetch(a, row, i * TILE, s_a, tiles, i)  # 1
+        fetch(b, column, i * TILE, s_b, tiles, i)
+        tiles.commit(i)
+
+
+@T.macro
+def multiply(c, s_a, s_b, s_c, tiles, steps, row, column, staged):
+    r_c = T.alloc_fragment((TILE, TILE), "float32")
+    T.clear(r_c)
+    for i in T.serial(steps):
+        tiles.wait(i)
+        slot = tiles.slot(i)
+        T.wgmma_gemm(s_a[slot, :, :], s_b[slot, :, :], r_c, transpose_B=True)  # 2
+        T.wait_wgmma(0)  # the products read the slot until here
+        tiles.release(i)
+    T.copy(r_c, s_c)
+    T.fence_proxy_async()  # s_c: written by threads, read by TMA
+    staged.sync()
+    if T.get_thread_binding() < 32:
+        T.tma_copy(s_c, c[row : row + TILE, column : column + TILE])  # 3
+        T.tma_store_wait(0)
+
+
+def build(variant: Variant):
+    plan = schedule(variant)
+    slots = plan.rings["tiles"]
+    m, n, k = T.dynamic("m, n, k")
+
+    @T.prim_func
+    def own_kernel(
+        a: T.Tensor((m, k), variant.dtype),
+        b: T.Tensor((n, k), variant.dtype),
+        c: T.Tensor((m, n), variant.dtype),
+    ):
+        with T.Kernel(T.ceildiv(n, TILE), T.ceildiv(m, TILE), threads=plan.threads) as (bx, by):
+            s_a = T.alloc_shared((slots, TILE, TILE), variant.dtype)
+            s_b = T.alloc_shared((slots, TILE, TILE), variant.dtype)
+            s_c = T.alloc_shared((TILE, TILE), variant.dtype)
+            tiles_full = T.alloc_barrier([plan.arrivals("tiles_full")] * slots)
+            tiles_free = T.alloc_barrier([plan.arrivals("tiles_free")] * slots)
+            tiles = Ring(tiles_full, tiles_free, slots)
+            steps = T.ceildiv(k, TILE)
+            tx = T.get_thread_binding()
+            if tx < plan.end("multiply"):
+                T.set_max_nreg(plan.role("multiply").regs, 1)
+                staged = NamedBarrier(plan, "staged")
+                multiply(c, s_a, s_b, s_c, tiles, steps, by * TILE, bx * TILE, staged)
+            else:
+                T.set_max_nreg(plan.role("load").regs, 0)
+                if tx < plan.end("load"):
+                    load(a, b, s_a, s_b, tiles, steps, by * TILE, bx * TILE)
+
+    return own_kernel
+
+
+def emulated(variant: Variant, seeds: range) -> float:
+    """Returns the largest relative error over the seeds, each an order of threads and copies."""
+    from tests.emulator import EmulatedKernel  # of a checkout, like this file
+
+    dtype = getattr(torch, variant.dtype)
+    a, b = torch.randn(150, 456).to(dtype), torch.randn(72, 456).to(dtype)
+    want = a.double() @ b.double().T
+    kernel = EmulatedKernel(build(variant), pass_configs=PASS_CONFIGS)
+    errors = []
+    for seed in seeds:
+        c = torch.full((150, 72), torch.nan, dtype=dtype)
+        kernel(a, b, c, seed=seed)
+        errors.append(float((c.double() - want).norm() / want.norm()))
+    return max(errors)
+
+
+if __name__ == "__main__":
+    for variant in VARIANTS:
+        print(variant.dtype, emulated(variant, range(6)))

@@ -1,0 +1,35 @@
+"""The kernel of docs/your-own-kernel.md agrees with its schedule; the page's code runs."""
+
+import pytest
+
+from qla_kernels.inspect.__main__ import main
+from tests.readme import ROOT, names_in
+
+FILE = ROOT / "examples" / "own_kernel.py"
+pytestmark = pytest.mark.usefixtures("disassembler")
+
+
+def test_the_page_s_schedule_is_the_example_s_shorter(capsys):
+    names_in("docs/your-own-kernel.md")
+    assert capsys.readouterr().out == "256 32 128\n"
+
+
+def test_it_is_what_its_schedule_says(capsys):
+    assert main([str(FILE)]) == 0
+    assert "VIOLATION" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"wgmma", "tma_store"', '"wgmma",', "tma_store"),
+        ('(2 * rings["tiles"] + 1)', '(2 * rings["tiles"])', "shared memory"),
+    ],
+)
+def test_what_differs_from_the_schedule_is_said(old, new, said, tmp_path, capsys):
+    text = FILE.read_text()
+    assert text.count(old) == 1
+    file = tmp_path / "own_kernel.py"
+    file.write_text(text.replace(old, new))
+    assert main([str(file), "--variant", "bf16"]) == 1
+    assert said in capsys.readouterr().out.partition("VIOLATION")[2]
