@@ -76,7 +76,7 @@ def bf16(K=128, dtype=torch.bfloat16):
 def refusals() -> dict[str, str | None]:
     """By what a message of the FAQ begins with: what the package says."""
     odd = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16).expand(1, 64, 2, 128)
-    x, wide, single = bf16(), bf16(256), bf16(dtype=torch.float32)
+    x, wide, single = bf16(), bf16(192), bf16(dtype=torch.float32)
     return {
         "device capability": refusal(x, x, x, capability=(8, 0)),
         "head dimension": refusal(wide, wide, x, capability=(9, 0)),
