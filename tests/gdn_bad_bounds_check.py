@@ -18,7 +18,7 @@ from qla_kernels.gdn.anchored.extend import Slots
 from qla_kernels.gdn.bands import Band, Bands, GradientBand, GradientBands
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import launch as launch_recurrent
-from qla_kernels.gdn.decode.ops import Drafts, Pool
+from qla_kernels.gdn.decode.ops import Drafts, Norm, Pool
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import Plan
@@ -166,6 +166,19 @@ def decode_slots(s: Setting, bounds: Tensor) -> None:
     decode(s, bounds, s.place(torch.tensor([1, -1, 2])))
 
 
+def decode_with_norm(s: Setting, slots: Tensor) -> None:
+    q, k, v = (s.place(s.rows(n, SIZE)[:, :N].transpose(0, 1).clone()) for n in (H, H, HV))
+    g, beta = (s.place(x[:, :N].transpose(0, 1).clone()) for x in s.gates())
+    pool, o = s.states(NUM_SLOTS), s.place(torch.full_like(v, torch.nan))
+    norm = Norm(s.place(torch.randn_like(v[:, 0])), s.place(torch.ones(SIZE)), 1e-6, sigmoid=False)
+    before, named = pool.clone(), slots.int().tolist()
+    call = Call(q, k, v, g, beta, SCALE)
+    launch_recurrent.gdn_recurrent_norm(call, Pool(pool, slots, o), norm, Options())
+    for slot in range(NUM_SLOTS):
+        assert slot in named or torch.equal(pool[slot], before[slot])
+    assert not any(o[n].any() for n in range(N) if not 0 <= named[n] < NUM_SLOTS)
+
+
 WRONG = [MOST, -5, 0]  # numbers of accepted tokens, and parents
 
 
@@ -271,6 +284,7 @@ OF_SLOTS: dict[str, Part] = {  # those with wrong slots, and right bounds or non
     "decoding a pack": (
         lambda s, x: decode(s, s.place(torch.tensor(RIGHT)), x), {"recurrent"},
     ),
+    "decoding with a norm": (decode_with_norm, {"recurrent_norm"}),
     "verifying": (
         lambda s, x: verify(s, s.place(torch.tensor(RIGHT)), x, tree=False), {"verify"},
     ),

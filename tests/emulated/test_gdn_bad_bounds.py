@@ -113,7 +113,9 @@ def assert_chunks(bounds: list[int], first: list[int], chunks: list[list[int]]) 
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_segments(bounds, open_ends, launched):
     cu_seqlens = torch.tensor(BOUNDS[bounds])
-    cut = segments.cut(torch.zeros(1, TOKENS, HV), cu_seqlens, 1, *open_ends)
+    bits = open_ends[0] | open_ends[1] << 1
+    ends = segments.OpenEnds(N, bits)
+    cut = segments.cut(torch.zeros(1, TOKENS, HV), cu_seqlens, 1, ends)
     first = cut.first_segment.tolist()
     assert first[0] == 0
     assert first == sorted(first)
