@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality --folder runs --minutes 4.5        again: goes on where it stopped
     python -m benchmarks.quality --folder runs --figure docs/figures/sparse-ring-quality.svg
-    python -m benchmarks.quality --folder /tmp/q --device cpu --tiny
+    python -m benchmarks.quality --folder out/tiny --device cpu --tiny
 
 1. A model trains on short sequences with exact attention, as models do.
 2. Copies of it go on, on long sequences: one with exact attention, and one for each target of the

@@ -60,6 +60,7 @@ def refusal(
     output_h: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    whole: bool = True,
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
@@ -73,6 +74,7 @@ def refusal(
         cp_context: the call's context; layouts other than "contiguous" and "zigzag" are refused.
         output_h: the state before each chunk is asked for; on a GPU, packed sequences then need
             cu_seqlens_cpu.
+        whole: sequences are run as they are; False for trees and anchors.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
         op: the name that begins the text.
     """
@@ -81,24 +83,13 @@ def refusal(
         if q.is_cuda or capability is not None:
             capability = capability or device.capability(q.device)
             reason = _refused_on_cuda(q, k, v, capability)
+            if reason is None and (cp_context is not None or not whole):
+                reason = _refused_wide(q)
             if reason is None and output_h:
                 reason = _uncounted_states(cu_seqlens, cu_seqlens_cpu)
         else:
             reason = _refused_on_cpu(q)
     return None if reason is None else need(op, *reason)
-
-
-def wide_refusal(
-    q: Tensor, *, op: str = OP, capability: tuple[int, int] | None = None
-) -> str | None:
-    """Returns the reason why a function that `refusal` does not describe cannot run K, or None.
-
-    Kernels at K = 256 run whole sequences: no parts of one on several ranks, trees or anchors.
-    """
-    if q.shape[-1] != WIDE or not (q.is_cuda or capability is not None):
-        return None
-    fix = "use chunk_gated_delta_rule without cp_context"
-    return need(op, f"head dimension K={WIDE}", f"less than {WIDE} for this function", fix)
 
 
 def wants_gradients(arguments: Iterable[Tensor | float | None]) -> bool:
@@ -145,6 +136,14 @@ def _refused_size(
     room = [larger for larger in sizes if larger > size]
     fix = f"pad {padded} to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
     return f"head dimension {letter}={size}", f"{said} on SM90", fix
+
+
+def _refused_wide(q: Tensor) -> Reason | None:
+    """Kernels at K = 256 run whole sequences: no parts of them on ranks, no trees, no anchors."""
+    if q.shape[-1] != WIDE:
+        return None
+    fix = "use chunk_gated_delta_rule without cp_context"
+    return f"head dimension K={WIDE}", f"less than {WIDE} for this function", fix
 
 
 def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Reason | None:

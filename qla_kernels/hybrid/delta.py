@@ -16,7 +16,6 @@ from qla_kernels.gdn.validate import (
     check_tensors,
     refusal,
     wants_gradients,
-    wide_refusal,
 )
 from qla_kernels.hybrid.delta_tables import prepare
 from qla_kernels.hybrid.layouts import check_layout
@@ -89,8 +88,7 @@ def shared_prefix_gated_delta_rule(
     check_tensors(TREE_OP, q, k, v, g, beta)
     check_activations(TREE_OP, v, gate, options)
     check_layout(TREE_OP, "q", q, layout)
-    require(refusal(q, k, v, op=TREE_OP))
-    require(wide_refusal(q, op=TREE_OP))
+    require(refusal(q, k, v, whole=False, op=TREE_OP))
     call = Call(q, k, v, g, beta, scale_of(TREE_OP, scale, q), None, None, None, *gate.parameters())
     refuse_forward_mode(TREE_OP, *call)
     if contents.asked_for() and not torch.compiler.is_compiling():

@@ -1,12 +1,14 @@
 """K = 256: the plan, the refusals, and what CPU tensors compute."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.launch.forward import planned
-from qla_kernels.gdn.validate import wide_refusal
+from qla_kernels.gdn.validate import refusal
 from qla_kernels.selftest.gdn_calls import definition, records, small
 from tests.compare import assert_close
 
@@ -43,14 +45,19 @@ def test_every_width_has_a_predicted_step():
 
 
 def test_trees_ranks_and_anchors_refuse_it_on_a_gpu():
-    q = torch.empty(1, 8, 2, 256, device="meta")
-    assert wide_refusal(q) is None  # any size on a CPU
-    text = wide_refusal(q, op="shared_prefix", capability=(9, 0))
+    q = torch.empty(1, 8, 2, 256, dtype=torch.bfloat16, device="meta")
+    x = q[..., :128]
+    assert refusal(q, q, x, whole=False) is None  # any size on a CPU
+    text = refusal(q, q, x, whole=False, op="shared_prefix", capability=(9, 0))
     assert text == (
         "shared_prefix: head dimension K=256; need less than 256 for this function; "
         "use chunk_gated_delta_rule without cp_context"
     )
-    assert wide_refusal(q[..., :128], capability=(9, 0)) is None
+    assert refusal(x, x, x, whole=False, capability=(9, 0)) is None
+    ranks = SimpleNamespace(layout="contiguous")  # FLA asks before it hands a call over
+    assert "K=256; need less than 256" in refusal(q, q, x, cp_context=ranks, capability=(9, 0))
+    assert refusal(x, x, x, cp_context=ranks, capability=(9, 0)) is None
+    assert refusal(q, q, x, capability=(9, 0)) is None
 
 
 def test_cpu_tensors_compute_it():

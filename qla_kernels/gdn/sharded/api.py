@@ -34,7 +34,6 @@ from qla_kernels.gdn.validate import (
     check_activations,
     check_tensors,
     refusal,
-    wide_refusal,
 )
 from qla_kernels.sm90 import dtype_name, require
 
@@ -119,7 +118,6 @@ def _checked(
     check_tensors(OP, q, k, v, g, beta, None, *bounds)
     check_activations(OP, v, gate, options)
     require(refusal(q, k, v, cp_context=cp_context))
-    require(wide_refusal(q, op=OP))
     call = Call(q, k, v, g, beta, scale_of(OP, scale, q), None, *bounds, *gate.parameters())
     refuse_forward_mode(OP, *call)
     _check_open_ends(place, q.shape[1], len(bounds[0]))
