@@ -1,10 +1,11 @@
 """Checks arguments that have to be flags, integers or numbers.
 
-Each function returns the argument in its plain type, or raises a ValueError that names it. None of
-them waits for a GPU.
+Each function but `checks_contents` returns the argument in its plain type, or raises a ValueError
+that names it. None of them waits for a GPU.
 """
 
 import operator
+import os
 from collections.abc import Sized
 from numbers import Real
 from typing import Any
@@ -13,6 +14,11 @@ import torch
 from torch import Tensor
 
 from qla_kernels.errors import need
+
+
+def checks_contents() -> bool:
+    """Returns True under QLA_CHECK=1: the contents of tensors on a GPU are read and checked."""
+    return os.environ.get("QLA_CHECK", "0") not in ("", "0")
 
 
 def flag(op: str, name: str, x: Any) -> bool:

@@ -1,10 +1,9 @@
 """The public function `causal_conv1d`: checks a call, then refuses or runs it."""
 
-import os
-
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import checks_contents
 from qla_kernels.conv.autograd import convolve
 from qla_kernels.conv.validate import (
     OP,
@@ -70,4 +69,4 @@ def _reads_bounds(cu_seqlens: Tensor) -> bool:
     """Returns whether bounds are checked: on the CPU, and on a GPU under QLA_CHECK=1."""
     if torch.compiler.is_compiling():
         return False
-    return cu_seqlens.is_cpu or os.environ.get("QLA_CHECK", "0") not in ("", "0")
+    return cu_seqlens.is_cpu or checks_contents()

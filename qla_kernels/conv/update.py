@@ -1,10 +1,9 @@
 """The public function `causal_conv1d_update`: one token of each sequence, for decoding."""
 
-import os
-
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import checks_contents
 from qla_kernels.conv.ops import conv_update
 from qla_kernels.conv.validate import (
     UPDATE_OP,
@@ -94,6 +93,6 @@ def require_update(
     require(refused_rows(op, rows))
     if out is not None and out.is_cuda and (reason := refused_strides("out", out)):
         require(need(op, *reason))
-    asked = os.environ.get("QLA_CHECK", "0") not in ("", "0") and not torch.compiler.is_compiling()
+    asked = checks_contents() and not torch.compiler.is_compiling()
     if asked and indices is not None and indices.is_cuda:
         check_slots(op, indices, rows.shape[0], null_slot)

@@ -1,13 +1,12 @@
 """The public function `shared_prefix_attention`: checks a call, then refuses or runs it."""
 
-import os
 from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag
+from qla_kernels.arguments import checks_contents, flag
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.autograd import SharedPrefixAttention, natural_lse
 from qla_kernels.dualkv.plan import SharedLayout
@@ -113,7 +112,7 @@ def attend(
     Row i of q is packed token i + q_shift. Under QLA_CHECK=1 the layout's contents are checked
     first, which waits for the device.
     """
-    if os.environ.get("QLA_CHECK", "0") not in ("", "0"):
+    if checks_contents():
         check_contents(OP, layout)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -5,14 +5,13 @@ for a GPU, apart from `to_replicated`, copies to the CPU and the checks of QLA_C
 host numbers, and the other indices lie on the device of the tokens.
 """
 
-import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag, integer, number
+from qla_kernels.arguments import checks_contents, flag, integer, number
 from qla_kernels.dualkv.logprobs import OP, target_logprobs
 from qla_kernels.dualkv.plan import SharedLayout, moved
 from qla_kernels.dualkv.validate import unfit_factor
@@ -175,7 +174,7 @@ class SharedBatch:
         """
         if torch.compiler.is_compiling() or not len(self.targets):
             return
-        if self.targets.is_cpu or os.environ.get("QLA_CHECK", "0") not in ("", "0"):
+        if self.targets.is_cpu or checks_contents():
             for token in (int(self.targets.min()), int(self.targets.max())):
                 if not 0 <= token < vocabulary:
                     needs = f"0 to {vocabulary - 1}, the columns of logits"

@@ -2,16 +2,10 @@
 only under QLA_CHECK=1.
 """
 
-import os
-
 from torch import Tensor
 
 from qla_kernels.errors import need
 from qla_kernels.gdn.call import Call
-
-
-def asked_for() -> bool:
-    return os.environ.get("QLA_CHECK", "0") not in ("", "0")
 
 
 def check_bounds(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import checks_contents
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.shapes import key_room
@@ -95,7 +96,7 @@ def checked(run: Callable[..., Any], check: Callable[..., None]) -> Callable[...
     """Returns `run`, an implementation, preceded by `check` under QLA_CHECK=1."""
 
     def run_checked(*records: Any) -> Any:
-        if contents.asked_for():
+        if checks_contents():
             check(*records)
         return run(*records)
 

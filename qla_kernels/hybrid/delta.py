@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag
+from qla_kernels.arguments import checks_contents, flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.gdn import contents
@@ -91,7 +91,7 @@ def shared_prefix_gated_delta_rule(
     require(refusal(q, k, v, whole=False, op=TREE_OP))
     call = Call(q, k, v, g, beta, scale_of(TREE_OP, scale, q), None, None, None, *gate.parameters())
     refuse_forward_mode(TREE_OP, *call)
-    if contents.asked_for() and not torch.compiler.is_compiling():
+    if checks_contents() and not torch.compiler.is_compiling():
         contents.check_contents(TREE_OP, call)
     return over_tree(call, prepare(layout, options.output_final_state), options)
 

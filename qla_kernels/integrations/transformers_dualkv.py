@@ -18,12 +18,12 @@ lose their prompt.
 """
 
 import importlib
-import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qla_kernels.arguments import checks_contents
 from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations.full_attention import (
@@ -167,7 +167,7 @@ def attend(
         _refuse(ahead, "causal attention")
     if not torch.compiler.is_compiling():
         _check_neighbours(module)
-        if query.is_cpu or os.environ.get("QLA_CHECK", "0") not in ("", "0"):
+        if query.is_cpu or checks_contents():
             check_positions(OP, shared_prefix, position_ids)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     kind = query.device.type

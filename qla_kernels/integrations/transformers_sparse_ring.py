@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qla_kernels.arguments import checks_contents
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations.full_attention import anything_else, looks_ahead
 from qla_kernels.sparse_ring import (
@@ -37,7 +38,6 @@ from qla_kernels.sparse_ring import (
 from qla_kernels.sparse_ring.heuristics import Schedule
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.patterns import Pattern
-from qla_kernels.sparse_ring.validate import checking
 
 NAME = "sparse_ring"
 
@@ -124,7 +124,7 @@ def attention(
         if given is not None:
             fix = "change the model's configuration, or use another attn_implementation"
             raise Unsupported(need(NAME, f"got {name}", "plain causal attention", fix))
-    if not torch.compiler.is_compiling() and (query.is_cpu or checking()):
+    if not torch.compiler.is_compiling() and (query.is_cpu or checks_contents()):
         _check_positions(sparse_ring, position_ids, query.shape[2])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     kind = query.device.type

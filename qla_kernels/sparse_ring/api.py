@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag
+from qla_kernels.arguments import checks_contents, flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.sm90 import require
 from qla_kernels.sparse_ring import ops
@@ -33,7 +33,6 @@ from qla_kernels.sparse_ring.validate import (
     check_group,
     check_lines,
     check_tensors,
-    checking,
     defaults,
     refusal,
 )
@@ -90,7 +89,7 @@ def sparse_attention(
     require(refusal(q, k, v, scale=scale))
     if index is None:
         index = _local_index(q, k, pattern, seqlen, scale)
-    elif checking():
+    elif checks_contents():
         index.check(OP)
     lines = index.v_idx, index.v_cnt, index.d_bits
     if q.is_cuda and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):

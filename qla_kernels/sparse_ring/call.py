@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag
+from qla_kernels.arguments import checks_contents, flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported
 from qla_kernels.sparse_ring.agreement import tensor_facts
@@ -23,7 +23,6 @@ from qla_kernels.sparse_ring.validate import (
     check_lines,
     check_ring,
     check_tensors,
-    checking,
     defaults,
     refusal,
 )
@@ -61,7 +60,7 @@ class RingCall(NamedTuple):
         with suppress(Exception):
             _, seqlen, scale = self._defaults()
         waits = not getattr(self.q, "is_cuda", False)  # the host waits for transfers anyway
-        group.agree(self.op, self._facts(seqlen, scale), problem, again=waits or checking())
+        group.agree(self.op, self._facts(seqlen, scale), problem, again=waits or checks_contents())
         assert seqlen is not None, "agree raised, or _defaults returned it"
         assert scale is not None, "agree raised, or _defaults returned it"
         return seqlen, scale
@@ -77,7 +76,7 @@ class RingCall(NamedTuple):
             refuse_forward_mode(self.op, self.q, self.k, self.v)
         T, seqlen, scale = self._defaults()
         check_lines(self.op, self.q, T, seqlen, self.pattern, self.lines)
-        if self.lines is not None and checking():
+        if self.lines is not None and checks_contents():
             self.lines.check(self.op)
         reason = refusal(self.q, self.k, self.v, world=self.world, scale=scale, op=self.op)
         if reason is not None:
@@ -102,7 +101,9 @@ class RingCall(NamedTuple):
             "schedule": _comparable(self.schedule, str),
             "chunks_per_launch": _comparable(self.chunks_per_launch, int | None),
             "keep_gathered": _comparable(self.keep_gathered, bool),
-            "index": self.lines.described(checking()) if isinstance(self.lines, VSIndex) else None,
+            "index": self.lines.described(checks_contents())
+            if isinstance(self.lines, VSIndex)
+            else None,
             "requires_grad": wanted,
         }
 

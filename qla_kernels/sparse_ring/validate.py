@@ -7,8 +7,6 @@
 Both decide from shapes, dtypes, strides and settings, not from contents of q, k and v.
 """
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -207,8 +205,3 @@ def check_ring(
         if integer(op, "chunks_per_launch", chunks_per_launch, fix) < 1:
             got = f"chunks_per_launch is {chunks_per_launch}"
             raise ValueError(need(op, got, "at least 1", fix))
-
-
-def checking() -> bool:
-    """Returns True under QLA_CHECK=1: contents of an index are checked, and every call compared."""
-    return os.environ.get("QLA_CHECK", "0") not in ("", "0")

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import checks_contents
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn import contents, cpu, ops
+from qla_kernels.gdn import cpu, ops
 from qla_kernels.gdn.anchored.extend import Slots, Tokens, extend
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import checked_flags, scale_of
@@ -161,7 +162,7 @@ class GdnPool:
         expect_tensor(OP, "num_tokens", num_tokens, shape, "[N]", self.tensors.lengths.device)
         outside = (state_indices < 0) | (state_indices >= self.num_slots)
         slots = torch.where(outside, self.num_slots, state_indices).long()
-        if slots.is_cpu or contents.asked_for():
+        if slots.is_cpu or checks_contents():
             held = (self.tensors.lengths - self.tensors.anchored)[slots]
             wrong = ~outside & ((num_tokens < 0) | (num_tokens > held))
             if wrong.any():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels import device
+from qla_kernels.arguments import checks_contents
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import contents
@@ -122,7 +123,7 @@ def _checked(
     refuse_forward_mode(OP, *call)
     _check_open_ends(place, q.shape[1], len(bounds[0]))
     if not torch.compiler.is_compiling():
-        if contents.asked_for():
+        if checks_contents():
             contents.check_contents(OP, call)
         _check_part(place, q.shape[1], *bounds)
     others = options._asdict()
