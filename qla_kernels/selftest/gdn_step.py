@@ -17,7 +17,7 @@ from qla_kernels import (
 from qla_kernels.cpu import reference
 from qla_kernels.gdn.decode.packed import split
 from qla_kernels.selftest.cases import Cases, dtype_of, to
-from qla_kernels.selftest.compare import assert_close
+from qla_kernels.selftest.compare import assert_close, relative_l2
 from qla_kernels.selftest.gdn_calls import Call
 from qla_kernels.selftest.gdn_recurrent import ROUNDING, STATE, decode, pooled, truth
 
@@ -95,7 +95,9 @@ def check_step(x: Call, before: Call, y: Tensor) -> None:
     want = reference().gdn.gated_rms_norm(want, *exact, eps, sigmoid)
     padding = [n for n in range(N) if n not in live]
     assert not y[padding].any(), "rows of padding are not 0"
-    assert_close("y", y[live], want[live], ROUNDING[y.dtype])
+    # Of a few large numbers, the error of one rounding is no average: it is measured, too.
+    once = relative_l2(want[live].to(y.dtype), want[live])
+    assert_close("y", y[live], want[live], 1.05 * once)
     limit = STATE if pool.dtype == torch.float32 else ROUNDING[pool.dtype]
     assert_close("states", x["initial_state"][used], states[live], limit)
     same = [slot for slot in range(len(pool)) if slot not in used]

@@ -220,11 +220,13 @@ def test_a_backward_beside_a_capture():
 def test_a_link_of_another_call_is_nan_and_nobody_waits():
     facts, HV, V, K = ("forward", 0.3), 2, 128, 64
     link = torch.randn(HV, V + K, K, device="cuda")
-    mine = signed(link, facts, 1, 0)
-    others = {"facts": signed(link, ("forward", 0.5), 1, 0), "line": signed(link, facts, 2, 0)}
+    mine, *others = (
+        signed([link], of_call, [passes])
+        for of_call, passes in ((facts, (1, 0)), (("forward", 0.5), (1, 0)), (facts, (2, 0)))
+    )
     torch.cuda.set_sync_debug_mode("error")
     fits = folded(torch.stack([mine, mine]), range(1), V, facts, 0)
-    foreign = {n: folded(torch.stack([x, mine]), range(1), V, facts, 0) for n, x in others.items()}
+    foreign = [folded(torch.stack([x, mine]), range(1), V, facts, 0) for x in others]
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(fits, link[:, :V])
-    assert all(x.isnan().all() for x in foreign.values())
+    assert all(x.isnan().all() for x in foreign)

@@ -28,7 +28,7 @@ SIZES = {
 }  # fmt: skip
 # Every expert takes every token: rounding would send a few tokens to others, and no two arms agree.
 ALL_EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 64}
-LIMIT = 0.1  # relative L2: bf16 through four layers and back
+LIMIT = 0.15  # relative L2, bf16: torch's own a_proj of OlmoHybrid has 0.116
 RATIO = 1.5  # of the errors, packed over alone
 CLIP = 0.2
 
