@@ -14,6 +14,7 @@ from qla_kernels import (
     packed_decode_gated_delta_rule,
 )
 from qla_kernels.selftest import gdn_step
+from qla_kernels.selftest.gdn_recurrent import STATE
 from tests.compare import assert_close
 
 pytestmark = pytest.mark.hopper
@@ -120,13 +121,13 @@ def test_layers_in_a_row_and_graphs():
 
 
 def test_the_norm_is_that_of_the_rule_alone():
-    """The rule's arithmetic is that of recurrent: states have its bits."""
+    """The rule's arithmetic is that of recurrent, but for what the compiler fuses in each."""
     x = moved(step(9, (4, 16)))
     y = {**x, "initial_state": x["initial_state"].clone()}
     plain = {n: t for n, t in y.items() if n not in NORM}
     o = packed_decode_gated_delta_rule(**plain).double()[:, 0]
     found = packed_decode_gated_delta_rule(**x)
-    assert torch.equal(x["initial_state"], y["initial_state"])
+    assert_close("states", x["initial_state"], y["initial_state"], STATE)
     z, weight = x["z"].double(), x["norm_weight"].double()
     want = o * (o.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight * z * z.sigmoid()
     assert_close("y", found[:, 0], want, 6e-3)  # o was rounded
