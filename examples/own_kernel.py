@@ -133,7 +133,7 @@ def build(variant: Variant):
 
 def emulated(variant: Variant, seeds: range) -> float:
     """Returns the largest relative error over the seeds, each an order of threads and copies."""
-    from tests.emulator import EmulatedKernel  # of a checkout, like this file
+    from qla_kernels.emulator import EmulatedKernel  # of a checkout, like this file
 
     dtype = getattr(torch, variant.dtype)
     a, b = torch.randn(150, 456).to(dtype), torch.randn(72, 456).to(dtype)

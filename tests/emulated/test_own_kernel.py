@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from examples import own_kernel
-from tests.emulator import EmulationError
+from qla_kernels.emulator import EmulationError
 
 FILE = Path(own_kernel.__file__)
 RELEASE = "        tiles.release(i)\n"

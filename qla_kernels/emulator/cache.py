@@ -1,4 +1,4 @@
-"""Where lowered and compiled kernels are kept between runs: build/emulator, safe to delete."""
+"""Where lowered and compiled kernels are kept between runs; the folder is safe to delete."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+
 
 def folder() -> Path:
-    default = Path(__file__).parents[2] / "build" / "emulator"
-    return Path(os.environ.get("EMU_CACHE", default))
+    """EMU_CACHE; else build/emulator of a checkout; else a folder of the user's cache."""
+    if chosen := os.environ.get("EMU_CACHE"):
+        return Path(chosen)
+    if (ROOT / "pyproject.toml").exists():
+        return ROOT / "build" / "emulator"
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "qla_kernels" / "emulator"
 
 
 @contextmanager

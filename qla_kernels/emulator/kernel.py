@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tests.emulator import process
-from tests.emulator.build import build
-from tests.emulator.errors import EmulationError
-from tests.emulator.lowering import lower
-from tests.emulator.process import Argument
+from qla_kernels.emulator import process
+from qla_kernels.emulator.build import build
+from qla_kernels.emulator.errors import EmulationError
+from qla_kernels.emulator.lowering import lower
+from qla_kernels.emulator.process import Argument
 
 SCHEDULES = ("seeded", "random", "late", "eager")
 
