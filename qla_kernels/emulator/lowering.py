@@ -28,7 +28,7 @@ class Generated:
 
 def lower(prim_func: Any, pass_configs: Mapping[str, object]) -> Generated:
     """Lowers for sm_90a; the result is kept on disk, keyed by the function's text."""
-    tilelang = _tilelang()
+    tilelang = imported()
     from tilelang.transform.pass_config import normalize_pass_configs
     from tvm import transform
     from tvm.target import Target
@@ -82,10 +82,11 @@ def _launched_with(attrs: Any) -> tuple[tuple[int, ...], int]:
 
 def version() -> str:
     """TileLang's."""
-    return str(_tilelang().__version__)
+    return str(imported().__version__)
 
 
-def _tilelang() -> Any:
+def imported() -> Any:
+    """Imports and returns TileLang; Unsupported if that fails."""
     try:
         return importlib.import_module("tilelang")  # before tvm: it makes its own importable
     except ImportError as error:
