@@ -5,8 +5,8 @@
     python -m qla_kernels.check gdn.fused_fwd --all                        every variant
 
 Inspection and emulation run at the same time and need no GPU. The cases are in
-qla_kernels/selftest; the emulator is in the repository and not in the wheel. The exit status is 1
-if something that ran failed.
+qla_kernels/selftest; the emulated tests are in the repository and not in the wheel. The exit status
+is 1 if something that ran failed.
 """
 
 import argparse

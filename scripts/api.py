@@ -22,6 +22,7 @@ PACKAGES = {
     "qla_kernels.hybrid": "Shared prompts of models with gated delta nets",
     "qla_kernels.conv": "Causal convolution",
     "qla_kernels.sparse_ring": "Sparse attention, on one GPU or a ring",
+    "qla_kernels.emulator": "TileLang kernels of your own, on CPU tensors",
 }
 # Of the integrations: what a user calls. Names that a module does not have yet are left out.
 INTEGRATIONS = {
@@ -36,7 +37,7 @@ INTEGRATIONS = {
     "sglang": ("register",),
 }
 PROGRAMS = (
-    "info", "selftest", "warmup", "build", "sparse_ring.measure", "check", "inspect",
+    "info", "selftest", "warmup", "build", "sparse_ring.measure", "check", "inspect", "emulator",
 )  # fmt: skip
 
 HEADER = """\

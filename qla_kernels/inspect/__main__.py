@@ -1,6 +1,6 @@
-"""The inspector's command line; see `python -m qla_kernels.inspect --help`.
+"""Compiles kernels for sm_90a, without a GPU, and compares them with their schedules.
 
-It takes kernels of this package by name, and any TileLang kernel by its file:
+Kernels of this package go by their names, any other TileLang kernel by its file:
 
     python -m qla_kernels.inspect gdn.l2norm
     python -m qla_kernels.inspect my_kernels/gemm.py
@@ -14,20 +14,21 @@ missing, no variant matches, or a kernel does not compile.
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from qla_kernels import jit
-from qla_kernels.errors import Unsupported, need
+from qla_kernels.errors import Unsupported
 from qla_kernels.inspect.gather import Facts, facts
 from qla_kernels.inspect.rules import check
+from qla_kernels.kernel_file import chosen, kernel_of
 from qla_kernels.tile.schedule import Schedule
 
+NEEDS = ("VARIANTS", "schedule", "build")  # of a file
 # instructions worth a count, in this order
 SHOWN = (
     "HGMMA", "QGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "LDGSTS", "LDSM", "STSM",
@@ -37,9 +38,12 @@ SHOWN = (
 
 
 def main(arguments: list[str] | None = None) -> int:
+    assert __doc__
     parser = argparse.ArgumentParser(
         prog="python -m qla_kernels.inspect",
-        description="Compile kernels for sm_90a, without a GPU, and compare them with schedules.",
+        description=__doc__.partition("\n")[0],
+        epilog=__doc__.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     said = "family, family.kernel, or a .py file with a kernel of yours; all of ours when left out"
     parser.add_argument("kernel", nargs="?", help=said)
@@ -74,33 +78,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _selected(wanted: str | None, text: str, exact: str) -> Iterator[tuple[jit.Kernel, Any]]:
     file = Path(wanted or "")
-    family, _, name = ("", "", "") if file.suffix == ".py" else (wanted or "").partition(".")
-    known = [kernel_of(file)] if file.suffix == ".py" else jit.kernel_modules(family or None)
+    of_file = file.suffix == ".py"
+    family, _, name = ("", "", "") if of_file else (wanted or "").partition(".")
+    known = [kernel_of("inspect", file, NEEDS)] if of_file else jit.kernel_modules(family or None)
     for kernel in known:
         if name in ("", kernel.name):
-            for variant in kernel.module.VARIANTS:
-                same = exact in ("", jit.variant_id(variant))
-                if same and text in jit.label(kernel.module, variant):
-                    yield kernel, variant
-
-
-def kernel_of(file: Path) -> jit.Kernel:
-    """Imports a file outside the package and returns its kernel, named after the file.
-
-    Raises Unsupported if there is no such file, or if it is not the file of a kernel.
-    """
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise Unsupported(need("inspect", f"no file {file}", "one", "check the path"))
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    absent = [x for x in ("VARIANTS", "schedule", "build") if not hasattr(module, x)]
-    if absent:
-        got, needs = f"{file} without {' and '.join(absent)}", "VARIANTS, schedule and build"
-        fix = "see the docstring of qla_kernels/inspect/__main__.py"
-        raise Unsupported(need("inspect", got, needs, fix))
-    module.PASS_CONFIGS = getattr(module, "PASS_CONFIGS", {})
-    return jit.Kernel("", file.stem, cast(jit.KernelModule, module))
+            yield from ((kernel, variant) for variant in chosen(kernel, text, exact))
 
 
 def _report(

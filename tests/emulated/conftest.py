@@ -10,6 +10,7 @@ import pytest
 from qla_kernels import device, jit
 from qla_kernels.conv import launch as launch_conv
 from qla_kernels.conv import update as conv_update
+from qla_kernels.emulator import EmulatedKernel
 from qla_kernels.gdn.decode import api as decode
 from qla_kernels.gdn.decode import launch as launch_decode
 from qla_kernels.gdn.decode import packed, verify
@@ -18,7 +19,6 @@ from qla_kernels.gdn.prefill import launch as launch_prefill
 from qla_kernels.hybrid import step
 from qla_kernels.sparse_ring import launch as launch_sparse_ring
 from qla_kernels.sparse_ring import shard
-from tests.emulator import EmulatedKernel
 
 
 @pytest.fixture(autouse=True, scope="session")

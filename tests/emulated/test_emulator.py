@@ -3,16 +3,11 @@
 import pytest
 import torch
 
+from qla_kernels.emulator import EmulatedKernel, EmulationError
 from tests.compare import assert_close
-from tests.emulator import (
-    EmulatedKernel,
-    EmulationError,
-    cases,
-    inline_samples,
-    row_samples,
-    samples,
-)
-from tests.emulator.cases import nan, tf32
+from tests.emulated import inline_samples, row_samples, samples
+from tests.emulated import sample_cases as cases
+from tests.emulated.sample_cases import nan, tf32
 
 SEEDS = range(6)
 BF16_STEP = 2.0**-8

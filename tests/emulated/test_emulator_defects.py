@@ -8,17 +8,11 @@ import tilelang
 import torch
 from torch import Tensor
 
+from qla_kernels.emulator import EmulatedKernel, EmulationError, UnknownCodeError
 from tests.compare import relative_l2
-from tests.emulator import (
-    EmulatedKernel,
-    EmulationError,
-    UnknownCodeError,
-    cases,
-    inline_samples,
-    row_samples,
-    samples,
-)
-from tests.emulator.cases import Case
+from tests.emulated import inline_samples, row_samples, samples
+from tests.emulated import sample_cases as cases
+from tests.emulated.sample_cases import Case
 
 SEEDS = range(6)
 WRONG = 0.02  # a relative error that no rounding explains
@@ -225,7 +219,7 @@ def test_unknown_functions_are_named() -> None:
     source = "__device__ void f(float* x) { tl::warp_dance(x); *x = __sinpif(*x); }"
     with pytest.raises(UnknownCodeError) as error:
         EmulatedKernel(inline_samples.calling(source, "f"))
-    for part in ("tl::warp_dance; __sinpif", tilelang.__version__, "tests/emulator/device"):
+    for part in ("tl::warp_dance; __sinpif", tilelang.__version__, "qla_kernels/emulator/device"):
         assert part in str(error.value)
 
 

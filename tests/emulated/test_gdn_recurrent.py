@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, jit
+from qla_kernels.emulator import EmulatedKernel
 from qla_kernels.selftest.gdn_recurrent import check, check_pool, decode, pooled
-from tests.emulator import EmulatedKernel
 
 WITHOUT = {"initial_state": None}
 

@@ -1,47 +1,67 @@
 """The kernel of docs/your-own-kernel.md, and the mistakes that the page says are found."""
 
-import importlib.util
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from examples import own_kernel
-from tests.emulator import EmulationError
+from qla_kernels import Unsupported
+from qla_kernels.emulator import load
+from qla_kernels.emulator.__main__ import main
+from qla_kernels.emulator.case import check
+from tests.compare import assert_close
 
 FILE = Path(own_kernel.__file__)
 RELEASE = "        tiles.release(i)\n"
 WAIT = "        T.wait_wgmma(0)  # the products read the slot until here\n"
 
 
-def edited(folder: Path, old: str, new: str) -> Any:
-    """The example with `new` in place of `old`."""
+def edited(folder: Path, old: str, new: str) -> str:
+    """The path of the example with `new` in place of `old`."""
     text = FILE.read_text()
     assert text.count(old) == 1
-    file = folder / "edited.py"
+    file = folder / FILE.name
     file.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("edited", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return str(file)
 
 
-@pytest.mark.parametrize("variant", own_kernel.VARIANTS)
-def test_numbers_are_right_in_any_order(variant):
-    limit = {"bfloat16": 2**-9, "float16": 2**-12}[variant.dtype]  # half a unit in the last place
-    assert own_kernel.emulated(variant, range(6)) < limit
+def test_numbers_are_right_in_any_order(capsys):
+    assert main([str(FILE)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "ok    own_kernel-bf16",
+        "ok    own_kernel-fp16",
+    ]
 
 
-def test_a_slot_that_is_never_given_back_is_a_deadlock(tmp_path):
-    kernel = edited(tmp_path, RELEASE, "")
+def test_a_slot_that_is_never_given_back_is_a_deadlock(tmp_path, capsys):
+    assert main([edited(tmp_path, RELEASE, ""), "--variant", "bf16"]) == 1
     said = "deadlock: no thread can move(.|\n)*waiting for tiles_free.0.*needs 128 of 128 arrivals"
-    with pytest.raises(EmulationError, match=said):
-        kernel.emulated(kernel.VARIANTS[0], range(1))
+    assert re.match(f"WRONG own_kernel-bf16, seed 0: .*{said}", capsys.readouterr().out)
 
 
-def test_a_slot_that_is_given_back_too_early_changes_numbers(tmp_path):
+def test_a_slot_that_is_given_back_too_early_changes_numbers(tmp_path, capsys):
     """With more steps than slots; the emulator multiplies when the wait forces it to."""
-    kernel = edited(tmp_path, WAIT + RELEASE, RELEASE + WAIT)
-    assert kernel.emulated(kernel.VARIANTS[0], range(6)) > 0.1
+    file = edited(tmp_path, WAIT + RELEASE, RELEASE + WAIT)
+    assert main([file, "--variant", "bf16"]) == 1
+    wrong = r"WRONG own_kernel-bf16, seed \d: c: relative L2 (\S+) > "
+    (error,) = re.findall(wrong, capsys.readouterr().out)
+    assert float(error) > 0.1
+
+
+def test_a_variant_of_a_file_is_called_with_tensors():
+    kernel = load(FILE, "fp16")
+    assert kernel.parameters == ["a", "b", "c"]
+    a, b, c = (x.clone() for x in own_kernel.case(own_kernel.VARIANTS[1]).arguments)
+    kernel(a, b, c, seed=3)
+    assert_close("c", c, a.double() @ b.double().T, 2**-12)
+    with pytest.raises(Unsupported, match=r"no variant 'k64' in .*; need one of bf16, fp16; "):
+        load(FILE, "k64")
+
+
+def test_a_case_expects_numbers_of_tensors_that_the_kernel_has():
+    kernel, case = load(FILE), own_kernel.case(own_kernel.VARIANTS[0])
+    for expected in ({"d": case.expected["c"]}, {}):
+        with pytest.raises(Unsupported, match=r"expected numbers of (d|no tensor); need"):
+            check(kernel, case._replace(expected=expected), seed=0)

@@ -1,7 +1,7 @@
 """The public functions on CPU tensors, by the generated sm_90a code: for `--emulated`.
 
-The operators' launches are called in place of the reference, and what they compile runs in
-tests/emulator. Each kernel takes g++ 20 to 60 s the first time, and is kept in build/emulator.
+The operators' launches are called in place of the reference, and qla_kernels.emulator runs what
+they compile. Each kernel takes g++ 20 to 60 s the first time, and is kept in build/emulator.
 """
 
 import functools
@@ -18,6 +18,7 @@ from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.dualkv import ops as dualkv_ops
 from qla_kernels.dualkv import tables
 from qla_kernels.dualkv.shapes import KEY_TILES
+from qla_kernels.emulator import EmulatedKernel
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.gdn.decode import launch as launch_recurrent
@@ -29,7 +30,6 @@ from qla_kernels.gdn.tree import ops as tree_ops
 from qla_kernels.hybrid import step
 from qla_kernels.sparse_ring import build, gradients, ring
 from qla_kernels.sparse_ring import launch as sparse_launch
-from tests.emulator import EmulatedKernel
 
 SMS = 4  # so that plans for few SMs cut sequences into segments
 

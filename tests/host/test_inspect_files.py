@@ -48,7 +48,7 @@ def test_a_file_with_a_kernel_is_inspected(tmp_path, monkeypatch, capsys):
     ("text", "said"),
     [
         (None, "no file {}; need one; check the path"),
-        (KERNEL, "{} without build; need VARIANTS, schedule and build; see the docstring of"),
+        (KERNEL, "{} without build; need VARIANTS, schedule and build; see python -m"),
     ],
 )
 def test_a_file_that_is_no_kernel_is_refused(tmp_path, capsys, text, said):

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "qla_kernels"
 KERNELS = [file for file in SOURCES if "kernels" in file.parent.parts]  # and what they share
 TILE = [file for file in SOURCES if file.parent == PACKAGE / "tile"]
 # what knows TileLang besides: how it compiles, and the tools around that
-COMPILING = {"jit.py", "build.py", "warmup.py", "info.py", "inspect", "check.py"}
+COMPILING = {"jit.py", "build.py", "warmup.py", "info.py", "inspect", "check.py", "emulator"}
 COMPILING |= {"shared_memory.py"}
 
 

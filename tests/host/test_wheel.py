@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from qla_kernels.emulator import cache
 from qla_kernels.native import prebuilt
 from tests.limits import HANG
 from tests.native import made_up, standin
@@ -104,6 +105,15 @@ def test_contents(wheel):
     assert not package, "files that the checkout does not have"
     assert "qla_kernels/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_emulator_s_headers_are_in_it(wheel):
+    inside = {info.filename: info for info in zipfile.ZipFile(wheel).infolist()}
+    emulator = ROOT / "qla_kernels" / "emulator"
+    files = [*emulator.glob("device/*.h"), *emulator.glob("runtime/*")]
+    names = [file.relative_to(ROOT).as_posix() for file in files]
+    assert len(names) > 20
+    assert sum(inside[name].compress_size for name in names) < 100_000
 
 
 def metadata(wheel: Path, name: str) -> Message:
@@ -202,6 +212,15 @@ def test_doctor_runs(installed, tmp_path):
     report = json.loads(run(installed, "-m", "qla_kernels.info", "--json", cwd=tmp_path))
     assert report["paths"]["CPU tensors"] == "qla_kernels.reference, chunked"
     assert Path(report["qla_kernels"]["folder"]).is_relative_to(installed.parents[1])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_kernel_of_one_s_own_is_emulated(installed, tmp_path):
+    pytest.importorskip("tilelang", reason="lowers a kernel")
+    file = shutil.copy(ROOT / "examples" / "own_kernel.py", tmp_path)
+    command = ("-m", "qla_kernels.emulator", file, "--variant", "bf16", "--seeds", "1")
+    said = run(installed, *command, cwd=tmp_path, EMU_CACHE=str(cache.folder()))
+    assert said.startswith("ok    own_kernel-bf16: 1 seeds, largest relative error ")
 
 
 def test_fingerprint_is_that_of_the_checkout(installed, tmp_path):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from qla_kernels import jit
+from qla_kernels.emulator.lowering import lower
 from qla_kernels.inspect import sass
-from tests.emulator.lowering import lower
 
 INCLUDE = re.compile(r"^#include .*|^#pragma once", re.MULTILINE)
 

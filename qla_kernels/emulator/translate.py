@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import tilelang
-
-from tests.emulator.errors import UnknownCodeError
+from qla_kernels.emulator.errors import UnknownCodeError
+from qla_kernels.emulator.lowering import version
 
 # Inline assembly that TileLang's code generator writes, and what it stands for.
 ASSEMBLY = {
@@ -31,7 +30,7 @@ def device(source: str, launch_parameters: Mapping[str, list[str]]) -> str:
     if sorted(kernels) != sorted(launch_parameters):
         raise UnknownCodeError(
             f"kernels {kernels} in the generated source, {sorted(launch_parameters)} in its module;"
-            f" TileLang {tilelang.__version__} writes kernels in a form that translate.py does not"
+            f" TileLang {version()} writes kernels in a form that translate.py does not"
             " recognise"
         )
     source = re.sub(r"^#if defined\(_MSC_VER\).*?^#endif\n", "", source, flags=re.M | re.S)
@@ -69,7 +68,7 @@ def _assembly(source: str) -> str:
         instructions = "; ".join(sorted({re.sub(r"\\[nt]|[{};]", "", text) for text in unknown}))
         raise UnknownCodeError(
             f"inline assembly that the emulator does not know: {instructions} (TileLang"
-            f" {tilelang.__version__}); add it to ASSEMBLY in tests/emulator/translate.py, or use"
+            f" {version()}); add it to ASSEMBLY in qla_kernels/emulator/translate.py, or use"
             " the tl:: function that wraps it"
         )
     return source

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tilelang  # first: it makes its own tvm importable
-from tilelang.transform.pass_config import normalize_pass_configs
-from tvm import transform
-from tvm.target import Target
-
-from tests.emulator.cache import folder, write
-
-TARGET = {"kind": "cuda", "arch": "sm_90a"}
+from qla_kernels.emulator.cache import folder, write
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.jit import TARGET
 
 
 @dataclass(frozen=True)
-class Lowered:
+class Generated:
     name: str
     parameters: list[str]
     device: str
     host: str
     launch_parameters: dict[str, list[str]]  # device function -> what the host passes last
-    functions: dict[
-        str, tuple[tuple[int, ...], int]
-    ]  # of them: threads along x, y, z; shared memory
+    # of each device function: threads along x, y, z; bytes of dynamic shared memory
+    functions: dict[str, tuple[tuple[int, ...], int]]
 
 
-def lower(prim_func: Any, pass_configs: Mapping[str, object]) -> Lowered:
+def lower(prim_func: Any, pass_configs: Mapping[str, object]) -> Generated:
     """Lowers for sm_90a; the result is kept on disk, keyed by the function's text."""
+    tilelang = imported()
+    from tilelang.transform.pass_config import normalize_pass_configs
+    from tvm import transform
+    from tvm.target import Target
+
     configs = normalize_pass_configs(dict(pass_configs))
     name = str(prim_func.attrs["global_symbol"])
     options = str(sorted(map(str, configs.items())))
@@ -40,12 +40,12 @@ def lower(prim_func: Any, pass_configs: Mapping[str, object]) -> Lowered:
     key = "\n".join([Path(__file__).read_text(), tilelang.__version__, options, name, text])
     path = folder() / "lowered" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     if path.exists():
-        return Lowered(**json.loads(path.read_text()))
+        return Generated(**json.loads(path.read_text()))
 
     target = Target(TARGET)
     with transform.PassContext(opt_level=3, config=configs), target:
         artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=True)
-    lowered = Lowered(
+    lowered = Generated(
         name=name,
         parameters=[
             prim_func.buffer_map[p].name if p in prim_func.buffer_map else p.name
@@ -70,7 +70,7 @@ def _launch_parameters(function: Any) -> list[str]:
     for name, value in function.attrs.items():
         if name.endswith("kernel_launch_params"):
             return [str(parameter) for parameter in value]
-    raise RuntimeError(f"TileLang {tilelang.__version__}: {function} has no launch parameters")
+    raise RuntimeError(f"TileLang {version()}: {function} has no launch parameters")
 
 
 def _launched_with(attrs: Any) -> tuple[tuple[int, ...], int]:
@@ -78,3 +78,17 @@ def _launched_with(attrs: Any) -> tuple[tuple[int, ...], int]:
     extent = attrs["thread_extent"]
     block = tuple(int(extent.get(f"threadIdx.{axis}", 1)) for axis in "xyz")
     return block, int(attrs.get("dyn_shared_memory_buf", 0))
+
+
+def version() -> str:
+    """TileLang's."""
+    return str(imported().__version__)
+
+
+def imported() -> Any:
+    """Imports and returns TileLang; Unsupported if that fails."""
+    try:
+        return importlib.import_module("tilelang")  # before tvm: it makes its own importable
+    except ImportError as error:
+        got, fix = f"tilelang cannot be imported ({error})", "pip install 'qla-kernels[compile]'"
+        raise Unsupported(need("qla_kernels.emulator", got, "TileLang", fix)) from error

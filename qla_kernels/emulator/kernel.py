@@ -6,21 +6,27 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tests.emulator import process
-from tests.emulator.build import build
-from tests.emulator.errors import EmulationError
-from tests.emulator.lowering import lower
-from tests.emulator.process import Argument
+from qla_kernels.emulator import process
+from qla_kernels.emulator.build import build
+from qla_kernels.emulator.errors import EmulationError
+from qla_kernels.emulator.lowering import lower
+from qla_kernels.emulator.process import Argument
+from qla_kernels.errors import need
 
 SCHEDULES = ("seeded", "random", "late", "eager")
 
 
 class EmulatedKernel:
-    """Lowers and builds once (both are cached on disk); each call is one launch.
+    """A kernel, lowered and compiled once (both are kept on disk); each call is one launch.
 
-    kernel(*arguments, seed=n) writes outputs into the tensors passed, which may be views, and
-    raises EmulationError with a report when the kernel breaks a rule. Seeds give different
-    interleavings of threads and copies.
+    `prim_func` is a PrimFunc of TileLang, such as `f.get_tir(..)` of a tilelang.jit function;
+    `pass_configs` are those that tilelang.compile would take. `share_named_barriers` allows two
+    sets of warps to use one named barrier, if the kernel orders them by other means.
+
+    `kernel(*arguments, seed=n)` takes the PrimFunc's arguments, outputs included: CPU tensors,
+    which may be views, numbers and None. It writes into the tensors. It raises EmulationError with
+    a report if the kernel breaks a rule, or needs more CPU seconds than `time_limit` (EMU_TIMEOUT,
+    240). A seed fixes the order of threads and copies; test with 0 to 5.
     """
 
     def __init__(
@@ -29,17 +35,30 @@ class EmulatedKernel:
         pass_configs: Mapping[str, object] | None = None,
         share_named_barriers: bool = False,
     ) -> None:
+        if not hasattr(prim_func, "buffer_map"):
+            got, fix = type(prim_func).__name__, "call get_tir(..) of a tilelang.jit function"
+            raise TypeError(need("EmulatedKernel", f"got {got}", "a PrimFunc", fix))
         self.lowered = lower(prim_func, pass_configs or {})
         self.executable = build(self.lowered)
         self.share_named_barriers = share_named_barriers
 
+    @property
+    def name(self) -> str:
+        """The PrimFunc's name."""
+        return self.lowered.name
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the PrimFunc's parameters, in its order."""
+        return self.lowered.parameters
+
     def __call__(
         self, *arguments: Argument, seed: int = 0, time_limit: float | None = None
     ) -> None:
-        names = self.lowered.parameters
+        names = self.parameters
         if len(arguments) != len(names):
             raise TypeError(
-                f"{self.lowered.name} takes {len(names)} arguments ({', '.join(names)}),"
+                f"{self.name} takes {len(names)} arguments ({', '.join(names)}),"
                 f" got {len(arguments)}"
             )
         schedule = os.environ.get("EMU_SCHEDULE", "seeded")

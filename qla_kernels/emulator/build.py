@@ -7,17 +7,17 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-import tilelang
-
-from tests.emulator import translate
-from tests.emulator.cache import folder, locked, write
-from tests.emulator.errors import EmulationError, UnknownCodeError
-from tests.emulator.lowering import Lowered
+from qla_kernels.emulator import translate
+from qla_kernels.emulator.cache import folder, locked, write
+from qla_kernels.emulator.errors import EmulationError, UnknownCodeError
+from qla_kernels.emulator.lowering import Generated, version
+from qla_kernels.errors import Unsupported, need
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=c++20", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
@@ -40,7 +40,7 @@ UNKNOWN = [
 ]
 
 
-def build(lowered: Lowered) -> Path:
+def build(lowered: Generated) -> Path:
     """The executable of a lowered kernel; its folder also holds the translated sources."""
     sources = {
         "kernel.cpp": translate.device(lowered.device, lowered.launch_parameters),
@@ -92,12 +92,14 @@ def _runtime() -> Path:
     return place
 
 
-def _compile(source: Path, target: Path, flags: list[str], lowered: Lowered | None = None) -> None:
+def _compile(
+    source: Path, target: Path, flags: list[str], lowered: Generated | None = None
+) -> None:
     arguments = [*FLAGS, *_architecture()[1:], *flags, f"-I{HERE}", "-c", str(source)]
     _run([*arguments, "-o", str(target)], lowered, source)
 
 
-def _run(arguments: list[str], lowered: Lowered | None, source: Path) -> None:
+def _run(arguments: list[str], lowered: Generated | None, source: Path) -> None:
     command = [_architecture()[0], *arguments]
     result = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}, check=False
@@ -115,26 +117,33 @@ def _run(arguments: list[str], lowered: Lowered | None, source: Path) -> None:
     if lowered is None or not names:
         raise EmulationError(f"g++ failed on {source}:\n{result.stderr[:4000]}")
     raise UnknownCodeError(
-        f"{lowered.name}: TileLang {tilelang.__version__} generated code that the emulator does"
-        f" not know: {'; '.join(names)}. Add it under tests/emulator/device (README.md, 'Teaching"
-        f" it something new'). Translated source: {source}. First message: {first}"
+        f"{lowered.name}: TileLang {version()} generated code that the emulator does"
+        f" not know: {'; '.join(names)}. Add it under qla_kernels/emulator/device (README.md there,"
+        f" 'Teaching it something new'). Translated source: {source}. First message: {first}"
     )
 
 
 @cache
 def _architecture() -> tuple[str, ...]:
-    """The compiler's path, and flags for this processor."""
+    """The compiler's path, and flags for this processor; Unsupported without a compiler."""
+    if not sys.platform.startswith("linux"):
+        raise _lacks(f"found {sys.platform}", "Linux", "run it in a Linux container")
     compiler = shutil.which("g++")
     if compiler is None:
-        raise EmulationError("the emulator needs g++ 11 or newer, found none; apt install g++")
-    version = subprocess.run(
+        raise _lacks("found no g++", "g++ 11 or newer", "apt install g++")
+    found = subprocess.run(
         [compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    if int(version.split(".")[0]) < 11:
-        raise EmulationError(f"the emulator needs g++ 11 or newer, found {version} at {compiler}")
+    if int(found.split(".")[0]) < 11:
+        fix = "put a newer one first in PATH, under the name g++"
+        raise _lacks(f"found g++ {found} at {compiler}", "g++ 11 or newer", fix)
     processor = Path("/proc/cpuinfo").read_text()
     wide = all(re.search(rf"\b{flag}\b", processor) for flag in ("avx2", "fma", "f16c", "bmi2"))
     return (compiler, "-march=x86-64-v3") if wide else (compiler,)
+
+
+def _lacks(got: str, needs: str, fix: str) -> Unsupported:
+    return Unsupported(need("qla_kernels.emulator", got, needs, fix))
 
 
 def _digest(texts: list[str]) -> str:

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from tests.emulator.errors import EmulationError
-from tests.limits import HANG
+from qla_kernels.emulator.errors import EmulationError
 
 PAGE = mmap.PAGESIZE
 ALIGNMENT = 256  # of a device allocation; less where a storage would not end at its pages' edge,
 PIECE = 16  # but no less than what TMA reads in; integers are read one by one
+HANG = 1500.0  # seconds of waiting for a launch, or PATIENCE times its limit if that is more:
+PATIENCE = 6  # the limit counts the time in which it computes, and it is not alone on its machine
 POISON = 0xFF  # fills what lies between a storage and its guard pages
 
 DTYPES = {  # DLPack code and bits
@@ -80,7 +81,7 @@ def run(
             f"region {r.begin} {r.data - r.begin} {r.storage.numel()} {','.join(r.names)}"
             for r in regions
         ]
-        _call(executable, "\n".join(lines + words), file)
+        _call(executable, "\n".join(lines + words), file, max(HANG, PATIENCE * time_limit))
         for region in regions:
             _check_poison(shared, region)
         for region in regions:
@@ -138,7 +139,7 @@ def _scalar(name: str, argument: Argument) -> str:
     raise TypeError(f"{name}: got {type(argument).__name__}; need a tensor, a number or None")
 
 
-def _call(executable: Path, arguments: str, file: int) -> None:
+def _call(executable: Path, arguments: str, file: int, patience: float) -> None:
     try:
         result = subprocess.run(
             [executable],
@@ -147,11 +148,11 @@ def _call(executable: Path, arguments: str, file: int) -> None:
             text=True,
             errors="replace",
             pass_fds=[file],
-            timeout=HANG,  # its own limit counts the time in which it computes
+            timeout=patience,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EmulationError(f"killed after {HANG:g} s without a report of its own") from None
+        raise EmulationError(f"killed after {patience:g} s without a report of its own") from None
     sys.stdout.write(result.stdout)  # T.print
     if result.returncode:
         raise EmulationError(

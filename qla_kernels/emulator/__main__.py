@@ -1,0 +1,78 @@
+"""Emulates the kernel of a file, in several orders of its threads and copies.
+
+    python -m qla_kernels.emulator my_kernels/gemm.py
+    python -m qla_kernels.emulator my_kernels/gemm.py --variant bf16 --seeds 20
+
+The file defines `VARIANTS`, instances of a NamedTuple with the values that change generated code;
+`build(variant)`, which returns the PrimFunc; and `case(variant)`, which returns a
+qla_kernels.emulator.Case: the arguments of a launch, and the numbers that should come out. It is
+called once a seed, with torch.manual_seed of the same number. `PASS_CONFIGS` is a dict of
+TileLang's, empty if left out.
+
+The exit status is 0 if the numbers of every variant are right for every seed, 1 if not, 2 if a tool
+is missing, the file is not one of a kernel, or no variant matches.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qla_kernels import jit
+from qla_kernels.emulator.case import NEEDS, check, emulated
+from qla_kernels.emulator.errors import EmulationError
+from qla_kernels.errors import Unsupported
+from qla_kernels.kernel_file import chosen, kernel_of
+
+SEEDS = 6  # late copies and random ones, faulting pages before tensors and behind: README.md
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        prog="python -m qla_kernels.emulator",
+        description=__doc__.partition("\n")[0],
+        epilog=__doc__.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, help="a .py file with a kernel of yours")
+    parser.add_argument("--variant", default="", help="only variants whose name contains this")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"left out: {SEEDS}")
+    options = parser.parse_args(arguments)
+    try:
+        kernel = kernel_of("emulator", options.file, (*NEEDS, "case"))
+        outcomes = [
+            _right(kernel.module, variant, options.seeds)
+            for variant in chosen(kernel, options.variant)
+        ]
+    except Unsupported as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not outcomes:
+        ids = ", ".join(map(jit.variant_id, kernel.module.VARIANTS))
+        print(f"no variant matches; variants: {ids}", file=sys.stderr)
+        return 2
+    return 0 if all(outcomes) else 1
+
+
+def _right(module: Any, variant: Any, seeds: int) -> bool:
+    """Prints what came out, and returns whether it is right for every seed."""
+    name, largest, where = jit.label(module, variant), 0.0, "not built"
+    try:
+        kernel = emulated(module, variant)
+        for seed in range(seeds):
+            where = f"seed {seed}"
+            torch.manual_seed(seed)
+            largest = max(largest, check(kernel, module.case(variant), seed))
+    except (AssertionError, EmulationError) as error:
+        print(f"WRONG {name}, {where}: {error}", flush=True)
+        return False
+    print(f"ok    {name}: {seeds} seeds, largest relative error {largest:.1e}", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

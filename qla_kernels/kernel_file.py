@@ -1,0 +1,36 @@
+"""Imports kernels of files outside the package, for `inspect` and `emulator`."""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from qla_kernels import jit
+from qla_kernels.errors import Unsupported, need
+
+
+def kernel_of(tool: str, file: Path, needs: Sequence[str]) -> jit.Kernel:
+    """Imports a file and returns its kernel, named after the file.
+
+    `needs` are the names that `tool` uses, such as VARIANTS. Raises Unsupported if there is no such
+    file, or if it does not define them all.
+    """
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise Unsupported(need(tool, f"no file {file}", "one", "check the path"))
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if absent := [name for name in needs if not hasattr(module, name)]:
+        wanted = f"{', '.join(needs[:-1])} and {needs[-1]}"
+        fix = f"see python -m qla_kernels.{tool} --help"
+        raise Unsupported(need(tool, f"{file} without {' and '.join(absent)}", wanted, fix))
+    module.PASS_CONFIGS = getattr(module, "PASS_CONFIGS", {})
+    return jit.Kernel("", file.stem, cast(jit.KernelModule, module))
+
+
+def chosen(kernel: jit.Kernel, text: str, exact: str = "") -> Iterator[Any]:
+    """Yields the variants whose label contains `text`, or of them the one whose id is `exact`."""
+    for variant in kernel.module.VARIANTS:
+        same = exact in ("", jit.variant_id(variant))
+        if same and text in jit.label(kernel.module, variant):
+            yield variant
