@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..harness.floor import Work
 from ..harness.truth import Truth
+from ..hybrid.step import inputs_of_beta
 from .pool import pool_of, shuffled
 from .workloads import PoolDecode
 
@@ -70,7 +71,8 @@ def decode_inputs(
     # first, and from one seed: input sets have the same weights
     weights = torch.linspace(-3, 1, HV, device=device), normal(HV)
     generator.manual_seed(seed)
-    rows, gates = normal(N, workload.channels).to(dtype), normal(N, 2 * HV).to(dtype)
+    rows = normal(N, workload.channels).to(dtype)
+    gates = torch.cat([normal(N, HV), inputs_of_beta(normal(N, HV))], 1).to(dtype)
     inputs = DecodeInputs(rows, gates, normal(workload.live, HV, D, D), weights)
     for part in _parts(workload):
         _, k, v, d, beta = prepared(workload, inputs, part)
