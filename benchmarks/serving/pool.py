@@ -25,3 +25,8 @@ def shuffled(count: int, seed: int, device: torch.device) -> tuple[Tensor, int]:
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count + others, generator=generator)[:count] + 1
     return order.to(device, torch.int32), 1 + count + others
+
+
+def from_minus_one(slots: Tensor) -> Tensor:
+    """Slots of an interface in which -1 is padding, and slot 0 is a state."""
+    return torch.where(slots == 0, -1, slots)

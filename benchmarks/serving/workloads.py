@@ -149,7 +149,7 @@ DECODE = tuple(PoolDecode(h, sequences=n) for h in DECODE_HEADS for n in (1, 16,
 DRAFTS = tuple(
     PoolDecode(heads, sequences=count, drafts=drafts)
     for heads in DECODE_HEADS
-    for count in (1, 16, 64, 128)
+    for count in (1, 16, 64)
     for drafts in (2, 4, 8)
 )
 STEP = tuple(LayerStep(heads, count) for heads in DECODE_HEADS for count in (1, 16, 64, 256))

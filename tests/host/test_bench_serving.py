@@ -12,13 +12,15 @@ from benchmarks.gdn.workloads import GDN
 from benchmarks.harness.adapters import implementations, names_for
 from benchmarks.harness.messages import Options
 from benchmarks.harness.problems import _parts, problem_of, work_of
-from benchmarks.harness.records import OK, Result
+from benchmarks.harness.records import OK, Result, Row
 from benchmarks.harness.truth import relative_l2
 from benchmarks.harness.worker import Worker
-from benchmarks.serving import rivals
+from benchmarks.report import findings, names, pages, serving, tables
+from benchmarks.serving import engines, rivals
 from benchmarks.serving.decode import APART, batch_of
+from benchmarks.serving.engines import VLLM, SGLang
+from benchmarks.serving.flashinfer import FlashInferGathers, FlashInferPool
 from benchmarks.serving.ours import OursOneToken, OursServing, OursTwo
-from benchmarks.serving.rivals import VLLM, FlashInferGathers, FlashInferPool, SGLang
 from benchmarks.serving.workloads import (
     DECODE,
     DRAFTS,
@@ -31,6 +33,7 @@ from benchmarks.serving.workloads import (
     PoolPrefill,
 )
 from tests.host import serving_stand_ins as theirs
+from tests.host.made_up_runs import KERNELS, run_of
 from tests.host.rival_stand_ins import installed
 
 CPU = torch.device("cpu")
@@ -64,7 +67,7 @@ def truth_of(workload, inputs):
 @pytest.fixture
 def everyone(monkeypatch):
     """The rivals, computing by the definition."""
-    monkeypatch.setattr(rivals, "function", theirs.engine_function)
+    monkeypatch.setattr(engines, "function", theirs.engine_function)
     norm = {"benchmarks.serving.gated_norm": {"gated_norm": theirs.gated_norm}}
     with installed(**theirs.flashinfer()), installed(**norm):
         yield
@@ -252,7 +255,7 @@ def test_who_serves_says_so():
 def test_an_engine_without_sources_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(VLLM, "needs_cuda", False)
     monkeypatch.setattr(VLLM, "module", "torch")
-    monkeypatch.setattr(rivals.engine_functions.engine_interfaces, "UNPACKED", tmp_path)
+    monkeypatch.setattr(engines.engine_functions.engine_interfaces, "UNPACKED", tmp_path)
     said = VLLM().missing()
     assert "vllm 0.33.0" in said
     assert "python scripts/engine_interfaces.py" in said
@@ -296,3 +299,52 @@ def test_work_of_prefill_counts_states_and_checkpoints():
     halves = replace(plain, pool="bfloat16")
     read = 64 - 21
     assert work_of(plain, 2).bytes - work_of(halves, 2).bytes == (read + 64) * state * 2
+
+
+# --- pages
+
+LABELS = {way.name: way.label for way in rivals.known()}
+
+
+def run_of_serving(workloads, times, **changes):
+    """A run in which each has the given times, in ms."""
+    rows = tuple(
+        Row(
+            name=w.name, family="gdn", kind=w.kind, heads="/".join(map(str, w.heads)),
+            layout=w.layout, tokens=w.tokens, what=w.what, flops=1e9, bytes=1e9, floor_ms=0.1,
+            results=tuple(
+                Result(name, OK, p20_ms=ms, p50_ms=ms, p80_ms=ms, eager_ms=2 * ms, graph=True)
+                for name, ms in times.items()
+            ),
+        )
+        for w in workloads
+    )  # fmt: skip
+    return run_of([], rows=rows, labels=LABELS, **changes)
+
+
+def test_a_record_has_sections_and_a_table_of_rivals():
+    decode = run_of_serving(DECODE, {"ours": 1.0, "vllm": 1.5, "flashinfer_gathers": 3.0})
+    times = {"ours": 1.4, "ours_step": 1.0, "vllm": 2.1}
+    verified = run_of_serving(DRAFTS, times, id="drafts")
+    text = "\n".join(serving.section([decode, verified], KERNELS))
+    assert "| a token of each sequence | vLLM's Triton                  |     20 |" in text
+    assert "1.50 x (1.50 to 1.50)" in text
+    assert "3.00 x (3.00 to 3.00)" in text
+    assert "2 drafts 1.40 to 1.40 times, 4 drafts 1.40" in text
+    assert "kernels changed since" not in text
+    assert "kernels changed since" in "\n".join(serving.section([decode], {}))
+    assert text in findings.page([decode, verified], KERNELS).replace("\n\n", "\n")
+    page = pages.records_page([decode, verified], "gdn", KERNELS)
+    assert page.index("## Serving: decoding in a pool") < page.index("## Serving: drafts")
+    assert "Verification takes, of a decode step" in page
+    assert tables.drafts(decode) == ""
+
+
+def test_without_a_record_nothing_is_said():
+    assert serving.section([], KERNELS) == []
+    assert "## Serving" not in findings.page([], KERNELS)
+    assert "Serving:" not in pages.records_page([], "gdn", KERNELS)
+
+
+def test_kinds_have_titles():
+    assert not [w.kind for w in EVERY_ROW if "alone" in names.title_of(w.kind)]
