@@ -3,6 +3,7 @@
     python -m benchmarks.sm90                        gated delta net, all default workloads
     python -m benchmarks.sm90 gdn --quick --plot     the anchor rows; a table and figures in out/
     python -m benchmarks.sm90 gdn --set backward,short --impl ours,flash_qla --save
+    python -m benchmarks.sm90 gdn --set serving --quick   what engines call, on pools of states
 
 Shapes of your own, in any family:
 
@@ -37,7 +38,7 @@ from .attention.workloads import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RIN
 from .conv.workloads import CONV, CONV_DEFAULT
 from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
 from .harness import records
-from .harness.adapters import implementations
+from .harness.adapters import implementations, names_for
 from .harness.messages import Machine, Options
 from .harness.own_shapes import Asked, own_shapes, sizes
 from .harness.progress import Progress
@@ -46,10 +47,11 @@ from .harness.watchdog import LIMITS, Harness
 from .harness.without_gpu import WHOLE, for_cpu
 from .hybrid.workloads import HYBRID, HYBRID_DEFAULT
 from .report import tables
+from .serving.workloads import SERVING
 
 SETS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gdn": dict(GDN), "conv": dict(CONV), "dualkv": dict(DUALKV), "sparse_ring": dict(SPARSE_RING),
-    "hybrid": dict(HYBRID),
+    "gdn": {**GDN, **SERVING}, "conv": dict(CONV), "dualkv": dict(DUALKV),
+    "sparse_ring": dict(SPARSE_RING), "hybrid": dict(HYBRID),
 }  # fmt: skip
 DEFAULT = {
     "gdn": GDN_DEFAULT, "conv": CONV_DEFAULT, "dualkv": DUALKV_DEFAULT,
@@ -121,6 +123,8 @@ def select(options: argparse.Namespace) -> list[Any]:
     if options.own:
         return [w for w in options.own if fnmatch(w.name, options.only or "*")]
     names = options.set or (QUICK if options.quick else DEFAULT)[options.family]
+    if options.quick:  # of a set with few rows for that
+        names = [f"{n}-quick" if f"{n}-quick" in SETS[options.family] else n for n in names]
     found: dict[str, Any] = {}
     for workload in (w for name in names for w in SETS[options.family][name]):
         for wanted in options.direction or [workload.direction]:
@@ -210,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not workloads:
         print("no workload matches; see --list", file=sys.stderr)
         return 2
+    options.impl = options.impl or names_for(options.family, workloads)
     if options.recover:
         print(records.append(records.run_from_json(json.loads(options.recover.read_text()))))
         return 0

@@ -1,21 +1,18 @@
 """The engines' own Triton functions beside ours, on the engines' layouts.
 
-Their files are those that `python scripts/engine_interfaces.py` unpacks to build/engines; what they
-import of their engine gets stand-ins. On a GPU Triton compiles them. On a CPU its interpreter runs
-them, and ours are the reference, so that the same checks say whether both mean the same.
+benchmarks/serving/engine_functions.py loads them. On a GPU Triton compiles them. On a CPU its
+interpreter runs them, and ours are the reference, so that the same checks say whether both mean the
+same.
 """
 
-import functools
-import importlib.util
-import os
-import sys
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.serving import engine_functions
+from benchmarks.serving.engine_functions import CONVOLUTIONS, DRAFTS, PACKED
 from qla_kernels import (
     causal_conv1d_update,
     decode_gated_delta_net,
@@ -23,101 +20,18 @@ from qla_kernels import (
     verify_gated_delta_rule,
 )
 from reference import gdn
-from scripts import engine_interfaces
 
 VLLM, SGLANG = ("vllm", 0), ("sglang", -1)  # engines, and the slot of their padding
-CONVOLUTIONS = {
-    "vllm": "vllm/model_executor/layers/mamba/ops/causal_conv1d.py",
-    "sglang": f"{engine_interfaces.OPS}/mamba/causal_conv1d_triton.py",
-}
-PACKED = {
-    "vllm": f"{engine_interfaces.FLA}/fused_recurrent.py",
-    "sglang": f"{engine_interfaces.OPS}/attention/fla/fused_recurrent.py",
-}
-DRAFTS = {
-    "vllm": f"{engine_interfaces.FLA}/fused_sigmoid_gating.py",
-    "sglang": f"{engine_interfaces.OPS}/attention/linear/fused_sigmoid_gating_recurrent.py",
-}
 O, STATES = 1e-2, 2e-5  # o is rounded to 16 bits on both sides, and so are products of theirs
 ROUNDED_STATES = 1e-2
 ROUNDED_BETA = 2.0**-8  # SGLang's packed_decode rounds beta to the dtype of b; its drafts do not
 
 
-def _stand_ins() -> dict[str, dict[str, Any]]:
-    import triton
-    import triton.language as tl
-
-    def no(*_: Any, **__: Any) -> bool:
-        return False
-
-    exp, log = tl.exp, tl.log
-    if not torch.cuda.is_available():  # the interpreter replaces members of tl alone
-        exp, log = (lambda x: tl.exp(x)), (lambda x: tl.log(x))
-    platform = SimpleNamespace(
-        is_arch_support_pdl=no, is_cpu=no, is_cuda=no, is_device_capability_family=no
-    )
-    kinds = ("get_device_sm", "is_cuda", "is_gfx95_supported", "is_hip", "is_sm90_supported")
-    return {
-        "vllm.platforms": {"current_platform": platform},
-        "vllm.triton_utils": {"tl": tl, "triton": triton},
-        "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": 0, "PAD_SLOT_ID": -1},
-        "vllm.third_party.flash_linear_attention.ops.op": {"exp": exp, "log": log},
-        "sglang.kernels.jit.utils": {"is_arch_support_pdl": no},
-        "sglang.kernels.ops.attention.fla.op": {"exp": exp},
-        "sglang.kernels.ops.attention.fla.utils": {"input_guard": lambda function: function},
-        "sglang.srt.utils": dict.fromkeys(kinds, no),
-    }
-
-
-@functools.cache
-def _take_any_mask() -> None:
-    """The interpreter makes int32 of a mask that begins with a comparison of scalars."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def masked_load(self: Any, at: Any, mask: Any, *others: Any) -> Any:
-        mask.data = mask.data.astype(bool)
-        return load(self, at, mask, *others)
-
-    def masked_store(self: Any, at: Any, value: Any, mask: Any, *others: Any) -> Any:
-        mask.data = mask.data.astype(bool)
-        return store(self, at, value, mask, *others)
-
-    InterpreterBuilder.create_masked_load = masked_load
-    InterpreterBuilder.create_masked_store = masked_store
-
-
-@functools.cache
 def function(engine: str, file: str, name: str) -> Any:
     """Returns a function of an engine's file; skips the test if it or Triton is not there."""
-    path = engine_interfaces.UNPACKED / engine / file
-    if not path.exists():
-        pytest.skip(f"no sources of {engine}: python scripts/engine_interfaces.py gets them")
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # read where Triton decorates a function
-    pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        _take_any_mask()
-    before = dict(sys.modules)
-    try:
-        for full, content in _stand_ins().items():
-            parts = full.split(".")
-            for i in range(1, len(parts) + 1):
-                stand_in = sys.modules.setdefault(".".join(parts[:i]), ModuleType(parts[i - 1]))
-                stand_in.__path__ = []
-            vars(sys.modules[full]).update(content)
-        module = importlib.util.module_from_spec(
-            spec := importlib.util.spec_from_file_location(
-                file.removesuffix(".py").replace("/", "."), path
-            )
-        )
-        spec.loader.exec_module(module)
-    finally:
-        for full in set(sys.modules) - set(before):
-            if full.partition(".")[0] in ("vllm", "sglang"):
-                del sys.modules[full]
-    return getattr(module, name)
+    if reason := engine_functions.missing(engine):
+        pytest.skip(reason)
+    return engine_functions.function(engine, file, name)
 
 
 class Layer:

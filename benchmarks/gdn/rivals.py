@@ -12,7 +12,7 @@ from ..harness.adapters import Call, Implementation, Outputs
 from ..harness.timing import one_thread
 from .directions import decoding, low_level, through_autograd, two_functions
 from .inputs import GdnInputs
-from .ours import Ours, ours
+from .ours import ours
 from .workloads import KERNELS, Gdn
 
 NO_KERNEL = dict.fromkeys(KERNELS, "it has no kernel that does only this")
@@ -176,6 +176,8 @@ class Definition(Implementation):
 
 def known(family: str) -> list[Implementation]:
     rivals: list[Implementation] = [FlashQLA(), FlashInfer(), FLA()]
+    first, *serving = importlib.import_module("benchmarks.serving.rivals").known()
     if torch.cuda.is_available():
-        return [*ours(), *rivals]
-    return [Ours(), Definition(), *rivals]  # on a GPU the loop is 100,000 launches a row
+        return [first, *ours()[1:], *rivals, *serving]
+    # on a GPU the loop is 100,000 launches a row
+    return [first, Definition(), *rivals, *serving]

@@ -26,10 +26,10 @@ def gdn_truth(workload: Gdn, inputs: GdnInputs) -> Truth:
     num_key_heads = workload.heads[0]
     on_gpu = inputs.q.is_cuda
     heads = tuple(range(num_key_heads)) if on_gpu else tuple(sorted({0, num_key_heads - 1}))
-    step = _heads_at_once(workload) if on_gpu else len(heads)
+    step = heads_at_once(workload) if on_gpu else len(heads)
     parts = []
     for i in range(0, len(heads), step):
-        some = _of_heads(inputs, heads[i : i + step], num_key_heads)
+        some = of_heads(inputs, heads[i : i + step], num_key_heads)
         parts.append({name: x.float() for name, x in _evaluate(workload, some, on_gpu).items()})
     want = {name: torch.cat([p[name] for p in parts], dim=head_axis(name)) for name in parts[0]}
     # a few tokens change little of a state: bf16's limit would let wrong ones pass
@@ -37,7 +37,7 @@ def gdn_truth(workload: Gdn, inputs: GdnInputs) -> Truth:
     return Truth(want, heads, num_key_heads, in_fp32)
 
 
-def _heads_at_once(workload: Gdn) -> int:
+def heads_at_once(workload: Gdn) -> int:
     group = workload.heads[1] // workload.heads[0]
     factor = 12 if workload.direction == "fwd" else 30  # tensors of the size of v alive at once
     chunks = sum(-(-length // CHUNK) for length in workload.lengths)
@@ -45,7 +45,7 @@ def _heads_at_once(workload: Gdn) -> int:
     return max(1, min(workload.heads[0], _WORKING_SET // (8 * group * chunks * per_chunk)))
 
 
-def _of_heads(inputs: GdnInputs, heads: tuple[int, ...], num_key_heads: int) -> GdnInputs:
+def of_heads(inputs: GdnInputs, heads: tuple[int, ...], num_key_heads: int) -> GdnInputs:
     """The inputs of some key heads and their value heads, in fp64."""
     group = inputs.v.shape[2] // num_key_heads
     keys = torch.tensor(heads, device=inputs.q.device)

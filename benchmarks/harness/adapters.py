@@ -37,6 +37,8 @@ class Implementation:
     on_request = False  # left out unless it is named
     by_length = False  # it compiles for every workload anew, and keeps what it compiled on disk
     leaves_out: ClassVar[tuple[str, ...]] = ()  # results that it does not return
+    rounds: ClassVar[tuple[str, ...]] = ()  # fp32 results that it computes with 16-bit numbers
+    serves: ClassVar[tuple[str, ...]] = ()  # kinds of workloads on pools that it has a call for
     lacks: ClassVar[dict[str, str]] = {}  # by kind of workload: why it has no call for it
 
     def missing(self) -> str | None:
@@ -58,6 +60,8 @@ class Implementation:
 
     def inapplicable(self, workload: Any) -> str | None:
         """What it lacks for this workload by design; None when nothing."""
+        if workload.served and workload.kind not in self.serves:
+            return "it has no call for this on a pool of states"
         return self.lacks.get(workload.kind)
 
     def prepare(self, workload: Any, inputs: Any) -> Call:
@@ -68,6 +72,18 @@ def describe(error: BaseException) -> str:
     """One line of an exception, for a table's footnote."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def names_for(family: str, workloads: Sequence[Any]) -> list[str]:
+    """Who is timed on these workloads where nobody is named: engines are, on pools of states."""
+    everyone = [i.name for i in implementations(family)]
+    served = [workload.served for workload in workloads]
+    if not any(served):
+        return everyone
+    kinds = {workload.kind for workload in workloads if workload.served}
+    known = importlib.import_module("benchmarks.serving.rivals").known()
+    serving = [i.name for i in known if kinds & {*i.serves}]
+    return [*dict.fromkeys([*([] if all(served) else everyone), *serving])]
 
 
 def implementations(family: str, names: Sequence[str] = ()) -> list[Implementation]:

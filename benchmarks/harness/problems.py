@@ -20,6 +20,9 @@ from ..gdn.workloads import Gdn
 from ..hybrid.problem import hybrid_inputs, hybrid_truth, hybrid_work
 from ..hybrid.step import DecodeStep, step_inputs, step_truth, step_work
 from ..hybrid.workloads import HybridPart
+from ..serving.decode import decode_inputs, decode_truth, decode_work
+from ..serving.prefill import prefill_inputs, prefill_truth, prefill_work
+from ..serving.workloads import LayerStep, PoolDecode, PoolPrefill
 from .floor import Work
 from .truth import Truth
 
@@ -39,6 +42,8 @@ GDN: Parts = gdn_inputs, gdn_work, gdn_truth, "cu_seqlens"
 CONV: Parts = conv_inputs, conv_work, conv_truth, "bounds"
 HYBRID: Parts = hybrid_inputs, hybrid_work, hybrid_truth, "weights"
 STEP: Parts = step_inputs, step_work, step_truth, "weights"
+PREFILL: Parts = prefill_inputs, prefill_work, prefill_truth, "cu_seqlens"
+DECODE: Parts = decode_inputs, decode_work, decode_truth, "weights"
 LAYER: Parts = layer_inputs, layer_work, layer_truth, "weights"
 ATTENTION: Parts = attention_inputs, attention_work, attention_truth, "visible"
 
@@ -46,6 +51,7 @@ ATTENTION: Parts = attention_inputs, attention_work, attention_truth, "visible"
 def _parts(workload: Any) -> Parts:
     of_kind = {
         Gdn: GDN, Convolution: CONV, HybridPart: HYBRID, DecoderLayer: LAYER, DecodeStep: STEP,
+        LayerStep: STEP, PoolPrefill: PREFILL, PoolDecode: DECODE,
     }  # fmt: skip
     return of_kind.get(type(workload), ATTENTION)
 

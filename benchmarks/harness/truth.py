@@ -11,7 +11,7 @@ from .adapters import Outputs
 # Largest relative L2 error of a whole tensor with bf16 operands. Rounding them costs 3e-3 to 5e-3;
 # one wrong chunk in 512 makes 4e-2. Gradients of gates sum terms that cancel.
 _BF16_LIMITS = {
-    "o": 1e-2, "ht": 1e-2, "A": 1e-2,
+    "o": 1e-2, "ht": 1e-2, "kept": 1e-2, "A": 1e-2,
     "dq": 1.5e-2, "dk": 1.5e-2, "dv": 1.5e-2, "dh0": 1.5e-2, "dg": 3e-2, "dbeta": 3e-2,
     "y": 1e-2, "dx": 1.5e-2, "dw": 3e-2,  # a layer's, and the gradients of its weights
     "recall": 1e-3,  # of an index: two lines of the same mass may be taken for each other
@@ -32,6 +32,7 @@ class Truth(NamedTuple):
     num_key_heads: int
     in_fp32: tuple[str, ...] = ("g_cum",)
     slack: float = 1.0  # of several operations behind each other: times the limits of one
+    rounded: tuple[str, ...] = ()  # to bf16, whatever the operands are
 
     @torch.no_grad()
     def judge(self, got: Outputs, dtype: torch.dtype, leaves_out: tuple[str, ...] = ()) -> Verdict:
@@ -48,8 +49,9 @@ class Truth(NamedTuple):
                     errors, f"{name} has shape {tuple(found.shape)}, not {tuple(want.shape)}"
                 )
             limit = _FP32_LIMIT
-            if name not in self.in_fp32:
-                limit = _BF16_LIMITS[name.partition(".")[0]] * _OF_BF16[dtype] * self.slack
+            if name in self.rounded or name not in self.in_fp32:
+                of_dtype = _OF_BF16[torch.bfloat16 if name in self.rounded else dtype]
+                limit = _BF16_LIMITS[name.partition(".")[0]] * of_dtype * self.slack
             whole, worst, head = head_errors(found, want, head_axis(name))
             errors[name] = whole
             if not whole <= limit:  # NaN does not pass
@@ -84,4 +86,5 @@ def head_errors(got: Tensor, want: Tensor, axis: int) -> tuple[float, float, int
 
 
 def head_axis(name: str) -> int:
-    return 1 if name in ("ht", "dh0") else 2  # states [N, HV, K, V], the rest [1, T, H, ...]
+    """Of states [N, HV, K, V], and of the rest [1, T, H, ...]."""
+    return 1 if name in ("ht", "dh0", "kept") else 2

@@ -18,6 +18,7 @@ MOST_FLOPS, MOST_BYTES = 1e11, 1e9  # of a row, that the CPU path and the truth 
 MOST_TOKENS = 8192  # of a gated delta net, whose truth is a loop over tokens
 OWN_FLOPS = 2e10  # in seconds: these can be shortened to fit
 MOST_FACTOR = 1 << 16
+DECODING = ("decode", "pool_decode", "drafts", "decoding")
 NO_KERNELS = "single kernels have no CPU path"
 TOO_LONG = "they would take minutes each"
 
@@ -60,7 +61,7 @@ def _how_much(found: Sequence[Any], factors: Sequence[int]) -> str:
     low, high = min(factors, default=1), max(factors, default=1)
     times = f"{high}" if low == high else f"{low} to {high}"
     said = f", lengths {times} times shorter" if high > 1 else ""
-    if any(workload.kind == "decode" for workload in found):
+    if any(workload.kind in DECODING for workload in found):
         said += f", {times} times fewer sequences to decode"
     if any(isinstance(workload, HybridPart) for workload in found):
         said += ", layers of a small model"

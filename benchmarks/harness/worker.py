@@ -201,6 +201,7 @@ class Worker:
         result = Result(name, OK, first_call_s=first_call)
         if truth is None:
             return Entry(name, implementation, [call], result)
+        truth = truth._replace(rounded=(*truth.rounded, *implementation.rounds))
         verdict = truth.judge(call.collect(raw), problem.dtype, implementation.leaves_out)
         rounded = {
             tensor: float(f"{error:.3g}") if math.isfinite(error) else None

@@ -11,6 +11,7 @@ class Workload:
     heads: Heads
     direction: str
     dtype = "bfloat16"  # on a GPU
+    served = False  # from and into a pool of states, as engines call it
 
     @property
     def kind(self) -> str:

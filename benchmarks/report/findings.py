@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from ..harness.records import Result, Row, Run
-from . import tables
+from . import serving, tables
 from .figures import WHOLE, steps
 from .headline import (
     NOTICE,
@@ -35,6 +35,7 @@ def page(runs: Sequence[Run], digests: Digests) -> str:
     summary = [times(runs, digests), slower(runs, digests), provenance(runs, digests)]
     parts += ["## In one table", *filter(None, summary)]
     parts += ["## Gated delta net", *_gdn(runs, digests)]
+    parts += serving.section(runs, digests)
     parts += ["## Shared prompts", *_shared(runs, digests)]
     parts += ["## Sparse attention", *_sparse(runs, digests)]
     parts += ["## How it is measured", METHOD]

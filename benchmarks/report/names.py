@@ -8,7 +8,9 @@ from ..harness.records import Row
 
 TITLES = {
     "fwd": "Forward", "bwd": "Backward", "both": "Forward and backward", "decode": "Decoding",
-    "decoding": "Step of decoding", "index": "Index", "layer": "Decoder layer",
+    "decoding": "Step of decoding", "pool_prefill": "Prefill in a pool",
+    "pool_decode": "Decoding in a pool", "drafts": "Verification of drafts",
+    "index": "Index", "layer": "Decoder layer",
     "block": "Block of four layers",
     "step": "Forward and backward", "mixers": "Mixers of four layers",
     "linear": "Linear layer", "full": "Attention layer", "mlp": "MLP",

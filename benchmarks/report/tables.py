@@ -93,7 +93,7 @@ def summary(run: Run) -> str:
         if kind in ("both", "layer") or run.family != "gdn":
             parts.append(f"{title_of(kind)}; useful TFLOP/s, and peak MiB beyond the inputs")
             parts.append(_rates_and_memory(run, rows))
-    return "\n\n".join(filter(None, [*parts, steps(run), footnotes(run)]))
+    return "\n\n".join(filter(None, [*parts, steps(run), drafts(run), footnotes(run)]))
 
 
 def _summary_table(run: Run, rows: Sequence[Row], with_what: bool) -> str:
@@ -181,6 +181,17 @@ def steps(run: Run) -> str:
         body.append([*subject, *(c for three in cells for c in three)])
     title = "Forward, backward and their sum; time of flash-attn-4 / ours"
     return "\n\n".join([title, markdown(header, body, left)])
+
+
+def drafts(run: Run) -> str:
+    """How long verification takes beside a decode step of the same batch, by number of drafts."""
+    found: dict[str, list[float]] = {}
+    for row in run.rows:
+        mine, step = row.time_ms("ours"), row.time_ms("ours_step")
+        if row.kind == "drafts" and mine and step:
+            found.setdefault(row.layout.rpartition(" ")[2], []).append(mine / step)
+    said = [f"{n} drafts {min(x):.2f} to {max(x):.2f} times" for n, x in found.items()]
+    return f"Verification takes, of a decode step of the batch: {', '.join(said)}." if said else ""
 
 
 def _step_cells(pair: tuple[Row, Row], rival: str) -> list[str]:

@@ -56,6 +56,10 @@ ASIDE = {
     "gdn": {
         "filled": "Sequences that fill the GPU", "segments": "Few heads, cut into segments",
         "short": "Rollouts of many short sequences", "decode": "Decoding",
+        "serving-prefill": "Serving: prefill in a pool",
+        "serving-checkpoints": "Serving: prefill with checkpoints",
+        "serving-decode": "Serving: decoding in a pool", "serving-drafts": "Serving: drafts",
+        "serving-step": "Serving: a layer's step",
         "kernels": "Kernels alone",
     },
     "conv": {},
@@ -113,6 +117,11 @@ tokens, 12 times as fast as a dense ring of flash-attn-4 and 12 % longer than a 
 time; eight take 16.1 + 48.0 ms for 512K tokens ([note](docs/notes/sparse-ring.md), sections 12 and
 13). `torchrun -m benchmarks.ring` measures rings; they have no records yet."""
 
+SERVING_NOTE = """\
+Calls of an inference engine, on a pool of states in pages. A rival's time has all that an engine
+has to do for it: where a library takes no slots, gathers, zeros, casts and scatters. The engines'
+own functions are their Triton kernels, without the engine around them."""
+
 METHOD = """\
 - **Right first.** A result is compared with fp64 or fp32 before it is timed, and a wrong one has no
   time. [docs/records](docs/records/README.md#how-it-is-measured) says against what.
@@ -155,6 +164,18 @@ many short sequences. `filled` has the rows whose sequences and heads fill the G
 any, `segments` single sequences of few heads, which are cut; `--impl ours,ours_whole` times them
 uncut, too. `decode` is `fused_recurrent_gated_delta_rule` on batches of a few tokens, with fp32
 states given and returned, nearly all of its bytes. `kernels` times single kernels.
+
+`serving` is what an inference engine calls, and `serving --quick` twelve rows of it; each of its
+parts is a set, too. States lie in a pool of slots [HV, V, K] in random order, in pages that are
+longer than a state; slot 0 is no state. `serving-prefill` has 1, 8 and 64 prompts, every third one
+without an initial state, in pools in fp32 and bf16; it reads some slots and writes others, as
+behind a prefix cache. `serving-checkpoints` also keeps the state after every 256 tokens.
+`serving-decode` is a token of each sequence, one sequence in sixteen being padding,
+`serving-drafts` 2, 4 or 8 tokens with the state after each kept, beside our decode step of the same
+batch, `serving-step` convolution, rule, norm and gate of a layer. Rivals are FlashInfer with
+gathers and scatters around it, FlashInfer in the pool, and the Triton functions of vLLM 0.33.0 and
+SGLang 0.5.23, with a Triton norm of ours behind them in `serving-step`. SGLang keeps the states of
+drafts in a buffer. The smallest batches stay in the L2 cache between calls, for everyone.
 
 Attention has 32 query and 8 key heads of size 128. `dualkv` rows are groups of responses, each with
 one prompt: `long` prompts of 4096 to 32768 tokens (A to D), `short` batches (S1 to S8; the last

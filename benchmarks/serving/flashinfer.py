@@ -1,0 +1,164 @@
+"""Serving by FlashInfer, and by what an engine writes around it.
+
+Layouts and gates are converted before, as in all rows. Gathers, zeros, casts, copies and scatters
+are in the time: they are the work that a pool makes.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..harness.adapters import Call
+from .decode import DecodeInputs, batch_of
+from .ours import Drafted, Serves, checkpoints_of, paged, prefill_results
+from .pool import from_minus_one, pool_of, shuffled
+from .prefill import PrefillInputs, slots_of
+from .workloads import PoolDecode, PoolPrefill
+
+
+class FlashInferGathers(Serves):
+    """Its functions on gathered states: vLLM's way."""
+
+    name, label = "flashinfer_gathers", "FlashInfer, gather and scatter"
+    module, distribution = "flashinfer.gdn_prefill", "flashinfer-python"
+    serves = ("pool_prefill", "pool_decode")
+
+    def prepare(self, workload: Any, inputs: Any) -> Call:
+        if isinstance(workload, PoolPrefill):
+            return self._prefill(workload, inputs)
+        return self._decode(workload, inputs)
+
+    def _prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
+        ops, x = importlib.import_module(self.module), _Prompts(workload, inputs)
+        slots = slots_of(workload, x.v.device)
+        pool, out = paged(inputs, slots), torch.empty_like(x.v)
+        starts, ends = slots.starts.long(), slots.ends.long()
+
+        def run() -> Tensor:
+            states = pool[starts]
+            if len(slots.fresh):
+                states.index_fill_(0, slots.fresh, 0)
+            o, states = ops.chunk_gated_delta_rule(
+                *x.call, initial_state=states.float(), **x.options
+            )
+            out.copy_(o)
+            pool[ends] = states.to(pool.dtype)
+            return out
+
+        return Call(run, lambda o: prefill_results(o[None], pool[ends], x.kept), lambda: run)
+
+    def _decode(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
+        ops = importlib.import_module("flashinfer.gdn_decode")
+        batch, call = batch_of(workload, inputs), _tokens(workload, inputs)
+        slots = batch.starts.long()
+
+        def run() -> Tensor:
+            states = batch.pool[slots]
+            o, states = ops.gated_delta_rule_decode_pretranspose(state=states, **call)
+            batch.pool[slots] = states
+            return torch.as_tensor(o)
+
+        return Call(run, batch.results, lambda: run)
+
+
+class FlashInferPool(Serves):
+    """Its functions that take slots: a row of the pool is where a sequence starts and ends.
+
+    For prefill it gets a second pool to write to, so that a call can be repeated.
+    """
+
+    name, label = "flashinfer_pool", "FlashInfer, in the pool"
+    module, distribution = "flashinfer.gdn_prefill", "flashinfer-python"
+    serves = ("pool_prefill", "pool_decode", "drafts")
+
+    def prepare(self, workload: Any, inputs: Any) -> Call:
+        if isinstance(workload, PoolPrefill):
+            return self._prefill(workload, inputs)
+        return (self._verify if workload.drafts else self._decode)(workload, inputs)
+
+    def _prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
+        ops, x = importlib.import_module(self.module), _Prompts(workload, inputs)
+        fresh = slots_of(workload, x.v.device).fresh
+        slots, num_slots = shuffled(len(inputs.states), 0, x.v.device)
+        before, after = (pool_of(inputs.states, slots, num_slots) for _ in range(2))
+        rows, out = slots.long(), torch.empty_like(x.v)
+        zeroed = rows[fresh]
+
+        def run() -> Tensor:
+            if len(zeroed):
+                before.index_fill_(0, zeroed, 0)
+            o, _ = ops.chunk_gated_delta_rule(
+                *x.call, initial_state=before, output_state=after, state_indices=slots,
+                output=out, **x.options,
+            )  # fmt: skip
+            return torch.as_tensor(o)
+
+        return Call(run, lambda o: prefill_results(o[None], after[rows], x.kept), lambda: run)
+
+    def _decode(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
+        ops = importlib.import_module("flashinfer.gdn_decode")
+        batch, call = batch_of(workload, inputs), _tokens(workload, inputs)
+        slots = from_minus_one(batch.starts)
+
+        def run() -> Tensor:
+            o, _ = ops.gated_delta_rule_decode_pretranspose(
+                state=None, initial_state=batch.pool, initial_state_indices=slots, **call
+            )
+            return torch.as_tensor(o)
+
+        return Call(run, batch.results, lambda: run)
+
+    def _verify(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
+        ops = importlib.import_module("flashinfer.gdn_decode")
+        batch, x = batch_of(workload, inputs), Drafted(workload, inputs)
+        shape = len(batch.table), workload.width
+        q, k, v, a, b = (
+            y.reshape(*shape, *y.shape[1:]).contiguous() for y in (x.q[0], x.k[0], x.v[0], x.a, x.b)
+        )
+        A_log, dt_bias = inputs.weights
+        slots, table = from_minus_one(batch.starts), from_minus_one(batch.table)
+        out = torch.empty_like(v)
+
+        def run() -> Tensor:
+            o, _ = ops.gated_delta_rule_mtp(
+                q=q, k=k, v=v, initial_state=batch.pool, initial_state_indices=slots, A_log=A_log,
+                a=a, dt_bias=dt_bias, b=b, output=out, ssm_state_indices=table,
+                disable_state_update=False, use_qk_l2norm=True,
+            )  # fmt: skip
+            return torch.as_tensor(o)
+
+        return Call(run, batch.results, lambda: run)
+
+
+class _Prompts:
+    """What FlashInfer's prefill is given but for states: e^g, beta in fp32, checkpoints."""
+
+    def __init__(self, workload: PoolPrefill, inputs: PrefillInputs) -> None:
+        q, self.k, self.v = (x[0].contiguous() for x in inputs.rule[:3])
+        self.call = q, self.k, self.v, inputs.rule.g[0].exp(), inputs.rule.beta[0].float()
+        self.kept = checkpoints_of(workload, inputs)
+        self.options: dict[str, Any] = {
+            "scale": workload.head_dim**-0.5, "output_final_state": True,
+            "cu_seqlens": inputs.cu_seqlens, "use_cp": "auto", "max_seqlen": max(workload.lengths),
+        }  # fmt: skip
+        if workload.every:
+            counts = torch.arange(len(inputs.states) + 1, device=q.device)
+            self.options |= {
+                "state_checkpoints": self.kept, "checkpoint_every_n_tokens": workload.every,
+                "checkpoint_cu_starts": counts * workload.kept,
+            }  # fmt: skip
+
+
+def _tokens(workload: PoolDecode, inputs: DecodeInputs) -> dict[str, Any]:
+    """What FlashInfer's decoding is given but for states."""
+    (H, HV), D, rows = workload.heads, workload.head_dim, inputs.rows
+    parts = torch.split(rows, [H * D, H * D, HV * D], 1)
+    q, k, v = (torch.unflatten(x, 1, (-1, D))[:, None].contiguous() for x in parts)
+    a, b = (x[:, None].contiguous() for x in inputs.gates.chunk(2, 1))
+    A_log, dt_bias = inputs.weights
+    return {
+        "q": q, "k": k, "v": v, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias,
+        "output": torch.empty_like(v), "use_qk_l2norm": True,
+    }  # fmt: skip
