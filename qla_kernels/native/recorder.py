@@ -133,6 +133,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.held.append(x)
         return x
 
+    def refuse(self, problem: str) -> None:
+        """Says that the call has no program."""
+        self._problem = self._problem or problem
+
     def _place(self, x: Tensor) -> Place:
         return self._places.get(id(x), Place("unknown", 0))
 

@@ -49,6 +49,8 @@ class Recording(Protocol):
 
     def keep(self, x: Tensor) -> Tensor: ...
 
+    def refuse(self, problem: str) -> None: ...
+
 
 def active() -> Recording | None:
     """Returns the recorder of this thread, if a call is being recorded."""
@@ -65,6 +67,12 @@ def note_wait(stream: Any, other: Any) -> None:
     if (recorder := active()) is not None:
         recorder.events.append((WAIT, stream.cuda_stream, other.cuda_stream))
         recorder.held.append((stream, other))
+
+
+def note_unseen(kernel: str) -> None:
+    """Tells the recorder, if any, of a launch that TileLang does: a program cannot repeat it."""
+    if (recorder := active()) is not None:
+        recorder.refuse(f"{kernel} is not prebuilt")
 
 
 def constant(tensors: Made) -> Made:
