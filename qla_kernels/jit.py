@@ -182,7 +182,7 @@ def _compiled(module: KernelModule, variant: Any) -> Launch:
     # A fresh compile gives an executable that links on demand; a cache hit gives a loaded library.
     library = executable.jit() if hasattr(executable, "jit") else executable
     host = library.get_function("main", query_imports=True)
-    launch = _told(name, sizes.checked(cast(Launch, host), name, prim_func))
+    launch = recording.noting(name, sizes.checked(cast(Launch, host), name, prim_func))
     source = kernel.get_kernel_source()
     _digests[name] = cache(lambda: digest(source, f"{_identifier(name)}_kernel"))
     log.info("compiled %s in %.2f s", name, time.perf_counter() - started)
@@ -191,16 +191,6 @@ def _compiled(module: KernelModule, variant: Any) -> Launch:
 
         dump(Path(folder), module, variant, source)
     return launch
-
-
-def _told(name: str, launch: Launch) -> Launch:
-    """Returns `launch`, which programs.py cannot see; it tells a recorder, if any, of each call."""
-
-    def run(*arguments: Any) -> None:
-        recording.note_unseen(name)
-        launch(*arguments)
-
-    return run
 
 
 def compiled() -> dict[str, str]:

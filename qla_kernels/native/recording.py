@@ -5,7 +5,7 @@ launch code on placeholders.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -69,10 +69,15 @@ def note_wait(stream: Any, other: Any) -> None:
         recorder.held.append((stream, other))
 
 
-def note_unseen(kernel: str) -> None:
-    """Tells the recorder, if any, of a launch that TileLang does: a program cannot repeat it."""
-    if (recorder := active()) is not None:
-        recorder.refuse(f"{kernel} is not prebuilt")
+def noting(kernel: str, launch: Callable[..., None]) -> Callable[..., None]:
+    """Returns `launch`, TileLang's of a kernel, which a program cannot repeat; tells recorders."""
+
+    def run(*arguments: Any) -> None:
+        if (recorder := active()) is not None:
+            recorder.refuse(f"{kernel} is not prebuilt")
+        launch(*arguments)
+
+    return run
 
 
 def constant(tensors: Made) -> Made:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import jit, programs
+from qla_kernels import programs
 from qla_kernels.device_tables import kept
 from qla_kernels.native import recorder, recording
 from qla_kernels.native.pack import pack, texts
@@ -217,7 +217,7 @@ def gradients() -> None:
         assert results[0].is_inference()
 
 
-BY_TILELANG = jit._told("made up", lambda *_: None)
+BY_TILELANG = recording.noting("made up", lambda *_: None)
 
 
 def what_cannot_be_recorded() -> None:
