@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from qla_kernels import sizes
 from qla_kernels.digests import digest
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.native import prebuilt
+from qla_kernels.native import prebuilt, recording
 from qla_kernels.shared_memory import name_apart
 from qla_kernels.tile.schedule import Schedule
 
@@ -42,7 +42,6 @@ Launch = Callable[..., None]
 log = logging.getLogger("qla_kernels")
 _tracing = threading.Lock()
 _digests: dict[str, Callable[[], str]] = {}  # by label, of this process's kernels
-from_tilelang: list[str] = []  # labels of launchers whose launches programs.py cannot record
 
 
 class KernelModule(Protocol):
@@ -183,8 +182,7 @@ def _compiled(module: KernelModule, variant: Any) -> Launch:
     # A fresh compile gives an executable that links on demand; a cache hit gives a loaded library.
     library = executable.jit() if hasattr(executable, "jit") else executable
     host = library.get_function("main", query_imports=True)
-    launch = sizes.checked(cast(Launch, host), name, prim_func)
-    from_tilelang.append(name)
+    launch = recording.noting(name, sizes.checked(cast(Launch, host), name, prim_func))
     source = kernel.get_kernel_source()
     _digests[name] = cache(lambda: digest(source, f"{_identifier(name)}_kernel"))
     log.info("compiled %s in %.2f s", name, time.perf_counter() - started)

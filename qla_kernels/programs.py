@@ -159,8 +159,6 @@ class Programs:
         with Recorder(native, arguments) as recorded:
             results = run()
         try:
-            if jit.from_tilelang:
-                raise NotRecordable("a kernel that is not prebuilt")
             program = recorded.program(results)
         except NotRecordable as reason:
             jit.log.debug("%s: no program for a call: %s", self.name, reason)

@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._place(x).kind == "room"
 
     def _copies(self, x: Tensor, name: str, args: Sequence[Any]) -> bool:
-        """Notes a copy to x as it lies in memory, or of int64 to int32; returns whether it is."""
+        """Notes a copy to x that memory.py describes; returns whether it is one."""
         if name not in COPIES or x.is_cpu != args[0].is_cpu:
             return False
         source = args[COPIES[name]]
@@ -116,6 +116,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name != "copy_":
             if id(x) in self._places:
                 return True
+            if not x.is_contiguous():
+                return False
             self._new_room(x)
         if x.numel():
             self.events.append((COPY, self._current_stream(), x, source))
@@ -132,6 +134,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constants.append(x)
         self.held.append(x)
         return x
+
+    def refuse(self, problem: str) -> None:
+        """Says that the call has no program."""
+        self._problem = self._problem or problem
 
     def _place(self, x: Tensor) -> Place:
         return self._places.get(id(x), Place("unknown", 0))

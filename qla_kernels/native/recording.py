@@ -5,7 +5,7 @@ launch code on placeholders.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -49,6 +49,8 @@ class Recording(Protocol):
 
     def keep(self, x: Tensor) -> Tensor: ...
 
+    def refuse(self, problem: str) -> None: ...
+
 
 def active() -> Recording | None:
     """Returns the recorder of this thread, if a call is being recorded."""
@@ -65,6 +67,17 @@ def note_wait(stream: Any, other: Any) -> None:
     if (recorder := active()) is not None:
         recorder.events.append((WAIT, stream.cuda_stream, other.cuda_stream))
         recorder.held.append((stream, other))
+
+
+def noting(kernel: str, launch: Callable[..., None]) -> Callable[..., None]:
+    """Returns `launch`, TileLang's of a kernel, which a program cannot repeat; tells recorders."""
+
+    def run(*arguments: Any) -> None:
+        if (recorder := active()) is not None:
+            recorder.refuse(f"{kernel} is not prebuilt")
+        launch(*arguments)
+
+    return run
 
 
 def constant(tensors: Made) -> Made:

@@ -83,6 +83,9 @@ class Trace:
             self._known[id(x)] = made
         return self._known[id(x)]
 
+    def refuse(self, problem: str) -> None:
+        raise NotRecordable(problem)
+
     def room(self, shape: Sequence[Size], dtype: torch.dtype, on: torch.device) -> Placeholder:
         place = Place("room", len(self.rooms))
         self.rooms.append(Placeholder(self, place, dtype, on, shape, contiguous(shape)))

@@ -40,14 +40,16 @@ def _as_in_use(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     programs.forget()
 
 
-def gdn(tokens: int, H: int = 2, HV: int = 8, batch: int = 1) -> tuple[Tensor, ...]:
+def gdn(
+    tokens: int, H: int = 2, HV: int = 8, batch: int = 1, K: int = 128, V: int = 128
+) -> tuple[Tensor, ...]:
     q, k = (
         torch.nn.functional.normalize(
-            torch.randn(batch, tokens, H, 128, device="cuda"), dim=-1
+            torch.randn(batch, tokens, H, K, device="cuda"), dim=-1
         ).bfloat16()
         for _ in range(2)
     )
-    v = torch.randn(batch, tokens, HV, 128, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn(batch, tokens, HV, V, device="cuda", dtype=torch.bfloat16)
     g = -0.1 * torch.rand(batch, tokens, HV, device="cuda")
     return q, k, v, g, torch.rand(batch, tokens, HV, device="cuda", dtype=torch.bfloat16)
 
@@ -126,6 +128,67 @@ def test_training(name: str, cache: bool, monkeypatch: pytest.MonkeyPatch) -> No
     same_bits(step, monkeypatch)
     for table in (autograd.FORWARDS, autograd.BACKWARDS):
         assert table.replays(), f"{table.name} has no program"
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (8192, 4, 8, 1, 128, 128),
+        (8192, 4, 8, 2, 128, 128),
+        (8192, 16, 16, 1, 128, 256),
+        (2048, 16, 16, 4, 128, 256),
+        (8192, 30, 30, 1, 96, 192),
+    ],
+    ids=str,
+)
+def test_gradients_of_start_states(
+    sizes: tuple[int, ...], v_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of segments the device finds their rows; states are copied for value heads in parts."""
+    x = gdn(*sizes)
+    _, _, HV, batch, K, V = sizes
+    h0 = torch.randn(batch, HV, *((V, K) if v_first else (K, V)), device="cuda")
+    do, dht = torch.randn_like(x[2]), torch.randn_like(h0)
+
+    def step() -> tuple[Tensor, ...]:
+        *leaves, start = (a.clone().requires_grad_() for a in (*x, h0))
+        o, ht = chunk_gated_delta_rule(
+            *leaves, initial_state=start, output_final_state=True, state_v_first=v_first
+        )
+        torch.autograd.backward((o, ht), (do, dht))
+        return o.detach(), ht.detach(), *(leaf.grad for leaf in (*leaves, start))
+
+    same_bits(step, monkeypatch)
+    assert autograd.FORWARDS.replays() == autograd.BACKWARDS.replays() == TIMES - 2
+    with torch.no_grad():
+        same_bits(
+            lambda: chunk_gated_delta_rule(
+                *x, initial_state=h0, output_final_state=True, state_v_first=v_first
+            ),
+            monkeypatch,
+        )
+    assert api.CALLS.replays() == TIMES - 2
+
+
+def test_start_states_of_packed_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device alone knows which segment begins a sequence."""
+    x = gdn(8200, 4, 8)
+    bounds = torch.tensor([0, 0, 7000, 8190], device="cuda")
+    h0 = torch.randn(3, 8, 128, 128, device="cuda")
+    do, dht = torch.randn_like(x[2]), torch.randn_like(h0)
+
+    def step() -> tuple[Tensor, ...]:
+        *leaves, start = (a.clone().requires_grad_() for a in (*x, h0))
+        o, ht = chunk_gated_delta_rule(
+            *leaves, initial_state=start, output_final_state=True, cu_seqlens=bounds
+        )
+        torch.autograd.backward((o, ht), (do, dht))
+        return o.detach(), ht.detach(), *(leaf.grad for leaf in (*leaves, start))
+
+    same_bits(step, monkeypatch)
+    assert autograd.BACKWARDS.replays() == TIMES - 2
+    assert torch.equal(step()[-1][0], dht[0])  # a sequence without tokens
 
 
 LENGTHS = [

@@ -7,6 +7,7 @@ from einops import rearrange
 from qla_kernels import jit
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.launch import chains
+from qla_kernels.gdn.shapes import key_room
 from qla_kernels.selftest.gdn_chains import Chains, case, check, prepared, run
 from qla_kernels.varlen import chunk_table
 
@@ -95,6 +96,28 @@ def test_states_are_written_with_their_strides():
     )
     assert torch.equal(ht, want.ht)
     assert torch.equal(dh0, want.dh0)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("rows", [None, [2, 0, 0]])
+@pytest.mark.parametrize("V", [64, 128, 192])
+@pytest.mark.parametrize("K", [48, 128])
+def test_states_are_copied(K, V, rows):
+    """Bit for bit, between both layouts, by rows or in order."""
+    x = case([70, 0, 65], sizes=(K, V))
+    room, h = key_room(K), torch.empty(1, 2, V, K, dtype=x.k.dtype)
+    g_cum, A = prepared(x)
+    inputs = x.k, x.v, g_cum, x.beta, A
+    given, k_first = torch.randn(3, 2, V, room).mT, torch.empty(3, 2, room, V)
+    given[0, 0, 0, :3] = torch.tensor([-0.0, torch.inf, 1e-40])
+    at = None if rows is None else torch.tensor([*rows, 7], dtype=torch.int32)
+    chains.copy_states(inputs, h, given, k_first, at)
+    want = given if rows is None else given[rows]
+    assert torch.equal(k_first.view(torch.int32), want.contiguous().view(torch.int32))
+    v_first = torch.empty(3, 2, V, room).mT
+    chains.copy_states(inputs, h, k_first, v_first)
+    assert torch.equal(v_first, want)
+    assert h.isnan().all()
 
 
 @pytest.mark.usefixtures("poison")

@@ -247,6 +247,8 @@ def training() -> None:
     _sweep(1, 2, 8, training=True)
     assert DRIVER["events"] > 0
     _sweep(3, 2, 8, 9000, n=10, training=True, use_qk_l2norm_in_kernel=True)
+    h0 = torch.zeros(1, 8, 128, 128, requires_grad=True)
+    _sweep(1, 4, 8, 33_000, n=10, training=True, initial_state=h0, output_final_state=True)
     programs.forget()
     assert DRIVER["events"] == 0
 

@@ -217,6 +217,9 @@ def gradients() -> None:
         assert results[0].is_inference()
 
 
+BY_TILELANG = recording.noting("made up", lambda *_: None)
+
+
 def what_cannot_be_recorded() -> None:
     """The call is run as usual, each time, and its results are right."""
     other = torch.zeros(40, 2)
@@ -241,11 +244,30 @@ def what_cannot_be_recorded() -> None:
         LAUNCH(x, 0.5, other, 3)
         return (None,)
 
-    for work in (computes, reads_back, writes_input, returns_input, returns_part, uses_stranger):
+    def launches_by_tilelang(x: Tensor) -> tuple[Tensor]:
+        BY_TILELANG(x)
+        return (x.new_empty(4),)
+
+    for work in (
+        computes,
+        reads_back,
+        writes_input,
+        returns_input,
+        returns_part,
+        uses_stranger,
+        launches_by_tilelang,
+    ):
         x = _inputs()[0]
         table = _known(x, work=work)
         assert len(table) == 1, work.__name__  # that there is none
         assert table.find(x) is None, work.__name__
+
+
+def kernels_of_other_calls() -> None:
+    """A process that has compiled a kernel with TileLang records calls that do not launch it."""
+    given = _inputs()
+    BY_TILELANG(given[0])
+    assert type(_known(*given).find(*given)) is tuple
 
 
 def constants() -> None:

@@ -18,6 +18,7 @@ from qla_kernels.gdn.launch.tensors import (
     chunk_table,
     flat_parts,
     no_state,
+    no_tokens,
     of_part,
     pass_state_through,
     sequence_bounds,
@@ -116,6 +117,25 @@ def chunk_states(
         int(ht is not None),
     )
     return h
+
+
+def copy_states(
+    inputs: tuple[Tensor, ...], h: Tensor, x: Tensor, to: Tensor, rows: Tensor | None = None
+) -> None:
+    """Writes states x to `to`, by a launch of chunk_states over sequences without tokens.
+
+    Such a sequence ends in the state that it starts from. One launch so copies rows that the device
+    alone knows, between any strides, and programs can repeat it.
+
+    Args:
+        inputs: k, v, g_cum, beta, A as in `chunk_states`, and h as its result; not accessed.
+        x: [rows, HV, K, V] fp32, any strides, of `with_room`.
+        to: [N, HV, K, V] fp32, any strides, of `room_for`.
+        rows: [N] int32 or longer: the row of x for each of `to`; its own if None.
+    """
+    k, v, g_cum, beta, A = inputs
+    bounds = no_tokens(k.device, to.shape[0])
+    chunk_states(k, v, g_cum, beta, A, x, bounds, bounds, ht=to, tile_v=TILE, out=h, starts_of=rows)
 
 
 def public_states(

@@ -6,7 +6,6 @@ sums. chunk_grads needs all columns of a head at once, and adds up dq and dk ove
 a key head anyway. Values and states are views in parts. Gates, betas and A are repeated.
 """
 
-import torch
 from torch import Tensor
 
 from qla_kernels import jit
@@ -55,29 +54,18 @@ def repeat_gates(
 
 
 def of_states(x: Tensor, parts: int) -> Tensor:
-    """Returns states [N, HV, K, V] as [N, HV parts, K, V / parts].
-
-    It is a view if the columns of value heads lie side by side, as in [.., V, K], else a copy.
-    """
-    if not _side_by_side(x):
-        return _apart(x, parts).flatten(1, 2)
+    """Returns states [N, HV, K, V], which split, as a view [N, HV parts, K, V / parts]."""
     (N, HV, K, V), (n, _, k, v) = x.shape, x.stride()
     columns = V // parts
     return x.as_strided((N, HV * parts, K, columns), (n, columns * v, k, v))
 
 
-def like_states(x: Tensor, parts: int) -> Tensor:
-    """Returns memory for the result of `of_states`: x itself if that is a view, else new."""
-    if _side_by_side(x):
-        return of_states(x, parts)
-    N, HV, K, V = x.shape
-    return x.new_empty(N, HV * parts, K, V // parts)
+def splits(x: Tensor) -> bool:
+    """Returns whether the columns of states [N, HV, K, V] are a constant distance apart.
 
-
-def put_states(x: Tensor, done: Tensor, parts: int) -> None:
-    """Writes `done`, of `like_states`, to x, if that is other memory."""
-    if not _side_by_side(x):
-        _apart(x, parts).copy_(torch.unflatten(done, 1, (-1, parts)))
+    They are in [.., V, K].
+    """
+    return x.shape[1] == 1 or x.stride(1) == x.shape[3] * x.stride(3)
 
 
 def part_sums(dg: Tensor, dbeta: Tensor, dg_out: Tensor, dbeta_out: Tensor) -> None:
@@ -86,13 +74,3 @@ def part_sums(dg: Tensor, dbeta: Tensor, dg_out: Tensor, dbeta_out: Tensor) -> N
     jit.compile(part_sums_kernel, part_sums_kernel.Variant(dtype_name(dg.dtype)))(
         *(x.view(rows, -1) for x in (dg, dbeta)), *(x.view(rows) for x in (dg_out, dbeta_out))
     )
-
-
-def _side_by_side(x: Tensor) -> bool:
-    """Returns whether the columns of states [N, HV, K, V] are a constant distance apart."""
-    return x.shape[1] == 1 or x.stride(1) == x.shape[3] * x.stride(3)
-
-
-def _apart(x: Tensor, parts: int) -> Tensor:
-    """Returns states [N, HV, K, V] as a view [N, HV, parts, K, V / parts]."""
-    return torch.unflatten(x, 3, (parts, -1)).transpose(2, 3)

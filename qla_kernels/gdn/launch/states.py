@@ -14,12 +14,19 @@ from qla_kernels.gdn import bands as gdn_bands
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.launch import parts, segments
-from qla_kernels.gdn.launch.chains import DsInDv, chunk_states, ds_room_in_dv, dstate_chain
+from qla_kernels.gdn.launch.chains import (
+    DsInDv,
+    chunk_states,
+    copy_states,
+    ds_room_in_dv,
+    dstate_chain,
+)
 from qla_kernels.gdn.launch.segments import Maps, Segments
 from qla_kernels.gdn.launch.tensors import (
     WHOLE,
     chunk_table,
     chunks_of,
+    fresh_like,
     of_part,
     pass_state_through,
     sequence_bounds,
@@ -55,16 +62,36 @@ class BackwardBatch(NamedTuple):
     def in_parts(self) -> "BackwardBatch":
         """Returns the batch with the parts of each value head as value heads: launch/parts.py.
 
-        Its dh0 may be memory of its own, for `parts.put_states`.
+        Its states split, as `with_states_that_split` returns them.
         """
         num = parts.num_parts(self.v.shape[3])
         if num == 1:
             return self
         v, do = (parts.of_values(x, num) for x in (self.v, self.do))
         g_cum, beta, A = parts.repeat_gates(self.g_cum, self.beta, self.A, num)
-        h0, dht = (None if x is None else parts.of_states(x, num) for x in (self.h0, self.dht))
-        dh0 = None if self.dh0 is None else parts.like_states(self.dh0, num)
+        h0, dht, dh0 = (
+            None if x is None else parts.of_states(x, num) for x in (self.h0, self.dht, self.dh0)
+        )
         return self._replace(v=v, do=do, g_cum=g_cum, beta=beta, A=A, h0=h0, dht=dht, dh0=dh0)
+
+    def with_states_that_split(self, h: Tensor) -> "BackwardBatch":
+        """Returns the batch with copies in place of states that `in_parts` cannot have as views.
+
+        Its dh0 may be memory of its own. h: as in `chains.copy_states`.
+        """
+        if parts.num_parts(self.v.shape[3]) == 1:
+            return self
+        given = self.h0, self.dht, self.dh0
+        h0, dht, dh0 = (x if x is None or parts.splits(x) else fresh_like(x.mT).mT for x in given)
+        for x, to in ((self.h0, h0), (self.dht, dht)):
+            if x is not None and to is not None and to is not x:
+                copy_states(self.for_copies, h, x, to)
+        return self._replace(h0=h0, dht=dht, dh0=dh0)
+
+    @property
+    def for_copies(self) -> tuple[Tensor, ...]:
+        """The `inputs` of `chains.copy_states`."""
+        return self.k, self.v, self.g_cum, self.beta, self.A
 
 
 class ChainStates(NamedTuple):
@@ -134,19 +161,21 @@ def chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStat
         dv: [B, T, HV, V], the dV output of chunk_grads; may hold a part of dS until then.
         tile_v: columns of V that a CTA computes; chosen from the shape if None.
     """
-    whole, x = x, x.in_parts()
+    whole, table = x, chunk_table(x.q.shape[0] * x.q.shape[1], x.bounds)
+    # device.fork says why here
+    of_heads = x.k.new_empty(table.chunks.shape[0], *x.v.shape[2:], x.k.shape[-1])
+    split = x.with_states_that_split(of_heads)
+    x = split.in_parts()
     q, k, v, do, g_cum, beta, A, scale, bounds, h0, dht, dh0 = x
-    dv = dv.view(v.shape)
-    table = chunk_table(q.shape[0] * q.shape[1], bounds)
+    dv, h = dv.view(v.shape), of_heads.view(-1, *v.shape[2:], k.shape[-1])
     first, held = table.first_chunk, ds_room_in_dv(dv, k.shape[-1], len(bounds) - 1)
-    h = k.new_empty(table.chunks.shape[0], *v.shape[2:], k.shape[-1])  # device.fork says why here
     # The chains are independent and, with few sequences and heads, each leaves SMs idle.
     with device.fork(q) as aside:  # the chain that takes longer is launched first
         dS = dstate_chain(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dh0, tile_v, held)
         with aside:
             chunk_states(k, v, g_cum, beta, A, h0, bounds, first, tile_v=tile_v, out=h)
-    if whole.dh0 is not None and dh0 is not None and whole is not x:
-        parts.put_states(whole.dh0, dh0, parts.num_parts(whole.v.shape[3]))
+    if whole.dh0 is not None and split.dh0 is not None and split.dh0 is not whole.dh0:
+        copy_states(whole.for_copies, of_heads, split.dh0, whole.dh0)
     return ChainStates(x._replace(h0=None, dht=None, dh0=None), h, dS, table, held)
 
 
@@ -187,5 +216,6 @@ def segmented_chains(
     pieces = x._replace(bounds=cut.bounds, h0=starts, dht=ends, dh0=before)
     done = chains(pieces, dv, tile_v)
     if dh0 is not None and before is not None:
-        dh0.copy_(before[cut.first_segment[:-1]])
+        h = done.h.view(-1, *v.shape[2:], k.shape[-1])
+        copy_states(x.for_copies, h, before, dh0, cut.first_segment)
     return done

@@ -95,18 +95,25 @@ def with_room(states: Tensor | None) -> Tensor | None:
     States that need none are returned themselves. Kernels read and write all rows of a state by
     threads; tensors that TMA reads and writes need no room.
     """
-    if states is None or (more := key_room(states.shape[2]) - states.shape[2]) == 0:
+    wide = room_for(states)
+    if states is None or wide is None or wide is states:
         return states
-    if states.stride(3) == 1:
-        return torch.nn.functional.pad(states, (0, 0, 0, more))
-    return torch.nn.functional.pad(states.mT, (0, more)).mT  # which keeps [.., V, K] in memory
+    (wide if wide.stride(3) == 1 else wide.mT).zero_()
+    wide[:, :, : states.shape[2]].copy_(states)
+    return wide
 
 
 def room_for(states: Tensor | None) -> Tensor | None:
-    """Returns memory for results as `with_room` has them: `states` itself if it has the room."""
+    """Returns memory for results as `with_room` has them: `states` itself if it has the room.
+
+    Its order is that of the states, so that rows of a copy lie side by side in both.
+    """
     if states is None or (room := key_room(states.shape[2])) == states.shape[2]:
         return states
-    return states.new_empty(*states.shape[:2], states.shape[3], room).mT
+    N, HV, _, V = states.shape
+    if states.stride(3) == 1:
+        return states.new_empty(N, HV, room, V)
+    return states.new_empty(N, HV, V, room).mT
 
 
 def put_states(states: Tensor | None, done: Tensor | None) -> None:
@@ -159,6 +166,12 @@ def _dense_bounds(on: torch.device, block: int, rows: int, width: int) -> Tensor
     """
     lengths = torch.arange(block * rows, (block + 1) * rows, dtype=torch.int32, device=on)
     return lengths[:, None] * torch.arange(width, dtype=torch.int32, device=on)
+
+
+@kept(64)
+def no_tokens(on: torch.device, num_sequences: int) -> Tensor:
+    """Returns the bounds of sequences without tokens."""
+    return torch.zeros(num_sequences + 1, dtype=torch.int32, device=on)
 
 
 def spans(bounds: Tensor) -> Tensor:
