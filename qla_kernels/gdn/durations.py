@@ -38,7 +38,7 @@ PAIR_STEP = {64: (3.15, 3.48), 128: (5.0, 8.1)}
 # CHAIN_STEP's, because the later waves are of chunk_states, whose chunks take less time.
 NEXT_WAVE, LATER_WAVES = 1.0, 0.925
 CHUNK_GRADS = 7.0  # chunk_grads, per chunk and value head on one SM
-SHARES = 30.0  # share_table, the starts of more pieces, states between CTAs; estimated
+SHARES = 10.0  # share_table, and states that go from CTA to CTA; estimated
 MOST_SHARED = 8192  # items with equal shares: one CTA makes their table
 
 Lengths = tuple[tuple[int, int], ...]  # (chunks, how many sequences or segments have that length)
@@ -72,15 +72,17 @@ def chain(pieces: Lengths, step: float, ctas: int, sm_count: int, start: float =
 def shares(sequences: Lengths, heads: int, K: int, V: int, sm_count: int) -> float:
     """Returns the time of a forward whose CTAs have equal shares of all chunks; inf if it has none.
 
-    They gain nothing where an item is longer than a share: its pieces run one after the other.
+    They gain nothing where an item is longer than a share: its pieces run one after the other. A
+    CTA has its part of the items, and cuts one of them.
     """
-    items = heads * V // SHARING.tile_v
-    share = -(-items * total(sequences) // sm_count)
+    tiles = heads * V // SHARING.tile_v
+    items = tiles * sum(count for _, count in sequences)
+    share = -(-tiles * total(sequences) // sm_count)
     longest = max((chunks for chunks, _ in sequences), default=0)
-    many = items * sum(count for _, count in sequences) > MOST_SHARED
-    if V % SHARING.tile_v or key_room(K) != SHARED_KEYS or longest > share or many:
+    fits = V % SHARING.tile_v == 0 and key_room(K) == SHARED_KEYS and items <= MOST_SHARED
+    if not fits or longest > share:
         return math.inf
-    return SHARES + LAUNCH + START + STEP[SHARING] * share
+    return SHARES + LAUNCH + START * (1 + items / sm_count) + STEP[SHARING] * share
 
 
 @functools.lru_cache(maxsize=4096)

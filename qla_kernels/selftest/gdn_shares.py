@@ -8,6 +8,7 @@ import torch
 
 from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.kernels.chain import shares as columns
+from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch.shares import share_out
 from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.selftest.cases import Cases, to
@@ -23,7 +24,7 @@ def both(x: Call, **options: Any) -> tuple[GdnForward, GdnForward]:
     """Returns the forward of whole items and of equal shares; their results have the same bits."""
     found = []
     for taken in (WHOLE, SHARED):
-        with mock.patch.object(plan, "forward", return_value=taken):
+        with mock.patch.object(launch, "planned", return_value=(taken, False)):
             found.append(forward(x, **options))
     return found[0], found[1]
 
