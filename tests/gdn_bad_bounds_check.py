@@ -241,6 +241,10 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
     "forward of two tiles": (
         functools.partial(forward, Plan(SOLVING_TWO_TILES, None)), {"fused_fwd"},
     ),
+    "forward of equal shares": (
+        functools.partial(forward, Plan(SOLVING_TWO_TILES, None, shares=True)),
+        {"share_table", "fused_fwd"},
+    ),
     "segments, A given": (
         functools.partial(forward, Bands((Band(0, GIVEN, 8),), GIVEN, -30.0)),
         {"fused_fwd"} | SOLVE | CUT,

@@ -7,7 +7,16 @@ All functions are pure functions of numbers. Times are in us, measured on an H20
 import functools
 import math
 
-from qla_kernels.gdn.heuristics import CHAIN_STEP, LAUNCH, SOLVE_START, SOLVE_STEP, START
+from qla_kernels.gdn.heuristics import (
+    CHAIN_STEP,
+    LAUNCH,
+    SHARING,
+    SOLVE_START,
+    SOLVE_STEP,
+    START,
+    STEP,
+)
+from qla_kernels.gdn.shapes import SHARED_KEYS, key_room
 
 # A CTA of segment_map before its first chunk; a wave of CTAs of segment_map_bwd before theirs.
 MAP_START, GRADIENT_MAP_WAVE = {True: 1.6, False: 7.5}, 12.0
@@ -29,6 +38,8 @@ PAIR_STEP = {64: (3.15, 3.48), 128: (5.0, 8.1)}
 # CHAIN_STEP's, because the later waves are of chunk_states, whose chunks take less time.
 NEXT_WAVE, LATER_WAVES = 1.0, 0.925
 CHUNK_GRADS = 7.0  # chunk_grads, per chunk and value head on one SM
+SHARES = 10.0  # share_table, and states that go from CTA to CTA; estimated
+MOST_SHARED = 8192  # items with equal shares: one CTA makes their table
 
 Lengths = tuple[tuple[int, int], ...]  # (chunks, how many sequences or segments have that length)
 
@@ -56,6 +67,22 @@ def chain(pieces: Lengths, step: float, ctas: int, sm_count: int, start: float =
     alike = shortest / longest
     waves = alike * -(-all_ctas // sm_count) + (1 - alike) * all_ctas / sm_count
     return LAUNCH + max(longest, waves * mean)
+
+
+def shares(sequences: Lengths, heads: int, K: int, V: int, sm_count: int) -> float:
+    """Returns the time of a forward whose CTAs have equal shares of all chunks; inf if it has none.
+
+    They gain nothing where an item is longer than a share: its pieces run one after the other. A
+    CTA has its part of the items, and cuts one of them.
+    """
+    tiles = heads * V // SHARING.tile_v
+    items = tiles * sum(count for _, count in sequences)
+    share = -(-tiles * total(sequences) // sm_count)
+    longest = max((chunks for chunks, _ in sequences), default=0)
+    fits = V % SHARING.tile_v == 0 and key_room(K) == SHARED_KEYS and items <= MOST_SHARED
+    if not fits or longest > share:
+        return math.inf
+    return SHARES + LAUNCH + START * (1 + items / sm_count) + STEP[SHARING] * share
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from qla_kernels.gdn import durations
 from qla_kernels.gdn.durations import Lengths
-from qla_kernels.gdn.heuristics import BATCH_INVARIANT, CHAIN_STEP, STEP, ForwardChoice, wide_tile
+from qla_kernels.gdn.heuristics import (
+    BATCH_INVARIANT,
+    CHAIN_STEP,
+    SHARING,
+    STEP,
+    ForwardChoice,
+    wide_tile,
+)
 from qla_kernels.tile.constants import CHUNK
 
 # A window of chunks at a segment's end may stand for the whole segment if it scales the state
@@ -31,6 +38,7 @@ GROWTH = 0.03  # kkt_solve summing what keys add to the bound: per chunk and val
 GAIN = 0.95  # a cut must take less than this share of the time of whole sequences
 GRADIENT_GAIN = 0.97  # likewise, of a backward's chains
 KEPT_GAIN = 1.08  # likewise, if maps are kept: the model's time of gradients' maps is too long
+SHARES_GAIN = 0.96  # equal shares must take less than this share of the time of any other plan
 UNCUT = 0.94, -8.0  # the measured time of whole sequences is 0.94 of the model's time, less 8 us
 CUT_KERNELS = (
     ForwardChoice(64, True),
@@ -46,6 +54,7 @@ class Plan(NamedTuple):
     )
     segment_chunks: int | None  # the most chunks of a segment; None leaves sequences whole
     warm_log_bound: float = -math.inf  # the caller's; or -inf: all heads are folded, none searched
+    shares: bool = False  # each CTA gets an equal share of all chunks: for whole sequences
 
     @property
     def solves(self) -> bool:
@@ -117,10 +126,12 @@ def forward(
     sm_count: int,
     warm_log_bound: float = WARM_LOG_BOUND,
     mapped: bool = False,
+    shares: bool = True,
 ) -> Plan:
     """Returns the plan of a forward that takes the least time by the model below.
 
-    Sequences stay whole unless cutting takes less than GAIN of their time.
+    Sequences stay whole unless cutting takes less than GAIN of their time. CTAs have equal shares
+    of them where that takes less than SHARES_GAIN of the time of both.
 
     Args:
         sequences: (chunks, how many sequences have that many) pairs.
@@ -128,6 +139,7 @@ def forward(
             leaving out nothing is faster.
         mapped: other ranks need this rank's maps, so the plan has segments in any case, be it one
             per sequence.
+        shares: the plan may have equal shares.
     """
     shape = sequences, num_value_heads, K, V, sm_count
     kernels = [kernel for kernel in STEP if V % kernel.tile_v == 0]
@@ -148,8 +160,11 @@ def forward(
         longest = max((chunks for chunks, _ in sequences), default=0)
         cut += [Plan(kernel, max(1, longest), bound) for kernel in kernels for bound in bounds]
         return min(cut, key=duration)
-    best = min(cut, key=duration, default=whole)
-    return best if duration(best) < GAIN * whole_time(duration(whole)) else whole
+    best, least = whole, whole_time(duration(whole))
+    if cut and duration(found := min(cut, key=duration)) < GAIN * least:
+        best, least = found, duration(found)
+    shared = whole_time(durations.shares(*shape)) if shares else math.inf
+    return Plan(SHARING, None, shares=True) if shared < SHARES_GAIN * least else best
 
 
 def forward_time(

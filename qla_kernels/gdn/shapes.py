@@ -9,6 +9,7 @@ KEY_SIZES = (*range(KEY_STEP, MOST_KEYS + 1, KEY_STEP), WIDE)  # K that kernels 
 KEY_ROOMS = (64, 128, WIDE)  # K of their variants; another K runs in the next larger one
 VALUE_STEP, MOST_VALUES = 64, 512
 VALUE_SIZES = tuple(range(VALUE_STEP, MOST_VALUES + 1, VALUE_STEP))  # V that kernels run
+SHARED_KEYS = 128  # the K of fused_fwd's variants with equal shares
 PART_COLUMNS = 128  # the most columns of V that chunk_grads takes: more are several value heads
 NORM_SIZES = (64, 128)  # K = V of a decoding step with a norm
 POOL_KEYS = 128  # the K with which fused_fwd reads and writes states in slots of a pool

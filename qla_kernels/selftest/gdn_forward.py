@@ -92,8 +92,9 @@ def _fused_fwd(variant: Any, i: int, device: str) -> None:
     x = small(LENGTHS[i], dtype_of(variant), sizes=(variant.K, V))
     if i % 2:
         x["initial_state"] = None
-    whole = plan.Plan(heuristics.ForwardChoice(variant.tile_v, variant.solves), None)
-    with mock.patch.object(plan, "forward", return_value=whole):
+    kernel = heuristics.ForwardChoice(variant.tile_v, variant.solves)
+    whole = plan.Plan(kernel, None, shares=variant.shares)
+    with mock.patch.object(launch, "planned", return_value=(whole, False)):
         done = to(forward(to(x, device), is_train=i < 3), "cpu")
     check(x, done.o, done.final_state)
     if i < 3:

@@ -65,6 +65,44 @@ def inline_cuda() -> Any:
     return inline_cuda
 
 
+PASSING = r"""
+#include <tl_templates/cuda/atomic.h>
+
+// sums[b] = sums[of] + x[b], by a warp, once block `of` has set its flag; sums[b] = x[b] if of < 0
+__device__ void pass_on(const float* x, float* sums, int* flags, int b, int of) {
+  int lane = threadIdx.x;
+  float before = 0;
+  if (of >= 0) {
+    while (!__all_sync(~0u, AtomicLoad(flags + of, 2) != 0)) {  // acquire
+    }
+    before = sums[32 * of + lane];
+  }
+  sums[32 * b + lane] = before + x[32 * b + lane];
+  __syncwarp();
+  if (lane == 0) AtomicStore(flags + b, 1, 3);  // release
+}
+"""
+
+
+def passing(blocks: int, step: int) -> Any:
+    """Blocks of a warp each, of which block b polls until block b - step has handed on its sum."""
+
+    @T.prim_func
+    def passing(
+        x: T.Tensor((blocks, 32), F32),
+        sums: T.Tensor((blocks, 32), F32),
+        flags: T.Tensor((blocks,), "int32"),
+    ):
+        with T.Kernel(blocks, threads=32) as b:
+            T.import_source(PASSING)
+            T.call_extern(
+                "handle", "pass_on", x.data, T.access_ptr(sums[0, 0], "rw"),
+                T.access_ptr(flags[0], "rw"), b, T.if_then_else(b - step < blocks, b - step, -1),
+            )  # fmt: skip
+
+    return passing
+
+
 def calling(source: str, call: str) -> Any:
     """A kernel of 128 threads that only calls `call`, defined by `source`, on x."""
 

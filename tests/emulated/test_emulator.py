@@ -70,6 +70,17 @@ def test_inline_cuda_runs() -> None:
     assert_close("tf32 product", c, tf32(a) @ tf32(b), 1e-6)
 
 
+def test_a_block_may_poll_for_an_earlier_one() -> None:
+    """Blocks start in the order of their numbers, and what one waits for goes on meanwhile."""
+    kernel = EmulatedKernel(inline_samples.passing(9, step=1))
+    x = torch.randn(9, 32)
+    for seed in SEEDS:
+        sums, flags = nan(9, 32), torch.zeros(9, dtype=torch.int32)
+        kernel(x, sums, flags, seed=seed)
+        assert_close("sums", sums, x.cumsum(0), 1e-6)
+        assert flags.all()
+
+
 def test_views_and_shared_storages_are_passed_as_they_are() -> None:
     halves = EmulatedKernel(samples.reverse_halves())
     both = torch.randn(12, 128)

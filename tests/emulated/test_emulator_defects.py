@@ -110,6 +110,14 @@ def mode(number: int) -> Tensor:
     return x
 
 
+def test_a_block_that_polls_for_a_later_one_runs_out_of_time() -> None:
+    """On a GPU the later one might wait for its SM."""
+    kernel = EmulatedKernel(inline_samples.passing(9, step=-1))
+    flags = torch.zeros(9, dtype=torch.int32)
+    with pytest.raises(EmulationError, match=r"time limit of 0\.5 s, threads still move"):
+        kernel(torch.randn(9, 32), torch.zeros(9, 32), flags, time_limit=0.5)
+
+
 @pytest.mark.parametrize(
     ("number", "report"),
     [

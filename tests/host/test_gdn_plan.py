@@ -167,9 +167,57 @@ def test_a_batch_that_stays_whole_takes_the_quickest_kernel():
     for N, T, heads, V in itertools.product(
         (1, 2, 8, 64), (64, 1024, 8192), (2, 32, 64), (64, 128)
     ):
-        chosen = plan.forward(sequence_chunks(N, N * T), heads, 128, V, SMS)
+        chosen = plan.forward(sequence_chunks(N, N * T), heads, 128, V, SMS, shares=False)
         if chosen.segment_chunks is None:
             assert chosen.kernel == quickest(N, T, heads, V)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [
+        ([8192] * 4, 48),  # 192 items for 132 SMs
+        ([8192] * 3, 64),
+        ([8192] * 8, 24),
+        ([8192] * 5, 32),
+        ([8192, 8192, 8192, 6000], 48),
+        ([2048] * 4, 48),
+    ],
+)
+def test_shares_are_equal_where_a_last_wave_would_be_half_empty(lengths, heads):
+    chosen = choose(lengths, heads)
+    assert chosen == Plan(WIDE, None, shares=True)
+    row = sequence_chunks(0, 0, lengths), heads, 128, 128, SMS
+    shared = plan.whole_time(durations.shares(*row))
+    rest = choose(lengths, heads, shares=False)
+    assert not rest.shares
+    least = plan.forward_time(rest, *row)
+    assert shared < 0.96 * (plan.whole_time(least) if rest.segment_chunks is None else least)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "options"),
+    [
+        ([8192] * 4, 64, {}),  # 256 items: the waves are full
+        ([1024] * 8, 48, {}),
+        ([64] * 64, 64, {}),
+        ([8192] * 4, 24, {}),  # an item is longer than a share
+        ([8192], 48, {}),
+        ([8192] * 4, 48, {"V": 64}),  # another kernel
+        ([8192] * 4, 48, {"V": 192}),
+        ([8192] * 4, 48, {"shares": False}),
+        ([8192] * 4, 48, {"mapped": True}),
+        ([600] * 300, 32, {}),  # 9600 items
+        ([], 8, {}),
+        ([0], 8, {}),
+    ],
+)
+def test_whole_items_where_equal_shares_gain_nothing(lengths, heads, options):
+    assert not choose(lengths, heads, **options).shares
+
+
+def test_equal_shares_are_of_keys_that_their_kernel_has():
+    row = sequence_chunks(4, 4 * 8192), 48
+    assert [plan.forward(*row, K, 128, SMS).shares for K in (64, 96, 128)] == [False, True, True]
 
 
 def test_only_the_long_sequence_of_a_ragged_batch_is_cut():

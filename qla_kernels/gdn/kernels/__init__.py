@@ -11,6 +11,7 @@ KERNELS = (
     "segment_map",
     "segment_map_bwd",
     "segment_scan",
+    "share_table",
     "fused_fwd",
     "repeat_gates",
     "wide_fwd",

@@ -38,7 +38,7 @@ from typing import NamedTuple
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.forward import OnTheWay, gate, state
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
-from qla_kernels.gdn.kernels.chain.items import After, count_chunks, find
+from qla_kernels.gdn.kernels.chain.items import After, count_chunks, locate
 from qla_kernels.gdn.kernels.chain.layout import (
     GATE_ROWS,
     TILE,
@@ -49,6 +49,8 @@ from qla_kernels.gdn.kernels.chain.layout import (
     turns,
 )
 from qla_kernels.gdn.kernels.chain.pools import SOURCE as POOLS
+from qla_kernels.gdn.kernels.chain.shares import SOURCE as SHARES
+from qla_kernels.gdn.kernels.chain.shares import Shares, table_types
 from qla_kernels.gdn.kernels.chain.solve import clear_above, invert, score, solve, solve_in_teams
 from qla_kernels.gdn.kernels.chain.transfer import clear_padding, clear_saved, load, store
 from qla_kernels.gdn.kernels.tables import inside
@@ -66,6 +68,7 @@ class Variant(NamedTuple):
     tile_v: int  # columns of V a CTA computes: 64 or 128
     solves: bool  # or is given A
     pool: str = ""  # dtype of states that are in slots of a pool
+    shares: bool = False  # CTAs have equal shares of all chunks, which cut items: chain/shares.py
 
     @property
     def states(self) -> int:
@@ -114,6 +117,7 @@ VARIANTS = tuple(
     for pool, choices in (("float32", CHOICES), ("bfloat16", CHOICES[:1]))
     for tile_v, solves in choices
 )
+VARIANTS += tuple(Variant(dtype, 128, 128, True, shares=True) for dtype in ("bfloat16", "float16"))
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -261,6 +265,10 @@ def build(variant: Variant):
     kept_type = T.StridedTensor(entry, steps, "float32")  # not written
     if variant.pooled:
         kept_type = T.StridedTensor((*entry, kept_size), (*steps, 1), "uint8")
+    entries_type = T.Tensor((num_firsts,), "int32")
+    until_type = T.Tensor((num_untils,), "int32")
+    if variant.shares:  # which has no pool, uses the same arguments for its tables
+        entries_type, until_type, kept_type = table_types(num_firsts, num_untils, states, K)
 
     @T.prim_func
     def fused_fwd(
@@ -281,8 +289,8 @@ def build(variant: Variant):
         o: T.Tensor((num_tokens, num_value_heads, num_columns, TILE), variant.dtype),
         ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), held),
         checkpoints: kept_type,
-        entries_of: T.Tensor((num_firsts,), "int32"),
-        until_of: T.Tensor((num_untils,), "int32"),
+        entries_of: entries_type,
+        until_of: until_type,
         g_cum: T.Tensor((saved_tokens, num_value_heads), "float32"),
         A: T.Tensor((saved_tokens, num_value_heads, 1, CHUNK), variant.dtype),
         scale: T.float32,
@@ -299,7 +307,7 @@ def build(variant: Variant):
         with T.Kernel(ctas, threads=plan.block) as block:
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
-            T.import_source(POOLS if variant.pooled else SOURCE)
+            T.import_source(POOLS if variant.pooled else SHARES if variant.shares else SOURCE)
             s_k = T.alloc_shared((rings["k"], CHUNK, K), variant.dtype)
             s_q = T.alloc_shared((rings["q"], CHUNK, K), variant.dtype)
             s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), variant.dtype)
@@ -343,16 +351,20 @@ def build(variant: Variant):
             num_chunks, first = T.alloc_var("int32"), T.alloc_var("int32")
             i_tile, saves = T.alloc_var("int32"), T.alloc_var("int32")
             tails, items = T.alloc_var("int32"), T.alloc_var("int32")
-            shape = (spans, num_tokens, num_heads, num_value_heads, num_tiles, training)
             first = 0  # number of chunks of earlier items: the rings' next step
             items = T.ceildiv(num_sequences * num_value_heads * num_tiles - block, ctas)
 
+            shares = Shares(entries_of, until_of, checkpoints) if variant.shares else None
+            shape = (spans, num_tokens, num_heads, num_value_heads, num_tiles, training)
+            walk = (block, ctas, shares, *shape)
             turn = turns(plan)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             # The kernel before this one has waited for its predecessor in every CTA, so all kernels
             # up to that predecessor have ended. `early`: q, k, v, gates and A come from these.
             if early == 0:
                 T.pdl_sync()
+            if variant.shares:
+                items = shares.num_pieces(block)
             kept = None
             if variant.pooled:
                 s_next = None
@@ -365,10 +377,7 @@ def build(variant: Variant):
                 if early != 0:  # only h0 comes from the kernel before; o is written after it
                     T.pdl_sync()
                 for j in rolled(items):
-                    find(
-                        block + j * ctas, *shape,
-                        n, kh, hv, i_tile, begin, length, num_chunks, saves,
-                    )  # fmt: skip
+                    locate(j, *walk, n, kh, hv, i_tile, begin, length, num_chunks, saves)
                     num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
                     state(
                         states, K, variant.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
@@ -376,7 +385,7 @@ def build(variant: Variant):
                         After(gates, first), After(a_ring, first), After(p_ring, first),
                         After(o_ring, first * states), turn, num_chunks, n, hv,
                         i_tile * variant.tile_v, has_h0, has_ht, starts_of, ends_of, first_state,
-                        kept, length,
+                        kept, length, shares, block, j,
                     )  # fmt: skip
                     first += num_chunks
                 last_turn(turn, warpgroup - first_state)
@@ -385,10 +394,7 @@ def build(variant: Variant):
                 if variant.solves:
                     clear_above(s_a, warpgroup - first_solve, variant.teams)
                 clear_above(s_p, warpgroup - first_solve, variant.teams)
-                count_chunks(
-                    spans, num_tokens, num_value_heads * num_tiles, block, ctas, items,
-                    num_chunks,
-                )  # fmt: skip
+                count_chunks(items, *walk, num_chunks)
                 num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
                 if variant.inverts:
                     solve(
@@ -411,10 +417,7 @@ def build(variant: Variant):
                 if tx < 32:
                     tails = 0
                     for j in rolled(items):
-                        find(
-                            block + j * ctas, *shape,
-                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
-                        )  # fmt: skip
+                        locate(j, *walk, n, kh, hv, i_tile, begin, length, num_chunks, saves)
                         leading = [(Rows(k, (kh,), s_k), After(k_ring, first))]
                         others = [(Rows(v, (hv, i_tile), s_v), After(v_ring, first))]
                         queries = (Rows(q, (kh,), s_q), After(q_ring, first))
@@ -431,10 +434,7 @@ def build(variant: Variant):
                             tails += 1
                 elif tx < 64:
                     for j in rolled(items):
-                        find(
-                            block + j * ctas, *shape,
-                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
-                        )  # fmt: skip
+                        locate(j, *walk, n, kh, hv, i_tile, begin, length, num_chunks, saves)
                         gate(
                             g, beta, beta16, beta_is_16, g_cum, s_gate, After(gates, first),
                             begin, length, num_chunks, hv, scale, saves if variant.solves else 0,
@@ -442,10 +442,7 @@ def build(variant: Variant):
                         first += num_chunks
                 elif tx < 96:
                     for j in rolled(items):
-                        find(
-                            block + j * ctas, *shape,
-                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
-                        )  # fmt: skip
+                        locate(j, *walk, n, kh, hv, i_tile, begin, length, num_chunks, saves)
                         store(
                             o, A, s_o, s_a, After(o_ring, first * states), After(a_ring, first),
                             begin, length, hv, i_tile * states, variant.solves, saves,
@@ -453,20 +450,17 @@ def build(variant: Variant):
                         first += num_chunks
                 else:
                     if variant.inverts:
-                        count_chunks(
-                            spans, num_tokens, num_value_heads * num_tiles, block, ctas,
-                            items, num_chunks,
-                        )  # fmt: skip
+                        count_chunks(items, *walk, num_chunks)
                         invert(s_l, s_a, l_ring, a_ring, num_chunks)
                     for j in rolled(items):
-                        find(
-                            block + j * ctas, *shape,
-                            n, kh, hv, i_tile, begin, length, num_chunks, saves,
-                        )  # fmt: skip
+                        locate(j, *walk, n, kh, hv, i_tile, begin, length, num_chunks, saves)
                         begin = inside(spans[num_sequences - 1, 1], num_tokens) + n
                         if not variant.pooled:
                             if has_h0 == 2:  # other tokens belong to other nodes of a tree
                                 begin = num_tokens
+                        if variant.shares:
+                            if shares.takes(block, j) != 0:
+                                begin = num_tokens  # the piece with the item's start does it
                         padding = (begin, num_tokens, num_sequences, hv)
                         for w in rolled(states):
                             clear_padding(o, *padding, i_tile * states + w)

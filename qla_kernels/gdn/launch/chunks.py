@@ -14,6 +14,7 @@ from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
 from qla_kernels.gdn.kernels.chain.forward import EVERY, FROM
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.pools import Places
+from qla_kernels.gdn.launch.shares import share_out
 from qla_kernels.gdn.launch.tensors import (
     chunk_table,
     fresh_like,
@@ -161,6 +162,7 @@ def fused_fwd(
     starts_of: Tensor | None = None,
     early: bool = True,
     places: Places | None = None,
+    shares: bool = False,
 ) -> None:
     """Runs the chain over each sequence's chunks: writes o and, where given, ht and saved.
 
@@ -184,6 +186,8 @@ def fused_fwd(
             before segment_scan began: the kernel reads them early. See tile/dependent.py.
         places: given if states are in a pool: where sequences start and end. ht is None then, and
             h0 is given if they start from states of their own, as segments do.
+        shares: each CTA gets an equal share of all chunks, which cuts sequences between CTAs. The
+            results have the same bits.
     """
     B, T, HV, V = v.shape
     K = key_room(q.shape[-1])
@@ -203,7 +207,7 @@ def fused_fwd(
     else:
         g_cum, A = saved[0].view(B * T, HV), saved[1].view(B * T, HV, 1, CHUNK)
     pool = "" if places is None else dtype_name(places.pool.dtype)
-    variant = fused_fwd_kernel.Variant(dtype_name(q.dtype), K, plan.tile_v, plan.solves, pool)
+    variant = fused_fwd_kernel.Variant(dtype_name(q.dtype), K, *plan, pool, shares)
     nothing = no_state(g, K, V) if h0 is None or ht is None else None
     has = [int(x is not None) for x in (h0, ht)]
     kept, numbers = (h0 if nothing is None else nothing), (0, 0, -1)
@@ -214,6 +218,10 @@ def fused_fwd(
         has = [1, 1]
         h0, ht = places.pool if h0 is None else h0, places.pool
         kept, entries, chunks, numbers = _kept(places)
+    ctas = heuristics.ctas(items, equal_lengths, device.sm_count(q.device))
+    if shares:
+        ctas, heads = device.sm_count(q.device), (q.shape[2], HV)
+        entries, chunks, kept = share_out(g, bounds, heads, plan.tile_v, (K, V), B * T, ctas)
     jit.compile(fused_fwd_kernel, variant)(
         tokens(q),
         tokens(k),
@@ -237,7 +245,7 @@ def fused_fwd(
         has[1] and 1 + (ends_of is not None),
         int(saved is not None),
         int(is_16),
-        heuristics.ctas(items, equal_lengths, device.sm_count(q.device)),
+        ctas,
         int(early),
         *numbers,
     )

@@ -134,6 +134,7 @@ def forward_batch(
         gate, kkt_solve      A of every chunk, if the chain does not solve for it
         segment_map          the map that each segment applies to the state that enters it
         segment_scan         the state that enters each segment
+        share_table          which chunks each CTA of fused_fwd gets, if the plan has equal shares
         fused_fwd            the chain over the chunks of each segment, or of each sequence
 
     Args:
@@ -173,7 +174,7 @@ def forward_batch(
     if cut is None:
         fused_fwd(
             q, k, v, g, beta, scale, h0, bounds, *out, plan.kernel, None, equal_lengths,
-            places=places,
+            places=places, shares=plan.shares,
         )  # fmt: skip
         return None
     own = None
@@ -245,7 +246,8 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
     """Returns the plan, and whether whole sequences are known to have one length, or nearly so.
 
     Without auto_cp, the plan is one whose results do not depend on the batch. If the device alone
-    knows the lengths, there may be several plans; with `one_path`, it is that of equal lengths.
+    knows the lengths, there may be several plans; with `one_path`, it is that of equal lengths, and
+    has no shares, which states in a pool cannot have.
     """
     if call.q.shape[-1] == WIDE:
         num_sequences = call.num_sequences if options.auto_cp else 0  # then V alone decides
@@ -261,7 +263,8 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
         first = found.bands[0]
         single = len(found.bands) == 1 and not first.segments
         return Plan(first.kernel, None) if single else found, False
-    plan = decided(gdn_plan.forward, chunks, *shape, options.warm_log_bound)
+    bound = options.warm_log_bound
+    plan = decided(gdn_plan.forward, chunks, *shape, bound, False, not one_path)
     return plan, known and len(chunks) == 1 and plan.segment_chunks is None
 
 

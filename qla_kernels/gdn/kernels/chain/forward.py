@@ -24,6 +24,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     slot_of,
     take_turn,
 )
+from qla_kernels.gdn.kernels.chain.shares import give_state, take_state
 from qla_kernels.tile.constants import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.loops import rolled
 
@@ -183,7 +184,7 @@ def state(
     states, K, dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
     q_ring, k_ring, v_ring, gate_ring, a_ring, p_ring, o_ring, turn,
     num_chunks, n, hv, v0, has_h0, has_ht, starts_of, ends_of, first_warpgroup=0,
-    kept=None, length=0,
+    kept=None, length=0, shares=None, block=0, piece=0,
 ):  # fmt: skip
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
@@ -207,10 +208,16 @@ def state(
         if kept is not None:
             if (start <= kept.null_slot) | (start >= h0.shape[0]):
                 start = -1
+    if shares is not None:
+        if shares.takes(block, piece) != 0:
+            start = -1
     if start >= 0:
         move_state("load", K, r_s, h0, start, hv, v0 + w * TILE, kept)
     else:
         T.clear(r_s)
+    if shares is not None:
+        if shares.takes(block, piece) != 0:
+            take_state(K, r_s, shares, block, w)
     T.copy(r_s, r_s16)
     if states == 1:
         T.clear(r_o)
@@ -306,5 +313,9 @@ def state(
         if kept is not None:
             if (row <= kept.null_slot) | (row >= ht.shape[0]):
                 row = -1
+    if shares is not None:
+        if shares.gives(block, piece) != 0:
+            give_state(K, r_s, shares, block, w)
+            row = -1
     if row >= 0:
         move_state("store", K, r_s, ht, row, hv, v0 + w * TILE, kept)

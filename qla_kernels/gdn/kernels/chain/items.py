@@ -1,9 +1,9 @@
 """Divides the work of fused_fwd into items, which a CTA computes one after another.
 
-An item is a sequence, a value head and a tile of V. CTA b of n has items b, b + n, ... Each role
-walks the items at its own pace: while the state finishes one item, the first chunks of the next are
-loaded and solved. Rings, and the roles that make A and P, treat the chunks of all items as one
-sequence of steps.
+An item is a sequence, a value head and a tile of V. CTA b of n has items b, b + n, ..; or, where
+CTAs have equal shares, pieces of items, from a table (shares.py). Each role walks the items at its
+own pace: while the state finishes one item, the first chunks of the next are loaded and solved.
+Rings, and the roles that make A and P, treat the chunks of all items as one sequence of steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import qla_kernels.tile.language as T
+from qla_kernels.gdn.kernels.chain.shares import count_piece_chunks, read_piece
 from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.ring import Ring
@@ -59,11 +60,36 @@ def find(
 
 
 @T.macro
-def count_chunks(spans, num_tokens, per_sequence, block, ctas, items, num_chunks: T.Ref):
-    """Sets num_chunks to the number of chunks of all items of a CTA."""
-    begin, length = T.alloc_var("int32"), T.alloc_var("int32")
-    num_chunks = 0
-    for j in T.serial(items):
-        n = (block + j * ctas) // per_sequence
-        read_span(spans, n, num_tokens, begin, length)
-        num_chunks += T.ceildiv(length, CHUNK)
+def locate(
+    j, block, ctas, shares, spans, num_tokens, num_heads, num_value_heads, num_tiles, training,
+    n: T.Ref, kh: T.Ref, hv: T.Ref, i_tile: T.Ref, begin: T.Ref, length: T.Ref, num_chunks: T.Ref,
+    saves: T.Ref,
+):  # fmt: skip
+    """Finds the j-th item of a CTA, or its j-th piece if there are shares."""
+    if shares is not None:
+        read_piece(
+            shares, shares.row(block, j), training,
+            n, kh, hv, i_tile, begin, length, num_chunks, saves,
+        )  # fmt: skip
+    else:
+        find(
+            block + j * ctas, spans, num_tokens, num_heads, num_value_heads, num_tiles, training,
+            n, kh, hv, i_tile, begin, length, num_chunks, saves,
+        )  # fmt: skip
+
+
+@T.macro
+def count_chunks(
+    items, block, ctas, shares, spans, num_tokens, num_heads, num_value_heads, num_tiles, training,
+    num_chunks: T.Ref,
+):  # fmt: skip
+    """Sets num_chunks to the number of chunks of all items of a CTA, or of all its pieces."""
+    if shares is not None:
+        count_piece_chunks(shares, block, items, num_chunks)
+    else:
+        begin, length = T.alloc_var("int32"), T.alloc_var("int32")
+        num_chunks = 0
+        for j in T.serial(items):
+            n = (block + j * ctas) // (num_value_heads * num_tiles)
+            read_span(spans, n, num_tokens, begin, length)
+            num_chunks += T.ceildiv(length, CHUNK)

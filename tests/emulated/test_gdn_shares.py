@@ -1,0 +1,125 @@
+"""Equal shares of chunks for CTAs, emulated: the bits are those of whole items."""
+
+import math
+
+import pytest
+import torch
+
+import qla_kernels.tile.language as T
+from qla_kernels import device, jit
+from qla_kernels.gdn import plan
+from qla_kernels.gdn.kernels import fused_fwd
+from qla_kernels.gdn.kernels.chain import forward as chain_forward
+from qla_kernels.selftest.gdn_calls import small
+from qla_kernels.selftest.gdn_forward import check, check_saved, forward
+from qla_kernels.selftest.gdn_shares import assert_same_bits, both
+from tests.emulator import EmulatedKernel
+
+pytestmark = [
+    pytest.mark.usefixtures("seeds", "poison"), pytest.mark.kernels("gdn.share_table"),
+]  # fmt: skip
+
+WITHOUT = {"initial_state": None}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_interleavings(seed, seeds):
+    """Shares of 7 or 8 chunks, of pieces with and without tails, some of them empty."""
+    seeds["seed"] = seed
+    x = small([70, 0, 1, 200, 128, 0], heads=(1, 3))
+    want, got = both(x, is_train=True)
+    assert_same_bits(x, want, got)
+    check(x, got.o, got.final_state)
+    check_saved(x, got.g_cum, got.A)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "ctas"),
+    [
+        ([1], (1, 1), 4),  # fewer chunks than CTAs
+        ([64, 65], (1, 1), 8),
+        ([700], (1, 1), 5),  # an item longer than several shares: each CTA takes and gives
+        ([640, 30], (1, 2), 5),
+        ([256, 256], (1, 2), 4),  # borders of shares are those of items
+        ([129] * 3, (2, 4), 5),
+        ([0, 0], (1, 2), 4),
+        ([300], (1, 1), 1),  # one CTA for all
+    ],
+)
+def test_shares_of_every_kind(lengths, heads, ctas, monkeypatch):
+    monkeypatch.setattr(device, "sm_count", lambda _: ctas)
+    x = small(lengths, heads=heads)
+    for changed in ({}, WITHOUT, {"output_final_state": False}):
+        want, got = both(x | changed)
+        assert_same_bits(x, want, got)
+
+
+def test_a_state_that_is_not_taken_shows(monkeypatch):
+    """What is compared depends on the states that go from CTA to CTA."""
+    monkeypatch.setattr(chain_forward, "take_state", lambda *_: T.evaluate(0))
+    variant = fused_fwd.Variant("bfloat16", 128, 128, True, shares=True)
+    broken, compile = EmulatedKernel(fused_fwd.build(variant), fused_fwd.PASS_CONFIGS), jit.compile
+    taken = {(fused_fwd, variant): broken}
+    monkeypatch.setattr(jit, "compile", lambda *of: taken.get(of) or compile(*of))
+    x = small([700], heads=(1, 1))
+    with pytest.raises(AssertionError, match="numbers differ"):
+        assert_same_bits(x, *both(x))
+
+
+def test_fp16():
+    x = small([130, 65, 300], torch.float16)
+    want, got = both(x, is_train=True)
+    assert_same_bits(x, want, got)
+
+
+@pytest.mark.parametrize("sizes", [(128, 256), (96, 128)])
+def test_two_tiles_of_v_and_keys_of_fewer_numbers(sizes):
+    x = small([200, 65], sizes=sizes, heads=(1, 3))
+    want, got = both(x, is_train=True)
+    assert_same_bits(x, want, got)
+
+
+def test_a_dense_batch_with_states_of_any_strides():
+    x = small(batch=3, tokens=170, heads=(1, 3))
+    want, got = both(x)
+    assert_same_bits(x, want, got)
+    check(x, got.o, got.final_state)
+    v_first = x | {"initial_state": x["initial_state"].mT.contiguous(), "state_v_first": True}
+    _, turned = both(v_first)
+    assert torch.equal(turned.o, got.o)
+    assert torch.equal(turned.final_state.mT, got.final_state)
+
+
+def test_a_beta_of_16_bits_and_raw_gates():
+    x = small([33, 0, 150], heads=(2, 4), activations=True)
+    want, got = both(x)
+    assert_same_bits(x, want, got)
+    x["beta"] = x["beta"].bfloat16()
+    want, got = both(x)
+    assert_same_bits(x, want, got)
+
+
+def test_a_plan_with_shares(monkeypatch):
+    """Of known lengths, and not where results may not depend on the batch."""
+    monkeypatch.setattr(plan, "SHARES_GAIN", math.inf)
+    launched, compile = [], jit.compile
+
+    def noted(module, variant):
+        launched.append(module.__name__.rpartition(".")[2])
+        return compile(module, variant)
+
+    monkeypatch.setattr(jit, "compile", noted)
+    x = small([200, 250], heads=(1, 3))
+    calls = (
+        (x | {"cu_seqlens_cpu": x["cu_seqlens"]}, ["share_table", "fused_fwd"]),
+        (small(batch=2, tokens=200, heads=(1, 3)), ["share_table", "fused_fwd"]),
+        (x, None),
+        (x | {"cu_seqlens_cpu": x["cu_seqlens"], "auto_cp": False}, ["fused_fwd"]),
+    )
+    plan.forward.cache_clear()
+    for given, expected in calls:
+        launched.clear()
+        done = forward(given)
+        check(given, done.o, done.final_state)
+        assert launched == expected if expected else "share_table" not in launched
+    plan.forward.cache_clear()
