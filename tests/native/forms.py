@@ -221,6 +221,14 @@ def batches() -> None:
     _sweep(3, 2, 8, 9000, initial_state=h0, output_final_state=True)
 
 
+def equal_shares() -> None:
+    """144 items: shares from some length on, segments or whole sequences below."""
+    _sweep(6, 8, 24, 3000, n=10, output_final_state=True)
+    x = _of(_buffers(6, 3000, 8, 24), 6, 3000)
+    named = [name for name, *_ in _launches(functools.partial(_infer, x, {}))]
+    assert any(b"share_table" in name for name in named)
+
+
 def activations() -> None:
     raw = torch.zeros(8), torch.zeros(8)
     flags = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
