@@ -49,3 +49,26 @@ class Ring:
     def release(self, i: Any) -> Any:
         """Gives the slot back, as consumer. Every thread that executes this arrives."""
         return T.barrier_arrive(self.free[i % self.stages])
+
+
+class RingInTurns(Ring):
+    """Slots that several consumers use in turn: consumer c has the steps c, c + consumers, ...
+
+    A consumer that skips steps must not wait by the barriers of slots: it could take an earlier
+    load of the slot that is still on its way for its own. So step i has barrier i % turns, where
+    turns is a multiple of the number of consumers, and each barrier has one consumer.
+    """
+
+    def __init__(self, full: Any, free: Any, stages: int, turns: int) -> None:
+        super().__init__(full, free, turns)
+        if turns < stages:
+            raise ValueError(f"ring of {stages} slots: {turns} turns; need {stages} or more")
+        self.slots = stages
+
+    def slot(self, i: Any) -> Any:
+        return i % self.slots
+
+    def acquire(self, i: Any) -> Any:
+        """Waits until the consumer of step i - slots is done with it."""
+        ahead = i + self.stages - self.slots
+        return T.barrier_wait(self.free[ahead % self.stages], (ahead // self.stages + 1) % 2)

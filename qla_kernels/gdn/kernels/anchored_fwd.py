@@ -52,7 +52,7 @@ from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.ring import Ring, RingInTurns
 from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 
@@ -72,6 +72,8 @@ VARIANTS = tuple(
     for K, tile_v in ((128, 128), (128, 64), (64, 64))
 )
 
+S_SLOTS = 3  # of the columns of one state warpgroup; each warpgroup has two barriers of its own
+
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
@@ -83,7 +85,7 @@ def schedule(variant: Variant) -> Schedule:
     state_regs, solve_regs, load_regs = (192, 88, 40) if variant.states == 2 else (232, 120, 40)
     # A slot of S has the columns of one state warpgroup: the next item's first half is on its way
     # while both halves of this one are read.
-    rings = {"s": 3, "k": 3, "q": 2, "v": 2, "gate": 3, "a": 2, "p": 2}
+    rings = {"s": 4, "k": 3, "q": 2, "v": 2, "gate": 3, "a": 2, "p": 2}
     return Schedule(
         roles=(
             Role(
@@ -149,7 +151,7 @@ def schedule(variant: Variant) -> Schedule:
         rings=rings,
         named={"solve": Named(WARPGROUP_THREADS)},
         # S; k and q; v; A and P; gates; scratch; alignment after gates; barriers
-        smem_bytes=rings["s"] * variant.K * TILE * 4
+        smem_bytes=S_SLOTS * variant.K * TILE * 4
         + (rings["k"] * CHUNK + rings["q"] * NEW_TOKENS) * variant.K * 2
         + rings["v"] * CHUNK * variant.tile_v * 2
         + (rings["a"] * CHUNK + rings["p"] * NEW_TOKENS) * CHUNK * 2
@@ -321,7 +323,7 @@ def build(variant: Variant):
     ):
         with T.Kernel(ctas, threads=plan.block) as block:
             T.import_source(SOURCE)
-            s_s = T.alloc_shared((rings["s"], K, TILE), "float32")
+            s_s = T.alloc_shared((S_SLOTS, K, TILE), "float32")
             s_k = T.alloc_shared((rings["k"], CHUNK, K), variant.dtype)
             s_q = T.alloc_shared((rings["q"], NEW_TOKENS, K), variant.dtype)
             s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), variant.dtype)
@@ -345,7 +347,7 @@ def build(variant: Variant):
             a_free = T.alloc_barrier([plan.arrivals("a_free")] * rings["a"])
             p_full = T.alloc_barrier([plan.arrivals("p_full")] * rings["p"])
             p_free = T.alloc_barrier([plan.arrivals("p_free")] * rings["p"])
-            s_ring = Ring(s_full, s_free, rings["s"])
+            s_ring = RingInTurns(s_full, s_free, S_SLOTS, rings["s"])
             k_ring = Ring(k_full, k_free, rings["k"])
             q_ring = Ring(q_full, q_free, rings["q"])
             v_ring = Ring(v_full, v_free, rings["v"])
