@@ -80,7 +80,7 @@ class Programs:
 
     def forget(self) -> None:
         """Drops all programs, and looks for prebuilt kernels again at the next call."""
-        self.find = self._first
+        self._native, self.find = None, self._first
 
     def __len__(self) -> int:
         return 0 if self._native is None else int(self._native.num_programs(self._table))

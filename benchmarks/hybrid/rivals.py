@@ -46,8 +46,8 @@ class OverTree(Attention):
     def delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         row = (x[None] for x in (q, k, v, g, beta))
         rule = self._hybrid.shared_prefix_gated_delta_rule
-        o: Tensor = rule(*row, self._layout, use_qk_l2norm_in_kernel=True)[0][0]
-        return o
+        o, _ = rule(*row, self._layout, use_qk_l2norm_in_kernel=True)
+        return torch.as_tensor(o.squeeze(0))  # o[0] has a gradient that is filled and copied
 
 
 class OverSequences(Attention):
@@ -70,7 +70,7 @@ class OverSequences(Attention):
             *(x[None] for x in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=True,
             cu_seqlens=self._bounds, cu_seqlens_cpu=self._bounds_cpu,
         )  # fmt: skip
-        return torch.as_tensor(o[0])
+        return torch.as_tensor(o.squeeze(0))
 
 
 class OursHybrid(Implementation):

@@ -4,7 +4,7 @@ Autocast changes nothing here: it has no rule for these operators, and they call
 it casts. A backward is not differentiable; asking for a second derivative raises Unsupported.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,25 @@ FORWARDS, BACKWARDS = (
     Programs(f"{OP}, {way}", tokens=[i for i, name in enumerate(fields) if name in _TOKENS])
     for way, fields in (("forward", _FORWARD), ("backward", _BACKWARD))
 )
+NORMS = Programs(f"{OP}, norm", tokens=[0])
+NORM_GRADIENTS = Programs(f"{OP}, gradient of a norm", tokens=[0, 1])
+
+
+class One(NamedTuple):
+    """The tensor that l2norm_fwd takes, and the result of either norm's operator."""
+
+    x: Tensor
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return self
+
+
+class NormGradient(NamedTuple):
+    """The arguments of l2norm_bwd."""
+
+    x: Tensor
+    dy: Tensor
+    cu_seqlens: Tensor | None
 
 
 def apply(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
@@ -174,11 +193,12 @@ class L2Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, cu_seqlens)
-        y: Tensor = ops.l2norm_fwd(x)
-        return y
+        return NORMS.run(lambda of: One(ops.l2norm_fwd(*of)), (One(x),), One).x
 
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         x, cu_seqlens = ctx.saved_tensors
-        return ops.l2norm_bwd(x, dy, cu_seqlens), None
+        given = NormGradient(x, dy, cu_seqlens)
+        done = NORM_GRADIENTS.run(lambda of: One(ops.l2norm_bwd(*of)), (given,), One)
+        return done.x, None

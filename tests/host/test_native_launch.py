@@ -31,3 +31,7 @@ def test_programs_of_families() -> None:
 
 def test_forms() -> None:
     standin.run("-m", "tests.native.forms")
+
+
+def test_workloads_are_replayed() -> None:
+    standin.run("-m", "tests.native.workloads")

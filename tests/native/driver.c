@@ -15,6 +15,7 @@ int standin_capturing;        /* a stream is being captured: nothing may be load
 int standin_no_context;       /* no context is current in any thread */
 int standin_loads, standin_pushes, standin_pops;
 int standin_fail;             /* the next launch gives this error */
+int standin_still;            /* fills and copies leave memory as it is */
 static char kinds[256];       /* of the next launches' arguments: p pointer, m map, i int32, f float32 */
 static unsigned char record[1 << 16];
 static int used;
@@ -126,9 +127,12 @@ int cuEventCreate(void **event, unsigned flags) { standin_events++; *event = mal
 int cuEventDestroy_v2(void *event) { standin_events--; free(event); return OK; }
 int cuEventRecord(void *event, void *stream) { return put_event("record", event, stream); }
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return put_event("wait", event, stream); }
-int cuMemsetD8Async(void *to, unsigned char value, size_t n, void *stream) { memset(to, value, n); return put_event("fill", to, stream); }
+int cuMemsetD8Async(void *to, unsigned char value, size_t n, void *stream) {
+    if (!standin_still) memset(to, value, n);
+    return put_event("fill", to, stream);
+}
 int cuMemsetD32Async(void *to, unsigned value, size_t n, void *stream) {
-    for (size_t i = 0; i < n; i++) ((unsigned *)to)[i] = value;
+    for (size_t i = 0; !standin_still && i < n; i++) ((unsigned *)to)[i] = value;
     return put_event("fill", to, stream);
 }
 typedef struct {
@@ -137,7 +141,8 @@ typedef struct {
     size_t to_pitch, width, height;
 } Copy;
 int cuMemcpy2DAsync_v2(const Copy *c, void *stream) {
-    for (size_t i = 0; i < c->height; i++) memcpy(c->to + i * c->to_pitch, c->from + i * c->from_pitch, c->width);
+    for (size_t i = 0; !standin_still && i < c->height; i++)
+        memcpy(c->to + i * c->to_pitch, c->from + i * c->from_pitch, c->width);
     return put_event("copy", c->to, stream);
 }
 int cuStreamIsCapturing(void *stream, int *status) { *status = standin_capturing; return OK; }
@@ -155,6 +160,57 @@ int cuLaunchKernelEx(const Config *c, void *f, void **arguments, void **extra) {
         dependent = c->attributes[i].value.programmatic;
     }
     return launch(f, c->numbers, c->stream, dependent, arguments);
+}
+
+/* ---- tensors of the CPU that pass for a GPU's: torch's exchange API, with another device ---- */
+
+typedef struct { int32_t type, id; } Device;
+typedef struct {
+    char *data; Device device; int32_t dims; uint8_t code, bits; uint16_t lanes;
+    int64_t *shape, *strides; uint64_t byte_offset;
+} Tensor;
+typedef struct { /* as in launcher.c */
+    uint32_t major, minor; void *previous;
+    int (*allocate)(Tensor *like, void **out, void *context, void *error);
+    void *managed_from_python;
+    int (*to_python)(void *tensor, void **out);
+    int (*from_python)(void *object, Tensor *out);
+    int (*current_stream)(int32_t type, int32_t id, void **out);
+} Exchange;
+enum { CPU = 1, CUDA = 2, MOST_ON_HOST = 64 };
+static const Exchange *of_torch;
+static struct { char *begin, *end; } on_host[MOST_ON_HOST];
+static int num_on_host;
+int standin_stream; /* the current one */
+
+/* Of all tensors, those in this memory are the host's. Without memory, none is. */
+int standin_on_host(char *begin, uint64_t size) {
+    if (!begin) num_on_host = 0;
+    else if (num_on_host == MOST_ON_HOST) return 0;
+    else on_host[num_on_host].begin = begin, on_host[num_on_host++].end = begin + size;
+    return 1;
+}
+int standin_is_on_host(const char *at) {
+    for (int i = 0; i < num_on_host; i++)
+        if (at >= on_host[i].begin && at < on_host[i].end) return 1;
+    return 0;
+}
+static int allocate(Tensor *like, void **out, void *context, void *error) {
+    Tensor there = *like;
+    there.device.type = CPU;
+    return of_torch->allocate(&there, out, context, error);
+}
+static int from_python(void *object, Tensor *out) {
+    int failed = of_torch->from_python(object, out);
+    if (!failed && !standin_is_on_host(out->data + out->byte_offset)) out->device.type = CUDA;
+    return failed;
+}
+static int current_stream(int32_t type, int32_t id, void **out) { *out = (void *)(intptr_t)standin_stream; return OK; }
+void *standin_exchange(const Exchange *from) {
+    static Exchange made;
+    of_torch = from, made = *from;
+    made.allocate = allocate, made.from_python = from_python, made.current_stream = current_stream;
+    return &made;
 }
 
 /* ---- the rest of what TileLang's runtime looks up ---- */

@@ -42,7 +42,6 @@ from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops
 from qla_kernels.hybrid import shared_prefix_conv1d, shared_prefix_gated_delta_rule
 from qla_kernels.hybrid import step as hybrid_step
-from qla_kernels.native.entry import Entry
 from qla_kernels.native.pack import pack, texts
 from qla_kernels.programs import Programs
 from qla_kernels.sparse_ring import FixedVerticalSlash, build_index, ring, shard, sparse_attention
@@ -50,6 +49,7 @@ from qla_kernels.sparse_ring import gradients as sparse_gradients
 from qla_kernels.sparse_ring import launch as sparse_launch
 from qla_kernels.sparse_ring import ops as sparse_ops
 from tests.native import programs as by_hand
+from tests.native import standin
 from tests.native.behaviour import CUBIN
 
 POINTERS, NUMBERS = 24, 16
@@ -69,49 +69,14 @@ class Launch(NamedTuple):
     addresses: tuple[int, ...]
 
 
-def _like(x: Any) -> Any:
-    return (x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else type(x)
-
-
-def _entry(function: str, given: tuple[Any, ...]) -> Entry:
-    """Returns an entry for arguments like these, whose sizes and strides are constants."""
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    numbers = [(f"n{i}", x) for i, x in enumerate(given) if not isinstance(x, Tensor)]
-    whole = [name for name, x in numbers if not isinstance(x, float)]
-    assert len(tensors) <= POINTERS
-    assert len(whole) <= NUMBERS
-    return {
-        "function": function,
-        "tensors": [
-            {
-                "name": f"t{i}",
-                "dtype": str(x.dtype).removeprefix("torch."),
-                "sizes": [[n] for n in x.shape],
-                "strides": [[n] for n in x.stride()],
-            }
-            for i, x in enumerate(tensors)
-        ],
-        "scalars": [(name, "float32" if isinstance(x, float) else "int32") for name, x in numbers],
-        "order": [isinstance(x, Tensor) for x in given],
-        "symbols": [],
-        "maps": [],
-        "arguments": [
-            *(("pointer", [min(i, len(tensors) - 1)]) for i in range(POINTERS)),
-            *(("int32", [name]) for name in whole),
-            *[("int32", [0])] * (NUMBERS - len(whole)),
-        ],
-        "launch": [[1]] * 6 + [[0]],
-        "dependent": False,
-    }
-
-
 def _made_up(module: Any, variant: Any) -> Callable[..., None]:
     label = jit.label(module, variant)
 
     def launch(*given: Any) -> None:
-        key = label, tuple(map(_like, given))
+        key = label, tuple(map(standin.like, given))
         if key not in _kernels:
-            entry = _entry(jit.function_name(module, variant), given)
+            entry = standin.entry(jit.function_name(module, variant), given, POINTERS, NUMBERS)
+            assert len(entry["arguments"]) == POINTERS + NUMBERS
             _kernels[key] = NATIVE.launcher(
                 label, entry["function"], CUBIN, pack(entry), *texts(entry)
             )

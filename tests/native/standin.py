@@ -13,6 +13,7 @@ from qla_kernels.build import compile_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("libcuda.so.1", "libcudart.so.13")
+CPU, CUDA = 1, 2  # DLPack's types of devices
 
 
 @functools.cache
@@ -65,6 +66,13 @@ class Driver:
         size = self.library.standin_record(room)
         return room.raw[:size]
 
+    def on_host(self, begin: int, size: int) -> bool:
+        """Says that this memory is the host's; 0: that none is. False: there is no room for it."""
+        return bool(self.library.standin_on_host(ctypes.c_void_p(begin), ctypes.c_uint64(size)))
+
+    def is_on_host(self, address: int) -> bool:
+        return bool(self.library.standin_is_on_host(ctypes.c_void_p(address)))
+
     def __getitem__(self, name: str) -> int:
         return ctypes.c_int.in_dll(self.library, f"standin_{name}").value
 
@@ -72,12 +80,12 @@ class Driver:
         ctypes.c_int.in_dll(self.library, f"standin_{name}").value = value
 
 
-def launcher(device_type: int = 1, exchange: bool = True):
-    """In such a process: the launcher, for tensors of the CPU."""
+def launcher(device_type: int = CPU, exchange: bool = True):
+    """In such a process: the launcher, for tensors of the CPU, or for those passing for a GPU's."""
     return configured(Path(os.environ["QLA_STANDIN"]), device_type, exchange)
 
 
-def configured(folder: Path, device_type: int = 1, exchange: bool = True):
+def configured(folder: Path, device_type: int = CPU, exchange: bool = True):
     """A folder's launcher; without `exchange`, and before torch 2.10, it asks torch by Python."""
     import torch
 
@@ -85,6 +93,8 @@ def configured(folder: Path, device_type: int = 1, exchange: bool = True):
 
     native = prebuilt._native(folder / prebuilt.LAUNCHER)
     api = prebuilt._exchange(torch.Tensor) if exchange else None
+    if api is not None and device_type == CUDA:
+        api = _passing_for_cuda(api)
     codes = {
         getattr(torch, name): code << 8 | bits for name, (code, bits) in prebuilt.DTYPES.items()
     }
@@ -92,23 +102,80 @@ def configured(folder: Path, device_type: int = 1, exchange: bool = True):
     return native
 
 
-def replaying():
-    """The launcher, told how to ask torch what observes a call; programs of this process use it."""
+_EXCHANGE = b"dlpack_exchange_api"  # a capsule points to its name
+
+
+def _passing_for_cuda(api):
+    """A capsule with torch's exchange API as driver.c changes it."""
+    name, capsules = _EXCHANGE, ctypes.pythonapi
+    capsules.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    capsules.PyCapsule_GetPointer.argtypes = ctypes.py_object, ctypes.c_char_p
+    capsules.PyCapsule_New.restype = ctypes.py_object
+    capsules.PyCapsule_New.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+    exchange = ctypes.CDLL("libcuda.so.1").standin_exchange
+    exchange.restype, exchange.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    return capsules.PyCapsule_New(exchange(capsules.PyCapsule_GetPointer(api, name)), name, None)
+
+
+def replaying(passing_for: int = CPU):
+    """The launcher, told how to ask torch what observes a call; programs of this process use it.
+
+    Tensors that pass for a GPU's may be replayed under a mode, which sees what torch does.
+    """
     import torch
 
     from qla_kernels import programs
 
-    native = launcher()
+    native = launcher(passing_for)
     native.watch_with(
         torch.nn.Parameter,
         torch.is_grad_enabled,
-        torch._C._len_torch_dispatch_stack,
+        torch._C._len_torch_dispatch_stack if passing_for == CPU else int,
         torch._C._functorch.peek_interpreter_stack,
         torch._C._get_tracing_state,
         torch.autograd.forward_ad,
     )
     programs._native = lambda: native
     return native
+
+
+def like(x):
+    """What made-up entries depend on."""
+    return type(x) if isinstance(x, int | float) else (x.dtype, x.shape, x.stride())
+
+
+def entry(function: str, given, pointers: int = 0, numbers: int = 0):
+    """An entry for arguments like these, whose sizes and strides are constants.
+
+    The kernel's own arguments are so many pointers and integers, or as many as there are.
+    """
+    tensors = [x for x in given if not isinstance(x, int | float)]
+    scalars = [(f"n{i}", x) for i, x in enumerate(given) if isinstance(x, int | float)]
+    whole = [name for name, x in scalars if not isinstance(x, float)]
+    pointers, numbers = max(pointers, len(tensors)), max(numbers, len(whole))
+    return {
+        "function": function,
+        "tensors": [
+            {
+                "name": f"t{i}",
+                "dtype": str(x.dtype).removeprefix("torch."),
+                "sizes": [[n] for n in x.shape],
+                "strides": [[n] for n in x.stride()],
+            }
+            for i, x in enumerate(tensors)
+        ],
+        "scalars": [(name, "float32" if isinstance(x, float) else "int32") for name, x in scalars],
+        "order": [not isinstance(x, int | float) for x in given],
+        "symbols": [],
+        "maps": [],
+        "arguments": [
+            *(("pointer", [min(i, len(tensors) - 1)]) for i in range(pointers)),
+            *(("int32", [name]) for name in whole),
+            *[("int32", [0])] * (numbers - len(whole)),
+        ],
+        "launch": [[1]] * 6 + [[0]],
+        "dependent": False,
+    }
 
 
 def kinds(entry) -> str:
