@@ -22,6 +22,8 @@ from qla_kernels.gdn.decode.ops import Drafts, Norm, Pool
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.prefill import launch as launch_prefill
+from qla_kernels.gdn.prefill.ops import Prefill
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
 from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
@@ -225,11 +227,21 @@ def extend_pool(s: Setting, slots: Tensor) -> None:
         assert slot in named or torch.equal(pool.anchors[slot], before[slot])
 
 
+def prefill(s: Setting, bounds: Tensor, slots: Tensor) -> None:
+    """In a pool in bf16, with checkpoints; each chunk is a segment."""
+    s.patch.setattr(launch_prefill, "planned", lambda *_, **__: (Plan(SOLVING, 1), False))
+    rows = s.rows(H, SIZE), s.rows(H, SIZE), s.rows(HV, SIZE), *s.gates()
+    pool, kept = (s.place(s.states(NUM_SLOTS).bfloat16()) for _ in range(2))
+    places = pool, slots, slots, kept, slots, None, s.rows(HV, SIZE), 64, -1
+    launch_prefill.gdn_prefill(Call(*rows, SCALE, None, bounds), Prefill(*places), Options())
+
+
 CHAINS = {"chunk_table", "chunk_states", "dstate_chain", "chunk_grads"}
 WIDE = {"chunk_table", "wide_states", "wide_dstate", "wide_grads"}
 RAW = {"l2norm", "l2norm_bwd", "activate", "activate_bwd", "gate_sums"}
 SOLVE = {"gate", "kkt_solve"}
 CUT = {"segment_plan", "segment_map", "segment_scan"}
+POOL = {"pool_states", "segment_places", "fused_fwd"} | CUT
 # child_sums reads tables that are made on the host, from lengths; the others know no sequences
 NO_BOUNDS = {"child_sums", "repeat_gates", "part_sums"}
 Part = tuple[Callable[[Setting, Tensor], None], set[str]]
@@ -277,6 +289,9 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
     "shards in zigzag": (
         functools.partial(shards, SOLVING, 2), {"fused_fwd", "segment_map_bwd"} | CUT | CHAINS,
     ),
+    "prefill in segments": (
+        lambda s, x: prefill(s, x, s.place(torch.tensor([2, 0, 1]))), POOL,
+    ),
     "decoding": (decode, {"recurrent"}),
     "decoding in slots": (decode_slots, {"recurrent"}),
     "verifying": (verify_slots, {"verify"}),
@@ -295,5 +310,6 @@ OF_SLOTS: dict[str, Part] = {  # those with wrong slots, and right bounds or non
     "verifying a tree": (
         lambda s, x: verify(s, s.place(torch.tensor(RIGHT)), x, tree=True), {"verify"},
     ),
+    "prefill in segments": (lambda s, x: prefill(s, s.place(torch.tensor(RIGHT)), x), POOL),
     "a pool's step": (extend_pool, {"append_tokens", "anchored_fwd"}),
 }  # fmt: skip

@@ -56,7 +56,6 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 FAMILIES = "gdn", "serving", "dualkv", "sparse_ring", "conv", "hybrid"
 EXCEPTIONS = {
     "gdn-kkt_solve-*": "a kernel alone, which is timed in graphs; no public function launches it",
-    "gdn-prefill-*x*-1x8192-*": "torch gathers the start states, and finds places of segments",
     "sparse_ring-index-*": "once for a prompt; torch regroups the observed queries by a copy",
 }
 

@@ -31,4 +31,6 @@ KERNELS = (
     "verify",
     "append_tokens",
     "anchored_fwd",
+    "pool_states",
+    "segment_places",
 )

@@ -131,11 +131,14 @@ def forward_batch(
     """Launches the forward of one batch.
 
         segment_plan         cuts long sequences into segments, if the plan has segments
+        pool_states          gathers the start states of sequences from a pool
+        segment_places       where segments end in a pool
         gate, kkt_solve      A of every chunk, if the chain does not solve for it
         segment_map          the map that each segment applies to the state that enters it
         segment_scan         the state that enters each segment
         share_table          which chunks each CTA of fused_fwd gets, if the plan has equal shares
         fused_fwd            the chain over the chunks of each segment, or of each sequence
+        pool_states          puts final states into a pool in bf16, if sequences were cut
 
     Args:
         x: the batch.
@@ -166,6 +169,12 @@ def forward_batch(
         if not plan.kernel.solves:  # segment_plan writes the chunk table, too
             table = room_for_chunks(g.shape[0] * g.shape[1], bounds)
         cut = segments.cut(g, bounds, plan.segment_chunks, open_ends, table)
+    own = of_segments = None
+    if cut is not None and places is not None:  # before kkt_solve, which `maps` may read early
+        h0, own = places.start_states(), places
+        if places.pool.dtype != torch.float32:  # as the start states of segments are
+            own = places.in_fp32(bounds.shape[0] - 1)
+        of_segments = own.of_segments(cut, bounds, g.shape[0] * g.shape[1])
     if not plan.kernel.solves:
         growth = torch.empty_like(g) if cut is not None and plan.grows else None
         wide = beta if beta.dtype == torch.float32 else torch.empty_like(g)
@@ -177,12 +186,6 @@ def forward_batch(
             places=places, shares=plan.shares,
         )  # fmt: skip
         return None
-    own = None
-    if places is not None:
-        h0, own = places.start_states(), places
-        if places.pool.dtype != torch.float32:  # as the start states of segments are
-            own = places.in_fp32(bounds.shape[0] - 1)
-    of_segments = None if own is None else own.of_segments(cut, bounds)
     found = segments.maps(
         k, v, g if A is None else g_cum, beta, A, h0, cut, plan.warm_log_bound, growth,
         early=not plan.kernel.solves,

@@ -5,9 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qla_kernels import jit
+from qla_kernels.device_tables import kept as kept_tables
+from qla_kernels.gdn.kernels import pool_states as pool_states_kernel
+from qla_kernels.gdn.kernels import segment_places as segment_places_kernel
 from qla_kernels.gdn.launch.segments import Segments
-from qla_kernels.gdn.launch.tensors import of_part
-from qla_kernels.tile.constants import CHUNK
+from qla_kernels.gdn.launch.tensors import low_words, of_part
+from qla_kernels.sm90 import dtype_name
 
 
 class Checkpoints(NamedTuple):
@@ -41,54 +45,59 @@ class Places(NamedTuple):
     def start_states(self) -> Tensor:
         """Returns the start states of the sequences, [N, HV, K, V] fp32: gathers them."""
         assert self.starts is not None, "only segments have start states of their own"
-        slots = self._known(self.starts)
-        states = self.pool.index_select(0, slots.clamp(min=0)).float()
-        return states.masked_fill_((slots < 0).view(-1, 1, 1, 1), 0)
+        N, (_, HV, K, V) = self.starts.shape[0], self.pool.shape
+        if self.pool.stride(3) == 1:
+            states = self.pool.new_empty(N, HV, K, V, dtype=torch.float32)
+        else:
+            states = self.pool.new_empty(N, HV, V, K, dtype=torch.float32).mT
+        self._move(states, self.starts, gathers=True)
+        return states
 
-    def of_segments(self, cut: Segments, bounds: Tensor) -> "Places":
+    def of_segments(self, cut: Segments, bounds: Tensor, num_tokens: int) -> "Places":
         """Returns the places of a sequence's segments; each has its start state in h0.
 
         bounds: [N + 1] of the sequences.
         """
-        begins = cut.bounds[:-1]
-        segment = torch.arange(len(begins), dtype=torch.int32, device=begins.device)
-        owner = torch.searchsorted(cut.first_segment[1:], segment, right=True)
-        owner = owner.clamp(max=len(self.ends) - 1)
-        last = cut.ends_of[:-1] >= 0
-        ends = torch.where(last, self.ends[owner], -1)
-        kept = self.kept
-        if kept is not None:
-            before = (begins - bounds[owner].int()).clamp(min=0) // CHUNK
-            first = torch.full_like(before, kept.every)
-            if kept.chunks is not None:
-                first = kept.chunks[owner]
-            # the checkpoints of earlier segments; one at 0 chunks is that of a first segment
-            past = (before - first + kept.every) // kept.every
-            done = torch.where((before > 0) & (before >= first), past, 0)
-            none = (first < 0) | (segment >= cut.first_segment[-1])  # or of no sequence
-            chunks = torch.where(none, -1, first + done * kept.every - before)
-            entries = kept.entries[owner] + done
-            kept = Checkpoints(kept.states, entries.int(), chunks.int(), kept.every)
-        return Places(self.pool, None, ends.int(), self.null_slot, kept)
+        ends, chunks, entries = (self.ends.new_empty(cut.capacity) for _ in range(3))
+        kept = self.kept or Checkpoints(self.pool, self.ends, None, 1)
+        jit.compile(segment_places_kernel, segment_places_kernel.VARIANTS[0])(
+            low_words(bounds),
+            cut.bounds,
+            cut.first_segment,
+            cut.ends_of,
+            self.ends,
+            kept.entries,
+            self.ends if kept.chunks is None else kept.chunks,
+            ends,
+            chunks,
+            entries,
+            kept.every,
+            int(kept.chunks is not None),
+            num_tokens,
+        )
+        if self.kept is not None:
+            kept = Checkpoints(kept.states, entries, chunks, kept.every)
+        return Places(self.pool, None, ends, self.null_slot, self.kept and kept)
 
     def in_fp32(self, N: int) -> "Places":
         """Returns places in fp32 of their own, [N, ..], for the final states of N sequences."""
         states = self.pool.new_empty(N, *self.pool.shape[1:], dtype=torch.float32)
-        ends = torch.arange(N, dtype=torch.int32, device=states.device)
-        return Places(states, None, ends, -1, self.kept)
+        return Places(states, None, numbered(states.device, N), -1, self.kept)
 
     def take(self, final: Tensor) -> None:
-        """Writes final states [N, HV, K, V] to their slots."""
-        slots = self._known(self.ends)
-        live = slots >= 0
-        some = live.int().argmax(0, keepdim=True)  # what has no slot does what a live one does
-        rows = torch.where(live, torch.arange(len(live), device=live.device), some)
-        slots, final = slots[rows].long(), final[rows].to(self.pool.dtype)
-        none = ~live.any()
-        final = torch.where(none, self.pool[:1], final)
-        self.pool.index_copy_(0, slots.clamp(min=0), final)
+        """Writes final states [N, HV, K, V] fp32 to their slots."""
+        self._move(final, self.ends, gathers=False)
 
-    def _known(self, slots: Tensor) -> Tensor:
-        """Returns slots that are in the pool, and -1 for others."""
-        known = (slots > self.null_slot) & (slots < len(self.pool))
-        return torch.where(known, slots, -1)
+    def _move(self, rows: Tensor, slot_of: Tensor, gathers: bool) -> None:
+        """Moves states between slots and rows, with the pool's inner axis last."""
+        pool = self.pool
+        if pool.stride(3) != 1:
+            pool, rows = pool.mT, rows.mT
+        variant = pool_states_kernel.Variant(dtype_name(pool.dtype))
+        jit.compile(pool_states_kernel, variant)(pool, rows, slot_of, self.null_slot, int(gathers))
+
+
+@kept_tables(64)
+def numbered(on: torch.device, N: int) -> Tensor:
+    """Returns 0 .. N - 1."""
+    return torch.arange(N, dtype=torch.int32, device=on)
