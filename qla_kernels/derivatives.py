@@ -56,9 +56,11 @@ def refuse_second_derivative(op: str) -> Callable[[Callable[..., Any]], Callable
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def once(ctx: Any, *incoming: Any) -> Any:
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
                 with torch.no_grad():  # a compiled backward refuses by itself
                     return backward(ctx, *incoming)
+            if not torch.is_grad_enabled():
+                return backward(ctx, *incoming)
             ctx = _Unpacked(ctx)
             with torch.no_grad():
                 grads = backward(ctx, *incoming)
