@@ -30,6 +30,7 @@ from benchmarks.gdn import ours as gdn_ours
 from benchmarks.gdn.directions import through_autograd
 from benchmarks.gdn.inputs import gdn_inputs
 from benchmarks.gdn.workloads import GDN, Gdn
+from benchmarks.harness.workload import Direction
 from benchmarks.hybrid import step
 from benchmarks.hybrid.rivals import OverSequences, OverTree
 from benchmarks.hybrid.step_ways import OursStep
@@ -38,7 +39,13 @@ from benchmarks.serving import decode, pool
 from benchmarks.serving import ours as serving_ours
 from benchmarks.serving.prefill import prefill_inputs
 from benchmarks.serving.workloads import EVERY_ROW, PoolDecode, PoolPrefill
-from qla_kernels import causal_conv1d, chunk_gated_delta_rule, jit, programs
+from qla_kernels import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    jit,
+    prefill_gated_delta_rule,
+    programs,
+)
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.dualkv import cpu as dualkv_cpu
 from qla_kernels.dualkv import launch as dualkv_launch
@@ -53,7 +60,7 @@ MOST_TOKENS = 16384  # of attention
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 # Calls that launch code launches each time, or torch: why
-FAMILIES = "gdn", "serving", "dualkv", "sparse_ring", "conv", "hybrid"
+FAMILIES = "gdn", "serving", "dualkv", "sparse_ring", "conv", "hybrid", "options"
 EXCEPTIONS = {
     "gdn-kkt_solve-*": "a kernel alone, which is timed in graphs; no public function launches it",
     "sparse_ring-index-*": "once for a prompt; torch regroups the observed queries by a copy",
@@ -238,6 +245,46 @@ def _delta(w: HybridPart, way: Any, T: int) -> Run:
     (H, HV), D = w.linear_heads, w.linear_dim
     q, k, v = room(T, H, D), room(T, H, D), room(T, HV, D)
     return with_gradients(way.delta, q, k, v, room(T, HV, dtype=torch.float32), room(T, HV))
+
+
+def options() -> Iterator[Kind]:
+    """Calls that no benchmark times."""
+    raw = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+    norms = {"use_qk_l2norm_in_kernel": True}
+    ways = {
+        "exact": {"exact": True},
+        "batch invariant": {"batch_invariant": True},
+        "segments kept": {"enable_fwd_cp_cache": True},
+        "norms": norms,
+        "raw gates": {**raw, **norms, "state_v_first": True},
+    }
+    directions: tuple[Direction, ...] = "fwd", "both"
+    for direction in directions:
+        for lengths in ((8192,), (2048,) * 8):
+            w = Gdn((4, 8), lengths, direction, initial_state=True)
+            for name, way in ways.items():
+                yield f"{w.name}, {name}", partial(_with_options, w, way)
+    for K, V in ((96, 192), (64, 128), (128, 256)):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield f"prefill of {K} x {V}, {dtype}", partial(_prefilled, K, V, dtype)
+
+
+def _with_options(w: Gdn, way: dict[str, Any]) -> Run:
+    if "use_gate_in_kernel" in way:
+        gates = (room(w.heads[1], dtype=torch.float32).requires_grad_() for _ in range(2))
+        way = {**way, **dict(zip(("A_log", "dt_bias"), gates, strict=True))}
+    inputs = made(gdn_inputs, w)
+    bounds = {"cu_seqlens": inputs.cu_seqlens, "cu_seqlens_cpu": _lengths_on_host(inputs)}
+    return through_autograd(chunk_gated_delta_rule, w, inputs, **bounds, **way)
+
+
+def _prefilled(K: int, V: int, dtype: torch.dtype) -> Run:
+    x = made(gdn_inputs, Gdn((2, 8), (8192,), head_dim=K, value_dim=V))
+    states, slots = room(5, 8, V, K, dtype=dtype), torch.ones(1, dtype=torch.int64)
+    return partial(
+        prefill_gated_delta_rule, *x[:5], states, slots, state_v_first=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
 
 
 def main(families: Iterable[str]) -> int:
