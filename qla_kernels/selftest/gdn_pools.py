@@ -50,12 +50,13 @@ def _segment_places(_: Any, given: tuple[Any, ...], device: str) -> None:
     ends, entries = (torch.randperm(20)[:N].int() for _ in range(2))
     chunks = None if first is None else torch.tensor(first, dtype=torch.int32)
     cut = segments.cut(torch.zeros(1, tokens, 2, device=device), bounds.to(device), most)
-    there = [None if x is None else x.to(device) for x in (entries, chunks)]
+    first_chunks = None if chunks is None else chunks.to(device)
     state = torch.zeros(20, 2, 8, 8, device=device)
-    kept = pools.Checkpoints(state, there[0], there[1], every or 1 << 30)
+    kept = pools.Checkpoints(state, entries.to(device), first_chunks, every or 1 << 30)
     places = pools.Places(state, None, ends.to(device), -1, kept)
     found = places.of_segments(cut, bounds.to(device), tokens)
     assert found.kept is not None
+    assert found.kept.chunks is not None
     got = [x.cpu() for x in (found.ends, found.kept.chunks, found.kept.entries)]
     where, last = cut.bounds.cpu(), cut.first_segment.cpu()
     for n, (a, b) in enumerate(pairwise(last.tolist())):
