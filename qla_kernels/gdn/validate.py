@@ -83,7 +83,7 @@ def refusal(
         if q.is_cuda or capability is not None:
             capability = capability or device.capability(q.device)
             reason = _refused_on_cuda(q, k, v, capability)
-            if reason is None and (cp_context is not None or not whole):
+            if reason is None and not whole:
                 reason = _refused_wide(q)
             if reason is None and output_h:
                 reason = _uncounted_states(cu_seqlens, cu_seqlens_cpu)
@@ -139,10 +139,10 @@ def _refused_size(
 
 
 def _refused_wide(q: Tensor) -> Reason | None:
-    """Kernels at K = 256 run whole sequences: no parts of them on ranks, no trees, no anchors."""
+    """Kernels at K = 256 run sequences, whole or over ranks: no trees, no anchors."""
     if q.shape[-1] != WIDE:
         return None
-    fix = "use chunk_gated_delta_rule without cp_context"
+    fix = "use chunk_gated_delta_rule"
     return f"head dimension K={WIDE}", f"less than {WIDE} for this function", fix
 
 
