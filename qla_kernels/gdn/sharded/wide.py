@@ -9,6 +9,7 @@ whatever `warm_log_bound` is.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ from qla_kernels.gdn.launch.wide_backward import WideStates
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
 from qla_kernels.gdn.launch.wide_forward import solve_score, wide_fwd
 from qla_kernels.gdn.sharded.exchange import Neighbours
+
+
+class _Sequences(NamedTuple):
+    """Some of a rank's sequences, as the chains take them."""
+
+    first_chunk: Tensor  # [n] int32
+    spans: Tensor  # [n, 2] int32
 
 
 def wide_shard_forward(
@@ -38,24 +46,24 @@ def wide_shard_forward(
     table = chunk_table(v.shape[0] * v.shape[1], bounds)
     P, gates = solve_score(q, k, g, beta, scale, table, saved)
 
-    def chain(
-        sequences: Sequence[int], v: Tensor, h0: Tensor | None, ht: Tensor, o: Tensor
-    ) -> None:
-        first, its_spans = _of_sequences(sequences, table.first_chunk, bounds)
-        tile_v = _tile_v(len(sequences), v)
-        wide_fwd(q, k, v, saved.A, P, gates, first, h0, its_spans, o, ht, tile_v)
+    def chain(of: _Sequences, v: Tensor, h0: Tensor | None, ht: Tensor, o: Tensor) -> None:
+        tile_v = _tile_v(of.spans.shape[0], v)
+        wide_fwd(q, k, v, saved.A, P, gates, of.first_chunk, h0, of.spans, o, ht, tile_v)
 
     links = g.new_zeros(len(its), HV, V + K, K)
     leave = _rows([one.after > 0 for one in its])
     through = _rows([one.after > 0 and one.through for one in its])
     units, nothing = _units(g, len(its[through]), K), _zeros(v, K, bool(its[through]))
+    of_b, of_M = (
+        _sequences([one.end - 1 for one in its[rows]], table.first_chunk, bounds)
+        for rows in (leave, through)
+    )
     with device.fork(q) as aside:
-        if its[through]:
+        if of_M is not None:
             with aside:  # a CTA reads the values of a chunk before it writes its output
-                of_M = [one.end - 1 for one in its[through]]
                 chain(of_M, nothing, units, links[through, :, V:].mT, nothing)
-        if its[leave]:  # o is written again below
-            chain([one.end - 1 for one in its[leave]], v, None, links[leave, :, :V].mT, o)
+        if of_b is not None:  # o is written again below
+            chain(of_b, v, None, links[leave, :, :V].mT, o)
     entered = line.entering(list(links))
     starts = None if entered is None else _rows_at([one.first for one in its], bounds)
     if entered is not None:
@@ -107,26 +115,28 @@ def _gradient_links(
     q, k, v, do, g_cum, beta, A, scale, bounds, *_ = x
     (HV, V), K, its = v.shape[2:], k.shape[-1], line.stretches
 
-    def chain(
-        sequences: Sequence[int], do: Tensor, dht: Tensor | None, dh0: Tensor, out: Sequence[Tensor]
-    ) -> None:
-        first, its_spans = _of_sequences(sequences, first_chunk, bounds)
-        wide_dstate(q, k, do, g_cum, beta, A, dht, scale, its_spans, first, *out, dh0)
-
     links = g_cum.new_zeros(len(its), HV, V + K, K)
     leave = _rows([one.before > 0 for one in its])
     through = _rows([one.before > 0 and one.through for one in its])
     units, nothing = _units(g_cum, len(its[through]), K), _zeros(do, K, bool(its[through]))
     dS_of_M = dS.new_empty(dS.shape[0] if its[through] else 0, HV, K, K)
     y_of_M = room_for_values(dS_of_M)
+    b, M = links[leave, :, :V].mT, links[through, :, V:].mT
+    of_b, of_M = (
+        _sequences([one.first for one in its[rows]], first_chunk, bounds)
+        for rows in (leave, through)
+    )
     with device.fork(q) as aside:
-        if its[through]:
+        if of_M is not None:
             with aside:  # a CTA reads the gradients of a chunk before it writes dV
-                out = dS_of_M, y_of_M, nothing
-                of_M = [one.first for one in its[through]]
-                chain(of_M, nothing, units, links[through, :, V:].mT, out)
-        if its[leave]:
-            chain([one.first for one in its[leave]], do, None, links[leave, :, :V].mT, (dS, y, dv))
+                wide_dstate(
+                    q, k, nothing, g_cum, beta, A, units, scale, of_M.spans, of_M.first_chunk,
+                    dS_of_M, y_of_M, nothing, M,
+                )  # fmt: skip
+        if of_b is not None:
+            wide_dstate(
+                q, k, do, g_cum, beta, A, None, scale, of_b.spans, of_b.first_chunk, dS, y, dv, b
+            )
     return list(links)
 
 
@@ -136,13 +146,12 @@ def _rows(wanted: Sequence[bool]) -> slice:
     return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
 
 
-def _of_sequences(
-    sequences: Sequence[int], first_chunk: Tensor, bounds: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns the first chunks [n] and the spans [n, 2] of these sequences."""
+def _sequences(numbers: Sequence[int], first_chunk: Tensor, bounds: Tensor) -> _Sequences | None:
+    """Returns the sequences of these numbers; None if there is none."""
+    if not numbers:
+        return None
     of_all = spans(bounds)
-    first = torch.stack([first_chunk[n] for n in sequences])
-    return first, torch.stack([of_all[n] for n in sequences])
+    return _Sequences(*(torch.stack([x[n] for n in numbers]) for x in (first_chunk, of_all)))
 
 
 def _rows_at(sequences: Sequence[int], bounds: Tensor) -> Tensor:
@@ -166,5 +175,5 @@ def _zeros(like: Tensor, K: int, wanted: bool) -> Tensor:
 
 
 def _tile_v(num_sequences: int, v: Tensor) -> int:
-    found = gdn_plan.wide(num_sequences, *v.shape[2:], device.sm_count(v.device))
-    return found.kernel.tile_v
+    HV, V = v.shape[2:]
+    return gdn_plan.wide(num_sequences, HV, V, device.sm_count(v.device)).kernel.tile_v

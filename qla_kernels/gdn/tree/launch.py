@@ -86,9 +86,10 @@ def _wide_levels(
     saved: SavedChunks,
 ) -> None:
     """Runs the chain of each level at K = 256; writes o, saved and the rows of `kept`."""
+    (HV, V), sms = v.shape[2:], device.sm_count(q.device)
     P, gates = solve_score(q, k, g, beta, scale, _chunk_table(tables), saved)
     for a, b in _pairs(tables.levels):
-        width = gdn_plan.wide(b - a, *v.shape[2:], device.sm_count(q.device)).kernel.tile_v
+        width = gdn_plan.wide(b - a, HV, V, sms).kernel.tile_v
         wide_fwd(
             q, k, v, saved.A, P, gates, tables.level_chunks[a:b], kept, tables.spans[a:b], o, kept,
             width, tables.level_starts[a:b], tables.level_ends[a:b],
