@@ -151,7 +151,11 @@ matrix product and of bytes (inputs once, outputs once) over the rate of a large
 in the same run. Cells with two numbers are graph / eager. `host, additions` is how long the host is
 busy with an eager call, in multiples of an addition of eight floats (`x + 1`) beside it in the same
 process. `first call` includes compilation where no cache had it: ours, and that of the rival whose
-replays are fastest. Peak memory is beyond the inputs. `–` was not measured; ▼: ours is slower."""
+replays are fastest. Peak memory is beyond the inputs. `–` was not measured; ▼: ours is slower.
+
+A backward alone takes what its forward keeps for it by default. Until noon (UTC) of 2026-11-23
+FlashQLA's did not, in CUDA graphs, and computed its segments again: rows of a backward from before
+have no graph times of rivals here."""
 
 WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their
