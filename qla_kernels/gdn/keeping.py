@@ -14,7 +14,7 @@ from qla_kernels.tile.constants import CHUNK
 
 KEEPING_GAIN = 0.97  # a backward with the forward's segments must take less than this of its time
 # The most that is kept, of what autograd saves for a call anyway. A, which is saved for the same
-# reason, is a fifth to a quarter of that, and saves no more time per byte.
+# reason, is a fifth to a quarter of that. Up to there segments save more time per byte than A.
 KEEPING_SHARE = 0.25
 
 
