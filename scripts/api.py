@@ -3,7 +3,6 @@
 Reads sources and imports nothing: it runs in a second, on any Python.
 """
 
-import argparse
 import ast
 import functools
 import re
@@ -249,21 +248,7 @@ def document() -> str:
     return "\n".join([HEADER, "\n".join(tables) + "\n", *sections, "\n".join(programs) + "\n"])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 if docs/api.md is stale")
-    check = parser.parse_args().check
-    text = document()
-    if DOCUMENT.exists() and DOCUMENT.read_text() == text:
-        print(f"{DOCUMENT.name} is current")
-        return 0
-    if check:
-        print(f"{DOCUMENT.name} differs from the docstrings; run python scripts/api.py")
-        return 1
-    DOCUMENT.write_text(text)
-    print(f"wrote {DOCUMENT.name}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    import generated  # beside this file
+
+    sys.exit(generated.main(__doc__, DOCUMENT, "the docstrings", document))

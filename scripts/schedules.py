@@ -3,7 +3,6 @@
 Needs TileLang, because kernel files import it; neither nvcc nor a GPU.
 """
 
-import argparse
 import inspect
 import sys
 from pathlib import Path
@@ -61,23 +60,7 @@ def budget(schedule: Schedule) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 if docs/kernels.md is stale")
-    check = parser.parse_args().check
-    text = document()
-    current = DOCUMENT.read_text() if DOCUMENT.exists() else ""
-    if text == current:
-        print(f"{DOCUMENT.name} is current")
-        return 0
-    if check:
-        print(f"{DOCUMENT.name} differs from the schedules; run python scripts/schedules.py")
-        return 1
-    DOCUMENT.parent.mkdir(exist_ok=True)
-    DOCUMENT.write_text(text)
-    print(f"wrote {DOCUMENT.name}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    import generated  # beside this file
+
+    sys.exit(generated.main(__doc__, DOCUMENT, "the schedules", document))

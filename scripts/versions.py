@@ -4,7 +4,6 @@ The JSON file says what was tested where. tests/host/test_versions.py compares i
 pyproject.toml, the constraints, the tests' own lists, and the versions in benchmark records.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -41,21 +40,7 @@ def document() -> str:
     return HEADER + "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 if docs/versions.md is stale")
-    check = parser.parse_args().check
-    text = document()
-    if DOCUMENT.exists() and DOCUMENT.read_text() == text:
-        print(f"{DOCUMENT.name} is current")
-        return 0
-    if check:
-        print(f"{DOCUMENT.name} differs from {DATA.name}; run python scripts/versions.py")
-        return 1
-    DOCUMENT.write_text(text)
-    print(f"wrote {DOCUMENT.name}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    import generated  # beside this file
+
+    sys.exit(generated.main(__doc__, DOCUMENT, DATA.name, document))

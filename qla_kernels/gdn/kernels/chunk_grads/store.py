@@ -47,6 +47,32 @@ def store(dv, s_v, ring, walk, V):
 
 
 @T.macro
+def sum_over_rows(r_gamma, before, after: "T.Ref", earlier: "T.Ref"):
+    """Makes r_gamma a sum from each row on, and `before` one of the rows before; a lane has two."""
+    lane = T.get_thread_binding() % 32
+    # Sum the other rows only: a total minus the own row would cancel small decayed terms.
+    after = r_gamma[0] + r_gamma[1]
+    earlier = before[0] + before[1]
+    for d in rolled(5):
+        above = T.shfl_down(after, 1 << d)
+        below = T.shfl_up(earlier, 1 << d)
+        if lane + (1 << d) < 32:
+            after += above
+        if lane >= 1 << d:
+            earlier += below
+    after = T.shfl_down(after, 1)
+    earlier = T.shfl_up(earlier, 1)
+    if lane == 31:
+        after = 0
+    if lane == 0:
+        earlier = 0
+    r_gamma[1] += after
+    r_gamma[0] += r_gamma[1]
+    before[1] = earlier + before[0]
+    before[0] = earlier
+
+
+@T.macro
 def sums(dg, dbeta, s_sums, ring, walk, K, V):
     lane = T.get_thread_binding() % 32
     r_gamma = T.alloc_local((2,), "float32")  # dgamma, then its sum over the rows from this one on
@@ -84,26 +110,7 @@ def sums(dg, dbeta, s_sums, ring, walk, K, V):
             for w in T.unroll(4 * (V // PANEL)):
                 state += s_sums[STATE, w]
             ring.release(step)
-            # Sum the other rows only: a total minus the own row would cancel small decayed terms.
-            after = r_gamma[0] + r_gamma[1]
-            earlier = before[0] + before[1]
-            for d in rolled(5):
-                above = T.shfl_down(after, 1 << d)
-                below = T.shfl_up(earlier, 1 << d)
-                if lane + (1 << d) < 32:
-                    after += above
-                if lane >= 1 << d:
-                    earlier += below
-            after = T.shfl_down(after, 1)
-            earlier = T.shfl_up(earlier, 1)
-            if lane == 31:
-                after = 0
-            if lane == 0:
-                earlier = 0
-            r_gamma[1] += after
-            r_gamma[0] += r_gamma[1]
-            before[1] = earlier + before[0]
-            before[0] = earlier
+            sum_over_rows(r_gamma, before, after, earlier)
             for e in T.unroll(2):
                 if 2 * lane + e < rows:  # 10
                     dg[tok0 + 2 * lane + e, head, r] = r_gamma[e] + before[e] + state

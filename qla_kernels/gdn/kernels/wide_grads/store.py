@@ -4,6 +4,7 @@ wide_grads/__init__.py states the maths and the steps, with the numbers used her
 """
 
 import qla_kernels.tile.language as T
+from qla_kernels.gdn.kernels.chunk_grads.store import sum_over_rows
 from qla_kernels.gdn.kernels.wide_grads.layout import (
     PART_DOTS,
     PART_E_KK,
@@ -81,26 +82,7 @@ def sums(dg, dbeta, s, ring, walk):
             ring.x.wait(i * walk.group + r)
             take_x(s.x, ring.x.slot(i * walk.group + r), r_gamma, r_beta)
             ring.x.release(i * walk.group + r)
-            # Sum the other rows only: a total minus the own row would cancel small decayed terms.
-            after = r_gamma[0] + r_gamma[1]
-            earlier = before[0] + before[1]
-            for d in rolled(5):
-                above = T.shfl_down(after, 1 << d)
-                below = T.shfl_up(earlier, 1 << d)
-                if lane + (1 << d) < 32:
-                    after += above
-                if lane >= 1 << d:
-                    earlier += below
-            after = T.shfl_down(after, 1)
-            earlier = T.shfl_up(earlier, 1)
-            if lane == 31:
-                after = 0
-            if lane == 0:
-                earlier = 0
-            r_gamma[1] += after
-            r_gamma[0] += r_gamma[1]
-            before[1] = earlier + before[0]
-            before[0] = earlier
+            sum_over_rows(r_gamma, before, after, earlier)
             hv = head * walk.group + r
             for e in T.unroll(2):
                 if 2 * lane + e < rows:  # 7
