@@ -273,6 +273,26 @@ def test_an_engine_without_sources_is_missing(monkeypatch, tmp_path):
     assert "python scripts/engine_interfaces.py" in said
 
 
+def test_what_a_part_of_flashinfer_lacks_is_named():
+    """As the module of prefill alone, without slots and checkpoints: rows failed in their call."""
+
+    def prompts(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens): ...
+
+    function = "flashinfer.gdn_prefill.chunk_gated_delta_rule"
+    with installed(flashinfer__gdn_prefill={"chunk_gated_delta_rule": prompts}):
+        gathers, pool = FlashInferGathers(), FlashInferPool()
+        assert gathers.inapplicable(PROMPTS) is None
+        said = pool.inapplicable(PROMPTS)
+        assert said == f"missing: output_state, state_indices of {function}"
+        assert "checkpoint_every_n_tokens" in gathers.inapplicable(KEPT)
+        for workload in (TOKENS, VERIFIED):
+            assert "missing: flashinfer.gdn_decode (" in pool.inapplicable(workload)
+    with installed(flashinfer__gdn_decode={"gated_delta_rule_mtp": theirs.mtp}):
+        assert pool.inapplicable(VERIFIED) is None
+        name = "flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose"
+        assert pool.inapplicable(TOKENS) == f"missing: {name}"
+
+
 def test_the_worker_times_a_row_of_each_kind():
     said = []
     ours = [OursServing(), OursOneToken(), OursTwo()]
