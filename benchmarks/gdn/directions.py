@@ -83,13 +83,13 @@ def two_functions(
 ) -> Call:
     """By FlashQLA's functions of one direction, or by ours, which take and return what those do.
 
-    `keeps`: the backward takes its segments from the forward.
+    `keeps`: a forward that saves keeps its segments, and the backward takes them.
     """
     q, k, v, g, beta, h0, cu, *_ = inputs
     scale = workload.head_dim**-0.5
 
     def forward(save: bool) -> Any:
-        keep = {"enable_fwd_cp_cache": True} if keeps else {}
+        keep = {"enable_fwd_cp_cache": True} if keeps and save else {}
         return ops.chunk_gated_delta_rule_fwd(
             q, k, v, g, beta, scale, h0, cu, is_train=save, **keep, **options
         )

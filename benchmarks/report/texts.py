@@ -13,19 +13,19 @@ FAMILIES = {
 
 # The first table of the front page: family, who you are, what you type, what you get.
 GAINS = (
-    ("gdn", "train, prefill or decode **Qwen3-Next, Qwen3.5**, or layers of FLA",
-     "transformers: `swap(model)`; FLA: `fla.register()`; vLLM: `VLLM_PLUGINS=qla_kernels`",
-     "faster linear-attention layers: {}"),
+    ("gdn", "train or run **Qwen3-Next, Qwen3.5**, or FLA's gated delta net layers",
+     "transformers: `swap(model)`; FLA: `fla.register()`", "faster linear-attention layers: {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: `verl.patch()`",
      "each prompt stored and computed once: {}"),
     ("sparse_ring", "train on **128K tokens** and more, on one GPU or several",
-     '`attn_implementation="sparse_ring"`', "attention to the pairs of a mask: {}"),
+     '`attn_implementation="sparse_ring"`',
+     "attention that computes only the blocks and columns which a mask keeps: {}"),
 )  # fmt: skip
 
 # What is compared where a rival is faster, if the family's title does not say it.
 SLOWER = {
-    "dualkv": "Shared prompts beside three flash-attn-4 calls a group, merged by hand",
+    "dualkv": "Shared prompts beside three flash-attn-4 calls a group, put together by hand",
     "sparse_ring": "Sparse attention without a mask, which flash-attn-4 is for",
 }
 STALE = """\
@@ -43,13 +43,16 @@ TERMS = """\
   sequences, with the prompt in each of them. For sparse attention it is FA4 on all pairs; a mask
   with 5 % of the pairs could at best be 20 times as fast.
 - **Heads**: key / value heads of a gated delta net, key / query heads of attention. 16/32 are those
-  of Qwen3-Next and of Qwen3.5 4B to 35B; 16/64 those of 122B and 397B, and 2/8 their share on one
-  of eight GPUs.
+  of Qwen3-Next and of Qwen3.5 4B to 35B, and 4/8 their share on one of four GPUs; 16/64 those of
+  122B and 397B, and 2/8 their share on one of eight.
 - **Faster**: the rival's time divided by ours, as a geometric mean over all **shapes** (sets of
   sequence lengths). **Worst**: the least of these ratios; below 1 (▼) ours is slower. The
-  **typical** shape is the one in the middle of the ratios of CUDA graphs.
+  **typical** shape has the median ratio of CUDA graphs; its own ratio of eager calls may differ
+  from their mean.
 - **Graph**: replays of a CUDA graph, the time of the GPU alone. **Eager**: calls of the public
-  Python function, where a GPU with little to do waits for Python. `–` was not measured."""
+  Python function, where a GPU with little to do waits for Python. Long calls take the same time
+  either way, up to a few percent of clock. `–` was not measured.
+- Calls have the defaults of each library; of ours, `exact=False`."""
 
 # Sections of their own beside the headline's: a set each, from the record with most of its rows.
 ASIDE = {
@@ -148,7 +151,11 @@ matrix product and of bytes (inputs once, outputs once) over the rate of a large
 in the same run. Cells with two numbers are graph / eager. `host, additions` is how long the host is
 busy with an eager call, in multiples of an addition of eight floats (`x + 1`) beside it in the same
 process. `first call` includes compilation where no cache had it: ours, and that of the rival whose
-replays are fastest. Peak memory is beyond the inputs. `–` was not measured; ▼: ours is slower."""
+replays are fastest. Peak memory is beyond the inputs. `–` was not measured; ▼: ours is slower.
+
+A backward alone takes what its forward keeps for it by default. Until noon (UTC) of 2026-11-23
+FlashQLA's did not, in CUDA graphs, and computed its segments again: rows of a backward from before
+have no graph times of rivals here."""
 
 WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their

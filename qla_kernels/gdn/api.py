@@ -17,6 +17,7 @@ from qla_kernels.gdn.autograd import apply, normalised
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import (
     checked_flags,
+    is_invariant,
     refuse_unknown,
     scale_of,
     take_layout,
@@ -113,10 +114,12 @@ def chunk_gated_delta_rule(
             and the default is -12 (6e-6). exact=True means -104 and takes longer: the factor is
             then 0 in fp32, and for states up to 1e7 the part left out is below the normal numbers
             of fp32. -inf leaves out nothing. The bound does not change which values are rounded.
+            QLA_EXACT=1 in the environment makes exact=True the default.
         batch_invariant: keyword only. On a GPU, a token's results and gradients then have the same
             bits whatever else is in the batch, and o those of a `GdnPool`. Sequences are never cut
             into segments, so that a small batch of long sequences takes longer. Gradients of A_log
-            and dt_bias are sums over the batch. Not with cp_context.
+            and dt_bias are sums over the batch. Not with cp_context. QLA_BATCH_INVARIANT=1 makes it
+            the default.
         enable_fwd_cp_cache: keyword only. Saves the segments and their start states for the
             backward, which then does not compute them again. It costs 4 K (K + V) bytes per segment
             and value head, 128 KB for K = V = 128, and there are enough of these to fill a GPU once
@@ -148,9 +151,9 @@ def chunk_gated_delta_rule(
             found.options,
         )
     try:
-        bound = warm_bound(OP, kwargs.pop("exact", False), kwargs.pop("warm_log_bound", None))
+        bound = warm_bound(OP, kwargs.pop("exact", None), kwargs.pop("warm_log_bound", None))
         keep = flag(OP, "enable_fwd_cp_cache", kwargs.pop("enable_fwd_cp_cache", False))
-        invariant = flag(OP, "batch_invariant", kwargs.pop("batch_invariant", False))
+        invariant = is_invariant(OP, kwargs.pop("batch_invariant", None))
         if invariant and cp_context is not None:
             got, needs = "batch_invariant with cp_context", "sequences that lie on one GPU"
             raise Unsupported(need(OP, got, needs, "leave out one of them"))
