@@ -11,7 +11,8 @@ from benchmarks.serving import decode_ways
 from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, jit
 from qla_kernels.emulator import EmulatedKernel
 from qla_kernels.gdn.decode import launch
-from qla_kernels.selftest.gdn_recurrent import check, check_pool, decode, pooled
+from qla_kernels.selftest.gdn_recurrent import ROUNDING, check, check_pool, decode, pooled
+from tests import gdn_kept_tokens
 
 WITHOUT = {"initial_state": None}
 
@@ -188,6 +189,10 @@ def test_the_order_of_accesses_changes_no_result(v_first):
         by_rows = run(x)
     emulated.cache_clear()
     assert all(map(torch.equal, by_rows, alone))
+
+
+def test_kept_tokens_and_an_anchor():
+    gdn_kept_tokens.check(torch.bfloat16, (64, 64), ROUNDING[torch.bfloat16])
 
 
 def test_a_call_is_one_launch(launches):

@@ -10,6 +10,7 @@ from qla_kernels import Unsupported, verify_gated_delta_rule
 from qla_kernels.selftest import gdn_verify
 from qla_kernels.selftest.gdn_recurrent import decode
 from qla_kernels.selftest.gdn_verify import CHAINS, TREE, check_drafts, drafted
+from tests import gdn_kept_tokens
 from tests.compare import assert_close
 from tests.gdn_calls import call, records
 
@@ -74,35 +75,7 @@ def verify_reference(x: dict[str, Any], tokens: int) -> tuple[torch.Tensor, torc
 
 
 def test_kept_tokens_and_an_anchor():
-    """A slot a sequence: docs/notes/gdn-decoding.md, section 8.
-
-    A call runs the tokens that were accepted of the drafts before, then new drafts. Of its row of
-    slots one column names a state, so that one state is read, and the one between both is written.
-    """
-    torch.manual_seed(3)
-    accepted, last = [3, 1, 4, 2, 4], 7
-    x = call(batch=1, tokens=sum(accepted) + 8, sizes=(16, 8))
-    want_o, _ = verify_reference(x, sum(accepted))
-    pool = torch.randn(6, *x["initial_state"].shape[1:], dtype=torch.float64)
-    pool[4] = x["initial_state"][0]
-    others = pool.clone()
-    begin, kept = 0, 0
-    for count in accepted:
-        now = {n: x[n][:, begin - kept : begin + 4] for n in ("q", "k", "v", "g", "beta")}
-        column = kept - 1 if kept else last  # behind all tokens: nothing is written
-        table = torch.full((1, last + 1), -1)
-        table[0, column] = 4
-        o = verify_gated_delta_rule(
-            **now, initial_state=pool, state_indices=table,
-            num_accepted_tokens=torch.tensor([column + 1]),
-        )  # fmt: skip
-        if begin:
-            assert_close("state", pool[4], verify_reference(x, begin)[1][0], 1e-12)
-        found = o[:, kept : kept + count]
-        assert_close("o", found, want_o[:, begin : begin + count], 1e-12)
-        others[4] = pool[4]
-        assert torch.equal(pool, others), "another slot was written"
-        begin, kept = begin + count, count
+    gdn_kept_tokens.check(torch.float64, (16, 8), 1e-12)
 
 
 def test_nothing_is_kept_where_nobody_asks():
