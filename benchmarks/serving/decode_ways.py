@@ -15,7 +15,7 @@ call is captured. docs/notes/gdn-decoding.md, section 7, has what is expected of
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
@@ -30,13 +30,16 @@ from qla_kernels.gdn.kernels import recurrent
 
 from ..harness.adapters import Implementation
 from ..harness.problems import problem_of
-from ..harness.timing import GraphTimer
+from ..harness.timing import GraphTimer, Timer
 from .engines import VLLM, SGLang
 from .ours import OursServing
 from .workloads import DECODE, PoolDecode
 
 ROUNDS, BURST, IDLE = 12, 0.02, 0.02  # seconds
-COUNTS = (64, 256, 512)  # sequences
+ROWS = (
+    "16x32-64of1", "16x32-256of1", "16x64-64of1", "16x64-256of1", "4x16-256of1", "4x16-512of1",
+    "2x8-512of1",
+)  # fmt: skip
 BY_BLOCKS = """#pragma unroll
   for (int b = 0; b < Blocks; ++b)
 #pragma unroll
@@ -111,10 +114,12 @@ def way(name: str) -> Iterator[Implementation]:
     jit.compile.cache_clear()
 
 
-def timers(names: list[str], workload: PoolDecode) -> dict[str, GraphTimer]:
+def timers(
+    names: Sequence[str], workload: PoolDecode, device: torch.device, make: type[Timer] = GraphTimer
+) -> dict[str, Timer]:
     """A graph of each way; raises RuntimeError for a wrong result."""
-    problem = problem_of(workload, torch.device("cuda"))
-    truth, found = problem.truth(), {}
+    problem = problem_of(workload, device)
+    truth, found = problem.truth(), dict[str, Timer]()
     for name in names:
         with way(name) as who:
             calls = [who.prepare(workload, inputs) for inputs in problem.inputs]
@@ -123,8 +128,18 @@ def timers(names: list[str], workload: PoolDecode) -> dict[str, GraphTimer]:
             )
             if verdict.complaint is not None:
                 raise RuntimeError(f"{name} of {workload.name}: {verdict.complaint}")
-            found[name] = GraphTimer([call.run for call in calls])
+            found[name] = make([call.run for call in calls])  # type: ignore[call-arg]
     return found
+
+
+def measured(graphs: dict[str, Timer], rounds: int = ROUNDS, burst: float = BURST) -> list[float]:
+    """The median time of each, in us, of bursts in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, timer in graphs.items():
+            time.sleep(IDLE)
+            samples[name] += timer.burst(burst)
+    return [1e6 * median(found) for found in samples.values()]
 
 
 def main() -> None:
@@ -135,20 +150,11 @@ def main() -> None:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):  # the default one cannot be captured
         for workload in DECODE:
-            if workload.sequences not in COUNTS:
-                continue
-            graphs = timers(names, workload)
-            samples: dict[str, list[float]] = {name: [] for name in names}
-            for _ in range(ROUNDS):
-                for name, timer in graphs.items():
-                    time.sleep(IDLE)
-                    samples[name] += timer.burst(BURST)
-            times = {name: 1e6 * median(found) for name, found in samples.items()}
-            first = times[names[0]]
-            shown = [f"{us:.1f} ({us / first:.3f})" for us in times.values()]
-            print(workload.name, *shown, flush=True)
-            del graphs
-            torch.cuda.empty_cache()
+            if workload.name.removeprefix("gdn-pool-decode-") in ROWS:
+                times = measured(timers(names, workload, torch.device("cuda")))
+                shown = [f"{us:.1f} ({us / times[0]:.3f})" for us in times]
+                print(workload.name, *shown, flush=True)
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
