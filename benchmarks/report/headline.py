@@ -8,8 +8,8 @@ from . import tables
 from .figures import density_of, gain, rival_of, short, steps
 from .names import shape_of, title_of
 from .pictures import shown
-from .select import Digests, headline
-from .texts import BEFORE_PROGRAMS, FAMILIES, GAINS, SLOWER, STALE, TERMS
+from .select import Digests, headline, newest
+from .texts import BEFORE_PROGRAMS, FAMILIES, GAINS, SECTIONS, SLOWER, STALE, TERMS
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
@@ -91,23 +91,49 @@ def _line(run: Run, rows: Sequence[Row]) -> list[str]:
     return cells
 
 
+class Section(NamedTuple):
+    """Rows of a gated delta net that a line of a table is about."""
+
+    what: str
+    kind: str
+    run: Run
+    rows: list[Row]
+
+
+def beside_the_headline(runs: Sequence[Run]) -> list[Section]:
+    """Of the sets that are not on the front page, each from the newest record with many rows."""
+    found = []
+    for what, of_set, kind, most in SECTIONS:
+        run = newest(runs, "gdn", of_set, kind, most)
+        if run is not None:
+            found.append(Section(what, kind, run, list(run.rows)))
+    return found
+
+
 def slower(runs: Sequence[Run], digests: Digests) -> str:
     """What a reader may find slower than the table says: beside every rival, both ways."""
     said = []
     for family, title in FAMILIES.items():
-        run = headline(runs, family, digests)
-        for way, eager in (("CUDA graphs", False), ("eager calls", True)):
-            ratios = [] if run is None else _ratios(run, eager)
-            if slow := sum(r < 1 for r in ratios):
-                mean = f"{tables.geometric_mean(ratios):.2f} x in the mean"
-                shapes = f"{slow} of {len(ratios)} shapes, worst {min(ratios):.2f} x, {mean}"
-                said.append(f"- {SLOWER.get(family, title)}, {way}: {shapes}.")
+        if run := headline(runs, family, digests):
+            for kind in dict.fromkeys(row.kind for row in run.rows):
+                rows = [row for row in run.rows if row.kind == kind]
+                said += _slower(f"{SLOWER.get(family, title)}, {title_of(kind).lower()}", run, rows)
+    for what, kind, run, rows in beside_the_headline(runs):
+        when = f"{run.date[:10]}, before calls were replayed"
+        old = "" if "our_kernels" in run.environment else f" ({when})"
+        said += _slower(f"{FAMILIES['gdn']}, {title_of(kind).lower()}, {what}{old}", run, rows)
     return "\n".join(["Ours is slower in these cases:", "", *said]) if said else ""
 
 
-def _ratios(run: Run, eager: bool) -> list[float]:
-    ours = tables.our_names(run)
-    return [r for row in run.rows if (r := tables.ratio(row, ours, eager)) is not None]
+def _slower(subject: str, run: Run, rows: Sequence[Row]) -> list[str]:
+    said, ours = [], tables.our_names(run)
+    for way, eager in (("CUDA graphs", False), ("eager calls", True)):
+        ratios = [r for row in rows if (r := tables.ratio(row, ours, eager)) is not None]
+        if slow := sum(r < 1 for r in ratios):
+            mean = f"{tables.geometric_mean(ratios):.2f} x in the mean"
+            shapes = f"{slow} of {len(ratios)} shapes, worst {min(ratios):.2f} x, {mean}"
+            said.append(f"- {subject}, {way}: {shapes}.")
+    return said
 
 
 def choice_of_lines(runs: Sequence[Run], digests: Digests) -> str:
@@ -127,9 +153,8 @@ def provenance(runs: Sequence[Run], digests: Digests) -> str:
     found = {family: headline(runs, family, digests) for family in FAMILIES}
     sources: dict[str, list[str]] = {}
     for family, run in found.items():
-        sources.setdefault("no record yet" if run is None else source(run), []).append(
-            FAMILIES[family].lower()
-        )
+        where = "no record of these rows yet" if run is None else source(run)
+        sources.setdefault(where, []).append(FAMILIES[family].lower())
     said = "; ".join(f"{', '.join(names)}: {where}" for where, names in sources.items())
     text = f"Measured on: {said}."
     if any(run is not None and not run.current(digests) for run in found.values()):
@@ -174,11 +199,14 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
 def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
     """Of forward and backward together."""
     run = headline(runs, "dualkv", digests)
-    of_all = spread([gain(run, row) for row in steps(run)]) if run else None
+    rows = [row for row in steps(run) if gain(run, row)] if run else []
+    of_all = spread([gain(run, row) for row in rows]) if run else None
     if of_all is None:
         return "not measured yet"
     times = f"{of_all.worst:.1f} to {of_all.best:.1f} x"
-    return f"attention, forward + backward, {times} faster than on whole sequences, in CUDA graphs"
+    batches = f"batches {rows[0].layout} to {rows[-1].layout}"
+    where = f"on whole sequences ({batches}), in CUDA graphs"
+    return f"attention, forward + backward, {times} faster than {where}"
 
 
 def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:
