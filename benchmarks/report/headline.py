@@ -9,7 +9,7 @@ from .figures import density_of, gain, rival_of, short, steps
 from .names import shape_of, title_of
 from .pictures import shown
 from .select import Digests, headline, newest
-from .texts import BEFORE_PROGRAMS, FAMILIES, GAINS, SECTIONS, SLOWER, STALE, TERMS
+from .texts import BEFORE_PROGRAMS, FAMILIES, GAINS, SECTIONS, SLOWER, SLOWER_ONCE, STALE, TERMS
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
@@ -80,7 +80,8 @@ def _line(run: Run, rows: Sequence[Row]) -> list[str]:
     typical = ranked[(len(ranked) - 1) // 2]
     rivals = [rival_of(run, typical, eager) for eager in (False, True)]
     names = dict.fromkeys(short(rival[0]) for rival in rivals if rival)
-    cells = [shape_of(typical), "; eager ".join(names)]
+    which = " (graph), ".join(names) + (" (eager)" if len(names) > 1 else "")
+    cells = [shape_of(typical), which]
     for eager, theirs in zip((False, True), rivals, strict=True):
         of_all = spread([gain(run, row, eager) for row in rows])
         if of_all is None or theirs is None:
@@ -118,22 +119,28 @@ def slower(runs: Sequence[Run], digests: Digests) -> str:
             for kind in dict.fromkeys(row.kind for row in run.rows):
                 rows = [row for row in run.rows if row.kind == kind]
                 said += _slower(f"{SLOWER.get(family, title)}, {title_of(kind).lower()}", run, rows)
+    old = list[str]()
     for what, kind, run, rows in beside_the_headline(runs):
-        when = f"{run.date[:10]}, before calls were replayed"
-        old = "" if "our_kernels" in run.environment else f" ({when})"
-        said += _slower(f"{FAMILIES['gdn']}, {title_of(kind).lower()}, {what}{old}", run, rows)
-    return "\n".join(["Ours is slower in these cases:", "", *said]) if said else ""
+        subject = f"{FAMILIES['gdn']}, {title_of(kind).lower()}, {what}"
+        found = _slower(subject, run, rows)
+        if "our_kernels" in run.environment:
+            said += found
+        else:
+            old += found
+    parts = [["Ours is slower in these cases:", "", *said]] if said else []
+    parts += [[SLOWER_ONCE, "", *old]] if old else []
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def _slower(subject: str, run: Run, rows: Sequence[Row]) -> list[str]:
+    """A line if ours is slower than the best rival at some shape, by graphs or eager calls."""
     said, ours = [], tables.our_names(run)
     for way, eager in (("CUDA graphs", False), ("eager calls", True)):
         ratios = [r for row in rows if (r := tables.ratio(row, ours, eager)) is not None]
         if slow := sum(r < 1 for r in ratios):
-            mean = f"{tables.geometric_mean(ratios):.2f} x in the mean"
-            shapes = f"{slow} of {len(ratios)} shapes, worst {min(ratios):.2f} x, {mean}"
-            said.append(f"- {subject}, {way}: {shapes}.")
-    return said
+            of_all = f"mean {tables.geometric_mean(ratios):.2f} x, worst {min(ratios):.2f} x"
+            said.append(f"{way} at {slow} of {count(rows)} ({of_all})")
+    return [f"- {subject}: {'; '.join(said)}."] if said else []
 
 
 def choice_of_lines(runs: Sequence[Run], digests: Digests) -> str:
@@ -153,10 +160,10 @@ def provenance(runs: Sequence[Run], digests: Digests) -> str:
     found = {family: headline(runs, family, digests) for family in FAMILIES}
     sources: dict[str, list[str]] = {}
     for family, run in found.items():
-        where = "no record of these rows yet" if run is None else source(run)
-        sources.setdefault(where, []).append(FAMILIES[family].lower())
+        if run is not None:
+            sources.setdefault(source(run), []).append(FAMILIES[family].lower())
     said = "; ".join(f"{', '.join(names)}: {where}" for where, names in sources.items())
-    text = f"Measured on: {said}."
+    text = f"Measured on: {said or 'nothing yet'}."
     if any(run is not None and not run.current(digests) for run in found.values()):
         text += f" {STALE}"
     if (gdn := found["gdn"]) is not None and "our_kernels" not in gdn.environment:
@@ -190,10 +197,10 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
             if run is not None
         ]
         if all(found) and found:
-            forward, both = (f"{of_all.mean:.2f} x" for of_all in found if of_all)
+            forward, both = (f"{x.mean:.2f} x (worst {x.worst:.2f})" for x in found if x)
             where = "in eager calls" if eager else "in CUDA graphs"
-            ways.append(f"{forward} forward and {both} forward + backward {where}")
-    return f"{', '.join(ways)}, beside the best rival" if ways else "not measured yet"
+            ways.append(f"{where} {forward} forward, {both} forward + backward")
+    return "; ".join(ways) or "not measured yet"
 
 
 def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
@@ -204,8 +211,7 @@ def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
     if of_all is None:
         return "not measured yet"
     times = f"{of_all.worst:.1f} to {of_all.best:.1f} x"
-    batches = f"batches {rows[0].layout} to {rows[-1].layout}"
-    where = f"on whole sequences ({batches}), in CUDA graphs"
+    where = f"on whole sequences ({count(rows)}), in CUDA graphs"
     return f"attention, forward + backward, {times} faster than {where}"
 
 

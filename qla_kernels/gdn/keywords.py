@@ -90,6 +90,13 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
     return bound
 
 
+def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
+    """Returns enable_fwd_cp_cache as a flag, or None, which leaves the choice to keeping.py."""
+    if enable_fwd_cp_cache is None:
+        return None
+    return flag(op, "enable_fwd_cp_cache", enable_fwd_cp_cache)
+
+
 def is_invariant(op: str, batch_invariant: Any) -> bool:
     """Returns batch_invariant as a bool; None stands for what was not given."""
     given = batch_invariant is not None
@@ -109,9 +116,12 @@ def scale_of(op: str, scale: Any, q: Tensor) -> float:
 
 
 def checked_flags(op: str, options: Options) -> Options:
-    """Returns the options with each flag as `flag` returns it; warm_log_bound is not checked."""
-    *flags, bound = options
+    """Returns the options with each flag as `flag` returns it.
+
+    enable_fwd_cp_cache and warm_log_bound are not checked.
+    """
+    *flags, keep, bound = options
     if _BOOLS.issuperset(map(type, flags)):
         return options
     named = zip(Options._fields, flags, strict=False)
-    return Options._make([*(flag(op, name, x) for name, x in named), bound])
+    return Options._make([*(flag(op, name, x) for name, x in named), keep, bound])

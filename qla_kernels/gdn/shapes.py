@@ -15,7 +15,7 @@ NORM_SIZES = (64, 128)  # K = V of a decoding step with a norm
 POOL_KEYS = 128  # the K with which fused_fwd reads and writes states in slots of a pool
 
 # as messages and pages say it
-KEYS = f"a multiple of {KEY_STEP} up to {MOST_KEYS} or {WIDE}"
+KEYS = f"a multiple of {KEY_STEP} up to {MOST_KEYS}, or {WIDE}"
 VALUES = f"a multiple of {VALUE_STEP} up to {MOST_VALUES}"
 HEAD_SIZES = f"K {KEYS}, V {VALUES}"
 

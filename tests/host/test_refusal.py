@@ -38,7 +38,7 @@ REFUSED = {
     ),
     "K": (
         tensors(K=90),
-        "head dimension K=90; need a multiple of 16 up to 128 or 256 on SM90; pad q and k to 96, "
+        "head dimension K=90; need a multiple of 16 up to 128, or 256 on SM90; pad q and k to 96, "
         + ELSEWHERE,
     ),
     "small V": (
