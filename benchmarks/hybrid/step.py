@@ -86,7 +86,7 @@ def step_inputs(
         return torch.randn(shape, generator=generator, device=device)
 
     # first, and from one seed: input sets have the same weights
-    taps, norm = normal(C, workload.width).to(dtype), (1 + normal(V) / 8).to(dtype)
+    taps, norm = taps_of(normal(C, workload.width)).to(dtype), (1 + normal(V) / 8).to(dtype)
     weights = taps, torch.linspace(-3, 1, HV, device=device), normal(HV), norm
     generator.manual_seed(seed)
     rows = normal(N, C + HV * V).to(dtype)
@@ -96,6 +96,15 @@ def step_inputs(
     s = v * (beta / (1 - d * (1 - beta)))[..., None]  # [N, HV, V]
     states = torch.einsum("nhv,nhk->nhvk", s, k).float()
     return StepInputs(rows, gates, last, states, weights)
+
+
+def taps_of(x: Tensor) -> Tensor:
+    """The convolution's weights [C, width], powers of two whose signs are those of x.
+
+    Triton rounds a product of two tensors in bf16 to bf16. Of these weights no product is rounded,
+    so that engines convolve as the truth does, and find the state that their token leaves as it is.
+    """
+    return x.sign() / 2 ** torch.arange(x.shape[1], device=x.device)
 
 
 def inputs_of_beta(x: Tensor) -> Tensor:

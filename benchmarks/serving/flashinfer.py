@@ -2,28 +2,66 @@
 
 Layouts and gates are converted before, as in all rows. Gathers, zeros, casts, copies and scatters
 are in the time: they are the work that a pool makes.
+
+A machine may have a part of flashinfer-python 0.7.2.post1. What a row's call lacks is named.
 """
 
 import importlib
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..harness.adapters import Call
+from ..harness.adapters import Call, describe
 from .decode import DecodeInputs, batch_of
 from .ours import Drafted, Serves, checkpoints_of, paged, prefill_results
 from .pool import from_minus_one, pool_of, shuffled
 from .prefill import PrefillInputs, slots_of
 from .workloads import PoolDecode, PoolPrefill
 
+PREFILL, DECODE = "flashinfer.gdn_prefill", "flashinfer.gdn_decode"
+PROMPT = PREFILL, "chunk_gated_delta_rule"
+TOKEN = DECODE, "gated_delta_rule_decode_pretranspose"
+CHECKPOINTS = ("state_checkpoints", "checkpoint_cu_starts", "checkpoint_every_n_tokens")
 
-class FlashInferGathers(Serves):
+
+def lacking(module: str, name: str, *arguments: str) -> str | None:
+    """What is missing of a function that a row calls with these arguments; None if nothing is."""
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # libraries probe the GPU on import and raise anything
+        return f"missing: {module} ({describe(error)})"
+    if function is None:
+        return f"missing: {module}.{name}"
+    known = inspect.signature(function).parameters
+    if any(x.kind is inspect.Parameter.VAR_KEYWORD for x in known.values()):
+        return None
+    names = [argument for argument in arguments if argument not in known]
+    return f"missing: {', '.join(names)} of {module}.{name}" if names else None
+
+
+class FlashInfer(Serves):
+    module, distribution = "flashinfer", "flashinfer-python"
+
+    def call_of(self, workload: Any) -> tuple[str, ...]:
+        """The function that a row calls: module, name, and arguments that a part may lack."""
+        raise NotImplementedError
+
+    def inapplicable(self, workload: Any) -> str | None:
+        return super().inapplicable(workload) or lacking(*self.call_of(workload))
+
+
+class FlashInferGathers(FlashInfer):
     """Its functions on gathered states: vLLM's way."""
 
     name, label = "flashinfer_gathers", "FlashInfer, gather and scatter"
-    module, distribution = "flashinfer.gdn_prefill", "flashinfer-python"
     serves = ("pool_prefill", "pool_decode")
+
+    def call_of(self, workload: Any) -> tuple[str, ...]:
+        if isinstance(workload, PoolPrefill):
+            return (*PROMPT, *(CHECKPOINTS if workload.every else ()))
+        return TOKEN
 
     def prepare(self, workload: Any, inputs: Any) -> Call:
         if isinstance(workload, PoolPrefill):
@@ -31,7 +69,7 @@ class FlashInferGathers(Serves):
         return self._decode(workload, inputs)
 
     def _prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
-        ops, x = importlib.import_module(self.module), _Prompts(workload, inputs)
+        ops, x = importlib.import_module(PREFILL), _Prompts(workload, inputs)
         slots = slots_of(workload, x.v.device)
         pool, out = paged(inputs, slots), torch.empty_like(x.v)
         starts, ends = slots.starts.long(), slots.ends.long()
@@ -50,7 +88,7 @@ class FlashInferGathers(Serves):
         return Call(run, lambda o: prefill_results(o[None], pool[ends], x.kept), lambda: run)
 
     def _decode(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
-        ops = importlib.import_module("flashinfer.gdn_decode")
+        ops = importlib.import_module(DECODE)
         batch, call = batch_of(workload, inputs), _tokens(workload, inputs)
         slots = batch.starts.long()
 
@@ -63,15 +101,22 @@ class FlashInferGathers(Serves):
         return Call(run, batch.results, lambda: run)
 
 
-class FlashInferPool(Serves):
+class FlashInferPool(FlashInfer):
     """Its functions that take slots: a row of the pool is where a sequence starts and ends.
 
     For prefill it gets a second pool to write to, so that a call can be repeated.
     """
 
     name, label = "flashinfer_pool", "FlashInfer, in the pool"
-    module, distribution = "flashinfer.gdn_prefill", "flashinfer-python"
     serves = ("pool_prefill", "pool_decode", "drafts")
+
+    def call_of(self, workload: Any) -> tuple[str, ...]:
+        if isinstance(workload, PoolPrefill):
+            kept = CHECKPOINTS if workload.every else ()
+            return (*PROMPT, "output_state", "state_indices", *kept)
+        if workload.drafts:
+            return DECODE, "gated_delta_rule_mtp", "initial_state_indices", "ssm_state_indices"
+        return (*TOKEN, "initial_state", "initial_state_indices")
 
     def prepare(self, workload: Any, inputs: Any) -> Call:
         if isinstance(workload, PoolPrefill):
@@ -79,7 +124,7 @@ class FlashInferPool(Serves):
         return (self._verify if workload.drafts else self._decode)(workload, inputs)
 
     def _prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
-        ops, x = importlib.import_module(self.module), _Prompts(workload, inputs)
+        ops, x = importlib.import_module(PREFILL), _Prompts(workload, inputs)
         fresh = slots_of(workload, x.v.device).fresh
         slots, num_slots = shuffled(len(inputs.states), 0, x.v.device)
         before, after = (pool_of(inputs.states, slots, num_slots) for _ in range(2))
@@ -98,7 +143,7 @@ class FlashInferPool(Serves):
         return Call(run, lambda o: prefill_results(o[None], after[rows], x.kept), lambda: run)
 
     def _decode(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
-        ops = importlib.import_module("flashinfer.gdn_decode")
+        ops = importlib.import_module(DECODE)
         batch, call = batch_of(workload, inputs), _tokens(workload, inputs)
         slots = from_minus_one(batch.starts)
 
@@ -111,7 +156,7 @@ class FlashInferPool(Serves):
         return Call(run, batch.results, lambda: run)
 
     def _verify(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
-        ops = importlib.import_module("flashinfer.gdn_decode")
+        ops = importlib.import_module(DECODE)
         batch, x = batch_of(workload, inputs), Drafted(workload, inputs)
         shape = len(batch.table), workload.width
         q, k, v, a, b = (

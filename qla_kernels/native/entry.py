@@ -9,7 +9,7 @@ from typing import TypedDict
 
 Expression = list[int | str]
 
-OPERATORS = ("+", "-", "*", "//", ">>")
+OPERATORS = ("+", "-", "*", "//", ">>", "max")
 SIZE, STRIDE = "size", "stride"
 
 

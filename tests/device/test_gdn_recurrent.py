@@ -14,6 +14,7 @@ pytestmark = pytest.mark.hopper
 
 GPU = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
+HALVES = slice(128), slice(128, 256)
 
 
 def on_gpu(*args: Any, **others: Any) -> Call:
@@ -104,6 +105,18 @@ def test_a_pool_of_more_than_two_to_the_31_elements():
     o, _ = run(x, initial_state=pool, state_indices=torch.tensor(slots, device=GPU))
     check(x, o, pool[slots])
     assert not pool[4:66_000].any()
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_a_large_batch_has_the_bits_of_its_halves(v_first):
+    """It asks for fewer CTAs on an SM, and for more than 48 KB of shared memory."""
+    x = on_gpu(None, heads=(4, 16), batch=256, tokens=1, state_v_first=v_first)
+    halves = [{n: t[part] if torch.is_tensor(t) else t for n, t in x.items()} for part in HALVES]
+    for _ in range(2):  # the limit of shared memory is raised once
+        before = run(halves[0])
+        whole = run(x)
+        for found, *parts in zip(whole, before, run(halves[1]), strict=True):
+            assert torch.equal(found, torch.cat(parts))
 
 
 def test_seventy_thousand_sequences():

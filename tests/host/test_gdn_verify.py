@@ -10,6 +10,7 @@ from qla_kernels import Unsupported, verify_gated_delta_rule
 from qla_kernels.selftest import gdn_verify
 from qla_kernels.selftest.gdn_recurrent import decode
 from qla_kernels.selftest.gdn_verify import CHAINS, TREE, check_drafts, drafted
+from tests import gdn_kept_tokens
 from tests.compare import assert_close
 from tests.gdn_calls import call, records
 
@@ -71,6 +72,10 @@ def verify_reference(x: dict[str, Any], tokens: int) -> tuple[torch.Tensor, torc
     given = {n: x[n][:, :tokens] for n in ("q", "k", "v", "g", "beta")}
     h0 = x["initial_state"]
     return fused_recurrent_gated_delta_rule(**given, initial_state=h0, output_final_state=True)
+
+
+def test_kept_tokens_and_an_anchor():
+    gdn_kept_tokens.check(torch.float64, (16, 8), 1e-12)
 
 
 def test_nothing_is_kept_where_nobody_asks():
