@@ -5,11 +5,13 @@ names a path: whole sequences in one kernel, or segments. Of segments it says ho
 the device then cuts sequences as finely as that allows. The host computes the bands from the
 numbers of sequences, tokens and heads, by the model of `plan`, and launches the kernels of every
 path; those of a path that is not taken find no tokens. They cost time all the same, so there are
-few paths, and often one.
+few paths, and often one. Whole sequences may have equal shares of chunks, which share_table cuts by
+the lengths; the results have the same bits, so lengths need not decide that.
 
 All functions are pure functions of numbers. docs/notes/gdn-segments.md, section 23.
 """
 
+import bisect
 import functools
 import itertools
 import math
@@ -19,19 +21,21 @@ from typing import NamedTuple, TypeVar
 
 from qla_kernels.gdn import durations, plan
 from qla_kernels.gdn.durations import Lengths
-from qla_kernels.gdn.heuristics import CHAIN_STEP, STEP, ForwardChoice
+from qla_kernels.gdn.heuristics import CHAIN_STEP, SHARING, STEP, ForwardChoice
 from qla_kernels.gdn.kernels.tables import TABLE_WARPS
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.tile.constants import CHUNK
 
 # What several paths add to a forward, in us, estimated: segment_plan, if segments do not need it
-# anyway; per path that is not taken its launches, of which segments' run beside others; per SM its
-# CTAs. Then what it adds to a forward and to a backward if segments are whole sequences.
-TABLES_TIME, IDLE_WHOLE, IDLE_SEGMENTS, IDLE_CTA = 4.5, 2.5, 4.0, 0.8
+# anyway, and share_table, if it leaves items whole; per path that is not taken its launches, of
+# which segments' run beside others, and share_table; per SM its CTAs. Then what it adds to a
+# forward and to a backward if segments are whole sequences.
+TABLES_TIME, IDLE_WHOLE, IDLE_SEGMENTS, IDLE_TABLE, IDLE_CTA = 4.5, 2.5, 4.0, 1.0, 0.8
 WHOLE_SEGMENTS, WHOLE_GRADIENTS = 8.0, 30.0
 # Sequences of equal length may take so many times what they take by the best path alone: in a
 # forward, where paths that are not taken take time; in a backward, which has one path.
 ALIKE, ALIKE_GRADIENTS = 1.12, 1.08
+SHARES_LOSE = 1.01  # likewise, where there are equal shares, over what is taken without them
 MOST_PATHS = 3
 GRID = 2**0.25  # ratio of neighbouring lengths for which a band is computed
 
@@ -50,6 +54,8 @@ class Bands:
     bands: tuple[Band, ...]  # the first one from 0 on
     segmented: ForwardChoice | None = None  # kernel of the path with segments, if there is one
     warm_log_bound: float = -math.inf  # of segments, as in a Plan
+    # Whole sequences in the kernel SHARING have equal shares, unless one has more chunks than this.
+    most_cut: int | None = None
 
     @property
     def solves(self) -> bool:
@@ -61,6 +67,12 @@ class Bands:
         """The kernels of whole sequences, of one path each."""
         every = dict.fromkeys(band.kernel for band in self.bands)
         return tuple(kernel for kernel in every if kernel != self.segmented)
+
+    def whole_plan(self, kernel: ForwardChoice) -> Plan:
+        """Returns the plan of whole sequences in this kernel."""
+        if kernel == SHARING and self.most_cut is not None:
+            return Plan(kernel, None, shares=True, most_cut=self.most_cut)
+        return Plan(kernel, None)
 
     @functools.cached_property
     def rows(self) -> tuple[tuple[int, int, int], ...]:
@@ -87,7 +99,8 @@ class GradientBands:
 
 class Path(NamedTuple):
     kernel: ForwardChoice
-    warm_log_bound: float | None  # of segments; None if sequences stay whole
+    warm_log_bound: float | None = None  # of segments; None if sequences stay whole
+    shares: bool = False  # of whole sequences
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,7 +117,10 @@ def forward(
     Args:
         batch: the numbers of sequences and of tokens.
     """
-    return _forward(*_rounded(*batch), (num_value_heads, K, V, sm_count), warm_log_bound)
+    shape = num_value_heads, K, V, sm_count
+    items = batch[0] * num_value_heads * V // SHARING.tile_v  # before rounding
+    may_share = sm_count < items <= durations.FEW_ITEMS * sm_count
+    return _forward(*_rounded(*batch), shape, warm_log_bound, may_share)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -149,12 +165,14 @@ def _rounded(num_sequences: int, num_tokens: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward(num_sequences: int, num_chunks: int, shape: Shape, warm_log_bound: float) -> Bands:
+def _forward(
+    num_sequences: int, num_chunks: int, shape: Shape, warm_log_bound: float, may_share: bool
+) -> Bands:
     num_value_heads, _, V, sm_count = shape
     if not num_sequences or not num_chunks:
         return Bands((Band(0, plan.forward((), *shape).kernel),))
     kernels = [kernel for kernel in STEP if V % kernel.tile_v == 0]
-    whole = [Path(kernel, None) for kernel in kernels if kernel.solves]
+    whole = [Path(kernel) for kernel in kernels if kernel.solves]
     cut = [
         Path(kernel, bound)
         for kernel in kernels
@@ -169,7 +187,7 @@ def _forward(num_sequences: int, num_chunks: int, shape: Shape, warm_log_bound: 
     def idle(path: Path) -> float:
         ctas = num_sequences * num_value_heads * V // path.kernel.tile_v
         launches = IDLE_WHOLE if path.warm_log_bound is None else IDLE_SEGMENTS
-        return launches + IDLE_CTA * ctas / sm_count
+        return launches + IDLE_TABLE * path.shares + IDLE_CTA * ctas / sm_count
 
     def taken(paths: tuple[Path, ...], longest: int) -> tuple[float, Path]:
         """Returns the time of the path that takes least, with the time of the others, and it."""
@@ -182,30 +200,68 @@ def _forward(num_sequences: int, num_chunks: int, shape: Shape, warm_log_bound: 
         return min(((duration(path), path) for path in paths), key=lambda found: found[0])
 
     samples = _samples(num_sequences, num_chunks)
-    least = [min(best(path, longest)[0] for path in (*whole, *cut)) for longest in samples]
-    choices = [
-        (*segmented, *others)
-        for count in range(1, MOST_PATHS + 1)
-        for segmented in ((), *((path,) for path in cut))
-        for others in itertools.combinations(whole, count - len(segmented))
-        if not segmented or segmented[0].kernel not in [path.kernel for path in others]
-    ]
-    times = [[taken(choice, x)[0] for x in samples] for choice in choices]
-    paths = _least_lost(choices, times, least, ALIKE)
+
+    def least_lost(whole: list[Path], must: Path | None = None) -> tuple[Path, ...]:
+        """Returns the paths that lose least, with `must` among them if it is given."""
+        least = [min(best(path, longest)[0] for path in (*whole, *cut)) for longest in samples]
+        choices = [
+            (*segmented, *others)
+            for count in range(1, MOST_PATHS + 1)
+            for segmented in ((), *((path,) for path in cut))
+            for others in itertools.combinations(whole, count - len(segmented))
+            if len({path.kernel for path in (*segmented, *others)}) == count
+            if must is None or must in others
+        ]
+        times = [[taken(choice, x)[0] for x in samples] for choice in choices]
+        return _least_lost(choices, times, least, ALIKE)
+
+    paths = least_lost(whole)
+    share = Path(SHARING, shares=True)
+    if may_share and best(share, samples[0])[0] < math.inf:
+        found = least_lost([*whole, share], must=share)
+        without, shared = ([taken(of, x)[0] for x in samples] for of in (paths, found))
+        if _gains(shared, without):
+            paths = found
     longest = _grid(num_sequences, num_chunks)
     found = [taken(paths, x)[1] for x in longest]
     bands = [(path.kernel, best(path, x)[1]) for path, x in zip(found, longest, strict=True)]
     rows = tuple(Band(least, *band) for least, band in _merged(longest, bands))
-    for kernel, bound in found:
+    most_cut = _most_cut(num_sequences, num_chunks, shape) if share in found else None
+    for kernel, bound, _ in found:
         if bound is not None:
-            return Bands(rows, kernel, bound)
-    return Bands(rows)
+            return Bands(rows, kernel, bound, most_cut)
+    return Bands(rows, most_cut=most_cut)
+
+
+def _gains(shared: Sequence[float], without: Sequence[float]) -> bool:
+    """Returns whether paths with equal shares gain for equal lengths, and lose at no sample."""
+    loses = any(a > SHARES_LOSE * b for a, b in zip(shared, without, strict=True))
+    return plan.gains(shared[0], without[0]) and not loses
+
+
+def _most_cut(num_sequences: int, num_chunks: int, shape: Shape) -> int:
+    """Returns the most chunks of a longest sequence with which shares take less than whole items.
+
+    share_table compares it with the longest one.
+    """
+
+    def loses(longest: int) -> bool:
+        sequences = _lengths(num_sequences, num_chunks, longest)
+        whole = plan.forward_time(Plan(SHARING, None), sequences, *shape)
+        shared = durations.shares(sequences, *shape)
+        return plan.whole_time(shared) > plan.whole_time(whole) + TABLES_TIME
+
+    longest = range(-(-num_chunks // num_sequences), num_chunks + 1)
+    return longest.start - 1 + bisect.bisect_left(longest, True, key=loses)
 
 
 def _best(path: Path, sequences: Lengths, shape: Shape) -> tuple[float, int]:
     """Returns the least time of a path, and the segments it then has; 0 if sequences are whole."""
-    (num_value_heads, _, V, sm_count), (kernel, bound) = shape, path
+    (num_value_heads, _, V, sm_count), (kernel, bound, shares) = shape, path
     whole = plan.whole_time(plan.forward_time(Plan(kernel, None), sequences, *shape))
+    if shares:
+        shared = plan.whole_time(durations.shares(sequences, *shape))
+        return min(shared, whole + TABLES_TIME), 0
     if bound is None:
         return whole, 0
 
