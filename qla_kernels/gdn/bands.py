@@ -201,28 +201,29 @@ def _forward(
 
     samples = _samples(num_sequences, num_chunks)
 
-    def least_lost(whole: list[Path], must: Path | None = None) -> tuple[Path, ...]:
-        """Returns the paths that lose least, with `must` among them if it is given."""
-        least = [min(best(path, longest)[0] for path in (*whole, *cut)) for longest in samples]
+    def least_lost(among: Sequence[Path], must: tuple[Path, ...] = ()) -> tuple[Path, ...]:
+        """Returns the paths that lose least, at most one with segments; all of `must` are taken."""
+        least = [min(best(path, longest)[0] for path in among) for longest in samples]
+        segmented = [path for path in among if path.warm_log_bound is not None]
         choices = [
-            (*segmented, *others)
+            (*first, *others)
             for count in range(1, MOST_PATHS + 1)
-            for segmented in ((), *((path,) for path in cut))
-            for others in itertools.combinations(whole, count - len(segmented))
-            if len({path.kernel for path in (*segmented, *others)}) == count
-            if must is None or must in others
+            for first in ((), *((path,) for path in segmented))
+            for others in itertools.combinations(
+                [path for path in among if path.warm_log_bound is None], count - len(first)
+            )
+            if len({path.kernel for path in (*first, *others)}) == count and {*must} <= {*others}
         ]
         times = [[taken(choice, x)[0] for x in samples] for choice in choices]
         return _least_lost(choices, times, least, ALIKE)
 
-    paths = least_lost(whole)
+    paths, longest = least_lost([*whole, *cut]), _grid(num_sequences, num_chunks)
     share = Path(SHARING, shares=True)
     if may_share and best(share, samples[0])[0] < math.inf:
-        found = least_lost([*whole, share], must=share)
-        without, shared = ([taken(of, x)[0] for x in samples] for of in (paths, found))
+        others = least_lost([*paths, share], must=(share,))  # which keeps what long ones take
+        without, shared = ([taken(of, x)[0] for x in longest] for of in (paths, others))
         if _gains(shared, without):
-            paths = found
-    longest = _grid(num_sequences, num_chunks)
+            paths = others
     found = [taken(paths, x)[1] for x in longest]
     bands = [(path.kernel, best(path, x)[1]) for path, x in zip(found, longest, strict=True)]
     rows = tuple(Band(least, *band) for least, band in _merged(longest, bands))
@@ -234,7 +235,10 @@ def _forward(
 
 
 def _gains(shared: Sequence[float], without: Sequence[float]) -> bool:
-    """Returns whether paths with equal shares gain for equal lengths, and lose at no sample."""
+    """Returns whether paths with equal shares gain for equal lengths, and lose for no others.
+
+    Both have times for each longest sequence of the grid, from equal lengths on.
+    """
     loses = any(a > SHARES_LOSE * b for a, b in zip(shared, without, strict=True))
     return plan.gains(shared[0], without[0]) and not loses
 
