@@ -41,23 +41,18 @@ KEPT_GAIN = 1.08  # likewise, if maps are kept: the model's time of gradients' m
 # Equal shares must take less than this share of the time of any other plan, and so many us less.
 SHARES_GAIN, LEAST_GAIN = 0.97, 10.0
 UNCUT = 0.94, -8.0  # the measured time of whole sequences is 0.94 of the model's time, less 8 us
-CUT_KERNELS = (
-    ForwardChoice(64, True),
-    ForwardChoice(128, False),
-)  # cutting never gained with others of STEP
+# Cutting never gained with others of STEP.
+CUT_KERNELS = ForwardChoice(64, True), ForwardChoice(128, False)
 WAVES = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 3)  # waves of CTAs that segments are sized to fill
 QUIET, BUSY = 0.92, 0.9  # a chunk takes 0.92 of its time if at most 0.9 of the SMs have a CTA
 
 
 class Plan(NamedTuple):
-    kernel: (
-        ForwardChoice  # its `solves` holds for segment_map, too: both solve for A, or both read it
-    )
+    kernel: ForwardChoice  # its `solves` holds for segment_map, too: both solve for A or read it
     segment_chunks: int | None  # the most chunks of a segment; None leaves sequences whole
     warm_log_bound: float = -math.inf  # the caller's; or -inf: all heads are folded, none searched
     shares: bool = False  # each CTA gets an equal share of all chunks: for whole sequences
-    # Of shares where the device alone knows the lengths: items stay whole if the longest sequence
-    # has more chunks than this. None: the host knows that they are to be cut.
+    # Items stay whole if a sequence has more chunks, which the device finds; None: the host knows.
     most_cut: int | None = None
 
     @property

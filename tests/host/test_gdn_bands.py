@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qla_kernels import device
-from qla_kernels.gdn import bands, durations, heuristics, plan
+from qla_kernels.gdn import bands, durations, heuristics, paths, plan
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.launch import forward as launch
@@ -48,7 +48,7 @@ def taken_time(found: bands.Bands, lengths: list[int], heads: int) -> float:
         shared = plan.whole_time(durations.shares(chunks, heads, 128, 128, SMS))
         if max(n for n, _ in chunks) <= found.most_cut:  # as share_table decides
             return shared
-        return time_of(Plan(band.kernel, None), lengths, heads) + bands.TABLES_TIME
+        return time_of(Plan(band.kernel, None), lengths, heads) + paths.TABLES_TIME
     most = bands.segment_chunks(chunks, band.segments) if band.segments else None
     return time_of(Plan(band.kernel, most, found.warm_log_bound), lengths, heads)
 
@@ -199,11 +199,11 @@ def test_a_longer_sequence_among_them_loses_no_more_than_a_table(heads, count, t
         taken = found.bands[rows.index(bands.row_of(rows, chunks))].kernel
         idle = 0.0
         for kernel in (*found.whole, *([found.segmented] if found.segmented else [])):
-            launches = bands.IDLE_SEGMENTS if kernel == found.segmented else bands.IDLE_WHOLE
-            table = bands.IDLE_TABLE * (kernel == heuristics.SHARING and found.most_cut is not None)
+            launches = paths.IDLE_SEGMENTS if kernel == found.segmented else paths.IDLE_WHOLE
+            table = paths.IDLE_TABLE * (kernel == heuristics.SHARING and found.most_cut is not None)
             ctas = count * heads * 128 // kernel.tile_v / SMS
-            idle += (launches + table + bands.IDLE_CTA * ctas) * (kernel != taken)
-        tables = bands.TABLES_TIME * (idle > 0 and taken != found.segmented)
+            idle += (launches + table + paths.IDLE_CTA * ctas) * (kernel != taken)
+        tables = paths.TABLES_TIME * (idle > 0 and taken != found.segmented)
         return taken_time(found, lengths, heads) + idle + tables
 
     for longest in range(tokens, total + 1, max(CHUNK, total // 40 // CHUNK * CHUNK)):
