@@ -69,12 +69,12 @@ def _share_table(variant: Any, given: CutItems, device: str) -> None:
     begins = bounds.tolist()
     if most_cut is not None and max(lengths, default=0) > most_cut * CHUNK:
         order = sorted(range(len(lengths)), key=lambda n: -max(1, -(-lengths[n] // CHUNK)))
-        items = [(n, hv, i) for n in order for hv in range(HV) for i in range(tiles)]
-        assert len(shares) >= len(items)
-        for c, (n, hv, i) in enumerate(items):
+        dealt = [(n, hv, i) for n in order for hv in range(HV) for i in range(tiles)]
+        assert len(shares) >= len(dealt)
+        for c, (n, hv, i) in enumerate(dealt):
             assert shares[c, :2].tolist() == [c, 1]
             assert pieces[c].tolist() == [n, hv, hv // (HV // H), i, begins[n], lengths[n], 0, 0]
-        assert not shares[len(items) :, columns.NUM_PIECES].any(), "CTAs without items"
+        assert not shares[len(dealt) :, columns.NUM_PIECES].any(), "CTAs without items"
         assert not shares[:, columns.GIVEN :].any(), "flags are set"
         return
     places = [  # (item, number of the chunk in it)
