@@ -85,6 +85,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_names("--lengths", "LENGTHS,...", "of your own shapes, such as 4096x2 or 16x4096+512")
     said = "of your own shapes (default: 128); of gdn also K/V, such as 96/192"
     add("--head-dim", type=sizes, metavar="SIZE", help=said)
+    said = "of gdn's own shapes (default: published)"
+    add("--gates", choices=("published", "model"), help=said)
     add("--density", type=float, help="of the mask of sparse_ring's own shapes (default: 0.05)")
     add("--run", type=int, help="diagonals of that mask that are active together (default: 1)")
     add("--only", metavar="PATTERN", help="workloads whose name in --list matches, e.g. '*16x32*'")

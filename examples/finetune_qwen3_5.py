@@ -1,4 +1,4 @@
-"""Fine-tunes Qwen3.5 with the Trainer of transformers; its linear-attention layers run our kernels.
+"""Fine-tunes Qwen3.5 with the Trainer of transformers; its linear-attention layers call ours.
 
     python examples/finetune_qwen3_5.py --model Qwen/Qwen3.5-4B --text corpus.txt --output tuned
     torchrun --nproc-per-node 8 examples/finetune_qwen3_5.py ...    the same on eight GPUs
@@ -78,7 +78,7 @@ def train(options: argparse.Namespace, ours: bool) -> list[float]:
     model, tokens = (tiny_model(), tiny_text()) if options.tiny else pretrained(options)
     if ours:
         layers = qla.swap(model)
-        print(f"{layers} layers run our kernels")
+        print(f"{layers} layers call our functions")
         if not layers:
             raise SystemExit("no layer was swapped: this is no Qwen3.5")
     else:

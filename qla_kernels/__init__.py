@@ -134,5 +134,15 @@ def _log_to_stderr(level: str) -> None:
         log.warning("QLA_LOG=%s; need debug, info, warning or error; using info", level)
 
 
+# Of the environment; README.md says what each does.
+VARIABLES = (
+    "QLA_BATCH_INVARIANT", "QLA_CHECK", "QLA_CHECK_PROGRAMS", "QLA_DUMP", "QLA_EXACT", "QLA_LOG",
+    "QLA_PREBUILT", "QLA_PROGRAMS",
+)  # fmt: skip
+
 if os.environ.get("QLA_LOG"):
     _log_to_stderr(os.environ["QLA_LOG"])
+for _name in os.environ:
+    if _name.startswith("QLA_") and _name not in VARIABLES:
+        _known = ", ".join(VARIABLES)
+        logging.getLogger(__name__).warning("%s is unknown; there are %s", _name, _known)

@@ -16,9 +16,14 @@ from torch import Tensor
 from qla_kernels.errors import need
 
 
+def switched_on(name: str) -> bool:
+    """Returns True if an environment variable is set to anything but 0 or nothing."""
+    return os.environ.get(name, "0") not in ("", "0")
+
+
 def checks_contents() -> bool:
     """Returns True under QLA_CHECK=1: the contents of tensors on a GPU are read and checked."""
-    return os.environ.get("QLA_CHECK", "0") not in ("", "0")
+    return switched_on("QLA_CHECK")
 
 
 def flag(op: str, name: str, x: Any) -> bool:

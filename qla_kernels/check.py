@@ -9,7 +9,6 @@ qla_kernels/selftest; the emulated tests are in the repository and not in the wh
 is 1 if something that ran failed.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from qla_kernels import jit
+from qla_kernels import command_line, jit
 from qla_kernels.errors import Unsupported, need
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,13 +97,7 @@ def chosen(kernel: str, variant: str, every: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        prog="python -m qla_kernels.check",
-        description=__doc__.partition("\n")[0],
-        epilog=__doc__.partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.parser("python -m qla_kernels.check", __doc__)
     parser.add_argument("kernel", help="family.kernel")
     parser.add_argument("--variant", default="", metavar="ID", help="left out: the first one")
     parser.add_argument("--all", action="store_true", help="every variant")

@@ -32,6 +32,7 @@ _IN_SCHEMAS = {
     Overwritten | None: "Tensor({}!)?",
     float: "float",
     bool: "bool",
+    bool | None: "bool?",
     int: "int",
     str: "str",
 }

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
+from qla_kernels.errors import Unsupported
 from qla_kernels.native import prebuilt
 from qla_kernels.native.recorder import Recorder
 from qla_kernels.native.recording import NotRecordable, Program, tensors_in
@@ -211,7 +212,10 @@ def _native() -> Any:
     """Returns the launcher, told how to ask torch whether a call is observed; None without it."""
     if os.environ.get("QLA_PROGRAMS", "1") == "0" or os.environ.get("QLA_DUMP"):
         return None
-    native = prebuilt.launcher()
+    try:
+        native = prebuilt.launcher()
+    except Unsupported:  # a launch raises it; CPU tensors need none
+        return None
     if native is None or not native.exchanges():
         return None
     native.watch_with(

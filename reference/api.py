@@ -35,7 +35,7 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     exact: bool = False,
     warm_log_bound: float | None = None,
-    enable_fwd_cp_cache: bool = False,
+    enable_fwd_cp_cache: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule with the activations around it: o, and the final states if asked for."""
     if use_qk_l2norm_in_kernel:
@@ -77,7 +77,7 @@ def chunk_gated_delta_rule_fwd(
     output_h: bool = False,
     auto_cp: bool = True,
     state_v_first: bool = False,
-    enable_fwd_cp_cache: bool = False,
+    enable_fwd_cp_cache: bool | None = False,
     cp_context: Any = None,
     is_train: bool | None = None,
     *,

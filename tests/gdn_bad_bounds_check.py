@@ -127,15 +127,19 @@ def wide_backward(s: Setting, bounds: Tensor) -> None:
     launch_backward.gdn_bwd(call, SavedForward(g_cum, A, []), Incoming(do, dht), Options())
 
 
-def shards(kernel: heuristics.ForwardChoice, stretches: int, s: Setting, bounds: Tensor) -> None:
+def shards(
+    kernel: heuristics.ForwardChoice, stretches: int, s: Setting, bounds: Tensor, K: int = SIZE
+) -> None:
     """Sequences that come from another rank and go on at another, at both ends of stretches."""
     s.patch.setattr(plan, "forward", lambda *_, **__: Plan(kernel, 1))
     s.patch.setattr(plan, "backward", lambda *_, **__: 1)
     s.patch.setattr(exchange, "group_named", lambda _: SimpleNamespace(rank=lambda: 1))
     s.patch.setattr(exchange, "gather", lambda links, _: torch.stack([links] * 3))
     s.patch.setattr(exchange, "folded", lambda links, numbers, V, *_: links[0, :, 0, :V])
-    q, k, v, do = (s.rows(heads, SIZE) for heads in (H, H, HV, HV))
-    (g, beta), A, entered = s.gates(), s.rows(HV, 64), s.states(stretches)
+    sizes = (H, K), (H, K), (HV, SIZE), (HV, SIZE)
+    q, k, v, do = (s.rows(*size) for size in sizes)
+    (g, beta), A = s.gates(), s.rows(HV, 64)
+    entered = s.place(torch.randn(stretches, HV, SIZE, K))
     call, options = Call(q, k, v, g, beta, SCALE, None, bounds), Options(is_train=True)
     place = ShardPlace("", [1] * stretches, [1] * stretches, front=1)
     launch_shards.gdn_shard_fwd(call, options, place)
@@ -287,6 +291,10 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
     ),
     "shards in zigzag": (
         functools.partial(shards, SOLVING, 2), {"fused_fwd", "segment_map_bwd"} | CUT | CHAINS,
+    ),
+    "shards of wide keys": (
+        functools.partial(shards, GIVEN, 2, K=2 * SIZE),
+        {"gate", "solve_score", "wide_fwd"} | WIDE,
     ),
     "decoding": (decode, {"recurrent"}),
     "decoding in slots": (decode_slots, {"recurrent"}),

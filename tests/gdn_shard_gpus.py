@@ -13,6 +13,7 @@ LENGTHS = {
     "cut within": [1000, 6000, 1192],
     "cut between": [4096, 0, 4096],
     "odd": [3, 4000, 189],
+    "wide heads": [1000, 6000, 1192],
 }
 
 
@@ -32,7 +33,8 @@ def main(folder: Path, port: int, rank: int) -> None:
     for layout, name in itertools.product(("contiguous", "zigzag"), LENGTHS):
         lengths = LENGTHS[name]
         torch.manual_seed(0)
-        x = on_gpu(lengths, heads=(2, 4), padding=0)
+        sizes = (256, 512) if name == "wide heads" else (128, 128)
+        x = on_gpu(lengths, heads=(2, 4), sizes=sizes, padding=0)
         del x["initial_state"]
         x["g"] *= torch.tensor([0.0, 0.002, 0.02, 1.0], device="cuda")  # what heads remember
         x["do"] = torch.randn_like(x["v"])

@@ -18,17 +18,19 @@ LENGTHS = {
     "ends between ranks": [140, 0, 140],
     "several on a rank": [3, 4, 200, 0, 1, 72],
     "none on two ranks": [70, 70, 70, 70],
+    "wide heads": [10, 260, 10],
 }
+WIDE_SIZES = (256, 64)  # K and V of wide heads
 
 
-def batch(lengths: list[int], **others: Any) -> dict[str, Any]:
+def batch(lengths: list[int], sizes: tuple[int, int] = (16, 8), **others: Any) -> dict[str, Any]:
     """A whole batch, the same on every rank, and the gradient of its output."""
     import torch
 
     from tests.gdn_calls import call
 
     torch.manual_seed(len(lengths))
-    x = call(lengths, heads=(1, 2), sizes=(16, 8), **others)
+    x = call(lengths, heads=(1, 2), sizes=sizes, **others)
     del x["initial_state"]
     return {**x, "do": torch.randn_like(x["v"])}
 
@@ -85,7 +87,8 @@ def results(rank: int) -> Iterator[tuple[str, Any]]:
 
     for group in groups(rank):
         for name, lengths in LENGTHS.items():
-            x = batch(lengths, activations=name == "ends within ranks")
+            sizes = WIDE_SIZES if name == "wide heads" else (16, 8)
+            x = batch(lengths, sizes, activations=name == "ends within ranks")
             context = build_cp_context(x["cu_seqlens"], group)
             got, want = gradients(part(x, context, group)), gradients(x)
             want = part({**x, **want}, context, group)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.gdn_shard_batches import GpuRule
-from tests.gdn_shard_ranks import batch, gradients, part
+from tests.gdn_shard_ranks import WIDE_SIZES, batch, gradients, part
 from tests.ranks import raised, serve
 
 TOKENS = 480  # stretches of 120, 80 and 60: longer than a chunk, and shorter
@@ -23,6 +23,7 @@ LENGTHS = {
     "ends in the middle": [240, 240],
     "several in a stretch": [3, 4, 300, 0, 1, 172],
     "no stretch is left": [60] * 8,
+    "wide heads": [10, 450, 20],
 }
 
 
@@ -74,7 +75,8 @@ def results(rank: int) -> Iterator[tuple[str, Any]]:
 
     for group in groups(rank):
         for name, lengths in LENGTHS.items():
-            x = batch(lengths, activations=name == "ends within stretches")
+            sizes = WIDE_SIZES if name == "wide heads" else (16, 8)
+            x = batch(lengths, sizes, activations=name == "ends within stretches")
             context = build_cp_context(x["cu_seqlens"], group, layout="zigzag")
             yield f"{name}, {group.size()} ranks", largest_error(x, context, group)
         for kind, tokens in (("random", TOKENS), ("short", SHORT), ("fp32", TOKENS)):

@@ -79,24 +79,25 @@ def two_functions(
     public: Callable[[], Callable[[], Any]],
     options: dict[str, Any],
     training: bool = False,
-    keeps: bool = False,
+    keeps: bool | None = False,
 ) -> Call:
     """By FlashQLA's functions of one direction, or by ours, which take and return what those do.
 
-    `keeps`: the backward takes its segments from the forward.
+    `keeps`: a forward that saves keeps its segments, and the backward takes them; None leaves it to
+    the library.
     """
     q, k, v, g, beta, h0, cu, *_ = inputs
     scale = workload.head_dim**-0.5
 
     def forward(save: bool) -> Any:
-        keep = {"enable_fwd_cp_cache": True} if keeps else {}
+        keep = {"enable_fwd_cp_cache": keeps} if save and keeps is not False else {}
         return ops.chunk_gated_delta_rule_fwd(
             q, k, v, g, beta, scale, h0, cu, is_train=save, **keep, **options
         )
 
     def backward(saved: Any) -> Any:
         g_cum, A, _, _, _, cache = saved
-        kept = {"cp_cache": cache} if keeps else {}
+        kept = {"cp_cache": cache} if keeps is not False else {}
         return ops.chunk_gated_delta_rule_bwd(
             q, k, v, g_cum, beta, A, inputs.do, inputs.dht, scale, h0, cu, **kept, **options
         )

@@ -26,7 +26,7 @@ class Ours(Implementation):
     name, label, module, distribution = "ours", "ours", "qla_kernels", "qla-kernels"
     needs_cuda = False
     training = False
-    keeps = False  # segments, from a forward for its backward
+    keeps: bool | None = None  # segments, from a forward for its backward; None: as by default
     choices: ClassVar[dict[str, Any]] = {}
 
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
@@ -91,6 +91,12 @@ class OursKept(OursWhole):
     lacks = dict.fromkeys((*KERNELS, "fwd", "both", "decode"), "a forward has none to take")
 
 
+class OursAlone(OursKept):
+    """The backward makes its segments itself."""
+
+    name, label, keeps = "ours_alone", "ours, nothing kept", False
+
+
 class OursPool(Ours):
     """Decoding with the chunked form's bits."""
 
@@ -108,4 +114,4 @@ def _on_host(inputs: GdnInputs) -> Tensor:
 
 
 def ours() -> list[Implementation]:
-    return [Ours(), OursTraining(), OursWhole(), OursExact(), OursKept(), OursPool()]
+    return [Ours(), OursTraining(), OursWhole(), OursExact(), OursKept(), OursAlone(), OursPool()]

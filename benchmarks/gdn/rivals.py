@@ -39,7 +39,8 @@ class FlashQLA(Implementation):
         bounds = {"cu_seqlens": inputs.cu_seqlens}
         function = ops.chunk_gated_delta_rule
         public = partial(through_autograd, function, workload, inputs, **bounds)
-        return two_functions(ops, workload, inputs, public, {"auto_cp": True})
+        # its public function keeps segments for the backward unless told not to
+        return two_functions(ops, workload, inputs, public, {"auto_cp": True}, keeps=True)
 
     def _kkt_solve(self, inputs: GdnInputs) -> Call:
         """Its inverse has no gates in it; times e^(gamma_i - gamma_j) it is ours."""

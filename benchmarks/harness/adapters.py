@@ -94,5 +94,7 @@ def implementations(family: str, names: Sequence[str] = ()) -> list[Implementati
     by_name = {implementation.name: implementation for implementation in known}
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        raise ValueError(f"no implementation {unknown} of {family}; there are {sorted(by_name)}")
+        here = "" if torch.cuda.is_available() else "; others need a GPU"
+        there = f"there are {sorted(by_name)}{here}"
+        raise ValueError(f"no implementation {unknown} of {family}; {there}")
     return [by_name[name] for name in names or by_name if names or not by_name[name].on_request]

@@ -6,6 +6,8 @@
     --lengths 16x4096+512 16 responses of 512 tokens to one prompt of 4096: all families but gdn and
                           sparse_ring. `4 of 16x4096+512` has four such prompts.
     --head-dim 64         size of all heads
+    --gates model         of a gated delta net: as the parameters of a model make them; left out, as
+                          on the front page. Initial states are given.
 
 Several heads or lengths are separated by commas; `64k` is 65536. A sequence of sparse_ring is a
 multiple of 64 tokens; --density and --run say its mask.
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ..attention.workloads import Group, SharedPrompts, VerticalSlash, same
 from ..conv.workloads import GROUP, Convolution
-from ..gdn.workloads import Gdn, parse_lengths
+from ..gdn.workloads import Gate, Gdn, parse_lengths
 from ..hybrid.workloads import HybridPart
 from .workload import Direction, Heads
 
@@ -30,6 +32,7 @@ class Asked(NamedTuple):
     heads: Sequence[str] = ()
     lengths: Sequence[str] = ()
     head_dim: tuple[int, int] | None = None  # K and V; the same where there is one size
+    gates: Gate | None = None
     density: float | None = None
     run: int | None = None
     direction: Sequence[str] = ()
@@ -49,6 +52,8 @@ def own_shapes(family: str, asked: Asked) -> list[Any]:
         raise ValueError("a shape without --lengths; need them, such as --lengths 4096x2")
     if family != "sparse_ring" and (asked.density, asked.run) != (None, None):
         raise ValueError(f"--density and --run of {family}; need sparse_ring, which has masks")
+    if family != "gdn" and asked.gates is not None:
+        raise ValueError(f"--gates of {family}; need gdn, which has some")
     K, V = asked.head_dim or (1, 1)
     if min(K, V) < 1:
         raise ValueError(f"--head-dim {K}/{V}; need sizes of at least 1")
@@ -76,8 +81,8 @@ def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn]:
     for direction in _directions(asked, "fwd", "bwd", "both"):
         K, V = asked.head_dim or (128, 128)
         yield Gdn(
-            _heads(heads or "16/32"), lengths, direction,
-            head_dim=K, value_dim=None if V == K else V,
+            _heads(heads or "16/32"), lengths, direction, asked.gates or "published",
+            initial_state=True, head_dim=K, value_dim=None if V == K else V,
         )  # fmt: skip
 
 

@@ -180,11 +180,14 @@ class EagerTimer(Timer):
         self._in_a_row(len(runs))  # whatever first calls make
 
     def burst(self, seconds: float) -> list[float]:
-        first, _ = self._in_a_row(1)
-        count = max(1, min(CALLS, int(seconds / first)))
-        pairs = [self._pair(count) for _ in range(max(1, int(seconds / first / count)))]
-        self.host += [host for _, host in pairs]
-        return [wall for wall, _ in pairs]
+        first, _ = self._in_a_row(1)  # slower than the others: the device was idle
+        count, end = max(1, min(CALLS, int(seconds / first))), time.perf_counter() + seconds
+        walls: list[float] = []
+        while not walls or time.perf_counter() < end:
+            wall, host = self._pair(count)
+            walls.append(wall)
+            self.host.append(host)
+        return walls
 
     def measured(self, samples: Sequence[float]) -> dict[str, Any]:
         p20, p50, p80 = (1e3 * x for x in spread(samples))

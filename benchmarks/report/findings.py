@@ -7,7 +7,9 @@ from . import serving, tables
 from .figures import WHOLE, steps
 from .headline import (
     NOTICE,
+    Section,
     Spread,
+    beside_the_headline,
     choice_of_lines,
     provenance,
     slower,
@@ -26,6 +28,7 @@ from .texts import (
     RING_NOTE,
     SHARED_NOTE,
     SPARSE_NOTE,
+    STALE_ROWS,
     TERMS,
 )
 
@@ -43,37 +46,46 @@ def page(runs: Sequence[Run], digests: Digests) -> str:
 
 
 def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
-    sections: list[tuple[str, str, Run | None]] = [
-        ("shapes of the front page", kind, headline(runs, "gdn", digests))
-        for kind in ("fwd", "bwd", "both")
-    ]
-    sections += [
-        ("sequences and heads that fill the GPU", "fwd", newest(runs, "gdn", "filled", "fwd", 12)),
-        ("one or two sequences, few heads", "fwd", newest(runs, "gdn", "segments", "fwd", 20)),
-        ("one or two sequences, few heads", "bwd", newest(runs, "gdn", "segments", "bwd", 12)),
-        ("many short sequences", "fwd", newest(runs, "gdn", "short", "fwd", 4)),
-        ("decoding, 64 to 256 sequences", "decode", newest(runs, "gdn", "decode", "decode", 18)),
-    ]
+    front, sections = headline(runs, "gdn", digests), list[Section]()
+    for kind in ("fwd", "bwd", "both") if front else ():
+        assert front is not None
+        rows = [row for row in front.rows if row.kind == kind]
+        sections += [Section("shapes of the front page", kind, front, rows)] if rows else []
     body = []
-    for what, kind, run in sections:
-        rows = [row for row in run.rows if row.kind == kind] if run else []
-        if run is None or not rows:
-            continue
+    for what, kind, run, rows in (*sections, *beside_the_headline(runs)):
         ways = [spread(_ratios(run, rows, eager)) for eager in (False, True)]
         rivals = ", ".join(v for n, v in run.labels.items() if not n.startswith("ours"))
         cells = [s.said if s else "–" for s in ways]
-        body.append([what, title_of(kind).lower(), str(len(rows)), rivals, *cells])
-    header = ["what", "operation", "shapes", "rivals", "graph: mean (least to most)", "eager"]
+        when = run.date[:10] + ("" if run.current(digests) else ", stale")
+        body.append([what, title_of(kind).lower(), str(len(rows)), rivals, when, *cells])
+    header = ["what", "operation", "shapes", "rivals", "record", "graph: mean (least to most)"]
+    header.append("eager")
     parts = shown(runs, digests, "figures/", *FIGURES["gdn"])
     if body:
-        parts.append(tables.markdown(header, body, left=4))
-    parts.append("\n".join([*_segments(runs), *_memory(runs, digests)]))
+        parts += [tables.markdown(header, body, left=5), STALE_ROWS]
+    parts.append("\n".join([*_beside_fla(front), *_segments(runs), *_memory(runs, digests)]))
     return [part for part in parts if part]
 
 
 def _ratios(run: Run, rows: Iterable[Row], eager: bool) -> list[float | None]:
     ours = tables.our_names(run)
     return [tables.ratio(row, ours, eager) for row in rows]
+
+
+def _beside_fla(run: Run | None) -> list[str]:
+    """Its users have its own kernels, not the best rival."""
+    lines = []
+    for kind in ("fwd", "both") if run else ():
+        assert run is not None
+        rows = [row for row in run.rows if row.kind == kind]
+        ways = []
+        for eager in (False, True):
+            times = [(row.time_ms("fla", eager), row.time_ms("ours", eager)) for row in rows]
+            ways.append(spread([a / b for a, b in times if a and b]))
+        if ways[0] and ways[1]:
+            said = f"graphs {ways[0].said}, eager calls {ways[1].said}"
+            lines.append(f"- Beside FLA's own kernels, {title_of(kind).lower()}: {said}.")
+    return lines
 
 
 def _segments(runs: Sequence[Run]) -> list[str]:

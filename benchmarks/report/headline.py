@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from ..harness.records import Row, Run
 from . import tables
-from .figures import WHOLE, density_of, gain, rival_of, short
+from .figures import density_of, gain, rival_of, short, steps
 from .names import shape_of, title_of
 from .pictures import shown
-from .select import Digests, headline
-from .texts import BEFORE_PROGRAMS, FAMILIES, GAINS, SLOWER, STALE, TERMS
+from .select import Digests, headline, newest
+from .texts import BEFORE_PROGRAMS, FAMILIES, GAINS, SECTIONS, SLOWER, STALE, TERMS
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
@@ -42,9 +42,16 @@ def groups(run: Run) -> dict[tuple[str, str], list[Row]]:
     for row in run.rows:
         if run.family != "sparse_ring" or density_of(row):
             found.setdefault((row.kind, row.heads), []).append(row)
-    return {
-        key: rows for key, rows in found.items() if any(gain(run, row) is not None for row in rows)
-    }
+    return {key: rows for key, rows in found.items() if _ranked(run, rows)}
+
+
+def _ranked(run: Run, rows: Sequence[Row]) -> list[Row]:
+    """Rows in the order of their ratios of CUDA graphs; if there are none, of eager calls."""
+    for eager in (False, True):
+        ratios = [(gain(run, row, eager), row) for row in rows]
+        if found := [(ratio, row) for ratio, row in ratios if ratio is not None]:
+            return [row for _, row in sorted(found, key=lambda pair: pair[0])]
+    return []
 
 
 def times(runs: Sequence[Run], digests: Digests) -> str:
@@ -69,8 +76,8 @@ def count(rows: Sequence[Row]) -> str:
 
 
 def _line(run: Run, rows: Sequence[Row]) -> list[str]:
-    found = [row for row in rows if gain(run, row) is not None]
-    typical = sorted(found, key=lambda row: gain(run, row) or 0.0)[(len(found) - 1) // 2]
+    ranked = _ranked(run, rows)
+    typical = ranked[(len(ranked) - 1) // 2]
     rivals = [rival_of(run, typical, eager) for eager in (False, True)]
     names = dict.fromkeys(short(rival[0]) for rival in rivals if rival)
     cells = [shape_of(typical), "; eager ".join(names)]
@@ -84,32 +91,61 @@ def _line(run: Run, rows: Sequence[Row]) -> list[str]:
     return cells
 
 
+class Section(NamedTuple):
+    """Rows of a gated delta net that a line of a table is about."""
+
+    what: str
+    kind: str
+    run: Run
+    rows: list[Row]
+
+
+def beside_the_headline(runs: Sequence[Run]) -> list[Section]:
+    """Of the sets that are not on the front page, each from the newest record with many rows."""
+    found = []
+    for what, of_set, kind, most in SECTIONS:
+        run = newest(runs, "gdn", of_set, kind, most)
+        if run is not None:
+            found.append(Section(what, kind, run, list(run.rows)))
+    return found
+
+
 def slower(runs: Sequence[Run], digests: Digests) -> str:
     """What a reader may find slower than the table says: beside every rival, both ways."""
     said = []
     for family, title in FAMILIES.items():
-        run = headline(runs, family, digests)
-        for way, eager in (("CUDA graphs", False), ("eager calls", True)):
-            ratios = [] if run is None else _ratios(run, eager)
-            if slow := sum(r < 1 for r in ratios):
-                shapes = f"{slow} of {len(ratios)} shapes, worst {min(ratios):.2f} x"
-                said.append(f"- {SLOWER.get(family, title)}, {way}: {shapes}.")
+        if run := headline(runs, family, digests):
+            for kind in dict.fromkeys(row.kind for row in run.rows):
+                rows = [row for row in run.rows if row.kind == kind]
+                said += _slower(f"{SLOWER.get(family, title)}, {title_of(kind).lower()}", run, rows)
+    for what, kind, run, rows in beside_the_headline(runs):
+        when = f"{run.date[:10]}, before calls were replayed"
+        old = "" if "our_kernels" in run.environment else f" ({when})"
+        said += _slower(f"{FAMILIES['gdn']}, {title_of(kind).lower()}, {what}{old}", run, rows)
     return "\n".join(["Ours is slower in these cases:", "", *said]) if said else ""
 
 
-def _ratios(run: Run, eager: bool) -> list[float]:
-    ours = tables.our_names(run)
-    return [r for row in run.rows if (r := tables.ratio(row, ours, eager)) is not None]
+def _slower(subject: str, run: Run, rows: Sequence[Row]) -> list[str]:
+    said, ours = [], tables.our_names(run)
+    for way, eager in (("CUDA graphs", False), ("eager calls", True)):
+        ratios = [r for row in rows if (r := tables.ratio(row, ours, eager)) is not None]
+        if slow := sum(r < 1 for r in ratios):
+            mean = f"{tables.geometric_mean(ratios):.2f} x in the mean"
+            shapes = f"{slow} of {len(ratios)} shapes, worst {min(ratios):.2f} x, {mean}"
+            said.append(f"- {subject}, {way}: {shapes}.")
+    return said
 
 
 def choice_of_lines(runs: Sequence[Run], digests: Digests) -> str:
     """What a mask costs besides the attention under it, if it was measured."""
     run = headline(runs, "sparse_ring", digests)
-    took = [row.time_ms("ours") for row in run.rows if row.kind == "index"] if run else []
-    if not took or took[0] is None:
-        return ""
-    said = f"Choosing the mask of sparse attention takes {tables.number(took[0])} ms a call more"
-    return f"{said}, which these times leave out."
+    for row in run.rows if run else ():
+        if row.kind == "index" and (took := row.time_ms("ours")) is not None:
+            said = (
+                f"Choosing the mask of sparse attention takes {tables.number(took)} ms a call more"
+            )
+            return f"{said} ({shape_of(row)}), which these times leave out."
+    return ""
 
 
 def provenance(runs: Sequence[Run], digests: Digests) -> str:
@@ -117,9 +153,8 @@ def provenance(runs: Sequence[Run], digests: Digests) -> str:
     found = {family: headline(runs, family, digests) for family in FAMILIES}
     sources: dict[str, list[str]] = {}
     for family, run in found.items():
-        sources.setdefault("no record yet" if run is None else source(run), []).append(
-            FAMILIES[family].lower()
-        )
+        where = "no record of these rows yet" if run is None else source(run)
+        sources.setdefault(where, []).append(FAMILIES[family].lower())
     said = "; ".join(f"{', '.join(names)}: {where}" for where, names in sources.items())
     text = f"Measured on: {said}."
     if any(run is not None and not run.current(digests) for run in found.values()):
@@ -156,21 +191,22 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
         ]
         if all(found) and found:
             forward, both = (f"{of_all.mean:.2f} x" for of_all in found if of_all)
-            where = "in eager calls" if eager else "as fast as the best rival in CUDA graphs"
-            ways.append(f"{forward} forward, {both} forward + backward {where}")
-    return "; ".join(ways) or "not measured yet"
+            where = "in eager calls" if eager else "in CUDA graphs"
+            ways.append(f"{forward} forward and {both} forward + backward {where}")
+    return f"{', '.join(ways)}, beside the best rival" if ways else "not measured yet"
 
 
 def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
+    """Of forward and backward together."""
     run = headline(runs, "dualkv", digests)
-    ratios = (
-        [] if run is None else [gain(run, row) for row in run.rows if row.time_ms(WHOLE["dualkv"])]
-    )
-    of_all = spread(ratios)
+    rows = [row for row in steps(run) if gain(run, row)] if run else []
+    of_all = spread([gain(run, row) for row in rows]) if run else None
     if of_all is None:
         return "not measured yet"
     times = f"{of_all.worst:.1f} to {of_all.best:.1f} x"
-    return f"attention {times} faster than on whole sequences, in CUDA graphs"
+    batches = f"batches {rows[0].layout} to {rows[-1].layout}"
+    where = f"on whole sequences ({batches}), in CUDA graphs"
+    return f"attention, forward + backward, {times} faster than {where}"
 
 
 def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:

@@ -13,7 +13,7 @@ from qla_kernels.digests import recorded
 from ..gdn.workloads import GDN
 from ..harness.records import ROOT, Run
 from ..sm90 import SETS
-from . import findings, tables
+from . import faults, findings, tables
 from .headline import NOTICE, front_page
 from .names import title_of
 from .pictures import figures
@@ -26,6 +26,7 @@ RECORDS_FOLDER = ROOT / "docs" / "records"
 
 def texts(runs: Sequence[Run]) -> dict[Path, str]:
     """What each generated file has to contain."""
+    runs = [*map(faults.without, runs)]
     digests, readme = recorded(), ROOT / "README.md"
     text = readme.read_text()
     for name, body in front_page(runs, digests).items():

@@ -13,19 +13,31 @@ FAMILIES = {
 
 # The first table of the front page: family, who you are, what you type, what you get.
 GAINS = (
-    ("gdn", "train, prefill or decode **Qwen3-Next, Qwen3.5**, or layers of FLA",
-     "transformers: `swap(model)`; FLA: `fla.register()`; vLLM: `VLLM_PLUGINS=qla_kernels`",
-     "faster linear-attention layers: {}"),
+    ("gdn", "train or run **Qwen3-Next, Qwen3.5**, or FLA's gated delta net layers",
+     "transformers: `swap(model)`; FLA: `fla.register()`",
+     "faster linear-attention layers (heads of 128): {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: `verl.patch()`",
      "each prompt stored and computed once: {}"),
     ("sparse_ring", "train on **128K tokens** and more, on one GPU or several",
-     '`attn_implementation="sparse_ring"`', "attention to the pairs of a mask: {}"),
+     '`attn_implementation="sparse_ring"`',
+     "attention that computes only the blocks and columns which a mask keeps: {}"),
 )  # fmt: skip
+
+# Rows of a gated delta net beside the front page: what, set, kind, and how many make a record.
+SECTIONS = (
+    ("sequences and heads that fill the GPU", "filled", "fwd", 12),
+    ("one or two sequences, few heads", "segments", "fwd", 20),
+    ("one or two sequences, few heads", "segments", "bwd", 12),
+    ("many short sequences", "short", "fwd", 4),
+    ("head sizes 96/192, 128/256, 256/512", "sizes", "fwd", 6),
+    ("head sizes 96/192, 128/256, 256/512", "sizes", "bwd", 6),
+    ("64 to 256 sequences", "decode", "decode", 18),
+)
 
 # What is compared where a rival is faster, if the family's title does not say it.
 SLOWER = {
-    "dualkv": "Shared prompts beside three flash-attn-4 calls a group, merged by hand",
+    "dualkv": "Shared prompts beside three flash-attn-4 calls a group, put together by hand",
     "sparse_ring": "Sparse attention without a mask, which flash-attn-4 is for",
 }
 STALE = """\
@@ -43,19 +55,25 @@ TERMS = """\
   sequences, with the prompt in each of them. For sparse attention it is FA4 on all pairs; a mask
   with 5 % of the pairs could at best be 20 times as fast.
 - **Heads**: key / value heads of a gated delta net, key / query heads of attention. 16/32 are those
-  of Qwen3-Next and of Qwen3.5 4B to 35B; 16/64 those of 122B and 397B, and 2/8 their share on one
-  of eight GPUs.
+  of Qwen3-Next and of Qwen3.5 4B to 35B, and 4/8 their share on one of four GPUs; 16/64 those of
+  122B and 397B, and 2/8 their share on one of eight.
 - **Faster**: the rival's time divided by ours, as a geometric mean over all **shapes** (sets of
   sequence lengths). **Worst**: the least of these ratios; below 1 (▼) ours is slower. The
-  **typical** shape is the one in the middle of the ratios of CUDA graphs.
+  **typical** shape has the median ratio of CUDA graphs; its own ratio of eager calls may differ
+  from their mean.
 - **Graph**: replays of a CUDA graph, the time of the GPU alone. **Eager**: calls of the public
-  Python function, where a GPU with little to do waits for Python. `–` was not measured."""
+  Python function, where a GPU with little to do waits for Python; ours with prebuilt kernels, as a
+  wheel has them. Kernels that were compiled at their first call are launched more slowly. Long
+  calls take the same time either way, up to a few percent of clock. `–` was not measured.
+- Calls have the defaults of each library; of ours, `exact=False`. Gates are those that FlashQLA
+  publishes its times with, and initial states are given."""
 
 # Sections of their own beside the headline's: a set each, from the record with most of its rows.
 ASIDE = {
     "gdn": {
         "filled": "Sequences that fill the GPU", "segments": "Few heads, cut into segments",
-        "short": "Rollouts of many short sequences", "decode": "Decoding",
+        "short": "Rollouts of many short sequences", "sizes": "Other head sizes",
+        "decode": "Decoding",
         "serving-prefill": "Serving: prefill in a pool",
         "serving-checkpoints": "Serving: prefill with checkpoints",
         "serving-decode": "Serving: decoding in a pool", "serving-drafts": "Serving: drafts",
@@ -69,7 +87,7 @@ ASIDE = {
         "wide": "Heads of size 256", "dense": "Sequences that share nothing",
         "published": "Shapes that others published",
     },
-    "hybrid": {},
+    "hybrid": {"step": "A step of decoding"},
     "sparse_ring": {
         "grid": "Lengths and densities", "dense": "Without a mask", "index": "The choice of lines",
     },
@@ -99,6 +117,10 @@ HYBRID_NOTE = """\
 - A step of four layers of Qwen3-Next's size, three of them gated delta nets, takes 4.1 to 6.0 times
   less over packed groups than over whole sequences by the same kernels, with about a fifth of the
   memory ([note](docs/notes/hybrid-trees.md), section 3)."""
+
+STALE_ROWS = """\
+*Stale*: kernels changed since. Eager times of 2026-11-22 are also older than the replay of calls
+([note](docs/notes/native-launch.md), section 7)."""
 
 SHARED_NOTE = """\
 The second figure has one prompt and more and more responses. With a single response there is
@@ -130,8 +152,10 @@ METHOD = """\
 - **Cold inputs.** Sets of inputs rotate, so that no call finds its inputs in the L2 cache.
 - **Same work.** Layouts and gates that a library wants otherwise are converted outside the time.
 - **Eager calls** include Python and launches. A sample is a call among up to ten in a row.
+- **Versions** of all rivals: [versions](docs/versions.md).
 - **Your own**: `bash scripts/setup_env.sh --rivals` installs the rivals; then, on a Hopper GPU,
-  `python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2 --plot`."""
+  `python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2 --plot`, with the front page's gates
+  unless you add `--gates model`."""
 
 CHECKED = """\
 Every result is checked before it is timed. A gated delta net: against the chunked algorithm in
@@ -145,10 +169,16 @@ Times are medians over replays of CUDA graphs, in bursts of 20 ms that alternate
 implementations with the device idle in between. Input sets rotate; one is enough where it is 16
 times as large as the L2 cache. The *floor* is the larger of counted FLOPs over the rate of a large
 matrix product and of bytes (inputs once, outputs once) over the rate of a large copy, both measured
-in the same run. Cells with two numbers are graph / eager. `host, additions` is how long the host is
-busy with an eager call, in multiples of an addition of eight floats (`x + 1`) beside it in the same
-process. `first call` includes compilation where no cache had it: ours, and that of the rival whose
-replays are fastest. Peak memory is beyond the inputs. `–` was not measured; ▼: ours is slower."""
+in the same run. A record is *stale* if the code of a kernel that ran in it has changed since
+(`qla_kernels/digests.json`); *Kernels* counts those. Cells with two numbers are graph / eager.
+`host, additions` is how long the host is busy with an eager call, in multiples of an addition of
+eight floats (`x + 1`) beside it in the same process. `first call` includes compilation where no
+cache had it: ours, and that of the rival whose replays are fastest. Peak memory is beyond the
+inputs. `–` was not measured; ▼: ours is slower.
+
+A backward alone takes what its forward keeps for it by default. Until noon (UTC) of 2026-11-23
+FlashQLA's did not, in CUDA graphs, and computed its segments again: rows of a backward from before
+have no graph times of rivals here."""
 
 WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their

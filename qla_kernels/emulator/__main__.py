@@ -13,7 +13,6 @@ The exit status is 0 if the numbers of every variant are right for every seed, 1
 is missing, the file is not one of a kernel, or no variant matches.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from qla_kernels import jit
+from qla_kernels import command_line, jit
 from qla_kernels.emulator.case import NEEDS, check, emulated
 from qla_kernels.emulator.errors import EmulationError
 from qla_kernels.errors import Unsupported
@@ -31,13 +30,7 @@ SEEDS = 6  # late copies and random ones, faulting pages before tensors and behi
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        prog="python -m qla_kernels.emulator",
-        description=__doc__.partition("\n")[0],
-        epilog=__doc__.partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.parser("python -m qla_kernels.emulator", __doc__)
     parser.add_argument("file", type=Path, help="a .py file with a kernel of yours")
     parser.add_argument("--variant", default="", help="only variants whose name contains this")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"left out: {SEEDS}")

@@ -17,6 +17,8 @@ from qla_kernels.gdn.autograd import apply, normalised
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import (
     checked_flags,
+    is_invariant,
+    keeping,
     refuse_unknown,
     scale_of,
     take_layout,
@@ -113,15 +115,18 @@ def chunk_gated_delta_rule(
             and the default is -12 (6e-6). exact=True means -104 and takes longer: the factor is
             then 0 in fp32, and for states up to 1e7 the part left out is below the normal numbers
             of fp32. -inf leaves out nothing. The bound does not change which values are rounded.
+            QLA_EXACT=1 in the environment makes exact=True the default.
         batch_invariant: keyword only. On a GPU, a token's results and gradients then have the same
             bits whatever else is in the batch, and o those of a `GdnPool`. Sequences are never cut
             into segments, so that a small batch of long sequences takes longer. Gradients of A_log
-            and dt_bias are sums over the batch. Not with cp_context.
+            and dt_bias are sums over the batch. Not with cp_context. QLA_BATCH_INVARIANT=1 makes it
+            the default.
         enable_fwd_cp_cache: keyword only. Saves the segments and their start states for the
             backward, which then does not compute them again. It costs 4 K (K + V) bytes per segment
             and value head, 128 KB for K = V = 128, and there are enough of these to fill a GPU once
-            or a few times. Ignored with cp_context, and in a compiled graph, which cannot know the
-            number of segments.
+            or a few times. None, the default, saves them where a backward is predicted to be faster
+            with them and they are at most a quarter of what the call saves anyway. Ignored with
+            cp_context, and in a compiled graph, which cannot know the number of segments.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 (fp64 where q is
@@ -148,15 +153,16 @@ def chunk_gated_delta_rule(
             found.options,
         )
     try:
-        bound = warm_bound(OP, kwargs.pop("exact", False), kwargs.pop("warm_log_bound", None))
-        keep = flag(OP, "enable_fwd_cp_cache", kwargs.pop("enable_fwd_cp_cache", False))
-        invariant = flag(OP, "batch_invariant", kwargs.pop("batch_invariant", False))
+        bound = warm_bound(OP, kwargs.pop("exact", None), kwargs.pop("warm_log_bound", None))
+        keep = keeping(OP, kwargs.pop("enable_fwd_cp_cache", None))
+        invariant = is_invariant(OP, kwargs.pop("batch_invariant", None))
         if invariant and cp_context is not None:
             got, needs = "batch_invariant with cp_context", "sequences that lie on one GPU"
             raise Unsupported(need(OP, got, needs, "leave out one of them"))
         state_v_first = take_layout(OP, kwargs, state_v_first)
         gate = _take_gate(kwargs) if kwargs else NO_GATE
         recorded = wants_gradients((q, k, v, g, beta, initial_state, *gate.parameters()))
+        may_keep = recorded and cp_context is None and not torch.compiler.is_compiling()
         options = checked_flags(
             OP,
             Options(
@@ -167,10 +173,7 @@ def chunk_gated_delta_rule(
                 output_final_state=output_final_state,
                 is_train=recorded,
                 auto_cp=not invariant,
-                enable_fwd_cp_cache=keep
-                and recorded
-                and cp_context is None
-                and not torch.compiler.is_compiling(),
+                enable_fwd_cp_cache=keep if may_keep else False,
                 warm_log_bound=bound,
             ),
         )

@@ -147,6 +147,18 @@ def segment_chunks(sequences: Lengths, most_segments: int) -> int:
     return below + step
 
 
+def cut(found: Bands, sequences: Lengths) -> int | None:
+    """Returns the most chunks of a segment in the path taken for such sequences, or None."""
+    *_, most_segments = row_of(found.rows, sequences)
+    return segment_chunks(sequences, most_segments) if most_segments else None
+
+
+def likely(batch: tuple[int, int]) -> list[Lengths]:
+    """Returns the batches by which paths are chosen, that of sequences of equal length first."""
+    rounded = _rounded(*batch)
+    return [samples.lengths(*rounded, longest) for longest in samples.compared(*rounded)]
+
+
 def _rounded(num_sequences: int, num_tokens: int) -> tuple[int, int]:
     """Returns numbers of sequences and of chunks; they are few, so that bands are in a cache."""
     return plan.rounded(num_sequences), plan.rounded(-(-num_tokens // CHUNK))
@@ -230,7 +242,7 @@ def _gains(shared: Sequence[float], without: Sequence[float]) -> bool:
 def _backward(
     num_sequences: int, num_chunks: int, shape: Shape, warm_log_bound: float
 ) -> GradientBands:
-    num_value_heads, K, V, sm_count = shape
+    num_value_heads, _, V, sm_count = shape
     chains = num_value_heads, V, sm_count
     rest = durations.chunk_grads(num_chunks, num_value_heads, sm_count)
     widths = [width for width in CHAIN_STEP if V % width == 0]
@@ -245,10 +257,7 @@ def _backward(
 
         def cut(most: int) -> float:
             both = sequences, plan.cut_lengths(sequences, plan.spacing(sequences, most))
-            maps = durations.maps(
-                *both, num_value_heads, K, V, sm_count, warm_log_bound, False, True
-            )
-            return maps + durations.gradient_pieces(*both, *chains, warm_log_bound, width) + rest
+            return durations.cut_backward(*both, *shape, warm_log_bound, width) + rest
 
         found = segments(sequences, num_value_heads * V // width, sm_count // 2)
         return min([(whole + WHOLE_GRADIENTS, 0), *((cut(most), most) for most in found)])

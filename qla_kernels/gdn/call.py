@@ -48,7 +48,7 @@ class Options(NamedTuple):
     output_h: bool = False
     is_train: bool = False
     auto_cp: bool = True
-    enable_fwd_cp_cache: bool = False
+    enable_fwd_cp_cache: bool | None = False  # None: where keeping.py says so
     warm_log_bound: float = WARM_LOG_BOUND
 
     @property

@@ -211,6 +211,21 @@ def gradient_pieces(
     return AROUND_BACKWARD + found + folds(sequences, pieces, GRADIENT_FOLD) + chains
 
 
+def cut_backward(
+    sequences: Lengths,
+    pieces: Lengths,
+    heads: int,
+    K: int,
+    V: int,
+    sm_count: int,
+    warm_log_bound: float,
+    tile_v: int | None = None,
+) -> float:
+    """Returns the time of a backward over segments that it maps itself, to the chains' end."""
+    found = maps(sequences, pieces, heads, K, V, sm_count, warm_log_bound, False, True)
+    return found + gradient_pieces(sequences, pieces, heads, V, sm_count, warm_log_bound, tile_v)
+
+
 def folds(sequences: Lengths, pieces: Lengths, step: float = SCAN_STEP) -> float:
     """Returns the time of segment_scan, which folds all but a sequence's first and last segment."""
     longest, of_pieces = (max(1, *(chunks for chunks, _ in x)) for x in (sequences, pieces))

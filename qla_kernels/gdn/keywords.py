@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag, number
+from qla_kernels.arguments import flag, number, switched_on
 from qla_kernels.errors import need
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
@@ -18,6 +18,10 @@ _WHOLE_BOUND, _WHOLE_EXACT_BOUND = int(WARM_LOG_BOUND), int(EXACT_LOG_BOUND)
 _WHOLE = _WHOLE_BOUND == WARM_LOG_BOUND and _WHOLE_EXACT_BOUND == EXACT_LOG_BOUND
 assert _WHOLE, "say how else Dynamo is to take them for constants"
 
+# For calls that do not say: models and engines call us without these keywords. Read once, so that a
+# process has one arithmetic.
+EXACT_BY_DEFAULT = switched_on("QLA_EXACT")
+INVARIANT_BY_DEFAULT = switched_on("QLA_BATCH_INVARIANT")
 
 _BOOLS = frozenset([bool])
 
@@ -65,8 +69,11 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
     """Returns the natural log of the part of an earlier state that segments may leave out.
 
     It is WARM_LOG_BOUND by default, EXACT_LOG_BOUND with `exact`, else warm_log_bound; -inf leaves
-    out nothing. Raises ValueError if both are given, or if the bound is not below 0.
+    out nothing. None stands for what was not given. Raises ValueError if both are given, or if the
+    bound is not below 0.
     """
+    if exact is None:
+        exact = EXACT_BY_DEFAULT and warm_log_bound is None
     exact = flag(op, "exact", exact)
     if warm_log_bound is None:
         return float(_WHOLE_EXACT_BOUND if exact else _WHOLE_BOUND)
@@ -83,6 +90,19 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
     return bound
 
 
+def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
+    """Returns enable_fwd_cp_cache as a flag, or None, which leaves the choice to keeping.py."""
+    if enable_fwd_cp_cache is None:
+        return None
+    return flag(op, "enable_fwd_cp_cache", enable_fwd_cp_cache)
+
+
+def is_invariant(op: str, batch_invariant: Any) -> bool:
+    """Returns batch_invariant as a bool; None stands for what was not given."""
+    given = batch_invariant is not None
+    return flag(op, "batch_invariant", batch_invariant) if given else INVARIANT_BY_DEFAULT
+
+
 def scale_of(op: str, scale: Any, q: Tensor) -> float:
     if scale is None:
         return float(q.shape[-1] ** -0.5)
@@ -96,9 +116,12 @@ def scale_of(op: str, scale: Any, q: Tensor) -> float:
 
 
 def checked_flags(op: str, options: Options) -> Options:
-    """Returns the options with each flag as `flag` returns it; warm_log_bound is not checked."""
-    *flags, bound = options
+    """Returns the options with each flag as `flag` returns it.
+
+    enable_fwd_cp_cache and warm_log_bound are not checked.
+    """
+    *flags, keep, bound = options
     if _BOOLS.issuperset(map(type, flags)):
         return options
     named = zip(Options._fields, flags, strict=False)
-    return Options._make([*(flag(op, name, x) for name, x in named), bound])
+    return Options._make([*(flag(op, name, x) for name, x in named), keep, bound])

@@ -14,7 +14,7 @@ from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
-from qla_kernels.gdn.keywords import checked_flags, scale_of, warm_bound
+from qla_kernels.gdn.keywords import checked_flags, keeping, scale_of, warm_bound
 from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
@@ -43,7 +43,7 @@ def chunk_gated_delta_rule_fwd(
     output_h: bool = False,
     auto_cp: bool = True,
     state_v_first: bool = False,
-    enable_fwd_cp_cache: bool = False,
+    enable_fwd_cp_cache: bool | None = False,
     cp_context: Any = None,
     is_train: bool | None = None,
     *,
@@ -67,7 +67,8 @@ def chunk_gated_delta_rule_fwd(
             cu_seqlens_cpu, because the number of chunks depends on the lengths.
         auto_cp: sequences may be cut into segments. False never cuts; the bits of a result then do
             not depend on the rest of the batch.
-        enable_fwd_cp_cache: also return the segments and their start states, for the backward.
+        enable_fwd_cp_cache: also return the segments and their start states, for the backward. None
+            returns them where `chunk_gated_delta_rule` saves them by default.
         is_train: False returns no g_cum and no A, which is faster. None means True.
         cp_context: must be None.
         out: [B, T, HV, V] of any float dtype; o is copied into it, and it is returned as o.
@@ -79,8 +80,8 @@ def chunk_gated_delta_rule_fwd(
         o [B, T, HV, V].
         h [B, chunks, HV, K, V] in q's dtype, or None.
         final_state [N, HV, K, V], or None.
-        cp_cache: an argument for chunk_gated_delta_rule_bwd; None without enable_fwd_cp_cache. Its
-            tensors have no rows if the forward kept no segments, such as when it cut nothing.
+        cp_cache: an argument for chunk_gated_delta_rule_bwd; None without enable_fwd_cp_cache. With
+            True its tensors have no rows if the forward kept no segments, such as when it cut none.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -95,7 +96,7 @@ def chunk_gated_delta_rule_fwd(
         output_h=output_h,
         is_train=True if is_train is None else is_train,
         auto_cp=auto_cp,
-        enable_fwd_cp_cache=enable_fwd_cp_cache,
+        enable_fwd_cp_cache=keeping(op, enable_fwd_cp_cache),
         warm_log_bound=warm_bound(op, exact, warm_log_bound),
     )
     options = checked_flags(op, options)
@@ -117,8 +118,7 @@ def chunk_gated_delta_rule_fwd(
     )  # fmt: skip
     done = ops.gdn_fwd(call, options)
     o = done.o if out is None else out.copy_(done.o)
-    cp_cache = tuple(done.cp_cache) if options.enable_fwd_cp_cache else None
-    return done.g_cum, done.A, o, done.h, done.final_state, cp_cache
+    return done.g_cum, done.A, o, done.h, done.final_state, tuple(done.cp_cache) or None
 
 
 @torch.no_grad()

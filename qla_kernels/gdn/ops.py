@@ -38,7 +38,8 @@ class GdnForward(NamedTuple):
     A: Tensor | None  # [B, T, HV, 64] gated inverse, in q's dtype
     h: Tensor | None  # [B, chunks, HV, K, V] before each chunk, in q's dtype; or [.., V, K]
     # The fields of launch/segments.py's Segments and Maps, with start states in `left`. The tensors
-    # have no rows if no segments were kept; the list is empty if no cache was asked for.
+    # have no rows if no segments were kept; the list is empty if no cache was asked for, or if the
+    # choice was the library's and it kept none.
     cp_cache: list[Tensor]
 
     def flat(self) -> tuple[Tensor | None, ...]:
@@ -127,7 +128,8 @@ def _fake_gdn_fwd(call: Call, options: Options) -> GdnForward:
         g_cum=g_cum,
         A=A,
         h=q.new_empty(B, num_chunks, *state) if options.output_h else None,
-        # the number of segments is known only when the operator runs
+        # the number of segments, and without a flag if there are any, is known only when the
+        # operator runs
         cp_cache=empty_cache(q, HV, V, unknown) if options.enable_fwd_cp_cache else [],
     )
 

@@ -243,8 +243,7 @@ def backward(
 
     def duration(most: int) -> float:
         both = sequences, cut_lengths(sequences, most)
-        maps = durations.maps(*both, num_value_heads, K, V, sm_count, warm_log_bound, False, True)
-        return maps + durations.gradient_pieces(*both, *shape, warm_log_bound)
+        return durations.cut_backward(*both, num_value_heads, K, V, sm_count, warm_log_bound)
 
     tiles = [num_value_heads * V // tile for tile in CHAIN_STEP if V % tile == 0]
     wanted = set().union(*(_spacings(sequences, ctas, sm_count // 2) for ctas in tiles))

@@ -60,7 +60,7 @@ def refusal(
     output_h: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
-    whole: bool = True,
+    anchored: bool = False,
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
@@ -74,7 +74,7 @@ def refusal(
         cp_context: the call's context; layouts other than "contiguous" and "zigzag" are refused.
         output_h: the state before each chunk is asked for; on a GPU, packed sequences then need
             cu_seqlens_cpu.
-        whole: sequences are run as they are; False for trees and anchors.
+        anchored: the call is of a GdnPool.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
         op: the name that begins the text.
     """
@@ -83,7 +83,7 @@ def refusal(
         if q.is_cuda or capability is not None:
             capability = capability or device.capability(q.device)
             reason = _refused_on_cuda(q, k, v, capability)
-            if reason is None and (cp_context is not None or not whole):
+            if reason is None and anchored:
                 reason = _refused_wide(q)
             if reason is None and output_h:
                 reason = _uncounted_states(cu_seqlens, cu_seqlens_cpu)
@@ -139,10 +139,10 @@ def _refused_size(
 
 
 def _refused_wide(q: Tensor) -> Reason | None:
-    """Kernels at K = 256 run whole sequences: no parts of them on ranks, no trees, no anchors."""
+    """No kernel at K = 256 goes on from an anchor."""
     if q.shape[-1] != WIDE:
         return None
-    fix = "use chunk_gated_delta_rule without cp_context"
+    fix = "use chunk_gated_delta_rule and fused_recurrent_gated_delta_rule"
     return f"head dimension K={WIDE}", f"less than {WIDE} for this function", fix
 
 

@@ -88,7 +88,7 @@ def shared_prefix_gated_delta_rule(
     check_tensors(TREE_OP, q, k, v, g, beta)
     check_activations(TREE_OP, v, gate, options)
     check_layout(TREE_OP, "q", q, layout)
-    require(refusal(q, k, v, whole=False, op=TREE_OP))
+    require(refusal(q, k, v, op=TREE_OP))
     call = Call(q, k, v, g, beta, scale_of(TREE_OP, scale, q), None, None, None, *gate.parameters())
     refuse_forward_mode(TREE_OP, *call)
     if checks_contents() and not torch.compiler.is_compiling():

@@ -13,7 +13,6 @@ The exit status is 0 if every variant agrees with its schedule, 1 if one does no
 missing, no variant matches, or a kernel does not compile.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from qla_kernels import jit
+from qla_kernels import command_line, jit
 from qla_kernels.errors import Unsupported
 from qla_kernels.inspect.gather import Facts, facts
 from qla_kernels.inspect.rules import check
@@ -38,13 +37,7 @@ SHOWN = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        prog="python -m qla_kernels.inspect",
-        description=__doc__.partition("\n")[0],
-        epilog=__doc__.partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.parser("python -m qla_kernels.inspect", __doc__)
     said = "family, family.kernel, or a .py file with a kernel of yours; all of ours when left out"
     parser.add_argument("kernel", nargs="?", help=said)
     parser.add_argument("--variant", default="", help="only variants whose name contains this")

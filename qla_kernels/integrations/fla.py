@@ -8,14 +8,15 @@
 
 The second form registers, and then runs a program that you need not change.
 
-At each call FLA asks its backends in the order of their priorities: FlashQLA has 3, ours 4, or 2
-with `prefer=True`. Our backend declines calls that this version cannot run, with the reason, and
+At each call FLA asks its backends in the order of their priorities: FlashQLA has 3, ours 2, or 4
+with `prefer=False`. Our backend declines calls that this version cannot run, with the reason, and
 FLA then runs them itself. It also declines malformed calls, so that FLA raises its own error;
 with a `cp_context` ours is raised instead, on every rank. FLA_QLA_KERNELS=0 switches the backend
 off. FLA logs once which backend runs a function and why others declined.
 """
 
 import argparse
+import atexit
 import importlib
 import logging
 import os
@@ -40,7 +41,7 @@ from qla_kernels.sm90 import CAPABILITY, refused_device
 OPERATION = "gated_delta_rule"
 NAME, RELEASES = "qla_kernels.integrations.fla", "0.5.2 or later"
 SWITCH = "FLA_QLA_KERNELS"
-PRIORITY, PREFERRED = 4, 2  # FlashQLA's is 3; the lowest is asked first
+PREFERRED, PRIORITY = 2, 4  # FlashQLA's is 3; the lowest is asked first
 
 log = logging.getLogger("qla_kernels")
 
@@ -50,7 +51,7 @@ _asked: Any = None  # our latest backend in FLA's registry; FLA skips all others
 class Status(NamedTuple):
     """What FLA does with the calls of this process; `str` makes a sentence of it."""
 
-    registered: bool
+    registered: bool  # and not unregistered since
     off: tuple[str, ...]  # settings for which FLA does not ask us all the same
     priority: int | None
     taken: int  # calls since `register` that we ran
@@ -59,7 +60,8 @@ class Status(NamedTuple):
 
     def __str__(self) -> str:
         if not self.registered:
-            return "fla does not ask qla_kernels: register() was not called in this process"
+            why = "register() was not called in this process, or unregister() was"
+            return f"fla does not ask qla_kernels: {why}"
         if self.off:
             return f"fla does not ask qla_kernels: {' and '.join(self.off)}"
         said = f"fla asks qla_kernels, with priority {self.priority}: {self.taken} calls taken, "
@@ -67,7 +69,7 @@ class Status(NamedTuple):
         return f"{said}{self.declined} declined{because}"
 
 
-def register(prefer: bool = False) -> bool:
+def register(prefer: bool = True) -> bool:
     """Offers our gated delta rule to FLA, before FlashQLA if `prefer`; replaces an earlier call.
 
     Returns:
@@ -191,8 +193,9 @@ def _registry() -> tuple[type, Callable[[type], object]]:
         got = f"fla cannot be imported ({str(error) or type(error).__name__})"
         absent = getattr(error, "name", None)  # triton, for instance, which fla does not require
         fix = "pip install -U flash-linear-attention"
-        fix = fix if absent in (None, "fla") else f"pip install {absent}"
-        raise Unsupported(need(NAME, got, RELEASES, fix)) from error
+        if absent in (None, "fla"):
+            raise Unsupported(need(NAME, got, RELEASES, fix)) from error
+        raise Unsupported(need(NAME, got, absent, f"pip install {absent}")) from error
     try:
         backends: Any = importlib.import_module("fla.backends")  # 0.6
     except ModuleNotFoundError:
@@ -253,7 +256,8 @@ def main(arguments: Sequence[str]) -> None:
         "python -m qla_kernels.integrations.fla",
         description="Offer our gated delta rule to FLA, then run a program that uses FLA.",
     )
-    parser.add_argument("--prefer", action="store_true", help="ask us before FlashQLA")
+    how = argparse.BooleanOptionalAction
+    parser.add_argument("--prefer", action=how, default=True, help="ask us before FlashQLA")
     parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is a module")
     parser.add_argument("program", metavar="PROGRAM", help="such as train.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to it")
@@ -262,6 +266,7 @@ def main(arguments: Sequence[str]) -> None:
         register(options.prefer)
     except Unsupported as error:
         parser.error(str(error))
+    atexit.register(lambda: log.info("%s", status()))
     sys.argv = [options.program, *options.arguments]
     if options.module:
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)

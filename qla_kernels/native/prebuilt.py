@@ -160,11 +160,12 @@ def _kernels(wanted: str | None) -> KernelFile | str:
         raise Unsupported(need("QLA_PREBUILT", f"{place} does not exist", "a folder or file", fix))
     *files, launcher = files_of(place)
     if not files or not launcher.exists():
-        why = f"{place} has no prebuilt kernels and launcher"
         if wanted is None:
             return "this installation has no prebuilt kernels"
-        log.warning("%s; kernels are compiled", why)
-        return why
+        kernels = " or ".join(FILE.format(of_set) for of_set in SETS)
+        got = f"no {kernels} in {place}" if not files else f"no {launcher}"
+        fix = "name the folder of `python -m qla_kernels.build --out FOLDER`, or unset QLA_PREBUILT"
+        raise Unsupported(need("QLA_PREBUILT", got, f"kernels, and {LAUNCHER} beside them", fix))
     file, driver = opened(files[0]), _driver_version(launcher)
     if driver >= DRIVER_OF_13 or file.manifest["set"] != SETS[0]:
         return file

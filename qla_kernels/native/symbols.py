@@ -87,6 +87,17 @@ class Numbers:
         self.tables.append(Decided(of))
         return self._node(LOOKUP, len(self.tables) - 1, n.node, self.tables[-1][n.value])
 
+    def value_at(self, node: int, tokens: int) -> int:
+        """Returns the value of a node for another T."""
+        operation, a, b, *_ = self.nodes[node]
+        if operation == TOKENS:
+            return tokens
+        if operation == CONSTANT:
+            return a
+        if operation == LOOKUP:
+            return self.tables[a][self.value_at(b, tokens)]
+        return _COMPUTE[operation](self.value_at(a, tokens), self.value_at(b, tokens))
+
     def bound(self, node: int, least: int, most: int) -> None:
         """Says that a node's value has to stay in these bounds."""
         bounds = self.nodes[node]
@@ -191,19 +202,24 @@ def followed(numbers: Numbers) -> Iterator[None]:
 
 
 def decided(function: Callable[..., R], *arguments: Any) -> R:
-    """Returns function(*arguments), where one of the arguments, or of a tuple, may be a Number n.
+    """Returns function(*arguments), where arguments, or those in a tuple, may be Numbers.
 
-    A decision such as a plan changes with n in steps that no bounds describe, and so each new n
-    asks for it again: `function` has to be a pure function of numbers. If it returns a whole
-    number, or a tuple that has some, a program follows these, and holds while the rest is the same.
+    A decision such as a plan changes with a Number in steps that no bounds describe, and so each
+    new value asks for it again, or each new T if there are several Numbers: `function` has to be a
+    pure function of numbers. If it returns a whole number, or a tuple that has some, a program
+    follows these, and holds while the rest is the same.
     """
     found = list(_numbers_in(arguments)) if _thread.__dict__ else []
-    if len({n.node for n in found}) != 1:
-        return function(*_replaced(arguments, int)) if found else function(*arguments)
-    n = found[0]
+    if not found:
+        return function(*arguments)
+    alone = len({n.node for n in found}) == 1
+    n = found[0] if alone else found[0].numbers.tokens
 
     def at(value: int) -> Any:
-        return function(*_replaced(arguments, lambda _: value))
+        def of(x: Number) -> int:
+            return value if alone else x.numbers.value_at(x.node, value)
+
+        return function(*_replaced(arguments, of))
 
     result: Any = at(n.value)
     rest = _rest(result)

@@ -50,7 +50,7 @@ class Trace:
 
     def _of_input(self, i: int, x: Tensor, is_open: bool) -> Any:
         """Returns a placeholder for an input; numbers of the host are read as they are."""
-        if x.is_cpu and not x.is_floating_point():
+        if self.is_of_host(x):
             return x
         shape, strides = list[Size](x.shape), list[Size](x.stride())
         tokens: Any = self.numbers.tokens
@@ -61,6 +61,11 @@ class Trace:
         at, wants = x.data_ptr() % ALIGNMENT, x.requires_grad
         of = x.dtype, x.device, shape, strides
         return Placeholder(self, Place("input", i), *of, begin=at, requires_grad=wants)
+
+    @staticmethod
+    def is_of_host(x: Tensor) -> bool:
+        """Returns whether launch code may read the tensor's numbers."""
+        return x.is_cpu and not x.is_floating_point()
 
     def given(self, values: Iterable[Any]) -> list[Any]:
         """Returns the call's arguments, with placeholders for tensors."""

@@ -169,6 +169,22 @@ def test_a_graph_follows_lengths_slots_and_rejections():
         rejected = torch.randint(0, step + 1, (N,))
 
 
+@pytest.mark.parametrize("sequences", [8, 33, 256])
+def test_steps_without_a_pause_have_the_same_bits(sequences):
+    """Several items a CTA, launch behind launch: loads of S run far ahead of its two readers."""
+    x = on_gpu(sequences, 41, heads=(16, 32))
+    p, slots = pool_for(x, sequences), torch.arange(sequences, device=GPU)
+    p.prefill(*(x[m][:, :40] for m in NAMES), slots)
+    token, one = [x[m][:, 40:] for m in NAMES], torch.ones_like(slots)
+    want = p.decode(*token, slots).clone()
+    steps = []
+    for _ in range(100):
+        p.reject(slots, one)
+        steps.append(p.decode(*token, slots))
+    assert sum(other_bits(o, want) for o in steps) == 0
+    assert other_bits(want, trained(x)[:, 40:]) == 0
+
+
 @pytest.mark.parametrize("kind", ["Qwen3.5", "Qwen3Next"])
 def test_layers_of_a_model(kind, monkeypatch, untuned):
     """A rollout's prefill and decoding give what the training forward gave, layer by layer."""

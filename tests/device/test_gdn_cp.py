@@ -32,6 +32,26 @@ def test_ranks_in_turn_are_one(world, lengths, limit, layout, monkeypatch):
     check_gradients(host, do.cpu(), None, type(grads)(*on_host))
 
 
+@pytest.mark.parametrize(
+    ("world", "lengths"), [(2, [4000]), (4, [6000]), (4, [100, 4500, 300, 0, 1100]), (2, [65, 67])]
+)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_ranks_in_turn_are_one_with_wide_heads(world, lengths, layout, monkeypatch):
+    """K = 256, V = 512: the chains make the links."""
+    x = on_gpu(lengths, heads=(2, 4), sizes=(256, 512), padding=0)
+    del x["initial_state"]
+    x["g"] *= torch.tensor([0.0, 0.002, 0.02, 1.0], device="cuda")  # what heads remember
+    do = torch.randn_like(x["v"])
+    o, grads = run(x, do, world, WARM_LOG_BOUND, monkeypatch, layout)
+    again, grads_again = run(x, do, world, WARM_LOG_BOUND, monkeypatch, layout)
+    assert torch.equal(again, o), "the second time there are other bits"
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+    host = {n: t.cpu() if torch.is_tensor(t) else t for n, t in x.items()}
+    check_output(host, o.cpu())
+    on_host = (None if t is None else t.cpu() for t in grads)
+    check_gradients(host, do.cpu(), None, type(grads)(*on_host))
+
+
 @pytest.mark.multi_gpu
 def test_two_gpus_are_one(tmp_path):
     """Against one GPU, whose rounding errors are as large and not the same."""

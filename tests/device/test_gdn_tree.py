@@ -54,7 +54,9 @@ def test_a_tree(name, dtype, final):
     gdn_tree_check.check(x, *run(x))
 
 
-@pytest.mark.parametrize("sizes", [(64, 64), (64, 128), (128, 64), (96, 192), (48, 256)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (64, 128), (128, 64), (96, 192), (48, 256), (256, 512)], ids=str
+)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_head_sizes(sizes, dtype):
     x = tree_case(FORESTS["groups"], dtype, (2, 4), sizes, device="cuda")

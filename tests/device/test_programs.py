@@ -79,6 +79,7 @@ CALLS = {
     "one launch": lambda: gdn(512, batch=32),
     "four launches": lambda: gdn(2048),
     "seven launches": lambda: gdn(8192, 16, 32),
+    "kept segments": lambda: gdn(32768, 4, 8),
 }
 
 
@@ -114,8 +115,8 @@ def test_packed_forward(
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("cache", [False, True])
-def test_training(name: str, cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cache", [None, False, True])
+def test_training(name: str, cache: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     x = CALLS[name]()
     do = torch.randn_like(x[2])
 

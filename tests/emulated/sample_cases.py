@@ -53,6 +53,11 @@ def sequence_sums() -> Case:
     return Case([x, cu_seqlens, sums], sums, want)
 
 
+def sums_in_turns() -> Case:
+    x, sums = bf16(24, 64, 64), nan(2, 64, 64)
+    return Case([x, sums], sums, x.float().unflatten(0, (-1, 2)).sum(0))
+
+
 def blocks_then_columns(num_blocks: int = 5, num_columns: int = 320) -> Case:
     k, q, scores = bf16(640, 3, 128), bf16(64, 3, 128), nan(3, 64, 64)
     blocks = torch.randint(0, 10, (3, num_blocks), dtype=torch.int32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.ring import Ring, RingInTurns
 
 BF16, F32 = "bfloat16", "float32"
 TILE = 64  # rows and columns of a tile
@@ -180,6 +180,48 @@ def sequence_sums() -> Any:
                         ring.commit(i)
 
     return sequence_sums
+
+
+def sums_in_turns(defect: str | None = None) -> Any:
+    """Two warpgroups take tiles in turn from three slots; each sums its own."""
+    slots = 3
+    turns = slots if defect == "barriers of slots" else 4
+    num_tiles = T.dynamic("num_tiles")
+
+    @T.macro
+    def add_up(mine, x, sums, tile, ring):
+        acc = T.alloc_fragment((TILE, TILE), F32)
+        T.clear(acc)
+        for step in T.serial(num_tiles // 2):
+            i = 2 * step + mine
+            ring.wait(i)
+            for r, c in T.Parallel(TILE, TILE):
+                acc[r, c] += tile[ring.slot(i), r, c]
+            ring.release(i)
+        T.copy(acc, sums[mine, :, :])
+
+    @T.prim_func
+    def sums_in_turns(
+        x: T.Tensor((num_tiles, TILE, TILE), BF16), sums: T.Tensor((2, TILE, TILE), F32)
+    ):
+        with T.Kernel(1, threads=2 * COMPUTE + 32):
+            tile = T.alloc_shared((slots, TILE, TILE), BF16)
+            full = T.alloc_barrier([1] * turns)
+            free = T.alloc_barrier([COMPUTE] * turns)
+            ring = RingInTurns(full, free, slots, turns) if turns > slots else Ring(full, free, 3)
+            tx = T.get_thread_binding()
+            if tx < COMPUTE:
+                add_up(0, x, sums, tile, ring)
+            elif tx < 2 * COMPUTE:
+                add_up(1, x, sums, tile, ring)
+            else:
+                for i in T.serial(num_tiles):
+                    ring.acquire(i)
+                    T.tma_copy(x[i, :, :], tile[ring.slot(i), :, :], barrier=ring.barrier(i))
+                    if T.shuffle_elect(32):
+                        ring.commit(i)
+
+    return sums_in_turns
 
 
 def blocks_then_columns(defect: str | None = None) -> Any:

@@ -16,6 +16,7 @@ TOLERANCES = {  # one rounding to bf16 costs half a step; fp32 sums of bf16 prod
     "ring_gemm": BF16_STEP / 2,
     "gemm_forms": 1e-6,
     "sequence_sums": 1e-6,
+    "sums_in_turns": 1e-6,
     "blocks_then_columns": 1e-6,
     "reduce_add": 1e-6,
     "attention": BF16_STEP,

@@ -62,6 +62,12 @@ def test_a_seed_reproduces_its_interleaving() -> None:
     assert not torch.equal(results[0], results[2])
 
 
+def test_slots_in_turns_need_barriers_of_their_own() -> None:
+    """A warpgroup that skips steps takes an earlier load, on its way to the slot, for its own."""
+    kernel = EmulatedKernel(samples.sums_in_turns("barriers of slots"), samples.FAST)
+    assert all(outcome(kernel, cases.sums_in_turns(), seed) for seed in SEEDS)
+
+
 def test_a_producer_two_phases_off_is_noticed() -> None:
     kernel = EmulatedKernel(samples.blocks_then_columns("two phases off"), samples.FAST)
     case = cases.blocks_then_columns(num_blocks=4, num_columns=192)

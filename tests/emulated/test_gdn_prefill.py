@@ -57,3 +57,10 @@ def test_a_call_is_one_launch(monkeypatch):
     monkeypatch.setattr(plan, "forward", lambda *_: whole)
     prefill_gated_delta_rule(**in_pool(small([64, 3], sizes=(128, 64)), [1, 2], 5))
     assert len(launched) == 1
+
+
+@pytest.mark.kernels("gdn.wide_fwd")
+def test_wide_heads():
+    x = in_pool(small([70, 3], sizes=(256, 64)), [3, 1], 5, [3, -1])
+    before = {n: t.clone() for n, t in x.items()}
+    gdn_prefill.check(x, before, prefill_gated_delta_rule(**x))

@@ -122,3 +122,22 @@ def test_child_sums(variant, counts):
         first += count
     launch.child_sums(x, torch.tensor(runs, dtype=torch.int32), into)
     assert torch.equal(into, want)
+
+
+@pytest.mark.kernels("gdn.wide_fwd", "gdn.wide_states", "gdn.wide_dstate", "gdn.wide_grads")
+@pytest.mark.parametrize(
+    ("name", "dtype", "final"),
+    [("two groups", BF16, True), ("turns", FP16, False), ("no tree", BF16, False)],
+)
+def test_wide_heads(name, dtype, final):
+    x = tree_case(KERNEL_FORESTS[name], dtype, sizes=(256, 64), final=final, state_v_first=final)
+    gdn_tree_check.check(x, *both(x))
+
+
+@pytest.mark.kernels("gdn.wide_fwd", "gdn.wide_states", "gdn.wide_dstate", "gdn.wide_grads")
+def test_interleavings_with_wide_heads(seeds):
+    x = tree_case(KERNEL_FORESTS["equal leaves"], BF16, sizes=(256, 128), gate="none")
+    want = both(x)
+    gdn_tree_check.check(x, *want)
+    for seeds["seed"] in range(1, 4):
+        assert all(map(same, both(x), want))

@@ -43,7 +43,7 @@ def chunk_call(d: Draw) -> Call:
         "exact": (False, True),
         "batch_invariant": (False, True),
         "warm_log_bound": (-12.0, -30, -float("inf")),
-        "enable_fwd_cp_cache": (False, True),
+        "enable_fwd_cp_cache": (False, True, None),
     }
     name = d.choose("keyword", (None, *keywords))
     if name is not None:
@@ -122,7 +122,7 @@ def forward_call(d: Draw) -> Call:
     states(d, x)
     x["is_train"] = d.choose("is_train", (None, True, False))
     x["output_h"] = d.flag("output_h") and (not d.kernels or "cu_seqlens_cpu" in x)
-    x["enable_fwd_cp_cache"] = d.flag("cache")
+    x["enable_fwd_cp_cache"] = d.choose("cache", (False, True, None))
     x["auto_cp"] = d.flag("auto_cp")
     if d.flag("out"):
         x["out"] = d.strided("out", torch.full_like(x["v"], 7.0).contiguous(), OWN)

@@ -112,6 +112,7 @@ def qla_forward(
     assert auto_cp, "its automatic choice has to be on"
     f = gdn.chunked(q, k, v, g, beta, scale, initial_state, cu_seqlens)
     A = gate_free_inverse(k, beta, cu_seqlens)
+    assert bool(is_train) == enable_fwd_cp_cache, "kept in training, and only there"
     cache = "cache" if enable_fwd_cp_cache else None
     return f.g_cum, A, f.o, None, f.final_state, cache
 
@@ -121,6 +122,7 @@ def qla_backward(
     state_v_first=False, auto_cp=True, cp_cache=None, cp_context=None,
 ):  # fmt: skip
     assert auto_cp, "its automatic choice has to be on"
+    assert cp_cache == "cache", "in a training step its forward keeps segments for the backward"
     torch.testing.assert_close(A, gate_free_inverse(k, beta, cu_seqlens))
     gated = gdn.chunked(q, k, v, _differences(g, cu_seqlens), beta, cu_seqlens=cu_seqlens).A
     b = gdn.chunked_backward(q, k, v, g, beta, gated, do, dht, scale, initial_state, cu_seqlens)

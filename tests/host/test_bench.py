@@ -171,8 +171,11 @@ def test_select_by_set_direction_and_name():
     assert all("both" in name for name in names("--quick", "--direction", "both"))
     assert names("--quick", "--only", "*fwd-16x64-1x2048*") == ["gdn-fwd-16x64-1x2048-published-h0"]
     assert names("--heads", "2/4,1/1", "--lengths", "8", "--direction", "both") == [
-        "gdn-both-2x4-1x8-model", "gdn-both-1x1-1x8-model"
+        "gdn-both-2x4-1x8-published-h0", "gdn-both-1x1-1x8-published-h0"
     ]  # fmt: skip
+    assert names("--lengths", "8", "--gates", "model", "--direction", "fwd") == [
+        "gdn-fwd-16x32-1x8-model-h0"
+    ]
     assert set(names("--set", "kernels,cpu")) == {w.name for w in GDN["kernels"] + GDN["cpu"]}
     assert len(names("--set", "decode,filled", "--direction", "fwd")) == 36 + 24
     assert len(names()) == sum(len(GDN[s]) for s in ("forward", "backward", "short"))
@@ -252,7 +255,7 @@ def test_without_a_gpu_attention_is_shorter_too(family):
 OWN = {
     "gdn": (
         ["--heads", "2/4", "--lengths", "40x2,64"],
-        "fwd-2x4-40+40 bwd-2x4-40+40 1x64-model-d16x32",
+        "fwd-2x4-40+40 bwd-2x4-40+40 1x64-published-h0-d16x32",
     ),
     "conv": (["--heads", "2/4", "--lengths", "9x2,2x7+3"], "conv-fwd-128-9x2 conv-bwd-128-2x7+3"),
     "dualkv": (["--heads", "1/2", "--lengths", "3x40+9,33"], "fwd-1x2-3x40+9-d16 bwd-1x2-33-d16"),

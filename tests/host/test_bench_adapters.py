@@ -12,6 +12,7 @@ from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.gdn.truth import gdn_truth
 from benchmarks.gdn.workloads import Gdn
 from benchmarks.harness.adapters import implementations
+from qla_kernels.gdn import cpu, ops
 from tests.host import rival_stand_ins as rivals
 
 CPU = torch.device("cpu")
@@ -145,6 +146,37 @@ def test_a_stand_in_notices_a_missing_conversion(every_head_size, monkeypatch):
         complaint = judged(FlashInfer(), small("fwd")).complaint
         assert complaint is not None
         assert "off by" in complaint
+
+
+@pytest.mark.parametrize(
+    ("adapter", "asked"),
+    [(ours_gdn.Ours(), {None}), (ours_gdn.OursKept(), {True}), (ours_gdn.OursAlone(), {False})],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_what_a_backward_of_ours_gets_from_its_forward(adapter, asked, monkeypatch):
+    """Alone it has what a training step's backward has, unless the adapter says otherwise."""
+    heard, given = [], []
+
+    def gdn_fwd(call, options):
+        heard.append(options.enable_fwd_cp_cache)
+        done = cpu.gdn_fwd(call, options)
+        return (
+            done if heard[-1] is False else done._replace(cp_cache=ops.empty_cache(call.q, 2, 16))
+        )
+
+    def gdn_bwd(call, saved, *others):
+        given.append(len(saved.cp_cache))
+        return cpu.gdn_bwd(call, saved, *others)
+
+    monkeypatch.setattr(ops, "gdn_fwd", gdn_fwd)
+    monkeypatch.setattr(ops, "gdn_bwd", gdn_bwd)
+    workload = small("bwd")
+    inputs = gdn_inputs(workload, CPU, torch.float32)
+    adapter._low_level(workload, inputs).run()
+    assert (set(heard), given) == (asked, [0 if asked == {False} else 8])
+    if None in asked:  # as in a step
+        adapter._public(small("both"), inputs)()
+        assert heard == [None, None]
 
 
 def test_what_a_library_lacks_is_said():

@@ -1,15 +1,19 @@
 """One list of fields: what a call passes on, and what follows from it."""
 
 import inspect
+import os
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from qla_kernels.errors import Unsupported
-from qla_kernels.gdn import api, cpu, low_level, ops
+from qla_kernels.gdn import api, cpu, keywords, low_level, ops
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import api as decode_api
+from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 from qla_kernels.operators import schema
 from tests.gdn_calls import call
 
@@ -72,6 +76,32 @@ def test_batch_invariant_reaches_both_directions(invariant, monkeypatch):
     x["v"].requires_grad_()
     api.chunk_gated_delta_rule(**x, batch_invariant=invariant)[0].sum().backward()
     assert heard == [not invariant] * 2
+
+
+@pytest.mark.parametrize(
+    ("switch", "given", "option", "value"),
+    [
+        ("EXACT_BY_DEFAULT", {}, "warm_log_bound", EXACT_LOG_BOUND),
+        ("EXACT_BY_DEFAULT", {"exact": False}, "warm_log_bound", WARM_LOG_BOUND),
+        ("EXACT_BY_DEFAULT", {"warm_log_bound": -3.0}, "warm_log_bound", -3.0),
+        ("INVARIANT_BY_DEFAULT", {}, "auto_cp", False),
+        ("INVARIANT_BY_DEFAULT", {"batch_invariant": False}, "auto_cp", True),
+    ],
+    ids=str,
+)
+def test_the_environment_says_what_a_call_does_not(switch, given, option, value, monkeypatch):
+    heard = []
+    monkeypatch.setattr(cpu, "gdn_fwd", lambda call, options: heard.append(options) or _done(call))
+    monkeypatch.setattr(keywords, switch, True)
+    api.chunk_gated_delta_rule(**call(sizes=(8, 8)), **given)
+    assert heard[0] == Options(**{option: value})
+
+
+def test_the_environment_is_read_at_import():
+    said = "from qla_kernels.gdn.keywords import *; print(EXACT_BY_DEFAULT, INVARIANT_BY_DEFAULT)"
+    env = os.environ | {"QLA_EXACT": "0", "QLA_BATCH_INVARIANT": "1"}
+    done = subprocess.run([sys.executable, "-c", said], env=env, capture_output=True, text=True)
+    assert done.stdout == "False True\n"
 
 
 def test_batch_invariant_over_ranks_is_refused():

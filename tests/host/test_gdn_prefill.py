@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule, prefill_gated_delta_rule
-from qla_kernels.gdn import prefill_refusal
+from qla_kernels.gdn import keywords, prefill_refusal
+from qla_kernels.gdn.prefill import api
 from qla_kernels.selftest.gdn_prefill import INPUTS, in_pool, kept, run
 from tests.compare import assert_close
 from tests.gdn_calls import call, definition, records
@@ -64,6 +65,17 @@ def test_out_is_written_and_returned():
     out = torch.full_like(want, torch.nan)
     assert prefill_gated_delta_rule(**y, out=out) is out
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize(
+    ("given", "cut"), [({}, False), ({"auto_cp": True}, True), ({"auto_cp": False}, False)], ids=str
+)
+def test_a_process_may_ask_for_one_arithmetic(given, cut, monkeypatch):
+    heard = []
+    monkeypatch.setattr(keywords, "INVARIANT_BY_DEFAULT", True)
+    monkeypatch.setattr(api, "gdn_prefill", lambda call, places, options: heard.append(options))
+    prefill_gated_delta_rule(**packed(), **given)
+    assert [options.auto_cp for options in heard] == [cut]
 
 
 ENTRIES = torch.zeros(8, 4, 16, 8, dtype=torch.float64)

@@ -44,19 +44,19 @@ def test_every_width_has_a_predicted_step():
     assert set(heuristics.WIDE_STEP) == {64, 128}
 
 
-def test_trees_ranks_and_anchors_refuse_it_on_a_gpu():
+def test_anchors_refuse_it_on_a_gpu_and_ranks_and_trees_do_not():
     q = torch.empty(1, 8, 2, 256, dtype=torch.bfloat16, device="meta")
     x = q[..., :128]
-    assert refusal(q, q, x, whole=False) is None  # any size on a CPU
-    text = refusal(q, q, x, whole=False, op="shared_prefix", capability=(9, 0))
+    assert refusal(q, q, x, anchored=True) is None  # any size on a CPU
+    text = refusal(q, q, x, anchored=True, op="pool", capability=(9, 0))
     assert text == (
-        "shared_prefix: head dimension K=256; need less than 256 for this function; "
-        "use chunk_gated_delta_rule without cp_context"
+        "pool: head dimension K=256; need less than 256 for this function; "
+        "use chunk_gated_delta_rule and fused_recurrent_gated_delta_rule"
     )
-    assert refusal(x, x, x, whole=False, capability=(9, 0)) is None
+    assert refusal(x, x, x, anchored=True, capability=(9, 0)) is None
     ranks = SimpleNamespace(layout="contiguous")  # FLA asks before it hands a call over
-    assert "K=256; need less than 256" in refusal(q, q, x, cp_context=ranks, capability=(9, 0))
-    assert refusal(x, x, x, cp_context=ranks, capability=(9, 0)) is None
+    for keys in (q, x):
+        assert refusal(keys, keys, x, cp_context=ranks, capability=(9, 0)) is None
     assert refusal(q, q, x, capability=(9, 0)) is None
 
 

@@ -141,6 +141,14 @@ def test_qla_log_sets_the_level_of_the_packages_logger(level, said):
     assert fresh(code, QLA_LOG=level) == said
 
 
+def test_an_unknown_variable_is_named():
+    code = "import qla_kernels; print(*qla_kernels.VARIABLES)"
+    known, said = fresh(code, QLA_EXAT="1", QLA_EXACT="1").splitlines()
+    assert said.startswith("QLA_EXAT is unknown; there are QLA_BATCH_INVARIANT, QLA_CHECK, ")
+    listed = re.findall(r"^\| `(QLA_\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(known.split())
+
+
 def test_a_foreign_package_called_reference_is_not_used(tmp_path):
     (tmp_path / "reference").mkdir()
     (tmp_path / "reference" / "__init__.py").touch()

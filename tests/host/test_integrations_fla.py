@@ -43,16 +43,16 @@ def ran_by(result: Any) -> str:
     return result if isinstance(result, str) else "ours"
 
 
-def test_flash_qla_goes_first_unless_we_are_preferred(installed, monkeypatch):
+def test_flash_qla_goes_first_only_if_asked_for(installed, monkeypatch):
     x = call()
-    assert fla.register()
+    assert fla.register(prefer=False)
     assert ran_by(installed.chunk_gated_delta_rule(**x)) == "FlashQLA"
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
     assert ran_by(installed.chunk_gated_delta_rule(**x)) == "ours"
     monkeypatch.delenv("FLA_FLASH_QLA")
-    assert fla.register(prefer=True)
-    assert ran_by(installed.chunk_gated_delta_rule(**x)) == "ours"
     assert fla.register()
+    assert ran_by(installed.chunk_gated_delta_rule(**x)) == "ours"
+    assert fla.register(prefer=False)
     assert ran_by(installed.chunk_gated_delta_rule(**x)) == "FlashQLA"
     ours = [b for b in installed.registry.backends.values() if b.backend_type == "qla_kernels"]
     assert len(ours) == 1
@@ -223,7 +223,7 @@ def test_status_counts_calls(installed, monkeypatch, caplog):
     monkeypatch.setenv(fla.SWITCH, "0")
     assert str(fla.status()) == "fla does not ask qla_kernels: FLA_QLA_KERNELS=0"
     monkeypatch.delenv(fla.SWITCH)
-    fla.register()
+    fla.register(prefer=False)
     assert fla.status() == (True, (), 4, 0, 0, None)
 
 
@@ -252,8 +252,11 @@ def test_a_program_runs_registered(installed, monkeypatch, tmp_path, capsys, mod
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(tmp_path)
     program = ["-m", "train"] if module else [str(tmp_path / "train.py")]
-    fla.main(["--prefer", *program, "--prefer", "3"])
+    fla.main([*program, "--prefer", "3"])
     assert capsys.readouterr().out == "__main__ ['--prefer', '3'] 2\n"
+    sys.modules.pop("beside")
+    fla.main(["--no-prefer", *program])
+    assert capsys.readouterr().out == "__main__ [] 4\n"
     sys.modules.pop("beside")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from qla_kernels import build, digests, info, jit
+from qla_kernels import build, digests, info, jit, programs
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate, recurrent
 from qla_kernels.native import prebuilt, sources
@@ -223,11 +223,25 @@ def test_a_place_that_is_not_there_is_refused(
         jit.compile(gate, VARIANT)
 
 
-def test_an_empty_folder_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert jit.compile(gate, VARIANT) == "compiled"
-    assert caplog.messages == [
-        f"{folder} has no prebuilt kernels and launcher; kernels are compiled"
-    ]
+def test_a_place_without_kernels_or_launcher_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was named, so that compiling instead would not be what was meant."""
+    absent = f"no kernels-13.zip or kernels-12.9.zip in {folder}; need kernels, and launcher.abi3"
+    with pytest.raises(Unsupported, match=re.escape(absent)):
+        jit.compile(gate, VARIANT)
+    write(folder)
+    (folder / prebuilt.LAUNCHER).unlink()
+    prebuilt._kernels.cache_clear()
+    with pytest.raises(Unsupported, match=re.escape(f"no {folder / prebuilt.LAUNCHER}; need")):
+        jit.compile(gate, VARIANT)
+
+
+def test_cpu_tensors_need_no_prebuilt_kernels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QLA_PREBUILT", str(folder / "nowhere"))
+    assert programs._native() is None
 
 
 def test_a_free_threaded_python_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

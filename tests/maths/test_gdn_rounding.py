@@ -133,3 +133,44 @@ def test_folding_segments_in_two_terms_loses_nothing(num_segments, monkeypatch):
 
     monkeypatch.setattr(gdn_segments, "hi_lo_product", one_term)
     assert folded() > 2 * level
+
+
+@pytest.mark.parametrize("rank", [32, 128])
+def test_links_that_chains_make_lose_nothing(rank):
+    """At K = 256 a rank's map is what a chain makes of unit vectors: rounded as states are.
+
+    Eight ranks of four chunks, no decay; keys in 32 dimensions, so that M stays near 1, or in all.
+    """
+    ranks = 8
+    x = layer(torch.bfloat16, tokens=64 * 4 * ranks, H=1, HV=1, rank=rank)
+    wide, dht = x.double(), torch.randn_like(x.initial_state)
+
+    def ends(x: Layer, dht: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        out = gdn.chunked(*x[:5], None, x.initial_state, operand_dtype=dtype)
+        back = (out.g_cum, x.beta, out.A, x.do, dht, None, x.initial_state)
+        done = gdn.chunked_backward(*x[:3], *back, operand_dtype=dtype)
+        return out.final_state, done.dh0
+
+    want = ends(wide, dht.double(), None)
+    level = [relative_l2(a, b) for a, b in zip(ends(x, dht, torch.bfloat16), want, strict=True)]
+    tokens = [t.chunk(ranks, 1) for t in (*x[:5], x.do)]
+    parts = [Layer(*part[:5], x.initial_state, part[5]) for part in zip(*tokens, strict=True)]
+    state, gradient = wide.initial_state, dht.double()
+    for here, back in zip(parts, reversed(parts), strict=True):
+        b, _ = ends(_from_zeros(here), torch.zeros_like(dht), torch.bfloat16)
+        M, _ = ends(_of_units(here), torch.zeros_like(dht), torch.bfloat16)
+        state = M.double() @ state + b.double()
+        _, b = ends(_from_zeros(back), torch.zeros_like(dht), torch.bfloat16)
+        _, M = ends(_of_units(back), _of_units(back).initial_state, torch.bfloat16)
+        gradient = M.double() @ gradient + b.double()
+    assert relative_l2(state, want[0]) < 1.05 * level[0]
+    assert relative_l2(gradient, want[1]) < 1.05 * level[1]
+
+
+def _from_zeros(x: Layer) -> Layer:
+    return x._replace(initial_state=torch.zeros_like(x.initial_state))
+
+
+def _of_units(x: Layer) -> Layer:
+    eye = torch.eye(128).expand_as(x.initial_state)
+    return x._replace(v=torch.zeros_like(x.v), do=torch.zeros_like(x.do), initial_state=eye)

@@ -211,7 +211,7 @@ def main(given: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if "QLA_STANDIN" not in os.environ:
+    if "STANDIN_FOLDER" not in os.environ:
         folder = standin.built()
         command = [sys.executable, "-m", "tests.native.compare", *sys.argv[1:]]
         os.execve(sys.executable, command, standin.environment(folder))

@@ -334,6 +334,16 @@ def trees() -> None:
     assert sum("child_sums" in name for name in names) == 2
 
 
+def trees_of_wide_keys() -> None:
+    def run(*x: Tensor) -> Tensor:
+        return shared_prefix_gated_delta_rule(*x, LAYOUT)[0]
+
+    x = _gdn(LAYOUT.num_tokens, 256, 64)
+    names = _is_replayed(_step(run, *x), tree.TREE_FORWARDS, tree.TREE_BACKWARDS)
+    assert sum("wide_fwd" in name for name in names) == 3
+    assert sum("wide_dstate" in name for name in names) == 3
+
+
 def trees_with_final_states() -> None:
     def run(*x: Tensor) -> Any:
         return shared_prefix_gated_delta_rule(*x, LAYOUT, output_final_state=True)

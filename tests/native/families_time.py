@@ -90,7 +90,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "QLA_STANDIN" not in os.environ:
+    if "STANDIN_FOLDER" not in os.environ:
         command = [sys.executable, "-m", "tests.native.families_time", *sys.argv[1:]]
         os.execve(sys.executable, command, standin.environment(standin.built()))
     main()

@@ -26,6 +26,7 @@ from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.native import recording
 from qla_kernels.native.entry import Entry
 from qla_kernels.native.pack import pack, texts
+from qla_kernels.native.trace import Trace
 from tests.native import standin
 
 NATIVE, DRIVER, SMS = standin.replaying(), standin.Driver(), 132
@@ -38,6 +39,7 @@ for name in ("gdn_fwd", "gdn_bwd", "l2norm_fwd", "l2norm_bwd"):
     setattr(ops, name, getattr(launch, name))
 device.of = lambda x: torch._C._AutoDispatchBelowADInplaceOrView()  # type: ignore
 device.sm_count = lambda _: SMS
+Trace.is_of_host = staticmethod(lambda _: False)  # tables of segments; no call here has bounds
 
 
 def _entry(function: str, tensors: Sequence[Tensor], scalars: Sequence[Any]) -> Entry:
@@ -198,9 +200,15 @@ def _infer(x: Sequence[Tensor], options: dict[str, Any]) -> None:
     chunk_gated_delta_rule(*x, **options)
 
 
+def _written(x: Tensor) -> Tensor:
+    """Tables of segments are memory of the host here, so a call looks like what is in them."""
+    return torch.zeros_like(x) if x.dtype == torch.int32 else x
+
+
 def _step(x: Sequence[Tensor], options: dict[str, Any]) -> None:
     leaves = [a.detach().requires_grad_() for a in x]
-    o, _ = chunk_gated_delta_rule(*leaves, **options)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, _written):
+        o, _ = chunk_gated_delta_rule(*leaves, **options)
     o.backward(x[2])
 
 
@@ -259,6 +267,23 @@ def training() -> None:
     _sweep(1, 4, 8, 33_000, n=10, training=True, initial_state=h0, output_final_state=True)
     programs.forget()
     assert DRIVER["events"] == 0
+
+
+def kept_segments() -> None:
+    """Where a forward keeps its segments by default, both directions launch what True launches."""
+    device.fork = _fork
+    for T, keeps in ((32768, True), (2048, False)):
+        x = _of(_buffers(1, T, 2, 8), 1, T)
+        found = []
+        for asked in (None, keeps, not keeps):
+            given = {"enable_fwd_cp_cache": asked}
+            with _without_programs():
+                found.append(list(map(_numbers, _launches(functools.partial(_step, x, given)))))
+        default, same, other = found
+        assert default == same
+        maps = [sum(name.startswith(b"gdn.segment_map-") for name, *_ in y) for y in (same, other)]
+        if keeps:
+            assert maps[1] == 2 * maps[0] > 0, "a backward without them makes its own"
 
 
 def strides() -> None:

@@ -99,7 +99,7 @@ def main(given: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if "QLA_STANDIN" not in os.environ:
+    if "STANDIN_FOLDER" not in os.environ:
         command = [sys.executable, "-m", "tests.native.host_time", *sys.argv[1:]]
         os.execve(sys.executable, command, standin.environment(standin.built()))
     sys.exit(main(sys.argv[1:]))

@@ -360,6 +360,27 @@ def forms() -> None:
     assert table.find(_inputs(heads=200)[0].half()) is None
 
 
+def decisions_of_several_numbers() -> None:
+    """They are made again for each new T, from the values that their numbers then have."""
+
+    def parts(T: int, chunks: tuple[int, int]) -> tuple[str, int]:
+        return "few" if chunks[0] < 12 else "many", T * chunks[1] + chunks[0]
+
+    def work(x: Tensor) -> tuple[None]:
+        T = x.shape[1]
+        odd = decided(lambda n: 3 * n + 1, T % 7)
+        kind, ctas = decided(parts, T, (-(-T // 16), odd + T // 5))
+        LAUNCH(x, 0.5, _room(x, 40, T), ctas)
+        if kind == "many":
+            LAUNCH(x, 0.25, _room(x, 40, T), ctas)
+        return (None,)
+
+    table = _open(work, 30, 31)
+    assert all(_call_open(table, work, T) for T in (32, 7, 33, 100, 176))
+    assert not _call_open(table, work, 177)
+    assert all(_call_open(table, work, T) for T in (200, 208, 500))
+
+
 def numbers_that_are_read() -> None:
     """They fix T, or a part of it, whatever reads them."""
 

@@ -32,7 +32,7 @@ def environment(folder: Path, libraries: Sequence[str] = LIBRARIES) -> dict[str,
     preload = " ".join(str(folder / name) for name in libraries)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {k: v for k, v in os.environ.items() if not k.startswith("QLA_")}
-    return {**kept, "LD_PRELOAD": preload, "QLA_STANDIN": str(folder), "PYTHONPATH": path}
+    return {**kept, "LD_PRELOAD": preload, "STANDIN_FOLDER": str(folder), "PYTHONPATH": path}
 
 
 def run(*arguments: str, timeout: float = 600, **env: str) -> str:
@@ -74,7 +74,7 @@ class Driver:
 
 def launcher(device_type: int = 1, exchange: bool = True):
     """In such a process: the launcher, for tensors of the CPU."""
-    return configured(Path(os.environ["QLA_STANDIN"]), device_type, exchange)
+    return configured(Path(os.environ["STANDIN_FOLDER"]), device_type, exchange)
 
 
 def configured(folder: Path, device_type: int = 1, exchange: bool = True):

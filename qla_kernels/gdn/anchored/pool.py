@@ -207,7 +207,7 @@ class GdnPool:
             raise TypeError(need(OP, got, "options of prefill and decode", "remove it"))
         check_tensors(OP, q, k, v, g, beta, None, cu_seqlens)
         check_activations(OP, v, gate, options)
-        require(refusal(q, k, v, whole=False, op=OP))
+        require(refusal(q, k, v, anchored=True, op=OP))
         _, _, H, K = self.tensors.k.shape
         HV, V = self.tensors.v.shape[2:]
         sizes = q.shape[2], v.shape[2], q.shape[3], v.shape[3]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.gdn import bands as gdn_bands
-from qla_kernels.gdn import heuristics, ops
+from qla_kernels.gdn import heuristics, keeping, ops
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.bands import Bands
 from qla_kernels.gdn.call import Call, Options
@@ -110,8 +110,11 @@ def gdn_fwd(call: Call, options: Options) -> GdnForward:
         if options.output_h:
             assert out.saved is not None, "_room made it"
             h = public_states(call, options, x.beta, x.h0, out.saved)
-        if options.enable_fwd_cp_cache:
-            kept = found if len(parts) == 1 else None
+        kept = found if len(parts) == 1 else None
+        keeps = options.enable_fwd_cp_cache
+        if keeps is None:
+            keeps = kept is not None and _keeps(call, options, plan)
+        if keeps:
             cp_cache = [*kept[0], *kept[1]] if kept else ops.empty_cache(call.q, *call.v.shape[2:])
     g_cum, A = out.saved if options.is_train and out.saved is not None else (None, None)
     return GdnForward(out.o, final_state, g_cum, A, h, cp_cache)
@@ -268,6 +271,18 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
     bound = options.warm_log_bound
     plan = decided(gdn_plan.forward, chunks, *shape, bound, False, not one_path)
     return plan, known and len(chunks) == 1 and plan.segment_chunks is None
+
+
+def _keeps(call: Call, options: Options, plan: Plan | Bands) -> bool:
+    """Returns whether to keep segments for a backward where the caller leaves it open."""
+    if not options.is_train:
+        return False
+    sequences, *shape = plan_shape(call)
+    others = call.q.shape[2], *shape, options.warm_log_bound
+    if isinstance(plan, Bands):
+        batch = call.num_sequences, call.q.shape[0] * call.q.shape[1]
+        return decided(keeping.keeps_by_length, batch, *others)
+    return decided(keeping.keeps, sequences, *others)
 
 
 def activated_batch(call: Call, options: Options) -> FlatBatch:

@@ -14,7 +14,7 @@ from qla_kernels.gdn.decode.validate import (
     expect_out,
     expect_pool,
 )
-from qla_kernels.gdn.keywords import checked_flags, scale_of, warm_bound
+from qla_kernels.gdn.keywords import checked_flags, is_invariant, scale_of, warm_bound
 from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill, gdn_prefill
 from qla_kernels.gdn.shapes import POOL_KEYS
 from qla_kernels.gdn.validate import Gate, check_activations, check_tensors, refusal
@@ -52,8 +52,8 @@ def prefill_gated_delta_rule(
     state_v_first: bool = False,
     null_slot: int = -1,
     out: Tensor | None = None,
-    auto_cp: bool = True,
-    exact: bool = False,
+    auto_cp: bool | None = None,
+    exact: bool | None = None,
     warm_log_bound: float | None = None,
 ) -> Tensor:
     """Computes `chunk_gated_delta_rule` from and into the slots of a pool, in place.
@@ -82,7 +82,7 @@ def prefill_gated_delta_rule(
         null_slot: -1, or 0 if slot 0 of the pool is no state.
         out: a contiguous tensor like v; the kernel writes o to it, and it is returned.
         auto_cp: sequences may be cut into segments. False never cuts; the bits of a result then do
-            not depend on the rest of the batch.
+            not depend on the rest of the batch. None: False under QLA_BATCH_INVARIANT=1, else True.
 
     Returns:
         o [B, T, HV, V] in q's dtype.
@@ -108,7 +108,7 @@ def prefill_gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
-        auto_cp=auto_cp,
+        auto_cp=not is_invariant(PREFILL_OP, None) if auto_cp is None else auto_cp,
         warm_log_bound=warm_bound(PREFILL_OP, exact, warm_log_bound),
     )
     options = checked_flags(PREFILL_OP, options)

@@ -17,10 +17,13 @@ from qla_kernels.gdn.launch.forward import FlatBatch, Outputs, SavedChunks, forw
 from qla_kernels.gdn.launch.segments import Maps, Segments
 from qla_kernels.gdn.launch.states import BackwardBatch, segmented_chains
 from qla_kernels.gdn.launch.tensors import plan_shape
+from qla_kernels.gdn.launch.wide_backward import wide_grads
 from qla_kernels.gdn.ops import GdnBackward
+from qla_kernels.gdn.shapes import WIDE
 from qla_kernels.gdn.sharded import links
 from qla_kernels.gdn.sharded.exchange import neighbours
 from qla_kernels.gdn.sharded.ops import Arriving, ShardForward, ShardPlace, facts_of
+from qla_kernels.gdn.sharded.wide import wide_shard_forward, wide_shard_states
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import require_aligned
 
@@ -41,6 +44,9 @@ def gdn_shard_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForwa
             saved = SavedChunks.empty(q, g)
             for fresh in (o, *saved):
                 fresh.zero_()
+        elif K == WIDE:
+            saved, x = SavedChunks.empty(q, g), FlatBatch(q, k, v, g, beta, None, bounds)
+            entered = wide_shard_forward(x, call.scale, o, saved, line)
         else:
             plan = gdn_plan.forward(*plan_shape(call), options.warm_log_bound, mapped=True)
             assert plan.segment_chunks is not None, "a shard is always mapped"
@@ -71,14 +77,15 @@ def gdn_shard_bwd(
         active = activations.activate_beta(call.beta, options.beta_range)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v, g_cum, g_cum))
         line = neighbours(shard, call.num_sequences, facts_of("backward", call, options))
-        its = line.stretches
+        its, do = line.stretches, flat_readable(arriving.do.to(v.dtype))
+        batch = BackwardBatch(q, k, v, do, g_cum, active, A, call.scale, bounds)
         if not T or not call.num_sequences:
             line.leaving([g_cum.new_zeros(HV, V + K, K)] * len(its))
             for x in grads:
                 x.zero_()
+        elif K == WIDE:
+            wide_grads(batch, wide_shard_states(batch, grads[2], line, arriving.entered), grads)
         else:
-            do = flat_readable(arriving.do.to(v.dtype))
-            batch = BackwardBatch(q, k, v, do, g_cum, active, A, call.scale, bounds)
             bound = gdn_plan.gradient_bound(options.warm_log_bound)
             most = gdn_plan.backward(*plan_shape(call), bound, mapped=True)
             assert most is not None, "a shard is always mapped"

@@ -3,11 +3,14 @@
 The nodes are packed sequences of one batch row. All that needs no state runs once, over all nodes:
 norms, gates, A, and the gradients of chunks. So does chunk_states, because the states in which
 parents end were saved. fused_fwd runs once a level, dstate_chain once a level and block of nodes.
-No node is cut into segments.
+At K = 256 solve_score, wide_fwd, wide_states, wide_dstate and wide_grads do so. No node is cut into
+segments.
 """
 
 import functools
 import itertools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +29,12 @@ from qla_kernels.gdn.launch.chunks import fused_fwd, kkt_solve
 from qla_kernels.gdn.launch.forward import SavedChunks
 from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates
 from qla_kernels.gdn.launch.tensors import fresh_like, key_first
+from qla_kernels.gdn.launch.wide_backward import WideStates, wide_grads
+from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
+from qla_kernels.gdn.launch.wide_forward import solve_score, wide_fwd
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.plan import sequence_chunks
-from qla_kernels.gdn.shapes import key_room
+from qla_kernels.gdn.shapes import WIDE, key_room
 from qla_kernels.gdn.tree.autograd import TREE_OP
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree, TreeForward
 from qla_kernels.gdn.tree.tables import DeltaTables
@@ -42,26 +48,52 @@ def gdn_tree_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForwa
     require_aligned(TREE_OP, q=q, k=k, v=v)
     with device.of(q):
         (HV, V), K = v.shape[2:], q.shape[-1]
-        levels = _levels(tables)
+        levels, wide = _levels(tables), K == WIDE
         choice = gdn_plan.tree(levels, HV, V, device.sm_count(q.device))
-        as_is = q.dtype if choice.solves else torch.float32  # as gdn_fwd has it
+        as_is = q.dtype if wide or choice.solves else torch.float32  # as gdn_fwd has it
         raw = g, beta, call.A_log, call.dt_bias
         g, beta = activations.activate(*raw, options.beta_range, as_is)
         o, saved = fresh_like(v), None
         size = options.state_size(key_room(K), V)
         states = v.new_empty(tables.num_rows, HV, *size, dtype=torch.float32)
-        if options.is_train or not choice.solves:
+        if options.is_train or wide or not choice.solves:
             saved = SavedChunks.empty(q, g)
-        if not choice.solves:
-            kkt_solve(k, g, beta, tables.bounds, _chunk_table(tables), saved)
         kept = key_first(states, options.state_v_first) if tables.num_rows else None
-        for (a, b), lengths in zip(_pairs(tables.levels), levels, strict=True):
-            fused_fwd(
-                q, k, v, g, beta, scale, kept, tables.spans[a:b], o, kept, saved, choice,
-                tables.level_ends[a:b], len(lengths) == 1, tables.level_starts[a:b],
-            )  # fmt: skip
+        if wide and saved is not None:
+            _wide_levels(q, k, v, g, beta, scale, tables, o, kept, saved)
+        else:
+            if not choice.solves:
+                kkt_solve(k, g, beta, tables.bounds, _chunk_table(tables), saved)
+            for (a, b), lengths in zip(_pairs(tables.levels), levels, strict=True):
+                fused_fwd(
+                    q, k, v, g, beta, scale, kept, tables.spans[a:b], o, kept, saved, choice,
+                    tables.level_ends[a:b], len(lengths) == 1, tables.level_starts[a:b],
+                )  # fmt: skip
     g_cum, A = saved if options.is_train and saved is not None else (None, None)
     return TreeForward(o, states.narrow(_keys(options), 0, K).contiguous(), g_cum, A)
+
+
+def _wide_levels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    tables: DeltaTables,
+    o: Tensor,
+    kept: Tensor | None,
+    saved: SavedChunks,
+) -> None:
+    """Runs the chain of each level at K = 256; writes o, saved and the rows of `kept`."""
+    (HV, V), sms = v.shape[2:], device.sm_count(q.device)
+    P, gates = solve_score(q, k, g, beta, scale, _chunk_table(tables), saved)
+    for a, b in _pairs(tables.levels):
+        width = gdn_plan.wide(b - a, HV, V, sms).kernel.tile_v
+        wide_fwd(
+            q, k, v, saved.A, P, gates, tables.level_chunks[a:b], kept, tables.spans[a:b], o, kept,
+            width, tables.level_starts[a:b], tables.level_ends[a:b],
+        )  # fmt: skip
 
 
 @torch.no_grad()
@@ -80,13 +112,75 @@ def gdn_tree_bwd(
         if not dv.numel():
             dq, dk, dg, dbeta = (t.new_empty(t.shape) for t in others)
         else:
-            states = _states_around(x, tables, saved.states, incoming.dfinal, dv, options)
+            around = _wide_states_around if q.shape[-1] == WIDE else _states_around
+            states = around(x, tables, saved.states, incoming.dfinal, dv, options)
             dq, dk, dg, dbeta = (t.new_empty(t.shape) for t in others)
-            chunk_grads(states, (dq, dk, dv, dg, dbeta))
+            out = dq, dk, dv, dg, dbeta
+            if isinstance(states, WideStates):
+                wide_grads(x, states, out)
+            else:
+                chunk_grads(states, out)
             del states
         raw = call.raw_g, call.beta, call.A_log, call.dt_bias
         dg, dbeta, *parameters = activations.backward(*raw, dg, dbeta, options.beta_range, None)
     return GdnBackward(dq, dk, dv, dbeta, dg, None, *parameters)
+
+
+class _Rows(NamedTuple):
+    """States in the rows of the tables, and gradients; the views have K first."""
+
+    h0: Tensor | None  # [rows, HV, K, V] the forward's end states; None if there are no rows
+    dht: Tensor | None  # likewise, gradients of these
+    dh0: Tensor  # [most siblings, HV, K, V] room for gradients of start states
+    ends: Tensor | None  # dht and dh0 as the caller lays states out
+    siblings: Tensor
+
+
+def _rows(tables: DeltaTables, states: Tensor, dfinal: Tensor | None, options: Options) -> _Rows:
+    """Returns the rows from which a backward starts, with the gradients of leaves' end states.
+
+    Args:
+        states: the forward's end states, in the caller's layout; dfinal likewise, of the leaves.
+    """
+    K = states.shape[_keys(options)]
+    more = key_room(K) - K
+    pad = (0, more) if options.state_v_first else (0, 0, 0, more)
+    if more:  # as `with_room` says
+        states = torch.nn.functional.pad(states, pad)
+        dfinal = None if dfinal is None else torch.nn.functional.pad(dfinal, pad)
+    ends = torch.zeros_like(states) if tables.num_rows else None
+    if ends is not None and dfinal is not None:
+        ends[tables.inner.shape[0] :] = dfinal
+    most = max((b - a for a, b, *_ in tables.blocks.tolist()), default=0)
+    siblings = states.new_empty(most, *states.shape[1:])
+    h0, dht, dh0 = (key_first(t, options.state_v_first) for t in (states, ends, siblings))
+    assert dh0 is not None
+    return _Rows(h0 if tables.num_rows else None, dht, dh0, ends, siblings)
+
+
+def _run(
+    q: Tensor,
+    tables: DeltaTables,
+    rows: _Rows,
+    states: Callable[[], object],
+    gradients: Callable[[int, int, int, Tensor | None], object],
+) -> None:
+    """Runs the two chains of a backward on two streams.
+
+    Args:
+        states: launches the chain of states.
+        gradients: launches that of gradients over nodes a to b of a level, (a, b, level, dh0).
+    """
+    blocks, edges = tables.blocks.tolist(), _pairs(tables.levels)
+    with device.fork(q) as aside:
+        with aside:
+            states()
+        for level, (begin, end) in reversed([*enumerate(edges)][1:]):
+            for a, b, first, last in blocks:  # in ascending order: sums repeat bit for bit
+                if begin <= a < end and rows.ends is not None:
+                    gradients(a, b, level, rows.dh0[: b - a])
+                    child_sums(rows.siblings[: b - a], tables.runs[first:last], rows.ends)
+        gradients(*edges[0], 0, None)
 
 
 def _states_around(
@@ -100,23 +194,13 @@ def _states_around(
     """Computes the state before each chunk and the gradient after it, on two streams.
 
     Args:
-        states: the forward's end states, in the caller's layout; dfinal likewise, of the leaves.
+        states, dfinal: as for `_rows`.
         dv: as in launch.states.chains.
     """
     q, k, v, do, g_cum, beta, A, scale, bounds, *_ = x
-    more = key_room(k.shape[-1]) - k.shape[-1]
-    pad = (0, more) if options.state_v_first else (0, 0, 0, more)
-    if more:  # as `with_room` says
-        states = torch.nn.functional.pad(states, pad)
-        dfinal = None if dfinal is None else torch.nn.functional.pad(dfinal, pad)
     (HV, V), K, N = v.shape[2:], k.shape[-1], tables.spans.shape[0]
     lengths, sms = _levels(tables), device.sm_count(q.device)
-    ends = torch.zeros_like(states) if tables.num_rows else None
-    if ends is not None and dfinal is not None:
-        ends[tables.inner.shape[0] :] = dfinal
-    blocks = tables.blocks.tolist()
-    siblings = states.new_empty(max((b - a for a, b, *_ in blocks), default=0), *states.shape[1:])
-    h0, dht, dh0 = (key_first(t, options.state_v_first) for t in (states, ends, siblings))
+    its = _rows(tables, states, dfinal, options)
 
     room = tables.chunks.shape[0]
     h = k.new_empty(room, HV, V, K)
@@ -125,35 +209,57 @@ def _states_around(
         tails, owner = dv.new_empty(N, HV, TILE, K), dv.new_empty(1, dtype=torch.int32)
     dS = k.new_empty(room, HV, V if tails is None else V - TILE, K)
 
-    def chain(a: int, b: int, level: int, before: Tensor | None) -> None:
+    def gradients(a: int, b: int, level: int, before: Tensor | None) -> None:
         held = None  # an owner is known beforehand; the kernel's is not read
         if tails is not None and owner is not None:
             held = DsInDv(dv, tails[a:b], owner)
         dstate_chain(
-            q, k, do, g_cum, beta, A, dht, scale, tables.spans[a:b], tables.level_chunks[a:b],
+            q, k, do, g_cum, beta, A, its.dht, scale, tables.spans[a:b], tables.level_chunks[a:b],
             before, both_chains(lengths[level], HV, V, sms)[0], held, tables.level_ends[a:b], dS,
         )  # fmt: skip
 
-    with device.fork(q) as aside:
-        with aside:
-            every = tuple(pair for level in lengths for pair in level)
-            chunk_states(
-                k, v, g_cum, beta, A, h0 if tables.num_rows else None, bounds, tables.first_chunk,
-                tile_v=both_chains(every, HV, V, sms)[0], out=h, starts_of=tables.starts,
-            )  # fmt: skip
-        edges = _pairs(tables.levels)
-        for level, (begin, end) in reversed([*enumerate(edges)][1:]):
-            for a, b, first, last in blocks:  # in ascending order: sums repeat bit for bit
-                if begin <= a < end and ends is not None and dh0 is not None:
-                    chain(a, b, level, dh0[: b - a])
-                    child_sums(siblings[: b - a], tables.runs[first:last], ends)
-        chain(*edges[0], 0, None)
+    def enter() -> None:
+        every = tuple(pair for level in lengths for pair in level)
+        chunk_states(
+            k, v, g_cum, beta, A, its.h0, bounds, tables.first_chunk,
+            tile_v=both_chains(every, HV, V, sms)[0], out=h, starts_of=tables.starts,
+        )  # fmt: skip
+
+    _run(q, tables, its, enter, gradients)
     kept = None if tails is None else DsInDv(dv, tails, tables.owner)
     batch, (rows, width) = x.in_parts(), (dS.shape[2], h.shape[3])
     heads, columns = batch.v.shape[2:]
     h = h.view(room, heads, columns, width)
     dS = dS.view(room, heads, rows * HV // heads, width)
     return ChainStates(batch, h, dS, _chunk_table(tables), kept)
+
+
+def _wide_states_around(
+    x: BackwardBatch,
+    tables: DeltaTables,
+    states: Tensor,
+    dfinal: Tensor | None,
+    dv: Tensor,
+    options: Options,
+) -> WideStates:
+    """Computes at K = 256 what `_states_around` does, V', Y and dv [B, T, HV, V]."""
+    q, k, v, do, g_cum, beta, A, scale, bounds, *_ = x
+    its = _rows(tables, states, dfinal, options)
+    h, dS = (k.new_empty(tables.chunks.shape[0], *v.shape[2:], k.shape[-1]) for _ in range(2))
+    vn, y = room_for_values(h), room_for_values(dS)
+
+    def gradients(a: int, b: int, _: int, before: Tensor | None) -> None:
+        wide_dstate(
+            q, k, do, g_cum, beta, A, its.dht, scale, tables.spans[a:b], tables.level_chunks[a:b],
+            dS, y, dv, before, tables.level_ends[a:b],
+        )  # fmt: skip
+
+    def enter() -> None:
+        first, starts = tables.first_chunk, tables.starts
+        wide_states(k, v, g_cum, beta, A, its.h0, bounds, first, h, vn, starts)
+
+    _run(q, tables, its, enter, gradients)
+    return WideStates(h, vn, dS, y, _chunk_table(tables))
 
 
 def child_sums(x: Tensor, runs: Tensor, into: Tensor) -> None:
