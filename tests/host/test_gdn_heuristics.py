@@ -2,8 +2,8 @@
 
 import pytest
 
-from qla_kernels.gdn.decode.launch import room
 from qla_kernels.gdn import heuristics
+from qla_kernels.gdn.decode.launch import room
 from qla_kernels.gdn.heuristics import CHAIN_STEP, RESIDENT_OF_MANY, ctas, tile_v
 from qla_kernels.gdn.kernels import recurrent
 
