@@ -261,6 +261,17 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
         functools.partial(forward, Plan(SOLVING_TWO_TILES, None, shares=True)),
         {"share_table", "fused_fwd"},
     ),
+    "forward of equal shares or whole items": (
+        functools.partial(forward, Plan(SOLVING_TWO_TILES, None, shares=True, most_cut=1)),
+        {"share_table", "fused_fwd"},
+    ),
+    "segments or equal shares": (
+        functools.partial(
+            forward,
+            Bands((Band(0, SOLVING_TWO_TILES), Band(3, SOLVING, 8)), SOLVING, -12.0, most_cut=1),
+        ),
+        {"share_table", "fused_fwd"} | CUT,
+    ),
     "segments, A given": (
         functools.partial(forward, Bands((Band(0, GIVEN, 8),), GIVEN, -30.0)),
         {"fused_fwd"} | SOLVE | CUT,

@@ -5,7 +5,8 @@ names a path: whole sequences in one kernel, or segments. Of segments it says ho
 the device then cuts sequences as finely as that allows. The host computes the bands from the
 numbers of sequences, tokens and heads, by the model of `plan`, and launches the kernels of every
 path; those of a path that is not taken find no tokens. They cost time all the same, so there are
-few paths, and often one.
+few paths, and often one. Whole sequences may have equal shares of chunks, which share_table cuts by
+the lengths; the results have the same bits, so lengths need not decide that.
 
 All functions are pure functions of numbers. docs/notes/gdn-segments.md, section 23.
 """
@@ -17,26 +18,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from qla_kernels.gdn import durations, plan
+from qla_kernels.gdn import durations, plan, samples
 from qla_kernels.gdn.durations import Lengths
-from qla_kernels.gdn.heuristics import CHAIN_STEP, STEP, ForwardChoice
+from qla_kernels.gdn.heuristics import CHAIN_STEP, SHARING, STEP, ForwardChoice
 from qla_kernels.gdn.kernels.tables import TABLE_WARPS
+from qla_kernels.gdn.paths import TABLES_TIME, Path, Shape, idle, most_cut, path_time, segments
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.tile.constants import CHUNK
 
-# What several paths add to a forward, in us, estimated: segment_plan, if segments do not need it
-# anyway; per path that is not taken its launches, of which segments' run beside others; per SM its
-# CTAs. Then what it adds to a forward and to a backward if segments are whole sequences.
-TABLES_TIME, IDLE_WHOLE, IDLE_SEGMENTS, IDLE_CTA = 4.5, 2.5, 4.0, 0.8
-WHOLE_SEGMENTS, WHOLE_GRADIENTS = 8.0, 30.0
+WHOLE_GRADIENTS = 30.0  # what it adds to a backward if segments are whole sequences
 # Sequences of equal length may take so many times what they take by the best path alone: in a
 # forward, where paths that are not taken take time; in a backward, which has one path.
 ALIKE, ALIKE_GRADIENTS = 1.12, 1.08
+SHARES_LOSE = 1.01  # likewise, where there are equal shares, over what is taken without them
 MOST_PATHS = 3
-GRID = 2**0.25  # ratio of neighbouring lengths for which a band is computed
 
 Choice = TypeVar("Choice")
-Shape = tuple[int, int, int, int]  # value heads, K, V, and the GPU's number of SMs
+Paths = tuple[Path, ...]
 
 
 class Band(NamedTuple):
@@ -50,6 +48,8 @@ class Bands:
     bands: tuple[Band, ...]  # the first one from 0 on
     segmented: ForwardChoice | None = None  # kernel of the path with segments, if there is one
     warm_log_bound: float = -math.inf  # of segments, as in a Plan
+    # Whole sequences in the kernel SHARING have equal shares, unless one has more chunks than this.
+    most_cut: int | None = None
 
     @property
     def solves(self) -> bool:
@@ -61,6 +61,12 @@ class Bands:
         """The kernels of whole sequences, of one path each."""
         every = dict.fromkeys(band.kernel for band in self.bands)
         return tuple(kernel for kernel in every if kernel != self.segmented)
+
+    def whole_plan(self, kernel: ForwardChoice) -> Plan:
+        """Returns the plan of whole sequences in this kernel."""
+        if kernel == SHARING and self.most_cut is not None:
+            return Plan(kernel, None, shares=True, most_cut=self.most_cut)
+        return Plan(kernel, None)
 
     @functools.cached_property
     def rows(self) -> tuple[tuple[int, int, int], ...]:
@@ -85,11 +91,6 @@ class GradientBands:
         return tuple((band.least, 0, band.segments) for band in self.bands)
 
 
-class Path(NamedTuple):
-    kernel: ForwardChoice
-    warm_log_bound: float | None  # of segments; None if sequences stay whole
-
-
 @functools.lru_cache(maxsize=4096)
 def forward(
     batch: tuple[int, int],
@@ -104,7 +105,10 @@ def forward(
     Args:
         batch: the numbers of sequences and of tokens.
     """
-    return _forward(*_rounded(*batch), (num_value_heads, K, V, sm_count), warm_log_bound)
+    shape = num_value_heads, K, V, sm_count
+    items = batch[0] * num_value_heads * V // SHARING.tile_v  # before rounding
+    may_share = sm_count < items <= durations.FEW_ITEMS * sm_count
+    return _forward(*_rounded(*batch), shape, warm_log_bound, may_share)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -152,7 +156,7 @@ def cut(found: Bands, sequences: Lengths) -> int | None:
 def likely(batch: tuple[int, int]) -> list[Lengths]:
     """Returns the batches by which paths are chosen, that of sequences of equal length first."""
     rounded = _rounded(*batch)
-    return [_lengths(*rounded, longest) for longest in _samples(*rounded)]
+    return [samples.lengths(*rounded, longest) for longest in samples.compared(*rounded)]
 
 
 def _rounded(num_sequences: int, num_tokens: int) -> tuple[int, int]:
@@ -161,12 +165,14 @@ def _rounded(num_sequences: int, num_tokens: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward(num_sequences: int, num_chunks: int, shape: Shape, warm_log_bound: float) -> Bands:
-    num_value_heads, _, V, sm_count = shape
+def _forward(
+    num_sequences: int, num_chunks: int, shape: Shape, warm_log_bound: float, may_share: bool
+) -> Bands:
+    V = shape[2]
     if not num_sequences or not num_chunks:
         return Bands((Band(0, plan.forward((), *shape).kernel),))
     kernels = [kernel for kernel in STEP if V % kernel.tile_v == 0]
-    whole = [Path(kernel, None) for kernel in kernels if kernel.solves]
+    whole = [Path(kernel) for kernel in kernels if kernel.solves]
     cut = [
         Path(kernel, bound)
         for kernel in kernels
@@ -176,58 +182,60 @@ def _forward(num_sequences: int, num_chunks: int, shape: Shape, warm_log_bound: 
 
     @functools.cache
     def best(path: Path, longest: int) -> tuple[float, int]:
-        return _best(path, _lengths(num_sequences, num_chunks, longest), shape)
+        return path_time(path, samples.lengths(num_sequences, num_chunks, longest), shape)
 
-    def idle(path: Path) -> float:
-        ctas = num_sequences * num_value_heads * V // path.kernel.tile_v
-        launches = IDLE_WHOLE if path.warm_log_bound is None else IDLE_SEGMENTS
-        return launches + IDLE_CTA * ctas / sm_count
-
-    def taken(paths: tuple[Path, ...], longest: int) -> tuple[float, Path]:
+    def taken(paths: Paths, longest: int) -> tuple[float, Path]:
         """Returns the time of the path that takes least, with the time of the others, and it."""
 
         def duration(path: Path) -> float:
-            others = sum(idle(other) for other in paths if other != path)
+            others = sum(idle(other, num_sequences, shape) for other in paths if other != path)
             tables = TABLES_TIME if others and path.warm_log_bound is None else 0.0
             return best(path, longest)[0] + others + tables
 
         return min(((duration(path), path) for path in paths), key=lambda found: found[0])
 
-    samples = _samples(num_sequences, num_chunks)
-    least = [min(best(path, longest)[0] for path in (*whole, *cut)) for longest in samples]
-    choices = [
-        (*segmented, *others)
-        for count in range(1, MOST_PATHS + 1)
-        for segmented in ((), *((path,) for path in cut))
-        for others in itertools.combinations(whole, count - len(segmented))
-        if not segmented or segmented[0].kernel not in [path.kernel for path in others]
-    ]
-    times = [[taken(choice, x)[0] for x in samples] for choice in choices]
-    paths = _least_lost(choices, times, least, ALIKE)
-    longest = _grid(num_sequences, num_chunks)
+    compared = samples.compared(num_sequences, num_chunks)
+
+    def least_lost(whole: Sequence[Path], cut: Sequence[Path], must: Sequence[Path] = ()) -> Paths:
+        """Returns the paths that lose least, at most one of `cut`, and among them all of `must`."""
+        least = [min(best(path, longest)[0] for path in (*whole, *cut)) for longest in compared]
+        choices = [
+            (*segmented, *others)
+            for count in range(1, MOST_PATHS + 1)
+            for segmented in ((), *((path,) for path in cut))
+            for others in itertools.combinations(whole, count - len(segmented))
+            if len({path.kernel for path in (*segmented, *others)}) == count
+            if {*must} <= {*others}
+        ]
+        times = [[taken(choice, x)[0] for x in compared] for choice in choices]
+        return _least_lost(choices, times, least, ALIKE)
+
+    paths, longest = least_lost(whole, cut), samples.grid(num_sequences, num_chunks)
+    share = Path(SHARING, shares=True, or_whole=Path(SHARING) in paths)
+    if may_share and best(share, compared[0])[0] < math.inf:
+        # Instead of one of the paths, or beside them: what long sequences take stays.
+        kept = [[path for path in paths if path in of] for of in (whole, cut)]
+        others = least_lost([*kept[0], share], kept[1], must=[share])
+        without, shared = ([taken(of, x)[0] for x in longest] for of in (paths, others))
+        if _gains(shared, without):
+            paths = others
     found = [taken(paths, x)[1] for x in longest]
     bands = [(path.kernel, best(path, x)[1]) for path, x in zip(found, longest, strict=True)]
     rows = tuple(Band(least, *band) for least, band in _merged(longest, bands))
-    for kernel, bound in found:
+    most = most_cut(num_sequences, num_chunks, shape) if share in found else None
+    for kernel, bound, *_ in found:
         if bound is not None:
-            return Bands(rows, kernel, bound)
-    return Bands(rows)
+            return Bands(rows, kernel, bound, most)
+    return Bands(rows, most_cut=most)
 
 
-def _best(path: Path, sequences: Lengths, shape: Shape) -> tuple[float, int]:
-    """Returns the least time of a path, and the segments it then has; 0 if sequences are whole."""
-    (num_value_heads, _, V, sm_count), (kernel, bound) = shape, path
-    whole = plan.whole_time(plan.forward_time(Plan(kernel, None), sequences, *shape))
-    if bound is None:
-        return whole, 0
+def _gains(shared: Sequence[float], without: Sequence[float]) -> bool:
+    """Returns whether paths with equal shares gain for equal lengths, and lose for no others.
 
-    def cut(most: int) -> float:
-        return plan.forward_time(
-            Plan(kernel, plan.spacing(sequences, most), bound), sequences, *shape
-        )
-
-    found = _segments(sequences, num_value_heads * V // kernel.tile_v, sm_count)
-    return min([(whole + WHOLE_SEGMENTS, 0), *((cut(most), most) for most in found)])
+    Both have times for each longest sequence of the grid, from equal lengths on.
+    """
+    loses = any(a > SHARES_LOSE * b for a, b in zip(shared, without, strict=True))
+    return plan.gains(shared[0], without[0]) and not loses
 
 
 @functools.lru_cache(maxsize=4096)
@@ -242,7 +250,7 @@ def _backward(
     @functools.cache
     def best(width: int, cuts: bool, longest: int) -> tuple[float, int]:
         """Returns a backward's least time and the segments it then has, as `_best` does."""
-        sequences = _lengths(num_sequences, num_chunks, longest)
+        sequences = samples.lengths(num_sequences, num_chunks, longest)
         whole = durations.chains_of_width(sequences, width, *chains) + rest
         if not cuts:
             return whole, 0
@@ -251,17 +259,17 @@ def _backward(
             both = sequences, plan.cut_lengths(sequences, plan.spacing(sequences, most))
             return durations.cut_backward(*both, *shape, warm_log_bound, width) + rest
 
-        found = _segments(sequences, num_value_heads * V // width, sm_count // 2)
+        found = segments(sequences, num_value_heads * V // width, sm_count // 2)
         return min([(whole + WHOLE_GRADIENTS, 0), *((cut(most), most) for most in found)])
 
-    samples = _samples(num_sequences, num_chunks)
+    compared = samples.compared(num_sequences, num_chunks)
     choices = list(itertools.product(widths, (False, True)))
-    times = [[best(*choice, x)[0] for x in samples] for choice in choices]
+    times = [[best(*choice, x)[0] for x in compared] for choice in choices]
     least = [min(of_sample) for of_sample in zip(*times, strict=True)]
     width, cuts = _least_lost(choices, times, least, ALIKE_GRADIENTS)
     if not cuts:
         return GradientBands(width)
-    longest = _grid(num_sequences, num_chunks)
+    longest = samples.grid(num_sequences, num_chunks)
     found = [best(width, cuts, x)[1] for x in longest]
     bands = _merged(longest, found) if any(found) else ()
     return GradientBands(width, tuple(GradientBand(*band) for band in bands))
@@ -280,42 +288,6 @@ def _least_lost(
     lost = [[a / b for a, b in zip(of_choice, least, strict=True)] for of_choice in times]
     mean = [round(sum(x) / len(x), 2) if x[0] <= limit else math.inf for x in lost]
     return choices[mean.index(min(mean))]
-
-
-def _segments(sequences: Lengths, ctas: int, sm_count: int) -> list[int]:
-    """Returns numbers of segments, of `ctas` CTAs each, that fill the GPU and cut a sequence."""
-    num_sequences = sum(count for _, count in sequences)
-    room = sorted({int(waves * sm_count) // ctas for waves in plan.WAVES})
-    return [most for most in room if most > num_sequences]
-
-
-def _lengths(num_sequences: int, num_chunks: int, longest: int) -> Lengths:
-    """Returns one sequence of `longest` chunks and others that share the rest evenly."""
-    others = max(0, num_sequences - 1)
-    rest = max(0, round((num_chunks - longest) / max(1, others)))
-    return tuple(pair for pair in ((rest, others), (longest, 1)) if pair[1])
-
-
-def _samples(num_sequences: int, num_chunks: int) -> list[int]:
-    """Returns chunks of the longest sequence of the batches for which paths are compared.
-
-    Sequences are of equal length; or parts of a line that is broken at random, whose longest is
-    1 + 1/2 + ... + 1/N times the mean; or half as far from the mean; or twice as long, if that is
-    at most half of all tokens.
-    """
-    mean = num_chunks / max(1, num_sequences)
-    broken = mean * sum(1 / n for n in range(1, num_sequences + 1))
-    found = mean, (mean + broken) / 2, broken, max(broken, min(2 * broken, num_chunks / 2))
-    return [max(1, math.ceil(x)) for x in found]
-
-
-def _grid(num_sequences: int, num_chunks: int) -> list[int]:
-    """Returns chunks of a longest sequence, from the mean to all chunks."""
-    found, longest = [], max(1, -(-num_chunks // max(1, num_sequences)))
-    while longest < num_chunks:
-        found.append(longest)
-        longest = max(longest + 1, round(longest * GRID))
-    return [*found, max(1, num_chunks)]
 
 
 def _merged(longest: list[int], bands: list[Choice]) -> Iterator[tuple[int, Choice]]:

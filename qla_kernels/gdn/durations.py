@@ -14,7 +14,6 @@ from qla_kernels.gdn.heuristics import (
     SOLVE_START,
     SOLVE_STEP,
     START,
-    STEP,
 )
 from qla_kernels.gdn.shapes import SHARED_KEYS, key_room
 
@@ -38,7 +37,12 @@ PAIR_STEP = {64: (3.15, 3.48), 128: (5.0, 8.1)}
 # CHAIN_STEP's, because the later waves are of chunk_states, whose chunks take less time.
 NEXT_WAVE, LATER_WAVES = 1.0, 0.925
 CHUNK_GRADS = 7.0  # chunk_grads, per chunk and value head on one SM
-SHARES = 10.0  # share_table, and states that go from CTA to CTA; estimated
+# Equal shares (gdn-forward.md, 25): share_table; a CTA's next item, of which more than FEW_ITEMS a
+# CTA were not measured and count as a whole start; a chunk, and what it takes more for each chunk
+# that the next CTA is ahead or behind in the same keys, up to FAR; a state that a CTA waits for.
+SHARES, NEXT_ITEM, FEW_ITEMS = 12.0, 3.0, 3
+SHARE_STEP, APART_STEP, FAR = 2.65, 0.0037, 60
+HANDED = 3.0  # estimated
 MOST_SHARED = 8192  # items with equal shares: one CTA makes their table
 
 Lengths = tuple[tuple[int, int], ...]  # (chunks, how many sequences or segments have that length)
@@ -72,17 +76,34 @@ def chain(pieces: Lengths, step: float, ctas: int, sm_count: int, start: float =
 def shares(sequences: Lengths, heads: int, K: int, V: int, sm_count: int) -> float:
     """Returns the time of a forward whose CTAs have equal shares of all chunks; inf if it has none.
 
-    They gain nothing where an item is longer than a share: its pieces run one after the other. A
-    CTA has its part of the items, and cuts one of them.
+    Items that fit a single wave have none. A CTA has its part of the items, and cuts one of them.
+    Pieces of an item that is longer than a share run one after the other.
     """
     tiles = heads * V // SHARING.tile_v
     items = tiles * sum(count for _, count in sequences)
-    share = -(-tiles * total(sequences) // sm_count)
-    longest = max((chunks for chunks, _ in sequences), default=0)
-    fits = V % SHARING.tile_v == 0 and key_room(K) == SHARED_KEYS and items <= MOST_SHARED
-    if not fits or longest > share:
+    fits = V % SHARING.tile_v == 0 and key_room(K) == SHARED_KEYS
+    if not fits or not sm_count < items <= MOST_SHARED:
         return math.inf
-    return SHARES + LAUNCH + START * (1 + items / sm_count) + STEP[SHARING] * share
+    share = max(1, -(-tiles * total(sequences) // sm_count))
+    longest = max(chunks for chunks, _ in sequences)
+    step = SHARE_STEP + APART_STEP * _apart(sequences, tiles, sm_count)
+    start = NEXT_ITEM if items <= FEW_ITEMS * sm_count else START
+    waiting = HANDED * ((longest - 1) // share)
+    around = SHARES + LAUNCH + START + start * items / sm_count
+    return around + waiting + step * max(share, longest)
+
+
+def _apart(sequences: Lengths, tiles: int, sm_count: int) -> float:
+    """Returns how many chunks of a sequence lie between CTAs with neighbouring shares, at most FAR.
+
+    Neighbours that compute the same sequence read the same keys, which L2 keeps for a while.
+    """
+    lengths = {chunks for chunks, _ in sequences}
+    longest = max(lengths)
+    if len(lengths) > 1:  # some are near and some far
+        return min(longest / 4, FAR)
+    between = tiles * total(sequences) / sm_count % max(1, longest)
+    return min(between, longest - between, FAR)
 
 
 @functools.lru_cache(maxsize=4096)

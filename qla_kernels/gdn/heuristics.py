@@ -34,10 +34,11 @@ def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:
     return min(items, sm_count) if equal_lengths else items
 
 
-# Of recurrent with one token a sequence, so many CTAs of 32 KB take 2 to 3 % less time three an SM
-# than four, as all other calls have them. Measured where registers left room for three, not yet
-# where shared memory does (docs/notes/gdn-decoding.md, 3 and 7).
-MANY_CTAS, RESIDENT_OF_MANY = 8192, 3
+# Of recurrent with one token a sequence, so many CTAs of 32 KB run three an SM; fewer run four, as
+# all other calls do. From 8192 on three took 2 to 3 % less time where registers left room for no
+# more. Where shared memory does, as here, it is not measured: so never, until
+# benchmarks.serving.decode_ways has said (docs/notes/gdn-decoding.md, 3 and 7).
+MANY_CTAS, RESIDENT_OF_MANY = 1 << 31, 3
 
 
 def crowds(tokens: int, sequences: int, ctas: int) -> bool:

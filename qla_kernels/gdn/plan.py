@@ -38,23 +38,22 @@ GROWTH = 0.03  # kkt_solve summing what keys add to the bound: per chunk and val
 GAIN = 0.95  # a cut must take less than this share of the time of whole sequences
 GRADIENT_GAIN = 0.97  # likewise, of a backward's chains
 KEPT_GAIN = 1.08  # likewise, if maps are kept: the model's time of gradients' maps is too long
-SHARES_GAIN = 0.96  # equal shares must take less than this share of the time of any other plan
+# Equal shares must take less than this share of the time of any other plan, and so many us less.
+SHARES_GAIN, LEAST_GAIN = 0.97, 10.0
 UNCUT = 0.94, -8.0  # the measured time of whole sequences is 0.94 of the model's time, less 8 us
-CUT_KERNELS = (
-    ForwardChoice(64, True),
-    ForwardChoice(128, False),
-)  # cutting never gained with others of STEP
+# Cutting never gained with others of STEP.
+CUT_KERNELS = ForwardChoice(64, True), ForwardChoice(128, False)
 WAVES = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 3)  # waves of CTAs that segments are sized to fill
 QUIET, BUSY = 0.92, 0.9  # a chunk takes 0.92 of its time if at most 0.9 of the SMs have a CTA
 
 
 class Plan(NamedTuple):
-    kernel: (
-        ForwardChoice  # its `solves` holds for segment_map, too: both solve for A, or both read it
-    )
+    kernel: ForwardChoice  # its `solves` holds for segment_map, too: both solve for A or read it
     segment_chunks: int | None  # the most chunks of a segment; None leaves sequences whole
     warm_log_bound: float = -math.inf  # the caller's; or -inf: all heads are folded, none searched
     shares: bool = False  # each CTA gets an equal share of all chunks: for whole sequences
+    # Items stay whole if a sequence has more chunks, which the device finds; None: the host knows.
+    most_cut: int | None = None
 
     @property
     def solves(self) -> bool:
@@ -131,7 +130,7 @@ def forward(
     """Returns the plan of a forward that takes the least time by the model below.
 
     Sequences stay whole unless cutting takes less than GAIN of their time. CTAs have equal shares
-    of them where that takes less than SHARES_GAIN of the time of both.
+    of them where that `gains` on both.
 
     Args:
         sequences: (chunks, how many sequences have that many) pairs.
@@ -164,7 +163,12 @@ def forward(
     if cut and duration(found := min(cut, key=duration)) < GAIN * least:
         best, least = found, duration(found)
     shared = whole_time(durations.shares(*shape)) if shares else math.inf
-    return Plan(SHARING, None, shares=True) if shared < SHARES_GAIN * least else best
+    return Plan(SHARING, None, shares=True) if gains(shared, least) else best
+
+
+def gains(shared: float, least: float) -> bool:
+    """Returns whether equal shares, of the time `shared`, gain enough on a plan of time `least`."""
+    return shared < min(SHARES_GAIN * least, least - LEAST_GAIN)
 
 
 def forward_time(

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from qla_kernels import device, jit
-from qla_kernels.gdn.launch import segments, tensors
+from qla_kernels.gdn.kernels.chain import shares as columns
+from qla_kernels.gdn.launch import segments, shares, tensors
 from qla_kernels.varlen import capacity
 from tests.emulated.conftest import emulated
 from tests.gdn_bad_bounds_check import (
@@ -127,6 +128,26 @@ def test_segments(bounds, open_ends, launched):
         assert set(owners) <= {-1, *range(N)}
     assert cut.starts_of[0] == 0
     assert sorted(cut.heads.tolist()) == list(range(HV))
+
+
+@pytest.mark.parametrize("most_cut", [None, 0, 1, 2])
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_shares(bounds, most_cut, launched):
+    """A CTA's rows are in the table, pieces inside the tensors, and who takes is given to."""
+    given, like = torch.tensor(BOUNDS[bounds]).int(), torch.zeros(1)
+    table = shares.share_out(like, given, (1, HV), 128, (128, 128), TOKENS, 4, most_cut)
+    pieces, gives = table.pieces.tolist(), False
+    for last, num in table.shares[:, : columns.NUM_PIECES + 1].tolist():
+        assert 0 <= num <= last + 1 <= len(pieces) or num == 0
+        for j, row in enumerate(pieces[last - num + 1 : last + 1] if num else []):
+            n, hv, kh, i_tile, begin, length, takes, hands_on = row
+            assert 0 <= n < N and 0 <= hv < HV and kh == i_tile == 0  # noqa: PT018
+            assert 0 <= begin <= begin + length <= TOKENS
+            assert bool(takes) == (gives if j == 0 else False)
+            gives = bool(hands_on)
+            assert not gives or j == num - 1
+    assert not gives
+    assert not table.shares[:, columns.GIVEN :].any()
 
 
 def test_many_sequences_over_one_another(launched):

@@ -8,12 +8,13 @@ import torch
 import qla_kernels.tile.language as T
 from qla_kernels import device, jit
 from qla_kernels.emulator import EmulatedKernel
-from qla_kernels.gdn import plan
+from qla_kernels.gdn import bands, heuristics, plan
+from qla_kernels.gdn.bands import Band, Bands
 from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.kernels.chain import forward as chain_forward
 from qla_kernels.selftest.gdn_calls import small
 from qla_kernels.selftest.gdn_forward import check, check_saved, forward
-from qla_kernels.selftest.gdn_shares import assert_same_bits, both
+from qla_kernels.selftest.gdn_shares import KERNEL, SHARED, assert_same_bits, both
 
 pytestmark = [
     pytest.mark.usefixtures("seeds", "poison"), pytest.mark.kernels("gdn.share_table"),
@@ -99,27 +100,68 @@ def test_a_beta_of_16_bits_and_raw_gates():
     assert_same_bits(x, want, got)
 
 
-def test_a_plan_with_shares(monkeypatch):
-    """Of known lengths, and not where results may not depend on the batch."""
-    monkeypatch.setattr(plan, "SHARES_GAIN", math.inf)
+SEGMENTS = heuristics.ForwardChoice(64, True)
+BY_LENGTH = {  # two value heads: at most two chunks of a longest sequence are cut, or items whole
+    "one path": SHARED._replace(most_cut=2),
+    "shares, or segments from 4 chunks on": Bands(
+        (Band(0, KERNEL), Band(4, SEGMENTS, 6)), SEGMENTS, -12.0, most_cut=2
+    ),
+}
+
+
+@pytest.mark.parametrize("taken", BY_LENGTH)
+def test_lengths_that_the_device_alone_knows(taken):
+    """One plan, and so one graph, for any lengths: shares, whole items, or another path."""
+    x = small([128, 70, 128, 26], heads=(1, 2))
+    for lengths in ([128, 70, 128, 26], [0, 65, 1, 100], [64, 100, 188, 0], [1, 31, 20, 300]):
+        x["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+        want, got = both(x, BY_LENGTH[taken], is_train=True)
+        if max(lengths) <= 192 or taken == "one path":
+            assert_same_bits(x, want, got, f"{lengths}: ")
+        check(x, got.o, got.final_state)
+
+
+def noted(monkeypatch) -> list[str]:
+    """Returns the names of the kernels that are launched from now on."""
     launched, compile = [], jit.compile
 
-    def noted(module, variant):
+    def note(module, variant):
         launched.append(module.__name__.rpartition(".")[2])
         return compile(module, variant)
 
-    monkeypatch.setattr(jit, "compile", noted)
+    monkeypatch.setattr(jit, "compile", note)
+    return launched
+
+
+@pytest.fixture
+def gaining(monkeypatch):
+    """Shares are taken wherever they can be."""
+    monkeypatch.setattr(plan, "gains", lambda shared, _: shared < math.inf)
+    monkeypatch.setattr(bands, "SHARES_LOSE", math.inf)
+    caches = plan.forward, bands.forward, bands._forward
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_plan_with_shares(monkeypatch, gaining):
+    """Not where results may not depend on the batch, or where items fit a wave of CTAs."""
+    launched = noted(monkeypatch)
     x = small([200, 250], heads=(1, 3))
+    alone = small([200, 250], heads=(1, 2))
     calls = (
-        (x | {"cu_seqlens_cpu": x["cu_seqlens"]}, ["share_table", "fused_fwd"]),
-        (small(batch=2, tokens=200, heads=(1, 3)), ["share_table", "fused_fwd"]),
-        (x, None),
-        (x | {"cu_seqlens_cpu": x["cu_seqlens"], "auto_cp": False}, ["fused_fwd"]),
+        (x | {"cu_seqlens_cpu": x["cu_seqlens"]}, True),
+        (small(batch=2, tokens=200, heads=(1, 3)), True),
+        (x, True),
+        (alone, False),
+        (alone | {"cu_seqlens_cpu": alone["cu_seqlens"]}, False),
+        (x | {"cu_seqlens_cpu": x["cu_seqlens"], "auto_cp": False}, False),
+        (x | {"auto_cp": False}, False),
     )
-    plan.forward.cache_clear()
-    for given, expected in calls:
+    for given, shared in calls:
         launched.clear()
         done = forward(given)
         check(given, done.o, done.final_state)
-        assert launched == expected if expected else "share_table" not in launched
-    plan.forward.cache_clear()
+        assert ("share_table" in launched) == shared

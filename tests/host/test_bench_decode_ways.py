@@ -31,7 +31,7 @@ def in_force():
     ("name", "resident", "by_registers", "in_rows"),
     [
         ("four", 4, 4, False),
-        ("plan", 3, 4, False),
+        ("plan", 4, 4, False),
         ("three", 3, 4, False),
         ("two", 2, 4, False),
         ("by_registers", 3, 3, False),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qla_kernels import device
-from qla_kernels.gdn import bands, durations, heuristics, plan
+from qla_kernels.gdn import bands, durations, heuristics, paths, plan
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.launch import forward as launch
@@ -40,14 +40,29 @@ def time_of(chosen: Plan, lengths: list[int], heads: int) -> float:
     return plan.whole_time(time) if chosen.segment_chunks is None else time
 
 
+def taken_time(found: bands.Bands, lengths: list[int], heads: int) -> float:
+    """Returns the model's time of the path that is taken, without what the others take."""
+    chunks = sequences(lengths)
+    band = found.bands[found.rows.index(bands.row_of(found.rows, chunks))]
+    if band.kernel == heuristics.SHARING and found.most_cut is not None:
+        shared = plan.whole_time(durations.shares(chunks, heads, 128, 128, SMS))
+        if max(n for n, _ in chunks) <= found.most_cut:  # as share_table decides
+            return shared
+        return time_of(Plan(band.kernel, None), lengths, heads) + paths.TABLES_TIME
+    most = bands.segment_chunks(chunks, band.segments) if band.segments else None
+    return time_of(Plan(band.kernel, most, found.warm_log_bound), lengths, heads)
+
+
+def known_time(lengths: list[int], heads: int) -> float:
+    known = plan.forward(plan.sequence_chunks(0, 0, lengths), heads, 128, 128, SMS)
+    if known.shares:
+        return plan.whole_time(durations.shares(sequences(lengths), heads, 128, 128, SMS))
+    return time_of(known, lengths, heads)
+
+
 def over_known(lengths: list[int], heads: int) -> float:
     """Returns the model's time of the path that is taken over that of a plan for known lengths."""
-    found, chunks = forward(lengths, heads), sequences(lengths)
-    band = found.bands[found.rows.index(bands.row_of(found.rows, chunks))]
-    most = bands.segment_chunks(chunks, band.segments) if band.segments else None
-    taken = Plan(band.kernel, most, found.warm_log_bound)
-    known = plan.forward(plan.sequence_chunks(0, 0, lengths), heads, 128, 128, SMS)
-    return time_of(taken, lengths, heads) / time_of(known, lengths, heads)
+    return taken_time(forward(lengths, heads), lengths, heads) / known_time(lengths, heads)
 
 
 @pytest.mark.parametrize("most_segments", [1, 3, 8, 16, 33, 100, 5000])
@@ -130,6 +145,70 @@ def test_a_long_sequence_among_short_ones_is_cut_or_has_narrow_columns(heads):
     known = plan.forward(plan.sequence_chunks(0, 0, lengths), heads, 128, 128, SMS)
     assert time_of(alike, lengths, heads) > 1.4 * time_of(known, lengths, heads)
     assert over_known(lengths, heads) < 1.1
+
+
+# heads, N and the tokens of each of N equal sequences
+SHARED = [(48, 4, 8192), (64, 3, 8192), (32, 5, 8192), (24, 6, 8192), (48, 4, 16384), (48, 8, 4096)]
+# equal shares would gain, but share_table alone takes ragged packs more than SHARES_LOSE
+SHORT = [(48, 4, 2048), (48, 4, 4096)]
+FULL = [(48, 8, 1024), (48, 16, 2048), (64, 4, 8192), (32, 8, 8192), (64, 8, 4096)]  # waves
+ONE_WAVE = [(32, 4, 8192), (24, 4, 8192), (48, 1, 32768), (64, 2, 16384), (8, 16, 2048)]
+
+
+def without_shares(heads: int, num_sequences: int, tokens: int) -> bands.Bands:
+    rounded = bands._rounded(num_sequences, tokens)
+    return bands._forward(*rounded, (heads, 128, 128, SMS), WARM_LOG_BOUND, False)
+
+
+@pytest.mark.parametrize(("heads", "count", "tokens"), SHARED)
+def test_equal_lengths_that_the_device_alone_knows_have_equal_shares(heads, count, tokens):
+    lengths = [tokens] * count
+    found = forward(lengths, heads)
+    assert found.most_cut is not None
+    share = -(-heads * count * (tokens // CHUNK) // SMS)
+    assert tokens // CHUNK <= found.most_cut <= 1.5 * share
+    assert over_known(lengths, heads) == 1
+    gain = taken_time(found, lengths, heads)
+    assert gain < plan.SHARES_GAIN * taken_time(
+        without_shares(heads, count, sum(lengths)), lengths, heads
+    )
+
+
+@pytest.mark.parametrize(("heads", "count", "tokens"), [*SHORT, *FULL, *ONE_WAVE])
+def test_other_batches_have_the_bands_that_they_had_without_shares(heads, count, tokens):
+    found = forward([tokens] * count, heads)
+    assert found == without_shares(heads, count, count * tokens)
+    assert found.most_cut is None
+
+
+def test_rounding_gives_no_shares_to_items_that_fit_a_wave():
+    """31 sequences count as 32, whose 128 items do not fit 126 SMs."""
+    for count, shares in ((31, False), (32, True)):
+        found = bands.forward((count, count * 8192), 4, 128, 128, 126)
+        assert (found.most_cut is not None) == shares
+
+
+@pytest.mark.parametrize(("heads", "count", "tokens"), SHARED)
+def test_a_longer_sequence_among_them_loses_no_more_than_a_table(heads, count, tokens):
+    """From equal lengths to one sequence with all tokens; by the model, with the other paths."""
+    total = count * tokens
+    new, old = forward([tokens] * count, heads), without_shares(heads, count, total)
+
+    def whole_time(found: bands.Bands, lengths: list[int]) -> float:
+        chunks, rows = sequences(lengths), found.rows
+        taken = found.bands[rows.index(bands.row_of(rows, chunks))].kernel
+        idle = 0.0
+        for kernel in (*found.whole, *([found.segmented] if found.segmented else [])):
+            launches = paths.IDLE_SEGMENTS if kernel == found.segmented else paths.IDLE_WHOLE
+            table = paths.IDLE_TABLE * (kernel == heuristics.SHARING and found.most_cut is not None)
+            ctas = count * heads * 128 // kernel.tile_v / SMS
+            idle += (launches + table + paths.IDLE_CTA * ctas) * (kernel != taken)
+        tables = paths.TABLES_TIME * (idle > 0 and taken != found.segmented)
+        return taken_time(found, lengths, heads) + idle + tables
+
+    for longest in range(tokens, total + 1, max(CHUNK, total // 40 // CHUNK * CHUNK)):
+        lengths = [longest, *[(total - longest) // (count - 1)] * (count - 1)]
+        assert whole_time(new, lengths) <= 1.02 * whole_time(old, lengths), longest
 
 
 def backward_time(lengths: list[int], width: int, most: int | None, heads: int) -> float:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.decode.launch import room
 from qla_kernels.gdn.heuristics import CHAIN_STEP, RESIDENT_OF_MANY, ctas, tile_v
 from qla_kernels.gdn.kernels import recurrent
@@ -57,7 +58,12 @@ def test_a_backward_that_fills_the_gpu_many_times_has_wide_tiles():
         (32, 1, 1, False),
     ],
 )
-def test_an_sm_has_fewer_ctas_of_one_token_in_large_batches(heads, sequences, tokens, few):
+def test_an_sm_has_fewer_ctas_of_one_token_in_large_batches(
+    heads, sequences, tokens, few, monkeypatch
+):
+    assert not heuristics.crowds(1 << 20, 1 << 20, 1 << 26)  # not measured yet
+    monkeypatch.setattr(heuristics, "MANY_CTAS", 8192)
+
     def asked(dtype, K, state):
         variant = recurrent.Variant(dtype, K, state)
         return room(variant, sequences * tokens, sequences, sequences * heads * 2)

@@ -172,36 +172,64 @@ def test_a_batch_that_stays_whole_takes_the_quickest_kernel():
             assert chosen.kernel == quickest(N, T, heads, V)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "heads"),
-    [
-        ([8192] * 4, 48),  # 192 items for 132 SMs
-        ([8192] * 3, 64),
-        ([8192] * 8, 24),
-        ([8192] * 5, 32),
-        ([8192, 8192, 8192, 6000], 48),
-        ([2048] * 4, 48),
-    ],
+# gdn-forward.md, 25: measured with equal shares over without. None: the plan took whole sequences,
+# so that shares were not measured.
+MEASURED = (
+    ([8192] * 4, 48, 0.816),  # 192 items for 132 SMs
+    ([8192] * 3, 64, 0.809),
+    ([8192] * 5, 32, 0.667),
+    ([8192] * 6, 24, 0.626),
+    ([4096] * 8, 48, 0.906),
+    ([1024] * 8, 48, None),
+    ([2048] * 16, 48, None),
+    ([8192] * 4, 64, None),
+    ([8192] * 4, 32, None),
+    ([8192, 6000, 4000, 9000, 2000], 48, None),
 )
-def test_shares_are_equal_where_a_last_wave_would_be_half_empty(lengths, heads):
+
+
+@pytest.mark.parametrize(("lengths", "heads", "measured"), MEASURED)
+def test_equal_shares_are_chosen_where_they_were_measured_to_gain(lengths, heads, measured):
+    """And where not, the model does not choose what was not measured."""
     chosen = choose(lengths, heads)
-    assert chosen == Plan(WIDE, None, shares=True)
+    assert chosen.shares == (measured is not None)
+    if measured is not None:
+        assert chosen == Plan(WIDE, None, shares=True)
+        assert over_others(lengths, heads) == pytest.approx(measured, rel=0.07)
+
+
+def over_others(lengths: list[int], heads: int) -> float:
+    """Returns the model's time of equal shares over that of the best other plan."""
     row = sequence_chunks(0, 0, lengths), heads, 128, 128, SMS
-    shared = plan.whole_time(durations.shares(*row))
     rest = choose(lengths, heads, shares=False)
     assert not rest.shares
     least = plan.forward_time(rest, *row)
-    assert shared < 0.96 * (plan.whole_time(least) if rest.segment_chunks is None else least)
+    least = plan.whole_time(least) if rest.segment_chunks is None else least
+    return plan.whole_time(durations.shares(*row)) / least
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [
+        ([8192] * 8, 24),
+        ([8192, 8192, 8192, 6000], 48),
+        ([2048] * 4, 48),
+        ([16384] * 4, 48),
+    ],
+)
+def test_shares_are_equal_where_a_last_wave_would_be_half_empty(lengths, heads):
+    assert choose(lengths, heads).shares
+    assert over_others(lengths, heads) < plan.SHARES_GAIN
 
 
 @pytest.mark.parametrize(
     ("lengths", "heads", "options"),
     [
-        ([8192] * 4, 64, {}),  # 256 items: the waves are full
-        ([1024] * 8, 48, {}),
         ([64] * 64, 64, {}),
-        ([8192] * 4, 24, {}),  # an item is longer than a share
+        ([64] * 17, 8, {}),  # 136 items, but there is little to gain
+        ([8192] * 4, 24, {}),  # items fit a wave
         ([8192], 48, {}),
+        ([32768, 0, 0, 0], 48, {}),  # one long sequence
         ([8192] * 4, 48, {"V": 64}),  # another kernel
         ([8192] * 4, 48, {"V": 192}),
         ([8192] * 4, 48, {"shares": False}),
@@ -213,6 +241,13 @@ def test_shares_are_equal_where_a_last_wave_would_be_half_empty(lengths, heads):
 )
 def test_whole_items_where_equal_shares_gain_nothing(lengths, heads, options):
     assert not choose(lengths, heads, **options).shares
+
+
+def test_neighbours_far_apart_in_the_same_keys_take_longer():
+    """Each group of heads then reads its keys more than once: 192 items, and 384 half as long."""
+    far, near = (durations.shares(((n, c),), 48, 128, 128, SMS) for n, c in ((128, 4), (64, 8)))
+    items = durations.NEXT_ITEM * (384 - 192) / SMS
+    assert near - items < 0.95 * far
 
 
 def test_equal_shares_are_of_keys_that_their_kernel_has():

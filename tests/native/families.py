@@ -6,6 +6,7 @@ kernel made up from the arguments of that launch. It takes up to POINTERS addres
 integers, so that the driver writes down which tensors each launch was given.
 """
 
+import functools
 import os
 import struct
 import sys
@@ -217,6 +218,25 @@ def gated_delta_rule() -> None:
         _step(lambda *x: chunk_gated_delta_rule(*x)[0], *_gdn(512)), gdn.FORWARDS, gdn.BACKWARDS
     )
     assert any("chunk_grads" in name for name in names)
+
+
+def lengths_that_the_device_alone_knows() -> None:
+    """Equal shares: one launch code, and so one graph, whatever the lengths."""
+
+    def call(x: list[Tensor], bounds: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return chunk_gated_delta_rule(*x, cu_seqlens=bounds, output_final_state=True)
+
+    for heads, count, kernels in ((64, 3, 2), (48, 4, 4)):  # the latter with another path
+        x, launched = [*_gdn(count * 8192, H=16, HV=heads)], []
+        for cuts in ((8192, 16384, 24576), (0, 5, 5), (20_000, 24_000, 24_576)):
+            bounds = torch.tensor([0, *cuts[: count - 1], count * 8192], dtype=torch.int32)
+            run = functools.partial(call, x, bounds)
+            names = _is_replayed(run, api.CALLS)
+            assert len(names) == kernels
+            assert sum("share_table" in name for name in names) == 1
+            launched.append([each[:3] for each in _launches(run)[0]])
+        assert launched[1:] == launched[:-1]
 
 
 def gated_delta_rule_of_three_parts() -> None:

@@ -49,7 +49,9 @@ from qla_kernels.gdn.kernels.tables import (
     TABLE_WARPS,
     count_on,
     find,
+    find_longest,
     inside,
+    least_of_warps,
     place_chunks,
     sequence_span,
 )
@@ -80,37 +82,11 @@ def schedule(variant: Variant) -> Schedule:
 
 
 @T.macro
-def least_of_warps(x, s_sum):
-    """Replaces x[0], of which each warp has one, by the least of all warps."""
-    thread = T.get_thread_binding()
-    if thread % 32 == 0:
-        s_sum[thread // 32] = x[0]
-    T.sync_threads()
-    x[0] = s_sum[thread % 32]
-    for d in T.unroll(5):
-        x[0] = T.min(x[0], T.shfl_xor(x[0], 1 << d))
-    T.sync_threads()
-
-
-@T.macro
 def take_band(
     cu_seqlens, bands, num_tokens, s_sum, longest: "T.Ref", path: "T.Ref", segments: "T.Ref"
 ):
     """Sets the longest sequence's chunks, and its band's path and segments; all threads call it."""
-    thread = T.get_thread_binding()
-    least = T.alloc_local((1,), "int32")  # -c, of which the least is wanted
-    begin, length = T.alloc_var("int32"), T.alloc_var("int32")
-    N = cu_seqlens.shape[0] - 1
-    least[0] = 0
-    for base in T.serial(T.ceildiv(N, TABLE_THREADS)):  # 4
-        n = base * TABLE_THREADS + thread
-        if n < N:
-            sequence_span(cu_seqlens, n, num_tokens, begin, length)
-            least[0] = T.min(least[0], -T.ceildiv(length, CHUNK))
-    for d in T.unroll(5):
-        least[0] = T.min(least[0], T.shfl_xor(least[0], 1 << d))
-    least_of_warps(least, s_sum)
-    longest = -least[0]
+    find_longest(cu_seqlens, num_tokens, s_sum, longest)  # 4
     for i in T.serial(bands.shape[0]):
         if bands[i, 0] <= longest:
             path = bands[i, 1]

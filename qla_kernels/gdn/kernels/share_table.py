@@ -10,7 +10,12 @@ A piece is what a share has of an item: the chunks of item x in share c are row 
 `takes` says that the item begins in an earlier share, `gives` that it goes on in the next one. Both
 x and c grow along the row, one of them at each border, so the pieces of a share have consecutive
 rows, and no two pieces have the same. Share c has the row of its last piece, the number of its
-pieces, and flags, which are cleared (chain/shares.py).
+pieces, and flags, which are cleared (chain/shares.py). CTAs past the C that have shares get none.
+
+Where the device alone knows the lengths, the host says of how many chunks a longest sequence may be
+(gdn/bands.py), and there is a CTA for each item. If one is longer, items stay whole: the CTA whose
+number is the item's place, longest first, has this item, and the hardware deals CTAs to SMs.
+Sequences that begin behind all tokens are of a path that is not taken, and have no pieces.
 
 With wrong bounds, whose sequences overlap, sums are limited to the places of right ones: sequences
 for which no place is left have no pieces. All pieces lie inside the tensors and follow one another
@@ -18,8 +23,10 @@ in their shares, whatever the bounds hold; so a CTA that waits for a state gets 
 
 Steps (numbers appear again in the code):
     1  places are summed, 1024 sequences at a time: in each warp, then over the warps
-    2  a thread writes the pieces of an item
+    2  a thread writes the pieces of an item; or, if it stays whole, its row, by counting the
+       sequences that come before its own
     3  a thread finds the first and the last item of a share by bisection of `before`
+    4  the longest sequence
 
 Bounded by latency: a few microseconds. Why this shape: roles of fused_fwd that searched for their
 pieces themselves would need registers that the state has not got.
@@ -48,6 +55,8 @@ from qla_kernels.gdn.kernels.tables import (
     TABLE_WARPS,
     count_on,
     find,
+    find_longest,
+    inside,
     sequence_span,
 )
 from qla_kernels.tile.constants import CHUNK
@@ -99,7 +108,21 @@ def item_at(place, before, num_sequences, per_sequence, low, item: "T.Ref"):
 
 
 @T.macro
-def place_pieces(cu_seqlens, before, pieces, num_tokens, num_heads, num_value_heads, num_tiles, C):
+def place_before(n, before, num_sequences, place: "T.Ref"):
+    """Sets place to the number of sequences that are longer than n, or as long and before it."""
+    weight, other = T.alloc_var("int32"), T.alloc_var("int32")
+    weight = before[n + 1] - before[n]
+    place = 0
+    for m in T.serial(num_sequences):
+        other = before[m + 1] - before[m]
+        if (other > weight) | ((other == weight) & (m < n)):
+            place += 1
+
+
+@T.macro
+def place_pieces(
+    cu_seqlens, before, pieces, num_tokens, num_heads, num_value_heads, num_tiles, C, whole
+):  # fmt: skip
     thread = T.get_thread_binding()
     n, first, weight, places = (T.alloc_var("int32") for _ in range(4))
     begin, length, start, end = (T.alloc_var("int32") for _ in range(4))
@@ -117,28 +140,37 @@ def place_pieces(cu_seqlens, before, pieces, num_tokens, num_heads, num_value_he
             weight = before[n + 1] - before[n]
             first = before[n] * per_sequence + item % per_sequence * weight
             sequence_span(cu_seqlens, n, num_tokens, begin, length)
-            if weight > 0:
+            of_first = 0
+            of_last = -1
+            if whole != 0:
+                place_before(n, before, num_sequences, row)
+                row = row * per_sequence + item % per_sequence
+                of_last = 0
+            elif weight > 0:
                 share_at(first, places, C, of_first)
                 share_at(first + weight - 1, places, C, of_last)
-                for c in T.serial(of_last - of_first + 1):
-                    share = of_first + c
+            for c in T.serial(of_last - of_first + 1):
+                share = of_first + c
+                start = 0
+                end = T.ceildiv(length, CHUNK)
+                if whole == 0:
                     share_begin(share, places, C, start)
                     share_begin(share + 1, places, C, end)
                     start = T.max(start - first, 0)  # in places of this item
                     end = T.min(end - first, weight)
                     row = item + share
-                    pieces[row, N] = n
-                    pieces[row, HV] = hv
-                    pieces[row, KH] = hv // (num_value_heads // num_heads)
-                    pieces[row, I_TILE] = i_tile
-                    pieces[row, BEGIN] = begin + start * CHUNK
-                    pieces[row, LENGTH] = T.max(0, T.min(length, end * CHUNK) - start * CHUNK)
-                    pieces[row, TAKES] = T.if_then_else(c > 0, 1, 0)
-                    pieces[row, GIVES] = T.if_then_else(share < of_last, 1, 0)
+                pieces[row, N] = n
+                pieces[row, HV] = hv
+                pieces[row, KH] = hv // (num_value_heads // num_heads)
+                pieces[row, I_TILE] = i_tile
+                pieces[row, BEGIN] = begin + start * CHUNK
+                pieces[row, LENGTH] = T.max(0, T.min(length, end * CHUNK) - start * CHUNK)
+                pieces[row, TAKES] = T.if_then_else(c > 0, 1, 0)
+                pieces[row, GIVES] = T.if_then_else(share < of_last, 1, 0)
 
 
 @T.macro
-def place_shares(cu_seqlens, before, shares, per_sequence):
+def place_shares(cu_seqlens, before, shares, per_sequence, C, whole):
     thread = T.get_thread_binding()
     low = T.alloc_local((1,), "int32")
     places, start, end = (T.alloc_var("int32") for _ in range(3))
@@ -148,13 +180,17 @@ def place_shares(cu_seqlens, before, shares, per_sequence):
     for base in T.serial(T.ceildiv(num_shares, TABLE_THREADS)):  # 3
         c = base * TABLE_THREADS + thread
         if c < num_shares:
-            share_begin(c, places, num_shares, start)
-            share_begin(c + 1, places, num_shares, end)
             item = 0
             last = -1
-            if start < end:
-                item_at(start, before, num_sequences, per_sequence, low, item)
-                item_at(end - 1, before, num_sequences, per_sequence, low, last)
+            if whole != 0:
+                if c < num_sequences * per_sequence:
+                    last = 0  # row c
+            elif c < C:
+                share_begin(c, places, C, start)
+                share_begin(c + 1, places, C, end)
+                if start < end:
+                    item_at(start, before, num_sequences, per_sequence, low, item)
+                    item_at(end - 1, before, num_sequences, per_sequence, low, last)
             shares[c, LAST_PIECE] = last + c
             shares[c, NUM_PIECES] = last - item + 1
             for i in T.serial(SHARE_COLUMNS - GIVEN):
@@ -176,11 +212,14 @@ def build(variant: Variant):
         num_value_heads: T.int32,
         num_tiles: T.int32,
         most: T.int32,
+        num_cut: T.int32,
+        most_cut: T.int32,
     ):
         with T.Kernel(1, threads=plan.threads) as _:
             s_sum = T.alloc_shared((TABLE_WARPS,), "int32")
             total, all_before = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
             begin, length = T.alloc_var("int32"), T.alloc_var("int32")
+            longest, whole = T.alloc_var("int32"), T.alloc_var("int32")
             thread = T.get_thread_binding()
             num_sequences = num_bounds - 1
             await_previous()
@@ -188,7 +227,7 @@ def build(variant: Variant):
             for base in T.serial(T.ceildiv(num_sequences, TABLE_THREADS)):  # 1
                 n = base * TABLE_THREADS + thread
                 total[0] = 0
-                if n < num_sequences:
+                if (n < num_sequences) & (inside(cu_seqlens[0], num_tokens) < num_tokens):
                     sequence_span(cu_seqlens, n, num_tokens, begin, length)
                     total[0] = T.max(1, T.ceildiv(length, CHUNK))
                 count_on(total, all_before, s_sum, most)
@@ -196,11 +235,15 @@ def build(variant: Variant):
                     before[n + 1] = total[0]
             if thread == 0:
                 before[0] = 0
+            find_longest(cu_seqlens, num_tokens, s_sum, longest)  # 4
+            whole = 0
+            if (longest > most_cut) & (num_shares >= num_sequences * num_value_heads * num_tiles):
+                whole = 1
             T.sync_threads()
             place_pieces(
                 cu_seqlens, before, pieces, num_tokens, num_heads, num_value_heads, num_tiles,
-                num_shares,
+                num_cut, whole,
             )  # fmt: skip
-            place_shares(cu_seqlens, before, shares, num_value_heads * num_tiles)
+            place_shares(cu_seqlens, before, shares, num_value_heads * num_tiles, num_cut, whole)
 
     return share_table

@@ -163,6 +163,7 @@ def fused_fwd(
     early: bool = True,
     places: Places | None = None,
     shares: bool = False,
+    most_cut: int | None = None,
 ) -> None:
     """Runs the chain over each sequence's chunks: writes o and, where given, ht and saved.
 
@@ -188,6 +189,7 @@ def fused_fwd(
             h0 is given if they start from states of their own, as segments do.
         shares: each CTA gets an equal share of all chunks, which cuts sequences between CTAs. The
             results have the same bits.
+        most_cut: of shares, if the device alone knows the lengths: see `share_out`.
     """
     B, T, HV, V = v.shape
     K = key_room(q.shape[-1])
@@ -220,8 +222,10 @@ def fused_fwd(
         kept, entries, chunks, numbers = _kept(places)
     ctas = heuristics.ctas(items, equal_lengths, device.sm_count(q.device))
     if shares:
-        ctas, heads = device.sm_count(q.device), (q.shape[2], HV)
-        entries, chunks, kept = share_out(g, bounds, heads, plan.tile_v, (K, V), B * T, ctas)
+        shared = device.sm_count(q.device), most_cut
+        tables = share_out(g, bounds, (q.shape[2], HV), plan.tile_v, (K, V), B * T, *shared)
+        entries, chunks, kept = tables
+        ctas = chunks.shape[0]
     jit.compile(fused_fwd_kernel, variant)(
         tokens(q),
         tokens(k),

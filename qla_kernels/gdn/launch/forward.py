@@ -186,7 +186,7 @@ def forward_batch(
     if cut is None:
         fused_fwd(
             q, k, v, g, beta, scale, h0, bounds, *out, plan.kernel, None, equal_lengths,
-            places=places, shares=plan.shares,
+            places=places, shares=plan.shares, most_cut=plan.most_cut,
         )  # fmt: skip
         return None
     found = segments.maps(
@@ -241,9 +241,11 @@ def forward_by_length(
         with aside:
             over_segments()
         for i, kernel in enumerate(kernels):
+            shares, most_cut = bands.whole_plan(kernel)[-2:]
             fused_fwd(
                 x.q, x.k, x.v, x.g, x.beta, scale, x.h0, whole.bounds[i], out.o, out.ht,
                 out.saved if saves else None, kernel, whole.ends_of[i], early=False,
+                shares=shares, most_cut=most_cut,
             )  # fmt: skip
     return None
 
@@ -268,7 +270,7 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
         found = decided(gdn_bands.forward, batch, *shape, options.warm_log_bound)
         first = found.bands[0]
         single = len(found.bands) == 1 and not first.segments
-        return Plan(first.kernel, None) if single else found, False
+        return found.whole_plan(first.kernel) if single else found, False
     bound = options.warm_log_bound
     plan = decided(gdn_plan.forward, chunks, *shape, bound, False, not one_path)
     return plan, known and len(chunks) == 1 and plan.segment_chunks is None

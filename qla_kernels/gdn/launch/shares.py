@@ -11,6 +11,8 @@ from qla_kernels.gdn.kernels.chain.shares import PIECE_COLUMNS, SHARE_COLUMNS
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 
+CUT_ALL = 1 << 30  # chunks of a sequence that there is not
+
 
 class ShareTables(NamedTuple):
     """What CTAs of fused_fwd read of their shares, and hand from one to the next."""
@@ -22,9 +24,12 @@ class ShareTables(NamedTuple):
 
 def share_out(
     like: Tensor, bounds: Tensor, heads: tuple[int, int], tile_v: int, sizes: tuple[int, int],
-    num_tokens: int, ctas: int,
+    num_tokens: int, ctas: int, most_cut: int | None = None,
 ) -> ShareTables:  # fmt: skip
     """Cuts the chunks of all sequences, value heads and tiles of V into a share for each CTA.
+
+    With most_cut, there are as many CTAs as items, if these are more than `ctas`. They have an item
+    each if the longest sequence has more chunks than that; otherwise the first `ctas` have shares.
 
     Args:
         like: an fp32 tensor on the GPU.
@@ -35,12 +40,15 @@ def share_out(
     """
     N, (H, HV), (K, V) = bounds.shape[0] - 1, heads, sizes
     tiles = V // tile_v
-    pieces = bounds.new_empty(N * HV * tiles + ctas, PIECE_COLUMNS)
-    shares = bounds.new_empty(ctas, SHARE_COLUMNS)
-    shelves = like.new_empty(ctas, tile_v // TILE, TILE * K)
+    items = N * HV * tiles
+    rows = ctas if most_cut is None else max(ctas, items)
+    pieces = bounds.new_empty(items + ctas, PIECE_COLUMNS)
+    shares = bounds.new_empty(rows, SHARE_COLUMNS)
+    shelves = like.new_empty(rows, tile_v // TILE, TILE * K)  # the kernel asks for one a CTA
     variant = share_table_kernel.Variant(dtype_name(bounds.dtype))
     most = num_tokens // CHUNK + N  # places of one value head and tile
     jit.compile(share_table_kernel, variant)(
-        bounds, bounds.new_empty(N + 1), pieces, shares, num_tokens, H, HV, tiles, most
-    )
+        bounds, bounds.new_empty(N + 1), pieces, shares, num_tokens, H, HV, tiles, most, ctas,
+        CUT_ALL if most_cut is None else most_cut,
+    )  # fmt: skip
     return ShareTables(pieces, shares, shelves)
