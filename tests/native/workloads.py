@@ -49,7 +49,8 @@ from qla_kernels import (
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.dualkv import cpu as dualkv_cpu
 from qla_kernels.dualkv import launch as dualkv_launch
-from qla_kernels.hybrid import shared_prefix_conv1d
+from qla_kernels.gdn.tree.tables import ON_HOST
+from qla_kernels.hybrid import delta_tables, shared_prefix_conv1d
 from qla_kernels.sparse_ring import build, gradients, launch, ring, shard
 from tests.native import gpu  # first: it prepares the process
 
@@ -242,6 +243,12 @@ def _convolved(w: HybridPart, way: Any, T: int) -> Run:
 
 
 def _delta(w: HybridPart, way: Any, T: int) -> Run:
+    if isinstance(way, OverSequences):
+        way._bounds = way._bounds.clone()  # the other one is the host's
+        gpu.host(way._bounds_cpu)
+    else:
+        for table in delta_tables.prepare(way._layout, False)[:ON_HOST]:
+            gpu.host(table)
     (H, HV), D = w.linear_heads, w.linear_dim
     q, k, v = room(T, H, D), room(T, H, D), room(T, HV, D)
     return with_gradients(way.delta, q, k, v, room(T, HV, dtype=torch.float32), room(T, HV))
