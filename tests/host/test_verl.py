@@ -224,7 +224,7 @@ def test_settings_that_are_refused(home, name, given, text, monkeypatch):
 
 def test_another_verl_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, verl.HOME, SimpleNamespace(FSDPEngine=Engine))
-    with pytest.raises(Unsupported, match=r"veRL cannot be used \(.*\); need veRL 0\.9"):
+    with pytest.raises(Unsupported, match=r"veRL cannot be used \(.*\); need veRL 0\.9\.1"):
         verl.patch()
 
 
