@@ -14,6 +14,7 @@ from qla_kernels.sparse_ring import (
     build_index,
     measure,
 )
+from tests.readme import snippets
 
 
 def heads(T: int = 512, H: int = 4, Hk: int = 2, D: int = 16):
@@ -158,6 +159,20 @@ def test_the_command_measures_a_model(tmp_path, capsys):
     assert "layer   1: density" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         measure.main(call)
+
+
+def test_the_page_s_lines_dump_what_the_command_reads(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    (lines,) = snippets("docs/long-context.md")
+    monkeypatch.chdir(tmp_path)
+    model = transformers.Qwen2ForCausalLM(config)
+    exec(lines, {"torch": torch, "model": model, "tokens": torch.randint(50, (384,))})
+    assert measure.main(["--dump=qk.pt", "--rows=20", "--device=cpu"]) == 0
+    assert "layer   1: density" in capsys.readouterr().out
 
 
 def test_patterns_are_measured_in_turn():
