@@ -37,9 +37,10 @@ def mistakes(tool: str, file: Path, doing: str, *others: type[Exception]) -> Ite
 
     Unsupported and `others` pass as they are.
     """
+    passing: tuple[type[Exception], ...] = (Unsupported, *others)
     try:
         yield
-    except (Unsupported, *others):
+    except passing:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)

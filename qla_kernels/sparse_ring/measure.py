@@ -187,7 +187,8 @@ def measure_dump(file: Path, measured: Measured, device: str) -> None:
     for layer, heads in layers.items():
         q, k = _heads(f"layer {layer!r} of {file}", heads)
         T = len(q) // TILE * TILE
-        measured(layer, *(x[None, :T].to(device).contiguous() for x in (q, k)))
+        q, k = (x[None, :T].to(device).contiguous() for x in (q, k))
+        measured(layer, q, k)
 
 
 def _heads(where: str, heads: Any) -> tuple[Tensor, Tensor]:
