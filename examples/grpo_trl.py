@@ -57,7 +57,7 @@ def pretrained(options: argparse.Namespace) -> tuple[Any, Any, list[str]]:
 
 
 def train(options: argparse.Namespace) -> list[dict[str, float]]:
-    """Trains, and returns what TRL logged of each step."""
+    """Trains, and returns what TRL logged of each step; on the first process only."""
     import trl
     from datasets import Dataset
 
@@ -80,7 +80,8 @@ def train(options: argparse.Namespace) -> list[dict[str, float]]:
     trainer.train()
     if not options.tiny:
         trainer.save_model()
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return logged if trainer.is_world_process_zero() else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
