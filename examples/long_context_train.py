@@ -50,6 +50,9 @@ def main() -> None:
 
 def start(asked: str | None) -> torch.device:
     """Joins the other ranks that torchrun started, and returns this rank's device."""
+    if "RANK" not in os.environ:
+        fix = "start with torchrun --nproc-per-node N, also for one GPU"
+        raise SystemExit(f"torchrun's variables, such as RANK, are not set: {fix}")
     kind = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
     if kind == "cuda":
@@ -85,6 +88,9 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     )  # fmt: skip
     first = checkpoints.load(options.checkpoints, model, optimizer) if options.checkpoints else 0
 
+    if first >= options.steps and dist.get_rank() == 0:
+        print(f"the checkpoint has {first} steps: pass more than that as --steps to train on")
+
     source: Synthetic | Documents = Synthetic(options.length, vocabulary)
     if options.tokens is not None:
         source = Documents(options.tokens, options.bounds, options.length)
@@ -112,6 +118,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         done = step + 1
         if options.checkpoints and (done == options.steps or done % options.save_every == 0):
             checkpoints.save(options.checkpoints, done, model, optimizer)
+    if options.export is not None:
+        checkpoints.export(options.export, model)
 
 
 def summed(x: Tensor) -> Tensor:
@@ -178,12 +186,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dense-kernel", choices=("fa4", "cudnn", "flash", "definition"))
     add("--checkpointing", default="full", choices=("full", "none"))
     add("--loss-rows", type=int, default=1024, help="rows whose logits are in memory")
-    add("--steps", type=int, default=20)
+    add("--steps", type=int, default=20, help="of all runs: a resumed one does the rest of them")
     add("--lr", type=float, default=1e-4)
     add("--warmup", type=int, default=10, help="steps until the learning rate is reached")
     add("--clip", type=float, default=1.0)
     add("--checkpoints", type=Path, help="folder: resumes from the latest one, and saves")
     add("--save-every", type=int, default=1000)
+    add("--export", type=Path, help="folder: at the end the model, as transformers reads it")
     add("--log-lines", type=int, default=0, help="every so many steps: density and recall")
     add("--out", type=Path, help="also append each line as JSON")
     add("--device", choices=("cuda", "cpu"))

@@ -23,17 +23,20 @@ PACKAGES = {
     "qla_kernels.sparse_ring": "Sparse attention, on one GPU or a ring",
     "qla_kernels.emulator": "TileLang kernels of your own, on CPU tensors",
 }
-# Of the integrations: what a user calls. Names that a module does not have yet are left out.
-INTEGRATIONS = {
-    "fla": ("register", "unregister", "status", "Status"),
-    "transformers": ("swap", "restore"),
-    "transformers_dualkv": ("prepare", "register", "select", "check", "router_loss"),
-    "transformers_sparse_ring": ("SparseRingConfig", "register", "check"),
-    "trl": ("shared_prefix_trainer",),
-    "trl_async": ("shared_prefix_async_trainer",),
-    "verl": ("patch",),
-    "vllm": ("register",),
-    "sglang": ("register",),
+# Of modules without `__all__`: what a user calls. Names that one does not have yet are left out.
+PARTS = {
+    "tile.schedule": ("Schedule", "Role", "Named"),
+    "tile.ring": ("Ring",),
+    "tile.named_barriers": ("NamedBarrier",),
+    "integrations.fla": ("register", "unregister", "status", "Status"),
+    "integrations.transformers": ("swap", "restore"),
+    "integrations.transformers_dualkv": ("prepare", "register", "select", "check", "router_loss"),
+    "integrations.transformers_sparse_ring": ("SparseRingConfig", "register", "check"),
+    "integrations.trl": ("shared_prefix_trainer",),
+    "integrations.trl_async": ("shared_prefix_async_trainer",),
+    "integrations.verl": ("patch",),
+    "integrations.vllm": ("register",),
+    "integrations.sglang": ("register",),
 }
 PROGRAMS = (
     "info", "selftest", "warmup", "build", "sparse_ring.measure", "check", "inspect", "emulator",
@@ -217,8 +220,8 @@ def document() -> str:
     sections, told = [], set()
     tables = []
     modules = [(name, title, public(name)) for name, title in PACKAGES.items()]
-    for name, offered in INTEGRATIONS.items():
-        module = f"qla_kernels.integrations.{name}"
+    for name, offered in PARTS.items():
+        module = f"qla_kernels.{name}"
         known = [n for n in offered if home_of(module, n) != module or definition(module, n)]
         modules.append((module, "", known))
     for module, title, names in modules:

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from tests.ranks import ROOT
 
 LENGTH, STEPS, SAVED = 500, 4, 2
+EXPORTED = "exported"
 TINY = ["--model=tiny", f"--length={LENGTH}", "--loss-rows=100", "--device=cpu", "--warmup=1"]
 TINY += ["--lr=1e-2"]
 SPARSE = [*TINY, "--recall=0.5", "--max-v=32"]
@@ -32,11 +34,17 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
         return [json.loads(line) for line in out.read_text().splitlines()]
 
     saving = ["--checkpoints", str(saved), f"--save-every={SAVED}", f"--steps={STEPS}"]
-    said = {"through": losses("through", *SPARSE, *saving, f"--log-lines={SAVED}")}
+    said: dict[str, Any] = {"through": losses("through", *SPARSE, *saving, f"--log-lines={SAVED}")}
     if rank == 0:
         shutil.rmtree(saved / f"step-{STEPS:06}")
     dist.barrier()
-    said["resumed"] = losses("resumed", *SPARSE, *saving)
+    said["resumed"] = losses("resumed", *SPARSE, *saving, f"--export={folder / EXPORTED}")
+    try:
+        example.train(example.parse([*SPARSE, *saving, "--layers=1"]), device)
+    except SystemExit as error:
+        said["another model"] = str(error)
+    dense = ("--attention=dense", f"--checkpoints={saved}", f"--steps={STEPS + 1}")
+    said["after the export"] = losses("after", *TINY, *dense)
     said["dense"] = losses("dense", *TINY, "--attention=dense", "--steps=2")
     diagonals = ["--dense-layers", "0", "1", "--checkpointing=none", "--steps=2"]
     said["every diagonal"] = losses("diagonals", *TINY, *diagonals)

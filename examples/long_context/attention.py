@@ -3,8 +3,10 @@
 Each kind has a layout, a name that transformers knows it by, and arguments of the model's call.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from qla_kernels.integrations import transformers_sparse_ring as hook
 from qla_kernels.sparse_ring import RingGroups, StripedLayout, VerticalSlash, ZigZagLayout
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.measure import LineLog
+
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,14 @@ def sparse(
 
 def dense(group: RingGroups, kernel: str) -> Attention:
     """Exact attention of a library's kernels over a zigzag ring, which is in benchmarks/ring."""
+    sys.path.append(str(CHECKOUT))  # a program's own path begins at its folder, examples/
     try:
         from benchmarks.ring import dense as ring
-    except ImportError:
-        raise SystemExit("--attention dense needs benchmarks/: run it in a checkout") from None
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("benchmarks"):
+            raise
+        fix = "run the program of a checkout"
+        raise SystemExit(f"--attention dense: no benchmarks/ in {CHECKOUT}; {fix}") from None
     import transformers
 
     run = ring.kernel_of(kernel)

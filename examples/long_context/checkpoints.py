@@ -1,4 +1,7 @@
-"""Distributed checkpoints: every rank writes its part, and any number of ranks can read them."""
+"""Distributed checkpoints: every rank writes its part, and any number of ranks can read them.
+
+`export` writes the model alone, as a folder of transformers.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +9,13 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: Any) -> None:
@@ -28,6 +37,7 @@ def load(folder: Path, model: nn.Module, optimizer: Any) -> int:
     if found[0] is None:
         return 0
     state = _state(model, optimizer)
+    _compare(folder / found[0], state["model"])
     dcp.load(state, checkpoint_id=folder / found[0])
     set_state_dict(
         model,
@@ -36,6 +46,28 @@ def load(folder: Path, model: nn.Module, optimizer: Any) -> int:
         optim_state_dict=state["optimizer"],
     )
     return int(found[0].removeprefix("step-"))
+
+
+def _compare(made: Path, weights: dict[str, Any]) -> None:
+    """Ends the program unless a checkpoint has the weights of this model, and no others."""
+    stored = FileSystemReader(made).read_metadata().state_dict_metadata
+    there = {n[6:]: tuple(x.size) for n, x in stored.items() if n.startswith("model.")}
+    here = {n: tuple(x.shape) for n, x in weights.items()}
+    if other := sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n)):
+        found, wanted = (x.get(other[0], "missing") for x in (there, here))
+        fix = "pass its --model and --layers, or another --checkpoints"
+        got = f"{made} is of another model"
+        raise SystemExit(f"{got}: {other[0]} is {found} there, and {wanted} here; {fix}")
+
+
+def export(folder: Path, model: Any) -> None:
+    """Writes a LanguageModel's weights and configuration; rank 0 holds all of them meanwhile."""
+    everything = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=everything)  # empty on other ranks
+    if dist.get_rank() == 0:
+        weights = {name.removeprefix("causal."): x for name, x in state.items()}
+        model.causal.save_pretrained(folder, state_dict=weights)
+    dist.barrier()
 
 
 def _state(model: nn.Module, optimizer: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ called once a seed, with torch.manual_seed of the same number. `PASS_CONFIGS` is
 TileLang's, empty if left out.
 
 The exit status is 0 if the numbers of every variant are right for every seed, 1 if not, 2 if a tool
-is missing, the file is not one of a kernel, or no variant matches.
+is missing, the file is not one of a kernel, its code raises, or no variant matches.
 """
 
 import sys
@@ -24,7 +24,7 @@ from qla_kernels import command_line, jit
 from qla_kernels.emulator.case import NEEDS, check, emulated
 from qla_kernels.emulator.errors import EmulationError
 from qla_kernels.errors import Unsupported
-from qla_kernels.kernel_file import chosen, kernel_of
+from qla_kernels.kernel_file import chosen, kernel_of, mistakes
 
 SEEDS = 6  # late copies and random ones, faulting pages before tensors and behind: README.md
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         kernel = kernel_of("emulator", options.file, (*NEEDS, "case"))
         outcomes = [
-            _right(kernel.module, variant, options.seeds)
+            _right(kernel.module, options.file, variant, options.seeds)
             for variant in chosen(kernel, options.variant)
         ]
     except Unsupported as error:
@@ -51,15 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(outcomes) else 1
 
 
-def _right(module: Any, variant: Any, seeds: int) -> bool:
+def _right(module: Any, file: Path, variant: Any, seeds: int) -> bool:
     """Prints what came out, and returns whether it is right for every seed."""
     name, largest, where = jit.label(module, variant), 0.0, "not built"
     try:
-        kernel = emulated(module, variant)
+        with mistakes("emulator", file, f"building {name}", EmulationError):
+            kernel = emulated(module, variant)
         for seed in range(seeds):
             where = f"seed {seed}"
             torch.manual_seed(seed)
-            largest = max(largest, check(kernel, module.case(variant), seed))
+            with mistakes("emulator", file, f"case of {name}"):
+                case = module.case(variant)
+            with mistakes("emulator", file, f"launching {name}", AssertionError, EmulationError):
+                largest = max(largest, check(kernel, case, seed))
     except (AssertionError, EmulationError) as error:
         print(f"WRONG {name}, {where}: {error}", flush=True)
         return False

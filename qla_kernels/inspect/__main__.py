@@ -10,12 +10,13 @@ The file defines `VARIANTS`, instances of a NamedTuple with the values that chan
 returns the PrimFunc. `PASS_CONFIGS` is a dict of TileLang's, empty if left out.
 
 The exit status is 0 if every variant agrees with its schedule, 1 if one does not, 2 if a tool is
-missing, no variant matches, or a kernel does not compile.
+missing, no variant matches, a kernel does not compile, or its file raises.
 """
 
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from qla_kernels import command_line, jit
 from qla_kernels.errors import Unsupported
 from qla_kernels.inspect.gather import Facts, facts
 from qla_kernels.inspect.rules import check
-from qla_kernels.kernel_file import chosen, kernel_of
+from qla_kernels.kernel_file import chosen, kernel_of, mistakes
 from qla_kernels.tile.schedule import Schedule
 
 NEEDS = ("VARIANTS", "schedule", "build")  # of a file
@@ -51,8 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
         for kernel, variant in _selected(options.kernel, options.variant, options.exact):
             name = jit.label(kernel.module, variant)
             keep = options.dump / name if options.dump else None
-            found = facts(kernel, variant, keep)
-            schedule = kernel.module.schedule(variant)
+            with _mistakes(kernel, options.kernel, name):
+                schedule = kernel.module.schedule(variant)
+                found = facts(kernel, variant, keep)
             violations = check(found, schedule)
             failed += bool(violations)
             records.append(asdict(found) | {"violations": violations})
@@ -77,6 +79,13 @@ def _selected(wanted: str | None, text: str, exact: str) -> Iterator[tuple[jit.K
     for kernel in known:
         if name in ("", kernel.name):
             yield from ((kernel, variant) for variant in chosen(kernel, text, exact))
+
+
+def _mistakes(kernel: jit.Kernel, file: str | None, name: str) -> AbstractContextManager[None]:
+    """Reports what the code of a file raises; kernels of this package keep their tracebacks."""
+    if kernel.family:
+        return nullcontext()
+    return mistakes("inspect", Path(file or ""), f"building {name}", RuntimeError)
 
 
 def _report(

@@ -7,7 +7,7 @@ tokens more than the batch of `pack_padded`; results and gradients are the same.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +39,8 @@ class LabelledRows(NamedTuple):
         return torch.where(self.is_target, x[self.column], 0)
 
 
-def by_prompt(input_ids: Tensor, attention_mask: Tensor, prompt_width: int, size: int) -> Any:
+def by_prompt(groups: Sequence[PaddedGroup], size: int) -> list[list[int]]:
     """Returns lists of at most `size` row numbers, rows with the same prompt next to each other."""
-    groups = padded_groups(input_ids, attention_mask, prompt_width)
     rows = [row for group in groups for row in group.rows]
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 

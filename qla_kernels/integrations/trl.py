@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qla_kernels.dualkv import padded_groups
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.full_attention import text_config
@@ -36,7 +37,8 @@ def shared_prefix_trainer(base: type) -> type:
     Its arguments are those of `base`. `_get_per_token_logps_and_entropies` packs rows by prompts;
     TRL's fused head then computes log-probabilities and entropies without logits. `_generate` uses
     the attention that the model had, for TRL generates with the model that it trains. The first
-    step logs how many times fewer tokens the model runs.
+    step logs how many times fewer tokens the model runs, and the first one with parts of groups how
+    to have whole ones.
 
     Raises:
         Unsupported: TRL cannot be imported or is too old; and, from the class, for
@@ -54,7 +56,7 @@ def shared_prefix_trainer(base: type) -> type:
                 if model is not None:
                     unwrapped = self.accelerator.unwrap_model(model)
                     transformers_dualkv.prepare(bare(unwrapped), NAME)
-            self._says_gain = True
+            self._says_gain = self._says_split = True
 
         def _bare_model(self) -> Any:
             return bare(self.accelerator.unwrap_model(self.model))
@@ -82,8 +84,10 @@ def shared_prefix_trainer(base: type) -> type:
             if given := sorted(name for name, x in others.items() if x is not None):
                 _refuse(f"a batch with {', '.join(given)}", "text alone")
             width = input_ids.shape[1] - logits_to_keep
-            size = batch_size or len(input_ids)
-            parts = by_prompt(input_ids, attention_mask, width, size)
+            groups = padded_groups(input_ids, attention_mask, width)
+            if model.training:
+                self._say_split(min(len(group.rows) for group in groups))
+            parts = by_prompt(groups, batch_size or len(input_ids))
             found: list[Results] = []
             for rows in parts:
                 packed = one_label(input_ids[rows], attention_mask[rows], width)
@@ -104,6 +108,18 @@ def shared_prefix_trainer(base: type) -> type:
             if self._says_gain and self.accelerator.is_main_process:
                 log_gain(packed.unpacked, packed.num_tokens)
             self._says_gain = False
+
+        def _say_split(self, fewest: int) -> None:
+            if fewest >= self.num_generations or not self._says_split:
+                return
+            if self.accelerator.is_main_process:
+                log.warning(
+                    "shared prompts: a batch holds parts of groups (%d of %d responses) and shares "
+                    "less: set steps_per_generation=1 and per_device_train_batch_size to a "
+                    "multiple of num_generations",
+                    fewest, self.num_generations,
+                )  # fmt: skip
+            self._says_split = False
 
     return SharedPrefixTrainer
 

@@ -1,7 +1,12 @@
 """Shared prompts in veRL's FSDP engine, for policies trained without a critic, as in GRPO.
 
+    actor_rollout_ref.model.external_lib=qla_kernels.integrations.verl_patch
+
+is the option with which veRL's workers call `patch()` before they build a model. Programs of your
+own call it in every process:
+
     from qla_kernels import integrations
-    integrations.verl.patch()  # in every worker, before it builds its model
+    integrations.verl.patch()
 
 Old log-probabilities, the reference policy and the update run packed batches: engines for language
 models that are built afterwards compute each prompt of a micro-batch once. Micro-batches keep the
@@ -24,7 +29,7 @@ from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.trl import bare, exchanged, log_gain
 
 OP = "qla_kernels.integrations.verl"
-HOME, RELEASES = "verl.workers.engine.fsdp.transformer_impl", "veRL 0.9"
+HOME, RELEASES = "verl.workers.engine.fsdp.transformer_impl", "veRL 0.9.1"
 NOT_PACKED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared")
 PATCHED, PACKS, SAYS = "qla_kernels_patched", "_qla_kernels_packs", "_qla_kernels_said"
 
@@ -215,7 +220,7 @@ def _engines() -> Any:
             getattr(home.FSDPEngineWithLMHead, name)
         home.prepare_micro_batches  # noqa: B018
     except (ImportError, AttributeError) as error:
-        got, fix = f"veRL cannot be used ({error})", "pip install 'verl==0.9.*'"
+        got, fix = f"veRL cannot be used ({error})", "pip install 'verl==0.9.1'"
         raise Unsupported(need(OP, got, RELEASES, fix)) from error
     return home
 

@@ -15,7 +15,8 @@ each layer, as means over heads, with the worst head in brackets:
     held out   recall of random rows, from which no line was chosen
 
 Held-out recall says how much attention training would lose; window recall is the target that was
-set. Layers whose held-out recall is below `--least` are listed as `dense_layers`.
+set. Layers whose held-out recall is below `--least` are listed as `dense_layers`, and as the option
+of examples/long_context_train.py.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from qla_kernels.sparse_ring.patterns import Dense, VerticalSlash
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 
 OP = "sparse_ring.measure"
+FORM, SAVE = '{"q": [T, H, D], "k": [T, Hk, D]}, or a dict of these by layer', "save it so"
 ROWS_AT_ONCE = 64  # rows whose probabilities are held: [64, T] fp32 of one head
 
 
@@ -174,20 +176,44 @@ class Measured:
 
 
 def measure_dump(file: Path, measured: Measured, device: str) -> None:
-    """Measures the layers of a dump, whose format the module's docstring describes."""
+    """Measures the layers of a dump, whose format the module's docstring describes.
+
+    Raises ValueError for another format.
+    """
     saved = torch.load(file, weights_only=True, map_location="cpu")
+    if not isinstance(saved, dict):
+        raise ValueError(need(OP, f"a {type(saved).__name__} in {file}", FORM, SAVE))
     layers = {"0": saved} if {"q", "k"} <= set(saved) else saved
     for layer, heads in layers.items():
-        try:
-            q, k = heads["q"], heads["k"]
-        except (TypeError, KeyError, IndexError):
-            got, needs = f"layer {layer!r} of {file}", '{"q": [T, H, D], "k": [T, Hk, D]}'
-            raise ValueError(need(OP, got, needs, "save q and k of each layer")) from None
-        T = k.shape[0] // TILE * TILE
-        if T == 0:
-            got, fix = f"{k.shape[0]} tokens in {file}", "dump a longer sequence"
-            raise ValueError(need(OP, got, f"at least {TILE}", fix))
-        measured(layer, *(x[None, :T].to(device).contiguous() for x in (q, k)))
+        q, k = _heads(f"layer {layer!r} of {file}", heads)
+        T = len(q) // TILE * TILE
+        q, k = (x[None, :T].to(device).contiguous() for x in (q, k))
+        measured(layer, q, k)
+
+
+def _heads(where: str, heads: Any) -> tuple[Tensor, Tensor]:
+    """Returns q and k of a layer of a dump; ValueError unless they are [T, H, D] and [T, Hk, D]."""
+    held = heads if isinstance(heads, dict) else {}
+    q, k = held.get("q"), held.get("k")
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor)):
+        raise ValueError(need(OP, where, FORM, SAVE))
+    for name, x in (("q", q), ("k", k)):
+        got = f"{where}: {name} is {list(x.shape)}"
+        if x.dim() != 3:
+            fix = f"save {name}[0] of a batch of one sequence"
+            raise ValueError(need(OP, got, "[T, heads, D]", fix))
+        if x.shape[0] < x.shape[1]:
+            got += f", read as [T, heads, D]: {x.shape[0]} tokens of {x.shape[1]} heads"
+            fix = f"save {name}.transpose(0, 1)"
+            raise ValueError(need(OP, got, "more tokens than heads", fix))
+    both = f"{where}: q is {list(q.shape)}, k is {list(k.shape)}"
+    if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        needs = "[T, H, D] and [T, Hk, D] with H a multiple of Hk"
+        raise ValueError(need(OP, both, needs, "save both of one sequence, after rotary embedding"))
+    if len(q) < TILE:
+        fix = "dump a longer sequence"
+        raise ValueError(need(OP, f"{both}: {len(q)} tokens", f"at least {TILE}", fix))
+    return q, k
 
 
 def measure_model(
@@ -217,13 +243,16 @@ def measure_model(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0."""
+    """Runs the command line; returns 0, or ends with a sentence about its files."""
     options = _parse(arguments)
     chosen = VerticalSlash(max_v=options.max_v, max_s=options.max_s, gap_close=options.gap_close)
     patterns = [replace(chosen, recall_v=r, recall_s=r) for r in options.recall]
     measured = Measured(patterns, options.rows)
     if options.dump is not None:
-        measure_dump(options.dump, measured, options.device)
+        try:
+            measure_dump(options.dump, measured, options.device)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
     else:
         tokens = _tokens(options)
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
@@ -250,7 +279,9 @@ def _report(measured: Measured, least: float) -> Iterator[str]:
             )
         )
         low = [x.layer for x in lines if (x.held_out or 0.0) < least]
-        yield f"held-out recall below {least}: dense_layers=({', '.join(low)}{',' * bool(low)})"
+        listed = f"dense_layers=({', '.join(low)}{',' * (len(low) == 1)})"
+        either = f"--dense-layers {' '.join(low)}, or {listed}" if low else "no layer"
+        yield f"held-out recall below {least}: {either}"
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -288,12 +319,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=Path, help="with --model: tokens, one dimension, saved by numpy.save")
     add("--text", type=Path, help="with --model: a text, instead of --tokens")
     add("--length", type=int, help="with --model: most tokens that are used")
-    add("--recall", type=_shares, default=[0.9, 0.95], help="targets, such as 0.9,0.95")
-    add("--max-v", type=int, default=VerticalSlash.max_v)
-    add("--max-s", type=int, default=VerticalSlash.max_s)
-    add("--gap-close", type=int, default=VerticalSlash.gap_close)
-    add("--rows", type=int, default=256, help="held-out rows")
-    add("--least", type=float, default=0.9, help="held-out recall below which a layer stays dense")
+    add("--recall", type=_shares, default="0.9,0.95", help="targets; left out: %(default)s")
+    out = "left out: %(default)s"
+    add("--max-v", type=int, default=VerticalSlash.max_v, help=f"most columns; {out}")
+    add("--max-s", type=int, help="most diagonals; left out: no limit")
+    add("--gap-close", type=int, default=VerticalSlash.gap_close, help=f"gaps to fill; {out}")
+    add("--rows", type=int, default=256, help=f"held-out rows; {out}")
+    least = "layers with less held-out recall are listed"
+    add("--least", type=float, default=0.9, help=f"{least}; {out}")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="also write the numbers as JSON")
     options = parser.parse_args(arguments)

@@ -33,16 +33,18 @@ Signal = str | tuple[str, int]
 class Role:
     """Consecutive warps that run the same macro.
 
-    regs      registers per thread: the role's `set_max_nreg` value, or, in a schedule whose roles
-              all have the same number, the most that the compiler may use (no `set_max_nreg` then)
-    waits     barriers that every thread of the role waits on
-    signals   barriers that the role arrives on, in each phase: a plain name if every thread
-              arrives, `(name, ONE)` if one elected thread does, `(name, n)` if n threads do, such
-              as 128 of 256 threads whose warpgroups take turns or have slots of their own
-    computes  the results of the role, for the reader, in the words of the kernel's docstring
-    uses      the hardware units that it uses, from `HARDWARE`; checked against generated code
-
     Warps that only fill up a warpgroup are a role of their own.
+
+    Attributes:
+        regs: registers per thread: the role's `set_max_nreg` value, or, in a schedule whose roles
+            all have the same number, the most that the compiler may use (no `set_max_nreg` then).
+        waits: barriers that every thread of the role waits on.
+        signals: barriers that the role arrives on, in each phase: a plain name if every thread
+            arrives, `(name, ONE)` if one elected thread does, `(name, n)` if n threads do, such as
+            128 of 256 threads whose warpgroups take turns or have slots of their own.
+        computes: the results of the role, for the reader, in the words of the kernel's docstring.
+        uses: the hardware units that it uses, of wgmma, mma, tma_load, tma_store and cp_async;
+            checked against generated code.
     """
 
     name: str
@@ -91,13 +93,14 @@ class Named(NamedTuple):
 class Schedule:
     """The roles of one CTA in thread order, and the budgets they share.
 
-    rings         datum -> slots: every barrier `<datum>_<event>` has that many copies; a barrier
-                  of no ring has one
-    named         the named barriers; ids are dealt out in this order, from FIRST_NAMED on
-    smem_bytes    dynamic plus static shared memory, as assembled
-    ctas_per_sm   CTAs meant to be resident together; registers and shared memory must allow it
-    spill_bytes   spill stores plus loads that are tolerated; a number above 0 needs a
-                  `spill_reason`
+    Attributes:
+        rings: datum -> slots: every barrier `<datum>_<event>` has that many copies; a barrier of no
+            ring has one.
+        named: the named barriers; ids are dealt out in this order, from FIRST_NAMED on.
+        smem_bytes: dynamic plus static shared memory, as assembled.
+        ctas_per_sm: CTAs meant to be resident together; registers and shared memory must allow it.
+        spill_bytes: spill stores plus loads that are tolerated; a number above 0 needs a
+            `spill_reason`.
     """
 
     roles: tuple[Role, ...]

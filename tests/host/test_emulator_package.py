@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from qla_kernels import Unsupported
-from qla_kernels.emulator import EmulatedKernel, build, cache
+from qla_kernels.emulator import EmulatedKernel, build, cache, lowering
+from qla_kernels.emulator import __main__ as program
 from qla_kernels.emulator.__main__ import main
 from tests.host.test_import import WITHOUT_TILELANG, fresh
 
@@ -81,6 +82,37 @@ def test_a_file_that_is_no_kernel_is_refused(tmp_path, capsys, text, arguments, 
         file.write_text(text)
     assert main([str(file), *arguments]) == 2
     assert capsys.readouterr().err.startswith(said.format(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import no_such_module", "line 1: importing it raises ModuleNotFoundError: No module"),
+        (WHOLE, "line 8: building other-bf16 raises AssertionError: "),
+        (
+            KERNEL + "def case(variant): ...\ndef build(variant):\n    variant.rows",
+            "line 10: building other-bf16 raises AttributeError: 'Variant' object has no",
+        ),
+    ],
+)
+def test_a_file_whose_code_raises_is_named_with_its_line(tmp_path, capsys, monkeypatch, text, said):
+    """It once ended in a traceback and 1, which means wrong numbers."""
+    monkeypatch.setattr(lowering, "imported", lambda: None)
+    file = tmp_path / "other.py"
+    file.write_text(text)
+    assert main([str(file)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"emulator: {file}, {said}")
+    assert message.endswith("; need code that runs; mend the file\n")
+
+
+def test_a_case_that_raises_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(program, "emulated", lambda *_: None)
+    file = tmp_path / "other.py"
+    file.write_text(KERNEL + "def build(variant): ...\ndef case(variant):\n    raise OSError")
+    assert main([str(file)]) == 2
+    said = f"emulator: {file}, line 10: case of other-bf16 raises OSError: ; need"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):

@@ -57,3 +57,30 @@ def test_a_file_that_is_no_kernel_is_refused(tmp_path, capsys, text, said):
         file.write_text(text)
     assert inspector.main([str(file)]) == 2
     assert capsys.readouterr().err.startswith("inspect: " + said.format(file))
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (
+            "def build(variant):\n    return variant.rows",
+            "line 14: building my_gemm-bf16-n64 raises AttributeError: 'Variant' object has no",
+        ),
+        ("VARIANTS = 1 // 0", "line 13: importing it raises ZeroDivisionError: "),
+    ],
+)
+def test_a_file_whose_code_raises_is_named_with_its_line(
+    tmp_path, capsys, monkeypatch, build, said
+):
+    monkeypatch.setattr(inspector, "facts", lambda kernel, v, keep: kernel.module.build(v))
+    file = tmp_path / "my_gemm.py"
+    file.write_text(KERNEL + build)
+    assert inspector.main([str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"inspect: {file}, {said}")
+
+
+def test_a_schedule_that_cannot_run_is_said(tmp_path, capsys):
+    file = tmp_path / "my_gemm.py"
+    file.write_text(KERNEL.replace("warps=8", "warps=0") + "def build(variant): ...")
+    assert inspector.main([str(file)]) == 2
+    assert "raises ValueError: role add: 0 warps; need at least 1" in capsys.readouterr().err

@@ -1,6 +1,9 @@
 """The training example: two ranks over gloo, its loss, its sequences."""
 
+import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +20,14 @@ from long_context.sequences import Dealer, Documents, Synthetic
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def said(folder):
     pytest.importorskip("transformers")
-    told, codes = launched("tests.long_context_ranks", tmp_path_factory.mktemp("ranks"), 2)
+    told, codes = launched("tests.long_context_ranks", folder, 2)
     assert codes == [0, 0], told[0].get("no end", told[1].get("no end"))
     return told[0]
 
@@ -33,6 +41,45 @@ def test_a_run_that_resumes_has_the_losses_of_one_that_did_not_stop(said):
     assert len(through) == ranks.STEPS
     assert losses(said["resumed"]) == through[ranks.SAVED :]
     assert through[-1] < through[0]
+
+
+def test_an_exported_model_is_the_one_that_was_trained(said, folder):
+    """Its loss on the next sequence is the one of the run that went on."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / ranks.EXPORTED)
+    tokens = Synthetic(ranks.LENGTH, model.config.vocab_size)[ranks.STEPS][None]
+    want = [model(tokens, labels=tokens).loss.item()]
+    assert losses(said["after the export"]) == pytest.approx(want, rel=1e-5)
+
+
+def test_a_checkpoint_of_another_model_is_refused(said):
+    assert re.search(
+        r"step-000004 is of another model: causal\.model\.layers\.1\.\S+ is \(.*\) there, and "
+        "missing here; pass its --model and --layers, or another --checkpoints",
+        said["another model"],
+    )
+
+
+def test_the_dense_ring_is_found_from_a_program_of_examples(monkeypatch):
+    """It was not: a program's path begins at its own folder, and benchmarks/ is beside that."""
+    pytest.importorskip("transformers")
+    from long_context import attention
+
+    monkeypatch.setattr(sys, "path", [x for x in sys.path if not Path(x, "benchmarks").is_dir()])
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    alone = SimpleNamespace(world=1, whole=None)
+    assert attention.dense(alone, "definition").name == "dense_ring"
+    monkeypatch.undo()
+
+
+def test_a_start_without_torchrun_says_so(monkeypatch):
+    import long_context_train as example
+
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="start with torchrun --nproc-per-node N"):
+        example.start("cpu")
 
 
 def test_density_and_recall_of_each_layer_are_logged(said):

@@ -14,6 +14,7 @@ from qla_kernels.sparse_ring import (
     build_index,
     measure,
 )
+from tests.readme import snippets
 
 
 def heads(T: int = 512, H: int = 4, Hk: int = 2, D: int = 16):
@@ -98,16 +99,45 @@ def test_the_command_measures_a_dump(by_layer, tmp_path, capsys):
         assert a["held_out"] < b["held_out"] <= 1
     said = capsys.readouterr().out
     assert said.count("held out") == 2 * (1 + by_layer) + 2
-    assert ("dense_layers=(3, 8,)" if by_layer else "dense_layers=(0,)") in said
+    both = "--dense-layers 3 8, or dense_layers=(3, 8)\n"
+    assert (both if by_layer else "--dense-layers 0, or dense_layers=(0,)\n") in said
+    measure.main([*call, "--least=0"])
+    assert "held-out recall below 0.0: no layer\n" in capsys.readouterr().out
 
 
-def test_a_dump_of_another_form_is_refused(tmp_path):
-    torch.save({0: {"q": torch.zeros(200, 1, 8)}}, tmp_path / "qk.pt")
-    with pytest.raises(ValueError, match=r"need .*save q and k of each layer"):
+def saved(*shapes):
+    return dict(zip("qk", map(torch.zeros, shapes), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("dump", "text"),
+    [
+        ({0: saved((300, 1, 8))}, "layer 0 of .*; need .* a dict of these by layer; save it so"),
+        ({0: (torch.zeros(300, 1, 8),) * 2}, "layer 0 of .*; need .* a dict of these by layer"),
+        ({n: {0: torch.zeros(300, 1, 8)} for n in "qk"}, "layer '0' of .*; need .* by layer"),
+        ([torch.zeros(300, 1, 8)], "a list in .*; need .* by layer"),
+        (saved((50, 1, 8), (50, 1, 8)), "50 tokens; need at least 128; dump a longer sequence"),
+        (saved((4, 1024, 64), (2, 1024, 64)), r"q is \[4, 1024, 64\], read as \[T, heads, D\]: "
+         r"4 tokens of 1024 heads; need more tokens than heads; save q\.transpose\(0, 1\)"),
+        (saved((1, 300, 4, 8), (1, 300, 2, 8)), r"q is \[1, 300, 4, 8\]; need \[T, heads, D\]; "
+         r"save q\[0\] of a batch of one sequence"),
+        (saved((300, 4, 8), (301, 2, 8)), r"q is \[300, 4, 8\], k is \[301, 2, 8\]; need .*"),
+        (saved((300, 4, 8), (300, 3, 8)), "with H a multiple of Hk"),
+    ],
+)  # fmt: skip
+def test_a_dump_of_another_form_is_refused(dump, text, tmp_path):
+    """[H, T, D] was once called a sequence of too few tokens; some others an AttributeError."""
+    torch.save(dump, tmp_path / "qk.pt")
+    with pytest.raises(SystemExit, match=text):
         measure.main([f"--dump={tmp_path / 'qk.pt'}", "--device=cpu"])
-    torch.save({"q": torch.zeros(50, 1, 8), "k": torch.zeros(50, 1, 8)}, tmp_path / "qk.pt")
-    with pytest.raises(ValueError, match=r"50 tokens in .*; need at least 128"):
-        measure.main([f"--dump={tmp_path / 'qk.pt'}", "--device=cpu"])
+
+
+def test_the_help_names_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        measure.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for text in ("left out: 0.9,0.95", "held-out rows; left out: 256", "listed; left out: 0.9"):
+        assert text in said
 
 
 def test_the_command_measures_a_model(tmp_path, capsys):
@@ -129,6 +159,20 @@ def test_the_command_measures_a_model(tmp_path, capsys):
     assert "layer   1: density" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         measure.main(call)
+
+
+def test_the_page_s_lines_dump_what_the_command_reads(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    (lines,) = snippets("docs/long-context.md")
+    monkeypatch.chdir(tmp_path)
+    model = transformers.Qwen2ForCausalLM(config)
+    exec(lines, {"torch": torch, "model": model, "tokens": torch.randint(50, (384,))})
+    assert measure.main(["--dump=qk.pt", "--rows=20", "--device=cpu"]) == 0
+    assert "layer   1: density" in capsys.readouterr().out
 
 
 def test_patterns_are_measured_in_turn():

@@ -1,5 +1,6 @@
 """`shared_prefix_trainer` on the trainer of an installed TRL: the steps of plain TRL."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,26 @@ def test_under_autocast_a_run_is_that_of_plain_trl(tokenizer, tmp_path):
     for a, b in zip(*(log for log, _ in found), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=0.02)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_run_with_adapters_is_that_of_plain_trl(tokenizer, tmp_path, name, beta):
+    """`peft_config`: with beta the reference policy is the model without its adapters."""
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "v_proj", "down_proj"]
+    adapters = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    found = []
+    for kind in (trl.GRPOTrainer, shared_prefix_trainer(trl.GRPOTrainer)):
+        model = model_of(name, len(tokenizer), tmp_path / "model")
+        torch.manual_seed(5)  # of the adapters
+        made = partial(kind, peft_config=adapters)
+        found.append(run_of(made, model, tokenizer, tmp_path, beta=beta))
+        swapping.restore(model) if name in KINDS else None
+    for a, b in zip(*(log for log, _ in found), strict=True):
+        for measure in ("loss", "grad_norm", "entropy", "kl"):
+            assert a.get(measure, 0) == pytest.approx(b.get(measure, 0), rel=1e-3), measure
+    assert found[0][0][0]["grad_norm"] > 0
 
 
 def test_generation_uses_the_attention_that_the_model_had(tokenizer, tmp_path):

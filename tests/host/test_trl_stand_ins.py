@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from examples import dualkv_grpo
 from qla_kernels import SharedLayout, Unsupported
+from qla_kernels.dualkv import padded_groups
 from qla_kernels.integrations import trl, trl_async
 from qla_kernels.integrations.one_label import IGNORED, by_prompt, one_label
 from tests.compare import assert_close
@@ -43,7 +44,7 @@ def test_each_token_has_one_label():
     assert torch.equal(packed.layout.tout, want.tout)
     assert packed.to_padded(torch.arange(10)).tolist() == [[2, 3], [8, 0], [5, 0], [0, 0]]
     assert (packed.unpacked, packed.num_tokens) == (5 + 2 + 4 + 3, 10)
-    assert by_prompt(ids, mask, width, 2) == [[0, 2], [3, 1]]
+    assert by_prompt(padded_groups(ids, mask, width), 2) == [[0, 2], [3, 1]]
 
 
 class Model(nn.Module):
@@ -86,6 +87,7 @@ class Base:
 
     def __init__(self, model: Model, ref_model: Model | None = None, **given: Any) -> None:
         self.model, self.ref_model = model, ref_model
+        self.num_generations = given.pop("num_generations", 1)
         self.args = SimpleNamespace(**given)
         self.accelerator = SimpleNamespace(
             unwrap_model=lambda model: model, autocast=nullcontext, is_main_process=True
@@ -147,6 +149,21 @@ def test_log_probabilities_are_those_of_whole_sequences(made, rollouts, size, ca
     assert said.startswith("shared prompts: the first batch has")
     with pytest.raises(Unsupported, match="a batch with pixel_values; need text alone"):
         trainer._get_per_token_logps_and_entropies(*call, pixel_values=ids)
+
+
+def test_a_batch_with_parts_of_groups_is_reported_once(made, rollouts, caplog):
+    """Groups have 4, 1 and 2 rows."""
+    model, ids, mask, whole = rollouts
+    call = (model, ids, mask, whole.shape[1])
+    for num, training, reports in ((1, True, 0), (2, False, 0), (2, True, 1)):
+        model.train(training)  # evaluation has other groups
+        trainer = made(model, num_generations=num)
+        for _ in range(2):
+            trainer._get_per_token_logps_and_entropies(*call)
+        said = [message for message in caplog.messages if "parts of groups" in message]
+        assert len(said) == reports
+    assert "(1 of 2 responses)" in said[0]
+    assert "set steps_per_generation=1 and per_device_train_batch_size to a multiple of" in said[0]
 
 
 def test_a_reference_policy_has_no_entropies(made, rollouts):

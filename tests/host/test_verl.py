@@ -19,6 +19,8 @@ from tests.compare import assert_close
 from tests.tiny_hybrids import VOCABULARY, assert_gradients
 from tests.trl_trainers import model_of
 
+PATCHES = "qla_kernels.integrations.verl_patch"
+
 
 def jagged(rows: list[Tensor]) -> Tensor:
     return torch.nested.nested_tensor(rows, layout=torch.jagged)
@@ -175,6 +177,33 @@ def test_an_engine_of_a_policy_packs(home, rows, most, caplog):
     assert engine.forward_backward_batch({**data, "use_dynamic_bsz": False}) == "theirs"
 
 
+def test_importing_the_module_that_the_option_names_patches(home, monkeypatch):
+    """As veRL does with `external_lib`, in each worker."""
+    for once in (True, False):  # a second worker class in a process changes nothing
+        if once:
+            delattr(home.FSDPEngineWithLMHead, verl.PATCHED)
+        monkeypatch.delitem(sys.modules, PATCHES, raising=False)
+        importlib.import_module(PATCHES)
+        before = home.FSDPEngineWithLMHead.prepare_model_inputs
+        assert getattr(home.FSDPEngineWithLMHead, verl.PATCHED)
+    assert home.FSDPEngineWithLMHead.prepare_model_inputs is before
+    monkeypatch.delitem(sys.modules, PATCHES)
+    monkeypatch.setitem(sys.modules, verl.HOME, None)
+    with pytest.raises(Unsupported, match="veRL cannot be used"):
+        importlib.import_module(PATCHES)
+
+
+def test_an_installed_verl_imports_the_module_that_the_option_names(monkeypatch):
+    pytest.importorskip("verl")
+    config = importlib.import_module("verl.workers.config").HFModelConfig
+    assert "external_lib" in config.__dataclass_fields__
+    called = []
+    monkeypatch.setattr(verl, "patch", lambda: called.append(True))
+    monkeypatch.delitem(sys.modules, PATCHES, raising=False)
+    importlib.import_module("verl.utils.import_utils").import_external_libs(PATCHES)
+    assert called == [True]
+
+
 def test_other_engines_are_left_alone(home, rows):
     engine = home.FSDPEngineWithLMHead("value_model")
     engine._build_module()
@@ -195,7 +224,7 @@ def test_settings_that_are_refused(home, name, given, text, monkeypatch):
 
 def test_another_verl_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, verl.HOME, SimpleNamespace(FSDPEngine=Engine))
-    with pytest.raises(Unsupported, match=r"veRL cannot be used \(.*\); need veRL 0\.9"):
+    with pytest.raises(Unsupported, match=r"veRL cannot be used \(.*\); need veRL 0\.9\.1"):
         verl.patch()
 
 

@@ -1,0 +1,10 @@
+"""Patches veRL when it is imported, for the option with which veRL's workers import a module:
+
+    actor_rollout_ref.model.external_lib=qla_kernels.integrations.verl_patch
+
+Every worker then calls `integrations.verl.patch()` before it builds its model.
+"""
+
+from qla_kernels.integrations.verl import patch
+
+patch()
