@@ -55,11 +55,12 @@ from tests.native.behaviour import CUBIN
 
 POINTERS, NUMBERS = 24, 16
 # Numbers that a GPU would have are not compared: segments that a forward keeps are not written here
-NATIVE, DRIVER = standin.replaying(passing_for=standin.CUDA), by_hand.DRIVER
+NATIVE, DRIVER = standin.replaying(passing=True), by_hand.DRIVER
 
 _kernels: dict[tuple[str, tuple[Any, ...]], Any] = {}
 _launched: list[Any] = []  # launchers, in the order of their launches
 _forward_size: list[int] = []  # of the record, when a backward began
+_forward_results: list[int] = []  # how many a forward before a backward had
 
 
 class Launch(NamedTuple):
@@ -108,6 +109,7 @@ def _launches(run: Callable[[], Any]) -> tuple[list[Launch], Any]:
     """Returns the launches of kernels of a call, and its results."""
     DRIVER.expect("p" * POINTERS + "i" * NUMBERS)
     _forward_size.clear()
+    _forward_results.clear()
     results = run()
     record, found = DRIVER.record(), []
     of_backward = len(record) - (_forward_size or [len(record)])[0]
@@ -125,11 +127,11 @@ def _launches(run: Callable[[], Any]) -> tuple[list[Launch], Any]:
     return found, results
 
 
-def _same(first: list[Launch], then: list[Launch]) -> dict[int, int]:
-    """Compares launches; returns what each address of `then` was in `first`, where it differs.
+def _same(first: list[Launch], then: list[Launch]) -> dict[tuple[bool, int], int]:
+    """Compares launches; returns what each address of `then`, in a backward or not, was in `first`.
 
     Memory that a usual call frees may be its next room, so that several addresses become one. In a
-    replay all rooms of a direction exist at a time.
+    replay all rooms of a direction exist at a time; a forward's may be a backward's results.
     """
     assert [x[:3] for x in first] == [x[:3] for x in then]
     meaning: dict[tuple[bool, int], int] = {}
@@ -137,7 +139,7 @@ def _same(first: list[Launch], then: list[Launch]) -> dict[int, int]:
         for was, now in zip(a.addresses, b.addresses, strict=True):
             if was:  # a tensor without elements has no address
                 assert meaning.setdefault((a.backward, now), was) == was, "a tensor became another"
-    return {now: was for (_, now), was in meaning.items() if now != was}
+    return meaning
 
 
 def _is_replayed(run: Callable[[], tuple[Tensor, ...]], *tables: Programs) -> list[str]:
@@ -156,11 +158,13 @@ def _is_replayed(run: Callable[[], tuple[Tensor, ...]], *tables: Programs) -> li
     assert len(_launched) == launched, _launched[launched:]
     _same(first, recorded)
     moved = _same(first, replayed)
-    for x, y in zip(results, again, strict=True):
+    of_forward = (_forward_results or [len(results)])[0]
+    for i, (x, y) in enumerate(zip(results, again, strict=True)):
         assert x.shape == y.shape
         assert x.dtype == y.dtype
         if x.data_ptr() != y.data_ptr():
-            assert moved.get(y.data_ptr(), x.data_ptr()) == x.data_ptr()
+            was = moved.get((i >= of_forward, y.data_ptr()), x.data_ptr())
+            assert was == x.data_ptr()
     os.environ["QLA_CHECK_PROGRAMS"] = "1"
     run()
     del os.environ["QLA_CHECK_PROGRAMS"]
@@ -178,9 +182,9 @@ def _step(run: Callable[..., Any], *given: Tensor) -> Callable[[], tuple[Tensor,
         if not upstream:
             upstream.extend(map(torch.ones_like, done))
         _forward_size.append(len(DRIVER.record()))
-        torch.autograd.backward(done, upstream)
-        grads = (x.grad for x in leaves if x.grad is not None)
-        return *(x.detach() for x in done), *grads
+        _forward_results.append(len(done))
+        grads = torch.autograd.grad(done, leaves, upstream, allow_unused=True)  # not copies of them
+        return *(x.detach() for x in done), *(x for x in grads if x is not None)
 
     return step
 

@@ -23,7 +23,7 @@ from qla_kernels.native.recorder import Recorder
 from tests.native import standin
 from tests.native.behaviour import CUBIN
 
-NATIVE, DRIVER = standin.replaying(passing_for=standin.CUDA), standin.Driver()
+NATIVE, DRIVER = standin.replaying(passing=True), standin.Driver()
 DRIVER["still"] = 1
 SMS, SECOND = 132, 7  # a stream
 

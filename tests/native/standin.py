@@ -80,12 +80,12 @@ class Driver:
         ctypes.c_int.in_dll(self.library, f"standin_{name}").value = value
 
 
-def launcher(device_type: int = CPU, exchange: bool = True):
+def launcher(device_type: int = CPU, exchange: bool = True, passing: bool = False):
     """In such a process: the launcher, for tensors of the CPU, or for those passing for a GPU's."""
-    return configured(Path(os.environ["STANDIN_FOLDER"]), device_type, exchange)
+    return configured(Path(os.environ["STANDIN_FOLDER"]), device_type, exchange, passing)
 
 
-def configured(folder: Path, device_type: int = CPU, exchange: bool = True):
+def configured(folder: Path, device_type: int = CPU, exchange: bool = True, passing: bool = False):
     """A folder's launcher; without `exchange`, and before torch 2.10, it asks torch by Python."""
     import torch
 
@@ -93,7 +93,7 @@ def configured(folder: Path, device_type: int = CPU, exchange: bool = True):
 
     native = prebuilt._native(folder / prebuilt.LAUNCHER)
     api = prebuilt._exchange(torch.Tensor) if exchange else None
-    if api is not None and device_type == CUDA:
+    if passing:
         api = _passing_for_cuda(api)
     codes = {
         getattr(torch, name): code << 8 | bits for name, (code, bits) in prebuilt.DTYPES.items()
@@ -117,7 +117,7 @@ def _passing_for_cuda(api):
     return capsules.PyCapsule_New(exchange(capsules.PyCapsule_GetPointer(api, name)), name, None)
 
 
-def replaying(passing_for: int = CPU):
+def replaying(passing: bool = False):
     """The launcher, told how to ask torch what observes a call; programs of this process use it.
 
     Tensors that pass for a GPU's may be replayed under a mode, which sees what torch does.
@@ -126,11 +126,11 @@ def replaying(passing_for: int = CPU):
 
     from qla_kernels import programs
 
-    native = launcher(passing_for)
+    native = launcher(CUDA if passing else CPU, passing=passing)
     native.watch_with(
         torch.nn.Parameter,
         torch.is_grad_enabled,
-        torch._C._len_torch_dispatch_stack if passing_for == CPU else int,
+        int if passing else torch._C._len_torch_dispatch_stack,
         torch._C._functorch.peek_interpreter_stack,
         torch._C._get_tracing_state,
         torch.autograd.forward_ad,
