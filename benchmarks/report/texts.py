@@ -17,7 +17,7 @@ GAINS = (
      "transformers: `swap(model)`; FLA: `fla.register()`",
      "a faster gated delta rule (heads of 128) than the best of FlashQLA, FlashInfer and FLA: {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
-     "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: `verl.patch()`",
+     "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
      "each prompt stored and computed once: {}; "
      "a training step of four layers of Qwen3-Next 4.1 to 6.0 x "
      "([note](docs/notes/hybrid-trees.md))"),
@@ -133,10 +133,10 @@ nothing to share. [A note](docs/notes/dualkv-backward.md) says where the time of
 at long prompts, where three calls come close."""
 
 SPARSE_NOTE = """\
-A mask that keeps every pair is slower than flash-attn-4: use that for dense layers
-(`dense_layers`). How much attention a mask of some density holds depends on the model and its data:
-[docs/long-context.md](docs/long-context.md) says how to measure it. Speed is all that is shown
-here; it does not show that a model trains as well."""
+A mask that keeps every pair is slower than flash-attn-4, and so are `dense_layers`, which run our
+kernel without a mask. How much attention a mask of some density holds depends on the model and its
+data: [docs/long-context.md](docs/long-context.md) says how to measure it. Speed is all that is
+shown here; it does not show that a model trains as well."""
 
 RING_NOTE = """\
 On several GPUs, 16/2 heads, 5 % density, forward and backward: four H200 take 8.08 ms for 128K
