@@ -134,9 +134,9 @@ at long prompts, where three calls come close."""
 
 SPARSE_NOTE = """\
 A mask that keeps every pair is slower than flash-attn-4, and so are `dense_layers`, which run our
-kernel without a mask. How much attention a mask of some density holds depends on the model and its data:
-[docs/long-context.md](docs/long-context.md) says how to measure it. Speed is all that is shown
-here; it does not show that a model trains as well."""
+kernel without a mask. How much attention a mask of some density holds depends on the model and its
+data: [docs/long-context.md](docs/long-context.md) says how to measure it. Speed is all that is
+shown here; it does not show that a model trains as well."""
 
 RING_NOTE = """\
 On several GPUs, 16/2 heads, 5 % density, forward and backward: four H200 take 8.08 ms for 128K
