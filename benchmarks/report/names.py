@@ -34,6 +34,7 @@ def shape_of(row: Row) -> str:
 BATCHES: dict[str, tuple[Group, ...]] = {**LONG_PROMPTS, **SHORT_BATCHES}
 SHAPES = (
     (r"1x(\d+)", "1 sequence of {} tokens"),
+    (r"(\d+)x1", "1 sequence of {} tokens"),
     (r"(\d+)\+(\d+)", "sequences of {} and {} tokens"),
     (r"(\d+)x(\d+)\+(\d+)", "{0} responses of {2} to a prompt of {1}"),
     (r"(\d+)x(\d+)", "{1} sequences of {0} tokens"),
