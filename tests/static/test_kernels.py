@@ -58,13 +58,14 @@ def test_a_variant_among_others_is_what_it_is_alone(monkeypatch, tmp_path) -> No
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_variants_are_distinct_and_few(kernel: jit.Kernel) -> None:
     variants = kernel.module.VARIANTS
+    assert variants
     assert len(set(variants)) == len(variants)
     # each costs every user a compile, and CI seconds; more than this wants run-time arguments.
     # fused_fwd's four for pools and two for equal shares are apart: what they add left the others
     # no registers
     pools = [v for v in variants if getattr(v, "pool", "")]
     shares = [v for v in variants if getattr(v, "shares", False)]
-    assert 1 <= len(variants) - len(pools) - len(shares) <= 12
+    assert len(variants) - len(pools) - len(shares) <= 12
     assert len(pools) <= 4
     assert len(shares) <= 2
 
