@@ -28,7 +28,7 @@ from qla_kernels import sizes
 from qla_kernels.digests import digest
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.native import prebuilt, recording
-from qla_kernels.shared_memory import name_apart, shared_bytes
+from qla_kernels.shared_memory import name_apart
 from qla_kernels.tile.schedule import Schedule
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}  # the a: wgmma and setmaxnreg exist only there
@@ -137,7 +137,7 @@ def lower(kernel: Kernel, variant: Any) -> Lowered:
         source=artifact.kernel_source,
         function=str(attrs["global_symbol"]),
         block=tuple(int(extent.get(f"threadIdx.{axis}", 1)) for axis in "xyz"),
-        dyn_smem=shared_bytes(attrs),
+        dyn_smem=int(attrs.get("dyn_shared_memory_buf", 0)),
         prim_func=prim_func,
         host=artifact.host_mod,
         device=artifact.device_mod,

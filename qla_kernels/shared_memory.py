@@ -1,12 +1,10 @@
-"""Names of shared-memory buffers, and the bytes of all.
+"""Gives every shared-memory buffer a unique name, so that each process generates the same code.
 
-Every buffer gets a unique name, so that each process generates the same code. TileLang names a
-buffer after the variable or macro parameter to which it was last bound, and leaves it unnamed if it
-was allocated inside an expression. Its layout of shared memory orders buffers by lifetime, size and
-name, and buffers with one name by their addresses in the process.
+TileLang names a buffer after the variable or macro parameter to which it was last bound, and leaves
+it unnamed if it was allocated inside an expression. Its layout of shared memory orders buffers by
+lifetime, size and name, and buffers with one name by their addresses in the process.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 
@@ -32,14 +30,3 @@ def buffers_by_name(prim_func: Any) -> dict[str, list[Any]]:
 
     tvm.tirx.stmt_functor.post_order_visit(prim_func.body, visit)
     return named
-
-
-def shared_bytes(attrs: Mapping[str, Any]) -> int:
-    """Returns a device function's dynamic shared memory; numbers of the launch in it count as 0."""
-    from tvm import arith, tirx
-
-    size = attrs.get("dyn_shared_memory_buf", 0)
-    if not isinstance(size, int):
-        unknown = {x: tirx.const(0, x.dtype) for x in tirx.analysis.undefined_vars(size)}
-        size = arith.Analyzer().simplify(tirx.stmt_functor.substitute(size, unknown))
-    return int(size)

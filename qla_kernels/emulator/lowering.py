@@ -13,7 +13,6 @@ from typing import Any
 from qla_kernels.emulator.cache import folder, write
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.jit import TARGET
-from qla_kernels.shared_memory import shared_bytes
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def _launched_with(attrs: Any) -> tuple[tuple[int, ...], int]:
     """The threads of a CTA along each axis, and the bytes of its dynamic shared memory."""
     extent = attrs["thread_extent"]
     block = tuple(int(extent.get(f"threadIdx.{axis}", 1)) for axis in "xyz")
-    return block, shared_bytes(attrs)
+    return block, int(attrs.get("dyn_shared_memory_buf", 0))
 
 
 def version() -> str:

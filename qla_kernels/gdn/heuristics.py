@@ -34,18 +34,6 @@ def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:
     return min(items, sm_count) if equal_lengths else items
 
 
-# Of recurrent with one token a sequence, so many CTAs of 32 KB run three an SM; fewer run four, as
-# all other calls do. From 8192 on three took 2 to 3 % less time where registers left room for no
-# more. Where shared memory does, as here, it is not measured: so never, until
-# benchmarks.serving.decode_ways has said (docs/notes/gdn-decoding.md, 3 and 7).
-MANY_CTAS, RESIDENT_OF_MANY = 1 << 31, 3
-
-
-def crowds(tokens: int, sequences: int, ctas: int) -> bool:
-    """Returns whether a call of recurrent is faster with RESIDENT_OF_MANY CTAs on an SM."""
-    return tokens <= sequences and ctas >= MANY_CTAS
-
-
 # Per chunk of a CTA of wide_fwd, by tile_v: time, and KB that it reads of L2, which gives so many
 # KB a us. Predicted, not measured (docs/notes/wide-heads.md).
 WIDE_STEP = {128: 2.2, 64: 1.3}

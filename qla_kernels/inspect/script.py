@@ -81,11 +81,7 @@ class _Walk(ast.NodeVisitor):
         if scope == "local.fragment":
             self._fragment_names.add(name)
         elif scope in ("shared", "shared.dyn"):
-            assert isinstance(call.args[0], ast.Tuple), "a shape"
-            # what the launch chooses counts as 0, as in shared_memory.py
-            shape = [
-                ast.literal_eval(n) if isinstance(n, ast.Constant) else 0 for n in call.args[0].elts
-            ]
+            shape = ast.literal_eval(call.args[0])
             dtype = ast.literal_eval(call.args[1]) if len(call.args) > 1 else "float32"
             data = options.get("data")  # an annotated buffer is known by its data's name
             name = data.id if isinstance(data, ast.Name) else name

@@ -9,7 +9,7 @@ from typing import Any
 from qla_kernels.errors import need
 from qla_kernels.native.entry import SIZE, STRIDE, Expression, TensorEntry, symbols_of
 
-BINARY = {"Add": "+", "Sub": "-", "Mul": "*", "FloorDiv": "//", "Max": "max"}  # nodes of TIR
+BINARY = {"Add": "+", "Sub": "-", "Mul": "*", "FloorDiv": "//"}  # nodes of TIR
 
 
 class Declared:

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 Expression = list[int | str]
 
-OPERATORS = ("+", "-", "*", "//", ">>", "max")
+OPERATORS = ("+", "-", "*", "//", ">>")
 SIZE, STRIDE = "size", "stride"
 
 

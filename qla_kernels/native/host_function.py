@@ -42,6 +42,8 @@ def read_entry(prim_func: Any, host_mod: Any, device_mod: Any) -> Entry:
     sizes = [numbers.pop(tag, [1]) for tag in _LAUNCHED] + [numbers.pop(_SHARED, [0])]
     if numbers:
         raise declared.unknown(f"launch parameter {next(iter(numbers))}")
+    if [*symbols_of(sizes[-1])]:  # the launcher asks for it once, when it loads the kernel
+        raise declared.unknown("shared memory whose size depends on tensors")
     arguments = [
         launch.argument(param, value) for param, value in zip(device.params, params, strict=True)
     ]

@@ -130,7 +130,7 @@ static void in_child_of_fork(void) {
 
 enum { TENSORS = 24, SCALARS = 16, SYMBOLS = 64, CHECKS = 192, MAPS = 12, ARGUMENTS = 96 };
 enum { DIMENSIONS = 8, RANK = 5, DEPTH = 16 }; /* of tensors, tensor maps, an expression's stack */
-enum { END, CONSTANT, SYMBOL, ADD, SUB, MUL, FLOORDIV, SHIFT, MAX, NUM_CODES };
+enum { END, CONSTANT, SYMBOL, ADD, SUB, MUL, FLOORDIV, SHIFT, NUM_CODES };
 enum { SIZE, STRIDE };
 enum { POINTER, MAP, INT32, FLOAT32, NUM_KINDS };
 typedef const int64_t *Expression; /* codes in postfix order, up to END */
@@ -152,8 +152,7 @@ typedef struct {
     Expression launch[7];    /* LaunchConfig's numbers */
     int kind[ARGUMENTS], index[ARGUMENTS]; Expression value[ARGUMENTS];
     MapSpec map[MAPS];
-    void *kernel;            /* loaded, for all devices */
-    _Atomic unsigned allowed[MAX_DEVICES]; /* 0, or 1 + bytes of shared memory of a launch on one */
+    void *kernel; _Atomic unsigned char ready[MAX_DEVICES]; /* loaded, for all devices and on one */
 } Entry;
 
 /* The arguments of a call, and the launch that they make: only addresses and stream are open. */
@@ -282,7 +281,6 @@ static int64_t evaluate(Expression code, const int64_t *values) { /* checked by 
             case MUL: *a = (int64_t)((uint64_t)*a * (uint64_t)b); break;
             case FLOORDIV: *a = b > 0 ? *a / b : 0; break; /* of sizes: a >= 0 */
             case SHIFT: *a >>= b & 63; break;
-            case MAX: *a = *a > b ? *a : b; break;
         }
     }
     return stack[0];
@@ -412,12 +410,10 @@ static int load_uncaptured(Entry *e, int device, unsigned shared, Outcome *o) {
 }
 
 static int ready(Entry *e, int device, unsigned shared, Outcome *o) {
-    if (atomic_load_explicit(&e->allowed[device], memory_order_acquire) > shared) return 0;
+    if (atomic_load_explicit(&e->ready[device], memory_order_acquire)) return 0;
     pthread_mutex_lock(&loading);
-    int needed = e->allowed[device] <= shared;
-    int failed = needed && load_uncaptured(e, device, shared, o);
-    if (needed && !failed)
-        atomic_store_explicit(&e->allowed[device], shared + 1, memory_order_release);
+    int failed = !e->ready[device] && load_uncaptured(e, device, shared, o);
+    if (!failed) atomic_store_explicit(&e->ready[device], 1, memory_order_release);
     pthread_mutex_unlock(&loading);
     return failed;
 }

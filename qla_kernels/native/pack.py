@@ -6,14 +6,7 @@ from collections.abc import Iterator, Mapping
 from qla_kernels.errors import need
 from qla_kernels.native.entry import OPERATORS, SIZE, Entry, Expression
 
-CODES = {
-    "+": 3,
-    "-": 4,
-    "*": 5,
-    "//": 6,
-    ">>": 7,
-    "max": 8,
-}  # of operators; launcher.c has the same numbers
+CODES = {"+": 3, "-": 4, "*": 5, "//": 6, ">>": 7}  # of operators; launcher.c has the same numbers
 END, CONSTANT, SYMBOL = 0, 1, 2
 KINDS = ("pointer", "map", "int32", "float32")  # of kernel arguments
 

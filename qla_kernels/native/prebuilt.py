@@ -27,7 +27,7 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.native.pack import DTYPES, pack, texts
 from qla_kernels.native.sources import PACKAGE, fingerprint, module_of
 
-FORMAT = 4  # of kernel files; goes up with every change of entries or of launcher.c that they need
+FORMAT = 3  # of kernel files; goes up with every change of entries or of launcher.c that they need
 SETS = ("13", "12.9")  # ptxas; a driver of CUDA 12 reads only the second
 TOOLS = ("tilelang", "nvcc", "ptxas")  # whose versions a manifest has; the last if it was named
 FILE, MANIFEST, LAUNCHER = "kernels-{}.zip", "manifest.json", "launcher.abi3.so"

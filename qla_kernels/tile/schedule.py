@@ -13,7 +13,6 @@ REGISTERS_PER_SM = 65_536
 SMEM_PER_SM = 233_472  # 228 KiB
 SMEM_PER_CTA = 232_448  # 227 KiB: the most that one CTA may have
 SMEM_RESERVED = 1_024  # the system's share of every resident CTA
-SMEM_GRANULE = 128  # a CTA's shared memory is a multiple of it
 THREADS_PER_CTA = 1_024
 WARP = 32
 WARPGROUP = 4  # warps; setmaxnreg and wgmma act on whole warpgroups
@@ -110,16 +109,6 @@ class Schedule:
     ctas_per_sm: int = 1
     spill_bytes: int = 0
     spill_reason: str = ""
-
-    def room_for(self, ctas: int) -> int:
-        """Returns the bytes of shared memory besides a CTA's own of which so many fit on an SM.
-
-        With fewer bytes one CTA more would fit. 0 if no more fit anyway.
-        """
-        if ctas >= self.ctas_per_sm:
-            return 0
-        fits = SMEM_PER_SM // (ctas + 1) // SMEM_GRANULE * SMEM_GRANULE - SMEM_RESERVED
-        return max(0, fits + SMEM_GRANULE - self.smem_bytes)
 
     def __post_init__(self) -> None:
         self._check_roles()

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.serving import decode_ways
 from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, jit
 from qla_kernels.emulator import EmulatedKernel
-from qla_kernels.gdn.decode import launch
 from qla_kernels.selftest.gdn_recurrent import ROUNDING, check, check_pool, decode, pooled
 from tests import gdn_kept_tokens
 
@@ -170,25 +168,6 @@ def test_results_that_nobody_asked_for():
     assert state is None
     check(x, o, None)
     check(x | WITHOUT, fused_recurrent_gated_delta_rule(**x | WITHOUT)[0], None)
-
-
-def test_room_changes_no_result(monkeypatch):
-    x = decode([3, 1, 6], state_v_first=True)
-    alone = run(x)
-    monkeypatch.setattr(launch, "room", lambda *_: 51_296)
-    assert all(map(torch.equal, run(x), alone))
-
-
-@pytest.mark.parametrize("v_first", [False, True])
-def test_the_order_of_accesses_changes_no_result(v_first):
-    """One of benchmarks/serving/decode_ways.py."""
-    x = decode([3, 1, 6], state_v_first=v_first)
-    alone = run(x)
-    emulated.cache_clear()
-    with decode_ways.by_rows():
-        by_rows = run(x)
-    emulated.cache_clear()
-    assert all(map(torch.equal, by_rows, alone))
 
 
 def test_kept_tokens_and_an_anchor():

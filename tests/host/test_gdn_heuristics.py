@@ -2,10 +2,7 @@
 
 import pytest
 
-from qla_kernels.gdn import heuristics
-from qla_kernels.gdn.decode.launch import room
-from qla_kernels.gdn.heuristics import CHAIN_STEP, RESIDENT_OF_MANY, ctas, tile_v
-from qla_kernels.gdn.kernels import recurrent
+from qla_kernels.gdn.heuristics import CHAIN_STEP, ctas, tile_v
 
 SMS = 132
 
@@ -43,32 +40,3 @@ def test_a_backward_that_fills_the_gpu_many_times_has_wide_tiles():
     """Only the rate counts there."""
     assert CHAIN_STEP[128] < 2 * CHAIN_STEP[64]
     assert all(tile_v(n, 32, 128, SMS) == 128 for n in range(60, 200))
-
-
-@pytest.mark.parametrize(
-    ("heads", "sequences", "tokens", "few"),
-    [
-        (32, 256, 1, True),
-        (64, 64, 1, True),
-        (16, 512, 1, True),
-        (16, 256, 1, True),
-        (16, 255, 1, False),
-        (32, 64, 1, False),
-        (32, 256, 2, False),
-        (32, 1, 1, False),
-    ],
-)
-def test_an_sm_has_fewer_ctas_of_one_token_in_large_batches(
-    heads, sequences, tokens, few, monkeypatch
-):
-    assert not heuristics.crowds(1 << 20, 1 << 20, 1 << 26)  # not measured yet
-    monkeypatch.setattr(heuristics, "MANY_CTAS", 8192)
-
-    def asked(dtype, K, state):
-        variant = recurrent.Variant(dtype, K, state)
-        return room(variant, sequences * tokens, sequences, sequences * heads * 2)
-
-    plan = recurrent.schedule(recurrent.Variant("bfloat16", 128, "float32"))
-    wanted = plan.room_for(RESIDENT_OF_MANY) if few else 0
-    assert asked("bfloat16", 128, "float32") == asked("float16", 128, "float32") == wanted
-    assert asked("bfloat16", 128, "bfloat16") == asked("bfloat16", 64, "float32") == 0

@@ -143,17 +143,6 @@ def test_budgets_count_every_resident_cta() -> None:
         Schedule((Role("a", 4, 128),), smem_bytes=232_449)
 
 
-def test_room_leaves_an_sm_to_fewer_ctas() -> None:
-    four = Schedule((Role("a", 4, 128),), smem_bytes=6_176, ctas_per_sm=4)
-    assert [four.room_for(ctas) for ctas in (4, 5)] == [0, 0]
-    for ctas in (1, 2, 3):
-        with_room = replace(four, smem_bytes=6_176 + four.room_for(ctas), ctas_per_sm=ctas)
-        with pytest.raises(ValueError, match="shared memory"):
-            replace(with_room, ctas_per_sm=ctas + 1)
-        assert four.room_for(ctas) % 16 == 0, "TileLang rounds it up"
-    assert four.room_for(3) == 57_472 - 6_176  # 4 x (56 KiB + the system's 1 KiB) fit
-
-
 def test_roles_share_what_the_cta_starts_with() -> None:
     """An SM has 65536 registers, 170.7 for each of 384 threads; a thread starts with 168."""
     full = (replace(STATE, regs=240), replace(VALUE, regs=240), LOAD, SPARE)

@@ -111,21 +111,6 @@ def numbers() -> None:
     assert len(rest) == 40 + 144
 
 
-def shared_memory() -> None:
-    """A launch may ask for more than those before it, and for less."""
-    chosen = [*ENTRY["launch"][:6], ["ctas", 1000, "*", 512, "max"]]
-    entry = {**ENTRY, "launch": chosen}
-    native, driver = standin.launcher(), _driver()
-    launch = native.launcher(NAME, ENTRY["function"], CUBIN, pack(entry), *texts(entry))
-    x, scale, sums, _ = _arguments()
-    for ctas in (1, 60, 7, 61, 200, 60):
-        driver.expect(standin.kinds(ENTRY))
-        launch(x, scale, sums, ctas)
-        _, rest = driver.record().split(b"\0", 1)
-        assert struct.unpack_from("7I", rest)[6] == max(1000 * ctas, 512)
-    assert driver["loads"] == 1
-
-
 def refusals() -> None:
     """They name tensor, axis, what was got and what is needed; both ways of reading a tensor."""
     for launch in (_launch(), _launch(exchange=False)):

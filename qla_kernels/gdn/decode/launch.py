@@ -4,7 +4,6 @@ Decoding makes this call for every layer and token. To avoid casts and copies, t
 gates in fp32 or in q's dtype, activates them, and takes both layouts of a state.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.ops import OP, VERIFY_OP, Decoded, Drafts, Norm, Pool
 from qla_kernels.gdn.decode.validate import in_whole_pieces
@@ -27,7 +25,6 @@ from qla_kernels.gdn.launch.tensors import (
     pass_state_through,
 )
 from qla_kernels.gdn.shapes import STATE_PIECE, key_room
-from qla_kernels.native.symbols import decided
 from qla_kernels.sm90 import dtype_name
 
 
@@ -148,7 +145,7 @@ def arguments(
 ) -> tuple[kernel.Variant, tuple[Any, ...]]:
     """Returns the kernel's variant and its arguments, for a call with at least one token."""
     q, v, cu_seqlens = call.q, call.v, call.cu_seqlens
-    K, (HV, V), N = q.shape[-1], v.shape[2:], call.num_sequences
+    K, (HV, V) = q.shape[-1], v.shape[2:]
     has = {
         kernel.INDICES: state_indices is not None,
         kernel.H0: h0 is not None,
@@ -159,31 +156,18 @@ def arguments(
     states = [x.mT if options.state_v_first else x for x in (h0, ht) if x is not None]
     if not states:
         states = [v.new_empty((), dtype=torch.float32).expand(1, HV, K, V)]
-    variant = kernel.Variant(dtype_name(q.dtype), key_room(K), dtype_name(states[0].dtype))
-    return variant, (
+    return kernel.Variant(dtype_name(q.dtype), key_room(K), dtype_name(states[0].dtype)), (
         *_inputs(call),
         no_index if cu_seqlens is None else low_words(cu_seqlens),
         no_index if state_indices is None else low_words(state_indices),
         states[0],
         states[-1],
         o,
-        N,
+        call.num_sequences,
         call.scale,
         options.beta_range,
         _flags(call, options, has),
-        decided(room, variant, q.shape[0] * q.shape[1], N, N * HV * (V // kernel.COLUMNS)),
     )
-
-
-def room(variant: kernel.Variant, tokens: int, sequences: int, ctas: int) -> int:
-    """Returns the bytes of shared memory that a CTA of recurrent asks for beside its own."""
-    measured = variant.K == 128 and variant.state == "float32"
-    return _room(variant) if measured and heuristics.crowds(tokens, sequences, ctas) else 0
-
-
-@cache
-def _room(variant: kernel.Variant) -> int:
-    return kernel.schedule(variant).room_for(heuristics.RESIDENT_OF_MANY)
 
 
 def norm_arguments(

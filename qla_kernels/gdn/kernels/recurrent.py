@@ -23,8 +23,6 @@ o is made from S before the update, which takes one pass over S instead of two. 
 four at a time, in shared memory: if each warp prepared them in registers, q and k of this token and
 the next would take as many registers as S. A K between the variants' runs in the larger one: the
 rows of S that it lacks are zeros in registers, and are neither read nor written.
-
-A launch may want fewer CTAs on an SM than fit: it asks for shared memory that nobody uses, `room`.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +37,6 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 TOKEN_WARPS = 4  # a CTA; also the tokens that are prepared together
 WARP_COLUMNS = 16  # columns of V of a warp
-COLUMNS = TOKEN_WARPS * WARP_COLUMNS  # of a CTA
 COLUMN_LANES = 8  # lanes that share columns of V and divide K
 KEY_SPAN = COLUMN_LANES * STATE_PIECE  # rows of K that a warp's lanes cover with one block each
 DECAY, QK = range(2)  # of a token's two scalars in shared memory
@@ -81,12 +78,6 @@ __device__ __forceinline__ float number(const unsigned char *at, int size) {
   return size == 4 ? *reinterpret_cast<const float *>(at)
                    : float(*reinterpret_cast<const Half *>(at));
 }
-}  // namespace qla
-"""
-
-HELD = """
-namespace qla {
-__device__ __forceinline__ void hold(const void *) {}
 }  // namespace qla
 """
 
@@ -162,11 +153,6 @@ def number(at, size, dtype):
     """Reads the number of `size` bytes at address `at`: fp32 if 4 bytes, else `dtype`."""
     read = f"qla::number<{CUDA_NAMES[dtype]}>"
     return T.call_extern("float32", read, T.access_ptr(at, "r", 1), size)
-
-
-def hold(buffer):
-    """Does nothing; of a buffer without any use TileLang allocates no shared memory."""
-    return T.call_extern("handle", "qla::hold", T.access_ptr(buffer[0], "r", 1))
 
 
 def has(flags, bit):
@@ -291,6 +277,7 @@ def clear_rows(o, r_o, row, first, stride, count, hv, k0, v0):
 def build(variant: Variant):
     plan = schedule(variant)
     blocks = variant.K // KEY_SPAN  # a lane
+    columns = TOKEN_WARPS * WARP_COLUMNS  # a CTA
     B, num_tokens, H, HV, V, size = T.dynamic("B, num_tokens, H, HV, V, size")
     num_bounds, num_indices, num_h0, num_ht = T.dynamic("num_bounds, num_indices, num_h0, num_ht")
     sizes = g_size, beta_size, A_size, dt_size = T.dynamic("g_size, beta_size, A_size, dt_size")
@@ -322,18 +309,15 @@ def build(variant: Variant):
         scale: T.float32,
         beta_range: T.float32,  # 1 or 2 where beta goes through a sigmoid, else 0
         flags: T.int32,
-        room: T.int32,  # bytes
     ):
-        with T.Kernel(num_sequences * HV * (V // COLUMNS), threads=plan.threads) as cta:
+        with T.Kernel(num_sequences * HV * (V // columns), threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
-            T.import_source(SOURCE + HELD)
+            T.import_source(SOURCE)
             s_q = T.alloc_shared((TOKEN_WARPS, variant.K), "float32")
             s_k = T.alloc_shared((TOKEN_WARPS, variant.K), "float32")
-            s_v = T.alloc_shared((TOKEN_WARPS, COLUMNS), "float32")
-            s_beta = T.alloc_shared((TOKEN_WARPS, COLUMNS), "float32")
+            s_v = T.alloc_shared((TOKEN_WARPS, columns), "float32")
+            s_beta = T.alloc_shared((TOKEN_WARPS, columns), "float32")
             s_scalars = T.alloc_shared((TOKEN_WARPS, 2), "float32")
-            s_room = T.alloc_shared((room,), "uint8")
-            hold(s_room)
             s = Token(s_q, s_k, s_v, s_beta, s_scalars)
             r_s = T.alloc_local((blocks, STATE_PIECE, STATE_PIECE), "float32")
             r_o = T.alloc_local((STATE_PIECE,), "float32")
@@ -343,8 +327,8 @@ def build(variant: Variant):
             lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
             v_first = T.bitwise_and(flags, V_FIRST)
 
-            n = T.truncdiv(cta, V // COLUMNS)
-            v0 = (cta - n * (V // COLUMNS)) * COLUMNS
+            n = T.truncdiv(cta, V // columns)
+            v0 = (cta - n * (V // columns)) * columns
             hv = n
             n = T.truncdiv(n, HV)
             hv -= n * HV
