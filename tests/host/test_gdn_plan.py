@@ -1,7 +1,9 @@
 """When sequences are cut, and how far apart: decided from ints alone."""
 
+import heapq
 import itertools
 import math
+import random
 
 import pytest
 
@@ -206,6 +208,67 @@ def over_others(lengths: list[int], heads: int) -> float:
     least = plan.forward_time(rest, *row)
     least = plan.whole_time(least) if rest.segment_chunks is None else least
     return plan.whole_time(durations.shares(*row)) / least
+
+
+# gdn-forward.md, 26: measured with equal shares over whole items.
+RAGGED = (
+    ([8192, 6000, 4000, 9000, 2000], 48, 0.801),
+    ([8192, 8192, 8192, 6000], 48, 0.690),
+    ([16000, 6768, 10000, 0], 48, 0.998),
+    ([12655, 7352, 4569], 64, 1.020),
+    ([16384, 8192, 8192, 4096, 4096], 32, 1.297),
+)
+
+
+@pytest.mark.parametrize(("lengths", "heads", "measured"), RAGGED)
+def test_ragged_batches_have_equal_shares_where_their_order_is_bad(lengths, heads, measured):
+    found = choose(lengths, heads, shares=False)
+    chunks = tuple(plan.rounded(-(-length // 64)) for length in lengths)
+    row = sequence_chunks(0, 0, lengths), heads, 128, 128, SMS
+    before = 0.0 if found.solves else durations.solve(row[0], heads, SMS)
+    ctas = heads * 128 // found.kernel.tile_v
+    dealt = before + durations.dealt(chunks, heuristics.STEP[found.kernel], ctas, SMS)
+    shared = durations.shares(*row)
+    assert plan.whole_time(shared) / plan.whole_time(dealt) == pytest.approx(measured, rel=0.08)
+    chosen = plan.in_order(found, chunks, *row[1:])
+    assert chosen == (Plan(WIDE, None, shares=True) if measured < 0.9 else found)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "free", "longest"),
+    [
+        ((4, 4, 4), 3, 4),
+        ((1, 2, 9), 3, 9),
+        ((9, 2, 1), 2, 9),
+        ((2, 1, 9), 2, 10),  # the last one starts late
+        ((0, 0, 5), 1, 5),
+        ((), 2, 0),
+    ],
+)
+def test_items_are_dealt_to_the_first_free_sm(chunks, free, longest):
+    for ctas in (1, 7):
+        found = durations.dealt(chunks, 1.0, ctas, free * ctas, start=0.0)
+        assert found == pytest.approx(durations.LAUNCH + longest)
+
+
+def test_dealing_is_that_of_a_queue():
+    rng = random.Random(0)
+    for _ in range(200):
+        chunks = [rng.randrange(300) for _ in range(rng.randrange(1, 9))]
+        ctas, sms = rng.randrange(1, 70), rng.randrange(1, 140)
+        free = [0.0] * sms
+        for length in chunks:
+            for _ in range(ctas):
+                heapq.heapreplace(free, free[0] + 3.0 + 2.5 * length)
+        found = durations.dealt(chunks, 2.5, ctas, sms, start=3.0)
+        assert found == pytest.approx(durations.LAUNCH + max(free))
+
+
+def test_order_changes_no_plan_that_cuts_or_fits_one_wave():
+    for lengths, heads in (([32768, 640, 640], 4), ([9000, 2000], 32), ([640] * 9, 96)):
+        found = choose(lengths, heads)
+        chunks = tuple(-(-length // 64) for length in lengths)
+        assert plan.in_order(found, chunks, heads, 128, 128, SMS) is found
 
 
 @pytest.mark.parametrize(

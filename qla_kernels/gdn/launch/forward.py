@@ -24,6 +24,7 @@ from qla_kernels.gdn.launch.pools import Places
 from qla_kernels.gdn.launch.segments import NO_ENDS, Maps, OpenEnds, Segments, Whole
 from qla_kernels.gdn.launch.tensors import (
     WHOLE,
+    chunks_in_order,
     flat_parts,
     fresh_like,
     key_first,
@@ -273,6 +274,8 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
         return found.whole_plan(first.kernel) if single else found, False
     bound = options.warm_log_bound
     plan = decided(gdn_plan.forward, chunks, *shape, bound, False, not one_path)
+    if len(chunks) > 1 and call.cu_seqlens_cpu is not None and not one_path:
+        plan = gdn_plan.in_order(plan, chunks_in_order(call.cu_seqlens_cpu), *shape)
     return plan, known and len(chunks) == 1 and plan.segment_chunks is None
 
 

@@ -12,9 +12,10 @@ from qla_kernels.device_tables import kept
 from qla_kernels.gdn.call import Call
 from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
-from qla_kernels.gdn.plan import sequence_chunks
+from qla_kernels.gdn.plan import rounded, sequence_chunks
 from qla_kernels.gdn.shapes import key_room
 from qla_kernels.sm90 import dtype_name
+from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable, capacity
 
 WHOLE = slice(None)
@@ -197,17 +198,23 @@ def chunks_of(num_sequences: int, num_tokens: int, cu_seqlens_cpu: Tensor | None
     """
     if cu_seqlens_cpu is None:
         return sequence_chunks(num_sequences, num_tokens)
-    return _chunks_between(cu_seqlens_cpu.numpy().tobytes(), cu_seqlens_cpu.element_size())
+    return _chunks_between(cu_seqlens_cpu.numpy().tobytes(), cu_seqlens_cpu.element_size())[0]
+
+
+def chunks_in_order(cu_seqlens_cpu: Tensor) -> tuple[int, ...]:
+    """Returns each sequence's number of chunks, rounded as those of `chunks_of`."""
+    return _chunks_between(cu_seqlens_cpu.numpy().tobytes(), cu_seqlens_cpu.element_size())[1]
 
 
 @functools.lru_cache(maxsize=64)
-def _chunks_between(bounds: bytes, size: int) -> Lengths:
-    """Returns the sequences' numbers of chunks, for the bytes of a cu_seqlens.
+def _chunks_between(bounds: bytes, size: int) -> tuple[Lengths, tuple[int, ...]]:
+    """Returns the sequences' numbers of chunks, counted and in order, for a cu_seqlens' bytes.
 
     Its numbers are int32 if `size` is 4, else int64. Cached: every layer has the same bounds.
     """
-    ends = np.frombuffer(bounds, np.int32 if size == 4 else np.int64)
-    return sequence_chunks(0, 0, np.diff(ends).tolist())
+    lengths = np.diff(np.frombuffer(bounds, np.int32 if size == 4 else np.int64)).tolist()
+    in_order = tuple(rounded(-(-length // CHUNK)) for length in lengths)
+    return sequence_chunks(0, 0, lengths), in_order
 
 
 def room_for_chunks(num_tokens: int, cu_seqlens: Tensor) -> ChunkTable:
