@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
 from qla_kernels.gdn import ShardError, build_cp_context
 from qla_kernels.gdn.sharded import cpu as shard_cpu
+from qla_kernels.integrations import fla
 from tests.gdn_calls import Call, call, gradients, leaves
 from tests.gdn_shard_ranks import LENGTHS
 from tests.ranks import DEADLINE, WORLD, start
@@ -195,6 +196,17 @@ def test_contexts_where_the_default_is_a_gpu(alone):
         context = build_cp_context(bounds)
     assert context.cu_seqlens.is_cpu
     assert context.cu_seqlens_cpu.is_cpu
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_fla_hands_us_a_context_of_the_whole_job(alone, layout):
+    """It had no group, so that we declined it, and FLA would have run it without the other ranks."""
+    context = build_cp_context(torch.tensor([0, 70]), layout=layout)
+    assert context.group is dist.group.WORLD
+    assert replace(context, group=None).group is dist.group.WORLD
+    x = call([70])
+    del x["initial_state"], x["cu_seqlens"]
+    assert fla.declined(**x, cp_context=context) is None
 
 
 def test_a_group_of_others(alone):

@@ -57,7 +57,7 @@ class CPContext:
     stretch of this rank, count stretches.
     """
 
-    group: dist.ProcessGroup | None  # all ranks of the job if None
+    group: dist.ProcessGroup | None  # None becomes the group of all ranks of the job
     cu_seqlens: Tensor  # [n + 1] bounds of the n sequences with tokens here; 0 is the first token
     cu_seqlens_cpu: Tensor
     pre_num_ranks: int | None = None  # ranks before this one with a part of its first sequence
@@ -67,6 +67,10 @@ class CPContext:
     front_num_seqs: int | None = None  # number of sequences in the first stretch
     pre_num_ranks_by_part: tuple[int, int] | None = None
     post_num_ranks_by_part: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.group is None:  # FLA would run a context without a group as none at all
+            object.__setattr__(self, "group", dist.group.WORLD)
 
     @property
     def is_first_rank(self) -> bool | None:
