@@ -13,13 +13,15 @@ since each has to be compiled first.
 tier (tests/device/test_cases.py) run the same ones.
 """
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from qla_kernels import device, jit
+from qla_kernels import device, digests, jit
+from qla_kernels.native import prebuilt
 from qla_kernels.selftest import (
     conv,
     dualkv_backward,
@@ -95,6 +97,7 @@ def run(kernel: str = "", variant: str = "") -> list[Result]:
     results: list[Result] = []
     if not kernel:
         results += [gdn_public.run("cpu", dtype) for dtype in (torch.float32, torch.bfloat16)]
+        results.append(_prebuilt())
     if not device.available():
         return [*results, Result("GPU", None, "torch sees none")]
     capability = device.capability(torch.device("cuda"))
@@ -108,6 +111,25 @@ def run(kernel: str = "", variant: str = "") -> list[Result]:
         variants = cases.variants_of(kernel, variant) if kernel else _usual(cases.variants())
         results += (result for v in variants for result in _of_variant(cases, v))
     return results
+
+
+def _prebuilt() -> Result:
+    """Reads all prebuilt kernels; fails if one is damaged, or absent and cannot be compiled."""
+    name = "prebuilt kernels"
+    try:
+        file = prebuilt.in_use()
+        if isinstance(file, str):
+            return Result(name, None, file)
+        prebuilt.read_all(file.path)
+    except ValueError as error:
+        return Result(name, False, str(error))
+    every = digests.recorded()
+    used = sum(map(file.has, every))
+    said = f"{used} of {len(every)} variants, {file.path}"
+    if used == len(every):
+        return Result(name, True, said)
+    can_compile = importlib.util.find_spec("tilelang") is not None
+    return Result(name, can_compile, f"{said}; the others need tilelang")
 
 
 def _usual(variants: tuple[Any, ...]) -> list[Any]:

@@ -200,7 +200,7 @@ def test_contexts_where_the_default_is_a_gpu(alone):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_fla_hands_us_a_context_of_the_whole_job(alone, layout):
-    """It had no group, so that we declined it, and FLA would have run it without the other ranks."""
+    """It had no group, so that we declined it, and FLA would have run each rank alone."""
     context = build_cp_context(torch.tensor([0, 70]), layout=layout)
     assert context.group is dist.group.WORLD
     assert replace(context, group=None).group is dist.group.WORLD

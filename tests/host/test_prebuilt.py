@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+import sys
 import sysconfig
 import zipfile
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from qla_kernels import build, digests, info, jit, programs
+from qla_kernels import build, digests, info, jit, programs, selftest
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate, recurrent
 from qla_kernels.native import prebuilt, sources
@@ -74,6 +75,37 @@ def test_the_doctor_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "cannot read its manifest" in str(info.report()["prebuilt kernels"])
     monkeypatch.setenv("QLA_PREBUILT", "")
     assert info.report()["prebuilt kernels"] == {"file": "none: QLA_PREBUILT is empty"}
+
+
+def test_the_selftest_reads_every_prebuilt_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It passed where QLA_PREBUILT named nothing, and where a file was damaged."""
+
+    def said() -> selftest.Result:
+        prebuilt._kernels.cache_clear()
+        (result,) = (x for x in selftest.run() if x.name == "prebuilt kernels")
+        return result
+
+    path = write(folder)
+    every = len(digests.recorded())
+    some = f"1 of {every} variants, {path}; the others need tilelang"
+    assert said() == selftest.Result("prebuilt kernels", True, some)
+    monkeypatch.setitem(sys.modules, "tilelang", None)
+    assert said() == selftest.Result("prebuilt kernels", False, some)
+    write(folder, *(built()._replace(label=label) for label in digests.recorded()))
+    monkeypatch.setattr(prebuilt.KernelFile, "has", lambda *_: True)
+    assert said() == selftest.Result(
+        "prebuilt kernels", True, f"{every} of {every} variants, {path}"
+    )
+    write(folder, built(cubin="another"))
+    assert (said().passed, said().note[:30]) == (False, "qla_kernels: cannot read gdn.g")
+    monkeypatch.setenv("QLA_PREBUILT", str(folder / "nowhere"))
+    assert said().passed is False
+    assert "nowhere does not exist" in said().note
+    assert info.main(["--selftest"]) == 1
+    monkeypatch.setenv("QLA_PREBUILT", "")
+    assert said() == selftest.Result("prebuilt kernels", None, "QLA_PREBUILT is empty")
 
 
 def test_a_file_may_be_named_instead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
