@@ -2,8 +2,9 @@
 
 `python -m qla_kernels.build --out FOLDER` fills such a folder. The wheel then has its kernels and
 the launcher in `qla_kernels/prebuilt`, and a tag for the machine that the launcher was compiled
-for. Without QLA_PREBUILT the wheel has no binary file. An editable installation never has kernels:
-there, QLA_PREBUILT says at run time where they are.
+for. The build prints each set and its number of kernels, and ends if one is lacking, damaged or of
+other sources. Without QLA_PREBUILT the wheel has no binary file. An editable installation never has
+kernels: there, QLA_PREBUILT says at run time where they are.
 """
 
 import os
@@ -25,10 +26,17 @@ class PrebuiltKernels(BuildHookInterface):  # type: ignore[type-arg]
             return
         sys.path.insert(0, self.root)  # not what is installed: the kernels have to fit these files
         try:
+            from qla_kernels.errors import Unsupported
             from qla_kernels.native import prebuilt
         finally:
             del sys.path[0]
-        files = prebuilt.checked(Path(folder).expanduser())
+        try:
+            files = prebuilt.checked(Path(folder).expanduser())
+        except Unsupported as error:  # its sentence is the last line, below no traceback
+            self.app.abort(str(error))
+        for kernels in map(prebuilt.opened, files[:-1]):
+            found, of_set = len(kernels.kernels), kernels.manifest["set"]
+            self.app.display_info(f"kernels for this wheel: set {of_set}, all {found} variants")
         build_data["force_include"].update(
             {str(path): f"qla_kernels/{prebuilt.INSIDE.name}/{path.name}" for path in files}
         )

@@ -23,6 +23,7 @@ from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from qla_kernels import digests
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.native.pack import DTYPES, pack, texts
 from qla_kernels.native.sources import PACKAGE, fingerprint, module_of
@@ -264,14 +265,15 @@ def check_launcher(path: Path) -> None:
 def checked(place: Path) -> list[Path]:
     """Returns the files of a folder that go into a wheel: kernel files, and the launcher last.
 
-    Raises Unsupported if there are none, if one is damaged, or if kernels were built from other
-    sources than this package has.
+    Raises Unsupported if there are none, if one is damaged or lacks a variant, or if kernels were
+    built from other sources than this package has.
     """
     *files, launcher = files_of(place)
     if not files:
         fix = "run `python -m qla_kernels.build --out FOLDER`"
         raise Unsupported(need("QLA_PREBUILT", f"no kernels in {place}", "a built folder", fix))
     check_launcher(launcher)
+    every = digests.recorded()
     for file in map(opened, files):
         if other := sorted(label for label in file.kernels if not file.has(label)):
             got = (
@@ -279,6 +281,10 @@ def checked(place: Path) -> list[Path]:
             )
             fix = "run `python -m qla_kernels.build` in this checkout"
             raise Unsupported(need("QLA_PREBUILT", got, "kernels of these sources", fix))
+        if absent := sorted(every.keys() - file.kernels.keys()):
+            got = f"{file.path} lacks {len(absent)} of {len(every)} variants ({absent[0]}, ..)"
+            fix = "run `python -m qla_kernels.build --out FOLDER` without names of kernels"
+            raise Unsupported(need("QLA_PREBUILT", got, "all of them for a wheel", fix))
         for label in file.kernels:
             for kind in MEMBERS:
                 file.read(label, kind)

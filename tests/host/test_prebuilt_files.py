@@ -124,7 +124,7 @@ def test_builds_into_one_folder_at_once_leave_whole_files(folder: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(os.listdir(folder)) == ["kernels-13.zip", prebuilt.LAUNCHER]
-    assert prebuilt.checked(folder)
+    prebuilt.read_all(prebuilt.files_of(folder)[0])
 
 
 def test_a_build_that_fails_leaves_the_old_file(folder: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from qla_kernels import digests
 from qla_kernels.emulator import cache
 from qla_kernels.native import prebuilt
 from tests.limits import HANG
@@ -22,7 +23,7 @@ from tests.readme import ROOT, snippets
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
-def run(*command: object, cwd: Path, fails: bool = False, **env: str) -> str:
+def run(*command: object, cwd: Path, fails: bool = False, stderr: bool = False, **env: str) -> str:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("QLA_", "PYTHON"))}
     done = subprocess.run(
         [str(part) for part in command],
@@ -34,7 +35,7 @@ def run(*command: object, cwd: Path, fails: bool = False, **env: str) -> str:
         check=False,
     )
     assert (done.returncode != 0) == fails, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr * fails
+    return done.stdout + done.stderr * (fails or stderr)
 
 
 BUILD = (sys.executable, "-m", "build", "--wheel", "--no-isolation", ROOT, "-o")
@@ -51,11 +52,11 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> Path:
-    """A folder with both sets of one kernel, and the launcher."""
+    """A folder with both sets of kernels, which are all one, and the launcher."""
     folder = tmp_path_factory.mktemp("kernels")
     shutil.copy(standin.built() / prebuilt.LAUNCHER, folder)
     for of_set in prebuilt.SETS:
-        made_up.write(folder, of_set=of_set)
+        made_up.write(folder, *made_up.built_all(), of_set=of_set)
     return folder
 
 
@@ -63,7 +64,9 @@ def kernels(tmp_path_factory) -> Path:
 def wheel_with_kernels(kernels, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     pytest.importorskip("build", reason="needs the dev extra")
-    run(*BUILD, out, cwd=out, QLA_PREBUILT=str(kernels))
+    said = run(*BUILD, out, cwd=out, stderr=True, QLA_PREBUILT=str(kernels))
+    for of_set in prebuilt.SETS:
+        assert f"set {of_set}, all {len(digests.recorded())} variants" in said
     (found,) = out.glob("*.whl")
     return found
 
@@ -178,6 +181,19 @@ def test_kernels_of_other_sources_do_not_get_into_a_wheel(kernels, tmp_path):
     assert "was built from other sources of 1 kernels (gdn.gate-" in said
     said = run(*BUILD, tmp_path, cwd=tmp_path, fails=True, QLA_PREBUILT=str(tmp_path / "no"))
     assert f"QLA_PREBUILT: no kernels in {tmp_path / 'no'}; need a built folder; run" in said
+    assert "Traceback" not in said
+    assert not [*tmp_path.glob("*.whl")]
+
+
+@needs_cc
+def test_a_part_of_the_kernels_makes_no_wheel(kernels, tmp_path):
+    """It made one of the same name and version as all of them do."""
+    pytest.importorskip("build", reason="needs the dev extra")
+    shutil.copy(kernels / prebuilt.LAUNCHER, tmp_path)
+    file, every = made_up.write(tmp_path), len(digests.recorded())
+    said = run(*BUILD, tmp_path, cwd=tmp_path, fails=True, QLA_PREBUILT=str(tmp_path))
+    assert f"QLA_PREBUILT: {file} lacks {every - 1} of {every} variants (attn.delta-" in said
+    assert "Traceback" not in said
     assert not [*tmp_path.glob("*.whl")]
 
 
@@ -185,7 +201,7 @@ def test_kernels_of_other_sources_do_not_get_into_a_wheel(kernels, tmp_path):
 def test_kernels_of_an_installed_wheel_are_launched(wheel_with_kernels, tmp_path_factory, tmp_path):
     python = environment(wheel_with_kernels, tmp_path_factory)
     said = run(python, "-m", "tests.native.every", cwd=ROOT)  # TileLang cannot be imported there
-    assert said.startswith("1 of ")
+    assert said.startswith("{0} of {0} ".format(len(digests.recorded())))
     inside = Path(said.split(" launched from ")[1].splitlines()[0])
     assert inside.is_relative_to(python.parents[1])
     assert inside.name == "kernels-13.zip"  # the stand-in is a driver of CUDA 13

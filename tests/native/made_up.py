@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from qla_kernels import build, jit
+from qla_kernels import build, digests, jit
 from qla_kernels.gdn.kernels import gate
 from qla_kernels.native import sources
 from tests.native import behaviour
@@ -22,6 +22,16 @@ def built(**changed: str) -> build.Built:
         "cubin": build.checksum(behaviour.CUBIN),
     }
     return build.Built(LABEL, entry, behaviour.CUBIN, about | changed)
+
+
+def built_all() -> list[build.Built]:
+    """The same kernel under the name of every variant, as a wheel has to have them."""
+    return [
+        kernel._replace(label=label, about=kernel.about | {"sources": sources.fingerprint(module)})
+        for kernel in [built()]
+        for label in digests.recorded()
+        for module in [sources.module_of(label)]
+    ]
 
 
 def write(folder: Path, *kernels: build.Built, of_set: str = "13") -> Path:
