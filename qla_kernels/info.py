@@ -3,16 +3,18 @@
     python -m qla_kernels                       everything below
     python -m qla_kernels --json                the same, for programs
     python -m qla_kernels --fingerprint         one hash a family: of its kernels' generated code
-    python -m qla_kernels --selftest            small cases against the reference
+    python -m qla_kernels --selftest            prebuilt kernels, and small cases of every kernel
     python -m qla_kernels gdn.kkt_solve         a kernel's schedules
 
 `python -m qla_kernels.info` is the same program.
 
 Its output belongs at the top of any bug report. A probe that fails reports its failure and does not
 stop the others. Nothing is compiled, except by --selftest.
+
+The exit status is 1 if --selftest finds a wrong result or a damaged kernel, and 2 for wrong
+arguments. A report without arguments has status 0, whatever it says.
 """
 
-import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -23,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import qla_kernels
-from qla_kernels import digests, jit
+from qla_kernels import command_line, digests, jit
 from qla_kernels.errors import need
 from qla_kernels.native import prebuilt
 from qla_kernels.sm90 import CAPABILITY, head_sizes
@@ -154,12 +156,16 @@ def _versions() -> Section:
             "torch": lambda: _version("torch"),
             "tilelang": lambda: _version("tilelang"),
             "apache-tvm-ffi": lambda: _version("tvm_ffi", "apache-tvm-ffi"),
-            "nvcc": jit.nvcc_version,
+            "nvcc": _nvcc,
             "CUDA of torch": _torch_cuda,
         }
     )
     shown = {name: str(version) for name, version in versions.items()}
     return versions | {"tested together": tested(shown | _tools())}
+
+
+def _nvcc() -> str:
+    return jit.nvcc_version() if _installed("tilelang") else "not used without tilelang"
 
 
 def _tools() -> dict[str, str]:
@@ -285,12 +291,12 @@ def text(sections: dict[str, Section]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m qla_kernels", description="The doctor.")
+    parser = command_line.parser("python -m qla_kernels", __doc__)
     parser.add_argument("kernel", nargs="?", help="such as gdn.kkt_solve: print its schedules")
     parser.add_argument("--json", action="store_true", help="for programs")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--fingerprint", action="store_true", help="one hash a kernel family")
-    what.add_argument("--selftest", action="store_true", help="small cases against the reference")
+    what.add_argument("--selftest", action="store_true", help="status 1 if anything is wrong")
     options = parser.parse_args(arguments)
     passed = True
     if options.kernel:
