@@ -242,7 +242,8 @@ def nvcc() -> Path:
 
     path = Path(CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
     if not path.exists():
-        fix = "install the CUDA toolkit and set CUDA_HOME, or pip install nvidia-cuda-nvcc"
+        packages = "nvidia-cuda-nvcc nvidia-cuda-cccl"  # the second has headers of the first
+        fix = f"install the CUDA toolkit and set CUDA_HOME, or pip install {packages}"
         raise Unsupported(need("qla_kernels.jit", f"no nvcc at {path}", "CUDA 12 or later", fix))
     return path
 
