@@ -27,6 +27,17 @@ def test_every_input_has_a_gradient(code):
     assert all(code[n].grad.any() for n in ("q", "k", "v", "a", "b", "A_log", "dt_bias"))
 
 
+def test_decoding_goes_on_where_a_prompt_ended(code):
+    given = [code[n].detach().double() for n in ("q", "k", "v", "decays", "betas")]
+    for n, (begin, end) in enumerate(((0, 150), (150, 200))):
+        tokens = [*range(begin, end), *[end - 1] * 3]  # the last one three times more
+        o, (state,) = chunk_gated_delta_rule(
+            *(x[:, tokens] for x in given), output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        assert_close("o", code["o_t"][:, n], o[:, -1], 1e-5)  # fp32
+        assert_close("state", code["ht"][n], state, 1e-5)
+
+
 def test_a_rank_s_part_of_one_rank_is_all(code):
     x = call([30, 40])
     del x["initial_state"]
