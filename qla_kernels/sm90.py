@@ -34,7 +34,7 @@ def refused_device(
     if capability != CAPABILITY:
         got = f"device capability {capability[0]}.{capability[1]}"
         needs = f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)"
-        return got, needs, f"run on an H100, H200 or H20, or {elsewhere}"
+        return got, needs, f"run on an H100 or H200, or {elsewhere}"
     if dtype not in DTYPES:
         got = f"q, k and v are {dtype_name(dtype)}"
         fix = f"cast them, as with x.to(torch.{dtype_name(DTYPES[0])}), or {elsewhere}"

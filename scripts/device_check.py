@@ -224,7 +224,7 @@ def no_hopper() -> str | None:
         if capability == CAPABILITY:
             return None
         got = f"{device.name(torch.device('cuda'))} has capability {capability[0]}.{capability[1]}"
-    return need("device_check", got, "an SM90 GPU (9.0)", "run it on an H100, H200 or H20")
+    return need("device_check", got, "an SM90 GPU (9.0)", "run it on an H100 or H200")
 
 
 if __name__ == "__main__":

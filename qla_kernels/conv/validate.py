@@ -89,7 +89,7 @@ def _refused_on_cuda(
     if capability != CAPABILITY:
         got = f"device capability {capability[0]}.{capability[1]}"
         needs = f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)"
-        return got, needs, f"run on an H100, H200 or H20, or {ELSEWHERE}"
+        return got, needs, f"run on an H100 or H200, or {ELSEWHERE}"
     if x.dtype not in DTYPES:
         got, needs = f"x is {dtype_name(x.dtype)}", f"{one_of(DTYPES)} on SM90"
         return got, needs, f"cast it, or {ELSEWHERE}"

@@ -225,7 +225,12 @@ def check_state(
     K, (HV, V) = q.shape[-1], v.shape[2:]
     num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     size, letters = ((V, K), "[N, HV, V, K]") if state_v_first else ((K, V), "[N, HV, K, V]")
-    expect_tensor(op, name, state, (num_seqs, HV, *size), letters, q.device, floats=True)
+    shape = num_seqs, HV, *size
+    given = getattr(state, "shape", shape)
+    if cu_seqlens is None and given != shape and given[1:] == shape[1:]:
+        got = f"{name} has {given[0]} states, for a batch of {num_seqs}"
+        raise ValueError(need(op, got, "one a sequence", "pass cu_seqlens if q is packed"))
+    expect_tensor(op, name, state, shape, letters, q.device, floats=True)
 
 
 def _check_cu_seqlens(

@@ -301,7 +301,7 @@ def test_what_a_hopper_gpu_takes():
     assert refusal(*cuda(k=strided(128, 20 * 128, 1)), capability=(9, 0)) is None
     assert refusal(*cuda(), capability=(10, 0)) == (
         "shared_prefix_attention: device capability 10.0; need 9.0 (Hopper); "
-        f"run on an H100, H200 or H20, or {ELSEWHERE}"
+        f"run on an H100 or H200, or {ELSEWHERE}"
     )
 
 

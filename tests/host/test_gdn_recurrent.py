@@ -157,7 +157,7 @@ MALFORMED = {
     ),
     "a slot twice": ({"state_indices": torch.tensor([1, 1])}, "state_indices [1, 1]; need diff"),
     "a slot past the pool": ({"state_indices": INDICES + 1}, "state_indices [1, 2]; need diff"),
-    "number of states": ({"initial_state": torch.zeros(7, 4, 16, 8)}, "initial_state has shape (7"),
+    "number of states": ({"initial_state": torch.zeros(7, 4, 16, 8)}, "initial_state has 7 states"),
     "beta": ({"beta": torch.zeros(2, 70, 4, 7)}, "beta has shape (2, 70, 4, 7); need [B, T, HV"),
     "a number for beta": ({"beta": 1.0}, "beta is of type float; need a tensor"),
     "a number for g": ({"g": 0.0}, "g is of type float; need a tensor"),
@@ -200,6 +200,8 @@ def test_refusals():
     for name in ("gk", "gv"):
         with pytest.raises(Unsupported, match=f"got {name}; need None: one decay a head and token"):
             run(x, **{name: x["v"]})
+    with pytest.raises(Unsupported, match=r"got gk; .*; if it is beta, pass that by its name; e"):
+        fused_recurrent_gated_delta_rule(*(x[n] for n in ("q", "k", "v", "g", "beta")))
     shared = x["initial_state"][:1].expand_as(x["initial_state"])
     with pytest.raises(Unsupported, match="states of the pool share memory; need a place for each"):
         run(x, initial_state=shared, state_indices=INDICES)

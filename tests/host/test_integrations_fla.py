@@ -187,7 +187,7 @@ def test_disabled_dispatch_is_noticed(installed, caplog):
     assert ran_by(bare.chunk_gated_delta_rule(**call())) == "FLA"
 
 
-HOPPER = "need 9.0 (Hopper); run on an H100, H200 or H20, or leave such calls to FLA"
+HOPPER = "need 9.0 (Hopper); run on an H100 or H200, or leave such calls to FLA"
 
 
 @pytest.mark.parametrize(

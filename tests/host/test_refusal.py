@@ -34,7 +34,7 @@ STRIDES = (
 REFUSED = {
     "capability": (
         {"capability": (10, 0)},
-        "device capability 10.0; need 9.0 (Hopper); run on an H100, H200 or H20, " + ELSEWHERE,
+        "device capability 10.0; need 9.0 (Hopper); run on an H100 or H200, " + ELSEWHERE,
     ),
     "K": (
         tensors(K=90),

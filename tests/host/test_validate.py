@@ -77,6 +77,11 @@ MALFORMED = {
         "initial_state has shape (2, 4, 8, 16); need [N, HV, K, V] = (2, 4, 16, 8); "
         "reshape or expand initial_state",
     ),
+    "states of a packed batch without its bounds": (
+        {"initial_state": zeros(3, 4, 16, 8)},
+        "initial_state has 3 states, for a batch of 2; need one a sequence; "
+        "pass cu_seqlens if q is packed",
+    ),
     "state_v_first": (
         {"state_v_first": True},
         "initial_state has shape (2, 4, 16, 8); need [N, HV, V, K] = (2, 4, 8, 16); "

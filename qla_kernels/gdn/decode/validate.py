@@ -150,7 +150,9 @@ def recurrent_refusal(
     """
     for name, x in (("gk", gk), ("gv", gv)):
         if x is not None:
-            return need(op, f"got {name}", "None: one decay a head and token", ELSEWHERE)
+            # chunk_gated_delta_rule has beta where this function has gk
+            fix = f"if it is beta, pass that by its name; else {ELSEWHERE}"
+            return need(op, f"got {name}", "None: one decay a head and token", fix)
     if reason := refusal(q, k, v, capability=capability, op=op):
         return reason
     if pool is None:
