@@ -156,16 +156,12 @@ def _versions() -> Section:
             "torch": lambda: _version("torch"),
             "tilelang": lambda: _version("tilelang"),
             "apache-tvm-ffi": lambda: _version("tvm_ffi", "apache-tvm-ffi"),
-            "nvcc": _nvcc,
+            "nvcc": lambda: jit.nvcc_version() if _installed("tilelang") else "not used",
             "CUDA of torch": _torch_cuda,
         }
     )
     shown = {name: str(version) for name, version in versions.items()}
     return versions | {"tested together": tested(shown | _tools())}
-
-
-def _nvcc() -> str:
-    return jit.nvcc_version() if _installed("tilelang") else "not used without tilelang"
 
 
 def _tools() -> dict[str, str]:
