@@ -83,13 +83,13 @@ def _fake_reject(*_: Any) -> None:
     return None
 
 
-LAUNCHES = "qla_kernels.gdn.anchored.launch"
+ON_CUDA = "qla_kernels.gdn.anchored.launch"
 gdn_pool_extend = define_on_records(
     "gdn_pool_extend",
     (Call, Slots, Extension, Options),
     Tensor,
     _fake_extend,
-    checked(imported_late(LAUNCHES, "gdn_pool_extend"), _check_slots),
+    checked(imported_late(ON_CUDA, "gdn_pool_extend"), _check_slots),
     _extend_on_cpu,
 )
 gdn_pool_reject = define_on_records(
@@ -97,6 +97,6 @@ gdn_pool_reject = define_on_records(
     (Rejection,),
     None,
     _fake_reject,
-    checked(imported_late(LAUNCHES, "gdn_pool_reject"), _check_rejection),
+    checked(imported_late(ON_CUDA, "gdn_pool_reject"), _check_rejection),
     _reject_on_cpu,
 )

@@ -6,7 +6,7 @@ Steps (numbers appear again in the code); a thread has one sequence:
     1  find its slot; none for padding
     2  shorten it
 
-Bounded by the launch. Why this shape: torch took six launches, which no program can repeat.
+Bounded by the launch. Why this shape: torch took seven launches, which no program can repeat.
 """
 
 from typing import NamedTuple
