@@ -122,7 +122,8 @@ class GdnPool:
             where = (call.num_sequences,), "[N]", q.device
             expect_tensor(POOL_OP, "has_initial_state", has_initial_state, *where)
         extension = Extension(state_indices, has_initial_state, drafts=False)
-        return gdn_pool_extend(call, self.tensors, extension, options)
+        o: Tensor = gdn_pool_extend(call, self.tensors, extension, options)
+        return o
 
     def decode(
         self,
@@ -154,7 +155,8 @@ class GdnPool:
         found = None if torch.compiler.is_compiling() else DECODES.find(*given)
         if type(found) is tuple:
             torch.autograd.graph.increment_version(pool)
-            return found[0]
+            o: Tensor = found[0]
+            return o
         if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > NEW_TOKENS:
             got, fix = (
                 f"decode of {q.shape[1]} tokens",
