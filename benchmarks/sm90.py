@@ -7,13 +7,18 @@
 
 Shapes of your own, in any family:
 
-    python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2,1x32768 --head-dim 64
-    python -m benchmarks.sm90 dualkv --heads 8/32 --lengths 16x4096+512    16 responses of 512
+    python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2,32768x1 --head-dim 64
+    python -m benchmarks.sm90 dualkv --heads 8/32 --lengths 16x4096+512
     python -m benchmarks.sm90 sparse_ring --lengths 128k --density 0.05 --run 4
     python -m benchmarks.sm90 conv --heads 16/32 --lengths 4096x8          its channels
     python -m benchmarks.sm90 hybrid --lengths 8x16384+2048                a block of four layers
 
 Heads are key heads / value heads of a gated delta net, key-value heads / query heads of attention.
+Lengths are LENGTHxCOUNT: 4096x2 is two sequences of 4096 tokens, 1x64 is 64 of one, 8192 is one of
+8192, and 6144+2048 is a pack of two; commas separate workloads. In dualkv, conv and hybrid
+16x4096+512 is 16 responses of 512 tokens to a prompt of 4096, and `4 of 16x4096+512` four of these.
+`--list` says it in words.
+
 Without a GPU workloads run through the CPU path, shortened or left out, and the table says which.
 Results are checked before they are timed; what is wrong, missing or too slow to compile says so in
 the table. Installed from a wheel, the package is without benchmarks: run them in a checkout.
@@ -47,6 +52,7 @@ from .harness.watchdog import LIMITS, Harness
 from .harness.without_gpu import WHOLE, for_cpu
 from .hybrid.workloads import HYBRID, HYBRID_DEFAULT
 from .report import tables
+from .report.names import shape_of
 from .serving.workloads import SERVING
 
 SETS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -82,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="the anchor rows, fewer repetitions")
     add_names("--set", "NAME,...", "sets of workloads; see --list")
     add_names("--heads", "FEW/MANY,...", "of your own shapes")
-    add_names("--lengths", "LENGTHS,...", "of your own shapes, such as 4096x2 or 16x4096+512")
+    add_names("--lengths", "LENGTHS,...", "of your own shapes; see above")
     said = "of your own shapes (default: 128); of gdn also K/V, such as 96/192"
     add("--head-dim", type=sizes, metavar="SIZE", help=said)
     said = "of gdn's own shapes (default: published)"
@@ -211,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     workloads = select(options)
     if options.list:
-        print("\n".join(w.name for w in workloads))
+        print("\n".join(f"{w.name:44} {shape_of(w)}" for w in workloads))
         return 0
     if not workloads:
         print("no workload matches; see --list", file=sys.stderr)

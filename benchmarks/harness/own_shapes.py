@@ -2,7 +2,7 @@
 
     --heads 16/32         key heads / value heads of a gated delta net; of attention key-value heads
                           / query heads. The convolution has the channels of such a net.
-    --lengths 4096x2      two sequences of 4096 tokens; 1x8192 or 8192 is one, 6144+2048 two
+    --lengths 4096x2      two sequences of 4096 tokens; 8192x1 or 8192 is one, 6144+2048 two
     --lengths 16x4096+512 16 responses of 512 tokens to one prompt of 4096: all families but gdn and
                           sparse_ring. `4 of 16x4096+512` has four such prompts.
     --head-dim 64         size of all heads
@@ -77,7 +77,7 @@ def _size(asked: Asked) -> int:
 
 
 def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn]:
-    lengths = _lengths(text, "4096x2, 8192 or 6144+2048")
+    lengths = _lengths(text, "4096x2, 8192x1 or 6144+2048")
     for direction in _directions(asked, "fwd", "bwd", "both"):
         K, V = asked.head_dim or (128, 128)
         yield Gdn(

@@ -169,16 +169,25 @@ def test_select_by_set_direction_and_name():
     assert len(names("--quick")) == 27
     assert len(names("--quick", "--direction", "bwd")) == 6
     assert all("both" in name for name in names("--quick", "--direction", "both"))
-    assert names("--quick", "--only", "*fwd-16x64-1x2048*") == ["gdn-fwd-16x64-1x2048-published-h0"]
+    assert names("--quick", "--only", "*fwd-16x64-2048x1*") == ["gdn-fwd-16x64-2048x1-published-h0"]
     assert names("--heads", "2/4,1/1", "--lengths", "8", "--direction", "both") == [
-        "gdn-both-2x4-1x8-published-h0", "gdn-both-1x1-1x8-published-h0"
+        "gdn-both-2x4-8x1-published-h0", "gdn-both-1x1-8x1-published-h0"
     ]  # fmt: skip
     assert names("--lengths", "8", "--gates", "model", "--direction", "fwd") == [
-        "gdn-fwd-16x32-1x8-model-h0"
+        "gdn-fwd-16x32-8x1-model-h0"
     ]
     assert set(names("--set", "kernels,cpu")) == {w.name for w in GDN["kernels"] + GDN["cpu"]}
     assert len(names("--set", "decode,filled", "--direction", "fwd")) == 36 + 24
     assert len(names()) == sum(len(GDN[s]) for s in ("forward", "backward", "short"))
+
+
+def test_the_list_says_lengths_in_words(capsys):
+    assert sm90.main(["gdn", "--lengths", "3000x5,1x100", "--direction", "fwd", "--list"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split(maxsplit=1) == [
+        "gdn-fwd-16x32-3000x5-published-h0", "5 sequences of 3000 tokens"
+    ]  # fmt: skip
+    assert second.endswith(" 100 sequences of 1 token")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +264,7 @@ def test_without_a_gpu_attention_is_shorter_too(family):
 OWN = {
     "gdn": (
         ["--heads", "2/4", "--lengths", "40x2,64"],
-        "fwd-2x4-40+40 bwd-2x4-40+40 1x64-published-h0-d16x32",
+        "fwd-2x4-40+40 bwd-2x4-40+40 64x1-published-h0-d16x32",
     ),
     "conv": (["--heads", "2/4", "--lengths", "9x2,2x7+3"], "conv-fwd-128-9x2 conv-bwd-128-2x7+3"),
     "dualkv": (["--heads", "1/2", "--lengths", "3x40+9,33"], "fwd-1x2-3x40+9-d16 bwd-1x2-33-d16"),
@@ -326,7 +335,7 @@ def test_the_command_runs_to_the_end(tmp_path, capsys):
     out = tmp_path / "out"
     used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     status = sm90.main([
-        "gdn", "--quick", "--only", "gdn-?wd-2x8-1x2048-*", "--out", str(out), "--plot",
+        "gdn", "--quick", "--only", "gdn-?wd-2x8-2048x1-*", "--out", str(out), "--plot",
     ])  # fmt: skip
     assert status == 0
     printed = capsys.readouterr().out
@@ -361,7 +370,7 @@ def test_decoding_runs_without_a_gpu(tmp_path, capsys):
 def test_warming_compiles_in_processes_and_reports_failures(tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: this is the path without one")
-    quick = ["gdn", "--quick", "--only", "gdn-fwd-2x8-1x2048-*", "--out", str(tmp_path)]
+    quick = ["gdn", "--quick", "--only", "gdn-fwd-2x8-2048x1-*", "--out", str(tmp_path)]
     assert sm90.main([*quick, "--impl", "ours", "--warm", "2"]) == 0
     assert "compiled for 1 workloads: ours" in capsys.readouterr().out
 

@@ -42,6 +42,23 @@ def test_records_come_back_as_they_were_appended(tmp_path):
     assert records.load(tmp_path) == [first, second]
 
 
+def test_one_sequence_of_an_older_record_is_named_as_today(tmp_path):
+    run = anchor_run()
+    today = [w.name for w in GDN["anchors"]]
+    assert "gdn-fwd-2x8-32768x1-published-h0" in today
+    older = [
+        dataclasses.replace(
+            row,
+            name=re.sub(r"-(\d+)x1-", r"-1x\1-", row.name),
+            layout=re.sub(r"^(\d+)x1$", r"1x\1", row.layout),
+        )
+        for row in run.rows
+    ]
+    assert older[0].layout == "1x32768"
+    records.append(dataclasses.replace(run, rows=tuple(older)), tmp_path)
+    assert records.load(tmp_path) == [run]
+
+
 def test_a_record_file_is_only_appended_to_and_other_lines_are_passed_over(tmp_path):
     path = records.append(anchor_run(), tmp_path)
     before = path.read_text()
@@ -306,7 +323,9 @@ def test_a_mask_is_beside_all_pairs_and_the_ideal():
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ("1x8192", "1 sequence of 8192 tokens"),
+        ("8192x1", "1 sequence of 8192 tokens"),
+        ("1x8192", "8192 sequences of 1 token"),
+        ("1x4096+512", "1 response of 512 to a prompt of 4096"),
         ("24576+8192", "sequences of 24576 and 8192 tokens"),
         ("8192x4", "4 sequences of 8192 tokens"),
         ("32768 in 8", "8 ragged sequences, 32768 tokens"),
