@@ -41,7 +41,7 @@ ANCHOR_HEADS: tuple[Heads, ...] = ((2, 8), (16, 32), (16, 64))
 
 
 def parse_lengths(text: str) -> Lengths:
-    """'8192x4' is four sequences of 8192 tokens, '32768x1' or '32768' one; '24576+8192' one of each.
+    """'8192x4' is four sequences of 8192 tokens, '32768x1' or '32768' one, '24576+8192' a pack.
 
     Names have '64 of 1', not '1x64', where there are more sequences than tokens in each.
     """

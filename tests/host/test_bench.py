@@ -178,6 +178,10 @@ def test_select_by_set_direction_and_name():
     ]
     assert set(names("--set", "kernels,cpu")) == {w.name for w in GDN["kernels"] + GDN["cpu"]}
     assert len(names("--set", "decode,filled", "--direction", "fwd")) == 36 + 24
+    assert len(names("--set", "decode,serving", "--direction", "decode,drafts")) == 36 + 36
+    assert names("--lengths", "1x100", "--direction", "decode,pool_decode") == [
+        "gdn-decode-16x32-100of1-published-h0", "gdn-pool-decode-16x32-100of1"
+    ]  # fmt: skip
     assert len(names()) == sum(len(GDN[s]) for s in ("forward", "backward", "short"))
 
 
@@ -194,10 +198,15 @@ def test_the_list_says_lengths_in_words(capsys):
     ("arguments", "there_is"),
     [
         (["--set", "nonsense"], "'anchors'"),
-        (["--direction", "up"], "need fwd, bwd or both"),
+        (["--direction", "up"], "need fwd, bwd, both, decode, pool_decode, drafts, pool_prefill"),
         (["--impl", "fastest"], "'flash_qla'"),
-        (["--lengths", "8", "--set", "short"], "--set and --save are for named workloads"),
-        (["--lengths", "8", "--save"], "--set and --save are for named workloads"),
+        (["--lengths", "8", "--set", "decode"], "--direction decode, for one, decodes shapes of y"),
+        (["--lengths", "8", "--save"], "your record will be out/gdn.json; --out names the folder"),
+        (["--lengths", "8+9", "--direction", "decode"], "need sequences of equal length, such as"),
+        (["--lengths", "2x8", "--direction", "pool_decode"], "need --lengths 1x8 for pool_decode"),
+        (["--lengths", "1x8", "--direction", "drafts"], "of more tokens each for drafts, as 4x8"),
+        (["--lengths", "4x8", "--direction", "drafts", "--gates", "model"], "need no --gates"),
+        (["conv", "--lengths", "8", "--direction", "decode"], "this family has fwd, bwd"),
         (["--head-dim", "64"], "a shape without --lengths; need them, such as --lengths 4096x2"),
         (["--lengths", "8", "--head-dim", "0"], "--head-dim 0/0; need sizes of at least 1"),
         (
@@ -266,6 +275,14 @@ OWN = {
         ["--heads", "2/4", "--lengths", "40x2,64"],
         "fwd-2x4-40+40 bwd-2x4-40+40 64x1-published-h0-d16x32",
     ),
+    "gdn decode": (
+        ["--heads", "2/4", "--lengths", "1x20", "--direction", "decode,pool_decode,pool_prefill"],
+        "gdn-decode-2x4-20of1-published-h0-d16 pool-decode-2x4-20of1 prefill-2x4-20of1-fp32",
+    ),
+    "gdn drafts": (
+        ["--heads", "2/4", "--lengths", "2x20", "--direction", "drafts"],
+        "gdn-drafts-2x4-20of2",
+    ),
     "conv": (["--heads", "2/4", "--lengths", "9x2,2x7+3"], "conv-fwd-128-9x2 conv-bwd-128-2x7+3"),
     "dualkv": (["--heads", "1/2", "--lengths", "3x40+9,33"], "fwd-1x2-3x40+9-d16 bwd-1x2-33-d16"),
     "sparse_ring": (["--lengths", "256", "--density", "0.5"], "fwd-8x32-0.25k-50%-run1-d16"),
@@ -273,15 +290,16 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("family", OWN)
-def test_shapes_of_one_s_own_run_without_a_gpu(family):
+@pytest.mark.parametrize("case", OWN)
+def test_shapes_of_one_s_own_run_without_a_gpu(case):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: this is the path without one")
-    arguments, names = OWN[family]
-    size = ["--head-dim", {"gdn": "16/32"}.get(family, "16")] if family != "hybrid" else []
+    (arguments, names), family = OWN[case], case.partition(" ")[0]
+    size = ["--head-dim", {"gdn": "16/32"}.get(case, "16")] if family != "hybrid" else []
     workloads, said = for_cpu(sm90.select(sm90.parse([family, *arguments, *size])), own=True)
     assert said.startswith("No GPU: float32 on the CPU path")
     assert "shorter" not in said
+    assert "fewer" not in said
     for name in names.split():
         assert any(name in workload.name for workload in workloads), name
     sent = []
