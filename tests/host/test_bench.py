@@ -436,6 +436,42 @@ def test_warming_ends_when_told_to(tmp_path):
     assert process.wait(HANG) == 130
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere", "gdn:anchors"], "nowhere is not a checkout; need a folder with qla_kernels"),
+        ([".", "gdn:nothing"], "gdn:nothing; need FAMILY:SET, or FAMILY and --lengths; one of"),
+        ([".", "gdn"], "gdn; need FAMILY:SET, or FAMILY and --lengths; one of ['anchors'"),
+        ([".", "nothing"], "a family of ['conv', 'dualkv'"),
+        ([".", "gdn", "--lengths", "8", "--only", "x"], "--only x matches none of 2 workloads"),
+        (["nowhere", "gdn", "--lengths", "8", "--heads", "3/4"], "need FEW/MANY"),
+    ],
+)
+def test_revisions_says_what_is_in_the_way(arguments, said, capsys):
+    """These ended in tracebacks."""
+    with pytest.raises(SystemExit):
+        revisions.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_revisions_needs_a_gpu(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: this is the refusal without one")
+    with pytest.raises(SystemExit):
+        revisions.main([str(records.ROOT), "gdn", "--lengths", "8", "--against", str(records.ROOT)])
+    assert "no GPU; need a Hopper GPU" in capsys.readouterr().err
+
+
+def test_another_checkout_makes_the_same_workload_or_says_what_it_lacks():
+    own = sm90.select(sm90.parse(["dualkv", "--lengths", "4 of 2x40+9", "--head-dim", "64"]))
+    own += sm90.select(sm90.parse(["gdn", "--lengths", "1x9", "--direction", "decode,pool_decode"]))
+    for workload in (*own, *(w for sets in sm90.SETS.values() for s in sets.values() for w in s)):
+        module, name, fields = json.loads(json.dumps(revisions.described(workload)))
+        assert revisions.made(module, name, fields) == workload
+    with pytest.raises(TypeError, match="head_room"):
+        revisions.made(module, name, {**fields, "head_room": 3})
+
+
 def test_revisions_takes_modules_from_where_a_checkout_has_them():
     """Checkouts from before the folders have all of them side by side."""
     assert revisions.module_of("harness.records", "records") is records
