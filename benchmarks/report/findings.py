@@ -11,6 +11,7 @@ from .headline import (
     Spread,
     beside_the_headline,
     choice_of_lines,
+    compared,
     provenance,
     slower,
     source,
@@ -56,8 +57,9 @@ def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
         ways = [spread(_ratios(run, rows, eager)) for eager in (False, True)]
         rivals = ", ".join(v for n, v in run.labels.items() if not n.startswith("ours"))
         cells = [s.said if s else "–" for s in ways]
+        shapes = f"{timed} of {len(rows)}" if 0 < (timed := compared(run, rows)) < len(rows) else ""
         when = run.date[:10] + ("" if run.current(digests) else ", stale")
-        body.append([what, title_of(kind).lower(), str(len(rows)), rivals, when, *cells])
+        body.append([what, title_of(kind).lower(), shapes or str(len(rows)), rivals, when, *cells])
     header = ["what", "operation", "shapes", "rivals", "record", "graph: mean (least to most)"]
     header.append("eager")
     parts = shown(runs, digests, "figures/", *FIGURES["gdn"])

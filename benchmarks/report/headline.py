@@ -54,7 +54,18 @@ def _ranked(run: Run, rows: Sequence[Row]) -> list[Row]:
     return []
 
 
-def times(runs: Sequence[Run], digests: Digests) -> str:
+def compared(run: Run, rows: Sequence[Row]) -> int:
+    """How many of them a rival was timed at."""
+    return sum(gain(run, row) is not None or gain(run, row, True) is not None for row in rows)
+
+
+def tabled(run: Run, front: bool) -> dict[tuple[str, str], list[Row]]:
+    """Groups that the table has; on the front page those with a rival at half of their shapes."""
+    least = 0.5 if front else 0.0
+    return {k: rows for k, rows in groups(run).items() if compared(run, rows) >= least * len(rows)}
+
+
+def times(runs: Sequence[Run], digests: Digests, front: bool = False) -> str:
     """A line for each direction and number of heads: a typical shape, and how all shapes differ."""
     header = [
         "operation; heads; shapes", "a typical shape", "rival", "graph, ms: ours / rival",
@@ -63,16 +74,19 @@ def times(runs: Sequence[Run], digests: Digests) -> str:
     body = []
     for family in FAMILIES:
         run = headline(runs, family, digests)
-        for (kind, heads), rows in ({} if run is None else groups(run)).items():
+        for (kind, heads), rows in ({} if run is None else tabled(run, front)).items():
             assert run is not None
             unit = "channels" if family == "conv" else "heads"
-            subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads} {unit}; {count(rows)}"
+            shapes = count(rows, compared(run, rows))
+            subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads} {unit}; {shapes}"
             body.append([subject, *_line(run, rows)])
     return tables.markdown(header, body, left=3) if body else "No record on an SM90 GPU yet."
 
 
-def count(rows: Sequence[Row]) -> str:
-    return "1 shape" if len(rows) == 1 else f"{len(rows)} shapes"
+def count(rows: Sequence[object], compared: int | None = None) -> str:
+    """`7 shapes`, or `1 of 7 shapes` where a rival was timed at so many."""
+    some = f"{compared} of " if compared not in (None, len(rows)) else ""
+    return f"{some}{len(rows)} shape{'' if len(rows) == 1 else 's'}"
 
 
 def _line(run: Run, rows: Sequence[Row]) -> list[str]:
@@ -155,9 +169,11 @@ def choice_of_lines(runs: Sequence[Run], digests: Digests) -> str:
     return ""
 
 
-def provenance(runs: Sequence[Run], digests: Digests) -> str:
+def provenance(runs: Sequence[Run], digests: Digests, front: bool = False) -> str:
     """Which records the numbers are of; and that kernels changed since, if they did."""
     found = {family: headline(runs, family, digests) for family in FAMILIES}
+    if front:
+        found = {family: run for family, run in found.items() if run and tabled(run, front)}
     sources: dict[str, list[str]] = {}
     for family, run in found.items():
         if run is not None:
@@ -166,7 +182,7 @@ def provenance(runs: Sequence[Run], digests: Digests) -> str:
     text = f"Measured on: {said or 'nothing yet'}."
     if any(run is not None and not run.current(digests) for run in found.values()):
         text += f" {STALE}"
-    if (gdn := found["gdn"]) is not None and "our_kernels" not in gdn.environment:
+    if (gdn := found.get("gdn")) is not None and "our_kernels" not in gdn.environment:
         text += f" {BEFORE_PROGRAMS}"
     return text
 
@@ -228,7 +244,7 @@ def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:
 
 def front_page(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
     """What stands between each pair of markers of README.md."""
-    table = [NOTICE, times(runs, digests), TERMS, slower(runs, digests)]
-    table += [choice_of_lines(runs, digests), provenance(runs, digests)]
+    table = [NOTICE, times(runs, digests, front=True), TERMS, slower(runs, digests)]
+    table += [choice_of_lines(runs, digests), provenance(runs, digests, front=True)]
     table += shown(runs, digests, "docs/figures/", *ON_FRONT)
     return {"gains": gains(runs, digests), "performance": "\n\n".join(filter(None, table))}

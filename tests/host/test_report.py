@@ -411,6 +411,29 @@ def test_a_backward_that_computed_more_than_in_a_step_has_no_graph_time():
     assert faults.without(masked) is masked
 
 
+def test_a_rival_of_one_shape_is_no_row_of_the_front_page():
+    """A mean over one shape of seven stood there, beside a stand-in."""
+    rows = [*SETS["conv"]["packs"], *SETS["conv"]["trees"]]
+    whole = shared_run(rows, {"ours": 1.0, "fa4": 17.0})
+
+    def timed_at(shapes):
+        """The record with a rival at so many shapes of each direction."""
+        kept = {row.layout for row in whole.rows[:shapes]}
+        alone = [
+            row if row.layout in kept else dataclasses.replace(row, results=row.results[:1])
+            for row in whole.rows
+        ]
+        return dataclasses.replace(whole, rows=tuple(alone))
+
+    subject = "Causal convolution, forward; "
+    for shapes in (1, 2, 4):
+        page, said = findings.page([timed_at(shapes)], current), f"{shapes} of 7 shapes"
+        assert cells_of(page, subject)[0].endswith(f"; {said}")
+        text = front([timed_at(shapes)], current)
+        assert (subject in text) == ("causal convolution: NVIDIA" in text) == (shapes == 4)
+    assert cells_of(front([whole], current), subject)[0].endswith("; 7 shapes")
+
+
 def test_words_of_the_table_are_defined_where_it_stands():
     text = front([anchor_run()], current)
     for word in ("Rival", "Heads", "Faster", "Worst", "typical", "Graph", "Eager"):
