@@ -5,11 +5,22 @@ from typing import NamedTuple
 
 from ..harness.records import Row, Run
 from . import tables
-from .figures import density_of, gain, rival_of, short, steps
+from .figures import density_of, gain, label_of, rival_of, short, steps
 from .names import shape_of, title_of
 from .pictures import shown
-from .select import Digests, headline, newest
-from .texts import BEFORE_PROGRAMS, FAMILIES, GAINS, SECTIONS, SLOWER, SLOWER_ONCE, STALE, TERMS
+from .select import Digests, aside, headline, newest
+from .texts import (
+    ASIDE,
+    BEFORE_PROGRAMS,
+    BY_HAND,
+    FAMILIES,
+    GAINS,
+    SECTIONS,
+    SLOWER_ONCE,
+    SLOWER_SERVING,
+    STALE,
+    TERMS,
+)
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
@@ -107,7 +118,7 @@ def _line(run: Run, rows: Sequence[Row]) -> list[str]:
 
 
 class Section(NamedTuple):
-    """Rows of a gated delta net that a line of a table is about."""
+    """Rows of one kind that a line is about."""
 
     what: str
     kind: str
@@ -125,36 +136,58 @@ def beside_the_headline(runs: Sequence[Run]) -> list[Section]:
     return found
 
 
+def sections(runs: Sequence[Run], digests: Digests) -> list[Section]:
+    """All rows that pages show, each once: of the headlines, and of the sets beside them."""
+    shown: list[tuple[str, Run | None]] = [("", headline(runs, x, digests)) for x in FAMILIES]
+    for family, sets in ASIDE.items():
+        for of_set, title in sets.items():
+            words = f", {title[0].lower()}{title[1:]}"
+            shown.append((words, aside(runs, family, of_set, digests)))
+    found = [Section(f", {what}", *others) for what, *others in beside_the_headline(runs)]
+    for what, run in shown:
+        for kind in dict.fromkeys(row.kind for row in run.rows) if run else ():
+            assert run is not None
+            rows = [row for row in run.rows if row.kind == kind]
+            if not any(rows == other.rows for other in found):
+                found.append(Section(what, kind, run, rows))
+    return found
+
+
 def slower(runs: Sequence[Run], digests: Digests) -> str:
     """What a reader may find slower than the table says: beside every rival, both ways."""
-    said = []
-    for family, title in FAMILIES.items():
-        if run := headline(runs, family, digests):
-            for kind in dict.fromkeys(row.kind for row in run.rows):
-                rows = [row for row in run.rows if row.kind == kind]
-                said += _slower(f"{SLOWER.get(family, title)}, {title_of(kind).lower()}", run, rows)
-    old = list[str]()
-    for what, kind, run, rows in beside_the_headline(runs):
-        subject = f"{FAMILIES['gdn']}, {title_of(kind).lower()}, {what}"
-        found = _slower(subject, run, rows)
-        if "our_kernels" in run.environment:
-            said += found
-        else:
-            old += found
+    said, old = list[str](), list[str]()
+    for section in sections(runs, digests):
+        today = not section.what or "our_kernels" in section.run.environment
+        (said if today else old).extend(_slower(section))
+    if aside(runs, "gdn", "serving-decode", digests) is None:
+        said.append(SLOWER_SERVING)
     parts = [["Ours is slower in these cases:", "", *said]] if said else []
     parts += [[SLOWER_ONCE, "", *old]] if old else []
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def _slower(subject: str, run: Run, rows: Sequence[Row]) -> list[str]:
+def _slower(section: Section) -> list[str]:
     """A line if ours is slower than the best rival at some shape, by graphs or eager calls."""
-    said, ours = [], tables.our_names(run)
+    what, kind, run, rows = section
+    said, worst, ours = [], list[tuple[float, str]](), tables.our_names(run)
     for way, eager in (("CUDA graphs", False), ("eager calls", True)):
-        ratios = [r for row in rows if (r := tables.ratio(row, ours, eager)) is not None]
-        if slow := sum(r < 1 for r in ratios):
-            of_all = f"mean {tables.geometric_mean(ratios):.2f} x, worst {min(ratios):.2f} x"
-            said.append(f"{way} at {slow} of {count(rows)} ({of_all})")
-    return [f"- {subject}: {'; '.join(said)}."] if said else []
+        found = []
+        for row in rows:
+            rival, ratio = tables.best_rival(row, ours, eager), tables.ratio(row, ours, eager)
+            if rival and ratio:
+                beside = BY_HAND.get(rival[0]) or label_of(run, rival[0])
+                found.append((ratio, f"{shape_of(row)}, beside {beside}"))
+        if slow := sum(ratio < 1 for ratio, _ in found):
+            of_all = spread([ratio for ratio, _ in found])
+            assert of_all is not None
+            of_several = f" of {len(found)} shapes (mean {of_all.mean:.2f} x, worst"
+            said.append(
+                f"{way} {of_all.worst:.2f} x" if len(found) == 1
+                else f"{way} at {slow}{of_several} {of_all.worst:.2f} x)"
+            )  # fmt: skip
+            worst.append(min(found))
+    subject = f"{FAMILIES[run.family]}, {title_of(kind).lower()}{what}"
+    return [f"- {subject}: {'; '.join(said)}; worst at {min(worst)[1]}."] if said else []
 
 
 def choice_of_lines(runs: Sequence[Run], digests: Digests) -> str:

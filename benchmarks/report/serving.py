@@ -6,7 +6,7 @@ from ..harness.records import Run
 from . import tables
 from .headline import source, spread
 from .select import Digests, aside
-from .texts import SERVING_NOTE
+from .texts import NO_SERVING, SERVING_NOTE
 
 SETS = {
     "serving-prefill": "prefill from and into a pool",
@@ -18,7 +18,7 @@ SETS = {
 
 
 def section(runs: Sequence[Run], digests: Digests) -> list[str]:
-    """Nothing without a record."""
+    """A table, or where times are that have no record."""
     body, sources, said = [], list[str](), list[str]()
     for of_set, what in SETS.items():
         run = aside(runs, "gdn", of_set, digests)
@@ -29,7 +29,7 @@ def section(runs: Sequence[Run], digests: Digests) -> list[str]:
         said.append(tables.drafts(run))
         body += [[what, *line] for line in _beside_rivals(run)]
     if not body:
-        return []
+        return ["## Serving", NO_SERVING]
     header = ["what", "rival", "shapes", "graph: rival / ours (least to most)", "eager"]
     table = tables.markdown(header, body, left=2)
     where = f"{'; '.join(sources)}."

@@ -37,11 +37,6 @@ SECTIONS = (
     ("64 to 256 sequences", "decode", "decode", 18),
 )
 
-# What is compared where a rival is faster, if the family's title does not say it.
-SLOWER = {
-    "dualkv": "Shared prompts beside three flash-attn-4 calls a group, put together by hand",
-    "sparse_ring": "Sparse attention without a mask, which flash-attn-4 is for",
-}
 STALE = """\
 Kernels changed since; [docs/records](docs/records/README.md) has each record's commit and the
 command that measures today's."""
@@ -119,6 +114,13 @@ HYBRID_NOTE = """\
   less over packed groups than over whole sequences by the same kernels, with about a fifth of the
   memory ([note](docs/notes/hybrid-trees.md), section 3)."""
 
+BY_HAND = {"fa4_shared": "three flash-attn-4 calls a group, put together by hand"}
+SLOWER_SERVING = (  # not yet on record
+    "- Gated delta net, decoding in a pool of states, large batches: 3 to 4 % slower than the "
+    "packed kernels of vLLM and SGLang, before the latest changes ([serving](docs/serving.md)); no "
+    "record yet."
+)
+
 SLOWER_ONCE = """\
 And in these of 2026-11-22, measured with an older version and not yet again; eager calls take less
 time since ([note](docs/notes/native-launch.md), section 7):"""
@@ -148,6 +150,10 @@ SERVING_NOTE = """\
 Calls of an inference engine, on a pool of states in pages. A rival's time has all that an engine
 has to do for it: where a library takes no slots, gathers, zeros, casts and scatters. The engines'
 own functions are their Triton kernels, without the engine around them."""
+
+NO_SERVING = """\
+No record yet: `python -m benchmarks.sm90 gdn --set serving --save` on a Hopper GPU makes one. Times
+beside the functions of vLLM and SGLang are in [a note](docs/notes/gdn-decoding.md)."""
 
 METHOD = """\
 - **Right first.** A result is compared with fp64 or fp32 before it is timed, and a wrong one has no

@@ -372,9 +372,12 @@ def test_a_record_has_sections_and_a_table_of_rivals():
     assert tables.drafts(decode) == ""
 
 
-def test_without_a_record_nothing_is_said():
-    assert serving.section([], KERNELS) == []
-    assert "## Serving" not in findings.page([], KERNELS)
+def test_without_a_record_the_section_says_where_times_are():
+    heading, text = serving.section([], KERNELS)
+    assert heading == "## Serving"
+    assert text.startswith("No record yet: ")
+    assert "docs/notes/gdn-decoding.md" in text
+    assert text in findings.page([], KERNELS).replace("](notes", "](docs/notes")
     assert "Serving:" not in pages.records_page([], "gdn", KERNELS)
 
 

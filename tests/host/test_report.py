@@ -25,6 +25,7 @@ from benchmarks.report import (
 )
 from benchmarks.report.figures import charts, draw
 from benchmarks.report.svg import Bar, Chart, Group
+from benchmarks.report.texts import SLOWER_SERVING
 from benchmarks.sm90 import SETS
 from tests.host.made_up_runs import KERNELS, anchor_run, run_of, shared_run
 
@@ -475,7 +476,40 @@ def test_the_front_page_says_where_ours_is_slower():
     newer = dataclasses.replace(older, environment={"our_kernels": "prebuilt by nvcc 13"})
     assert "measured with an older version" not in front([newer], current)
     assert "- Gated delta net, decoding, 64 to 256 sequences: " in front([newer], current)
-    assert "slower in these cases" not in front([masked_run()], current)
+    assert f"slower in these cases:\n\n{SLOWER_SERVING}" in front([masked_run()], current)
+
+
+def test_the_front_page_lists_slower_rows_of_every_family_s_sets():
+    """Shared prompts with one response were left out: only gdn's sets were looked at."""
+    growing = shared_run(DUALKV["responses"], {"ours": 1.0, "fa4": 0.9, "fa4_shared": 2.0})
+    text = front([growing], current)
+    line = next(x for x in text.splitlines() if "more and more responses" in x and "forward" in x)
+    assert "CUDA graphs at 7 of 7 shapes (mean 0.90 x, worst 0.90 x); worst at" in line
+    assert line.endswith(" beside flash-attn-4, whole sequences.")
+    assert "measured with an older version" in text
+    largest = shared_run(
+        DUALKV["largest"], {"ours": 1.0, "bwd fa4_shared": 0.9}, environment={"our_kernels": "new"}
+    )
+    text = front([largest], current)
+    assert (
+        "- Attention over shared prompts, backward, the largest: CUDA graphs 0.90 x; worst at 28 "
+        "responses of 2048 to a prompt of 32768, beside three flash-attn-4 calls a group, put "
+        "together by hand."
+    ) in text
+    assert "shared prompts, forward, the largest" not in text
+    assert "measured with an older version" not in text
+
+
+def test_no_row_that_pages_mark_as_slower_is_missing_on_the_front_page():
+    runs, digests = [*map(faults.without, records.load())], pages.recorded()
+    marked = "".join(pages.records_page(runs, family, digests) for family in SETS)
+    listed = headline.sections(runs, digests)
+    slow = [row for s in listed for row in s.rows if (tables.ratio(row, ("ours",)) or 1) < 1]
+    assert marked.count(tables.SLOWER) > len(slow) > 0
+    shown = [headline.headline(runs, family, digests) for family in SETS]
+    shown += [select.aside(runs, f, x, digests) for f, sets in pages.ASIDE.items() for x in sets]
+    rows = [row for run in shown if run for row in run.rows]
+    assert all(any(row in section.rows for section in listed) for row in rows)
 
 
 def block_run():
