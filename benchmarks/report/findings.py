@@ -8,7 +8,7 @@ from .figures import WHOLE, steps
 from .headline import (
     NOTICE,
     Section,
-    Spread,
+    beside,
     beside_the_headline,
     choice_of_lines,
     compared,
@@ -82,8 +82,7 @@ def _beside_fla(run: Run | None) -> list[str]:
         rows = [row for row in run.rows if row.kind == kind]
         ways = []
         for eager in (False, True):
-            times = [(row.time_ms("fla", eager), row.time_ms("ours", eager)) for row in rows]
-            ways.append(spread([a / b for a, b in times if a and b]))
+            ways.append(beside(rows, "fla", eager))
         if ways[0] and ways[1]:
             said = f"graphs {ways[0].said}, eager calls {ways[1].said}"
             lines.append(f"- Beside FLA's own kernels, {title_of(kind).lower()}: {said}.")
@@ -95,7 +94,7 @@ def _segments(runs: Sequence[Run]) -> list[str]:
     lines = []
     for kind, least, title in (("fwd", 20, "forward"), ("bwd", 12, "backward")):
         run = newest(runs, "gdn", "segments", kind, least)
-        cut, exact = (_beside_ours(run, name) for name in ("ours_whole", "ours_exact"))
+        cut, exact = (beside(run.rows if run else (), x) for x in ("ours_whole", "ours_exact"))
         if run is None or cut is None:
             continue
         said = f"- Cut into segments, the {title} of few heads is {cut.said} as fast as uncut."
@@ -103,11 +102,6 @@ def _segments(runs: Sequence[Run]) -> list[str]:
             said += f" `exact=True` takes {exact.said} of the default's time."
         lines.append(f"{said} {source(run)}.")
     return lines
-
-
-def _beside_ours(run: Run | None, name: str) -> Spread | None:
-    pairs = [(row.time_ms(name), row.time_ms("ours")) for row in run.rows] if run else []
-    return spread([a / b for a, b in pairs if a and b])
 
 
 def _memory(runs: Sequence[Run], digests: Digests) -> list[str]:

@@ -13,6 +13,7 @@ from .texts import (
     ASIDE,
     BEFORE_PROGRAMS,
     BY_HAND,
+    CURRENT,
     FAMILIES,
     GAINS,
     SECTIONS,
@@ -35,6 +36,10 @@ class Spread(NamedTuple):
     best: float
 
     @property
+    def at_least(self) -> str:
+        return f"{self.mean:.2f} x (worst {self.worst:.2f})"
+
+    @property
     def said(self) -> str:
         if self.shapes == 1:
             return f"{self.mean:.2f} x"
@@ -45,6 +50,12 @@ def spread(ratios: Sequence[float | None]) -> Spread | None:
     found = [r for r in ratios if r is not None]
     mean = tables.geometric_mean(found)
     return None if mean is None else Spread(len(found), mean, min(found), max(found))
+
+
+def beside(rows: Sequence[Row], name: str, eager: bool = False) -> Spread | None:
+    """One implementation's times over ours."""
+    pairs = [(row.time_ms(name, eager), row.time_ms("ours", eager)) for row in rows]
+    return spread([theirs / mine for theirs, mine in pairs if theirs and mine])
 
 
 def groups(run: Run) -> dict[tuple[str, str], list[Row]]:
@@ -213,8 +224,8 @@ def provenance(runs: Sequence[Run], digests: Digests, front: bool = False) -> st
             sources.setdefault(source(run), []).append(FAMILIES[family].lower())
     said = "; ".join(f"{', '.join(names)}: {where}" for where, names in sources.items())
     text = f"Measured on: {said or 'nothing yet'}."
-    if any(run is not None and not run.current(digests) for run in found.values()):
-        text += f" {STALE}"
+    stale = any(run is not None and not run.current(digests) for run in found.values())
+    text += f" {STALE if stale else CURRENT}" if sources else ""
     if (gdn := found.get("gdn")) is not None and "our_kernels" not in gdn.environment:
         text += f" {BEFORE_PROGRAMS}"
     return text
@@ -237,18 +248,26 @@ def gains(runs: Sequence[Run], digests: Digests) -> str:
 
 
 def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
-    """Of the heads of most models, forward, and forward with backward."""
+    """Forward, and forward with backward: beside FLA, and of most models' heads the best rival."""
     run, ways = headline(runs, "gdn", digests), []
+    kinds = [[x for x in run.rows if x.kind == kind] for kind in ("fwd", "both")] if run else []
+    fla = [found for rows in kinds if (found := beside(rows, "fla"))]
+    if len(fla) == 2:
+        forward, both = (found.at_least for found in fla)
+        where = "beside FLA's own kernels, which FLA and transformers run, in CUDA graphs"
+        ways.append(f"{where} {forward} forward, {both} forward + backward")
+    best = "beside the best of FlashQLA, FlashInfer and FLA, of 16/32 heads, "
     for eager in (False, True):
         found = [
-            spread([gain(run, x, eager) for x in run.rows if (x.kind, x.heads) == (kind, "16/32")])
-            for kind in ("fwd", "both")
+            spread([gain(run, x, eager) for x in rows if x.heads == "16/32"])
+            for rows in kinds
             if run is not None
         ]
         if all(found) and found:
-            forward, both = (f"{x.mean:.2f} x (worst {x.worst:.2f})" for x in found if x)
-            where = "in eager calls" if eager else "in CUDA graphs"
+            forward, both = (x.at_least for x in found if x)
+            where = f"{best}in eager calls" if eager else f"{best}in CUDA graphs"
             ways.append(f"{where} {forward} forward, {both} forward + backward")
+            best = ""
     return "; ".join(ways) or "not measured yet"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..harness.records import Run
 from . import tables
-from .headline import source, spread
+from .headline import beside, source
 from .select import Digests, aside
 from .texts import NO_SERVING, SERVING_NOTE
 
@@ -42,10 +42,7 @@ def _beside_rivals(run: Run) -> list[list[str]]:
     for name in tables.timed(run):
         if name.startswith("ours"):
             continue
-        ways = []
-        for eager in (False, True):
-            pairs = [(row.time_ms(name, eager), row.time_ms("ours", eager)) for row in run.rows]
-            ways.append(spread([theirs / mine for theirs, mine in pairs if theirs and mine]))
+        ways = [beside(run.rows, name, eager) for eager in (False, True)]
         if ways[0] is not None:
             cells = [way.said if way else "–" for way in ways]
             lines.append([run.labels[name], str(ways[0].shapes), *cells])

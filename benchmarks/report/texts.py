@@ -15,7 +15,7 @@ FAMILIES = {
 GAINS = (
     ("gdn", "train or run **Qwen3-Next, Qwen3.5**, or FLA's gated delta net layers",
      "transformers: `swap(model)`; FLA: `fla.register()`",
-     "a faster gated delta rule (heads of 128) than the best of FlashQLA, FlashInfer and FLA: {}"),
+     "a faster gated delta rule (heads of 128): {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
      "each prompt stored and computed once: {}; "
@@ -40,6 +40,11 @@ SECTIONS = (
 STALE = """\
 Kernels changed since; [docs/records](docs/records/README.md) has each record's commit and the
 command that measures today's."""
+CURRENT = (  # of uncommitted changes
+    "Whatever changes there were beside the commit, the kernels are *current*: a record has "
+    "digests of the generated code that ran, and they equal this checkout's "
+    "([records](docs/records/README.md#all-records))."
+)
 BEFORE_PROGRAMS = """\
 The gated delta net's eager times are older than the replay of calls: since then an eager call with
 prebuilt kernels takes 0.96 to 1.03 times as long as its graph

@@ -541,6 +541,21 @@ def test_what_users_get_is_the_step_of_the_record():
     assert worst in front([both], current)
 
 
+def test_users_of_fla_find_their_own_gain_in_the_first_row():
+    """It stood on another page: the best rival was the only one here."""
+    step = [dataclasses.replace(w, direction="both") for w in GDN["anchors"][21:24]]
+    run = run_of([*GDN["anchors"], *step])
+    kinds = [[row for row in run.rows if row.kind == kind] for kind in ("fwd", "both")]
+    forward, both = (headline.beside(rows, "fla") for rows in kinds)
+    ratios = [row.time_ms("fla") / row.time_ms("ours") for row in kinds[0]]
+    assert forward == headline.spread(ratios)
+    said = f"{forward.at_least} forward, {both.at_least} forward + backward; beside the best of"
+    assert f"which FLA and transformers run, in CUDA graphs {said}" in front([run], current)
+    rows = (dataclasses.replace(row, results=row.results[:1]) for row in run.rows)
+    alone = dataclasses.replace(run, rows=tuple(rows))
+    assert "FLA's own kernels" not in front([alone], current)
+
+
 def test_records_say_how_kernels_were_launched():
     assert "Our kernels were" not in raw([anchor_run()], current)
     assert "older than the replay of calls" in front([anchor_run()], current)
@@ -571,8 +586,11 @@ def test_every_number_says_where_it_was_measured():
 
 def test_a_record_of_other_kernels_is_stale():
     run = anchor_run()
-    assert "Kernels changed since" not in front([run], current)
-    assert "Kernels changed since" in front([run], other)
+    today = "digests of the generated code that ran, and they equal this checkout's"
+    for digests in (current, other):
+        text = front([run], digests)
+        assert ("Kernels changed since" in text) == (today not in text) == (digests is other)
+    assert today not in front([], current)
     assert "Stale" not in raw([run], current)
     assert "**Stale:** the kernels changed since" in raw([run], other)
     assert "| stale" in pages.records_index([run], other)
