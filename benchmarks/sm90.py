@@ -23,7 +23,8 @@ Lengths are LENGTHxCOUNT: 4096x2 is two sequences of 4096 tokens, 1x64 is 64 of 
 Without a GPU workloads run through the CPU path, shortened or left out, and the table says which.
 Results are checked before they are timed; what is wrong, missing or too slow to compile says so in
 the table. Installed from a wheel, the package is without benchmarks: run them in a checkout.
-`bash scripts/setup_env.sh --rivals` installs the libraries to compare with.
+`bash scripts/setup_env.sh --rivals` installs the libraries to compare with into .venv, whose Python
+is then the one to use: `.venv/bin/python -m benchmarks.sm90`.
 """
 
 import argparse
@@ -240,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(json.dumps(dataclasses.asdict(run)) if options.json else "\n" + tables.page(run))
     took = time.monotonic() - started
     lines = [f"Ran {len(run.rows)} workloads on {run.device} in {took:.0f} s."]
-    lines += [f"  {path}" for path in files]
+    lines += [*(f"  {path}" for path in files), "Columns: docs/records/README.md"]
     print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
     return 0 if complete else 130
 

@@ -95,9 +95,9 @@ ASIDE = {
 }  # fmt: skip
 
 RECORDS = """\
-The newest record with the rows of each section, row by row; [README.md](README.md) defines the
-columns, and says how rows are measured and what a set contains. Cells with two numbers are CUDA
-graph / eager."""
+The newest record with the rows of each section, row by row; [README.md](README.md#columns)
+defines the columns, and says how rows are measured and what a set contains. Cells with two numbers
+are CUDA graph / eager."""
 
 FINDINGS = """\
 What the kernels gain, and where they do not. Everything here is made from the records in
@@ -167,11 +167,11 @@ METHOD = """\
   GPU under sustained load lowers its clock. Times are medians.
 - **Cold inputs.** Sets of inputs rotate, so that no call finds its inputs in the L2 cache.
 - **Same work.** Layouts and gates that a library wants otherwise are converted outside the time.
+  Versions of all rivals: [versions](docs/versions.md).
 - **Eager calls** include Python and launches. A sample is a call among up to ten in a row.
-- **Versions** of all rivals: [versions](docs/versions.md).
-- **Your own**: `bash scripts/setup_env.sh --rivals` installs the rivals; then, on a Hopper GPU,
-  `python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2 --plot`, with the front page's gates
-  unless you add `--gates model`."""
+- **Your own**: `bash scripts/setup_env.sh --rivals` installs rivals into `.venv`. Then, on a Hopper
+  GPU: `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2 [--gates model]`; two
+  versions of ours: `.venv/bin/python -m benchmarks.revisions ../before gdn:anchors`."""
 
 CHECKED = """\
 Every result is checked before it is timed. A gated delta net: against the chunked algorithm in
@@ -186,15 +186,36 @@ implementations with the device idle in between. Input sets rotate; one is enoug
 times as large as the L2 cache. The *floor* is the larger of counted FLOPs over the rate of a large
 matrix product and of bytes (inputs once, outputs once) over the rate of a large copy, both measured
 in the same run. A record is *stale* if the code of a kernel that ran in it has changed since
-(`qla_kernels/digests.json`); *Kernels* counts those. Cells with two numbers are graph / eager.
-`host, additions` is how long the host is busy with an eager call, in multiples of an addition of
-eight floats (`x + 1`) beside it in the same process. `first call` includes compilation where no
-cache had it: ours, and that of the rival whose replays are fastest. Peak memory is beyond the
-inputs. `–` was not measured; ▼: ours is slower.
+(`qla_kernels/digests.json`), else *current*; *Kernels* counts those.
 
 A backward alone takes what its forward keeps for it by default. Until noon (UTC) of 2026-11-23
 FlashQLA's did not, in CUDA graphs, and computed its segments again: rows of a backward from before
 have no graph times of rivals here."""
+
+COLUMNS = """\
+- **heads**: key / value heads of a gated delta net, key-value / query heads of attention.
+- **lengths**: `4096x2` is two sequences of 4096 tokens, `32768x1` one of 32768 (`1x32768` in notes
+  and files of before), `64 of 2` 64 sequences of two, `3749 in 5` five ragged ones of 3749 tokens
+  together; `28x4096+2048` 28 responses of 2048 tokens to a prompt of 4096; `A` and `S1` are batches
+  of the last table.
+- **inputs**: gates and initial state, dtype, or the share of pairs that a mask keeps.
+- **A library's name**: medians in ms, CUDA graph / eager. **Bold** is the least of its row. `–` was
+  not measured; `*` was not captured, so that gaps between launches count; a word says why there is
+  no time.
+- **ours, training**: the forward that also keeps what its backward needs, as rivals always do.
+  **ours, uncut**: `auto_cp=False`. **ours, exact**: `exact=True`.
+- **rival / ours**: the time of the row's fastest rival over that of `ours`; ▼: ours is slower.
+  **dense rival / ours**: the same of the fastest rival without a mask.
+- **of floor**: the floor, above, over our time.
+- **first call s**: ours, and that of the rival of the ratio; it includes compilation where no cache
+  had it.
+- **workload**: kind, heads, lengths, gates; `h0`: with an initial state; `d64`: the head size.
+  **implementation**: ours or a library.
+- **p20, p50, p80**: quantiles of times in ms, of graphs, then of eager calls.
+- **host, additions**: how long the host is busy with an eager call, in multiples of an addition of
+  eight floats (`x + 1`) beside it in the same process.
+- **TFLOP/s, GB/s**: counted work, as of the floor, over the median of graphs. **peak MiB**: memory
+  beyond the inputs. **worst error**: the largest of all results' relative L2 errors."""
 
 WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their

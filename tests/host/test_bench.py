@@ -360,6 +360,7 @@ def test_the_command_runs_to_the_end(tmp_path, capsys):
     assert "token loop" in printed
     assert "FlashQLA is missing: needs a CUDA device" in printed
     assert "Ran 1 workloads on" in printed
+    assert printed.endswith("\nColumns: docs/records/README.md\n")
     for name in ("gdn.md", "gdn.json", "gdn-fwd-2x8.svg"):
         assert (out / name).stat().st_size > 0
         assert str(out / name) in printed

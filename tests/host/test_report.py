@@ -1,6 +1,7 @@
 """Records, tables, figures and generated pages say what was measured, and what was not."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -582,6 +583,21 @@ def test_every_number_says_where_it_was_measured():
     drawn = pictures.figures([run], current)
     assert set(drawn) == {"gdn-fwd-16x32"}
     assert where in drawn["gdn-fwd-16x32"].subtitle
+
+
+def test_every_column_of_the_records_is_defined():
+    headers = set()
+    for family in SETS:
+        lines = raw(records.load(), pages.recorded(), family).splitlines()
+        for header, rule in itertools.pairwise(lines):
+            if re.fullmatch(r"\|( -+:? \|)+", rule) and "batch" not in header:
+                headers.update(cell.strip() for cell in header.split("|")[1:-1])
+    text = pages.records_index([], current).partition("## Columns")[2].partition("\n## ")[0]
+    libraries = {label for run in records.load() for label in run.labels.values()}
+    steps = {"backward", "sum", "eager p20", *(x for x in headers if x.endswith(": forward"))}
+    for name in headers - libraries - steps:
+        assert name.partition(", ours")[0] in text, name
+    assert {"rival / ours", "worst error", "host, additions"} <= headers
 
 
 def test_a_record_of_other_kernels_is_stale():
