@@ -1,6 +1,6 @@
 """The generated parts of the front page: who gains what, and the table of times."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ..harness.records import Row, Run
@@ -154,7 +154,7 @@ def sections(runs: Sequence[Run], digests: Digests) -> list[Section]:
         for of_set, title in sets.items():
             words = f", {title[0].lower()}{title[1:]}"
             shown.append((words, aside(runs, family, of_set, digests)))
-    found = [Section(f", {what}", *others) for what, *others in beside_the_headline(runs)]
+    found = [x._replace(what=f", {x.what}") for x in beside_the_headline(runs)]
     for what, run in shown:
         for kind in dict.fromkeys(row.kind for row in run.rows) if run else ():
             assert run is not None
@@ -249,26 +249,33 @@ def gains(runs: Sequence[Run], digests: Digests) -> str:
 
 def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
     """Forward, and forward with backward: beside FLA, and of most models' heads the best rival."""
-    run, ways = headline(runs, "gdn", digests), []
-    kinds = [[x for x in run.rows if x.kind == kind] for kind in ("fwd", "both")] if run else []
-    fla = [found for rows in kinds if (found := beside(rows, "fla"))]
-    if len(fla) == 2:
-        forward, both = (found.at_least for found in fla)
-        where = "beside FLA's own kernels, which FLA and transformers run, in CUDA graphs"
-        ways.append(f"{where} {forward} forward, {both} forward + backward")
-    best = "beside the best of FlashQLA, FlashInfer and FLA, of 16/32 heads, "
-    for eager in (False, True):
-        found = [
-            spread([gain(run, x, eager) for x in rows if x.heads == "16/32"])
-            for rows in kinds
-            if run is not None
-        ]
-        if all(found) and found:
-            forward, both = (x.at_least for x in found if x)
-            where = f"{best}in eager calls" if eager else f"{best}in CUDA graphs"
-            ways.append(f"{where} {forward} forward, {both} forward + backward")
-            best = ""
-    return "; ".join(ways) or "not measured yet"
+    run = headline(runs, "gdn", digests)
+    if run is None:
+        return "not measured yet"
+    kinds = [[row for row in run.rows if row.kind == kind] for kind in ("fwd", "both")]
+    most = [[row for row in rows if row.heads == "16/32"] for rows in kinds]
+    graph, eager = (
+        _both_ways(spread([gain(run, row, way) for row in rows]) for rows in most)
+        for way in (False, True)
+    )
+    said = []
+    if fla := _both_ways(beside(rows, "fla") for rows in kinds):
+        whose = "beside FLA's own kernels, which FLA and transformers run"
+        said.append(f"{whose}, in CUDA graphs {fla}")
+    if graph:
+        whose = "beside the best of FlashQLA, FlashInfer and FLA, of 16/32 heads"
+        said.append(f"{whose}, in CUDA graphs {graph}")
+    if graph and eager:
+        said.append(f"in eager calls {eager}")
+    return "; ".join(said) or "not measured yet"
+
+
+def _both_ways(found: Iterable[Spread | None]) -> str:
+    """Nothing if one is missing."""
+    forward, both = found
+    if forward is None or both is None:
+        return ""
+    return f"{forward.at_least} forward, {both.at_least} forward + backward"
 
 
 def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
