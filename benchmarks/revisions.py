@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
@@ -169,22 +168,23 @@ class Checkout:
 def rows(options: argparse.Namespace) -> list[Any]:
     """Workloads of the sets and of the families selected. Raises ValueError; the text says why."""
     from benchmarks.harness.own_shapes import asked, own_shapes
-    from benchmarks.sm90 import SETS
+    from benchmarks.sm90 import SETS, select
 
+    if asked(options).given and all(":" in selection for selection in options.selections):
+        raise ValueError("--heads, --lengths or the like of a set; need FAMILY without a set")
     found: list[Any] = []
     for selection in options.selections:
         family, _, name = selection.partition(":")
         sets = SETS.get(family, {})
-        if name in sets:
-            found += sets[name]
-        elif sets and not name and (own := own_shapes(family, asked(options))):
-            found += own
-        else:
+        own = own_shapes(family, asked(options)) if sets and not name else []
+        if not own and name not in sets:
             known = f"one of {sorted(sets)}" if sets else f"a family of {sorted(SETS)}"
             raise ValueError(f"{selection}; need FAMILY:SET, or FAMILY and --lengths; {known}")
-    if kept := [w for w in found if fnmatch(w.name, options.only)]:
-        return kept
-    raise ValueError(f"--only {options.only} matches none of {len(found)} workloads")
+        given = {"family": family, "set": [name], "own": own, "quick": False}
+        found += select(argparse.Namespace(**vars(options), **given))
+    if not found:
+        raise ValueError(f"--only {options.only} and --direction leave no workload")
+    return found
 
 
 def lacking(*folders: Path) -> str | None:
@@ -231,14 +231,13 @@ def line(name: str, found: dict[str, Samples]) -> str:
     return said
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    if sys.argv[1:] == ["--serve"]:
-        served()
-        return 0
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     from benchmarks.harness.own_shapes import add_options
 
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.revisions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("before", type=Path, help="a checkout")
@@ -254,15 +253,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, help="file for all samples, as JSON")
     options = parser.parse_args(arguments)
     try:
-        workloads = rows(options)
+        options.workloads = rows(options)
     except ValueError as error:
         parser.error(str(error))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    if sys.argv[1:] == ["--serve"]:
+        served()
+        return 0
+    options = parse(arguments)
     if why := lacking(options.before, options.against):
-        parser.error(why)
+        raise SystemExit(why)
     before, after = Checkout(options.before), Checkout(options.against)
     everything = {}
     print("row, ms before, after, before / after [quartiles] | eager p20 p50 p80 ms, host, in adds")
-    for workload in workloads:
+    for workload in options.workloads:
         name = workload.name
         try:
             for checkout in (before, after):

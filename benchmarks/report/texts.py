@@ -223,8 +223,7 @@ workloads, `--quick` means `anchors`. `--warm 8` only compiles, in eight process
 run after it finds everything cached; `--cold` fills the L2 cache with other data before each
 call. Gates are `model` (-exp(A_log) softplus(a + dt_bias), from hardly any to nearly total decay)
 or `published` (as FlashQLA publishes with: logsigmoid(x) / 16, and 0 for a quarter of the heads).
-Heads are key heads / value heads, of size 128. `8192x4` is four sequences of 8192 tokens, and
-`64 of 2` is 64 sequences of two.
+Heads are key heads / value heads, of size 128.
 
 `forward` is every head configuration at every length, `backward` training's, `short` rollouts of
 many short sequences. `filled` has the rows whose sequences and heads fill the GPU without cutting

@@ -440,27 +440,41 @@ def test_warming_ends_when_told_to(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere", "gdn:anchors"], "nowhere is not a checkout; need a folder with qla_kernels"),
         ([".", "gdn:nothing"], "gdn:nothing; need FAMILY:SET, or FAMILY and --lengths; one of"),
         ([".", "gdn"], "gdn; need FAMILY:SET, or FAMILY and --lengths; one of ['anchors'"),
         ([".", "nothing"], "a family of ['conv', 'dualkv'"),
-        ([".", "gdn", "--lengths", "8", "--only", "x"], "--only x matches none of 2 workloads"),
+        ([".", "gdn", "--lengths", "8", "--only", "x"], "--only x and --direction leave no workl"),
+        ([".", "gdn:anchors", "--lengths", "8"], "or the like of a set; need FAMILY without a set"),
         (["nowhere", "gdn", "--lengths", "8", "--heads", "3/4"], "need FEW/MANY"),
     ],
 )
 def test_revisions_says_what_is_in_the_way(arguments, said, capsys):
     """These ended in tracebacks."""
     with pytest.raises(SystemExit):
-        revisions.main(arguments)
+        revisions.parse(arguments)
     assert said in capsys.readouterr().err
 
 
-def test_revisions_needs_a_gpu(capsys):
+def test_revisions_takes_sets_directions_and_shapes_as_the_benchmark_does():
+    def names(*arguments):
+        return [workload.name for workload in revisions.parse([".", *arguments]).workloads]
+
+    assert len(names("gdn:anchors", "gdn:decode")) == 27 + 36
+    assert len(names("gdn:anchors", "--direction", "bwd", "--only", "*4x8*")) == 3
+    assert names("gdn", "gdn:cpu", "--lengths", "32768x1", "--direction", "fwd") == [
+        "gdn-fwd-16x32-32768x1-published-h0", "gdn-fwd-16x16-4096x1-model"
+    ]  # fmt: skip
+
+
+def test_revisions_needs_checkouts_and_a_gpu():
+    """These ended in tracebacks, too."""
+    here = str(records.ROOT)
+    with pytest.raises(SystemExit, match="nowhere is not a checkout; need a folder with qla_kern"):
+        revisions.main([here, "gdn", "--lengths", "8", "--against", "nowhere"])
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: this is the refusal without one")
-    with pytest.raises(SystemExit):
-        revisions.main([str(records.ROOT), "gdn", "--lengths", "8", "--against", str(records.ROOT)])
-    assert "no GPU; need a Hopper GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no GPU; need a Hopper GPU"):
+        revisions.main([here, "gdn", "--lengths", "8", "--against", here])
 
 
 def test_another_checkout_makes_the_same_workload_or_says_what_it_lacks():
