@@ -5,22 +5,12 @@ from collections.abc import Iterable, Sequence
 from ..harness.records import Result, Row, Run
 from . import serving, tables
 from .figures import WHOLE, steps
-from .headline import (
-    NOTICE,
-    Section,
-    beside,
-    beside_the_headline,
-    choice_of_lines,
-    compared,
-    provenance,
-    slower,
-    source,
-    spread,
-    times,
-)
+from .headline import NOTICE, choice_of_lines, compared, provenance, source, times
 from .names import BATCHES, batch, shape_of, title_of
 from .pictures import FIGURES, RESPONSES, shown
 from .select import Digests, aside, headline, newest
+from .slower import Section, beside_the_headline, slower
+from .spread import beside, spread
 from .texts import (
     FINDINGS,
     HYBRID_NOTE,

@@ -1,61 +1,19 @@
 """The generated parts of the front page: who gains what, and the table of times."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from ..harness.records import Row, Run
 from . import tables
-from .figures import density_of, gain, label_of, rival_of, short, steps
+from .figures import density_of, gain, rival_of, short, steps
 from .names import shape_of, title_of
 from .pictures import shown
-from .select import Digests, aside, headline, newest
-from .texts import (
-    ASIDE,
-    BEFORE_PROGRAMS,
-    BY_HAND,
-    CURRENT,
-    FAMILIES,
-    GAINS,
-    SECTIONS,
-    SLOWER_ONCE,
-    SLOWER_SERVING,
-    STALE,
-    TERMS,
-)
+from .select import Digests, headline
+from .slower import slower
+from .spread import Spread, beside, spread
+from .texts import BEFORE_PROGRAMS, CURRENT, FAMILIES, GAINS, STALE, TERMS
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
-
-
-class Spread(NamedTuple):
-    """Ratios of rivals' times to ours: their number, geometric mean, least and most."""
-
-    shapes: int
-    mean: float
-    worst: float
-    best: float
-
-    @property
-    def at_least(self) -> str:
-        return f"{self.mean:.2f} x (worst {self.worst:.2f})"
-
-    @property
-    def said(self) -> str:
-        if self.shapes == 1:
-            return f"{self.mean:.2f} x"
-        return f"{self.mean:.2f} x ({self.worst:.2f} to {self.best:.2f})"
-
-
-def spread(ratios: Sequence[float | None]) -> Spread | None:
-    found = [r for r in ratios if r is not None]
-    mean = tables.geometric_mean(found)
-    return None if mean is None else Spread(len(found), mean, min(found), max(found))
-
-
-def beside(rows: Sequence[Row], name: str, eager: bool = False) -> Spread | None:
-    """One implementation's times over ours."""
-    pairs = [(row.time_ms(name, eager), row.time_ms("ours", eager)) for row in rows]
-    return spread([theirs / mine for theirs, mine in pairs if theirs and mine])
 
 
 def groups(run: Run) -> dict[tuple[str, str], list[Row]]:
@@ -126,79 +84,6 @@ def _line(run: Run, rows: Sequence[Row]) -> list[str]:
         pair = [tables.number(x) for x in (typical.time_ms("ours", eager), theirs[1])]
         cells += [" / ".join(pair), f"{of_all.mean:.2f} x ({tables.marked(of_all.worst)})"]
     return cells
-
-
-class Section(NamedTuple):
-    """Rows of one kind that a line is about."""
-
-    what: str
-    kind: str
-    run: Run
-    rows: list[Row]
-
-
-def beside_the_headline(runs: Sequence[Run]) -> list[Section]:
-    """Of the sets that are not on the front page, each from the newest record with many rows."""
-    found = []
-    for what, of_set, kind, most in SECTIONS:
-        run = newest(runs, "gdn", of_set, kind, most)
-        if run is not None:
-            found.append(Section(what, kind, run, list(run.rows)))
-    return found
-
-
-def sections(runs: Sequence[Run], digests: Digests) -> list[Section]:
-    """All rows that pages show, each once: of the headlines, and of the sets beside them."""
-    shown: list[tuple[str, Run | None]] = [("", headline(runs, x, digests)) for x in FAMILIES]
-    for family, sets in ASIDE.items():
-        for of_set, title in sets.items():
-            words = f", {title[0].lower()}{title[1:]}"
-            shown.append((words, aside(runs, family, of_set, digests)))
-    found = [x._replace(what=f", {x.what}") for x in beside_the_headline(runs)]
-    for what, run in shown:
-        for kind in dict.fromkeys(row.kind for row in run.rows) if run else ():
-            assert run is not None
-            rows = [row for row in run.rows if row.kind == kind]
-            if not any(rows == other.rows for other in found):
-                found.append(Section(what, kind, run, rows))
-    return found
-
-
-def slower(runs: Sequence[Run], digests: Digests) -> str:
-    """What a reader may find slower than the table says: beside every rival, both ways."""
-    said, old = list[str](), list[str]()
-    for section in sections(runs, digests):
-        today = not section.what or "our_kernels" in section.run.environment
-        (said if today else old).extend(_slower(section))
-    if aside(runs, "gdn", "serving-decode", digests) is None:
-        said.append(SLOWER_SERVING)
-    parts = [["Ours is slower in these cases:", "", *said]] if said else []
-    parts += [[SLOWER_ONCE, "", *old]] if old else []
-    return "\n\n".join("\n".join(part) for part in parts)
-
-
-def _slower(section: Section) -> list[str]:
-    """A line if ours is slower than the best rival at some shape, by graphs or eager calls."""
-    what, kind, run, rows = section
-    said, worst, ours = [], list[tuple[float, str]](), tables.our_names(run)
-    for way, eager in (("CUDA graphs", False), ("eager calls", True)):
-        found = []
-        for row in rows:
-            rival, ratio = tables.best_rival(row, ours, eager), tables.ratio(row, ours, eager)
-            if rival and ratio:
-                beside = BY_HAND.get(rival[0]) or label_of(run, rival[0])
-                found.append((ratio, f"{shape_of(row)}, beside {beside}"))
-        if slow := sum(ratio < 1 for ratio, _ in found):
-            of_all = spread([ratio for ratio, _ in found])
-            assert of_all is not None
-            of_several = f" of {len(found)} shapes (mean {of_all.mean:.2f} x, worst"
-            said.append(
-                f"{way} {of_all.worst:.2f} x" if len(found) == 1
-                else f"{way} at {slow}{of_several} {of_all.worst:.2f} x)"
-            )  # fmt: skip
-            worst.append(min(found))
-    subject = f"{FAMILIES[run.family]}, {title_of(kind).lower()}{what}"
-    return [f"- {subject}: {'; '.join(said)}; worst at {min(worst)[1]}."] if said else []
 
 
 def choice_of_lines(runs: Sequence[Run], digests: Digests) -> str:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from ..harness.records import Run
 from . import tables
-from .headline import beside, source
+from .headline import source
 from .select import Digests, aside
+from .spread import beside
 from .texts import NO_SERVING, SERVING_NOTE
 
 SETS = {

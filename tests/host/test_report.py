@@ -21,6 +21,8 @@ from benchmarks.report import (
     pages,
     pictures,
     select,
+    slower,
+    spread,
     style,
     tables,
 )
@@ -504,7 +506,7 @@ def test_the_front_page_lists_slower_rows_of_every_family_s_sets():
 def test_no_row_that_pages_mark_as_slower_is_missing_on_the_front_page():
     runs, digests = [*map(faults.without, records.load())], pages.recorded()
     marked = "".join(pages.records_page(runs, family, digests) for family in SETS)
-    listed = headline.sections(runs, digests)
+    listed = slower.sections(runs, digests)
     slow = [row for s in listed for row in s.rows if (tables.ratio(row, ("ours",)) or 1) < 1]
     assert marked.count(tables.SLOWER) > len(slow) > 0
     shown = [headline.headline(runs, family, digests) for family in SETS]
@@ -547,9 +549,9 @@ def test_users_of_fla_find_their_own_gain_in_the_first_row():
     step = [dataclasses.replace(w, direction="both") for w in GDN["anchors"][21:24]]
     run = run_of([*GDN["anchors"], *step])
     kinds = [[row for row in run.rows if row.kind == kind] for kind in ("fwd", "both")]
-    forward, both = (headline.beside(rows, "fla") for rows in kinds)
+    forward, both = (spread.beside(rows, "fla") for rows in kinds)
     ratios = [row.time_ms("fla") / row.time_ms("ours") for row in kinds[0]]
-    assert forward == headline.spread(ratios)
+    assert forward == spread.spread(ratios)
     said = f"{forward.at_least} forward, {both.at_least} forward + backward; beside the best of"
     assert f"which FLA and transformers run, in CUDA graphs {said}" in front([run], current)
     rows = (dataclasses.replace(row, results=row.results[:1]) for row in run.rows)
