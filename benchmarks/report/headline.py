@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..harness.records import Row, Run
 from . import tables
 from .figures import density_of, gain, rival_of, short, steps
-from .names import shape_of, title_of
+from .names import BATCHES, shape_of, span, title_of
 from .pictures import shown
 from .select import Digests, headline
 from .slower import slower
@@ -128,7 +128,10 @@ def gains(runs: Sequence[Run], digests: Digests) -> str:
         "dualkv": lambda: _whole_gain(runs, digests),
         "sparse_ring": lambda: _sparse_gain(runs, digests),
     }
-    body = [[who, typed, got.format(best[family]())] for family, who, typed, got in GAINS]
+    body = []
+    for family, who, typed, got in GAINS:
+        gained = best[family]() if family in best else ""  # engines have no ratio
+        body.append([who, typed, got.format(gained)])
     return tables.markdown(["you", "you type", "you get"], body, left=3)
 
 
@@ -171,7 +174,11 @@ def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
     if of_all is None:
         return "not measured yet"
     times = f"{of_all.worst:.1f} to {of_all.best:.1f} x"
-    where = f"on whole sequences ({count(rows)}), in CUDA graphs"
+    prompts = [length for row in rows for length, _ in BATCHES.get(row.layout, ())]
+    which = count(rows)
+    if prompts:
+        which += f", prompts of {span(prompts)} tokens; short prompts gain less"
+    where = f"on whole sequences ({which}), in CUDA graphs"
     return f"attention, forward + backward, {times} faster than {where}"
 
 

@@ -19,11 +19,15 @@ GAINS = (
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
      "each prompt stored and computed once: {}; "
-     "a training step of four layers of Qwen3-Next 4.1 to 6.0 x "
+     "forward and backward of a block of four layers of Qwen3-Next 4.1 to 6.0 x "
      "([note](docs/notes/hybrid-trees.md))"),
     ("sparse_ring", "train on **128K tokens** and more, on one GPU or several",
      '`transformers_sparse_ring.register()`, then `attn_implementation="sparse_ring"`',
      "attention that computes only the blocks and columns which a mask keeps: {}"),
+    ("serving", "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
+     "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-backend qla`",
+     "prefill, decoding and drafts on the engine's own pages of states, without copies; "
+     "not yet tried in a running engine, so without a ratio ([serving](docs/serving.md))"),
 )  # fmt: skip
 
 # Rows of a gated delta net beside the front page: what, set, kind, and how many make a record.
