@@ -5,6 +5,7 @@ before the tail: whole chunks, an odd number of which puts the tail's first chun
 for the tail means a sequence of padding.
 """
 
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +70,9 @@ def step(
 
 
 def run(given: Step, device: str) -> tuple[Tensor, Slots]:
-    """Launches the step; returns o [B, T, HV, V] and the pool after it, on the CPU."""
-    pool, call = Slots(*(to(t, device) for t in given.pool)), Record(*to(tuple(given.call), device))
+    """Launches the step on a copy; returns o [B, T, HV, V] and the pool after it, on the CPU."""
+    pool = Slots(*(to(deepcopy(t), device) for t in given.pool))  # with what lies between its rows
+    call = Record(*to(tuple(given.call), device))
     o = launch.decode(pool, call, to(given.state_indices, device))
     return o.cpu(), Slots(*(t.cpu() for t in pool))
 

@@ -27,7 +27,10 @@ class Tokens(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """A pool's tensors; the last slot takes what sequences of padding write."""
+    """A pool's tensors. Slots may lie any distance apart, as pages of an engine's cache do.
+
+    One slot stands for sequences of padding, and is never changed.
+    """
 
     # [slots, HV, K, V] fp32, the state after `anchored` tokens; in memory, rows of zeros follow up
     # to the K of the kernels' variant
@@ -57,6 +60,7 @@ def extend(
     scale: float,
     fresh: Tensor | None = None,
     drafts: bool = False,
+    null_slot: int | None = None,
 ) -> Tensor:
     """Appends tokens bounds[n] .. bounds[n + 1] to the sequence in slot state_indices[n].
 
@@ -65,38 +69,39 @@ def extend(
         state_indices: [N]; an index outside the pool marks a sequence of padding.
         fresh: [N] bool, sequences that begin with these tokens; None if all go on.
         drafts: the new tokens may be taken back, so that none of them may enter an anchor.
+        null_slot: the slot for padding; None: the last one.
 
     Returns:
         o [T, HV, V], 0 for sequences of padding and for tokens of none.
     """
     T, N = x.q.shape[0], state_indices.shape[0]
-    last = pool.lengths.shape[0] - 1
+    num_slots = pool.lengths.shape[0]
+    null = num_slots - 1 if null_slot is None else null_slot
     bounds = bounds.long()
-    live = (state_indices >= 0) & (state_indices < last)
-    slots = torch.where(live, state_indices, last).long()
+    live = (state_indices >= 0) & (state_indices < num_slots) & (state_indices != null)
+    slots = torch.where(live, state_indices, null).long()
     goes_on = live if fresh is None else live & ~fresh
     base = torch.where(goes_on, pool.anchored[slots], 0).long()
     kept = torch.where(goes_on, pool.lengths[slots], 0).long() - base
     kept = kept.clamp(0, TAIL_PLACES - NEW_TOKENS)  # as append_tokens
-    total = kept + bounds.diff()
+    total = torch.where(live, kept + bounds.diff(), 0)
     whole = (kept if drafts else total) // CHUNK * CHUNK
 
-    h0 = torch.where(goes_on[:, None, None, None], pool.anchors[slots], 0)
+    # The null slot's own state passes through a sequence without tokens, and is written back.
+    h0 = torch.where((live & ~goes_on)[:, None, None, None], 0, pool.anchors[slots])
     room = T + N * (TAIL_PLACES - 1)
     first = _places(torch.zeros_like(whole), whole, N * CHUNK if drafts else room)
     rest = _places(whole, total, N * (TAIL_PLACES - 1) if drafts else N * CHUNK)
-    tail = slots * TAIL_PLACES
     options = Options(output_final_state=True, auto_cp=False)
 
     def packed(places: TokenPlaces) -> Tokens:
         of, token = places.owner, places.token
         new = (bounds[of] + token - kept[of]).clamp(0, max(T - 1, 0))
-        old = tail[of] + (base[of] + token) % TAIL_PLACES
+        old = slots[of], (base[of] + token) % TAIL_PLACES
         from_tail = token < kept[of]
 
         def mixed(given: Tensor, held: Tensor) -> Tensor:
-            mask = from_tail.reshape(-1, *[1] * (given.dim() - 1))
-            return torch.where(mask, held.flatten(0, 1)[old], given[new])
+            return torch.where(_beside(from_tail, given), held[old], given[new])
 
         k, v, g, beta = map(mixed, x[1:], (pool.k, pool.v, pool.g, pool.beta))
         return Tokens(x.q[new], k, v, g, beta)
@@ -112,13 +117,13 @@ def extend(
     tokens = packed(rest)
     o_rest, _ = run(tokens, rest, anchors)
 
-    place = tail[rest.owner] + (base[rest.owner] + rest.token) % TAIL_PLACES
-    place = torch.where(rest.used, place, last * TAIL_PLACES)
+    slot = torch.where(rest.used, slots[rest.owner], null)
+    place = slot, (base[rest.owner] + rest.token) % TAIL_PLACES
     for held, new in zip((pool.k, pool.v, pool.g, pool.beta), tokens[1:], strict=True):
-        held.flatten(0, 1)[place] = new.to(held.dtype)
+        held[place] = torch.where(_beside(rest.used, new), new.to(held.dtype), held[place])
     pool.anchors[slots] = anchors
-    pool.anchored[slots] = (base + whole).int()
-    pool.lengths[slots] = (base + total).int()
+    for count, now in ((pool.anchored, base + whole), (pool.lengths, base + total)):
+        count[slots] = torch.where(live, now.int(), count[slots])
 
     at = torch.arange(T, device=bounds.device)
     owner = _owners(bounds, at)
@@ -140,6 +145,11 @@ def _places(begin: Tensor, end: Tensor, room: int) -> TokenPlaces:
     at = torch.arange(max(room, 1), device=bounds.device)
     owner = _owners(bounds, at)
     return TokenPlaces(bounds, owner, at - bounds[owner] + begin[owner], at < bounds[-1])
+
+
+def _beside(mask: Tensor, x: Tensor) -> Tensor:
+    """Returns mask [T] with the dimensions of x [T, ..]."""
+    return mask.reshape(-1, *[1] * (x.dim() - 1))
 
 
 def _owners(bounds: Tensor, at: Tensor) -> Tensor:

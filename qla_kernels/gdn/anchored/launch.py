@@ -12,22 +12,31 @@ from qla_kernels.gdn.shapes import STEP_COLUMNS, key_room
 from qla_kernels.sm90 import dtype_name, require_aligned
 
 
-def decode(pool: Slots, call: Call, state_indices: Tensor) -> Tensor:
+def decode(pool: Slots, call: Call, state_indices: Tensor, null_slot: int | None = None) -> Tensor:
     """Appends call's tokens [B, T, ..] to the sequences in their slots; returns o [B, T, HV, V].
 
-    The call's q and k are normalised and its gates activated, in fp32 and contiguous.
+    The call's q and k are normalised and its gates activated, in fp32 and contiguous. `null_slot`
+    is the slot for padding, None for the last one.
     """
     q, k, v, g, beta, scale, *_ = call
     require_aligned("GdnPool", q=q, k=k, v=v)
     with device.of(q):
-        steps = append(pool, k, v, g, beta, low_words(state_indices))
+        if null_slot is None:
+            null_slot = len(pool.lengths) - 1
+        steps = append(pool, k, v, g, beta, low_words(state_indices), null_slot)
         o = v.new_empty(v.shape)
         anchored_fwd(pool, q.contiguous(), steps, o, scale)
     return o
 
 
 def append(
-    pool: Slots, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state_indices: Tensor
+    pool: Slots,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state_indices: Tensor,
+    null_slot: int,
 ) -> Tensor:
     """Writes tokens to the tails and counts them; returns the table for anchored_fwd.
 
@@ -43,10 +52,9 @@ def append(
         g,
         beta,
         state_indices,
-        *(x.flatten(0, 1) for x in (pool.k, pool.v, pool.g, pool.beta)),
-        pool.anchored,
-        pool.lengths,
+        *pool[1:],
         steps,
+        null_slot,
     )
     return steps
 
@@ -66,7 +74,7 @@ def anchored_fwd(pool: Slots, q: Tensor, steps: Tensor, o: Tensor, scale: float)
     items = B * HV * (V // tile_v)
     jit.compile(anchored_kernel, variant)(
         q.view(B * T, H, K),
-        *(x.flatten(0, 1) for x in (pool.k, pool.v, pool.g, pool.beta)),
+        *pool[1:5],
         steps,
         anchors.as_strided((*anchors.shape[:2], room, V), anchors.stride()),
         o.view(B * T, HV, V),

@@ -12,7 +12,7 @@ from qla_kernels.gdn.anchored.extend import Slots, Tokens, extend
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import checked_flags, scale_of
 from qla_kernels.gdn.ops import state_dtype
-from qla_kernels.gdn.shapes import KEY_SIZES, NEW_TOKENS, TAIL_PLACES, key_room
+from qla_kernels.gdn.shapes import KEY_ROOMS, KEY_SIZES, NEW_TOKENS, TAIL_PLACES, key_room
 from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
@@ -60,7 +60,7 @@ class GdnPool:
         slots, H, HV = num_slots + 1, num_heads, num_value_heads  # the last one is for padding
         like = torch.empty(0, dtype=dtype, device=device)
         wide = state_dtype(like)
-        self.num_slots = num_slots
+        self.num_slots, self.null_slot = num_slots, num_slots
         room = key_room(K) if K in KEY_SIZES else K
         self.tensors = Slots(
             anchors=like.new_zeros(slots, HV, room, V, dtype=wide)[:, :, :K],
@@ -72,6 +72,44 @@ class GdnPool:
             lengths=like.new_zeros(slots, dtype=torch.int32),
         )
 
+    @classmethod
+    def of(cls, tensors: Slots, null_slot: int) -> "GdnPool":
+        """Returns a pool on given tensors, such as views of an engine's pages.
+
+        Slots may lie any distance apart; within a slot tensors are contiguous. What slots hold does
+        not matter: a sequence that begins reads nothing of it. On a GPU, slots of anchors, k and v
+        begin at multiples of 16 bytes, and K is one that a kernel's variant has.
+
+        Args:
+            tensors: anchors [slots, HV, K, V], tails and counts, as `GdnPool.tensors` has them.
+            null_slot: an index that marks padding. The slot is not changed.
+        """
+        slots, HV, K, V = tensors.anchors.shape
+        H, wide = tensors.k.shape[2], tensors.anchors.dtype
+        held = slots, TAIL_PLACES
+        shapes = (
+            (slots, HV, K, V), (*held, H, K), (*held, HV, V), (*held, HV), (*held, HV),
+            (slots,), (slots,),
+        )  # fmt: skip
+        dtypes = wide, *[tensors.k.dtype] * 2, wide, wide, torch.int32, torch.int32
+        for name, x, shape, dtype in zip(Slots._fields, tensors, shapes, dtypes, strict=True):
+            expect_tensor(OP, name, x, shape, str(shape), tensors.k.device)
+            inside = x[0].is_contiguous() and x.dtype == dtype
+            bytes_of = x.stride(0) * x.element_size(), x.data_ptr()
+            if not inside or (x.is_cuda and x.dim() == 4 and any(b % 16 for b in bytes_of)):
+                got = f"{name} is {dtype_name(x.dtype)} with strides {x.stride()}"
+                needs = f"{dtype_name(dtype)}, contiguous slots at multiples of 16 bytes"
+                raise ValueError(need(OP, got, needs, "lay pages out like that"))
+        if tensors.k.is_cuda and K not in KEY_ROOMS:
+            needs = "one of " + ", ".join(map(str, KEY_ROOMS))
+            raise Unsupported(need(OP, f"given tensors with K = {K}", needs, "make a GdnPool"))
+        if not 0 <= null_slot < slots:
+            got, needs = f"null_slot {null_slot}", f"0 to {slots - 1}"
+            raise ValueError(need(OP, got, needs, "name a slot"))
+        pool = cls.__new__(cls)
+        pool.num_slots, pool.null_slot, pool.tensors = slots, null_slot, tensors
+        return pool
+
     @property
     def lengths(self) -> Tensor:
         """[num_slots] int32, the number of tokens in each slot."""
@@ -79,7 +117,8 @@ class GdnPool:
 
     @property
     def bytes_per_slot(self) -> int:
-        return sum(t.stride(0) * t.element_size() for t in self.tensors)
+        inside = (t.shape[1] * t.stride(1) if t.dim() > 1 else 1 for t in self.tensors)
+        return sum(n * t.element_size() for n, t in zip(inside, self.tensors, strict=True))
 
     @torch.no_grad()
     def prefill(
@@ -143,7 +182,7 @@ class GdnPool:
         if q.is_cuda:
             from qla_kernels.gdn.anchored import launch  # kernels need what a CPU may not have
 
-            return launch.decode(self.tensors, call, state_indices)
+            return launch.decode(self.tensors, call, state_indices, self.null_slot)
         return self._extended(call, state_indices, None, drafts=True)
 
     @torch.no_grad()
@@ -161,7 +200,8 @@ class GdnPool:
         shape = tuple(state_indices.shape)
         expect_tensor(OP, "num_tokens", num_tokens, shape, "[N]", self.tensors.lengths.device)
         outside = (state_indices < 0) | (state_indices >= self.num_slots)
-        slots = torch.where(outside, self.num_slots, state_indices).long()
+        outside |= state_indices == self.null_slot
+        slots = torch.where(outside, self.null_slot, state_indices).long()
         if slots.is_cpu or checks_contents():
             held = (self.tensors.lengths - self.tensors.anchored)[slots]
             wrong = ~outside & ((num_tokens < 0) | (num_tokens > held))
@@ -169,7 +209,8 @@ class GdnPool:
                 got, needs = f"num_tokens {num_tokens.tolist()}", f"0 to {held.tolist()} of them"
                 fix = "take back at most the tokens of the last decode"
                 raise ValueError(need(OP, got, needs, fix))
-        self.tensors.lengths.index_add_(0, slots, -num_tokens.int())
+        back = torch.where(outside, 0, -num_tokens).int()
+        self.tensors.lengths.index_add_(0, slots, back)
 
     def _extended(
         self, call: Call, state_indices: Tensor, fresh: Tensor | None, drafts: bool
@@ -181,7 +222,8 @@ class GdnPool:
             B, T = call.q.shape[:2]
             bounds = torch.arange(B + 1, device=call.q.device) * T
         x = Tokens(*(t.flatten(0, 1) for t in call[:5]))
-        o = extend(self.tensors, x, bounds, state_indices, call.scale, fresh, drafts)
+        null = self.null_slot
+        o = extend(self.tensors, x, bounds, state_indices, call.scale, fresh, drafts, null)
         return o.view(call.v.shape)
 
     def _checked(
@@ -230,7 +272,8 @@ class GdnPool:
             got = f"state_indices is {dtype_name(state_indices.dtype)}"
             raise ValueError(need(OP, got, "int32 or int64", "cast it"))
         if where.type == "cpu":
-            used = [i for i in state_indices.tolist() if 0 <= i < self.num_slots]
+            null, indices = self.null_slot, state_indices.tolist()
+            used = [i for i in indices if 0 <= i < self.num_slots and i != null]
             if len(set(used)) < len(used):
                 got = f"state_indices {state_indices.tolist()}"
                 fix = "give each sequence a slot of its own"

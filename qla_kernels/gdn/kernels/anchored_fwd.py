@@ -45,8 +45,16 @@ from qla_kernels.gdn.kernels.chain.layout import (
 )
 from qla_kernels.gdn.kernels.chain.new_rows import SOURCE
 from qla_kernels.gdn.kernels.chain.solve import clear_above
-from qla_kernels.gdn.kernels.chain.tail import Walk, begin_walk, find, load_k, load_s, load_v
-from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS
+from qla_kernels.gdn.kernels.chain.tail import (
+    OfSlot,
+    Walk,
+    begin_walk,
+    find,
+    load_k,
+    load_s,
+    load_v,
+)
+from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS, TAIL_PLACES
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
@@ -299,19 +307,32 @@ def clear_rows(o, tok0, count, hv, v):
 def build(variant: Variant):
     plan = schedule(variant)
     K, rings = variant.K, plan.rings
-    places, num_tokens, num_heads = T.dynamic("places, num_tokens, num_heads")
+    num_tokens, num_heads = T.dynamic("num_tokens, num_heads")
     num_value_heads, V, num_slots, num_sequences = T.dynamic(
         "num_value_heads, V, num_slots, num_sequences"
     )
     anchor_n, anchor_h, anchor_k, size = T.dynamic("anchor_n, anchor_h, anchor_k, size")
+    k_n, v_n, g_n, beta_n = T.dynamic("k_n, v_n, g_n, beta_n")
 
     @T.prim_func
     def anchored_fwd(
         q: T.Tensor((num_tokens, num_heads, size), variant.dtype),
-        k: T.Tensor((places, num_heads, size), variant.dtype),
-        v: T.Tensor((places, num_value_heads, V), variant.dtype),
-        g: T.Tensor((places, num_value_heads), "float32"),
-        beta: T.Tensor((places, num_value_heads), "float32"),
+        k: T.StridedTensor(
+            (num_slots, TAIL_PLACES, num_heads, size),
+            (k_n, num_heads * size, size, 1),
+            variant.dtype,
+        ),
+        v: T.StridedTensor(
+            (num_slots, TAIL_PLACES, num_value_heads, V),
+            (v_n, num_value_heads * V, V, 1),
+            variant.dtype,
+        ),
+        g: T.StridedTensor(
+            (num_slots, TAIL_PLACES, num_value_heads), (g_n, num_value_heads, 1), "float32"
+        ),
+        beta: T.StridedTensor(
+            (num_slots, TAIL_PLACES, num_value_heads), (beta_n, num_value_heads, 1), "float32"
+        ),
         steps: T.Tensor((num_sequences, STEP_COLUMNS), "int32"),
         anchors: T.StridedTensor(
             (num_slots, num_value_heads, K, V), (anchor_n, anchor_h, anchor_k, 1), "float32"
@@ -417,7 +438,7 @@ def build(variant: Variant):
                         )  # fmt: skip
                         load_k(
                             K, q, k, s_q, s_k, After(q_ring, first), After(k_ring, first),
-                            num_chunks, n * tokens_each, row0, kept + count, kh,
+                            num_chunks, n * tokens_each, slot, row0, kept + count, kh,
                         )  # fmt: skip
                         first += num_chunks
                 elif tx < 64:
@@ -438,7 +459,7 @@ def build(variant: Variant):
                             n, kh, hv, i_tile, slot, row0, kept, count, num_chunks,
                         )  # fmt: skip
                         load_v(
-                            variant.tile_v, v, s_v, After(v_ring, first), num_chunks, row0,
+                            variant.tile_v, v, s_v, After(v_ring, first), num_chunks, slot, row0,
                             kept + count, hv, i_tile * variant.tile_v,
                         )  # fmt: skip
                         first += num_chunks
@@ -450,7 +471,8 @@ def build(variant: Variant):
                         )  # fmt: skip
                         for i in rolled(num_chunks):
                             gate(
-                                g, beta, beta, 0, g, s_gate, After(gates, first + i),
+                                OfSlot(g, slot), OfSlot(beta, slot), beta, 0, g, s_gate,
+                                After(gates, first + i),
                                 T.bitwise_xor(row0, i * CHUNK),
                                 T.min(kept + count - i * CHUNK, CHUNK), 1, hv, scale, 0,
                             )  # fmt: skip
