@@ -5,7 +5,6 @@ record.
 """
 
 import inspect
-import json
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -20,16 +19,11 @@ from qla_kernels.integrations import engines, sglang, vllm
 from reference import conv, gdn
 from scripts import engine_interfaces
 from tests.serving_traffic import Traffic
+from tests.vllm_stand_ins import RECORD, Engine, metadata_of, recorded
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = json.loads(Path(__file__).with_name("engine_interfaces.json").read_text())
-
-
-def recorded(engine: str, name: str) -> dict[str, Any]:
-    entries = RECORD[engine]["interfaces"]
-    return next(x for full, x in entries.items() if full.rpartition(":")[2] == name)
 
 
 def accepts(function: Any, names: list[str]) -> None:
@@ -85,40 +79,6 @@ def test_an_unknown_version_is_refused(module, engine, monkeypatch, caplog):
     assert text in said
 
 
-class Engine:
-    """What vLLM's module has for our layer; a convolution that changes nothing.
-
-    A step of decoding does not use it: the weights of `vllm_layer` change nothing either.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        self.batch, self.exported = batch, None
-
-    def get_forward_context(self) -> Any:
-        return SimpleNamespace(attn_metadata={"layer": self.batch})
-
-    def is_conv_state_dim_first(self) -> bool:
-        return True
-
-    def causal_conv1d_update(self, *args: Any, **named: Any) -> Any:
-        return self._convolved("causal_conv1d_update", args, named)
-
-    def causal_conv1d_fn(self, *args: Any, **named: Any) -> Any:
-        return self._convolved("causal_conv1d_fn", args, named)
-
-    def _convolved(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        names = recorded("vllm", name)["parameters"]
-        assert set(named) <= set(names[len(args) :]), f"{name} does not take {sorted(named)}"
-        return args[0]
-
-    def current_workspace_manager(self) -> Any:
-        def get_simultaneous(spec: Any) -> tuple[torch.Tensor]:
-            shape, dtype = spec
-            return (torch.full(shape, torch.nan, dtype=dtype),)
-
-        return SimpleNamespace(get_simultaneous=get_simultaneous)
-
-
 def vllm_layer(traffic: Traffic, batch: Any) -> tuple[Any, Engine]:
     """Our layer on a stand-in for vLLM's."""
     engine = Engine(batch)
@@ -153,13 +113,6 @@ def vllm_layer(traffic: Traffic, batch: Any) -> tuple[Any, Engine]:
     layer.value_dim, layer.head_v_dim = traffic.HV * traffic.V, traffic.V
     vars(layer).update(traffic.parameters)
     return layer, engine
-
-
-def metadata_of(**given: Any) -> Any:
-    """GDNAttentionMetadata, with the fields that the record has and no others."""
-    fields = recorded("vllm", "GDNAttentionMetadata")["fields"]
-    assert set(given) <= set(fields)
-    return SimpleNamespace(**dict.fromkeys(fields) | given)
 
 
 def test_vllm_layer_in_a_mixed_batch():
