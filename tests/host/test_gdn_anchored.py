@@ -111,6 +111,8 @@ def test_tensors_that_are_no_pages_say_what_is_needed():
         GdnPool.of(tensors._replace(v=tensors.v[:, :64]), 0)
     with pytest.raises(ValueError, match=r"lengths is int64 .*; need int32"):
         GdnPool.of(tensors._replace(lengths=tensors.lengths.long()), 0)
+    with pytest.raises(ValueError, match=r"g and beta with strides .*; need one distance"):
+        GdnPool.of(tensors._replace(g=tensors.g.contiguous()), 0)
     turned = tensors.anchors.mT.contiguous().mT
     with pytest.raises(ValueError, match=r"anchors is float32 .* contiguous slots"):
         GdnPool.of(tensors._replace(anchors=turned), 0)

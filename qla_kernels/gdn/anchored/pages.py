@@ -9,7 +9,7 @@ from torch import Tensor
 from qla_kernels.gdn.anchored.extend import Slots
 from qla_kernels.gdn.shapes import TAIL_PLACES
 
-PIECE = 16  # bytes, to whose multiples parts of a page are aligned, as copies by TMA ask for
+PART_STEP = 16  # bytes, to whose multiples parts of a page are aligned, as copies by TMA ask for
 
 
 class Page(NamedTuple):
@@ -33,14 +33,14 @@ class Page(NamedTuple):
     def part_bytes(self) -> list[int]:
         """Bytes of each part, with those up to the next one."""
         sizes = (dtype.itemsize * math.prod(shape) for dtype, shape in self.parts())
-        return [-(-size // PIECE) * PIECE for size in sizes]
+        return [-(-size // PART_STEP) * PART_STEP for size in sizes]
 
     def slots(self, pages: Tensor) -> Slots:
         """Returns views of pages [slots, sum(part_bytes) / 4] fp32, any distance apart."""
         found, first = [], 0
         for (dtype, shape), size in zip(self.parts(), self.part_bytes(), strict=True):
             part = pages[:, first // 4 : (first + size) // 4].view(dtype)
-            x = part[:, : math.prod(shape)].unflatten(1, shape)
+            x = part[:, : math.prod(shape)].view(-1, *shape)
             found.append(x if len(shape) > 1 else x[:, 0])
             first += size
         return Slots(*found)

@@ -76,9 +76,10 @@ class GdnPool:
     def of(cls, tensors: Slots, null_slot: int) -> "GdnPool":
         """Returns a pool on given tensors, such as views of an engine's pages.
 
-        Slots may lie any distance apart; within a slot tensors are contiguous. What slots hold does
-        not matter: a sequence that begins reads nothing of it. On a GPU, slots of anchors, k and v
-        begin at multiples of 16 bytes, and K is one that a kernel's variant has.
+        Slots may lie any distance apart, the same for g and beta; within a slot tensors are
+        contiguous. What slots hold does not matter: a sequence that begins reads nothing of it. On
+        a GPU, slots of anchors, k and v begin at multiples of 16 bytes, and K is one that a
+        kernel's variant has.
 
         Args:
             tensors: anchors [slots, HV, K, V], tails and counts, as `GdnPool.tensors` has them.
@@ -100,6 +101,9 @@ class GdnPool:
                 got = f"{name} is {dtype_name(x.dtype)} with strides {x.stride()}"
                 needs = f"{dtype_name(dtype)}, contiguous slots at multiples of 16 bytes"
                 raise ValueError(need(OP, got, needs, "lay pages out like that"))
+        if tensors.g.stride(0) != tensors.beta.stride(0):
+            got = f"g and beta with strides {tensors.g.stride(0)}, {tensors.beta.stride(0)}"
+            raise ValueError(need(OP, got, "one distance of slots", "lay pages out like that"))
         if tensors.k.is_cuda and K not in KEY_ROOMS:
             needs = "one of " + ", ".join(map(str, KEY_ROOMS))
             raise Unsupported(need(OP, f"given tensors with K = {K}", needs, "make a GdnPool"))

@@ -46,7 +46,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
 from qla_kernels.gdn.kernels.chain.new_rows import SOURCE
 from qla_kernels.gdn.kernels.chain.solve import clear_above
 from qla_kernels.gdn.kernels.chain.tail import (
-    OfSlot,
+    Rows,
     Walk,
     begin_walk,
     find,
@@ -306,38 +306,24 @@ def clear_rows(o, tok0, count, hv, v):
 
 def build(variant: Variant):
     plan = schedule(variant)
-    K, rings = variant.K, plan.rings
-    num_tokens, num_heads = T.dynamic("num_tokens, num_heads")
-    num_value_heads, V, num_slots, num_sequences = T.dynamic(
-        "num_value_heads, V, num_slots, num_sequences"
-    )
+    K, dtype, rings = variant.K, variant.dtype, plan.rings
+    num_tokens, num_sequences, num_slots = T.dynamic("num_tokens, num_sequences, num_slots")
+    H, HV, V = T.dynamic("H, HV, V")
     anchor_n, anchor_h, anchor_k, size = T.dynamic("anchor_n, anchor_h, anchor_k, size")
-    k_n, v_n, g_n, beta_n = T.dynamic("k_n, v_n, g_n, beta_n")
+    k_n, v_n, g_n = T.dynamic("k_n, v_n, g_n")  # g_n: of beta, too
 
     @T.prim_func
     def anchored_fwd(
-        q: T.Tensor((num_tokens, num_heads, size), variant.dtype),
-        k: T.StridedTensor(
-            (num_slots, TAIL_PLACES, num_heads, size),
-            (k_n, num_heads * size, size, 1),
-            variant.dtype,
-        ),
-        v: T.StridedTensor(
-            (num_slots, TAIL_PLACES, num_value_heads, V),
-            (v_n, num_value_heads * V, V, 1),
-            variant.dtype,
-        ),
-        g: T.StridedTensor(
-            (num_slots, TAIL_PLACES, num_value_heads), (g_n, num_value_heads, 1), "float32"
-        ),
-        beta: T.StridedTensor(
-            (num_slots, TAIL_PLACES, num_value_heads), (beta_n, num_value_heads, 1), "float32"
-        ),
+        q: T.Tensor((num_tokens, H, size), dtype),
+        k: T.StridedTensor((num_slots, TAIL_PLACES, H, size), (k_n, H * size, size, 1), dtype),
+        v: T.StridedTensor((num_slots, TAIL_PLACES, HV, V), (v_n, HV * V, V, 1), dtype),
+        g: T.StridedTensor((num_slots, TAIL_PLACES, HV), (g_n, HV, 1), "float32"),
+        beta: T.StridedTensor((num_slots, TAIL_PLACES, HV), (g_n, HV, 1), "float32"),
         steps: T.Tensor((num_sequences, STEP_COLUMNS), "int32"),
         anchors: T.StridedTensor(
-            (num_slots, num_value_heads, K, V), (anchor_n, anchor_h, anchor_k, 1), "float32"
+            (num_slots, HV, K, V), (anchor_n, anchor_h, anchor_k, 1), "float32"
         ),
-        o: T.Tensor((num_tokens, num_value_heads, V), variant.dtype),
+        o: T.Tensor((num_tokens, HV, V), dtype),
         tokens_each: T.int32,  # tokens of a sequence in q and o
         scale: T.float32,
         ctas: T.int32,
@@ -345,11 +331,11 @@ def build(variant: Variant):
         with T.Kernel(ctas, threads=plan.block) as block:
             T.import_source(SOURCE)
             s_s = T.alloc_shared((S_SLOTS, K, TILE), "float32")
-            s_k = T.alloc_shared((rings["k"], CHUNK, K), variant.dtype)
-            s_q = T.alloc_shared((rings["q"], NEW_TOKENS, K), variant.dtype)
-            s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), variant.dtype)
-            s_a = T.alloc_shared((rings["a"], CHUNK, CHUNK), variant.dtype)
-            s_p = T.alloc_shared((rings["p"], NEW_TOKENS, CHUNK), variant.dtype)
+            s_k = T.alloc_shared((rings["k"], CHUNK, K), dtype)
+            s_q = T.alloc_shared((rings["q"], NEW_TOKENS, K), dtype)
+            s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), dtype)
+            s_a = T.alloc_shared((rings["a"], CHUNK, CHUNK), dtype)
+            s_p = T.alloc_shared((rings["p"], NEW_TOKENS, CHUNK), dtype)
             s_gate = T.alloc_shared((rings["gate"], GATE_ROWS, CHUNK), "float32")
             s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
             tiles = (s_s, s_k, s_q, s_v, s_a, s_p)
@@ -382,14 +368,14 @@ def build(variant: Variant):
             num_tiles = V // variant.tile_v
             r_step = T.alloc_local((STEP_COLUMNS,), "int32")
             group = T.alloc_var("int32")  # value heads a key head
-            group = num_value_heads // num_heads
+            group = HV // H
             walk = Walk(
                 T.alloc_local((4,), "int32"), T.alloc_local((4,), "int32"),
-                (num_tiles, group, num_heads),
+                (num_tiles, group, H),
             )  # fmt: skip
             first = 0  # chunks of earlier items: the rings' next step
             live = 0  # earlier items with a chunk: the next step of the ring of S
-            items = T.ceildiv(num_sequences * num_value_heads * num_tiles - block, ctas)
+            items = T.ceildiv(num_sequences * HV * num_tiles - block, ctas)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             await_previous()
             begin_walk(block, ctas, walk, steps, r_step)
@@ -438,7 +424,7 @@ def build(variant: Variant):
                         )  # fmt: skip
                         load_k(
                             K, q, k, s_q, s_k, After(q_ring, first), After(k_ring, first),
-                            num_chunks, n * tokens_each, slot, row0, kept + count, kh,
+                            num_chunks, n * tokens_each, row0, kept + count, kh,
                         )  # fmt: skip
                         first += num_chunks
                 elif tx < 64:
@@ -459,7 +445,7 @@ def build(variant: Variant):
                             n, kh, hv, i_tile, slot, row0, kept, count, num_chunks,
                         )  # fmt: skip
                         load_v(
-                            variant.tile_v, v, s_v, After(v_ring, first), num_chunks, slot, row0,
+                            variant.tile_v, v, s_v, After(v_ring, first), num_chunks, row0,
                             kept + count, hv, i_tile * variant.tile_v,
                         )  # fmt: skip
                         first += num_chunks
@@ -471,10 +457,9 @@ def build(variant: Variant):
                         )  # fmt: skip
                         for i in rolled(num_chunks):
                             gate(
-                                OfSlot(g, slot), OfSlot(beta, slot), beta, 0, g, s_gate,
-                                After(gates, first + i),
+                                Rows(g), Rows(beta), beta, 0, g, s_gate, After(gates, first + i),
                                 T.bitwise_xor(row0, i * CHUNK),
-                                T.min(kept + count - i * CHUNK, CHUNK), 1, hv, scale, 0,
+                                T.min(kept + count - i * CHUNK, CHUNK), 1, hv, scale, 0, True,
                             )  # fmt: skip
                         first += num_chunks
 

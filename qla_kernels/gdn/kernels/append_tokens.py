@@ -2,7 +2,7 @@
 
 For sequence n, with slot s, and its new tokens t = 0 .. T - 1:
     place   = (lengths[s] + t) % 128 of slot s, of k, v, g and beta
-    steps   = (s, place of the tail's first token, tokens of the tail before, T)       [4]
+    steps   = (s, 128 s + place of the tail's first token, tokens of the tail before, T)     [4]
     lengths, anchored of s, as anchored_fwd leaves the slot
 
 Slots may lie any distance apart, as in pages of an engine, and more than 2^31 numbers in all.
@@ -133,7 +133,7 @@ def build(variant: Variant):
                         beta_tail[slot, place, at % HV] = beta[n, at // HV, at % HV]
             if thread == 0:  # 3
                 steps[n, 0] = slot
-                steps[n, 1] = anchor % TAIL_PLACES
+                steps[n, 1] = T.max(slot, 0) * TAIL_PLACES + anchor % TAIL_PLACES
                 steps[n, 2] = kept
                 steps[n, 3] = num_tokens
                 if slot >= 0:

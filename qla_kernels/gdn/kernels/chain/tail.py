@@ -1,9 +1,10 @@
 """Roles of anchored_fwd that find an item and load it: its anchor, and its tail's rows.
 
 anchored_fwd.py states the steps, with the numbers used here. A row of its table `steps` is a
-sequence's slot, or -1; the place in it of its tail's first token, 0 or 64; the number of tokens
-in the tail before this step; and the number of new ones. A kernel of this package made it, so what
-it says lies inside the tensors. The tail's second chunk is in the other half of the slot.
+sequence's slot, or -1; 128 times the slot plus the place in it of its tail's first token, 0 or 64;
+the number of tokens in the tail before this step; and the number of new ones. A kernel of this
+package made it, so what it says lies inside the tensors. The tail's second chunk is in the other
+half of the slot.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import TILE
-from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS
+from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS, TAIL_PLACES
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
 
@@ -20,15 +21,15 @@ TAIL_ROWS = 16  # rows of k or v that one TMA copy loads
 TAIL_COLUMNS = 64  # columns of it: 128 bytes
 
 
-class OfSlot:
-    """The part of a tensor of gates [slots, places, heads] that belongs to a slot."""
+class Rows:
+    """A view of gates [slots, places, heads] as [slots * places, heads], whatever slots' stride."""
 
-    def __init__(self, x: Any, slot: Any) -> None:
-        self.x, self.slot, self.dtype = x, slot, x.dtype
+    def __init__(self, x: Any) -> None:
+        self.x, self.dtype = x, x.dtype
 
     def __getitem__(self, at: tuple[Any, Any]) -> Any:
-        place, head = at
-        return self.x[self.slot, place, head]
+        row, head = at
+        return self.x[row // TAIL_PLACES, row % TAIL_PLACES, head]
 
 
 class Walk(NamedTuple):
@@ -95,9 +96,10 @@ def find(
 
 
 @T.macro
-def fetch_rows(x, slot, head, column, width, shared, ring, i, row, rows):
+def fetch_rows(x, head, column, width, shared, ring, i, first, rows):
     """Loads `rows` rows of x [slots, places, heads, size], in boxes of 16 x 64."""
     ring.acquire(i)
+    slot, row = first // TAIL_PLACES, first % TAIL_PLACES
     for b in rolled(T.ceildiv(rows, TAIL_ROWS)):
         for p in T.unroll(width // TAIL_COLUMNS):
             T.tma_copy(
@@ -118,10 +120,10 @@ def fetch_rows(x, slot, head, column, width, shared, ring, i, row, rows):
 
 
 @T.macro
-def load_k(K, q, k, s_q, s_k, q_ring, k_ring, num_chunks, tok0, slot, row0, length, kh):
+def load_k(K, q, k, s_q, s_k, q_ring, k_ring, num_chunks, tok0, row0, length, kh):
     for i in rolled(num_chunks):  # 1
         rows = T.min(length - i * CHUNK, CHUNK)
-        fetch_rows(k, slot, kh, 0, K, s_k, k_ring, i, T.bitwise_xor(row0, i * CHUNK), rows)
+        fetch_rows(k, kh, 0, K, s_k, k_ring, i, T.bitwise_xor(row0, i * CHUNK), rows)
         q_ring.acquire(i)
         T.tma_copy(
             q[tok0 : tok0 + NEW_TOKENS, kh, 0:K],
@@ -145,8 +147,8 @@ def load_s(states, K, anchors, s_s, s_ring, num_chunks, slot, hv, v0):
 
 
 @T.macro
-def load_v(tile_v, v, s_v, v_ring, num_chunks, slot, row0, length, hv, v0):
+def load_v(tile_v, v, s_v, v_ring, num_chunks, row0, length, hv, v0):
     for i in rolled(num_chunks):  # 2
         rows = T.min(length - i * CHUNK, CHUNK)
         row = T.bitwise_xor(row0, i * CHUNK)
-        fetch_rows(v, slot, hv, v0, tile_v, s_v, v_ring, i, row, rows)
+        fetch_rows(v, hv, v0, tile_v, s_v, v_ring, i, row, rows)
