@@ -145,16 +145,18 @@ def _forward(
         rows = engine.causal_conv1d_update(
             rows, states, *parameters, conv_state_indices=slots[:first], validate_data=False
         )
-    q, k, v, g, beta = plain._split(layer, rows, b, a)
+    x = plain._split(layer, rows, b, a)
     if first:
-        each = [x[0, :first].unsqueeze(1) for x in (q, k, v, g, beta)]
-        out[:first] = pool.decode(*each, slots[:first], **_options(layer)).squeeze(1)
+        q, k, v, g, beta = (t[0, :first].unsqueeze(1) for t in x)
+        o = pool.decode(q, k, v, g, beta, slots[:first], **_options(layer))
+        out[:first] = o.squeeze(1)
     if batch.num_prefills > 0:
-        bounds = batch.prefill_query_start_loc
+        q, k, v, g, beta = (t[:, first:] for t in x)
+        bounds, has = batch.prefill_query_start_loc, batch.prefill_has_initial_state
+        # slots of sequences without tokens are those of others
         named = torch.where(bounds.diff() > 0, batch.prefill_state_indices, plain.NULL_SLOT)
-        rest = [x[:, first:] for x in (q, k, v, g, beta)]
-        has = batch.prefill_has_initial_state
-        out[first:] = pool.prefill(*rest, named, bounds, has, **_options(layer))[0]
+        o = pool.prefill(q, k, v, g, beta, named, bounds, has, **_options(layer))
+        out[first:] = o[0]
 
 
 def _profile(layer: Any, rows: Tensor, b: Tensor, a: Tensor) -> None:

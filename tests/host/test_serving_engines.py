@@ -410,18 +410,8 @@ class Backend(str):
         return self == "qla"
 
 
-@pytest.mark.parametrize(
-    ("flags", "ours"),
-    [
-        (("triton", None, None, None), ""),
-        (("qla", None, None, None), "decode extend verify"),
-        (("triton", "qla", None, None), "decode verify"),
-        (("triton", "qla", None, "triton"), "decode"),
-        (("triton", None, "qla", None), "extend"),
-        (("qla", "triton", None, None), "extend"),
-    ],
-)
-def test_sglang_dispatcher(flags, ours, monkeypatch):
+def dispatched(flags: tuple[str | None, ...], monkeypatch: Any) -> str:
+    """The parts that are ours if SGLang constructs its dispatcher with these flags."""
     names = ("backend", "decode_backend", "prefill_backend", "verify_backend")
     mamba = SimpleNamespace(**{f"linear_attn_{n}": x for n, x in zip(names, flags, strict=True)})
     context = ModuleType("sglang.srt.runtime_context")
@@ -439,7 +429,31 @@ def test_sglang_dispatcher(flags, ours, monkeypatch):
     sglang.take_over(construct, dispatcher, *asked)
     assert "qla" not in seen  # the engine's own would refuse it
     found = [n for n in ("decode", "extend", "verify") if getattr(dispatcher, f"{n}_kernel")]
-    assert " ".join(found) == ours
+    return " ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ours"),
+    [
+        (("triton", None, None, None), ""),
+        (("qla", None, None, None), "decode extend verify"),
+        (("triton", "qla", None, None), "decode verify"),
+        (("triton", "qla", None, "triton"), "decode"),
+        (("triton", None, "qla", None), "extend"),
+        (("qla", "triton", None, None), "extend"),
+    ],
+)
+def test_sglang_dispatcher(flags, ours, monkeypatch):
+    assert dispatched(flags, monkeypatch) == ours
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_sglang_says_that_rollouts_do_not_have_the_bits_of_training(wanted, monkeypatch, caplog):
+    monkeypatch.setenv("QLA_BATCH_INVARIANT", "1" if wanted else "0")
+    dispatched(("triton", None, None, None), monkeypatch)
+    assert not caplog.records  # nothing is ours
+    dispatched(("qla", None, None, None), monkeypatch)
+    assert ("do not have the bits of training" in caplog.text) == wanted
 
 
 def test_sglang_hook_by_its_own_registry(monkeypatch):
