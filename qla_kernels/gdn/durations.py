@@ -4,10 +4,8 @@ All functions are pure functions of numbers. Times are in us, measured on an H20
 (docs/notes/gdn-segments.md, gdn-backward.md).
 """
 
-import bisect
 import functools
 import math
-from collections.abc import Sequence
 
 from qla_kernels.gdn.heuristics import (
     CHAIN_STEP,
@@ -73,26 +71,6 @@ def chain(pieces: Lengths, step: float, ctas: int, sm_count: int, start: float =
     alike = shortest / longest
     waves = alike * -(-all_ctas // sm_count) + (1 - alike) * all_ctas / sm_count
     return LAUNCH + max(longest, waves * mean)
-
-
-def dealt(
-    chunks: Sequence[int], step: float, ctas: int, sm_count: int, start: float = START
-) -> float:
-    """Returns the time of a chain's kernel whose CTAs go, in their order, to the first free SM.
-
-    `chain` has no order: short pieces fill all gaps, which is the best that dealing can do.
-    """
-    free = [(0.0, sm_count)]  # (when, how many SMs), sorted
-    for length in chunks:
-        wanted = ctas
-        while wanted:
-            now, idle = free.pop(0)
-            if idle > wanted:
-                free.insert(0, (now, idle - wanted))
-            took = min(idle, wanted)
-            bisect.insort(free, (now + start + step * length, took))
-            wanted -= took
-    return LAUNCH + free[-1][0]
 
 
 def shares(sequences: Lengths, heads: int, K: int, V: int, sm_count: int) -> float:

@@ -40,8 +40,6 @@ GRADIENT_GAIN = 0.97  # likewise, of a backward's chains
 KEPT_GAIN = 1.08  # likewise, if maps are kept: the model's time of gradients' maps is too long
 # Equal shares must take less than this share of the time of any other plan, and so many us less.
 SHARES_GAIN, LEAST_GAIN = 0.97, 10.0
-# Of whole items that are dealt in order: beside those the model's time of shares was 6 % too short.
-DEALT_GAIN = 0.92
 UNCUT = 0.94, -8.0  # the measured time of whole sequences is 0.94 of the model's time, less 8 us
 # Cutting never gained with others of STEP.
 CUT_KERNELS = ForwardChoice(64, True), ForwardChoice(128, False)
@@ -166,27 +164,6 @@ def forward(
         best, least = found, duration(found)
     shared = whole_time(durations.shares(*shape)) if shares else math.inf
     return Plan(SHARING, None, shares=True) if gains(shared, least) else best
-
-
-@functools.lru_cache(maxsize=4096)
-def in_order(
-    found: Plan, chunks: tuple[int, ...], num_value_heads: int, K: int, V: int, sm_count: int
-) -> Plan:
-    """Returns the plan found for sequences of any order, or equal shares where that order is bad.
-
-    Whole items go to SMs in their order. A long one that comes late runs alone at the end.
-    """
-    ctas = num_value_heads * V // found.kernel.tile_v
-    whole = found.segment_chunks is None and not found.shares
-    if not (whole and sm_count < ctas * len(chunks) <= durations.FEW_ITEMS * sm_count):
-        return found
-    sequences = tuple(sorted(Counter(chunks).items()))
-    shape = num_value_heads, K, V, sm_count
-    before = 0.0 if found.solves else durations.solve(sequences, num_value_heads, sm_count)
-    dealt = durations.dealt(chunks, STEP[found.kernel], ctas, sm_count)
-    shared = whole_time(durations.shares(sequences, *shape))
-    gained = shared < DEALT_GAIN * whole_time(before + dealt)
-    return Plan(SHARING, None, shares=True) if gained else found
 
 
 def gains(shared: float, least: float) -> bool:

@@ -8,7 +8,7 @@
     out = model(**batch.model_inputs())
     logprobs = batch.gather_logprobs(out.logits[0])
 
-`prepare(model)` is the first four lines.
+`prepare(model)` is the first four lines, and refuses calls that would run with wrong results.
 
 The layout is a keyword of the call, which transformers passes to every layer, so that activation
 checkpointing has it again when it recomputes; a global or a context would be gone by then. A call
@@ -34,6 +34,7 @@ from qla_kernels.integrations.full_attention import (
     other_layers,
     text_config,
 )
+from qla_kernels.integrations.packed_calls import OP, watch
 from qla_kernels.integrations.positions import check_positions
 from qla_kernels.integrations.routers import router_loss
 from qla_kernels.integrations.transformers import beside_layers_that_take_layouts, swap
@@ -41,8 +42,9 @@ from qla_kernels.integrations.transformers import layers_that_take_layouts as li
 
 __all__ = ["attend", "check", "prepare", "register", "router_loss", "select"]
 
-OP = "shared_prefix attention"
 TRANSFORMERS = "4.57 or later"  # tested; it must make no masks for attentions it does not know
+
+_names: set[str] = set()  # under which our attention is registered
 
 
 def register(name: str = "shared_prefix") -> None:
@@ -62,19 +64,32 @@ def register(name: str = "shared_prefix") -> None:
         op = "qla_kernels.integrations.transformers_dualkv"
         raise Unsupported(need(op, got, TRANSFORMERS, fix)) from error
     interface.register(name, attend)
+    _names.add(name)
 
 
 def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
     """Makes a model run packed batches: registers, swaps linear layers, selects ours, and checks.
 
-    Raises Unsupported as `register` and `check` do; the model is then as it was, but for swapped
-    layers, which do the same as before without a layout.
+    From then on a packed call with an attention_mask, or with another attention selected, raises a
+    ValueError. Calls that are not packed are not touched.
+
+    Args:
+        model: one of transformers, before DataParallel, DDP or FSDP wraps it.
+
+    Raises:
+        TypeError: it is none.
+        Unsupported: as `register` and `check`; the model is then as it was, but for swapped
+            layers, which do the same as before without a layout.
     """
+    if not hasattr(model, "set_attn_implementation"):
+        fix = "pass the model itself, before another module wraps it"
+        raise TypeError(need(OP, type(model).__name__, "a model of transformers", fix))
     register(name)
     if LINEAR in layer_kinds(model):
         swap(model)
     check(model)
     select(model, name)
+    watch(model, _names)
 
 
 def select(model: Any, name: str) -> None:

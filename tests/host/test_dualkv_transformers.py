@@ -1,5 +1,6 @@
 """The hook for transformers: what a layer passes, what is refused, models of an installed one."""
 
+import copy
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -260,3 +261,42 @@ def test_a_model_that_is_called_as_usual_is_stopped(model):
     cache = model(**{**batch.model_inputs(), "use_cache": True}).past_key_values
     with pytest.raises(ValueError, match="a cache of keys"):
         model(batch.input_ids[None], past_key_values=cache, shared_prefix=batch.layout)
+
+
+def test_packed_calls_with_a_mask_or_another_attention_are_refused(model):
+    """Both would run: transformers drops such a mask, and another attention the layout."""
+    own = model.config._attn_implementation
+    integration.prepare(model)
+    integration.prepare(model)
+    assert len(model.model._forward_pre_hooks) == 1
+    batch = packed()
+    call, mask = batch.model_inputs(), torch.ones(1, batch.num_tokens)
+    wanted = model(**call).logits
+    for inner in (model, model.model):
+        given = call if inner is model else {**call, "logits_to_keep": None}
+        given = {name: x for name, x in given.items() if x is not None}
+        with pytest.raises(ValueError, match="an attention_mask; need None; leave it out"):
+            inner(**given, attention_mask=mask)
+        ids = given.pop("input_ids")
+        with pytest.raises(ValueError, match="an attention_mask; need None"):
+            inner(ids, mask, **given)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"attention 'sdpa', which ignores .*'shared_prefix'\)"):
+        model(**call)
+    model(batch.input_ids[None, :9], attention_mask=mask[:, :9])  # not packed
+    model.set_attn_implementation(own)
+    assert torch.equal(model(**call).logits, wanted)
+
+
+def test_a_copy_of_a_prepared_model_refuses_too(model, tmp_path):
+    integration.prepare(model)
+    torch.save(model, tmp_path / "model")
+    for made in (copy.deepcopy(model), torch.load(tmp_path / "model", weights_only=False)):
+        made.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match="which ignores the layout"):
+            made(**packed().model_inputs())
+
+
+def test_a_model_in_a_wrapper_is_refused(model):
+    with pytest.raises(TypeError, match="DataParallel; need a model of transformers; pass the"):
+        integration.prepare(torch.nn.DataParallel(model))

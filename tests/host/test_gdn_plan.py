@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from qla_kernels.gdn import durations, heuristics, plan
+from qla_kernels.gdn import dealing, durations, heuristics, plan
 from qla_kernels.gdn.plan import (
     EXACT_LOG_BOUND,
     WARM_LOG_BOUND,
@@ -227,10 +227,10 @@ def test_ragged_batches_have_equal_shares_where_their_order_is_bad(lengths, head
     row = sequence_chunks(0, 0, lengths), heads, 128, 128, SMS
     before = 0.0 if found.solves else durations.solve(row[0], heads, SMS)
     ctas = heads * 128 // found.kernel.tile_v
-    dealt = before + durations.dealt(chunks, heuristics.STEP[found.kernel], ctas, SMS)
+    dealt = before + dealing.dealt(chunks, heuristics.STEP[found.kernel], ctas, SMS)
     shared = durations.shares(*row)
     assert plan.whole_time(shared) / plan.whole_time(dealt) == pytest.approx(measured, rel=0.08)
-    chosen = plan.in_order(found, chunks, *row[1:])
+    chosen = dealing.in_order(found, chunks, *row[1:])
     assert chosen == (Plan(WIDE, None, shares=True) if measured < 0.9 else found)
 
 
@@ -247,7 +247,7 @@ def test_ragged_batches_have_equal_shares_where_their_order_is_bad(lengths, head
 )
 def test_items_are_dealt_to_the_first_free_sm(chunks, free, longest):
     for ctas in (1, 7):
-        found = durations.dealt(chunks, 1.0, ctas, free * ctas, start=0.0)
+        found = dealing.dealt(chunks, 1.0, ctas, free * ctas, start=0.0)
         assert found == pytest.approx(durations.LAUNCH + longest)
 
 
@@ -260,7 +260,7 @@ def test_dealing_is_that_of_a_queue():
         for length in chunks:
             for _ in range(ctas):
                 heapq.heapreplace(free, free[0] + 3.0 + 2.5 * length)
-        found = durations.dealt(chunks, 2.5, ctas, sms, start=3.0)
+        found = dealing.dealt(chunks, 2.5, ctas, sms, start=3.0)
         assert found == pytest.approx(durations.LAUNCH + max(free))
 
 
@@ -268,7 +268,7 @@ def test_order_changes_no_plan_that_cuts_or_fits_one_wave():
     for lengths, heads in (([32768, 640, 640], 4), ([9000, 2000], 32), ([640] * 9, 96)):
         found = choose(lengths, heads)
         chunks = tuple(-(-length // 64) for length in lengths)
-        assert plan.in_order(found, chunks, heads, 128, 128, SMS) is found
+        assert dealing.in_order(found, chunks, heads, 128, 128, SMS) is found
 
 
 @pytest.mark.parametrize(

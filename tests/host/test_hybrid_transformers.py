@@ -225,6 +225,8 @@ def test_calls_that_are_refused(kind, use):
         model(**{**call, "use_cache": True})
     with pytest.raises(ValueError, match="a batch of 2 rows; need one packed row"):
         model(**{**call, "input_ids": call["input_ids"].expand(2, -1)})
+    with pytest.raises(ValueError, match="an attention_mask; need None"):  # layers would use it
+        model(**call, attention_mask=torch.ones(1, batch.num_tokens))
     small = SharedLayout.from_lengths([(5, [3, 4])])
     with pytest.raises(ValueError, match=f"{batch.num_tokens} tokens; need the 12 of the layout"):
         model(**{**call, "shared_prefix": small})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.gdn import bands as gdn_bands
-from qla_kernels.gdn import heuristics, keeping, ops
+from qla_kernels.gdn import dealing, heuristics, keeping, ops
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.bands import Bands
 from qla_kernels.gdn.call import Call, Options
@@ -275,7 +275,7 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
     bound = options.warm_log_bound
     plan = decided(gdn_plan.forward, chunks, *shape, bound, False, not one_path)
     if len(chunks) > 1 and call.cu_seqlens_cpu is not None and not one_path:
-        plan = gdn_plan.in_order(plan, chunks_in_order(call.cu_seqlens_cpu), *shape)
+        plan = dealing.in_order(plan, chunks_in_order(call.cu_seqlens_cpu), *shape)
     return plan, known and len(chunks) == 1 and plan.segment_chunks is None
 
 
