@@ -46,7 +46,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
 from qla_kernels.gdn.kernels.chain.new_rows import SOURCE
 from qla_kernels.gdn.kernels.chain.solve import clear_above
 from qla_kernels.gdn.kernels.chain.tail import (
-    Rows,
+    PlacedGates,
     Walk,
     begin_walk,
     find,
@@ -457,8 +457,8 @@ def build(variant: Variant):
                         )  # fmt: skip
                         for i in rolled(num_chunks):
                             gate(
-                                Rows(g), Rows(beta), beta, 0, g, s_gate, After(gates, first + i),
-                                T.bitwise_xor(row0, i * CHUNK),
+                                PlacedGates(g), PlacedGates(beta), beta, 0, g, s_gate,
+                                After(gates, first + i), T.bitwise_xor(row0, i * CHUNK),
                                 T.min(kept + count - i * CHUNK, CHUNK), 1, hv, scale, 0, True,
                             )  # fmt: skip
                         first += num_chunks

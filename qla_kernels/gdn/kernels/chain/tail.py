@@ -21,7 +21,7 @@ TAIL_ROWS = 16  # rows of k or v that one TMA copy loads
 TAIL_COLUMNS = 64  # columns of it: 128 bytes
 
 
-class Rows:
+class PlacedGates:
     """A view of gates [slots, places, heads] as [slots * places, heads], whatever slots' stride."""
 
     def __init__(self, x: Any) -> None:
