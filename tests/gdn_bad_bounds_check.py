@@ -227,8 +227,9 @@ def extend_pool(s: Setting, slots: Tensor) -> None:
     g, beta = (s.place(t[:, : 4 * N].reshape(N, 4, HV)) for t in s.gates())
     k, v = map(s.place, x)
     before, named = pool.anchors.clone(), slots.int().tolist()
-    launch_anchored.decode(pool, Call(k, k, v, g, beta, SCALE), slots)
-    launch_anchored.gdn_pool_reject(Rejection(pool.lengths, pool.anchored, slots, slots))
+    null = NUM_SLOTS - 1
+    launch_anchored.decode(pool, Call(k, k, v, g, beta, SCALE), slots, null)
+    launch_anchored.gdn_pool_reject(Rejection(pool.lengths, pool.anchored, slots, slots, null))
     for slot in range(NUM_SLOTS):
         assert slot in named or torch.equal(pool.anchors[slot], before[slot])
 

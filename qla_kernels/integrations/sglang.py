@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import switched_on
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import (
     fused_recurrent_gated_delta_rule,
@@ -25,6 +26,12 @@ from qla_kernels.integrations.engines import log, unknown_version
 CHOICE = "qla"
 LINEAR = "sglang.srt.layers.attention.linear"
 DISPATCHER = f"{LINEAR}.gdn_backend.GDNKernelDispatcher.__init__"
+# docs/notes/serving-bits.md says why
+NOT_THE_BITS = (
+    "SGLang: under QLA_BATCH_INVARIANT=1 our prefill does not depend on the rest of a batch, but "
+    "decoding and drafts sum in another order, and prefill's gates are SGLang's: rollouts do not "
+    "have the bits of training; our layer for vLLM has them"
+)
 RAW: dict[str, Any] = {
     "use_qk_l2norm_in_kernel": True,
     "use_gate_in_kernel": True,
@@ -90,6 +97,8 @@ def take_over(
     parts = {"decode": decode, "prefill": prefill, "verification of drafts": verify}
     ours = ", ".join(name for name, is_ours in parts.items() if is_ours)
     log.info("SGLang: the gated delta rule runs on qla_kernels: %s", ours)
+    if switched_on("QLA_BATCH_INVARIANT"):
+        log.warning("%s", NOT_THE_BITS)
 
 
 @functools.cache

@@ -5,7 +5,8 @@
 `register` replaces the layer QwenGatedDeltaNetAttention out of tree. The layer runs prefill, decode
 and verification of drafts from and into the pages of the cache, in place. A step of decoding runs
 the convolution and the norm as well; elsewhere these and the projections stay vLLM's. Batches of
-kinds that the layer does not know go to vLLM's own kernels.
+kinds that the layer does not know go to vLLM's own kernels. Under QLA_BATCH_INVARIANT=1 the layer
+is that of vllm_bits.py.
 """
 
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import switched_on
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn import (
     packed_decode_gated_delta_rule,
@@ -49,8 +51,14 @@ def register() -> None:
 
     if LAYER in op_registry_oot:
         return
-    PluggableLayer.register_oot(name=LAYER)(layer_on(engine))
-    log.info("vLLM: %s runs on qla_kernels: prefill, decode, verification of drafts", LAYER)
+    if switched_on("QLA_BATCH_INVARIANT"):
+        from qla_kernels.integrations import vllm_bits  # it uses parts of this module
+
+        layer, what = vllm_bits.layer_on(engine), "prefill and decode with the bits of training"
+    else:
+        layer, what = layer_on(engine), "prefill, decode, verification of drafts"
+    PluggableLayer.register_oot(name=LAYER)(layer)
+    log.info("vLLM: %s runs on qla_kernels: %s", LAYER, what)
 
 
 def layer_on(engine: Any) -> type:
@@ -196,14 +204,10 @@ def _decode_rows(
     )  # fmt: skip
 
 
-def _prefill(
-    engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
-) -> None:
-    """Sequences of one token come first, then those of many."""
-    states, parameters = _convolution(engine, layer)
-    weight, bias, activation = parameters
-    before = rows
-    rows = engine.causal_conv1d_fn(
+def _convolved(engine: Any, layer: Any, batch: Any, rows: Tensor) -> Tensor:
+    """Returns the rows of a batch with prefill after vLLM's convolution."""
+    states, (weight, bias, activation) = _convolution(engine, layer)
+    convolved: Tensor = engine.causal_conv1d_fn(
         rows.transpose(0, 1),
         weight,
         bias,
@@ -213,7 +217,16 @@ def _prefill(
         cache_indices=batch.non_spec_state_indices_tensor,
         query_start_loc=batch.non_spec_query_start_loc,
         metadata=batch,
-    ).transpose(0, 1)
+    )
+    return convolved.transpose(0, 1)
+
+
+def _prefill(
+    engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
+) -> None:
+    """Sequences of one token come first, then those of many."""
+    before = rows
+    rows = _convolved(engine, layer, batch, rows)
     first = batch.num_decode_tokens if batch.num_decodes > 0 else 0
     if first:
         slots = batch.non_spec_state_indices_tensor[:first]
@@ -246,7 +259,7 @@ def _prefill(
         layer._checkpoint_exporter.export(
             batch.checkpoint,
             raw_qkv=before,
-            conv_state=states,
+            conv_state=_convolution(engine, layer)[0],
             recurrent_checkpoint=keep["checkpoints"],
             recurrent_state=layer.kv_cache[1],
             cu_seqlens=batch.non_spec_query_start_loc,

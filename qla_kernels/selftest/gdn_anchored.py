@@ -5,6 +5,7 @@ before the tail: whole chunks, an odd number of which puts the tail's first chun
 for the tail means a sequence of padding.
 """
 
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -70,9 +71,10 @@ def step(
 
 
 def run(given: Step, device: str) -> tuple[Tensor, Slots]:
-    """Launches the step; returns o [B, T, HV, V] and the pool after it, on the CPU."""
-    pool, call = Slots(*(to(t, device) for t in given.pool)), Record(*to(tuple(given.call), device))
-    o = launch.decode(pool, call, to(given.state_indices, device))
+    """Launches the step on a copy; returns o [B, T, HV, V] and the pool after it, on the CPU."""
+    pool = Slots(*(to(deepcopy(t), device) for t in given.pool))  # with what lies between its rows
+    call = Record(*to(tuple(given.call), device))
+    o = launch.decode(pool, call, to(given.state_indices, device), len(pool.lengths) - 1)
     return o.cpu(), Slots(*(t.cpu() for t in pool))
 
 
@@ -125,9 +127,12 @@ def _rejected(variant: Any, sequences: int, device: str) -> None:
         slots[1::8], slots[3::8], slots[5::8] = -1, num_slots + 1, torch.iinfo(torch.int32).max
         counts = torch.randint(0, 9, (2 * sequences, 2)).to(dtype)[:, 0]
         want = lengths.index_add(0, live, -counts[::2].to(lengths.dtype))
-        after = to(lengths, device)
-        launch.gdn_pool_reject(Rejection(after, after, to(slots, device), to(counts, device)))
+        room = to(lengths[:, None].repeat(1, 3), device)
+        after = room[:, 1]  # as in pages of an engine
+        given = to(slots, device), to(counts, device)
+        launch.gdn_pool_reject(Rejection(after, after, *given, num_slots))
         assert torch.equal(after.cpu(), want)
+        assert torch.equal(room[:, ::2].cpu(), lengths[:, None].expand(-1, 2))
 
 
 CASES = (

@@ -6,6 +6,7 @@ import torch
 from qla_kernels.gdn import GdnPool
 from qla_kernels.gdn.anchored import launch
 from qla_kernels.gdn.anchored import pool as anchored
+from qla_kernels.gdn.anchored.pages import Page
 from qla_kernels.gdn.launch.chunks import l2norm_fwd
 from qla_kernels.gdn.launch.forward import gdn_fwd
 from qla_kernels.selftest.gdn_anchored import STEPS, Step, Tails, run, step
@@ -92,6 +93,30 @@ def test_calls_with_raw_gates_and_rejections(monkeypatch):
         pool.reject(index, torch.tensor([*back, 9]))
         at = [a + count - r for a, r in zip(at, rejected, strict=True)]
         assert pool.lengths[slots].tolist() == at
+
+
+@pytest.mark.kernels("gdn.anchored_fwd", "gdn.append_tokens")
+@pytest.mark.parametrize(("tails", "count"), STEPS[1:4], ids=str)
+def test_slots_in_pages_of_an_engine(tails, count):
+    """Page n + 1 is slot n, pages lie apart, and page 0 stands for padding: the same bits."""
+    x = step(tails, count, BF16, (128, 128), (2, 4))
+    want, after = run(x, "cpu")
+    page, num_slots = Page(2, 4, 128, 128, BF16), len(x.pool.lengths)
+    room = torch.full((num_slots + 1, sum(page.part_bytes()) // 4 + 44), torch.nan)
+    pages = page.slots(room[:, 12:-32])
+    for held, given in zip(pages, x.pool, strict=True):
+        held[1:] = given
+    before = room.view(torch.int32).clone()
+    slots = torch.where(x.state_indices < 0, 0, x.state_indices + 1)
+    o = launch.decode(pages, x.call, slots, null_slot=0)
+    assert torch.equal(o, want)
+    for held, given in zip(pages, after, strict=True):
+        assert torch.equal(held[1:].contiguous().nan_to_num(), given.nan_to_num())
+    same = [n for n in range(num_slots + 1) if n == 0 or n not in slots]
+    now = room.view(torch.int32)
+    assert torch.equal(now[same], before[same]), "a page was written that no sequence has"
+    assert torch.equal(now[:, :12], before[:, :12])
+    assert torch.equal(now[:, -32:], before[:, -32:])
 
 
 @pytest.mark.kernels("gdn.fused_fwd")

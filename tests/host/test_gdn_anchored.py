@@ -9,6 +9,7 @@ from torch.nn.functional import normalize
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn import GdnPool
 from qla_kernels.gdn.anchored.extend import Extension
+from qla_kernels.gdn.anchored.pages import Page
 from qla_kernels.gdn.call import Call, Options
 from reference import gdn
 
@@ -61,6 +62,62 @@ def test_any_cut_into_calls_gives_the_same_results(seed):
             p.reject(slots, torch.full((4,), n - accepted))
         at += accepted
         assert p.lengths[slots[:3]].eq(at).all()
+
+
+def in_pages(num_pages: int, page: Page) -> tuple[GdnPool, torch.Tensor]:
+    """A pool on pages that lie apart and hold NaN; page 0 is for padding."""
+    numbers = sum(page.part_bytes()) // 4
+    room = torch.full((num_pages, numbers + 24), torch.nan)
+    return GdnPool.of(page.slots(room[:, 8 : 8 + numbers]), null_slot=0), room
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_of_an_engine(seed):
+    """The same in pages that held something else: only those of sequences are changed."""
+    random.seed(seed)
+    x = {name: t.float() for name, t in sequences(3, 300).items()}
+    want, at = definition(x), 0
+    p, room = in_pages(7, Page(H, HV, K, V, torch.float32))
+    slots = torch.tensor([*random.sample(range(1, 7), 3), 0])
+    others = [n for n in range(7) if n == 0 or n not in slots]
+    while at < 220:
+        n = random.choice([1, 5, 8, 64, 65]) if at else 70
+        tokens, accepted = part(x, slice(at, at + n)), n
+        if n > 8:
+            o = p.prefill(*tokens, slots, has_initial_state=torch.full((4,), at > 0))
+        else:
+            o, accepted = p.decode(*tokens, slots), random.randint(1, n)
+            p.reject(slots, torch.full((4,), n - accepted) * (slots > 0))
+        assert not o[-1].any()
+        torch.testing.assert_close(o[:-1], want[:, at : at + n], rtol=1e-4, atol=1e-5)
+        assert room[others].isnan().all(), "a page was written that no sequence has"
+        assert room[:, :8].isnan().all(), "numbers before the pages were written"
+        assert room[:, -16:].isnan().all(), "numbers behind the pages were written"
+        at += accepted
+        assert p.lengths[slots[:3]].eq(at).all()
+
+
+def test_a_page_takes_as_many_bytes_as_a_slot():
+    page = Page(2, 4, 64, 128, torch.bfloat16)
+    p, _ = in_pages(3, page)
+    own = GdnPool(2, 2, 4, 64, 128, device="cpu")
+    assert p.bytes_per_slot == own.bytes_per_slot == sum(page.part_bytes()) - 2 * 12
+
+
+def test_tensors_that_are_no_pages_say_what_is_needed():
+    page = Page(H, HV, K, V, torch.float32)
+    tensors = in_pages(3, page)[0].tensors
+    with pytest.raises(ValueError, match="null_slot 3; need 0 to 2"):
+        GdnPool.of(tensors, 3)
+    with pytest.raises(ValueError, match=r"v_tail has shape .*; need \(3, 128, 2, 6\)"):
+        GdnPool.of(tensors._replace(v_tail=tensors.v_tail[:, :64]), 0)
+    with pytest.raises(ValueError, match=r"lengths is int64 .*; need int32"):
+        GdnPool.of(tensors._replace(lengths=tensors.lengths.long()), 0)
+    with pytest.raises(ValueError, match=r"g and beta with strides .*; need one distance"):
+        GdnPool.of(tensors._replace(g_tail=tensors.g_tail.contiguous()), 0)
+    turned = tensors.anchors.mT.contiguous().mT
+    with pytest.raises(ValueError, match=r"anchors is float32 .* contiguous slots"):
+        GdnPool.of(tensors._replace(anchors=turned), 0)
 
 
 def test_a_packed_prefill_begins_some_sequences_and_extends_others():
@@ -173,9 +230,9 @@ def test_opcheck(drafts):
     x, p = sequences(2, 70 if not drafts else 3), pool()
     p.tensors.lengths[2] = p.tensors.anchored[2] = 64
     slots, goes_on = torch.tensor([2, -1]), None if drafts else torch.tensor([True, False])
-    call, places = Call(*map(x.get, NAMES), 0.5), Extension(slots, goes_on, drafts)
+    call, places = Call(*map(x.get, NAMES), 0.5), Extension(slots, goes_on, drafts, p.null_slot)
     operator = torch.ops.qla_kernels.gdn_pool_extend.default
     torch.library.opcheck(operator, (*call, *p.tensors, *places, *Options()))
     operator = torch.ops.qla_kernels.gdn_pool_reject.default
-    given = p.tensors.lengths, p.tensors.anchored, slots, torch.tensor([0, 9])
+    given = p.tensors.lengths, p.tensors.anchored, slots, torch.tensor([0, 9]), p.null_slot
     torch.library.opcheck(operator, given)

@@ -5,7 +5,6 @@ record.
 """
 
 import inspect
-import json
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -20,16 +19,11 @@ from qla_kernels.integrations import engines, sglang, vllm
 from reference import conv, gdn
 from scripts import engine_interfaces
 from tests.serving_traffic import Traffic
+from tests.vllm_stand_ins import RECORD, Engine, metadata_of, recorded
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = json.loads(Path(__file__).with_name("engine_interfaces.json").read_text())
-
-
-def recorded(engine: str, name: str) -> dict[str, Any]:
-    entries = RECORD[engine]["interfaces"]
-    return next(x for full, x in entries.items() if full.rpartition(":")[2] == name)
 
 
 def accepts(function: Any, names: list[str]) -> None:
@@ -85,40 +79,6 @@ def test_an_unknown_version_is_refused(module, engine, monkeypatch, caplog):
     assert text in said
 
 
-class Engine:
-    """What vLLM's module has for our layer; a convolution that changes nothing.
-
-    A step of decoding does not use it: the weights of `vllm_layer` change nothing either.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        self.batch, self.exported = batch, None
-
-    def get_forward_context(self) -> Any:
-        return SimpleNamespace(attn_metadata={"layer": self.batch})
-
-    def is_conv_state_dim_first(self) -> bool:
-        return True
-
-    def causal_conv1d_update(self, *args: Any, **named: Any) -> Any:
-        return self._convolved("causal_conv1d_update", args, named)
-
-    def causal_conv1d_fn(self, *args: Any, **named: Any) -> Any:
-        return self._convolved("causal_conv1d_fn", args, named)
-
-    def _convolved(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        names = recorded("vllm", name)["parameters"]
-        assert set(named) <= set(names[len(args) :]), f"{name} does not take {sorted(named)}"
-        return args[0]
-
-    def current_workspace_manager(self) -> Any:
-        def get_simultaneous(spec: Any) -> tuple[torch.Tensor]:
-            shape, dtype = spec
-            return (torch.full(shape, torch.nan, dtype=dtype),)
-
-        return SimpleNamespace(get_simultaneous=get_simultaneous)
-
-
 def vllm_layer(traffic: Traffic, batch: Any) -> tuple[Any, Engine]:
     """Our layer on a stand-in for vLLM's."""
     engine = Engine(batch)
@@ -153,13 +113,6 @@ def vllm_layer(traffic: Traffic, batch: Any) -> tuple[Any, Engine]:
     layer.value_dim, layer.head_v_dim = traffic.HV * traffic.V, traffic.V
     vars(layer).update(traffic.parameters)
     return layer, engine
-
-
-def metadata_of(**given: Any) -> Any:
-    """GDNAttentionMetadata, with the fields that the record has and no others."""
-    fields = recorded("vllm", "GDNAttentionMetadata")["fields"]
-    assert set(given) <= set(fields)
-    return SimpleNamespace(**dict.fromkeys(fields) | given)
 
 
 def test_vllm_layer_in_a_mixed_batch():
@@ -457,18 +410,8 @@ class Backend(str):
         return self == "qla"
 
 
-@pytest.mark.parametrize(
-    ("flags", "ours"),
-    [
-        (("triton", None, None, None), ""),
-        (("qla", None, None, None), "decode extend verify"),
-        (("triton", "qla", None, None), "decode verify"),
-        (("triton", "qla", None, "triton"), "decode"),
-        (("triton", None, "qla", None), "extend"),
-        (("qla", "triton", None, None), "extend"),
-    ],
-)
-def test_sglang_dispatcher(flags, ours, monkeypatch):
+def dispatched(flags: tuple[str | None, ...], monkeypatch: Any) -> str:
+    """The parts that are ours if SGLang constructs its dispatcher with these flags."""
     names = ("backend", "decode_backend", "prefill_backend", "verify_backend")
     mamba = SimpleNamespace(**{f"linear_attn_{n}": x for n, x in zip(names, flags, strict=True)})
     context = ModuleType("sglang.srt.runtime_context")
@@ -486,7 +429,31 @@ def test_sglang_dispatcher(flags, ours, monkeypatch):
     sglang.take_over(construct, dispatcher, *asked)
     assert "qla" not in seen  # the engine's own would refuse it
     found = [n for n in ("decode", "extend", "verify") if getattr(dispatcher, f"{n}_kernel")]
-    assert " ".join(found) == ours
+    return " ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ours"),
+    [
+        (("triton", None, None, None), ""),
+        (("qla", None, None, None), "decode extend verify"),
+        (("triton", "qla", None, None), "decode verify"),
+        (("triton", "qla", None, "triton"), "decode"),
+        (("triton", None, "qla", None), "extend"),
+        (("qla", "triton", None, None), "extend"),
+    ],
+)
+def test_sglang_dispatcher(flags, ours, monkeypatch):
+    assert dispatched(flags, monkeypatch) == ours
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_sglang_says_that_rollouts_do_not_have_the_bits_of_training(wanted, monkeypatch, caplog):
+    monkeypatch.setenv("QLA_BATCH_INVARIANT", "1" if wanted else "0")
+    dispatched(("triton", None, None, None), monkeypatch)
+    assert not caplog.records  # nothing is ours
+    dispatched(("qla", None, None, None), monkeypatch)
+    assert ("do not have the bits of training" in caplog.text) == wanted
 
 
 def test_sglang_hook_by_its_own_registry(monkeypatch):

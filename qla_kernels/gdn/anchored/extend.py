@@ -18,7 +18,10 @@ from qla_kernels.tile.constants import CHUNK
 
 
 class Slots(NamedTuple):
-    """A pool's tensors; the last slot takes what sequences of padding write."""
+    """A pool's tensors. Slots may lie any distance apart, as pages of an engine's cache do.
+
+    One slot stands for sequences of padding, and is never changed.
+    """
 
     # [slots, HV, K, V] fp32, the state after `anchored` tokens; in memory, rows of zeros follow up
     # to the K of the kernels' variant
@@ -30,19 +33,14 @@ class Slots(NamedTuple):
     anchored: Overwritten  # [slots] int32, a multiple of CHUNK
     lengths: Overwritten  # [slots] int32, tokens of the sequence so far
 
-    @property
-    def tails(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """k, v, g and beta of all places, [slots TAIL_PLACES, ..]."""
-        k, v, g, beta = (x.flatten(0, 1) for x in self[1:5])
-        return k, v, g, beta
-
 
 class Extension(NamedTuple):
     """Which sequences of a pool a call's tokens extend."""
 
-    state_indices: Tensor  # [N], the slot of each; one outside the pool marks padding
+    state_indices: Tensor  # [N], the slot of each; null_slot and one outside mark padding
     has_initial_state: Tensor | None  # [N]: sequences that go on, of a prefill; None if none does
     drafts: bool  # a decode: all go on, and no new token may enter an anchor
+    null_slot: int
 
 
 class Tokens(NamedTuple):
@@ -71,43 +69,41 @@ def extend(call: Call, pool: Slots, extension: Extension) -> Tensor:
     """
     if not call.v.numel() or not call.num_sequences:
         return call.v.new_zeros(call.v.shape)
-    state_indices, has_initial_state, drafts = extension
+    state_indices, has_initial_state, drafts, null_slot = extension
     x = Tokens(*(t.flatten(0, 1) for t in call[:5]))
     T, N = x.q.shape[0], call.num_sequences
     if call.cu_seqlens is None:
         bounds = torch.arange(N + 1, device=x.q.device) * call.q.shape[1]
     else:
         bounds = call.cu_seqlens.long()
-    last = pool.lengths.shape[0] - 1
-    live = (state_indices >= 0) & (state_indices < last)
-    slots = torch.where(live, state_indices, last).long()
+    live = live_slots(state_indices, len(pool.lengths), null_slot)
+    slots = torch.where(live, state_indices, null_slot).long()
     goes_on = live
     if not drafts:
         goes_on = live & (False if has_initial_state is None else has_initial_state != 0)
     base = torch.where(goes_on, pool.anchored[slots], 0).long()
     kept = torch.where(goes_on, pool.lengths[slots], 0).long() - base
     kept = kept.clamp(0, TAIL_PLACES - NEW_TOKENS)  # as append_tokens
-    total = kept + bounds.diff()
+    total = torch.where(live, kept + bounds.diff(), 0)
     whole = (kept if drafts else total) // CHUNK * CHUNK
 
-    h0 = torch.where(goes_on[:, None, None, None], pool.anchors[slots], 0)
+    # The null slot's own state passes through a sequence without tokens, and is written back.
+    h0 = torch.where((live & ~goes_on)[:, None, None, None], 0, pool.anchors[slots])
     room = T + N * (TAIL_PLACES - 1)
     first = _places(torch.zeros_like(whole), whole, N * CHUNK if drafts else room)
     rest = _places(whole, total, N * (TAIL_PLACES - 1) if drafts else N * CHUNK)
-    tail = slots * TAIL_PLACES
     options = Options(output_final_state=True, auto_cp=False)
 
     def packed(places: TokenPlaces) -> Tokens:
         of, token = places.owner, places.token
         new = (bounds[of] + token - kept[of]).clamp(0, max(T - 1, 0))
-        old = tail[of] + (base[of] + token) % TAIL_PLACES
+        old = slots[of], (base[of] + token) % TAIL_PLACES
         from_tail = token < kept[of]
 
         def mixed(given: Tensor, held: Tensor) -> Tensor:
-            mask = from_tail.reshape(-1, *[1] * (given.dim() - 1))
-            return torch.where(mask, held[old], given[new])
+            return torch.where(_beside(from_tail, given), held[old], given[new])
 
-        k, v, g, beta = map(mixed, x[1:], pool.tails)
+        k, v, g, beta = map(mixed, x[1:], pool[1:5])
         return Tokens(x.q[new], k, v, g, beta)
 
     def run(tokens: Tokens, places: TokenPlaces, h0: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,13 +117,13 @@ def extend(call: Call, pool: Slots, extension: Extension) -> Tensor:
     tokens = packed(rest)
     o_rest, _ = run(tokens, rest, anchors)
 
-    place = tail[rest.owner] + (base[rest.owner] + rest.token) % TAIL_PLACES
-    place = torch.where(rest.used, place, last * TAIL_PLACES)
-    for held, new in zip(pool.tails, tokens[1:], strict=True):
-        held[place] = new.to(held.dtype)
+    slot = torch.where(rest.used, slots[rest.owner], null_slot)
+    place = slot, (base[rest.owner] + rest.token) % TAIL_PLACES
+    for held, new in zip(pool[1:5], tokens[1:], strict=True):
+        held[place] = torch.where(_beside(rest.used, new), new.to(held.dtype), held[place])
     pool.anchors[slots] = anchors
-    pool.anchored[slots] = (base + whole).int()
-    pool.lengths[slots] = (base + total).int()
+    for count, now in ((pool.anchored, base + whole), (pool.lengths, base + total)):
+        count[slots] = torch.where(live, now.int(), count[slots])
 
     at = torch.arange(T, device=bounds.device)
     owner = _owners(bounds, at)
@@ -150,6 +146,17 @@ def _places(begin: Tensor, end: Tensor, room: int) -> TokenPlaces:
     at = torch.arange(max(room, 1), device=bounds.device)
     owner = _owners(bounds, at)
     return TokenPlaces(bounds, owner, at - bounds[owner] + begin[owner], at < bounds[-1])
+
+
+def live_slots(state_indices: Tensor, num_slots: int, null_slot: int) -> Tensor:
+    """Returns [N] bool: which sequences are no padding."""
+    inside = (state_indices >= 0) & (state_indices < num_slots)
+    return inside & (state_indices != null_slot)
+
+
+def _beside(mask: Tensor, x: Tensor) -> Tensor:
+    """Returns mask [T] with the dimensions of x [T, ..]."""
+    return mask.reshape(-1, *[1] * (x.dim() - 1))
 
 
 def _owners(bounds: Tensor, at: Tensor) -> Tensor:

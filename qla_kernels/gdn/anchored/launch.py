@@ -23,7 +23,7 @@ def gdn_pool_extend(call: Call, pool: Slots, extension: Extension, options: Opti
     with device.of(call.q):
         call = _activated(call, options)
         if extension.drafts:
-            o = decode(pool, call, extension.state_indices)
+            o = decode(pool, call, extension.state_indices, extension.null_slot)
         else:
             o = extend(call, pool, extension)
     torch.autograd.graph.increment_version(pool)  # the dispatcher does so, but may be bypassed
@@ -33,13 +33,13 @@ def gdn_pool_extend(call: Call, pool: Slots, extension: Extension, options: Opti
 @torch.no_grad()
 def gdn_pool_reject(rejection: Rejection) -> None:
     """Runs the operator gdn_pool_reject on CUDA tensors."""
-    lengths, _, state_indices, num_tokens = rejection
+    lengths, _, state_indices, num_tokens, null_slot = rejection
     if num_tokens.dtype not in (torch.int32, torch.int64):
         num_tokens = num_tokens.int()
     if state_indices.numel():
         with device.of(lengths):
             jit.compile(reject_kernel, reject_kernel.VARIANTS[0])(
-                low_words(state_indices), low_words(num_tokens), lengths
+                low_words(state_indices), low_words(num_tokens), lengths, null_slot
             )
     torch.autograd.graph.increment_version(lengths)
 
@@ -53,22 +53,29 @@ def _activated(call: Call, options: Options) -> Call:
     return call._replace(q=q, k=k, g=g, beta=beta)
 
 
-def decode(pool: Slots, call: Call, state_indices: Tensor) -> Tensor:
+def decode(pool: Slots, call: Call, state_indices: Tensor, null_slot: int) -> Tensor:
     """Appends call's tokens [B, T, ..] to the sequences in their slots; returns o [B, T, HV, V].
 
-    The call's q and k are normalised and its gates activated, in fp32 and contiguous.
+    The call's q and k are normalised and its gates activated, in fp32 and contiguous. `null_slot`
+    is the slot for padding, None for the last one.
     """
     q, k, v, g, beta, scale, *_ = call
     require_aligned(POOL_OP, q=q, k=k, v=v)
     o = v.new_empty(v.shape)
     if o.numel():
-        steps = append(pool, k, v, g, beta, low_words(state_indices))
+        steps = append(pool, k, v, g, beta, low_words(state_indices), null_slot)
         anchored_fwd(pool, q.contiguous(), steps, o, scale)
     return o
 
 
 def append(
-    pool: Slots, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state_indices: Tensor
+    pool: Slots,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state_indices: Tensor,
+    null_slot: int,
 ) -> Tensor:
     """Writes tokens to the tails and counts them; returns the table for anchored_fwd.
 
@@ -79,7 +86,7 @@ def append(
     """
     steps = state_indices.new_empty(k.shape[0], STEP_COLUMNS)
     jit.compile(append_kernel, append_kernel.Variant(dtype_name(k.dtype)))(
-        k, v, g, beta, state_indices, *pool.tails, pool.anchored, pool.lengths, steps
+        k, v, g, beta, state_indices, *pool[1:], steps, null_slot
     )
     return steps
 
@@ -99,7 +106,7 @@ def anchored_fwd(pool: Slots, q: Tensor, steps: Tensor, o: Tensor, scale: float)
     items = B * HV * (V // tile_v)
     jit.compile(anchored_kernel, variant)(
         q.view(B * T, H, K),
-        *pool.tails,
+        *pool[1:5],
         steps,
         anchors.as_strided((*anchors.shape[:2], room, V), anchors.stride()),
         o.view(B * T, HV, V),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qla_kernels.errors import need
 from qla_kernels.gdn import cpu
-from qla_kernels.gdn.anchored.extend import Extension, Slots, extend
+from qla_kernels.gdn.anchored.extend import Extension, Slots, extend, live_slots
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.ops import checked, l2norm_fwd, state_dtype
 from qla_kernels.operators import Overwritten, define_on_records, imported_late
@@ -29,6 +29,7 @@ class Rejection(NamedTuple):
     anchored: Tensor  # as Slots has it
     state_indices: Tensor  # [N], as in Extension
     num_tokens: Tensor  # [N] integers
+    null_slot: int  # as in Extension
 
 
 @torch.no_grad()
@@ -44,31 +45,31 @@ def _extend_on_cpu(call: Call, pool: Slots, extension: Extension, options: Optio
 @torch.no_grad()
 def _reject_on_cpu(rejection: Rejection) -> None:
     _check_rejection(rejection)
-    lengths, _, state_indices, num_tokens = rejection
-    live = (state_indices >= 0) & (state_indices < len(lengths) - 1)
+    lengths, _, state_indices, num_tokens, null_slot = rejection
+    live = live_slots(state_indices, len(lengths), null_slot)
     lengths.index_add_(0, state_indices[live].long(), -num_tokens[live].int())
 
 
 def _check_slots(call: Call, pool: Slots, extension: Extension, *_: Any) -> None:
     """Raises ValueError if two sequences have one slot."""
-    _check_indices(extension.state_indices, len(pool.lengths) - 1)
+    indices, null_slot = extension.state_indices, extension.null_slot
+    _check_indices(indices, live_slots(indices, len(pool.lengths), null_slot))
 
 
 def _check_rejection(rejection: Rejection) -> None:
     """Raises ValueError if two sequences have one slot, or more tokens go than a tail holds."""
-    lengths, anchored, state_indices, num_tokens = rejection
-    num_slots = len(lengths) - 1
-    _check_indices(state_indices, num_slots)
-    live = (state_indices >= 0) & (state_indices < num_slots)
-    held = (lengths - anchored)[torch.where(live, state_indices, num_slots).long()]
+    lengths, anchored, state_indices, num_tokens, null_slot = rejection
+    live = live_slots(state_indices, len(lengths), null_slot)
+    _check_indices(state_indices, live)
+    held = (lengths - anchored)[torch.where(live, state_indices, null_slot).long()]
     if (live & ((num_tokens < 0) | (num_tokens > held))).any():
         got, needs = f"num_tokens {num_tokens.tolist()}", f"0 to {held.tolist()} of them"
         fix = "take back at most the tokens of the last decode"
         raise ValueError(need(POOL_OP, got, needs, fix))
 
 
-def _check_indices(state_indices: Tensor, num_slots: int) -> None:
-    used = [i for i in state_indices.tolist() if 0 <= i < num_slots]
+def _check_indices(state_indices: Tensor, live: Tensor) -> None:
+    used = state_indices[live].tolist()
     if len(set(used)) < len(used):
         got = f"state_indices {state_indices.tolist()}"
         fix = "give each sequence a slot of its own"

@@ -11,7 +11,7 @@ from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.validate import expect_indices
 from qla_kernels.gdn.keywords import checked_flags, scale_of
 from qla_kernels.gdn.ops import state_dtype
-from qla_kernels.gdn.shapes import KEY_SIZES, NEW_TOKENS, TAIL_PLACES, key_room
+from qla_kernels.gdn.shapes import KEY_ROOMS, KEY_SIZES, NEW_TOKENS, TAIL_PLACES, key_room
 from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
@@ -60,7 +60,7 @@ class GdnPool:
         slots, H, HV = num_slots + 1, num_heads, num_value_heads  # the last one is for padding
         like = torch.empty(0, dtype=dtype, device=device)
         wide = state_dtype(like)
-        self.num_slots = num_slots
+        self.num_slots, self.null_slot = num_slots, num_slots
         room = key_room(K) if K in KEY_SIZES else K
         self.tensors = Slots(
             anchors=like.new_zeros(slots, HV, room, V, dtype=wide)[:, :, :K],
@@ -72,6 +72,50 @@ class GdnPool:
             lengths=like.new_zeros(slots, dtype=torch.int32),
         )
 
+    @classmethod
+    def of(cls, tensors: Slots, null_slot: int) -> "GdnPool":
+        """Returns a pool on given tensors, such as views of an engine's pages.
+
+        Slots may lie any distance apart, the same for g and beta; within a slot tensors are
+        contiguous. What slots hold does not matter: a sequence that begins reads nothing of it. On
+        a GPU, slots of anchors, k and v begin at multiples of 16 bytes, and K is one that a
+        kernel's variant has.
+
+        Args:
+            tensors: anchors [slots, HV, K, V], tails and counts, as `GdnPool.tensors` has them.
+            null_slot: an index that marks padding. The slot is not changed.
+        """
+        slots, HV, K, V = tensors.anchors.shape
+        H, wide = tensors.k_tail.shape[2], tensors.anchors.dtype
+        held = slots, TAIL_PLACES
+        shapes = (
+            (slots, HV, K, V), (*held, H, K), (*held, HV, V), (*held, HV), (*held, HV),
+            (slots,), (slots,),
+        )  # fmt: skip
+        dtypes = wide, *[tensors.k_tail.dtype] * 2, wide, wide, torch.int32, torch.int32
+        for name, x, shape, dtype in zip(Slots._fields, tensors, shapes, dtypes, strict=True):
+            expect_tensor(POOL_OP, name, x, shape, str(shape), tensors.k_tail.device)
+            inside = x[0].is_contiguous() and x.dtype == dtype
+            bytes_of = x.stride(0) * x.element_size(), x.data_ptr()
+            if not inside or (x.is_cuda and x.dim() == 4 and any(b % 16 for b in bytes_of)):
+                got = f"{name} is {dtype_name(x.dtype)} with strides {x.stride()}"
+                needs = f"{dtype_name(dtype)}, contiguous slots at multiples of 16 bytes"
+                raise ValueError(need(POOL_OP, got, needs, "lay pages out like that"))
+        if tensors.g_tail.stride(0) != tensors.beta_tail.stride(0):
+            got = (
+                f"g and beta with strides {tensors.g_tail.stride(0)}, {tensors.beta_tail.stride(0)}"
+            )
+            raise ValueError(need(POOL_OP, got, "one distance of slots", "lay pages out like that"))
+        if tensors.k_tail.is_cuda and K not in KEY_ROOMS:
+            needs = "one of " + ", ".join(map(str, KEY_ROOMS))
+            raise Unsupported(need(POOL_OP, f"given tensors with K = {K}", needs, "make a GdnPool"))
+        if not 0 <= null_slot < slots:
+            got, needs = f"null_slot {null_slot}", f"0 to {slots - 1}"
+            raise ValueError(need(POOL_OP, got, needs, "name a slot"))
+        pool = cls.__new__(cls)
+        pool.num_slots, pool.null_slot, pool.tensors = slots, null_slot, tensors
+        return pool
+
     @property
     def lengths(self) -> Tensor:
         """[num_slots] int32, the number of tokens in each slot."""
@@ -79,7 +123,8 @@ class GdnPool:
 
     @property
     def bytes_per_slot(self) -> int:
-        return sum(t.stride(0) * t.element_size() for t in self.tensors)
+        inside = (t.shape[1] * t.stride(1) if t.dim() > 1 else 1 for t in self.tensors)
+        return sum(n * t.element_size() for n, t in zip(inside, self.tensors, strict=True))
 
     @torch.no_grad()
     def prefill(
@@ -121,7 +166,7 @@ class GdnPool:
         if has_initial_state is not None:
             where = (call.num_sequences,), "[N]", q.device
             expect_tensor(POOL_OP, "has_initial_state", has_initial_state, *where)
-        extension = Extension(state_indices, has_initial_state, drafts=False)
+        extension = Extension(state_indices, has_initial_state, False, self.null_slot)
         o: Tensor = gdn_pool_extend(call, self.tensors, extension, options)
         return o
 
@@ -149,7 +194,7 @@ class GdnPool:
         """
         pool = self.tensors
         given = (
-            q, k, v, g, beta, *pool, state_indices, scale, use_qk_l2norm_in_kernel,
+            q, k, v, g, beta, *pool, state_indices, self.null_slot, scale, use_qk_l2norm_in_kernel,
             use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         )  # fmt: skip
         found = None if torch.compiler.is_compiling() else DECODES.find(*given)
@@ -168,7 +213,7 @@ class GdnPool:
         call, options = self._checked(q, k, v, g, beta, state_indices, None, scale, gate, options)
 
         def run() -> tuple[Tensor, ...]:
-            extension = Extension(state_indices, None, drafts=True)
+            extension = Extension(state_indices, None, True, self.null_slot)
             return (gdn_pool_extend(call, pool, extension, options),)
 
         with torch.no_grad():
@@ -184,7 +229,7 @@ class GdnPool:
                 sequence then goes on from its anchor.
         """
         lengths, anchored = self.tensors.lengths, self.tensors.anchored
-        given = lengths, anchored, state_indices, num_tokens
+        given = lengths, anchored, state_indices, num_tokens, self.null_slot
         found = None if torch.compiler.is_compiling() else REJECTS.find(*given)
         if type(found) is tuple:
             torch.autograd.graph.increment_version(lengths)

@@ -45,8 +45,16 @@ from qla_kernels.gdn.kernels.chain.layout import (
 )
 from qla_kernels.gdn.kernels.chain.new_rows import SOURCE
 from qla_kernels.gdn.kernels.chain.solve import clear_above
-from qla_kernels.gdn.kernels.chain.tail import Walk, begin_walk, find, load_k, load_s, load_v
-from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS
+from qla_kernels.gdn.kernels.chain.tail import (
+    PlacedGates,
+    Walk,
+    begin_walk,
+    find,
+    load_k,
+    load_s,
+    load_v,
+)
+from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS, TAIL_PLACES
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.language import make_full_bank_swizzled_layout
@@ -298,25 +306,24 @@ def clear_rows(o, tok0, count, hv, v):
 
 def build(variant: Variant):
     plan = schedule(variant)
-    K, rings = variant.K, plan.rings
-    places, num_tokens, num_heads = T.dynamic("places, num_tokens, num_heads")
-    num_value_heads, V, num_slots, num_sequences = T.dynamic(
-        "num_value_heads, V, num_slots, num_sequences"
-    )
+    K, dtype, rings = variant.K, variant.dtype, plan.rings
+    num_tokens, num_sequences, num_slots = T.dynamic("num_tokens, num_sequences, num_slots")
+    H, HV, V = T.dynamic("H, HV, V")
     anchor_n, anchor_h, anchor_k, size = T.dynamic("anchor_n, anchor_h, anchor_k, size")
+    k_n, v_n, g_n = T.dynamic("k_n, v_n, g_n")  # g_n: of beta, too
 
     @T.prim_func
     def anchored_fwd(
-        q: T.Tensor((num_tokens, num_heads, size), variant.dtype),
-        k: T.Tensor((places, num_heads, size), variant.dtype),
-        v: T.Tensor((places, num_value_heads, V), variant.dtype),
-        g: T.Tensor((places, num_value_heads), "float32"),
-        beta: T.Tensor((places, num_value_heads), "float32"),
+        q: T.Tensor((num_tokens, H, size), dtype),
+        k: T.StridedTensor((num_slots, TAIL_PLACES, H, size), (k_n, H * size, size, 1), dtype),
+        v: T.StridedTensor((num_slots, TAIL_PLACES, HV, V), (v_n, HV * V, V, 1), dtype),
+        g: T.StridedTensor((num_slots, TAIL_PLACES, HV), (g_n, HV, 1), "float32"),
+        beta: T.StridedTensor((num_slots, TAIL_PLACES, HV), (g_n, HV, 1), "float32"),
         steps: T.Tensor((num_sequences, STEP_COLUMNS), "int32"),
         anchors: T.StridedTensor(
-            (num_slots, num_value_heads, K, V), (anchor_n, anchor_h, anchor_k, 1), "float32"
+            (num_slots, HV, K, V), (anchor_n, anchor_h, anchor_k, 1), "float32"
         ),
-        o: T.Tensor((num_tokens, num_value_heads, V), variant.dtype),
+        o: T.Tensor((num_tokens, HV, V), dtype),
         tokens_each: T.int32,  # tokens of a sequence in q and o
         scale: T.float32,
         ctas: T.int32,
@@ -324,11 +331,11 @@ def build(variant: Variant):
         with T.Kernel(ctas, threads=plan.block) as block:
             T.import_source(SOURCE)
             s_s = T.alloc_shared((S_SLOTS, K, TILE), "float32")
-            s_k = T.alloc_shared((rings["k"], CHUNK, K), variant.dtype)
-            s_q = T.alloc_shared((rings["q"], NEW_TOKENS, K), variant.dtype)
-            s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), variant.dtype)
-            s_a = T.alloc_shared((rings["a"], CHUNK, CHUNK), variant.dtype)
-            s_p = T.alloc_shared((rings["p"], NEW_TOKENS, CHUNK), variant.dtype)
+            s_k = T.alloc_shared((rings["k"], CHUNK, K), dtype)
+            s_q = T.alloc_shared((rings["q"], NEW_TOKENS, K), dtype)
+            s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), dtype)
+            s_a = T.alloc_shared((rings["a"], CHUNK, CHUNK), dtype)
+            s_p = T.alloc_shared((rings["p"], NEW_TOKENS, CHUNK), dtype)
             s_gate = T.alloc_shared((rings["gate"], GATE_ROWS, CHUNK), "float32")
             s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
             tiles = (s_s, s_k, s_q, s_v, s_a, s_p)
@@ -361,14 +368,14 @@ def build(variant: Variant):
             num_tiles = V // variant.tile_v
             r_step = T.alloc_local((STEP_COLUMNS,), "int32")
             group = T.alloc_var("int32")  # value heads a key head
-            group = num_value_heads // num_heads
+            group = HV // H
             walk = Walk(
                 T.alloc_local((4,), "int32"), T.alloc_local((4,), "int32"),
-                (num_tiles, group, num_heads),
+                (num_tiles, group, H),
             )  # fmt: skip
             first = 0  # chunks of earlier items: the rings' next step
             live = 0  # earlier items with a chunk: the next step of the ring of S
-            items = T.ceildiv(num_sequences * num_value_heads * num_tiles - block, ctas)
+            items = T.ceildiv(num_sequences * HV * num_tiles - block, ctas)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             await_previous()
             begin_walk(block, ctas, walk, steps, r_step)
@@ -450,9 +457,9 @@ def build(variant: Variant):
                         )  # fmt: skip
                         for i in rolled(num_chunks):
                             gate(
-                                g, beta, beta, 0, g, s_gate, After(gates, first + i),
-                                T.bitwise_xor(row0, i * CHUNK),
-                                T.min(kept + count - i * CHUNK, CHUNK), 1, hv, scale, 0,
+                                PlacedGates(g), PlacedGates(beta), beta, 0, g, s_gate,
+                                After(gates, first + i), T.bitwise_xor(row0, i * CHUNK),
+                                T.min(kept + count - i * CHUNK, CHUNK), 1, hv, scale, 0, True,
                             )  # fmt: skip
                         first += num_chunks
 

@@ -1,9 +1,11 @@
 """append_tokens -- puts new tokens behind a pool's sequences, and tells anchored_fwd where.
 
 For sequence n, with slot s, and its new tokens t = 0 .. T - 1:
-    place   = 128 s + (lengths[s] + t) % 128, of k, v, g and beta
-    steps   = (s, place of the tail's first token, tokens of the tail before, T)       [4]
+    place   = (lengths[s] + t) % 128 of slot s, of k, v, g and beta
+    steps   = (s, 128 s + place of the tail's first token, tokens of the tail before, T)     [4]
     lengths, anchored of s, as anchored_fwd leaves the slot
+
+Slots may lie any distance apart, as in pages of an engine, and more than 2^31 numbers in all.
 
 Steps (numbers appear again in the code); a CTA has one sequence:
     1  read the slot's numbers
@@ -66,11 +68,11 @@ def copy_rows(x, to, n, slot, length, tokens, heads, pieces):
         if at < total:
             t = at // (heads * pieces)
             head, piece = at // pieces % heads, at % pieces
-            place = slot * TAIL_PLACES + (length + t) % TAIL_PLACES
+            place = (length + t) % TAIL_PLACES
             T.call_extern(
                 "handle",
                 "qla::copy_piece",
-                T.access_ptr(to[place, head, piece * APPEND_PIECE], "w", APPEND_PIECE),
+                T.access_ptr(to[slot, place, head, piece * APPEND_PIECE], "w", APPEND_PIECE),
                 T.access_ptr(x[n, t, head, piece * APPEND_PIECE], "r", APPEND_PIECE),
             )
 
@@ -78,8 +80,11 @@ def copy_rows(x, to, n, slot, length, tokens, heads, pieces):
 def build(variant: Variant):
     plan = schedule(variant)
     N, num_tokens, H, HV, K, V = T.dynamic("N, num_tokens, H, HV, K, V")
-    places, num_slots, index = T.dynamic("places, num_slots, index")
+    num_slots, index = T.dynamic("num_slots, index")
     k_b, k_t, k_h, v_b, v_t, v_h = T.dynamic("k_b, k_t, k_h, v_b, v_t, v_h")
+    k_n, v_n, g_n, beta_n, anchored_n, lengths_n = T.dynamic(
+        "k_n, v_n, g_n, beta_n, anchored_n, lengths_n"
+    )
 
     @T.prim_func
     def append_tokens(
@@ -88,13 +93,16 @@ def build(variant: Variant):
         g: T.Tensor((N, num_tokens, HV), "float32"),
         beta: T.Tensor((N, num_tokens, HV), "float32"),
         state_indices: T.StridedTensor((N,), (index,), "int32"),
-        k_tail: T.Tensor((places, H, K), variant.dtype),
-        v_tail: T.Tensor((places, HV, V), variant.dtype),
-        g_tail: T.Tensor((places, HV), "float32"),
-        beta_tail: T.Tensor((places, HV), "float32"),
-        anchored: T.Tensor((num_slots,), "int32"),
-        lengths: T.Tensor((num_slots,), "int32"),
+        k_tail: T.StridedTensor((num_slots, TAIL_PLACES, H, K), (k_n, H * K, K, 1), variant.dtype),
+        v_tail: T.StridedTensor(
+            (num_slots, TAIL_PLACES, HV, V), (v_n, HV * V, V, 1), variant.dtype
+        ),
+        g_tail: T.StridedTensor((num_slots, TAIL_PLACES, HV), (g_n, HV, 1), "float32"),
+        beta_tail: T.StridedTensor((num_slots, TAIL_PLACES, HV), (beta_n, HV, 1), "float32"),
+        anchored: T.StridedTensor((num_slots,), (anchored_n,), "int32"),
+        lengths: T.StridedTensor((num_slots,), (lengths_n,), "int32"),
         steps: T.Tensor((N, STEP_COLUMNS), "int32"),
+        null_slot: T.int32,  # for padding
     ):
         with T.Kernel(N, threads=plan.threads) as n:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
@@ -103,8 +111,7 @@ def build(variant: Variant):
             slot, length, anchor, kept = (T.alloc_var("int32") for _ in range(4))
             await_previous()
             slot = state_indices[n]  # 1
-            # The last slot is for padding. `slot >= num_slots - 1` would become slot + 1.
-            if (slot >= num_slots) | (slot == num_slots - 1):
+            if (slot >= num_slots) | (slot == null_slot):
                 slot = -1
             length = 0
             anchor = 0
@@ -121,9 +128,9 @@ def build(variant: Variant):
                 for i in rolled(T.ceildiv(num_tokens * HV, 32 * APPEND_WARPS)):
                     at = i * 32 * APPEND_WARPS + thread
                     if at < num_tokens * HV:
-                        place = slot * TAIL_PLACES + (length + at // HV) % TAIL_PLACES
-                        g_tail[place, at % HV] = g[n, at // HV, at % HV]
-                        beta_tail[place, at % HV] = beta[n, at // HV, at % HV]
+                        place = (length + at // HV) % TAIL_PLACES
+                        g_tail[slot, place, at % HV] = g[n, at // HV, at % HV]
+                        beta_tail[slot, place, at % HV] = beta[n, at // HV, at % HV]
             if thread == 0:  # 3
                 steps[n, 0] = slot
                 steps[n, 1] = T.max(slot, 0) * TAIL_PLACES + anchor % TAIL_PLACES

@@ -34,20 +34,21 @@ def schedule(variant: Variant) -> Schedule:
 def build(variant: Variant):
     plan = schedule(variant)
     N, num_slots, index, number = T.dynamic("N, num_slots, index, number")
+    lengths_n = T.dynamic("lengths_n")  # slots may lie any distance apart
 
     @T.prim_func
     def reject_tokens(
         state_indices: T.StridedTensor((N,), (index,), "int32"),
         num_tokens: T.StridedTensor((N,), (number,), "int32"),
-        lengths: T.Tensor((num_slots,), variant.dtype),
+        lengths: T.StridedTensor((num_slots,), (lengths_n,), variant.dtype),
+        null_slot: T.int32,  # for padding
     ):
         with T.Kernel(T.ceildiv(N, plan.threads), threads=plan.threads) as block:
             await_previous()
             n = block * plan.threads + T.get_thread_binding()
             if n < N:
                 slot = state_indices[n]  # 1
-                # The last slot is for padding. `slot < num_slots - 1` would become slot + 1.
-                if (slot >= 0) & (slot < num_slots) & (slot != num_slots - 1):
+                if (slot >= 0) & (slot < num_slots) & (slot != null_slot):
                     lengths[slot] = lengths[slot] - num_tokens[n]  # 2
 
     return reject_tokens

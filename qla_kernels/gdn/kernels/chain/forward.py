@@ -74,11 +74,13 @@ def read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token, end, hv):
 
 @T.macro
 def gate(
-    g, beta, beta16, is_16, g_cum, s_gate, ring, begin, length, num_chunks, hv, scale, saves
+    g, beta, beta16, is_16, g_cum, s_gate, ring, begin, length, num_chunks, hv, scale, saves,
+    one_chunk=False,
 ):  # fmt: skip
     """Writes the rows of a gate slot for each chunk, and cumulated gates to g_cum if `saves`.
 
-    beta is read from `beta` in fp32 or, if is_16, from `beta16` in 16 bits.
+    beta is read from `beta` in fp32 or, if is_16, from `beta16` in 16 bits. With `one_chunk` no
+    other one is read ahead.
     """
     lane = T.get_thread_binding() % 32
     r_gate = T.alloc_local((4,), "float32")  # of the next chunk: two g, two beta
@@ -95,7 +97,8 @@ def gate(
             g2[e] = T.max(r_gate[e] * LOG2E, GATE_FLOOR)
             b[e] = r_gate[2 + e] + r_beta16[e]  # one of them is 0
         # the values arrive while this chunk is processed
-        read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token + CHUNK, end, hv)
+        if not one_chunk:
+            read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token + CHUNK, end, hv)
         total = g2[0] + g2[1]  # inclusive scan of the pairs over the warp
         for d in T.unroll(5):
             below = T.shfl_up(total, 1 << d)

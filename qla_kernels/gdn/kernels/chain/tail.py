@@ -1,9 +1,10 @@
 """Roles of anchored_fwd that find an item and load it: its anchor, and its tail's rows.
 
 anchored_fwd.py states the steps, with the numbers used here. A row of its table `steps` is a
-sequence's slot, or -1; the place of its tail's first token, a multiple of 64; the number of tokens
-in the tail before this step; and the number of new ones. A kernel of this package made it, so what
-it says lies inside the tensors. The tail's second chunk is in the other half of the slot.
+sequence's slot, or -1; 128 times the slot plus the place in it of its tail's first token, 0 or 64;
+the number of tokens in the tail before this step; and the number of new ones. A kernel of this
+package made it, so what it says lies inside the tensors. The tail's second chunk is in the other
+half of the slot.
 """
 
 from __future__ import annotations
@@ -12,12 +13,23 @@ from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import TILE
-from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS
+from qla_kernels.gdn.shapes import NEW_TOKENS, STEP_COLUMNS, TAIL_PLACES
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
 
 TAIL_ROWS = 16  # rows of k or v that one TMA copy loads
 TAIL_COLUMNS = 64  # columns of it: 128 bytes
+
+
+class PlacedGates:
+    """A view of gates [slots, places, heads] as [slots * places, heads], whatever slots' stride."""
+
+    def __init__(self, x: Any) -> None:
+        self.x, self.dtype = x, x.dtype
+
+    def __getitem__(self, at: tuple[Any, Any]) -> Any:
+        row, head = at
+        return self.x[row // TAIL_PLACES, row % TAIL_PLACES, head]
 
 
 class Walk(NamedTuple):
@@ -84,13 +96,15 @@ def find(
 
 
 @T.macro
-def fetch_rows(x, head, column, width, shared, ring, i, row, rows):
-    """Loads `rows` rows of x [places, heads, size] to a slot, in boxes of 16 x 64."""
+def fetch_rows(x, head, column, width, shared, ring, i, first, rows):
+    """Loads `rows` rows of x [slots, places, heads, size], in boxes of 16 x 64."""
     ring.acquire(i)
+    slot, row = first // TAIL_PLACES, first % TAIL_PLACES
     for b in rolled(T.ceildiv(rows, TAIL_ROWS)):
         for p in T.unroll(width // TAIL_COLUMNS):
             T.tma_copy(
                 x[
+                    slot,
                     row + b * TAIL_ROWS : row + b * TAIL_ROWS + TAIL_ROWS,
                     head,
                     column + p * TAIL_COLUMNS : column + p * TAIL_COLUMNS + TAIL_COLUMNS,

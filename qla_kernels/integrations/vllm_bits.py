@@ -1,0 +1,174 @@
+"""vLLM's gated-delta layers with the bits of training: our plug-in under QLA_BATCH_INVARIANT=1.
+
+A page of the cache holds the convolution's last tokens, as before, and a slot of a `GdnPool`: an
+anchor and a tail of tokens. Prefill and decoding append to it, so that a token's o has the bits of
+`chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence. The convolution and the
+norm stay vLLM's. How vLLM makes pages of it: docs/notes/serving-bits.md.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn import GdnPool, refusal
+from qla_kernels.gdn.anchored.pages import Page
+from qla_kernels.gdn.shapes import KEY_ROOMS
+from qla_kernels.integrations import vllm as plain
+from qla_kernels.integrations.engines import log
+
+NAME = "QLA_BATCH_INVARIANT=1 in vLLM"
+SPECS = "get_mamba_specs_from_config"  # what vLLM asks a class of models for the sizes of pages
+PER_PAGE = "the gated-delta layers of a sequence take pages of %d bytes each: %d of the convolution"
+PER_PAGE += ", %d of the state, %d of the last tokens; vLLM pads them to its block of attention"
+
+
+def layer_on(engine: Any) -> type:
+    """Returns the layer; `engine` is vLLM's module qwen_gdn_linear_attn."""
+    base: Any = getattr(engine, plain.LAYER)
+
+    class QlaBitsGatedDeltaNetAttention(base):  # type: ignore[misc]
+        def __init__(self, config: Any, vllm_config: Any, *args: Any, **named: Any) -> None:
+            super().__init__(config, vllm_config, *args, **named)
+            if reason := refused(self, vllm_config):
+                raise Unsupported(reason)
+            say_bytes(tuple(_state_bytes(self)))
+            self._profiled_sequences = vllm_config.scheduler_config.max_num_seqs
+            size_pages(self, vllm_config)
+
+        def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+            convolution = super().get_state_shape()[0]
+            return convolution, (sum(page_of(self).part_bytes()) // 4,)
+
+        def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+            return super().get_state_dtype()[0], torch.float32
+
+        def _forward_core(
+            self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
+        ) -> None:
+            batch = plain._batch(engine, self)
+            if batch is None:  # vLLM profiles
+                super()._forward_core(mixed_qkv, b, a, core_attn_out)
+                _profile(self, mixed_qkv, b, a)
+                return
+            n = batch.num_actual_tokens
+            _forward(engine, self, batch, *(x[:n] for x in (mixed_qkv, b, a, core_attn_out)))
+
+    return QlaBitsGatedDeltaNetAttention
+
+
+def page_of(layer: Any) -> Page:
+    """Returns what this rank's pages of the layer hold beside the convolution's tokens."""
+    heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
+    return Page(*heads, layer.head_k_dim, layer.head_v_dim, layer.model_config.dtype)
+
+
+def refused(layer: Any, config: Any) -> str | None:
+    """Returns why rollouts cannot have the bits, or None if they can."""
+    cache_config, K = config.cache_config, layer.head_k_dim
+    state = cache_config.mamba_ssm_cache_dtype
+    if config.speculative_config is not None:
+        return need(NAME, "speculative decoding", "none: drafts are not built", "leave it off")
+    if cache_config.mamba_cache_mode != "none":
+        fix = "pass --no-enable-prefix-caching"
+        got = f"prefix caching of states, mode {cache_config.mamba_cache_mode}"
+        return need(NAME, got, "none: vLLM would copy parts of a page", fix)
+    if state not in ("auto", "float32"):
+        fix = "pass --mamba-ssm-cache-dtype float32"
+        return need(NAME, f"states in {state}", "float32: others lose bits", fix)
+    if config.kv_transfer_config is not None:
+        fix = "leave out --kv-transfer-config"
+        return need(NAME, "a KV connector", "none: it does not know these pages", fix)
+    if K not in KEY_ROOMS[:-1]:
+        rooms = " or ".join(map(str, KEY_ROOMS[:-1]))
+        return need(NAME, f"head dimension K={K}", rooms, "unset QLA_BATCH_INVARIANT")
+    like = torch.empty(0, 1, 1, K, dtype=layer.model_config.dtype)
+    values = torch.empty(0, 1, 1, layer.head_v_dim, dtype=like.dtype)
+    return refusal(like, like, values, anchored=True, capability=(9, 0), op=NAME)
+
+
+def size_pages(layer: Any, config: Any) -> None:
+    """Tells vLLM how large the layer's pages are, before it chooses the block of attention."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    model = config.model_config
+    cls, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
+    spec = MambaSpec(shapes=layer.get_state_shape(), dtypes=layer.get_state_dtype(), block_size=-1)
+    held = getattr(cls, SPECS, None)
+    if held is not None and not hasattr(held, "of_qla_kernels"):
+        got, needs = f"{cls.__name__} with states of several kinds", "Qwen3-Next or Qwen3.5"
+        raise Unsupported(need(NAME, got, needs, "unset QLA_BATCH_INVARIANT"))
+
+    def specs(_: Any) -> list[Any]:
+        return [spec]
+
+    specs.of_qla_kernels = True  # type: ignore[attr-defined]
+    setattr(cls, SPECS, staticmethod(specs))
+
+
+def _state_bytes(layer: Any) -> list[int]:
+    """Bytes of the convolution, of the state, and of tokens with their gates and counts."""
+    shape, dtype = layer.get_state_shape()[0], layer.get_state_dtype()[0]
+    state, *tokens = page_of(layer).part_bytes()
+    return [math.prod(shape) * dtype.itemsize, state, sum(tokens)]
+
+
+@cache
+def say_bytes(sizes: tuple[int, ...]) -> None:
+    """Logs what a page costs, once for all layers of these sizes."""
+    log.info(f"vLLM: {PER_PAGE}", sum(sizes), *sizes)
+
+
+def _options(layer: Any) -> dict[str, Any]:
+    return {
+        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True, "A_log": layer.A_log, "dt_bias": layer.dt_bias,
+    }  # fmt: skip
+
+
+def _forward(
+    engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
+) -> None:
+    """Sequences of one token come first, then those of many. Padding has slot 0."""
+    # views of vLLM's tensors, made anew: vLLM may take its cache back
+    pool = GdnPool.of(page_of(layer).slots(layer.kv_cache[1]), plain.NULL_SLOT)
+    slots, first = batch.non_spec_state_indices_tensor, len(rows)
+    if batch.num_prefills > 0:
+        rows = plain._convolved(engine, layer, batch, rows)
+        first = batch.num_decode_tokens if batch.num_decodes > 0 else 0
+    else:
+        states, parameters = plain._convolution(engine, layer)
+        rows = engine.causal_conv1d_update(
+            rows, states, *parameters, conv_state_indices=slots[:first], validate_data=False
+        )
+    x = plain._split(layer, rows, b, a)
+    if first:
+        q, k, v, g, beta = (t[0, :first].unsqueeze(1) for t in x)
+        o = pool.decode(q, k, v, g, beta, slots[:first], **_options(layer))
+        out[:first] = o.squeeze(1)
+    if batch.num_prefills > 0:
+        q, k, v, g, beta = (t[:, first:] for t in x)
+        bounds, has = batch.prefill_query_start_loc, batch.prefill_has_initial_state
+        # slots of sequences without tokens are those of others
+        named = torch.where(bounds.diff() > 0, batch.prefill_state_indices, plain.NULL_SLOT)
+        o = pool.prefill(q, k, v, g, beta, named, bounds, has, **_options(layer))
+        out[first:] = o[0]
+
+
+def _profile(layer: Any, rows: Tensor, b: Tensor, a: Tensor) -> None:
+    """Runs a prefill of as many sequences as there may be, so that vLLM sees what memory it takes.
+
+    They are padding of a pool of one slot; the memory is that of sequences that count.
+    """
+    count, layer._profiled_sequences = min(layer._profiled_sequences, len(rows)), 0
+    if not count:  # done before
+        return
+    heads = *page_of(layer)[:4], layer.model_config.dtype
+    pool, x = GdnPool(1, *heads, rows.device), plain._split(layer, rows, b, a)
+    bounds = torch.arange(count + 1, dtype=torch.int32, device=rows.device)
+    bounds[-1] = len(rows)
+    pool.prefill(*x, torch.full_like(bounds[1:], -1), bounds, **_options(layer))
