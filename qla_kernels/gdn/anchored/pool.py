@@ -101,10 +101,9 @@ class GdnPool:
                 got = f"{name} is {dtype_name(x.dtype)} with strides {x.stride()}"
                 needs = f"{dtype_name(dtype)}, contiguous slots at multiples of 16 bytes"
                 raise ValueError(need(POOL_OP, got, needs, "lay pages out like that"))
-        if tensors.g_tail.stride(0) != tensors.beta_tail.stride(0):
-            got = (
-                f"g and beta with strides {tensors.g_tail.stride(0)}, {tensors.beta_tail.stride(0)}"
-            )
+        g, beta = tensors.g_tail.stride(0), tensors.beta_tail.stride(0)
+        if g != beta:
+            got = f"g and beta with strides {g}, {beta}"
             raise ValueError(need(POOL_OP, got, "one distance of slots", "lay pages out like that"))
         if tensors.k_tail.is_cuda and K not in KEY_ROOMS:
             needs = "one of " + ", ".join(map(str, KEY_ROOMS))
