@@ -12,6 +12,8 @@ replaces them in the module. This file does not import transformers.
 the model with `shared_prefix=`: such a call packs sequences that share prompts, and convolution and
 gated delta rule follow its layout (linear_layers.py, transformers_dualkv.py).
 
+With `swap(model, batch_invariant=True)` rollouts have the bits of a training forward: rollouts.py.
+
 There is no fallback: a call that our functions refuse, such as fp32 on a GPU, raises.
 """
 
@@ -28,6 +30,8 @@ from torch import Tensor, nn
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.errors import need
 from qla_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from qla_kernels.gdn.keywords import is_invariant
+from qla_kernels.integrations import rollouts
 from qla_kernels.integrations.layout import readable
 from qla_kernels.integrations.linear_layers import (
     KEY,
@@ -38,6 +42,7 @@ from qla_kernels.integrations.linear_layers import (
     convolution,
     rule,
 )
+from qla_kernels.integrations.rollouts import LayerCall
 
 # Our functions for q, k and v as a convolution leaves them: without its kernel, with a last stride
 # other than 1. Layers hold them by name, and so can be pickled.
@@ -49,9 +54,12 @@ def chunk(
     v: Tensor,
     *args: Any,
     shared_prefix: SharedLayout | None = None,
+    qla_layer_call: LayerCall | None = None,
     **kwargs: Any,
 ) -> Any:
     q, k, v = readable(q, k, v)
+    if qla_layer_call is not None:
+        return qla_layer_call(q, k, v, *args, shared_prefix=shared_prefix, **kwargs)
     if shared_prefix is not None:
         return rule(q, k, v, *args, layout=shared_prefix, **kwargs)
     return chunk_gated_delta_rule(q, k, v, *args, **kwargs)
@@ -63,11 +71,12 @@ def recurrent(
     v: Tensor,
     *args: Any,
     shared_prefix: SharedLayout | None = None,
+    qla_layer_call: LayerCall | None = None,
     **kwargs: Any,
 ) -> Any:
     if shared_prefix is not None:
         raise ValueError(need(OP, "a step of decoding", "a whole batch", "leave shared_prefix out"))
-    return fused_recurrent_gated_delta_rule(*readable(q, k, v), *args, **kwargs)
+    return (qla_layer_call or fused_recurrent_gated_delta_rule)(*readable(q, k, v), *args, **kwargs)
 
 
 log = logging.getLogger("qla_kernels")
@@ -88,10 +97,17 @@ TAKES: dict[Callable[..., Any], Callable[..., Any]] = {  # the function whose ke
 }
 BEFORE = "before_qla_kernels"  # the attribute that keeps the original functions
 BESIDE = "beside_qla_kernels"  # of modules of a model all of whose linear layers hold ours
+CALL = "call_of_qla_kernels"  # of swapped layers: a LayerCall, or None without batch_invariant
 
 
-def swap(model: nn.Module) -> int:
+def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
     """Makes the gated-delta-net layers of `model` call our functions; repeating it changes nothing.
+
+    Args:
+        batch_invariant: the gated delta rule of a token has the same bits in a training forward
+            without a cache and in `generate`, whatever else is in the batch; calls that cannot
+            have them are refused. None: as the layers have it already, and else True under
+            QLA_BATCH_INVARIANT=1.
 
     Returns:
         The number of layers of `model` that do; a warning is logged if there are none. Where layers
@@ -100,11 +116,15 @@ def swap(model: nn.Module) -> int:
     holders = list(_holders(model))
     around = {child: parent for parent in model.modules() for child in parent.children()}
     for layer in holders:
+        changed = _set_call(layer, batch_invariant, handed_on=False)
+        if changed and BEFORE in layer.__dict__:
+            _give_back(layer)
         if BEFORE not in layer.__dict__:
             _take_over(layer, around.get(layer))
     _mark(model)
     sharers = list(_sharers(model))
-    for _, home in sharers:
+    for layer, home in sharers:
+        _set_call(layer, batch_invariant, handed_on=True)
         for name, ours in (SHARED | {CONVOLVES: convolution}).items():
             theirs = getattr(home, name, None)
             if theirs is not None and not hasattr(theirs, BEFORE):
@@ -125,12 +145,11 @@ def restore(model: nn.Module) -> int:
     """
     layers = [layer for layer in _holders(model) if BEFORE in layer.__dict__]
     for layer in layers:
-        for name, theirs in layer.__dict__.pop(BEFORE).items():
-            if isinstance(held := getattr(layer, name), HeldConvolution):
-                held.call.forget()
-            setattr(layer, name, theirs)
+        _give_back(layer)
     for module in model.modules():
         module.__dict__.pop(BESIDE, None)
+        if (call := module.__dict__.pop(CALL, None)) is not None:
+            call.forget()
     sharers = list(_sharers(model))
     undone = [home for _, home in sharers if hasattr(getattr(home, SHARES), BEFORE)]
     for home in undone:
@@ -175,16 +194,41 @@ def _take_over(layer: nn.Module, decoder_layer: nn.Module | None) -> None:
     follow layouts.
     """
     call, before = PackedCall(), layer.__dict__.setdefault(BEFORE, {})
+    bits = layer.__dict__[CALL]
     follows = decoder_layer is not None and hasattr(layer, CONVOLVES) and hasattr(layer, "conv1d")
     for name, ours in HELD.items():
         if hasattr(layer, name):
             before[name] = getattr(layer, name)
+            ours = ours if bits is None else functools.partial(ours, **{rollouts.KEY: bits})
             setattr(layer, name, Held(ours, call) if follows else ours)
     if decoder_layer is not None and follows:
         before[CONVOLVES] = getattr(layer, CONVOLVES)
         conv1d = layer.get_submodule("conv1d")
         setattr(layer, CONVOLVES, HeldConvolution(before[CONVOLVES], conv1d, call))
         call.watch(decoder_layer)
+
+
+def _give_back(layer: nn.Module) -> None:
+    """Undoes `_take_over`."""
+    for name, theirs in layer.__dict__.pop(BEFORE).items():
+        if isinstance(held := getattr(layer, name), HeldConvolution):
+            held.call.forget()
+        setattr(layer, name, theirs)
+
+
+def _set_call(layer: nn.Module, batch_invariant: bool | None, handed_on: bool) -> bool:
+    """Gives a layer a LayerCall, or takes it away; returns whether that changed anything."""
+    keeps = batch_invariant is None and CALL in layer.__dict__
+    call = layer.__dict__.setdefault(CALL, None)
+    wanted = call is not None if keeps else is_invariant("swap", batch_invariant)
+    if wanted == (call is not None):
+        return False
+    if call is not None:
+        call.forget()
+    layer.__dict__[CALL] = call = LayerCall(handed_on) if wanted else None
+    if call is not None:
+        call.watch(layer)
+    return True
 
 
 def _mark(model: nn.Module) -> None:
@@ -224,10 +268,12 @@ def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
     Keeps `theirs` in the attribute BEFORE.
     """
     taken = inspect.signature(TAKES.get(ours, ours)).parameters.values()
-    known = {KEY, *(p.name for p in taken if p.kind != p.VAR_KEYWORD)}
+    known = {KEY, rollouts.KEY, *(p.name for p in taken if p.kind != p.VAR_KEYWORD)}
 
     @functools.wraps(theirs)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if ours is convolution:
+            kwargs.pop(rollouts.KEY, None)
         if ours is convolution and kwargs.get(KEY) is None:
             kwargs.pop(KEY, None)
             return theirs(*args, **kwargs)

@@ -216,3 +216,51 @@ def test_layers_of_a_model(kind, monkeypatch, untuned):
         for t in range(57, 150):
             parts.append(p.decode(*(x[:, t : t + 1] for x in tokens), slots, **options))
         assert other_bits(torch.cat(parts, 1), want) == 0
+
+
+@pytest.mark.parametrize("kind", ["Qwen3.5", "Qwen3Next"])
+def test_a_rollout_of_transformers(kind, monkeypatch, untuned):
+    """What `generate` gave a layer, a training forward of each sequence alone gives, bit by bit.
+
+    The same holds for a training forward of the whole padded batch.
+    """
+    from qla_kernels.integrations import rollouts
+    from qla_kernels.integrations import transformers as integration
+    from tests.tiny_models import VOCABULARY, tiny
+
+    heard: dict[Any, list[tuple[Call, Tensor]]] = {}
+    run = rollouts.LayerCall.__call__
+
+    def listening(layer: Any, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+        o, state = run(layer, q, k, v, **more)
+        tokens = {"q": q, "k": k, "v": v, "g": more["g"], "beta": more["beta"]}
+        heard.setdefault(layer, []).append(({n: x.detach() for n, x in tokens.items()}, o.detach()))
+        return o, state
+
+    def check() -> None:
+        assert heard
+        for calls in heard.values():
+            x = {m: torch.cat([tokens[m] for tokens, _ in calls], 1) for m in NAMES}
+            o = torch.cat([o for _, o in calls], 1)
+            for n, start in enumerate(starts):
+                alone = {m: t[n : n + 1, start:] for m, t in x.items()}
+                want = trained(alone | {"use_qk_l2norm_in_kernel": True})
+                assert other_bits(o[n : n + 1, start:], want) == 0, f"sequence {n}"
+        heard.clear()
+
+    monkeypatch.setattr(rollouts.LayerCall, "__call__", listening)
+    model = tiny(kind, width=256, head_sizes=(128, 128)).to(GPU, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # as made, all is forgotten at once
+            torch.nn.init.constant_(parameter, -3.0)
+    assert integration.swap(model, batch_invariant=True) >= 1
+    starts, ids = [9, 0, 40], torch.randint(1, VOCABULARY, (3, 90), device=GPU)
+    mask = (torch.arange(90) >= torch.tensor(starts)[:, None]).long().to(GPU)
+    how = {"do_sample": True, "max_new_tokens": 80, "min_new_tokens": 80}
+    sequences = model.generate(ids, attention_mask=mask, **how)
+    assert len(next(iter(heard.values()))) == 80
+    check()
+    mask = torch.cat([mask, torch.ones_like(sequences[:, 90:])], 1)
+    model(sequences, attention_mask=mask, use_cache=False).logits.sum().backward()
+    check()
+    integration.restore(model)

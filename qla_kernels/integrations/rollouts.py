@@ -1,0 +1,223 @@
+"""Gated-delta-net layers of transformers whose rollouts have the bits of their training forward.
+
+`swap(model, batch_invariant=True)` of transformers.py gives each layer a `LayerCall`, which runs
+
+- calls without a cache, and those with gradients, by `chunk_gated_delta_rule(..,
+  batch_invariant=True)`;
+- calls with a cache by a `GdnPool`, in which slot n is row n of the batch.
+
+The pool is an attribute of the layer's part of the cache, so it is copied and freed with it. What
+transformers keeps there as the recurrent state are numbers of rows. `Cache.reorder_cache` selects
+among them, and the next call selects the pool's slots likewise.
+
+Padding, which a layer's mask names, is left out, because a chunk has other bits if its tokens lie
+elsewhere in it: a sequence of a padded batch is computed as if it were alone.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qla_kernels.dualkv import SharedLayout
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.gdn import GdnPool, chunk_gated_delta_rule
+from qla_kernels.gdn.anchored.extend import Tokens
+from qla_kernels.gdn.validate import wants_gradients
+
+KEY = "qla_layer_call"  # a keyword of layers that hand theirs on to the functions of their module
+OP = "a gated-delta-net layer with batch_invariant=True"
+POOL = "pool_of_qla_kernels"  # the attribute of a layer's part of a cache
+
+
+class CachedRows(NamedTuple):
+    """A pool, and the tensor of a cache that says which slots the rows of the batch are."""
+
+    pool: GdnPool
+    slots: Tensor  # [B], 0 .. B - 1
+    state: Tensor  # [B, 2], twice the same numbers; another tensor after reorder_cache
+
+
+class LayerCall:
+    """A layer's gated delta rule, with the cache and the mask of its running call.
+
+    Two hooks of the layer set and remove these; the second also runs after an error. It raises if
+    the layer did not ask for its rule here: functions of its module may have been restored.
+
+    Args:
+        handed_on: the layer hands its keywords on to the functions of its module, which find this
+            object among them.
+    """
+
+    def __init__(self, handed_on: bool) -> None:
+        self.handed_on = handed_on
+        self.cache: Any = None
+        self.mask: Tensor | None = None
+        self.place = 0
+        self.asked = False
+        self.hooks: tuple[Any, ...] = ()
+
+    def watch(self, layer: nn.Module) -> None:
+        """Installs the hooks."""
+        begin = layer.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.hooks = begin, layer.register_forward_hook(self._end, always_call=True)
+
+    def forget(self) -> None:
+        """Removes the hooks."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = ()
+
+    def _begin(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.cache, self.mask = kwargs.get("cache_params"), kwargs.get("attention_mask")
+        self.place, self.asked = getattr(layer, "layer_idx", 0), False
+        return (args, kwargs | {KEY: self}) if self.handed_on else None
+
+    def _end(self, _: nn.Module, __: Any, result: Any) -> None:
+        self.cache = self.mask = None
+        if result is not None and not self.asked:
+            got = "a layer that calls other functions than those which swap() replaced"
+            raise Unsupported(need(OP, got, "these", "call swap(model) again"))
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        *,
+        shared_prefix: SharedLayout | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns o [B, T, HV, V], and what transformers is to keep as the state."""
+        self.asked = True
+        tokens, order = Tokens(q, k, v, g, beta), None
+        options: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        options["scale"] = scale
+        learns = wants_gradients(tokens)
+        self._check(initial_state, output_final_state, learns, cu_seqlens, shared_prefix)
+        if self.mask is not None and cu_seqlens is None and q.shape[1] > 1:
+            tokens, cu_seqlens, order = packed(tokens, self.mask.to(q.device))
+        if not output_final_state or learns:
+            o, _ = chunk_gated_delta_rule(
+                *tokens, **options, cu_seqlens=cu_seqlens, batch_invariant=True
+            )
+            state = self._without_pool(q) if output_final_state else None
+        else:
+            o, state = self._cached(tokens, len(q), initial_state, cu_seqlens, options)
+        return (o if order is None else o[0, order.argsort()].view(v.shape)), state
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _cached(
+        self,
+        tokens: Tokens,
+        B: int,
+        state: Tensor | None,
+        bounds: Tensor | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """Extends the sequences of the cache's pool, or begins those of a new one."""
+        rows = self._rows(tokens.q, tokens.v, B, state)
+        if state is not None and bounds is None and tokens.q.shape[1] == 1:
+            return rows.pool.decode(*tokens, rows.slots, **options), rows.state
+        goes_on = torch.full_like(rows.slots, state is not None, dtype=torch.bool)
+        return rows.pool.prefill(*tokens, rows.slots, bounds, goes_on, **options), rows.state
+
+    def _check(
+        self,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        learns: bool,
+        cu_seqlens: Tensor | None,
+        shared_prefix: SharedLayout | None,
+    ) -> None:
+        """Raises if a call would have other bits, or if its cache cannot hold a pool."""
+        if shared_prefix is not None:
+            got, needs = "shared_prefix", "whole sequences: the chunks of a tree are others"
+            raise Unsupported(need(OP, got, needs, "call swap(model, batch_invariant=False)"))
+        if initial_state is None and not output_final_state:
+            return
+        if learns and initial_state is not None:
+            got, fix = "gradients of a call that continues a cache", "use torch.no_grad()"
+            raise Unsupported(need(OP, got, "none, or the whole sequence", fix))
+        if learns:
+            return
+        if cu_seqlens is not None:
+            got, fix = "cu_seq_lens_q beside a cache", "pass use_cache=False, or a padded batch"
+            raise Unsupported(need(OP, got, "one of the two", fix))
+        if self.cache is None:
+            got, needs = "a state without a cache", "transformers' own call of the layer"
+            raise Unsupported(need(OP, got, needs, "pass the keyword cache_params"))
+        part = self._part()
+        if not hasattr(part, "record_past"):
+            needs, fix = "one of transformers 5.14 or later", "install it, or pass use_cache=False"
+            raise Unsupported(need(OP, f"a {type(part or self.cache).__name__}", needs, fix))
+        if part.record_past:
+            got, needs = "a cache that records the past", "one that is not to be cropped"
+            raise Unsupported(need(OP, got, needs, "decode without drafts"))
+        if initial_state is not None and not hasattr(part, POOL):
+            got, needs = "a cache without a pool", "one that began so, and without gradients"
+            raise Unsupported(need(OP, got, needs, "begin again with a new cache"))
+
+    def _part(self) -> Any:
+        """Returns the layer's part of the cache; None where transformers' caches have no parts."""
+        parts = getattr(self.cache, "layers", None)
+        return None if parts is None else parts[self.place]
+
+    def _rows(self, q: Tensor, v: Tensor, B: int, state: Tensor | None) -> CachedRows:
+        """Returns the pool that holds the rows of the batch, in their order."""
+        part = self._part()
+        if state is None:
+            (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+            return _keep(part, GdnPool(B, H, HV, K, V, q.dtype, q.device))
+        rows: CachedRows = getattr(part, POOL)
+        if state is rows.state:
+            return rows
+        return _keep(part, _selected(rows.pool, state[:, 0].to(q.device)))
+
+    def _without_pool(self, q: Tensor) -> Tensor:
+        """Returns a state from which no call can go on: a pool has no gradients."""
+        if (part := self._part()) is not None:
+            part.__dict__.pop(POOL, None)
+        return _numbers(torch.arange(q.shape[0], device=q.device))
+
+
+def packed(tokens: Tokens, mask: Tensor) -> tuple[Tokens, Tensor, Tensor]:
+    """Packs the tokens [B, T, ..] that a mask [B, T] leaves; the others follow after all sequences.
+
+    Returns:
+        The pack [1, B T, ..], its bounds [B + 1], and the places [B T] that its tokens had.
+    """
+    order = (mask == 0).flatten().int().argsort(stable=True)
+    bounds = (mask != 0).sum(1).cumsum(0)
+    pack = Tokens(*(x.flatten(0, 1)[order][None] for x in tokens))
+    return pack, torch.cat([bounds.new_zeros(1), bounds]), order
+
+
+def _keep(part: Any, pool: GdnPool) -> CachedRows:
+    """Makes a pool that of a layer's part of a cache, whatever that held before."""
+    slots = torch.arange(pool.num_slots, device=pool.lengths.device)
+    rows = CachedRows(pool, slots, _numbers(slots))
+    part.recurrent_states[0], part.is_recurrent_states_initialized[0] = rows.state, True
+    setattr(part, POOL, rows)
+    return rows
+
+
+def _numbers(slots: Tensor) -> Tensor:
+    """Returns [B, 2], of which no function makes a state [B, HV, K, V] by broadcasting."""
+    return slots[:, None].repeat(1, 2)
+
+
+def _selected(pool: GdnPool, slots: Tensor) -> GdnPool:
+    """Returns a pool of these slots."""
+    held = pool.tensors
+    k, (HV, V) = held.k_tail, held.v_tail.shape[2:]
+    new = GdnPool(len(slots), k.shape[2], HV, k.shape[3], V, k.dtype, k.device)
+    for to, of in zip(new.tensors, held, strict=True):
+        to[:-1] = of[slots]
+    return new
