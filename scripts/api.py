@@ -31,7 +31,7 @@ PARTS = {
     "integrations.fla": ("register", "unregister", "status", "Status"),
     "integrations.transformers": ("swap", "restore"),
     "integrations.transformers_dualkv": ("prepare", "register", "select", "check", "router_loss"),
-    "integrations.transformers_sparse_ring": ("SparseRingConfig", "register", "check"),
+    "integrations.transformers_sparse_ring": ("SparseRingConfig", "prepare", "register", "check"),
     "integrations.trl": ("shared_prefix_trainer",),
     "integrations.trl_async": ("shared_prefix_async_trainer",),
     "integrations.verl": ("patch",),

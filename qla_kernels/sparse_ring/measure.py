@@ -225,11 +225,8 @@ def measure_model(
     """
     transformers = importlib.import_module("transformers")
     hook: Any = importlib.import_module("qla_kernels.integrations.transformers_sparse_ring")
-    hook.register()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=hook.NAME
-    )
-    hook.check(model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    hook.prepare(model)
     settings = hook.SparseRingConfig(pattern=Dense(), on_index=measured)
     with torch.no_grad():
         decoder = model.get_decoder().to(device).eval()
