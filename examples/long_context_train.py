@@ -93,7 +93,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
 
     source: Synthetic | Documents = Synthetic(options.length, vocabulary)
     if options.tokens is not None:
-        source = Documents(options.tokens, options.bounds, options.length)
+        source = Documents(options.tokens, options.bounds, options.length, vocabulary)
     number = mesh.get_local_rank("data"), world // ring
     dealer = Dealer(source, chosen.layout, group.rank, *number, device)
     log = Log(options.out, device)
@@ -175,7 +175,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, help="fewer layers than the configuration has, to try a length out")
     add("--length", type=int, default=131072, help="most tokens of a sequence")
     add("--tokens", type=Path, help="tokens in one dimension, by numpy.save; synthetic without")
-    add("--bounds", type=Path, help="bounds of the documents in --tokens, by numpy.save")
+    add("--bounds", type=Path, help="first token of each document and, last, the number of tokens")
     add("--ring", type=int, help="ranks that share a sequence; all by default")
     add("--attention", default="sparse", choices=("sparse", "dense"))
     add("--recall", type=float, default=0.95, help="target of the lines")

@@ -138,7 +138,7 @@ def test_shards_of_a_document_make_up_the_document(tmp_path):
     tokens = np.arange(406, dtype=np.uint16)
     np.save(tmp_path / "tokens.npy", tokens)
     np.save(tmp_path / "bounds.npy", np.array([0, 5, 6, 406]))
-    source = Documents(tmp_path / "tokens.npy", tmp_path / "bounds.npy", 300)
+    source = Documents(tmp_path / "tokens.npy", tmp_path / "bounds.npy", 300, 500)
     layout = StripedLayout(2)
     assert source[0].tolist() == [0, 1, 2, 3, 4]
     assert source[2].tolist() == source[0].tolist()  # from the start again
@@ -150,7 +150,38 @@ def test_shards_of_a_document_make_up_the_document(tmp_path):
     assert set(whole[1][299:]) == {IGNORED}
     assert whole[2] == list(range(512))
     assert [s.seqlen for s in shards] == [300, 300]
-    slices = Documents(tmp_path / "tokens.npy", None, 200)
+    slices = Documents(tmp_path / "tokens.npy", None, 200, 500)
     assert slices[1].tolist() == list(range(200, 400))
     with pytest.raises(SystemExit, match="pass a smaller --length"):
-        Documents(tmp_path / "tokens.npy", None, 1000)
+        Documents(tmp_path / "tokens.npy", None, 1000, 500)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        ([0, 5, 200], "bounds end at 200, tokens at 406; append 406"),
+        ([0], "bounds end at 0, tokens at 406; append 406"),
+        ([0, 500], "bounds end at 500, tokens at 406; they are of other tokens"),
+        ([5, 406], r"bounds are \[  5 406\] ..; need 0 first"),
+        ([], r"bounds are \[\] ..; need 0 first"),
+        ([0, 9, 5, 406], "9 is followed by 5; need bounds in ascending order"),
+    ],
+)
+def test_bounds_that_do_not_cover_the_tokens_are_refused(bounds, text, tmp_path):
+    """Tokens behind the last bound were left out, and [0] was called a --length too large."""
+    np.save(tmp_path / "tokens.npy", np.arange(406))
+    np.save(tmp_path / "bounds.npy", np.array(bounds))
+    with pytest.raises(SystemExit, match=f"bounds.npy: {text}"):
+        Documents(tmp_path / "tokens.npy", tmp_path / "bounds.npy", 300, 500)
+
+
+def test_tokens_outside_of_the_vocabulary_are_named(tmp_path):
+    """They were an IndexError of torch."""
+    np.save(tmp_path / "tokens.npy", np.arange(400))
+    source = Documents(tmp_path / "tokens.npy", None, 200, 300)
+    assert len(source[0]) == 200
+    with pytest.raises(SystemExit, match=r"token 300 is 300; need 0 to 299, the model's vocab"):
+        source[1]
+    np.save(tmp_path / "tokens.npy", np.zeros((2, 200)))
+    with pytest.raises(SystemExit, match=r"has the shape \[2, 200\]; need one dimension"):
+        Documents(tmp_path / "tokens.npy", None, 200, 300)
