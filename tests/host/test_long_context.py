@@ -1,5 +1,6 @@
 """The training example: two ranks over gloo, its loss, its sequences."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -51,6 +52,15 @@ def test_an_exported_model_is_the_one_that_was_trained(said, folder):
     tokens = Synthetic(ranks.LENGTH, model.config.vocab_size)[ranks.STEPS][None]
     want = [model(tokens, labels=tokens).loss.item()]
     assert losses(said["after the export"]) == pytest.approx(want, rel=1e-5)
+
+
+def test_a_folder_is_trained_and_exported_with_its_tokenizer(said, folder):
+    """--layers had no effect on it, its tokenizer was lost, and too many positions went unsaid."""
+    exported = folder / "again"
+    assert json.loads((exported / "config.json").read_text())["num_hidden_layers"] == 1
+    assert (exported / "tokenizer.json").read_text() == "a tokenizer"
+    text = f"warning: {ranks.LENGTH + 100} tokens, max_position_embeddings is {ranks.LENGTH}: see"
+    assert said["printed"].count(text) == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(said):
