@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     failed, records = 0, []
     try:
+        jit.tilelang_for("qla_kernels.inspect")  # before a kernel's code needs it
         for kernel, variant in _selected(options.kernel, options.variant, options.exact):
             name = jit.label(kernel.module, variant)
             keep = options.dump / name if options.dump else None

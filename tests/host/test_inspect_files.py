@@ -1,5 +1,6 @@
 """`python -m qla_kernels.inspect my_kernel.py`: kernels that are not of this package."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,3 +85,15 @@ def test_a_schedule_that_cannot_run_is_said(tmp_path, capsys):
     file.write_text(KERNEL.replace("warps=8", "warps=0") + "def build(variant): ...")
     assert inspector.main([str(file)]) == 2
     assert "raises ValueError: role add: 0 warps; need at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kernel", ["gdn.l2norm", "my_gemm.py"])
+def test_without_tilelang_it_says_what_is_missing(kernel, tmp_path, monkeypatch, capsys):
+    """It was a traceback for kernels of this package, and a mistake of the file for others."""
+    monkeypatch.setitem(sys.modules, "tilelang", None)
+    monkeypatch.chdir(tmp_path)
+    Path("my_gemm.py").write_text(KERNEL + "def build(variant): import tilelang")
+    assert inspector.main([kernel]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("qla_kernels.inspect: tilelang cannot be imported (")
+    assert said.endswith("; need TileLang; pip install '.[compile]' in a checkout of qla-kernels\n")
