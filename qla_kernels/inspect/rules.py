@@ -38,8 +38,8 @@ def _folded(found: list[str], facts: Facts, schedule: Schedule) -> list[str]:
         return found
     hint = (
         f"barriers: the code has {', '.join(others)}, the schedule {', '.join(absent)}; the "
-        "variable that holds a T.alloc_barrier has to have the barrier's name in the schedule (what "
-        "roles do with these barriers was not compared)"
+        "variable that holds a T.alloc_barrier has to have the barrier's name in the schedule "
+        "(what roles do with these barriers was not compared)"
     )
     about = tuple(f"barrier {name}:" for name in (*absent, *others))
     return [hint, *(violation for violation in found if not violation.startswith(about))]
