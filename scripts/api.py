@@ -28,6 +28,7 @@ PARTS = {
     "tile.schedule": ("Schedule", "Role", "Named"),
     "tile.ring": ("Ring",),
     "tile.named_barriers": ("NamedBarrier",),
+    "sparse_ring.measure": ("LineLog", "LayerLines"),
     "integrations.fla": ("register", "unregister", "status", "Status"),
     "integrations.transformers": ("swap", "restore"),
     "integrations.transformers_dualkv": ("prepare", "register", "select", "check", "router_loss"),

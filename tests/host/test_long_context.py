@@ -13,6 +13,7 @@ import torch
 from qla_kernels.sparse_ring import StripedLayout
 from tests import long_context_ranks as ranks
 from tests.ranks import ROOT, launched
+from tests.readme import snippets
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -164,6 +165,20 @@ def test_shards_of_a_document_make_up_the_document(tmp_path):
     assert slices[1].tolist() == list(range(200, 400))
     with pytest.raises(SystemExit, match="pass a smaller --length"):
         Documents(tmp_path / "tokens.npy", None, 1000, 500)
+
+
+def test_the_page_s_lines_make_documents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def tokenizer(text):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    lines, _ = snippets("docs/long-context.md")
+    exec(lines, {"documents": ["first", "a second one"], "tokenizer": tokenizer})
+    source = Documents(Path("ids.npy"), Path("bounds.npy"), 8, 128)
+    assert ["".join(map(chr, source[n].tolist())) for n in range(3)] == [
+        "first", "a second", "first",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_the_page_s_lines_dump_what_the_command_reads(tmp_path, monkeypatch, cap
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
-    (lines,) = snippets("docs/long-context.md")
+    _, lines = snippets("docs/long-context.md")
     monkeypatch.chdir(tmp_path)
     model = transformers.Qwen2ForCausalLM(config)
     exec(lines, {"torch": torch, "model": model, "tokens": torch.randint(50, (384,))})
