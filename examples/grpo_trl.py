@@ -3,7 +3,8 @@
     python examples/grpo_trl.py --model Qwen/Qwen3-4B --prompts prompts.txt --output tuned
     accelerate launch examples/grpo_trl.py ...    the same on several GPUs
     python examples/grpo_trl.py --tiny            a random model, on a CPU, in seconds
-    python examples/grpo_trl.py --tiny --plain    TRL's own trainer: the same numbers
+    python examples/grpo_trl.py --tiny --plain    TRL's own trainer: the same, up to rounding
+    python examples/grpo_trl.py --tiny --hybrid   a random Qwen3.5, with gated delta nets
 
 One line makes the difference: `shared_prefix_trainer(trl.GRPOTrainer)`. Replace `reward` by yours.
 Needs TRL: pip install trl==1.16.0
@@ -26,6 +27,11 @@ TINY = {
     "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
 
+HYBRID = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
 
 def reward(completions: list[str], **_: Any) -> list[float]:
     """Returns the share of each response's words that are not repetitions."""
@@ -33,17 +39,23 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [len(set(x)) / max(len(x), 1) for x in words]
 
 
-def tiny() -> tuple[Any, Any, list[str]]:
+def tiny(hybrid: bool) -> tuple[Any, Any, list[str]]:
     """Returns a random model, its tokenizer and four prompts, made without a download."""
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     ids = {word: i for i, word in enumerate(["<pad>", "<eos>", *WORDS])}
     fast = Tokenizer(models.WordLevel(ids, unk_token="w0"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(ids), **TINY))
+    sizes: dict[str, Any] = {"vocab_size": len(ids), **TINY}
+    if hybrid:
+        config = transformers.Qwen3_5TextConfig(**sizes, **HYBRID)
+        model = transformers.Qwen3_5ForCausalLM(config)
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
     return model, tokenizer, [" ".join(WORDS[i : i + 24]) for i in (0, 5, 10, 15)]
 
 
@@ -61,7 +73,7 @@ def train(options: argparse.Namespace) -> list[dict[str, float]]:
     import trl
     from datasets import Dataset
 
-    model, tokenizer, prompts = tiny() if options.tiny else pretrained(options)
+    model, tokenizer, prompts = tiny(options.hybrid) if options.tiny else pretrained(options)
     on_gpu = torch.cuda.is_available()
     settings = trl.GRPOConfig(
         # whole groups in each batch: a prompt is computed once for its 16 responses
@@ -93,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--prompts", type=Path, help="a text file with a prompt in each line")
     add("--output", type=Path, default=Path("out/grpo"))
     add("--tiny", action="store_true", help="a random model and four prompts")
+    add("--hybrid", action="store_true", help="with --tiny: a model with gated delta nets")
     add("--plain", action="store_true", help="TRL's own trainer, to compare")
     add("--response", type=int, default=None, help="most tokens of a response; 1024, or 8 if tiny")
     add("--accumulate", type=int, default=1, help="batches of a step")

@@ -41,10 +41,16 @@ def shared_prefix_trainer(base: type) -> type:
     to have whole ones.
 
     Raises:
+        TypeError: `base` is no such class.
         Unsupported: TRL cannot be imported or is too old; and, from the class, for
             use_liger_kernel, images, and models that `transformers_dualkv.check` refuses.
     """
     _check_release()
+    method = "_get_per_token_logps_and_entropies"
+    if not isinstance(base, type) or not hasattr(base, method):
+        got = base.__name__ if isinstance(base, type) else f"a {type(base).__name__}"
+        fix = "call shared_prefix_trainer(trl.GRPOTrainer)(model, ...)"
+        raise TypeError(need(OP, got, f"trl.GRPOTrainer, or a class with {method}", fix))
 
     class SharedPrefixTrainer(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

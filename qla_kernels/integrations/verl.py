@@ -158,7 +158,7 @@ def micro_batches(groups: list[PaddedGroup], max_tokens: int, at_least: int = 1)
     """
     (plan,) = plan_microbatches([(g.prompt, g.responses) for g in groups], max_tokens)
     found = [[groups[g].rows[i] for g, chosen in pieces for i in chosen] for pieces in plan]
-    while len(found) < at_least:
+    while len(found) < min(at_least, sum(map(len, found))):
         widest = max(found, key=len)
         found.remove(widest)
         found += [widest[::2], widest[1::2]]

@@ -5,6 +5,10 @@
 Every worker then calls `integrations.verl.patch()` before it builds its model.
 """
 
+from qla_kernels.errors import Unsupported
 from qla_kernels.integrations.verl import patch
 
-patch()
+try:
+    patch()
+except Unsupported as error:
+    raise error from None  # the sentence names the cause

@@ -97,6 +97,9 @@ class Base:
         assert self.model.config._attn_implementation == "eager"
         return prompts if prompts else 1 / 0
 
+    def _get_per_token_logps_and_entropies(self, *args: Any) -> Any:
+        raise AssertionError("the derived class has its own")
+
 
 @pytest.fixture
 def made(monkeypatch):
@@ -189,6 +192,9 @@ def test_generation_uses_the_attention_that_the_model_had(made):
 def test_arguments_and_releases_that_are_refused(made, monkeypatch):
     with pytest.raises(Unsupported, match=r"use_liger_kernel=True.*; need False"):
         made(Model(), use_liger_kernel=True)
+    for base, got in ((Model, "Model"), (Model(), "a Model"), (Base(Model()), "a Base")):
+        with pytest.raises(TypeError, match=rf"{got}; need trl\.GRPOTrainer, or a class with"):
+            trl.shared_prefix_trainer(base)
     monkeypatch.setitem(sys.modules, "trl.trainer.utils", SimpleNamespace())
     with pytest.raises(Unsupported, match=r"TRL cannot be used .* need TRL 1\.16 or later"):
         trl.shared_prefix_trainer(Base)

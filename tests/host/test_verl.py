@@ -189,8 +189,9 @@ def test_importing_the_module_that_the_option_names_patches(home, monkeypatch):
     assert home.FSDPEngineWithLMHead.prepare_model_inputs is before
     monkeypatch.delitem(sys.modules, PATCHES)
     monkeypatch.setitem(sys.modules, verl.HOME, None)
-    with pytest.raises(Unsupported, match="veRL cannot be used"):
+    with pytest.raises(Unsupported, match="veRL cannot be used") as raised:
         importlib.import_module(PATCHES)
+    assert raised.value.__suppress_context__  # the sentence has the cause
 
 
 def test_an_installed_verl_imports_the_module_that_the_option_names(monkeypatch):
@@ -237,6 +238,9 @@ def test_micro_batches_of_padded_rows(by_label):
         found = verl.micro_batches(groups, room)
         assert sorted(row for micro_batch in found for row in micro_batch) == list(range(5))
         assert len(found) >= number
+    for most in (3, 5, 9):  # ranks run as many; a micro-batch without rows would fail in the model
+        assert len(verl.micro_batches(groups, 100, at_least=most)) == min(most, 5)
+        assert all(verl.micro_batches(groups, 100, at_least=most))
 
 
 # The engine of an installed veRL.
