@@ -1,7 +1,11 @@
-"""Times this package's operations in two checkouts against each other, on one GPU in one run.
+"""Times this package's operations in two checkouts against each other, on one Hopper GPU.
 
     git worktree add ../before HEAD~3
     python -m benchmarks.revisions ../before gdn:anchors gdn:decode dualkv:long --only '*16x32*'
+    python -m benchmarks.revisions ../before gdn --heads 16/32 --lengths 4096x2,32768x1
+
+A family with a set has the set's rows, a family alone the shapes that --heads, --lengths and the
+like say, as those of benchmarks.sm90.
 
 A process for each checkout holds the same row; bursts of the two alternate, so that a drift of the
 clock meets both alike. Printed are CUDA graphs' times, the ratio before / after and its quartiles
@@ -10,20 +14,21 @@ one, in multiples of an addition of eight floats. `--against .` shows the noise.
 """
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from fnmatch import fnmatch
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 Samples = dict[str, list[float]]
+PACKAGES = ("qla_kernels", "benchmarks")  # of a checkout
 
 
 def served() -> None:
@@ -52,6 +57,25 @@ def module_of(*places: str) -> Any:
     return importlib.import_module(f"benchmarks.{oldest}")
 
 
+def described(workload: Any) -> tuple[str, str, dict[str, Any]]:
+    """Module, class, and the fields that are not as by default: what `made` takes."""
+    values = {field: getattr(workload, field.name) for field in dataclasses.fields(workload)}
+    changed = {field.name: x for field, x in values.items() if x != field.default}
+    return type(workload).__module__.removeprefix("benchmarks."), type(workload).__name__, changed
+
+
+def made(module: str, name: str, fields: dict[str, Any]) -> Any:
+    """The workload by this checkout's class, or a TypeError where that lacks a field."""
+    family = module.partition(".")[0]
+    place = module_of(module, "workloads" if family == "gdn" else f"workloads_{family}")
+    return getattr(place, name)(**{field: _tuples(x) for field, x in fields.items()})
+
+
+def _tuples(x: Any) -> Any:
+    """JSON has lists instead."""
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
+
+
 class Served:
     """Rows and measures of the checkout that this process imports."""
 
@@ -61,16 +85,16 @@ class Served:
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         self._few = torch.randn(8, device="cuda")
 
-    def row(self, family: str, name: str, sets: str) -> None:
+    def row(self, module: str, name: str, fields: dict[str, Any]) -> None:
         import torch
 
-        sets_of, adapters = module_of("sm90"), module_of("harness.adapters", "baselines")
+        adapters = module_of("harness.adapters", "baselines")
         problems = module_of("harness.problems", "problems")
         timing = module_of("harness.timing", "timing")
         self._graphs = self._eager = self._problem = None
         torch.cuda.empty_cache()
-        (workload,) = {w.name: w for w in sets_of.SETS[family][sets] if w.name == name}.values()
-        (ours,) = adapters.implementations(family, ["ours"])
+        workload = made(module, name, fields)
+        (ours,) = adapters.implementations(workload.family, ["ours"])
         self._problem = problems.problem_of(workload, torch.device("cuda"))
         calls = [ours.prepare(workload, inputs) for inputs in self._problem.inputs]
         verdict = self._problem.truth().judge(calls[0].collect(calls[0].run()), self._problem.dtype)
@@ -141,15 +165,39 @@ class Checkout:
         return self.receive()
 
 
-def rows(selections: list[str], pattern: str) -> Iterator[tuple[str, str, str]]:
-    """(family, workload, set) of each row of the selected sets."""
-    from benchmarks.sm90 import SETS
+def rows(options: argparse.Namespace) -> list[Any]:
+    """Workloads of the sets and of the families selected. Raises ValueError; the text says why."""
+    from benchmarks.harness.own_shapes import asked, own_shapes
+    from benchmarks.sm90 import SETS, select
 
-    for selection in selections:
+    if asked(options).given and all(":" in selection for selection in options.selections):
+        raise ValueError("--heads, --lengths or the like of a set; need FAMILY without a set")
+    found: list[Any] = []
+    for selection in options.selections:
         family, _, name = selection.partition(":")
-        for workload in SETS[family][name]:
-            if fnmatch(workload.name, pattern):
-                yield family, workload.name, name
+        sets = SETS.get(family, {})
+        own = own_shapes(family, asked(options)) if sets and not name else []
+        if not own and name not in sets:
+            known = f"one of {sorted(sets)}" if sets else f"a family of {sorted(SETS)}"
+            raise ValueError(f"{selection}; need FAMILY:SET, or FAMILY and --lengths; {known}")
+        given = {"family": family, "set": [name], "own": own, "quick": False}
+        found += select(argparse.Namespace(**vars(options), **given))
+    if not found:
+        raise ValueError(f"--only {options.only} and --direction leave no workload")
+    return found
+
+
+def lacking(*folders: Path) -> str | None:
+    """Why nothing can be timed here; None if nothing is in the way."""
+    import torch
+
+    for folder in folders:
+        if not all((folder / package / "__init__.py").exists() for package in PACKAGES):
+            fix = "`git worktree add ../before HEAD~3` makes one"
+            return f"{folder} is not a checkout; need a folder with {' and '.join(PACKAGES)}; {fix}"
+    if not torch.cuda.is_available():
+        return "no GPU; need a Hopper GPU, on which both checkouts are timed; run it there"
+    return None
 
 
 def compare(before: Checkout, after: Checkout, options: argparse.Namespace) -> dict[str, Samples]:
@@ -183,32 +231,49 @@ def line(name: str, found: dict[str, Samples]) -> str:
     return said
 
 
-def main() -> int:
-    if sys.argv[1:] == ["--serve"]:
-        served()
-        return 0
-    assert __doc__
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from benchmarks.harness.own_shapes import add_options
+
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.revisions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("before", type=Path, help="a checkout")
-    add("selections", nargs="+", metavar="FAMILY:SET", help="as benchmarks.sm90 --list names them")
-    add("--against", type=Path, default=Path("."), help="the other checkout; this one")
+    said = "sets of docs/records/README.md, or families of your own shapes"
+    add("selections", nargs="+", metavar="FAMILY[:SET]", help=said)
+    add_options(parser)
+    add("--against", type=Path, default=Path("."), help="the other checkout (default: .)")
     add("--only", metavar="PATTERN", default="*", help="workloads whose name matches")
     add("--rounds", type=int, default=16, help="pairs of bursts a row")
     add("--burst", type=float, default=0.02, help="seconds")
     add("--idle", type=float, default=0.04, help="seconds before each burst")
     add("--eager", type=int, default=0, metavar="CALLS", help="time so many eager calls, too")
     add("--out", type=Path, help="file for all samples, as JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    try:
+        options.workloads = rows(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    if sys.argv[1:] == ["--serve"]:
+        served()
+        return 0
+    options = parse(arguments)
+    if why := lacking(options.before, options.against):
+        raise SystemExit(why)
     before, after = Checkout(options.before), Checkout(options.against)
     everything = {}
     print("row, ms before, after, before / after [quartiles] | eager p20 p50 p80 ms, host, in adds")
-    for family, name, sets in rows(options.selections, options.only):
+    for workload in options.workloads:
+        name = workload.name
         try:
             for checkout in (before, after):
-                checkout.ask("row", family, name, sets)
+                checkout.ask("row", *described(workload))
             found = compare(before, after, options)
         except RuntimeError as error:
             print(f"{name:44} {error}", flush=True)

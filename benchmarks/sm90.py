@@ -7,17 +7,24 @@
 
 Shapes of your own, in any family:
 
-    python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2,1x32768 --head-dim 64
-    python -m benchmarks.sm90 dualkv --heads 8/32 --lengths 16x4096+512    16 responses of 512
+    python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2,32768x1 --head-dim 64
+    python -m benchmarks.sm90 gdn --heads 8/24 --lengths 1x100 --direction decode
+    python -m benchmarks.sm90 dualkv --heads 8/32 --lengths 16x4096+512
     python -m benchmarks.sm90 sparse_ring --lengths 128k --density 0.05 --run 4
     python -m benchmarks.sm90 conv --heads 16/32 --lengths 4096x8          its channels
     python -m benchmarks.sm90 hybrid --lengths 8x16384+2048                a block of four layers
 
 Heads are key heads / value heads of a gated delta net, key-value heads / query heads of attention.
+Lengths are LENGTHxCOUNT: 4096x2 is two sequences of 4096 tokens, 1x64 is 64 of one, 8192 is one of
+8192, and 6144+2048 is a pack of two; commas separate workloads. In dualkv, conv and hybrid
+16x4096+512 is 16 responses of 512 tokens to a prompt of 4096, and `4 of 16x4096+512` four of these.
+`--list` says it in words.
+
 Without a GPU workloads run through the CPU path, shortened or left out, and the table says which.
 Results are checked before they are timed; what is wrong, missing or too slow to compile says so in
 the table. Installed from a wheel, the package is without benchmarks: run them in a checkout.
-`bash scripts/setup_env.sh --rivals` installs the libraries to compare with.
+`bash scripts/setup_env.sh --rivals` installs the libraries to compare with into .venv, whose Python
+is then the one to use: `.venv/bin/python -m benchmarks.sm90`.
 """
 
 import argparse
@@ -40,13 +47,14 @@ from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
 from .harness import records
 from .harness.adapters import implementations, names_for
 from .harness.messages import Machine, Options
-from .harness.own_shapes import Asked, own_shapes, sizes
+from .harness.own_shapes import DIRECTIONS, add_options, asked, names, own_shapes
 from .harness.progress import Progress
 from .harness.records import Run
 from .harness.watchdog import LIMITS, Harness
 from .harness.without_gpu import WHOLE, for_cpu
 from .hybrid.workloads import HYBRID, HYBRID_DEFAULT
 from .report import tables
+from .report.names import shape_of
 from .serving.workloads import SERVING
 
 SETS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -63,10 +71,6 @@ QUICK = {
 }  # fmt: skip
 
 
-def _names(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sm90",
@@ -75,28 +79,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
 
-    def add_names(flag: str, metavar: str, said: str) -> None:
-        add(flag, metavar=metavar, help=said, type=_names, default=[])
-
     add("family", nargs="?", default="gdn", choices=sorted(SETS))
     add("--quick", action="store_true", help="the anchor rows, fewer repetitions")
-    add_names("--set", "NAME,...", "sets of workloads; see --list")
-    add_names("--heads", "FEW/MANY,...", "of your own shapes")
-    add_names("--lengths", "LENGTHS,...", "of your own shapes, such as 4096x2 or 16x4096+512")
-    said = "of your own shapes (default: 128); of gdn also K/V, such as 96/192"
-    add("--head-dim", type=sizes, metavar="SIZE", help=said)
-    said = "of gdn's own shapes (default: published)"
-    add("--gates", choices=("published", "model"), help=said)
-    add("--density", type=float, help="of the mask of sparse_ring's own shapes (default: 0.05)")
-    add("--run", type=int, help="diagonals of that mask that are active together (default: 1)")
+    said = "sets of workloads; docs/records/README.md lists them"
+    add("--set", metavar="NAME,...", type=names, default=[], help=said)
+    add_options(parser)
     add("--only", metavar="PATTERN", help="workloads whose name in --list matches, e.g. '*16x32*'")
-    add_names("--impl", "NAME,...", "e.g. ours,flash_qla,fla,flashinfer")
-    said = "default: as each set says; both in one call: gdn only"
-    add_names("--direction", "fwd,bwd,both", said)
+    said = "e.g. ours,flash_qla,fla,flashinfer"
+    add("--impl", metavar="NAME,...", type=names, default=[], help=said)
     add("--save", action="store_true", help="append the record to benchmarks/results")
     add("--json", action="store_true", help="print the record as JSON instead of a table")
     add("--plot", action="store_true", help="draw the figures")
-    add("--out", type=Path, default=Path("out"), help="folder for table, figures and log")
+    said = "folder for FAMILY.json (the record), table, figures and log; the next run of the family"
+    add("--out", type=Path, default=Path("out"), help=f"{said} replaces them (default: out)")
     add("--list", action="store_true", help="print the workloads and stop")
     add("--cold", action="store_true", help="fill the L2 cache with other data before each call")
     add("--input-sets", type=int, default=0, help="0: as many as outlast the L2 cache")
@@ -107,16 +102,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = SETS[options.family]
     if unknown := sorted(set(options.set) - set(known)):
         parser.error(f"no set {unknown} in {options.family}; {sorted(known)}")
-    if set(options.direction) - {"fwd", "bwd", "both"}:
-        parser.error(f"--direction {','.join(options.direction)}; need fwd, bwd or both")
-    asked = Asked._make(getattr(options, name) for name in Asked._fields)
+    if set(options.direction) - {*DIRECTIONS}:
+        parser.error(f"--direction {','.join(options.direction)}; need {', '.join(DIRECTIONS)}")
     try:
         implementations(options.family, options.impl)
-        options.own = own_shapes(options.family, asked) if asked.given else []
+        options.own = own_shapes(options.family, asked(options))
     except ValueError as error:
         parser.error(str(error))
-    if options.own and (options.set or options.save):
-        parser.error("--set and --save are for named workloads; leave them out for your own shapes")
+    if options.own and options.set:
+        fix = "--direction decode, for one, decodes shapes of your own"
+        parser.error(f"--set with your own shapes; need one of them: a set has its shapes. {fix}")
+    if options.own and options.save:
+        record = options.out / f"{options.family}.json"
+        fix = f"leave it out: your record will be {record}; --out names the folder"
+        parser.error(f"--save with your own shapes; need named workloads, as pages have; {fix}")
     return options
 
 
@@ -124,15 +123,17 @@ def select(options: argparse.Namespace) -> list[Any]:
     """The workloads asked for, each once, in order."""
     if options.own:
         return [w for w in options.own if fnmatch(w.name, options.only or "*")]
-    names = options.set or (QUICK if options.quick else DEFAULT)[options.family]
+    sets = options.set or (QUICK if options.quick else DEFAULT)[options.family]
     if options.quick:  # of a set with few rows for that
-        names = [f"{n}-quick" if f"{n}-quick" in SETS[options.family] else n for n in names]
+        sets = [f"{n}-quick" if f"{n}-quick" in SETS[options.family] else n for n in sets]
     found: dict[str, Any] = {}
-    for workload in (w for name in names for w in SETS[options.family][name]):
+    for workload in (w for name in sets for w in SETS[options.family][name]):
         for wanted in options.direction or [workload.direction]:
             if wanted == "both" and isinstance(workload, Gdn) and workload.direction == "bwd":
                 workload = replace(workload, direction="both")
-            if wanted == workload.direction and fnmatch(workload.name, options.only or "*"):
+            if wanted in (workload.direction, workload.kind) and fnmatch(
+                workload.name, options.only or "*"
+            ):
                 found[workload.name] = workload
     return list(found.values())
 
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     workloads = select(options)
     if options.list:
-        print("\n".join(w.name for w in workloads))
+        print("\n".join(f"{w.name:44} {shape_of(w)}" for w in workloads))
         return 0
     if not workloads:
         print("no workload matches; see --list", file=sys.stderr)
@@ -240,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(json.dumps(dataclasses.asdict(run)) if options.json else "\n" + tables.page(run))
     took = time.monotonic() - started
     lines = [f"Ran {len(run.rows)} workloads on {run.device} in {took:.0f} s."]
-    lines += [f"  {path}" for path in files]
+    lines += [*(f"  {path}" for path in files), "Columns: docs/records/README.md"]
     print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
     return 0 if complete else 130
 

@@ -1,12 +1,12 @@
-# Sourced by quickstart.sh, test.sh and device_check.sh; sets up .venv on the first run.
+# Sets up .venv on the first run, or says what is missing and how to get it, and exits with 1.
 #
-#   root       the checkout
-#   python     the interpreter to use
-#   setup_env  makes both, or says what is missing and how to get it, and exits with 1
+#   bash scripts/setup_env.sh           the package, editable, and what developers need
+#   bash scripts/setup_env.sh --rivals  also what benchmarks compare with: constraints/rivals.txt,
+#                                       1.3 GB, on a machine with an NVIDIA driver; afterwards
+#                                       .venv/bin/python -m benchmarks.sm90
 #
-# By itself it does the same, and with --rivals also installs what benchmarks compare with:
-#
-#   bash scripts/setup_env.sh --rivals
+# quickstart.sh, test.sh and device_check.sh source it: `root` is the checkout, `python` the
+# interpreter of .venv, and setup_env sets it up.
 #
 # A different Python:  rm -rf .venv; PYTHON=/path/to/python3.12 bash scripts/test.sh
 # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) are respected.
@@ -123,8 +123,14 @@ setup_rivals() {
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then # not sourced
   set -euo pipefail
-  [ $# = 0 ] || [ "$*" = --rivals ] ||
-    fail "setup_env.sh $*" "--rivals or nothing" "leave the rest out"
+  case "$*" in
+    "" | --rivals) ;;
+    -h | --help)
+      while IFS= read -r line && [ "${line:0:1}" = "#" ]; do echo "${line:2}"; done <"$0"
+      exit
+      ;;
+    *) fail "setup_env.sh $*" "--rivals, --help or nothing" "leave the rest out" ;;
+  esac
   setup_env
   [ $# = 0 ] || setup_rivals
 fi

@@ -15,6 +15,7 @@ from torch import Tensor
 from qla_kernels.gdn import GdnPool, bands, heuristics, plan
 from qla_kernels.gdn.anchored import launch as launch_anchored
 from qla_kernels.gdn.anchored.extend import Slots
+from qla_kernels.gdn.anchored.ops import Rejection
 from qla_kernels.gdn.bands import Band, Bands, GradientBand, GradientBands
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import launch as launch_recurrent
@@ -227,6 +228,7 @@ def extend_pool(s: Setting, slots: Tensor) -> None:
     k, v = map(s.place, x)
     before, named = pool.anchors.clone(), slots.int().tolist()
     launch_anchored.decode(pool, Call(k, k, v, g, beta, SCALE), slots)
+    launch_anchored.gdn_pool_reject(Rejection(pool.lengths, pool.anchored, slots, slots))
     for slot in range(NUM_SLOTS):
         assert slot in named or torch.equal(pool.anchors[slot], before[slot])
 
@@ -330,5 +332,5 @@ OF_SLOTS: dict[str, Part] = {  # those with wrong slots, and right bounds or non
         lambda s, x: verify(s, s.place(torch.tensor(RIGHT)), x, tree=True), {"verify"},
     ),
     "prefill in segments": (lambda s, x: prefill(s, s.place(torch.tensor(RIGHT)), x), POOL),
-    "a pool's step": (extend_pool, {"append_tokens", "anchored_fwd"}),
+    "a pool's step": (extend_pool, {"append_tokens", "anchored_fwd", "reject_tokens"}),
 }  # fmt: skip

@@ -31,38 +31,36 @@ BACKWARD_HEADS: tuple[Heads, ...] = ((16, 64), (16, 32), (8, 16), (4, 8), (2, 4)
 # 32k tokens in 8 sequences as training packs them; our anchor, so it is spelled out.
 RAGGED_32K: Lengths = (3274, 1029, 2909, 5061, 2011, 3793, 9932, 4759)
 
-_LONG = ("1x32768", "1x16384", "1x8192", "1x4096", "1x2048")
+_LONG = ("32768x1", "16384x1", "8192x1", "4096x1", "2048x1")
 _PAIRS_32K = ("28672+4096", "24576+8192", "16384+16384", "8192+24576", "4096+28672")
 _PAIRS_8K = ("12288+4096", "6144+2048", "4096+4096", "2048+6144", "1024+7168")
 _BATCHES = ("8192x4", "4096x8", "2048x4", "1024x8")
 FORWARD_LENGTHS = (*_LONG, *_PAIRS_32K, *_PAIRS_8K, *_BATCHES)
-ANCHOR_LENGTHS = ("1x32768", "1x8192", "1x2048", "24576+8192", "8192x4", "4096x8", "1024x8")
+ANCHOR_LENGTHS = ("32768x1", "8192x1", "2048x1", "24576+8192", "8192x4", "4096x8", "1024x8")
 ANCHOR_HEADS: tuple[Heads, ...] = ((2, 8), (16, 32), (16, 64))
 
 
 def parse_lengths(text: str) -> Lengths:
-    """'1x32768' is one sequence of 32768, '8192x4' four of 8192, '24576+8192' one of each.
+    """'8192x4' is four sequences of 8192 tokens, '32768x1' or '32768' one, '24576+8192' a pack.
 
-    More sequences than each has tokens are said as '64 of 1': '1x64' is one sequence.
+    Names have '64 of 1', not '1x64', where there are more sequences than tokens in each.
     """
     if " of " in text:
         count, length = (int(part) for part in text.split(" of "))
         return (length,) * count
     if "x" in text:
-        a, b = (int(part) for part in text.split("x"))
-        return (b,) if a == 1 else (a,) * b
+        length, count = (int(part) for part in text.split("x"))
+        return (length,) * count
     return tuple(int(part) for part in text.split("+"))
 
 
 def label_lengths(lengths: Lengths) -> str:
-    if len(lengths) == 1:
-        return f"1x{lengths[0]}"
-    if len(lengths) == 2:
+    count, length = len(lengths), lengths[0]
+    if count == 2:
         return "+".join(map(str, lengths))
     if len(set(lengths)) == 1:
-        count, length = len(lengths), lengths[0]
         return f"{count} of {length}" if count > length else f"{length}x{count}"
-    return f"{sum(lengths)} in {len(lengths)}"
+    return f"{sum(lengths)} in {count}"
 
 
 # Seeds stay: a name on record does not say the lengths that were drawn.
@@ -154,7 +152,7 @@ GDN: dict[str, tuple[Gdn, ...]] = {
     # what design targets were set on; `--quick`
     "anchors": (
         *_rows(ANCHOR_HEADS, ANCHOR_LENGTHS, **_ANCHOR),
-        *_rows(((16, 32), (4, 8)), ("1x8192", "1x32768", RAGGED_32K), direction="bwd", **_ANCHOR),
+        *_rows(((16, 32), (4, 8)), ("8192x1", "32768x1", RAGGED_32K), direction="bwd", **_ANCHOR),
     ),
     "forward": _rows(HEADS, FORWARD_LENGTHS),
     "forward-h0": _rows(HEADS, FORWARD_LENGTHS, initial_state=True),
@@ -187,15 +185,15 @@ GDN: dict[str, tuple[Gdn, ...]] = {
     "sizes": tuple(
         Gdn(heads, parse_lengths(lengths), direction, "model", True, K, V)
         for heads, K, V in (((30, 30), 96, 192), ((6, 6), 256, 512), ((16, 16), 128, 256))
-        for lengths in ("1x8192", "8192x4")
+        for lengths in ("8192x1", "8192x4")
         for direction in _WAYS
     ),
     "kernels": tuple(
         row
         for kernel in KERNELS
-        for row in _rows(ANCHOR_HEADS, ("1x32768", "1x8192", "1x2048", "1024x8"), kernel=kernel)
+        for row in _rows(ANCHOR_HEADS, ("32768x1", "8192x1", "2048x1", "1024x8"), kernel=kernel)
     ),
     # never shortened: how long the path without a GPU takes at a real length
-    "cpu": _rows([(16, 16)], ["1x4096"]),
+    "cpu": _rows([(16, 16)], ["4096x1"]),
 }
 GDN_DEFAULT = ("forward", "backward", "short")

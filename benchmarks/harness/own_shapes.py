@@ -2,28 +2,36 @@
 
     --heads 16/32         key heads / value heads of a gated delta net; of attention key-value heads
                           / query heads. The convolution has the channels of such a net.
-    --lengths 4096x2      two sequences of 4096 tokens; 1x8192 or 8192 is one, 6144+2048 two
+    --lengths 4096x2      two sequences of 4096 tokens; 8192x1 or 8192 is one, 6144+2048 two
     --lengths 16x4096+512 16 responses of 512 tokens to one prompt of 4096: all families but gdn and
                           sparse_ring. `4 of 16x4096+512` has four such prompts.
     --head-dim 64         size of all heads
     --gates model         of a gated delta net: as the parameters of a model make them; left out, as
                           on the front page. Initial states are given.
+    --direction decode    of a gated delta net: `--lengths 1x100` decodes a token of 100 sequences.
+                          `pool_decode` does so in a pool of states, `drafts` verifies tokens there
+                          (`4x100`), `pool_prefill` reads prompts from and into one.
 
 Several heads or lengths are separated by commas; `64k` is 65536. A sequence of sparse_ring is a
 multiple of 64 tokens; --density and --run say its mask.
 """
 
+import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..attention.workloads import Group, SharedPrompts, VerticalSlash, same
 from ..conv.workloads import GROUP, Convolution
 from ..gdn.workloads import Gate, Gdn, parse_lengths
 from ..hybrid.workloads import HybridPart
-from .workload import Direction, Heads
+from ..serving.workloads import PoolDecode, PoolPrefill
+from .workload import Heads
 
 BLOCK = VerticalSlash.block
+BATCHES = ("decode", "pool_decode", "drafts", "pool_prefill")  # of sequences of equal length
+DIRECTIONS = ("fwd", "bwd", "both", *BATCHES)
 
 
 class Asked(NamedTuple):
@@ -43,11 +51,37 @@ class Asked(NamedTuple):
         return any(x not in ((), [], None) for x in self[:-1])
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that `asked` reads."""
+    add = parser.add_argument
+    add("--heads", metavar="FEW/MANY,...", type=names, default=[], help="of your own shapes")
+    said = "of your own shapes, such as 4096x2; see above"
+    add("--lengths", metavar="LENGTHS,...", type=names, default=[], help=said)
+    said = "of your own shapes (default: 128); of gdn also K/V, such as 96/192"
+    add("--head-dim", type=sizes, metavar="SIZE", help=said)
+    said = "of gdn's own shapes (default: published)"
+    add("--gates", choices=("published", "model"), help=said)
+    add("--density", type=float, help="of the mask of sparse_ring's own shapes (default: 0.05)")
+    add("--run", type=int, help="diagonals of that mask that are active together (default: 1)")
+    said = f"{', '.join(DIRECTIONS)} (gdn has all); default: as each set says, or fwd and bwd"
+    add("--direction", metavar="NAME,...", type=names, default=[], help=said)
+
+
+def names(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def asked(options: argparse.Namespace) -> Asked:
+    return Asked._make(getattr(options, name) for name in Asked._fields)
+
+
 def own_shapes(family: str, asked: Asked) -> list[Any]:
-    """Returns a workload for each heads, lengths and direction.
+    """Returns a workload for each heads, lengths and direction; none if no shape is given.
 
     Raises ValueError if a family has no such shape; the text says what it has.
     """
+    if not asked.given:
+        return []
     if not asked.lengths:
         raise ValueError("a shape without --lengths; need them, such as --lengths 4096x2")
     if family != "sparse_ring" and (asked.density, asked.run) != (None, None):
@@ -76,14 +110,37 @@ def _size(asked: Asked) -> int:
     return asked.head_dim[0] if asked.head_dim else 128
 
 
-def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn]:
-    lengths = _lengths(text, "4096x2, 8192 or 6144+2048")
-    for direction in _directions(asked, "fwd", "bwd", "both"):
-        K, V = asked.head_dim or (128, 128)
-        yield Gdn(
-            _heads(heads or "16/32"), lengths, direction, asked.gates or "published",
-            initial_state=True, head_dim=K, value_dim=None if V == K else V,
-        )  # fmt: skip
+def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn | PoolDecode | PoolPrefill]:
+    lengths = _lengths(text, "4096x2, 8192x1 or 6144+2048")
+    K, V = asked.head_dim or (128, 128)
+    rule = Gdn(
+        _heads(heads or "16/32"), lengths, "fwd", asked.gates or "published",
+        initial_state=True, head_dim=K, value_dim=None if V == K else V,
+    )  # fmt: skip
+    for direction in _directions(asked, *DIRECTIONS):
+        if direction in BATCHES and len({*lengths}) > 1:
+            need = "sequences of equal length, such as 1x64: a token of each of 64"
+            raise ValueError(f"--direction {direction} --lengths {text}; need {need}")
+        if direction == "decode":
+            yield replace(rule, decode=True)
+        elif direction in BATCHES:
+            yield _in_a_pool(direction, rule, asked)
+        else:
+            yield replace(rule, direction=direction)
+
+
+def _in_a_pool(direction: str, rule: Gdn, asked: Asked) -> PoolDecode | PoolPrefill:
+    if asked.gates or rule.value_dim:
+        need = "no --gates and one head size: its gates are a model's, its states square"
+        raise ValueError(f"--direction {direction}; need {need}")
+    if direction == "pool_prefill":
+        return PoolPrefill(rule.heads, rule.head_dim, lengths=rule.lengths)
+    count, width = len(rule.lengths), rule.lengths[0]
+    if (direction == "drafts") != (width > 1):
+        need = f"--lengths 1x{count} for pool_decode, of more tokens each for drafts, as 4x{count}"
+        raise ValueError(f"--direction {direction} of {width} tokens each; need {need}")
+    drafts = width if direction == "drafts" else 0
+    return PoolDecode(rule.heads, rule.head_dim, sequences=count, drafts=drafts)
 
 
 def _conv(heads: str, text: str, asked: Asked) -> Iterator[Convolution]:
@@ -133,11 +190,15 @@ FAMILIES: dict[str, Callable[[str, str, Asked], Iterator[Any]]] = {
 }  # fmt: skip
 
 
-def _directions(asked: Asked, *known: Direction) -> Sequence[Any]:
+def _directions(asked: Asked, *known: str) -> Sequence[Any]:
     """Returns the directions asked for; if none, forward and backward."""
     if other := [direction for direction in asked.direction if direction not in known]:
         raise ValueError(f"--direction {','.join(other)}; this family has {', '.join(known)}")
-    return asked.direction or [direction for direction in known if direction != "both"] or known
+    return (
+        asked.direction
+        or [direction for direction in known if direction in ("fwd", "bwd")]
+        or known
+    )
 
 
 def _heads(text: str) -> Heads:

@@ -228,5 +228,10 @@ def run_from_json(values: dict[str, Any]) -> Run:
 
 
 def row_from_json(values: dict[str, Any]) -> Row:
+    # one sequence was 1x8192 in records before November 24, beside 8192x4
+    if found := re.fullmatch(r"1x(\d+)", values["layout"]):
+        layout = f"{found[1]}x1"
+        name = values["name"].replace(f"-{values['layout']}-", f"-{layout}-")
+        values = {**values, "name": name, "layout": layout}
     results = tuple(Result(**result) for result in values.pop("results"))
     return Row(**values, results=results)

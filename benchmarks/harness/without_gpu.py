@@ -61,7 +61,7 @@ def _how_much(found: Sequence[Any], factors: Sequence[int]) -> str:
     low, high = min(factors, default=1), max(factors, default=1)
     times = f"{high}" if low == high else f"{low} to {high}"
     said = f", lengths {times} times shorter" if high > 1 else ""
-    if any(workload.kind in DECODING for workload in found):
+    if high > 1 and any(workload.kind in DECODING for workload in found):
         said += f", {times} times fewer sequences to decode"
     if any(isinstance(workload, HybridPart) for workload in found):
         said += ", layers of a small model"

@@ -92,7 +92,7 @@ def chart_of(run: Run, rows: Sequence[Row]) -> Chart | None:
     names = series_of(run, rows)
     if not names:
         return None
-    labels = [_label(run, name) for name in names]
+    labels = [label_of(run, name) for name in names]
     if any(without_mask(run, row) for row in rows):
         labels += [_without_mask(run), "ideal: that times the density"]
     groups = []
@@ -127,7 +127,7 @@ def series_of(run: Run, rows: Sequence[Row]) -> list[str]:
     return found[: len(COLOURS)]
 
 
-def _label(run: Run, name: str) -> str:
+def label_of(run: Run, name: str) -> str:
     return MEANS.get((run.family, name), run.labels[name])
 
 
@@ -198,11 +198,11 @@ def rival_of(run: Run, row: Row, eager: bool = False) -> tuple[str, float] | Non
     Whole sequences for shared prompts, no mask for a mask, else the best rival.
     """
     if time := row.time_ms(WHOLE.get(run.family, ""), eager):
-        return _label(run, WHOLE[run.family]), time
+        return label_of(run, WHOLE[run.family]), time
     if time := without_mask(run, row, eager):
         return _without_mask(run), time
     best = best_rival(row, our_names(run), eager)
-    return None if best is None else (_label(run, best[0]), best[1])
+    return None if best is None else (label_of(run, best[0]), best[1])
 
 
 def gain(run: Run, row: Row, eager: bool = False) -> float | None:

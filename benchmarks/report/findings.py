@@ -5,21 +5,12 @@ from collections.abc import Iterable, Sequence
 from ..harness.records import Result, Row, Run
 from . import serving, tables
 from .figures import WHOLE, steps
-from .headline import (
-    NOTICE,
-    Section,
-    Spread,
-    beside_the_headline,
-    choice_of_lines,
-    provenance,
-    slower,
-    source,
-    spread,
-    times,
-)
+from .headline import NOTICE, choice_of_lines, compared, provenance, source, times
 from .names import BATCHES, batch, shape_of, title_of
 from .pictures import FIGURES, RESPONSES, shown
 from .select import Digests, aside, headline, newest
+from .slower import Section, beside_the_headline, slower
+from .spread import beside, spread
 from .texts import (
     FINDINGS,
     HYBRID_NOTE,
@@ -56,8 +47,9 @@ def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
         ways = [spread(_ratios(run, rows, eager)) for eager in (False, True)]
         rivals = ", ".join(v for n, v in run.labels.items() if not n.startswith("ours"))
         cells = [s.said if s else "–" for s in ways]
+        shapes = f"{timed} of {len(rows)}" if 0 < (timed := compared(run, rows)) < len(rows) else ""
         when = run.date[:10] + ("" if run.current(digests) else ", stale")
-        body.append([what, title_of(kind).lower(), str(len(rows)), rivals, when, *cells])
+        body.append([what, title_of(kind).lower(), shapes or str(len(rows)), rivals, when, *cells])
     header = ["what", "operation", "shapes", "rivals", "record", "graph: mean (least to most)"]
     header.append("eager")
     parts = shown(runs, digests, "figures/", *FIGURES["gdn"])
@@ -80,8 +72,7 @@ def _beside_fla(run: Run | None) -> list[str]:
         rows = [row for row in run.rows if row.kind == kind]
         ways = []
         for eager in (False, True):
-            times = [(row.time_ms("fla", eager), row.time_ms("ours", eager)) for row in rows]
-            ways.append(spread([a / b for a, b in times if a and b]))
+            ways.append(beside(rows, "fla", eager))
         if ways[0] and ways[1]:
             said = f"graphs {ways[0].said}, eager calls {ways[1].said}"
             lines.append(f"- Beside FLA's own kernels, {title_of(kind).lower()}: {said}.")
@@ -93,7 +84,7 @@ def _segments(runs: Sequence[Run]) -> list[str]:
     lines = []
     for kind, least, title in (("fwd", 20, "forward"), ("bwd", 12, "backward")):
         run = newest(runs, "gdn", "segments", kind, least)
-        cut, exact = (_beside_ours(run, name) for name in ("ours_whole", "ours_exact"))
+        cut, exact = (beside(run.rows if run else (), x) for x in ("ours_whole", "ours_exact"))
         if run is None or cut is None:
             continue
         said = f"- Cut into segments, the {title} of few heads is {cut.said} as fast as uncut."
@@ -101,11 +92,6 @@ def _segments(runs: Sequence[Run]) -> list[str]:
             said += f" `exact=True` takes {exact.said} of the default's time."
         lines.append(f"{said} {source(run)}.")
     return lines
-
-
-def _beside_ours(run: Run | None, name: str) -> Spread | None:
-    pairs = [(row.time_ms(name), row.time_ms("ours")) for row in run.rows] if run else []
-    return spread([a / b for a, b in pairs if a and b])
 
 
 def _memory(runs: Sequence[Run], digests: Digests) -> list[str]:

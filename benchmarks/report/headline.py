@@ -1,39 +1,19 @@
 """The generated parts of the front page: who gains what, and the table of times."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 from ..harness.records import Row, Run
 from . import tables
 from .figures import density_of, gain, rival_of, short, steps
-from .names import shape_of, title_of
+from .names import BATCHES, shape_of, span, title_of
 from .pictures import shown
-from .select import Digests, headline, newest
-from .texts import BEFORE_PROGRAMS, FAMILIES, GAINS, SECTIONS, SLOWER, SLOWER_ONCE, STALE, TERMS
+from .select import Digests, headline
+from .slower import slower
+from .spread import Spread, beside, spread
+from .texts import BEFORE_PROGRAMS, CURRENT, FAMILIES, GAINS, STALE, TERMS
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
-
-
-class Spread(NamedTuple):
-    """Ratios of rivals' times to ours: their number, geometric mean, least and most."""
-
-    shapes: int
-    mean: float
-    worst: float
-    best: float
-
-    @property
-    def said(self) -> str:
-        if self.shapes == 1:
-            return f"{self.mean:.2f} x"
-        return f"{self.mean:.2f} x ({self.worst:.2f} to {self.best:.2f})"
-
-
-def spread(ratios: Sequence[float | None]) -> Spread | None:
-    found = [r for r in ratios if r is not None]
-    mean = tables.geometric_mean(found)
-    return None if mean is None else Spread(len(found), mean, min(found), max(found))
 
 
 def groups(run: Run) -> dict[tuple[str, str], list[Row]]:
@@ -54,7 +34,18 @@ def _ranked(run: Run, rows: Sequence[Row]) -> list[Row]:
     return []
 
 
-def times(runs: Sequence[Run], digests: Digests) -> str:
+def compared(run: Run, rows: Sequence[Row]) -> int:
+    """How many of them a rival was timed at."""
+    return sum(gain(run, row) is not None or gain(run, row, True) is not None for row in rows)
+
+
+def tabled(run: Run, front: bool) -> dict[tuple[str, str], list[Row]]:
+    """Groups that the table has; on the front page those with a rival at half of their shapes."""
+    least = 0.5 if front else 0.0
+    return {k: rows for k, rows in groups(run).items() if compared(run, rows) >= least * len(rows)}
+
+
+def times(runs: Sequence[Run], digests: Digests, front: bool = False) -> str:
     """A line for each direction and number of heads: a typical shape, and how all shapes differ."""
     header = [
         "operation; heads; shapes", "a typical shape", "rival", "graph, ms: ours / rival",
@@ -63,16 +54,19 @@ def times(runs: Sequence[Run], digests: Digests) -> str:
     body = []
     for family in FAMILIES:
         run = headline(runs, family, digests)
-        for (kind, heads), rows in ({} if run is None else groups(run)).items():
+        for (kind, heads), rows in ({} if run is None else tabled(run, front)).items():
             assert run is not None
             unit = "channels" if family == "conv" else "heads"
-            subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads} {unit}; {count(rows)}"
+            shapes = count(rows, compared(run, rows))
+            subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads} {unit}; {shapes}"
             body.append([subject, *_line(run, rows)])
     return tables.markdown(header, body, left=3) if body else "No record on an SM90 GPU yet."
 
 
-def count(rows: Sequence[Row]) -> str:
-    return "1 shape" if len(rows) == 1 else f"{len(rows)} shapes"
+def count(rows: Sequence[object], compared: int | None = None) -> str:
+    """`7 shapes`, or `1 of 7 shapes` where a rival was timed at so many."""
+    some = f"{compared} of " if compared not in (None, len(rows)) else ""
+    return f"{some}{len(rows)} shape{'' if len(rows) == 1 else 's'}"
 
 
 def _line(run: Run, rows: Sequence[Row]) -> list[str]:
@@ -92,57 +86,6 @@ def _line(run: Run, rows: Sequence[Row]) -> list[str]:
     return cells
 
 
-class Section(NamedTuple):
-    """Rows of a gated delta net that a line of a table is about."""
-
-    what: str
-    kind: str
-    run: Run
-    rows: list[Row]
-
-
-def beside_the_headline(runs: Sequence[Run]) -> list[Section]:
-    """Of the sets that are not on the front page, each from the newest record with many rows."""
-    found = []
-    for what, of_set, kind, most in SECTIONS:
-        run = newest(runs, "gdn", of_set, kind, most)
-        if run is not None:
-            found.append(Section(what, kind, run, list(run.rows)))
-    return found
-
-
-def slower(runs: Sequence[Run], digests: Digests) -> str:
-    """What a reader may find slower than the table says: beside every rival, both ways."""
-    said = []
-    for family, title in FAMILIES.items():
-        if run := headline(runs, family, digests):
-            for kind in dict.fromkeys(row.kind for row in run.rows):
-                rows = [row for row in run.rows if row.kind == kind]
-                said += _slower(f"{SLOWER.get(family, title)}, {title_of(kind).lower()}", run, rows)
-    old = list[str]()
-    for what, kind, run, rows in beside_the_headline(runs):
-        subject = f"{FAMILIES['gdn']}, {title_of(kind).lower()}, {what}"
-        found = _slower(subject, run, rows)
-        if "our_kernels" in run.environment:
-            said += found
-        else:
-            old += found
-    parts = [["Ours is slower in these cases:", "", *said]] if said else []
-    parts += [[SLOWER_ONCE, "", *old]] if old else []
-    return "\n\n".join("\n".join(part) for part in parts)
-
-
-def _slower(subject: str, run: Run, rows: Sequence[Row]) -> list[str]:
-    """A line if ours is slower than the best rival at some shape, by graphs or eager calls."""
-    said, ours = [], tables.our_names(run)
-    for way, eager in (("CUDA graphs", False), ("eager calls", True)):
-        ratios = [r for row in rows if (r := tables.ratio(row, ours, eager)) is not None]
-        if slow := sum(r < 1 for r in ratios):
-            of_all = f"mean {tables.geometric_mean(ratios):.2f} x, worst {min(ratios):.2f} x"
-            said.append(f"{way} at {slow} of {count(rows)} ({of_all})")
-    return [f"- {subject}: {'; '.join(said)}."] if said else []
-
-
 def choice_of_lines(runs: Sequence[Run], digests: Digests) -> str:
     """What a mask costs besides the attention under it, if it was measured."""
     run = headline(runs, "sparse_ring", digests)
@@ -155,18 +98,20 @@ def choice_of_lines(runs: Sequence[Run], digests: Digests) -> str:
     return ""
 
 
-def provenance(runs: Sequence[Run], digests: Digests) -> str:
+def provenance(runs: Sequence[Run], digests: Digests, front: bool = False) -> str:
     """Which records the numbers are of; and that kernels changed since, if they did."""
     found = {family: headline(runs, family, digests) for family in FAMILIES}
+    if front:
+        found = {family: run for family, run in found.items() if run and tabled(run, front)}
     sources: dict[str, list[str]] = {}
     for family, run in found.items():
         if run is not None:
             sources.setdefault(source(run), []).append(FAMILIES[family].lower())
     said = "; ".join(f"{', '.join(names)}: {where}" for where, names in sources.items())
     text = f"Measured on: {said or 'nothing yet'}."
-    if any(run is not None and not run.current(digests) for run in found.values()):
-        text += f" {STALE}"
-    if (gdn := found["gdn"]) is not None and "our_kernels" not in gdn.environment:
+    stale = any(run is not None and not run.current(digests) for run in found.values())
+    text += f" {STALE if stale else CURRENT}" if sources else ""
+    if (gdn := found.get("gdn")) is not None and "our_kernels" not in gdn.environment:
         text += f" {BEFORE_PROGRAMS}"
     return text
 
@@ -183,24 +128,42 @@ def gains(runs: Sequence[Run], digests: Digests) -> str:
         "dualkv": lambda: _whole_gain(runs, digests),
         "sparse_ring": lambda: _sparse_gain(runs, digests),
     }
-    body = [[who, typed, got.format(best[family]())] for family, who, typed, got in GAINS]
+    body = []
+    for family, who, typed, got in GAINS:
+        gained = best[family]() if family in best else ""  # engines have no ratio
+        body.append([who, typed, got.format(gained)])
     return tables.markdown(["you", "you type", "you get"], body, left=3)
 
 
 def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
-    """Of the heads of most models, forward, and forward with backward."""
-    run, ways = headline(runs, "gdn", digests), []
-    for eager in (False, True):
-        found = [
-            spread([gain(run, x, eager) for x in run.rows if (x.kind, x.heads) == (kind, "16/32")])
-            for kind in ("fwd", "both")
-            if run is not None
-        ]
-        if all(found) and found:
-            forward, both = (f"{x.mean:.2f} x (worst {x.worst:.2f})" for x in found if x)
-            where = "in eager calls" if eager else "in CUDA graphs"
-            ways.append(f"{where} {forward} forward, {both} forward + backward")
-    return "; ".join(ways) or "not measured yet"
+    """Forward, and forward with backward: beside FLA, and of most models' heads the best rival."""
+    run = headline(runs, "gdn", digests)
+    if run is None:
+        return "not measured yet"
+    kinds = [[row for row in run.rows if row.kind == kind] for kind in ("fwd", "both")]
+    most = [[row for row in rows if row.heads == "16/32"] for rows in kinds]
+    graph, eager = (
+        _both_ways(spread([gain(run, row, way) for row in rows]) for rows in most)
+        for way in (False, True)
+    )
+    said = []
+    if fla := _both_ways(beside(rows, "fla") for rows in kinds):
+        whose = "beside FLA's own kernels, which FLA and transformers run"
+        said.append(f"{whose}, in CUDA graphs {fla}")
+    if graph:
+        whose = "beside the best of FlashQLA, FlashInfer and FLA, of 16/32 heads"
+        said.append(f"{whose}, in CUDA graphs {graph}")
+    if graph and eager:
+        said.append(f"in eager calls {eager}")
+    return "; ".join(said) or "not measured yet"
+
+
+def _both_ways(found: Iterable[Spread | None]) -> str:
+    """Nothing if one is missing."""
+    forward, both = found
+    if forward is None or both is None:
+        return ""
+    return f"{forward.at_least} forward, {both.at_least} forward + backward"
 
 
 def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
@@ -211,7 +174,11 @@ def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
     if of_all is None:
         return "not measured yet"
     times = f"{of_all.worst:.1f} to {of_all.best:.1f} x"
-    where = f"on whole sequences ({count(rows)}), in CUDA graphs"
+    prompts = [length for row in rows for length, _ in BATCHES.get(row.layout, ())]
+    which = count(rows)
+    if prompts:
+        which += f", prompts of {span(prompts)} tokens; short prompts gain less"
+    where = f"on whole sequences ({which}), in CUDA graphs"
     return f"attention, forward + backward, {times} faster than {where}"
 
 
@@ -228,7 +195,7 @@ def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:
 
 def front_page(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
     """What stands between each pair of markers of README.md."""
-    table = [NOTICE, times(runs, digests), TERMS, slower(runs, digests)]
-    table += [choice_of_lines(runs, digests), provenance(runs, digests)]
+    table = [NOTICE, times(runs, digests, front=True), TERMS, slower(runs, digests)]
+    table += [choice_of_lines(runs, digests), provenance(runs, digests, front=True)]
     table += shown(runs, digests, "docs/figures/", *ON_FRONT)
     return {"gains": gains(runs, digests), "performance": "\n\n".join(filter(None, table))}

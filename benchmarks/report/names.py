@@ -22,7 +22,7 @@ def title_of(kind: str) -> str:
 
 
 def shape_of(row: Row) -> str:
-    """The row's lengths in words."""
+    """The row's lengths in words, or a workload's."""
     if row.layout in BATCHES:
         return f"{row.layout}: {batch(BATCHES[row.layout])}"
     for pattern, words in SHAPES:
@@ -33,9 +33,10 @@ def shape_of(row: Row) -> str:
 
 BATCHES: dict[str, tuple[Group, ...]] = {**LONG_PROMPTS, **SHORT_BATCHES}
 SHAPES = (
-    (r"1x(\d+)", "1 sequence of {} tokens"),
     (r"(\d+)x1", "1 sequence of {} tokens"),
     (r"(\d+)\+(\d+)", "sequences of {} and {} tokens"),
+    (r"1x(\d+)", "{} sequences of 1 token"),
+    (r"1x(\d+)\+(\d+)", "1 response of {1} to a prompt of {0}"),
     (r"(\d+)x(\d+)\+(\d+)", "{0} responses of {2} to a prompt of {1}"),
     (r"(\d+)x(\d+)", "{1} sequences of {0} tokens"),
     (r"(\d+) in (\d+)", "{1} ragged sequences, {0} tokens"),

@@ -18,7 +18,7 @@ from .headline import NOTICE, front_page
 from .names import title_of
 from .pictures import figures
 from .select import Digests, aside, headline, on_a_cpu
-from .texts import ASIDE, CHECKED, FAMILIES, RECORDS, WORKLOADS, batches
+from .texts import ASIDE, CHECKED, COLUMNS, FAMILIES, RECORDS, WORKLOADS, batches
 
 FIGURES = ROOT / "docs" / "figures"
 RECORDS_FOLDER = ROOT / "docs" / "records"
@@ -72,7 +72,8 @@ def records_page(runs: Sequence[Run], family: str, digests: Digests) -> str:
 def records_index(runs: Sequence[Run], digests: Digests) -> str:
     pages = ", ".join(f"[{title.lower()}]({family}.md)" for family, title in FAMILIES.items())
     parts = ["# Records", NOTICE, f"Tables of every measurement: {pages}."]
-    parts += ["## How it is measured", CHECKED, "## All records", _list_of(runs, digests)]
+    parts += ["## How it is measured", CHECKED, "## Columns", COLUMNS]
+    parts += ["## All records", _list_of(runs, digests)]
     parts += ["## Workloads", WORKLOADS, _sets(), batches()]
     return "\n\n".join(parts) + "\n"
 

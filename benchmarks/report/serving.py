@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from ..harness.records import Run
 from . import tables
-from .headline import source, spread
+from .headline import source
 from .select import Digests, aside
-from .texts import SERVING_NOTE
+from .spread import beside
+from .texts import NO_SERVING, SERVING_NOTE
 
 SETS = {
     "serving-prefill": "prefill from and into a pool",
@@ -18,7 +19,7 @@ SETS = {
 
 
 def section(runs: Sequence[Run], digests: Digests) -> list[str]:
-    """Nothing without a record."""
+    """A table, or where times are that have no record."""
     body, sources, said = [], list[str](), list[str]()
     for of_set, what in SETS.items():
         run = aside(runs, "gdn", of_set, digests)
@@ -29,7 +30,7 @@ def section(runs: Sequence[Run], digests: Digests) -> list[str]:
         said.append(tables.drafts(run))
         body += [[what, *line] for line in _beside_rivals(run)]
     if not body:
-        return []
+        return ["## Serving", NO_SERVING]
     header = ["what", "rival", "shapes", "graph: rival / ours (least to most)", "eager"]
     table = tables.markdown(header, body, left=2)
     where = f"{'; '.join(sources)}."
@@ -42,10 +43,7 @@ def _beside_rivals(run: Run) -> list[list[str]]:
     for name in tables.timed(run):
         if name.startswith("ours"):
             continue
-        ways = []
-        for eager in (False, True):
-            pairs = [(row.time_ms(name, eager), row.time_ms("ours", eager)) for row in run.rows]
-            ways.append(spread([theirs / mine for theirs, mine in pairs if theirs and mine]))
+        ways = [beside(run.rows, name, eager) for eager in (False, True)]
         if ways[0] is not None:
             cells = [way.said if way else "–" for way in ways]
             lines.append([run.labels[name], str(ways[0].shapes), *cells])

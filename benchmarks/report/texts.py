@@ -15,16 +15,20 @@ FAMILIES = {
 GAINS = (
     ("gdn", "train or run **Qwen3-Next, Qwen3.5**, or FLA's gated delta net layers",
      "transformers: `swap(model)`; FLA: `fla.register()`",
-     "a faster gated delta rule (heads of 128) than the best of FlashQLA, FlashInfer and FLA: {}"),
+     "a faster gated delta rule (heads of 128): {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
      "each prompt stored and computed once: {}; "
-     "a training step of four layers of Qwen3-Next 4.1 to 6.0 x "
+     "forward and backward of a block of four layers of Qwen3-Next 4.1 to 6.0 x "
      "([note](docs/notes/hybrid-trees.md))"),
     ("sparse_ring", "train on **128K tokens** and more, on one GPU or several",
      "`transformers_sparse_ring.prepare(model)`, "
      "then `sparse_ring=SparseRingConfig(...)` in each call",
      "attention that computes only the blocks and columns which a mask keeps: {}"),
+    ("serving", "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
+     "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-backend qla`",
+     "prefill, decoding and drafts on the engine's own pages of states, without copies; "
+     "not yet tried in a running engine, so without a ratio ([serving](docs/serving.md))"),
 )  # fmt: skip
 
 # Rows of a gated delta net beside the front page: what, set, kind, and how many make a record.
@@ -38,14 +42,14 @@ SECTIONS = (
     ("64 to 256 sequences", "decode", "decode", 18),
 )
 
-# What is compared where a rival is faster, if the family's title does not say it.
-SLOWER = {
-    "dualkv": "Shared prompts beside three flash-attn-4 calls a group, put together by hand",
-    "sparse_ring": "Sparse attention without a mask, which flash-attn-4 is for",
-}
 STALE = """\
 Kernels changed since; [docs/records](docs/records/README.md) has each record's commit and the
 command that measures today's."""
+CURRENT = (  # of uncommitted changes
+    "Whatever changes there were beside the commit, the kernels are *current*: a record has "
+    "digests of the generated code that ran, and they equal this checkout's "
+    "([records](docs/records/README.md#all-records))."
+)
 BEFORE_PROGRAMS = """\
 The gated delta net's eager times are older than the replay of calls: since then an eager call with
 prebuilt kernels takes 0.96 to 1.03 times as long as its graph
@@ -61,8 +65,8 @@ TERMS = """\
   of Qwen3-Next and of Qwen3.5 4B to 35B, and 4/8 their share on one of four GPUs; 16/64 those of
   122B and 397B, and 2/8 their share on one of eight.
 - **Faster**: the rival's time divided by ours, as a geometric mean over all **shapes** (sets of
-  sequence lengths). **Worst**: the least of these ratios; below 1 (▼) ours is slower. The
-  **typical** shape has the median ratio of CUDA graphs.
+  sequence lengths); `1 of 7 shapes` where rivals were timed at one. **Worst**: the least of these
+  ratios; below 1 (▼) ours is slower. The **typical** shape has the median ratio of CUDA graphs.
 - **Graph**: replays of a CUDA graph, the time of the GPU alone. **Eager**: calls of the public
   Python function, where a GPU with little to do waits for Python; ours with prebuilt kernels, as a
   wheel has them. Kernels that were compiled at their first call are launched more slowly. Long
@@ -96,9 +100,9 @@ ASIDE = {
 }  # fmt: skip
 
 RECORDS = """\
-The newest record with the rows of each section, row by row; [README.md](README.md) defines the
-columns, and says how rows are measured and what a set contains. Cells with two numbers are CUDA
-graph / eager."""
+The newest record with the rows of each section, row by row; [README.md](README.md#columns)
+defines the columns, and says how rows are measured and what a set contains. Cells with two numbers
+are CUDA graph / eager."""
 
 FINDINGS = """\
 What the kernels gain, and where they do not. Everything here is made from the records in
@@ -119,6 +123,13 @@ HYBRID_NOTE = """\
 - A step of four layers of Qwen3-Next's size, three of them gated delta nets, takes 4.1 to 6.0 times
   less over packed groups than over whole sequences by the same kernels, with about a fifth of the
   memory ([note](docs/notes/hybrid-trees.md), section 3)."""
+
+BY_HAND = {"fa4_shared": "three flash-attn-4 calls a group, put together by hand"}
+SLOWER_SERVING = (  # not yet on record
+    "- Gated delta net, decoding in a pool of states, large batches: 3 to 4 % slower than the "
+    "packed kernels of vLLM and SGLang, before the latest changes ([serving](docs/serving.md)); no "
+    "record yet."
+)
 
 SLOWER_ONCE = """\
 And in these of 2026-11-22, measured with an older version and not yet again; eager calls take less
@@ -150,6 +161,10 @@ Calls of an inference engine, on a pool of states in pages. A rival's time has a
 has to do for it: where a library takes no slots, gathers, zeros, casts and scatters. The engines'
 own functions are their Triton kernels, without the engine around them."""
 
+NO_SERVING = """\
+No record yet: `python -m benchmarks.sm90 gdn --set serving --save` on a Hopper GPU makes one. Times
+beside the functions of vLLM and SGLang are in [a note](docs/notes/gdn-decoding.md)."""
+
 METHOD = """\
 - **Right first.** A result is compared with fp64 or fp32 before it is timed, and a wrong one has no
   time. [docs/records](docs/records/README.md#how-it-is-measured) says against what.
@@ -157,11 +172,11 @@ METHOD = """\
   GPU under sustained load lowers its clock. Times are medians.
 - **Cold inputs.** Sets of inputs rotate, so that no call finds its inputs in the L2 cache.
 - **Same work.** Layouts and gates that a library wants otherwise are converted outside the time.
+  Versions of all rivals: [versions](docs/versions.md).
 - **Eager calls** include Python and launches. A sample is a call among up to ten in a row.
-- **Versions** of all rivals: [versions](docs/versions.md).
-- **Your own**: `bash scripts/setup_env.sh --rivals` installs the rivals; then, on a Hopper GPU,
-  `python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2 --plot`, with the front page's gates
-  unless you add `--gates model`."""
+- **Your own**: `bash scripts/setup_env.sh --rivals` installs rivals into `.venv`. Then, on a Hopper
+  GPU: `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2 [--gates model]`; two
+  versions of ours: `.venv/bin/python -m benchmarks.revisions ../before gdn:anchors`."""
 
 CHECKED = """\
 Every result is checked before it is timed. A gated delta net: against the chunked algorithm in
@@ -176,15 +191,36 @@ implementations with the device idle in between. Input sets rotate; one is enoug
 times as large as the L2 cache. The *floor* is the larger of counted FLOPs over the rate of a large
 matrix product and of bytes (inputs once, outputs once) over the rate of a large copy, both measured
 in the same run. A record is *stale* if the code of a kernel that ran in it has changed since
-(`qla_kernels/digests.json`); *Kernels* counts those. Cells with two numbers are graph / eager.
-`host, additions` is how long the host is busy with an eager call, in multiples of an addition of
-eight floats (`x + 1`) beside it in the same process. `first call` includes compilation where no
-cache had it: ours, and that of the rival whose replays are fastest. Peak memory is beyond the
-inputs. `–` was not measured; ▼: ours is slower.
+(`qla_kernels/digests.json`), else *current*; *Kernels* counts those.
 
 A backward alone takes what its forward keeps for it by default. Until noon (UTC) of 2026-11-23
 FlashQLA's did not, in CUDA graphs, and computed its segments again: rows of a backward from before
 have no graph times of rivals here."""
+
+COLUMNS = """\
+- **heads**: key / value heads of a gated delta net, key-value / query heads of attention.
+- **lengths**: `4096x2` is two sequences of 4096 tokens, `32768x1` one of 32768 (`1x32768` in notes
+  and files of before), `64 of 2` 64 sequences of two, `3749 in 5` five ragged ones of 3749 tokens
+  together; `28x4096+2048` 28 responses of 2048 tokens to a prompt of 4096; `A` and `S1` are batches
+  of the last table.
+- **inputs**: gates and initial state, dtype, or the share of pairs that a mask keeps.
+- **A library's name**: medians in ms, CUDA graph / eager. **Bold** is the least of its row. `–` was
+  not measured; `*` was not captured, so that gaps between launches count; a word says why there is
+  no time.
+- **ours, training**: the forward that also keeps what its backward needs, as rivals always do.
+  **ours, uncut**: `auto_cp=False`. **ours, exact**: `exact=True`.
+- **rival / ours**: the time of the row's fastest rival over that of `ours`; ▼: ours is slower.
+  **dense rival / ours**: the same of the fastest rival without a mask.
+- **of floor**: the floor, above, over our time.
+- **first call s**: ours, and that of the rival of the ratio; it includes compilation where no cache
+  had it.
+- **workload**: kind, heads, lengths, gates; `h0`: with an initial state; `d64`: the head size.
+  **implementation**: ours or a library.
+- **p20, p50, p80**: quantiles of times in ms, of graphs, then of eager calls.
+- **host, additions**: how long the host is busy with an eager call, in multiples of an addition of
+  eight floats (`x + 1`) beside it in the same process.
+- **TFLOP/s, GB/s**: counted work, as of the floor, over the median of graphs. **peak MiB**: memory
+  beyond the inputs. **worst error**: the largest of all results' relative L2 errors."""
 
 WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their
@@ -192,8 +228,7 @@ workloads, `--quick` means `anchors`. `--warm 8` only compiles, in eight process
 run after it finds everything cached; `--cold` fills the L2 cache with other data before each
 call. Gates are `model` (-exp(A_log) softplus(a + dt_bias), from hardly any to nearly total decay)
 or `published` (as FlashQLA publishes with: logsigmoid(x) / 16, and 0 for a quarter of the heads).
-Heads are key heads / value heads, of size 128. `8192x4` is four sequences of 8192 tokens, and
-`64 of 2` is 64 sequences of two.
+Heads are key heads / value heads, of size 128.
 
 `forward` is every head configuration at every length, `backward` training's, `short` rollouts of
 many short sequences. `filled` has the rows whose sequences and heads fill the GPU without cutting

@@ -155,7 +155,7 @@ DRAFTS = tuple(
 STEP = tuple(LayerStep(heads, count) for heads in DECODE_HEADS for count in (1, 16, 64, 256))
 
 _QUICK = (
-    "gdn-prefill-16x64-2048x8-fp32-pool", "gdn-prefill-2x8-1x8192-fp32-pool",
+    "gdn-prefill-16x64-2048x8-fp32-pool", "gdn-prefill-2x8-8192x1-fp32-pool",
     "gdn-prefill-4x16-512x64-bf16-pool", "gdn-prefill-16x32-2048x8-fp32-pool-every256",
     "gdn-pool-decode-16x64-64of1", "gdn-pool-decode-16x32-256of1", "gdn-pool-decode-2x8-1of1",
     "gdn-pool-decode-4x16-512of1", "gdn-drafts-16x32-64of4", "gdn-drafts-2x8-16of2",

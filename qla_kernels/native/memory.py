@@ -6,7 +6,8 @@ from torch import Tensor
 # Operators that fill and that copy, and the place of the value or the source in their arguments
 FILLS = {"zero_": 0, "zeros": 0, "new_zeros": 0, "zeros_like": 0}
 FILLS |= {"fill_": 1, "full": 1, "new_full": 2, "full_like": 1}
-COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0, "to": 0}
+# In inference mode a recorder sees `to` and `contiguous`, elsewhere what they are made of
+COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0, "to": 0, "contiguous": 0}
 
 LEAST_ROW = 64  # bytes; copies of shorter rows are left to torch
 MOST_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH

@@ -1,4 +1,4 @@
-"""Steps of a pool of anchors and tails: append_tokens and anchored_fwd, and what they must produce.
+"""Steps of a pool of anchors and tails: its kernels, and what they must produce.
 
 A step is given as tokens that each tail has before, tokens that are new, and what was appended
 before the tail: whole chunks, an odd number of which puts the tail's first chunk to place 64. None
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qla_kernels.gdn.anchored import launch
 from qla_kernels.gdn.anchored.extend import Slots
+from qla_kernels.gdn.anchored.ops import Rejection
 from qla_kernels.gdn.anchored.pool import GdnPool
 from qla_kernels.gdn.call import Call as Record
 from qla_kernels.selftest.cases import Cases, dtype_of, to
@@ -114,4 +115,22 @@ def _anchored(variant: Any, given: tuple[Tails, int], device: str) -> None:
     check(x, tails, count, *run(x, device))
 
 
-CASES = (Cases(("gdn.anchored_fwd", "gdn.append_tokens"), _anchored, STEPS),)
+def _rejected(variant: Any, sequences: int, device: str) -> None:
+    """Takes back tokens of every other slot, and of sequences of padding, in both widths."""
+    num_slots = 2 * sequences + 1
+    lengths = torch.randint(8, 10**6, (num_slots + 1,), dtype=getattr(torch, variant.dtype))
+    live = 2 * torch.randperm(sequences)
+    for dtype in (torch.int32, torch.int64):
+        slots = torch.stack((live, torch.full_like(live, num_slots)), 1).to(dtype).flatten()
+        slots[1::8], slots[3::8], slots[5::8] = -1, num_slots + 1, torch.iinfo(torch.int32).max
+        counts = torch.randint(0, 9, (2 * sequences, 2)).to(dtype)[:, 0]
+        want = lengths.index_add(0, live, -counts[::2].to(lengths.dtype))
+        after = to(lengths, device)
+        launch.gdn_pool_reject(Rejection(after, after, to(slots, device), to(counts, device)))
+        assert torch.equal(after.cpu(), want)
+
+
+CASES = (
+    Cases(("gdn.anchored_fwd", "gdn.append_tokens"), _anchored, STEPS),
+    Cases(("gdn.reject_tokens",), _rejected, (5, 100)),
+)

@@ -16,7 +16,8 @@ from qla_kernels import (
     shared_prefix_gated_delta_rule,
 )
 from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
-from qla_kernels.gdn import api, autograd
+from qla_kernels.gdn import GdnPool, api, autograd
+from qla_kernels.gdn.anchored import pool as anchored
 from qla_kernels.gdn.decode import api as decode
 from qla_kernels.gdn.tree import autograd as tree_autograd
 from qla_kernels.native import prebuilt
@@ -300,6 +301,50 @@ def test_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
     same_bits(step, monkeypatch)
     assert decode.DECODING.replays()
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@torch.no_grad()
+def test_pool(raw: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots, lengths and rejections change from step to step; tails pass the ends of chunks."""
+    N, steps = 6, 30
+    x, rng = gdn(60 + 4 * steps, 4, 8, batch=N), torch.Generator().manual_seed(0)
+    options = {}
+    if raw:
+        options = {"A_log": torch.zeros(8, device="cuda"), "dt_bias": torch.ones(8, device="cuda")}
+        flags = "use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"
+        options |= dict.fromkeys(flags, True)
+    slots = torch.randperm(9, generator=rng)[:N].to(dtype)
+    lengths = torch.randint(1, 60, (N,), generator=rng).tolist()
+    orders = [torch.randperm(N, generator=rng) for _ in range(steps)]
+    counts = torch.randint(0, 5, (steps, N), generator=rng).to(dtype)
+
+    def run() -> tuple[Tensor, ...]:
+        pool, at, results = GdnPool(9, 4, 8, 128, 128, device="cuda"), list(lengths), []
+        for n in range(N):
+            prompt = (t[n : n + 1, : at[n]] for t in x)
+            pool.prefill(*prompt, slots[n : n + 1].cuda(), **options)
+        for step, (order, count) in enumerate(zip(orders, counts, strict=True)):
+            new = 4 if step % 3 else 1
+            tokens = [torch.stack([t[n, at[n] : at[n] + new] for n in order]) for t in x]
+            tokens = [torch.cat([t, torch.full_like(t[:1], torch.nan)]) for t in tokens]
+            index = torch.cat([slots[order], torch.tensor([-1], dtype=dtype)]).cuda()
+            version = pool.tensors.lengths._version
+            results.append(pool.decode(*tokens, index, **options))
+            assert pool.tensors.lengths._version == version + 1
+            back = count.clamp(max=new)
+            pool.reject(index, torch.cat([back, torch.tensor([7], dtype=dtype)]).cuda())
+            for n, taken in zip(order.tolist(), back.tolist(), strict=True):
+                at[n] += new - taken
+            assert pool.lengths[slots.long().cuda()].tolist() == at
+        return (*results, *(t[:-1] for t in pool.tensors))  # the last slot holds anything
+
+    same_bits(run, monkeypatch)
+    assert anchored.DECODES.replays() == TIMES * steps - 4  # steps of one token, and of four
+    assert anchored.REJECTS.replays() == TIMES * steps - 2
+    monkeypatch.setenv("QLA_CHECK_PROGRAMS", "1")
+    run()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from qla_kernels.gdn import GdnPool
+from qla_kernels.gdn.anchored import launch
+from qla_kernels.gdn.anchored import pool as anchored
+from qla_kernels.gdn.launch.chunks import l2norm_fwd
 from qla_kernels.gdn.launch.forward import gdn_fwd
 from qla_kernels.selftest.gdn_anchored import STEPS, Step, Tails, run, step
-from qla_kernels.selftest.gdn_calls import records
+from qla_kernels.selftest.gdn_calls import call, records
 from qla_kernels.tile.constants import CHUNK
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
@@ -58,6 +62,36 @@ def test_interleavings(seed, seeds):
     seeds["seed"] = seed
     tails, count = [(3, 0), (64, 1), (None, 0), (62, 0), (71, 0), (0, 1)], 4
     check_bits(step(tails, count, BF16, (128, 128), (1, 3)), tails, count)
+
+
+@pytest.mark.kernels(
+    "gdn.anchored_fwd", "gdn.append_tokens", "gdn.reject_tokens", "gdn.activate", "gdn.l2norm"
+)
+def test_calls_with_raw_gates_and_rejections(monkeypatch):
+    """Drafts of which some are taken back, from empty slots, in another order each call."""
+    for name in ("gdn_pool_extend", "gdn_pool_reject"):
+        monkeypatch.setattr(anchored, name, getattr(launch, name))
+    x = call(batch=2, tokens=12, heads=(1, 2), sizes=(64, 64), dtype=BF16, activations=True)
+    x |= {"initial_state": None}
+    names = ("A_log", "dt_bias", "use_qk_l2norm_in_kernel", "use_gate_in_kernel")
+    options = {n: x[n] for n in (*names, "use_beta_sigmoid_in_kernel")}
+    norms = {n: l2norm_fwd(x[n]) for n in ("q", "k")}
+    want = gdn_fwd(*records(x | norms, auto_cp=False)).o
+    pool, at, slots = GdnPool(3, 1, 2, 64, 64, BF16, "cpu"), [0, 0], [2, 0]
+    for count, rejected in ((4, (3, 1)), (8, (0, 5)), (3, (1, 3))):
+        order = [1, 0] if count == 8 else [0, 1]
+        rows = [(n, slice(at[n], at[n] + count)) for n in order]
+        given = [torch.stack([x[m][row] for row in rows]) for m in ("q", "k", "v", "g", "beta")]
+        given = [torch.cat([t, torch.full_like(t[:1], torch.nan)]) for t in given]
+        index = torch.tensor([*(slots[n] for n in order), 3])
+        o = pool.decode(*given, index, **options)
+        for i, row in enumerate(rows):
+            assert torch.equal(o[i], want[row])
+        assert not o[2].any()
+        back = [rejected[n] for n in order]
+        pool.reject(index, torch.tensor([*back, 9]))
+        at = [a + count - r for a, r in zip(at, rejected, strict=True)]
+        assert pool.lengths[slots].tolist() == at
 
 
 @pytest.mark.kernels("gdn.fused_fwd")

@@ -65,7 +65,7 @@ def shared_run(workloads: Sequence[Any], times: Mapping[str, float], **changes: 
 
     rows = tuple(
         Row(
-            name=w.name, family=w.family, kind=w.kind, heads="/".join(map(str, w.heads)),
+            name=w.name, family=w.family, kind=w.kind, heads=w.heads_label.replace("x", "/"),
             layout=w.layout, tokens=w.tokens, what=w.what, flops=2e12, bytes=1.0, floor_ms=0.5,
             results=tuple(result(w.kind, name) for name in SHARED_LABELS),
         )

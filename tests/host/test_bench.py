@@ -169,26 +169,44 @@ def test_select_by_set_direction_and_name():
     assert len(names("--quick")) == 27
     assert len(names("--quick", "--direction", "bwd")) == 6
     assert all("both" in name for name in names("--quick", "--direction", "both"))
-    assert names("--quick", "--only", "*fwd-16x64-1x2048*") == ["gdn-fwd-16x64-1x2048-published-h0"]
+    assert names("--quick", "--only", "*fwd-16x64-2048x1*") == ["gdn-fwd-16x64-2048x1-published-h0"]
     assert names("--heads", "2/4,1/1", "--lengths", "8", "--direction", "both") == [
-        "gdn-both-2x4-1x8-published-h0", "gdn-both-1x1-1x8-published-h0"
+        "gdn-both-2x4-8x1-published-h0", "gdn-both-1x1-8x1-published-h0"
     ]  # fmt: skip
     assert names("--lengths", "8", "--gates", "model", "--direction", "fwd") == [
-        "gdn-fwd-16x32-1x8-model-h0"
+        "gdn-fwd-16x32-8x1-model-h0"
     ]
     assert set(names("--set", "kernels,cpu")) == {w.name for w in GDN["kernels"] + GDN["cpu"]}
     assert len(names("--set", "decode,filled", "--direction", "fwd")) == 36 + 24
+    assert len(names("--set", "decode,serving", "--direction", "decode,drafts")) == 36 + 36
+    assert names("--lengths", "1x100", "--direction", "decode,pool_decode") == [
+        "gdn-decode-16x32-100of1-published-h0", "gdn-pool-decode-16x32-100of1"
+    ]  # fmt: skip
     assert len(names()) == sum(len(GDN[s]) for s in ("forward", "backward", "short"))
+
+
+def test_the_list_says_lengths_in_words(capsys):
+    assert sm90.main(["gdn", "--lengths", "3000x5,1x100", "--direction", "fwd", "--list"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split(maxsplit=1) == [
+        "gdn-fwd-16x32-3000x5-published-h0", "5 sequences of 3000 tokens"
+    ]  # fmt: skip
+    assert second.endswith(" 100 sequences of 1 token")
 
 
 @pytest.mark.parametrize(
     ("arguments", "there_is"),
     [
         (["--set", "nonsense"], "'anchors'"),
-        (["--direction", "up"], "need fwd, bwd or both"),
+        (["--direction", "up"], "need fwd, bwd, both, decode, pool_decode, drafts, pool_prefill"),
         (["--impl", "fastest"], "'flash_qla'"),
-        (["--lengths", "8", "--set", "short"], "--set and --save are for named workloads"),
-        (["--lengths", "8", "--save"], "--set and --save are for named workloads"),
+        (["--lengths", "8", "--set", "decode"], "--direction decode, for one, decodes shapes of y"),
+        (["--lengths", "8", "--save"], "your record will be out/gdn.json; --out names the folder"),
+        (["--lengths", "8+9", "--direction", "decode"], "need sequences of equal length, such as"),
+        (["--lengths", "2x8", "--direction", "pool_decode"], "need --lengths 1x8 for pool_decode"),
+        (["--lengths", "1x8", "--direction", "drafts"], "of more tokens each for drafts, as 4x8"),
+        (["--lengths", "4x8", "--direction", "drafts", "--gates", "model"], "need no --gates"),
+        (["conv", "--lengths", "8", "--direction", "decode"], "this family has fwd, bwd"),
         (["--head-dim", "64"], "a shape without --lengths; need them, such as --lengths 4096x2"),
         (["--lengths", "8", "--head-dim", "0"], "--head-dim 0/0; need sizes of at least 1"),
         (
@@ -255,7 +273,15 @@ def test_without_a_gpu_attention_is_shorter_too(family):
 OWN = {
     "gdn": (
         ["--heads", "2/4", "--lengths", "40x2,64"],
-        "fwd-2x4-40+40 bwd-2x4-40+40 1x64-published-h0-d16x32",
+        "fwd-2x4-40+40 bwd-2x4-40+40 64x1-published-h0-d16x32",
+    ),
+    "gdn decode": (
+        ["--heads", "2/4", "--lengths", "1x20", "--direction", "decode,pool_decode,pool_prefill"],
+        "gdn-decode-2x4-20of1-published-h0-d16 pool-decode-2x4-20of1 prefill-2x4-20of1-fp32",
+    ),
+    "gdn drafts": (
+        ["--heads", "2/4", "--lengths", "2x20", "--direction", "drafts"],
+        "gdn-drafts-2x4-20of2",
     ),
     "conv": (["--heads", "2/4", "--lengths", "9x2,2x7+3"], "conv-fwd-128-9x2 conv-bwd-128-2x7+3"),
     "dualkv": (["--heads", "1/2", "--lengths", "3x40+9,33"], "fwd-1x2-3x40+9-d16 bwd-1x2-33-d16"),
@@ -264,15 +290,16 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("family", OWN)
-def test_shapes_of_one_s_own_run_without_a_gpu(family):
+@pytest.mark.parametrize("case", OWN)
+def test_shapes_of_one_s_own_run_without_a_gpu(case):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: this is the path without one")
-    arguments, names = OWN[family]
-    size = ["--head-dim", {"gdn": "16/32"}.get(family, "16")] if family != "hybrid" else []
+    (arguments, names), family = OWN[case], case.partition(" ")[0]
+    size = ["--head-dim", {"gdn": "16/32"}.get(case, "16")] if family != "hybrid" else []
     workloads, said = for_cpu(sm90.select(sm90.parse([family, *arguments, *size])), own=True)
     assert said.startswith("No GPU: float32 on the CPU path")
     assert "shorter" not in said
+    assert "fewer" not in said
     for name in names.split():
         assert any(name in workload.name for workload in workloads), name
     sent = []
@@ -326,13 +353,14 @@ def test_the_command_runs_to_the_end(tmp_path, capsys):
     out = tmp_path / "out"
     used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     status = sm90.main([
-        "gdn", "--quick", "--only", "gdn-?wd-2x8-1x2048-*", "--out", str(out), "--plot",
+        "gdn", "--quick", "--only", "gdn-?wd-2x8-2048x1-*", "--out", str(out), "--plot",
     ])  # fmt: skip
     assert status == 0
     printed = capsys.readouterr().out
     assert "token loop" in printed
     assert "FlashQLA is missing: needs a CUDA device" in printed
     assert "Ran 1 workloads on" in printed
+    assert printed.endswith("\nColumns: docs/records/README.md\n")
     for name in ("gdn.md", "gdn.json", "gdn-fwd-2x8.svg"):
         assert (out / name).stat().st_size > 0
         assert str(out / name) in printed
@@ -361,7 +389,7 @@ def test_decoding_runs_without_a_gpu(tmp_path, capsys):
 def test_warming_compiles_in_processes_and_reports_failures(tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: this is the path without one")
-    quick = ["gdn", "--quick", "--only", "gdn-fwd-2x8-1x2048-*", "--out", str(tmp_path)]
+    quick = ["gdn", "--quick", "--only", "gdn-fwd-2x8-2048x1-*", "--out", str(tmp_path)]
     assert sm90.main([*quick, "--impl", "ours", "--warm", "2"]) == 0
     assert "compiled for 1 workloads: ours" in capsys.readouterr().out
 
@@ -407,6 +435,56 @@ def test_warming_ends_when_told_to(tmp_path):
             break
     process.terminate()
     assert process.wait(HANG) == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([".", "gdn:nothing"], "gdn:nothing; need FAMILY:SET, or FAMILY and --lengths; one of"),
+        ([".", "gdn"], "gdn; need FAMILY:SET, or FAMILY and --lengths; one of ['anchors'"),
+        ([".", "nothing"], "a family of ['conv', 'dualkv'"),
+        ([".", "gdn", "--lengths", "8", "--only", "x"], "--only x and --direction leave no workl"),
+        ([".", "gdn:anchors", "--lengths", "8"], "or the like of a set; need FAMILY without a set"),
+        (["nowhere", "gdn", "--lengths", "8", "--heads", "3/4"], "need FEW/MANY"),
+    ],
+)
+def test_revisions_says_what_is_in_the_way(arguments, said, capsys):
+    """These ended in tracebacks."""
+    with pytest.raises(SystemExit):
+        revisions.parse(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_revisions_takes_sets_directions_and_shapes_as_the_benchmark_does():
+    def names(*arguments):
+        return [workload.name for workload in revisions.parse([".", *arguments]).workloads]
+
+    assert len(names("gdn:anchors", "gdn:decode")) == 27 + 36
+    assert len(names("gdn:anchors", "--direction", "bwd", "--only", "*4x8*")) == 3
+    assert names("gdn", "gdn:cpu", "--lengths", "32768x1", "--direction", "fwd") == [
+        "gdn-fwd-16x32-32768x1-published-h0", "gdn-fwd-16x16-4096x1-model"
+    ]  # fmt: skip
+
+
+def test_revisions_needs_checkouts_and_a_gpu():
+    """These ended in tracebacks, too."""
+    here = str(records.ROOT)
+    with pytest.raises(SystemExit, match="nowhere is not a checkout; need a folder with qla_kern"):
+        revisions.main([here, "gdn", "--lengths", "8", "--against", "nowhere"])
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: this is the refusal without one")
+    with pytest.raises(SystemExit, match="no GPU; need a Hopper GPU"):
+        revisions.main([here, "gdn", "--lengths", "8", "--against", here])
+
+
+def test_another_checkout_makes_the_same_workload_or_says_what_it_lacks():
+    own = sm90.select(sm90.parse(["dualkv", "--lengths", "4 of 2x40+9", "--head-dim", "64"]))
+    own += sm90.select(sm90.parse(["gdn", "--lengths", "1x9", "--direction", "decode,pool_decode"]))
+    for workload in (*own, *(w for sets in sm90.SETS.values() for s in sets.values() for w in s)):
+        module, name, fields = json.loads(json.dumps(revisions.described(workload)))
+        assert revisions.made(module, name, fields) == workload
+    with pytest.raises(TypeError, match="head_room"):
+        revisions.made(module, name, {**fields, "head_room": 3})
 
 
 def test_revisions_takes_modules_from_where_a_checkout_has_them():

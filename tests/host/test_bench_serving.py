@@ -219,7 +219,7 @@ def test_sets_have_the_shapes_that_engines_have():
     assert len(SERVING["serving"]) == len({w.name for w in EVERY_ROW}) == len(EVERY_ROW)
     shapes = {(w.heads, w.layout, w.pool) for w in PREFILL}
     assert len(shapes) == len(PREFILL) == 5 * 3 * 2
-    assert {w.layout for w in PREFILL} == {"1x8192", "2048x8", "512x64"}
+    assert {w.layout for w in PREFILL} == {"8192x1", "2048x8", "512x64"}
     assert {w.sequences for w in DECODE} == {1, 16, 64, 256, 512}
     assert {w.drafts for w in DRAFTS} == {2, 4, 8}
     assert {w.heads for w in DECODE} == {w.heads for w in STEP} == {w.heads for w in DRAFTS}
@@ -372,9 +372,12 @@ def test_a_record_has_sections_and_a_table_of_rivals():
     assert tables.drafts(decode) == ""
 
 
-def test_without_a_record_nothing_is_said():
-    assert serving.section([], KERNELS) == []
-    assert "## Serving" not in findings.page([], KERNELS)
+def test_without_a_record_the_section_says_where_times_are():
+    heading, text = serving.section([], KERNELS)
+    assert heading == "## Serving"
+    assert text.startswith("No record yet: ")
+    assert "docs/notes/gdn-decoding.md" in text
+    assert text in findings.page([], KERNELS).replace("](notes", "](docs/notes")
     assert "Serving:" not in pages.records_page([], "gdn", KERNELS)
 
 

@@ -8,6 +8,8 @@ from torch.nn.functional import normalize
 
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn import GdnPool
+from qla_kernels.gdn.anchored.extend import Extension
+from qla_kernels.gdn.call import Call, Options
 from reference import gdn
 
 H, HV, K, V = 1, 2, 8, 6
@@ -110,7 +112,7 @@ def test_wrong_calls_say_what_is_needed():
         p.decode(*few, torch.tensor([0.0, 1.0]))
     with pytest.raises(ValueError, match=r"state_indices has shape \(1,\)"):
         p.decode(*few, slots[:1])
-    with pytest.raises(TypeError, match="unknown keyword output_h"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'output_h'"):
         p.decode(*few, slots, output_h=True)
     with pytest.raises(ValueError, match=r"\(H, HV, K, V\) = .*; need .*, those of the pool"):
         p.decode(few[0][..., :4], few[1][..., :4], *few[2:], slots)
@@ -136,3 +138,44 @@ def test_bytes_of_a_slot():
     p = GdnPool(3, 16, 32, 128, 128, torch.bfloat16, "cpu")
     anchor, k, v, gates = 32 * 65536, 128 * 16 * 256, 128 * 32 * 256, 2 * 128 * 32 * 4
     assert p.bytes_per_slot == anchor + k + v + gates + 8
+
+
+def step(p: GdnPool, x: list[torch.Tensor], slots: torch.Tensor, options: dict) -> torch.Tensor:
+    """A prompt, a step of drafts of which some are taken back, and a token."""
+    o = [
+        p.prefill(*(t[:, :70] for t in x), slots, **options),
+        p.decode(*(t[:, 70:74] for t in x), slots, **options),
+    ]
+    p.reject(slots, slots.clamp(0, 3))
+    return torch.cat([*o, p.decode(*(t[:, 74:75] for t in x), slots, **options)], 1)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_compiles_to_one_graph(raw):
+    x, options = sequences(3, 75), {}
+    if raw:
+        options = {"A_log": torch.randn(HV).double(), "dt_bias": torch.randn(HV).double()}
+        flags = "use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"
+        options |= dict.fromkeys(flags, True)
+    tokens, slots = list(map(x.get, NAMES)), torch.tensor([1, -1, 3])
+    one, other = pool(), pool()
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        got, want = compiled(one, tokens, slots, options), step(other, tokens, slots, options)
+        assert torch.equal(got, want)
+        assert all(map(torch.equal, one.tensors, other.tensors))
+    assert one.lengths.tolist() == [0, 74, 0, 72, 0, 0, 0]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_opcheck(drafts):
+    x, p = sequences(2, 70 if not drafts else 3), pool()
+    p.tensors.lengths[2] = p.tensors.anchored[2] = 64
+    slots, goes_on = torch.tensor([2, -1]), None if drafts else torch.tensor([True, False])
+    call, places = Call(*map(x.get, NAMES), 0.5), Extension(slots, goes_on, drafts)
+    operator = torch.ops.qla_kernels.gdn_pool_extend.default
+    torch.library.opcheck(operator, (*call, *p.tensors, *places, *Options()))
+    operator = torch.ops.qla_kernels.gdn_pool_reject.default
+    given = p.tensors.lengths, p.tensors.anchored, slots, torch.tensor([0, 9])
+    torch.library.opcheck(operator, given)

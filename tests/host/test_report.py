@@ -1,6 +1,7 @@
 """Records, tables, figures and generated pages say what was measured, and what was not."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -20,11 +21,14 @@ from benchmarks.report import (
     pages,
     pictures,
     select,
+    slower,
+    spread,
     style,
     tables,
 )
 from benchmarks.report.figures import charts, draw
 from benchmarks.report.svg import Bar, Chart, Group
+from benchmarks.report.texts import SLOWER_SERVING
 from benchmarks.sm90 import SETS
 from tests.host.made_up_runs import KERNELS, anchor_run, run_of, shared_run
 
@@ -40,6 +44,23 @@ def test_records_come_back_as_they_were_appended(tmp_path):
         path = records.append(run, tmp_path)
     assert path.name == "2026-01-02-nvidia-h200.jsonl"
     assert records.load(tmp_path) == [first, second]
+
+
+def test_one_sequence_of_an_older_record_is_named_as_today(tmp_path):
+    run = anchor_run()
+    today = [w.name for w in GDN["anchors"]]
+    assert "gdn-fwd-2x8-32768x1-published-h0" in today
+    older = [
+        dataclasses.replace(
+            row,
+            name=re.sub(r"-(\d+)x1-", r"-1x\1-", row.name),
+            layout=re.sub(r"^(\d+)x1$", r"1x\1", row.layout),
+        )
+        for row in run.rows
+    ]
+    assert older[0].layout == "1x32768"
+    records.append(dataclasses.replace(run, rows=tuple(older)), tmp_path)
+    assert records.load(tmp_path) == [run]
 
 
 def test_a_record_file_is_only_appended_to_and_other_lines_are_passed_over(tmp_path):
@@ -306,7 +327,9 @@ def test_a_mask_is_beside_all_pairs_and_the_ideal():
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ("1x8192", "1 sequence of 8192 tokens"),
+        ("8192x1", "1 sequence of 8192 tokens"),
+        ("1x8192", "8192 sequences of 1 token"),
+        ("1x4096+512", "1 response of 512 to a prompt of 4096"),
         ("24576+8192", "sequences of 24576 and 8192 tokens"),
         ("8192x4", "4 sequences of 8192 tokens"),
         ("32768 in 8", "8 ragged sequences, 32768 tokens"),
@@ -392,6 +415,29 @@ def test_a_backward_that_computed_more_than_in_a_step_has_no_graph_time():
     assert faults.without(masked) is masked
 
 
+def test_a_rival_of_one_shape_is_no_row_of_the_front_page():
+    """A mean over one shape of seven stood there, beside a stand-in."""
+    rows = [*SETS["conv"]["packs"], *SETS["conv"]["trees"]]
+    whole = shared_run(rows, {"ours": 1.0, "fa4": 17.0})
+
+    def timed_at(shapes):
+        """The record with a rival at so many shapes of each direction."""
+        kept = {row.layout for row in whole.rows[:shapes]}
+        alone = [
+            row if row.layout in kept else dataclasses.replace(row, results=row.results[:1])
+            for row in whole.rows
+        ]
+        return dataclasses.replace(whole, rows=tuple(alone))
+
+    subject = "Causal convolution, forward; "
+    for shapes in (1, 2, 4):
+        page, said = findings.page([timed_at(shapes)], current), f"{shapes} of 7 shapes"
+        assert cells_of(page, subject)[0].endswith(f"; {said}")
+        text = front([timed_at(shapes)], current)
+        assert (subject in text) == ("causal convolution: NVIDIA" in text) == (shapes == 4)
+    assert cells_of(front([whole], current), subject)[0].endswith("; 7 shapes")
+
+
 def test_words_of_the_table_are_defined_where_it_stands():
     text = front([anchor_run()], current)
     for word in ("Rival", "Heads", "Faster", "Worst", "typical", "Graph", "Eager"):
@@ -433,7 +479,40 @@ def test_the_front_page_says_where_ours_is_slower():
     newer = dataclasses.replace(older, environment={"our_kernels": "prebuilt by nvcc 13"})
     assert "measured with an older version" not in front([newer], current)
     assert "- Gated delta net, decoding, 64 to 256 sequences: " in front([newer], current)
-    assert "slower in these cases" not in front([masked_run()], current)
+    assert f"slower in these cases:\n\n{SLOWER_SERVING}" in front([masked_run()], current)
+
+
+def test_the_front_page_lists_slower_rows_of_every_family_s_sets():
+    """Shared prompts with one response were left out: only gdn's sets were looked at."""
+    growing = shared_run(DUALKV["responses"], {"ours": 1.0, "fa4": 0.9, "fa4_shared": 2.0})
+    text = front([growing], current)
+    line = next(x for x in text.splitlines() if "more and more responses" in x and "forward" in x)
+    assert "CUDA graphs at 7 of 7 shapes (mean 0.90 x, worst 0.90 x); worst at" in line
+    assert line.endswith(" beside flash-attn-4, whole sequences.")
+    assert "measured with an older version" in text
+    largest = shared_run(
+        DUALKV["largest"], {"ours": 1.0, "bwd fa4_shared": 0.9}, environment={"our_kernels": "new"}
+    )
+    text = front([largest], current)
+    assert (
+        "- Attention over shared prompts, backward, the largest: CUDA graphs 0.90 x; worst at 28 "
+        "responses of 2048 to a prompt of 32768, beside three flash-attn-4 calls a group, put "
+        "together by hand."
+    ) in text
+    assert "shared prompts, forward, the largest" not in text
+    assert "measured with an older version" not in text
+
+
+def test_no_row_that_pages_mark_as_slower_is_missing_on_the_front_page():
+    runs, digests = [*map(faults.without, records.load())], pages.recorded()
+    marked = "".join(pages.records_page(runs, family, digests) for family in SETS)
+    listed = slower.sections(runs, digests)
+    slow = [row for s in listed for row in s.rows if (tables.ratio(row, ("ours",)) or 1) < 1]
+    assert marked.count(tables.SLOWER) > len(slow) > 0
+    shown = [headline.headline(runs, family, digests) for family in SETS]
+    shown += [select.aside(runs, f, x, digests) for f, sets in pages.ASIDE.items() for x in sets]
+    rows = [row for run in shown if run for row in run.rows]
+    assert all(any(row in section.rows for section in listed) for row in rows)
 
 
 def block_run():
@@ -465,6 +544,21 @@ def test_what_users_get_is_the_step_of_the_record():
     assert worst in front([both], current)
 
 
+def test_users_of_fla_find_their_own_gain_in_the_first_row():
+    """It stood on another page: the best rival was the only one here."""
+    step = [dataclasses.replace(w, direction="both") for w in GDN["anchors"][21:24]]
+    run = run_of([*GDN["anchors"], *step])
+    kinds = [[row for row in run.rows if row.kind == kind] for kind in ("fwd", "both")]
+    forward, both = (spread.beside(rows, "fla") for rows in kinds)
+    ratios = [row.time_ms("fla") / row.time_ms("ours") for row in kinds[0]]
+    assert forward == spread.spread(ratios)
+    said = f"{forward.at_least} forward, {both.at_least} forward + backward; beside the best of"
+    assert f"which FLA and transformers run, in CUDA graphs {said}" in front([run], current)
+    rows = (dataclasses.replace(row, results=row.results[:1]) for row in run.rows)
+    alone = dataclasses.replace(run, rows=tuple(rows))
+    assert "FLA's own kernels" not in front([alone], current)
+
+
 def test_records_say_how_kernels_were_launched():
     assert "Our kernels were" not in raw([anchor_run()], current)
     assert "older than the replay of calls" in front([anchor_run()], current)
@@ -493,10 +587,28 @@ def test_every_number_says_where_it_was_measured():
     assert where in drawn["gdn-fwd-16x32"].subtitle
 
 
+def test_every_column_of_the_records_is_defined():
+    headers = set()
+    for family in SETS:
+        lines = raw(records.load(), pages.recorded(), family).splitlines()
+        for header, rule in itertools.pairwise(lines):
+            if re.fullmatch(r"\|( -+:? \|)+", rule) and "batch" not in header:
+                headers.update(cell.strip() for cell in header.split("|")[1:-1])
+    text = pages.records_index([], current).partition("## Columns")[2].partition("\n## ")[0]
+    libraries = {label for run in records.load() for label in run.labels.values()}
+    steps = {"backward", "sum", "eager p20", *(x for x in headers if x.endswith(": forward"))}
+    for name in headers - libraries - steps:
+        assert name.partition(", ours")[0] in text, name
+    assert {"rival / ours", "worst error", "host, additions"} <= headers
+
+
 def test_a_record_of_other_kernels_is_stale():
     run = anchor_run()
-    assert "Kernels changed since" not in front([run], current)
-    assert "Kernels changed since" in front([run], other)
+    today = "digests of the generated code that ran, and they equal this checkout's"
+    for digests in (current, other):
+        text = front([run], digests)
+        assert ("Kernels changed since" in text) == (today not in text) == (digests is other)
+    assert today not in front([], current)
     assert "Stale" not in raw([run], current)
     assert "**Stale:** the kernels changed since" in raw([run], other)
     assert "| stale" in pages.records_index([run], other)

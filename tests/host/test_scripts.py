@@ -180,9 +180,19 @@ def test_rivals_are_installed_on_request(machine):
     assert machine.run("setup_env.sh --rivals").returncode == 0
     assert machine.ran("-e .[compile,bench,test,dev]") == machine.ran(RIVALS) == 1
     assert (
-        "setup_env.sh --rival; need --rivals or nothing"
+        "setup_env.sh --rival; need --rivals, --help or nothing"
         in machine.run("setup_env.sh --rival").stderr
     )
+
+
+def test_setting_up_explains_itself_and_then_does_nothing(machine):
+    """--help was an unknown argument."""
+    machine.python()
+    done = machine.run("setup_env.sh --help")
+    assert done.returncode == 0
+    assert "bash scripts/setup_env.sh --rivals  also what benchmarks compare with" in done.stdout
+    assert "root=" not in done.stdout
+    assert machine.ran("-m venv") == 0
 
 
 def test_rivals_need_a_gpu(machine):

@@ -76,9 +76,16 @@ def test_filled_set_has_several_sequences_in_every_row():
     assert min(len(w.lengths) for w in GDN["filled"]) == 2
 
 
-@pytest.mark.parametrize("text", [*FORWARD_LENGTHS, "1x1", "64x3", "1x64", "64 of 1", "64 of 4"])
+@pytest.mark.parametrize("text", [*FORWARD_LENGTHS, "1x1", "64x3", "64x1", "64 of 1", "64 of 4"])
 def test_length_labels_round_trip(text):
     assert label_lengths(parse_lengths(text)) == text
+
+
+def test_lengths_stand_before_counts_for_one_sequence_and_for_one_token_too():
+    """`1x100` was one sequence of 100 tokens, and `2x100` a hundred of two."""
+    assert parse_lengths("100x1") == parse_lengths("100") == (100,)
+    assert parse_lengths("1x100") == parse_lengths("100 of 1") == (1,) * 100
+    assert parse_lengths("3000x5") == (3000,) * 5
 
 
 def test_random_lengths_fill_the_total():

@@ -31,9 +31,11 @@ from qla_kernels.conv import launch as conv_launch
 from qla_kernels.conv import ops as conv_ops
 from qla_kernels.conv import update as conv_update
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.gdn import api
+from qla_kernels.gdn import GdnPool, api
 from qla_kernels.gdn import autograd as gdn
 from qla_kernels.gdn import ops as gdn_ops
+from qla_kernels.gdn.anchored import launch as pool_launch
+from qla_kernels.gdn.anchored import pool as gdn_pool
 from qla_kernels.gdn.decode import launch as decode_launch
 from qla_kernels.gdn.decode import packed
 from qla_kernels.gdn.launch import backward as gdn_backward
@@ -98,6 +100,8 @@ conv_ops.conv_fwd, conv_ops.conv_bwd = conv_launch.conv_fwd, conv_launch.conv_bw
 conv_update.conv_update = hybrid_step.conv_update = conv_launch.conv_update
 packed.gdn_recurrent_slots = decode_launch.gdn_recurrent_slots
 packed.gdn_recurrent_norm = decode_launch.gdn_recurrent_norm
+gdn_pool.gdn_pool_extend = pool_launch.gdn_pool_extend
+gdn_pool.gdn_pool_reject = pool_launch.gdn_pool_reject
 INDEX = build_index(
     *torch.zeros(2, 1, 512, 2, 64, dtype=torch.bfloat16), FixedVerticalSlash([0, 5, 300], [0, 2])
 )
@@ -417,6 +421,45 @@ def steps_of_decoding() -> None:
             conv_update.UPDATES,
         )
         assert len(names) == 1
+
+
+def steps_of_a_pool() -> None:
+    """One program serves any slots, counts and lengths, and all pools of a size."""
+    pools = [GdnPool(4, 2, 4, 128, 128, device="cpu") for _ in range(2)]
+    step = [x.view(3, 2, *x.shape[2:]) for x in _gdn(6)]
+    raw = {"A_log": torch.zeros(4), "dt_bias": torch.zeros(4), "use_gate_in_kernel": True}
+    kernels = ["gdn_append_tokens", "gdn_anchored_fwd"]
+    for slots in (torch.tensor([2, -1, 0]), torch.tensor([2, -1, 0], dtype=torch.int32)):
+        others = slots.flip(0)
+        for options in ({}, {**raw, "use_qk_l2norm_in_kernel": True}):
+
+            def decode(slots: Tensor = slots, pool: GdnPool = pools[0], o: Any = options) -> Any:
+                return (pool.decode(*step, slots, **o),)
+
+            names = _is_replayed(decode, gdn_pool.DECODES)
+            norms = ["gdn_l2norm"] * 2 * bool(options)
+            assert [x.split("_bf16")[0].split("_fp32")[0] for x in names] == [
+                *norms, "gdn_activate", *kernels
+            ]  # fmt: skip
+            for pool in pools:
+                before = gdn_pool.DECODES.replays(), [x._version for x in pool.tensors]
+                launches, _ = _launches(functools.partial(decode, others, pool))
+                pool.lengths.fill_(70)
+                assert gdn_pool.DECODES.replays() == before[0] + 1
+                changed = [x._version - n for x, n in zip(pool.tensors, before[1], strict=True)]
+                assert changed == [1] * 6 + [2]
+                given = {at for x in launches[-2:] for at in x.addresses}
+                assert {x.data_ptr() for x in (*pool.tensors, others)} <= given
+
+        def reject(slots: Tensor = slots, counts: Tensor = slots, pool: Any = pools[0]) -> Any:
+            pool.reject(slots, counts)
+            return ()
+
+        (name,) = _is_replayed(reject, gdn_pool.REJECTS)
+        assert name.startswith("gdn_reject_tokens")
+        (launch,), _ = _launches(functools.partial(reject, others, slots, pools[1]))
+        lengths = pools[1].tensors.lengths
+        assert [x.data_ptr() for x in (others, slots, lengths)] == [*launch.addresses[:3]]
 
 
 def sparse_attention_() -> None:

@@ -49,6 +49,7 @@ from qla_kernels import (
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.dualkv import cpu as dualkv_cpu
 from qla_kernels.dualkv import launch as dualkv_launch
+from qla_kernels.gdn import GdnPool
 from qla_kernels.gdn.tree.tables import ON_HOST
 from qla_kernels.hybrid import delta_tables, shared_prefix_conv1d
 from qla_kernels.sparse_ring import build, gradients, launch, ring, shard
@@ -129,6 +130,8 @@ def gdn() -> Iterator[Kind]:
             yield f"{w.name}, lengths on the device", partial(_without_lengths, w)
             if len(set(w.lengths)) == 1:
                 yield f"{w.name}, dense", partial(_dense, w)
+        if w.kind == "decode":
+            yield f"{w.name}, pool", partial(_in_gdn_pool, w)
 
 
 def _lengths_on_host(inputs: Any) -> Tensor:
@@ -136,6 +139,11 @@ def _lengths_on_host(inputs: Any) -> Tensor:
 
 
 gdn_ours._on_host = _lengths_on_host
+
+
+def _in_gdn_pool(w: Gdn) -> Run:
+    """Of few sequences: a pool fills its memory. Launches do not depend on their number."""
+    return of_adapter(gdn_ours.OursPool(), gdn_inputs, replace(w, lengths=w.lengths[:8]))
 
 
 def _without_lengths(w: Gdn) -> Run:
@@ -274,6 +282,9 @@ def options() -> Iterator[Kind]:
     for K, V in ((96, 192), (64, 128), (128, 256)):
         for dtype in (torch.float32, torch.bfloat16):
             yield f"prefill of {K} x {V}, {dtype}", partial(_prefilled, K, V, dtype)
+    for K, V in ((96, 192), (64, 128), (128, 256)):
+        for tokens in (1, 4):
+            yield f"pool of {K} x {V}, {tokens} tokens", partial(_raw_in_gdn_pool, K, V, tokens)
 
 
 def _with_options(w: Gdn, way: dict[str, Any]) -> Run:
@@ -292,6 +303,30 @@ def _prefilled(K: int, V: int, dtype: torch.dtype) -> Run:
         prefill_gated_delta_rule, *x[:5], states, slots, state_v_first=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
+
+
+def _raw_in_gdn_pool(K: int, V: int, tokens: int) -> Run:
+    """As a layer calls it: raw gates in bf16, and q, k and v that are slices of a projection."""
+    N, (H, HV) = 5, (2, 8)
+    rows, gates = room(N, tokens, 2 * H * K + HV * V), room(2, N, tokens, HV)
+    q, k, v = (
+        x.unflatten(2, (heads, -1))
+        for x, heads in zip(rows.split((H * K, H * K, HV * V), 2), (H, H, HV), strict=True)
+    )
+    A_log, dt_bias = (room(HV, dtype=torch.float32) for _ in range(2))
+    slots, counts = (torch.zeros(N, dtype=dtype) for dtype in (torch.int32, torch.int64))
+    pool = GdnPool(N, H, HV, K, V, device="cpu")
+
+    def run() -> Tensor:
+        for norms in (False, True):
+            o = pool.decode(
+                q, k, v, *gates, slots, use_qk_l2norm_in_kernel=norms, use_gate_in_kernel=True,
+                A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True,
+            )  # fmt: skip
+            pool.reject(slots, counts)
+        return o
+
+    return run
 
 
 def main(families: Iterable[str]) -> int:

@@ -13,7 +13,36 @@ from torch import Tensor
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.shapes import NEW_TOKENS, TAIL_PLACES
+from qla_kernels.operators import Overwritten
 from qla_kernels.tile.constants import CHUNK
+
+
+class Slots(NamedTuple):
+    """A pool's tensors; the last slot takes what sequences of padding write."""
+
+    # [slots, HV, K, V] fp32, the state after `anchored` tokens; in memory, rows of zeros follow up
+    # to the K of the kernels' variant
+    anchors: Overwritten
+    k_tail: Overwritten  # [slots, TAIL_PLACES, H, K]; token t has place t % TAIL_PLACES
+    v_tail: Overwritten  # [slots, TAIL_PLACES, HV, V]
+    g_tail: Overwritten  # [slots, TAIL_PLACES, HV] fp32
+    beta_tail: Overwritten  # [slots, TAIL_PLACES, HV] fp32
+    anchored: Overwritten  # [slots] int32, a multiple of CHUNK
+    lengths: Overwritten  # [slots] int32, tokens of the sequence so far
+
+    @property
+    def tails(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """k, v, g and beta of all places, [slots TAIL_PLACES, ..]."""
+        k, v, g, beta = (x.flatten(0, 1) for x in self[1:5])
+        return k, v, g, beta
+
+
+class Extension(NamedTuple):
+    """Which sequences of a pool a call's tokens extend."""
+
+    state_indices: Tensor  # [N], the slot of each; one outside the pool marks padding
+    has_initial_state: Tensor | None  # [N]: sequences that go on, of a prefill; None if none does
+    drafts: bool  # a decode: all go on, and no new token may enter an anchor
 
 
 class Tokens(NamedTuple):
@@ -26,20 +55,6 @@ class Tokens(NamedTuple):
     beta: Tensor  # [T, HV]
 
 
-class Slots(NamedTuple):
-    """A pool's tensors; the last slot takes what sequences of padding write."""
-
-    # [slots, HV, K, V] fp32, the state after `anchored` tokens; in memory, rows of zeros follow up
-    # to the K of the kernels' variant
-    anchors: Tensor
-    k: Tensor  # [slots, TAIL_PLACES, H, K]; token t of a sequence has place t % TAIL_PLACES
-    v: Tensor  # [slots, TAIL_PLACES, HV, V]
-    g: Tensor  # [slots, TAIL_PLACES, HV] fp32
-    beta: Tensor  # [slots, TAIL_PLACES, HV] fp32
-    anchored: Tensor  # [slots] int32, a multiple of CHUNK
-    lengths: Tensor  # [slots] int32, tokens of the sequence so far
-
-
 class TokenPlaces(NamedTuple):
     """Which token each place of a pack holds."""
 
@@ -49,32 +64,26 @@ class TokenPlaces(NamedTuple):
     used: Tensor  # [size] false past the end
 
 
-def extend(
-    pool: Slots,
-    x: Tokens,
-    bounds: Tensor,
-    state_indices: Tensor,
-    scale: float,
-    fresh: Tensor | None = None,
-    drafts: bool = False,
-) -> Tensor:
-    """Appends tokens bounds[n] .. bounds[n + 1] to the sequence in slot state_indices[n].
+def extend(call: Call, pool: Slots, extension: Extension) -> Tensor:
+    """Appends the call's tokens, activated, to sequences; returns their o [B, T, HV, V].
 
-    Args:
-        bounds: [N + 1], as cu_seqlens.
-        state_indices: [N]; an index outside the pool marks a sequence of padding.
-        fresh: [N] bool, sequences that begin with these tokens; None if all go on.
-        drafts: the new tokens may be taken back, so that none of them may enter an anchor.
-
-    Returns:
-        o [T, HV, V], 0 for sequences of padding and for tokens of none.
+    o is 0 for sequences of padding and for tokens of none.
     """
-    T, N = x.q.shape[0], state_indices.shape[0]
+    if not call.v.numel() or not call.num_sequences:
+        return call.v.new_zeros(call.v.shape)
+    state_indices, has_initial_state, drafts = extension
+    x = Tokens(*(t.flatten(0, 1) for t in call[:5]))
+    T, N = x.q.shape[0], call.num_sequences
+    if call.cu_seqlens is None:
+        bounds = torch.arange(N + 1, device=x.q.device) * call.q.shape[1]
+    else:
+        bounds = call.cu_seqlens.long()
     last = pool.lengths.shape[0] - 1
-    bounds = bounds.long()
     live = (state_indices >= 0) & (state_indices < last)
     slots = torch.where(live, state_indices, last).long()
-    goes_on = live if fresh is None else live & ~fresh
+    goes_on = live
+    if not drafts:
+        goes_on = live & (False if has_initial_state is None else has_initial_state != 0)
     base = torch.where(goes_on, pool.anchored[slots], 0).long()
     kept = torch.where(goes_on, pool.lengths[slots], 0).long() - base
     kept = kept.clamp(0, TAIL_PLACES - NEW_TOKENS)  # as append_tokens
@@ -96,15 +105,15 @@ def extend(
 
         def mixed(given: Tensor, held: Tensor) -> Tensor:
             mask = from_tail.reshape(-1, *[1] * (given.dim() - 1))
-            return torch.where(mask, held.flatten(0, 1)[old], given[new])
+            return torch.where(mask, held[old], given[new])
 
-        k, v, g, beta = map(mixed, x[1:], (pool.k, pool.v, pool.g, pool.beta))
+        k, v, g, beta = map(mixed, x[1:], pool.tails)
         return Tokens(x.q[new], k, v, g, beta)
 
     def run(tokens: Tokens, places: TokenPlaces, h0: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = (t[None] for t in tokens)
-        call = Call(q, k, v, g, beta, scale, h0, places.bounds.int())
-        done = ops.gdn_fwd(call, options)
+        packed_call = Call(q, k, v, g, beta, call.scale, h0, places.bounds.int())
+        done = ops.gdn_fwd(packed_call, options)
         assert done.final_state is not None, "it was asked for"
         return done.o[0], done.final_state
 
@@ -114,8 +123,8 @@ def extend(
 
     place = tail[rest.owner] + (base[rest.owner] + rest.token) % TAIL_PLACES
     place = torch.where(rest.used, place, last * TAIL_PLACES)
-    for held, new in zip((pool.k, pool.v, pool.g, pool.beta), tokens[1:], strict=True):
-        held.flatten(0, 1)[place] = new.to(held.dtype)
+    for held, new in zip(pool.tails, tokens[1:], strict=True):
+        held[place] = new.to(held.dtype)
     pool.anchors[slots] = anchors
     pool.anchored[slots] = (base + whole).int()
     pool.lengths[slots] = (base + total).int()
@@ -129,7 +138,8 @@ def extend(
         _taken(o_first, first.bounds[owner] + token),
         _taken(o_rest, rest.bounds[owner] + token - whole[owner]),
     )
-    return torch.where(((at < bounds[-1]) & live[owner])[:, None, None], o, 0)
+    o = torch.where(((at < bounds[-1]) & live[owner])[:, None, None], o, 0)
+    return o.view(call.v.shape)
 
 
 def _places(begin: Tensor, end: Tensor, room: int) -> TokenPlaces:

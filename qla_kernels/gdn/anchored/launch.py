@@ -1,15 +1,56 @@
-"""Launches a step of a pool on a GPU: append_tokens, then anchored_fwd."""
+"""The operators of a pool on a GPU. A step launches append_tokens, then anchored_fwd."""
 
+import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
-from qla_kernels.gdn.anchored.extend import Slots
-from qla_kernels.gdn.call import Call
+from qla_kernels.gdn.anchored.extend import Extension, Slots, extend
+from qla_kernels.gdn.anchored.ops import POOL_OP, Rejection
+from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.kernels import anchored_fwd as anchored_kernel
 from qla_kernels.gdn.kernels import append_tokens as append_kernel
+from qla_kernels.gdn.kernels import reject_tokens as reject_kernel
+from qla_kernels.gdn.launch.activations import activate
+from qla_kernels.gdn.launch.chunks import l2norm_fwd
 from qla_kernels.gdn.launch.tensors import low_words
 from qla_kernels.gdn.shapes import STEP_COLUMNS, key_room
 from qla_kernels.sm90 import dtype_name, require_aligned
+
+
+@torch.no_grad()
+def gdn_pool_extend(call: Call, pool: Slots, extension: Extension, options: Options) -> Tensor:
+    """Runs the operator gdn_pool_extend on CUDA tensors."""
+    with device.of(call.q):
+        call = _activated(call, options)
+        if extension.drafts:
+            o = decode(pool, call, extension.state_indices)
+        else:
+            o = extend(call, pool, extension)
+    torch.autograd.graph.increment_version(pool)  # the dispatcher does so, but may be bypassed
+    return o
+
+
+@torch.no_grad()
+def gdn_pool_reject(rejection: Rejection) -> None:
+    """Runs the operator gdn_pool_reject on CUDA tensors."""
+    lengths, _, state_indices, num_tokens = rejection
+    if num_tokens.dtype not in (torch.int32, torch.int64):
+        num_tokens = num_tokens.int()
+    if state_indices.numel():
+        with device.of(lengths):
+            jit.compile(reject_kernel, reject_kernel.VARIANTS[0])(
+                low_words(state_indices), low_words(num_tokens), lengths
+            )
+    torch.autograd.graph.increment_version(lengths)
+
+
+def _activated(call: Call, options: Options) -> Call:
+    """Returns the call with normalised q and k and activated g and beta, as chunks read them."""
+    q, k, raw = call.q, call.k, (call.g, call.beta, call.A_log, call.dt_bias)
+    if options.use_qk_l2norm_in_kernel:
+        q, k = l2norm_fwd(q), l2norm_fwd(k)
+    g, beta = activate(*raw, options.beta_range)
+    return call._replace(q=q, k=k, g=g, beta=beta)
 
 
 def decode(pool: Slots, call: Call, state_indices: Tensor) -> Tensor:
@@ -18,10 +59,10 @@ def decode(pool: Slots, call: Call, state_indices: Tensor) -> Tensor:
     The call's q and k are normalised and its gates activated, in fp32 and contiguous.
     """
     q, k, v, g, beta, scale, *_ = call
-    require_aligned("GdnPool", q=q, k=k, v=v)
-    with device.of(q):
+    require_aligned(POOL_OP, q=q, k=k, v=v)
+    o = v.new_empty(v.shape)
+    if o.numel():
         steps = append(pool, k, v, g, beta, low_words(state_indices))
-        o = v.new_empty(v.shape)
         anchored_fwd(pool, q.contiguous(), steps, o, scale)
     return o
 
@@ -38,15 +79,7 @@ def append(
     """
     steps = state_indices.new_empty(k.shape[0], STEP_COLUMNS)
     jit.compile(append_kernel, append_kernel.Variant(dtype_name(k.dtype)))(
-        k,
-        v,
-        g,
-        beta,
-        state_indices,
-        *(x.flatten(0, 1) for x in (pool.k, pool.v, pool.g, pool.beta)),
-        pool.anchored,
-        pool.lengths,
-        steps,
+        k, v, g, beta, state_indices, *pool.tails, pool.anchored, pool.lengths, steps
     )
     return steps
 
@@ -66,7 +99,7 @@ def anchored_fwd(pool: Slots, q: Tensor, steps: Tensor, o: Tensor, scale: float)
     items = B * HV * (V // tile_v)
     jit.compile(anchored_kernel, variant)(
         q.view(B * T, H, K),
-        *(x.flatten(0, 1) for x in (pool.k, pool.v, pool.g, pool.beta)),
+        *pool.tails,
         steps,
         anchors.as_strided((*anchors.shape[:2], room, V), anchors.stride()),
         o.view(B * T, HV, V),

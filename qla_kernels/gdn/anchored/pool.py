@@ -1,15 +1,14 @@
 """GdnPool: sequences whose prefill, decoding and verification have the chunked form's bits."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import checks_contents
+from qla_kernels.arguments import flag
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn import cpu, ops
-from qla_kernels.gdn.anchored.extend import Slots, Tokens, extend
+from qla_kernels.gdn.anchored.extend import Extension, Slots
+from qla_kernels.gdn.anchored.ops import POOL_OP, Rejection, gdn_pool_extend, gdn_pool_reject
 from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.decode.validate import expect_indices
 from qla_kernels.gdn.keywords import checked_flags, scale_of
 from qla_kernels.gdn.ops import state_dtype
 from qla_kernels.gdn.shapes import KEY_SIZES, NEW_TOKENS, TAIL_PLACES, key_room
@@ -20,9 +19,10 @@ from qla_kernels.gdn.validate import (
     expect_tensor,
     refusal,
 )
+from qla_kernels.programs import RECORD, Programs
 from qla_kernels.sm90 import dtype_name, expect_tensors, require
 
-OP = "GdnPool"
+DECODES, REJECTS = Programs(f"{POOL_OP}.decode"), Programs(f"{POOL_OP}.reject")
 
 
 class GdnPool:
@@ -56,7 +56,7 @@ class GdnPool:
         sizes = num_slots, num_heads, num_value_heads, K, V
         if min(sizes) < 1 or num_value_heads % num_heads:
             needs = "at least one of each, and num_value_heads a multiple of num_heads"
-            raise ValueError(need(OP, f"(slots, H, HV, K, V) = {sizes}", needs, "change them"))
+            raise ValueError(need(POOL_OP, f"(slots, H, HV, K, V) = {sizes}", needs, "change them"))
         slots, H, HV = num_slots + 1, num_heads, num_value_heads  # the last one is for padding
         like = torch.empty(0, dtype=dtype, device=device)
         wide = state_dtype(like)
@@ -64,10 +64,10 @@ class GdnPool:
         room = key_room(K) if K in KEY_SIZES else K
         self.tensors = Slots(
             anchors=like.new_zeros(slots, HV, room, V, dtype=wide)[:, :, :K],
-            k=like.new_zeros(slots, TAIL_PLACES, H, K),
-            v=like.new_zeros(slots, TAIL_PLACES, HV, V),
-            g=like.new_zeros(slots, TAIL_PLACES, HV, dtype=wide),
-            beta=like.new_zeros(slots, TAIL_PLACES, HV, dtype=wide),
+            k_tail=like.new_zeros(slots, TAIL_PLACES, H, K),
+            v_tail=like.new_zeros(slots, TAIL_PLACES, HV, V),
+            g_tail=like.new_zeros(slots, TAIL_PLACES, HV, dtype=wide),
+            beta_tail=like.new_zeros(slots, TAIL_PLACES, HV, dtype=wide),
             anchored=like.new_zeros(slots, dtype=torch.int32),
             lengths=like.new_zeros(slots, dtype=torch.int32),
         )
@@ -93,30 +93,38 @@ class GdnPool:
         cu_seqlens: Tensor | None = None,
         has_initial_state: Tensor | None = None,
         scale: float | None = None,
-        **options: Any,
+        *,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
     ) -> Tensor:
         """Appends tokens to sequences; returns their o [B, T, HV, V].
 
+        Arguments that are not listed are those of `chunk_gated_delta_rule`.
+
         Args:
-            q, k, v, g, beta, cu_seqlens, scale: as in `chunk_gated_delta_rule`.
             state_indices: [N] int32 or int64, the slot of each sequence. An index outside the pool
-                marks a sequence of padding: its results are 0, and no slot is changed.
+                marks a sequence of padding: its results are 0, and no slot is changed. Two
+                sequences must not share a slot: on a CPU, and under QLA_CHECK=1, that is a
+                ValueError.
             has_initial_state: [N] bool, which sequences go on; the others begin with these tokens,
                 whatever the slot held before. None if all of them begin.
-            options: use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
-                use_beta_sigmoid_in_kernel and allow_neg_eigval, as in `chunk_gated_delta_rule`.
         """
-        call, chosen = self._checked(q, k, v, g, beta, state_indices, cu_seqlens, scale, options)
-        N = call.num_sequences
-        if has_initial_state is None:
-            fresh = torch.ones(N, dtype=torch.bool, device=q.device)
-        else:
-            where = (N,), "[N]", q.device
-            expect_tensor(OP, "has_initial_state", has_initial_state, *where)
-            fresh = has_initial_state == 0
-        return self._extended(_activated(call, chosen), state_indices, fresh, drafts=False)
+        options = Options(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        gate = Gate(use_gate_in_kernel, A_log, dt_bias)
+        call, options = self._checked(
+            q, k, v, g, beta, state_indices, cu_seqlens, scale, gate, options
+        )
+        if has_initial_state is not None:
+            where = (call.num_sequences,), "[N]", q.device
+            expect_tensor(POOL_OP, "has_initial_state", has_initial_state, *where)
+        extension = Extension(state_indices, has_initial_state, drafts=False)
+        o: Tensor = gdn_pool_extend(call, self.tensors, extension, options)
+        return o
 
-    @torch.no_grad()
     def decode(
         self,
         q: Tensor,
@@ -126,27 +134,46 @@ class GdnPool:
         beta: Tensor,
         state_indices: Tensor,
         scale: float | None = None,
-        **options: Any,
+        *,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
     ) -> Tensor:
         """Appends T tokens to each of B sequences, at most 8; returns their o [B, T, HV, V].
 
         The tokens may be drafts: `reject` takes back those that are not accepted. Arguments are
         those of `prefill`. A slot that has held no sequence begins one.
         """
+        pool = self.tensors
+        given = (
+            q, k, v, g, beta, *pool, state_indices, scale, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        )  # fmt: skip
+        found = None if torch.compiler.is_compiling() else DECODES.find(*given)
+        if type(found) is tuple:
+            torch.autograd.graph.increment_version(pool)
+            o: Tensor = found[0]
+            return o
         if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > NEW_TOKENS:
-            fix = "append them with prefill, or in several calls"
-            raise Unsupported(need(OP, f"decode of {q.shape[1]} tokens", f"1 to {NEW_TOKENS}", fix))
-        call, chosen = self._checked(q, k, v, g, beta, state_indices, None, scale, options)
-        call = _activated(call, chosen)
-        if not call.v.numel():
-            return torch.zeros_like(call.v)
-        if q.is_cuda:
-            from qla_kernels.gdn.anchored import launch  # kernels need what a CPU may not have
+            got, fix = (
+                f"decode of {q.shape[1]} tokens",
+                "append them with prefill, or in several calls",
+            )
+            raise Unsupported(need(POOL_OP, got, f"1 to {NEW_TOKENS}", fix))
+        options = Options(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        gate = Gate(use_gate_in_kernel, A_log, dt_bias)
+        call, options = self._checked(q, k, v, g, beta, state_indices, None, scale, gate, options)
 
-            return launch.decode(self.tensors, call, state_indices)
-        return self._extended(call, state_indices, None, drafts=True)
+        def run() -> tuple[Tensor, ...]:
+            extension = Extension(state_indices, None, drafts=True)
+            return (gdn_pool_extend(call, pool, extension, options),)
 
-    @torch.no_grad()
+        with torch.no_grad():
+            return (DECODES.record(given, run) if found is RECORD else run())[0]
+
     def reject(self, state_indices: Tensor, num_tokens: Tensor) -> None:
         """Takes back the last num_tokens[n] tokens of the sequence in slot state_indices[n].
 
@@ -156,33 +183,23 @@ class GdnPool:
                 and under QLA_CHECK=1, more than the tail holds raise a ValueError; elsewhere the
                 sequence then goes on from its anchor.
         """
-        expect_tensors(OP, state_indices=state_indices, num_tokens=num_tokens)
-        self._check_indices(state_indices, state_indices.shape[0])
-        shape = tuple(state_indices.shape)
-        expect_tensor(OP, "num_tokens", num_tokens, shape, "[N]", self.tensors.lengths.device)
-        outside = (state_indices < 0) | (state_indices >= self.num_slots)
-        slots = torch.where(outside, self.num_slots, state_indices).long()
-        if slots.is_cpu or checks_contents():
-            held = (self.tensors.lengths - self.tensors.anchored)[slots]
-            wrong = ~outside & ((num_tokens < 0) | (num_tokens > held))
-            if wrong.any():
-                got, needs = f"num_tokens {num_tokens.tolist()}", f"0 to {held.tolist()} of them"
-                fix = "take back at most the tokens of the last decode"
-                raise ValueError(need(OP, got, needs, fix))
-        self.tensors.lengths.index_add_(0, slots, -num_tokens.int())
+        lengths, anchored = self.tensors.lengths, self.tensors.anchored
+        given = lengths, anchored, state_indices, num_tokens
+        found = None if torch.compiler.is_compiling() else REJECTS.find(*given)
+        if type(found) is tuple:
+            torch.autograd.graph.increment_version(lengths)
+            return
+        expect_tensors(POOL_OP, state_indices=state_indices, num_tokens=num_tokens)
+        shape = (state_indices.numel(),)
+        expect_indices(POOL_OP, "state_indices", state_indices, shape, lengths)
+        expect_tensor(POOL_OP, "num_tokens", num_tokens, shape, "[N]", lengths.device)
 
-    def _extended(
-        self, call: Call, state_indices: Tensor, fresh: Tensor | None, drafts: bool
-    ) -> Tensor:
-        if not call.v.numel() or not call.num_sequences:
-            return torch.zeros_like(call.v)
-        bounds = call.cu_seqlens
-        if bounds is None:
-            B, T = call.q.shape[:2]
-            bounds = torch.arange(B + 1, device=call.q.device) * T
-        x = Tokens(*(t.flatten(0, 1) for t in call[:5]))
-        o = extend(self.tensors, x, bounds, state_indices, call.scale, fresh, drafts)
-        return o.view(call.v.shape)
+        def run() -> tuple[Tensor, ...]:
+            gdn_pool_reject(Rejection(*given))
+            return ()
+
+        with torch.no_grad():
+            REJECTS.record(given, run) if found is RECORD else run()
 
     def _checked(
         self,
@@ -194,59 +211,26 @@ class GdnPool:
         state_indices: Tensor,
         cu_seqlens: Tensor | None,
         scale: float | None,
-        keywords: dict[str, Any],
+        gate: Gate,
+        options: Options,
     ) -> tuple[Call, Options]:
         """Returns the call and its options; raises if they do not fit the pool."""
-        gate = Gate(*(keywords.pop(n, None) for n in ("use_gate_in_kernel", "A_log", "dt_bias")))
-        gate = gate._replace(use_gate_in_kernel=bool(gate.use_gate_in_kernel))
-        known = "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"
-        options = Options(**{n: keywords.pop(n) for n in known if n in keywords})
-        options = checked_flags(OP, options)
-        if keywords:
-            got = f"unknown keyword {', '.join(sorted(keywords))}"
-            raise TypeError(need(OP, got, "options of prefill and decode", "remove it"))
-        check_tensors(OP, q, k, v, g, beta, None, cu_seqlens)
-        check_activations(OP, v, gate, options)
-        require(refusal(q, k, v, anchored=True, op=OP))
-        _, _, H, K = self.tensors.k.shape
-        HV, V = self.tensors.v.shape[2:]
-        sizes = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
+        options = checked_flags(POOL_OP, options)
+        use_gate = flag(POOL_OP, "use_gate_in_kernel", gate.use_gate_in_kernel)
+        gate = gate._replace(use_gate_in_kernel=use_gate)
+        check_tensors(POOL_OP, q, k, v, g, beta, None, cu_seqlens)
+        check_activations(POOL_OP, v, gate, options)
+        require(refusal(q, k, v, anchored=True, op=POOL_OP))
+        (_, _, H, K), (_, _, HV, V) = self.tensors.k_tail.shape, self.tensors.v_tail.shape
+        sizes, of = (q.shape[2], v.shape[2], q.shape[3], v.shape[3]), self.tensors.k_tail
         if sizes != (H, HV, K, V):
-            needs = f"{(H, HV, K, V)}, those of the pool"
-            raise ValueError(need(OP, f"(H, HV, K, V) = {sizes}", needs, "make a pool for them"))
-        if q.dtype != self.tensors.k.dtype or q.device != self.tensors.k.device:
-            needs = f"{dtype_name(self.tensors.k.dtype)} on {self.tensors.k.device}, as the pool"
+            got, needs = f"(H, HV, K, V) = {sizes}", f"{(H, HV, K, V)}, those of the pool"
+            raise ValueError(need(POOL_OP, got, needs, "make a pool for them"))
+        if q.dtype != of.dtype or q.device != of.device:
             got = f"q is {dtype_name(q.dtype)} on {q.device}"
-            raise ValueError(need(OP, got, needs, "cast or move them, or make another pool"))
-        scale = scale_of(OP, scale, q)
+            needs = f"{dtype_name(of.dtype)} on {of.device}, as the pool"
+            raise ValueError(need(POOL_OP, got, needs, "cast or move them, or make another pool"))
+        scale = scale_of(POOL_OP, scale, q)
         call = Call(q, k, v, g, beta, scale, None, cu_seqlens, None, *gate.parameters())
-        self._check_indices(state_indices, call.num_sequences)
+        expect_indices(POOL_OP, "state_indices", state_indices, (call.num_sequences,), q)
         return call, options
-
-    def _check_indices(self, state_indices: Tensor, N: int) -> None:
-        where = self.tensors.lengths.device
-        expect_tensor(OP, "state_indices", state_indices, (N,), "[N]", where)
-        if state_indices.dtype not in (torch.int32, torch.int64):
-            got = f"state_indices is {dtype_name(state_indices.dtype)}"
-            raise ValueError(need(OP, got, "int32 or int64", "cast it"))
-        if where.type == "cpu":
-            used = [i for i in state_indices.tolist() if 0 <= i < self.num_slots]
-            if len(set(used)) < len(used):
-                got = f"state_indices {state_indices.tolist()}"
-                fix = "give each sequence a slot of its own"
-                raise ValueError(need(OP, got, "different ones, or such of padding", fix))
-
-
-def _activated(call: Call, options: Options) -> Call:
-    """Returns the call with normalised q and k and activated g and beta, as chunks read them."""
-    q, k = call.q, call.k
-    if options.use_qk_l2norm_in_kernel:
-        q, k = ops.l2norm_fwd(q), ops.l2norm_fwd(k)
-    if q.is_cuda:
-        from qla_kernels.gdn.launch import activations  # kernels need what a CPU may not have
-
-        raw = call.g, call.beta, call.A_log, call.dt_bias
-        g, beta = activations.activate(*raw, options.beta_range)
-    else:
-        g, beta = (t.to(state_dtype(q)) for t in cpu.activated(call, options))
-    return call._replace(q=q, k=k, g=g, beta=beta, A_log=None, dt_bias=None)

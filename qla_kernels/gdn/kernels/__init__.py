@@ -31,6 +31,7 @@ KERNELS = (
     "verify",
     "append_tokens",
     "anchored_fwd",
+    "reject_tokens",
     "pool_states",
     "segment_places",
 )

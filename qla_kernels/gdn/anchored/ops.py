@@ -1,0 +1,102 @@
+"""The torch.library operators of a pool, with their CPU implementations.
+
+    gdn_pool_extend   appends tokens to sequences, as prefill and decode do
+    gdn_pool_reject   takes tokens back
+
+Both change tensors of the pool in place. CUDA tensors go to anchored/launch.py, which is imported
+at an operator's first call with one.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.errors import need
+from qla_kernels.gdn import cpu
+from qla_kernels.gdn.anchored.extend import Extension, Slots, extend
+from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.ops import checked, l2norm_fwd, state_dtype
+from qla_kernels.operators import Overwritten, define_on_records, imported_late
+
+POOL_OP = "GdnPool"
+
+
+class Rejection(NamedTuple):
+    """Tokens that are taken back from the ends of sequences."""
+
+    lengths: Overwritten  # as Slots has it
+    anchored: Tensor  # as Slots has it
+    state_indices: Tensor  # [N], as in Extension
+    num_tokens: Tensor  # [N] integers
+
+
+@torch.no_grad()
+def _extend_on_cpu(call: Call, pool: Slots, extension: Extension, options: Options) -> Tensor:
+    _check_slots(call, pool, extension)
+    q, k = call.q, call.k
+    if options.use_qk_l2norm_in_kernel:
+        q, k = l2norm_fwd(q), l2norm_fwd(k)
+    g, beta = (x.to(state_dtype(q)) for x in cpu.activated(call, options))
+    return extend(call._replace(q=q, k=k, g=g, beta=beta), pool, extension)
+
+
+@torch.no_grad()
+def _reject_on_cpu(rejection: Rejection) -> None:
+    _check_rejection(rejection)
+    lengths, _, state_indices, num_tokens = rejection
+    live = (state_indices >= 0) & (state_indices < len(lengths) - 1)
+    lengths.index_add_(0, state_indices[live].long(), -num_tokens[live].int())
+
+
+def _check_slots(call: Call, pool: Slots, extension: Extension, *_: Any) -> None:
+    """Raises ValueError if two sequences have one slot."""
+    _check_indices(extension.state_indices, len(pool.lengths) - 1)
+
+
+def _check_rejection(rejection: Rejection) -> None:
+    """Raises ValueError if two sequences have one slot, or more tokens go than a tail holds."""
+    lengths, anchored, state_indices, num_tokens = rejection
+    num_slots = len(lengths) - 1
+    _check_indices(state_indices, num_slots)
+    live = (state_indices >= 0) & (state_indices < num_slots)
+    held = (lengths - anchored)[torch.where(live, state_indices, num_slots).long()]
+    if (live & ((num_tokens < 0) | (num_tokens > held))).any():
+        got, needs = f"num_tokens {num_tokens.tolist()}", f"0 to {held.tolist()} of them"
+        fix = "take back at most the tokens of the last decode"
+        raise ValueError(need(POOL_OP, got, needs, fix))
+
+
+def _check_indices(state_indices: Tensor, num_slots: int) -> None:
+    used = [i for i in state_indices.tolist() if 0 <= i < num_slots]
+    if len(set(used)) < len(used):
+        got = f"state_indices {state_indices.tolist()}"
+        fix = "give each sequence a slot of its own"
+        raise ValueError(need(POOL_OP, got, "different ones, or such of padding", fix))
+
+
+def _fake_extend(call: Call, *_: Any) -> Tensor:
+    return call.v.new_empty(call.v.shape)
+
+
+def _fake_reject(*_: Any) -> None:
+    return None
+
+
+ON_CUDA = "qla_kernels.gdn.anchored.launch"
+gdn_pool_extend = define_on_records(
+    "gdn_pool_extend",
+    (Call, Slots, Extension, Options),
+    Tensor,
+    _fake_extend,
+    checked(imported_late(ON_CUDA, "gdn_pool_extend"), _check_slots),
+    _extend_on_cpu,
+)
+gdn_pool_reject = define_on_records(
+    "gdn_pool_reject",
+    (Rejection,),
+    None,
+    _fake_reject,
+    checked(imported_late(ON_CUDA, "gdn_pool_reject"), _check_rejection),
+    _reject_on_cpu,
+)
