@@ -36,7 +36,9 @@ from long_context.sequences import Dealer, Documents, Synthetic
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from qla_kernels.sparse_ring import RingGroups, VerticalSlash
+from qla_kernels.sparse_ring import RingGroups
+from qla_kernels.sparse_ring.mask_options import add_mask_options, mask
+from qla_kernels.sparse_ring.measure_inputs import beyond
 
 
 def main() -> None:
@@ -69,8 +71,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (world // ring, ring), mesh_dim_names=("data", "ring"))
     group = RingGroups.from_mesh(mesh["ring"])
     if options.attention == "sparse":
-        most = {"max_v": options.max_v, "max_s": options.max_s}
-        pattern = VerticalSlash(options.recall, options.recall, **most)
+        pattern = mask(options, options.recall)
         recomputed = options.checkpointing == "full"
         layers = tuple(options.dense_layers)
         chosen = attention.sparse(group, pattern, options.schedule, layers, recomputed)
@@ -80,6 +81,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
 
     everyone = init_device_mesh(device.type, (world,))
     causal = causal_model(options.model, chosen.name, options.length, options.layers, device)
+    if (warning := beyond(causal.config, options.length)) and dist.get_rank() == 0:
+        print(warning, flush=True)
     vocabulary = causal.config.vocab_size
     model = distributed(causal, everyone, options.loss_rows, options.checkpointing == "full")
     optimizer = torch.optim.AdamW(
@@ -93,7 +96,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
 
     source: Synthetic | Documents = Synthetic(options.length, vocabulary)
     if options.tokens is not None:
-        source = Documents(options.tokens, options.bounds, options.length)
+        source = Documents(options.tokens, options.bounds, options.length, vocabulary)
     number = mesh.get_local_rank("data"), world // ring
     dealer = Dealer(source, chosen.layout, group.rank, *number, device)
     log = Log(options.out, device)
@@ -119,7 +122,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         if options.checkpoints and (done == options.steps or done % options.save_every == 0):
             checkpoints.save(options.checkpoints, done, model, optimizer)
     if options.export is not None:
-        checkpoints.export(options.export, model)
+        checkpoints.export(options.export, model, options.model)
 
 
 def summed(x: Tensor) -> Tensor:
@@ -172,15 +175,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="qwen2.5-3b", help="qwen2.5-3b, tiny, or a folder with a checkpoint")
-    add("--layers", type=int, help="fewer layers than the configuration has, to try a length out")
+    add("--layers", type=int, help="only the first layers of the model, to try a length out")
     add("--length", type=int, default=131072, help="most tokens of a sequence")
     add("--tokens", type=Path, help="tokens in one dimension, by numpy.save; synthetic without")
-    add("--bounds", type=Path, help="bounds of the documents in --tokens, by numpy.save")
+    add("--bounds", type=Path, help="first token of each document and, last, the number of tokens")
     add("--ring", type=int, help="ranks that share a sequence; all by default")
     add("--attention", default="sparse", choices=("sparse", "dense"))
     add("--recall", type=float, default=0.95, help="target of the lines")
-    add("--max-v", type=int, default=4096, help="most columns of a head")
-    add("--max-s", type=int, help="most diagonals of a head, which bounds the time of a step")
+    add_mask_options(parser)
     add("--dense-layers", type=int, nargs="*", default=(), help="layers with every diagonal")
     add("--schedule", default="auto", help="auto, allgather, ring or double_ring")
     add("--dense-kernel", choices=("fa4", "cudnn", "flash", "definition"))

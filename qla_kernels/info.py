@@ -50,7 +50,7 @@ HOOKS = {  # of qla_kernels.integrations: the call that enables each, and its ef
     "transformers attention": ("transformers_dualkv.register()", '"shared_prefix" is ours'),
     "TRL GRPO": ("trl.shared_prefix_trainer(GRPOTrainer)", "each prompt of a batch runs once"),
     "veRL FSDP": ("verl.patch()", "each prompt of a micro-batch runs once"),
-    "transformers ring": ("transformers_sparse_ring.register()", 'attention "sparse_ring" is ours'),
+    "transformers ring": ("transformers_sparse_ring.prepare(model)", '"sparse_ring" is ours'),
 }
 
 ATTENTION = ("dualkv", "sparse_ring")  # they share attn

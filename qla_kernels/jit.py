@@ -32,6 +32,7 @@ from qla_kernels.shared_memory import name_apart
 from qla_kernels.tile.schedule import Schedule
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}  # the a: wgmma and setmaxnreg exist only there
+INSTALL = "pip install '.[compile]' in a checkout of qla-kernels"  # the package is on no index
 
 SHORT_TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"
@@ -115,7 +116,7 @@ def lower(kernel: Kernel, variant: Any) -> Lowered:
 
     Raises ValueError if the kernel builds more or fewer than one device function.
     """
-    tilelang = _tilelang()
+    tilelang = tilelang_for("qla_kernels.jit")
     from tilelang.transform.pass_config import normalize_pass_configs
     from tvm.ir.transform import PassContext
     from tvm.target import Target
@@ -167,7 +168,7 @@ def _compiled(module: KernelModule, variant: Any) -> Launch:
     without nvcc on a cache miss, or with a cache folder that cannot be written.
     """
     name = label(module, variant)
-    tilelang = _tilelang(name)
+    tilelang = tilelang_for(name, name)
     started = time.perf_counter()
     prim_func = trace(module, variant)
     options = {"execution_backend": "tvm_ffi", "pass_configs": dict(module.PASS_CONFIGS)}
@@ -217,7 +218,7 @@ def assemble(
 
 def nvcc_flags(pass_configs: Mapping[str, object]) -> list[str]:
     """Returns the flags with which TileLang calls nvcc for a kernel with these pass configs."""
-    _tilelang()
+    tilelang_for("qla_kernels.jit")
     from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
     flags = ["--cubin", "-O3", "-lineinfo", f"-arch={TARGET['arch']}", "-std=c++20"]
@@ -237,7 +238,7 @@ def nvcc_flags(pass_configs: Mapping[str, object]) -> list[str]:
 @cache
 def nvcc() -> Path:
     """Returns the path of the nvcc that TileLang would call; Unsupported if it does not exist."""
-    _tilelang()
+    tilelang_for("qla_kernels.jit")
     from tilelang.env import CUDA_HOME
 
     path = Path(CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
@@ -311,18 +312,21 @@ def trace(module: KernelModule, variant: Any) -> Any:
     return prim_func
 
 
-def _tilelang(wanted: str | None = None) -> Any:
-    """Imports and returns TileLang; Unsupported if that fails, for the variant that is wanted."""
+def tilelang_for(tool: str, wanted: str = "") -> Any:
+    """Imports and returns TileLang; Unsupported if that fails.
+
+    `wanted` is a variant that a tool compiles because it is not prebuilt.
+    """
     # TileLang announces every compile on stderr by default; the log line in `compile` is enough
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     try:
         return importlib.import_module("tilelang")
     except ImportError as error:
-        got, needs = f"tilelang cannot be imported ({error})", "TileLang, or prebuilt kernels"
+        got, needs, fix = f"tilelang cannot be imported ({error})", "TileLang", INSTALL
         if wanted:
-            got = f"{prebuilt.lacking(wanted)}, and {got}"
-        fix = "pip install 'qla-kernels[compile]', or a wheel of qla-kernels with kernels in it"
-        raise Unsupported(need(wanted or "qla_kernels.jit", got, needs, fix)) from error
+            got, needs = f"{prebuilt.lacking(wanted)}, and {got}", f"{needs}, or prebuilt kernels"
+            fix += ", or a wheel of qla-kernels with kernels in it"
+        raise Unsupported(need(tool, got, needs, fix)) from error
     except OSError as error:  # TileLang makes its cache folder when it is imported
         raise Unsupported(_unwritable(f"tilelang cannot be imported ({error})")) from error
 

@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,14 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
         example.train(example.parse([*SPARSE, *saving, "--layers=1"]), device)
     except SystemExit as error:
         said["another model"] = str(error)
+    if rank == 0:
+        (folder / EXPORTED / "tokenizer.json").write_text("a tokenizer")
+    dist.barrier()
+    model = f"--model={folder / EXPORTED}"
+    again = [f"--export={folder / 'again'}", "--layers=1", "--steps=1", f"--length={LENGTH + 100}"]
+    with redirect_stdout(StringIO()) as printed:
+        losses("again", *SPARSE, model, *again)
+    said["printed"] = printed.getvalue()
     dense = ("--attention=dense", f"--checkpoints={saved}", f"--steps={STEPS + 1}")
     said["after the export"] = losses("after", *TINY, *dense)
     said["dense"] = losses("dense", *TINY, "--attention=dense", "--steps=2")

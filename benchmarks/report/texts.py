@@ -22,7 +22,8 @@ GAINS = (
      "forward and backward of a block of four layers of Qwen3-Next 4.1 to 6.0 x "
      "([note](docs/notes/hybrid-trees.md))"),
     ("sparse_ring", "train on **128K tokens** and more, on one GPU or several",
-     '`transformers_sparse_ring.register()`, then `attn_implementation="sparse_ring"`',
+     "`transformers_sparse_ring.prepare(model)`, "
+     "then `sparse_ring=SparseRingConfig(...)` in each call",
      "attention that computes only the blocks and columns which a mask keeps: {}"),
     ("serving", "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
      "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-backend qla`",

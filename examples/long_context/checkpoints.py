@@ -3,6 +3,7 @@
 `export` writes the model alone, as a folder of transformers.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_state_dict,
+)
+
+# files of a folder that make up its tokenizer
+TOKENIZER = (
+    "*token*.*",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+    "*piece*.model",
+    "tekken.json",
 )
 
 
@@ -60,13 +71,20 @@ def _compare(made: Path, weights: dict[str, Any]) -> None:
         raise SystemExit(f"{got}: {other[0]} is {found} there, and {wanted} here; {fix}")
 
 
-def export(folder: Path, model: Any) -> None:
-    """Writes a LanguageModel's weights and configuration; rank 0 holds all of them meanwhile."""
+def export(folder: Path, model: Any, source: str) -> None:
+    """Writes a LanguageModel's weights in fp32, its configuration, and the tokenizer of `source`.
+
+    `source` is the folder that the model came from, if any. Rank 0 holds all weights meanwhile.
+    """
     everything = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=everything)  # empty on other ranks
     if dist.get_rank() == 0:
         weights = {name.removeprefix("causal."): x for name, x in state.items()}
         model.causal.save_pretrained(folder, state_dict=weights)
+        for pattern in TOKENIZER:
+            for file in Path(source).glob(pattern):
+                if not (folder / file.name).exists():
+                    shutil.copy(file, folder)
     dist.barrier()
 
 

@@ -54,23 +54,26 @@ def causal_model(
     """Returns a model in fp32: one of SIZES with random weights, or a checkpoint in a folder.
 
     Random weights are made on the device, and are the same on every rank and for any number of
-    ranks. A checkpoint is read into the memory of the host.
+    ranks. A checkpoint is read into the memory of the host. `layers` keeps only the first ones.
     """
     import transformers
 
     if name in SIZES:
         config = transformers.Qwen2Config(**SIZES[name], max_position_embeddings=length)
-        config.num_hidden_layers = layers or config.num_hidden_layers
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    else:
+        config = transformers.AutoConfig.from_pretrained(name)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    made: Any = transformers.AutoModelForCausalLM
+    options = {"attn_implementation": attention, "dtype": torch.float32}
+    if name in SIZES:
         torch.manual_seed(0)
         with device:
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=torch.float32
-            )
+            model = made.from_config(config, **options)
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            name, attn_implementation=attention, dtype=torch.float32
-        )
+        model = made.from_pretrained(name, config=config, **options)
     hook.check(model)
     return model
 

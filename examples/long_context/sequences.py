@@ -54,24 +54,48 @@ class Documents:
     each document and, last, the number of tokens. Documents of fewer than two tokens are left out.
     """
 
-    def __init__(self, tokens: Path, bounds: Path | None, length: int) -> None:
+    def __init__(self, tokens: Path, bounds: Path | None, length: int, vocabulary: int) -> None:
+        self._file, self._vocabulary = tokens, vocabulary
         self._tokens = np.load(tokens, mmap_mode="r")
+        if self._tokens.ndim != 1:
+            shape = list(self._tokens.shape)
+            raise SystemExit(f"{tokens} has the shape {shape}; need one dimension; save it flat")
         if bounds is None:
             start = np.arange(0, len(self._tokens) - length + 1, length)
             self._spans = np.stack([start, start + length], 1)
         else:
             edges = np.load(bounds).astype(np.int64)
+            _check_bounds(bounds, edges, len(self._tokens))
             ends = np.minimum(edges[1:], edges[:-1] + length)
             self._spans = np.stack([edges[:-1], ends], 1)[ends - edges[:-1] >= 2]
         if len(self._spans) == 0:
+            least = length if bounds is None else 2
+            fix = "pass a smaller --length" if bounds is None else "see --bounds"
             raise SystemExit(
-                f"{tokens} has no sequence of {length} tokens: pass a smaller --length"
+                f"{tokens} with {len(self._tokens)} tokens has no sequence of {least}: {fix}"
             )
 
     def __getitem__(self, number: int) -> Tensor:
         """Returns the tokens of sequence `number`, int64; after the last one the first follows."""
         start, end = self._spans[number % len(self._spans)]
-        return torch.from_numpy(self._tokens[start:end].astype(np.int64))
+        tokens = torch.from_numpy(self._tokens[start:end].astype(np.int64))
+        if len(wrong := ((tokens < 0) | (tokens >= self._vocabulary)).nonzero()):
+            at = int(wrong[0])
+            got = f"{self._file}: token {start + at} is {int(tokens[at])}"
+            raise SystemExit(f"{got}; need 0 to {self._vocabulary - 1}, the model's vocabulary")
+        return tokens
+
+
+def _check_bounds(file: Path, edges: np.ndarray, num_tokens: int) -> None:
+    """Ends the program unless bounds are the first token of each document and then `num_tokens`."""
+    if edges.ndim != 1 or len(edges) == 0 or edges[0] != 0:
+        raise SystemExit(f"{file}: bounds are {edges.flatten()[:3]} ..; need 0 first")
+    if len(falls := np.flatnonzero(np.diff(edges) < 0)):
+        got = f"{edges[falls[0]]} is followed by {edges[falls[0] + 1]}"
+        raise SystemExit(f"{file}: {got}; need bounds in ascending order")
+    if edges[-1] != num_tokens:
+        fix = f"append {num_tokens}" if edges[-1] < num_tokens else "they are of other tokens"
+        raise SystemExit(f"{file}: bounds end at {edges[-1]}, tokens at {num_tokens}; {fix}")
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@
     for seed in range(6):
         kernel(a, b, c, seed=seed)           outputs in place, as on a GPU
 
-It needs Linux, g++ 11 or newer and TileLang (`pip install 'qla-kernels[compile]'`), and neither a
-GPU nor CUDA. Without them, Unsupported says what is missing. A mistake of the kernel, such as a
-deadlock, a slot that is read before its copy landed or an access outside of a tensor, raises
-EmulationError, and leaves the tensors as they were. README.md says what is modelled.
+It needs Linux, g++ 11 or newer and TileLang (`pip install '.[compile]'` in the checkout), and
+neither a GPU nor CUDA. Without them, Unsupported says what is missing. A mistake of the kernel,
+such as a deadlock, a slot that is read before its copy landed or an access outside of a tensor,
+raises EmulationError, and leaves the tensors as they were. README.md says what is modelled.
 """
 
 from qla_kernels.emulator.case import Case, load

@@ -23,6 +23,7 @@ import torch
 from qla_kernels import command_line, jit
 from qla_kernels.emulator.case import NEEDS, check, emulated
 from qla_kernels.emulator.errors import EmulationError
+from qla_kernels.emulator.lowering import imported
 from qla_kernels.errors import Unsupported
 from qla_kernels.kernel_file import chosen, kernel_of, mistakes
 
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"left out: {SEEDS}")
     options = parser.parse_args(arguments)
     try:
+        imported()  # before the file's own code needs it
         kernel = kernel_of("emulator", options.file, (*NEEDS, "case"))
         outcomes = [
             _right(kernel.module, options.file, variant, options.seeds)

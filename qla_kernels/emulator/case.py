@@ -27,18 +27,20 @@ class Case(NamedTuple):
 
 
 def load(file: str | Path, variant: str = "") -> EmulatedKernel:
-    """Returns the kernel of a file, for the variant with this id, or for the first.
+    """Returns the kernel of a file, for the only variant whose id contains `variant`, or the first.
 
+    An id joins the values of a variant's fields: `bf16-k64` is that of Variant("bfloat16", K=64).
     The file defines VARIANTS, build(variant) and, if it needs any, PASS_CONFIGS, as for
-    `python -m qla_kernels.inspect`. Raises Unsupported if it does not, or has no such variant.
+    `python -m qla_kernels.inspect`. Raises Unsupported if it does not, or has no such variant, or
+    several.
     """
     module = kernel_of("emulator", Path(file), NEEDS).module
     ids = {jit.variant_id(v): v for v in module.VARIANTS}
-    chosen = variant or next(iter(ids))
-    if chosen not in ids:
-        got, needs = f"no variant {chosen!r} in {file}", f"one of {', '.join(ids)}"
-        raise Unsupported(need("emulator", got, needs, "choose one"))
-    return emulated(module, ids[chosen])
+    fitting = [id for id in ids if variant in (id, "")] or [id for id in ids if variant in id]
+    if not fitting or (variant and len(fitting) > 1):
+        got = f"{len(fitting) or 'no'} variants with {variant!r} in {file}"
+        raise Unsupported(need("emulator", got, f"one of {', '.join(ids)}", "choose one"))
+    return emulated(module, ids[fitting[0]])
 
 
 def emulated(module: jit.KernelModule, variant: object) -> EmulatedKernel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qla_kernels.emulator.cache import folder, write
-from qla_kernels.errors import Unsupported, need
-from qla_kernels.jit import TARGET
+from qla_kernels.jit import TARGET, tilelang_for
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,4 @@ def version() -> str:
 
 def imported() -> Any:
     """Imports and returns TileLang; Unsupported if that fails."""
-    try:
-        return importlib.import_module("tilelang")  # before tvm: it makes its own importable
-    except ImportError as error:
-        got, fix = f"tilelang cannot be imported ({error})", "pip install 'qla-kernels[compile]'"
-        raise Unsupported(need("qla_kernels.emulator", got, "TileLang", fix)) from error
+    return tilelang_for("qla_kernels.emulator")  # before tvm: it makes its own importable

@@ -26,7 +26,7 @@ from qla_kernels.errors import Unsupported
 from qla_kernels.inspect.gather import Facts, facts
 from qla_kernels.inspect.rules import check
 from qla_kernels.kernel_file import chosen, kernel_of, mistakes
-from qla_kernels.tile.schedule import Schedule
+from qla_kernels.tile.schedule import FIRST_NAMED, Schedule
 
 NEEDS = ("VARIANTS", "schedule", "build")  # of a file
 # instructions worth a count, in this order
@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     failed, records = 0, []
     try:
+        jit.tilelang_for("qla_kernels.inspect")  # before a kernel's code needs it
         for kernel, variant in _selected(options.kernel, options.variant, options.exact):
             name = jit.label(kernel.module, variant)
             keep = options.dump / name if options.dump else None
@@ -113,7 +114,9 @@ def _report(
         yield f"  barrier {barrier}: arrive count {slots}, waited on by {', '.join(waiting)}"
     for number, named in found.named_barriers.items():
         threads = " and ".join(map(str, named.counts))
-        yield f"  named barrier {number}: for {threads} threads, used by {', '.join(named.roles)}"
+        whose = " (TileLang's own)" if number.isdecimal() and int(number) < FIRST_NAMED else ""
+        roles = ", ".join(named.roles)
+        yield f"  named barrier {number}{whose}: for {threads} threads, used by {roles}"
     yield from (f"  not checked: {reason}" for reason in found.unchecked)
     yield from (f"  VIOLATION {violation}" for violation in violations)
 

@@ -19,7 +19,7 @@ from qla_kernels.tile.schedule import (
 
 def check(facts: Facts, schedule: Schedule) -> list[str]:
     """Returns every violation, in the order in which one would look for its cause."""
-    return [
+    found = [
         *_roles(facts, schedule),
         *_barriers(facts, schedule),
         *_named_barriers(facts),
@@ -27,6 +27,22 @@ def check(facts: Facts, schedule: Schedule) -> list[str]:
         *_sharing(facts),
         *resources(facts, schedule),
     ]
+    return _folded(found, facts, schedule)
+
+
+def _folded(found: list[str], facts: Facts, schedule: Schedule) -> list[str]:
+    """Replaces all that follows from names that the code and the schedule do not share."""
+    absent = [name for name in schedule.barriers if name not in facts.barriers]
+    others = sorted(facts.barriers.keys() - set(schedule.barriers))
+    if not (absent and others):
+        return found
+    hint = (
+        f"barriers: the code has {', '.join(others)}, the schedule {', '.join(absent)}; the "
+        "variable that holds a T.alloc_barrier has to have the barrier's name in the schedule "
+        "(what roles do with these barriers was not compared)"
+    )
+    about = tuple(f"barrier {name}:" for name in (*absent, *others))
+    return [hint, *(violation for violation in found if not violation.startswith(about))]
 
 
 def _roles(facts: Facts, schedule: Schedule) -> Iterator[str]:

@@ -34,7 +34,7 @@ from qla_kernels.integrations.full_attention import (
     other_layers,
     text_config,
 )
-from qla_kernels.integrations.packed_calls import OP, watch
+from qla_kernels.integrations.our_calls import watch
 from qla_kernels.integrations.positions import check_positions
 from qla_kernels.integrations.routers import router_loss
 from qla_kernels.integrations.transformers import beside_layers_that_take_layouts, swap
@@ -42,6 +42,8 @@ from qla_kernels.integrations.transformers import layers_that_take_layouts as li
 
 __all__ = ["attend", "check", "prepare", "register", "router_loss", "select"]
 
+OP = "shared_prefix attention"
+NO_MASK = "leave it out: the layout says who sees whom"
 TRANSFORMERS = "4.57 or later"  # tested; it must make no masks for attentions it does not know
 
 _names: set[str] = set()  # under which our attention is registered
@@ -89,7 +91,7 @@ def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
         swap(model)
     check(model)
     select(model, name)
-    watch(model, _names)
+    watch(model, OP, "shared_prefix", _names, NO_MASK)
 
 
 def select(model: Any, name: str) -> None:
@@ -164,8 +166,7 @@ def attend(
         got, fix = f"a batch of {query.shape[0]} rows", "pack them, and pass batch.input_ids[None]"
         raise ValueError(need(OP, got, "one packed row", fix))
     if attention_mask is not None:
-        got, fix = "an attention_mask", "leave it out: the layout says who sees whom"
-        raise ValueError(need(OP, got, "None", fix))
+        raise ValueError(need(OP, "an attention_mask", "None", NO_MASK))
     if cache is not None or key.shape[2] != query.shape[2]:
         raise ValueError(need(OP, "a cache of keys", "none", "pass use_cache=False"))
     active = {

@@ -1,17 +1,17 @@
 """Vertical-slash attention over a ring, for models of Hugging Face transformers.
 
     from qla_kernels.integrations import transformers_sparse_ring as hook
-    hook.register()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sparse_ring")
-    hook.check(model)
+    model = AutoModelForCausalLM.from_config(config)
+    hook.prepare(model)
     settings = hook.SparseRingConfig(group, layout, VerticalSlash())
     model(ids_local, position_ids=layout.positions(T, rank)[None], use_cache=False,
           sparse_ring=settings)
 
 Each rank passes the tokens of its shard. Shift labels before dealing them to ranks. The settings
 are an argument of the call, because a context manager would not cover the recomputation of
-activations. Only `register` imports transformers. There is no fallback: a call that cannot be run
-raises `Unsupported`.
+activations. `prepare` registers and selects our attention, checks the model, and refuses calls that
+would run with wrong results. Only `register` imports transformers. There is no fallback: a call
+that cannot be run raises `Unsupported`.
 """
 
 import importlib
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from qla_kernels.arguments import checks_contents
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations.full_attention import anything_else, looks_ahead
+from qla_kernels.integrations.our_calls import watch
 from qla_kernels.sparse_ring import (
     Dense,
     RingGroups,
@@ -40,6 +41,9 @@ from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.patterns import Pattern
 
 NAME = "sparse_ring"
+PAD = "leave it out, pad on the right, and pass SparseRingConfig(seqlen=..)"
+APART = "call the model once for each document"
+NO_CACHE = "pass use_cache=False; for generation call model.set_attn_implementation('sdpa')"
 
 # Called after each layer's attention with the layer's number, q [B, L, H, D] and k [B, L, Hk, D] of
 # this rank, and the index, which is the same on every rank. sparse_ring.measure has two of them. A
@@ -64,6 +68,22 @@ class SparseRingConfig:
 def register() -> None:
     """Registers our attention with transformers as "sparse_ring"; repeating it changes nothing."""
     importlib.import_module("transformers").AttentionInterface.register(NAME, attention)
+
+
+def prepare(model: Any) -> None:
+    """Makes a model run calls with `sparse_ring`: registers, checks, and selects our attention.
+
+    From then on such a call with an attention_mask, which transformers would drop, or with another
+    attention selected, raises a ValueError. Other calls are not touched. `model` is one of
+    transformers, before another module wraps it.
+
+    Raises:
+        Unsupported: as `check`; the model is then as it was.
+    """
+    register()
+    check(model)
+    model.set_attn_implementation(NAME)
+    watch(model, NAME, NAME, {NAME}, PAD)
 
 
 def check(model: Any) -> None:
@@ -98,31 +118,35 @@ def attention(
     position_bias: Tensor | None = None,
     position_ids: Tensor | None = None,
     cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
     sparse_ring: SparseRingConfig | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Computes a layer's attention: query [B, H, L, D], key and value [B, Hk, L, D].
 
     transformers calls it. Returns (o [B, L, H, D], None). Raises Unsupported without settings and
-    for any option besides causal attention; and ValueError on every rank of a ring for positions
-    that are not those of the layout (on the CPU, or under QLA_CHECK=1).
+    for any option besides causal attention; and ValueError for positions that restart or, on every
+    rank of a ring, are not those of the layout (on the CPU, or under QLA_CHECK=1).
     """
     if sparse_ring is None:
         fix = "pass sparse_ring=SparseRingConfig(...) to the model's call"
+        fix += "; for generation call model.set_attn_implementation('sdpa')"
         raise Unsupported(need(NAME, "no settings", "them in every call of the model", fix))
     ahead = looks_ahead(module, is_causal)
-    for name, given in (
-        (ahead, ahead),
-        ("an attention mask", attention_mask),
-        ("dropout", dropout or None),
-        ("a sliding window", sliding_window),
-        ("softcap", softcap),
-        ("attention sinks", s_aux),
-        ("position_bias", position_bias),
-        ("a cache of keys", cache),
+    other = "change the model's configuration, or use another attn_implementation"
+    cached = cache is not None or key.shape[2] != query.shape[2]
+    for name, given, fix in (
+        (ahead, ahead, other),
+        ("an attention mask", attention_mask, PAD),
+        ("packed documents (cu_seq_lens_q)", cu_seq_lens_q, APART),
+        ("dropout", dropout or None, other),
+        ("a sliding window", sliding_window, other),
+        ("softcap", softcap, other),
+        ("attention sinks", s_aux, other),
+        ("position_bias", position_bias, other),
+        ("a cache of keys", cached or None, NO_CACHE),
     ):
         if given is not None:
-            fix = "change the model's configuration, or use another attn_implementation"
             raise Unsupported(need(NAME, f"got {name}", "plain causal attention", fix))
     if not torch.compiler.is_compiling() and (query.is_cpu or checks_contents()):
         _check_positions(sparse_ring, position_ids, query.shape[2])
@@ -150,11 +174,14 @@ def attention(
 
 def _check_positions(settings: SparseRingConfig, position_ids: Any, tokens: int) -> None:
     """Raises ValueError on every rank of a ring unless each position is a token's place in the
-    whole sequence.
+    whole sequence; and without a ring if positions do not rise.
 
     Left out, transformers counts from 0 on every rank. Positions of padding may be anything.
     """
     group, layout = settings.group, settings.layout
+    if group is None and layout is None:
+        _check_rising(position_ids, tokens, settings.seqlen)
+        return
     if not isinstance(group, RingGroups) or not isinstance(layout, Layout):
         return  # the call itself refuses half a ring
     problem = None
@@ -169,6 +196,18 @@ def _check_positions(settings: SparseRingConfig, position_ids: Any, tokens: int)
                 fix = "pass position_ids=layout.positions(T, rank)[None]"
                 problem = ValueError(need(NAME, got, needs, fix))
     group.agree(f"{NAME}: position_ids", {}, problem, again=True)
+
+
+def _check_rising(position_ids: Any, tokens: int, seqlen: int | None) -> None:
+    """Raises ValueError if positions of a row restart; images' positions of several axes may."""
+    if not isinstance(position_ids, Tensor) or position_ids.dim() > 2:
+        return
+    if position_ids.shape[-1] == tokens:
+        falls = (position_ids[..., :seqlen].diff() <= 0).nonzero()
+        if len(falls):
+            got = f"position_ids restart at token {int(falls[0, -1]) + 1}"
+            fix = f"{APART}, or pass seqlen if padding begins there"
+            raise ValueError(need(NAME, got, "one sequence in a row", fix))
 
 
 def _pattern(settings: SparseRingConfig, layer: int | None) -> Pattern:

@@ -115,4 +115,4 @@ def _locate(got: Tensor, want: Tensor, rel: float) -> str:
     worst = int(blocks.argmax())
     rows = f"{worst * BLOCK}..{min((worst + 1) * BLOCK, len(power)) - 1}"
     share = (blocks[worst] / blocks.sum()).item()
-    return f"{text}; rows {rows} of axis 1 hold {share:.0%} of the squared error"
+    return f"{text}; indices {rows} of axis 1 hold {share:.0%} of the squared error"

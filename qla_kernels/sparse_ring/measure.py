@@ -15,8 +15,11 @@ each layer, as means over heads, with the worst head in brackets:
     held out   recall of random rows, from which no line was chosen
 
 Held-out recall says how much attention training would lose; window recall is the target that was
-set. Layers whose held-out recall is below `--least` are listed as `dense_layers`, and as the option
-of examples/long_context_train.py.
+set. Layers whose mean held-out recall is below `--least` are listed as `dense_layers`, and as the
+option of examples/long_context_train.py. `--out` writes the numbers of each head, too.
+
+Measured is one sequence: the first `--length` tokens from `--start` on, whatever documents they are
+of. On a GPU the model runs in bf16, on a CPU in fp32.
 """
 
 import argparse
@@ -24,9 +27,8 @@ import importlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +36,18 @@ from torch import Tensor
 from qla_kernels.errors import need
 from qla_kernels.sparse_ring.api import build_index
 from qla_kernels.sparse_ring.index import VSIndex
-from qla_kernels.sparse_ring.patterns import Dense, VerticalSlash
-from qla_kernels.sparse_ring.shapes import BLOCK, TILE
+from qla_kernels.sparse_ring.mask_options import add_mask_options, mask
+from qla_kernels.sparse_ring.measure_inputs import (
+    OP,
+    beyond,
+    measure_dump,
+    measure_model,
+    read_text,
+    read_tokens,
+)
+from qla_kernels.sparse_ring.patterns import VerticalSlash
+from qla_kernels.sparse_ring.shapes import BLOCK
 
-OP = "sparse_ring.measure"
-FORM, SAVE = '{"q": [T, H, D], "k": [T, Hk, D]}, or a dict of these by layer', "save it so"
 ROWS_AT_ONCE = 64  # rows whose probabilities are held: [64, T] fp32 of one head
 
 
@@ -56,6 +65,7 @@ class LayerLines:
     worst_window: float
     held_out: float | None = None  # mean over rows and heads; None if not measured
     worst_held_out: float | None = None  # the head with the lowest mean
+    heads: dict[str, list[float]] = field(default_factory=dict)  # of each head, by what it is
 
     def __str__(self) -> str:
         said = (
@@ -75,17 +85,22 @@ def lines_of_layer(layer: object, index: VSIndex, held_out: Tensor | None = None
     """
     density = index.density()
     window = index.window_recall
+    columns, diagonals = index.v_cnt.double(), index.diagonals().sum(-1).double()
+    heads = {"density": density, "columns": columns, "diagonals": diagonals, "window": window}
+    if held_out is not None:
+        heads["held_out"] = held_out.mean(-1)
     return LayerLines(
         str(layer),
         float(density.mean()),
         float(density.max()),
-        float(index.v_cnt.double().mean()),
-        float(index.diagonals().sum(-1).double().mean()),
+        float(columns.mean()),
+        float(diagonals.mean()),
         float(index.runs().mean()),
         float(window.mean()),
         float(window.min()),
         None if held_out is None else float(held_out.mean()),
         None if held_out is None else float(held_out.mean(-1).min()),
+        {name: x.flatten().tolist() for name, x in heads.items()},
     )
 
 
@@ -175,101 +190,46 @@ class Measured:
             found.append(lines_of_layer(layer, chosen, held_out_recall(q, k, chosen, rows)))
 
 
-def measure_dump(file: Path, measured: Measured, device: str) -> None:
-    """Measures the layers of a dump, whose format the module's docstring describes.
-
-    Raises ValueError for another format.
-    """
-    saved = torch.load(file, weights_only=True, map_location="cpu")
-    if not isinstance(saved, dict):
-        raise ValueError(need(OP, f"a {type(saved).__name__} in {file}", FORM, SAVE))
-    layers = {"0": saved} if {"q", "k"} <= set(saved) else saved
-    for layer, heads in layers.items():
-        q, k = _heads(f"layer {layer!r} of {file}", heads)
-        T = len(q) // TILE * TILE
-        q, k = (x[None, :T].to(device).contiguous() for x in (q, k))
-        measured(layer, q, k)
-
-
-def _heads(where: str, heads: Any) -> tuple[Tensor, Tensor]:
-    """Returns q and k of a layer of a dump; ValueError unless they are [T, H, D] and [T, Hk, D]."""
-    held = heads if isinstance(heads, dict) else {}
-    q, k = held.get("q"), held.get("k")
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor)):
-        raise ValueError(need(OP, where, FORM, SAVE))
-    for name, x in (("q", q), ("k", k)):
-        got = f"{where}: {name} is {list(x.shape)}"
-        if x.dim() != 3:
-            fix = f"save {name}[0] of a batch of one sequence"
-            raise ValueError(need(OP, got, "[T, heads, D]", fix))
-        if x.shape[0] < x.shape[1]:
-            got += f", read as [T, heads, D]: {x.shape[0]} tokens of {x.shape[1]} heads"
-            fix = f"save {name}.transpose(0, 1)"
-            raise ValueError(need(OP, got, "more tokens than heads", fix))
-    both = f"{where}: q is {list(q.shape)}, k is {list(k.shape)}"
-    if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-        needs = "[T, H, D] and [T, Hk, D] with H a multiple of Hk"
-        raise ValueError(need(OP, both, needs, "save both of one sequence, after rotary embedding"))
-    if len(q) < TILE:
-        fix = "dump a longer sequence"
-        raise ValueError(need(OP, f"{both}: {len(q)} tokens", f"at least {TILE}", fix))
-    return q, k
-
-
-def measure_model(
-    path: str, tokens: Tensor, measured: Measured, device: str, dtype: torch.dtype
-) -> None:
-    """Runs a model of transformers over tokens [T], T a multiple of 128, and measures each layer.
-
-    Attention is exact, and logits are not computed.
-    """
-    transformers = importlib.import_module("transformers")
-    hook: Any = importlib.import_module("qla_kernels.integrations.transformers_sparse_ring")
-    hook.register()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=hook.NAME
-    )
-    hook.check(model)
-    settings = hook.SparseRingConfig(pattern=Dense(), on_index=measured)
-    with torch.no_grad():
-        decoder = model.get_decoder().to(device).eval()
-        position = torch.arange(len(tokens), device=device)[None]
-        decoder(
-            input_ids=tokens[None].to(device),
-            position_ids=position,
-            use_cache=False,
-            sparse_ring=settings,
-        )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, or ends with a sentence about its files."""
     options = _parse(arguments)
-    chosen = VerticalSlash(max_v=options.max_v, max_s=options.max_s, gap_close=options.gap_close)
-    patterns = [replace(chosen, recall_v=r, recall_s=r) for r in options.recall]
-    measured = Measured(patterns, options.rows)
-    if options.dump is not None:
-        try:
+    try:
+        measured = Measured([mask(options, r) for r in options.recall], options.rows)
+        if options.dump is not None:
             measure_dump(options.dump, measured, options.device)
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
-    else:
-        tokens = _tokens(options)
-        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-        measure_model(options.model, tokens, measured, options.device, dtype)
+        else:
+            _measure_model(options, measured)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     sys.stdout.writelines(line + "\n" for line in _report(measured, options.least))
     if options.out is not None:
         told = [
             {"pattern": asdict(pattern), "layers": [asdict(x) for x in lines]}
-            for pattern, lines in zip(patterns, measured.lines, strict=True)
+            for pattern, lines in zip(measured.patterns, measured.lines, strict=True)
         ]
         options.out.write_text(json.dumps(told, indent=1) + "\n")
     return 0
 
 
+def _measure_model(options: argparse.Namespace, measured: Measured) -> None:
+    if options.text is not None:
+        tokens, file = read_text(options.text, options.model, options.length), options.text
+    else:
+        tokens = read_tokens(options.tokens, options.start, options.length)
+        file = f"{options.tokens}, from token {options.start} on"
+    less = "" if len(tokens) == options.length else f"; --length is {options.length or 'left out'}"
+    print(f"one sequence of {len(tokens)} tokens of {file}{less}", flush=True)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    transformers = importlib.import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    if (warning := beyond(model.config, len(tokens))) is not None:
+        print(warning, file=sys.stderr, flush=True)
+    measure_model(model, tokens, measured, options.device)
+
+
 def _report(measured: Measured, least: float) -> Iterator[str]:
     for pattern, lines in zip(measured.patterns, measured.lines, strict=True):
-        yield f"recall_v = recall_s = {pattern.recall_s}"
+        yield f"recall_v = {pattern.recall_v}, recall_s = {pattern.recall_s}"
         yield from map(str, lines)
         yield f"all layers: density {_mean(x.density for x in lines):.2%}, " + ", ".join(
             f"{name} {_mean(values):.3f}"
@@ -289,23 +249,6 @@ def _mean(values: Iterable[float]) -> float:
     return sum(given) / max(len(given), 1)
 
 
-def _tokens(options: argparse.Namespace) -> Tensor:
-    """Returns the tokens to run the model on, cut to whole tiles."""
-    if options.tokens is not None:
-        numpy = importlib.import_module("numpy")
-        tokens = torch.from_numpy(numpy.load(options.tokens).astype("int64")).flatten()
-    else:
-        tokenizer = importlib.import_module("transformers").AutoTokenizer
-        text = options.text.read_text()
-        ids = tokenizer.from_pretrained(options.model)(text, return_tensors="pt")["input_ids"]
-        tokens = ids.flatten()
-    length = min(len(tokens), options.length or len(tokens)) // TILE * TILE
-    if length < 3 * BLOCK:
-        got, fix = f"{len(tokens)} tokens", "pass a longer text, or more tokens"
-        raise ValueError(need(OP, got, f"at least {2 * TILE}", fix))
-    return tokens[:length]
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m qla_kernels.sparse_ring.measure",
@@ -318,14 +261,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--model", help="folder of a causal language model of transformers")
     add("--tokens", type=Path, help="with --model: tokens, one dimension, saved by numpy.save")
     add("--text", type=Path, help="with --model: a text, instead of --tokens")
+    add("--start", type=int, default=0, help="with --tokens: the first token that is used")
     add("--length", type=int, help="with --model: most tokens that are used")
     add("--recall", type=_shares, default="0.9,0.95", help="targets; left out: %(default)s")
+    add_mask_options(parser)
     out = "left out: %(default)s"
-    add("--max-v", type=int, default=VerticalSlash.max_v, help=f"most columns; {out}")
-    add("--max-s", type=int, help="most diagonals; left out: no limit")
-    add("--gap-close", type=int, default=VerticalSlash.gap_close, help=f"gaps to fill; {out}")
     add("--rows", type=int, default=256, help=f"held-out rows; {out}")
-    least = "layers with less held-out recall are listed"
+    least = "layers with less held-out recall, as a mean over heads, are listed"
     add("--least", type=float, default=0.9, help=f"{least}; {out}")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="also write the numbers as JSON")

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from examples import own_kernel
+from examples import own_kernel, own_row_kernel
 from qla_kernels import Unsupported
 from qla_kernels.emulator import load
 from qla_kernels.emulator.__main__ import main
 from qla_kernels.emulator.case import check
 from tests.compare import assert_close
 
-FILE = Path(own_kernel.__file__)
+FILE, ROWS = Path(own_kernel.__file__), Path(own_row_kernel.__file__)
 RELEASE = "        tiles.release(i)\n"
 WAIT = "        T.wait_wgmma(0)  # the products read the slot until here\n"
 
@@ -26,13 +26,17 @@ def edited(folder: Path, old: str, new: str) -> str:
     return str(file)
 
 
-def test_numbers_are_right_in_any_order(capsys):
-    assert main([str(FILE)]) == 0
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        (FILE, ["own_kernel-bf16", "own_kernel-fp16"]),
+        (ROWS, ["own_row_kernel-bf16-w512", "own_row_kernel-fp16-w1024"]),
+    ],
+)
+def test_numbers_are_right_in_any_order(file, names, capsys):
+    assert main([str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        "ok    own_kernel-bf16",
-        "ok    own_kernel-fp16",
-    ]
+    assert [line.partition(":")[0] for line in lines] == [f"ok    {name}" for name in names]
 
 
 def test_a_slot_that_is_never_given_back_is_a_deadlock(tmp_path, capsys):
@@ -51,12 +55,14 @@ def test_a_slot_that_is_given_back_too_early_changes_numbers(tmp_path, capsys):
 
 
 def test_a_variant_of_a_file_is_called_with_tensors():
-    kernel = load(FILE, "fp16")
+    kernel = load(FILE, "p16")  # a part of fp16
     assert kernel.parameters == ["a", "b", "c"]
     a, b, c = (x.clone() for x in own_kernel.case(own_kernel.VARIANTS[1]).arguments)
     kernel(a, b, c, seed=3)
     assert_close("c", c, a.double() @ b.double().T, 2**-12)
-    with pytest.raises(Unsupported, match=r"no variant 'k64' in .*; need one of bf16, fp16; "):
+    with pytest.raises(
+        Unsupported, match=r"no variants with 'k64' in .*; need one of bf16, fp16; "
+    ):
         load(FILE, "k64")
 
 

@@ -293,7 +293,7 @@ def test_a_copy_of_a_prepared_model_refuses_too(model, tmp_path):
     torch.save(model, tmp_path / "model")
     for made in (copy.deepcopy(model), torch.load(tmp_path / "model", weights_only=False)):
         made.set_attn_implementation("sdpa")
-        with pytest.raises(ValueError, match="which ignores the layout"):
+        with pytest.raises(ValueError, match="which ignores it; need 'shared_prefix'"):
             made(**packed().model_inputs())
 
 

@@ -38,7 +38,9 @@ assert not set(others) & set(sys.modules)
 """
     )
     assert said.startswith("qla_kernels.emulator: tilelang cannot be imported (")
-    assert said.endswith("); need TileLang; pip install 'qla-kernels[compile]'\n")
+    assert said.endswith(
+        "); need TileLang; pip install '.[compile]' in a checkout of qla-kernels\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """`python -m qla_kernels.inspect my_kernel.py`: kernels that are not of this package."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from qla_kernels.inspect import Facts, RoleFacts, check
 from qla_kernels.inspect import __main__ as inspector
+from qla_kernels.tile.schedule import Role, Schedule
 
 KERNEL = """
 from typing import NamedTuple
@@ -84,3 +87,39 @@ def test_a_schedule_that_cannot_run_is_said(tmp_path, capsys):
     file.write_text(KERNEL.replace("warps=8", "warps=0") + "def build(variant): ...")
     assert inspector.main([str(file)]) == 2
     assert "raises ValueError: role add: 0 warps; need at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kernel", ["gdn.l2norm", "my_gemm.py"])
+def test_without_tilelang_it_says_what_is_missing(kernel, tmp_path, monkeypatch, capsys):
+    """It was a traceback for kernels of this package, and a mistake of the file for others."""
+    monkeypatch.setitem(sys.modules, "tilelang", None)
+    monkeypatch.chdir(tmp_path)
+    Path("my_gemm.py").write_text(KERNEL + "def build(variant): import tilelang")
+    assert inspector.main([kernel]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("qla_kernels.inspect: tilelang cannot be imported (")
+    assert said.endswith("; need TileLang; pip install '.[compile]' in a checkout of qla-kernels\n")
+
+
+def test_barriers_of_other_names_are_one_violation():
+    """They were a dozen, none of which said that a variable's name counts."""
+    roles = (
+        Role("take", warps=1, regs=32, waits=("x_full",), signals=("x_free",)),
+        Role("load", warps=1, regs=32, waits=("x_free",), signals=("x_full",)),
+    )
+    plan = Schedule(roles=roles, rings={"x": 2})
+
+    def said(full, free):
+        found = {
+            "take": RoleFacts({full: 32}, {free: 32}, []),
+            "load": RoleFacts({free: 32}, {full: 32}, []),
+        }
+        barriers = {full: [32, 32], free: [32, 32]}
+        sizes = (64, 32, 0, 0, 0, 0, 0)  # threads, registers, stack, spills, shared memory
+        return check(Facts("mine", "mine", *sizes, barriers, found, {}, {}, [], [], []), plan)
+
+    assert said("x_full", "x_free") == []
+    (one,) = said("full", "free")
+    assert one.startswith("barriers: the code has free, full, the schedule x_full, x_free; the var")
+    (one,) = said("x_full", "empty")
+    assert one.startswith("barriers: the code has empty, the schedule x_free; the variable that")

@@ -1,5 +1,6 @@
 """The training example: two ranks over gloo, its loss, its sequences."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from qla_kernels.sparse_ring import StripedLayout
 from tests import long_context_ranks as ranks
 from tests.ranks import ROOT, launched
+from tests.readme import snippets
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -51,6 +53,15 @@ def test_an_exported_model_is_the_one_that_was_trained(said, folder):
     tokens = Synthetic(ranks.LENGTH, model.config.vocab_size)[ranks.STEPS][None]
     want = [model(tokens, labels=tokens).loss.item()]
     assert losses(said["after the export"]) == pytest.approx(want, rel=1e-5)
+
+
+def test_a_folder_is_trained_and_exported_with_its_tokenizer(said, folder):
+    """--layers had no effect on it, its tokenizer was lost, and too many positions went unsaid."""
+    exported = folder / "again"
+    assert json.loads((exported / "config.json").read_text())["num_hidden_layers"] == 1
+    assert (exported / "tokenizer.json").read_text() == "a tokenizer"
+    text = f"warning: {ranks.LENGTH + 100} tokens, max_position_embeddings is {ranks.LENGTH}: see"
+    assert said["printed"].count(text) == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(said):
@@ -138,7 +149,7 @@ def test_shards_of_a_document_make_up_the_document(tmp_path):
     tokens = np.arange(406, dtype=np.uint16)
     np.save(tmp_path / "tokens.npy", tokens)
     np.save(tmp_path / "bounds.npy", np.array([0, 5, 6, 406]))
-    source = Documents(tmp_path / "tokens.npy", tmp_path / "bounds.npy", 300)
+    source = Documents(tmp_path / "tokens.npy", tmp_path / "bounds.npy", 300, 500)
     layout = StripedLayout(2)
     assert source[0].tolist() == [0, 1, 2, 3, 4]
     assert source[2].tolist() == source[0].tolist()  # from the start again
@@ -150,7 +161,52 @@ def test_shards_of_a_document_make_up_the_document(tmp_path):
     assert set(whole[1][299:]) == {IGNORED}
     assert whole[2] == list(range(512))
     assert [s.seqlen for s in shards] == [300, 300]
-    slices = Documents(tmp_path / "tokens.npy", None, 200)
+    slices = Documents(tmp_path / "tokens.npy", None, 200, 500)
     assert slices[1].tolist() == list(range(200, 400))
     with pytest.raises(SystemExit, match="pass a smaller --length"):
-        Documents(tmp_path / "tokens.npy", None, 1000)
+        Documents(tmp_path / "tokens.npy", None, 1000, 500)
+
+
+def test_the_page_s_lines_make_documents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def tokenizer(text):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    lines, _ = snippets("docs/long-context.md")
+    exec(lines, {"documents": ["first", "a second one"], "tokenizer": tokenizer})
+    source = Documents(Path("ids.npy"), Path("bounds.npy"), 8, 128)
+    assert ["".join(map(chr, source[n].tolist())) for n in range(3)] == [
+        "first", "a second", "first",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        ([0, 5, 200], "bounds end at 200, tokens at 406; append 406"),
+        ([0], "bounds end at 0, tokens at 406; append 406"),
+        ([0, 500], "bounds end at 500, tokens at 406; they are of other tokens"),
+        ([5, 406], r"bounds are \[  5 406\] ..; need 0 first"),
+        ([], r"bounds are \[\] ..; need 0 first"),
+        ([0, 9, 5, 406], "9 is followed by 5; need bounds in ascending order"),
+    ],
+)
+def test_bounds_that_do_not_cover_the_tokens_are_refused(bounds, text, tmp_path):
+    """Tokens behind the last bound were left out, and [0] was called a --length too large."""
+    np.save(tmp_path / "tokens.npy", np.arange(406))
+    np.save(tmp_path / "bounds.npy", np.array(bounds))
+    with pytest.raises(SystemExit, match=f"bounds.npy: {text}"):
+        Documents(tmp_path / "tokens.npy", tmp_path / "bounds.npy", 300, 500)
+
+
+def test_tokens_outside_of_the_vocabulary_are_named(tmp_path):
+    """They were an IndexError of torch."""
+    np.save(tmp_path / "tokens.npy", np.arange(400))
+    source = Documents(tmp_path / "tokens.npy", None, 200, 300)
+    assert len(source[0]) == 200
+    with pytest.raises(SystemExit, match=r"token 300 is 300; need 0 to 299, the model's vocab"):
+        source[1]
+    np.save(tmp_path / "tokens.npy", np.zeros((2, 200)))
+    with pytest.raises(SystemExit, match=r"has the shape \[2, 200\]; need one dimension"):
+        Documents(tmp_path / "tokens.npy", None, 200, 300)

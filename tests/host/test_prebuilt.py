@@ -344,8 +344,8 @@ except ValueError as error:
         f"{absent}: it is not in {folder}/kernels-13.zip, and tilelang cannot"
     )
     assert said[1].endswith(
-        "; need TileLang, or prebuilt kernels; pip install 'qla-kernels[compile]', or a wheel of"
-        " qla-kernels with kernels in it"
+        f"; need TileLang, or prebuilt kernels; {jit.INSTALL}, or a wheel of qla-kernels with "
+        "kernels in it"
     )
 
 

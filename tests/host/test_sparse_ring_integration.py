@@ -128,6 +128,7 @@ def test_layers_have_patterns_of_their_own():
     [
         ({"sparse_ring": None}, "no settings; need them in every call of the model"),
         ({"attention_mask": torch.ones(1)}, "got an attention mask; need plain causal"),
+        ({"cu_seq_lens_q": torch.ones(1)}, "got packed documents (cu_seq_lens_q); need plain"),
         ({"dropout": 0.1}, "got dropout"),
         ({"sliding_window": 64}, "got a sliding window"),
         ({"softcap": 30.0}, "got softcap"),
@@ -138,12 +139,13 @@ def test_layers_have_patterns_of_their_own():
         ({"s_aux": torch.zeros(4)}, "got attention sinks"),
         ({"position_bias": torch.zeros(1)}, "got position_bias"),
         ({"cache": object()}, "got a cache of keys"),
+        ({"key": torch.zeros(1, 2, 130, 8)}, "got a cache of keys"),
     ],
 )
 def test_what_the_hook_refuses(change, text):
-    options = {"attention_mask": None, "sparse_ring": SparseRingConfig(), **change}
+    options = {**call(), "attention_mask": None, "sparse_ring": SparseRingConfig(), **change}
     with pytest.raises(Unsupported) as error:
-        attention(LAYER, **call(), **options)
+        attention(LAYER, **options)
     assert text in str(error.value)
 
 
@@ -169,18 +171,22 @@ def test_registering_names_our_function(monkeypatch):
     assert known == {"sparse_ring": attention}
 
 
-def test_a_model_of_transformers_runs_on_the_hook():
-    """Its own attention against ours, with every diagonal: logits and gradients."""
+def tiny():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    hook.register()
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**sizes)).double()
+
+
+def test_a_model_of_transformers_runs_on_the_hook():
+    """Its own attention against ours, with every diagonal: logits and gradients."""
     found = []
     tokens = torch.randint(64, (1, 128))
     for implementation in ("sdpa", "sparse_ring"):
-        config = transformers.Qwen2Config(**sizes, attn_implementation=implementation)
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config).double()
+        model = tiny()
+        if implementation == "sparse_ring":
+            hook.prepare(model)
         extra = {"sparse_ring": SparseRingConfig(pattern=Dense())}
         logits = model(
             tokens, use_cache=False, **(extra if implementation == "sparse_ring" else {})
@@ -189,3 +195,35 @@ def test_a_model_of_transformers_runs_on_the_hook():
         found.append([logits.detach(), *(p.grad for p in model.parameters())])
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_calls_of_a_prepared_model_that_would_run_with_wrong_results_are_refused():
+    """transformers drops a mask [B, T], and positions that restart and cu_seq_lens_q had no effect:
+    the logits were those of one whole sequence.
+    """
+    model, tokens = tiny(), torch.randint(64, (1, 256))
+    hook.prepare(model)
+    hook.prepare(model)
+    assert len(model.model._forward_pre_hooks) == 1
+    settings = SparseRingConfig(pattern=Dense())
+
+    def run(**more):
+        return model(tokens, use_cache=False, **{"sparse_ring": settings, **more}).logits
+
+    with pytest.raises(ValueError, match="an attention_mask; need None; leave it out, pad on"):
+        run(attention_mask=torch.ones_like(tokens))
+    packed = torch.arange(128).repeat(2)[None]
+    with pytest.raises(ValueError, match="position_ids restart at token 128; need one sequence in"):
+        run(position_ids=packed)
+    with pytest.raises(Unsupported, match=r"packed documents \(cu_seq_lens_q\); .* each document$"):
+        run(cu_seq_lens_q=torch.tensor([0, 128, 256]))
+    padded = SparseRingConfig(pattern=Dense(), seqlen=128)
+    first = model(tokens[:, :128], use_cache=False, sparse_ring=settings).logits
+    torch.testing.assert_close(run(position_ids=packed, sparse_ring=padded)[:, :128], first)
+    with pytest.raises(Unsupported, match="for generation call"):
+        model.generate(tokens, max_new_tokens=1)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attention 'sdpa', which ignores it; need 'sparse_ring'"):
+        run()
+    assert model.generate(tokens, max_new_tokens=2).shape == (1, 258)
+    run(attention_mask=torch.ones_like(tokens), sparse_ring=None)  # not a call of ours

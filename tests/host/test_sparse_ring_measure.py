@@ -1,6 +1,7 @@
 """Density and recall by layer: of a dump, of a model, and as a log of training."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -97,6 +98,9 @@ def test_the_command_measures_a_dump(by_layer, tmp_path, capsys):
         assert 0.4 <= a["worst_window"] <= a["window_recall"] < b["window_recall"] <= 1
         assert a["density"] < b["density"]
         assert a["held_out"] < b["held_out"] <= 1
+        assert np.mean(a["heads"]["held_out"]) == pytest.approx(a["held_out"])
+        assert min(a["heads"]["window"]) == pytest.approx(a["worst_window"])
+        assert len(a["heads"]["density"]) == 4
     said = capsys.readouterr().out
     assert said.count("held out") == 2 * (1 + by_layer) + 2
     both = "--dense-layers 3 8, or dense_layers=(3, 8)\n"
@@ -136,28 +140,89 @@ def test_the_help_names_the_defaults(capsys):
     with pytest.raises(SystemExit):
         measure.main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    for text in ("left out: 0.9,0.95", "held-out rows; left out: 256", "listed; left out: 0.9"):
+    for text in (
+        "left out: 0.9,0.95",
+        "held-out rows; left out: 256",
+        "are listed; left out: 0.9",
+        "means of its block; left out: 8",
+        "columns may take; left out: --recall",
+    ):
         assert text in said
 
 
-def test_the_command_measures_a_model(tmp_path, capsys):
-    """Its numbers are those of q and k of the model with its own attention."""
+@pytest.fixture(scope="module")
+def model_and_tokens(tmp_path_factory):
     transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("measured")
     config = transformers.Qwen2Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
     )  # fmt: skip
-    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(50, size=700))
-    call = [f"--model={tmp_path / 'model'}", "--length=600", "--rows=20", "--device=cpu"]
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(50, size=700))
+    return folder / "model", folder / "ids.npy"
+
+
+def test_the_command_measures_a_model(model_and_tokens, tmp_path, capsys):
+    """Its numbers are those of q and k of the model with its own attention."""
+    model, ids = model_and_tokens
+    call = [f"--model={model}", "--length=600", "--rows=20", "--device=cpu"]
     out = tmp_path / "lines.json"
-    more = [f"--tokens={tmp_path / 'ids.npy'}", "--recall=0.6", f"--out={out}"]
+    more = [f"--tokens={ids}", "--recall=0.6", f"--out={out}", "--recall-v=0.3", "--kappa=4"]
     assert measure.main([*call, *more]) == 0
     (found,) = json.loads(out.read_text())
+    assert found["pattern"] == asdict(VerticalSlash(0.3, 0.6, kappa=4))
     assert [x["layer"] for x in found["layers"]] == ["0", "1"]
     assert all(x["window_recall"] >= 0.6 for x in found["layers"])
-    assert "layer   1: density" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert said.out.startswith(
+        f"one sequence of 512 tokens of {ids}, from token 0 on; --length is 600\n"
+        "recall_v = 0.3, recall_s = 0.6\n"
+    )
+    assert "layer   1: density" in said.out
+    assert "warning" not in said.err
     with pytest.raises(SystemExit):
+        measure.main(call)
+
+
+def test_a_sequence_beyond_the_model_s_positions_is_said(model_and_tokens, capsys):
+    """Nothing told that the rotary embedding was extrapolated."""
+    model, ids = model_and_tokens
+    call = [f"--model={model}", f"--tokens={ids}", "--rows=2", "--device=cpu", "--recall=0.5"]
+    assert measure.main(call) == 0
+    assert "warning: 640 tokens, max_position_embeddings is 512: see" in capsys.readouterr().err
+    assert measure.main([*call, "--start=200"]) == 0
+    said = capsys.readouterr()
+    assert "of 384 tokens of" in said.out
+    assert "from token 200 on" in said.out
+    assert "warning" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("--length=100", "--length 100; need at least 256; pass a larger one"),
+        ("--start=500", "200 tokens of .*ids.npy; need at least 256; pass more of them"),
+        ("--max-v=2", "max_v is 2; need at least 1, at least sink = 4"),
+        ("--tokens=large.npy", "tokens from 60 to 60; need 0 to 49, the model's vocabulary"),
+        ("--tokens=pairs.npy", r"has the shape \[300, 2\]; need one dimension; save it flat"),
+    ],
+)
+def test_what_the_command_cannot_measure_is_named(change, text, model_and_tokens, tmp_path):
+    """Each was called a text too short, or an IndexError."""
+    model, ids = model_and_tokens
+    np.save(tmp_path / "large", np.full(300, 60))
+    np.save(tmp_path / "pairs", np.zeros((300, 2)))
+    change = change.replace("tokens=", f"tokens={tmp_path}/")
+    with pytest.raises(SystemExit, match=text):
+        measure.main([f"--model={model}", f"--tokens={ids}", "--device=cpu", change])
+
+
+def test_a_folder_without_a_tokenizer_is_named(model_and_tokens, tmp_path):
+    """It was called a text too short: transformers makes a tokenizer without a vocabulary."""
+    (tmp_path / "text").write_text("words " * 1000)
+    call = [f"--model={model_and_tokens[0]}", f"--text={tmp_path / 'text'}", "--device=cpu"]
+    with pytest.raises(SystemExit, match=r"no tokenizer in .*model; need one that makes tokens"):
         measure.main(call)
 
 
@@ -167,7 +232,7 @@ def test_the_page_s_lines_dump_what_the_command_reads(tmp_path, monkeypatch, cap
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
-    (lines,) = snippets("docs/long-context.md")
+    _, lines = snippets("docs/long-context.md")
     monkeypatch.chdir(tmp_path)
     model = transformers.Qwen2ForCausalLM(config)
     exec(lines, {"torch": torch, "model": model, "tokens": torch.randint(50, (384,))})

@@ -37,7 +37,7 @@ def test_a_wrong_block_is_found(want):
     with pytest.raises(AssertionError) as failure:
         assert_close("o", got, want, 1e-3)
     assert "first off at (0, 130, 1, 0)" in str(failure.value)
-    assert "rows 128..191 of axis 1 hold 100%" in str(failure.value)
+    assert "indices 128..191 of axis 1 hold 100%" in str(failure.value)
 
 
 def test_error_spread_thinly_shows_its_largest_element(want):

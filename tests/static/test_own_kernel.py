@@ -6,6 +6,7 @@ from qla_kernels.inspect.__main__ import main
 from tests.readme import ROOT, names_in
 
 FILE = ROOT / "examples" / "own_kernel.py"
+ROWS = ROOT / "examples" / "own_row_kernel.py"
 pytestmark = pytest.mark.usefixtures("disassembler")
 
 
@@ -14,8 +15,9 @@ def test_the_page_s_schedule_is_the_example_s_shorter(capsys):
     assert capsys.readouterr().out == "256 32 128\n"
 
 
-def test_it_is_what_its_schedule_says(capsys):
-    assert main([str(FILE)]) == 0
+@pytest.mark.parametrize("file", [FILE, ROWS])
+def test_it_is_what_its_schedule_says(file, capsys):
+    assert main([str(file)]) == 0
     assert "VIOLATION" not in capsys.readouterr().out
 
 

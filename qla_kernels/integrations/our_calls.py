@@ -1,0 +1,52 @@
+"""Refuses calls of a prepared model that would run, with wrong results.
+
+transformers drops a two-dimensional mask for attentions that it does not know, while linear layers
+multiply it in; and an attention that is not ours ignores our keyword.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qla_kernels.errors import need
+from qla_kernels.integrations.full_attention import text_config
+
+
+@dataclass(eq=False)
+class OurCalls:
+    """A hook before the forward of a model's decoder, for calls with `keyword`."""
+
+    op: str
+    keyword: str
+    names: set[str]  # of attentions that read it
+    without_mask: str  # what to do in place of a mask
+    mask_at: int  # its place among the forward's arguments, or -1
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get(self.keyword) is None:
+            return
+        by_position = args[self.mask_at] if 0 <= self.mask_at < len(args) else None
+        if kwargs.get("attention_mask", by_position) is not None:
+            raise ValueError(need(self.op, "an attention_mask", "None", self.without_mask))
+        if torch.compiler.is_compiling():
+            return
+        selected = text_config(module)._attn_implementation
+        if selected not in self.names:
+            got = f"a call with {self.keyword} and attention {selected!r}, which ignores it"
+            needs = " or ".join(map(repr, sorted(self.names)))
+            fix = f"call model.set_attn_implementation({min(self.names)!r}) before"
+            raise ValueError(need(self.op, got, needs, fix))
+
+
+def watch(model: nn.Module, op: str, keyword: str, names: set[str], without_mask: str) -> None:
+    """Installs the hook, on the module through which all calls of the model go; once."""
+    module = getattr(model, "base_model", model)
+    parameters = [*inspect.signature(module.forward).parameters]
+    mask_at = parameters.index("attention_mask") if "attention_mask" in parameters else -1
+    present = [x for x in module._forward_pre_hooks.values() if isinstance(x, OurCalls)]
+    if all(hook.keyword != keyword for hook in present):
+        hook = OurCalls(op, keyword, names, without_mask, mask_at)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
