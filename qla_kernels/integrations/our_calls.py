@@ -41,6 +41,13 @@ class OurCalls:
             raise ValueError(need(self.op, got, needs, fix))
 
 
+def expect_model(op: str, model: Any) -> None:
+    """Raises TypeError unless `model` is one of transformers itself."""
+    if not hasattr(model, "set_attn_implementation"):
+        fix = "pass the model itself, before another module wraps it"
+        raise TypeError(need(op, type(model).__name__, "a model of transformers", fix))
+
+
 def watch(model: nn.Module, op: str, keyword: str, names: set[str], without_mask: str) -> None:
     """Installs the hook, on the module through which all calls of the model go; once."""
     module = getattr(model, "base_model", model)

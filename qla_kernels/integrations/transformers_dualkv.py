@@ -34,7 +34,7 @@ from qla_kernels.integrations.full_attention import (
     other_layers,
     text_config,
 )
-from qla_kernels.integrations.our_calls import watch
+from qla_kernels.integrations.our_calls import expect_model, watch
 from qla_kernels.integrations.positions import check_positions
 from qla_kernels.integrations.routers import router_loss
 from qla_kernels.integrations.transformers import beside_layers_that_take_layouts, swap
@@ -83,9 +83,7 @@ def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
         Unsupported: as `register` and `check`; the model is then as it was, but for swapped
             layers, which do the same as before without a layout.
     """
-    if not hasattr(model, "set_attn_implementation"):
-        fix = "pass the model itself, before another module wraps it"
-        raise TypeError(need(OP, type(model).__name__, "a model of transformers", fix))
+    expect_model(OP, model)
     register(name)
     if LINEAR in layer_kinds(model):
         swap(model)

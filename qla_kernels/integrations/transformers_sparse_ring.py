@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from qla_kernels.arguments import checks_contents
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations.full_attention import anything_else, looks_ahead
-from qla_kernels.integrations.our_calls import watch
+from qla_kernels.integrations.our_calls import expect_model, watch
 from qla_kernels.sparse_ring import (
     Dense,
     RingGroups,
@@ -78,8 +78,10 @@ def prepare(model: Any) -> None:
     transformers, before another module wraps it.
 
     Raises:
+        TypeError: it is none.
         Unsupported: as `check`; the model is then as it was.
     """
+    expect_model(NAME, model)
     register()
     check(model)
     model.set_attn_implementation(NAME)

@@ -227,3 +227,8 @@ def test_calls_of_a_prepared_model_that_would_run_with_wrong_results_are_refused
         run()
     assert model.generate(tokens, max_new_tokens=2).shape == (1, 258)
     run(attention_mask=torch.ones_like(tokens), sparse_ring=None)  # not a call of ours
+
+
+def test_a_model_in_a_wrapper_is_refused():
+    with pytest.raises(TypeError, match="DataParallel; need a model of transformers; pass the"):
+        hook.prepare(torch.nn.DataParallel(tiny()))
