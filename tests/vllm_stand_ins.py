@@ -267,6 +267,15 @@ class Server:
                 self.live.append(Request(prompt, self.free.pop(0), given=request.given))
                 self.seen["preempt"] += 1
 
+    def serve(self, batches: int) -> None:
+        """Runs batches, and checks all sequences that are alive then; each kind came twice."""
+        for _ in range(batches):
+            self.step()
+        for request in self.live:
+            if request.done:
+                self.check(request)
+        assert min(self.seen.values()) >= 2, self.seen
+
     def step(self) -> None:
         self.arrive()
         self.preempt()

@@ -274,9 +274,9 @@ def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         if ours is convolution:
             kwargs.pop(rollouts.KEY, None)
-        if ours is convolution and kwargs.get(KEY) is None:
-            kwargs.pop(KEY, None)
-            return theirs(*args, **kwargs)
+            if kwargs.get(KEY) is None:
+                kwargs.pop(KEY, None)
+                return theirs(*args, **kwargs)
         return ours(*args, **{name: x for name, x in kwargs.items() if name in known})
 
     setattr(run, BEFORE, theirs)

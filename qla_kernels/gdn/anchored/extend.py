@@ -34,6 +34,18 @@ class Slots(NamedTuple):
     lengths: Overwritten  # [slots] int32, tokens of the sequence so far
 
 
+def slot_parts(
+    H: int, HV: int, K: int, V: int, dtype: torch.dtype, wide: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Returns the shape of a slot in each of Slots' tensors, and the tensor's dtype.
+
+    q, k, v and o are of `dtype`, states and gates of `wide`.
+    """
+    gates, count = ((TAIL_PLACES, HV), wide), ((), torch.int32)
+    k, v = ((TAIL_PLACES, H, K), dtype), ((TAIL_PLACES, HV, V), dtype)
+    return [((HV, K, V), wide), k, v, gates, gates, count, count]
+
+
 class Extension(NamedTuple):
     """Which sequences of a pool a call's tokens extend."""
 

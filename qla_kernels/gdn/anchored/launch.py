@@ -56,8 +56,7 @@ def _activated(call: Call, options: Options) -> Call:
 def decode(pool: Slots, call: Call, state_indices: Tensor, null_slot: int) -> Tensor:
     """Appends call's tokens [B, T, ..] to the sequences in their slots; returns o [B, T, HV, V].
 
-    The call's q and k are normalised and its gates activated, in fp32 and contiguous. `null_slot`
-    is the slot for padding, None for the last one.
+    The call's q and k are normalised and its gates activated, in fp32 and contiguous.
     """
     q, k, v, g, beta, scale, *_ = call
     require_aligned(POOL_OP, q=q, k=k, v=v)

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from qla_kernels.arguments import flag
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn.anchored.extend import Extension, Slots
+from qla_kernels.gdn.anchored.extend import Extension, Slots, slot_parts
 from qla_kernels.gdn.anchored.ops import POOL_OP, Rejection, gdn_pool_extend, gdn_pool_reject
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.validate import expect_indices
 from qla_kernels.gdn.keywords import checked_flags, scale_of
 from qla_kernels.gdn.ops import state_dtype
-from qla_kernels.gdn.shapes import KEY_ROOMS, KEY_SIZES, NEW_TOKENS, TAIL_PLACES, key_room
+from qla_kernels.gdn.shapes import KEY_ROOMS, KEY_SIZES, NEW_TOKENS, key_room
 from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
@@ -62,14 +62,10 @@ class GdnPool:
         wide = state_dtype(like)
         self.num_slots, self.null_slot = num_slots, num_slots
         room = key_room(K) if K in KEY_SIZES else K
+        _, *parts = slot_parts(H, HV, K, V, dtype, wide)
         self.tensors = Slots(
-            anchors=like.new_zeros(slots, HV, room, V, dtype=wide)[:, :, :K],
-            k_tail=like.new_zeros(slots, TAIL_PLACES, H, K),
-            v_tail=like.new_zeros(slots, TAIL_PLACES, HV, V),
-            g_tail=like.new_zeros(slots, TAIL_PLACES, HV, dtype=wide),
-            beta_tail=like.new_zeros(slots, TAIL_PLACES, HV, dtype=wide),
-            anchored=like.new_zeros(slots, dtype=torch.int32),
-            lengths=like.new_zeros(slots, dtype=torch.int32),
+            like.new_zeros(slots, HV, room, V, dtype=wide)[:, :, :K],
+            *(like.new_zeros(slots, *shape, dtype=of) for shape, of in parts),
         )
 
     @classmethod
@@ -86,15 +82,11 @@ class GdnPool:
             null_slot: an index that marks padding. The slot is not changed.
         """
         slots, HV, K, V = tensors.anchors.shape
-        H, wide = tensors.k_tail.shape[2], tensors.anchors.dtype
-        held = slots, TAIL_PLACES
-        shapes = (
-            (slots, HV, K, V), (*held, H, K), (*held, HV, V), (*held, HV), (*held, HV),
-            (slots,), (slots,),
-        )  # fmt: skip
-        dtypes = wide, *[tensors.k_tail.dtype] * 2, wide, wide, torch.int32, torch.int32
-        for name, x, shape, dtype in zip(Slots._fields, tensors, shapes, dtypes, strict=True):
-            expect_tensor(POOL_OP, name, x, shape, str(shape), tensors.k_tail.device)
+        k = tensors.k_tail
+        parts = slot_parts(k.shape[2], HV, K, V, k.dtype, tensors.anchors.dtype)
+        for name, x, (of_slot, dtype) in zip(Slots._fields, tensors, parts, strict=True):
+            shape = slots, *of_slot
+            expect_tensor(POOL_OP, name, x, shape, str(shape), k.device)
             inside = x[0].is_contiguous() and x.dtype == dtype
             bytes_of = x.stride(0) * x.element_size(), x.data_ptr()
             if not inside or (x.is_cuda and x.dim() == 4 and any(b % 16 for b in bytes_of)):
@@ -105,7 +97,7 @@ class GdnPool:
         if g != beta:
             got = f"g and beta with strides {g}, {beta}"
             raise ValueError(need(POOL_OP, got, "one distance of slots", "lay pages out like that"))
-        if tensors.k_tail.is_cuda and K not in KEY_ROOMS:
+        if k.is_cuda and K not in KEY_ROOMS:
             needs = "one of " + ", ".join(map(str, KEY_ROOMS))
             raise Unsupported(need(POOL_OP, f"given tensors with K = {K}", needs, "make a GdnPool"))
         if not 0 <= null_slot < slots:
@@ -202,11 +194,9 @@ class GdnPool:
             o: Tensor = found[0]
             return o
         if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > NEW_TOKENS:
-            got, fix = (
-                f"decode of {q.shape[1]} tokens",
-                "append them with prefill, or in several calls",
-            )
-            raise Unsupported(need(POOL_OP, got, f"1 to {NEW_TOKENS}", fix))
+            got, needs = f"decode of {q.shape[1]} tokens", f"1 to {NEW_TOKENS}"
+            fix = "append them with prefill, or in several calls"
+            raise Unsupported(need(POOL_OP, got, needs, fix))
         options = Options(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         gate = Gate(use_gate_in_kernel, A_log, dt_bias)
         call, options = self._checked(q, k, v, g, beta, state_indices, None, scale, gate, options)
