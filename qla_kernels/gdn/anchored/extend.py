@@ -5,7 +5,7 @@ anchor. It is computed in two packed calls: the whole chunks that are to go into
 rest. Nothing waits for the device: packs have room for the most tokens there may be.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,10 +74,28 @@ class TokenPlaces(NamedTuple):
     used: Tensor  # [size] false past the end
 
 
-def extend(call: Call, pool: Slots, extension: Extension) -> Tensor:
+class Rows(NamedTuple):
+    """Anchors of sequences on a CPU. A place below 0 is none: a start of zeros, an end nowhere."""
+
+    anchors: Tensor  # as Slots has it
+    starts: Tensor  # [N] int32
+    ends: Tensor  # [N] int32
+
+    def start_states(self) -> Tensor:
+        """Returns them in rows, [N, HV, K, V]."""
+        found = self.anchors[self.starts.clamp(min=0)]
+        return torch.where((self.starts >= 0)[:, None, None, None], found, 0)
+
+    def take(self, final: Tensor) -> None:
+        """Writes rows to their ends."""
+        live = self.ends >= 0
+        self.anchors[self.ends[live]] = final[live]
+
+
+def extend(call: Call, pool: Slots, extension: Extension, rows: Any = Rows) -> Tensor:
     """Appends the call's tokens, activated, to sequences; returns their o [B, T, HV, V].
 
-    o is 0 for sequences of padding and for tokens of none.
+    o is 0 for sequences of padding and for tokens of none. `rows` makes Rows of the tensors' kind.
     """
     if not call.v.numel() or not call.num_sequences:
         return call.v.new_zeros(call.v.shape)
@@ -99,8 +117,8 @@ def extend(call: Call, pool: Slots, extension: Extension) -> Tensor:
     total = torch.where(live, kept + bounds.diff(), 0)
     whole = (kept if drafts else total) // CHUNK * CHUNK
 
-    # The null slot's own state passes through a sequence without tokens, and is written back.
-    h0 = torch.where((live & ~goes_on)[:, None, None, None], 0, pool.anchors[slots])
+    starts, ends = (torch.where(x, state_indices, -1).int() for x in (goes_on, live))
+    held_states = rows(pool.anchors, starts, ends)
     room = T + N * (TAIL_PLACES - 1)
     first = _places(torch.zeros_like(whole), whole, N * CHUNK if drafts else room)
     rest = _places(whole, total, N * (TAIL_PLACES - 1) if drafts else N * CHUNK)
@@ -125,7 +143,7 @@ def extend(call: Call, pool: Slots, extension: Extension) -> Tensor:
         assert done.final_state is not None, "it was asked for"
         return done.o[0], done.final_state
 
-    o_first, anchors = run(packed(first), first, h0)
+    o_first, anchors = run(packed(first), first, held_states.start_states())
     tokens = packed(rest)
     o_rest, _ = run(tokens, rest, anchors)
 
@@ -133,7 +151,7 @@ def extend(call: Call, pool: Slots, extension: Extension) -> Tensor:
     place = slot, (base[rest.owner] + rest.token) % TAIL_PLACES
     for held, new in zip(pool[1:5], tokens[1:], strict=True):
         held[place] = torch.where(_beside(rest.used, new), new.to(held.dtype), held[place])
-    pool.anchors[slots] = anchors
+    held_states.take(anchors)
     for count, now in ((pool.anchored, base + whole), (pool.lengths, base + total)):
         count[slots] = torch.where(live, now.int(), count[slots])
 

@@ -12,6 +12,7 @@ from qla_kernels.gdn.kernels import append_tokens as append_kernel
 from qla_kernels.gdn.kernels import reject_tokens as reject_kernel
 from qla_kernels.gdn.launch.activations import activate
 from qla_kernels.gdn.launch.chunks import l2norm_fwd
+from qla_kernels.gdn.launch.pools import Places
 from qla_kernels.gdn.launch.tensors import low_words
 from qla_kernels.gdn.shapes import STEP_COLUMNS, key_room
 from qla_kernels.sm90 import dtype_name, require_aligned
@@ -25,7 +26,7 @@ def gdn_pool_extend(call: Call, pool: Slots, extension: Extension, options: Opti
         if extension.drafts:
             o = decode(pool, call, extension.state_indices, extension.null_slot)
         else:
-            o = extend(call, pool, extension)
+            o = extend(call, pool, extension, _rows)
     torch.autograd.graph.increment_version(pool)  # the dispatcher does so, but may be bypassed
     return o
 
@@ -42,6 +43,10 @@ def gdn_pool_reject(rejection: Rejection) -> None:
                 low_words(state_indices), low_words(num_tokens), lengths, null_slot
             )
     torch.autograd.graph.increment_version(lengths)
+
+
+def _rows(anchors: Tensor, starts: Tensor, ends: Tensor) -> Places:
+    return Places(anchors, starts, ends, null_slot=-1, kept=None)
 
 
 def _activated(call: Call, options: Options) -> Call:
