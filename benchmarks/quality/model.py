@@ -21,10 +21,10 @@ BASE = 5e5  # of the rotation
 @dataclass(frozen=True)
 class Sizes:
     vocabulary: int
-    width: int = 512
-    layers: int = 6
-    heads: int = 8
-    kv_heads: int = 4
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
     head_dim: int = 64
 
 

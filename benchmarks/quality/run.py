@@ -4,7 +4,8 @@
     python -m benchmarks.quality --folder runs --figure docs/figures/sparse-ring-quality.svg
     python -m benchmarks.quality --folder out/tiny --device cpu --tiny
 
-1. A model trains on short sequences with exact attention, as models do.
+1. A model trains on short sequences with exact attention, as models do: first on very short ones,
+   where it learns to look keys up, and then on ones of twice the length, until `--short`.
 2. Copies of it go on, on long sequences: one with exact attention, and one for each target of the
    mask. All see the same sequences, in turns of `--turn` steps. Compare runs at the same step: when
    the time is over, some may be a turn ahead.
@@ -35,6 +36,20 @@ from .model import Attention, Model, Sizes
 from .tasks import TASKS, VOCABULARY, rows
 
 SHORT, EXACT = "short", "exact"
+FIRST_LENGTH = 64  # tokens of a sequence at the first steps
+MORE_ROWS = 8  # of very short sequences a step has so many times as many, at most
+
+
+def length_at(step: int, steps: int, T: int) -> int:
+    """Returns the tokens of the short sequences of a step, of which there are `steps`.
+
+    The first 40 % of steps have FIRST_LENGTH, the last 30 % have T, and the others what is between.
+    """
+    at = step / steps
+    if at < 0.4:
+        return min(FIRST_LENGTH, T)
+    doublings = max(0, (T - 1) // FIRST_LENGTH).bit_length()  # from FIRST_LENGTH to T
+    return min(T, FIRST_LENGTH << max(1, int((at - 0.4) / 0.3 * doublings)))
 
 
 @dataclass
@@ -125,10 +140,11 @@ class Experiment:
         began, losses = time.monotonic(), []
         attention = Attention(run.pattern)
         for step in range(run.step, end):
+            n = length_at(step, steps, T) if run.name == SHORT else T
             peak = self.options.lr if run.name == SHORT else self.options.lr / 4
             for group in run.optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * max(0.1, 1 - step / steps)
-            losses.append(self._step(run, attention, step, T, num))
+            losses.append(self._step(run, attention, step, n, num * min(T // n, MORE_ROWS)))
         run.step = end
         numbers = [[float(x) for x in of_step] for of_step in losses]  # waits for the GPU
         ms = 1e3 * (time.monotonic() - began) / max(len(losses), 1)
@@ -241,15 +257,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--short-minutes", type=float, default=1e9, help="go on to long sequences then")
     add("--targets", type=_numbers, default=[0.5, 0.8, 0.95], help="of the masks")
     add("--max-v", type=int, default=4096)
-    add("--short", type=int, default=1024, help="tokens of a short sequence")
-    add("--short-rows", type=int, default=16, help="short sequences of each task in a step")
+    add("--short", type=int, default=4096, help="tokens of a short sequence, in the end")
+    add("--short-rows", type=int, default=4, help="such sequences of each task in a step")
     add("--short-steps", type=int, default=1500)
     add("--length", type=int, default=16384, help="tokens of a long sequence")
     add("--long-rows", type=int, default=1)
-    add("--long-steps", type=int, default=150)
+    add("--long-steps", type=int, default=200)
     add("--turn", type=int, default=50, help="steps between evaluations")
     add("--evaluated", type=int, default=4, help="sequences of each task in an evaluation")
-    add("--lr", type=float, default=1e-3)
+    add("--lr", type=float, default=2e-3)
     add("--seed", type=int, default=0)
     add("--tiny", action="store_true", help="a model for a CPU")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
