@@ -74,7 +74,7 @@ class TokenPlaces(NamedTuple):
     used: Tensor  # [size] false past the end
 
 
-class Rows(NamedTuple):
+class AnchorRows(NamedTuple):
     """Anchors of sequences on a CPU. A place below 0 is none: a start of zeros, an end nowhere."""
 
     anchors: Tensor  # as Slots has it
@@ -92,10 +92,10 @@ class Rows(NamedTuple):
         self.anchors[self.ends[live]] = final[live]
 
 
-def extend(call: Call, pool: Slots, extension: Extension, rows: Any = Rows) -> Tensor:
+def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows) -> Tensor:
     """Appends the call's tokens, activated, to sequences; returns their o [B, T, HV, V].
 
-    o is 0 for sequences of padding and for tokens of none. `rows` makes Rows of the tensors' kind.
+    o is 0 for sequences of padding and for tokens of none. `rows` is AnchorRows or like it.
     """
     if not call.v.numel() or not call.num_sequences:
         return call.v.new_zeros(call.v.shape)
