@@ -21,7 +21,7 @@ SOLVE_START, SOLVE_STEP = 28.0, 0.5
 # The kernel for every batch if results may not depend on it: others sum in another order.
 BATCH_INVARIANT = ForwardChoice(64, True)
 SHARING = ForwardChoice(128, True)  # the one with equal shares, for K with the room SHARED_KEYS
-KEEPS = ForwardChoice(64, True)  # the one that keeps states on the way, and takes pools in bf16
+POOL_16 = ForwardChoice(64, True)  # the one that takes pools in bf16
 
 
 def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:

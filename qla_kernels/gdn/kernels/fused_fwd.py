@@ -95,8 +95,8 @@ class Variant(NamedTuple):
 
     @property
     def keeps(self) -> bool:
-        """True if states on the way can be kept: one state warpgroup has registers for it."""
-        return self.pooled and self.states == 1
+        """True if states on the way can be kept."""
+        return self.pooled and self.solves
 
     @property
     def inverts(self) -> bool:
@@ -235,7 +235,7 @@ def schedule(variant: Variant) -> Schedule:
         + (rings["a"] + rings["p"]) * CHUNK * CHUNK * 2
         + rings["gate"] * GATE_ROWS * CHUNK * 4
         + 2 * SCRATCH_BYTES * variant.solves
-        + 3 * WARPGROUP_THREADS * 4 * variant.keeps
+        + 3 * WARPGROUP_THREADS * 4 * variant.states * variant.keeps
         + 1024,
     )
 

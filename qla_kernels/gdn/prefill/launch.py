@@ -45,8 +45,10 @@ def gdn_prefill(call: Call, prefill: Prefill, options: Options) -> None:
             in_place = call.q.shape[3] == POOL_KEYS
             if not in_place:
                 assert prefill.checkpoints is None, "`prefill_refusal` says so"
-            elif prefill.checkpoints is not None or prefill.states.dtype == torch.bfloat16:
-                plan = plan._replace(kernel=heuristics.KEEPS)
+            elif prefill.states.dtype == torch.bfloat16:
+                plan = plan._replace(kernel=heuristics.POOL_16)
+            elif prefill.checkpoints is not None:
+                plan = plan._replace(kernel=keeping(plan))
             x, places = activated_batch(call, options), _places(call, prefill, options)
             saved = None if plan.kernel.solves else SavedChunks.empty(call.q, x.g)
             out, parts = Outputs(o, None, saved), flat_parts(x.q, x.k, x.v)
@@ -61,6 +63,15 @@ def gdn_prefill(call: Call, prefill: Prefill, options: Options) -> None:
     for changed in (prefill.states, prefill.checkpoints, o):
         if changed is not None:
             torch.autograd.graph.increment_version(changed)
+
+
+def keeping(plan: Plan) -> heuristics.ForwardChoice:
+    """Returns the kernel that keeps states on the way, for a plan: one that solves for A itself.
+
+    There is none with 128 columns of V for segments.
+    """
+    width = plan.kernel.tile_v if plan.segment_chunks is None else 64
+    return heuristics.ForwardChoice(width, True)
 
 
 def _places(call: Call, prefill: Prefill, options: Options) -> Places:

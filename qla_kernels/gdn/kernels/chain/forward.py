@@ -48,8 +48,8 @@ class OnTheWay(NamedTuple):
     every: Any  # the number of chunks from one checkpoint to the next
     keeps: Any  # 0, EVERY or FROM
     null_slot: Any  # no slot, and no lower number, is a state
-    # [1, 3, threads] in shared memory: the loop over chunks has no registers for it. None where
-    # two state warpgroups leave none for checkpoints at all.
+    # [states, 3, threads] in shared memory: the loop over chunks has no registers for it. None in
+    # a variant that keeps no states.
     next: Any
 
 
@@ -162,7 +162,7 @@ def store_entry(K, r_s, states, entry, hv, v0, w):
 
 @T.macro
 def keep_state(K, r_s, kept, hv, v0, w):
-    """Stores S^T to the next entry, within the loop over chunks."""
+    """Stores S^T to the next entry, between two chunks."""
     thread = T.get_thread_binding()
     if kept.next[w, UNTIL, thread] <= kept.next[w, LAST_WHOLE, thread]:
         store_entry(K, r_s, kept.checkpoints, kept.next[w, ENTRY, thread], hv, v0, w)
@@ -235,74 +235,95 @@ def state(
             kept.next[w, UNTIL, thread] = kept.until_of[n]
             if kept.until_of[n] == 0:
                 keep_state(K, r_s, kept, hv, v0, w)
-    for i in T.serial(num_chunks):
-        slot = k_ring.slot(i)
-        gate_slot = gate_ring.slot(i)
-        k_ring.wait(i)
-        q_ring.wait(i)
-        take_turn(turn, w)
-        T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 4
-        give_turn(turn, w)
-        if states == 1:
-            T.copy(r_o, r_o16)  # of the chunk before; unused in the first pass
-        T.wgmma_gemm(r_s16, s_q[q_ring.slot(i), :, :], r_o, transpose_B=True, clear_accum=True)
-        if states == 1:
-            if i > 0:
-                put_out(r_o16, s_o, o_ring, w, i - 1)
-        v_ring.wait(i)
-        load_transposed(s_v, v_ring.slot(i), w, r_vt)
-        gate_ring.wait(i)
-        if states == 1:
-            T.wait_wgmma(1)  # S K^T is ready, S Q^T in flight
-        else:
-            T.wait_wgmma(0)
-            q_ring.release(i)
-        for r, c in T.Parallel(TILE, CHUNK):  # 5
-            r_x[r, c] = (
-                s_gate[gate_slot, BETA, c] * r_vt[c, r] - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
-            )
-        v_ring.release(i)
-        T.copy(r_x, r_w16)
-        a_ring.wait(i)
-        take_turn(turn, w)
-        T.wgmma_gemm(r_w16, s_a[a_ring.slot(i), :, :], r_n, transpose_B=True, clear_accum=True)
-        give_turn(turn, w)
-        for r, c in T.Parallel(TILE, K):
-            r_s[r, c] *= s_gate[gate_slot, LAST, 0]
-        if states == 1:
-            T.wait_wgmma(1)
-            q_ring.release(i)
-        for r, c in T.Parallel(TILE, CHUNK):
-            r_o[r, c] *= s_gate[gate_slot, SCALE_E, c]
-        T.wait_wgmma(0)
-        a_ring.release(i)
-        for r, c in T.Parallel(TILE, CHUNK):
-            r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
-        if states == 1:
-            T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 6
-            T.copy(r_n, r_n16)
-            gate_ring.release(i)
-            p_ring.wait(i)
-            T.wgmma_gemm(r_n16, s_p[p_ring.slot(i), :, :], r_o, transpose_B=True)
-        else:
-            T.copy(r_n, r_n16)
-            gate_ring.release(i)
-            p_ring.wait(i)
+    # Two state warpgroups that keep states have a loop for each stretch between checkpoints: what a
+    # checkpoint needs would take registers of one loop over all chunks.
+    in_stretches = kept is not None and kept.next is not None and states == 2
+    if in_stretches:
+        first, last, num_stretches = (T.alloc_var("int32") for _ in range(3))
+        first = 0
+        last = T.shfl_sync(kept.next[w, UNTIL, thread], 0)
+        num_stretches = 1
+        if last > 0:
+            num_stretches += T.max(num_chunks - last + kept.every, 0) // kept.every
+    for _ in rolled(num_stretches) if in_stretches else [None]:
+        if in_stretches:
+            last = T.shfl_sync(kept.next[w, UNTIL, thread], 0)
+            if (last <= first) | (last > num_chunks):
+                last = num_chunks
+        for i in T.serial(first, last) if in_stretches else T.serial(num_chunks):
+            slot = k_ring.slot(i)
+            gate_slot = gate_ring.slot(i)
+            k_ring.wait(i)
+            q_ring.wait(i)
             take_turn(turn, w)
-            T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 6
-            T.wgmma_gemm(r_n16, s_p[p_ring.slot(i), :, :], r_o, transpose_B=True)
+            T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 4
             give_turn(turn, w)
-        T.wait_wgmma(1)  # S is ready, V'^T P^T in flight
-        T.copy(r_s, r_s16)
-        T.wait_wgmma(0)  # nothing may be in flight across the back edge: ptxas would serialise all
-        k_ring.release(i)
-        p_ring.release(i)
-        if states == 2:
-            T.copy(r_o, r_o16)
-            put_out(r_o16, s_o, o_ring, w, i * states + w)
-        if kept is not None and kept.next is not None:
-            if i + 1 == kept.next[w, UNTIL, T.get_thread_binding()]:
+            if states == 1:
+                T.copy(r_o, r_o16)  # of the chunk before; unused in the first pass
+            T.wgmma_gemm(r_s16, s_q[q_ring.slot(i), :, :], r_o, transpose_B=True, clear_accum=True)
+            if states == 1:
+                if i > 0:
+                    put_out(r_o16, s_o, o_ring, w, i - 1)
+            v_ring.wait(i)
+            load_transposed(s_v, v_ring.slot(i), w, r_vt)
+            gate_ring.wait(i)
+            if states == 1:
+                T.wait_wgmma(1)  # S K^T is ready, S Q^T in flight
+            else:
+                T.wait_wgmma(0)
+                q_ring.release(i)
+            for r, c in T.Parallel(TILE, CHUNK):  # 5
+                r_x[r, c] = (
+                    s_gate[gate_slot, BETA, c] * r_vt[c, r]
+                    - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
+                )
+            v_ring.release(i)
+            T.copy(r_x, r_w16)
+            a_ring.wait(i)
+            take_turn(turn, w)
+            T.wgmma_gemm(r_w16, s_a[a_ring.slot(i), :, :], r_n, transpose_B=True, clear_accum=True)
+            give_turn(turn, w)
+            for r, c in T.Parallel(TILE, K):
+                r_s[r, c] *= s_gate[gate_slot, LAST, 0]
+            if states == 1:
+                T.wait_wgmma(1)
+                q_ring.release(i)
+            for r, c in T.Parallel(TILE, CHUNK):
+                r_o[r, c] *= s_gate[gate_slot, SCALE_E, c]
+            T.wait_wgmma(0)
+            a_ring.release(i)
+            for r, c in T.Parallel(TILE, CHUNK):
+                r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
+            if states == 1:
+                T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 6
+                T.copy(r_n, r_n16)
+                gate_ring.release(i)
+                p_ring.wait(i)
+                T.wgmma_gemm(r_n16, s_p[p_ring.slot(i), :, :], r_o, transpose_B=True)
+            else:
+                T.copy(r_n, r_n16)
+                gate_ring.release(i)
+                p_ring.wait(i)
+                take_turn(turn, w)
+                T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 6
+                T.wgmma_gemm(r_n16, s_p[p_ring.slot(i), :, :], r_o, transpose_B=True)
+                give_turn(turn, w)
+            T.wait_wgmma(1)  # S is ready, V'^T P^T in flight
+            T.copy(r_s, r_s16)
+            # V'^T P^T, too: with a product in flight across the back edge ptxas would serialise all
+            T.wait_wgmma(0)
+            k_ring.release(i)
+            p_ring.release(i)
+            if states == 2:
+                T.copy(r_o, r_o16)
+                put_out(r_o16, s_o, o_ring, w, i * states + w)
+            if kept is not None and kept.next is not None and states == 1:
+                if i + 1 == kept.next[w, UNTIL, T.get_thread_binding()]:
+                    keep_state(K, r_s, kept, hv, v0, w)
+        if in_stretches:
+            if last == kept.next[w, UNTIL, thread]:
                 keep_state(K, r_s, kept, hv, v0, w)
+            first = last
     if states == 1:
         if num_chunks > 0:
             T.copy(r_o, r_o16)
