@@ -22,6 +22,16 @@ def test_segments(given, pool, monkeypatch):
     gdn_prefill.run(given, (128, 64), torch.bfloat16, "cpu", pool, torch.float32)
 
 
+@pytest.mark.parametrize("kernel", [(64, True), (128, True)])
+def test_zeros_in_shared_memory_name_no_checkpoint(kernel, seeds, monkeypatch):
+    """A call without checkpoints has a sequence without tokens, and the pool has a slot 0."""
+    seeds["seed"] = 1  # the emulator fills shared memory with zeros
+    whole = plan.Plan(heuristics.ForwardChoice(*kernel), None)
+    monkeypatch.setattr(plan, "forward", lambda *_: whole)
+    given = gdn_prefill.INPUTS[1]
+    gdn_prefill.run(given, (128, 128), torch.bfloat16, "cpu", torch.float32, torch.float32)
+
+
 def test_a_dense_batch_and_one_that_does_not_flatten(monkeypatch):
     whole = plan.Plan(heuristics.ForwardChoice(64, True), None)
     monkeypatch.setattr(plan, "forward", lambda *_: whole)

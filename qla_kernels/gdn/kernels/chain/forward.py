@@ -321,7 +321,7 @@ def state(
                 if i + 1 == kept.next[w, UNTIL, T.get_thread_binding()]:
                     keep_state(K, r_s, kept, hv, v0, w)
         if in_stretches:
-            if last == kept.next[w, UNTIL, thread]:
+            if (first < last) & (last == kept.next[w, UNTIL, thread]):
                 keep_state(K, r_s, kept, hv, v0, w)
             first = last
     if states == 1:
