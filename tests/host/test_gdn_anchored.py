@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn import GdnPool
-from qla_kernels.gdn.anchored.extend import Extension
+from qla_kernels.gdn.anchored.extend import Extension, extend
 from qla_kernels.gdn.anchored.pages import Page
 from qla_kernels.gdn.call import Call, Options
 from reference import gdn
@@ -236,3 +237,26 @@ def test_opcheck(drafts):
     operator = torch.ops.qla_kernels.gdn_pool_reject.default
     given = p.tensors.lengths, p.tensors.anchored, slots, torch.tensor([0, 9]), p.null_slot
     torch.library.opcheck(operator, given)
+
+
+class OtherNans(TorchDispatchMode):
+    """Numbers put by index have other bits of NaN, as CUDA's deterministic algorithms give them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.index_put_.default and args[2].is_floating_point():
+            x, indices, values = args
+            other = torch.full_like(values, torch.nan).view(torch.int64).add_(1).view(values.dtype)
+            args = x, indices, torch.where(values.isnan(), other, values)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_slot_of_padding_keeps_the_bits_of_nan():
+    x, p = sequences(1, 5), pool()
+    for held in p.tensors[:5]:
+        held[p.null_slot] = torch.nan
+    before = [held.clone() for held in p.tensors]
+    nobody = Extension(torch.tensor([p.null_slot]), None, False, p.null_slot)
+    with OtherNans():
+        extend(Call(*map(x.get, NAMES), 0.5), p.tensors, nobody)
+    for held, was in zip(p.tensors, before, strict=True):
+        assert torch.equal(held.view(torch.uint8), was.view(torch.uint8))

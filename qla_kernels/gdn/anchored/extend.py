@@ -16,6 +16,8 @@ from qla_kernels.gdn.shapes import NEW_TOKENS, TAIL_PLACES
 from qla_kernels.operators import Overwritten
 from qla_kernels.tile.constants import CHUNK
 
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a number
+
 
 class Slots(NamedTuple):
     """A pool's tensors. Slots may lie any distance apart, as pages of an engine's cache do.
@@ -150,7 +152,10 @@ def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows
     slot = torch.where(rest.used, slots[rest.owner], null_slot)
     place = slot, (base[rest.owner] + rest.token) % TAIL_PLACES
     for held, new in zip(pool[1:5], tokens[1:], strict=True):
-        held[place] = torch.where(_beside(rest.used, new), new.to(held.dtype), held[place])
+        # As integers: under deterministic algorithms torch puts numbers by way of a product with 1,
+        # which changes the bits of a NaN in the slot of padding.
+        bits, given = (x.view(BITS[held.itemsize]) for x in (held, new.to(held.dtype)))
+        bits[place] = torch.where(_beside(rest.used, given), given, bits[place])
     held_states.take(anchors)
     for count, now in ((pool.anchored, base + whole), (pool.lengths, base + total)):
         count[slots] = torch.where(live, now.int(), count[slots])
