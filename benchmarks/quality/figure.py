@@ -8,19 +8,20 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import PercentFormatter
+
+from benchmarks.report.style import STYLE, save
 
 from .tasks import TASKS
 
-STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
-              "svg.fonttype": "none", "svg.hashsalt": "qla"}  # fmt: skip
 COLOURS = ("#8a8a8a", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
-    """Writes a figure with a column for each task: losses above, accuracy below."""
+    """Writes an SVG with a column for each task: losses above, accuracy below."""
     runs = {name: run for name, run in results["runs"].items() if name != "short"}
     with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(2, len(TASKS), figsize=(9, 5), layout="constrained")
+        figure, panels = plt.subplots(2, len(TASKS), figsize=(10, 5.5), layout="constrained")
         for column, task in enumerate(TASKS):
             above, below = panels[0][column], panels[1][column]
             for (name, run), colour in zip(runs.items(), COLOURS, strict=False):
@@ -29,11 +30,11 @@ def draw(results: dict[str, Any], file: Path) -> None:
                 above.plot(steps, losses, color=colour, marker="o", ms=3, label=name)
             _accuracy(below, runs, task)
             above.set(title=task, xlabel="steps on long sequences", ylabel="loss, held out")
-            below.set(xlabel="density", ylabel="accuracy", xscale="log", ylim=(0, 1))
+            below.set(xlabel="density", ylabel="accuracy", xlim=(0, 1.02), ylim=(0, 1.02))
+            below.xaxis.set_major_formatter(PercentFormatter(1))
         panels[0][0].legend(frameon=False)
-        panels[1][0].legend(frameon=False)
-        figure.savefig(file, metadata={"Date": None})
-        plt.close(figure)
+        panels[1][-1].legend(*panels[1][0].get_legend_handles_labels(), frameon=False)
+        save(figure, file, "Sparse ring: quality")
 
 
 def _accuracy(panel: Any, runs: dict[str, Any], task: str) -> None:
