@@ -40,6 +40,7 @@ SHAPES = (
     (r"(\d+)x(\d+)\+(\d+)", "{0} responses of {2} to a prompt of {1}"),
     (r"(\d+)x(\d+)", "{1} sequences of {0} tokens"),
     (r"(\d+) in (\d+)", "{1} ragged sequences, {0} tokens"),
+    (r"1 of 1", "1 sequence of 1 token"),
     (r"(\d+) of 1", "{} sequences of 1 token"),
     (r"(\d+) of (\d+)", "{} sequences of {} tokens"),
     (r"([\d.]+)k-([\d.]+)%-run1", "{}K tokens, {} %, single diagonals"),

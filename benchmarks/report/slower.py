@@ -9,7 +9,7 @@ from .figures import label_of
 from .names import shape_of, title_of
 from .select import Digests, aside, headline, newest
 from .spread import spread
-from .texts import ASIDE, BY_HAND, FAMILIES, SECTIONS, SLOWER_ONCE, SLOWER_SERVING
+from .texts import ASIDE, BY_HAND, FAMILIES, SECTIONS, SLOWER_ONCE
 
 
 class Section(NamedTuple):
@@ -54,8 +54,6 @@ def slower(runs: Sequence[Run], digests: Digests) -> str:
     for section in sections(runs, digests):
         today = not section.what or "our_kernels" in section.run.environment
         (said if today else old).extend(_slower(section))
-    if aside(runs, "gdn", "serving-decode", digests) is None:
-        said.append(SLOWER_SERVING)
     parts = [["Ours is slower in these cases:", "", *said]] if said else []
     parts += [[SLOWER_ONCE, "", *old]] if old else []
     return "\n\n".join("\n".join(part) for part in parts)
@@ -81,5 +79,7 @@ def _slower(section: Section) -> list[str]:
                 else f"{way} at {slow}{of_several} {of_all.worst:.2f} x)"
             )  # fmt: skip
             worst.append(min(found))
-    subject = f"{FAMILIES[run.family]}, {title_of(kind).lower()}{what}"
+    # the title of a set for serving says the kind itself
+    of_kind = "" if what.startswith(", serving") else f", {title_of(kind).lower()}"
+    subject = f"{FAMILIES[run.family]}{of_kind}{what}"
     return [f"- {subject}: {'; '.join(said)}; worst at {min(worst)[1]}."] if said else []

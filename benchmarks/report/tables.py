@@ -190,7 +190,8 @@ def drafts(run: Run) -> str:
         mine, step = row.time_ms("ours"), row.time_ms("ours_step")
         if row.kind == "drafts" and mine and step:
             found.setdefault(row.layout.rpartition(" ")[2], []).append(mine / step)
-    said = [f"{n} drafts {min(x):.2f} to {max(x):.2f} times" for n, x in found.items()]
+    ends = {n: dict.fromkeys(f"{end(x):.2f}" for end in (min, max)) for n, x in found.items()}
+    said = [f"{n} drafts {' to '.join(x)} times" for n, x in ends.items()]
     return f"Verification takes, of a decode step of the batch: {', '.join(said)}." if said else ""
 
 

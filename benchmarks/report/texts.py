@@ -125,12 +125,6 @@ HYBRID_NOTE = """\
   memory ([note](docs/notes/hybrid-trees.md), section 3)."""
 
 BY_HAND = {"fa4_shared": "three flash-attn-4 calls a group, put together by hand"}
-SLOWER_SERVING = (  # not yet on record
-    "- Gated delta net, decoding in a pool of states, large batches: 3 to 4 % slower than the "
-    "packed kernels of vLLM and SGLang, before the latest changes ([serving](docs/serving.md)); no "
-    "record yet."
-)
-
 SLOWER_ONCE = """\
 And in these of 2026-11-22, measured with an older version and not yet again; eager calls take less
 time since ([note](docs/notes/native-launch.md), section 7):"""

@@ -362,7 +362,7 @@ def test_a_record_has_sections_and_a_table_of_rivals():
     assert "| a token of each sequence | vLLM's Triton                  |     20 |" in text
     assert "1.50 x (1.50 to 1.50)" in text
     assert "3.00 x (3.00 to 3.00)" in text
-    assert "2 drafts 1.40 to 1.40 times, 4 drafts 1.40" in text
+    assert "2 drafts 1.40 times, 4 drafts 1.40 times" in text
     assert "kernels changed since" not in text
     assert "kernels changed since" in "\n".join(serving.section([decode], {}))
     assert text in findings.page([decode, verified], KERNELS).replace("\n\n", "\n")

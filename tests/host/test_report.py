@@ -28,7 +28,6 @@ from benchmarks.report import (
 )
 from benchmarks.report.figures import charts, draw
 from benchmarks.report.svg import Bar, Chart, Group
-from benchmarks.report.texts import SLOWER_SERVING
 from benchmarks.sm90 import SETS
 from tests.host.made_up_runs import KERNELS, anchor_run, run_of, shared_run
 
@@ -479,7 +478,7 @@ def test_the_front_page_says_where_ours_is_slower():
     newer = dataclasses.replace(older, environment={"our_kernels": "prebuilt by nvcc 13"})
     assert "measured with an older version" not in front([newer], current)
     assert "- Gated delta net, decoding, 64 to 256 sequences: " in front([newer], current)
-    assert f"slower in these cases:\n\n{SLOWER_SERVING}" in front([masked_run()], current)
+    assert "slower in these cases" not in front([masked_run()], current)
 
 
 def test_the_front_page_lists_slower_rows_of_every_family_s_sets():
@@ -616,7 +615,7 @@ def test_a_record_of_other_kernels_is_stale():
 
 def test_the_page_of_findings_is_short_and_has_no_targets():
     text = findings.page(records.load(), pages.recorded())
-    assert len(text.splitlines()) <= 180
+    assert len(text.splitlines()) <= 210  # 180 before serving was on record
     assert "required" not in text
     assert text.index("## Words") < text.index("## In one table")
 
