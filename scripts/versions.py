@@ -20,7 +20,7 @@ Generated from `constraints/versions.json` by `python scripts/versions.py`; do n
 
 *Needs* is what the package or an integration asks for; it refuses other versions, or does not
 promise to work with them. *CPU* are versions that tests ran with on CPU tensors, *GPU* those that
-tests or benchmarks ran with on an H200. An empty cell means: not tried. On your machine,
+tests or benchmarks ran with on an H100 or an H200. An empty cell means: not tried. On your machine,
 `python -m qla_kernels.info` prints them.
 
 """
