@@ -12,6 +12,7 @@ from .select import Digests, aside, headline, newest
 from .slower import Section, beside_the_headline, slower
 from .spread import beside, spread
 from .texts import (
+    CONVOLUTION,
     FINDINGS,
     HYBRID_NOTE,
     METHOD,
@@ -32,6 +33,7 @@ def page(runs: Sequence[Run], digests: Digests) -> str:
     parts += serving.section(runs, digests)
     parts += ["## Shared prompts", *_shared(runs, digests)]
     parts += ["## Sparse attention", *_sparse(runs, digests)]
+    parts += _convolution(runs, digests)
     parts += ["## How it is measured", METHOD]
     return "\n\n".join(parts).replace("](docs/", "](") + "\n"
 
@@ -55,7 +57,9 @@ def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
     parts = shown(runs, digests, "figures/", *FIGURES["gdn"])
     if body:
         parts += [tables.markdown(header, body, left=5), STALE_ROWS]
-    parts.append("\n".join([*_beside_fla(front), *_segments(runs), *_memory(runs, digests)]))
+    parts.append(
+        "\n".join([*_beside_fla(front), *_segments(runs, digests), *_memory(runs, digests)])
+    )
     return [part for part in parts if part]
 
 
@@ -79,7 +83,7 @@ def _beside_fla(run: Run | None) -> list[str]:
     return lines
 
 
-def _segments(runs: Sequence[Run]) -> list[str]:
+def _segments(runs: Sequence[Run], digests: Digests) -> list[str]:
     """What cutting gains, and what exactness costs."""
     lines = []
     for kind, least, title in (("fwd", 20, "forward"), ("bwd", 12, "backward")):
@@ -90,7 +94,7 @@ def _segments(runs: Sequence[Run]) -> list[str]:
         said = f"- Cut into segments, the {title} of few heads is {cut.said} as fast as uncut."
         if exact is not None:
             said += f" `exact=True` takes {exact.said} of the default's time."
-        lines.append(f"{said} {source(run)}.")
+        lines.append(f"{said} {source(run, digests)}.")
     return lines
 
 
@@ -122,12 +126,28 @@ def _shared(runs: Sequence[Run], digests: Digests) -> list[str]:
             lines.append(
                 f"- A decoder layer of Qwen3-8B, forward and backward, batch {row.layout}: "
                 f"{tables.number(mine)} ms packed, {tables.number(whole)} ms on whole sequences: "
-                f"{whole / mine:.2f} x. {source(layer)}."
+                f"{whole / mine:.2f} x. {source(layer, digests)}."
             )
     hybrid = shown(runs, digests, "figures/", *FIGURES["hybrid"])
     parts.append("\n".join([*lines, *([] if hybrid else [HYBRID_NOTE])]))
     parts += [*hybrid, *shown(runs, digests, "figures/", RESPONSES), SHARED_NOTE]
     return [part for part in parts if part]
+
+
+def _convolution(runs: Sequence[Run], digests: Digests) -> list[str]:
+    """Beside a copy of as many bytes: libraries with this convolution have not been timed."""
+    run = headline(runs, "conv", digests)
+    said = []
+    for kind in ("fwd", "bwd") if run else ():
+        assert run is not None
+        times = [(row.floor_ms, row.time_ms("ours")) for row in run.rows if row.kind == kind]
+        if shares := sorted(floor / time for floor, time in times if time):
+            ends = " to ".join(dict.fromkeys(f"{100 * x:.0f}" for x in (shares[0], shares[-1])))
+            said.append(f"{title_of(kind).lower()} {ends} % of a copy's speed")
+    if run is None or not said:
+        return []
+    text = f"{CONVOLUTION} {', '.join(said)}, at {len(run.rows)} rows. {source(run, digests)}."
+    return ["## Causal convolution", text]
 
 
 def _batches(runs: Sequence[Run], digests: Digests) -> str:
@@ -151,7 +171,7 @@ def _batches(runs: Sequence[Run], digests: Digests) -> str:
         "3 calls a group / ours", "peak memory, whole / ours",
     ]  # fmt: skip
     text = tables.markdown(header, body)
-    sources = list(dict.fromkeys(source(run) for run, _ in found.values()))
+    sources = list(dict.fromkeys(source(run, digests) for run, _ in found.values()))
     return f"{text}\n\nCUDA graphs. {'; '.join(sources) or 'No record yet'}."
 
 
@@ -173,11 +193,11 @@ def _sparse(runs: Sequence[Run], digests: Digests) -> list[str]:
         parts.append(note)
     grid = aside(runs, "sparse_ring", "grid", digests)
     if grid is not None:
-        parts.append(_grid(grid))
+        parts.append(_grid(grid, digests))
     return [*parts, SPARSE_NOTE, RING_NOTE]
 
 
-def _grid(run: Run) -> str:
+def _grid(run: Run, digests: Digests) -> str:
     """Forward and backward by length and density."""
     pairs: dict[str, dict[str, Row]] = {}
     for row in run.rows:
@@ -193,5 +213,5 @@ def _grid(run: Run) -> str:
             cells += [tables.number(time), tables.number(rate)]
         body.append([shape_of(first), *cells])
     header = ["mask", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s"]
-    said = f"{run.rows[0].heads} heads. TFLOP/s count the pairs of the mask only. {source(run)}."
-    return f"{tables.markdown(header, body)}\n\n{said}"
+    said = f"{run.rows[0].heads} heads. TFLOP/s count the pairs of the mask only."
+    return f"{tables.markdown(header, body)}\n\n{said} {source(run, digests)}."

@@ -1,6 +1,6 @@
 """The generated parts of the front page: who gains what, and the table of times."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from ..harness.records import Row, Run
 from . import tables
@@ -8,7 +8,7 @@ from .figures import density_of, gain, rival_of, short, steps
 from .names import BATCHES, shape_of, span, title_of
 from .pictures import shown
 from .select import Digests, headline
-from .slower import slower
+from .slower import in_short
 from .spread import Spread, beside, spread
 from .texts import BEFORE_PROGRAMS, CURRENT, FAMILIES, GAINS, STALE, TERMS
 
@@ -39,13 +39,12 @@ def compared(run: Run, rows: Sequence[Row]) -> int:
     return sum(gain(run, row) is not None or gain(run, row, True) is not None for row in rows)
 
 
-def tabled(run: Run, front: bool) -> dict[tuple[str, str], list[Row]]:
-    """Groups that the table has; on the front page those with a rival at half of their shapes."""
-    least = 0.5 if front else 0.0
-    return {k: rows for k, rows in groups(run).items() if compared(run, rows) >= least * len(rows)}
+def tabled(run: Run) -> dict[tuple[str, str], list[Row]]:
+    """Groups with a rival at half of their shapes: what the table has."""
+    return {k: rows for k, rows in groups(run).items() if 2 * compared(run, rows) >= len(rows)}
 
 
-def times(runs: Sequence[Run], digests: Digests, front: bool = False) -> str:
+def times(runs: Sequence[Run], digests: Digests) -> str:
     """A line for each direction and number of heads: a typical shape, and how all shapes differ."""
     header = [
         "operation; heads; shapes", "a typical shape", "rival", "graph, ms: ours / rival",
@@ -54,7 +53,7 @@ def times(runs: Sequence[Run], digests: Digests, front: bool = False) -> str:
     body = []
     for family in FAMILIES:
         run = headline(runs, family, digests)
-        for (kind, heads), rows in ({} if run is None else tabled(run, front)).items():
+        for (kind, heads), rows in ({} if run is None else tabled(run)).items():
             assert run is not None
             unit = "channels" if family == "conv" else "heads"
             shapes = count(rows, compared(run, rows))
@@ -81,7 +80,11 @@ def _line(run: Run, rows: Sequence[Row]) -> list[str]:
         if of_all is None or theirs is None:
             cells += ["–", "–"]
             continue
-        pair = [tables.number(x) for x in (typical.time_ms("ours", eager), theirs[1])]
+        pair = []
+        for time in (typical.time_ms("ours", eager), theirs[1]):
+            whose = [r.implementation for r in typical.results if r.time_ms(eager) == time]
+            star = tables.star(run, typical, whose[0]) if whose and not eager else ""
+            pair.append(tables.number(time) + star)
         cells += [" / ".join(pair), f"{of_all.mean:.2f} x ({tables.marked(of_all.worst)})"]
     return cells
 
@@ -102,7 +105,7 @@ def provenance(runs: Sequence[Run], digests: Digests, front: bool = False) -> st
     """Which records the numbers are of; and that kernels changed since, if they did."""
     found = {family: headline(runs, family, digests) for family in FAMILIES}
     if front:
-        found = {family: run for family, run in found.items() if run and tabled(run, front)}
+        found = {family: run for family, run in found.items() if run and tabled(run)}
     sources: dict[str, list[str]] = {}
     for family, run in found.items():
         if run is not None:
@@ -116,9 +119,11 @@ def provenance(runs: Sequence[Run], digests: Digests, front: bool = False) -> st
     return text
 
 
-def source(run: Run) -> str:
+def source(run: Run, digests: Digests | None = None) -> str:
+    """Where and when; with today's digests also whether its kernels changed since."""
     dirty = " with changes" if run.dirty else ""
-    return f"{run.device}, {run.date[:10]}, commit {run.commit[:10]}{dirty}"
+    stale = "" if digests is None or run.current(digests) else ", kernels changed since"
+    return f"{run.device}, {run.date[:10]}, commit {run.commit[:10]}{dirty}{stale}"
 
 
 def gains(runs: Sequence[Run], digests: Digests) -> str:
@@ -131,7 +136,7 @@ def gains(runs: Sequence[Run], digests: Digests) -> str:
     body = []
     for family, who, typed, got in GAINS:
         gained = best[family]() if family in best else ""  # engines have no ratio
-        body.append([who, typed, got.format(gained)])
+        body.append([who, typed, got.format(gained, block=_block_gain(runs, digests))])
     return tables.markdown(["you", "you type", "you get"], body, left=3)
 
 
@@ -142,28 +147,27 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
         return "not measured yet"
     kinds = [[row for row in run.rows if row.kind == kind] for kind in ("fwd", "both")]
     most = [[row for row in rows if row.heads == "16/32"] for rows in kinds]
-    graph, eager = (
-        _both_ways(spread([gain(run, row, way) for row in rows]) for rows in most)
-        for way in (False, True)
-    )
+    ways = (False, True)
+    fla = [[beside(rows, "fla", eager) for eager in ways] for rows in kinds]
+    best = [[spread([gain(run, row, eager) for row in rows]) for eager in ways] for rows in most]
     said = []
-    if fla := _both_ways(beside(rows, "fla") for rows in kinds):
-        whose = "beside FLA's own kernels, which FLA and transformers run"
-        said.append(f"{whose}, in CUDA graphs {fla}")
-    if graph:
-        whose = "beside the best of FlashQLA, FlashInfer and FLA, of 16/32 heads"
-        said.append(f"{whose}, in CUDA graphs {graph}")
-    if graph and eager:
-        said.append(f"in eager calls {eager}")
-    return "; ".join(said) or "not measured yet"
+    if text := _both_kinds(fla):
+        said.append(f"Beside FLA's own kernels, which transformers runs, too: {text}.")
+    if text := _both_kinds(best):
+        said.append(f"Beside the fastest of FlashQLA, FlashInfer and FLA, 16/32 heads: {text}.")
+    return " ".join(said) or "Not measured yet."
 
 
-def _both_ways(found: Iterable[Spread | None]) -> str:
-    """Nothing if one is missing."""
-    forward, both = found
-    if forward is None or both is None:
-        return ""
-    return f"{forward.at_least} forward, {both.at_least} forward + backward"
+def _both_kinds(found: Sequence[Sequence[Spread | None]]) -> str:
+    """Of a forward, and of a forward with its backward; nothing if times of graphs are missing."""
+    said, worst = [], list[float]()
+    for kind, ways in zip(("forward", "forward + backward"), found, strict=True):
+        if ways[0] is None:
+            return ""
+        known = [(s, way) for s, way in zip(ways, ("CUDA graphs", "eager calls"), strict=True) if s]
+        said.append(f"{kind} " + ", ".join(f"{s.mean:.2f} x in {way}" for s, way in known))
+        worst += [s.worst for s, _ in known]
+    return f"{'; '.join(said)} (at worst {min(worst):.2f} x)"
 
 
 def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
@@ -182,6 +186,16 @@ def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
     return f"attention, forward + backward, {times} faster than {where}"
 
 
+def _block_gain(runs: Sequence[Run], digests: Digests) -> str:
+    run = headline(runs, "hybrid", digests)
+    rows = [row for row in run.rows if row.kind == "block"] if run else []
+    of_all = spread([gain(run, row) for row in rows]) if run else None
+    if of_all is None:
+        return "hybrid models: [note](docs/notes/hybrid-trees.md)"
+    times = f"{of_all.worst:.1f} to {of_all.best:.1f} x"
+    return f"four layers of Qwen3-Next, forward + backward, {times}, not in a graph"
+
+
 def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:
     run = headline(runs, "sparse_ring", digests)
     rows = [] if run is None else [row for row in run.rows if density_of(row)]
@@ -195,7 +209,7 @@ def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:
 
 def front_page(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
     """What stands between each pair of markers of README.md."""
-    table = [NOTICE, times(runs, digests, front=True), TERMS, slower(runs, digests)]
+    table = [NOTICE, times(runs, digests), TERMS, in_short(runs, digests)]
     table += [choice_of_lines(runs, digests), provenance(runs, digests, front=True)]
     table += shown(runs, digests, "docs/figures/", *ON_FRONT)
     return {"gains": gains(runs, digests), "performance": "\n\n".join(filter(None, table))}

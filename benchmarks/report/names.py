@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 from ..attention.workloads import LONG_PROMPTS, SHORT_BATCHES, Group
-from ..harness.records import Row
+from ..harness.records import Row, Run
 
 TITLES = {
     "fwd": "Forward", "bwd": "Backward", "both": "Forward and backward", "decode": "Decoding",
@@ -19,6 +19,12 @@ TITLES = {
 
 def title_of(kind: str) -> str:
     return TITLES.get(kind, f"{kind} alone")
+
+
+def gpu(run: Run) -> str:
+    """`H100` of `NVIDIA H100 80GB HBM3`."""
+    found = re.match(r"NVIDIA (\w+)", run.device)
+    return found[1] if found else run.device
 
 
 def shape_of(row: Row) -> str:

@@ -25,8 +25,7 @@ def section(runs: Sequence[Run], digests: Digests) -> list[str]:
         run = aside(runs, "gdn", of_set, digests)
         if run is None:
             continue
-        stale = "" if run.current(digests) else ", kernels changed since"
-        sources.append(f"{what}: {source(run)}{stale}")
+        sources.append(f"{what}: {source(run, digests)}")
         said.append(tables.drafts(run))
         body += [[what, *line] for line in _beside_rivals(run)]
     if not body:

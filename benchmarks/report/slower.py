@@ -6,10 +6,10 @@ from typing import NamedTuple
 from ..harness.records import Row, Run
 from . import tables
 from .figures import label_of
-from .names import shape_of, title_of
+from .names import gpu, shape_of, title_of
 from .select import Digests, aside, headline, newest
 from .spread import spread
-from .texts import ASIDE, BY_HAND, FAMILIES, SECTIONS, SLOWER_ONCE
+from .texts import ASIDE, BY_HAND, FAMILIES, SECTIONS, SLOWER_HERE, SLOWER_ONCE
 
 
 class Section(NamedTuple):
@@ -48,30 +48,66 @@ def sections(runs: Sequence[Run], digests: Digests) -> list[Section]:
     return found
 
 
+class Case(NamedTuple):
+    """A kind of rows of which ours is slower at some."""
+
+    subject: str
+    both_ways: str  # how often and how much, of graphs and of eager calls
+    ratio: float  # the worst, of either
+    shape: str
+    rival: str
+    where: str  # "", if the page says where for all of the family
+    old: bool
+
+    @property
+    def line(self) -> str:
+        at = f"worst at {self.shape}, beside {self.rival}"
+        return f"- {self.subject}: {self.both_ways}; {at}{self.where}."
+
+    @property
+    def short(self) -> str:
+        worst = f"{self.ratio:.2f} x at {self.shape}"
+        return f"- {self.subject}: {worst}, beside {self.rival}{self.where}."
+
+
 def slower(runs: Sequence[Run], digests: Digests) -> str:
     """What a reader may find slower than the table says: beside every rival, both ways."""
-    said, old = list[str](), list[str]()
-    for section in sections(runs, digests):
-        today = not section.what or "our_kernels" in section.run.environment
-        (said if today else old).extend(_slower(section))
+    cases = _cases(runs, digests)
+    said, old = ([case.line for case in cases if case.old == old] for old in (False, True))
     parts = [["Ours is slower in these cases:", "", *said]] if said else []
     parts += [[SLOWER_ONCE, "", *old]] if old else []
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def _slower(section: Section) -> list[str]:
-    """A line if ours is slower than the best rival at some shape, by graphs or eager calls."""
+def in_short(runs: Sequence[Run], digests: Digests) -> str:
+    """The worst of each case; the page of performance has the rest."""
+    cases = _cases(runs, digests)
+    if not cases:
+        return ""
+    lines = [case.short for case in cases if not case.old]
+    if old := sum(case.old for case in cases):
+        lines.append(f"- {old} more kind{'s' * (old > 1)} of rows in older records.")
+    return "\n".join([SLOWER_HERE, "", *lines])
+
+
+def _cases(runs: Sequence[Run], digests: Digests) -> list[Case]:
+    found = (_case(section, digests) for section in sections(runs, digests))
+    return [case for case in found if case is not None]
+
+
+def _case(section: Section, digests: Digests) -> Case | None:
+    """None if ours is not slower than the best rival anywhere, by graphs or eager calls."""
     what, kind, run, rows = section
-    said, worst, ours = [], list[tuple[float, str]](), tables.our_names(run)
+    said, worst, ours = [], list[tuple[float, str, str]](), tables.our_names(run)
     for way, eager in (("CUDA graphs", False), ("eager calls", True)):
         found = []
         for row in rows:
             rival, ratio = tables.best_rival(row, ours, eager), tables.ratio(row, ours, eager)
             if rival and ratio:
                 beside = BY_HAND.get(rival[0]) or label_of(run, rival[0])
-                found.append((ratio, f"{shape_of(row)}, beside {beside}"))
-        if slow := sum(ratio < 1 for ratio, _ in found):
-            of_all = spread([ratio for ratio, _ in found])
+                found.append((ratio, shape_of(row), beside))
+        if slow := sum(tables.is_slower(ratio) for ratio, *_ in found):
+            of_all = spread([ratio for ratio, *_ in found])
             assert of_all is not None
             of_several = f" of {len(found)} shapes (mean {of_all.mean:.2f} x, worst"
             said.append(
@@ -79,7 +115,12 @@ def _slower(section: Section) -> list[str]:
                 else f"{way} at {slow}{of_several} {of_all.worst:.2f} x)"
             )  # fmt: skip
             worst.append(min(found))
+    if not said:
+        return None
     # the title of a set for serving says the kind itself
     of_kind = "" if what.startswith(", serving") else f", {title_of(kind).lower()}"
+    stale = "" if run.current(digests) else ", kernels changed since"
+    where = f" ({gpu(run)}, {run.date[:10]}{stale})" if what else ""
+    old = bool(what) and "our_kernels" not in run.environment
     subject = f"{FAMILIES[run.family]}{of_kind}{what}"
-    return [f"- {subject}: {'; '.join(said)}; worst at {min(worst)[1]}."] if said else []
+    return Case(subject, "; ".join(said), *min(worst), "" if old else where, old)

@@ -50,11 +50,23 @@ def number(value: float | None) -> str:
     return f"{value:.{min(digits, 4)}f}"
 
 
+def is_slower(ratio: float) -> bool:
+    """Whether ours is, to the two digits that are printed."""
+    return round(ratio, 2) < 1
+
+
 def marked(value: float | None) -> str:
     """A ratio, with a mark if ours is slower."""
     if value is None:
         return "–"
-    return f"{value:.2f} {SLOWER}" if value < 1 else f"{value:.2f}"
+    return f"{value:.2f} {SLOWER}" if is_slower(value) else f"{value:.2f}"
+
+
+def star(run: Run, row: Row, name: str) -> str:
+    """A star where launch gaps are in a graph's time, because it was not captured."""
+    result = row.result(name)
+    known = result is not None and result.time_ms(False) is not None
+    return "*" if run.device_kind == "cuda" and known and not result.graph else ""
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -235,8 +247,8 @@ def _cell(run: Run, row: Row, name: str, names: Sequence[str], ways: Iterable[bo
     for eager in ways:
         time = result.time_ms(eager)
         best = min((t for n in names if (t := row.time_ms(n, eager)) is not None), default=None)
-        star = "*" if run.device_kind == "cuda" and not result.graph and not eager else ""
-        cells.append((f"**{number(time)}**" if time and time == best else number(time)) + star)
+        said = f"**{number(time)}**" if time and time == best else number(time)
+        cells.append(said if eager else said + star(run, row, name))
     return " / ".join(cells)
 
 

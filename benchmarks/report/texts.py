@@ -15,12 +15,10 @@ FAMILIES = {
 GAINS = (
     ("gdn", "train or run **Qwen3-Next, Qwen3.5**, or FLA's gated delta net layers",
      "transformers: `swap(model)`; FLA: `fla.register()`",
-     "a faster gated delta rule (heads of 128): {}"),
+     "a faster gated delta rule (head size 128). {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
-     "each prompt stored and computed once: {}; "
-     "forward and backward of a block of four layers of Qwen3-Next 4.1 to 6.0 x "
-     "([note](docs/notes/hybrid-trees.md))"),
+     "each prompt stored and computed once: {}; {block}"),
     ("sparse_ring", "train on **128K tokens** and more, on one GPU or several",
      "`transformers_sparse_ring.prepare(model)`, "
      "then `sparse_ring=SparseRingConfig(...)` in each call",
@@ -28,7 +26,8 @@ GAINS = (
     ("serving", "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
      "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-backend qla`",
      "prefill, decoding and drafts on the engine's own pages of states, without copies; "
-     "not yet tried in a running engine, so without a ratio ([serving](docs/serving.md))"),
+     "not yet tried in a running engine; the kernels alone beside the engines' and FlashInfer's: "
+     "[times](docs/performance.md#serving)"),
 )  # fmt: skip
 
 # Rows of a gated delta net beside the front page: what, set, kind, and how many make a record.
@@ -65,12 +64,13 @@ TERMS = """\
   of Qwen3-Next and of Qwen3.5 4B to 35B, and 4/8 their share on one of four GPUs; 16/64 those of
   122B and 397B, and 2/8 their share on one of eight.
 - **Faster**: the rival's time divided by ours, as a geometric mean over all **shapes** (sets of
-  sequence lengths); `1 of 7 shapes` where rivals were timed at one. **Worst**: the least of these
+  sequence lengths). **Worst**: the least of these
   ratios; below 1 (▼) ours is slower. The **typical** shape has the median ratio of CUDA graphs.
 - **Graph**: replays of a CUDA graph, the time of the GPU alone. **Eager**: calls of the public
   Python function, where a GPU with little to do waits for Python; ours with prebuilt kernels, as a
   wheel has them. Kernels that were compiled at their first call are launched more slowly. Long
-  calls take the same time either way, up to a few percent of clock. `–` was not measured.
+  calls take the same time either way, up to a few percent of clock. `–` was not measured; `*` was
+  not captured in a graph, so that gaps between launches count, of both.
 - Calls have the defaults of each library; of ours, `exact=False`. Gates are those that FlashQLA
   publishes its times with, and initial states are given."""
 
@@ -125,6 +125,8 @@ HYBRID_NOTE = """\
   memory ([note](docs/notes/hybrid-trees.md), section 3)."""
 
 BY_HAND = {"fa4_shared": "three flash-attn-4 calls a group, put together by hand"}
+SLOWER_HERE = """\
+Where ours is slower, at worst ([all such shapes](docs/performance.md#in-one-table)):"""
 SLOWER_ONCE = """\
 And in these of 2026-11-22, measured with an older version and not yet again; eager calls take less
 time since ([note](docs/notes/native-launch.md), section 7):"""
@@ -150,6 +152,10 @@ tokens, 12 times as fast as a dense ring of flash-attn-4 and 12 % longer than a 
 time; eight take 16.1 + 48.0 ms for 512K tokens ([note](docs/notes/sparse-ring.md), sections 12 and
 13). `torchrun -m benchmarks.ring` measures rings; they have no records yet."""
 
+CONVOLUTION = """\
+With its activation, over packed sequences and trees, it is bounded by memory. No library with the
+same function has been timed beside it (causal-conv1d would be one). CUDA graphs:"""
+
 SERVING_NOTE = """\
 Calls of an inference engine, on a pool of states in pages. A rival's time has all that an engine
 has to do for it: where a library takes no slots, gathers, zeros, casts and scatters. The engines'
@@ -168,9 +174,12 @@ METHOD = """\
 - **Same work.** Layouts and gates that a library wants otherwise are converted outside the time.
   Versions of all rivals: [versions](docs/versions.md).
 - **Eager calls** include Python and launches. A sample is a call among up to ten in a row.
-- **Your own**: `bash scripts/setup_env.sh --rivals` installs rivals into `.venv`. Then, on a Hopper
-  GPU: `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2 [--gates model]`; two
-  versions of ours: `.venv/bin/python -m benchmarks.revisions ../before gdn:anchors`."""
+- **Your own**: `bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB). Then, on
+  a Hopper GPU, `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2` for a shape
+  of yours (`--gates model` has other gates). The tables above are made by `gdn --quick --direction
+  fwd,bwd,both`, `gdn --set serving --quick`, `dualkv --quick --set long,short`, `sparse_ring
+  --quick` and `hybrid --quick`. Two versions of ours: `.venv/bin/python -m benchmarks.revisions
+  ../before gdn:anchors`."""
 
 CHECKED = """\
 Every result is checked before it is timed. A gated delta net: against the chunked algorithm in

@@ -414,7 +414,7 @@ def test_a_backward_that_computed_more_than_in_a_step_has_no_graph_time():
     assert faults.without(masked) is masked
 
 
-def test_a_rival_of_one_shape_is_no_row_of_the_front_page():
+def test_a_rival_of_one_shape_is_no_row_of_a_table():
     """A mean over one shape of seven stood there, beside a stand-in."""
     rows = [*SETS["conv"]["packs"], *SETS["conv"]["trees"]]
     whole = shared_run(rows, {"ours": 1.0, "fa4": 17.0})
@@ -430,11 +430,27 @@ def test_a_rival_of_one_shape_is_no_row_of_the_front_page():
 
     subject = "Causal convolution, forward; "
     for shapes in (1, 2, 4):
-        page, said = findings.page([timed_at(shapes)], current), f"{shapes} of 7 shapes"
-        assert cells_of(page, subject)[0].endswith(f"; {said}")
-        text = front([timed_at(shapes)], current)
-        assert (subject in text) == ("causal convolution: NVIDIA" in text) == (shapes == 4)
+        run = timed_at(shapes)
+        for text in (findings.page([run], current), front([run], current)):
+            assert (subject in text) == (shapes == 4)
+            if shapes == 4:
+                assert cells_of(text, subject)[0].endswith("; 4 of 7 shapes")
+        assert ("causal convolution: NVIDIA" in front([run], current)) == (shapes == 4)
+        assert "forward 50 % of a copy's speed" in findings.page([run], current)
     assert cells_of(front([whole], current), subject)[0].endswith("; 7 shapes")
+
+
+def test_a_time_that_was_not_captured_has_a_star_on_the_front_page():
+    """The block's stood there as a graph's."""
+    run = block_run()
+    start = "Hybrid models over shared prompts, block of four layers"
+    assert cells_of(front([run], current), start)[3] == "10.0 / 45.0"
+    rows = (
+        dataclasses.replace(row, results=[dataclasses.replace(r, graph=False) for r in row.results])
+        for row in run.rows
+    )
+    launched = dataclasses.replace(run, rows=tuple(rows))
+    assert cells_of(front([launched], current), start)[3] == "10.0* / 45.0*"
 
 
 def test_words_of_the_table_are_defined_where_it_stands():
@@ -464,27 +480,47 @@ def test_a_mask_is_beside_all_pairs_on_the_front_page():
     assert "Choosing the mask of sparse attention takes 2.00 ms a call more (" in text
 
 
-def test_the_front_page_says_where_ours_is_slower():
-    text = front([anchor_run()], current)
+def test_pages_say_where_ours_is_slower():
+    """Every case on the page of performance, the worst of each on the front page."""
     run, ours = anchor_run(), tables.our_names(anchor_run())
-    ratios = [tables.ratio(row, ours) for row in run.rows if row.kind == "fwd"]
-    count = sum(r < 1 for r in ratios)
+    rows = [row for row in run.rows if row.kind == "fwd"]
+    ratios = [tables.ratio(row, ours) for row in rows]
+    count = sum(map(tables.is_slower, ratios))
     assert count
     mean = f"mean {math.prod(ratios) ** (1 / len(ratios)):.2f} x"
     said = f"{count} of {len(ratios)} shapes ({mean}, worst {min(ratios):.2f} x)"
-    assert f"- Gated delta net, forward: CUDA graphs at {said}" in text
+    page = findings.page([run], current)
+    assert f"- Gated delta net, forward: CUDA graphs at {said}" in page
+    least = min(tables.ratio(row, ours, eager) for row in rows for eager in (False, True))
+    text = front([run], current).partition(f"- Gated delta net, forward: {least:.2f} x at ")[2]
+    shape, _, rival = text.partition(".\n")[0].partition(", beside ")
+    assert shape in map(names.shape_of, rows)
+    assert rival in run.labels.values()
+    assert "Where ours is slower" not in front([masked_run()], current)
+    assert "Ours is slower" not in findings.page([masked_run()], current)
+
+
+def test_older_cases_are_apart_and_others_say_where():
     older = run_of(GDN["decode"])
-    assert "measured with an older version" in front([older], current)
+    assert "measured with an older version" in findings.page([older], current)
+    assert "- 1 more kind of rows in older records." in front([older], current)
     newer = dataclasses.replace(older, environment={"our_kernels": "prebuilt by nvcc 13"})
-    assert "measured with an older version" not in front([newer], current)
-    assert "- Gated delta net, decoding, 64 to 256 sequences: " in front([newer], current)
-    assert "slower in these cases" not in front([masked_run()], current)
+    assert "measured with an older version" not in findings.page([newer], current)
+    assert "older records" not in front([newer], current)
+    for text, where in (
+        (front([newer], current), ""),
+        (front([newer], other), ", kernels changed since"),
+    ):
+        line = next(
+            x for x in text.splitlines() if x.startswith("- Gated delta net, decoding, 64 ")
+        )
+        assert line.endswith(f" (H200, 2026-01-02{where}).")
 
 
-def test_the_front_page_lists_slower_rows_of_every_family_s_sets():
+def test_slower_rows_of_every_family_s_sets_are_listed():
     """Shared prompts with one response were left out: only gdn's sets were looked at."""
     growing = shared_run(DUALKV["responses"], {"ours": 1.0, "fa4": 0.9, "fa4_shared": 2.0})
-    text = front([growing], current)
+    text = findings.page([growing], current)
     line = next(x for x in text.splitlines() if "more and more responses" in x and "forward" in x)
     assert "CUDA graphs at 7 of 7 shapes (mean 0.90 x, worst 0.90 x); worst at" in line
     assert line.endswith(" beside flash-attn-4, whole sequences.")
@@ -492,17 +528,17 @@ def test_the_front_page_lists_slower_rows_of_every_family_s_sets():
     largest = shared_run(
         DUALKV["largest"], {"ours": 1.0, "bwd fa4_shared": 0.9}, environment={"our_kernels": "new"}
     )
-    text = front([largest], current)
+    text = findings.page([largest], current)
     assert (
         "- Attention over shared prompts, backward, the largest: CUDA graphs 0.90 x; worst at 28 "
         "responses of 2048 to a prompt of 32768, beside three flash-attn-4 calls a group, put "
-        "together by hand."
+        "together by hand (H200, 2026-01-02)."
     ) in text
     assert "shared prompts, forward, the largest" not in text
     assert "measured with an older version" not in text
 
 
-def test_no_row_that_pages_mark_as_slower_is_missing_on_the_front_page():
+def test_no_row_that_tables_mark_as_slower_is_missing_in_the_list():
     runs, digests = [*map(faults.without, records.load())], pages.recorded()
     marked = "".join(pages.records_page(runs, family, digests) for family in SETS)
     listed = slower.sections(runs, digests)
@@ -539,8 +575,9 @@ def test_what_users_get_is_the_step_of_the_record():
     both = run_of([*GDN["anchors"], *step])
     ratios = [tables.ratio(row, tables.our_names(both)) for row in both.rows if row.kind == "both"]
     mean = math.prod(ratios) ** (1 / 3)
-    worst = f"{mean:.2f} x (worst {min(ratios):.2f}) forward + backward; in eager calls"
-    assert worst in front([both], current)
+    assert f"forward + backward {mean:.2f} x in CUDA graphs, " in front([both], current)
+    text = front([shared_run(SETS["hybrid"]["block"], {"ours": 10.0, "whole": 45.0})], current)
+    assert "four layers of Qwen3-Next, forward + backward, 4.5 to 4.5 x" in text
 
 
 def test_users_of_fla_find_their_own_gain_in_the_first_row():
@@ -551,8 +588,11 @@ def test_users_of_fla_find_their_own_gain_in_the_first_row():
     forward, both = (spread.beside(rows, "fla") for rows in kinds)
     ratios = [row.time_ms("fla") / row.time_ms("ours") for row in kinds[0]]
     assert forward == spread.spread(ratios)
-    said = f"{forward.at_least} forward, {both.at_least} forward + backward; beside the best of"
-    assert f"which FLA and transformers run, in CUDA graphs {said}" in front([run], current)
+    text = front([run], current).partition("Beside FLA's own kernels")[2].partition(" Beside ")[0]
+    assert f"forward {forward.mean:.2f} x in CUDA graphs" in text
+    assert f"forward + backward {both.mean:.2f} x in CUDA graphs" in text
+    ways = [spread.beside(rows, "fla", eager) for rows in kinds for eager in (False, True)]
+    assert text.endswith(f"(at worst {min(way.worst for way in ways):.2f} x).")
     rows = (dataclasses.replace(row, results=row.results[:1]) for row in run.rows)
     alone = dataclasses.replace(run, rows=tuple(rows))
     assert "FLA's own kernels" not in front([alone], current)
@@ -615,7 +655,7 @@ def test_a_record_of_other_kernels_is_stale():
 
 def test_the_page_of_findings_is_short_and_has_no_targets():
     text = findings.page(records.load(), pages.recorded())
-    assert len(text.splitlines()) <= 210  # 180 before serving was on record
+    assert len(text.splitlines()) <= 220  # 180 before serving and slower cases with their places
     assert "required" not in text
     assert text.index("## Words") < text.index("## In one table")
 
