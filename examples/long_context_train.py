@@ -37,8 +37,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from qla_kernels.sparse_ring import RingGroups
-from qla_kernels.sparse_ring.mask_options import add_mask_options, mask
+from qla_kernels.sparse_ring.mask_options import OPTIONS, add_mask_options, mask
 from qla_kernels.sparse_ring.measure_inputs import beyond
+
+IGNORED_BY = {  # options without effect, by kind of attention
+    "sparse": ("dense_kernel",),
+    "dense": ("recall", *OPTIONS, "dense_layers", "schedule", "log_lines"),
+}
 
 
 def main() -> None:
@@ -70,19 +75,21 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         raise SystemExit(f"--ring {ring} of {world} ranks: pass a divisor")
     mesh = init_device_mesh(device.type, (world // ring, ring), mesh_dim_names=("data", "ring"))
     group = RingGroups.from_mesh(mesh["ring"])
+    if options.without_effect:
+        given = ", ".join(options.without_effect)
+        say(f"without effect under --attention {options.attention}: {given}")
     if options.attention == "sparse":
-        pattern = mask(options, options.recall)
         recomputed = options.checkpointing == "full"
         layers = tuple(options.dense_layers)
-        chosen = attention.sparse(group, pattern, options.schedule, layers, recomputed)
+        chosen = attention.sparse(group, options.mask, options.schedule, layers, recomputed)
     else:
         kernel = options.dense_kernel or attention.default_kernel(device)
         chosen = attention.dense(group, kernel)
 
     everyone = init_device_mesh(device.type, (world,))
     causal = causal_model(options.model, chosen.name, options.length, options.layers, device)
-    if (warning := beyond(causal.config, options.length)) and dist.get_rank() == 0:
-        print(warning, flush=True)
+    if warning := beyond(causal.config, options.length):
+        say(warning)
     vocabulary = causal.config.vocab_size
     model = distributed(causal, everyone, options.loss_rows, options.checkpointing == "full")
     optimizer = torch.optim.AdamW(
@@ -90,9 +97,10 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         fused=device.type == "cuda" or None,
     )  # fmt: skip
     first = checkpoints.load(options.checkpoints, model, optimizer) if options.checkpoints else 0
-
-    if first >= options.steps and dist.get_rank() == 0:
-        print(f"the checkpoint has {first} steps: pass more than that as --steps to train on")
+    if first >= options.steps:
+        say(f"the checkpoint has {first} steps: pass more than that as --steps to train on")
+    elif first:
+        say(f"resumed at step {first} from {options.checkpoints}")
 
     source: Synthetic | Documents = Synthetic(options.length, vocabulary)
     if options.tokens is not None:
@@ -125,6 +133,12 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         checkpoints.export(options.export, model, options.model)
 
 
+def say(text: str) -> None:
+    """Prints on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def summed(x: Tensor) -> Tensor:
     """Returns the sum of x over all ranks."""
     x = x.clone()
@@ -137,7 +151,6 @@ class Log:
 
     def __init__(self, file: Path | None, device: torch.device) -> None:
         self._file, self._device = file, device
-        self._speaks = dist.get_rank() == 0
 
     def step(self, step: int, loss: float, norm: float, tokens: int, seconds: float) -> None:
         """Reports a step; `tokens` are those of all rings."""
@@ -162,43 +175,60 @@ class Log:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
     def _say(self, text: str, **numbers: Any) -> None:
-        if self._speaks:
-            print(text, flush=True)
-            if self._file is not None:
-                with self._file.open("a") as file:
-                    file.write(json.dumps(numbers) + "\n")
+        say(text)
+        if self._file is not None and dist.get_rank() == 0:
+            with self._file.open("a") as file:
+                file.write(json.dumps(numbers) + "\n")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--model", default="qwen2.5-3b", help="qwen2.5-3b, tiny, or a folder with a checkpoint")
+
+    def add(name: str, default: Any = None, help: str = "", **settings: Any) -> None:
+        said = help if default in (None, ()) else f"{help}; left out: %(default)s"
+        parser.add_argument(name, default=default, help=said, **settings)
+
+    add("--model", "qwen2.5-3b", "qwen2.5-3b, tiny, or a folder with a checkpoint")
     add("--layers", type=int, help="only the first layers of the model, to try a length out")
-    add("--length", type=int, default=131072, help="most tokens of a sequence")
+    add("--length", 131072, "most tokens of a sequence", type=int)
     add("--tokens", type=Path, help="tokens in one dimension, by numpy.save; synthetic without")
     add("--bounds", type=Path, help="first token of each document and, last, the number of tokens")
     add("--ring", type=int, help="ranks that share a sequence; all by default")
-    add("--attention", default="sparse", choices=("sparse", "dense"))
-    add("--recall", type=float, default=0.95, help="target of the lines")
+    kinds = "sparse under a mask, or dense: a ring of exact attention, to compare with"
+    add("--attention", "sparse", kinds, choices=("sparse", "dense"))
+    add("--recall", 0.95, "target of the lines: the share of attention that they hold", type=float)
     add_mask_options(parser)
-    add("--dense-layers", type=int, nargs="*", default=(), help="layers with every diagonal")
-    add("--schedule", default="auto", help="auto, allgather, ring or double_ring")
-    add("--dense-kernel", choices=("fa4", "cudnn", "flash", "definition"))
-    add("--checkpointing", default="full", choices=("full", "none"))
-    add("--loss-rows", type=int, default=1024, help="rows whose logits are in memory")
-    add("--steps", type=int, default=20, help="of all runs: a resumed one does the rest of them")
-    add("--lr", type=float, default=1e-4)
-    add("--warmup", type=int, default=10, help="steps until the learning rate is reached")
-    add("--clip", type=float, default=1.0)
+    add("--dense-layers", (), "layers with every diagonal", type=int, nargs="*")
+    add("--schedule", "auto", "auto, allgather, ring or double_ring")
+    kernels = "of --attention dense; cudnn by default, definition on a CPU"
+    add("--dense-kernel", help=kernels, choices=("fa4", "cudnn", "flash", "definition"))
+    kinds = "full computes each layer again in the backward, none keeps activations"
+    add("--checkpointing", "full", kinds, choices=("full", "none"))
+    add("--loss-rows", 1024, "rows whose logits are in memory", type=int)
+    add("--steps", 20, "of all runs: a resumed one does the rest of them", type=int)
+    add("--lr", 1e-4, "learning rate of AdamW", type=float)
+    add("--warmup", 10, "steps until the learning rate is reached", type=int)
+    add("--clip", 1.0, "largest norm of a gradient", type=float)
     add("--checkpoints", type=Path, help="folder: resumes from the latest one, and saves")
-    add("--save-every", type=int, default=1000)
+    add("--save-every", 1000, "steps from one checkpoint to the next", type=int)
     add("--export", type=Path, help="folder: at the end the model, as transformers reads it")
-    add("--log-lines", type=int, default=0, help="every so many steps: density and recall")
+    add("--log-lines", 0, "every so many steps: density and recall of each layer", type=int)
     add("--out", type=Path, help="also append each line as JSON")
-    add("--device", choices=("cuda", "cpu"))
-    return parser.parse_args(arguments)
+    add("--device", choices=("cuda", "cpu"), help="cuda by default, if there is one")
+    options = parser.parse_args(arguments)
+    options.without_effect = [
+        f"--{name.replace('_', '-')}"
+        for name in IGNORED_BY[options.attention]
+        if getattr(options, name) != parser.get_default(name)
+    ]
+    if options.attention == "sparse":
+        try:
+            options.mask = mask(options, options.recall)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+    return options
 
 
 if __name__ == "__main__":

@@ -29,9 +29,12 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     device, saved = torch.device("cpu"), folder / "saved"
 
+    printed = StringIO()
+
     def losses(name: str, *arguments: str) -> list[dict[str, object]]:
         out = folder / f"{name}.json"
-        example.train(example.parse([*arguments, f"--out={out}"]), device)
+        with redirect_stdout(printed):
+            example.train(example.parse([*arguments, f"--out={out}"]), device)
         dist.barrier()
         return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -50,15 +53,14 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
     dist.barrier()
     model = f"--model={folder / EXPORTED}"
     again = [f"--export={folder / 'again'}", "--layers=1", "--steps=1", f"--length={LENGTH + 100}"]
-    with redirect_stdout(StringIO()) as printed:
-        losses("again", *SPARSE, model, *again)
-    said["printed"] = printed.getvalue()
+    losses("again", *SPARSE, model, *again)
     dense = ("--attention=dense", f"--checkpoints={saved}", f"--steps={STEPS + 1}")
     said["after the export"] = losses("after", *TINY, *dense)
-    said["dense"] = losses("dense", *TINY, "--attention=dense", "--steps=2")
+    said["dense"] = losses("dense", *TINY, "--attention=dense", "--max-s=3", "--steps=2")
     diagonals = ["--dense-layers", "0", "1", "--checkpointing=none", "--steps=2"]
     said["every diagonal"] = losses("diagonals", *TINY, *diagonals)
     said["two rings"] = losses("rings", *SPARSE, "--ring=1", "--steps=1")
+    said["printed"] = printed.getvalue()
     if rank == 0:
         (folder / "0.json").write_text(json.dumps(said))
     dist.destroy_process_group()

@@ -9,9 +9,9 @@ from qla_kernels.sparse_ring.patterns import VerticalSlash
 OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "recall_v": (float, "share that columns may take; left out: --recall"),
     "max_v": (int, "most columns of a head"),
-    "max_s": (int, "most diagonals of a head, which bounds the time of a step"),
+    "max_s": (int, "most diagonals of a head, in blocks of 64 tokens: bounds the time of a step"),
     "sink": (int, "first columns, always taken"),
-    "window": (int, "first diagonals, always taken"),
+    "window": (int, "first diagonals, in blocks of 64 tokens, always taken"),
     "estimator": (str, "residual or independent"),
     "kappa": (int, "a column qualifies above this many means of its block"),
     "gap_close": (int, "gaps between diagonals to fill"),

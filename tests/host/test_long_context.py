@@ -42,6 +42,7 @@ def test_a_run_that_resumes_has_the_losses_of_one_that_did_not_stop(said):
     through = losses(said["through"])
     assert len(through) == ranks.STEPS
     assert losses(said["resumed"]) == through[ranks.SAVED :]
+    assert said["printed"].count(f"\nresumed at step {ranks.SAVED} from ") == 1
     assert through[-1] < through[0]
 
 
@@ -91,6 +92,29 @@ def test_a_start_without_torchrun_says_so(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match="start with torchrun --nproc-per-node N"):
         example.start("cpu")
+
+
+def test_a_mask_that_is_none_is_refused_before_ranks_join(monkeypatch):
+    """Its ValueError came out of the middle of a traceback of torchrun."""
+    import long_context_train as example
+
+    monkeypatch.setattr(sys, "argv", ["long_context_train.py", "--recall", "95"])
+    monkeypatch.setattr(example, "start", lambda _: pytest.fail("joined the other ranks"))
+    said = r"^VerticalSlash: recall_v is 95\.0; need a number from 0 to 1; pass a share, such as"
+    with pytest.raises(SystemExit, match=said):
+        example.main()
+
+
+def test_options_of_the_other_attention_are_named(said):
+    """They were ignored in silence."""
+    import long_context_train as example
+
+    assert said["printed"].count("without effect under --attention dense: --max-s\n") == 1
+    assert said["printed"].count("without effect") == 1
+    dense = ["--attention", "dense", "--dense-layers", "0", "1", "--max-s", "3", "--log-lines", "1"]
+    given = ["--max-s", "--dense-layers", "--log-lines"]
+    assert example.parse(dense).without_effect == given
+    assert example.parse(["--dense-kernel", "fa4"]).without_effect == ["--dense-kernel"]
 
 
 def test_density_and_recall_of_each_layer_are_logged(said):
