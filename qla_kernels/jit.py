@@ -33,6 +33,7 @@ from qla_kernels.tile.schedule import Schedule
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}  # the a: wgmma and setmaxnreg exist only there
 INSTALL = "pip install '.[compile]' in a checkout of qla-kernels"  # the package is on no index
+NVCC_PARTS = "cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime"  # must be of one release
 
 SHORT_TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"
@@ -241,9 +242,8 @@ def nvcc() -> Path:
     tilelang_for("qla_kernels.jit")
     from tilelang.env import CUDA_HOME
 
-    path = Path(CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
-    if not path.exists():
-        packages = "nvidia-cuda-nvcc nvidia-cuda-cccl"  # the second has headers of the first
+    if not (path := Path(CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc").exists():
+        packages = " ".join(f'"nvidia-{part}==13.0.*"' for part in NVCC_PARTS)
         fix = f"install the CUDA toolkit and set CUDA_HOME, or pip install {packages}"
         raise Unsupported(need("qla_kernels.jit", f"no nvcc at {path}", "CUDA 12 or later", fix))
     return path

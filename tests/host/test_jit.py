@@ -16,6 +16,7 @@ import pytest
 from qla_kernels import jit, warmup
 from qla_kernels.dump import dump
 from qla_kernels.errors import Unsupported
+from tests.ranks import ROOT
 
 
 class Variant(NamedTuple):
@@ -192,6 +193,22 @@ def test_refuses_without_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(sys.modules["tilelang.env"], "CUDA_HOME", str(tmp_path))
     with pytest.raises(Unsupported, match=r"no nvcc at .*; need CUDA 12 or later; install the"):
         jit.nvcc()
+
+
+def test_without_nvcc_its_parts_are_named_as_on_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page and the refusal named two of the five, of any release."""
+    monkeypatch.setattr(jit, "tilelang_for", lambda _: None)
+    nowhere = types.SimpleNamespace(CUDA_HOME="/nowhere")
+    monkeypatch.setitem(sys.modules, "tilelang", types.ModuleType("tilelang"))
+    monkeypatch.setitem(sys.modules, "tilelang.env", nowhere)
+    with pytest.raises(Unsupported) as refused:
+        jit.nvcc.__wrapped__()
+    said, command = str(refused.value), 'pip install "nvidia-cuda-nvcc==13.0.*" "nvidia-'
+    command = said[said.index(command) :]
+    assert command.count("==13.0.*") == 5
+    for page in ("installation", "your-own-kernel"):
+        text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", " ")
+        assert command in " ".join(text.split())
 
 
 @pytest.mark.usefixtures("compiler")
