@@ -159,6 +159,8 @@ def attend(
     """
     if shared_prefix is None:
         got, fix = "a call without shared_prefix", "pass shared_prefix=batch.layout to the model"
+        unpacked = 'call model.set_attn_implementation("sdpa") first'
+        fix += f", or, to generate or run it unpacked, {unpacked}"
         raise ValueError(need(OP, got, "the layout of the packed batch", fix))
     if query.shape[0] != 1:
         got, fix = f"a batch of {query.shape[0]} rows", "pack them, and pass batch.input_ids[None]"

@@ -1,4 +1,4 @@
-"""Shared prompts in GRPO of TRL: log-probabilities of a step from packed rows.
+"""Shared prompts in GRPO and RLOO of TRL: log-probabilities of a step from packed rows.
 
     from qla_kernels.integrations.trl import shared_prefix_trainer
     trainer = shared_prefix_trainer(trl.GRPOTrainer)(model, reward_funcs=..., args=..., ...)
@@ -32,13 +32,14 @@ log = logging.getLogger("qla_kernels")
 
 
 def shared_prefix_trainer(base: type) -> type:
-    """Returns a class derived from `base`, trl.GRPOTrainer or one derived from that, which packs.
+    """Returns a class derived from `base`, a trainer of TRL, which packs rows by prompts.
 
-    Its arguments are those of `base`. `_get_per_token_logps_and_entropies` packs rows by prompts;
-    TRL's fused head then computes log-probabilities and entropies without logits. `_generate` uses
-    the attention that the model had, for TRL generates with the model that it trains. The first
-    step logs how many times fewer tokens the model runs, and the first one with parts of groups how
-    to have whole ones.
+    `base` is trl.GRPOTrainer, trl.RLOOTrainer or one derived from these; arguments are those of
+    `base`. `_get_per_token_logps_and_entropies` packs rows by prompts; TRL's fused head then
+    computes log-probabilities and entropies without logits. `_generate` uses the attention that the
+    model had, for TRL generates with the model that it trains. The first step logs how many times
+    fewer tokens the model runs; the first one with parts of groups says before how to have whole
+    ones.
 
     Raises:
         TypeError: `base` is no such class.
@@ -91,13 +92,15 @@ def shared_prefix_trainer(base: type) -> type:
                 _refuse(f"a batch with {', '.join(given)}", "text alone")
             width = input_ids.shape[1] - logits_to_keep
             groups = padded_groups(input_ids, attention_mask, width)
-            if model.training:
+            trains = torch.is_grad_enabled()  # not so for old and reference policies
+            if trains:
                 self._say_split(min(len(group.rows) for group in groups))
             parts = by_prompt(groups, batch_size or len(input_ids))
             found: list[Results] = []
             for rows in parts:
                 packed = one_label(input_ids[rows], attention_mask[rows], width)
-                self._say_gain(packed)
+                if trains:
+                    self._say_gain(packed)
                 with self.accelerator.autocast():
                     found.append(_run(model, self.accelerator, packed, compute_aux_loss))
             back = torch.tensor([row for rows in parts for row in rows]).argsort()

@@ -26,8 +26,9 @@ def trainer_of(kind: Any, model: Any, tokenizer: Any, folder: Path, **settings: 
     """Two steps over two prompts each, whose rewards tell responses apart."""
     from datasets import Dataset
 
+    config = settings.pop("config", trl.GRPOConfig)
     prompts = [" ".join(WORDS[i : i + n]) for i, n in ((0, 9), (11, 4), (20, 6), (30, 2))]
-    chosen = trl.GRPOConfig(
+    chosen = config(
         output_dir=str(folder), use_cpu=True, report_to=[], save_strategy="no", max_steps=2,
         per_device_train_batch_size=8, num_generations=4, max_completion_length=10,
         logging_steps=1, disable_tqdm=True, seed=3,
@@ -80,6 +81,49 @@ def test_a_training_run_is_that_of_plain_trl(tokenizer, tmp_path, name, settings
     said = [m for m in caplog.messages if m.startswith("shared prompts: the first batch has")]
     assert len(said) == 1
     assert "times fewer" in said[0]
+
+
+def test_a_run_of_rloo_is_that_of_plain_trl(tokenizer, tmp_path):
+    """RLOO has a reference policy by default, and its rewards have no part in the first loss."""
+    found = []
+    for kind in (trl.RLOOTrainer, shared_prefix_trainer(trl.RLOOTrainer)):
+        model = model_of("Qwen3", len(tokenizer), tmp_path / "model")
+        found.append(run_of(kind, model, tokenizer, tmp_path, config=trl.RLOOConfig))
+    (want_log, want), (got_log, got) = found
+    for a, b in zip(got_log, want_log, strict=True):
+        for measure in ("loss", "grad_norm", "entropy", "kl", "reward"):
+            assert a[measure] == pytest.approx(b[measure], rel=1e-3, abs=1e-5), measure
+    assert want_log[0]["grad_norm"] > 0
+    assert want_log[1]["kl"] > 0
+    assert_close("weights", got, want, 1e-4)
+
+
+def test_parts_of_groups_are_said_before_the_gain(tokenizer, tmp_path, caplog):
+    """The gain was that of rows for the old policy, which are whole groups, and came first."""
+    model = model_of("Qwen3", len(tokenizer), tmp_path / "model")
+    kind = shared_prefix_trainer(trl.GRPOTrainer)
+    run_of(kind, model, tokenizer, tmp_path, steps_per_generation=2)
+    first, second = (text for text in caplog.messages if text.startswith("shared prompts: "))
+    assert first.startswith("shared prompts: a batch holds parts of groups (1 of 4 responses)")
+    assert second.startswith("shared prompts: the first batch has")
+
+
+def test_the_trained_model_generates_after_the_call_that_its_refusal_names(tokenizer, tmp_path):
+    """The refusal named a layout, which nobody has who only called a trainer."""
+    from transformers import AutoModelForCausalLM
+
+    model = model_of("Qwen3.5", len(tokenizer), tmp_path / "model")
+    run_of(shared_prefix_trainer(trl.GRPOTrainer), model, tokenizer, tmp_path)
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match=r'call model.set_attn_implementation\("sdpa"\) first'):
+        model.generate(ids)
+    model.save_pretrained(tmp_path / "saved")
+    model.set_attn_implementation("sdpa")
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    made = model.generate(ids, **settings)
+    swapping.restore(model)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(saved.generate(ids, **settings), made)
 
 
 def test_under_autocast_a_run_is_that_of_plain_trl(tokenizer, tmp_path):

@@ -158,11 +158,11 @@ def test_a_batch_with_parts_of_groups_is_reported_once(made, rollouts, caplog):
     """Groups have 4, 1 and 2 rows."""
     model, ids, mask, whole = rollouts
     call = (model, ids, mask, whole.shape[1])
-    for num, training, reports in ((1, True, 0), (2, False, 0), (2, True, 1)):
-        model.train(training)  # evaluation has other groups
+    for num, trains, reports in ((1, True, 0), (2, False, 0), (2, True, 1)):
         trainer = made(model, num_generations=num)
         for _ in range(2):
-            trainer._get_per_token_logps_and_entropies(*call)
+            with torch.set_grad_enabled(trains):  # evaluation and the old policy have other groups
+                trainer._get_per_token_logps_and_entropies(*call)
         said = [message for message in caplog.messages if "parts of groups" in message]
         assert len(said) == reports
     assert "(1 of 2 responses)" in said[0]
