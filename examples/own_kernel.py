@@ -139,3 +139,9 @@ def case(variant: Variant) -> Case:
     c = torch.full((150, 72), torch.nan, dtype=dtype)
     half_a_step = {"bfloat16": 2**-9, "float16": 2**-12}[variant.dtype]  # of the last place of C
     return Case((a, b, c), {"c": a.double() @ b.double().T}, tolerance=half_a_step)
+
+
+if __name__ == "__main__":
+    from qla_kernels.emulator.__main__ import main
+
+    raise SystemExit(main([__file__]))

@@ -27,6 +27,9 @@ from qla_kernels.emulator.lowering import imported
 from qla_kernels.errors import Unsupported
 from qla_kernels.kernel_file import chosen, kernel_of, mistakes
 
+NAN = """\
+      nan: an element that was not written; or, if EMU_SCHEDULE=eager mends or moves it, one made
+      of shared memory that was read before it was written"""
 SEEDS = 6  # late copies and random ones, faulting pages before tensors and behind: README.md
 
 
@@ -68,8 +71,11 @@ def _right(module: Any, file: Path, variant: Any, seeds: int) -> bool:
                 largest = max(largest, check(kernel, case, seed))
     except (AssertionError, EmulationError) as error:
         print(f"WRONG {name}, {where}: {error}", flush=True)
+        if "first nan at" in str(error):
+            print(NAN, flush=True)
         return False
-    print(f"ok    {name}: {seeds} seeds, largest relative error {largest:.1e}", flush=True)
+    said = f"largest relative error {largest:.1e}" if largest else "exact"
+    print(f"ok    {name}: {seeds} seeds, {said}", flush=True)
     return True
 
 

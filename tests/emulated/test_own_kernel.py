@@ -1,6 +1,7 @@
 """The kernel of docs/your-own-kernel.md, and the mistakes that the page says are found."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,9 @@ def edited(folder: Path, old: str, new: str) -> str:
     ],
 )
 def test_numbers_are_right_in_any_order(file, names, capsys):
-    assert main([str(file)]) == 0
+    """`python examples/own_row_kernel.py` once printed nothing."""
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(file), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"ok    {name}" for name in names]
 
@@ -52,6 +55,24 @@ def test_a_slot_that_is_given_back_too_early_changes_numbers(tmp_path, capsys):
     wrong = r"WRONG own_kernel-bf16, seed \d: c: relative L2 (\S+) > "
     (error,) = re.findall(wrong, capsys.readouterr().out)
     assert float(error) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "moves"),
+    [
+        ("    staged.sync()\n", "", True),
+        ("s_c, c[row : row + TILE,", "s_c[0:48, :], c[row : row + 48,", False),
+    ],
+)
+def test_nan_that_was_read_too_early_moves(tmp_path, capsys, monkeypatch, old, new, moves):
+    file, found = edited(tmp_path, old, new), []
+    for order in ("random", "eager"):
+        monkeypatch.setenv("EMU_SCHEDULE", order)
+        assert main([file, "--variant", "bf16"]) == 1
+        said = capsys.readouterr().out
+        assert "\n      nan: an element that was not written; or, if EMU_SCHEDULE=eager" in said
+        found += re.findall(r"c: \d+ of 10800 not finite, first nan at \(\d+, \d+\)", said)
+    assert (found[0] != found[1]) == moves
 
 
 def test_a_variant_of_a_file_is_called_with_tensors():

@@ -117,6 +117,20 @@ def test_a_case_that_raises_is_named(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("error", "said"), [(0.0, "exact"), (1e-3, "largest relative error 1.0e-03")]
+)
+def test_the_error_is_said(tmp_path, capsys, monkeypatch, error, said):
+    """Numbers without any once had `largest relative error 0.0e+00`."""
+    monkeypatch.setattr(lowering, "imported", lambda: None)
+    monkeypatch.setattr(program, "emulated", lambda *_: None)
+    monkeypatch.setattr(program, "check", lambda *_: error)
+    file = tmp_path / "other.py"
+    file.write_text(WHOLE)
+    assert main([str(file), "--variant", "bf16"]) == 0
+    assert capsys.readouterr().out == f"ok    other-bf16: 6 seeds, {said}\n"
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("EMU_CACHE", str(tmp_path / "file" / "inside"))
