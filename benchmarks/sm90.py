@@ -18,9 +18,11 @@ Heads are key heads / value heads of a gated delta net, key-value heads / query 
 Lengths are LENGTHxCOUNT: 4096x2 is two sequences of 4096 tokens, 1x64 is 64 of one, 8192 is one of
 8192, and 6144+2048 is a pack of two; commas separate workloads. In dualkv, conv and hybrid
 16x4096+512 is 16 responses of 512 tokens to a prompt of 4096, and `4 of 16x4096+512` four of these.
-`--list` says it in words.
+Check with `--list`, which says it in words, as does a run.
 
 Without a GPU workloads run through the CPU path, shortened or left out, and the table says which.
+Heads stay as they are, and a row of many may take a minute and more. To see it run take few, and
+one direction: `--heads 2/6 --lengths 512x2 --direction fwd`.
 Results are checked before they are timed; what is wrong, missing or too slow to compile says so in
 the table. Installed from a wheel, the package is without benchmarks: run them in a checkout.
 `bash scripts/setup_env.sh --rivals` installs the libraries to compare with into .venv, whose Python
@@ -47,7 +49,7 @@ from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
 from .harness import records
 from .harness.adapters import implementations, names_for
 from .harness.messages import Machine, Options
-from .harness.own_shapes import DIRECTIONS, add_options, asked, names, own_shapes
+from .harness.own_shapes import DIRECTIONS, add_options, asked, names, own_shapes, remark
 from .harness.progress import Progress
 from .harness.records import Run
 from .harness.watchdog import LIMITS, Harness
@@ -146,6 +148,8 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
     log = options.out / f"{options.family}.log"
     log.unlink(missing_ok=True)
     progress = Progress()
+    if options.own and (said := remark(options.family, workloads)):
+        progress.say(said)
     with Harness(
         options.family, options.impl, settings, log,
         first_call_limit=options.limit, listener=progress.step,
@@ -164,7 +168,7 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
         progress.start(len(workloads), machine)
         try:
             for workload in workloads:
-                progress.row(workload.name)
+                progress.row(workload.name, shape_of(workload))
                 rows = (*run.rows, harness.row(workload))
                 run = replace(run, rows=rows, kernels=dict(harness.kernels))
                 _write_record(options, run)

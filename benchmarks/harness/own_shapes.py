@@ -12,8 +12,8 @@
                           `pool_decode` does so in a pool of states, `drafts` verifies tokens there
                           (`4x100`), `pool_prefill` reads prompts from and into one.
 
-Several heads or lengths are separated by commas; `64k` is 65536. A sequence of sparse_ring is a
-multiple of 64 tokens; --density and --run say its mask.
+Several heads or lengths are separated by commas; `64k` or `64K` is 65536. A sequence of sparse_ring
+is a multiple of 64 tokens; --density and --run say its mask.
 """
 
 import argparse
@@ -201,6 +201,13 @@ def _directions(asked: Asked, *known: str) -> Sequence[Any]:
     )
 
 
+def remark(family: str, workloads: Sequence[Any]) -> str:
+    """Returns a sentence if shapes of one's own are probably not those that were meant."""
+    if family != "dualkv" or any(responses for w in workloads for _, responses in w.groups):
+        return ""
+    return "no shared prompts in these --lengths; need COUNTxPROMPT+RESPONSE, such as 16x4096+512"
+
+
 def _heads(text: str) -> Heads:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     few, many = (int(n) for n in match.groups()) if match else (0, 0)
@@ -232,7 +239,7 @@ def _groups(text: str) -> tuple[Group, ...]:
 
 
 def _in_full(text: str) -> str:
-    return re.sub(r"(\d+)k", lambda match: str(int(match[1]) * 1024), text)
+    return re.sub(r"(\d+)[kK]", lambda match: str(int(match[1]) * 1024), text)
 
 
 def _label(text: str) -> str:

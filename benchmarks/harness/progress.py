@@ -26,7 +26,8 @@ class Progress:
             self.say(f"missing: {machine.labels.get(name, name)} ({reason})")
         self._bar.reset(rows)
 
-    def row(self, name: str) -> None:
+    def row(self, name: str, words: str = "") -> None:
+        """Begins a row; `words` say its lengths."""
         self._account("")
         if self._begun:
             self._bar.update()
@@ -38,7 +39,7 @@ class Progress:
         self._begun += 1
         self._bar.set_description(name)
         if self._bar.disable:
-            self.say(f"[{self._begun}/{self._rows}] {name}")
+            self.say(f"[{self._begun}/{self._rows}] {name}  {words}".rstrip())
 
     def step(self, implementation: str, phase: str) -> None:
         self._account(f"{implementation} {phase}".strip())

@@ -29,12 +29,17 @@ def gpu(run: Run) -> str:
 
 def shape_of(row: Row) -> str:
     """The row's lengths in words, or a workload's."""
-    if row.layout in BATCHES:
-        return f"{row.layout}: {batch(BATCHES[row.layout])}"
+    layout, _, factor = row.layout.partition("/")
+    return f"{_words(layout)}, {factor} times shorter" if factor else _words(layout)
+
+
+def _words(layout: str) -> str:
+    if layout in BATCHES:
+        return f"{layout}: {batch(BATCHES[layout])}"
     for pattern, words in SHAPES:
-        if found := re.fullmatch(pattern, row.layout):
+        if found := re.fullmatch(pattern, layout):
             return words.format(*found.groups())
-    return row.layout
+    return layout
 
 
 BATCHES: dict[str, tuple[Group, ...]] = {**LONG_PROMPTS, **SHORT_BATCHES}
@@ -44,6 +49,7 @@ SHAPES = (
     (r"1x(\d+)", "{} sequences of 1 token"),
     (r"1x(\d+)\+(\d+)", "1 response of {1} to a prompt of {0}"),
     (r"(\d+)x(\d+)\+(\d+)", "{0} responses of {2} to a prompt of {1}"),
+    (r"(\d+)of(\d+)x(\d+)\+(\d+)", "{1} responses of {3} to each of {0} prompts of {2}"),
     (r"(\d+)x(\d+)", "{1} sequences of {0} tokens"),
     (r"(\d+) in (\d+)", "{1} ragged sequences, {0} tokens"),
     (r"1 of 1", "1 sequence of 1 token"),

@@ -205,13 +205,18 @@ COLUMNS = """\
 - **lengths**: `4096x2` is two sequences of 4096 tokens, `32768x1` one of 32768 (`1x32768` in notes
   and files of before), `64 of 2` 64 sequences of two, `3749 in 5` five ragged ones of 3749 tokens
   together; `28x4096+2048` 28 responses of 2048 tokens to a prompt of 4096; `A` and `S1` are batches
-  of the last table.
+  of the last table. `/4`: without a GPU, 4 times shorter.
 - **inputs**: gates and initial state, dtype, or the share of pairs that a mask keeps.
 - **A library's name**: medians in ms, CUDA graph / eager. **Bold** is the least of its row. `–` was
   not measured; `*` was not captured, so that gaps between launches count; a word says why there is
   no time.
 - **ours, training**: the forward that also keeps what its backward needs, as rivals always do.
-  **ours, uncut**: `auto_cp=False`. **ours, exact**: `exact=True`.
+  **ours, uncut**: `auto_cp=False`. **ours, exact**: `exact=True`. **ours, deterministic**:
+  `deterministic=True`, whose gradients repeat bit for bit.
+- **token loop**: the definition of a gated delta net, in torch. It is timed without a GPU alone,
+  where it counts as a rival.
+- **flash-attn-4, 3 calls, not merged**: the parts of a result, which nobody can use as they are. It
+  does not count as a rival.
 - **rival / ours**: the time of the row's fastest rival over that of `ours`; ▼: ours is slower.
   **dense rival / ours**: the same of the fastest rival without a mask.
 - **of floor**: the floor, above, over our time.
@@ -222,6 +227,8 @@ COLUMNS = """\
 - **p20, p50, p80**: quantiles of times in ms, of graphs, then of eager calls.
 - **host, additions**: how long the host is busy with an eager call, in multiples of an addition of
   eight floats (`x + 1`) beside it in the same process.
+- **useful TFLOP/s**: operations that the problem has, each counted once, over the median of graphs;
+  whatever an implementation computes beside them is not counted.
 - **TFLOP/s, GB/s**: counted work, as of the floor, over the median of graphs. **peak MiB**: memory
   beyond the inputs. **worst error**: the largest of all results' relative L2 errors."""
 

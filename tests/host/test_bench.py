@@ -1,6 +1,7 @@
 """The harness survives whatever an implementation does, and the command runs to its end."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from benchmarks.harness import records
 from benchmarks.harness.adapters import implementations
 from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.messages import Machine, Options
+from benchmarks.harness.own_shapes import remark
 from benchmarks.harness.problems import work_of
 from benchmarks.harness.records import (
     DIED,
@@ -311,6 +313,26 @@ def test_shapes_of_one_s_own_run_without_a_gpu(case):
     assert all(result.p50_ms > 0 for result in results)
 
 
+def test_thousands_of_tokens_may_have_either_letter():
+    """Tables have `64K tokens`, and 64K was refused."""
+    small, large = (sm90.parse(["sparse_ring", "--lengths", x]).own for x in ("64k", "64K"))
+    assert small == large
+    assert large[0].tokens == 65536
+
+
+def test_dualkv_without_a_prompt_is_remarked():
+    """gdn's LENGTHxCOUNT gave rows without anything shared, and no rival of sharing."""
+    for family, lengths, said in (
+        ("dualkv", "6144+2048,4096x2", "no shared prompts in these --lengths; need COUNTxPROMPT+"),
+        ("dualkv", "6144+2048,2x9+5", ""),
+        ("conv", "6144+2048", ""),
+        ("gdn", "6144+2048", ""),
+    ):
+        found = remark(family, sm90.parse([family, "--lengths", lengths]).own)
+        assert found.startswith(said)
+        assert bool(found) == bool(said)
+
+
 def test_shapes_of_one_s_own_are_shortened_where_a_cpu_needs_minutes():
     own = sm90.select(sm90.parse(["gdn", "--lengths", "64x2,64k", "--direction", "bwd"]))
     assert [w.lengths for w in own] == [(64, 64), (65536,)]
@@ -415,6 +437,7 @@ def test_a_run_that_is_killed_leaves_its_rows(tmp_path):
         pytest.skip("there is a GPU: this is the path without one")
     only = ("--only", "gdn-fwd-2x8-*", "--impl", "ours")
     process = command("gdn", "--quick", *only, "--out", str(tmp_path))
+    assert any(re.match(r"\[1/\d+\] gdn-fwd-2x8-\S+  1 sequence of", x) for x in process.stdout)
     partial = tmp_path / "gdn.json"
     deadline = time.monotonic() + HANG
     while not partial.exists() and process.poll() is None and time.monotonic() < deadline:

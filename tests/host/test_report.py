@@ -336,6 +336,8 @@ def test_a_mask_is_beside_all_pairs_and_the_ideal():
         ("64 of 4", "64 sequences of 4 tokens"),
         ("C", "C: 16 responses of 2048 to a prompt of 32768"),
         ("S3", "S3: 4 prompts of 200, 8 responses of 106 to 497 to each"),
+        ("4of16x4096+512", "16 responses of 512 to each of 4 prompts of 4096"),
+        ("6144+2048/4", "sequences of 6144 and 2048 tokens, 4 times shorter"),
         ("28x32768+2048", "28 responses of 2048 to a prompt of 32768"),
         ("128k-5%-run4", "128K tokens, 5 %, diagonals in runs of 4"),
         ("128k-0.5%-run1", "128K tokens, 0.5 %, single diagonals"),
