@@ -188,7 +188,7 @@ def declined(
 
 @functools.cache  # once, and not for every call
 def _warn_of_keywords(*names: str) -> None:
-    fix = "correct or leave out: FLA runs such calls, and ignores keywords that it does not know"
+    fix = "correct or leave out: FLA runs such calls, and ignores most keywords of others"
     log.warning("%s", need(OP, f"got {', '.join(names)}", "keywords that both know", fix))
 
 

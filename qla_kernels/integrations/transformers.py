@@ -184,7 +184,8 @@ def restore(model: nn.Module) -> int:
 def status(model: nn.Module) -> SwappedLayers:
     """Returns which gated-delta-net layers of `model` call our functions in every forward.
 
-    A call that our functions refuse raises, so a forward that returns ran them in these layers.
+    A call that our functions refuse raises. So a forward that returned ran them in these layers,
+    unless another library exchanged a layer's forward.
     """
     expect_module("status", model)
     layers = [(layer, BEFORE in layer.__dict__) for layer in _holders(model)]

@@ -239,7 +239,7 @@ def test_a_misspelt_keyword_is_noticed_once(installed, caplog):
         assert ran_by(typo) == "FlashQLA"
     assert caplog.messages == [
         "chunk_gated_delta_rule: got use_qk_l2norm; need keywords that both know; correct or leave "
-        "out: FLA runs such calls, and ignores keywords that it does not know"
+        "out: FLA runs such calls, and ignores most keywords of others"
     ]
 
 
