@@ -7,7 +7,6 @@ host numbers, and the other indices lie on the device of the tokens.
 
 import functools
 import logging
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, overload
 
@@ -98,7 +97,7 @@ class SharedBatch:
         src_rows, `out.logits[0]` as `gather_logprobs` takes them. Logs a warning once if tokens
         were packed and none is a target: then there are no logits.
         """
-        if not len(self.targets) and math.prod(self.source_shape):
+        if not len(self.targets) and 0 not in self.source_shape:  # padding alone has 0 tokens
             _warn_of_no_targets()
         return {
             "input_ids": self.input_ids[None],
