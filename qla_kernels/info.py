@@ -255,8 +255,9 @@ def _cuda_path(family: str) -> Callable[[], str]:
         capability = device.capability(torch.device("cuda", 0)) if here else CAPABILITY
         validate = importlib.import_module(f"qla_kernels.{family}.validate")
         reason = validate.refusal(*tensors, capability=capability)
-        sizes = "" if family == "conv" else f", {head_sizes(validate)}"  # it has no heads
-        ours = f"our kernels{sizes}"
+        ours = "our kernels" if family == "conv" else f"our kernels, {head_sizes(validate)}"
+        if isinstance(prebuilt.in_use(), str) and not prebuilt.can_compile():
+            ours = f"no kernels: none are prebuilt; {prebuilt.NOTHING_TO_LAUNCH}"
         answer = ours if reason is None else f"refused: {reason}"
         return answer if here else f"(no GPU here; on Hopper) {answer}"
 

@@ -202,6 +202,9 @@ def make_ready(found: list[Job], workers: int | None) -> None:
         sys.stdout.write(f"{len(ready)} prebuilt kernels in {seconds:.1f} s: {file.path}\n")
     if others := [job for job in found if job not in ready]:
         started = time.perf_counter()
+        said = f"compiles {len(others)} kernels, 5 to 20 s of a core each, into {jit.cache_dir()}"
+        sys.stdout.write(f"{said}\n")
+        sys.stdout.flush()
         compile_all(others, workers)
         seconds = time.perf_counter() - started
         sys.stdout.write(f"{len(others)} kernels compiled in {seconds:.1f} s: {jit.cache_dir()}\n")

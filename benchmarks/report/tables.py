@@ -64,9 +64,8 @@ def marked(value: float | None) -> str:
 
 def star(run: Run, row: Row, name: str) -> str:
     """A star where launch gaps are in a graph's time, because it was not captured."""
-    result = row.result(name)
-    known = result is not None and result.time_ms(False) is not None
-    return "*" if run.device_kind == "cuda" and known and not result.graph else ""
+    result, timed = row.result(name), row.time_ms(name) is not None
+    return "*" if run.device_kind == "cuda" and result and timed and not result.graph else ""
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:

@@ -89,7 +89,7 @@ def facts(kernel: jit.Kernel, variant: Any, keep: Path | None = None) -> Facts:
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         return _gather(kernel, variant, keep)
-    stored = jit.cache_dir() / "qla_kernels" / "facts" / f"{_key(kernel, variant)}.json"
+    stored = jit.cache_dir() / "qla_kernels" / "facts" / f"{key(kernel, variant)}.json"
     if stored.exists():
         return Facts.from_json(stored.read_text())
     with tempfile.TemporaryDirectory(prefix="qla-inspect-") as folder:
@@ -101,11 +101,13 @@ def facts(kernel: jit.Kernel, variant: Any, keep: Path | None = None) -> Facts:
     return found
 
 
-def _key(kernel: jit.Kernel, variant: Any) -> str:
+def key(kernel: jit.Kernel, variant: Any) -> str:
+    """Returns a digest of all that the facts of a variant, and what `check` says, depend on."""
+    flags = jit.nvcc_flags(kernel.module.PASS_CONFIGS)
     parts = (
         jit.trace(kernel.module, variant).script(show_meta=True),
         repr(kernel.module.schedule(variant)),
-        jit.nvcc_flags(kernel.module.PASS_CONFIGS),
+        [flag for flag in flags if not flag.startswith("-I")],  # TileLang's folders, by version
         sorted(kernel.module.PASS_CONFIGS.items()),
         importlib.metadata.version("tilelang"),
         jit.nvcc_version(),

@@ -38,6 +38,7 @@ MEMBERS = {"entry": "{}.json", "cubin": "{}.cubin"}  # of a kernel file, by thei
 SECTIONS = (40, 48), (58, 60), (60, 62)  # of an ELF file's header: where section headers are
 
 INSIDE = PACKAGE / "prebuilt"
+NOTHING_TO_LAUNCH = "TileLang is not installed either, so calls with CUDA tensors raise"
 
 log = logging.getLogger("qla_kernels")
 
@@ -137,6 +138,11 @@ def lacking(label: str) -> str:
     if label in file.kernels:
         return f"{file.path} was built from other sources"
     return f"it is not in {file.path}"
+
+
+def can_compile() -> bool:
+    """Returns whether TileLang is installed, which compiles what is not prebuilt."""
+    return importlib.util.find_spec("tilelang") is not None
 
 
 def in_use() -> KernelFile | str:

@@ -13,7 +13,6 @@ since each has to be compiled first.
 tier (tests/device/test_cases.py) run the same ones.
 """
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -119,7 +118,8 @@ def _prebuilt() -> Result:
     try:
         file = prebuilt.in_use()
         if isinstance(file, str):
-            return Result(name, None, file)
+            lacking = "" if prebuilt.can_compile() else f"; {prebuilt.NOTHING_TO_LAUNCH}"
+            return Result(name, None, file + lacking)
         prebuilt.read_all(file.path)
     except ValueError as error:
         return Result(name, False, str(error))
@@ -128,8 +128,7 @@ def _prebuilt() -> Result:
     said = f"{used} of {len(every)} variants, {file.path}"
     if used == len(every):
         return Result(name, True, said)
-    can_compile = importlib.util.find_spec("tilelang") is not None
-    return Result(name, can_compile, f"{said}; the others need tilelang")
+    return Result(name, prebuilt.can_compile(), f"{said}; the others need tilelang")
 
 
 def _usual(variants: tuple[Any, ...]) -> list[Any]:

@@ -12,6 +12,7 @@ import pytest
 
 from qla_kernels import device, digests, info, jit, selftest
 from qla_kernels.gdn.shapes import HEAD_SIZES
+from qla_kernels.native import prebuilt
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,7 @@ def test_report_without_tilelang_is_complete():
     assert set(report) == set(info.report())
     assert report["versions"]["nvcc"] == "not used"  # it was an alarm once
     assert report["paths"]["CPU tensors"] == "reference, chunked"
+    assert report["paths"]["CUDA, gdn"].endswith(prebuilt.NOTHING_TO_LAUNCH)  # it said: our kernels
 
 
 def test_schedules_need_no_tilelang():

@@ -105,6 +105,10 @@ def test_the_selftest_reads_every_prebuilt_kernel(
     assert "nowhere does not exist" in said().note
     assert info.main(["--selftest"]) == 1
     monkeypatch.setenv("QLA_PREBUILT", "")
+    nothing = f"QLA_PREBUILT is empty; {prebuilt.NOTHING_TO_LAUNCH}"
+    assert said() == selftest.Result("prebuilt kernels", None, nothing)
+    monkeypatch.delitem(sys.modules, "tilelang")
+    monkeypatch.setattr(prebuilt, "can_compile", lambda: True)
     assert said() == selftest.Result("prebuilt kernels", None, "QLA_PREBUILT is empty")
 
 

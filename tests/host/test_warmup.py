@@ -165,7 +165,9 @@ def test_prebuilt_kernels_are_loaded_and_the_others_compiled(two_prebuilt, capsy
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("2 prebuilt kernels in ")
     assert said[0].endswith("kernels.zip")
-    assert said[1].startswith(f"{len(labels()) - 2} kernels compiled in ")
+    assert said[1].startswith(f"compiles {len(labels()) - 2} kernels, ")
+    assert said[1].endswith(f" into {jit.cache_dir()}")
+    assert said[2].startswith(f"{len(labels()) - 2} kernels compiled in ")
 
 
 def test_the_list_marks_prebuilt_kernels(two_prebuilt, capsys):

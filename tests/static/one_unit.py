@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ INCLUDE = re.compile(r"^#include .*|^#pragma once", re.MULTILINE)
 
 
 @contextmanager
-def one_unit(kernel: jit.Kernel) -> Iterator[None]:
+def one_unit(kernel: jit.Kernel, variants: Sequence[Any]) -> Iterator[None]:
     """Meanwhile `inspect.facts` reads a variant in the code of all, made when first needed."""
     module = kernel.module
 
@@ -34,7 +34,7 @@ def one_unit(kernel: jit.Kernel) -> Iterator[None]:
 
         @cache
         def assembled() -> jit.Assembled:
-            text = joined([lowered(variant).source for variant in module.VARIANTS])
+            text = joined([lowered(variant).source for variant in variants])
             return assemble(text, module.PASS_CONFIGS, Path(folder))
 
         patch.setattr(jit, "trace", cache(jit.trace))

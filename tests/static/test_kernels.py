@@ -1,7 +1,7 @@
 """Every variant of every kernel compiles for sm_90a and is what its schedule says it is."""
 
 from collections.abc import Iterator
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
 from qla_kernels import digests, inspect, jit
 from qla_kernels.errors import Unsupported
+from qla_kernels.inspect import gather, sass
 from scripts import schedules
+from tests.static import checked
 from tests.static.one_unit import one_unit
 
 KERNELS = list(jit.kernel_modules())
@@ -27,29 +29,58 @@ def _compiler() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_variants_agree_with_their_schedules(kernel: jit.Kernel) -> None:
-    said, unchecked, generated = [], set(), {}
-    with one_unit(kernel):
-        for variant in kernel.module.VARIANTS:
-            lowered = jit.lower(kernel, variant)
-            label = jit.label(kernel.module, variant)
-            generated[label] = digests.digest(lowered.source, lowered.function)
-            facts = inspect.facts(kernel, variant)
-            if violations := inspect.check(facts, kernel.module.schedule(variant)):
-                said += [facts.kernel, *violations]
-            unchecked |= set(facts.unchecked)
+    said, unread = checked.check(kernel, checked.due(kernel))
     assert not said, "\n".join(said)
-    if version("tilelang") == digests.lowered_by():
-        everyone = digests.recorded().items()
-        on_record = {name: of for name, of in everyone if name.partition("-")[0] == str(kernel)}
-        assert generated == on_record, f"python scripts/digests.py {kernel} --write, if intended"
-    if unchecked:
-        pytest.skip("the rest agrees, but " + "; ".join(sorted(unchecked)))
+    if unread:
+        pytest.skip("the rest agrees, but " + "; ".join(sorted(unread)))
+
+
+def test_all_variants_are_on_record() -> None:
+    """And none that is gone. With other tools than those of the record, all are checked anew."""
+    labels = {jit.label(kernel.module, variant) for kernel, variant in _variants()}
+    assert labels == set(digests.recorded()), "python scripts/digests.py --write"
+    if checked.tools() == checked.recorded()["tools"]:
+        keys = {jit.label(k.module, variant): checked.key(k, variant) for k, variant in _variants()}
+        assert keys == checked.recorded()["variants"], checked.WRITE
+
+
+def test_a_key_covers_all_that_a_check_depends_on(monkeypatch) -> None:
+    kernel = next(k for k in KERNELS if len(k.module.VARIANTS) > 1)
+    first, second, *_ = kernel.module.VARIANTS
+    module, found = kernel.module, {checked.key(kernel, first), checked.key(kernel, second)}
+
+    def changed(owner: Any, name: str, value: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            found.add(checked.key(kernel, first))
+
+    more = replace(module.schedule(first), spill_bytes=999, spill_reason="a test")
+    changed(module, "schedule", lambda _: more)
+    changed(module, "PASS_CONFIGS", {**module.PASS_CONFIGS, "tl.ptxas_register_usage_level": 3})
+    changed(jit, "nvcc_version", lambda: "another")
+    changed(sass, "nvdisasm_version", lambda: "another")
+    changed(gather, "_reader_version", lambda: "another")
+    changed(digests, "recorded", lambda: {jit.label(module, first): "another"})
+    assert len(found) == 8
+
+
+def test_what_is_not_on_record_is_checked(monkeypatch) -> None:
+    kernel = next(k for k in KERNELS if str(k) == "gdn.chunk_table")
+    module = kernel.module
+    everyone = [jit.label(module, variant) for variant in module.VARIANTS]
+    monkeypatch.setattr(checked, "recorded", lambda: {"variants": dict.fromkeys(everyone, "old")})
+    assert checked.due(kernel) == [*module.VARIANTS]
+    right = module.schedule(module.VARIANTS[0])
+    wrong = replace(right, smem_bytes=right.smem_bytes + 1024)
+    monkeypatch.setattr(module, "schedule", lambda _: wrong)
+    said, _ = checked.check(kernel, checked.due(kernel))
+    assert said
 
 
 def test_a_variant_among_others_is_what_it_is_alone(monkeypatch, tmp_path) -> None:
     (kernel,) = (k for k in KERNELS if str(k) == "gdn.chunk_table")
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
-    with one_unit(kernel):
+    with one_unit(kernel, kernel.module.VARIANTS):
         among = [inspect.facts(kernel, variant) for variant in kernel.module.VARIANTS]
     alone = [inspect.facts(kernel, v, tmp_path / str(v)) for v in kernel.module.VARIANTS]
     assert among == alone
