@@ -30,7 +30,7 @@ PARTS = {
     "tile.named_barriers": ("NamedBarrier",),
     "sparse_ring.measure": ("LineLog", "LayerLines"),
     "integrations.fla": ("register", "unregister", "status", "Status"),
-    "integrations.transformers": ("swap", "restore"),
+    "integrations.transformers": ("swap", "restore", "status", "SwappedLayers"),
     "integrations.transformers_dualkv": ("prepare", "register", "select", "check", "router_loss"),
     "integrations.transformers_sparse_ring": ("SparseRingConfig", "prepare", "register", "check"),
     "integrations.trl": ("shared_prefix_trainer",),

@@ -5,6 +5,8 @@ for a GPU, apart from `to_replicated`, copies to the CPU and the checks of QLA_C
 host numbers, and the other indices lie on the device of the tokens.
 """
 
+import functools
+import logging
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, overload
 
@@ -17,6 +19,8 @@ from qla_kernels.dualkv.plan import SharedLayout, moved
 from qla_kernels.dualkv.validate import unfit_factor
 from qla_kernels.errors import need
 from qla_kernels.sm90 import expect_tensors
+
+log = logging.getLogger("qla_kernels")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,8 +94,11 @@ class SharedBatch:
         """Returns all keywords of a call `model(**batch.model_inputs())` of a transformers model.
 
         Its attention is ours (`integrations.transformers_dualkv`). Logits are those of the tokens
-        src_rows, `out.logits[0]` as `gather_logprobs` takes them.
+        src_rows, `out.logits[0]` as `gather_logprobs` takes them. Logs a warning once if tokens
+        were packed and none is a target: then there are no logits.
         """
+        if not len(self.targets) and 0 not in self.source_shape:  # padding alone has 0 tokens
+            _warn_of_no_targets()
         return {
             "input_ids": self.input_ids[None],
             "position_ids": self.position_ids.unsqueeze(-2),
@@ -235,6 +242,15 @@ class SharedBatch:
             raise ValueError(need(op, got, needs, "pass a tensor over the packed tokens"))
         alone = dict(zip(self.order.tolist(), self.paths, strict=True))
         return [x[alone[i].to(x.device)] for i in sorted(alone)]
+
+
+@functools.cache  # once, and not for every batch
+def _warn_of_no_targets() -> None:
+    """Warns that a call makes no logits, as for prompts without responses."""
+    fix = "for log-probabilities of prompts use pack_prefix_tree(prompts); for logits of every "
+    fix += "token pass model(**(batch.model_inputs() | {'logits_to_keep': 0}))"
+    got, needs = "a batch without targets", "one, or the model returns no logits"
+    log.warning("%s", need("SharedBatch.model_inputs", got, needs, fix))
 
 
 def taken(x: Tensor, take: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ def pack_shared_prompts(
 ) -> SharedBatch:
     """Returns a packed batch: each prompt once, followed by its responses.
 
-    All tokens of responses are targets. Sequences are numbered through all groups in the order
-    given. `batch.pack` takes tensors over all tokens, group after group, the prompt first.
+    All tokens of responses are targets, and no others: pack_prefix_tree takes prompts alone.
+    Sequences are numbered through all groups in the order given. `batch.pack` takes tensors over
+    all tokens, group after group, the prompt first.
 
     Args:
         prompts: token ids of each group's prompt, at least one token: [P] tensors or lists.

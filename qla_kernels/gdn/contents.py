@@ -28,6 +28,22 @@ def check_bounds(
     return int(ends[-1])
 
 
+def check_places(
+    op: str, name: str, indices: Tensor, count: int, null: int, apart: bool = True
+) -> None:
+    """Raises ValueError unless indices above `null` are below `count`, and different if `apart`."""
+    used = indices[indices > null].tolist()
+    padding = f"{'at most 0' if null == 0 else 'negative'} for padding"
+    fix = "give each sequence a place of its own"
+    if max(used, default=-1) >= count:
+        got = f"{name} {indices.tolist()}, where {max(used)} is past the {count} places"
+        raise ValueError(need(op, got, f"numbers below {count}, or {padding}", fix))
+    if apart and len(set(used)) < len(used):
+        twice = next(x for x in used if used.count(x) > 1)
+        got = f"{name} {indices.tolist()}, where {twice} is there twice"
+        raise ValueError(need(op, got, f"different ones, or {padding}", fix))
+
+
 def check_contents(op: str, call: Call) -> None:
     """Raises ValueError if bounds are wrong, gates or betas are NaN, or gates are positive.
 

@@ -106,9 +106,16 @@ def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, cp_context: object) -> 
         return (
             f"q is {dtype_name(q.dtype)}, k is {dtype_name(k.dtype)}, v is {dtype_name(v.dtype)}",
             "one dtype",
-            f"cast k and v to {dtype_name(q.dtype)}",
+            _one_dtype(q, k, v),
         )
     return None
+
+
+def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> str:
+    if q.dtype in FLOATS:
+        return f"cast k and v to {dtype_name(q.dtype)}"
+    floats = [dtype_name(x.dtype) for x in (v, k) if x.dtype in FLOATS]
+    return f"cast q, k and v to {floats[0] if floats else 'bfloat16'}"
 
 
 def _refused_on_cpu(q: Tensor) -> Reason | None:

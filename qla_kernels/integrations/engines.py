@@ -16,9 +16,11 @@ KNOWN = {"vllm": ("0.33.0",), "sglang": ("0.5.23",)}
 
 def unknown_version(engine: str) -> str | None:
     """Returns why the plug-in does not work with the installed engine, or None if it does."""
-    version = metadata.version(engine).partition("+")[0]
-    if version in KNOWN[engine]:
+    try:
+        got = f"{engine} {metadata.version(engine).partition('+')[0]}"
+    except metadata.PackageNotFoundError:
+        got = f"{engine} is not installed"
+    known = [f"{engine} {version}" for version in KNOWN[engine]]
+    if got in known:
         return None
-    versions = " or ".join(KNOWN[engine])
-    fix = "install it, or leave the plug-in off"
-    return need("qla_kernels", f"{engine} {version}", f"{engine} {versions}", fix)
+    return need("qla_kernels", got, " or ".join(known), "install it, or leave the plug-in off")

@@ -17,6 +17,7 @@ off. FLA logs once which backend runs a function and why others declined.
 
 import argparse
 import atexit
+import functools
 import importlib
 import logging
 import os
@@ -151,9 +152,12 @@ def declined(
 ) -> str | None:
     """Returns why our backend declines a call of FLA's function, or None if it runs the call.
 
-    The call may be malformed. A malformed call with a cp_context returns None: our function then
-    raises the error on all ranks.
+    A keyword that we do not know is logged as a warning, once: FLA ignores most of those, so that a
+    misspelt one costs its effect and our kernels. The call may be malformed. A malformed call with
+    a cp_context returns None: our function then raises the error on all ranks.
     """
+    if others:
+        _warn_of_keywords(*sorted(others))
     if chunk_indices is not None and not isinstance(chunk_indices, Tensor):
         others["cp_context"] = (
             chunk_indices  # FLA 0.5.2 passes cp_context by position, in this place
@@ -180,6 +184,12 @@ def declined(
         return str(error) if cp_context is None else None
     lying = [x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v)]  # as `readable`
     return refusal(*lying, cp_context=cp_context)
+
+
+@functools.cache  # once, and not for every call
+def _warn_of_keywords(*names: str) -> None:
+    fix = "correct or leave out: FLA runs such calls, and ignores most keywords of others"
+    log.warning("%s", need(OP, f"got {', '.join(names)}", "keywords that both know", fix))
 
 
 def _registry() -> tuple[type, Callable[[type], object]]:
@@ -255,6 +265,8 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         "python -m qla_kernels.integrations.fla",
         description="Offer our gated delta rule to FLA, then run a program that uses FLA.",
+        epilog=f"environment: QLA_LOG=info says at the end how many calls we took; {SWITCH}=0 "
+        "leaves all calls to FLA",
     )
     how = argparse.BooleanOptionalAction
     parser.add_argument("--prefer", action=how, default=True, help="ask us before FlashQLA")
@@ -264,8 +276,8 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     try:
         register(options.prefer)
-    except Unsupported as error:
-        parser.error(str(error))
+    except Unsupported as error:  # nothing is wrong with the command
+        parser.exit(2, f"{parser.prog}: {error}\n")
     atexit.register(lambda: log.info("%s", status()))
     sys.argv = [options.program, *options.arguments]
     if options.module:

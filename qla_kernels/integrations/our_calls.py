@@ -1,4 +1,4 @@
-"""Refuses calls of a prepared model that would run, with wrong results.
+"""Refuses what is no model, and calls of a prepared one that would run, with wrong results.
 
 transformers drops a two-dimensional mask for attentions that it does not know, while linear layers
 multiply it in; and an attention that is not ours ignores our keyword.
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qla_kernels.arguments import described
 from qla_kernels.errors import need
 from qla_kernels.integrations.full_attention import text_config
 
@@ -41,8 +42,24 @@ class OurCalls:
             raise ValueError(need(self.op, got, needs, fix))
 
 
+LOAD = "load the model first, as by AutoModelForCausalLM.from_pretrained"
+
+
+def expect_module(op: str, model: Any) -> None:
+    """Raises TypeError unless `model` is a module: a name, a config or a list of layers is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(need(op, described("model", model), "a torch.nn.Module", LOAD))
+
+
+def expect_model_or_config(op: str, model: Any) -> None:
+    """Raises TypeError for a name, a list or None, in which every check would find nothing."""
+    if type(model).__module__ == "builtins":
+        raise TypeError(need(op, described("model", model), "a model or its config", LOAD))
+
+
 def expect_model(op: str, model: Any) -> None:
     """Raises TypeError unless `model` is one of transformers itself."""
+    expect_model_or_config(op, model)
     if not hasattr(model, "set_attn_implementation"):
         fix = "pass the model itself, before another module wraps it"
         raise TypeError(need(op, type(model).__name__, "a model of transformers", fix))

@@ -41,7 +41,10 @@ RAW: dict[str, Any] = {
 
 
 def register() -> None:
-    """Adds the choice; logs a warning and adds nothing if the version of SGLang is not known."""
+    """Adds the choice.
+
+    Logs a warning and adds nothing if SGLang is not installed, or its version is not known.
+    """
     if reason := unknown_version("sglang"):
         log.warning("%s; --linear-attn-backend %s is not available", reason, CHOICE)
         return

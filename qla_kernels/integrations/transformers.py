@@ -2,6 +2,7 @@
 
     from qla_kernels import integrations
     integrations.transformers.swap(model)  # returns the number of layers that run our kernels now
+    print(integrations.transformers.status(model))  # which layers call our functions
 
 Until transformers 5.14 a layer holds the functions it calls, `chunk_gated_delta_rule` for prefill
 and training and `recurrent_gated_delta_rule` for decoding; `swap` replaces them in each layer.
@@ -21,9 +22,10 @@ import functools
 import inspect
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -42,6 +44,7 @@ from qla_kernels.integrations.linear_layers import (
     convolution,
     rule,
 )
+from qla_kernels.integrations.our_calls import expect_module
 from qla_kernels.integrations.rollouts import LayerCall
 
 # Our functions for q, k and v as a convolution leaves them: without its kernel, with a last stride
@@ -100,6 +103,19 @@ BESIDE = "beside_qla_kernels"  # of modules of a model all of whose linear layer
 CALL = "call_of_qla_kernels"  # of swapped layers: a LayerCall, or None without batch_invariant
 
 
+class SwappedLayers(NamedTuple):
+    """Which gated-delta-net layers of a model call our functions; `str` makes a sentence of it."""
+
+    ours: dict[str, int]  # number of layers that do, by class
+    others: dict[str, int]  # and that do not
+
+    def __str__(self) -> str:
+        swapped, every = Counter(self.ours), Counter(self.ours) + Counter(self.others)
+        parts = [f"{swapped[name]} of {count} {name}" for name, count in every.items()]
+        said = ", ".join(parts) or "none: the model has no gated-delta-net layer"
+        return f"qla_kernels runs in {said}"
+
+
 def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
     """Makes the gated-delta-net layers of `model` call our functions; repeating it changes nothing.
 
@@ -112,7 +128,11 @@ def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
     Returns:
         The number of layers of `model` that do; a warning is logged if there are none. Where layers
         share their module's functions, the layers of other models change as well.
+
+    Raises:
+        TypeError: `model` is no module.
     """
+    expect_module("swap", model)
     holders = list(_holders(model))
     around = {child: parent for parent in model.modules() for child in parent.children()}
     for layer in holders:
@@ -141,8 +161,10 @@ def restore(model: nn.Module) -> int:
     """Undoes `swap`, and returns the number of layers for which functions were restored.
 
     Where layers share their module's functions, it undoes every `swap` of the process for models of
-    this kind, whichever of them was swapped.
+    this kind, whichever of them was swapped. `transformers_dualkv.prepare` selects an attention as
+    well, which this does not undo.
     """
+    expect_module("restore", model)
     layers = [layer for layer in _holders(model) if BEFORE in layer.__dict__]
     for layer in layers:
         _give_back(layer)
@@ -157,6 +179,22 @@ def restore(model: nn.Module) -> int:
             if theirs := getattr(getattr(home, name, None), BEFORE, None):
                 setattr(home, name, theirs)
     return len(layers) + len(undone)
+
+
+def status(model: nn.Module) -> SwappedLayers:
+    """Returns which gated-delta-net layers of `model` call our functions in every forward.
+
+    A call that our functions refuse raises. So a forward that returned ran them in these layers,
+    unless another library exchanged a layer's forward.
+    """
+    expect_module("status", model)
+    layers = [(layer, BEFORE in layer.__dict__) for layer in _holders(model)]
+    layers += [(layer, hasattr(getattr(home, SHARES), BEFORE)) for layer, home in _sharers(model)]
+    ours, others = (
+        dict(Counter(type(layer).__name__ for layer, swapped in layers if swapped is wanted))
+        for wanted in (True, False)
+    )
+    return SwappedLayers(ours, others)
 
 
 def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:

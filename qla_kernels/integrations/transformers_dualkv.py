@@ -34,7 +34,7 @@ from qla_kernels.integrations.full_attention import (
     other_layers,
     text_config,
 )
-from qla_kernels.integrations.our_calls import expect_model, watch
+from qla_kernels.integrations.our_calls import expect_model, expect_model_or_config, watch
 from qla_kernels.integrations.positions import check_positions
 from qla_kernels.integrations.routers import router_loss
 from qla_kernels.integrations.transformers import beside_layers_that_take_layouts, swap
@@ -112,9 +112,11 @@ def check(model: Any) -> None:
     whether the model can use our attention, nor in every case whether it is causal.
 
     Raises:
+        TypeError: it is neither.
         Unsupported: some layers slide a window, cap scores, convolve, look ahead, or recur and were
             not taken over; or all have an attention of their own.
     """
+    expect_model_or_config(OP, model)
     kinds = layer_kinds(model)
     if LINEAR in kinds and isinstance(model, nn.Module):
         ready, exchanged = linear_layers(model)

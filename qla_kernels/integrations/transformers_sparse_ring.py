@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from qla_kernels.arguments import checks_contents
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations.full_attention import anything_else, looks_ahead
-from qla_kernels.integrations.our_calls import expect_model, watch
+from qla_kernels.integrations.our_calls import expect_model, expect_model_or_config, watch
 from qla_kernels.sparse_ring import (
     Dense,
     RingGroups,
@@ -96,9 +96,11 @@ def check(model: Any) -> None:
     in every case whether it is causal.
 
     Raises:
+        TypeError: it is neither.
         Unsupported: some layers slide a window, cap scores, recur, convolve or look ahead, or all
             have an attention of their own.
     """
+    expect_model_or_config(NAME, model)
     complaint = anything_else(model)
     if complaint is not None:
         fix = "run such a model without a ring, or switch it off in its config"

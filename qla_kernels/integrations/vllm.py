@@ -40,7 +40,7 @@ FLAGS: dict[str, Any] = {
 def register() -> None:
     """Replaces vLLM's layer if VLLM_PLUGINS names this plug-in; does nothing otherwise.
 
-    Raises Unsupported if the version of vLLM is not known.
+    Raises Unsupported if vLLM is not installed, or its version is not known.
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return

@@ -100,3 +100,36 @@ def test_the_faq_quotes_messages_as_they_are(message):
     for part in re.split(r" ?\.\.,? ?|; need | \(| by |: | 0\.33\.0", message):
         assert part.strip("()") in sources, part
     assert len(MESSAGES) > 12
+
+
+def test_ratios_of_the_serving_page_are_those_of_the_record():
+    """A rival's mean in CUDA graphs, as performance.md has it."""
+    text = (DOCS / "serving.md").read_text()
+    said = text.split("rival's time / ours: ")[1].split("These are means")[0]
+    table = (DOCS / "performance.md").read_text().split("\n## Serving\n")[1]
+    for what, rival in (
+        ("a token of each sequence", "vLLM's Triton"),
+        ("a token of each sequence", "FlashInfer, in the pool"),
+        ("prefill from and into a pool", "FlashInfer, in the pool"),
+        ("a layer's step, norm and gate included", "vLLM's Triton"),
+    ):
+        row = rf"^\| {what} +\| {rival} +\| +\d+ \| +(\d\.\d\d x)"
+        (mean,) = re.findall(row, table, re.M)
+        assert mean in said, (what, rival)
+    assert len(re.findall(r"\d\.\d\d x", said)) == 4
+
+
+LINES = re.findall(r"^\[qla_kernels\] (.*)$", (DOCS / "serving.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_serving_page_quotes_the_lines_of_the_log(line):
+    """Their parts stand in the plug-ins; a format has %s in place of what differs."""
+    module = ROOT / "qla_kernels" / "integrations" / f"{line.split(':')[0].lower()}.py"
+    source = module.read_text()
+    formats = re.findall(r"log\.info\(\"(.*?)\"", source)
+    (found,) = [x for x in formats if "runs on qla_kernels" in x]
+    assert re.fullmatch(re.escape(found).replace("%s", "(.*)"), line)
+    for part in line.split("qla_kernels: ")[1].split(", "):
+        assert part in source
+    assert len(LINES) == 2

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qla_kernels import Unsupported, pack_shared_prompts, plan_microbatches
+from qla_kernels import Unsupported, pack_prefix_tree, pack_shared_prompts, plan_microbatches
 from qla_kernels.dualkv import Piece, logprobs
+from qla_kernels.dualkv import batch as batch_module
 from tests.compare import assert_close
 
 VOCABULARY = 11
@@ -340,6 +341,21 @@ def test_a_plan_of_many_groups_is_quick():
     assert time.process_time() - started < 5
     assert sum(len(batch) for batches in plan for batch in batches) == len(groups)
     assert sum(map(len, plan_microbatches([(10, [5])], 20, ranks=1 << 17))) == 1 << 17
+
+
+def test_a_call_without_targets_is_noticed_once(caplog):
+    """Prompts without responses give no logits and no log-probabilities; nothing said so."""
+    batch_module._warn_of_no_targets.cache_clear()
+    some_batch().model_inputs()
+    pack_shared_prompts([], [], pad_to=8).model_inputs()  # of a rank without work
+    assert not caplog.messages
+    prompts = [torch.arange(1, 20), torch.arange(30, 57)]
+    for _ in range(2):
+        assert not len(pack_shared_prompts(prompts, [[], []]).model_inputs()["logits_to_keep"])
+    (said,) = caplog.messages
+    assert said.startswith("SharedBatch.model_inputs: a batch without targets; need one, or the m")
+    assert "use pack_prefix_tree(prompts)" in said
+    assert len(pack_prefix_tree(prompts).model_inputs()["logits_to_keep"]) == 44
 
 
 def test_all_keywords_of_a_call():

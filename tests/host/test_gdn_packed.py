@@ -60,7 +60,7 @@ def test_slot_0_is_no_state_where_the_caller_says_so():
     assert torch.equal(x["initial_state"][:3], before[:3])
     twice = {**x, "state_indices": torch.tensor([0, 0, 0, 3])}
     fused_recurrent_gated_delta_rule(**twice, null_slot=0)
-    with pytest.raises(ValueError, match="need different ones below 7, or negative"):
+    with pytest.raises(ValueError, match="0 is there twice; need different ones, or negative"):
         fused_recurrent_gated_delta_rule(**twice)
     with pytest.raises(ValueError, match="null_slot is True; need -1, or 0"):
         fused_recurrent_gated_delta_rule(**x, null_slot=True)

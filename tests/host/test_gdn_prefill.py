@@ -86,11 +86,11 @@ MALFORMED = {
     ),
     "a slot twice": (
         {"state_indices": torch.tensor([1, 1, 2]), "start_indices": None},
-        "state_indices [1, 1, 2]; need numbers below 6, different or negative ones",
+        "state_indices [1, 1, 2], where 1 is there twice; need different ones, or negative",
     ),
     "a slot past the pool": (
         {"start_indices": torch.tensor([1, 6, 2])},
-        "state_indices [4, 1, 2], start_indices [1, 6, 2]; need numbers below 6",
+        "start_indices [1, 6, 2], where 6 is past the 6 places; need numbers below 6, or",
     ),
     "a start that another overwrites": (
         {"start_indices": torch.tensor([4, 4, 0])},
@@ -149,6 +149,24 @@ def test_refusals():
     assert ask(torch.bfloat16, torch.float32) is None
     assert "q, k and v are float16; need bfloat16" in (ask(torch.float16, torch.float32) or "")
     assert "pool of states is float16; need" in (ask(torch.bfloat16, torch.float16) or "")
+
+
+@pytest.mark.parametrize("name", ["q", "beta", "initial_state"])
+def test_it_is_refused_while_gradients_are_recorded(name):
+    """It ran, and returned o without a gradient."""
+    leaf = {**packed(), name: packed()[name].clone().requires_grad_()}
+    before = leaf["initial_state"].clone()
+    for _ in range(3):  # and is not replayed
+        with pytest.raises(
+            Unsupported, match="state_indices while gradients are recorded; need no"
+        ):
+            prefill_gated_delta_rule(**leaf)
+    assert torch.equal(leaf["initial_state"], before)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            o = prefill_gated_delta_rule(**leaf)
+        assert not o.requires_grad
+        assert o.any()
 
 
 def test_opcheck():

@@ -155,8 +155,14 @@ MALFORMED = {
         {**call([9]), "cu_seqlens": torch.tensor([0, 10])},
         "cu_seqlens [0, 10]; need to start at 0, never fall, and end at or before T=9",
     ),
-    "a slot twice": ({"state_indices": torch.tensor([1, 1])}, "state_indices [1, 1]; need diff"),
-    "a slot past the pool": ({"state_indices": INDICES + 1}, "state_indices [1, 2]; need diff"),
+    "a slot twice": (
+        {"state_indices": torch.tensor([1, 1])},
+        "state_indices [1, 1], where 1 is there twice; need different ones, or negative",
+    ),
+    "a slot past the pool": (
+        {"state_indices": INDICES + 1},
+        "state_indices [1, 2], where 2 is past the 2 places; need numbers below 2, or negative",
+    ),
     "number of states": ({"initial_state": torch.zeros(7, 4, 16, 8)}, "initial_state has 7 states"),
     "beta": ({"beta": torch.zeros(2, 70, 4, 7)}, "beta has shape (2, 70, 4, 7); need [B, T, HV"),
     "a number for beta": ({"beta": 1.0}, "beta is of type float; need a tensor"),

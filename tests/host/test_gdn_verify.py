@@ -148,7 +148,7 @@ MALFORMED_TREES = {
     ),
     "a row twice": (
         {"checkpoint_indices": torch.tensor([1, 1, 2])},
-        "checkpoint_indices [1, 1, 2]; need different ones below 4, or negative",
+        "checkpoint_indices [1, 1, 2], where 1 is there twice; need different ones, or negative",
     ),
 }
 

@@ -227,6 +227,42 @@ def test_status_counts_calls(installed, monkeypatch, caplog):
     assert fla.status() == (True, (), 4, 0, 0, None)
 
 
+def test_a_misspelt_keyword_is_noticed_once(installed, caplog):
+    """FLA ignores it and runs the call: it cost its effect and our kernels, in silence."""
+    fla._warn_of_keywords.cache_clear()
+    fla.register()
+    caplog.clear()
+    installed.chunk_gated_delta_rule(**call())
+    assert not caplog.messages
+    for _ in range(2):
+        typo = installed.chunk_gated_delta_rule(**call(), use_qk_l2norm=True)
+        assert ran_by(typo) == "FlashQLA"
+    assert caplog.messages == [
+        "chunk_gated_delta_rule: got use_qk_l2norm; need keywords that both know; correct or leave "
+        "out: FLA runs such calls, and ignores most keywords of others"
+    ]
+
+
+def test_help_names_the_environment(capsys):
+    with pytest.raises(SystemExit):
+        fla.main(["--help"])
+    said = capsys.readouterr().out
+    assert "QLA_LOG=info" in said
+    assert "FLA_QLA_KERNELS=0" in said
+
+
+def test_the_program_without_fla_says_why_and_no_usage(monkeypatch, capsys):
+    def register(prefer):
+        raise Unsupported("fla cannot be imported")
+
+    monkeypatch.setattr(fla, "register", register)
+    with pytest.raises(SystemExit, match="2"):
+        fla.main(["train.py"])
+    assert capsys.readouterr().err == (
+        "python -m qla_kernels.integrations.fla: fla cannot be imported\n"
+    )
+
+
 def test_unregister_undoes_register(installed):
     x = call()
     assert not fla.unregister()

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from qla_kernels import Unsupported
 from qla_kernels.integrations import transformers as integration
+from qla_kernels.integrations import transformers_dualkv, transformers_sparse_ring
 from reference import gdn
 from tests.compare import relative_l2
 from tests.tiny_models import KINDS, step, tiny
@@ -213,6 +214,58 @@ def test_layers_of_a_derived_class(model):
     assert integration.swap(model) == 2
     assert not theirs & set(model.layers[0].functions())
     assert integration.restore(model) == 2
+
+
+NO_MODULES = {
+    "a name": ("Qwen/Qwen3.5-4B", "model is 'Qwen/Qwen3.5-4B' of type str"),
+    "a list of layers": ([nn.Linear(1, 1)], "model is of type list"),
+    "nothing": (None, "model is None of type NoneType"),
+}
+
+
+@pytest.mark.parametrize("what", NO_MODULES)
+@pytest.mark.parametrize("function", ["swap", "restore", "status"])
+def test_what_is_no_module_is_refused(function, what):
+    """It was an AttributeError."""
+    given, text = NO_MODULES[what]
+    with pytest.raises(TypeError) as error:
+        getattr(integration, function)(given)
+    said = f"{function}: {text}; need a torch.nn.Module; load the model first, as by AutoModel"
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize("what", NO_MODULES)
+@pytest.mark.parametrize("hook", [transformers_dualkv, transformers_sparse_ring])
+@pytest.mark.parametrize("function", ["check", "prepare"])
+def test_attentions_do_not_accept_what_is_no_model(hook, function, what):
+    """`check` found nothing wrong with a name."""
+    given, text = NO_MODULES[what]
+    with pytest.raises(
+        TypeError, match="need a model or its config; load the model first"
+    ) as error:
+        getattr(hook, function)(given)
+    assert text in str(error.value)
+
+
+def test_status_counts_layers(model):
+    name = type(model.layers[0]).__name__
+    assert integration.status(model) == ({}, {name: 2})
+    assert str(integration.status(model)) == f"qla_kernels runs in 0 of 2 {name}"
+    integration.swap(model)
+    assert integration.status(model) == ({name: 2}, {})
+    model.layers.append(HoldingGatedDeltaNet(32))
+    if name == "HoldingGatedDeltaNet":
+        assert integration.status(model) == ({name: 2}, {name: 1})
+        assert str(integration.status(model)) == f"qla_kernels runs in 2 of 3 {name}"
+    else:
+        assert integration.status(model) == ({name: 2}, {"HoldingGatedDeltaNet": 1})
+        said = "qla_kernels runs in 2 of 2 GatedDeltaNet, 0 of 1 HoldingGatedDeltaNet"
+        assert str(integration.status(model)) == said
+    integration.restore(model)
+    assert not integration.status(model).ours
+    nothing = integration.status(nn.Linear(1, 1))
+    assert nothing == ({}, {})
+    assert str(nothing) == "qla_kernels runs in none: the model has no gated-delta-net layer"
 
 
 def test_other_layers_are_left_alone(caplog):

@@ -58,6 +58,10 @@ REFUSED = {
         tensors(v=tensors(dtype=torch.float16)["v"]),
         "q is bfloat16, k is bfloat16, v is float16; need one dtype; cast k and v to bfloat16",
     ),
+    "mixed, q of integers": (
+        tensors(q=torch.zeros_like(tensors()["q"], dtype=torch.int32)),
+        "q is int32, k is bfloat16, v is bfloat16; need one dtype; cast q, k and v to bfloat16",
+    ),
     "last stride": (
         tensors(q=strided((4096, 512, 256, 2))),
         "q has strides (4096, 512, 256, 2) and offset 0; " + STRIDES.format("q"),

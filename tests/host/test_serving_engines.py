@@ -79,6 +79,25 @@ def test_an_unknown_version_is_refused(module, engine, monkeypatch, caplog):
     assert text in said
 
 
+@pytest.mark.parametrize(("module", "engine"), [(vllm, "vllm"), (sglang, "sglang")])
+def test_without_the_engine_a_sentence_says_so(module, engine, monkeypatch, caplog):
+    """It was importlib's PackageNotFoundError."""
+    monkeypatch.setenv("VLLM_PLUGINS", "qla_kernels")
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    known = engines.KNOWN[engine][0]
+    text = f"qla_kernels: {engine} is not installed; need {engine} {known}; install it, or leave"
+    if module is vllm:
+        with pytest.raises(Unsupported, match=text):
+            module.register()
+    else:
+        module.register()
+        assert text in caplog.text
+
+
 def vllm_layer(traffic: Traffic, batch: Any) -> tuple[Any, Engine]:
     """Our layer on a stand-in for vLLM's."""
     engine = Engine(batch)

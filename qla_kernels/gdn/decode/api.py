@@ -22,6 +22,7 @@ from qla_kernels.gdn.decode.ops import (
     recorded_gdn_recurrent,
 )
 from qla_kernels.gdn.decode.validate import (
+    RECORDED,
     expect_indices,
     expect_null_slot,
     expect_out,
@@ -77,7 +78,7 @@ def fused_recurrent_gated_delta_rule(
         initial_state: [N, HV, K, V], a state for each sequence; 0 if None. On a GPU it is copied
             first if it is not fp32, or if the kernel cannot read its strides or address. With
             state_indices it is the pool [slots, HV, K, V], which is updated in place and never
-            copied.
+            copied: on a GPU in fp32, or in bf16 if q is bf16, on a CPU in any float dtype.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
         use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
@@ -160,8 +161,7 @@ def fused_recurrent_gated_delta_rule(
             done = gdn_recurrent(call, options)
         return done.o, done.final_state
     if recorded:
-        got, fix = "state_indices while gradients are recorded", "call it under torch.no_grad()"
-        raise Unsupported(need(OP, got, "no gradients: the pool is overwritten", fix))
+        raise Unsupported(need(OP, *RECORDED))
 
     if found is RECORD:
         results = DECODING.record(

@@ -184,16 +184,9 @@ def _check_indices(call: Call, pool: Pool, *_: Any) -> None:
     Gates are not checked, because tokens of a sequence with a negative index may hold anything.
     """
     contents.check_bounds(OP, call.q.shape[1], call.cu_seqlens)
-    _check_places(OP, "state_indices", pool.state_indices, pool.states.shape[0], pool.null_slot)
-
-
-def _check_places(op: str, name: str, indices: Tensor, count: int, null: int) -> None:
-    """Raises ValueError if two indices above `null` are the same, or one is not below `count`."""
-    used = indices[indices > null].tolist()
-    if len(set(used)) < len(used) or max(used, default=-1) >= count:
-        needs = f"different ones below {count}, or {'at most 0' if null == 0 else 'negative'}"
-        fix = "give each sequence a slot of its own"
-        raise ValueError(need(op, f"{name} {indices.tolist()}", needs, fix))
+    contents.check_places(
+        OP, "state_indices", pool.state_indices, pool.states.shape[0], pool.null_slot
+    )
 
 
 def _check_drafts(call: Call, drafts: Drafts, *_: Any) -> None:
@@ -201,10 +194,10 @@ def _check_drafts(call: Call, drafts: Drafts, *_: Any) -> None:
     T, indices, bounds = call.q.shape[1], drafts.state_indices, call.cu_seqlens
     contents.check_bounds(VERIFY_OP, T, bounds)
     count, null = drafts.states.shape[0], drafts.null_slot
-    _check_places(VERIFY_OP, "state_indices", indices, count, null)
+    contents.check_places(VERIFY_OP, "state_indices", indices, count, null)
     if drafts.checkpoints is not None and drafts.checkpoint_indices is not None:
         rows = drafts.checkpoint_indices
-        _check_places(VERIFY_OP, "checkpoint_indices", rows, len(drafts.checkpoints), -1)
+        contents.check_places(VERIFY_OP, "checkpoint_indices", rows, len(drafts.checkpoints), -1)
     lengths = [T] * call.num_sequences if bounds is None else bounds.diff().tolist()
     room = indices.shape[1] if indices.dim() == 2 else T
     room = room if drafts.checkpoints is None else drafts.checkpoints.shape[1]

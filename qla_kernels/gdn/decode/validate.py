@@ -16,6 +16,11 @@ from qla_kernels.gdn.validate import ELSEWHERE, expect_shape, expect_tensor, ref
 from qla_kernels.sm90 import alternatives, dtype_name, expect_tensors
 
 ACTIVATIONS = ("silu", "swish", "sigmoid")  # of the output gate
+RECORDED = (  # a refusal of calls that overwrite a pool
+    "state_indices while gradients are recorded",
+    "no gradients: the pool is overwritten",
+    "call it under torch.no_grad()",
+)
 NULL_SLOTS = (-1, 0)  # what an engine's padding may have as its slot
 
 

@@ -5,10 +5,11 @@ from torch import Tensor
 
 from qla_kernels.arguments import flag, integer
 from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import need
+from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.validate import (
+    RECORDED,
     expect_indices,
     expect_null_slot,
     expect_out,
@@ -17,15 +18,20 @@ from qla_kernels.gdn.decode.validate import (
 from qla_kernels.gdn.keywords import checked_flags, is_invariant, scale_of, warm_bound
 from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill, gdn_prefill
 from qla_kernels.gdn.shapes import POOL_KEYS
-from qla_kernels.gdn.validate import Gate, check_activations, check_tensors, refusal
+from qla_kernels.gdn.validate import (
+    Gate,
+    check_activations,
+    check_tensors,
+    refusal,
+    wants_gradients,
+)
 from qla_kernels.programs import RECORD, Programs
 from qla_kernels.sm90 import dtype_name, require
 from qla_kernels.tile.constants import CHUNK
 
-PREFILLS = Programs(PREFILL_OP)
+PREFILLS = Programs(PREFILL_OP, gradients=True)
 
 
-@torch.no_grad()
 def prefill_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -60,7 +66,7 @@ def prefill_gated_delta_rule(
 
     States are read and written by the kernel in the pool's dtype, layout and strides; they are fp32
     in between. Arguments that are not listed are those of `chunk_gated_delta_rule`. Not
-    differentiable.
+    differentiable: refused while gradients are recorded.
 
     Args:
         initial_state: the pool [slots, HV, K, V], or [slots, HV, V, K] if state_v_first, in fp32 or
@@ -131,6 +137,8 @@ def prefill_gated_delta_rule(
     scale = scale_of(PREFILL_OP, scale, q)
     parameters = gate.parameters()
     refuse_forward_mode(PREFILL_OP, q, k, v, g, beta, *parameters, pool, checkpoints, out)
+    if wants_gradients((q, k, v, g, beta, *parameters, pool, checkpoints, out)):
+        raise Unsupported(need(PREFILL_OP, *RECORDED))
 
     def run() -> tuple[Tensor, ...]:
         o = v.new_empty(v.shape) if out is None else out

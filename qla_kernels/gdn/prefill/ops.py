@@ -98,15 +98,13 @@ def check_places(call: Call, prefill: Prefill, *_: Any) -> None:
     contents.check_bounds(PREFILL_OP, call.q.shape[1], call.cu_seqlens, call.cu_seqlens_cpu)
     slots, null = len(prefill.states), prefill.null_slot
     ends = prefill.state_indices.tolist()
-    starts = ends if prefill.start_indices is None else prefill.start_indices.tolist()
-    used = [slot for slot in ends if slot > null]
-    text = f"{'at most 0' if null == 0 else 'negative'}"
-    if len(set(used)) < len(used) or max((*used, *starts), default=-1) >= slots:
-        got = f"state_indices {ends}" + (f", start_indices {starts}" if starts is not ends else "")
-        needs = f"numbers below {slots}, different or {text} ones as state_indices"
-        raise ValueError(need(PREFILL_OP, got, needs, "give each sequence a slot of its own"))
+    starts = ends
+    contents.check_places(PREFILL_OP, "state_indices", prefill.state_indices, slots, null)
+    if (given := prefill.start_indices) is not None:
+        contents.check_places(PREFILL_OP, "start_indices", given, slots, null, apart=False)
+        starts = given.tolist()
     for n, start in enumerate(starts):
-        if start > null and start in used and ends[n] != start:
+        if start > null and start in ends and ends[n] != start:
             got = f"sequence {n} starts from slot {start}, to which another one's final state goes"
             needs = "a start that nobody overwrites"
             raise ValueError(need(PREFILL_OP, got, needs, "copy the state, or run them in turn"))
