@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import groupby
 from typing import Any, NoReturn
@@ -47,18 +47,22 @@ def compile_all(options: argparse.Namespace, workloads: Sequence[Any]) -> int:
                 if result is not None and result.status not in (OK, "not applicable"):
                     failures.append(f"{workload.name}, {name}: {result.status} {result.detail}")
 
+    # An exception from a handler can be lost in code whose exceptions Python ignores.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _abandon)
     with ThreadPoolExecutor(options.warm) as pool:
-        try:
-            list(pool.map(work, tasks))
-        except KeyboardInterrupt:
-            _abandon()
+        futures = [pool.submit(work, task) for task in tasks]
+        while wait(futures, timeout=1).not_done:
+            pass  # handlers run in this thread, so it has to be awake if another got the signal
+    for future in futures:
+        future.result()
     progress.close()
     names = ", ".join(name for name in machine.labels if name not in machine.missing)
     print("\n".join(failures) or f"compiled for {len(workloads)} workloads: {names}")
     return 1 if failures else 0
 
 
-def _abandon() -> NoReturn:
+def _abandon(*_: object) -> NoReturn:
     """Ends the workers, and the compilers that they started; what they finished is on disk.
 
     Leaving the pool would wait for each to end by itself.
@@ -67,7 +71,7 @@ def _abandon() -> NoReturn:
         if worker.pid is not None:
             with suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
-    print("stopped: not everything is compiled", flush=True)
+    os.write(1, b"stopped: not everything is compiled\n")  # this thread may be printing
     os._exit(130)
 
 
