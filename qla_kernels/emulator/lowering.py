@@ -25,26 +25,37 @@ class Generated:
 
 
 def lower(prim_func: Any, pass_configs: Mapping[str, object]) -> Generated:
-    """Lowers for sm_90a; the result is kept on disk, keyed by the function's text."""
+    """Lowers for sm_90a, or reads what is on disk of it."""
+    path = kept_at(prim_func, pass_configs)
+    if path.exists():
+        return Generated(**json.loads(path.read_text()))
+    return lower_anew(prim_func, pass_configs)
+
+
+def kept_at(prim_func: Any, pass_configs: Mapping[str, object]) -> Path:
+    """The file with a function's generated code; its name is a digest of all that decides it."""
+    tilelang = imported()
+    from tilelang.transform.pass_config import normalize_pass_configs
+
+    options = str(sorted(map(str, normalize_pass_configs(dict(pass_configs)).items())))
+    name, text = str(prim_func.attrs["global_symbol"]), prim_func.script(show_meta=True)
+    key = "\n".join([Path(__file__).read_text(), tilelang.__version__, options, name, text])
+    return folder() / "lowered" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def lower_anew(prim_func: Any, pass_configs: Mapping[str, object]) -> Generated:
+    """Lowers for sm_90a, whatever is on disk, and keeps the result there."""
     tilelang = imported()
     from tilelang.transform.pass_config import normalize_pass_configs
     from tvm import transform
     from tvm.target import Target
 
     configs = normalize_pass_configs(dict(pass_configs))
-    name = str(prim_func.attrs["global_symbol"])
-    options = str(sorted(map(str, configs.items())))
-    text = prim_func.script(show_meta=True)
-    key = "\n".join([Path(__file__).read_text(), tilelang.__version__, options, name, text])
-    path = folder() / "lowered" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    if path.exists():
-        return Generated(**json.loads(path.read_text()))
-
     target = Target(TARGET)
     with transform.PassContext(opt_level=3, config=configs), target:
         artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=True)
     lowered = Generated(
-        name=name,
+        name=str(prim_func.attrs["global_symbol"]),
         parameters=[
             prim_func.buffer_map[p].name if p in prim_func.buffer_map else p.name
             for p in prim_func.params
@@ -60,7 +71,7 @@ def lower(prim_func: Any, pass_configs: Mapping[str, object]) -> Generated:
             for function in artifact.device_mod.functions.values()
         },
     )
-    write(path, json.dumps(asdict(lowered)))
+    write(kept_at(prim_func, pass_configs), json.dumps(asdict(lowered)))
     return lowered
 
 

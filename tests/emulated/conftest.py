@@ -10,7 +10,7 @@ import pytest
 from qla_kernels import device, jit
 from qla_kernels.conv import launch as launch_conv
 from qla_kernels.conv import update as conv_update
-from qla_kernels.emulator import EmulatedKernel
+from qla_kernels.emulator import EmulatedKernel, case
 from qla_kernels.gdn.decode import api as decode
 from qla_kernels.gdn.decode import launch as launch_decode
 from qla_kernels.gdn.decode import packed, verify
@@ -19,12 +19,16 @@ from qla_kernels.gdn.prefill import launch as launch_prefill
 from qla_kernels.hybrid import step
 from qla_kernels.sparse_ring import launch as launch_sparse_ring
 from qla_kernels.sparse_ring import shard
+from tests import lowered
+
+KERNELS: dict[str, str] = {}  # of each emulated function: the name of its kernel
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _compiler() -> None:
     if shutil.which("g++") is None:
         pytest.skip("the emulator needs g++ 11 or newer")
+    lowered.unpack()
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +38,21 @@ def _launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     launch = EmulatedKernel.__call__
 
     def noted(self: EmulatedKernel, *arguments: Any, **options: Any) -> None:
-        launched.add(self.lowered.name)
+        launched.add(KERNELS.get(self.name, ""))
         launch(self, *arguments, **options)
 
     monkeypatch.setattr(EmulatedKernel, "__call__", noted)
     yield
     marked = {name for mark in request.node.iter_markers("kernels") for name in mark.args}
-    missing = {name for name in marked if name.partition(".")[2] not in launched}
-    assert not missing, f"marked as tests of {sorted(missing)}; launched were {sorted(launched)}"
+    missing = sorted(marked - launched)
+    assert not missing, f"marked as tests of {missing}; launched were {sorted(launched)}"
 
 
 @functools.cache
 def emulated(module: Any, variant: Any) -> EmulatedKernel:
-    return EmulatedKernel(module.build(variant), module.PASS_CONFIGS)
+    kernel = case.emulated(module, variant)
+    KERNELS[kernel.name] = jit.label(module, variant).partition("-")[0]
+    return kernel
 
 
 @pytest.fixture

@@ -8,16 +8,11 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, jit
-from qla_kernels.emulator import EmulatedKernel
 from qla_kernels.selftest.gdn_recurrent import ROUNDING, check, check_pool, decode, pooled
 from tests import gdn_kept_tokens
+from tests.emulated.conftest import emulated
 
 WITHOUT = {"initial_state": None}
-
-
-@functools.cache
-def emulated(module: Any, variant: Any) -> EmulatedKernel:
-    return EmulatedKernel(module.build(variant), module.PASS_CONFIGS)
 
 
 @pytest.fixture(autouse=True)

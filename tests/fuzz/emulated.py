@@ -18,7 +18,7 @@ from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.dualkv import ops as dualkv_ops
 from qla_kernels.dualkv import tables
 from qla_kernels.dualkv.shapes import KEY_TILES
-from qla_kernels.emulator import EmulatedKernel
+from qla_kernels.emulator import case
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.gdn.decode import launch as launch_recurrent
@@ -30,18 +30,18 @@ from qla_kernels.gdn.tree import ops as tree_ops
 from qla_kernels.hybrid import step
 from qla_kernels.sparse_ring import build, gradients, ring
 from qla_kernels.sparse_ring import launch as sparse_launch
+from tests import lowered
 
 SMS = 4  # so that plans for few SMs cut sequences into segments
 
 
-@functools.cache
-def _emulated(module: Any, variant: Any) -> EmulatedKernel:
-    return EmulatedKernel(module.build(variant), module.PASS_CONFIGS)
+_emulated = functools.cache(case.emulated)
 
 
 def install() -> None:
     """For this process, and for good: fresh memory is NaN, and every launch has another seed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    lowered.unpack()
     seeds = itertools.count()
     jit.compile = lambda module, variant: (
         lambda *args: _emulated(module, variant)(*args, seed=next(seeds))

@@ -1,13 +1,13 @@
-"""On record: the variants that were compiled and found to be what their schedules say.
+"""On record: the variants that were compiled and found to be what schedules and claims.py say.
 
     python -m tests.static.checked           checks the variants that are not on record
-    python -m tests.static.checked --write   and puts them there
+    python -m tests.static.checked --write   and puts them there, and code for the emulated tier
     python -m tests.static.checked --all     checks all variants again
 
 To lower and assemble all variants takes half of an hour of a core. What a check finds follows from
-the traced kernel, its schedule, the flags, the tools and our reader of machine code. A digest of
-all of these is a variant's key. A test run checks the variants whose key is not on record, and of
-the others one in 16. Needs TileLang and nvcc; no GPU.
+the traced kernel, its schedule, the flags, the tools, our reader of machine code and claims.py. A
+digest of all of these is a variant's key. A test run checks the variants whose key is not on
+record, and of the others one in 16. Needs TileLang and nvcc; no GPU.
 """
 
 import argparse
@@ -23,11 +23,12 @@ from typing import Any
 from qla_kernels import digests, inspect, jit
 from qla_kernels.inspect import sass
 from qla_kernels.inspect.gather import key as key_of_facts
+from tests import lowered
+from tests.static import claims
 from tests.static.one_unit import one_unit
 
 FILE = Path(__file__).with_suffix(".json")
 SAMPLED = 16  # one variant in so many is checked in every run
-WRITE = "run python -m tests.static.checked --write"
 
 
 def tools() -> dict[str, str]:
@@ -47,8 +48,10 @@ def recorded() -> dict[str, Any]:
 def key(kernel: jit.Kernel, variant: Any) -> str:
     """The digest on record and how it is made count, too: they are compared in the same check."""
     digest = digests.recorded().get(jit.label(kernel.module, variant))
-    parts = key_of_facts(kernel, variant), digest, Path(digests.__file__).read_text()
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    parts = [key_of_facts(kernel, variant), digest, Path(digests.__file__).read_text()]
+    if claims.of(str(kernel), variant):
+        parts.append(Path(claims.__file__).read_text())
+    return hashlib.sha256(repr(tuple(parts)).encode()).hexdigest()[:16]
 
 
 def due(kernel: jit.Kernel) -> list[Any]:
@@ -69,15 +72,18 @@ def check(kernel: jit.Kernel, variants: Sequence[Any]) -> tuple[list[str], set[s
     with one_unit(kernel, variants):
         for variant in variants:
             label = jit.label(kernel.module, variant)
-            lowered = jit.lower(kernel, variant)
+            code = jit.lower(kernel, variant)
             if version("tilelang") == digests.lowered_by():
-                found = digests.digest(lowered.source, lowered.function)
+                found = digests.digest(code.source, code.function)
                 if found != (wanted := digests.recorded().get(label)):
                     fix = f"python scripts/digests.py {kernel} --write, if intended"
                     said.append(f"{label}: digest {found}; on record is {wanted}: {fix}")
             facts = inspect.facts(kernel, variant)
             if violations := inspect.check(facts, kernel.module.schedule(variant)):
                 said += [facts.kernel, *violations]
+            if not facts.unchecked:
+                wrong = [x for claim in claims.of(str(kernel), variant) for x in claim(facts)]
+                said += [f"{label}: {x}" for x in wrong]
             unread |= set(facts.unchecked)
     return said, unread
 
@@ -90,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--all", action="store_true", help="check all variants again")
-    parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
+    parser.add_argument("--write", action="store_true", help="write what is right")
     options = parser.parse_args(arguments)
     known = recorded()["variants"] if FILE.exists() else {}
     keys: dict[str, str] = {}
@@ -105,6 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write and not failed:
         text = {"tools": tools(), "variants": dict(sorted(keys.items()))}
         FILE.write_text(json.dumps(text, indent=1) + "\n")
+        for kernel in jit.kernel_modules():
+            lowered.pack(kernel)
     return 1 if failed else 0
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from qla_kernels import jit
-from qla_kernels.emulator.lowering import lower
 from qla_kernels.inspect import sass
+from tests.lowered import anew
 
 INCLUDE = re.compile(r"^#include .*|^#pragma once", re.MULTILINE)
 
@@ -25,7 +25,7 @@ def one_unit(kernel: jit.Kernel, variants: Sequence[Any]) -> Iterator[None]:
     @cache
     def lowered(variant: Any) -> jit.Lowered:
         prim_func = jit.trace(module, variant)
-        found = lower(prim_func, module.PASS_CONFIGS)  # what the emulator runs
+        found = anew(kernel, prim_func)  # of what the emulator runs
         ((function, (block, dyn_smem)),) = found.functions.items()
         return jit.Lowered(found.device, function, tuple(block), dyn_smem, prim_func)
 

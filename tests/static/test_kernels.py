@@ -1,7 +1,9 @@
 """Every variant of every kernel compiles for sm_90a and is what its schedule says it is."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
 from qla_kernels import digests, inspect, jit
+from qla_kernels.emulator.lowering import kept_at
 from qla_kernels.errors import Unsupported
 from qla_kernels.inspect import gather, sass
 from scripts import schedules
+from tests import lowered
 from tests.static import checked
 from tests.static.one_unit import one_unit
 
@@ -35,13 +39,32 @@ def test_variants_agree_with_their_schedules(kernel: jit.Kernel) -> None:
         pytest.skip("the rest agrees, but " + "; ".join(sorted(unread)))
 
 
-def test_all_variants_are_on_record() -> None:
+def test_all_variants_are_on_record(monkeypatch) -> None:
     """And none that is gone. With other tools than those of the record, all are checked anew."""
+    monkeypatch.setattr(jit, "trace", cache(jit.trace))
     labels = {jit.label(kernel.module, variant) for kernel, variant in _variants()}
     assert labels == set(digests.recorded()), "python scripts/digests.py --write"
     if checked.tools() == checked.recorded()["tools"]:
         keys = {jit.label(k.module, variant): checked.key(k, variant) for k, variant in _variants()}
-        assert keys == checked.recorded()["variants"], checked.WRITE
+        assert keys == checked.recorded()["variants"], lowered.WRITE
+        for kernel in KERNELS:
+            assert code_on_record(kernel) == code_as_digested(kernel), lowered.WRITE
+    files = {file.name.removesuffix(".json.xz") for file in lowered.FOLDER.iterdir()}
+    assert files == set(map(str, KERNELS)), f"{lowered.FOLDER}: one file a kernel"
+
+
+def code_on_record(kernel: jit.Kernel) -> dict[str, str]:
+    """Digests of what the emulated tier is given, by the name of the emulator's file."""
+    found = {name: json.loads(text) for name, text in lowered.on_record(str(kernel)).items()}
+    return {name: digests.digest(x["device"], *x["functions"]) for name, x in found.items()}
+
+
+def code_as_digested(kernel: jit.Kernel) -> dict[str, str]:
+    module, known = kernel.module, digests.recorded()
+    return {
+        kept_at(jit.trace(module, v), module.PASS_CONFIGS).name: known[jit.label(module, v)]
+        for v in module.VARIANTS
+    }
 
 
 def test_a_key_covers_all_that_a_check_depends_on(monkeypatch) -> None:
@@ -75,6 +98,14 @@ def test_what_is_not_on_record_is_checked(monkeypatch) -> None:
     monkeypatch.setattr(module, "schedule", lambda _: wrong)
     said, _ = checked.check(kernel, checked.due(kernel))
     assert said
+
+
+def test_other_code_on_record_is_found(monkeypatch) -> None:
+    (kernel,) = (k for k in KERNELS if str(k) == "gdn.chunk_table")
+    wrong = {name: text + " " for name, text in lowered.on_record(str(kernel)).items()}
+    monkeypatch.setattr(lowered, "on_record", lambda _: wrong)
+    with pytest.raises(AssertionError, match="other code"):
+        checked.check(kernel, kernel.module.VARIANTS)
 
 
 def test_a_variant_among_others_is_what_it_is_alone(monkeypatch, tmp_path) -> None:

@@ -3,6 +3,7 @@
 
 #include <cstdarg>
 #include <numeric>
+#include <sys/mman.h>
 
 #include "../device/mbarrier.h"
 #include "../device/named_barrier.h"
@@ -20,9 +21,9 @@ thread_local Thread* current = nullptr;
 
 namespace {
 
-constexpr size_t kStackBytes = 256 * 1024;
+constexpr size_t kStackBytes = 256 * 1024, kStackGuard = 64 * 1024;
 constexpr int kNamedBarriers = 16;
-thread_local std::vector<uint8_t*> stacks;  // reused by the blocks of this host thread
+thread_local uint8_t* stacks;  // reused by the blocks of this host thread
 thread_local jmp_buf scheduler_registers;
 thread_local const std::function<void()>* thread_body;
 
@@ -45,10 +46,17 @@ void resume(Thread& thread) {
   current = nullptr;
 }
 
+// One after the other, each behind memory that faults. To map each alone took most of a small launch.
+void map_stacks(size_t count) {
+  constexpr size_t each = kStackGuard + kStackBytes;
+  stacks = map_guarded(count * each, 16);
+  for (size_t i = 0; i < count; ++i)
+    if (mprotect(stacks + i * each, kStackGuard, PROT_NONE)) stop("cannot guard a stack");
+}
+
 void prepare(Thread& thread) {
-  if (stacks.size() <= size_t(thread.index)) stacks.push_back(map_guarded(kStackBytes, 16));
   getcontext(&thread.entry);
-  thread.entry.uc_stack.ss_sp = stacks[thread.index];
+  thread.entry.uc_stack.ss_sp = stacks + thread.index * (kStackGuard + kStackBytes) + kStackGuard;
   thread.entry.uc_stack.ss_size = kStackBytes;
   thread.entry.uc_link = nullptr;
   makecontext(&thread.entry, thread_main, 0);
@@ -149,6 +157,7 @@ void run_block(Block& running, const std::function<void()>& body) {
   blockIdx = running.index;
   blockDim = running.shape;
   gridDim = running.grid;
+  if (!stacks) map_stacks(running.threads.size());
   for (Thread& thread : running.threads) prepare(thread);
   std::vector<int> warps(running.meetings.size());
   std::iota(warps.begin(), warps.end(), 0);
