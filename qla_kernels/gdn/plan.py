@@ -116,11 +116,6 @@ def wide(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> Pla
     return Plan(ForwardChoice(width, False), None)
 
 
-def wide_map_tile(V: int) -> int:
-    """Returns how many columns a CTA of wide_map computes: 128, of V and of K, if V has so many."""
-    return 128 if V % 128 == 0 else 64
-
-
 @functools.lru_cache(maxsize=4096)
 def forward(
     sequences: Lengths,

@@ -11,6 +11,7 @@ from qla_kernels.gdn import durations, plan
 from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.heuristics import LAUNCH, START, WIDE_STEP, ForwardChoice, wide_step
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
+from qla_kernels.gdn.shapes import WIDE
 
 WIDE_GAIN = 0.85  # a cut must take less than this share of the time of whole sequences
 WIDE_CUT = 16.0  # segment_plan, and the launches of the kernels below
@@ -64,6 +65,11 @@ def forward_time(
     return before + durations.chain(pieces, wide_step(width, at_once), ctas, sm_count)
 
 
+def map_tile(V: int) -> int:
+    """Returns how many columns of V, or of K, a CTA of wide_map computes: 128 if V allows it."""
+    return 128 if V % 128 == 0 else 64
+
+
 def maps(
     sequences: Lengths,
     pieces: Lengths,
@@ -77,7 +83,7 @@ def maps(
     CTAs of cold heads come first and walk a segment each. CTAs of warm heads, for b alone, fill up
     the last wave.
     """
-    tile, K = plan.wide_map_tile(V), 256
+    tile, K = map_tile(V), WIDE
     step = WIDE_MAP_STEP[tile]
     length, mapped = durations.mapped_segments(sequences, pieces)
     firsts = sum(count for chunks, count in sequences if chunks > length)

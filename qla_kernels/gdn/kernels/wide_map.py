@@ -60,7 +60,7 @@ from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import Role, Schedule
 
-SOURCE = WIDE + (Path(__file__).parent / "chain" / "slabs.cuh").read_text()
+SOURCE = WIDE + Path(__file__).with_suffix(".cuh").read_text()
 
 
 class Variant(NamedTuple):

@@ -14,7 +14,7 @@ from qla_kernels.gdn.kernels import wide_windows as wide_windows_kernel
 
 from qla_kernels.gdn.launch.segments import Segments
 from qla_kernels.gdn.launch.tensors import no_state, tokens
-from qla_kernels.gdn.plan import wide_map_tile
+from qla_kernels.gdn.wide_plan import map_tile
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 
@@ -92,7 +92,7 @@ def wide_maps(
     """
     (B, T, HV, V), K = v.shape, k.shape[-1]
     starts, maps = (gates.new_empty(segments.capacity, HV, columns, K) for columns in (V, K))
-    tile_v = wide_map_tile(V)
+    tile_v = map_tile(V)
     variant = wide_map_kernel.Variant(dtype_name(k.dtype), K, tile_v)
     jit.compile(wide_map_kernel, variant)(
         tokens(k),

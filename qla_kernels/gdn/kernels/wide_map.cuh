@@ -1,4 +1,4 @@
-// The product of a state that fills the registers with the keys of a chunk, without that with the
+// The product of a state that fills the registers with the keys of a chunk, without the one with the
 // queries. Needs wide.cuh, which says how the state becomes a left operand.
 #pragma once
 
