@@ -1,7 +1,7 @@
 """Decides whether a forward at K = 256 is cut into segments: `plan` for wide_fwd.
 
-All functions are pure functions of numbers. Times are in us. The steps of wide_fwd are measured,
-the others predicted (docs/notes/wide-heads.md, section 8), so a cut has to gain more than elsewhere.
+All functions are pure functions of numbers. Times are in us. The steps of wide_fwd are measured and
+the others predicted (docs/notes/wide-heads.md, 8), so a cut has to gain more than in `plan`.
 """
 
 import functools
@@ -15,7 +15,10 @@ from qla_kernels.gdn.shapes import WIDE
 
 WIDE_GAIN = 0.85  # a cut must take less than this share of the time of whole sequences
 WIDE_CUT = 16.0  # segment_plan, and the launches of the kernels below
-WIDE_LOOK, WIDE_LOOK_STEP = 6.0, 0.7  # wide_windows: gates; per chunk of a window, norms of its keys
+WIDE_LOOK, WIDE_LOOK_STEP = (
+    6.0,
+    0.7,
+)  # wide_windows: gates; per chunk of a window, norms of its keys
 WIDE_MAP_STEP = {128: 1.75, 64: 1.1}  # per chunk of a CTA of wide_map, by its columns
 WIDE_FOLD, WIDE_FOLD_TILE = 6.0, 16  # a wave of CTAs of wide_scan, a cold segment; its columns
 

@@ -34,7 +34,7 @@ def wide_starts(x: SegmentedCall, most: int, limit: float) -> WideStarts:
     Memory that the launches fill begins as NaN, and windows begin as -1.
     """
     q, k, v, g, beta, h0, bounds = x
-    (HV, V), K = v.shape[2:], k.shape[3]
+    HV, K = v.shape[2], k.shape[3]
     cut = segments.cut(g, bounds, most)
     table = chunk_table(q.shape[1], cut.bounds)
     saved = torch.empty_like(g), q.new_empty(1, q.shape[1], HV, 64)

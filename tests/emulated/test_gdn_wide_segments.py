@@ -97,3 +97,13 @@ def test_a_dense_batch_and_no_initial_state():
     x["initial_state"] = None
     done = cut_forward(x, 1)
     check(x, done.o, done.final_state)
+
+
+def test_a_backward_gets_what_whole_sequences_leave():
+    """It runs over whole sequences, from g_cum and A."""
+    x = small([150, 1], sizes=SIZES)
+    want, done = forward(x, is_train=True), cut_forward(x, 1, is_train=True)
+    check(x, done.o, done.final_state)
+    assert torch.equal(done.g_cum, want.g_cum)
+    assert torch.equal(done.A, want.A)
+    assert not done.cp_cache

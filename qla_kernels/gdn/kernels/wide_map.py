@@ -317,8 +317,6 @@ def build(variant: Variant):
                     values = Rows(v, (hv, i_slice), s_v)
                     load(always, values, of_map, rows, begin, num_chunks)
                 elif tx < 64:
-                    load_gates(
-                        gates, first_chunk[p] + skipped, hv, s_gate, gate_ring, num_chunks
-                    )
+                    load_gates(gates, first_chunk[p] + skipped, hv, s_gate, gate_ring, num_chunks)
 
     return wide_map

@@ -1,9 +1,9 @@
-"""wide_windows -- how many chunks at a segment's end determine the state that leaves it, at K = 256.
+"""wide_windows -- which chunks at a segment's end determine the state that leaves it, at K = 256.
 
 Most heads forget: the map M of some chunks from a state to a state obeys
-|M| <= prod_t e^{g_t} max(1, |1 - beta_t |k_t|^2|). If this bound over the last w chunks of a segment
-is below e^limit, b of these chunks alone serves as the segment's end state, and the segment is warm
-for that head: windows[p, hv] = w, the fewest chunks that do. Otherwise it is cold: 0.
+|M| <= prod_t e^{g_t} max(1, |1 - beta_t |k_t|^2|). If this bound over the last w chunks of a
+segment is below e^limit, b of these chunks alone serves as the segment's end state, and the segment
+is warm for that head: windows[p, hv] = w, the fewest chunks that do. Otherwise it is cold: 0.
 
 Steps (numbers appear again in the code); a CTA has a segment and a value head:
     1  sum the gates from the segment's end; where they would do, read the norms of keys in the

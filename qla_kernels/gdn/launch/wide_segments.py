@@ -11,7 +11,6 @@ from qla_kernels import jit
 from qla_kernels.gdn.kernels import wide_map as wide_map_kernel
 from qla_kernels.gdn.kernels import wide_scan as wide_scan_kernel
 from qla_kernels.gdn.kernels import wide_windows as wide_windows_kernel
-
 from qla_kernels.gdn.launch.segments import Segments
 from qla_kernels.gdn.launch.tensors import no_state, tokens
 from qla_kernels.gdn.wide_plan import map_tile
@@ -58,9 +57,7 @@ def wide_windows(
     windows = g_cum.new_empty(segments.capacity, HV, dtype=torch.int32)
     g_cum, beta = g_cum.view(B * T, HV), beta.view(B * T, HV)
     is_16 = beta.dtype != torch.float32
-    jit.compile(
-        wide_windows_kernel, wide_windows_kernel.Variant(dtype_name(k.dtype), k.shape[-1])
-    )(
+    jit.compile(wide_windows_kernel, wide_windows_kernel.Variant(dtype_name(k.dtype), k.shape[-1]))(
         tokens(k),
         g_cum,
         g_cum if is_16 else beta,
@@ -87,8 +84,9 @@ def wide_maps(
     """Returns b and M of each segment but a sequence's last one.
 
     Returns:
-        [capacity, HV, V, K] fp32: row p + 1 has b of segment p, transposed; and [capacity, HV, K, K]
-        fp32: M^T of segments that are cold and no sequence's first, others are not written.
+        [capacity, HV, V, K] fp32: row p + 1 has b of segment p, transposed; and
+        [capacity, HV, K, K] fp32: M^T of segments that are cold and no sequence's first. Other rows
+        are not written.
     """
     (B, T, HV, V), K = v.shape, k.shape[-1]
     starts, maps = (gates.new_empty(segments.capacity, HV, columns, K) for columns in (V, K))
@@ -117,7 +115,7 @@ def wide_scan(
     starts: Tensor, maps: Tensor, windows: Tensor, h0: Tensor | None, first_segment: Tensor
 ) -> None:
     """Folds the results of `wide_maps`: `starts` becomes the state that enters each segment."""
-    _, HV, V, K = starts.shape
+    V, K = starts.shape[2:]
     jit.compile(wide_scan_kernel, wide_scan_kernel.Variant(K))(
         first_segment,
         no_state(starts[0, :, 0, 0], K, V) if h0 is None else h0,
