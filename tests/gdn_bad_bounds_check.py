@@ -4,6 +4,7 @@ Emulated and device tiers; what comes out is not looked at.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -92,8 +93,10 @@ def forward(how: Plan | Bands, s: Setting, bounds: Tensor, on_cpu: Tensor | None
     launch.gdn_fwd(Call(*rows, SCALE, s.states(), bounds, on_cpu), options)
 
 
-def wide_forward(s: Setting, bounds: Tensor) -> None:
-    """At K = 256, which has kernels of its own."""
+def wide_forward(limit: float | None, s: Setting, bounds: Tensor) -> None:
+    """At K = 256, which has kernels of its own; with a limit of windows, in segments."""
+    how = Plan(heuristics.ForwardChoice(64, False), None if limit is None else 1, limit or 0.0)
+    s.patch.setattr(launch, "planned", lambda *_: (how, False))
     rows = s.rows(H, 2 * SIZE), s.rows(H, 2 * SIZE), s.rows(HV, SIZE), *s.gates()
     h0 = s.place(torch.randn(N, HV, 2 * SIZE, SIZE))
     options = Options(output_final_state=True, is_train=True)
@@ -244,6 +247,8 @@ def prefill(s: Setting, bounds: Tensor, slots: Tensor) -> None:
 
 
 CHAINS = {"chunk_table", "chunk_states", "dstate_chain", "chunk_grads"}
+WIDE_FORWARD = {"chunk_table", "gate", "solve_score", "wide_fwd"}
+WIDE_CUT = {"segment_plan", "wide_windows", "wide_map", "wide_scan"}
 WIDE = {"chunk_table", "wide_states", "wide_dstate", "wide_grads"}
 RAW = {"l2norm", "l2norm_bwd", "activate", "activate_bwd", "gate_sums"}
 SOLVE = {"gate", "kkt_solve"}
@@ -289,7 +294,13 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
         ),
         {"fused_fwd"} | CUT,
     ),
-    "forward of wide keys": (wide_forward, {"chunk_table", "gate", "solve_score", "wide_fwd"}),
+    "forward of wide keys": (functools.partial(wide_forward, None), WIDE_FORWARD),
+    "forward of wide keys in segments": (
+        functools.partial(wide_forward, -12.0), WIDE_FORWARD | WIDE_CUT,
+    ),
+    "forward of wide keys in folded segments": (
+        functools.partial(wide_forward, -math.inf), WIDE_FORWARD | WIDE_CUT,
+    ),
     "states": (states_out, {"fused_fwd", "chunk_table", "chunk_states"}),
     "backward": (functools.partial(backward, ()), CHAINS | RAW),
     "backward of wide keys": (wide_backward, WIDE),

@@ -182,11 +182,14 @@ GDN: dict[str, tuple[Gdn, ...]] = {
         decode=True,
     ),
     # OLMo Hybrid's, FLA's default layer, and keys of half the values
-    "sizes": tuple(
-        Gdn(heads, parse_lengths(lengths), direction, "model", True, K, V)
-        for heads, K, V in (((30, 30), 96, 192), ((6, 6), 256, 512), ((16, 16), 128, 256))
-        for lengths in ("8192x1", "8192x4")
-        for direction in _WAYS
+    "sizes": (
+        *(
+            Gdn(heads, parse_lengths(lengths), direction, "model", True, K, V)
+            for heads, K, V in (((30, 30), 96, 192), ((6, 6), 256, 512), ((16, 16), 128, 256))
+            for lengths in ("8192x1", "8192x4")
+            for direction in _WAYS
+        ),
+        Gdn((6, 6), (32768,), "fwd", "model", True, 256, 512),  # long enough to be cut
     ),
     "kernels": tuple(
         row

@@ -159,9 +159,9 @@ def maps(
         solves: segment_map solves for A.
         reads_keys: segment_map reads the norms of keys to find windows; kkt_solve has not.
     """
-    length, mapped = _mapped(sequences, pieces)
+    length, mapped = mapped_segments(sequences, pieces)
     firsts = sum(count for chunks, count in sequences if chunks > length)
-    share, window = _windows(warm_log_bound, length)
+    share, window = windows(warm_log_bound, length)
     for_b, for_M = heads * mapped * V / MAP_TILE, heads * (mapped - firsts) * K / MAP_TILE
     alone, among = MAP_STEP[solves]
     start = MAP_START[solves]
@@ -181,9 +181,9 @@ def gradient_maps(
     sequences: Lengths, pieces: Lengths, heads: int, V: int, sm_count: int, warm_log_bound: float
 ) -> float:
     """Returns the time of segment_map_bwd: every segment but a sequence's first, one CTA an SM."""
-    length, mapped = _mapped(sequences, pieces)
+    length, mapped = mapped_segments(sequences, pieces)
     ctas = mapped * heads * V / MAP_TILE
-    share, window = _windows(warm_log_bound, length)
+    share, window = windows(warm_log_bound, length)
     steps = ctas * (share * length + (1 - share) * window)
     waves = GRADIENT_MAP_WAVE * ctas / sm_count
     return SHORT + waves + CHAIN_STEP[MAP_TILE] * max(length, steps / sm_count)
@@ -233,13 +233,13 @@ def folds(sequences: Lengths, pieces: Lengths, step: float = SCAN_STEP) -> float
     return step * max(0.0, most - 2)
 
 
-def _mapped(sequences: Lengths, pieces: Lengths) -> tuple[int, int]:
+def mapped_segments(sequences: Lengths, pieces: Lengths) -> tuple[int, int]:
     """Returns the chunks of the longest segment, and the number of segments that have a map."""
     segments, of_sequence = (sum(count for _, count in x) for x in (pieces, sequences))
     return max(chunks for chunks, _ in pieces), segments - of_sequence
 
 
-def _windows(warm_log_bound: float, length: int) -> tuple[float, int]:
+def windows(warm_log_bound: float, length: int) -> tuple[float, int]:
     """Returns the share of heads that is cold in segments of `length` chunks, and the number of
     chunks that a warm head walks.
     """

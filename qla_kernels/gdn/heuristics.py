@@ -35,8 +35,8 @@ def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:
 
 
 # Per chunk of a CTA of wide_fwd, by tile_v: time, and KB that it reads of L2, which gives so many
-# KB a us. Predicted, not measured (docs/notes/wide-heads.md).
-WIDE_STEP = {128: 2.2, 64: 1.3}
+# KB a us. Times are measured, the rate is not (docs/notes/wide-heads.md, section 4).
+WIDE_STEP = {128: 2.8, 64: 1.7}
 WIDE_READS = {128: 97, 64: 89}
 L2_RATE = 5500
 
@@ -49,10 +49,14 @@ def wide_tile(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -
 
     def duration(width: int) -> float:
         ctas = num_sequences * num_value_heads * (V // width)
-        reading = min(ctas, sm_count) * WIDE_READS[width] / L2_RATE
-        return -(-ctas // sm_count) * max(WIDE_STEP[width], reading)
+        return -(-ctas // sm_count) * wide_step(width, min(ctas, sm_count))
 
     return min((width for width in WIDE_STEP if V % width == 0), key=duration)
+
+
+def wide_step(width: int, at_once: int) -> float:
+    """Returns the time of a chunk in wide_fwd, where so many CTAs read L2 at once."""
+    return max(WIDE_STEP[width], at_once * WIDE_READS[width] / L2_RATE)
 
 
 def scan_columns(columns: int, sm_count: int) -> int:

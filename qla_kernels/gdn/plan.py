@@ -152,7 +152,7 @@ def forward(
         Plan(kernel, most, bound)
         for kernel in kernels
         if kernel in CUT_KERNELS
-        for most in _spacings(sequences, num_value_heads * V // kernel.tile_v, sm_count)
+        for most in spacings(sequences, num_value_heads * V // kernel.tile_v, sm_count)
         for bound in bounds
     ]
     if mapped:
@@ -246,7 +246,7 @@ def backward(
         return durations.cut_backward(*both, num_value_heads, K, V, sm_count, warm_log_bound)
 
     tiles = [num_value_heads * V // tile for tile in CHAIN_STEP if V % tile == 0]
-    wanted = set().union(*(_spacings(sequences, ctas, sm_count // 2) for ctas in tiles))
+    wanted = set().union(*(spacings(sequences, ctas, sm_count // 2) for ctas in tiles))
     if mapped:
         longest = max((chunks for chunks, _ in sequences), default=0)
         return min(wanted | {max(1, longest)}, key=duration)
@@ -326,7 +326,7 @@ def kept_is_faster(
     return cut <= KEPT_GAIN * durations.both_chains(sequences, *shape)[1]
 
 
-def _spacings(sequences: Lengths, ctas: int, sm_count: int) -> set[int]:
+def spacings(sequences: Lengths, ctas: int, sm_count: int) -> set[int]:
     """Returns numbers of chunks per segment: for each of WAVES, the fewest that fit into it.
 
     Segments with `ctas` CTAs each fit into a number of waves if their CTAs are at most that many

@@ -4,7 +4,7 @@ Head sizes stand here alone: refusals, variants, warm-up, documents and tests fo
 """
 
 KEY_STEP, MOST_KEYS = 16, 128
-WIDE = 256  # K of kernels of their own; anchors do not have it, and sequences stay in one piece
+WIDE = 256  # K of kernels of their own; anchors do not have it, and a backward cuts no sequence
 KEY_SIZES = (*range(KEY_STEP, MOST_KEYS + 1, KEY_STEP), WIDE)  # K that kernels run
 KEY_ROOMS = (64, 128, WIDE)  # K of their variants; another K runs in the next larger one
 VALUE_STEP, MOST_VALUES = 64, 512

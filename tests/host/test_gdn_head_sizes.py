@@ -86,7 +86,8 @@ def test_every_size_has_variants():
         elif "V" in found[0]:
             assert {(x["K"], x["V"]) for x in found} >= set(itertools.product(narrow, parts))
     chains = {"solve_score", "wide_fwd", "wide_states", "wide_dstate", "wide_grads"}
-    assert wide == {*chains, "recurrent", "verify"}
+    cuts = {"wide_windows", "wide_map", "wide_scan"}
+    assert wide == {*chains, *cuts, "recurrent", "verify"}
     for V in VALUES:
         assert V % shapes.part_columns(V) == 0
         assert any(V % choice.tile_v == 0 for choice in heuristics.STEP)

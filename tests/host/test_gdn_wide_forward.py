@@ -1,13 +1,15 @@
-"""K = 256: the plan, the refusals, and what CPU tensors compute."""
+"""K = 256: the plans, the refusals, and what CPU tensors compute."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qla_kernels import chunk_gated_delta_rule
-from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn import heuristics, plan, wide_plan
 from qla_kernels.gdn.launch.forward import planned
+from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 from qla_kernels.gdn.validate import refusal
 from qla_kernels.selftest.gdn_calls import definition, records, small
 from tests.compare import assert_close
@@ -26,10 +28,73 @@ def test_few_sequences_get_narrow_ctas_and_many_wide_ones():
     assert width(8, 6, 192) == 64  # 192 is no multiple of 128
 
 
-def test_a_plan_leaves_sequences_whole_and_gives_A():
-    found = plan.wide(1, 16, 256, SMS)
-    assert found.segment_chunks is None
-    assert not found.solves
+def test_a_plan_gives_A():
+    for tokens in (64, 32768):
+        assert not wide_plan.forward(((tokens // 64, 1),), 6, 512, SMS).solves
+    assert plan.wide(1, 16, 256, SMS).segment_chunks is None  # what ranks and trees take
+
+
+# of 64 tokens, and how many sequences; value heads; V
+CUT = ((512, 1, 6, 512), (1024, 1, 6, 512), (512, 1, 2, 512), (512, 1, 16, 256), (512, 2, 1, 64))
+WHOLE = (
+    *((64, 1, 6, 512), (128, 1, 6, 512), (16, 1, 1, 64)),  # few chunks
+    *((128, 4, 6, 512), (512, 1, 16, 512), (512, 1, 32, 256), (512, 8, 8, 128)),  # full
+)
+
+
+def predicted(
+    chunks: int, count: int, heads: int, V: int, bound: float = WARM_LOG_BOUND
+) -> tuple[plan.Plan, float]:
+    """Returns the plan, and the time of whole sequences over its time."""
+    shape = ((chunks, count),), heads, V, SMS
+    found, whole = wide_plan.forward(*shape, bound), plan.wide(count, heads, V, SMS)
+    times = [wide_plan.forward_time(x, *shape) for x in (found, whole)]
+    return found, times[1] / times[0]
+
+
+@pytest.mark.parametrize("bound", [WARM_LOG_BOUND, EXACT_LOG_BOUND, -math.inf])
+@pytest.mark.parametrize("shape", CUT, ids=str)
+def test_few_heads_and_many_chunks_are_cut(shape, bound):
+    found, gain = predicted(*shape, bound)
+    if found.segment_chunks is None:  # half of the SMs, and all heads are folded: too little gain
+        assert shape == (512, 1, 16, 256)
+        assert bound == -math.inf
+    else:
+        assert gain > 1 / wide_plan.WIDE_GAIN
+        assert found.warm_log_bound in (bound, -math.inf)
+
+
+@pytest.mark.parametrize("shape", WHOLE, ids=str)
+def test_few_chunks_and_a_full_gpu_stay_whole(shape):
+    found, gain = predicted(*shape)
+    assert found == plan.wide(shape[1], *shape[2:], SMS)
+    assert gain == 1
+
+
+def test_one_long_sequence_of_the_default_layer_gains_half_or_more():
+    """Even if a head in four is cold, as the plan supposes; more if all are warm."""
+    _, gain = predicted(512, 1, 6, 512)
+    assert gain > 1.5
+
+
+def test_segments_fill_the_gpu_in_whole_waves():
+    for tokens in (32768, 65536, 131072):
+        found, _ = predicted(tokens // 64, 1, 6, 512)
+        pieces = plan.cut_lengths(((tokens // 64, 1),), found.segment_chunks)
+        ctas = 6 * 512 // found.kernel.tile_v * sum(count for _, count in pieces)
+        assert ctas % SMS == 0 or ctas % SMS > SMS / 2
+
+
+def test_a_pack_is_cut_by_its_lengths():
+    """One long sequence among short ones; of equal lengths the same tokens stay whole."""
+    assert wide_plan.forward(((4, 8), (512, 1)), 2, 512, SMS).segment_chunks is not None
+    assert wide_plan.forward(((61, 9),), 2, 512, SMS).segment_chunks is None
+
+
+def test_maps_take_columns_that_divide_V():
+    for V in range(64, 513, 64):
+        assert V % wide_plan.map_tile(V) == 256 % wide_plan.map_tile(V) == 0
+    assert set(wide_plan.WIDE_MAP_STEP) == {64, 128}
 
 
 @pytest.mark.parametrize("batch", [1, 40])
@@ -40,7 +105,16 @@ def test_without_auto_cp_the_width_does_not_depend_on_the_batch(batch, monkeypat
     assert found.kernel.tile_v == 128
 
 
-def test_every_width_has_a_predicted_step():
+def test_without_auto_cp_nothing_is_cut(monkeypatch):
+    monkeypatch.setattr("qla_kernels.device.sm_count", lambda _: SMS)
+    x = small(batch=1, tokens=32768, heads=(1, 1), sizes=(256, 64), initial_state=None)
+    assert planned(*records(x))[0].segment_chunks is not None
+    assert planned(*records(x, auto_cp=False))[0].segment_chunks is None
+    exact, _ = planned(*records(x, warm_log_bound=EXACT_LOG_BOUND))
+    assert exact.warm_log_bound in (EXACT_LOG_BOUND, -math.inf)
+
+
+def test_every_width_has_a_step():
     assert set(heuristics.WIDE_STEP) == {64, 128}
 
 

@@ -291,6 +291,18 @@ def gated_delta_rule_of_wide_keys() -> None:
     assert sum("wide_fwd" in name for name in names) == 1
 
 
+def segments_of_wide_keys() -> None:
+    """Of one sequence, of a batch, and of sequences whose lengths the device alone knows."""
+    one = [*_gdn(32768, 256, 64)]
+    batch = [x.view(2, -1, *x.shape[2:]) for x in one]
+    bounds = torch.tensor([0, 3000, 32768], dtype=torch.int32)
+    for v_first in (False, True):
+        for x, sequences, cuts in ((one, 1, None), (batch, 2, None), (one, 2, bounds)):
+            names = _with_states(x, sequences, v_first, cuts)
+            for kernel in ("wide_windows", "wide_map", "wide_scan", "wide_fwd"):
+                assert sum(kernel in name for name in names) == 1, names
+
+
 LAYOUT = SharedLayout.from_forest((130, 70, 0, 64, 40, 1, 65), (-1, 0, 0, 0, 3, 0, 0))
 
 

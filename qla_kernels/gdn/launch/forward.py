@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.gdn import bands as gdn_bands
-from qla_kernels.gdn import dealing, heuristics, keeping, ops
+from qla_kernels.gdn import dealing, heuristics, keeping, ops, wide_plan
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.bands import Bands
 from qla_kernels.gdn.call import Call, Options
@@ -164,7 +164,7 @@ def forward_batch(
     q, k, v, g, beta, h0, bounds = x
     if q.shape[-1] == WIDE:
         assert out.saved is not None, "a plan that does not solve has room for A"
-        wide_forward(q, k, v, g, beta, scale, h0, bounds, *out[:2], out.saved, plan.kernel.tile_v)
+        wide_forward(q, k, v, g, beta, scale, h0, bounds, *out[:2], out.saved, plan)
         return None
     cut = table = A = growth = None
     if made is not None:
@@ -258,13 +258,14 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
     knows the lengths, there may be several plans; with `one_path`, it is that of equal lengths, and
     has no shares, which states in a pool cannot have.
     """
-    if call.q.shape[-1] == WIDE:
-        num_sequences = call.num_sequences if options.auto_cp else 0  # then V alone decides
-        sm_count = device.sm_count(call.q.device)
-        return decided(gdn_plan.wide, num_sequences, *call.v.shape[2:], sm_count), False
+    wide = call.q.shape[-1] == WIDE
     if not options.auto_cp:
-        return Plan(heuristics.BATCH_INVARIANT, None), False
+        batch_invariant = Plan(heuristics.BATCH_INVARIANT, None)
+        return gdn_plan.wide(0, *call.v.shape[2:], 1) if wide else batch_invariant, False
     chunks, *shape = plan_shape(call)
+    if wide:
+        HV, _, V, sm_count = shape
+        return decided(wide_plan.forward, chunks, HV, V, sm_count, options.warm_log_bound), False
     known = call.cu_seqlens is None or call.cu_seqlens_cpu is not None
     if not known and not one_path:
         batch = call.num_sequences, call.q.shape[0] * call.q.shape[1]
