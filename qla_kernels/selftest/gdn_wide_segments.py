@@ -1,13 +1,11 @@
 """Segments at K = 256: the cases of wide_windows, wide_map and wide_scan, and whole calls."""
 
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from qla_kernels.gdn.heuristics import ForwardChoice
-from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.tensors import chunk_table
 from qla_kernels.gdn.launch.wide_forward import solve_score
@@ -16,8 +14,9 @@ from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.selftest.cases import Cases, dtype_of, to
 from qla_kernels.selftest.gdn_calls import Call, small
-from qla_kernels.selftest.gdn_forward import check, forward
+from qla_kernels.selftest.gdn_forward import check
 from qla_kernels.selftest.gdn_segments import NEVER, SegmentedCall, batch, check_starts
+from qla_kernels.selftest.gdn_wide_forward import planned_forward
 
 
 class WideStarts(NamedTuple):
@@ -50,9 +49,7 @@ def cut_forward(
     x: Call, most: int, limit: float = WARM_LOG_BOUND, tile_v: int = 64, **changed: Any
 ) -> GdnForward:
     """Runs a forward whose sequences are cut into segments of at most `most` chunks."""
-    plan = Plan(ForwardChoice(tile_v, False), most, limit)
-    with mock.patch.object(launch, "planned", return_value=(plan, False)):
-        return forward(x, **changed)
+    return planned_forward(x, Plan(ForwardChoice(tile_v, False), most, limit), **changed)
 
 
 def _starts(variant: Any, given: tuple[Any, ...], device: str) -> None:

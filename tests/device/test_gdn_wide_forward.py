@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from qla_kernels.gdn import heuristics
 from qla_kernels.selftest.gdn_calls import Call, small
 from qla_kernels.selftest.gdn_forward import check, check_saved, forward
 from qla_kernels.selftest.gdn_inputs import gates, keys
+from qla_kernels.selftest.gdn_wide_forward import whole_forward
 from tests.gdn_calls import on_gpu
 
 pytestmark = pytest.mark.hopper
@@ -40,10 +40,10 @@ def test_dense(shape, dtype):
 @pytest.mark.parametrize(
     "lengths", [[256, 244, 500], [0, 65, 0, 1, 130, 0], [63, 64, 65] * 30], ids=str
 )
-def test_packed(lengths, width, monkeypatch):
-    monkeypatch.setattr(heuristics, "WIDE_STEP", {width: 1.0})
+@torch.no_grad()
+def test_packed(lengths, width):
     x = on_gpu(lengths, heads=(2, 4), sizes=(256, 256))
-    done = run(x)
+    done = whole_forward(x, width)
     check(x, done.o, done.final_state)
 
 
@@ -58,11 +58,11 @@ def test_gates_and_keys_at_the_edge(gate, key):
     check(x, done.o, done.final_state)
 
 
-def test_widths_and_repetitions_compute_the_same_bits(monkeypatch):
+@torch.no_grad()
+def test_widths_and_repetitions_compute_the_same_bits():
     x = on_gpu([2000, 64, 777, 3], heads=(2, 4), sizes=(256, 256))
-    want = run(x)
+    want = whole_forward(x, WIDTHS[0])
     for width in WIDTHS * 10:
-        monkeypatch.setattr(heuristics, "WIDE_STEP", {width: 1.0})
-        done = run(x)
+        done = whole_forward(x, width)
         assert torch.equal(done.o, want.o), width
         assert torch.equal(done.final_state, want.final_state), width

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from qla_kernels.gdn import heuristics
 from qla_kernels.selftest.gdn_calls import small
 from qla_kernels.selftest.gdn_forward import check, forward
 from qla_kernels.selftest.gdn_inputs import gates, keys
+from qla_kernels.selftest.gdn_wide_forward import whole_forward
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
 
@@ -31,12 +31,9 @@ def test_gates_and_keys_at_the_edge(gate, key):
     check(x, done.o, done.final_state)
 
 
-def test_both_widths_compute_the_same_bits(monkeypatch):
+def test_both_widths_compute_the_same_bits():
     x = small([100, 64, 3], sizes=SIZES, heads=(2, 2))
-    done = []
-    for width in (64, 128):
-        monkeypatch.setattr(heuristics, "WIDE_STEP", {width: 1.0})
-        done.append(forward(x))
+    done = [whole_forward(x, width) for width in (64, 128)]
     assert torch.equal(done[0].o, done[1].o)
     assert torch.equal(done[0].final_state, done[1].final_state)
 

@@ -261,7 +261,8 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
     wide = call.q.shape[-1] == WIDE
     if not options.auto_cp:
         batch_invariant = Plan(heuristics.BATCH_INVARIANT, None)
-        return gdn_plan.wide(0, *call.v.shape[2:], 1) if wide else batch_invariant, False
+        HV, V = call.v.shape[2:]
+        return gdn_plan.wide(0, HV, V, 1) if wide else batch_invariant, False
     chunks, *shape = plan_shape(call)
     if wide:
         HV, _, V, sm_count = shape
