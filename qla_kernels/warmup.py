@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from qla_kernels import jit
 from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.errors import need
-from qla_kernels.gdn.shapes import key_room, part_columns
+from qla_kernels.gdn.shapes import VALUE_KERNELS, key_room, leaves_values, part_columns
 from qla_kernels.native import prebuilt
 from qla_kernels.sm90 import DTYPES, dtype_name
 
@@ -70,18 +70,20 @@ def jobs(models: Iterable[Model] = ()) -> Iterator[Job]:
     wanted = list(models)
     for kernel in jit.kernel_modules():
         for variant in kernel.module.VARIANTS:
-            if not wanted or any(_needs(model, kernel.family, variant) for model in wanted):
+            if not wanted or any(_needs(model, kernel, variant) for model in wanted):
                 yield kernel.module, variant
 
 
-def _needs(model: Model, family: str, variant: Any) -> bool:
+def _needs(model: Model, kernel: jit.Kernel, variant: Any) -> bool:
     """Returns whether a model needs the variant, in plain calls or over shared prompts.
 
     It does if the variant's sizes, where it has any, are those that run the model's, and its dtype
     is not another one of 16 bits: tables, gates and sums of states have dtypes of their own.
     """
-    fields = variant._asdict()
+    family, fields = kernel.family, variant._asdict()
     if fields.get("dtype") in {dtype_name(x) for x in DTYPES} - {model.dtype}:
+        return False
+    if kernel.name in VALUE_KERNELS and not leaves_values(model.K, model.V):
         return False
     if family in ("gdn", "conv"):
         sizes = ("K", key_room(model.K)), ("V", part_columns(model.V)), ("W", model.width)

@@ -37,3 +37,16 @@ def key_room(K: int) -> int:
 def part_columns(V: int) -> int:
     """Returns the columns of each part of a value head, as which the backward computes it."""
     return V if V <= PART_COLUMNS else PART_COLUMNS if V % PART_COLUMNS == 0 else VALUE_STEP
+
+
+VALUE_KERNELS = "wide_states", "wide_dstate", "wide_grads"
+
+
+def leaves_values(K: int, V: int) -> bool:
+    """Returns whether a backward runs VALUE_KERNELS: its chains leave V' and Y for wide_grads.
+
+    Where they do not, chunk_grads computes both again. For K = 256 it has no registers. For value
+    heads in several parts of 64 columns it takes more time, docs/notes/head-sizes.md says how much.
+    """
+    in_narrow_parts = V > PART_COLUMNS and part_columns(V) == VALUE_STEP
+    return K == WIDE or (key_room(K) == MOST_KEYS and in_narrow_parts)

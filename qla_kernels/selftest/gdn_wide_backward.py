@@ -1,4 +1,4 @@
-"""Launches of the backward's kernels at K = 256, and what they must leave."""
+"""Launches of the kernels of a backward whose chains leave V' and Y, and what they must leave."""
 
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from qla_kernels.selftest.gdn_chains import ChainCall, prepared
 from qla_kernels.varlen import capacity, chunk_table
 
 V_OF_INPUTS = (128, 64)  # one tile of 64 columns, and several
+# By the variant's K: sizes of whole backwards, which take these kernels for some sizes alone
+SIZES = {256: ((256, 128), (256, 64)), 128: ((96, 192), (128, 192))}
 
 
 class WideChains(NamedTuple):
@@ -67,7 +69,7 @@ def _chains(variant: Any, i: int, device: str) -> None:
 def _wide_grads(variant: Any, i: int, device: str) -> None:
     """Checks a whole backward; every other one has no initial state."""
     lengths, heads = gdn_backward.LENGTHS[i]
-    sizes = (variant.K, V_OF_INPUTS[i % 2])
+    sizes = SIZES[variant.K][i % 2]
     x = small(lengths, dtype_of(variant), heads=heads, sizes=sizes)
     do, dht = gdn_backward.gradients(x)
     if i % 2:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOPPER = (9, 0)
 WITH_NORM = "recurrent_norm"  # for K = V alone
 KEYS, VALUES = shapes.KEY_SIZES, shapes.VALUE_SIZES
+SIZES = [*itertools.product(KEYS, VALUES)]
 AROUND = [(K, V) for K in (*KEYS, 8, 24, 100, 144, 272) for V in (*VALUES, 32, 96, 576)]
 
 
@@ -78,7 +79,9 @@ def test_every_size_has_variants():
         found = [variant._asdict() for variant in kernel.module.VARIANTS]
         if "K" in found[0]:
             keys = {x["K"] for x in found if not x.get("pool")}
-            assert keys == {shapes.WIDE} or keys >= narrow, kernel.name
+            leaving = {shapes.key_room(K) for K, V in SIZES if shapes.leaves_values(K, V)}
+            of_values = kernel.name in shapes.VALUE_KERNELS
+            assert keys == leaving if of_values else keys == {shapes.WIDE} or keys >= narrow
             if shapes.WIDE in keys:
                 wide.add(kernel.name)
         if kernel.name == WITH_NORM:
@@ -93,8 +96,10 @@ def test_every_size_has_variants():
         assert any(V % choice.tile_v == 0 for choice in heuristics.STEP)
 
 
-def runs(kernel: jit.Kernel, K: int) -> bool:
-    """True if a kernel has variants that run K, or that do not depend on it."""
+def runs(kernel: jit.Kernel, K: int, V: int) -> bool:
+    """True if a kernel has variants that run these sizes, or that do not depend on them."""
+    if kernel.name in shapes.VALUE_KERNELS and not shapes.leaves_values(K, V):
+        return False
     room = shapes.key_room(K)
     return any(getattr(variant, "K", room) == room for variant in kernel.module.VARIANTS)
 
@@ -104,7 +109,8 @@ def test_warm_up_makes_the_variants_that_run_a_size_ready(K):
     for V in VALUES:
         jobs = list(warmup.jobs([warmup.Model(2, 4, K, V)]))
         have = {module.__name__.rpartition(".")[2] for module, _ in jobs}
-        assert {k.name for k in jit.kernel_modules("gdn") if runs(k, K)} - {WITH_NORM} <= have
+        assert {k.name for k in jit.kernel_modules("gdn") if runs(k, K, V)} - {WITH_NORM} <= have
+        assert shapes.leaves_values(K, V) or not have & set(shapes.VALUE_KERNELS)
         assert WITH_NORM in have or K != V or K not in shapes.NORM_SIZES
         for _, variant in jobs:
             assert getattr(variant, "K", shapes.key_room(K)) == shapes.key_room(K)

@@ -1,12 +1,12 @@
-"""wide_dstate -- dstate_chain at K = 256, which also writes Y and dV of each chunk.
+"""wide_dstate -- dstate_chain for wide_grads: it also writes Y and dV of each chunk; K may be 256.
 
 One CTA per sequence, value head and 64 columns of V. Per chunk (C = 64 tokens; gamma, e and d as in
 dstate_chain, as are A and P; dS is kept transposed, [V, K], in fp32 registers for the whole
-sequence). Two state warpgroups hold half of K each, dS_w [V, 128] with w = 0, 1:
+sequence). Two state warpgroups hold half of K each, dS_w [V, K / 2] with w = 0, 1:
     dS_out  = dS, rounded, for every chunk                                          [V, K]
     dV'^T   = d (dS_0 K_0^T + dS_1 K_1^T) + dO^T P                                  [V, C]
     Y^T     = dV'^T A               dV^T = beta Y^T                                 [V, C]
-    dS_w    = e^gamma_last dS_w - (beta e Y^T) K_w + (scale e dO^T) Q_w             [V, 128]
+    dS_w    = e^gamma_last dS_w - (beta e Y^T) K_w + (scale e dO^T) Q_w             [V, K / 2]
 
 Steps (numbers appear again in the roles):
     1 load    q, k, dO, A of a chunk; in a tail, rows past the end become zero
@@ -21,16 +21,17 @@ Steps (numbers appear again in the roles):
     8 store   write dS_out, Y and dV by TMA; of a tail, dV row by row
     9 state   in a sequence's first two chunks: dS_w += (scale e dO^T - its rounding) Q_w
 
-Bounded by latency, then by shared memory, as dstate_chain is. Why this shape: 64 columns of dS take
-128 registers a thread if one warpgroup holds them, and leave too few for products; two warpgroups
-with 32 columns each do not fill wgmma's 64 rows. So they share K. Then dS K^T is a sum of two,
-which meet in fp32. Each warpgroup completes half of the tokens and hands them on, rounded: that
-moves 48 KB where an exchange of whole summands moves 64, and half of the shared memory suffices.
-The order of a sum of two does not change its bits. Products with one half of K are half as long as
-those of dstate_chain, so both warpgroups use the tensor cores at the same time, without turns.
-Shared memory has room for two chunks of q and k. What is read last, k, and q before it, are loaded
-again as soon as they have been, so q, k and the other tiles have rings of their own; and `score`
-makes P without waiting for the chunk after.
+Bounded by latency, then by shared memory, as dstate_chain is. Why this shape: 64 columns of dS at K
+= 256 take 128 registers a thread if one warpgroup holds them, and leave too few for products; two
+warpgroups with 32 columns each do not fill wgmma's 64 rows. So they share K. Then dS K^T is a sum
+of two, which meet in fp32. Each warpgroup completes half of the tokens and hands them on, rounded:
+that moves 48 KB where an exchange of whole summands moves 64, and half of the shared memory
+suffices. The order of a sum of two does not change its bits. Products with one half of K are half
+as long as those of dstate_chain, so both warpgroups use the tensor cores at the same time, without
+turns. At K = 128 one warpgroup could hold dS; the same code serves, with halves of 64 columns.
+Shared memory has room for two chunks of q and k, or three. What is read last, k, and q before it,
+are loaded again as soon as they have been, so q, k and the other tiles have rings of their own; and
+`score` makes P without waiting for the chunk after.
 
 Y is written because chunk products over all of K end here: wide_grads then needs nothing but 128
 columns of K at a time. dV is written because Y is in fp32 here. Rows of Y past a tail's end are 0,
@@ -51,14 +52,13 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
     store,
 )
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.gdn.kernels.chain.halves import SOURCE as HALVES
 from qla_kernels.gdn.kernels.chain.halves import (
-    HALF,
     meeting,
     share_half,
     stage_half_transposed,
     sum_half,
 )
-from qla_kernels.gdn.kernels.chain.halves import SOURCE as HALVES
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,
@@ -83,10 +83,10 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 class Variant(NamedTuple):
     dtype: str  # of q, k, dO, dS, Y
-    K: int
+    K: int  # q and k have so many numbers or, of 128, fewer: `size`
 
 
-VARIANTS = tuple(Variant(dtype, 256) for dtype in ("bfloat16", "float16"))
+VARIANTS = tuple(Variant(dtype, K) for dtype in ("bfloat16", "float16") for K in (256, 128))
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -95,12 +95,18 @@ PASS_CONFIGS = {
     "tl.disable_buffer_init_check": True,  # staging tiles: see `stage`; fragments: see halves.py
 }
 
-# Slots: those of rows, with q, k, dO and A, are 80 KB each. There are at least EXACT of them, as
-# chunks with (9) read slots that they have released.
-WIDE_RINGS = {"q": 2, "k": 2, "rows": 2, "gate": 4, "p": 1, "ds0": 1, "ds1": 1, "y": 1}
+
+def slots(variant: Variant) -> dict[str, int]:
+    """Returns the slots of each ring: as many of q, k, dO and A as fit.
+
+    There are at least EXACT of them, as chunks with (9) read slots that they have released.
+    """
+    rows = 2 if variant.K == 256 else 3
+    return {"q": rows, "k": rows, "rows": rows, "gate": 4, "p": 1, "ds0": 1, "ds1": 1, "y": 1}
 
 
 def schedule(variant: Variant) -> Schedule:
+    sizes, half = slots(variant), variant.K // 2
     state_regs, score_regs, load_regs = 208, 64, 32
     loaded_full = ("q_full", "k_full", "rows_full")
     loaded_free = ("q_free", "k_free", "rows_free")
@@ -113,7 +119,7 @@ def schedule(variant: Variant) -> Schedule:
                     regs=state_regs,
                     waits=(*loaded_full, "gate_full", "p_full", f"ds{w}_free", "y_free"),
                     signals=(*loaded_free, "gate_free", "p_free", f"ds{w}_full", "y_full"),
-                    computes=f"dS of K {HALF * w} to {HALF * w + HALF - 1}, dV', Y",
+                    computes=f"dS of K {half * w} to {half * w + half - 1}, dV', Y",
                     uses=("wgmma",),
                 )
                 for w in range(2)
@@ -155,28 +161,28 @@ def schedule(variant: Variant) -> Schedule:
             ),
             Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),
-        rings=WIDE_RINGS,
+        rings=sizes,
         named={"meet": meeting()},
         # q, k; dO, A; P; staged dS; staged Y and dV, and summands; gates; barriers and alignment
-        smem_bytes=(WIDE_RINGS["q"] + WIDE_RINGS["k"]) * CHUNK * variant.K * 2
-        + WIDE_RINGS["rows"] * CHUNK * (TILE + CHUNK) * 2
+        smem_bytes=(sizes["q"] + sizes["k"]) * CHUNK * variant.K * 2
+        + sizes["rows"] * CHUNK * (TILE + CHUNK) * 2
         + CHUNK * CHUNK * 2
         + TILE * variant.K * 2
         + 2 * CHUNK * TILE * 2
-        + WIDE_RINGS["gate"] * GATE_ROWS * CHUNK * 4
+        + sizes["gate"] * GATE_ROWS * CHUNK * 4
         + 1024,
     )
 
 
 @T.macro
 def state(
-    w, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds, s_dv, s_y,
+    w, half, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds, s_dv, s_y,
     q_ring, k_ring, rows, gate_ring, p_ring, ds_ring, y_ring, meet, num_chunks, n, hv, v0, has_dht,
     has_dh0, unit, ends_of,
 ):  # fmt: skip
-    r_ds = T.alloc_fragment((TILE, HALF), "float32")  # dS_w^T: stays here from last to first chunk
-    r_ds16 = T.alloc_fragment((TILE, HALF), dtype)
-    r_staged = T.alloc_fragment((TILE, HALF), dtype)
+    r_ds = T.alloc_fragment((TILE, half), "float32")  # dS_w^T: stays here from last to first chunk
+    r_ds16 = T.alloc_fragment((TILE, half), dtype)
+    r_staged = T.alloc_fragment((TILE, half), dtype)
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # dS_w K_w^T, then dV'^T
     r_d = T.alloc_fragment((TILE, CHUNK), "float32")  # half of dO^T P
     r_y = T.alloc_fragment((TILE, CHUNK), "float32")  # Y^T
@@ -187,7 +193,7 @@ def state(
     r_dn16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_du16 = T.alloc_fragment((TILE, CHUNK), dtype)  # -beta e Y^T
     T.annotate_layout({r_dot: accumulator_layout(TILE, CHUNK)})
-    k0 = w * HALF
+    k0 = w * half
     i0 = w * (CHUNK // 2)
     end = T.alloc_var("int32")  # row of dht
     end = -1
@@ -196,7 +202,7 @@ def state(
     if has_dht == 2:
         end = ends_of[n]  # the row of this node's end, if it has a gradient
     if end >= 0:
-        for r, c in T.Parallel(TILE, HALF):
+        for r, c in T.Parallel(TILE, half):
             r_ds[r, c] = dht[end, hv, k0 + c, v0 + r] / unit
     else:
         T.clear(r_ds)
@@ -206,7 +212,7 @@ def state(
         gate_slot = gate_ring.slot(step)
         k_ring.wait(step)
         T.wgmma_gemm(  # 4
-            r_ds16, s_k[slot, :, k0 : k0 + HALF], r_x, transpose_B=True, clear_accum=True
+            r_ds16, s_k[slot, :, k0 : k0 + half], r_x, transpose_B=True, clear_accum=True
         )
         rows.wait(step)
         p_ring.wait(step)
@@ -218,10 +224,10 @@ def state(
             clear_accum=True,
         )
         gate_ring.wait(step)
-        for r, c in T.Parallel(TILE, HALF):
+        for r, c in T.Parallel(TILE, half):
             r_staged[r, c] = r_ds[r, c] * unit
-        stage(r_staged, s_ds, ds_ring, step, HALF)
-        for r, c in T.Parallel(TILE, HALF):
+        stage(r_staged, s_ds, ds_ring, step, half)
+        for r, c in T.Parallel(TILE, half):
             r_ds[r, c] *= s_gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
         p_ring.release(step)
@@ -236,12 +242,12 @@ def state(
         for r, c in T.Parallel(TILE, CHUNK):
             r_do16[r, c] = s_gate[gate_slot, SCALE_E, c] * r_dot[c, r]
         q_ring.wait(step)
-        T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + HALF], r_ds)  # 7
+        T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + half], r_ds)  # 7
         T.wait_wgmma(1)  # Y is ready, dO'^T Q in flight
         rows.release(step)
         for r, c in T.Parallel(TILE, CHUNK):
             r_du16[r, c] = -s_gate[gate_slot, BETA_E, c] * r_y[r, c]
-        T.wgmma_gemm(r_du16, s_k[slot, :, k0 : k0 + HALF], r_ds)
+        T.wgmma_gemm(r_du16, s_k[slot, :, k0 : k0 + half], r_ds)
         for r, c in T.Parallel(TILE, CHUNK):
             r_y16[r, c] = r_y[r, c] * unit
         stage_half_transposed(r_y16, s_y, w)
@@ -261,21 +267,22 @@ def state(
             T.copy(r_x, r_dn16)
             for r, c in T.Parallel(TILE, CHUNK):
                 r_do16[r, c] = r_x[r, c] - r_dn16[r, c]
-            T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + HALF], r_ds)
+            T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + half], r_ds)
             T.wait_wgmma(0)
         T.copy(r_ds, r_ds16)
     if has_dh0 != 0:
-        for r, c in T.Parallel(TILE, HALF):
+        for r, c in T.Parallel(TILE, half):
             r_ds[r, c] *= unit
-        put_state(r_ds, dh0, n, hv, v0, HALF, k0)
+        put_state(r_ds, dh0, n, hv, v0, half, k0)
 
 
 def build(variant: Variant):
-    plan, sizes, K = schedule(variant), WIDE_RINGS, variant.K
+    plan, sizes, K, half = schedule(variant), slots(variant), variant.K, variant.K // 2
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, num_sequences = T.dynamic("V, num_tiles, num_sequences")
     num_slots, num_dht, num_dh0 = T.dynamic("num_slots, num_dht, num_dh0")
     span_step, num_ends, num_firsts = T.dynamic("span_step, num_ends, num_firsts")
+    size = K if K == 256 else T.dynamic("size")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
     dht_n, dht_h, dht_k, dht_v = T.dynamic("dht_n, dht_h, dht_k, dht_v")
@@ -289,8 +296,8 @@ def build(variant: Variant):
 
     @T.prim_func
     def wide_dstate(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
         do: T.StridedTensor(
             (num_tokens, num_value_heads, num_tiles, TILE),
             (do_token, do_head, do_tile, 1),
@@ -305,7 +312,7 @@ def build(variant: Variant):
         dht: T.StridedTensor(
             (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
         ),
-        dS: T.Tensor((num_slots, num_value_heads, V, K), variant.dtype),
+        dS: T.Tensor((num_slots, num_value_heads, V, size), variant.dtype),
         y: T.Tensor((num_slots, num_value_heads, num_tiles, CHUNK, TILE), variant.dtype),
         dv: T.Tensor((num_tokens, num_value_heads, num_tiles, TILE), variant.dtype),
         dh0: T.StridedTensor(
@@ -321,7 +328,7 @@ def build(variant: Variant):
             s_do, s_a = tile(sizes["rows"], CHUNK, TILE), tile(sizes["rows"], CHUNK, CHUNK)
             s_p = tile(sizes["p"], CHUNK, CHUNK)
             s_y, s_dv = tile(sizes["y"], CHUNK, TILE), tile(sizes["y"], CHUNK, TILE)
-            s_ds0, s_ds1 = tile(sizes["ds0"], TILE, HALF), tile(sizes["ds1"], TILE, HALF)
+            s_ds0, s_ds1 = tile(sizes["ds0"], TILE, half), tile(sizes["ds1"], TILE, half)
             s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
             swizzled = (s_k, s_q, s_do, s_a, s_p, s_y, s_dv, s_ds0, s_ds1)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
@@ -368,14 +375,14 @@ def build(variant: Variant):
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    0, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds0, s_dv,
+                    0, half, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds0, s_dv,
                     s_y, q_ring, k_ring, rows, gates, p_ring, ds0, y_ring, meet, num_chunks, n, hv,
                     v0, has_dht, has_dh0, unit, ends_of,
                 )  # fmt: skip
             elif tx < plan.end("state1"):
                 T.set_max_nreg(plan.role("state1").regs, 1)
                 state(
-                    1, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds1, s_dv,
+                    1, half, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds1, s_dv,
                     s_y, q_ring, k_ring, rows, gates, p_ring, ds1, y_ring, meet, num_chunks, n, hv,
                     v0, has_dht, has_dh0, unit, ends_of,
                 )  # fmt: skip
@@ -404,7 +411,8 @@ def build(variant: Variant):
                 elif tx < plan.end("store"):
                     store(
                         ChunkGradients(
-                            dS, y, dv, s_dv, first_chunk[n], begin, length, num_chunks, hv, i_tile
+                            dS, y, dv, s_dv, first_chunk[n], begin, length, num_chunks, hv, i_tile,
+                            half,
                         ),
                         [s_ds0, s_ds1, s_y], [ds0, ds1, y_ring], num_chunks,
                     )  # fmt: skip

@@ -1,12 +1,12 @@
-"""wide_states -- chunk_states at K = 256, which also writes V' of each chunk.
+"""wide_states -- chunk_states for wide_grads: it also writes V' of each chunk, and K may be 256.
 
 One CTA per sequence, value head and 64 columns of V. Per chunk, with S kept transposed, [V, K], in
 fp32 registers from the first chunk to the last, and e and d as in fused_fwd. Two state warpgroups
-hold half of K each, S_w [V, 128] with w = 0, 1:
+hold half of K each, S_w [V, K / 2] with w = 0, 1:
     h     = S, rounded, for every chunk                                             [V, K]
     W^T   = beta V^T - (beta e) (S_0 K_0^T + S_1 K_1^T)                             [V, C]
     V'^T  = W^T A^T                                                                 [V, C]
-    S_w   = e^gamma_last S_w + (d V'^T) K_w                                         [V, 128]
+    S_w   = e^gamma_last S_w + (d V'^T) K_w                                         [V, K / 2]
 
 Steps (numbers appear again in the roles):
     1 load    k, v, A of a chunk; in a tail, rows past the end become zero
@@ -18,9 +18,9 @@ Steps (numbers appear again in the roles):
 
 Bounded by the latency of the chain 3, 4, 5, and by writing h, more than half of all bytes. Why this
 shape: as wide_dstate, which says why warpgroups share K. V' is written because wide_grads needs it,
-and would need all of K to compute it. Its rows past a tail's end are 0, because rows of A are. With
-wrong bounds there may be more chunks than h and V' have room for: TMA writes nothing outside a
-tensor.
+and would need all of K, and the state of each tile of V again, to compute it. Its rows past a
+tail's end are 0, because rows of A are. With wrong bounds there may be more chunks than h and V'
+have room for: TMA writes nothing outside a tensor.
 """
 
 from typing import Any, NamedTuple
@@ -35,14 +35,13 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
     store,
 )
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
+from qla_kernels.gdn.kernels.chain.halves import SOURCE as HALVES
 from qla_kernels.gdn.kernels.chain.halves import (
-    HALF,
     meeting,
     share_half,
     stage_half_transposed,
     sum_half,
 )
-from qla_kernels.gdn.kernels.chain.halves import SOURCE as HALVES
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,
@@ -64,10 +63,10 @@ from qla_kernels.tile.schedule import Role, Schedule
 
 class Variant(NamedTuple):
     dtype: str  # of k, v, h, V'
-    K: int
+    K: int  # k has so many numbers or, of 128, fewer: `size`
 
 
-VARIANTS = tuple(Variant(dtype, 256) for dtype in ("bfloat16", "float16"))
+VARIANTS = tuple(Variant(dtype, K) for dtype in ("bfloat16", "float16") for K in (256, 128))
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -76,11 +75,15 @@ PASS_CONFIGS = {
     "tl.disable_buffer_init_check": True,  # staging tiles: see `stage`; fragments: see halves.py
 }
 
-# slots: those of rows, with k, v and A, are 48 KB each
-STATE_RINGS = {"rows": 3, "gate": 4, "h0": 1, "h1": 1, "vn": 1}
+
+def slots(variant: Variant) -> dict[str, int]:
+    """Returns the slots of each ring: as many of k, v and A as fit."""
+    rows = 3 if variant.K == 256 else 5
+    return {"rows": rows, "gate": 4, "h0": 1, "h1": 1, "vn": 1}
 
 
 def schedule(variant: Variant) -> Schedule:
+    sizes, half = slots(variant), variant.K // 2
     return Schedule(
         roles=(
             *(
@@ -90,7 +93,7 @@ def schedule(variant: Variant) -> Schedule:
                     regs=232,
                     waits=("rows_full", "gate_full", f"h{w}_free", "vn_free"),
                     signals=("rows_free", "gate_free", f"h{w}_full", "vn_full"),
-                    computes=f"S of K {HALF * w} to {HALF * w + HALF - 1}, W, V'",
+                    computes=f"S of K {half * w} to {half * w + half - 1}, W, V'",
                     uses=("wgmma",),
                 )
                 for w in range(2)
@@ -123,13 +126,13 @@ def schedule(variant: Variant) -> Schedule:
             ),
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
-        rings=STATE_RINGS,
+        rings=sizes,
         named={"meet": meeting()},
         # k, v, A; staged states; staged V' and summands; gates; barriers and alignment
-        smem_bytes=STATE_RINGS["rows"] * CHUNK * (variant.K + TILE + CHUNK) * 2
+        smem_bytes=sizes["rows"] * CHUNK * (variant.K + TILE + CHUNK) * 2
         + TILE * variant.K * 2
         + 2 * CHUNK * TILE * 2
-        + STATE_RINGS["gate"] * GATE_ROWS * CHUNK * 4
+        + sizes["gate"] * GATE_ROWS * CHUNK * 4
         + 1024,
     )
 
@@ -142,21 +145,23 @@ class ChunkStates(NamedTuple):
     first: Any  # slot of the sequence's first chunk
     hv: Any
     i_tile: Any
+    half: int  # columns of K of each state warpgroup; those are written that the tensor h has
 
     def put(self, tile, step, w):
         chunk, v0 = self.first + step, self.i_tile * TILE
         if w == 2:
             return T.tma_copy(tile, self.vn[chunk, self.hv, self.i_tile, :, :])
-        return T.tma_copy(tile, self.h[chunk, self.hv, v0 : v0 + TILE, w * HALF : w * HALF + HALF])
+        k0, k1 = w * self.half, (w + 1) * self.half
+        return T.tma_copy(tile, self.h[chunk, self.hv, v0 : v0 + TILE, k0:k1])
 
 
 @T.macro
 def state(
-    w, dtype, h0, s_k, s_v, s_a, s_gate, s_h, s_low, s_vn, rows, gate_ring, h_ring, vn_ring, meet,
-    num_chunks, n, hv, v0, has_h0, starts_of,
+    w, half, dtype, h0, s_k, s_v, s_a, s_gate, s_h, s_low, s_vn, rows, gate_ring, h_ring, vn_ring,
+    meet, num_chunks, n, hv, v0, has_h0, starts_of,
 ):  # fmt: skip
-    r_s = T.alloc_fragment((TILE, HALF), "float32")  # S_w^T: stays here from first to last chunk
-    r_s16 = T.alloc_fragment((TILE, HALF), dtype)
+    r_s = T.alloc_fragment((TILE, half), "float32")  # S_w^T: stays here from first to last chunk
+    r_s16 = T.alloc_fragment((TILE, half), dtype)
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # S_w K_w^T, then W^T
     r_n = T.alloc_fragment((TILE, CHUNK), "float32")  # V'^T
     r_n16 = T.alloc_fragment((TILE, CHUNK), dtype)
@@ -164,7 +169,7 @@ def state(
     r_dn16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_vt = T.alloc_fragment((CHUNK, TILE), dtype)
     T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
-    k0 = w * HALF
+    k0 = w * half
     start = T.alloc_var("int32")  # row of h0
     start = -1
     if has_h0 == 1:
@@ -172,7 +177,7 @@ def state(
     if has_h0 == 2:
         start = starts_of[n]  # the row in which this node's parent ends, if any
     if start >= 0:
-        for r, c in T.Parallel(TILE, HALF):
+        for r, c in T.Parallel(TILE, half):
             r_s[r, c] = h0[start, hv, k0 + c, v0 + r]
     else:
         T.clear(r_s)
@@ -182,7 +187,7 @@ def state(
         gate_slot = gate_ring.slot(i)
         rows.wait(i)
         T.wgmma_gemm(  # 3
-            r_s16, s_k[slot, :, k0 : k0 + HALF], r_x, transpose_B=True, clear_accum=True
+            r_s16, s_k[slot, :, k0 : k0 + half], r_x, transpose_B=True, clear_accum=True
         )
         gate_ring.wait(i)
         load_transposed(s_v, slot, 0, r_vt)
@@ -196,14 +201,14 @@ def state(
         T.copy(r_x, r_w16)
         share_half(r_w16, s_low, w, meet)
         T.wgmma_gemm(r_w16, s_a[slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 4
-        for r, c in T.Parallel(TILE, HALF):
+        for r, c in T.Parallel(TILE, half):
             r_s[r, c] *= s_gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
         for r, c in T.Parallel(TILE, CHUNK):
             r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
         gate_ring.release(i)
-        T.wgmma_gemm(r_dn16, s_k[slot, :, k0 : k0 + HALF], r_s)  # 5
-        stage(r_s16, s_h, h_ring, i, HALF)
+        T.wgmma_gemm(r_dn16, s_k[slot, :, k0 : k0 + half], r_s)  # 5
+        stage(r_s16, s_h, h_ring, i, half)
         T.copy(r_n, r_n16)
         stage_half_transposed(r_n16, s_vn, w)
         vn_ring.commit(i)
@@ -213,11 +218,12 @@ def state(
 
 
 def build(variant: Variant):
-    plan, sizes, K = schedule(variant), STATE_RINGS, variant.K
+    plan, sizes, K, half = schedule(variant), slots(variant), variant.K, variant.K // 2
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, num_sequences = T.dynamic("V, num_tiles, num_sequences")
     num_slots, num_h0, span_step = T.dynamic("num_slots, num_h0, span_step")
     num_starts, num_firsts = T.dynamic("num_starts, num_firsts")
+    size = K if K == 256 else T.dynamic("size")
     k_token, k_head = T.dynamic("k_token, k_head")
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
     h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
@@ -230,7 +236,7 @@ def build(variant: Variant):
 
     @T.prim_func
     def wide_states(
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
         v: T.StridedTensor(
             (num_tokens, num_value_heads, num_tiles, TILE),
             (v_token, v_head, v_tile, 1),
@@ -243,7 +249,7 @@ def build(variant: Variant):
         first_chunk: T.Tensor((num_firsts,), "int32"),
         starts_of: T.Tensor((num_starts,), "int32"),
         h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
-        h: T.Tensor((num_slots, num_value_heads, V, K), variant.dtype),
+        h: T.Tensor((num_slots, num_value_heads, V, size), variant.dtype),
         vn: T.Tensor((num_slots, num_value_heads, num_tiles, CHUNK, TILE), variant.dtype),
         has_h0: T.int32,
     ):
@@ -252,7 +258,7 @@ def build(variant: Variant):
             s_k, s_v = tile(sizes["rows"], CHUNK, K), tile(sizes["rows"], CHUNK, TILE)
             s_a = tile(sizes["rows"], CHUNK, CHUNK)
             s_vn, s_low = tile(sizes["vn"], CHUNK, TILE), tile(1, CHUNK, TILE)
-            s_h0, s_h1 = tile(sizes["h0"], TILE, HALF), tile(sizes["h1"], TILE, HALF)
+            s_h0, s_h1 = tile(sizes["h0"], TILE, half), tile(sizes["h1"], TILE, half)
             s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
             swizzled = (s_k, s_v, s_a, s_vn, s_h0, s_h1)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
@@ -287,14 +293,14 @@ def build(variant: Variant):
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    0, variant.dtype, h0, s_k, s_v, s_a, s_gate, s_h0, s_low, s_vn, rows, gates,
-                    h0_ring, vn_ring, meet, num_chunks, n, hv, v0, has_h0, starts_of,
+                    0, half, variant.dtype, h0, s_k, s_v, s_a, s_gate, s_h0, s_low, s_vn, rows,
+                    gates, h0_ring, vn_ring, meet, num_chunks, n, hv, v0, has_h0, starts_of,
                 )  # fmt: skip
             elif tx < plan.end("state1"):
                 T.set_max_nreg(plan.role("state1").regs, 1)
                 state(
-                    1, variant.dtype, h0, s_k, s_v, s_a, s_gate, s_h1, s_low, s_vn, rows, gates,
-                    h1_ring, vn_ring, meet, num_chunks, n, hv, v0, has_h0, starts_of,
+                    1, half, variant.dtype, h0, s_k, s_v, s_a, s_gate, s_h1, s_low, s_vn, rows,
+                    gates, h1_ring, vn_ring, meet, num_chunks, n, hv, v0, has_h0, starts_of,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
@@ -307,7 +313,7 @@ def build(variant: Variant):
                     gate(g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, False, None)
                 elif tx < plan.end("store"):
                     store(
-                        ChunkStates(h, vn, first_chunk[n], hv, i_tile), [s_h0, s_h1, s_vn],
+                        ChunkStates(h, vn, first_chunk[n], hv, i_tile, half), [s_h0, s_h1, s_vn],
                         [h0_ring, h1_ring, vn_ring], num_chunks,
                     )  # fmt: skip
 

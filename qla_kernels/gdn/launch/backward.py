@@ -10,7 +10,7 @@ from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
 from qla_kernels.gdn.kernels import l2norm_bwd as l2norm_bwd_kernel
 from qla_kernels.gdn.launch import activations, parts
 from qla_kernels.gdn.launch.chains import ds_rows_in_dv
-from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates, states_around
+from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates, ValueStates, states_around
 from qla_kernels.gdn.launch.tensors import (
     flat_parts,
     flattens,
@@ -24,7 +24,7 @@ from qla_kernels.gdn.launch.tensors import (
     tokens,
     with_room,
 )
-from qla_kernels.gdn.launch.wide_backward import WideStates, wide_grads, wide_states_around
+from qla_kernels.gdn.launch.wide_backward import wide_grads, wide_states_around
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.shapes import WIDE, key_room
 from qla_kernels.gdn.validate import OP
@@ -47,7 +47,7 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
         for rows in launches:
             part, (dv_b,) = x.of_part(rows), of_part(rows, dv)
             lengths = call.cu_seqlens_cpu
-            states: ChainStates | WideStates | None
+            states: ChainStates | ValueStates | None
             if q.shape[-1] == WIDE:
                 states = wide_states_around(part, dv_b)
             else:
@@ -59,10 +59,8 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
             if states is None:
                 for t in out:
                     t.zero_()
-            elif isinstance(states, WideStates):
-                wide_grads(part, states, out)
             else:
-                chunk_grads(states, out)
+                gradients_of_chunks(part, states, out)
             del states  # frees them before the next part allocates its own
         put_states(whole, x.dh0)
         assert others is not None, "there is a part, if an empty one"
@@ -111,6 +109,20 @@ def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
                     int(cu_seqlens is not None),
                 )
     return dx
+
+
+def gradients_of_chunks(
+    x: BackwardBatch, states: ChainStates | ValueStates, out: tuple[Tensor, ...]
+) -> None:
+    """Writes the gradients of every chunk of a batch, by the kernel that reads these states.
+
+    Args:
+        out: as for `chunk_grads`; for wide_grads dv is complete but for padding.
+    """
+    if isinstance(states, ValueStates):
+        wide_grads(x, states, out)
+    else:
+        chunk_grads(states, out)
 
 
 def chunk_grads(states: ChainStates, out: tuple[Tensor, ...]) -> None:

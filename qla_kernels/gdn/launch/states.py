@@ -1,4 +1,4 @@
-"""Computes the inputs of chunk_grads: the state before each chunk and the gradient after it.
+"""Computes the inputs of chunk_grads or wide_grads: states before chunks and gradients after them.
 
 The chains that compute them run over whole sequences or over segments.
 """
@@ -31,6 +31,8 @@ from qla_kernels.gdn.launch.tensors import (
     pass_state_through,
     sequence_bounds,
 )
+from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
+from qla_kernels.gdn.shapes import leaves_values
 from qla_kernels.native.symbols import decided
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
@@ -106,6 +108,16 @@ class ChainStates(NamedTuple):
     held: DsInDv | None
 
 
+class ValueStates(NamedTuple):
+    """What wide_grads reads: the results of chains that leave V' and Y."""
+
+    h: Tensor  # [capacity of the table, HV, V, K] the state that enters each chunk
+    vn: Tensor  # [capacity, HV, V / 64, 64, 64] V'
+    dS: Tensor  # as h: the gradient of the state that leaves each chunk
+    y: Tensor  # as vn: Y
+    table: ChunkTable
+
+
 def states_around(
     x: BackwardBatch,
     dv: Tensor,
@@ -113,7 +125,7 @@ def states_around(
     cu_seqlens_cpu: Tensor | None,
     cp_cache: list[Tensor],
     known: bool = True,
-) -> ChainStates | None:
+) -> ChainStates | ValueStates | None:
     """Runs the chains over whole sequences or over segments; None where there is no chunk.
 
     Segments are those of the forward's cache, where that takes less time than whole sequences; if
@@ -151,16 +163,36 @@ def states_around(
     return segmented_chains(x, dv, cut, maps, bound, tile_v)
 
 
-def chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStates:
-    """Runs chunk_states and dstate_chain on two streams, over the parts of the value heads.
-
-    Returns their results and the chunk table. Writes x.dh0 if given.
+def chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStates | ValueStates:
+    """Runs the two chains on two streams; returns their results. Writes x.dh0 if given.
 
     Args:
         x: the batch; its bounds are int32, of sequences or of segments.
-        dv: [B, T, HV, V], the dV output of chunk_grads; may hold a part of dS until then.
-        tile_v: columns of V that a CTA computes; chosen from the shape if None.
+        dv: [B, T, HV, V], the dV output of the backward. chunk_grads writes it, and it may hold a
+            part of dS until then; for wide_grads it is written here, for tokens of sequences.
+        tile_v: columns of V that a CTA computes; chosen from the shape if None. For wide_grads it
+            is 64.
     """
+    leaves = leaves_values(x.k.shape[-1], x.v.shape[-1])
+    return value_chains(x, dv) if leaves else part_chains(x, dv, tile_v)
+
+
+def value_chains(x: BackwardBatch, dv: Tensor) -> ValueStates:
+    """Runs wide_dstate and wide_states; arguments are as for `chains`."""
+    q, k, v, do, g_cum, beta, A, scale, bounds, h0, dht, dh0 = x
+    table = chunk_table(q.shape[0] * q.shape[1], bounds)
+    first = table.first_chunk
+    h, dS = (k.new_empty(table.chunks.shape[0], *v.shape[2:], k.shape[-1]) for _ in range(2))
+    vn, y = room_for_values(h), room_for_values(dS)  # device.fork says why all are made here
+    with device.fork(q) as aside:  # the chain that takes longer is launched first
+        wide_dstate(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dS, y, dv, dh0)
+        with aside:
+            wide_states(k, v, g_cum, beta, A, h0, bounds, first, h, vn)
+    return ValueStates(h, vn, dS, y, table)
+
+
+def part_chains(x: BackwardBatch, dv: Tensor, tile_v: int | None = None) -> ChainStates:
+    """Runs dstate_chain and chunk_states over the parts of the value heads, as `chains` says."""
     whole, table = x, chunk_table(x.q.shape[0] * x.q.shape[1], x.bounds)
     # device.fork says why here
     of_heads = x.k.new_empty(table.chunks.shape[0], *x.v.shape[2:], x.k.shape[-1])
@@ -188,7 +220,7 @@ def segmented_chains(
     tile_v: int | None = None,
     enter: Callable[[Tensor], None] | None = None,
     exchange: Callable[[Tensor, Maps], None] | None = None,
-) -> ChainStates:
+) -> ChainStates | ValueStates:
     """Returns the same states as `chains` over whole sequences, but runs the chains over segments.
 
     The chunks of segments are those of their sequences, in the same order. Writes x.dh0 if given.

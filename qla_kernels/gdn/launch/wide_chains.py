@@ -1,6 +1,6 @@
-"""Launches the two chains of the backward at K = 256.
+"""Launches the two chains of a backward that leave V' and Y besides states and their gradients.
 
-They leave V' and Y besides states and their gradients. `chains.public_states` uses one of them.
+`shapes.leaves_values` says for which head sizes. At K = 256 `chains.public_states` uses one, too.
 """
 
 import torch
@@ -11,6 +11,7 @@ from qla_kernels.gdn.kernels import wide_dstate as wide_dstate_kernel
 from qla_kernels.gdn.kernels import wide_states as wide_states_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.tensors import no_state, pass_state_through, spans, tokens
+from qla_kernels.gdn.shapes import key_room
 from qla_kernels.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 
@@ -47,10 +48,10 @@ def wide_states(
         vn: [chunks, HV, V / 64, 64, 64], likewise.
     """
     B, T, HV, V = v.shape
-    K = k.shape[-1]
+    room = key_room(k.shape[-1])
     if not h.numel():  # no chunk
         return
-    jit.compile(wide_states_kernel, wide_states_kernel.Variant(dtype_name(k.dtype), K))(
+    jit.compile(wide_states_kernel, wide_states_kernel.Variant(dtype_name(k.dtype), room))(
         tokens(k),
         torch.unflatten(tokens(v), -1, (-1, TILE)),
         g_cum.view(B * T, HV),
@@ -59,7 +60,7 @@ def wide_states(
         spans(cu_seqlens.int().contiguous()),
         first_chunk,
         first_chunk if starts_of is None else starts_of,
-        no_state(g_cum, K, V) if h0 is None else h0,
+        no_state(g_cum, room, V) if h0 is None else h0,
         h,
         vn,
         0 if h0 is None else 1 if starts_of is None else 2,
@@ -93,12 +94,12 @@ def wide_dstate(
         dv: [B, T, HV, V], written; tokens of no sequence are not.
     """
     B, T, HV, V = do.shape
-    K = k.shape[-1]
+    room = key_room(k.shape[-1])
     if not dS.numel():  # no chunk
         pass_state_through(dht, dh0)
         return
-    nothing = no_state(g_cum, K, V)
-    jit.compile(wide_dstate_kernel, wide_dstate_kernel.Variant(dtype_name(k.dtype), K))(
+    nothing = no_state(g_cum, room, V)
+    jit.compile(wide_dstate_kernel, wide_dstate_kernel.Variant(dtype_name(k.dtype), room))(
         tokens(q),
         tokens(k),
         torch.unflatten(tokens(do), -1, (-1, TILE)),

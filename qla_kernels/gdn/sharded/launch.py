@@ -12,7 +12,7 @@ from qla_kernels import device
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Call, Options, SavedForward
 from qla_kernels.gdn.launch import activations, segments
-from qla_kernels.gdn.launch.backward import chunk_grads, flat_readable
+from qla_kernels.gdn.launch.backward import flat_readable, gradients_of_chunks
 from qla_kernels.gdn.launch.forward import FlatBatch, Outputs, SavedChunks, forward_batch
 from qla_kernels.gdn.launch.segments import Maps, Segments
 from qla_kernels.gdn.launch.states import BackwardBatch, segmented_chains
@@ -101,7 +101,7 @@ def gdn_shard_bwd(
             states = segmented_chains(
                 batch, grads[2], cut, None, bound, enter=enter, exchange=exchange
             )
-            chunk_grads(states, grads)
+            gradients_of_chunks(batch, states, grads)
         dq, dk, dv, dg, dbeta = grads
         raw = call.raw_g, call.beta, call.A_log, call.dt_bias
         dg, dbeta, *parameters = activations.backward(

@@ -17,9 +17,8 @@ from torch import Tensor
 from qla_kernels import device
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.launch.forward import FlatBatch, SavedChunks
-from qla_kernels.gdn.launch.states import BackwardBatch
+from qla_kernels.gdn.launch.states import BackwardBatch, ValueStates
 from qla_kernels.gdn.launch.tensors import chunk_table, spans
-from qla_kernels.gdn.launch.wide_backward import WideStates
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
 from qla_kernels.gdn.launch.wide_forward import solve_score, wide_fwd
 from qla_kernels.gdn.sharded.exchange import Neighbours
@@ -76,7 +75,7 @@ def wide_shard_forward(
 
 def wide_shard_states(
     x: BackwardBatch, dv: Tensor, line: Neighbours, entered: Tensor | None
-) -> WideStates:
+) -> ValueStates:
     """Returns the results of both chains of a backward of a rank with tokens. Collective.
 
     Args:
@@ -102,7 +101,7 @@ def wide_shard_states(
         wide_dstate(q, k, do, g_cum, beta, A, dht, scale, bounds, first, dS, y, dv, None, ends)
         with aside:
             wide_states(k, v, g_cum, beta, A, h0, bounds, first, h, vn, starts)
-    return WideStates(h, vn, dS, y, table)
+    return ValueStates(h, vn, dS, y, table)
 
 
 def _gradient_links(

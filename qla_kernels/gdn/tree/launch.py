@@ -23,18 +23,17 @@ from qla_kernels.gdn.durations import Lengths, both_chains
 from qla_kernels.gdn.kernels import child_sums as child_sums_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch import activations
-from qla_kernels.gdn.launch.backward import chunk_grads, flat_readable
+from qla_kernels.gdn.launch.backward import flat_readable, gradients_of_chunks
 from qla_kernels.gdn.launch.chains import DsInDv, chunk_states, dstate_chain
 from qla_kernels.gdn.launch.chunks import fused_fwd, kkt_solve
 from qla_kernels.gdn.launch.forward import SavedChunks
-from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates
+from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates, ValueStates
 from qla_kernels.gdn.launch.tensors import fresh_like, key_first
-from qla_kernels.gdn.launch.wide_backward import WideStates, wide_grads
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
 from qla_kernels.gdn.launch.wide_forward import solve_score, wide_fwd
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.plan import sequence_chunks
-from qla_kernels.gdn.shapes import WIDE, key_room
+from qla_kernels.gdn.shapes import WIDE, key_room, leaves_values
 from qla_kernels.gdn.tree.autograd import TREE_OP
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree, TreeForward
 from qla_kernels.gdn.tree.tables import DeltaTables
@@ -112,14 +111,12 @@ def gdn_tree_bwd(
         if not dv.numel():
             dq, dk, dg, dbeta = (t.new_empty(t.shape) for t in others)
         else:
-            around = _wide_states_around if q.shape[-1] == WIDE else _states_around
+            leaves = leaves_values(q.shape[-1], v.shape[-1])
+            around = _value_states_around if leaves else _states_around
             states = around(x, tables, saved.states, incoming.dfinal, dv, options)
             dq, dk, dg, dbeta = (t.new_empty(t.shape) for t in others)
             out = dq, dk, dv, dg, dbeta
-            if isinstance(states, WideStates):
-                wide_grads(x, states, out)
-            else:
-                chunk_grads(states, out)
+            gradients_of_chunks(x, states, out)
             del states
         raw = call.raw_g, call.beta, call.A_log, call.dt_bias
         dg, dbeta, *parameters = activations.backward(*raw, dg, dbeta, options.beta_range, None)
@@ -234,15 +231,15 @@ def _states_around(
     return ChainStates(batch, h, dS, _chunk_table(tables), kept)
 
 
-def _wide_states_around(
+def _value_states_around(
     x: BackwardBatch,
     tables: DeltaTables,
     states: Tensor,
     dfinal: Tensor | None,
     dv: Tensor,
     options: Options,
-) -> WideStates:
-    """Computes at K = 256 what `_states_around` does, V', Y and dv [B, T, HV, V]."""
+) -> ValueStates:
+    """Computes what `_states_around` does, V', Y and dv [B, T, HV, V]."""
     q, k, v, do, g_cum, beta, A, scale, bounds, *_ = x
     its = _rows(tables, states, dfinal, options)
     h, dS = (k.new_empty(tables.chunks.shape[0], *v.shape[2:], k.shape[-1]) for _ in range(2))
@@ -259,7 +256,7 @@ def _wide_states_around(
         wide_states(k, v, g_cum, beta, A, its.h0, bounds, first, h, vn, starts)
 
     _run(q, tables, its, enter, gradients)
-    return WideStates(h, vn, dS, y, _chunk_table(tables))
+    return ValueStates(h, vn, dS, y, _chunk_table(tables))
 
 
 def child_sums(x: Tensor, runs: Tensor, into: Tensor) -> None:

@@ -1,6 +1,6 @@
 """How two state warpgroups with half of K each complete a sum over all of K: see halves.cuh.
 
-Used at K = 256, where a state of 64 columns of V is too large for one warpgroup. Arguments are
+Used where a state of 64 columns of V is too large for one warpgroup, as at K = 256. Arguments are
 fragments [64, 64] in the layout of wgmma accumulators, and shared memory. All 256 threads of both
 warpgroups make each call, with the same barrier, and `own` is the warpgroup's number. TileLang is
 told that shared memory is read only: for a write it would insert a fence before the next product,
@@ -16,8 +16,6 @@ import qla_kernels.tile.language as T
 from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named
 
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
-
-HALF = 128  # columns of K of a state warpgroup
 
 
 def meeting() -> Named:

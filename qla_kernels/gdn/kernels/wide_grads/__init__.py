@@ -1,4 +1,4 @@
-"""wide_grads -- chunk_grads for K in parts of 128 columns, given V', Y and dV.
+"""wide_grads -- chunk_grads given V', Y and dV, for V in any number of tiles and K in parts.
 
 The maths is that of chunk_grads, per chunk, key head and each of its value heads:
     dP   = dO V'^T                 dP0 = scale G o dP, on and below the diagonal [C, C]
@@ -12,7 +12,8 @@ The maths is that of chunk_grads, per chunk, key head and each of its value head
     dg_i     = sum_{j >= i} dgamma_j + sum_{j < i} <K_j, dKi_j> + e^gamma_last <dS, S0>
 Given V' and Y, each column of K stands alone: columns of dQ and dK need the same columns of Q, K,
 S0 and dS, and dg and dbeta are sums over columns of K (Q K^T and K K^T are, too). So a pass does
-all of this with 128 columns, and adds its part of dg and dbeta to those of the passes before.
+all of this with 128 columns, and adds its part of dg and dbeta to those of the passes before. At
+K = 128, or fewer, there is one pass.
 
 Steps (numbers appear again in the roles); a CTA walks over pairs of chunk and key head, within each
 over the parts of K, and within each part over value heads and tiles of 64 columns of V:
@@ -24,8 +25,8 @@ over the parts of K, and within each part over value heads and tiles of 64 colum
      6 score   dP, dP0; E, F; X
      7 sums    dg, dbeta
 
-Bounded by memory: 120 KB for 64 columns of V and all of K, half of it the two states. Why
-this shape: chunk_grads computes W, V', dV' and Y again, with products over all of K. At K = 256 its
+Bounded by memory: 120 KB for 64 columns of V and 256 of K, half of it the two states. Why this
+shape: chunk_grads computes W, V', dV' and Y again, with products over all of K. At K = 256 its
 panels would take four warpgroups, which have no registers for that, and a CTA with one half of K
 would have to load both halves of the states. wide_states and wide_dstate have V' and Y in registers
 anyway; to write and to read them twice is 48 KB, less than the 64 KB of states. docs/notes/
@@ -33,8 +34,9 @@ wide-heads-backward.md counts both. Parts follow each other in one CTA, so the s
 V' and Y in L2, and dg and dbeta are added up by the thread that wrote them, in a fixed order. A
 value head may have any number of tiles of V: dP and E are summed over them before anything else is
 done to them, by the tensor cores. dP0 and F are made again in each part, because X is a sum over
-both parts for each value head. Chunks come from a table that chunk_table made, so they lie inside
-the tensors: see tables.py.
+both parts for each value head. With K = 128 and V = 192 chunk_grads would take three value heads of
+64 columns and make dP, E and all that follows from them three times. Chunks come from a table that
+chunk_table made, so they lie inside the tensors: see tables.py.
 """
 
 from typing import NamedTuple
@@ -72,10 +74,10 @@ from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
 
 class Variant(NamedTuple):
     dtype: str  # of everything but gates, beta and their gradients
-    K: int
+    K: int  # q and k have so many numbers or, of 128, fewer: `size`
 
 
-VARIANTS = tuple(Variant(dtype, 256) for dtype in ("bfloat16", "float16"))
+VARIANTS = tuple(Variant(dtype, K) for dtype in ("bfloat16", "float16") for K in (256, 128))
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -217,6 +219,7 @@ def build(variant: Variant):
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
     num_value_heads, num_tiles, V = T.dynamic("num_value_heads, num_tiles, V")
     capacity = T.dynamic("capacity")
+    size = K if K == 256 else T.dynamic("size")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
     do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
@@ -229,8 +232,8 @@ def build(variant: Variant):
 
     @T.prim_func
     def wide_grads(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
+        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
         v: T.StridedTensor(
             (num_tokens, num_value_heads, num_tiles, PANEL),
             (v_token, v_head, v_tile, 1),
@@ -243,14 +246,14 @@ def build(variant: Variant):
         ),
         g_cum: T.Tensor((num_tokens, num_heads, group), "float32"),
         beta: T.Tensor((num_tokens, num_heads, group), "float32"),
-        h: T.Tensor((capacity, num_value_heads, V, K), variant.dtype),
+        h: T.Tensor((capacity, num_value_heads, V, size), variant.dtype),
         vn: T.Tensor((capacity, num_value_heads, num_tiles, CHUNK, PANEL), variant.dtype),
-        ds: T.Tensor((capacity, num_value_heads, V, K), variant.dtype),
+        ds: T.Tensor((capacity, num_value_heads, V, size), variant.dtype),
         y: T.Tensor((capacity, num_value_heads, num_tiles, CHUNK, PANEL), variant.dtype),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
-        dq: T.Tensor((num_tokens, num_heads, K), variant.dtype),
-        dk: T.Tensor((num_tokens, num_heads, K), variant.dtype),
+        dq: T.Tensor((num_tokens, num_heads, size), variant.dtype),
+        dk: T.Tensor((num_tokens, num_heads, size), variant.dtype),
         dv: T.Tensor((num_tokens, num_value_heads, num_tiles, PANEL), variant.dtype),
         dg: T.Tensor((num_tokens, num_value_heads), "float32"),
         dbeta: T.Tensor((num_tokens, num_value_heads), "float32"),

@@ -5,6 +5,7 @@ wide_grads/__init__.py states the maths and the steps, with the numbers used her
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chunk_grads.store import sum_over_rows
+from qla_kernels.gdn.kernels.chunk_grads.tiles import clear_piece
 from qla_kernels.gdn.kernels.wide_grads.layout import (
     PART_DOTS,
     PART_E_KK,
@@ -105,10 +106,15 @@ def clear_padding(dq, dk, dv, dg, dbeta, walk, num_chunks, num_tokens):
     for j in rolled(T.ceildiv(num_tokens - end - walk.first, walk.stride)):
         row = end + walk.first + j * walk.stride
         for head in rolled(walk.num_heads):
-            for e in T.vectorized(8):
-                dq[row, head, lane * 8 + e] = 0
-            for e in T.vectorized(8):
-                dk[row, head, lane * 8 + e] = 0
+            if walk.parts == 1:  # the size of a row is known to the call alone
+                if lane * 8 < dq.shape[2]:
+                    clear_piece(dq[row, head, lane * 8])
+                    clear_piece(dk[row, head, lane * 8])
+            else:
+                for e in T.vectorized(8):
+                    dq[row, head, lane * 8 + e] = 0
+                for e in T.vectorized(8):
+                    dk[row, head, lane * 8 + e] = 0
         for hv in rolled(dg.shape[1]):
             for t in rolled(walk.num_tiles):
                 for e in T.vectorized(2):
