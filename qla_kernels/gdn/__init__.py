@@ -7,7 +7,8 @@ Reading order:
     autograd.py, ops.py         the torch.autograd.Functions and the torch.library operators
     cpu.py                      the operators on CPU tensors, by the reference
     launch/, kernels/           the operators on CUDA tensors: host code and device code
-    plan.py, heuristics.py      the choice of segments and kernel variants; pure functions of ints
+    plan.py, wide_plan.py       the choice of segments, and at K = 256; pure functions of numbers
+    heuristics.py               the choice of kernel variants, likewise
     decode/                     the token-by-token form
     prefill/                    the chunked form on a pool of states
     anchored/                   decoding with the bits of the chunked form

@@ -115,7 +115,8 @@ def chunk_gated_delta_rule(
             and the default is -12 (6e-6). exact=True means -104 and takes longer: the factor is
             then 0 in fp32, and for states up to 1e7 the part left out is below the normal numbers
             of fp32. -inf leaves out nothing. The bound does not change which values are rounded.
-            QLA_EXACT=1 in the environment makes exact=True the default.
+            At K = 256 a backward is not cut, and leaves out nothing. QLA_EXACT=1 in the environment
+            makes exact=True the default.
         batch_invariant: keyword only. On a GPU, a token's results and gradients then have the same
             bits whatever else is in the batch, and o those of a `GdnPool`. Sequences are never cut
             into segments, so that a small batch of long sequences takes longer. Gradients of A_log
@@ -126,7 +127,8 @@ def chunk_gated_delta_rule(
             and value head, 128 KB for K = V = 128, and there are enough of these to fill a GPU once
             or a few times. None, the default, saves them where a backward is predicted to be faster
             with them and they are at most a quarter of what the call saves anyway. Ignored with
-            cp_context, and in a compiled graph, which cannot know the number of segments.
+            cp_context, at K = 256, and in a compiled graph, which cannot know the number of
+            segments.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 (fp64 where q is

@@ -81,7 +81,8 @@ def chunk_gated_delta_rule_fwd(
         h [B, chunks, HV, K, V] in q's dtype, or None.
         final_state [N, HV, K, V], or None.
         cp_cache: an argument for chunk_gated_delta_rule_bwd; None without enable_fwd_cp_cache. With
-            True its tensors have no rows if the forward kept no segments, such as when it cut none.
+            True its tensors have no rows if the forward kept no segments, such as when it cut none,
+            or at K = 256.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -153,7 +154,8 @@ def chunk_gated_delta_rule_bwd(
         do: [B, T, HV, V], the gradient of o; any strides.
         dht: [N, HV, K, V], the gradient of the final state; 0 if None.
         cp_cache: the cache of a forward of the same batch; its segments and start states are used
-            again, unless whole sequences take less time. None computes them here.
+            again, unless whole sequences take less time. None computes them here. At K = 256
+            sequences stay whole.
         cp_context: must be None.
 
     Returns:

@@ -111,7 +111,7 @@ def cut_lengths(sequences: Lengths, most: int) -> Lengths:
 
 
 def wide(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> Plan:
-    """Returns the plan of a forward at K = 256: whole sequences, and A given."""
+    """Returns the plan of a forward at K = 256 that leaves sequences whole; A is given."""
     width = wide_tile(num_sequences, num_value_heads, V, sm_count)
     return Plan(ForwardChoice(width, False), None)
 

@@ -1,7 +1,8 @@
 """The forward on a GPU, in order: allocates, chooses variants, launches; reads nothing back.
 
 `forward_batch` is the order of the kernels, for a whole batch and for a rank's part of one;
-`forward_by_length` is that of a batch whose lengths the device alone knows.
+`forward_by_length` is that of a batch whose lengths the device alone knows. K = 256 has an order of
+its own: wide_forward.py.
 """
 
 from collections.abc import Callable
@@ -256,7 +257,8 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
 
     Without auto_cp, the plan is one whose results do not depend on the batch. If the device alone
     knows the lengths, there may be several plans; with `one_path`, it is that of equal lengths, and
-    has no shares, which states in a pool cannot have.
+    has no shares, which states in a pool cannot have. At K = 256 there is one plan, which is then
+    that of equal lengths.
     """
     wide = call.q.shape[-1] == WIDE
     if not options.auto_cp:

@@ -1,4 +1,4 @@
-"""The chains of a rank at K = 256, where segments have no maps: they make the links themselves.
+"""The chains of a rank at K = 256, which make the links themselves: no kernel maps open ends.
 
 A link [b | M] is what a chain makes of start states. b is the end state of the sequence from a
 state of zeros, and M that of unit vectors as columns, with values of zeros. Likewise, b' is the
