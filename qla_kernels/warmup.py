@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 from qla_kernels import jit
+from qla_kernels.compiler import NEEDS_TILELANG
 from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.shapes import VALUE_KERNELS, key_room, leaves_values, part_columns
@@ -204,6 +205,8 @@ def make_ready(found: list[Job], workers: int | None) -> None:
         sys.stdout.write(f"{len(ready)} prebuilt kernels in {seconds:.1f} s: {file.path}\n")
     check_others([jit.label(*job) for job in found])
     if others := [job for job in found if job not in ready]:
+        if not prebuilt.can_compile():
+            jit.tilelang_for("warmup", jit.label(*others[0]))
         started = time.perf_counter()
         said = f"compiles {len(others)} kernels, 5 to 20 s of a core each, into {jit.cache_dir()}"
         sys.stdout.write(f"{said}\n")
@@ -226,7 +229,7 @@ def check_others(labels: list[str]) -> None:
         if len(here) < len(labels) and not prebuilt.can_compile():
             absent = next(label for label in labels if label not in here)
             got = f"{file.path} lacks {len(labels) - len(here)} of {len(labels)} kernels ({absent}"
-            needs = "all of them, or TileLang"
+            needs = f"all of them, or {NEEDS_TILELANG}"
             fix = "build this set again, or take the file away if no such driver is used"
             raise Unsupported(need("warmup", f"{got}, ..)", needs, fix))
 

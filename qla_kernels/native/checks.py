@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qla_kernels import digests
+from qla_kernels.compiler import NEEDS_TILELANG
 from qla_kernels.native import prebuilt
 
 OTHERS = "prebuilt kernels for other drivers"
@@ -56,7 +57,7 @@ def other_sets() -> Iterator[tuple[str, bool, str]]:
             every = digests.recorded()
             used = sum(map(file.has, every))
             said = f"{used} of {len(every)} variants, {file.path}"
-            said += "" if used == len(every) else "; the others need tilelang"
+            said += "" if used == len(every) else f"; the others need {NEEDS_TILELANG}"
             yield OTHERS, used == len(every) or prebuilt.can_compile(), said
     except ValueError as error:
         yield OTHERS, False, str(error)

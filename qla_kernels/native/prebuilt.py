@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from qla_kernels import digests
+from qla_kernels.compiler import NEEDS_TILELANG
+from qla_kernels.compiler import can_compile as can_compile  # for those who ask here
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.native.pack import DTYPES, pack, texts
 from qla_kernels.native.sources import PACKAGE, fingerprint, module_of
@@ -39,7 +41,7 @@ MEMBERS = {"entry": "{}.json", "cubin": "{}.cubin"}  # of a kernel file, by thei
 SECTIONS = (40, 48), (58, 60), (60, 62)  # of an ELF file's header: where section headers are
 
 INSIDE = PACKAGE / "prebuilt"
-NOTHING_TO_LAUNCH = "TileLang is not installed either, so calls with CUDA tensors raise"
+NOTHING_TO_LAUNCH = f"{NEEDS_TILELANG} is not installed either, so calls with CUDA tensors raise"
 
 log = logging.getLogger("qla_kernels")
 
@@ -144,11 +146,6 @@ def lacking(label: str) -> str:
     if label in file.kernels:
         return f"{file.path} was built from other sources"
     return f"it is not in {file.path}"
-
-
-def can_compile() -> bool:
-    """Returns whether TileLang is installed, which compiles what is not prebuilt."""
-    return importlib.util.find_spec("tilelang") is not None
 
 
 def in_use() -> KernelFile | str:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from qla_kernels import build, digests, info, jit, programs, selftest, warmup
+from qla_kernels.compiler import INSTALL, WHEEL
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate, recurrent
 from qla_kernels.native import prebuilt, sources
@@ -385,8 +386,7 @@ except ValueError as error:
         f"{absent}: it is not in {folder}/kernels-13.zip, and tilelang cannot"
     )
     assert said[1].endswith(
-        f"; need TileLang, or prebuilt kernels; {jit.INSTALL}, or a wheel of qla-kernels with "
-        "kernels in it"
+        f"; need TileLang 0.1.13 or newer, or prebuilt kernels; {INSTALL}, or {WHEEL}"
     )
 
 
