@@ -25,7 +25,7 @@ GAINS = (
      "attention that computes only the blocks and columns which a mask keeps: {}"),
     ("serving", "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
      "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-backend qla`",
-     "prefill, decoding and drafts on the engine's own pages of states, without copies; "
+     "prefill, decoding and drafts on the engine's own pages of states, in vLLM without copies; "
      "not yet tried in a running engine; the kernels alone beside the engines' and FlashInfer's: "
      "[times](docs/performance.md#serving)"),
 )  # fmt: skip
