@@ -27,7 +27,7 @@ from pathlib import Path
 import qla_kernels
 from qla_kernels import command_line, digests, jit
 from qla_kernels.errors import need
-from qla_kernels.native import prebuilt
+from qla_kernels.native import checks, prebuilt
 from qla_kernels.sm90 import CAPABILITY, head_sizes
 
 PACKAGE = Path(__file__).parent
@@ -79,7 +79,7 @@ def report() -> dict[str, Section]:
         "device": _probed({"driver": _driver, "GPUs": _gpus}),
         "versions": _versions(),
         "kernel cache": _probed({"folder": lambda: str(jit.cache_dir()), "size": _cache_size}),
-        "prebuilt kernels": _prebuilt(),
+        "prebuilt kernels": checks.section(),
         "paths": _probed(
             {"CPU tensors": _cpu_path}
             | {f"CUDA, {family}": _cuda_path(family) for family in STANDARD}
@@ -168,7 +168,7 @@ def _tools() -> dict[str, str]:
     """Returns the versions of TileLang and nvcc that built the prebuilt kernels, if those run."""
     try:
         file = prebuilt.in_use()
-    except Exception:  # `_prebuilt` reports it
+    except Exception:  # `checks.section` reports it
         return {}
     return {} if isinstance(file, str) else {k: file.manifest[k] for k in ("tilelang", "nvcc")}
 
@@ -214,27 +214,6 @@ def _torch_cuda() -> str | None:
 
 def _cache_size() -> str:
     return f"{jit.cache_size() / 2**20:.1f} MiB"
-
-
-def _prebuilt() -> Section:
-    """Returns which file's kernels are used, and which variants would be compiled instead."""
-    try:
-        file = prebuilt.in_use()
-    except Exception as error:  # a damaged file: its error says what to do
-        return {"file": f"unknown ({type(error).__name__}: {error})"}
-    if isinstance(file, str):
-        return {"file": f"none: {file}"}
-    every = [jit.label(k.module, v) for k in jit.kernel_modules() for v in k.module.VARIANTS]
-    here = [label for label in every if file.has(label)]
-    other = [label for label in every if label in file.kernels and label not in here]
-    lines = [f"{len(here)} of {len(every)} variants are used"]
-    if other:
-        names = ", ".join(sorted({label.partition("-")[0] for label in other}))
-        lines.append(f"{len(other)} were built from other sources: {names}")
-    if absent := len(every) - len(here) - len(other):
-        lines.append(f"{absent} are not in the file")
-    made_by = ", ".join(f"{k} {v}" for k, v in file.manifest.items() if k in prebuilt.TOOLS)
-    return {"file": str(file.path), "set": f"{file.manifest['set']}: {made_by}", "kernels": lines}
 
 
 def _cpu_path() -> str:
@@ -309,7 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.selftest:
         from qla_kernels import selftest
 
-        results = selftest.run()
+        results = [selftest.Result(*said) for said in checks.other_sets()]
+        results += selftest.run()
         passed = all(result.passed is not False for result in results)
         found = [result.__dict__ for result in results]
         shown = "\n".join(map(str, results))

@@ -10,6 +10,7 @@ compiler is needed.
 """
 
 import importlib
+import importlib.util
 import logging
 import math
 import os
@@ -24,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from qla_kernels import sizes
+from qla_kernels import compiler, sizes
 from qla_kernels.digests import digest
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.native import prebuilt, recording
@@ -32,7 +33,6 @@ from qla_kernels.shared_memory import name_apart
 from qla_kernels.tile.schedule import Schedule
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}  # the a: wgmma and setmaxnreg exist only there
-INSTALL = "pip install '.[compile]' in a checkout of qla-kernels"  # the package is on no index
 NVCC_PARTS = "cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime"  # must be of one release
 
 SHORT_TYPES = {
@@ -313,20 +313,19 @@ def trace(module: KernelModule, variant: Any) -> Any:
 
 
 def tilelang_for(tool: str, wanted: str = "") -> Any:
-    """Imports and returns TileLang; Unsupported if that fails.
+    """Imports and returns TileLang; Unsupported if that fails, or if it is too old.
 
     `wanted` is a variant that a tool compiles because it is not prebuilt.
     """
+    lacking = prebuilt.lacking(wanted) if wanted else ""
+    if compiler.too_old() and importlib.util.find_spec("tilelang"):
+        raise Unsupported(compiler.refusal(tool, lacking))
     # TileLang announces every compile on stderr by default; the log line in `compile` is enough
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     try:
         return importlib.import_module("tilelang")
     except ImportError as error:
-        got, needs, fix = f"tilelang cannot be imported ({error})", "TileLang", INSTALL
-        if wanted:
-            got, needs = f"{prebuilt.lacking(wanted)}, and {got}", f"{needs}, or prebuilt kernels"
-            fix += ", or a wheel of qla-kernels with kernels in it"
-        raise Unsupported(need(tool, got, needs, fix)) from error
+        raise Unsupported(compiler.refusal(tool, lacking, error)) from error
     except OSError as error:  # TileLang makes its cache folder when it is imported
         raise Unsupported(_unwritable(f"tilelang cannot be imported ({error})")) from error
 

@@ -37,7 +37,10 @@ def refused_device(
         return got, needs, f"run on an H100 or H200, or {elsewhere}"
     if dtype not in DTYPES:
         got = f"q, k and v are {dtype_name(dtype)}"
-        fix = f"cast them, as with x.to(torch.{dtype_name(DTYPES[0])}), or {elsewhere}"
+        cast = (
+            f"cast them, as with x.to(torch.{dtype_name(DTYPES[0])}), in a model by torch.autocast"
+        )
+        fix = f"{cast}, or {elsewhere}"
         return got, f"{one_of(DTYPES)} on SM90", fix
     return None
 

@@ -22,8 +22,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 from qla_kernels import jit
+from qla_kernels.compiler import NEEDS_TILELANG
 from qla_kernels.dualkv.shapes import HEAD_SIZES
-from qla_kernels.errors import need
+from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.shapes import VALUE_KERNELS, key_room, leaves_values, part_columns
 from qla_kernels.native import prebuilt
 from qla_kernels.sm90 import DTYPES, dtype_name
@@ -202,7 +203,10 @@ def make_ready(found: list[Job], workers: int | None) -> None:
         seconds, file = time.perf_counter() - started, prebuilt.in_use()
         assert isinstance(file, prebuilt.KernelFile)
         sys.stdout.write(f"{len(ready)} prebuilt kernels in {seconds:.1f} s: {file.path}\n")
+    check_others([jit.label(*job) for job in found])
     if others := [job for job in found if job not in ready]:
+        if not prebuilt.can_compile():
+            jit.tilelang_for("warmup", jit.label(*others[0]))
         started = time.perf_counter()
         said = f"compiles {len(others)} kernels, 5 to 20 s of a core each, into {jit.cache_dir()}"
         sys.stdout.write(f"{said}\n")
@@ -210,6 +214,24 @@ def make_ready(found: list[Job], workers: int | None) -> None:
         compile_all(others, workers)
         seconds = time.perf_counter() - started
         sys.stdout.write(f"{len(others)} kernels compiled in {seconds:.1f} s: {jit.cache_dir()}\n")
+
+
+def check_others(labels: list[str]) -> None:
+    """Reads the set that another driver would use, and says so, where no driver has chosen.
+
+    Raises Unsupported if it lacks a kernel that could not be compiled either.
+    """
+    for file in prebuilt.others():
+        here = [label for label in labels if file.has(label)]
+        prebuilt.read(file, here)
+        of_set = f"set {file.manifest['set']}, which other drivers use"
+        sys.stdout.write(f"{len(here)} of {len(labels)} in {of_set}: {file.path}\n")
+        if len(here) < len(labels) and not prebuilt.can_compile():
+            absent = next(label for label in labels if label not in here)
+            got = f"{file.path} lacks {len(labels) - len(here)} of {len(labels)} kernels ({absent}"
+            needs = f"all of them, or {NEEDS_TILELANG}"
+            fix = "build this set again, or take the file away if no such driver is used"
+            raise Unsupported(need("warmup", f"{got}, ..)", needs, fix))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from ..harness.records import Result, Row, Run
 from . import serving, tables
 from .figures import WHOLE, steps
-from .headline import NOTICE, choice_of_lines, compared, provenance, source, times
+from .headline import NOTICE, choice_of_lines, compared, provenance, source, times, two_groups
 from .names import BATCHES, batch, shape_of, title_of
 from .pictures import FIGURES, RESPONSES, shown
 from .select import Digests, aside, headline, newest
@@ -27,7 +27,12 @@ from .texts import (
 
 def page(runs: Sequence[Run], digests: Digests) -> str:
     parts = ["# Performance", NOTICE, FINDINGS, "## Words", TERMS + "\n" + MORE_TERMS]
-    summary = [times(runs, digests), slower(runs, digests), provenance(runs, digests)]
+    summary = [
+        times(runs, digests),
+        two_groups(runs, digests),
+        slower(runs, digests),
+        provenance(runs, digests),
+    ]
     parts += ["## In one table", *filter(None, summary)]
     parts += ["## Gated delta net", *_gdn(runs, digests)]
     parts += serving.section(runs, digests)

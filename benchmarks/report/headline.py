@@ -7,10 +7,10 @@ from . import tables
 from .figures import density_of, gain, rival_of, short, steps
 from .names import BATCHES, shape_of, span, title_of
 from .pictures import shown
-from .select import Digests, headline
+from .select import Digests, headline, names_of, newest
 from .slower import in_short
 from .spread import Spread, beside, spread
-from .texts import BEFORE_PROGRAMS, CURRENT, FAMILIES, GAINS, STALE, TERMS
+from .texts import BEFORE_PROGRAMS, CURRENT, FAMILIES, GAINS, STALE, TERMS, TWO_GROUPS
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
@@ -152,10 +152,40 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
     best = [[spread([gain(run, row, eager) for row in rows]) for eager in ways] for rows in most]
     said = []
     if text := _both_kinds(fla):
-        said.append(f"Beside FLA's own kernels, which transformers runs, too: {text}.")
+        said.append(
+            f"Beside FLA's own kernels, which transformers runs, too, heads of 128: {text}."
+        )
     if text := _both_kinds(best):
         said.append(f"Beside the fastest of FlashQLA, FlashInfer and FLA, 16/32 heads: {text}.")
-    return " ".join(said) or "Not measured yet."
+    return " ".join([*(said or ["Not measured yet."]), *_olmo_gain(runs)])
+
+
+def _olmo_gain(runs: Sequence[Run]) -> list[str]:
+    """Of OLMo Hybrid's head sizes, beside FLA: two shapes each way, in a record of their own."""
+    said = []
+    for kind, title in (("fwd", "forward"), ("bwd", "backward")):
+        run = newest(runs, "gdn", "sizes:d96x192", kind, 2)
+        ways = [beside(run.rows, "fla", eager) for eager in (False, True)] if run else []
+        known = zip(ways, ("CUDA graphs", "eager calls"), strict=False)
+        if spans := [f"{s.worst:.2f} to {s.best:.2f} x in {way}" for s, way in known if s]:
+            said.append(f"{title} {', '.join(spans)}")
+    return [f"OLMo Hybrid (head sizes 96/192), beside FLA: {'; '.join(said)}."] if said else []
+
+
+def two_groups(runs: Sequence[Run], digests: Digests) -> str:
+    """Of forwards whose mean is of shapes that fill the GPU and of others: both spans."""
+    run, filled = headline(runs, "gdn", digests), names_of("gdn", "filled")
+    shapes, said = dict[str, None](), []
+    for (kind, heads), rows in (groups(run) if run else {}).items():
+        assert run is not None
+        full = [row for row in rows if row.name in filled]
+        few = [row for row in rows if row.name not in filled]
+        spans = [spread([gain(run, row) for row in some]) for some in (few, full)]
+        pair = [f"{s.worst:.2f} to {s.best:.2f} x" for s in spans if s]
+        if kind == "fwd" and len(pair) == 2:
+            said.append(f"{pair[0]} and {pair[1]} with {heads} heads")
+            shapes |= dict.fromkeys(map(shape_of, full))
+    return TWO_GROUPS.format(shapes=", ".join(shapes), spans="; ".join(said)) if said else ""
 
 
 def _both_kinds(found: Sequence[Sequence[Spread | None]]) -> str:
@@ -209,7 +239,8 @@ def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:
 
 def front_page(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
     """What stands between each pair of markers of README.md."""
-    table = [NOTICE, times(runs, digests), TERMS, in_short(runs, digests)]
+    table = [NOTICE, times(runs, digests), two_groups(runs, digests), TERMS]
+    table += [in_short(runs, digests)]
     table += [choice_of_lines(runs, digests), provenance(runs, digests, front=True)]
     table += shown(runs, digests, "docs/figures/", *ON_FRONT)
     return {"gains": gains(runs, digests), "performance": "\n\n".join(filter(None, table))}

@@ -16,7 +16,7 @@ def headline(runs: Sequence[Run], family: str, digests: Digests) -> Run | None:
     Among those with as many rows the one with most implementations: a lone rival is easily beaten.
     """
     quick = _quick(family)
-    elsewhere = {name for of_set in ASIDE[family] for name in _names(family, of_set)} - quick
+    elsewhere = {name for of_set in ASIDE[family] for name in names_of(family, of_set)} - quick
     found = _of_newest_kernels(runs, family, quick, len(quick), digests)
     if not found:
         return None
@@ -26,7 +26,7 @@ def headline(runs: Sequence[Run], family: str, digests: Digests) -> Run | None:
 
 def aside(runs: Sequence[Run], family: str, of_set: str, digests: Digests) -> Run | None:
     """The set's rows, of the newest GPU record with most of those that are not quick."""
-    names = _names(family, of_set)
+    names = names_of(family, of_set)
     wanted = names - _quick(family)
     most = max((_count(run, wanted) for run in _on_a_gpu(runs, family)), default=0)
     if not most:
@@ -38,7 +38,7 @@ def aside(runs: Sequence[Run], family: str, of_set: str, digests: Digests) -> Ru
 
 def newest(runs: Sequence[Run], family: str, of_set: str, kind: str, most: int) -> Run | None:
     """The newest GPU record with at least so many of the set's rows of a kind, and these rows."""
-    names = _names(family, of_set)
+    names = names_of(family, of_set)
     for run in reversed(_on_a_gpu(runs, family)):
         rows = tuple(row for row in run.rows if row.name in names and row.kind == kind)
         if len(rows) >= most:
@@ -70,11 +70,13 @@ def _count(run: Run, names: set[str]) -> int:
 
 
 def _quick(family: str) -> set[str]:
-    return {name for quick in QUICK[family] for name in _names(family, quick)}
+    return {name for quick in QUICK[family] for name in names_of(family, quick)}
 
 
-def _names(family: str, of_set: str) -> set[str]:
-    return {workload.name for workload in SETS[family][of_set]}
+def names_of(family: str, of_set: str) -> set[str]:
+    """Names of a set's rows; `sizes:d96x192` are those that end so."""
+    of_set, _, end = of_set.partition(":")
+    return {workload.name for workload in SETS[family][of_set] if workload.name.endswith(end)}
 
 
 def _with_rows(run: Run, belongs: Callable[[str], bool]) -> Run:

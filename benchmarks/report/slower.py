@@ -9,7 +9,7 @@ from .figures import label_of
 from .names import gpu, shape_of, title_of
 from .select import Digests, aside, headline, newest
 from .spread import spread
-from .texts import ASIDE, BY_HAND, FAMILIES, SECTIONS, SLOWER_HERE, SLOWER_ONCE
+from .texts import ASIDE, BY_HAND, FAMILIES, OLDER_HERE, SECTIONS, SLOWER_HERE, SLOWER_ONCE
 
 
 class Section(NamedTuple):
@@ -43,7 +43,7 @@ def sections(runs: Sequence[Run], digests: Digests) -> list[Section]:
         for kind in dict.fromkeys(row.kind for row in run.rows) if run else ():
             assert run is not None
             rows = [row for row in run.rows if row.kind == kind]
-            if not any(rows == other.rows for other in found):
+            if not all(any(row in other.rows for other in found) for row in rows):
                 found.append(Section(what, kind, run, rows))
     return found
 
@@ -57,7 +57,9 @@ class Case(NamedTuple):
     shape: str
     rival: str
     where: str  # "", if the page says where for all of the family
+    date: str
     old: bool
+    least: dict[str, tuple[float, str, str]]  # by way: ratio, shape, rival
 
     @property
     def line(self) -> str:
@@ -85,9 +87,21 @@ def in_short(runs: Sequence[Run], digests: Digests) -> str:
     if not cases:
         return ""
     lines = [case.short for case in cases if not case.old]
-    if old := sum(case.old for case in cases):
-        lines.append(f"- {old} more kind{'s' * (old > 1)} of rows in older records.")
+    if old := [case for case in cases if case.old]:
+        lines.append(_older(old))
     return "\n".join([SLOWER_HERE, "", *lines])
+
+
+def _older(cases: Sequence[Case]) -> str:
+    """How many there are, of which days, and the least ratios, of graphs and of eager calls."""
+    kinds = f"{len(cases)} more kind{'s' * (len(cases) > 1)} of rows"
+    days = " and ".join(sorted({case.date for case in cases}))
+    least = []
+    for way in ("eager calls", "CUDA graphs"):
+        if found := [case.least[way] for case in cases if way in case.least]:
+            ratio, shape, rival = min(found)
+            least.append(f"{way} {ratio:.2f} x at {shape}, beside {rival}")
+    return f"- {kinds} in records of {days}, {OLDER_HERE}: at worst {'; '.join(least)}."
 
 
 def _cases(runs: Sequence[Run], digests: Digests) -> list[Case]:
@@ -98,7 +112,7 @@ def _cases(runs: Sequence[Run], digests: Digests) -> list[Case]:
 def _case(section: Section, digests: Digests) -> Case | None:
     """None if ours is not slower than the best rival anywhere, by graphs or eager calls."""
     what, kind, run, rows = section
-    said, worst, ours = [], list[tuple[float, str, str]](), tables.our_names(run)
+    said, worst, ours = [], dict[str, tuple[float, str, str]](), tables.our_names(run)
     for way, eager in (("CUDA graphs", False), ("eager calls", True)):
         found = []
         for row in rows:
@@ -114,7 +128,7 @@ def _case(section: Section, digests: Digests) -> Case | None:
                 f"{way} {of_all.worst:.2f} x" if len(found) == 1
                 else f"{way} at {slow}{of_several} {of_all.worst:.2f} x)"
             )  # fmt: skip
-            worst.append(min(found))
+            worst[way] = min(found)
     if not said:
         return None
     # the title of a set for serving says the kind itself
@@ -123,4 +137,6 @@ def _case(section: Section, digests: Digests) -> Case | None:
     where = f" ({gpu(run)}, {run.date[:10]}{stale})" if what else ""
     old = bool(what) and "our_kernels" not in run.environment
     subject = f"{FAMILIES[run.family]}{of_kind}{what}"
-    return Case(subject, "; ".join(said), *min(worst), "" if old else where, old)
+    where = "" if old else where
+    least = min(worst.values())
+    return Case(subject, "; ".join(said), *least, where, run.date[:10], old, worst)

@@ -13,9 +13,9 @@ FAMILIES = {
 
 # The first table of the front page: family, who you are, what you type, what you get.
 GAINS = (
-    ("gdn", "train or run **Qwen3-Next, Qwen3.5**, or FLA's gated delta net layers",
+    ("gdn", "train or run **Qwen3-Next, Qwen3.5, OLMo Hybrid**, or FLA's gated delta net layers",
      "transformers: `swap(model)`; FLA: `fla.register()`",
-     "a faster gated delta rule (head size 128). {}"),
+     "a faster gated delta rule. {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
      "each prompt stored and computed once: {}; {block}"),
@@ -25,19 +25,23 @@ GAINS = (
      "attention that computes only the blocks and columns which a mask keeps: {}"),
     ("serving", "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
      "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-backend qla`",
-     "prefill, decoding and drafts on the engine's own pages of states, without copies; "
+     "prefill, decoding and drafts on the engine's own pages of states, in vLLM without copies; "
      "not yet tried in a running engine; the kernels alone beside the engines' and FlashInfer's: "
      "[times](docs/performance.md#serving)"),
 )  # fmt: skip
 
-# Rows of a gated delta net beside the front page: what, set, kind, and how many make a record.
+# Rows of a gated delta net beside the front page: what, set (and the end of its rows' names), kind,
+# and how many make a record.
 SECTIONS = (
     ("sequences and heads that fill the GPU", "filled", "fwd", 12),
     ("one or two sequences, few heads", "segments", "fwd", 20),
     ("one or two sequences, few heads", "segments", "bwd", 12),
     ("many short sequences", "short", "fwd", 4),
-    ("head sizes 96/192, 128/256, 256/512", "sizes", "fwd", 6),
-    ("head sizes 96/192, 128/256, 256/512", "sizes", "bwd", 6),
+    *(
+        (f"head sizes {k}/{v}", f"sizes:d{k}x{v}", kind, 2)
+        for k, v in ((96, 192), (128, 256), (256, 512))
+        for kind in ("fwd", "bwd")
+    ),
     ("64 to 256 sequences", "decode", "decode", 18),
 )
 
@@ -53,6 +57,11 @@ BEFORE_PROGRAMS = """\
 The gated delta net's eager times are older than the replay of calls: since then an eager call with
 prebuilt kernels takes 0.96 to 1.03 times as long as its graph
 ([note](docs/notes/native-launch.md), section 7)."""
+
+TWO_GROUPS = """\
+The means of these forwards are of two groups of shapes: one or two sequences, which are cut into
+segments where that is faster, and sequences that fill the GPU whole ({shapes}).
+In CUDA graphs: {spans}."""
 
 TERMS = """\
 - **Rival**: another library's result for the same inputs, on the same GPU in the same run, checked
@@ -127,6 +136,7 @@ HYBRID_NOTE = """\
 BY_HAND = {"fa4_shared": "three flash-attn-4 calls a group, put together by hand"}
 SLOWER_HERE = """\
 Where ours is slower, at worst ([all such shapes](docs/performance.md#in-one-table)):"""
+OLDER_HERE = "with older kernels, and eager calls from before they were replayed"
 SLOWER_ONCE = """\
 And in these of 2026-11-22, measured with an older version and not yet again; eager calls take less
 time since ([note](docs/notes/native-launch.md), section 7):"""

@@ -203,7 +203,7 @@ def _registry() -> tuple[type, Callable[[type], object]]:
         got = f"fla cannot be imported ({str(error) or type(error).__name__})"
         absent = getattr(error, "name", None)  # triton, for instance, which fla does not require
         fix = "pip install -U flash-linear-attention"
-        if absent in (None, "fla"):
+        if absent is None or absent.partition(".")[0] == "fla":  # or a folder of this name
             raise Unsupported(need(NAME, got, RELEASES, fix)) from error
         raise Unsupported(need(NAME, got, absent, f"pip install {absent}")) from error
     try:

@@ -1,10 +1,11 @@
 """Finds prebuilt kernels and makes their launchers.
 
 `QLA_PREBUILT` names a folder that `python -m qla_kernels.build` filled, or one of its kernel files,
-beside which the launcher lies. Of a folder's two sets the driver decides; a file that is named is
-used whatever its set, if the driver can read it. If QLA_PREBUILT is not set, the folder `prebuilt`
-inside the package is used, which a wheel with kernels has; if it is empty, no prebuilt kernel is
-used. A kernel is used only if its sources are those that it was built from. Nothing is written.
+beside which the launcher lies. Of a folder's two sets the driver decides; without a driver, checks
+read both. A file that is named is used whatever its set, if the driver can read it. If QLA_PREBUILT
+is not set, the folder `prebuilt` inside the package is used, which a wheel with kernels has; if it
+is empty, no prebuilt kernel is used. A kernel is used only if its sources are those that it was
+built from. Nothing is written.
 """
 
 import functools
@@ -18,12 +19,14 @@ import sysconfig
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from qla_kernels import digests
+from qla_kernels.compiler import NEEDS_TILELANG
+from qla_kernels.compiler import can_compile as can_compile  # for those who ask here
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.native.pack import DTYPES, pack, texts
 from qla_kernels.native.sources import PACKAGE, fingerprint, module_of
@@ -38,7 +41,7 @@ MEMBERS = {"entry": "{}.json", "cubin": "{}.cubin"}  # of a kernel file, by thei
 SECTIONS = (40, 48), (58, 60), (60, 62)  # of an ELF file's header: where section headers are
 
 INSIDE = PACKAGE / "prebuilt"
-NOTHING_TO_LAUNCH = "TileLang is not installed either, so calls with CUDA tensors raise"
+NOTHING_TO_LAUNCH = f"{NEEDS_TILELANG} is not installed either, so calls with CUDA tensors raise"
 
 log = logging.getLogger("qla_kernels")
 
@@ -115,7 +118,12 @@ def _launch_of(file: KernelFile, label: str) -> Callable[..., None]:
 def read_all(path: Path) -> None:
     """Reads every kernel of a file; raises ValueError if the launcher beside it cannot."""
     file = opened(path)
-    for label in file.kernels:
+    read(file, file.kernels)
+
+
+def read(file: KernelFile, labels: Iterable[str]) -> None:
+    """Reads kernels of a file as a launch would; raises ValueError if one is damaged."""
+    for label in labels:
         _launch_of(file, label)
 
 
@@ -140,11 +148,6 @@ def lacking(label: str) -> str:
     return f"it is not in {file.path}"
 
 
-def can_compile() -> bool:
-    """Returns whether TileLang is installed, which compiles what is not prebuilt."""
-    return importlib.util.find_spec("tilelang") is not None
-
-
 def in_use() -> KernelFile | str:
     """Returns the file whose kernels are used, or why no prebuilt kernel is used.
 
@@ -161,7 +164,7 @@ def _kernels(wanted: str | None) -> KernelFile | str:
     """Opens the kernel file that suits the driver, or returns why there is none."""
     if wanted == "":
         return "QLA_PREBUILT is empty"
-    place = INSIDE if wanted is None else Path(wanted).expanduser()
+    place = _place(wanted)
     if wanted is not None and not place.exists():
         fix = "set it to the folder of `python -m qla_kernels.build --out FOLDER`"
         raise Unsupported(need("QLA_PREBUILT", f"{place} does not exist", "a folder or file", fix))
@@ -174,16 +177,31 @@ def _kernels(wanted: str | None) -> KernelFile | str:
         fix = "name the folder of `python -m qla_kernels.build --out FOLDER`, or unset QLA_PREBUILT"
         raise Unsupported(need("QLA_PREBUILT", got, f"kernels, and {LAUNCHER} beside them", fix))
     file, driver = opened(files[0]), _driver_version(launcher)
-    if driver >= DRIVER_OF_13 or file.manifest["set"] != SETS[0]:
+    # without a driver nothing will be launched, and `others` has the other set
+    if driver == 0 or driver >= DRIVER_OF_13 or file.manifest["set"] != SETS[0]:
         return file
     if len(files) > 1:
         return opened(files[1])
-    if driver == 0:  # there is no driver: nothing will be launched
-        return file
     has = f"{driver // 1000}.{driver % 1000 // 10}"
     why = f"{file.path} needs a driver of CUDA 13 (R580 or newer), and this one is of CUDA {has}"
     log.warning("%s; kernels are compiled", why)
     return why
+
+
+def _place(wanted: str | None) -> Path:
+    return INSIDE if wanted is None else Path(wanted).expanduser()
+
+
+def others() -> list[KernelFile]:
+    """Returns the sets beside the one in use that a driver may choose; none where one has chosen.
+
+    An image is built and checked without a driver, and it is not known on which it will run.
+    """
+    file = in_use()
+    if isinstance(file, str) or _driver_version(file.path.with_name(LAUNCHER)):
+        return []
+    *files, _ = files_of(_place(os.environ.get("QLA_PREBUILT")))
+    return [opened(path) for path in files if path != file.path]
 
 
 def files_of(place: Path) -> list[Path]:

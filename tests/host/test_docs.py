@@ -117,6 +117,12 @@ def test_ratios_of_the_serving_page_are_those_of_the_record():
         (mean,) = re.findall(row, table, re.M)
         assert mean in said, (what, rival)
     assert len(re.findall(r"\d\.\d\d x", said)) == 4
+    (span,) = re.findall(
+        r"\(four shapes, (.*?)\)", said
+    )  # the mean alone hid that the least is a loss
+    assert re.search(
+        rf"^\| a token of each sequence +\| vLLM's Triton .* x \({span}\)", table, re.M
+    )
 
 
 LINES = re.findall(r"^\[qla_kernels\] (.*)$", (DOCS / "serving.md").read_text(), re.M)

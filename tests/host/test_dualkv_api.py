@@ -262,7 +262,8 @@ ON_CUDA = {
     "fp32": (
         of_size(128, torch.float32),
         "q, k and v are float32; need bfloat16 or float16 on SM90; "
-        f"cast them, as with x.to(torch.bfloat16), or {ELSEWHERE}",
+        "cast them, as with x.to(torch.bfloat16), in a model by torch.autocast, "
+        f"or {ELSEWHERE}",
     ),
     "small D": (
         of_size(96),

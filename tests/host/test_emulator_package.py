@@ -39,7 +39,7 @@ assert not set(others) & set(sys.modules)
     )
     assert said.startswith("qla_kernels.emulator: tilelang cannot be imported (")
     assert said.endswith(
-        "); need TileLang; pip install '.[compile]' in a checkout of qla-kernels\n"
+        "); need TileLang 0.1.13 or newer; pip install '.[compile]' in a checkout of qla-kernels\n"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from qla_kernels.compiler import INSTALL
 from qla_kernels.inspect import Facts, RoleFacts, check
 from qla_kernels.inspect import __main__ as inspector
 from qla_kernels.tile.schedule import Role, Schedule
@@ -98,7 +99,7 @@ def test_without_tilelang_it_says_what_is_missing(kernel, tmp_path, monkeypatch,
     assert inspector.main([kernel]) == 2
     said = capsys.readouterr().err
     assert said.startswith("qla_kernels.inspect: tilelang cannot be imported (")
-    assert said.endswith("; need TileLang; pip install '.[compile]' in a checkout of qla-kernels\n")
+    assert said.endswith(f"; need TileLang 0.1.13 or newer; {INSTALL}\n")
 
 
 def test_barriers_of_other_names_are_one_violation():

@@ -298,6 +298,7 @@ def test_a_program_runs_registered(installed, monkeypatch, tmp_path, capsys, mod
 
 ABSENT = [
     (ModuleNotFoundError("No module named 'fla'", name="fla"), "-U flash-linear-attention"),
+    (ModuleNotFoundError("No module named 'fla.ops'", name="fla.ops"), "-U flash-linear-attention"),
     (ModuleNotFoundError("No module named 'triton'", name="triton"), "triton"),
     (ValueError("key contains names that are not .."), "-U flash-linear-attention"),
 ]

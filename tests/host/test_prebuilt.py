@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from qla_kernels import build, digests, info, jit, programs, selftest
+from qla_kernels import build, digests, info, jit, programs, selftest, warmup
+from qla_kernels.compiler import INSTALL, WHEEL
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate, recurrent
 from qla_kernels.native import prebuilt, sources
@@ -298,7 +299,7 @@ def test_kernels_that_the_driver_cannot_read_are_not_used(
     assert prebuilt.lacking(LABEL) == why
 
 
-@pytest.mark.parametrize(("version", "chosen"), [(12090, "12.9"), (13000, "13"), (0, "12.9")])
+@pytest.mark.parametrize(("version", "chosen"), [(12090, "12.9"), (13000, "13"), (0, "13")])
 def test_the_set_is_chosen_by_the_driver(
     folder: Path, monkeypatch: pytest.MonkeyPatch, version: int, chosen: str
 ) -> None:
@@ -307,6 +308,43 @@ def test_the_set_is_chosen_by_the_driver(
     monkeypatch.setattr(prebuilt, "_driver_version", lambda _: version)
     jit.compile(gate, VARIANT)
     assert jit.compiled() == {LABEL: chosen}
+
+
+def test_without_a_driver_both_sets_are_checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The set of CUDA 12.9 alone was read: a damaged kernels-13.zip passed."""
+    job = gate, VARIANT
+    monkeypatch.setattr(warmup, "jobs", lambda _: [job])
+    monkeypatch.setattr(prebuilt, "can_compile", lambda: False)
+    monkeypatch.setattr(digests, "recorded", lambda: {LABEL: ""})
+    monkeypatch.setattr(prebuilt, "_driver_version", lambda _: 0)
+    monkeypatch.setattr(selftest, "run", lambda: [selftest._prebuilt()])
+
+    def said(*arguments: str) -> str:
+        forget()
+        status = (warmup if "--in-process" in arguments else info).main(arguments)
+        heard = capsys.readouterr()
+        return f"{status} {heard.out}{heard.err}"
+
+    paths = {of_set: write(folder, of_set=of_set) for of_set in prebuilt.SETS}
+    for command in (("--selftest",), ("--in-process",), ()):
+        heard = said(*command)
+        assert heard.startswith("0 ")
+        assert all(str(path) in heard for path in paths.values())
+    for of_set, path in paths.items():
+        write(folder, built(cubin="another"), of_set=of_set)
+        for command in ("--selftest", "--in-process"):
+            heard = said(command)
+            assert heard.startswith("1 ")
+            assert f"cannot read {LABEL}.cubin in {path}" in heard
+        write(folder, of_set=of_set)
+    write(folder, built(sources="other"), of_set="12.9")
+    assert said("--selftest").startswith("1 FAIL  prebuilt kernels for other drivers: 0 of 1 var")
+    assert f"{paths['12.9']} lacks 1 of 1 kernels ({LABEL}" in said("--in-process")
+    monkeypatch.setattr(prebuilt, "_driver_version", lambda _: prebuilt.DRIVER_OF_13)
+    for command in ("--selftest", "--in-process"):  # this driver has chosen
+        assert said(command).startswith("0 ")
 
 
 @pytest.mark.parametrize("version", [12090, 13000])
@@ -348,8 +386,7 @@ except ValueError as error:
         f"{absent}: it is not in {folder}/kernels-13.zip, and tilelang cannot"
     )
     assert said[1].endswith(
-        f"; need TileLang, or prebuilt kernels; {jit.INSTALL}, or a wheel of qla-kernels with "
-        "kernels in it"
+        f"; need TileLang 0.1.13 or newer, or prebuilt kernels; {INSTALL}, or {WHEEL}"
     )
 
 

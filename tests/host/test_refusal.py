@@ -52,7 +52,7 @@ REFUSED = {
     "fp32": (
         tensors(dtype=torch.float32),
         "q, k and v are float32; need bfloat16 or float16 on SM90; "
-        "cast them, as with x.to(torch.bfloat16), " + ELSEWHERE,
+        "cast them, as with x.to(torch.bfloat16), in a model by torch.autocast, " + ELSEWHERE,
     ),
     "mixed": (
         tensors(v=tensors(dtype=torch.float16)["v"]),

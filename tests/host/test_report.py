@@ -482,6 +482,37 @@ def test_a_mask_is_beside_all_pairs_on_the_front_page():
     assert "Choosing the mask of sparse attention takes 2.00 ms a call more (" in text
 
 
+def test_a_mean_of_two_groups_of_shapes_has_both():
+    """The mean of 16/32 heads hid that the GPU's filled shapes gain a few percent."""
+    run = anchor_run()
+    filled = {workload.name for workload in GDN["filled"]}
+    rows = [row for row in run.rows if (row.kind, row.heads) == ("fwd", "16/32")]
+    pair = []
+    for full in (False, True):
+        some = [row for row in rows if (row.name in filled) == full]
+        ratios = [tables.ratio(row, tables.our_names(run)) for row in some]
+        pair.append(f"{min(ratios):.2f} to {max(ratios):.2f} x")
+    for text in (front([run], current), findings.page([run], current)):
+        assert f"{pair[0]} and {pair[1]} with 16/32 heads" in text
+    assert "two groups of shapes" not in front([run_of(GDN["decode"])], current)
+
+
+def test_each_head_size_has_its_line_and_olmo_hybrid_its_gain():
+    """One mean was of three sizes, and the model of one of them stood on no front page."""
+    run = run_of(GDN["sizes"])
+    for K, V in ((96, 192), (128, 256), (256, 512)):
+        assert f"| head sizes {K}/{V} " in findings.page([run], current)
+    rows = [row for row in run.rows if row.name.endswith("d96x192") and row.kind == "fwd"]
+    found = [row.time_ms("fla", False) / row.time_ms("ours", False) for row in rows]
+    said = f"OLMo Hybrid (head sizes 96/192), beside FLA: forward {min(found):.2f} to "
+    assert f"{said}{max(found):.2f} x in CUDA graphs, " in front([anchor_run(), run], current)
+    # a newer record of this size alone counts, and the others keep theirs
+    newer = dataclasses.replace(run, rows=tuple(rows), date="2026-12-01T00:00:00+00:00")
+    lines = findings.page([run, newer], current).splitlines()
+    dates = ["2026-12-01" in line for line in lines if line.startswith("| head sizes ")]
+    assert dates == [True, False, False, False, False, False]
+
+
 def test_pages_say_where_ours_is_slower():
     """Every case on the page of performance, the worst of each on the front page."""
     run, ours = anchor_run(), tables.our_names(anchor_run())
@@ -505,10 +536,18 @@ def test_pages_say_where_ours_is_slower():
 def test_older_cases_are_apart_and_others_say_where():
     older = run_of(GDN["decode"])
     assert "measured with an older version" in findings.page([older], current)
-    assert "- 1 more kind of rows in older records." in front([older], current)
+    text = front([older], current)  # it said how many there were, and not how slow
+    assert "- 1 more kind of rows in records of 2026-01-02, with older kernels" in text
+    ratios = {
+        way: min((tables.ratio(row, tables.our_names(older), eager), row) for row in older.rows)
+        for way, eager in (("eager calls", True), ("CUDA graphs", False))
+    }
+    for way, (least, row) in ratios.items():
+        said = f"{way} {least:.2f} x at {names.shape_of(row)}, beside "
+        assert (said in text) == tables.is_slower(least)
     newer = dataclasses.replace(older, environment={"our_kernels": "prebuilt by nvcc 13"})
     assert "measured with an older version" not in findings.page([newer], current)
-    assert "older records" not in front([newer], current)
+    assert "with older kernels" not in front([newer], current)
     for text, where in (
         (front([newer], current), ""),
         (front([newer], other), ", kernels changed since"),

@@ -4,6 +4,8 @@
 them. A newer engine: replace its entry by `Requires-Dist` of its METADATA.
 """
 
+import importlib.metadata
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -12,6 +14,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+from qla_kernels import compiler, jit
+from qla_kernels.errors import Unsupported
+from qla_kernels.native import prebuilt
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
 
@@ -53,6 +59,33 @@ def test_what_compiles_kernels_does_not_fit_beside_it(engine: str) -> None:
     ours = by_name(PROJECT["optional-dependencies"]["compile"])["tilelang"]
     assert re.fullmatch(r"==[\d.]+", str(theirs.specifier))
     assert common(ours.specifier, theirs.specifier) is None
+
+
+def test_the_oldest_tilelang_is_that_of_the_extra() -> None:
+    ours = by_name(PROJECT["optional-dependencies"]["compile"])["tilelang"]
+    assert compiler.OLDEST_TILELANG in ours.specifier
+    assert f">={compiler.OLDEST_TILELANG}" in str(ours.specifier).split(",")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("wanted", ["", "gdn.gate-bf16"])
+def test_an_engines_tilelang_is_refused_with_a_sentence(
+    engine: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel's build raised `TypeError: 'ForFrame' object is not iterable`."""
+    (pinned,) = by_name(ENGINES[engine]["requires_dist"])["tilelang"].specifier
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: pinned.version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: "installed")
+    monkeypatch.setattr(prebuilt, "lacking", lambda label: f"{label} is edited")
+    assert not compiler.can_compile()
+    said = f"tilelang is {pinned.version}; need TileLang {compiler.OLDEST_TILELANG} or newer"
+    said = f"tool: {wanted} is edited, and {said}, or prebuilt" if wanted else f"tool: {said}; use"
+    with pytest.raises(Unsupported, match=said):
+        jit.tilelang_for("tool", wanted)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: compiler.OLDEST_TILELANG)
+    assert compiler.can_compile()
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.2.0.dev3+cu13")
+    assert compiler.can_compile()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -151,6 +151,7 @@ def two_prebuilt(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as contents:
         file = prebuilt.KernelFile(tmp_path / "kernels.zip", {"kernels": kernels}, contents)
     monkeypatch.setattr(prebuilt, "in_use", lambda: file)
+    monkeypatch.setattr(prebuilt, "others", list)
     loaded, compiled = [], []
     monkeypatch.setattr(jit, "compile", lambda *job: loaded.append(jit.label(*job)))
     monkeypatch.setattr(warmup, "compile_all", lambda found, workers: compiled.extend(found))
