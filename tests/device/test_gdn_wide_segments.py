@@ -39,9 +39,11 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         with monkeypatch.context() as patch:
             patch.setattr(wide_plan, "WIDE_GAIN", 0.0)
             patch.setenv("QLA_PROGRAMS", "0")
+            programs.forget()  # so that it is read: to record a call, it is planned again
             wide_plan.forward.cache_clear()
             done = function(*given)
         wide_plan.forward.cache_clear()
+        programs.forget()
         return done
 
     programs.forget()
