@@ -15,7 +15,9 @@ from qla_kernels.gdn.heuristics import LAUNCH, START, WIDE_STEP, ForwardChoice, 
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.gdn.shapes import WIDE
 
-WIDE_GAIN = 0.9  # a cut must be expected to take less than this share of whole sequences' time,
+WIDE_GAIN = (
+    0.9  # a cut must be expected to take less than this share of the time of whole sequences,
+)
 WIDE_LOSS = 1.1  # and not more than this share if all heads are cold
 WIDE_CUT = 10.0  # segment_plan, and the launches of the kernels below
 WIDE_LOOK = 6.0  # wide_windows: gates
@@ -59,9 +61,7 @@ def forward(
     return min(gains, key=lambda found: expected(found, sequences, *shape), default=whole)
 
 
-def expected(
-    found: Plan, sequences: Lengths, num_value_heads: int, V: int, sm_count: int
-) -> float:
+def expected(found: Plan, sequences: Lengths, num_value_heads: int, V: int, sm_count: int) -> float:
     """Returns the mean time of a call whose heads are all warm, and of one of COLD_SHARE cold."""
     shape = num_value_heads, V, sm_count
     return sum(forward_time(found, sequences, *shape, share) for share in (0, COLD_SHARE)) / 2
