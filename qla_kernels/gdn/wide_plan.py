@@ -24,9 +24,9 @@ WIDE_LOOK = 6.0  # wide_windows: gates
 WIDE_LOOK_STEP = 0.7  # per chunk of a window, norms of its keys: counted, not measured alone
 WIDE_FORGOTTEN = 1.1  # log decay a chunk of the head that has the longest window of the warm ones
 WIDE_MAP_STEP = {128: 1.9, 64: 1.2}  # per chunk of a CTA of wide_map; that of 64 columns is derived
-WIDE_FOLD = 7.8  # a segment in wide_scan where some head is cold; or, if CTAs of cold heads share
-WIDE_FOLD_CTA = 0.11  # what L2 gives, so much for each of them,
-WIDE_FOLD_TILE = 16  # which computes so many columns
+# A segment in wide_scan: at least so much, or for each CTA of a cold head, which read L2 together
+WIDE_FOLD, WIDE_FOLD_CTA = 7.8, 0.11
+WIDE_FOLD_TILE = 16  # columns of V of a CTA of wide_scan
 
 
 @functools.lru_cache(maxsize=4096)
