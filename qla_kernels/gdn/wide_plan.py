@@ -1,7 +1,8 @@
 """Decides whether a forward at K = 256 is cut into segments: `plan` for wide_fwd.
 
 All functions are pure functions of numbers. Times are in us, measured on an H100: the model is
-within 8 % of the times of six rows of shapes, each whole and cut (docs/notes/wide-heads.md, 8).
+within 8 % of the times of six shapes, whole and cut, where it is told the share of cold heads
+(docs/notes/wide-heads.md, 8).
 Whether heads are cold depends on gates, which a plan does not know. A single cold head costs nearly
 what all of them do, so `expected` is the mean of two calls, one without and one with cold heads.
 """
@@ -15,9 +16,7 @@ from qla_kernels.gdn.heuristics import LAUNCH, START, WIDE_STEP, ForwardChoice, 
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.gdn.shapes import WIDE
 
-WIDE_GAIN = (
-    0.9  # a cut must be expected to take less than this share of the time of whole sequences,
-)
+WIDE_GAIN = 0.9  # a cut must be expected to take less than this share of whole sequences' time,
 WIDE_LOSS = 1.1  # and not more than this share if all heads are cold
 WIDE_CUT = 10.0  # segment_plan, and the launches of the kernels below
 WIDE_LOOK = 6.0  # wide_windows: gates
