@@ -34,11 +34,10 @@ def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:
     return min(items, sm_count) if equal_lengths else items
 
 
-# Per chunk of a CTA of wide_fwd, by tile_v: time, and KB that it reads of L2, which gives so many
-# KB a us. Times are measured, the rate is not (docs/notes/wide-heads.md, section 4).
-WIDE_STEP = {128: 2.8, 64: 1.7}
-WIDE_READS = {128: 97, 64: 89}
-L2_RATE = 5500
+# Per chunk of a CTA of wide_fwd, by tile_v; and KB a us that memory gives all CTAs. Measured on an
+# H100 (docs/notes/wide-heads.md, 8).
+WIDE_STEP = {128: 2.6, 64: 1.6}
+WIDE_MEMORY = 3250
 
 
 def wide_tile(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -> int:
@@ -49,14 +48,18 @@ def wide_tile(num_sequences: int, num_value_heads: int, V: int, sm_count: int) -
 
     def duration(width: int) -> float:
         ctas = num_sequences * num_value_heads * (V // width)
-        return -(-ctas // sm_count) * wide_step(width, min(ctas, sm_count))
+        return -(-ctas // sm_count) * wide_step(width, V, min(ctas, sm_count))
 
     return min((width for width in WIDE_STEP if V % width == 0), key=duration)
 
 
-def wide_step(width: int, at_once: int) -> float:
-    """Returns the time of a chunk in wide_fwd, where so many CTAs read L2 at once."""
-    return max(WIDE_STEP[width], at_once * WIDE_READS[width] / L2_RATE)
+def wide_step(width: int, V: int, at_once: int) -> float:
+    """Returns the time of a chunk in wide_fwd, where so many CTAs run at once.
+
+    The CTAs of a head share 80 KB of q, k, A and P, which memory is read for once. A CTA has 16 KB
+    of v and of o for each 64 columns, together.
+    """
+    return max(WIDE_STEP[width], at_once * (80 * width / V + width / 4) / WIDE_MEMORY)
 
 
 def scan_columns(columns: int, sm_count: int) -> int:
