@@ -2,11 +2,12 @@
 
 One CTA per sequence, value head and 64 columns of V. Per chunk (C = 64 tokens; gamma, e and d as in
 dstate_chain, as are A and P; dS is kept transposed, [V, K], in fp32 registers for the whole
-sequence). Two state warpgroups hold half of K each, dS_w [V, K / 2] with w = 0, 1:
+sequence). Two state warpgroups hold half of K each, dS_w [V, 128] with w = 0, 1; at K = 128 there
+is one, and no sum to complete:
     dS_out  = dS, rounded, for every chunk                                          [V, K]
     dV'^T   = d (dS_0 K_0^T + dS_1 K_1^T) + dO^T P                                  [V, C]
     Y^T     = dV'^T A               dV^T = beta Y^T                                 [V, C]
-    dS_w    = e^gamma_last dS_w - (beta e Y^T) K_w + (scale e dO^T) Q_w             [V, K / 2]
+    dS_w    = e^gamma_last dS_w - (beta e Y^T) K_w + (scale e dO^T) Q_w             [V, 128]
 
 Steps (numbers appear again in the roles):
     1 load    q, k, dO, A of a chunk; in a tail, rows past the end become zero
@@ -28,10 +29,10 @@ of two, which meet in fp32. Each warpgroup completes half of the tokens and hand
 that moves 48 KB where an exchange of whole summands moves 64, and half of the shared memory
 suffices. The order of a sum of two does not change its bits. Products with one half of K are half
 as long as those of dstate_chain, so both warpgroups use the tensor cores at the same time, without
-turns. At K = 128 one warpgroup could hold dS; the same code serves, with halves of 64 columns.
-Shared memory has room for two chunks of q and k, or three. What is read last, k, and q before it,
-are loaded again as soon as they have been, so q, k and the other tiles have rings of their own; and
-`score` makes P without waiting for the chunk after.
+turns. At K = 128 one warpgroup holds dS, as in dstate_chain. Shared memory has room for two chunks
+of q and k, or three. What is read last, k, and q before it, are loaded again as soon as they have
+been, so q, k and the other tiles have rings of their own; and `score` makes P without waiting for
+the chunk after.
 
 Y is written because chunk products over all of K end here: wide_grads then needs nothing but 128
 columns of K at a time. dV is written because Y is in fp32 here. Rows of Y past a tail's end are 0,
@@ -52,13 +53,14 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
     store,
 )
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
-from qla_kernels.gdn.kernels.chain.halves import SOURCE as HALVES
 from qla_kernels.gdn.kernels.chain.halves import (
+    HALF,
     meeting,
     share_half,
     stage_half_transposed,
     sum_half,
 )
+from qla_kernels.gdn.kernels.chain.halves import SOURCE as HALVES
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,
@@ -85,6 +87,10 @@ class Variant(NamedTuple):
     dtype: str  # of q, k, dO, dS, Y
     K: int  # q and k have so many numbers or, of 128, fewer: `size`
 
+    @property
+    def states(self) -> int:
+        return self.K // HALF
+
 
 VARIANTS = tuple(Variant(dtype, K) for dtype in ("bfloat16", "float16") for K in (256, 128))
 
@@ -101,13 +107,14 @@ def slots(variant: Variant) -> dict[str, int]:
 
     There are at least EXACT of them, as chunks with (9) read slots that they have released.
     """
-    rows = 2 if variant.K == 256 else 3
-    return {"q": rows, "k": rows, "rows": rows, "gate": 4, "p": 1, "ds0": 1, "ds1": 1, "y": 1}
+    if variant.states == 2:
+        return {"q": 2, "k": 2, "rows": 2, "gate": 4, "p": 1, "ds0": 1, "ds1": 1, "y": 1}
+    return {"q": 3, "k": 3, "rows": 3, "gate": 4, "p": 2, "ds0": 1, "y": 1}
 
 
 def schedule(variant: Variant) -> Schedule:
-    sizes, half = slots(variant), variant.K // 2
-    state_regs, score_regs, load_regs = 208, 64, 32
+    sizes, states = slots(variant), variant.states
+    state_regs, score_regs, load_regs = (208, 64, 32) if variant.states == 2 else (240, 120, 40)
     loaded_full = ("q_full", "k_full", "rows_full")
     loaded_free = ("q_free", "k_free", "rows_free")
     return Schedule(
@@ -119,10 +126,10 @@ def schedule(variant: Variant) -> Schedule:
                     regs=state_regs,
                     waits=(*loaded_full, "gate_full", "p_full", f"ds{w}_free", "y_free"),
                     signals=(*loaded_free, "gate_free", "p_free", f"ds{w}_full", "y_full"),
-                    computes=f"dS of K {half * w} to {half * w + half - 1}, dV', Y",
+                    computes=f"dS of K {HALF * w} to {HALF * w + HALF - 1}, dV', Y",
                     uses=("wgmma",),
                 )
-                for w in range(2)
+                for w in range(states)
             ),
             Role(
                 "score",
@@ -154,19 +161,19 @@ def schedule(variant: Variant) -> Schedule:
                 "store",
                 warps=1,
                 regs=load_regs,
-                waits=("ds0_full", "ds1_full", "y_full"),
-                signals=("ds0_free", "ds1_free", "y_free"),
+                waits=(*(f"ds{w}_full" for w in range(states)), "y_full"),
+                signals=(*(f"ds{w}_free" for w in range(states)), "y_free"),
                 computes="dS, Y and dV out",
                 uses=("tma_store",),
             ),
             Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),
         rings=sizes,
-        named={"meet": meeting()},
+        named={"meet": meeting(states)},
         # q, k; dO, A; P; staged dS; staged Y and dV, and summands; gates; barriers and alignment
         smem_bytes=(sizes["q"] + sizes["k"]) * CHUNK * variant.K * 2
         + sizes["rows"] * CHUNK * (TILE + CHUNK) * 2
-        + CHUNK * CHUNK * 2
+        + sizes["p"] * CHUNK * CHUNK * 2
         + TILE * variant.K * 2
         + 2 * CHUNK * TILE * 2
         + sizes["gate"] * GATE_ROWS * CHUNK * 4
@@ -176,13 +183,13 @@ def schedule(variant: Variant) -> Schedule:
 
 @T.macro
 def state(
-    w, half, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds, s_dv, s_y,
+    w, states, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds, s_dv, s_y,
     q_ring, k_ring, rows, gate_ring, p_ring, ds_ring, y_ring, meet, num_chunks, n, hv, v0, has_dht,
     has_dh0, unit, ends_of,
 ):  # fmt: skip
-    r_ds = T.alloc_fragment((TILE, half), "float32")  # dS_w^T: stays here from last to first chunk
-    r_ds16 = T.alloc_fragment((TILE, half), dtype)
-    r_staged = T.alloc_fragment((TILE, half), dtype)
+    r_ds = T.alloc_fragment((TILE, HALF), "float32")  # dS_w^T: stays here from last to first chunk
+    r_ds16 = T.alloc_fragment((TILE, HALF), dtype)
+    r_staged = T.alloc_fragment((TILE, HALF), dtype)
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # dS_w K_w^T, then dV'^T
     r_d = T.alloc_fragment((TILE, CHUNK), "float32")  # half of dO^T P
     r_y = T.alloc_fragment((TILE, CHUNK), "float32")  # Y^T
@@ -193,8 +200,8 @@ def state(
     r_dn16 = T.alloc_fragment((TILE, CHUNK), dtype)
     r_du16 = T.alloc_fragment((TILE, CHUNK), dtype)  # -beta e Y^T
     T.annotate_layout({r_dot: accumulator_layout(TILE, CHUNK)})
-    k0 = w * half
-    i0 = w * (CHUNK // 2)
+    k0 = w * HALF
+    i0 = w * (CHUNK // states)
     end = T.alloc_var("int32")  # row of dht
     end = -1
     if has_dht == 1:
@@ -202,7 +209,7 @@ def state(
     if has_dht == 2:
         end = ends_of[n]  # the row of this node's end, if it has a gradient
     if end >= 0:
-        for r, c in T.Parallel(TILE, half):
+        for r, c in T.Parallel(TILE, HALF):
             r_ds[r, c] = dht[end, hv, k0 + c, v0 + r] / unit
     else:
         T.clear(r_ds)
@@ -212,48 +219,54 @@ def state(
         gate_slot = gate_ring.slot(step)
         k_ring.wait(step)
         T.wgmma_gemm(  # 4
-            r_ds16, s_k[slot, :, k0 : k0 + half], r_x, transpose_B=True, clear_accum=True
+            r_ds16, s_k[slot, :, k0 : k0 + HALF], r_x, transpose_B=True, clear_accum=True
         )
         rows.wait(step)
         p_ring.wait(step)
         T.wgmma_gemm(
-            s_do[slot, i0 : i0 + CHUNK // 2, :],
-            s_p[p_ring.slot(step), i0 : i0 + CHUNK // 2, :],
+            s_do[slot, i0 : i0 + CHUNK // states, :],
+            s_p[p_ring.slot(step), i0 : i0 + CHUNK // states, :],
             r_d,
             transpose_A=True,
             clear_accum=True,
         )
         gate_ring.wait(step)
-        for r, c in T.Parallel(TILE, half):
+        for r, c in T.Parallel(TILE, HALF):
             r_staged[r, c] = r_ds[r, c] * unit
-        stage(r_staged, s_ds, ds_ring, step, half)
-        for r, c in T.Parallel(TILE, half):
+        stage(r_staged, s_ds, ds_ring, step, HALF)
+        for r, c in T.Parallel(TILE, HALF):
             r_ds[r, c] *= s_gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
         p_ring.release(step)
         for r, c in T.Parallel(TILE, CHUNK):
             r_x[r, c] = s_gate[gate_slot, D, c] * r_x[r, c] + r_d[r, c]
         y_ring.acquire(step)  # Y and dV of the chunk before have been sent
-        sum_half(r_x, s_dv, s_y, w, meet)  # 5
+        if states == 2:
+            sum_half(r_x, s_dv, s_y, w, meet)  # 5
         T.copy(r_x, r_dn16)
-        share_half(r_dn16, s_dv, w, meet)
+        if states == 2:
+            share_half(r_dn16, s_dv, w, meet)
         T.wgmma_gemm(r_dn16, s_a[slot, :, :], r_y, clear_accum=True)  # 6
         load_transposed(s_do, slot, 0, r_dot)
         for r, c in T.Parallel(TILE, CHUNK):
             r_do16[r, c] = s_gate[gate_slot, SCALE_E, c] * r_dot[c, r]
         q_ring.wait(step)
-        T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + half], r_ds)  # 7
+        T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + HALF], r_ds)  # 7
         T.wait_wgmma(1)  # Y is ready, dO'^T Q in flight
         rows.release(step)
         for r, c in T.Parallel(TILE, CHUNK):
             r_du16[r, c] = -s_gate[gate_slot, BETA_E, c] * r_y[r, c]
-        T.wgmma_gemm(r_du16, s_k[slot, :, k0 : k0 + half], r_ds)
+        T.wgmma_gemm(r_du16, s_k[slot, :, k0 : k0 + HALF], r_ds)
         for r, c in T.Parallel(TILE, CHUNK):
             r_y16[r, c] = r_y[r, c] * unit
         stage_half_transposed(r_y16, s_y, w)
+        if states == 1:
+            stage_half_transposed(r_y16, s_y, 1)
         for r, c in T.Parallel(TILE, CHUNK):
             r_dv16[r, c] = r_y[r, c] * unit * s_gate[gate_slot, BETA, c]
         stage_half_transposed(r_dv16, s_dv, w)
+        if states == 1:
+            stage_half_transposed(r_dv16, s_dv, 1)
         y_ring.commit(step)
         gate_ring.release(step)
         T.wait_wgmma(1)
@@ -267,17 +280,17 @@ def state(
             T.copy(r_x, r_dn16)
             for r, c in T.Parallel(TILE, CHUNK):
                 r_do16[r, c] = r_x[r, c] - r_dn16[r, c]
-            T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + half], r_ds)
+            T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + HALF], r_ds)
             T.wait_wgmma(0)
         T.copy(r_ds, r_ds16)
     if has_dh0 != 0:
-        for r, c in T.Parallel(TILE, half):
+        for r, c in T.Parallel(TILE, HALF):
             r_ds[r, c] *= unit
-        put_state(r_ds, dh0, n, hv, v0, half, k0)
+        put_state(r_ds, dh0, n, hv, v0, HALF, k0)
 
 
 def build(variant: Variant):
-    plan, sizes, K, half = schedule(variant), slots(variant), variant.K, variant.K // 2
+    plan, sizes, K, states = schedule(variant), slots(variant), variant.K, variant.states
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, num_sequences = T.dynamic("V, num_tiles, num_sequences")
     num_slots, num_dht, num_dh0 = T.dynamic("num_slots, num_dht, num_dh0")
@@ -328,9 +341,13 @@ def build(variant: Variant):
             s_do, s_a = tile(sizes["rows"], CHUNK, TILE), tile(sizes["rows"], CHUNK, CHUNK)
             s_p = tile(sizes["p"], CHUNK, CHUNK)
             s_y, s_dv = tile(sizes["y"], CHUNK, TILE), tile(sizes["y"], CHUNK, TILE)
-            s_ds0, s_ds1 = tile(sizes["ds0"], TILE, half), tile(sizes["ds1"], TILE, half)
+            s_ds0 = tile(sizes["ds0"], TILE, HALF)
+            s_ds = [s_ds0]
+            if states == 2:
+                s_ds1 = tile(sizes["ds1"], TILE, HALF)
+                s_ds.append(s_ds1)
             s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
-            swizzled = (s_k, s_q, s_do, s_a, s_p, s_y, s_dv, s_ds0, s_ds1)
+            swizzled = (s_k, s_q, s_do, s_a, s_p, s_y, s_dv, *s_ds)
             T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
             q_full, q_free = barrier("q_full"), barrier("q_free")
             k_full, k_free = barrier("k_full"), barrier("k_free")
@@ -338,7 +355,10 @@ def build(variant: Variant):
             gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
             p_full, p_free = barrier("p_full"), barrier("p_free")
             ds0_full, ds0_free = barrier("ds0_full"), barrier("ds0_free")
-            ds1_full, ds1_free = barrier("ds1_full"), barrier("ds1_free")
+            ds_rings = [Ring(ds0_full, ds0_free, sizes["ds0"])]
+            if states == 2:
+                ds1_full, ds1_free = barrier("ds1_full"), barrier("ds1_free")
+                ds_rings.append(Ring(ds1_full, ds1_free, sizes["ds1"]))
             y_full, y_free = barrier("y_full"), barrier("y_free")
             tail_full = barrier("tail_full")
             q_ring = Ring(q_full, q_free, sizes["q"])
@@ -346,8 +366,6 @@ def build(variant: Variant):
             rows = Ring(rows_full, rows_free, sizes["rows"])
             gates = Ring(gate_full, gate_free, sizes["gate"])
             p_ring = Ring(p_full, p_free, sizes["p"])
-            ds0 = Ring(ds0_full, ds0_free, sizes["ds0"])
-            ds1 = Ring(ds1_full, ds1_free, sizes["ds1"])
             y_ring = Ring(y_full, y_free, sizes["y"])
 
             hv, n, kh = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -370,21 +388,21 @@ def build(variant: Variant):
                 if (scale != 0) & (num_chunks > 0):  # what only passes stays as it is, bit for bit
                     unit = scale
 
-            meet = NamedBarrier(plan, "meet").id()
+            meet = NamedBarrier(plan, "meet").id() if states == 2 else None
             tx = T.get_thread_binding()
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    0, half, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds0, s_dv,
-                    s_y, q_ring, k_ring, rows, gates, p_ring, ds0, y_ring, meet, num_chunks, n, hv,
-                    v0, has_dht, has_dh0, unit, ends_of,
+                    0, states, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds0,
+                    s_dv, s_y, q_ring, k_ring, rows, gates, p_ring, ds_rings[0], y_ring, meet,
+                    num_chunks, n, hv, v0, has_dht, has_dh0, unit, ends_of,
                 )  # fmt: skip
-            elif tx < plan.end("state1"):
-                T.set_max_nreg(plan.role("state1").regs, 1)
+            elif tx < plan.start("score"):  # no thread if the CTA has one state warpgroup
+                T.set_max_nreg(plan.role("state0").regs, 1)
                 state(
-                    1, half, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds1, s_dv,
-                    s_y, q_ring, k_ring, rows, gates, p_ring, ds1, y_ring, meet, num_chunks, n, hv,
-                    v0, has_dht, has_dh0, unit, ends_of,
+                    1, states, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[-1],
+                    s_dv, s_y, q_ring, k_ring, rows, gates, p_ring, ds_rings[-1], y_ring, meet,
+                    num_chunks, n, hv, v0, has_dht, has_dh0, unit, ends_of,
                 )  # fmt: skip
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)
@@ -412,9 +430,9 @@ def build(variant: Variant):
                     store(
                         ChunkGradients(
                             dS, y, dv, s_dv, first_chunk[n], begin, length, num_chunks, hv, i_tile,
-                            half,
+                            states,
                         ),
-                        [s_ds0, s_ds1, s_y], [ds0, ds1, y_ring], num_chunks,
+                        [*s_ds, s_y], [*ds_rings, y_ring], num_chunks,
                     )  # fmt: skip
 
     return wide_dstate

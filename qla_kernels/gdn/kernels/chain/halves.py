@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import qla_kernels.tile.language as T
+from qla_kernels.gdn.kernels.chain.layout import TILE
+from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named
 
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
+HALF = 128  # columns of K of a state warpgroup
 
-def meeting() -> Named:
-    """Returns the named barrier at which both warpgroups meet."""
-    return Named(2 * WARPGROUP_THREADS)
+
+def meeting(states: int = 2) -> Named:
+    """Returns the named barrier at which two state warpgroups meet; one alone does not use it."""
+    return Named(2 * WARPGROUP_THREADS, used=states == 2)
 
 
 def sum_half(r_x: Any, s_low: Any, s_high: Any, own: int, barrier: int) -> Any:
@@ -40,13 +44,13 @@ def share_half(r_x16: Any, s_low: Any, own: int, barrier: int) -> Any:
     return T.call_extern("handle", f"qla::share_half<{own}>", r_x16.data, _start(s_low), barrier)
 
 
-def stage_half_transposed(r_x16: Any, s_tile: Any, own: int) -> Any:
-    """Writes the other warpgroup's 32 columns of r_x16 to rows of s_tile [1, 64, 64], for TMA.
+def stage_half_transposed(r_x16: Any, s_tile: Any, own: int, slot: Any = 0) -> Any:
+    """Writes the other warpgroup's 32 columns of r_x16 to rows of a slot of s_tile [.., 64, 64].
 
-    The tile may be s_low or s_high. The warp that sends it makes the fence.
+    The tile may be s_low or s_high. The warp that sends it by TMA makes the fence.
     """
-    name = f"qla::stage_half_transposed<{own}>"
-    return T.call_extern("handle", name, r_x16.data, _start(s_tile))
+    name, tile = f"qla::stage_half_transposed<{own}>", s_tile[slot, 0, 0]
+    return T.call_extern("handle", name, r_x16.data, T.access_ptr(tile, "r", CHUNK * TILE))
 
 
 def _start(shared: Any) -> Any:

@@ -6,6 +6,7 @@ wide_dstate.py states the maths and the steps, with the numbers used here.
 from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
+from qla_kernels.gdn.kernels.chain.halves import HALF
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
@@ -25,14 +26,14 @@ class ChunkGradients(NamedTuple):
     num_chunks: Any
     hv: Any
     i_tile: Any
-    half: int  # columns of K of each state warpgroup; those are written that the tensor dS has
+    states: int  # state warpgroups, of HALF columns of K each; the tensor dS may have fewer
 
     def put(self, tile, step, w):
         i = self.num_chunks - 1 - step
         chunk, v0 = self.first_chunk + i, self.i_tile * TILE
-        if w == 2:
+        if w == self.states:
             return put_values(self, tile, chunk, self.begin + i * CHUNK, self.length - i * CHUNK)
-        k0, k1 = w * self.half, (w + 1) * self.half
+        k0, k1 = w * HALF, w * HALF + HALF
         return T.tma_copy(tile, self.dS[chunk, self.hv, v0 : v0 + TILE, k0:k1])
 
 
