@@ -141,7 +141,7 @@ def shards(
     s.patch.setattr(plan, "backward", lambda *_, **__: 1)
     s.patch.setattr(exchange, "group_named", lambda _: SimpleNamespace(rank=lambda: 1))
     s.patch.setattr(exchange, "gather", lambda links, _: torch.stack([links] * 3))
-    s.patch.setattr(exchange, "folded", lambda links, numbers, V, *_: links[0, :, 0, :V])
+    s.patch.setattr(exchange, "folded", lambda links, _, V, *__: links[0, :, :, :V].transpose(0, 1))
     sizes = (H, K), (H, K), (HV, SIZE), (HV, SIZE)
     q, k, v, do = (s.rows(*size) for size in sizes)
     (g, beta), A = s.gates(), s.rows(HV, 64)

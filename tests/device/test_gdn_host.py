@@ -16,7 +16,7 @@ from qla_kernels import (
 )
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.launch.tensors import BOUNDS, sequence_bounds
-from qla_kernels.gdn.sharded.context import folded, signed
+from qla_kernels.gdn.sharded.context import Line, folded, signed
 from reference import gdn
 from tests.compare import assert_close
 from tests.gdn_calls import Call, leaves, on_gpu
@@ -225,8 +225,9 @@ def test_a_link_of_another_call_is_nan_and_nobody_waits():
         for of_call, passes in ((facts, (1, 0)), (("forward", 0.5), (1, 0)), (facts, (2, 0)))
     )
     torch.cuda.set_sync_debug_mode("error")
-    fits = folded(torch.stack([mine, mine]), range(1), V, facts, 0)
-    foreign = [folded(torch.stack([x, mine]), range(1), V, facts, 0) for x in others]
+    line = Line(range(1), 0)
+    fits = folded(torch.stack([mine, mine]), [line], V, facts)[0]
+    foreign = [folded(torch.stack([x, mine]), [line], V, facts)[0] for x in others]
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(fits, link[:, :V])
     assert all(x.isnan().all() for x in foreign)

@@ -349,34 +349,50 @@ def signed(links: Sequence[Tensor], facts: Facts, passes: Sequence[tuple[int, in
     return torch.cat(rows, 1).view(HV, len(links), -1, K)
 
 
-def folded(links: Tensor, numbers: Sequence[int], V: int, facts: Facts, onward: int) -> Tensor:
-    """Folds the links of these stretches, from a state of 0, into the state that enters a stretch.
+class Line(NamedTuple):
+    """The stretches that a sequence passes before it enters a stretch."""
 
-    Computes in fp64, so that torch's precision setting for fp32 products has no effect. If a link's
-    checksum is not that of this call, CPU tensors raise ShardError; on a GPU, where the host does
-    not wait, the result is NaN.
+    numbers: Sequence[int]  # in that order
+    onward: int  # how many stretches will fold the own link of the stretch, of the same sequence
+
+
+def folded(links: Tensor, lines: Sequence[Line], V: int, facts: Facts) -> Tensor:
+    """Folds the links of each line, from a state of 0, into the state that enters its stretch.
+
+    Computes in fp64, so that torch's precision setting for fp32 products has no effect. A line that
+    begins with another one goes on from that one's state. If a link's checksum is not that of this
+    call, CPU tensors raise ShardError; on a GPU, where the host does not wait, results are NaN.
 
     Args:
         links: of all ranks, as `gather` returns them.
-        numbers: the stretches that the sequence passes before this one, in that order.
-        onward: the number of stretches that will fold this stretch's own link of the same sequence.
+        lines: of this rank's stretches.
 
     Returns:
-        [HV, V, K] in the dtype of links: the state or, for links of a backward, the gradient.
+        [stretches, HV, V, K] in the dtype of links: states or, for links of a backward, gradients.
     """
-    (world, HV, _, _, K), num = links.shape, len(numbers)
-    state = links.new_zeros(HV, V, K, dtype=torch.float64)
-    for passed, number in enumerate(numbers):
-        rank, which = holder(number, world)
-        link = links[rank, :, which].double()
-        state = state @ link[:, V:-1] + link[:, :V]
-        foreign = link[0, -1, 0] != _signature(facts, num - passed + onward, passed)
-        if foreign.is_cpu and foreign:
-            got = f"the link of rank {rank} is not of this call"
-            needs, fix = "the same calls on all ranks, in one order", f"look at rank {rank}"
-            raise RankError(need("cp_context", got, needs, fix))
-        state.masked_fill_(foreign, torch.nan)
-    return state.to(links.dtype)
+    world, HV, _, rows, K = links.shape
+    checksums = links.select(4, 0).select(3, -1).select(1, 0).unbind()  # [stretches] of each rank
+    states = links.new_empty(len(lines), HV, V, K)
+    wrong: Tensor | None = None
+    state, done = None, list[int]()
+    for which, line in sorted(enumerate(lines), key=lambda pair: len(pair[1].numbers)):
+        numbers = list(line.numbers)
+        if numbers[: len(done)] != done:
+            state, done = None, []
+        for passed in range(len(done), len(numbers)):
+            rank, place = holder(numbers[passed], world)
+            b, M, _ = links[rank].select(1, place).double().tensor_split((V, rows - 1), 1)
+            state = b if state is None else torch.baddbmm(b, state, M)
+            said = _signature(facts, len(numbers) - passed + line.onward, passed)
+            foreign = checksums[rank].select(0, place) != said
+            if foreign.is_cpu and foreign:
+                got = f"the link of rank {rank} is not of this call"
+                needs, fix = "the same calls on all ranks, in one order", f"look at rank {rank}"
+                raise RankError(need("cp_context", got, needs, fix))
+            wrong = foreign if wrong is None else wrong.logical_or_(foreign)
+        done = numbers
+        states[which] = 0 if state is None else state
+    return states if wrong is None else states.masked_fill_(wrong, torch.nan)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,11 +6,10 @@ The forward has one all-gather, of maps of states, and so has the backward, of m
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qla_kernels.gdn.sharded.context import Facts, folded, gather, group_named, signed
+from qla_kernels.gdn.sharded.context import Facts, Line, folded, gather, group_named, signed
 from qla_kernels.gdn.sharded.layouts import Stretch, held_by
 from qla_kernels.gdn.sharded.ops import ShardPlace
 
@@ -58,16 +57,12 @@ class Neighbours(NamedTuple):
         if not any(passed for passed, _, _ in ways):
             return None
         numbers = held_by(self.ranks.rank(), len(gathered), len(ways))
-        HV, both, K = links[0].shape
-        arrived = []
-        for number, (passed, onward, through) in zip(numbers, ways, strict=True):
-            if passed:
-                line = range(number + side * passed, number, -side)
-                state = folded(gathered, line, both - K, self.facts, onward * through)
-            else:
-                state = gathered.new_zeros(HV, both - K, K)
-            arrived.append(state)
-        return torch.stack(arrived)
+        _, both, K = links[0].shape
+        lines = [
+            Line(range(number + side * passed, number, -side), onward * through)
+            for number, (passed, onward, through) in zip(numbers, ways, strict=True)
+        ]
+        return folded(gathered, lines, both - K, self.facts)
 
 
 def neighbours(shard: ShardPlace, num_sequences: int, facts: Facts) -> Neighbours:

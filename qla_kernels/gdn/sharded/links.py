@@ -50,37 +50,51 @@ def write_entering(
     states: Tensor, entering: Tensor | None, cut: Segments, stretches: Sequence[Stretch]
 ) -> None:
     """Writes the states [stretches, HV, V, K] that enter stretches, if any, to their rows."""
-    for i, x in enumerate(stretches):
-        if entering is not None and x.before:
-            _write_start(states, entering[i], cut, x)
+    its, of = _some(entering, stretches, [x.before > 0 for x in stretches])
+    if its is not None:
+        states.index_copy_(0, _start_rows(cut, of), _in_room(its, states))
 
 
 def write_leaving(
     left: Tensor, leaving: Tensor | None, cut: Segments, stretches: Sequence[Stretch]
 ) -> None:
     """Writes the gradients [stretches, HV, V, K] of states that leave stretches to their rows."""
-    for i, x in enumerate(stretches):
-        if leaving is not None and x.after:
-            _write_end(left, leaving[i], cut, x)
+    its, of = _some(leaving, stretches, [x.after > 0 for x in stretches])
+    if its is not None:
+        left.index_copy_(0, _end_rows(cut, of), _in_room(its, left))
 
 
-def _write_start(states: Tensor, state: Tensor, cut: Segments, x: Stretch) -> None:
-    state = _in_room(state, states)
-    if x.first == 0:
-        states[1] = state
-        return
-    row = cut.first_segment[x.first : x.first + 1].long() + 1
-    row.clamp_(max=cut.capacity - 1)  # with wrong bounds the table may be full
-    states.index_copy_(0, row, state[None])
+def _some(
+    x: Tensor | None, stretches: Sequence[Stretch], wanted: Sequence[bool]
+) -> tuple[Tensor | None, list[Stretch]]:
+    """Returns the rows of x, one a stretch, that are wanted, or None; and their stretches."""
+    of = list(itertools.compress(stretches, wanted))
+    if x is None or not of:
+        return None, of
+    return x if all(wanted) else x[wanted.index(True)][None], of
 
 
-def _write_end(states: Tensor, state: Tensor, cut: Segments, x: Stretch) -> None:
-    row = cut.first_segment[x.end : x.end + 1].long() - 2
-    states.index_copy_(0, row, _in_room(state, states)[None])
+def _start_rows(cut: Segments, stretches: Sequence[Stretch]) -> Tensor:
+    """Returns the row behind the first segment of each stretch: what enters it."""
+    rows = _of_sequences(cut.first_segment, [x.first for x in stretches]).long() + 1
+    return rows.clamp_(max=cut.capacity - 1)  # with wrong bounds the table may be full
+
+
+def _end_rows(cut: Segments, stretches: Sequence[Stretch]) -> Tensor:
+    """Returns the row before the last segment of each stretch: what leaves it."""
+    return _of_sequences(cut.first_segment, [x.end for x in stretches]).long() - 2
+
+
+def _of_sequences(table: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Returns the rows of one or two sequences, in ascending order, as a view."""
+    first, last = numbers[0], numbers[-1]
+    return table[first : last + 1 : max(1, last - first)]
 
 
 def _in_room(state: Tensor, states: Tensor) -> Tensor:
     """Returns a state with columns of zeros up to the K of `states`."""
+    if state.shape[-1] == states.shape[-1]:
+        return state
     return torch.nn.functional.pad(state, (0, states.shape[-1] - state.shape[-1]))
 
 
@@ -99,11 +113,10 @@ def _links(
         return [left.new_zeros(HV, V + K, K) for _ in stretches]
     states = left.new_zeros(cut.capacity, HV, V + room, room)
     states[:, :, :V] = left
-    identity = torch.cat([left.new_zeros(V, room), torch.eye(room, device=left.device)])
-    for x in leaving:
-        if x.through:
-            write = _write_end if reverse else _write_start
-            write(states, identity.expand(HV, V + room, room), cut, x)
+    if through := [x for x in leaving if x.through]:
+        identity = torch.cat([left.new_zeros(V, room), torch.eye(room, device=left.device)])
+        rows = (_end_rows if reverse else _start_rows)(cut, through)
+        states.index_copy_(0, rows, identity.expand(len(through), HV, V + room, room))
     first = cut.first_segment
     folded = [x.first if reverse else x.end - 1 for x in leaving]
     if len(folded) == 2 and folded[0] + 1 == folded[1]:  # one launch folds neighbours
@@ -116,7 +129,8 @@ def _links(
     for x, leaves_it in zip(stretches, leaves, strict=True):
         row = first[x.first : x.first + 1] if reverse else first[x.end : x.end + 1] - 1
         if leaves_it:
-            result.append(states.index_select(0, row)[0, :, : V + K, :K].contiguous())
+            link = states.index_select(0, row)[0]
+            result.append(link if room == K else link[:, : V + K, :K].contiguous())
         else:
             result.append(left.new_zeros(HV, V + K, K))
     return result
