@@ -1,6 +1,6 @@
 """Runs small cases of everything that can run on this machine, against the definition in fp64.
 
-    python -m qla_kernels.selftest                  also: python -m qla_kernels.info --selftest
+    python -m qla_kernels.selftest                  also: python -m qla_kernels --selftest
     python -m qla_kernels.selftest gdn.fused_fwd    every variant of one kernel
     python -m qla_kernels.selftest gdn.fused_fwd bf16-k128-v128    one variant
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from qla_kernels import device, digests, jit
+from qla_kernels.compiler import NEEDS_TILELANG
 from qla_kernels.native import prebuilt
 from qla_kernels.selftest import (
     conv,
@@ -130,7 +131,7 @@ def _prebuilt() -> Result:
     said = f"{used} of {len(every)} variants, {file.path}"
     if used == len(every):
         return Result(name, True, said)
-    return Result(name, prebuilt.can_compile(), f"{said}; the others need tilelang")
+    return Result(name, prebuilt.can_compile(), f"{said}; the others need {NEEDS_TILELANG}")
 
 
 def _usual(variants: tuple[Any, ...]) -> list[Any]:

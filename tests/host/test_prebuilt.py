@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from qla_kernels import build, digests, info, jit, programs, selftest, warmup
-from qla_kernels.compiler import INSTALL, WHEEL
+from qla_kernels.compiler import INSTALL, NEEDS_TILELANG, WHEEL
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate, recurrent
 from qla_kernels.native import prebuilt, sources
@@ -90,7 +90,7 @@ def test_the_selftest_reads_every_prebuilt_kernel(
 
     path = write(folder)
     every = len(digests.recorded())
-    some = f"1 of {every} variants, {path}; the others need tilelang"
+    some = f"1 of {every} variants, {path}; the others need {NEEDS_TILELANG}"
     assert said() == selftest.Result("prebuilt kernels", True, some)
     monkeypatch.setitem(sys.modules, "tilelang", None)
     assert said() == selftest.Result("prebuilt kernels", False, some)
