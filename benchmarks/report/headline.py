@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from qla_kernels.gdn.shapes import VALUE_KERNELS, key_room, leaves_values
+
 from ..harness.records import Row, Run
 from . import tables
 from .figures import density_of, gain, rival_of, short, steps
@@ -167,9 +169,24 @@ def _olmo_gain(runs: Sequence[Run]) -> list[str]:
         run = newest(runs, "gdn", "sizes:d96x192", kind, 2)
         ways = [beside(run.rows, "fla", eager) for eager in (False, True)] if run else []
         known = zip(ways, ("CUDA graphs", "eager calls"), strict=False)
-        if spans := [f"{s.worst:.2f} to {s.best:.2f} x in {way}" for s, way in known if s]:
-            said.append(f"{title} {', '.join(spans)}")
+        spans = [f"{s.worst:.2f} to {s.best:.2f} x in {way}" for s, way in known if s]
+        if run is None or not spans:
+            continue
+        since = "; other kernels run since" if kind == "bwd" and lacks_values(run, 96, 192) else ""
+        shapes = f"{run.rows[0].heads} heads, {' or '.join(map(shape_of, run.rows))}"
+        said.append(
+            f"{title} {', '.join(spans)} ({shapes}, gates of a model, {source(run)}{since})"
+        )
     return [f"OLMo Hybrid (head sizes 96/192), beside FLA: {'; '.join(said)}."] if said else []
+
+
+def lacks_values(run: Run, K: int, V: int) -> bool:
+    """Whether backwards of these sizes run `VALUE_KERNELS` today, and ran others on this record.
+
+    Digests do not tell: the kernels that ran then are as they were.
+    """
+    label = f"gdn.{VALUE_KERNELS[-1]}-bf16-k{key_room(K)}"
+    return leaves_values(K, V) and bool(run.kernels) and label not in run.kernels
 
 
 def two_groups(runs: Sequence[Run], digests: Digests) -> str:
