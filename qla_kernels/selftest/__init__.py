@@ -116,7 +116,10 @@ def run(kernel: str = "", variant: str = "") -> list[Result]:
 
 
 def _prebuilt() -> Result:
-    """Reads all prebuilt kernels; fails if one is damaged, or absent and cannot be compiled."""
+    """Reads all prebuilt kernels; fails if one is damaged, or lacking and cannot be compiled.
+
+    An installation without any is no failure, be TileLang there or not: the note says which.
+    """
     name = "prebuilt kernels"
     try:
         file = prebuilt.in_use()

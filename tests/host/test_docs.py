@@ -125,6 +125,25 @@ def test_ratios_of_the_serving_page_are_those_of_the_record():
     )
 
 
+def test_ratios_by_heads_of_the_serving_page_are_those_of_the_record():
+    """Of the fastest rival, in CUDA graphs and eager, in two columns of heads."""
+    text = (DOCS / "serving.md").read_text().split("What a model gets depends on its heads.")[1]
+    record = (DOCS / "records" / "gdn.md").read_text()
+    for what, many, few in (
+        ("prefill with checkpoints", "prefill with checkpoints", "prefill in a pool"),
+        ("a token of each sequence", "decoding in a pool", "decoding in a pool"),
+        ("drafts", "drafts", "drafts"),
+        ("a layer's step", "a layer's step", "a layer's step"),
+    ):
+        (row,) = re.findall(rf"^\| {what} \|(.*)\|$", text, re.M)
+        said = re.findall(r"\b\d\.\d\d\b", row)
+        for heads, section, numbers in (("16/32", many, said[:2]), ("2/8", few, said[2:])):
+            table = record.split(f"\n## Serving: {section}\n")[1].split("\n## ")[0]
+            (line,) = re.findall(rf"^\| {heads} .*$", table, re.M)
+            ratio = line.split(" | ")[-3]  # before the floor's share and the first call
+            assert re.findall(r"\d\.\d\d", ratio) == numbers, (what, heads)
+
+
 LINES = re.findall(r"^\[qla_kernels\] (.*)$", (DOCS / "serving.md").read_text(), re.M)
 
 

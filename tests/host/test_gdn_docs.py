@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from qla_kernels import chunk_gated_delta_rule
+from qla_kernels.gdn import plan
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import call, leaves
 from tests.readme import names_in, snippets
@@ -49,6 +50,20 @@ def test_a_rank_s_part_of_one_rank_is_all(code):
         assert relative_l2(in_two, want) < 1e-12
     finally:
         dist.destroy_process_group()
+
+
+def test_the_table_of_cuts_is_the_plan_s(code):
+    assert (code["forward_cut"], code["backward_cut"]) == (32, None)
+    row = r"^\| \d+/(\d+), (\d+)/(\d+) \| (\d+)x(\d+) \| (.*) \| (.*) \|$"
+    rows = re.findall(row, TEXT, re.M)
+    assert len(rows) == 8
+    for *numbers, forward, backward in rows:
+        HV, K, V, T, N = map(int, numbers)
+        lengths, shape = plan.sequence_chunks(N, N * T), (HV, K, V, 132)
+        cuts = plan.forward(lengths, *shape).segment_chunks, plan.backward(lengths, *shape)
+        for said, most in zip((forward, backward), cuts, strict=True):
+            want = f"cut, {plan.num_segments(lengths, most) // N}" if most else "whole"
+            assert said == want, numbers
 
 
 @pytest.mark.parametrize("normalised", [False, True])
