@@ -16,7 +16,7 @@ from qla_kernels import (
 )
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.launch.tensors import BOUNDS, sequence_bounds
-from qla_kernels.gdn.sharded.context import Line, folded, signed
+from qla_kernels.gdn.sharded.gathered import Line, folded, signed
 from reference import gdn
 from tests.compare import assert_close
 from tests.gdn_calls import Call, leaves, on_gpu

@@ -11,7 +11,7 @@ from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import build_cp_context
 from qla_kernels.gdn.launch.segments import Segments
 from qla_kernels.gdn.sharded import links
-from qla_kernels.gdn.sharded.context import Line, folded, signed
+from qla_kernels.gdn.sharded.gathered import Line, folded, signed
 from qla_kernels.gdn.sharded.layouts import Stretch
 from tests.gdn_calls import Call, call, gradients, leaves
 from tests.gdn_zigzag_ranks import LENGTHS, lengths_of

@@ -1,17 +1,14 @@
-"""Sequences that are cut over ranks: contexts, the comparison of calls, and the exchange of links.
+"""Sequences that are cut over ranks: contexts, and the comparison of calls.
 
 Every rank holds the same number of tokens, in one stretch or in two: `layouts`. A stretch's first
 sequence may begin in the stretches before it, and its last one may continue in those after it.
 FLA's FLACPContext holds the numbers of these stretches, and `build_cp_context` makes such a context
 without FLA. Each rank computes a link for each of its stretches: the map that its part of such a
-sequence applies to a state or gradient that passes through. One gather sends all links to all
-ranks, and each rank folds the links that it needs.
+sequence applies to a state or gradient that passes through: `gathered`.
 """
 
-import functools
 import itertools
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -36,9 +33,6 @@ from qla_kernels.ranks import RankError, expect_equal, lost_ranks_explained
 from qla_kernels.sm90 import Reason
 
 Facts = tuple[object, ...]  # properties of a call that must be the same on all ranks
-
-# all_gather_into_tensor warns since torch 2.13, which has the new name
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # The facts that a group's ranks have compared, so that GPUs do not wait to compare them again.
 _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[str]]" = WeakKeyDictionary()
@@ -319,83 +313,3 @@ def _expect_one_line(op: str, layout: str, everyone: list[list[Ends]]) -> None:
 def group_named(name: str) -> dist.ProcessGroup:
     """Returns the process group of that name; operators take names, as torch's collectives do."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore
-
-
-def gather(links: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchanges signed links; returns those of all ranks, [ranks, HV, stretches, V + K + 1, K]."""
-    gathered = links.new_empty(dist.get_world_size(group), *links.shape)
-    with lost_ranks_explained("cp_context", LINKS):
-        _all_gather(gathered.view(-1), links.reshape(-1), group)
-    return gathered
-
-
-def signed(links: Sequence[Tensor], facts: Facts, passes: Sequence[tuple[int, int]]) -> Tensor:
-    """Returns links, each with one more row, [HV, stretches, V + K + 1, K]; `folded` verifies it.
-
-    The row holds a checksum.
-
-    Args:
-        links: [HV, V + K, K], of this rank's stretches.
-        facts: the facts of the call.
-        passes: of each link, the number of stretches that will fold it, and, if its sequence passes
-            through its stretch, the number of stretches before it that the sequence has passed;
-            else 0.
-    """
-    HV, _, K = links[0].shape
-    rows = []
-    for link, (sent, came) in zip(links, passes, strict=True):
-        row = link.new_full((1, 1, 1), _signature(facts, sent, came)).expand(HV, 1, K)
-        rows += [link, row]
-    return torch.cat(rows, 1).view(HV, len(links), -1, K)
-
-
-class Line(NamedTuple):
-    """The stretches that a sequence passes before it enters a stretch."""
-
-    numbers: Sequence[int]  # in that order
-    onward: int  # how many stretches will fold the own link of the stretch, of the same sequence
-
-
-def folded(links: Tensor, lines: Sequence[Line], V: int, facts: Facts) -> Tensor:
-    """Folds the links of each line, from a state of 0, into the state that enters its stretch.
-
-    Computes in fp64, so that torch's precision setting for fp32 products has no effect. A line that
-    begins with another one goes on from that one's state. If a link's checksum is not that of this
-    call, CPU tensors raise ShardError; on a GPU, where the host does not wait, results are NaN.
-
-    Args:
-        links: of all ranks, as `gather` returns them.
-        lines: of this rank's stretches.
-
-    Returns:
-        [stretches, HV, V, K] in the dtype of links: states or, for links of a backward, gradients.
-    """
-    world, HV, _, rows, K = links.shape
-    checksums = links.select(4, 0).select(3, -1).select(1, 0).unbind()  # [stretches] of each rank
-    states = links.new_empty(len(lines), HV, V, K)
-    wrong: Tensor | None = None
-    state, done = None, list[int]()
-    for which, line in sorted(enumerate(lines), key=lambda pair: len(pair[1].numbers)):
-        numbers = list(line.numbers)
-        if numbers[: len(done)] != done:
-            state, done = None, []
-        for passed in range(len(done), len(numbers)):
-            rank, place = holder(numbers[passed], world)
-            b, M, _ = links[rank].select(1, place).double().tensor_split((V, rows - 1), 1)
-            state = b if state is None else torch.baddbmm(b, state, M)
-            said = _signature(facts, len(numbers) - passed + line.onward, passed)
-            foreign = checksums[rank].select(0, place) != said
-            if foreign.is_cpu and foreign:
-                got = f"the link of rank {rank} is not of this call"
-                needs, fix = "the same calls on all ranks, in one order", f"look at rank {rank}"
-                raise RankError(need("cp_context", got, needs, fix))
-            wrong = foreign if wrong is None else wrong.logical_or_(foreign)
-        done = numbers
-        states[which] = 0 if state is None else state
-    return states if wrong is None else states.masked_fill_(wrong, torch.nan)
-
-
-@functools.lru_cache(maxsize=4096)
-def _signature(*said: object) -> int:
-    """Returns a checksum of 24 bits, which fp32 holds exactly."""
-    return zlib.crc32(repr(said).encode()) >> 8

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from qla_kernels.gdn.sharded.context import Facts, Line, folded, gather, group_named, signed
+from qla_kernels.gdn.sharded.context import Facts, group_named
+from qla_kernels.gdn.sharded.gathered import Line, folded, gather, signed
 from qla_kernels.gdn.sharded.layouts import Stretch, held_by
 from qla_kernels.gdn.sharded.ops import ShardPlace
 
