@@ -40,6 +40,7 @@ from qla_kernels.gdn.decode import launch as decode_launch
 from qla_kernels.gdn.decode import packed
 from qla_kernels.gdn.launch import backward as gdn_backward
 from qla_kernels.gdn.launch import forward as gdn_forward
+from qla_kernels.gdn.shapes import VALUE_KERNELS, leaves_values
 from qla_kernels.gdn.tree import autograd as tree
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops
@@ -249,14 +250,12 @@ def lengths_that_the_device_alone_knows() -> None:
 
 
 def gated_delta_rule_of_three_parts() -> None:
-    """K that is not a variant's, and value heads that the backward computes as three."""
-    names = _is_replayed(
-        _step(lambda *x: chunk_gated_delta_rule(*x)[0], *_gdn(512, 96, 192)),
-        gdn.FORWARDS,
-        gdn.BACKWARDS,
-    )
-    assert any("repeat_gates" in name for name in names)
-    assert any("part_sums" in name for name in names)
+    """K that is no variant's, and value heads of three tiles: as three heads, or as one."""
+    for K, kernels in ((48, ("repeat_gates", "part_sums")), (96, VALUE_KERNELS)):
+        step = _step(lambda *x: chunk_gated_delta_rule(*x)[0], *_gdn(512, K, 192))
+        names = _is_replayed(step, gdn.FORWARDS, gdn.BACKWARDS)
+        for kernel in kernels:
+            assert any(kernel in name for name in names), kernel
 
 
 def gradients_of_start_states_of_segments() -> None:
@@ -274,13 +273,14 @@ def gradients_of_start_states_of_segments() -> None:
 def states_of_wide_values_and_narrow_keys() -> None:
     """States are copied where value heads have parts, and where a variant has another K."""
     for v_first in (False, True):
-        for sizes, parts in (((128, 256), 2), ((96, 192), 3), ((96, 128), 1)):
+        for sizes, parts in (((128, 256), 2), ((48, 192), 3), ((96, 192), 1), ((96, 128), 1)):
+            chains = not leaves_values(*sizes)  # else wide_states, for which nothing has parts
             for tokens, copies in ((512, 3), (8192, 1)):  # whole sequences, and segments
                 names = _with_states([*_gdn(tokens, *sizes)], 1, v_first)
                 is_cut = any("segment_map_bwd" in name for name in names)
                 assert is_cut == (tokens > 512)
                 want = 1 if is_cut else 0 if v_first or parts == 1 else copies
-                assert sum("chunk_states" in name for name in names) == 1 + want
+                assert sum("chunk_states" in name for name in names) == chains + want
 
 
 def gated_delta_rule_of_wide_keys() -> None:
