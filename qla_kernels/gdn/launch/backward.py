@@ -24,9 +24,9 @@ from qla_kernels.gdn.launch.tensors import (
     tokens,
     with_room,
 )
-from qla_kernels.gdn.launch.wide_backward import wide_grads, wide_states_around
+from qla_kernels.gdn.launch.wide_backward import wide_grads
 from qla_kernels.gdn.ops import GdnBackward
-from qla_kernels.gdn.shapes import WIDE, key_room
+from qla_kernels.gdn.shapes import key_room
 from qla_kernels.gdn.validate import OP
 from qla_kernels.sm90 import dtype_name, readable, require_aligned
 from qla_kernels.tile.constants import CHUNK
@@ -47,11 +47,7 @@ def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Option
         for rows in launches:
             part, (dv_b,) = x.of_part(rows), of_part(rows, dv)
             lengths = call.cu_seqlens_cpu
-            states: ChainStates | ValueStates | None
-            if q.shape[-1] == WIDE:
-                states = wide_states_around(part, dv_b)
-            else:
-                states = states_around(part, dv_b, options, lengths, saved.cp_cache, known)
+            states = states_around(part, dv_b, options, lengths, saved.cp_cache, known)
             if others is None:  # allocated only now, when temporaries of states_around are free
                 others = tuple(t.new_empty(t.shape) for t in (q, k, x.g_cum, x.g_cum))
             dq_b, dk_b, *gates_b = of_part(rows, *others)

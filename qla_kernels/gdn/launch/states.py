@@ -32,7 +32,7 @@ from qla_kernels.gdn.launch.tensors import (
     sequence_bounds,
 )
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
-from qla_kernels.gdn.shapes import leaves_values
+from qla_kernels.gdn.shapes import WIDE, leaves_values
 from qla_kernels.native.symbols import decided
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
@@ -141,6 +141,8 @@ def states_around(
         pass_state_through(x.dht, x.dh0)
         return None
     x = x._replace(bounds=x.bounds.int())
+    if x.k.shape[-1] == WIDE:  # sequences stay whole
+        return value_chains(x, dv)
     bound = gdn_plan.gradient_bound(options.warm_log_bound)
     N, K, sm_count = len(x.bounds) - 1, x.k.shape[-1], device.sm_count(dv.device)
     sequences = chunks_of(N, B * T, cu_seqlens_cpu)

@@ -1,7 +1,6 @@
-"""The gradients of each chunk from V' and Y, which the chains have left, and the chains at K = 256.
+"""The gradients of each chunk from V' and Y, which the chains have left.
 
-Given V' and Y, the gradients need only 128 columns of K at a time. V is any multiple of 64. At K =
-256 sequences are not cut into segments.
+They need only 128 columns of K at a time. V is any multiple of 64.
 """
 
 import torch
@@ -10,21 +9,10 @@ from torch import Tensor
 from qla_kernels import device, jit
 from qla_kernels.gdn.kernels import wide_grads as wide_grads_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
-from qla_kernels.gdn.launch.states import BackwardBatch, ValueStates, value_chains
-from qla_kernels.gdn.launch.tensors import pass_state_through, tokens
+from qla_kernels.gdn.launch.states import BackwardBatch, ValueStates
+from qla_kernels.gdn.launch.tensors import tokens
 from qla_kernels.gdn.shapes import key_room
 from qla_kernels.sm90 import dtype_name
-
-
-def wide_states_around(x: BackwardBatch, dv: Tensor) -> ValueStates | None:
-    """Runs both chains over whole sequences, on two streams; None where there is no chunk.
-
-    Writes dv [B, T, HV, V] for tokens of sequences, and x.dh0 if given.
-    """
-    if not x.v.numel() or x.bounds.shape[0] == 1:  # no token, or none that a sequence owns
-        pass_state_through(x.dht, x.dh0)
-        return None
-    return value_chains(x._replace(bounds=x.bounds.int()), dv)
 
 
 def wide_grads(x: BackwardBatch, states: ValueStates, out: tuple[Tensor, ...]) -> None:
