@@ -41,6 +41,20 @@ def contents(file: prebuilt.KernelFile) -> dict[str, Any]:
     return {"file": str(file.path), "set": f"{file.manifest['set']}: {made_by}", "kernels": lines}
 
 
+def read(file: prebuilt.KernelFile) -> tuple[bool, str]:
+    """Reads all kernels of a file; returns whether none is lacking, or may be, and what is there.
+
+    Raises ValueError if one is damaged.
+    """
+    prebuilt.read(file, file.kernels)
+    every = digests.recorded()
+    used = sum(map(file.has, every))
+    said = f"{used} of {len(every)} variants, {file.path}"
+    if used == len(every):
+        return True, said
+    return prebuilt.can_compile(), f"{said}; the others need {NEEDS_TILELANG}"
+
+
 def other_sets() -> Iterator[tuple[str, bool, str]]:
     """Reads the kernels that other drivers would use; yields a name, whether they pass, and why.
 
@@ -53,11 +67,6 @@ def other_sets() -> Iterator[tuple[str, bool, str]]:
         return
     try:
         for file in prebuilt.others():
-            prebuilt.read(file, file.kernels)
-            every = digests.recorded()
-            used = sum(map(file.has, every))
-            said = f"{used} of {len(every)} variants, {file.path}"
-            said += "" if used == len(every) else f"; the others need {NEEDS_TILELANG}"
-            yield OTHERS, used == len(every) or prebuilt.can_compile(), said
+            yield OTHERS, *read(file)
     except ValueError as error:
         yield OTHERS, False, str(error)

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from qla_kernels import device, digests, jit
-from qla_kernels.compiler import NEEDS_TILELANG
-from qla_kernels.native import prebuilt
+from qla_kernels import device, jit
+from qla_kernels.native import checks, prebuilt
 from qla_kernels.selftest import (
     conv,
     dualkv_backward,
@@ -126,15 +125,9 @@ def _prebuilt() -> Result:
         if isinstance(file, str):
             lacking = "" if prebuilt.can_compile() else f"; {prebuilt.NOTHING_TO_LAUNCH}"
             return Result(name, None, file + lacking)
-        prebuilt.read_all(file.path)
+        return Result(name, *checks.read(file))
     except ValueError as error:
         return Result(name, False, str(error))
-    every = digests.recorded()
-    used = sum(map(file.has, every))
-    said = f"{used} of {len(every)} variants, {file.path}"
-    if used == len(every):
-        return Result(name, True, said)
-    return Result(name, prebuilt.can_compile(), f"{said}; the others need {NEEDS_TILELANG}")
 
 
 def _usual(variants: tuple[Any, ...]) -> list[Any]:
