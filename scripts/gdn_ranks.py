@@ -31,8 +31,8 @@ from benchmarks.gdn.inputs import gdn_inputs
 from benchmarks.gdn.workloads import Gdn
 from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import build_cp_context
+from qla_kernels.gdn.sharded.layouts import LAYOUTS, STRETCHES, held_by
 
-LAYOUTS = {"contiguous": 1, "zigzag": 2}  # stretches of a rank
 GIVEN = ("q", "k", "v", "g", "beta")
 WARM, REPEATED, TOLERANCE = 3, 20, 1e-2
 new_event: Any = torch.cuda.Event
@@ -53,10 +53,9 @@ def parse() -> argparse.Namespace:
 
 def part(x: Tensor, layout: str) -> Tensor:
     """Returns this rank's stretches of a batch, one after the other."""
-    rank, world, each = dist.get_rank(), dist.get_world_size(), LAYOUTS[layout]
+    rank, world, each = dist.get_rank(), dist.get_world_size(), STRETCHES[layout]
     stretches = x.chunk(each * world, 1)
-    numbers = (rank, 2 * world - 1 - rank)[:each]
-    return torch.cat([stretches[n] for n in numbers], 1).contiguous()
+    return torch.cat([stretches[n] for n in held_by(rank, world, each)], 1).contiguous()
 
 
 def forward(function: Function, x: dict[str, Tensor], context: Any) -> Any:
