@@ -16,7 +16,8 @@ from qla_kernels import (
 )
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.launch.tensors import BOUNDS, sequence_bounds
-from qla_kernels.gdn.sharded.gathered import Line, folded, signed
+from qla_kernels.gdn.sharded.gathered import folded, lines, signatures, signed
+from qla_kernels.gdn.sharded.layouts import Stretch
 from reference import gdn
 from tests.compare import assert_close
 from tests.gdn_calls import Call, leaves, on_gpu
@@ -218,16 +219,19 @@ def test_a_backward_beside_a_capture():
 
 
 def test_a_link_of_another_call_is_nan_and_nobody_waits():
+    """At K = 256, where torch folds; link_fold's own case is in the self-test."""
     facts, HV, V, K = ("forward", 0.3), 2, 128, 64
-    link = torch.randn(HV, V + K, K, device="cuda")
+    link, its = torch.randn(HV, V + K, K, device="cuda"), [Stretch(0, 1, 0, 1)]
     mine, *others = (
-        signed([link], of_call, [passes])
-        for of_call, passes in ((facts, (1, 0)), (("forward", 0.5), (1, 0)), (facts, (2, 0)))
-    )
+        signed([link], signatures(of_call, [stretch], reverse=False))
+        for of_call, stretch in (
+            (facts, its[0]), (("forward", 0.5), its[0]), (facts, Stretch(0, 1, 0, 2)),
+        )
+    )  # fmt: skip
+    line = lines(facts, [Stretch(0, 1, 1, 0)], 1, 2, reverse=False)
     torch.cuda.set_sync_debug_mode("error")
-    line = Line(range(1), 0)
-    fits = folded(torch.stack([mine, mine]), [line], V, facts)[0]
-    foreign = [folded(torch.stack([x, mine]), [line], V, facts)[0] for x in others]
+    fits = folded(torch.stack([mine, mine]), line, V)[0]
+    foreign = [folded(torch.stack([x, mine]), line, V)[0] for x in others]
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(fits, link[:, :V])
     assert all(x.isnan().all() for x in foreign)

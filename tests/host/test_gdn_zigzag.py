@@ -9,9 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import build_cp_context
-from qla_kernels.gdn.launch.segments import Segments
-from qla_kernels.gdn.sharded import links
-from qla_kernels.gdn.sharded.gathered import Line, folded, signed
+from qla_kernels.gdn.sharded.gathered import folded, lines, signatures, signed
 from qla_kernels.gdn.sharded.layouts import Stretch
 from tests.gdn_calls import Call, call, gradients, leaves
 from tests.gdn_zigzag_ranks import LENGTHS, lengths_of
@@ -180,17 +178,6 @@ def test_ranks_without_a_token(alone, lengths):
     assert all(dx.shape == x[n].shape and not dx.any() for n, dx in gradients(result, x).items())
 
 
-def test_a_table_that_wrong_bounds_fill_has_a_row_for_the_state():
-    """The row behind the second stretch's first segment would be one past the table's last."""
-    rows = 5
-    bounds, first = torch.zeros(rows + 1, dtype=torch.int32), torch.tensor([0, rows - 1, rows])
-    cut = Segments(bounds, bounds, bounds, first.int(), bounds)
-    stretches = [Stretch(0, 1, 1, 1), Stretch(1, 2, 1, 1)]
-    states, entering = torch.zeros(rows, 2, 8, 16), torch.ones(2, 2, 8, 16)
-    links.write_entering(states, entering, cut, stretches)
-    assert [n for n in range(rows) if states[n].all()] == [1, rows - 1]
-
-
 class Products(TorchDispatchMode):
     """Counts products of matrices."""
 
@@ -204,16 +191,18 @@ class Products(TorchDispatchMode):
 def test_the_states_that_enter_two_stretches_share_what_they_fold():
     """Of four stretches, rank 1 holds 1 and 2: what enters 2 goes on from what enters 1."""
     facts, (HV, V, K) = ("forward",), (2, 3, 4)
-    links = torch.randn(4, HV, V + K, K)
-    sent = [(3 - n, n) for n in range(4)]  # a sequence that passes through all
-    ranks = [signed([links[r], links[3 - r]], facts, [sent[r], sent[3 - r]]) for r in range(2)]
-    lines = [Line(range(1), 2), Line(range(2), 1)]
+    maps = torch.randn(4, HV, V + K, K)
+    ranks, passed = [], []
+    for r in range(2):  # a sequence that passes through all
+        its = [Stretch(n, n + 1, number, 3 - number) for n, number in enumerate((r, 3 - r))]
+        ranks.append(signed([maps[r], maps[3 - r]], signatures(facts, its, reverse=False)))
+        passed.append(lines(facts, its, r, 2, reverse=False))
     with Products() as seen:
-        got = folded(torch.stack(ranks), lines, V, facts)
-    b, M = links.split((V, K), 2)
+        got = folded(torch.stack(ranks), passed[1], V)
+    b, M = maps.split((V, K), 2)
     want = torch.stack([b[0], b[0] @ M[1] + b[1]])
     assert seen.count == 1
     torch.testing.assert_close(got, want)
-    alone = folded(torch.stack(ranks), [Line((), 0), Line(range(3), 0)], V, facts)
+    alone = folded(torch.stack(ranks), passed[0], V)
     torch.testing.assert_close(alone[1], want[1] @ M[2] + b[2])
     assert not alone[0].any()

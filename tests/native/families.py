@@ -12,6 +12,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +37,16 @@ from qla_kernels.gdn import autograd as gdn
 from qla_kernels.gdn import ops as gdn_ops
 from qla_kernels.gdn.anchored import launch as pool_launch
 from qla_kernels.gdn.anchored import pool as gdn_pool
+from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode import launch as decode_launch
 from qla_kernels.gdn.decode import packed
 from qla_kernels.gdn.launch import backward as gdn_backward
 from qla_kernels.gdn.launch import forward as gdn_forward
 from qla_kernels.gdn.shapes import VALUE_KERNELS, leaves_values
+from qla_kernels.gdn.sharded import exchange
+from qla_kernels.gdn.sharded import launch as shard_launch
+from qla_kernels.gdn.sharded import ops as shard_ops
+from qla_kernels.gdn.sharded.ops import ShardPlace
 from qla_kernels.gdn.tree import autograd as tree
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops
@@ -62,8 +68,8 @@ NATIVE, DRIVER = standin.replaying(passing=True), by_hand.DRIVER
 
 _kernels: dict[tuple[str, tuple[Any, ...]], Any] = {}
 _launched: list[Any] = []  # launchers, in the order of their launches
-_forward_size: list[int] = []  # of the record, when a backward began
-_forward_results: list[int] = []  # how many a forward before a backward had
+_phases: list[int] = []  # sizes of the record when a backward began, or a rank's gather
+_forwards: list[tuple[int, int]] = []  # the phase of a forward's results, and their number
 
 
 class Launch(NamedTuple):
@@ -71,7 +77,7 @@ class Launch(NamedTuple):
 
     name: str
     numbers: tuple[int, ...]
-    backward: bool
+    phase: int  # in which a usual call may not have had the same memory for two tensors
     addresses: tuple[int, ...]
 
 
@@ -97,6 +103,9 @@ device.of, device.sm_count = nullcontext, lambda _: 132  # type: ignore[assignme
 gdn_ops.gdn_fwd, gdn_ops.gdn_bwd = gdn_forward.gdn_fwd, gdn_backward.gdn_bwd
 gdn_ops.l2norm_fwd, gdn_ops.l2norm_bwd = gdn_forward.l2norm_fwd, gdn_forward.l2norm_bwd
 tree_ops.gdn_tree_fwd, tree_ops.gdn_tree_bwd = tree_launch.gdn_tree_fwd, tree_launch.gdn_tree_bwd
+shard_ops.gdn_shard_fwd = shard_launch.gdn_shard_fwd
+shard_ops.gdn_shard_bwd = shard_launch.gdn_shard_bwd
+exchange.group_named = lambda _: SimpleNamespace(rank=lambda: 1)  # type: ignore[assignment, return-value]
 conv_ops.conv_fwd, conv_ops.conv_bwd = conv_launch.conv_fwd, conv_launch.conv_bwd
 conv_update.conv_update = hybrid_step.conv_update = conv_launch.conv_update
 packed.gdn_recurrent_slots = decode_launch.gdn_recurrent_slots
@@ -110,14 +119,23 @@ for _module in (ring, shard, sparse_gradients):
     _module.launches = lambda _: sparse_launch  # type: ignore[attr-defined]
 
 
+def _gathered(links: Tensor, _: Any) -> Tensor:
+    """Returns the links of two ranks; what follows is another program, with other rooms."""
+    _phases.append(len(DRIVER.record()))
+    return torch.stack([links] * 2)
+
+
+exchange.gather = _gathered
+
+
 def _launches(run: Callable[[], Any]) -> tuple[list[Launch], Any]:
     """Returns the launches of kernels of a call, and its results."""
     DRIVER.expect("p" * POINTERS + "i" * NUMBERS)
-    _forward_size.clear()
-    _forward_results.clear()
+    _phases.clear()
+    _forwards.clear()
     results = run()
     record, found = DRIVER.record(), []
-    of_backward = len(record) - (_forward_size or [len(record)])[0]
+    whole = len(record)
     size = 7 * 4 + 8 + 4  # numbers, stream, dependent
     room = struct.Struct(f"={POINTERS}Q{NUMBERS}i")
     while record:
@@ -126,24 +144,24 @@ def _launches(run: Callable[[], Any]) -> tuple[list[Launch], Any]:
             record = record[2 * 8 :]  # address, stream
             continue
         numbers = room.unpack_from(record, size)
-        is_backward = len(record) < of_backward
-        found.append(Launch(name.decode(), numbers[POINTERS:], is_backward, numbers[:POINTERS]))
+        phase = sum(whole - len(record) > begin for begin in _phases)
+        found.append(Launch(name.decode(), numbers[POINTERS:], phase, numbers[:POINTERS]))
         record = record[size + room.size :]
     return found, results
 
 
-def _same(first: list[Launch], then: list[Launch]) -> dict[tuple[bool, int], int]:
-    """Compares launches; returns what each address of `then`, in a backward or not, was in `first`.
+def _same(first: list[Launch], then: list[Launch]) -> dict[tuple[int, int], int]:
+    """Compares launches; returns what each address of `then`, in a phase, was in `first`.
 
     Memory that a usual call frees may be its next room, so that several addresses become one. In a
-    replay all rooms of a direction exist at a time; a forward's may be a backward's results.
+    replay all rooms of a phase exist at a time; a forward's may be a backward's results.
     """
     assert [x[:3] for x in first] == [x[:3] for x in then]
-    meaning: dict[tuple[bool, int], int] = {}
+    meaning: dict[tuple[int, int], int] = {}
     for a, b in zip(first, then, strict=True):
         for was, now in zip(a.addresses, b.addresses, strict=True):
             if was:  # a tensor without elements has no address
-                assert meaning.setdefault((a.backward, now), was) == was, "a tensor became another"
+                assert meaning.setdefault((a.phase, now), was) == was, "a tensor became another"
     return meaning
 
 
@@ -163,12 +181,13 @@ def _is_replayed(run: Callable[[], tuple[Tensor, ...]], *tables: Programs) -> li
     assert len(_launched) == launched, _launched[launched:]
     _same(first, recorded)
     moved = _same(first, replayed)
-    of_forward = (_forward_results or [len(results)])[0]
+    phase, of_forward = (_forwards or [(len(_phases), len(results))])[0]
     for i, (x, y) in enumerate(zip(results, again, strict=True)):
         assert x.shape == y.shape
         assert x.dtype == y.dtype
         if x.data_ptr() != y.data_ptr():
-            was = moved.get((i >= of_forward, y.data_ptr()), x.data_ptr())
+            where = phase if i < of_forward else len(_phases)
+            was = moved.get((where, y.data_ptr()), x.data_ptr())
             assert was == x.data_ptr()
     os.environ["QLA_CHECK_PROGRAMS"] = "1"
     run()
@@ -186,8 +205,8 @@ def _step(run: Callable[..., Any], *given: Tensor) -> Callable[[], tuple[Tensor,
         done = done if isinstance(done, tuple) else (done,)
         if not upstream:
             upstream.extend(map(torch.ones_like, done))
-        _forward_size.append(len(DRIVER.record()))
-        _forward_results.append(len(done))
+        _forwards.append((len(_phases), len(done)))
+        _phases.append(len(DRIVER.record()))
         grads = torch.autograd.grad(done, leaves, upstream, allow_unused=True)  # not copies of them
         return *(x.detach() for x in done), *(x for x in grads if x is not None)
 
@@ -301,6 +320,33 @@ def segments_of_wide_keys() -> None:
             names = _with_states(x, sequences, v_first, cuts)
             for kernel in ("wide_windows", "wide_map", "wide_scan", "wide_fwd"):
                 assert sum(kernel in name for name in names) == 1, names
+
+
+def ranks_that_share_a_sequence() -> None:
+    """In both layouts, plans that solve for A before the chain or in it, raw gates, padded keys."""
+    for each, heads, K, raw in (
+        (1, (16, 32), 128, False),
+        (2, (16, 32), 128, True),
+        (2, (2, 4), 96, True),
+    ):
+        x, half = [*_gdn(1024, K, 128, *heads)], [512] * (each - 1)
+        bounds = torch.tensor([0, *half, 1024], dtype=torch.int32)
+        before, after = ([1], [0]) if each == 1 else ([0, 3], [3, 0])
+        place = ShardPlace("", before, after, front=1)
+        options = Options(is_train=True, use_beta_sigmoid_in_kernel=raw)
+        gate = [torch.zeros(heads[1]), torch.ones(heads[1])] if raw else []
+
+        def run(
+            *x: Tensor, place: Any = place, options: Any = options, cuts: Any = bounds
+        ) -> Tensor:
+            q, k, v, g, beta, *gate = x
+            call = Call(q, k, v, g, beta, 1.0, None, cuts, None, *gate)
+            return gdn.apply_sharded(call, options, place)
+
+        tables = *shard_launch.SHARD_FORWARDS, *shard_launch.SHARD_BACKWARDS
+        names = _is_replayed(_step(run, *x, *gate), *tables)
+        assert sum("link_start" in name for name in names) == (1 if each == 1 else 2)
+        assert sum("link_fold" in name for name in names) == (2 if each == 1 else 3)
 
 
 LAYOUT = SharedLayout.from_forest((130, 70, 0, 64, 40, 1, 65), (-1, 0, 0, 0, 3, 0, 0))

@@ -5,9 +5,6 @@
 its own: wide_forward.py.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -22,14 +19,21 @@ from qla_kernels.gdn.launch.backward import gdn_bwd, l2norm_bwd
 from qla_kernels.gdn.launch.chains import public_states
 from qla_kernels.gdn.launch.chunks import fused_fwd, gate, kkt_solve, l2norm_fwd
 from qla_kernels.gdn.launch.pools import Places
-from qla_kernels.gdn.launch.segments import NO_ENDS, Maps, OpenEnds, Segments, Whole
+from qla_kernels.gdn.launch.segments import Maps, Segments, Whole
+from qla_kernels.gdn.launch.steps import (
+    FlatBatch,
+    Outputs,
+    SavedChunks,
+    chain_segments,
+    cut_batch,
+    map_segments,
+    solve,
+)
 from qla_kernels.gdn.launch.tensors import (
-    WHOLE,
     chunks_in_order,
     flat_parts,
     fresh_like,
     key_first,
-    of_part,
     plan_shape,
     put_states,
     room_for,
@@ -44,53 +48,9 @@ from qla_kernels.gdn.shapes import WIDE
 from qla_kernels.gdn.validate import OP
 from qla_kernels.native.symbols import decided
 from qla_kernels.sm90 import require_aligned
-from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
 
 __all__ = ["fused_fwd", "gate", "gdn_bwd", "gdn_fwd", "kkt_solve", "l2norm_bwd", "l2norm_fwd"]
-
-
-class FlatBatch(NamedTuple):
-    """The inputs of one launch: [B, T, heads, size] or [B, T, HV], whose B and T flatten."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor  # fp32, natural log
-    beta: Tensor  # in fp32 or in q's dtype
-    h0: Tensor | None  # [N, HV, K, V] fp32, of `with_room`: enters each sequence; zeros if None
-    bounds: Tensor  # [N + 1] of the sequences, where B is 1; or 0, T, 2 T, ...
-
-    def of_part(self, rows: slice) -> "FlatBatch":
-        if rows == WHOLE:
-            return self
-        q, k, v, g, beta, h0 = of_part(rows, *self[:-1])
-        return FlatBatch(q, k, v, g, beta, h0, sequence_bounds(q, None))
-
-
-class SavedChunks(NamedTuple):
-    """Tensors that the chain writes for the backward, or reads if it does not solve for A."""
-
-    g_cum: Tensor  # [B, T, HV] fp32, natural log, cumulated within each chunk
-    A: Tensor  # [B, T, HV, 64]
-
-    @staticmethod
-    def empty(q: Tensor, g: Tensor) -> "SavedChunks":
-        return SavedChunks(torch.empty_like(g), q.new_empty(*g.shape, CHUNK))
-
-
-class Outputs(NamedTuple):
-    """Tensors that the forward of one batch writes."""
-
-    o: Tensor  # [B, T, HV, V]
-    ht: Tensor | None  # [N, HV, K, V] fp32, of `room_for`
-    saved: SavedChunks | None
-
-    def of_part(self, rows: slice) -> "Outputs":
-        if rows == WHOLE:
-            return self
-        o, ht, g_cum, A = of_part(rows, self.o, self.ht, *(self.saved or (None, None)))
-        return Outputs(o, ht, None if self.saved is None else SavedChunks(g_cum, A))
 
 
 def gdn_fwd(call: Call, options: Options) -> GdnForward:
@@ -128,8 +88,6 @@ def forward_batch(
     plan: Plan,
     out: Outputs,
     equal_lengths: bool = False,
-    open_ends: OpenEnds = NO_ENDS,
-    exchange: Callable[[Maps, Segments], None] | None = None,
     made: tuple[Segments, ChunkTable | None] | None = None,
     places: Places | None = None,
 ) -> tuple[Segments, Maps] | None:
@@ -151,9 +109,6 @@ def forward_batch(
         plan: where to cut, and the variant of the chain.
         out: the tensors to write. A chain that does not solve needs room in `out.saved`.
         equal_lengths: the sequences are known to have one length, or nearly so.
-        open_ends: of a batch that is cut over ranks.
-        exchange: called with the maps and the segments; writes the states that enter at open
-            starts to the maps.
         made: segments to take instead of those of the plan, and the chunk table if the plan's
             kernel does not solve.
         places: where states start and end in a pool; then neither x nor `out` has states.
@@ -167,41 +122,26 @@ def forward_batch(
         assert out.saved is not None, "a plan that does not solve has room for A"
         wide_forward(q, k, v, g, beta, scale, h0, bounds, *out[:2], out.saved, plan)
         return None
-    cut = table = A = growth = None
+    cut = table = None
     if made is not None:
         cut, table = made
     elif plan.segment_chunks is not None:
-        if not plan.kernel.solves:  # segment_plan writes the chunk table, too
-            table = room_for_chunks(g.shape[0] * g.shape[1], bounds)
-        cut = segments.cut(g, bounds, plan.segment_chunks, open_ends, table)
+        cut, table = cut_batch(x, plan)
     own = of_segments = None
     if cut is not None and places is not None:  # before kkt_solve, which `maps` may read early
         h0, own = places.start_states(), places
         if places.pool.dtype != torch.float32:  # as the start states of segments are
             own = places.in_fp32(bounds.shape[0] - 1)
         of_segments = own.of_segments(cut, bounds, g.shape[0] * g.shape[1])
-    if not plan.kernel.solves:
-        growth = torch.empty_like(g) if cut is not None and plan.grows else None
-        wide = beta if beta.dtype == torch.float32 else torch.empty_like(g)
-        g_cum, A = kkt_solve(k, g, beta, bounds, table, out.saved, growth, wide)
-        beta = wide
+    solved = solve(x, plan, out.saved, table, is_cut=cut is not None)
     if cut is None:
         fused_fwd(
-            q, k, v, g, beta, scale, h0, bounds, *out, plan.kernel, None, equal_lengths,
+            q, k, v, g, solved.beta, scale, h0, bounds, *out, plan.kernel, None, equal_lengths,
             places=places, shares=plan.shares, most_cut=plan.most_cut,
         )  # fmt: skip
         return None
-    found = segments.maps(
-        k, v, g if A is None else g_cum, beta, A, h0, cut, plan.warm_log_bound, growth,
-        early=not plan.kernel.solves,
-    )  # fmt: skip
-    if exchange is not None:
-        exchange(found, cut)
-    starts = segments.start_states(found, h0, cut)  # a view of found.left
-    fused_fwd(
-        q, k, v, g, beta, scale, starts, cut.bounds, *out, plan.kernel, cut.ends_of,
-        places=of_segments,
-    )  # fmt: skip
+    found = map_segments(x._replace(h0=h0), plan, solved, cut)
+    chain_segments(x._replace(beta=solved.beta), scale, plan, out, cut, found, h0, of_segments)
     if places is not None and own is not None and own is not places:
         places.take(own.pool)
     return cut, found

@@ -8,7 +8,7 @@ here. An empty segment is added there, so that the state that enters or leaves l
 segments, like any other (sharded/links.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -224,17 +224,12 @@ def end_gradients(
     found: Maps,
     segments: Segments,
     warm_log_bound: float,
-    exchange: Callable[[Tensor, Maps], None] | None = None,
 ) -> Tensor:
     """Returns the gradient of the state that leaves each segment, [capacity, HV, K, V] fp32.
 
-    Runs `left_gradients`, and then `fold_gradients` with the maps `found`. In between, `exchange`
-    is called with the result of the former and the maps, if given; it writes the gradients of the
-    states that leave at open ends.
+    Runs `left_gradients`, and then `fold_gradients` with the maps `found`.
     """
     left = left_gradients(q, k, do, g_cum, beta, A, dht, scale, segments, warm_log_bound)
-    if exchange is not None:
-        exchange(left, found)
     return fold_gradients(left, dht, found, segments)
 
 

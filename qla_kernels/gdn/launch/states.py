@@ -3,7 +3,6 @@
 The chains that compute them run over whole sequences or over segments.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -220,8 +219,6 @@ def segmented_chains(
     kept: Maps | None,
     warm_log_bound: float,
     tile_v: int | None = None,
-    enter: Callable[[Tensor], None] | None = None,
-    exchange: Callable[[Tensor, Maps], None] | None = None,
 ) -> ChainStates | ValueStates:
     """Returns the same states as `chains` over whole sequences, but runs the chains over segments.
 
@@ -230,8 +227,6 @@ def segmented_chains(
     Args:
         cut: the segments.
         kept: the forward's maps, whose `left` holds start states; None computes both here.
-        enter: called with `left` of the maps; writes the states that enter at open starts.
-        exchange: as for `segments.end_gradients`.
     """
     q, k, v, do, g_cum, beta, A, scale, _, h0, dht, dh0 = x
     found = kept or segments.maps(k, v, g_cum, beta, A, h0, cut, warm_log_bound)
@@ -239,11 +234,9 @@ def segmented_chains(
     with device.fork(q) as aside:
         if kept is None:
             with aside:
-                if enter is not None:
-                    enter(found.left)
                 segments.start_states(found, h0, cut)  # written to found.left
         ends = segments.end_gradients(
-            q, k, do, g_cum, beta, A, dht, scale, found, cut, warm_log_bound, exchange
+            q, k, do, g_cum, beta, A, dht, scale, found, cut, warm_log_bound
         )
     before = None if dh0 is None else torch.empty_like(found.left).mT  # per segment
     del found  # frees M, which is as large as all that is computed from it

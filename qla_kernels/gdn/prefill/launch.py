@@ -6,15 +6,9 @@ from torch import Tensor
 from qla_kernels import device
 from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.launch.forward import (
-    FlatBatch,
-    Outputs,
-    SavedChunks,
-    activated_batch,
-    forward_batch,
-    planned,
-)
+from qla_kernels.gdn.launch.forward import activated_batch, forward_batch, planned
 from qla_kernels.gdn.launch.pools import Checkpoints, Places
+from qla_kernels.gdn.launch.steps import FlatBatch, Outputs, SavedChunks
 from qla_kernels.gdn.launch.tensors import (
     WHOLE,
     flat_parts,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.gdn.sharded.context import Facts, group_named
-from qla_kernels.gdn.sharded.gathered import Line, folded, gather, signed
-from qla_kernels.gdn.sharded.layouts import Stretch, held_by
+from qla_kernels.gdn.sharded.gathered import folded, gather, lines, signatures, signed
+from qla_kernels.gdn.sharded.layouts import Stretch
 from qla_kernels.gdn.sharded.ops import ShardPlace
 
 
@@ -19,7 +19,7 @@ class Neighbours(NamedTuple):
     """This rank's stretches among those of the group, and the call's facts.
 
     Its methods exchange links with the ranks that share sequences with this one. The facts go into
-    the links' checksums, by which ranks notice links of another call.
+    the links' signatures, by which ranks notice links of another call.
     """
 
     ranks: dist.ProcessGroup
@@ -33,7 +33,7 @@ class Neighbours(NamedTuple):
         `links` [HV, V + K, K] are the maps that the last sequence of each stretch applies to a
         state.
         """
-        return self._exchanged(links, [(x.before, x.after, x.through) for x in self.stretches], -1)
+        return self._exchanged(links, reverse=False)
 
     def leaving(self, links: Sequence[Tensor]) -> Tensor | None:
         """Returns the gradient [stretches, HV, V, K] of the state that leaves each stretch.
@@ -42,28 +42,22 @@ class Neighbours(NamedTuple):
         `links` [HV, V + K, K] are the maps that the first sequence of each stretch applies to a
         gradient on its way back.
         """
-        return self._exchanged(links, [(x.after, x.before, x.through) for x in self.stretches], 1)
+        return self._exchanged(links, reverse=True)
 
-    def _exchanged(
-        self, links: Sequence[Tensor], ways: Sequence[tuple[int, int, bool]], side: int
-    ) -> Tensor | None:
-        """Gathers links, and folds those that each stretch receives.
-
-        ways: of each stretch, the number of stretches that its sequence passes before, the number
-            that it passes afterwards, and whether these are the same sequence.
-        side: -1 if it passes those of lower numbers before, else 1.
-        """
-        passes = [(onward, passed * through) for passed, onward, through in ways]
-        gathered = gather(signed(links, self.facts, passes), self.ranks)
-        if not any(passed for passed, _, _ in ways):
+    def _exchanged(self, links: Sequence[Tensor], reverse: bool) -> Tensor | None:
+        carried = signatures(self.facts, self.stretches, reverse)
+        found = gather(signed(links, carried), self.ranks)
+        passed = lines(self.facts, self.stretches, self.ranks.rank(), len(found), reverse)
+        if not any(passed):
             return None
-        numbers = held_by(self.ranks.rank(), len(gathered), len(ways))
         _, both, K = links[0].shape
-        lines = [
-            Line(range(number + side * passed, number, -side), onward * through)
-            for number, (passed, onward, through) in zip(numbers, ways, strict=True)
-        ]
-        return folded(gathered, lines, both - K, self.facts)
+        return folded(found, passed, both - K)
+
+
+def exchanged(links: Tensor, group: str) -> tuple[Tensor, int]:
+    """Returns the links of all ranks of the group of that name, and this rank's number in it."""
+    ranks = group_named(group)
+    return gather(links, ranks), ranks.rank()
 
 
 def neighbours(shard: ShardPlace, num_sequences: int, facts: Facts) -> Neighbours:

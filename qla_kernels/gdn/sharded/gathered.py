@@ -1,7 +1,8 @@
-"""Links of all ranks: sent with a checksum by one gather, and folded by each rank that needs them.
+"""Links of all ranks: sent with signatures by one gather, and folded by each rank that needs them.
 
 A link is the map that a stretch's part of a sequence applies to a state or gradient that passes
-through.
+through. Its signature is a checksum of the call and of the stretches around it, by which a rank
+notices links of another call.
 """
 
 import functools
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from qla_kernels.errors import need
 from qla_kernels.gdn.sharded.context import LINKS, Facts
-from qla_kernels.gdn.sharded.layouts import holder
+from qla_kernels.gdn.sharded.layouts import Stretch, held_by, holder
 from qla_kernels.ranks import RankError, lost_ranks_explained
 
 # all_gather_into_tensor warns since torch 2.13, which has the new name
@@ -30,39 +31,71 @@ def gather(links: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def signed(links: Sequence[Tensor], facts: Facts, passes: Sequence[tuple[int, int]]) -> Tensor:
-    """Returns links, each with one more row, [HV, stretches, V + K + 1, K]; `folded` verifies it.
+class Passed(NamedTuple):
+    """A stretch that a sequence has passed, by where its link lies among those of all ranks."""
 
-    The row holds a checksum.
+    rank: int
+    place: int  # which of the rank's stretches it is
+    signature: int  # what the link must carry
 
-    Args:
-        links: [HV, V + K, K], of this rank's stretches.
-        facts: the facts of the call.
-        passes: of each link, the number of stretches that will fold it, and, if its sequence passes
-            through its stretch, the number of stretches before it that the sequence has passed;
-            else 0.
+
+class Way(NamedTuple):
+    """How a sequence passes a stretch, of this rank, in the direction of a pass."""
+
+    passed: int  # the number of stretches that it has passed before
+    onward: int  # the number that the stretch's other sequence, or the same one, goes on to
+    through: bool  # these are the same sequence
+
+    @staticmethod
+    def of(stretch: Stretch, reverse: bool) -> "Way":
+        before, after = stretch.before, stretch.after
+        return Way(*((after, before) if reverse else (before, after)), stretch.through)
+
+
+def signatures(facts: Facts, stretches: Sequence[Stretch], reverse: bool) -> list[int]:
+    """Returns what the links of this rank's stretches carry, so that others know whose they are."""
+    ways = (Way.of(x, reverse) for x in stretches)
+    return [_signature(facts, way.onward, way.passed * way.through) for way in ways]
+
+
+def lines(
+    facts: Facts, stretches: Sequence[Stretch], rank: int, world: int, reverse: bool
+) -> list[list[Passed]]:
+    """Returns what the sequence that enters each of a rank's stretches has passed, in that order.
+
+    In reverse, it is the gradient of a state that leaves the stretch.
+    """
+    side, found = 1 if reverse else -1, list[list[Passed]]()
+    numbers = held_by(rank, world, len(stretches))
+    for number, stretch in zip(numbers, stretches, strict=True):
+        passed, onward, through = Way.of(stretch, reverse)
+        line = []
+        for done, other in enumerate(range(number + side * passed, number, -side)):
+            left = passed - done + onward * through  # stretches that fold this link
+            line.append(Passed(*holder(other, world), _signature(facts, left, done)))
+        found.append(line)
+    return found
+
+
+def signed(links: Sequence[Tensor], carried: Sequence[int]) -> Tensor:
+    """Returns links [HV, V + K, K] as they are sent, [HV, stretches, V + K + 1, K].
+
+    Each has one more row, which holds its signature.
     """
     HV, _, K = links[0].shape
     rows = []
-    for link, (sent, came) in zip(links, passes, strict=True):
-        row = link.new_full((1, 1, 1), _signature(facts, sent, came)).expand(HV, 1, K)
-        rows += [link, row]
+    for link, signature in zip(links, carried, strict=True):
+        rows += [link, link.new_full((1, 1, 1), signature).expand(HV, 1, K)]
     return torch.cat(rows, 1).view(HV, len(links), -1, K)
 
 
-class Line(NamedTuple):
-    """The stretches that a sequence passes before it enters a stretch."""
-
-    numbers: Sequence[int]  # in that order
-    onward: int  # how many stretches will fold the own link of the stretch, of the same sequence
-
-
-def folded(links: Tensor, lines: Sequence[Line], V: int, facts: Facts) -> Tensor:
+def folded(links: Tensor, lines: Sequence[Sequence[Passed]], V: int) -> Tensor:
     """Folds the links of each line, from a state of 0, into the state that enters its stretch.
 
     Computes in fp64, so that torch's precision setting for fp32 products has no effect. A line that
-    begins with another one goes on from that one's state. If a link's checksum is not that of this
-    call, CPU tensors raise ShardError; on a GPU, where the host does not wait, results are NaN.
+    begins with another one goes on from that one's state. If a link's signature is not the one that
+    is expected, CPU tensors raise ShardError; on a GPU, where the host does not wait, results are
+    NaN.
 
     Args:
         links: of all ranks, as `gather` returns them.
@@ -71,27 +104,24 @@ def folded(links: Tensor, lines: Sequence[Line], V: int, facts: Facts) -> Tensor
     Returns:
         [stretches, HV, V, K] in the dtype of links: states or, for links of a backward, gradients.
     """
-    world, HV, _, rows, K = links.shape
-    checksums = links.select(4, 0).select(3, -1).select(1, 0).unbind()  # [stretches] of each rank
+    _, HV, _, rows, K = links.shape
+    said = links.select(4, 0).select(3, -1).select(1, 0)  # [ranks, stretches]
     states = links.new_empty(len(lines), HV, V, K)
     wrong: Tensor | None = None
-    state, done = None, list[int]()
-    for which, line in sorted(enumerate(lines), key=lambda pair: len(pair[1].numbers)):
-        numbers = list(line.numbers)
-        if numbers[: len(done)] != done:
+    state, done = None, list[Passed]()
+    for which, line in sorted(enumerate(lines), key=lambda pair: len(pair[1])):
+        if list(line[: len(done)]) != done:
             state, done = None, []
-        for passed in range(len(done), len(numbers)):
-            rank, place = holder(numbers[passed], world)
+        for rank, place, signature in line[len(done) :]:
             b, M, _ = links[rank].select(1, place).double().tensor_split((V, rows - 1), 1)
             state = b if state is None else torch.baddbmm(b, state, M)
-            said = _signature(facts, len(numbers) - passed + line.onward, passed)
-            foreign = checksums[rank].select(0, place) != said
+            foreign = said[rank, place] != signature
             if foreign.is_cpu and foreign:
                 got = f"the link of rank {rank} is not of this call"
                 needs, fix = "the same calls on all ranks, in one order", f"look at rank {rank}"
                 raise RankError(need("cp_context", got, needs, fix))
             wrong = foreign if wrong is None else wrong.logical_or_(foreign)
-        done = numbers
+        done = list(line)
         states[which] = 0 if state is None else state
     return states if wrong is None else states.masked_fill_(wrong, torch.nan)
 

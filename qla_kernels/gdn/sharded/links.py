@@ -6,15 +6,22 @@ stretch has the row behind its first segment, and the gradient of the state that
 row before its last segment.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from qla_kernels import jit
+from qla_kernels.device_tables import kept, numbers
+from qla_kernels.gdn.kernels import link_fold as link_fold_kernel
+from qla_kernels.gdn.kernels import link_rows as link_rows_kernel
+from qla_kernels.gdn.kernels import link_start as link_start_kernel
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.segments import Maps, OpenEnds, Segments
+from qla_kernels.gdn.sharded.gathered import Passed
 from qla_kernels.gdn.sharded.layouts import Stretch
+
+Lines = Sequence[Sequence[Passed]]
 
 
 def open_ends(stretches: Sequence[Stretch]) -> OpenEnds:
@@ -25,112 +32,139 @@ def open_ends(stretches: Sequence[Stretch]) -> OpenEnds:
     return OpenEnds(stretches[0].end, bits)
 
 
-def of_states(found: Maps, cut: Segments, stretches: Sequence[Stretch], K: int) -> list[Tensor]:
-    """Returns the link of each stretch, of its last sequence: from the state that enters here.
-
-    A link is 0 if the sequence does not leave. Else [HV, V + K, K] fp32, transposed: V rows of the
-    state that leaves when 0 enters, then K rows of the map from the state that enters to the one
-    that leaves, which are 0 unless the sequence comes from another stretch. K is the call's: the
-    maps may have room for more.
-    """
-    return _links(found.left, found, cut, stretches, K, reverse=False)
-
-
-def of_gradients(
-    left: Tensor, found: Maps, cut: Segments, stretches: Sequence[Stretch], K: int
-) -> list[Tensor]:
-    """Returns the links of gradients on their way back: as `of_states`, of first sequences.
-
-    left: the result of `segments.left_gradients`; not changed.
-    """
-    return _links(left, found, cut, stretches, K, reverse=True)
-
-
-def write_entering(
-    states: Tensor, entering: Tensor | None, cut: Segments, stretches: Sequence[Stretch]
-) -> None:
-    """Writes the states [stretches, HV, V, K] that enter stretches, if any, to their rows."""
-    its, of = _some(entering, stretches, [x.before > 0 for x in stretches])
-    if its is not None:
-        states.index_copy_(0, _start_rows(cut, of), _in_room(its, states))
-
-
-def write_leaving(
-    left: Tensor, leaving: Tensor | None, cut: Segments, stretches: Sequence[Stretch]
-) -> None:
-    """Writes the gradients [stretches, HV, V, K] of states that leave stretches to their rows."""
-    its, of = _some(leaving, stretches, [x.after > 0 for x in stretches])
-    if its is not None:
-        left.index_copy_(0, _end_rows(cut, of), _in_room(its, left))
-
-
-def _some(
-    x: Tensor | None, stretches: Sequence[Stretch], wanted: Sequence[bool]
-) -> tuple[Tensor | None, list[Stretch]]:
-    """Returns the rows of x, one a stretch, that are wanted, or None; and their stretches."""
-    of = list(itertools.compress(stretches, wanted))
-    if x is None or not of:
-        return None, of
-    return x if all(wanted) else x[wanted.index(True)][None], of
-
-
-def _start_rows(cut: Segments, stretches: Sequence[Stretch]) -> Tensor:
-    """Returns the row behind the first segment of each stretch: what enters it."""
-    rows = _of_sequences(cut.first_segment, [x.first for x in stretches]).long() + 1
-    return rows.clamp_(max=cut.capacity - 1)  # with wrong bounds the table may be full
-
-
-def _end_rows(cut: Segments, stretches: Sequence[Stretch]) -> Tensor:
-    """Returns the row before the last segment of each stretch: what leaves it."""
-    return _of_sequences(cut.first_segment, [x.end for x in stretches]).long() - 2
-
-
-def _of_sequences(table: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Returns the rows of one or two sequences, in ascending order, as a view."""
-    first, last = numbers[0], numbers[-1]
-    return table[first : last + 1 : max(1, last - first)]
-
-
-def _in_room(state: Tensor, states: Tensor) -> Tensor:
-    """Returns a state with columns of zeros up to the K of `states`."""
-    if state.shape[-1] == states.shape[-1]:
-        return state
-    return torch.nn.functional.pad(state, (0, states.shape[-1] - state.shape[-1]))
-
-
-def _links(
+def made(
     left: Tensor,
     found: Maps,
     cut: Segments,
     stretches: Sequence[Stretch],
     K: int,
+    carried: Sequence[int],
     reverse: bool,
-) -> list[Tensor]:
+) -> Tensor:
+    """Returns the links of a rank's stretches as they are sent, [HV, stretches, V + K + 1, K] fp32.
+
+    A link is of the last sequence of its stretch. It is 0 if the sequence does not leave. Else it
+    is transposed: V rows of the state that leaves when 0 enters, then K rows of the map from the
+    state that enters to the one that leaves, which are 0 unless the sequence comes from another
+    stretch. In reverse, likewise of gradients on their way back, of first sequences. The last row
+    holds what the link carries.
+
+    Args:
+        left: `left` of the maps or, in reverse, the result of `segments.left_gradients`.
+        K: of the call; the maps may have room for more.
+        carried: of `gathered.signatures`.
+    """
     HV, V, room = left.shape[1:]
-    leaves = [x.before > 0 if reverse else x.after > 0 for x in stretches]
-    leaving = list(itertools.compress(stretches, leaves))
-    if not leaving:
-        return [left.new_zeros(HV, V + K, K) for _ in stretches]
-    states = left.new_zeros(cut.capacity, HV, V + room, room)
-    states[:, :, :V] = left
-    if through := [x for x in leaving if x.through]:
-        identity = torch.cat([left.new_zeros(V, room), torch.eye(room, device=left.device)])
-        rows = (_end_rows if reverse else _start_rows)(cut, through)
-        states.index_copy_(0, rows, identity.expand(len(through), HV, V + room, room))
-    first = cut.first_segment
-    folded = [x.first if reverse else x.end - 1 for x in leaving]
-    if len(folded) == 2 and folded[0] + 1 == folded[1]:  # one launch folds neighbours
-        runs = [(folded[0], folded[1])]
-    else:
-        runs = [(n, n) for n in folded]
-    for begin, end in runs:
-        segments.fold(states, None, found, first[begin : end + 2], reverse)
-    result = []
-    for x, leaves_it in zip(stretches, leaves, strict=True):
-        row = first[x.first : x.first + 1] if reverse else first[x.end : x.end + 1] - 1
-        if leaves_it:
-            link = states.index_select(0, row)[0]
-            result.append(link if room == K else link[:, : V + K, :K].contiguous())
-        else:
-            result.append(left.new_zeros(HV, V + K, K))
-    return result
+    first, states = cut.first_segment, left
+    leaving = [_leaves(x, reverse) for x in stretches]
+    if max(leaving) >= 0:
+        states = left.new_empty(cut.capacity, HV, V + room, room)
+        pieces = room // link_start_kernel.START_PIECE, link_start_kernel.START_PIECE
+        through = sum(x.through << i for i, x in enumerate(stretches))
+        jit.compile(link_start_kernel, link_start_kernel.VARIANTS[0])(
+            torch.unflatten(left, -1, pieces),
+            first,
+            torch.unflatten(states, -1, pieces),
+            *_two(leaving),
+            through,
+            int(reverse),
+        )
+        for begin, end in _runs([n for n in leaving if n >= 0]):
+            segments.fold(states, None, found, first[begin : end + 2], reverse)
+    links = left.new_empty(HV, len(stretches), V + K + 1, K)
+    jit.compile(link_rows_kernel, link_rows_kernel.VARIANTS[0])(
+        first, states, links, *_two(leaving), *map(float, _two(carried)), int(reverse)
+    )
+    return links
+
+
+def enter(
+    links: Tensor,
+    lines: Lines,
+    states: Tensor,
+    cut: Segments,
+    stretches: Sequence[Stretch],
+    reverse: bool,
+    results: bool = False,
+) -> Tensor | None:
+    """Folds the links of all ranks into the states that enter a rank's stretches, in `states`.
+
+    In reverse, into the gradients of the states that leave them. A link that does not carry what
+    its line expects makes the state NaN.
+
+    Args:
+        links: [ranks, HV, stretches, V + K + 1, K], as `gathered.gather` returns them.
+        lines: of the stretches.
+        states: [capacity, HV, V, room]; the rows of these states are written.
+        results: whether to return the states, too.
+
+    Returns:
+        [stretches, HV, V, K], 0 where no sequence enters; or None.
+    """
+    _, HV, _, _, K = links.shape
+    shape = len(stretches) * results, HV, states.shape[2], K
+    found = links.new_empty(shape)
+    if results or any(lines):
+        given = links.new_empty(0, *shape[1:])
+        _fold(links, lines, given, found, states, cut, stretches, reverse)
+    return found if results else None
+
+
+def enter_again(
+    entered: Tensor | None, states: Tensor, cut: Segments, stretches: Sequence[Stretch]
+) -> None:
+    """Writes the states [stretches, HV, V, K] that enter stretches, if any, to their rows."""
+    if entered is not None:
+        (_, HV, V, K), nothing = entered.shape, entered.new_empty(0, *entered.shape[1:])
+        links = entered.new_empty(0, HV, 1, V + K + 1, K)
+        _fold(links, [()] * len(stretches), entered, nothing, states, cut, stretches, reverse=False)
+
+
+def _fold(
+    links: Tensor,
+    lines: Lines,
+    given: Tensor,
+    found: Tensor,
+    states: Tensor,
+    cut: Segments,
+    stretches: Sequence[Stretch],
+    reverse: bool,
+) -> None:
+    rows = [(len(line), *(number for link in line for number in link)) for line in lines]
+    width = max(map(len, rows))
+    table = _table(states.device, tuple(row + (0,) * (width - len(row)) for row in rows))
+    entering = [_enters(x, reverse) for x in stretches]
+    jit.compile(link_fold_kernel, link_fold_kernel.VARIANTS[0])(
+        links, table, given, cut.first_segment, found, states, *_two(entering), int(reverse)
+    )
+
+
+@kept(256)
+def _table(on: torch.device, rows: tuple[tuple[int, ...], ...]) -> Tensor:
+    return numbers(rows, on)
+
+
+def _leaves(x: Stretch, reverse: bool) -> int:
+    """Returns the number of the sequence that leaves a stretch, or -1."""
+    if reverse:
+        return x.first if x.before > 0 else -1
+    return x.end - 1 if x.after > 0 else -1
+
+
+def _enters(x: Stretch, reverse: bool) -> int:
+    """Returns the number of the sequence that enters a stretch, or -1."""
+    if reverse:
+        return x.end - 1 if x.after > 0 else -1
+    return x.first if x.before > 0 else -1
+
+
+def _two(values: Sequence[int]) -> tuple[int, int]:
+    """Returns a value for each of the two stretches that a rank may have."""
+    return values[0], values[1] if len(values) > 1 else -1
+
+
+def _runs(sequences: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the first and last of sequences that one launch folds: neighbours, or one."""
+    if len(sequences) == 2 and sequences[0] + 1 == sequences[1]:
+        return [(sequences[0], sequences[1])]
+    return [(n, n) for n in sequences]

@@ -46,6 +46,9 @@ class ShardForward(NamedTuple):
     g_cum: Tensor | None  # as in gdn_fwd's results
     A: Tensor | None
 
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return self
+
 
 def facts_of(step: str, call: Call, options: Options) -> Facts:
     """Returns the facts of a call, which are equal on all ranks and part of the links' checksums.

@@ -26,8 +26,8 @@ from qla_kernels.gdn.launch import activations
 from qla_kernels.gdn.launch.backward import flat_readable, gradients_of_chunks
 from qla_kernels.gdn.launch.chains import DsInDv, chunk_states, dstate_chain
 from qla_kernels.gdn.launch.chunks import fused_fwd, kkt_solve
-from qla_kernels.gdn.launch.forward import SavedChunks
 from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates, ValueStates
+from qla_kernels.gdn.launch.steps import SavedChunks
 from qla_kernels.gdn.launch.tensors import fresh_like, key_first
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
 from qla_kernels.gdn.launch.wide_forward import solve_score, wide_fwd
