@@ -253,6 +253,7 @@ WIDE = {"chunk_table", "wide_states", "wide_dstate", "wide_grads"}
 RAW = {"l2norm", "l2norm_bwd", "activate", "activate_bwd", "gate_sums"}
 SOLVE = {"gate", "kkt_solve"}
 CUT = {"segment_plan", "segment_map", "segment_scan"}
+RANKS = {"link_start", "link_rows", "link_fold", "segment_map_bwd", "fused_fwd"} | CUT | CHAINS
 POOL = {"pool_states", "segment_places", "fused_fwd"} | CUT
 # child_sums reads tables that are made on the host, from lengths; the others know no sequences
 NO_BOUNDS = {"child_sums", "repeat_gates", "part_sums"}
@@ -308,16 +309,9 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
         functools.partial(backward, (GradientBand(0, 8),)),
         {"segment_map_bwd"} | CUT | CHAINS | RAW,
     ),
-    "shards, A given": (
-        functools.partial(shards, GIVEN, 1),
-        {"fused_fwd", "segment_map_bwd"} | SOLVE | CUT | CHAINS,
-    ),
-    "shards": (
-        functools.partial(shards, SOLVING, 1), {"fused_fwd", "segment_map_bwd"} | CUT | CHAINS,
-    ),
-    "shards in zigzag": (
-        functools.partial(shards, SOLVING, 2), {"fused_fwd", "segment_map_bwd"} | CUT | CHAINS,
-    ),
+    "shards, A given": (functools.partial(shards, GIVEN, 1), RANKS | SOLVE),
+    "shards": (functools.partial(shards, SOLVING, 1), RANKS),
+    "shards in zigzag": (functools.partial(shards, SOLVING, 2), RANKS),
     "prefill in segments": (
         lambda s, x: prefill(s, x, s.place(torch.tensor([2, 0, 1]))), POOL,
     ),
