@@ -61,6 +61,11 @@ def times(runs: Sequence[Run], digests: Digests) -> str:
             shapes = count(rows, compared(run, rows))
             subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads} {unit}; {shapes}"
             body.append([subject, *_line(run, rows)])
+        if family == "gdn" and body:
+            for kind, run in olmo(runs).items():
+                subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {run.rows[0].heads} heads"
+                shapes = count(run.rows, compared(run, run.rows))
+                body.append([f"{subject} of 96/192; {shapes}", *_line(run, run.rows)])
     return tables.markdown(header, body, left=3) if body else "No record on an SM90 GPU yet."
 
 
@@ -112,7 +117,10 @@ def provenance(runs: Sequence[Run], digests: Digests, front: bool = False) -> st
     for family, run in found.items():
         if run is not None:
             sources.setdefault(source(run), []).append(FAMILIES[family].lower())
-    said = "; ".join(f"{', '.join(names)}: {where}" for where, names in sources.items())
+    listed = [f"{', '.join(names)}: {where}" for where, names in sources.items()]
+    if found.get("gdn"):
+        listed[1:1] = _olmo_source(runs, digests)
+    said = "; ".join(listed)
     text = f"Measured on: {said or 'nothing yet'}."
     stale = any(run is not None and not run.current(digests) for run in found.values())
     text += f" {STALE if stale else CURRENT}" if sources else ""
@@ -162,22 +170,34 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
     return " ".join([*(said or ["Not measured yet."]), *_olmo_gain(runs)])
 
 
+def olmo(runs: Sequence[Run]) -> dict[str, Run]:
+    """Forward and backward of OLMo Hybrid's head sizes: two shapes each, of the newest runs."""
+    found = {kind: newest(runs, "gdn", "sizes:d96x192", kind, 2) for kind in ("fwd", "bwd")}
+    return {
+        kind: run
+        for kind, run in found.items()
+        if run and any(beside(run.rows, "fla", eager) for eager in (False, True))
+    }
+
+
 def _olmo_gain(runs: Sequence[Run]) -> list[str]:
-    """Of OLMo Hybrid's head sizes, beside FLA: two shapes each way, in a record of their own."""
+    """Beside FLA, of which alone there are times."""
     said = []
-    for kind, title in (("fwd", "forward"), ("bwd", "backward")):
-        run = newest(runs, "gdn", "sizes:d96x192", kind, 2)
-        ways = [beside(run.rows, "fla", eager) for eager in (False, True)] if run else []
-        known = zip(ways, ("CUDA graphs", "eager calls"), strict=False)
+    for kind, run in olmo(runs).items():
+        ways = [beside(run.rows, "fla", eager) for eager in (False, True)]
+        known = zip(ways, ("CUDA graphs", "eager calls"), strict=True)
         spans = [f"{s.worst:.2f} to {s.best:.2f} x in {way}" for s, way in known if s]
-        if run is None or not spans:
-            continue
-        since = "; other kernels run since" if kind == "bwd" and lacks_values(run, 96, 192) else ""
-        shapes = f"{run.rows[0].heads} heads, {' or '.join(map(shape_of, run.rows))}"
-        said.append(
-            f"{title} {', '.join(spans)} ({shapes}, gates of a model, {source(run)}{since})"
-        )
+        said.append(f"{title_of(kind).lower()} {', '.join(spans)}")
     return [f"OLMo Hybrid (head sizes 96/192), beside FLA: {'; '.join(said)}."] if said else []
+
+
+def _olmo_source(runs: Sequence[Run], digests: Digests) -> list[str]:
+    """Its record, and what ran since that digests do not tell."""
+    said = dict[str, list[str]]()
+    for kind, run in olmo(runs).items():
+        since = ", other kernels run since" if kind == "bwd" and lacks_values(run, 96, 192) else ""
+        said.setdefault(source(run, digests) + since, []).append(title_of(kind).lower())
+    return [f"its heads of 96/192, {' and '.join(kinds)}: {where}" for where, kinds in said.items()]
 
 
 def lacks_values(run: Run, K: int, V: int) -> bool:

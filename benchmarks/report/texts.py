@@ -71,10 +71,11 @@ TERMS = """\
   with 5 % of the pairs could at best be 20 times as fast.
 - **Heads**: key / value heads of a gated delta net, key / query heads of attention. 16/32 are those
   of Qwen3-Next and of Qwen3.5 4B to 35B, and 4/8 their share on one of four GPUs; 16/64 those of
-  122B and 397B, and 2/8 their share on one of eight.
+  122B and 397B, and 2/8 their share on one of eight; 128 columns each. 30/30 of 96/192, the columns
+  of keys and values, are those of OLMo Hybrid, with gates of a model.
 - **Faster**: the rival's time divided by ours, as a geometric mean over all **shapes** (sets of
-  sequence lengths). **Worst**: the least of these
-  ratios; below 1 (▼) ours is slower. The **typical** shape has the median ratio of CUDA graphs.
+  sequence lengths). **Worst**: the least of these ratios; below 1 (▼) ours is slower. The
+  **typical** shape has the median ratio of CUDA graphs.
 - **Graph**: replays of a CUDA graph, the time of the GPU alone. **Eager**: calls of the public
   Python function, where a GPU with little to do waits for Python; ours with prebuilt kernels, as a
   wheel has them. Kernels that were compiled at their first call are launched more slowly. Long
