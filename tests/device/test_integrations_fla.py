@@ -162,11 +162,17 @@ def step(layer: torch.nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]
     return {"loss": loss.detach(), "out": out.detach(), "x": x.grad} | grads
 
 
-def test_a_training_step_of_its_layer(ran, monkeypatch):
+LAYERS = {
+    "128": {"expand_v": 1, "head_dim": 128, "num_heads": 2, "num_v_heads": 4},
+    "FLA's sizes": {"num_heads": 2},  # heads of 256 and 512
+}
+
+
+@pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
+def test_a_training_step_of_its_layer(sizes, ran, monkeypatch):
     """In fp32, with the definition in the place of FLA's function, it is the measure of both."""
     layers = pytest.importorskip("fla.layers.gated_deltanet", exc_type=ImportError)
-    layer = layers.GatedDeltaNet(256, expand_v=1, head_dim=128, num_heads=2, num_v_heads=4)
-    layer = layer.to("cuda", BF16)
+    layer = layers.GatedDeltaNet(256, **sizes).to("cuda", BF16)
     x, target = (torch.randn(2, 200, 256, device="cuda", dtype=BF16) for _ in range(2))
     ours = step(layer, x, target)
     assert ran == ["ours"]

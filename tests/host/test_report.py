@@ -704,7 +704,7 @@ def test_a_record_of_other_kernels_is_stale():
 
 def test_the_page_of_findings_is_short_and_has_no_targets():
     text = findings.page(records.load(), pages.recorded())
-    assert len(text.splitlines()) <= 222  # 180 before serving, slower cases with their places, OLMo Hybrid
+    assert len(text.splitlines()) <= 222  # 180 before serving, places of slower cases, OLMo Hybrid
     assert "required" not in text
     assert text.index("## Words") < text.index("## In one table")
 
