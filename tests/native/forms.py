@@ -23,6 +23,7 @@ from torch import Tensor
 from qla_kernels import chunk_gated_delta_rule, device, jit, programs
 from qla_kernels.gdn import api, autograd, ops, plan
 from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.launch import steps
 from qla_kernels.native import recording
 from qla_kernels.native.entry import Entry
 from qla_kernels.native.pack import pack, texts
@@ -307,12 +308,12 @@ def wrong_forms_are_found() -> None:
     programs.forget()
     for T in (2000, 2001):
         _infer(_of(flat, 1, T), {})
-    hidden, fused = [0], launch.fused_fwd
+    hidden, fused = [0], steps.fused_fwd
 
     def wrong(*given: Any, **named: Any) -> None:
         fused(*given[:5], given[5] + hidden[0], *given[6:], **named)
 
-    launch.fused_fwd = wrong
+    steps.fused_fwd = wrong  # of sequences that are cut
     try:
         call = functools.partial(_infer, _of(flat, 1, 2002), {})
         _compare(call, [])
@@ -324,7 +325,7 @@ def wrong_forms_are_found() -> None:
             call()
     finally:
         os.environ.pop("QLA_CHECK_PROGRAMS", None)
-        launch.fused_fwd = fused
+        steps.fused_fwd = fused
 
 
 if __name__ == "__main__":

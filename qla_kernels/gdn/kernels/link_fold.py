@@ -24,16 +24,17 @@ from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
 
 MOST_STRETCHES = 2  # of a rank
+LINK_COLUMNS = 128  # the most that K may be
 LINK_ROWS = 16  # rows of V that a CTA computes
 LINK_AHEAD = 8  # rows of M that are loaded before they are used
 LINE_FIELDS = 3  # of each link of a line: its rank, its stretch there, and its signature
 
 
 class Variant(NamedTuple):
-    K: int  # the most that K may be
+    dtype: str
 
 
-VARIANTS = (Variant(128),)
+VARIANTS = (Variant("float32"),)
 
 PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,  # written out: around the rows of S
@@ -42,10 +43,10 @@ PASS_CONFIGS = {
 
 
 def schedule(variant: Variant) -> Schedule:
-    K = variant.K
+    warps = LINK_COLUMNS // 32
     return Schedule(
-        roles=(Role("fold", warps=K // 32, regs=128, computes="a column of S M + b"),),
-        smem_bytes=K * LINK_ROWS * 4,
+        roles=(Role("fold", warps=warps, regs=128, computes="a column of S M + b"),),
+        smem_bytes=LINK_COLUMNS * LINK_ROWS * 4,
     )
 
 
@@ -109,12 +110,12 @@ def build(variant: Variant):
 
     @T.prim_func
     def link_fold(
-        links: T.Tensor((world, num_value_heads, each, rows, K), "float32"),
+        links: T.Tensor((world, num_value_heads, each, rows, K), variant.dtype),
         lines: T.Tensor((stretches, fields), "int32"),
-        given: T.Tensor((num_given, num_value_heads, V, K), "float32"),
+        given: T.Tensor((num_given, num_value_heads, V, K), variant.dtype),
         first_segment: T.Tensor((num_bounds,), "int32"),
-        found: T.Tensor((num_found, num_value_heads, V, K), "float32"),
-        states: T.Tensor((capacity, num_value_heads, V, room), "float32"),
+        found: T.Tensor((num_found, num_value_heads, V, K), variant.dtype),
+        states: T.Tensor((capacity, num_value_heads, V, room), variant.dtype),
         front: T.int32,
         back: T.int32,
         reverse: T.int32,
@@ -124,7 +125,7 @@ def build(variant: Variant):
             hv,
             s,
         ):
-            s_x = T.alloc_shared((variant.K, LINK_ROWS), "float32")
+            s_x = T.alloc_shared((LINK_COLUMNS, LINK_ROWS), "float32")
             r_x = T.alloc_local((LINK_ROWS,), "float32")
             wrong = T.alloc_local((1,), "int32")
             n = T.alloc_var("int32")
