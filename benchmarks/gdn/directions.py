@@ -20,9 +20,16 @@ def gradients(
 
 
 def through_autograd(
-    function: Callable[..., Any], workload: Gdn, inputs: GdnInputs, **options: Any
+    function: Callable[..., Any],
+    workload: Gdn,
+    inputs: GdnInputs,
+    training: bool = False,
+    **options: Any,
 ) -> Callable[[], Any]:
-    """A public `chunk_gated_delta_rule` as a model calls it; a backward alone has run forward."""
+    """A public `chunk_gated_delta_rule` as a model calls it; a backward alone has run forward.
+
+    A forward is one in inference, unless it is one of `training`.
+    """
     given = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state)
     leaves = [x.detach().requires_grad_() for x in given if x is not None]
     upstream = (inputs.do, inputs.dht)
@@ -33,7 +40,7 @@ def through_autograd(
         return function(q, k, v, g, beta, output_final_state=True, **options)
 
     if workload.direction == "fwd":
-        return torch.no_grad()(forward)
+        return forward if training else torch.no_grad()(forward)
     if workload.direction == "both":
         return lambda: torch.autograd.grad(forward(), leaves, upstream)
     outputs = forward()

@@ -27,7 +27,8 @@ class Ours(Implementation):
     needs_cuda = False
     training = False
     keeps: bool | None = None  # segments, from a forward for its backward; None: as by default
-    choices: ClassVar[dict[str, Any]] = {}
+    choices: ClassVar[dict[str, Any]] = {}  # of the low-level functions
+    keywords: ClassVar[dict[str, Any]] = {}  # the same, of the public function
 
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
         if workload.kernel:
@@ -40,8 +41,15 @@ class Ours(Implementation):
 
     def _public(self, workload: Gdn, inputs: GdnInputs) -> Callable[[], Any]:
         function = importlib.import_module(self.module).chunk_gated_delta_rule
-        bounds = {"cu_seqlens": inputs.cu_seqlens, "cu_seqlens_cpu": _on_host(inputs)}
-        return through_autograd(function, workload, inputs, **bounds)
+        bounds: dict[str, Any] = {
+            "cu_seqlens": inputs.cu_seqlens,
+            "cu_seqlens_cpu": _on_host(inputs),
+        }
+        if self.keeps is not None:
+            bounds["enable_fwd_cp_cache"] = self.keeps
+        return through_autograd(
+            function, workload, inputs, self.training, **bounds, **self.keywords
+        )
 
     def _low_level(self, workload: Gdn, inputs: GdnInputs) -> Call:
         ops, public = importlib.import_module(self.module), partial(self._public, workload, inputs)
@@ -73,6 +81,7 @@ class OursWhole(Ours):
     name, label, on_request = "ours_whole", "ours, uncut", True
     needs_cuda = True
     choices: ClassVar[dict[str, Any]] = {"auto_cp": False}
+    keywords: ClassVar[dict[str, Any]] = {"batch_invariant": True}
     lacks = dict.fromkeys((*KERNELS, "both", "decode"), "nothing would be cut")
 
 
@@ -81,6 +90,7 @@ class OursExact(OursWhole):
 
     name, label = "ours_exact", "ours, exact"
     choices: ClassVar[dict[str, Any]] = {"exact": True}
+    keywords: ClassVar[dict[str, Any]] = {"exact": True}
 
 
 class OursKept(OursWhole):
@@ -88,6 +98,7 @@ class OursKept(OursWhole):
 
     name, label, keeps = "ours_kept", "ours, segments kept", True
     choices: ClassVar[dict[str, Any]] = {}
+    keywords: ClassVar[dict[str, Any]] = {}
     lacks = dict.fromkeys((*KERNELS, "fwd", "both", "decode"), "a forward has none to take")
 
 

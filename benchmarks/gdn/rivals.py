@@ -36,7 +36,7 @@ class FlashQLA(Implementation):
         if workload.kernel:
             return self._kkt_solve(inputs)
         ops = importlib.import_module(self.module)
-        bounds = {"cu_seqlens": inputs.cu_seqlens}
+        bounds: dict[str, Any] = {"cu_seqlens": inputs.cu_seqlens}
         function = ops.chunk_gated_delta_rule
         public = partial(through_autograd, function, workload, inputs, **bounds)
         # its public function keeps segments for the backward unless told not to

@@ -163,7 +163,8 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
     said = []
     if text := _both_kinds(fla):
         said.append(
-            f"Beside FLA's own kernels, which transformers runs, too, heads of 128: {text}."
+            f"Beside FLA's own kernels, which transformers runs, too, heads of 128: {text} "
+            "([shape by shape](docs/records/gdn.md))."
         )
     if text := _both_kinds(best):
         said.append(f"Beside the fastest of FlashQLA, FlashInfer and FLA, 16/32 heads: {text}.")
@@ -234,7 +235,7 @@ def _both_kinds(found: Sequence[Sequence[Spread | None]]) -> str:
         known = [(s, way) for s, way in zip(ways, ("CUDA graphs", "eager calls"), strict=True) if s]
         said.append(f"{kind} " + ", ".join(f"{s.mean:.2f} x in {way}" for s, way in known))
         worst += [s.worst for s, _ in known]
-    return f"{'; '.join(said)} (at worst {min(worst):.2f} x)"
+    return f"{'; '.join(said)}; the least of any shape {min(worst):.2f} x"
 
 
 def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:

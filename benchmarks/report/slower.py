@@ -98,9 +98,9 @@ def _older(cases: Sequence[Case]) -> str:
     days = " and ".join(sorted({case.date for case in cases}))
     least = []
     for way in ("eager calls", "CUDA graphs"):
-        if found := [case.least[way] for case in cases if way in case.least]:
-            ratio, shape, rival = min(found)
-            least.append(f"{way} {ratio:.2f} x at {shape}, beside {rival}")
+        if found := [(case.least[way], case.subject) for case in cases if way in case.least]:
+            (ratio, shape, rival), subject = min(found)
+            least.append(f"{way} {ratio:.2f} x ({subject}; {shape}) beside {rival}")
     return f"- {kinds} in records of {days}, {OLDER_HERE}: at worst {'; '.join(least)}."
 
 

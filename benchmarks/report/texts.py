@@ -14,20 +14,21 @@ FAMILIES = {
 # The first table of the front page: family, who you are, what you type, what you get.
 GAINS = (
     ("gdn", "train or run **Qwen3-Next, Qwen3.5, OLMo Hybrid**, or FLA's gated delta net layers",
-     "transformers: `swap(model)`; FLA: `fla.register()`",
+     "transformers: `integrations.transformers.swap(model)`; FLA: `integrations.fla.register()`",
      "a faster gated delta rule. {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
-     "each prompt stored and computed once: {}; {block}"),
+     "each prompt stored and computed once: {}; {block}. "
+     "No trainer's whole run has been tried on a GPU yet"),
     ("sparse_ring", "train on **128K tokens** and more, on one GPU or several",
      "`transformers_sparse_ring.prepare(model)`, "
      "then `sparse_ring=SparseRingConfig(...)` in each call",
      "attention that computes only the blocks and columns which a mask keeps: {}"),
     ("serving", "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
      "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-backend qla`",
-     "prefill, decoding and drafts on the engine's own pages of states, in vLLM without copies; "
-     "not yet tried in a running engine; the kernels alone beside the engines' and FlashInfer's: "
-     "[times](docs/performance.md#serving)"),
+     "prefill, decoding and speculative drafts on the engine's pages of states, in vLLM without "
+     "copies; not yet tried in a running engine. The kernels alone, some faster and some slower "
+     "than the engines' and FlashInfer's: [times](docs/performance.md#serving)"),
 )  # fmt: skip
 
 # Rows of a gated delta net beside the front page: what, set (and the end of its rows' names), kind,
@@ -59,30 +60,31 @@ prebuilt kernels takes 0.96 to 1.03 times as long as its graph
 ([note](docs/notes/native-launch.md), section 7)."""
 
 TWO_GROUPS = """\
-The means of these forwards are of two groups of shapes: one or two sequences, which are cut into
+The means of some forwards are of two groups of shapes: one or two sequences, which are cut into
 segments where that is faster, and sequences that fill the GPU whole ({shapes}).
-In CUDA graphs: {spans}."""
+Of these, in CUDA graphs: {spans}."""
 
 TERMS = """\
 - **Rival**: another library's result for the same inputs, on the same GPU in the same run, checked
   before it is timed. For a gated delta net it is the fastest of FlashQLA, FlashInfer and FLA at
-  each shape. For shared prompts it is what you would replace: flash-attn-4 (FA4) on whole
-  sequences, with the prompt in each of them. For sparse attention it is FA4 on all pairs; a mask
-  with 5 % of the pairs could at best be 20 times as fast.
+  each shape, of a forward and backward the fastest that has both. For shared prompts it is
+  what you would replace: flash-attn-4 (FA4), and in hybrid models our own kernels, on whole
+  sequences, with the prompt in each of them. For sparse attention it is FA4 on all pairs, which is
+  another result; a mask with 5 % of the pairs could at best be 20 times as fast.
 - **Heads**: key / value heads of a gated delta net, key / query heads of attention. 16/32 are those
   of Qwen3-Next and of Qwen3.5 4B to 35B, and 4/8 their share on one of four GPUs; 16/64 those of
   122B and 397B, and 2/8 their share on one of eight; 128 columns each. 30/30 of 96/192, the columns
   of keys and values, are those of OLMo Hybrid, with gates of a model.
 - **Faster**: the rival's time divided by ours, as a geometric mean over all **shapes** (sets of
   sequence lengths). **Worst**: the least of these ratios; below 1 (▼) ours is slower. The
-  **typical** shape has the median ratio of CUDA graphs.
+  **typical** shape has the median ratio of CUDA graphs, the lower of two in the middle.
 - **Graph**: replays of a CUDA graph, the time of the GPU alone. **Eager**: calls of the public
   Python function, where a GPU with little to do waits for Python; ours with prebuilt kernels, as a
   wheel has them. Kernels that were compiled at their first call are launched more slowly. Long
-  calls take the same time either way, up to a few percent of clock. `–` was not measured; `*` was
-  not captured in a graph, so that gaps between launches count, of both.
-- Calls have the defaults of each library; of ours, `exact=False`. Gates are those that FlashQLA
-  publishes its times with, and initial states are given."""
+  calls take the same time either way, within a few percent, as the GPU's clock varies. `–` was not
+  measured; `*` was not captured in a graph, so that gaps between launches count, of both.
+- Calls have the defaults of each library; of ours, `exact=False`. But for 30/30 heads, gates are
+  those that FlashQLA publishes its times with. Initial states are given."""
 
 # Sections of their own beside the headline's: a set each, from the record with most of its rows.
 ASIDE = {
@@ -137,7 +139,7 @@ HYBRID_NOTE = """\
 BY_HAND = {"fa4_shared": "three flash-attn-4 calls a group, put together by hand"}
 SLOWER_HERE = """\
 Where ours is slower, at worst ([all such shapes](docs/performance.md#in-one-table)):"""
-OLDER_HERE = "with older kernels, and eager calls from before they were replayed"
+OLDER_HERE = "outdated, with older kernels and eager calls from before they were replayed"
 SLOWER_ONCE = """\
 And in these of 2026-11-22, measured with an older version and not yet again; eager calls take less
 time since ([note](docs/notes/native-launch.md), section 7):"""

@@ -42,7 +42,17 @@ def test_records_come_back_as_they_were_appended(tmp_path):
     for run in (second, first):
         path = records.append(run, tmp_path)
     assert path.name == "2026-01-02-nvidia-h200.jsonl"
-    assert records.load(tmp_path) == [first, second]
+    assert records.load(tmp_path) == [records.as_called(first), second]
+
+
+def test_eager_times_of_a_choice_undone_count_since_calls_undo_it():
+    """Until then they were of the default: "uncut" was faster in eager calls than in graphs."""
+    older = anchor_run()
+    newer = dataclasses.replace(older, date="2026-12-01T00:00:00+00:00")
+    assert records.as_called(newer) == newer
+    timed = [x for row in older.rows for x in row.results if x.time_ms(True)]
+    known = [x for row in records.as_called(older).rows for x in row.results if x.time_ms(True)]
+    assert known == [x for x in timed if x.implementation not in records.VARIANTS] != timed
 
 
 def test_one_sequence_of_an_older_record_is_named_as_today(tmp_path):
@@ -59,7 +69,7 @@ def test_one_sequence_of_an_older_record_is_named_as_today(tmp_path):
     ]
     assert older[0].layout == "1x32768"
     records.append(dataclasses.replace(run, rows=tuple(older)), tmp_path)
-    assert records.load(tmp_path) == [run]
+    assert records.load(tmp_path) == [records.as_called(run)]
 
 
 def test_a_record_file_is_only_appended_to_and_other_lines_are_passed_over(tmp_path):
@@ -545,14 +555,14 @@ def test_older_cases_are_apart_and_others_say_where():
     older = run_of(GDN["decode"])
     assert "measured with an older version" in findings.page([older], current)
     text = front([older], current)  # it said how many there were, and not how slow
-    assert "- 1 more kind of rows in records of 2026-01-02, with older kernels" in text
+    assert "- 1 more kind of rows in records of 2026-01-02, outdated, with older kernels" in text
     ratios = {
         way: min((tables.ratio(row, tables.our_names(older), eager), row) for row in older.rows)
         for way, eager in (("eager calls", True), ("CUDA graphs", False))
     }
     for way, (least, row) in ratios.items():
-        said = f"{way} {least:.2f} x at {names.shape_of(row)}, beside "
-        assert (said in text) == tables.is_slower(least)
+        said = f"{way} {least:.2f} x (Gated delta net, decoding, 64 to 256 sequences; "
+        assert (f"{said}{names.shape_of(row)}) beside " in text) == tables.is_slower(least)
     newer = dataclasses.replace(older, environment={"our_kernels": "prebuilt by nvcc 13"})
     assert "measured with an older version" not in findings.page([newer], current)
     assert "with older kernels" not in front([newer], current)
@@ -641,7 +651,8 @@ def test_users_of_fla_find_their_own_gain_in_the_first_row():
     assert f"forward {forward.mean:.2f} x in CUDA graphs" in text
     assert f"forward + backward {both.mean:.2f} x in CUDA graphs" in text
     ways = [spread.beside(rows, "fla", eager) for rows in kinds for eager in (False, True)]
-    assert text.endswith(f"(at worst {min(way.worst for way in ways):.2f} x).")
+    least = f"the least of any shape {min(way.worst for way in ways):.2f} x "
+    assert text.endswith(f"; {least}([shape by shape](docs/records/gdn.md)).")
     rows = (dataclasses.replace(row, results=row.results[:1]) for row in run.rows)
     alone = dataclasses.replace(run, rows=tuple(rows))
     assert "FLA's own kernels" not in front([alone], current)
