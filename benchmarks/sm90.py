@@ -215,16 +215,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     options = parse(arguments)
     workloads = select(options)
+    if not workloads:
+        print(_nothing_matches(options), file=sys.stderr)
+        return 2
     if options.list:
         print("\n".join(f"{w.name:44} {shape_of(w)}" for w in workloads))
         return 0
-    if not workloads:
-        print("no workload matches; see --list", file=sys.stderr)
-        return 2
     options.impl = options.impl or names_for(options.family, workloads)
     if options.recover:
-        print(records.append(records.run_from_json(json.loads(options.recover.read_text()))))
-        return 0
+        return _recover(options.recover)
     options.out.mkdir(parents=True, exist_ok=True)
     # for the worker: OpenMP threads that spin while they wait cost 10x where cores are shared
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -248,6 +247,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines += [*(f"  {path}" for path in files), "Columns: docs/records/README.md"]
     print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
     return 0 if complete else 130
+
+
+def _nothing_matches(options: argparse.Namespace) -> str:
+    """Names the sets that have what was asked for, if any has."""
+    wanted = set(options.direction or ())
+    found = [
+        name
+        for name, of_set in SETS[options.family].items()
+        if any({w.direction, w.kind} & wanted for w in of_set if hasattr(w, "direction"))
+    ]
+    fix = f"--set {' or '.join(found)}" if found else "another --only"
+    return f"no workload matches; need one of those that --list prints; try {fix}"
+
+
+def _recover(path: Path) -> int:
+    """Appends the run that a file of `--out` holds to the records, once, if pages can show it."""
+    try:
+        run = records.run_from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"--recover {path}: {error}; need the FAMILY.json of --out", file=sys.stderr)
+        return 2
+    known = {w.name for of_set in SETS[run.family].values() for w in of_set}
+    if any(row.name not in known for row in run.rows):
+        got, fix = "a run of your own shapes", "it stays where it is"
+    elif any(of.id == run.id for of in records.load()):
+        got, fix = f"{run.id}, which is on record", "there is nothing to do"
+    else:
+        print(records.append(run))
+        return 0
+    print(f"--recover {path}: {got}; need a new run of named workloads; {fix}", file=sys.stderr)
+    return 2
 
 
 def _write_record(options: argparse.Namespace, run: Run) -> Path:

@@ -145,6 +145,8 @@ def functions(given: argparse.Namespace) -> dict[str, tuple[Function, Function]]
 
 def main() -> None:
     given = parse()
+    if "RANK" not in os.environ:
+        raise SystemExit("started by itself; need torchrun --nproc-per-node 2 scripts/gdn_ranks.py")
     os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels: FlashQLA takes no contexts
     dist.init_process_group("gloo" if given.cpu else "nccl")
     rank, world = dist.get_rank(), dist.get_world_size()

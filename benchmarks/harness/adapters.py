@@ -47,6 +47,8 @@ class Implementation:
             return "needs a CUDA device"
         try:
             importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            return f"{describe(error)}; docs/performance.md says how to install rivals"
         except Exception as error:  # libraries probe the GPU on import and raise anything
             return describe(error)
         return None

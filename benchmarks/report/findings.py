@@ -1,12 +1,13 @@
 """docs/performance.md: definitions first, then what the records say about each family."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from ..harness.records import Result, Row, Run
 from . import serving, tables
-from .figures import WHOLE, steps
+from .figures import WHOLE, gain, rival_of, short, steps
 from .headline import NOTICE, choice_of_lines, compared, provenance, source, times, two_groups
-from .names import BATCHES, batch, shape_of, title_of
+from .names import BATCHES, batch, gpu, shape_of, title_of
 from .pictures import FIGURES, RESPONSES, shown
 from .select import Digests, aside, headline, newest
 from .slower import Section, beside_the_headline, slower
@@ -23,6 +24,8 @@ from .texts import (
     STALE_ROWS,
     TERMS,
 )
+
+KINDS = ("fwd", "bwd", "both")  # of rows that training has
 
 
 def page(runs: Sequence[Run], digests: Digests) -> str:
@@ -52,20 +55,59 @@ def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
     body = []
     for what, kind, run, rows in (*sections, *beside_the_headline(runs)):
         ways = [spread(_ratios(run, rows, eager)) for eager in (False, True)]
+        if not any(ways):  # no rival was timed
+            continue
         rivals = ", ".join(v for n, v in run.labels.items() if not n.startswith("ours"))
         cells = [s.said if s else "–" for s in ways]
         shapes = f"{timed} of {len(rows)}" if 0 < (timed := compared(run, rows)) < len(rows) else ""
-        when = run.date[:10] + ("" if run.current(digests) else ", stale")
+        when = _when(run, digests)
         body.append([what, title_of(kind).lower(), shapes or str(len(rows)), rivals, when, *cells])
     header = ["what", "operation", "shapes", "rivals", "record", "graph: mean (least to most)"]
     header.append("eager")
     parts = shown(runs, digests, "figures/", *FIGURES["gdn"])
     if body:
         parts += [tables.markdown(header, body, left=5), STALE_ROWS]
+    parts += _on_another_gpu(runs, front, digests)
     parts.append(
         "\n".join([*_beside_fla(front), *_segments(runs, digests), *_memory(runs, digests)])
     )
     return [part for part in parts if part]
+
+
+def _when(run: Run, digests: Digests) -> str:
+    return f"{gpu(run)}, {run.date[:10]}" + ("" if run.current(digests) else ", stale")
+
+
+def _on_another_gpu(runs: Sequence[Run], front: Run | None, digests: Digests) -> list[str]:
+    """Rows of the front page's kinds that another GPU ran, from its newest record of a group."""
+    found: dict[tuple[str, str, str], tuple[Run, list[Row]]] = {}
+    for run in reversed(runs):
+        if run.family != "gdn" or run.device_kind != "cuda" or gpu(run) == (front and gpu(front)):
+            continue
+        of_run: dict[tuple[str, str, str], list[Row]] = {}
+        for row in run.rows:
+            sizes = re.search(r"-d(\d+)(?:x(\d+))?$", row.name)
+            size = f" of {sizes[1]}/{sizes[2] or sizes[1]}" if sizes else ""
+            if row.kind in KINDS and any(gain(run, row, eager) for eager in (False, True)):
+                of_run.setdefault((row.kind, row.heads, size), []).append(row)
+        for key, rows in of_run.items():
+            if len(rows) > 1:
+                found.setdefault(key, (run, rows))
+    body = []
+    for (kind, heads, size), (run, rows) in sorted(
+        found.items(), key=lambda x: KINDS.index(x[0][0])
+    ):
+        ways = [spread(_ratios(run, rows, eager)) for eager in (False, True)]
+        rivals = dict.fromkeys(short(x[0]) for row in rows if (x := rival_of(run, row, False)))
+        cells = [s.said if s else "–" for s in ways]
+        what = f"{title_of(kind).lower()}, {heads} heads{size}"
+        body.append([what, str(len(rows)), ", ".join(rivals), _when(run, digests), *cells])
+    if front is None or not body:
+        return []
+    header = ["on another GPU", "shapes", "fastest rivals", "record"]
+    header += ["graph: mean (least to most)", "eager"]
+    said = f"Times above are of an {gpu(front)} where nothing else stands. Of other GPUs:"
+    return [said, tables.markdown(header, body, left=4)]
 
 
 def _ratios(run: Run, rows: Iterable[Row], eager: bool) -> list[float | None]:

@@ -7,14 +7,24 @@ from qla_kernels.gdn.shapes import VALUE_KERNELS, key_room, leaves_values
 from ..harness.records import Row, Run
 from . import tables
 from .figures import density_of, gain, rival_of, short, steps
-from .names import BATCHES, shape_of, span, title_of
+from .names import BATCHES, gpu, shape_of, span, title_of
 from .pictures import shown
 from .select import Digests, headline, names_of, newest
 from .slower import in_short
 from .spread import Spread, beside, spread
-from .texts import BEFORE_PROGRAMS, CURRENT, FAMILIES, GAINS, STALE, TERMS, TWO_GROUPS
+from .texts import (
+    BEFORE_PROGRAMS,
+    CURRENT,
+    FAMILIES,
+    GAINS,
+    OTHER_GPUS,
+    STALE,
+    TERMS,
+    TWO_GROUPS,
+)
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
+OLMO, FLAS = (96, 192), (256, 512)  # head sizes of OLMo Hybrid, and FLA's default
 ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
 
 
@@ -62,10 +72,12 @@ def times(runs: Sequence[Run], digests: Digests) -> str:
             subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads} {unit}; {shapes}"
             body.append([subject, *_line(run, rows)])
         if family == "gdn" and body:
-            for kind, run in olmo(runs).items():
-                subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {run.rows[0].heads} heads"
-                shapes = count(run.rows, compared(run, run.rows))
-                body.append([f"{subject} of 96/192; {shapes}", *_line(run, run.rows)])
+            for sizes in (OLMO, FLAS):
+                for kind, run in of_sizes(runs, *sizes).items():
+                    heads = f"{run.rows[0].heads} heads of {sizes[0]}/{sizes[1]}"
+                    subject = f"{FAMILIES[family]}, {title_of(kind).lower()}; {heads}"
+                    shapes = count(run.rows, compared(run, run.rows))
+                    body.append([f"{subject}; {shapes}", *_line(run, run.rows)])
     return tables.markdown(header, body, left=3) if body else "No record on an SM90 GPU yet."
 
 
@@ -119,9 +131,11 @@ def provenance(runs: Sequence[Run], digests: Digests, front: bool = False) -> st
             sources.setdefault(source(run), []).append(FAMILIES[family].lower())
     listed = [f"{', '.join(names)}: {where}" for where, names in sources.items()]
     if found.get("gdn"):
-        listed[1:1] = _olmo_source(runs, digests)
+        listed[1:1] = _sources_of_sizes(runs, digests)
     said = "; ".join(listed)
     text = f"Measured on: {said or 'nothing yet'}."
+    if front and found.get("gdn"):
+        text += f" {OTHER_GPUS}"
     stale = any(run is not None and not run.current(digests) for run in found.values())
     text += f" {STALE if stale else CURRENT}" if sources else ""
     if (gdn := found.get("gdn")) is not None and "our_kernels" not in gdn.environment:
@@ -163,17 +177,17 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
     said = []
     if text := _both_kinds(fla):
         said.append(
-            f"Beside FLA's own kernels, which transformers runs, too, heads of 128: {text} "
-            "([shape by shape](docs/records/gdn.md))."
+            f"On an {gpu(run)}, beside FLA's own kernels, which transformers runs, too, heads of "
+            f"128: {text} ([shape by shape](docs/records/gdn.md))."
         )
     if text := _both_kinds(best):
         said.append(f"Beside the fastest of FlashQLA, FlashInfer and FLA, 16/32 heads: {text}.")
     return " ".join([*(said or ["Not measured yet."]), *_olmo_gain(runs)])
 
 
-def olmo(runs: Sequence[Run]) -> dict[str, Run]:
-    """Forward and backward of OLMo Hybrid's head sizes: two shapes each, of the newest runs."""
-    found = {kind: newest(runs, "gdn", "sizes:d96x192", kind, 2) for kind in ("fwd", "bwd")}
+def of_sizes(runs: Sequence[Run], K: int, V: int) -> dict[str, Run]:
+    """Forward and backward of heads of K/V: two shapes each, of the newest runs."""
+    found = {kind: newest(runs, "gdn", f"sizes:d{K}x{V}", kind, 2) for kind in ("fwd", "bwd")}
     return {
         kind: run
         for kind, run in found.items()
@@ -184,21 +198,27 @@ def olmo(runs: Sequence[Run]) -> dict[str, Run]:
 def _olmo_gain(runs: Sequence[Run]) -> list[str]:
     """Beside FLA, of which alone there are times."""
     said = []
-    for kind, run in olmo(runs).items():
+    for kind, run in of_sizes(runs, *OLMO).items():
         ways = [beside(run.rows, "fla", eager) for eager in (False, True)]
         known = zip(ways, ("CUDA graphs", "eager calls"), strict=True)
         spans = [f"{s.worst:.2f} to {s.best:.2f} x in {way}" for s, way in known if s]
-        said.append(f"{title_of(kind).lower()} {', '.join(spans)}")
+        said.append(f"{title_of(kind).lower()} {', '.join(spans)} ({gpu(run)})")
     return [f"OLMo Hybrid (head sizes 96/192), beside FLA: {'; '.join(said)}."] if said else []
 
 
-def _olmo_source(runs: Sequence[Run], digests: Digests) -> list[str]:
-    """Its record, and what ran since that digests do not tell."""
-    said = dict[str, list[str]]()
-    for kind, run in olmo(runs).items():
-        since = ", other kernels run since" if kind == "bwd" and lacks_values(run, 96, 192) else ""
-        said.setdefault(source(run, digests) + since, []).append(title_of(kind).lower())
-    return [f"its heads of 96/192, {' and '.join(kinds)}: {where}" for where, kinds in said.items()]
+def _sources_of_sizes(runs: Sequence[Run], digests: Digests) -> list[str]:
+    """The records of other head sizes, and what ran since that digests do not tell."""
+    said = dict[str, dict[str, list[str]]]()
+    for K, V in (OLMO, FLAS):
+        for kind, run in of_sizes(runs, K, V).items():
+            since = ", other kernels run since" if kind == "bwd" and lacks_values(run, K, V) else ""
+            of_source = said.setdefault(source(run, digests) + since, {})
+            of_source.setdefault(f"{K}/{V}", []).append(title_of(kind).lower())
+    listed = []
+    for where, sizes in said.items():
+        each = ", ".join(f"{size} ({' and '.join(kinds)})" for size, kinds in sizes.items())
+        listed.append(f"its heads of {each}: {where}")
+    return listed
 
 
 def lacks_values(run: Run, K: int, V: int) -> bool:
@@ -249,7 +269,9 @@ def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
     prompts = [length for row in rows for length, _ in BATCHES.get(row.layout, ())]
     which = count(rows)
     if prompts:
-        which += f", prompts of {span(prompts)} tokens; short prompts gain less"
+        which += (
+            f", prompts of {span(prompts)} tokens; long responses gain less, many short ones more"
+        )
     where = f"on whole sequences ({which}), in CUDA graphs"
     return f"attention, forward + backward, {times} faster than {where}"
 

@@ -8,6 +8,9 @@ from ..harness.records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
 from .names import title_of
 
 SLOWER = "▼"
+COMPILED = """\
+So the host takes longer for our eager calls than with a wheel with kernels; to time these, run
+`python -m qla_kernels.build --out FOLDER`, and set QLA_PREBUILT=FOLDER."""
 UNFINISHED = ("fa4_calls",)  # parts of a result, for comparison: no rival that anyone can use
 
 
@@ -88,6 +91,10 @@ def page(run: Run) -> str:
     rates = f"{ceilings['flops'] / 1e12:.3g} TFLOP/s ({ceilings['matmul']})"
     copy = f"{ceilings['bandwidth'] / 1e9:.0f} GB/s (copy)"
     head = f"{run.device}, record {run.id}. Ceilings of this run: {rates}, {copy}."
+    if launched := run.environment.get("our_kernels"):
+        head += f" Our kernels: {launched}."
+        if run.device_kind == "cuda" and not launched.startswith("prebuilt"):
+            head += f" {COMPILED}"
     return "\n\n".join([f"{head} {run.notes}".strip(), summary(run)])
 
 

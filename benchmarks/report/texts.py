@@ -54,6 +54,8 @@ CURRENT = (  # of uncommitted changes
     "digests of the generated code that ran, and they equal this checkout's "
     "([records](docs/records/README.md#all-records))."
 )
+OTHER_GPUS = """\
+[docs/performance.md](docs/performance.md#gated-delta-net) has the gated delta net on other GPUs."""
 BEFORE_PROGRAMS = """\
 The gated delta net's eager times are older than the replay of calls: since then an eager call with
 prebuilt kernels takes 0.96 to 1.03 times as long as its graph
@@ -74,7 +76,7 @@ TERMS = """\
 - **Heads**: key / value heads of a gated delta net, key / query heads of attention. 16/32 are those
   of Qwen3-Next and of Qwen3.5 4B to 35B, and 4/8 their share on one of four GPUs; 16/64 those of
   122B and 397B, and 2/8 their share on one of eight; 128 columns each. 30/30 of 96/192, the columns
-  of keys and values, are those of OLMo Hybrid, with gates of a model.
+  of keys and values, are those of OLMo Hybrid, and 6/6 of 256/512 FLA's default layer's.
 - **Faster**: the rival's time divided by ours, as a geometric mean over all **shapes** (sets of
   sequence lengths). **Worst**: the least of these ratios; below 1 (▼) ours is slower. The
   **typical** shape has the median ratio of CUDA graphs, the lower of two in the middle.
@@ -83,8 +85,10 @@ TERMS = """\
   wheel has them. Kernels that were compiled at their first call are launched more slowly. Long
   calls take the same time either way, within a few percent, as the GPU's clock varies. `–` was not
   measured; `*` was not captured in a graph, so that gaps between launches count, of both.
-- Calls have the defaults of each library; of ours, `exact=False`. But for 30/30 heads, gates are
-  those that FlashQLA publishes its times with. Initial states are given."""
+- Calls have the defaults of each library; of ours, `exact=False`. A forward is one without
+  gradients. Keys are normalised and gates activated before; initial states are given. Gates are
+  those that FlashQLA publishes its times with; for 96/192 and 256/512, which of these libraries FLA
+  alone runs, gates of a model. Whole training steps were not measured, unless a row says so."""
 
 # Sections of their own beside the headline's: a set each, from the record with most of its rows.
 ASIDE = {
@@ -123,7 +127,7 @@ What the kernels gain, and where they do not. Everything here is made from the r
 
 MORE_TERMS = """\
 - **Shape**, of a gated delta net: a set of sequence lengths, such as 4 sequences of 8192 tokens,
-  with 16-bit inputs and heads of 128. Of shared prompts: a batch, below. Of sparse attention: a
+  with 16-bit inputs. Of shared prompts: a batch, below. Of sparse attention: a
   length, a density, and how many neighbouring diagonals a mask has in a row.
 - **Density**: the share of causal (query, key) pairs that a mask keeps. The ideal gain is 1 /
   density, because a kernel has at least the kept pairs to compute.
@@ -149,7 +153,7 @@ STALE_ROWS = """\
 ([note](docs/notes/native-launch.md), section 7)."""
 
 SHARED_NOTE = """\
-The second figure has one prompt and more and more responses. With a single response there is
+The figure of responses has one prompt and more and more responses. With a single response there is
 nothing to share. [A note](docs/notes/dualkv-backward.md) says where the time of our backward goes
 at long prompts, where three calls come close."""
 
@@ -172,7 +176,8 @@ same function has been timed beside it (causal-conv1d would be one). CUDA graphs
 SERVING_NOTE = """\
 Calls of an inference engine, on a pool of states in pages. A rival's time has all that an engine
 has to do for it: where a library takes no slots, gathers, zeros, casts and scatters. The engines'
-own functions are their Triton kernels, without the engine around them."""
+own functions are their Triton kernels, without the engine around them; in a layer's step the norm
+behind them is a Triton kernel of ours. FlashInfer failed where it is not listed."""
 
 NO_SERVING = """\
 No record yet: `python -m benchmarks.sm90 gdn --set serving --save` on a Hopper GPU makes one. Times
@@ -183,16 +188,25 @@ METHOD = """\
   time. [docs/records](docs/records/README.md#how-it-is-measured) says against what.
 - **In turn.** Implementations alternate in bursts of 20 ms, with the GPU idle in between, because a
   GPU under sustained load lowers its clock. Times are medians.
-- **Cold inputs.** Sets of inputs rotate, so that no call finds its inputs in the L2 cache.
+- **Cold inputs.** Sets of inputs rotate, so that no call finds its inputs in the L2 cache; the
+  smallest batches of serving are left there, for everyone.
 - **Same work.** Layouts and gates that a library wants otherwise are converted outside the time.
   Versions of all rivals: [versions](docs/versions.md).
 - **Eager calls** include Python and launches. A sample is a call among up to ten in a row.
-- **Your own**: `bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB). Then, on
-  a Hopper GPU, `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2` for a shape
-  of yours (`--gates model` has other gates). The tables above are made by `gdn --quick --direction
-  fwd,bwd,both`, `gdn --set serving --quick`, `dualkv --quick --set long,short`, `sparse_ring
-  --quick` and `hybrid --quick`. Two versions of ours: `.venv/bin/python -m benchmarks.revisions
-  ../before gdn:anchors`."""
+- **Your own**: `bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB), and
+  `.venv/bin/python scripts/engine_interfaces.py` the sources of vLLM and SGLang. `.venv/bin/python
+  -m qla_kernels.build --out FOLDER` makes kernels, 20 minutes on two cores; with
+  `QLA_PREBUILT=FOLDER` they are launched as published eager times have it. Then, on a Hopper GPU,
+  `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2` for a shape of yours
+  (`--gates model --head-dim 96/192` for other gates and sizes); results lie in `--out`. Rows with
+  names are made by `gdn --quick --direction fwd,bwd,both`, `gdn --set sizes`, `gdn --set decode`,
+  `gdn --set serving --quick`, `dualkv --quick --set long,short`, `sparse_ring --quick` and `hybrid
+  --quick`; `--save` appends them to `benchmarks/results`, and `python -m benchmarks.report` writes
+  the pages. Each record's command is [beside it](docs/records/README.md). Two versions of ours:
+  `git worktree add ../before COMMIT`, then `.venv/bin/python -m benchmarks.revisions ../before
+  gdn:anchors`. Ranks of one sequence: `torchrun --nproc-per-node 2 scripts/gdn_ranks.py`
+  ([times](docs/notes/gdn-segments.md#9-ranks)); rings: `torchrun --nproc-per-node N -m
+  benchmarks.ring`."""
 
 CHECKED = """\
 Every result is checked before it is timed. A gated delta net: against the chunked algorithm in

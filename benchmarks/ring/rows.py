@@ -113,6 +113,8 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("started by itself; need torchrun --nproc-per-node N -m benchmarks.ring")
     rank = int(os.environ["LOCAL_RANK"])
     if options.device == "cuda":
         torch.cuda.set_device(rank)
@@ -148,11 +150,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def two_heads(text: str) -> tuple[int, int]:
+    """Returns 2/16, or 2x16, as numbers."""
+    try:
+        few, many = map(int, text.replace("x", "/").split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; need key / query heads, such as 2/16"
+        ) from None
+    return few, many
+
+
 def mask_options(parser: argparse.ArgumentParser) -> None:
     """What is timed, how often and where; `layer_of` reads it."""
     add = parser.add_argument
     add("--tokens", type=lambda x: [int(n) for n in x.split(",")], default=[131072])
-    add("--heads", type=lambda x: tuple(map(int, x.split("x"))), default=(2, 16), metavar="HKxH")
+    add("--heads", type=two_heads, default=(2, 16), metavar="HK/H", help="key / query heads")
     add("--head-dim", type=int, default=128)
     add("--density", type=float, default=0.05)
     add("--run-length", type=int, default=4, help="neighbouring diagonals that are active together")
