@@ -138,6 +138,9 @@ def kernels(run: Callable[[], Any]) -> str:
 
 
 def main() -> None:
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        return
     for row in sys.argv[1:] or ROWS:
         direction, x, incoming = call(row)
         ways = forwards(x) if direction == "fwd" else backwards(x, incoming)

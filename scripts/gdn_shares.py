@@ -113,6 +113,9 @@ def times(row: str) -> dict[str, float]:
 
 
 def main() -> None:
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        return
     for row in sys.argv[1:] or ROWS:
         found = times(row)
         ratios = (f"{name} {us:.1f} ({us / found['known']:.3f})" for name, us in found.items())

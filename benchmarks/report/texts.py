@@ -263,7 +263,11 @@ WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their
 workloads, `--quick` means `anchors`. `--warm 8` only compiles, in eight processes, so that the
 run after it finds everything cached; `--cold` fills the L2 cache with other data before each
-call. Gates are `model` (-exp(A_log) softplus(a + dt_bias), from hardly any to nearly total decay)
+call. `--out` (`out/`) gets the table and FAMILY.json of the run, until the next one of the family;
+`--save` appends its rows to `benchmarks/results/DATE-DEVICE.jsonl`, from which `python -m
+benchmarks.report` writes these pages. Shapes of your own stay in `--out`: pages show named rows.
+
+Gates are `model` (-exp(A_log) softplus(a + dt_bias), from hardly any to nearly total decay)
 or `published` (as FlashQLA publishes with: logsigmoid(x) / 16, and 0 for a quarter of the heads).
 Heads are key heads / value heads, of size 128.
 

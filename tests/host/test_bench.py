@@ -1,5 +1,6 @@
 """The harness survives whatever an implementation does, and the command runs to its end."""
 
+import dataclasses
 import json
 import re
 import resource
@@ -35,6 +36,7 @@ from benchmarks.harness.warm import tasks_for
 from benchmarks.harness.watchdog import LIMITS, Harness
 from benchmarks.harness.without_gpu import for_cpu
 from benchmarks.harness.worker import Worker
+from benchmarks.report import tables
 from tests.host.bench_fakes import EVERYONE
 from tests.limits import HANG
 
@@ -392,6 +394,47 @@ def test_the_command_runs_to_the_end(tmp_path, capsys):
     assert entry["kernels"] == {}  # no kernel runs on a CPU
     used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - used
     assert used < 120  # seconds of a CPU
+
+
+def test_a_record_is_recovered_once_and_own_shapes_never(tmp_path, monkeypatch, capsys):
+    """It appended rows a second time, and runs that no page can show."""
+    taken = []
+    monkeypatch.setattr(records, "append", lambda run: taken.append(run) or tmp_path)
+    run = records.load()[-1]
+    path = tmp_path / "gdn.json"
+
+    def recover(run: records.Run) -> tuple[int, str]:
+        path.write_text(json.dumps(dataclasses.asdict(run)))
+        return sm90.main([run.family, "--recover", str(path)]), capsys.readouterr().err
+
+    new = dataclasses.replace(run, id="another")
+    assert recover(new) == (0, "")
+    assert [x.id for x in taken] == ["another"]
+    own = dataclasses.replace(run.rows[0], name="gdn-fwd-3x3-7x1-model-h0")
+    for wrong, said in (
+        (run, f"{run.id}, which is on record; need a new run of named workloads"),
+        (dataclasses.replace(new, rows=(own,)), "a run of your own shapes"),
+    ):
+        status, text = recover(wrong)
+        assert (status, said in text) == (2, True)
+    path.write_text("{")
+    assert sm90.main(["gdn", "--recover", str(path)]) == 2
+    assert "need the FAMILY.json of --out" in capsys.readouterr().err
+    assert len(taken) == 1
+
+
+def test_nothing_that_matches_is_an_error_that_names_sets(capsys):
+    for more in ([], ["--list"]):
+        assert sm90.main(["gdn", "--direction", "decode", *more]) == 2
+        assert "try --set decode" in capsys.readouterr().err
+
+
+def test_a_table_says_how_our_kernels_were_launched():
+    run = records.load()[-1]
+    environment = {**run.environment, "our_kernels": "compiled"}
+    assert "Our kernels: prebuilt by nvcc 13." in tables.page(run)
+    said = tables.page(dataclasses.replace(run, environment=environment))
+    assert "Our kernels: compiled. So the host takes longer" in said
 
 
 def test_decoding_runs_without_a_gpu(tmp_path, capsys):

@@ -19,7 +19,7 @@ from benchmarks.ring import dense as dense_ring
 from benchmarks.ring import links, ranks
 from benchmarks.ring.links import Slow
 from benchmarks.ring.rows import Row as RingRow
-from benchmarks.ring.rows import parse
+from benchmarks.ring.rows import main, parse
 from qla_kernels.sparse_ring import ZigZagLayout
 from qla_kernels.sparse_ring.groups import Pending, RankRing
 from tests.host.made_up_runs import run_of
@@ -159,3 +159,13 @@ def test_rows_under_a_mask_stand_beside_the_best_rival_without_one():
     rival, gains = ([f(run, run.rows[0], way) for way in ways] for f in (rival_of, gain))
     assert rival == [("flash-attn-4, no mask", 30.0), ("flash-attn-4, no mask", 63.0)]
     assert gains == [15.0, 15.75]
+
+
+def test_heads_as_everywhere_and_a_start_by_hand(monkeypatch, capsys):
+    assert parse(["--heads", "2/16"]).heads == parse(["--heads", "2x16"]).heads == (2, 16)
+    with pytest.raises(SystemExit):
+        parse(["--heads", "2"])
+    assert "need key / query heads, such as 2/16" in capsys.readouterr().err
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"need torchrun --nproc-per-node N -m benchmarks\.ring"):
+        main(["--device", "cpu"])
