@@ -1,13 +1,15 @@
 """Trains a language model on long sequences, each of which several GPUs share.
 
-    torchrun --nproc-per-node 8 examples/long_context_train.py --length 524288
-    torchrun --nproc-per-node 8 examples/long_context_train.py --length 131072 --ring 4
+    torchrun --nproc-per-node 8 examples/long_context_train.py --length 131072 --max-s 86
+    torchrun --nproc-per-node 8 examples/long_context_train.py --length 131072 --max-s 86 --ring 4
     torchrun --nproc-per-node 8 examples/long_context_train.py --attention dense
+    torchrun --nproc-per-node 8 examples/long_context_train.py --model FOLDER --tokens ids.npy
     torchrun --nproc-per-node 2 examples/long_context_train.py --model tiny --length 700 --steps 3
 
 Ranks form a mesh of data parallel x ring. The ranks of a ring share each sequence, attention over
 it is sparse (or dense, to compare), and rings train on different sequences. FSDP2 shards the model
-over all ranks. docs/long-context.md explains the choices; long_context/ has the parts:
+over all ranks. Attention of random weights is nearly even, so --max-s bounds their mask.
+docs/long-context.md explains the choices; long_context/ has the parts:
 
     attention.py     sparse attention and the dense ring: layouts, arguments of the model's call
     sequences.py     tokens, labels and positions of each rank

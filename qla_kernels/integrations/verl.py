@@ -26,20 +26,23 @@ from qla_kernels import SharedBatch, pack_prefix_tree, plan_microbatches
 from qla_kernels.dualkv import PaddedGroup
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
-from qla_kernels.integrations.trl import bare, exchanged, log_gain
+from qla_kernels.integrations.trl import bare, exchanged, log, log_gain
 
 OP = "qla_kernels.integrations.verl"
 HOME, RELEASES = "verl.workers.engine.fsdp.transformer_impl", "veRL 0.9.1"
 NOT_PACKED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared")
 PATCHED, PACKS, SAYS = "qla_kernels_patched", "_qla_kernels_packs", "_qla_kernels_said"
+SAYS_CUT = "_qla_kernels_said_cut"
 
 
 def patch() -> None:
     """Makes engines that are built from now on pack; repeating it changes nothing.
 
-    Raises Unsupported if veRL cannot be imported, or is another one. Building an engine raises
-    Unsupported for models that `transformers_dualkv.check` refuses and for settings that packing
-    does not have: Ulysses, fused kernels, a static padded length.
+    Raises Unsupported if veRL cannot be imported, or lacks a function that is patched; its version
+    is not looked at. Building an engine raises Unsupported for models that
+    `transformers_dualkv.check` refuses and for settings that packing does not have: Ulysses, fused
+    kernels, Liger, a static padded length. An engine warns once if max_token_len_per_gpu cuts the
+    responses of a prompt.
     """
     home = _engines()
     engine, heads = home.FSDPEngine, home.FSDPEngineWithLMHead
@@ -82,7 +85,7 @@ def patch() -> None:
     def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self, PACKS, False):
             return run(self, *args, **kwargs)
-        split = _in_place_of(home.prepare_micro_batches)
+        split = _in_place_of(home.prepare_micro_batches, self)
         with exchanged(home, prepare_micro_batches=split):
             return run(self, *args, **kwargs)
 
@@ -165,14 +168,15 @@ def micro_batches(groups: list[PaddedGroup], max_tokens: int, at_least: int = 1)
     return found
 
 
-def _in_place_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that splits data by groups; with fixed row counts, theirs."""
+def _in_place_of(theirs: Callable[..., Any], engine: Any) -> Callable[..., Any]:
+    """Returns a function that splits an engine's data by groups; with fixed row counts, theirs."""
 
     @wraps(theirs)
     def prepare_micro_batches(data: Any, dp_group: Any = None, **others: Any) -> Any:
         if value(data, "use_dynamic_bsz") is False:
             return theirs(data=data, dp_group=dp_group, **others)
         room, groups = int(value(data, "max_token_len_per_gpu")), groups_of(data)
+        _say_cut(engine, groups, room)
         name = importlib.import_module("verl.utils.device").get_device_name()
         most = torch.tensor(len(micro_batches(groups, room)), device=name)
         # FSDP runs as many on every rank
@@ -182,6 +186,19 @@ def _in_place_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
         return [take(data, rows) for rows in found], found
 
     return prepare_micro_batches
+
+
+def _say_cut(engine: Any, groups: list[PaddedGroup], room: int) -> None:
+    """Warns once an engine if groups have more than `room` packed tokens."""
+    sizes = [group.prompt + sum(group.responses) for group in groups]
+    cut = sum(size > room for size in sizes)
+    if cut and not getattr(engine, SAYS_CUT, False):
+        log.warning(
+            "shared prompts: max_token_len_per_gpu=%d cuts %d of %d groups, which share less: set "
+            "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu to %d or more",
+            room, cut, len(groups), max(sizes),
+        )  # fmt: skip
+        setattr(engine, SAYS_CUT, True)
 
 
 def value(data: Any, name: str) -> Any:
@@ -204,8 +221,9 @@ def _check_settings(engine: Any) -> None:
     """Raises Unsupported for settings of an engine that packed batches do not have."""
     if engine.engine_config.ulysses_sequence_parallel_size > 1:
         _refuse("ulysses_sequence_parallel_size > 1", "1")
-    if getattr(engine.model_config, "use_fused_kernels", False):
-        _refuse("use_fused_kernels=True", "False")
+    for name in ("use_fused_kernels", "use_liger"):
+        if getattr(engine.model_config, name, False):
+            _refuse(f"{name}=True", "False")
     if getattr(engine.engine_config, "pad_to_length", False):
         _refuse("pad_to_length", "none")
 

@@ -234,3 +234,16 @@ def test_tokens_outside_of_the_vocabulary_are_named(tmp_path):
     np.save(tmp_path / "tokens.npy", np.zeros((2, 200)))
     with pytest.raises(SystemExit, match=r"has the shape \[2, 200\]; need one dimension"):
         Documents(tmp_path / "tokens.npy", None, 200, 300)
+
+
+@pytest.mark.parametrize("file", ["docs/long-context.md", "examples/long_context_train.py"])
+def test_commands_of_the_pages_parse(file):
+    """Random weights on a GPU have a bounded mask: it would hold nearly all pairs."""
+    import long_context_train as example
+
+    text = (ROOT / file).read_text().replace("\\\n", " ")
+    found = re.findall(r"^ *torchrun .*/long_context_train.py ([^$\n]*)$", text, re.M)
+    for command in found:
+        options = example.parse(command.split())
+        assert options.model != "qwen2.5-3b" or options.attention == "dense" or options.max_s
+    assert len(found) > 3

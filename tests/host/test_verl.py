@@ -12,7 +12,7 @@ from torch import Tensor
 
 from examples import dualkv_grpo
 from qla_kernels import Unsupported
-from qla_kernels.dualkv import padded_groups
+from qla_kernels.dualkv import PaddedGroup, padded_groups
 from qla_kernels.integrations import transformers as swapping
 from qla_kernels.integrations import verl
 from tests.compare import assert_close
@@ -106,10 +106,12 @@ def test_batches_that_are_refused(rows, asked):
 class Engine:
     """The parts of FSDPEngine that are patched, and what they call."""
 
-    ulysses, fused = 1, False
+    ulysses, fused, liger = 1, False, False
 
     def __init__(self, kind: str = "language_model") -> None:
-        self.model_config = SimpleNamespace(model_type=kind, use_fused_kernels=self.fused)
+        self.model_config = SimpleNamespace(
+            model_type=kind, use_fused_kernels=self.fused, use_liger=self.liger
+        )
         self.engine_config = SimpleNamespace(ulysses_sequence_parallel_size=self.ulysses)
 
     def _build_module(self) -> Any:
@@ -177,6 +179,36 @@ def test_an_engine_of_a_policy_packs(home, rows, most, caplog):
     assert engine.forward_backward_batch({**data, "use_dynamic_bsz": False}) == "theirs"
 
 
+@pytest.mark.parametrize("room", [28, 1000])
+def test_groups_that_are_cut_are_named_once(home, rows, room, caplog):
+    engine, data = home.FSDPEngineWithLMHead(), {**rows[1], "max_token_len_per_gpu": room}
+    engine._build_module()
+    sizes = [group.prompt + sum(group.responses) for group in verl.groups_of(data)]
+    cut = sum(size > room for size in sizes)
+    for _ in range(2):
+        engine.forward_backward_batch(data)
+    said = [message for message in caplog.messages if " cuts " in message]
+    assert bool(cut) == (room == 28) == bool(said)
+    for message in said:
+        assert f"max_token_len_per_gpu=28 cuts {cut} of {len(sizes)} groups" in message
+        assert message.endswith(f"log_prob_max_token_len_per_gpu to {max(sizes)} or more")
+    assert len(said) <= 1
+    data["max_token_len_per_gpu"] = max(sizes)  # what it says is enough
+    found, _ = engine.forward_backward_batch(data)
+    for group in verl.groups_of(data):
+        assert any(set(group.rows) <= set(micro_batch) for micro_batch in found)
+
+
+def test_the_numbers_of_the_page():
+    """docs/rl-trainers.md: a prompt of 4096 and 16 responses of 2048."""
+    group = PaddedGroup(list(range(16)), 4096, [2048] * 16)
+    for room, rows, tokens, fewer in ((16384, [6, 6, 4], 45056, 2.18), (36864, [16], 36864, 2.67)):
+        found = [len(micro_batch) for micro_batch in verl.micro_batches([group], room)]
+        assert found == rows
+        assert sum(4096 + 2048 * n for n in found) == tokens
+        assert round(16 * (4096 + 2048) / tokens, 2) == fewer
+
+
 def test_importing_the_module_that_the_option_names_patches(home, monkeypatch):
     """As veRL does with `external_lib`, in each worker."""
     for once in (True, False):  # a second worker class in a process changes nothing
@@ -215,7 +247,11 @@ def test_other_engines_are_left_alone(home, rows):
 
 @pytest.mark.parametrize(
     ("name", "given", "text"),
-    [("ulysses", 2, "ulysses_sequence_parallel_size > 1"), ("fused", True, "use_fused_kernels")],
+    [
+        ("ulysses", 2, "ulysses_sequence_parallel_size > 1"),
+        ("fused", True, "use_fused_kernels=True"),
+        ("liger", True, "use_liger=True"),
+    ],
 )
 def test_settings_that_are_refused(home, name, given, text, monkeypatch):
     monkeypatch.setattr(Engine, name, given)
