@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from qla_kernels import chunk_gated_delta_rule
-from qla_kernels.gdn import plan
+from qla_kernels.gdn import plan, wide_plan
+from qla_kernels.gdn.shapes import WIDE
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import call, leaves
 from tests.readme import names_in, snippets
@@ -56,11 +57,13 @@ def test_the_table_of_cuts_is_the_plan_s(code):
     assert (code["forward_cut"], code["backward_cut"]) == (32, None)
     row = r"^\| \d+/(\d+), (\d+)/(\d+) \| (\d+)x(\d+) \| (.*) \| (.*) \|$"
     rows = re.findall(row, TEXT, re.M)
-    assert len(rows) == 8
+    assert code["wide_cut"] == 26
+    assert len(rows) == 12
     for *numbers, forward, backward in rows:
         HV, K, V, T, N = map(int, numbers)
         lengths, shape = plan.sequence_chunks(N, N * T), (HV, K, V, 132)
-        cuts = plan.forward(lengths, *shape).segment_chunks, plan.backward(lengths, *shape)
+        cut = wide_plan.forward(lengths, HV, V, 132) if K == WIDE else plan.forward(lengths, *shape)
+        cuts = cut.segment_chunks, None if K == WIDE else plan.backward(lengths, *shape)
         for said, most in zip((forward, backward), cuts, strict=True):
             want = f"cut, {plan.num_segments(lengths, most) // N}" if most else "whole"
             assert said == want, numbers
