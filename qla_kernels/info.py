@@ -19,7 +19,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +54,6 @@ HOOKS = {  # of qla_kernels.integrations: the call that enables each, and its ef
     "transformers ring": ("transformers_sparse_ring.prepare(model)", '"sparse_ring" is ours'),
 }
 
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 ATTENTION = ("dualkv", "sparse_ring")  # they share attn
 # Shapes of the first arguments of a call that each family's `refusal` is asked about
 STANDARD: dict[str, list[tuple[int, ...]]] = {
@@ -88,7 +86,7 @@ def report() -> dict[str, Section]:
             | {f"CUDA, {family}": _cuda_path(family) for family in STANDARD}
         )
         | {f"{name} hook": f"integrations.{call}: {then}" for name, (call, then) in HOOKS.items()}
-        | _probed({f"{name} plug-in": _engine(engine) for engine, name in ENGINES.items()}),
+        | _probed(engines.PLUG_INS),
         "rivals": _probed({name: _rival(name) for name in RIVALS} | {"cuDNN SDPA": _cudnn}),
         "fingerprints": {family: fingerprint(family) for family in families()},
     }
@@ -249,28 +247,6 @@ def _cuda_path(family: str) -> Callable[[], str]:
 
 def _rival(name: str) -> Callable[[], str]:
     return lambda: _version(name, *RIVALS[name]) or "not installed"
-
-
-def _engine(engine: str) -> Callable[[], str]:
-    """Returns a probe that says whether a plug-in fits the installed engine, and is switched on."""
-
-    def probe() -> str:
-        known = " or ".join(engines.KNOWN[engine])
-        try:
-            version = importlib.metadata.version(engine)
-        except importlib.metadata.PackageNotFoundError:
-            return f"not installed; the plug-in works with {known}"
-        if reason := engines.unknown_version(engine):
-            return f"{version} is installed; refused: {reason}"
-        return f"{version} is installed, a known version; {switch}"
-
-    switch = "on by --linear-attn-backend qla"
-    if engine == "vllm":
-        named = os.environ.get("VLLM_PLUGINS")
-        on = "qla_kernels" in (named or "").split(",")
-        shown = "is not set" if named is None else f"is {named!r}"
-        switch = f"VLLM_PLUGINS {shown}: {'on' if on else 'off'}"
-    return probe
 
 
 def _cudnn() -> str:

@@ -10,24 +10,21 @@ is that of vllm_bits.py.
 """
 
 import os
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qla_kernels import device
 from qla_kernels.arguments import switched_on
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn import (
     packed_decode_gated_delta_rule,
     prefill_gated_delta_rule,
-    prefill_refusal,
     verify_gated_delta_rule,
 )
 from qla_kernels.hybrid.step import decode_gated_delta_net
 from qla_kernels.integrations.engines import log, unknown_version
-from qla_kernels.sm90 import CAPABILITY
+from qla_kernels.integrations.vllm_checks import refused, say_mixed
 
 NAME = "qla_kernels"
 LAYER = "QwenGatedDeltaNetAttention"
@@ -117,23 +114,6 @@ def layer_on(engine: Any) -> type:
                 super()._forward_core(mixed_qkv, b, a, core_attn_out)
 
     return QlaGatedDeltaNetAttention
-
-
-def refused(layer: Any) -> str | None:
-    """Returns why prefill cannot run the layer on this GPU, or on Hopper without one, or None."""
-    K, V, dtype = layer.head_k_dim, layer.head_v_dim, layer.model_config.dtype
-    q, v = (torch.empty(0, 1, 1, size, dtype=dtype, device="cpu") for size in (K, V))
-    pool = torch.empty(0, 1, V, K, dtype=layer.get_state_dtype()[1], device="cpu")
-    here = CAPABILITY
-    if device.available():
-        here = device.capability(torch.device("cuda", torch.cuda.current_device()))
-    return prefill_refusal(q, q, v, pool=pool, capability=here)
-
-
-@cache
-def say_mixed() -> None:
-    """Logs, once a process, that a batch is not ours."""
-    log.info("vLLM: batches in which drafts stand beside other sequences run on vLLM's kernels")
 
 
 def _batch(engine: Any, layer: Any) -> Any:

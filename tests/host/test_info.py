@@ -94,19 +94,20 @@ def test_plug_ins_of_engines_say_version_and_switch(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     known = {engine: names[0] for engine, names in engines.KNOWN.items()}
-    assert set(info.ENGINES) == set(known)
+    plug_in = {"vllm": engines.plug_in_of_vllm, "sglang": engines.plug_in_of_sglang}
+    assert [*plug_in.values()] == [*engines.PLUG_INS.values()]
     for engine, (only, *_) in engines.KNOWN.items():
-        assert info._engine(engine)() == f"not installed; the plug-in works with {only}"
+        assert plug_in[engine]() == f"not installed; the plug-in works with {only}"
     versions |= known
-    assert info._engine("vllm")().endswith("a known version; VLLM_PLUGINS is not set: off")
-    assert info._engine("sglang")().endswith("a known version; on by --linear-attn-backend qla")
+    assert plug_in["vllm"]().endswith("a known version; VLLM_PLUGINS is not set: off")
+    assert plug_in["sglang"]().endswith("a known version; on by --linear-attn-backend qla")
     for value, switch in (("other,qla_kernels", "on"), ("qla", "off")):
         monkeypatch.setenv("VLLM_PLUGINS", value)
-        assert info._engine("vllm")().endswith(f"VLLM_PLUGINS is {value!r}: {switch}")
+        assert plug_in["vllm"]().endswith(f"VLLM_PLUGINS is {value!r}: {switch}")
     versions["vllm"] = "0.99.1"
-    said = info._engine("vllm")()
+    said = plug_in["vllm"]()
     assert said.startswith("0.99.1 is installed; refused: qla_kernels: vllm 0.99.1; need")
-    assert "vLLM plug-in" in info.report()["paths"]
+    assert set(engines.PLUG_INS) <= set(info.report()["paths"])
 
 
 def test_a_probe_that_fails_reports_itself_and_stops_no_other():

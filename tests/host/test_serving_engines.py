@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported, device
-from qla_kernels.integrations import engines, sglang, vllm
+from qla_kernels.integrations import engines, sglang, vllm, vllm_checks
 from reference import conv, gdn
 from scripts import engine_interfaces
 from tests.serving_traffic import Traffic
@@ -220,7 +220,7 @@ def test_vllm_layer_decodes_and_verifies(caplog):
         t.agree("o", out[mine], want)
         t.agree("states", t.pool[table[n]].mT, states)
     engine.batch.num_decodes = 1  # drafts beside others: vLLM's own kernels
-    vllm.say_mixed.cache_clear()
+    vllm_checks.say_mixed.cache_clear()
     with caplog.at_level(logging.INFO, "qla_kernels"):
         for _ in range(2):
             layer._forward_core(rows, b, a, out)
