@@ -104,7 +104,7 @@ def test_the_faq_quotes_messages_as_they_are(message):
 
 def test_ratios_of_the_serving_page_are_those_of_the_record():
     """A rival's mean in CUDA graphs, as performance.md has it."""
-    text = (DOCS / "serving.md").read_text()
+    text = " ".join((DOCS / "serving.md").read_text().split())
     said = text.split("rival's time / ours: ")[1].split("These are means")[0]
     table = (DOCS / "performance.md").read_text().split("\n## Serving\n")[1]
     for what, rival in (
