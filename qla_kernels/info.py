@@ -27,6 +27,7 @@ from pathlib import Path
 import qla_kernels
 from qla_kernels import command_line, digests, jit
 from qla_kernels.errors import need
+from qla_kernels.integrations import engines
 from qla_kernels.native import checks, prebuilt
 from qla_kernels.sm90 import CAPABILITY, head_sizes
 
@@ -84,7 +85,8 @@ def report() -> dict[str, Section]:
             {"CPU tensors": _cpu_path}
             | {f"CUDA, {family}": _cuda_path(family) for family in STANDARD}
         )
-        | {f"{name} hook": f"integrations.{call}: {then}" for name, (call, then) in HOOKS.items()},
+        | {f"{name} hook": f"integrations.{call}: {then}" for name, (call, then) in HOOKS.items()}
+        | _probed(engines.PLUG_INS),
         "rivals": _probed({name: _rival(name) for name in RIVALS} | {"cuDNN SDPA": _cudnn}),
         "fingerprints": {family: fingerprint(family) for family in families()},
     }

@@ -7,6 +7,7 @@ import ast
 import functools
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,7 +185,7 @@ def entry(module: str, name: str) -> tuple[str, str]:
 
 
 def _class(node: ast.ClassDef, lines_of_file: list[str]) -> str:
-    """Fields with their comments, the docstring, and a line for each public method."""
+    """Fields with their comments, the docstring, and each public method with its docstring."""
     bases = ", ".join(ast.unparse(base) for base in node.bases)
     lines = [f"class {node.name}({bases})" if bases else f"class {node.name}"]
     methods = []
@@ -200,16 +201,18 @@ def _class(node: ast.ClassDef, lines_of_file: list[str]) -> str:
             elif not item.name.startswith("_"):
                 methods.append(_method(item))
     parts = [f"```python\n{chr(10).join(lines)}\n```", prose(ast.get_docstring(node) or "")]
-    return "\n\n".join(filter(None, [*parts, "\n".join(methods)]))
+    return "\n\n".join(filter(None, [*parts, "\n".join(methods).rstrip()]))
 
 
 def _method(node: ast.FunctionDef) -> str:
     doc = ast.get_docstring(node) or ""
     is_property = any("property" in ast.unparse(d) for d in node.decorator_list)
     said = node.name if is_property else " ".join(signature(node).split())
-    return f"- `{said.replace('( ', '(').replace(', )', ')')}`" + (
+    line = f"- `{said.replace('( ', '(').replace(', )', ')')}`" + (
         f": {summary(doc)}" if doc else ""
     )
+    rest = prose(doc.partition("\n\n")[2])
+    return line if not rest else f"{line}\n\n{textwrap.indent(rest, '  ')}\n"
 
 
 def anchor(heading: str) -> str:

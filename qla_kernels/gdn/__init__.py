@@ -16,6 +16,7 @@ Reading order:
     tree/                       sequences that share their beginnings
 """
 
+from qla_kernels.gdn.anchored.extend import Slots
 from qla_kernels.gdn.anchored.pool import GdnPool
 from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
 from qla_kernels.gdn.decode.api import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
@@ -31,6 +32,7 @@ __all__ = [
     "CPContext",
     "GdnPool",
     "ShardError",
+    "Slots",
     "build_cp_context",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",

@@ -5,6 +5,7 @@ by name. tests/host/engines.json has the digests of these parts.
 """
 
 import logging
+import os
 from importlib import metadata
 
 from qla_kernels.errors import need
@@ -24,3 +25,28 @@ def unknown_version(engine: str) -> str | None:
     if got in known:
         return None
     return need("qla_kernels", got, " or ".join(known), "install it, or leave the plug-in off")
+
+
+def plug_in_of_vllm() -> str:
+    """Returns whether the plug-in fits the installed vLLM, and is switched on."""
+    named = os.environ.get("VLLM_PLUGINS")
+    on = "on" if "qla_kernels" in (named or "").split(",") else "off"
+    return _fits("vllm", f"VLLM_PLUGINS is {'not set' if named is None else repr(named)}: {on}")
+
+
+def plug_in_of_sglang() -> str:
+    """Returns whether the plug-in fits the installed SGLang, and how it is switched on."""
+    return _fits("sglang", "on by --linear-attn-backend qla")
+
+
+PLUG_INS = {"vLLM plug-in": plug_in_of_vllm, "SGLang plug-in": plug_in_of_sglang}
+
+
+def _fits(engine: str, switch: str) -> str:
+    try:
+        version = metadata.version(engine)
+    except metadata.PackageNotFoundError:
+        return f"not installed; the plug-in works with {' or '.join(KNOWN[engine])}"
+    if reason := unknown_version(engine):
+        return f"{version} is installed; refused: {reason}"
+    return f"{version} is installed, a known version; {switch}"

@@ -24,6 +24,7 @@ from qla_kernels.gdn import (
 )
 from qla_kernels.hybrid.step import decode_gated_delta_net
 from qla_kernels.integrations.engines import log, unknown_version
+from qla_kernels.integrations.vllm_checks import refused, say_mixed
 
 NAME = "qla_kernels"
 LAYER = "QwenGatedDeltaNetAttention"
@@ -68,6 +69,8 @@ def layer_on(engine: Any) -> type:
     class QlaGatedDeltaNetAttention(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
+            if reason := refused(self):
+                raise Unsupported(reason)
             # vLLM's switch for the operator that has the gate among its arguments
             self.enable_fused_gdn_spec_decode |= _can_norm(self)
 
@@ -105,7 +108,9 @@ def layer_on(engine: Any) -> type:
                 batch.num_prefills or batch.num_decodes
             ):
                 _verify(engine, self, batch, *given)
-            else:  # drafts beside others
+            else:
+                if batch.spec_sequence_masks is not None:
+                    say_mixed()
                 super()._forward_core(mixed_qkv, b, a, core_attn_out)
 
     return QlaGatedDeltaNetAttention

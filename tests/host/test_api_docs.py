@@ -51,6 +51,12 @@ def test_sections_of_a_docstring_become_lists():
     )
 
 
+def test_methods_have_their_arguments(text):
+    said = text.split("### gdn.GdnPool\n")[1].split("\n### ")[0]
+    for name in ("state_indices", "has_initial_state", "num_tokens", "null_slot"):
+        assert f"  - `{name}`: " in said, name
+
+
 def test_a_constant_stands_there_as_it_is_written():
     """Formatters lay out code in pages: what they would change would make the page stale."""
     text, _ = api.entry("qla_kernels.sparse_ring", "PAPER")

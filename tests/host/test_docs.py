@@ -104,7 +104,7 @@ def test_the_faq_quotes_messages_as_they_are(message):
 
 def test_ratios_of_the_serving_page_are_those_of_the_record():
     """A rival's mean in CUDA graphs, as performance.md has it."""
-    text = (DOCS / "serving.md").read_text()
+    text = " ".join((DOCS / "serving.md").read_text().split())
     said = text.split("rival's time / ours: ")[1].split("These are means")[0]
     table = (DOCS / "performance.md").read_text().split("\n## Serving\n")[1]
     for what, rival in (
@@ -125,6 +125,9 @@ def test_ratios_of_the_serving_page_are_those_of_the_record():
     )
 
 
+RIVALS = ("FlashInfer", "vLLM", "SGLang")
+
+
 def test_ratios_by_heads_of_the_serving_page_are_those_of_the_record():
     """Of the fastest rival, in CUDA graphs and eager, in two columns of heads."""
     text = (DOCS / "serving.md").read_text().split("What a model gets depends on its heads.")[1]
@@ -136,12 +139,44 @@ def test_ratios_by_heads_of_the_serving_page_are_those_of_the_record():
         ("a layer's step", "a layer's step", "a layer's step"),
     ):
         (row,) = re.findall(rf"^\| {what} \|(.*)\|$", text, re.M)
-        said = re.findall(r"\b\d\.\d\d\b", row)
+        said = re.findall(r"\b\d\.\d\d (?=[FSv])[^|]+?(?= \|)", row + "|")
         for heads, section, numbers in (("16/32", many, said[:2]), ("2/8", few, said[2:])):
             table = record.split(f"\n## Serving: {section}\n")[1].split("\n## ")[0]
             (line,) = re.findall(rf"^\| {heads} .*$", table, re.M)
+            times = times_of(table, heads)
             ratio = line.split(" | ")[-3]  # before the floor's share and the first call
-            assert re.findall(r"\d\.\d\d", ratio) == numbers, (what, heads)
+            found = re.findall(r"\d\.\d\d", ratio)
+            for place, number in enumerate(numbers):
+                value, _, rival = number.partition(" ")
+                assert value == found[place], (what, heads)
+                others = [t[place] for name, t in times.items() if not name.startswith("ours")]
+                assert times[rival][place] == min(others), (what, heads, rival)
+
+
+def times_of(table: str, heads: str) -> dict[str, list[float]]:
+    """By implementation: milliseconds of a row's graph replays and of eager calls."""
+    (head,) = re.findall(r"^\| heads .*$", table, re.M)
+    (line,) = re.findall(rf"^\| {heads} .*$", table, re.M)
+    cells = dict(zip(*([c.strip() for c in x.split("|")] for x in (head, line)), strict=True))
+    found = {name: re.findall(r"[\d.]+", cell) for name, cell in cells.items() if " / " in cell}
+    return {
+        name: [float(x) for x in numbers]
+        for name, numbers in found.items()
+        if name == "ours" or name.partition(",")[0].partition("'")[0] in RIVALS
+    }
+
+
+def test_ratios_of_gathers_of_the_serving_page_are_those_of_the_record():
+    text = (DOCS / "serving.md").read_text()
+    (row,) = re.findall(r"^\| the same, as vLLM does it \|(.*)\|$", text, re.M)
+    said = [float(x) for x in re.findall(r"\b\d\.\d\d\b", row)]
+    record, want = (DOCS / "records" / "gdn.md").read_text(), []
+    for heads, section in (("16/32", "prefill with checkpoints"), ("2/8", "prefill in a pool")):
+        table = record.split(f"\n## Serving: {section}\n")[1].split("\n## ")[0]
+        times = times_of(table, heads)
+        theirs = times["FlashInfer, gather and scatter"]
+        want += [r / o for r, o in zip(theirs, times["ours"], strict=True)]
+    assert said == pytest.approx(want, abs=0.0051)  # of rounded times
 
 
 LINES = re.findall(r"^\[qla_kernels\] (.*)$", (DOCS / "serving.md").read_text(), re.M)

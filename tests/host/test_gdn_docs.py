@@ -1,5 +1,6 @@
 """docs/gdn.md: its code runs, says what it should, and its numbers are counted."""
 
+import inspect
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import qla_kernels
 from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import plan, wide_plan
 from qla_kernels.gdn.shapes import WIDE
@@ -109,8 +111,25 @@ def test_serving_is_prefill_and_decoding():
         o, (state,) = chunk_gated_delta_rule(*(x.double() for x in whole), output_final_state=True)
         assert_close("o", names["o"][:, slice(*bounds)].double(), o[:, :-1], of_o)
         assert_close("o", names["o_t"][:, n].double(), o[:, -1], of_o)
-        assert_close("state", pool[slot].double(), state, of_states)
+        assert_close("state", pool[slot].mT.double(), state, of_states)
     assert not pool[[0, 1, 3, 4, 6, 7]].any()
+
+
+def test_the_table_of_defaults_of_pools_is_that_of_the_functions():
+    rows = re.findall(r"^\| (`\w+`.*?) \| (True|False).*? \| (True|False) \|", TEXT, re.M)
+    said = {name: row[1:] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert len(said) == 5
+    for name, defaults in said.items():
+        own = inspect.signature(getattr(qla_kernels, name)).parameters
+        found = (own[x].default for x in ("state_v_first", "use_qk_l2norm_in_kernel"))
+        assert tuple(map(str, found)) == defaults, name
+
+
+def test_one_pool_gives_what_one_call_gives(code):
+    """In fp32; the page's own comparison is coarser."""
+    assert_close("o", code["o_parts"], code["o_whole"], 1e-5)
+    assert_close("state", code["states"][1], code["end"][0], 1e-5)
+    assert not code["states"][[0, 2, 3, 5, 6, 8]].any()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The doctor works on any machine, and its fingerprint follows the device code, nothing else."""
 
 import importlib
+import importlib.metadata
 import json
 import re
 import runpy
@@ -12,6 +13,7 @@ import pytest
 
 from qla_kernels import device, digests, info, jit, selftest
 from qla_kernels.gdn.shapes import HEAD_SIZES
+from qla_kernels.integrations import engines
 from qla_kernels.native import prebuilt
 from tests.limits import HANG
 
@@ -79,6 +81,33 @@ def test_hooks_are_there_to_be_called(name):
     module, function = info.HOOKS[name][0].partition("(")[0].split(".")
     home = importlib.import_module(f"qla_kernels.integrations.{module}")
     assert callable(getattr(home, function))
+
+
+def test_plug_ins_of_engines_say_version_and_switch(monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    versions: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    known = {engine: names[0] for engine, names in engines.KNOWN.items()}
+    plug_in = {"vllm": engines.plug_in_of_vllm, "sglang": engines.plug_in_of_sglang}
+    assert [*plug_in.values()] == [*engines.PLUG_INS.values()]
+    for engine, (only, *_) in engines.KNOWN.items():
+        assert plug_in[engine]() == f"not installed; the plug-in works with {only}"
+    versions |= known
+    assert plug_in["vllm"]().endswith("a known version; VLLM_PLUGINS is not set: off")
+    assert plug_in["sglang"]().endswith("a known version; on by --linear-attn-backend qla")
+    for value, switch in (("other,qla_kernels", "on"), ("qla", "off")):
+        monkeypatch.setenv("VLLM_PLUGINS", value)
+        assert plug_in["vllm"]().endswith(f"VLLM_PLUGINS is {value!r}: {switch}")
+    versions["vllm"] = "0.99.1"
+    said = plug_in["vllm"]()
+    assert said.startswith("0.99.1 is installed; refused: qla_kernels: vllm 0.99.1; need")
+    assert set(engines.PLUG_INS) <= set(info.report()["paths"])
 
 
 def test_a_probe_that_fails_reports_itself_and_stops_no_other():

@@ -5,6 +5,7 @@ record.
 """
 
 import inspect
+import logging
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from qla_kernels import Unsupported
-from qla_kernels.integrations import engines, sglang, vllm
+from qla_kernels import Unsupported, device
+from qla_kernels.integrations import engines, sglang, vllm, vllm_checks
 from reference import conv, gdn
 from scripts import engine_interfaces
 from tests.serving_traffic import Traffic
@@ -109,7 +110,11 @@ def vllm_layer(traffic: Traffic, batch: Any) -> tuple[Any, Engine]:
             self.layer_norm_epsilon, self.quant_config = 1e-6, None
             names = dict.fromkeys(("group_size", "bias"))
             self.norm = SimpleNamespace(norm_before_gate=True, activation="silu", **names)
+            self.model_config = SimpleNamespace(dtype=torch.bfloat16)
             vars(self).update(settings)
+
+        def get_state_dtype(self) -> tuple[torch.dtype, torch.dtype]:
+            return torch.bfloat16, torch.float32
 
         def _forward_core(self, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
             core_attn_out.fill_(7)  # vLLM's own
@@ -183,7 +188,7 @@ def test_vllm_layer_in_a_mixed_batch():
     assert torch.equal(t.pool[same], before[same])
 
 
-def test_vllm_layer_decodes_and_verifies():
+def test_vllm_layer_decodes_and_verifies(caplog):
     t = Traffic(2)
     slots = [5, 3, 0]
     batch = metadata_of(
@@ -215,8 +220,46 @@ def test_vllm_layer_decodes_and_verifies():
         t.agree("o", out[mine], want)
         t.agree("states", t.pool[table[n]].mT, states)
     engine.batch.num_decodes = 1  # drafts beside others: vLLM's own kernels
-    layer._forward_core(rows, b, a, out)
+    vllm_checks.say_mixed.cache_clear()
+    with caplog.at_level(logging.INFO, "qla_kernels"):
+        for _ in range(2):
+            layer._forward_core(rows, b, a, out)
     assert (out == 7).all()
+    assert caplog.text.count("drafts stand beside other sequences run on vLLM's kernels") == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "states", "sizes", "capability", "said"),
+    [
+        (torch.bfloat16, torch.float32, (128, 128), (9, 0), None),
+        (torch.bfloat16, torch.bfloat16, (256, 512), (9, 0), None),
+        (torch.float16, torch.float32, (128, 128), (9, 0), "q, k and v are float16"),
+        (torch.bfloat16, torch.float16, (128, 128), (9, 0), "the pool of states is float16"),
+        (torch.bfloat16, torch.float32, (512, 128), (9, 0), "head dimension"),
+        (torch.bfloat16, torch.float32, (128, 128), (8, 0), "device capability 8.0"),
+    ],
+    ids=str,
+)
+def test_vllms_layer_is_refused_when_it_is_built(
+    dtype, states, sizes, capability, said, monkeypatch
+):
+    """It was the first prefill."""
+    monkeypatch.setattr(device, "available", lambda: True)
+    monkeypatch.setattr(device, "capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    settings = {
+        "enable_fused_gdn_spec_decode": False, "gqa_interleaved_layout": True,
+        "head_k_dim": sizes[0], "head_v_dim": sizes[1],
+        "model_config": SimpleNamespace(dtype=dtype), "norm": None,
+        "get_state_dtype": lambda: (dtype, states),
+    }  # fmt: skip
+    own = type("Own", (), {"__init__": lambda self, **x: vars(self).update(x)})
+    layer = vllm.layer_on(SimpleNamespace(QwenGatedDeltaNetAttention=own))
+    if said is None:
+        layer(**settings)
+        return
+    with pytest.raises(Unsupported, match=said):
+        layer(**settings)
 
 
 @pytest.mark.parametrize("dim_first", [True, False])
@@ -319,6 +362,8 @@ def test_layers_whose_norm_stays_vllms(setting):
     good = {
         "enable_fused_gdn_spec_decode": False, "gqa_interleaved_layout": False, "head_k_dim": 128,
         "head_v_dim": 128, "quant_config": None,
+        "model_config": SimpleNamespace(dtype=torch.bfloat16),
+        "get_state_dtype": lambda: (torch.bfloat16, torch.float32),
         "norm": SimpleNamespace(norm_before_gate=True, group_size=None, bias=None,
                                 activation="silu"),
     }  # fmt: skip

@@ -22,12 +22,12 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a numb
 class Slots(NamedTuple):
     """A pool's tensors. Slots may lie any distance apart, as pages of an engine's cache do.
 
-    One slot stands for sequences of padding, and is never changed.
+    One slot stands for sequences of padding, and is never changed. k_tail and v_tail have q's
+    dtype. TAIL_PLACES is 128. Where K is not one that a kernel's variant has, rows of zeros follow
+    those of anchors in memory, up to the next one.
     """
 
-    # [slots, HV, K, V] fp32, the state after `anchored` tokens; in memory, rows of zeros follow up
-    # to the K of the kernels' variant
-    anchors: Overwritten
+    anchors: Overwritten  # [slots, HV, K, V] fp32, the state after `anchored` tokens
     k_tail: Overwritten  # [slots, TAIL_PLACES, H, K]; token t has place t % TAIL_PLACES
     v_tail: Overwritten  # [slots, TAIL_PLACES, HV, V]
     g_tail: Overwritten  # [slots, TAIL_PLACES, HV] fp32

@@ -78,8 +78,12 @@ class GdnPool:
         kernel's variant has.
 
         Args:
-            tensors: anchors [slots, HV, K, V], tails and counts, as `GdnPool.tensors` has them.
+            tensors: as `GdnPool.tensors` has them; the fields of `qla_kernels.gdn.Slots`.
             null_slot: an index that marks padding. The slot is not changed.
+
+        Raises:
+            ValueError: shapes, dtypes, strides or the null slot do not fit.
+            Unsupported: tensors on a GPU with a K that no kernel's variant has.
         """
         slots, HV, K, V = tensors.anchors.shape
         k = tensors.k_tail
@@ -114,6 +118,7 @@ class GdnPool:
 
     @property
     def bytes_per_slot(self) -> int:
+        """Bytes of all tensors for one sequence."""
         inside = (t.shape[1] * t.stride(1) if t.dim() > 1 else 1 for t in self.tensors)
         return sum(n * t.element_size() for n, t in zip(inside, self.tensors, strict=True))
 
@@ -145,9 +150,9 @@ class GdnPool:
             state_indices: [N] int32 or int64, the slot of each sequence. An index outside the pool
                 marks a sequence of padding: its results are 0, and no slot is changed. Two
                 sequences must not share a slot: on a CPU, and under QLA_CHECK=1, that is a
-                ValueError.
+                ValueError; else, on a GPU, what the slot then holds is not defined.
             has_initial_state: [N] bool, which sequences go on; the others begin with these tokens,
-                whatever the slot held before. None if all of them begin.
+                whatever the slot held before. None: all of them begin.
         """
         options = Options(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         gate = Gate(use_gate_in_kernel, A_log, dt_bias)
@@ -180,8 +185,12 @@ class GdnPool:
     ) -> Tensor:
         """Appends T tokens to each of B sequences, at most 8; returns their o [B, T, HV, V].
 
-        The tokens may be drafts: `reject` takes back those that are not accepted. Arguments are
-        those of `prefill`. A slot that has held no sequence begins one.
+        The tokens may be drafts: `reject` takes back those that are not accepted. A slot that has
+        held no sequence begins one; all others go on. Arguments that are not listed are those of
+        `chunk_gated_delta_rule`.
+
+        Args:
+            state_indices: [B], as in `prefill`: the same padding, and no two of one slot.
         """
         pool = self.tensors
         given = (
@@ -213,9 +222,10 @@ class GdnPool:
 
         Args:
             state_indices: [N], as in `decode`.
-            num_tokens: [N] integers, at most the number of tokens of the last `decode`. On a CPU,
-                and under QLA_CHECK=1, more than the tail holds raise a ValueError; elsewhere the
-                sequence then goes on from its anchor.
+            num_tokens: [N] integers, at most the number of tokens of the last `decode`; more
+                are not detected as long as the tail, the tokens since the last whole chunk, holds
+                them. On a CPU, and under QLA_CHECK=1, more than it holds raise a ValueError; else,
+                on a GPU, the sequence then goes on from its anchor.
         """
         lengths, anchored = self.tensors.lengths, self.tensors.anchored
         given = lengths, anchored, state_indices, num_tokens, self.null_slot
