@@ -126,7 +126,8 @@ def _beside_fla(run: Run | None) -> list[str]:
             ways.append(beside(rows, "fla", eager))
         if ways[0] and ways[1]:
             said = f"graphs {ways[0].said}, eager calls {ways[1].said}"
-            lines.append(f"- Beside FLA's own kernels, {title_of(kind).lower()}: {said}.")
+            where = f"{gpu(run)}, {run.date[:10]}"
+            lines.append(f"- Beside FLA's own kernels, {title_of(kind).lower()}, {where}: {said}.")
     return lines
 
 

@@ -15,7 +15,8 @@ FAMILIES = {
 GAINS = (
     ("gdn", "train or run **Qwen3-Next, Qwen3.5, OLMo Hybrid**, or FLA's gated delta net layers",
      "transformers: `integrations.transformers.swap(model)`; FLA: `integrations.fla.register()`",
-     "a faster gated delta rule. {}"),
+     "a faster gated delta rule: the rule alone, q and k normalised and gates activated before; "
+     "no training step of a model was measured. {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
      "each prompt stored and computed once: {}; {block}. "
@@ -82,7 +83,8 @@ TERMS = """\
   **typical** shape has the median ratio of CUDA graphs, the lower of two in the middle.
 - **Graph**: replays of a CUDA graph, the time of the GPU alone. **Eager**: calls of the public
   Python function, where a GPU with little to do waits for Python; ours with prebuilt kernels, as a
-  wheel has them. Kernels that were compiled at their first call are launched more slowly. Long
+  wheel has them. With kernels that were compiled at their first call, calls are not replayed, and
+  the host takes several times as long; a wheel or a CUDA graph avoids that. Long
   calls take the same time either way, within a few percent, as the GPU's clock varies. `–` was not
   measured; `*` was not captured in a graph, so that gaps between launches count, of both.
 - Calls have the defaults of each library; of ours, `exact=False`. A forward is one without
@@ -177,7 +179,11 @@ SERVING_NOTE = """\
 Calls of an inference engine, on a pool of states in pages. A rival's time has all that an engine
 has to do for it: where a library takes no slots, gathers, zeros, casts and scatters. The engines'
 own functions are their Triton kernels, without the engine around them; in a layer's step the norm
-behind them is a Triton kernel of ours. FlashInfer failed where it is not listed."""
+behind them is a Triton kernel of ours. FlashInfer failed where it is not listed. vLLM's prefill is
+*gather and scatter*, its decoding *vLLM's Triton*; Triton prefill was not timed. Ours was given the
+lengths on the host, normalised keys and activated gates, which plug-ins do not all have: lengths
+that only the GPU knows took 1.04 times as long in the mean, at worst 1.23
+([note](docs/notes/gdn-segments.md#23-lengths-that-the-device-alone-knows), not in a pool)."""
 
 NO_SERVING = """\
 No record yet: `python -m benchmarks.sm90 gdn --set serving --save` on a Hopper GPU makes one. Times

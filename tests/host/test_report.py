@@ -715,7 +715,7 @@ def test_a_record_of_other_kernels_is_stale():
 
 def test_the_page_of_findings_is_short_and_has_no_targets():
     text = findings.page(records.load(), pages.recorded())
-    assert len(text.splitlines()) <= 255  # 180 before serving, slower cases, sizes, other GPUs
+    assert len(text.splitlines()) <= 260  # 180 before serving, slower cases, sizes, other GPUs
     assert "required" not in text
     assert text.index("## Words") < text.index("## In one table")
 
