@@ -7,6 +7,7 @@ from ..harness.records import Result, Row, Run
 from . import serving, tables
 from .figures import WHOLE, gain, rival_of, short, steps
 from .headline import NOTICE, choice_of_lines, compared, provenance, source, times, two_groups
+from .method import METHOD
 from .names import BATCHES, batch, gpu, shape_of, title_of
 from .pictures import FIGURES, RESPONSES, shown
 from .select import Digests, aside, headline, newest
@@ -16,7 +17,6 @@ from .texts import (
     CONVOLUTION,
     FINDINGS,
     HYBRID_NOTE,
-    METHOD,
     MORE_TERMS,
     RING_NOTE,
     SHARED_NOTE,

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from qla_kernels.gdn.shapes import VALUE_KERNELS, key_room, leaves_values
-
 from ..harness.records import Row, Run
 from . import tables
 from .figures import density_of, gain, rival_of, short, steps
 from .names import BATCHES, gpu, shape_of, span, title_of
 from .pictures import shown
-from .select import Digests, headline, names_of, newest
+from .select import Digests, headline, lacks_values, names_of, newest
 from .slower import in_short
 from .spread import Spread, beside, spread
 from .texts import (
@@ -219,15 +217,6 @@ def _sources_of_sizes(runs: Sequence[Run], digests: Digests) -> list[str]:
         each = ", ".join(f"{size} ({' and '.join(kinds)})" for size, kinds in sizes.items())
         listed.append(f"its heads of {each}: {where}")
     return listed
-
-
-def lacks_values(run: Run, K: int, V: int) -> bool:
-    """Whether backwards of these sizes run `VALUE_KERNELS` today, and ran others on this record.
-
-    Digests do not tell: the kernels that ran then are as they were.
-    """
-    label = f"gdn.{VALUE_KERNELS[-1]}-bf16-k{key_room(K)}"
-    return leaves_values(K, V) and bool(run.kernels) and label not in run.kernels
 
 
 def two_groups(runs: Sequence[Run], digests: Digests) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from qla_kernels.gdn.shapes import VALUE_KERNELS, key_room, leaves_values
+
 from ..harness.records import Run
 from ..sm90 import QUICK, SETS
 from .texts import ASIDE
@@ -81,3 +83,12 @@ def names_of(family: str, of_set: str) -> set[str]:
 
 def _with_rows(run: Run, belongs: Callable[[str], bool]) -> Run:
     return replace(run, rows=tuple(row for row in run.rows if belongs(row.name)))
+
+
+def lacks_values(run: Run, K: int, V: int) -> bool:
+    """Whether backwards of these sizes run `VALUE_KERNELS` today, and ran others on this record.
+
+    Digests do not tell: the kernels that ran then are as they were.
+    """
+    label = f"gdn.{VALUE_KERNELS[-1]}-bf16-k{key_room(K)}"
+    return leaves_values(K, V) and bool(run.kernels) and label not in run.kernels

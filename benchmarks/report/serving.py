@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ..harness.records import Run
 from . import tables
 from .headline import source
+from .method import drafts
 from .select import Digests, aside
 from .spread import beside
 from .texts import NO_SERVING, SERVING_NOTE
@@ -26,7 +27,7 @@ def section(runs: Sequence[Run], digests: Digests) -> list[str]:
         if run is None:
             continue
         sources.append(f"{what}: {source(run, digests)}")
-        said.append(tables.drafts(run))
+        said.append(drafts(run))
         body += [[what, *line] for line in _beside_rivals(run)]
     if not body:
         return ["## Serving", NO_SERVING]

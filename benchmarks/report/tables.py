@@ -5,12 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ..harness.records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
+from .method import COMPILED, drafts
 from .names import title_of
 
 SLOWER = "▼"
-COMPILED = """\
-So the host takes longer for our eager calls than with a wheel with kernels; to time these, run
-`python -m qla_kernels.build --out FOLDER`, and set QLA_PREBUILT=FOLDER."""
 UNFINISHED = ("fa4_calls",)  # parts of a result, for comparison: no rival that anyone can use
 
 
@@ -199,18 +197,6 @@ def steps(run: Run) -> str:
         body.append([*subject, *(c for three in cells for c in three)])
     title = "Forward, backward and their sum; time of flash-attn-4 / ours"
     return "\n\n".join([title, markdown(header, body, left)])
-
-
-def drafts(run: Run) -> str:
-    """How long verification takes beside a decode step of the same batch, by number of drafts."""
-    found: dict[str, list[float]] = {}
-    for row in run.rows:
-        mine, step = row.time_ms("ours"), row.time_ms("ours_step")
-        if row.kind == "drafts" and mine and step:
-            found.setdefault(row.layout.rpartition(" ")[2], []).append(mine / step)
-    ends = {n: dict.fromkeys(f"{end(x):.2f}" for end in (min, max)) for n, x in found.items()}
-    said = [f"{n} drafts {' to '.join(x)} times" for n, x in ends.items()]
-    return f"Verification takes, of a decode step of the batch: {', '.join(said)}." if said else ""
 
 
 def _step_cells(pair: tuple[Row, Row], rival: str) -> list[str]:

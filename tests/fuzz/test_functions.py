@@ -16,6 +16,7 @@ ELSEWHERE = {
     "ShardError": "tests/host/test_gdn_cp.py: a rank dies",
     "RingError": "tests/host/test_sparse_ring_gloo.py: a rank dies",
     "PAPER": "a dictionary",
+    "Slots": "the tensors of a GdnPool, which GdnPool.of checks",
     "Balance": "what balance_report returns",
     "GdnPool": "test_gdn_anchored.py cuts sequences at random and has wrong arguments",
     "causal_conv1d_update": "random traffic, test_serving_traffic.py; test_decode_step.py",

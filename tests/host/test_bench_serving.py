@@ -15,7 +15,8 @@ from benchmarks.harness.problems import _parts, problem_of, work_of
 from benchmarks.harness.records import OK, Result, Row
 from benchmarks.harness.truth import relative_l2
 from benchmarks.harness.worker import Worker
-from benchmarks.report import findings, names, pages, serving, tables
+from benchmarks.report import findings, names, pages, serving
+from benchmarks.report.method import drafts
 from benchmarks.serving import engines, rivals
 from benchmarks.serving.decode import APART, batch_of
 from benchmarks.serving.engines import VLLM, SGLang
@@ -369,7 +370,7 @@ def test_a_record_has_sections_and_a_table_of_rivals():
     page = pages.records_page([decode, verified], "gdn", KERNELS)
     assert page.index("## Serving: decoding in a pool") < page.index("## Serving: drafts")
     assert "Verification takes, of a decode step" in page
-    assert tables.drafts(decode) == ""
+    assert drafts(decode) == ""
 
 
 def test_without_a_record_the_section_says_where_times_are():
