@@ -183,7 +183,7 @@ behind them is a Triton kernel of ours. FlashInfer failed where it is not listed
 *gather and scatter*, its decoding *vLLM's Triton*; Triton prefill was not timed. Ours was given the
 lengths on the host, normalised keys and activated gates, which plug-ins do not all have: lengths
 that only the GPU knows took 1.04 times as long in the mean, at worst 1.23
-([note](docs/notes/gdn-segments.md#23-lengths-that-the-device-alone-knows), not in a pool)."""
+([note](notes/gdn-segments.md#23-lengths-that-the-device-alone-knows), not in a pool)."""
 
 NO_SERVING = """\
 No record yet: `python -m benchmarks.sm90 gdn --set serving --save` on a Hopper GPU makes one. Times
