@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from ..harness.records import Run
 from . import tables
+from .drafts import drafts
 from .headline import source
-from .method import drafts
 from .select import Digests, aside
 from .spread import beside
 from .texts import NO_SERVING, SERVING_NOTE

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ..harness.records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
-from .method import COMPILED, drafts
+from .drafts import drafts
+from .method import COMPILED
 from .names import title_of
 
 SLOWER = "▼"

@@ -16,7 +16,7 @@ from benchmarks.harness.records import OK, Result, Row
 from benchmarks.harness.truth import relative_l2
 from benchmarks.harness.worker import Worker
 from benchmarks.report import findings, names, pages, serving
-from benchmarks.report.method import drafts
+from benchmarks.report.drafts import drafts
 from benchmarks.serving import engines, rivals
 from benchmarks.serving.decode import APART, batch_of
 from benchmarks.serving.engines import VLLM, SGLang

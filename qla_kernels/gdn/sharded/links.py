@@ -56,7 +56,7 @@ def made(
     """
     HV, V, room = left.shape[1:]
     first, states = cut.first_segment, left
-    leaving = [_leaves(x, reverse) for x in stretches]
+    leaving = [_beyond(x, at_end=not reverse) for x in stretches]
     if max(leaving) >= 0:
         states = left.new_empty(cut.capacity, HV, V + room, room)
         pieces = room // link_start_kernel.START_PIECE, link_start_kernel.START_PIECE
@@ -133,7 +133,7 @@ def _fold(
     rows = [(len(line), *(number for link in line for number in link)) for line in lines]
     width = max(map(len, rows))
     table = _table(states.device, tuple(row + (0,) * (width - len(row)) for row in rows))
-    entering = [_enters(x, reverse) for x in stretches]
+    entering = [_beyond(x, at_end=reverse) for x in stretches]
     jit.compile(link_fold_kernel, link_fold_kernel.VARIANTS[0])(
         links, table, given, cut.first_segment, found, states, *_two(entering), int(reverse)
     )
@@ -144,16 +144,9 @@ def _table(on: torch.device, rows: tuple[tuple[int, ...], ...]) -> Tensor:
     return numbers(rows, on)
 
 
-def _leaves(x: Stretch, reverse: bool) -> int:
-    """Returns the number of the sequence that leaves a stretch, or -1."""
-    if reverse:
-        return x.first if x.before > 0 else -1
-    return x.end - 1 if x.after > 0 else -1
-
-
-def _enters(x: Stretch, reverse: bool) -> int:
-    """Returns the number of the sequence that enters a stretch, or -1."""
-    if reverse:
+def _beyond(x: Stretch, at_end: bool) -> int:
+    """Returns the sequence that goes on beyond a stretch's end or start, or -1 if none does."""
+    if at_end:
         return x.end - 1 if x.after > 0 else -1
     return x.first if x.before > 0 else -1
 
