@@ -114,7 +114,7 @@ def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn | PoolDecode | Poo
     lengths = _lengths(text, "4096x2, 8192x1 or 6144+2048")
     K, V = asked.head_dim or (128, 128)
     rule = Gdn(
-        _heads(heads or "16/32"), lengths, "fwd", asked.gates or "published",
+        heads_of(heads or "16/32"), lengths, "fwd", asked.gates or "published",
         initial_state=True, head_dim=K, value_dim=None if V == K else V,
     )  # fmt: skip
     for direction in _directions(asked, *DIRECTIONS):
@@ -144,7 +144,7 @@ def _in_a_pool(direction: str, rule: Gdn, asked: Asked) -> PoolDecode | PoolPref
 
 
 def _conv(heads: str, text: str, asked: Asked) -> Iterator[Convolution]:
-    keys, values = _heads(heads or "16/32")
+    keys, values = heads_of(heads or "16/32")
     size = _size(asked)
     channels = (2 * keys + values) * size
     if channels % GROUP:
@@ -155,7 +155,7 @@ def _conv(heads: str, text: str, asked: Asked) -> Iterator[Convolution]:
 
 
 def _dualkv(heads: str, text: str, asked: Asked) -> Iterator[SharedPrompts]:
-    shape: dict[str, Any] = {"heads": _heads(heads or "8/32"), "head_dim": _size(asked)}
+    shape: dict[str, Any] = {"heads": heads_of(heads or "8/32"), "head_dim": _size(asked)}
     for direction in _directions(asked, "fwd", "bwd"):
         yield SharedPrompts(_label(text), _groups(text), direction, **shape)
 
@@ -172,7 +172,7 @@ def _sparse_ring(heads: str, text: str, asked: Asked) -> Iterator[VerticalSlash]
     if not 0 < density <= 1 or run < 1:
         got = f"--density {density} --run {run}"
         raise ValueError(f"{got}; need a density above 0 and at most 1, and runs of at least 1")
-    shape: dict[str, Any] = {"heads": _heads(heads or "8/32"), "head_dim": _size(asked)}
+    shape: dict[str, Any] = {"heads": heads_of(heads or "8/32"), "head_dim": _size(asked)}
     for direction in _directions(asked, "fwd", "bwd"):
         yield VerticalSlash(tokens, density, run, direction=direction, **shape)
 
@@ -208,7 +208,8 @@ def remark(family: str, workloads: Sequence[Any]) -> str:
     return "no shared prompts in these --lengths; need COUNTxPROMPT+RESPONSE, such as 16x4096+512"
 
 
-def _heads(text: str) -> Heads:
+def heads_of(text: str) -> Heads:
+    """Returns 16/32 as numbers; raises ValueError unless it is FEW/MANY."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     few, many = (int(n) for n in match.groups()) if match else (0, 0)
     if not few or many % few or not many:

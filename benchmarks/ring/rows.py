@@ -52,6 +52,7 @@ from qla_kernels.sparse_ring.heuristics import chunks_per_launch
 from qla_kernels.sparse_ring.route import route_of
 
 from ..attention.workloads import VerticalSlash as Workload
+from ..harness.own_shapes import heads_of
 from . import dense as dense_ring
 from .layer import ALONE, Layer, Way, agree, check
 from .links import Waits, silent, slow, transfers, watched
@@ -153,12 +154,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def two_heads(text: str) -> tuple[int, int]:
     """Returns 2/16, or 2x16, as numbers."""
     try:
-        few, many = map(int, text.replace("x", "/").split("/"))
+        return heads_of(text.replace("x", "/"))
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}; need key / query heads, such as 2/16"
-        ) from None
-    return few, many
+        needs = "key / query heads, such as 2/16"
+        raise argparse.ArgumentTypeError(f"{text!r}; need {needs}") from None
 
 
 def mask_options(parser: argparse.ArgumentParser) -> None:
