@@ -1,8 +1,9 @@
-"""Gated-delta-net layers of Hugging Face transformers on packed batches that share prompts.
+"""The convolution of gated-delta-net layers of Hugging Face transformers, and packed batches.
 
 A call of a model with `shared_prefix=batch.layout` runs the convolution and the gated delta rule of
-such a layer over the nodes of the layout: each node continues from the end of its parent. `swap` of
-transformers.py puts the functions of this file into layers, in one of two ways:
+such a layer over the nodes of the layout: each node continues from the end of its parent. In other
+calls the convolution is ours where it can be. `swap` of transformers.py puts the functions of this
+file into layers, in one of two ways:
 
 - Since transformers 5.15 a layer calls functions of its module, and hands them all keywords of the
   model's call. Nothing else is needed.
@@ -18,6 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from qla_kernels.conv import causal_conv1d, refusal
+from qla_kernels.conv.validate import ACTIVATIONS, by_tokens, flattens
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.hybrid import shared_prefix_conv1d, shared_prefix_gated_delta_rule
@@ -73,6 +76,34 @@ def convolution(
     weight = weight.to(x.dtype)  # under autocast weights are fp32, and x is not
     bias = None if bias is None else bias.to(x.dtype)
     return shared_prefix_conv1d(x, weight, bias, shared_prefix, activation)
+
+
+def of_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """Runs a layer's causal convolution in a call without a layout; x and the result [B, C, T].
+
+    Each row is a sequence, or one row is a pack with these bounds. Channels of the result are
+    adjacent, as the gated delta rule reads them. Returns None where the layer's own has to run: for
+    what `causal_conv1d` refuses, and for sequences that seq_idx alone keeps apart, because their
+    bounds are not known without waiting for the GPU.
+    """
+    apart = seq_idx is not None or cu_seq_lens_q is not None
+    if activation not in ACTIVATIONS or (apart and (cu_seq_lens_q is None or x.shape[0] != 1)):
+        return None
+    rows = by_tokens(x)
+    if rows.stride(2) != 1 or not flattens(rows):
+        x = rows.contiguous().mT
+    if refusal(x, weight, bias) is not None:
+        return None
+    return causal_conv1d(x, weight, bias, activation, cu_seq_lens_q)
 
 
 def _check_row(rows: int, tokens: int, layout: SharedLayout) -> None:
@@ -142,7 +173,7 @@ class Held:
 
 
 class HeldConvolution:
-    """The convolution that a layer holds: ours in packed calls, and otherwise the layer's own."""
+    """The convolution that a layer holds: ours, and the layer's own for what ours refuses."""
 
     def __init__(
         self, theirs: Callable[..., Any] | None, conv1d: nn.Module, call: PackedCall
@@ -161,6 +192,8 @@ class HeldConvolution:
         others |= {"bias": bias, "activation": activation, "seq_idx": seq_idx}
         if (layout := self.call.ask()) is not None:
             return convolution(x, weight, shared_prefix=layout, **others)
+        if (ours := of_rows(x, weight, **others)) is not None:
+            return ours
         if self.theirs is not None:
             theirs: Tensor = self.theirs(x=x, weight=weight, **others)
             return theirs

@@ -9,13 +9,13 @@ and training and `recurrent_gated_delta_rule` for decoding; `swap` replaces them
 Since 5.15 a layer calls functions of its module, which all models of that kind share; `swap`
 replaces them in the module. This file does not import transformers.
 
-`swap` replaces the convolution before them as well. It stays the layer's own, except in a call of
-the model with `shared_prefix=`: such a call packs sequences that share prompts, and convolution and
-gated delta rule follow its layout (linear_layers.py, transformers_dualkv.py).
+`swap` replaces the convolution before them as well. A call of the model with `shared_prefix=` packs
+sequences that share prompts, and convolution and gated delta rule follow its layout
+(linear_layers.py, transformers_dualkv.py). What `causal_conv1d` refuses, the layer's own runs.
 
 With `swap(model, batch_invariant=True)` rollouts have the bits of a training forward: rollouts.py.
 
-There is no fallback: a call that our functions refuse, such as fp32 on a GPU, raises.
+The rule has no fallback: a call that our functions refuse, such as fp32 on a GPU, raises.
 """
 
 import functools
@@ -42,6 +42,7 @@ from qla_kernels.integrations.linear_layers import (
     HeldConvolution,
     PackedCall,
     convolution,
+    of_rows,
     rule,
 )
 from qla_kernels.integrations.our_calls import expect_module
@@ -302,7 +303,7 @@ def _home(module: nn.Module, ending: str = "") -> ModuleType | None:
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function with our implementation that drops keywords which it does not know.
 
-    Layers pass keywords for other implementations as well. Our convolution runs packed calls only.
+    Layers pass keywords for other implementations as well. `theirs` convolves where ours does not.
     Keeps `theirs` in the attribute BEFORE.
     """
     taken = inspect.signature(TAKES.get(ours, ours)).parameters.values()
@@ -314,7 +315,8 @@ def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
             kwargs.pop(rollouts.KEY, None)
             if kwargs.get(KEY) is None:
                 kwargs.pop(KEY, None)
-                return theirs(*args, **kwargs)
+                y = of_rows(*args, **kwargs)
+                return theirs(*args, **kwargs) if y is None else y
         return ours(*args, **{name: x for name, x in kwargs.items() if name in known})
 
     setattr(run, BEFORE, theirs)

@@ -176,7 +176,7 @@ def test_layers_that_were_not_taken_over_are_refused(kind, use):
 
 @pytest.mark.parametrize("kind", DENSE)
 def test_without_a_layout_nothing_changes(kind, use):
-    """In the convolution bit for bit; `swap` replaces the gated delta rule in all calls."""
+    """But rounding: convolution and gated delta rule are ours in all calls."""
     model, sequences = use(hybrid(kind).eval()), texts()
     layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
     x = torch.randn(2, layer.conv_dim, 9)
@@ -196,8 +196,9 @@ def test_without_a_layout_nothing_changes(kind, use):
     convolved_now, logits_now, tokens_now = run()
     if convolved is None:  # the layer does it by itself
         convolved = torch.nn.functional.silu(layer.conv1d(x)[:, :, :9])
-    assert torch.equal(convolved, convolved_now)
-    assert (logits - logits_now).abs().max() < 1e-5
+    assert (convolved - convolved_now).abs().max() < 1e-6
+    # each is within THEIRS of fp64: ours by 4e-6 of the largest, theirs by 7e-6
+    assert (logits - logits_now).abs().max() < 2 * THEIRS * logits.abs().max()
     assert torch.equal(tokens, tokens_now)
 
 
