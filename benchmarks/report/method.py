@@ -10,21 +10,74 @@ METHOD = """\
 - **Same work.** Layouts and gates that a library wants otherwise are converted outside the time.
   Versions of all rivals: [versions](docs/versions.md).
 - **Eager calls** include Python and launches. A sample is a call among up to ten in a row.
-- **Your own**: `bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB), and
-  `.venv/bin/python scripts/engine_interfaces.py` the sources of vLLM and SGLang. `.venv/bin/python
-  -m qla_kernels.build --out FOLDER` makes kernels, 20 minutes on two cores; with
-  `QLA_PREBUILT=FOLDER` they are launched as published eager times have it. Then, on a Hopper GPU,
-  `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2` for a shape of yours
-  (`--gates model --head-dim 96/192` for other gates and sizes); results lie in `--out`. Rows with
-  names are made by `gdn --quick --direction fwd,bwd,both`, `gdn --set sizes`, `gdn --set decode`,
-  `gdn --set serving --quick`, `dualkv --quick --set long,short`, `sparse_ring --quick` and `hybrid
-  --quick`; `--save` appends them to `benchmarks/results`, and `python -m benchmarks.report` writes
-  the pages. Each record's command is [beside it](docs/records/README.md). Two versions of ours:
-  `git worktree add ../before COMMIT`, then `.venv/bin/python -m benchmarks.revisions ../before
-  gdn:anchors`. Ranks of one sequence: `torchrun --nproc-per-node 2 scripts/gdn_ranks.py`
-  ([times](docs/notes/gdn-segments.md#9-ranks)); rings: `torchrun --nproc-per-node N -m
-  benchmarks.ring`."""
+- **Your own**: `bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB); then, on
+  a Hopper GPU, `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2` times a
+  shape of yours. [Other gates and sizes, these rows again, several
+  GPUs](docs/records/README.md#your-own-times)."""
 
 COMPILED = """\
 So the host takes longer for our eager calls than with a wheel with kernels; to time these, run
 `python -m qla_kernels.build --out FOLDER`, and set QLA_PREBUILT=FOLDER."""
+
+YOUR_OWN = """\
+`bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB), and `.venv/bin/python
+scripts/engine_interfaces.py` the sources of vLLM and SGLang. `.venv/bin/python -m qla_kernels.build
+--out FOLDER` makes kernels, 20 minutes on two cores; with `QLA_PREBUILT=FOLDER` they are launched
+as published eager times have it. Then, on a Hopper GPU:
+
+- A shape of yours: `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2`;
+  `--gates model --head-dim 96/192` for other gates and sizes. Results lie in `--out`.
+- Rows with names: `gdn --quick --direction fwd,bwd,both`, `gdn --set sizes`, `gdn --set decode`,
+  `gdn --set serving --quick`, `gdn --set serving-parallel`, `dualkv --quick --set long,short`,
+  `sparse_ring --quick` and `hybrid --quick`. `--save` appends them to `benchmarks/results`, and
+  `python -m benchmarks.report` writes the pages. Each record's command is beside it.
+- Two versions of ours: `git worktree add ../before COMMIT`, then `.venv/bin/python -m
+  benchmarks.revisions ../before gdn:anchors`.
+- Several GPUs that share one sequence: `torchrun --nproc-per-node 2 scripts/gdn_ranks.py`; rings:
+  `torchrun --nproc-per-node N -m benchmarks.ring`."""
+
+WORKLOADS = """\
+`python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their
+workloads, `--quick` means `anchors`. `--warm 8` only compiles, in eight processes, so that the
+run after it finds everything cached; `--cold` fills the L2 cache with other data before each
+call. `--out` (`out/`) gets the table and FAMILY.json of the run, until the next one of the family;
+`--save` appends its rows to `benchmarks/results/DATE-DEVICE.jsonl`, from which `python -m
+benchmarks.report` writes these pages. Shapes of your own stay in `--out`: pages show named rows.
+
+Gates are `model` (-exp(A_log) softplus(a + dt_bias), from hardly any to nearly total decay)
+or `published` (as FlashQLA publishes with: logsigmoid(x) / 16, and 0 for a quarter of the heads).
+Heads are key heads / value heads, of size 128.
+
+`forward` is every head configuration at every length, `backward` training's, `short` rollouts of
+many short sequences. `filled` has the rows whose sequences and heads fill the GPU without cutting
+any, `segments` single sequences of few heads, which are cut; `--impl ours,ours_whole` times them
+uncut, too. `decode` is `fused_recurrent_gated_delta_rule` on batches of a few tokens, with fp32
+states given and returned, nearly all of its bytes. `kernels` times single kernels.
+
+`serving` is what an inference engine calls, and `serving --quick` twelve rows of it; each of its
+parts is a set, too. States lie in a pool of slots [HV, V, K] in random order, in pages that are
+longer than a state; slot 0 is no state. `serving-prefill` has 1, 8 and 64 prompts, every third one
+without an initial state, in pools in fp32 and bf16; it reads some slots and writes others, as
+behind a prefix cache. `serving-checkpoints` also keeps the state after every 256 tokens.
+`serving-decode` is a token of each sequence, one sequence in sixteen being padding,
+`serving-drafts` 2, 4 or 8 tokens with the state after each kept, beside our decode step of the same
+batch, `serving-step` convolution, rule, norm and gate of a layer. Rivals are FlashInfer with
+gathers and scatters around it, FlashInfer in the pool, and the Triton functions of vLLM 0.33.0 and
+SGLang 0.5.23, with a Triton norm of ours behind them in `serving-step`. SGLang keeps the states of
+drafts in a buffer. The smallest batches stay in the L2 cache between calls, for everyone.
+`serving-parallel`, which `serving` does not contain, is one call of each kind with the heads of a
+whole layer and of one of two, four or eight GPUs that share it.
+
+Attention has 32 query and 8 key heads of size 128. `dualkv` rows are groups of responses, each with
+one prompt: `long` prompts of 4096 to 32768 tokens (A to D), `short` batches (S1 to S8; the last
+table has both), `responses` 1 to 64 of 512 tokens on 4096, `dense` sequences that share nothing,
+and shapes that others published; `wide` has 16 query heads of size 256, and 2 or 4 key heads, as
+Qwen3-Next and Qwen3.5 have. Rivals that cannot share prompts get every sequence in full, cuDNN
+with padding.
+`layer` is forward and backward of a whole layer of Qwen3-8B: hidden size 4096, an MLP of 12288.
+Useful TFLOP/s count what is visible once, whatever is repeated. `sparse_ring` rows are one sequence
+under a mask of diagonals of 64-token blocks and of single columns, which are 15 % of it; `run4` has
+diagonals that come in fours. `dense` has no mask, and `index` is the choice of lines.
+`torchrun --nproc-per-node N -m benchmarks.ring` times rings of N GPUs, sparse and dense;
+`python -m benchmarks.ring_ranks` takes the ranks of larger rings in turn on one, without
+transfers."""

@@ -15,10 +15,11 @@ from ..harness.records import ROOT, Run
 from ..sm90 import SETS
 from . import faults, findings, tables
 from .headline import NOTICE, front_page
+from .method import WORKLOADS, YOUR_OWN
 from .names import title_of
 from .pictures import figures
 from .select import Digests, aside, headline, on_a_cpu
-from .texts import ASIDE, CHECKED, COLUMNS, FAMILIES, RECORDS, WORKLOADS, batches
+from .texts import ASIDE, CHECKED, COLUMNS, FAMILIES, RECORDS, batches
 
 FIGURES = ROOT / "docs" / "figures"
 RECORDS_FOLDER = ROOT / "docs" / "records"
@@ -74,7 +75,7 @@ def records_index(runs: Sequence[Run], digests: Digests) -> str:
     parts = ["# Records", NOTICE, f"Tables of every measurement: {pages}."]
     parts += ["## How it is measured", CHECKED, "## Columns", COLUMNS]
     parts += ["## All records", _list_of(runs, digests)]
-    parts += ["## Workloads", WORKLOADS, _sets(), batches()]
+    parts += ["## Your own times", YOUR_OWN, "## Workloads", WORKLOADS, _sets(), batches()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -27,9 +27,10 @@ def headline(runs: Sequence[Run], family: str, digests: Digests) -> Run | None:
 
 
 def aside(runs: Sequence[Run], family: str, of_set: str, digests: Digests) -> Run | None:
-    """The set's rows, of the newest GPU record with most of those that are not quick."""
+    """The set's rows, of the newest GPU record with most of those that are of this set alone."""
     names = names_of(family, of_set)
-    wanted = names - _quick(family)
+    others = (names_of(family, other) for other in ASIDE[family] if other != of_set)
+    wanted = names - _quick(family).union(*others)
     most = max((_count(run, wanted) for run in _on_a_gpu(runs, family)), default=0)
     if not most:
         return None

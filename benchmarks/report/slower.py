@@ -131,8 +131,8 @@ def _case(section: Section, digests: Digests) -> Case | None:
             worst[way] = min(found)
     if not said:
         return None
-    # the title of a set for serving says the kind itself
-    of_kind = "" if what.startswith(", serving") else f", {title_of(kind).lower()}"
+    # the title of a set of one kind says it itself
+    of_kind = "" if what.startswith(", serving:") else f", {title_of(kind).lower()}"
     stale = "" if run.current(digests) else ", kernels changed since"
     where = f" ({gpu(run)}, {run.date[:10]}{stale})" if what else ""
     old = bool(what) and "our_kernels" not in run.environment

@@ -102,6 +102,7 @@ ASIDE = {
         "serving-checkpoints": "Serving: prefill with checkpoints",
         "serving-decode": "Serving: decoding in a pool", "serving-drafts": "Serving: drafts",
         "serving-step": "Serving: a layer's step",
+        "serving-parallel": "Serving under tensor parallelism",
         "kernels": "Kernels alone",
     },
     "conv": {},
@@ -185,6 +186,11 @@ lengths on the host, normalised keys and activated gates, which plug-ins do not 
 that only the GPU knows took 1.04 times as long in the mean, at worst 1.23
 ([note](notes/gdn-segments.md#23-lengths-that-the-device-alone-knows), not in a pool)."""
 
+SERVING_PARALLEL = """\
+Under tensor parallelism a GPU has its share of a layer's heads. Prefill of 8 prompts of 2048
+tokens, a token of each of 64 sequences, and 4 drafts of each, in CUDA graphs. Fastest rivals:
+{rivals}. {source}."""
+
 NO_SERVING = """\
 No record yet: `python -m benchmarks.sm90 gdn --set serving --save` on a Hopper GPU makes one. Times
 beside the functions of vLLM and SGLang are in [a note](docs/notes/gdn-decoding.md)."""
@@ -240,50 +246,6 @@ COLUMNS = """\
   whatever an implementation computes beside them is not counted.
 - **TFLOP/s, GB/s**: counted work, as of the floor, over the median of graphs. **peak MiB**: memory
   beyond the inputs. **worst error**: the largest of all results' relative L2 errors."""
-
-WORKLOADS = """\
-`python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their
-workloads, `--quick` means `anchors`. `--warm 8` only compiles, in eight processes, so that the
-run after it finds everything cached; `--cold` fills the L2 cache with other data before each
-call. `--out` (`out/`) gets the table and FAMILY.json of the run, until the next one of the family;
-`--save` appends its rows to `benchmarks/results/DATE-DEVICE.jsonl`, from which `python -m
-benchmarks.report` writes these pages. Shapes of your own stay in `--out`: pages show named rows.
-
-Gates are `model` (-exp(A_log) softplus(a + dt_bias), from hardly any to nearly total decay)
-or `published` (as FlashQLA publishes with: logsigmoid(x) / 16, and 0 for a quarter of the heads).
-Heads are key heads / value heads, of size 128.
-
-`forward` is every head configuration at every length, `backward` training's, `short` rollouts of
-many short sequences. `filled` has the rows whose sequences and heads fill the GPU without cutting
-any, `segments` single sequences of few heads, which are cut; `--impl ours,ours_whole` times them
-uncut, too. `decode` is `fused_recurrent_gated_delta_rule` on batches of a few tokens, with fp32
-states given and returned, nearly all of its bytes. `kernels` times single kernels.
-
-`serving` is what an inference engine calls, and `serving --quick` twelve rows of it; each of its
-parts is a set, too. States lie in a pool of slots [HV, V, K] in random order, in pages that are
-longer than a state; slot 0 is no state. `serving-prefill` has 1, 8 and 64 prompts, every third one
-without an initial state, in pools in fp32 and bf16; it reads some slots and writes others, as
-behind a prefix cache. `serving-checkpoints` also keeps the state after every 256 tokens.
-`serving-decode` is a token of each sequence, one sequence in sixteen being padding,
-`serving-drafts` 2, 4 or 8 tokens with the state after each kept, beside our decode step of the same
-batch, `serving-step` convolution, rule, norm and gate of a layer. Rivals are FlashInfer with
-gathers and scatters around it, FlashInfer in the pool, and the Triton functions of vLLM 0.33.0 and
-SGLang 0.5.23, with a Triton norm of ours behind them in `serving-step`. SGLang keeps the states of
-drafts in a buffer. The smallest batches stay in the L2 cache between calls, for everyone.
-
-Attention has 32 query and 8 key heads of size 128. `dualkv` rows are groups of responses, each with
-one prompt: `long` prompts of 4096 to 32768 tokens (A to D), `short` batches (S1 to S8; the last
-table has both), `responses` 1 to 64 of 512 tokens on 4096, `dense` sequences that share nothing,
-and shapes that others published; `wide` has 16 query heads of size 256, and 2 or 4 key heads, as
-Qwen3-Next and Qwen3.5 have. Rivals that cannot share prompts get every sequence in full, cuDNN
-with padding.
-`layer` is forward and backward of a whole layer of Qwen3-8B: hidden size 4096, an MLP of 12288.
-Useful TFLOP/s count what is visible once, whatever is repeated. `sparse_ring` rows are one sequence
-under a mask of diagonals of 64-token blocks and of single columns, which are 15 % of it; `run4` has
-diagonals that come in fours. `dense` has no mask, and `index` is the choice of lines.
-`torchrun --nproc-per-node N -m benchmarks.ring` times rings of N GPUs, sparse and dense;
-`python -m benchmarks.ring_ranks` takes the ranks of larger rings in turn on one, without
-transfers."""
 
 
 def batches() -> str:

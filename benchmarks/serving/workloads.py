@@ -154,6 +154,22 @@ DRAFTS = tuple(
 )
 STEP = tuple(LayerStep(heads, count) for heads in DECODE_HEADS for count in (1, 16, 64, 256))
 
+# heads of a layer, and of one of two, four and eight GPUs that share them
+PARALLEL: dict[Heads, int] = {
+    (heads // count, value_heads // count): count
+    for heads, value_heads in ((16, 64), (16, 32))
+    for count in (1, 2, 4, 8)
+}
+PARALLEL_ROWS: tuple[PoolPrefill | PoolDecode, ...] = tuple(
+    row
+    for heads in PARALLEL
+    for row in (
+        PoolPrefill(heads, lengths=(2048,) * 8),
+        PoolDecode(heads, sequences=64),
+        PoolDecode(heads, sequences=64, drafts=4),
+    )
+)
+
 _QUICK = (
     "gdn-prefill-16x64-2048x8-fp32-pool", "gdn-prefill-2x8-8192x1-fp32-pool",
     "gdn-prefill-4x16-512x64-bf16-pool", "gdn-prefill-16x32-2048x8-fp32-pool-every256",
@@ -172,4 +188,5 @@ SERVING: dict[str, tuple[Row, ...]] = {
     "serving-decode": DECODE,
     "serving-drafts": DRAFTS,
     "serving-step": STEP,
+    "serving-parallel": PARALLEL_ROWS,
 }

@@ -230,6 +230,18 @@ def test_sets_have_the_shapes_that_engines_have():
     assert all(w.served and w.family == "gdn" for w in EVERY_ROW)
 
 
+def test_heads_of_tensor_parallelism_have_a_row_of_each_kind():
+    """Of 16/64 and 16/32 on one, two, four and eight GPUs; by no other name than elsewhere."""
+    rows = SERVING["serving-parallel"]
+    assert rows == tuple(sm90.select(sm90.parse(["gdn", "--set", "serving-parallel"])))
+    heads = {(16, 64), (8, 32), (4, 16), (2, 8), (16, 32), (8, 16), (4, 8), (2, 4)}
+    layouts = ("2048x8", "64 of 1", "64 of 4")
+    assert {(w.heads, w.layout) for w in rows} == {(h, x) for h in heads for x in layouts}
+    assert len(rows) == len({w.name for w in rows}) == 24
+    by_name = {w.name: w for w in EVERY_ROW}
+    assert all(by_name.get(w.name, w) == w for w in rows)
+
+
 def test_quick_takes_few_rows_of_the_set():
     parse = sm90.parse(["gdn", "--set", "serving", "--quick"])
     assert sm90.select(parse) == list(SERVING["serving-quick"])
@@ -380,6 +392,49 @@ def test_without_a_record_the_section_says_where_times_are():
     assert "docs/notes/gdn-decoding.md" in text
     assert text in findings.page([], KERNELS).replace("](notes", "](docs/notes")
     assert "Serving:" not in pages.records_page([], "gdn", KERNELS)
+
+
+def test_shares_of_heads_have_a_table_and_change_no_other():
+    rows = SERVING["serving-parallel"]
+    shared = run_of_serving(rows, {"ours": 1.0, "vllm": 1.5, "sglang": 0.9}, id="shared")
+    usual = run_of_serving(EVERY_ROW, {"ours": 2.0, "vllm": 2.5}, id="usual")
+    text = serving.section([usual, shared], KERNELS)
+    assert (
+        text[:-2]
+        == serving.section([usual], KERNELS)
+        == serving.section([shared, usual], KERNELS)[:-2]
+    )
+    said, table = text[-2:]
+    assert "Fastest rivals:\nprefill SGLang's Triton; decoding SGLang's Triton; drafts" in said
+    assert said.endswith("NVIDIA H200, 2026-01-02, commit 0000000000.")
+    cells = [[x.strip() for x in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert [line[:3] for line in cells] == [
+        ["16/64", "1", "16/64"], ["16/64", "2", "8/32"], ["16/64", "4", "4/16"],
+        ["16/64", "8", "2/8"], ["16/32", "1", "16/32"], ["16/32", "2", "8/16"],
+        ["16/32", "4", "4/8"], ["16/32", "8", "2/4"],
+    ]  # fmt: skip
+    assert all(line[3:] == ["1.00", "0.90 ▼"] * 3 for line in cells)
+    page = findings.page([usual, shared], KERNELS)
+    assert table in page
+    assert "- Gated delta net, prefill in a pool, serving under tensor parallelism: CUDA" in page
+    assert "## Serving under tensor parallelism" in pages.records_page([shared], "gdn", KERNELS)
+    alone = findings.page([shared], KERNELS)
+    assert table in alone
+    assert "prefill from and into a pool" not in alone
+
+
+def test_fastest_rivals_that_differ_are_counted():
+    rows = SERVING["serving-parallel"]
+    runs = [
+        run_of_serving(rows[:3], {"ours": 1.0, "vllm": 0.9}),
+        run_of_serving(rows[3:9], {"ours": 1.0, "sglang": 0.9}),
+    ]
+    both = replace(runs[0], rows=(*runs[0].rows, *runs[1].rows))
+    said, table = serving.parallel([both], KERNELS)
+    assert "decoding SGLang's Triton (2 of 3 times), vLLM's Triton (1 of 3 times);" in said
+    assert len(table.splitlines()) == 2 + 3
+    lacking = replace(both, rows=tuple(row for row in both.rows if row.kind != "drafts"))
+    assert serving.parallel([lacking], KERNELS)[1].count("  – |") == 6
 
 
 def test_kinds_have_titles():
