@@ -4,6 +4,7 @@
     python -m benchmarks.sm90 gdn --quick --plot     the anchor rows; a table and figures in out/
     python -m benchmarks.sm90 gdn --set backward,short --impl ours,flash_qla --save
     python -m benchmarks.sm90 gdn --set serving --quick   what engines call, on pools of states
+    python -m benchmarks.sm90 model                       layers of transformers and of FLA
 
 Shapes of your own, in any family:
 
@@ -55,6 +56,7 @@ from .harness.records import Run
 from .harness.watchdog import LIMITS, Harness
 from .harness.without_gpu import WHOLE, for_cpu
 from .hybrid.workloads import HYBRID, HYBRID_DEFAULT
+from .model.workloads import MODEL
 from .report import tables
 from .report.names import shape_of
 from .serving.workloads import SERVING
@@ -62,14 +64,17 @@ from .serving.workloads import SERVING
 SETS: dict[str, dict[str, tuple[Any, ...]]] = {
     "gdn": {**GDN, **SERVING}, "conv": dict(CONV), "dualkv": dict(DUALKV),
     "sparse_ring": dict(SPARSE_RING), "hybrid": dict(HYBRID),
+    "model": dict(MODEL),
 }  # fmt: skip
 DEFAULT = {
     "gdn": GDN_DEFAULT, "conv": CONV_DEFAULT, "dualkv": DUALKV_DEFAULT,
     "sparse_ring": SPARSE_RING_DEFAULT, "hybrid": HYBRID_DEFAULT,
+    "model": ("training",),
 }  # fmt: skip
 QUICK = {
     "gdn": ("anchors",), "conv": ("packs", "trees"), "dualkv": ("long",),
     "sparse_ring": ("anchor",), "hybrid": ("block",),
+    "model": ("training",),
 }  # fmt: skip
 
 

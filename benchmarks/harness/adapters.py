@@ -90,7 +90,7 @@ def names_for(family: str, workloads: Sequence[Any]) -> list[str]:
 
 def implementations(family: str, names: Sequence[str] = ()) -> list[Implementation]:
     """The family's implementations, or those of the given names; an unknown name is an error."""
-    folder = family if family in ("gdn", "conv", "hybrid") else "attention"
+    folder = family if family in ("gdn", "conv", "hybrid", "model") else "attention"
     rivals = importlib.import_module(f"benchmarks.{folder}.rivals")
     known: list[Implementation] = rivals.known(family)
     by_name = {implementation.name: implementation for implementation in known}

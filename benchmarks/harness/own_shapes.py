@@ -26,6 +26,7 @@ from ..attention.workloads import Group, SharedPrompts, VerticalSlash, same
 from ..conv.workloads import GROUP, Convolution
 from ..gdn.workloads import Gate, Gdn, parse_lengths
 from ..hybrid.workloads import HybridPart
+from ..model.workloads import OLMO, QWEN, ModelStep
 from ..serving.workloads import PoolDecode, PoolPrefill
 from .workload import Heads
 
@@ -185,8 +186,20 @@ def _hybrid(heads: str, text: str, asked: Asked) -> Iterator[HybridPart]:
         yield HybridPart(_label(text), _groups(text))
 
 
+def _model(heads: str, text: str, asked: Asked) -> Iterator[ModelStep]:
+    if heads or asked.head_dim:
+        fix = "need --lengths alone: layers of model have the sizes of their models"
+        raise ValueError(f"--heads and --head-dim of model; {fix}")
+    lengths = _lengths(text, "8192 or 2048x4")
+    if len({*lengths}) > 1:
+        raise ValueError(f"--lengths {text}; need sequences of equal length, such as 2048x4")
+    for _ in _directions(asked, "both"):
+        yield from (ModelStep(model, lengths) for model in (QWEN, OLMO))
+
+
 FAMILIES: dict[str, Callable[[str, str, Asked], Iterator[Any]]] = {
     "gdn": _gdn, "conv": _conv, "dualkv": _dualkv, "sparse_ring": _sparse_ring, "hybrid": _hybrid,
+    "model": _model,
 }  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from ..gdn.workloads import Gdn
 from ..hybrid.problem import hybrid_inputs, hybrid_truth, hybrid_work
 from ..hybrid.step import DecodeStep, step_inputs, step_truth, step_work
 from ..hybrid.workloads import HybridPart
+from ..model.problem import model_inputs, model_truth, model_work
+from ..model.workloads import ModelStep
 from ..serving.decode import decode_inputs, decode_truth, decode_work
 from ..serving.prefill import prefill_inputs, prefill_truth, prefill_work
 from ..serving.workloads import LayerStep, PoolDecode, PoolPrefill
@@ -45,13 +47,14 @@ STEP: Parts = step_inputs, step_work, step_truth, "weights"
 PREFILL: Parts = prefill_inputs, prefill_work, prefill_truth, "cu_seqlens"
 DECODE: Parts = decode_inputs, decode_work, decode_truth, "weights"
 LAYER: Parts = layer_inputs, layer_work, layer_truth, "weights"
+MODEL: Parts = model_inputs, model_work, model_truth, "layers"
 ATTENTION: Parts = attention_inputs, attention_work, attention_truth, "visible"
 
 
 def _parts(workload: Any) -> Parts:
     of_kind = {
         Gdn: GDN, Convolution: CONV, HybridPart: HYBRID, DecoderLayer: LAYER, DecodeStep: STEP,
-        LayerStep: STEP, PoolPrefill: PREFILL, PoolDecode: DECODE,
+        LayerStep: STEP, PoolPrefill: PREFILL, PoolDecode: DECODE, ModelStep: MODEL,
     }  # fmt: skip
     return of_kind.get(type(workload), ATTENTION)
 

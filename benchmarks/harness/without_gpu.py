@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..gdn.workloads import GDN, Gdn
 from ..hybrid.workloads import HybridPart
+from ..model.workloads import ModelStep
 from .problems import work_of
 
 FACTOR = 64  # of named workloads: a chunk of 64 tokens becomes one token
@@ -20,6 +21,7 @@ OWN_FLOPS = 2e10  # in seconds: these can be shortened to fit
 MOST_FACTOR = 1 << 16
 DECODING = ("decode", "pool_decode", "drafts", "decoding")
 NO_KERNELS = "single kernels have no CPU path"
+NEEDS_TRITON = "FLA's layer runs on a GPU alone"
 TOO_LONG = "they would take minutes each"
 
 
@@ -44,6 +46,9 @@ def for_cpu(workloads: Sequence[Any], own: bool = False) -> Shortened:
         if isinstance(workload, Gdn) and workload.kernel:
             left_out[NO_KERNELS] += 1
             continue
+        if workload.kind == "fla_layer":
+            left_out[NEEDS_TRITON] += 1
+            continue
         factor = _factor(workload) if own else FACTOR
         short = workload.reduced(factor)
         if _too_long(short, MOST_FLOPS):
@@ -63,7 +68,7 @@ def _how_much(found: Sequence[Any], factors: Sequence[int]) -> str:
     said = f", lengths {times} times shorter" if high > 1 else ""
     if high > 1 and any(workload.kind in DECODING for workload in found):
         said += f", {times} times fewer sequences to decode"
-    if any(isinstance(workload, HybridPart) for workload in found):
+    if any(isinstance(workload, (HybridPart, ModelStep)) for workload in found):
         said += ", layers of a small model"
     return said
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ..harness.records import Result, Row, Run
-from . import serving, tables
+from . import models, serving, tables
 from .figures import WHOLE, gain, rival_of, short, steps
 from .headline import NOTICE, choice_of_lines, compared, provenance, source, times, two_groups
 from .method import METHOD
@@ -17,6 +17,7 @@ from .texts import (
     CONVOLUTION,
     FINDINGS,
     HYBRID_NOTE,
+    MODELS_NOTE,
     MORE_TERMS,
     RING_NOTE,
     SHARED_NOTE,
@@ -38,6 +39,7 @@ def page(runs: Sequence[Run], digests: Digests) -> str:
     ]
     parts += ["## In one table", *filter(None, summary)]
     parts += ["## Gated delta net", *_gdn(runs, digests)]
+    parts += _models(runs, digests)
     parts += serving.section(runs, digests)
     parts += ["## Shared prompts", *_shared(runs, digests)]
     parts += ["## Sparse attention", *_sparse(runs, digests)]
@@ -180,6 +182,17 @@ def _shared(runs: Sequence[Run], digests: Digests) -> list[str]:
     parts.append("\n".join([*lines, *([] if hybrid else [HYBRID_NOTE])]))
     parts += [*hybrid, *shown(runs, digests, "figures/", RESPONSES), SHARED_NOTE]
     return [part for part in parts if part]
+
+
+def _models(runs: Sequence[Run], digests: Digests) -> list[str]:
+    found = [headline(runs, "model", digests), aside(runs, "model", "fla", digests)]
+    body = [line for run in found for line in models.lines(run)]
+    if not body:
+        return []
+    header = ["layers", "tokens", "ours, ms", "FLA / ours", "PyTorch alone / ours"]
+    where = "; ".join(dict.fromkeys(source(run, digests) for run in found if run))
+    table = tables.markdown(header, body, left=2)
+    return ["## Models in training", table, f"{MODELS_NOTE} {where}."]
 
 
 def _convolution(runs: Sequence[Run], digests: Digests) -> list[str]:

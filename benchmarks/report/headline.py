@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ..harness.records import Row, Run
-from . import tables
+from . import models, tables
 from .figures import density_of, gain, rival_of, short, steps
 from .names import BATCHES, gpu, shape_of, span, title_of
 from .pictures import shown
@@ -158,7 +158,8 @@ def gains(runs: Sequence[Run], digests: Digests) -> str:
     body = []
     for family, who, typed, got in GAINS:
         gained = best[family]() if family in best else ""  # engines have no ratio
-        body.append([who, typed, got.format(gained, block=_block_gain(runs, digests))])
+        more = {"block": _block_gain(runs, digests), "model": models.gain(runs, digests)}
+        body.append([who, typed, got.format(gained, **more)])
     return tables.markdown(["you", "you type", "you get"], body, left=3)
 
 

@@ -29,8 +29,9 @@ as published eager times have it. Then, on a Hopper GPU:
   `--gates model --head-dim 96/192` for other gates and sizes. Results lie in `--out`.
 - Rows with names: `gdn --quick --direction fwd,bwd,both`, `gdn --set sizes`, `gdn --set decode`,
   `gdn --set serving --quick`, `gdn --set serving-parallel`, `dualkv --quick --set long,short`,
-  `sparse_ring --quick` and `hybrid --quick`. `--save` appends them to `benchmarks/results`, and
-  `python -m benchmarks.report` writes the pages. Each record's command is beside it.
+  `sparse_ring --quick`, `hybrid --quick` and `model`. `--save` appends them to
+  `benchmarks/results`, and `python -m benchmarks.report` writes the pages. Each record's command is
+  beside it.
 - Two versions of ours: `git worktree add ../before COMMIT`, then `.venv/bin/python -m
   benchmarks.revisions ../before gdn:anchors`.
 - Several GPUs that share one sequence: `torchrun --nproc-per-node 2 scripts/gdn_ranks.py`; rings:
@@ -67,6 +68,12 @@ SGLang 0.5.23, with a Triton norm of ours behind them in `serving-step`. SGLang 
 drafts in a buffer. The smallest batches stay in the L2 cache between calls, for everyone.
 `serving-parallel`, which `serving` does not contain, is one call of each kind with the heads of a
 whole layer and of one of two, four or eight GPUs that share it.
+
+`model` rows are four layers of a model of transformers in training, three of them gated delta nets,
+with PyTorch's attention, MLPs, and random weights: of Qwen3.5-9B (hidden size 4096, MLPs of 12288)
+and of OLMo Hybrid (3840, 11008); a row of the batch is a sequence. `--set fla` is FLA's layer of
+hidden size 2048, as it is made by default. A step of `ours` has our rule and our convolution,
+`ours_rule` the rule alone, FLA's PyTorch's convolution, as transformers has without causal-conv1d.
 
 Attention has 32 query and 8 key heads of size 128. `dualkv` rows are groups of responses, each with
 one prompt: `long` prompts of 4096 to 32768 tokens (A to D), `short` batches (S1 to S8; the last

@@ -13,6 +13,8 @@ TITLES = {
     "index": "Index", "layer": "Decoder layer",
     "block": "Block of four layers",
     "step": "Forward and backward", "mixers": "Mixers of four layers",
+    "layers": "Four layers, forward and backward",
+    "fla_layer": "FLA's layer, forward and backward",
     "linear": "Linear layer", "full": "Attention layer", "mlp": "MLP",
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from .tables import markdown
 
 FAMILIES = {
     "gdn": "Gated delta net",
+    "model": "Models in training",
     "dualkv": "Attention over shared prompts",
     "hybrid": "Hybrid models over shared prompts",
     "sparse_ring": "Sparse attention",
@@ -15,8 +16,7 @@ FAMILIES = {
 GAINS = (
     ("gdn", "train or run **Qwen3-Next, Qwen3.5, OLMo Hybrid**, or FLA's gated delta net layers",
      "transformers: `integrations.transformers.swap(model)`; FLA: `integrations.fla.register()`",
-     "a faster gated delta rule: the rule alone, q and k normalised and gates activated before; "
-     "no training step of a model was measured. {}"),
+     "a faster gated delta rule: {model} {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
      "each prompt stored and computed once: {}; {block}. "
@@ -90,7 +90,8 @@ TERMS = """\
 - Calls have the defaults of each library; of ours, `exact=False`. A forward is one without
   gradients. Keys are normalised and gates activated before; initial states are given. Gates are
   those that FlashQLA publishes its times with; for 96/192 and 256/512, which of these libraries FLA
-  alone runs, gates of a model. Whole training steps were not measured, unless a row says so."""
+  alone runs, gates of a model. Models in training are four layers of transformers with
+  `swap(model)`, beside transformers with FLA; other whole training steps were not measured."""
 
 # Sections of their own beside the headline's: a set each, from the record with most of its rows.
 ASIDE = {
@@ -105,6 +106,7 @@ ASIDE = {
         "serving-parallel": "Serving under tensor parallelism",
         "kernels": "Kernels alone",
     },
+    "model": {"fla": "FLA's layer"},
     "conv": {},
     "dualkv": {
         "short": "Short batches", "largest": "The largest", "layer": "A decoder layer",
@@ -154,6 +156,17 @@ time since ([note](docs/notes/native-launch.md), section 7):"""
 STALE_ROWS = """\
 *Stale*: kernels changed since. Eager times of 2026-11-22 are also older than the replay of calls
 ([note](docs/notes/native-launch.md), section 7)."""
+
+NO_MODELS = (
+    "the rule alone, q and k normalised and gates activated before; "
+    "no training step of a model was measured."
+)
+MODELS_NOTE = """\
+Forward and backward of layers with random weights in bf16, as Python calls them: three gated delta
+nets, an attention layer (PyTorch's) and their MLPs; no embedding, head or optimizer. All run the
+same module. *Ours* is after `swap(model)`, or `register()` for FLA's layer; *FLA* is transformers
+with FLA but without causal-conv1d, whose convolution is then PyTorch's, as in *PyTorch alone*.
+Checked against the same layers in fp32."""
 
 SHARED_NOTE = """\
 The figure of responses has one prompt and more and more responses. With a single response there is

@@ -231,6 +231,8 @@ def test_the_list_says_lengths_in_words(capsys):
         (["sparse_ring", "--lengths", "256", "--density", "5"], "a density above 0 and at most 1"),
         (["conv", "--lengths", "8", "--head-dim", "9"], "= 576 channels; need a multiple of 128"),
         (["hybrid", "--lengths", "8", "--heads", "1/2"], "need --lengths alone"),
+        (["model", "--lengths", "8", "--heads", "1/2"], "need --lengths alone"),
+        (["model", "--lengths", "8+9"], "need sequences of equal length, such as 2048x4"),
     ],
 )
 def test_bad_arguments_are_refused_with_what_there_is(arguments, there_is, capsys):
@@ -291,6 +293,7 @@ OWN = {
     "dualkv": (["--heads", "1/2", "--lengths", "3x40+9,33"], "fwd-1x2-3x40+9-d16 bwd-1x2-33-d16"),
     "sparse_ring": (["--lengths", "256", "--density", "0.5"], "fwd-8x32-0.25k-50%-run1-d16"),
     "hybrid": (["--lengths", "2x9+5"], "hybrid-block-2x9+5"),
+    "model": (["--lengths", "9x3"], "model-Qwen3.5-9B-9x3 model-OLMo-Hybrid-7B-9x3"),
 }
 
 
@@ -299,7 +302,9 @@ def test_shapes_of_one_s_own_run_without_a_gpu(case):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: this is the path without one")
     (arguments, names), family = OWN[case], case.partition(" ")[0]
-    size = ["--head-dim", {"gdn": "16/32"}.get(case, "16")] if family != "hybrid" else []
+    size = ["--head-dim", {"gdn": "16/32"}.get(case, "16")]
+    if family in ("hybrid", "model"):  # of a small model
+        size = []
     workloads, said = for_cpu(sm90.select(sm90.parse([family, *arguments, *size])), own=True)
     assert said.startswith("No GPU: float32 on the CPU path")
     assert "shorter" not in said

@@ -1,0 +1,1 @@
+"""Layers of models in training, with our functions in them and without."""

@@ -1,0 +1,136 @@
+"""Who computes the gated delta rule and the convolution of layers: ours, FLA, or PyTorch.
+
+All call the same module, whose functions are exchanged before each step: `swap` and `register` do
+that once, here it takes a few microseconds of each step.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+from ..harness.adapters import Call, Implementation
+from .problem import (
+    CONVOLUTION,
+    RULE,
+    ModelInputs,
+    definitions,
+    exchanged,
+    functions_of,
+    step_of,
+)
+from .workloads import ModelStep
+
+SWITCH = "FLA_QLA_KERNELS"
+
+
+class InLayers(Implementation):
+    needs_cuda = False
+
+    def missing(self) -> str | None:
+        return super().missing() or _no_functions()
+
+    def inapplicable(self, workload: ModelStep) -> str | None:
+        if workload.kind == "fla_layer" and importlib.util.find_spec("fla.layers") is None:
+            return "flash-linear-attention, which has FLA's layers, is not installed"
+        return super().inapplicable(workload)
+
+
+class Ours(InLayers):
+    """`swap` of a model of transformers, `register` for FLA's layer."""
+
+    name, label, distribution, module = "ours", "ours", "qla-kernels", "qla_kernels"
+    convolves = True
+
+    def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
+        if workload.kind == "fla_layer":
+            return _in_fla(inputs)
+        swapping = importlib.import_module("qla_kernels.integrations.transformers")
+        layers, theirs = inputs.layers, functions_of(inputs.layers.home)
+        swapping.swap(layers.module)
+        ours = functions_of(layers.home)
+        swapping.restore(layers.module)
+        if not self.convolves:
+            ours[CONVOLUTION] = theirs[CONVOLUTION]
+        return step_of(inputs, partial(exchanged, layers.home, ours))
+
+
+class OursRule(Ours):
+    """The gated delta rule alone is ours, as in releases before 2026-11-25."""
+
+    name, label, on_request, convolves = "ours_rule", "ours, the rule alone", True, False
+    lacks: ClassVar = {"fla_layer": "FLA's layer keeps its convolution"}
+
+
+class WithFLA(InLayers):
+    """FLA's functions where transformers finds them, and FLA's layer as it is."""
+
+    name, label, distribution = "fla", "FLA", "fla-core"
+    module, needs_cuda = "fla.ops.gated_delta_rule", True
+
+    def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
+        layers = inputs.layers
+        os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels
+        if workload.kind == "fla_layer":
+            return step_of(inputs, partial(switched, "0"))
+        theirs = functions_of(layers.home)
+        found = inspect.getclosurevars(theirs[RULE]).nonlocals["implementation"].__module__
+        if not found.startswith("fla."):
+            raise RuntimeError(f"transformers runs {found}; need FLA's rule")
+        return step_of(inputs, partial(exchanged, layers.home, theirs))
+
+
+class WithPyTorch(InLayers):
+    """What transformers runs where neither FLA nor causal-conv1d is installed."""
+
+    name, label, distribution, module = "torch", "PyTorch alone", "transformers", "transformers"
+    lacks: ClassVar = {"fla_layer": "FLA has no such path"}
+
+    def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
+        layers = inputs.layers
+        return step_of(inputs, partial(exchanged, layers.home, definitions(layers)))
+
+
+def _in_fla(inputs: ModelInputs) -> Call:
+    """Each step has to be one that FLA gave to us."""
+    os.environ["FLA_FLASH_QLA"] = "0"
+    integration = importlib.import_module("qla_kernels.integrations.fla")
+    integration.register(prefer=True)
+    call = step_of(inputs, partial(switched, "1"))
+
+    def run() -> Any:
+        before = integration.status().taken
+        raw = call.run()
+        if integration.status().taken == before:
+            raise RuntimeError(f"FLA kept the call: {integration.status().reason}")
+        return raw
+
+    return Call(run, call.collect, capture=False)
+
+
+@contextmanager
+def switched(value: str) -> Iterator[None]:
+    """FLA's calls go to our backend, or with "0" they do not."""
+    os.environ[SWITCH] = value
+    try:
+        yield
+    finally:
+        del os.environ[SWITCH]
+
+
+def _no_functions() -> str | None:
+    """Why layers cannot be compared here; transformers before 5.15 keeps functions in layers."""
+    try:
+        home = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}; pip install 'transformers>=5.15'"
+    missing = [name for name in (RULE, CONVOLUTION) if not hasattr(home, name)]
+    return f"transformers without {missing}; pip install 'transformers>=5.15'" if missing else None
+
+
+def known(family: str) -> list[Implementation]:
+    return [Ours(), OursRule(), WithFLA(), WithPyTorch()]

@@ -1,0 +1,40 @@
+"""What the records say about layers of models in training."""
+
+from collections.abc import Sequence
+
+from ..harness.records import Row, Run
+from . import tables
+from .names import gpu, shape_of
+from .select import Digests, headline
+from .spread import beside
+from .texts import NO_MODELS
+
+
+def gain(runs: Sequence[Run], digests: Digests) -> str:
+    """A sentence of the front page."""
+    run = headline(runs, "model", digests)
+    rows = [row for row in run.rows if row.kind == "layers"] if run else []
+    fla, torch = (beside(rows, name) for name in ("fla", "torch"))
+    if run is None or fla is None:
+        return NO_MODELS
+    labels = dict.fromkeys(row.what.removeprefix("4 layers of ") for row in rows)
+    said = f"four layers of {' or '.join(labels)} in transformers, forward + backward, "
+    said += f"{fla.worst:.2f} to {fla.best:.2f} x beside FLA's kernels"
+    if torch is not None:
+        said += f", {torch.worst:.1f} to {torch.best:.1f} x where FLA is not installed"
+    return f"{said} ({gpu(run)}, not in a graph). The rule alone:"
+
+
+def lines(run: Run | None) -> list[list[str]]:
+    """A line for each row: ours, and how many times as long a step takes with others."""
+    found = []
+    for row in run.rows if run else ():
+        if (mine := row.time_ms("ours")) is not None:
+            cells = [_times(row, name, mine) for name in ("fla", "torch")]
+            found.append([row.what, shape_of(row), tables.number(mine), *cells])
+    return found
+
+
+def _times(row: Row, name: str, mine: float) -> str:
+    time = row.time_ms(name)
+    return tables.marked(time / mine if time else None)

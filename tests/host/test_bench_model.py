@@ -1,0 +1,151 @@
+"""Layers of models in training: who computes them agrees, and what is wrong is found."""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.harness import without_gpu
+from benchmarks.harness.problems import problem_of
+from benchmarks.harness.records import Result, Row, Run
+from benchmarks.model import problem, rivals
+from benchmarks.model.problem import functions_of, layers_of, model_inputs, model_truth, model_work
+from benchmarks.model.workloads import FLA, MODEL, OLMO, QWEN, SIZES, ModelStep
+from benchmarks.report import findings, models
+
+transformers = pytest.importorskip("transformers", minversion="5.15")
+
+CPU = torch.device("cpu")
+STEPS = [ModelStep(model, (70, 70), small=True) for model in (QWEN, OLMO)]
+WAYS = [rivals.Ours(), rivals.OursRule(), rivals.WithPyTorch()]
+
+
+def verdict_of(implementation, workload):
+    inputs = model_inputs(workload, CPU, torch.float32)
+    call = implementation.prepare(workload, inputs)
+    return model_truth(workload, inputs).judge(call.collect(call.run()), torch.float32)
+
+
+@pytest.mark.parametrize("workload", STEPS, ids=lambda w: w.model)
+def test_all_are_the_definition(workload):
+    layers = layers_of(workload, CPU, torch.float32)
+    for way in WAYS:
+        verdict = verdict_of(way, workload)
+        assert verdict.complaint is None, way.name
+        assert len(verdict.errors) == 2 + len(layers.parameters())
+
+
+def test_each_computes_with_its_own_functions():
+    """In turn, on one module, whose functions are then as they were."""
+    inputs = model_inputs(STEPS[0], CPU, torch.float32)
+    home, seen = inputs.layers.home, []
+    forward = inputs.layers.forward
+
+    def watched(module, x):
+        seen.append(functions_of(home))
+        return forward(module, x)
+
+    inputs.layers.forward = watched
+    before = functions_of(home)
+    calls = [way.prepare(STEPS[0], inputs) for way in WAYS]
+    for call in calls:
+        call.run()
+        assert functions_of(home) == before
+    ours, rule, plain = seen
+    assert {name: f.before_qla_kernels for name, f in ours.items()} == before
+    assert rule.pop(problem.CONVOLUTION) is before[problem.CONVOLUTION]
+    assert all(f.before_qla_kernels is before[name] for name, f in rule.items())
+    assert plain == {name: f.__wrapped__ for name, f in before.items()}
+
+
+def forgetful(rule):
+    """The second half of the tokens begins anew."""
+
+    def run(q, k, v, *args, **kwargs):
+        cut, parts = q.shape[1] // 2, []
+        for rows in (slice(cut), slice(cut, None)):
+            given = {n: x[:, rows] for n, x in kwargs.items() if n in ("g", "beta")}
+            own = (x[:, rows] for x in (q, k, v))
+            parts.append(rule(*own, *args, **{**kwargs, **given})[0])
+        return torch.cat(parts, 1), None
+
+    return run
+
+
+class Forgets(rivals.WithPyTorch):
+    def prepare(self, workload, inputs):
+        functions = problem.definitions(inputs.layers)
+        functions[problem.RULE] = forgetful(functions[problem.RULE])
+        return problem.step_of(inputs, lambda: problem.exchanged(inputs.layers.home, functions))
+
+
+def test_a_wrong_rule_is_found():
+    assert "is off by" in verdict_of(Forgets(), STEPS[0]).complaint
+
+
+@pytest.mark.parametrize("model", [QWEN, OLMO])
+def test_parameters_are_counted(model):
+    """A model's own count, less its norms, its convolutions and two numbers of a head."""
+    workload = ModelStep(model, (8192,))
+    with torch.device("meta"):
+        layers = problem._of_transformers(workload)
+    products = [m.weight.numel() for m in layers.module.modules() if isinstance(m, nn.Linear)]
+    work = model_work(workload, 2)
+    counted = (work.bytes / 2 - 4 * workload.tokens * workload.sizes.hidden) / 2
+    assert counted == sum(products)
+
+
+def test_a_problem_has_one_module():
+    found = problem_of(STEPS[0], CPU)
+    assert found.work == model_work(STEPS[0], 4)
+    assert found.inputs[0].layers.module.training
+
+
+def test_the_layer_of_fla_is_left_out_without_a_gpu():
+    short = without_gpu.for_cpu(MODEL["fla"])
+    assert not short.workloads
+    assert "FLA's layer runs on a GPU alone" in short.said
+
+
+def test_fla_s_layer_without_fla(monkeypatch):
+    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
+    said = rivals.Ours().inapplicable(MODEL["fla"][0])
+    assert said == "flash-linear-attention, which has FLA's layers, is not installed"
+    assert rivals.Ours().inapplicable(STEPS[0]) is None
+
+
+def test_an_older_transformers_is_named(monkeypatch):
+    empty = types.ModuleType("modeling_qwen3_5")
+    monkeypatch.setattr(rivals.importlib, "import_module", lambda name: empty)
+    assert "pip install 'transformers>=5.15'" in rivals.Ours().missing()
+
+
+def record(**times: float) -> Run:
+    labels = {"ours": "ours", "fla": "FLA", "torch": "PyTorch alone"}
+    rows = tuple(
+        Row(w.name, "model", w.kind, w.heads_label.replace("x", "/"), w.layout, w.tokens, w.what,
+            results=tuple(Result(n, "ok", p50_ms=t) for n, t in times.items()))
+        for w in MODEL["training"]
+    )  # fmt: skip
+    return Run(
+        "model-1", "model", "2026-11-25T00:00:00+00:00", "NVIDIA H200", "cuda", {}, {}, {}, labels,
+        {}, {}, "0" * 40, False, "", {"conv.fwd": "1"}, rows,
+    )  # fmt: skip
+
+
+def test_pages_say_what_a_step_gains():
+    runs, digests = [record(ours=10.0, fla=12.5, torch=40.0)], {"conv.fwd": "1"}
+    said = models.gain(runs, digests)
+    assert f"four layers of {QWEN} or {OLMO} in transformers" in said
+    assert "1.25 to 1.25 x beside FLA's kernels, 4.0 to 4.0 x where FLA is not installed" in said
+    page = findings.page(runs, digests)
+    section = page[page.index("## Models in training") :]
+    cells = [cell.strip() for cell in section.splitlines()[4].split("|")[1:-1]]
+    assert cells == ["4 layers of Qwen3.5-9B", "1 sequence of 8192 tokens", "10.0", "1.25", "4.00"]
+    assert "no training step of a model was measured" in models.gain([], digests)
+
+
+def test_sizes_are_of_the_models():
+    assert SIZES[QWEN].linear == (16, 32, 128, 128)
+    assert ModelStep(FLA, (8192,)).heads == (6, 6)
