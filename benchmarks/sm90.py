@@ -46,6 +46,7 @@ from typing import Any
 
 from .attention.workloads import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
 from .conv.workloads import CONV, CONV_DEFAULT
+from .gdn.ranks import KINDS
 from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
 from .harness import records
 from .harness.adapters import implementations, names_for
@@ -274,7 +275,7 @@ def _recover(path: Path) -> int:
         print(f"--recover {path}: {error}; need the FAMILY.json of --out", file=sys.stderr)
         return 2
     known = {w.name for of_set in SETS[run.family].values() for w in of_set}
-    if any(row.name not in known for row in run.rows):
+    if any(row.name not in known and row.kind not in KINDS.values() for row in run.rows):
         got, fix = "a run of your own shapes", "it stays where it is"
     elif any(of.id == run.id for of in records.load()):
         got, fix = f"{run.id}, which is on record", "there is nothing to do"

@@ -1,186 +1,186 @@
 """Time the gated delta net over several GPUs in both layouts, beside FLA's context parallelism.
 
     torchrun --nproc-per-node 2 scripts/gdn_ranks.py                      131072 tokens, 16/32 heads
-    torchrun --nproc-per-node 4 scripts/gdn_ranks.py --tokens 524288 --heads 4/8 --without-fla
+    torchrun --nproc-per-node 4 scripts/gdn_ranks.py --tokens 512k --heads 16/32,4/8 --without-fla
+    torchrun --nproc-per-node 2 scripts/gdn_ranks.py --heads 30/30 --head-dim 96/192 --gates model
     torchrun --nproc-per-node 2 scripts/gdn_ranks.py --tokens 256 --heads 1/2 --cpu     does it run?
 
-One sequence, gates as FlashQLA publishes its times with. Eager calls in turn; of each repetition
-the time of the slowest rank counts, by CUDA events, and medians are printed, in ms, with the time
-that Python alone takes: where it is as long, the host is what is timed. Before that o and all
-gradients are compared with ours in the contiguous layout. FLA's kernels take minutes to compile and
-to tune.
+One sequence, gates as FlashQLA publishes its times with unless --gates says otherwise. Eager calls
+in turn; of each repetition the time of the slowest rank counts, by CUDA events, and medians are
+printed, in ms, with the time that Python alone takes: where it is as long, the host is what is
+timed. Before that o and all gradients are compared with ours in the contiguous layout. FLA's
+kernels take minutes to compile and to tune. `--out` gets gdn_ranks.json, the record, and its
+tables; `--save` appends it to benchmarks/results, from which `python -m benchmarks.report` writes
+pages.
 """
 
 import argparse
+import dataclasses
+import json
 import os
+import re
 import sys
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gdn.inputs import gdn_inputs
-from benchmarks.gdn.workloads import Gdn
-from qla_kernels import chunk_gated_delta_rule
-from qla_kernels.gdn import build_cp_context
-from qla_kernels.gdn.sharded.layouts import LAYOUTS, STRETCHES, held_by
+from benchmarks.gdn.ranks_timing import WrongResult, measured
+from benchmarks.gdn.rivals import FLA
+from benchmarks.harness import records
+from benchmarks.harness.floor import Ceilings
+from benchmarks.harness.messages import Machine
+from benchmarks.harness.own_shapes import Asked, names, own_shapes, sizes
+from benchmarks.harness.records import Row, Run
+from benchmarks.harness.timing import measure_ceilings
+from benchmarks.report import tables
+from benchmarks.report.names import shape_of, title_of
+from benchmarks.sm90 import describe_run
+from qla_kernels import jit
 
-GIVEN = ("q", "k", "v", "g", "beta")
-WARM, REPEATED, TOLERANCE = 3, 20, 1e-2
-new_event: Any = torch.cuda.Event
-Function = Callable[..., Any]
 
-
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns options, with a `rules` of every shape that is asked for."""
     assert __doc__
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="torchrun --nproc-per-node N scripts/gdn_ranks.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, default=131072, help="of all ranks together")
-    parser.add_argument("--heads", default="16/32", help="key / value heads")
-    parser.add_argument("--without-fla", action="store_true")
-    parser.add_argument("--cpu", action="store_true", help="over gloo, on CPU tensors, in fp32")
-    return parser.parse_args()
+    add = parser.add_argument
+    said = "of all ranks together, such as 128k (default: 131072)"
+    add("--tokens", type=names, default=["131072"], metavar="TOKENS,...", help=said)
+    said = "key / value heads (default: 16/32)"
+    add("--heads", type=names, default=["16/32"], metavar="FEW/MANY,...", help=said)
+    add("--head-dim", type=sizes, metavar="SIZE", help="or K/V, such as 96/192 (default: 128)")
+    add("--gates", choices=("published", "model"), help="(default: published)")
+    add("--without-fla", action="store_true")
+    add("--cpu", action="store_true", help="over gloo, on CPU tensors, in fp32")
+    add("--out", type=Path, metavar="FOLDER", help="for the record and its tables")
+    add("--save", action="store_true", help="append the record to benchmarks/results")
+    given = parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        raise SystemExit("started by itself; need torchrun --nproc-per-node 2 scripts/gdn_ranks.py")
+    world = int(os.environ["WORLD_SIZE"])
+    try:
+        refuse(given, world)
+        lengths = [tokens_of(text, world) for text in given.tokens]
+        asked = Asked(given.heads, lengths, given.head_dim, given.gates, direction=["both"])
+        rules = own_shapes("gdn", asked)
+    except ValueError as error:
+        stop(error)
+    given.rules = [replace(rule, initial_state=False) for rule in rules]
+    given.family, given.cold = "gdn", False  # as the benchmark's options say it
+    given.with_fla = not (given.without_fla or given.cpu)
+    return given
 
 
-def part(x: Tensor, layout: str) -> Tensor:
-    """Returns this rank's stretches of a batch, one after the other."""
-    rank, world, each = dist.get_rank(), dist.get_world_size(), STRETCHES[layout]
-    stretches = x.chunk(each * world, 1)
-    return torch.cat([stretches[n] for n in held_by(rank, world, each)], 1).contiguous()
+def stop(error: Exception | str) -> NoReturn:
+    """Ends all ranks; the first one says why."""
+    raise SystemExit(str(error) if os.environ["RANK"] == "0" else 1)
 
 
-def forward(function: Function, x: dict[str, Tensor], context: Any) -> Any:
-    with torch.no_grad():
-        return function(*(x[name] for name in GIVEN), cp_context=context)[0]
+def refuse(given: argparse.Namespace, world: int) -> None:
+    """Raises ValueError where the options do not fit the machine or each other."""
+    if given.save and given.cpu:
+        raise ValueError("--save with --cpu; need times of GPUs, as pages have; leave --save out")
+    if given.save and world < 2:
+        fix = "start with torchrun --nproc-per-node 2"
+        raise ValueError(f"--save of {world} rank; need two that share a sequence; {fix}")
+    if given.cpu:
+        return
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world)), torch.cuda.device_count()
+    if here > gpus:
+        fix = f"start with torchrun --nproc-per-node {gpus}" if gpus else "--cpu tries it without"
+        raise ValueError(f"{here} ranks, {gpus} GPUs; need a GPU for each rank; {fix}")
+    if not given.without_fla and not find_spec("fla"):
+        fix = "bash scripts/setup_env.sh --rivals installs it, --without-fla leaves it out"
+        raise ValueError(f"no module fla; need FLA, to compare with; {fix}")
 
 
-def both(function: Function, x: dict[str, Tensor], context: Any) -> list[Tensor]:
-    """Returns o and the gradients of a forward and backward."""
-    inputs = [x[name].detach().requires_grad_() for name in GIVEN]
-    o = function(*inputs, cp_context=context)[0]
-    return [o.detach(), *torch.autograd.grad(o, inputs, x["do"])]
+def tokens_of(text: str, world: int) -> str:
+    """Returns 128k in full; raises ValueError unless both layouts can split so many tokens."""
+    found = re.fullmatch(r"(\d+)([kK]?)", text)
+    tokens = int(found[1]) * (1024 if found[2] else 1) if found else 0
+    each = 2 * world
+    if not tokens or tokens % each:
+        nearest = max(each, round(tokens / each) * each)
+        fix = f"such as {nearest}" if found else "such as 131072 or 128k"
+        need = f"one sequence, of a multiple of {each} tokens for {world} ranks in two stretches"
+        raise ValueError(f"--tokens {text}; need {need}; {fix}")
+    return str(tokens)
 
 
-def slowest(values: Sequence[float], like: Tensor) -> list[float]:
-    """Returns the largest of all ranks."""
-    x = torch.tensor(values, dtype=torch.float64, device=like.device)
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    found: list[float] = x.tolist()
-    return found
+def begun(given: argparse.Namespace, ceilings: Ceilings) -> Run:
+    """Returns a record without rows."""
+    world, kind = dist.get_world_size(), "cpu" if given.cpu else "cuda"
+    environment = {**records.device_environment(kind), "ranks": world}
+    versions = records.package_versions(("torch", "triton", "tilelang", "numpy"))
+    labels = {"ours": "ours"}
+    if given.with_fla:
+        labels["fla"], versions["fla"] = FLA.label, FLA().version()
+    device = records.device_name(kind)
+    machine = Machine(device, kind, environment, versions, labels, {}, (), ceilings)
+    program = f"torchrun --nproc-per-node {world} scripts/gdn_ranks.py"
+    return replace(describe_run(given, machine, []), command=records.command_line(program))
 
 
-def once(run: Function, like: Tensor) -> tuple[float, float]:
-    """Returns the ms of a call, of the GPU and of Python alone. All ranks begin together."""
-    if not like.is_cuda:
-        dist.barrier()
-        begin = time.perf_counter()
-        run()
-        return (1e3 * (time.perf_counter() - begin),) * 2
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    first, last = (new_event(enable_timing=True) for _ in range(2))
-    begin = time.perf_counter()
-    first.record()
-    kept = run()  # freed only after the end was recorded
-    last.record()
-    python = 1e3 * (time.perf_counter() - begin)
-    last.synchronize()
-    del kept
-    return first.elapsed_time(last), python
+def kernels() -> dict[str, str]:
+    """Returns the digests of what any rank launched."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, jit.compiled())
+    return {label: digest for of_rank in found for label, digest in of_rank.items()}
 
 
-def times(ways: dict[str, Function], like: Tensor) -> dict[str, list[float]]:
-    """Returns of each way the medians of the GPU's and of Python's time."""
-    for run in ways.values():
-        for _ in range(WARM):
-            run()
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(REPEATED):
-        for name, run in ways.items():
-            found[name].append(once(run, like))
-    columns = {name: list(zip(*each, strict=True)) for name, each in found.items()}
-    return {name: [median(slowest(x, like)) for x in both] for name, both in columns.items()}
+def tell(rows: Sequence[Row], run: Run) -> None:
+    for row in rows:
+        for r in row.results:
+            time = r.time_ms(eager=run.device_kind == "cuda")
+            took = r.status if time is None else f"{time:.3f} ms (Python alone {r.host_ms:.2f})"
+            said = f"{row.heads} heads, {shape_of(row)}, {title_of(row.kind).lower()}"
+            print(f"{said}: {run.labels[r.implementation]} {took}", flush=True)
 
 
-def differ(got: Sequence[Tensor], want: Sequence[Tensor], layout: str) -> float:
-    """Returns the largest relative L2 error of o and the gradients, over all ranks' tokens."""
-    errors = []
-    for a, b in zip(got, want, strict=True):
-        x, y = a.double(), part(b, layout).double()
-        sums = torch.stack([(x - y).square().sum(), y.square().sum()])
-        dist.all_reduce(sums)
-        errors.append(float((sums[0] / sums[1]).sqrt()))
-    return max(errors)
-
-
-def gathered(x: Tensor) -> Tensor:
-    """Returns the batch whose stretches the ranks hold in the contiguous layout."""
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
-    return torch.cat(parts, 1)
-
-
-def functions(given: argparse.Namespace) -> dict[str, tuple[Function, Function]]:
-    """Returns of each library the rule, and what makes a context of bounds and a layout."""
-    found: dict[str, tuple[Function, Function]] = {
-        "ours": (chunk_gated_delta_rule, lambda x, y: build_cp_context(x, layout=y))
-    }
-    if not given.without_fla and not given.cpu:
-        from fla.ops.cp import build_cp_context as of_fla
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule_of_fla
-
-        found["FLA"] = rule_of_fla, lambda x, y: of_fla(x, group=dist.group.WORLD, layout=y)
-    return found
+def write(run: Run, out: Path) -> list[Path]:
+    """After every shape: what comes later cannot lose it."""
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / "gdn_ranks.json", out / "gdn_ranks.md"]
+    paths[0].write_text(json.dumps(dataclasses.asdict(run)) + "\n")
+    paths[1].write_text(tables.page(run) + "\n")
+    return paths
 
 
 def main() -> None:
     given = parse()
-    if "RANK" not in os.environ:
-        raise SystemExit("started by itself; need torchrun --nproc-per-node 2 scripts/gdn_ranks.py")
     os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels: FlashQLA takes no contexts
-    dist.init_process_group("gloo" if given.cpu else "nccl")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cpu") if given.cpu else torch.device("cuda", rank)
+    device = torch.device("cpu")
     if not given.cpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    H, HV = map(int, given.heads.split("/"))
-    workload = Gdn((H, HV), (given.tokens,), "bwd", "published")
-    made = gdn_inputs(workload, device, torch.float32 if given.cpu else torch.bfloat16)
-    batch = {name: getattr(made, name) for name in (*GIVEN, "do")}
-    for x in batch.values():
-        dist.broadcast(x, 0)
-    bounds, ways, want = torch.tensor([0, given.tokens], device=device), {}, list[Tensor]()
-    for library, (function, make) in functions(given).items():
-        for layout in LAYOUTS:
-            parts = {name: part(x, layout) for name, x in batch.items()}
-            call = function, parts, make(bounds, layout)
-            got = both(*call)
-            want = want or [gathered(x) for x in got]
-            error = differ(got, want, layout)
-            if not rank:
-                print(f"{library}, {layout}: off by {error:.1e}", flush=True)
-            assert error < TOLERANCE, "a wrong result is not timed"
-            ways[f"{library}, {layout}"] = call
-    of = {
-        title: times({name: partial(run, *call) for name, call in ways.items()}, bounds)
-        for title, run in (("forward", forward), ("forward and backward", both))
-    }
-    if not rank:
-        print(f"{given.tokens} tokens over {world} ranks, {given.heads} heads, ms (Python alone)")
-        for name in ways:
-            print(
-                f"{name:18}", *(f"{t}: {x[name][0]:.3f} ({x[name][1]:.2f})" for t, x in of.items())
-            )
+    dist.init_process_group("gloo" if given.cpu else "nccl")
+    first = not dist.get_rank()
+    ceilings = measure_ceilings(device) if first else Ceilings(1.0, 1.0)
+    run, files = begun(given, ceilings), list[Path]()
+    for rule in given.rules:
+        try:
+            rows = measured(rule, given.with_fla, device, ceilings)
+        except WrongResult as error:
+            stop(error)
+        run = replace(run, rows=(*run.rows, *rows), kernels=kernels())
+        if first:
+            tell(rows, run)
+            files = write(run, given.out) if given.out else []
+    run = replace(run, environment_after=records.device_environment(run.device_kind))
+    if first:
+        files = write(run, given.out) if given.out else []
+        files += [records.append(run)] if given.save else []
+        print("\n".join(map(str, files)))
     dist.destroy_process_group()
 
 

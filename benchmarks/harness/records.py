@@ -54,6 +54,7 @@ class Result:
     eager_p80_ms: float | None = None
     eager_samples: int = 0
     host_additions: float | None = None  # host time of such a call, in additions of eight floats
+    host_ms: float | None = None  # the host's time itself, of calls over several GPUs
     first_call_s: float | None = None  # compilation included where it was not cached
     peak_bytes: int | None = None  # beyond the inputs
     errors: dict[str, float | None] = field(default_factory=dict)  # None: not finite
@@ -189,9 +190,9 @@ def now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def command_line() -> str:
+def command_line(program: str = "python -m benchmarks.sm90") -> str:
     """Without --out: where this machine keeps files is no part of what was measured."""
-    command = " ".join(["python -m benchmarks.sm90", *sys.argv[1:]])
+    command = " ".join([program, *sys.argv[1:]])
     return re.sub(r" --out[ =]\S+", "", command)
 
 

@@ -4,14 +4,14 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ..harness.records import Result, Row, Run
-from . import models, serving, tables
+from . import models, ranks, serving, tables
 from .figures import WHOLE, gain, rival_of, short, steps
 from .headline import NOTICE, choice_of_lines, compared, provenance, source, times, two_groups
 from .method import METHOD
 from .names import BATCHES, batch, gpu, shape_of, title_of
 from .pictures import FIGURES, RESPONSES, shown
-from .select import Digests, aside, headline, newest
-from .slower import Section, beside_the_headline, slower
+from .select import Digests, Section, aside, headline, newest
+from .slower import beside_the_headline, slower
 from .spread import beside, spread
 from .texts import (
     CONVOLUTION,
@@ -73,7 +73,7 @@ def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
     parts.append(
         "\n".join([*_beside_fla(front), *_segments(runs, digests), *_memory(runs, digests)])
     )
-    return [part for part in parts if part]
+    return [part for part in (*parts, *ranks.several_gpus(runs, digests)) if part]
 
 
 def _when(run: Run, digests: Digests) -> str:

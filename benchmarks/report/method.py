@@ -34,8 +34,10 @@ as published eager times have it. Then, on a Hopper GPU:
   beside it.
 - Two versions of ours: `git worktree add ../before COMMIT`, then `.venv/bin/python -m
   benchmarks.revisions ../before gdn:anchors`.
-- Several GPUs that share one sequence: `torchrun --nproc-per-node 2 scripts/gdn_ranks.py`; rings:
-  `torchrun --nproc-per-node N -m benchmarks.ring`."""
+- Several GPUs that share one sequence: `torchrun --nproc-per-node 2 scripts/gdn_ranks.py --out
+  FOLDER`, with `--tokens`, `--heads`, `--head-dim` and `--gates`; `--save` as above, for any shape.
+  Results are compared with ours in the contiguous layout. Rings: `torchrun --nproc-per-node N -m
+  benchmarks.ring`."""
 
 WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their

@@ -15,6 +15,7 @@ TITLES = {
     "step": "Forward and backward", "mixers": "Mixers of four layers",
     "layers": "Four layers, forward and backward",
     "fla_layer": "FLA's layer, forward and backward",
+    "ranks_fwd": "Forward over ranks", "ranks_both": "Forward and backward over ranks",
     "linear": "Linear layer", "full": "Attention layer", "mlp": "MLP",
 }  # fmt: skip
 
@@ -46,6 +47,7 @@ def _words(layout: str) -> str:
 
 BATCHES: dict[str, tuple[Group, ...]] = {**LONG_PROMPTS, **SHORT_BATCHES}
 SHAPES = (
+    (r"(\d+)x1 over (\d+), (\w+)", "1 sequence of {} tokens over {} GPUs, {}"),
     (r"(\d+)x1", "1 sequence of {} tokens"),
     (r"(\d+)\+(\d+)", "sequences of {} and {} tokens"),
     (r"1x(\d+)", "{} sequences of 1 token"),

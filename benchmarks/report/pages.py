@@ -13,7 +13,7 @@ from qla_kernels.digests import recorded
 from ..gdn.workloads import GDN
 from ..harness.records import ROOT, Run
 from ..sm90 import SETS
-from . import faults, findings, tables
+from . import faults, findings, ranks, tables
 from .headline import NOTICE, front_page
 from .method import WORKLOADS, YOUR_OWN
 from .names import title_of
@@ -64,6 +64,10 @@ def records_page(runs: Sequence[Run], family: str, digests: Digests) -> str:
         other = aside(runs, family, of_set, digests)
         if other is not None:
             parts += [f"## {heading}", _headline_text(other, family, digests), *_measured(other)]
+    shared = ranks.records_of(runs) if family == "gdn" else []
+    parts += ["## Several GPUs"] if shared else []
+    for run in shared:
+        parts += [_headline_text(run, family, digests), tables.page(run), _provenance(run)]
     without = _without_gpu(runs, family)
     if without is not None:
         parts += ["## Without a GPU", without]
@@ -94,7 +98,7 @@ def _headline_text(run: Run | None, family: str, digests: Digests) -> str:
         text.append(f"Our kernels were {launched}.")
     if not run.current(digests):
         text.append(f"**Stale:** the kernels changed since. `{run.command}` measures today's.")
-    if all(row.time_ms("ours") is None for row in run.rows):
+    if all(row.time_ms("ours", eager) is None for row in run.rows for eager in (False, True)):
         text.append("It holds the rivals only: this version has no kernel of ours for these rows.")
     return " ".join(text)
 

@@ -2,14 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from qla_kernels.gdn.shapes import VALUE_KERNELS, key_room, leaves_values
 
-from ..harness.records import Run
+from ..harness.records import Row, Run
 from ..sm90 import QUICK, SETS
 from .texts import ASIDE
 
 Digests = dict[str, str]  # of generated code, by the kernel's label
+
+
+class Section(NamedTuple):
+    """Rows of one kind that a line is about."""
+
+    what: str
+    kind: str
+    run: Run
+    rows: list[Row]
 
 
 def headline(runs: Sequence[Run], family: str, digests: Digests) -> Run | None:
@@ -31,7 +41,7 @@ def aside(runs: Sequence[Run], family: str, of_set: str, digests: Digests) -> Ru
     names = names_of(family, of_set)
     others = (names_of(family, other) for other in ASIDE[family] if other != of_set)
     wanted = names - _quick(family).union(*others)
-    most = max((_count(run, wanted) for run in _on_a_gpu(runs, family)), default=0)
+    most = max((_count(run, wanted) for run in on_a_gpu(runs, family)), default=0)
     if not most:
         return None
     found = _of_newest_kernels(runs, family, wanted, most, digests)
@@ -42,7 +52,7 @@ def aside(runs: Sequence[Run], family: str, of_set: str, digests: Digests) -> Ru
 def newest(runs: Sequence[Run], family: str, of_set: str, kind: str, most: int) -> Run | None:
     """The newest GPU record with at least so many of the set's rows of a kind, and these rows."""
     names = names_of(family, of_set)
-    for run in reversed(_on_a_gpu(runs, family)):
+    for run in reversed(on_a_gpu(runs, family)):
         rows = tuple(row for row in run.rows if row.name in names and row.kind == kind)
         if len(rows) >= most:
             return replace(run, rows=rows)
@@ -54,7 +64,7 @@ def on_a_cpu(runs: Sequence[Run]) -> list[Run]:
     return [run for run in reversed(runs) if run.device_kind == "cpu"]
 
 
-def _on_a_gpu(runs: Sequence[Run], family: str) -> list[Run]:
+def on_a_gpu(runs: Sequence[Run], family: str) -> list[Run]:
     return [run for run in runs if run.family == family and run.device_kind == "cuda"]
 
 
@@ -62,7 +72,7 @@ def _of_newest_kernels(
     runs: Sequence[Run], family: str, names: set[str], most: int, digests: Digests
 ) -> list[Run]:
     """GPU records with half of `most` rows at least: of today's kernels, or the newest before."""
-    many = [run for run in _on_a_gpu(runs, family) if 2 * _count(run, names) >= most]
+    many = [run for run in on_a_gpu(runs, family) if 2 * _count(run, names) >= most]
     if current := [run for run in many if run.current(digests)]:
         return current
     return [run for run in many if run.agrees(many[-1])]

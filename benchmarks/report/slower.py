@@ -3,22 +3,13 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..harness.records import Row, Run
-from . import tables
+from ..harness.records import Run
+from . import ranks, tables
 from .figures import label_of
 from .names import gpu, shape_of, title_of
-from .select import Digests, aside, headline, newest
+from .select import Digests, Section, aside, headline, newest
 from .spread import spread
 from .texts import ASIDE, BY_HAND, FAMILIES, OLDER_HERE, SECTIONS, SLOWER_HERE, SLOWER_ONCE
-
-
-class Section(NamedTuple):
-    """Rows of one kind that a line is about."""
-
-    what: str
-    kind: str
-    run: Run
-    rows: list[Row]
 
 
 def beside_the_headline(runs: Sequence[Run]) -> list[Section]:
@@ -45,7 +36,7 @@ def sections(runs: Sequence[Run], digests: Digests) -> list[Section]:
             rows = [row for row in run.rows if row.kind == kind]
             if not all(any(row in other.rows for other in found) for row in rows):
                 found.append(Section(what, kind, run, rows))
-    return found
+    return found + ranks.sections(runs)
 
 
 class Case(NamedTuple):

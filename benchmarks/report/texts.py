@@ -179,6 +179,11 @@ kernel without a mask. How much attention a mask of some density holds depends o
 data: [docs/long-context.md](docs/long-context.md) says how to measure it. Speed is all that is
 shown here; it does not show that a model trains as well."""
 
+SEVERAL_GPUS = """\
+A sequence that GPUs share ([layouts](docs/gdn.md#sequences-over-several-gpus)), beside FLA's
+context parallelism. Eager calls, medians, of the slowest GPU. *Python alone* is how long the host
+is busy with ours, forward / forward + backward: a time that is no longer is the host's."""
+
 RING_NOTE = """\
 On several GPUs, 16/2 heads, 5 % density, forward and backward: four H200 take 8.08 ms for 128K
 tokens, 12 times as fast as a dense ring of flash-attn-4 and 12 % longer than a quarter of one GPU's
