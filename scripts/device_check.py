@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -35,6 +36,7 @@ CHECKS = records.RESULTS / "checks.jsonl"
 OK, FAILED, TIMEOUT, NOT_RUN = "ok", "FAILED", "TIMEOUT", "not run"
 TIMED_OUT = (124, 137)  # exit codes of `timeout`: it ended the command, or had to kill it
 TOTAL = 570.0  # seconds for all steps
+WORKERS = 8  # test processes that share the GPU
 PACKAGES = ("torch", "tilelang", "apache-tvm-ffi", "triton", "numpy")
 
 Counts = dict[str, int]
@@ -68,7 +70,8 @@ def steps(family: str) -> list[Step]:
     python = sys.executable
     tests = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(f"tests/device/test_{family}*.py"))
     junit = LOGS / "tests.xml"
-    pytest = [python, "-m", "pytest", "-q", "-m", "hopper", f"--junitxml={junit}", *tests]
+    workers = ["-n", str(min(WORKERS, os.cpu_count() or 1))] if find_spec("xdist") else []
+    pytest = [python, "-m", "pytest", "-q", "-m", "hopper", *workers, f"--junitxml={junit}", *tests]
     benchmark = [python, "-m", "benchmarks.sm90", family, "--quick", "--impl", "ours", "--save"]
     rows = LOGS / f"{family}.json"
     return [
@@ -100,7 +103,7 @@ def sanitizer(tool: str, summary: str) -> Step:
 
 
 def compiled(output: str) -> Counts | None:
-    return found_in(output, r"^(?P<kernels>\d+) kernels in")
+    return found_in(output, r"^(?P<kernels>\d+) (?:prebuilt )?kernels in")
 
 
 def found_in(output: str, pattern: str) -> Counts | None:
