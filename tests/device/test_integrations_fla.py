@@ -19,7 +19,7 @@ from torch import Tensor
 from qla_kernels import fused_recurrent_gated_delta_rule
 from qla_kernels.integrations import fla as integration
 from qla_kernels.selftest.gdn_recurrent import decode
-from tests.compare import no_worse
+from tests.compare import assert_close, no_worse
 from tests.gdn_calls import DIFFERENTIABLE, Call, definition, leaves, on_gpu
 
 theirs = pytest.importorskip("fla.ops.gated_delta_rule", exc_type=ImportError)
@@ -182,3 +182,39 @@ def test_a_training_step_of_its_layer(sizes, ran, monkeypatch):
     monkeypatch.setattr(layers, "chunk_gated_delta_rule", definition_of)
     truth = step(copy.deepcopy(layer).float(), x.float(), target)
     no_worse(ours, fla, truth, LAYER_RATIO, LAYER_LIMIT, half_ulp(BF16))
+
+
+def test_a_layer_under_autocast(ran, monkeypatch):
+    """Weights stay in fp32; activations that reach us are in 16 bits."""
+    layers = pytest.importorskip("fla.layers.gated_deltanet", exc_type=ImportError)
+    layer = layers.GatedDeltaNet(256, **LAYERS["128"]).to("cuda")
+    x, target = (torch.randn(2, 200, 256, device="cuda") for _ in range(2))
+    with torch.autocast("cuda", BF16):
+        ours = step(layer, x, target)
+        assert ran == ["ours"]
+        with left_to_fla():
+            fla = step(layer, x, target)
+    monkeypatch.setattr(layers, "chunk_gated_delta_rule", definition_of)
+    truth = step(layer, x, target)
+    no_worse(ours, fla, truth, LAYER_RATIO, LAYER_LIMIT, half_ulp(BF16))
+
+
+def test_a_layer_under_fsdp2(ran, tmp_path):
+    """On one rank, whose step is that of the layer as it was, but for the order of sums."""
+    layers = pytest.importorskip("fla.layers.gated_deltanet", exc_type=ImportError)
+    from torch.distributed.fsdp import fully_shard
+
+    layer = layers.GatedDeltaNet(256, **LAYERS["128"]).to("cuda", BF16)
+    x, target = (torch.randn(2, 200, 256, device="cuda", dtype=BF16) for _ in range(2))
+    want = step(layer, x, target)
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("nccl", store, rank=0, world_size=1)
+    try:
+        fully_shard(layer)
+        got = step(layer, x, target)
+        got = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in got.items()}
+    finally:
+        torch.distributed.destroy_process_group()
+    assert ran == ["ours", "ours"]
+    for name in want:
+        assert_close(name, got[name], want[name], 4 * half_ulp(BF16))
