@@ -10,7 +10,7 @@ from .headline import NOTICE, choice_of_lines, compared, provenance, source, tim
 from .method import METHOD
 from .names import BATCHES, batch, gpu, shape_of, title_of
 from .pictures import FIGURES, RESPONSES, shown
-from .select import Digests, Section, aside, headline, newest
+from .select import Digests, aside, headline, newest
 from .slower import beside_the_headline, slower
 from .spread import beside, spread
 from .texts import (
@@ -49,13 +49,8 @@ def page(runs: Sequence[Run], digests: Digests) -> str:
 
 
 def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
-    front, sections = headline(runs, "gdn", digests), list[Section]()
-    for kind in ("fwd", "bwd", "both") if front else ():
-        assert front is not None
-        rows = [row for row in front.rows if row.kind == kind]
-        sections += [Section("shapes of the front page", kind, front, rows)] if rows else []
-    body = []
-    for what, kind, run, rows in (*sections, *beside_the_headline(runs)):
+    front, body = headline(runs, "gdn", digests), []
+    for what, kind, run, rows in beside_the_headline(runs):
         ways = [spread(_ratios(run, rows, eager)) for eager in (False, True)]
         if not any(ways):  # no rival was timed
             continue
@@ -68,8 +63,10 @@ def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
     header.append("eager")
     parts = shown(runs, digests, "figures/", *FIGURES["gdn"])
     if body:
-        parts += [tables.markdown(header, body, left=5), STALE_ROWS]
-    parts += _on_another_gpu(runs, front, digests)
+        parts.append(tables.markdown(header, body, left=5))
+    others = _on_another_gpu(runs, front, digests)
+    said = [STALE_ROWS if any("stale" in line[4] for line in body) else "", *others[:1]]
+    parts += [" ".join(filter(None, said)), *others[1:]]
     parts.append(
         "\n".join([*_beside_fla(front), *_segments(runs, digests), *_memory(runs, digests)])
     )

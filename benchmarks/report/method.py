@@ -1,15 +1,11 @@
 """How times are taken, in words."""
 
 METHOD = """\
-- **Right first.** A result is compared with fp64 or fp32 before it is timed, and a wrong one has no
-  time. [docs/records](docs/records/README.md#how-it-is-measured) says against what.
-- **In turn.** Implementations alternate in bursts of 20 ms, with the GPU idle in between, because a
-  GPU under sustained load lowers its clock. Times are medians.
-- **Cold inputs.** Sets of inputs rotate, so that no call finds its inputs in the L2 cache; the
-  smallest batches of serving are left there, for everyone.
+- **Right first, in turn.** A result is compared with fp64 or fp32 before it is timed; a wrong one
+  has no time. Implementations alternate in bursts of 20 ms, with the GPU idle in between, on inputs
+  that rotate; times are medians ([more](docs/records/README.md#how-it-is-measured)).
 - **Same work.** Layouts and gates that a library wants otherwise are converted outside the time.
   Versions of all rivals: [versions](docs/versions.md).
-- **Eager calls** include Python and launches. A sample is a call among up to ten in a row.
 - **Your own**: `bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB); then, on
   a Hopper GPU, `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2` times a
   shape of yours. [Other gates and sizes, these rows again, several

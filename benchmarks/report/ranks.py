@@ -55,7 +55,7 @@ def several_gpus(runs: Sequence[Run], digests: Digests) -> list[str]:
     for said in ("forward", "forward + backward"):
         header += [f"{said}, ms: ours / FLA", "faster"]
     table = tables.markdown([*header, "Python alone, ms"], body, left=3)
-    return ["### Several GPUs", SEVERAL_GPUS, table] if body else []
+    return [SEVERAL_GPUS, table] if body else []
 
 
 def _heads(row: Row) -> str:

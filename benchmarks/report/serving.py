@@ -24,12 +24,12 @@ SHARED = {"pool_prefill": "prefill", "pool_decode": "decoding", "drafts": "draft
 
 def section(runs: Sequence[Run], digests: Digests) -> list[str]:
     """A table, or where times are that have no record."""
-    body, sources, said = [], list[str](), list[str]()
+    body, said, sources = [], list[str](), dict[str, list[str]]()
     for of_set, what in SETS.items():
         run = aside(runs, "gdn", of_set, digests)
         if run is None:
             continue
-        sources.append(f"{what}: {source(run, digests)}")
+        sources.setdefault(source(run, digests), []).append(what)
         said.append(drafts(run))
         body += [[what, *line] for line in _beside_rivals(run)]
     shared = parallel(runs, digests)
@@ -37,9 +37,10 @@ def section(runs: Sequence[Run], digests: Digests) -> list[str]:
         return ["## Serving", *(shared or [NO_SERVING])]
     header = ["what", "rival", "shapes", "graph: rival / ours (least to most)", "eager"]
     table = tables.markdown(header, body, left=2)
-    where = f"{'; '.join(sources)}."
-    said = [*filter(None, said), where[0].upper() + where[1:]]
-    return ["## Serving", SERVING_NOTE, table, *said, *shared]
+    each = [f"{', '.join(names)}: {of}" for of, names in sources.items()]
+    where = f"{'; '.join(each if len(sources) > 1 else sources)}."
+    last = " ".join([*filter(None, said), where[0].upper() + where[1:]])
+    return ["## Serving", SERVING_NOTE, table, last, *shared]
 
 
 def _beside_rivals(run: Run) -> list[list[str]]:

@@ -84,9 +84,9 @@ TERMS = """\
 - **Graph**: replays of a CUDA graph, the time of the GPU alone. **Eager**: calls of the public
   Python function, where a GPU with little to do waits for Python; ours with prebuilt kernels, as a
   wheel has them. With kernels that were compiled at their first call, calls are not replayed, and
-  the host takes several times as long; a wheel or a CUDA graph avoids that. Long
-  calls take the same time either way, within a few percent, as the GPU's clock varies. `–` was not
-  measured; `*` was not captured in a graph, so that gaps between launches count, of both.
+  the host takes several times as long; a wheel or a CUDA graph avoids that. Long calls take the
+  same time either way, within a few percent. `–` was not measured; `*` was not captured in a graph,
+  so that gaps between launches count, of both.
 - Calls have the defaults of each library; of ours, `exact=False`. A forward is one without
   gradients. Keys are normalised and gates activated before; initial states are given. Gates are
   those that FlashQLA publishes its times with; for 96/192 and 256/512, which of these libraries FLA
@@ -126,19 +126,16 @@ defines the columns, and says how rows are measured and what a set contains. Cel
 are CUDA graph / eager."""
 
 FINDINGS = """\
-What the kernels gain, and where they do not. Everything here is made from the records in
-`benchmarks/results` by `python -m benchmarks.report`; tables with every measurement are in
-[docs/records](docs/records/README.md). Numbers that are no record's are cited with their note."""
+What the kernels gain, and where they do not, made from the records in `benchmarks/results`, whose
+every measurement is in [docs/records](docs/records/README.md). Other numbers name their note."""
 
 MORE_TERMS = """\
-- **Shape**, of a gated delta net: a set of sequence lengths, such as 4 sequences of 8192 tokens,
-  with 16-bit inputs. Of shared prompts: a batch, below. Of sparse attention: a
-  length, a density, and how many neighbouring diagonals a mask has in a row.
+- **Shape**: of a gated delta net, a set of sequence lengths, with 16-bit inputs; of shared prompts,
+  a batch; of sparse attention, a length, a density, and how many diagonals come in a row.
 - **Density**: the share of causal (query, key) pairs that a mask keeps. The ideal gain is 1 /
   density, because a kernel has at least the kept pairs to compute.
-- **Three calls a group**: attention over shared prompts put together by hand from flash-attn-4, for
-  comparison: prompts to themselves, responses to prompts, responses to themselves, then a merge. No
-  library offers it."""
+- **Three calls a group**: attention over shared prompts put together by hand, from three calls of
+  flash-attn-4 and a merge, for comparison. No library offers it."""
 
 HYBRID_NOTE = """\
 - A step of four layers of Qwen3-Next's size, three of them gated delta nets, takes 4.1 to 6.0 times
@@ -169,26 +166,23 @@ with FLA but without causal-conv1d, whose convolution is then PyTorch's, as in *
 Checked against the same layers in fp32."""
 
 SHARED_NOTE = """\
-The figure of responses has one prompt and more and more responses. With a single response there is
-nothing to share. [A note](docs/notes/dualkv-backward.md) says where the time of our backward goes
-at long prompts, where three calls come close."""
+The last figure has one prompt and more and more responses; with one, there is nothing to share.
+[A note](docs/notes/dualkv-backward.md) says where our backward's time goes at long prompts."""
 
 SPARSE_NOTE = """\
 A mask that keeps every pair is slower than flash-attn-4, and so are `dense_layers`, which run our
-kernel without a mask. How much attention a mask of some density holds depends on the model and its
-data: [docs/long-context.md](docs/long-context.md) says how to measure it. Speed is all that is
-shown here; it does not show that a model trains as well."""
+kernel without a mask. How much attention a mask holds depends on the model and its data
+([how to measure it](docs/long-context.md)). Speed does not show that a model trains as well."""
 
 SEVERAL_GPUS = """\
-A sequence that GPUs share ([layouts](docs/gdn.md#sequences-over-several-gpus)), beside FLA's
-context parallelism. Eager calls, medians, of the slowest GPU. *Python alone* is how long the host
-is busy with ours, forward / forward + backward: a time that is no longer is the host's."""
+**Several GPUs** that share a sequence, in both [layouts](docs/gdn.md#sequences-over-several-gpus),
+beside FLA's context parallelism. Eager calls, medians, the slowest GPU. *Python alone*: the host is
+busy so long with ours, forward / forward + backward; a time that is no longer is the host's."""
 
 RING_NOTE = """\
 On several GPUs, 16/2 heads, 5 % density, forward and backward: four H200 take 8.08 ms for 128K
 tokens, 12 times as fast as a dense ring of flash-attn-4 and 12 % longer than a quarter of one GPU's
-time; eight take 16.1 + 48.0 ms for 512K tokens ([note](docs/notes/sparse-ring.md), sections 12 and
-13). `torchrun -m benchmarks.ring` measures rings; they have no records yet."""
+time; eight take 16.1 + 48.0 ms for 512K tokens ([note](docs/notes/sparse-ring.md), 12 and 13)."""
 
 CONVOLUTION = """\
 With its activation, over packed sequences and trees, it is bounded by memory. No library with the
@@ -197,11 +191,10 @@ same function has been timed beside it (causal-conv1d would be one). CUDA graphs
 SERVING_NOTE = """\
 Calls of an inference engine, on a pool of states in pages. A rival's time has all that an engine
 has to do for it: where a library takes no slots, gathers, zeros, casts and scatters. The engines'
-own functions are their Triton kernels, without the engine around them; in a layer's step the norm
-behind them is a Triton kernel of ours. FlashInfer failed where it is not listed. vLLM's prefill is
-*gather and scatter*, its decoding *vLLM's Triton*; Triton prefill was not timed. Ours was given the
-lengths on the host, normalised keys and activated gates, which plug-ins do not all have: lengths
-that only the GPU knows took 1.04 times as long in the mean, at worst 1.23
+Triton kernels ran without the engine; the norm behind them in a layer's step is a Triton kernel of
+ours. FlashInfer failed where it is not listed; vLLM prefills by *gather and scatter*. Ours was told
+the lengths on the host, normalised keys and activated gates, which plug-ins do not all have:
+lengths that only the GPU knows took 1.04 times as long in the mean, at worst 1.23
 ([note](notes/gdn-segments.md#23-lengths-that-the-device-alone-knows), not in a pool)."""
 
 SERVING_PARALLEL = """\
@@ -223,11 +216,13 @@ sequence alone, in fp32. An index: by the share of attention that its lines hold
 definition's lines hold.
 
 Times are medians over replays of CUDA graphs, in bursts of 20 ms that alternate between
-implementations with the device idle in between. Input sets rotate; one is enough where it is 16
-times as large as the L2 cache. The *floor* is the larger of counted FLOPs over the rate of a large
-matrix product and of bytes (inputs once, outputs once) over the rate of a large copy, both measured
-in the same run. A record is *stale* if the code of a kernel that ran in it has changed since
-(`qla_kernels/digests.json`), else *current*; *Kernels* counts those.
+implementations with the device idle in between, because a GPU under sustained load lowers its
+clock. A sample of an eager call is one of up to ten in a row. Input sets rotate, so that no call
+finds its inputs in the L2 cache; one is enough where it is 16 times as large. The *floor* is the
+larger of counted FLOPs over the rate of a large matrix product and of bytes (inputs once, outputs
+once) over the rate of a large copy, both measured in the same run. A record is *stale* if the code
+of a kernel that ran in it has changed since (`qla_kernels/digests.json`), else *current*; *Kernels*
+counts those.
 
 A backward alone takes what its forward keeps for it by default. Until noon (UTC) of 2026-11-23
 FlashQLA's did not, in CUDA graphs, and computed its segments again: rows of a backward from before

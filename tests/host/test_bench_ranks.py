@@ -187,8 +187,8 @@ def cells_of(text, start):
 def test_each_shape_has_a_line_for_each_layout():
     run = run_of_ranks([QWEN, replace(OLMO, gate="published")])
     text = findings.page([run], KERNELS)
-    assert text.count("### Several GPUs") == 1
-    assert text.index("## Gated delta net") < text.index("### Several GPUs") < text.index("## Serv")
+    assert text.count("**Several GPUs**") == 1
+    assert text.index("## Gated delta net") < text.index("**Several GPUs**") < text.index("## Serv")
     times = ["1.00 / 9.00", "9.00", "4.00 / 36.0", "9.00", "0.500 / 2.00"]
     assert cells_of(text, "131072 tokens") == [
         ["131072 tokens, 16/32 heads, model gates", layout, "2 H100, 2026-01-02", *times]
@@ -198,7 +198,7 @@ def test_each_shape_has_a_line_for_each_layout():
     alone = cells_of(findings.page([run_of_ranks(fla=None)], KERNELS), "131072 tokens")[0]
     assert alone[3:5] == ["1.00 / –", "–"]
     assert "2 H100, 2026-01-02, stale" in findings.page([run], {})
-    assert "Several GPUs" not in findings.page([anchor_run()], KERNELS)
+    assert "**Several GPUs**" not in findings.page([anchor_run()], KERNELS)
 
 
 def test_the_newest_record_of_a_shape_counts():
