@@ -78,9 +78,6 @@ class ModelStep(Workload):
 
 LENGTHS: tuple[Lengths, ...] = ((8192,), (2048,) * 4)
 MODEL = {
-    "training": (
-        *(ModelStep(model, lengths) for model in (QWEN, OLMO) for lengths in LENGTHS),
-        ModelStep(QWEN, (16384,)),
-    ),
+    "training": (*(ModelStep(model, lengths) for model in (QWEN, OLMO) for lengths in LENGTHS),),
     "fla": (ModelStep(FLA, (8192,)), ModelStep(FLA, (2048,) * 4)),
 }
