@@ -8,6 +8,7 @@ Reading order:
     cpu.py                      the operators on CPU tensors, by the reference
     launch/, kernels/           the operators on CUDA tensors: host code and device code
     plan.py, wide_plan.py       the choice of segments, and at K = 256; pure functions of numbers
+    choices.py, cuts.py         which of them a call asks; and what they say, for users
     heuristics.py               the choice of kernel variants, likewise
     decode/                     the token-by-token form
     prefill/                    the chunked form on a pool of states
@@ -19,6 +20,7 @@ Reading order:
 from qla_kernels.gdn.anchored.extend import Slots
 from qla_kernels.gdn.anchored.pool import GdnPool
 from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
+from qla_kernels.gdn.cuts import Cuts, segments_of
 from qla_kernels.gdn.decode.api import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
 from qla_kernels.gdn.decode.packed import packed_decode_gated_delta_rule
 from qla_kernels.gdn.decode.validate import recurrent_refusal
@@ -30,6 +32,7 @@ from qla_kernels.gdn.validate import refusal, wants_gradients
 
 __all__ = [
     "CPContext",
+    "Cuts",
     "GdnPool",
     "ShardError",
     "Slots",
@@ -45,6 +48,7 @@ __all__ = [
     "prefill_refusal",
     "recurrent_refusal",
     "refusal",
+    "segments_of",
     "verify_gated_delta_rule",
     "wants_gradients",
 ]

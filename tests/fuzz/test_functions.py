@@ -17,6 +17,8 @@ ELSEWHERE = {
     "RingError": "tests/host/test_sparse_ring_gloo.py: a rank dies",
     "PAPER": "a dictionary",
     "Slots": "the tensors of a GdnPool, which GdnPool.of checks",
+    "Cuts": "what segments_of returns",
+    "segments_of": "test_gdn_cuts.py asks at random, and compares with what is launched",
     "Balance": "what balance_report returns",
     "GdnPool": "test_gdn_anchored.py cuts sequences at random and has wrong arguments",
     "causal_conv1d_update": "random traffic, test_serving_traffic.py; test_decode_step.py",

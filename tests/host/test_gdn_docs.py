@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import qla_kernels
 from qla_kernels import chunk_gated_delta_rule
-from qla_kernels.gdn import plan, wide_plan
-from qla_kernels.gdn.shapes import WIDE
+from qla_kernels.gdn import segments_of
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import call, leaves
 from tests.readme import names_in, snippets
@@ -56,19 +55,19 @@ def test_a_rank_s_part_of_one_rank_is_all(code):
 
 
 def test_the_table_of_cuts_is_the_plan_s(code):
-    assert (code["forward_cut"], code["backward_cut"]) == (32, None)
-    row = r"^\| \d+/(\d+), (\d+)/(\d+) \| (\d+)x(\d+) \| (.*) \| (.*) \|$"
+    assert f"print(cuts)  # {code['cuts']}\n" in TEXT
+    assert f"print(cuts.cut, cuts.segments)  # True {code['cuts'].segments}\n" in TEXT
+    assert code["wide"].segments == (5,)
+    assert not code["backward"].cut
+    row = r"^\| (\d+)/(\d+), (\d+)/(\d+) \| (\d+)x(\d+) \| (.*) \| (.*) \|$"
     rows = re.findall(row, TEXT, re.M)
-    assert code["wide_cut"] == 26
     assert len(rows) == 12
     for *numbers, forward, backward in rows:
-        HV, K, V, T, N = map(int, numbers)
-        lengths, shape = plan.sequence_chunks(N, N * T), (HV, K, V, 132)
-        cut = wide_plan.forward(lengths, HV, V, 132) if K == WIDE else plan.forward(lengths, *shape)
-        cuts = cut.segment_chunks, None if K == WIDE else plan.backward(lengths, *shape)
-        for said, most in zip((forward, backward), cuts, strict=True):
-            want = f"cut, {plan.num_segments(lengths, most) // N}" if most else "whole"
-            assert said == want, numbers
+        H, HV, K, V, T, N = map(int, numbers)
+        for said, direction in ((forward, "fwd"), (backward, "bwd")):
+            cuts = segments_of([T] * N, (H, HV), K, V, direction=direction, sm_count=132)
+            want = f"cut, {cuts.segments[0]}" if cuts.cut else "whole"
+            assert (said, len({*cuts.segments})) == (want, 1), numbers
 
 
 @pytest.mark.parametrize("normalised", [False, True])

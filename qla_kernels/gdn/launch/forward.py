@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
-from qla_kernels.gdn import bands as gdn_bands
-from qla_kernels.gdn import dealing, heuristics, keeping, ops, wide_plan
+from qla_kernels.gdn import choices, heuristics, ops
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.bands import Bands
 from qla_kernels.gdn.call import Call, Options
@@ -30,11 +29,10 @@ from qla_kernels.gdn.launch.steps import (
     solve,
 )
 from qla_kernels.gdn.launch.tensors import (
-    chunks_in_order,
+    batch_of,
     flat_parts,
     fresh_like,
     key_first,
-    plan_shape,
     put_states,
     room_for,
     room_for_chunks,
@@ -46,7 +44,6 @@ from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.shapes import WIDE
 from qla_kernels.gdn.validate import OP
-from qla_kernels.native.symbols import decided
 from qla_kernels.sm90 import require_aligned
 from qla_kernels.varlen import ChunkTable
 
@@ -195,44 +192,27 @@ def forward_by_length(
 def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan | Bands, bool]:
     """Returns the plan, and whether whole sequences are known to have one length, or nearly so.
 
-    Without auto_cp, the plan is one whose results do not depend on the batch. If the device alone
-    knows the lengths, there may be several plans; with `one_path`, it is that of equal lengths, and
-    has no shares, which states in a pool cannot have. At K = 256 there is one plan, which is then
-    that of equal lengths.
+    Without auto_cp, the plan is one whose results do not depend on the batch. `one_path` is as for
+    `choices.forward`.
     """
     wide = call.q.shape[-1] == WIDE
     if not options.auto_cp:
         batch_invariant = Plan(heuristics.BATCH_INVARIANT, None)
         HV, V = call.v.shape[2:]
         return gdn_plan.wide(0, HV, V, 1) if wide else batch_invariant, False
-    chunks, *shape = plan_shape(call)
-    if wide:
-        HV, _, V, sm_count = shape
-        return decided(wide_plan.forward, chunks, HV, V, sm_count, options.warm_log_bound), False
-    known = call.cu_seqlens is None or call.cu_seqlens_cpu is not None
-    if not known and not one_path:
-        batch = call.num_sequences, call.q.shape[0] * call.q.shape[1]
-        found = decided(gdn_bands.forward, batch, *shape, options.warm_log_bound)
-        first = found.bands[0]
-        single = len(found.bands) == 1 and not first.segments
-        return found.whole_plan(first.kernel) if single else found, False
-    bound = options.warm_log_bound
-    plan = decided(gdn_plan.forward, chunks, *shape, bound, False, not one_path)
-    if len(chunks) > 1 and call.cu_seqlens_cpu is not None and not one_path:
-        plan = dealing.in_order(plan, chunks_in_order(call.cu_seqlens_cpu), *shape)
-    return plan, known and len(chunks) == 1 and plan.segment_chunks is None
+    batch, shape = batch_of(call)
+    plan = choices.forward(batch, shape, options.warm_log_bound, one_path)
+    if wide or isinstance(plan, Bands) or not batch.known:
+        return plan, False
+    return plan, len(batch.chunks) == 1 and plan.segment_chunks is None
 
 
 def _keeps(call: Call, options: Options, plan: Plan | Bands) -> bool:
     """Returns whether to keep segments for a backward where the caller leaves it open."""
     if not options.is_train:
         return False
-    sequences, *shape = plan_shape(call)
-    others = call.q.shape[2], *shape, options.warm_log_bound
-    if isinstance(plan, Bands):
-        batch = call.num_sequences, call.q.shape[0] * call.q.shape[1]
-        return decided(keeping.keeps_by_length, batch, *others)
-    return decided(keeping.keeps, sequences, *others)
+    batch, shape = batch_of(call)
+    return choices.keeps(batch, call.q.shape[2], shape, options.warm_log_bound, plan)
 
 
 def activated_batch(call: Call, options: Options) -> FlatBatch:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
-from qla_kernels.gdn import bands as gdn_bands
+from qla_kernels.gdn import choices
 from qla_kernels.gdn import plan as gdn_plan
+from qla_kernels.gdn.bands import GradientBands
 from qla_kernels.gdn.call import Options
+from qla_kernels.gdn.choices import BatchLengths
 from qla_kernels.gdn.launch import parts, segments
 from qla_kernels.gdn.launch.chains import (
     DsInDv,
@@ -32,8 +34,6 @@ from qla_kernels.gdn.launch.tensors import (
 )
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
 from qla_kernels.gdn.shapes import WIDE, leaves_values
-from qla_kernels.native.symbols import decided
-from qla_kernels.tile.constants import CHUNK
 from qla_kernels.varlen import ChunkTable
 
 
@@ -143,21 +143,17 @@ def states_around(
     if x.k.shape[-1] == WIDE:  # sequences stay whole
         return value_chains(x, dv)
     bound = gdn_plan.gradient_bound(options.warm_log_bound)
-    N, K, sm_count = len(x.bounds) - 1, x.k.shape[-1], device.sm_count(dv.device)
-    sequences = chunks_of(N, B * T, cu_seqlens_cpu)
-    kept, how = segments.of_cache(cp_cache), (bound, options.auto_cp)
-    if kept is None and options.auto_cp and not known:
-        found = decided(gdn_bands.backward, (N, B * T), HV, K, V, sm_count, bound)
+    size, shape = (len(x.bounds) - 1, B * T), (HV, x.k.shape[-1], V, device.sm_count(dv.device))
+    batch = BatchLengths(chunks_of(*size, cu_seqlens_cpu), size, known)
+    kept = segments.of_cache(cp_cache)
+    room = None if kept is None else kept[0].capacity
+    found = choices.backward(batch, shape, bound, options.auto_cp, room)
+    if isinstance(found, GradientBands):
         if not found.bands:
             return chains(x, dv, found.tile_v)
         cut = segments.cut(x.g_cum, x.bounds, 0, bands=found.rows)
         return segmented_chains(x, dv, cut, None, bound, found.tile_v)
-    if kept is None:
-        most, tile_v = decided(gdn_plan.chains, sequences, HV, K, V, sm_count, *how)
-    else:
-        most = max(1, B * T // CHUNK // max(1, kept[0].capacity - N))  # as `capacity` counts
-        shape = HV, V, sm_count
-        most, tile_v = decided(gdn_plan.kept_chains, sequences, *shape, most, *how)
+    most, tile_v = found
     if most is None:
         return chains(x, dv, tile_v)
     cut, maps = kept or (segments.cut(x.g_cum, x.bounds, most), None)
