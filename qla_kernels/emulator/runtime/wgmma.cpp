@@ -10,16 +10,17 @@ constexpr int kRows = 64, kMaxColumns = 256, kMaxDepth = 16;
 // Where element (mn, k) of a shared operand is. Tiles are made of core matrices of 8 rows; with a
 // swizzle, a row spans `span` bytes. K-major: rows run along mn; MN-major: rows run along k.
 uint32_t element_address(uint64_t descriptor, bool mn_major, int bytes, int mn, int k) {
-  constexpr uint32_t spans[] = {16, 128, 64, 32};  // by layout: none, 128B, 64B, 32B
+  constexpr uint32_t log2_spans[] = {4, 7, 6, 5};  // by layout: none, 128B, 64B, 32B
   uint32_t start = uint32_t(descriptor & 0x3fff) << 4;
   uint32_t leading = uint32_t(descriptor >> 16 & 0x3fff) << 4;
   uint32_t stride = uint32_t(descriptor >> 32 & 0x3fff) << 4;
   uint32_t layout = uint32_t(descriptor >> 62);
-  uint32_t span = spans[layout];
+  uint32_t log2_span = log2_spans[layout], span = 1u << log2_span;
   uint32_t row = mn_major ? k : mn, column = (mn_major ? mn : k) * bytes;
   uint32_t address = start + row % 8 * span;
   if (layout && !mn_major) address += row / 8 * stride + column;
-  else if (layout) address += row / 8 * stride + column / span * leading + column % span;
+  else if (layout)
+    address += row / 8 * stride + (column >> log2_span) * leading + (column & (span - 1));
   else if (!mn_major) address += row / 8 * stride + column / 16 * leading + column % 16;
   else address += row / 8 * leading + column / 16 * stride + column % 16;
   return layout ? swizzled(address, span) : address;
