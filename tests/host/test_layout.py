@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,21 @@ def named(files: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("file", files, ids=lambda f: f.relative_to(ROOT).as_posix())
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def imports(file: Path) -> list[str]:
     """The modules a file imports, at its top or inside a function."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    found = []
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module
+            found.append(node.module)
+    return found
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def packages(file: Path) -> set[str]:
@@ -45,7 +54,7 @@ def test_a_file_can_be_read_in_one_sitting(file):
     """Docstrings do not count: none is to be cut for its length."""
     text = file.read_text()
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
+    nodes = (node for node in ast.walk(parsed(file)) if isinstance(node, documented))
     docstrings = (ast.get_docstring(node, clean=False) or "" for node in nodes)
     lines = len(text.splitlines()) - sum(doc.count("\n") for doc in docstrings)
     assert lines <= (450 if file in KERNELS else 300)
@@ -191,7 +200,7 @@ def test_build_allocates_and_dispatches(file):
     """What a role does is in a macro, however long the signature and the allocation are."""
     (build,) = (
         node
-        for node in ast.parse(file.read_text()).body
+        for node in parsed(file).body
         if isinstance(node, ast.FunctionDef) and node.name == "build"
     )
     calls = {
@@ -207,7 +216,7 @@ def test_a_class_has_a_name_of_its_own():
     named: dict[str, list[str]] = {}
     for file in SOURCES:
         if PACKAGE in file.parents:
-            for node in ast.parse(file.read_text()).body:
+            for node in parsed(file).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     named.setdefault(node.name, []).append(file.relative_to(PACKAGE).as_posix())
     twice = {name: files for name, files in named.items() if len(files) > 1 and name != "Variant"}
@@ -240,7 +249,7 @@ def owners(files: list[Path]) -> dict[str, list[str]]:
     """The files that assign each constant, once for each assignment."""
     found: dict[str, list[str]] = {}
     for file in files:
-        for name in constants(ast.parse(file.read_text()).body):
+        for name in constants(parsed(file).body):
             found.setdefault(name, []).append(file.relative_to(PACKAGE).as_posix())
     return found
 
