@@ -12,7 +12,7 @@ from qla_kernels.selftest.cases import Cases
 pytestmark = pytest.mark.usefixtures("poison", "by_kernels")
 
 # Kernels whose code for fp16 is another one than for bf16, because of fp16's range. Of all others
-# variants differ in the name of the type alone (tests/static/test_digests.py), and one is emulated.
+# variants differ in the name of the type alone (tests/static/test_kernels.py), and one is emulated.
 BY_TYPE = {"gdn.dstate_chain", "gdn.segment_map_bwd", "gdn.wide_dstate"}
 
 

@@ -1,7 +1,5 @@
 """The generated code is the same in every process: what runs is what was tested."""
 
-import re
-from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,10 +12,6 @@ import tilelang.language as T
 from qla_kernels import jit
 from qla_kernels.shared_memory import buffers_by_name
 from scripts import digests
-from tests.emulated.test_cases import BY_TYPE, same_as_bf16
-
-traced = cache(jit.trace)
-TYPES = re.compile("bfloat16_t|bfloat16|bf16|half_t|float16|fp16")
 
 
 class Variant(NamedTuple):
@@ -55,27 +49,6 @@ def test_every_shared_buffer_has_a_name_of_its_own() -> None:
     traced = jit.trace(module, Variant())
     assert {len(same) for same in buffers_by_name(traced).values()} == {1}
     assert [*buffers_by_name(traced)] == [*buffers_by_name(jit.trace(module, Variant()))]
-
-
-def test_every_kernel_names_its_shared_buffers_apart() -> None:
-    for kernel in jit.kernel_modules():
-        for variant in kernel.module.VARIANTS:
-            named = buffers_by_name(traced(kernel.module, variant))
-            shared = [name for name, same in named.items() if len(same) > 1]
-            assert not shared, f"{jit.label(kernel.module, variant)}: {shared}"
-
-
-def test_code_of_both_16_bit_types_is_the_same_but_for_the_type() -> None:
-    """So the emulated tier runs one of the two; BY_TYPE names the kernels of which it is not so."""
-    differ = set()
-    for kernel in jit.kernel_modules():
-        for variant in kernel.module.VARIANTS:
-            if same_as_bf16("", variant, kernel.module.VARIANTS):
-                pair = variant, variant._replace(dtype="bfloat16")
-                one, other = (TYPES.sub("16 bits", traced(kernel.module, v).script()) for v in pair)
-                if one != other:
-                    differ.add(str(kernel))
-    assert differ == BY_TYPE
 
 
 def test_two_processes_generate_the_same_code() -> None:

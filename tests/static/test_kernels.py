@@ -1,9 +1,9 @@
 """Every variant of every kernel compiles for sm_90a and is what its schedule says it is."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from qla_kernels import digests, inspect, jit
 from qla_kernels.emulator.lowering import kept_at
 from qla_kernels.errors import Unsupported
 from qla_kernels.inspect import gather, sass
+from qla_kernels.shared_memory import buffers_by_name
 from scripts import schedules
 from tests import lowered
+from tests.emulated.test_cases import BY_TYPE, same_as_bf16
 from tests.static import checked
 from tests.static.one_unit import one_unit
 
 KERNELS = list(jit.kernel_modules())
+TYPES = re.compile("bfloat16_t|bfloat16|bf16|half_t|float16|fp16")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,16 +35,15 @@ def _compiler() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_variants_agree_with_their_schedules(kernel: jit.Kernel) -> None:
+def test_variants_agree_with_their_schedules(kernel: jit.Kernel, traced_once) -> None:
     said, unread = checked.check(kernel, checked.due(kernel))
     assert not said, "\n".join(said)
     if unread:
         pytest.skip("the rest agrees, but " + "; ".join(sorted(unread)))
 
 
-def test_all_variants_are_on_record(monkeypatch) -> None:
+def test_all_variants_are_on_record(traced_once) -> None:
     """And none that is gone. With other tools than those of the record, all are checked anew."""
-    monkeypatch.setattr(jit, "trace", cache(jit.trace))
     labels = {jit.label(kernel.module, variant) for kernel, variant in _variants()}
     assert labels == set(digests.recorded()), "python scripts/digests.py --write"
     if checked.tools() == checked.recorded()["tools"]:
@@ -65,6 +67,25 @@ def code_as_digested(kernel: jit.Kernel) -> dict[str, str]:
         kept_at(jit.trace(module, v), module.PASS_CONFIGS).name: known[jit.label(module, v)]
         for v in module.VARIANTS
     }
+
+
+def test_every_kernel_names_its_shared_buffers_apart(traced_once) -> None:
+    for kernel, variant in _variants():
+        named = buffers_by_name(jit.trace(kernel.module, variant))
+        shared = [name for name, same in named.items() if len(same) > 1]
+        assert not shared, f"{jit.label(kernel.module, variant)}: {shared}"
+
+
+def test_code_of_both_16_bit_types_is_the_same_but_for_the_type(traced_once) -> None:
+    """So the emulated tier runs one of the two; BY_TYPE names the kernels of which it is not so."""
+    differ = set()
+    for kernel, variant in _variants():
+        if same_as_bf16("", variant, kernel.module.VARIANTS):
+            pair = variant, variant._replace(dtype="bfloat16")
+            one, other = (TYPES.sub("16 bits", jit.trace(kernel.module, v).script()) for v in pair)
+            if one != other:
+                differ.add(str(kernel))
+    assert differ == BY_TYPE
 
 
 def test_a_key_covers_all_that_a_check_depends_on(monkeypatch) -> None:
