@@ -1,6 +1,7 @@
 """The launcher of prebuilt kernels: see tests/native. Needs a C compiler and Python's headers."""
 
 import inspect
+import json
 import shutil
 
 import pytest
@@ -16,9 +17,16 @@ TESTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def wrong() -> dict[str, str]:
+    """What is wrong with each of them; one start serves all."""
+    said = standin.run("-m", "tests.native.behaviour", *TESTS)
+    return dict(json.loads(said.splitlines()[-1]))
+
+
 @pytest.mark.parametrize("name", TESTS)
-def test_launcher(name: str) -> None:
-    standin.run("-m", "tests.native.behaviour", name)
+def test_launcher(name: str, wrong: dict[str, str]) -> None:
+    assert not wrong[name], wrong[name]
 
 
 def test_programs() -> None:

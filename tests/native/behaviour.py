@@ -1,13 +1,17 @@
 """What the launcher does with arguments, threads, devices, captures and forks.
 
-Each function without an underscore is a test. `python -m tests.native.behaviour NAME` runs it; it
-has to be started by `standin.run`. The entry is written by hand, so TileLang is not needed.
+Each function without an underscore is a test. `python -m tests.native.behaviour NAME...` runs some,
+each in a fork of a process that has imported torch and not launched anything, and prints as JSON
+what is wrong with each: "" if nothing. It has to be started by `standin.run`. The entry is written
+by hand, so TileLang is not needed.
 """
 
+import json
 import os
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -302,5 +306,22 @@ def entries() -> None:
         assert "an entry that this launcher cannot read" in said
 
 
+def _apart(test: Callable[[], None]) -> str:
+    """What is wrong with a test, in a process of its own; "" if nothing."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            test()
+        except BaseException:
+            os.write(writing, traceback.format_exc()[-4000:].encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        said = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return said or (f"ended with {code}" if code else "")
+
+
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    print(json.dumps({name: _apart(globals()[name]) for name in sys.argv[1:]}))
