@@ -1,15 +1,19 @@
 """Ranks as processes: one start, every case, what they found as JSON. Those of `serve` use gloo.
 
 Starting interpreters takes longer than the cases, so four ranks run all of them, smaller worlds in
-groups of some of the four. The last case may kill one.
+groups of some of the four; and those of `serve` are forks of one process that has imported torch.
+The last case may kill one.
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLD = 4
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LIMIT = HANG  # seconds for everything; a deadlock is a failure
 DEADLINE = 20.0  # seconds, of the groups in which somebody is missing: ranks share two cores
 
@@ -28,8 +33,18 @@ Case = Callable[[int], Iterator[tuple[str, Any]]]  # what a rank finds, with its
 
 def start(module: str, folder: Path) -> list[dict[str, Any]]:
     """What each rank of a module that ends in `serve` has to say."""
-    said, _ = launched(module, folder, WORLD)
-    return said
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here
+    command = (sys.executable, "-m", module, str(folder), str(store.port))
+    ranks = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True)
+    try:
+        ranks.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        pass  # those that hang have said what they had found
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+    return gathered(folder, WORLD)
 
 
 def launched(
@@ -42,12 +57,11 @@ def launched(
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here
     command = (sys.executable, "-m", module, str(folder), str(store.port))
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [*command, str(r), str(world)],
             cwd=ROOT,
-            env=env,
+            env=ENVIRONMENT,
             stderr=(folder / f"{r}.err").open("w"),
         )
         for r in range(world)
@@ -59,20 +73,40 @@ def launched(
         except subprocess.TimeoutExpired:
             rank.kill()
             codes.append(None)
+    return gathered(folder, world), codes
+
+
+def gathered(folder: Path, world: int) -> list[dict[str, Any]]:
     said = []
     for r in range(world):
         file = folder / f"{r}.json"
         errors = (folder / f"{r}.err").read_text()[-3000:]
         said.append(json.loads(file.read_text()) if file.exists() else {"no end": errors})
-    return said, codes
+    return said
 
 
 def serve(*cases: Case) -> None:
-    """As the rank that the command line names."""
+    """As all ranks, in the folder and by the store of the command line."""
+    import qla_kernels  # noqa: F401
+
+    for rank in range(WORLD):
+        if os.fork() == 0:
+            with (Path(sys.argv[1]) / f"{rank}.err").open("w") as errors:
+                os.dup2(errors.fileno(), sys.stderr.fileno())
+            try:
+                serve_as(rank, cases)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)  # torch would wait for the dead
+    for _ in range(WORLD):
+        os.wait()
+
+
+def serve_as(rank: int, cases: tuple[Case, ...]) -> None:
     import torch
     import torch.distributed as dist
 
-    folder, port, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, port = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
     patience = timedelta(seconds=HANG)
@@ -82,7 +116,6 @@ def serve(*cases: Case) -> None:
     for case in cases:
         said.update(case(rank))
         (folder / f"{rank}.json").write_text(json.dumps(said))
-    os._exit(0)  # torch would wait for the dead
 
 
 def raised(call: Callable[[], object]) -> str | None:
