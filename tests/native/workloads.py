@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
+@lru_cache(maxsize=1)  # of those that are called in several ways, one after the other
 def made(make: Callable[..., Any], workload: Any) -> Any:
     """A workload's inputs as on a GPU, in memory that is not touched."""
     usual, torch.Generator = torch.Generator, _Generator
