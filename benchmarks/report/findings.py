@@ -21,6 +21,7 @@ from .texts import (
     MORE_TERMS,
     RING_NOTE,
     SHARED_NOTE,
+    SPARSE_GRID,
     SPARSE_NOTE,
     STALE_ROWS,
     TERMS,
@@ -249,27 +250,6 @@ def _sparse(runs: Sequence[Run], digests: Digests) -> list[str]:
     parts = shown(runs, digests, "figures/", *FIGURES["sparse_ring"])
     if note := choice_of_lines(runs, digests):
         parts.append(note)
-    grid = aside(runs, "sparse_ring", "grid", digests)
-    if grid is not None:
-        parts.append(_grid(grid, digests))
+    if aside(runs, "sparse_ring", "grid", digests) is not None:
+        parts.append(SPARSE_GRID)
     return [*parts, SPARSE_NOTE, RING_NOTE]
-
-
-def _grid(run: Run, digests: Digests) -> str:
-    """Forward and backward by length and density."""
-    pairs: dict[str, dict[str, Row]] = {}
-    for row in run.rows:
-        pairs.setdefault(row.layout, {})[row.kind] = row
-    body = []
-    for rows in pairs.values():
-        first = next(iter(rows.values()))
-        cells = []
-        for kind in ("fwd", "bwd"):
-            found = rows.get(kind)
-            time = None if found is None else found.time_ms("ours")
-            rate = None if found is None or not time else found.flops / time / 1e9
-            cells += [tables.number(time), tables.number(rate)]
-        body.append([shape_of(first), *cells])
-    header = ["mask", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s"]
-    said = f"{run.rows[0].heads} heads. TFLOP/s count the pairs of the mask only."
-    return f"{tables.markdown(header, body)}\n\n{said} {source(run, digests)}."

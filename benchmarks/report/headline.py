@@ -175,13 +175,14 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
     best = [[spread([gain(run, row, eager) for row in rows]) for eager in ways] for rows in most]
     said = []
     if text := _both_kinds(fla):
-        said.append(
-            f"On an {gpu(run)}, beside FLA's own kernels, which transformers runs, too, heads of "
-            f"128: {text} ([shape by shape](docs/records/gdn.md))."
-        )
+        said.append(f"beside FLA's kernels, which transformers runs, too, {text}")
     if text := _both_kinds(best):
-        said.append(f"Beside the fastest of FlashQLA, FlashInfer and FLA, 16/32 heads: {text}.")
-    return " ".join([*(said or ["Not measured yet."]), *_olmo_gain(runs)])
+        said.append(f"beside the fastest of FlashQLA, FlashInfer and FLA (16/32 heads) {text}")
+    said += _olmo_gain(runs)
+    if not said:
+        return "Not measured yet."
+    way = f"The gated delta rule alone ({gpu(run)}, CUDA graphs / eager calls)"
+    return f"{way}: {'; '.join(said)} ([shape by shape](docs/records/gdn.md))."
 
 
 def of_sizes(runs: Sequence[Run], K: int, V: int) -> dict[str, Run]:
@@ -198,11 +199,10 @@ def _olmo_gain(runs: Sequence[Run]) -> list[str]:
     """Beside FLA, of which alone there are times."""
     said = []
     for kind, run in of_sizes(runs, *OLMO).items():
-        ways = [beside(run.rows, "fla", eager) for eager in (False, True)]
-        known = zip(ways, ("CUDA graphs", "eager calls"), strict=True)
-        spans = [f"{s.worst:.2f} to {s.best:.2f} x in {way}" for s, way in known if s]
-        said.append(f"{title_of(kind).lower()} {', '.join(spans)} ({gpu(run)})")
-    return [f"OLMo Hybrid (head sizes 96/192), beside FLA: {'; '.join(said)}."] if said else []
+        if graphs := beside(run.rows, "fla"):
+            spans = f"{graphs.worst:.2f} to {graphs.best:.2f} x"
+            said.append(f"{title_of(kind).lower()} {spans} ({gpu(run)})")
+    return [f"heads of 96/192 beside FLA, in graphs, {', '.join(said)}"] if said else []
 
 
 def _sources_of_sizes(runs: Sequence[Run], digests: Digests) -> list[str]:
@@ -242,10 +242,9 @@ def _both_kinds(found: Sequence[Sequence[Spread | None]]) -> str:
     for kind, ways in zip(("forward", "forward + backward"), found, strict=True):
         if ways[0] is None:
             return ""
-        known = [(s, way) for s, way in zip(ways, ("CUDA graphs", "eager calls"), strict=True) if s]
-        said.append(f"{kind} " + ", ".join(f"{s.mean:.2f} x in {way}" for s, way in known))
-        worst += [s.worst for s, _ in known]
-    return f"{'; '.join(said)}; the least of any shape {min(worst):.2f} x"
+        said.append(f"{kind} {' / '.join(f'{s.mean:.2f}' for s in ways if s)} x")
+        worst += [s.worst for s in ways if s]
+    return f"{', '.join(said)}, never below {min(worst):.2f} x"
 
 
 def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:

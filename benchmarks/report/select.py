@@ -49,10 +49,17 @@ def aside(runs: Sequence[Run], family: str, of_set: str, digests: Digests) -> Ru
     return _with_rows(best, names.__contains__)
 
 
-def newest(runs: Sequence[Run], family: str, of_set: str, kind: str, most: int) -> Run | None:
-    """The newest GPU record with at least so many of the set's rows of a kind, and these rows."""
+def newest(
+    runs: Sequence[Run], family: str, of_set: str, kind: str, most: int, rivals: bool = False
+) -> Run | None:
+    """The newest GPU record with at least so many of the set's rows of a kind, and these rows.
+
+    With `rivals`, of those that timed others than ours.
+    """
     names = names_of(family, of_set)
     for run in reversed(on_a_gpu(runs, family)):
+        if rivals and all(name.startswith("ours") for name in run.labels):
+            continue
         rows = tuple(row for row in run.rows if row.name in names and row.kind == kind)
         if len(rows) >= most:
             return replace(run, rows=rows)

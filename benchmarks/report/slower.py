@@ -16,7 +16,7 @@ def beside_the_headline(runs: Sequence[Run]) -> list[Section]:
     """Of the sets that are not on the front page, each from the newest record with many rows."""
     found = []
     for what, of_set, kind, most in SECTIONS:
-        run = newest(runs, "gdn", of_set, kind, most)
+        run = newest(runs, "gdn", of_set, kind, most, rivals=True)
         if run is not None:
             found.append(Section(what, kind, run, list(run.rows)))
     return found

@@ -16,7 +16,7 @@ FAMILIES = {
 GAINS = (
     ("gdn", "train or run **Qwen3-Next, Qwen3.5, OLMo Hybrid**, or FLA's gated delta net layers",
      "transformers: `integrations.transformers.swap(model)`; FLA: `integrations.fla.register()`",
-     "a faster gated delta rule: {model} {}"),
+     "faster gated-delta-net layers: {model} {}"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
      "each prompt stored and computed once: {}; {block}. "
@@ -154,20 +154,20 @@ STALE_ROWS = """\
 *Stale*: kernels changed since. Eager times of 2026-11-22 are also older than the replay of calls
 ([note](docs/notes/native-launch.md), section 7)."""
 
-NO_MODELS = (
-    "the rule alone, q and k normalised and gates activated before; "
-    "no training step of a model was measured."
-)
+NO_MODELS = "no training step of a model was measured."
 MODELS_NOTE = """\
-Forward and backward of layers with random weights in bf16, as Python calls them: three gated delta
-nets, an attention layer (PyTorch's) and their MLPs; no embedding, head or optimizer. All run the
-same module. *Ours* is after `swap(model)`, or `register()` for FLA's layer; *FLA* is transformers
-with FLA but without causal-conv1d, whose convolution is then PyTorch's, as in *PyTorch alone*.
-Checked against the same layers in fp32."""
+Three gated delta nets and an attention layer, with their MLPs, random weights in bf16, eager calls;
+no embedding, head or optimizer. *Ours*: after `swap(model)`, or `register()` for FLA's layer.
+*FLA*: transformers with FLA; its convolution is then PyTorch's, as in *PyTorch alone*, because
+causal-conv1d was not installed."""
 
 SHARED_NOTE = """\
 The last figure has one prompt and more and more responses; with one, there is nothing to share.
 [A note](docs/notes/dualkv-backward.md) says where our backward's time goes at long prompts."""
+
+SPARSE_GRID = """\
+[Other lengths and densities](docs/records/sparse_ring.md#lengths-and-densities): 32K to 256K
+tokens, 1 to 20 %, diagonals alone and in runs."""
 
 SPARSE_NOTE = """\
 A mask that keeps every pair is slower than flash-attn-4, and so are `dense_layers`, which run our
