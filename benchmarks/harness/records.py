@@ -242,7 +242,13 @@ def row_from_json(values: dict[str, Any]) -> Row:
 
 
 def as_called(run: Run) -> Run:
-    """Leaves out eager times of `VARIANTS` that are of the default."""
+    """Leaves out eager times of `VARIANTS` that are of the default, and mends a name.
+
+    Of layers, the version of transformers stood in the place of torch's until 2026-11-26.
+    """
+    if run.family == "model" and "transformers" not in run.versions and "torch" in run.versions:
+        known = {n: v for n, v in run.versions.items() if n != "torch"}
+        return dataclasses.replace(run, versions={**known, "transformers": run.versions["torch"]})
     if run.family != "gdn" or run.date >= VARIANTS_ARE_CALLED:
         return run
 

@@ -101,7 +101,9 @@ class Worker:
             if reason is not None:
                 missing[name] = reason
             else:
-                versions[name] = implementation.version()
+                # a rival may be called as a library is: torch, whose version is another's
+                key = implementation.distribution if name in versions else name
+                versions[key] = implementation.version()
         self._send(Begin("", "ceilings"))
         ceilings = measure_ceilings(self._device)
         everyone = self._implementations.values()

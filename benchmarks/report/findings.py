@@ -187,7 +187,8 @@ def _models(runs: Sequence[Run], digests: Digests) -> list[str]:
     body = [line for run in found for line in models.lines(run)]
     if not body:
         return []
-    header = ["layers", "tokens", "ours, ms", "FLA / ours", "PyTorch alone / ours"]
+    header = ["layers", "tokens", "ours, ms", "FLA / ours", "FLA / our rule alone"]
+    header.append("PyTorch alone / ours")
     where = "; ".join(dict.fromkeys(source(run, digests) for run in found if run))
     table = tables.markdown(header, body, left=2)
     return ["## Models in training", table, f"{MODELS_NOTE} {where}."]

@@ -89,21 +89,29 @@ def _line(run: Run, rows: Sequence[Row]) -> list[str]:
     ranked = _ranked(run, rows)
     typical = ranked[(len(ranked) - 1) // 2]
     rivals = [rival_of(run, typical, eager) for eager in (False, True)]
+    if _uncaptured(run, typical):  # what was timed is an eager call
+        rivals = [None, rivals[0]]
     names = dict.fromkeys(short(rival[0]) for rival in rivals if rival)
     which = " (graph), ".join(names) + (" (eager)" if len(names) > 1 else "")
     cells = [shape_of(typical), which]
     for eager, theirs in zip((False, True), rivals, strict=True):
-        of_all = spread([gain(run, row, eager) for row in rows])
+        way = eager and not _uncaptured(run, typical)
+        of_all = spread([gain(run, row, way) for row in rows])
         if of_all is None or theirs is None:
             cells += ["–", "–"]
             continue
         pair = []
-        for time in (typical.time_ms("ours", eager), theirs[1]):
-            whose = [r.implementation for r in typical.results if r.time_ms(eager) == time]
+        for time in (typical.time_ms("ours", way), theirs[1]):
+            whose = [r.implementation for r in typical.results if r.time_ms(way) == time]
             star = tables.star(run, typical, whose[0]) if whose and not eager else ""
             pair.append(tables.number(time) + star)
         cells += [" / ".join(pair), f"{of_all.mean:.2f} x ({tables.marked(of_all.worst)})"]
     return cells
+
+
+def _uncaptured(run: Run, row: Row) -> bool:
+    """Whether ours ran in no graph, as steps of models do."""
+    return bool(tables.star(run, row, "ours"))
 
 
 def choice_of_lines(runs: Sequence[Run], digests: Digests) -> str:
@@ -178,10 +186,10 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
         said.append(f"beside FLA's kernels, which transformers runs, too, {text}")
     if text := _both_kinds(best):
         said.append(f"beside the fastest of FlashQLA, FlashInfer and FLA (16/32 heads) {text}")
-    said += _olmo_gain(runs)
     if not said:
         return "Not measured yet."
-    way = f"The gated delta rule alone ({gpu(run)}, CUDA graphs / eager calls)"
+    heads = ", ".join(dict.fromkeys(row.heads for row in kinds[0]))
+    way = f"The rule alone ({gpu(run)}, CUDA graphs / eager calls, {heads} heads of 128)"
     return f"{way}: {'; '.join(said)} ([shape by shape](docs/records/gdn.md))."
 
 
@@ -193,16 +201,6 @@ def of_sizes(runs: Sequence[Run], K: int, V: int) -> dict[str, Run]:
         for kind, run in found.items()
         if run and any(beside(run.rows, "fla", eager) for eager in (False, True))
     }
-
-
-def _olmo_gain(runs: Sequence[Run]) -> list[str]:
-    """Beside FLA, of which alone there are times."""
-    said = []
-    for kind, run in of_sizes(runs, *OLMO).items():
-        if graphs := beside(run.rows, "fla"):
-            spans = f"{graphs.worst:.2f} to {graphs.best:.2f} x"
-            said.append(f"{title_of(kind).lower()} {spans} ({gpu(run)})")
-    return [f"heads of 96/192 beside FLA, in graphs, {', '.join(said)}"] if said else []
 
 
 def _sources_of_sizes(runs: Sequence[Run], digests: Digests) -> list[str]:

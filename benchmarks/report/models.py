@@ -6,7 +6,7 @@ from ..harness.records import Row, Run
 from . import tables
 from .names import gpu, shape_of
 from .select import Digests, headline
-from .spread import beside
+from .spread import beside, spread
 from .texts import NO_MODELS
 
 
@@ -15,14 +15,20 @@ def gain(runs: Sequence[Run], digests: Digests) -> str:
     run = headline(runs, "model", digests)
     rows = [row for row in run.rows if row.kind == "layers"] if run else []
     fla, torch = (beside(rows, name) for name in ("fla", "torch"))
+    alone = spread([_over(row, "fla", "ours_rule") for row in rows])
     if run is None or fla is None:
         return NO_MODELS
     labels = dict.fromkeys(row.what.removeprefix("4 layers of ") for row in rows)
-    said = f"four layers of {' or '.join(labels)} in transformers, forward + backward, run "
-    said += f"{fla.worst:.2f} to {fla.best:.2f} x as fast as with FLA"
+    said = (
+        f"four layers of {' or '.join(labels)} in transformers, forward + backward, no embedding, "
+    )
+    said += f"head or optimizer, run {fla.worst:.2f} to {fla.best:.2f} x as fast as with FLA and "
+    said += "PyTorch's convolution, which is what transformers has without causal-conv1d"
+    if alone is not None:
+        said += f"; with our rule alone {alone.worst:.2f} to {alone.best:.2f} x"
     if torch is not None:
-        said += f", {torch.worst:.1f} to {torch.best:.1f} x as fast as without"
-    return f"{said} ({gpu(run)}, eager calls; most of a step is matrix products, as before)."
+        said += f"; {torch.worst:.1f} to {torch.best:.1f} x as fast as without FLA"
+    return f"{said} ({gpu(run)}, eager calls). Most of a step is matrix products, as before."
 
 
 def lines(run: Run | None) -> list[list[str]]:
@@ -30,11 +36,13 @@ def lines(run: Run | None) -> list[list[str]]:
     found = []
     for row in run.rows if run else ():
         if (mine := row.time_ms("ours")) is not None:
-            cells = [_times(row, name, mine) for name in ("fla", "torch")]
+            cells = [tables.marked(_over(row, name, "ours")) for name in ("fla", "torch")]
+            cells.insert(1, tables.marked(_over(row, "fla", "ours_rule")))
             found.append([row.what, shape_of(row), tables.number(mine), *cells])
     return found
 
 
-def _times(row: Row, name: str, mine: float) -> str:
-    time = row.time_ms(name)
-    return tables.marked(time / mine if time else None)
+def _over(row: Row, name: str, mine: str) -> float | None:
+    """One implementation's time over that of one of ours."""
+    time, own = row.time_ms(name), row.time_ms(mine)
+    return time / own if time and own else None

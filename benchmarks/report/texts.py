@@ -16,7 +16,8 @@ FAMILIES = {
 GAINS = (
     ("gdn", "train or run **Qwen3-Next, Qwen3.5, OLMo Hybrid**, or FLA's gated delta net layers",
      "transformers: `integrations.transformers.swap(model)`; FLA: `integrations.fla.register()`",
-     "faster gated-delta-net layers: {model} {}"),
+     "faster gated-delta-net layers: {model} {} "
+     "Of FLA's layer the function was timed, a step not yet"),
     ("dualkv", "train with **GRPO**, many responses to each prompt",
      "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
      "each prompt stored and computed once: {}; {block}. "
@@ -157,9 +158,9 @@ STALE_ROWS = """\
 NO_MODELS = "no training step of a model was measured."
 MODELS_NOTE = """\
 Three gated delta nets and an attention layer, with their MLPs, random weights in bf16, eager calls;
-no embedding, head or optimizer. *Ours*: after `swap(model)`, or `register()` for FLA's layer.
-*FLA*: transformers with FLA; its convolution is then PyTorch's, as in *PyTorch alone*, because
-causal-conv1d was not installed."""
+no embedding, head or optimizer. *Ours*: after `swap(model)`; *our rule alone*: with PyTorch's
+convolution. *FLA*: transformers with FLA, whose convolution is then PyTorch's, as in *PyTorch
+alone*: causal-conv1d was not installed."""
 
 SHARED_NOTE = """\
 The last figure has one prompt and more and more responses; with one, there is nothing to share.
