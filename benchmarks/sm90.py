@@ -4,7 +4,7 @@
     python -m benchmarks.sm90 gdn --quick --plot     the anchor rows; a table and figures in out/
     python -m benchmarks.sm90 gdn --set backward,short --impl ours,flash_qla --save
     python -m benchmarks.sm90 gdn --set serving --quick   what engines call, on pools of states
-    python -m benchmarks.sm90 model                       layers of transformers and of FLA
+    python -m benchmarks.sm90 model                       layers of transformers; --set fla: FLA's
 
 Shapes of your own, in any family:
 

@@ -247,8 +247,8 @@ def as_called(run: Run) -> Run:
     Of layers, the version of transformers stood in the place of torch's until 2026-11-26.
     """
     if run.family == "model" and "transformers" not in run.versions and "torch" in run.versions:
-        known = {n: v for n, v in run.versions.items() if n != "torch"}
-        return dataclasses.replace(run, versions={**known, "transformers": run.versions["torch"]})
+        versions = {"transformers" if n == "torch" else n: v for n, v in run.versions.items()}
+        return dataclasses.replace(run, versions=versions)
     if run.family != "gdn" or run.date >= VARIANTS_ARE_CALLED:
         return run
 

@@ -2,6 +2,7 @@
 
 python -m benchmarks.report            write all of them
 python -m benchmarks.report --check    exit 1 if one is not what the records say
+python -m benchmarks.report --record ID    print the tables of a record, by the end of its id, too
 """
 
 import argparse
@@ -10,13 +11,16 @@ from collections.abc import Sequence
 
 from ..harness import records
 from ..harness.records import ROOT
-from .pages import texts
+from .pages import measured, texts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    parser.add_argument("--record", metavar="ID", help="print this record's tables, write nothing")
     options = parser.parse_args(arguments)
+    if options.record:
+        return _print(options.record)
     different = False
     for path, text in texts(records.load()).items():
         if path.exists() and path.read_text() == text:
@@ -30,6 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path.write_text(text)
             print(f"wrote {name}")
     return 1 if options.check and different else 0
+
+
+def _print(id: str) -> int:
+    found = [run for run in records.load() if run.id.endswith(id)]
+    if len(found) != 1:
+        said = f"--record {id}: {len(found)} records end so; need one of those that"
+        print(f"{said} docs/records/README.md lists", file=sys.stderr)
+        return 2
+    print(measured(found[0]))
+    return 0
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ def _gdn(runs: Sequence[Run], digests: Digests) -> list[str]:
 
 
 def _when(run: Run, digests: Digests) -> str:
-    return f"{gpu(run)}, {run.date[:10]}" + ("" if run.current(digests) else ", stale")
+    return f"{gpu(run)}, {run.date[:10]}, {run.id[-4:]}" + (
+        "" if run.current(digests) else ", stale"
+    )
 
 
 def _on_another_gpu(runs: Sequence[Run], front: Run | None, digests: Digests) -> list[str]:

@@ -19,7 +19,7 @@ from .method import WORKLOADS, YOUR_OWN
 from .names import title_of
 from .pictures import figures
 from .select import Digests, aside, headline, on_a_cpu
-from .texts import ASIDE, CHECKED, COLUMNS, FAMILIES, RECORDS, batches
+from .texts import ASIDE, CHECKED, COLUMNS, FAMILIES, RECORDED, RECORDS, batches
 
 FIGURES = ROOT / "docs" / "figures"
 RECORDS_FOLDER = ROOT / "docs" / "records"
@@ -76,11 +76,16 @@ def records_page(runs: Sequence[Run], family: str, digests: Digests) -> str:
 
 def records_index(runs: Sequence[Run], digests: Digests) -> str:
     pages = ", ".join(f"[{title.lower()}]({family}.md)" for family, title in FAMILIES.items())
-    parts = ["# Records", NOTICE, f"Tables of every measurement: {pages}."]
+    parts = ["# Records", NOTICE, RECORDED.format(pages=pages)]
     parts += ["## How it is measured", CHECKED, "## Columns", COLUMNS]
     parts += ["## All records", _list_of(runs, digests)]
     parts += ["## Your own times", YOUR_OWN, "## Workloads", WORKLOADS, _sets(), batches()]
     return "\n\n".join(parts) + "\n"
+
+
+def measured(run: Run) -> str:
+    """All that a record holds, for a terminal."""
+    return "\n\n".join([tables.page(run), _provenance(run), tables.details(run)])
 
 
 def _measured(run: Run) -> list[str]:
@@ -98,7 +103,10 @@ def _headline_text(run: Run | None, family: str, digests: Digests) -> str:
         text.append(f"Our kernels were {launched}.")
     if not run.current(digests):
         text.append(f"**Stale:** the kernels changed since. `{run.command}` measures today's.")
-    if all(row.time_ms("ours", eager) is None for row in run.rows for eager in (False, True)):
+    ours = tables.our_names(run)
+    if all(
+        row.time_ms(name, way) is None for row in run.rows for name in ours for way in (False, True)
+    ):
         text.append("It holds the rivals only: this version has no kernel of ours for these rows.")
     return " ".join(text)
 

@@ -1,6 +1,5 @@
 """What the records say about serving: ours beside each rival, and drafts beside a decode step."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 from ..harness.records import Row, Run
@@ -20,6 +19,16 @@ SETS = {
     "serving-step": "a layer's step, norm and gate included",
 }
 SHARED = {"pool_prefill": "prefill", "pool_decode": "decoding", "drafts": "drafts"}
+# who stands beside each kind under tensor parallelism: as an engine does it, and FlashInfer
+BESIDE = {
+    "pool_prefill": ("flashinfer_gathers", "flashinfer_pool"),
+    "pool_decode": ("vllm", "sglang", "flashinfer_pool"),
+    "drafts": ("vllm", "sglang"),
+}
+SHORT = {
+    "flashinfer_gathers": "vLLM's way", "flashinfer_pool": "FlashInfer",
+    "vllm": "vLLM", "sglang": "SGLang",
+}  # fmt: skip
 
 
 def section(runs: Sequence[Run], digests: Digests) -> list[str]:
@@ -57,10 +66,7 @@ def _beside_rivals(run: Run) -> list[list[str]]:
 
 
 def parallel(runs: Sequence[Run], digests: Digests) -> list[str]:
-    """A line for the heads of a layer and of each of the GPUs that share it; [] without a record.
-
-    A ratio is of the fastest rival of its row; the text names the rivals.
-    """
+    """A line for the heads of a layer and of each GPU that shares it; [] without a record."""
     run = aside(runs, "gdn", "serving-parallel", digests)
     if run is None:
         return []
@@ -68,34 +74,21 @@ def parallel(runs: Sequence[Run], digests: Digests) -> list[str]:
     body = []
     for heads, count in PARALLEL.items():
         whole, own = ("/".join(str(n * many) for n in heads) for many in (count, 1))
-        pairs = [_time_and_ratio(run, rows.get((own, kind))) for kind in SHARED]
-        if any(time != "–" for time, _ in pairs):
-            body.append([whole, str(count), own, *(cell for pair in pairs for cell in pair)])
+        cells = [
+            c for kind in BESIDE for c in _time_and_ratios(rows.get((own, kind)), BESIDE[kind])
+        ]
+        if any(cell != "–" for cell in cells):
+            body.append([whole, str(count), own, *cells])
     header = ["heads of the layer", "GPUs", "on each"]
-    for said in SHARED.values():
-        header += [f"{said}, ms", "rival / ours"]
-    text = SERVING_PARALLEL.format(rivals=_rivals(run), source=source(run, digests))
-    return [text, tables.markdown(header, body)]
+    for kind, rivals in BESIDE.items():
+        header += [f"{SHARED[kind]}, ms", *(SHORT[name] for name in rivals)]
+    return [SERVING_PARALLEL.format(source=source(run, digests)), tables.markdown(header, body)]
 
 
-def _time_and_ratio(run: Run, row: Row | None) -> tuple[str, str]:
-    """Of CUDA graphs."""
-    if row is None:
-        return "–", "–"
-    return tables.number(row.time_ms("ours")), tables.marked(
-        tables.ratio(row, tables.our_names(run))
-    )
-
-
-def _rivals(run: Run) -> str:
-    """The fastest rivals by kind: `prefill FlashInfer; drafts vLLM's Triton (2 rows), ...`."""
-    said = []
-    for kind, title in SHARED.items():
-        fastest = (
-            tables.best_rival(row, tables.our_names(run)) for row in run.rows if row.kind == kind
-        )
-        found = Counter(run.labels[best[0]] for best in fastest if best)
-        names = [f"{name} ({n} of {found.total()} times)" for name, n in found.most_common()]
-        if found:
-            said.append(f"{title} {', '.join(found if len(found) == 1 else names)}")
-    return "; ".join(said) or "not timed"
+def _time_and_ratios(row: Row | None, rivals: Sequence[str]) -> list[str]:
+    """Of CUDA graphs: ours, and each rival's time over it."""
+    mine = row.time_ms("ours") if row else None
+    if row is None or mine is None:
+        return ["–"] * (1 + len(rivals))
+    ratios = [time / mine if (time := row.time_ms(name)) else None for name in rivals]
+    return [tables.number(mine), *map(tables.marked, ratios)]

@@ -121,6 +121,11 @@ ASIDE = {
     },
 }  # fmt: skip
 
+RECORDED = """\
+The newest record of each set has its tables here: {pages}. Of any other in the
+[list](#all-records), `python -m benchmarks.report --record ID` prints them; `ID` may be the four
+letters at its end, which other pages name beside a date."""
+
 RECORDS = """\
 The newest record with the rows of each section, row by row; [README.md](README.md#columns)
 defines the columns, and says how rows are measured and what a set contains. Cells with two numbers
@@ -128,7 +133,7 @@ are CUDA graph / eager."""
 
 FINDINGS = """\
 What the kernels gain, and where they do not, made from the records in `benchmarks/results`, whose
-every measurement is in [docs/records](docs/records/README.md). Other numbers name their note."""
+tables are in [docs/records](docs/records/README.md). Other numbers name their note."""
 
 MORE_TERMS = """\
 - **Shape**: of a gated delta net, a set of sequence lengths, with 16-bit inputs; of shared prompts,
@@ -145,7 +150,8 @@ HYBRID_NOTE = """\
 
 BY_HAND = {"fa4_shared": "three flash-attn-4 calls a group, put together by hand"}
 SLOWER_HERE = """\
-Where ours is slower, at worst ([all such shapes](docs/performance.md#in-one-table)):"""
+Where ours is slower, at worst
+([how many shapes, and both ways](docs/performance.md#in-one-table)):"""
 OLDER_HERE = "outdated, with older kernels and eager calls from before they were replayed"
 SLOWER_ONCE = """\
 And in these of 2026-11-22, measured with an older version and not yet again; eager calls take less
@@ -200,8 +206,11 @@ lengths that only the GPU knows took 1.04 times as long in the mean, at worst 1.
 
 SERVING_PARALLEL = """\
 Under tensor parallelism a GPU has its share of a layer's heads. Prefill of 8 prompts of 2048
-tokens, a token of each of 64 sequences, and 4 drafts of each, in CUDA graphs. Fastest rivals:
-{rivals}. {source}."""
+tokens without checkpoints, a token of each of 64 sequences, and 4 drafts of each, in CUDA graphs.
+Ratios are a rival's time / ours: *vLLM's way* of prefill is FlashInfer with gathers and scatters,
+*FlashInfer* its call on the pool itself, *vLLM* and *SGLang* their Triton functions. Of prefill
+with 2/8, 4/8 and 2/4 heads FlashInfer takes longer than with twice as many; why was not looked
+into. {source}."""
 
 NO_SERVING = """\
 No record yet: `python -m benchmarks.sm90 gdn --set serving --save` on a Hopper GPU makes one. Times
@@ -230,7 +239,8 @@ FlashQLA's did not, in CUDA graphs, and computed its segments again: rows of a b
 have no graph times of rivals here."""
 
 COLUMNS = """\
-- **heads**: key / value heads of a gated delta net, key-value / query heads of attention.
+- **heads**: key / value heads of a gated delta net, key-value / query heads of attention; of a
+  convolution its channels.
 - **lengths**: `4096x2` is two sequences of 4096 tokens, `32768x1` one of 32768 (`1x32768` in notes
   and files of before), `64 of 2` 64 sequences of two, `3749 in 5` five ragged ones of 3749 tokens
   together; `28x4096+2048` 28 responses of 2048 tokens to a prompt of 4096; `A` and `S1` are batches
@@ -239,6 +249,8 @@ COLUMNS = """\
 - **A library's name**: medians in ms, CUDA graph / eager. **Bold** is the least of its row. `–` was
   not measured; `*` was not captured, so that gaps between launches count; a word says why there is
   no time.
+- **ours, two calls**: a step of decoding by two functions. **ours, torch's norm**: with PyTorch's
+  norm behind them. **ours, a decode step**: other work, for comparison, beside drafts.
 - **ours, training**: the forward that also keeps what its backward needs, as rivals always do.
   **ours, uncut**: `auto_cp=False`. **ours, exact**: `exact=True`. **ours, deterministic**:
   `deterministic=True`, whose gradients repeat bit for bit.

@@ -718,7 +718,7 @@ def test_a_record_of_other_kernels_is_stale():
 def test_the_page_of_findings_is_short_and_has_no_targets():
     text = findings.page(records.load(), pages.recorded())
     # 180 before serving, slower cases, sizes, other GPUs; 260 before models and ranks
-    assert len(text.splitlines()) <= 268
+    assert len(text.splitlines()) <= 270
     assert "required" not in text
     assert text.index("## Words") < text.index("## In one table")
 
