@@ -63,13 +63,16 @@ MODELS = {
 Job = tuple[jit.KernelModule, Any]
 
 
-def jobs(models: Iterable[Model] = ()) -> Iterator[Job]:
+def jobs(models: Iterable[Model] = (), families: Iterable[str] = ()) -> Iterator[Job]:
     """Yields (kernel module, variant) for every variant that one of the models needs.
 
-    Without models it yields every variant of every kernel.
+    Without models it yields every variant of every kernel, or of those that `families` launch.
     """
-    wanted = list(models)
+    wanted, named = list(models), set(families)
+    named |= {"attn"} if named & {"dualkv", "sparse_ring"} else set()  # both launch some of its
     for kernel in jit.kernel_modules():
+        if named and kernel.family not in named:
+            continue
         for variant in kernel.module.VARIANTS:
             if not wanted or any(_needs(model, kernel, variant) for model in wanted):
                 yield kernel.module, variant
@@ -110,6 +113,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m qla_kernels.warmup", description="Make kernels ready before they are needed."
     )
+    known = sorted({family for family, _ in jit.kernel_names()})
+    said = f"kernels of these alone; default: all; known: {', '.join(known)}"
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=said)
     model_help = f"may be repeated; default: every variant; known: {', '.join(MODELS)}"
     parser.add_argument(
         "--model", action="append", default=[], choices=MODELS, metavar="NAME", help=model_help
@@ -121,10 +127,14 @@ def main(arguments: Sequence[str]) -> int:
         "--in-process", action="store_true", help="for debuggers; Ctrl-C may then be lost"
     )
     options = parser.parse_args(arguments)
+    if unknown := sorted({*options.families} - {*known}):
+        parser.error(f"{', '.join(unknown)}; need families of {', '.join(known)}")
+    if options.families and options.model:
+        parser.error("families beside --model; need one of them: a model has its families")
     if not options.in_process:
         return run_apart([*arguments, "--in-process"])
     try:
-        found = list(jobs([sharded(name, options.tp) for name in options.model]))
+        found = list(jobs([sharded(name, options.tp) for name in options.model], options.families))
         if options.list:
             ready = set(prebuilt_jobs(found))
             marks = (" (prebuilt)" if job in ready else "" for job in found)

@@ -27,6 +27,28 @@ def test_without_a_model_every_variant_is_compiled():
     assert labels() == every
 
 
+def test_families_can_be_named():
+    """A page told to, and there was no such argument."""
+    found = [jit.label(*job) for job in warmup.jobs((), ["dualkv"])]
+    assert {label.partition(".")[0] for label in found} == {"attn", "dualkv"}
+    assert "dualkv.fwd-bf16-d128" in found
+    found = [jit.label(*job) for job in warmup.jobs((), ["conv"])]
+    assert {label.partition(".")[0] for label in found} == {"conv"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["dual"], "dual; need families of attn, conv"),
+        (["conv", "--model", "qwen3-next"], "one of"),
+    ],
+)
+def test_what_is_no_family_is_named(given, said, capsys):
+    with pytest.raises(SystemExit):
+        warmup.main([*given, "--list"])
+    assert said in capsys.readouterr().err
+
+
 def test_a_model_needs_its_own_dtype_and_head_size():
     found = labels([warmup.MODELS["qwen3-next"]])
     assert "gdn.kkt_solve-bf16-k128" in found
