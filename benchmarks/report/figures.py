@@ -24,6 +24,7 @@ MEANS = {
     ("dualkv", "cudnn"): "cuDNN, whole sequences",
     ("dualkv", "fa4_shared"): "flash-attn-4, 3 calls a group",
     ("hybrid", "whole"): "whole sequences, same kernels",
+    ("model", "fla"): "FLA, PyTorch's convolution",
 }
 WHOLE = {"dualkv": "fa4", "hybrid": "whole"}  # what a user replaces: every sequence in full
 

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from ..harness.records import Result, Row, Run
 from . import models, ranks, serving, tables
 from .figures import WHOLE, gain, rival_of, short, steps
-from .headline import NOTICE, choice_of_lines, compared, provenance, source, times, two_groups
+from .headline import (
+    NOTICE,
+    choice_of_lines,
+    compared,
+    heads_of,
+    provenance,
+    source,
+    times,
+    two_groups,
+)
 from .method import METHOD
 from .names import BATCHES, batch, gpu, shape_of, title_of
 from .pictures import FIGURES, RESPONSES, shown
@@ -129,7 +138,8 @@ def _beside_fla(run: Run | None) -> list[str]:
         if ways[0] and ways[1]:
             said = f"graphs {ways[0].said}, eager calls {ways[1].said}"
             where = f"{gpu(run)}, {run.date[:10]}"
-            lines.append(f"- Beside FLA's own kernels, {title_of(kind).lower()}, {where}: {said}.")
+            what = f"{title_of(kind).lower()}, {heads_of(rows)} heads, {where}"
+            lines.append(f"- Beside FLA's own kernels, {what}: {said}.")
     return lines
 
 

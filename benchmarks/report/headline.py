@@ -182,14 +182,13 @@ def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
     fla = [[beside(rows, "fla", eager) for eager in ways] for rows in kinds]
     best = [[spread([gain(run, row, eager) for row in rows]) for eager in ways] for rows in most]
     said = []
-    if text := _both_kinds(fla):
+    if text := _both_kinds(fla, kinds):
         said.append(f"beside FLA's kernels, which transformers runs, too, {text}")
-    if text := _both_kinds(best):
-        said.append(f"beside the fastest of FlashQLA, FlashInfer and FLA (16/32 heads) {text}")
+    if text := _both_kinds(best, most):
+        said.append(f"beside the fastest of FlashQLA, FlashInfer and FLA {text}")
     if not said:
         return "Not measured yet."
-    heads = ", ".join(dict.fromkeys(row.heads for row in kinds[0]))
-    way = f"The rule alone ({gpu(run)}, CUDA graphs / eager calls, {heads} heads of 128)"
+    way = f"The rule alone ({gpu(run)}, CUDA graphs / eager calls, heads of 128)"
     return f"{way}: {'; '.join(said)} ([shape by shape](docs/records/gdn.md))."
 
 
@@ -234,15 +233,21 @@ def two_groups(runs: Sequence[Run], digests: Digests) -> str:
     return TWO_GROUPS.format(shapes=", ".join(shapes), spans="; ".join(said)) if said else ""
 
 
-def _both_kinds(found: Sequence[Sequence[Spread | None]]) -> str:
+def _both_kinds(found: Sequence[Sequence[Spread | None]], rows: Sequence[Sequence[Row]]) -> str:
     """Of a forward, and of a forward with its backward; nothing if times of graphs are missing."""
     said, worst = [], list[float]()
-    for kind, ways in zip(("forward", "forward + backward"), found, strict=True):
+    titles = "forward", "forward + backward"
+    for title, ways, of_kind in zip(titles, found, rows, strict=True):
         if ways[0] is None:
             return ""
-        said.append(f"{kind} {' / '.join(f'{s.mean:.2f}' for s in ways if s)} x")
+        ratios = " / ".join(f"{s.mean:.2f}" for s in ways if s)
+        said.append(f"{title} {ratios} x ({heads_of(of_kind)} heads)")
         worst += [s.worst for s in ways if s]
     return f"{', '.join(said)}, never below {min(worst):.2f} x"
+
+
+def heads_of(rows: Sequence[Row]) -> str:
+    return ", ".join(dict.fromkeys(row.heads for row in rows))
 
 
 def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:

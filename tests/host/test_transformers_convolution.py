@@ -1,4 +1,4 @@
-"""The convolution of swapped layers of transformers, in calls without a layout."""
+"""Swapped layers of transformers in calls without a layout: their convolution, packs, and FSDP2."""
 
 import importlib.util
 from typing import Any
@@ -10,7 +10,7 @@ from torch.nn.functional import conv1d, silu
 
 from qla_kernels.integrations import linear_layers
 from qla_kernels.integrations import transformers as swapping
-from tests.tiny_hybrids import KINDS, VOCABULARY, hybrid
+from tests.tiny_hybrids import DENSE, KINDS, VOCABULARY, hybrid
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_what_is_left_to_the_layer(what):
     assert linear_layers.of_rows(x, weight, None, **given) is None
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3.5"])
+@pytest.mark.parametrize("kind", DENSE)
 def test_a_model_with_another_activation(kind, use):
     """Its MLP has it, too."""
     model, ids = use(hybrid(kind, hidden_act="gelu").eval()), torch.randint(VOCABULARY, (2, 20))
@@ -99,3 +99,46 @@ def test_a_packed_model_is_each_sequence_alone(kind, use):
     want = torch.cat([model(text[None], use_cache=False).logits[0] for text in texts])
     got = model(**batch, use_cache=False).logits[0]
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("first", ["swap", "shard"])
+@pytest.mark.parametrize("kind", DENSE)
+def test_fsdp2_in_either_order(kind, first, use, tmp_path):
+    """On one rank, with parameters in bf16 for the forward: results are those without it."""
+    dist = torch.distributed
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    ids = torch.randint(VOCABULARY, (2, 20))
+
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        logits = model(ids, use_cache=False).logits
+        logits.float().square().mean().backward()
+        named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return {"logits": logits.detach()} | {
+            n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in named.items()
+        }
+
+    plain = use(hybrid(kind))
+    swapping.swap(plain)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(parameter.bfloat16())
+    want = step(plain.bfloat16())
+    model = hybrid(kind)
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        if first == "swap":
+            assert swapping.swap(model) == 3
+        mesh = dist.init_device_mesh("cpu", (1,))
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for layer in model.model.layers:
+            fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+        if first == "shard":
+            assert swapping.swap(model) == 3
+        assert not swapping.status(model).others
+        got = step(use(model))
+    finally:
+        dist.destroy_process_group()
+    for name, x in want.items():
+        error = (got[name].float() - x.float()).norm() / x.float().norm()
+        assert error < 0.05, name
