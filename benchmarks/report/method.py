@@ -22,7 +22,12 @@ scripts/engine_interfaces.py` the sources of vLLM and SGLang. `.venv/bin/python 
 as published eager times have it. Then, on a Hopper GPU:
 
 - A shape of yours: `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2`;
-  `--gates model --head-dim 96/192` for other gates and sizes. Results lie in `--out`.
+  `--gates model --head-dim 96/192` for other gates and sizes. Gates and initial states are those of
+  the front page unless you say otherwise. `--direction pool_decode --lengths 1x256` decodes in a
+  pool, `model --lengths 4096x2` times layers. Results lie in `--out`.
+- One row of a page: `gdn --quick --only 'gdn-fwd-16x32-8192x1-*' --impl ours,flashinfer`; `--list`
+  prints the names. A quick set takes one to ten minutes with its kernels compiled, rivals a minute
+  more for each head shape that is new to them.
 - Rows with names: `gdn --quick --direction fwd,bwd,both`, `gdn --set sizes`, `gdn --set decode`,
   `gdn --set serving --quick`, `gdn --set serving-parallel`, `dualkv --quick --set long,short`,
   `sparse_ring --quick`, `hybrid --quick` and `model`. `--save` appends them to

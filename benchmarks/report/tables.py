@@ -10,6 +10,7 @@ from .method import COMPILED
 from .names import title_of
 
 SLOWER = "▼"
+OTHER_WORK = {("drafts", "ours_step")}  # timed beside a row's, and never its best
 UNFINISHED = ("fa4_calls",)  # parts of a result, for comparison: no rival that anyone can use
 
 
@@ -236,11 +237,12 @@ def _cell(run: Run, row: Row, name: str, names: Sequence[str], ways: Iterable[bo
         return ""
     if result.status != OK:
         return "–" if result.status == NOT_APPLICABLE else result.status
-    cells = []
+    cells, same = [], [n for n in names if (row.kind, n) not in OTHER_WORK]
     for eager in ways:
         time = result.time_ms(eager)
-        best = min((t for n in names if (t := row.time_ms(n, eager)) is not None), default=None)
-        said = f"**{number(time)}**" if time and time == best else number(time)
+        best = min((t for n in same if (t := row.time_ms(n, eager)) is not None), default=None)
+        is_best = time and time == best and name in same
+        said = f"**{number(time)}**" if is_best else number(time)
         cells.append(said if eager else said + star(run, row, name))
     return " / ".join(cells)
 
