@@ -315,7 +315,7 @@ def test_without_a_driver_both_sets_are_checked(
 ) -> None:
     """The set of CUDA 12.9 alone was read: a damaged kernels-13.zip passed."""
     job = gate, VARIANT
-    monkeypatch.setattr(warmup, "jobs", lambda _: [job])
+    monkeypatch.setattr(warmup, "jobs", lambda *_: [job])
     monkeypatch.setattr(prebuilt, "can_compile", lambda: False)
     monkeypatch.setattr(digests, "recorded", lambda: {LABEL: ""})
     monkeypatch.setattr(prebuilt, "_driver_version", lambda _: 0)
