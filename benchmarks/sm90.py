@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return compile_all(options, workloads)
     started = time.monotonic()
     run, complete = measure(options, workloads)
-    files = [_write(options.out / f"{run.family}.md", tables.page(run))]
+    files = [write_whole(options.out / f"{run.family}.md", tables.page(run))]
     files.append(_write_record(options, run))
     if options.save:
         files.append(records.append(run))
@@ -288,10 +288,10 @@ def _recover(path: Path) -> int:
 
 def _write_record(options: argparse.Namespace, run: Run) -> Path:
     """After every row: whatever ends the process, `--recover` finds what was measured."""
-    return _write(options.out / f"{run.family}.json", json.dumps(dataclasses.asdict(run)))
+    return write_whole(options.out / f"{run.family}.json", json.dumps(dataclasses.asdict(run)))
 
 
-def _write(path: Path, text: str) -> Path:
+def write_whole(path: Path, text: str) -> Path:
     """In one step: whoever is killed meanwhile leaves what was there before."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text + "\n")

@@ -36,12 +36,12 @@ from benchmarks.gdn.rivals import FLA
 from benchmarks.harness import records
 from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.messages import Machine
-from benchmarks.harness.own_shapes import Asked, names, own_shapes, sizes
+from benchmarks.harness.own_shapes import Asked, in_full, names, own_shapes, sizes
 from benchmarks.harness.records import Row, Run
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.report import tables
 from benchmarks.report.names import shape_of, title_of
-from benchmarks.sm90 import describe_run
+from benchmarks.sm90 import describe_run, write_whole
 from qla_kernels import jit
 
 
@@ -106,8 +106,8 @@ def refuse(given: argparse.Namespace, world: int) -> None:
 
 def tokens_of(text: str, world: int) -> str:
     """Returns 128k in full; raises ValueError unless both layouts can split so many tokens."""
-    found = re.fullmatch(r"(\d+)([kK]?)", text)
-    tokens = int(found[1]) * (1024 if found[2] else 1) if found else 0
+    found = re.fullmatch(r"\d+", in_full(text))
+    tokens = int(found[0]) if found else 0
     each = 2 * world
     if not tokens or tokens % each:
         nearest = max(each, round(tokens / each) * each)
@@ -150,10 +150,11 @@ def tell(rows: Sequence[Row], run: Run) -> None:
 def write(run: Run, out: Path) -> list[Path]:
     """After every shape: what comes later cannot lose it."""
     out.mkdir(parents=True, exist_ok=True)
-    paths = [out / "gdn_ranks.json", out / "gdn_ranks.md"]
-    paths[0].write_text(json.dumps(dataclasses.asdict(run)) + "\n")
-    paths[1].write_text(tables.page(run) + "\n")
-    return paths
+    record = json.dumps(dataclasses.asdict(run))
+    return [
+        write_whole(out / "gdn_ranks.json", record),
+        write_whole(out / "gdn_ranks.md", tables.page(run)),
+    ]
 
 
 def main() -> None:

@@ -233,7 +233,7 @@ def heads_of(text: str) -> Heads:
 
 def _lengths(text: str, such_as: str) -> tuple[int, ...]:
     try:
-        lengths = parse_lengths(_in_full(text))
+        lengths = parse_lengths(in_full(text))
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 1:
@@ -243,7 +243,7 @@ def _lengths(text: str, such_as: str) -> tuple[int, ...]:
 
 def _groups(text: str) -> tuple[Group, ...]:
     """Returns prompts with their responses, or sequences that share nothing."""
-    match = re.fullmatch(r"(?:(\d+) ?of ?)?(\d+)x(\d+)\+(\d+)", _in_full(text))
+    match = re.fullmatch(r"(?:(\d+) ?of ?)?(\d+)x(\d+)\+(\d+)", in_full(text))
     if match is None:
         return tuple((n, ()) for n in _lengths(text, "16x4096+512, 4096x2 or 8192"))
     groups, responses, prompt, tokens = (int(n or 1) for n in match.groups())
@@ -252,9 +252,10 @@ def _groups(text: str) -> tuple[Group, ...]:
     return same(responses, prompt, tokens) * groups
 
 
-def _in_full(text: str) -> str:
+def in_full(text: str) -> str:
+    """Returns 64k or 64K as 65536, wherever it stands."""
     return re.sub(r"(\d+)[kK]", lambda match: str(int(match[1]) * 1024), text)
 
 
 def _label(text: str) -> str:
-    return _in_full(text).replace(" ", "")
+    return in_full(text).replace(" ", "")

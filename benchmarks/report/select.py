@@ -8,6 +8,7 @@ from qla_kernels.gdn.shapes import VALUE_KERNELS, key_room, leaves_values
 
 from ..harness.records import Row, Run
 from ..sm90 import QUICK, SETS
+from . import tables
 from .texts import ASIDE
 
 Digests = dict[str, str]  # of generated code, by the kernel's label
@@ -58,7 +59,7 @@ def newest(
     """
     names = names_of(family, of_set)
     for run in reversed(on_a_gpu(runs, family)):
-        if rivals and all(name.startswith("ours") for name in run.labels):
+        if rivals and len(tables.our_names(run)) == len(run.labels):
             continue
         rows = tuple(row for row in run.rows if row.name in names and row.kind == kind)
         if len(rows) >= most:
