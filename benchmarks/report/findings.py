@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from ..harness.records import Result, Row, Run
 from . import models, ranks, serving, tables
 from .figures import WHOLE, gain, rival_of, short, steps
+from .gains import heads_of
 from .headline import (
     NOTICE,
     choice_of_lines,
     compared,
-    heads_of,
     provenance,
     source,
     times,

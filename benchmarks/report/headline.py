@@ -1,20 +1,19 @@
 """The generated parts of the front page: who gains what, and the table of times."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..harness.records import Row, Run
-from . import models, tables
-from .figures import density_of, gain, rival_of, short, steps
-from .names import BATCHES, gpu, shape_of, span, title_of
+from . import gains, tables
+from .figures import density_of, gain, rival_of, short
+from .names import shape_of, title_of
 from .pictures import shown
 from .select import Digests, headline, lacks_values, names_of, newest
 from .slower import in_short
-from .spread import Spread, beside, spread
+from .spread import beside, spread
 from .texts import (
     BEFORE_PROGRAMS,
     CURRENT,
     FAMILIES,
-    GAINS,
     OTHER_GPUS,
     STALE,
     TERMS,
@@ -156,42 +155,6 @@ def source(run: Run, digests: Digests | None = None) -> str:
     return f"{run.device}, {run.date[:10]}, commit {run.commit[:10]}{dirty}{stale}"
 
 
-def gains(runs: Sequence[Run], digests: Digests) -> str:
-    """Who you are, what you type, what you get."""
-    best: dict[str, Callable[[], str]] = {
-        "gdn": lambda: _gdn_gain(runs, digests),
-        "dualkv": lambda: _whole_gain(runs, digests),
-        "sparse_ring": lambda: _sparse_gain(runs, digests),
-    }
-    body = []
-    for family, who, typed, got in GAINS:
-        gained = best[family]() if family in best else ""  # engines have no ratio
-        more = {"block": _block_gain(runs, digests), "model": models.gain(runs, digests)}
-        body.append([who, typed, got.format(gained, **more)])
-    return tables.markdown(["you", "you type", "you get"], body, left=3)
-
-
-def _gdn_gain(runs: Sequence[Run], digests: Digests) -> str:
-    """Forward, and forward with backward: beside FLA, and of most models' heads the best rival."""
-    run = headline(runs, "gdn", digests)
-    if run is None:
-        return "not measured yet"
-    kinds = [[row for row in run.rows if row.kind == kind] for kind in ("fwd", "both")]
-    most = [[row for row in rows if row.heads == "16/32"] for rows in kinds]
-    ways = (False, True)
-    fla = [[beside(rows, "fla", eager) for eager in ways] for rows in kinds]
-    best = [[spread([gain(run, row, eager) for row in rows]) for eager in ways] for rows in most]
-    said = []
-    if text := _both_kinds(fla, kinds):
-        said.append(f"beside FLA's kernels, which transformers runs, too, {text}")
-    if text := _both_kinds(best, most):
-        said.append(f"beside the fastest of FlashQLA, FlashInfer and FLA {text}")
-    if not said:
-        return "Not measured yet."
-    way = f"The rule alone ({gpu(run)}, CUDA graphs / eager calls, heads of 128)"
-    return f"{way}: {'; '.join(said)} ([shape by shape](docs/records/gdn.md))."
-
-
 def of_sizes(runs: Sequence[Run], K: int, V: int) -> dict[str, Run]:
     """Forward and backward of heads of K/V: two shapes each, of the newest runs."""
     found = {kind: newest(runs, "gdn", f"sizes:d{K}x{V}", kind, 2) for kind in ("fwd", "bwd")}
@@ -233,66 +196,11 @@ def two_groups(runs: Sequence[Run], digests: Digests) -> str:
     return TWO_GROUPS.format(shapes=", ".join(shapes), spans="; ".join(said)) if said else ""
 
 
-def _both_kinds(found: Sequence[Sequence[Spread | None]], rows: Sequence[Sequence[Row]]) -> str:
-    """Of a forward, and of a forward with its backward; nothing if times of graphs are missing."""
-    said, worst = [], list[float]()
-    titles = "forward", "forward + backward"
-    for title, ways, of_kind in zip(titles, found, rows, strict=True):
-        if ways[0] is None:
-            return ""
-        ratios = " / ".join(f"{s.mean:.2f}" for s in ways if s)
-        said.append(f"{title} {ratios} x ({heads_of(of_kind)} heads)")
-        worst += [s.worst for s in ways if s]
-    return f"{', '.join(said)}, never below {min(worst):.2f} x"
-
-
-def heads_of(rows: Sequence[Row]) -> str:
-    return ", ".join(dict.fromkeys(row.heads for row in rows))
-
-
-def _whole_gain(runs: Sequence[Run], digests: Digests) -> str:
-    """Of forward and backward together."""
-    run = headline(runs, "dualkv", digests)
-    rows = [row for row in steps(run) if gain(run, row)] if run else []
-    of_all = spread([gain(run, row) for row in rows]) if run else None
-    if of_all is None:
-        return "not measured yet"
-    times = f"{of_all.worst:.1f} to {of_all.best:.1f} x"
-    prompts = [length for row in rows for length, _ in BATCHES.get(row.layout, ())]
-    which = count(rows)
-    if prompts:
-        which += (
-            f", prompts of {span(prompts)} tokens; long responses gain less, many short ones more"
-        )
-    where = f"on whole sequences ({which}), in CUDA graphs"
-    return f"attention, forward + backward, {times} faster than {where}"
-
-
-def _block_gain(runs: Sequence[Run], digests: Digests) -> str:
-    run = headline(runs, "hybrid", digests)
-    rows = [row for row in run.rows if row.kind == "block"] if run else []
-    of_all = spread([gain(run, row) for row in rows]) if run else None
-    if of_all is None:
-        return "hybrid models: [note](docs/notes/hybrid-trees.md)"
-    times = f"{of_all.worst:.1f} to {of_all.best:.1f} x"
-    return f"four layers of Qwen3-Next, forward + backward, {times}, not in a graph"
-
-
-def _sparse_gain(runs: Sequence[Run], digests: Digests) -> str:
-    run = headline(runs, "sparse_ring", digests)
-    rows = [] if run is None else [row for row in run.rows if density_of(row)]
-    of_all = None if run is None else spread([gain(run, row) for row in rows])
-    if run is None or of_all is None:
-        return "not measured yet"
-    density = density_of(rows[0])
-    ideal = f"{100 * density:g} % of the pairs: {1 / density:g} x would be ideal"
-    return f"{of_all.worst:.1f} to {of_all.best:.1f} x faster than dense, in CUDA graphs ({ideal})"
-
-
 def front_page(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
     """What stands between each pair of markers of README.md."""
-    table = [NOTICE, times(runs, digests), two_groups(runs, digests), TERMS]
+    table = [NOTICE, gains.behind(runs, digests)]
+    table += [times(runs, digests), two_groups(runs, digests), TERMS]
     table += [in_short(runs, digests)]
     table += [choice_of_lines(runs, digests), provenance(runs, digests, front=True)]
     table += shown(runs, digests, "docs/figures/", *ON_FRONT)
-    return {"gains": gains(runs, digests), "performance": "\n\n".join(filter(None, table))}
+    return {"gains": gains.table(runs, digests), "performance": "\n\n".join(filter(None, table))}

@@ -5,30 +5,40 @@ from collections.abc import Sequence
 from ..harness.records import Row, Run
 from . import tables
 from .names import gpu, shape_of
-from .select import Digests, headline
+from .select import Digests, aside, headline
 from .spread import beside, spread
 from .texts import NO_MODELS
 
 
-def gain(runs: Sequence[Run], digests: Digests) -> str:
-    """A sentence of the front page."""
+def gain(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
+    """For the front page: a few words, and what they are of."""
     run = headline(runs, "model", digests)
     rows = [row for row in run.rows if row.kind == "layers"] if run else []
     fla, torch = (beside(rows, name) for name in ("fla", "torch"))
     alone = spread([_over(row, "fla", "ours_rule") for row in rows])
     if run is None or fla is None:
-        return NO_MODELS
+        return "layers: not measured yet", NO_MODELS
     labels = dict.fromkeys(row.what.removeprefix("4 layers of ") for row in rows)
-    said = (
-        f"four layers of {' or '.join(labels)} in transformers, forward + backward, no embedding, "
-    )
-    said += f"head or optimizer, run {fla.worst:.2f} to {fla.best:.2f} x as fast as with FLA and "
-    said += "PyTorch's convolution, which is what transformers has without causal-conv1d"
+    few = f"layers in training **{fla.worst:.2f} to {fla.best:.2f} x** as fast as with FLA"
+    said = f"Four layers of {' or '.join(labels)} in transformers, forward + backward, no "
+    said += f"embedding, head or optimizer ({gpu(run)}, eager calls). FLA runs beside PyTorch's "
+    said += "convolution, which is what transformers has without causal-conv1d"
     if alone is not None:
         said += f"; with our rule alone {alone.worst:.2f} to {alone.best:.2f} x"
     if torch is not None:
-        said += f"; {torch.worst:.1f} to {torch.best:.1f} x as fast as without FLA"
-    return f"{said} ({gpu(run)}, eager calls). Most of a step is matrix products, as before."
+        few += f", **{torch.worst:.1f} to {torch.best:.1f} x** as without it"
+    return few, f"{said}. Most of a step is matrix products, as before."
+
+
+def layer(runs: Sequence[Run], digests: Digests) -> str:
+    """A sentence about FLA's own layer."""
+    run = aside(runs, "model", "fla", digests)
+    rows = run.rows if run else ()
+    of_all = beside(rows, "fla")
+    if run is None or of_all is None:
+        return "Of FLA's layer the function was timed, a step not yet."
+    times = f"{of_all.worst:.2f} to {of_all.best:.2f} x"
+    return f"A step of FLA's layer, of 256/512, {times} ({gpu(run)}, eager calls)."
 
 
 def lines(run: Run | None) -> list[list[str]]:

@@ -12,31 +12,6 @@ FAMILIES = {
     "conv": "Causal convolution",
 }
 
-# The first table of the front page: family, who you are, what you type, what you get.
-GAINS = (
-    ("gdn", "train or run **Qwen3-Next, Qwen3.5, OLMo Hybrid**, or FLA's gated delta net layers",
-     "transformers: `integrations.transformers.swap(model)`; FLA: `integrations.fla.register()`",
-     "faster gated-delta-net layers: {model} {} "
-     "Of FLA's layer the function was timed, a step not yet"),
-    ("dualkv", "train with **GRPO**, many responses to each prompt",
-     "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
-     "each prompt stored and computed once: {}; {block}. "
-     "No trainer's whole run has been tried on a GPU yet"),
-    ("sparse_ring", "train on **128K tokens** and more, on one GPU or several",
-     "`transformers_sparse_ring.prepare(model)`, "
-     "then `sparse_ring=SparseRingConfig(...)` in each call",
-     "attention that computes only the blocks and columns which a mask keeps: {}. One step of "
-     "layers was timed: [2.49 x the tokens a second](docs/long-context.md#what-to-expect) of "
-     "cuDNN's dense attention, with 4 % of the pairs, two H200. Which density a model needs is to "
-     "be measured on it"),
-    ("serving", "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
-     "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-backend qla`",
-     "prefill, decoding and speculative drafts on the engine's pages of states, in vLLM without "
-     "copies; not yet tried in a running engine. The kernels alone, some faster and some slower "
-     "than the engines' and FlashInfer's, in CUDA graphs: prefill 1.3 to 1.7 x vLLM's way with the "
-     "heads of one or two GPUs, decoding 0.97 to 1.00 x ([times](docs/performance.md#serving))"),
-)  # fmt: skip
-
 # Rows of a gated delta net beside the front page: what, set (and the end of its rows' names), kind,
 # and how many make a record.
 SECTIONS = (

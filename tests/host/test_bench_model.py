@@ -121,7 +121,7 @@ def test_an_older_transformers_is_named(monkeypatch):
     assert "pip install 'transformers>=5.15'" in rivals.Ours().missing()
 
 
-def record(**times: float) -> Run:
+def record(workloads=MODEL["training"], /, **times: float) -> Run:
     labels = {
         "ours": "ours",
         "ours_rule": "ours, the rule alone",
@@ -131,7 +131,7 @@ def record(**times: float) -> Run:
     rows = tuple(
         Row(w.name, "model", w.kind, w.heads_label.replace("x", "/"), w.layout, w.tokens, w.what,
             results=tuple(Result(n, "ok", p50_ms=t) for n, t in times.items()))
-        for w in MODEL["training"]
+        for w in workloads
     )  # fmt: skip
     return Run(
         "model-1", "model", "2026-11-25T00:00:00+00:00", "NVIDIA H200", "cuda", {}, {}, {}, labels,
@@ -141,10 +141,16 @@ def record(**times: float) -> Run:
 
 def test_pages_say_what_a_step_gains():
     runs, digests = [record(ours=10.0, ours_rule=11.0, fla=12.5, torch=40.0)], {"conv.fwd": "1"}
-    said = models.gain(runs, digests)
-    assert f"four layers of {QWEN} or {OLMO} in transformers" in said
-    assert "run 1.25 to 1.25 x as fast as with FLA and PyTorch's convolution" in said
-    assert "; with our rule alone 1.14 to 1.14 x; 4.0 to 4.0 x as fast as without FLA" in said
+    few, said = models.gain(runs, digests)
+    assert few == (
+        "layers in training **1.25 to 1.25 x** as fast as with FLA, **4.0 to 4.0 x** as without it"
+    )
+    assert f"Four layers of {QWEN} or {OLMO} in transformers" in said
+    assert "; with our rule alone 1.14 to 1.14 x. " in said
+    assert "a step not yet" in models.layer(runs, digests)
+    assert "A step of FLA's layer, of 256/512, 1.25 to 1.25 x (" in models.layer(
+        [*runs, record(MODEL["fla"], ours=10.0, fla=12.5)], digests
+    )
     page = findings.page(runs, digests)
     section = page[page.index("## Models in training") :]
     cells = [cell.strip() for cell in section.splitlines()[4].split("|")[1:-1]]
@@ -156,7 +162,7 @@ def test_pages_say_what_a_step_gains():
         "1.14",
         "4.00",
     ]
-    assert "no training step of a model was measured" in models.gain([], digests)
+    assert "no training step of a model was measured" in models.gain([], digests)[1]
 
 
 def test_sizes_are_of_the_models():
