@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import segments_of
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import call, leaves
+from tests.limits import HANG
+from tests.ranks import ENVIRONMENT
 from tests.readme import names_in, snippets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +56,26 @@ def test_a_rank_s_part_of_one_rank_is_all(code):
         assert relative_l2(in_two, want) < 1e-12
     finally:
         dist.destroy_process_group()
+
+
+def test_a_layer_of_one_s_own_over_ranks(tmp_path):
+    """The program, started as the page says: its losses do not depend on the number of ranks."""
+    (program,) = [block for block in snippets("docs/gdn.md") if "init_process_group" in block]
+    (tmp_path / "train.py").write_text(program)
+    losses = {}
+    for world in (1, 2, 4):
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+        ran = subprocess.run(
+            [*torchrun, "--nproc-per-node", str(world), tmp_path / "train.py"],
+            cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, timeout=HANG,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        losses[world] = [float(x) for x in re.findall(r"^loss (.*)$", ran.stdout, re.M)]
+    assert len(losses[1]) == 5
+    assert losses[1] == sorted(losses[1], reverse=True)
+    for world in (2, 4):  # a wrong convolution, or its lost gradient, changes them by 5e-5 and more
+        assert losses[world] == pytest.approx(losses[1], rel=5e-6)
 
 
 def test_the_table_of_cuts_is_the_plan_s(code):
