@@ -125,6 +125,24 @@ def test_ratios_of_the_serving_page_are_those_of_the_record():
     )
 
 
+def test_ratios_of_drafts_of_the_serving_page_are_those_of_the_record():
+    """Means in CUDA graphs and eager, and the least and the most of the graphs."""
+    page = " ".join((DOCS / "serving.md").read_text().split())
+    said = page.split("## Speculative drafts")[1].split("**What was measured**")[1]
+    said = said.split("Not measured:")[0]
+    table = (DOCS / "performance.md").read_text().split("\n## Serving\n")[1]
+    want = []
+    for rival in ("vLLM's Triton", "SGLang's Triton"):
+        (row,) = re.findall(rf"^\| verification of drafts +\| {rival} .*$", table, re.M)
+        want.append(re.findall(r"\d\.\d\d", row))
+    (vllms, sglangs) = want
+    found = re.findall(r"\d\.\d\d", said)
+    order = [*vllms[:3], *sglangs[:3], vllms[3], sglangs[3]]
+    assert found[:8] == order
+    for number, drafts in zip(found[8:], (4, 2), strict=True):
+        assert f"{drafts} drafts {number} times" in " ".join(table.split())
+
+
 RIVALS = ("FlashInfer", "vLLM", "SGLang")
 
 

@@ -375,6 +375,49 @@ def test_layers_whose_norm_stays_vllms(setting):
     ).enable_fused_gdn_spec_decode
 
 
+VERIFIES = ("_forward_core_fused_norm", "_can_use_fused_gdn_mtp_decode")
+
+
+@pytest.mark.parametrize(("kernel", "ours"), [("cuda", False), ("triton", True)])
+def test_who_verifies_drafts_of_qwen3_5(kernel, ours, monkeypatch):
+    """VLLM_GDN_DECODE_KERNEL chooses, in vLLM's own code; docs/serving.md says so."""
+    folder = engine_interfaces.UNPACKED
+    if not (folder / "vllm").exists():
+        pytest.skip("no sources of vllm: python scripts/engine_interfaces.py gets them")
+    import ast
+
+    tree = ast.parse((folder / "vllm" / engine_interfaces.GDN).read_text())
+    layer = f"{vllm.LAYER}."
+    code = ast.Module([engine_interfaces.lookup(tree, layer + name) for name in VERIFIES], [])
+    t = Traffic(2)
+    table = [[5, 6, 8], [3, 1, 2]]
+    batch = metadata_of(
+        num_prefills=0, num_decodes=0, num_actual_tokens=6, num_spec_decodes=2,
+        spec_sequence_masks=torch.ones(2, dtype=torch.bool),
+        spec_state_indices_tensor=t.table(table), spec_query_start_loc=t.table([0, 3, 6]),
+        num_accepted_tokens=t.table([1, 1]),
+    )  # fmt: skip
+    built, engine = vllm_layer(t, batch)
+    room: dict[str, Any] = {
+        "torch": torch, "GDNAttentionMetadata": object, "MAX_FUSED_GDN_MTP_TOKENS": 8,
+        "FUSED_GDN_STATE_DTYPES": (t.pool.dtype,), "supports_fused_mtp_decode": lambda: True,
+        "get_forward_context": engine.get_forward_context,
+    }  # fmt: skip
+    exec(compile(code, engine_interfaces.GDN, "exec"), room)
+    base = type(built).__mro__[1]  # in place of the stand-in's
+    for name in VERIFIES:
+        monkeypatch.setattr(base, name, room[name], raising=False)
+    reached: list[str] = []
+    built._forward_core_decode_spec_fused_norm = lambda **_: reached.append("vLLM's")
+    built._rms_norm_gated_cuda = lambda *_: reached.append("vLLM's norm")
+    built.gdn_decode_kernel, built.num_k_heads, built.num_v_heads = kernel, t.H, t.HV
+    monkeypatch.setattr(vllm, "_verify", lambda *_: reached.append("ours"))
+    rows, a, b = t.rows(6)
+    out = torch.zeros(6, t.HV, t.V).double()
+    built._forward_core_fused_norm(rows, b, a, torch.zeros_like(out), out)
+    assert reached == (["ours", "vLLM's norm"] if ours else ["vLLM's"])
+
+
 def test_checkpoint_rows_are_those_of_vllms_plan():
     folder = engine_interfaces.UNPACKED
     if not (folder / "vllm").exists():
