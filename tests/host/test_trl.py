@@ -1,8 +1,9 @@
 """`shared_prefix_trainer` on the trainer of an installed TRL: the steps of plain TRL."""
 
+import importlib
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -51,6 +52,14 @@ SETTINGS = [
     {"num_iterations": 2, "temperature": 0.7},
     {"steps_per_generation": 2, "entropy_coef": 0.01},
 ]
+# options of docs/rl-trainers.md that need nothing
+OPTIONS = [
+    {"cast_lm_head_to_fp32": True},
+    {"top_entropy_quantile": 0.5, "mask_truncated_completions": True, "pad_to_multiple_of": 8},
+    {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+    {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+]
 
 
 def run_of(kind: Any, model: Any, tokenizer: Any, folder: Path, **settings: Any) -> Any:
@@ -81,6 +90,61 @@ def test_a_training_run_is_that_of_plain_trl(tokenizer, tmp_path, name, settings
     said = [m for m in caplog.messages if m.startswith("shared prompts: the first batch has")]
     assert len(said) == 1
     assert "times fewer" in said[0]
+
+
+@pytest.mark.parametrize("settings", OPTIONS, ids=str)
+def test_a_run_with_an_option_is_that_of_plain_trl(tokenizer, tmp_path, settings):
+    assert_same_logs(tokenizer, tmp_path, "Qwen3", **settings)
+
+
+class OfVllm:
+    """TRL's class around vLLM, as far as its constructor keeps things; no vLLM behind it."""
+
+    sent: ClassVar[list[list[str]]] = []
+
+    def __init__(self, model: Any, accelerator: Any, processing_class: Any, **_: Any) -> None:
+        home = importlib.import_module("trl.generation.vllm_generation")
+        self.walk = object.__new__(home.VLLMGeneration)  # TRL's own walk over the weights
+        self.walk.model, self.walk.accelerator = model, accelerator
+        self.walk._dist = home.DistributedBackend(accelerator)
+        self.draw = torch.Generator().manual_seed(1)
+
+    def sync_weights(self) -> None:
+        self.sent.append([name for name, _ in self.walk._iter_named_params()])
+
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any) -> Any:
+        made = [torch.randint(2, 40, (9,), generator=self.draw).tolist() for _ in prompts]
+        return None, made, [[[-3.5]] * len(tokens) for tokens in made], None
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5"])
+def test_rollouts_of_vllm_are_corrected_as_in_plain_trl(tokenizer, tmp_path, name, monkeypatch):
+    """`use_vllm`: names of the weights that vLLM gets, and the correction for its rollouts."""
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", OfVllm)
+    monkeypatch.setattr(OfVllm, "sent", [])
+    (log, *_), _ = assert_same_logs(tokenizer, tmp_path, name, use_vllm=True)
+    assert any(key.startswith("sampling/importance_sampling_ratio") for key in log)
+    plain, ours = OfVllm.sent[: len(OfVllm.sent) // 2], OfVllm.sent[len(OfVllm.sent) // 2 :]
+    assert plain == ours
+    assert len(plain) == 2  # once a step
+    assert len(plain[0]) > 10
+
+
+def assert_same_logs(tokenizer: Any, folder: Path, name: str, **settings: Any) -> Any:
+    """Returns the logs of both runs, whose measures and numbers are the same."""
+    found = []
+    for kind in (trl.GRPOTrainer, shared_prefix_trainer(trl.GRPOTrainer)):
+        model = model_of(name, len(tokenizer), folder / "model")
+        found.append(run_of(kind, model, tokenizer, folder, **settings)[0])
+        swapping.restore(model) if name in KINDS else None
+    assert any(x["grad_norm"] > 0 for x in found[0])
+    timed = ("runtime", "time", "per_second")
+    for want, got in zip(*found, strict=True):
+        assert want.keys() == got.keys()
+        for key in want:
+            if not any(word in key for word in timed):
+                assert got[key] == pytest.approx(want[key], rel=1e-3, abs=1e-5, nan_ok=True), key
+    return found
 
 
 def test_a_run_of_rloo_is_that_of_plain_trl(tokenizer, tmp_path):
