@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.harness import records
 from qla_kernels.sparse_ring import StripedLayout
 from tests import long_context_ranks as ranks
 from tests.ranks import ROOT, launched
@@ -247,3 +248,32 @@ def test_commands_of_the_pages_parse(file):
         options = example.parse(command.split())
         assert options.model != "qwen2.5-3b" or options.attention == "dense" or options.max_s
     assert len(found) > 3
+
+
+def test_gains_by_density_are_those_of_the_records_and_of_the_formula():
+    page = (ROOT / "docs" / "long-context.md").read_text()
+    named = re.findall(r"`(sparse_ring-\d{8}T\d{6}Z-\w{4})`", page)
+    times: dict[str, float] = {}
+    runs = {run.id: run for run in records.load()}
+    for run in (runs[name] for name in named):  # the first one's times where both have them
+        assert run.device == "NVIDIA H200"
+        for row in run.rows:
+            for result in row.results:
+                if result.status == "ok":
+                    times.setdefault(f"{row.name} {result.implementation}", result.p50_ms)
+    shape = "8x32-128k"
+    dense = [times[f"sparse_ring-{way}-{shape}-dense fa4"] for way in ("fwd", "bwd")]
+    assert f"{dense[0]:.1f} + {dense[1]:.1f} ms" in page
+    table = page.split("| density | forward, ms |")[1].split("\n\n")[0]
+    lines = re.findall(r"^\| (\d+) %.*?\| ([\d. |]+) \|$", table, re.M)
+    for density, numbers in lines:
+        what = "dense" if density == "100" else f"{density}%-run4"
+        ours = [times[f"sparse_ring-{way}-{shape}-{what} ours"] for way in ("fwd", "bwd")]
+        gain = sum(dense) / sum(ours)
+        steps = [1 / (1 - f + f / gain) for f in (0.5, 0.75, 0.9)]
+        found = [float(x) for x in numbers.split(" | ")]
+        assert found == pytest.approx([*ours, gain, *steps], rel=6e-3), density
+    assert len(lines) == 6
+    shares = [r / (1 + r) for r in (T * 1024 * 36 * 2048 / 3.1e9 for T in (32, 64, 128, 512))]
+    said = "that is {} % at 32K tokens, {} % at 64K, {} % at 128K and {} % at 512K"
+    assert said.format(*(round(100 * f) for f in shares)) in page
