@@ -62,6 +62,22 @@ def test_what_records_ran_with_is_listed():
         assert python in ROWS["Python"]["gpu"]
 
 
+def test_the_constraints_of_the_records_are_what_they_ran_with():
+    text = (ROOT / "constraints" / "gpu-records.txt").read_text()
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", text, re.M))
+    runs = [run for run in records.load() if run.device_kind == "cuda"]
+    for run in runs:
+        for name in ("torch", "triton", "tilelang", "numpy"):
+            assert run.versions.get(name, pins[name]) == pins[name], run.id
+        assert run.environment["python"].startswith("3.12.")
+        assert run.environment["cuda"] == "13.0"
+    assert "Python 3.12" in text
+    assert "CUDA 13.0" in text
+    assert pins["apache-tvm-ffi"] in ROWS["apache-tvm-ffi"]["gpu"]
+    assert len(pins) == 5
+    assert runs
+
+
 def test_what_integrations_know_is_listed():
     for name, engine in (("vLLM", "vllm"), ("SGLang", "sglang")):
         assert list(engines.KNOWN[engine]) == ROWS[name]["cpu"]
