@@ -90,10 +90,16 @@ def _when(run: Run, digests: Digests) -> str:
 
 
 def _on_another_gpu(runs: Sequence[Run], front: Run | None, digests: Digests) -> list[str]:
-    """Rows of the front page's kinds that another GPU ran, from its newest record of a group."""
+    """Rows of the front page's kinds that another GPU ran, from its newest record of a group.
+
+    Records with a line of their own are left out.
+    """
+    known = {section.run.id for section in beside_the_headline(runs) if section.kind in KINDS}
     found: dict[tuple[str, str, str], tuple[Run, list[Row]]] = {}
     for run in reversed(runs):
         if run.family != "gdn" or run.device_kind != "cuda" or gpu(run) == (front and gpu(front)):
+            continue
+        if run.id in known:
             continue
         of_run: dict[tuple[str, str, str], list[Row]] = {}
         for row in run.rows:

@@ -11,6 +11,8 @@ from .names import gpu
 from .select import Digests, Section, on_a_gpu
 from .texts import SEVERAL_GPUS
 
+LAYOUTS = ("contiguous", "zigzag")
+
 
 class Line(NamedTuple):
     """A shape in a layout on so many GPUs: both directions, of the newest record that has it."""
@@ -39,22 +41,25 @@ def _split(layout: str) -> tuple[int, int, str]:
 
 
 def several_gpus(runs: Sequence[Run], digests: Digests) -> list[str]:
-    """A table; nothing without a record."""
-    body = []
-    for run, rows in lines(runs):
+    """A table, with both layouts of a shape in one line; nothing without a record."""
+    shapes = dict[tuple[str, str], dict[str, Line]]()
+    for line in lines(runs):
+        run, rows = line
         row = next(iter(rows.values()))
-        tokens, world, split = _split(row.layout)
-        cells, alone = list[str](), list[str]()
-        for kind in map(KINDS.__getitem__, DIRECTIONS):
-            cells += _times(run, rows.get(kind))
-            alone.append(_python(rows.get(kind)))
+        tokens, world, layout = _split(row.layout)
         stale = "" if run.current(digests) else ", stale"
         when = f"{world} {gpu(run)}, {run.date[:10]}{stale}"
-        body.append([f"{tokens} tokens, {_heads(row)}", split, when, *cells, " / ".join(alone)])
-    header = ["one sequence", "layout", "GPUs, record"]
+        shapes.setdefault((f"{tokens} tokens, {_heads(row)}", when), {})[layout] = line
+    header, body = ["one sequence", "GPUs, record"], []
     for said in ("forward", "forward + backward"):
-        header += [f"{said}, ms: ours / FLA", "faster"]
-    table = tables.markdown([*header, "Python alone, ms"], body, left=3)
+        header += [f"{said}, ms", "Python alone", "FLA / ours"]
+    for shape, found in shapes.items():
+        cells = list[str]()
+        for kind in map(KINDS.__getitem__, DIRECTIONS):
+            each = [_times(found.get(layout), kind) for layout in LAYOUTS]
+            cells += [" / ".join(of_both) for of_both in zip(*each, strict=True)]
+        body.append([*shape, *cells])
+    table = tables.markdown(header, body, left=2)
     return [SEVERAL_GPUS, table] if body else []
 
 
@@ -66,18 +71,15 @@ def _heads(row: Row) -> str:
     return said if gates == "published gates" else f"{said}, {gates}"
 
 
-def _times(run: Run, row: Row | None) -> tuple[str, str]:
-    if row is None:
-        return "–", "–"
-    rival = tables.best_rival(row, tables.our_names(run), eager=True)
-    pair = (row.time_ms("ours", eager=True), rival and rival[1])
-    ratio = tables.ratio(row, tables.our_names(run), eager=True)
-    return " / ".join(map(tables.number, pair)), tables.marked(ratio)
-
-
-def _python(row: Row | None) -> str:
-    result = row and row.result("ours")
-    return tables.number(result.host_ms if result else None)
+def _times(line: Line | None, kind: str) -> tuple[str, str, str]:
+    """Ours, the host's share of it, and the rival's over ours."""
+    row = line and line.rows.get(kind)
+    if line is None or row is None:
+        return "–", "–", "–"
+    mine, result = row.time_ms("ours", eager=True), row.result("ours")
+    ratio = tables.ratio(row, tables.our_names(line.run), eager=True)
+    host = result.host_ms if result else None
+    return tables.number(mine), tables.number(host), tables.marked(ratio)
 
 
 def records_of(runs: Sequence[Run]) -> list[Run]:

@@ -16,7 +16,7 @@ FAMILIES = {
 # and how many make a record.
 SECTIONS = (
     ("sequences and heads that fill the GPU", "filled", "fwd", 12),
-    ("one or two sequences, few heads", "segments", "fwd", 20),
+    ("one or two sequences, few heads", "segments", "fwd", 16),
     ("one or two sequences, few heads", "segments", "bwd", 12),
     ("many short sequences", "short", "fwd", 4),
     *(
@@ -148,27 +148,26 @@ convolution. *FLA*: transformers with FLA, whose convolution is then PyTorch's, 
 alone*: causal-conv1d was not installed."""
 
 SHARED_NOTE = """\
-The last figure has one prompt and more and more responses; with one, there is nothing to share.
-[A note](docs/notes/dualkv-backward.md) says where our backward's time goes at long prompts."""
+[Where our backward's time goes](docs/notes/dualkv-backward.md) at long prompts, in a note."""
 
 SPARSE_GRID = """\
 [Other lengths and densities](docs/records/sparse_ring.md#lengths-and-densities): 32K to 256K
 tokens, 1 to 20 %, diagonals alone and in runs."""
 
 SPARSE_NOTE = """\
-A mask that keeps every pair is slower than flash-attn-4, and so are `dense_layers`, which run our
-kernel without a mask. How much attention a mask holds depends on the model and its data
-([how to measure it](docs/long-context.md)). Speed does not show that a model trains as well."""
+Without a mask, as in `dense_layers`, ours is slower than flash-attn-4. How much attention a mask
+holds [is to be measured](docs/long-context.md); speed does not show that a model trains as well."""
 
 SEVERAL_GPUS = """\
-**Several GPUs** that share a sequence, in both [layouts](docs/gdn.md#sequences-over-several-gpus),
-beside FLA's context parallelism. Eager calls, medians, the slowest GPU. *Python alone*: the host is
-busy so long with ours, forward / forward + backward; a time that is no longer is the host's."""
+**Several GPUs** that share a sequence, beside FLA's context parallelism. Eager calls, medians, the
+slowest GPU. Pairs are of the [layouts](docs/gdn.md#sequences-over-several-gpus), contiguous /
+zigzag. *Python alone*: the host is busy so long, in ms; a time that is no longer is the host's."""
 
 RING_NOTE = """\
-On several GPUs, 2/16 heads, 5 % density, forward and backward: four H200 take 8.08 ms for 128K
-tokens, 12 times as fast as a dense ring of flash-attn-4 and 12 % longer than a quarter of one GPU's
-time; eight take 16.1 + 48.0 ms for 512K tokens ([note](docs/notes/sparse-ring.md), 12 and 13)."""
+On several GPUs, 2/16 heads, 5 % density, forward + backward of 128K tokens: four H100 take 2.16 +
+5.86 ms, 14.9 times as fast as a dense ring of cuDNN's attention there, and 14 % longer than a
+quarter of one GPU's time; four H200 8.08 ms, 12 times as fast as a dense ring of flash-attn-4;
+eight take 16.1 + 48.0 ms for 512K tokens ([note](docs/notes/sparse-ring.md), 12 and 13)."""
 
 CONVOLUTION = """\
 With its activation, over packed sequences and trees, it is bounded by memory. No library with the
