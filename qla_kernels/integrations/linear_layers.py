@@ -106,6 +106,18 @@ def of_rows(
     return causal_conv1d(x, weight, bias, activation, cu_seq_lens_q)
 
 
+def check_apart(apart: bool, kept: bool) -> None:
+    """Raises Unsupported for sequences that the layer's own convolution would run into each other.
+
+    `kept`: it keeps them apart, as causal-conv1d does with seq_idx.
+    """
+    if apart and not kept:
+        op, got = "a packed batch in a gated-delta-net layer", "a convolution that ours refuses"
+        needs = "silu, one row, its bounds in cu_seq_lens_q, and a width of at most 4"
+        fix = "pass these, or install causal-conv1d and pass seq_idx as well"
+        raise Unsupported(need(op, got, needs, fix))
+
+
 def _check_row(rows: int, tokens: int, layout: SharedLayout) -> None:
     if rows != 1:
         fix = "pack them, and pass batch.input_ids[None]"
@@ -122,15 +134,21 @@ def _check_alone(name: str, given: Tensor | None) -> None:
 
 
 class PackedCall:
-    """The layout of the running call of a decoder layer, None outside of packed calls.
+    """What the running call of a decoder layer says of its sequences; None where it says nothing.
+
+    The layout, or the bounds of another pack and the number of each token's sequence in it, which
+    layers before transformers 5.14 do not hand on.
 
     Two hooks of the decoder layer set and remove it; the second also runs after an error. It raises
     if the layer did not ask for the layout twice, for the convolution and for the rule: another
     forward in the layer's place may call other functions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mixes: bool) -> None:
+        self.mixes = mixes  # the layer's convolution, whatever the call says
         self.layout: SharedLayout | None = None
+        self.bounds: Tensor | None = None
+        self.seq_idx: Tensor | None = None
         self.asked = 0
         self.hooks: tuple[Any, ...] = ()
 
@@ -153,22 +171,27 @@ class PackedCall:
 
     def _begin(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
         self.layout, self.asked = kwargs.get(KEY), 0
+        self.bounds, self.seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+        if self.mixes:
+            check_apart(self.bounds is not None or self.seq_idx is not None, kept=False)
 
     def _end(self, _: nn.Module, __: Any, result: Any) -> None:
         ignored = self.layout is not None and result is not None and self.asked < 2
-        self.layout = None
+        self.layout = self.bounds = self.seq_idx = None
         if ignored:
             got = "a layer that calls other functions than those which swap() replaced"
             raise Unsupported(need(OP, got, "transformers' own forward", "do not exchange it"))
 
 
 class Held:
-    """A function that a layer holds: one of ours, with the layout of the running call."""
+    """A function that a layer holds: one of ours, with the layout or bounds of the running call."""
 
-    def __init__(self, function: Callable[..., Any], call: PackedCall) -> None:
-        self.function, self.call = function, call
+    def __init__(self, function: Callable[..., Any], call: PackedCall, packs: bool) -> None:
+        self.function, self.call, self.packs = function, call, packs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.packs and kwargs.get("cu_seqlens") is None:
+            kwargs["cu_seqlens"] = self.call.bounds
         return self.function(*args, shared_prefix=self.call.ask(), **kwargs)
 
 
@@ -189,11 +212,14 @@ class HeldConvolution:
         seq_idx: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
+        seq_idx, bounds = self.call.seq_idx if seq_idx is None else seq_idx, self.call.bounds
         others |= {"bias": bias, "activation": activation, "seq_idx": seq_idx}
         if (layout := self.call.ask()) is not None:
             return convolution(x, weight, shared_prefix=layout, **others)
-        if (ours := of_rows(x, weight, **others)) is not None:
+        if (ours := of_rows(x, weight, cu_seq_lens_q=bounds, **others)) is not None:
             return ours
+        kept = self.theirs is not None and seq_idx is not None
+        check_apart(seq_idx is not None or bounds is not None, kept)
         if self.theirs is not None:
             theirs: Tensor = self.theirs(x=x, weight=weight, **others)
             return theirs

@@ -2,8 +2,9 @@
 
     python -m sglang.launch_server --linear-attn-backend qla ...
 
-`register` adds the choice `qla` to --linear-attn-backend and to its variants for prefill, decode
-and verification, and gives GDNKernelDispatcher our kernel where one of them chose it.
+`register` adds the choice `qla` to --linear-attn-backend and to its variants for prefill and
+decode, and gives GDNKernelDispatcher our kernel where one of them chose it. Verification of drafts
+follows decoding: the choices of --linear-attn-verify-backend are made before plug-ins load.
 """
 
 import functools

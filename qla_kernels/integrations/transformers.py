@@ -24,6 +24,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from qla_kernels.integrations.linear_layers import (
     Held,
     HeldConvolution,
     PackedCall,
+    check_apart,
     convolution,
     of_rows,
     rule,
@@ -95,12 +97,14 @@ SHARED: dict[str, Callable[..., Any]] = {  # by the layers of a module
     "torch_recurrent_gated_delta_rule": recurrent,
 }
 CONVOLVES = "causal_conv1d_fn"  # in a layer and in a module
+KEEPS_APART = any(map(find_spec, ("causal_conv1d", "kernels")))  # theirs, with seq_idx
 TAKES: dict[Callable[..., Any], Callable[..., Any]] = {  # the function whose keywords each takes
     chunk: chunk_gated_delta_rule,
     recurrent: fused_recurrent_gated_delta_rule,
 }
 BEFORE = "before_qla_kernels"  # the attribute that keeps the original functions
 BESIDE = "beside_qla_kernels"  # of modules of a model all of whose linear layers hold ours
+PACKED = "packed_call_of_qla_kernels"  # of layers that hold functions: a PackedCall
 CALL = "call_of_qla_kernels"  # of swapped layers: a LayerCall, or None without batch_invariant
 
 
@@ -232,26 +236,26 @@ def _take_over(layer: nn.Module, decoder_layer: nn.Module | None) -> None:
     Without a decoder layer around it, or with another convolution than Qwen's, the layer does not
     follow layouts.
     """
-    call, before = PackedCall(), layer.__dict__.setdefault(BEFORE, {})
-    bits = layer.__dict__[CALL]
+    before, bits = layer.__dict__.setdefault(BEFORE, {}), layer.__dict__[CALL]
     follows = decoder_layer is not None and hasattr(layer, CONVOLVES) and hasattr(layer, "conv1d")
+    layer.__dict__[PACKED] = call = PackedCall(mixes=not follows)
     for name, ours in HELD.items():
         if hasattr(layer, name):
             before[name] = getattr(layer, name)
             ours = ours if bits is None else functools.partial(ours, **{rollouts.KEY: bits})
-            setattr(layer, name, Held(ours, call) if follows else ours)
-    if decoder_layer is not None and follows:
+            setattr(layer, name, Held(ours, call, packs=name == HOLDS) if follows else ours)
+    if decoder_layer is not None:
+        call.watch(decoder_layer)
+    if follows:
         before[CONVOLVES] = getattr(layer, CONVOLVES)
         conv1d = layer.get_submodule("conv1d")
         setattr(layer, CONVOLVES, HeldConvolution(before[CONVOLVES], conv1d, call))
-        call.watch(decoder_layer)
 
 
 def _give_back(layer: nn.Module) -> None:
     """Undoes `_take_over`."""
+    layer.__dict__.pop(PACKED).forget()
     for name, theirs in layer.__dict__.pop(BEFORE).items():
-        if isinstance(held := getattr(layer, name), HeldConvolution):
-            held.call.forget()
         setattr(layer, name, theirs)
 
 
@@ -315,8 +319,12 @@ def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
             kwargs.pop(rollouts.KEY, None)
             if kwargs.get(KEY) is None:
                 kwargs.pop(KEY, None)
-                y = of_rows(*args, **kwargs)
-                return theirs(*args, **kwargs) if y is None else y
+                if (y := of_rows(*args, **kwargs)) is not None:
+                    return y
+                seq_idx, bounds = kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q")
+                apart = seq_idx is not None or bounds is not None
+                check_apart(apart, seq_idx is not None and KEEPS_APART)
+                return theirs(*args, **kwargs)
         return ours(*args, **{name: x for name, x in kwargs.items() if name in known})
 
     setattr(run, BEFORE, theirs)

@@ -84,19 +84,6 @@ def test_what_runs_packed_sequences_into_each_other(call, layers, attention):
     assert found > 0.1 if mixed == layers else found < 1e-4
 
 
-def test_sequence_numbers_make_it_an_error_where_the_layer_s_convolution_runs():
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
-        pytest.skip("transformers mixed sequences then")
-    model = hybrid(KIND, hidden_act="gelu").eval()
-    swapping.swap(model)
-    texts = [torch.randint(VOCABULARY, (n,)) for n in (5, 2, 130)]
-    batch = pack(texts, return_flash_attn_kwargs=True, return_seq_idx=True)
-    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        model(**batch, use_cache=False)
-    del batch["seq_idx"]
-    assert error(model, batch | {"use_cache": False}, texts) > 0.1
-
-
 def test_the_trainer_makes_the_same_calls(tmp_path):
     pytest.importorskip("accelerate", reason="the Trainer needs it")
     model = hybrid(KIND)

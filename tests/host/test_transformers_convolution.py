@@ -1,6 +1,7 @@
 """Swapped layers of transformers in calls without a layout: their convolution, packs, and FSDP2."""
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, silu
 
+from qla_kernels import Unsupported, chunk_gated_delta_rule
 from qla_kernels.integrations import linear_layers
 from qla_kernels.integrations import transformers as swapping
 from tests.tiny_hybrids import DENSE, KINDS, VOCABULARY, hybrid
@@ -83,22 +85,134 @@ def test_a_model_with_another_activation(kind, use):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_packed_model_is_each_sequence_alone(kind, use):
     """Packed by transformers' collator: its own functions refuse that without causal-conv1d."""
-    transformers = pytest.importorskip("transformers", minversion="5.15")  # before: no bounds
+    transformers = pytest.importorskip("transformers")
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
     model = use(hybrid(kind).eval())
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    pack = transformers.DataCollatorWithFlattening(
-        return_seq_idx=True, return_flash_attn_kwargs=True, return_tensors="pt"
-    )
     texts = [torch.randint(VOCABULARY, (n,)) for n in (5, 2, 13)]
-    batch = pack([{"input_ids": text.tolist()} for text in texts])
-    if importlib.util.find_spec("causal_conv1d") is None:
+    batch = packed(texts)
+    if importlib.util.find_spec("causal_conv1d") is None and version >= (5, 23):
         with pytest.raises(ValueError, match="packed sequences apart"):
             model(**batch, use_cache=False)
     swapping.swap(model)
+    if kind == "OlmoHybrid" and version < (5, 15):  # it has a convolution of its own
+        with pytest.raises(Unsupported, match="a packed batch in a gated-delta-net layer"):
+            model(**batch, use_cache=False)
+        return
     want = torch.cat([model(text[None], use_cache=False).logits[0] for text in texts])
     got = model(**batch, use_cache=False).logits[0]
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def packed(texts: list[Tensor]) -> dict[str, Any]:
+    """As transformers' collator does."""
+    lengths = [len(text) for text in texts]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    number = torch.arange(len(texts), dtype=torch.int32)
+    return {
+        "input_ids": torch.cat(texts)[None],
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "seq_idx": number.repeat_interleave(torch.tensor(lengths))[None],
+        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends,
+        "max_length_q": max(lengths), "max_length_k": max(lengths),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_pack_that_no_convolution_keeps_apart_is_refused(kind, use):
+    """It ran sequences into each other: with another activation, or without bounds."""
+    texts = [torch.randint(VOCABULARY, (n,)) for n in (5, 2, 13)]
+    for model, left_out in (
+        (hybrid(kind, hidden_act="gelu"), "seq_idx"),
+        (hybrid(kind), "cu_seq_lens_q"),
+    ):
+        swapping.swap(use(model.eval()))
+        batch = {name: x for name, x in packed(texts).items() if name != left_out}
+        with pytest.raises(Unsupported, match="need silu, one row, its bounds in cu_seq_lens_q"):
+            model(**batch, use_cache=False)
+        model(batch["input_ids"], use_cache=False)
+
+
+class OldLayer(nn.Module):
+    """As in transformers 4.57: holds its functions, and is not told where sequences begin."""
+
+    H, K = 2, 8
+
+    def __init__(self, kernel: Callable[..., Tensor] | None, held: bool) -> None:
+        super().__init__()
+        width = 3 * self.H * self.K
+        self.project = nn.Linear(16, width + 2 * self.H, bias=False)
+        self.conv1d = nn.Conv1d(width, width, 4, groups=width, padding=3, bias=False)
+        self.out = nn.Linear(self.H * self.K, 16, bias=False)
+        if held:
+            self.causal_conv1d_fn = kernel
+        self.chunk_gated_delta_rule = self.recurrent_gated_delta_rule = chunk_gated_delta_rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, a, b = self.project(x).split([self.conv1d.out_channels, self.H, self.H], -1)
+        mixed, weight = mixed.mT, self.conv1d.weight.squeeze(1)
+        if (kernel := getattr(self, "causal_conv1d_fn", None)) is not None:
+            more = {"bias": None, "activation": "silu", "seq_idx": None}
+            mixed = kernel(x=mixed, weight=weight, **more)
+        else:
+            mixed = by_torch(mixed, weight)
+        q, k, v = (y.unflatten(-1, (self.H, self.K)) for y in mixed.mT.chunk(3, -1))
+        o, _ = self.chunk_gated_delta_rule(
+            q, k, v, g=-a.exp(), beta=b.sigmoid(), initial_state=None,
+            output_final_state=False, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        return self.out(o.flatten(-2))
+
+
+class OldDecoderLayer(nn.Module):
+    def __init__(self, kernel: Callable[..., Tensor] | None = None, held: bool = True) -> None:
+        super().__init__()
+        self.linear_attn = OldLayer(kernel, held)
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return x + self.linear_attn(x)
+
+
+def test_a_pack_in_a_layer_that_is_not_told_of_it():
+    layer, x = OldDecoderLayer(), torch.randn(1, 20, 16)
+    bounds = torch.tensor([0, 5, 7, 20], dtype=torch.int32)
+    want = torch.cat([layer(part) for part in x.split([5, 2, 13], 1)], 1)
+    assert swapping.swap(layer) == 1
+    for more in ({}, {"seq_idx": torch.zeros(1, 20)}):
+        assert (layer(x, cu_seq_lens_q=bounds, **more) - want).abs().max() < 1e-5
+    assert (layer(x) - want).abs().max() > 1e-3  # nothing is left of the call before
+    with pytest.raises(Unsupported, match="a packed batch"):
+        layer(x, seq_idx=torch.zeros(1, 20))
+    assert swapping.restore(layer) == 1
+    assert not layer._forward_pre_hooks
+    layer(x, seq_idx=torch.zeros(1, 20))  # theirs
+
+
+def test_numbers_of_sequences_go_to_a_library_that_follows_them():
+    given = []
+
+    def library(x: Tensor, weight: Tensor, **others: Any) -> Tensor:
+        given.append(others["seq_idx"])
+        return by_torch(x, weight)
+
+    layer, numbers = OldDecoderLayer(library), torch.zeros(1, 20)
+    swapping.swap(layer)
+    layer(torch.randn(1, 20, 16), seq_idx=numbers)
+    assert given == [numbers]
+
+
+def test_a_layer_with_another_convolution_refuses_packs():
+    """It never hears of them, and ran sequences into each other."""
+    layer, x = OldDecoderLayer(held=False), torch.randn(1, 20, 16)
+    want = layer(x)
+    swapping.swap(layer)
+    assert (layer(x) - want).abs().max() < 1e-5
+    for name, given in (("cu_seq_lens_q", BOUNDS), ("seq_idx", torch.zeros(1, 20))):
+        with pytest.raises(Unsupported, match="a packed batch"):
+            layer(x, **{name: given})
+    assert swapping.restore(layer) == 1
+    layer(x, seq_idx=torch.zeros(1, 20))
 
 
 @pytest.mark.parametrize("first", ["swap", "shard"])
