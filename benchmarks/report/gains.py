@@ -7,8 +7,8 @@ from ..harness.records import Row, Run
 from . import models, tables
 from .figures import density_of, gain, steps
 from .names import BATCHES, gpu, span
-from .select import Digests, headline
-from .spread import Spread, beside, spread
+from .select import Digests, aside, headline
+from .spread import beside, spread
 
 UNKNOWN = "not measured yet"
 BEHIND = """\
@@ -26,19 +26,26 @@ class Gain(NamedTuple):
 
 GAINS: tuple[Gain, ...] = (
     Gain(
-        "train or run **Qwen3-Next, Qwen3.5, OLMo Hybrid**, or FLA's gated delta net layers",
-        "transformers: `integrations.transformers.swap(model)`; FLA: `integrations.fla.register()`",
-        "{model}; {rule}",
-        "**Models.** {model_measured} {rule_measured} {layer_measured}",
+        "run **Qwen3-Next, Qwen3.5 or OLMo Hybrid** in transformers, above all to train them",
+        "`integrations.transformers.swap(model)`",
+        "{model}",
+        "**Models.** {model_measured}",
+    ),
+    Gain(
+        "train gated delta net layers of **flash-linear-attention** (FLA)",
+        "`integrations.fla.register()`",
+        "{rule}; {layer}",
+        "**The gated delta rule.** {rule_measured} {layer_measured}",
     ),
     Gain(
         "train with **GRPO**, many responses to each prompt",
         "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
-        "each prompt stored and computed once: {whole}; no trainer's whole run yet",
-        "**Shared prompts.** {whole_measured} No trainer's whole run has been tried on a GPU yet.",
+        "each prompt stored and computed once: {whole}; the update alone, "
+        "no trainer's whole run yet",
+        "**Shared prompts.** {whole_measured} Generation takes as long as before.",
     ),
     Gain(
-        "train on **128K tokens** and more, on one GPU or several",
+        "train **Qwen2, Qwen3 or Llama on 128K tokens** and more, on one GPU or several",
         "`transformers_sparse_ring.prepare(model)`, "
         "then `sparse_ring=SparseRingConfig(...)` in each call",
         "attention over the blocks and columns that a mask keeps: {sparse}",
@@ -49,12 +56,11 @@ GAINS: tuple[Gain, ...] = (
     Gain(
         "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
         "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-backend qla`",
-        "prefill, decoding and drafts on the engine's pages of states: prefill **1.3 to 1.7 x** as "
-        "fast as vLLM's way, decoding **0.97 to 1.00 x**; not yet in a running engine",
-        "**Serving.** The kernels alone, in CUDA graphs, with the heads of one or two GPUs; some "
-        "are faster and some slower than the engines' and FlashInfer's "
-        "([times](docs/performance.md#serving)). In vLLM states are not copied. Not yet tried in a "
-        "running engine.",
+        "prefill **1.7 x** as fast as vLLM's way, **1.3 x** with prefix caching, its default; "
+        "decoding **0.97 to 1.00 x**; the kernels alone, not yet in a running engine",
+        "**Serving.** CUDA graphs, H100, heads of one or two GPUs. Some kernels are faster and "
+        "some slower than the engines' and FlashInfer's ([times](docs/performance.md#serving)). "
+        "Where decoding dominates, leave it off.",
     ),
 )
 
@@ -75,52 +81,38 @@ def behind(runs: Sequence[Run], digests: Digests) -> str:
 def _measured(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
     found: dict[str, Callable[[Sequence[Run], Digests], tuple[str, str]]] = {
         "model": models.gain,
+        "layer": models.layer,
         "rule": _rule,
         "whole": _whole,
         "sparse": _sparse,
     }
-    said = {"layer_measured": models.layer(runs, digests)}
+    said = dict[str, str]()
     for name, of in found.items():
         said[name], said[f"{name}_measured"] = of(runs, digests)
     return said
 
 
 def _rule(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
-    """Forward, and forward with backward: beside FLA, and of most models' heads the best rival."""
+    """Forward, and forward with backward, beside FLA's kernels."""
     run = headline(runs, "gdn", digests)
-    if run is None:
-        return f"the rule alone: {UNKNOWN}", ""
-    kinds = [[row for row in run.rows if row.kind == kind] for kind in ("fwd", "both")]
-    most = [[row for row in rows if row.heads == "16/32"] for rows in kinds]
-    ways = (False, True)
-    fla = [[beside(rows, "fla", eager) for eager in ways] for rows in kinds]
-    best = [[spread([gain(run, row, eager) for row in rows]) for eager in ways] for rows in most]
-    said = []
-    if text := _both_kinds(fla, kinds):
-        said.append(f"beside FLA's kernels, which transformers runs, too, {text}")
-    if text := _both_kinds(best, most):
-        said.append(f"beside the fastest of FlashQLA, FlashInfer and FLA {text}")
-    if not said:
-        return f"the rule alone: {UNKNOWN}", ""
-    way = f"The rule alone ({gpu(run)}, CUDA graphs / eager calls, heads of 128)"
-    whole = f"{way}: {'; '.join(said)} ([shape by shape](docs/records/gdn.md))."
-    means = [of_kind[0].mean for of_kind in fla if of_kind[0]]
-    if not means:
-        return "the rule alone beside FLA's: " + UNKNOWN, whole
-    return f"the rule alone **{_span(means)}** as fast as FLA's", whole
-
-
-def _both_kinds(found: Sequence[Sequence[Spread | None]], rows: Sequence[Sequence[Row]]) -> str:
-    """Of a forward, and of a forward with its backward; nothing if times of graphs are missing."""
-    said, worst = [], list[float]()
-    titles = "forward", "forward + backward"
-    for title, ways, of_kind in zip(titles, found, rows, strict=True):
-        if ways[0] is None:
-            return ""
-        ratios = " / ".join(f"{s.mean:.2f}" for s in ways if s)
-        said.append(f"{title} {ratios} x ({heads_of(of_kind)} heads)")
-        worst += [s.worst for s in ways if s]
-    return f"{', '.join(said)}, never below {min(worst):.2f} x"
+    kinds = {"forward": "fwd", "forward + backward": "both"}
+    said, means, least = list[str](), list[float](), list[float]()
+    for title, kind in kinds.items():
+        rows = [row for row in run.rows if row.kind == kind] if run else []
+        graph, eager = (beside(rows, "fla", way) for way in (False, True))
+        if graph and eager:
+            ways = f"{graph.mean:.2f} x in CUDA graphs and {eager.mean:.2f} x in eager calls"
+            said.append(f"{title} {ways} ({heads_of(rows)} heads)")
+            means += [graph.mean]
+            least += [graph.worst, eager.worst]
+    if run is None or len(said) < len(kinds):
+        return f"the rule beside FLA's: {UNKNOWN}", ""
+    few = f"the rule, which its layers call, **{_span(means)}** as fast as FLA's in the mean, at "
+    few += f"least {min(least):.2f} x"
+    whole = f"Beside FLA's kernels, which transformers runs, too, means on one {gpu(run)}, heads "
+    whole += f"of 128: {'; '.join(said)}; the least of all is {min(least):.2f} x. Beside the "
+    whole += "fastest of FlashQLA, FlashInfer and FLA: the table below."
+    return few, whole
 
 
 def heads_of(rows: Sequence[Row]) -> str:
@@ -137,19 +129,27 @@ def _whole(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
         which = f"{len(rows)} shapes"
         if prompts := [length for row in rows for length, _ in BATCHES.get(row.layout, ())]:
             which += f", prompts of {span(prompts)} tokens"
+            few[0] += f" with prompts of {min(prompts)} tokens and more"
         said.append(
             f"Attention, forward + backward, {gpu(run)}, CUDA graphs, beside flash-attn-4 on whole "
-            f"sequences: {which}. Long responses gain less, many short ones more."
+            f"sequences, 8/32 heads of 128: {which}{_short(runs, digests)}."
         )
     run = headline(runs, "hybrid", digests)
     rows = [row for row in run.rows if row.kind == "block"] if run else []
     if run and (of_all := spread([gain(run, row) for row in rows])):
-        few.append(f"four layers of Qwen3-Next **{_span(of_all[2:])}**")
+        few.append(f"four layers of Qwen3-Next's sizes **{_span(of_all[2:])}**")
         said.append(
-            f"The layers, forward + backward, {gpu(run)}, in no graph, beside ours on whole "
-            "sequences."
+            f"The layers, with MLPs of 6144 in place of experts, forward + backward, {gpu(run)}, "
+            "in no graph, beside ours on whole sequences, prompts of 2048 tokens and more."
         )
     return ", ".join(few) or UNKNOWN, " ".join(said)
+
+
+def _short(runs: Sequence[Run], digests: Digests) -> str:
+    """Of batches of short prompts."""
+    run = aside(runs, "dualkv", "short", digests)
+    of_all = spread([gain(run, row) for row in steps(run)]) if run else None
+    return f"; batches of shorter prompts gain {_span(of_all[2:])}" if of_all else ""
 
 
 def _sparse(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:

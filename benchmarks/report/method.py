@@ -78,6 +78,10 @@ and of OLMo Hybrid (3840, 11008); a row of the batch is a sequence. `--set fla` 
 hidden size 2048, as it is made by default. A step of `ours` has our rule and our convolution,
 `ours_rule` the rule alone, FLA's PyTorch's convolution, as transformers has without causal-conv1d.
 
+`hybrid` rows are `dualkv`'s groups in four layers of Qwen3-Next's sizes: three gated delta nets and
+one attention (hidden size 2048, heads 16/32 of 128 and 2/16 of 256), each with a dense MLP of 6144
+in place of its experts; all but rule, convolution and attention is PyTorch's, on both sides.
+
 Attention has 32 query and 8 key heads of size 128. `dualkv` rows are groups of responses, each with
 one prompt: `long` prompts of 4096 to 32768 tokens (A to D), `short` batches (S1 to S8; the last
 table has both), `responses` 1 to 64 of 512 tokens on 4096, `dense` sequences that share nothing,

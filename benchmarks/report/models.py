@@ -19,26 +19,29 @@ def gain(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
     if run is None or fla is None:
         return "layers: not measured yet", NO_MODELS
     labels = dict.fromkeys(row.what.removeprefix("4 layers of ") for row in rows)
-    few = f"layers in training **{fla.worst:.2f} to {fla.best:.2f} x** as fast as with FLA"
+    few = f"layers in training **{fla.worst:.2f} to {fla.best:.2f} x** as fast as with FLA where "
+    few += "causal-conv1d is not installed"
     said = f"Four layers of {' or '.join(labels)} in transformers, forward + backward, no "
     said += f"embedding, head or optimizer ({gpu(run)}, eager calls). FLA runs beside PyTorch's "
     said += "convolution, which is what transformers has without causal-conv1d"
     if alone is not None:
+        few += f" (the rule's part: {alone.worst:.2f} to {alone.best:.2f} x)"
         said += f"; with our rule alone {alone.worst:.2f} to {alone.best:.2f} x"
     if torch is not None:
-        few += f", **{torch.worst:.1f} to {torch.best:.1f} x** as without it"
-    return few, f"{said}. Most of a step is matrix products, as before."
+        few += f", **{torch.worst:.1f} to {torch.best:.1f} x** as fast as without FLA"
+    return few, f"{said}. Most of a step is matrix products, as before. Longer rows were not timed."
 
 
-def layer(runs: Sequence[Run], digests: Digests) -> str:
-    """A sentence about FLA's own layer."""
+def layer(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
+    """Of FLA's own layer, likewise."""
     run = aside(runs, "model", "fla", digests)
     rows = run.rows if run else ()
     of_all = beside(rows, "fla")
     if run is None or of_all is None:
-        return "Of FLA's layer the function was timed, a step not yet."
+        return "no step of its layer timed yet", ""
     times = f"{of_all.worst:.2f} to {of_all.best:.2f} x"
-    return f"A step of FLA's layer, of 256/512, {times} ({gpu(run)}, eager calls)."
+    whole = f"A step of FLA's layer, of 256/512, {times} ({gpu(run)}, eager calls)."
+    return f"a step of its layer **{times}**", whole
 
 
 def lines(run: Run | None) -> list[list[str]]:

@@ -60,7 +60,7 @@ class Case(NamedTuple):
     @property
     def short(self) -> str:
         worst = f"{self.ratio:.2f} x at {self.shape}"
-        return f"- {self.subject}: {worst}, beside {self.rival}{self.where}."
+        return f"- {self.subject}: {worst}, beside {self.rival}{self.where}"
 
 
 def slower(runs: Sequence[Run], digests: Digests) -> str:
@@ -77,10 +77,23 @@ def in_short(runs: Sequence[Run], digests: Digests) -> str:
     cases = _cases(runs, digests)
     if not cases:
         return ""
-    lines = [case.short for case in cases if not case.old]
+    lines = _by_family([case for case in cases if not case.old])
     if old := [case for case in cases if case.old]:
         lines.append(_older(old))
     return "\n".join([SLOWER_HERE, "", *lines])
+
+
+def _by_family(cases: Sequence[Case]) -> list[str]:
+    """A line each: the worst of it, and how many kinds of rows there are."""
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.subject.partition(",")[0], []).append(case)
+    lines = []
+    for of_family in found.values():
+        others = len(of_family) - 1
+        more = f" ({others} more kind{'s' * (others > 1)} of rows)" if others else ""
+        lines.append(min(of_family, key=lambda case: case.ratio).short + more)
+    return lines
 
 
 def _older(cases: Sequence[Case]) -> str:

@@ -31,9 +31,8 @@ STALE = """\
 Kernels changed since; [docs/records](docs/records/README.md) has each record's commit and the
 command that measures today's."""
 CURRENT = (  # of uncommitted changes
-    "Whatever changes there were beside the commit, the kernels are *current*: a record has "
-    "digests of the generated code that ran, and they equal this checkout's "
-    "([records](docs/records/README.md#all-records))."
+    "All ran today's kernels: a record has digests of the generated code that ran, and they equal "
+    "this checkout's ([records](docs/records/README.md#all-records))."
 )
 OTHER_GPUS = """\
 [docs/performance.md](docs/performance.md#gated-delta-net) has the gated delta net on other GPUs."""
@@ -131,7 +130,7 @@ BY_HAND = {"fa4_shared": "three flash-attn-4 calls a group, put together by hand
 SLOWER_HERE = """\
 Where ours is slower, at worst
 ([how many shapes, and both ways](docs/performance.md#in-one-table)):"""
-OLDER_HERE = "outdated, with older kernels and eager calls from before they were replayed"
+OLDER_HERE = "of older kernels, whose eager calls took the host longer"
 SLOWER_ONCE = """\
 And in these of 2026-11-22, measured with an older version and not yet again; eager calls take less
 time since ([note](docs/notes/native-launch.md), section 7):"""
@@ -143,9 +142,9 @@ STALE_ROWS = """\
 NO_MODELS = "no training step of a model was measured."
 MODELS_NOTE = """\
 Three gated delta nets and an attention layer, with their MLPs, random weights in bf16, eager calls;
-no embedding, head or optimizer. *Ours*: after `swap(model)`; *our rule alone*: with PyTorch's
-convolution. *FLA*: transformers with FLA, whose convolution is then PyTorch's, as in *PyTorch
-alone*: causal-conv1d was not installed."""
+no embedding, head or optimizer; more than 8192 tokens were not timed. *Ours*: after `swap(model)`,
+with a peak of memory within 3 % of FLA's; *our rule alone*: with PyTorch's convolution. *FLA*: with
+FLA and PyTorch's convolution, as in *PyTorch alone*: causal-conv1d was not installed."""
 
 SHARED_NOTE = """\
 [Where our backward's time goes](docs/notes/dualkv-backward.md) at long prompts, in a note."""

@@ -14,7 +14,7 @@ file into layers, in one of two ways:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -106,16 +106,33 @@ def of_rows(
     return causal_conv1d(x, weight, bias, activation, cu_seq_lens_q)
 
 
-def check_apart(apart: bool, kept: bool) -> None:
-    """Raises Unsupported for sequences that the layer's own convolution would run into each other.
+def check_apart(
+    x: Tensor,
+    weight: Tensor,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    bounds: Tensor | None,
+    follows: bool,
+) -> None:
+    """Raises Unsupported for a pack whose sequences the layer's own convolution would mix.
 
-    `kept`: it keeps them apart, as causal-conv1d does with seq_idx.
+    `of_rows` did not take it. `follows`: the layer's own keeps apart what seq_idx tells it.
     """
-    if apart and not kept:
-        op, got = "a packed batch in a gated-delta-net layer", "a convolution that ours refuses"
-        needs = "silu, one row, its bounds in cu_seq_lens_q, and a width of at most 4"
-        fix = "pass these, or install causal-conv1d and pass seq_idx as well"
-        raise Unsupported(need(op, got, needs, fix))
+    if (seq_idx is None and bounds is None) or (follows and seq_idx is not None):
+        return
+    if bounds is None:
+        _refuse_pack("no cu_seq_lens_q beside seq_idx")
+    if x.shape[0] != 1:
+        _refuse_pack(f"{x.shape[0]} rows")
+    if activation not in ACTIVATIONS:
+        _refuse_pack(f"activation {activation}")
+    _refuse_pack(refusal(x, weight) or "a convolution that ours refuses")
+
+
+def _refuse_pack(got: str) -> NoReturn:
+    needs = "one row with its bounds in cu_seq_lens_q, silu or no activation, a width of 2 to 4"
+    fix = "pass these, or install causal-conv1d and pass seq_idx as well"
+    raise Unsupported(need("a packed batch in a gated-delta-net layer", got, needs, fix))
 
 
 def _check_row(rows: int, tokens: int, layout: SharedLayout) -> None:
@@ -172,8 +189,8 @@ class PackedCall:
     def _begin(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
         self.layout, self.asked = kwargs.get(KEY), 0
         self.bounds, self.seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-        if self.mixes:
-            check_apart(self.bounds is not None or self.seq_idx is not None, kept=False)
+        if self.mixes and (self.bounds is not None or self.seq_idx is not None):
+            _refuse_pack("a layer whose convolution is not told where sequences begin")
 
     def _end(self, _: nn.Module, __: Any, result: Any) -> None:
         ignored = self.layout is not None and result is not None and self.asked < 2
@@ -218,8 +235,7 @@ class HeldConvolution:
             return convolution(x, weight, shared_prefix=layout, **others)
         if (ours := of_rows(x, weight, cu_seq_lens_q=bounds, **others)) is not None:
             return ours
-        kept = self.theirs is not None and seq_idx is not None
-        check_apart(seq_idx is not None or bounds is not None, kept)
+        check_apart(x, weight, activation, seq_idx, bounds, follows=self.theirs is not None)
         if self.theirs is not None:
             theirs: Tensor = self.theirs(x=x, weight=weight, **others)
             return theirs

@@ -321,9 +321,10 @@ def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
                 kwargs.pop(KEY, None)
                 if (y := of_rows(*args, **kwargs)) is not None:
                     return y
-                seq_idx, bounds = kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q")
-                apart = seq_idx is not None or bounds is not None
-                check_apart(apart, seq_idx is not None and KEEPS_APART)
+                activation, seq_idx = kwargs.get("activation"), kwargs.get("seq_idx")
+                bounds = kwargs.get("cu_seq_lens_q")
+                x, weight = args[:2]
+                check_apart(x, weight, activation, seq_idx, bounds, follows=KEEPS_APART)
                 return theirs(*args, **kwargs)
         return ours(*args, **{name: x for name, x in kwargs.items() if name in known})
 

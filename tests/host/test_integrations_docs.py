@@ -43,10 +43,14 @@ def error(model: nn.Module, batch: dict[str, Any], texts: list[Tensor]) -> float
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
-def test_the_program_with_packed_sequences():
+def test_the_program_with_packed_sequences(capsys):
     (code,) = [x for x in snippets("docs/integrations.md") if "DataCollatorWithFlattening" in x]
     names: dict[str, Any] = {}
     exec(compile(code, "docs/integrations.md", "exec"), names)
+    (check,) = [x for x in snippets("docs/integrations.md") if "alone = [" in x]
+    exec(compile(check, "docs/integrations.md", "exec"), names)
+    out = float(capsys.readouterr().out.rpartition("(")[2].partition(")")[0])
+    assert out < (1e-5 if names["device"] == "cpu" else 5e-2)
     model, batch = names["model"], names["batch"]
     assert not swapping.status(model).others
     assert {*batch} == {"input_ids", "labels", "position_ids", "seq_idx", *BOUNDS}

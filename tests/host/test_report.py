@@ -542,8 +542,9 @@ def test_pages_say_where_ours_is_slower():
     page = findings.page([run], current)
     assert f"- Gated delta net, forward: CUDA graphs at {said}" in page
     least = min(tables.ratio(row, ours, eager) for row in rows for eager in (False, True))
-    text = front([run], current).partition(f"- Gated delta net, forward: {least:.2f} x at ")[2]
-    shape, _, rival = text.partition(".\n")[0].partition(", beside ")
+    (line,) = [x for x in front([run], current).splitlines() if x.startswith("- Gated delta net, ")]
+    text = line.partition(f"forward: {least:.2f} x at ")[2].partition(" (2 more kinds of rows)")[0]
+    shape, _, rival = text.partition(", beside ")
     assert shape in map(names.shape_of, rows)
     assert rival in run.labels.values()
     assert "Where ours is slower" not in front([masked_run()], current)
@@ -554,7 +555,7 @@ def test_older_cases_are_apart_and_others_say_where():
     older = run_of(GDN["decode"])
     assert "measured with an older version" in findings.page([older], current)
     text = front([older], current)  # it said how many there were, and not how slow
-    assert "- 1 more kind of rows in records of 2026-01-02, outdated, with older kernels" in text
+    assert "- 1 more kind of rows in records of 2026-01-02, of older kernels" in text
     ratios = {
         way: min((tables.ratio(row, tables.our_names(older), eager), row) for row in older.rows)
         for way, eager in (("eager calls", True), ("CUDA graphs", False))
@@ -564,7 +565,7 @@ def test_older_cases_are_apart_and_others_say_where():
         assert (f"{said}{names.shape_of(row)}) beside " in text) == tables.is_slower(least)
     newer = dataclasses.replace(older, environment={"our_kernels": "prebuilt by nvcc 13"})
     assert "measured with an older version" not in findings.page([newer], current)
-    assert "with older kernels" not in front([newer], current)
+    assert "of older kernels" not in front([newer], current)
     for text, where in (
         (front([newer], current), ""),
         (front([newer], other), ", kernels changed since"),
@@ -572,7 +573,7 @@ def test_older_cases_are_apart_and_others_say_where():
         line = next(
             x for x in text.splitlines() if x.startswith("- Gated delta net, decoding, 64 ")
         )
-        assert line.endswith(f" (H200, 2026-01-02{where}).")
+        assert line.endswith(f" (H200, 2026-01-02{where})")
 
 
 def test_slower_rows_of_every_family_s_sets_are_listed():
@@ -634,12 +635,13 @@ def test_what_users_get_is_the_step_of_the_record():
     both = run_of([*GDN["anchors"], *step])
     ratios = [tables.ratio(row, tables.our_names(both)) for row in both.rows if row.kind == "both"]
     mean = math.prod(ratios) ** (1 / 3)
-    assert f"forward + backward {mean:.2f} / " in front([both], current)
+    line = cells_of(front([both], current), "Gated delta net, forward and backward; 16/32")
+    assert line[4].startswith(f"{mean:.2f} x")
     text = front([shared_run(SETS["hybrid"]["block"], {"ours": 10.0, "whole": 45.0})], current)
-    assert "four layers of Qwen3-Next **4.5 x**" in text
+    assert "four layers of Qwen3-Next's sizes **4.5 x**" in text
 
 
-def test_users_of_fla_find_their_own_gain_in_the_first_row():
+def test_users_of_fla_find_their_own_gain_in_a_row():
     """It stood on another page: the best rival was the only one here."""
     step = [dataclasses.replace(w, direction="both") for w in GDN["anchors"][21:24]]
     run = run_of([*GDN["anchors"], *step])
@@ -647,15 +649,20 @@ def test_users_of_fla_find_their_own_gain_in_the_first_row():
     forward, both = (spread.beside(rows, "fla") for rows in kinds)
     ratios = [row.time_ms("fla") / row.time_ms("ours") for row in kinds[0]]
     assert forward == spread.spread(ratios)
-    text = front([run], current).partition("beside FLA's kernels")[2].partition("; beside")[0]
+    text = front([run], current)
     eager = [spread.beside(rows, "fla", True) for rows in kinds]
-    assert f" forward {forward.mean:.2f} / {eager[0].mean:.2f} x" in text
-    assert f" forward + backward {both.mean:.2f} / {eager[1].mean:.2f} x" in text
-    ways = forward, both, *eager
-    assert text.endswith(f", never below {min(way.worst for way in ways):.2f} x")
+    least = min(way.worst for way in (forward, both, *eager))
+    few, most = (f"{mean:.1f}" for mean in sorted((forward.mean, both.mean)))
+    span = f"{few} to {most}" if few != most else few
+    said = f"**{span} x** as fast as FLA's in the mean, at least {least:.2f} x"
+    assert said in cells_of(text, "train gated delta net layers of **flash-linear-attention**")[2]
+    pairs = ("forward", forward, eager[0]), ("forward + backward", both, eager[1])
+    for title, graph, call in pairs:
+        ways = f"{graph.mean:.2f} x in CUDA graphs and {call.mean:.2f} x in eager calls ("
+        assert f" {title} {ways}" in text
     rows = (dataclasses.replace(row, results=row.results[:1]) for row in run.rows)
     alone = dataclasses.replace(run, rows=tuple(rows))
-    assert "beside FLA's kernels" not in front([alone], current)
+    assert "Beside FLA's kernels" not in front([alone], current)
 
 
 def test_records_say_how_kernels_were_launched():
