@@ -6,7 +6,10 @@ by name. tests/host/engines.json has the digests of these parts.
 
 import logging
 import os
+from functools import cache
 from importlib import metadata
+
+import torch
 
 from qla_kernels.errors import need
 
@@ -25,6 +28,20 @@ def unknown_version(engine: str) -> str | None:
     if got in known:
         return None
     return need("qla_kernels", got, " or ".join(known), "install it, or leave the plug-in off")
+
+
+def say_ran(engine: str, what: str, device: torch.device) -> None:
+    """Logs, once a process, that the plug-in's first call of a kind was launched.
+
+    A replay of a CUDA graph runs no Python: its calls are those of the capture.
+    """
+    if not torch.compiler.is_compiling():
+        _say_first(engine, what, str(device))
+
+
+@cache
+def _say_first(engine: str, what: str, where: str) -> None:
+    log.info("%s: the first %s went to qla_kernels, on %s", engine, what, where)
 
 
 def plug_in_of_vllm() -> str:

@@ -22,7 +22,7 @@ from qla_kernels.gdn import (
     prefill_gated_delta_rule,
     verify_gated_delta_rule,
 )
-from qla_kernels.integrations.engines import log, unknown_version
+from qla_kernels.integrations.engines import log, say_ran, unknown_version
 
 CHOICE = "qla"
 LINEAR = "sglang.srt.layers.attention.linear"
@@ -138,7 +138,9 @@ def kernel_on(base: Any) -> type:
         ) -> Tensor:
             _refuse_replay(kwargs)
             given = mixed_qkv, a, b, A_log, dt_bias, ssm_states, cache_indices
-            return packed_decode_gated_delta_rule(*given, scale=scale).transpose(0, 1)
+            o = packed_decode_gated_delta_rule(*given, scale=scale)
+            say_ran("SGLang", "decode", o.device)
+            return o.transpose(0, 1)
 
         def decode(
             self,
@@ -168,6 +170,7 @@ def kernel_on(base: Any) -> type:
                 state_indices=cache_indices,
                 **RAW,
             )
+            say_ran("SGLang", "decode", o.device)
             return o
 
         def extend(
@@ -204,6 +207,7 @@ def kernel_on(base: Any) -> type:
                 state_v_first=True,
                 out=output,
             )
+            say_ran("SGLang", "prefill", o.device)
             return o, None, None
 
         def target_verify(
@@ -227,7 +231,7 @@ def kernel_on(base: Any) -> type:
         ) -> Tensor:
             count = query_start_loc.shape[0] - 1
             parents = retrieve_parent_token
-            return verify_gated_delta_rule(
+            o = verify_gated_delta_rule(
                 q,
                 k,
                 v,
@@ -243,6 +247,8 @@ def kernel_on(base: Any) -> type:
                 cu_seqlens=query_start_loc,
                 **RAW,
             )
+            say_ran("SGLang", "verification of drafts", o.device)
+            return o
 
     return QlaGDNKernel
 

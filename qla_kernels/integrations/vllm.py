@@ -23,7 +23,7 @@ from qla_kernels.gdn import (
     verify_gated_delta_rule,
 )
 from qla_kernels.hybrid.step import decode_gated_delta_net
-from qla_kernels.integrations.engines import log, unknown_version
+from qla_kernels.integrations.engines import log, say_ran, unknown_version
 from qla_kernels.integrations.vllm_checks import refused, say_mixed
 
 NAME = "qla_kernels"
@@ -186,6 +186,7 @@ def _decode(
             layer.kv_cache[1], slots, states, *parameters, null_slot=NULL_SLOT,
             out=out.unsqueeze(1), **norm,
         )  # fmt: skip
+        say_ran("vLLM", "decode", out.device)
         return
     rows = engine.causal_conv1d_update(
         rows, states, *parameters, conv_state_indices=slots, validate_data=False
@@ -207,6 +208,7 @@ def _decode_rows(
         rows, a, b, layer.A_log, layer.dt_bias, layer.kv_cache[1], slots,
         null_slot=NULL_SLOT, out=out.unsqueeze(1), **(norm or {}),
     )  # fmt: skip
+    say_ran("vLLM", "decode", out.device)
 
 
 def _convolved(engine: Any, layer: Any, batch: Any, rows: Tensor) -> Tensor:
@@ -245,21 +247,11 @@ def _prefill(
         keep |= {"checkpoint_every": plan.every_n_tokens, "checkpoint_starts": plan.cu_starts}
     q, k, v, g, beta = _split(layer, rows[first:], b[first:], a[first:])
     prefill_gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        layer.kv_cache[1],
-        batch.prefill_state_indices,
-        start_indices=_starts(batch),
-        cu_seqlens=batch.prefill_query_start_loc,
-        A_log=layer.A_log,
-        dt_bias=layer.dt_bias,
-        out=out[first:].unsqueeze(0),
-        **keep,
-        **FLAGS,
-    )
+        q, k, v, g, beta, layer.kv_cache[1], batch.prefill_state_indices,
+        start_indices=_starts(batch), cu_seqlens=batch.prefill_query_start_loc,
+        A_log=layer.A_log, dt_bias=layer.dt_bias, out=out[first:].unsqueeze(0), **keep, **FLAGS,
+    )  # fmt: skip
+    say_ran("vLLM", "prefill", out.device)
     if plan is not None:
         layer._checkpoint_exporter.export(
             batch.checkpoint,
@@ -299,17 +291,8 @@ def _verify(
     )
     q, k, v, g, beta = _split(layer, rows, b, a)
     verify_gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        layer.kv_cache[1],
-        slots[:count],
-        num_accepted_tokens=batch.num_accepted_tokens[:count],
-        cu_seqlens=bounds[: count + 1],
-        A_log=layer.A_log,
-        dt_bias=layer.dt_bias,
-        out=out.unsqueeze(0),
-        **FLAGS,
-    )
+        q, k, v, g, beta, layer.kv_cache[1], slots[:count],
+        num_accepted_tokens=batch.num_accepted_tokens[:count], cu_seqlens=bounds[: count + 1],
+        A_log=layer.A_log, dt_bias=layer.dt_bias, out=out.unsqueeze(0), **FLAGS,
+    )  # fmt: skip
+    say_ran("vLLM", "verification of drafts", out.device)

@@ -18,7 +18,7 @@ from qla_kernels.gdn import GdnPool, refusal
 from qla_kernels.gdn.anchored.pages import Page
 from qla_kernels.gdn.shapes import KEY_ROOMS
 from qla_kernels.integrations import vllm as plain
-from qla_kernels.integrations.engines import log
+from qla_kernels.integrations.engines import log, say_ran
 
 NAME = "QLA_BATCH_INVARIANT=1 in vLLM"
 SPECS = "get_mamba_specs_from_config"  # what vLLM asks a class of models for the sizes of pages
@@ -150,6 +150,7 @@ def _forward(
         q, k, v, g, beta = (t[0, :first].unsqueeze(1) for t in x)
         o = pool.decode(q, k, v, g, beta, slots[:first], **_options(layer))
         out[:first] = o.squeeze(1)
+        say_ran("vLLM", "decode", out.device)
     if batch.num_prefills > 0:
         q, k, v, g, beta = (t[:, first:] for t in x)
         bounds, has = batch.prefill_query_start_loc, batch.prefill_has_initial_state
@@ -157,6 +158,7 @@ def _forward(
         named = torch.where(bounds.diff() > 0, batch.prefill_state_indices, plain.NULL_SLOT)
         o = pool.prefill(q, k, v, g, beta, named, bounds, has, **_options(layer))
         out[first:] = o[0]
+        say_ran("vLLM", "prefill", out.device)
 
 
 def _profile(layer: Any, rows: Tensor, b: Tensor, a: Tensor) -> None:

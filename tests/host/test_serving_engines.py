@@ -228,6 +228,44 @@ def test_vllm_layer_decodes_and_verifies(caplog):
     assert caplog.text.count("drafts stand beside other sequences run on vLLM's kernels") == 1
 
 
+def first_calls(caplog: Any) -> list[str]:
+    """What the log says of first calls."""
+    found = [r.getMessage() for r in caplog.records if "went to qla_kernels" in r.getMessage()]
+    caplog.clear()
+    return found
+
+
+def test_vllms_first_calls_are_logged_once(caplog):
+    engines._say_first.cache_clear()
+    caplog.set_level(logging.INFO, "qla_kernels")
+    t = Traffic(9, sizes=(8, 8))
+    decode = metadata_of(
+        num_prefills=0, num_decodes=1, num_actual_tokens=1,
+        non_spec_state_indices_tensor=t.table([5]),
+    )  # fmt: skip
+    prefill = metadata_of(
+        num_prefills=1, num_decodes=0, num_actual_tokens=5, has_initial_state=torch.tensor([True]),
+        non_spec_state_indices_tensor=t.table([5]), prefill_query_start_loc=t.table([0, 5]),
+        prefill_state_indices=t.table([5]), prefill_has_initial_state=torch.tensor([True]),
+    )  # fmt: skip
+    verify = metadata_of(
+        num_prefills=0, num_decodes=0, num_actual_tokens=2, num_spec_decodes=1,
+        spec_sequence_masks=torch.ones(1, dtype=torch.bool),
+        spec_state_indices_tensor=t.table([[5, 6]]), spec_query_start_loc=t.table([0, 2]),
+        num_accepted_tokens=t.table([1]),
+    )  # fmt: skip
+    kinds = ("decode", decode), ("prefill", prefill), ("verification of drafts", verify)
+    layer, engine = vllm_layer(t, None)
+    rows, a, b = t.rows(5)
+    out = torch.zeros(5, t.HV, t.V).double()
+    layer._forward_core(rows, b, a, out)  # vLLM profiles, on its own kernels
+    assert not first_calls(caplog)
+    for what, engine.batch in kinds:
+        for _ in range(2):
+            layer._forward_core(rows, b, a, out)
+        assert first_calls(caplog) == [f"vLLM: the first {what} went to qla_kernels, on cpu"]
+
+
 @pytest.mark.parametrize(
     ("dtype", "states", "sizes", "capability", "said"),
     [
@@ -449,7 +487,9 @@ def test_sglang_methods_take_what_sglang_passes():
         )
 
 
-def test_sglang_kernel_on_a_pool():
+def test_sglang_kernel_on_a_pool(caplog):
+    engines._say_first.cache_clear()
+    caplog.set_level(logging.INFO, "qla_kernels")
     t, kernel = Traffic(3), sglang_kernel()
     shape = {"ssm_states": t.pool, "cache_indices": t.table([4, -1, 2])}
     rows, a, b = t.rows(3)
@@ -463,6 +503,7 @@ def test_sglang_kernel_on_a_pool():
     loc = t.table([0, 1, 2, 3])
     again = kernel.decode(*t.split(rows), a, b, **t.parameters, **shape, query_start_loc=loc)
     assert torch.allclose(o, again)
+    assert first_calls(caplog) == ["SGLang: the first decode went to qla_kernels, on cpu"]
     for n, slot in ((0, 4), (2, 2)):
         mine = slice(n, n + 1)
         want, states = t.truth(rows[mine], a[mine], b[mine], before[slot].mT)
@@ -475,7 +516,9 @@ def test_sglang_kernel_on_a_pool():
         )  # fmt: skip
 
 
-def test_sglang_kernel_extends_and_verifies():
+def test_sglang_kernel_extends_and_verifies(caplog):
+    engines._say_first.cache_clear()
+    caplog.set_level(logging.INFO, "qla_kernels")
     t, kernel = Traffic(4), sglang_kernel()
     rows, a, b = t.rows(140)
     before, tracked = t.pool.clone(), torch.full((2, *t.pool.shape[1:]), torch.nan).double()
@@ -510,6 +553,9 @@ def test_sglang_kernel_extends_and_verifies():
         want, states = t.truth(rows[path], a[path], b[path], before[4].mT)
         t.agree("o", o[0, t_last], want[-1])
         t.agree("state", buffer[0, t_last].mT, states[-1])
+    said = "SGLang: the first {} went to qla_kernels, on cpu"
+    want = [said.format(what) for what in ("prefill", "verification of drafts")]
+    assert first_calls(caplog) == want
 
 
 class Backend(str):
