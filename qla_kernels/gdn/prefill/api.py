@@ -73,13 +73,16 @@ def prefill_gated_delta_rule(
             bf16, any strides. On a GPU q, k and v are bf16.
         state_indices: [N] int32 or int64. The final state of sequence n overwrites slot
             state_indices[n]. Two sequences must not share a slot. An index that is at most
-            null_slot, or past the pool, names no slot: nothing is written.
+            null_slot, or past the pool, names no slot: no state is written. Its rows of o are
+            computed and written as any others.
         start_indices: [N]: the slots to start from; state_indices if None. A sequence whose index
             names no slot starts from 0: that is how to say that a sequence has no initial state.
             Several may start from one slot, if it is not another's state_indices.
         checkpoints: [entries, HV, K, V], or [.., V, K] if state_v_first, in fp32 or bf16, any
             strides. States on the way are written to it, each to an entry of its own.
         checkpoint_every: keep the state after every so many tokens of a sequence, a multiple of 64.
+            They count from the first token that this call is given. A prompt in pieces has its
+            checkpoints at multiples of it if each piece starts at one.
         checkpoint_starts: [N] or [N + 1]: the entry of sequence n's first checkpoint; the others
             follow. n if None. Entries outside `checkpoints` are not written on a GPU.
         first_checkpoints: [N]: the first checkpoint of sequence n is the state after
