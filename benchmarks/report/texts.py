@@ -173,21 +173,21 @@ With its activation, over packed sequences and trees, it is bounded by memory. N
 same function has been timed beside it (causal-conv1d would be one). CUDA graphs:"""
 
 SERVING_NOTE = """\
-Calls of an inference engine, on a pool of states in pages. A rival's time has all that an engine
-has to do for it: where a library takes no slots, gathers, zeros, casts and scatters. The engines'
-Triton kernels ran without the engine; the norm behind them in a layer's step is a Triton kernel of
-ours. FlashInfer failed where it is not listed; vLLM prefills by *gather and scatter*. Ours was told
-the lengths on the host, normalised keys and activated gates, which plug-ins do not all have:
-lengths that only the GPU knows took 1.04 times as long in the mean, at worst 1.23
-([note](notes/gdn-segments.md#23-lengths-that-the-device-alone-knows), not in a pool)."""
+Calls of an inference engine, on a pool of states in pages: in fp32, but for one row of prefill in
+bf16 (4/16 heads). A rival's time has all that an engine has to do for it: where a library takes no
+slots, gathers, zeros, casts and scatters. The engines' Triton kernels ran without the engine; the
+norm behind them in a layer's step is ours. FlashInfer failed where it is not listed; vLLM prefills
+by *gather and scatter*. Ours was told the lengths on the host, normalised keys and activated gates,
+which plug-ins do not all have: lengths that only the GPU knows took 1.04 times as long in the mean,
+at worst 1.23 ([note](notes/gdn-segments.md#23-lengths-that-the-device-alone-knows), no pool)."""
 
 SERVING_PARALLEL = """\
 Under tensor parallelism a GPU has its share of a layer's heads. Prefill of 8 prompts of 2048
-tokens without checkpoints, a token of each of 64 sequences, and 4 drafts of each, in CUDA graphs.
-Ratios are a rival's time / ours: *vLLM's way* of prefill is FlashInfer with gathers and scatters,
-*FlashInfer* its call on the pool itself, *vLLM* and *SGLang* their Triton functions. Of prefill
-with 2/8, 4/8 and 2/4 heads FlashInfer takes longer than with twice as many; why was not looked
-into. {source}."""
+tokens without checkpoints, a token of each of 64 sequences, and 4 drafts of each, all on states in
+fp32, in CUDA graphs. Ratios are a rival's time / ours: *vLLM's way* of prefill is FlashInfer with
+gathers and scatters, *FlashInfer* its call on the pool itself, *vLLM*, *SGLang* their Triton. Of
+prefill with 2/8, 4/8 and 2/4 heads FlashInfer takes longer than with twice as many; why was not
+looked into. {source}."""
 
 NO_SERVING = """\
 No record yet: `python -m benchmarks.sm90 gdn --set serving --save` on a Hopper GPU makes one. Times
