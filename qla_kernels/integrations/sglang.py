@@ -1,10 +1,12 @@
 """SGLang's gated delta nets on our kernels: an entry point of sglang.srt.plugins.
 
-    python -m sglang.launch_server --linear-attn-backend qla ...
+    python -m sglang.launch_server --linear-attn-decode-backend qla \\
+        --linear-attn-prefill-backend qla ...
 
 `register` adds the choice `qla` to --linear-attn-backend and to its variants for prefill and
 decode, and gives GDNKernelDispatcher our kernel where one of them chose it. Verification of drafts
-follows decoding: the choices of --linear-attn-verify-backend are made before plug-ins load.
+follows decoding: the choices of --linear-attn-verify-backend are made before plug-ins load. With
+--linear-attn-backend qla SGLang gives up extra_buffer, a strategy of its cache of prefixes.
 """
 
 import functools

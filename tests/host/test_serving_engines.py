@@ -590,6 +590,7 @@ def dispatched(flags: tuple[str | None, ...], monkeypatch: Any) -> str:
     [
         (("triton", None, None, None), ""),
         (("qla", None, None, None), "decode extend verify"),
+        (("triton", "qla", "qla", None), "decode extend verify"),
         (("triton", "qla", None, None), "decode verify"),
         (("triton", "qla", None, "triton"), "decode"),
         (("triton", None, "qla", None), "extend"),
