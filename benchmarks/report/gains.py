@@ -55,7 +55,8 @@ GAINS: tuple[Gain, ...] = (
     ),
     Gain(
         "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
-        "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-backend qla`",
+        "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: "
+        "`--linear-attn-prefill-backend qla --linear-attn-decode-backend qla`",
         "prefill **1.7 x** as fast as vLLM's way, **1.3 x** with prefix caching, its default; "
         "decoding **0.97 to 1.00 x**; the kernels alone, not yet in a running engine",
         "**Serving.** CUDA graphs, H100, heads of one or two GPUs. Some kernels are faster and "

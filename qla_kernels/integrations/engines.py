@@ -53,7 +53,9 @@ def plug_in_of_vllm() -> str:
 
 def plug_in_of_sglang() -> str:
     """Returns whether the plug-in fits the installed SGLang, and how it is switched on."""
-    return _fits("sglang", "on by --linear-attn-backend qla")
+    return _fits(
+        "sglang", "on by --linear-attn-prefill-backend qla and --linear-attn-decode-backend qla"
+    )
 
 
 PLUG_INS = {"vLLM plug-in": plug_in_of_vllm, "SGLang plug-in": plug_in_of_sglang}

@@ -100,7 +100,7 @@ def test_plug_ins_of_engines_say_version_and_switch(monkeypatch):
         assert plug_in[engine]() == f"not installed; the plug-in works with {only}"
     versions |= known
     assert plug_in["vllm"]().endswith("a known version; VLLM_PLUGINS is not set: off")
-    assert plug_in["sglang"]().endswith("a known version; on by --linear-attn-backend qla")
+    assert plug_in["sglang"]().endswith("and --linear-attn-decode-backend qla")
     for value, switch in (("other,qla_kernels", "on"), ("qla", "off")):
         monkeypatch.setenv("VLLM_PLUGINS", value)
         assert plug_in["vllm"]().endswith(f"VLLM_PLUGINS is {value!r}: {switch}")
