@@ -59,7 +59,7 @@ class SparseRingConfig:
     layout: Layout | None = None
     pattern: Pattern | Mapping[int, Pattern] = field(default_factory=VerticalSlash)  # or by layer
     schedule: Schedule = "auto"
-    dense_layers: Sequence[int] = ()  # indices of dense layers; all other layers use the pattern
+    dense_layers: Sequence[int] = ()  # numbers from 0 on; all others use the pattern
     seqlen: int | None = None  # tokens of the whole sequence before the padding
     keep_gathered: bool = False  # for layers that are recomputed: see sparse_ring_attention
     on_index: OnIndex | None = None  # called with the lines of each layer; see OnIndex
@@ -129,8 +129,9 @@ def attention(
     """Computes a layer's attention: query [B, H, L, D], key and value [B, Hk, L, D].
 
     transformers calls it. Returns (o [B, L, H, D], None). Raises Unsupported without settings and
-    for any option besides causal attention; and ValueError for positions that restart or, on every
-    rank of a ring, are not those of the layout (on the CPU, or under QLA_CHECK=1).
+    for any option besides causal attention; and ValueError for dense_layers that the model does not
+    have, and for positions that restart or, on every rank of a ring, are not those of the layout
+    (on the CPU, or under QLA_CHECK=1).
     """
     if sparse_ring is None:
         fix = "pass sparse_ring=SparseRingConfig(...) to the model's call"
@@ -158,6 +159,8 @@ def attention(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # q and k come in fp32 from their norms, v from its product
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    if not torch.compiler.is_compiling() and len(sparse_ring.dense_layers):
+        check_layers(sparse_ring.dense_layers, getattr(module, "config", None))
     pattern = _pattern(sparse_ring, getattr(module, "layer_idx", None))
     common: dict[str, Any] = {"pattern": pattern, "seqlen": sparse_ring.seqlen, "scale": scaling}
     group, layout = sparse_ring.group, sparse_ring.layout
@@ -174,6 +177,19 @@ def attention(
     o, index = result
     sparse_ring.on_index(getattr(module, "layer_idx", None), q.detach(), k.detach(), index)
     return o, None
+
+
+def check_layers(dense_layers: Sequence[int], config: Any) -> None:
+    """Raises ValueError if the model of a config has no layer of a number; None is not checked."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = getattr(text, "num_hidden_layers", None)
+    if layers is None:
+        return
+    for number in dense_layers:
+        if not 0 <= number < layers:
+            needs = f"0 to {layers - 1} for a model of {layers} layers"
+            fix = "count layers from 0, and leave out the others"
+            raise ValueError(need(NAME, f"dense_layers has {number}", needs, fix))
 
 
 def _check_positions(settings: SparseRingConfig, position_ids: Any, tokens: int) -> None:

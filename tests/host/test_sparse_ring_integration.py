@@ -123,6 +123,19 @@ def test_layers_have_patterns_of_their_own():
         )
 
 
+@pytest.mark.parametrize("wrong", [2, -1])
+def test_dense_layers_that_the_model_does_not_have_are_refused(wrong):
+    """They were ignored: a layer that was meant stayed sparse."""
+    text = f"dense_layers has {wrong}; need 0 to 1 for a model of 2 layers; count layers from 0"
+    model, tokens = tiny(), torch.randint(64, (1, 128))
+    hook.prepare(model)
+    settings = SparseRingConfig(pattern=Dense(), dense_layers=(1, wrong))
+    with pytest.raises(ValueError, match=f"^sparse_ring: {text}"):
+        model(tokens, use_cache=False, sparse_ring=settings)
+    hook.check_layers((0, 1), model.config)
+    hook.check_layers((wrong,), None)  # a layer that does not say
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
