@@ -16,7 +16,8 @@ each layer, as means over heads, with the worst head in brackets:
 
 Held-out recall says how much attention training would lose; window recall is the target that was
 set. Layers whose mean held-out recall is below `--least` are listed as `dense_layers`, and as the
-option of examples/long_context_train.py. `--out` writes the numbers of each head, too.
+option of examples/long_context_train.py. For a target that is not above `--least` none are listed,
+because nearly all layers would be below. `--out` writes the numbers of each head, too.
 
 Measured is one sequence: the first `--length` tokens from `--start` on, whatever documents they are
 of. On a GPU the model runs in bf16, on a CPU in fp32.
@@ -238,6 +239,10 @@ def _report(measured: Measured, least: float) -> Iterator[str]:
                 ("held out", (x.held_out or 0.0 for x in lines)),
             )
         )
+        if pattern.recall_s <= least:
+            target = f"the target {pattern.recall_s}"
+            yield f"no layers are listed for {target}: it is not above --least {least}"
+            continue
         low = [x.layer for x in lines if (x.held_out or 0.0) < least]
         listed = f"dense_layers=({', '.join(low)}{',' * (len(low) == 1)})"
         either = f"--dense-layers {' '.join(low)}, or {listed}" if low else "no layer"

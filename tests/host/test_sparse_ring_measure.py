@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,8 +68,6 @@ def test_a_log_keeps_the_latest_lines_of_each_layer():
 
 
 def test_the_hook_calls_with_each_layers_tensors_and_lines():
-    from types import SimpleNamespace
-
     q, k, v = (torch.randn(1, h, 256, 8) for h in (4, 2, 2))
     called = []
     settings = hook.SparseRingConfig(
@@ -103,10 +102,23 @@ def test_the_command_measures_a_dump(by_layer, tmp_path, capsys):
         assert len(a["heads"]["density"]) == 4
     said = capsys.readouterr().out
     assert said.count("held out") == 2 * (1 + by_layer) + 2
-    both = "--dense-layers 3 8, or dense_layers=(3, 8)\n"
-    assert (both if by_layer else "--dense-layers 0, or dense_layers=(0,)\n") in said
     measure.main([*call, "--least=0"])
     assert "held-out recall below 0.0: no layer\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layers", [(3, 8), (0,)])
+def test_layers_are_listed_for_targets_above_the_threshold(layers):
+    """All were listed for a target of 0.9 and a threshold of 0.9."""
+    found = [measure.LayerLines(str(n), *[0.0] * 7, 0.85, 0.8) for n in layers]
+    found.append(measure.LayerLines("9", *[0.0] * 7, 0.92, 0.9))
+    patterns = [VerticalSlash(x, x) for x in (0.9, 0.95)]
+    said = list(measure._report(SimpleNamespace(patterns=patterns, lines=[found] * 2), 0.9))
+    listed = [line for line in said if "listed" in line or "below" in line]
+    option, setting = ("3 8", "3, 8") if len(layers) == 2 else ("0", "0,")
+    assert listed == [
+        "no layers are listed for the target 0.9: it is not above --least 0.9",
+        f"held-out recall below 0.9: --dense-layers {option}, or dense_layers=({setting})",
+    ]
 
 
 def saved(*shapes):
