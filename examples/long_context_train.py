@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from long_context import attention, checkpoints
 from long_context.loss import IGNORED
-from long_context.model import causal_model, distributed
+from long_context.model import causal_model, configuration, distributed
 from long_context.sequences import Dealer, Documents, Synthetic
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,20 +77,21 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         raise SystemExit(f"--ring {ring} of {world} ranks: pass a divisor")
     mesh = init_device_mesh(device.type, (world // ring, ring), mesh_dim_names=("data", "ring"))
     group = RingGroups.from_mesh(mesh["ring"])
+    layers = tuple(options.dense_layers) if options.attention == "sparse" else ()
+    config = configuration(options.model, options.length, options.layers, layers)
     if options.without_effect:
         given = ", ".join(options.without_effect)
         say(f"without effect under --attention {options.attention}: {given}")
     if options.attention == "sparse":
         recomputed = options.checkpointing == "full"
-        layers = tuple(options.dense_layers)
         chosen = attention.sparse(group, options.mask, options.schedule, layers, recomputed)
     else:
         kernel = options.dense_kernel or attention.default_kernel(device)
         chosen = attention.dense(group, kernel)
 
     everyone = init_device_mesh(device.type, (world,))
-    causal = causal_model(options.model, chosen.name, options.length, options.layers, device)
-    if warning := beyond(causal.config, options.length):
+    causal = causal_model(options.model, config, chosen.name, device)
+    if warning := beyond(config, options.length):
         say(warning)
     vocabulary = causal.config.vocab_size
     model = distributed(causal, everyone, options.loss_rows, options.checkpointing == "full")
@@ -220,6 +221,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, help="also append each line as JSON")
     add("--device", choices=("cuda", "cpu"), help="cuda by default, if there is one")
     options = parser.parse_args(arguments)
+    if options.save_every < 1:
+        got, fix = f"--save-every {options.save_every}", "pass more than --steps to save at the end"
+        raise SystemExit(f"{got}; need 1 or more; {fix} alone")
     options.without_effect = [
         f"--{name.replace('_', '-')}"
         for name in IGNORED_BY[options.attention]

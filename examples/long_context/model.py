@@ -1,5 +1,6 @@
 """The model: a causal language model of transformers, its loss, and its distribution by FSDP2."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,13 +49,12 @@ class LanguageModel(nn.Module):
         return linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), self._rows)
 
 
-def causal_model(
-    name: str, attention: str, length: int, layers: int | None, device: torch.device
-) -> nn.Module:
-    """Returns a model in fp32: one of SIZES with random weights, or a checkpoint in a folder.
+def configuration(
+    name: str, length: int, layers: int | None, dense_layers: Sequence[int] = ()
+) -> Any:
+    """Returns the configuration of a model; ends the program if such a model cannot run.
 
-    Random weights are made on the device, and are the same on every rank and for any number of
-    ranks. A checkpoint is read into the memory of the host. `layers` keeps only the first ones.
+    `layers` keeps only the first ones.
     """
     import transformers
 
@@ -62,10 +62,27 @@ def causal_model(
         config = transformers.Qwen2Config(**SIZES[name], max_position_embeddings=length)
     else:
         config = transformers.AutoConfig.from_pretrained(name)
+    text = config.get_text_config()
     if layers is not None:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    try:
+        hook.check(config)
+        hook.check_layers(dense_layers, config)
+    except ValueError as error:
+        raise SystemExit(f"--model {name}: {error}") from None
+    return config
+
+
+def causal_model(name: str, config: Any, attention: str, device: torch.device) -> nn.Module:
+    """Returns a model in fp32: one of SIZES with random weights, or a checkpoint in a folder.
+
+    Random weights are made on the device, and are the same on every rank and for any number of
+    ranks. A checkpoint is read into the memory of the host.
+    """
+    import transformers
+
     made: Any = transformers.AutoModelForCausalLM
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if name in SIZES:

@@ -106,6 +106,28 @@ def test_a_mask_that_is_none_is_refused_before_ranks_join(monkeypatch):
         example.main()
 
 
+def test_a_model_or_layers_that_cannot_run_end_with_a_sentence(tmp_path):
+    """Qwen3.5 ended in a traceback after it was loaded, and layers beyond the last were ignored."""
+    transformers = pytest.importorskip("transformers")
+    from long_context.model import configuration
+
+    transformers.Qwen3_5Config().save_pretrained(tmp_path)
+    said = f"--model {tmp_path}: sparse_ring: layers of linear_attention, .*; need layers of full"
+    with pytest.raises(SystemExit, match=said):
+        configuration(str(tmp_path), 512, None)
+    assert configuration("tiny", 512, None, (0, 1)).num_hidden_layers == 2
+    with pytest.raises(SystemExit, match="dense_layers has 1; need 0 to 0 for a model of 1 l"):
+        configuration("tiny", 512, 1, (0, 1))
+
+
+def test_a_number_of_steps_between_checkpoints_below_1_is_refused():
+    """It was a ZeroDivisionError after the first step."""
+    import long_context_train as example
+
+    with pytest.raises(SystemExit, match="--save-every 0; need 1 or more; pass more than --steps"):
+        example.parse(["--save-every", "0"])
+
+
 def test_options_of_the_other_attention_are_named(said):
     """They were ignored in silence."""
     import long_context_train as example
@@ -136,9 +158,10 @@ def test_the_dense_ring_and_every_diagonal_train_alike(said):
 
 
 def test_the_first_loss_is_that_of_the_model_by_itself(said):
-    from long_context.model import causal_model
+    from long_context.model import causal_model, configuration
 
-    model = causal_model("tiny", "eager", ranks.LENGTH, None, torch.device("cpu"))
+    config = configuration("tiny", ranks.LENGTH, None)
+    model = causal_model("tiny", config, "eager", torch.device("cpu"))
     tokens = Synthetic(ranks.LENGTH, model.config.vocab_size)[0][None]
     want = model(tokens, labels=tokens).loss  # it shifts labels by itself
     assert said["dense"][0]["loss"] == pytest.approx(want.item(), rel=1e-5)
