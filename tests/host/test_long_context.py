@@ -297,6 +297,12 @@ def test_gains_by_density_are_those_of_the_records_and_of_the_formula():
         found = [float(x) for x in numbers.split(" | ")]
         assert found == pytest.approx([*ours, gain, *steps], rel=6e-3), density
     assert len(lines) == 6
-    shares = [r / (1 + r) for r in (T * 1024 * 36 * 2048 / 3.1e9 for T in (32, 64, 128, 512))]
-    said = "that is {} % at 32K tokens, {} % at 64K, {} % at 128K and {} % at 512K"
+    shares = [r / (1 + r) for r in (T * 1024 * 36 * 2048 / 3.1e9 for T in (32, 64, 128, 256, 512))]
+    said = "that is {} % at 32K tokens, {} % at 64K, {} % at 128K, {} % at\n256K and {} % at 512K"
     assert said.format(*(round(100 * f) for f in shares)) in page
+    for length, f in (("128K", shares[2]), ("256K", shares[3])):
+        steps = [1 / (1 - f + f / gain) for gain in (14.8, 3.8)]
+        assert f"| {length} | {100 * f:.0f} % | {steps[0]:.2f} | {steps[1]:.2f} |" in page
+    gain = 1 / (33 / 36 / 14.8 + 3 / 36 / 0.81)  # three dense layers of 36
+    step = 1 / (1 - shares[2] + shares[2] / gain)
+    assert f"= {gain:.2f} in place of 14.8, and {step:.2f} in place of" in page
