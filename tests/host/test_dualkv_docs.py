@@ -10,8 +10,8 @@ import torch
 
 from examples import dualkv_grpo
 from qla_kernels import SharedLayout, pack_padded
-from qla_kernels.dualkv import padded_groups
-from qla_kernels.integrations import transformers_dualkv
+from qla_kernels.dualkv import PaddedGroup, padded_groups
+from qla_kernels.integrations import transformers_dualkv, verl
 from scripts import dualkv_mask
 from tests.compare import assert_close
 from tests.readme import names_in
@@ -63,6 +63,51 @@ def test_the_functions_for_transformers(code, rollouts):
     batch = pack_padded(ids, mask, width)
     logprobs = batch.gather_logprobs(code["packed_logits"](model, batch))
     assert_close("log-probabilities", batch.to_padded(logprobs).detach(), whole, 1e-6)
+
+
+def test_the_function_for_padded_rows_of_another_trainer(rollouts):
+    model, ids, mask, _, width, whole = rollouts
+    found = names_in("docs/rl-trainers.md")["response_logprobs"](model, ids, mask, width)
+    assert_close("log-probabilities", found.detach(), whole, 1e-6)
+
+
+def test_memory_of_logits_in_verl(monkeypatch):
+    """Of what torch allocates: 4 bytes a row and word, for all T rows of a replaced forward."""
+    monkeypatch.setattr("qla_kernels.dualkv.logprobs.ELEMENTS", 1 << 18)
+    vocabulary, prompt = 20000, torch.arange(400)
+    sequences = [torch.cat([prompt, torch.randint(1000, (200,))]) for _ in range(4)]
+    rows = {"input_ids": sequences, "responses": [x[400:] for x in sequences]}
+    data: dict[str, Any] = {
+        name: torch.nested.nested_tensor(x, layout=torch.jagged) for name, x in rows.items()
+    }
+    data |= {"calculate_entropy": True, "temperature": 1.0}
+    batch = verl.pack(data)
+    head = torch.randn(vocabulary, 8).bfloat16().requires_grad_()
+
+    def loss(hidden):
+        logits = (hidden @ head.T)[None]  # gone when the engine's forward_step returns
+        found = verl.unpack(logits[0], batch, data)
+        return sum(x.values().sum() for x in found.values())
+
+    for count in (len(batch.src_rows), batch.num_tokens):
+        hidden = torch.randn(count, 8).bfloat16().requires_grad_()
+        with torch.profiler.profile(profile_memory=True) as run:
+            loss(hidden).backward()
+        events = [x for x in run.profiler.kineto_results.events() if x.name() == "[memory]"]
+        now = most = 0
+        for event in sorted(events, key=lambda x: x.start_ns()):
+            now += event.nbytes()
+            most = max(most, now)
+        assert most == pytest.approx(4 * count * vocabulary, rel=0.15)
+    page = (ROOT / "docs" / "rl-trainers.md").read_text()
+    for count, words, name in ((32753, 151936, "M"), (36864, 248320, "T")):
+        assert f"{name} = {count}, V = {words}: {4 * count * words / 1e9:.0f} GB" in page
+    for most_tokens, split in ((36864, [16]), (20480, [8, 8]), (12288, [4] * 4)):
+        group = PaddedGroup(list(range(16)), 4096, [2048] * 16)
+        assert [len(x) for x in verl.micro_batches([group], most_tokens)] == split
+        tokens = [4096 + 2048 * n for n in split]
+        numbers = f"{4 * max(tokens) * 248320 / 1e9:.0f} GB | {98304 / sum(tokens):.2f} x"
+        assert f"| {most_tokens} | {', '.join(map(str, split))} | {numbers} |" in page
 
 
 @pytest.mark.parametrize("page", ["docs/dualkv.md", "docs/rl-trainers.md"])
