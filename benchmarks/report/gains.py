@@ -58,10 +58,10 @@ GAINS: tuple[Gain, ...] = (
         "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: "
         "`--linear-attn-prefill-backend qla --linear-attn-decode-backend qla`",
         "prefill **1.7 x** as fast as vLLM's way, **1.3 x** with prefix caching, its default; "
-        "decoding **0.97 to 1.00 x**; the kernels alone, not yet in a running engine",
+        "decoding **0.97 to 1.00 x**; the kernels alone, states in fp32, not yet in an engine",
         "**Serving.** CUDA graphs, H100, heads of one or two GPUs. Some kernels are faster and "
         "some slower than the engines' and FlashInfer's ([times](docs/performance.md#serving)). "
-        "Where decoding dominates, leave it off.",
+        "Where decoding or drafts dominate, [leave it off](docs/serving.md#is-it-worth-it).",
     ),
 )
 
