@@ -7,7 +7,7 @@ from ..harness.records import Row, Run
 from . import models, tables
 from .figures import density_of, gain, steps
 from .names import BATCHES, gpu, span
-from .select import Digests, aside, headline
+from .select import FLAS, Digests, aside, headline, of_sizes
 from .spread import beside, spread
 
 UNKNOWN = "not measured yet"
@@ -42,7 +42,9 @@ GAINS: tuple[Gain, ...] = (
         "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
         "each prompt stored and computed once: {whole}; the update alone, "
         "no trainer's whole run yet",
-        "**Shared prompts.** {whole_measured} Generation takes as long as before.",
+        "**Shared prompts.** N responses of R tokens to a prompt of P are N (P + R) tokens in "
+        "whole sequences and P + N R here: short prompts and long responses gain little. "
+        "{whole_measured} Generation takes as long as before.",
     ),
     Gain(
         "train **Qwen2, Qwen3 or Llama on 128K tokens** and more, on one GPU or several",
@@ -51,15 +53,17 @@ GAINS: tuple[Gain, ...] = (
         "attention over the blocks and columns that a mask keeps: {sparse}",
         "**Sparse attention.** {sparse_measured} One step of layers was timed: [2.49 x the tokens "
         "a second](docs/long-context.md#what-to-expect) of cuDNN's dense attention, with 4 % of "
-        "the pairs, two H200. Which density a model needs is to be measured on it.",
+        "the pairs, two H200. Masks were made up; which density a model needs is to be measured "
+        "on it.",
     ),
     Gain(
         "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
-        "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: "
-        "`--linear-attn-prefill-backend qla --linear-attn-decode-backend qla`",
-        "prefill **1.7 x** as fast as vLLM's way, **1.3 x** with prefix caching, its default; "
-        "decoding **0.97 to 1.00 x**; the kernels alone, states in fp32, not yet in an engine",
-        "**Serving.** CUDA graphs, H100, heads of one or two GPUs. Some kernels are faster and "
+        "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-prefill-backend qla`",
+        "prefill **1.4 to 1.8 x** as fast as vLLM's way, **1.3 x** with prefix caching, its "
+        "default; decoding **0.97 to 1.00 x**; the kernels alone, states in fp32, which Qwen3-Next "
+        "has in vLLM by `--mamba-ssm-cache-dtype float32`; not yet in a running engine",
+        "**Serving.** CUDA graphs, H100; prefill at three shapes, with prefix caching at one, "
+        "decoding with the heads of one to eight GPUs. Some kernels are faster and "
         "some slower than the engines' and FlashInfer's ([times](docs/performance.md#serving)). "
         "Where decoding or drafts dominate, [leave it off](docs/serving.md#is-it-worth-it).",
     ),
@@ -109,11 +113,19 @@ def _rule(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
     if run is None or len(said) < len(kinds):
         return f"the rule beside FLA's: {UNKNOWN}", ""
     few = f"the rule, which its layers call, **{_span(means)}** as fast as FLA's in the mean, at "
-    few += f"least {min(least):.2f} x"
+    few += f"least {min(least):.2f} x, heads of 128"
+    if sizes := _of_default_layer(runs):
+        few += f"; **{sizes}** with the heads of its default layer"
     whole = f"Beside FLA's kernels, which transformers runs, too, means on one {gpu(run)}, heads "
     whole += f"of 128: {'; '.join(said)}; the least of all is {min(least):.2f} x. Beside the "
     whole += "fastest of FlashQLA, FlashInfer and FLA: the table below."
     return few, whole
+
+
+def _of_default_layer(runs: Sequence[Run]) -> str:
+    """Means of forward and backward with the heads of FLA's default layer."""
+    found = [beside(run.rows, "fla") for run in of_sizes(runs, *FLAS).values()]
+    return _span([s.mean for s in found if s]) if any(found) else ""
 
 
 def heads_of(rows: Sequence[Row]) -> str:
@@ -122,15 +134,16 @@ def heads_of(rows: Sequence[Row]) -> str:
 
 def _whole(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
     """Prompts computed once, beside whole sequences: forward and backward together."""
-    few, said = [], []
+    few, said, longer = [], [], ""
     run = headline(runs, "dualkv", digests)
     rows = [row for row in steps(run) if gain(run, row)] if run else []
     if run and (of_all := spread([gain(run, row) for row in rows])):
         few.append(f"attention **{_span(of_all[2:])}** as fast as on whole sequences")
         which = f"{len(rows)} shapes"
-        if prompts := [length for row in rows for length, _ in BATCHES.get(row.layout, ())]:
-            which += f", prompts of {span(prompts)} tokens"
-            few[0] += f" with prompts of {min(prompts)} tokens and more"
+        if groups := [group for row in rows for group in BATCHES.get(row.layout, ())]:
+            which += f", prompts of {span([prompt for prompt, _ in groups])} tokens"
+            times = min(prompt / max(responses) for prompt, responses in groups)
+            longer = f", with prompts at least {times:g} times as long as a response"
         said.append(
             f"Attention, forward + backward, {gpu(run)}, CUDA graphs, beside flash-attn-4 on whole "
             f"sequences, 8/32 heads of 128: {which}{_short(runs, digests)}."
@@ -143,7 +156,7 @@ def _whole(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
             f"The layers, with MLPs of 6144 in place of experts, forward + backward, {gpu(run)}, "
             "in no graph, beside ours on whole sequences, prompts of 2048 tokens and more."
         )
-    return ", ".join(few) or UNKNOWN, " ".join(said)
+    return ", ".join(few) + longer if few else UNKNOWN, " ".join(said)
 
 
 def _short(runs: Sequence[Run], digests: Digests) -> str:

@@ -7,9 +7,9 @@ from . import gains, tables
 from .figures import density_of, gain, rival_of, short
 from .names import shape_of, title_of
 from .pictures import shown
-from .select import Digests, headline, lacks_values, names_of, newest
+from .select import FLAS, OLMO, Digests, headline, lacks_values, names_of, of_sizes
 from .slower import in_short
-from .spread import beside, spread
+from .spread import spread
 from .texts import (
     BEFORE_PROGRAMS,
     CURRENT,
@@ -21,7 +21,6 @@ from .texts import (
 )
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
-OLMO, FLAS = (96, 192), (256, 512)  # head sizes of OLMo Hybrid, and FLA's default
 ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
 
 
@@ -153,16 +152,6 @@ def source(run: Run, digests: Digests | None = None) -> str:
     dirty = " with changes" if run.dirty else ""
     stale = "" if digests is None or run.current(digests) else ", kernels changed since"
     return f"{run.device}, {run.date[:10]}, commit {run.commit[:10]}{dirty}{stale}"
-
-
-def of_sizes(runs: Sequence[Run], K: int, V: int) -> dict[str, Run]:
-    """Forward and backward of heads of K/V: two shapes each, of the newest runs."""
-    found = {kind: newest(runs, "gdn", f"sizes:d{K}x{V}", kind, 2) for kind in ("fwd", "bwd")}
-    return {
-        kind: run
-        for kind, run in found.items()
-        if run and any(beside(run.rows, "fla", eager) for eager in (False, True))
-    }
 
 
 def _sources_of_sizes(runs: Sequence[Run], digests: Digests) -> list[str]:

@@ -19,8 +19,8 @@ def gain(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
     if run is None or fla is None:
         return "layers: not measured yet", NO_MODELS
     labels = dict.fromkeys(row.what.removeprefix("4 layers of ") for row in rows)
-    few = f"layers in training **{fla.worst:.2f} to {fla.best:.2f} x** as fast as with FLA where "
-    few += "causal-conv1d is not installed"
+    few = f"layers of {' and '.join(labels)} in training **{fla.worst:.2f} to {fla.best:.2f} x** "
+    few += "as fast as with FLA where causal-conv1d is not installed"
     said = f"Four layers of {' or '.join(labels)} in transformers, forward + backward, no "
     said += f"embedding, head or optimizer ({gpu(run)}, eager calls). FLA runs beside PyTorch's "
     said += "convolution, which is what transformers has without causal-conv1d"

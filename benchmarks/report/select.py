@@ -11,6 +11,7 @@ from ..sm90 import QUICK, SETS
 from . import tables
 from .texts import ASIDE
 
+OLMO, FLAS = (96, 192), (256, 512)  # head sizes of OLMo Hybrid, and FLA's default
 Digests = dict[str, str]  # of generated code, by the kernel's label
 
 
@@ -65,6 +66,16 @@ def newest(
         if len(rows) >= most:
             return replace(run, rows=rows)
     return None
+
+
+def of_sizes(runs: Sequence[Run], K: int, V: int) -> dict[str, Run]:
+    """Forward and backward of heads of K/V: two shapes each, of the newest runs."""
+    found = {kind: newest(runs, "gdn", f"sizes:d{K}x{V}", kind, 2) for kind in ("fwd", "bwd")}
+    return {
+        kind: run
+        for kind, run in found.items()
+        if run and any(row.time_ms("fla", eager) for row in run.rows for eager in (False, True))
+    }
 
 
 def on_a_cpu(runs: Sequence[Run]) -> list[Run]:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.errors import need
+from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from qla_kernels.gdn.keywords import is_invariant
 from qla_kernels.integrations import rollouts
@@ -68,7 +68,22 @@ def chunk(
         return qla_layer_call(q, k, v, *args, shared_prefix=shared_prefix, **kwargs)
     if shared_prefix is not None:
         return rule(q, k, v, *args, layout=shared_prefix, **kwargs)
+    _check_alone(**kwargs)
     return chunk_gated_delta_rule(q, k, v, *args, **kwargs)
+
+
+def _check_alone(
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+    initial_state: Tensor | None = None,
+    **_: Any,
+) -> None:
+    """Raises Unsupported for a cache in the call of a pack: softmax attention would mix it."""
+    packed = cu_seqlens is not None and len(cu_seqlens) > 2
+    if packed and (output_final_state or initial_state is not None):
+        op, needs = "a packed batch in a gated-delta-net layer", "no cache"
+        fix = "pass use_cache=False, or set model.config.get_text_config().use_cache = False"
+        raise Unsupported(need(op, "cu_seq_lens_q beside a cache", needs, fix))
 
 
 def recurrent(

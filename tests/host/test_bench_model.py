@@ -143,8 +143,9 @@ def test_pages_say_what_a_step_gains():
     runs, digests = [record(ours=10.0, ours_rule=11.0, fla=12.5, torch=40.0)], {"conv.fwd": "1"}
     few, said = models.gain(runs, digests)
     assert few == (
-        "layers in training **1.25 to 1.25 x** as fast as with FLA where causal-conv1d is not "
-        "installed (the rule's part: 1.14 to 1.14 x), **4.0 to 4.0 x** as fast as without FLA"
+        f"layers of {QWEN} and {OLMO} in training **1.25 to 1.25 x** as fast as with FLA where "
+        "causal-conv1d is not installed (the rule's part: 1.14 to 1.14 x), "
+        "**4.0 to 4.0 x** as fast as without FLA"
     )
     assert f"Four layers of {QWEN} or {OLMO} in transformers" in said
     assert "; with our rule alone 1.14 to 1.14 x. " in said

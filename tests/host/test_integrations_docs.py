@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qla_kernels import Unsupported
 from qla_kernels.integrations import transformers as swapping
 from tests import swap_ranks
 from tests.compare import relative_l2
@@ -67,7 +68,6 @@ CALLS: dict[str, tuple[tuple[str, ...], dict[str, Any], str | None]] = {  # left
     "no seq_idx": (("seq_idx",), {}, None),
     "no position_ids": (("position_ids",), {}, "softmax attention"),
     "a mask": ((), {"attention_mask": torch.ones(1, 137).long()}, "softmax attention"),
-    "a cache": ((), {"use_cache": True}, "softmax attention"),
 }
 
 
@@ -76,8 +76,6 @@ CALLS: dict[str, tuple[tuple[str, ...], dict[str, Any], str | None]] = {  # left
 @pytest.mark.parametrize("call", CALLS)
 def test_what_runs_packed_sequences_into_each_other(call, layers, attention):
     left_out, more, mixed = CALLS[call]
-    if call == "a cache" and layers == "gated delta nets":
-        pytest.skip("transformers makes no cache for a model without attention")
     model = hybrid(KIND, layer_types=[LAYERS[layers]] * 4).eval()
     model.set_attn_implementation(attention)
     swapping.swap(model)
@@ -86,6 +84,21 @@ def test_what_runs_packed_sequences_into_each_other(call, layers, attention):
     batch = {name: x for name, x in batch.items() if name not in (*left_out, "labels")}
     found = error(model, {"use_cache": False} | batch | more, texts)
     assert found > 0.1 if mixed == layers else found < 1e-4
+
+
+def test_a_cache_beside_a_pack_is_refused():
+    """Its softmax attention ran sequences into each other."""
+    model = hybrid(KIND).eval()
+    swapping.swap(model)
+    texts = [torch.randint(VOCABULARY, (n,)) for n in (5, 2, 130)]
+    batch = pack(texts, return_flash_attn_kwargs=True, return_seq_idx=True)
+    with pytest.raises(Unsupported, match="cu_seq_lens_q beside a cache; need no cache"):
+        model(**batch, use_cache=True)
+    model.config.get_text_config().use_cache = False
+    assert error(model, batch, texts) < 1e-4
+    model.config.get_text_config().use_cache = True
+    one = pack(texts[2:], return_flash_attn_kwargs=True, return_seq_idx=True)
+    assert error(model, one, texts[2:]) < 1e-4  # nothing to mix
 
 
 def test_the_trainer_makes_the_same_calls(tmp_path):
