@@ -24,7 +24,9 @@ as published eager times have it. Then, on a Hopper GPU:
 - A shape of yours: `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2`;
   `--gates model --head-dim 96/192` for other gates and sizes. Gates and initial states are those of
   the front page unless you say otherwise. `--direction pool_decode --lengths 1x256` decodes in a
-  pool, `model --lengths 4096x2` times layers. Results lie in `--out`.
+  pool, `model --lengths 4096x2` times layers. Results lie in `--out`. `24576+8192` is a pack of
+  two sequences, `16x4096+512` 16 responses to a prompt, `4 of 16x4096+512` four such groups;
+  `--direction` is fwd, bwd or both, of gdn also decode, pool_decode, drafts and pool_prefill.
 - One row of a page: `gdn --quick --only 'gdn-fwd-16x32-8192x1-*' --impl ours,flashinfer`; `--list`
   prints the names. A quick set takes one to ten minutes with its kernels compiled, rivals a minute
   more for each head shape that is new to them.
