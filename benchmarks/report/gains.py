@@ -60,7 +60,7 @@ GAINS: tuple[Gain, ...] = (
     Gain(
         "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
         "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-prefill-backend qla`",
-        "prefill **1.4 to 1.8 x** as fast as vLLM's way, **1.3 x** with prefix caching, its "
+        "prefill **1.4 to 1.7 x** as fast as vLLM's way, **1.3 x** with prefix caching, its "
         "default; decoding **0.97 to 1.00 x**; the kernels alone, states in fp32, which Qwen3-Next "
         "has in vLLM by `--mamba-ssm-cache-dtype float32`; not yet in a running engine",
         "**Serving.** CUDA graphs, H100; prefill at three shapes, with prefix caching at one, "

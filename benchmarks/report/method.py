@@ -16,7 +16,8 @@ So the host takes longer for our eager calls than with a wheel with kernels; to 
 `python -m qla_kernels.build --out FOLDER`, and set QLA_PREBUILT=FOLDER."""
 
 YOUR_OWN = """\
-`bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB), and `.venv/bin/python
+`bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB; not nvcc, which [building
+kernels](../installation.md#building-wheels) needs), and `.venv/bin/python
 scripts/engine_interfaces.py` the sources of vLLM and SGLang. `.venv/bin/python -m qla_kernels.build
 --out FOLDER` makes kernels, 20 minutes on two cores; with `QLA_PREBUILT=FOLDER` they are launched
 as published eager times have it. Then, on a Hopper GPU:
@@ -24,7 +25,9 @@ as published eager times have it. Then, on a Hopper GPU:
 - A shape of yours: `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2`;
   `--gates model --head-dim 96/192` for other gates and sizes. Gates and initial states are those of
   the front page unless you say otherwise. `--direction pool_decode --lengths 1x256` decodes in a
-  pool, `model --lengths 4096x2` times layers. Results lie in `--out`. `24576+8192` is a pack of
+  pool, `model --lengths 4096x2` times layers, `conv --heads 16/32 --lengths 4096x8` its channels,
+  `hybrid --lengths 8x16384+2048` a block. Results lie in `--out`, a folder of your own for each run
+  that you keep; `--save` refuses them. `24576+8192` is a pack of
   two sequences, `16x4096+512` 16 responses to a prompt, `4 of 16x4096+512` four such groups;
   `--direction` is fwd, bwd or both, of gdn also decode, pool_decode, drafts and pool_prefill.
 - One row of a page: `gdn --quick --only 'gdn-fwd-16x32-8192x1-*' --impl ours,flashinfer`; `--list`

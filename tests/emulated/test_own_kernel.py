@@ -42,6 +42,13 @@ def test_numbers_are_right_in_any_order(file, names, capsys):
     assert [line.partition(":")[0] for line in lines] == [f"ok    {name}" for name in names]
 
 
+def test_an_ordinary_kernel_of_tilelang(capsys):
+    """With `T.Pipelined`, and nothing of this package in it."""
+    runpy.run_path(str(FILE.with_name("pipelined_kernel.py")), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"seed {seed}" for seed in range(6)]
+
+
 def test_a_slot_that_is_never_given_back_is_a_deadlock(tmp_path, capsys):
     assert main([edited(tmp_path, RELEASE, ""), "--variant", "bf16"]) == 1
     said = "deadlock: no thread can move(.|\n)*waiting for tiles_free.0.*needs 128 of 128 arrivals"
