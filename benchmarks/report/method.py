@@ -23,13 +23,15 @@ scripts/engine_interfaces.py` the sources of vLLM and SGLang. `.venv/bin/python 
 as published eager times have it. Then, on a Hopper GPU:
 
 - A shape of yours: `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2`;
-  `--gates model --head-dim 96/192` for other gates and sizes. Gates and initial states are those of
-  the front page unless you say otherwise. `--direction pool_decode --lengths 1x256` decodes in a
-  pool, `model --lengths 4096x2` times layers, `conv --heads 16/32 --lengths 4096x8` its channels,
-  `hybrid --lengths 8x16384+2048` a block. Results lie in `--out`, a folder of your own for each run
-  that you keep; `--save` refuses them. `24576+8192` is a pack of
-  two sequences, `16x4096+512` 16 responses to a prompt, `4 of 16x4096+512` four such groups;
-  `--direction` is fwd, bwd or both, of gdn also decode, pool_decode, drafts and pool_prefill.
+  `--gates model --head-dim 96/192` for other gates and sizes. Gates and initial states are those
+  of the front page unless you say otherwise. `--direction pool_decode --lengths 1x256` decodes in
+  a pool, `model --lengths 4096x2` times layers, `conv --heads 16/32 --lengths 4096x8` its
+  channels, `dualkv --heads 8/32 --lengths 16x4096+512` shared prompts, `sparse_ring --heads 8/32
+  --lengths 128k --density 0.05 --run 4` a mask, `hybrid --lengths 8x16384+2048` a block. Results
+  lie in `--out`, a folder of your own for each run that you keep; `--save` refuses them.
+  `24576+8192` is a pack of two sequences, `16x4096+512` 16 responses to a prompt, `4 of
+  16x4096+512` four such groups; `--direction` is fwd and bwd by default, or both; of gdn also
+  decode, pool_decode, drafts and pool_prefill.
 - One row of a page: `gdn --quick --only 'gdn-fwd-16x32-8192x1-*' --impl ours,flashinfer`; `--list`
   prints the names. A quick set takes one to ten minutes with its kernels compiled, rivals a minute
   more for each head shape that is new to them.
