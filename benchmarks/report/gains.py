@@ -71,17 +71,13 @@ GAINS: tuple[Gain, ...] = (
 )
 
 
-def table(runs: Sequence[Run], digests: Digests) -> str:
-    """Who you are, what you type, what you get."""
+def gains(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
+    """Returns the table of who you are, what you type and what you get; and what stands behind."""
     said = _measured(runs, digests)
     body = [[line.who, line.type, line.get.format(**said)] for line in GAINS]
-    return tables.markdown(["you", "you type", "you get"], body, left=3)
-
-
-def behind(runs: Sequence[Run], digests: Digests) -> str:
-    said = _measured(runs, digests)
     lines = [" ".join(line.measured.format(**said).split()) for line in GAINS]
-    return "\n".join([BEHIND, "", *(f"- {line}" for line in lines)])
+    behind = "\n".join([BEHIND, "", *(f"- {line}" for line in lines)])
+    return tables.markdown(["you", "you type", "you get"], body, left=3), behind
 
 
 def _measured(runs: Sequence[Run], digests: Digests) -> dict[str, str]:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from ..harness.records import Row, Run
-from . import gains, tables
+from . import tables
 from .figures import density_of, gain, rival_of, short
+from .gains import gains
 from .names import shape_of, title_of
 from .pictures import shown
 from .select import FLAS, OLMO, Digests, headline, lacks_values, names_of, of_sizes
@@ -187,9 +188,10 @@ def two_groups(runs: Sequence[Run], digests: Digests) -> str:
 
 def front_page(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
     """What stands between each pair of markers of README.md."""
-    table = [NOTICE, gains.behind(runs, digests)]
+    who, behind = gains(runs, digests)
+    table = [NOTICE, behind]
     table += [times(runs, digests), two_groups(runs, digests), TERMS]
     table += [in_short(runs, digests)]
     table += [choice_of_lines(runs, digests), provenance(runs, digests, front=True)]
     table += shown(runs, digests, "docs/figures/", *ON_FRONT)
-    return {"gains": gains.table(runs, digests), "performance": "\n\n".join(filter(None, table))}
+    return {"gains": who, "performance": "\n\n".join(filter(None, table))}

@@ -27,6 +27,7 @@ from qla_kernels.hybrid import shared_prefix_conv1d, shared_prefix_gated_delta_r
 
 KEY = "shared_prefix"
 OP = "shared_prefix in a gated-delta-net layer"
+PACK = "a packed batch in a gated-delta-net layer"
 
 
 def rule(
@@ -132,7 +133,7 @@ def check_apart(
 def _refuse_pack(got: str) -> NoReturn:
     needs = "one row with its bounds in cu_seq_lens_q, silu or no activation, a width of 2 to 4"
     fix = "pass these, or install causal-conv1d and pass seq_idx as well"
-    raise Unsupported(need("a packed batch in a gated-delta-net layer", got, needs, fix))
+    raise Unsupported(need(PACK, got, needs, fix))
 
 
 def _check_row(rows: int, tokens: int, layout: SharedLayout) -> None:

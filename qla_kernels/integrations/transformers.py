@@ -39,6 +39,7 @@ from qla_kernels.integrations.layout import readable
 from qla_kernels.integrations.linear_layers import (
     KEY,
     OP,
+    PACK,
     Held,
     HeldConvolution,
     PackedCall,
@@ -68,11 +69,11 @@ def chunk(
         return qla_layer_call(q, k, v, *args, shared_prefix=shared_prefix, **kwargs)
     if shared_prefix is not None:
         return rule(q, k, v, *args, layout=shared_prefix, **kwargs)
-    _check_alone(**kwargs)
+    _refuse_caches(**kwargs)
     return chunk_gated_delta_rule(q, k, v, *args, **kwargs)
 
 
-def _check_alone(
+def _refuse_caches(
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
     initial_state: Tensor | None = None,
@@ -81,9 +82,8 @@ def _check_alone(
     """Raises Unsupported for a cache in the call of a pack: softmax attention would mix it."""
     packed = cu_seqlens is not None and len(cu_seqlens) > 2
     if packed and (output_final_state or initial_state is not None):
-        op, needs = "a packed batch in a gated-delta-net layer", "no cache"
         fix = "pass use_cache=False, or set model.config.get_text_config().use_cache = False"
-        raise Unsupported(need(op, "cu_seq_lens_q beside a cache", needs, fix))
+        raise Unsupported(need(PACK, "cu_seq_lens_q beside a cache", "no cache", fix))
 
 
 def recurrent(
