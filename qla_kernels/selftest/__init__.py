@@ -1,18 +1,21 @@
 """Runs small cases of everything that can run on this machine, against the definition in fp64.
 
     python -m qla_kernels.selftest                  also: python -m qla_kernels --selftest
+    python -m qla_kernels.selftest gdn              the kernels of a family
+    python -m qla_kernels.selftest gdn 2/6          the second of six parts of them
     python -m qla_kernels.selftest gdn.fused_fwd    every variant of one kernel
     python -m qla_kernels.selftest gdn.fused_fwd bf16-k128-v128    one variant
 
 The cases are small enough to run under compute-sanitizer, yet contain partial chunks, chunks of one
-token and shared key heads. On a Hopper GPU every kernel is launched; on other GPUs none is. Without
-an argument, variants of gdn for other keys than of 128 are left out where there are some of 128,
-since each has to be compiled first.
+token and shared key heads. On a Hopper GPU every kernel is launched; on other GPUs none is. Unless
+a kernel is named, variants of gdn for other keys than of 128 are left out where there are some of
+128, since each has to be compiled first.
 
 `CASES` is the table of all cases: the emulated tier (tests/emulated/test_cases.py) and the device
 tier (tests/device/test_cases.py) run the same ones.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -95,10 +98,14 @@ def cases_of(kernel: str) -> list[Cases]:
     return found
 
 
-def run(kernel: str = "", variant: str = "") -> list[Result]:
-    """Runs the cases of all kernels, or of one, or of one of its variants; returns the results."""
+def run(name: str = "", which: str = "") -> list[Result]:
+    """Runs cases of all kernels, of a family or of a kernel; returns the results.
+
+    `which` is a variant of the kernel, or a part of the family such as "2/6".
+    """
+    launches = _chosen(name, which)
     results: list[Result] = []
-    if not kernel:
+    if not name:
         results += [gdn_public.run("cpu", dtype) for dtype in (torch.float32, torch.bfloat16)]
         results.append(_prebuilt())
     if not device.available():
@@ -107,13 +114,24 @@ def run(kernel: str = "", variant: str = "") -> list[Result]:
     if capability != CAPABILITY:
         note = f"capability {capability[0]}.{capability[1]}, kernels are for Hopper (9.0)"
         return [*results, Result("GPU", None, note)]
-    if not kernel:
+    if not name:
         for sizes in ((128, 128), (96, 192)):  # those of a variant, and others
             results.append(gdn_public.run("cuda", torch.bfloat16, sizes))
-    for cases in cases_of(kernel) if kernel else CASES:
-        variants = cases.variants_of(kernel, variant) if kernel else _usual(cases.variants())
-        results += (result for v in variants for result in _of_variant(cases, v))
-    return results
+    return [*results, *(result for launch in launches for result in _of_variant(*launch))]
+
+
+def _chosen(name: str, which: str) -> list[tuple[Cases, Any]]:
+    """Returns cases and the variants to run them for; ValueError names what there is."""
+    if "." in name:
+        return [(x, v) for x in cases_of(name) for v in x.variants_of(name, which)]
+    found = [x for x in CASES if not name or x.kernels[0].startswith(f"{name}.")]
+    part = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", which or "1/1")
+    if not found or part is None or int(part[1]) > int(part[2]):
+        families = dict.fromkeys(x.kernels[0].partition(".")[0] for x in CASES)
+        need = f"a family of {', '.join(families)}, perhaps with a part such as 2/6, or a kernel"
+        raise ValueError(f"{' '.join((name, which)).strip()} has no cases; need {need}")
+    pairs = [(x, v) for x in found for v in _usual(x.variants())]
+    return pairs[int(part[1]) - 1 :: int(part[2])]
 
 
 def _prebuilt() -> Result:
@@ -147,8 +165,11 @@ def _of_variant(cases: Cases, variant: Any) -> Iterator[Result]:
     yield Result(name, True, f"{len(cases.inputs)} inputs")
 
 
-def main(kernel: str = "", variant: str = "") -> int:
+def main(name: str = "", which: str = "") -> int:
     """Prints a line per variant; returns the exit status, 1 if one is wrong."""
-    results = run(kernel, variant)
+    try:
+        results = run(name, which)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     sys.stdout.write("\n".join(map(str, results)) + "\n")
     return 1 if any(result.passed is False for result in results) else 0

@@ -1,4 +1,4 @@
-"""Command line of the self-test: python -m qla_kernels.selftest [family.kernel [variant]]"""
+"""Command line of the self-test: python -m qla_kernels.selftest [NAME [PART or VARIANT]]."""
 
 import sys
 

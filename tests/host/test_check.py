@@ -23,6 +23,19 @@ def test_some_variant_of_every_case_is_emulated() -> None:
         assert set(cases.emulated or ()) <= ids, cases.kernels
 
 
+def test_parts_of_a_family_are_the_whole_family_and_others_are_refused():
+    whole = selftest._chosen("gdn", "")
+    parts = [launch for n in range(1, 5) for launch in selftest._chosen("gdn", f"{n}/4")]
+    assert len(parts) == len(whole)
+    assert all(launch in whole for launch in parts)
+    assert {cases.kernels[0].partition(".")[0] for cases, _ in whole} == {"gdn"}
+    for name, which in (("gdn", "5/4"), ("gdn", "0/4"), ("gdn", "half"), ("gdm", "")):
+        with pytest.raises(
+            ValueError, match=rf"{name} ?{which} has no cases; need a family of gdn"
+        ):
+            selftest.run(name, which)
+
+
 def test_a_wrong_case_fails_and_a_right_one_passes() -> None:
     def check(limit: float, given: float) -> None:
         assert_close("x", torch.tensor([given]), torch.tensor([1.0]), limit)
