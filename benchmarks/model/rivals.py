@@ -21,6 +21,7 @@ from .problem import (
     definitions,
     exchanged,
     functions_of,
+    plain,
     step_of,
 )
 from .workloads import ModelStep
@@ -55,33 +56,52 @@ class Ours(InLayers):
         ours = functions_of(layers.home)
         swapping.restore(layers.module)
         if not self.convolves:
-            ours[CONVOLUTION] = theirs[CONVOLUTION]
+            ours[CONVOLUTION] = plain(theirs[CONVOLUTION])
         return step_of(inputs, partial(exchanged, layers.home, ours))
 
 
 class OursRule(Ours):
-    """The gated delta rule alone is ours, as in releases before 2026-11-25."""
+    """The gated delta rule alone is ours, as in releases before 2026-11-25; PyTorch convolves."""
 
     name, label, on_request, convolves = "ours_rule", "ours, the rule alone", True, False
     lacks: ClassVar = {"fla_layer": "FLA's layer keeps its convolution"}
 
 
 class WithFLA(InLayers):
-    """FLA's functions where transformers finds them, and FLA's layer as it is."""
+    """FLA's functions where transformers finds them, and FLA's layer as it is.
+
+    PyTorch convolves, as in transformers without causal-conv1d.
+    """
 
     name, label, distribution = "fla", "FLA", "fla-core"
     module, needs_cuda = "fla.ops.gated_delta_rule", True
+    theirs: ClassVar = {RULE: "fla."}  # functions that have to be other libraries'
 
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
         layers = inputs.layers
         os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels
         if workload.kind == "fla_layer":
             return step_of(inputs, partial(switched, "0"))
-        theirs = functions_of(layers.home)
-        found = inspect.getclosurevars(theirs[RULE]).nonlocals["implementation"].__module__
-        if not found.startswith("fla."):
-            raise RuntimeError(f"transformers runs {found}; need FLA's rule")
-        return step_of(inputs, partial(exchanged, layers.home, theirs))
+        functions = functions_of(layers.home)
+        if CONVOLUTION not in self.theirs:
+            functions[CONVOLUTION] = plain(functions[CONVOLUTION])
+        for name, module in self.theirs.items():
+            found = inspect.getclosurevars(functions[name]).nonlocals["implementation"].__module__
+            if not found.startswith(module):
+                raise RuntimeError(f"transformers runs {found}; need one of {module}")
+        return step_of(inputs, partial(exchanged, layers.home, functions))
+
+
+class WithFLAConv(WithFLA):
+    """What transformers runs where both FLA and causal-conv1d are installed."""
+
+    name, label, distribution = "fla_conv", "FLA and causal-conv1d", "causal-conv1d"
+    module = "causal_conv1d"
+    theirs: ClassVar = {RULE: "fla.", CONVOLUTION: "causal_conv1d"}
+    lacks: ClassVar = {"fla_layer": "FLA's layer keeps its convolution"}
+
+    def missing(self) -> str | None:
+        return super().missing() or WithFLA().missing()
 
 
 class WithPyTorch(InLayers):
@@ -133,4 +153,4 @@ def _no_functions() -> str | None:
 
 
 def known(family: str) -> list[Implementation]:
-    return [Ours(), OursRule(), WithFLA(), WithPyTorch()]
+    return [Ours(), OursRule(), WithFLA(), WithFLAConv(), WithPyTorch()]

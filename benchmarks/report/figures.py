@@ -25,6 +25,7 @@ MEANS = {
     ("dualkv", "fa4_shared"): "flash-attn-4, 3 calls a group",
     ("hybrid", "whole"): "whole sequences, same kernels",
     ("model", "fla"): "FLA, PyTorch's convolution",
+    ("model", "fla_conv"): "FLA and causal-conv1d",
 }
 WHOLE = {"dualkv": "fa4", "hybrid": "whole"}  # what a user replaces: every sequence in full
 

@@ -205,15 +205,15 @@ def _models(runs: Sequence[Run], digests: Digests) -> list[str]:
     body = [line for run in found for line in models.lines(run)]
     if not body:
         return []
-    header = ["layers", "tokens", "ours, ms", "FLA / ours", "FLA / our rule alone"]
-    header.append("PyTorch alone / ours")
+    header = ["layers", "tokens", "ours, ms", "FLA and causal-conv1d / ours", "FLA / ours"]
+    header += ["FLA / our rule alone", "PyTorch alone / ours"]
     where = "; ".join(dict.fromkeys(source(run, digests) for run in found if run))
     table = tables.markdown(header, body, left=2)
     return ["## Models in training", table, f"{MODELS_NOTE} {where}."]
 
 
 def _convolution(runs: Sequence[Run], digests: Digests) -> list[str]:
-    """Beside a copy of as many bytes: libraries with this convolution have not been timed."""
+    """Beside a copy of as many bytes, and beside causal-conv1d where that was timed."""
     run = headline(runs, "conv", digests)
     said = []
     for kind in ("fwd", "bwd") if run else ():
@@ -222,9 +222,12 @@ def _convolution(runs: Sequence[Run], digests: Digests) -> list[str]:
         if shares := sorted(floor / time for floor, time in times if time):
             ends = " to ".join(dict.fromkeys(f"{100 * x:.0f}" for x in (shares[0], shares[-1])))
             said.append(f"{title_of(kind).lower()} {ends} % of a copy's speed")
+        rival = beside([row for row in run.rows if row.kind == kind], "causal_conv1d")
+        if rival:
+            said[-1] += f", {rival.said} as fast as causal-conv1d, {rival.shapes} rows"
     if run is None or not said:
         return []
-    text = f"{CONVOLUTION} {', '.join(said)}, at {len(run.rows)} rows. {source(run, digests)}."
+    text = f"{CONVOLUTION} {'; '.join(said)}; {len(run.rows)} rows. {source(run, digests)}."
     return ["## Causal convolution", text]
 
 

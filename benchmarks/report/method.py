@@ -83,7 +83,8 @@ whole layer and of one of two, four or eight GPUs that share it.
 with PyTorch's attention, MLPs, and random weights: of Qwen3.5-9B (hidden size 4096, MLPs of 12288)
 and of OLMo Hybrid (3840, 11008); a row of the batch is a sequence. `--set fla` is FLA's layer of
 hidden size 2048, as it is made by default. A step of `ours` has our rule and our convolution,
-`ours_rule` the rule alone, FLA's PyTorch's convolution, as transformers has without causal-conv1d.
+`ours_rule` the rule alone; there, and in FLA's, PyTorch convolves, as in transformers without
+causal-conv1d, which is what `fla_conv` has.
 
 `hybrid` rows are `dualkv`'s groups in four layers of Qwen3-Next's sizes: three gated delta nets and
 one attention (hidden size 2048, heads 16/32 of 128 and 2/16 of 256), each with a dense MLP of 6144

@@ -143,8 +143,8 @@ NO_MODELS = "no training step of a model was measured."
 MODELS_NOTE = """\
 Three gated delta nets and an attention layer, with their MLPs, random weights in bf16, eager calls;
 no embedding, head or optimizer; more than 8192 tokens were not timed. *Ours*: after `swap(model)`,
-with a peak of memory within 3 % of FLA's; *our rule alone*: with PyTorch's convolution. *FLA*: with
-FLA and PyTorch's convolution, as in *PyTorch alone*: causal-conv1d was not installed."""
+with a peak of memory within 3 % of FLA's; *our rule alone*, *FLA* and *PyTorch alone*: with
+PyTorch's convolution, as transformers has where causal-conv1d is not installed."""
 
 SHARED_NOTE = """\
 [Where our backward's time goes](docs/notes/dualkv-backward.md) at long prompts, in a note."""
@@ -169,8 +169,7 @@ quarter of one GPU's time; four H200 8.08 ms, 12 times as fast as a dense ring o
 eight take 16.1 + 48.0 ms for 512K tokens ([note](docs/notes/sparse-ring.md), 12 and 13)."""
 
 CONVOLUTION = """\
-With its activation, over packed sequences and trees, it is bounded by memory. No library with the
-same function has been timed beside it (causal-conv1d would be one). CUDA graphs:"""
+With its activation, over packed sequences and trees, it is bounded by memory. CUDA graphs:"""
 
 SERVING_NOTE = """\
 Calls of an inference engine, on a pool of states in pages: in fp32, but for one row of prefill in

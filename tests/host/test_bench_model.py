@@ -1,5 +1,6 @@
 """Layers of models in training: who computes them agrees, and what is wrong is found."""
 
+import functools
 import types
 
 import pytest
@@ -53,10 +54,43 @@ def test_each_computes_with_its_own_functions():
         call.run()
         assert functions_of(home) == before
     ours, rule, plain = seen
+    convolution = before[problem.CONVOLUTION]
     assert {name: f.before_qla_kernels for name, f in ours.items()} == before
-    assert rule.pop(problem.CONVOLUTION) is before[problem.CONVOLUTION]
+    assert rule.pop(problem.CONVOLUTION) is problem.plain(convolution)
     assert all(f.before_qla_kernels is before[name] for name, f in rule.items())
     assert plain == {name: f.__wrapped__ for name, f in before.items()}
+
+
+@pytest.mark.parametrize("way", [rivals.WithFLA(), rivals.WithFLAConv()])
+def test_libraries_that_transformers_found_compute(way, monkeypatch):
+    """By stand-ins: FLA's rule on both ways, and the convolution by whom the way says."""
+    inputs = model_inputs(STEPS[0], CPU, torch.float32)
+    home, seen = inputs.layers.home, []
+
+    def found(name, module):
+        function = problem.plain(getattr(home, name))
+
+        def implementation(*args, **kwargs):
+            seen.append(module)
+            return function(*args, **kwargs)
+
+        implementation.__module__ = module
+
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            return implementation(*args, **kwargs)
+
+        monkeypatch.setattr(home, name, wrapped)
+
+    found(problem.RULE, "fla.ops")
+    found(problem.CONVOLUTION, "causal_conv1d.interface")
+    way.prepare(STEPS[0], inputs).run()
+    expected = {"fla.ops"} | ({"causal_conv1d.interface"} if way.name == "fla_conv" else set())
+    assert set(seen) == expected
+    monkeypatch.undo()
+    found(problem.RULE, "somewhere")
+    with pytest.raises(RuntimeError, match="need one of"):
+        way.prepare(STEPS[0], inputs)
 
 
 def forgetful(rule):
@@ -148,7 +182,7 @@ def test_pages_say_what_a_step_gains():
         "**4.0 to 4.0 x** as fast as without FLA"
     )
     assert f"Four layers of {QWEN} or {OLMO} in transformers" in said
-    assert "; with our rule alone 1.14 to 1.14 x. Beside causal-conv1d nothing was timed" in said
+    assert "; beside causal-conv1d nothing was timed; with our rule alone, and PyTorch's" in said
     assert models.layer(runs, digests)[1] == ""
     few, said = models.layer([*runs, record(MODEL["fla"], ours=10.0, fla=12.5)], digests)
     assert few == "a step of its layer **1.25 to 1.25 x**"
@@ -160,11 +194,20 @@ def test_pages_say_what_a_step_gains():
         "4 layers of Qwen3.5-9B",
         "1 sequence of 8192 tokens",
         "10.0",
+        "–",
         "1.25",
         "1.14",
         "4.00",
     ]
     assert "no training step of a model was measured" in models.gain([], digests)[1]
+    with_both = record(ours=10.0, ours_rule=11.0, fla=12.5, fla_conv=10.5, torch=40.0)
+    few, said = models.gain([with_both], digests)
+    assert few == (
+        f"layers of {QWEN} and {OLMO} in training **1.05 to 1.05 x** as fast as with FLA and "
+        "causal-conv1d, **1.25 to 1.25 x** as fast as with FLA alone (the rule's part: 1.14 to "
+        "1.14 x), **4.0 to 4.0 x** as fast as without either"
+    )
+    assert "Beside FLA and causal-conv1d 1.05 to 1.05 x; beside FLA alone, where" in said
 
 
 def test_sizes_are_of_the_models():
