@@ -50,7 +50,6 @@ class Step:
     counts: Callable[[str], Counts | None]  # from the output; None when it is not there
     passed: Callable[[Counts], bool] = lambda _: True
     environment: dict[str, str] = field(default_factory=dict)
-    parts: int = 1  # processes; of several each gets its part, such as 2/6, as the last argument
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ def steps(family: str) -> list[Step]:
     python = sys.executable
     tests = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(f"tests/device/test_{family}*.py"))
     junit = LOGS / "tests.xml"
-    shared = ["-n", str(workers())] if find_spec("xdist") else []
-    pytest = [python, "-m", "pytest", "-q", "-m", "hopper", *shared, f"--junitxml={junit}", *tests]
+    workers = ["-n", str(min(WORKERS, os.cpu_count() or 1))] if find_spec("xdist") else []
+    pytest = [python, "-m", "pytest", "-q", "-m", "hopper", *workers, f"--junitxml={junit}", *tests]
     benchmark = [python, "-m", "benchmarks.sm90", family, "--quick", "--impl", "ours", "--save"]
     rows = LOGS / f"{family}.json"
     return [
@@ -82,7 +81,7 @@ def steps(family: str) -> list[Step]:
         sanitizer("racecheck", family, r"RACECHECK SUMMARY: (?P<hazards>\d+) hazard"),
         Step(
             "benchmark",
-            150,
+            100,
             [*benchmark, f"--out={os.path.relpath(LOGS, ROOT)}"],
             lambda _: benchmark_counts(rows),
             all_timed,
@@ -91,23 +90,17 @@ def steps(family: str) -> list[Step]:
 
 
 def sanitizer(tool: str, family: str, summary: str) -> Step:
-    """The self-test of the family's kernels under a tool, whose summaries add up."""
+    """The self-test of a family's kernels, in one process: several that share a GPU take longer."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
-    parts = workers()
     return Step(
         tool,
-        200,
+        220,
         [*command, sys.executable, "-m", "qla_kernels.selftest", family],
-        lambda output: summed(output, summary, parts),
+        lambda output: found_in(output, summary),
         lambda counts: not any(counts.values()),
         # one allocation a tensor: inside torch's pools an access past the end goes unnoticed
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        parts,
     )
-
-
-def workers() -> int:
-    return min(WORKERS, os.cpu_count() or 1)
 
 
 def compiled(output: str) -> Counts | None:
@@ -117,14 +110,6 @@ def compiled(output: str) -> Counts | None:
 def found_in(output: str, pattern: str) -> Counts | None:
     found = re.search(pattern, output, re.M)
     return found and {name: int(value) for name, value in found.groupdict().items()}
-
-
-def summed(output: str, pattern: str, parts: int) -> Counts | None:
-    """The sums over the summaries of all parts; None when one is not there."""
-    found = [match.groupdict() for match in re.finditer(pattern, output)]
-    if len(found) != parts:
-        return None
-    return {name: sum(int(each[name]) for each in found) for name in found[0]}
 
 
 def test_counts(junit: Path) -> Counts | None:
@@ -168,35 +153,14 @@ def run(step: Step, remaining: float) -> Outcome:
         return Outcome(step.name, NOT_RUN, 0, {}, "no time left")
     started = time.monotonic()
     log = LOGS / f"{step.name.replace(' ', '_')}.log"
-    limited = ["timeout", "--kill-after=10", f"{limit:.0f}", *step.command]
-    parts = [f"{n}/{step.parts}" for n in range(1, step.parts + 1)] if step.parts > 1 else [None]
-    codes = all_of([[*limited, *filter(None, [part])] for part in parts], step.environment, log)
+    command = ["timeout", "--kill-after=10", f"{limit:.0f}", *step.command]
+    with log.open("w") as file:
+        code = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | step.environment
+        ).returncode
     seconds = time.monotonic() - started
     output = log.read_text(errors="replace")
-    return Outcome(step.name, *verdict(step, worst(codes), output, seconds, log))
-
-
-def all_of(commands: list[list[str]], environment: dict[str, str], log: Path) -> list[int]:
-    """Runs commands side by side; their exit codes, and all they said, one after the other."""
-    logs = [log.with_suffix(f".{n}") for n in range(len(commands))]
-    running = []
-    for command, own in zip(commands, logs, strict=True):
-        with own.open("w") as file:
-            running.append(
-                subprocess.Popen(
-                    command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment
-                )
-            )
-    codes = [each.wait() for each in running]
-    log.write_bytes(b"".join(own.read_bytes() for own in logs))
-    for own in logs:
-        own.unlink()
-    return codes
-
-
-def worst(codes: list[int]) -> int:
-    """A failure before a time limit, and either before 0."""
-    return max(codes, key=lambda code: (code != 0, code not in TIMED_OUT))
+    return Outcome(step.name, *verdict(step, code, output, seconds, log))
 
 
 def verdict(

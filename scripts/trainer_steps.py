@@ -190,7 +190,7 @@ def tokenizer_of(vocabulary: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocabulary)}
-    fast = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    fast: Any = Tokenizer(models.WordLevel(words, unk_token="w2"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>")
 
