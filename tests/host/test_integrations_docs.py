@@ -61,6 +61,17 @@ def test_the_program_with_packed_sequences(capsys):
         assert error(model, batch | {"use_cache": False}, texts) < largest
 
 
+def test_the_program_that_times_a_model(capsys):
+    (code,) = [x for x in snippets("docs/integrations.md") if "milliseconds" in x]
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/integrations.md", "exec"), names)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said] == 2 * ["without swap", "with swap"]
+    assert all(float(line.split()[-2]) > 0 for line in said)
+    model = names["model"]
+    assert swapping.swap(model) == 3  # what it timed with swap is not what it timed without
+
+
 LAYERS = {"gated delta nets": "linear_attention", "softmax attention": "full_attention"}
 CALLS: dict[str, tuple[tuple[str, ...], dict[str, Any], str | None]] = {  # left out, more, mixed
     "as above": ((), {}, None),
