@@ -26,8 +26,9 @@ Heads stay as they are, and a row of many may take a minute and more. To see it 
 one direction: `--heads 2/6 --lengths 512x2 --direction fwd`.
 Results are checked before they are timed; what is wrong, missing or too slow to compile says so in
 the table. Installed from a wheel, the package is without benchmarks: run them in a checkout.
-`bash scripts/setup_env.sh --rivals` installs the libraries to compare with into .venv, whose Python
-is then the one to use: `.venv/bin/python -m benchmarks.sm90`.
+`bash scripts/setup_env.sh --rivals` installs most libraries to compare with into .venv, whose
+Python is then the one to use: `.venv/bin/python -m benchmarks.sm90`. docs/installation.md says what
+installs the others.
 """
 
 import argparse
@@ -51,9 +52,9 @@ from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
 from .harness import records
 from .harness.adapters import implementations, names_for
 from .harness.messages import Machine, Options
-from .harness.own_shapes import DIRECTIONS, add_options, asked, names, own_shapes, remark
+from .harness.own_shapes import DIRECTIONS, add_options, asked, joined, names, own_shapes, remark
 from .harness.progress import Progress
-from .harness.records import Run
+from .harness.records import Run, write_whole
 from .harness.watchdog import LIMITS, Harness
 from .harness.without_gpu import WHOLE, for_cpu
 from .hybrid.workloads import HYBRID, HYBRID_DEFAULT
@@ -82,6 +83,7 @@ QUICK = {
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sm90",
+        usage="python -m benchmarks.sm90 [FAMILY] [OPTIONS]   --help lists them",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -97,16 +99,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--impl", metavar="NAME,...", type=names, default=[], help=said)
     add("--save", action="store_true", help="append the record to benchmarks/results")
     add("--json", action="store_true", help="print the record as JSON instead of a table")
-    add("--plot", action="store_true", help="draw the figures")
-    said = "folder for FAMILY.json (the record), table, figures and log; the next run of the family"
-    add("--out", type=Path, default=Path("out"), help=f"{said} replaces them (default: out)")
+    add("--plot", action="store_true", help="draw figures, SVG in --out")
+    said = "folder for FAMILY.md (tables), FAMILY.json (the record), FAMILY.log (what libraries "
+    said += "print) and figures; the next run of the family replaces them (default: out)"
+    add("--out", type=Path, default=Path("out"), help=said)
     add("--list", action="store_true", help="print the workloads and stop")
     add("--cold", action="store_true", help="fill the L2 cache with other data before each call")
     add("--input-sets", type=int, default=0, help="0: as many as outlast the L2 cache")
     add("--limit", type=float, default=LIMITS["first call"], help="seconds for a first call")
     add("--recover", type=Path, metavar="FILE", help="put on record a run that was cut off")
     add("--warm", type=int, metavar="JOBS", help="only compile, in so many processes at once")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     known = SETS[options.family]
     if unknown := sorted(set(options.set) - set(known)):
         parser.error(f"no set {unknown} in {options.family}; {sorted(known)}")
@@ -270,8 +273,8 @@ def _nothing_matches(options: argparse.Namespace) -> str:
 def _recover(path: Path) -> int:
     """Appends the run that a file of `--out` holds to the records, once, if pages can show it."""
     try:
-        run = records.run_from_json(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        run = records.read(path)
+    except (OSError, ValueError) as error:
         print(f"--recover {path}: {error}; need the FAMILY.json of --out", file=sys.stderr)
         return 2
     known = {w.name for of_set in SETS[run.family].values() for w in of_set}
@@ -289,14 +292,6 @@ def _recover(path: Path) -> int:
 def _write_record(options: argparse.Namespace, run: Run) -> Path:
     """After every row: whatever ends the process, `--recover` finds what was measured."""
     return write_whole(options.out / f"{run.family}.json", json.dumps(dataclasses.asdict(run)))
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """In one step: whoever is killed meanwhile leaves what was there before."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text + "\n")
-    part.replace(path)
-    return path
 
 
 if __name__ == "__main__":

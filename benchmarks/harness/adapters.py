@@ -7,6 +7,8 @@ its own layouts. A library that is not installed is announced, never skipped in 
 
 import importlib
 import importlib.metadata
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 Outputs = dict[str, Tensor]
+INSTALLING = 'docs/installation.md, "To benchmark", says what installs it'
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,21 @@ class Implementation:
     def missing(self) -> str | None:
         """Why it cannot run on this machine at all; None when it can."""
         if self.needs_cuda and not torch.cuda.is_available():
-            return "needs a CUDA device"
+            if self.installed():
+                return "installed; needs a CUDA device"
+            return f"not installed, and needs a CUDA device; {INSTALLING}"
         try:
             importlib.import_module(self.module)
         except ModuleNotFoundError as error:
-            return f"{describe(error)}; docs/performance.md says how to install rivals"
+            return f"{describe(error)}; {INSTALLING}"
         except Exception as error:  # libraries probe the GPU on import and raise anything
             return describe(error)
         return None
+
+    def installed(self) -> bool:
+        """Whether it can be found; an import may need a GPU."""
+        package = self.module.partition(".")[0]
+        return package in sys.modules or importlib.util.find_spec(package) is not None
 
     def version(self) -> str:
         try:
@@ -96,7 +106,8 @@ def implementations(family: str, names: Sequence[str] = ()) -> list[Implementati
     by_name = {implementation.name: implementation for implementation in known}
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        here = "" if torch.cuda.is_available() else "; others need a GPU"
-        there = f"there are {sorted(by_name)}{here}"
-        raise ValueError(f"no implementation {unknown} of {family}; {there}")
+        need = f"need some of {', '.join(by_name)}"
+        if family == "gdn" and not torch.cuda.is_available():
+            need += "; on a machine with a GPU also of ours_whole and other variants of ours"
+        raise ValueError(f"--impl {','.join(unknown)} of {family}; {need}")
     return [by_name[name] for name in names or by_name if names or not by_name[name].on_request]

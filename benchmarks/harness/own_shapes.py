@@ -12,15 +12,22 @@
                           `pool_decode` does so in a pool of states, `drafts` verifies tokens there
                           (`4x100`), `pool_prefill` reads prompts from and into one.
 
+Sizes that no kernel has are refused, with a GPU and without.
+
 Several heads or lengths are separated by commas; `64k` or `64K` is 65536. A sequence of sparse_ring
 is a multiple of 64 tokens; --density and --run say its mask.
 """
 
 import argparse
+import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+import torch
+
+from qla_kernels.sm90 import CAPABILITY
 
 from ..attention.workloads import Group, SharedPrompts, VerticalSlash, same
 from ..conv.workloads import GROUP, Convolution
@@ -33,6 +40,8 @@ from .workload import Heads
 BLOCK = VerticalSlash.block
 BATCHES = ("decode", "pool_decode", "drafts", "pool_prefill")  # of sequences of equal length
 DIRECTIONS = ("fwd", "bwd", "both", *BATCHES)
+FEW = 64  # tokens of a sequence that decoding takes one by one
+OWN_MODEL = "docs/integrations.md#time-your-own-model times a model or config of yours"
 
 
 class Asked(NamedTuple):
@@ -56,7 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those that `asked` reads."""
     add = parser.add_argument
     add("--heads", metavar="FEW/MANY,...", type=names, default=[], help="of your own shapes")
-    said = "of your own shapes, such as 4096x2; see above"
+    said = "LENGTHxCOUNT of your own shapes: 4096x2, two sequences of 4096 tokens. 48x1 is one "
+    said += "sequence of 48 tokens, 1x48 is 48 sequences of one token; see above"
     add("--lengths", metavar="LENGTHS,...", type=names, default=[], help=said)
     said = "of your own shapes (default: 128); of gdn also K/V, such as 96/192"
     add("--head-dim", type=sizes, metavar="SIZE", help=said)
@@ -64,12 +74,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--gates", choices=("published", "model"), help=said)
     add("--density", type=float, help="of the mask of sparse_ring's own shapes (default: 0.05)")
     add("--run", type=int, help="diagonals of that mask that are active together (default: 1)")
-    said = f"{', '.join(DIRECTIONS)} (gdn has all); default: as each set says, or fwd and bwd"
+    said = "fwd, bwd, both (forward and backward); of gdn also decode (few tokens of each "
+    said += "sequence, states given and returned), pool_decode (one token, in a pool of states, as "
+    said += "engines), drafts (verifies a few tokens there), pool_prefill (prompts, from and into "
+    said += "it); default: as each set says, or fwd and bwd"
     add("--direction", metavar="NAME,...", type=names, default=[], help=said)
 
 
 def names(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
+
+
+def joined(arguments: Sequence[str]) -> list[str]:
+    """`--lengths -5x2` in one piece: argparse takes -5x2 for an option, and misses an argument."""
+    found: list[str] = []
+    for text in arguments:
+        if found and re.match(r"-\d", text) and re.fullmatch(r"--[a-z-]+", found[-1]):
+            found[-1] += f"={text}"
+        else:
+            found.append(text)
+    return found
 
 
 def asked(options: argparse.Namespace) -> Asked:
@@ -94,11 +118,27 @@ def own_shapes(family: str, asked: Asked) -> list[Any]:
         raise ValueError(f"--head-dim {K}/{V}; need sizes of at least 1")
     if family != "gdn" and K != V:
         raise ValueError(f"--head-dim {K}/{V} of {family}; need one size: gdn alone has K and V")
+    if asked.head_dim and (reason := refused_size(family, K, V)):
+        raise ValueError(reason)
     found: list[Any] = []
     for heads in asked.heads or [""]:
         for text in asked.lengths:
             found += FAMILIES[family](heads, text, asked)
     return found
+
+
+def refused_size(family: str, K: int, V: int) -> str | None:
+    """Why the package has no kernel for heads of these sizes, in its own words."""
+    if family not in ("gdn", "dualkv", "sparse_ring"):
+        return None
+    validate = importlib.import_module(f"qla_kernels.{family}.validate")
+    shape = () if family == "dualkv" else (1,)  # of a batch; then tokens of two blocks, and heads
+    q, v = (
+        torch.empty(*shape, 2 * BLOCK, 1, x, dtype=torch.bfloat16, device="meta") for x in (K, V)
+    )
+    op = f"--head-dim {K if K == V else f'{K}/{V}'}"
+    reason: str | None = validate.refusal(q, q, v, capability=CAPABILITY, op=op)
+    return reason
 
 
 def sizes(text: str) -> tuple[int, int]:
@@ -122,6 +162,10 @@ def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn | PoolDecode | Poo
         if direction in BATCHES and len({*lengths}) > 1:
             need = "sequences of equal length, such as 1x64: a token of each of 64"
             raise ValueError(f"--direction {direction} --lengths {text}; need {need}")
+        if direction in ("decode", "drafts") and lengths[0] > FEW:
+            need = f"at most {FEW}, one after the other, such as 2x{len(lengths)}"
+            got = f"--direction {direction} --lengths {text}: {lengths[0]} tokens of each sequence"
+            raise ValueError(f"{got}; need {need}; fwd and pool_prefill read prompts")
         if direction == "decode":
             yield replace(rule, decode=True)
         elif direction in BATCHES:
@@ -180,16 +224,17 @@ def _sparse_ring(heads: str, text: str, asked: Asked) -> Iterator[VerticalSlash]
 
 def _hybrid(heads: str, text: str, asked: Asked) -> Iterator[HybridPart]:
     if heads or asked.head_dim:
-        fix = "need --lengths alone: a block of hybrid has the sizes of Qwen3-Next"
-        raise ValueError(f"--heads and --head-dim of hybrid; {fix}")
+        need = "need --lengths alone: a block of hybrid has the sizes of Qwen3-Next"
+        fix = f"gdn, conv and dualkv time its parts with other heads, and {OWN_MODEL}"
+        raise ValueError(f"--heads and --head-dim of hybrid; {need}; {fix}")
     for _ in _directions(asked, "both"):
         yield HybridPart(_label(text), _groups(text))
 
 
 def _model(heads: str, text: str, asked: Asked) -> Iterator[ModelStep]:
     if heads or asked.head_dim:
-        fix = "need --lengths alone: layers of model have the sizes of their models"
-        raise ValueError(f"--heads and --head-dim of model; {fix}")
+        need = "need --lengths alone: layers of model have the sizes of their models"
+        raise ValueError(f"--heads and --head-dim of model; {need}; {OWN_MODEL}")
     lengths = _lengths(text, "8192 or 2048x4")
     if len({*lengths}) > 1:
         raise ValueError(f"--lengths {text}; need sequences of equal length, such as 2048x4")
@@ -237,7 +282,9 @@ def _lengths(text: str, such_as: str) -> tuple[int, ...]:
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"--lengths {text}; need sequences such as {such_as}")
+        shared = "x" in text and "+" in text and "16x4096+512" not in such_as
+        fix = "; dualkv, conv and hybrid have responses to a prompt" if shared else ""
+        raise ValueError(f"--lengths {text}; need sequences such as {such_as}{fix}")
     return lengths
 
 

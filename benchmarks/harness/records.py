@@ -35,6 +35,9 @@ FAILED, MEMORY, TIME_LIMIT, DIED = "failed", "out of memory", "time limit", "die
 # ours with a choice undone, and the day since which eager calls of these undo it
 VARIANTS = ("ours_train", "ours_whole", "ours_exact", "ours_kept", "ours_alone")
 VARIANTS_ARE_CALLED = "2026-11-25"
+# what records until 2026-11-27 say of a library that is missing, and the page that has it
+WRONG_PAGE = "docs/performance.md says how to install rivals"
+RIGHT_PAGE = "docs/installation.md says what installs it"
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,14 @@ def command_line(program: str = "python -m benchmarks.sm90") -> str:
     return re.sub(r" --out[ =]\S+", "", command)
 
 
+def write_whole(path: Path, text: str) -> Path:
+    """In one step: whoever is killed meanwhile leaves what was there before."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text + "\n")
+    part.replace(path)
+    return path
+
+
 def append(run: Run, folder: Path = RESULTS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[\W_]+", "-", run.device.lower()).strip("-")
@@ -226,6 +237,14 @@ def load(folder: Path = RESULTS) -> list[Run]:
     return sorted(map(as_called, found), key=lambda run: run.date)
 
 
+def read(path: Path) -> Run:
+    """The run of a file of `--out`. Raises ValueError, or OSError, if it holds none."""
+    try:
+        return run_from_json(json.loads(path.read_text()))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it holds no run ({type(error).__name__}: {error})") from error
+
+
 def run_from_json(values: dict[str, Any]) -> Run:
     """A run as `--out` has it, in one piece."""
     return Run(**{**values, "rows": tuple(row_from_json(row) for row in values["rows"])})
@@ -242,10 +261,13 @@ def row_from_json(values: dict[str, Any]) -> Row:
 
 
 def as_called(run: Run) -> Run:
-    """Leaves out eager times of `VARIANTS` that are of the default, and mends a name.
+    """Leaves out eager times of `VARIANTS` that are of the default, and mends two names.
 
-    Of layers, the version of transformers stood in the place of torch's until 2026-11-26.
+    Of layers, the version of transformers stood in the place of torch's until 2026-11-26. A page
+    that does not have it was named for what installs a rival.
     """
+    told = {name: why.replace(WRONG_PAGE, RIGHT_PAGE) for name, why in run.missing.items()}
+    run = dataclasses.replace(run, missing=told)
     if run.family == "model" and "transformers" not in run.versions and "torch" in run.versions:
         versions = {"transformers" if n == "torch" else n: v for n, v in run.versions.items()}
         return dataclasses.replace(run, versions=versions)

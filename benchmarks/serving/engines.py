@@ -23,6 +23,9 @@ class _Engine(Serves):
     serves = ("pool_decode", "drafts", "decoding")
     overwrites = False  # what it convolves, unless it is given a place for the result
 
+    def installed(self) -> bool:
+        return engine_functions.missing(self.name) is None
+
     def missing(self) -> str | None:
         return super().missing() or engine_functions.missing(self.name)
 

@@ -18,7 +18,7 @@ from benchmarks.harness import records
 from benchmarks.harness.adapters import implementations
 from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.messages import Machine, Options
-from benchmarks.harness.own_shapes import remark
+from benchmarks.harness.own_shapes import OWN_MODEL, remark
 from benchmarks.harness.problems import work_of
 from benchmarks.harness.records import (
     DIED,
@@ -203,7 +203,29 @@ def test_the_list_says_lengths_in_words(capsys):
     [
         (["--set", "nonsense"], "'anchors'"),
         (["--direction", "up"], "need fwd, bwd, both, decode, pool_decode, drafts, pool_prefill"),
-        (["--impl", "fastest"], "'flash_qla'"),
+        (["--impl", "fastest"], "--impl fastest of gdn; need some of ours, "),
+        (["--lengths", "8", "--head-dim", "100"], "--head-dim 100: head dimension K=100; need a m"),
+        (["--lengths", "8", "--head-dim", "100"], "pad q and k to 112, or use fla.ops.gated_delta"),
+        (
+            ["--lengths", "8", "--head-dim", "64/100"],
+            "--head-dim 64/100: head dimension V=100; ",
+        ),
+        (
+            ["dualkv", "--lengths", "8", "--head-dim", "100"],
+            "need 64, 128 or 256 on SM90; pad q",
+        ),
+        (["sparse_ring", "--lengths", "8k", "--head-dim", "256"], "D=256; need 64 or 128 on SM90"),
+        (["--lengths", "-5x2"], "error: --lengths -5x2; need sequences such as 4096x2, 8192x1"),
+        (["--lengths", "12x50+7"], "6144+2048; dualkv, conv and hybrid have responses to a prompt"),
+        (["sparse_ring", "--lengths", "12x50+7"], "dualkv, conv and hybrid have responses to a pr"),
+        (
+            ["--lengths", "6000x2", "--direction", "decode"],
+            "6000 tokens of each sequence; need",
+        ),
+        (
+            ["--lengths", "6000x2", "--direction", "drafts"],
+            "such as 2x2; fwd and pool_prefill",
+        ),
         (["--lengths", "8", "--set", "decode"], "--direction decode, for one, decodes shapes of y"),
         (["--lengths", "8", "--save"], "your record will be out/gdn.json; --out names the folder"),
         (["--lengths", "8+9", "--direction", "decode"], "need sequences of equal length, such as"),
@@ -230,15 +252,42 @@ def test_the_list_says_lengths_in_words(capsys):
         (["sparse_ring", "--lengths", "100"], "a multiple of 64 tokens from 128 on"),
         (["sparse_ring", "--lengths", "256", "--density", "5"], "a density above 0 and at most 1"),
         (["conv", "--lengths", "8", "--head-dim", "9"], "= 576 channels; need a multiple of 128"),
-        (["hybrid", "--lengths", "8", "--heads", "1/2"], "need --lengths alone"),
-        (["model", "--lengths", "8", "--heads", "1/2"], "need --lengths alone"),
+        (
+            ["hybrid", "--lengths", "8", "--heads", "1/2"],
+            "gdn, conv and dualkv time its parts with other heads, and docs/integrations.md#time-y",
+        ),
+        (
+            ["model", "--lengths", "8", "--heads", "1/2"],
+            "need --lengths alone: layers of model have the sizes of their models; docs/integratio",
+        ),
         (["model", "--lengths", "8+9"], "need sequences of equal length, such as 2048x4"),
     ],
 )
 def test_bad_arguments_are_refused_with_what_there_is(arguments, there_is, capsys):
     with pytest.raises(SystemExit):
         sm90.parse(arguments if arguments[0] in sm90.SETS else ["gdn", *arguments])
-    assert there_is in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert there_is in said
+    assert len(said.splitlines()) == 2  # the usage is short
+
+
+@pytest.mark.parametrize("said", ["1x48 is 48 sequences of one token", "engines", "FAMILY.log"])
+def test_the_help_explains(said, capsys):
+    with pytest.raises(SystemExit):
+        sm90.parse(["--help"])
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_64_tokens_of_a_sequence_may_be_decoded():
+    (found,) = sm90.parse(["gdn", "--lengths", "64x2", "--direction", "decode"]).own
+    assert found.lengths == (64, 64)
+
+
+def test_a_program_times_models_of_one_s_own():
+    """What the refusal of --heads names: the section of the page is there."""
+    name, _, anchor = OWN_MODEL.partition(" ")[0].partition("#")
+    headings = re.findall(r"^### (.+)$", (records.ROOT / name).read_text(), re.M)
+    assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
 
 
 def test_without_a_gpu_workloads_are_shorter_and_kernels_left_out():
@@ -279,19 +328,19 @@ def test_without_a_gpu_attention_is_shorter_too(family):
 OWN = {
     "gdn": (
         ["--heads", "2/4", "--lengths", "40x2,64"],
-        "fwd-2x4-40+40 bwd-2x4-40+40 64x1-published-h0-d16x32",
+        "fwd-2x4-40+40 bwd-2x4-40+40 64x1-published-h0-d16x64",
     ),
     "gdn decode": (
         ["--heads", "2/4", "--lengths", "1x20", "--direction", "decode,pool_decode,pool_prefill"],
-        "gdn-decode-2x4-20of1-published-h0-d16 pool-decode-2x4-20of1 prefill-2x4-20of1-fp32",
+        "gdn-decode-2x4-20of1-published-h0-d64 pool-decode-2x4-20of1 prefill-2x4-20of1-fp32",
     ),
     "gdn drafts": (
         ["--heads", "2/4", "--lengths", "2x20", "--direction", "drafts"],
         "gdn-drafts-2x4-20of2",
     ),
     "conv": (["--heads", "2/4", "--lengths", "9x2,2x7+3"], "conv-fwd-128-9x2 conv-bwd-128-2x7+3"),
-    "dualkv": (["--heads", "1/2", "--lengths", "3x40+9,33"], "fwd-1x2-3x40+9-d16 bwd-1x2-33-d16"),
-    "sparse_ring": (["--lengths", "256", "--density", "0.5"], "fwd-8x32-0.25k-50%-run1-d16"),
+    "dualkv": (["--heads", "1/2", "--lengths", "3x40+9,33"], "fwd-1x2-3x40+9-d64 bwd-1x2-33-d64"),
+    "sparse_ring": (["--lengths", "256", "--density", "0.5"], "fwd-8x32-0.25k-50%-run1-d64"),
     "hybrid": (["--lengths", "2x9+5"], "hybrid-block-2x9+5"),
     "model": (["--lengths", "9x3"], "model-Qwen3.5-9B-9x3 model-OLMo-Hybrid-7B-9x3"),
 }
@@ -302,7 +351,7 @@ def test_shapes_of_one_s_own_run_without_a_gpu(case):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: this is the path without one")
     (arguments, names), family = OWN[case], case.partition(" ")[0]
-    size = ["--head-dim", {"gdn": "16/32"}.get(case, "16")]
+    size = ["--head-dim", {"gdn": "16/64", "conv": "16"}.get(case, "64")]
     if family in ("hybrid", "model"):  # of a small model
         size = []
     workloads, said = for_cpu(sm90.select(sm90.parse([family, *arguments, *size])), own=True)
@@ -347,7 +396,7 @@ def test_shapes_of_one_s_own_are_shortened_where_a_cpu_needs_minutes():
     assert short == own[0]
     assert long.lengths == (1024,)
     assert said == "No GPU: float32 on the CPU path, lengths 1 to 64 times shorter."
-    huge = sm90.select(sm90.parse(["dualkv", "--lengths", "400x64000+64000", "--head-dim", "9000"]))
+    huge = sm90.select(sm90.parse(["dualkv", "--lengths", "40000x64000+64000"]))
     found, said = for_cpu(huge, own=True)
     assert not found
     assert said.endswith("2 of 2 workloads are left out: they would take minutes each.")
@@ -387,7 +436,7 @@ def test_the_command_runs_to_the_end(tmp_path, capsys):
     assert status == 0
     printed = capsys.readouterr().out
     assert "token loop" in printed
-    assert "FlashQLA is missing: needs a CUDA device" in printed
+    assert re.search(r"FlashQLA is missing: (not )?installed.* needs a CUDA device", printed)
     assert "Ran 1 workloads on" in printed
     assert printed.endswith("\nColumns: docs/records/README.md\n")
     for name in ("gdn.md", "gdn.json", "gdn-fwd-2x8.svg"):

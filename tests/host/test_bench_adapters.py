@@ -11,7 +11,10 @@ from benchmarks.gdn.ours import Ours
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.gdn.truth import gdn_truth
 from benchmarks.gdn.workloads import Gdn
-from benchmarks.harness.adapters import implementations
+from benchmarks.harness import records
+from benchmarks.harness.adapters import INSTALLING, implementations
+from benchmarks.serving import engine_functions
+from benchmarks.serving.engines import VLLM
 from qla_kernels.gdn import cpu, ops
 from tests.host import rival_stand_ins as rivals
 
@@ -193,7 +196,34 @@ def test_without_a_gpu_rivals_are_announced_as_missing():
     for family in ("gdn", "dualkv", "sparse_ring"):
         for implementation in implementations(family):
             if implementation.needs_cuda:
-                assert implementation.missing() == "needs a CUDA device"
+                assert "needs a CUDA device" in implementation.missing()
+
+
+def test_without_a_gpu_it_is_said_whether_a_library_is_installed(monkeypatch, tmp_path):
+    """It said `needs a CUDA device` of what was not there at all. Nothing is imported."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    library = tmp_path / "a_rival"
+    library.mkdir()
+    (library / "__init__.py").write_text("raise RuntimeError('no GPU')")
+    rival = FlashQLA()
+    monkeypatch.setattr(rival, "module", "a_rival.ops", raising=False)
+    assert rival.missing() == f"not installed, and needs a CUDA device; {INSTALLING}"
+    monkeypatch.syspath_prepend(tmp_path)
+    assert rival.missing() == "installed; needs a CUDA device"
+    engine = VLLM()
+    for reason, said in ((None, "installed; "), ("no sources", "not installed, and ")):
+        monkeypatch.setattr(engine_functions, "missing", lambda name, reason=reason: reason)
+        assert str(engine.missing()).startswith(f"{said}needs a CUDA device")
+
+
+def test_the_page_that_says_what_installs_a_rival_has_a_table_of_it():
+    """The hint named a page without it."""
+    page = (records.ROOT / "docs" / "installation.md").read_text()
+    assert "docs/installation.md" in INSTALLING
+    assert "**To benchmark:**" in page
+    assert "| family | beside | which comes with |" in page
+    assert not [run.id for run in records.load() if "performance.md" in str(run.missing)]
 
 
 def test_a_library_that_fails_on_import_is_missing_with_its_reason(monkeypatch):
@@ -210,7 +240,7 @@ def test_what_is_for_one_question_only_is_left_out_unless_it_is_named(monkeypatc
 
 
 def test_unknown_implementations_are_refused():
-    with pytest.raises(ValueError, match=r"no implementation \['fastest'\] of gdn"):
+    with pytest.raises(ValueError, match="--impl fastest of gdn; need some of ours, "):
         implementations("gdn", ["ours", "fastest"])
     assert [i.name for i in implementations("gdn", ["fla", "ours"])] == ["fla", "ours"]
     assert {i.name for i in gdn_rivals.known("gdn")} >= {"ours", "fla"}
