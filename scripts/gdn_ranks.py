@@ -37,12 +37,16 @@ from benchmarks.harness import records
 from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.messages import Machine
 from benchmarks.harness.own_shapes import Asked, in_full, names, own_shapes, sizes
-from benchmarks.harness.records import Row, Run
+from benchmarks.harness.records import Row, Run, write_whole
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.report import tables
 from benchmarks.report.names import shape_of, title_of
-from benchmarks.sm90 import describe_run, write_whole
+from benchmarks.sm90 import describe_run
 from qla_kernels import jit
+
+WITHOUT_GPU = (
+    "No GPU: float32 on CPU tensors over gloo, eager calls. FLA was left out, which needs GPUs."
+)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,7 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--head-dim", type=sizes, metavar="SIZE", help="or K/V, such as 96/192 (default: 128)")
     add("--gates", choices=("published", "model"), help="(default: published)")
     add("--without-fla", action="store_true")
-    add("--cpu", action="store_true", help="over gloo, on CPU tensors, in fp32")
+    add("--cpu", action="store_true", help="over gloo, on CPU tensors, in fp32, without FLA")
     add("--out", type=Path, metavar="FOLDER", help="for the record and its tables")
     add("--save", action="store_true", help="append the record to benchmarks/results")
     given = parser.parse_args(arguments)
@@ -128,7 +132,8 @@ def begun(given: argparse.Namespace, ceilings: Ceilings) -> Run:
     device = records.device_name(kind)
     machine = Machine(device, kind, environment, versions, labels, {}, (), ceilings)
     program = f"torchrun --nproc-per-node {world} scripts/gdn_ranks.py"
-    return replace(describe_run(given, machine, []), command=records.command_line(program))
+    notes = [WITHOUT_GPU] if given.cpu else []
+    return replace(describe_run(given, machine, notes), command=records.command_line(program))
 
 
 def kernels() -> dict[str, str]:
@@ -139,11 +144,13 @@ def kernels() -> dict[str, str]:
 
 
 def tell(rows: Sequence[Row], run: Run) -> None:
+    on_gpus = run.device_kind == "cuda"
     for row in rows:
+        shape = shape_of(row) if on_gpus else shape_of(row).replace("GPUs", "ranks")
         for r in row.results:
-            time = r.time_ms(eager=run.device_kind == "cuda")
-            took = r.status if time is None else f"{time:.3f} ms (Python alone {r.host_ms:.2f})"
-            said = f"{row.heads} heads, {shape_of(row)}, {title_of(row.kind).lower()}"
+            time, python = r.time_ms(eager=on_gpus), f" (Python alone {r.host_ms or 0:.2f})"
+            took = r.status if time is None else f"{time:.3f} ms{python if on_gpus else ''}"
+            said = f"{row.heads} heads, {shape}, {title_of(row.kind).lower()}"
             print(f"{said}: {run.labels[r.implementation]} {took}", flush=True)
 
 
@@ -168,6 +175,8 @@ def main() -> None:
     first = not dist.get_rank()
     ceilings = measure_ceilings(device) if first else Ceilings(1.0, 1.0)
     run, files = begun(given, ceilings), list[Path]()
+    if first and run.notes:
+        print(run.notes, flush=True)
     for rule in given.rules:
         try:
             rows = measured(rule, given.with_fla, device, ceilings)

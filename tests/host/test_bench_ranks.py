@@ -59,7 +59,7 @@ def run_of_ranks(rules=(QWEN,), world=2, fla=9.0, **changes):
 
 def test_two_processes_leave_a_record_that_pages_can_show(tmp_path):
     """Over gloo, on CPU tensors. Both layouts agree before they are timed."""
-    subprocess.run(
+    done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", "2", "scripts/gdn_ranks.py", "--cpu", "--tokens", "256"),
@@ -69,8 +69,17 @@ def test_two_processes_leave_a_record_that_pages_can_show(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=HANG,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    assert "| 1/2   | 256x1 over 2, zigzag " in (tmp_path / "gdn_ranks.md").read_text()
+    page = (tmp_path / "gdn_ranks.md").read_text()
+    assert "| 1/2   | 256x1 over 2, zigzag " in page
+    note = "No GPU: float32 on CPU tensors over gloo, eager calls. FLA was left out"
+    assert note in page
+    assert note in done.stdout
+    assert "256 tokens over 2 ranks, zigzag, forward over ranks: ours" in done.stdout
+    assert "GPUs," not in done.stdout
+    assert "Python alone" not in done.stdout
     run = records.run_from_json(json.loads((tmp_path / "gdn_ranks.json").read_text()))
     records.append(run, tmp_path)
     assert records.load(tmp_path) == [run]
