@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.ring
     torchrun --nproc-per-node 4 -m benchmarks.ring --tokens 131072,524288 --dense fa4 --nodes 2
-    torchrun --nproc-per-node 2 -m benchmarks.ring --device cpu --tokens 2048 --dense none
+    torchrun --nproc-per-node 2 -m benchmarks.ring --device cpu --tokens 1024 --heads 1/2 \\
+        --density 0.5 --samples 1 --queued 1 --dense none       without a GPU: 20 s on two cores
 
 Forward and backward of one layer through the engine, for each schedule and layout, beside the same
 mask on one GPU and beside a dense ring. A time is the slowest rank's, a median over samples; in a
@@ -17,7 +18,7 @@ ended on every rank, and its start shows). Every way is checked first. Of each:
                that waited least, and the mean. The least is what transfers cost by coming late; the
                rest is waiting for slower ranks
     slowed     what it takes beyond compute and the least wait: launches that share SMs, memory and
-               power with transfers
+               power with transfers; on a GPU alone
     makespan   compute of the slowest rank by the mean of all: 1 is ideal
 
 `--only` times the ways whose names contain a text, such as `--only striped,`.
@@ -53,12 +54,14 @@ from qla_kernels.sparse_ring.route import route_of
 
 from ..attention.workloads import VerticalSlash as Workload
 from ..harness.own_shapes import heads_of
+from ..harness.records import write_whole
 from . import dense as dense_ring
 from .layer import ALONE, Layer, Way, agree, check
 from .links import Waits, silent, slow, transfers, watched
 from .timing import Clock, by_rank, slowest
 
 CHECKED = 512  # tokens a rank
+HEADER = f"tokens, ranks  {'':29}forward + backward, and of both:"  # see `__doc__`
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Row:
     makespan: float | None = None  # compute, slowest by mean of the ranks
     least_wait_ms: float | None = None  # for transfers, of both together; the rank that waits least
     mean_wait_ms: float | None = None
+    slowed_ms: float | None = None  # what neither compute nor waits explain
 
     @property
     def both_ms(self) -> float:
@@ -88,16 +92,9 @@ class Row:
         shown = self.both_ms - self.compute_ms
         return 1 - min(1.0, max(0.0, shown) / self.transfers_ms)
 
-    @property
-    def slowed_ms(self) -> float | None:
-        """What neither compute nor waits explain."""
-        if self.compute_ms is None or self.least_wait_ms is None:
-            return None
-        return self.both_ms - self.compute_ms - self.least_wait_ms
-
     def __str__(self) -> str:
         times = f"{self.forward_ms:8.2f} + {self.backward_ms:8.2f} ms {self.tflops:7.1f} TFLOP/s"
-        said = f"{self.tokens // 1024:4}k x{self.world}  {self.what:32} {times}"
+        said = f"{self.tokens / 1024:4g}k x{self.world}  {self.what:32} {times}"
         for name, value, form in (
             ("overhead", self.overhead, "+.1%"),
             ("compute", self.compute_ms, ".2f"),
@@ -127,14 +124,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def tell(rows: Iterable[Row], out: Path | None, rank: int = 0) -> None:
-    """Each row as it comes, and a file of all, by rank 0."""
+    """Each row as it comes, and a file of all so far, by rank 0."""
     told = []
+    if rank == 0:
+        print(HEADER, flush=True)
     for row in rows:
-        told.append({**asdict(row), "hidden": row.hidden, "slowed_ms": row.slowed_ms})
+        told.append({**asdict(row), "hidden": row.hidden})
         if rank == 0:
             print(row, flush=True)
-    if rank == 0 and out:
-        out.write_text(json.dumps(told, indent=1) + "\n")
+            if out:
+                write_whole(out, json.dumps(told, indent=1))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -145,7 +144,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     mask_options(parser)
     add = parser.add_argument
-    add("--dense", default="fa4", choices=("fa4", "cudnn", "flash", "none"))
+    said = "attention of the dense ring (default: fa4)"
+    add("--dense", default="fa4", choices=("fa4", "cudnn", "flash", "none"), help=said)
     add("--slow", type=float, help="GB/s of emulated links between nodes")
     add("--only", default="", help="of the ways, those whose names contain this")
     return parser.parse_args(arguments)
@@ -163,16 +163,21 @@ def two_heads(text: str) -> tuple[int, int]:
 def mask_options(parser: argparse.ArgumentParser) -> None:
     """What is timed, how often and where; `layer_of` reads it."""
     add = parser.add_argument
-    add("--tokens", type=lambda x: [int(n) for n in x.split(",")], default=[131072])
-    add("--heads", type=two_heads, default=(2, 16), metavar="HK/H", help="key / query heads")
-    add("--head-dim", type=int, default=128)
-    add("--density", type=float, default=0.05)
-    add("--run-length", type=int, default=4, help="neighbouring diagonals that are active together")
-    add("--samples", type=int, default=7)
-    add("--queued", type=int, default=8, help="calls of a sample, one behind the other")
-    add("--nodes", type=int, default=2, help="of the double ring, and of slow links")
-    add("--device", default="cuda", choices=("cuda", "cpu"))
-    add("--out", type=Path, help="also write the rows as JSON")
+    said = "of all ranks together, numbers with commas between them (default: 131072)"
+    add("--tokens", type=lambda x: [int(n) for n in x.split(",")], default=[131072], help=said)
+    said = "key / query heads (default: 2/16)"
+    add("--heads", type=two_heads, default=(2, 16), metavar="HK/H", help=said)
+    add("--head-dim", type=int, default=128, help="(default: 128)")
+    said = "share of the causal pairs that the mask keeps (default: 0.05)"
+    add("--density", type=float, default=0.05, help=said)
+    said = "neighbouring diagonals that are active together (default: 4)"
+    add("--run-length", type=int, default=4, help=said)
+    add("--samples", type=int, default=7, help="of which a time is the median (default: 7)")
+    said = "calls of a sample, one behind the other (default: 8)"
+    add("--queued", type=int, default=8, help=said)
+    add("--nodes", type=int, default=2, help="of the double ring, and of slow links (default: 2)")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="(default: cuda)")
+    add("--out", type=Path, help="a JSON file of all rows, written anew after each")
 
 
 def node_size(world: int, nodes: int) -> int:
@@ -266,7 +271,7 @@ def timed(layer: Layer, way: Way, clock: Clock, one: float) -> Row:
     _, k, v, _ = layer.tensors(world)
     sent = clock.slowest(lambda: transfers(way.route, k, v))
     sent += clock.slowest(lambda: transfers(way.route, k, v, gradients=False))
-    both = forward + backward
+    both, least = forward + backward, min(of_both)
     return Row(
         way.what,
         layer.workload.tokens,
@@ -278,8 +283,9 @@ def timed(layer: Layer, way: Way, clock: Clock, one: float) -> Row:
         compute_ms=compute,
         transfers_ms=sent,
         makespan=max(of_ranks) / (sum(of_ranks) / world),
-        least_wait_ms=min(of_both),
+        least_wait_ms=least,
         mean_wait_ms=sum(of_both) / world,
+        slowed_ms=both - compute - least if layer.device == "cuda" else None,
     )
 
 
