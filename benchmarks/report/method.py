@@ -6,8 +6,8 @@ METHOD = """\
   that rotate; times are medians ([more](docs/records/README.md#how-it-is-measured)).
 - **Same work.** Layouts and gates that a library wants otherwise are converted outside the time.
   Versions of all rivals: [versions](docs/versions.md).
-- **Your own**: `bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB); then, on
-  a Hopper GPU, `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2` times a
+- **Your own**: `bash scripts/setup_env.sh --rivals` brings most rivals to `.venv` (1.3 GB); then,
+  on a Hopper GPU, `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2` times a
   shape of yours. [Other gates and sizes, these rows again, several
   GPUs](docs/records/README.md#your-own-times)."""
 
@@ -16,22 +16,35 @@ So the host takes longer for our eager calls than with a wheel with kernels; to 
 `python -m qla_kernels.build --out FOLDER`, and set QLA_PREBUILT=FOLDER."""
 
 YOUR_OWN = """\
-`bash scripts/setup_env.sh --rivals` installs rivals into `.venv` (1.3 GB; not nvcc, which [building
-kernels](../installation.md#building-wheels) needs), and `.venv/bin/python
-scripts/engine_interfaces.py` the sources of vLLM and SGLang. `.venv/bin/python -m qla_kernels.build
---out FOLDER` makes kernels, 20 minutes on two cores; with `QLA_PREBUILT=FOLDER` they are launched
-as published eager times have it. Then, on a Hopper GPU:
+`bash scripts/setup_env.sh --rivals` installs FlashQLA, FlashInfer, FLA and flash-attn-4 into
+`.venv` (1.3 GB; not nvcc, which [building kernels](../installation.md#building-wheels) needs);
+[causal-conv1d, and the functions of vLLM and SGLang](../installation.md#which-one), come otherwise.
+`.venv/bin/python -m qla_kernels.build --out FOLDER` makes kernels, 20 minutes on two cores; with
+`QLA_PREBUILT=FOLDER` they are launched as published eager times have it. Then, on a Hopper GPU:
 
 - A shape of yours: `.venv/bin/python -m benchmarks.sm90 gdn --heads 16/32 --lengths 4096x2`;
   `--gates model --head-dim 96/192` for other gates and sizes. Gates and initial states are those
-  of the front page unless you say otherwise. `--direction pool_decode --lengths 1x256` decodes in
-  a pool, `model --lengths 4096x2` times layers, `conv --heads 16/32 --lengths 4096x8` its
+  of the front page unless you say otherwise. `conv --heads 16/32 --lengths 4096x8` times its
   channels, `dualkv --heads 8/32 --lengths 16x4096+512` shared prompts, `sparse_ring --heads 8/32
-  --lengths 128k --density 0.05 --run 4` a mask, `hybrid --lengths 8x16384+2048` a block. Results
-  lie in `--out`, a folder of your own for each run that you keep; `--save` refuses them.
-  `24576+8192` is a pack of two sequences, `16x4096+512` 16 responses to a prompt, `4 of
-  16x4096+512` four such groups; `--direction` is fwd and bwd by default, or both; of gdn also
-  decode, pool_decode, drafts and pool_prefill.
+  --lengths 128k --density 0.05 --run 4` a mask, `hybrid --lengths 8x16384+2048` a block, `model
+  --lengths 4096x2` layers of two models.
+- Lengths: `48x1` is one sequence of 48 tokens, `1x48` is 48 sequences of one token, `24576+8192` a
+  pack of two; `16x4096+512` are 16 responses to a prompt, `4 of 16x4096+512` four such groups.
+- `--direction` is `fwd` (without gradients) and `bwd` (what follows a forward) by default; `both`
+  is forward and backward in one. Of gdn also `decode` (`1x64`: a token of each of 64 sequences,
+  states given and returned), `pool_decode` (the same in a pool of states, as engines call it),
+  `drafts` (`4x64`: verifies 4 tokens of each in the pool) and `pool_prefill` (prompts, from and
+  into it).
+- A model or config of yours, with and without `swap(model)`:
+  [a program](../integrations.md#time-your-own-model).
+- What a run leaves in `--out`, a folder of your own for each run that you keep: FAMILY.md, its
+  tables, to show people; FAMILY.json, the record, from which `.venv/bin/python -m benchmarks.report
+  --record PATH` prints all of it, elsewhere too; FAMILY.log, what libraries print; with `--plot`
+  figures (SVG). To share times, share the first two. `--save` refuses shapes of your own.
+- Words in place of a time: *wrong*, the result is off, and has no time; *unsupported*, ours refuses
+  the call; *out of memory*; *time limit*, nothing happened for minutes (`--limit`, for first
+  calls); *died*, the process ended; *failed*, any other error. The lines below a table give
+  reasons. A library that is *missing* is not installed, or needs a GPU. `–`: it has no such call.
 - One row of a page: `gdn --quick --only 'gdn-fwd-16x32-8192x1-*' --impl ours,flashinfer`; `--list`
   prints the names. A quick set takes one to ten minutes with its kernels compiled, rivals a minute
   more for each head shape that is new to them.
@@ -43,9 +56,9 @@ as published eager times have it. Then, on a Hopper GPU:
 - Two versions of ours: `git worktree add ../before COMMIT`, then `.venv/bin/python -m
   benchmarks.revisions ../before gdn:anchors`.
 - Several GPUs that share one sequence: `torchrun --nproc-per-node 2 scripts/gdn_ranks.py --out
-  FOLDER`, with `--tokens`, `--heads`, `--head-dim` and `--gates`; `--save` as above, for any shape.
-  Results are compared with ours in the contiguous layout. Rings: `torchrun --nproc-per-node N -m
-  benchmarks.ring`."""
+  FOLDER` (`--cpu` to see it run), with `--tokens`, `--heads`, `--head-dim` and `--gates`; `--save`
+  as above, for any shape. Results are compared with ours in the contiguous layout. Rings: `torchrun
+  --nproc-per-node N -m benchmarks.ring`."""
 
 WORKLOADS = """\
 `python -m benchmarks.sm90 gdn --set NAME,...` runs the sets below, `--list` prints their

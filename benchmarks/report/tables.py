@@ -256,13 +256,19 @@ def _floor(row: Row) -> str:
 
 
 def footnotes(run: Run) -> str:
-    """What is missing and why a cell has no number; each reason once."""
+    """What is missing and why a cell has no number; each reason once.
+
+    What a library does not have by design is said where it has no time at all.
+    """
+    others = [name for name in timed(run) if name not in our_names(run)]
+    idle = {name for name in others if not any(row.time_ms(name) for row in run.rows)}
     lines = [f"- {run.labels.get(n, n)} is missing: {why}" for n, why in run.missing.items()]
     reasons = Counter(
         (r.implementation, r.status, r.detail)
         for row in run.rows
         for r in row.results
-        if r.detail and r.status not in (MISSING, NOT_APPLICABLE)
+        if r.detail and r.status != MISSING
+        if r.status != NOT_APPLICABLE or r.implementation in idle
     )
     for (name, status, detail), count in reasons.items():
         rows = "1 row" if count == 1 else f"{count} rows"

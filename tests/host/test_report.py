@@ -12,7 +12,19 @@ import pytest
 from benchmarks.attention.workloads import DUALKV, SPARSE_RING
 from benchmarks.gdn.workloads import GDN
 from benchmarks.harness import records
-from benchmarks.harness.records import OK, Result
+from benchmarks.harness.own_shapes import DIRECTIONS
+from benchmarks.harness.records import (
+    DIED,
+    FAILED,
+    MEMORY,
+    MISSING,
+    OK,
+    TIME_LIMIT,
+    UNSUPPORTED,
+    WRONG,
+    Result,
+)
+from benchmarks.report import __main__ as program
 from benchmarks.report import (
     faults,
     findings,
@@ -195,7 +207,8 @@ TIMES = {"ours": 1.0, "fwd fa4_shared": 1.45, "bwd fa4_shared": 1.1, "fa4": 3.0}
 def test_shared_prompts_have_ratios_of_both_directions_and_of_their_sum():
     text = tables.summary(shared_run(DUALKV["short"], TIMES))
     lines = text[text.index("Forward, backward and their sum") :].splitlines()
-    cells = {c[1]: c[2:] for c in ([x.strip() for x in line.split("|")] for line in lines[4:])}
+    rows = [line.split("|") for line in lines[4:] if line.startswith("|")]
+    cells = {c[1]: c[2:] for c in ([x.strip() for x in row] for row in rows)}
     assert cells["S1"][:6] == ["1.45", "1.10", "1.27", "3.00", "3.00", "3.00"]
     assert cells["S5"][:3] == ["1.45", "1.10", "1.27"]
     slower = shared_run(DUALKV["short"], {**TIMES, "bwd fa4_shared": 0.9})
@@ -671,6 +684,53 @@ def test_records_say_how_kernels_were_launched():
     run = anchor_run(environment={"our_kernels": "prebuilt by nvcc 13"})
     assert "Our kernels were prebuilt by nvcc 13." in raw([run], current)
     assert "older than the replay of calls" not in front([run], current)
+
+
+def test_a_record_of_one_s_own_is_printed_by_its_path(tmp_path, capsys):
+    """Only records of the repository could be printed."""
+    path = tmp_path / "gdn.json"
+    path.write_text(json.dumps(dataclasses.asdict(anchor_run(id="of-one-s-own"))))
+    assert program.main(["--record", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "record of-one-s-own. Ceilings" in said
+    assert "- Command: `python -m benchmarks.sm90 gdn --quick`" in said
+    path.write_text("[]")
+    for wrong, why in ((path, "it holds no run"), (tmp_path / "no.json", "No such file")):
+        assert program.main(["--record", str(wrong)]) == 2
+        said = capsys.readouterr().err
+        assert why in said
+        assert "need the FAMILY.json of --out" in said
+    assert program.main(["--record", "zzzz"]) == 2
+    assert "or the path of a FAMILY.json of --out" in capsys.readouterr().err
+
+
+def test_a_library_without_any_time_has_its_reason_below_the_table():
+    """torch's conv1d takes no packs: it was not in the table, and nothing said why."""
+    run = anchor_run()
+
+    def lacking(rows):
+        none = [Result("flash_qla", "not applicable", "it has no packs")]
+        return [
+            dataclasses.replace(
+                row, results=(*(r for r in row.results if r.implementation != "flash_qla"), *none)
+            )
+            for row in rows
+        ]
+
+    said = tables.footnotes(dataclasses.replace(run, rows=tuple(lacking(run.rows))))
+    assert f"FlashQLA, {len(run.rows)} rows: not applicable: it has no packs" in said
+    some = (*lacking(run.rows[:1]), *run.rows[1:])
+    assert "no packs" not in tables.footnotes(dataclasses.replace(run, rows=some))
+
+
+def test_words_in_place_of_a_time_and_directions_are_explained():
+    page = pages.records_index([], current)
+    own = page[page.index("## Your own times") : page.index("## Workloads")]
+    for word in (WRONG, UNSUPPORTED, MEMORY, TIME_LIMIT, DIED, FAILED, MISSING):
+        assert f"*{word}*" in " ".join(own.split()), word
+    for word in (*DIRECTIONS, "--plot", "--record PATH", "1x48", "1.3 GB"):
+        assert f"`{word}" in own or word in " ".join(own.split()), word
+    assert "engine_interfaces" not in own  # the table of docs/installation.md has it
 
 
 def test_batches_that_tables_name_by_letters_are_defined():
