@@ -24,6 +24,7 @@ from .slower import beside_the_headline, slower
 from .spread import beside, spread
 from .texts import (
     CONVOLUTION,
+    EXACT,
     FINDINGS,
     HYBRID_NOTE,
     MODELS_NOTE,
@@ -159,9 +160,11 @@ def _segments(runs: Sequence[Run], digests: Digests) -> list[str]:
             continue
         said = f"- Cut into segments, the {title} of few heads is {cut.said} as fast as uncut."
         if exact is not None:
-            said += f" `exact=True` takes {exact.said} of the default's time."
+            rows = [row for row in run.rows if row.time_ms("ours_exact")]
+            said += f" `exact=True` takes {exact.said} of the default's time ({heads_of(rows)} "
+            said += "heads of 128)."
         lines.append(f"{said} {source(run, digests)}.")
-    return lines
+    return [*lines, EXACT] if lines else []
 
 
 def _memory(runs: Sequence[Run], digests: Digests) -> list[str]:

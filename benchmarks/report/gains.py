@@ -6,13 +6,15 @@ from typing import NamedTuple
 from ..harness.records import Row, Run
 from . import models, tables
 from .figures import density_of, gain, steps
-from .names import BATCHES, gpu, span
+from .names import BATCHES, gpu, shape_of, span, title_of
 from .select import FLAS, Digests, aside, headline, of_sizes
-from .spread import beside, spread
+from .spread import Spread, beside, spread
 
 UNKNOWN = "not measured yet"
+VLLMS_WAY = "flashinfer_gathers"  # of prefill
+WHOLE_LAYERS = ("16/64", "16/32")  # heads that no other GPU shares
 BEHIND = """\
-What stands behind the table at the top; a ratio is the other library's time divided by ours:"""
+What stands behind the table at the top:"""
 
 
 class Gain(NamedTuple):
@@ -39,16 +41,16 @@ GAINS: tuple[Gain, ...] = (
     ),
     Gain(
         "train with **GRPO**, many responses to each prompt",
-        "TRL: `shared_prefix_trainer(GRPOTrainer)(...)`; veRL: an option",
-        "each prompt stored and computed once: {whole}; the update alone, "
-        "no trainer's whole run yet",
+        "TRL: `integrations.trl.shared_prefix_trainer(GRPOTrainer)(...)`; "
+        "veRL: [an option](#switch-it-on)",
+        "each prompt computed once: {whole}; the update alone, no trainer's whole run yet",
         "**Shared prompts.** N responses of R tokens to a prompt of P are N (P + R) tokens in "
         "whole sequences and P + N R here: short prompts and long responses gain little. "
         "{whole_measured} Generation takes as long as before.",
     ),
     Gain(
         "train **Qwen2, Qwen3 or Llama on 128K tokens** and more, on one GPU or several",
-        "`transformers_sparse_ring.prepare(model)`, "
+        "`integrations.transformers_sparse_ring.prepare(model)`, "
         "then `sparse_ring=SparseRingConfig(...)` in each call",
         "attention over the blocks and columns that a mask keeps: {sparse}; a step of layers "
         "**2.49 x** (4 %, two GPUs)",
@@ -59,14 +61,14 @@ GAINS: tuple[Gain, ...] = (
     ),
     Gain(
         "serve Qwen3-Next, Qwen3.5 with **vLLM or SGLang**",
-        "`VLLM_PLUGINS=qla_kernels vllm serve ...`; SGLang: `--linear-attn-prefill-backend qla`",
-        "prefill **1.4 to 1.7 x** as fast as vLLM's way, **1.3 x** with prefix caching, its "
-        "default; decoding **0.97 to 1.00 x**; the kernels alone, states in fp32, which Qwen3-Next "
-        "has in vLLM by `--mamba-ssm-cache-dtype float32`; not yet in a running engine",
-        "**Serving.** CUDA graphs, H100; prefill at three shapes, with prefix caching at one, "
-        "decoding with the heads of one to eight GPUs. Some kernels are faster and "
-        "some slower than the engines' and FlashInfer's ([times](docs/performance.md#serving)). "
-        "Where decoding or drafts dominate, [leave it off](docs/serving.md#is-it-worth-it).",
+        "`VLLM_PLUGINS=qla_kernels vllm serve ... --mamba-ssm-cache-dtype float32`; SGLang: "
+        "`--linear-attn-prefill-backend qla`",
+        "{serving}; the kernels alone, with states in fp32; not yet in a running engine",
+        "**Serving.** {serving_measured} vLLM keeps Qwen3-Next's states in bf16 by default: the "
+        "option `--mamba-ssm-cache-dtype float32` makes them those that were timed, and takes "
+        "twice the memory for states. Decoding beside an engine's default of bf16 was not timed. "
+        "Where decoding or [drafts](docs/glossary.md) dominate, "
+        "[leave it off](docs/serving.md#is-it-worth-it).",
     ),
 )
 
@@ -87,6 +89,7 @@ def _measured(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
         "rule": _rule,
         "whole": _whole,
         "sparse": _sparse,
+        "serving": _serving,
     }
     said = dict[str, str]()
     for name, of in found.items():
@@ -95,34 +98,74 @@ def _measured(runs: Sequence[Run], digests: Digests) -> dict[str, str]:
 
 
 def _rule(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
-    """Forward, and forward with backward, beside FLA's kernels."""
+    """Beside FLA's kernels. Its training is eager calls, of forward and backward."""
     run = headline(runs, "gdn", digests)
-    kinds = {"forward": "fwd", "forward + backward": "both"}
-    said, means, least = list[str](), list[float](), list[float]()
-    for title, kind in kinds.items():
+    said, eager = list[str](), None
+    for title, kind in {"forward": "fwd", "forward + backward": "both"}.items():
         rows = [row for row in run.rows if row.kind == kind] if run else []
-        graph, eager = (beside(rows, "fla", way) for way in (False, True))
-        if graph and eager:
-            ways = f"{graph.mean:.2f} x in CUDA graphs and {eager.mean:.2f} x in eager calls"
-            said.append(f"{title} {ways} ({heads_of(rows)} heads)")
-            means += [graph.mean]
-            least += [graph.worst, eager.worst]
-    if run is None or len(said) < len(kinds):
+        ways = [beside(rows, "fla", way) for way in (False, True)]
+        if ways[0] and ways[1]:
+            each = f"{ways[0].said} in CUDA graphs, {ways[1].said} in eager calls"
+            said.append(f"{title} {each} ({heads_of(rows)} heads)")
+            eager = ways[1]
+    if run is None or eager is None or len(said) < 2:
         return f"the rule beside FLA's: {UNKNOWN}", ""
-    few = f"the rule, which its layers call, **{_span(means)}** as fast as FLA's in the mean, at "
-    few += f"least {min(least):.2f} x, heads of 128"
+    few = f"the rule, which its layers call, forward + backward **{_ends(eager)}** as fast as "
+    few += "FLA's with heads of 128"
     if sizes := _of_default_layer(runs):
-        few += f"; **{sizes}** with the heads of its default layer"
-    whole = f"Beside FLA's kernels, which transformers runs, too, means on one {gpu(run)}, heads "
-    whole += f"of 128: {'; '.join(said)}; the least of all is {min(least):.2f} x. Beside the "
-    whole += "fastest of FlashQLA, FlashInfer and FLA: the table below."
-    return few, whole
+        few += f"; {sizes} with heads of its default layer, 256/512"
+    whole = "The rule is a layer without projections, convolution and norm. Beside "
+    whole += "FLA's kernels, which transformers runs, too: means (least to greatest) on one "
+    whole += f"{gpu(run)}, heads of 128: {'; '.join(said)}. FLA's training is eager calls: the "
+    whole += "numbers of its row above, with kernels of a wheel."
+    return few, f"{whole}{_beside_the_fastest(run)}"
 
 
 def _of_default_layer(runs: Sequence[Run]) -> str:
-    """Means of forward and backward with the heads of FLA's default layer."""
-    found = [beside(run.rows, "fla") for run in of_sizes(runs, *FLAS).values()]
-    return _span([s.mean for s in found if s]) if any(found) else ""
+    """Eager forward and backward with the heads of FLA's default layer."""
+    said = []
+    for kind, run in of_sizes(runs, *FLAS).items():
+        if of_all := beside(run.rows, "fla", True):
+            said.append(f"{title_of(kind).lower()} **{_ends(of_all)}**")
+    return ", ".join(said)
+
+
+def _beside_the_fastest(run: Run) -> str:
+    """Least and most of 16/32 heads, whose table has a line for training alone."""
+    said = []
+    for title, kind in {"forward": "fwd", "forward + backward": "both"}.items():
+        rows = [row for row in run.rows if (row.kind, row.heads) == (kind, "16/32")]
+        if of_all := spread([gain(run, row) for row in rows]):
+            said.append(f"{title} {of_all.worst:.2f} to {of_all.best:.2f} x")
+    rivals = "Beside the fastest of FlashQLA, FlashInfer and FLA, CUDA graphs, 16/32 heads:"
+    return f" {rivals} {', '.join(said)}." if said else ""
+
+
+def _serving(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
+    """CUDA graphs beside what vLLM runs, on states in fp32."""
+    prompts, kept, shared = (
+        aside(runs, "gdn", f"serving-{part}", digests)
+        for part in ("prefill", "checkpoints", "parallel")
+    )
+    rows = list(prompts.rows if prompts else ())
+    rows += [row for row in (shared.rows if shared else ()) if row.heads in WHOLE_LAYERS]
+    rows = [row for row in rows if row.kind == "pool_prefill" and "fp32" in row.what]
+    steps = [row for row in (shared.rows if shared else ()) if row.kind == "pool_decode"]
+    prefill, decoding = beside(rows, VLLMS_WAY), beside(steps, "vllm")
+    cached = beside(kept.rows, VLLMS_WAY) if kept else None
+    if shared is None or prefill is None or decoding is None:
+        return f"serving: {UNKNOWN}", ""
+    few = f"prefill **{_ends(prefill)}** as fast as vLLM's way"
+    if cached:
+        few += f", **{_ends(cached)}** with prefix caching, its default"
+    few += f"; decoding **{decoding.worst:.2f} to {decoding.best:.2f} x**"
+    each = dict.fromkeys(f"{shape_of(row)} of {row.heads} heads" for row in rows)
+    whole = f"{gpu(shared)}, CUDA graphs. Prefill: {', '.join(each)}; vLLM's way is FlashInfer "
+    whole += "with gathers and scatters around it. Prefix caching asks prefill for "
+    whole += "[checkpoints](docs/glossary.md), which were timed at one shape. Decoding: a token of "
+    whole += "each of 64 sequences, heads of one to eight GPUs, beside vLLM's Triton. Some kernels "
+    whole += "are faster and some slower than the engines' and FlashInfer's "
+    return few, f"{whole}([times](docs/performance.md#serving))."
 
 
 def heads_of(rows: Sequence[Row]) -> str:
@@ -174,6 +217,10 @@ def _sparse(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
     said = f"**{_span(of_all[2:])}** as fast as dense with {share}"
     whole = f"Forward and backward each, {gpu(run)}, CUDA graphs, one GPU, beside flash-attn-4 "
     return said, f"{whole}over all pairs; with {share} {1 / density:g} x would be ideal."
+
+
+def _ends(of_all: Spread) -> str:
+    return _span((of_all.worst, of_all.best))
 
 
 def _span(ratios: Sequence[float]) -> str:

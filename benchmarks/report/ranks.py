@@ -52,7 +52,7 @@ def several_gpus(runs: Sequence[Run], digests: Digests) -> list[str]:
         shapes.setdefault((f"{tokens} tokens, {_heads(row)}", when), {})[layout] = line
     header, body = ["one sequence", "GPUs, record"], []
     for said in ("forward", "forward + backward"):
-        header += [f"{said}, ms", "Python alone", "FLA / ours"]
+        header += [f"{said}, ms", "Python alone", "FLA, times as long: contiguous / zigzag"]
     for shape, found in shapes.items():
         cells = list[str]()
         for kind in map(KINDS.__getitem__, DIRECTIONS):

@@ -7,6 +7,7 @@ from ..serving.workloads import PARALLEL
 from . import tables
 from .drafts import drafts
 from .headline import source
+from .names import shape_of
 from .select import Digests, aside
 from .spread import beside
 from .texts import NO_SERVING, SERVING_NOTE, SERVING_PARALLEL
@@ -49,7 +50,20 @@ def section(runs: Sequence[Run], digests: Digests) -> list[str]:
     each = [f"{', '.join(names)}: {of}" for of, names in sources.items()]
     where = f"{'; '.join(each if len(sources) > 1 else sources)}."
     last = " ".join([*filter(None, said), where[0].upper() + where[1:]])
-    return ["## Serving", SERVING_NOTE, table, last, *shared]
+    return [
+        "## Serving",
+        SERVING_NOTE.format(prefill=_prompts(runs, digests)),
+        table,
+        last,
+        *shared,
+    ]
+
+
+def _prompts(runs: Sequence[Run], digests: Digests) -> str:
+    """The shapes of prefill without checkpoints, in words."""
+    run = aside(runs, "gdn", "serving-prefill", digests)
+    each = [f"{shape_of(row)} ({row.heads} heads)" for row in (run.rows if run else ())]
+    return ", ".join(each) if each else "not measured yet"
 
 
 def _beside_rivals(run: Run) -> list[list[str]]:

@@ -30,9 +30,16 @@ SECTIONS = (
 STALE = """\
 Kernels changed since; [docs/records](docs/records/README.md) has each record's commit and the
 command that measures today's."""
-CURRENT = (  # of uncommitted changes
-    "All ran today's kernels: a record has digests of the generated code that ran, and they equal "
-    "this checkout's ([records](docs/records/README.md#all-records))."
+CURRENT = (
+    "The records that this paragraph names ran today's kernels: a record has digests of the "
+    "generated code that ran, and they equal this checkout's "
+    "([records](docs/records/README.md#all-records)). *With changes*: the checkout that ran had "
+    "files that differed from its commit; the digests are of what ran."
+)
+MORE_LINES = (
+    "Of the gated delta net and of models these are the lines of training with 16/32 heads, and "
+    "of FLA's default layer. [All lines](docs/performance.md#in-one-table) have other heads, and "
+    "forward and backward by themselves."
 )
 OTHER_GPUS = """\
 [docs/performance.md](docs/performance.md#gated-delta-net) has the gated delta net on other GPUs."""
@@ -42,9 +49,9 @@ prebuilt kernels takes 0.96 to 1.03 times as long as its graph
 ([note](docs/notes/native-launch.md), section 7)."""
 
 TWO_GROUPS = """\
-The means of some forwards are of two groups of shapes: one or two sequences, which are cut into
-segments where that is faster, and sequences that fill the GPU whole ({shapes}).
-Of these, in CUDA graphs: {spans}."""
+Some forwards have shapes of two groups, and the mean is over both: one or two sequences, which are
+cut into segments where that is faster; and sequences that fill the GPU without it ({shapes}).
+Least to greatest of each group, in CUDA graphs: {spans}."""
 
 TERMS = """\
 - **Rival**: another library's result for the same inputs, on the same GPU in the same run, checked
@@ -119,7 +126,9 @@ MORE_TERMS = """\
 - **Density**: the share of causal (query, key) pairs that a mask keeps. The ideal gain is 1 /
   density, because a kernel has at least the kept pairs to compute.
 - **Three calls a group**: attention over shared prompts put together by hand, from three calls of
-  flash-attn-4 and a merge, for comparison. No library offers it."""
+  flash-attn-4 and a merge, for comparison. No library offers it.
+- **The rule**: a gated delta net's layer without projections, convolution and norm. Pool, drafts,
+  pack, segment and other words: [glossary](docs/glossary.md#words-of-users)."""
 
 HYBRID_NOTE = """\
 - A step of four layers of Qwen3-Next's size, three of them gated delta nets, takes 4.1 to 6.0 times
@@ -157,10 +166,20 @@ SPARSE_NOTE = """\
 Without a mask, as in `dense_layers`, ours is slower than flash-attn-4. How much attention a mask
 holds [is to be measured](docs/long-context.md); speed does not show that a model trains as well."""
 
-SEVERAL_GPUS = """\
-**Several GPUs** that share a sequence, beside FLA's context parallelism. Eager calls, medians, the
-slowest GPU. Pairs are of the [layouts](docs/gdn.md#sequences-over-several-gpus), contiguous /
-zigzag. *Python alone*: the host is busy so long, in ms; a time that is no longer is the host's."""
+SEVERAL_GPUS = (
+    "**Several GPUs** that share a sequence, beside FLA's context parallelism. Eager calls, "
+    "medians, the slowest GPU. A cell has two numbers, of the two "
+    "[layouts](docs/gdn.md#sequences-over-several-gpus), contiguous / zigzag; `– / –`: FLA was "
+    "not timed. *Python alone*: the host is busy so long, in ms; a time that is no longer is the "
+    "host's. On two GPUs FLA is no faster than it would be on one."
+)
+EXACT = (
+    "- `exact=True` still cuts sequences; a segment's start then leaves out only what has decayed "
+    "below e^-104, which is 0 in fp32, in place of e^-12. Of these times 16/32 heads have none: "
+    "one sequence of 8192 tokens is [cut in the forward and whole in the "
+    "backward](docs/gdn.md#long-sequences-few-heads), so `exact` changes nothing in that "
+    "backward; what it costs that forward was not timed."
+)
 
 RING_NOTE = """\
 On several GPUs, 2/16 heads, 5 % density, forward + backward of 128K tokens: four H100 take 2.16 +
@@ -171,22 +190,29 @@ eight take 16.1 + 48.0 ms for 512K tokens ([note](docs/notes/sparse-ring.md), 12
 CONVOLUTION = """\
 With its activation, over packed sequences and trees, it is bounded by memory. CUDA graphs:"""
 
-SERVING_NOTE = """\
-Calls of an inference engine, on a pool of states in pages: in fp32, but for one row of prefill in
-bf16 (4/16 heads). A rival's time has all that an engine has to do for it: where a library takes no
-slots, gathers, zeros, casts and scatters. The engines' Triton kernels ran without the engine; the
-norm behind them in a layer's step is ours. FlashInfer failed where it is not listed; vLLM prefills
-by *gather and scatter*. Ours was told the lengths on the host, normalised keys and activated gates,
-which plug-ins do not all have: lengths that only the GPU knows took 1.04 times as long in the mean,
-at worst 1.23 ([note](notes/gdn-segments.md#23-lengths-that-the-device-alone-knows), no pool)."""
+SERVING_NOTE = (
+    "Calls of an inference engine, on a pool of states in pages: in fp32, but for one row of "
+    "prefill in bf16 (4/16 heads). *Checkpoints* are states on the way through a prompt, which an "
+    "engine's [prefix caching](serving.md#is-it-worth-it) asks for. The three shapes of "
+    "prefill are {prefill}. A rival's time has all that an engine has to do for it: where a "
+    "library takes no slots, gathers, zeros, casts and scatters. The engines' Triton kernels ran "
+    "without the engine; the norm behind them in a layer's step is ours. FlashInfer failed where "
+    "it is not listed; vLLM prefills by *gather and scatter*. Ours was told the lengths on the "
+    "host, normalised keys and activated gates, which plug-ins do not all have: lengths that only "
+    "the GPU knows took 1.04 times as long in the mean, at worst 1.23 "
+    "([note](notes/gdn-segments.md#23-lengths-that-the-device-alone-knows), no pool)."
+)
 
-SERVING_PARALLEL = """\
-Under tensor parallelism a GPU has its share of a layer's heads. Prefill of 8 prompts of 2048
-tokens without checkpoints, a token of each of 64 sequences, and 4 drafts of each, all on states in
-fp32, in CUDA graphs. Ratios are a rival's time / ours: *vLLM's way* of prefill is FlashInfer with
-gathers and scatters, *FlashInfer* its call on the pool itself, *vLLM*, *SGLang* their Triton. Of
-prefill with 2/8, 4/8 and 2/4 heads FlashInfer takes longer than with twice as many; why was not
-looked into. {source}."""
+SERVING_PARALLEL = (
+    "Under tensor parallelism a GPU has its share of a layer's heads. Prefill of 8 prompts of "
+    "2048 tokens without checkpoints, a token of each of 64 sequences, and 4 drafts of each, all "
+    "on states in fp32, in CUDA graphs. Ratios are a rival's time / ours: *vLLM's way* of prefill "
+    "is FlashInfer with gathers and scatters, *FlashInfer* its call on the pool itself, *vLLM*, "
+    "*SGLang* their Triton. **Count on the gain of one GPU**: of prefill with 2/8, 4/8 and 2/4 "
+    "heads FlashInfer takes longer than with twice as many; why was not looked into. Three shapes "
+    "make the front page's prefill: the two lines of one GPU here, and one sequence of 8192 "
+    "tokens with 2/8 heads, of the table above. {source}."
+)
 
 NO_SERVING = """\
 No record yet: `python -m benchmarks.sm90 gdn --set serving --save` on a Hopper GPU makes one. Times

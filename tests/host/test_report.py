@@ -392,6 +392,12 @@ def raw(runs, digests, family="gdn"):
     return pages.records_page(runs, family, digests)
 
 
+def ends(of_all):
+    """Least and greatest, as the first table has them."""
+    few, most = (f"{ratio:.1f}" for ratio in (of_all.worst, of_all.best))
+    return f"**{few} to {most} x**" if few != most else f"**{few} x**"
+
+
 def cells_of(text, start):
     """Of the first line of a table that starts with a text."""
     line = next(x for x in text.splitlines() if x.startswith(f"| {start}"))
@@ -406,10 +412,12 @@ def test_without_a_record_the_pages_say_so():
         assert f"python -m benchmarks.sm90 {family} --quick --save" in raw([], current, family)
 
 
-def test_the_front_page_has_times_of_a_typical_shape_and_ratios_of_all():
+def test_a_line_has_times_of_a_typical_shape_and_ratios_of_all():
     """Calls without a graph are slower, and in another order."""
     run = anchor_run()
-    cells = cells_of(front([run], current), "Gated delta net, forward; 16/32 heads; 7 shapes")
+    cells = cells_of(
+        findings.page([run], current), "Gated delta net, forward; 16/32 heads; 7 shapes"
+    )
     rows = [row for row in run.rows if (row.kind, row.heads) == ("fwd", "16/32")]
     ours = tables.our_names(run)
     typical = sorted(rows, key=lambda row: tables.ratio(row, ours))[3]
@@ -429,7 +437,8 @@ def test_a_backward_that_computed_more_than_in_a_step_has_no_graph_time():
     old, new = (run_of(GDN["anchors"], date=date) for date in ("2026-01-02", "2026-12-01"))
     assert faults.without(new) is new
     for run, dashes in ((old, True), (new, False)):
-        cells = cells_of(front([faults.without(run)], current), "Gated delta net, backward; 16/32")
+        text = findings.page([faults.without(run)], current)
+        cells = cells_of(text, "Gated delta net, backward; 16/32")
         assert (cells[3] == cells[4] == "–") == dashes
         assert " / " in cells[5]
     for before, after in zip(old.rows, faults.without(old).rows, strict=True):
@@ -517,9 +526,8 @@ def test_a_mean_of_two_groups_of_shapes_has_both():
         some = [row for row in rows if (row.name in filled) == full]
         ratios = [tables.ratio(row, tables.our_names(run)) for row in some]
         pair.append(f"{min(ratios):.2f} to {max(ratios):.2f} x")
-    for text in (front([run], current), findings.page([run], current)):
-        assert f"{pair[0]} and {pair[1]} with 16/32 heads" in text
-    assert "two groups of shapes" not in front([run_of(GDN["decode"])], current)
+    assert f"{pair[0]} and {pair[1]} with 16/32 heads" in findings.page([run], current)
+    assert "shapes of two groups" not in findings.page([run_of(GDN["decode"])], current)
 
 
 def test_each_head_size_has_its_line():
@@ -528,14 +536,14 @@ def test_each_head_size_has_its_line():
     for K, V in ((96, 192), (128, 256), (256, 512)):
         assert f"| head sizes {K}/{V} " in findings.page([run], current)
     rows = [row for row in run.rows if row.name.endswith("d96x192") and row.kind == "fwd"]
-    page = front([anchor_run(), run], current)
+    page = findings.page([anchor_run(), run], current)
     assert "| Gated delta net, forward; 30/30 heads of 96/192; 2 shapes " in page
     # backwards of other kernels than today's are said to be, though these kernels are as they were
     assert "its heads of 96/192 (backward)" in page
     assert f": {headline.source(run)}, other kernels run since" in page
     kernels = {f"gdn.wide_grads-bf16-k{K}": "as it is" for K in (128, 256)}
     newer = dataclasses.replace(run, kernels=kernels)
-    assert "other kernels run since" not in front([anchor_run(), newer], current)
+    assert "other kernels run since" not in findings.page([anchor_run(), newer], current)
     # a newer record of this size alone counts, and the others keep theirs
     newer = dataclasses.replace(run, rows=tuple(rows), date="2026-12-01T00:00:00+00:00")
     lines = findings.page([run, newer], current).splitlines()
@@ -662,20 +670,52 @@ def test_users_of_fla_find_their_own_gain_in_a_row():
     forward, both = (spread.beside(rows, "fla") for rows in kinds)
     ratios = [row.time_ms("fla") / row.time_ms("ours") for row in kinds[0]]
     assert forward == spread.spread(ratios)
-    text = front([run], current)
+    text = front([run, run_of(GDN["sizes"], id="sizes")], current)
     eager = [spread.beside(rows, "fla", True) for rows in kinds]
-    least = min(way.worst for way in (forward, both, *eager))
-    few, most = (f"{mean:.1f}" for mean in sorted((forward.mean, both.mean)))
-    span = f"{few} to {most}" if few != most else few
-    said = f"**{span} x** as fast as FLA's in the mean, at least {least:.2f} x"
-    assert said in cells_of(text, "train gated delta net layers of **flash-linear-attention**")[2]
+    said = f"forward + backward {ends(eager[1])} as fast as FLA's with heads of 128; forward **"
+    row = cells_of(text, "train gated delta net layers of **flash-linear-attention**")[2]
+    assert said in row
+    assert " x** with heads of its default layer, 256/512" in row
     pairs = ("forward", forward, eager[0]), ("forward + backward", both, eager[1])
     for title, graph, call in pairs:
-        ways = f"{graph.mean:.2f} x in CUDA graphs and {call.mean:.2f} x in eager calls ("
-        assert f" {title} {ways}" in text
+        assert f" {title} {graph.said} in CUDA graphs, {call.said} in eager calls (" in text
     rows = (dataclasses.replace(row, results=row.results[:1]) for row in run.rows)
     alone = dataclasses.replace(run, rows=tuple(rows))
     assert "Beside FLA's kernels" not in front([alone], current)
+
+
+def test_the_first_table_has_one_form_of_range():
+    """In a row it was of two means, in the others of the least and the greatest shape."""
+    text = headline.front_page(records.load(), pages.recorded())["gains"]
+    assert "mean" not in text
+    assert "at least" not in text.replace("at least 2 times as long as a response", "")
+
+
+def test_serving_s_row_is_of_the_records():
+    """Its numbers were typed by hand; which shapes they were of stood nowhere."""
+    parts = headline.front_page(records.load(), pages.recorded())
+    runs, digests = records.load(), pages.recorded()
+    prompts, shared = (
+        select.aside(runs, "gdn", f"serving-{x}", digests) for x in ("prefill", "parallel")
+    )
+    rows = [row for row in prompts.rows if "fp32" in row.what]
+    rows += [r for r in shared.rows if r.kind == "pool_prefill" and r.heads in ("16/32", "16/64")]
+    said = f"prefill {ends(spread.beside(rows, 'flashinfer_gathers'))} as fast as vLLM's way"
+    assert said in parts["gains"]
+    for row in rows:
+        assert f"{names.shape_of(row)} of {row.heads} heads" in parts["performance"]
+    assert "not measured yet" in front([anchor_run()], current)
+
+
+def test_the_front_page_s_table_has_the_lines_behind_its_gains():
+    """It had all 18, most of heads that the first table does not name."""
+    table = headline.times(records.load(), pages.recorded(), front=True).splitlines()[2:]
+    every = headline.times(records.load(), pages.recorded()).splitlines()[2:]
+    subjects = {line.split(" | ")[0].strip("| ") for line in table}
+    assert subjects < {line.split(" | ")[0].strip("| ") for line in every}
+    assert len(table) <= 10
+    for start in ("Gated delta net, forward and", "Models", "Attention", "Hybrid", "Sparse"):
+        assert any(subject.startswith(start) for subject in subjects)
 
 
 def test_records_say_how_kernels_were_launched():
