@@ -35,8 +35,8 @@ CHECKS = records.RESULTS / "checks.jsonl"
 
 OK, FAILED, TIMEOUT, NOT_RUN = "ok", "FAILED", "TIMEOUT", "not run"
 TIMED_OUT = (124, 137)  # exit codes of `timeout`: it ended the command, or had to kill it
-TOTAL = 570.0  # seconds for all steps
-WORKERS = 8  # test processes that share the GPU
+TOTAL = 585.0  # seconds for all steps
+WORKERS = 12  # test processes that share the GPU
 PACKAGES = ("torch", "tilelang", "apache-tvm-ffi", "triton", "numpy")
 
 Counts = dict[str, int]

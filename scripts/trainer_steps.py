@@ -15,6 +15,7 @@ the steps after the second, and how far losses (of `grpo`: norms of gradients) a
 import argparse
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,12 +49,13 @@ QWEN3 = {  # Qwen3-1.7B
 }  # fmt: skip
 TINY = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
 TINY_LINEAR = {
     "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }  # fmt: skip
+SWAPPED = "TRL after swap(model)"
 SKIPPED = 2  # steps that compile, tune, and fill the allocator's pools
 
 
@@ -133,9 +135,6 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# Fine-tuning
-
-
 @contextmanager
 def linear_layers(model: Any, name: str) -> Iterator[None]:
     """Layers call ours, or FLA's with causal-conv1d or without, or PyTorch's functions."""
@@ -182,9 +181,6 @@ def finetune(options: argparse.Namespace) -> list[Steps]:
     return [run(Steps(name), partial(train, name)) for name in names]
 
 
-# GRPO
-
-
 def tokenizer_of(vocabulary: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -192,7 +188,8 @@ def tokenizer_of(vocabulary: int) -> Any:
     words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocabulary)}
     fast: Any = Tokenizer(models.WordLevel(words, unk_token="w2"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>")
+    wrapped: Any = PreTrainedTokenizerFast  # it has no types
+    return wrapped(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>")
 
 
 def grpo(options: argparse.Namespace) -> list[Steps]:
@@ -208,7 +205,10 @@ def grpo(options: argparse.Namespace) -> list[Steps]:
     def train(name: str, found: Steps) -> None:
         model = model_of(options.hybrid, options.tiny)
         vocabulary = model.config.vocab_size
-        base = trl.GRPOTrainer if name == "TRL" else shared_prefix_trainer(trl.GRPOTrainer)
+        shares = name == "shared prompts"
+        base = shared_prefix_trainer(trl.GRPOTrainer) if shares else trl.GRPOTrainer
+        if options.hybrid and not shares:  # models of a kind share functions
+            (qla.swap if name == SWAPPED else qla.restore)(model)
         drawn = torch.Generator().manual_seed(2)
 
         class Drawn(base):  # type: ignore[misc, valid-type]
@@ -236,11 +236,8 @@ def grpo(options: argparse.Namespace) -> list[Steps]:
         trainer.train()
         found.losses = [x["grad_norm"] for x in trainer.state.log_history if "grad_norm" in x]
 
-    names = options.ways or ["shared prompts", "TRL"]
+    names = options.ways or ["shared prompts", "TRL", *([SWAPPED] if options.hybrid else [])]
     return [run(Steps(name), partial(train, name)) for name in names]
-
-
-# What is printed and kept
 
 
 def table(found: Sequence[Steps]) -> str:
@@ -289,6 +286,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels, whatever is installed beside it
     found = {"finetune": finetune, "grpo": grpo}[options.what](options)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}; {', '.join(f'{n} {v}' for n, v in versions().items())}")
