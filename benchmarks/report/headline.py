@@ -24,8 +24,12 @@ from .texts import (
 
 NOTICE = "<!-- written by `python -m benchmarks.report` from benchmarks/results; do not edit -->"
 ON_FRONT = ("gdn-fwd-16x32", "dualkv-step-8x32", "sparse_ring-fwd-8x32")  # figures
-# the only line of a family in the front page's table; of the others it has all
-ON_FRONT_ONLY = {"gdn": {("both", "16/32")}, "model": {("layers", "16/32")}}
+# the only lines of a family in the front page's table; of the others it has all
+ON_FRONT_ONLY: dict[str, set[tuple[str, str]]] = {
+    "gdn": {("both", "16/32")},
+    "model": {("layers", "16/32")},
+    "conv": set(),
+}
 
 
 def groups(run: Run) -> dict[tuple[str, str], list[Row]]:

@@ -153,7 +153,8 @@ MODELS_NOTE = """\
 Three gated delta nets and an attention layer, with their MLPs, random weights in bf16, eager calls;
 no embedding, head or optimizer; more than 8192 tokens were not timed. *Ours*: after `swap(model)`,
 with a peak of memory within 3 % of FLA's; *our rule alone*, *FLA* and *PyTorch alone*: with
-PyTorch's convolution, as transformers has where causal-conv1d is not installed."""
+PyTorch's convolution, as transformers has where causal-conv1d is not installed. Whole steps of the
+Trainer and of TRL are in [a note](docs/notes/whole-steps.md)."""
 
 SHARED_NOTE = """\
 [Where our backward's time goes](docs/notes/dualkv-backward.md) at long prompts, in a note."""
