@@ -143,7 +143,8 @@ def provenance(runs: Sequence[Run], digests: Digests, front: bool = False) -> st
     """Which records the numbers are of; and that kernels changed since, if they did."""
     found = {family: headline(runs, family, digests) for family in FAMILIES}
     if front:
-        found = {family: run for family, run in found.items() if run and tabled(run)}
+        empty = {family for family, lines in ON_FRONT_ONLY.items() if not lines}
+        found = {f: run for f, run in found.items() if run and tabled(run) and f not in empty}
     sources: dict[str, list[str]] = {}
     for family, run in found.items():
         if run is not None:
