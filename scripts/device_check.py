@@ -11,14 +11,16 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 from xml.etree import ElementTree
 
 import torch
@@ -206,19 +208,32 @@ def main() -> int:
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     deadline = time.monotonic() + TOTAL
-    outcomes = []
-    for step in steps(options.family):
-        print(f"device_check: {step.name} ...", flush=True)
-        outcomes.append(run(step, deadline - time.monotonic()))
-        print(f"  {outcomes[-1]}", flush=True)
-    entry = record(options.family, outcomes)
+    outcomes = list[Outcome]()
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        for step in steps(options.family):
+            print(f"device_check: {step.name} ...", flush=True)
+            outcomes.append(run(step, deadline - time.monotonic()))
+            print(f"  {outcomes[-1]}", flush=True)
+    finally:  # a time limit from outside keeps the steps there are
+        named = [outcome.name for outcome in outcomes]
+        rest = [step.name for step in steps(options.family) if step.name not in named]
+        outcomes += [Outcome(name, TIMEOUT, 0, {}, "ended from outside") for name in rest]
+        append(record(options.family, outcomes), outcomes)
+    return 1 if any(outcome.status in (FAILED, TIMEOUT) for outcome in outcomes) else 0
+
+
+def _stop(*_: object) -> NoReturn:
+    raise SystemExit(1)
+
+
+def append(entry: dict[str, object], outcomes: Sequence[Outcome]) -> None:
     CHECKS.parent.mkdir(parents=True, exist_ok=True)
     with CHECKS.open("a") as file:
         file.write(json.dumps(entry) + "\n")
     print(f"\n{entry['id']}: {entry['device']}, fingerprint {entry['fingerprint']}")
     print("\n".join(map(str, outcomes)))
     print(f"appended to {CHECKS.relative_to(ROOT)}")
-    return 1 if any(outcome.status in (FAILED, TIMEOUT) for outcome in outcomes) else 0
 
 
 def no_hopper() -> str | None:

@@ -1,8 +1,10 @@
 """device_check's verdicts, on a machine that has no GPU to check."""
 
+import dataclasses
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -155,3 +157,31 @@ def test_the_whole_check_appends_a_record_and_fails_when_a_step_does(check, monk
     assert (first["kind"], first["family"], first["device"]) == ("check", "gdn", "H200")
     assert first["fingerprint"] == second["fingerprint"]
     assert [step["status"] for step in second["steps"]] == ["ok", "FAILED"]
+
+
+def test_a_check_that_is_ended_from_outside_keeps_its_steps(check, monkeypatch, capsys):
+    """It lost them: a step at the end took longer than the machine was had for."""
+    monkeypatch.setattr(sys, "argv", ["device_check.py", "gdn"])
+    monkeypatch.setattr(check, "no_hopper", lambda: None)
+    monkeypatch.setattr(check.records, "device_name", lambda _: "H200")
+    monkeypatch.setattr(check.records, "device_environment", lambda _: {})
+    before = signal.getsignal(signal.SIGTERM)
+    good, last = prints(check, "did 3 things"), prints(check, "did 3 things")
+    found = [good, dataclasses.replace(last, name="last"), dataclasses.replace(last, name="never")]
+    monkeypatch.setattr(check, "steps", lambda _: found)
+    run = check.run
+
+    def ended(step, remaining):
+        if step.name == "last":
+            signal.raise_signal(signal.SIGTERM)
+        return run(step, remaining)
+
+    monkeypatch.setattr(check, "run", ended)
+    try:
+        with pytest.raises(SystemExit):
+            check.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (kept,) = map(json.loads, check.CHECKS.read_text().splitlines())
+    assert [step["status"] for step in kept["steps"]] == ["ok", "TIMEOUT", "TIMEOUT"]
+    assert "ended from outside" in capsys.readouterr().out
