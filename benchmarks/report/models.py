@@ -52,7 +52,7 @@ def layer(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
         return "no step of its layer timed yet (the rule in layers of transformers: row above)", ""
     times = f"{of_all.worst:.2f} to {of_all.best:.2f} x"
     whole = f"A step of FLA's layer, of 256/512, {times} ({gpu(run)}, eager calls)."
-    return f"a step of its layer **{times}**", whole
+    return f"a step of its layer **{times}** ({gpu(run)})", whole
 
 
 def lines(run: Run | None) -> list[list[str]]:

@@ -61,9 +61,10 @@ TERMS = """\
   sequences, with the prompt in each of them. For sparse attention it is FA4 on all pairs, which is
   another result; a mask with 5 % of the pairs could at best be 20 times as fast.
 - **Heads**: key / value heads of a gated delta net, key / query heads of attention. 16/32 are those
-  of Qwen3-Next and of Qwen3.5 4B to 35B, and 4/8 their share on one of four GPUs; 16/64 those of
-  122B and 397B, and 2/8 their share on one of eight; 128 columns each. 30/30 of 96/192, the columns
-  of keys and values, are those of OLMo Hybrid, and 6/6 of 256/512 FLA's default layer's.
+  of Qwen3-Next and of Qwen3.5 4B, 9B and 35B, and 4/8 their share on one of four GPUs; 16/48 those
+  of 27B; 16/64 those of 122B and 397B, and 2/8 their share on one of eight; 16/16 those of 0.8B and
+  2B; 128 columns each. OLMo Hybrid has 30/30 with keys of 96 columns and values of 192, FLA's
+  default layer 6/6 with 256 and 512.
 - **Faster**: the rival's time divided by ours, as a geometric mean over all **shapes** (sets of
   sequence lengths). **Worst**: the least of these ratios; below 1 (▼) ours is slower. The
   **typical** shape has the median ratio of CUDA graphs, the lower of two in the middle.
@@ -77,7 +78,7 @@ TERMS = """\
   gradients. Keys are normalised and gates activated before; initial states are given. Gates are
   those that FlashQLA publishes its times with; for 96/192 and 256/512, which of these libraries FLA
   alone runs, gates of a model. Models in training are four layers of transformers with
-  `swap(model)`, beside transformers with FLA; other whole training steps were not measured."""
+  `swap(model)`, beside transformers with FLA and causal-conv1d."""
 
 # Sections of their own beside the headline's: a set each, from the record with most of its rows.
 ASIDE = {
@@ -210,7 +211,8 @@ SERVING_PARALLEL = (
     "on states in fp32, in CUDA graphs. Ratios are a rival's time / ours: *vLLM's way* of prefill "
     "is FlashInfer with gathers and scatters, *FlashInfer* its call on the pool itself, *vLLM*, "
     "*SGLang* their Triton. **Count on the gain of one GPU**: of prefill with 2/8, 4/8 and 2/4 "
-    "heads FlashInfer takes longer than with twice as many; why was not looked into. Three shapes "
+    "heads, the largest ratios, FlashInfer takes longer than with twice as many; why was not "
+    "looked into. What layers save: [a table](serving.md#is-it-worth-it). Three shapes "
     "make the front page's prefill: the two lines of one GPU here, and one sequence of 8192 "
     "tokens with 2/8 heads, of the table above. {source}."
 )

@@ -185,7 +185,7 @@ def test_pages_say_what_a_step_gains():
     assert "; beside causal-conv1d nothing was timed; with our rule alone, and PyTorch's" in said
     assert models.layer(runs, digests)[1] == ""
     few, said = models.layer([*runs, record(MODEL["fla"], ours=10.0, fla=12.5)], digests)
-    assert few == "a step of its layer **1.25 to 1.25 x**"
+    assert few == "a step of its layer **1.25 to 1.25 x** (H200)"
     assert said.startswith("A step of FLA's layer, of 256/512, 1.25 to 1.25 x (")
     page = findings.page(runs, digests)
     section = page[page.index("## Models in training") :]
