@@ -3,7 +3,11 @@
     python scripts/trainer_steps.py finetune        the Trainer of transformers, Qwen3.5-2B's sizes
     python scripts/trainer_steps.py grpo            GRPO of TRL, Qwen3-1.7B's sizes
     python scripts/trainer_steps.py grpo --hybrid   the same of Qwen3.5-2B's sizes
+    python scripts/trainer_steps.py grpo --config FOLDER    of a model whose config.json lies there
     python scripts/trainer_steps.py finetune --tiny         does it run? also on a CPU, in a minute
+
+`finetune` needs accelerate; `grpo` needs TRL: pip install trl==1.16.0. FLA and causal-conv1d are
+compared with where they are installed (docs/installation.md, "To benchmark").
 
 A step is what the trainer does between two of its callbacks: forward, backward, optimizer. `grpo`
 draws responses at random in place of generating them, which the same functions would do on both
@@ -23,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,30 +37,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.model.problem import CONVOLUTION, FUNCTIONS, exchanged, functions_of, plain
+from benchmarks.model.random_models import random_model
 from qla_kernels.integrations import transformers as qla
 
-QWEN35 = {  # Qwen3.5-2B
-    "vocab_size": 248320, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "max_position_embeddings": 65536, "tie_word_embeddings": True,
-    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
-QWEN3 = {  # Qwen3-1.7B
-    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 40960, "tie_word_embeddings": True,
-    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
-TINY = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-}  # fmt: skip
-TINY_LINEAR = {
-    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-}  # fmt: skip
 SWAPPED = "TRL after swap(model)"
+WAYS = {
+    "finetune": ("ours", "FLA and causal-conv1d", "FLA", "PyTorch"),
+    "grpo": ("shared prompts", "TRL", SWAPPED),
+}
+NUMBERS = "steps", "length", "batch", "prompt", "response", "responses"
 SKIPPED = 2  # steps that compile, tune, and fill the allocator's pools
 
 
@@ -73,19 +63,6 @@ class Steps:
     def median(self) -> float | None:
         timed = self.seconds[SKIPPED:]
         return median(timed) if timed else None
-
-
-def model_of(hybrid: bool, tiny: bool) -> Any:
-    import transformers
-
-    sizes: dict[str, Any] = dict(QWEN35 if hybrid else QWEN3)
-    if tiny:
-        sizes |= TINY | (TINY_LINEAR if hybrid else {})
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        if hybrid:
-            return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes))
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
 
 
 def synchronize() -> None:
@@ -166,7 +143,7 @@ def finetune(options: argparse.Namespace) -> list[Steps]:
     data = [{"input_ids": row, "labels": row} for row in ids]
 
     def train(name: str, found: Steps) -> None:
-        model = model_of(hybrid=True, tiny=options.tiny)
+        model = random_model(True, options.tiny, options.config)
         settings = TrainingArguments(
             per_device_train_batch_size=options.batch, **arguments_of(options)
         )
@@ -177,8 +154,7 @@ def finetune(options: argparse.Namespace) -> list[Steps]:
             trainer.train()
         found.losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
 
-    names = options.ways or ["ours", "FLA and causal-conv1d", "FLA"]
-    return [run(Steps(name), partial(train, name)) for name in names]
+    return [run(Steps(name), partial(train, name)) for name in options.ways]
 
 
 def tokenizer_of(vocabulary: int) -> Any:
@@ -203,7 +179,7 @@ def grpo(options: argparse.Namespace) -> list[Steps]:
     prompt, response = (24, 8) if options.tiny else (options.prompt, options.response)
 
     def train(name: str, found: Steps) -> None:
-        model = model_of(options.hybrid, options.tiny)
+        model = random_model(options.hybrid, options.tiny, options.config)
         vocabulary = model.config.vocab_size
         shares = name == "shared prompts"
         base = shared_prefix_trainer(trl.GRPOTrainer) if shares else trl.GRPOTrainer
@@ -236,8 +212,7 @@ def grpo(options: argparse.Namespace) -> list[Steps]:
         trainer.train()
         found.losses = [x["grad_norm"] for x in trainer.state.log_history if "grad_norm" in x]
 
-    names = options.ways or ["shared prompts", "TRL", *([SWAPPED] if options.hybrid else [])]
-    return [run(Steps(name), partial(train, name)) for name in names]
+    return [run(Steps(name), partial(train, name)) for name in options.ways]
 
 
 def table(found: Sequence[Steps]) -> str:
@@ -278,10 +253,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--response", type=int, default=512, help="tokens of responses (default: 512)")
     add("--responses", type=int, default=16, help="to each prompt (default: 16)")
     add("--hybrid", action="store_true", help="of grpo: a Qwen3.5, with gated delta nets")
-    add("--ways", type=lambda text: text.split(","), help="names of the table's lines")
+    said = "; ".join(f"{what}: {', '.join(ways)}" for what, ways in WAYS.items())
+    add("--ways", type=lambda text: text.split(","), help=f"to compare, with commas. {said}")
+    add("--config", type=Path, metavar="FOLDER", help="of a model, in place of the sizes above")
     add("--tiny", action="store_true", help="a small model and few tokens")
     add("--out", type=Path, help="a file for the numbers, JSON")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    known = WAYS[given.what]
+    given.ways = given.ways or [x for x in known[:3] if x != SWAPPED or given.hybrid]
+    if wrong := [name for name in given.ways if name not in known]:
+        parser.error(f"--ways {','.join(wrong)}; need some of: {', '.join(known)}")
+    if few := [n for n in NUMBERS if getattr(given, n) < 1]:
+        parser.error(f"--{few[0]} {getattr(given, few[0])}; need at least 1")
+    if given.what == "grpo" and not find_spec("trl"):
+        parser.error("TRL is not installed; need it for grpo: pip install trl==1.16.0")
+    if not (torch.cuda.is_available() or given.tiny or given.config):
+        parser.error("no GPU; need one for models of these sizes; --tiny runs a small one on a CPU")
+    return given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -73,7 +73,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     said = "of gdn's own shapes (default: published)"
     add("--gates", choices=("published", "model"), help=said)
     add("--density", type=float, help="of the mask of sparse_ring's own shapes (default: 0.05)")
-    add("--run", type=int, help="diagonals of that mask that are active together (default: 1)")
+    add(
+        "--run",
+        type=int,
+        help="diagonals of that mask that are active together; pages have 1, 4, 16 (default: 1)",
+    )
     said = "fwd, bwd, both (forward and backward); of gdn also decode (few tokens of each "
     said += "sequence, states given and returned), pool_decode (one token, in a pool of states, as "
     said += "engines), drafts (verifies a few tokens there), pool_prefill (prompts, from and into "

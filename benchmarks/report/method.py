@@ -55,7 +55,7 @@ YOUR_OWN = """\
   beside it.
 - Two versions of ours: `git worktree add ../before COMMIT`, then `.venv/bin/python -m
   benchmarks.revisions ../before gdn:anchors`.
-- Several GPUs that share one sequence: `torchrun --nproc-per-node 2 scripts/gdn_ranks.py --out
+- Several GPUs that share one sequence: `.venv/bin/torchrun --nproc-per-node 2 scripts/gdn_ranks.py --out
   FOLDER` (`--cpu` to see it run), with `--tokens`, `--heads`, `--head-dim` and `--gates`; `--save`
   as above, for any shape. Results are compared with ours in the contiguous layout. Rings: `torchrun
   --nproc-per-node N -m benchmarks.ring`.
