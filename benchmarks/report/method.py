@@ -55,10 +55,10 @@ YOUR_OWN = """\
   beside it.
 - Two versions of ours: `git worktree add ../before COMMIT`, then `.venv/bin/python -m
   benchmarks.revisions ../before gdn:anchors`.
-- Several GPUs that share one sequence: `.venv/bin/torchrun --nproc-per-node 2 scripts/gdn_ranks.py --out
-  FOLDER` (`--cpu` to see it run), with `--tokens`, `--heads`, `--head-dim` and `--gates`; `--save`
-  as above, for any shape. Results are compared with ours in the contiguous layout. Rings: `torchrun
-  --nproc-per-node N -m benchmarks.ring`.
+- Several GPUs that share one sequence: `.venv/bin/torchrun --nproc-per-node 2 scripts/gdn_ranks.py
+  --out FOLDER` (`--cpu` to see it run), with `--tokens`, `--heads`, `--head-dim` and `--gates`;
+  `--save` as above, for any shape. Results are compared with ours in the contiguous layout. Rings:
+  `torchrun --nproc-per-node N -m benchmarks.ring`.
 - Whole steps of the Trainer and, where TRL is installed, of GRPO, with random weights: `python
   scripts/trainer_steps.py finetune` and `grpo`, with `--tiny` to see it run
   ([what an H100 took](../notes/whole-steps.md))."""

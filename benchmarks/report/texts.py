@@ -249,7 +249,8 @@ COLUMNS = """\
 - **lengths**: `4096x2` is two sequences of 4096 tokens, `32768x1` one of 32768 (`1x32768` in notes
   and files of before), `64 of 2` 64 sequences of two, `3749 in 5` five ragged ones of 3749 tokens
   together; `28x4096+2048` 28 responses of 2048 tokens to a prompt of 4096; `A` and `S1` are batches
-  of the last table. `/4`: without a GPU, 4 times shorter.
+  of the last table. `/4` (of dualkv and hybrid): without a GPU, 4 times
+  shorter; other rows have the lengths that ran.
 - **inputs**: gates and initial state, dtype, or the share of pairs that a mask keeps.
 - **A library's name**: medians in ms, CUDA graph / eager. **Bold** is the least of its row. `–` was
   not measured; `*` was not captured, so that gaps between launches count; a word says why there is
