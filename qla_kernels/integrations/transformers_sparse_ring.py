@@ -16,7 +16,7 @@ that cannot be run raises `Unsupported`.
 
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,9 +129,9 @@ def attention(
     """Computes a layer's attention: query [B, H, L, D], key and value [B, Hk, L, D].
 
     transformers calls it. Returns (o [B, L, H, D], None). Raises Unsupported without settings and
-    for any option besides causal attention; and ValueError for dense_layers that the model does not
-    have, and for positions that restart or, on every rank of a ring, are not those of the layout
-    (on the CPU, or under QLA_CHECK=1).
+    for any option besides causal attention; and ValueError for layers in dense_layers or in the
+    pattern that the model does not have, and for positions that restart or, on every rank of a
+    ring, are not those of the layout (on the CPU, or under QLA_CHECK=1).
     """
     if sparse_ring is None:
         fix = "pass sparse_ring=SparseRingConfig(...) to the model's call"
@@ -159,8 +159,8 @@ def attention(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # q and k come in fp32 from their norms, v from its product
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-    if not torch.compiler.is_compiling() and len(sparse_ring.dense_layers):
-        check_layers(sparse_ring.dense_layers, getattr(module, "config", None))
+    if not torch.compiler.is_compiling():
+        _check_numbers(sparse_ring, getattr(module, "config", None))
     pattern = _pattern(sparse_ring, getattr(module, "layer_idx", None))
     common: dict[str, Any] = {"pattern": pattern, "seqlen": sparse_ring.seqlen, "scale": scaling}
     group, layout = sparse_ring.group, sparse_ring.layout
@@ -179,17 +179,23 @@ def attention(
     return o, None
 
 
-def check_layers(dense_layers: Sequence[int], config: Any) -> None:
+def _check_numbers(settings: SparseRingConfig, config: Any) -> None:
+    check_layers(settings.dense_layers, config)
+    if isinstance(settings.pattern, Mapping):
+        check_layers(settings.pattern, config, "pattern")
+
+
+def check_layers(layers: Iterable[int], config: Any, option: str = "dense_layers") -> None:
     """Raises ValueError if the model of a config has no layer of a number; None is not checked."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers = getattr(text, "num_hidden_layers", None)
-    if layers is None:
+    count = getattr(text, "num_hidden_layers", None)
+    if count is None:
         return
-    for number in dense_layers:
-        if not 0 <= number < layers:
-            needs = f"0 to {layers - 1} for a model of {layers} layers"
+    for number in layers:
+        if not 0 <= number < count:
+            needs = f"0 to {count - 1} for a model of {count} layers"
             fix = "count layers from 0, and leave out the others"
-            raise ValueError(need(NAME, f"dense_layers has {number}", needs, fix))
+            raise ValueError(need(NAME, f"{option} has {number}", needs, fix))
 
 
 def _check_positions(settings: SparseRingConfig, position_ids: Any, tokens: int) -> None:

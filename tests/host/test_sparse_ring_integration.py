@@ -123,6 +123,18 @@ def test_layers_have_patterns_of_their_own():
         )
 
 
+def test_patterns_of_layers_that_the_model_does_not_have_are_refused():
+    """They were ignored: with numbers from 1 on, each layer had its neighbour's."""
+    model, tokens = tiny(), torch.randint(64, (1, 128))
+    hook.prepare(model)
+    own = {0: Dense(), 1: Dense()}
+    model(tokens, use_cache=False, sparse_ring=SparseRingConfig(pattern=own))
+    text = "pattern has 2; need 0 to 1 for a model of 2 layers; count layers from 0"
+    settings = SparseRingConfig(pattern={**own, 2: Dense()})
+    with pytest.raises(ValueError, match=f"^sparse_ring: {text}"):
+        model(tokens, use_cache=False, sparse_ring=settings)
+
+
 @pytest.mark.parametrize("wrong", [2, -1])
 def test_dense_layers_that_the_model_does_not_have_are_refused(wrong):
     """They were ignored: a layer that was meant stayed sparse."""
