@@ -208,17 +208,16 @@ def main() -> int:
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     deadline = time.monotonic() + TOTAL
-    outcomes = list[Outcome]()
+    planned, outcomes = steps(options.family), list[Outcome]()
     signal.signal(signal.SIGTERM, _stop)
     try:
-        for step in steps(options.family):
+        for step in planned:
             print(f"device_check: {step.name} ...", flush=True)
             outcomes.append(run(step, deadline - time.monotonic()))
             print(f"  {outcomes[-1]}", flush=True)
     finally:  # a time limit from outside keeps the steps there are
-        named = [outcome.name for outcome in outcomes]
-        rest = [step.name for step in steps(options.family) if step.name not in named]
-        outcomes += [Outcome(name, TIMEOUT, 0, {}, "ended from outside") for name in rest]
+        for step in planned[len(outcomes) :]:
+            outcomes.append(Outcome(step.name, TIMEOUT, 0, {}, "ended from outside"))
         append(record(options.family, outcomes), outcomes)
     return 1 if any(outcome.status in (FAILED, TIMEOUT) for outcome in outcomes) else 0
 

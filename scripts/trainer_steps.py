@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -36,6 +35,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.harness import records
 from benchmarks.model.problem import CONVOLUTION, FUNCTIONS, exchanged, functions_of, plain
 from benchmarks.model.random_models import random_model
 from qla_kernels.integrations import transformers as qla
@@ -46,6 +46,7 @@ WAYS = {
     "grpo": ("shared prompts", "TRL", SWAPPED),
 }
 NUMBERS = "steps", "length", "batch", "prompt", "response", "responses"
+PACKAGES = "torch", "transformers", "trl", "fla-core", "causal-conv1d", "qla-kernels"
 SKIPPED = 2  # steps that compile, tune, and fill the allocator's pools
 
 
@@ -231,13 +232,7 @@ def table(found: Sequence[Steps]) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "transformers", "trl", "fla-core", "causal-conv1d", "qla-kernels"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {**dict.fromkeys(PACKAGES, "not installed"), **records.package_versions(PACKAGES)}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -284,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ways = [asdict(each) for each in found]
         kept = {"device": device, "versions": versions(), "options": given, "ways": ways}
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(kept, indent=1) + "\n")
+        records.write_whole(options.out, json.dumps(kept, indent=1))
     return int(found[0].median is None)
 
 

@@ -191,7 +191,7 @@ def _whole(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
     run = headline(runs, "dualkv", digests)
     rows = [row for row in steps(run) if gain(run, row)] if run else []
     if run and (of_all := spread([gain(run, row) for row in rows])):
-        few.append(f"attention **{_span(of_all[2:])}** as fast as on whole sequences")
+        few.append(f"attention **{_ends(of_all)}** as fast as on whole sequences")
         which = f"{len(rows)} shapes"
         if groups := [group for row in rows for group in BATCHES.get(row.layout, ())]:
             which += f", prompts of {span([prompt for prompt, _ in groups])} tokens"
@@ -204,7 +204,7 @@ def _whole(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
     run = headline(runs, "hybrid", digests)
     rows = [row for row in run.rows if row.kind == "block"] if run else []
     if run and (of_all := spread([gain(run, row) for row in rows])):
-        few.append(f"four layers of Qwen3-Next's sizes **{_span(of_all[2:])}**")
+        few.append(f"four layers of Qwen3-Next's sizes **{_ends(of_all)}**")
         said.append(
             f"The layers, with MLPs of 6144 in place of experts, forward + backward, {gpu(run)}, "
             "in no graph, beside ours on whole sequences, prompts of 2048 tokens and more."
@@ -226,8 +226,8 @@ def _short(runs: Sequence[Run], digests: Digests) -> str:
     if not few or not many:
         return ""
     return (
-        f"; of S1 to S8, those with prompts no longer than responses gain {_span(few[2:])}, those "
-        f"with longer ones {_span(many[2:])}"
+        f"; of S1 to S8, those with prompts no longer than responses gain {_ends(few)}, those "
+        f"with longer ones {_ends(many)}"
     )
 
 
@@ -239,16 +239,12 @@ def _sparse(runs: Sequence[Run], digests: Digests) -> tuple[str, str]:
         return UNKNOWN, ""
     density = density_of(rows[0])
     share = f"{100 * density:g} % of the pairs"
-    said = f"**{_span(of_all[2:])}** as fast as dense with {share}"
+    said = f"**{_ends(of_all)}** as fast as dense with {share}"
     whole = f"Forward and backward each, {gpu(run)}, CUDA graphs, one GPU, beside flash-attn-4 "
     return said, f"{whole}over all pairs; with {share} {1 / density:g} x would be ideal."
 
 
 def _ends(of_all: Spread) -> str:
-    return _span((of_all.worst, of_all.best))
-
-
-def _span(ratios: Sequence[float]) -> str:
     """`1.3 to 1.7 x`, or `3.9 x` where they round to the same."""
-    least, most = (f"{ratio:.1f}" for ratio in (min(ratios), max(ratios)))
+    least, most = f"{of_all.worst:.1f}", f"{of_all.best:.1f}"
     return f"{least} x" if least == most else f"{least} to {most} x"
