@@ -184,7 +184,7 @@ def grpo(options: argparse.Namespace) -> list[Steps]:
         vocabulary = model.config.vocab_size
         shares = name == "shared prompts"
         base = shared_prefix_trainer(trl.GRPOTrainer) if shares else trl.GRPOTrainer
-        if options.hybrid and not shares:  # models of a kind share functions
+        if not shares:  # models of a kind share functions, so a way before may have exchanged them
             (qla.swap if name == SWAPPED else qla.restore)(model)
         drawn = torch.Generator().manual_seed(2)
 
