@@ -95,6 +95,22 @@ def test_calls_with_raw_gates_and_rejections(monkeypatch):
         assert pool.lengths[slots].tolist() == at
 
 
+@pytest.mark.kernels("gdn.anchored_fwd", "gdn.append_tokens", "gdn.activate")
+def test_a_prefill_without_tokens_empties_the_slots_of_sequences_that_begin(monkeypatch):
+    monkeypatch.setattr(anchored, "gdn_pool_extend", launch.gdn_pool_extend)
+    x = call(batch=2, tokens=70, heads=(1, 2), sizes=(64, 64), dtype=BF16)
+    names = "q", "k", "v", "g", "beta"
+    pool, slots = GdnPool(3, 1, 2, 64, 64, BF16, "cpu"), torch.tensor([2, 0])
+    pool.prefill(*(x[n] for n in names), slots)
+    assert pool.lengths.tolist() == [70, 0, 70]
+    pool.prefill(*(x[n][:, :0] for n in names), slots, None, torch.tensor([False, True]))
+    assert pool.lengths.tolist() == [70, 0, 0]
+    o = pool.decode(*(x[n][:, :8] for n in names), slots)
+    x = {**x, "initial_state": None} | {n: x[n][:1, :8] for n in names}
+    want = gdn_fwd(*records(x, auto_cp=False)).o
+    assert torch.equal(o[0], want[0])
+
+
 @pytest.mark.kernels("gdn.anchored_fwd", "gdn.append_tokens")
 @pytest.mark.parametrize(("tails", "count"), STEPS[1:4], ids=str)
 def test_slots_in_pages_of_an_engine(tails, count):

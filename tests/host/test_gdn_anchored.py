@@ -134,6 +134,28 @@ def test_a_packed_prefill_begins_some_sequences_and_extends_others():
     assert p.lengths.tolist() == [0, 0, 200, 0, 0, 3, 0]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_prefill_without_tokens_begins_sequences_and_leaves_others(packed):
+    """Whatever a slot held: the sequence that begins there has no state. Padding is not changed."""
+    x = {name: t.float() for name, t in sequences(3, 75).items()}
+    want, (p, room) = definition(x), in_pages(4, Page(H, HV, K, V, torch.float32))
+    p.prefill(*part(x, slice(70)), torch.tensor([1, 2, 3, 0]))
+    before = room.clone()
+    none = [t[:, :0] for t in part(x, slice(70))]
+    bounds = torch.zeros(5, dtype=torch.int64) if packed else None
+    tokens = [t[:1] for t in none] if packed else none
+    goes_on = torch.tensor([True, False, False, False])
+    o = p.prefill(*tokens, torch.tensor([1, 2, 9, 0]), bounds, goes_on)
+    assert o.shape == tokens[2].shape
+    assert p.lengths.tolist()[1:] == [70, 0, 70]
+    kept = [0, 1, 3]
+    assert torch.equal(room[kept].view(torch.int32), before[kept].view(torch.int32))
+    first = p.decode(*(t[[0, 1]] for t in part(x, slice(70, 71))), torch.tensor([1, 3]))
+    begun = p.decode(*(t[1:2] for t in part(x, slice(5))), torch.tensor([2]))
+    torch.testing.assert_close(first[0], want[0, 70:71], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(begun[0], want[1, :5], rtol=1e-4, atol=1e-5)
+
+
 def test_options_are_those_of_the_chunked_form():
     x, p = sequences(2, 70), pool()
     x |= {"q": 3 * x["q"], "k": 2 * x["k"], "g": torch.randn_like(x["g"])}

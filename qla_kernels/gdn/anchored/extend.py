@@ -99,20 +99,23 @@ def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows
 
     o is 0 for sequences of padding and for tokens of none. `rows` is AnchorRows or like it.
     """
-    if not call.v.numel() or not call.num_sequences:
+    if not call.num_sequences:
         return call.v.new_zeros(call.v.shape)
     state_indices, has_initial_state, drafts, null_slot = extension
+    live = live_slots(state_indices, len(pool.lengths), null_slot)
+    slots = torch.where(live, state_indices, null_slot).long()
+    goes_on = live
+    if not drafts:
+        goes_on = live & (False if has_initial_state is None else has_initial_state != 0)
+    if not call.v.numel():
+        _empty(pool, slots, live & ~goes_on)
+        return call.v.new_zeros(call.v.shape)
     x = Tokens(*(t.flatten(0, 1) for t in call[:5]))
     T, N = x.q.shape[0], call.num_sequences
     if call.cu_seqlens is None:
         bounds = torch.arange(N + 1, device=x.q.device) * call.q.shape[1]
     else:
         bounds = call.cu_seqlens.long()
-    live = live_slots(state_indices, len(pool.lengths), null_slot)
-    slots = torch.where(live, state_indices, null_slot).long()
-    goes_on = live
-    if not drafts:
-        goes_on = live & (False if has_initial_state is None else has_initial_state != 0)
     base = torch.where(goes_on, pool.anchored[slots], 0).long()
     kept = torch.where(goes_on, pool.lengths[slots], 0).long() - base
     kept = kept.clamp(0, TAIL_PLACES - NEW_TOKENS)  # as append_tokens
@@ -171,6 +174,13 @@ def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows
     )
     o = torch.where(((at < bounds[-1]) & live[owner])[:, None, None], o, 0)
     return o.view(call.v.shape)
+
+
+def _empty(pool: Slots, slots: Tensor, begins: Tensor) -> None:
+    """Empties the slots of sequences that begin, in a call without a token."""
+    for held in (pool.anchors, pool.anchored, pool.lengths):
+        bits = held.view(BITS[held.itemsize])  # as `extend` does
+        bits[slots] = torch.where(_beside(begins, bits), 0, bits[slots])
 
 
 def _places(begin: Tensor, end: Tensor, room: int) -> TokenPlaces:
