@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from qla_kernels import cpu
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,18 +150,40 @@ def test_an_unknown_variable_is_named():
     assert sorted(listed) == sorted(known.split())
 
 
-def test_a_foreign_package_called_reference_is_not_used(tmp_path):
-    (tmp_path / "reference").mkdir()
-    (tmp_path / "reference" / "__init__.py").touch()
-    out = fresh(
-        """
-from qla_kernels.cpu import reference
-try:
-    reference()
-except ImportError as error:
-    print(error)
-""",
-        path=os.pathsep.join([str(tmp_path), str(ROOT)]),
-    )
-    assert out.startswith("CPU tensors: `import reference` found")
-    assert f"need the one in {ROOT}" in out
+def foreign(folder: Path) -> str:
+    """A path on which the name `reference` is another package, which says so if it is imported."""
+    (folder / "reference").mkdir()
+    (folder / "reference" / "__init__.py").write_text("print('foreign code ran')")
+    return os.pathsep.join([str(folder), str(ROOT)])
+
+
+CPU_CALL = """
+import torch
+from qla_kernels import chunk_gated_delta_rule
+x = torch.ones(1, 5, 2, 8)
+chunk_gated_delta_rule(x, x, x, -torch.ones(1, 5, 2), torch.ones(1, 5, 2))
+"""
+
+
+def test_a_foreign_package_called_reference_is_neither_used_nor_run(tmp_path):
+    code = CPU_CALL + "from qla_kernels.cpu import reference; print(reference().gdn.__file__)"
+    assert fresh(code, foreign(tmp_path)) == f"{ROOT / 'reference' / 'gdn.py'}\n"
+
+
+@pytest.mark.parametrize("lines", [(CPU_CALL, "import reference"), ("import reference", CPU_CALL)])
+def test_a_foreign_package_called_reference_is_imported_by_its_name(lines, tmp_path):
+    """Before and after a CPU call."""
+    assert fresh("\n".join(lines), foreign(tmp_path)) == "foreign code ran\n"
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_whoever_imports_reference_gets_the_modules_that_cpu_calls_use(ours_first):
+    lines = ["from qla_kernels.cpu import reference; reference()", "from reference import gdn"]
+    lines = lines if ours_first else lines[::-1]
+    fresh("\n".join([*lines, "assert reference().gdn is gdn"]))
+
+
+def test_a_package_without_its_reference_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu, "HERE", tmp_path / "qla_kernels")
+    with pytest.raises(ImportError, match="the reference package is absent; need .*; install"):
+        cpu.reference.__wrapped__()
