@@ -65,34 +65,31 @@ class Programs:
         """
         self.name = name
         self._gradients, self._tokens = gradients, tokens
-        self._native: Any = None
+        # The launcher and its table. Each call reads them once: `forget` may run beside it.
+        self._known: tuple[Any, Any] | None = None
         self.find: Callable[..., Any] = self._first
         _tables.add(self)
 
     def _first(self, *arguments: Any) -> Any:
-        self._native = _native()
-        if self._native is None:
-            self.find = _nothing
-        else:
-            self.find = self._native.table(
-                MOST, self._gradients, sum(1 << place for place in self._tokens)
-            )
-        return self.find(*arguments)
+        native, find = _native(), _nothing
+        if native is not None:
+            find = native.table(MOST, self._gradients, sum(1 << place for place in self._tokens))
+            self._known = native, find.__self__
+        self.find = find
+        return find(*arguments)
 
     def forget(self) -> None:
         """Drops all programs, and looks for prebuilt kernels again at the next call."""
-        self._native, self.find = None, self._first
+        self._known, self.find = None, self._first
 
     def __len__(self) -> int:
-        return 0 if self._native is None else int(self._native.num_programs(self._table))
+        known = self._known
+        return 0 if known is None else int(known[0].num_programs(known[1]))
 
     def replays(self) -> int:
         """Returns how many calls the table has replayed."""
-        return 0 if self._native is None else int(self._native.num_replays(self._table))
-
-    @property
-    def _table(self) -> Any:
-        return self.find.__self__  # type: ignore[attr-defined]
+        known = self._known
+        return 0 if known is None else int(known[0].num_replays(known[1]))
 
     def run(
         self,
@@ -139,8 +136,10 @@ class Programs:
             again(given)
             return ()
 
-        code = self._form(arguments, again and run, NOTHING)
-        self._native.keep(self._table, arguments, value, *code)
+        if (known := self._known) is not None:
+            native, table = known
+            code = self._form(known, arguments, again and run, NOTHING)
+            native.keep(table, arguments, value, *code)
 
     def record(
         self,
@@ -154,9 +153,10 @@ class Programs:
         the same as `run` with the arguments that it is given: placeholders. Tables with tokens
         need it.
         """
-        native, table = self._native, self._table
-        if _is_capturing(arguments):
+        known = self._known
+        if known is None or _is_capturing(arguments):
             return run()
+        native, table = known
         with Recorder(native, arguments) as recorded:
             results = run()
         try:
@@ -164,12 +164,13 @@ class Programs:
         except NotRecordable as reason:
             jit.log.debug("%s: no program for a call: %s", self.name, reason)
             native.keep(table, arguments, None, None, ())
-            self._keep_out(arguments)
+            _keep_out(known, arguments)
             return results
-        outcome = native.store(table, arguments, *program, *self._form(arguments, again, program))
+        code = self._form(known, arguments, again, program)
+        outcome = native.store(table, arguments, *program, *code)
         if outcome == CODE_DIFFERS:
             jit.log.warning("%s: a program for one T alone; please report it", self.name)
-            self._keep_out(arguments)
+            _keep_out(known, arguments)
         elif outcome == DIFFERS:
             raise RuntimeError(
                 f"{self.name}: a call that looks like an earlier one launches other kernels or"
@@ -179,23 +180,27 @@ class Programs:
 
     def _form(
         self,
+        known: tuple[Any, Any],
         arguments: tuple[Any, ...],
         again: Callable[[Sequence[Any]], Sequence[Any]] | None,
         program: Program,
     ) -> tuple[Any, ...]:
         """Returns the code of the program with T open, and its tables; None if it has no form."""
-        if again is not None and self._native.may_open(self._table, arguments):
+        native, table = known
+        if again is not None and native.may_open(table, arguments):
             try:
-                return Trace(self._native, arguments, self._tokens).code(again, program)
+                return Trace(native, arguments, self._tokens).code(again, program)
             except NotRecordable as reason:
                 jit.log.debug("%s: a program for one T alone: %s", self.name, reason)
-                self._keep_out(arguments)
+                _keep_out(known, arguments)
         return None, ()
 
-    def _keep_out(self, arguments: tuple[Any, ...]) -> None:
-        """Says that calls which look like this one, apart from T, have no form."""
-        if self._native.may_open(self._table, arguments):
-            self._native.keep(self._table, arguments, None, b"", ())
+
+def _keep_out(known: tuple[Any, Any], arguments: tuple[Any, ...]) -> None:
+    """Says that calls which look like this one, apart from T, have no form."""
+    native, table = known
+    if native.may_open(table, arguments):
+        native.keep(table, arguments, None, b"", ())
 
 
 def forget() -> None:

@@ -10,6 +10,11 @@ static int read_output(Output *o, PyObject *x) {
 }
 
 static int read_places(Step *x, PyObject *base, PyObject *offset, int num, int bases) {
+    if (num < 0 || num > TENSORS || PyTuple_Size(offset) != num) {
+        PyErr_Format(PyExc_ValueError, "qla_kernels: a step with %d bases; need at most %d, and an"
+                     " offset of each", num, TENSORS);
+        return -1;
+    }
     for (int i = 0; i < num; i++) {
         x->base[i] = (int)PyLong_AsLong(PyTuple_GetItem(base, i));
         x->offset[i] = PyLong_AsLongLong(PyTuple_GetItem(offset, i));

@@ -182,6 +182,7 @@ static const Exchange *of_torch;
 static struct { char *begin, *end; } on_host[MOST_ON_HOST];
 static int num_on_host;
 int standin_stream; /* the current one */
+int standin_gpu;    /* the one that tensors pass to be on */
 
 /* Of all tensors, those in this memory are the host's. Without memory, none is. */
 int standin_on_host(char *begin, uint64_t size) {
@@ -197,12 +198,13 @@ int standin_is_on_host(const char *at) {
 }
 static int allocate(Tensor *like, void **out, void *context, void *error) {
     Tensor there = *like;
-    there.device.type = CPU;
+    there.device.type = CPU, there.device.id = 0;
     return of_torch->allocate(&there, out, context, error);
 }
 static int from_python(void *object, Tensor *out) {
     int failed = of_torch->from_python(object, out);
-    if (!failed && !standin_is_on_host(out->data + out->byte_offset)) out->device.type = CUDA;
+    if (!failed && !standin_is_on_host(out->data + out->byte_offset))
+        out->device.type = CUDA, out->device.id = standin_gpu;
     return failed;
 }
 static int current_stream(int32_t type, int32_t id, void **out) { *out = (void *)(intptr_t)standin_stream; return OK; }

@@ -520,6 +520,25 @@ def steps_of_a_pool() -> None:
         assert [x.data_ptr() for x in (others, slots, lengths)] == [*launch.addresses[:3]]
 
 
+def a_key_holds_stream_gpu_and_dtype() -> None:
+    """A program is of one stream and one GPU, and of tensors whose numbers have one width."""
+
+    def work(x: Tensor) -> tuple[Tensor]:
+        return (torch.zeros(3),)
+
+    assert NATIVE.driver_version() == 13_000  # opens the driver: this program launches nothing
+    for dtype, other in ((torch.float32, torch.float16), (torch.int64, torch.int32)):
+        x = torch.zeros(40, 2, dtype=dtype)
+        table = by_hand._known(x, work=work)
+        assert type(table.find(x)) is tuple
+        assert table.find(x.to(other)) is None, other
+        for what in ("stream", "gpu"):
+            DRIVER[what] = 1
+            assert table.find(x) is None, what
+            DRIVER[what] = 0
+        assert type(table.find(x)) is tuple
+
+
 def sparse_attention_() -> None:
     """Rounded by a kernel of ours, dK and dV are results of a program."""
     q, k, v = (torch.zeros(1, 512, heads, 64, dtype=torch.bfloat16) for heads in (2, 2, 2))

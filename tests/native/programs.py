@@ -490,6 +490,61 @@ def checks() -> None:
     del os.environ["QLA_CHECK_PROGRAMS"]
 
 
+def checks_of_the_workspace() -> None:
+    """Its size is compared, too: a kernel may use what no launch was seen to use."""
+    hidden = [5]
+
+    def work(x: Tensor) -> tuple[None]:
+        LAUNCH(x, 0.5, torch.empty(40, 2), 3)
+        x.new_empty(hidden[0], 64)
+        return (None,)
+
+    x = _inputs()[0]
+    table = _known(x, work=work)
+    os.environ["QLA_CHECK_PROGRAMS"] = "1"
+    _call(table, x, work=work)
+    hidden[0] = 50
+    with pytest.raises(RuntimeError, match="launches other kernels or numbers; need the same"):
+        _call(table, x, work=work)
+    del os.environ["QLA_CHECK_PROGRAMS"]
+
+
+def too_many_bases() -> None:
+    """No step has more addresses than a launch; each has an offset."""
+    table, given = _known(*_inputs()), (torch.empty(3),)
+    for bases, offsets, text in (((0,) * 25, (0,) * 25, "25 bases"), ((0, 0), (0,), "2 bases")):
+        step = 2, 0, bases, offsets, (0, 4)  # a fill
+        with pytest.raises(ValueError, match=f"a step with {text}; need at most 24, and an offset"):
+            NATIVE.store(
+                table.find.__self__, given, given, (0,), 100, (), 0, (step,), None, None, ()
+            )
+        assert len(table) == 1
+
+
+def forgotten_beside_a_call() -> None:
+    """Between the parts of a call, as by another thread: it runs as usual, and is not kept."""
+    given = _inputs()
+    table = Programs("test", tokens=[0])
+
+    def again(given: Any) -> Any:
+        return _work(*given)
+
+    def run() -> Any:
+        table.forget()
+        return _work(*given)
+
+    for _ in range(3):
+        assert _call(table, *given)[0].shape == (40, 2)
+        assert table.find(*given) is RECORD
+        table.forget()
+        assert table.record(given, lambda: _work(*given), again)[0].shape == (40, 2)
+        table.keep(given, "accepted", again)
+        assert (len(table), table.replays(), table.find(*given)) == (0, 0, None)
+        assert table.find(*given) is RECORD
+        assert table.record(given, run, again)[0].shape == (40, 2)
+        assert len(table) == 0
+
+
 def bounded() -> None:
     """The program that was used longest ago makes room for another; nothing else is lost."""
     table = Programs("test")
