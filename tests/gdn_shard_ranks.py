@@ -117,6 +117,8 @@ def refusals(rank: int) -> Iterator[tuple[str, Any]]:
     x = batch(LENGTHS["one sequence"])
     context = build_cp_context(x["cu_seqlens"], group)
     other = build_cp_context(torch.tensor([0, 140, 280]), group)
+    longer = build_cp_context(torch.tensor([0, 560]), group)
+    names = ("q", "k", "v", "g", "beta")
     mine = {n: t for n, t in part(x, context, group).items() if n != "do"}
     wrong: dict[str, Callable[[], dict[str, Any]]] = {
         "dtype": lambda: {n: t.float() if torch.is_tensor(t) else t for n, t in mine.items()},
@@ -124,7 +126,7 @@ def refusals(rank: int) -> Iterator[tuple[str, Any]]:
         "malformed": lambda: {**mine, "g": mine["g"][:, :5]},
         "missing": lambda: {**mine, "q": None},
         "flags": lambda: {**mine, "use_qk_l2norm_in_kernel": True},
-        "whole batch": lambda: {**mine, **{n: x[n] for n in ("q", "k", "v", "g", "beta")}},
+        "whole batch": lambda: {**mine, **{n: x[n] for n in names}},
         "states": lambda: {**mine, "output_final_state": True},
         "contents": lambda: {**mine, "beta": mine["beta"] * torch.nan},
         "bound": lambda: {**mine, "exact": True},
@@ -136,6 +138,10 @@ def refusals(rank: int) -> Iterator[tuple[str, Any]]:
         "flag": lambda: {**mine, "allow_neg_eigval": "no"},
         "layout": lambda: {**mine, "cp_context": replace(context, layout="striped")},
         "place": lambda: {**mine, "cp_context": replace(context, pre_num_ranks=3)},
+        "total": lambda: {
+            **{n: torch.cat([t, t], 1) if n in names else t for n, t in mine.items()},
+            "cp_context": longer,
+        },
         "no bounds": lambda: {**mine, "cp_context": replace(context, cu_seqlens=None)},
         "nothing": lambda: mine,
     }

@@ -116,6 +116,7 @@ def refusals(rank: int) -> Iterator[tuple[str, Any]]:
         "place": replace(context, pre_num_ranks_by_part=(3, 0)),
         "front": replace(context, front_num_seqs=0),
         "pairs": replace(context, post_num_ranks_by_part=(1,)),
+        "half a pair": replace(context, pre_num_ranks_by_part=(None, None)),
         "missing": replace(context, part_len=None),
         "length": replace(context, part_len=50),
         "front's end": replace(context, cu_seqlens_cpu=torch.tensor([0, 50, 120])),

@@ -41,8 +41,9 @@ RAISED = {
     "layout": "cp_context with layout 'striped'; need 'contiguous' or 'zigzag'",
     "place": "cp_context with 3 ranks before and 1 behind rank 2 of 4; need at most 2 and 1",
     "no bounds": "cp_context without cu_seqlens",
+    "total": "the number of tokens is 70 on rank 0 and 140 on rank 2",
 }
-COMPARED = ("dtype", "gradients", "flags", "bound", "context")  # none is wrong by itself
+COMPARED = ("dtype", "gradients", "flags", "bound", "context", "total")  # none is wrong by itself
 OWN = ("TypeError: ", "Unsupported: ")  # what the rank itself raises may be these
 
 

@@ -25,6 +25,7 @@ REFUSED = {
     "place": "cp_context with 3 stretches before and 2 behind stretch 2 of 8; need at most 2 and 5",
     "front": "front_num_seqs 0 and 2 sequences; need at least one sequence in either stretch",
     "pairs": "ranks by part [2, 0] and [1]; need one number for each of two stretches",
+    "half a pair": "cp_context without pre_num_ranks_by_part; need what FLA's build_cp_context",
     "missing": "cp_context without part_len",
     "length": "120 tokens, and cp_context says that 100 are here; need this rank's tokens",
     "front's end": "whose first 1 sequences end at token 50; need the first stretch's end, 60",

@@ -33,6 +33,7 @@ from qla_kernels.ranks import RankError, expect_equal, lost_ranks_explained
 from qla_kernels.sm90 import Reason
 
 Facts = tuple[object, ...]  # properties of a call that must be the same on all ranks
+TOKENS = "the number of tokens"  # the fact that changes from batch to batch
 
 # The facts that a group's ranks have compared, so that GPUs do not wait to compare them again.
 _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[str]]" = WeakKeyDictionary()
@@ -198,7 +199,10 @@ def place_of(op: str, cp_context: Any) -> LinePlace:
     """
     layout = getattr(cp_context, "layout", CONTIGUOUS)
     names = ("cu_seqlens", *_FIELDS[layout])
-    absent = [name for name in names if getattr(cp_context, name, None) is None]
+    fields = {name: getattr(cp_context, name, None) for name in names}
+    absent = [
+        name for name, x in fields.items() if x is None or (isinstance(x, tuple) and None in x)
+    ]
     if absent:
         fix = "make it with build_cp_context"
         got = f"cp_context without {', '.join(absent)}"
@@ -256,7 +260,8 @@ def agree(
     calls, either all of them compare or none does:
 
     * Only `facts` decide whether a call is compared. They are equal on all ranks if the call is
-      right. The tuples (before, after, through) do not decide: they differ by rank and batch.
+      right. The tuples (before, after, through) and the number of tokens do not decide: they differ
+      by batch.
     * The set of known facts is the same on all ranks. It grows only after an exchange in which all
       ranks took part, and all ranks decide from the same data whether it grows and whether to
       raise.
@@ -264,14 +269,15 @@ def agree(
     If one rank has a problem, or facts that are new to it alone, while the other ranks make a known
     call, then the other ranks do not take part here, and the group's timeout ends the job. Later
     mixtures of known facts and the tuples of later batches are not compared here; the links carry
-    a checksum of them, see `signed`.
+    a checksum of them, see `signed`. The number of tokens of later batches is not compared.
     """
     said = (
         {name: str(fact) for name, fact in facts.items()},
         [(stretch.before, stretch.after, stretch.through) for stretch in shard.stretches],
         None if problem is None else str(problem),
     )
-    known, mine = _agreed.setdefault(shard.group, set()), repr(said[0])
+    mine = repr({name: fact for name, fact in said[0].items() if name != TOKENS})
+    known = _agreed.setdefault(shard.group, set())
     if on_gpu and problem is None and mine in known:
         return
     everyone: list[Any] = [None] * shard.world
