@@ -1,7 +1,7 @@
 """Checks arguments that have to be flags, integers or numbers.
 
-Each function but `checks_contents` returns the argument in its plain type, or raises a ValueError
-that names it. None of them waits for a GPU.
+Each function but `checks_contents` and `check_words` returns the argument in its plain type, or
+raises a ValueError that names it, and does not wait for a GPU.
 """
 
 import operator
@@ -24,6 +24,17 @@ def switched_on(name: str) -> bool:
 def checks_contents() -> bool:
     """Returns True under QLA_CHECK=1: the contents of tensors on a GPU are read and checked."""
     return switched_on("QLA_CHECK")
+
+
+def check_words(op: str, name: str, x: Tensor) -> None:
+    """Raises ValueError unless all numbers fit in int32: kernels read the low words of int64.
+
+    The host waits for a GPU tensor.
+    """
+    fits = torch.iinfo(torch.int32)
+    if (wrong := (x < fits.min) | (x > fits.max)).any():
+        got, needs = f"{name} has {int(x[wrong][0])}", "numbers that fit in int32"
+        raise ValueError(need(op, got, needs, f"look at what made {name}"))
 
 
 def flag(op: str, name: str, x: Any) -> bool:

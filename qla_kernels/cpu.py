@@ -54,7 +54,8 @@ def _loaded(file: Path) -> ModuleType:
     if NAME in sys.modules:
         return sys.modules[NAME]
     spec = spec_from_file_location(NAME, file, submodule_search_locations=[str(file.parent)])
-    assert spec is not None and spec.loader is not None, "it is a Python file"
+    assert spec is not None, "it is a Python file"
+    assert spec.loader is not None, "it is a Python file"
     module = sys.modules[NAME] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

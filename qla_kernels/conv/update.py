@@ -43,8 +43,9 @@ def causal_conv1d_update(
         weight, bias, activation: as in `causal_conv1d`.
         conv_state_indices: [N] int32 or int64, the slot of each sequence. Two sequences must not
             share one. A sequence whose slot is at most null_slot is padding: its y is 0, and
-            nothing of it is written. On a GPU so is one whose slot is past the pool. None: sequence
-            n has slot n.
+            nothing of it is written. On a GPU so is one whose slot is past the pool; on a CPU, and
+            under QLA_CHECK=1, that is a ValueError. Of int64 numbers a GPU reads the low word;
+            those that do not fit in int32 are a ValueError there too. None: sequence n has slot n.
         null_slot: -1, or 0 if slot 0 is no state.
         out: [N, channels] in x's dtype, or x itself; y is written to it and returned.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
+from qla_kernels.arguments import check_words
 from qla_kernels.conv.shapes import CHANNELS, WIDTHS
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import need
@@ -210,7 +211,8 @@ def check_indices(op: str, x: Tensor, rows: Tensor, indices: Tensor | None) -> N
 
 
 def check_slots(op: str, indices: Tensor, num_slots: int, null_slot: int) -> None:
-    """Raises ValueError if a slot is past the pool, or two sequences share one."""
+    """Raises ValueError if a slot is past the pool or int32, or two sequences share one."""
+    check_words(op, "conv_state_indices", indices)
     used = [slot for slot in indices.tolist() if slot > null_slot]
     if len(set(used)) < len(used) or max(used, default=-1) >= num_slots:
         needs = f"different slots below {num_slots}, or at most {null_slot} for padding"

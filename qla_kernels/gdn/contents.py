@@ -4,6 +4,7 @@ only under QLA_CHECK=1.
 
 from torch import Tensor
 
+from qla_kernels.arguments import check_words
 from qla_kernels.errors import need
 from qla_kernels.gdn.call import Call
 
@@ -31,7 +32,11 @@ def check_bounds(
 def check_places(
     op: str, name: str, indices: Tensor, count: int, null: int, apart: bool = True
 ) -> None:
-    """Raises ValueError unless indices above `null` are below `count`, and different if `apart`."""
+    """Raises ValueError unless indices above `null` are below `count`, and different if `apart`.
+
+    No index may be beyond int32.
+    """
+    check_words(op, name, indices)
     used = indices[indices > null].tolist()
     padding = f"{'at most 0' if null == 0 else 'negative'} for padding"
     fix = "give each sequence a place of its own"

@@ -104,6 +104,10 @@ WRONG_CONV = {
         (X, POOL, WEIGHT, None, None, SLOTS.int()), {},
         "conv_state_indices [0, 0]; need different slots below 3, or at most -1 for padding",
     ),
+    "low word": (
+        (X, POOL, WEIGHT, None, None, SLOTS.long() - (1 << 32)), {},
+        "conv_state_indices has -4294967296; need numbers that fit in int32; look at what made",
+    ),
     "null slot": ((X, POOL, WEIGHT), {"null_slot": 1}, "null_slot is 1; need -1, or 0"),
     "out": ((X, POOL, WEIGHT), {"out": X[:1]}, "out has shape (1, 8); need (2, 8), as x has"),
 }  # fmt: skip

@@ -188,6 +188,10 @@ def test_wrong_calls_say_what_is_needed():
     few = [t[:, :1] for t in tokens]
     with pytest.raises(ValueError, match=r"state_indices \[0, 0\]; need different ones"):
         p.decode(*few, torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match="state_indices has 4294967297; need numbers that fit in"):
+        p.decode(*few, torch.tensor([0, (1 << 32) + 1]))
+    with pytest.raises(ValueError, match="state_indices has -4294967296; need numbers that fit in"):
+        p.reject(torch.tensor([-(1 << 32)]), torch.tensor([0]))
     with pytest.raises(ValueError, match="state_indices is float32; need int32 or int64; cast it"):
         p.decode(*few, torch.tensor([0.0, 1.0]))
     with pytest.raises(ValueError, match=r"state_indices has shape \(1,\)"):

@@ -92,6 +92,18 @@ MALFORMED = {
         {"start_indices": torch.tensor([1, 6, 2])},
         "start_indices [1, 6, 2], where 6 is past the 6 places; need numbers below 6, or",
     ),
+    "a slot whose low word is another": (
+        {"state_indices": torch.tensor([0, (1 << 32) + 1, 2])},
+        "state_indices has 4294967297; need numbers that fit in int32; look at what made",
+    ),
+    "a start whose low word is one": (
+        {"start_indices": torch.tensor([0, 1 - (1 << 32), 2])},
+        "start_indices has -4294967295; need numbers that fit in int32",
+    ),
+    "a checkpoint whose low word is one": (
+        {"first_checkpoints": torch.tensor([1, -(1 << 32), 1])},
+        "first_checkpoints has -4294967296; need numbers that fit in int32",
+    ),
     "a start that another overwrites": (
         {"start_indices": torch.tensor([4, 4, 0])},
         "sequence 1 starts from slot 4, to which another one's final state goes; need a start",

@@ -163,6 +163,10 @@ MALFORMED = {
         {"state_indices": INDICES + 1},
         "state_indices [1, 2], where 2 is past the 2 places; need numbers below 2, or negative",
     ),
+    "padding whose low word is a slot": (
+        {"state_indices": INDICES - (1 << 32)},
+        "state_indices has -4294967296; need numbers that fit in int32; look at what made",
+    ),
     "number of states": ({"initial_state": torch.zeros(7, 4, 16, 8)}, "initial_state has 7 states"),
     "beta": ({"beta": torch.zeros(2, 70, 4, 7)}, "beta has shape (2, 70, 4, 7); need [B, T, HV"),
     "a number for beta": ({"beta": 1.0}, "beta is of type float; need a tensor"),

@@ -146,6 +146,10 @@ MALFORMED_TREES = {
         {"parents": torch.tensor([[0, 1, 0, 0, 0, 0]] * 3)},
         "parents [1, 0, 0, 0, 0] of tokens 1, 2, ..; need tokens before them",
     ),
+    "a parent whose low word is one": (
+        {"parents": torch.tensor([[0, -(1 << 32), 0, 0, 0, 0]] * 3)},
+        "parents has -4294967296; need numbers that fit in int32",
+    ),
     "a row twice": (
         {"checkpoint_indices": torch.tensor([1, 1, 2])},
         "checkpoint_indices [1, 1, 2], where 1 is there twice; need different ones, or negative",
@@ -164,6 +168,16 @@ def test_malformed(given, changed, text):
         verify_gated_delta_rule(**{**given(), **changed})
     assert str(error.value).startswith(OP + text), str(error.value)
     assert not isinstance(error.value, Unsupported)
+
+
+def test_several_sequences_may_start_from_one_slot():
+    """Of a pool that is not changed."""
+    x = in_tree()
+    other = {n: t.clone() if torch.is_tensor(t) else t for n, t in x.items()}
+    x["state_indices"] = torch.tensor([7, 7, 0])
+    other["initial_state"][3] = other["initial_state"][7]
+    assert torch.equal(verify_gated_delta_rule(**x), verify_gated_delta_rule(**other))
+    assert torch.equal(x["checkpoints"], other["checkpoints"])
 
 
 def test_a_dense_batch_with_too_many_tokens():

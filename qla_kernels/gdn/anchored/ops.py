@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import check_words
 from qla_kernels.errors import need
 from qla_kernels.gdn import cpu
 from qla_kernels.gdn.anchored.extend import Extension, Slots, extend, live_slots
@@ -51,13 +52,13 @@ def _reject_on_cpu(rejection: Rejection) -> None:
 
 
 def _check_slots(call: Call, pool: Slots, extension: Extension, *_: Any) -> None:
-    """Raises ValueError if two sequences have one slot."""
+    """Raises ValueError if two sequences have one slot, or an index is beyond int32."""
     indices, null_slot = extension.state_indices, extension.null_slot
     _check_indices(indices, live_slots(indices, len(pool.lengths), null_slot))
 
 
 def _check_rejection(rejection: Rejection) -> None:
-    """Raises ValueError if two sequences have one slot, or more tokens go than a tail holds."""
+    """Raises ValueError if slots are wrong, or more tokens go than a tail holds."""
     lengths, anchored, state_indices, num_tokens, null_slot = rejection
     live = live_slots(state_indices, len(lengths), null_slot)
     _check_indices(state_indices, live)
@@ -69,6 +70,7 @@ def _check_rejection(rejection: Rejection) -> None:
 
 
 def _check_indices(state_indices: Tensor, live: Tensor) -> None:
+    check_words(POOL_OP, "state_indices", state_indices)
     used = state_indices[live].tolist()
     if len(set(used)) < len(used):
         got = f"state_indices {state_indices.tolist()}"

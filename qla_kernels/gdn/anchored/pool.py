@@ -149,8 +149,9 @@ class GdnPool:
         Args:
             state_indices: [N] int32 or int64, the slot of each sequence. An index outside the pool
                 marks a sequence of padding: its results are 0, and no slot is changed. Two
-                sequences must not share a slot: on a CPU, and under QLA_CHECK=1, that is a
-                ValueError; else, on a GPU, what the slot then holds is not defined.
+                sequences must not share a slot, and numbers must fit in int32: on a CPU, and under
+                QLA_CHECK=1, anything else is a ValueError; else, on a GPU, what a shared slot then
+                holds is not defined, and `decode` and `reject` read the low word of a number.
             has_initial_state: [N] bool, which sequences go on; the others begin with these tokens,
                 whatever the slot held before. None: all of them begin.
         """

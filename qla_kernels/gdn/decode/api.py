@@ -92,7 +92,8 @@ def fused_recurrent_gated_delta_rule(
             state_indices[n] of the pool, and its final state overwrites that slot. Two sequences
             must not share a slot. A negative index marks a sequence of padding: its results are 0,
             and no slot is changed. On a GPU the same holds for an index past the pool; on a CPU,
-            and under QLA_CHECK=1, that is a ValueError.
+            and under QLA_CHECK=1, that is a ValueError. Of int64 numbers a GPU reads the low word;
+            those that do not fit in int32 are a ValueError there too.
         null_slot: -1; or 0, if slot 0 of the pool is no state, and marks padding like a negative
             index.
         out: with state_indices, a contiguous tensor like v; o is written to it and returned.

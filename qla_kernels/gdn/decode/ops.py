@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import check_words
 from qla_kernels.cpu import reference
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import contents
@@ -194,7 +195,8 @@ def _check_drafts(call: Call, drafts: Drafts, *_: Any) -> None:
     T, indices, bounds = call.q.shape[1], drafts.state_indices, call.cu_seqlens
     contents.check_bounds(VERIFY_OP, T, bounds)
     count, null = drafts.states.shape[0], drafts.null_slot
-    contents.check_places(VERIFY_OP, "state_indices", indices, count, null)
+    is_changed = indices.dim() == 2
+    contents.check_places(VERIFY_OP, "state_indices", indices, count, null, apart=is_changed)
     if drafts.checkpoints is not None and drafts.checkpoint_indices is not None:
         rows = drafts.checkpoint_indices
         contents.check_places(VERIFY_OP, "checkpoint_indices", rows, len(drafts.checkpoints), -1)
@@ -212,6 +214,7 @@ def _check_drafts(call: Call, drafts: Drafts, *_: Any) -> None:
             fix = "count the tokens of the last step whose states hold"
             raise ValueError(need(VERIFY_OP, f"num_accepted_tokens {accepted}", needs, fix))
     if drafts.parents is not None:
+        check_words(VERIFY_OP, "parents", drafts.parents)
         for n, length in enumerate(lengths):
             parents = drafts.parents[n, 1:length].tolist()
             if any(parent > t for t, parent in enumerate(parents)):

@@ -58,10 +58,12 @@ def verify_gated_delta_rule(
     Args:
         initial_state: the pool [slots, HV, K, V], or [slots, HV, V, K] if state_v_first.
         state_indices: [N, S] or [N], int32 or int64.
-            [N, S]: the state after token t of sequence n overwrites slot state_indices[n, t]. The
-            sequence starts from slot state_indices[n, num_accepted_tokens[n] - 1], in which the
-            call before left the state after the last token that was accepted.
-            [N]: sequence n starts from slot state_indices[n], and the pool is not changed.
+            [N, S]: the state after token t of sequence n overwrites slot state_indices[n, t]; no
+            slot may be named twice. The sequence starts from slot
+            state_indices[n, num_accepted_tokens[n] - 1], in which the call before left the state
+            after the last token that was accepted.
+            [N]: sequence n starts from slot state_indices[n], and the pool is not changed. Several
+            sequences may start from one slot.
             A sequence whose first slot is at most null_slot is padding: its o is 0, and nothing of
             it is written. Later slots of that kind are left out.
         num_accepted_tokens: [N], with state_indices [N, S]: from 1 to S; 1 if None.
@@ -77,8 +79,9 @@ def verify_gated_delta_rule(
         out: a contiguous tensor like v; o is written to it and returned.
 
     A sequence may have at most S tokens. On a GPU, indices out of range count as padding, accepted
-    numbers are clamped, a parent that is not before its token counts as the token before, and
-    states past S are not kept. On a CPU, and under QLA_CHECK=1, they raise a ValueError.
+    numbers are clamped, a parent that is not before its token counts as the token before, states
+    past S are not kept, and of int64 numbers the low word is read. On a CPU, and under QLA_CHECK=1,
+    numbers that are out of range or do not fit in int32 raise a ValueError.
 
     With a pool in bf16, a token whose parent is not the token before starts from the rounded state;
     all others start from the state in fp32.

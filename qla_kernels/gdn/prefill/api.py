@@ -73,8 +73,10 @@ def prefill_gated_delta_rule(
             bf16, any strides. On a GPU q, k and v are bf16.
         state_indices: [N] int32 or int64. The final state of sequence n overwrites slot
             state_indices[n]. Two sequences must not share a slot. An index that is at most
-            null_slot, or past the pool, names no slot: no state is written. Its rows of o are
-            computed and written as any others.
+            null_slot names no slot: no state is written. Its rows of o are computed and written as
+            any others. On a GPU the same holds for an index past the pool; on a CPU, and under
+            QLA_CHECK=1, that is a ValueError. Of int64 numbers a GPU reads the low word; those that
+            do not fit in int32 are a ValueError there too.
         start_indices: [N]: the slots to start from; state_indices if None. A sequence whose index
             names no slot starts from 0: that is how to say that a sequence has no initial state.
             Several may start from one slot, if it is not another's state_indices.

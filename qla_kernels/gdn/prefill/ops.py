@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qla_kernels.arguments import check_words
 from qla_kernels.cpu import reference
 from qla_kernels.errors import need
 from qla_kernels.gdn import contents
@@ -110,6 +111,8 @@ def check_places(call: Call, prefill: Prefill, *_: Any) -> None:
             raise ValueError(need(PREFILL_OP, got, needs, "copy the state, or run them in turn"))
     if prefill.checkpoints is None:
         return
+    if prefill.first_checkpoints is not None:
+        check_words(PREFILL_OP, "first_checkpoints", prefill.first_checkpoints)
     bounds, N = call.cu_seqlens, call.num_sequences
     lengths = [call.q.shape[1]] * N if bounds is None else bounds.diff().tolist()
     first = prefill.first_entries(N).tolist()
