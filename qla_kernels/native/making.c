@@ -36,28 +36,32 @@ static void drop_event(PyObject *event) {
     driver.cuEventDestroy_v2(PyCapsule_GetPointer(event, "event"));
 }
 
-static int make_event(Step *x, PyObject *events) {
+/* An event is made in the context of the streams that use it, whichever is current. */
+static int make_event(Step *x, PyObject *events, int device) {
     Outcome o = {0};
-    if (TRY(&o, cuEventCreate, &x->event, EVENT_WITHOUT_TIME)) {
-        PyErr_Format(PyExc_RuntimeError, "qla_kernels: cuEventCreate gave error %d", o.error);
+    int entered = enter(device, &o);
+    int failed = entered < 0 || TRY(&o, cuEventCreate, &x->event, EVENT_WITHOUT_TIME);
+    if (entered > 0) { void *left; driver.cuCtxPopCurrent_v2(&left); }
+    if (failed) {
+        PyErr_Format(PyExc_RuntimeError, "qla_kernels: %s gave error %d", o.step, o.error);
         return -1;
     }
     PyObject *event = PyCapsule_New(x->event, "event", drop_event);
-    int failed = !event || PyList_Append(events, event);
+    failed = !event || PyList_Append(events, event);
     Py_XDECREF(event);
     return failed ? -1 : 0;
 }
 
 /* (kind, stream, bases, offsets, what): what is (entry, arguments), the other stream,
    (value, bytes) or (width, height, pitch of the destination, of the source) */
-static int read_step(Step *x, PyObject *step, int bases, PyObject *events) {
+static int read_step(Step *x, PyObject *step, int bases, PyObject *events, int device) {
     PyObject *base, *offset, *what, *entry, *given;
     if (!PyArg_ParseTuple(step, "iiOOO", &x->kind, &x->stream, &base, &offset, &what)
         || read_places(x, base, offset, (int)PyTuple_Size(base), bases)) return -1;
     switch (x->kind) {
         case LAUNCH:
             return !PyArg_ParseTuple(what, "OO", &entry, &given) || read_launch(x, entry, given);
-        case WAIT: return !PyArg_ParseTuple(what, "i", &x->other) || make_event(x, events);
+        case WAIT: return !PyArg_ParseTuple(what, "i", &x->other) || make_event(x, events, device);
         case FILL: return !PyArg_ParseTuple(what, "LL", &x->value, &x->bytes);
         default: return !PyArg_ParseTuple(what, "LLLL", &x->width, &x->height, &x->to_pitch,
                                           &x->from_pitch);
@@ -65,7 +69,7 @@ static int read_step(Step *x, PyObject *step, int bases, PyObject *events) {
 }
 
 static int read_program(Program *p, PyObject *outputs, PyObject *results, PyObject *constants,
-                        PyObject *steps) {
+                        PyObject *steps, int device) {
     p->outputs = (int)PyTuple_Size(outputs), p->results = (int)PyTuple_Size(results);
     p->constants = (int)PyTuple_Size(constants);
     int num_steps = (int)PyTuple_Size(steps);
@@ -88,7 +92,7 @@ static int read_program(Program *p, PyObject *outputs, PyObject *results, PyObje
     for (; p->steps < num_steps; p->steps++) {
         PyObject *step = PyTuple_GetItem(steps, p->steps);
         int bases = p->inputs + p->outputs + 1 + p->constants;
-        if (read_step(&p->step[p->steps], step, bases, p->events)) return -1;
+        if (read_step(&p->step[p->steps], step, bases, p->events, device)) return -1;
     }
     return PyErr_Occurred() ? -1 : 0;
 }
@@ -165,7 +169,7 @@ static PyObject *store(PyObject *self, PyObject *args) {
     Program *p = new_program(&s, hash);
     if (!p) return NULL;
     p->inputs = s.tensors, p->workspace = workspace, p->other_stream = (void *)(intptr_t)other;
-    if (read_program(p, outputs, results, constants, steps)) {
+    if (read_program(p, outputs, results, constants, steps, s.tensor[s.first].device.id)) {
         drop_program(p);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }

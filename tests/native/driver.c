@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { OK, INVALID_VALUE = 1, INVALID_CONTEXT = 201, CAPTURE_UNSUPPORTED = 900, RELAXED = 2 };
+enum { OK, INVALID_VALUE = 1, INVALID_HANDLE = 400, INVALID_CONTEXT = 201, CAPTURE_UNSUPPORTED = 900, RELAXED = 2 };
 
 /* ---- what tests set and read ---- */
 
@@ -123,9 +123,17 @@ static int put_event(const char *name, void *event, void *stream) {
     put(&stream, sizeof stream);
     return OK;
 }
-int cuEventCreate(void **event, unsigned flags) { standin_events++; *event = malloc(1); return OK; }
+extern int standin_gpu;
+int cuEventCreate(void **event, unsigned flags) { /* in the current context, as its streams are */
+    standin_events++;
+    *event = malloc(sizeof(int));
+    **(int **)event = current_device;
+    return OK;
+}
 int cuEventDestroy_v2(void *event) { standin_events--; free(event); return OK; }
-int cuEventRecord(void *event, void *stream) { return put_event("record", event, stream); }
+int cuEventRecord(void *event, void *stream) {
+    return *(int *)event == standin_gpu ? put_event("record", event, stream) : INVALID_HANDLE;
+}
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return put_event("wait", event, stream); }
 int cuMemsetD8Async(void *to, unsigned char value, size_t n, void *stream) {
     if (!standin_still) memset(to, value, n);

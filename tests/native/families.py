@@ -539,6 +539,19 @@ def a_key_holds_stream_gpu_and_dtype() -> None:
         assert type(table.find(x)) is tuple
 
 
+def events_of_another_gpu() -> None:
+    """Events are made in the context of the tensors' GPU, whichever is current."""
+    x, bounds = [*_gdn(32_778, HV=8)], torch.zeros(8, dtype=torch.int32)
+    DRIVER["gpu"] = 1
+    before, entered = api.CALLS.replays(), DRIVER["pushes"] - DRIVER["pops"]
+    with torch.no_grad():
+        for _ in range(4):
+            _launches(lambda: chunk_gated_delta_rule(*x, cu_seqlens=bounds))
+    DRIVER["gpu"] = 0
+    assert api.CALLS.replays() - before == 2  # with events of GPU 0 cuEventRecord gives error 400
+    assert DRIVER["pushes"] - DRIVER["pops"] == entered
+
+
 def sparse_attention_() -> None:
     """Rounded by a kernel of ours, dK and dV are results of a program."""
     q, k, v = (torch.zeros(1, 512, heads, 64, dtype=torch.bfloat16) for heads in (2, 2, 2))
