@@ -82,6 +82,12 @@ class Programs:
         """Drops all programs, and looks for prebuilt kernels again at the next call."""
         self._known, self.find = None, self._first
 
+    @property
+    def native(self) -> Any:
+        """The launcher, from the first call on; None before, and where there are no programs."""
+        known = self._known
+        return None if known is None else known[0]
+
     def __len__(self) -> int:
         known = self._known
         return 0 if known is None else int(known[0].num_programs(known[1]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from qla_kernels.arguments import flag
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import Unsupported, need
-from qla_kernels.gdn import ops
+from qla_kernels.gdn import known, ops
 from qla_kernels.gdn.autograd import apply, normalised
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import (
@@ -140,6 +140,10 @@ def chunk_gated_delta_rule(
             `qla_kernels.gdn.refusal`.
         TypeError: a keyword is unknown.
     """
+    if cu_seqlens_cpu is not None and cp_context is None and not torch.compiler.is_compiling():
+        cu_seqlens_cpu = known.representative(
+            CALLS.native, q, v, cu_seqlens, cu_seqlens_cpu, kwargs
+        )
     given = (
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu,

@@ -152,7 +152,7 @@ def forward(
         Plan(kernel, most, bound)
         for kernel in kernels
         if kernel in CUT_KERNELS
-        for most in spacings(sequences, num_value_heads * V // kernel.tile_v, sm_count)
+        for most in sorted(spacings(sequences, num_value_heads * V // kernel.tile_v, sm_count))
         for bound in bounds
     ]
     if mapped:
@@ -250,7 +250,7 @@ def backward(
     if mapped:
         longest = max((chunks for chunks, _ in sequences), default=0)
         return min(wanted | {max(1, longest)}, key=duration)
-    best = min(wanted, key=duration, default=None)
+    best = min(sorted(wanted), key=duration, default=None)
     if best is None or duration(best) > GRADIENT_GAIN * durations.both_chains(sequences, *shape)[1]:
         return None
     return best

@@ -523,6 +523,7 @@ static int below(Reader *r, int limit) { /* an index or a count */
 }
 
 #include "programs.c"
+#include "plans.c"
 
 static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t n) {
     Entry *e = PyCapsule_GetPointer(self, "entry");
@@ -677,6 +678,8 @@ static PyMethodDef methods[] = {
     {"may_open", may_open, METH_VARARGS, "Returns whether such calls may get a form."},
     {"keep", keep, METH_VARARGS, "Stores a value for calls that look like this one."},
     {"num_programs", num_programs, METH_O, "Returns how many programs and values a table has."},
+    {"plan_with", plan_with, METH_O, "Takes the constants of the model of times."},
+    {"plans", (PyCFunction)(void (*)(void))plans, METH_FASTCALL, "Returns how a batch of known lengths is planned."},
     {"num_replays", num_replays, METH_O, "Returns how many calls a table has replayed."},
     {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {

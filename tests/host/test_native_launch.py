@@ -41,5 +41,9 @@ def test_forms() -> None:
     standin.run("-m", "tests.native.forms")
 
 
+def test_plans() -> None:
+    standin.run("-m", "tests.native.plans")
+
+
 def test_workloads_are_replayed() -> None:
     standin.run("-m", "tests.native.workloads")

@@ -8,6 +8,7 @@ integers, so that the driver writes down which tensors each launch was given.
 
 import functools
 import os
+import random
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -550,6 +551,34 @@ def events_of_another_gpu() -> None:
     DRIVER["gpu"] = 0
     assert api.CALLS.replays() - before == 2  # with events of GPU 0 cuEventRecord gives error 400
     assert DRIVER["pushes"] - DRIVER["pops"] == entered
+
+
+def lengths_that_are_new_in_each_call() -> None:
+    """Known lengths are told apart by their plans, so calls with other lengths are replayed."""
+    x, rng = [*_gdn(8192, H=16, HV=32)], random.Random(0)
+    tables = api.CALLS, gdn.FORWARDS, gdn.BACKWARDS
+    host = torch.zeros(7, dtype=torch.int32)
+    assert DRIVER.on_host(host.data_ptr(), 28)
+
+    def call() -> list[tuple[int, int]]:
+        bounds = torch.tensor([0, *sorted(rng.sample(range(1, 8192), 5)), 8192], dtype=torch.int32)
+        host.copy_(bounds)
+        leaves = [t.detach().requires_grad_() for t in x]
+        before = [table.replays() for table in tables]
+        of = {"cu_seqlens": bounds, "cu_seqlens_cpu": host}
+        o, _ = chunk_gated_delta_rule(*leaves, **of)
+        torch.autograd.grad(o, leaves, torch.empty_like(o))
+        with torch.no_grad():
+            chunk_gated_delta_rule(*x, **of)
+        return [table.replays() - n for table, n in zip(tables, before, strict=True)]
+
+    for _ in range(40):
+        call()
+    kept = [len(table) for table in tables]
+    assert [call() for _ in range(100)].count([1, 1, 1]) >= 95
+    assert [len(table) for table in tables] == kept
+    assert max(kept) < 12
+    DRIVER.on_host(0, 0)
 
 
 def sparse_attention_() -> None:
