@@ -38,7 +38,6 @@ step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
 step "mypy" "$python" -m mypy
 step "pytest" "$python" -m pytest -q -m "not hopper" -n "$workers" --dist worksteal --durations=10
-step "docs/kernels.md" "$python" scripts/schedules.py --check
 step "docs/api.md" "$python" scripts/api.py --check
 step "docs/versions.md" "$python" scripts/versions.py --check
 step "performance tables" "$python" -m benchmarks.report --check

@@ -16,7 +16,6 @@ from qla_kernels.emulator.lowering import kept_at
 from qla_kernels.errors import Unsupported
 from qla_kernels.inspect import gather, sass
 from qla_kernels.shared_memory import buffers_by_name
-from scripts import schedules
 from tests import lowered
 from tests.emulated.test_cases import BY_TYPE, same_as_bf16
 from tests.static import checked
@@ -173,11 +172,6 @@ def test_every_kernel_file_is_listed() -> None:
         for module in [file.parent if file.name == "__init__.py" else file.with_suffix("")]
     }
     assert files == set(jit.kernel_names()), "KERNELS in kernels/__init__.py and the files differ"
-
-
-def test_document_is_current() -> None:
-    written = schedules.DOCUMENT.read_text()
-    assert written == schedules.document(), "run python scripts/schedules.py"
 
 
 def _variants() -> Iterator[tuple[jit.Kernel, Any]]:
