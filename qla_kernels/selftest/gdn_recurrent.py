@@ -66,8 +66,8 @@ def check(x: Call, o: Tensor, final_state: Tensor | None) -> None:
 
 def check_pool(x: Call, before: Tensor, o: Tensor) -> None:
     """Compares with fp64; x["initial_state"] is the pool after the call, `before` before it."""
-    pool, slots = x["initial_state"], x["state_indices"].tolist()
-    live = [n for n, slot in enumerate(slots) if slot >= 0]
+    pool, slots, null = x["initial_state"], x["state_indices"].tolist(), x.get("null_slot", -1)
+    live = [n for n, slot in enumerate(slots) if slot > null]
     used = [slots[n] for n in live]
     h0 = torch.zeros(len(slots), *pool.shape[1:], dtype=torch.float64, device=pool.device)
     h0[live] = before[used].double()

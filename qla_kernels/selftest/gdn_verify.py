@@ -118,7 +118,7 @@ def _verify(variant: Any, given: tuple[Any, ...], device: str) -> None:
 
 
 CHAINS = [[3, 4, 5, 6, 7], [0, 1, 2, 8, 9], [-1] * 5, [10, -1, 11, 12, -1]]
-TREE = [[-1, 0, 0, 1, -1, 2], [-1, 0, 1, 2, 3, 4], [0] * 6]
+TREE = [[-1, -1, 0, 1, -1, 2], [-1, 0, 1, 2, 3, 4], [0] * 6]
 
 INPUTS: tuple[tuple[Any, ...], ...] = (
     ([5, 2, 1, 3], 128, CHAINS, {"accepted": [2, 1, 1, 3]}),

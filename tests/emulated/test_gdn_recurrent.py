@@ -103,6 +103,13 @@ def test_indices_and_bounds_of_either_width():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("null_slot", [-1, 0])
+def test_slot_0_may_mark_padding(null_slot):
+    x = {**pooled(decode([1, 3, 2]), [2, 0, -1], 3), "null_slot": null_slot}
+    before = x["initial_state"].clone()
+    check_pool(x, before, run(x)[0])
+
+
 def test_strides():
     """Slices of one projection; heads first in memory; a pool between other data."""
     x = decode(None, batch=2, tokens=3, heads=(2, 4), sizes=(64, 64))
