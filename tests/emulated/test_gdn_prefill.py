@@ -7,7 +7,7 @@ from qla_kernels import jit, prefill_gated_delta_rule
 from qla_kernels.gdn import heuristics, plan
 from qla_kernels.selftest import gdn_prefill
 from qla_kernels.selftest.gdn_calls import small
-from qla_kernels.selftest.gdn_prefill import in_pool
+from qla_kernels.selftest.gdn_prefill import in_pool, kept
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison", "by_kernels")
 
@@ -55,6 +55,32 @@ def test_wrong_slots_name_none(monkeypatch):
     given = {"checkpoints": room.clone(), "checkpoint_every": 64, "checkpoint_starts": starts}
     gdn_prefill.check(x, before, prefill_gated_delta_rule(**x, **given))
     assert torch.equal(given["checkpoints"], room)
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], None], ids=["packed", "dense"])
+@pytest.mark.parametrize("null_slot", [-1, 0])
+def test_a_call_without_tokens_passes_states_on(lengths, null_slot):
+    """From where a sequence starts to where it ends; zeros from a start that is none."""
+    shape = {"sizes": (128, 64), "tokens": 0, "batch": 4, "padding": 0}
+    x = in_pool(small(lengths, **shape), [3, 1, 0, 5], 5, [4, -1, 4, 2])
+    x["null_slot"] = null_slot
+    before = {n: t.clone() if torch.is_tensor(t) else t for n, t in x.items()}
+    o = prefill_gated_delta_rule(**x)
+    gdn_prefill.check(x, before, o)
+    assert torch.equal(x["initial_state"][3], before["initial_state"][4])
+    assert not x["initial_state"][1].any()
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 0, 0], [0, 0, 0, 0]], ids=str)
+def test_a_state_before_all_tokens_is_kept(lengths):
+    """Of a sequence without tokens, too, whether or not another one has any."""
+    x = in_pool(small(lengths, sizes=(128, 64)), [3, 1, 0, 4], 5)
+    first, starts = torch.tensor([0, 0, 1, 0]), torch.tensor([2, 0, 1, 9])
+    x = kept(x, 4, torch.bfloat16, first_checkpoints=first, checkpoint_starts=starts)
+    before = {n: t.clone() if torch.is_tensor(t) else t for n, t in x.items()}
+    o = prefill_gated_delta_rule(**x)
+    x["first_checkpoints"][3] = -1  # its entry is past the others: nothing is written
+    gdn_prefill.check(x, before, o)
 
 
 def test_a_call_is_one_launch(monkeypatch):

@@ -102,14 +102,16 @@ def _table(x: Tensor) -> Tensor:
 
 
 def _without_tokens(call: Call, prefill: Prefill) -> None:
-    """Empty sequences: each state passes from where it starts to where it ends."""
+    """Empty sequences: each state passes from where it starts to where it ends, or is kept."""
     prefill.o.zero_()
-    starts, ends = prefill.start_indices, prefill.state_indices
-    if starts is None or not call.num_sequences:
-        return
-    pool, null = prefill.states, prefill.null_slot
-    slots = len(pool)
-    start_known, known = ((x > null) & (x < slots) for x in (starts, ends))
+    pool, null, ends = prefill.states, prefill.null_slot, prefill.state_indices
+    starts = ends if prefill.start_indices is None else prefill.start_indices
+    start_known, known = ((x > null) & (x < len(pool)) for x in (starts, ends))
     states = pool[torch.where(start_known, starts, 0).long()]
     states = torch.where(start_known.view(-1, 1, 1, 1), states, 0)
     pool[ends[known].long()] = states[known]
+    if prefill.checkpoints is not None and prefill.first_checkpoints is not None:
+        entries = prefill.first_entries(call.num_sequences)
+        kept = (entries >= 0) & (entries < len(prefill.checkpoints))
+        kept &= prefill.first_checkpoints == 0
+        prefill.checkpoints[entries[kept].long()] = states[kept].to(prefill.checkpoints.dtype)
