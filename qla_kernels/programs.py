@@ -9,7 +9,7 @@ alignment, flags, numbers in host tensors, stream; programs.c compares them. In 
 the number of tokens T may differ: forms.c computes what follows from it. Programs exist where
 kernels are prebuilt (`native/`) and torch has DLPack's exchange API (2.10), and not under a
 compiler, tracer, mode or tensor subclass. QLA_PROGRAMS=0 turns them off. With
-QLA_CHECK_PROGRAMS=1 each call that would be replayed is recorded again and compared.
+QLA_CHECK_PROGRAMS=1 each call that would be replayed is recorded and compared.
 """
 
 import os
@@ -25,14 +25,12 @@ from qla_kernels import device, jit
 from qla_kernels.errors import Unsupported
 from qla_kernels.native import prebuilt
 from qla_kernels.native.recorder import Recorder
-from qla_kernels.native.recording import NotRecordable, Program, tensors_in
+from qla_kernels.native.recording import Form, NotRecordable, tensors_in
 from qla_kernels.native.trace import Trace
 
 MOST = 256  # programs of one function; the one that was used longest ago is dropped for another
 
-NOTHING = Program((), (), 0, (), 0, (), None)
-
-DIFFERS, CODE_DIFFERS = 1, 2  # what storing a program finds; programs.c has the same
+DIFFERS = 1  # what storing a program finds; programs.c has the same
 
 RECORD = True  # what `find` returns at the second call of a kind
 
@@ -144,7 +142,8 @@ class Programs:
 
         if (known := self._known) is not None:
             native, table = known
-            code = self._form(known, arguments, again and run, NOTHING)
+            form = self._form(known, arguments, run) if again is not None else None
+            code = (None, ()) if form is None else form[-2:]
             native.keep(table, arguments, value, *code)
 
     def record(
@@ -163,6 +162,11 @@ class Programs:
         if known is None or _is_capturing(arguments):
             return run()
         native, table = known
+        if again is not None and (form := self._form(known, arguments, again)) is not None:
+            if native.open_form(table, arguments, *form):
+                return run()
+            jit.log.warning("%s: a form does not make its own call; please report it", self.name)
+            _keep_out(known, arguments)
         with Recorder(native, arguments) as recorded:
             results = run()
         try:
@@ -170,14 +174,8 @@ class Programs:
         except NotRecordable as reason:
             jit.log.debug("%s: no program for a call: %s", self.name, reason)
             native.keep(table, arguments, None, None, ())
-            _keep_out(known, arguments)
             return results
-        code = self._form(known, arguments, again, program)
-        outcome = native.store(table, arguments, *program, *code)
-        if outcome == CODE_DIFFERS:
-            jit.log.warning("%s: a program for one T alone; please report it", self.name)
-            _keep_out(known, arguments)
-        elif outcome == DIFFERS:
+        if native.store(table, arguments, *program) == DIFFERS:
             raise RuntimeError(
                 f"{self.name}: a call that looks like an earlier one launches other kernels or"
                 " numbers; need the same; please report it, and set QLA_PROGRAMS=0 until then"
@@ -188,25 +186,24 @@ class Programs:
         self,
         known: tuple[Any, Any],
         arguments: tuple[Any, ...],
-        again: Callable[[Sequence[Any]], Sequence[Any]] | None,
-        program: Program,
-    ) -> tuple[Any, ...]:
-        """Returns the code of the program with T open, and its tables; None if it has no form."""
+        again: Callable[[Sequence[Any]], Sequence[Any]],
+    ) -> Form | None:
+        """Returns the call's program with T open, or None if it has none, or needs none."""
         native, table = known
-        if again is not None and native.may_open(table, arguments):
-            try:
-                return Trace(native, arguments, self._tokens).code(again, program)
-            except NotRecordable as reason:
-                jit.log.debug("%s: a program for one T alone: %s", self.name, reason)
-                _keep_out(known, arguments)
-        return None, ()
+        if not native.may_open(table, arguments):
+            return None
+        try:
+            return Trace(native, arguments, self._tokens).form(again)
+        except NotRecordable as reason:
+            jit.log.debug("%s: a program for one T alone: %s", self.name, reason)
+            _keep_out(known, arguments)
+            return None
 
 
 def _keep_out(known: tuple[Any, Any], arguments: tuple[Any, ...]) -> None:
     """Says that calls which look like this one, apart from T, have no form."""
     native, table = known
-    if native.may_open(table, arguments):
-        native.keep(table, arguments, None, b"", ())
+    native.keep(table, arguments, None, b"", ())
 
 
 def forget() -> None:

@@ -65,8 +65,13 @@ def representative(
     if found is None:
         while len(_alike) >= MOST:
             del _alike[next(iter(_alike))]
-        found = _alike[key] = known.clone()  # the caller may write to its own
+        found = _alike[key] = copy_of(known)
     return found
+
+
+def copy_of(known: Tensor) -> Tensor:
+    """Returns bounds of our own: the caller may write to theirs."""
+    return known.clone()
 
 
 def forget() -> None:

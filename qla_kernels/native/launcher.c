@@ -675,6 +675,7 @@ static PyMethodDef methods[] = {
     {"table", make_table, METH_VARARGS, "Returns a function that replays calls that are known."},
     {"record", record_launches, METH_VARARGS, "Appends this thread's launches to a list, if any."},
     {"store", store, METH_VARARGS, "Stores a program, or compares it with the one that is known."},
+    {"open_form", open_form, METH_VARARGS, "Stores a program for any number of tokens."},
     {"may_open", may_open, METH_VARARGS, "Returns whether such calls may get a form."},
     {"keep", keep, METH_VARARGS, "Stores a value for calls that look like this one."},
     {"num_programs", num_programs, METH_O, "Returns how many programs and values a table has."},

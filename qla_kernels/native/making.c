@@ -1,4 +1,4 @@
-/* Making programs: what recorder.py and trace.py found out about a call goes into its table.
+/* Making programs: what recorder.py or trace.py found out about a call goes into its table.
    Included by programs.c. */
 
 static int read_output(Output *o, PyObject *x) {
@@ -27,6 +27,7 @@ static int read_launch(Step *x, PyObject *entry, PyObject *given) {
     PyObject *flat[TENSORS + SCALARS];
     Given g;
     if (!(x->entry = PyCapsule_GetPointer(entry, "entry"))) return -1;
+    if (given == Py_None) return 0; /* of a form: `fill` binds it */
     Py_ssize_t n = PyTuple_Size(given);
     for (Py_ssize_t i = 0; i < n && i < TENSORS + SCALARS; i++) flat[i] = PyTuple_GetItem(given, i);
     return take(x->entry, flat, n, &g) || bind(x->entry, flat, &g, &x->launch);
@@ -135,32 +136,18 @@ static void put(Table *t, Program *p, Sight *s, PyObject *code, PyObject *tables
     insert(t, p);
 }
 
-/* Whether a form with this code would make the program for the call that it is made from. */
-static int makes(Program *p, const Sight *s, PyObject *code, PyObject *tables) {
-    Numbers x;
-    Program form = *p, *made = NULL;
-    form.code = code, form.tables = tables;
-    if (numbers_of(&form, s->tokens, &x)) made = fill(&form, s, p->hash, &x);
-    int same = made && same_program(made, p);
-    if (made) drop_program(made);
-    PyErr_Clear();
-    return same;
-}
-
-/* store(table, arguments, outputs, results, workspace, constants, other stream, steps, held,
-         code or None, tables)
+/* store(table, arguments, outputs, results, workspace, constants, other stream, steps, held)
 
    outputs: tensors like those to allocate; results: the place of each among outputs, or -1. Bases
-   of addresses count the arguments' tensors, outputs, workspace, constants. With code, the program
-   becomes a form. Where there is such a program already, compares. Returns an Outcome below. */
-enum { STORED, DIFFERS, CODE_DIFFERS }; /* from the program that is known; from what code makes */
+   of addresses count the arguments' tensors, outputs, workspace, constants. Where there is such a
+   program already, or a form of it, compares. Returns an Outcome below. */
+enum { STORED, DIFFERS }; /* from the program that is known */
 
 static PyObject *store(PyObject *self, PyObject *args) {
-    PyObject *table, *arguments, *outputs, *results, *constants, *steps, *held, *code, *tables;
+    PyObject *table, *arguments, *outputs, *results, *constants, *steps, *held;
     long long workspace, other;
-    if (!PyArg_ParseTuple(args, "OO!OOLOLOOOO", &table, &PyTuple_Type, &arguments, &outputs,
-                          &results, &workspace, &constants, &other, &steps, &held, &code,
-                          &tables)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO!OOLOLOO", &table, &PyTuple_Type, &arguments, &outputs,
+                          &results, &workspace, &constants, &other, &steps, &held)) return NULL;
     Table *t = PyCapsule_GetPointer(table, "table");
     Sight s;
     Numbers x;
@@ -175,18 +162,47 @@ static PyObject *store(PyObject *self, PyObject *args) {
     }
     Py_INCREF(held);
     p->held = held;
-    int forms = 0, outcome;
+    int forms = 0, outcome = STORED;
     Program *known = program_of(t, &s, hash), *form = known ? NULL : form_of(t, &s, &forms, &x);
     if (form) known = fill(form, &s, hash, &x);
     if (form || known) {
         outcome = known && !known->value && same_program(known, p) ? STORED : DIFFERS;
         if (form && known) drop_program(known);
         drop_program(p);
-    } else {
-        outcome = code == Py_None || makes(p, &s, code, tables) ? STORED : CODE_DIFFERS;
-        put(t, p, &s, outcome ? Py_None : code, tables);
-    }
+    } else insert(t, p);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(outcome);
+}
+
+/* open_form(table, arguments, outputs, results, constants, other stream, steps, held, code, tables)
+
+   Stores a program with T open. Its steps have neither offsets nor arguments, and its outputs no
+   sizes: code computes them. Returns whether it makes the program of these arguments. */
+static PyObject *open_form(PyObject *self, PyObject *args) {
+    PyObject *table, *arguments, *outputs, *results, *constants, *steps, *held, *code, *tables;
+    long long other;
+    if (!PyArg_ParseTuple(args, "OO!OOOLOOSO", &table, &PyTuple_Type, &arguments, &outputs,
+                          &results, &constants, &other, &steps, &held, &code, &tables)) return NULL;
+    Table *t = PyCapsule_GetPointer(table, "table");
+    Sight s;
+    Numbers x;
+    if (!look_at(t, arguments, &s)) return PyErr_Occurred() ? NULL : PyBool_FromLong(1);
+    uint64_t hash = hash_of(&s);
+    Program *p = new_program(&s, hash), *made = NULL;
+    if (!p) return NULL;
+    p->inputs = s.tensors, p->other_stream = (void *)(intptr_t)other;
+    if (read_program(p, outputs, results, constants, steps, s.tensor[s.first].device.id)) {
+        drop_program(p);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    Py_INCREF(held), Py_INCREF(code), Py_INCREF(tables);
+    p->held = held, p->code = code, p->tables = tables;
+    if (numbers_of(p, s.tokens, &x)) made = fill(p, &s, hash, &x);
+    int works = made != NULL;
+    p->code = p->tables = NULL; /* `put` takes them */
+    if (works) drop_program(made), put(t, p, &s, code, tables);
+    else drop_program(p);
+    Py_DECREF(code), Py_DECREF(tables);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(works);
 }
 
 /* keep(table, arguments, value, code or None, tables): later calls that look like this one find the

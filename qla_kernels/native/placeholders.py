@@ -113,6 +113,11 @@ class Placeholder:
             expected = expected * n
         return True
 
+    def fills(self, room: "Placeholder") -> bool:
+        """Returns whether it is all of a room's memory."""
+        size, of_room = (x.numel() * x.element_size() for x in (self, room))
+        return bool(self._offset == room._offset and size == of_room)
+
     def bytes_into(self) -> Any:
         """Returns how far it begins behind the tensor of its place, as recorder.py says."""
         return self._offset * self.element_size() if self.numel() else 0
@@ -208,7 +213,7 @@ class Placeholder:
         if self.place.kind != "room" or not self.is_contiguous():
             raise NotRecordable("a fill of such a tensor")
         if self.numel():
-            self.trace.events.append((FILL, 0, self))
+            self.trace.events.append((FILL, self.trace.stream(), self))
         return self
 
     def new_zeros(self, *shape: Any, dtype: Any = None) -> "Placeholder":
@@ -218,7 +223,7 @@ class Placeholder:
         if self.place.kind != "room" or not can_copy(source, cast(Any, self)):
             raise NotRecordable("a copy between such tensors")
         if self.numel():
-            self.trace.events.append((COPY, 0, self, source))
+            self.trace.events.append((COPY, self.trace.stream(), self, source))
         return self
 
     def to(self, dtype: torch.dtype) -> "Placeholder":

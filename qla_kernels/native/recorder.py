@@ -24,6 +24,7 @@ from qla_kernels.native.recording import (
     Place,
     Program,
     activate,
+    numbered,
     tensors_in,
 )
 
@@ -196,7 +197,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 size += -(-room.untyped_storage().nbytes() // ALIGN) * ALIGN
         for i in range(len(self.constants)):
             bases[Place("constant", i)] = first_free + 1 + i, 0
-        streams = self._streams()
+        streams = numbered(self._current_stream(), self.events)
         steps = tuple(self._step(event, streams, bases) for event in self.events)
         other = next((stream for stream, number in streams.items() if number == 1), 0)
         held = (*self.constants, self._streams_held(), *(event[0] for event in self.events))
@@ -205,16 +206,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _streams_held(self) -> list[Any]:
         return [x for x in self.held if not isinstance(x, Tensor)]
-
-    def _streams(self) -> dict[int, int]:
-        """Numbers the streams of all events: 0 is the caller's, 1 another."""
-        numbers: dict[int, int] = {self._current_stream(): 0}
-        for kind, stream, what, *_ in self.events:
-            for x in (stream, what) if kind == WAIT else (stream,):
-                numbers.setdefault(x, len(numbers))
-        if len(numbers) > 2:
-            raise NotRecordable("more than two streams")
-        return numbers
 
     def _current_stream(self) -> int:
         gpu = next((x for x in self.inputs if x.is_cuda), None)

@@ -1,7 +1,7 @@
 """What launch code tells while its call is recorded, and what a recording becomes.
 
-A call is recorded twice: a Recorder (recorder.py) watches it, and a Trace (trace.py) runs its
-launch code on placeholders.
+A Trace (trace.py) runs launch code on placeholders, and returns a form, a program for any number of
+tokens. Calls that have no form are recorded: a Recorder (recorder.py) watches one.
 """
 
 import threading
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The arguments of `store` of programs.c, from the third on."""
+    """The arguments of `store` of programs.c, from the third on: a program for one T."""
 
     outputs: tuple[Tensor, ...]
     results: tuple[int, ...]
@@ -39,6 +39,19 @@ class Program(NamedTuple):
     other_stream: int
     steps: tuple[tuple[Any, ...], ...]
     held: object
+
+
+class Form(NamedTuple):
+    """The arguments of `open_form` of programs.c, from the third on: a program with T open."""
+
+    outputs: tuple[Tensor, ...]  # of their dtypes and numbers of axes
+    results: tuple[int, ...]
+    constants: tuple[Tensor, ...]
+    other_stream: int
+    steps: tuple[tuple[Any, ...], ...]
+    held: object
+    code: bytes
+    tables: tuple[Any, ...]
 
 
 class Recording(Protocol):
@@ -78,6 +91,17 @@ def noting(kernel: str, launch: Callable[..., None]) -> Callable[..., None]:
         launch(*arguments)
 
     return run
+
+
+def numbered(here: int, events: Iterable[tuple[Any, ...]]) -> dict[int, int]:
+    """Numbers the streams of all events: 0 is the caller's, 1 another."""
+    numbers = {here: 0}
+    for kind, stream, what, *_ in events:
+        for x in (stream, what) if kind == WAIT else (stream,):
+            numbers.setdefault(x, len(numbers))
+    if len(numbers) > 2:
+        raise NotRecordable("more than two streams")
+    return numbers
 
 
 def constant(tensors: Made) -> Made:

@@ -20,13 +20,14 @@ from qla_kernels.native.recording import (
     FILL,
     LAUNCH,
     WAIT,
+    Form,
     NotRecordable,
     Place,
-    Program,
     activate,
+    numbered,
     tensors_in,
 )
-from qla_kernels.native.symbols import Decided, Number, Numbers, followed
+from qla_kernels.native.symbols import Number, Numbers, followed
 
 
 class Trace:
@@ -96,13 +97,16 @@ class Trace:
         self.rooms.append(Placeholder(self, place, dtype, on, shape, contiguous(shape)))
         return self.rooms[-1]
 
-    def code(
-        self, run: Callable[[list[Any]], Sequence[Any]], recorded: Program
-    ) -> tuple[bytes, tuple[Decided, ...]]:
-        """Calls `run` with the placeholders; returns the recorded program's code, and its tables.
+    def stream(self) -> int:
+        """Returns torch's current stream, as the launcher notes it with each launch."""
+        return int(torch._C._cuda_getCurrentRawStream(self.gpu)) if self.gpu >= 0 else 0
 
-        Numbers are in the order in which forms.c reads them. Raises NotRecordable if there is none.
+    def form(self, run: Callable[[list[Any]], Sequence[Any]]) -> Form:
+        """Calls `run` with the placeholders; returns its form. Raises NotRecordable if it has none.
+
+        Numbers of the code are in the order in which forms.c reads them.
         """
+        here = self.stream()
         try:
             activate(self)
             self.native.record(self.events, max(0, self.gpu))
@@ -115,19 +119,41 @@ class Trace:
         finally:
             self.native.record(None, -1)
             activate(None)
-        outputs = [x for x in results if x is not None]
-        if any(type(x) is not Placeholder for x in outputs):
-            raise NotRecordable("a result of unknown origin")
+        outputs = self._outputs(results)
         size, bases = self._bases(outputs)
-        steps = [self._step(event, bases) for event in self.events]
-        if [step[:3] for step in steps] != [(x[0], x[2], _kernel(x)) for x in recorded.steps]:
-            raise NotRecordable("placeholders took another way than tensors")
-        numbers = [size, *(n for x in outputs for n in x.shape)]
-        numbers += [n for *_, found in steps for n in found]
+        streams = numbered(here, self.events)
+        steps, numbers = [], [size, *(n for x in outputs for n in x.shape)]
+        for event in self.events:
+            step, of_step = self._step(event, streams, bases)
+            steps.append(step)
+            numbers += of_step
         places = [self.numbers.place(n) for n in numbers]
         nodes = [n for node in self.numbers.nodes for n in node]
         code = [len(self.numbers.nodes), *nodes, *places]
-        return pack(f"{len(code)}q", *code), tuple(self.numbers.tables)
+        alike = (torch.empty((0,) * x.dim(), dtype=x.dtype, device="cpu") for x in outputs)
+        count = iter(range(len(outputs)))
+        return Form(
+            tuple(alike),
+            tuple(-1 if x is None else next(count) for x in results),
+            tuple(self.constants),
+            next((stream for stream, number in streams.items() if number == 1), 0),
+            tuple(steps),
+            (*self.constants, *self.held, *(event[0] for event in self.events)),
+            pack(f"{len(code)}q", *code),
+            tuple(self.numbers.tables),
+        )
+
+    def _outputs(self, results: Sequence[Any]) -> list[Placeholder]:
+        outputs: list[Placeholder] = [x for x in results if x is not None]
+        if any(type(x) is not Placeholder for x in outputs):
+            raise NotRecordable("a result of unknown origin")
+        for x in outputs:
+            room = self.rooms[x.place.number] if x.place.kind == "room" else None
+            if room is None or not x.is_contiguous() or not x.fills(room):
+                raise NotRecordable("a result that is not a contiguous tensor of its own")
+        if len({x.place for x in outputs}) < len(outputs):
+            raise NotRecordable("two results in one tensor")
+        return outputs
 
     def _bases(self, outputs: list[Placeholder]) -> tuple[Size, dict[Place, tuple[int, Size]]]:
         """Returns the size of the workspace, and base and offset of each place, as a Recorder."""
@@ -144,31 +170,29 @@ class Trace:
         return size, bases
 
     def _step(
-        self, event: tuple[Any, ...], bases: dict[Place, tuple[int, Size]]
-    ) -> tuple[int, tuple[int, ...], Any, list[Size]]:
-        """Returns kind and bases of a step, the kernel of a launch, and the step's numbers."""
-        kind, _, *others = event
+        self,
+        event: tuple[Any, ...],
+        streams: dict[int, int],
+        bases: dict[Place, tuple[int, Size]],
+    ) -> tuple[tuple[Any, ...], list[Size]]:
+        """Returns a step as `open_form` of programs.c takes it, and the step's numbers."""
+        kind, stream, *others = event
+        on = streams[stream]
         if kind == WAIT:
-            return WAIT, (), None, []
+            return (WAIT, on, (), (), (streams[others[0]],)), []
         given = {FILL: others[:1], COPY: others}.get(kind, others[0])
         tensors: list[Any] = [x for x in given if type(x) is Placeholder]
         at = tuple(bases[x.place][0] for x in tensors)
         found = [bases[x.place][1] + x.bytes_into() for x in tensors]
-        if kind == FILL:
+        unknown = (0,) * len(at)
+        if kind == FILL:  # by zeros
             found.append(tensors[0].numel() * tensors[0].element_size())
-        elif kind == COPY:
-            found += copy_of(*tensors)
-        else:
-            found += [n for x in tensors for n in (*x.shape, *x.stride())]
-            found += [n for x in given if type(x) is not Placeholder for n in scalar(x)]
-            return LAUNCH, at, kind, found
-        return kind, at, None, found
-
-
-def _kernel(step: tuple[Any, ...]) -> Any:
-    """Returns the kernel of a step of a Program, if it is a launch."""
-    kind, *_, what = step
-    return what[0] if kind == LAUNCH else None
+            return (FILL, on, at, unknown, (0, 0)), found
+        if kind == COPY:
+            return (COPY, on, at, unknown, (0, 0, 0, 0)), [*found, *copy_of(*tensors)]
+        found += [n for x in tensors for n in (*x.shape, *x.stride())]
+        found += [n for x in given if type(x) is not Placeholder for n in scalar(x)]
+        return (LAUNCH, on, at, unknown, (kind, None)), found
 
 
 def scalar(x: Any) -> tuple[Size, int]:

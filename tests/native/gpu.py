@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qla_kernels import device, jit, programs
+from qla_kernels.gdn import known
 from qla_kernels.native import recording
 from qla_kernels.native.pack import pack, texts
 from qla_kernels.native.placeholders import Placeholder
@@ -43,6 +44,7 @@ def host(x: Tensor) -> Tensor:
 def forget() -> None:
     """Forgets programs, made-up kernels and the host's tensors."""
     programs.forget()
+    known.forget()
     _kernels.clear()
     DRIVER.on_host(0, 0)
     _on_host.clear()
@@ -112,6 +114,7 @@ class kernels_of_torch(TorchDispatchMode):
 
 
 jit.compile = _made_up
+known.copy_of = lambda x: host(x.clone())
 programs.Recorder = _Recorder
 device.fork = _fork
 device.of = lambda x: torch._C._AutoDispatchBelowADInplaceOrView()

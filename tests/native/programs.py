@@ -515,9 +515,7 @@ def too_many_bases() -> None:
     for bases, offsets, text in (((0,) * 25, (0,) * 25, "25 bases"), ((0, 0), (0,), "2 bases")):
         step = 2, 0, bases, offsets, (0, 4)  # a fill
         with pytest.raises(ValueError, match=f"a step with {text}; need at most 24, and an offset"):
-            NATIVE.store(
-                table.find.__self__, given, given, (0,), 100, (), 0, (step,), None, None, ()
-            )
+            NATIVE.store(table.find.__self__, given, given, (0,), 100, (), 0, (step,), None)
         assert len(table) == 1
 
 

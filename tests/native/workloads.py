@@ -5,11 +5,12 @@
 
 It has to be started by `standin.run`. Calls are those of our adapters, as a model makes them, on
 inputs of the real sizes, whose memory nothing touches: so plans cut, or do not, as on a GPU. In a
-replay neither launch code launches anything, nor torch. Calls that are another way have a reason
-in EXCEPTIONS.
+replay neither launch code launches anything, nor torch, and a recorder of the call agrees with it.
+Calls that are another way have a reason in EXCEPTIONS.
 """
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -364,7 +365,16 @@ def not_replayed(prepare: Callable[[], Run]) -> str:
         return "nothing is replayed"
     with gpu.kernels_of_torch() as torchs:
         run()
-    return " ".join(["torch launches", *torchs.found]) if torchs.found else ""
+    if torchs.found:
+        return " ".join(["torch launches", *torchs.found])
+    os.environ["QLA_CHECK_PROGRAMS"] = "1"  # records the call, and compares its form with that
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        del os.environ["QLA_CHECK_PROGRAMS"]
+    return ""
 
 
 reasons: list[str] = []  # why calls have no program
