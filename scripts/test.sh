@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything CI runs: lint, types, tests, generated documents, the wheel. Sets up .venv when needed.
+# Everything CI runs: lint, types, tests, the tables of the documents. Sets up .venv when needed.
 #
 #   bash scripts/test.sh
 #
@@ -38,8 +38,6 @@ step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
 step "mypy" "$python" -m mypy
 step "pytest" "$python" -m pytest -q -m "not hopper" -n "$workers" --dist worksteal --durations=10
-step "docs/api.md" "$python" scripts/api.py --check
-step "docs/versions.md" "$python" scripts/versions.py --check
 step "performance tables" "$python" -m benchmarks.report --check
 
 printf '\n'
