@@ -1,6 +1,6 @@
 """A kernel of one's own: C = A B^T, of which one warp loads the tiles that a warpgroup multiplies.
 
-docs/your-own-kernel.md walks through this file. Neither command needs a GPU:
+docs/kernels.md walks through this file. Neither command needs a GPU:
 
     python -m qla_kernels.inspect examples/own_kernel.py     compares machine code with the schedule
     python -m qla_kernels.emulator examples/own_kernel.py    compares numbers, in six orders

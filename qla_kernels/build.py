@@ -79,7 +79,7 @@ def check_resources(name: str, lowered: jit.Lowered, report: str, schedule: Sche
     """Raises Unsupported unless ptxas's report agrees with the schedule."""
     spent = sass.spent(report, lowered.function)
     if wrong := rules.resources(gather.spent_by(name, lowered, spent), schedule):
-        got, fix = "; ".join(wrong), "build with the versions that docs/installation.md names"
+        got, fix = "; ".join(wrong), "build with the versions that docs/install.md names"
         raise Unsupported(need(name, got, "the resources of its schedule", fix))
 
 

@@ -1,4 +1,4 @@
-"""Time the gated delta net's plans at K = 256, and backwards of V = 192, for docs/notes.
+"""Time the gated delta net's plans at K = 256, and backwards of V = 192, for docs/lessons.md.
 
     python scripts/gdn_head_sizes.py                     all rows below
     python scripts/gdn_head_sizes.py fwd:6/6:256/512:32768x1 bwd:30/30:96/192:8192x1

@@ -1,6 +1,6 @@
-"""Time the gated delta net's forward with and without equal shares, for docs/notes/gdn-forward.md.
+"""Time the gated delta net's forward with and without equal shares, for docs/lessons.md.
 
-    python scripts/gdn_shares.py                              rows of section 25
+    python scripts/gdn_shares.py                              the rows of the lessons
     python scripts/gdn_shares.py 16/48:8192x4 16/48:9000+7000+8768+8000
 
 Per row the CUDA graphs of four plans run in turn, so that a drift of the clock meets all alike, and

@@ -7,7 +7,7 @@
     python scripts/trainer_steps.py finetune --tiny         does it run? also on a CPU, in a minute
 
 `finetune` needs accelerate; `grpo` needs TRL: pip install trl==1.16.0. FLA and causal-conv1d are
-compared with where they are installed (docs/installation.md, "To benchmark").
+compared with where they are installed (docs/install.md#compare-with-other-libraries).
 
 A step is what the trainer does between two of its callbacks: forward, backward, optimizer. `grpo`
 draws responses at random in place of generating them, which the same functions would do on both

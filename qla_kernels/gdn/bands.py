@@ -8,7 +8,7 @@ path; those of a path that is not taken find no tokens. They cost time all the s
 few paths, and often one. Whole sequences may have equal shares of chunks, which share_table cuts by
 the lengths; the results have the same bits, so lengths need not decide that.
 
-All functions are pure functions of numbers. docs/notes/gdn-segments.md, section 23.
+All functions are pure functions of numbers. See docs/lessons.md.
 """
 
 import functools

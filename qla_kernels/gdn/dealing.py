@@ -1,7 +1,7 @@
 """Equal shares for packs whose whole items, in their order, would leave SMs idle at the end.
 
 All functions are pure functions of numbers. Times are in us, measured on an H200
-(docs/notes/gdn-forward.md, 26).
+(docs/lessons.md).
 """
 
 import bisect

@@ -1,7 +1,7 @@
 """The time that the parts of a call take, by a model: what `plan` compares.
 
 All functions are pure functions of numbers. Times are in us, measured on an H200
-(docs/notes/gdn-segments.md, gdn-backward.md).
+(docs/lessons.md).
 """
 
 import functools
@@ -37,7 +37,7 @@ PAIR_STEP = {64: (3.15, 3.48), 128: (5.0, 8.1)}
 # CHAIN_STEP's, because the later waves are of chunk_states, whose chunks take less time.
 NEXT_WAVE, LATER_WAVES = 1.0, 0.925
 CHUNK_GRADS = 7.0  # chunk_grads, per chunk and value head on one SM
-# Equal shares (gdn-forward.md, 25): share_table; a CTA's next item, of which more than FEW_ITEMS a
+# Equal shares (docs/lessons.md): share_table; a CTA's next item, of which more than FEW_ITEMS a
 # CTA were not measured and count as a whole start; a chunk, and what it takes more for each chunk
 # that the next CTA is ahead or behind in the same keys, up to FAR; a state that a CTA waits for.
 SHARES, NEXT_ITEM, FEW_ITEMS = 12.0, 3.0, 3

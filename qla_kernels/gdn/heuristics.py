@@ -1,6 +1,6 @@
 """Chooses kernel variants and numbers of CTAs for a shape, by pure functions of numbers.
 
-Times are in us, fitted to an H200 (docs/notes/gdn-forward.md).
+Times are in us, fitted to an H200 (docs/lessons.md).
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ def ctas(items: int, equal_lengths: bool, sm_count: int) -> int:
 
 
 # Per chunk of a CTA of wide_fwd, by tile_v; and KB a us that memory gives all CTAs. Measured on an
-# H100 (docs/notes/wide-heads.md, 8).
+# H100 (docs/lessons.md).
 WIDE_STEP = {128: 2.6, 64: 1.6}
 WIDE_MEMORY = 3250
 

@@ -2,7 +2,7 @@
 
 A backward that takes the forward's segments does not map them again, but its cuts are then the
 forward's, which are not those that it would make. All functions are pure functions of numbers, by
-the model of times in `durations` (docs/notes/gdn-backward.md, section 20).
+the model of times in `durations` (docs/lessons.md).
 """
 
 import functools

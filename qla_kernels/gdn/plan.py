@@ -2,7 +2,7 @@
 
 All functions are pure functions of numbers; `durations` has the model of times. A cut sequence runs
 on several CTAs per head and tile, but the states between its segments have to be computed first
-(docs/notes/gdn-segments.md). Times are in us, measured on an H200.
+(docs/lessons.md). Times are in us, measured on an H200.
 """
 
 import bisect

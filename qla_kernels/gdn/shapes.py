@@ -46,7 +46,7 @@ def leaves_values(K: int, V: int) -> bool:
     """Returns whether a backward runs VALUE_KERNELS: its chains leave V' and Y for wide_grads.
 
     Where they do not, chunk_grads computes both again. For K = 256 it has no registers. For value
-    heads in several parts of 64 columns it takes more time, docs/notes/head-sizes.md says how much.
+    heads in several parts of 64 columns it takes more time, docs/lessons.md says how much.
     """
     in_narrow_parts = V > PART_COLUMNS and part_columns(V) == VALUE_STEP
     return K == WIDE or (key_room(K) == MOST_KEYS and in_narrow_parts)

@@ -2,7 +2,7 @@
 
 All functions are pure functions of numbers. Times are in us, measured on an H100: the model is
 within 8 % of the times of six shapes, whole and cut, where it is told the share of cold heads
-(docs/notes/wide-heads.md, 8).
+(docs/lessons.md).
 Whether heads are cold depends on gates, which a plan does not know. A single cold head costs nearly
 what all of them do, so `expected` is the mean of two calls, one without and one with cold heads.
 """

@@ -29,7 +29,7 @@ from qla_kernels.integrations.engines import log, say_ran, unknown_version
 CHOICE = "qla"
 LINEAR = "sglang.srt.layers.attention.linear"
 DISPATCHER = f"{LINEAR}.gdn_backend.GDNKernelDispatcher.__init__"
-# docs/notes/serving-bits.md says why
+# docs/lessons.md says why
 NOT_THE_BITS = (
     "SGLang: under QLA_BATCH_INVARIANT=1 our prefill does not depend on the rest of a batch, but "
     "decoding and drafts sum in another order, and prefill's gates are SGLang's: rollouts do not "

@@ -3,7 +3,7 @@
 A page of the cache holds the convolution's last tokens, as before, and a slot of a `GdnPool`: an
 anchor and a tail of tokens. Prefill and decoding append to it, so that a token's o has the bits of
 `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence. The convolution and the
-norm stay vLLM's. How vLLM makes pages of it: docs/notes/serving-bits.md.
+norm stay vLLM's. How vLLM makes pages of it: docs/lessons.md.
 """
 
 import math

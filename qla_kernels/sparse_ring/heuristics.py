@@ -11,8 +11,7 @@ SCHEDULES = ("auto", "allgather", "ring", "double_ring")
 GATHERED_BYTES = 2 << 30  # limit for all ranks' k and v on one GPU; a backward adds twice as much
 LAUNCH_TOKENS = 131072  # tokens of a launch's chunks: with fewer, merging costs over 5 %
 
-# Milliseconds and bytes a millisecond, measured on H200 of one host (docs/notes/sparse-ring.md,
-# sections 10 and 13)
+# Milliseconds and bytes a millisecond, measured on H200 of one host (docs/lessons.md)
 GATHER_START, GATHER_RATE = 0.06, 275e6
 INDEX = 0.2  # an index of several ranks, behind other work
 LAUNCH, MERGE_RATE = 0.1, 3.5e9  # one launch more, and its partial result, written and read

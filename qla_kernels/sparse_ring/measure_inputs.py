@@ -18,7 +18,7 @@ from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 OP = "sparse_ring.measure"
 FORM, SAVE = '{"q": [T, H, D], "k": [T, Hk, D]}, or a dict of these by layer', "save it so"
 LEAST = -(-3 * BLOCK // TILE) * TILE  # tokens: held-out rows need three blocks, calls whole tiles
-PAGE = "docs/long-context.md, Beyond the length that the model was trained for"
+PAGE = "docs/long-context.md#the-training-program"
 
 OnLayer = Callable[..., None]  # gets layer, q [1, T, H, D] and k [1, T, Hk, D]; perhaps an index
 

@@ -15,7 +15,7 @@ advanced, so that the transfers run while the launch computes.
 
 The ring is the double ring with one node. Chunks once were passed on within a node, too: then the
 transfers of a batch wait for each other, and 8 ranks took four times as long for them as now
-(docs/notes/sparse-ring.md, section 13).
+(docs/lessons.md).
 """
 
 from collections.abc import Iterator

@@ -22,7 +22,7 @@ thread's numbers, since both have the layout of a 64 x 64 accumulator. There are
 that `values` may be a tile ahead, and its exponentials run under the products of `keys`. In 16
 bits P^T would take 128 clocks less, and dK would have an error of 2.9e-3 in bf16, not 2.3e-3. A
 warpgroup's chain of two products has nothing of its own to overlap with: with a product of the next
-tile in flight over the end of the loop, ptxas serialises all (see docs/notes/dualkv-backward.md).
+tile in flight over the end of the loop, ptxas serialises all (see docs/lessons.md).
 """
 
 from typing import Any, NamedTuple

@@ -17,7 +17,7 @@ Bounded by memory: S is read once and written once, 8 bytes an element for 4 FMA
 Why this shape: a warp has all of K, so sums over K stay in it. While some CTAs wait for their S,
 others step or write theirs; an SM holds as many CTAs as registers allow without a spill, and S is
 loaded first. Persistent CTAs that prefetch the next S to shared memory are slower
-(docs/notes/gdn-decoding.md). A lane holds blocks of 4 x 4, so an access is 4 numbers along
+(docs/lessons.md). A lane holds blocks of 4 x 4, so an access is 4 numbers along
 whichever of K and V is contiguous; the two layouts of a state differ in which lanes share columns.
 o is made from S before the update, which takes one pass over S instead of two. Tokens are prepared
 four at a time, in shared memory: if each warp prepared them in registers, q and k of this token and

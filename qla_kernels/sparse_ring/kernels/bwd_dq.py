@@ -14,7 +14,7 @@ Bounded by the tensor cores, with three products a step, and for masks of single
 fwd, whose tiles and walk this kernel shares. Why this shape: dS is a left operand in the registers
 where it was computed, so it does not pass through shared memory. Q stays in shared memory: in
 registers it is not faster, and with D = 64 ptxas 13.0 assigned the registers of dS to it as well
-(docs/notes/sparse-ring-backward.md). A tile has one writer and a fixed order of sums in each
+(docs/lessons.md). A tile has one writer and a fixed order of sums in each
 launch, and launches run one after the other.
 """
 

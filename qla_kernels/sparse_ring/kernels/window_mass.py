@@ -18,7 +18,7 @@ Why this shape: keys are rows, so a sum over queries stays within four threads, 
 once for four heads. A product is always in flight, as in window_lse; if a CTA has only one pair of
 heads, or a single head, it is the product of the next tile. Three warpgroups with 160 registers
 hide more latency than two with 240: 142 us instead of 163. If they take turns to start their
-products, it is 136 us. Four warpgroups that each waited for a product took 222 us (docs/notes).
+products, it is 136 us. Four warpgroups that each waited for a product took 222 us.
 """
 
 import qla_kernels.tile.language as T

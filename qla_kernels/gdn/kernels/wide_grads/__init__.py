@@ -29,8 +29,8 @@ Bounded by memory: 120 KB for 64 columns of V and 256 of K, half of it the two s
 shape: chunk_grads computes W, V', dV' and Y again, with products over all of K. At K = 256 its
 panels would take four warpgroups, which have no registers for that, and a CTA with one half of K
 would have to load both halves of the states. wide_states and wide_dstate have V' and Y in registers
-anyway; to write and to read them twice is 48 KB, less than the 64 KB of states. docs/notes/
-wide-heads-backward.md counts both. Parts follow each other in one CTA, so the second one finds dO,
+anyway; to write and to read them twice is 48 KB, less than the 64 KB of states
+(docs/lessons.md). Parts follow each other in one CTA, so the second one finds dO,
 V' and Y in L2, and dg and dbeta are added up by the thread that wrote them, in a fixed order. A
 value head may have any number of tiles of V: dP and E are summed over them before anything else is
 done to them, by the tensor cores. dP0 and F are made again in each part, because X is a sum over
