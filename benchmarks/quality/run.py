@@ -1,7 +1,7 @@
 """Trains a small model on long sequences, with exact attention and under sparse masks.
 
     python -m benchmarks.quality --folder runs --minutes 4.5        again: goes on where it stopped
-    python -m benchmarks.quality --folder runs --figure out/quality.svg
+    python -m benchmarks.quality --folder runs --figure docs/figures/sparse-ring-quality.svg
     python -m benchmarks.quality --folder out/tiny --device cpu --tiny
 
 1. A model trains on short sequences with exact attention, as models do: first on very short ones,
