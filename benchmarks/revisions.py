@@ -241,7 +241,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("before", type=Path, help="a checkout")
-    said = "sets of benchmarks.sm90, or families of your own shapes"
+    said = "sets of docs/records/README.md, or families of your own shapes"
     add("selections", nargs="+", metavar="FAMILY[:SET]", help=said)
     add_options(parser)
     add("--against", type=Path, default=Path("."), help="the other checkout (default: .)")
