@@ -1,4 +1,4 @@
-"""Verification of drafts with a slot a sequence: docs/notes/gdn-decoding.md, section 8."""
+"""Verification of drafts with a slot a sequence: docs/lessons.md."""
 
 import torch
 

@@ -33,7 +33,7 @@ def test_ranks_in_turn_are_one(world, lengths, limit, layout, monkeypatch):
 
 
 # Of [65, 67] tokens dbeta has 1.28 times the error of its reference, over the limit of 1.25, as a
-# whole sequence has in some draws of few tokens: docs/notes/wide-heads-backward.md, 3.
+# whole sequence has in some draws of few tokens: docs/lessons.md.
 @pytest.mark.parametrize(
     ("world", "lengths"), [(2, [4000]), (4, [6000]), (4, [100, 4500, 300, 0, 1100]), (2, [90, 170])]
 )

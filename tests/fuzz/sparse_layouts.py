@@ -24,7 +24,7 @@ def layout(d: Draw) -> Any:
 
 
 def held_by(its: Any, T: int) -> Held:
-    """The table of docs/sparse_ring.md."""
+    """The table of docs/long-context.md."""
     world = its.world
     if isinstance(its, StripedLayout):
         return [[t for t in range(T) if t // its.stripe % world == r] for r in range(world)]

@@ -97,7 +97,7 @@ def test_long_sequences_of_few_heads_are_cut_to_fill_the_gpu(lengths, heads):
     ],
 )
 def test_what_was_measured_fastest_is_chosen(lengths, heads, bound, most):
-    """Or within 2 %: docs/notes/gdn-segments.md, section 20."""
+    """Or within 2 %: docs/lessons.md."""
     assert choose(lengths, heads, warm_log_bound=bound).segment_chunks == most
 
 
@@ -125,7 +125,7 @@ def test_what_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
 
 
 def test_short_sequences_fill_the_wave_of_a_long_one():
-    """docs/notes/gdn-segments.md, sections 14 and 20: cut, 730 to 755 us; whole, 644."""
+    """docs/lessons.md: cut, 730 to 755 us; whole, 644."""
     assert choose([24576, 8192], 48).segment_chunks is None
 
 

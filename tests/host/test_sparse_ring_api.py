@@ -481,7 +481,7 @@ def test_schedules_are_chosen_from_what_all_ranks_know():
 
 
 def test_the_own_chunk_is_first_where_a_gather_takes_longer_than_a_merge():
-    """16/2 heads of 128 in bf16, lines estimated: docs/notes/sparse-ring.md, section 13."""
+    """16/2 heads of 128 in bf16, lines estimated: docs/lessons.md."""
 
     def first(world: int, tokens: int, estimates: bool = True, gathers: bool = True) -> bool:
         rows = tokens // world

@@ -52,7 +52,7 @@ SETTINGS = [
     {"num_iterations": 2, "temperature": 0.7},
     {"steps_per_generation": 2, "entropy_coef": 0.01},
 ]
-# options of docs/rl-trainers.md that need nothing
+# options of docs/shared-prompts.md that need nothing
 OPTIONS = [
     {"cast_lm_head_to_fp32": True},
     {"top_entropy_quantile": 0.5, "mask_truncated_completions": True, "pad_to_multiple_of": 8},
