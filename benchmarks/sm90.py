@@ -27,7 +27,7 @@ one direction: `--heads 2/6 --lengths 512x2 --direction fwd`.
 Results are checked before they are timed; what is wrong, missing or too slow to compile says so in
 the table. Installed from a wheel, the package is without benchmarks: run them in a checkout.
 `bash scripts/setup_env.sh --rivals` installs most libraries to compare with into .venv, whose
-Python is then the one to use: `.venv/bin/python -m benchmarks.sm90`. docs/install.md says what
+Python is then the one to use: `.venv/bin/python -m benchmarks.sm90`. docs/installation.md says what
 installs the others.
 """
 

@@ -41,7 +41,7 @@ BLOCK = VerticalSlash.block
 BATCHES = ("decode", "pool_decode", "drafts", "pool_prefill")  # of sequences of equal length
 DIRECTIONS = ("fwd", "bwd", "both", *BATCHES)
 FEW = 64  # tokens of a sequence that decoding takes one by one
-OWN_MODEL = "docs/models.md#time-your-own-model times a model or config of yours"
+OWN_MODEL = "docs/integrations.md#time-your-own-model times a model or config of yours"
 
 
 class Asked(NamedTuple):

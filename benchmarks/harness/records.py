@@ -37,7 +37,7 @@ VARIANTS = ("ours_train", "ours_whole", "ours_exact", "ours_kept", "ours_alone")
 VARIANTS_ARE_CALLED = "2026-11-25"
 # what records until 2026-11-27 say of a library that is missing, and the page that has it
 WRONG_PAGE = "docs/performance.md says how to install rivals"
-RIGHT_PAGE = "docs/install.md says what installs it"
+RIGHT_PAGE = "docs/installation.md says what installs it"
 
 
 @dataclass(frozen=True)
