@@ -113,7 +113,7 @@ def attend(
     first, which waits for the device.
     """
     if checks_contents():
-        check_contents(OP, layout)
+        check_contents(layout)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     scale = float(scale) if scale is not None else float(q.shape[-1] ** -0.5)

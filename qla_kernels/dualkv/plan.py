@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
-from qla_kernels.arguments import integer
+from qla_kernels.arguments import described, integer
 from qla_kernels.device_tables import Kept
 from qla_kernels.dualkv import tables
 from qla_kernels.dualkv.shapes import HEAD_SIZES, KEY_TILES
@@ -37,6 +37,16 @@ class SharedLayout:
     prepared: dict["Key", "Prepared"] = field(default_factory=dict, init=False)
     # tables of other families' kernels, by keys that begin with a name
     further: dict[tuple[str, int], Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless nodes are a depth-first forest of the T tokens.
+
+        Compares the values of `tout` on the CPU alone: on a GPU that would wait for it.
+        """
+        _check_tensors(self.tout, self.nodes)
+        check_nodes(self.nodes, len(self.tout))
+        if self.tout.is_cpu:
+            check_tout(self.tout, self.nodes)
 
     def __repr__(self) -> str:
         """Returns the numbers of tokens and nodes; reads no tensor on a GPU."""
@@ -143,11 +153,61 @@ class SharedLayout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles leave the tables out; they are built again when needed."""
-        return SharedLayout, (self.tout, self.nodes)
+        return _unchecked, (self.tout, self.nodes)
 
     def to(self, device: torch.device | str) -> "SharedLayout":
         """Returns a copy on `device`, without tables; a copy to a GPU does not wait for it."""
-        return SharedLayout(moved(self.tout, device), self.nodes)
+        return _unchecked(moved(self.tout, device), self.nodes)
+
+
+def _unchecked(tout: Tensor, nodes: Tensor) -> SharedLayout:
+    """Returns a layout of tensors that need no check: it costs as much as building them."""
+    layout = object.__new__(SharedLayout)
+    vars(layout).update(tout=tout, nodes=nodes, prepared={}, further={})
+    return layout
+
+
+MAKE = "make layouts by SharedLayout.from_lengths or from_forest"
+
+
+def _check_tensors(tout: Any, nodes: Any) -> None:
+    """Raises ValueError unless tout is int32 [T], and nodes int32 [n, 3] on the CPU."""
+    for name, x, columns, needs in (
+        ("tout", tout, (), "int32 [T]"),
+        ("nodes", nodes, (3,), "int32 [n, 3] on the CPU"),
+    ):
+        fits = isinstance(x, Tensor) and x.dtype == torch.int32
+        fits = fits and x.dim() == 1 + len(columns) and x.shape[1:] == columns
+        if not fits or (name == "nodes" and not x.is_cpu):
+            raise ValueError(need("SharedLayout", described(name, x), needs, MAKE))
+
+
+def check_nodes(nodes: Tensor, num_tokens: int) -> None:
+    """Raises ValueError unless each token is in one node and subtrees are nested, depth first."""
+    end, path = 0, [num_tokens]  # ends of the subtrees that are open
+    for first, stop, tout in nodes.tolist():
+        while len(path) > 1 and path[-1] <= first:
+            path.pop()
+        if first != end or not first < stop <= tout <= path[-1]:
+            got = f"the node {(first, stop, tout)} after token {end} of {num_tokens}"
+            raise ValueError(need("SharedLayout", got, "nodes in depth-first order", MAKE))
+        path.append(tout)
+        end = stop
+    if end != num_tokens:
+        got = f"nodes that end at token {end}, and tout for {num_tokens}"
+        raise ValueError(need("SharedLayout", got, "every token in one node", MAKE))
+
+
+def check_tout(tout: Tensor, nodes: Tensor) -> None:
+    """Raises ValueError unless tout has the values of the nodes; waits for its device."""
+    if not torch.equal(tout.cpu(), per_token(nodes)):
+        got = "tout with other values than those of nodes"
+        raise ValueError(need("SharedLayout", got, "tout and nodes of one forest", MAKE))
+
+
+def per_token(nodes: Tensor) -> Tensor:
+    """Returns the `tout` of nodes, on the CPU."""
+    return nodes[:, 2].repeat_interleave(nodes[:, 1] - nodes[:, 0])
 
 
 Key = tuple[int, int, int, tuple[int, int, int] | None]  # heads, key heads, q_shift, tiles
@@ -222,8 +282,7 @@ def layout_of_nodes(
             tout[parents[node]] = max(tout[parents[node]], tout[node])
     spans = torch.stack([ends[:-1], ends[1:], whole(tout)], 1).int()
     spans = spans[spans[:, 0] < spans[:, 1]]
-    per_token = spans[:, 2].repeat_interleave(spans[:, 1] - spans[:, 0])
-    return SharedLayout(moved(per_token, device), spans)
+    return _unchecked(moved(per_token(spans), device), spans)
 
 
 def _padded(

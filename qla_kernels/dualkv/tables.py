@@ -54,7 +54,6 @@ from torch import Tensor
 
 from qla_kernels.dualkv.heuristics import head_pack
 from qla_kernels.dualkv.shapes import DQ, FWD, KEY_TILES, KV, KV_QUERY_ROWS, QUERY_ROWS
-from qla_kernels.errors import need
 
 KV_PACK = 4  # heads that share a query tile of the backward, at most
 SM_COUNT = 132  # of an H100 or H200: decides how finely the backward's work is split
@@ -89,17 +88,13 @@ def build(
     """Returns the tables on the host, for queries from token q_shift on.
 
     Args:
-        nodes: int32 [n, 3] on the CPU, as in a layout.
+        nodes: int32 [n, 3] on the CPU, as a layout has checked them.
         num_heads, kv_heads: H and Hk.
         q_shift: the first token of a node, or 0; earlier tokens have no queries.
         tiles: numbers of keys, an entry of `KEY_TILES`.
-
-    Raises:
-        ValueError: the nodes are not consecutive, or one is empty.
     """
     pack = head_pack(num_heads, kv_heads)
     lines = nodes.numpy().astype(np.int64)
-    _check_nodes(lines)
     rank = _by_cost_of_tree(lines)
     of_queries = (lines, rank, QUERY_ROWS // pack, num_heads // pack, q_shift)
     item, span, order = _forward(*of_queries, tiles[FWD])
@@ -114,21 +109,6 @@ def build(
 
 def _table(lines: Lines) -> Tensor:
     return torch.from_numpy(lines.astype(np.int32))
-
-
-def _check_nodes(nodes: Lines) -> None:
-    """Raises ValueError unless nodes are consecutive and none is empty or ends behind its `tout`.
-
-    With other nodes the kernels would stay in bounds, but their results would be meaningless.
-    """
-    first, end, tout = nodes.T
-    before = np.r_[0, end][: len(end)]
-    wrong = np.flatnonzero((first != before) | (end <= first) | (tout < end))
-    if len(wrong):
-        node = tuple(nodes[wrong[0]].tolist())
-        got = f"nodes has the node {node} after token {before[wrong[0]]}"
-        fix = "make layouts by SharedLayout.from_forest"
-        raise ValueError(need("SharedLayout", got, "consecutive nodes, none of them empty", fix))
 
 
 def one_buffer(tables: Tables) -> Tensor:

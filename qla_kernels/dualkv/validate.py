@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qla_kernels import device
 from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.dualkv.plan import SharedLayout
+from qla_kernels.dualkv.plan import SharedLayout, check_nodes, check_tout
 from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.errors import need
 from qla_kernels.sm90 import (
@@ -133,27 +133,10 @@ def check_tensors(
     refuse_forward_mode(op, q, k, v)
 
 
-def check_contents(op: str, layout: SharedLayout) -> None:
+def check_contents(layout: SharedLayout) -> None:
     """Raises ValueError unless the layout's nodes are a depth-first forest that `tout` agrees with.
 
-    Runs under QLA_CHECK=1, for layouts that were made by hand. Reads `tout`, so it waits for its
-    device.
+    Runs under QLA_CHECK=1, for layouts whose `tout` lies on a GPU. Waits for that.
     """
-    nodes, end = layout.nodes.tolist(), 0
-    path: list[int] = [layout.num_tokens]  # ends of the subtrees that are open
-    for first, stop, tout in nodes:
-        while len(path) > 1 and path[-1] <= first:
-            path.pop()
-        if first != end or not first < stop <= tout <= path[-1]:
-            got = f"layout.nodes has the node {(first, stop, tout)} after token {end}"
-            fix = "make layouts by SharedLayout.from_forest"
-            raise ValueError(need(op, got, "nodes in depth-first order", fix))
-        path.append(tout)
-        end = stop
-    want = [tout for first, stop, tout in nodes for _ in range(first, stop)]
-    if end != layout.num_tokens or layout.tout.tolist() != want:
-        got, fix = (
-            "layout.tout differs from layout.nodes",
-            "make layouts by SharedLayout.from_forest",
-        )
-        raise ValueError(need(op, got, "tout and nodes of one forest", fix))
+    check_nodes(layout.nodes, layout.num_tokens)
+    check_tout(layout.tout, layout.nodes)

@@ -343,14 +343,13 @@ def test_malformed(what):
 
 @pytest.mark.parametrize("broken", ["tout", "nodes"])
 def test_qla_check_reads_the_layout(monkeypatch, broken):
-    good = layout()
-    contents = {"tout": good.tout.clone(), "nodes": good.nodes.clone()}
-    contents[broken][3] += 1
+    """Of one whose tensors were changed after it was made, or lie on a GPU."""
     q, k, v = on("cpu")
     monkeypatch.setenv("QLA_CHECK", "1")
-    shared_prefix_attention(q, k, v, good)
+    shared_prefix_attention(q, k, v, changed := layout())
+    getattr(changed, broken)[3] += 1
     with pytest.raises(ValueError, match="make layouts by"):
-        shared_prefix_attention(q, k, v, SharedLayout(**contents))
+        shared_prefix_attention(q, k, v, changed)
 
 
 def test_second_derivatives_are_refused():

@@ -246,11 +246,39 @@ def test_a_trace_does_not_build_them(monkeypatch):
         layout.prepare(8, 2, head_dim=256)
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [[[0, 4, 2]], [[0, 0, 4]], [[1, 4, 4]], [[0, 2, 4], [3, 4, 4]], [[0, 4, 4], [-4, 0, 4]]],
-)
-def test_nodes_made_by_hand_that_are_no_forest(nodes):
-    layout = SharedLayout(torch.full((4,), 4, dtype=torch.int32), torch.tensor(nodes).int())
-    with pytest.raises(ValueError, match=r"SharedLayout: nodes has the node .* after token"):
-        layout.prepare(2, 1)
+FOREST = SharedLayout.from_forest([5, 3, 4], [-1, 0, 0])
+WRONG = {  # changes of its tensors, and the text of the refusal
+    "int64 tout": ({"tout": FOREST.tout.long()}, "tout is an int64 tensor of .*; need int32 .T."),
+    "a batch of tout": ({"tout": FOREST.tout[None]}, r"tout is .* shape \(1, 12\)"),
+    "a list": (
+        {"nodes": FOREST.nodes.tolist()},
+        "nodes is .* of type list; need int32 .n, 3.",
+    ),
+    "floats": ({"nodes": FOREST.nodes.float()}, "nodes is a float32 tensor"),
+    "two columns": ({"nodes": FOREST.nodes[:, :2]}, r"nodes is .* of shape \(3, 2\)"),
+    "another device": ({"nodes": FOREST.nodes.to("meta")}, "nodes is .* on meta"),
+    "fewer tokens": ({"tout": FOREST.tout[:-1]}, "the node .* after token 0 of 11"),
+    "more tokens": ({"tout": FOREST.tout.repeat(2)}, "end at token 12, and tout for 24"),
+    "other values": ({"tout": FOREST.tout + 1}, "tout with other values than those of nodes"),
+    "no node": ({"nodes": FOREST.nodes[:0]}, "nodes that end at token 0, and tout for 12"),
+    "one is missing": ({"nodes": FOREST.nodes[:2]}, "nodes that end at token 8, and tout for 12"),
+    "a gap": ([[0, 5, 12], [6, 8, 8], [8, 12, 12]], r"the node \(6, 8, 8\) after token 5 of 12"),
+    "an overlap": ([[0, 5, 12], [4, 8, 8], [8, 12, 12]], r"\(4, 8, 8\) after token 5"),
+    "past the tokens": ([[0, 5, 99], [5, 8, 8], [8, 99, 99]], r"\(0, 5, 99\) after token 0 of 12"),
+    "a subtree that ends early": ([[0, 5, 3], [5, 8, 8], [8, 12, 12]], r"\(0, 5, 3\) after"),
+    "crossing subtrees": ([[0, 5, 7], [5, 8, 12], [8, 12, 12]], r"\(5, 8, 12\) after token 5"),
+    "negative": ([[-5, 5, 12], [5, 8, 8], [8, 12, 12]], r"\(-5, 5, 12\) after token 0"),
+    "an empty one": ([[0, 5, 12], [5, 5, 5], [5, 12, 12]], r"\(5, 5, 5\) after token 5"),
+    "another forest": ([[0, 12, 12]], "tout with other values than those of nodes"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_layout_made_by_hand_is_checked(what):
+    changed, text = WRONG[what]
+    if isinstance(changed, list):
+        changed = {"nodes": torch.tensor(changed, dtype=torch.int32)}
+    given = {"tout": FOREST.tout, "nodes": FOREST.nodes}
+    SharedLayout(**given)
+    with pytest.raises(ValueError, match=f"^SharedLayout: .*{text}.*; make layouts by"):
+        SharedLayout(**(given | changed))
