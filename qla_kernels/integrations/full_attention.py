@@ -14,6 +14,8 @@ Complaint = tuple[str, str]  # a property of the model, and the property that is
 
 
 LINEAR = "linear_attention"
+# methods of embeddings like RoBERTa's, in all releases of transformers
+AFTER_PADDING = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds")
 
 
 def layer_kinds(model: Any) -> tuple[str, ...]:
@@ -47,8 +49,8 @@ def anything_else(model: Any, linear: bool = False) -> Complaint | None:
     """Returns a property of a model, or its config, that rules out our attention, or else None.
 
     Such properties are layers that recur, windows, capped scores, dropout, attention that looks
-    ahead, and an attention that cannot be exchanged. Returns (property, needed property). `linear`
-    accepts layers of linear attention.
+    ahead, an attention that cannot be exchanged, and positions that do not begin at 0. Returns
+    (property, needed property). `linear` accepts layers of linear attention.
     """
     if (complaint := other_layers(model, linear)) is not None:
         return complaint
@@ -67,6 +69,9 @@ def anything_else(model: Any, linear: bool = False) -> Complaint | None:
     for layer in _decoder_layers(model):
         if getattr(layer, "is_causal", True) is False:
             return f"{type(layer).__name__} with is_causal=False", "causal attention"
+        if any(hasattr(layer, name) for name in AFTER_PADDING):
+            got = f"{type(layer).__name__}, which counts positions from padding_idx + 1 on"
+            return got, "positions that begin at 0"
     return None
 
 

@@ -153,6 +153,23 @@ def test_models_that_look_ahead_are_refused(kind, hook):
         model(torch.arange(128)[None] % VOCABULARY, **others, **given)
 
 
+@pytest.mark.parametrize("hook", [integration, transformers_sparse_ring])
+@pytest.mark.parametrize("kind", ["Roberta", "Camembert", "XLMRoberta", "RobertaPreLayerNorm"])
+def test_models_whose_positions_begin_after_padding_are_refused(kind, hook):
+    """Packed positions begin at 0, with which they ran on other rows of their table."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64, is_decoder=True, pad_token_id=1,
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    own = model.config._attn_implementation
+    text = r"Embeddings, which counts positions from padding_idx \+ 1 on; need positions that begin"
+    with pytest.raises(Unsupported, match=text):
+        hook.prepare(model)
+    assert model.config._attn_implementation == own
+
+
 def test_a_decoder_beside_an_encoder_of_images_is_not_refused():
     """What looks ahead there takes no part in a text."""
 
