@@ -100,7 +100,7 @@ class LayerCall:
         options: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         options["scale"] = scale
         learns = wants_gradients(tokens)
-        self._check(initial_state, output_final_state, learns, cu_seqlens, shared_prefix)
+        self._check(initial_state, output_final_state, learns, shared_prefix)
         if self.mask is not None and cu_seqlens is None and q.shape[1] > 1:
             tokens, cu_seqlens, order = packed(tokens, self.mask.to(q.device))
         if not output_final_state or learns:
@@ -133,7 +133,6 @@ class LayerCall:
         initial_state: Tensor | None,
         output_final_state: bool,
         learns: bool,
-        cu_seqlens: Tensor | None,
         shared_prefix: SharedLayout | None,
     ) -> None:
         """Raises if a call would have other bits, or if its cache cannot hold a pool."""
@@ -147,9 +146,6 @@ class LayerCall:
             raise Unsupported(need(OP, got, "none, or the whole sequence", fix))
         if learns:
             return
-        if cu_seqlens is not None:
-            got, fix = "cu_seq_lens_q beside a cache", "pass use_cache=False, or a padded batch"
-            raise Unsupported(need(OP, got, "one of the two", fix))
         if self.cache is None:
             got, needs = "a state without a cache", "transformers' own call of the layer"
             raise Unsupported(need(OP, got, needs, "pass the keyword cache_params"))

@@ -65,23 +65,27 @@ def chunk(
     **kwargs: Any,
 ) -> Any:
     q, k, v = readable(q, k, v)
+    if shared_prefix is None:
+        _refuse_bounds_and_cache(**kwargs)
     if qla_layer_call is not None:
         return qla_layer_call(q, k, v, *args, shared_prefix=shared_prefix, **kwargs)
     if shared_prefix is not None:
         return rule(q, k, v, *args, layout=shared_prefix, **kwargs)
-    _refuse_caches(**kwargs)
     return chunk_gated_delta_rule(q, k, v, *args, **kwargs)
 
 
-def _refuse_caches(
+def _refuse_bounds_and_cache(
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
     initial_state: Tensor | None = None,
     **_: Any,
 ) -> None:
-    """Raises Unsupported for a cache in the call of a pack: softmax attention would mix it."""
-    packed = cu_seqlens is not None and len(cu_seqlens) > 2
-    if packed and (output_final_state or initial_state is not None):
+    """Raises Unsupported for bounds beside a cache, even those of one sequence.
+
+    Layers convolve a cache's last inputs with those of the call, so bounds would name other
+    columns; and softmax attention would mix several sequences.
+    """
+    if cu_seqlens is not None and (output_final_state or initial_state is not None):
         fix = "pass use_cache=False, or set model.config.get_text_config().use_cache = False"
         raise Unsupported(need(PACK, "cu_seq_lens_q beside a cache", "no cache", fix))
 
@@ -97,6 +101,7 @@ def recurrent(
 ) -> Any:
     if shared_prefix is not None:
         raise ValueError(need(OP, "a step of decoding", "a whole batch", "leave shared_prefix out"))
+    _refuse_bounds_and_cache(**kwargs)
     return (qla_layer_call or fused_recurrent_gated_delta_rule)(*readable(q, k, v), *args, **kwargs)
 
 

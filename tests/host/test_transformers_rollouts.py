@@ -260,7 +260,7 @@ def test_calls_that_cannot_have_the_bits_are_refused(model):
         with pytest.raises(Unsupported, match="a cache without a pool; need one that began so"):
             model(token, past_key_values=trained)
         bounds = torch.tensor([0, 20, 60], dtype=torch.int32)
-        with pytest.raises(Unsupported, match="cu_seq_lens_q beside a cache; need one of the two"):
+        with pytest.raises(Unsupported, match="cu_seq_lens_q beside a cache; need no cache"):
             model(ids[:1], use_cache=True, cu_seq_lens_q=bounds)
         cache.activate_past_recording()
         with pytest.raises(Unsupported, match="a cache that records the past; need one that is no"):
