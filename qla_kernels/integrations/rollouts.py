@@ -10,8 +10,9 @@ The pool is an attribute of the layer's part of the cache, so it is copied and f
 transformers keeps there as the recurrent state are numbers of rows. `Cache.reorder_cache` selects
 among them, and the next call selects the pool's slots likewise.
 
-Padding, which a layer's mask names, is left out, because a chunk has other bits if its tokens lie
-elsewhere in it: a sequence of a padded batch is computed as if it were alone.
+Padding before and after a sequence, which a layer's mask names, is left out, because a chunk has
+other bits if its tokens lie elsewhere in it: a sequence of a padded batch is computed as if it were
+alone. Masked tokens between others of a call stay, as in layers of transformers, which set their inputs to 0.
 """
 
 from typing import Any, NamedTuple
@@ -184,13 +185,17 @@ class LayerCall:
 
 
 def packed(tokens: Tokens, mask: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-    """Packs the tokens [B, T, ..] that a mask [B, T] leaves; the others follow after all sequences.
+    """Packs the tokens [B, T, ..] from the first to the last that a mask [B, T] leaves of each row.
+
+    The others follow after all sequences.
 
     Returns:
         The pack [1, B T, ..], its bounds [B + 1], and the places [B T] that its tokens had.
     """
-    order = (mask == 0).flatten().int().argsort(stable=True)
-    bounds = (mask != 0).sum(1).cumsum(0)
+    there = (mask != 0).int()
+    inside = (there.cumsum(1) > 0) & (there.flip(1).cumsum(1) > 0).flip(1)
+    order = (~inside).flatten().int().argsort(stable=True)
+    bounds = inside.sum(1).cumsum(0)
     pack = Tokens(*(x.flatten(0, 1)[order][None] for x in tokens))
     return pack, torch.cat([bounds.new_zeros(1), bounds]), order
 

@@ -112,6 +112,32 @@ def test_sequences_of_a_padded_batch_are_as_if_alone(model, monkeypatch):
         assert close(together[n, start:], alone)
 
 
+MASKS = {
+    "left": [0, 0, 1, 1, 1, 1], "right": [1, 1, 1, 1, 0, 0], "a hole": [1, 1, 0, 0, 1, 1],
+    "all three": [0, 1, 0, 1, 1, 0], "nothing": [0] * 6,
+}  # fmt: skip
+
+
+def test_padding_and_holes_are_as_without_the_option(model):
+    """Masked tokens between others take part, as transformers' layers have it."""
+    ids = prompts(len(MASKS), 6 * 12)
+    mask = torch.tensor([*MASKS.values()]).repeat_interleave(12, 1)
+    want = logits(model, ids, attention_mask=mask)[mask == 1]
+    integration.swap(model, batch_invariant=True)
+    assert close(logits(model, ids, attention_mask=mask)[mask == 1], want)
+
+
+@cached
+def test_greedy_rollouts_of_a_prompt_with_a_hole(model):
+    ids, mask = prompts(3), torch.ones(3, 60, dtype=torch.long)
+    mask[0, :9], mask[1, 20:33] = 0, 0
+    want = model.generate(ids, attention_mask=mask, **GREEDY)
+    integration.swap(model, batch_invariant=True)
+    got = model.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(got.sequences, want.sequences)
+    assert close(torch.stack(got.logits), torch.stack(want.logits))
+
+
 @cached
 @pytest.mark.parametrize("pieces", [[1, 89], [64, 26], [30, 5, 1, 1, 50, 3]], ids=str)
 def test_a_prompt_in_several_calls(model, pieces):
