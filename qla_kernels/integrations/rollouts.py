@@ -12,7 +12,8 @@ among them, and the next call selects the pool's slots likewise.
 
 Padding before and after a sequence, which a layer's mask names, is left out, because a chunk has
 other bits if its tokens lie elsewhere in it: a sequence of a padded batch is computed as if it were
-alone. Masked tokens between others of a call stay, as in layers of transformers, which set their inputs to 0.
+alone. Masked tokens between others of a call stay, as in layers of transformers, which set their
+inputs to 0.
 """
 
 from typing import Any, NamedTuple
@@ -70,7 +71,8 @@ class LayerCall:
         self.hooks = ()
 
     def _begin(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.cache, self.mask = kwargs.get("cache_params"), kwargs.get("attention_mask")
+        self.cache = kwargs.get("cache", kwargs.get("cache_params"))  # new and old name: 5.24
+        self.mask = kwargs.get("attention_mask")
         self.place, self.asked = getattr(layer, "layer_idx", 0), False
         return (args, kwargs | {KEY: self}) if self.handed_on else None
 
@@ -149,7 +151,7 @@ class LayerCall:
             return
         if self.cache is None:
             got, needs = "a state without a cache", "transformers' own call of the layer"
-            raise Unsupported(need(OP, got, needs, "pass the keyword cache_params"))
+            raise Unsupported(need(OP, got, needs, "pass it by keyword, as cache or cache_params"))
         part = self._part()
         if not hasattr(part, "record_past"):
             needs, fix = "one of transformers 5.14 or later", "install it, or pass use_cache=False"

@@ -230,6 +230,7 @@ def test_compiled_calls():
     with torch.no_grad():
         parts = [step(ids[:, t : t + 1], past_key_values=cache).logits for t in (60, 61)]
         assert close(torch.cat(parts, 1), want[:, 60:])
+        torch._dynamo.reset()  # or the code with breaks, compiled above, may be found and run
         with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
             whole(ids[:, :1], past_key_values=cache)
     integration.restore(model)
